@@ -1,0 +1,1 @@
+"""The verbs people type: parse, call one function below, print."""

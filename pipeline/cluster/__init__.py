@@ -1,0 +1,1 @@
+"""Where jobs run: the executors behind one protocol."""

@@ -1,0 +1,1 @@
+"""What people write: one typed schema over YAML, with the origin of every value."""

@@ -1,0 +1,81 @@
+"""Every error a person can meet, in one tree.
+
+PipelineError            1   a bug, unless a child says otherwise
+├── ConfigError          2   the configuration or the command line is wrong
+│   └── CacheUnusable    2   the cache folder cannot be used as it is: no cache, read-only, newer format
+├── DataError            3   the input data cannot be used
+├── CacheDamaged         4   bytes in the cache are not the bytes that were written
+├── PlanInfeasible       5   no plan fits the machine
+├── SubmissionRefused    6   the executor or the cluster would not take the job
+└── JobFailed            7   a job ran and failed
+    └── CacheFull        7   the disk or the quota under the cache is full
+
+An error says what went wrong, where, and the next command to type. A bad *item* is never an error: it is a
+`records.Rejection`, counted and reported.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class PipelineError(Exception):
+    """Something went wrong that a person should read about."""
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, what: str, *, where: str = "", remedy: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        """Say what, where and what to do next, a line each."""
+        place = f"{self.where}: " if self.where else ""
+        hint = f"\n  next: {self.remedy}" if self.remedy else ""
+        return f"{place}{self.what}{hint}"
+
+
+class ConfigError(PipelineError):
+    """The configuration or the command line is wrong."""
+
+    exit_code = 2
+
+
+class CacheUnusable(ConfigError):
+    """The cache folder cannot be used as it is: no cache, read-only, or of a newer format."""
+
+
+class DataError(PipelineError):
+    """The input data cannot be used."""
+
+    exit_code = 3
+
+
+class CacheDamaged(PipelineError):
+    """Bytes in the cache are not the bytes that were written."""
+
+    exit_code = 4
+
+
+class PlanInfeasible(PipelineError):
+    """No plan fits the machine."""
+
+    exit_code = 5
+
+
+class SubmissionRefused(PipelineError):
+    """The executor or the cluster would not take the job."""
+
+    exit_code = 6
+
+
+class JobFailed(PipelineError):
+    """A job ran and failed."""
+
+    exit_code = 7
+
+
+class CacheFull(JobFailed):
+    """The disk or the quota under the cache is full."""

@@ -1,0 +1,1 @@
+"""Records in, text for people out; knows no executor."""

@@ -1,0 +1,1 @@
+"""A run: what is submitted, followed, judged and reported."""

@@ -1,0 +1,1 @@
+"""From files people have to residues and sequences, by an explicit policy."""
