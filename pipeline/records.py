@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 
 class Reason(str, Enum):
@@ -31,6 +31,7 @@ class Reason(str, Enum):
     AMBIGUOUS_PARTNERS = "ambiguous_partners"
     SHARED_CHAIN = "shared_chain"
     NO_POLYMER = "no_polymer"
+    MODIFIED_RESIDUES = "modified_residues"
     INCOMPLETE_RESIDUES = "incomplete_residues"
     SEQUENCE_MISMATCH = "sequence_mismatch"
     TOO_MANY_RESIDUES = "too_many_residues"
@@ -46,13 +47,31 @@ class Rejection:
     detail: str
     origin: str = ""
 
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON data."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Rejection:
+        """Read what `to_json` wrote."""
+        return cls(**{**data, "reason": Reason(data["reason"])})
+
+
+class Kind(str, Enum):
+    """What a polymer chain is made of."""
+
+    PROTEIN = "protein"
+    DNA = "dna"
+    RNA = "rna"
+
 
 class Role(str, Enum):
     """What a part of an item is to the complex."""
 
     RECEPTOR = "receptor"
     LIGAND = "ligand"
-    COMPLEX = "complex"  # one file whose chains are divided into partners when it is read
+    COMPLEX = "complex"  # one file whose two polymer chains become receptor and ligand when it is read
+    WHOLE = "whole"  # one file that is not divided
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +96,115 @@ class Item:
     cluster: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
     origin: str = ""  # file and line that named it, for messages
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON data."""
+        return {key: value for key, value in asdict(self).items() if value}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Item:
+        """Read what `to_json` wrote."""
+        return cls(**{**data, "parts": _parts(data.get("parts", ())), "bound": _parts(data.get("bound", ()))})
+
+
+def _parts(data: Iterable[Mapping[str, Any]]) -> tuple[Part, ...]:
+    """Read parts from plain JSON data."""
+    return tuple(Part(Role(one["role"]), one["path"], tuple(one["chains"]), one["model"]) for one in data)
+
+
+class EventKind(str, Enum):
+    """What happened in a run."""
+
+    RUN_STARTED = "run_started"
+    STAGE_SUBMITTED = "stage_submitted"
+    TASK_STARTED = "task_started"
+    PROGRESS = "progress"
+    TASK_FINISHED = "task_finished"
+    TASK_FAILED = "task_failed"
+    TASK_ENDED = "task_ended"  # the executor's word, whatever the task said of itself
+    STAGE_ENDED = "stage_ended"
+    RUN_ENDED = "run_ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One line of a run's ledger."""
+
+    kind: EventKind
+    at: float
+    writer: str
+    data: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ChainSummary:
+    """A polymer chain of a partner, as the inventory remembers it."""
+
+    name: str
+    kind: Kind
+    sequence: str  # what an encoder reads: observed residues or SEQRES, as configured
+    residues: int  # observed ones
+    nodes: int  # observed ones with the atoms a node needs
+    atoms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Partner:
+    """One side of a complex: chains of one file."""
+
+    role: Role
+    content: str  # hex digest of the file's bytes; empty for a bare sequence
+    chains: tuple[ChainSummary, ...]
+    notes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def residues(self) -> int:
+        """Count the observed residues."""
+        return sum(chain.residues for chain in self.chains)
+
+    @property
+    def nodes(self) -> int:
+        """Count the residues that become nodes."""
+        return sum(chain.nodes for chain in self.chains)
+
+    @property
+    def atoms(self) -> int:
+        """Count the atoms of the observed residues."""
+        return sum(chain.atoms for chain in self.chains)
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """What scanning found in one item; or why it was left out."""
+
+    partners: tuple[Partner, ...] = ()
+    bound: tuple[Partner, ...] = ()
+    reason: Reason | None = None
+    detail: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON data."""
+        return {key: value for key, value in asdict(self).items() if value}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Inventory:
+        """Read what `to_json` wrote."""
+        return cls(
+            partners=_partners(data.get("partners", ())),
+            bound=_partners(data.get("bound", ())),
+            reason=Reason(data["reason"]) if "reason" in data else None,
+            detail=data.get("detail", ""),
+        )
+
+
+def _partners(data: Iterable[Mapping[str, Any]]) -> tuple[Partner, ...]:
+    """Read partners from plain JSON data."""
+    return tuple(
+        Partner(
+            role=Role(one["role"]),
+            content=one["content"],
+            chains=tuple(ChainSummary(**{**chain, "kind": Kind(chain["kind"])}) for chain in one["chains"]),
+            notes=one["notes"],
+        )
+        for one in data
+    )

@@ -1,0 +1,64 @@
+"""Where every parser meets: one table of atoms, names as 8-byte words, nothing interpreted yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from pipeline.records import Reason
+
+NAME_BYTES = 8
+BLANK_CHAIN = "_"  # what people type for a chain that has no name
+
+
+class Unusable(Exception):
+    """This input cannot be used; becomes a `Rejection` of its item where the item is known."""
+
+    def __init__(self, reason: Reason, detail: str) -> None:
+        super().__init__(f"{reason.value}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
+def word(name: str) -> int:
+    """Return a name of at most 8 bytes as the integer that name columns hold."""
+    padded = name.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
+    return int.from_bytes(padded, "little")
+
+
+def text(code: int | np.uint64) -> str:
+    """Return the name that a word stands for."""
+    return int(code).to_bytes(NAME_BYTES, "little").rstrip(b"\0").decode("utf-8", "replace")
+
+
+@dataclass(frozen=True, slots=True)
+class AtomTable:
+    """Every atom of a file in file order; A is the number of atoms."""
+
+    pos_A3: NDArray[np.float64]
+    name_A: NDArray[np.uint64]
+    resname_A: NDArray[np.uint64]
+    chain_A: NDArray[np.uint64]
+    number_A: NDArray[np.int32]
+    icode_A: NDArray[np.int8]
+    altloc_A: NDArray[np.int8]
+    occupancy_A: NDArray[np.float32]
+    element_A: NDArray[np.uint8]
+    entity_A: NDArray[np.uint8]  # gemmi's EntityType: 1 polymer, 2 non-polymer, 3 branched, 4 water
+    model_A: NDArray[np.int32]
+    label_seq_A: NDArray[np.int32] | None = None  # 1-based position in SEQRES, 0 where unknown
+    seqres: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # chain → residue names
+    parents: Mapping[str, str] = field(default_factory=dict)  # modified residue → standard one, as the file says
+    aliases: Mapping[str, str] = field(default_factory=dict)  # stand-ins for chain names of more than 7 bytes
+
+    def chain_name(self, code: int | np.uint64) -> str:
+        """Return a chain's name as people type it."""
+        name = text(code)
+        return self.aliases.get(name, name) or BLANK_CHAIN

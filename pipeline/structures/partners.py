@@ -1,0 +1,53 @@
+"""Which chains are which side of a complex."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipeline.records import Reason, Role
+from pipeline.structures.atoms import Unusable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pipeline.structures.policy import Chain, Structure
+
+
+def choose(structure: Structure, role: Role, names: Sequence[str]) -> dict[Role, tuple[Chain, ...]]:
+    """Return the chains of each side that a part of an item stands for."""
+    if names:
+        return {role: tuple(_named(structure, name) for name in _without_twins(structure, names))}
+    if role is not Role.COMPLEX:
+        return {role: structure.chains}
+    if len(structure.chains) != 2:
+        have = ", ".join(chain.name for chain in structure.chains)
+        what = f"{len(structure.chains)} polymer chains ({have}); name data.receptor_chains and data.ligand_chains"
+        raise Unusable(Reason.AMBIGUOUS_PARTNERS, what)
+    return {Role.RECEPTOR: structure.chains[:1], Role.LIGAND: structure.chains[1:]}
+
+
+def _without_twins(structure: Structure, names: Sequence[str]) -> list[str]:
+    """Drop repeats, and the lower-case twin by which SAbDab names the light half of a single-chain Fv."""
+    asked = list(dict.fromkeys(names))
+    return [
+        name for name in asked if name in structure.all_chains or name.upper() == name or name.upper() not in asked
+    ]
+
+
+def _named(structure: Structure, name: str) -> Chain:
+    """Return the polymer chain of that name."""
+    for chain in structure.chains:
+        if chain.name == name:
+            return chain
+    if name in structure.all_chains:
+        raise Unusable(Reason.CHAIN_WITHOUT_POLYMER, f"chain {name} holds no protein, RNA or DNA")
+    have = ", ".join(structure.all_chains)
+    raise Unusable(Reason.MISSING_CHAIN, f"no chain {name} in the file (it has: {have})")
+
+
+def check_apart(sides: dict[Role, set[tuple[str, str]]]) -> None:
+    """Refuse a chain that is on both sides; a side is a set of (file, chain)."""
+    shared = sides.get(Role.RECEPTOR, set()) & sides.get(Role.LIGAND, set())
+    if shared:
+        names = ", ".join(sorted(chain for _, chain in shared))
+        raise Unusable(Reason.SHARED_CHAIN, f"chain {names} is on both sides")

@@ -1,0 +1,78 @@
+"""What may be an item's id, and which ids were met already."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import xxhash
+
+from pipeline.records import Reason
+from pipeline.structures.atoms import Unusable
+
+MAX_ID_LENGTH = 200
+SHOWN_LENGTH = 80
+MERGE_AT = 1 << 16
+SLASHES = re.compile(r"[/\\]")
+
+
+def id_problem(name: str, *, names_files: bool = True) -> str:
+    """Say what keeps `name` from being an id, or return nothing; only ids that never name a file may hold slashes."""
+    if not name:
+        return "is empty"
+    if len(name) > MAX_ID_LENGTH:
+        return f"has {len(name)} characters, {MAX_ID_LENGTH} are allowed"
+    if " " in name or not name.isprintable():
+        odd = next(letter for letter in name if letter == " " or not letter.isprintable())
+        return "contains white space" if odd.isspace() else f"contains the unprintable character U+{ord(odd):04X}"
+    if names_files and SLASHES.search(name):
+        return "contains a slash, which would make it a path"
+    if name[0] in ".-":
+        return f"starts with {name[0]!r}"
+    return ""
+
+
+def checked_id(name: str) -> str:
+    """Return `name`, which may now become part of a file name."""
+    if problem := id_problem(name):
+        raise Unusable(Reason.BAD_ID, f"the id {problem}")
+    return name
+
+
+def shown(text: str) -> str:
+    """Return text from outside as it may be printed: no control characters, not long."""
+    cut = text if len(text) <= SHOWN_LENGTH else text[: SHOWN_LENGTH - 1] + "…"
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in cut)
+
+
+class SeenIds:
+    """Where each id was met first, in 12 bytes an id: sorted arrays, and a small table of the latest.
+
+    Ids are told apart by 64-bit digests: in a million ids, the chance that any two collide is 3e-8.
+    """
+
+    def __init__(self) -> None:
+        self._latest: dict[int, int] = {}
+        self._digests = np.empty(0, dtype=np.uint64)
+        self._lines = np.empty(0, dtype=np.uint32)
+
+    def first_line(self, name: str, line: int) -> int | None:
+        """Return the line that had this id before; if none had, remember `line`."""
+        digest = xxhash.xxh3_64_intdigest(name.encode())
+        if digest in self._latest:
+            return self._latest[digest]
+        spot = int(np.searchsorted(self._digests, np.uint64(digest)))
+        if spot < len(self._digests) and int(self._digests[spot]) == digest:
+            return int(self._lines[spot])
+        self._latest[digest] = line
+        if len(self._latest) == MERGE_AT:
+            self._merge()
+        return None
+
+    def _merge(self) -> None:
+        """Move the latest ids into the sorted arrays."""
+        digests = np.concatenate([self._digests, np.fromiter(self._latest, dtype=np.uint64)])
+        lines = np.concatenate([self._lines, np.fromiter(self._latest.values(), dtype=np.uint32)])
+        order = np.argsort(digests, kind="stable")
+        self._digests, self._lines = digests[order], lines[order]
+        self._latest.clear()

@@ -1,0 +1,344 @@
+"""Made complexes with real geometry: for the demo, the tests and the benchmarks, never for science.
+
+A chain is drawn as helices, strands and loops, folded into a globule, and docked onto another until they touch. A
+sequence always folds the same way, so an antigen that returns in many complexes is the same molecule in all of them.
+Shapes: R residues, S segments, K candidates for a segment, L residues of the longest segment, A atoms, P poses. A
+frame is a 4×4 rigid motion whose origin is a CA and whose x axis points along N→CA.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from scipy.spatial import cKDTree
+from scipy.spatial.distance import cdist
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+
+# One letter, three letters, percent in Swiss-Prot.
+AMINO_ACIDS = (
+    ("A", "ALA", 8.25), ("R", "ARG", 5.53), ("N", "ASN", 4.06), ("D", "ASP", 5.46), ("C", "CYS", 1.38),
+    ("Q", "GLN", 3.93), ("E", "GLU", 6.72), ("G", "GLY", 7.07), ("H", "HIS", 2.27), ("I", "ILE", 5.91),
+    ("L", "LEU", 9.65), ("K", "LYS", 5.80), ("M", "MET", 2.41), ("F", "PHE", 3.86), ("P", "PRO", 4.74),
+    ("S", "SER", 6.65), ("T", "THR", 5.36), ("W", "TRP", 1.10), ("Y", "TYR", 2.92), ("V", "VAL", 6.86),
+)  # fmt: skip
+NAMES = {letter: name for letter, name, _ in AMINO_ACIDS}
+ATOMS = ("N", "CA", "C", "O", "CB")
+
+# Bond length in Å, and the angle in degrees at the atom before (Engh and Huber).
+N_CA, CA_C, C_N, C_O = (1.458, 121.7), (1.525, 111.0), (1.329, 116.6), (1.231, 120.1)
+CB_WEIGHTS = (0.56802827, -0.58273431, -0.54067466)  # CB as a sum of N→CA, its cross product with CA→C, and CA→C
+
+# Phi and psi in degrees.
+HELIX, STRAND = (-57.0, -47.0), (-119.0, 113.0)
+LOOPS = np.array([(-70.0, -35.0), (-120.0, 130.0), (-65.0, 140.0), (-90.0, 0.0), (60.0, 45.0)])
+LOOP_SHARES = (0.3, 0.25, 0.25, 0.15, 0.05)
+
+CANDIDATES = 10
+POSES = 12
+APART_CA = 4.5  # Å at least between CA atoms three or more residues apart
+TOUCH_CA, CONTACT_CA = 7.0, 11.0  # Å between partners when poses are compared, by every other CA
+TOUCH = 2.8  # Å between the nearest atoms of two partners in the end
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """A chain in space: N, CA, C, O and CB of every residue; of a glycine the CB does not exist."""
+
+    sequence: str
+    pos_R53: Floats
+
+    def atoms(self) -> tuple[NDArray[np.int64], NDArray[np.int64], Floats]:
+        """Return residue, atom name (as a position in ATOMS) and coordinates of the atoms that exist."""
+        present_R5 = np.ones(self.pos_R53.shape[:2], dtype=bool)
+        present_R5[:, 4] = np.frombuffer(self.sequence.encode(), dtype=np.uint8) != ord("G")
+        residue_A, name_A = np.nonzero(present_R5)
+        return residue_A, name_A, self.pos_R53[present_R5]
+
+
+@dataclass(frozen=True, slots=True)
+class DemoFiles:
+    """What `write_demo` left in a folder."""
+
+    manifest: Path
+    structures: tuple[Path, ...]
+    broken: Path  # cannot be read, on purpose
+
+
+class _Placement(NamedTuple):
+    """A segment in space: the frames of its residues and the one after, and the torsions that made them."""
+
+    frame_L44: Floats
+    torsion_L2: Floats
+
+    @property
+    def ca_L3(self) -> Floats:
+        return self.frame_L44[:-1, :3, 3]
+
+
+def complex_pdb(
+    seed: int,
+    n_receptor: int = 200,
+    n_ligand: int = 200,
+    *,
+    receptor: str | None = None,
+    ligand: str | None = None,
+    chains: tuple[str, str] = ("A", "B"),
+) -> bytes:
+    """Return a PDB file of two chains that touch; a given sequence takes the place of a drawn one."""
+    rng = np.random.default_rng(seed)
+    sequences = receptor or draw_sequence(rng, n_receptor), ligand or draw_sequence(rng, n_ligand)
+    partners = dock(rng, *map(fold, sequences))
+    return to_pdb(dict(zip(chains, partners, strict=True)))
+
+
+def draw_sequence(rng: np.random.Generator, length: int) -> str:
+    """Return a sequence of natural composition."""
+    shares = np.array([percent for _, _, percent in AMINO_ACIDS])
+    return "".join(rng.choice(list(NAMES), size=length, p=shares / shares.sum()))
+
+
+def fold(sequence: str) -> Fold:
+    """Return the sequence as a globule of helices, strands and loops, always the same one."""
+    if not sequence or not set(sequence) <= set(NAMES):
+        raise ValueError(f"not a sequence of the 20 amino acids: {sequence!r}")
+    rng = np.random.default_rng(list(hashlib.blake2b(sequence.encode(), digest_size=16).digest()))
+    placements = _pack(*_draw_segments(rng, len(sequence)))
+    frame_R44 = np.concatenate([placement.frame_L44[:-1] for placement in placements])
+    local_R53 = _residue_atoms(np.concatenate([placement.torsion_L2 for placement in placements]))
+    pos_R53 = local_R53 @ frame_R44[:, :3, :3].transpose(0, 2, 1) + frame_R44[:, None, :3, 3]
+    return Fold(sequence, pos_R53 - pos_R53[:, 1].mean(axis=0))
+
+
+def dock(rng: np.random.Generator, receptor: Fold, ligand: Fold) -> tuple[Fold, Fold]:
+    """Return the partners face to face, in the one of some random poses that makes the most contacts."""
+    turn_2P33 = _random_turns(rng, 2 * POSES).reshape(2, POSES, 3, 3)
+    contacts = [
+        _contacts(receptor.pos_R53[::2, 1] @ turn_33, ligand.pos_R53[::2, 1] @ other_33)
+        for turn_33, other_33 in zip(*turn_2P33, strict=True)
+    ]
+    receptor, ligand = (
+        Fold(partner.sequence, partner.pos_R53 @ turn_P33[np.argmax(contacts)])
+        for partner, turn_P33 in zip((receptor, ligand), turn_2P33, strict=True)
+    )
+    lift = _lift(receptor.atoms()[2], ligand.atoms()[2], TOUCH)
+    return receptor, Fold(ligand.sequence, ligand.pos_R53 + np.array([0, 0, lift]))
+
+
+def to_pdb(chains: Mapping[str, Fold]) -> bytes:
+    """Return a PDB file of chains under their one-letter names."""
+    lines = ["HEADER    MADE BY PIPELINE, NOT A REAL PROTEIN"]
+    for name, chain in chains.items():
+        lines += _seqres(name, chain.sequence)
+    serial = 1
+    for name, chain in chains.items():
+        atoms = _atom_lines(name, chain, serial)
+        last = atoms[-1]
+        serial += len(atoms) + 1
+        lines += [*atoms, f"TER   {serial - 1:5d}      {last[17:26]}"]
+    return "\n".join([*lines, "END", ""]).encode()
+
+
+def write_demo(folder: Path, n: int = 24, seed: int = 0) -> DemoFiles:
+    """Write `n` complexes, one file that is broken, and their manifest; the same bytes every time.
+
+    A few antigens return in several complexes, each in one split only: antigens are the clusters.
+    """
+    rng = np.random.default_rng(seed)
+    antigens = [draw_sequence(rng, int(rng.integers(60, 141))) for _ in range(min(n, max(3, n // 4)))]
+    splits = ["train", "val", "test", *["train"] * n]
+    structures = folder / "structures"
+    structures.mkdir(parents=True, exist_ok=True)
+    rows, paths = [], []
+    for number in range(n):
+        cluster = number % len(antigens)
+        path = structures / f"demo-{number + 1:03d}.pdb"
+        n_receptor = int(rng.integers(60, 141))
+        pdb = complex_pdb(int(rng.integers(1 << 32)), n_receptor, ligand=antigens[cluster], chains=("H", "A"))
+        path.write_bytes(pdb)
+        paths.append(path)
+        rows.append((path.stem, f"structures/{path.name}", "H", "A", splits[cluster], f"antigen-{cluster + 1}"))
+    broken = _write_broken(structures / "demo-broken.pdb.gz", rng)
+    rows.append(("demo-broken", f"structures/{broken.name}", "H", "A", "train", "broken"))
+    return DemoFiles(_write_manifest(folder / "manifest.csv", rows), tuple(paths), broken)
+
+
+def _write_broken(path: Path, rng: np.random.Generator) -> Path:
+    """Write the first half of a gzipped complex, as an interrupted download leaves it."""
+    packed = gzip.compress(complex_pdb(int(rng.integers(1 << 32)), 60, 60), mtime=0)
+    path.write_bytes(packed[: len(packed) // 2])
+    return path
+
+
+def _write_manifest(path: Path, rows: Sequence[tuple[str, ...]]) -> Path:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("id", "path", "receptor_chains", "ligand_chains", "split", "cluster"))
+        writer.writerows(rows)
+    return path
+
+
+def _draw_segments(rng: np.random.Generator, n_residues: int) -> tuple[Floats, NDArray[np.int64]]:
+    """Draw segments, each a loop and then a helix or strand: candidate torsions, and how many residues are used."""
+    n_segments = n_residues // 7 + 1
+    is_helix_S = rng.random(n_segments) < 0.5
+    loop_S = rng.integers(3, 7, n_segments)
+    length_S = loop_S + np.where(is_helix_S, rng.integers(8, 17, n_segments), rng.integers(4, 9, n_segments))
+    end_S = np.minimum(length_S.cumsum(), n_residues)
+    length_S = np.diff(end_S, prepend=0)
+    length_S = length_S[length_S > 0]
+    shape = (len(length_S), CANDIDATES, length_S.max(), 2)
+    loop_SKL2 = rng.choice(LOOPS, size=shape[:3], p=LOOP_SHARES) + rng.normal(0, 12, shape)
+    ideal_S2 = np.where(is_helix_S[: len(length_S), None], HELIX, STRAND)
+    regular_SKL2 = ideal_S2[:, None, None] + rng.normal(0, 4, (shape[0], 1, *shape[2:]))
+    in_loop_SL = np.arange(shape[2]) < loop_S[: len(length_S), None]
+    return np.radians(np.where(in_loop_SL[:, None, :, None], loop_SKL2, regular_SKL2)), length_S
+
+
+def _pack(torsion_SKL2: Floats, length_S: NDArray[np.int64]) -> list[_Placement]:
+    """Join the segments one by one, the best candidate first; where none fits, go back to the next best before."""
+    frame_SKL44 = _frames(torsion_SKL2)
+    placed: list[_Placement] = []
+    waiting: list[list[_Placement]] = []  # what else would have fitted at every step, the best last
+    tries = 0
+    while len(placed) < len(length_S):
+        segment, tries = len(placed), tries + 1
+        length = length_S[segment]
+        candidates = frame_SKL44[segment, :, : length + 1], torsion_SKL2[segment, :, :length]
+        fits = _fitting(*candidates, placed, at_any_rate=tries > 10 * len(length_S))
+        while not fits and waiting:
+            placed.pop()
+            fits = waiting.pop()
+        if fits:
+            placed.append(fits.pop())
+            waiting.append(fits)
+    return placed
+
+
+def _fitting(
+    frame_KL44: Floats, torsion_KL2: Floats, placed: list[_Placement], *, at_any_rate: bool
+) -> list[_Placement]:
+    """Return the candidates that meet nothing, the one nearest to the centre of the rest last."""
+    earlier_R3 = np.concatenate([np.empty((0, 3)), *(placement.ca_L3 for placement in placed)])
+    frame_KL44 = (placed[-1].frame_L44[-1] if placed else np.eye(4)) @ frame_KL44
+    ca_KL3 = frame_KL44[:, :-1, :3, 3]
+    clearance_K = np.minimum(_clearance(ca_KL3, earlier_R3), APART_CA)
+    centre = earlier_R3.mean(axis=0) if placed else np.zeros(3)
+    spread_K = ((ca_KL3 - centre) ** 2).sum(axis=2).mean(axis=1)
+    order = np.lexsort((-spread_K, clearance_K))
+    if placed and not at_any_rate:
+        order = order[clearance_K[order] >= APART_CA]
+    return [_Placement(frame_KL44[k], torsion_KL2[k]) for k in order]
+
+
+def _clearance(ca_KL3: Floats, earlier_R3: Floats) -> Floats:
+    """Return how near each candidate comes to itself and to what is there, three or more residues away."""
+    n_candidates, length, _ = ca_KL3.shape
+    first, second = _pairs(length)
+    apart = ca_KL3[:, first] - ca_KL3[:, second]
+    within = np.sqrt(np.einsum("kpx,kpx->kp", apart, apart).min(axis=1, initial=np.inf))
+    distance = cdist(ca_KL3.reshape(-1, 3), earlier_R3).reshape(n_candidates, length, -1)
+    distance[:, 0, -2:] = distance[:, 1:2, -1:] = np.inf
+    clearance_K: Floats = np.minimum(within, distance.min(axis=(1, 2), initial=np.inf))
+    return clearance_K
+
+
+@cache
+def _pairs(length: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Return the residue pairs that may meet: three or more apart."""
+    return np.triu_indices(length, 3)
+
+
+def _frames(torsion_SKL2: Floats) -> Floats:
+    """Return the frame of every residue, and of the one after the last, relative to the first of its segment."""
+    phi, psi = torsion_SKL2[..., 0], torsion_SKL2[..., 1]
+    motion_SKL44 = _step(CA_C, phi) @ _step(C_N, psi) @ _step(N_CA, np.array(np.pi))
+    frames = [np.broadcast_to(np.eye(4), motion_SKL44[:, :, 0].shape)]
+    for position in range(motion_SKL44.shape[2]):
+        frames.append(frames[-1] @ motion_SKL44[:, :, position])
+    return np.stack(frames, axis=2)
+
+
+def _step(bond: tuple[float, float], torsion: Floats) -> Floats:
+    """Return the motion from one atom's frame to the next: turn about the bond, bend, and go along (NeRF)."""
+    length, bend = bond[0], np.pi - np.radians(bond[1])
+    motion = np.zeros((*torsion.shape, 4, 4))
+    motion[..., 0, 0], motion[..., 0, 1] = np.cos(bend), -np.sin(bend)
+    motion[..., 1, 0] = np.sin(bend) * np.cos(torsion)
+    motion[..., 2, 0] = np.sin(bend) * np.sin(torsion)
+    motion[..., 1, 1], motion[..., 1, 2] = np.cos(bend) * np.cos(torsion), -np.sin(torsion)
+    motion[..., 2, 1], motion[..., 2, 2] = np.cos(bend) * np.sin(torsion), np.cos(torsion)
+    motion[..., :3, 3] = length * motion[..., :3, 0]
+    motion[..., 3, 3] = 1
+    return motion
+
+
+def _residue_atoms(torsion_R2: Floats) -> Floats:
+    """Return N, CA, C, O and CB of every residue in its own frame."""
+    phi_R, psi_R = torsion_R2.T
+    c_R44 = _step(CA_C, phi_R)
+    c_R3 = c_R44[:, :3, 3]
+    o_R3 = (c_R44 @ _step(C_O, psi_R + np.pi))[:, :3, 3]
+    ca_R3 = np.zeros_like(c_R3)
+    n_R3 = ca_R3 - (N_CA[0], 0, 0)
+    cb_R3 = np.stack([-n_R3, np.cross(-n_R3, c_R3), c_R3], axis=-1) @ CB_WEIGHTS
+    return np.stack([n_R3, ca_R3, c_R3, o_R3, cb_R3], axis=1)
+
+
+def _random_turns(rng: np.random.Generator, n: int) -> Floats:
+    """Return rotation matrices, from uniform unit quaternions."""
+    w, x, y, z = rng.normal(size=(4, n))
+    norm = w * w + x * x + y * y + z * z
+    rows = (
+        (w * w + x * x - y * y - z * z, 2 * (x * y - w * z), 2 * (x * z + w * y)),
+        (2 * (x * y + w * z), w * w - x * x + y * y - z * z, 2 * (y * z - w * x)),
+        (2 * (x * z - w * y), 2 * (y * z + w * x), w * w - x * x - y * y + z * z),
+    )
+    return np.moveaxis(np.array(rows) / norm, -1, 0)
+
+
+def _contacts(lower_R3: Floats, upper_R3: Floats) -> int:
+    """Count the CA pairs within reach once the upper partner is let down onto the lower one."""
+    lifted_R3 = upper_R3 + np.array([0, 0, _lift(lower_R3, upper_R3, TOUCH_CA)])
+    return int(cKDTree(lower_R3).count_neighbors(cKDTree(lifted_R3), CONTACT_CA))
+
+
+def _lift(lower_A3: Floats, upper_A3: Floats, touch: float) -> float:
+    """Return how far to move the upper atoms along z so that the nearest pair is `touch` apart, and no other nearer.
+
+    Only pairs nearer than `touch` in the plane can meet; each allows no less than its own distance along z.
+    """
+    pairs = cKDTree(lower_A3[:, :2]).sparse_distance_matrix(cKDTree(upper_A3[:, :2]), touch, output_type="ndarray")
+    height = lower_A3[pairs["i"], 2] - upper_A3[pairs["j"], 2]
+    return float((height + np.sqrt(touch**2 - pairs["v"] ** 2)).max())
+
+
+def _seqres(name: str, sequence: str) -> list[str]:
+    rows = [sequence[start : start + 13] for start in range(0, len(sequence), 13)]
+    return [
+        f"SEQRES {number:3d} {name} {len(sequence):4d}  {' '.join(NAMES[letter] for letter in row)}"
+        for number, row in enumerate(rows, start=1)
+    ]
+
+
+def _atom_lines(name: str, chain: Fold, serial: int) -> list[str]:
+    residue_A, atom_A, pos_A3 = chain.atoms()
+    residues = [f"{NAMES[letter]} {name}{number:4d}" for number, letter in enumerate(chain.sequence, start=1)]
+    rows = zip(residue_A.tolist(), atom_A.tolist(), pos_A3.tolist(), strict=True)
+    return [
+        f"ATOM  {number:5d}  {ATOMS[atom]:3} {residues[residue]}    {x:8.3f}{y:8.3f}{z:8.3f}  1.00 20.00           "
+        f"{ATOMS[atom][0]}"
+        for number, (residue, atom, (x, y, z)) in enumerate(rows, start=serial)
+    ]

@@ -1,0 +1,201 @@
+"""From an item to its inventory: partners, maps and sizes, on hand-made and on real complexes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.spatial import cKDTree
+
+from pipeline.records import Inventory, Item, Part, Reason, Rejection, Role
+from pipeline.structures.atoms import Unusable, text
+from pipeline.structures.inventory import File, Recipe, item_key, take
+from pipeline.structures.policy import Policy, apply
+from pipeline.structures.read import Reading, format_of, parse, read_file
+from pipeline.structures.sequences import bound_rows
+from pipeline.structures.sources import SourceSpec, items
+from tests.structures.pdb_text import atom, chain
+
+LIMIT = 64 << 20
+COMPLEX = chain("H", "ALA", "CYS") + chain("L", "ASP", "GLU", "PHE") + chain("X", "GLY", "HIS", "ILE", "LYS")
+COMPLEX += atom("ZN", "ZN", "Z", 1, record="HETATM", element="ZN") + "END\n"
+ANTIBODY, ANTIGEN = Part(Role.RECEPTOR, "c.pdb", ("H", "L")), Part(Role.LIGAND, "c.pdb", ("X",))
+
+
+def inventory_of(*parts: Part, lines: str = COMPLEX, recipe: Recipe | None = None) -> Inventory:
+    inventory, _ = take(Item("c", parts=parts), {"c.pdb": File(lines.encode(), "00")}, recipe or Recipe())
+    return inventory
+
+
+def test_partners_of_several_chains_keep_the_order_that_was_asked() -> None:
+    inventory = inventory_of(replace(ANTIBODY, chains=("L", "H")), ANTIGEN)
+    assert [[one.name for one in partner.chains] for partner in inventory.partners] == [["L", "H"], ["X"]]
+    assert [partner.nodes for partner in inventory.partners] == [5, 4]
+    assert [partner.atoms for partner in inventory.partners] == [20, 16]
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ((replace(ANTIBODY, chains=("H", "Q")), ANTIGEN), Reason.MISSING_CHAIN),
+        ((ANTIBODY, replace(ANTIGEN, chains=("Z",))), Reason.CHAIN_WITHOUT_POLYMER),
+        ((ANTIBODY, replace(ANTIGEN, chains=("X", "L"))), Reason.SHARED_CHAIN),
+        ((Part(Role.COMPLEX, "c.pdb"),), Reason.AMBIGUOUS_PARTNERS),
+        ((replace(ANTIBODY, model=2), ANTIGEN), Reason.MISSING_MODEL),
+    ],
+)
+def test_chains_that_cannot_be_had_are_a_named_reason(parts: tuple[Part, ...], reason: Reason) -> None:
+    inventory = inventory_of(*parts)
+    assert inventory.reason is reason
+    assert inventory.detail
+
+
+def test_two_polymer_chains_are_receptor_and_ligand() -> None:
+    lines = chain("A", "ALA", "CYS") + chain("B", "GLY") + "END\n"
+    partners = inventory_of(Part(Role.COMPLEX, "c.pdb"), lines=lines).partners
+    assert [(one.role, one.chains[0].name) for one in partners] == [(Role.RECEPTOR, "A"), (Role.LIGAND, "B")]
+
+
+def test_a_whole_file_is_one_partner() -> None:
+    assert [len(one.chains) for one in inventory_of(Part(Role.WHOLE, "c.pdb")).partners] == [3]
+
+
+def test_the_lower_case_twin_of_a_single_chain_antibody_is_that_chain() -> None:
+    assert [one.name for one in inventory_of(replace(ANTIBODY, chains=("H", "h")), ANTIGEN).partners[0].chains] == ["H"]
+    lines = COMPLEX.replace(" L ", " h ")
+    split = inventory_of(replace(ANTIBODY, chains=("H", "h")), ANTIGEN, lines=lines)
+    assert [one.name for one in split.partners[0].chains] == ["H", "h"]
+
+
+def test_an_assembly_of_twenty_thousand_residues_is_refused_by_size() -> None:
+    lines = "".join(
+        f"MODEL {1:>8}\n" if not start else ""
+        for start in range(1)
+    ) + "".join(chain(name, *["ALA"] * 5000, first=1) for name in "ABCD") + "ENDMDL\nEND\n"
+    inventory = inventory_of(Part(Role.WHOLE, "c.pdb"), lines=lines)
+    assert inventory.reason is Reason.TOO_MANY_RESIDUES
+    assert "20,000" in inventory.detail
+    assert inventory_of(Part(Role.WHOLE, "c.pdb"), lines=lines, recipe=Recipe(max_residues=20_000)).reason is None
+
+
+def test_a_bare_sequence_needs_no_file() -> None:
+    inventory, _ = take(Item("s", sequence="ACDE"), {}, Recipe())
+    assert inventory.partners[0].chains[0].sequence == "ACDE"
+    assert take(Item("s", sequence="A" * 99), {}, Recipe(max_residues=98))[0].reason is Reason.TOO_MANY_RESIDUES
+
+
+def test_an_inventory_survives_json() -> None:
+    for inventory in (inventory_of(ANTIBODY, ANTIGEN), inventory_of(Part(Role.COMPLEX, "c.pdb"))):
+        assert Inventory.from_json(inventory.to_json()) == inventory
+
+
+def test_the_key_changes_with_everything_that_can_change_the_inventory_and_with_nothing_else() -> None:
+    item, digests = Item("c", parts=(ANTIBODY, ANTIGEN)), {"c.pdb": "00", "d.cif": "00", "e.pdb": "00"}
+    base = item_key(item, Recipe(), digests)
+    recipes = [
+        Recipe(reading=Reading(chain_names="label")),
+        Recipe(reading=Reading(assembly="1")),
+        Recipe(reading=Reading(seqres=True)),
+        *(Recipe(policy=replace(Policy(), **{name: value})) for name, value in (("altlocs", "first"), ("model", 2), ("modified", "unknown"), ("require", "ca"), ("incomplete", "reject"))),
+        Recipe(max_residues=5),
+    ]
+    others = [
+        *(item_key(item, recipe, digests) for recipe in recipes),
+        item_key(item, Recipe(), {"c.pdb": "01"}),
+        item_key(replace(item, parts=(ANTIGEN, ANTIBODY)), Recipe(), digests),
+        item_key(replace(item, parts=(replace(ANTIBODY, chains=("L", "H")), ANTIGEN)), Recipe(), digests),
+        item_key(replace(item, parts=(replace(ANTIBODY, model=2), ANTIGEN)), Recipe(), digests),
+        item_key(replace(item, bound=(ANTIBODY,)), Recipe(), digests),
+        item_key(replace(item, parts=(replace(ANTIBODY, path="d.cif"), replace(ANTIGEN, path="d.cif"))), Recipe(), digests),
+    ]
+    assert len({base, *others}) == len(others) + 1
+    elsewhere = replace(item, id="other", split="test", labels={"kd": "1"}, parts=(replace(ANTIBODY, path="e.pdb"), replace(ANTIGEN, path="e.pdb")))
+    assert item_key(elsewhere, Recipe(max_file_bytes=1 << 30), digests) == base
+
+
+def test_bound_rows_pair_chains_by_sequence_not_by_order() -> None:
+    heavy, light = "EVQLVESGGDLVKPGGSLKLSCAAS", "NIMMTQSPSSLAVSAGEKVTMNCKS"
+    rows = bound_rows([heavy[2:], light], [light, heavy])
+    assert rows.tolist() == [*range(len(light) + 2, len(light) + len(heavy)), *range(len(light))]
+
+
+def test_residues_that_the_bound_structure_lacks_are_marked() -> None:
+    rows = bound_rows(["ACDEFGHIKLMNPQRSTVWY"], ["ACDEFGHIKPQRSTVWY"])
+    assert (rows == -1).sum() == 3
+    with pytest.raises(Unusable, match="of the unbound residues"):
+        bound_rows(["ACDEFGHIKLMNPQRSTVWY"], ["WWWWWWWWWWWWWWWWWWWW"])
+
+
+@given(st.text("ACDEFGHIKLMNPQRSTVWY", min_size=20, max_size=60), st.integers(0, 8), st.integers(0, 8))
+def test_a_trimmed_chain_maps_onto_itself(sequence: str, head: int, tail: int) -> None:
+    trimmed = sequence[head : len(sequence) - tail]
+    rows = bound_rows([trimmed], [sequence])
+    assert (np.diff(rows[rows >= 0]) > 0).all()
+    assert (rows >= 0).all()
+    assert "".join(sequence[row] for row in rows) == trimmed
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize("state", ["bound", "unbound"])
+def test_every_real_pair_is_read_in_both_states(shared_structures: Path, state: str) -> None:
+    folder = shared_structures / "pairs"
+    spec = SourceSpec(source="pairs", path=folder, splits=folder / "splits.csv", state=state)  # type: ignore[arg-type]
+    found = list(items(spec))
+    assert len(found) == 10
+    for item in found:
+        assert isinstance(item, Item), item
+        files = {part.path: File(read_file(Path(part.path), LIMIT), "00") for part in (*item.parts, *item.bound)}
+        inventory, maps = take(item, files, Recipe())
+        assert inventory.reason is None, (item.id, inventory.detail)
+        assert {partner.role for partner in inventory.partners} == {Role.RECEPTOR, Role.LIGAND}
+        for mine, theirs in zip(inventory.partners, inventory.bound, strict=state == "unbound"):
+            check_bound_map(mine, theirs, maps[f"bound.{mine.role.value}"])
+
+
+def check_bound_map(mine, theirs, rows: np.ndarray) -> None:  # type: ignore[no-untyped-def, type-arg]
+    """Mapped residues agree but for point mutations, and most of the shorter chain is mapped."""
+    ours = "".join(one.sequence for one in mine.chains)
+    bound = "".join(one.sequence for one in theirs.chains)
+    mapped = np.flatnonzero(rows >= 0)
+    assert len(rows) == len(ours)
+    assert len(mapped) > 0.8 * min(len(ours), len(bound))
+    assert len(set(rows[mapped].tolist())) == len(mapped)
+    same = sum(ours[index] == bound[rows[index]] for index in mapped)
+    assert same > 0.85 * len(mapped)
+
+
+@pytest.mark.shared
+def test_published_contacts_are_found_atom_by_atom(shared_structures: Path) -> None:
+    """Each complex comes with its published table of atom pairs within 5 Å: same residues, same atoms, same distance."""
+    for path in sorted((shared_structures / "complexes").glob("*.pdb")):
+        structure = apply(parse(read_file(path, LIMIT), format_of(path), Reading()), Policy())
+        receptor, ligand = structure.chains
+        last = int(np.searchsorted(structure.residue_A, receptor.last))
+        near = cKDTree(structure.pos_A3[:last]).query_ball_tree(cKDTree(structure.pos_A3[last:]), 5.0)
+        found = {
+            (*label(structure, one), *label(structure, last + other)): float(np.linalg.norm(structure.pos_A3[one] - structure.pos_A3[last + other]))
+            for one, others in enumerate(near)
+            for other in others
+        }
+        rows = [line.split() for line in path.with_suffix(".contacts5.txt").read_text().splitlines()]
+        published = {(row[0], row[1], row[2], row[3], row[4], row[5]): float(row[6]) for row in rows if row}
+        assert set(found) == set(published), path.name
+        assert all(found[pair] == pytest.approx(distance, abs=1e-4) for pair, distance in published.items())
+
+
+def label(structure, index: int) -> tuple[str, str, str]:  # type: ignore[no-untyped-def]
+    residue = structure.residue_A[index]
+    name = next(one.name for one in structure.chains if one.first <= residue < one.last)
+    number = f"{structure.number_R[residue]}{chr(structure.icode_R[residue]).strip()}"
+    return number, name, text(structure.name_A[index])
+
+
+def test_rejections_and_items_survive_json() -> None:
+    item = Item("c", parts=(ANTIBODY, ANTIGEN), split="train", labels={"kd": "1"}, origin="m.csv:2")
+    rejection = Rejection("c", Reason.BAD_ROW, "why", "m.csv:3")
+    assert Item.from_json(item.to_json()) == item
+    assert Rejection.from_json(rejection.to_json()) == rejection

@@ -1,0 +1,143 @@
+"""Every choice that a structure file leaves open has one documented answer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pipeline.records import Kind, Reason
+from pipeline.structures.atoms import Unusable, text
+from pipeline.structures.policy import Policy, Structure, apply
+from pipeline.structures.read import Reading, parse
+from tests.structures.pdb_text import atom, chain, residue
+
+
+def read(lines: str, policy: Policy | None = None) -> Structure:
+    return apply(parse((lines + "END\n").encode(), "pdb", Reading()), policy or Policy())
+
+
+def reason_of(lines: str, policy: Policy | None = None) -> Reason:
+    with pytest.raises(Unusable) as caught:
+        read(lines, policy)
+    return caught.value.reason
+
+
+def sequences(structure: Structure) -> list[str]:
+    return [chain.sequence for chain in structure.chains]
+
+
+def test_the_conformer_of_highest_occupancy_is_kept_whole() -> None:
+    lines = residue("SER", "A", 1) + "".join(
+        atom("CB", "SER", "A", 1, altloc=label, occupancy=share, xyz=(x, 0, 0)) + atom("OG", "SER", "A", 1, altloc=label, occupancy=share, xyz=(x, 1, 0), element="O")
+        for label, share, x in (("A", 0.4, 10.0), ("B", 0.6, 20.0))
+    )
+    structure = read(lines + residue("GLY", "A", 2))
+    kept = {text(name): tuple(position) for name, position in zip(structure.name_A, structure.pos_A3, strict=True)}
+    assert structure.notes["altlocs"] == 1
+    assert (kept["CB"][0], kept["OG"][0]) == (20.0, 20.0)
+    first = read(lines, Policy(altlocs="first"))
+    assert first.pos_A3[first.name_A == first.name_A[-1]][0][0] == 10.0
+
+
+def test_equal_occupancies_go_to_the_first_letter() -> None:
+    lines = "".join(residue("ALA", "A", 1, altloc=label, occupancy=0.5) for label in ("B", "A"))
+    moved = lines.replace("AALA A   1       3.800", "AALA A   1       9.900")
+    assert read(moved).pos_A3[0][0] == pytest.approx(9.9)
+
+
+def test_an_atom_that_only_the_other_conformer_has_is_not_lost() -> None:
+    lines = residue("ALA", "A", 1, ("N", "CA", "C"), altloc="A", occupancy=0.7) + residue("ALA", "A", 1, ("O",), altloc="B", occupancy=0.3)
+    assert [text(name) for name in read(lines).name_A] == ["N", "CA", "C", "O"]
+
+
+def test_a_mixed_residue_is_one_residue_with_the_likelier_name() -> None:
+    lines = residue("SER", "A", 1, altloc="A", occupancy=0.4) + residue("PRO", "A", 1, altloc="B", occupancy=0.6)
+    assert sequences(read(lines + residue("GLY", "A", 2))) == ["PG"]
+    assert sequences(read(lines + residue("GLY", "A", 2), Policy(altlocs="first"))) == ["SG"]
+
+
+def test_insertion_codes_make_different_residues() -> None:
+    lines = residue("ALA", "A", 52) + residue("CYS", "A", 52, icode="A") + residue("ASP", "A", 52, icode="B")
+    structure = read(lines + residue("GLU", "A", 53))
+    assert sequences(structure) == ["ACDE"]
+    assert structure.number_R.tolist() == [52, 52, 52, 53]
+
+
+def test_numbers_that_wrap_or_repeat_do_not_merge_residues() -> None:
+    lines = residue("ALA", "A", 9999) + residue("CYS", "A", 0) + residue("ASP", "A", 1) + residue("GLU", "A", 9999)
+    assert sequences(read(lines)) == ["ACDE"]
+
+
+def test_a_chain_in_two_pieces_is_one_chain() -> None:
+    lines = chain("A", "ALA", "CYS") + chain("B", "GLY", "GLY") + chain("A", "ASP", "GLU", first=10)
+    structure = read(lines)
+    assert [(one.name, one.sequence) for one in structure.chains] == [("A", "ACDE"), ("B", "GG")]
+    assert (np.diff(structure.residue_A) >= 0).all()
+
+
+def test_duplicated_atoms_are_kept_once() -> None:
+    structure = read(residue("ALA", "A", 1) + atom("CA", "ALA", "A", 1, xyz=(99, 99, 99)) + residue("GLY", "A", 2))
+    assert len(structure.name_A) == 8
+    assert structure.pos_A3.max() < 99
+
+
+def test_waters_ligands_and_ions_are_counted_and_left_out() -> None:
+    lines = chain("A", "ALA", "CYS", "ASP") + "".join(
+        atom(name, name, "A", number, record="HETATM", element=element)
+        for number, (name, element) in enumerate([("HOH", "O"), ("HOH", "O"), ("ZN", "ZN"), ("HEM", "C")], start=101)
+    )
+    structure = read(lines)
+    assert sequences(structure) == ["ACD"]
+    assert (structure.notes["waters"], structure.notes["ligands"]) == (2, 2)
+
+
+def test_terminal_caps_are_no_residues() -> None:
+    lines = residue("ACE", "A", 1, ("C", "O", "CH3")) + residue("ALA", "A", 2) + residue("GLY", "A", 3) + residue("NH2", "A", 4, ("N",))
+    assert sequences(read(lines)) == ["AG"]
+
+
+def test_an_unknown_residue_with_a_backbone_is_x() -> None:
+    assert sequences(read(residue("ALA", "A", 1) + residue("QQQ", "A", 2) + chain("A", "GLY", first=3))) == ["AXG"]
+
+
+def test_a_parent_that_the_file_names_is_used() -> None:
+    record = "MODRES 1ABC QQQ A    2  TYR  SOMETHING\n"
+    assert sequences(read(record + residue("ALA", "A", 1) + residue("QQQ", "A", 2) + chain("A", "GLY", first=3))) == ["AYG"]
+
+
+def test_a_residue_without_backbone_stays_in_the_sequence_but_is_no_node() -> None:
+    lines = residue("ALA", "A", 1) + residue("CYS", "A", 2, ("N", "CA")) + residue("ASP", "A", 3, ("CA",)) + residue("GLU", "A", 4)
+    structure = read(lines)
+    assert sequences(structure) == ["ACDE"]
+    assert structure.node_R.tolist() == [True, False, False, True]
+    assert read(lines, Policy(require="ca")).node_R.all()
+    assert reason_of(lines, Policy(incomplete="reject")) is Reason.INCOMPLETE_RESIDUES
+
+
+def test_the_backbone_table_points_at_the_right_atoms() -> None:
+    structure = read(residue("ALA", "A", 1, ("CB", "O", "C", "CA", "N")) + residue("GLY", "A", 2))
+    names = [[text(structure.name_A[index]) if index >= 0 else "-" for index in row] for row in structure.backbone_R5]
+    assert names == [["N", "CA", "C", "O", "CB"], ["N", "CA", "C", "O", "-"]]
+
+
+def test_nucleic_chains_are_told_apart() -> None:
+    sugar = ("P", "C1'", "O2'")
+    lines = "".join(residue(name, "A", i, sugar) for i, name in enumerate(["DA", "DC", "DG"], 1)) + "TER\n"
+    lines += "".join(residue(name, "B", i, sugar) for i, name in enumerate(["A", "U", "PSU"], 1)) + "TER\n"
+    assert [(one.kind, one.sequence, one.nodes) for one in read(lines).chains] == [(Kind.DNA, "ACG", 3), (Kind.RNA, "AUU", 3)]
+
+
+def test_only_the_chosen_model_is_read() -> None:
+    lines = "".join(f"MODEL     {n:>4}\n{residue('ALA', 'A', 1)}{chain('A', name, first=2)}ENDMDL\n" for n, name in ((5, "GLY"), (9, "SER")))
+    assert sequences(read(lines)) == ["AG"]
+    assert sequences(read(lines, Policy(model=2))) == ["AS"]
+    assert reason_of(lines, Policy(model=3)) is Reason.MISSING_MODEL
+
+
+def test_a_file_of_ligands_only_has_no_polymer() -> None:
+    assert reason_of(atom("ZN", "ZN", "A", 1, record="HETATM", element="ZN")) is Reason.NO_POLYMER
+
+
+def test_coordinates_that_are_no_numbers_are_refused() -> None:
+    lines = residue("ALA", "A", 1) + residue("GLY", "A", 2).replace("   7.600", "     nan")
+    assert reason_of(lines) in {Reason.PARSE_ERROR}

@@ -1,0 +1,125 @@
+"""Bytes that are no structure are refused with a reason, never with a traceback, and never without bound."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.records import Reason
+from pipeline.structures.atoms import Unusable
+from pipeline.structures.policy import Policy, apply
+from pipeline.structures.read import Reading, format_of, parse, read_file
+from tests.structures.pdb_text import chain
+
+PDB = (chain("A", "ALA", "CYS", "ASP") + "END\n").encode()
+CIF_HEAD = b"data_x\nloop_\n_atom_site.id\n_atom_site.type_symbol\n"
+
+
+def reason_of(path: Path, max_bytes: int = 1 << 20) -> Reason:
+    with pytest.raises(Unusable) as caught:
+        apply(parse(read_file(path, max_bytes), format_of(path), Reading()), Policy())
+    assert caught.value.detail
+    return caught.value.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "reason"),
+    [
+        ("empty.pdb", b"", Reason.EMPTY_FILE),
+        ("blank.cif", b" \n\n", Reason.EMPTY_FILE),
+        ("junk.pdb", b"\x00\xff\x8a\x01junk" * 400, Reason.NO_ATOMS),
+        ("junk.cif", b"\x00\xff\x8a\x01junk" * 400, Reason.PARSE_ERROR),
+        ("junk.bcif", b"\x00\xff\x8a\x01junk" * 400, Reason.PARSE_ERROR),
+        ("text.bcif", b"data_x\n", Reason.PARSE_ERROR),
+        ("noatoms.cif", b"data_x\n_cell.length_a 1\n", Reason.NO_ATOMS),
+        ("ragged.cif", CIF_HEAD + b"1 C 2\n", Reason.PARSE_ERROR),
+        ("coordinates.cif", CIF_HEAD + b"1 C\n", Reason.NO_ATOMS),
+        ("short.pdb.gz", gzip.compress(PDB * 50)[:-20], Reason.TRUNCATED_FILE),
+        ("not.pdb.gz", PDB, Reason.TRUNCATED_FILE),
+        ("empty.pdb.gz", gzip.compress(b""), Reason.EMPTY_FILE),
+        ("bomb.pdb.gz", gzip.compress(b"\0" * (8 << 20)), Reason.FILE_TOO_LARGE),
+        ("large.pdb", b" " * (2 << 20), Reason.FILE_TOO_LARGE),
+        ("structure.docx", PDB, Reason.UNKNOWN_FORMAT),
+        ("structure", PDB, Reason.UNKNOWN_FORMAT),
+    ],
+)
+def test_bad_files_are_refused_with_the_right_reason(tmp_path: Path, name: str, data: bytes, reason: Reason) -> None:
+    (tmp_path / name).write_bytes(data)
+    assert reason_of(tmp_path / name) is reason
+
+
+def test_a_missing_file_a_folder_and_an_impossible_name_are_refused(tmp_path: Path) -> None:
+    assert reason_of(tmp_path / "none.pdb") is Reason.MISSING_FILE
+    (tmp_path / "folder.pdb").mkdir()
+    assert reason_of(tmp_path / "folder.pdb") is Reason.UNREADABLE_FILE
+    assert reason_of(tmp_path / ("x" * 300 + ".pdb")) is Reason.UNREADABLE_FILE
+    assert reason_of(tmp_path / "nul\0.pdb") is Reason.UNREADABLE_FILE
+
+
+def test_a_gzip_file_of_several_members_is_read_whole(tmp_path: Path) -> None:
+    path = tmp_path / "two.pdb.gz"
+    path.write_bytes(gzip.compress(PDB[:200]) + gzip.compress(PDB[200:]))
+    assert read_file(path, 1 << 20) == PDB
+
+
+def test_a_charge_column_with_something_else_in_it_is_read(tmp_path: Path) -> None:
+    line = PDB.split(b"\n")[0].ljust(78) + b"XX"
+    structure = apply(parse(line + b"\n" + PDB, "pdb", Reading()), Policy())
+    assert structure.chains[0].sequence == "ACD"
+
+
+@given(st.binary(max_size=300), st.sampled_from(["pdb", "mmcif", "bcif"]))
+def test_no_bytes_make_the_parser_fail_in_any_other_way(data: bytes, form: str) -> None:
+    try:
+        apply(parse(data, form, Reading()), Policy())
+    except Unusable as problem:
+        assert problem.detail  # noqa: PT017 - either it reads, or it says why not
+
+
+@given(st.integers(0, len(PDB)), st.integers(0, 255), st.sampled_from(["pdb", "mmcif"]))
+def test_one_changed_byte_never_crashes_a_read(position: int, value: int, form: str) -> None:
+    text = PDB if form == "pdb" else CIF_HEAD + b"1 C\n2 N\n"
+    data = text[:position] + bytes([value]) + text[position + 1 :]
+    try:
+        apply(parse(data, form, Reading(seqres=True)), Policy())
+    except Unusable as problem:
+        assert problem.reason in Reason  # noqa: PT017 - either it reads, or it says why not
+
+
+def long_named_cif(chain_name: str) -> bytes:
+    columns = "group_PDB id type_symbol label_atom_id label_alt_id label_comp_id label_asym_id label_entity_id label_seq_id pdbx_PDB_ins_code Cartn_x Cartn_y Cartn_z occupancy B_iso_or_equiv auth_seq_id auth_asym_id pdbx_PDB_model_num".split()
+    head = "data_x\nloop_\n" + "".join(f"_atom_site.{column}\n" for column in columns)
+    rows = [
+        f"ATOM {i} {name[0]} {name} . {residue} {asym} 1 {seq} ? {i}.0 0 0 1 1 {seq} {asym} 1\n"
+        for asym in (chain_name, "B")
+        for seq, residue in enumerate(["ALA", "GLY"], 1)
+        for i, name in enumerate(["N", "CA", "C"], 1)
+    ]
+    return (head + "".join(rows)).encode()
+
+
+@pytest.mark.parametrize("names", ["author", "label"])
+def test_chain_names_of_any_length_are_kept(names: str) -> None:
+    data = long_named_cif("HeavyChain-of-antibody-1")
+    structure = apply(parse(data, "mmcif", Reading(chain_names=names)), Policy())  # type: ignore[arg-type]
+    assert [(one.name, one.sequence) for one in structure.chains] == [("HeavyChain-of-antibody-1", "AG"), ("B", "AG")]
+
+
+def test_copies_in_an_assembly_are_named_after_their_chain() -> None:
+    remarks = (
+        "REMARK 350 BIOMOLECULE: 1\nREMARK 350 APPLY THE FOLLOWING TO CHAINS: A\n"
+        "REMARK 350   BIOMT1   1  1.000000  0.000000  0.000000        0.00000\n"
+        "REMARK 350   BIOMT2   1  0.000000  1.000000  0.000000        0.00000\n"
+        "REMARK 350   BIOMT3   1  0.000000  0.000000  1.000000        0.00000\n"
+        "REMARK 350   BIOMT1   2  1.000000  0.000000  0.000000       50.00000\n"
+        "REMARK 350   BIOMT2   2  0.000000  1.000000  0.000000        0.00000\n"
+        "REMARK 350   BIOMT3   2  0.000000  0.000000  1.000000        0.00000\n"
+    )
+    structure = apply(parse(remarks.encode() + PDB, "pdb", Reading(assembly="1")), Policy())
+    assert [(one.name, one.sequence) for one in structure.chains] == [("A", "ACD"), ("A-2", "ACD")]
+    half = len(structure.pos_A3) // 2
+    assert structure.pos_A3[half:, 0] - structure.pos_A3[:half, 0] == pytest.approx(50.0)

@@ -1,0 +1,191 @@
+"""Awkward real files: each reads as documented here, or is rejected for the right reason; a second parser agrees."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.records import Item, Kind, Part, Reason, Role
+from pipeline.structures.atoms import Unusable
+from pipeline.structures.inventory import File, Recipe, take
+from pipeline.structures.policy import Policy, Structure, apply
+from pipeline.structures.read import Reading, format_of, parse, read_file
+
+pytestmark = pytest.mark.shared
+
+LIMIT = 64 << 20
+
+# file → chain → (kind, residues, nodes)
+EXPECTED = {
+    "1A8O.cif": {"A": ("protein", 70, 70)},  # four MSE
+    "1LCD.pdb": {"A": ("protein", 51, 51), "B": ("dna", 11, 11), "C": ("dna", 11, 11)},  # NMR, three models
+    "1SSU_mod.cif": {"A": ("protein", 1, 0), "B": ("protein", 1, 0)},  # only N atoms
+    "1aki.bcif": {"A": ("protein", 129, 129)},
+    "1aki.cif": {"A": ("protein", 129, 129)},
+    "1aki.pdb": {"A": ("protein", 129, 129)},
+    "1gid.cif": {"_": ("rna", 158, 158)},  # a chain without a name
+    "1lzh.pdb.gz": {"A": ("protein", 129, 0), "B": ("protein", 129, 0)},  # CA trace
+    "1pfe.cif.gz": {"A": ("dna", 8, 8), "B": ("protein", 8, 8)},  # mixed residues N2C/NCY
+    "3JQH.cif": {"A": ("protein", 23, 23)},  # three mixed residues
+    "4hhh_frag.pdb": {"C": ("protein", 6, 6), "D": ("protein", 7, 7)},
+    "4p5j.cif": {"A": ("rna", 84, 84)},  # A23 is a modified A
+    "5ugo.pdb": {"T": ("dna", 16, 16), "P": ("dna", 11, 11), "D": ("dna", 5, 5), "A": ("protein", 326, 326)},
+    "a_structure.pdb": {"A": ("protein", 1, 1)},  # the first model holds one residue, PCA
+    "altloc.cif": {"A": ("protein", 1, 1)},  # SER and PRO at one place; PRO has the higher occupancy
+    "disordered.pdb": {"A": ("protein", 6, 6)},
+    "occupancy.pdb": {"A": ("protein", 1, 1)},
+    "res_ids.cif": {"A": ("protein", 3, 3)},
+}
+REJECTED = {
+    "HEM.cif": Reason.NO_ATOMS,  # a ligand's dictionary entry
+    "header.pdb": Reason.NO_ATOMS,
+    "ions.pdb": Reason.NO_POLYMER,
+}
+
+
+def read(folder: Path, name: str, policy: Policy | None = None, reading: Reading | None = None) -> Structure:
+    path = folder / "varied" / name
+    return apply(parse(read_file(path, LIMIT), format_of(path), reading or Reading()), policy or Policy())
+
+
+def test_every_file_is_in_one_of_the_two_tables(shared_structures: Path) -> None:
+    assert {path.name for path in (shared_structures / "varied").iterdir()} == {*EXPECTED, *REJECTED}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_chains_and_residues_are_as_documented(shared_structures: Path, name: str) -> None:
+    chains = read(shared_structures, name).chains
+    found = {chain.name: (chain.kind.value, chain.last - chain.first, chain.nodes) for chain in chains}
+    assert found == EXPECTED[name]
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_unusable_files_are_rejected_with_the_reason(shared_structures: Path, name: str) -> None:
+    with pytest.raises(Unusable) as caught:
+        read(shared_structures, name)
+    assert caught.value.reason is REJECTED[name]
+
+
+# biotite refuses a line without an occupancy, and reads no model that is not closed: Biopython stands in.
+FOR_BIOPYTHON = ("a_structure.pdb", "occupancy.pdb")
+
+
+@pytest.mark.parametrize("name", [name for name in EXPECTED if name not in FOR_BIOPYTHON])
+def test_biotite_counts_the_same_residues(shared_structures: Path, name: str) -> None:
+    structure = read(shared_structures, name)
+    atoms = biotite_polymer_atoms(shared_structures / "varied" / name)
+    theirs = {}
+    for chain in dict.fromkeys(atoms.chain_id.tolist()):
+        here = atoms[atoms.chain_id == chain]
+        sites = dict.fromkeys(zip(here.res_id.tolist(), here.ins_code.tolist(), strict=True))
+        theirs["_" if chain in {"", "."} else chain] = len(sites)
+    assert {chain.name: chain.last - chain.first for chain in structure.chains} == theirs
+
+
+@pytest.mark.parametrize("name", FOR_BIOPYTHON)
+def test_biopython_counts_the_same_residues(shared_structures: Path, name: str) -> None:
+    from Bio.PDB import PDBParser
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = PDBParser(QUIET=True).get_structure("x", shared_structures / "varied" / name)[0]
+    theirs = {chain.id: sum(residue.id[0] != "W" for residue in chain) for chain in model}
+    assert {chain.name: chain.last - chain.first for chain in read(shared_structures, name).chains} == theirs
+
+
+@pytest.mark.parametrize("name", ["1A8O.cif", "1aki.bcif", "1aki.pdb", "1LCD.pdb", "4hhh_frag.pdb", "5ugo.pdb", "3JQH.cif"])
+def test_biotite_sees_the_same_coordinates(shared_structures: Path, name: str) -> None:
+    structure = read(shared_structures, name)
+    atoms = biotite_polymer_atoms(shared_structures / "varied" / name)
+    theirs = {tuple(position) for position in np.round(atoms.coord.astype(np.float64), 3).tolist()}
+    ours = {tuple(position) for position in np.round(structure.pos_A3, 3).tolist()}
+    assert ours == {tuple(round(value, 3) for value in position) for position in theirs}
+
+
+def test_three_formats_of_one_structure_hold_the_same_atoms(shared_structures: Path) -> None:
+    pdb, cif, bcif = (read(shared_structures, f"1aki.{suffix}") for suffix in ("pdb", "cif", "bcif"))
+    for other in (cif, bcif):
+        np.testing.assert_allclose(pdb.pos_A3, other.pos_A3, atol=1e-3)
+        assert (pdb.name_A == other.name_A).all()
+        assert [chain.sequence for chain in pdb.chains] == [chain.sequence for chain in other.chains]
+
+
+def test_modified_residues_have_their_parents_letter(shared_structures: Path) -> None:
+    assert read(shared_structures, "1A8O.cif").chains[0].sequence.startswith("MDIRQGPKEPFRDY")
+    unknown = read(shared_structures, "1A8O.cif", Policy(modified="unknown")).chains[0].sequence
+    assert unknown.startswith("XDIRQGPKEPFRDY")
+    with pytest.raises(Unusable) as caught:
+        read(shared_structures, "1A8O.cif", Policy(modified="reject"))
+    assert caught.value.reason is Reason.MODIFIED_RESIDUES
+
+
+def test_a_parent_named_by_the_file_is_believed(shared_structures: Path) -> None:
+    chain = read(shared_structures, "4p5j.cif").chains[0]
+    assert chain.kind is Kind.RNA
+    assert set(chain.sequence) <= set("ACGU")
+
+
+def test_each_model_can_be_chosen_and_a_missing_one_is_named(shared_structures: Path) -> None:
+    first, third = (read(shared_structures, "1LCD.pdb", Policy(model=number)) for number in (1, 3))
+    assert len(first.pos_A3) == len(third.pos_A3)
+    assert not np.allclose(first.pos_A3, third.pos_A3)
+    with pytest.raises(Unusable, match="3 models"):
+        read(shared_structures, "1LCD.pdb", Policy(model=4))
+
+
+def test_an_assembly_can_be_chosen_and_a_missing_one_is_named(shared_structures: Path) -> None:
+    assert [chain.name for chain in read(shared_structures, "1lzh.pdb.gz", reading=Reading(assembly="2")).chains] == ["B"]
+    with pytest.raises(Unusable, match="it has: 1, 2"):
+        read(shared_structures, "1lzh.pdb.gz", reading=Reading(assembly="3"))
+
+
+def test_label_names_are_taken_when_asked(shared_structures: Path) -> None:
+    item = Item("x", parts=(Part(Role.WHOLE, "1aki.cif", ("B",)),))
+    inventory, _ = take(item, {"1aki.cif": file(shared_structures, "1aki.cif")}, Recipe(Reading(chain_names="label")))
+    assert inventory.reason is Reason.CHAIN_WITHOUT_POLYMER  # label B is the water
+    with pytest.raises(Unusable, match="no label chain names"):
+        read(shared_structures, "1aki.pdb", reading=Reading(chain_names="label"))
+
+
+def test_a_ca_trace_has_nodes_when_only_ca_is_required(shared_structures: Path) -> None:
+    assert [chain.nodes for chain in read(shared_structures, "1lzh.pdb.gz", Policy(require="ca")).chains] == [129, 129]
+
+
+def test_seqres_rows_skip_what_was_not_observed(shared_structures: Path) -> None:
+    item = Item("x", parts=(Part(Role.WHOLE, "3JQH.cif"),))
+    inventory, maps = take(item, {"3JQH.cif": file(shared_structures, "3JQH.cif")}, Recipe(Reading(seqres=True)))
+    sequence, rows = inventory.partners[0].chains[0].sequence, maps["rows.whole"]
+    observed = read(shared_structures, "3JQH.cif").chains[0].sequence
+    assert len(sequence) == 167
+    assert "".join(sequence[row] for row in rows) == observed
+
+
+def file(folder: Path, name: str) -> File:
+    return File(read_file(folder / "varied" / name, LIMIT), "00")
+
+
+def biotite_polymer_atoms(path: Path):  # type: ignore[no-untyped-def]  # biotite has no types
+    """Return the polymer atoms of the first model as biotite reads them, one conformer, no caps, no ligands."""
+    import biotite.structure as struc
+    from biotite.structure.io import pdb, pdbx
+
+    plain = path.name.removesuffix(".gz")
+    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    fields = ["occupancy"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if plain.endswith(".pdb"):
+            atoms = pdb.PDBFile.read(io.StringIO(data.decode())).get_structure(
+                model=1, altloc="occupancy", extra_fields=fields
+            )
+        elif plain.endswith(".bcif"):
+            atoms = pdbx.get_structure(pdbx.BinaryCIFFile.read(io.BytesIO(data)), model=1, altloc="occupancy")
+        else:
+            atoms = pdbx.get_structure(pdbx.CIFFile.read(io.StringIO(data.decode())), model=1, altloc="occupancy")
+        modified = np.isin(atoms.res_name, ["MSE", "N2C", "NCY", "DSN", "MVA", "A23"])
+        return atoms[struc.filter_amino_acids(atoms) | struc.filter_nucleotides(atoms) | modified]
