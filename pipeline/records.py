@@ -46,6 +46,7 @@ class Rejection:
     reason: Reason
     detail: str
     origin: str = ""
+    split: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON data."""

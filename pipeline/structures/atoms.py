@@ -19,7 +19,7 @@ BLANK_CHAIN = "_"  # what people type for a chain that has no name
 
 
 class Unusable(Exception):
-    """This input cannot be used; becomes a `Rejection` of its item where the item is known."""
+    """An input cannot be used; this becomes a `Rejection` where the item is known."""
 
     def __init__(self, reason: Reason, detail: str) -> None:
         super().__init__(f"{reason.value}: {detail}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from pipeline.records import Role
+from pipeline.records import Reason, Role
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pipeline.records import Inventory, Item, Rejection
 
 EXAMPLES = 3
+LEAKING = ("id", "sequence", "cluster")
 SIZES = ("atoms", "residues", "n_rec", "n_lig", "pairs")
 
 
@@ -28,7 +29,7 @@ SIZES = ("atoms", "residues", "n_rec", "n_lig", "pairs")
 class Leak:
     """Something that stands in two splits."""
 
-    what: str  # "sequence" or "cluster"
+    what: str  # one of LEAKING
     splits: tuple[str, ...]
     items: tuple[int, ...]  # ordinals of the first few items
 
@@ -71,11 +72,13 @@ class Tally:
     sizes: dict[str, array[int]] = field(default_factory=lambda: {name: array("q") for name in SIZES})
     sequences: array[int] = field(default_factory=lambda: array("Q"))
     marks: dict[str, tuple[array[int], array[int], array[int]]] = field(
-        default_factory=lambda: {what: (array("Q"), array("H"), array("Q")) for what in ("sequence", "cluster")}
+        default_factory=lambda: {what: (array("Q"), array("H"), array("Q")) for what in LEAKING}
     )
 
     def reject(self, rejection: Rejection) -> None:
-        """Count an item that was left out."""
+        """Count an item that was left out; one that was left out because its id stood before may still be a leak."""
+        if rejection.reason is Reason.DUPLICATE_ID:
+            self._mark("id", rejection.id, self._split(rejection.split))
         self.items += 1
         self.rejected[rejection.reason.value] += 1
         self.examples.setdefault(rejection.reason.value, f"{rejection.id}: {rejection.detail}")
@@ -83,6 +86,8 @@ class Tally:
     def accept(self, item: Item, inventory: Inventory) -> None:
         """Count an item that can be used."""
         split = self._split(item.split)
+        self.splits[item.split] += 1
+        self._mark("id", item.id, split)
         for partner in inventory.partners:
             joined = "\n".join(chain.sequence for chain in partner.chains)
             self._mark("sequence", joined, split)
@@ -103,7 +108,7 @@ class Tally:
             accepted=self.items - self.rejected.total(),
             rejected=dict(self.rejected.most_common()),
             examples=self.examples,
-            splits={name: count for name, count in self.splits.items() if name},
+            splits={name: count for name, count in self.splits.items() if name and count},
             sizes={name: _spread(np.frombuffer(sizes, dtype=np.int64)) for name, sizes in self.sizes.items() if sizes},
             chains=dict(self.chains.most_common()),
             sequences=len(np.unique(np.frombuffer(self.sequences, dtype=np.uint64))),
@@ -113,7 +118,7 @@ class Tally:
 
     def _split(self, name: str) -> int:
         """Return the ordinal of a split."""
-        self.splits[name] += 1
+        self.splits.setdefault(name, 0)
         return list(self.splits).index(name)
 
     def _mark(self, what: str, value: str, split: int) -> None:

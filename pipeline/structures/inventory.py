@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +31,8 @@ INVENTORY_VERSION = 1
 class Recipe:
     """Every choice that can change an inventory."""
 
-    reading: Reading = Reading()
-    policy: Policy = Policy()
+    reading: Reading = field(default_factory=Reading)
+    policy: Policy = field(default_factory=Policy)
     max_residues: int = 10_000
     max_file_bytes: int = 512 << 20
 

@@ -29,9 +29,7 @@ def choose(structure: Structure, role: Role, names: Sequence[str]) -> dict[Role,
 def _without_twins(structure: Structure, names: Sequence[str]) -> list[str]:
     """Drop repeats, and the lower-case twin by which SAbDab names the light half of a single-chain Fv."""
     asked = list(dict.fromkeys(names))
-    return [
-        name for name in asked if name in structure.all_chains or name.upper() == name or name.upper() not in asked
-    ]
+    return [name for name in asked if name in structure.all_chains or name.upper() == name or name.upper() not in asked]
 
 
 def _named(structure: Structure, name: str) -> Chain:

@@ -185,7 +185,9 @@ def _all_chains(table: AtomTable) -> tuple[str, ...]:
 def _refuse(policy: Policy, notes: Mapping[str, int]) -> None:
     """Reject the file where the policy says so."""
     if policy.modified == "reject" and notes["modified"]:
-        raise Unusable(Reason.MODIFIED_RESIDUES, f"{notes['modified']} modified residues; structures.modified is reject")
+        raise Unusable(
+            Reason.MODIFIED_RESIDUES, f"{notes['modified']} modified residues; structures.modified is reject"
+        )
     if policy.incomplete == "reject" and notes["incomplete"]:
         what = f"{notes['incomplete']} residues lack backbone atoms; structures.incomplete is reject"
         raise Unusable(Reason.INCOMPLETE_RESIDUES, what)
@@ -209,9 +211,7 @@ def _changes(*columns: NDArray[Any]) -> NDArray[np.bool_]:
     return changed
 
 
-def _one_conformer(
-    table: AtomTable, sites: _Sites, policy: Policy
-) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+def _one_conformer(table: AtomTable, sites: _Sites, policy: Policy) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
     """Return the atoms kept, the residue of each, and how many residues had alternatives."""
     rows_A = sites.rows()
     residue_A = np.repeat(_residue_of_site(table, sites), sites.length_S)
@@ -229,7 +229,7 @@ def _one_conformer(
 
 
 def _residue_of_site(table: AtomTable, sites: _Sites) -> NDArray[np.int64]:
-    """Number the residues: two names at one place are one mixed residue when both are labelled alternatives."""
+    """Return the residue of each site; two names at one place are one residue when both are labelled alternatives."""
     first_S, last_S = sites.first_S, sites.first_S + sites.length_S - 1
     new_S = _changes(table.number_A[first_S], table.icode_A[first_S], table.chain_A[first_S])
     unlabelled_S = table.altloc_A[first_S] == 0
@@ -239,7 +239,7 @@ def _residue_of_site(table: AtomTable, sites: _Sites) -> NDArray[np.int64]:
 
 
 def _all_distinct(name_A: NDArray[np.uint64], residue_A: NDArray[np.int64]) -> bool:
-    """Say whether no residue holds an atom name twice, by one sort of (residue, name); names beyond 4 bytes: unknown."""
+    """Say whether no residue holds an atom name twice, by one sort; it cannot for names beyond 4 bytes."""
     if (name_A >> np.uint64(32)).any():
         return False
     pairs = np.sort((residue_A.astype(np.uint64) << np.uint64(32)) | name_A)

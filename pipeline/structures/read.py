@@ -109,7 +109,9 @@ def format_of(path: Path) -> str:
         return FORMATS[plain.suffix.lower()]
     except KeyError:
         known = " ".join(FORMATS)
-        raise Unusable(Reason.UNKNOWN_FORMAT, f"{path.name}: the suffix is none of {known} (or these with .gz)") from None
+        raise Unusable(
+            Reason.UNKNOWN_FORMAT, f"{path.name}: the suffix is none of {known} (or these with .gz)"
+        ) from None
 
 
 def parse(data: bytes, form: str, reading: Reading) -> AtomTable:
@@ -124,7 +126,7 @@ def parse(data: bytes, form: str, reading: Reading) -> AtomTable:
         raise Unusable(Reason.NO_ATOMS, "the file holds no atoms")
     structure.setup_entities()
     if reading.seqres:
-        structure.assign_label_seq_id(False)
+        structure.assign_label_seq_id(force=False)
     sequences = _sequences(structure, reading) if reading.seqres else {}
     if reading.assembly is not None:
         _build_assembly(structure, reading.assembly)

@@ -12,7 +12,7 @@ import csv
 import gzip
 import hashlib
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -110,6 +110,7 @@ def draw_sequence(rng: np.random.Generator, length: int) -> str:
     return "".join(rng.choice(list(NAMES), size=length, p=shares / shares.sum()))
 
 
+@lru_cache(maxsize=256)
 def fold(sequence: str) -> Fold:
     """Return the sequence as a globule of helices, strands and loops, always the same one."""
     if not sequence or not set(sequence) <= set(NAMES):
@@ -119,7 +120,9 @@ def fold(sequence: str) -> Fold:
     frame_R44 = np.concatenate([placement.frame_L44[:-1] for placement in placements])
     local_R53 = _residue_atoms(np.concatenate([placement.torsion_L2 for placement in placements]))
     pos_R53 = local_R53 @ frame_R44[:, :3, :3].transpose(0, 2, 1) + frame_R44[:, None, :3, 3]
-    return Fold(sequence, pos_R53 - pos_R53[:, 1].mean(axis=0))
+    pos_R53 -= pos_R53[:, 1].mean(axis=0)
+    pos_R53.flags.writeable = False
+    return Fold(sequence, pos_R53)
 
 
 def dock(rng: np.random.Generator, receptor: Fold, ligand: Fold) -> tuple[Fold, Fold]:
@@ -322,7 +325,8 @@ def _lift(lower_A3: Floats, upper_A3: Floats, touch: float) -> float:
     """
     pairs = cKDTree(lower_A3[:, :2]).sparse_distance_matrix(cKDTree(upper_A3[:, :2]), touch, output_type="ndarray")
     height = lower_A3[pairs["i"], 2] - upper_A3[pairs["j"], 2]
-    return float((height + np.sqrt(touch**2 - pairs["v"] ** 2)).max())
+    needed = height + np.sqrt(touch**2 - pairs["v"] ** 2)
+    return float(needed.max()) if len(needed) else 0.0
 
 
 def _seqres(name: str, sequence: str) -> list[str]:

@@ -72,10 +72,11 @@ def test_the_lower_case_twin_of_a_single_chain_antibody_is_that_chain() -> None:
 
 
 def test_an_assembly_of_twenty_thousand_residues_is_refused_by_size() -> None:
-    lines = "".join(
-        f"MODEL {1:>8}\n" if not start else ""
-        for start in range(1)
-    ) + "".join(chain(name, *["ALA"] * 5000, first=1) for name in "ABCD") + "ENDMDL\nEND\n"
+    lines = (
+        "".join(f"MODEL {1:>8}\n" if not start else "" for start in range(1))
+        + "".join(chain(name, *["ALA"] * 5000, first=1) for name in "ABCD")
+        + "ENDMDL\nEND\n"
+    )
     inventory = inventory_of(Part(Role.WHOLE, "c.pdb"), lines=lines)
     assert inventory.reason is Reason.TOO_MANY_RESIDUES
     assert "20,000" in inventory.detail
@@ -100,7 +101,16 @@ def test_the_key_changes_with_everything_that_can_change_the_inventory_and_with_
         Recipe(reading=Reading(chain_names="label")),
         Recipe(reading=Reading(assembly="1")),
         Recipe(reading=Reading(seqres=True)),
-        *(Recipe(policy=replace(Policy(), **{name: value})) for name, value in (("altlocs", "first"), ("model", 2), ("modified", "unknown"), ("require", "ca"), ("incomplete", "reject"))),
+        *(
+            Recipe(policy=replace(Policy(), **{name: value}))
+            for name, value in (
+                ("altlocs", "first"),
+                ("model", 2),
+                ("modified", "unknown"),
+                ("require", "ca"),
+                ("incomplete", "reject"),
+            )
+        ),
         Recipe(max_residues=5),
     ]
     others = [
@@ -110,10 +120,18 @@ def test_the_key_changes_with_everything_that_can_change_the_inventory_and_with_
         item_key(replace(item, parts=(replace(ANTIBODY, chains=("L", "H")), ANTIGEN)), Recipe(), digests),
         item_key(replace(item, parts=(replace(ANTIBODY, model=2), ANTIGEN)), Recipe(), digests),
         item_key(replace(item, bound=(ANTIBODY,)), Recipe(), digests),
-        item_key(replace(item, parts=(replace(ANTIBODY, path="d.cif"), replace(ANTIGEN, path="d.cif"))), Recipe(), digests),
+        item_key(
+            replace(item, parts=(replace(ANTIBODY, path="d.cif"), replace(ANTIGEN, path="d.cif"))), Recipe(), digests
+        ),
     ]
     assert len({base, *others}) == len(others) + 1
-    elsewhere = replace(item, id="other", split="test", labels={"kd": "1"}, parts=(replace(ANTIBODY, path="e.pdb"), replace(ANTIGEN, path="e.pdb")))
+    elsewhere = replace(
+        item,
+        id="other",
+        split="test",
+        labels={"kd": "1"},
+        parts=(replace(ANTIBODY, path="e.pdb"), replace(ANTIGEN, path="e.pdb")),
+    )
     assert item_key(elsewhere, Recipe(max_file_bytes=1 << 30), digests) == base
 
 
@@ -170,14 +188,16 @@ def check_bound_map(mine, theirs, rows: np.ndarray) -> None:  # type: ignore[no-
 
 @pytest.mark.shared
 def test_published_contacts_are_found_atom_by_atom(shared_structures: Path) -> None:
-    """Each complex comes with its published table of atom pairs within 5 Å: same residues, same atoms, same distance."""
+    """Each complex comes with its table of atom pairs within 5 Å: the same residues, atoms and distances."""
     for path in sorted((shared_structures / "complexes").glob("*.pdb")):
         structure = apply(parse(read_file(path, LIMIT), format_of(path), Reading()), Policy())
-        receptor, ligand = structure.chains
+        receptor, _ = structure.chains
         last = int(np.searchsorted(structure.residue_A, receptor.last))
         near = cKDTree(structure.pos_A3[:last]).query_ball_tree(cKDTree(structure.pos_A3[last:]), 5.0)
         found = {
-            (*label(structure, one), *label(structure, last + other)): float(np.linalg.norm(structure.pos_A3[one] - structure.pos_A3[last + other]))
+            (*label(structure, one), *label(structure, last + other)): float(
+                np.linalg.norm(structure.pos_A3[one] - structure.pos_A3[last + other])
+            )
             for one, others in enumerate(near)
             for other in others
         }

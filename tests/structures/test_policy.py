@@ -28,7 +28,8 @@ def sequences(structure: Structure) -> list[str]:
 
 def test_the_conformer_of_highest_occupancy_is_kept_whole() -> None:
     lines = residue("SER", "A", 1) + "".join(
-        atom("CB", "SER", "A", 1, altloc=label, occupancy=share, xyz=(x, 0, 0)) + atom("OG", "SER", "A", 1, altloc=label, occupancy=share, xyz=(x, 1, 0), element="O")
+        atom("CB", "SER", "A", 1, altloc=label, occupancy=share, xyz=(x, 0, 0))
+        + atom("OG", "SER", "A", 1, altloc=label, occupancy=share, xyz=(x, 1, 0), element="O")
         for label, share, x in (("A", 0.4, 10.0), ("B", 0.6, 20.0))
     )
     structure = read(lines + residue("GLY", "A", 2))
@@ -46,7 +47,9 @@ def test_equal_occupancies_go_to_the_first_letter() -> None:
 
 
 def test_an_atom_that_only_the_other_conformer_has_is_not_lost() -> None:
-    lines = residue("ALA", "A", 1, ("N", "CA", "C"), altloc="A", occupancy=0.7) + residue("ALA", "A", 1, ("O",), altloc="B", occupancy=0.3)
+    lines = residue("ALA", "A", 1, ("N", "CA", "C"), altloc="A", occupancy=0.7) + residue(
+        "ALA", "A", 1, ("O",), altloc="B", occupancy=0.3
+    )
     assert [text(name) for name in read(lines).name_A] == ["N", "CA", "C", "O"]
 
 
@@ -92,7 +95,12 @@ def test_waters_ligands_and_ions_are_counted_and_left_out() -> None:
 
 
 def test_terminal_caps_are_no_residues() -> None:
-    lines = residue("ACE", "A", 1, ("C", "O", "CH3")) + residue("ALA", "A", 2) + residue("GLY", "A", 3) + residue("NH2", "A", 4, ("N",))
+    lines = (
+        residue("ACE", "A", 1, ("C", "O", "CH3"))
+        + residue("ALA", "A", 2)
+        + residue("GLY", "A", 3)
+        + residue("NH2", "A", 4, ("N",))
+    )
     assert sequences(read(lines)) == ["AG"]
 
 
@@ -102,11 +110,18 @@ def test_an_unknown_residue_with_a_backbone_is_x() -> None:
 
 def test_a_parent_that_the_file_names_is_used() -> None:
     record = "MODRES 1ABC QQQ A    2  TYR  SOMETHING\n"
-    assert sequences(read(record + residue("ALA", "A", 1) + residue("QQQ", "A", 2) + chain("A", "GLY", first=3))) == ["AYG"]
+    assert sequences(read(record + residue("ALA", "A", 1) + residue("QQQ", "A", 2) + chain("A", "GLY", first=3))) == [
+        "AYG"
+    ]
 
 
 def test_a_residue_without_backbone_stays_in_the_sequence_but_is_no_node() -> None:
-    lines = residue("ALA", "A", 1) + residue("CYS", "A", 2, ("N", "CA")) + residue("ASP", "A", 3, ("CA",)) + residue("GLU", "A", 4)
+    lines = (
+        residue("ALA", "A", 1)
+        + residue("CYS", "A", 2, ("N", "CA"))
+        + residue("ASP", "A", 3, ("CA",))
+        + residue("GLU", "A", 4)
+    )
     structure = read(lines)
     assert sequences(structure) == ["ACDE"]
     assert structure.node_R.tolist() == [True, False, False, True]
@@ -124,11 +139,17 @@ def test_nucleic_chains_are_told_apart() -> None:
     sugar = ("P", "C1'", "O2'")
     lines = "".join(residue(name, "A", i, sugar) for i, name in enumerate(["DA", "DC", "DG"], 1)) + "TER\n"
     lines += "".join(residue(name, "B", i, sugar) for i, name in enumerate(["A", "U", "PSU"], 1)) + "TER\n"
-    assert [(one.kind, one.sequence, one.nodes) for one in read(lines).chains] == [(Kind.DNA, "ACG", 3), (Kind.RNA, "AUU", 3)]
+    assert [(one.kind, one.sequence, one.nodes) for one in read(lines).chains] == [
+        (Kind.DNA, "ACG", 3),
+        (Kind.RNA, "AUU", 3),
+    ]
 
 
 def test_only_the_chosen_model_is_read() -> None:
-    lines = "".join(f"MODEL     {n:>4}\n{residue('ALA', 'A', 1)}{chain('A', name, first=2)}ENDMDL\n" for n, name in ((5, "GLY"), (9, "SER")))
+    lines = "".join(
+        f"MODEL     {n:>4}\n{residue('ALA', 'A', 1)}{chain('A', name, first=2)}ENDMDL\n"
+        for n, name in ((5, "GLY"), (9, "SER"))
+    )
     assert sequences(read(lines)) == ["AG"]
     assert sequences(read(lines, Policy(model=2))) == ["AS"]
     assert reason_of(lines, Policy(model=3)) is Reason.MISSING_MODEL

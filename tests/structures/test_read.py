@@ -91,7 +91,26 @@ def test_one_changed_byte_never_crashes_a_read(position: int, value: int, form: 
 
 
 def long_named_cif(chain_name: str) -> bytes:
-    columns = "group_PDB id type_symbol label_atom_id label_alt_id label_comp_id label_asym_id label_entity_id label_seq_id pdbx_PDB_ins_code Cartn_x Cartn_y Cartn_z occupancy B_iso_or_equiv auth_seq_id auth_asym_id pdbx_PDB_model_num".split()
+    columns = [
+        "group_PDB",
+        "id",
+        "type_symbol",
+        "label_atom_id",
+        "label_alt_id",
+        "label_comp_id",
+        "label_asym_id",
+        "label_entity_id",
+        "label_seq_id",
+        "pdbx_PDB_ins_code",
+        "Cartn_x",
+        "Cartn_y",
+        "Cartn_z",
+        "occupancy",
+        "B_iso_or_equiv",
+        "auth_seq_id",
+        "auth_asym_id",
+        "pdbx_PDB_model_num",
+    ]
     head = "data_x\nloop_\n" + "".join(f"_atom_site.{column}\n" for column in columns)
     rows = [
         f"ATOM {i} {name[0]} {name} . {residue} {asym} 1 {seq} ? {i}.0 0 0 1 1 {seq} {asym} 1\n"

@@ -117,6 +117,13 @@ def test_partners_touch_without_clashing(complexes: list[list[gemmi.Chain]]) -> 
         assert (cdist(positions(receptor, "CA"), positions(ligand, "CA")) < 10).sum() >= 10
 
 
+@pytest.mark.parametrize("lengths", [(1, 1), (2, 5), (300, 3)])
+def test_partners_of_any_size_dock(lengths: tuple[int, int]) -> None:
+    for seed in SEEDS:
+        receptor, ligand = read(complex_pdb(seed, *lengths))
+        assert cdist(positions(receptor), positions(ligand)).min() > 2.5
+
+
 def test_same_seed_makes_the_same_bytes() -> None:
     assert complex_pdb(7, 60, 50) == complex_pdb(7, 60, 50)
     assert complex_pdb(7, 60, 50) != complex_pdb(8, 60, 50)

@@ -98,7 +98,9 @@ def test_biopython_counts_the_same_residues(shared_structures: Path, name: str) 
     assert {chain.name: chain.last - chain.first for chain in read(shared_structures, name).chains} == theirs
 
 
-@pytest.mark.parametrize("name", ["1A8O.cif", "1aki.bcif", "1aki.pdb", "1LCD.pdb", "4hhh_frag.pdb", "5ugo.pdb", "3JQH.cif"])
+@pytest.mark.parametrize(
+    "name", ["1A8O.cif", "1aki.bcif", "1aki.pdb", "1LCD.pdb", "4hhh_frag.pdb", "5ugo.pdb", "3JQH.cif"]
+)
 def test_biotite_sees_the_same_coordinates(shared_structures: Path, name: str) -> None:
     structure = read(shared_structures, name)
     atoms = biotite_polymer_atoms(shared_structures / "varied" / name)
@@ -139,7 +141,9 @@ def test_each_model_can_be_chosen_and_a_missing_one_is_named(shared_structures: 
 
 
 def test_an_assembly_can_be_chosen_and_a_missing_one_is_named(shared_structures: Path) -> None:
-    assert [chain.name for chain in read(shared_structures, "1lzh.pdb.gz", reading=Reading(assembly="2")).chains] == ["B"]
+    assert [chain.name for chain in read(shared_structures, "1lzh.pdb.gz", reading=Reading(assembly="2")).chains] == [
+        "B"
+    ]
     with pytest.raises(Unusable, match="it has: 1, 2"):
         read(shared_structures, "1lzh.pdb.gz", reading=Reading(assembly="3"))
 

@@ -72,7 +72,8 @@ def _checked(entry: Item | Rejection, seen: SeenIds, spec: SourceSpec) -> Item |
         return entry
     where = f"{spec.path.name if spec.splits is None else spec.splits.name}:{first}" if first else "an earlier file"
     split = f" (this one is in split {shown(entry.split)!r})" if entry.split else ""
-    return Rejection(shown(entry.id), Reason.DUPLICATE_ID, f"{where} has this id already{split}", entry.origin)
+    detail = f"{where} has this id already{split}"
+    return Rejection(shown(entry.id), Reason.DUPLICATE_ID, detail, entry.origin, entry.split)
 
 
 def _line(origin: str) -> int:

@@ -1,0 +1,58 @@
+"""`pipeline config`: what is configured, and whether it holds."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import typer
+
+from pipeline.cli.options import ConfigFile, Json, Sets, load_config, print_json
+
+app = typer.Typer(help="Show, check and describe the configuration.", no_args_is_help=True)
+
+
+@app.command()
+def show(config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
+    """Print every value and where it comes from."""
+    from pipeline.config import load
+    from pipeline.report import tables
+
+    settings = load.show(load_config(config, sets))
+    if as_json:
+        print_json([asdict(setting) for setting in settings])
+        return
+    rows = [(one.key, _plain(one.value), one.origin) for one in settings]
+    tables.show(tables.table(("key", "value", "from"), rows))
+
+
+@app.command()
+def check(config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
+    """Say whether the configuration is valid and what it names exists."""
+    from pipeline.config import load
+    from pipeline.errors import ConfigError
+
+    loaded = load_config(config, sets)
+    missing = load.check(loaded)
+    if as_json:
+        print_json({"config": str(loaded.path), "missing": missing})
+    if missing:
+        raise ConfigError("\n".join(missing), remedy=f"edit {loaded.path}, or use --set KEY=VALUE")
+    if not as_json:
+        typer.echo(f"{loaded.path}: valid")
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of the configuration, for editors."""
+    from pipeline.config.load import json_schema
+
+    print_json(json_schema())
+
+
+def _plain(value: object) -> str:
+    """Return a value as YAML would have it."""
+    if value is None:
+        return "null"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_plain, value))}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)

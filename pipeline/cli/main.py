@@ -1,0 +1,72 @@
+"""The command line: the only place where errors become exit codes. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from pipeline import __version__
+from pipeline.cli import cache, config, doctor, runs
+from pipeline.errors import PipelineError
+
+EPILOG = "Exit codes: 0 ok, 1 a bug, 2 configuration, 3 data, 4 damage, 5 infeasible, 6 refused, 7 a job failed."
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="pipeline",
+    help="Train protein-structure models on a SLURM cluster without ever dying of memory.",
+    epilog=EPILOG,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(runs.demo)
+app.command()(doctor.doctor)
+app.command()(runs.submit)
+app.command()(runs.status)
+app.add_typer(cache.app, name="cache")
+app.add_typer(config.app, name="config")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"pipeline {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with every error.")] = False,
+) -> None:
+    """Train protein-structure models on a SLURM cluster without ever dying of memory."""
+    logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING, format="%(levelname)s: %(message)s")
+
+
+def main() -> None:
+    """Run a command line and leave with its exit code."""
+    try:
+        app()
+    except PipelineError as error:
+        if "--debug" in sys.argv:
+            raise
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:  # the reader of a pipe had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""The verbs about runs: demo, submit, status."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipeline.cli.options import ConfigFile, Json, Run, Sets, load_config, print_json
+
+if TYPE_CHECKING:
+    from pipeline.config.schema import Config
+    from pipeline.runs.status import RunStatus
+
+
+class StageName(str, Enum):
+    """What can be submitted."""
+
+    SCAN = "scan"
+    ALL = "all"
+
+
+class ExecutorName(str, Enum):
+    """Where it can run."""
+
+    LOCAL = "local"
+
+
+def submit(
+    stage: Annotated[StageName, typer.Option("--stage", help="The stage to run, or all of them.")],
+    executor: Annotated[
+        ExecutorName | None, typer.Option("--executor", help="Where to run it; else cluster.executor.")
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Stay, and show progress until it has ended.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")] = False,
+    config: ConfigFile = None,
+    sets: Sets = None,
+) -> None:
+    """Run a stage; what was done before is not done again."""
+    from pipeline.runs.submit import new_run, start_supervisor
+    from pipeline.runs.workflow import WORKFLOW
+
+    sets = [*(sets or ()), *([f"cluster.executor={executor.value}"] if executor else ())]
+    chosen = load_config(config, sets).config
+    stages = [row.name for row in WORKFLOW] if stage is StageName.ALL else [stage.value]
+    if dry_run:
+        _show_plan(chosen, stages)
+        return
+    folder = new_run(chosen, stages)
+    if follow:
+        _follow(folder.path, chosen, stages)
+        return
+    start_supervisor(folder)
+    typer.echo(f"run {folder.name} started\n  watch it: pipeline status {folder.name}")
+
+
+def _show_plan(config: Config, stages: list[str]) -> None:
+    """Print what each stage would do."""
+    from pipeline.report import tables
+    from pipeline.runs import workflow
+    from pipeline.runs.project import Project
+    from pipeline.runs.submit import plan
+    from pipeline.runs.supervisor import local_executor
+
+    project = Project.open(config)
+    with local_executor(config.cluster.slots) as executor:
+        plans = [plan(project, workflow.stage(name), executor.cpus, folder=None) for name in stages]
+    tables.show(tables.plan_table([(one.stage.name, one.counts(), one.job) for one in plans]))
+
+
+def _follow(path: Path, config: Config, stages: list[str]) -> None:
+    """Drive a run from this terminal and show it."""
+    from pipeline.report import tables
+    from pipeline.report.live import Live
+    from pipeline.runs.folder import RunFolder
+    from pipeline.runs.supervisor import Supervisor, local_executor
+
+    folder = RunFolder(path)
+    announced: set[str] = set()
+    with Live() as live, local_executor(config.cluster.slots) as executor:
+
+        def watch(status: RunStatus) -> None:
+            for stage in status.stages.values():
+                if stage.name not in announced:
+                    announced.add(stage.name)
+                    tables.show(tables.stage_line(stage), to_stderr=True)
+                live.show(stage)
+
+        supervisor = Supervisor(folder, executor, watch)
+        try:
+            supervisor.run(stages)
+        except KeyboardInterrupt:
+            typer.echo("\nstopped; what is finished is kept: run the same command again to go on", err=True)
+            raise
+        finally:
+            status = supervisor.status
+    tables.show(*tables.run_report(status.to_json()))
+
+
+def status(run: Run = None, config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
+    """Show what a run is doing, or what became of it."""
+    import socket
+
+    from pipeline.report import tables
+    from pipeline.runs.folder import find
+    from pipeline.runs.status import status_of
+
+    runs = Path(run).parent if run and Path(run).is_dir() else load_config(config, sets).config.cluster.runs
+    found = status_of(find(runs, run), socket.gethostname())
+    if as_json:
+        print_json(found.to_json())
+    else:
+        tables.show(*tables.run_report(found.to_json()))
+
+
+def demo(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[DIR]", help="Where to make it; must not exist or be empty.")
+    ] = Path("demo"),
+) -> None:
+    """Make a small project, run every stage on it on this machine, and say what to look at."""
+    from pipeline.runs.demo import make_project, what_to_look_at
+
+    config_file = make_project(folder)
+    submit(StageName.ALL, ExecutorName.LOCAL, follow=True, config=config_file)
+    typer.echo(what_to_look_at(folder))

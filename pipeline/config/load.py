@@ -1,0 +1,234 @@
+"""One configuration from a file, the command line and the defaults; every mistake at once, each with its place."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import getitem
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from pipeline.config.document import MAX_BYTES, REMEDY, Document, Entry, Problem
+from pipeline.config.explain import explain
+from pipeline.config.paths import anchored
+from pipeline.config.schema import CONFLICT, LEAVES, PATHS, SECTIONS, Config, value_at
+from pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pydantic_core import ErrorDetails
+
+    from pipeline.config.schema import KeyPath
+
+ENVIRONMENT = "PIPELINE_CONFIG"
+PLACES = (Path("pipeline.yaml"), Path("configs/pipeline.yaml"))
+AFTER_THE_FILE = 1 << 30
+INPUTS = (("data", "path"), ("data", "structures_dir"), ("data", "splits"))  # other folders are made on first use
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A configuration, and where it is from."""
+
+    config: Config
+    path: Path | None
+    origins: Mapping[str, str]  # "data.limit" → "default", "pipeline.yaml:12" or "--set"
+    base_dir: Path  # what relative paths of the file start from
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One row of `config show`."""
+
+    key: str
+    value: Any  # plain JSON data; sizes and times as people write them
+    origin: str
+    meaning: str
+
+
+def find_config(explicit: Path | None) -> Path:
+    """Return the file to read: the one given, the environment's, or the one that lies here."""
+    if explicit is not None:
+        return _present(explicit, "--config")
+    if named := os.environ.get(ENVIRONMENT):
+        return _present(Path(named), f"${ENVIRONMENT}")
+    for place in PLACES:
+        if place.is_file():
+            return place
+    what = f"no configuration: neither {' nor '.join(map(str, PLACES))} is here"
+    remedy = "pipeline demo DIR makes a complete project; or name a file with --config FILE"
+    raise ConfigError(what, where=str(Path.cwd()), remedy=remedy)
+
+
+def load(path: Path | None, sets: Sequence[str] = ()) -> Loaded:
+    """Read a file (none: the defaults) and lay `--set` over it; relative paths start from where they are written."""
+    here = Path.cwd()
+    base_dir = here if path is None else path.absolute().parent
+    entries = _defaults(base_dir, str(path or ""))
+    problems: list[Problem] = []
+    if path is not None:
+        _add(Document(str(path)).read(_text(path)), base_dir, entries, problems)
+    for nth, words in enumerate(sets):
+        _add(_typed(words, nth), here, entries, problems)
+    try:
+        config = Config.model_validate_json(json.dumps(_nested(entries)), strict=True)
+    except ValidationError as error:
+        problems += [_problem(detail, entries) for detail in error.errors(include_url=False)]
+        raise _refusal(problems) from error
+    if problems:
+        raise _refusal(problems)
+    written = {key: entry.origin for key, entry in entries.items() if entry.line}
+    origins = {".".join(key): written.get(key, "default") for key in LEAVES}
+    return Loaded(config, path, origins, base_dir)
+
+
+def show(loaded: Loaded) -> list[Setting]:
+    """Return every key with its value and where that came from."""
+    plain = loaded.config.model_dump(mode="json")
+    settings = []
+    for key, info in LEAVES.items():
+        name = ".".join(key)
+        value = reduce(getitem, key, plain)
+        settings.append(Setting(name, value, loaded.origins[name], info.description or ""))
+    return settings
+
+
+def check(loaded: Loaded) -> list[str]:
+    """Return what a valid configuration names that this machine does not have."""
+    missing = []
+    for key in INPUTS:
+        path, name = value_at(loaded.config, key), ".".join(key)
+        if path is not None and not os.access(path, os.R_OK):
+            missing.append(f"{loaded.origins[name]}: {name}: {path} does not exist, or may not be read")
+    return missing
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema of the file, for editors."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Config.model_json_schema()}
+
+
+def dump_resolved(config: Config) -> str:
+    """Freeze a configuration as JSON, every value written out."""
+    return config.model_dump_json(indent=2) + "\n"
+
+
+def from_resolved(text: str, where: str = "") -> Config:
+    """Read back what `dump_resolved` wrote."""
+    try:
+        return Config.model_validate_json(text, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        what = f"this frozen configuration is not of this version: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise ConfigError(what, where=where, remedy="pipeline submit starts a new run") from error
+
+
+def _present(path: Path, said_by: str) -> Path:
+    readable = os.access(path, os.R_OK)
+    if not readable or path.is_dir():
+        what = "is a folder" if readable else "does not exist, or may not be read"
+        raise ConfigError(f"the configuration {path} {what}", where=said_by, remedy="name an existing YAML file")
+    return path
+
+
+def _text(path: Path) -> str:
+    """Return the text of a configuration file, which is small and UTF-8."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read it: {error.strerror}", where=str(path), remedy=REMEDY) from error
+    if len(data) > MAX_BYTES:
+        what = f"larger than {MAX_BYTES >> 10} KiB: this is no configuration"
+        raise ConfigError(what, where=str(path), remedy="name the YAML file with --config FILE")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        what = f"not UTF-8: byte 0x{data[error.start]:02x}"
+        raise ConfigError(what, where=f"{path}:{line}", remedy="save the file as UTF-8") from error
+
+
+def _typed(words: str, nth: int) -> Document:
+    """Read the words after one --set; a mistake in them is one problem among the others."""
+    document = Document("--set", words, offset=AFTER_THE_FILE + nth)
+    name, _, value = words.partition("=")
+    key = tuple(name.strip().split("."))
+    try:
+        if "=" not in words or not all(key):
+            raise ConfigError("wants KEY=VALUE, such as data.limit=10", where=f"--set {words}")
+        return document.read(value, key)
+    except ConfigError as error:
+        document.problems.append(Problem(document.offset, f"{error.where}: {error.what}"))
+        return document
+
+
+def _defaults(base: Path, name: str) -> dict[KeyPath, Entry]:
+    """Return every section, still empty, and the folders that have a default, below `base`."""
+    folders = {key: info.default for key, info in LEAVES.items() if isinstance(info.default, Path)}
+    values: dict[KeyPath, Any] = {key: {} for key in SECTIONS}
+    values |= {key: str(base / folder) for key, folder in folders.items()}
+    return {key: Entry(value, name, line=0) for key, value in values.items()}
+
+
+def _add(document: Document, base: Path, entries: dict[KeyPath, Entry], problems: list[Problem]) -> None:
+    """Lay a document over what was read before it."""
+    problems += document.problems
+    for key, entry in document.entries.items():
+        value = entry.value
+        if key in PATHS and isinstance(value, str):
+            try:
+                value = anchored(value, base)
+            except ValueError as error:
+                problems.append(Problem(entry.line, f"{entry.place(key)}: {error}"))
+        _lay_over(entries, key, replace(entry, value=value))
+
+
+def _lay_over(entries: dict[KeyPath, Entry], key: KeyPath, entry: Entry) -> None:
+    """Put an entry in the place of what was there; a section adds to a section, anything else replaces."""
+    both_sections = entry.value == {} and key in entries and entries[key].value == {}
+    for other in [] if both_sections else list(entries):
+        is_below = other[: len(key)] == key
+        is_value_above = key[: len(other)] == other and entries[other].value != {}
+        if is_below or is_value_above:
+            del entries[other]
+    entries[key] = entry
+
+
+def _nested(entries: Mapping[KeyPath, Entry]) -> dict[str, Any]:
+    """Return the entries as nested mappings."""
+    root: dict[str, Any] = {}
+    for key in sorted(entries, key=len):
+        parent = root
+        for name in key[:-1]:
+            parent = parent.setdefault(name, {})
+        parent[key[-1]] = {} if entries[key].value == {} else entries[key].value
+    return root
+
+
+def _problem(detail: ErrorDetails, entries: Mapping[KeyPath, Entry]) -> Problem:
+    """Say where and why a value was refused."""
+    names = tuple(part for part in detail["loc"] if isinstance(part, str))
+    key = (*names, detail["ctx"]["key"]) if detail["type"] == CONFLICT else names
+    entry = _nearest(entries, key)
+    return Problem(entry.line, f"{entry.place(key)}: {explain(key, detail)}")
+
+
+def _nearest(entries: Mapping[KeyPath, Entry], key: KeyPath) -> Entry:
+    """Return what was written at a key, else below it, else above it."""
+    at = [key] if key in entries else [other for other in entries if other[: len(key)] == key]
+    above = (key[:length] for length in range(len(key) - 1, 0, -1) if key[:length] in entries)
+    return entries[at[0] if at else next(above)]
+
+
+def _refusal(problems: list[Problem]) -> ConfigError:
+    """Return one error for all problems, in the order of the file."""
+    lines = [problem.text for problem in sorted(problems)]
+    if len(lines) > 1:
+        lines = [f"{len(lines)} problems in the configuration", *(f"  {line}" for line in lines)]
+    return ConfigError("\n".join(lines), remedy=REMEDY)

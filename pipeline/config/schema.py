@@ -1,0 +1,208 @@
+"""The configuration: every knob that means something, its type, its default and one line about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
+
+from pipeline.config.quantities import AutoCount, AutoCountOrNone, AutoMemory, Duration, Memory, Size
+
+KeyPath: TypeAlias = tuple[str, ...]
+Name: TypeAlias = Annotated[str, StringConstraints(min_length=1)]
+
+CONFLICT = "conflict"  # the type of the errors about keys that do not go together
+STRUCTURE_PATTERNS = tuple(
+    f"**/*.{kind}{packed}" for kind in ("pdb", "ent", "cif", "mmcif", "bcif") for packed in ("", ".gz")
+)
+
+
+class Section(BaseModel):
+    """A frozen part of the configuration; unknown keys are errors, and nothing is converted silently."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Data(Section):
+    """Which complexes to use, and how the files say what belongs together."""
+
+    source: Literal["manifest", "pairs", "sabdab", "pinder", "glob", "fasta"] = Field(
+        default="manifest", description="How the data set is laid out."
+    )
+    path: Path = Field(description="The file (manifest, sabdab, pinder, fasta) or folder (pairs, glob) to read.")
+    structures_dir: Path | None = Field(
+        default=None, description="Folder of the structure files that a table names; null: beside the table."
+    )
+    pattern: tuple[Name, ...] = Field(
+        default=STRUCTURE_PATTERNS, min_length=1, description="Which files below path are taken; for glob."
+    )
+    splits: Path | None = Field(default=None, description="CSV with the columns path and split; for pairs.")
+    state: Literal["bound", "unbound"] = Field(
+        default="bound",
+        description="Which structures are the input; unbound (pairs, pinder) ones take labels from the bound ones.",
+    )
+    receptor_chains: tuple[Name, ...] = Field(
+        default=(), description="Chains of the receptor in every file; empty: as the source says."
+    )
+    ligand_chains: tuple[Name, ...] = Field(
+        default=(), description="Chains of the ligand in every file; empty: as the source says."
+    )
+    partners: Literal["auto", "none"] = Field(
+        default="auto",
+        description="Files whose chains nobody names; auto: two polymer chains are the partners; none: a file is one.",
+    )
+    on_leak: Literal["error", "warn", "ignore"] = Field(
+        default="error", description="What to do when an id, a sequence or a cluster is in two splits."
+    )
+    limit: int | None = Field(
+        default=None, ge=1, description="Take only the first so many items, for a trial; null: all."
+    )
+    max_rejected_fraction: float = Field(
+        default=0.05, ge=0, le=1, description="Stop when more than this fraction of the items cannot be used."
+    )
+
+    @model_validator(mode="after")
+    def _partners_share_no_chain(self) -> Data:
+        if shared := sorted(set(self.receptor_chains) & set(self.ligand_chains)):
+            raise _conflict("ligand_chains", f"{', '.join(shared)} is also in receptor_chains: a chain has one side")
+        return self
+
+
+class Structures(Section):
+    """How a structure file becomes residues, wherever it leaves a choice."""
+
+    altlocs: Literal["highest", "first"] = Field(
+        default="highest",
+        description="Which of several alternative locations stays: the highest occupancy, or the first.",
+    )
+    model: int = Field(default=1, ge=1, description="Which model of a file with several, counted from 1.")
+    chain_names: Literal["author", "label"] = Field(
+        default="author", description="Chain names of mmCIF: those of the authors (as in PDB files), or the labels."
+    )
+    assembly: Name | None = Field(
+        default=None, description='Name of the biological assembly, such as "1"; null: the asymmetric unit.'
+    )
+    sequence: Literal["observed", "seqres"] = Field(
+        default="observed", description="Sequence of a chain: the residues with coordinates, or all of SEQRES."
+    )
+    require: Literal["ca", "backbone"] = Field(
+        default="backbone", description="Atoms a residue must have to be used: CA, or N, CA and C."
+    )
+    incomplete: Literal["drop", "reject"] = Field(
+        default="drop", description="A residue without those atoms: drop it, or reject the complex."
+    )
+    modified: Literal["parent", "unknown", "reject"] = Field(
+        default="parent", description="Modified residues: their parent (MSE is MET), X, or reject the complex."
+    )
+    max_residues: int = Field(default=10_000, ge=1, description="A complex with more residues is rejected.")
+    max_file_bytes: Size = Field(
+        default=512 << 20, description="A file larger than this, after decompression, is rejected."
+    )
+
+
+class Cache(Section):
+    """Where results are kept."""
+
+    root: Path = Field(default=Path("cache"), description="Folder of the cache; share it between runs.")
+    shard_bytes: Size = Field(
+        default=256 << 20, description="Size at which a cache file is closed and the next one begins."
+    )
+    visibility_s: float = Field(
+        default=10.0,
+        ge=0,
+        le=3600,
+        description="How long to wait for files that another node has just written to appear.",
+    )
+
+
+class Slots(Section):
+    """What the local executor may use of this machine."""
+
+    cpus: AutoCount = Field(
+        default="auto", description="CPU cores for all tasks together; auto: those this process may use."
+    )
+    mem: AutoMemory = Field(
+        default="auto", description="Memory for all tasks together; auto: what the machine has free."
+    )
+    gpus: AutoCountOrNone = Field(
+        default="auto", description="GPUs for all tasks together; auto: those that are visible."
+    )
+
+
+class StageResources(Section):
+    """What one task of a stage asks for."""
+
+    cpus: int = Field(default=1, ge=1, description="CPU cores of a task.")
+    gpus: int = Field(default=0, ge=0, description="GPUs of a task.")
+    mem: AutoMemory = Field(default="auto", description="Memory of a task; auto: planned.")
+    mem_per_gpu: Memory | None = Field(
+        default=None, description="Memory of a task for each of its GPUs, in place of mem."
+    )
+    time: Duration = Field(default=3600, description="Time limit of a task.")
+    items_per_task: AutoCount = Field(
+        default="auto", description="Items a task works through; auto: by the number of items."
+    )
+
+    @model_validator(mode="after")
+    def _one_way_to_ask_for_memory(self) -> StageResources:
+        if self.mem_per_gpu is not None and self.mem != "auto":
+            raise _conflict("mem_per_gpu", "excludes mem: keep one of the two")
+        if self.mem_per_gpu is not None and self.gpus == 0:
+            raise _conflict("mem_per_gpu", "means nothing where gpus is 0: use mem")
+        return self
+
+
+class Cluster(Section):
+    """Where tasks run, and what they may use."""
+
+    executor: Literal["local"] = Field(default="local", description="What runs the tasks; local: this machine.")
+    runs: Path = Field(
+        default=Path("runs"), description="Folder of the run folders: logs, events, frozen configurations."
+    )
+    slots: Slots = Slots()
+    scan: StageResources = StageResources()
+
+
+class Config(Section):
+    """Everything that a run is told."""
+
+    data: Data
+    structures: Structures = Structures()
+    cache: Cache = Cache()
+    cluster: Cluster = Cluster()
+
+
+def _conflict(key: str, what: str) -> PydanticCustomError:
+    return PydanticCustomError(CONFLICT, "{what}", {"what": what, "key": key})
+
+
+def _walk(section: type[BaseModel], above: KeyPath = ()) -> dict[KeyPath, FieldInfo]:
+    fields: dict[KeyPath, FieldInfo] = {}
+    for name, info in section.model_fields.items():
+        key = (*above, name)
+        fields[key] = info
+        if is_section(info):
+            fields |= _walk(info.annotation, key)  # type: ignore[arg-type]
+    return fields
+
+
+def is_section(info: FieldInfo) -> bool:
+    """Tell a section from a key that holds a value."""
+    return isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
+
+
+FIELDS: dict[KeyPath, FieldInfo] = _walk(Config)
+SECTIONS: dict[KeyPath, FieldInfo] = {key: info for key, info in FIELDS.items() if is_section(info)}
+LEAVES: dict[KeyPath, FieldInfo] = {key: info for key, info in FIELDS.items() if not is_section(info)}
+PATHS = frozenset(key for key, info in LEAVES.items() if info.annotation in (Path, Path | None))
+
+
+def value_at(config: Config, key: KeyPath) -> Any:
+    """Return the value of a key."""
+    value: Any = config
+    for name in key:
+        value = getattr(value, name)
+    return value

@@ -1,0 +1,168 @@
+"""Records as text for a terminal."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from datetime import datetime
+
+    from rich.console import RenderableType
+
+    from pipeline.cluster.spec import JobSpec
+    from pipeline.store.store import StoreStat
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+KILO = 1024
+MINUTE, HOUR = 60, 3600
+PLANNED = ("items", "refused", "cached", "missing", "tasks")
+
+
+def show(*parts: RenderableType, to_stderr: bool = False) -> None:
+    """Print for a person; without a terminal there is no colour, and a line is as long as it needs to be."""
+    stream = sys.stderr if to_stderr else sys.stdout
+    console = Console(file=stream, highlight=False, soft_wrap=not stream.isatty())
+    if not stream.isatty():
+        console.width = 200
+    for part in parts:
+        console.print(part, markup=False)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str = "", right: str = "") -> Table:
+    """Return a plain table; the columns named in `right` (space-separated) hold numbers."""
+    shown = Table(title=title or None, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        shown.add_column(
+            Text(column, style="bold"), justify="right" if column in right.split() else "left", overflow="fold"
+        )
+    for row in rows:
+        shown.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
+    return shown
+
+
+def size(count: float) -> str:
+    """Return bytes as people read them."""
+    for unit in UNITS:
+        if count < KILO or unit == UNITS[-1]:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
+        count /= KILO
+    raise AssertionError
+
+
+def duration(seconds: float) -> str:
+    """Return a duration as people read it."""
+    if seconds < MINUTE:
+        return f"{seconds:.1f} s"
+    if seconds < HOUR:
+        return f"{seconds // MINUTE:.0f} min {seconds % MINUTE:02.0f} s"
+    return f"{seconds // HOUR:.0f} h {seconds % HOUR // MINUTE:02.0f} min"
+
+
+def plural(count: int, noun: str) -> str:
+    """Return a count with its noun."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def census_tables(census: Mapping[str, Any]) -> list[RenderableType]:
+    """Show the numbers of a scanned data set."""
+    shown: list[RenderableType] = [
+        f"{plural(census['items'], 'item')}: {census['accepted']:,} accepted, "
+        f"{census['items'] - census['accepted']:,} rejected ({census['rejected_fraction']:.1%})"
+    ]
+    if census["splits"]:
+        shown.append("splits: " + ", ".join(f"{name} {count:,}" for name, count in census["splits"].items()))
+    if census["chains"]:
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in census["chains"].items())
+        shown.append(f"chains: {kinds}; {census['sequences']:,} distinct sequences, longest {census['longest']:,}")
+    if census["sizes"]:
+        rows = [
+            (name, f"{spread['median']:,.0f}", f"{spread['p95']:,.0f}", f"{spread['max']:,.0f}")
+            for name, spread in census["sizes"].items()
+        ]
+        shown += ["", table(("size", "median", "p95", "max"), rows, right="median p95 max")]
+    if census["rejected"]:
+        shown += ["", rejection_table(census["rejected"], census["examples"])]
+    return shown
+
+
+def rejection_table(rejected: Mapping[str, int], examples: Mapping[str, str]) -> Table:
+    """Show why items were left out, most frequent reason first."""
+    rows = [(reason, f"{count:,}", examples.get(reason, "")) for reason, count in rejected.items()]
+    return table(("rejected", "items", "for example"), rows, right="items")
+
+
+def store_table(stats: Sequence[StoreStat]) -> RenderableType:
+    """Show what each kind of record takes."""
+    if not stats:
+        return "empty: nothing was stored yet"
+    rows = [
+        (
+            one.kind,
+            f"{one.records:,}",
+            size(one.bytes),
+            one.shards,
+            len(one.unreadable),
+            one.index.value,
+            _when(one.newest),
+        )
+        for one in stats
+    ]
+    columns = ("kind", "records", "size", "files", "unreadable", "index", "newest")
+    shown = table(columns, rows, right="records size files unreadable")
+    broken = [(one.kind, name, reason) for one in stats for name, reason in one.unreadable]
+    return Group(shown, "", table(("kind", "unreadable file", "why"), broken)) if broken else shown
+
+
+def _when(moment: datetime | None) -> str:
+    """Return a moment to the minute."""
+    return f"{moment:%Y-%m-%d %H:%M}" if moment else ""
+
+
+def stage_line(stage: Any) -> str:
+    """Say what a stage found when it was submitted: what is done already, and what is not."""
+    parts = [f"{stage.cached:,} cached", f"{stage.missing:,} to do"]
+    if stage.refused:
+        parts.append(f"{stage.refused:,} refused by the source")
+    tasks = f" in {plural(stage.tasks, 'task')}" if stage.tasks else ""
+    return f"{stage.name}: {plural(stage.items, 'item')}: {', '.join(parts)}{tasks}"
+
+
+def plan_table(plans: Iterable[tuple[str, Mapping[str, int], JobSpec | None]]) -> Table:
+    """Show what would be submitted."""
+    rows = []
+    for name, counts, job in plans:
+        asks = ("", "", "") if job is None else (job.cpus, size(job.mem_bytes or 0), duration(job.time_s or 0))
+        rows.append((name, *(f"{counts[column]:,}" for column in PLANNED), *asks))
+    columns = ("stage", *PLANNED, "cpus", "mem", "time limit")
+    return table(columns, rows, right=" ".join((*PLANNED, "cpus", "mem")))
+
+
+def run_report(run: Mapping[str, Any]) -> list[RenderableType]:
+    """Show a run: its stages, what they made, and what went wrong."""
+    shown: list[RenderableType] = [f"run {run['name']}: {run['state']}"]
+    if run["state"] == "abandoned":
+        shown.append("its supervisor is gone: submit again, finished work is kept")
+    for stage in run["stages"]:
+        took = f" in {duration(stage['ended_at'] - stage['started_at'])}" if stage["ended_at"] else ""
+        counts = f"{stage['cached']:,} cached, {stage['items_done']:,} of {stage['missing']:,} done"
+        shown += ["", f"{stage['name']}: {stage['state']}{took}: {plural(stage['items'], 'item')}, {counts}"]
+        if stage["census"]:
+            shown += census_tables(stage["census"])
+        elif stage["reasons"]:
+            shown.append(rejection_table(stage["reasons"], {}))
+        shown += [f"warning: {warning}" for warning in stage["warnings"]]
+        shown += [_failure(failure) for failure in stage["failures"]]
+    if run["error"]:
+        shown += ["", f"error: {run['error']}"]
+    return shown
+
+
+def _failure(failure: Mapping[str, Any]) -> str:
+    """Say how a task ended badly."""
+    return f"task {failure['task']}: {failure['state']}: {failure['reason']}\n  log: {failure['log']}"

@@ -1,0 +1,194 @@
+"""`pipeline doctor`: checks of everything a run will need, each with its remedy."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.config.load import check, find_config, load
+from pipeline.errors import PipelineError
+from pipeline.records import Item, Rejection
+from pipeline.report.tables import size
+from pipeline.runs.project import source_spec
+from pipeline.runs.supervisor import local_executor
+from pipeline.store.cache import Cache
+from pipeline.structures.sources import items
+
+if TYPE_CHECKING:
+    from pipeline.config.load import Loaded
+
+LOOKED_AT = 100  # items of the data set that are listed
+LITTLE_BYTES = 5 << 30
+LITTLE_INODES = 100_000
+PACKAGE_NAME = re.compile(r"[\w.-]+")
+EXTRAS = {"bcif": ("biotite", "BinaryCIF files are rejected")}
+
+
+class Verdict(str, Enum):
+    """How a check ended."""
+
+    OK = "ok"
+    NOTE = "note"
+    BAD = "BAD"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One row of the report."""
+
+    what: str
+    verdict: Verdict
+    found: str
+    remedy: str = ""
+    exit_code: int = 0
+
+
+def examine(config_file: Path | None, sets: Sequence[str]) -> list[Finding]:
+    """Return the findings of every check; a check that fails never hides the next one."""
+    findings = [_python(), *_packages()]
+    try:
+        loaded = load(find_config(config_file), sets)
+    except PipelineError as error:
+        findings.append(_failed("config", error))
+        return findings
+    findings.append(Finding("config", Verdict.OK, str(loaded.path)))
+    checks: tuple[tuple[str, Callable[[Loaded], Iterator[Finding]]], ...] = (
+        ("data", _data),
+        ("cache", _cache),
+        ("runs", _runs),
+        ("machine", _machine),
+    )
+    for name, look in checks:
+        try:
+            findings += look(loaded)
+        except PipelineError as error:
+            findings.append(_failed(name, error))
+    return findings
+
+
+def _failed(what: str, error: PipelineError) -> Finding:
+    """Return the finding that an error is."""
+    place = f"{error.where}: " if error.where else ""
+    return Finding(what, Verdict.BAD, f"{place}{error.what}", error.remedy, error.exit_code)
+
+
+def _python() -> Finding:
+    """Look at the interpreter."""
+    return Finding("python", Verdict.OK, f"{sys.version.split()[0]} ({sys.executable})")
+
+
+def _packages() -> Iterator[Finding]:
+    """Look for the packages that this one declares, without importing any."""
+    missing = [name for name in _required() if not _installed(name)]
+    if missing:
+        remedy = f"pip install {' '.join(missing)}"
+        yield Finding("packages", Verdict.BAD, f"missing: {', '.join(missing)}", remedy, exit_code=2)
+    else:
+        yield Finding("packages", Verdict.OK, f"pipeline {version('pipeline')} and all it needs")
+    for extra, (module, without) in EXTRAS.items():
+        if find_spec(module) is None:
+            yield Finding(
+                f"extra {extra}", Verdict.NOTE, f"not installed: {without}", f"pip install 'pipeline[{extra}]'"
+            )
+
+
+def _required() -> list[str]:
+    """Return the names of the packages that this one needs without extras."""
+    lines = [line for line in requires("pipeline") or () if "extra ==" not in line]
+    return [name.group() for line in lines if (name := PACKAGE_NAME.match(line))]
+
+
+def _installed(name: str) -> bool:
+    """Say whether a package is installed."""
+    try:
+        version(name)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def _data(loaded: Loaded) -> Iterator[Finding]:
+    """List the beginning of the data set, and see whether its files are there."""
+    for missing in check(loaded):
+        yield Finding("data", Verdict.BAD, missing, f"edit {loaded.path}", exit_code=2)
+        return
+    config = loaded.config
+    found = list(islice(items(source_spec(config)), LOOKED_AT))
+    good = [one for one in found if isinstance(one, Item)]
+    bad = [one for one in found if isinstance(one, Rejection)]
+    absent = [part.path for item in good for part in item.parts if not Path(part.path).is_file()]
+    if not good:
+        what = f"no usable item at {config.data.path}" + (f"; {bad[0].id}: {bad[0].detail}" if bad else "")
+        yield Finding("data", Verdict.BAD, what, "pipeline config show   (see data.*)", exit_code=3)
+    elif absent:
+        what = f"{len(absent)} files of the first {len(good)} items are missing, such as {absent[0]}"
+        yield Finding("data", Verdict.BAD, what, "see data.path and data.structures_dir", exit_code=3)
+    else:
+        count = f"the first {LOOKED_AT}" if len(found) == LOOKED_AT else f"all {len(found)}"
+        refused = f", {len(bad)} refused ({bad[0].id}: {bad[0].detail})" if bad else ""
+        yield Finding("data", Verdict.NOTE if bad else Verdict.OK, f"{config.data.path}: {count} items listed{refused}")
+
+
+def _cache(loaded: Loaded) -> Iterator[Finding]:
+    """See whether the cache is one, can be written, and has room."""
+    root = loaded.config.cache.root
+    cache = Cache(root)
+    broken = [f"{kind}/{name}: {why}" for kind in cache.kinds() for name, why in cache.kind(kind).stat().unreadable]
+    if broken:
+        what = f"{len(broken)} unreadable files, such as {broken[0]}; what they held is made anew"
+        yield Finding("cache", Verdict.NOTE, what, "pipeline cache stat")
+    else:
+        yield Finding("cache", Verdict.OK, f"{root}" if root.exists() else f"{root} (made when first used)")
+    yield _writable("cache folder", root)
+    yield _room(root)
+
+
+def _runs(loaded: Loaded) -> Iterator[Finding]:
+    """See whether run folders can be made."""
+    yield _writable("run folders", loaded.config.cluster.runs)
+
+
+def _existing(path: Path) -> Path:
+    """Return a folder, or the nearest one above it that exists."""
+    return next(one for one in (path, *path.parents) if one.exists())
+
+
+def _writable(what: str, folder: Path) -> Finding:
+    """Try to make a file where results will be."""
+    place = _existing(folder)
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            return Finding(what, Verdict.OK, f"{folder} can be written")
+    except OSError as error:
+        remedy = "choose another folder in the configuration, or ask for write permission"
+        return Finding(what, Verdict.BAD, f"{folder} cannot be written: {error.strerror}", remedy, exit_code=2)
+
+
+def _room(root: Path) -> Finding:
+    """Look at free bytes and file numbers; a quota below them is not visible from here."""
+    place = _existing(root)
+    free_bytes, inodes = shutil.disk_usage(place).free, os.statvfs(place).f_favail
+    found = f"{size(free_bytes)} free, {inodes:,} files can be made"
+    if free_bytes < LITTLE_BYTES or 0 < inodes < LITTLE_INODES:
+        return Finding("disk", Verdict.NOTE, found, "make room, or set cache.root to a larger disk")
+    return Finding("disk", Verdict.OK, found)
+
+
+def _machine(loaded: Loaded) -> Iterator[Finding]:
+    """Say what the local executor would use."""
+    slots = loaded.config.cluster.slots
+    with local_executor(slots) as executor:
+        machine = executor.machine
+        found = f"{machine.cpus} cores, {size(machine.mem_bytes)} memory, {len(machine.gpus)} GPUs for local tasks"
+    yield Finding("machine", Verdict.OK, found)

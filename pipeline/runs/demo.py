@@ -1,0 +1,58 @@
+"""`pipeline demo`: an ordinary project of made complexes, in which every other command works."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipeline.errors import ConfigError
+from pipeline.structures.synthetic import write_demo
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+COMPLEXES = 24
+CONFIG = """\
+# A small project of made complexes. Every other command works here as it does on real data:
+#   pipeline config show      every value and where it comes from
+#   pipeline submit --stage scan --executor local --follow
+data:
+  source: manifest
+  path: data/manifest.csv       # id, path, chains and split of each complex
+  max_rejected_fraction: 0.1    # one of the 25 files is broken on purpose
+
+cache:
+  root: cache
+
+cluster:
+  executor: local               # this machine
+  runs: runs
+"""
+
+
+def make_project(folder: Path) -> Path:
+    """Write the project and return its configuration file; a folder that holds anything else is left alone."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        what = "is a file" if not folder.is_dir() else "holds files already"
+        raise ConfigError(
+            f"the demo wants a new folder, this one {what}", where=str(folder), remedy="pipeline demo DIR"
+        )
+    try:
+        write_demo(folder / "data", COMPLEXES)
+        config = folder / "pipeline.yaml"
+        config.write_text(CONFIG)
+    except OSError as error:
+        raise ConfigError(f"cannot write: {error.strerror}", where=str(folder), remedy="pipeline demo DIR") from error
+    return config
+
+
+def what_to_look_at(folder: Path) -> str:
+    """Return the commands to try next."""
+    return f"""
+Look around:
+  cd {folder}
+  less data/manifest.csv                 24 complexes with shared antigens, and one broken file
+  pipeline status                        what was accepted, and why one was not
+  pipeline submit --stage scan --executor local --follow      again: everything is cached
+  pipeline cache stat                    what the cache holds
+  pipeline config show                   every setting and where it comes from
+  pipeline doctor                        whether this machine is ready"""

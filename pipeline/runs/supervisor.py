@@ -1,0 +1,190 @@
+"""Follows a run to its end: submits each stage, watches its tasks, judges what they left in the store.
+
+python -m pipeline.runs.supervisor RUN
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.cluster.local import LocalExecutor
+from pipeline.cluster.machine import Machine
+from pipeline.cluster.spec import TaskState
+from pipeline.config.load import from_resolved
+from pipeline.errors import DataError, JobFailed, PipelineError
+from pipeline.records import EventKind
+from pipeline.runs import workflow
+from pipeline.runs.folder import RunFolder
+from pipeline.runs.ledger import Ledger, Reader
+from pipeline.runs.project import Project
+from pipeline.runs.status import RunState, RunStatus
+from pipeline.runs.submit import Plan, plan
+
+if TYPE_CHECKING:
+    from pipeline.cluster.spec import Executor, TaskStatus
+    from pipeline.config.schema import Slots
+    from pipeline.runs.workflow import Stage
+    from pipeline.structures.census import Census
+
+STEP_S = 0.1
+FAILURES_SHOWN = 3
+
+
+def local_executor(slots: Slots) -> LocalExecutor:
+    """Return the executor of this machine, with the slots that the configuration lends it."""
+    given = {"cpus": slots.cpus, "gpus": slots.gpus, "mem_bytes": slots.mem}
+    return LocalExecutor(Machine.detect(**{name: value for name, value in given.items() if value != "auto"}))
+
+
+class Supervisor:
+    """Drives one run; everything it knows is in the ledger."""
+
+    def __init__(self, folder: RunFolder, executor: Executor, watch: Callable[[RunStatus], None]) -> None:
+        self.folder, self.executor, self.watch = folder, executor, watch
+        self.project = Project.open(from_resolved(folder.config.read_text(), str(folder.config)))
+        self.ledger, self.reader = Ledger(folder, "supervisor"), Reader(folder)
+        self.status = RunStatus(folder.name)
+
+    def run(self, stages: Sequence[str]) -> None:
+        """Do the stages in order; whatever ends the run is written down before it is raised."""
+        self._emit(EventKind.RUN_STARTED, stages=list(stages), host=socket.gethostname(), pid=os.getpid())
+        try:
+            for name in stages:
+                self._run_stage(workflow.stage(name))
+        except PipelineError as error:
+            self._end(RunState.FAILED, str(error), error.exit_code)
+            raise
+        except BaseException as error:
+            self._end(RunState.STOPPED, f"{type(error).__name__} {error}".strip(), 1)
+            raise
+        self._end(RunState.DONE, "", 0)
+
+    def _run_stage(self, stage: Stage) -> None:
+        """Do one stage, and judge it by what is in the store, never by what its tasks say."""
+        planned = plan(self.project, stage, self.executor.cpus, self.folder)
+        self._emit(EventKind.STAGE_SUBMITTED, stage=stage.name, **planned.counts())
+        census = None
+        try:
+            if planned.job is not None:
+                self._follow(planned)
+            census = self._judge(planned)
+            warnings = workflow.check_census(self.project, self.folder, census)
+        except PipelineError as error:
+            found = census.to_json() if census else None
+            self._end_stage(stage, RunState.FAILED, found, [], str(error))
+            raise
+        self._end_stage(stage, RunState.DONE, census.to_json(), warnings, "")
+
+    def _follow(self, planned: Plan) -> None:
+        """Run the tasks of a stage until the last has ended, or until too much of the data is unusable."""
+        assert planned.job is not None
+        job = self.executor.submit(planned.job)
+        unfinished = len(planned.shards)
+        while unfinished:
+            ended = [task for task in self.executor.step(STEP_S) if task.state.ended]
+            for task in ended:
+                self._report(planned.stage, task)
+            unfinished -= len(ended)
+            self._catch_up()
+            if self._too_many_rejected(planned):
+                self.executor.cancel([job])
+        self._catch_up()
+        self._stop_on_bad_data(planned)
+
+    def _judge(self, planned: Plan) -> Census:
+        """Return what the stage has made; where something is missing, the tasks that failed say why."""
+        failures = self.status.stages[planned.stage.name].failures
+        patience_s = 0.0 if failures else self.project.config.cache.visibility_s
+        try:
+            return planned.stage.judge(self.project, self.folder, patience_s)
+        except JobFailed as error:
+            if not failures:
+                raise
+            what = _describe_failures(failures, len(planned.shards))
+            raise JobFailed(f"{error.what}; {what}", where=error.where, remedy=error.remedy) from error
+
+    def _report(self, stage: Stage, task: TaskStatus) -> None:
+        """Write down how the executor saw a task end."""
+        self._emit(
+            EventKind.TASK_ENDED,
+            stage=stage.name,
+            task=task.task,
+            state=task.state.value,
+            reason=task.reason,
+            exit_code=task.exit_code,
+            peak_rss_bytes=task.peak_rss_bytes,
+            log=task.stderr,
+        )
+
+    def _too_many_rejected(self, planned: Plan) -> bool:
+        """Say whether more items are already rejected than the configuration lets pass."""
+        rejected = self.status.stages[planned.stage.name].reasons.total() + planned.todo.rejected_by_source
+        return rejected > self.project.config.data.max_rejected_fraction * planned.todo.items
+
+    def _stop_on_bad_data(self, planned: Plan) -> None:
+        """Raise when tasks were cancelled because too many items are unusable."""
+        stage = self.status.stages[planned.stage.name]
+        if not (self._too_many_rejected(planned) and TaskState.CANCELLED.value in stage.ended.values()):
+            return
+        rejected = stage.reasons.total() + planned.todo.rejected_by_source
+        most = self.project.config.data.max_rejected_fraction
+        what = f"stopped early: {rejected} of {planned.todo.items} items cannot be used already, {most:.1%} may be"
+        remedy = f"pipeline status {self.folder.name}   or   --set data.max_rejected_fraction=FRACTION"
+        raise DataError(what, where=str(self.project.config.data.path), remedy=remedy)
+
+    def _catch_up(self) -> None:
+        """Take the news of the ledger into account and show them."""
+        for event in self.reader.fresh():
+            self.status.apply(event)
+        self.watch(self.status)
+
+    def _emit(self, kind: EventKind, **data: Any) -> None:
+        """Write an event down and take it into account."""
+        self.ledger.emit(kind, **data)
+        self._catch_up()
+
+    def _end_stage(
+        self, stage: Stage, state: RunState, census: dict[str, Any] | None, warnings: list[str], error: str
+    ) -> None:
+        """Write down how a stage ended."""
+        self._emit(
+            EventKind.STAGE_ENDED, stage=stage.name, state=state.value, census=census, warnings=warnings, error=error
+        )
+
+    def _end(self, state: RunState, error: str, exit_code: int) -> None:
+        """Write down how the run ended."""
+        self._emit(EventKind.RUN_ENDED, state=state.value, error=error, exit_code=exit_code)
+        self.ledger.close()
+
+
+def _describe_failures(failures: Sequence[dict[str, Any]], tasks: int) -> str:
+    """Say which tasks failed and why, the first few in full."""
+    lines = [f"{len(failures)} of {tasks} tasks failed"]
+    for failure in failures[:FAILURES_SHOWN]:
+        lines.append(f"  task {failure['task']}: {failure['state']}, {failure['reason']}")
+        lines.append(f"    log: {failure['log']}")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Supervise a run in the background."""
+    folder = RunFolder(Path(arguments[0]))
+    stages = json.loads(folder.stages.read_text())
+    config = from_resolved(folder.config.read_text(), str(folder.config))
+    try:
+        with local_executor(config.cluster.slots) as executor:
+            Supervisor(folder, executor, lambda _status: None).run(stages)
+    except PipelineError as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - the supervisor's stderr is its log
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

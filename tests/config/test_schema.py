@@ -1,0 +1,124 @@
+"""The commented file, the schema for editors and the typed schema agree."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from pipeline.config.load import json_schema, load
+from pipeline.config.quantities import format_duration, format_size, parse_duration, parse_size
+from pipeline.config.schema import LEAVES, PATHS, Config, value_at
+
+BASE = Path(__file__).parents[2] / "configs/pipeline.yaml"
+YOURS = {("data", "path")}
+
+
+def test_commented_file_writes_every_key_with_its_default(project: Path) -> None:
+    (project / "configs").mkdir()
+    shutil.copy(BASE, project / "configs")
+    loaded = load(Path("configs/pipeline.yaml"))
+    assert [key for key, origin in loaded.origins.items() if origin == "default"] == []
+    defaults = load(None, ["data.path=data/manifest.csv"]).config  # ../cache in configs/ is cache/ beside it
+    assert loaded.config == defaults
+
+
+def test_commented_file_explains_every_key() -> None:
+    lines = BASE.read_text().splitlines()
+    for number, line in enumerate(lines):
+        if re.match(r"\w+:", line):
+            assert lines[number - 1].startswith("# "), line
+
+
+def test_every_key_has_one_line_of_description() -> None:
+    for key, info in LEAVES.items():
+        assert info.description, key
+        assert "\n" not in info.description
+        assert len(info.description) <= 110, key
+
+
+def test_only_the_data_path_has_no_default() -> None:
+    assert {key for key, info in LEAVES.items() if info.is_required()} == YOURS
+
+
+def test_folders_with_a_default_are_known_as_paths() -> None:
+    assert {".".join(key) for key in PATHS} == {
+        "data.path",
+        "data.structures_dir",
+        "data.splits",
+        "cache.root",
+        "cluster.runs",
+    }
+
+
+def test_editor_schema_knows_every_key_and_refuses_others() -> None:
+    schema = json_schema()
+    for section in schema["$defs"].values():
+        assert section["additionalProperties"] is False
+        assert section["description"]
+        assert all("description" in entry or "$ref" in entry for entry in section["properties"].values())
+    keys = {key for section in schema["$defs"].values() for key in section["properties"]}
+    assert {key[-1] for key in LEAVES} <= keys
+    json.dumps(schema)
+
+
+def test_editor_schema_offers_sizes_as_text_and_numbers() -> None:
+    size = json_schema()["$defs"]["Cache"]["properties"]["shard_bytes"]
+    pattern = next(choice["pattern"] for choice in size["anyOf"] if choice["type"] == "string")
+    assert all(re.search(pattern, text) for text in ("24GiB", "400G", "512 M", "1.5t"))
+    assert not re.search(pattern, "24 parsecs")
+
+
+def test_values_are_reachable_by_key(loaded: Any) -> None:
+    config = loaded("data: {path: a}\n").config
+    assert value_at(config, ("cluster", "scan", "time")) == 3600
+
+
+@pytest.mark.parametrize(
+    ("written", "size"),
+    [
+        ("24GiB", 24 << 30), ("400G", 400 << 30), ("512M", 512 << 20), ("512mb", 512 << 20), ("1.5 T", 3 << 39),
+        ("64k", 64 << 10), (4096, 4096),
+    ],
+)  # fmt: skip
+def test_size_is_read(written: str | int, size: int) -> None:
+    assert parse_size(written) == size
+    assert parse_size(format_size(size)) == size
+
+
+@pytest.mark.parametrize("written", ["24", "G", "-1G", 0, -5, True, 1.5, None, "1e3M", "1,5G", "٣G", "24 GiBs", [1]])
+def test_what_is_no_size_is_refused(written: object) -> None:
+    with pytest.raises(ValueError, match=r"size|at least"):
+        parse_size(written)
+
+
+@pytest.mark.parametrize("size", [1, 1023, 1024, 1025, (1 << 40) + 1, 3 << 20])
+def test_written_size_is_exact(size: int) -> None:
+    assert parse_size(format_size(size)) == size
+
+
+@pytest.mark.parametrize(
+    ("written", "seconds"),
+    [("01:00:00", 3600), ("2-12:00:00", 216000), ("90m", 5400), ("2h", 7200), ("45 s", 45), ("1D", 86400)],
+)
+def test_time_is_read(written: str, seconds: int) -> None:
+    assert parse_duration(written) == seconds
+    assert parse_duration(format_duration(seconds)) == seconds
+
+
+@pytest.mark.parametrize("written", [60, "60", "30:00", "1:60:00", "0m", "-5m", "", None, True, "1h30"])
+def test_time_without_a_clear_unit_is_refused(written: object) -> None:
+    with pytest.raises(ValueError, match="a time such as"):
+        parse_duration(written)
+
+
+def test_schema_converts_nothing_silently() -> None:
+    for wrong in ('{"limit": "8"}', '{"limit": true}', '{"max_rejected_fraction": "0.1"}', '{"splits": 3}'):
+        data = json.loads(wrong) | {"path": "a"}
+        with pytest.raises(ValidationError):
+            Config.model_validate_json(json.dumps({"data": data}), strict=True)
