@@ -5,6 +5,7 @@ PipelineError            1   a bug, unless a child says otherwise
 │   └── CacheUnusable    2   the cache folder cannot be used as it is: no cache, read-only, newer format
 ├── DataError            3   the input data cannot be used
 ├── CacheDamaged         4   bytes in the cache are not the bytes that were written
+├── RecordMissing        4   no readable copy of a record is in the cache
 ├── PlanInfeasible       5   no plan fits the machine
 ├── SubmissionRefused    6   the executor or the cluster would not take the job
 └── JobFailed            7   a job ran and failed
@@ -17,6 +18,8 @@ An error says what went wrong, where, and the next command to type. A bad *item*
 from __future__ import annotations
 
 from typing import ClassVar
+
+SUBMIT_AGAIN = "pipeline submit --stage all   (does only what is missing)"  # the remedy for work that was lost
 
 
 class PipelineError(Exception):
@@ -55,6 +58,12 @@ class DataError(PipelineError):
 
 class CacheDamaged(PipelineError):
     """Bytes in the cache are not the bytes that were written."""
+
+    exit_code = 4
+
+
+class RecordMissing(PipelineError, KeyError):
+    """No readable copy of a record is in the cache."""
 
     exit_code = 4
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.command import Command
+
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared" / "structures"
 
@@ -16,3 +18,12 @@ def shared_structures() -> Path:
     if not SHARED.is_dir():
         pytest.skip("the real structures (../shared/structures) are not beside this checkout")
     return SHARED
+
+
+@pytest.fixture
+def pipeline(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
+    """Return a function that types `pipeline` commands in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PIPELINE_CONFIG", raising=False)
+    monkeypatch.setenv("COLUMNS", "100")
+    return Command(monkeypatch, capsys)

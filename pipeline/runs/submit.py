@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
+import os
 import sys
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
-from pipeline.cluster.spec import JobSpec
+from pipeline.cluster.spec import TASK, JobSpec
 from pipeline.config.load import dump_resolved
 from pipeline.runs import folder as folders
 from pipeline.runs import todo
@@ -78,7 +78,7 @@ def job_spec(project: Project, stage: Stage, tasks: int, folder: RunFolder | Non
     run = str(folder.path) if folder else "RUN"
     return JobSpec(
         name=stage.name,
-        argv=(sys.executable, "-m", WORKER, run, stage.name, "{task}"),
+        argv=(*module_command(WORKER), run, stage.name, TASK),
         tasks=tasks,
         cpus=resources.cpus,
         gpus=resources.gpus,
@@ -86,6 +86,12 @@ def job_spec(project: Project, stage: Stage, tasks: int, folder: RunFolder | Non
         time_s=int(resources.time),
         log_dir=str(folder.logs) if folder else "logs",
     )
+
+
+def module_command(module: str) -> tuple[str, ...]:
+    """Return the command that runs a module of this installation, whatever lies in the current folder."""
+    safe_path = ("-P",) if sys.version_info >= (3, 11) else ()
+    return (sys.executable, *safe_path, "-m", module)
 
 
 def new_run(config: Config, stages: Sequence[str]) -> RunFolder:
@@ -98,8 +104,8 @@ def new_run(config: Config, stages: Sequence[str]) -> RunFolder:
 
 
 def start_supervisor(folder: RunFolder) -> int:
-    """Start a supervisor that outlives this process and its terminal; return its process id."""
-    with folder.supervisor_log.open("ab") as log:
-        command = [sys.executable, "-m", SUPERVISOR, str(folder.path)]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-    return process.pid
+    """Start a supervisor in a session of its own, so that it outlives this process and its terminal; return its pid."""
+    log = (os.POSIX_SPAWN_OPEN, 1, str(folder.supervisor_log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    files = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0), log, (os.POSIX_SPAWN_DUP2, 1, 2)]
+    command = [*module_command(SUPERVISOR), str(folder.path)]
+    return os.posix_spawn(sys.executable, command, os.environ, file_actions=files, setsid=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from pipeline.errors import ConfigError, DataError, JobFailed
+from pipeline.errors import SUBMIT_AGAIN, ConfigError, DataError, JobFailed
 from pipeline.records import Item, Reason, Rejection
 from pipeline.runs import todo
 from pipeline.runs.ledger import write_rejections
@@ -68,9 +68,7 @@ def judge_scan(project: Project, folder: RunFolder, patience_s: float) -> Census
             what = (
                 f"{unknown.count:,} of {tally.items + unknown.count:,} items are not done, the first is {unknown.first}"
             )
-            raise JobFailed(
-                what, where=folder.name, remedy="pipeline submit --stage scan   (does only what is missing)"
-            )
+            raise JobFailed(what, where=folder.name, remedy=SUBMIT_AGAIN)
         time.sleep(LOOK_AGAIN_S)
     for store in project.shelves.stores():
         store.write_index()

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import CacheDamaged
+from pipeline.errors import CacheDamaged, RecordMissing
 from pipeline.keys import content_digest, recipe_key
 from pipeline.records import Inventory, Item, Reason
-from pipeline.store.store import RecordMissing
 from pipeline.structures.atoms import Unusable
 from pipeline.structures.inventory import File, Recipe, item_key, take
 from pipeline.structures.read import read_file, stat_file

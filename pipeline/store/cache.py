@@ -1,0 +1,92 @@
+"""The cache folder: what makes it one, and the stores in it."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING
+
+from pipeline.errors import CacheUnusable
+from pipeline.store.disk import Disk
+from pipeline.store.draft import Draft
+from pipeline.store.layout import MARKER, PARTIAL_SUFFIX, KindLayout
+from pipeline.store.store import Store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CACHE_FORMAT = 1
+_MAY_BE_THERE = {"README.md", ".gitignore"}
+_KIND = re.compile(r"[a-z][a-z0-9_-]*")
+_MARKER_BYTES = 4096
+
+
+class Cache:
+    """A folder that holds stores, one per kind of record.
+
+    Opening it changes nothing; the first write makes the folder and its marker.
+    """
+
+    def __init__(self, root: Path, disk: Disk | None = None) -> None:
+        self.root = root
+        self._disk = disk or Disk()
+        self._marked = self._is_cache()
+
+    def kind(self, kind: str) -> Store:
+        """Return the store of this kind's records."""
+        if not _KIND.fullmatch(kind):
+            raise ValueError(f"{kind!r} cannot name a kind of records")
+        return Store(self._disk, KindLayout(self.root / kind), self._prepare)
+
+    def kinds(self) -> list[str]:
+        """Return the kinds that have a folder."""
+        names = self._disk.list_folder(self.root)
+        return sorted(name for name in names if _KIND.fullmatch(name) and (self.root / name).is_dir())
+
+    def _is_cache(self) -> bool:
+        """Say whether the folder is a cache; if not, it must be one that can become one."""
+        try:
+            if self._read_marker():
+                return True
+            return self._occupied() and self._read_marker(required=True)
+        except OSError as error:
+            raise self._unusable(f"the cache cannot be read: {error.strerror or error}") from error
+
+    def _occupied(self) -> bool:
+        names = self._disk.list_folder(self.root)
+        return any(name not in _MAY_BE_THERE and not name.endswith(PARTIAL_SUFFIX) for name in names)
+
+    def _read_marker(self, *, required: bool = False) -> bool:
+        try:
+            fd = self._disk.open_read(self.root / MARKER)
+        except FileNotFoundError:
+            if required:
+                raise self._unusable("the folder is not a cache, and not empty") from None
+            return False
+        try:
+            self._check_format(self._disk.read_at(fd, _MARKER_BYTES, 0))
+        finally:
+            self._disk.close(fd)
+        return True
+
+    def _check_format(self, text: bytes) -> None:
+        try:
+            version = json.loads(text)["format"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            version = None
+        if type(version) is not int:
+            raise self._unusable(f"{MARKER} cannot be read, so the folder may be no cache")
+        if version > CACHE_FORMAT:
+            raise self._unusable(f"the cache was written by a newer pipeline (format {version})")
+
+    def _prepare(self) -> None:
+        """Make the folder a cache, unless it is one; several processes may do so at once."""
+        if self._marked:
+            return
+        draft = Draft(self._disk, self.root)
+        draft.write(json.dumps({"format": CACHE_FORMAT, "made_by": "pipeline"}).encode(), 0)
+        draft.publish(self.root / MARKER, replace=True)  # all write the same
+        self._marked = True
+
+    def _unusable(self, what: str) -> CacheUnusable:
+        return CacheUnusable(what, where=str(self.root), remedy="pipeline doctor")

@@ -1,0 +1,191 @@
+"""The index: every record of a kind in one immutable file, sorted by key, swapped atomically, made from shards alone.
+
+    head | shard sizes, shard names | first key and digest of each block | rows, in blocks of 32
+
+A look-up reads and verifies only the blocks that can hold its keys. The index is a snapshot and never the truth: when
+it is damaged, old or gone, the shards say the same.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+
+from pipeline.store.draft import Draft
+from pipeline.store.shard import TABLE_ROW
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    import numpy.typing as npt
+
+    from pipeline.store.disk import Disk
+    from pipeline.store.layout import KindLayout
+
+    Integers = npt.NDArray[Any]
+    Rows = npt.NDArray[Any]
+
+INDEX_FORMAT = 1
+ROW = np.dtype([*TABLE_ROW.descr, ("shard", "<u4"), ("spare", "<u4")])
+BLOCK_ROWS = 32
+_BLOCK_BYTES = BLOCK_ROWS * ROW.itemsize
+_HEAD = struct.Struct("<8sIIQQQ16s")  # and 16 bytes, the digest of these
+_HEAD_BYTES = _HEAD.size + 16
+_MAGIC = b"PIPEINDX"
+_BATCH_KEYS = 65_536
+
+
+class IndexDamaged(Exception):
+    """The index cannot be believed; the shards can."""
+
+
+class Index:
+    """An open index."""
+
+    def __init__(self, disk: Disk, path: Path) -> None:
+        self._disk = disk
+        self._fd = disk.open_read(path)
+        try:
+            self._read_directory()
+        except BaseException:
+            self.close()
+            raise
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file; what was found stays valid."""
+        fd, self._fd = getattr(self, "_fd", -1), -1
+        if fd >= 0:
+            self._disk.close(fd)
+
+    def find(self, keys: Integers) -> tuple[Integers, Rows]:
+        """Return which of the keys were found (by position; once for each copy) and the rows that hold them.
+
+        Keys come as pairs of numbers, see `key_pairs`.
+        """
+        if len(keys) == 1:
+            return self._find_one(*keys[0])
+        if len(keys) <= _BATCH_KEYS:
+            return self._find_batch(keys)
+        order = np.lexsort((keys[:, 1], keys[:, 0]))  # sorted, each batch reads a stretch of the file of its own
+        parts = [order[start : start + _BATCH_KEYS] for start in range(0, len(order), _BATCH_KEYS)]
+        found = [(part, *self._find_batch(keys[part])) for part in parts]
+        asked = np.concatenate([part[positions] for part, positions, _ in found])
+        return asked, np.concatenate([rows for _, _, rows in found])
+
+    def rows(self) -> Rows:
+        """Return every row."""
+        return self._read_range(0, len(self._first))
+
+    def _find_one(self, hi: np.uint64, lo: np.uint64) -> tuple[Integers, Rows]:
+        """Do as `_find_batch` does, with few steps: a single record is read in less than a millisecond."""
+        start = max(int(self._first.searchsorted(hi, "left")) - 1, 0)
+        rows = self._read_range(start, int(self._first.searchsorted(hi, "right")))
+        found = rows[(rows["hi"] == hi) & (rows["lo"] == lo)]
+        return np.zeros(len(found), np.intp), found
+
+    def _find_batch(self, keys: Integers) -> tuple[Integers, Rows]:
+        left = self._first.searchsorted(keys[:, 0], "left")
+        right = self._first.searchsorted(keys[:, 0], "right")
+        start = np.maximum(left - 1, 0)  # a key's copies may begin in the block before the one that begins with it
+        blocks = ranges(start, right - start)
+        return match(self._read_blocks(np.unique(blocks) if len(blocks) > 1 else blocks), keys)
+
+    def _read_range(self, start: int, stop: int) -> Rows:
+        """Read and verify the blocks from start to stop."""
+        begin, end = start * _BLOCK_BYTES, min(stop * _BLOCK_BYTES, self._rows_bytes)
+        data = self._disk.read_at(self._fd, max(0, end - begin), self._rows_start + begin)
+        self._verify(data, range(start, stop), self._digests[start:stop].tolist())
+        return np.frombuffer(data, ROW)
+
+    def _read_blocks(self, blocks: Integers) -> Rows:
+        """Read and verify these blocks, given in ascending order; neighbours are read together."""
+        apart = np.ones(len(blocks) + 1, bool)  # whether a stretch begins before, or ends with, each place
+        apart[1:-1] = blocks[1:] != blocks[:-1] + 1
+        begins = blocks[apart[: len(blocks)]] * _BLOCK_BYTES
+        ends = np.minimum((blocks[apart[1:]] + 1) * _BLOCK_BYTES, self._rows_bytes)
+        read, fd, start = self._disk.read_at, self._fd, self._rows_start
+        stretches = zip(begins.tolist(), ends.tolist(), strict=True)
+        data = b"".join([read(fd, end - begin, start + begin) for begin, end in stretches])
+        self._verify(data, blocks.tolist(), self._digests[blocks].tolist())
+        return np.frombuffer(data, ROW)
+
+    def _verify(self, data: bytes, blocks: Sequence[int], digests: list[int]) -> None:
+        view = memoryview(data)
+        starts = range(0, len(blocks) * _BLOCK_BYTES, _BLOCK_BYTES)
+        for start, block, digest in zip(starts, blocks, digests, strict=True):
+            if xxhash.xxh3_64_intdigest(view[start : start + _BLOCK_BYTES], block) != digest:
+                raise IndexDamaged("a block of the index is damaged")
+
+    def _read_directory(self) -> None:
+        head = self._disk.read_at(self._fd, _HEAD_BYTES, 0)
+        if xxhash.xxh3_128_digest(head[: _HEAD.size]) != head[_HEAD.size :]:
+            raise IndexDamaged("the index's head is damaged")
+        magic, version, _, shards, rows, names_bytes, digest = _HEAD.unpack_from(head)
+        if magic != _MAGIC or version != INDEX_FORMAT:
+            raise IndexDamaged("the index is of another format")
+        blocks = -(-rows // BLOCK_ROWS)
+        sizes = [8 * shards, 8 * blocks, 8 * blocks, names_bytes]
+        self._rows_start = _HEAD_BYTES + sum(sizes)
+        self._rows_bytes = rows * ROW.itemsize
+        if self._disk.size_of_open(self._fd) != self._rows_start + self._rows_bytes:
+            raise IndexDamaged("the index has another size than was written")
+        body = self._disk.read_at(self._fd, sum(sizes), _HEAD_BYTES)
+        if xxhash.xxh3_128_digest(body) != digest:
+            raise IndexDamaged("the index's directory is damaged")
+        self._unpack(body, shards, blocks)
+
+    def _unpack(self, body: bytes, shards: int, blocks: int) -> None:
+        numbers = np.frombuffer(body, "<u8", shards + 2 * blocks)
+        self.sizes, self._first, self._digests = np.split(numbers, [shards, shards + blocks])
+        text = body[numbers.nbytes :].decode(errors="replace")
+        self.names = text.split("\n") if text else []
+        if len(self.names) != shards or "/" in text or "\0" in text:
+            raise IndexDamaged("the index's shard names are damaged")
+
+
+def write_index(disk: Disk, layout: KindLayout, names: Sequence[str], sizes: Integers, rows: Rows) -> None:
+    """Publish an index of `rows`, whose `shard` counts into `names`, in place of the one that is there."""
+    rows = sort_rows(rows)
+    data = memoryview(rows.tobytes())
+    blocks = range(-(-len(rows) // BLOCK_ROWS))
+    first = rows["hi"][::BLOCK_ROWS].astype("<u8")
+    pieces = (data[block * _BLOCK_BYTES : (block + 1) * _BLOCK_BYTES] for block in blocks)
+    digests = np.array([xxhash.xxh3_64_intdigest(piece, block) for block, piece in enumerate(pieces)], "<u8")
+    text = "\n".join(names).encode()
+    body = sizes.astype("<u8").tobytes() + first.tobytes() + digests.tobytes() + text
+    head = _HEAD.pack(_MAGIC, INDEX_FORMAT, 0, len(names), len(rows), len(text), xxhash.xxh3_128_digest(body))
+    draft = Draft(disk, layout.partials)
+    draft.write(head + xxhash.xxh3_128_digest(head) + body, 0)
+    draft.write(data, _HEAD_BYTES + len(body))
+    draft.publish(layout.index, replace=True)
+
+
+def sort_rows(rows: Rows) -> Rows:
+    """Return the rows sorted by key."""
+    in_order: Rows = rows[np.lexsort((rows["lo"], rows["hi"]))]
+    return in_order
+
+
+def match(rows: Rows, keys: Integers) -> tuple[Integers, Rows]:
+    """Find keys in sorted rows: for each copy of each key that is there, the key's position and the row."""
+    hi = np.ascontiguousarray(rows["hi"])
+    left = hi.searchsorted(keys[:, 0], "left")
+    counts = hi.searchsorted(keys[:, 0], "right") - left
+    asked, found = np.arange(len(keys)).repeat(counts), ranges(left, counts)
+    same = rows["lo"][found] == keys[asked, 1]
+    return asked[same], rows[found[same]]
+
+
+def ranges(starts: Integers, counts: Integers) -> Integers:
+    """Return the integers start, start+1, … of each range, one range after the other."""
+    ends = counts.cumsum()
+    total = int(ends[-1]) if len(ends) else 0
+    concatenated: Integers = np.arange(total) + (starts - ends + counts).repeat(counts)
+    return concatenated

@@ -1,0 +1,169 @@
+"""A record: named arrays and a JSON mapping under one key, as one run of bytes that describes itself.
+
+    arrays, widest items first | descriptor JSON, spaces, u64 length of the descriptor
+
+Wide items first keeps every array naturally aligned without holes, which safetensors forbids; the spaces bring the
+whole to a multiple of 64 bytes, so that the next record is aligned as well.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipeline.keys import KEY_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    import numpy.typing as npt
+
+    Array = npt.NDArray[Any]
+
+ALIGNMENT = 64
+DESCRIPTOR = "record"
+BFLOAT16 = "BF16"
+_DTYPES = {
+    "BOOL": "|b1", "U8": "|u1", "I8": "|i1", "U16": "<u2", "I16": "<i2", "F16": "<f2", "U32": "<u4", "I32": "<i4",
+    "F32": "<f4", "U64": "<u8", "I64": "<i8", "F64": "<f8",
+}  # fmt: skip
+_TAGS = {dtype: tag for tag, dtype in _DTYPES.items()}
+_DTYPE_OF_TAG = {tag: np.dtype(text) for tag, text in {**_DTYPES, BFLOAT16: "<u2"}.items()}
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+_LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True)
+class Record:
+    """What was stored under a key; the arrays are read-only views over the bytes that were verified."""
+
+    key: bytes
+    arrays: Mapping[str, Array]
+    meta: Mapping[str, Any]
+    bfloat16: frozenset[str] = field(default=frozenset())  # names of uint16 arrays whose bits are bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A named stretch of a record's bytes, as a safetensors header lists it."""
+
+    name: str
+    tag: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedRecord:
+    """A record's bytes, and the tensors in them."""
+
+    key: bytes
+    blob: bytes
+    tensors: tuple[Tensor, ...]
+
+
+class BadRecord(ValueError):
+    """The bytes are no record."""
+
+
+def encode(
+    key: bytes, arrays: Mapping[str, Array], meta: Mapping[str, Any], bfloat16: Collection[str] = ()
+) -> EncodedRecord:
+    """Lay a record out as bytes."""
+    check_key(key)
+    tagged = [(name, *_tagged(name, array, name in bfloat16)) for name, array in arrays.items()]
+    tagged.sort(key=lambda entry: -entry[2].dtype.itemsize)
+    tensors, end = [], 0
+    for name, tag, array in tagged:
+        tensors.append(Tensor(name, tag, array.shape, end, end := end + array.nbytes))
+    descriptor = _descriptor(key, tensors, meta, end)
+    tensors.append(Tensor(DESCRIPTOR, "U8", (len(descriptor),), end, end + len(descriptor)))
+    blob = b"".join([*(array.reshape(-1).view(np.uint8).data for _, _, array in tagged), descriptor])
+    return EncodedRecord(key, blob, tuple(tensors))
+
+
+def decode(blob: bytes) -> Record:
+    """Read a record back; every number in it is checked against the bytes that are there before it is used."""
+    descriptor, end = _read_descriptor(blob)
+    arrays: dict[str, Array] = {}
+    bfloat16: set[str] = set()
+    position = 0
+    for name, tag, dtype, shape in map(_checked_entry, descriptor["arrays"]):
+        size = math.prod(shape) * dtype.itemsize
+        if name in arrays or position + size > end:
+            raise BadRecord(f"array {name} does not fit")
+        arrays[name] = np.ndarray(shape, dtype, buffer=blob, offset=position) if size else _empty(shape, dtype)
+        bfloat16.update({name} if tag == BFLOAT16 else ())
+        position += size
+    if position != end:
+        raise BadRecord("bytes that belong to no array")
+    return Record(descriptor["key"], arrays, descriptor["meta"], frozenset(bfloat16))
+
+
+def check_key(key: bytes) -> None:
+    """Refuse what is no key; only a caller's bug brings it."""
+    if not isinstance(key, bytes) or len(key) != KEY_BYTES:
+        raise ValueError(f"a key is {KEY_BYTES} bytes, not {key!r}")
+
+
+def _tagged(name: str, value: Array, bfloat16: bool) -> tuple[str, Array]:  # noqa: FBT001 - a fact about the array
+    if not _NAME.fullmatch(name) or name == DESCRIPTOR:
+        raise ValueError(f"{name!r} cannot name an array")
+    array = np.asarray(value, order="C")
+    array = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    tag = _TAGS.get(array.dtype.str)
+    if tag is None or (bfloat16 and tag != "U16"):
+        raise ValueError(f"array {name} of {array.dtype} cannot be stored{' as bfloat16 bits' if bfloat16 else ''}")
+    return (BFLOAT16 if bfloat16 else tag), array
+
+
+def _descriptor(key: bytes, tensors: list[Tensor], meta: Mapping[str, Any], data_bytes: int) -> bytes:
+    arrays = [(tensor.name, tensor.tag, tensor.shape) for tensor in tensors]
+    content = {"key": key.hex(), "arrays": arrays, "meta": dict(meta)}
+    text = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+    padding = -(data_bytes + len(text) + _LENGTH.size) % ALIGNMENT
+    return text + b" " * padding + _LENGTH.pack(len(text) + padding + _LENGTH.size)
+
+
+def _read_descriptor(blob: bytes) -> tuple[dict[str, Any], int]:
+    """Return the checked outer shape of the descriptor, and where the arrays end."""
+    if len(blob) < _LENGTH.size:
+        raise BadRecord("too short")
+    (length,) = _LENGTH.unpack_from(blob, len(blob) - _LENGTH.size)
+    if not _LENGTH.size < length <= len(blob):
+        raise BadRecord("the descriptor's length is impossible")
+    end = len(blob) - length
+    try:
+        content = json.loads(blob[end : -_LENGTH.size])
+        key = bytes.fromhex(content["key"])
+        arrays, meta = content["arrays"], content["meta"]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise BadRecord("the descriptor cannot be read") from error
+    if len(key) != KEY_BYTES or not isinstance(arrays, list) or not isinstance(meta, dict):
+        raise BadRecord("the descriptor has another form")
+    return {"key": key, "arrays": arrays, "meta": meta}, end
+
+
+def _checked_entry(entry: Any) -> tuple[str, str, np.dtype[Any], tuple[int, ...]]:
+    match entry:
+        case [str(name), str(tag), [*shape]] if (
+            tag in _DTYPE_OF_TAG and len(shape) <= 32 and all(type(side) is int and 0 <= side < 2**48 for side in shape)
+        ):
+            return name, tag, _DTYPE_OF_TAG[tag], tuple(shape)
+    raise BadRecord("an array's entry has another form")
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    try:
+        array = np.empty(shape, dtype)
+    except ValueError as error:  # sides so long that even nothing of them cannot be addressed
+        raise BadRecord("an empty array's shape is impossible") from error
+    array.flags.writeable = False
+    return array

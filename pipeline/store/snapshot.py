@@ -1,0 +1,146 @@
+"""What is known of a kind's records at one moment: the index, and the tables of the shards that it does not name."""
+
+from __future__ import annotations
+
+import errno
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipeline.errors import CacheDamaged
+from pipeline.store.index import ROW, Index, IndexDamaged, match, sort_rows
+from pipeline.store.layout import SHARD_SUFFIX
+from pipeline.store.shard import TABLE_ROW, ShardTable, read_table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    import numpy.typing as npt
+
+    from pipeline.store.disk import Disk
+    from pipeline.store.index import Integers, Rows
+    from pipeline.store.layout import KindLayout
+
+GONE = {errno.ENOENT, errno.ESTALE}
+_UNCHECKED, _GOOD, _BAD = 0, 1, 2
+
+
+class IndexState(str, Enum):
+    """How far the index can be used."""
+
+    NONE = "none"
+    DAMAGED = "damaged"
+    BEHIND = "behind"  # shards were published since; they are read by their tables
+    CURRENT = "current"
+
+
+class Snapshot:
+    """Finds keys among the shards that were there when it was taken.
+
+    A shard counts only while a file of its name and size is there. The listing is not trusted for that: attribute
+    caches hide fresh files, and the index names files that a purge has eaten.
+    """
+
+    def __init__(self, disk: Disk, layout: KindLayout, known: Mapping[str, ShardTable], *, believe_index: bool) -> None:
+        self._disk, self._layout = disk, layout
+        self.unreadable: dict[str, str] = {}
+        self.index_state = IndexState.NONE if believe_index else IndexState.DAMAGED
+        self._index = self._open_index() if believe_index else None
+        names = self._index.names if self._index else []
+        listed = set(shard_names(disk, layout))
+        self.tables = self._read_tables((listed | known.keys()).difference(names), known)
+        self._lay_out(names)
+        self._check(position for position, name in enumerate(self.names) if name not in listed)
+
+    def find(self, keys: Integers) -> tuple[Integers, Rows]:
+        """Return which keys are there (by position; once for each copy) and the rows that hold them."""
+        found = [self._index.find(keys)] if self._index else []
+        if len(self._delta) or not found:
+            found.append(match(self._delta, keys))
+        asked, rows = found[0] if len(found) == 1 else map(np.concatenate, zip(*found, strict=True))
+        good = self._in_good_shards(rows)
+        return asked[good], rows[good]
+
+    def rows(self) -> Rows:
+        """Return every row of every shard that is there, sorted by key."""
+        rows = np.concatenate([self._index.rows(), self._delta]) if self._index else self._delta
+        return sort_rows(rows[self._in_good_shards(rows)])
+
+    def good_shards(self) -> list[int]:
+        """Return the positions of the shards that are there."""
+        self._check(range(len(self.names)))
+        good: list[int] = np.flatnonzero(self._state == _GOOD).tolist()
+        return good
+
+    def _open_index(self) -> Index | None:
+        try:
+            index = Index(self._disk, self._layout.index)
+        except FileNotFoundError:
+            return None
+        except (IndexDamaged, OSError):
+            self.index_state = IndexState.DAMAGED
+            return None
+        self.index_state = IndexState.CURRENT
+        return index
+
+    def _read_tables(self, names: Iterable[str], known: Mapping[str, ShardTable]) -> dict[str, ShardTable]:
+        tables = {}
+        for name in sorted(names):
+            try:
+                tables[name] = known[name] if name in known else read_table(self._disk, self._layout.shard(name))
+            except CacheDamaged as error:
+                self.unreadable[name] = error.what
+            except OSError as error:
+                self.unreadable[name] = error.strerror or str(error)
+        return tables
+
+    def _lay_out(self, indexed: list[str]) -> None:
+        """Give the shards numbers, the index's own first, and sort what the index does not have."""
+        if self._index and self.tables:
+            self.index_state = IndexState.BEHIND
+        self.names = [*indexed, *self.tables]
+        sizes = np.array([table.size_bytes for table in self.tables.values()], np.uint64)
+        self.sizes = np.concatenate([self._index.sizes, sizes]) if self._index else sizes
+        self._state = np.full(len(self.names), _UNCHECKED, np.int8)
+        self._delta = _delta_rows(self.tables.values(), len(indexed))
+
+    def _in_good_shards(self, rows: Rows) -> npt.NDArray[Any]:
+        shards = rows["shard"]
+        if len(shards) and int(shards.max()) >= len(self.names):
+            raise IndexDamaged("the index names a shard that it does not have")
+        if np.any(self._state[shards] == _UNCHECKED):
+            self._check(np.unique(shards).tolist())
+        good: npt.NDArray[Any] = self._state[shards] == _GOOD
+        return good
+
+    def _check(self, positions: Iterable[int]) -> None:
+        """Look whether these shards are there and as long as they were."""
+        for position in positions:
+            if self._state[position] == _UNCHECKED:
+                fault = self._fault(self.names[position], int(self.sizes[position]))
+                self._state[position] = _BAD if fault else _GOOD
+                if fault:
+                    self.unreadable[self.names[position]] = fault
+
+    def _fault(self, name: str, size: int) -> str:
+        try:
+            found = self._disk.size_of(self._layout.shard(name))
+        except OSError as error:
+            return "gone: purged or deleted" if error.errno in GONE else error.strerror or str(error)
+        return "" if found == size else f"has {found} bytes where {size} were written"
+
+
+def shard_names(disk: Disk, layout: KindLayout) -> list[str]:
+    """Return the names of the published shards that the folder shows."""
+    return sorted(name for name in disk.list_folder(layout.shards) if name.endswith(SHARD_SUFFIX))
+
+
+def _delta_rows(tables: Iterable[ShardTable], first_shard: int) -> Rows:
+    parts = [np.zeros(0, ROW)]
+    for shard, table in enumerate(tables, first_shard):
+        part = np.zeros(len(table.rows), ROW)
+        part[list(TABLE_ROW.names or ())] = table.rows
+        part["shard"] = shard
+        parts.append(part)
+    return sort_rows(np.concatenate(parts))

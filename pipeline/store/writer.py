@@ -1,0 +1,90 @@
+"""Writing records: shard after shard, each published whole."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pipeline.store.record import encode
+from pipeline.store.shard import DEFAULT_HEADER_BYTES, ShardTable, ShardWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+    from pipeline.store.disk import Disk
+    from pipeline.store.layout import KindLayout
+    from pipeline.store.record import Array
+
+DEFAULT_SHARD_BYTES = 256 * 1024 * 1024
+
+
+class StoreWriter:
+    """Takes records and publishes them in shards; a record is safe when `flush` has named it.
+
+    Leaving the `with` block publishes too, also by an exception: each record put is whole, and work is kept. Any number
+    of writers in any number of processes may write at once; each has files of its own.
+    """
+
+    def __init__(
+        self,
+        disk: Disk,
+        layout: KindLayout,
+        published: Callable[[ShardTable], None],
+        *,
+        shard_bytes: int = DEFAULT_SHARD_BYTES,
+        header_bytes: int = DEFAULT_HEADER_BYTES,
+    ) -> None:
+        self._disk, self._layout, self._published = disk, layout, published
+        self._shard_bytes, self._header_bytes = shard_bytes, header_bytes
+        self._shard: ShardWriter | None = None
+        self._acknowledged: list[bytes] = []
+
+    def put(
+        self,
+        key: bytes,
+        arrays: Mapping[str, Array],
+        meta: Mapping[str, Any] | None = None,
+        *,
+        bfloat16: Collection[str] = (),
+    ) -> None:
+        """Add a record, not yet safe. A key that the open shard holds is the same record and not kept twice.
+
+        `bfloat16` names the uint16 arrays whose bits are bfloat16, so that other readers see them as such.
+        """
+        record = encode(key, arrays, meta or {}, bfloat16)
+        shard = self._open_shard()
+        if key in shard:
+            return
+        if not shard.has_room(record, self._shard_bytes):
+            self._publish(shard)
+            shard = self._open_shard()
+        shard.add(record)
+
+    def flush(self) -> list[bytes]:
+        """Publish what was put, and return the keys that became safe since the last flush."""
+        if self._shard and self._shard.open and self._shard.keys:
+            self._publish(self._shard)
+        safe, self._acknowledged = self._acknowledged, []
+        return safe
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.flush()
+        if self._shard:
+            self._shard.discard()
+
+    def _open_shard(self) -> ShardWriter:
+        if self._shard is None or not self._shard.open:
+            self._shard = ShardWriter(self._disk, self._layout.partials, self._header_bytes)
+        return self._shard
+
+    def _publish(self, shard: ShardWriter) -> None:
+        table = shard.publish(self._layout.shards)
+        self._acknowledged += shard.keys
+        self._published(table)

@@ -1,0 +1,45 @@
+"""A small project in the current folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.stages.scan import TICK_NS
+from tests.structures.pdb_text import chain
+
+RESIDUES = ("ALA", "CYS", "ASP", "GLU", "PHE", "GLY", "HIS", "ILE", "LYS", "LEU", "MET", "ASN", "PRO", "GLN", "ARG")
+MakeProject = Callable[..., Path]
+
+
+@pytest.fixture
+def make_project(tmp_path: Path) -> MakeProject:
+    """Return a function that writes `n` two-chain complexes and a configuration that takes all files of a folder."""
+
+    def make(n: int = 3, settings: str = "") -> Path:
+        data = tmp_path / "data"
+        data.mkdir(exist_ok=True)
+        for number in range(n):
+            write_complex(data / f"c{number}.pdb", number)
+        settle(data)
+        config = "data:\n  source: glob\n  path: data\n" + settings
+        (tmp_path / "pipeline.yaml").write_text(config)
+        return tmp_path
+
+    return make
+
+
+def write_complex(path: Path, number: int) -> None:
+    """Write a complex whose sequences differ from those of any other number."""
+    names = [RESIDUES[number // 15**place % 15] for place in range(4)]
+    path.write_text(chain("A", *names, "TRP") + chain("B", *names, "TYR", "TYR") + "END\n")
+
+
+def settle(folder: Path) -> None:
+    """Wait until the times of the files in a folder prove that they have not changed since."""
+    newest_ns = max((path.stat().st_ctime_ns for path in folder.iterdir()), default=0)
+    while time.time_ns() - newest_ns < 2 * TICK_NS:
+        time.sleep(0.01)

@@ -1,0 +1,250 @@
+"""`pipeline submit --stage scan`, as people type it: what it says, what it leaves, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.runs.folder import runs_in
+from tests.command import Command
+from tests.runs.conftest import MakeProject, write_complex
+
+SUBMIT = ("submit", "--stage", "scan", "--executor", "local", "--follow")
+PIPELINE = str(Path(sys.executable).with_name("pipeline"))
+DEADLINE_S = 60.0
+
+
+def wait_for(what: str, condition) -> None:  # type: ignore[no-untyped-def]
+    """Wait until something is so; fail by name when it never is."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.02)
+
+
+def newest_status(folder: Path) -> dict:  # type: ignore[type-arg]
+    """Return what `pipeline status --json` says."""
+    done = subprocess.run([PIPELINE, "status", "--json"], cwd=folder, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.shared
+def test_three_real_files_are_scanned(pipeline: Command, tmp_path: Path, shared_structures: Path) -> None:
+    names = ("1AHW", "1BKD", "1E4K")
+    (tmp_path / "data").mkdir()
+    for name in names:
+        shutil.copy(shared_structures / "complexes" / f"{name}.pdb", tmp_path / "data")
+    (tmp_path / "pipeline.yaml").write_text("data: {source: glob, path: data}\n")
+    done = pipeline(*SUBMIT)
+    assert done.code == 0, done.err
+    assert "3 items: 3 accepted, 0 rejected" in done.out
+    assert "scan: 3 items: 0 cached, 3 to do" in done.err
+
+
+def test_a_second_submit_does_nothing_again(pipeline: Command, make_project: MakeProject) -> None:
+    make_project(6)
+    assert pipeline(*SUBMIT).code == 0
+    again = pipeline(*SUBMIT)
+    assert again.code == 0
+    assert "6 cached, 0 to do" in again.err
+
+
+def test_one_added_file_costs_one_file(pipeline: Command, make_project: MakeProject) -> None:
+    folder = make_project(6)
+    pipeline(*SUBMIT)
+    write_complex(folder / "data" / "new.pdb", 77)
+    again = pipeline(*SUBMIT)
+    assert "7 items: 6 cached, 1 to do in 1 task" in again.err
+    assert "7 accepted" in again.out
+
+
+def test_a_dry_run_says_what_would_be_done_and_leaves_nothing(pipeline: Command, make_project: MakeProject) -> None:
+    folder = make_project(3)
+    done = pipeline(*SUBMIT, "--dry-run")
+    assert done.code == 0
+    assert done.out.split()[-12:-9] == ["1.0", "GiB", "1"] or "1.0 GiB" in done.out
+    assert sorted(path.name for path in folder.iterdir()) == ["data", "pipeline.yaml"]
+
+
+def test_every_kind_of_bad_input_is_a_counted_rejection(pipeline: Command, make_project: MakeProject) -> None:
+    folder = make_project(4, "  max_rejected_fraction: 1\n")
+    (folder / "data" / "empty.pdb").write_bytes(b"")
+    (folder / "data" / "junk.cif").write_bytes(b"\x00\xff" * 500)
+    (folder / "data" / "short.pdb.gz").write_bytes(b"\x1f\x8b\x08\x00")
+    (folder / "data" / "noatoms.cif").write_text("data_x\n_cell.length_a 1\n")
+    (folder / "data" / "one chain.pdb").write_text((folder / "data" / "c0.pdb").read_text())
+    (folder / "data" / f"{'x' * 220}.pdb").write_text((folder / "data" / "c0.pdb").read_text())
+    done = pipeline(*SUBMIT)
+    assert done.code == 0, done.err
+    assert "10 items: 4 accepted, 6 rejected" in done.out
+    for reason in ("empty_file", "parse_error", "truncated_file", "no_atoms", "bad_id"):
+        assert reason in done.out
+    (run,) = runs_in(folder / "runs")
+    listed = [json.loads(line) for line in run.rejected.read_text().splitlines()]
+    assert len(listed) == 6
+    assert all(one["detail"] and one["reason"] for one in listed)
+
+
+def test_too_many_rejections_end_the_run_with_the_reasons(pipeline: Command, make_project: MakeProject) -> None:
+    folder = make_project(4)
+    for number in range(3):
+        (folder / "data" / f"bad{number}.pdb").write_bytes(b"")
+    done = pipeline(*SUBMIT)
+    assert done.code == 3
+    assert "max_rejected_fraction" in done.err
+    assert "empty_file" in pipeline("status").out
+
+
+def test_rejections_known_from_before_end_the_run_as_well(pipeline: Command, make_project: MakeProject) -> None:
+    folder = make_project(4)
+    (folder / "data" / "bad.pdb").write_bytes(b"")
+    assert pipeline(*SUBMIT).code == 3
+    again = pipeline(*SUBMIT)
+    assert again.code == 3
+    assert "1 of 5 items" in again.err
+
+
+def test_a_sequence_in_two_splits_is_a_leak(pipeline: Command, make_project: MakeProject) -> None:
+    folder = make_project(2)
+    shutil.copy(folder / "data" / "c0.pdb", folder / "data" / "twin.pdb")
+    rows = [
+        "id,path,receptor_chains,ligand_chains,split",
+        "a,data/c0.pdb,A,B,train",
+        "b,data/c1.pdb,A,B,train",
+        "t,data/twin.pdb,A,B,test",
+    ]
+    (folder / "m.csv").write_text("\n".join(rows) + "\n")
+    (folder / "pipeline.yaml").write_text("data: {path: m.csv}\n")
+    done = pipeline(*SUBMIT)
+    assert done.code == 3
+    assert "the same sequence is in the splits train and test: a, t" in done.err
+    warned = pipeline(*SUBMIT, "--set", "data.on_leak=warn")
+    assert warned.code == 0
+    assert "warning: the same sequence" in warned.out
+    assert pipeline(*SUBMIT, "--set", "data.on_leak=ignore").code == 0
+
+
+def test_an_id_in_two_splits_is_a_leak_although_its_second_row_is_left_out(
+    pipeline: Command, make_project: MakeProject
+) -> None:
+    folder = make_project(3)
+    rows = [
+        "id,path,receptor_chains,ligand_chains,split",
+        "a,data/c0.pdb,A,B,train",
+        "b,data/c1.pdb,A,B,train",
+        "a,data/c2.pdb,A,B,test",
+    ]
+    (folder / "m.csv").write_text("\n".join(rows) + "\n")
+    (folder / "pipeline.yaml").write_text("data: {path: m.csv, max_rejected_fraction: 1}\n")
+    done = pipeline(*SUBMIT)
+    assert done.code == 3
+    assert "the same id is in the splits train and test" in done.err
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "said"),
+    [
+        ("cluster: {scan: {cpus: 999}}\n", 6, "999"),
+        ("cluster: {scan: {mem: 900TiB}}\n", 6, "of memory"),
+        ("cache: {root: data}\n", 2, "not a cache"),
+        ("cluster: {scan: {mem: 2G, mem_per_gpu: 1G, gpus: 1}}\n", 2, "mem_per_gpu"),
+        ("dta: {}\n", 2, 'did you mean "data"'),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_exit_code(
+    pipeline: Command, make_project: MakeProject, settings: str, code: int, said: str
+) -> None:
+    make_project(2, settings)
+    done = pipeline(*SUBMIT)
+    assert (done.code, said in done.err) == (code, True), done.err
+    assert "next: " in done.err
+
+
+def test_without_a_configuration_the_first_step_is_named(pipeline: Command) -> None:
+    done = pipeline(*SUBMIT)
+    assert done.code == 2
+    assert "pipeline demo DIR" in done.err
+
+
+def test_a_submitted_run_goes_on_by_itself(make_project: MakeProject, pipeline: Command) -> None:
+    folder = make_project(5)
+    done = pipeline("submit", "--stage", "scan")
+    assert done.code == 0
+    assert "pipeline status" in done.out
+    wait_for("the run to end", lambda: newest_status(folder)["state"] == "done")
+    assert newest_status(folder)["stages"][0]["census"]["accepted"] == 5
+
+
+def test_a_task_over_its_memory_says_so_and_the_next_run_goes_on(pipeline: Command, make_project: MakeProject) -> None:
+    make_project(4)
+    done = pipeline(*SUBMIT, "--set", "cluster.scan.mem=20MiB")
+    assert done.code == 7
+    assert "OUT_OF_MEMORY" in done.err
+    assert pipeline(*SUBMIT).code == 0
+
+
+@pytest.mark.fault
+def test_ctrl_c_leaves_no_process_and_loses_nothing(make_project: MakeProject) -> None:
+    folder = make_project(400)
+    process = subprocess.Popen(
+        [PIPELINE, *SUBMIT, "--set", "cluster.scan.items_per_task=10"], cwd=folder, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wait_for(
+        "a task to finish",
+        lambda: list((folder / "runs").glob("*/events/scan-*.jsonl")) and (folder / "cache/scan/shards").is_dir(),
+    )
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 130, err
+    assert "run the same command again" in err
+    assert not processes_mentioning(str(folder))
+    assert newest_status(folder)["state"] == "stopped"
+    again = subprocess.run([PIPELINE, *SUBMIT], cwd=folder, capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr
+    assert "400 accepted" in again.stdout
+    assert " 0 cached" not in again.stderr
+
+
+@pytest.mark.fault
+def test_a_killed_supervisor_is_named_and_its_work_is_kept(make_project: MakeProject) -> None:
+    folder = make_project(300)
+    subprocess.run(
+        [PIPELINE, "submit", "--stage", "scan", "--set", "cluster.scan.items_per_task=10"],
+        cwd=folder,
+        check=True,
+        capture_output=True,
+    )
+    wait_for(
+        "a first shard",
+        lambda: (folder / "cache/scan/shards").is_dir() and list((folder / "cache/scan/shards").iterdir()),
+    )
+    status = newest_status(folder)
+    assert status["state"] == "running"
+    os.kill(status["pid"], signal.SIGKILL)
+    wait_for("the run to be found abandoned", lambda: newest_status(folder)["state"] == "abandoned")
+    wait_for("its tasks to end", lambda: not processes_mentioning(str(folder)))
+    again = subprocess.run([PIPELINE, *SUBMIT], cwd=folder, capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr
+    assert " 0 cached" not in again.stderr
+
+
+def processes_mentioning(text: str) -> list[int]:
+    """Return the processes whose command line holds a text."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if text.encode() in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found

@@ -1,0 +1,191 @@
+"""Stage scan: what it stores, what it does not do again, and what it does when the cache is hurt."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.records import Inventory, Item, Part, Reason, Role
+from pipeline.stages import scan as stage
+from pipeline.stages.scan import Shelves, look_again, look_up, scan
+from pipeline.store.cache import Cache
+from pipeline.structures.inventory import Recipe
+from pipeline.structures.policy import Policy
+from tests.structures.pdb_text import chain
+
+RECIPE = Recipe()
+LINES = chain("A", "ALA", "CYS", "ASP") + chain("B", "GLY", "HIS") + "END\n"
+
+
+@pytest.fixture
+def shelves(tmp_path: Path) -> Shelves:
+    return open_shelves(tmp_path)
+
+
+def open_shelves(folder: Path) -> Shelves:
+    cache = Cache(folder / "cache")
+    return Shelves(cache.kind("scan"), cache.kind("files"), 1 << 20)
+
+
+def make_item(folder: Path, name: str = "a", lines: str = LINES) -> Item:
+    """Write a structure that has stood still for a while, as data sets do."""
+    path = folder / f"{name}.pdb"
+    path.write_text(lines)
+    settle(path)
+    return Item(name, parts=(Part(Role.COMPLEX, str(path)),))
+
+
+def settle(path: Path, age_s: float = 60.0) -> None:
+    """Let a file look as if it was written a while ago; its change time cannot be set, so that is waited for."""
+    os.utime(path, (time.time() - age_s, time.time() - age_s))
+    while time.time_ns() - path.stat().st_ctime_ns < 2 * stage.TICK_NS:
+        time.sleep(0.01)
+
+
+def scan_all(items: list[Item], shelves: Shelves, recipe: Recipe = RECIPE) -> list[Reason | None]:
+    return list(scan(items, recipe, shelves))
+
+
+def test_what_was_scanned_is_known_without_reading_the_files(tmp_path: Path, shelves: Shelves) -> None:
+    item = make_item(tmp_path)
+    assert look_up([item], RECIPE, shelves) == [None]
+    assert scan_all([item], shelves) == [None]
+    Path(item.parts[0].path).chmod(0)  # even a file that cannot be read is known by its state
+    settle(Path(item.parts[0].path))
+    scanned = make_item(tmp_path, "b")
+    scan_all([scanned], shelves)
+    (found,) = look_up([scanned], RECIPE, open_shelves(tmp_path))
+    assert isinstance(found, Inventory)
+    assert [[one.sequence for one in partner.chains] for partner in found.partners] == [["ACD"], ["GH"]]
+
+
+def test_a_second_run_opens_no_structure_file(
+    tmp_path: Path, shelves: Shelves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    items = [make_item(tmp_path, name) for name in "abc"]
+    scan_all(items, shelves)
+
+    def refuse(path: Path, max_bytes: int) -> bytes:
+        raise AssertionError(f"{path} was read again")
+
+    monkeypatch.setattr(stage, "read_file", refuse)
+    assert None not in look_up(items, RECIPE, open_shelves(tmp_path))
+
+
+def test_a_changed_file_is_scanned_again_and_the_old_inventory_stays_for_the_old_content(
+    tmp_path: Path, shelves: Shelves
+) -> None:
+    item = make_item(tmp_path)
+    scan_all([item], shelves)
+    make_item(tmp_path, lines=LINES.replace("ALA", "TRP"))
+    assert look_up([item], RECIPE, shelves) == [None]
+    scan_all([item], shelves)
+    (found,) = look_up([item], RECIPE, shelves)
+    assert found is not None
+    assert found.partners[0].chains[0].sequence == "WCD"
+    assert shelves.inventories.stat().records == 2
+
+
+def test_a_touched_file_is_read_but_its_inventory_is_not_made_again(tmp_path: Path, shelves: Shelves) -> None:
+    item = make_item(tmp_path)
+    scan_all([item], shelves)
+    settle(Path(item.parts[0].path), age_s=30)
+    assert look_up([item], RECIPE, shelves) == [None]
+    scan_all([item], shelves)
+    assert shelves.inventories.stat().records == 1
+    assert None not in look_up([item], RECIPE, shelves)
+
+
+def test_a_changed_policy_never_finds_an_old_inventory(tmp_path: Path, shelves: Shelves) -> None:
+    item = make_item(tmp_path)
+    scan_all([item], shelves)
+    assert look_up([item], Recipe(policy=Policy(require="ca")), shelves) == [None]
+
+
+def test_copies_of_one_file_share_one_inventory(tmp_path: Path, shelves: Shelves) -> None:
+    scan_all([make_item(tmp_path, name) for name in "abc"], shelves)
+    assert shelves.inventories.stat().records == 1
+    assert shelves.files.stat().records == 3
+
+
+def test_a_file_written_just_now_is_scanned_but_not_trusted_to_stand_still(tmp_path: Path, shelves: Shelves) -> None:
+    path = tmp_path / "fresh.pdb"
+    path.write_text(LINES)
+    os.utime(path, (time.time() + 3600, time.time() + 3600))  # its clock is ahead of ours
+    item = Item("fresh", parts=(Part(Role.COMPLEX, str(path)),))
+    assert scan_all([item], shelves) == [None]
+    assert look_up([item], RECIPE, shelves) == [None]
+    assert look_again(item, RECIPE, shelves) is not None
+
+
+def test_a_file_that_changes_while_it_is_read_is_not_remembered(
+    tmp_path: Path, shelves: Shelves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    item = make_item(tmp_path)
+    read = stage.read_file
+
+    def read_and_change(path: Path, max_bytes: int) -> bytes:
+        data = read(path, max_bytes)
+        path.write_text(LINES.replace("ALA", "TRP"))
+        return data
+
+    monkeypatch.setattr(stage, "read_file", read_and_change)
+    scan_all([item], shelves)
+    assert shelves.files.stat().records == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", Reason.EMPTY_FILE),
+        (b"REMARK nothing\n", Reason.NO_ATOMS),
+        (LINES.encode()[:300], Reason.AMBIGUOUS_PARTNERS),
+    ],
+)
+def test_a_rejection_is_remembered_like_any_other_result(
+    tmp_path: Path, shelves: Shelves, content: bytes, reason: Reason
+) -> None:
+    item = make_item(tmp_path)
+    Path(item.parts[0].path).write_bytes(content)
+    settle(Path(item.parts[0].path))
+    assert scan_all([item], shelves) == [reason]
+    (found,) = look_up([item], RECIPE, shelves)
+    assert found is not None
+    assert found.reason is reason
+
+
+def test_a_missing_file_is_known_to_be_missing_without_a_task(tmp_path: Path, shelves: Shelves) -> None:
+    item = Item("gone", parts=(Part(Role.COMPLEX, str(tmp_path / "gone.pdb")),))
+    (found,) = look_up([item], RECIPE, shelves)
+    assert found is not None
+    assert found.reason is Reason.MISSING_FILE
+    assert scan_all([item], shelves) == [Reason.MISSING_FILE]
+
+
+def test_a_damaged_inventory_is_made_anew(tmp_path: Path, shelves: Shelves) -> None:
+    item = make_item(tmp_path)
+    scan_all([item], shelves)
+    (shard,) = (tmp_path / "cache/scan/shards").iterdir()
+    data = bytearray(shard.read_bytes())
+    position = data.index(b'"partners"', data.index(b"\0" * 4))
+    data[position + 3] ^= 1
+    shard.chmod(0o644)
+    shard.write_bytes(data)
+    hurt = open_shelves(tmp_path)
+    assert look_up([item], RECIPE, hurt) == [None]
+    scan_all([item], hurt)
+    assert None not in look_up([item], RECIPE, open_shelves(tmp_path))
+
+
+def test_an_interrupted_scan_keeps_what_it_had_finished(tmp_path: Path, shelves: Shelves) -> None:
+    items = [make_item(tmp_path, name, LINES.replace("ALA", residue)) for name, residue in (("a", "ALA"), ("b", "TRP"))]
+    going = scan(items, RECIPE, shelves)
+    next(going)
+    with pytest.raises(KeyboardInterrupt):
+        going.throw(KeyboardInterrupt)
+    first, second = look_up(items, RECIPE, open_shelves(tmp_path))
+    assert first is not None
+    assert second is None

@@ -1,0 +1,50 @@
+"""Records whose content follows from their key, so that any copy of one can be judged."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pipeline.keys import recipe_key
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from pipeline.store.record import Record
+    from pipeline.store.writer import StoreWriter
+
+
+def key_of(number: int) -> bytes:
+    return recipe_key("test", {"number": number})
+
+
+def arrays_of(key: bytes) -> dict[str, Any]:
+    rng = np.random.default_rng(int.from_bytes(key, "big"))
+    rows = int(rng.integers(0, 6))
+    return {
+        "names": rng.integers(0, 255, rows, np.uint8),
+        "coordinates": rng.normal(size=(rows, 3)).astype(np.float32),
+        "flags": rng.integers(0, 2, (2, rows)).astype(bool),
+        "energy": np.array(rng.normal()),
+    }
+
+
+def put(writer: StoreWriter, *numbers: int) -> list[bytes]:
+    keys = [key_of(number) for number in numbers]
+    for key in keys:
+        writer.put(key, arrays_of(key), {"name": key.hex()})
+    return keys
+
+
+def is_right(record: Record, key: bytes) -> bool:
+    wanted = arrays_of(key)
+    return (
+        record.key == key
+        and record.meta == {"name": key.hex()}
+        and record.arrays.keys() == wanted.keys()
+        and all(
+            array.dtype == wanted[name].dtype and np.array_equal(array, wanted[name])
+            for name, array in record.arrays.items()
+        )
+    )

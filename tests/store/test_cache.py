@@ -1,0 +1,87 @@
+"""The cache folder: when it is one, when it can become one, and when neither."""
+
+from __future__ import annotations
+
+import errno
+import json
+
+import pytest
+
+from pipeline.errors import CacheUnusable
+from pipeline.store.cache import Cache
+from pipeline.store.layout import MARKER
+from tests.store.content import key_of, put
+from tests.store.faulty_disks import FailingDisk
+
+
+def test_opening_a_cache_that_is_not_there_makes_nothing(tmp_path):
+    cache = Cache(tmp_path / "deep/cache")
+    assert cache.kinds() == []
+    assert cache.kind("scan").stat().records == 0
+    assert not (tmp_path / "deep").exists()
+
+
+def test_the_first_write_makes_the_folder_a_cache(tmp_path):
+    with Cache(tmp_path / "deep/cache").kind("scan").writer() as writer:
+        put(writer, 1)
+    assert json.loads((tmp_path / "deep/cache" / MARKER).read_text())["format"] == 1
+    assert Cache(tmp_path / "deep/cache").kinds() == ["scan"]
+
+
+def test_a_folder_with_a_readme_can_become_a_cache(tmp_path):
+    (tmp_path / "README.md").write_text("contents are disposable")
+    (tmp_path / ".gitignore").write_text("*")
+    with Cache(tmp_path).kind("scan").writer() as writer:
+        put(writer, 1)
+    assert key_of(1) in Cache(tmp_path).kind("scan")
+
+
+def test_a_folder_with_something_else_is_not_a_cache(tmp_path):
+    (tmp_path / "thesis.tex").write_text("do not touch")
+    with pytest.raises(CacheUnusable, match="is not a cache"):
+        Cache(tmp_path)
+
+
+def test_a_file_is_not_a_cache(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CacheUnusable):
+        Cache(tmp_path / "file")
+
+
+def test_a_newer_format_is_not_touched(tmp_path):
+    (tmp_path / MARKER).write_text('{"format": 7}')
+    with pytest.raises(CacheUnusable, match=r"newer pipeline \(format 7\)"):
+        Cache(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": "1"}', '{"format": true}', "{}", "[" * 4000, "\xff"])
+def test_a_marker_that_cannot_be_read_is_no_marker(tmp_path, text):
+    (tmp_path / MARKER).write_bytes(text.encode("latin1"))
+    with pytest.raises(CacheUnusable, match="cannot be read"):
+        Cache(tmp_path)
+
+
+def test_a_folder_that_cannot_be_read_says_so(tmp_path):
+    with pytest.raises(CacheUnusable, match="Permission denied"):
+        Cache(tmp_path, FailingDisk("open_read", errno.EACCES))
+
+
+def test_another_process_may_be_making_the_marker(tmp_path):
+    (tmp_path / "20260101T000000Z-host-1-00.partial").write_text("")
+    with Cache(tmp_path).kind("scan").writer() as writer:
+        put(writer, 1)
+    assert key_of(1) in Cache(tmp_path).kind("scan")
+
+
+def test_two_processes_may_make_the_same_cache_at_once(tmp_path):
+    one, other = Cache(tmp_path / "cache"), Cache(tmp_path / "cache")
+    for cache, number in ((one, 1), (other, 2)):
+        with cache.kind("scan").writer() as writer:
+            put(writer, number)
+    assert Cache(tmp_path / "cache").kind("scan").missing([key_of(1), key_of(2)]) == []
+
+
+def test_a_read_only_place_cannot_become_a_cache(tmp_path):
+    cache = Cache(tmp_path / "cache", FailingDisk("make_folder", errno.EROFS))
+    with pytest.raises(CacheUnusable, match="cannot be written"):
+        cache.kind("scan").writer()
