@@ -86,7 +86,7 @@ def write_refused(disk: Disk, path: Path, error: OSError) -> PipelineError:
     where, reason = str(path), error.strerror or str(error)
     if error.errno in _FULL:
         what = f"{_FULL[error.errno]}: {disk.free_bytes(path) / 1e6:,.1f} MB free on this file system"
-        remedy = "make room, or set cache.root to a larger disk, then submit again: finished work is kept"
+        remedy = "pipeline submit --stage all   (once there is room; what is finished is kept)"
         return CacheFull(what, where=where, remedy=remedy)
     if error.errno in _READ_ONLY:
         return CacheUnusable(f"the cache cannot be written here: {reason}", where=where, remedy="pipeline doctor")

@@ -46,7 +46,7 @@ def test_a_full_disk_names_what_is_free_and_what_to_type(cache, filled, number):
     with pytest.raises(CacheFull) as caught, open_with(cache, FailingDisk("write_at", number)).writer() as writer:
         put(writer, 5)
     assert "MB free" in str(caught.value)
-    assert "finished work is kept" in str(caught.value)
+    assert "pipeline submit --stage all" in str(caught.value)
 
 
 @pytest.mark.parametrize("after", range(12))
