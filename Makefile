@@ -5,9 +5,11 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: demo test check bench prove clean
 
-demo: .venv/ready        ## a small project in ./demo, every stage run on this machine
-	rm -rf demo
-	pipeline demo demo
+DIR ?= demo
+
+demo: .venv/ready        ## a small project in $(DIR), every stage run on this machine
+	test $(DIR) != demo || rm -rf demo
+	pipeline demo $(DIR)
 
 test: .venv/ready        ## everything a change must pass
 	pytest

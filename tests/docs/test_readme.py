@@ -1,0 +1,86 @@
+"""The README is run: every command in it, and the output that it shows is what the demo prints."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.structures.synthetic import complex_pdb
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+BLOCK = re.compile(r"<!-- (?P<what>[a-z ]+)(?:: (?P<name>[^>]*?))? -->\n```\w+\n(?P<body>.*?)```", re.DOTALL)
+ENVIRONMENT = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "100"}
+VARIABLE = (
+    (re.compile(r"run \S+:"), "run R:"),
+    (re.compile(r"\d+(\.\d+)? (ms|s|min)\b"), "T"),
+    (re.compile(r" +$", re.MULTILINE), ""),
+)
+
+
+def blocks(what: str) -> list[re.Match[str]]:
+    return [block for block in BLOCK.finditer(README) if block["what"] == what]
+
+
+def commands() -> list[str]:
+    """Return every command of the blocks that are run, without prompt and comment."""
+    lines = [line for block in blocks("run") for line in block["body"].splitlines()]
+    return [line[2:].split("  #")[0].strip() for line in lines if line.startswith("$ ")]
+
+
+def plain(text: str) -> str:
+    for pattern, stand_in in VARIABLE:
+        text = pattern.sub(stand_in, text)
+    return text
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "structures").mkdir()
+    for seed in range(3):
+        (folder / "structures" / f"{seed}.pdb").write_bytes(complex_pdb(seed, 40, 40))
+    for block in blocks("file"):
+        (folder / block["name"]).write_text(block["body"])
+    return folder
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_command_in_the_readme_works(project: Path, command: str) -> None:
+    done = subprocess.run(
+        command, cwd=project, env=ENVIRONMENT, capture_output=True, text=True, check=False, shell=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_console_block_says_whether_it_is_run() -> None:
+    marked = [block["body"] for block in BLOCK.finditer(README)]
+    shown = re.findall(r"```console\n(.*?)```", README, re.DOTALL)
+    assert [body for body in shown if body not in marked] == ["$ make demo\n"]
+
+
+def test_make_demo_prints_what_the_readme_shows(tmp_path: Path) -> None:
+    if not (ROOT / ".venv" / "ready").exists():
+        pytest.skip("this environment was not made by make, which would first make one")
+    done = subprocess.run(
+        ["make", "demo", f"DIR={tmp_path / 'demo'}"],
+        cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (shown,) = blocks("output")
+    assert plain(shown["body"]) in plain(done.stdout)
+    check_what_to_look_at(tmp_path / "demo", done.stdout)
+
+
+def check_what_to_look_at(folder: Path, printed: str) -> None:
+    """Every command that the demo suggests works as typed."""
+    suggested = re.findall(r"^  (pipeline .*?)(?:   .*)?$", printed, re.MULTILINE)
+    assert len(suggested) >= 5
+    for command in suggested:
+        done = subprocess.run(command.split(), cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, (command, done.stderr)
