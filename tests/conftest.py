@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +13,7 @@ import pytest
 from tests.command import Command
 
 ROOT = Path(__file__).resolve().parent.parent
+NOBODY = 65534
 SHARED = ROOT.parent / "shared" / "structures"
 
 
@@ -18,6 +23,19 @@ def shared_structures() -> Path:
     if not SHARED.is_dir():
         pytest.skip("the real structures (../shared/structures) are not beside this checkout")
     return SHARED
+
+
+@pytest.fixture
+def unprivileged() -> Iterator[Path]:
+    """Be nobody in particular for the time of a test, in a folder that anybody may write: root ignores permissions."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o777)
+    if is_root := os.geteuid() == 0:
+        os.seteuid(NOBODY)
+    yield folder
+    if is_root:
+        os.seteuid(0)
+    shutil.rmtree(folder)
 
 
 @pytest.fixture

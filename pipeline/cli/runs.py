@@ -12,7 +12,9 @@ from pipeline.cli.options import ConfigFile, Json, Run, Sets, load_config, print
 
 if TYPE_CHECKING:
     from pipeline.config.schema import Config
+    from pipeline.runs.folder import RunFolder
     from pipeline.runs.status import RunStatus
+    from pipeline.runs.submit import Plan
 
 
 class StageName(str, Enum):
@@ -48,44 +50,63 @@ def submit(
     if dry_run:
         _show_plan(chosen, stages)
         return
-    folder = new_run(chosen, stages)
     if follow:
-        _follow(folder.path, chosen, stages)
+        _follow(new_run(chosen, stages), chosen, stages)
         return
+    _check_first(chosen, stages[0])
+    folder = new_run(chosen, stages)
     start_supervisor(folder)
     typer.echo(f"run {folder.name} started\n  watch it: pipeline status {folder.name}")
+
+
+def _plans(config: Config, stages: list[str]) -> list[Plan]:
+    """Return what each stage would do."""
+    from pipeline.runs import workflow
+    from pipeline.runs.project import Project
+    from pipeline.runs.submit import plan
+    from pipeline.runs.supervisor import local_machine
+
+    project, cpus = Project.open(config), local_machine(config.cluster.slots).cpus
+    return [plan(project, workflow.stage(name), cpus, folder=None) for name in stages]
 
 
 def _show_plan(config: Config, stages: list[str]) -> None:
     """Print what each stage would do."""
     from pipeline.report import tables
-    from pipeline.runs import workflow
-    from pipeline.runs.project import Project
-    from pipeline.runs.submit import plan
-    from pipeline.runs.supervisor import local_executor
 
-    project = Project.open(config)
-    with local_executor(config.cluster.slots) as executor:
-        plans = [plan(project, workflow.stage(name), executor.cpus, folder=None) for name in stages]
+    plans = _plans(config, stages)
     tables.show(tables.plan_table([(one.stage.name, one.counts(), one.job) for one in plans]))
 
 
-def _follow(path: Path, config: Config, stages: list[str]) -> None:
+def _check_first(config: Config, stage: str) -> None:
+    """Say what the first stage will find, and refuse here what would be refused once nobody is looking."""
+    from pipeline.cluster.local import refuse_too_large
+    from pipeline.cluster.spec import refuse_impossible
+    from pipeline.report import tables
+    from pipeline.runs.supervisor import local_machine
+
+    (first,) = _plans(config, [stage])
+    if first.job is not None:
+        refuse_impossible(first.job)
+        refuse_too_large(first.job, local_machine(config.cluster.slots))
+    tables.show(tables.stage_line(stage, first.counts()), to_stderr=True)
+
+
+def _follow(folder: RunFolder, config: Config, stages: list[str]) -> None:
     """Drive a run from this terminal and show it."""
+    from pipeline.cluster.local import LocalExecutor
     from pipeline.report import tables
     from pipeline.report.live import Live
-    from pipeline.runs.folder import RunFolder
-    from pipeline.runs.supervisor import Supervisor, local_executor
+    from pipeline.runs.supervisor import Supervisor, local_machine
 
-    folder = RunFolder(path)
     announced: set[str] = set()
-    with Live() as live, local_executor(config.cluster.slots) as executor:
+    with Live() as live, LocalExecutor(local_machine(config.cluster.slots)) as executor:
 
         def watch(status: RunStatus) -> None:
             for stage in status.stages.values():
                 if stage.name not in announced:
                     announced.add(stage.name)
-                    tables.show(tables.stage_line(stage), to_stderr=True)
+                    tables.show(tables.stage_line(stage.name, stage.counts()), to_stderr=True)
                 live.show(stage)
 
         supervisor = Supervisor(folder, executor, watch)
@@ -95,8 +116,8 @@ def _follow(path: Path, config: Config, stages: list[str]) -> None:
             typer.echo("\nstopped; what is finished is kept: run the same command again to go on", err=True)
             raise
         finally:
-            status = supervisor.status
-    tables.show(*tables.run_report(status.to_json()))
+            live.stop()
+            tables.show(*tables.run_report(supervisor.status.to_json() | {"error": ""}))  # `main` says the error
 
 
 def status(run: Run = None, config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:

@@ -66,6 +66,10 @@ class Live:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Leave the bars as they are."""
         if self._console.is_terminal:
             self._bars.stop()
 

@@ -124,13 +124,13 @@ def _when(moment: datetime | None) -> str:
     return f"{moment:%Y-%m-%d %H:%M}" if moment else ""
 
 
-def stage_line(stage: Any) -> str:
+def stage_line(name: str, counts: Mapping[str, int]) -> str:
     """Say what a stage found when it was submitted: what is done already, and what is not."""
-    parts = [f"{stage.cached:,} cached", f"{stage.missing:,} to do"]
-    if stage.refused:
-        parts.append(f"{stage.refused:,} refused by the source")
-    tasks = f" in {plural(stage.tasks, 'task')}" if stage.tasks else ""
-    return f"{stage.name}: {plural(stage.items, 'item')}: {', '.join(parts)}{tasks}"
+    parts = [f"{counts['cached']:,} cached", f"{counts['missing']:,} to do"]
+    if counts["refused"]:
+        parts.append(f"{counts['refused']:,} refused by the source")
+    tasks = f" in {plural(counts['tasks'], 'task')}" if counts["tasks"] else ""
+    return f"{name}: {plural(counts['items'], 'item')}: {', '.join(parts)}{tasks}"
 
 
 def plan_table(plans: Iterable[tuple[str, Mapping[str, int], JobSpec | None]]) -> Table:
@@ -157,7 +157,7 @@ def run_report(run: Mapping[str, Any]) -> list[RenderableType]:
         elif stage["reasons"]:
             shown.append(rejection_table(stage["reasons"], {}))
         shown += [f"warning: {warning}" for warning in stage["warnings"]]
-        shown += [_failure(failure) for failure in stage["failures"]]
+        shown += [_failure(failure) for failure in stage["failures"] if failure["state"] != "CANCELLED"]
     if run["error"]:
         shown += ["", f"error: {run['error']}"]
     return shown

@@ -21,7 +21,7 @@ from pipeline.errors import PipelineError
 from pipeline.records import Item, Rejection
 from pipeline.report.tables import size
 from pipeline.runs.project import source_spec
-from pipeline.runs.supervisor import local_executor
+from pipeline.runs.supervisor import local_machine
 from pipeline.store.cache import Cache
 from pipeline.structures.sources import items
 
@@ -188,7 +188,6 @@ def _room(root: Path) -> Finding:
 def _machine(loaded: Loaded) -> Iterator[Finding]:
     """Say what the local executor would use."""
     slots = loaded.config.cluster.slots
-    with local_executor(slots) as executor:
-        machine = executor.machine
-        found = f"{machine.cpus} cores, {size(machine.mem_bytes)} memory, {len(machine.gpus)} GPUs for local tasks"
+    machine = local_machine(slots)
+    found = f"{machine.cpus} cores, {size(machine.mem_bytes)} memory, {len(machine.gpus)} GPUs for local tasks"
     yield Finding("machine", Verdict.OK, found)

@@ -49,6 +49,10 @@ class StageStatus:
     started_at: float = 0.0
     ended_at: float = 0.0
 
+    def counts(self) -> dict[str, int]:
+        """Return what was found when the stage was submitted."""
+        return {name: getattr(self, name) for name in ("items", "refused", "cached", "missing", "tasks")}
+
     @property
     def items_done(self) -> int:
         """Items that tasks have worked through."""

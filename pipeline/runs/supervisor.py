@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster.local import LocalExecutor
 from pipeline.cluster.machine import Machine
-from pipeline.cluster.spec import TaskState
 from pipeline.config.load import from_resolved
-from pipeline.errors import DataError, JobFailed, PipelineError
+from pipeline.errors import PipelineError
 from pipeline.records import EventKind
 from pipeline.runs import workflow
 from pipeline.runs.folder import RunFolder
@@ -30,16 +29,15 @@ if TYPE_CHECKING:
     from pipeline.cluster.spec import Executor, TaskStatus
     from pipeline.config.schema import Slots
     from pipeline.runs.workflow import Stage
-    from pipeline.structures.census import Census
 
 STEP_S = 0.1
 FAILURES_SHOWN = 3
 
 
-def local_executor(slots: Slots) -> LocalExecutor:
-    """Return the executor of this machine, with the slots that the configuration lends it."""
+def local_machine(slots: Slots) -> Machine:
+    """Return what the configuration lends of this machine."""
     given = {"cpus": slots.cpus, "gpus": slots.gpus, "mem_bytes": slots.mem}
-    return LocalExecutor(Machine.detect(**{name: value for name, value in given.items() if value != "auto"}))
+    return Machine.detect(**{name: value for name, value in given.items() if value != "auto"})
 
 
 class Supervisor:
@@ -73,8 +71,10 @@ class Supervisor:
         try:
             if planned.job is not None:
                 self._follow(planned)
-            census = self._judge(planned)
-            warnings = workflow.check_census(self.project, self.folder, census)
+            failures = self.status.stages[stage.name].failures
+            patience_s = 0.0 if failures else self.project.config.cache.visibility_s
+            census = stage.judge(self.project, self.folder, patience_s)
+            warnings = workflow.check_census(self.project, self.folder, census, _describe(failures))
         except PipelineError as error:
             found = census.to_json() if census else None
             self._end_stage(stage, RunState.FAILED, found, [], str(error))
@@ -95,19 +95,6 @@ class Supervisor:
             if self._too_many_rejected(planned):
                 self.executor.cancel([job])
         self._catch_up()
-        self._stop_on_bad_data(planned)
-
-    def _judge(self, planned: Plan) -> Census:
-        """Return what the stage has made; where something is missing, the tasks that failed say why."""
-        failures = self.status.stages[planned.stage.name].failures
-        patience_s = 0.0 if failures else self.project.config.cache.visibility_s
-        try:
-            return planned.stage.judge(self.project, self.folder, patience_s)
-        except JobFailed as error:
-            if not failures:
-                raise
-            what = _describe_failures(failures, len(planned.shards))
-            raise JobFailed(f"{error.what}; {what}", where=error.where, remedy=error.remedy) from error
 
     def _report(self, stage: Stage, task: TaskStatus) -> None:
         """Write down how the executor saw a task end."""
@@ -126,17 +113,6 @@ class Supervisor:
         """Say whether more items are already rejected than the configuration lets pass."""
         rejected = self.status.stages[planned.stage.name].reasons.total() + planned.todo.rejected_by_source
         return rejected > self.project.config.data.max_rejected_fraction * planned.todo.items
-
-    def _stop_on_bad_data(self, planned: Plan) -> None:
-        """Raise when tasks were cancelled because too many items are unusable."""
-        stage = self.status.stages[planned.stage.name]
-        if not (self._too_many_rejected(planned) and TaskState.CANCELLED.value in stage.ended.values()):
-            return
-        rejected = stage.reasons.total() + planned.todo.rejected_by_source
-        most = self.project.config.data.max_rejected_fraction
-        what = f"stopped early: {rejected} of {planned.todo.items} items cannot be used already, {most:.1%} may be"
-        remedy = f"pipeline status {self.folder.name}   or   --set data.max_rejected_fraction=FRACTION"
-        raise DataError(what, where=str(self.project.config.data.path), remedy=remedy)
 
     def _catch_up(self) -> None:
         """Take the news of the ledger into account and show them."""
@@ -163,13 +139,11 @@ class Supervisor:
         self.ledger.close()
 
 
-def _describe_failures(failures: Sequence[dict[str, Any]], tasks: int) -> str:
+def _describe(failures: Sequence[dict[str, Any]]) -> list[str]:
     """Say which tasks failed and why, the first few in full."""
-    lines = [f"{len(failures)} of {tasks} tasks failed"]
-    for failure in failures[:FAILURES_SHOWN]:
-        lines.append(f"  task {failure['task']}: {failure['state']}, {failure['reason']}")
-        lines.append(f"    log: {failure['log']}")
-    return "\n".join(lines)
+    lines = [f"  task {one['task']}: {one['state']}: {one['reason']}\n    log: {one['log']}" for one in failures]
+    more = len(lines) - FAILURES_SHOWN
+    return lines[:FAILURES_SHOWN] + ([f"  and {more} more tasks"] if more > 0 else [])
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -178,7 +152,7 @@ def main(arguments: Sequence[str]) -> int:
     stages = json.loads(folder.stages.read_text())
     config = from_resolved(folder.config.read_text(), str(folder.config))
     try:
-        with local_executor(config.cluster.slots) as executor:
+        with LocalExecutor(local_machine(config.cluster.slots)) as executor:
             Supervisor(folder, executor, lambda _status: None).run(stages)
     except PipelineError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201 - the supervisor's stderr is its log

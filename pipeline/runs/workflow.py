@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -52,7 +53,7 @@ def work_scan(project: Project, folder: RunFolder, task: int) -> Iterator[Reason
 
 
 def judge_scan(project: Project, folder: RunFolder, patience_s: float) -> Census:
-    """Count what the store knows of every item, and list what was left out; an item it does not know is a failure.
+    """Count what the store knows of every item, and list what was left out.
 
     Patience is for file systems that show fresh files late.
     """
@@ -60,35 +61,17 @@ def judge_scan(project: Project, folder: RunFolder, patience_s: float) -> Census
     while True:
         for store in project.shelves.stores():
             store.refresh()
-        tally, unknown = Tally(), _Unknown()
-        write_rejections(folder.rejected, _tally(project, folder, tally, unknown))
-        if not unknown.count:
+        tally = Tally()
+        write_rejections(folder.rejected, _tally(project, folder, tally))
+        if not tally.undone or time.monotonic() > deadline:
             break
-        if time.monotonic() > deadline:
-            what = (
-                f"{unknown.count:,} of {tally.items + unknown.count:,} items are not done, the first is {unknown.first}"
-            )
-            raise JobFailed(what, where=folder.name, remedy=SUBMIT_AGAIN)
         time.sleep(LOOK_AGAIN_S)
     for store in project.shelves.stores():
         store.write_index()
     return tally.census()
 
 
-@dataclass(slots=True)
-class _Unknown:
-    """Items that the store does not know."""
-
-    count: int = 0
-    first: str = ""
-
-    def add(self, name: str) -> None:
-        """Count one."""
-        self.count += 1
-        self.first = self.first or name
-
-
-def _tally(project: Project, folder: RunFolder, tally: Tally, unknown: _Unknown) -> Iterator[dict[str, Any]]:
+def _tally(project: Project, folder: RunFolder, tally: Tally) -> Iterator[dict[str, Any]]:
     """Count every item and yield the rejected ones."""
     recipe, shelves = project.recipe, project.shelves
     for chunk in todo.chunks(todo.read_items(folder.items), todo.LOOKED_UP_AT_ONCE):
@@ -101,7 +84,7 @@ def _tally(project: Project, folder: RunFolder, tally: Tally, unknown: _Unknown)
                 continue
             inventory = next(known) or look_again(entry, recipe, shelves)
             if inventory is None:
-                unknown.add(entry.id)
+                tally.miss(entry)
             elif inventory.reason is None:
                 tally.accept(entry, inventory)
             else:
@@ -110,25 +93,31 @@ def _tally(project: Project, folder: RunFolder, tally: Tally, unknown: _Unknown)
                 yield rejection.to_json()
 
 
-def check_census(project: Project, folder: RunFolder, census: Census) -> list[str]:
+def check_census(project: Project, folder: RunFolder, census: Census, failures: Sequence[str]) -> list[str]:
     """Raise when a census forbids going on; return what deserves a warning."""
     data = project.config.data
+    total, rejected = census.items + census.undone, census.items - census.accepted
+    if rejected > data.max_rejected_fraction * total:
+        rest = f"; {census.undone:,} were not looked at any more" if census.undone else ""
+        what = (
+            f"{rejected:,} of {total:,} items cannot be used, more than data.max_rejected_fraction"
+            f" ({data.max_rejected_fraction:.1%}) allows{rest}"
+        )
+        enough = math.ceil(100 * rejected / total) / 100
+        remedy = f"less {folder.rejected}   or   pipeline submit --stage scan --set data.max_rejected_fraction={enough}"
+        raise DataError(what, where=str(data.path), remedy=remedy)
+    if census.undone:
+        what = f"{census.undone:,} of {total:,} items are not done, such as {census.first_undone}"
+        raise JobFailed("\n".join([what, *failures]), where=folder.name, remedy=SUBMIT_AGAIN)
     if census.accepted == 0:
         remedy = f"pipeline status {folder.name}   (every reason: {folder.rejected})"
-        raise DataError(f"none of {census.items} items can be used", where=str(data.path), remedy=remedy)
-    if census.rejected_fraction > data.max_rejected_fraction:
-        what = (
-            f"{census.items - census.accepted} of {census.items} items ({census.rejected_fraction:.1%}) cannot be used;"
-            f" data.max_rejected_fraction is {data.max_rejected_fraction:.1%}"
-        )
-        remedy = f"less {folder.rejected}   or   pipeline submit … --set data.max_rejected_fraction=FRACTION"
-        raise DataError(what, where=str(data.path), remedy=remedy)
+        raise DataError(f"none of {total} items can be used", where=str(data.path), remedy=remedy)
     if not census.leaks or data.on_leak == "ignore":
         return []
     what = describe_leaks(census, folder)
     if data.on_leak == "warn":
         return [what]
-    remedy = "mend the splits, or pipeline submit … --set data.on_leak=warn"
+    remedy = "mend the splits   or   pipeline submit --stage scan --set data.on_leak=warn"
     raise DataError(what, where=str(data.path), remedy=remedy)
 
 

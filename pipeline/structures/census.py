@@ -38,7 +38,7 @@ class Leak:
 class Census:
     """The numbers of a scanned data set."""
 
-    items: int
+    items: int  # those that are known: accepted and rejected
     accepted: int
     rejected: Mapping[str, int]  # reason → how many
     examples: Mapping[str, str]  # reason → one item and what was wrong with it
@@ -47,6 +47,8 @@ class Census:
     chains: Mapping[str, int]  # kind → how many
     sequences: int  # distinct ones
     longest: int
+    undone: int = 0  # items that the store does not know
+    first_undone: str = ""
     leaks: tuple[Leak, ...] = ()
 
     @property
@@ -64,6 +66,8 @@ class Tally:
     """Counts items as they pass."""
 
     items: int = 0
+    undone: int = 0
+    first_undone: str = ""
     rejected: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
     splits: Counter[str] = field(default_factory=Counter)
@@ -82,6 +86,11 @@ class Tally:
         self.items += 1
         self.rejected[rejection.reason.value] += 1
         self.examples.setdefault(rejection.reason.value, f"{rejection.id}: {rejection.detail}")
+
+    def miss(self, item: Item) -> None:
+        """Count an item that the store does not know."""
+        self.undone += 1
+        self.first_undone = self.first_undone or item.id
 
     def accept(self, item: Item, inventory: Inventory) -> None:
         """Count an item that can be used."""
@@ -113,6 +122,8 @@ class Tally:
             chains=dict(self.chains.most_common()),
             sequences=len(np.unique(np.frombuffer(self.sequences, dtype=np.uint64))),
             longest=self.longest,
+            undone=self.undone,
+            first_undone=self.first_undone,
             leaks=tuple(leak for what in self.marks for leak in self._leaks(what)),
         )
 

@@ -21,7 +21,7 @@ def choose(structure: Structure, role: Role, names: Sequence[str]) -> dict[Role,
         return {role: structure.chains}
     if len(structure.chains) != 2:
         have = ", ".join(chain.name for chain in structure.chains)
-        what = f"{len(structure.chains)} polymer chains ({have}); name data.receptor_chains and data.ligand_chains"
+        what = f"two polymer chains were expected, not {have}; name data.receptor_chains and data.ligand_chains"
         raise Unusable(Reason.AMBIGUOUS_PARTNERS, what)
     return {Role.RECEPTOR: structure.chains[:1], Role.LIGAND: structure.chains[1:]}
 

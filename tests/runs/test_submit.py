@@ -99,7 +99,8 @@ def test_too_many_rejections_end_the_run_with_the_reasons(pipeline: Command, mak
         (folder / "data" / f"bad{number}.pdb").write_bytes(b"")
     done = pipeline(*SUBMIT)
     assert done.code == 3
-    assert "max_rejected_fraction" in done.err
+    assert "of 7 items cannot be used, more than data.max_rejected_fraction (5.0%)" in done.err
+    assert "empty_file" in done.out
     assert "empty_file" in pipeline("status").out
 
 

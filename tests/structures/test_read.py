@@ -60,6 +60,13 @@ def test_a_missing_file_a_folder_and_an_impossible_name_are_refused(tmp_path: Pa
     assert reason_of(tmp_path / "nul\0.pdb") is Reason.UNREADABLE_FILE
 
 
+def test_a_file_without_permission_is_refused(unprivileged: Path) -> None:
+    path = unprivileged / "closed.pdb"
+    path.write_bytes(PDB)
+    path.chmod(0)
+    assert reason_of(path) is Reason.UNREADABLE_FILE
+
+
 def test_a_gzip_file_of_several_members_is_read_whole(tmp_path: Path) -> None:
     path = tmp_path / "two.pdb.gz"
     path.write_bytes(gzip.compress(PDB[:200]) + gzip.compress(PDB[200:]))

@@ -147,19 +147,16 @@ def test_a_file_in_place_of_a_folder_is_an_error(tmp_path: Path, source: str) ->
 
 
 @pytest.mark.parametrize("source", ["pairs", "glob"])
-def test_a_folder_without_permission_is_an_error(tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: object) -> None:  # the superuser, who runs many a test, may list every folder
-        raise PermissionError(13, "Permission denied", path)
-
-    monkeypatch.setattr(os, "scandir", refuse)
+def test_a_folder_without_permission_is_an_error(unprivileged: Path, source: str) -> None:
+    folder = unprivileged / "closed"
+    folder.mkdir(mode=0)
     with pytest.raises(ConfigError, match="cannot be listed: Permission denied") as caught:
-        read(source, tmp_path, pattern=("*",))
+        read(source, folder, pattern=("*",))
     assert caught.value.remedy.startswith("ls -ld")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may read every file")
-def test_a_file_without_permission_is_an_error(tmp_path: Path) -> None:
-    manifest = write(tmp_path / "m.csv", "id,path\nx,a\n")
+def test_a_file_without_permission_is_an_error(unprivileged: Path) -> None:
+    manifest = write(unprivileged / "m.csv", "id,path\nx,a\n")
     manifest.chmod(0)
     with pytest.raises(ConfigError, match="cannot be opened"):
         read("manifest", manifest)
