@@ -81,7 +81,8 @@ def create(runs: Path, stage: str, now: datetime) -> RunFolder:
         folder.logs.mkdir()
     except OSError as error:
         what = f"cannot make a run folder: {error.strerror}"
-        raise ConfigError(what, where=str(runs), remedy="pipeline submit --stage scan --set cluster.runs=FOLDER") from error
+        remedy = "pipeline submit --stage scan --set cluster.runs=DIR"
+        raise ConfigError(what, where=str(runs), remedy=remedy) from error
     return folder
 
 
