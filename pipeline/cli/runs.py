@@ -102,6 +102,9 @@ def _follow(folder: RunFolder, config: Config, stages: list[str]) -> None:
     announced: set[str] = set()
     with Live() as live, LocalExecutor(local_machine(config.cluster.slots)) as executor:
 
+        for caveat in executor.caveats:
+            typer.echo(f"note: {caveat}", err=True)
+
         def watch(status: RunStatus) -> None:
             for stage in status.stages.values():
                 if stage.name not in announced:

@@ -1,0 +1,309 @@
+"""Runs jobs as child processes of this one, with the meaning they have under Slurm.
+
+A task starts when its cores, GPUs and memory are free; jobs that were submitted earlier go first, but one that does not
+fit does not hold up those that do. Memory is limited by sampling the whole process tree, not by a cgroup: that needs
+no rights and no set-up, and misses what lasts less than a sample. There are no threads: everything happens inside
+`step`, so limits hold only while somebody steps.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import selectors
+import signal
+import threading
+import time
+from collections import deque
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.cluster.child import Child, Ending, mebibytes
+from pipeline.cluster.machine import Machine, Slots
+from pipeline.cluster.processes import HAS_PROC, Guard, ProcessTable
+from pipeline.cluster.spec import TaskState, TaskStatus, refuse_impossible
+from pipeline.errors import SubmissionRefused
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from types import FrameType
+
+    from pipeline.cluster.spec import JobId, JobSpec
+
+LOOK_EVERY_S = 0.05  # limits are checked so often
+POLL_EVERY_S = 0.01  # exits are looked for so often, where the kernel does not tell of them
+GRACE_S = 10.0
+NO_PROC = "there is no /proc here: memory limits are not watched, and a daemon that a task starts outlives it"
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A job and what became of its tasks."""
+
+    id: JobId
+    spec: JobSpec
+    tasks: list[_Task] = field(default_factory=list)
+    pending: deque[_Task] = field(default_factory=deque)
+    running: int = 0
+    completed: int = 0
+    failure: str = ""  # the first of its tasks that will never complete, and why
+
+
+@dataclass(slots=True, eq=False)
+class _Task:
+    """What is known of one task."""
+
+    job: _Job
+    number: int
+    state: TaskState = TaskState.PENDING
+    started: float | None = None
+    ended: float | None = None
+    ending: Ending | None = None
+    child: Child | None = None  # kept when it has ended, for what was measured
+
+    def status(self) -> TaskStatus:
+        """Return it as a value."""
+        stdout, stderr = self.job.spec.log_paths(self.job.id, self.number)
+        ending = self.ending or Ending(self.state)
+        return TaskStatus(
+            job=self.job.id,
+            task=self.number,
+            state=self.state,
+            stdout=stdout,
+            stderr=stderr,
+            exit_code=ending.exit_code,
+            signal=ending.signal,
+            peak_rss_bytes=self.child.peak_bytes if self.child else None,
+            started=self.started,
+            ended=self.ended,
+            reason=ending.reason,
+        )
+
+
+class LocalExecutor:
+    """Runs jobs on this machine for as long as it is open; should its process be killed, its guard ends the tasks."""
+
+    def __init__(self, machine: Machine | None = None, *, grace_s: float = GRACE_S) -> None:
+        """Lend what `machine` has, by default this one; `grace_s` lies between SIGTERM and SIGKILL."""
+        self.machine = machine or Machine.detect()
+        self._slots = Slots(self.machine)
+        self._grace_s = grace_s
+        self._prefix = f"{secrets.token_hex(4)}."  # makes job ids unique, and so the marks of their processes
+        self._table = ProcessTable(self._prefix)
+        self._guard: Guard | None = None
+        self._exits = selectors.DefaultSelector()
+        self._look_at = 0.0
+        self._jobs: dict[JobId, _Job] = {}
+        self._waiting: list[_Job] = []  # those with pending tasks, in the order of submission
+        self._running: list[tuple[_Task, Child]] = []
+        self._changed: dict[_Task, None] = {}  # since the last step; a set that keeps the order
+
+    @property
+    def cpus(self) -> int:
+        """How many cores its tasks can have at once."""
+        return self.machine.cpus
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """What it cannot promise on this system."""
+        return () if HAS_PROC else (NO_PROC,)
+
+    def submit(self, spec: JobSpec) -> JobId:
+        """Queue a job, or raise SubmissionRefused."""
+        refuse_impossible(spec)
+        refuse_too_large(spec, self.machine)
+        self._refuse_unknown(spec)
+        make_log_dir(spec)
+        self._guard = self._guard or Guard(self._prefix, self._grace_s)
+        job = _Job(f"{self._prefix}{len(self._jobs) + 1}", spec)
+        job.tasks += [_Task(job, number) for number in range(spec.tasks)]
+        job.pending += job.tasks
+        self._jobs[job.id] = job
+        self._waiting.append(job)
+        return job.id
+
+    def status(self, jobs: Iterable[JobId]) -> list[TaskStatus]:
+        """Return what is known of every task of the jobs; a job it does not know has none."""
+        known = (self._jobs[job] for job in jobs if job in self._jobs)
+        return [task.status() for job in known for task in job.tasks]
+
+    def step(self, timeout_s: float) -> list[TaskStatus]:
+        """Wait until a task changes state, but no longer than this, nor when nothing can change any more."""
+        until = time.monotonic() + timeout_s
+        self._advance()
+        while not self._changed and self._running and (left_s := until - time.monotonic()) > 0:
+            self._await_exit(left_s)
+            self._advance()
+        changed, self._changed = self._changed, {}
+        return [task.status() for task in changed]
+
+    def cancel(self, jobs: Iterable[JobId]) -> None:
+        """End the jobs: what waits is cancelled at once, what runs has the grace to finish in order."""
+        named = {job for job in jobs if job in self._jobs}
+        for job in named:
+            self._cancel_pending(self._jobs[job], "cancelled")
+        for task, child in self._running:
+            if task.job.id in named:
+                child.stop(TaskState.CANCELLED, "cancelled")
+        self._look_at = 0.0
+        self._advance()
+
+    def close(self) -> None:
+        """End every task, after its grace; an exception on the way (a second Ctrl-C) takes the grace away."""
+        try:
+            self.cancel(self._jobs)
+            while self._running:
+                self.step(self._grace_s)
+        finally:
+            self._kill_rest()
+            self._exits.close()
+            if self._guard is not None:
+                self._guard.dismiss()
+                self._guard = None
+
+    def __enter__(self) -> LocalExecutor:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _advance(self) -> None:
+        """Take in what has happened, hold tasks to their limits, start what can start."""
+        with signals_held():
+            self._watch()
+            self._start_waiting()
+
+    def _watch(self) -> None:
+        """Look after the running tasks, when one has exited or it is time to."""
+        exited = [child for _, child in self._running if child.has_exited()]
+        for child in exited:
+            if child.exit_fd is not None:
+                self._exits.unregister(child.exit_fd)
+                os.close(child.exit_fd)
+        now = time.monotonic()
+        if not exited and now < self._look_at:
+            return
+        self._look_at = now + LOOK_EVERY_S
+        self._table.refresh({child.pid: child.mark for _, child in self._running})
+        over = [pair for pair in self._running if pair[1].hold_to_limits(self._table.of(pair[1].mark))]
+        for task, child in over:
+            self._running.remove((task, child))
+            self._slots.give_back(task.job.spec, child.gpus)
+            task.job.running -= 1
+            self._end(task, child.ending())
+
+    def _start_waiting(self) -> None:
+        """Start what the dependencies allow and the slots can hold."""
+        for job in self._waiting:
+            most = job.spec.max_parallel or job.spec.tasks
+            ready = self._is_released(job)
+            while ready and job.pending and job.running < most and self._slots.fit(job.spec):
+                self._start(job, job.pending.popleft())
+        self._waiting = [job for job in self._waiting if job.pending]
+
+    def _is_released(self, job: _Job) -> bool:
+        """Tell whether all upstream tasks have completed; if one never will, cancel the job."""
+        upstream = [self._jobs[other] for other in job.spec.after]
+        for other in upstream:
+            if other.failure:
+                self._cancel_pending(job, f"dependency never satisfied: {other.failure}")
+        return all(other.completed == other.spec.tasks for other in upstream)
+
+    def _start(self, job: _Job, task: _Task) -> None:
+        """Start one task; one that cannot be started has failed."""
+        gpus = self._slots.take(job.spec)
+        task.started = time.time()
+        try:
+            child = task.child = Child(job.spec, job.id, task.number, gpus, self._grace_s)
+        except OSError as error:
+            self._slots.give_back(job.spec, gpus)
+            self._end(task, Ending(TaskState.FAILED, f"could not be started: {error}"))
+            return
+        if child.exit_fd is not None:
+            self._exits.register(child.exit_fd, selectors.EVENT_READ)
+        self._running.append((task, child))
+        job.running += 1
+        task.state = TaskState.RUNNING
+        self._changed[task] = None
+
+    def _end(self, task: _Task, ending: Ending) -> None:
+        """Write down how a task ended."""
+        task.state, task.ending, task.ended = ending.state, ending, time.time()
+        task.job.completed += ending.state.ok
+        if not ending.state.ok and not task.job.failure:
+            task.job.failure = f"task {task.number} of job {task.job.id} ({task.job.spec.name}) is {ending.state.value}"
+        self._changed[task] = None
+
+    def _cancel_pending(self, job: _Job, reason: str) -> None:
+        """Cancel what of a job has not started."""
+        while job.pending:
+            self._end(job.pending.popleft(), Ending(TaskState.CANCELLED, reason))
+
+    def _await_exit(self, timeout_s: float) -> None:
+        """Wait until a first process exits, or the next look is due; a signal ends the wait, too."""
+        told = all(child.exit_fd is not None for _, child in self._running)
+        self._exits.select(min(timeout_s, LOOK_EVERY_S if told else POLL_EVERY_S))
+
+    def _kill_rest(self) -> None:
+        """Kill what still runs, without grace."""
+        for _, child in self._running:
+            child.kill()
+        while self._running:
+            self._look_at = 0.0
+            self._advance()
+            self._await_exit(LOOK_EVERY_S)
+
+    def _refuse_unknown(self, spec: JobSpec) -> None:
+        """Refuse a job that waits for one this executor does not have."""
+        for job in spec.after:
+            if job not in self._jobs:
+                what = f"waits for job {job}, which this executor does not have (it has {len(self._jobs)})"
+                raise SubmissionRefused(what, where=f"job {spec.name}", remedy=f"pipeline submit --stage {spec.name}")
+
+
+def refuse_too_large(spec: JobSpec, machine: Machine) -> None:
+    """Refuse a job with tasks that this machine could never hold."""
+    mem, mem_there = mebibytes(spec.mem_bytes or 0), mebibytes(machine.mem_bytes)
+    for key, fits, asked, there in (
+        ("cpus", spec.cpus <= machine.cpus, f"{spec.cpus} cores", str(machine.cpus)),
+        ("gpus", spec.gpus <= len(machine.gpus), f"{spec.gpus} GPUs", str(len(machine.gpus))),
+        ("mem", (spec.mem_bytes or 0) <= machine.mem_bytes, f"{mem} of memory", mem_there),
+    ):
+        if not fits:
+            what = f"each task asks for {asked}; the local executor has {there} for all tasks together"
+            remedy = f"pipeline submit --stage {spec.name} --set cluster.{spec.name}.{key}={there}"
+            raise SubmissionRefused(what, where=f"job {spec.name}", remedy=remedy)
+
+
+def make_log_dir(spec: JobSpec) -> None:
+    """Make the folder of a job's logs."""
+    try:
+        Path(spec.log_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        what = f"cannot make the folder of the logs: {error.strerror}"
+        remedy = "pipeline submit … --set cluster.runs=FOLDER   (one that can be written)"
+        raise SubmissionRefused(what, where=spec.log_dir, remedy=remedy) from error
+
+
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """Hold back what may raise in the middle, a Ctrl-C first of all, so that no started process goes unrecorded."""
+    arrived: list[int] = []
+    handlers = {}
+
+    def hold(number: int, _frame: FrameType | None) -> None:
+        arrived.append(number)
+
+    try:
+        if threading.current_thread() is threading.main_thread():  # signals raise nowhere else
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if callable(signal.getsignal(number)):
+                    handlers[number] = signal.signal(number, hold)
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for held in arrived:
+            signal.raise_signal(held)

@@ -1,0 +1,198 @@
+"""Which processes belong to a task, what memory they hold, and how they are ended, by reading /proc.
+
+A task is its whole tree. A process belongs to it if its session or its parent does, or by an entry in its environment:
+children inherit that also when they leave the session and their parent dies, as daemons do. (Lost is only who does all
+three: a clean environment, a new session, and a parent that died before anybody looked.)
+
+Run as a script this file is the guard of an executor: it waits until the executor is gone and ends what it left. It
+imports nothing but the standard library, to start quickly and from anywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+MARK = "PIPELINE_LOCAL_TASK"
+LOOK_EVERY_S = 0.05
+FORGET_AFTER_S = 1.0  # a number may since have gone to another process
+KERNEL_THREAD = 0x00200000  # PF_KTHREAD
+HAS_PROC = os.path.exists("/proc/self/stat")  # noqa: PTH110 - pathlib would double the guard's start
+
+
+class Process(NamedTuple):
+    """A living process of a task."""
+
+    owner: str
+    session: int
+    started_ticks: int  # with the pid, what identifies a process
+
+
+class ProcessTable:
+    """The living processes of tasks whose marks begin with `prefix`, as of the last `refresh`."""
+
+    def __init__(self, prefix: str) -> None:
+        self._entry = f"{MARK}={prefix}".encode()
+        self._processes: dict[int, Process] = {}
+        self._strangers: set[int] = set()  # looked at once: what is not ours never becomes ours
+        self._refreshed = 0.0
+
+    def refresh(self, roots: Mapping[int, str]) -> None:
+        """Look for processes; `roots` are the first processes of tasks with their marks, each leader of a session."""
+        if not HAS_PROC:  # then the process group stands for the tree: a negative pid to `kill`
+            self._processes = {-pid: Process(mark, pid, 0) for pid, mark in roots.items()}
+            return
+        now = time.monotonic()
+        present = {int(name) for name in os.listdir("/proc") if name.isdigit()}  # noqa: PTH208 - names are enough
+        self._strangers = self._strangers & present if now - self._refreshed < FORGET_AFTER_S else {os.getpid()}
+        self._strangers.difference_update(roots)
+        self._refreshed = now
+        sessions = {**roots, **{process.session: process.owner for process in self._processes.values()}}
+        known, self._processes = self._processes, {}
+        for pid in sorted(present - self._strangers):  # parents mostly come before their children
+            self._look_at(pid, known.get(pid), sessions)
+
+    def of(self, owner: str) -> list[int]:
+        """Return the processes of one task."""
+        return [pid for pid, process in self._processes.items() if process.owner == owner]
+
+    def all(self) -> list[int]:
+        """Return the processes of all tasks."""
+        return list(self._processes)
+
+    def _look_at(self, pid: int, known: Process | None, sessions: dict[int, str]) -> None:
+        """Keep a process that is ours and remember one that is not, or is dead; the half-born are neither."""
+        try:
+            stat = _read_stat(pid)
+            owner: str | None = ""
+            if known is not None and known.started_ticks == stat.started_ticks:
+                owner = known.owner
+            elif stat.is_living_program:
+                owner = sessions.get(stat.session) or self._owner_of(stat.parent) or self._read_mark(pid)
+        except (FileNotFoundError, ProcessLookupError):
+            return
+        if owner == "" or not stat.is_living_program:
+            self._strangers.add(pid)
+        elif owner is not None:
+            self._processes[pid] = Process(owner, stat.session, stat.started_ticks)
+            sessions.setdefault(stat.session, owner)
+
+    def _owner_of(self, pid: int) -> str | None:
+        """Return the task a process belongs to."""
+        process = self._processes.get(pid)
+        return process.owner if process else None
+
+    def _read_mark(self, pid: int) -> str | None:
+        """Return the mark in a process's environment, "" if there is none, None if there is no environment yet."""
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123 - read very often
+                environment = file.read()
+        except PermissionError:
+            return ""
+        for entry in environment.split(b"\0"):
+            if entry.startswith(self._entry):
+                return os.fsdecode(entry[len(MARK) + 1 :])
+        return "" if environment else None
+
+
+class Stat(NamedTuple):
+    """What /proc/PID/stat says of a process."""
+
+    parent: int
+    session: int
+    started_ticks: int
+    is_living_program: bool  # neither dead and uncollected, nor a thread of the kernel
+
+
+def _read_stat(pid: int) -> Stat:
+    """Read what /proc says of a process; its name, the second field, may hold anything but ends in the last bracket."""
+    with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 - read very often
+        fields = file.read().rpartition(b")")[2].split()
+    return Stat(
+        parent=int(fields[1]),
+        session=int(fields[3]),
+        started_ticks=int(fields[19]),
+        is_living_program=fields[0] not in (b"Z", b"X") and not int(fields[6]) & KERNEL_THREAD,
+    )
+
+
+def send(number: int, pids: Iterable[int]) -> bool:
+    """Send a signal to processes; tell whether one of them was there to take it."""
+    delivered = False
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+            delivered = True
+    return delivered
+
+
+def used_bytes(pids: list[int]) -> int:
+    """Return the memory that only the end of these processes would free, which is what kills under a kernel limit.
+
+    Mapped files are left out: the kernel drops them under pressure. Several processes are measured by proportional
+    set size, or the pages that forked workers share would count once for each; it costs a walk through the page
+    tables (10 ms/GB), so a lone process, which shares with nobody, is not.
+    """
+    if len(pids) == 1:
+        return _kilobytes(f"/proc/{pids[0]}/status", b"RssAnon:", b"RssShmem:") << 10
+    return sum(_kilobytes(f"/proc/{pid}/smaps_rollup", b"Pss_Anon:", b"Pss_Shmem:") for pid in pids) << 10
+
+
+def _kilobytes(path: str, *names: bytes) -> int:
+    """Add up the named figures of a file in /proc; of a process that is gone they are nothing."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:  # noqa: PTH123 - read very often
+        return sum(int(line.split()[1]) for line in file if line.startswith(names))
+    return 0
+
+
+class Guard:
+    """A small process that outlives this one and then ends every process of its tasks."""
+
+    def __init__(self, prefix: str, grace_s: float) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, prefix, str(grace_s)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            start_new_session=True,
+        )
+
+    def dismiss(self) -> None:
+        """Let it go: nothing is left to guard."""
+        self._process.communicate(b".")
+
+
+def guard(prefix: str, grace_s: float) -> None:
+    """Wait for stdin to end without a word, as it does when the executor dies; then end what carries its marks."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    if not sys.stdin.buffer.read(1):
+        end_all(ProcessTable(prefix), grace_s)
+
+
+def end_all(table: ProcessTable, grace_s: float) -> None:
+    """End every process of a table: SIGTERM once, and SIGKILL after the grace."""
+    kill_at = time.monotonic() + grace_s
+    told: set[int] = set()
+    quiet = 0
+    while quiet < 2:  # what was just being started may show its mark only in a second look
+        table.refresh({})
+        pids = set(table.all())
+        late = time.monotonic() >= kill_at
+        send(signal.SIGKILL if late else signal.SIGTERM, pids if late else pids - told)
+        told |= pids
+        quiet = 0 if pids else quiet + 1
+        time.sleep(LOOK_EVERY_S)
+
+
+if __name__ == "__main__":
+    guard(sys.argv[1], float(sys.argv[2]))

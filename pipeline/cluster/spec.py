@@ -1,0 +1,191 @@
+"""What every executor takes and tells: a job is an array of equal tasks; a task's state is what polling showed last.
+
+A task's processes, logs and limits are its own; a dependency is on all tasks of a job having COMPLETED.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from pipeline.errors import SubmissionRefused
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+JobId: TypeAlias = str
+
+TASK = "{task}"  # an argument that is exactly this becomes the number of the task
+
+
+class TaskState(str, Enum):
+    """What became of a task, in Slurm's words; a word that is not among them is UNKNOWN."""
+
+    PENDING = "PENDING"
+    CONFIGURING = "CONFIGURING"
+    REQUEUED = "REQUEUED"
+    REQUEUE_HOLD = "REQUEUE_HOLD"
+    REQUEUE_FED = "REQUEUE_FED"
+    SPECIAL_EXIT = "SPECIAL_EXIT"  # requeued and held, for an exit code the site has chosen
+    RESV_DEL_HOLD = "RESV_DEL_HOLD"
+    RUNNING = "RUNNING"
+    RESIZING = "RESIZING"
+    SIGNALING = "SIGNALING"
+    STAGE_OUT = "STAGE_OUT"
+    STOPPED = "STOPPED"
+    SUSPENDED = "SUSPENDED"
+    COMPLETING = "COMPLETING"
+    COMPLETED = "COMPLETED"
+    FAILED = "FAILED"
+    OUT_OF_MEMORY = "OUT_OF_MEMORY"
+    TIMEOUT = "TIMEOUT"
+    DEADLINE = "DEADLINE"
+    CANCELLED = "CANCELLED"
+    PREEMPTED = "PREEMPTED"
+    NODE_FAIL = "NODE_FAIL"
+    BOOT_FAIL = "BOOT_FAIL"
+    LAUNCH_FAILED = "LAUNCH_FAILED"
+    RECONFIG_FAIL = "RECONFIG_FAIL"
+    REVOKED = "REVOKED"
+    UNKNOWN = "UNKNOWN"
+
+    @property
+    def ended(self) -> bool:
+        """Tell whether nothing more will come of the task by itself; of UNKNOWN nobody can say so."""
+        return self in _ENDED
+
+    @property
+    def ok(self) -> bool:
+        """Tell whether the task ended well, as far as an executor can know."""
+        return self is TaskState.COMPLETED
+
+
+_ENDED = frozenset(
+    {
+        TaskState.COMPLETED,
+        TaskState.FAILED,
+        TaskState.OUT_OF_MEMORY,
+        TaskState.TIMEOUT,
+        TaskState.DEADLINE,
+        TaskState.CANCELLED,
+        TaskState.PREEMPTED,
+        TaskState.NODE_FAIL,
+        TaskState.BOOT_FAIL,
+        TaskState.LAUNCH_FAILED,
+        TaskState.RECONFIG_FAIL,
+        TaskState.REVOKED,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """A job: the same command for every task, and what one task may use."""
+
+    name: str
+    argv: tuple[str, ...]
+    tasks: int
+    log_dir: str
+    cpus: int = 1
+    gpus: int = 0
+    mem_bytes: int | None = None  # None: neither counted nor limited
+    time_s: int | None = None  # None: as long as it takes
+    after: tuple[JobId, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)  # beside what the task inherits
+    max_parallel: int | None = None
+
+    def command(self, task: int) -> list[str]:
+        """Return what one task executes."""
+        return [str(task) if argument == TASK else argument for argument in self.argv]
+
+    def log_paths(self, job: JobId, task: int) -> tuple[str, str]:
+        """Return where the task's stdout and stderr go."""
+        stem = os.path.join(self.log_dir, f"{job}_{task}")  # noqa: PTH118 - wanted for 10,000 tasks at once
+        return f"{stem}.out", f"{stem}.err"
+
+
+@dataclass(frozen=True, slots=True)
+class TaskStatus:
+    """What is known of one task; None is what is not (yet) known."""
+
+    job: JobId
+    task: int
+    state: TaskState
+    stdout: str
+    stderr: str
+    exit_code: int | None = None
+    signal: int | None = None  # what ended the process, when it did not exit by itself
+    peak_rss_bytes: int | None = None  # sampled: a lower bound
+    started: float | None = None
+    ended: float | None = None
+    reason: str = ""
+
+
+class Executor(Protocol):
+    """Something that runs jobs; whoever follows them calls `step` again and again."""
+
+    @property
+    def cpus(self) -> int:
+        """How many cores its tasks can have at once, as far as is known."""
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """What it cannot promise here, for people to read."""
+
+    def submit(self, spec: JobSpec) -> JobId:
+        """Queue a job, or raise SubmissionRefused; the id is never used again, by any executor."""
+
+    def status(self, jobs: Iterable[JobId]) -> list[TaskStatus]:
+        """Return what the last step knew of every task of the jobs; a job it does not know has none."""
+
+    def step(self, timeout_s: float) -> list[TaskStatus]:
+        """Wait until a task changes state, but no longer than this, nor when nothing can change any more.
+
+        Returns the tasks that changed since the last step.
+        """
+
+    def cancel(self, jobs: Iterable[JobId]) -> None:
+        """Ask for the end of every task that has not ended; later steps show it."""
+
+    def close(self) -> None:
+        """Let go; jobs that cannot live without this executor end now."""
+
+    def __enter__(self) -> Executor: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+
+def refuse_impossible(spec: JobSpec) -> None:
+    """Raise SubmissionRefused for what no executor could run."""
+    for what in _faults(spec):
+        remedy = f"pipeline submit --stage {spec.name} --dry-run   (shows what would be submitted)"
+        raise SubmissionRefused(what, where=f"job {spec.name}", remedy=remedy)
+
+
+def _faults(spec: JobSpec) -> Iterator[str]:
+    """Yield what is wrong with a job, wherever it would run."""
+    if not spec.argv:
+        yield "there is no command to run"
+    if spec.tasks < 1:
+        yield f"asks for {spec.tasks} tasks; a job has at least 1"
+    if spec.cpus < 1 or spec.gpus < 0:
+        yield f"asks for {spec.cpus} cpus and {spec.gpus} gpus per task; the least are 1 and 0"
+    for name in ("mem_bytes", "time_s", "max_parallel"):
+        if (value := getattr(spec, name)) is not None and value < 1:
+            yield f"asks for {name}={value}; the least is 1"
+    for text in (*spec.argv, *spec.env.keys(), *spec.env.values()):
+        if not _can_be_passed(text):
+            yield f"{text!r} cannot be passed to a program"
+    for name in spec.env:
+        if not name or "=" in name:
+            yield f"{name!r} cannot name an environment variable"
+
+
+def _can_be_passed(text: str) -> bool:
+    """Tell whether the kernel takes a text as an argument."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False

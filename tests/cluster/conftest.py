@@ -1,0 +1,39 @@
+"""The executors that the contract is held against."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pipeline.cluster.local import LocalExecutor
+from pipeline.cluster.machine import Machine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pipeline.cluster.spec import Executor
+
+SMALL = Machine(cpus=4, gpus=("0", "1"), mem_bytes=1 << 30)
+
+
+def open_local() -> LocalExecutor:
+    """Return a local executor with a small machine and little patience."""
+    return LocalExecutor(SMALL, grace_s=0.3)
+
+
+EXECUTORS: dict[str, Callable[[], Executor]] = {"local": open_local}
+
+
+@pytest.fixture(params=EXECUTORS)
+def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
+    """Each implementation in turn: at least 4 cores and 2 GPUs in all, and less than 2 TiB of memory."""
+    with EXECUTORS[request.param]() as opened:
+        yield opened
+
+
+@pytest.fixture
+def local() -> Iterator[LocalExecutor]:
+    """The local executor alone."""
+    with open_local() as opened:
+        yield opened

@@ -1,0 +1,223 @@
+"""What every executor does, whatever runs the tasks."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pipeline.cluster.spec import TASK, JobSpec, TaskState
+from pipeline.errors import SubmissionRefused
+from tests.cluster.conftest import EXECUTORS
+from tests.cluster.programs import AWAIT, EATS, IGNORES_TERM, MIB, WAITS, finish, python, step_until
+
+if TYPE_CHECKING:
+    from pipeline.cluster.spec import Executor
+
+PRINTS_ARGUMENTS = "import json, sys; print(json.dumps(sys.argv[1:]))"
+HOSTILE = {
+    "spaces": "  two words  ",
+    "quotes": """it's "so" `called`""",
+    "newlines": "first\nsecond\r\n",
+    "variables": "$HOME ${PATH} $(id) %A_%a",
+    "pattern": "* ? [a-z] ~ {1..3} !",
+    "backslashes": "\\n \\\\ \\",
+    "control": "; exit 1 # & | > /dev/null <",
+    "unicode": "Å → 蛋白质 🧬",
+    "bytes that are no text": "\udcff\udcfe",
+    "empty": "",
+    "dashes": "--help",
+    "a placeholder inside": "run {task} of {tasks}",
+}
+
+
+class TestExecutor:
+    """Inherits nothing and mocks nothing: every task is a real process."""
+
+    def test_task_that_ends_well_is_completed(self, executor: Executor, tmp_path: Path) -> None:
+        before = time.time()
+        (task,) = finish(executor, executor.submit(python(tmp_path, "pass")))
+        assert (task.task, task.state, task.exit_code, task.signal) == (0, TaskState.COMPLETED, 0, None)
+        assert task.state.ok
+        assert task.started is not None
+        assert task.ended is not None
+        assert before - 1 <= task.started <= task.ended <= time.time() + 1
+
+    def test_exit_code_is_told_as_such(self, executor: Executor, tmp_path: Path) -> None:
+        (task,) = finish(executor, executor.submit(python(tmp_path, "raise SystemExit(3)")))
+        assert (task.state, task.exit_code, task.signal) == (TaskState.FAILED, 3, None)
+        assert "3" in task.reason
+
+    def test_signal_is_not_an_exit_code(self, executor: Executor, tmp_path: Path) -> None:
+        body = "import os, signal; os.kill(os.getpid(), signal.SIGUSR1)"
+        (task,) = finish(executor, executor.submit(python(tmp_path, body)))
+        assert (task.state, task.exit_code, task.signal) == (TaskState.FAILED, None, signal.SIGUSR1)
+
+    def test_program_that_is_not_there_is_a_failed_task(self, executor: Executor, tmp_path: Path) -> None:
+        spec = JobSpec("test", ("/no/such/program",), tasks=2, log_dir=str(tmp_path))
+        tasks = finish(executor, executor.submit(spec))
+        assert [task.state for task in tasks] == [TaskState.FAILED] * 2
+        assert all(task.reason for task in tasks)
+
+    def test_every_task_has_its_number_and_its_logs(self, executor: Executor, tmp_path: Path) -> None:
+        body = "import sys; print('out', sys.argv[1]); print('err', sys.argv[1], file=sys.stderr)"
+        logs = tmp_path / "not made" / "yet"
+        tasks = finish(executor, executor.submit(python(logs, body, tasks=5)))
+        assert [task.task for task in tasks] == [0, 1, 2, 3, 4]
+        assert [Path(task.stdout).read_text() for task in tasks] == [f"out {number}\n" for number in range(5)]
+        assert [Path(task.stderr).read_text() for task in tasks] == [f"err {number}\n" for number in range(5)]
+
+    @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
+    def test_arguments_arrive_as_they_are(self, executor: Executor, tmp_path: Path, text: str) -> None:
+        (task,) = finish(executor, executor.submit(python(tmp_path, PRINTS_ARGUMENTS, text)))
+        assert json.loads(Path(task.stdout).read_text()) == [text, "0"], Path(task.stderr).read_text()
+
+    @pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE.keys())
+    def test_logs_go_to_a_folder_of_any_name(self, executor: Executor, tmp_path: Path, name: str) -> None:
+        (task,) = finish(executor, executor.submit(python(tmp_path / name.replace("/", "∕"), "print('here')")))
+        assert Path(task.stdout).read_text() == "here\n"
+
+    def test_environment_is_added_to(self, executor: Executor, tmp_path: Path) -> None:
+        body = "import os; print(os.environ['ADDED'], 'PATH' in os.environ)"
+        (task,) = finish(executor, executor.submit(python(tmp_path, body, env={"ADDED": "a b"})))
+        assert Path(task.stdout).read_text() == "a b True\n"
+
+    def test_stdin_is_empty(self, executor: Executor, tmp_path: Path) -> None:
+        (task,) = finish(executor, executor.submit(python(tmp_path, "import sys; print(repr(sys.stdin.read()))")))
+        assert Path(task.stdout).read_text() == "''\n"
+
+    def test_job_starts_when_all_of_those_before_it_have_completed(self, executor: Executor, tmp_path: Path) -> None:
+        writes = "import pathlib, sys; pathlib.Path(sys.argv[1], sys.argv[2]).touch()"
+        lists = "import os, sys; print(sorted(name for name in os.listdir(sys.argv[1]) if '.' not in name))"
+        first = executor.submit(python(tmp_path, writes, str(tmp_path), tasks=6))
+        second = executor.submit(python(tmp_path, lists, str(tmp_path), tasks=2, after=(first,)))
+        assert {task.state for task in executor.status([second])} == {TaskState.PENDING}
+        for task in finish(executor, first, second)[6:]:
+            assert Path(task.stdout).read_text() == "['0', '1', '2', '3', '4', '5']\n"
+
+    def test_failed_job_takes_all_that_wait_for_it_along(self, executor: Executor, tmp_path: Path) -> None:
+        first = executor.submit(python(tmp_path, "import sys; sys.exit(sys.argv[1] == '1')", tasks=2))
+        second = executor.submit(python(tmp_path, "pass", tasks=2, after=(first,)))
+        third = executor.submit(python(tmp_path, "pass", after=(second,)))
+        tasks = finish(executor, second, third)
+        assert [task.state for task in tasks] == [TaskState.CANCELLED] * 3
+        assert all(task.reason.startswith("dependency never satisfied") for task in tasks)
+        assert [task.started for task in tasks] == [None] * 3
+
+    def test_no_more_tasks_than_allowed_run_at_once(self, executor: Executor, tmp_path: Path) -> None:
+        tasks = finish(executor, executor.submit(in_pairs(tmp_path, tasks=6, max_parallel=2)))
+        assert [task.state for task in tasks] == [TaskState.COMPLETED] * 6
+        assert most_at_once(tmp_path, 6) == 2
+
+    def test_task_over_its_memory_limit_is_killed_and_says_so(self, executor: Executor, tmp_path: Path) -> None:
+        if executor.caveats:
+            pytest.skip(executor.caveats[0])
+        greedy = executor.submit(python(tmp_path, EATS, mem_bytes=60 * MIB))
+        modest = executor.submit(python(tmp_path, "eaten = b'x' * (10 << 20)", mem_bytes=60 * MIB))
+        over, under = finish(executor, greedy, modest)
+        assert (over.state, under.state) == (TaskState.OUT_OF_MEMORY, TaskState.COMPLETED)
+        assert "60MiB" in over.reason
+        assert over.peak_rss_bytes is not None
+
+    def test_memory_limit_holds_for_the_children_of_a_task(self, executor: Executor, tmp_path: Path) -> None:
+        if executor.caveats:
+            pytest.skip(executor.caveats[0])
+        body = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {EATS!r}])"
+        (task,) = finish(executor, executor.submit(python(tmp_path, body, mem_bytes=60 * MIB)))
+        assert task.state is TaskState.OUT_OF_MEMORY
+
+    def test_task_that_runs_too_long_ends_even_if_it_ignores_sigterm(self, executor: Executor, tmp_path: Path) -> None:
+        (task,) = finish(executor, executor.submit(python(tmp_path, IGNORES_TERM, time_s=1)))
+        assert (task.state, task.signal) == (TaskState.TIMEOUT, signal.SIGKILL)
+
+    def test_cancelled_job_ends_with_all_its_tasks(self, executor: Executor, tmp_path: Path) -> None:
+        job = executor.submit(python(tmp_path, WAITS, tasks=3, max_parallel=1))
+        step_until(executor, lambda: executor.status([job])[0].state is TaskState.RUNNING)
+        executor.cancel([job])
+        tasks = finish(executor, job)
+        assert [task.state for task in tasks] == [TaskState.CANCELLED] * 3
+        assert [task.started is None for task in tasks] == [False, True, True]
+
+    def test_cancelling_changes_nothing_that_has_ended(self, executor: Executor, tmp_path: Path) -> None:
+        job = executor.submit(python(tmp_path, "pass"))
+        ended = finish(executor, job)
+        executor.cancel([job])
+        assert finish(executor, job) == ended
+
+    def test_job_that_nobody_knows_has_no_status(self, executor: Executor) -> None:
+        executor.cancel(["nobody.1"])
+        assert executor.status(["nobody.1"]) == []
+
+    def test_step_tells_every_change_once(self, executor: Executor, tmp_path: Path) -> None:
+        job = executor.submit(python(tmp_path, "pass", tasks=3))
+        seen: list[tuple[int, TaskState]] = []
+        while any(not task.state.ended for task in executor.status([job])):
+            seen += [(task.task, task.state) for task in executor.step(10)]
+        assert len(seen) == len(set(seen))
+        assert {task for task, state in seen if state.ok} == {0, 1, 2}
+        assert executor.step(0) == []
+
+    def test_step_returns_in_time(self, executor: Executor, tmp_path: Path) -> None:
+        job = executor.submit(python(tmp_path, WAITS))
+        step_until(executor, lambda: executor.status([job])[0].state is TaskState.RUNNING)
+        before = time.monotonic()
+        assert executor.step(0.1) == []
+        assert 0.1 <= time.monotonic() - before < 5
+
+    def test_ids_are_never_used_again(self, executor: Executor, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+        with EXECUTORS[request.node.callspec.params["executor"]]() as other:
+            ids = [each.submit(python(tmp_path, "pass")) for each in (executor, executor, other, other)]
+        assert len(set(ids)) == 4
+
+    @pytest.mark.parametrize(
+        ("asked", "said"),
+        [
+            ({"argv": ()}, "no command"),
+            ({"argv": ("a\0b",)}, "cannot be passed"),
+            ({"argv": ("\ud800",)}, "cannot be passed"),
+            ({"env": {"A=B": "c"}}, "cannot name"),
+            ({"tasks": 0}, "0 tasks"),
+            ({"cpus": 0}, "0 cpus"),
+            ({"time_s": 0}, "time_s=0"),
+            ({"cpus": 100_000}, "100000 cores"),
+            ({"gpus": 1_000}, "1000 GPUs"),
+            ({"mem_bytes": 2 << 40}, "2097152MiB"),
+            ({"after": ("nobody.1",)}, "nobody.1"),
+        ],
+        ids=lambda value: str(value)[:30] if isinstance(value, dict) else "",
+    )
+    def test_impossible_job_is_refused(self, executor: Executor, tmp_path: Path, asked: dict, said: str) -> None:
+        possible = {"name": "scan", "argv": ("true",), "tasks": 1, "log_dir": str(tmp_path)}
+        with pytest.raises(SubmissionRefused, match=said) as refused:
+            executor.submit(JobSpec(**{**possible, **asked}))
+        assert "scan" in str(refused.value)
+        assert refused.value.remedy.startswith("pipeline submit --stage scan")
+
+    def test_two_hundred_small_tasks_take_no_time(self, executor: Executor, tmp_path: Path) -> None:
+        spec = JobSpec("test", ("true", TASK), tasks=200, log_dir=str(tmp_path))
+        before = time.monotonic()
+        tasks = finish(executor, executor.submit(spec))
+        assert {task.state for task in tasks} == {TaskState.COMPLETED}
+        assert time.monotonic() - before < 10
+
+
+def in_pairs(folder: Path, tasks: int, **more: object) -> JobSpec:
+    """Return a job whose tasks end only when their neighbour runs, too, and write down from when to when they ran."""
+    body = f"""{AWAIT}
+import sys
+started, folder, number = time.monotonic_ns(), pathlib.Path(sys.argv[1]), int(sys.argv[2])
+(folder / f"{{number}}.started").touch()
+await_file(folder / f"{{number ^ 1}}.started")
+(folder / f"{{number}}.interval").write_text(f"{{started}} {{time.monotonic_ns()}}")
+"""
+    return python(folder, body, str(folder), tasks=tasks, **more)
+
+
+def most_at_once(folder: Path, tasks: int) -> int:
+    """Return how many tasks of `in_pairs` ran at the same time."""
+    intervals = [tuple(map(int, (folder / f"{number}.interval").read_text().split())) for number in range(tasks)]
+    return max(sum(start <= moment <= end for start, end in intervals) for moment, _ in intervals)

@@ -1,0 +1,321 @@
+"""What only the local executor can show: processes, slots, signals, and what becomes of them when it dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pipeline.cluster import child, processes
+from pipeline.cluster.local import LocalExecutor, signals_held
+from pipeline.cluster.machine import Machine
+from pipeline.cluster.spec import TASK, JobSpec, TaskState
+from tests.cluster.conftest import SMALL
+from tests.cluster.programs import (
+    AWAIT,
+    EATS,
+    IGNORES_TERM,
+    MIB,
+    WAITS,
+    as_daemon,
+    await_true,
+    finish,
+    is_running,
+    is_there,
+    python,
+    step_until,
+    written_pid,
+)
+from tests.cluster.test_contract import in_pairs, most_at_once
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+needs_proc = pytest.mark.skipif(not processes.HAS_PROC, reason="this system has no /proc")
+WRITES_PID = "import os, pathlib, sys; pathlib.Path(sys.argv[1]).write_text(str(os.getpid()));"
+
+
+def pid_of(executor: LocalExecutor, job: str) -> int:
+    """Return the first process of a job's only task, once it runs."""
+    step_until(executor, lambda: executor.status([job])[0].state is TaskState.RUNNING)
+    (pid,) = (child.pid for task, child in executor._running if task.job.id == job)
+    return pid
+
+
+class TestSlots:
+    @pytest.mark.parametrize("asked", [{"cpus": 2}, {"gpus": 1}, {"mem_bytes": 400 * MIB}], ids=str)
+    def test_are_filled_and_never_exceeded(self, local: LocalExecutor, tmp_path: Path, asked: dict[str, int]) -> None:
+        tasks = finish(local, local.submit(in_pairs(tmp_path, tasks=6, **asked)))
+        assert [task.state for task in tasks] == [TaskState.COMPLETED] * 6
+        assert most_at_once(tmp_path, 6) == 2
+
+    def test_are_free_again_whatever_became_of_the_task(self, local: LocalExecutor, tmp_path: Path) -> None:
+        whole = {"cpus": 4, "gpus": 2, "mem_bytes": SMALL.mem_bytes}
+        jobs = [
+            local.submit(python(tmp_path, "pass", **whole)),
+            local.submit(JobSpec("test", ("/no/such/program",), tasks=1, log_dir=str(tmp_path), **whole)),
+            local.submit(python(tmp_path, "raise SystemExit(1)", **whole)),
+            local.submit(python(tmp_path, "pass", **whole)),
+        ]
+        assert [task.state.ok for task in finish(local, *jobs)] == [True, False, False, True]
+
+    def test_job_that_does_not_fit_lets_others_pass(self, local: LocalExecutor, tmp_path: Path) -> None:
+        local.submit(python(tmp_path, WAITS, cpus=3))
+        wide = local.submit(python(tmp_path, "pass", cpus=2))
+        (narrow,) = finish(local, local.submit(python(tmp_path, "pass")))
+        assert narrow.state is TaskState.COMPLETED
+        assert local.status([wide])[0].state is TaskState.PENDING
+
+    def test_tasks_without_a_memory_request_count_nothing(self, local: LocalExecutor, tmp_path: Path) -> None:
+        local.submit(python(tmp_path, WAITS, mem_bytes=SMALL.mem_bytes))
+        (task,) = finish(local, local.submit(python(tmp_path, "pass")))
+        assert task.state is TaskState.COMPLETED
+
+
+class TestEnvironment:
+    SHOWS = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'] or 'none', os.environ['OMP_NUM_THREADS'])"
+
+    def test_tasks_at_the_same_time_see_different_gpus(self, local: LocalExecutor, tmp_path: Path) -> None:
+        spec = in_pairs(tmp_path, tasks=2, gpus=1)
+        program = f"{self.SHOWS}\n{spec.argv[3]}"
+        tasks = finish(local, local.submit(python(tmp_path, program, str(tmp_path), tasks=2, gpus=1)))
+        assert sorted(Path(task.stdout).read_text() for task in tasks) == ["0 1\n", "1 1\n"]
+
+    def test_task_without_gpus_sees_none_and_threads_follow_the_cores(
+        self, local: LocalExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+        monkeypatch.setenv("OMP_NUM_THREADS", "64")
+        (task,) = finish(local, local.submit(python(tmp_path, self.SHOWS, cpus=3)))
+        assert Path(task.stdout).read_text() == "none 3\n"
+
+    def test_task_with_two_gpus_sees_both(self, local: LocalExecutor, tmp_path: Path) -> None:
+        (task,) = finish(local, local.submit(python(tmp_path, self.SHOWS, gpus=2)))
+        assert Path(task.stdout).read_text() == "0,1 1\n"
+
+
+HIDES = {
+    "a daemon": as_daemon(EATS),
+    "a child with a clean environment in a session of its own": (
+        f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {EATS!r}], env={{}}, start_new_session=True)"
+    ),
+    "an orphan with a clean environment": (
+        f"import os, sys\nif os.fork() == 0:\n    if os.fork() == 0:\n"
+        f"        os.execve(sys.executable, [sys.executable, '-c', {EATS!r}], {{}})\n    os._exit(0)\nos.wait()"
+    ),
+}
+
+
+@needs_proc
+class TestMemory:
+    LIMIT = 90 * MIB
+
+    @pytest.mark.parametrize("hides", HIDES.values(), ids=HIDES.keys())
+    def test_of_any_descendant_counts(self, local: LocalExecutor, tmp_path: Path, hides: str) -> None:
+        (task,) = finish(local, local.submit(python(tmp_path, f"{hides}\n{WAITS}", mem_bytes=self.LIMIT)))
+        assert (task.state, task.signal) == (TaskState.OUT_OF_MEMORY, signal.SIGKILL), Path(task.stderr).read_text()
+        assert "90MiB" in task.reason
+
+    def test_that_forked_workers_share_counts_once(self, local: LocalExecutor, tmp_path: Path) -> None:
+        body = f"""{AWAIT}
+import os, sys
+shared = bytearray(os.urandom(1)) * (60 << 20)
+for worker in range(4):
+    if os.fork() == 0:
+        await_file(sys.argv[1])
+        os._exit(0)
+await_file(sys.argv[1])
+for worker in range(4):
+    os.wait()
+"""
+        job = local.submit(python(tmp_path, body, str(tmp_path / "go"), mem_bytes=self.LIMIT))
+        step_until(local, lambda: bool(local._running))
+        running = local._running[0][1]
+        step_until(local, lambda: len(local._table.of(running.mark)) == 5 and running.peak_bytes > 60 * MIB)
+        for _ in range(5):
+            running._measure_at = 0.0
+            local.step(0.06)
+        (tmp_path / "go").touch()
+        (ended,) = finish(local, job)
+        assert ended.state is TaskState.COMPLETED, ended.reason
+        assert 60 * MIB < ended.peak_rss_bytes < self.LIMIT
+
+    def test_of_mapped_files_does_not_count(self, local: LocalExecutor, tmp_path: Path) -> None:
+        (tmp_path / "large").write_bytes(bytes(120 * MIB))
+        body = f"""{AWAIT}
+import mmap, sys
+file = open(sys.argv[1], 'rb')
+mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+total = sum(mapped[::4096])
+print('read', flush=True)
+await_file(sys.argv[2])
+"""
+        job = local.submit(python(tmp_path, body, str(tmp_path / "large"), str(tmp_path / "go"), mem_bytes=self.LIMIT))
+        out = Path(local.status([job])[0].stdout)
+        step_until(local, lambda: out.exists() and out.read_text() == "read\n")
+        local._look_at = 0.0
+        local.step(0.1)
+        (tmp_path / "go").touch()
+        assert finish(local, job)[0].state is TaskState.COMPLETED
+
+    @pytest.mark.parametrize("body", ["os.kill(os.getpid(), 9)", "sys.exit(137)"])
+    def test_kill_of_the_kernel_is_told_from_others(
+        self, local: LocalExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str
+    ) -> None:
+        spec = python(tmp_path, f"import os, sys; {body}")
+        (task,) = finish(local, local.submit(spec))
+        assert (task.state, task.reason[:18]) == (TaskState.FAILED, "killed by signal 9")
+        kills = iter([3, 4])
+        monkeypatch.setattr(child, "count_oom_kills", lambda: next(kills))
+        (task,) = finish(local, local.submit(spec))
+        assert task.state is TaskState.OUT_OF_MEMORY
+
+
+class TestEnding:
+    def test_has_a_grace(self, local: LocalExecutor, tmp_path: Path) -> None:
+        body = """
+import pathlib, signal, sys
+def end(*_):
+    print('in order', flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+print('ready', flush=True)
+signal.pause()
+"""
+        job = local.submit(python(tmp_path, body))
+        out = Path(local.status([job])[0].stdout)
+        step_until(local, lambda: out.exists() and out.read_text() == "ready\n")
+        local.cancel([job])
+        (task,) = finish(local, job)
+        assert (task.state, task.exit_code) == (TaskState.CANCELLED, 0)
+        assert out.read_text() == "ready\nin order\n"
+
+    @needs_proc
+    def test_of_the_first_process_ends_the_daemons_it_left(self, local: LocalExecutor, tmp_path: Path) -> None:
+        pid_file = tmp_path / "pid"
+        body = f"{AWAIT}\n{as_daemon(WRITES_PID + IGNORES_TERM)}\nimport sys; await_file(sys.argv[1])"
+        (task,) = finish(local, local.submit(python(tmp_path, body, str(pid_file))))
+        assert task.state is TaskState.COMPLETED
+        await_true(lambda: written_pid(pid_file) == 0 or not is_running(written_pid(pid_file)))
+
+    def test_whose_status_somebody_else_took_is_unknown(self, local: LocalExecutor, tmp_path: Path) -> None:
+        job = local.submit(python(tmp_path, "pass"))
+        os.waitpid(pid_of(local, job), 0)
+        local.step(1)
+        (task,) = local.status([job])
+        assert (task.state, task.exit_code) == (TaskState.UNKNOWN, None)
+
+
+class TestSignals:
+    def test_ctrl_c_in_a_step_leaves_everything_in_order(self, local: LocalExecutor, tmp_path: Path) -> None:
+        interrupts = "import os, signal; os.kill(os.getppid(), signal.SIGINT)"
+        jobs = [local.submit(python(tmp_path, interrupts)), local.submit(python(tmp_path, "pass", tasks=5))]
+        with pytest.raises(KeyboardInterrupt):
+            finish(local, *jobs)
+        assert [task.state for task in finish(local, *jobs)] == [TaskState.COMPLETED] * 6
+
+    def test_are_held_back_and_then_delivered(self) -> None:
+        done = []
+
+        def work_through_a_signal() -> None:
+            with signals_held():
+                signal.raise_signal(signal.SIGINT)
+                done.append("after the signal")
+
+        with pytest.raises(KeyboardInterrupt):
+            work_through_a_signal()
+        assert done == ["after the signal"]
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    def test_ctrl_c_in_the_terminal_does_not_reach_the_tasks(self, local: LocalExecutor, tmp_path: Path) -> None:
+        pid = pid_of(local, local.submit(python(tmp_path, WAITS)))
+        assert os.getsid(pid) == os.getpgid(pid) == pid != os.getsid(0)
+
+
+class TestClosing:
+    def test_leaves_neither_processes_nor_zombies(self, tmp_path: Path) -> None:
+        with LocalExecutor(SMALL, grace_s=0.1) as executor:
+            waits = executor.submit(python(tmp_path, WAITS))
+            stubborn = executor.submit(python(tmp_path, IGNORES_TERM))
+            later = executor.submit(python(tmp_path, "pass", after=(waits,)))
+            pids = [pid_of(executor, waits), pid_of(executor, stubborn), executor._guard._process.pid]
+        assert not any(map(is_there, pids))
+        assert {task.state for task in executor.status([waits, stubborn, later])} == {TaskState.CANCELLED}
+
+    def test_a_second_ctrl_c_takes_the_grace_away(self, tmp_path: Path) -> None:
+        executor = LocalExecutor(SMALL, grace_s=3600)
+        body = """
+import os, signal
+signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getppid(), signal.SIGINT))
+print('ready', flush=True)
+while True:
+    signal.pause()
+"""
+        job = executor.submit(python(tmp_path, body))
+        pid = pid_of(executor, job)
+        out = Path(executor.status([job])[0].stdout)
+        step_until(executor, lambda: out.read_text() == "ready\n")
+        with pytest.raises(KeyboardInterrupt):
+            executor.close()
+        assert not is_there(pid)
+        assert executor.status([job])[0].signal == signal.SIGKILL
+
+    def test_twice_is_as_good_as_once(self, local: LocalExecutor, tmp_path: Path) -> None:
+        local.submit(python(tmp_path, WAITS))
+        local.close()
+        local.close()
+
+
+FOLLOWER = """
+import sys
+from pathlib import Path
+from pipeline.cluster.local import LocalExecutor
+from pipeline.cluster.spec import JobSpec
+program, pid_file = sys.argv[1:]
+executor = LocalExecutor(grace_s=0.3)
+executor.submit(JobSpec("test", (sys.executable, "-c", program, pid_file), 1, str(Path(pid_file).parent)))
+while True:
+    executor.step(1)
+"""
+
+
+@needs_proc
+@pytest.mark.fault
+class TestDeathOfTheExecutor:
+    @pytest.fixture
+    def follower(self, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+        """A process with a task that ignores SIGTERM and has such a daemon; both write down their numbers."""
+        program = f"{as_daemon(WRITES_PID + IGNORES_TERM)}\nsys.argv[1] += '.first'\n{WRITES_PID}{IGNORES_TERM}"
+        program = f"import sys\n{program}"
+        arguments = [sys.executable, "-c", FOLLOWER, program, str(tmp_path / "pid")]
+        with subprocess.Popen(arguments, cwd=Path(__file__).parents[2], stderr=subprocess.DEVNULL) as process:
+            yield process
+            process.kill()
+
+    @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+    def test_leaves_no_process(self, follower: subprocess.Popen[bytes], tmp_path: Path, number: int) -> None:
+        files = [tmp_path / "pid", tmp_path / "pid.first"]
+        await_true(lambda: all(map(written_pid, files)))
+        pids = [written_pid(path) for path in files]
+        assert all(map(is_running, pids))
+        follower.send_signal(number)
+        follower.wait()
+        await_true(lambda: not any(map(is_running, pids)))
+
+
+def test_ten_thousand_tasks_are_told_of_quickly(local: LocalExecutor, tmp_path: Path) -> None:
+    job = local.submit(JobSpec("test", ("true", TASK), tasks=10_000, log_dir=str(tmp_path)))
+    assert len(local.status([job])) == 10_000
+    local.cancel([job])
+    assert len(local.step(0)) == 10_000
+
+
+def test_machine_is_lent_as_told() -> None:
+    lent = Machine.detect(cpus=3, gpus=2, mem_bytes=5)
+    assert (lent.cpus, len(lent.gpus), lent.mem_bytes) == (3, 2, 5)
+    assert LocalExecutor(lent).cpus == 3

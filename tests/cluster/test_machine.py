@@ -1,0 +1,97 @@
+"""What is found on machines of several kinds."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pipeline.cluster.machine import Machine, count_oom_kills, find_gpus, find_mem_bytes
+
+GIB = 1 << 30
+UNLIMITED_V1 = str(0x7FFFFFFFFFFFF000)
+
+
+def write(root: Path, files: dict[str, str]) -> tuple[Path, Path]:
+    """Write a /proc with 8 GiB available, and control groups."""
+    for name, text in {"proc/meminfo": "MemTotal: 99 kB\nMemAvailable: 8388608 kB\n", **files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root / "proc", root / "cgroup"
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 8 * GIB),
+        ({"proc/self/cgroup": "0::/a/b\n", "cgroup/a/b/memory.max": f"{2 * GIB}\n"}, 2 * GIB),
+        ({"proc/self/cgroup": "0::/a/b\n", "cgroup/a/b/memory.max": "max\n", "cgroup/a/memory.max": f"{GIB}"}, GIB),
+        ({"proc/self/cgroup": "0::/a\n", "cgroup/a/memory.max": f"{64 * GIB}\n"}, 8 * GIB),
+        ({"proc/self/cgroup": "4:memory:/a\n0::/\n", "cgroup/memory/a/memory.limit_in_bytes": f"{GIB}"}, GIB),
+        ({"proc/self/cgroup": "4:memory:/a\n", "cgroup/memory/a/memory.limit_in_bytes": UNLIMITED_V1}, 8 * GIB),
+        ({"proc/self/cgroup": "4:memory:/not/here\n", "cgroup/memory/memory.limit_in_bytes": f"{GIB}"}, GIB),
+    ],
+    ids=["no cgroup", "v2", "v2, above", "v2, larger", "v1", "v1, unlimited", "v1, namespaced"],
+)
+def test_memory_is_what_is_free_or_what_the_cgroup_allows(tmp_path: Path, files: dict[str, str], expected: int) -> None:
+    assert find_mem_bytes(*write(tmp_path, files)) == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 0),
+        ({"proc/vmstat": "nr_free_pages 7\noom_kill 5\n"}, 5),
+        (
+            {
+                "proc/vmstat": "oom_kill 5\n",
+                "proc/self/cgroup": "0::/a\n",
+                "cgroup/a/memory.events": "oom 9\noom_kill 2\noom_group_kill 0\n",
+            },
+            2,
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:memory:/a\n0::/\n",
+                "cgroup/memory/a/memory.oom_control": "under_oom 0\noom_kill 1\n",
+            },
+            1,
+        ),
+    ],
+    ids=["nothing tells", "machine", "v2", "v1"],
+)
+def test_oom_kills_are_those_of_the_cgroup_where_it_tells(tmp_path: Path, files: dict[str, str], expected: int) -> None:
+    assert count_oom_kills(*write(tmp_path, files)) == expected
+
+
+def test_gpus_are_the_device_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name in ("nvidia0", "nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert find_gpus(tmp_path) == ("0", "2", "10")
+
+
+def test_gpus_are_those_that_were_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, MIG-5a")
+    assert find_gpus(tmp_path) == ("3", "MIG-5a")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert find_gpus(tmp_path) == ()
+
+
+def test_driver_is_asked_where_no_device_file_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_gpus(tmp_path) == ()
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'GPU 0: some card'\necho 'GPU 1: some card'\n")
+    tool.chmod(0o755)
+    assert find_gpus(tmp_path) == ("0", "1")
+
+
+def test_this_machine_has_something_to_lend() -> None:
+    machine = Machine.detect()
+    assert 1 <= machine.cpus <= (os.cpu_count() or 1)
+    assert machine.mem_bytes > 64 << 20
