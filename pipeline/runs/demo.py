@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import TYPE_CHECKING
 
 from pipeline.errors import ConfigError
@@ -11,6 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 COMPLEXES = 24
+ACTIVATE = "\n  source {}/bin/activate"
 CONFIG = """\
 # A small project of made complexes. Every other command works here as it does on real data:
 #   pipeline config show      every value and where it comes from
@@ -47,8 +50,9 @@ def make_project(folder: Path) -> Path:
 
 def what_to_look_at(folder: Path) -> str:
     """Return the commands to try next."""
+    activate = "" if "VIRTUAL_ENV" in os.environ or sys.prefix == sys.base_prefix else ACTIVATE.format(sys.prefix)
     return f"""
-Look around:
+Look around:{activate}
   cd {folder}
   less data/manifest.csv                 24 complexes with shared antigens, and one broken file
   pipeline status                        what was accepted, and why one was not
