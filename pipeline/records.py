@@ -22,6 +22,7 @@ class Reason(str, Enum):
     TRUNCATED_FILE = "truncated_file"
     FILE_TOO_LARGE = "file_too_large"
     UNKNOWN_FORMAT = "unknown_format"
+    NEEDS_EXTRA = "needs_extra"
     PARSE_ERROR = "parse_error"
     NO_ATOMS = "no_atoms"
     MISSING_MODEL = "missing_model"
@@ -36,6 +37,7 @@ class Reason(str, Enum):
     SEQUENCE_MISMATCH = "sequence_mismatch"
     TOO_MANY_RESIDUES = "too_many_residues"
     BAD_SEQUENCE = "bad_sequence"
+    SCAN_FAILED = "scan_failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,7 @@ class Part:
     path: str
     chains: tuple[str, ...] = ()
     model: int | None = None
+    optional: tuple[str, ...] = ()  # those of the chains that may be absent
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,9 @@ class Item:
 
 def _parts(data: Iterable[Mapping[str, Any]]) -> tuple[Part, ...]:
     """Read parts from plain JSON data."""
-    return tuple(Part(Role(one["role"]), one["path"], tuple(one["chains"]), one["model"]) for one in data)
+    return tuple(
+        Part(Role(one["role"]), one["path"], tuple(one["chains"]), one["model"], tuple(one["optional"])) for one in data
+    )
 
 
 class EventKind(str, Enum):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -31,9 +32,13 @@ class Command:
         """Type one command."""
         self._monkeypatch.setattr(sys, "argv", ["pipeline", *words])
         code = 0
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGPIPE, signal.SIGTERM, signal.SIGHUP)}
         try:
             main()
         except SystemExit as end:
             code = int(end.code or 0)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
         captured = self._capsys.readouterr()
         return Outcome(code, captured.out, captured.err)

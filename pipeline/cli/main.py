@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
+import signal
 import sys
+import traceback
 from typing import Annotated
 
 import typer
@@ -15,6 +16,7 @@ from pipeline.errors import PipelineError
 
 EPILOG = "Exit codes: 0 ok, 1 a bug, 2 configuration, 3 data, 4 damage, 5 infeasible, 6 refused, 7 a job failed."
 INTERRUPTED = 130
+READING = ("status", "cache", "config", "doctor")
 
 app = typer.Typer(
     name="pipeline",
@@ -53,19 +55,18 @@ def options(
 
 def main() -> None:
     """Run a command line and leave with its exit code."""
+    if sys.argv[1:2] and sys.argv[1] in READING and hasattr(signal, "SIGPIPE"):  # `… | head` is no failure
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         app()
     except PipelineError as error:
         if "--debug" in sys.argv:
-            raise
+            traceback.print_exc()
         typer.echo(f"error: {error}", err=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         sys.exit(INTERRUPTED)
-    except BrokenPipeError:  # the reader of a pipe had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import signal
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +14,7 @@ import typer
 from pipeline.cli.options import ConfigFile, Json, Run, Sets, load_config, print_json
 
 if TYPE_CHECKING:
+    from pipeline.cluster.spec import JobSpec
     from pipeline.config.schema import Config
     from pipeline.runs.folder import RunFolder
     from pipeline.runs.status import RunStatus
@@ -50,13 +54,13 @@ def submit(
     if dry_run:
         _show_plan(chosen, stages)
         return
-    if follow:
-        _follow(new_run(chosen, stages), chosen, stages)
-        return
     _check_first(chosen, stages[0])
     folder = new_run(chosen, stages)
+    if follow:
+        _follow(folder, chosen, stages)
+        return
     start_supervisor(folder)
-    typer.echo(f"run {folder.name} started\n  watch it: pipeline status {folder.name}")
+    typer.echo(f"run {folder.name} started\n  watch it: pipeline status {shlex.quote(os.path.relpath(folder.path))}")
 
 
 def _plans(config: Config, stages: list[str]) -> list[Plan]:
@@ -75,21 +79,31 @@ def _show_plan(config: Config, stages: list[str]) -> None:
     from pipeline.report import tables
 
     plans = _plans(config, stages)
+    for one in plans:
+        if one.job is not None:
+            _refuse(config, one.job)
     tables.show(tables.plan_table([(one.stage.name, one.counts(), one.job) for one in plans]))
 
 
 def _check_first(config: Config, stage: str) -> None:
-    """Say what the first stage will find, and refuse here what would be refused once nobody is looking."""
+    """Refuse here what would be refused once nobody is looking: an unusable source, cache or request."""
+    from pipeline.runs import todo, workflow
+    from pipeline.runs.project import Project
+    from pipeline.runs.submit import job_spec
+
+    project = Project.open(config)
+    next(todo.list_items(project), None)
+    _refuse(config, job_spec(project, workflow.stage(stage), 1, folder=None))
+
+
+def _refuse(config: Config, job: JobSpec) -> None:
+    """Raise SubmissionRefused for a job that the executor could not run."""
     from pipeline.cluster.local import refuse_too_large
     from pipeline.cluster.spec import refuse_impossible
-    from pipeline.report import tables
     from pipeline.runs.supervisor import local_machine
 
-    (first,) = _plans(config, [stage])
-    if first.job is not None:
-        refuse_impossible(first.job)
-        refuse_too_large(first.job, local_machine(config.cluster.slots))
-    tables.show(tables.stage_line(stage, first.counts()), to_stderr=True)
+    refuse_impossible(job)
+    refuse_too_large(job, local_machine(config.cluster.slots))
 
 
 def _follow(folder: RunFolder, config: Config, stages: list[str]) -> None:
@@ -97,11 +111,10 @@ def _follow(folder: RunFolder, config: Config, stages: list[str]) -> None:
     from pipeline.cluster.local import LocalExecutor
     from pipeline.report import tables
     from pipeline.report.live import Live
-    from pipeline.runs.supervisor import Supervisor, local_machine
+    from pipeline.runs.supervisor import Supervisor, local_machine, stop
 
     announced: set[str] = set()
     with Live() as live, LocalExecutor(local_machine(config.cluster.slots)) as executor:
-
         for caveat in executor.caveats:
             typer.echo(f"note: {caveat}", err=True)
 
@@ -113,6 +126,8 @@ def _follow(folder: RunFolder, config: Config, stages: list[str]) -> None:
                 live.show(stage)
 
         supervisor = Supervisor(folder, executor, watch)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, stop)
         try:
             supervisor.run(stages)
         except KeyboardInterrupt:
@@ -128,11 +143,12 @@ def status(run: Run = None, config: ConfigFile = None, sets: Sets = None, as_jso
     import socket
 
     from pipeline.report import tables
-    from pipeline.runs.folder import find
+    from pipeline.runs.folder import by_path, find
     from pipeline.runs.status import status_of
 
-    runs = Path(run).parent if run and Path(run).is_dir() else load_config(config, sets).config.cluster.runs
-    found = status_of(find(runs, run), socket.gethostname())
+    folder = by_path(run) if run else None
+    folder = folder or find(load_config(config, sets).config.cluster.runs, run)
+    found = status_of(folder, socket.gethostname())
     if as_json:
         print_json(found.to_json())
     else:

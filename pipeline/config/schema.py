@@ -99,7 +99,7 @@ class Structures(Section):
     )
     max_residues: int = Field(default=10_000, ge=1, description="A complex with more residues is rejected.")
     max_file_bytes: Size = Field(
-        default=512 << 20, description="A file larger than this, after decompression, is rejected."
+        default=64 << 20, description="A file larger than this, after decompression, is rejected."
     )
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 KILO = 1024
 MINUTE, HOUR = 60, 3600
-PLANNED = ("items", "refused", "cached", "missing", "tasks")
+PLANNED = ("items", "refused", "unusable", "cached", "missing", "tasks")
 
 
 def show(*parts: RenderableType, to_stderr: bool = False) -> None:
@@ -72,8 +72,9 @@ def plural(count: int, noun: str) -> str:
 def census_tables(census: Mapping[str, Any]) -> list[RenderableType]:
     """Show the numbers of a scanned data set."""
     shown: list[RenderableType] = [
-        f"{plural(census['items'], 'item')}: {census['accepted']:,} accepted, "
+        f"{plural(census['items'] + census['undone'], 'item')}: {census['accepted']:,} accepted, "
         f"{census['items'] - census['accepted']:,} rejected ({census['rejected_fraction']:.1%})"
+        + (f", {census['undone']:,} not done" if census["undone"] else "")
     ]
     if census["splits"]:
         shown.append("splits: " + ", ".join(f"{name} {count:,}" for name, count in census["splits"].items()))
@@ -129,6 +130,8 @@ def stage_line(name: str, counts: Mapping[str, int]) -> str:
     parts = [f"{counts['cached']:,} cached", f"{counts['missing']:,} to do"]
     if counts["refused"]:
         parts.append(f"{counts['refused']:,} refused by the source")
+    if counts["unusable"]:
+        parts.append(f"{counts['unusable']:,} missing or unreadable")
     tasks = f" in {plural(counts['tasks'], 'task')}" if counts["tasks"] else ""
     return f"{name}: {plural(counts['items'], 'item')}: {', '.join(parts)}{tasks}"
 
@@ -165,4 +168,5 @@ def run_report(run: Mapping[str, Any]) -> list[RenderableType]:
 
 def _failure(failure: Mapping[str, Any]) -> str:
     """Say how a task ended badly."""
-    return f"task {failure['task']}: {failure['state']}: {failure['reason']}\n  log: {failure['log']}"
+    said = f"\n  {failure['said']}" if failure["said"] else ""
+    return f"task {failure['task']}: {failure['state']}: {failure['reason']}{said}\n  log: {failure['log']}"

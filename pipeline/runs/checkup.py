@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING
 
 from pipeline.config.load import check, find_config, load
 from pipeline.errors import PipelineError
-from pipeline.records import Item, Rejection
+from pipeline.records import Inventory, Item, Rejection
 from pipeline.report.tables import size
-from pipeline.runs.project import source_spec
+from pipeline.runs.project import recipe_of, source_spec
 from pipeline.runs.supervisor import local_machine
+from pipeline.stages.scan import glance, paths
 from pipeline.store.cache import Cache
 from pipeline.structures.sources import items
 
@@ -127,12 +128,12 @@ def _data(loaded: Loaded) -> Iterator[Finding]:
     found = list(islice(items(source_spec(config)), LOOKED_AT))
     good = [one for one in found if isinstance(one, Item)]
     bad = [one for one in found if isinstance(one, Rejection)]
-    absent = [part.path for item in good for part in item.parts if not Path(part.path).is_file()]
+    absent = [path for item in good for path in paths(item) if isinstance(glance(path, recipe_of(config)), Inventory)]
     if not good:
         what = f"no usable item at {config.data.path}" + (f"; {bad[0].id}: {bad[0].detail}" if bad else "")
         yield Finding("data", Verdict.BAD, what, "pipeline config show   (see data.*)", exit_code=3)
     elif absent:
-        what = f"{len(absent)} files of the first {len(good)} items are missing, such as {absent[0]}"
+        what = f"{len(absent)} files of the first {len(good)} items are missing or unreadable, such as {absent[0]}"
         yield Finding("data", Verdict.BAD, what, "see data.path and data.structures_dir", exit_code=3)
     else:
         count = f"the first {LOOKED_AT}" if len(found) == LOOKED_AT else f"all {len(found)}"
@@ -149,7 +150,7 @@ def _cache(loaded: Loaded) -> Iterator[Finding]:
         what = f"{len(broken)} unreadable files, such as {broken[0]}; what they held is made anew"
         yield Finding("cache", Verdict.NOTE, what, "pipeline cache stat")
     else:
-        yield Finding("cache", Verdict.OK, f"{root}" if root.exists() else f"{root} (made when first used)")
+        yield Finding("cache", Verdict.OK, f"{root}" if _existing(root) == root else f"{root} (made when first used)")
     yield _writable("cache folder", root)
     yield _room(root)
 
@@ -161,7 +162,7 @@ def _runs(loaded: Loaded) -> Iterator[Finding]:
 
 def _existing(path: Path) -> Path:
     """Return a folder, or the nearest one above it that exists."""
-    return next(one for one in (path, *path.parents) if one.exists())
+    return next(one for one in (path, *path.parents) if os.path.exists(one))  # noqa: PTH110 - which never raises
 
 
 def _writable(what: str, folder: Path) -> Finding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from typing import TYPE_CHECKING
 
@@ -34,12 +35,10 @@ cluster:
 
 def make_project(folder: Path) -> Path:
     """Write the project and return its configuration file; a folder that holds anything else is left alone."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        what = "is a file" if not folder.is_dir() else "holds files already"
-        raise ConfigError(
-            f"the demo wants a new folder, this one {what}", where=str(folder), remedy="pipeline demo DIR"
-        )
     try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            what = "the demo wants a new or an empty folder"
+            raise ConfigError(what, where=str(folder), remedy="pipeline demo DIR")
         write_demo(folder / "data", COMPLEXES)
         config = folder / "pipeline.yaml"
         config.write_text(CONFIG)
@@ -53,7 +52,7 @@ def what_to_look_at(folder: Path) -> str:
     activate = "" if "VIRTUAL_ENV" in os.environ or sys.prefix == sys.base_prefix else ACTIVATE.format(sys.prefix)
     return f"""
 Look around:{activate}
-  cd {folder}
+  cd {shlex.quote(str(folder))}
   less data/manifest.csv                 24 complexes with shared antigens, and one broken file
   pipeline status                        what was accepted, and why one was not
   pipeline submit --stage scan --executor local --follow      again: everything is cached

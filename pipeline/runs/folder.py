@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
-import secrets
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, JobFailed
 
-NAME = re.compile(r"\d{8}-\d{6}-[a-z]+-[0-9a-f]{4}")
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NAME = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4}-[a-z]+")
 PRIVATE = 0o700
 
 
@@ -72,38 +77,58 @@ class RunFolder:
 
 
 def create(runs: Path, stage: str, now: datetime) -> RunFolder:
-    """Make a new run folder, private to the user."""
-    try:
+    """Make a new run folder, private to the user; names sort by time."""
+    name = f"{now:%Y%m%d-%H%M%S}-{now.microsecond // 16:04x}-{stage}"
+    with writing(runs / name):
         runs.mkdir(parents=True, exist_ok=True)
-        folder = RunFolder(runs / f"{now:%Y%m%d-%H%M%S}-{stage}-{secrets.token_hex(2)}")
+        folder = RunFolder(runs / name)
         folder.path.mkdir(mode=PRIVATE)
         folder.events.mkdir()
         folder.logs.mkdir()
-    except OSError as error:
-        what = f"cannot make a run folder: {error.strerror}"
-        remedy = "pipeline submit --stage scan --set cluster.runs=DIR"
-        raise ConfigError(what, where=str(runs), remedy=remedy) from error
     return folder
 
 
 def runs_in(runs: Path) -> list[RunFolder]:
-    """Return the runs in a folder, oldest first."""
-    if not runs.is_dir():
+    """Return the runs in a folder that this user can read, oldest first."""
+    try:
+        names = sorted(path.name for path in runs.iterdir() if NAME.fullmatch(path.name))
+    except FileNotFoundError:
         return []
-    return [RunFolder(runs / name) for name in sorted(path.name for path in runs.iterdir()) if NAME.fullmatch(name)]
+    except OSError as error:
+        raise ConfigError(f"cannot be listed: {error.strerror}", where=str(runs), remedy=f"ls -ld {runs}") from error
+    return [RunFolder(runs / name) for name in names if _is_run(runs / name)]
+
+
+def _is_run(path: Path) -> bool:
+    """Say whether a folder was made by `create` and can be read; run folders are private to who made them."""
+    return os.access(path / "stages.json", os.R_OK)
 
 
 def find(runs: Path, name: str | None) -> RunFolder:
-    """Return the run that was named, by its name, its beginning or its path; the newest when none was."""
+    """Return the run that was named by its name or its beginning; the newest when none was."""
     known = runs_in(runs)
     if name is None:
         if not known:
             raise ConfigError("there is no run yet", where=str(runs), remedy="pipeline submit --stage scan")
         return known[-1]
-    if (Path(name) / "config.json").is_file():
-        return RunFolder(Path(name).resolve())
-    matches = [folder for folder in known if folder.name.startswith(name)]
+    matches = [folder for folder in known if name and folder.name.startswith(name)]
     if len(matches) != 1:
-        what = f"{len(matches)} runs begin with {name!r}" if matches else f"no run {name!r}"
+        what = f"{len(matches)} runs begin with {name!r}" if matches else f"no run {name!r} that you can read"
         raise ConfigError(what, where=str(runs), remedy=f"ls {runs}")
     return matches[0]
+
+
+def by_path(name: str) -> RunFolder | None:
+    """Return the run whose folder this is, if it is one."""
+    path = Path(name).absolute()
+    return RunFolder(path) if _is_run(path) else None
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what a disk refuses in a run folder into an error for people."""
+    try:
+        yield
+    except OSError as error:
+        remedy = "pipeline submit --stage all --set cluster.runs=FOLDER   (one with room, that can be written)"
+        raise JobFailed(f"cannot write: {error.strerror or error}", where=str(path), remedy=remedy) from error

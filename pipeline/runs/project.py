@@ -37,8 +37,8 @@ def recipe_of(config: Config) -> Recipe:
     """Return how structures become inventories."""
     chosen = config.structures
     return Recipe(
-        reading=Reading(chosen.chain_names, chosen.assembly, seqres=chosen.sequence == "seqres"),
-        policy=Policy(chosen.altlocs, chosen.model, chosen.modified, chosen.require, chosen.incomplete),
+        reading=Reading(chosen.model, chosen.chain_names, chosen.assembly, seqres=chosen.sequence == "seqres"),
+        policy=Policy(chosen.altlocs, chosen.modified, chosen.require, chosen.incomplete),
         max_residues=chosen.max_residues,
         max_file_bytes=chosen.max_file_bytes,
     )

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from pipeline.runs.folder import RunFolder
 
 
+COUNTED = ("items", "refused", "unusable", "cached", "missing", "tasks")
+
+
 class RunState(str, Enum):
     """Where a run or a stage stands."""
 
@@ -36,6 +39,7 @@ class StageStatus:
     state: RunState = RunState.RUNNING
     items: int = 0
     refused: int = 0
+    unusable: int = 0
     cached: int = 0
     missing: int = 0
     tasks: int = 0
@@ -43,6 +47,7 @@ class StageStatus:
     rejected: dict[int, Mapping[str, int]] = field(default_factory=dict)  # task → reason → items
     ended: dict[int, str] = field(default_factory=dict)  # task → state
     failures: list[dict[str, Any]] = field(default_factory=list)
+    said: dict[int, str] = field(default_factory=dict)  # task → what it said of its own failure
     census: Mapping[str, Any] | None = None
     warnings: list[str] = field(default_factory=list)
     error: str = ""
@@ -51,7 +56,7 @@ class StageStatus:
 
     def counts(self) -> dict[str, int]:
         """Return what was found when the stage was submitted."""
-        return {name: getattr(self, name) for name in ("items", "refused", "cached", "missing", "tasks")}
+        return {name: getattr(self, name) for name in COUNTED}
 
     @property
     def items_done(self) -> int:
@@ -65,8 +70,9 @@ class StageStatus:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON data."""
+        failures = [failure | {"said": self.said.get(failure["task"], "")} for failure in self.failures]
         derived = {"state": self.state.value, "items_done": self.items_done, "reasons": dict(self.reasons)}
-        return asdict(self) | derived
+        return asdict(self) | derived | {"failures": failures}
 
 
 @dataclass(slots=True)
@@ -91,16 +97,23 @@ class RunStatus:
         elif event.kind is EventKind.RUN_ENDED:
             self.state, self.ended_at = RunState(event.data["state"]), event.at
             self.error, self.exit_code = event.data["error"], event.data["exit_code"]
+            self.settle()
         else:
             self._apply_to_stage(event)
+
+    def settle(self) -> None:
+        """Let no stage go on in a run that does not."""
+        for stage in self.stages.values():
+            if stage.state is RunState.RUNNING:
+                stage.state = self.state
 
     def _apply_to_stage(self, event: Event) -> None:
         """Take an event of a stage or of one of its tasks into account."""
         data = event.data
         stage = self.stages.setdefault(data["stage"], StageStatus(data["stage"], started_at=event.at))
         if event.kind is EventKind.STAGE_SUBMITTED:
-            stage.items, stage.refused, stage.cached = data["items"], data["refused"], data["cached"]
-            stage.missing, stage.tasks = data["missing"], data["tasks"]
+            for name in COUNTED:
+                setattr(stage, name, data.get(name, 0))
             stage.started_at = event.at
         elif event.kind is EventKind.STAGE_ENDED:
             stage.state, stage.ended_at = RunState(data["state"]), event.at
@@ -112,6 +125,8 @@ class RunStatus:
             stage.ended[data["task"]] = data["state"]
             if data["reason"]:
                 stage.failures.append(dict(data))
+        elif event.kind is EventKind.TASK_FAILED:
+            stage.said[data["task"]] = data["what"]
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON data."""
@@ -128,9 +143,10 @@ def fold(name: str, events: Iterable[Event]) -> RunStatus:
 
 def status_of(folder: RunFolder, this_host: str) -> RunStatus:
     """Return the state of a run; one that says it is running while its supervisor is gone is abandoned."""
-    status = fold(folder.name, sorted(Reader(folder).fresh(), key=lambda event: event.at))
+    status = fold(folder.name, Reader(folder).fresh())
     if status.state is RunState.RUNNING and status.host == this_host and not _alive(status.pid):
         status.state = RunState.ABANDONED
+        status.settle()
     return status
 
 

@@ -14,6 +14,7 @@ from pipeline.cluster.spec import TASK, JobSpec
 from pipeline.config.load import dump_resolved
 from pipeline.runs import folder as folders
 from pipeline.runs import todo
+from pipeline.runs.folder import writing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 WORKER = "pipeline.runs.worker"
 SUPERVISOR = "pipeline.runs.supervisor"
 TASKS_PER_CPU = 4  # enough that the last task to finish is short
-MOST_PER_TASK = 2048
+FEWEST_PER_TASK, MOST_PER_TASK = 64, 2048  # a task costs an interpreter and a published file
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,8 @@ class Plan:
         found = self.todo
         return {
             "items": found.items,
-            "refused": found.rejected_by_source,
+            "refused": found.refused,
+            "unusable": found.unusable,
             "cached": found.cached,
             "missing": found.missing,
             "tasks": len(self.shards),
@@ -56,7 +58,8 @@ def plan(project: Project, stage: Stage, cpus: int, folder: RunFolder | None) ->
     found = todo.survey(project, todo.list_items(project), folder)
     shards = todo.cut(found, items_per_task(project, stage, found.missing, cpus)) if found.missing else []
     if folder is not None:
-        folder.shards.write_text(json.dumps([asdict(shard) for shard in shards]))
+        with writing(folder.shards):
+            folder.shards.write_text(json.dumps([asdict(shard) for shard in shards]))
     job = job_spec(project, stage, len(shards), folder) if shards else None
     return Plan(stage, found, tuple(shards), job)
 
@@ -66,13 +69,13 @@ def items_per_task(project: Project, stage: Stage, missing: int, cpus: int) -> i
     asked = stage.resources(project).items_per_task
     if asked != "auto":
         return int(asked)
-    return max(1, min(MOST_PER_TASK, math.ceil(missing / (TASKS_PER_CPU * max(1, cpus)))))
+    return max(FEWEST_PER_TASK, min(MOST_PER_TASK, math.ceil(missing / (TASKS_PER_CPU * max(1, cpus)))))
 
 
 def job_spec(project: Project, stage: Stage, tasks: int, folder: RunFolder | None) -> JobSpec:
     """Return the job that does a stage's tasks; it is told (run, stage, task) and nothing else."""
     resources = stage.resources(project)
-    mem_bytes = stage.default_mem_bytes if resources.mem == "auto" else int(resources.mem)
+    mem_bytes = stage.auto_mem_bytes(project) if resources.mem == "auto" else int(resources.mem)
     if resources.mem_per_gpu is not None:
         mem_bytes = int(resources.mem_per_gpu) * resources.gpus
     run = str(folder.path) if folder else "RUN"
@@ -90,16 +93,17 @@ def job_spec(project: Project, stage: Stage, tasks: int, folder: RunFolder | Non
 
 def module_command(module: str) -> tuple[str, ...]:
     """Return the command that runs a module of this installation, whatever lies in the current folder."""
-    safe_path = ("-P",) if sys.version_info >= (3, 11) else ()
-    return (sys.executable, *safe_path, "-m", module)
+    code = f"import sys; del sys.path[0]; from {module} import main; sys.exit(main(sys.argv[1:]))"
+    return (sys.executable, "-c", code)
 
 
 def new_run(config: Config, stages: Sequence[str]) -> RunFolder:
     """Make the folder of a run and freeze in it what was asked."""
     label = stages[0] if len(stages) == 1 else "all"
-    folder = folders.create(config.cluster.runs, label, datetime.now(tz=timezone.utc).astimezone())
-    folder.config.write_text(dump_resolved(config))
-    folder.stages.write_text(json.dumps(list(stages)))
+    folder = folders.create(config.cluster.runs, label, datetime.now(tz=timezone.utc))
+    with writing(folder.path):
+        folder.config.write_text(dump_resolved(config))
+        folder.stages.write_text(json.dumps(list(stages)))
     return folder
 
 

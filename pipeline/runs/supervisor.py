@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,14 +25,18 @@ from pipeline.runs.ledger import Ledger, Reader
 from pipeline.runs.project import Project
 from pipeline.runs.status import RunState, RunStatus
 from pipeline.runs.submit import Plan, plan
+from pipeline.runs.workflow import Trouble
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from pipeline.cluster.spec import Executor, TaskStatus
     from pipeline.config.schema import Slots
     from pipeline.runs.workflow import Stage
 
 STEP_S = 0.1
 FAILURES_SHOWN = 3
+STOPPED_CODE = 130
 
 
 def local_machine(slots: Slots) -> Machine:
@@ -40,12 +45,16 @@ def local_machine(slots: Slots) -> Machine:
     return Machine.detect(**{name: value for name, value in given.items() if value != "auto"})
 
 
+class Stopped(BaseException):
+    """Somebody asked this process to end."""
+
+
 class Supervisor:
     """Drives one run; everything it knows is in the ledger."""
 
     def __init__(self, folder: RunFolder, executor: Executor, watch: Callable[[RunStatus], None]) -> None:
         self.folder, self.executor, self.watch = folder, executor, watch
-        self.project = Project.open(from_resolved(folder.config.read_text(), str(folder.config)))
+        self.config = from_resolved(folder.config.read_text(), str(folder.config))
         self.ledger, self.reader = Ledger(folder, "supervisor"), Reader(folder)
         self.status = RunStatus(folder.name)
 
@@ -53,13 +62,17 @@ class Supervisor:
         """Do the stages in order; whatever ends the run is written down before it is raised."""
         self._emit(EventKind.RUN_STARTED, stages=list(stages), host=socket.gethostname(), pid=os.getpid())
         try:
+            self.project = Project.open(self.config)
             for name in stages:
                 self._run_stage(workflow.stage(name))
         except PipelineError as error:
             self._end(RunState.FAILED, str(error), error.exit_code)
             raise
+        except (KeyboardInterrupt, Stopped):
+            self._end(RunState.STOPPED, "stopped by a signal; finished work is kept", STOPPED_CODE)
+            raise
         except BaseException as error:
-            self._end(RunState.STOPPED, f"{type(error).__name__} {error}".strip(), 1)
+            self._end(RunState.FAILED, f"a bug: {type(error).__name__}: {error}", 1)
             raise
         self._end(RunState.DONE, "", 0)
 
@@ -67,19 +80,24 @@ class Supervisor:
         """Do one stage, and judge it by what is in the store, never by what its tasks say."""
         planned = plan(self.project, stage, self.executor.cpus, self.folder)
         self._emit(EventKind.STAGE_SUBMITTED, stage=stage.name, **planned.counts())
+        self._catch_up()
         census = None
         try:
             if planned.job is not None:
                 self._follow(planned)
-            failures = self.status.stages[stage.name].failures
-            patience_s = 0.0 if failures else self.project.config.cache.visibility_s
+            patience_s = 0.0 if self.status.stages[stage.name].failures else self.config.cache.visibility_s
             census = stage.judge(self.project, self.folder, patience_s)
-            warnings = workflow.check_census(self.project, self.folder, census, _describe(failures))
+            warnings = workflow.check_census(self.project, self.folder, census, self._trouble(stage))
         except PipelineError as error:
             found = census.to_json() if census else None
             self._end_stage(stage, RunState.FAILED, found, [], str(error))
             raise
         self._end_stage(stage, RunState.DONE, census.to_json(), warnings, "")
+
+    def _trouble(self, stage: Stage) -> Trouble:
+        """Return how tasks of a stage failed."""
+        status = self.status.stages[stage.name]
+        return Trouble(_describe(status.failures, status.said), {one["state"] for one in status.failures})
 
     def _follow(self, planned: Plan) -> None:
         """Run the tasks of a stage until the last has ended, or until too much of the data is unusable."""
@@ -111,8 +129,8 @@ class Supervisor:
 
     def _too_many_rejected(self, planned: Plan) -> bool:
         """Say whether more items are already rejected than the configuration lets pass."""
-        rejected = self.status.stages[planned.stage.name].reasons.total() + planned.todo.rejected_by_source
-        return rejected > self.project.config.data.max_rejected_fraction * planned.todo.items
+        rejected = self.status.stages[planned.stage.name].reasons.total() + planned.todo.refused
+        return workflow.too_many(rejected, planned.todo.items, self.config.data.max_rejected_fraction)
 
     def _catch_up(self) -> None:
         """Take the news of the ledger into account and show them."""
@@ -121,9 +139,8 @@ class Supervisor:
         self.watch(self.status)
 
     def _emit(self, kind: EventKind, **data: Any) -> None:
-        """Write an event down and take it into account."""
+        """Write an event down."""
         self.ledger.emit(kind, **data)
-        self._catch_up()
 
     def _end_stage(
         self, stage: Stage, state: RunState, census: dict[str, Any] | None, warnings: list[str], error: str
@@ -136,18 +153,24 @@ class Supervisor:
     def _end(self, state: RunState, error: str, exit_code: int) -> None:
         """Write down how the run ended."""
         self._emit(EventKind.RUN_ENDED, state=state.value, error=error, exit_code=exit_code)
+        self._catch_up()
         self.ledger.close()
 
 
-def _describe(failures: Sequence[dict[str, Any]]) -> list[str]:
+def _describe(failures: Sequence[dict[str, Any]], said: Mapping[int, str]) -> list[str]:
     """Say which tasks failed and why, the first few in full."""
-    lines = [f"  task {one['task']}: {one['state']}: {one['reason']}\n    log: {one['log']}" for one in failures]
+    lines = []
+    for one in failures:
+        own_words = f"\n    {said[one['task']]}" if one["task"] in said else ""
+        lines.append(f"  task {one['task']}: {one['state']}: {one['reason']}{own_words}\n    log: {one['log']}")
     more = len(lines) - FAILURES_SHOWN
     return lines[:FAILURES_SHOWN] + ([f"  and {more} more tasks"] if more > 0 else [])
 
 
 def main(arguments: Sequence[str]) -> int:
     """Supervise a run in the background."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stop)
     folder = RunFolder(Path(arguments[0]))
     stages = json.loads(folder.stages.read_text())
     config = from_resolved(folder.config.read_text(), str(folder.config))
@@ -157,7 +180,14 @@ def main(arguments: Sequence[str]) -> int:
     except PipelineError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201 - the supervisor's stderr is its log
         return error.exit_code
+    except Stopped:
+        return STOPPED_CODE
     return 0
+
+
+def stop(_signal: int, _frame: FrameType | None) -> None:
+    """Turn a signal into an orderly end."""
+    raise Stopped
 
 
 if __name__ == "__main__":

@@ -6,21 +6,23 @@ import json
 from array import array
 from dataclasses import dataclass
 from itertools import islice, pairwise
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeVar
 
-from pipeline.records import Item, Rejection
+from pipeline.records import Item, Reason, Rejection
+from pipeline.runs.folder import writing
 from pipeline.stages.scan import look_up
 from pipeline.structures.sources import items as source_items
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from pathlib import Path
 
     from pipeline.runs.folder import RunFolder
     from pipeline.runs.project import Project
 
 T = TypeVar("T")
 LOOKED_UP_AT_ONCE = 1024
+AT_A_GLANCE = frozenset({Reason.MISSING_FILE, Reason.UNREADABLE_FILE, Reason.FILE_TOO_LARGE, Reason.NEEDS_EXTRA})
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,8 @@ class Todo:
     """How much of a data set the store already knows."""
 
     items: int
-    rejected_by_source: int
+    refused: int  # by the source: bad rows, bad and duplicate ids
+    unusable: int  # missing or unreadable as they stand
     cached: int
     missing: int
     offsets: array[int]  # where each missing item begins in the todo file, and the end: 8 bytes an item
@@ -51,7 +54,7 @@ def list_items(project: Project) -> Iterator[Item | Rejection]:
 def survey(project: Project, found: Iterable[Item | Rejection], folder: RunFolder | None) -> Todo:
     """Compare a data set with the store; write both lists when there is a run folder to hold them."""
     recipe, shelves = project.recipe, project.shelves
-    counts = {"items": 0, "refused": 0, "cached": 0, "missing": 0}
+    counts = {"items": 0, "refused": 0, "unusable": 0, "cached": 0, "missing": 0}
     offsets = array("Q")
     with _Lines(folder.items if folder else None) as everything, _Lines(folder.todo if folder else None) as todo:
         for chunk in chunks(found, LOOKED_UP_AT_ONCE):
@@ -62,13 +65,13 @@ def survey(project: Project, found: Iterable[Item | Rejection], folder: RunFolde
             counts["refused"] += len(chunk) - len(items)
             for item, inventory in zip(items, look_up(items, recipe, shelves), strict=True):
                 if inventory is not None:
-                    counts["cached"] += 1
+                    counts["unusable" if inventory.reason in AT_A_GLANCE else "cached"] += 1
                     continue
                 offsets.append(todo.position)
                 counts["missing"] += 1
                 todo.write(item)
         offsets.append(todo.position)
-    return Todo(counts["items"], counts["refused"], counts["cached"], counts["missing"], offsets)
+    return Todo(offsets=offsets, **counts)
 
 
 def cut(todo: Todo, items_per_task: int) -> list[Shard]:
@@ -104,19 +107,23 @@ class _Lines:
     """Writes records as lines, or only counts their bytes when there is no file."""
 
     def __init__(self, path: Path | None) -> None:
-        self._file: IO[bytes] | None = path.open("wb") if path else None
+        self._path = path
+        with writing(path or Path()):
+            self._file: IO[bytes] | None = path.open("wb") if path else None
         self.position = 0
 
     def write(self, record: Item | Rejection) -> None:
         """Write one record."""
         line = json.dumps(record.to_json()).encode() + b"\n"
         self.position += len(line)
-        if self._file:
-            self._file.write(line)
+        if self._file and self._path:
+            with writing(self._path):
+                self._file.write(line)
 
     def __enter__(self) -> _Lines:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._file:
-            self._file.close()
+        if self._file and self._path:
+            with writing(self._path):
+                self._file.close()

@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,13 +57,14 @@ def work(folder: RunFolder, stage: str, task: int, ledger: Ledger) -> tuple[int,
     """Work through a task's items, telling the ledger twice a second."""
     project = Project.open(from_resolved(folder.config.read_text()))
     done, rejected, told = 0, Counter[str](), 0.0
-    for reason in workflow.stage(stage).work(project, folder, task):
-        done += 1
-        if reason is not None:
-            rejected[reason.value] += 1
-        if time.monotonic() - told > PROGRESS_EVERY_S:
-            ledger.emit(EventKind.PROGRESS, stage=stage, task=task, done=done, rejected=dict(rejected))
-            told = time.monotonic()
+    with closing(workflow.stage(stage).work(project, folder, task)) as outcomes:  # closing publishes what is finished
+        for reason in outcomes:
+            done += 1
+            if reason is not None:
+                rejected[reason.value] += 1
+            if time.monotonic() - told > PROGRESS_EVERY_S:
+                ledger.emit(EventKind.PROGRESS, stage=stage, task=task, done=done, rejected=dict(rejected))
+                told = time.monotonic()
     return done, dict(rejected)
 
 

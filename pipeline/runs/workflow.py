@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from pipeline.errors import SUBMIT_AGAIN, ConfigError, DataError, JobFailed
+from pipeline.errors import SUBMIT_AGAIN, CacheUnusable, ConfigError, DataError, JobFailed
 from pipeline.records import Item, Reason, Rejection
 from pipeline.runs import todo
 from pipeline.runs.ledger import write_rejections
 from pipeline.stages.scan import look_again, look_up, scan
+from pipeline.store.snapshot import IndexState
 from pipeline.structures.census import Census, Tally
 
 if TYPE_CHECKING:
@@ -22,10 +24,15 @@ if TYPE_CHECKING:
     from pipeline.config.schema import StageResources
     from pipeline.runs.folder import RunFolder
     from pipeline.runs.project import Project
+    from pipeline.store.store import Store
+
+log = logging.getLogger(__name__)
 
 LOOK_AGAIN_S = 0.5
+SCAN_BASE_BYTES = 512 << 20
+SCAN_BYTES_PER_FILE_BYTE = 16  # an mmCIF file of 38 MB was seen to take 587 MB
 
-Work: TypeAlias = Callable[["Project", "RunFolder", int], "Iterator[Reason | None]"]
+Work: TypeAlias = Callable[["Project", "RunFolder", int], "Generator[Reason | None, None, None]"]
 Judge: TypeAlias = Callable[["Project", "RunFolder", float], Census]
 
 
@@ -34,9 +41,7 @@ class Stage:
     """One row of the workflow."""
 
     name: str
-    needs: tuple[str, ...]
-    does: str
-    default_mem_bytes: int  # what `mem: auto` asks for
+    auto_mem_bytes: Callable[[Project], int]  # what `mem: auto` asks for
     work: Work  # do one task, yielding what became of each item
     judge: Judge  # look at the content of the store, and say what the stage has made
 
@@ -46,10 +51,15 @@ class Stage:
         return resources
 
 
-def work_scan(project: Project, folder: RunFolder, task: int) -> Iterator[Reason | None]:
+def work_scan(project: Project, folder: RunFolder, task: int) -> Generator[Reason | None, None, None]:
     """Scan the items of one task."""
     shard = todo.Shard(**json.loads(folder.shards.read_text())[task])
     return scan(todo.read_shard(folder.todo, shard), project.recipe, project.shelves)
+
+
+def scan_mem_bytes(project: Project) -> int:
+    """Return the memory of a scanning task: the interpreter, and the largest file with what is made of it."""
+    return SCAN_BASE_BYTES + SCAN_BYTES_PER_FILE_BYTE * project.config.structures.max_file_bytes
 
 
 def judge_scan(project: Project, folder: RunFolder, patience_s: float) -> Census:
@@ -67,8 +77,17 @@ def judge_scan(project: Project, folder: RunFolder, patience_s: float) -> Census
             break
         time.sleep(LOOK_AGAIN_S)
     for store in project.shelves.stores():
-        store.write_index()
+        if store.stat().index is not IndexState.CURRENT:
+            _index(store)
     return tally.census()
+
+
+def _index(store: Store) -> None:
+    """Bring an index up to date; without one the cache is only slower, so one that cannot be written is no failure."""
+    try:
+        store.write_index()
+    except CacheUnusable as error:
+        log.warning("the index of %s stays behind: %s", store.kind, error.what)
 
 
 def _tally(project: Project, folder: RunFolder, tally: Tally) -> Iterator[dict[str, Any]]:
@@ -88,27 +107,48 @@ def _tally(project: Project, folder: RunFolder, tally: Tally) -> Iterator[dict[s
             elif inventory.reason is None:
                 tally.accept(entry, inventory)
             else:
-                rejection = Rejection(entry.id, inventory.reason, inventory.detail, entry.origin)
+                rejection = Rejection(entry.id, inventory.reason, inventory.detail, entry.origin, entry.split)
                 tally.reject(rejection)
                 yield rejection.to_json()
 
 
-def check_census(project: Project, folder: RunFolder, census: Census, failures: Sequence[str]) -> list[str]:
+def too_many(rejected: int, total: int, fraction: float) -> bool:
+    """Say whether more items are rejected than a fraction allows; 29 of 100 is not more than 0.29."""
+    return rejected > math.floor(fraction * total + 1e-6)
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """How tasks of a stage failed."""
+
+    lines: list[str]
+    states: set[str]
+
+    @property
+    def remedy(self) -> str:
+        """Return the command that helps; doing the same again does not help a task that hit a limit."""
+        for state, key in (("OUT_OF_MEMORY", "mem"), ("TIMEOUT", "time")):
+            if state in self.states:
+                return f"pipeline submit --stage scan --set cluster.scan.{key}=MORE   (finished work is kept)"
+        return SUBMIT_AGAIN
+
+
+def check_census(project: Project, folder: RunFolder, census: Census, trouble: Trouble) -> list[str]:
     """Raise when a census forbids going on; return what deserves a warning."""
     data = project.config.data
     total, rejected = census.items + census.undone, census.items - census.accepted
-    if rejected > data.max_rejected_fraction * total:
+    if too_many(rejected, total, data.max_rejected_fraction):
         rest = f"; {census.undone:,} were not looked at any more" if census.undone else ""
         what = (
             f"{rejected:,} of {total:,} items cannot be used, more than data.max_rejected_fraction"
             f" ({data.max_rejected_fraction:.1%}) allows{rest}"
         )
-        enough = math.ceil(100 * rejected / total) / 100
+        enough = math.ceil(100 * rejected / total) / 100  # too_many() forgives what rounding does to it
         remedy = f"less {folder.rejected}   or   pipeline submit --stage scan --set data.max_rejected_fraction={enough}"
         raise DataError(what, where=str(data.path), remedy=remedy)
     if census.undone:
         what = f"{census.undone:,} of {total:,} items are not done, such as {census.first_undone}"
-        raise JobFailed("\n".join([what, *failures]), where=folder.name, remedy=SUBMIT_AGAIN)
+        raise JobFailed("\n".join([what, *trouble.lines]), where=folder.name, remedy=trouble.remedy)
     if census.accepted == 0:
         remedy = f"pipeline status {folder.name}   (every reason: {folder.rejected})"
         raise DataError(f"none of {total} items can be used", where=str(data.path), remedy=remedy)
@@ -122,24 +162,21 @@ def check_census(project: Project, folder: RunFolder, census: Census, failures: 
 
 
 def describe_leaks(census: Census, folder: RunFolder) -> str:
-    """Say what stands in two splits, with the first few items by name."""
-    leak = census.leaks[0]
-    names = {}
-    for ordinal, entry in enumerate(todo.read_items(folder.items)):
-        if ordinal in leak.items:
-            names[ordinal] = entry.id
-        if ordinal >= max(leak.items):
-            break
-    others = f" (and {len(census.leaks) - 1} more)" if len(census.leaks) > 1 else ""
-    return f"the same {leak.what} is in the splits {' and '.join(leak.splits)}: {', '.join(names.values())}{others}"
+    """Say what stands in several splits, with a few items of each kind by name."""
+    wanted = {ordinal for leak in census.leaks for ordinal in leak.items}
+    names = {number: entry.id for number, entry in enumerate(todo.read_items(folder.items)) if number in wanted}
+    lines = []
+    for leak in {leak.what: leak for leak in reversed(census.leaks)}.values():
+        items = ", ".join(names[ordinal] for ordinal in leak.items)
+        more = f" (and {leak.total - 1:,} more)" if leak.total > 1 else ""
+        lines.append(f"the same {leak.what} is in the splits {' and '.join(leak.splits)}: {items}{more}")
+    return "\n  ".join(lines)
 
 
 WORKFLOW = (
     Stage(
         name="scan",
-        needs=(),
-        does="read structures into an inventory",
-        default_mem_bytes=1 << 30,
+        auto_mem_bytes=scan_mem_bytes,
         work=work_scan,
         judge=judge_scan,
     ),

@@ -20,7 +20,7 @@ from pipeline.structures.inventory import File, Recipe, item_key, take
 from pipeline.structures.read import read_file, stat_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Generator, Iterable, Mapping, Sequence
 
     from pipeline.store.store import Store
     from pipeline.store.writer import StoreWriter
@@ -33,7 +33,8 @@ COARSE_TICK_NS = 2_000_000_000  # for file systems that keep whole seconds
 # What is wrong with the bytes of a file stays wrong until the file changes, so it is remembered with it.
 LASTING = frozenset({Reason.EMPTY_FILE, Reason.TRUNCATED_FILE})
 PUBLISH_EVERY_S = 60.0
-KEPT_FILES = 4  # a structure that many items share is read once while they follow each other
+KEPT_FILES, KEPT_BYTES = 4, 16 << 20  # a structure that items share is read once while they follow each other
+LARGE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ def look_up(items: Sequence[Item], recipe: Recipe, shelves: Shelves) -> list[Inv
     """Return what is known of each item, None where it must be scanned; no structure file is read."""
     glances = {path: glance(path, recipe) for path in dict.fromkeys(path for item in items for path in paths(item))}
     seen = _read_meta(shelves.files, {mark for mark in glances.values() if isinstance(mark, bytes)})
-    known = {path: _content(seen, mark) for path, mark in glances.items()}
+    known = {path: _content(seen, mark, recipe) for path, mark in glances.items()}
     keys = [_key(item, recipe, known) for item in items]
     inventories = _read_meta(shelves.inventories, {key for key in keys if isinstance(key, bytes)})
     return [_inventory(inventories.get(key)) if isinstance(key, bytes) else key for key in keys]
@@ -61,6 +62,8 @@ def look_up(items: Sequence[Item], recipe: Recipe, shelves: Shelves) -> list[Inv
 
 def look_again(item: Item, recipe: Recipe, shelves: Shelves) -> Inventory | None:
     """Return what is known of an item by reading its files, for those whose times prove nothing yet."""
+    if None not in (glance(path, recipe) for path in paths(item)):
+        return None
     try:
         digests = {path: content_digest(read_file(Path(path), recipe.max_file_bytes)).hex() for path in paths(item)}
     except Unusable as problem:
@@ -81,17 +84,21 @@ def glance(path: str, recipe: Recipe) -> bytes | Inventory | None:
     except Unusable as problem:
         return Inventory(reason=problem.reason, detail=problem.detail)
     tick_ns = COARSE_TICK_NS if state.st_mtime_ns % 1_000_000_000 == 0 else TICK_NS
-    if time.time_ns() - max(state.st_mtime_ns, state.st_ctime_ns) < tick_ns:
+    if (
+        abs(time.time_ns() - state.st_ctime_ns) < tick_ns
+    ):  # any write sets the change time, whatever it does to the other
         return None
     return recipe_key("file", {"path": path, "size": state.st_size, "times": [state.st_mtime_ns, state.st_ctime_ns]})
 
 
-def _content(seen: Mapping[bytes, Mapping[str, Any]], mark: bytes | Inventory | None) -> str | Inventory | None:
+def _content(
+    seen: Mapping[bytes, Mapping[str, Any]], mark: bytes | Inventory | None, recipe: Recipe
+) -> str | Inventory | None:
     """Return the digest that a glance at a file led to, or why the file cannot be used."""
     if not isinstance(mark, bytes):
         return mark
     meta = seen.get(mark)
-    if meta is None:
+    if meta is None or meta.get("bytes", 0) > recipe.max_file_bytes:  # the limit was larger then
         return None
     return meta["content"] if "content" in meta else Inventory.from_json(meta)
 
@@ -114,10 +121,12 @@ def _read_meta(store: Store, keys: set[bytes]) -> dict[bytes, Mapping[str, Any]]
     """Return the meta of those records that the store has; a damaged one counts as missing, and is made anew."""
     while True:
         missing = set(store.missing(list(keys)))
+        if len(missing) == len(keys):
+            return {}
         try:
             return {record.key: record.meta for record in store.read(keys - missing)}
         except (CacheDamaged, RecordMissing) as error:  # the store has struck that copy out, and will not name it again
-            log.warning("%s: made anew", error.what)
+            log.warning("%s: %s: made anew", error.where, error.what)
 
 
 @dataclass(slots=True)
@@ -128,8 +137,10 @@ class Scanner:
     shelves: Shelves
     inventories: StoreWriter
     files: StoreWriter
-    written: set[bytes] = field(default_factory=set)
+    known: dict[bytes, Reason | None] = field(default_factory=dict)  # the inventories of this task
+    seen: set[bytes] = field(default_factory=set)  # the files of this task
     kept: dict[str, File] = field(default_factory=dict)
+    published_s: float = field(default_factory=time.monotonic)
 
     def scan(self, item: Item) -> Reason | None:
         """Store the inventory of an item; return why it was left out, if it was."""
@@ -138,21 +149,38 @@ class Scanner:
         except Unusable as problem:
             return problem.reason
         key = item_key(item, self.recipe, {path: file.digest for path, file in files.items()})
-        if key in self.written:
-            return None
-        self.written.add(key)
-        known = _read_meta(self.shelves.inventories, {key})
-        if known:  # the file was touched or copied, its content is not new
-            return Inventory.from_json(known[key]).reason
-        inventory, maps = take(item, files, self.recipe)
+        if key not in self.known:
+            self.known[key] = self._take(item, key, files)
+        return self.known[key]
+
+    def _take(self, item: Item, key: bytes, files: Mapping[str, File]) -> Reason | None:
+        """Make an inventory, unless the store has it because the file was only touched or copied."""
+        stored = _read_meta(self.shelves.inventories, {key})
+        if stored:
+            return Inventory.from_json(stored[key]).reason
+        if _size(files) > LARGE_BYTES:
+            self.publish()  # should this one exhaust the memory, what came before it is safe
+        try:
+            inventory, maps = take(item, files, self.recipe)
+        except MemoryError:
+            raise
+        except Exception as error:  # a bug of ours or of a parser must cost this item, not the run
+            log.exception("%s could not be scanned", item.id)
+            inventory, maps = Inventory(reason=Reason.SCAN_FAILED, detail=f"{type(error).__name__}: {error}"[:200]), {}
         self.inventories.put(key, maps, inventory.to_json())
         return inventory.reason
+
+    def publish(self) -> None:
+        """Make safe what was found."""
+        self.inventories.flush()
+        self.files.flush()
+        self.published_s = time.monotonic()
 
     def _file(self, path: str) -> File:
         """Return a file's bytes, and remember what they were."""
         if path not in self.kept:
             self.kept[path] = self._read(path, glance(path, self.recipe))
-            while len(self.kept) > KEPT_FILES:
+            while len(self.kept) > KEPT_FILES or (len(self.kept) > 1 and _size(self.kept) > KEPT_BYTES):
                 del self.kept[next(iter(self.kept))]
         return self.kept[path]
 
@@ -165,25 +193,27 @@ class Scanner:
                 self._remember(path, mark, {"reason": problem.reason.value, "detail": problem.detail})
             raise
         file = File(data, content_digest(data).hex())
-        self._remember(path, mark, {"content": file.digest})
+        self._remember(path, mark, {"content": file.digest, "bytes": len(data)})
         return file
 
     def _remember(self, path: str, mark: bytes | Inventory | None, meta: Mapping[str, Any]) -> None:
         """Write down what a file held, unless it may have changed since its mark was taken."""
-        if isinstance(mark, bytes) and mark not in self.written and glance(path, self.recipe) == mark:
-            self.written.add(mark)
+        if isinstance(mark, bytes) and mark not in self.seen and glance(path, self.recipe) == mark:
+            self.seen.add(mark)
             self.files.put(mark, {}, meta)
 
 
-def scan(items: Iterable[Item], recipe: Recipe, shelves: Shelves) -> Iterator[Reason | None]:
+def _size(files: Mapping[str, File]) -> int:
+    """Return the bytes of some files."""
+    return sum(len(file.data) for file in files.values())
+
+
+def scan(items: Iterable[Item], recipe: Recipe, shelves: Shelves) -> Generator[Reason | None, None, None]:
     """Scan items and publish what was found, at the latest every minute."""
     size = shelves.shard_bytes
     with shelves.inventories.writer(shard_bytes=size) as inventories, shelves.files.writer(shard_bytes=size) as files:
         scanner = Scanner(recipe, shelves, inventories, files)
-        published = time.monotonic()
         for item in items:
             yield scanner.scan(item)
-            if time.monotonic() - published > PUBLISH_EVERY_S:
-                inventories.flush()
-                files.flush()
-                published = time.monotonic()
+            if time.monotonic() - scanner.published_s > PUBLISH_EVERY_S:
+                scanner.publish()

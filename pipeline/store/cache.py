@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CACHE_FORMAT = 1
-_MAY_BE_THERE = {"README.md", ".gitignore"}
+_MAY_BE_THERE = {"README.md", ".gitignore", "lost+found"}
 _KIND = re.compile(r"[a-z][a-z0-9_-]*")
 _MARKER_BYTES = 4096
+ELSEWHERE = "pipeline submit --stage all --set cache.root=FOLDER"
 
 
 class Cache:
@@ -44,17 +45,26 @@ class Cache:
         return sorted(name for name in names if _KIND.fullmatch(name) and (self.root / name).is_dir())
 
     def _is_cache(self) -> bool:
-        """Say whether the folder is a cache; if not, it must be one that can become one."""
+        """Say whether the folder is marked as a cache; if not, it must be one that can become one."""
         try:
             if self._read_marker():
                 return True
-            return self._occupied() and self._read_marker(required=True)
+            if self._is_free():
+                return False
+            return self._read_marker(required=True)
         except OSError as error:
-            raise self._unusable(f"the cache cannot be read: {error.strerror or error}") from error
+            remedy = f"ls -ld {self.root}"
+            raise self._unusable(f"the cache cannot be read: {error.strerror or error}", remedy) from error
 
-    def _occupied(self) -> bool:
+    def _is_free(self) -> bool:
+        """Say whether nothing else is here: the folder is empty, or a purge has taken only the marker of a cache."""
         names = self._disk.list_folder(self.root)
-        return any(name not in _MAY_BE_THERE and not name.endswith(PARTIAL_SUFFIX) for name in names)
+        return all(name in _MAY_BE_THERE or name.endswith(PARTIAL_SUFFIX) or self._is_kind(name) for name in names)
+
+    def _is_kind(self, name: str) -> bool:
+        """Say whether an entry looks like the folder of a kind."""
+        layout = KindLayout(self.root / name)
+        return bool(_KIND.fullmatch(name)) and (layout.shards.is_dir() or layout.index.is_file())
 
     def _read_marker(self, *, required: bool = False) -> bool:
         try:
@@ -77,7 +87,8 @@ class Cache:
         if type(version) is not int:
             raise self._unusable(f"{MARKER} cannot be read, so the folder may be no cache")
         if version > CACHE_FORMAT:
-            raise self._unusable(f"the cache was written by a newer pipeline (format {version})")
+            what = f"the cache was written by a newer pipeline (format {version})"
+            raise self._unusable(what, "pip install --upgrade pipeline")
 
     def _prepare(self) -> None:
         """Make the folder a cache, unless it is one; several processes may do so at once."""
@@ -88,5 +99,5 @@ class Cache:
         draft.publish(self.root / MARKER, replace=True)  # all write the same
         self._marked = True
 
-    def _unusable(self, what: str) -> CacheUnusable:
-        return CacheUnusable(what, where=str(self.root), remedy="pipeline doctor")
+    def _unusable(self, what: str, remedy: str = ELSEWHERE) -> CacheUnusable:
+        return CacheUnusable(what, where=str(self.root), remedy=remedy)

@@ -199,7 +199,7 @@ class Store:
             taken = Snapshot(self._disk, self._layout, self._tables, believe_index=believe_index)
         except OSError as error:
             what = f"the cache cannot be read: {error.strerror or error}"
-            raise CacheUnusable(what, where=str(self._layout.shards), remedy="pipeline doctor") from error
+            raise CacheUnusable(what, where=str(self._layout.shards), remedy=f"ls -ld {self._layout.shards}") from error
         self._tables = dict(taken.tables)
         self._taken = taken
         return taken

@@ -40,7 +40,7 @@ def text(code: int | np.uint64) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AtomTable:
-    """Every atom of a file in file order; A is the number of atoms."""
+    """Every atom of one model in file order; A is the number of atoms."""
 
     pos_A3: NDArray[np.float64]
     name_A: NDArray[np.uint64]
@@ -52,9 +52,9 @@ class AtomTable:
     occupancy_A: NDArray[np.float32]
     element_A: NDArray[np.uint8]
     entity_A: NDArray[np.uint8]  # gemmi's EntityType: 1 polymer, 2 non-polymer, 3 branched, 4 water
-    model_A: NDArray[np.int32]
+    hetero_A: NDArray[np.int8]  # ord("H") for HETATM, ord("A") for ATOM
     label_seq_A: NDArray[np.int32] | None = None  # 1-based position in SEQRES, 0 where unknown
-    seqres: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # chain → residue names
+    seqres: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # chain → residue names, "SER,PRO" where mixed
     parents: Mapping[str, str] = field(default_factory=dict)  # modified residue → standard one, as the file says
     aliases: Mapping[str, str] = field(default_factory=dict)  # stand-ins for chain names of more than 7 bytes
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
+from pipeline.errors import DataError
 from pipeline.records import Reason, Role
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from pipeline.records import Inventory, Item, Rejection
 
 EXAMPLES = 3
+MOST_SPLITS = 1000
 LEAKING = ("id", "sequence", "cluster")
 SIZES = ("atoms", "residues", "n_rec", "n_lig", "pairs")
 
@@ -30,6 +32,7 @@ class Leak:
     """Something that stands in two splits."""
 
     what: str  # one of LEAKING
+    total: int  # how many things of that kind leak
     splits: tuple[str, ...]
     items: tuple[int, ...]  # ordinals of the first few items
 
@@ -71,12 +74,13 @@ class Tally:
     rejected: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
     splits: Counter[str] = field(default_factory=Counter)
+    ordinals: dict[str, int] = field(default_factory=dict)  # split → number
     chains: Counter[str] = field(default_factory=Counter)
     longest: int = 0
     sizes: dict[str, array[int]] = field(default_factory=lambda: {name: array("q") for name in SIZES})
     sequences: array[int] = field(default_factory=lambda: array("Q"))
     marks: dict[str, tuple[array[int], array[int], array[int]]] = field(
-        default_factory=lambda: {what: (array("Q"), array("H"), array("Q")) for what in LEAKING}
+        default_factory=lambda: {what: (array("Q"), array("L"), array("Q")) for what in LEAKING}
     )
 
     def reject(self, rejection: Rejection) -> None:
@@ -98,7 +102,7 @@ class Tally:
         self.splits[item.split] += 1
         self._mark("id", item.id, split)
         for partner in inventory.partners:
-            joined = "\n".join(chain.sequence for chain in partner.chains)
+            joined = "\n".join(sorted(chain.sequence for chain in partner.chains))
             self._mark("sequence", joined, split)
             for chain in partner.chains:
                 self.chains[chain.kind.value] += 1
@@ -117,46 +121,59 @@ class Tally:
             accepted=self.items - self.rejected.total(),
             rejected=dict(self.rejected.most_common()),
             examples=self.examples,
-            splits={name: count for name, count in self.splits.items() if name and count},
+            splits={name: count for name, count in self.splits.items() if name},
             sizes={name: _spread(np.frombuffer(sizes, dtype=np.int64)) for name, sizes in self.sizes.items() if sizes},
             chains=dict(self.chains.most_common()),
             sequences=len(np.unique(np.frombuffer(self.sequences, dtype=np.uint64))),
             longest=self.longest,
             undone=self.undone,
             first_undone=self.first_undone,
-            leaks=tuple(leak for what in self.marks for leak in self._leaks(what)),
+            leaks=self._leaks(),
         )
 
     def _split(self, name: str) -> int:
         """Return the ordinal of a split."""
-        self.splits.setdefault(name, 0)
-        return list(self.splits).index(name)
+        ordinal = self.ordinals.setdefault(name, len(self.ordinals))
+        if ordinal >= MOST_SPLITS:
+            what = f"more than {MOST_SPLITS} different splits, such as {name!r}: is that column really the split?"
+            raise DataError(what, remedy="pipeline config show   (see data.path)")
+        return ordinal
 
     def _mark(self, what: str, value: str, split: int) -> None:
-        """Note that this item, of that split, has this sequence or cluster."""
-        digests, splits, ordinals = self.marks[what]
-        digests.append(xxhash.xxh3_64_intdigest(value.encode()))
-        splits.append(split)
-        ordinals.append(self.items)
+        """Note that this item, of that split, has this id, sequence or cluster; items without a split take no part."""
+        if list(self.ordinals)[split]:
+            digests, splits, ordinals = self.marks[what]
+            digests.append(xxhash.xxh3_64_intdigest(value.encode()))
+            splits.append(split)
+            ordinals.append(self.items)
 
-    def _leaks(self, what: str) -> list[Leak]:
-        """Return what stands in several splits; items without a split take no part."""
-        names = list(self.splits)
-        digests, splits, ordinals = (np.frombuffer(column, dtype=column.typecode) for column in self.marks[what])
-        named = np.flatnonzero(np.array([bool(name) for name in names], dtype=bool)[splits]) if names else splits
-        order = named[np.lexsort((ordinals[named], digests[named]))]
-        groups = np.split(order, np.flatnonzero(np.diff(digests[order])) + 1) if len(order) else []
-        return [
-            Leak(what, tuple(names[one] for one in np.unique(splits[group])), _first_of_each(splits, ordinals, group))
-            for group in groups
-            if (splits[group] != splits[group[0]]).any()
-        ]
+    def _leaks(self) -> tuple[Leak, ...]:
+        """Return the first few things that stand in several splits, and how many of each kind there are."""
+        names = list(self.ordinals)
+        return tuple(leak for what in LEAKING for leak in _leaks_of(what, names, *map(_array, self.marks[what])))
 
 
-def _first_of_each(splits: Any, ordinals: Any, group: Any) -> tuple[int, ...]:
-    """Return the first item of each split that shares something."""
-    _, first = np.unique(splits[group], return_index=True)
-    return tuple(int(ordinals[group[index]]) for index in first[:EXAMPLES])
+def _array(column: array[int]) -> Any:
+    """View a column as numpy does."""
+    return np.frombuffer(column, dtype=column.typecode)
+
+
+def _leaks_of(what: str, names: list[str], digests: Any, splits: Any, ordinals: Any) -> list[Leak]:
+    """Return the leaks of one kind: runs of one digest in which the split changes."""
+    order = np.lexsort((ordinals, digests))
+    starts = np.flatnonzero(np.diff(digests[order], prepend=~digests[order[:1]]) != 0)
+    if len(starts) == 0:
+        return []
+    leaking = np.minimum.reduceat(splits[order], starts) != np.maximum.reduceat(splits[order], starts)
+    ends = np.append(starts[1:], len(order))
+    total = int(leaking.sum())
+    leaks = []
+    for group in np.flatnonzero(leaking)[:EXAMPLES].tolist():
+        rows = order[starts[group] : ends[group]]
+        found, first = np.unique(splits[rows], return_index=True)
+        items = tuple(int(ordinals[rows[index]]) for index in first[:EXAMPLES])
+        leaks.append(Leak(what, total, tuple(names[one] for one in found[:EXAMPLES]), items))
+    return leaks
 
 
 def _sizes(inventory: Inventory) -> dict[str, int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +13,10 @@ from pipeline.keys import recipe_key
 from pipeline.records import ChainSummary, Inventory, Item, Kind, Part, Partner, Reason, Role
 from pipeline.structures.atoms import Unusable
 from pipeline.structures.partners import check_apart, choose
-from pipeline.structures.policy import POLICY_VERSION, Policy, Structure
+from pipeline.structures.policy import POLICY_VERSION, Policy, Structure, check
 from pipeline.structures.policy import apply as apply_policy
-from pipeline.structures.read import PARSER, Reading, format_of, parse
-from pipeline.structures.sequences import bound_rows, seqres_rows
+from pipeline.structures.read import Reading, format_of, parse, parser_of
+from pipeline.structures.sequences import bound_rows, full_sequence
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -34,7 +35,7 @@ class Recipe:
     reading: Reading = field(default_factory=Reading)
     policy: Policy = field(default_factory=Policy)
     max_residues: int = 10_000
-    max_file_bytes: int = 512 << 20
+    max_file_bytes: int = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,27 +52,32 @@ def item_key(item: Item, recipe: Recipe, digests: Mapping[str, str]) -> bytes:
         return recipe_key("scan", {"version": INVENTORY_VERSION, "sequence": item.sequence, "max": recipe.max_residues})
 
     def parts(some: Sequence[Part]) -> list[list[Any]]:
-        return [[part.role, digests[part.path], _format(part), part.chains, part.model] for part in some]
+        return [
+            [part.role, digests[part.path], *_format(part.path), part.chains, part.optional, part.model]
+            for part in some
+        ]
 
-    return recipe_key(
-        "scan",
-        {
-            "version": [INVENTORY_VERSION, POLICY_VERSION, PARSER],
-            "reading": asdict(recipe.reading),
-            "policy": asdict(recipe.policy),
-            "max_residues": recipe.max_residues,
-            "parts": parts(item.parts),
-            "bound": parts(item.bound),
-        },
-    )
+    return recipe_key("scan", {"recipe": _plain(recipe), "parts": parts(item.parts), "bound": parts(item.bound)})
 
 
-def _format(part: Part) -> str:
-    """Return a part's format; a file of unknown format has its suffix, and is rejected when it is read."""
+@lru_cache(maxsize=16)
+def _plain(recipe: Recipe) -> dict[str, Any]:
+    """Return what of a recipe can change an inventory, as JSON data; how large a file may be cannot."""
+    return {
+        "version": [INVENTORY_VERSION, POLICY_VERSION],
+        "reading": asdict(recipe.reading),
+        "policy": asdict(recipe.policy),
+        "max_residues": recipe.max_residues,
+    }
+
+
+def _format(path: str) -> tuple[str, str]:
+    """Return a file's format and what reads it; for one that nothing reads, its suffix."""
     try:
-        return format_of(Path(part.path))
+        form = format_of(Path(path))
     except Unusable:
-        return Path(part.path).suffix
+        return Path(path).suffix, ""
+    return form, parser_of(form)
 
 
 def take(item: Item, files: Mapping[str, File], recipe: Recipe) -> tuple[Inventory, dict[str, NDArray[np.int32]]]:
@@ -91,6 +97,15 @@ def _take_sequence(sequence: str, recipe: Recipe) -> Inventory:
     return Inventory(partners=(Partner(role=Role.WHOLE, content="", chains=(chain,)),))
 
 
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One partner: its chains, with what an encoder reads of each."""
+
+    digest: str
+    structure: Structure
+    chains: tuple[Chain, ...]
+
+
 def _take_structures(
     item: Item, files: Mapping[str, File], recipe: Recipe
 ) -> tuple[Inventory, dict[str, NDArray[np.int32]]]:
@@ -99,17 +114,21 @@ def _take_structures(
     sides = _sides(item.parts, files, recipe, structures)
     bound = _sides(item.bound, files, recipe, structures)
     maps: dict[str, NDArray[np.int32]] = {}
-    for role, (_, structure, chains) in sides.items():
+    partners = []
+    for role, side in sides.items():
+        sequences = [chain.sequence for chain in side.chains]
         if recipe.reading.seqres:
-            maps[f"rows.{role.value}"] = np.concatenate([seqres_rows(structure, chain) for chain in chains])
+            pairs = [full_sequence(side.structure, chain, recipe.policy) for chain in side.chains]
+            sequences = [sequence for sequence, _ in pairs]
+            maps[f"rows.{role.value}"] = np.concatenate([rows for _, rows in pairs])
         if role in bound:
-            mine, theirs = ([chain.sequence for chain in some] for some in (chains, bound[role][2]))
+            mine, theirs = ([chain.sequence for chain in one.chains] for one in (side, bound[role]))
             maps[f"bound.{role.value}"] = bound_rows(mine, theirs)
-    inventory = Inventory(
-        partners=tuple(_partner(role, *side, recipe) for role, side in sides.items()),
-        bound=tuple(_partner(role, *side, recipe) for role, side in bound.items()),
-    )
-    _check_size(sum(partner.residues for partner in inventory.partners), recipe)
+        partners.append(_partner(role, side, sequences))
+    labels = (_partner(role, side, [chain.sequence for chain in side.chains]) for role, side in bound.items())
+    inventory = Inventory(partners=tuple(partners), bound=tuple(labels))
+    _check_size(sum(partner.residues for partner in partners), recipe)
+    _check_nodes(partners, recipe)
     return inventory, maps
 
 
@@ -118,17 +137,19 @@ def _sides(
     files: Mapping[str, File],
     recipe: Recipe,
     structures: dict[tuple[str, int | None], Structure],
-) -> dict[Role, tuple[str, Structure, tuple[Chain, ...]]]:
-    """Return digest, structure and chains of each side; a file with both sides is parsed once."""
-    sides: dict[Role, tuple[str, Structure, tuple[Chain, ...]]] = {}
+) -> dict[Role, _Side]:
+    """Return each side; a file with both sides is parsed once."""
+    sides: dict[Role, _Side] = {}
     taken: dict[Role, set[tuple[str, str]]] = {}
     for part in parts:
         file = files[part.path]
         if (part.path, part.model) not in structures:
             structures[part.path, part.model] = _structure(part, file.data, recipe)
         structure = structures[part.path, part.model]
-        for role, chains in choose(structure, part.role, part.chains).items():
-            sides[role] = (file.digest, structure, chains)
+        for role, chains in choose(structure, part).items():
+            for chain in chains:
+                check(structure, chain, recipe.policy)
+            sides[role] = _Side(file.digest, structure, chains)
             taken.setdefault(role, set()).update((part.path, chain.name) for chain in chains)
     check_apart(taken)
     return sides
@@ -136,31 +157,44 @@ def _sides(
 
 def _structure(part: Part, data: bytes, recipe: Recipe) -> Structure:
     """Parse one file under the recipe; a model named with the item wins over the configured one."""
-    policy = recipe.policy
-    if part.model is not None:
-        policy = Policy(**{**asdict(policy), "model": part.model})
-    return apply_policy(parse(data, format_of(Path(part.path)), recipe.reading), policy)
+    reading = recipe.reading if part.model is None else replace(recipe.reading, model=part.model)
+    table = parse(data, format_of(Path(part.path)), reading, recipe.max_residues)
+    return apply_policy(table, recipe.policy)
 
 
-def _partner(role: Role, digest: str, structure: Structure, chains: Sequence[Chain], recipe: Recipe) -> Partner:
+def _partner(role: Role, side: _Side, sequences: Sequence[str]) -> Partner:
     """Summarise one side."""
+    structure = side.structure
     atoms_R = np.bincount(structure.residue_A, minlength=len(structure.number_R))
+    here_R = np.concatenate([np.arange(chain.first, chain.last) for chain in side.chains])
+    counts = {"modified": structure.modified_R[here_R].sum(), "incomplete": (~structure.node_R[here_R]).sum()}
+    notes = {**structure.notes, **{note: int(count) for note, count in counts.items()}}
     return Partner(
         role=role,
-        content=digest,
+        content=side.digest,
         chains=tuple(
             ChainSummary(
                 name=chain.name,
                 kind=chain.kind,
-                sequence=(chain.seqres or chain.sequence) if recipe.reading.seqres else chain.sequence,
+                sequence=sequence,
                 residues=chain.last - chain.first,
                 nodes=chain.nodes,
                 atoms=int(atoms_R[chain.first : chain.last].sum()),
             )
-            for chain in chains
+            for chain, sequence in zip(side.chains, sequences, strict=True)
         ),
-        notes={note: count for note, count in structure.notes.items() if count},
+        notes={note: count for note, count in notes.items() if count},
     )
+
+
+def _check_nodes(partners: Sequence[Partner], recipe: Recipe) -> None:
+    """Refuse a side that would be an empty graph."""
+    for partner in partners:
+        if partner.nodes == 0:
+            wanted = "N, CA and C" if recipe.policy.require == "backbone" else "CA"
+            what = f"no residue of the {partner.role.value} has {wanted}"
+            hint = "; structures.require: ca asks for less" if recipe.policy.require == "backbone" else ""
+            raise Unusable(Reason.INCOMPLETE_RESIDUES, what + hint)
 
 
 def _check_size(residues: int, recipe: Recipe) -> None:

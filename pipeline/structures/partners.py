@@ -8,28 +8,34 @@ from pipeline.records import Reason, Role
 from pipeline.structures.atoms import Unusable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
 
+    from pipeline.records import Part
     from pipeline.structures.policy import Chain, Structure
 
+SHOWN = 12  # names in a message
 
-def choose(structure: Structure, role: Role, names: Sequence[str]) -> dict[Role, tuple[Chain, ...]]:
+
+def choose(structure: Structure, part: Part) -> dict[Role, tuple[Chain, ...]]:
     """Return the chains of each side that a part of an item stands for."""
-    if names:
-        return {role: tuple(_named(structure, name) for name in _without_twins(structure, names))}
+    role = part.role
+    if part.chains:
+        absent = set(part.optional) - set(structure.all_chains)
+        names = [name for name in dict.fromkeys(part.chains) if name not in absent]
+        return {role: tuple(_named(structure, name) for name in names)}
     if role is not Role.COMPLEX:
         return {role: structure.chains}
     if len(structure.chains) != 2:
-        have = ", ".join(chain.name for chain in structure.chains)
+        have = _some(chain.name for chain in structure.chains)
         what = f"two polymer chains were expected, not {have}; name data.receptor_chains and data.ligand_chains"
         raise Unusable(Reason.AMBIGUOUS_PARTNERS, what)
     return {Role.RECEPTOR: structure.chains[:1], Role.LIGAND: structure.chains[1:]}
 
 
-def _without_twins(structure: Structure, names: Sequence[str]) -> list[str]:
-    """Drop repeats, and the lower-case twin by which SAbDab names the light half of a single-chain Fv."""
-    asked = list(dict.fromkeys(names))
-    return [name for name in asked if name in structure.all_chains or name.upper() == name or name.upper() not in asked]
+def _some(names: Iterable[str]) -> str:
+    """Return the first few names; a virus has hundreds."""
+    listed = list(names)
+    return ", ".join(listed[:SHOWN]) + (f" and {len(listed) - SHOWN} more" if len(listed) > SHOWN else "")
 
 
 def _named(structure: Structure, name: str) -> Chain:
@@ -39,7 +45,7 @@ def _named(structure: Structure, name: str) -> Chain:
             return chain
     if name in structure.all_chains:
         raise Unusable(Reason.CHAIN_WITHOUT_POLYMER, f"chain {name} holds no protein, RNA or DNA")
-    have = ", ".join(structure.all_chains)
+    have = _some(structure.all_chains)
     raise Unusable(Reason.MISSING_CHAIN, f"no chain {name} in the file (it has: {have})")
 
 

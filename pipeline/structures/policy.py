@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import gemmi
 import numpy as np
@@ -23,11 +23,24 @@ if TYPE_CHECKING:
 
 POLICY_VERSION = 1
 POLYMER, WATER = 1, 4
+HETATM = ord("H")
+CARBON = 6
 BACKBONE = ("N", "CA", "C", "O", "CB")
-NUCLEOTIDE_ANCHOR = "C1'"
+NUCLEOTIDE_ANCHORS = ("C1'", "C1*")  # the second is how old files write it
+CA_WORD = word("CA")
+LINKING_WORDS = np.array([CA_WORD, *map(word, NUCLEOTIDE_ANCHORS)], dtype=np.uint64)
+# Names that molecular dynamics gives to protonation states, which the dictionaries do not know.
+SYNONYMS = {
+    **dict.fromkeys(("HSD", "HSE", "HSP", "HIE", "HID", "HIP"), "HIS"),
+    **dict.fromkeys(("CYX", "CYM", "CYS2"), "CYS"),
+    "ASH": "ASP",
+    "GLH": "GLU",
+    "LYN": "LYS",
+    "TYM": "TYR",
+    "ARN": "ARG",
+}
 # Groups that end a chain without being a residue of it.
 CAPS = frozenset({"ACE", "NH2", "NME", "NMA", "FOR", "FMT", "ETA", "MYR", "BOC", "0QE", "CH2"})
-CAP_WORDS = np.array([word(name) for name in sorted(CAPS)], dtype=np.uint64)
 KINDS = {
     gemmi.ResidueKind.AA: Kind.PROTEIN,
     gemmi.ResidueKind.AAD: Kind.PROTEIN,
@@ -37,8 +50,12 @@ KINDS = {
     gemmi.ResidueKind.DNA: Kind.DNA,
 }
 KIND_CODES = (Kind.PROTEIN, Kind.DNA, Kind.RNA)
-UNKNOWN_KIND = len(KIND_CODES)
+PROTEIN, UNKNOWN_KIND = 0, len(KIND_CODES)
 UNKNOWN_LETTER = {Kind.PROTEIN: "X", Kind.DNA: "N", Kind.RNA: "N"}
+
+
+Rows: TypeAlias = "NDArray[np.int64] | slice[None, None, None]"  # of a table; most files are kept as they are
+EVERY = slice(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +63,6 @@ class Policy:
     """The choices; every one is part of the recipe."""
 
     altlocs: Literal["highest", "first"] = "highest"
-    model: int = 1
     modified: Literal["parent", "unknown", "reject"] = "parent"
     require: Literal["ca", "backbone"] = "backbone"
     incomplete: Literal["drop", "reject"] = "drop"
@@ -62,7 +78,7 @@ class Chain:
     last: int
     sequence: str  # one letter per observed residue
     nodes: int  # residues that have the atoms a node needs
-    seqres: str | None = None  # the full sequence, when it was asked for
+    seqres: tuple[str, ...] | None = None  # residue names of the full sequence, when it was asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +90,7 @@ class Structure:
     icode_R: NDArray[np.int8]
     name_R: NDArray[np.uint64]
     node_R: NDArray[np.bool_]
+    modified_R: NDArray[np.bool_]
     label_seq_R: NDArray[np.int32] | None
     backbone_R5: NDArray[np.int64]  # atom index of N, CA, C, O, CB; -1 where missing
     pos_A3: NDArray[np.float64]
@@ -81,23 +98,72 @@ class Structure:
     element_A: NDArray[np.uint8]
     residue_A: NDArray[np.int64]
     all_chains: tuple[str, ...]  # every chain of the file, also those that hold no polymer
-    notes: Mapping[str, int]  # what the policy met: altlocs, modified, incomplete, waters, ligands
+    parents: Mapping[str, str]  # modified residue → standard one, as the file says
+    notes: Mapping[str, int]  # what the whole file holds: altlocs, waters, ligands
 
 
 def apply(table: AtomTable, policy: Policy) -> Structure:
     """Return the residues of a file under a policy."""
     sites = _sites(table)
-    in_model_S = _model_mask(table.model_A[sites.first_S], policy.model)
-    entity_S = table.entity_A[sites.first_S]
-    polymer_S = in_model_S & (entity_S == POLYMER) & ~np.isin(table.resname_A[sites.first_S], CAP_WORDS)
+    types = _types(table.resname_A[sites.first_S], table.parents)
+    polymer_S = _polymer(table, sites, types)
     if not polymer_S.any():
         raise Unusable(Reason.NO_POLYMER, "no protein, RNA or DNA residue in the file")
-    others_S = in_model_S & (entity_S != POLYMER)
-    waters = int((others_S & (entity_S == WATER)).sum())
-    notes = {"waters": waters, "ligands": int(others_S.sum()) - waters}
-    chosen = _in_chain_order(table, sites.take(np.flatnonzero(polymer_S)))
-    kept_A, residue_A, notes["altlocs"] = _one_conformer(table, chosen, policy)
-    return _structure(table, policy, kept_A, residue_A, notes)
+    entity_S = table.entity_A[sites.first_S[~polymer_S]]
+    waters = int((entity_S == WATER).sum())
+    notes = {"waters": waters, "ligands": len(entity_S) - waters}
+    chosen = _in_chain_order(table, sites if polymer_S.all() else sites.take(np.flatnonzero(polymer_S)))
+    rows_A = EVERY if chosen is sites else chosen.rows()
+    kept_A, residue_A, notes["altlocs"] = _one_conformer(table, chosen, rows_A, policy)
+    first_R = np.flatnonzero(_changes(residue_A))  # a residue's first atom speaks for it
+    if not isinstance(kept_A, slice):
+        first_R = kept_A[first_R]
+    types_R = types.take(np.searchsorted(sites.first_S, first_R, side="right") - 1)
+    return _structure(table, policy, kept_A, residue_A, first_R, types_R, notes)
+
+
+def _polymer(table: AtomTable, sites: _Sites, types: _Types) -> NDArray[np.bool_]:
+    """Say which sites are residues of a chain.
+
+    gemmi goes by TER records and by what stands between what, and can be led astray by both. So an ATOM record with the
+    name of an amino acid or nucleotide is a residue wherever a TER stands, and a HETATM of no known kind is one only
+    with the atoms that hold a chain together.
+    """
+    is_atom_S = table.hetero_A[sites.first_S] != HETATM
+    unknown_S = types.kind == UNKNOWN_KIND
+    by_gemmi_S = table.entity_A[sites.first_S] == POLYMER
+    polymer_S: NDArray[np.bool_] = (by_gemmi_S | (is_atom_S & ~unknown_S)) & ~types.is_cap
+    for site in np.flatnonzero(polymer_S & ~is_atom_S & unknown_S).tolist():
+        rows = slice(sites.first_S[site], sites.first_S[site] + sites.length_S[site])
+        linked = np.isin(table.name_A[rows], LINKING_WORDS) & (table.element_A[rows] == CARBON)
+        polymer_S[site] = bool(linked.any())
+    return polymer_S
+
+
+@dataclass(frozen=True, slots=True)
+class _Types:
+    """What residue names mean, for sites or for residues."""
+
+    letter: NDArray[np.uint8]  # 0 where unknown
+    kind: NDArray[np.int64]
+    modified: NDArray[np.bool_]
+    is_cap: NDArray[np.bool_]
+
+    def take(self, chosen: NDArray[np.int64]) -> _Types:
+        """Return some of them."""
+        return _Types(self.letter[chosen], self.kind[chosen], self.modified[chosen], self.is_cap[chosen])
+
+
+def _types(name_S: NDArray[np.uint64], parents: Mapping[str, str]) -> _Types:
+    """Return what names mean, looked up once per distinct name."""
+    names, inverse = np.unique(name_S, return_inverse=True)
+    known = {word(name): word(parent) for name, parent in parents.items()}
+    found = [_residue_type(name, known.get(name, 0)) for name in names.tolist()]
+    letters = np.array([ord(letter or "\0") for _, letter, _, _ in found], dtype=np.uint8)
+    kinds = np.array([kind for kind, _, _, _ in found], dtype=np.int64)
+    modified = np.array([changed for _, _, changed, _ in found], dtype=np.bool_)
+    caps = np.array([is_cap for _, _, _, is_cap in found], dtype=np.bool_)
+    return _Types(letters, kinds, modified, caps).take(inverse)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +187,7 @@ class _Sites:
 
 def _sites(table: AtomTable) -> _Sites:
     """Return every site of a file."""
-    columns = (table.number_A, table.resname_A, table.chain_A, table.icode_A, table.model_A)
+    columns = (table.number_A, table.resname_A, table.chain_A, table.icode_A)
     first_S = np.flatnonzero(_changes(*columns))
     return _Sites(first_S, np.diff(first_S, append=len(table.number_A)))
 
@@ -141,65 +207,64 @@ def _in_chain_order(table: AtomTable, sites: _Sites) -> _Sites:
 def _structure(
     table: AtomTable,
     policy: Policy,
-    kept_A: NDArray[np.int64],
+    kept_A: Rows,
     residue_A: NDArray[np.int64],
+    first_R: NDArray[np.int64],
+    types_R: _Types,
     notes: dict[str, int],
 ) -> Structure:
-    """Name residues and chains once the atoms are settled."""
-    name_A, pos_A3 = table.name_A[kept_A], table.pos_A3[kept_A]
+    """Put residues and chains together once the atoms are settled."""
+    name_A = np.ascontiguousarray(table.name_A[kept_A])
+    pos_A3 = np.ascontiguousarray(table.pos_A3[kept_A])
+    element_A = np.ascontiguousarray(table.element_A[kept_A])
     if not np.isfinite(pos_A3).all():
         raise Unusable(Reason.PARSE_ERROR, "a coordinate is not a finite number")
-    first_R = kept_A[np.flatnonzero(_changes(residue_A))]  # a residue's first atom speaks for it
-    letters_R, kind_R, modified_R = _letters(table.resname_A[first_R], table.parents)
     backbone_R5 = np.stack([_find(name_A, residue_A, atom, len(first_R)) for atom in BACKBONE], axis=1)
-    anchor_R = _find(name_A, residue_A, NUCLEOTIDE_ANCHOR, len(first_R))
+    ca_R = backbone_R5[:, BACKBONE.index("CA")]
+    ca_R[(ca_R >= 0) & (element_A[ca_R] != CARBON)] = -1  # that is calcium
     needed = slice(0, 3) if policy.require == "backbone" else slice(1, 2)
-    node_R = (backbone_R5[:, needed] >= 0).all(axis=1) | (anchor_R >= 0)
-    notes |= {"modified": int(modified_R.sum()), "incomplete": int((~node_R).sum())}
-    _refuse(policy, notes)
+    node_R = np.logical_and.reduce(backbone_R5[:, needed] >= 0, axis=1)
+    if (types_R.kind != PROTEIN).any():
+        for anchor in NUCLEOTIDE_ANCHORS:
+            node_R |= _find(name_A, residue_A, anchor, len(first_R)) >= 0
+    letter_R = types_R.letter
     if policy.modified == "unknown":
-        letters_R = np.where(modified_R, 0, letters_R).astype(np.uint8)
+        letter_R = np.where(types_R.modified, 0, letter_R).astype(np.uint8)
     return Structure(
-        chains=_chains(table, table.chain_A[first_R], kind_R, letters_R, node_R),
+        chains=_chains(table, table.chain_A[first_R], types_R.kind, letter_R, node_R),
         number_R=table.number_A[first_R],
         icode_R=table.icode_A[first_R],
         name_R=table.resname_A[first_R],
         node_R=node_R,
+        modified_R=types_R.modified,
         label_seq_R=None if table.label_seq_A is None else table.label_seq_A[first_R],
         backbone_R5=backbone_R5,
         pos_A3=pos_A3,
         name_A=name_A,
-        element_A=table.element_A[kept_A],
+        element_A=element_A,
         residue_A=residue_A,
         all_chains=_all_chains(table),
+        parents=table.parents,
         notes=notes,
     )
+
+
+def check(structure: Structure, chain: Chain, policy: Policy) -> None:
+    """Refuse a chain that the policy does not let pass; chains that nobody asked for are not looked at."""
+    here = slice(chain.first, chain.last)
+    modified, incomplete = int(structure.modified_R[here].sum()), int((~structure.node_R[here]).sum())
+    if policy.modified == "reject" and modified:
+        what = f"{modified} modified residues in chain {chain.name}; structures.modified is reject"
+        raise Unusable(Reason.MODIFIED_RESIDUES, what)
+    if policy.incomplete == "reject" and incomplete:
+        what = f"{incomplete} residues of chain {chain.name} lack backbone atoms; structures.incomplete is reject"
+        raise Unusable(Reason.INCOMPLETE_RESIDUES, what)
 
 
 def _all_chains(table: AtomTable) -> tuple[str, ...]:
     """Name every chain of the file, polymer or not, so that a message can list them."""
     starts = np.flatnonzero(_changes(table.chain_A))
     return tuple(dict.fromkeys(table.chain_name(code) for code in table.chain_A[starts]))
-
-
-def _refuse(policy: Policy, notes: Mapping[str, int]) -> None:
-    """Reject the file where the policy says so."""
-    if policy.modified == "reject" and notes["modified"]:
-        raise Unusable(
-            Reason.MODIFIED_RESIDUES, f"{notes['modified']} modified residues; structures.modified is reject"
-        )
-    if policy.incomplete == "reject" and notes["incomplete"]:
-        what = f"{notes['incomplete']} residues lack backbone atoms; structures.incomplete is reject"
-        raise Unusable(Reason.INCOMPLETE_RESIDUES, what)
-
-
-def _model_mask(model_S: NDArray[np.int32], model: int) -> NDArray[np.bool_]:
-    """Select the model-th model of the file, counted from 1 whatever its number is."""
-    ordinal_S = np.cumsum(_changes(model_S))
-    if model > ordinal_S[-1]:
-        raise Unusable(Reason.MISSING_MODEL, f"the file has {ordinal_S[-1]} models, number {model} was asked for")
-    mask: NDArray[np.bool_] = ordinal_S == model
-    return mask
 
 
 def _changes(*columns: NDArray[Any]) -> NDArray[np.bool_]:
@@ -211,21 +276,22 @@ def _changes(*columns: NDArray[Any]) -> NDArray[np.bool_]:
     return changed
 
 
-def _one_conformer(table: AtomTable, sites: _Sites, policy: Policy) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+def _one_conformer(
+    table: AtomTable, sites: _Sites, rows_A: Rows, policy: Policy
+) -> tuple[Rows, NDArray[np.int64], int]:
     """Return the atoms kept, the residue of each, and how many residues had alternatives."""
-    rows_A = sites.rows()
     residue_A = np.repeat(_residue_of_site(table, sites), sites.length_S)
     name_A, altloc_A = table.name_A[rows_A], table.altloc_A[rows_A]
     if not altloc_A.any() and _all_distinct(name_A, residue_A):
         return rows_A, residue_A, 0
-    order_A, alternatives = np.arange(len(rows_A)), 0
+    order_A, alternatives = np.arange(len(residue_A)), 0
     if altloc_A.any():
         chosen_R, alternatives = _choose_labels(altloc_A, table.occupancy_A[rows_A], residue_A, policy)
         order_A = _by_preference(altloc_A, table.resname_A[rows_A], residue_A, chosen_R)
     names, code_A = np.unique(name_A, return_inverse=True)
     _, first = np.unique((residue_A * len(names) + code_A)[order_A], return_index=True)
     kept = np.sort(order_A[first])
-    return rows_A[kept], residue_A[kept], alternatives
+    return kept if isinstance(rows_A, slice) else rows_A[kept], residue_A[kept], alternatives
 
 
 def _residue_of_site(table: AtomTable, sites: _Sites) -> NDArray[np.int64]:
@@ -251,13 +317,13 @@ def _choose_labels(
 ) -> tuple[NDArray[np.int64], int]:
     """Choose one label per residue, so that no residue is a patchwork, and count the residues that had several.
 
-    It is the label of highest summed occupancy (ties: the lowest letter), or the first in the file.
+    It is the label of highest mean occupancy (ties: the lowest letter), or the first in the file.
     """
     labelled = np.flatnonzero(altloc_A)
     site = residue_A[labelled] * 256 + altloc_A[labelled].view(np.uint8)
     options, first_seen, inverse = np.unique(site, return_index=True, return_inverse=True)
     if policy.altlocs == "highest":
-        cost = -np.bincount(inverse, weights=occupancy_A[labelled]).round(3)
+        cost = -(np.bincount(inverse, weights=occupancy_A[labelled]) / np.bincount(inverse)).round(3)
     else:
         cost = first_seen.astype(np.float64)
     ranked = options[np.lexsort((options, cost, options // 256))]
@@ -293,34 +359,21 @@ def _find(name_A: NDArray[np.uint64], residue_A: NDArray[np.int64], atom: str, r
 
 
 @lru_cache(maxsize=4096)
-def _residue_type(name: int, parent: int) -> tuple[int, str, bool]:
-    """Return the kind, the one-letter code and whether it is modified; a parent named by the file wins over none."""
-    info = gemmi.find_tabulated_residue(text(name))
-    kind = KINDS.get(info.kind)
-    if kind is None or info.one_letter_code == " ":
-        known = gemmi.find_tabulated_residue(text(parent))
-        if not parent or known.kind not in KINDS:
-            return UNKNOWN_KIND, "", True
-        return KIND_CODES.index(KINDS[known.kind]), known.one_letter_code.upper(), True
-    return KIND_CODES.index(kind), info.one_letter_code.upper(), info.one_letter_code.islower()
+def _residue_type(name: int, parent: int) -> tuple[int, str, bool, bool]:
+    """Return kind, one-letter code, whether it is modified, and whether it is a cap; a parent wins over no meaning."""
+    is_cap = text(name) in CAPS
+    for candidate, modified in ((text(name), False), (SYNONYMS.get(text(name), ""), False), (text(parent), True)):
+        info = gemmi.find_tabulated_residue(candidate)
+        if info.kind in KINDS and info.one_letter_code != " ":
+            letter = info.one_letter_code
+            return KIND_CODES.index(KINDS[info.kind]), letter.upper(), modified or letter.islower(), is_cap
+    return UNKNOWN_KIND, "", True, is_cap
 
 
-def letter(name: str, parents: Mapping[str, str], kind: Kind) -> str:
-    """Return the one-letter code of a residue name, X or N where none is known."""
-    return _residue_type(word(name), word(parents.get(name, "")))[1] or UNKNOWN_LETTER[kind]
-
-
-def _letters(
-    name_R: NDArray[np.uint64], parents: Mapping[str, str]
-) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.bool_]]:
-    """Return one-letter codes (0 where unknown), kinds and modified flags, looked up once per distinct name."""
-    names, inverse = np.unique(name_R, return_inverse=True)
-    known = {word(name): word(parent) for name, parent in parents.items()}
-    types = [_residue_type(name, known.get(name, 0)) for name in names.tolist()]
-    letters = np.array([ord(code or "\0") for _, code, _ in types], dtype=np.uint8)
-    kinds = np.array([kind for kind, _, _ in types], dtype=np.int64)
-    modified = np.array([changed for _, _, changed in types], dtype=np.bool_)
-    return letters[inverse], kinds[inverse], modified[inverse]
+def letter(name: str, structure: Structure, kind: Kind, policy: Policy) -> str:
+    """Return the one-letter code of a residue that was not observed."""
+    _, code, modified, _ = _residue_type(word(name), word(structure.parents.get(name, "")))
+    return UNKNOWN_LETTER[kind] if not code or (modified and policy.modified == "unknown") else code
 
 
 def _chains(
@@ -336,9 +389,11 @@ def _chains(
     for first, last in zip(starts, [*starts[1:], len(chain_R)], strict=True):
         name = table.chain_name(chain_R[first])
         kind = KIND_CODES[int(np.argmax(np.bincount(kind_R[first:last], minlength=UNKNOWN_KIND + 1)[:UNKNOWN_KIND]))]
-        sequence = letters_R[first:last].tobytes().decode("ascii").replace("\0", UNKNOWN_LETTER[kind])
-        full = table.seqres.get(name)
-        seqres = None if full is None else "".join(letter(one, table.parents, kind) for one in full)
+        own_R = (kind_R[first:last] == PROTEIN) == (
+            kind is Kind.PROTEIN
+        )  # a letter of the other kind means another thing
+        letters = np.where(own_R, letters_R[first:last], 0).astype(np.uint8).tobytes().decode("ascii")
+        sequence = letters.replace("\0", UNKNOWN_LETTER[kind])
         nodes = int(np.count_nonzero(node_R[first:last]))
-        chains.append(Chain(name, kind, first, last, sequence, nodes, seqres))
+        chains.append(Chain(name, kind, first, last, sequence, nodes, table.seqres.get(name)))
     return tuple(chains)

@@ -9,6 +9,9 @@ import os
 import stat
 import zlib
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,13 +20,12 @@ import gemmi
 import numpy as np
 
 from pipeline.records import Reason
-from pipeline.structures.atoms import NAME_BYTES, AtomTable, Unusable
+from pipeline.structures.atoms import BLANK_CHAIN, NAME_BYTES, AtomTable, Unusable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from numpy.typing import NDArray
 
+HAS_BIOTITE = find_spec("biotite") is not None
 PARSER = f"gemmi-{gemmi.__version__}"  # type: ignore[attr-defined]  # its stubs leave the version out
 FORMATS = {
     ".pdb": "pdb",
@@ -42,12 +44,14 @@ BCIF_CATEGORIES = (
     "pdbx_struct_mod_residue", "pdbx_struct_assembly", "pdbx_struct_assembly_gen", "pdbx_struct_oper_list", "atom_site",
 )  # fmt: skip
 GZIP_WINDOW = 31
+PIECE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
     """How files are read; every field can change what comes out, so all of it is in the recipe."""
 
+    model: int = 1
     chain_names: Literal["author", "label"] = "author"
     assembly: str | None = None
     seqres: bool = False
@@ -55,6 +59,8 @@ class Reading:
 
 def stat_file(path: Path, max_bytes: int) -> os.stat_result:
     """Return a file's state, refusing what cannot be read for reasons that show without reading."""
+    if not HAS_BIOTITE and ".bcif" in path.suffixes[-2:]:
+        raise Unusable(Reason.NEEDS_EXTRA, "BinaryCIF needs an extra: pip install 'pipeline[bcif]'")
     try:
         state = path.stat()
     except FileNotFoundError:
@@ -85,21 +91,21 @@ def read_file(path: Path, max_bytes: int) -> bytes:
 
 def gunzip(data: bytes, max_bytes: int) -> bytes:
     """Decompress every member of a gzip file, refusing one that is cut short or unfolds beyond `max_bytes`."""
-    parts: list[bytes] = []
-    room = max_bytes
+    unfolded = bytearray()
     while data:
         member = zlib.decompressobj(GZIP_WINDOW)
-        try:
-            parts.append(member.decompress(data, room + 1))
-        except zlib.error as error:
-            raise Unusable(Reason.TRUNCATED_FILE, f"not a whole gzip file: {error}") from error
-        room -= len(parts[-1])
-        if room < 0:
-            raise Unusable(Reason.FILE_TOO_LARGE, f"unfolds beyond structures.max_file_bytes ({max_bytes:,})")
-        if not member.eof:
-            raise Unusable(Reason.TRUNCATED_FILE, "the gzip stream ends early")
+        while not member.eof:
+            if not data:
+                raise Unusable(Reason.TRUNCATED_FILE, "the gzip stream ends early")
+            try:
+                unfolded += member.decompress(data, PIECE_BYTES)
+            except zlib.error as error:
+                raise Unusable(Reason.TRUNCATED_FILE, f"not a whole gzip file: {error}") from error
+            if len(unfolded) > max_bytes:
+                raise Unusable(Reason.FILE_TOO_LARGE, f"unfolds beyond structures.max_file_bytes ({max_bytes:,})")
+            data = member.unconsumed_tail
         data = member.unused_data.lstrip(b"\0")
-    return b"".join(parts)
+    return bytes(unfolded)
 
 
 def format_of(path: Path) -> str:
@@ -114,26 +120,39 @@ def format_of(path: Path) -> str:
         ) from None
 
 
-def parse(data: bytes, form: str, reading: Reading) -> AtomTable:
-    """Return the atoms in a file's bytes."""
-    try:
-        structure = _structure(data, form)
-    except (ValueError, RuntimeError, IndexError, UnicodeDecodeError) as error:
-        raise Unusable(Reason.PARSE_ERROR, " ".join(str(error).split())[:200]) from error
+@cache
+def parser_of(form: str) -> str:
+    """Name what reads a format, version included."""
+    return f"{PARSER}+biotite-{version('biotite')}" if form == "bcif" and HAS_BIOTITE else PARSER
+
+
+def parse(data: bytes, form: str, reading: Reading, max_residues: int | None = None) -> AtomTable:
+    """Return the atoms in a file's bytes; whatever a parser does not like is one `Unusable`."""
     if form == "pdb" and reading.chain_names == "label":
         raise Unusable(Reason.MISSING_CHAIN, "a PDB file has no label chain names; set structures.chain_names: author")
-    if len(structure) == 0 or structure[0].count_atom_sites() == 0:
-        raise Unusable(Reason.NO_ATOMS, "the file holds no atoms")
-    structure.setup_entities()
-    if reading.seqres:
-        structure.assign_label_seq_id(force=False)
-    sequences = _sequences(structure, reading) if reading.seqres else {}
-    if reading.assembly is not None:
-        _build_assembly(structure, reading.assembly)
     try:
-        return _table(structure, reading, sequences)
-    except (ValueError, RuntimeError) as error:  # residue names beyond 7 characters exist in no dictionary
-        raise Unusable(Reason.PARSE_ERROR, " ".join(str(error).split())[:200]) from error
+        structure = _structure(data, form)
+        if sum(model.count_atom_sites() for model in structure) == 0:
+            raise Unusable(Reason.NO_ATOMS, "the file holds no atoms")
+        _keep_model(structure, reading.model)
+        structure.setup_entities()
+        if reading.seqres:
+            structure.assign_label_seq_id(force=False)
+        if reading.assembly is not None:
+            _build_assembly(structure, reading.assembly, max_residues)
+        return _table(structure, reading)
+    except (ValueError, RuntimeError, LookupError, TypeError) as error:  # UnicodeDecodeError is a ValueError
+        what = " ".join(str(error).split())[:200] or type(error).__name__
+        raise Unusable(Reason.PARSE_ERROR, what) from error
+
+
+def _keep_model(structure: gemmi.Structure, number: int) -> None:
+    """Drop every model but one, counted from 1 whatever its number is."""
+    if number > len(structure):
+        raise Unusable(Reason.MISSING_MODEL, f"the file has {len(structure)} models, number {number} was asked for")
+    for index in reversed(range(len(structure))):
+        if index != number - 1:
+            del structure[index]
 
 
 def _structure(data: bytes, form: str) -> gemmi.Structure:
@@ -149,18 +168,17 @@ def _structure(data: bytes, form: str) -> gemmi.Structure:
 
 def _bcif_block(data: bytes) -> gemmi.cif.Block:
     """Turn BinaryCIF into the block that its text form would be, so that one reader gives both their meaning."""
-    try:
-        import msgpack
-        from biotite.structure.io.pdbx import BinaryCIFFile
-    except ImportError:
-        raise Unusable(Reason.UNKNOWN_FORMAT, "BinaryCIF needs an extra: pip install 'pipeline[bcif]'") from None
+    from biotite.file import DeserializationError, InvalidFileError
+    from biotite.structure.io.pdbx import BinaryCIFFile
+    from msgpack.exceptions import UnpackException
+
     try:
         source: Any = BinaryCIFFile.read(BytesIO(data)).block
         block = gemmi.cif.Block("bcif")
         for name in BCIF_CATEGORIES:
             if name in source:
                 block.set_mmcif_category(f"_{name}.", {tag: _values(column) for tag, column in source[name].items()})
-    except (KeyError, TypeError, msgpack.exceptions.UnpackException) as error:
+    except (InvalidFileError, DeserializationError, UnpackException, AttributeError) as error:
         raise Unusable(Reason.PARSE_ERROR, f"not BinaryCIF: {type(error).__name__} {error}"[:200]) from error
     return block
 
@@ -175,44 +193,74 @@ def _values(column: Any) -> list[str | bool | None]:
     return values
 
 
-def _sequences(structure: gemmi.Structure, reading: Reading) -> dict[str, tuple[str, ...]]:
-    """Return the full sequence (SEQRES) of each polymer chain; at a mixed position the first residue stands."""
-    found = {}
-    for chain in structure[0]:
-        polymer = chain.get_polymer()
-        entity = structure.get_entity_of(polymer) if len(polymer) else None
-        if entity is not None and entity.full_sequence:
-            name = chain.name if reading.chain_names == "author" else polymer.subchain_id()
-            found[name] = tuple(gemmi.Entity.first_mon(monomer) for monomer in entity.full_sequence)
-    return found
-
-
-def _build_assembly(structure: gemmi.Structure, name: str) -> None:
-    """Replace each model by a biological assembly; copies of chain A are A, A-2, A-3."""
+def _build_assembly(structure: gemmi.Structure, name: str, max_residues: int | None) -> None:
+    """Replace the model by a biological assembly; copies of chain A are A, A-2, A-3, by operation."""
     assembly = next((one for one in structure.assemblies if one.name == name), None)
     if assembly is None:
         known = ", ".join(one.name for one in structure.assemblies) or "none"
         raise Unusable(Reason.MISSING_ASSEMBLY, f"no assembly {name!r} in the file (it has: {known})")
     structure.merge_chain_parts()
-    for index in range(len(structure)):
-        copies = gemmi.make_assembly(assembly, structure[index], gemmi.HowToNameCopiedChain.Dup)
-        seen: dict[str, int] = {}
-        model = structure[index]
-        while len(model):
-            del model[0]
-        for chain in copies:
-            seen[chain.name] = count = seen.get(chain.name, 0) + 1
-            if count > 1:
-                for residue in chain:
-                    residue.subchain += f"-{count}"
-                chain.name += f"-{count}"
-            model.add_chain(chain)
+    source = structure[0]
+    copies = _copies(assembly, source)
+    residues = sum(_count_residues(source, members) for _, members in copies)
+    if max_residues is not None and residues > max_residues:
+        what = f"{residues:,} residues in assembly {name}, waters included; structures.max_residues is {max_residues:,}"
+        raise Unusable(Reason.TOO_MANY_RESIDUES, what)
+    built = gemmi.Model(source.num)
+    for number, (transform, members) in enumerate(copies, start=1):
+        for chain in _copied(source, members, transform):
+            if number > 1:
+                _rename_copy(chain, number, {one.name for one in source})
+            built.add_chain(chain)
+    del structure[0]
+    structure.add_model(built)
+    structure.merge_chain_parts()
 
 
-def _table(structure: gemmi.Structure, reading: Reading, sequences: Mapping[str, tuple[str, ...]]) -> AtomTable:
+def _copies(assembly: gemmi.Assembly, model: gemmi.Model) -> list[tuple[gemmi.Transform, set[str]]]:
+    """Return the distinct operations of an assembly, the identity first, with the subchains that each one copies."""
+    copies: dict[tuple[float, ...], tuple[gemmi.Transform, set[str]]] = {}
+    for generator in assembly.generators:
+        members = set(generator.subchains) or {
+            residue.subchain for chain in model if chain.name in generator.chains for residue in chain
+        }
+        for operator in generator.operators:
+            rows = [*operator.transform.mat.tolist(), operator.transform.vec.tolist()]
+            key = tuple(round(number, 6) for row in rows for number in row)
+            copies.setdefault(key, (operator.transform, set()))[1].update(members)
+    return sorted(copies.values(), key=lambda copy: not copy[0].is_identity())
+
+
+def _count_residues(model: gemmi.Model, members: set[str]) -> int:
+    """Count the residues of some subchains."""
+    return sum(residue.subchain in members for chain in model for residue in chain)
+
+
+def _copied(model: gemmi.Model, members: set[str], transform: gemmi.Transform) -> list[gemmi.Chain]:
+    """Return moved copies of the chains of a model, reduced to some subchains."""
+    copy = model.clone()
+    for chain in copy:
+        for index in reversed(range(len(chain))):
+            if chain[index].subchain not in members:
+                del chain[index]
+    copy.transform_pos_and_adp(transform)
+    return [chain for chain in copy if len(chain)]
+
+
+def _rename_copy(chain: gemmi.Chain, number: int, taken: set[str]) -> None:
+    """Name a copy after its chain and its operation, and never like a chain that the file has."""
+    suffix = f"-{number}"
+    while chain.name + suffix in taken:
+        suffix = f"-{suffix}"
+    chain.name += suffix
+    for residue in chain:
+        residue.subchain += suffix
+
+
+def _table(structure: gemmi.Structure, reading: Reading) -> AtomTable:
     """View gemmi's flat columns as an `AtomTable`."""
+    sequences = _sequences(structure, reading) if reading.seqres else {}
     flat, aliases = _flatten(structure)
-    parents = {record.res_id.name: record.parent_comp_id for record in structure.mod_residues if record.parent_comp_id}
     return AtomTable(
         pos_A3=flat.pos,
         name_A=_words(flat.atom_names),
@@ -224,12 +272,25 @@ def _table(structure: gemmi.Structure, reading: Reading, sequences: Mapping[str,
         occupancy_A=flat.occ,
         element_A=flat.elements,
         entity_A=flat.entity_type,
-        model_A=flat.model_num,
+        hetero_A=flat.het_flags,
         label_seq_A=_label_seq(structure) if reading.seqres else None,
         seqres=sequences,
-        parents=parents,
+        parents={one.res_id.name: one.parent_comp_id for one in structure.mod_residues if one.parent_comp_id},
         aliases=aliases,
     )
+
+
+def _sequences(structure: gemmi.Structure, reading: Reading) -> dict[str, tuple[str, ...]]:
+    """Return the full sequence (SEQRES) of each polymer chain; the copies in an assembly have that of their chain."""
+    by_subchain = {name: entity.full_sequence for entity in structure.entities for name in entity.subchains}
+    found = {}
+    for chain in structure[0]:
+        polymer = chain.get_polymer()
+        subchain = polymer.subchain_id() if len(polymer) else ""
+        sequence = by_subchain.get(subchain) or by_subchain.get(subchain.rpartition("-")[0].rstrip("-"))
+        if sequence:
+            found[(chain.name if reading.chain_names == "author" else subchain) or BLANK_CHAIN] = tuple(sequence)
+    return found
 
 
 def _words(names: Any) -> NDArray[np.uint64]:

@@ -11,35 +11,43 @@ import gemmi
 import numpy as np
 
 from pipeline.records import Reason
-from pipeline.structures.atoms import Unusable
+from pipeline.structures.atoms import Unusable, text
+from pipeline.structures.policy import CAPS, letter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from pipeline.structures.policy import Chain, Structure
+    from pipeline.structures.policy import Chain, Policy, Structure
 
 SAME_CHAIN = 0.5  # share of the shorter sequence that must agree for two chains to be one molecule
 MIN_MAPPED = 0.5  # share of a partner's residues that must be found in the other file
 
 
-def seqres_rows(structure: Structure, chain: Chain) -> NDArray[np.int32]:
-    """Return the row of each observed residue in the chain's full sequence; the map is verified."""
+def full_sequence(structure: Structure, chain: Chain, policy: Policy) -> tuple[str, NDArray[np.int32]]:
+    """Return the SEQRES of a chain without caps, and the row in it of each observed residue; the map is verified.
+
+    An observed residue has the letter it was given when it was read, so that one policy holds for both.
+    """
     if chain.seqres is None or structure.label_seq_R is None:
         what = f"chain {chain.name} has no SEQRES; set structures.sequence: observed"
         raise Unusable(Reason.SEQUENCE_MISMATCH, what)
-    rows_R = structure.label_seq_R[chain.first : chain.last] - 1
-    if (rows_R < 0).any() or (rows_R >= len(chain.seqres)).any() or (np.diff(rows_R) <= 0).any():
+    options = [monomers.split(",") for monomers in chain.seqres]
+    kept = np.array([CAPS.isdisjoint(names) for names in options])
+    position_R = structure.label_seq_R[chain.first : chain.last] - 1
+    observed = [text(name) for name in structure.name_R[chain.first : chain.last]]
+    in_order = (position_R >= 0).all() and (position_R < len(options)).all() and (np.diff(position_R) > 0).all()
+    if not in_order or any(name not in options[at] for name, at in zip(observed, position_R.tolist(), strict=True)):
         what = f"the residues of chain {chain.name} do not follow its SEQRES; set structures.sequence: observed"
         raise Unusable(Reason.SEQUENCE_MISMATCH, what)
-    full = np.frombuffer(chain.seqres.encode(), dtype=np.uint8)[rows_R]
-    observed = np.frombuffer(chain.sequence.encode(), dtype=np.uint8)
-    wrong = int((full != observed).sum())
-    if wrong:
-        what = f"{wrong} residues of chain {chain.name} differ from its SEQRES; set structures.sequence: observed"
-        raise Unusable(Reason.SEQUENCE_MISMATCH, what)
-    return rows_R
+    rows_R = (np.cumsum(kept) - 1)[position_R].astype(np.int32)
+    letters = [
+        letter(names[0], structure, chain.kind, policy) for names, keep in zip(options, kept, strict=True) if keep
+    ]
+    for row, code in zip(rows_R.tolist(), chain.sequence, strict=True):
+        letters[row] = code
+    return "".join(letters), rows_R
 
 
 def bound_rows(unbound: Sequence[str], bound: Sequence[str]) -> NDArray[np.int32]:

@@ -17,7 +17,7 @@ def test_one_key_is_enough(loaded: Any, project: Path) -> None:
     assert config.data.path == project / "complexes.csv"
     assert config.cache.root == project / "cache"
     assert config.cluster.runs == project / "runs"
-    assert config.structures.max_file_bytes == 512 << 20
+    assert config.structures.max_file_bytes == 64 << 20
 
 
 def test_command_line_beats_the_file(loaded: Any) -> None:
@@ -118,7 +118,7 @@ def test_frozen_configuration_reads_back_the_same(loaded: Any) -> None:
     config = loaded("data: {path: a}\ncache: {shard_bytes: 1000001}\n", "cluster.scan.time=3-00:00:01").config
     text = dump_resolved(config)
     assert from_resolved(text) == config
-    assert json.loads(text)["structures"]["max_file_bytes"] == "512MiB"
+    assert json.loads(text)["structures"]["max_file_bytes"] == "64MiB"
 
 
 def test_frozen_configuration_of_another_version_is_refused_by_name(loaded: Any) -> None:

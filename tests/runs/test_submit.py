@@ -70,7 +70,14 @@ def test_a_dry_run_says_what_would_be_done_and_leaves_nothing(pipeline: Command,
     folder = make_project(3)
     done = pipeline(*SUBMIT, "--dry-run")
     assert done.code == 0
-    assert done.out.split()[-12:-9] == ["1.0", "GiB", "1"] or "1.0 GiB" in done.out
+    shown = dict(zip(*(line.split() for line in done.out.replace(" GiB", "GiB").splitlines()), strict=False))
+    assert (shown["items"], shown["cached"], shown["missing"], shown["tasks"], shown["mem"]) == (
+        "3",
+        "0",
+        "3",
+        "1",
+        "1.5GiB",
+    )
     assert sorted(path.name for path in folder.iterdir()) == ["data", "pipeline.yaml"]
 
 

@@ -65,9 +65,11 @@ def test_a_whole_file_is_one_partner() -> None:
 
 
 def test_the_lower_case_twin_of_a_single_chain_antibody_is_that_chain() -> None:
-    assert [one.name for one in inventory_of(replace(ANTIBODY, chains=("H", "h")), ANTIGEN).partners[0].chains] == ["H"]
+    row = replace(ANTIBODY, chains=("H", "h"), optional=("h",))
+    assert [one.name for one in inventory_of(row, ANTIGEN).partners[0].chains] == ["H"]
+    assert inventory_of(replace(row, optional=()), ANTIGEN).reason is Reason.MISSING_CHAIN
     lines = COMPLEX.replace(" L ", " h ")
-    split = inventory_of(replace(ANTIBODY, chains=("H", "h")), ANTIGEN, lines=lines)
+    split = inventory_of(row, ANTIGEN, lines=lines)
     assert [one.name for one in split.partners[0].chains] == ["H", "h"]
 
 
@@ -101,11 +103,11 @@ def test_the_key_changes_with_everything_that_can_change_the_inventory_and_with_
         Recipe(reading=Reading(chain_names="label")),
         Recipe(reading=Reading(assembly="1")),
         Recipe(reading=Reading(seqres=True)),
+        Recipe(reading=Reading(model=2)),
         *(
             Recipe(policy=replace(Policy(), **{name: value}))
             for name, value in (
                 ("altlocs", "first"),
-                ("model", 2),
                 ("modified", "unknown"),
                 ("require", "ca"),
                 ("incomplete", "reject"),

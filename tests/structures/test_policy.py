@@ -7,18 +7,21 @@ import pytest
 
 from pipeline.records import Kind, Reason
 from pipeline.structures.atoms import Unusable, text
-from pipeline.structures.policy import Policy, Structure, apply
+from pipeline.structures.policy import Policy, Structure, apply, check
 from pipeline.structures.read import Reading, parse
 from tests.structures.pdb_text import atom, chain, residue
 
 
-def read(lines: str, policy: Policy | None = None) -> Structure:
-    return apply(parse((lines + "END\n").encode(), "pdb", Reading()), policy or Policy())
+def read(lines: str, policy: Policy | None = None, model: int = 1) -> Structure:
+    structure = apply(parse((lines + "END\n").encode(), "pdb", Reading(model=model)), policy or Policy())
+    for one in structure.chains:
+        check(structure, one, policy or Policy())
+    return structure
 
 
-def reason_of(lines: str, policy: Policy | None = None) -> Reason:
+def reason_of(lines: str, policy: Policy | None = None, model: int = 1) -> Reason:
     with pytest.raises(Unusable) as caught:
-        read(lines, policy)
+        read(lines, policy, model)
     return caught.value.reason
 
 
@@ -151,8 +154,8 @@ def test_only_the_chosen_model_is_read() -> None:
         for n, name in ((5, "GLY"), (9, "SER"))
     )
     assert sequences(read(lines)) == ["AG"]
-    assert sequences(read(lines, Policy(model=2))) == ["AS"]
-    assert reason_of(lines, Policy(model=3)) is Reason.MISSING_MODEL
+    assert sequences(read(lines, model=2)) == ["AS"]
+    assert reason_of(lines, model=3) is Reason.MISSING_MODEL
 
 
 def test_a_file_of_ligands_only_has_no_polymer() -> None:

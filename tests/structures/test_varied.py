@@ -13,7 +13,7 @@ import pytest
 from pipeline.records import Item, Kind, Part, Reason, Role
 from pipeline.structures.atoms import Unusable
 from pipeline.structures.inventory import File, Recipe, take
-from pipeline.structures.policy import Policy, Structure, apply
+from pipeline.structures.policy import Policy, Structure, apply, check
 from pipeline.structures.read import Reading, format_of, parse, read_file
 
 pytestmark = pytest.mark.shared
@@ -50,7 +50,10 @@ REJECTED = {
 
 def read(folder: Path, name: str, policy: Policy | None = None, reading: Reading | None = None) -> Structure:
     path = folder / "varied" / name
-    return apply(parse(read_file(path, LIMIT), format_of(path), reading or Reading()), policy or Policy())
+    structure = apply(parse(read_file(path, LIMIT), format_of(path), reading or Reading()), policy or Policy())
+    for chain in structure.chains:
+        check(structure, chain, policy or Policy())
+    return structure
 
 
 def test_every_file_is_in_one_of_the_two_tables(shared_structures: Path) -> None:
@@ -133,11 +136,11 @@ def test_a_parent_named_by_the_file_is_believed(shared_structures: Path) -> None
 
 
 def test_each_model_can_be_chosen_and_a_missing_one_is_named(shared_structures: Path) -> None:
-    first, third = (read(shared_structures, "1LCD.pdb", Policy(model=number)) for number in (1, 3))
+    first, third = (read(shared_structures, "1LCD.pdb", reading=Reading(model=number)) for number in (1, 3))
     assert len(first.pos_A3) == len(third.pos_A3)
     assert not np.allclose(first.pos_A3, third.pos_A3)
     with pytest.raises(Unusable, match="3 models"):
-        read(shared_structures, "1LCD.pdb", Policy(model=4))
+        read(shared_structures, "1LCD.pdb", reading=Reading(model=4))
 
 
 def test_an_assembly_can_be_chosen_and_a_missing_one_is_named(shared_structures: Path) -> None:

@@ -6,8 +6,7 @@ Cells that are empty or hold NA or None name nothing.
 
 In a single-chain Fv both domains are one chain of the deposited file. The summary then names it twice, or names the
 light half by the lower-case letter, as the renumbered files (folders chothia, imgt) do, which divide the chain.
-So the part of a row A/a, or of a row A/A with a renumbered file, has the chains (A, a), and the reader drops a
-lower-case chain that the file does not hold if its upper-case twin is in the same part.
+So the part of a row A/a, or of a row A/A with a renumbered file, has the chains (A, a), of which a is optional.
 """
 
 from __future__ import annotations
@@ -72,7 +71,8 @@ def _parts(folder: StructureFolder, row: Row) -> tuple[Part, ...]:
     model = model_number(_named(row["model"]), first=0)
     path = _file(folder, row["pdb"])
     antibody = _antibody(heavy, light, renumbered=Path(path).parent.name.lower() in RENUMBERED)
-    return (Part(Role.RECEPTOR, path, antibody, model), Part(Role.LIGAND, path, antigens, model))
+    twin = tuple(name for name in antibody[1:] if name != heavy and name == heavy.lower())
+    return (Part(Role.RECEPTOR, path, antibody, model, optional=twin), Part(Role.LIGAND, path, antigens, model))
 
 
 def _antibody(heavy: str, light: str, *, renumbered: bool) -> tuple[str, ...]:
