@@ -18,7 +18,7 @@ from pipeline.structures.policy import Policy, apply
 from pipeline.structures.read import Reading, format_of, parse, read_file
 from pipeline.structures.sequences import bound_rows
 from pipeline.structures.sources import SourceSpec, items
-from tests.structures.pdb_text import atom, chain
+from tests.structures.pdb_text import atom, chain, residue
 
 LIMIT = 64 << 20
 COMPLEX = chain("H", "ALA", "CYS") + chain("L", "ASP", "GLU", "PHE") + chain("X", "GLY", "HIS", "ILE", "LYS")
@@ -221,3 +221,49 @@ def test_rejections_and_items_survive_json() -> None:
     rejection = Rejection("c", Reason.BAD_ROW, "why", "m.csv:3")
     assert Item.from_json(item.to_json()) == item
     assert Rejection.from_json(rejection.to_json()) == rejection
+
+
+SEQRES = "SEQRES   1 {}    {}  {}\n"
+
+
+def seqres_of(lines: str, names: str, recipe: Recipe, chain_name: str = "A") -> tuple[str, list[int]]:
+    record = SEQRES.format(chain_name, len(names.split()), names)
+    item = Item("c", parts=(Part(Role.WHOLE, "c.pdb"),))
+    inventory, maps = take(item, {"c.pdb": File((record + lines + "END\n").encode(), "00")}, recipe)
+    assert inventory.reason is None, inventory.detail
+    return inventory.partners[0].chains[0].sequence, maps["rows.whole"].tolist()
+
+
+FULL = Recipe(Reading(seqres=True))
+
+
+def test_seqres_of_a_chain_without_a_name_is_found() -> None:
+    assert seqres_of(chain(" ", "CYS", "ASP", first=2), "ALA CYS ASP GLU", FULL, " ") == ("ACDE", [1, 2])
+
+
+def test_seqres_and_policy_agree_on_modified_residues() -> None:
+    lines = chain("A", "MSE", "ASP", first=2)
+    assert seqres_of(lines, "ALA MSE ASP MSE", FULL) == ("AMDM", [1, 2])
+    assert seqres_of(lines, "ALA MSE ASP MSE", replace(FULL, policy=Policy(modified="unknown"))) == ("AXDX", [1, 2])
+
+
+def test_caps_are_no_rows_of_seqres() -> None:
+    lines = residue("ACE", "A", 1, ("C", "O", "CH3")) + residue("ALA", "A", 2) + residue("CYS", "A", 3) + "TER\n"
+    assert seqres_of(lines, "ACE ALA CYS ASP NH2", FULL) == ("ACD", [0, 1])
+
+
+def test_a_side_without_a_single_node_is_refused() -> None:
+    trace = residue("ALA", "A", 1, ("CA",)) + residue("CYS", "A", 2, ("CA",)) + "TER\n" + chain("B", "GLY") + "END\n"
+    inventory = inventory_of(Part(Role.COMPLEX, "c.pdb"), lines=trace)
+    assert inventory.reason is Reason.INCOMPLETE_RESIDUES
+    assert "structures.require: ca" in inventory.detail
+    recipe = Recipe(policy=Policy(require="ca"))
+    assert inventory_of(Part(Role.COMPLEX, "c.pdb"), lines=trace, recipe=recipe).reason is None
+
+
+def test_what_nobody_asked_for_rejects_nothing() -> None:
+    lines = COMPLEX.replace("END\n", "") + chain("M", "MSE", "ALA") + "END\n"
+    recipe = Recipe(policy=Policy(modified="reject"))
+    assert inventory_of(ANTIBODY, ANTIGEN, lines=lines, recipe=recipe).reason is None
+    everything = inventory_of(Part(Role.WHOLE, "c.pdb"), lines=lines, recipe=recipe)
+    assert everything.reason is Reason.MODIFIED_RESIDUES

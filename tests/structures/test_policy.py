@@ -165,3 +165,53 @@ def test_a_file_of_ligands_only_has_no_polymer() -> None:
 def test_coordinates_that_are_no_numbers_are_refused() -> None:
     lines = residue("ALA", "A", 1) + residue("GLY", "A", 2).replace("   7.600", "     nan")
     assert reason_of(lines) in {Reason.PARSE_ERROR}
+
+
+def test_a_ter_at_a_break_does_not_cut_the_chain_short() -> None:
+    whole = "".join(residue(name, "A", number) for number, name in enumerate(["ALA", "CYS", "ASP", "GLU"], 1))
+    rest = "".join(residue(name, "A", number) for number, name in enumerate(["PHE", "GLY", "HIS", "ILE"], 7))
+    assert sequences(read(whole + "TER\n" + rest)) == ["ACDEFGHI"]
+    other = chain("B", "LYS", "LEU")
+    assert sequences(read(whole + "TER\n" + other + rest)) == ["ACDEFGHI", "KL"]
+
+
+def test_a_water_in_the_middle_does_not_end_the_chain() -> None:
+    water = atom("O", "HOH", "A", 101, record="HETATM")
+    lines = residue("ALA", "A", 1) + residue("CYS", "A", 2) + water + residue("ASP", "A", 3) + residue("GLU", "A", 4)
+    structure = read(lines)
+    assert sequences(structure) == ["ACDE"]
+    assert structure.notes["waters"] == 1
+
+
+def test_an_ion_before_the_chain_is_no_residue_and_calcium_no_alpha_carbon() -> None:
+    ion = atom("CA", "CA", "A", 900, record="HETATM", element="CA")
+    lines = ion + "".join(residue(name, "A", number) for number, name in enumerate(["ALA", "CYS", "ASP"], 1))
+    for require in ("ca", "backbone"):
+        structure = read(lines, Policy(require=require))  # type: ignore[arg-type]
+        assert (sequences(structure), structure.chains[0].nodes) == (["ACD"], 3)
+
+
+def test_the_likelier_of_two_residues_wins_whatever_their_sizes() -> None:
+    small = residue("GLY", "A", 1, altloc="A", occupancy=0.65)
+    atoms = ("N", "CA", "C", "O", "CB", "CG", "CD1", "CD2", "NE1", "CE2")
+    large = residue("TRP", "A", 1, atoms, altloc="B", occupancy=0.35)
+    assert sequences(read(small + large + residue("ALA", "A", 2))) == ["GA"]
+
+
+def test_protonation_states_of_simulations_are_their_residues() -> None:
+    names = ("HSD", "HSE", "HSP", "HIE", "HID", "HIP", "CYX", "CYM", "ASH", "GLH", "LYN")
+    structure = read(chain("A", "ALA", *names, "ALA"))
+    assert sequences(structure) == ["AHHHHHHCCDEKA"]
+    assert not structure.modified_R.any()
+
+
+def test_a_letter_of_another_kind_of_polymer_is_unknown() -> None:
+    sugar = ("P", "C1'")
+    protein = chain("A", "ALA", "CYS", "ASP").removesuffix("TER\n")
+    dna = residue("DA", "A", 10, sugar) + residue("DC", "A", 11, sugar)
+    assert sequences(read(protein + dna + "TER\n")) == ["ACDXX"]
+
+
+def test_old_names_of_the_sugar_carbon_count() -> None:
+    lines = "".join(residue(name, "A", i, ("P", "C1*")) for i, name in enumerate(["DA", "DC", "DG"], 1)) + "TER\n"
+    assert read(lines).chains[0].nodes == 3

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.records import Reason
+from pipeline.structures import read as read_module
 from pipeline.structures.atoms import Unusable
 from pipeline.structures.policy import Policy, apply
 from pipeline.structures.read import Reading, format_of, parse, read_file
@@ -149,3 +150,49 @@ def test_copies_in_an_assembly_are_named_after_their_chain() -> None:
     assert [(one.name, one.sequence) for one in structure.chains] == [("A", "ACD"), ("A-2", "ACD")]
     half = len(structure.pos_A3) // 2
     assert structure.pos_A3[half:, 0] - structure.pos_A3[:half, 0] == pytest.approx(50.0)
+
+
+REMARK_350 = (
+    "REMARK 350 BIOMOLECULE: 1\nREMARK 350 APPLY THE FOLLOWING TO CHAINS: {}\n"
+    "REMARK 350   BIOMT1   1  1.000000  0.000000  0.000000        0.00000\n"
+    "REMARK 350   BIOMT2   1  0.000000  1.000000  0.000000        0.00000\n"
+    "REMARK 350   BIOMT3   1  0.000000  0.000000  1.000000        0.00000\n"
+)
+SECOND = (
+    "REMARK 350   BIOMT1   2 -1.000000  0.000000  0.000000       50.00000\n"
+    "REMARK 350   BIOMT2   2  0.000000 -1.000000  0.000000        0.00000\n"
+    "REMARK 350   BIOMT3   2  0.000000  0.000000  1.000000        0.00000\n"
+)
+
+
+def assembled(lines: str, remarks: str, **choices: object) -> list[tuple[str, str]]:
+    reading = Reading(assembly="1", **choices)  # type: ignore[arg-type]
+    structure = apply(parse((remarks + lines).encode(), "pdb", reading), Policy())
+    return [(one.name, one.sequence) for one in structure.chains]
+
+
+def test_an_assembly_may_name_chains_that_were_trimmed_away() -> None:
+    assert assembled(PDB.decode(), REMARK_350.format("A, B, C")) == [("A", "ACD")]
+
+
+def test_a_copy_never_takes_the_name_of_another_chain() -> None:
+    cif = long_named_cif("A").replace(b" B 1 ", b" A-2 1 ").replace(b" B 1\n", b" A-2 1\n")
+    structure = apply(parse(cif, "mmcif", Reading()), Policy())
+    assert [one.name for one in structure.chains] == ["A", "A-2"]
+    lines = chain("A", "ALA", "CYS") + "END\n"
+    assert assembled(lines, REMARK_350.format("A") + SECOND) == [("A", "AC"), ("A-2", "AC")]
+
+
+def test_an_assembly_beyond_the_limit_is_refused_before_it_is_built() -> None:
+    data = (REMARK_350.format("A") + SECOND + PDB.decode()).encode()
+    with pytest.raises(Unusable) as caught:
+        parse(data, "pdb", Reading(assembly="1"), max_residues=5)
+    assert caught.value.reason is Reason.TOO_MANY_RESIDUES
+
+
+def test_binary_cif_without_its_extra_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_module, "HAS_BIOTITE", False)
+    (tmp_path / "x.bcif").write_bytes(b"\x80")
+    with pytest.raises(Unusable, match=r"pip install 'pipeline\[bcif\]'") as caught:
+        read_file(tmp_path / "x.bcif", 100)
+    assert caught.value.reason is Reason.NEEDS_EXTRA
