@@ -83,7 +83,7 @@ def _event(line: bytes, writer: str) -> Event | None:
     try:
         data = json.loads(line)
         return Event(kind=EventKind(data.pop("kind")), at=data.pop("at"), writer=writer, data=data)
-    except (ValueError, KeyError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

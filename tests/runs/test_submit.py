@@ -13,9 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.config.load import load
+from pipeline.runs import todo, workflow
 from pipeline.runs.folder import runs_in
+from pipeline.runs.project import Project
+from pipeline.runs.submit import new_run
+from pipeline.stages.scan import scan
 from tests.command import Command
-from tests.runs.conftest import MakeProject, write_complex
+from tests.runs.conftest import MakeProject, settle, write_complex
 
 SUBMIT = ("submit", "--stage", "scan", "--executor", "local", "--follow")
 PIPELINE = str(Path(sys.executable).with_name("pipeline"))
@@ -206,10 +211,7 @@ def test_ctrl_c_leaves_no_process_and_loses_nothing(make_project: MakeProject) -
         [PIPELINE, *SUBMIT, "--set", "cluster.scan.items_per_task=10"], cwd=folder, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    wait_for(
-        "a task to finish",
-        lambda: list((folder / "runs").glob("*/events/scan-*.jsonl")) and (folder / "cache/scan/shards").is_dir(),
-    )
+    wait_for("a first shard", lambda: any((folder / "cache/scan").glob("shards/*")))
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130, err
@@ -243,6 +245,62 @@ def test_a_killed_supervisor_is_named_and_its_work_is_kept(make_project: MakePro
     again = subprocess.run([PIPELINE, *SUBMIT], cwd=folder, capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr
     assert " 0 cached" not in again.stderr
+
+
+def test_a_run_is_stopped_before_the_bad_rest_is_read(pipeline: Command, make_project: MakeProject) -> None:
+    folder = make_project(1)
+    for number in range(300):
+        (folder / "data" / f"bad{number}.pdb").write_text(f"REMARK {number}\n")
+    settle(folder / "data")
+    done = pipeline(*SUBMIT, "--set", "cluster.scan.items_per_task=10", "--set", "cluster.slots.cpus=1")
+    assert done.code == 3
+    assert "were not looked at any more" in done.err
+    assert "not done" in done.out
+
+
+@pytest.mark.fault
+def test_a_worker_that_is_asked_to_end_publishes_what_it_has(make_project: MakeProject) -> None:
+    folder = make_project(1500)
+    process = subprocess.Popen(
+        [PIPELINE, *SUBMIT, "--set", "cluster.scan.items_per_task=1500"],
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wait_for(
+        "progress", lambda: any('"done"' in path.read_text() for path in (folder / "runs").glob("*/events/scan-*"))
+    )
+    (worker,) = processes_mentioning("from pipeline.runs.worker import")
+    os.kill(worker, signal.SIGTERM)
+    out, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 7, err
+    assert "stopped by a signal" in out
+    again = subprocess.run([PIPELINE, *SUBMIT], cwd=folder, capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr
+    assert " 0 cached" not in again.stderr
+
+
+def test_fresh_files_that_appear_late_are_waited_for(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_project(3)
+    config = load(folder / "pipeline.yaml").config
+    run = new_run(config, ["scan"])
+    project = Project.open(config)
+    todo.survey(project, todo.list_items(project), run)
+    assert workflow.judge_scan(project, run, patience_s=0.0).undone == 3
+
+    def appear(_seconds: float) -> None:
+        list(
+            scan(todo.read_shard(run.todo, todo.Shard(0, run.todo.stat().st_size, 3)), project.recipe, project.shelves)
+        )
+
+    monkeypatch.setattr(workflow.time, "sleep", appear)
+    assert workflow.judge_scan(project, run, patience_s=60.0).undone == 0
+
+
+@pytest.mark.parametrize(("rejected", "total", "fraction"), [(29, 100, 0.29), (63, 90, 0.7), (0, 5, 0.0), (5, 5, 1.0)])
+def test_a_fraction_allows_what_it_says_to_the_item(rejected: int, total: int, fraction: float) -> None:
+    assert not workflow.too_many(rejected, total, fraction)
+    assert workflow.too_many(rejected + 1, total, fraction)
 
 
 def processes_mentioning(text: str) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from pipeline.records import Inventory, Item, Part, Reason, Role
 from pipeline.stages import scan as stage
 from pipeline.stages.scan import Shelves, look_again, look_up, scan
 from pipeline.store.cache import Cache
+from pipeline.structures import read as read_module
 from pipeline.structures.inventory import Recipe
 from pipeline.structures.policy import Policy
 from tests.structures.pdb_text import chain
@@ -53,11 +55,7 @@ def test_what_was_scanned_is_known_without_reading_the_files(tmp_path: Path, she
     item = make_item(tmp_path)
     assert look_up([item], RECIPE, shelves) == [None]
     assert scan_all([item], shelves) == [None]
-    Path(item.parts[0].path).chmod(0)  # even a file that cannot be read is known by its state
-    settle(Path(item.parts[0].path))
-    scanned = make_item(tmp_path, "b")
-    scan_all([scanned], shelves)
-    (found,) = look_up([scanned], RECIPE, open_shelves(tmp_path))
+    (found,) = look_up([item], RECIPE, open_shelves(tmp_path))
     assert isinstance(found, Inventory)
     assert [[one.sequence for one in partner.chains] for partner in found.partners] == [["ACD"], ["GH"]]
 
@@ -114,7 +112,7 @@ def test_copies_of_one_file_share_one_inventory(tmp_path: Path, shelves: Shelves
 def test_a_file_written_just_now_is_scanned_but_not_trusted_to_stand_still(tmp_path: Path, shelves: Shelves) -> None:
     path = tmp_path / "fresh.pdb"
     path.write_text(LINES)
-    os.utime(path, (time.time() + 3600, time.time() + 3600))  # its clock is ahead of ours
+    os.utime(path, (1_700_000_000, 1_700_000_000))  # a clock of whole seconds, so the file is young for two of them
     item = Item("fresh", parts=(Part(Role.COMPLEX, str(path)),))
     assert scan_all([item], shelves) == [None]
     assert look_up([item], RECIPE, shelves) == [None]
@@ -189,3 +187,57 @@ def test_an_interrupted_scan_keeps_what_it_had_finished(tmp_path: Path, shelves:
     first, second = look_up(items, RECIPE, open_shelves(tmp_path))
     assert first is not None
     assert second is None
+
+
+def test_an_item_that_a_parser_chokes_on_costs_itself_and_nothing_else(
+    tmp_path: Path, shelves: Shelves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    items = [make_item(tmp_path, name, LINES.replace("ALA", residue)) for name, residue in (("a", "ALA"), ("b", "TRP"))]
+    take = stage.take
+
+    def choke(item: Item, *rest: object) -> object:
+        if item.id == "a":
+            raise ZeroDivisionError("deep inside")
+        return take(item, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(stage, "take", choke)
+    assert scan_all(items, shelves) == [Reason.SCAN_FAILED, None]
+    assert None not in look_up(items, RECIPE, shelves)
+
+
+def test_every_copy_of_a_bad_file_is_counted(tmp_path: Path, shelves: Shelves) -> None:
+    items = [make_item(tmp_path, name, "REMARK nothing\n") for name in "abc"]
+    assert scan_all(items, shelves) == [Reason.NO_ATOMS] * 3
+
+
+def test_a_lowered_limit_holds_for_what_was_scanned_under_a_higher_one(tmp_path: Path, shelves: Shelves) -> None:
+    item = make_item(tmp_path)
+    packed = tmp_path / "p.pdb.gz"
+    packed.write_bytes(gzip.compress(LINES.encode()))
+    settle(packed)
+    item = Item("p", parts=(Part(Role.COMPLEX, str(packed)),))
+    assert scan_all([item], shelves) == [None]
+    low = Recipe(max_file_bytes=packed.stat().st_size + 1)
+    assert look_up([item], low, shelves) == [None]
+    assert scan_all([item], shelves, low) == [Reason.FILE_TOO_LARGE]
+
+
+def test_a_missing_extra_is_not_remembered(tmp_path: Path, shelves: Shelves, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.bcif"
+    path.write_bytes(b"\x80")
+    settle(path)
+    item = Item("x", parts=(Part(Role.WHOLE, str(path)),))
+    with monkeypatch.context() as without:
+        without.setattr(read_module, "HAS_BIOTITE", False)
+        assert scan_all([item], shelves) == [Reason.NEEDS_EXTRA]
+    assert look_up([item], RECIPE, shelves) == [None]
+
+
+def test_whole_second_times_are_trusted_later(tmp_path: Path) -> None:
+    path = tmp_path / "coarse.pdb"
+    path.write_text(LINES)
+    os.utime(path, (1_700_000_000, 1_700_000_000))
+    assert stage.glance(str(path), RECIPE) is None
+    os.utime(path, (1_700_000_000.5, 1_700_000_000.5))
+    settle(path, age_s=59.123)
+    assert isinstance(stage.glance(str(path), RECIPE), bytes)
