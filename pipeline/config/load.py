@@ -216,7 +216,10 @@ def _problem(detail: ErrorDetails, entries: Mapping[KeyPath, Entry]) -> Problem:
     names = tuple(part for part in detail["loc"] if isinstance(part, str))
     key = (*names, detail["ctx"]["key"]) if detail["type"] == CONFLICT else names
     entry = _nearest(entries, key)
-    return Problem(entry.line, f"{entry.place(key)}: {explain(key, detail)}")
+    text = f"{entry.place(key)}: {explain(key, detail)}"
+    if entry.line >= AFTER_THE_FILE and text.endswith("put it in quotes"):  # which the shell would take away again
+        text += f""": --set '{".".join(key)}="{detail["input"]}"'"""
+    return Problem(entry.line, text)
 
 
 def _nearest(entries: Mapping[KeyPath, Entry], key: KeyPath) -> Entry:

@@ -170,3 +170,9 @@ def test_text_that_is_no_unicode_is_refused_without_a_traceback(complaint: Any) 
     assert r"data.receptor_chains: \ud800 is no valid str" in complaint(
         'data: {path: a, receptor_chains: ["\\ud800"]}\n'
     )
+
+
+def test_quotes_that_a_shell_would_take_away_are_shown_with_the_shells_own() -> None:
+    with pytest.raises(ConfigError, match=r"""put it in quotes: --set 'structures.assembly="1"'"""):
+        load(None, ["data.path=x", "structures.assembly=1"])
+    assert load(None, ["data.path=x", 'structures.assembly="1"']).config.structures.assembly == "1"
