@@ -165,10 +165,9 @@ def _structure(part: Part, data: bytes, recipe: Recipe) -> Structure:
 def _partner(role: Role, side: _Side, sequences: Sequence[str]) -> Partner:
     """Summarise one side."""
     structure = side.structure
-    atoms_R = np.bincount(structure.residue_A, minlength=len(structure.number_R))
-    here_R = np.concatenate([np.arange(chain.first, chain.last) for chain in side.chains])
-    counts = {"modified": structure.modified_R[here_R].sum(), "incomplete": (~structure.node_R[here_R]).sum()}
-    notes = {**structure.notes, **{note: int(count) for note, count in counts.items()}}
+    modified = sum(int(np.count_nonzero(structure.modified_R[chain.first : chain.last])) for chain in side.chains)
+    incomplete = sum(chain.last - chain.first - chain.nodes for chain in side.chains)
+    notes = {**structure.notes, "modified": modified, "incomplete": incomplete}
     return Partner(
         role=role,
         content=side.digest,
@@ -179,7 +178,7 @@ def _partner(role: Role, side: _Side, sequences: Sequence[str]) -> Partner:
                 sequence=sequence,
                 residues=chain.last - chain.first,
                 nodes=chain.nodes,
-                atoms=int(atoms_R[chain.first : chain.last].sum()),
+                atoms=int(structure.atoms_R[chain.first : chain.last].sum()),
             )
             for chain, sequence in zip(side.chains, sequences, strict=True)
         ),

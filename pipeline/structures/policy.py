@@ -92,6 +92,7 @@ class Structure:
     node_R: NDArray[np.bool_]
     modified_R: NDArray[np.bool_]
     label_seq_R: NDArray[np.int32] | None
+    atoms_R: NDArray[np.int64]  # how many each has
     backbone_R5: NDArray[np.int64]  # atom index of N, CA, C, O, CB; -1 where missing
     pos_A3: NDArray[np.float64]
     name_A: NDArray[np.uint64]
@@ -189,7 +190,10 @@ def _sites(table: AtomTable) -> _Sites:
     """Return every site of a file."""
     columns = (table.number_A, table.resname_A, table.chain_A, table.icode_A)
     first_S = np.flatnonzero(_changes(*columns))
-    return _Sites(first_S, np.diff(first_S, append=len(table.number_A)))
+    length_S = np.empty_like(first_S)
+    np.subtract(first_S[1:], first_S[:-1], out=length_S[:-1])
+    length_S[-1] = len(table.number_A) - first_S[-1]
+    return _Sites(first_S, length_S)
 
 
 def _in_chain_order(table: AtomTable, sites: _Sites) -> _Sites:
@@ -238,6 +242,7 @@ def _structure(
         node_R=node_R,
         modified_R=types_R.modified,
         label_seq_R=None if table.label_seq_A is None else table.label_seq_A[first_R],
+        atoms_R=np.bincount(residue_A, minlength=len(first_R)),
         backbone_R5=backbone_R5,
         pos_A3=pos_A3,
         name_A=name_A,
@@ -251,6 +256,8 @@ def _structure(
 
 def check(structure: Structure, chain: Chain, policy: Policy) -> None:
     """Refuse a chain that the policy does not let pass; chains that nobody asked for are not looked at."""
+    if "reject" not in (policy.modified, policy.incomplete):
+        return
     here = slice(chain.first, chain.last)
     modified, incomplete = int(structure.modified_R[here].sum()), int((~structure.node_R[here]).sum())
     if policy.modified == "reject" and modified:
