@@ -6,6 +6,7 @@ python -m pipeline.runs.supervisor RUN
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -14,10 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.cluster.child import mebibytes
 from pipeline.cluster.local import LocalExecutor
 from pipeline.cluster.machine import Machine
+from pipeline.cluster.spec import TaskState
 from pipeline.config.load import from_resolved
-from pipeline.errors import PipelineError
+from pipeline.errors import SUBMIT_AGAIN, PipelineError
 from pipeline.records import EventKind
 from pipeline.runs import workflow
 from pipeline.runs.folder import RunFolder
@@ -30,7 +33,7 @@ from pipeline.runs.workflow import Trouble
 if TYPE_CHECKING:
     from types import FrameType
 
-    from pipeline.cluster.spec import Executor, TaskStatus
+    from pipeline.cluster.spec import Executor, JobSpec, TaskStatus
     from pipeline.config.schema import Slots
     from pipeline.runs.workflow import Stage
 
@@ -87,17 +90,18 @@ class Supervisor:
                 self._follow(planned)
             patience_s = 0.0 if self.status.stages[stage.name].failures else self.config.cache.visibility_s
             census = stage.judge(self.project, self.folder, patience_s)
-            warnings = workflow.check_census(self.project, self.folder, census, self._trouble(stage))
+            warnings = workflow.check_census(self.project, self.folder, census, self._trouble(planned))
         except PipelineError as error:
             found = census.to_json() if census else None
             self._end_stage(stage, RunState.FAILED, found, [], str(error))
             raise
         self._end_stage(stage, RunState.DONE, census.to_json(), warnings, "")
 
-    def _trouble(self, stage: Stage) -> Trouble:
+    def _trouble(self, planned: Plan) -> Trouble:
         """Return how tasks of a stage failed."""
-        status = self.status.stages[stage.name]
-        return Trouble(_describe(status.failures, status.said), {one["state"] for one in status.failures})
+        status = self.status.stages[planned.stage.name]
+        remedy = _remedy({one["state"] for one in status.failures}, planned.job) if planned.job else SUBMIT_AGAIN
+        return Trouble(_describe(status.failures, status.said), remedy)
 
     def _follow(self, planned: Plan) -> None:
         """Run the tasks of a stage until the last has ended, or until too much of the data is unusable."""
@@ -165,6 +169,16 @@ def _describe(failures: Sequence[dict[str, Any]], said: Mapping[int, str]) -> li
         lines.append(f"  task {one['task']}: {one['state']}: {one['reason']}{own_words}\n    log: {one['log']}")
     more = len(lines) - FAILURES_SHOWN
     return lines[:FAILURES_SHOWN] + ([f"  and {more} more tasks"] if more > 0 else [])
+
+
+def _remedy(states: set[str], job: JobSpec) -> str:
+    """Return the command that helps; doing the same again does not help a task that hit a limit."""
+    again = f"pipeline submit --stage {job.name} --set cluster.{job.name}"
+    if TaskState.OUT_OF_MEMORY.value in states and job.mem_bytes:
+        return f"{again}.mem={mebibytes(2 * job.mem_bytes)}   (finished work is kept)"
+    if TaskState.TIMEOUT.value in states and job.time_s:
+        return f"{again}.time={math.ceil(2 * job.time_s / 60)}m   (finished work is kept)"
+    return SUBMIT_AGAIN
 
 
 def main(arguments: Sequence[str]) -> int:

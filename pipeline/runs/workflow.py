@@ -93,6 +93,7 @@ def _index(store: Store) -> None:
 def _tally(project: Project, folder: RunFolder, tally: Tally) -> Iterator[dict[str, Any]]:
     """Count every item and yield the rejected ones."""
     recipe, shelves = project.recipe, project.shelves
+    since_ns = folder.stages.stat().st_mtime_ns
     for chunk in todo.chunks(todo.read_items(folder.items), todo.LOOKED_UP_AT_ONCE):
         items = [entry for entry in chunk if isinstance(entry, Item)]
         known = iter(look_up(items, recipe, shelves))
@@ -101,7 +102,7 @@ def _tally(project: Project, folder: RunFolder, tally: Tally) -> Iterator[dict[s
                 tally.reject(entry)
                 yield entry.to_json()
                 continue
-            inventory = next(known) or look_again(entry, recipe, shelves)
+            inventory = next(known) or look_again(entry, recipe, shelves, since_ns)
             if inventory is None:
                 tally.miss(entry)
             elif inventory.reason is None:
@@ -119,18 +120,10 @@ def too_many(rejected: int, total: int, fraction: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """How tasks of a stage failed."""
+    """How tasks of a stage failed, and what helps."""
 
     lines: list[str]
-    states: set[str]
-
-    @property
-    def remedy(self) -> str:
-        """Return the command that helps; doing the same again does not help a task that hit a limit."""
-        for state, key in (("OUT_OF_MEMORY", "mem"), ("TIMEOUT", "time")):
-            if state in self.states:
-                return f"pipeline submit --stage scan --set cluster.scan.{key}=MORE   (finished work is kept)"
-        return SUBMIT_AGAIN
+    remedy: str = SUBMIT_AGAIN
 
 
 def check_census(project: Project, folder: RunFolder, census: Census, trouble: Trouble) -> list[str]:

@@ -60,11 +60,12 @@ def look_up(items: Sequence[Item], recipe: Recipe, shelves: Shelves) -> list[Inv
     return [_inventory(inventories.get(key)) if isinstance(key, bytes) else key for key in keys]
 
 
-def look_again(item: Item, recipe: Recipe, shelves: Shelves) -> Inventory | None:
-    """Return what is known of an item by reading its files, for those whose times prove nothing yet."""
-    if None not in (glance(path, recipe) for path in paths(item)):
-        return None
+def look_again(item: Item, recipe: Recipe, shelves: Shelves, since_ns: int) -> Inventory | None:
+    """Return what is known of an item by reading its files, if one was too young to be remembered at that time."""
     try:
+        states = [stat_file(Path(path), recipe.max_file_bytes) for path in paths(item)]
+        if all(state.st_ctime_ns < since_ns - COARSE_TICK_NS for state in states):
+            return None
         digests = {path: content_digest(read_file(Path(path), recipe.max_file_bytes)).hex() for path in paths(item)}
     except Unusable as problem:
         return Inventory(reason=problem.reason, detail=problem.detail)
@@ -83,10 +84,9 @@ def glance(path: str, recipe: Recipe) -> bytes | Inventory | None:
         state = stat_file(Path(path), recipe.max_file_bytes)
     except Unusable as problem:
         return Inventory(reason=problem.reason, detail=problem.detail)
+    # Any write sets the change time, whatever it does to the other; a clock that keeps whole seconds shows in both.
     tick_ns = COARSE_TICK_NS if state.st_mtime_ns % 1_000_000_000 == 0 else TICK_NS
-    if (
-        abs(time.time_ns() - state.st_ctime_ns) < tick_ns
-    ):  # any write sets the change time, whatever it does to the other
+    if abs(time.time_ns() - state.st_ctime_ns) < tick_ns:
         return None
     return recipe_key("file", {"path": path, "size": state.st_size, "times": [state.st_mtime_ns, state.st_ctime_ns]})
 
@@ -98,9 +98,15 @@ def _content(
     if not isinstance(mark, bytes):
         return mark
     meta = seen.get(mark)
-    if meta is None or meta.get("bytes", 0) > recipe.max_file_bytes:  # the limit was larger then
+    if meta is None:
         return None
-    return meta["content"] if "content" in meta else Inventory.from_json(meta)
+    if "content" not in meta:
+        return Inventory.from_json(meta)
+    if meta["bytes"] > recipe.max_file_bytes:  # the limit was larger when it was unfolded
+        what = f"unfolds to {meta['bytes']:,} bytes; structures.max_file_bytes is {recipe.max_file_bytes:,}"
+        return Inventory(reason=Reason.FILE_TOO_LARGE, detail=what)
+    content: str = meta["content"]
+    return content
 
 
 def _key(item: Item, recipe: Recipe, known: Mapping[str, str | Inventory | None]) -> bytes | Inventory | None:

@@ -266,9 +266,11 @@ while True:
         assert executor.status([job])[0].signal == signal.SIGKILL
 
     def test_twice_is_as_good_as_once(self, local: LocalExecutor, tmp_path: Path) -> None:
-        local.submit(python(tmp_path, WAITS))
+        job = local.submit(python(tmp_path, WAITS))
         local.close()
+        ended = local.status([job])
         local.close()
+        assert local.status([job]) == ended
 
 
 FOLLOWER = """

@@ -201,6 +201,7 @@ def test_a_task_over_its_memory_says_so_and_the_next_run_goes_on(pipeline: Comma
     done = pipeline(*SUBMIT, "--set", "cluster.scan.mem=20MiB")
     assert done.code == 7
     assert "OUT_OF_MEMORY" in done.err
+    assert "next: pipeline submit --stage scan --set cluster.scan.mem=40MiB" in done.err
     assert pipeline(*SUBMIT).code == 0
 
 

@@ -116,7 +116,8 @@ def test_a_file_written_just_now_is_scanned_but_not_trusted_to_stand_still(tmp_p
     item = Item("fresh", parts=(Part(Role.COMPLEX, str(path)),))
     assert scan_all([item], shelves) == [None]
     assert look_up([item], RECIPE, shelves) == [None]
-    assert look_again(item, RECIPE, shelves) is not None
+    assert look_again(item, RECIPE, shelves, since_ns=time.time_ns()) is not None
+    assert look_again(item, RECIPE, shelves, since_ns=time.time_ns() + 10**10) is None
 
 
 def test_a_file_that_changes_while_it_is_read_is_not_remembered(
@@ -217,8 +218,11 @@ def test_a_lowered_limit_holds_for_what_was_scanned_under_a_higher_one(tmp_path:
     settle(packed)
     item = Item("p", parts=(Part(Role.COMPLEX, str(packed)),))
     assert scan_all([item], shelves) == [None]
-    low = Recipe(max_file_bytes=packed.stat().st_size + 1)
-    assert look_up([item], low, shelves) == [None]
+    low, high = Recipe(max_file_bytes=packed.stat().st_size + 1), Recipe(max_file_bytes=1 << 30)
+    (found,) = look_up([item], low, shelves)
+    assert found is not None
+    assert found.reason is Reason.FILE_TOO_LARGE
+    assert look_up([item], high, shelves) != [None]
     assert scan_all([item], shelves, low) == [Reason.FILE_TOO_LARGE]
 
 
