@@ -191,7 +191,8 @@ def _check_nodes(partners: Sequence[Partner], recipe: Recipe) -> None:
     for partner in partners:
         if partner.nodes == 0:
             wanted = "N, CA and C" if recipe.policy.require == "backbone" else "CA"
-            what = f"no residue of the {partner.role.value} has {wanted}"
+            side = "file" if partner.role is Role.WHOLE else partner.role.value
+            what = f"no residue of the {side} has {wanted}"
             hint = "; structures.require: ca asks for less" if recipe.policy.require == "backbone" else ""
             raise Unusable(Reason.INCOMPLETE_RESIDUES, what + hint)
 

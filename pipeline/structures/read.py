@@ -10,8 +10,7 @@ import stat
 import zlib
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,7 +24,18 @@ from pipeline.structures.atoms import BLANK_CHAIN, NAME_BYTES, AtomTable, Unusab
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-HAS_BIOTITE = find_spec("biotite") is not None
+BIOTITE = (1, 5)  # the first that reads masked columns
+
+
+def has_biotite() -> bool:
+    """Say whether there is a biotite that reads BinaryCIF, without importing it."""
+    try:
+        return tuple(int(part) for part in version("biotite").split(".")[:2]) >= BIOTITE
+    except (PackageNotFoundError, ValueError):
+        return False
+
+
+HAS_BIOTITE = has_biotite()
 PARSER = f"gemmi-{gemmi.__version__}"  # type: ignore[attr-defined]  # its stubs leave the version out
 FORMATS = {
     ".pdb": "pdb",
@@ -60,7 +70,7 @@ class Reading:
 def stat_file(path: Path, max_bytes: int) -> os.stat_result:
     """Return a file's state, refusing what cannot be read for reasons that show without reading."""
     if not HAS_BIOTITE and ".bcif" in path.suffixes[-2:]:
-        raise Unusable(Reason.NEEDS_EXTRA, "BinaryCIF needs an extra: pip install 'pipeline[bcif]'")
+        raise Unusable(Reason.NEEDS_EXTRA, "BinaryCIF needs Python 3.11 and an extra: pip install 'pipeline[bcif]'")
     try:
         state = path.stat()
     except FileNotFoundError:
