@@ -144,7 +144,7 @@ def status(run: Run = None, config: ConfigFile = None, sets: Sets = None, as_jso
 
     from pipeline.report import tables
     from pipeline.runs.folder import by_path, find
-    from pipeline.runs.status import status_of
+    from pipeline.runs.status import RunState, status_of
 
     folder = by_path(run) if run else None
     folder = folder or find(load_config(config, sets).config.cluster.runs, run)
@@ -153,6 +153,8 @@ def status(run: Run = None, config: ConfigFile = None, sets: Sets = None, as_jso
         print_json(found.to_json())
     else:
         tables.show(*tables.run_report(found.to_json()))
+        if found.state is RunState.WAITING:
+            typer.echo(f"nothing was heard of its supervisor yet; what it printed: {folder.supervisor_log}")
 
 
 def demo(
