@@ -111,7 +111,7 @@ def _follow(folder: RunFolder, config: Config, stages: list[str]) -> None:
     from pipeline.cluster.local import LocalExecutor
     from pipeline.report import tables
     from pipeline.report.live import Live
-    from pipeline.runs.supervisor import Supervisor, local_machine, stop
+    from pipeline.runs.supervisor import Stopped, Supervisor, local_machine, stop
 
     announced: set[str] = set()
     with Live() as live, LocalExecutor(local_machine(config.cluster.slots)) as executor:
@@ -130,9 +130,9 @@ def _follow(folder: RunFolder, config: Config, stages: list[str]) -> None:
             signal.signal(number, stop)
         try:
             supervisor.run(stages)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, Stopped):
             typer.echo("\nstopped; what is finished is kept: run the same command again to go on", err=True)
-            raise
+            raise KeyboardInterrupt from None
         finally:
             live.stop()
             tables.show(*tables.run_report(supervisor.status.to_json() | {"error": ""}))  # `main` says the error

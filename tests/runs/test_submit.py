@@ -206,17 +206,19 @@ def test_a_task_over_its_memory_says_so_and_the_next_run_goes_on(pipeline: Comma
 
 
 @pytest.mark.fault
-def test_ctrl_c_leaves_no_process_and_loses_nothing(make_project: MakeProject) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_signal_leaves_no_process_and_loses_nothing(make_project: MakeProject, number: signal.Signals) -> None:
     folder = make_project(400)
     process = subprocess.Popen(
         [PIPELINE, *SUBMIT, "--set", "cluster.scan.items_per_task=10"], cwd=folder, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     wait_for("a first shard", lambda: any((folder / "cache/scan").glob("shards/*")))
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130, err
     assert "run the same command again" in err
+    assert "Traceback" not in err
     assert not processes_mentioning(str(folder))
     assert newest_status(folder)["state"] == "stopped"
     again = subprocess.run([PIPELINE, *SUBMIT], cwd=folder, capture_output=True, text=True, check=False)
