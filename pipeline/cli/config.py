@@ -30,6 +30,8 @@ def check(config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -
     """Say whether the configuration is valid and what it names exists."""
     from pipeline.config import load
     from pipeline.errors import ConfigError
+    from pipeline.runs.project import source_spec
+    from pipeline.structures.sources import items
 
     loaded = load_config(config, sets)
     missing = load.check(loaded)
@@ -37,6 +39,7 @@ def check(config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -
         print_json({"config": str(loaded.path), "missing": missing})
     if missing:
         raise ConfigError("\n".join(missing), remedy=f"edit {loaded.path}, or use --set KEY=VALUE")
+    next(items(source_spec(loaded.config)), None)  # which refuses settings that the source would not heed
     if not as_json:
         typer.echo(f"{loaded.path}: valid")
 

@@ -181,6 +181,17 @@ def test_what_cannot_be_is_refused_with_its_exit_code(
     assert "next: " in done.err
 
 
+@pytest.mark.parametrize("setting", ["data.state=unbound", "data.source=manifest", "data.source=pairs"])
+def test_config_check_refuses_what_submit_would_refuse(
+    pipeline: Command, make_project: MakeProject, setting: str
+) -> None:
+    make_project(2)
+    assert pipeline("config", "check").code == 0
+    checked, submitted = pipeline("config", "check", "--set", setting), pipeline(*SUBMIT, "--set", setting)
+    assert checked.code == submitted.code != 0
+    assert checked.err == submitted.err
+
+
 def test_without_a_configuration_the_first_step_is_named(pipeline: Command) -> None:
     done = pipeline(*SUBMIT)
     assert done.code == 2
