@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
     from pipeline.runs.folder import RunFolder
     from pipeline.runs.status import RunStatus
-    from pipeline.runs.submit import Plan
 
 
 class StageName(str, Enum):
@@ -63,22 +62,16 @@ def submit(
     typer.echo(f"run {folder.name} started\n  watch it: pipeline status {shlex.quote(os.path.relpath(folder.path))}")
 
 
-def _plans(config: Config, stages: list[str]) -> list[Plan]:
-    """Return what each stage would do."""
+def _show_plan(config: Config, stages: list[str]) -> None:
+    """Print what each stage would do."""
+    from pipeline.report import tables
     from pipeline.runs import workflow
     from pipeline.runs.project import Project
     from pipeline.runs.submit import plan
     from pipeline.runs.supervisor import local_machine
 
     project, cpus = Project.open(config), local_machine(config.cluster.slots).cpus
-    return [plan(project, workflow.stage(name), cpus, folder=None) for name in stages]
-
-
-def _show_plan(config: Config, stages: list[str]) -> None:
-    """Print what each stage would do."""
-    from pipeline.report import tables
-
-    plans = _plans(config, stages)
+    plans = [plan(project, workflow.stage(name), cpus, folder=None) for name in stages]
     for one in plans:
         if one.job is not None:
             _refuse(config, one.job)

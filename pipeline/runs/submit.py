@@ -93,7 +93,7 @@ def job_spec(project: Project, stage: Stage, tasks: int, folder: RunFolder | Non
 
 def module_command(module: str) -> tuple[str, ...]:
     """Return the command that runs a module of this installation, whatever lies in the current folder."""
-    code = f"import sys; del sys.path[0]; from {module} import main; sys.exit(main(sys.argv[1:]))"
+    code = f"import sys; sys.path[:] = filter(None, sys.path); from {module} import main; sys.exit(main(sys.argv[1:]))"
     return (sys.executable, "-c", code)
 
 

@@ -41,7 +41,7 @@ SYNONYMS = {
     "ARN": "ARG",
 }
 # Groups that end a chain without being a residue of it.
-CAPS = frozenset({"ACE", "NH2", "NME", "NMA", "FOR", "FMT", "ETA", "MYR", "BOC", "0QE", "CH2"})
+CAPS = frozenset({"ACE", "NH2", "NME", "NMA", "FOR", "FMT", "ETA", "MYR", "BOC", "0QE"})
 KINDS = {
     gemmi.ResidueKind.AA: Kind.PROTEIN,
     gemmi.ResidueKind.AAD: Kind.PROTEIN,

@@ -125,17 +125,16 @@ def test_rejections_known_from_before_end_the_run_as_well(pipeline: Command, mak
     assert "1 of 5 items" in again.err
 
 
+def use_manifest(folder: Path, *rows: str) -> None:
+    """Let a manifest of these rows be the data set."""
+    (folder / "m.csv").write_text("\n".join(["id,path,receptor_chains,ligand_chains,split", *rows, ""]))
+    (folder / "pipeline.yaml").write_text("data: {path: m.csv, max_rejected_fraction: 0.5}\n")
+
+
 def test_a_sequence_in_two_splits_is_a_leak(pipeline: Command, make_project: MakeProject) -> None:
     folder = make_project(2)
     shutil.copy(folder / "data" / "c0.pdb", folder / "data" / "twin.pdb")
-    rows = [
-        "id,path,receptor_chains,ligand_chains,split",
-        "a,data/c0.pdb,A,B,train",
-        "b,data/c1.pdb,A,B,train",
-        "t,data/twin.pdb,A,B,test",
-    ]
-    (folder / "m.csv").write_text("\n".join(rows) + "\n")
-    (folder / "pipeline.yaml").write_text("data: {path: m.csv}\n")
+    use_manifest(folder, "a,data/c0.pdb,A,B,train", "b,data/c1.pdb,A,B,train", "t,data/twin.pdb,A,B,test")
     done = pipeline(*SUBMIT)
     assert done.code == 3
     assert "the same sequence is in the splits train and test: a, t" in done.err
@@ -149,14 +148,7 @@ def test_an_id_in_two_splits_is_a_leak_although_its_second_row_is_left_out(
     pipeline: Command, make_project: MakeProject
 ) -> None:
     folder = make_project(3)
-    rows = [
-        "id,path,receptor_chains,ligand_chains,split",
-        "a,data/c0.pdb,A,B,train",
-        "b,data/c1.pdb,A,B,train",
-        "a,data/c2.pdb,A,B,test",
-    ]
-    (folder / "m.csv").write_text("\n".join(rows) + "\n")
-    (folder / "pipeline.yaml").write_text("data: {path: m.csv, max_rejected_fraction: 1}\n")
+    use_manifest(folder, "a,data/c0.pdb,A,B,train", "b,data/c1.pdb,A,B,train", "a,data/c2.pdb,A,B,test")
     done = pipeline(*SUBMIT)
     assert done.code == 3
     assert "the same id is in the splits train and test" in done.err
