@@ -24,11 +24,15 @@ check: .venv/ready       ## style, types, import rules, frozen help; under a min
 bench: .venv/ready       ## the figures of benchmarks/README.md that a small machine can measure
 	python benchmarks/scan.py --out benchmarks/results/scan.json
 	python benchmarks/store.py --out benchmarks/results/store.json
+	python benchmarks/embed.py --runs 3 --out benchmarks/results/embed.json
+	python benchmarks/embed_memory.py --out benchmarks/results/embed_memory.json
 	python benchmarks/startup.py --out benchmarks/results/startup.json
 
 prove: .venv/ready       ## the long proofs: kills, faults, scale; results are committed
 	python benchmarks/prove_store.py --out benchmarks/results/prove_store.json
 	python benchmarks/scan_memory.py --out benchmarks/results/scan_memory.json
+	python benchmarks/prove_embed.py --out benchmarks/results/prove_embed.json
+	python benchmarks/embed_growth.py --out benchmarks/results/embed_growth.json
 
 clean:                   ## what the targets above made
 	rm -rf .venv demo

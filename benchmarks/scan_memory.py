@@ -54,9 +54,9 @@ def tree_rss_bytes(root: int) -> tuple[int, int]:
     return sum(found), max(found)
 
 
-def run(folder: Path) -> dict[str, float]:
+def run(folder: Path, stage: str = "scan") -> dict[str, float]:
     """Run the command and sample its memory twenty times a second."""
-    command = [str(PIPELINE), "submit", "--stage", "scan", "--executor", "local", "--follow"]
+    command = [str(PIPELINE), "submit", "--stage", stage, "--executor", "local", "--follow"]
     start = time.perf_counter()
     process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     all_bytes = largest_bytes = 0

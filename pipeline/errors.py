@@ -4,6 +4,7 @@ PipelineError            1   a bug, unless a child says otherwise
 ├── ConfigError          2   the configuration or the command line is wrong
 │   └── CacheUnusable    2   the cache folder cannot be used as it is: no cache, read-only, newer format
 ├── DataError            3   the input data cannot be used
+│   └── WeightsUnusable  3   a checkpoint is not ESM-2, or its bytes are not what they should be
 ├── CacheDamaged         4   bytes in the cache are not the bytes that were written
 ├── RecordMissing        4   no readable copy of a record is in the cache
 ├── PlanInfeasible       5   no plan fits the machine
@@ -54,6 +55,10 @@ class DataError(PipelineError):
     """The input data cannot be used."""
 
     exit_code = 3
+
+
+class WeightsUnusable(DataError):
+    """A checkpoint is not ESM-2, or its bytes are not what they should be."""
 
 
 class CacheDamaged(PipelineError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 KEY_BYTES = 16
+# A file changed this recently may change again within one tick of its clock, so its times prove nothing yet.
+TICK_NS = 50_000_000
+COARSE_TICK_NS = 2_000_000_000  # for file systems that keep whole seconds
 
 
 def recipe_key(kind: str, recipe: Mapping[str, Any]) -> bytes:
@@ -26,3 +30,12 @@ def recipe_key(kind: str, recipe: Mapping[str, Any]) -> bytes:
 def content_digest(data: bytes | memoryview) -> bytes:
     """Return the 16-byte digest of file bytes; fast, and made to catch accidents rather than forgery."""
     return xxhash.xxh3_128_digest(data)
+
+
+def is_settled(mtime_ns: int, ctime_ns: int) -> bool:
+    """Say whether the next change of a file would show in its times.
+
+    Any write sets the change time, whatever it does to the other; a clock that keeps whole seconds shows in both.
+    """
+    tick_ns = COARSE_TICK_NS if mtime_ns % 1_000_000_000 == 0 else TICK_NS
+    return abs(time.time_ns() - ctime_ns) >= tick_ns

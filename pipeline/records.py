@@ -7,7 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 
 class Reason(str, Enum):
@@ -38,6 +38,9 @@ class Reason(str, Enum):
     TOO_MANY_RESIDUES = "too_many_residues"
     BAD_SEQUENCE = "bad_sequence"
     SCAN_FAILED = "scan_failed"
+    SEQUENCE_TOO_LONG = "sequence_too_long"
+    NOT_FINITE = "not_finite"
+    DOES_NOT_FIT = "does_not_fit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +128,7 @@ class EventKind(str, Enum):
     STAGE_SUBMITTED = "stage_submitted"
     TASK_STARTED = "task_started"
     PROGRESS = "progress"
+    REFUSED = "refused"  # a part of an item could not be used, which only the work itself could tell
     TASK_FINISHED = "task_finished"
     TASK_FAILED = "task_failed"
     TASK_ENDED = "task_ended"  # the executor's word, whatever the task said of itself
@@ -140,6 +144,14 @@ class Event:
     at: float
     writer: str
     data: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Tell:
+    """What a stage tells of its work besides the outcomes it yields."""
+
+    refuse: Callable[[str, Reason, str], None]  # the key in hex of what cannot be made, why, and the details
+    figures: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

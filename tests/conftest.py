@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.command import Command
 
 ROOT = Path(__file__).resolve().parent.parent
 NOBODY = 65534
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` has it ignored, in every process that a test starts, too
 SHARED = ROOT.parent / "shared" / "structures"
 
 

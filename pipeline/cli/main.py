@@ -11,12 +11,12 @@ from typing import Annotated
 import typer
 
 from pipeline import __version__
-from pipeline.cli import cache, config, doctor, runs
+from pipeline.cli import cache, config, doctor, runs, weights
 from pipeline.errors import PipelineError
 
 EPILOG = "Exit codes: 0 ok, 1 a bug, 2 configuration, 3 data, 4 damage, 5 infeasible, 6 refused, 7 a job failed."
 INTERRUPTED = 130
-READING = ("status", "cache", "config", "doctor")
+READING = ("status", "cache", "config", "doctor", "weights")
 
 app = typer.Typer(
     name="pipeline",
@@ -33,6 +33,7 @@ app.command()(doctor.doctor)
 app.command()(runs.submit)
 app.command()(runs.status)
 app.add_typer(cache.app, name="cache")
+app.add_typer(weights.app, name="weights")
 app.add_typer(config.app, name="config")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,10 +19,14 @@ if TYPE_CHECKING:
     from pipeline.runs.status import RunStatus
 
 
+NEARLY = 0.9  # what is planned is cautious
+
+
 class StageName(str, Enum):
     """What can be submitted."""
 
     SCAN = "scan"
+    EMBED = "embed"
     ALL = "all"
 
 
@@ -34,10 +37,11 @@ class ExecutorName(str, Enum):
 
 
 def submit(
-    stage: Annotated[StageName, typer.Option("--stage", help="The stage to run, or all of them.")],
+    stage: Annotated[StageName, typer.Option("--stage", help="The stage to run, with what it needs before it.")],
     executor: Annotated[
         ExecutorName | None, typer.Option("--executor", help="Where to run it; else cluster.executor.")
     ] = None,
+    only: Annotated[bool, typer.Option("--only", help="Run that stage alone; what it needs is there.")] = False,
     follow: Annotated[bool, typer.Option("--follow", help="Stay, and show progress until it has ended.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")] = False,
     config: ConfigFile = None,
@@ -45,21 +49,28 @@ def submit(
 ) -> None:
     """Run a stage; what was done before is not done again."""
     from pipeline.runs.submit import new_run, start_supervisor
-    from pipeline.runs.workflow import WORKFLOW
+    from pipeline.runs.workflow import WORKFLOW, up_to
 
     sets = [*(sets or ()), *([f"cluster.executor={executor.value}"] if executor else ())]
     chosen = load_config(config, sets).config
-    stages = [row.name for row in WORKFLOW] if stage is StageName.ALL else [stage.value]
+    last = WORKFLOW[-1].name if stage is StageName.ALL else stage.value
+    stages = [last] if only else up_to(last)
     if dry_run:
         _show_plan(chosen, stages)
         return
-    _check_first(chosen, stages[0])
-    folder = new_run(chosen, stages)
+    _check_first(chosen, stages)
+    folder = new_run(chosen, stages, _typed(stage, config, sets))
     if follow:
         _follow(folder, chosen, stages)
         return
     start_supervisor(folder)
     typer.echo(f"run {folder.name} started\n  watch it: pipeline status {shlex.quote(os.path.relpath(folder.path))}")
+
+
+def _typed(stage: StageName, config: Path | None, sets: list[str]) -> str:
+    """Return the command that does what is missing: the one that was typed, with what the stage needs before it."""
+    words = ["pipeline", "submit", "--stage", stage.value, *(["--config", str(config)] if config else [])]
+    return shlex.join([*words, *(word for one in sets for word in ("--set", one))])
 
 
 def _show_plan(config: Config, stages: list[str]) -> None:
@@ -70,23 +81,39 @@ def _show_plan(config: Config, stages: list[str]) -> None:
     from pipeline.runs.submit import plan
     from pipeline.runs.supervisor import local_machine
 
-    project, cpus = Project.open(config), local_machine(config.cluster.slots).cpus
-    plans = [plan(project, workflow.stage(name), cpus, folder=None) for name in stages]
+    project, machine = Project.open(config, remember=False), local_machine(config.cluster.slots)
+    plans = [plan(project, workflow.stage(name), machine.cpus, len(machine.gpus), folder=None) for name in stages]
     for one in plans:
         if one.job is not None:
             _refuse(config, one.job)
-    tables.show(tables.plan_table([(one.stage.name, one.counts(), one.job) for one in plans]))
+    tables.show(tables.plan_table([(one.stage.name, one.counts(), one.found.bytes, one.job) for one in plans]))
+    for one in plans:
+        if waiting := one.counts().get("waiting"):
+            typer.echo(f"{one.stage.name}: {waiting:,} items are not scanned yet; what they hold is not counted")
+        _warn_of_little(one.stage.name, one.job, one.mem_bytes)
 
 
-def _check_first(config: Config, stage: str) -> None:
-    """Refuse here what would be refused once nobody is looking: an unusable source, cache or request."""
-    from pipeline.runs import todo, workflow
+def _check_first(config: Config, stages: list[str]) -> None:
+    """Refuse here what would be refused once nobody is looking: an unusable source, cache, checkpoint or request."""
+    from pipeline.runs import workflow
     from pipeline.runs.project import Project
     from pipeline.runs.submit import job_spec
 
     project = Project.open(config)
-    next(todo.list_items(project), None)
-    _refuse(config, job_spec(project, workflow.stage(stage), 1, folder=None))
+    for stage in map(workflow.stage, stages):
+        stage.inspect(project)
+        job = job_spec(project, stage, 1, folder=None)
+        _refuse(config, job)
+        _warn_of_little(stage.name, job, stage.mem_bytes(project))
+
+
+def _warn_of_little(stage: str, job: JobSpec | None, planned_bytes: int) -> None:
+    """Say where less memory was pinned than is thought to be needed."""
+    from pipeline.report.tables import size
+
+    if job is not None and (job.mem_bytes or 0) < NEARLY * planned_bytes:
+        what = f"a task gets {size(job.mem_bytes or 0)}, and is thought to need {size(planned_bytes)}"
+        typer.echo(f"note: {stage}: {what} (cluster.{stage}.mem: auto)", err=True)
 
 
 def _refuse(config: Config, job: JobSpec) -> None:
@@ -104,7 +131,7 @@ def _follow(folder: RunFolder, config: Config, stages: list[str]) -> None:
     from pipeline.cluster.local import LocalExecutor
     from pipeline.report import tables
     from pipeline.report.live import Live
-    from pipeline.runs.supervisor import Stopped, Supervisor, local_machine, stop
+    from pipeline.runs.supervisor import Stopped, Supervisor, local_machine, stop_on_signals
 
     announced: set[str] = set()
     with Live() as live, LocalExecutor(local_machine(config.cluster.slots)) as executor:
@@ -119,8 +146,7 @@ def _follow(folder: RunFolder, config: Config, stages: list[str]) -> None:
                 live.show(stage)
 
         supervisor = Supervisor(folder, executor, watch)
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, stop)
+        stop_on_signals()
         try:
             supervisor.run(stages)
         except (KeyboardInterrupt, Stopped):

@@ -106,6 +106,11 @@ class LocalExecutor:
         return self.machine.cpus
 
     @property
+    def gpus(self) -> int:
+        """How many GPUs its tasks can have at once."""
+        return len(self.machine.gpus)
+
+    @property
     def caveats(self) -> tuple[str, ...]:
         """What it cannot promise on this system."""
         return () if HAS_PROC else (NO_PROC,)
@@ -268,7 +273,7 @@ def refuse_too_large(spec: JobSpec, machine: Machine) -> None:
     mem, mem_there = mebibytes(spec.mem_bytes or 0), mebibytes(machine.mem_bytes)
     for key, fits, asked, there in (
         ("cpus", spec.cpus <= machine.cpus, f"{spec.cpus} cores", str(machine.cpus)),
-        ("gpus", spec.gpus <= len(machine.gpus), f"{spec.gpus} GPUs", str(len(machine.gpus))),
+        ("gpus", spec.gpus <= len(machine.gpus), f"{spec.gpus} GPU{'s' * (spec.gpus != 1)}", str(len(machine.gpus))),
         ("mem", (spec.mem_bytes or 0) <= machine.mem_bytes, f"{mem} of memory", mem_there),
     ):
         if not fits:

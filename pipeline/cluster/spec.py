@@ -131,6 +131,10 @@ class Executor(Protocol):
         """How many cores its tasks can have at once, as far as is known."""
 
     @property
+    def gpus(self) -> int:
+        """How many GPUs its tasks can have at once, as far as is known."""
+
+    @property
     def caveats(self) -> tuple[str, ...]:
         """What it cannot promise here, for people to read."""
 

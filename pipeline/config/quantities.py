@@ -106,6 +106,12 @@ Size: TypeAlias = Annotated[
     PlainSerializer(format_size, when_used="json"),
     WithJsonSchema({"anyOf": _SIZE_SCHEMA}),
 ]
+SizeOrNone: TypeAlias = Annotated[
+    int,
+    PlainValidator(partial(parse_size, at_least=0)),
+    PlainSerializer(format_size, when_used="json"),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, _SIZE_SCHEMA[1]]}),
+]
 Memory: TypeAlias = Annotated[
     int,
     PlainValidator(partial(parse_size, at_least=SMALLEST_MEMORY_BYTES)),

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_vali
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from pipeline.config.quantities import AutoCount, AutoCountOrNone, AutoMemory, Duration, Memory, Size
+from pipeline.config.quantities import AutoCount, AutoCountOrNone, AutoMemory, Duration, Memory, Size, SizeOrNone
 
 KeyPath: TypeAlias = tuple[str, ...]
 Name: TypeAlias = Annotated[str, StringConstraints(min_length=1)]
@@ -103,12 +103,74 @@ class Structures(Section):
     )
 
 
+class EmbedBatch(Section):
+    """How sequences are put together for the encoder; changes speed and memory, never a result."""
+
+    policy: Literal["divisor", "tokens"] = Field(
+        default="divisor", description="divisor: equal small batches of at most cap; tokens: filled up to the budget."
+    )
+    cap: AutoCount = Field(default=4, description="Most sequences of a batch, for divisor; auto: by free memory.")
+    budget: AutoCount = Field(
+        default="auto", description="Most tokens of a batch (residues + 2 of each sequence); auto: by free memory."
+    )
+
+
+class LongSequences(Section):
+    """What becomes of sequences longer than the model saw in training; ESM-2 itself has no limit."""
+
+    policy: Literal["full", "windows", "truncate", "error"] = Field(
+        default="full", description="full: as one; windows: overlapping; truncate: the beginning; error: rejected."
+    )
+    length: int = Field(default=1022, ge=64, description="Residues of a window, and where the other policies begin.")
+    overlap: int = Field(default=256, ge=0, description="Residues that neighbouring windows share.")
+
+    @model_validator(mode="after")
+    def _windows_advance(self) -> LongSequences:
+        if 2 * self.overlap > self.length:
+            raise _conflict("overlap", "is more than half of length: windows would hardly advance")
+        return self
+
+
+class Embed(Section):
+    """How sequences become embeddings."""
+
+    weights: Path = Field(
+        default=Path("weights/esm2_t33_650M_UR50D.pt"),
+        description="ESM-2 checkpoint: a fair-esm .pt file, or a Hugging Face folder or .safetensors file.",
+    )
+    layer: AutoCount = Field(default="auto", description="Layer whose output is kept; auto: the last.")
+    context: Literal["chain", "partner"] = Field(
+        default="chain", description="What is encoded as one: each chain, or the joined chains of a partner."
+    )
+    precision: Literal["auto", "fp32", "fp16", "bf16"] = Field(
+        default="auto", description="What is computed in; auto: fp16 on a GPU, fp32 on a CPU."
+    )
+    storage: Literal["auto", "fp32", "fp16", "bf16"] = Field(
+        default="auto", description="What embeddings are kept in; auto: as they were computed."
+    )
+    half_fallback: Literal["fp32", "none"] = Field(
+        default="fp32", description="Where half precision is not good enough: compute that in fp32, or reject it."
+    )
+    on_oom: Literal["windows", "cpu"] = Field(
+        default="windows", description="A single sequence that does not fit: in windows, or on the CPU."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="What it is computed on; auto: the GPU if cluster.embed.gpus is not 0."
+    )
+    batch: EmbedBatch = EmbedBatch()
+    long: LongSequences = LongSequences()
+
+
 class Cache(Section):
     """Where results are kept."""
 
     root: Path = Field(default=Path("cache"), description="Folder of the cache; share it between runs.")
     shard_bytes: Size = Field(
         default=256 << 20, description="Size at which a cache file is closed and the next one begins."
+    )
+    verify_bytes: SizeOrNone = Field(
+        default=8 << 30,
+        description="Cached embeddings are read and verified up to so many bytes before they count as done.",
     )
     visibility_s: float = Field(
         default=10.0,
@@ -164,6 +226,7 @@ class Cluster(Section):
     )
     slots: Slots = Slots()
     scan: StageResources = StageResources()
+    embed: StageResources = StageResources()
 
 
 class Config(Section):
@@ -171,8 +234,15 @@ class Config(Section):
 
     data: Data
     structures: Structures = Structures()
+    embed: Embed = Embed()
     cache: Cache = Cache()
     cluster: Cluster = Cluster()
+
+    @model_validator(mode="after")
+    def _a_gpu_to_compute_on(self) -> Config:
+        if self.embed.device == "cuda" and self.cluster.embed.gpus == 0:
+            raise _conflict("embed", "device is cuda, but cluster.embed.gpus is 0: ask for a GPU, or leave device auto")
+        return self
 
 
 def _conflict(key: str, what: str) -> PydanticCustomError:

@@ -18,6 +18,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from pipeline.report.tables import UNIT, speed
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -39,6 +41,9 @@ class Stage(Protocol):
     @property
     def reasons(self) -> Mapping[str, int]:
         """Rejections so far, by reason."""
+
+    def measured(self) -> Mapping[str, float]:
+        """Return what its processes measured, where they did."""
 
 
 class _Rate(ProgressColumn):
@@ -78,7 +83,7 @@ class Live:
         if stage.missing == 0:
             return
         rejected = sum(stage.reasons.values())
-        note = f"{rejected:,} rejected" if rejected else ""
+        note = ", ".join([*speed(stage.measured()), *([f"{rejected:,} rejected"] if rejected else [])])
         if self._console.is_terminal:
             if stage.name not in self._tasks:
                 self._tasks[stage.name] = self._bars.add_task(stage.name, total=stage.missing, note="")
@@ -93,5 +98,6 @@ class Live:
         if stage.items_done > done and (finished or time.monotonic() - at > LINE_EVERY_S):
             self._told[stage.name] = (time.monotonic(), stage.items_done)
             self._console.print(
-                f"{stage.name}: {stage.items_done:,} of {stage.missing:,} items {note}".rstrip(), soft_wrap=True
+                f"{stage.name}: {stage.items_done:,} of {stage.missing:,} {UNIT[stage.name]}s {note}".rstrip(),
+                soft_wrap=True,
             )

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 KILO = 1024
 MINUTE, HOUR = 60, 3600
+UNIT = {"scan": "item", "embed": "sequence"}  # what a stage works through
+REFUSED = {"scan": "refused by the source", "embed": "that cannot be encoded"}
 PLANNED = ("items", "refused", "unusable", "cached", "missing", "tasks")
 
 
@@ -69,13 +71,24 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
-def census_tables(census: Mapping[str, Any]) -> list[RenderableType]:
+def speed(measured: Mapping[str, float]) -> list[str]:
+    """Say how fast a stage is, how long it will take, how close to the reference, and how much memory it took."""
+    if not measured:
+        return []
+    parts = [f"{measured['residues_per_s']:,.0f} residues/s a process", f"pad factor {measured['pad_factor']:.2f}"]
+    if measured["left_s"]:
+        parts.append(f"{duration(measured['left_s'])} left")
+    parts.append(f"peak {size(measured['peak_rss_bytes'])}")
+    if measured["peak_gpu_bytes"]:
+        parts.append(f"GPU {size(measured['peak_gpu_bytes'])}")
+    if measured["splits"]:
+        parts.append(f"{plural(int(measured['splits']), 'split')} for memory")
+    return [*parts, f"lowest cosine to fair-esm {measured['lowest_cosine']:.7f}"]
+
+
+def census_lines(census: Mapping[str, Any]) -> list[RenderableType]:
     """Show the numbers of a scanned data set."""
-    shown: list[RenderableType] = [
-        f"{plural(census['items'] + census['undone'], 'item')}: {census['accepted']:,} accepted, "
-        f"{census['items'] - census['accepted']:,} rejected ({census['rejected_fraction']:.1%})"
-        + (f", {census['undone']:,} not done" if census["undone"] else "")
-    ]
+    shown: list[RenderableType] = [_accepted(census)]
     if census["splits"]:
         shown.append("splits: " + ", ".join(f"{name} {count:,}" for name, count in census["splits"].items()))
     if census["chains"]:
@@ -85,11 +98,27 @@ def census_tables(census: Mapping[str, Any]) -> list[RenderableType]:
         rows = [
             (name, f"{spread['median']:,.0f}", f"{spread['p95']:,.0f}", f"{spread['max']:,.0f}")
             for name, spread in census["sizes"].items()
+            if spread["max"]
         ]
         shown += ["", table(("size", "median", "p95", "max"), rows, right="median p95 max")]
-    if census["rejected"]:
-        shown += ["", rejection_table(census["rejected"], census["examples"])]
     return shown
+
+
+def embedded_lines(embedded: Mapping[str, Any]) -> list[RenderableType]:
+    """Show the numbers of an embedded data set."""
+    return [
+        f"{_accepted(embedded)}; {embedded['sequences']:,} distinct sequences embedded, "
+        f"{embedded['residues']:,} residues, longest {embedded['longest']:,}"
+    ]
+
+
+def _accepted(counted: Mapping[str, Any]) -> str:
+    """Say how many items were accepted and how many were not."""
+    return (
+        f"{plural(counted['items'] + counted['undone'], 'item')}: {counted['accepted']:,} accepted, "
+        f"{counted['items'] - counted['accepted']:,} rejected ({counted['rejected_fraction']:.1%})"
+        + (f", {counted['undone']:,} not done" if counted["undone"] else "")
+    )
 
 
 def rejection_table(rejected: Mapping[str, int], examples: Mapping[str, str]) -> Table:
@@ -129,21 +158,24 @@ def stage_line(name: str, counts: Mapping[str, int]) -> str:
     """Say what a stage found when it was submitted: what is done already, and what is not."""
     parts = [f"{counts['cached']:,} cached", f"{counts['missing']:,} to do"]
     if counts["refused"]:
-        parts.append(f"{counts['refused']:,} refused by the source")
+        parts.append(f"{counts['refused']:,} {REFUSED[name]}")
     if counts["unusable"]:
         parts.append(f"{counts['unusable']:,} missing or unreadable")
     tasks = f" in {plural(counts['tasks'], 'task')}" if counts["tasks"] else ""
-    return f"{name}: {plural(counts['items'], 'item')}: {', '.join(parts)}{tasks}"
+    residues = f" ({counts['residues']:,} residues)" if counts.get("residues") else ""
+    waiting = f"; {plural(counts['waiting'], 'item')} still to scan" if counts.get("waiting") else ""
+    return f"{name}: {plural(counts['items'], UNIT[name])}: {', '.join(parts)}{tasks}{residues}{waiting}"
 
 
-def plan_table(plans: Iterable[tuple[str, Mapping[str, int], JobSpec | None]]) -> Table:
+def plan_table(plans: Iterable[tuple[str, Mapping[str, int], int, JobSpec | None]]) -> Table:
     """Show what would be submitted."""
     rows = []
-    for name, counts, job in plans:
+    for name, counts, made_bytes, job in plans:
         asks = ("", "", "") if job is None else (job.cpus, size(job.mem_bytes or 0), duration(job.time_s or 0))
-        rows.append((name, *(f"{counts[column]:,}" for column in PLANNED), *asks))
-    columns = ("stage", *PLANNED, "cpus", "mem", "time limit")
-    return table(columns, rows, right=" ".join((*PLANNED, "cpus", "mem")))
+        disk = size(made_bytes) if made_bytes else ""
+        rows.append((name, f"{UNIT[name]}s", *(f"{counts[column]:,}" for column in PLANNED), *asks, disk))
+    columns = ("stage", "of", *PLANNED, "cpus", "mem", "time limit", "disk")
+    return table(columns, rows, right=" ".join((*PLANNED, "cpus", "mem", "disk")))
 
 
 def run_report(run: Mapping[str, Any]) -> list[RenderableType]:
@@ -151,12 +183,18 @@ def run_report(run: Mapping[str, Any]) -> list[RenderableType]:
     shown: list[RenderableType] = [f"run {run['name']}: {run['state']}"]
     if run["state"] == "abandoned":
         shown.append("its supervisor is gone: submit again, finished work is kept")
+    rejected: Mapping[str, int] = {}
     for stage in run["stages"]:
         took = f" in {duration(stage['ended_at'] - stage['started_at'])}" if stage["ended_at"] else ""
+        name = stage["name"]
         counts = f"{stage['cached']:,} cached, {stage['items_done']:,} of {stage['missing']:,} done"
-        shown += ["", f"{stage['name']}: {stage['state']}{took}: {plural(stage['items'], 'item')}, {counts}"]
+        shown += ["", f"{name}: {stage['state']}{took}: {plural(stage['items'], UNIT[name])}, {counts}"]
+        shown += [", ".join(speed(stage["measured"]))] if stage["measured"] else []
         if stage["census"]:
-            shown += census_tables(stage["census"])
+            shown += {"scan": census_lines, "embed": embedded_lines}[name](stage["census"])
+            if stage["census"]["rejected"] != rejected:  # what an earlier stage has left out stays left out
+                rejected = stage["census"]["rejected"]
+                shown += ["", rejection_table(rejected, stage["census"]["examples"])]
         elif stage["reasons"]:
             shown.append(rejection_table(stage["reasons"], {}))
         shown += [f"warning: {warning}" for warning in stage["warnings"]]

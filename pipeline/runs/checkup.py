@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.config.load import check, find_config, load
-from pipeline.errors import PipelineError
+from pipeline.encoder.weights import find, identify
+from pipeline.errors import ConfigError, PipelineError
 from pipeline.records import Inventory, Item, Rejection
 from pipeline.report.tables import size
 from pipeline.runs.project import recipe_of, source_spec
@@ -66,6 +67,7 @@ def examine(config_file: Path | None, sets: Sequence[str]) -> list[Finding]:
     findings.append(Finding("config", Verdict.OK, str(loaded.path)))
     checks: tuple[tuple[str, Callable[[Loaded], Iterator[Finding]]], ...] = (
         ("data", _data),
+        ("weights", _weights),
         ("cache", _cache),
         ("runs", _runs),
         ("machine", _machine),
@@ -139,6 +141,19 @@ def _data(loaded: Loaded) -> Iterator[Finding]:
         count = f"the first {LOOKED_AT}" if len(found) == LOOKED_AT else f"all {len(found)}"
         refused = f", {len(bad)} refused ({bad[0].id}: {bad[0].detail})" if bad else ""
         yield Finding("data", Verdict.NOTE if bad else Verdict.OK, f"{config.data.path}: {count} items listed{refused}")
+
+
+def _weights(loaded: Loaded) -> Iterator[Finding]:
+    """See whether the checkpoint is there and is one of ESM-2; nothing but embedding needs it."""
+    config = loaded.config
+    try:
+        path = find(config.embed.weights)
+    except ConfigError as error:
+        yield Finding("weights", Verdict.NOTE, f"{error.what}; needed from the stage embed on", error.remedy)
+        return
+    weights = identify(path, Cache(config.cache.root).kind("weights"), remember=False)
+    found = f"{weights.path}: {weights.layers} layers of {weights.dim}, {weights.precision}, {size(weights.bytes)}"
+    yield Finding("weights", Verdict.OK, found)
 
 
 def _cache(loaded: Loaded) -> Iterator[Finding]:

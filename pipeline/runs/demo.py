@@ -18,11 +18,14 @@ ACTIVATE = "\n  source {}/bin/activate"
 CONFIG = """\
 # A small project of made complexes. Every other command works here as it does on real data:
 #   pipeline config show      every value and where it comes from
-#   pipeline submit --stage scan --executor local --follow
+#   pipeline submit --stage embed --executor local --follow
 data:
   source: manifest
   path: data/manifest.csv       # id, path, chains and split of each complex
   max_rejected_fraction: 0.1    # one of the 25 files is broken on purpose
+
+embed:
+  weights: weights/esm2_demo.pt # random ones, of the real format; yours: pipeline weights fetch
 
 cache:
   root: cache
@@ -35,11 +38,14 @@ cluster:
 
 def make_project(folder: Path) -> Path:
     """Write the project and return its configuration file; a folder that holds anything else is left alone."""
+    from pipeline.encoder.synth import synth  # which waits for torch
+
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             what = "the demo wants a new or an empty folder"
             raise ConfigError(what, where=str(folder), remedy="pipeline demo DIR")
         write_demo(folder / "data", COMPLEXES)
+        synth(folder / "weights" / "esm2_demo.pt", layers=3, dim=32, heads=4)
         config = folder / "pipeline.yaml"
         config.write_text(CONFIG)
     except OSError as error:
@@ -55,7 +61,8 @@ Look around:{activate}
   cd {shlex.quote(str(folder))}
   less data/manifest.csv                 24 complexes with shared antigens, and one broken file
   pipeline status                        what was accepted, and why one was not
-  pipeline submit --stage scan --executor local --follow      again: everything is cached
+  pipeline submit --stage embed --executor local --follow     again: everything is cached
+  pipeline weights check                 the small random ESM-2 that it ran
   pipeline cache stat                    what the cache holds
   pipeline config show                   every setting and where it comes from
   pipeline doctor                        whether this machine is ready"""

@@ -41,19 +41,26 @@ class RunFolder:
         return self.path / "stages.json"
 
     @property
+    def again(self) -> Path:
+        """The command that does what is missing: the one that was typed."""
+        return self.path / "again.txt"
+
+    @property
     def items(self) -> Path:
         """Every item of the data set, a line each, as the sources gave them."""
         return self.path / "items.jsonl"
 
-    @property
-    def todo(self) -> Path:
-        """The items that had to be scanned, a line each; shards are ranges of its bytes."""
-        return self.path / "todo.jsonl"
+    def todo(self, stage: str) -> Path:
+        """Return the list of what a stage had to do, a line each: items to scan, or sequences to embed."""
+        return self.path / f"{stage}.todo"
 
-    @property
-    def shards(self) -> Path:
-        """What each task of the run takes of `todo`."""
-        return self.path / "shards.json"
+    def order(self, stage: str) -> Path:
+        """Return the place and length of each line of `todo`, in the order in which tasks take them: pairs of u64."""
+        return self.path / f"{stage}.order"
+
+    def shards(self, stage: str) -> Path:
+        """Return the list of what each task of a stage takes."""
+        return self.path / f"{stage}.shards.json"
 
     @property
     def rejected(self) -> Path:

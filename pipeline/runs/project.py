@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
+from pipeline.encoder.recipe import Recipe as EmbeddingRecipe
+from pipeline.encoder.settings import Settings
+from pipeline.encoder.weights import Weights, find, identify
+from pipeline.errors import ConfigError
+from pipeline.stages import embed
 from pipeline.stages.scan import Shelves
 from pipeline.store.cache import Cache
 from pipeline.structures.inventory import Recipe
@@ -13,7 +19,7 @@ from pipeline.structures.read import Reading
 from pipeline.structures.sources import SourceSpec
 
 if TYPE_CHECKING:
-    from pipeline.config.schema import Config
+    from pipeline.config.schema import Config, StageResources
 
 
 def source_spec(config: Config) -> SourceSpec:
@@ -45,6 +51,84 @@ def recipe_of(config: Config) -> Recipe:
 
 
 @dataclass(frozen=True, slots=True)
+class Encoding:
+    """What the section `embed` means: which weights, what is made with them, how, and where it is kept."""
+
+    weights: Weights
+    recipe: EmbeddingRecipe
+    settings: Settings
+    shelves: embed.Shelves
+    verify_bytes: int
+
+    def verifier(self) -> embed.Verifier:
+        """Return what looks texts up, and reads what it finds."""
+        return embed.Verifier(self.recipe, self.shelves.embeddings, self.verify_bytes)
+
+    @classmethod
+    def open(cls, config: Config, cache: Cache, *, remember: bool) -> Encoding:
+        """Find the weights and say what will be made with them."""
+        weights = identify(find(config.embed.weights), cache.kind("weights"), remember=remember)
+        shelves = embed.Shelves(
+            embeddings=cache.kind("embed"),
+            weights=cache.kind("weights"),
+            parity=cache.kind("parity"),
+            limits=cache.kind("limits"),
+            shard_bytes=config.cache.shard_bytes,
+        )
+        return cls(weights, embedding_recipe(config, weights), settings_of(config), shelves, config.cache.verify_bytes)
+
+
+def embedding_recipe(config: Config, weights: Weights) -> EmbeddingRecipe:
+    """Return how sequences become embeddings, every `auto` resolved."""
+    chosen = config.embed
+    precision = chosen.precision
+    if precision == "auto":
+        precision = "fp16" if device_of(config) == "cuda" else "fp32"
+    layer = weights.layers if chosen.layer == "auto" else int(chosen.layer)
+    if layer > weights.layers:
+        what = f"embed.layer is {layer}, but these weights have {weights.layers} layers"
+        raise ConfigError(what, where=weights.path, remedy=f"--set embed.layer={weights.layers}, or auto")
+    return EmbeddingRecipe(
+        weights=weights.digest,
+        layer=layer,
+        context=chosen.context,
+        precision=precision,
+        storage=precision if chosen.storage == "auto" else chosen.storage,
+        long=chosen.long.policy,
+        length=chosen.long.length,
+        overlap=chosen.long.overlap,
+        on_oom=chosen.on_oom,
+        half_fallback=chosen.half_fallback == "fp32",
+    )
+
+
+def device_of(config: Config) -> str:
+    """Return what embeddings are computed on."""
+    if config.embed.device != "auto":
+        return config.embed.device
+    return "cuda" if config.cluster.embed.gpus else "cpu"
+
+
+def settings_of(config: Config) -> Settings:
+    """Return what changes the speed of embedding and never a result."""
+    batch, resources = config.embed.batch, config.cluster.embed
+    return Settings(
+        policy=batch.policy,
+        cap=batch.cap,
+        budget=batch.budget,
+        device=device_of(config),
+        threads=max(1, resources.cpus // max(1, resources.gpus)),
+    )
+
+
+def asked_bytes(resources: StageResources, planned_bytes: int) -> int:
+    """Return the memory that a task gets: what is pinned, for the task or for each GPU, else what was planned."""
+    if resources.mem_per_gpu is not None:
+        return int(resources.mem_per_gpu) * resources.gpus
+    return planned_bytes if resources.mem == "auto" else int(resources.mem)
+
+
+@dataclass(frozen=True)
 class Project:
     """A configuration, what it means, and its cache."""
 
@@ -52,10 +136,17 @@ class Project:
     source: SourceSpec
     recipe: Recipe
     shelves: Shelves
+    cache: Cache
+    remember: bool  # whether looking at something may leave a record of it
 
     @classmethod
-    def open(cls, config: Config) -> Project:
+    def open(cls, config: Config, *, remember: bool = True) -> Project:
         """Open the cache of a configuration; it is made when something is first stored."""
         cache = Cache(config.cache.root)
         shelves = Shelves(cache.kind("scan"), cache.kind("files"), config.cache.shard_bytes)
-        return cls(config, source_spec(config), recipe_of(config), shelves)
+        return cls(config, source_spec(config), recipe_of(config), shelves, cache, remember)
+
+    @cached_property
+    def encoding(self) -> Encoding:
+        """What is embedded with; the weights are looked at when this is first asked for."""
+        return Encoding.open(self.config, self.cache, remember=self.remember)

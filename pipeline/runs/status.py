@@ -12,12 +12,12 @@ from pipeline.records import Event, EventKind
 from pipeline.runs.ledger import Reader
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from pipeline.runs.folder import RunFolder
 
 
-COUNTED = ("items", "refused", "unusable", "cached", "missing", "tasks")
+COUNTED = ("items", "refused", "unusable", "cached", "missing", "tasks", "waiting", "residues")
 
 
 class RunState(str, Enum):
@@ -43,8 +43,12 @@ class StageStatus:
     cached: int = 0
     missing: int = 0
     tasks: int = 0
-    done: dict[int, int] = field(default_factory=dict)  # task → items
-    rejected: dict[int, Mapping[str, int]] = field(default_factory=dict)  # task → reason → items
+    waiting: int = 0  # items that an earlier stage has still to do
+    residues: int = 0  # to do
+    cost: float = 0.0  # to do, in the unit of the figure `cost_done`
+    done: dict[str, int] = field(default_factory=dict)  # process → items
+    rejected: dict[str, Mapping[str, int]] = field(default_factory=dict)  # process → reason → items
+    figures: dict[str, Mapping[str, float]] = field(default_factory=dict)  # process → what it measured
     ended: dict[int, str] = field(default_factory=dict)  # task → state
     failures: list[dict[str, Any]] = field(default_factory=list)
     said: dict[int, str] = field(default_factory=dict)  # task → what it said of its own failure
@@ -68,11 +72,42 @@ class StageStatus:
         """Rejections so far, by reason."""
         return sum((Counter(reasons) for reasons in self.rejected.values()), Counter[str]())
 
+    def measured(self) -> dict[str, float]:
+        """Return what the processes measured, put together."""
+        running = sum(one["task"] not in self.ended for one in self.figures.values())
+        return summary(list(self.figures.values()), self.cost, running)
+
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON data."""
         failures = [failure | {"said": self.said.get(failure["task"], "")} for failure in self.failures]
-        derived = {"state": self.state.value, "items_done": self.items_done, "reasons": dict(self.reasons)}
+        derived: dict[str, Any] = {
+            "state": self.state.value,
+            "items_done": self.items_done,
+            "reasons": dict(self.reasons),
+        }
+        derived |= {"measured": self.measured()}
         return asdict(self) | derived | {"failures": failures}
+
+
+def summary(figures: Sequence[Mapping[str, float]], cost: float, running: int) -> dict[str, float]:
+    """Return what some processes measured as figures of the stage, of which so many still run."""
+    busy = [one for one in figures if one.get("forward_s")]
+    if not busy:
+        return {}
+
+    def total(name: str) -> float:
+        return sum(one[name] for one in busy)
+
+    left = max(0.0, cost - total("cost_done"))
+    return {
+        "residues_per_s": total("residues") / total("forward_s"),  # of one process
+        "pad_factor": total("tokens") / max(1, total("encoded_residues")),
+        "left_s": left / (total("cost_done") / total("forward_s") * max(1, running)) if total("cost_done") else 0.0,
+        "peak_rss_bytes": max(one["host_peak_bytes"] for one in busy),
+        "peak_gpu_bytes": max(one["device_peak_bytes"] for one in busy),
+        "lowest_cosine": min(one["lowest_cosine"] for one in busy),
+        "splits": total("splits"),
+    }
 
 
 @dataclass(slots=True)
@@ -112,15 +147,17 @@ class RunStatus:
         data = event.data
         stage = self.stages.setdefault(data["stage"], StageStatus(data["stage"], started_at=event.at))
         if event.kind is EventKind.STAGE_SUBMITTED:
-            for name in COUNTED:
+            for name in (*COUNTED, "cost"):
                 setattr(stage, name, data.get(name, 0))
             stage.started_at = event.at
         elif event.kind is EventKind.STAGE_ENDED:
             stage.state, stage.ended_at = RunState(data["state"]), event.at
             stage.census, stage.warnings, stage.error = data["census"], data["warnings"], data["error"]
         elif event.kind in (EventKind.PROGRESS, EventKind.TASK_FINISHED):
-            stage.done[data["task"]] = data["done"]
-            stage.rejected[data["task"]] = data["rejected"]
+            stage.done[event.writer] = data["done"]
+            stage.rejected[event.writer] = data["rejected"]
+            if data.get("figures"):
+                stage.figures[event.writer] = {**data["figures"], "task": data["task"]}
         elif event.kind is EventKind.TASK_ENDED:
             stage.ended[data["task"]] = data["state"]
             if data["reason"]:
@@ -130,7 +167,8 @@ class RunStatus:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON data."""
-        return asdict(self) | {"state": self.state.value, "stages": [stage.to_json() for stage in self.stages.values()]}
+        in_order = sorted(self.stages.values(), key=lambda stage: stage.started_at)  # event files are read by name
+        return asdict(self) | {"state": self.state.value, "stages": [stage.to_json() for stage in in_order]}
 
 
 def fold(name: str, events: Iterable[Event]) -> RunStatus:

@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import json
-import math
 import os
+import shutil
 import sys
-from dataclasses import asdict, dataclass
+import tempfile
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
 from pipeline.cluster.spec import TASK, JobSpec
 from pipeline.config.load import dump_resolved
+from pipeline.errors import CacheUnusable, PlanInfeasible
+from pipeline.report.tables import size
 from pipeline.runs import folder as folders
-from pipeline.runs import todo
 from pipeline.runs.folder import writing
+from pipeline.runs.project import asked_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pipeline.config.schema import Config
+    from pipeline.config.schema import Config, StageResources
     from pipeline.runs.folder import RunFolder
     from pipeline.runs.project import Project
-    from pipeline.runs.todo import Shard, Todo
+    from pipeline.runs.todo import Found
     from pipeline.runs.workflow import Stage
 
 WORKER = "pipeline.runs.worker"
 SUPERVISOR = "pipeline.runs.supervisor"
-TASKS_PER_CPU = 4  # enough that the last task to finish is short
-FEWEST_PER_TASK, MOST_PER_TASK = 64, 2048  # a task costs an interpreter and a published file
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,48 +37,49 @@ class Plan:
     """What one stage of a run will do."""
 
     stage: Stage
-    todo: Todo
-    shards: tuple[Shard, ...]
+    found: Found
     job: JobSpec | None  # None when nothing is missing
+    mem_bytes: int  # what a task is thought to need
 
     def counts(self) -> dict[str, int]:
         """Return the figures that people are told."""
-        found = self.todo
-        return {
-            "items": found.items,
-            "refused": found.refused,
-            "unusable": found.unusable,
-            "cached": found.cached,
-            "missing": found.missing,
-            "tasks": len(self.shards),
-        }
+        return {**self.found.counts, "tasks": len(self.found.shards)}
 
 
-def plan(project: Project, stage: Stage, cpus: int, folder: RunFolder | None) -> Plan:
+def plan(project: Project, stage: Stage, cpus: int, gpus: int, folder: RunFolder | None) -> Plan:
     """Compare the data set with the store and cut what is missing into tasks; write it down if there is a folder."""
-    found = todo.survey(project, todo.list_items(project), folder)
-    shards = todo.cut(found, items_per_task(project, stage, found.missing, cpus)) if found.missing else []
+    found = stage.survey(project, folder, _at_once(stage.resources(project), cpus, gpus))
     if folder is not None:
-        with writing(folder.shards):
-            folder.shards.write_text(json.dumps([asdict(shard) for shard in shards]))
-    job = job_spec(project, stage, len(shards), folder) if shards else None
-    return Plan(stage, found, tuple(shards), job)
+        found.write_shards(folder, stage.name)
+    job = job_spec(project, stage, len(found.shards), folder) if found.shards else None
+    return Plan(stage, found, job, stage.mem_bytes(project))
 
 
-def items_per_task(project: Project, stage: Stage, missing: int, cpus: int) -> int:
-    """Return how many items a task takes: as configured, else enough tasks for every core several times over."""
-    asked = stage.resources(project).items_per_task
-    if asked != "auto":
-        return int(asked)
-    return max(FEWEST_PER_TASK, min(MOST_PER_TASK, math.ceil(missing / (TASKS_PER_CPU * max(1, cpus)))))
+def _at_once(resources: StageResources, cpus: int, gpus: int) -> int:
+    """Return how many tasks of a stage can run at once on so much."""
+    return max(1, min(cpus // resources.cpus, gpus // resources.gpus if resources.gpus else cpus))
+
+
+def refuse_unfit_disk(project: Project, found: Found) -> None:
+    """Raise when the cache's disk cannot be written, or has no room for what a stage will make."""
+    root = project.config.cache.root
+    place = next(one for one in (root, *root.parents) if one.exists())
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            free_bytes = shutil.disk_usage(place).free
+    except OSError as error:
+        what = f"the cache cannot be written: {error.strerror}"
+        remedy = "choose a folder that can be written: --set cache.root=FOLDER"
+        raise CacheUnusable(what, where=str(root), remedy=remedy) from error
+    if found.bytes > free_bytes:
+        what = f"the results need {size(found.bytes)}, and {size(free_bytes)} are free"
+        remedy = "make room, or choose another disk: --set cache.root=FOLDER"
+        raise PlanInfeasible(what, where=str(root), remedy=remedy)
 
 
 def job_spec(project: Project, stage: Stage, tasks: int, folder: RunFolder | None) -> JobSpec:
     """Return the job that does a stage's tasks; it is told (run, stage, task) and nothing else."""
     resources = stage.resources(project)
-    mem_bytes = stage.auto_mem_bytes(project) if resources.mem == "auto" else int(resources.mem)
-    if resources.mem_per_gpu is not None:
-        mem_bytes = int(resources.mem_per_gpu) * resources.gpus
     run = str(folder.path) if folder else "RUN"
     return JobSpec(
         name=stage.name,
@@ -85,7 +87,7 @@ def job_spec(project: Project, stage: Stage, tasks: int, folder: RunFolder | Non
         tasks=tasks,
         cpus=resources.cpus,
         gpus=resources.gpus,
-        mem_bytes=mem_bytes,
+        mem_bytes=asked_bytes(resources, stage.mem_bytes(project)),
         time_s=int(resources.time),
         log_dir=str(folder.logs) if folder else "logs",
     )
@@ -97,13 +99,13 @@ def module_command(module: str) -> tuple[str, ...]:
     return (sys.executable, "-c", code)
 
 
-def new_run(config: Config, stages: Sequence[str]) -> RunFolder:
-    """Make the folder of a run and freeze in it what was asked."""
-    label = stages[0] if len(stages) == 1 else "all"
-    folder = folders.create(config.cluster.runs, label, datetime.now(tz=timezone.utc))
+def new_run(config: Config, stages: Sequence[str], again: str = "") -> RunFolder:
+    """Make the folder of a run and freeze in it what was asked, and the command that asks for it again."""
+    folder = folders.create(config.cluster.runs, stages[-1], datetime.now(tz=timezone.utc))
     with writing(folder.path):
         folder.config.write_text(dump_resolved(config))
         folder.stages.write_text(json.dumps(list(stages)))
+        folder.again.write_text(again or f"pipeline submit --stage {stages[-1]}")
     return folder
 
 

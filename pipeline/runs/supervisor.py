@@ -6,6 +6,7 @@ python -m pipeline.runs.supervisor RUN
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import signal
@@ -20,22 +21,25 @@ from pipeline.cluster.local import LocalExecutor
 from pipeline.cluster.machine import Machine
 from pipeline.cluster.spec import TaskState
 from pipeline.config.load import from_resolved
-from pipeline.errors import SUBMIT_AGAIN, PipelineError
+from pipeline.errors import CacheUnusable, PipelineError
 from pipeline.records import EventKind
 from pipeline.runs import workflow
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.ledger import Ledger, Reader
 from pipeline.runs.project import Project
 from pipeline.runs.status import RunState, RunStatus
-from pipeline.runs.submit import Plan, plan
+from pipeline.runs.submit import Plan, plan, refuse_unfit_disk
 from pipeline.runs.workflow import Trouble
+from pipeline.store.snapshot import IndexState
 
 if TYPE_CHECKING:
     from types import FrameType
 
-    from pipeline.cluster.spec import Executor, JobSpec, TaskStatus
+    from pipeline.cluster.spec import Executor, TaskStatus
     from pipeline.config.schema import Slots
     from pipeline.runs.workflow import Stage
+
+log = logging.getLogger(__name__)
 
 STEP_S = 0.1
 FAILURES_SHOWN = 3
@@ -81,33 +85,45 @@ class Supervisor:
 
     def _run_stage(self, stage: Stage) -> None:
         """Do one stage, and judge it by what is in the store, never by what its tasks say."""
-        planned = plan(self.project, stage, self.executor.cpus, self.folder)
-        self._emit(EventKind.STAGE_SUBMITTED, stage=stage.name, **planned.counts())
+        planned = plan(self.project, stage, self.executor.cpus, self.executor.gpus, self.folder)
+        self._emit(EventKind.STAGE_SUBMITTED, stage=stage.name, cost=planned.found.cost, **planned.counts())
         self._catch_up()
-        census = None
+        judged = None
         try:
             if planned.job is not None:
+                refuse_unfit_disk(self.project, planned.found)
                 self._follow(planned)
             patience_s = 0.0 if self.status.stages[stage.name].failures else self.config.cache.visibility_s
-            census = stage.judge(self.project, self.folder, patience_s)
-            warnings = workflow.check_census(self.project, self.folder, census, self._trouble(planned))
+            judged = stage.judge(self.project, self.folder, patience_s)
+            self._index(stage)
+            warnings = workflow.check(stage, self.project, self.folder, judged, self._trouble(planned))
         except PipelineError as error:
-            found = census.to_json() if census else None
+            found = judged.to_json() if judged else None
             self._end_stage(stage, RunState.FAILED, found, [], str(error))
             raise
-        self._end_stage(stage, RunState.DONE, census.to_json(), warnings, "")
+        self._end_stage(stage, RunState.DONE, judged.to_json(), warnings, "")
+
+    def _index(self, stage: Stage) -> None:
+        """Bring indexes up to date; without one the cache is only slower, so not being able to is no failure."""
+        for store in map(self.project.cache.kind, sorted({*stage.kinds} & {*self.project.cache.kinds()})):
+            try:
+                if store.stat().index is not IndexState.CURRENT:
+                    store.write_index()
+            except CacheUnusable as error:
+                log.warning("the index of %s stays behind: %s", store.kind, error.what)
 
     def _trouble(self, planned: Plan) -> Trouble:
         """Return how tasks of a stage failed."""
         status = self.status.stages[planned.stage.name]
-        remedy = _remedy({one["state"] for one in status.failures}, planned.job) if planned.job else SUBMIT_AGAIN
-        return Trouble(_describe(status.failures, status.said), remedy)
+        again = self.folder.again.read_text()
+        remedy = _remedy({one["state"] for one in status.failures}, planned, again)
+        return Trouble(_describe(status.failures, status.said), again, remedy)
 
     def _follow(self, planned: Plan) -> None:
         """Run the tasks of a stage until the last has ended, or until too much of the data is unusable."""
         assert planned.job is not None
         job = self.executor.submit(planned.job)
-        unfinished = len(planned.shards)
+        unfinished = len(planned.found.shards)
         while unfinished:
             ended = [task for task in self.executor.step(STEP_S) if task.state.ended]
             for task in ended:
@@ -133,8 +149,11 @@ class Supervisor:
 
     def _too_many_rejected(self, planned: Plan) -> bool:
         """Say whether more items are already rejected than the configuration lets pass."""
-        rejected = self.status.stages[planned.stage.name].reasons.total() + planned.todo.refused
-        return workflow.too_many(rejected, planned.todo.items, self.config.data.max_rejected_fraction)
+        if not planned.stage.counts_items:
+            return False
+        counts = planned.found.counts
+        rejected = self.status.stages[planned.stage.name].reasons.total() + counts["refused"]
+        return workflow.too_many(rejected, counts["items"], self.config.data.max_rejected_fraction)
 
     def _catch_up(self) -> None:
         """Take the news of the ledger into account and show them."""
@@ -171,20 +190,21 @@ def _describe(failures: Sequence[dict[str, Any]], said: Mapping[int, str]) -> li
     return lines[:FAILURES_SHOWN] + ([f"  and {more} more tasks"] if more > 0 else [])
 
 
-def _remedy(states: set[str], job: JobSpec) -> str:
+def _remedy(states: set[str], planned: Plan, again: str) -> str:
     """Return the command that helps; doing the same again does not help a task that hit a limit."""
-    again = f"pipeline submit --stage {job.name} --set cluster.{job.name}"
-    if TaskState.OUT_OF_MEMORY.value in states and job.mem_bytes:
-        return f"{again}.mem={mebibytes(2 * job.mem_bytes)}   (finished work is kept)"
-    if TaskState.TIMEOUT.value in states and job.time_s:
-        return f"{again}.time={math.ceil(2 * job.time_s / 60)}m   (finished work is kept)"
-    return SUBMIT_AGAIN
+    job = planned.job
+    if job is not None and TaskState.OUT_OF_MEMORY.value in states and job.mem_bytes:
+        enough = mebibytes(max(2 * job.mem_bytes, planned.mem_bytes))
+        return f"{workflow.with_setting(again, f'cluster.{job.name}.mem', enough)}   (finished work is kept)"
+    if job is not None and TaskState.TIMEOUT.value in states and job.time_s:
+        enough = f"{math.ceil(2 * job.time_s / 60)}m"
+        return f"{workflow.with_setting(again, f'cluster.{job.name}.time', enough)}   (finished work is kept)"
+    return f"{again}   (does only what is missing)"
 
 
 def main(arguments: Sequence[str]) -> int:
     """Supervise a run in the background."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, stop)
+    stop_on_signals()
     folder = RunFolder(Path(arguments[0]))
     stages = json.loads(folder.stages.read_text())
     config = from_resolved(folder.config.read_text(), str(folder.config))
@@ -197,6 +217,13 @@ def main(arguments: Sequence[str]) -> int:
     except Stopped:
         return STOPPED_CODE
     return 0
+
+
+def stop_on_signals() -> None:
+    """Let what asks this process to end bring an orderly end; a hang-up that `nohup` has it ignore stays ignored."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, stop)
 
 
 def stop(_signal: int, _frame: FrameType | None) -> None:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import math
-import time
-from collections.abc import Callable, Generator, Iterator
+import re
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from pipeline.errors import SUBMIT_AGAIN, CacheUnusable, ConfigError, DataError, JobFailed
-from pipeline.records import Item, Reason, Rejection
-from pipeline.runs import todo
-from pipeline.runs.ledger import write_rejections
-from pipeline.stages.scan import look_again, look_up, scan
-from pipeline.store.snapshot import IndexState
-from pipeline.structures.census import Census, Tally
+from pipeline.errors import ConfigError, DataError, JobFailed
+from pipeline.records import Reason, Tell
+from pipeline.runs import embedded, embedding, leaks, scanning, todo
 
 if TYPE_CHECKING:
     from typing import Any
@@ -24,16 +18,36 @@ if TYPE_CHECKING:
     from pipeline.config.schema import StageResources
     from pipeline.runs.folder import RunFolder
     from pipeline.runs.project import Project
-    from pipeline.store.store import Store
+    from pipeline.runs.todo import Found
 
-log = logging.getLogger(__name__)
 
-LOOK_AGAIN_S = 0.5
-SCAN_BASE_BYTES = 512 << 20
-SCAN_BYTES_PER_FILE_BYTE = 16  # an mmCIF file of 38 MB was seen to take 587 MB
+class Judged(Protocol):
+    """What a stage has made, by the content of the store."""
 
-Work: TypeAlias = Callable[["Project", "RunFolder", int], "Generator[Reason | None, None, None]"]
-Judge: TypeAlias = Callable[["Project", "RunFolder", float], Census]
+    @property
+    def items(self) -> int:
+        """How many items were judged, accepted and rejected."""
+
+    @property
+    def accepted(self) -> int:
+        """How many items can be used."""
+
+    @property
+    def undone(self) -> int:
+        """How many items the store does not have everything of."""
+
+    @property
+    def first_undone(self) -> str:
+        """The id of one of them."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON data."""
+
+
+Survey: TypeAlias = "Callable[[Project, RunFolder | None, int], Found]"
+Work: TypeAlias = "Callable[[Project, RunFolder, int, Tell, tuple[int, int]], Generator[Reason | None, None, None]]"
+Judge: TypeAlias = "Callable[[Project, RunFolder, float], Judged]"
+Check: TypeAlias = "Callable[[Project, RunFolder, Any], list[str]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,76 +55,24 @@ class Stage:
     """One row of the workflow."""
 
     name: str
-    auto_mem_bytes: Callable[[Project], int]  # what `mem: auto` asks for
-    work: Work  # do one task, yielding what became of each item
+    inspect: Callable[[Project], object]  # raise when what the stage reads cannot be used as it stands
+    survey: Survey  # what is missing, in tasks; their number depends on how many can run at once
+    mem_bytes: Callable[[Project], int]  # what `mem: auto` asks for
+    work: Work  # do one task, or one process's part of it, yielding what became of each thing
     judge: Judge  # look at the content of the store, and say what the stage has made
+    check: Check  # raise on what forbids going on, and return what deserves a warning
+    kinds: tuple[str, ...]  # of records whose index is brought up to date afterwards
+    process_per_gpu: bool = False
+    counts_items: bool = True  # else what it works through are parts of items
 
     def resources(self, project: Project) -> StageResources:
         """Return what the configuration gives a task of this stage."""
         resources: StageResources = getattr(project.config.cluster, self.name)
         return resources
 
-
-def work_scan(project: Project, folder: RunFolder, task: int) -> Generator[Reason | None, None, None]:
-    """Scan the items of one task."""
-    shard = todo.Shard(**json.loads(folder.shards.read_text())[task])
-    return scan(todo.read_shard(folder.todo, shard), project.recipe, project.shelves)
-
-
-def scan_mem_bytes(project: Project) -> int:
-    """Return the memory of a scanning task: the interpreter, and the largest file with what is made of it."""
-    return SCAN_BASE_BYTES + SCAN_BYTES_PER_FILE_BYTE * project.config.structures.max_file_bytes
-
-
-def judge_scan(project: Project, folder: RunFolder, patience_s: float) -> Census:
-    """Count what the store knows of every item, and list what was left out.
-
-    Patience is for file systems that show fresh files late.
-    """
-    deadline = time.monotonic() + patience_s
-    while True:
-        for store in project.shelves.stores():
-            store.refresh()
-        tally = Tally()
-        write_rejections(folder.rejected, _tally(project, folder, tally))
-        if not tally.undone or time.monotonic() > deadline:
-            break
-        time.sleep(LOOK_AGAIN_S)
-    for store in project.shelves.stores():
-        if store.stat().index is not IndexState.CURRENT:
-            _index(store)
-    return tally.census()
-
-
-def _index(store: Store) -> None:
-    """Bring an index up to date; without one the cache is only slower, so one that cannot be written is no failure."""
-    try:
-        store.write_index()
-    except CacheUnusable as error:
-        log.warning("the index of %s stays behind: %s", store.kind, error.what)
-
-
-def _tally(project: Project, folder: RunFolder, tally: Tally) -> Iterator[dict[str, Any]]:
-    """Count every item and yield the rejected ones."""
-    recipe, shelves = project.recipe, project.shelves
-    since_ns = folder.stages.stat().st_mtime_ns
-    for chunk in todo.chunks(todo.read_items(folder.items), todo.LOOKED_UP_AT_ONCE):
-        items = [entry for entry in chunk if isinstance(entry, Item)]
-        known = iter(look_up(items, recipe, shelves))
-        for entry in chunk:
-            if isinstance(entry, Rejection):
-                tally.reject(entry)
-                yield entry.to_json()
-                continue
-            inventory = next(known) or look_again(entry, recipe, shelves, since_ns)
-            if inventory is None:
-                tally.miss(entry)
-            elif inventory.reason is None:
-                tally.accept(entry, inventory)
-            else:
-                rejection = Rejection(entry.id, inventory.reason, inventory.detail, entry.origin, entry.split)
-                tally.reject(rejection)
-                yield rejection.to_json()
+    def processes(self, project: Project) -> int:
+        """Return how many processes a task consists of."""
+        return max(1, self.resources(project).gpus) if self.process_per_gpu else 1
 
 
 def too_many(rejected: int, total: int, fraction: float) -> bool:
@@ -118,68 +80,78 @@ def too_many(rejected: int, total: int, fraction: float) -> bool:
     return rejected > math.floor(fraction * total + 1e-6)
 
 
+def with_setting(command: str, key: str, value: str) -> str:
+    """Return a command with one setting more, in the place of what it said of that key."""
+    return f"{re.sub(rf' --set {re.escape(key)}=[^ ]*', '', command)} --set {key}={value}"
+
+
 @dataclass(frozen=True, slots=True)
 class Trouble:
     """How tasks of a stage failed, and what helps."""
 
-    lines: list[str]
-    remedy: str = SUBMIT_AGAIN
+    lines: Sequence[str]
+    again: str  # the command that was typed
+    remedy: str
 
 
-def check_census(project: Project, folder: RunFolder, census: Census, trouble: Trouble) -> list[str]:
-    """Raise when a census forbids going on; return what deserves a warning."""
+def check(stage: Stage, project: Project, folder: RunFolder, judged: Judged, trouble: Trouble) -> list[str]:
+    """Raise when what a stage has made forbids going on; return what deserves a warning."""
     data = project.config.data
-    total, rejected = census.items + census.undone, census.items - census.accepted
+    total, rejected = judged.items + judged.undone, judged.items - judged.accepted
     if too_many(rejected, total, data.max_rejected_fraction):
-        rest = f"; {census.undone:,} were not looked at any more" if census.undone else ""
+        rest = f"; {judged.undone:,} were not looked at any more" if judged.undone else ""
         what = (
             f"{rejected:,} of {total:,} items cannot be used, more than data.max_rejected_fraction"
             f" ({data.max_rejected_fraction:.1%}) allows{rest}"
         )
         enough = math.ceil(100 * rejected / total) / 100  # too_many() forgives what rounding does to it
-        remedy = f"less {folder.rejected}   or   pipeline submit --stage scan --set data.max_rejected_fraction={enough}"
-        raise DataError(what, where=str(data.path), remedy=remedy)
-    if census.undone:
-        what = f"{census.undone:,} of {total:,} items are not done, such as {census.first_undone}"
+        again = with_setting(trouble.again, "data.max_rejected_fraction", str(enough))
+        raise DataError(what, where=str(data.path), remedy=f"less {folder.rejected}   or   {again}")
+    if judged.undone:
+        what = f"{judged.undone:,} of {total:,} items are not done, such as {judged.first_undone}"
         raise JobFailed("\n".join([what, *trouble.lines]), where=folder.name, remedy=trouble.remedy)
-    if census.accepted == 0:
+    if judged.accepted == 0:
         remedy = f"pipeline status {folder.name}   (every reason: {folder.rejected})"
         raise DataError(f"none of {total} items can be used", where=str(data.path), remedy=remedy)
-    if not census.leaks or data.on_leak == "ignore":
-        return []
-    what = describe_leaks(census, folder)
-    if data.on_leak == "warn":
-        return [what]
-    remedy = "mend the splits   or   pipeline submit --stage scan --set data.on_leak=warn"
-    raise DataError(what, where=str(data.path), remedy=remedy)
-
-
-def describe_leaks(census: Census, folder: RunFolder) -> str:
-    """Say what stands in several splits, with a few items of each kind by name."""
-    wanted = {ordinal for leak in census.leaks for ordinal in leak.items}
-    names = {number: entry.id for number, entry in enumerate(todo.read_items(folder.items)) if number in wanted}
-    lines = []
-    for leak in {leak.what: leak for leak in reversed(census.leaks)}.values():
-        items = ", ".join(names[ordinal] for ordinal in leak.items)
-        more = f" (and {leak.total - 1:,} more)" if leak.total > 1 else ""
-        lines.append(f"the same {leak.what} is in the splits {' and '.join(leak.splits)}: {items}{more}")
-    return "\n  ".join(lines)
+    return stage.check(project, folder, judged)
 
 
 WORKFLOW = (
     Stage(
-        name="scan",
-        auto_mem_bytes=scan_mem_bytes,
-        work=work_scan,
-        judge=judge_scan,
+        name=scanning.NAME,
+        inspect=lambda project: next(todo.list_items(project), None),
+        survey=scanning.survey,
+        mem_bytes=scanning.mem_bytes,
+        work=scanning.work,
+        judge=scanning.judge,
+        check=leaks.check,
+        kinds=("scan", "files"),
+    ),
+    Stage(
+        name=embedding.NAME,
+        inspect=lambda project: project.encoding,
+        survey=embedding.survey,
+        mem_bytes=embedding.mem_bytes,
+        work=embedding.work,
+        judge=embedded.judge,
+        check=embedded.check,
+        kinds=("embed", "weights", "parity", "limits"),
+        process_per_gpu=True,
+        counts_items=False,
     ),
 )
+STAGES: Mapping[str, Stage] = {row.name: row for row in WORKFLOW}
 
 
 def stage(name: str) -> Stage:
     """Return the row of that name."""
-    for row in WORKFLOW:
-        if row.name == name:
-            return row
-    known = ", ".join(row.name for row in WORKFLOW)
+    if name in STAGES:
+        return STAGES[name]
+    known = ", ".join(STAGES)
     raise ConfigError(f"no stage {name!r} (there are: {known})", where="--stage", remedy="pipeline submit --help")
+
+
+def up_to(name: str) -> list[str]:
+    """Return a stage and those it needs, in order."""
+    names = list(STAGES)
+    return names[: names.index(stage(name).name) + 1]

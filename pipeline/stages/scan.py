@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import CacheDamaged, RecordMissing
-from pipeline.keys import content_digest, recipe_key
+from pipeline.keys import COARSE_TICK_NS, content_digest, is_settled, recipe_key
 from pipeline.records import Inventory, Item, Reason
 from pipeline.structures.atoms import Unusable
 from pipeline.structures.inventory import File, Recipe, item_key, take
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# A file changed this recently may change again within one tick of its clock, so its times prove nothing yet.
-TICK_NS = 50_000_000
-COARSE_TICK_NS = 2_000_000_000  # for file systems that keep whole seconds
 # What is wrong with the bytes of a file stays wrong until the file changes, so it is remembered with it.
 LASTING = frozenset({Reason.EMPTY_FILE, Reason.TRUNCATED_FILE})
 PUBLISH_EVERY_S = 60.0
@@ -84,9 +81,7 @@ def glance(path: str, recipe: Recipe) -> bytes | Inventory | None:
         state = stat_file(Path(path), recipe.max_file_bytes)
     except Unusable as problem:
         return Inventory(reason=problem.reason, detail=problem.detail)
-    # Any write sets the change time, whatever it does to the other; a clock that keeps whole seconds shows in both.
-    tick_ns = COARSE_TICK_NS if state.st_mtime_ns % 1_000_000_000 == 0 else TICK_NS
-    if abs(time.time_ns() - state.st_ctime_ns) < tick_ns:
+    if not is_settled(state.st_mtime_ns, state.st_ctime_ns):
         return None
     return recipe_key("file", {"path": path, "size": state.st_size, "times": [state.st_mtime_ns, state.st_ctime_ns]})
 

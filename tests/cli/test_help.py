@@ -23,6 +23,11 @@ COMMANDS = (
     "status",
     "cache",
     "cache stat",
+    "weights",
+    "weights fetch",
+    "weights import",
+    "weights check",
+    "weights synth",
     "config",
     "config show",
     "config check",
@@ -51,12 +56,12 @@ def test_every_command_is_frozen() -> None:
     assert {path.name for path in GOLDEN.iterdir()} == {golden(command).name for command in COMMANDS}
 
 
-def test_nothing_reachable_from_the_command_line_imports_torch() -> None:
-    """The import rule says so statically; this runs every room that a verb reaches and looks."""
+def test_nothing_reachable_from_the_command_line_imports_torch_before_there_is_something_to_encode() -> None:
+    """The import rule keeps torch in the encoder; this loads every other room, with what each needs of it."""
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for path in sorted((ROOT / "pipeline").rglob("*.py"))
-        if path.name != "__init__.py"
+        if path.name != "__init__.py" and path.parent.name != "encoder"
     ]
     code = f"import sys, importlib\nfor name in {modules!r}: importlib.import_module(name)\n"
     code += "assert 'torch' not in sys.modules"

@@ -51,6 +51,7 @@ def test_folders_with_a_default_are_known_as_paths() -> None:
         "data.path",
         "data.structures_dir",
         "data.splits",
+        "embed.weights",
         "cache.root",
         "cluster.runs",
     }

@@ -19,6 +19,8 @@ ENVIRONMENT = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ
 VARIABLE = (
     (re.compile(r"run \S+:"), "run R:"),
     (re.compile(r"\d+(\.\d+)? (ms|s|min)\b"), "T"),
+    (re.compile(r"[\d,]+ residues/s"), "N residues/s"),
+    (re.compile(r"peak \d+ MiB"), "peak M"),
     (re.compile(r" +$", re.MULTILINE), ""),
 )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.stages.scan import TICK_NS
+from pipeline.keys import TICK_NS
 from tests.structures.pdb_text import chain
 
 RESIDUES = ("ALA", "CYS", "ASP", "GLU", "PHE", "GLY", "HIS", "ILE", "LYS", "LEU", "MET", "ASN", "PRO", "GLN", "ARG")

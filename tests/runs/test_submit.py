@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.load import load
-from pipeline.runs import todo, workflow
+from pipeline.records import Tell
+from pipeline.runs import patience, scanning, workflow
 from pipeline.runs.folder import runs_in
 from pipeline.runs.project import Project
 from pipeline.runs.submit import new_run
-from pipeline.stages.scan import scan
 from tests.command import Command
 from tests.runs.conftest import MakeProject, settle, write_complex
 
@@ -204,7 +204,7 @@ def test_a_task_over_its_memory_says_so_and_the_next_run_goes_on(pipeline: Comma
     done = pipeline(*SUBMIT, "--set", "cluster.scan.mem=20MiB")
     assert done.code == 7
     assert "OUT_OF_MEMORY" in done.err
-    assert "next: pipeline submit --stage scan --set cluster.scan.mem=40MiB" in done.err
+    assert "next: pipeline submit --stage scan --set cluster.executor=local --set cluster.scan.mem=1536MiB" in done.err
     assert pipeline(*SUBMIT).code == 0
 
 
@@ -228,6 +228,20 @@ def test_a_signal_leaves_no_process_and_loses_nothing(make_project: MakeProject,
     assert again.returncode == 0, again.stderr
     assert "400 accepted" in again.stdout
     assert " 0 cached" not in again.stderr
+
+
+@pytest.mark.fault
+def test_a_run_under_nohup_outlives_its_terminal(make_project: MakeProject) -> None:
+    folder = make_project(200)
+    process = subprocess.Popen(
+        ["nohup", PIPELINE, *SUBMIT, "--set", "cluster.scan.items_per_task=10"], cwd=folder, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wait_for("a first shard", lambda: any((folder / "cache/scan").glob("shards/*")))
+    process.send_signal(signal.SIGHUP)
+    out, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, err
+    assert "200 accepted" in out
 
 
 @pytest.mark.fault
@@ -291,16 +305,14 @@ def test_fresh_files_that_appear_late_are_waited_for(
     config = load(folder / "pipeline.yaml").config
     run = new_run(config, ["scan"])
     project = Project.open(config)
-    todo.survey(project, todo.list_items(project), run)
-    assert workflow.judge_scan(project, run, patience_s=0.0).undone == 3
+    scanning.survey(project, run, at_once=1).write_shards(run, "scan")
+    assert scanning.judge(project, run, patience_s=0.0).undone == 3
 
     def appear(_seconds: float) -> None:
-        list(
-            scan(todo.read_shard(run.todo, todo.Shard(0, run.todo.stat().st_size, 3)), project.recipe, project.shelves)
-        )
+        list(scanning.work(project, run, 0, Tell(lambda *_: None)))
 
-    monkeypatch.setattr(workflow.time, "sleep", appear)
-    assert workflow.judge_scan(project, run, patience_s=60.0).undone == 0
+    monkeypatch.setattr(patience.time, "sleep", appear)
+    assert scanning.judge(project, run, patience_s=60.0).undone == 0
 
 
 @pytest.mark.parametrize(("rejected", "total", "fraction"), [(29, 100, 0.29), (63, 90, 0.7), (0, 5, 0.0), (5, 5, 1.0)])

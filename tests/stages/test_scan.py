@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.keys import TICK_NS
 from pipeline.records import Inventory, Item, Part, Reason, Role
 from pipeline.stages import scan as stage
 from pipeline.stages.scan import Shelves, look_again, look_up, scan
@@ -43,7 +44,7 @@ def make_item(folder: Path, name: str = "a", lines: str = LINES) -> Item:
 def settle(path: Path, age_s: float = 60.0) -> None:
     """Let a file look as if it was written a while ago; its change time cannot be set, so that is waited for."""
     os.utime(path, (time.time() - age_s, time.time() - age_s))
-    while time.time_ns() - path.stat().st_ctime_ns < 2 * stage.TICK_NS:
+    while time.time_ns() - path.stat().st_ctime_ns < 2 * TICK_NS:
         time.sleep(0.01)
 
 

@@ -13,8 +13,8 @@ from pipeline.structures.sources.fasta import MAX_LETTERS
 from tests.structures.source_files import ids, only_rejection, read, write
 
 
-def test_fasta_sequences_are_joined_cleaned_and_upper_cased(tmp_path: Path) -> None:
-    text = "\n>sp|P1/2|X first protein\r\nMKV L\r\naa\r\n\r\nG*\r\n>b\nACDJBZXUO\n> c d\nM"
+def test_fasta_sequences_are_joined_and_cleaned(tmp_path: Path) -> None:
+    text = "\n>sp|P1/2|X first protein\r\nMKV L\r\nAA\r\n\r\nG*\r\n>b\nACDJBZXUO\n> c d\nM"
     entries = read("fasta", write(tmp_path / "x.fasta.gz", text))
     found = [(entry.id, entry.sequence, entry.origin) for entry in entries if isinstance(entry, Item)]
     assert found == [
@@ -31,6 +31,11 @@ BAD_SEQUENCES = {
     "gap": (">x\nM-K\n", Reason.BAD_SEQUENCE, "'-' at position 2"),
     "digit on the second line": (">x\nMK V\n1K\n", Reason.BAD_SEQUENCE, "'1' at position 4"),
     "letter that grows in upper case": (">x\nM\u00dfK\n", Reason.BAD_SEQUENCE, "at position 2"),
+    "lower case, which may be masked": (
+        ">x\nMKv\n",
+        Reason.BAD_SEQUENCE,
+        "'v' at position 3 is no residue letter; write",
+    ),
     "look-alike": (">x\nMK\u0410\n", Reason.BAD_SEQUENCE, "at position 3"),
     "NUL": (">x\nM\0\n", Reason.BAD_SEQUENCE, r"\x00"),
     "no label": (">\nMKV\n", Reason.BAD_ID, "is empty"),

@@ -1,7 +1,8 @@
 """`fasta`: sequences without structures, for embeddings only.
 
-An id is the first word of a label; it may hold slashes and bars, because it never names a file. Letters are
-upper-cased and otherwise kept as they are: what B, J, O, U, X and Z mean to a model is for later stages to decide.
+An id is the first word of a label; it may hold slashes and bars, because it never names a file. A letter in lower case
+may be soft-masked, or an insertion that an alignment does not count, so such a sequence is refused. What B, J, O, U, X
+and Z mean to a model is for later stages to decide.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from pipeline.structures.sources.spec import SourceSpec
 
 MAX_LETTERS = 100_000
-NOT_A_LETTER = re.compile(r"[^A-Za-z]")  # every ASCII letter is an IUPAC code; `ß` would become SS
+NOT_A_LETTER = re.compile(r"[^A-Z]")  # every ASCII letter is an IUPAC code
 
 
 @dataclass(slots=True)
@@ -78,5 +79,7 @@ def _sequence(record: _Record) -> str:
     if not sequence:
         raise Unusable(Reason.BAD_SEQUENCE, "the sequence is empty")
     if wrong := NOT_A_LETTER.search(sequence):
-        raise Unusable(Reason.BAD_SEQUENCE, f"{shown(wrong[0])!r} at position {wrong.start() + 1} is no residue letter")
-    return sequence.upper()
+        what = f"{shown(wrong[0])!r} at position {wrong.start() + 1} is no residue letter"
+        hint = "; write it in upper case if it is meant as a residue" if wrong[0].islower() else ""
+        raise Unusable(Reason.BAD_SEQUENCE, what + hint)
+    return sequence

@@ -1,0 +1,64 @@
+"""Memory that does not suffice, told apart from every other error."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Result = TypeVar("Result")
+
+# torch's allocator for the CPU raises a plain RuntimeError: "[enforce fail at alloc_cpu.cpp:127] err == 0.
+# DefaultCPUAllocator: can't allocate memory: you tried to allocate N bytes. Error code 12 (Cannot allocate memory)"
+_CPU_TEXTS = ("can't allocate memory", "Cannot allocate memory", "std::bad_alloc")
+# What goes past torch's own allocator on the card: the driver and pinned memory ("CUDA error: out of memory"), and the
+# libraries ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling …", "cuDNN error: CUDNN_STATUS_ALLOC_FAILED").
+_CUDA_TEXTS = (
+    "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "cudaErrorMemoryAllocation",
+    "STATUS_ALLOC_FAILED",
+    "_ALLOCATION_FAILED",  # as cuDNN 9 says it, of the host and of the card
+)
+_PLAIN = RuntimeError, getattr(torch, "AcceleratorError", RuntimeError)  # the latter came with torch 2.8
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Say whether an error means that memory did not suffice, and nothing else."""
+    if isinstance(error, MemoryError | torch.cuda.OutOfMemoryError):
+        return True
+    return type(error) in _PLAIN and any(text in str(error) for text in _CPU_TEXTS + _CUDA_TEXTS)
+
+
+def unless_out_of_memory(call: Callable[[], Result]) -> Result | None:
+    """Return what the call returns, or None when memory did not suffice; any other error goes on.
+
+    The error is gone when this returns: its traceback holds the tensors of the call, and a retry needs their memory.
+    """
+    try:
+        return call()
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+    return None
+
+
+def free_caches(device: str) -> None:
+    """Give back what is held for reuse."""
+    gc.collect()
+    trim_heap()
+    if device != "cpu":
+        torch.cuda.empty_cache()
+
+
+def trim_heap() -> None:
+    """Give the system back what the C library keeps: 200 MB after a batch of 8,192 tokens of width 1,280."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError, TypeError):  # another system, or another C library
+        return

@@ -1,0 +1,222 @@
+"""Which checkpoint a run uses: found where it lies, identified by its content, and read only once.
+
+Nothing here imports torch before a checkpoint must be read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.encoder.files import CONFIG, INDEX, MAIN_MODEL, SINGLE, CheckpointFiles, files_of, unreadable
+from pipeline.encoder.published import published
+from pipeline.errors import CacheDamaged, ConfigError, RecordMissing, WeightsUnusable
+from pipeline.keys import is_settled, recipe_key
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from pipeline.store.store import Store
+
+log = logging.getLogger(__name__)
+
+WEIGHTS_VERSION = 1  # raise it when digests of the same weights change
+_BLOCK_BYTES = 1 << 20
+_SUFFIXES = (".pt", ".safetensors")
+
+
+class Verdict(str, Enum):
+    """What the table of published models says of a file that it does not contradict."""
+
+    EQUAL = "equal"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A checkpoint that was read and found in order."""
+
+    name: str
+    form: str
+    path: str
+    digest: str
+    layers: int
+    dim: int
+    heads: int
+    precision: str  # fp32, fp16 or bf16, as stored
+    bytes: int  # of its files
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON data."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Weights:
+        """Read what `to_json` wrote."""
+        return cls(**data)
+
+
+def find(path: Path) -> Path:
+    """Return the path, or where else the same checkpoint lies: on a node without internet, what is there must do."""
+    looked = list(dict.fromkeys(_places(path)))
+    for place in looked:
+        if _is_there(place) if place == path else _is_checkpoint(place):
+            return place
+    model = published(stem(path))
+    lines = "\n".join(f"    {place}" for place in looked)
+    what = f"embed.weights: there is no checkpoint at this path, nor anywhere else that was looked at:\n{lines}"
+    fetch = (
+        f"pipeline weights fetch {model.name if model else MAIN_MODEL}   (or set embed.weights to one that you have)"
+    )
+    raise ConfigError(what, where=str(path), remedy=fetch)
+
+
+def identify(path: Path, seen: Store, *, remember: bool = True) -> Weights:
+    """Return what a checkpoint is; it is read again only if one of its files changed since it was remembered."""
+    place = find(path)
+    files = files_of(place)
+    before = _states(files)
+    key = recipe_key("weights", {"version": WEIGHTS_VERSION, "path": str(place.absolute()), "files": before})
+    if (known := _remembered(seen, key)) is not None:
+        return known
+    weights = examine(place)
+    if _states(files) != before:
+        remedy = "wait until it is written, and type the same command again"
+        raise WeightsUnusable("changed while it was read", where=str(place), remedy=remedy)
+    if remember and all(is_settled(mtime_ns, ctime_ns) for _, _, mtime_ns, ctime_ns in before):
+        with seen.writer() as writer:
+            writer.put(key, {}, weights.to_json())
+    return weights
+
+
+def check_published(path: Path, name: str) -> Verdict:
+    """Compare a checkpoint's file with what was published under that name; a file that differs is refused."""
+    files, model = files_of(path), published(name)
+    if model is None or len(files.tensors) != 1:
+        return Verdict.UNKNOWN
+    (file,) = files.tensors
+    is_pt = file.suffix == ".pt"
+    expected, size = (model.pt_sha256, model.pt_bytes) if is_pt else (model.safetensors_sha256, None)
+    if expected is None:
+        return Verdict.UNKNOWN
+    remedy = f"pipeline weights fetch {name}   (or give your own model a name of its own)"
+    if size is not None and (found := file.stat().st_size) != size:
+        raise WeightsUnusable(
+            f"has {found:,} bytes; {name} was published with {size:,}", where=str(file), remedy=remedy
+        )
+    if (digest := sha256_of(file)) != expected:
+        what = f"is not {name} as it was published: its SHA-256 is {digest}, and should be {expected}"
+        raise WeightsUnusable(what, where=str(file), remedy=remedy)
+    return Verdict.EQUAL
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    hasher = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK_BYTES):
+                hasher.update(block)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    return hasher.hexdigest()
+
+
+def examine(path: Path) -> Weights:
+    """Read a checkpoint, every tensor of it, and say what it is; one that could not be used is refused."""
+    from pipeline.encoder.checkpoint import digest, dtype_name, load, refuse_not_finite
+
+    checkpoint = load(path)
+    refuse_not_finite(checkpoint)
+    shape, size_bytes = checkpoint.architecture, sum(file.stat().st_size for file in files_of(path).all)
+    facts = (digest(checkpoint), shape.layers, shape.dim, shape.heads, dtype_name(checkpoint.dtype), size_bytes)
+    return Weights(checkpoint.name, checkpoint.form, str(path), *facts)
+
+
+def _states(files: CheckpointFiles) -> list[tuple[str, int, int, int]]:
+    """Return the path, size and times of every file of a checkpoint; any write changes one of them."""
+    return [(str(path.absolute()), *_state(path)) for path in files.all]
+
+
+def _state(path: Path) -> tuple[int, int, int]:
+    """Return the size and the times of a file."""
+    try:
+        state = path.stat()
+    except OSError as error:
+        raise unreadable(path, error) from error
+    return state.st_size, state.st_mtime_ns, state.st_ctime_ns
+
+
+def _remembered(seen: Store, key: bytes) -> Weights | None:
+    """Return what is remembered under a key; a damaged record counts as missing, and is made anew."""
+    if seen.missing([key]):
+        return None
+    try:
+        return Weights.from_json(seen.get(key).meta)
+    except (CacheDamaged, RecordMissing) as error:
+        log.warning("%s: %s: made anew", error.where, error.what)
+        return None
+
+
+def _places(path: Path) -> Iterator[Path]:
+    """Yield where a checkpoint may lie, the likeliest first; of those with a public name, in the shared folders too."""
+    yield path
+    if path.suffix in _SUFFIXES:
+        yield path.with_suffix("")
+    else:
+        yield path.with_name(f"{path.name}.pt")
+    model = published(stem(path))
+    if model is not None:
+        yield _home("TORCH_HOME", "torch") / "hub" / "checkpoints" / f"{model.name}.pt"
+        yield from _snapshots(model.name)
+
+
+def stem(path: Path) -> str:
+    """Return the model's name in a path."""
+    return path.stem if path.suffix in _SUFFIXES else path.name
+
+
+def _home(variable: str, name: str) -> Path:
+    """Return the folder in which a library keeps what it downloaded."""
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.environ.get(variable) or f"{caches}/{name}").expanduser()
+
+
+def _snapshots(name: str) -> Iterator[Path]:
+    """Yield where Hugging Face keeps a model: the revision that main was last seen at, then any other."""
+    hub = os.environ.get("HF_HUB_CACHE")
+    folder = (Path(hub).expanduser() if hub else _home("HF_HOME", "huggingface") / "hub") / f"models--facebook--{name}"
+    try:
+        yield folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
+    except (OSError, ValueError):
+        yield folder / "snapshots"
+    try:
+        yield from sorted((folder / "snapshots").iterdir())
+    except OSError:
+        return
+
+
+def _is_there(path: Path) -> bool:
+    """Say whether there is anything at a path that was named, also if it may not be looked at."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Say whether a place that nobody named has what could be a checkpoint."""
+    try:
+        if path.suffix == ".pt":
+            return path.is_file()
+        return (path / CONFIG).is_file() and any((path / name).is_file() for name in (INDEX, SINGLE))
+    except OSError:  # the caches of others may be closed
+        return False

@@ -1,0 +1,148 @@
+"""Stage scan in a run: which items are not known yet, one task's work, and what the store says afterwards."""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from pipeline.records import Item, Reason, Rejection
+from pipeline.runs import todo
+from pipeline.runs.ledger import write_rejections
+from pipeline.runs.patience import patiently
+from pipeline.runs.todo import Found, Lines, Shard
+from pipeline.stages.scan import look_again, look_up, scan
+from pipeline.structures.census import Census, Tally
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterable, Iterator
+    from typing import Any
+
+    from pipeline.records import Inventory, Tell
+    from pipeline.runs.folder import RunFolder
+    from pipeline.runs.project import Project
+
+NAME = "scan"
+BASE_BYTES = 512 << 20
+BYTES_PER_FILE_BYTE = 16  # an mmCIF file of 38 MB was seen to take 587 MB
+TASKS_PER_SLOT = 4  # enough that the last task to finish is short
+FEWEST_PER_TASK, MOST_PER_TASK = 64, 2048  # a task costs an interpreter and a published file
+AT_A_GLANCE = frozenset({Reason.MISSING_FILE, Reason.UNREADABLE_FILE, Reason.FILE_TOO_LARGE, Reason.NEEDS_EXTRA})
+
+
+def survey(project: Project, folder: RunFolder | None, at_once: int) -> Found:
+    """Compare the data set with the store; write both lists when there is a run folder to hold them."""
+    recipe, shelves = project.recipe, project.shelves
+    counts = {"items": 0, "refused": 0, "unusable": 0, "cached": 0, "missing": 0}
+    offsets = array("Q")  # where each missing item begins in the todo file, and the end: 8 bytes an item
+    with Lines(folder.items if folder else None) as everything, Lines(folder.todo(NAME) if folder else None) as rest:
+        for chunk in todo.chunks(todo.list_items(project), todo.LOOKED_UP_AT_ONCE):
+            for entry in chunk:
+                everything.write_record(entry)
+            items = [entry for entry in chunk if isinstance(entry, Item)]
+            counts["items"] += len(chunk)
+            counts["refused"] += len(chunk) - len(items)
+            for item, inventory in zip(items, look_up(items, recipe, shelves), strict=True):
+                if inventory is not None:
+                    counts["unusable" if inventory.reason in AT_A_GLANCE else "cached"] += 1
+                    continue
+                offsets.append(rest.position)
+                counts["missing"] += 1
+                rest.write_record(item)
+        offsets.append(rest.position)
+    return Found(counts, _cut(offsets, _items_per_task(project, counts["missing"], at_once)))
+
+
+def _cut(offsets: array[int], items_per_task: int) -> tuple[Shard, ...]:
+    """Cut what is to do into tasks of so many items."""
+    missing = len(offsets) - 1
+    bounds = [*range(0, missing, items_per_task), missing]
+    return tuple(Shard(offsets[first], offsets[last], last - first) for first, last in pairwise(bounds))
+
+
+def _items_per_task(project: Project, missing: int, at_once: int) -> int:
+    """Return how many items a task takes: as configured, else a few tasks for each that can run at once."""
+    asked = project.config.cluster.scan.items_per_task
+    if asked != "auto":
+        return int(asked)
+    return max(FEWEST_PER_TASK, min(MOST_PER_TASK, math.ceil(missing / (TASKS_PER_SLOT * at_once))))
+
+
+def mem_bytes(project: Project) -> int:
+    """Return the memory of a scanning task: the interpreter, and the largest file with what is made of it."""
+    return BASE_BYTES + BYTES_PER_FILE_BYTE * project.config.structures.max_file_bytes
+
+
+def work(
+    project: Project, folder: RunFolder, task: int, _tell: Tell, _part: tuple[int, int] = (0, 1)
+) -> Generator[Reason | None, None, None]:
+    """Scan the items of one task."""
+    return scan(_read(folder, todo.read_shard(folder, NAME, task)), project.recipe, project.shelves)
+
+
+def _read(folder: RunFolder, shard: Shard) -> Iterator[Item]:
+    """Yield the items of one task."""
+    with folder.todo(NAME).open("rb") as file:
+        file.seek(shard.start)
+        while file.tell() < shard.end:
+            yield Item.from_json(json.loads(file.readline()))
+
+
+def judge(project: Project, folder: RunFolder, patience_s: float) -> Census:
+    """Count what the store knows of every item, and list what was left out."""
+
+    def look() -> Tally:
+        tally = Tally()
+        write_rejections(folder.rejected, _tally(project, folder, tally))
+        return tally
+
+    return patiently(project.shelves.stores(), look, patience_s).census()
+
+
+def _tally(project: Project, folder: RunFolder, tally: Tally) -> Iterator[dict[str, Any]]:
+    """Count every item and yield the rejected ones."""
+    for one in known(project, folder, todo.read_items(folder.items)):
+        if isinstance(one, Rejection):
+            tally.reject(one)
+            yield one.to_json()
+        elif one.inventory is None:
+            tally.miss(one.item)
+        else:
+            tally.accept(one.item, one.inventory)
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """An item that can be used, as far as is known: None stands for an inventory that has still to be made."""
+
+    item: Item
+    inventory: Inventory | None
+
+
+def known(
+    project: Project, folder: RunFolder | None, entries: Iterable[Item | Rejection]
+) -> Iterator[Known | Rejection]:
+    """Yield what is known of each entry of a data set, in order."""
+    recipe, shelves = project.recipe, project.shelves
+    since_ns = folder.stages.stat().st_mtime_ns if folder else None
+    for chunk in todo.chunks(entries, todo.LOOKED_UP_AT_ONCE):
+        looked_up = iter(look_up([entry for entry in chunk if isinstance(entry, Item)], recipe, shelves))
+        for entry in chunk:
+            if isinstance(entry, Rejection):
+                yield entry
+                continue
+            inventory = next(looked_up)
+            if inventory is None and since_ns is not None:
+                inventory = look_again(entry, recipe, shelves, since_ns)
+            if inventory is not None and inventory.reason is not None:
+                yield rejection(entry, inventory.reason, inventory.detail)
+            else:
+                yield Known(entry, inventory)
+
+
+def rejection(item: Item, reason: Reason, detail: str) -> Rejection:
+    """Return an item as one that was left out."""
+    return Rejection(item.id, reason, detail, item.origin, item.split)

@@ -1,0 +1,317 @@
+"""Stage embed: the sequences of a data set in, one verified embedding of each in the store.
+
+Besides the embeddings there are two small kinds of record: `parity` says how close an encoder came to the reference,
+`limits` which budgets were learned where memory ended. Nothing here imports torch before there is something to encode.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import time
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from pipeline.cluster.local import signals_held
+from pipeline.encoder.recipe import ENCODER_VERSION, Variant
+from pipeline.encoder.weights import identify
+from pipeline.errors import SUBMIT_AGAIN, CacheDamaged, JobFailed, RecordMissing
+from pipeline.keys import recipe_key
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable, Sequence
+    from pathlib import Path
+    from typing import Any
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from pipeline.encoder.checkpoint import Checkpoint
+    from pipeline.encoder.device import Device
+    from pipeline.encoder.embed import Embedding, Engine
+    from pipeline.encoder.esm2 import Encoder
+    from pipeline.encoder.parity import Verdict
+    from pipeline.encoder.recipe import Recipe
+    from pipeline.encoder.settings import Settings
+    from pipeline.records import Reason, Tell
+    from pipeline.store.store import Store
+    from pipeline.store.writer import StoreWriter
+
+log = logging.getLogger(__name__)
+
+PUBLISH_EVERY_S = 60.0
+LOOKED_UP_AT_ONCE = 4096
+# Budgets are remembered on this scale of tokens, so that one that was learned can be looked up. Smaller ones are not:
+# they would slow down every later run for what may have been a passing shortage.
+STEPS = sorted({*(1 << power for power in range(9, 21)), *(3 << power for power in range(8, 19))})
+
+
+@dataclass(frozen=True, slots=True)
+class Shelves:
+    """The stores this stage works on."""
+
+    embeddings: Store
+    weights: Store
+    parity: Store
+    limits: Store
+    shard_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """The sequences of a task: their lengths, and a way to read some of them."""
+
+    lengths_N: NDArray[np.int64]
+    read: Callable[[Sequence[int]], list[str]]
+
+
+def look_up(texts: Sequence[str], recipe: Recipe, store: Store) -> list[Variant | None]:
+    """Return the best variant in which the store has each text, None where it must be computed."""
+    found: list[Variant | None] = [None] * len(texts)
+    open_ = [(at, recipe.accepted(len(text))) for at, text in enumerate(texts)]
+    while open_:
+        keys = [recipe.key(texts[at], variants[0]) for at, variants in open_]
+        missing = set(store.missing(keys))
+        for key, (at, variants) in zip(keys, open_, strict=True):
+            if key not in missing:
+                found[at] = variants[0]
+        open_ = [
+            (at, variants[1:])
+            for key, (at, variants) in zip(keys, open_, strict=True)
+            if key in missing and len(variants) > 1
+        ]
+    return found
+
+
+class Verifier:
+    """Looks texts up, and reads every byte of what is found, up to a limit: a damaged copy counts as missing.
+
+    It is made anew then. Beyond the limit a record counts as there when a verified table names it.
+    """
+
+    def __init__(self, recipe: Recipe, store: Store, limit_bytes: int) -> None:
+        self._recipe, self._store, self._left_bytes = recipe, store, limit_bytes
+        self._read: set[bytes] = set()  # keys: few, because the limit is on bytes
+
+    def look_up(self, texts: Sequence[str]) -> list[Variant | None]:
+        """Return the best variant in which the store has each text, whole; None where it must be computed."""
+        while True:
+            found = look_up(texts, self._recipe, self._store)
+            try:
+                self._verify(self._recipe.key(text, one) for text, one in zip(texts, found, strict=True) if one)
+            except (CacheDamaged, RecordMissing) as error:  # the store has struck it out, and will not name it again
+                log.warning("%s: %s: made anew", error.where, error.what)
+            else:
+                return found
+
+    def _verify(self, keys: Iterable[bytes]) -> None:
+        """Read records that were not read before, while the limit lasts."""
+        for record in self._store.read(islice((key for key in keys if key not in self._read), self._room())):
+            self._read.add(record.key)
+            self._left_bytes -= sum(array.nbytes for array in record.arrays.values())
+            if self._left_bytes < 0:
+                return
+
+    def _room(self) -> int | None:
+        """Return how many records may be read: any number, or none once the limit is reached."""
+        return None if self._left_bytes > 0 else 0
+
+
+def embed(
+    texts: Texts, path: Path, recipe: Recipe, settings: Settings, shelves: Shelves, tell: Tell
+) -> Generator[Reason | None, None, None]:
+    """Encode what of a task is not in the store yet, and publish it, at the latest every minute."""
+    todo = _missing(texts, recipe, shelves.embeddings)
+    for _ in range(len(texts.lengths_N) - len(todo)):
+        yield None
+    if len(todo) == 0:
+        return
+    from pipeline.encoder import device
+    from pipeline.encoder.checkpoint import load
+    from pipeline.encoder.embed import Engine
+
+    device.prepare(settings)
+    checkpoint = load(path)
+    builder = _Builder(checkpoint, recipe, settings, shelves)
+    precision, tell.figures["lowest_cosine"] = builder.gate()
+    limits = _Limits(recipe, precision, settings, shelves.limits)
+    engine = Engine(
+        checkpoint,
+        recipe,
+        settings,
+        precision=precision,
+        ceiling=limits.ceiling(),
+        learned=limits.learn,
+        build=builder,
+    )
+    yield from _run(engine, Texts(texts.lengths_N[todo], _Some(texts, todo)), recipe, shelves, tell)
+
+
+@dataclass(frozen=True, slots=True)
+class _Some:
+    """Reads some of the texts of a task, by their places among them."""
+
+    texts: Texts
+    places_N: NDArray[np.int64]
+
+    def __call__(self, wanted: Sequence[int]) -> list[str]:
+        """Return the texts at these places."""
+        return self.texts.read([int(self.places_N[at]) for at in wanted])
+
+
+def _run(
+    engine: Engine, texts: Texts, recipe: Recipe, shelves: Shelves, tell: Tell
+) -> Generator[Reason | None, None, None]:
+    """Have texts encoded, store what comes, and yield what became of each."""
+    with shelves.embeddings.writer(shard_bytes=shelves.shard_bytes) as writer:
+        try:
+            with closing(engine.run(texts.lengths_N, texts.read, _Sink(writer, recipe))) as outcomes:
+                for outcome in outcomes:
+                    tell.figures |= asdict(engine.figures)
+                    if outcome.reason is not None:
+                        (text,) = texts.read([outcome.index])
+                        tell.refuse(recipe.key(text, recipe.wanted(len(text))).hex(), outcome.reason, outcome.detail)
+                    yield outcome.reason
+        finally:
+            with signals_held():  # one that comes now must not cost what is finished
+                writer.flush()
+
+
+def _missing(texts: Texts, recipe: Recipe, store: Store) -> NDArray[np.int64]:
+    """Return which texts the store does not have; a task that was killed goes on where it stopped."""
+    import numpy as np
+
+    verifier = Verifier(recipe, store, sys.maxsize)  # what a survey found damaged is in the store still
+    absent: list[int] = []
+    for start in range(0, len(texts.lengths_N), LOOKED_UP_AT_ONCE):
+        some = range(start, min(start + LOOKED_UP_AT_ONCE, len(texts.lengths_N)))
+        found = verifier.look_up(texts.read(some))
+        absent += [at for at, variant in zip(some, found, strict=True) if variant is None]
+    return np.array(absent, np.int64)
+
+
+class _Sink:
+    """Takes embeddings, and makes safe what has waited for a minute; only the writing thread calls it."""
+
+    def __init__(self, writer: StoreWriter, recipe: Recipe) -> None:
+        self._writer, self._recipe = writer, recipe
+        self._published_s = time.monotonic()
+
+    def __call__(self, made: Embedding) -> None:
+        """Store one embedding with what it was made from."""
+        recipe = self._recipe
+        meta = {
+            **made.meta,
+            "text": made.text,
+            "weights": recipe.weights,
+            "layer": recipe.layer,
+            "context": recipe.context,
+        }
+        bfloat16 = ("rows",) if recipe.storage == "bf16" else ()
+        self._writer.put(recipe.key(made.text, made.variant), {"rows": made.rows_LD}, meta, bfloat16=bfloat16)
+        if time.monotonic() - self._published_s > PUBLISH_EVERY_S:
+            self._writer.flush()
+            self._published_s = time.monotonic()
+
+
+class _Builder:
+    """Builds encoders, each of which has passed the gate for its device and precision before it is used."""
+
+    def __init__(self, checkpoint: Checkpoint, recipe: Recipe, settings: Settings, shelves: Shelves) -> None:
+        self._checkpoint, self._recipe, self._settings, self._shelves = checkpoint, recipe, settings, shelves
+
+    def gate(self) -> tuple[str, float]:
+        """Return the precision that is close enough to the reference, and its lowest cosine."""
+        recipe, device = self._recipe, self._settings.device
+        if recipe.precision == "fp32" or not recipe.half_fallback:
+            return recipe.precision, self._pass(device, recipe.precision)
+        try:
+            return recipe.precision, self._pass(device, recipe.precision)
+        except JobFailed as error:
+            log.warning("%s; fp32 takes its place", error.what)
+            return "fp32", self._pass(device, "fp32")
+
+    def __call__(self, checkpoint: Checkpoint, *, layer: int, precision: str, device: Device) -> Encoder:
+        """Return an encoder that passed, of the weights that the keys name."""
+        from pipeline.encoder.esm2 import Encoder
+
+        self._pass(device.type, precision)
+        encoder = Encoder(checkpoint, layer=layer, precision=precision, device=device)
+        if identify(checkpoint.path, self._shelves.weights).digest != self._recipe.weights:
+            what = "the checkpoint was changed after this run began; nothing more was published"
+            raise JobFailed(what, where=str(checkpoint.path), remedy=SUBMIT_AGAIN)
+        return encoder
+
+    def _pass(self, device: str, precision: str) -> float:
+        """Return how close an encoder comes to the reference; raise where that is not close enough."""
+        from pipeline.encoder import parity
+        from pipeline.encoder.device import name_of
+
+        recipe, store = self._recipe, self._shelves.parity
+        made_from = {
+            "version": [ENCODER_VERSION, parity.VERSION],
+            "weights": recipe.weights,
+            "layer": recipe.layer,
+            "precision": precision,
+            "device": name_of(device),
+        }
+        key = recipe_key("parity", made_from)
+        try:
+            lowest: float = store.get(key).meta["lowest"]  # only what passed is remembered: a fault may be of one card
+        except (RecordMissing, CacheDamaged):
+            verdict = parity.check(self._checkpoint, precision, recipe.layer, device)
+            self._refuse(verdict, precision)
+            lowest = verdict.lowest
+            with store.writer() as writer:
+                writer.put(key, {}, {**made_from, **asdict(verdict)})
+        return lowest
+
+    def _refuse(self, verdict: Verdict, precision: str) -> None:
+        """Raise where an encoder is not close enough."""
+        if verdict.passed:
+            return
+        remedy = "pipeline submit --stage embed --set embed.precision=fp32"
+        if precision == "fp32":
+            remedy = "pipeline weights check   (and report this: the encoder is wrong for these weights)"
+        what = (
+            f"{precision} is not close enough to the reference: lowest cosine {verdict.lowest:.6f},"
+            f" {verdict.threshold} is wanted; nothing was published"
+        )
+        raise JobFailed(what, where=str(self._checkpoint.path), remedy=remedy)
+
+
+class _Limits:
+    """The budgets that were learned where memory ended, on devices with this much of it; forgotten after a week."""
+
+    def __init__(self, recipe: Recipe, precision: str, settings: Settings, store: Store) -> None:
+        from pipeline.encoder.device import memory_bytes, name_of
+
+        self._store = store
+        self._made_from: dict[str, Any] = {
+            "weights": recipe.weights,
+            "layer": recipe.layer,
+            "precision": precision,
+            "device": name_of(settings.device),
+            "memory": round(2 * math.log2(memory_bytes(settings))),
+            "week": time.strftime("%G-%V"),  # what did not fit beside a neighbour may fit later
+        }
+
+    def ceiling(self) -> int | None:
+        """Return the smallest budget that had to be learned."""
+        keys = [self._key(step) for step in STEPS]
+        missing = set(self._store.missing(keys))
+        return next((step for step, key in zip(STEPS, keys, strict=True) if key not in missing), None)
+
+    def learn(self, budget: int) -> None:
+        """Remember a budget for the next run."""
+        step = max((step for step in STEPS if step <= budget), default=None)
+        if step is None:
+            return
+        with self._store.writer() as writer:
+            writer.put(self._key(step), {}, {**self._made_from, "budget": step})
+
+    def _key(self, step: int) -> bytes:
+        return recipe_key("limits", {**self._made_from, "budget": step})

@@ -1,0 +1,162 @@
+"""Which sequences are encoded together: each exactly once, and a prime number of them not one by one."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.encoder.batches import POLICIES, cost, deal, fitting_cap, largest_divisor, plan
+from pipeline.encoder.recipe import Recipe
+from pipeline.encoder.schedule import Schedule, costs
+from pipeline.encoder.tokens import ENDS
+from pipeline.encoder.windows import windows
+
+relaxed = settings(deadline=None)  # other work may share the machine
+LENGTHS = st.lists(st.integers(0, 3000), max_size=80).map(lambda lengths: np.array(lengths, np.int64))
+ENDLESS = 1 << 60
+
+
+def test_the_largest_divisor_of_some_counts():
+    assert [largest_divisor(*pair) for pair in ((12, 5), (12, 4), (7, 4), (8, 8), (8, 100), (0, 4), (1, 1))] == [
+        4, 4, 1, 8, 8, 1, 1,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("pair", [(4, 0), (-1, 4), (4, -2)])
+def test_what_has_no_divisor_is_refused(pair):
+    with pytest.raises(ValueError, match="no divisor"):
+        largest_divisor(*pair)
+
+
+@relaxed
+@given(st.integers(1, 500), st.integers(1, 70))
+def test_a_largest_divisor_divides_and_no_larger_one_does(count, cap):
+    found = largest_divisor(count, cap)
+    assert count % found == 0
+    assert not [one for one in range(found + 1, cap + 1) if one <= count and count % one == 0]
+
+
+@relaxed
+@given(LENGTHS, st.sampled_from(POLICIES), st.integers(1, 9), st.integers(1, 5000))
+def test_every_sequence_is_in_one_batch_and_no_batch_beyond_the_budget(lengths, policy, cap, budget):
+    batches = plan(lengths, policy=policy, cap=cap, budget=budget)
+    assert sorted(np.concatenate([*batches, []]).tolist()) == list(range(len(lengths)))
+    for batch in batches:
+        assert len(batch) == 1 or (lengths[batch] + ENDS).sum() <= budget
+        assert policy == "tokens" or len(batch) <= cap
+
+
+@relaxed
+@given(LENGTHS, st.sampled_from(POLICIES), st.integers(1, 9), st.integers(1, 5000))
+def test_longer_sequences_come_first_and_equal_ones_stay_in_order(lengths, policy, cap, budget):
+    order = np.concatenate([*plan(lengths, policy=policy, cap=cap, budget=budget), []]).astype(int).tolist()
+    assert order == sorted(range(len(lengths)), key=lambda place: (-lengths[place], place))
+
+
+def test_a_prime_count_does_not_degrade_to_batches_of_one():
+    batches = plan(np.full(8713, 100, np.int64), policy="divisor", cap=4, budget=ENDLESS)
+    assert [len(batch) for batch in batches] == [4] * 2178 + [1]
+
+
+def test_what_remains_of_equal_batches_is_one_batch():
+    assert [len(batch) for batch in plan(np.arange(11), policy="divisor", cap=4, budget=ENDLESS)] == [4, 4, 3]
+
+
+def test_a_batch_beyond_the_budget_is_halved_until_it_fits():
+    lengths = np.array([98, 98, 48, 48, 8, 8, 8, 8])
+    batches = plan(lengths, policy="divisor", cap=8, budget=100)
+    assert [batch.tolist() for batch in batches] == [[0], [1], [2, 3], [4, 5, 6, 7]]
+
+
+@relaxed
+@given(LENGTHS, st.integers(1, 5000))
+def test_a_token_batch_ends_only_where_the_next_sequence_would_not_fit(lengths, budget):
+    batches = plan(lengths, policy="tokens", cap=1, budget=budget)
+    for batch, following in pairwise(batches):
+        assert (lengths[[*batch, following[0]]] + ENDS).sum() > budget
+
+
+def test_a_budget_is_counted_with_both_marks_of_each_sequence():
+    lengths = np.array([8, 8, 8, 8])
+    assert [len(batch) for batch in plan(lengths, policy="tokens", cap=1, budget=20)] == [2, 2]
+    assert [len(batch) for batch in plan(lengths, policy="tokens", cap=1, budget=19)] == [1, 1, 1, 1]
+
+
+def test_what_is_left_is_cut_anew_when_the_budget_shrinks():
+    recipe = Recipe("0", 2, "chain", "fp32", "fp32")
+    schedule = Schedule(np.full(40, 48), np.array([], np.int64), recipe, policy="tokens", cap=None)
+    assert len(schedule.draw(500)) == 10
+    rest = []
+    while (batch := schedule.draw(150)) is not None:
+        rest.append(batch)
+    assert [len(batch) for batch in rest] == [3] * 10
+    assert np.concatenate(rest).tolist() == list(range(10, 40))
+
+
+def test_the_cost_of_windows_is_that_of_each():
+    recipe = Recipe("0", 2, "chain", "fp32", "fp32", long="windows", length=50, overlap=10)
+    found = costs(np.array([40, 50, 51, 131]), recipe, 8)
+    window = cost(np.array([50]), 2, 8)[0]
+    assert found.tolist() == [cost(np.array([40]), 2, 8)[0], window, 2 * window, len(windows(131, 50, 10)) * window]
+
+
+def test_an_unknown_policy_is_refused():
+    with pytest.raises(ValueError, match="padded"):
+        plan(np.array([1]), policy="padded", cap=1, budget=1)
+
+
+def test_an_automatic_cap_fills_the_budget_with_usual_sequences():
+    assert fitting_cap(np.array([98] * 9 + [5000]), 1000) == 10
+    assert fitting_cap(np.array([5000]), 1000) == 1
+    assert fitting_cap(np.array([8]), 100_000) == 64
+    assert fitting_cap(np.array([], np.int64), 1000) == 1
+
+
+def test_a_cost_is_the_multiply_adds_of_the_matrices():
+    layers, dim, tokens = 3, 16, 10 + ENDS
+    linear = sum(tokens * dim * out for out in (dim, dim, dim, dim, 4 * dim, 4 * dim))
+    attention = tokens * tokens * dim + tokens * tokens * dim  # scores, and the sums they weigh
+    assert cost(np.array([10]), layers, dim).tolist() == [layers * (linear + attention)]
+
+
+@relaxed
+@given(LENGTHS, st.integers(1, 7), st.integers(1, 6))
+def test_every_sequence_is_dealt_once_and_all_shards_but_one_hold_whole_groups(lengths, shards, multiple):
+    dealt = deal(lengths, cost(lengths, 2, 8), shards, multiple)
+    assert len(dealt) == shards
+    assert sorted(np.concatenate(dealt).tolist()) == list(range(len(lengths)))
+    assert sum(len(shard) % multiple > 0 for shard in dealt) <= 1
+    assert all((np.diff(lengths[shard]) <= 0).all() for shard in dealt)
+
+
+@relaxed
+@given(LENGTHS, st.integers(1, 7), st.integers(1, 6))
+def test_no_shard_costs_a_group_more_than_another(lengths, shards, multiple):
+    costs = cost(lengths, 2, 8)
+    groups = [
+        costs[part].sum() for part in np.split(np.argsort(-lengths, kind="stable"), range(multiple, 80, multiple))
+    ]
+    loads = [costs[shard].sum() for shard in deal(lengths, costs, shards, multiple)]
+    assert max(loads) - min(loads) <= max(groups) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("pair", [(0, 1), (1, 0)])
+def test_dealing_to_nobody_is_refused(pair):
+    with pytest.raises(ValueError, match="dealt"):
+        deal(np.array([1]), np.array([1.0]), *pair)
+
+
+def test_a_million_sequences_are_planned_and_dealt_in_seconds():
+    lengths = np.random.default_rng(0).integers(20, 2000, 1_000_000)
+    begin = time.process_time()
+    shards = deal(lengths, cost(lengths, 33, 1280), 100, 4)
+    for policy in POLICIES:
+        plan(lengths, policy=policy, cap=4, budget=8192)
+    assert time.process_time() - begin < 15  # about 3 s on an idle core
+    loads = [cost(lengths[shard], 33, 1280).sum() for shard in shards]
+    assert max(loads) / min(loads) < 1.001

@@ -1,0 +1,71 @@
+"""Keys: everything that can change a number is in them, and nothing else; which results may stand in for others."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from pipeline.encoder.recipe import Cut, Recipe, Variant
+
+RECIPE = Recipe(weights="w", layer=3, context="chain", precision="fp16", storage="fp16")
+OTHER: dict[str, Any] = {
+    "weights": "v", "layer": 2, "context": "partner", "precision": "bf16", "storage": "fp32",
+}  # fmt: skip
+WITHOUT_EFFECT = {"long", "length", "overlap", "on_oom", "half_fallback"}  # on a sequence that is not long
+
+
+def key(recipe: Recipe, text: str = "MKV") -> bytes:
+    return recipe.key(text, recipe.wanted(len(text)))
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_whatever_changes_a_number_changes_the_key(name: str) -> None:
+    assert key(replace(RECIPE, **{name: OTHER[name]})) != key(RECIPE)
+
+
+def test_every_field_is_known_to_change_the_key_or_not() -> None:
+    assert {field.name for field in fields(Recipe)} == set(OTHER) | WITHOUT_EFFECT
+
+
+def test_how_long_sequences_are_treated_does_not_change_the_keys_of_short_ones() -> None:
+    other = replace(RECIPE, long="windows", length=100, overlap=10, on_oom="cpu", half_fallback=False)
+    assert key(other) == key(RECIPE)
+    assert key(other, "M" * 101) != key(RECIPE, "M" * 101)
+    assert key(replace(other, overlap=20), "M" * 101) != key(other, "M" * 101)
+
+
+def test_a_truncated_sequence_is_never_taken_for_a_whole_one() -> None:
+    short = replace(RECIPE, long="truncate", length=100)
+    assert key(short, "M" * 101) != key(RECIPE, "M" * 101)
+    assert Variant("fp16") not in short.accepted(101)
+
+
+def test_half_precision_may_be_replaced_by_full_only_where_the_configuration_allows_it() -> None:
+    assert RECIPE.accepted(10) == (Variant("fp16"), Variant("fp32"))
+    assert replace(RECIPE, half_fallback=False).accepted(10) == (Variant("fp16"),)
+    assert replace(RECIPE, precision="fp32").accepted(10) == (Variant("fp32"),)
+
+
+def test_windows_may_replace_a_long_sequence_where_memory_ends() -> None:
+    windows = Cut("windows", 1022, 256)
+    full = replace(RECIPE, precision="fp32")
+    assert full.accepted(1022) == (Variant("fp32"),)
+    assert full.accepted(1023) == (Variant("fp32"), Variant("fp32", windows))
+    assert replace(full, on_oom="cpu").accepted(1023) == (Variant("fp32"),)
+
+
+def test_the_wanted_variant_is_accepted_first() -> None:
+    for long in ("full", "windows", "truncate"):
+        recipe = replace(RECIPE, long=long)
+        for residues in (10, 5000):
+            assert recipe.accepted(residues)[0] == recipe.wanted(residues)
+            assert len(set(recipe.accepted(residues))) == len(recipe.accepted(residues))
+
+
+def test_error_refuses_what_is_longer_and_nothing_else() -> None:
+    recipe = replace(RECIPE, long="error", length=100)
+    assert not recipe.refuses(100)
+    assert recipe.refuses(101)
+    assert not RECIPE.refuses(10**6)

@@ -1,0 +1,304 @@
+"""Stage embed: what it stores, what it does not do again, and when it publishes nothing."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+
+from pipeline.encoder import parity
+from pipeline.encoder.checkpoint import digest, load
+from pipeline.encoder.embed import Engine
+from pipeline.encoder.parity import Reference, Verdict
+from pipeline.encoder.recipe import Recipe, Variant
+from pipeline.encoder.settings import Settings
+from pipeline.encoder.synth import synth
+from pipeline.errors import CacheFull, JobFailed, PlanInfeasible
+from pipeline.records import Reason, Tell
+from pipeline.stages import embed as stage
+from pipeline.stages.embed import Shelves, Texts, embed, look_up
+from pipeline.store.cache import Cache
+from pipeline.store.writer import StoreWriter
+from tests.encoder.sequences import natural
+
+SETTINGS = Settings(policy="divisor", cap=4, budget=512, device="cpu", mem_bytes=1 << 30)
+TEXTS = natural(13, shortest=1, longest=60)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("weights") / "esm2_tiny.pt"
+    synth(path, layers=2, dim=16, heads=2)
+    return path
+
+
+@pytest.fixture(scope="module")
+def recipe(weights: Path) -> Recipe:
+    return Recipe(digest(load(weights)), layer=2, context="chain", precision="fp32", storage="fp32")
+
+
+@pytest.fixture
+def shelves(tmp_path: Path) -> Shelves:
+    return open_shelves(tmp_path)
+
+
+def open_shelves(folder: Path) -> Shelves:
+    cache = Cache(folder / "cache")
+    return Shelves(*(cache.kind(kind) for kind in ("embed", "weights", "parity", "limits")), shard_bytes=1 << 20)
+
+
+def texts_of(sequences: Sequence[str]) -> Texts:
+    return Texts(np.array([len(text) for text in sequences]), lambda wanted: [sequences[at] for at in wanted])
+
+
+def tell_to(refused: list[tuple[str, Reason, str]]) -> Tell:
+    return Tell(lambda *what: refused.append(what))
+
+
+def run(
+    weights: Path, recipe: Recipe, shelves: Shelves, sequences: Sequence[str] = TEXTS, settings: Settings = SETTINGS
+) -> list[Reason | None]:
+    return list(embed(texts_of(sequences), weights, recipe, settings, shelves, tell_to([])))
+
+
+def rows_of(text: str, recipe: Recipe, shelves: Shelves, variant: Variant | None = None) -> NDArray[np.float32]:
+    return shelves.embeddings.get(recipe.key(text, variant or recipe.wanted(len(text)))).arrays["rows"]
+
+
+def test_what_is_stored_is_what_fair_esm_computes(weights: Path, recipe: Recipe, shelves: Shelves) -> None:
+    assert run(weights, recipe, shelves) == [None] * len(TEXTS)
+    wanted = Reference(load(weights), 2, torch.device("cpu"))(TEXTS)
+    for text, rows in zip(TEXTS, wanted, strict=True):
+        np.testing.assert_allclose(rows_of(text, recipe, shelves), rows, atol=1e-5)
+
+
+def test_a_record_says_what_it_was_made_from(weights: Path, recipe: Recipe, shelves: Shelves) -> None:
+    run(weights, recipe, shelves)
+    meta = shelves.embeddings.get(recipe.key(TEXTS[0], Variant("fp32"))).meta
+    assert meta == {
+        "text": TEXTS[0], "residues": len(TEXTS[0]), "rows": len(TEXTS[0]), "weights": recipe.weights,
+        "layer": 2, "context": "chain", "precision": "fp32", "cut": None,
+    }  # fmt: skip
+
+
+def test_a_second_run_computes_nothing(
+    weights: Path, recipe: Recipe, shelves: Shelves, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(weights, recipe, shelves)
+    monkeypatch.setattr("pipeline.encoder.checkpoint.load", forbidden)
+    assert run(weights, recipe, open_shelves(tmp_path)) == [None] * len(TEXTS)
+
+
+def test_one_added_sequence_costs_one_sequence(weights: Path, recipe: Recipe, shelves: Shelves) -> None:
+    run(weights, recipe, shelves)
+    run(weights, recipe, shelves, [*TEXTS, "MKVMKV"])
+    assert shelves.embeddings.stat().records == len(TEXTS) + 1
+
+
+def test_work_that_is_cut_short_is_kept_and_not_done_again(
+    weights: Path, recipe: Recipe, shelves: Shelves, tmp_path: Path
+) -> None:
+    many = natural(200)
+    with closing(embed(texts_of(many), weights, recipe, SETTINGS, shelves, tell_to([]))) as outcomes:
+        for _ in range(5):
+            next(outcomes)
+    kept = shelves.embeddings.stat().records
+    assert 5 <= kept < len(many)
+    assert run(weights, recipe, open_shelves(tmp_path), many) == [None] * len(many)
+    assert sorted(published(tmp_path)) == sorted(recipe.key(text, Variant("fp32")).hex() for text in many)
+
+
+def published(folder: Path) -> list[str]:
+    """Return the keys of all embeddings in all shards; what was made twice is there twice."""
+    names = [name for shard in (folder / "cache/embed/shards").iterdir() for name in safe_open(shard, "np").keys()]  # noqa: SIM118
+    return [name.split("/")[0] for name in names if name.endswith("/rows")]
+
+
+def test_batches_do_not_change_a_bit(weights: Path, recipe: Recipe, tmp_path: Path) -> None:
+    stored = []
+    for number, settings in enumerate(
+        (SETTINGS, replace(SETTINGS, cap=1), replace(SETTINGS, policy="tokens", budget=200, cap="auto"))
+    ):
+        shelves = open_shelves(tmp_path / str(number))
+        run(weights, recipe, shelves, settings=settings)
+        stored.append([rows_of(text, recipe, shelves).tobytes() for text in TEXTS])
+    assert stored[0] == stored[1] == stored[2]
+
+
+def test_bfloat16_is_stored_as_other_readers_know_it(weights: Path, recipe: Recipe, tmp_path: Path) -> None:
+    full, half = open_shelves(tmp_path / "full"), open_shelves(tmp_path / "half")
+    run(weights, recipe, full)
+    run(weights, replace(recipe, storage="bf16"), half)
+    (shard,) = (tmp_path / "half/cache/embed/shards").iterdir()
+    key = replace(recipe, storage="bf16").key(TEXTS[3], Variant("fp32"))
+    with safe_open(shard, "pt") as file:
+        rows = file.get_tensor(f"{key.hex()}/rows")
+    assert rows.dtype == torch.bfloat16
+    assert torch.equal(rows, torch.from_numpy(rows_of(TEXTS[3], recipe, full).copy()).bfloat16())
+
+
+def test_an_encoder_that_misses_the_reference_publishes_nothing(
+    weights: Path, recipe: Recipe, shelves: Shelves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parity, "compare", lambda *_: Verdict(0.9, 9, 0.99999))
+    with pytest.raises(JobFailed, match=r"lowest cosine 0\.900000.*nothing was published"):
+        run(weights, recipe, shelves)
+    assert shelves.embeddings.stat().records == 0
+
+
+def test_half_precision_that_misses_the_reference_is_done_in_full(
+    weights: Path, recipe: Recipe, shelves: Shelves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = replace(recipe, precision="bf16", storage="bf16")
+    verdicts = {"bf16": Verdict(0.9, 9, 0.999), "fp32": Verdict(1.0, 9, 0.99999)}
+    monkeypatch.setattr(parity, "compare", lambda _encode, _wanted, _sequences, precision: verdicts[precision])
+    assert run(weights, half, shelves) == [None] * len(TEXTS)
+    assert look_up(TEXTS, half, shelves.embeddings) == [Variant("fp32")] * len(TEXTS)
+
+
+def test_half_precision_that_misses_the_reference_publishes_nothing_where_no_other_is_allowed(
+    tmp_path: Path, shelves: Shelves
+) -> None:
+    path = tmp_path / "esm2_stress.pt"
+    synth(path, layers=6, dim=64, heads=4, stress=6.0)
+    strict = Recipe(digest(load(path)), 6, "chain", "bf16", "bf16", half_fallback=False)
+    with pytest.raises(JobFailed, match="bf16 is not close enough"):
+        run(path, strict, shelves)
+    assert shelves.embeddings.stat().records == 0
+    assert run(path, replace(strict, half_fallback=True), shelves) == [None] * len(TEXTS)
+    assert set(look_up(TEXTS, replace(strict, half_fallback=True), shelves.embeddings)) == {Variant("fp32")}
+
+
+def test_the_verdict_is_remembered_for_the_same_machine(
+    weights: Path, recipe: Recipe, shelves: Shelves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(weights, recipe, shelves, TEXTS[:3])
+    monkeypatch.setattr(parity, "check", forbidden)
+    assert run(weights, recipe, shelves) == [None] * len(TEXTS)
+    with pytest.raises(AssertionError, match="was done again"):  # but not for another precision
+        run(weights, replace(recipe, precision="bf16"), shelves, natural(2, seed=5))
+
+
+def test_weights_that_are_not_numbers_publish_nothing(tmp_path: Path, shelves: Shelves) -> None:
+    path = tmp_path / "esm2_nan.pt"
+    synth(path, layers=1, dim=16, heads=2)
+    with torch.serialization.safe_globals([Namespace]):
+        data = torch.load(path, weights_only=True)
+    data["model"]["encoder.sentence_encoder.layers.0.fc1.weight"][0, 0] = float("nan")
+    torch.save(data, path)
+    with pytest.raises(JobFailed, match="nothing was published"):
+        run(path, Recipe(digest(load(path)), 1, "chain", "fp32", "fp32"), shelves)
+    assert shelves.embeddings.stat().records == 0
+
+
+def test_what_cannot_be_embedded_is_told_by_its_key(weights: Path, recipe: Recipe, shelves: Shelves) -> None:
+    refused: list[tuple[str, Reason, str]] = []
+    strict = replace(recipe, long="error", length=64)
+    sequences = [*TEXTS[:2], "M" * 65]
+    reasons = list(embed(texts_of(sequences), weights, strict, SETTINGS, shelves, tell_to(refused)))
+    assert sorted(reasons, key=str) == sorted([None, None, Reason.SEQUENCE_TOO_LONG], key=str)
+    ((key, reason, _),) = refused
+    assert (key, reason) == (strict.key("M" * 65, strict.wanted(65)).hex(), Reason.SEQUENCE_TOO_LONG)
+
+
+def test_a_budget_that_was_learned_holds_for_the_next_run(
+    weights: Path, recipe: Recipe, shelves: Shelves, tmp_path: Path
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipeline.encoder.embed.Engine", Learning)
+        Learning.learns = 900
+        run(weights, recipe, shelves, TEXTS[:3])
+        assert Learning.ceilings == [None]
+        Learning.learns = None
+        run(weights, recipe, open_shelves(tmp_path), TEXTS[3:])
+        assert Learning.ceilings == [None, 768]  # the next step below what was learned
+        more = replace(SETTINGS, mem_bytes=4 << 30)
+        run(weights, recipe, open_shelves(tmp_path), natural(3, seed=9), more)
+        assert Learning.ceilings[-1] is None  # with more memory it may be tried again
+
+
+class Learning(Engine):
+    """An engine that says it has learned a budget."""
+
+    learns: int | None = None
+    ceilings: list[int | None] = []  # noqa: RUF012
+
+    def __init__(self, *arguments: object, **options: object) -> None:
+        super().__init__(*arguments, **options)  # type: ignore[arg-type]
+        self.ceilings.append(options["ceiling"])  # type: ignore[arg-type]
+        if self.learns:
+            options["learned"](self.learns)  # type: ignore[operator]
+
+
+def forbidden(*_: object) -> Iterator[None]:
+    raise AssertionError("was done again")
+
+
+def test_steps_of_remembered_budgets_are_close_enough_to_be_useful() -> None:
+    steps = np.array(stage.STEPS)
+    assert (steps[1:] / steps[:-1] <= 1.5).all()
+
+
+def test_a_verdict_that_failed_is_not_remembered(
+    weights: Path, recipe: Recipe, shelves: Shelves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(parity, "compare", lambda *_: Verdict(0.5, 9, 0.99999))
+        with pytest.raises(JobFailed):
+            run(weights, recipe, shelves)
+    assert run(weights, recipe, shelves) == [None] * len(TEXTS)
+
+
+def test_an_encoder_that_stands_in_for_another_has_passed_the_gate_too(
+    weights: Path, recipe: Recipe, shelves: Shelves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdicts = {"bf16": Verdict(1.0, 9, 0.999), "fp32": Verdict(0.5, 9, 0.99999)}
+    monkeypatch.setattr(parity, "compare", lambda _encode, _wanted, _sequences, precision: verdicts[precision])
+    monkeypatch.setattr("pipeline.encoder.threads.is_finite", lambda *_: False)  # everything is to be done again
+    with pytest.raises(JobFailed, match="fp32 is not close enough"):
+        run(weights, replace(recipe, precision="bf16"), shelves)
+    assert shelves.embeddings.stat().records == 0
+
+
+def test_weights_that_are_replaced_while_a_task_begins_are_not_taken_for_those_of_the_keys(
+    weights: Path, recipe: Recipe, shelves: Shelves, tmp_path: Path
+) -> None:
+    other = tmp_path / "esm2_other.pt"
+    synth(other, layers=2, dim=16, heads=2, seed=7)
+    with pytest.raises(JobFailed, match="the checkpoint was changed after this run began"):
+        run(other, recipe, shelves)
+    assert shelves.embeddings.stat().records == 0
+
+
+def test_a_gate_that_does_not_fit_in_memory_says_so(
+    weights: Path, recipe: Recipe, shelves: Shelves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(parity, "Reference", full)
+    with pytest.raises(PlanInfeasible, match="does not fit the memory of this process"):
+        run(weights, recipe, shelves)
+
+
+def test_a_disk_that_fills_while_a_task_is_ended_is_heard(
+    weights: Path, recipe: Recipe, shelves: Shelves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcomes = embed(texts_of(natural(100)), weights, recipe, SETTINGS, shelves, tell_to([]))
+    next(outcomes)
+
+    def full(*_: object, **__: object) -> None:
+        raise CacheFull("no space left")
+
+    monkeypatch.setattr(StoreWriter, "put", full)
+    monkeypatch.setattr(StoreWriter, "flush", full)
+    with pytest.raises(CacheFull):
+        outcomes.close()
