@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 KEY_BYTES = 16
+TAG_BYTES = 4
 # A file changed this recently may change again within one tick of its clock, so its times prove nothing yet.
 TICK_NS = 50_000_000
 COARSE_TICK_NS = 2_000_000_000  # for file systems that keep whole seconds
@@ -25,6 +26,20 @@ def recipe_key(kind: str, recipe: Mapping[str, Any]) -> bytes:
     """
     text = json.dumps([kind, recipe], sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.blake2b(text.encode(), digest_size=KEY_BYTES).digest()
+
+
+def tagged_key(kind: str, recipe: Mapping[str, Any], subject: Any) -> bytes:
+    """Return the key of what `kind` makes of `subject` by `recipe`: all keys of one recipe begin with its tag.
+
+    So an index alone says how much there is of each recipe. The rest of the key digests the recipe too: that two tags
+    may be equal harms nothing but that count.
+    """
+    return recipe_tag(kind, recipe) + recipe_key(kind, {"recipe": recipe, "subject": subject})[TAG_BYTES:]
+
+
+def recipe_tag(kind: str, recipe: Mapping[str, Any]) -> bytes:
+    """Return the first bytes of every key that `tagged_key` makes by a recipe."""
+    return recipe_key(f"{kind} recipe", recipe)[:TAG_BYTES]
 
 
 def content_digest(data: bytes | memoryview) -> bytes:

@@ -41,6 +41,12 @@ class Reason(str, Enum):
     SEQUENCE_TOO_LONG = "sequence_too_long"
     NOT_FINITE = "not_finite"
     DOES_NOT_FIT = "does_not_fit"
+    NO_NODES = "no_nodes"
+    NO_EDGES = "no_edges"
+    NO_CONTACTS = "no_contacts"
+    COINCIDENT_ATOMS = "coincident_atoms"
+    GRAPH_FAILED = "graph_failed"
+    ROWS_MISMATCH = "rows_mismatch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,7 @@ class Kind(str, Enum):
     PROTEIN = "protein"
     DNA = "dna"
     RNA = "rna"
+    OTHER = "other"  # small molecules and ions: no chain, but atoms of one
 
 
 class Role(str, Enum):

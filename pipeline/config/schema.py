@@ -97,6 +97,9 @@ class Structures(Section):
     modified: Literal["parent", "unknown", "reject"] = Field(
         default="parent", description="Modified residues: their parent (MSE is MET), X, or reject the complex."
     )
+    ligands: Literal["drop", "keep"] = Field(
+        default="drop", description="Small molecules and ions of the chosen chains; keep: for atom graphs."
+    )
     max_residues: int = Field(default=10_000, ge=1, description="A complex with more residues is rejected.")
     max_file_bytes: Size = Field(
         default=64 << 20, description="A file larger than this, after decompression, is rejected."
@@ -161,6 +164,53 @@ class Embed(Section):
     long: LongSequences = LongSequences()
 
 
+class AtomGraph(Section):
+    """What atom graphs have besides; where graph.nodes is atom."""
+
+    radius: float | None = Field(
+        default=5.0, gt=0, le=100, description="Å within which atoms that no bond joins get an edge; null: none."
+    )
+    hops: int = Field(
+        default=3, ge=1, le=3, description="Edges along bonds; 1: bonds, 2: and angles (1-3), 3: and dihedrals (1-4)."
+    )
+    hydrogens: bool = Field(default=False, description="Whether hydrogen atoms are nodes.")
+
+
+class Graph(Section):
+    """How structures become graphs."""
+
+    nodes: Literal["residue", "atom"] = Field(
+        default="residue",
+        description="residue: a node at each CA of proteins; atom: at each atom, RNA's and ligands' too.",
+    )
+    neighbours: int = Field(
+        default=20, ge=0, le=1000, description="Edges from each residue's nearest ones in its partner; 0: none."
+    )
+    radius: float | None = Field(
+        default=None, gt=0, le=100, description="Å between CA atoms within which residues get an edge; null: none."
+    )
+    cross_neighbours: int = Field(
+        default=0, ge=0, le=1000, description="Edges from each residue's nearest ones in the other partner; 0: none."
+    )
+    cross_radius: float | None = Field(
+        default=None, gt=0, le=100, description="Å within which nodes of the two partners get an edge; null: none."
+    )
+    contacts: float | None = Field(
+        default=5.0,
+        gt=0,
+        le=100,
+        description="Å between heavy atoms of a native contact; null: no labels.",
+    )
+    cache: bool = Field(default=True, description="Keep graphs on disk; false: built anew whenever they are read.")
+    atom: AtomGraph = AtomGraph()
+
+    @model_validator(mode="after")
+    def _some_edges(self) -> Graph:
+        if self.nodes == "residue" and self.neighbours == 0 and self.radius is None:
+            raise _conflict("neighbours", "is 0 and radius is null: residues would have no edges")
+        return self
+
+
 class Cache(Section):
     """Where results are kept."""
 
@@ -170,7 +220,7 @@ class Cache(Section):
     )
     verify_bytes: SizeOrNone = Field(
         default=8 << 30,
-        description="Cached embeddings are read and verified up to so many bytes before they count as done.",
+        description="Cached embeddings and graphs are read and verified up to so many bytes before they count as done.",
     )
     visibility_s: float = Field(
         default=10.0,
@@ -227,6 +277,7 @@ class Cluster(Section):
     slots: Slots = Slots()
     scan: StageResources = StageResources()
     embed: StageResources = StageResources()
+    graph: StageResources = StageResources()
 
 
 class Config(Section):
@@ -235,6 +286,7 @@ class Config(Section):
     data: Data
     structures: Structures = Structures()
     embed: Embed = Embed()
+    graph: Graph = Graph()
     cache: Cache = Cache()
     cluster: Cluster = Cluster()
 
@@ -242,6 +294,12 @@ class Config(Section):
     def _a_gpu_to_compute_on(self) -> Config:
         if self.embed.device == "cuda" and self.cluster.embed.gpus == 0:
             raise _conflict("embed", "device is cuda, but cluster.embed.gpus is 0: ask for a GPU, or leave device auto")
+        return self
+
+    @model_validator(mode="after")
+    def _ligands_are_atoms(self) -> Config:
+        if self.structures.ligands == "keep" and self.graph.nodes != "atom":
+            raise _conflict("structures", "ligands is keep, but only graphs with graph.nodes: atom hold them")
         return self
 
 

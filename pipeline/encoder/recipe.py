@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipeline.keys import recipe_key
+from pipeline.keys import tagged_key
 
 if TYPE_CHECKING:
     from typing import Any
@@ -47,9 +47,12 @@ class Recipe:
 
     def key(self, text: str, variant: Variant) -> bytes:
         """Return the key of a text's embedding."""
+        return tagged_key("embed", self.plain(variant), text)
+
+    def plain(self, variant: Variant) -> dict[str, Any]:
+        """Return every choice that can change a number, as JSON data."""
         recipe: dict[str, Any] = {
             "version": ENCODER_VERSION,
-            "text": text,
             "weights": self.weights,
             "layer": self.layer,
             "context": self.context,
@@ -58,7 +61,7 @@ class Recipe:
         }
         if variant.cut is not None:
             recipe["cut"] = [variant.cut.policy, variant.cut.length, variant.cut.overlap]
-        return recipe_key("embed", recipe)
+        return recipe
 
     def wanted(self, residues: int) -> Variant:
         """Return how a sequence of that length is to be computed."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.keys import recipe_key
+from pipeline.keys import tagged_key
 from pipeline.records import ChainSummary, Inventory, Item, Kind, Part, Partner, Reason, Role
 from pipeline.structures.atoms import Unusable
 from pipeline.structures.partners import check_apart, choose
@@ -49,7 +49,7 @@ class File:
 def item_key(item: Item, recipe: Recipe, digests: Mapping[str, str]) -> bytes:
     """Return the key of an item's inventory: what its files hold, which chains are meant, and the recipe."""
     if item.sequence is not None:
-        return recipe_key("scan", {"version": INVENTORY_VERSION, "sequence": item.sequence, "max": recipe.max_residues})
+        return tagged_key("scan", plain(recipe), item.sequence)
 
     def parts(some: Sequence[Part]) -> list[list[Any]]:
         return [
@@ -57,11 +57,11 @@ def item_key(item: Item, recipe: Recipe, digests: Mapping[str, str]) -> bytes:
             for part in some
         ]
 
-    return recipe_key("scan", {"recipe": _plain(recipe), "parts": parts(item.parts), "bound": parts(item.bound)})
+    return tagged_key("scan", plain(recipe), {"parts": parts(item.parts), "bound": parts(item.bound)})
 
 
 @lru_cache(maxsize=16)
-def _plain(recipe: Recipe) -> dict[str, Any]:
+def plain(recipe: Recipe) -> dict[str, Any]:
     """Return what of a recipe can change an inventory, as JSON data; how large a file may be cannot."""
     return {
         "version": [INVENTORY_VERSION, POLICY_VERSION],
@@ -80,14 +80,43 @@ def _format(path: str) -> tuple[str, str]:
     return form, parser_of(form)
 
 
-def take(item: Item, files: Mapping[str, File], recipe: Recipe) -> tuple[Inventory, dict[str, NDArray[np.int32]]]:
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One partner in space: chains of a structure, in the order in which they were asked for."""
+
+    digest: str
+    structure: Structure
+    chains: tuple[Chain, ...]
+
+    def residues(self) -> NDArray[np.int64]:
+        """Return which residues of the structure are this partner's, R of them, chain by chain."""
+        return np.concatenate([np.arange(chain.first, chain.last) for chain in self.chains])
+
+
+@dataclass(frozen=True, slots=True)
+class Complex:
+    """An item that was read: its sides, where its labels come from, and what its residues correspond to."""
+
+    partners: Mapping[Role, Partner]
+    sides: Mapping[Role, Side]
+    bound: Mapping[Role, Side]  # empty where the input itself is bound
+    maps: Mapping[str, NDArray[np.int32]]  # rows.ROLE: into full sequences; bound.ROLE: into the bound side, -1 nowhere
+
+
+def take(item: Item, files: Mapping[str, File], recipe: Recipe) -> tuple[Inventory, Mapping[str, NDArray[np.int32]]]:
     """Return the inventory of an item and its residue maps; what cannot be used becomes a reason."""
+    inventory, read = examine(item, files, recipe)
+    return inventory, read.maps if read else {}
+
+
+def examine(item: Item, files: Mapping[str, File], recipe: Recipe) -> tuple[Inventory, Complex | None]:
+    """Return the inventory of an item, and the item as it was read where it has structures and can be used."""
     try:
         if item.sequence is not None:
-            return _take_sequence(item.sequence, recipe), {}
+            return _take_sequence(item.sequence, recipe), None
         return _take_structures(item, files, recipe)
     except Unusable as problem:
-        return Inventory(reason=problem.reason, detail=problem.detail), {}
+        return Inventory(reason=problem.reason, detail=problem.detail), None
 
 
 def _take_sequence(sequence: str, recipe: Recipe) -> Inventory:
@@ -97,24 +126,13 @@ def _take_sequence(sequence: str, recipe: Recipe) -> Inventory:
     return Inventory(partners=(Partner(role=Role.WHOLE, content="", chains=(chain,)),))
 
 
-@dataclass(frozen=True, slots=True)
-class _Side:
-    """One partner: its chains, with what an encoder reads of each."""
-
-    digest: str
-    structure: Structure
-    chains: tuple[Chain, ...]
-
-
-def _take_structures(
-    item: Item, files: Mapping[str, File], recipe: Recipe
-) -> tuple[Inventory, dict[str, NDArray[np.int32]]]:
-    """Return the inventory of a complex, and its maps to SEQRES and to bound structures."""
+def _take_structures(item: Item, files: Mapping[str, File], recipe: Recipe) -> tuple[Inventory, Complex]:
+    """Return the inventory of a complex, and the complex with its maps to SEQRES and to bound structures."""
     structures: dict[tuple[str, int | None], Structure] = {}
     sides = _sides(item.parts, files, recipe, structures)
     bound = _sides(item.bound, files, recipe, structures)
     maps: dict[str, NDArray[np.int32]] = {}
-    partners = []
+    partners = {}
     for role, side in sides.items():
         sequences = [chain.sequence for chain in side.chains]
         if recipe.reading.seqres:
@@ -124,12 +142,12 @@ def _take_structures(
         if role in bound:
             mine, theirs = ([chain.sequence for chain in one.chains] for one in (side, bound[role]))
             maps[f"bound.{role.value}"] = bound_rows(mine, theirs)
-        partners.append(_partner(role, side, sequences))
+        partners[role] = _partner(role, side, sequences)
     labels = (_partner(role, side, [chain.sequence for chain in side.chains]) for role, side in bound.items())
-    inventory = Inventory(partners=tuple(partners), bound=tuple(labels))
-    _check_size(sum(partner.residues for partner in partners), recipe)
-    _check_nodes(partners, recipe)
-    return inventory, maps
+    inventory = Inventory(partners=tuple(partners.values()), bound=tuple(labels))
+    _check_size(sum(partner.residues for partner in inventory.partners), recipe)
+    _check_nodes(inventory.partners, recipe)
+    return inventory, Complex(partners, sides, bound, maps)
 
 
 def _sides(
@@ -137,9 +155,9 @@ def _sides(
     files: Mapping[str, File],
     recipe: Recipe,
     structures: dict[tuple[str, int | None], Structure],
-) -> dict[Role, _Side]:
+) -> dict[Role, Side]:
     """Return each side; a file with both sides is parsed once."""
-    sides: dict[Role, _Side] = {}
+    sides: dict[Role, Side] = {}
     taken: dict[Role, set[tuple[str, str]]] = {}
     for part in parts:
         file = files[part.path]
@@ -149,7 +167,7 @@ def _sides(
         for role, chains in choose(structure, part).items():
             for chain in chains:
                 check(structure, chain, recipe.policy)
-            sides[role] = _Side(file.digest, structure, chains)
+            sides[role] = Side(file.digest, structure, chains)
             taken.setdefault(role, set()).update((part.path, chain.name) for chain in chains)
     check_apart(taken)
     return sides
@@ -162,7 +180,7 @@ def _structure(part: Part, data: bytes, recipe: Recipe) -> Structure:
     return apply_policy(table, recipe.policy)
 
 
-def _partner(role: Role, side: _Side, sequences: Sequence[str]) -> Partner:
+def _partner(role: Role, side: Side, sequences: Sequence[str]) -> Partner:
     """Summarise one side."""
     structure = side.structure
     modified = sum(int(np.count_nonzero(structure.modified_R[chain.first : chain.last])) for chain in side.chains)

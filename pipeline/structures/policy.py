@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-POLICY_VERSION = 1
+POLICY_VERSION = 2
 POLYMER, WATER = 1, 4
 HETATM = ord("H")
 CELLS, CELL_FACTOR = 256, np.uint32(124_729_223)
 CARBON = 6
+FARTHEST = 1e6  # Å from the origin; a file with more holds no molecule
 BACKBONE = ("N", "CA", "C", "O", "CB")
 NUCLEOTIDE_ANCHORS = ("C1'", "C1*")  # the second is how old files write it
 CA_WORD = word("CA")
@@ -222,8 +223,10 @@ def _structure(
     name_A = np.ascontiguousarray(table.name_A[kept_A])
     pos_A3 = np.ascontiguousarray(table.pos_A3[kept_A])
     element_A = np.ascontiguousarray(table.element_A[kept_A])
-    if not np.isfinite(pos_A3).all():
-        raise Unusable(Reason.PARSE_ERROR, "a coordinate is not a finite number")
+    if not (np.abs(pos_A3) < FARTHEST).all():  # which is not so for what is not a number, either
+        finite = bool(np.isfinite(pos_A3).all())
+        what = f"a coordinate is beyond {FARTHEST:,.0f} Å" if finite else "a coordinate is not a finite number"
+        raise Unusable(Reason.PARSE_ERROR, what)
     backbone_R5 = np.stack([_find(name_A, residue_A, atom, len(first_R)) for atom in BACKBONE], axis=1)
     ca_R = backbone_R5[:, BACKBONE.index("CA")]
     ca_R[(ca_R >= 0) & (element_A[ca_R] != CARBON)] = -1  # that is calcium

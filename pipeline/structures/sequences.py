@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import gemmi
 import numpy as np
 
-from pipeline.records import Reason
+from pipeline.records import Kind, Reason
 from pipeline.structures.atoms import Unusable, text
 from pipeline.structures.policy import CAPS, letter
 
@@ -19,9 +19,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from pipeline.records import ChainSummary, Partner
     from pipeline.structures.policy import Chain, Policy, Structure
 
 SAME_CHAIN = 0.5  # share of the shorter sequence that must agree for two chains to be one molecule
+NO_ROW = -1  # of a residue of DNA or RNA, which is not encoded
 MIN_MAPPED = 0.5  # share of a partner's residues that must be found in the other file
 
 
@@ -48,6 +50,36 @@ def full_sequence(structure: Structure, chain: Chain, policy: Policy) -> tuple[s
     for row, code in zip(rows_R.tolist(), chain.sequence, strict=True):
         letters[row] = code
     return "".join(letters), rows_R
+
+
+def joined_rows(partner: Partner, seqres_R: NDArray[np.int32] | None) -> NDArray[np.int32]:
+    """Return the row of each residue in the joined sequences of a partner's protein chains, or NO_ROW.
+
+    Whether the chains are encoded one by one or joined, their embeddings one after the other have this row.
+    `seqres_R` is the map into full sequences, where those were asked for; the result is verified.
+    """
+    row_R = np.full(partner.residues, NO_ROW, np.int32)
+    first, offset = 0, 0
+    for chain in partner.chains:
+        here = slice(first, first + chain.residues)
+        first = here.stop
+        if chain.kind is Kind.PROTEIN:
+            row_R[here] = offset + _chain_rows(chain, None if seqres_R is None else seqres_R[here])
+            offset += len(chain.sequence)
+    return row_R
+
+
+def _chain_rows(chain: ChainSummary, seqres_R: NDArray[np.int32] | None) -> NDArray[np.int32]:
+    """Return the rows of a chain's residues in its sequence; both lists are in order, so the rows must rise."""
+    if seqres_R is None:
+        if chain.residues != len(chain.sequence):
+            raise ValueError(f"chain {chain.name}: {chain.residues} residues, {len(chain.sequence)} letters")
+        return np.arange(chain.residues, dtype=np.int32)
+    rises = bool((np.diff(seqres_R) > 0).all())
+    inside = len(seqres_R) == 0 or (seqres_R[0] >= 0 and seqres_R[-1] < len(chain.sequence))
+    if len(seqres_R) != chain.residues or not rises or not inside:
+        raise ValueError(f"chain {chain.name}: its map into the full sequence does not fit")
+    return seqres_R
 
 
 def bound_rows(unbound: Sequence[str], bound: Sequence[str]) -> NDArray[np.int32]:

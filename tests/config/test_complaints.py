@@ -49,7 +49,7 @@ did you mean "manifest"?
   pipeline.yaml:14: cache.shard_bytes: wants a size such as 512MiB, 24G or a number of bytes, got "12 parsecs"
   pipeline.yaml:17: cluster.scan.time: wants a time such as 01:30:00, 2-12:00:00, 90m or 2h, got 60
   pipeline.yaml:18: cluster.scan.mem: wants at least 16MiB (a number without a unit is bytes), got 4000
-  pipeline.yaml:19: train: unknown key; there are data, structures, embed, cache, cluster
+  pipeline.yaml:19: train: unknown key; there are data, structures, embed, graph, cache, cluster
   --set cache.rot=x: unknown key; did you mean "root"?
   --set data.limit: wants KEY=VALUE, such as data.limit=10
   next: correct it, then: pipeline config check"""
@@ -130,7 +130,7 @@ def test_chain_on_both_sides_is_a_conflict(complaint: Any) -> None:
         ),
         ("=5", "--set =5: wants KEY=VALUE"),
         ("data..limit=5", "--set data..limit=5: wants KEY=VALUE"),
-        ("graph.neighbours=20", "--set graph.neighbours=20: graph: unknown key"),
+        ("evaluate.metric=x", "--set evaluate.metric=x: evaluate: unknown key"),
     ],
 )
 def test_typed_mistake_repeats_what_was_typed(complaint: Any, typed: str, said: str) -> None:

@@ -60,8 +60,8 @@ def test_a_memory_limit_that_kills_is_never_reached(tmp_path, monkeypatch, pipel
     measure = [sys.executable, "-c", RESIDENT, "esm2_wide.pt"]
     resident_mib = int(subprocess.run(measure, check=True, capture_output=True, text=True).stdout)
 
-    # To compare takes 190 MiB for a moment. A window is reckoned as 287 MiB, the rows of the long one as 146; as one, it
-    # would take 567 and its rows. Each limit is a hundred MiB from the next of these: no two machines start alike.
+    # To compare takes 190 MiB for a moment. A window is reckoned as 287 MiB, the rows of the long one as 146; as one,
+    # it would take 567 and its rows. Each limit is a hundred MiB from the next of these: no two machines start alike.
     done = pipeline(*SUBMIT, f"cluster.embed.mem={resident_mib + 310}MiB")
     assert done.code == 0, done.err
     (rejected,) = map(json.loads, runs_in(tmp_path / "runs")[-1].rejected.read_text().splitlines())
