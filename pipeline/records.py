@@ -163,7 +163,7 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class ChainSummary:
-    """A polymer chain of a partner, as the inventory remembers it."""
+    """A polymer chain of a partner, or a molecule that was kept, as the inventory remembers it."""
 
     name: str
     kind: Kind

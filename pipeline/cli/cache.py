@@ -24,7 +24,9 @@ def stat(config: ConfigFile = None, sets: Sets = None, as_json: Json = False) ->
 
     cache = Cache(load_config(config, sets).config.cache.root)
     stats = [cache.kind(kind).stat() for kind in cache.kinds()]
+    recipes = {one.kind: cache.recipes(one.kind) for one in stats}
     if as_json:
-        print_json({"root": cache.root, "kinds": [asdict(one) for one in stats]})
+        kinds = [asdict(one) | {"recipes": [asdict(recipe) for recipe in recipes[one.kind]]} for one in stats]
+        print_json({"root": cache.root, "kinds": kinds})
         return
-    tables.show(f"cache {cache.root}", "", tables.store_table(stats))
+    tables.show(f"cache {cache.root}", "", tables.store_table(stats), "", tables.recipe_table(recipes))

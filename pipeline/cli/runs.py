@@ -27,6 +27,7 @@ class StageName(str, Enum):
 
     SCAN = "scan"
     EMBED = "embed"
+    GRAPH = "graph"
     ALL = "all"
 
 
@@ -49,12 +50,12 @@ def submit(
 ) -> None:
     """Run a stage; what was done before is not done again."""
     from pipeline.runs.submit import new_run, start_supervisor
-    from pipeline.runs.workflow import WORKFLOW, up_to
+    from pipeline.runs.workflow import everything, up_to
 
     sets = [*(sets or ()), *([f"cluster.executor={executor.value}"] if executor else ())]
     chosen = load_config(config, sets).config
-    last = WORKFLOW[-1].name if stage is StageName.ALL else stage.value
-    stages = [last] if only else up_to(last)
+    stages = everything(chosen) if stage is StageName.ALL else up_to(stage.value)
+    stages = stages[-1:] if only else stages
     if dry_run:
         _show_plan(chosen, stages)
         return

@@ -297,6 +297,13 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _partners_that_meet(self) -> Config:
+        if self.data.state == "unbound" and (self.graph.cross_neighbours or self.graph.cross_radius is not None):
+            what = "cross edges join partners that stand together, but data.state is unbound: leave them out"
+            raise _conflict("graph", what)
+        return self
+
+    @model_validator(mode="after")
     def _ligands_are_atoms(self) -> Config:
         if self.structures.ligands == "keep" and self.graph.nodes != "atom":
             raise _conflict("structures", "ligands is keep, but only graphs with graph.nodes: atom hold them")

@@ -77,14 +77,18 @@ class Graph:
     def sizes(self) -> dict[str, int]:
         """Return what memory and time go by."""
         nodes = [part.size for part in self.parts]
+        kinds = dict.fromkeys(name for part in self.parts for name in part.edges)
+        edges = {name: sum(part.edges[name].shape[1] for part in self.parts if name in part.edges) for name in kinds}
         return {
             "nodes": sum(nodes),
-            "edges": sum(edges.shape[1] for part in self.parts for edges in part.edges.values()),
+            "edges": sum(edges.values()),
+            **(edges if len(edges) > 1 else {}),
             "receptor": nodes[0],
             "ligand": nodes[1] if len(nodes) > 1 else 0,
             "pairs": nodes[0] * nodes[1] if len(nodes) > 1 else 0,
             "cross": sum(edges.shape[1] for edges in self.cross.values()),
             "residues": sum(len(part.row_R) for part in self.parts),
+            "contacts": len(self.labels.get("contact_pairs", ())),
         }
 
 

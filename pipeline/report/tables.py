@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
@@ -11,18 +12,20 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-    from datetime import datetime
 
     from rich.console import RenderableType
 
     from pipeline.cluster.spec import JobSpec
+    from pipeline.store.cache import RecipeStat
     from pipeline.store.store import StoreStat
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 KILO = 1024
+EDGE_KINDS = ("bond", "angle", "dihedral", "near")
+DIGEST_LETTERS = (32, 64)  # of a digest, the first few of which say enough
 MINUTE, HOUR = 60, 3600
-UNIT = {"scan": "item", "embed": "sequence"}  # what a stage works through
-REFUSED = {"scan": "refused by the source", "embed": "that cannot be encoded"}
+UNIT = {"scan": "item", "embed": "sequence", "graph": "graph"}  # what a stage works through
+REFUSED = {"scan": "refused by the source", "embed": "that cannot be encoded", "graph": "left out before"}
 PLANNED = ("items", "refused", "unusable", "cached", "missing", "tasks")
 
 
@@ -112,6 +115,15 @@ def embedded_lines(embedded: Mapping[str, Any]) -> list[RenderableType]:
     ]
 
 
+def graphed_lines(graphed: Mapping[str, Any]) -> list[RenderableType]:
+    """Show the numbers of a data set of graphs."""
+    totals = {name: f"{count:,} {name}" for name, count in graphed["totals"].items() if count}
+    typed = ", ".join(totals.pop(name) for name in EDGE_KINDS if name in totals)
+    if typed:
+        totals["edges"] += f" ({typed})"
+    return [f"{_accepted(graphed)}; {', '.join([*totals.values(), ''])}largest {graphed['largest']:,} nodes"]
+
+
 def _accepted(counted: Mapping[str, Any]) -> str:
     """Say how many items were accepted and how many were not."""
     return (
@@ -131,27 +143,60 @@ def store_table(stats: Sequence[StoreStat]) -> RenderableType:
     """Show what each kind of record takes."""
     if not stats:
         return "empty: nothing was stored yet"
+    now = datetime.now(tz=timezone.utc)
     rows = [
         (
             one.kind,
             f"{one.records:,}",
             size(one.bytes),
+            size(one.bytes / one.records) if one.records else "",
             one.shards,
             len(one.unreadable),
             one.index.value,
-            _when(one.newest),
+            " to ".join(dict.fromkeys(age(now, moment) for moment in (one.newest, one.oldest) if moment)),
         )
         for one in stats
     ]
-    columns = ("kind", "records", "size", "files", "unreadable", "index", "newest")
-    shown = table(columns, rows, right="records size files unreadable")
+    columns = ("kind", "items", "size", "per item", "files", "unreadable", "index", "age")
+    shown = table(columns, rows, right="items size per item files unreadable")
     broken = [(one.kind, name, reason) for one in stats for name, reason in one.unreadable]
     return Group(shown, "", table(("kind", "unreadable file", "why"), broken)) if broken else shown
 
 
-def _when(moment: datetime | None) -> str:
-    """Return a moment to the minute."""
-    return f"{moment:%Y-%m-%d %H:%M}" if moment else ""
+def recipe_table(recipes: Mapping[str, Sequence[RecipeStat]]) -> RenderableType:
+    """Show by which recipes records were made; of several, only where they differ."""
+    rows = []
+    for kind, known in recipes.items():
+        shared = {name for name in known[0].recipe if _alike(known, name)} if len(known) > 1 else set[str]()
+        for one in known:
+            words = (f"{name} {_short(value)}" for name, value in one.recipe.items() if name not in shared)
+            rows.append((kind, f"{one.records:,}", size(one.bytes), ", ".join(words)))
+    return table(("recipes of", "items", "size", "made with"), rows, right="items size") if rows else ""
+
+
+def _alike(known: Sequence[RecipeStat], name: str) -> bool:
+    """Say whether recipes agree in one choice."""
+    return all(one.recipe.get(name) == known[0].recipe[name] for one in known)
+
+
+def _short(value: Any) -> str:
+    """Return a choice as people read it; digests by their beginning."""
+    if isinstance(value, dict):
+        return "(" + ", ".join(f"{name} {_short(one)}" for name, one in value.items()) + ")"
+    if isinstance(value, list):
+        return ".".join(map(_short, value))
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "yes", False: "no"}[value]
+    return value[:8] if isinstance(value, str) and len(value) in DIGEST_LETTERS else str(value)
+
+
+def age(now: datetime, moment: datetime) -> str:
+    """Return how long ago a moment was, as people say it."""
+    seconds = max(0.0, (now - moment).total_seconds())
+    for unit, length in (("d", 86400), ("h", HOUR), ("min", MINUTE)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def stage_line(name: str, counts: Mapping[str, int]) -> str:
@@ -164,6 +209,8 @@ def stage_line(name: str, counts: Mapping[str, int]) -> str:
     tasks = f" in {plural(counts['tasks'], 'task')}" if counts["tasks"] else ""
     residues = f" ({counts['residues']:,} residues)" if counts.get("residues") else ""
     waiting = f"; {plural(counts['waiting'], 'item')} still to scan" if counts.get("waiting") else ""
+    if counts.get("unkept"):
+        parts = ["built when they are read (graph.cache: false)"]
     return f"{name}: {plural(counts['items'], UNIT[name])}: {', '.join(parts)}{tasks}{residues}{waiting}"
 
 
@@ -176,6 +223,9 @@ def plan_table(plans: Iterable[tuple[str, Mapping[str, int], int, JobSpec | None
         rows.append((name, f"{UNIT[name]}s", *(f"{counts[column]:,}" for column in PLANNED), *asks, disk))
     columns = ("stage", "of", *PLANNED, "cpus", "mem", "time limit", "disk")
     return table(columns, rows, right=" ".join((*PLANNED, "cpus", "mem", "disk")))
+
+
+CENSUS = {"scan": census_lines, "embed": embedded_lines, "graph": graphed_lines}
 
 
 def run_report(run: Mapping[str, Any]) -> list[RenderableType]:
@@ -191,7 +241,7 @@ def run_report(run: Mapping[str, Any]) -> list[RenderableType]:
         shown += ["", f"{name}: {stage['state']}{took}: {plural(stage['items'], UNIT[name])}, {counts}"]
         shown += [", ".join(speed(stage["measured"]))] if stage["measured"] else []
         if stage["census"]:
-            shown += {"scan": census_lines, "embed": embedded_lines}[name](stage["census"])
+            shown += CENSUS[name](stage["census"])
             if stage["census"]["rejected"] != rejected:  # what an earlier stage has left out stays left out
                 rejected = stage["census"]["rejected"]
                 shown += ["", rejection_table(rejected, stage["census"]["examples"])]

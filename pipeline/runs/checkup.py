@@ -23,8 +23,9 @@ from pipeline.records import Inventory, Item, Rejection
 from pipeline.report.tables import size
 from pipeline.runs.project import recipe_of, source_spec
 from pipeline.runs.supervisor import local_machine
-from pipeline.stages.scan import glance, paths
+from pipeline.stages.scan import glance
 from pipeline.store.cache import Cache
+from pipeline.structures.files import paths
 from pipeline.structures.sources import items
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ ACTIVATE = "\n  source {}/bin/activate"
 CONFIG = """\
 # A small project of made complexes. Every other command works here as it does on real data:
 #   pipeline config show      every value and where it comes from
-#   pipeline submit --stage embed --executor local --follow
+#   pipeline submit --stage all --executor local --follow
 data:
   source: manifest
   path: data/manifest.csv       # id, path, chains and split of each complex
@@ -61,7 +61,7 @@ Look around:{activate}
   cd {shlex.quote(str(folder))}
   less data/manifest.csv                 24 complexes with shared antigens, and one broken file
   pipeline status                        what was accepted, and why one was not
-  pipeline submit --stage embed --executor local --follow     again: everything is cached
+  pipeline submit --stage all --executor local --follow       again: everything is cached
   pipeline weights check                 the small random ESM-2 that it ran
   pipeline cache stat                    what the cache holds
   pipeline config show                   every setting and where it comes from

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +12,7 @@ from pipeline.encoder.residues import texts
 from pipeline.records import EventKind, Reason, Rejection
 from pipeline.runs import scanning, todo
 from pipeline.runs.embedding import array_of, digest, refusal
+from pipeline.runs.judged import Judged
 from pipeline.runs.ledger import Reader, write_rejections
 from pipeline.runs.patience import patiently
 from pipeline.runs.scanning import Known
@@ -27,40 +28,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Embedded:
+class Embedded(Judged):
     """The numbers of an embedded data set."""
 
-    items: int = 0  # those that are known: accepted and rejected
-    rejected: dict[str, int] = field(default_factory=dict)
-    examples: dict[str, str] = field(default_factory=dict)
     sequences: int = 0
     residues: int = 0
     longest: int = 0
     others: dict[str, int] = field(default_factory=dict)  # cut sequences, and stand-ins for what was wanted → sequences
-    undone: int = 0  # items with a sequence that the store does not have
-    first_undone: str = ""
-
-    @property
-    def accepted(self) -> int:
-        """Count the items of which everything is embedded."""
-        return self.items - sum(self.rejected.values())
-
-    def reject(self, rejected: Rejection) -> None:
-        """Count an item that was left out."""
-        self.items += 1
-        reason = rejected.reason.value
-        self.rejected[reason] = self.rejected.get(reason, 0) + 1
-        self.examples.setdefault(reason, f"{rejected.id}: {rejected.detail}")
-
-    def miss(self, item: str) -> None:
-        """Count an item that has still to be done."""
-        self.undone += 1
-        self.first_undone = self.first_undone or item
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON data."""
-        fraction = 1 - self.accepted / self.items if self.items else 0.0
-        return asdict(self) | {"accepted": self.accepted, "rejected_fraction": fraction}
 
 
 @dataclass(slots=True)

@@ -63,6 +63,11 @@ class RunFolder:
         return self.path / f"{stage}.shards.json"
 
     @property
+    def table(self) -> Path:
+        """The key of the table of what can be trained on, in hex."""
+        return self.path / "table.txt"
+
+    @property
     def rejected(self) -> Path:
         """Every item that was left out, a line each, with the reason."""
         return self.path / "rejected.jsonl"

@@ -10,7 +10,9 @@ from pipeline.encoder.recipe import Recipe as EmbeddingRecipe
 from pipeline.encoder.settings import Settings
 from pipeline.encoder.weights import Weights, find, identify
 from pipeline.errors import ConfigError
+from pipeline.graphs.recipe import Recipe as GraphRecipe
 from pipeline.stages import embed
+from pipeline.stages.graph import Verifier
 from pipeline.stages.scan import Shelves
 from pipeline.store.cache import Cache
 from pipeline.structures.inventory import Recipe
@@ -20,6 +22,7 @@ from pipeline.structures.sources import SourceSpec
 
 if TYPE_CHECKING:
     from pipeline.config.schema import Config, StageResources
+    from pipeline.store.store import Store
 
 
 def source_spec(config: Config) -> SourceSpec:
@@ -44,7 +47,7 @@ def recipe_of(config: Config) -> Recipe:
     chosen = config.structures
     return Recipe(
         reading=Reading(chosen.model, chosen.chain_names, chosen.assembly, seqres=chosen.sequence == "seqres"),
-        policy=Policy(chosen.altlocs, chosen.modified, chosen.require, chosen.incomplete),
+        policy=Policy(chosen.altlocs, chosen.modified, chosen.require, chosen.incomplete, chosen.ligands),
         max_residues=chosen.max_residues,
         max_file_bytes=chosen.max_file_bytes,
     )
@@ -76,6 +79,35 @@ class Encoding:
             shard_bytes=config.cache.shard_bytes,
         )
         return cls(weights, embedding_recipe(config, weights), settings_of(config), shelves, config.cache.verify_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Graphs:
+    """What the section `graph` means, and where graphs are kept."""
+
+    recipe: GraphRecipe
+    store: Store
+    verify_bytes: int
+
+    def verifier(self, *, limited: bool) -> Verifier:
+        """Return what looks graphs up, and reads what it finds."""
+        return Verifier(self.store, self.verify_bytes if limited else None)
+
+
+def graph_recipe(config: Config) -> GraphRecipe:
+    """Return how structures become graphs."""
+    chosen = config.graph
+    return GraphRecipe(
+        nodes=chosen.nodes,
+        neighbours=chosen.neighbours,
+        radius=chosen.radius,
+        cross_neighbours=chosen.cross_neighbours,
+        cross_radius=chosen.cross_radius,
+        contacts=chosen.contacts,
+        atom_radius=chosen.atom.radius,
+        hops=chosen.atom.hops,
+        hydrogens=chosen.atom.hydrogens,
+    )
 
 
 def embedding_recipe(config: Config, weights: Weights) -> EmbeddingRecipe:
@@ -145,6 +177,11 @@ class Project:
         cache = Cache(config.cache.root)
         shelves = Shelves(cache.kind("scan"), cache.kind("files"), config.cache.shard_bytes)
         return cls(config, source_spec(config), recipe_of(config), shelves, cache, remember)
+
+    @cached_property
+    def graphs(self) -> Graphs:
+        """How graphs are built, and where they are kept."""
+        return Graphs(graph_recipe(self.config), self.cache.kind("graph"), self.config.cache.verify_bytes)
 
     @cached_property
     def encoding(self) -> Encoding:

@@ -14,6 +14,7 @@ from pipeline.runs import todo
 from pipeline.runs.ledger import write_rejections
 from pipeline.runs.patience import patiently
 from pipeline.runs.todo import Found, Lines, Shard
+from pipeline.stages.graph import Maker
 from pipeline.stages.scan import look_again, look_up, scan
 from pipeline.structures.census import Census, Tally
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 NAME = "scan"
 BASE_BYTES = 512 << 20
 BYTES_PER_FILE_BYTE = 16  # an mmCIF file of 38 MB was seen to take 587 MB
+BYTES_PER_RESIDUE = 100 << 10  # of an atom graph: trees, pairs and paths while it is built
 TASKS_PER_SLOT = 4  # enough that the last task to finish is short
 FEWEST_PER_TASK, MOST_PER_TASK = 64, 2048  # a task costs an interpreter and a published file
 AT_A_GLANCE = frozenset({Reason.MISSING_FILE, Reason.UNREADABLE_FILE, Reason.FILE_TOO_LARGE, Reason.NEEDS_EXTRA})
@@ -45,9 +47,9 @@ def survey(project: Project, folder: RunFolder | None, at_once: int) -> Found:
             items = [entry for entry in chunk if isinstance(entry, Item)]
             counts["items"] += len(chunk)
             counts["refused"] += len(chunk) - len(items)
-            for item, inventory in zip(items, look_up(items, recipe, shelves), strict=True):
-                if inventory is not None:
-                    counts["unusable" if inventory.reason in AT_A_GLANCE else "cached"] += 1
+            for item, seen in zip(items, look_up(items, recipe, shelves), strict=True):
+                if seen.inventory is not None:
+                    counts["unusable" if seen.inventory.reason in AT_A_GLANCE else "cached"] += 1
                     continue
                 offsets.append(rest.position)
                 counts["missing"] += 1
@@ -72,23 +74,23 @@ def _items_per_task(project: Project, missing: int, at_once: int) -> int:
 
 
 def mem_bytes(project: Project) -> int:
-    """Return the memory of a scanning task: the interpreter, and the largest file with what is made of it."""
-    return BASE_BYTES + BYTES_PER_FILE_BYTE * project.config.structures.max_file_bytes
+    """Return the memory of a scanning task: the interpreter, the largest file, the largest graph."""
+    structures = project.config.structures
+    graph_bytes = BYTES_PER_RESIDUE * structures.max_residues if project.config.graph.nodes == "atom" else 0
+    return BASE_BYTES + BYTES_PER_FILE_BYTE * structures.max_file_bytes + graph_bytes
 
 
 def work(
     project: Project, folder: RunFolder, task: int, _tell: Tell, _part: tuple[int, int] = (0, 1)
 ) -> Generator[Reason | None, None, None]:
-    """Scan the items of one task."""
-    return scan(_read(folder, todo.read_shard(folder, NAME, task)), project.recipe, project.shelves)
-
-
-def _read(folder: RunFolder, shard: Shard) -> Iterator[Item]:
-    """Yield the items of one task."""
-    with folder.todo(NAME).open("rb") as file:
-        file.seek(shard.start)
-        while file.tell() < shard.end:
-            yield Item.from_json(json.loads(file.readline()))
+    """Scan the items of one task; if the run wants graphs too, build them while the structure is in hand."""
+    items = todo.read_task(folder, NAME, task)
+    if "graph" not in json.loads(folder.stages.read_text()) or not project.config.graph.cache:
+        yield from scan(items, project.recipe, project.shelves)
+        return
+    with project.graphs.store.writer(shard_bytes=project.config.cache.shard_bytes) as writer:
+        maker = Maker(project.graphs.recipe, project.graphs.store, writer)
+        yield from scan(items, project.recipe, project.shelves, maker)
 
 
 def judge(project: Project, folder: RunFolder, patience_s: float) -> Census:
@@ -120,6 +122,7 @@ class Known:
 
     item: Item
     inventory: Inventory | None
+    key: bytes | None  # of the inventory; None where a file has changed too lately to be known
 
 
 def known(
@@ -134,13 +137,13 @@ def known(
             if isinstance(entry, Rejection):
                 yield entry
                 continue
-            inventory = next(looked_up)
-            if inventory is None and since_ns is not None:
-                inventory = look_again(entry, recipe, shelves, since_ns)
-            if inventory is not None and inventory.reason is not None:
-                yield rejection(entry, inventory.reason, inventory.detail)
+            seen = next(looked_up)
+            if seen.inventory is None and since_ns is not None:
+                seen = look_again(entry, recipe, shelves, since_ns)
+            if seen.inventory is not None and seen.inventory.reason is not None:
+                yield rejection(entry, seen.inventory.reason, seen.inventory.detail)
             else:
-                yield Known(entry, inventory)
+                yield Known(entry, seen.inventory, seen.key)
 
 
 def rejection(item: Item, reason: Reason, detail: str) -> Rejection:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pipeline.runs.folder import RunFolder
 
 
-COUNTED = ("items", "refused", "unusable", "cached", "missing", "tasks", "waiting", "residues")
+COUNTED = ("items", "refused", "unusable", "cached", "missing", "tasks", "waiting", "residues", "unkept")
 
 
 class RunState(str, Enum):
@@ -45,6 +45,7 @@ class StageStatus:
     tasks: int = 0
     waiting: int = 0  # items that an earlier stage has still to do
     residues: int = 0  # to do
+    unkept: int = 0  # graphs that are built when they are read
     cost: float = 0.0  # to do, in the unit of the figure `cost_done`
     done: dict[str, int] = field(default_factory=dict)  # process → items
     rejected: dict[str, Mapping[str, int]] = field(default_factory=dict)  # process → reason → items

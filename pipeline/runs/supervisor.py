@@ -30,6 +30,7 @@ from pipeline.runs.project import Project
 from pipeline.runs.status import RunState, RunStatus
 from pipeline.runs.submit import Plan, plan, refuse_unfit_disk
 from pipeline.runs.workflow import Trouble
+from pipeline.store.cache import RECIPES
 from pipeline.store.snapshot import IndexState
 
 if TYPE_CHECKING:
@@ -95,6 +96,8 @@ class Supervisor:
                 self._follow(planned)
             patience_s = 0.0 if self.status.stages[stage.name].failures else self.config.cache.visibility_s
             judged = stage.judge(self.project, self.folder, patience_s)
+            if judged.accepted:
+                self.project.cache.describe(stage.name, stage.recipe(self.project))
             self._index(stage)
             warnings = workflow.check(stage, self.project, self.folder, judged, self._trouble(planned))
         except PipelineError as error:
@@ -105,7 +108,7 @@ class Supervisor:
 
     def _index(self, stage: Stage) -> None:
         """Bring indexes up to date; without one the cache is only slower, so not being able to is no failure."""
-        for store in map(self.project.cache.kind, sorted({*stage.kinds} & {*self.project.cache.kinds()})):
+        for store in map(self.project.cache.kind, sorted({*stage.kinds, RECIPES} & {*self.project.cache.kinds()})):
             try:
                 if store.stat().index is not IndexState.CURRENT:
                     store.write_index()

@@ -51,6 +51,15 @@ def read_shard(folder: RunFolder, stage: str, task: int) -> Shard:
     return Shard(**json.loads(folder.shards(stage).read_text())[task])
 
 
+def read_task(folder: RunFolder, stage: str, task: int) -> Iterator[Item]:
+    """Yield the items of one task, of a stage whose list holds items."""
+    shard = read_shard(folder, stage, task)
+    with folder.todo(stage).open("rb") as file:
+        file.seek(shard.start)
+        while file.tell() < shard.end:
+            yield Item.from_json(json.loads(file.readline()))
+
+
 def list_items(project: Project) -> Iterator[Item | Rejection]:
     """Yield the data set as its source gives it."""
     return source_items(project.source)

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from pipeline.errors import ConfigError, DataError, JobFailed
 from pipeline.records import Reason, Tell
-from pipeline.runs import embedded, embedding, leaks, scanning, todo
+from pipeline.runs import embedded, embedding, graphed, graphing, leaks, scanning, todo
+from pipeline.structures.inventory import plain
 
 if TYPE_CHECKING:
     from typing import Any
 
-    from pipeline.config.schema import StageResources
+    from pipeline.config.schema import Config, StageResources
     from pipeline.runs.folder import RunFolder
     from pipeline.runs.project import Project
     from pipeline.runs.todo import Found
@@ -59,9 +60,12 @@ class Stage:
     survey: Survey  # what is missing, in tasks; their number depends on how many can run at once
     mem_bytes: Callable[[Project], int]  # what `mem: auto` asks for
     work: Work  # do one task, or one process's part of it, yielding what became of each thing
+    recipe: Callable[[Project], Mapping[str, Any]]  # by which its records are made
     judge: Judge  # look at the content of the store, and say what the stage has made
     check: Check  # raise on what forbids going on, and return what deserves a warning
     kinds: tuple[str, ...]  # of records whose index is brought up to date afterwards
+    needs: tuple[str, ...] = ()  # stages that must have run before
+    of_sequences: bool = True  # whether it has anything to do for bare sequences
     process_per_gpu: bool = False
     counts_items: bool = True  # else what it works through are parts of items
 
@@ -123,6 +127,7 @@ WORKFLOW = (
         survey=scanning.survey,
         mem_bytes=scanning.mem_bytes,
         work=scanning.work,
+        recipe=lambda project: plain(project.recipe),
         judge=scanning.judge,
         check=leaks.check,
         kinds=("scan", "files"),
@@ -133,11 +138,26 @@ WORKFLOW = (
         survey=embedding.survey,
         mem_bytes=embedding.mem_bytes,
         work=embedding.work,
+        recipe=lambda project: project.encoding.recipe.plain(project.encoding.recipe.wanted(0)),
         judge=embedded.judge,
         check=embedded.check,
         kinds=("embed", "weights", "parity", "limits"),
+        needs=(scanning.NAME,),
         process_per_gpu=True,
         counts_items=False,
+    ),
+    Stage(
+        name=graphing.NAME,
+        inspect=graphing.inspect,
+        survey=graphing.survey,
+        mem_bytes=graphing.mem_bytes,
+        work=graphing.work,
+        recipe=lambda project: project.graphs.recipe.plain(),
+        judge=graphed.judge,
+        check=graphed.check,
+        kinds=("graph", "sets"),
+        needs=(scanning.NAME,),
+        of_sequences=False,
     ),
 )
 STAGES: Mapping[str, Stage] = {row.name: row for row in WORKFLOW}
@@ -153,5 +173,9 @@ def stage(name: str) -> Stage:
 
 def up_to(name: str) -> list[str]:
     """Return a stage and those it needs, in order."""
-    names = list(STAGES)
-    return names[: names.index(stage(name).name) + 1]
+    return [*stage(name).needs, name]
+
+
+def everything(config: Config) -> list[str]:
+    """Return the stages that have anything to do for a data set, in order."""
+    return [row.name for row in WORKFLOW if row.of_sequences or config.data.source != "fasta"]

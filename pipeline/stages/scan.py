@@ -10,13 +10,14 @@ import logging
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline.errors import CacheDamaged, RecordMissing
 from pipeline.keys import COARSE_TICK_NS, content_digest, is_settled, recipe_key
 from pipeline.records import Inventory, Item, Reason
 from pipeline.structures.atoms import Unusable
-from pipeline.structures.inventory import File, Recipe, item_key, take
+from pipeline.structures.files import Files, paths, size
+from pipeline.structures.inventory import File, Recipe, examine, item_key
 from pipeline.structures.read import read_file, stat_file
 
 if TYPE_CHECKING:
@@ -24,13 +25,13 @@ if TYPE_CHECKING:
 
     from pipeline.store.store import Store
     from pipeline.store.writer import StoreWriter
+    from pipeline.structures.inventory import Complex
 
 log = logging.getLogger(__name__)
 
 # What is wrong with the bytes of a file stays wrong until the file changes, so it is remembered with it.
 LASTING = frozenset({Reason.EMPTY_FILE, Reason.TRUNCATED_FILE})
 PUBLISH_EVERY_S = 60.0
-KEPT_FILES, KEPT_BYTES = 4, 16 << 20  # a structure that items share is read once while they follow each other
 LARGE_BYTES = 16 << 20
 
 
@@ -47,32 +48,45 @@ class Shelves:
         return self.inventories, self.files
 
 
-def look_up(items: Sequence[Item], recipe: Recipe, shelves: Shelves) -> list[Inventory | None]:
-    """Return what is known of each item, None where it must be scanned; no structure file is read."""
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What is known of an item: its key where its files are known, its inventory where it was scanned."""
+
+    key: bytes | None = None
+    inventory: Inventory | None = None
+
+
+class Also(Protocol):
+    """What else is made of a structure while it is in hand."""
+
+    def make(self, key: bytes, read: Complex) -> Reason | None:
+        """Make it of an item, which is known by the key of its inventory."""
+
+    def publish(self) -> None:
+        """Make safe what was made."""
+
+
+def look_up(items: Sequence[Item], recipe: Recipe, shelves: Shelves) -> list[Seen]:
+    """Return what is known of each item; no structure file is read."""
     glances = {path: glance(path, recipe) for path in dict.fromkeys(path for item in items for path in paths(item))}
     seen = _read_meta(shelves.files, {mark for mark in glances.values() if isinstance(mark, bytes)})
     known = {path: _content(seen, mark, recipe) for path, mark in glances.items()}
     keys = [_key(item, recipe, known) for item in items]
     inventories = _read_meta(shelves.inventories, {key for key in keys if isinstance(key, bytes)})
-    return [_inventory(inventories.get(key)) if isinstance(key, bytes) else key for key in keys]
+    return [_seen(key, inventories.get(key)) if isinstance(key, bytes) else Seen(None, key) for key in keys]
 
 
-def look_again(item: Item, recipe: Recipe, shelves: Shelves, since_ns: int) -> Inventory | None:
+def look_again(item: Item, recipe: Recipe, shelves: Shelves, since_ns: int) -> Seen:
     """Return what is known of an item by reading its files, if one was too young to be remembered at that time."""
     try:
         states = [stat_file(Path(path), recipe.max_file_bytes) for path in paths(item)]
         if all(state.st_ctime_ns < since_ns - COARSE_TICK_NS for state in states):
-            return None
+            return Seen()
         digests = {path: content_digest(read_file(Path(path), recipe.max_file_bytes)).hex() for path in paths(item)}
     except Unusable as problem:
-        return Inventory(reason=problem.reason, detail=problem.detail)
+        return Seen(None, Inventory(reason=problem.reason, detail=problem.detail))
     key = item_key(item, recipe, digests)
-    return _inventory(_read_meta(shelves.inventories, {key}).get(key))
-
-
-def paths(item: Item) -> list[str]:
-    """Return the files of an item, each once."""
-    return list(dict.fromkeys(part.path for part in (*item.parts, *item.bound)))
+    return _seen(key, _read_meta(shelves.inventories, {key}).get(key))
 
 
 def glance(path: str, recipe: Recipe) -> bytes | Inventory | None:
@@ -113,9 +127,9 @@ def _key(item: Item, recipe: Recipe, known: Mapping[str, str | Inventory | None]
     return item_key(item, recipe, contents)  # type: ignore[arg-type]  # every content is a digest here
 
 
-def _inventory(meta: Mapping[str, Any] | None) -> Inventory | None:
-    """Return the inventory in a record, if there is one."""
-    return None if meta is None else Inventory.from_json(meta)
+def _seen(key: bytes, meta: Mapping[str, Any] | None) -> Seen:
+    """Return an item with the inventory in its record, if there is one."""
+    return Seen(key, None if meta is None else Inventory.from_json(meta))
 
 
 def _read_meta(store: Store, keys: set[bytes]) -> dict[bytes, Mapping[str, Any]]:
@@ -138,15 +152,19 @@ class Scanner:
     shelves: Shelves
     inventories: StoreWriter
     files: StoreWriter
+    also: Also | None = None
     known: dict[bytes, Reason | None] = field(default_factory=dict)  # the inventories of this task
     seen: set[bytes] = field(default_factory=set)  # the files of this task
-    kept: dict[str, File] = field(default_factory=dict)
+    kept: Files = field(init=False)
     published_s: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.kept = Files(lambda path: self._read(path, glance(path, self.recipe)))
 
     def scan(self, item: Item) -> Reason | None:
         """Store the inventory of an item; return why it was left out, if it was."""
         try:
-            files = {path: self._file(path) for path in paths(item)}
+            files = self.kept.of(item)
         except Unusable as problem:
             return problem.reason
         key = item_key(item, self.recipe, {path: file.digest for path, file in files.items()})
@@ -159,31 +177,28 @@ class Scanner:
         stored = _read_meta(self.shelves.inventories, {key})
         if stored:
             return Inventory.from_json(stored[key]).reason
-        if _size(files) > LARGE_BYTES:
+        if size(files) > LARGE_BYTES:
             self.publish()  # should this one exhaust the memory, what came before it is safe
         try:
-            inventory, maps = take(item, files, self.recipe)
+            inventory, read = examine(item, files, self.recipe)
         except MemoryError:
             raise
         except Exception as error:  # a bug of ours or of a parser must cost this item, not the run
             log.exception("%s could not be scanned", item.id)
-            inventory, maps = Inventory(reason=Reason.SCAN_FAILED, detail=f"{type(error).__name__}: {error}"[:200]), {}
-        self.inventories.put(key, maps, inventory.to_json())
+            inventory = Inventory(reason=Reason.SCAN_FAILED, detail=f"{type(error).__name__}: {error}"[:200])
+            read = None
+        self.inventories.put(key, read.maps if read else {}, inventory.to_json())
+        if self.also and read:
+            self.also.make(key, read)  # a refusal of its own is in its own record
         return inventory.reason
 
     def publish(self) -> None:
         """Make safe what was found."""
         self.inventories.flush()
         self.files.flush()
+        if self.also:
+            self.also.publish()
         self.published_s = time.monotonic()
-
-    def _file(self, path: str) -> File:
-        """Return a file's bytes, and remember what they were."""
-        if path not in self.kept:
-            self.kept[path] = self._read(path, glance(path, self.recipe))
-            while len(self.kept) > KEPT_FILES or (len(self.kept) > 1 and _size(self.kept) > KEPT_BYTES):
-                del self.kept[next(iter(self.kept))]
-        return self.kept[path]
 
     def _read(self, path: str, mark: bytes | Inventory | None) -> File:
         """Read a file; what is remembered of it holds only if it did not change meanwhile."""
@@ -204,16 +219,13 @@ class Scanner:
             self.files.put(mark, {}, meta)
 
 
-def _size(files: Mapping[str, File]) -> int:
-    """Return the bytes of some files."""
-    return sum(len(file.data) for file in files.values())
-
-
-def scan(items: Iterable[Item], recipe: Recipe, shelves: Shelves) -> Generator[Reason | None, None, None]:
+def scan(
+    items: Iterable[Item], recipe: Recipe, shelves: Shelves, also: Also | None = None
+) -> Generator[Reason | None, None, None]:
     """Scan items and publish what was found, at the latest every minute."""
-    size = shelves.shard_bytes
-    with shelves.inventories.writer(shard_bytes=size) as inventories, shelves.files.writer(shard_bytes=size) as files:
-        scanner = Scanner(recipe, shelves, inventories, files)
+    limit = shelves.shard_bytes
+    with shelves.inventories.writer(shard_bytes=limit) as inventories, shelves.files.writer(shard_bytes=limit) as files:
+        scanner = Scanner(recipe, shelves, inventories, files, also)
         for item in items:
             yield scanner.scan(item)
             if time.monotonic() - scanner.published_s > PUBLISH_EVERY_S:

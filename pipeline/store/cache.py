@@ -4,22 +4,35 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import CacheUnusable
+from pipeline.keys import recipe_key, recipe_tag
 from pipeline.store.disk import Disk
 from pipeline.store.draft import Draft
 from pipeline.store.layout import MARKER, PARTIAL_SUFFIX, KindLayout
 from pipeline.store.store import Store
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 CACHE_FORMAT = 1
+RECIPES = "recipes"  # the kind of the records that describe recipes
 _MAY_BE_THERE = {"README.md", ".gitignore", "lost+found"}
 _KIND = re.compile(r"[a-z][a-z0-9_-]*")
 _MARKER_BYTES = 4096
 ELSEWHERE = "pipeline submit --stage all --set cache.root=FOLDER"
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeStat:
+    """A recipe, and what was made by it."""
+
+    recipe: Mapping[str, Any]
+    records: int
+    bytes: int
 
 
 class Cache:
@@ -38,6 +51,23 @@ class Cache:
         if not _KIND.fullmatch(kind):
             raise ValueError(f"{kind!r} cannot name a kind of records")
         return Store(self._disk, KindLayout(self.root / kind), self._prepare)
+
+    def describe(self, kind: str, recipe: Mapping[str, Any]) -> None:
+        """Remember by what recipe records of a kind are made, so that people can be told."""
+        key, store = recipe_key("recipe", {"kind": kind, "recipe": recipe}), self.kind(RECIPES)
+        if store.missing([key]):
+            with store.writer() as writer:
+                writer.put(key, {}, {"kind": kind, "recipe": dict(recipe)})
+
+    def recipes(self, kind: str) -> list[RecipeStat]:
+        """Return what there is of each recipe of a kind that was described, most records first."""
+        described = self.kind(RECIPES)
+        found = []
+        for record in described.read(described.keys()):
+            if record.meta["kind"] == kind:
+                recipe = record.meta["recipe"]
+                found.append(RecipeStat(recipe, *self.kind(kind).tagged(recipe_tag(kind, recipe))))
+        return sorted((one for one in found if one.records), key=lambda one: -one.records)
 
     def kinds(self) -> list[str]:
         """Return the kinds that have a folder."""

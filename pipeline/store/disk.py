@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 _GROUP_READ = stat.S_IRUSR | stat.S_IRGRP
@@ -43,6 +44,14 @@ class Disk:
     def read_into(self, fd: int, buffer: bytearray, offset: int) -> int:
         """Read once into `buffer` and return how many bytes came; 0 is the end of the file."""
         return os.preadv(fd, [buffer], offset)
+
+    def fill(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Read into the buffers, one after the other; return how many bytes came, fewer only where the file ends."""
+        came = os.preadv(fd, buffers, offset)
+        left = sum(map(len, buffers)) - came
+        if came == 0 or left == 0:
+            return came
+        return came + self.fill(fd, _last(buffers, left), offset + came)
 
     def write_at(self, fd: int, data: bytes | memoryview, offset: int) -> None:
         """Write all of `data` at `offset`."""
@@ -140,6 +149,15 @@ class Disk:
     def wait(self, seconds: float) -> None:
         """Let time pass."""
         time.sleep(seconds)
+
+
+def _last(buffers: Sequence[memoryview], length: int) -> list[memoryview]:
+    """Return the last so many bytes of some buffers."""
+    kept: list[memoryview] = []
+    for buffer in reversed(buffers):
+        kept.insert(0, buffer[max(0, len(buffer) - length) :])
+        length -= len(kept[0])
+    return kept
 
 
 def link_or_rename(disk: Disk, source: Path, target: Path) -> None:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from pipeline.store.index import Integers, Rows
     from pipeline.store.layout import KindLayout
 
+    Room = Callable[[int], tuple[memoryview, memoryview]]  # memory for so many bytes, in two stretches
+
 _OPEN_SHARDS = 64
 _READ_THREADS = 4
 _READ_AHEAD = 2 * _READ_THREADS  # records in memory while `read` waits for its caller
@@ -90,10 +92,18 @@ class Store:
 
     def get(self, key: bytes) -> Record:
         """Return the record, its bytes verified; of several copies, the first that is whole."""
-        record = self._first_whole(key, self.locate([key])[0])
+        return self.get_at(key, self.locate([key])[0])
+
+    def get_at(self, key: bytes, places: Sequence[Place], room: Room | None = None) -> Record:
+        """Return the record as `get` does, looking first where `locate` saw it.
+
+        `room` gives memory for so many bytes, in two stretches: the record's bytes are read into it, and its arrays are
+        views of it. Until this returns, what is in that memory means nothing.
+        """
+        record = self._first_whole(key, places, room)
         if record is None:  # what was known may be old: a purge, or a copy made since
             self.refresh()
-            record = self._first_whole(key, self.locate([key])[0])
+            record = self._first_whole(key, self.locate([key])[0], room)
         if record is None:
             raise self._why_not(key)
         return record
@@ -106,7 +116,7 @@ class Store:
         with ThreadPoolExecutor(_READ_THREADS) as pool:
             ahead: deque[Future[Record]] = deque()
             for key, copies in places:
-                ahead.append(pool.submit(self._fetch, key, copies))
+                ahead.append(pool.submit(self.get_at, key, copies))
                 if len(ahead) == _READ_AHEAD:
                     yield ahead.popleft().result()
             while ahead:
@@ -153,6 +163,14 @@ class Store:
             oldest=times[0] if times else None,
             newest=times[-1] if times else None,
         )
+
+    def tagged(self, tag: bytes) -> tuple[int, int]:
+        """Return how many records there are whose keys begin with a tag, and their bytes, without reading records."""
+        _, rows = self._ask(Snapshot.rows)
+        first, last = (np.uint64(int.from_bytes(tag.ljust(8, fill), "big")) for fill in (b"\0", b"\xff"))
+        mine = rows[rows["hi"].searchsorted(first) : rows["hi"].searchsorted(last, "right")]
+        once = _first_of_key(mine, at_start=True)
+        return int(once.sum()), int(mine["length"][once].sum())
 
     def verify(self) -> Iterator[ShardVerdict]:
         """Read every byte of every shard and judge it."""
@@ -228,13 +246,10 @@ class Store:
         present[self._find(keys)[1]] = True
         return present
 
-    def _fetch(self, key: bytes, places: list[Place]) -> Record:
-        return self._first_whole(key, places) or self.get(key)
-
-    def _first_whole(self, key: bytes, places: list[Place]) -> Record | None:
+    def _first_whole(self, key: bytes, places: Sequence[Place], room: Room | None = None) -> Record | None:
         for place in places:
             try:
-                return self._read_place(key, place)
+                return self._read_place(key, place, room)
             except BadRecord as error:
                 self._struck[place.shard, place.offset] = key, str(error)
             except OSError as error:
@@ -242,17 +257,24 @@ class Store:
                     self._struck[place.shard, place.offset] = key, error.strerror or str(error)
         return None
 
-    def _read_place(self, key: bytes, place: Place) -> Record:
+    def _read_place(self, key: bytes, place: Place, room: Room | None) -> Record:
         shard = self._open(place.shard)
         if place.offset + place.length > shard.size_bytes:
             raise BadRecord("the shard is shorter than it was")
-        blob = self._disk.read_at(shard.fd, place.length, place.offset)
-        if xxhash.xxh3_128_digest(blob) != place.digest:
+        blob, rest = self._read_bytes(shard.fd, place, room)
+        if _digest(blob, rest) != place.digest:
             raise BadRecord("the bytes are not those that were written")
-        record = decode(blob)
+        record = decode(blob, rest)
         if record.key != key:
             raise BadRecord("another record is in its place")
         return record
+
+    def _read_bytes(self, fd: int, place: Place, room: Room | None) -> tuple[bytes | memoryview, bytes | memoryview]:
+        if room is None:
+            return self._disk.read_at(fd, place.length, place.offset), b""
+        blob, rest = room(place.length)
+        self._disk.fill(fd, [some for some in (blob, rest) if some], place.offset)
+        return blob.toreadonly(), rest.toreadonly()
 
     def _why_not(self, key: bytes) -> PipelineError:
         for (shard, _), (struck, reason) in list(self._struck.items()):
@@ -275,6 +297,15 @@ class _OpenShard:
     def __del__(self) -> None:
         if self.fd >= 0:
             self._disk.close(self.fd)
+
+
+def _digest(blob: bytes | memoryview, rest: bytes | memoryview) -> bytes:
+    """Return the digest of bytes that lie in two stretches of memory."""
+    if not rest:
+        return xxhash.xxh3_128_digest(blob)
+    hasher = xxhash.xxh3_128(blob)
+    hasher.update(rest)
+    return hasher.digest()
 
 
 def _first_of_key(rows: Rows, *, at_start: bool) -> npt.NDArray[np.bool_]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from numpy.typing import NDArray
 
@@ -39,6 +39,23 @@ def text(code: int | np.uint64) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Links:
+    """The pairs of atoms that a file itself says are bonded, L of them."""
+
+    atoms_L2: NDArray[np.int64]
+    covalent_L: NDArray[np.bool_]  # whether it says of what kind the bond is; CONECT does not
+
+    def take(self, chosen: NDArray[np.bool_]) -> Links:
+        """Return some of them."""
+        return Links(self.atoms_L2[chosen], self.covalent_L[chosen])
+
+
+def no_links() -> Links:
+    """Return what a file that tells of no bonds says."""
+    return Links(np.empty((0, 2), np.int64), np.empty(0, np.bool_))
+
+
+@dataclass(frozen=True, slots=True)
 class AtomTable:
     """Every atom of one model in file order; A is the number of atoms."""
 
@@ -57,6 +74,7 @@ class AtomTable:
     seqres: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # chain → residue names, "SER,PRO" where mixed
     parents: Mapping[str, str] = field(default_factory=dict)  # modified residue → standard one, as the file says
     aliases: Mapping[str, str] = field(default_factory=dict)  # stand-ins for chain names of more than 7 bytes
+    links: Callable[[], Links] = no_links  # between its rows; looked up when asked for, which no scan does
 
     def chain_name(self, code: int | np.uint64) -> str:
         """Return a chain's name as people type it."""

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from pipeline.errors import DataError
-from pipeline.records import Reason, Role
+from pipeline.records import Kind, Reason, Role
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -102,10 +102,11 @@ class Tally:
         self.splits[item.split] += 1
         self._mark("id", item.id, split)
         for partner in inventory.partners:
-            joined = "\n".join(sorted(chain.sequence for chain in partner.chains))
-            self._mark("sequence", joined, split)
-            for chain in partner.chains:
-                self.chains[chain.kind.value] += 1
+            polymers = [chain for chain in partner.chains if chain.kind is not Kind.OTHER]
+            self.chains.update(chain.kind.value for chain in partner.chains)
+            if polymers:
+                self._mark("sequence", "\n".join(sorted(chain.sequence for chain in polymers)), split)
+            for chain in polymers:
                 self.sequences.append(xxhash.xxh3_64_intdigest(chain.sequence.encode()))
                 self.longest = max(self.longest, len(chain.sequence))
         if item.cluster:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 
 from pipeline.keys import tagged_key
 from pipeline.records import ChainSummary, Inventory, Item, Kind, Part, Partner, Reason, Role
-from pipeline.structures.atoms import Unusable
+from pipeline.structures.atoms import Unusable, text
 from pipeline.structures.partners import check_apart, choose
 from pipeline.structures.policy import POLICY_VERSION, Policy, Structure, check
 from pipeline.structures.policy import apply as apply_policy
@@ -140,8 +141,7 @@ def _take_structures(item: Item, files: Mapping[str, File], recipe: Recipe) -> t
             sequences = [sequence for sequence, _ in pairs]
             maps[f"rows.{role.value}"] = np.concatenate([rows for _, rows in pairs])
         if role in bound:
-            mine, theirs = ([chain.sequence for chain in one.chains] for one in (side, bound[role]))
-            maps[f"bound.{role.value}"] = bound_rows(mine, theirs)
+            maps[f"bound.{role.value}"] = _bound_rows(side, bound[role])
         partners[role] = _partner(role, side, sequences)
     labels = (_partner(role, side, [chain.sequence for chain in side.chains]) for role, side in bound.items())
     inventory = Inventory(partners=tuple(partners.values()), bound=tuple(labels))
@@ -164,7 +164,8 @@ def _sides(
         if (part.path, part.model) not in structures:
             structures[part.path, part.model] = _structure(part, file.data, recipe)
         structure = structures[part.path, part.model]
-        for role, chains in choose(structure, part).items():
+        elsewhere = [name for other in parts if other.path == part.path and other is not part for name in other.chains]
+        for role, chains in choose(structure, part, elsewhere).items():
             for chain in chains:
                 check(structure, chain, recipe.policy)
             sides[role] = Side(file.digest, structure, chains)
@@ -180,11 +181,38 @@ def _structure(part: Part, data: bytes, recipe: Recipe) -> Structure:
     return apply_policy(table, recipe.policy)
 
 
+def _bound_rows(side: Side, bound: Side) -> NDArray[np.int32]:
+    """Return the residue of the bound side that each residue is, or -1.
+
+    Polymers correspond by sequence; a molecule does to the one of its name, where each side has only one.
+    """
+    polymers, molecules = _by_kind(side)
+    theirs, their_molecules = _by_kind(bound)
+    rows = [np.empty(0, np.int32)]
+    if polymers:
+        rows.append(bound_rows([chain.sequence for chain in polymers], [chain.sequence for chain in theirs]))
+    counts, first = Counter(their_molecules), sum(len(chain.sequence) for chain in theirs)
+    places = {name: first + at for at, name in enumerate(their_molecules) if counts[name] == 1}
+    mine = Counter(molecules)
+    found = [places.get(name, -1) if mine[name] == 1 else -1 for name in molecules]
+    if not polymers and not any(place >= 0 for place in found):
+        what = f"none of {', '.join(mine)} is the only one of its name in both the unbound and the bound structure"
+        raise Unusable(Reason.SEQUENCE_MISMATCH, what)
+    return np.concatenate([*rows, np.array(found, np.int32)])
+
+
+def _by_kind(side: Side) -> tuple[list[Chain], list[str]]:
+    """Return the polymers of a side, and the residue name of each molecule; sides have molecules last."""
+    polymers = [chain for chain in side.chains if chain.kind is not Kind.OTHER]
+    molecules = [chain.first for chain in side.chains[len(polymers) :]]
+    return polymers, [text(name) for name in side.structure.name_R[molecules]]
+
+
 def _partner(role: Role, side: Side, sequences: Sequence[str]) -> Partner:
     """Summarise one side."""
     structure = side.structure
     modified = sum(int(np.count_nonzero(structure.modified_R[chain.first : chain.last])) for chain in side.chains)
-    incomplete = sum(chain.last - chain.first - chain.nodes for chain in side.chains)
+    incomplete = sum(chain.last - chain.first - chain.nodes for chain in side.chains if chain.kind is not Kind.OTHER)
     notes = {**structure.notes, "modified": modified, "incomplete": incomplete}
     return Partner(
         role=role,
@@ -205,9 +233,10 @@ def _partner(role: Role, side: Side, sequences: Sequence[str]) -> Partner:
 
 
 def _check_nodes(partners: Sequence[Partner], recipe: Recipe) -> None:
-    """Refuse a side that would be an empty graph."""
+    """Refuse a side that would be an empty graph; one of nothing but molecules has no residues for nodes."""
     for partner in partners:
-        if partner.nodes == 0:
+        is_molecules = partner.chains and all(chain.kind is Kind.OTHER for chain in partner.chains)
+        if partner.nodes == 0 and not is_molecules:
             wanted = "N, CA and C" if recipe.policy.require == "backbone" else "CA"
             side = "file" if partner.role is Role.WHOLE else partner.role.value
             what = f"no residue of the {side} has {wanted}"

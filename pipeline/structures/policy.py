@@ -7,24 +7,26 @@ Shapes: A atoms, R residues, C chains.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Literal
 
 import gemmi
 import numpy as np
 
 from pipeline.records import Kind, Reason
-from pipeline.structures.atoms import AtomTable, Unusable, text, word
+from pipeline.structures.atoms import AtomTable, Links, Unusable, no_links, text, word
+from pipeline.structures.conformers import EVERY, changes, one_conformer, sites_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from numpy.typing import NDArray
+
+    from pipeline.structures.conformers import Rows, Sites
 
 POLICY_VERSION = 2
 POLYMER, WATER = 1, 4
 HETATM = ord("H")
-CELLS, CELL_FACTOR = 256, np.uint32(124_729_223)
 CARBON = 6
 FARTHEST = 1e6  # Å from the origin; a file with more holds no molecule
 BACKBONE = ("N", "CA", "C", "O", "CB")
@@ -41,6 +43,8 @@ SYNONYMS = {
     "TYM": "TYR",
     "ARN": "ARG",
 }
+# Waters by names that molecular dynamics gives, which gemmi takes for ligands.
+MORE_WATERS = np.array([word(name) for name in ("SOL", "TIP3", "TIP4")], dtype=np.uint64)
 # Groups that end a chain without being a residue of it.
 CAPS = frozenset({"ACE", "NH2", "NME", "NMA", "FOR", "FMT", "ETA", "MYR", "BOC", "0QE"})
 KINDS = {
@@ -56,10 +60,6 @@ PROTEIN, UNKNOWN_KIND = 0, len(KIND_CODES)
 UNKNOWN_LETTER = {Kind.PROTEIN: "X", Kind.DNA: "N", Kind.RNA: "N"}
 
 
-Rows: TypeAlias = "NDArray[np.int64] | slice[None, None, None]"  # of a table; most files are kept as they are
-EVERY = slice(None)
-
-
 @dataclass(frozen=True, slots=True)
 class Policy:
     """The choices; every one is part of the recipe."""
@@ -68,11 +68,15 @@ class Policy:
     modified: Literal["parent", "unknown", "reject"] = "parent"
     require: Literal["ca", "backbone"] = "backbone"
     incomplete: Literal["drop", "reject"] = "drop"
+    ligands: Literal["drop", "keep"] = "drop"
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """A polymer chain: residues `first` to `last` (excluded) of its structure."""
+    """A polymer chain, or one small molecule or ion: residues `first` to `last` (excluded) of its structure.
+
+    The name of a molecule is CHAIN:RESIDUE:NUMBER, such as A:GTP:301; its sequence is empty.
+    """
 
     name: str
     kind: Kind
@@ -85,7 +89,10 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """One model of a file, one conformer, polymer residues only; atoms of a residue are contiguous."""
+    """One model of a file, one conformer: the residues of its polymers, then the molecules that are kept.
+
+    Atoms of a residue are contiguous.
+    """
 
     chains: tuple[Chain, ...]
     number_R: NDArray[np.int32]
@@ -103,29 +110,43 @@ class Structure:
     all_chains: tuple[str, ...]  # every chain of the file, also those that hold no polymer
     parents: Mapping[str, str]  # modified residue → standard one, as the file says
     notes: Mapping[str, int]  # what the whole file holds: altlocs, waters, ligands
+    links: Callable[[], Links] = no_links  # between its atoms; looked up when asked for
 
 
 def apply(table: AtomTable, policy: Policy) -> Structure:
     """Return the residues of a file under a policy."""
-    sites = _sites(table)
+    sites = sites_of(table)
     types = _types(table.resname_A[sites.first_S], table.parents)
     polymer_S = _polymer(table, sites, types)
-    if not polymer_S.any():
-        raise Unusable(Reason.NO_POLYMER, "no protein, RNA or DNA residue in the file")
-    entity_S = table.entity_A[sites.first_S[~polymer_S]]
-    waters = int((entity_S == WATER).sum())
-    notes = {"waters": waters, "ligands": len(entity_S) - waters}
+    other = np.flatnonzero(~polymer_S)
+    is_water = table.entity_A[sites.first_S[other]] == WATER
+    waters = int(is_water.sum())
+    notes = {"waters": waters, "ligands": len(other) - waters}
+    molecules = _molecule_sites(table, sites, other[~is_water]) if policy.ligands == "keep" else other[:0]
+    if not polymer_S.any() and not len(molecules):
+        also = " and no small molecule" if policy.ligands == "keep" else ""
+        raise Unusable(Reason.NO_POLYMER, f"no protein, RNA or DNA residue{also} in the file")
     chosen = _in_chain_order(table, sites if polymer_S.all() else sites.take(np.flatnonzero(polymer_S)))
+    own_A = None
+    if len(molecules):
+        chosen = chosen.then(_in_chain_order(table, sites.take(molecules)))
+        own_A = np.repeat(np.arange(len(chosen.first_S)) >= len(chosen.first_S) - len(molecules), chosen.length_S)
     rows_A = EVERY if chosen is sites else chosen.rows()
-    kept_A, residue_A, notes["altlocs"] = _one_conformer(table, chosen, rows_A, policy)
-    first_R = np.flatnonzero(_changes(residue_A))  # a residue's first atom speaks for it
+    kept_A, residue_A, notes["altlocs"] = one_conformer(table, chosen, rows_A, policy, own_A)
+    first_R = np.flatnonzero(changes(residue_A))  # a residue's first atom speaks for it
     if not isinstance(kept_A, slice):
         first_R = kept_A[first_R]
-    types_R = types.take(np.searchsorted(sites.first_S, first_R, side="right") - 1)
-    return _structure(table, policy, kept_A, residue_A, first_R, types_R, notes)
+    site_R = np.searchsorted(sites.first_S, first_R, side="right") - 1
+    polymers = int(np.count_nonzero(polymer_S[site_R])) if len(molecules) else len(first_R)
+    return _structure(table, policy, kept_A, residue_A, first_R, types.take(site_R), polymers, notes)
 
 
-def _polymer(table: AtomTable, sites: _Sites, types: _Types) -> NDArray[np.bool_]:
+def _molecule_sites(table: AtomTable, sites: Sites, candidates: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the sites that are small molecules or ions, of those that are no polymer and no water to gemmi."""
+    return candidates[~np.isin(table.resname_A[sites.first_S[candidates]], MORE_WATERS)]
+
+
+def _polymer(table: AtomTable, sites: Sites, types: _Types) -> NDArray[np.bool_]:
     """Say which sites are residues of a chain.
 
     gemmi goes by TER records and by what stands between what, and can be led astray by both. So an ATOM record with the
@@ -169,39 +190,10 @@ def _types(name_S: NDArray[np.uint64], parents: Mapping[str, str]) -> _Types:
     return _Types(letters, kinds, modified, caps).take(inverse)
 
 
-@dataclass(frozen=True, slots=True)
-class _Sites:
-    """Runs of atoms with one chain, number, insertion code and residue name, in file order; S of them."""
-
-    first_S: NDArray[np.int64]
-    length_S: NDArray[np.int64]
-
-    def take(self, chosen: NDArray[np.int64]) -> _Sites:
-        """Return some of them, in the order given."""
-        return _Sites(self.first_S[chosen], self.length_S[chosen])
-
-    def rows(self) -> NDArray[np.int64]:
-        """Return the atoms of all sites, site by site."""
-        shift_S = self.first_S - np.cumsum(self.length_S) + self.length_S
-        rows: NDArray[np.int64] = np.repeat(shift_S, self.length_S)
-        rows += np.arange(len(rows))
-        return rows
-
-
-def _sites(table: AtomTable) -> _Sites:
-    """Return every site of a file."""
-    columns = (table.number_A, table.resname_A, table.chain_A, table.icode_A)
-    first_S = np.flatnonzero(_changes(*columns))
-    length_S = np.empty_like(first_S)
-    np.subtract(first_S[1:], first_S[:-1], out=length_S[:-1])
-    length_S[-1] = len(table.number_A) - first_S[-1]
-    return _Sites(first_S, length_S)
-
-
-def _in_chain_order(table: AtomTable, sites: _Sites) -> _Sites:
+def _in_chain_order(table: AtomTable, sites: Sites) -> Sites:
     """Bring chains together in the order in which they first appear, so that a chain in two pieces is one chain."""
     chain_S = table.chain_A[sites.first_S]
-    starts = np.flatnonzero(_changes(chain_S))
+    starts = np.flatnonzero(changes(chain_S))
     ordinals: dict[int, int] = {}
     run_ordinals = [ordinals.setdefault(code, len(ordinals)) for code in chain_S[starts].tolist()]
     if len(ordinals) == len(run_ordinals):
@@ -217,9 +209,10 @@ def _structure(
     residue_A: NDArray[np.int64],
     first_R: NDArray[np.int64],
     types_R: _Types,
+    polymers: int,
     notes: dict[str, int],
 ) -> Structure:
-    """Put residues and chains together once the atoms are settled."""
+    """Put residues and chains together once the atoms are settled; the residues after `polymers` are molecules."""
     name_A = np.ascontiguousarray(table.name_A[kept_A])
     pos_A3 = np.ascontiguousarray(table.pos_A3[kept_A])
     element_A = np.ascontiguousarray(table.element_A[kept_A])
@@ -235,11 +228,14 @@ def _structure(
     if (types_R.kind != PROTEIN).any():
         for anchor in NUCLEOTIDE_ANCHORS:
             node_R |= _find(name_A, residue_A, anchor, len(first_R)) >= 0
+    if polymers < len(first_R):
+        backbone_R5[polymers:], node_R[polymers:], types_R.modified[polymers:] = -1, False, False
     letter_R = types_R.letter
     if policy.modified == "unknown":
         letter_R = np.where(types_R.modified, 0, letter_R).astype(np.uint8)
     return Structure(
-        chains=_chains(table, table.chain_A[first_R], types_R.kind, letter_R, node_R),
+        chains=_chains(table, table.chain_A[first_R[:polymers]], types_R.kind, letter_R, node_R)
+        + _molecules(table, first_R, polymers),
         number_R=table.number_A[first_R],
         icode_R=table.icode_A[first_R],
         name_R=table.resname_A[first_R],
@@ -255,12 +251,13 @@ def _structure(
         all_chains=_all_chains(table),
         parents=table.parents,
         notes=notes,
+        links=partial(_kept_links, table, kept_A),
     )
 
 
 def check(structure: Structure, chain: Chain, policy: Policy) -> None:
     """Refuse a chain that the policy does not let pass; chains that nobody asked for are not looked at."""
-    if "reject" not in (policy.modified, policy.incomplete):
+    if "reject" not in (policy.modified, policy.incomplete) or chain.kind is Kind.OTHER:
         return
     here = slice(chain.first, chain.last)
     modified, incomplete = int(structure.modified_R[here].sum()), int((~structure.node_R[here]).sum())
@@ -274,95 +271,8 @@ def check(structure: Structure, chain: Chain, policy: Policy) -> None:
 
 def _all_chains(table: AtomTable) -> tuple[str, ...]:
     """Name every chain of the file, polymer or not, so that a message can list them."""
-    starts = np.flatnonzero(_changes(table.chain_A))
+    starts = np.flatnonzero(changes(table.chain_A))
     return tuple(dict.fromkeys(table.chain_name(code) for code in table.chain_A[starts]))
-
-
-def _changes(*columns: NDArray[Any]) -> NDArray[np.bool_]:
-    """Mark each row that differs from the row before it; the first row always."""
-    changed = np.zeros(len(columns[0]), dtype=np.bool_)
-    changed[:1] = True
-    for column in columns:
-        changed[1:] |= column[1:] != column[:-1]
-    return changed
-
-
-def _one_conformer(
-    table: AtomTable, sites: _Sites, rows_A: Rows, policy: Policy
-) -> tuple[Rows, NDArray[np.int64], int]:
-    """Return the atoms kept, the residue of each, and how many residues had alternatives."""
-    residue_A = np.repeat(_residue_of_site(table, sites), sites.length_S)
-    name_A, altloc_A = table.name_A[rows_A], table.altloc_A[rows_A]
-    if not altloc_A.any() and _all_distinct(name_A, residue_A):
-        return rows_A, residue_A, 0
-    order_A, alternatives = np.arange(len(residue_A)), 0
-    if altloc_A.any():
-        chosen_R, alternatives = _choose_labels(altloc_A, table.occupancy_A[rows_A], residue_A, policy)
-        order_A = _by_preference(altloc_A, table.resname_A[rows_A], residue_A, chosen_R)
-    names, code_A = np.unique(name_A, return_inverse=True)
-    _, first = np.unique((residue_A * len(names) + code_A)[order_A], return_index=True)
-    kept = np.sort(order_A[first])
-    return kept if isinstance(rows_A, slice) else rows_A[kept], residue_A[kept], alternatives
-
-
-def _residue_of_site(table: AtomTable, sites: _Sites) -> NDArray[np.int64]:
-    """Return the residue of each site; two names at one place are one residue when both are labelled alternatives."""
-    first_S, last_S = sites.first_S, sites.first_S + sites.length_S - 1
-    new_S = _changes(table.number_A[first_S], table.icode_A[first_S], table.chain_A[first_S])
-    unlabelled_S = table.altloc_A[first_S] == 0
-    unlabelled_S[1:] |= table.altloc_A[last_S[:-1]] == 0
-    residue_S: NDArray[np.int64] = np.cumsum(new_S | unlabelled_S) - 1
-    return residue_S
-
-
-def _all_distinct(name_A: NDArray[np.uint64], residue_A: NDArray[np.int64]) -> bool:
-    """Say whether surely no residue holds an atom name twice: equal names would meet in one of its cells.
-
-    Different names may meet too, which only costs the long way round; with this factor those of the standard residues,
-    hydrogens included, never do.
-    """
-    cell_A = (name_A.astype(np.uint32) * CELL_FACTOR) >> np.uint32(24)
-    taken = np.zeros((int(residue_A[-1]) + 1) * CELLS, dtype=np.bool_)
-    taken[residue_A * CELLS + cell_A] = True
-    return int(np.count_nonzero(taken)) == len(name_A)
-
-
-def _choose_labels(
-    altloc_A: NDArray[np.int8], occupancy_A: NDArray[np.float32], residue_A: NDArray[np.int64], policy: Policy
-) -> tuple[NDArray[np.int64], int]:
-    """Choose one label per residue, so that no residue is a patchwork, and count the residues that had several.
-
-    It is the label of highest mean occupancy (ties: the lowest letter), or the first in the file.
-    """
-    labelled = np.flatnonzero(altloc_A)
-    site = residue_A[labelled] * 256 + altloc_A[labelled].view(np.uint8)
-    options, first_seen, inverse = np.unique(site, return_index=True, return_inverse=True)
-    if policy.altlocs == "highest":
-        cost = -(np.bincount(inverse, weights=occupancy_A[labelled]) / np.bincount(inverse)).round(3)
-    else:
-        cost = first_seen.astype(np.float64)
-    ranked = options[np.lexsort((options, cost, options // 256))]
-    residues, winner = np.unique(ranked // 256, return_index=True)
-    chosen_R = np.zeros(int(residue_A[-1]) + 1, dtype=np.int64)
-    chosen_R[residues] = ranked[winner] % 256
-    return chosen_R, len(residues)
-
-
-def _by_preference(
-    altloc_A: NDArray[np.int8], resname_A: NDArray[np.uint64], residue_A: NDArray[np.int64], chosen_R: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Order atoms so that the chosen conformer comes first; leave out residue names that lost.
-
-    An atom that only another label has still follows, so that a choice never leaves a residue incomplete.
-    """
-    label_A = altloc_A.view(np.uint8)
-    preferred_A = (label_A == 0) | (label_A == chosen_R[residue_A])
-    name_R = np.zeros(len(chosen_R), dtype=np.uint64)
-    chosen = np.flatnonzero(label_A == chosen_R[residue_A])[::-1]
-    name_R[residue_A[chosen]] = resname_A[chosen]
-    candidates = np.flatnonzero(resname_A == name_R[residue_A])
-    order: NDArray[np.int64] = candidates[np.argsort(~preferred_A[candidates], kind="stable")]
-    return order
 
 
 def _find(name_A: NDArray[np.uint64], residue_A: NDArray[np.int64], atom: str, residues: int) -> NDArray[np.int64]:
@@ -399,9 +309,9 @@ def _chains(
     node_R: NDArray[np.bool_],
 ) -> tuple[Chain, ...]:
     """Cut the residues into chains; a chain is of the kind that most of its residues are."""
-    starts = np.flatnonzero(_changes(chain_R)).tolist()
+    starts = np.flatnonzero(changes(chain_R)).tolist()
     chains = []
-    for first, last in zip(starts, [*starts[1:], len(chain_R)], strict=True):
+    for first, last in zip(starts, [*starts, len(chain_R)][1:], strict=True):
         name = table.chain_name(chain_R[first])
         kind = KIND_CODES[int(np.argmax(np.bincount(kind_R[first:last], minlength=UNKNOWN_KIND + 1)[:UNKNOWN_KIND]))]
         own_R = (kind_R[first:last] == PROTEIN) == (
@@ -412,3 +322,28 @@ def _chains(
         nodes = int(np.count_nonzero(node_R[first:last]))
         chains.append(Chain(name, kind, first, last, sequence, nodes, table.seqres.get(name)))
     return tuple(chains)
+
+
+def _molecules(table: AtomTable, first_R: NDArray[np.int64], polymers: int) -> tuple[Chain, ...]:
+    """Return each molecule as a chain of its own, so that a side can be any of them."""
+    return tuple(
+        Chain(_molecule_name(table, row), Kind.OTHER, residue, residue + 1, "", 0)
+        for residue, row in enumerate(first_R[polymers:].tolist(), start=polymers)
+    )
+
+
+def _molecule_name(table: AtomTable, row: int) -> str:
+    """Return the name of the molecule that an atom is of."""
+    insertion = chr(table.icode_A[row]).strip("\0 ")
+    return f"{table.chain_name(table.chain_A[row])}:{text(table.resname_A[row])}:{table.number_A[row]}{insertion}"
+
+
+def _kept_links(table: AtomTable, kept_A: Rows) -> Links:
+    """Return what the file says of bonds, between the atoms that were kept."""
+    links = table.links()
+    if isinstance(kept_A, slice):
+        return links
+    place_A = np.full(len(table.name_A), -1)
+    place_A[kept_A] = np.arange(len(kept_A))
+    here = Links(place_A[links.atoms_L2], links.covalent_L)
+    return here.take(here.atoms_L2.min(axis=1) >= 0)

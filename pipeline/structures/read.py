@@ -9,7 +9,7 @@ import os
 import stat
 import zlib
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from io import BytesIO
 from pathlib import Path
@@ -20,6 +20,7 @@ import numpy as np
 
 from pipeline.records import Reason
 from pipeline.structures.atoms import BLANK_CHAIN, NAME_BYTES, AtomTable, Unusable
+from pipeline.structures.links import links_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -287,6 +288,7 @@ def _table(structure: gemmi.Structure, reading: Reading) -> AtomTable:
         seqres=sequences,
         parents={one.res_id.name: one.parent_comp_id for one in structure.mod_residues if one.parent_comp_id},
         aliases=aliases,
+        links=partial(links_of, structure, flat, aliases, is_assembly=reading.assembly is not None),
     )
 
 

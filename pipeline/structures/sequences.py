@@ -23,15 +23,18 @@ if TYPE_CHECKING:
     from pipeline.structures.policy import Chain, Policy, Structure
 
 SAME_CHAIN = 0.5  # share of the shorter sequence that must agree for two chains to be one molecule
-NO_ROW = -1  # of a residue of DNA or RNA, which is not encoded
+NO_ROW = -1  # of a residue of DNA or RNA or of a small molecule, which are not encoded
 MIN_MAPPED = 0.5  # share of a partner's residues that must be found in the other file
 
 
 def full_sequence(structure: Structure, chain: Chain, policy: Policy) -> tuple[str, NDArray[np.int32]]:
     """Return the SEQRES of a chain without caps, and the row in it of each observed residue; the map is verified.
 
-    An observed residue has the letter it was given when it was read, so that one policy holds for both.
+    An observed residue has the letter it was given when it was read, so that one policy holds for both. A small
+    molecule has no sequence.
     """
+    if chain.kind is Kind.OTHER:
+        return "", np.full(chain.last - chain.first, NO_ROW, np.int32)
     if chain.seqres is None or structure.label_seq_R is None:
         what = f"chain {chain.name} has no SEQRES; set structures.sequence: observed"
         raise Unusable(Reason.SEQUENCE_MISMATCH, what)

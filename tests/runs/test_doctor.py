@@ -67,7 +67,7 @@ def test_cache_stat_counts_what_a_run_has_stored(pipeline: Command, make_project
     assert pipeline("cache", "stat").out.strip().endswith("nothing was stored yet")
     pipeline(*SUBMIT)
     found = {one["kind"]: one for one in json.loads(pipeline("cache", "stat", "--json").out)["kinds"]}
-    assert {kind: one["records"] for kind, one in found.items()} == {"scan": 5, "files": 5}
+    assert {kind: one["records"] for kind, one in found.items()} == {"scan": 5, "files": 5, "recipes": 1}
     assert all(one["index"] == "current" and not one["unreadable"] for one in found.values())
 
 

@@ -12,7 +12,8 @@ import pytest
 from pipeline.keys import TICK_NS
 from pipeline.records import Inventory, Item, Part, Reason, Role
 from pipeline.stages import scan as stage
-from pipeline.stages.scan import Shelves, look_again, look_up, scan
+from pipeline.stages.scan import Shelves, look_again, scan
+from pipeline.stages.scan import look_up as seen_of
 from pipeline.store.cache import Cache
 from pipeline.structures import read as read_module
 from pipeline.structures.inventory import Recipe
@@ -46,6 +47,10 @@ def settle(path: Path, age_s: float = 60.0) -> None:
     os.utime(path, (time.time() - age_s, time.time() - age_s))
     while time.time_ns() - path.stat().st_ctime_ns < 2 * TICK_NS:
         time.sleep(0.01)
+
+
+def look_up(items: list[Item], recipe: Recipe, shelves: Shelves) -> list[Inventory | None]:
+    return [seen.inventory for seen in seen_of(items, recipe, shelves)]
 
 
 def scan_all(items: list[Item], shelves: Shelves, recipe: Recipe = RECIPE) -> list[Reason | None]:
@@ -117,8 +122,8 @@ def test_a_file_written_just_now_is_scanned_but_not_trusted_to_stand_still(tmp_p
     item = Item("fresh", parts=(Part(Role.COMPLEX, str(path)),))
     assert scan_all([item], shelves) == [None]
     assert look_up([item], RECIPE, shelves) == [None]
-    assert look_again(item, RECIPE, shelves, since_ns=time.time_ns()) is not None
-    assert look_again(item, RECIPE, shelves, since_ns=time.time_ns() + 10**10) is None
+    assert look_again(item, RECIPE, shelves, since_ns=time.time_ns()).inventory is not None
+    assert look_again(item, RECIPE, shelves, since_ns=time.time_ns() + 10**10).inventory is None
 
 
 def test_a_file_that_changes_while_it_is_read_is_not_remembered(
@@ -195,14 +200,14 @@ def test_an_item_that_a_parser_chokes_on_costs_itself_and_nothing_else(
     tmp_path: Path, shelves: Shelves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     items = [make_item(tmp_path, name, LINES.replace("ALA", residue)) for name, residue in (("a", "ALA"), ("b", "TRP"))]
-    take = stage.take
+    examine = stage.examine
 
     def choke(item: Item, *rest: object) -> object:
         if item.id == "a":
             raise ZeroDivisionError("deep inside")
-        return take(item, *rest)  # type: ignore[arg-type]
+        return examine(item, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(stage, "take", choke)
+    monkeypatch.setattr(stage, "examine", choke)
     assert scan_all(items, shelves) == [Reason.SCAN_FAILED, None]
     assert None not in look_up(items, RECIPE, shelves)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import stat
 import tracemalloc
 
@@ -124,6 +125,55 @@ def test_read_yields_in_the_order_asked(store):
         keys = put(writer, *range(300))
     asked = [keys[number] for number in np.random.default_rng(0).permutation(300)]
     assert all(is_right(record, key) for record, key in zip(store.read(iter(asked)), asked, strict=True))
+
+
+def in_memory_of_its_own(share):
+    """Give memory for a record in two stretches, the first of which is a share of it; and say where they are."""
+    given = []
+
+    def room(length):
+        first = int(share * length)
+        given.extend(np.zeros(size, np.uint8) for size in (first, length - first))
+        return given[-2].data, given[-1].data
+
+    return room, given
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.99, 1.0])
+def test_a_record_is_read_into_a_callers_memory(store, share):
+    with store.writer() as writer:
+        keys = put(writer, *range(30))
+    for key, places in zip(keys, store.locate(keys), strict=True):
+        room, given = in_memory_of_its_own(share)
+        record = store.get_at(key, places, room)
+        assert is_right(record, key)
+        for array in record.arrays.values():
+            assert not array.flags.writeable
+            if share in (0.0, 1.0) and array.size:
+                assert any(np.shares_memory(array, memory) for memory in given)
+
+
+def test_a_read_that_comes_in_pieces_is_put_together(store, monkeypatch):
+    with store.writer() as writer:
+        keys = put(writer, *range(10))
+    store.missing(keys)
+    real = os.preadv
+
+    def some(fd, buffers, offset):
+        return real(fd, [next(one for one in buffers if len(one))[:50]], offset)
+
+    monkeypatch.setattr(os, "preadv", some)
+    for key, places in zip(keys, store.locate(keys), strict=True):
+        assert is_right(store.get_at(key, places, in_memory_of_its_own(0.3)[0]), key)
+
+
+def test_places_that_have_changed_are_looked_up_again(store):
+    with store.writer() as writer:
+        first, second = put(writer, 1, 2)
+    wrong, gone = store.locate([second])[0], [store.locate([first])[0][0]._replace(shard="purged.safetensors")]
+    for places in ([], wrong, gone):
+        assert is_right(store.get_at(first, places), first)
+        assert is_right(store.get_at(first, places, in_memory_of_its_own(1.0)[0]), first)
 
 
 def test_read_can_be_left_early(store):

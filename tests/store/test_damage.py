@@ -69,6 +69,23 @@ def test_a_shard_cut_anywhere_serves_nothing(filled, shard, tmp_path, indexed, s
         assert not verify_shard(Disk(), shard).whole
 
 
+def test_a_flipped_bit_is_caught_in_a_callers_memory_that_held_the_right_bytes_before(filled, shard, tmp_path):
+    content = shard.read_bytes()
+    memory = np.zeros(4096, np.uint8)
+
+    def room(length):
+        return memory[: length // 2].data, memory[length // 2 : length].data
+
+    places = filled.locate(KEYS[:1])[0]
+    for place in range(places[0].offset, places[0].offset + places[0].length, 3):
+        overwrite(shard, content)
+        store = Cache(tmp_path / "cache").kind("scan")
+        assert is_right(store.get_at(KEYS[0], places, room), KEYS[0])
+        overwrite(shard, flip(content, place))
+        with pytest.raises(CacheDamaged):
+            store.get_at(KEYS[0], places, room)
+
+
 def test_a_shard_that_grew_serves_nothing(filled, shard, tmp_path):
     content = shard.read_bytes()
     for tail in (b"\0", content[-TRAILER_BYTES:], content):

@@ -1,0 +1,116 @@
+"""The native interface of two partners: which residues touch, by how many pairs of heavy atoms, and how near.
+
+Shapes: A atoms and S residues of a structure, N nodes of a partner, E pairs of atoms, P pairs of a receptor node and a
+ligand node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from scipy.spatial.distance import cdist
+
+from pipeline.graphs import neighbours
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from pipeline.graphs.backbone import Bodies
+
+    Floats = NDArray[np.float64]
+
+SLACK = 1e-3  # Å; what is left out by a look at whole residues is farther away than the cut-off by so much
+
+
+@dataclass(frozen=True, slots=True)
+class Contacts:
+    """Pairs of nodes with a pair of heavy atoms within a distance; sorted by receptor node, then by ligand node."""
+
+    receptor_P: NDArray[np.int64]
+    ligand_P: NDArray[np.int64]
+    atoms_P: NDArray[np.int64]  # how many pairs of atoms are
+    nearest_P: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """The residues of one partner."""
+
+    bodies: Bodies
+    residue_N: NDArray[np.int64]
+    middle_3N: Floats
+    reach_N: Floats
+
+    def take(self, nodes: NDArray[np.int64]) -> Side:
+        """Return some of them."""
+        return Side(self.bodies, self.residue_N[nodes], self.middle_3N[:, nodes], self.reach_N[nodes])
+
+    def towards(self, others: Side, cutoff: float) -> NDArray[np.int64]:
+        """Return the residues that can be near the box that holds all others."""
+        reach_N = others.reach_N + (cutoff + SLACK)
+        low_3, high_3 = (others.middle_3N - reach_N).min(axis=1), (others.middle_3N + reach_N).max(axis=1)
+        inside_3N = self.middle_3N + self.reach_N >= low_3[:, None]
+        inside_3N &= self.middle_3N - self.reach_N <= high_3[:, None]
+        return np.flatnonzero(inside_3N.all(axis=0))
+
+    def atoms(self) -> tuple[Floats, NDArray[np.int64]]:
+        """Return the heavy atoms, and the residue of each among these."""
+        count_N = self.bodies.atoms_S[self.residue_N]
+        node_A = np.repeat(np.arange(len(count_N)), count_N)
+        row_A = np.arange(len(node_A)) + (self.bodies.first_S[self.residue_N] - np.cumsum(count_N) + count_N)[node_A]
+        return self.bodies.pos_3H.take(row_A, axis=1).T, node_A
+
+    def facing(self, others: Side, cutoff: float) -> tuple[Floats, NDArray[np.int64]]:
+        """Return the atoms that are near enough to the ball of any other residue, and the residue of each."""
+        pos_A3, node_A = self.atoms()
+        reach_N = others.reach_N + (cutoff + SLACK)
+        is_near_AN = cdist(pos_A3, others.middle_3N.T, "sqeuclidean") <= reach_N * reach_N
+        chosen = np.flatnonzero(is_near_AN.any(axis=1))
+        return pos_A3[chosen], node_A[chosen]
+
+
+def side(bodies: Bodies, residue_N: NDArray[np.int64]) -> Side:
+    """Return some residues of a structure as one partner."""
+    return Side(bodies, residue_N, bodies.middle_3S[:, residue_N], bodies.reach_S[residue_N])
+
+
+def find(receptor: Side, ligand: Side, cutoff: float) -> Contacts | None:
+    """Return the contacts, or None where there are none; hydrogens have no part in them."""
+    rows, columns = receptor.towards(ligand, cutoff), ligand.towards(receptor, cutoff)
+    near_receptor, near_ligand = receptor.take(rows), ligand.take(columns)
+    reach_NN = np.add.outer(near_receptor.reach_N, near_ligand.reach_N + (cutoff + SLACK))
+    is_near_NN = cdist(near_receptor.middle_3N.T, near_ligand.middle_3N.T, "sqeuclidean") <= reach_NN * reach_NN
+    rows, columns = rows[is_near_NN.any(axis=1)], columns[is_near_NN.any(axis=0)]
+    if not len(rows):
+        return None
+    near_receptor, near_ligand = receptor.take(rows), ligand.take(columns)
+    pos_A3, node_A = near_receptor.facing(near_ligand, cutoff)
+    other_A3, other_A = near_ligand.facing(near_receptor, cutoff)
+    found_2E = neighbours.between(other_A3, pos_A3, radius=cutoff)
+    if not found_2E.size:
+        return None
+    apart_E3 = other_A3[found_2E[0]] - pos_A3[found_2E[1]]
+    nearest_E = np.sqrt(np.einsum("ex,ex->e", apart_E3, apart_E3))
+    return _by_residue(rows[node_A[found_2E[1]]], columns[other_A[found_2E[0]]], nearest_E)
+
+
+def nearest(receptor: Side, ligand: Side) -> float:
+    """Return the smallest distance between heavy atoms of two partners."""
+    return neighbours.closest(receptor.atoms()[0], ligand.atoms()[0])
+
+
+def _by_residue(receptor_E: NDArray[np.int64], ligand_E: NDArray[np.int64], nearest_E: Floats) -> Contacts:
+    """Bring pairs of atoms together that are of the same pair of nodes."""
+    order = np.lexsort((ligand_E, receptor_E))
+    receptor_E, ligand_E = receptor_E[order], ligand_E[order]
+    is_new = np.ones(len(order), np.bool_)
+    is_new[1:] = (receptor_E[1:] != receptor_E[:-1]) | (ligand_E[1:] != ligand_E[:-1])
+    first_P = np.flatnonzero(is_new)
+    return Contacts(
+        receptor_E[first_P],
+        ligand_E[first_P],
+        np.diff(first_P, append=len(order)),
+        np.minimum.reduceat(nearest_E[order], first_P),
+    )

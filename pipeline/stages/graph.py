@@ -1,0 +1,119 @@
+"""Stage graph: structures in, one graph of each item in the store, or the reason why it has none."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from pipeline.errors import CacheDamaged, RecordMissing
+from pipeline.graphs.build import encoded
+from pipeline.records import Reason
+from pipeline.structures.atoms import Unusable
+from pipeline.structures.files import plain_files
+from pipeline.structures.inventory import examine, item_key
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterable, Mapping, Sequence
+    from typing import Any
+
+    from pipeline.graphs.recipe import Recipe
+    from pipeline.records import Item
+    from pipeline.store.store import Store
+    from pipeline.store.writer import StoreWriter
+    from pipeline.structures.inventory import Complex
+    from pipeline.structures.inventory import Recipe as Structures
+
+log = logging.getLogger(__name__)
+
+PUBLISH_EVERY_S = 60.0
+
+
+class Maker:
+    """Makes graphs of items that were read, and stores them; its memory is the keys of what it made."""
+
+    def __init__(self, recipe: Recipe, store: Store, writer: StoreWriter) -> None:
+        self._recipe, self._store, self._writer = recipe, store, writer
+        self._made: dict[bytes, Reason | None] = {}
+        self._published_s = time.monotonic()
+
+    def make(self, key: bytes, read: Complex) -> Reason | None:
+        """Store the graph of an item, which is known by the key of its inventory; return why it has none."""
+        own = self._recipe.key(key)
+        if own not in self._made:
+            self._made[own] = self._make(own, read)
+        return self._made[own]
+
+    def has(self, key: bytes) -> bool:
+        """Say whether the graph of an item was made here or is in the store."""
+        own = self._recipe.key(key)
+        return own in self._made or Verifier(self._store).look_up([own])[0] is not None
+
+    def publish(self) -> None:
+        """Make safe what was made."""
+        self._writer.flush()
+        self._published_s = time.monotonic()
+
+    def publish_in_time(self) -> None:
+        """Make safe what was made, once a minute."""
+        if time.monotonic() - self._published_s > PUBLISH_EVERY_S:
+            self.publish()
+
+    def _make(self, key: bytes, read: Complex) -> Reason | None:
+        arrays, meta = encoded(read, self._recipe)
+        self._writer.put(key, arrays, meta)
+        return Reason(meta["reason"]) if "reason" in meta else None
+
+
+class Verifier:
+    """Looks graphs up, and reads every byte of what is found, up to a limit: a damaged copy counts as missing."""
+
+    def __init__(self, store: Store, limit_bytes: int | None = None) -> None:
+        self._store, self._left_bytes = store, limit_bytes
+
+    def look_up(self, keys: Sequence[bytes]) -> list[Mapping[str, Any] | None]:
+        """Return what is said of each graph, None where there is none; beyond the limit nothing is said of it."""
+        while True:
+            absent = set(self._store.missing(keys))
+            there = [key for key in dict.fromkeys(keys) if key not in absent]
+            try:
+                said = self._read(there)
+            except (CacheDamaged, RecordMissing) as error:  # the store has struck it out, and will not name it again
+                log.warning("%s: %s: made anew", error.where, error.what)
+            else:
+                return [None if key in absent else said.get(key, {}) for key in keys]
+
+    def _read(self, keys: Sequence[bytes]) -> dict[bytes, Mapping[str, Any]]:
+        """Read records while the limit lasts."""
+        if self._left_bytes is not None and self._left_bytes <= 0:
+            return {}
+        said = {}
+        for record in self._store.read(keys):
+            said[record.key] = record.meta
+            if self._left_bytes is not None:
+                self._left_bytes -= sum(array.nbytes for array in record.arrays.values())
+                if self._left_bytes <= 0:
+                    break
+        return said
+
+
+def graph(
+    items: Iterable[Item], structures: Structures, recipe: Recipe, store: Store, shard_bytes: int
+) -> Generator[Reason | None, None, None]:
+    """Build what graphs are not in the store yet, and publish them, at the latest every minute."""
+    files = plain_files(structures.max_file_bytes)
+    with store.writer(shard_bytes=shard_bytes) as writer:
+        maker = Maker(recipe, store, writer)
+        for item in items:
+            try:
+                read = files.of(item)
+            except Unusable as problem:  # a file that went away since it was scanned: the next scan says so
+                yield problem.reason
+                continue
+            key = item_key(item, structures, {path: file.digest for path, file in read.items()})
+            if maker.has(key):
+                yield None
+                continue
+            inventory, found = examine(item, read, structures)
+            yield maker.make(key, found) if found else inventory.reason or Reason.NO_NODES
+            maker.publish_in_time()

@@ -1,0 +1,204 @@
+"""What there is to train on: every item's id, the key of its graph, its split and its sizes, in a few arrays.
+
+Shapes: N items. Nothing in memory is larger than a number or a few bytes of text an item, so that a million items are
+read in a second. Where graphs are not kept on disk, the items themselves come along, to build them from.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipeline.errors import ConfigError
+from pipeline.keys import KEY_BYTES, content_digest, recipe_key
+from pipeline.records import Item
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from pipeline.store.store import Store
+
+    Array = NDArray[Any]
+    Integers = NDArray[np.int64]
+
+KIND = "sets"
+FORMAT = 1
+MOST_SPLITS = 256
+_SIZE = "size."
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Many short texts in one run of bytes."""
+
+    bytes_T: NDArray[np.uint8]
+    start_N: Integers
+    end_N: Integers
+
+    def __len__(self) -> int:
+        return len(self.end_N)
+
+    def __getitem__(self, number: int) -> str:
+        return self.bytes_T[self.start_N[number] : self.end_N[number]].tobytes().decode()
+
+    def take(self, numbers: Integers) -> Texts:
+        """Return some of them; the bytes are shared."""
+        return Texts(self.bytes_T, self.start_N[numbers], self.end_N[numbers])
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The items of a data set, or of one split of it; an item is known by its number here."""
+
+    ids: Texts
+    key_N16: NDArray[np.uint8]  # of graphs
+    split_N: NDArray[np.uint8]
+    splits: tuple[str, ...]
+    sizes: Mapping[str, Integers]  # each [N]
+    items: Texts | None = None  # as JSON
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def key(self, number: int) -> bytes:
+        """Return the key of an item's graph."""
+        key: bytes = self.key_N16[number].tobytes()
+        return key
+
+    def item(self, number: int) -> Item:
+        """Return the item itself, to build its graph from."""
+        if self.items is None:
+            raise ValueError("the table was written without its items: it is of graphs that are in the cache")
+        return Item.from_json(json.loads(self.items[number]))
+
+    def of_split(self, name: str) -> Table:
+        """Return the items of one split, in order; they have new numbers."""
+        if name not in self.splits:
+            there = ", ".join(repr(split) for split in self.splits) or "none"
+            raise ConfigError(f"no item is in split {name!r}; there are: {there}", remedy="pipeline config check")
+        return self.take(np.flatnonzero(self.split_N == self.splits.index(name)))
+
+    def take(self, numbers: Integers) -> Table:
+        """Return some of the items, in the order asked; they have new numbers."""
+        return Table(
+            ids=self.ids.take(numbers),
+            key_N16=self.key_N16[numbers],
+            split_N=self.split_N[numbers],
+            splits=self.splits,
+            sizes={name: size_N[numbers] for name, size_N in self.sizes.items()},
+            items=self.items.take(numbers) if self.items else None,
+        )
+
+    @classmethod
+    def read(cls, store: Store, key: bytes) -> Table:
+        """Read what `TableBuilder.write` wrote."""
+        record = store.get(key)
+        arrays, meta = record.arrays, record.meta
+        if meta["format"] != FORMAT:
+            raise ValueError(f"a table of format {meta['format']}, not {FORMAT}")
+        return cls(
+            ids=_read_texts(arrays, "id"),
+            key_N16=arrays["key"],
+            split_N=arrays["split"],
+            splits=tuple(meta["splits"]),
+            sizes={name: arrays[_SIZE + name].astype(np.int64, copy=False) for name in meta["sizes"]},
+            items=_read_texts(arrays, "item") if "item.end" in arrays else None,
+        )
+
+
+@dataclass(slots=True)
+class TableBuilder:
+    """Takes items one by one; its memory is what the table will have."""
+
+    ids: _Joined = field(default_factory=lambda: _Joined())
+    items: _Joined = field(default_factory=lambda: _Joined())
+    keys: bytearray = field(default_factory=bytearray)
+    split_N: bytearray = field(default_factory=bytearray)
+    splits: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, array[int]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.split_N)
+
+    def add(self, id: str, key: bytes, split: str, sizes: Mapping[str, int], item: Item | None = None) -> None:  # noqa: A002
+        """Add an item: its graph's key and sizes, and itself where graphs are to be built when they are read."""
+        if len(key) != KEY_BYTES:
+            raise ValueError(f"a key is {KEY_BYTES} bytes, not {key!r}")
+        if len(self) and (sizes.keys() != self.sizes.keys() or (item is None) != (len(self.items) == 0)):
+            raise ValueError(f"{id}: every item has the same sizes, and all are there themselves or none is")
+        if self.splits.setdefault(split, len(self.splits)) >= MOST_SPLITS:
+            raise ConfigError(f"more than {MOST_SPLITS} splits; one of them is {split!r}", where=id)
+        self.ids.add(id)
+        self.keys += key
+        self.split_N.append(self.splits[split])
+        for name, size in sizes.items():
+            self.sizes.setdefault(name, array("q")).append(size)
+        if item is not None:
+            self.items.add(json.dumps(item.to_json(), separators=(",", ":")))
+
+    def table(self) -> Table:
+        """Return the table so far."""
+        return Table(
+            ids=self.ids.texts(),
+            key_N16=np.frombuffer(bytes(self.keys), np.uint8).reshape(-1, KEY_BYTES),
+            split_N=np.frombuffer(bytes(self.split_N), np.uint8),
+            splits=tuple(self.splits),
+            sizes={name: np.array(size_N, np.int64) for name, size_N in self.sizes.items()},
+            items=self.items.texts() if len(self.items) else None,
+        )
+
+    def write(self, store: Store) -> bytes:
+        """Store the table, unless the store has it, and return its key."""
+        arrays, meta = _encode(self.table())
+        key = recipe_key(KIND, {"meta": meta, "content": {name: _digest(one) for name, one in arrays.items()}})
+        if key not in store:
+            with store.writer() as writer:
+                writer.put(key, arrays, meta)
+        return key
+
+
+@dataclass(slots=True)
+class _Joined:
+    """Texts in the making."""
+
+    bytes_T: bytearray = field(default_factory=bytearray)
+    ends: array[int] = field(default_factory=lambda: array("q"))
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def add(self, text: str) -> None:
+        self.bytes_T += text.encode()
+        self.ends.append(len(self.bytes_T))
+
+    def texts(self) -> Texts:
+        return _texts(np.frombuffer(bytes(self.bytes_T), np.uint8), np.array(self.ends, np.int64))
+
+
+def _texts(bytes_T: NDArray[np.uint8], end_N: Integers) -> Texts:
+    return Texts(bytes_T, np.concatenate([np.zeros(min(1, len(end_N)), np.int64), end_N[:-1]]), end_N)
+
+
+def _encode(table: Table) -> tuple[dict[str, Array], dict[str, Any]]:
+    """Return a whole table as the arrays and the JSON of a record; sizes in the fewest bytes."""
+    arrays: dict[str, Array] = {"key": table.key_N16, "split": table.split_N}
+    for name, texts in (("id", table.ids), ("item", table.items)):
+        if texts is not None:
+            arrays |= {f"{name}.bytes": texts.bytes_T, f"{name}.end": texts.end_N}
+    for name, size_N in table.sizes.items():
+        arrays[_SIZE + name] = size_N.astype(np.int32) if size_N.max(initial=0) < 1 << 31 else size_N
+    return arrays, {"format": FORMAT, "splits": list(table.splits), "sizes": list(table.sizes), "items": len(table)}
+
+
+def _read_texts(arrays: Mapping[str, Array], name: str) -> Texts:
+    return _texts(arrays[f"{name}.bytes"], arrays[f"{name}.end"])
+
+
+def _digest(one: Array) -> str:
+    return content_digest(np.ascontiguousarray(one).reshape(-1).view(np.uint8).data).hex()

@@ -1,0 +1,250 @@
+"""How the graphs of a batch lie in one run of bytes: every array of all its items joined, without padding.
+
+The rows of item b along an axis are those from `bounds[axis][b]` to `bounds[axis][b + 1]`. Numbers of nodes are the
+batch's (block diagonal), and so are edges [2, E]. Shapes: B items, E edges, D numbers of an embedded residue.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from pipeline.graphs.graph import NODE, RESIDUE
+from pipeline.records import Role
+from pipeline.training.fields import EMBEDDING, ENCODED, LIGAND, PTR, RECEPTOR, Form, nodes_axis, parse, residues_axis
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from pipeline.training.fields import Field
+    from pipeline.training.source import Found
+
+    Array = NDArray[Any]
+    Integers = NDArray[np.int64]
+    Bytes = NDArray[np.uint8]
+
+ALIGNMENT = 64
+BFLOAT16 = "bfloat16"
+# torch computes with few unsigned types, and a record's type may be narrower in one item than in the next.
+_WIDER: dict[str, np.dtype[Any]] = {
+    "uint16": np.dtype(np.int32),
+    "uint32": np.dtype(np.int64),
+    "uint64": np.dtype(np.int64),
+}
+_ANY_WIDTH: dict[str, np.dtype[Any]] = {"chain": np.dtype(np.int32)}
+
+
+class Place(NamedTuple):
+    """Where a field lies."""
+
+    start: int
+    dtype: str  # as numpy names it, or bfloat16
+    shape: tuple[int, ...]
+    axis: str = ""  # along which it lies; empty for one vector an item
+    points_to: tuple[str, ...] = ()  # axes whose rows its numbers are: one for all, or one for each of a pair
+    are_edges: bool = False  # [2, E]: the axis is the second dimension
+
+    @property
+    def numpy(self) -> np.dtype[Any]:
+        """Return the type as which numpy holds it."""
+        return np.dtype(np.uint16 if self.dtype == BFLOAT16 else self.dtype)
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of the field."""
+        return math.prod(self.shape) * self.numpy.itemsize
+
+
+class Encoding(NamedTuple):
+    """What an embedded residue is."""
+
+    dtype: str
+    width: int
+
+
+@dataclass(slots=True)
+class Layout:
+    """Where everything of a batch lies."""
+
+    items: int
+    places: dict[str, Place] = field(default_factory=dict)
+    bounds: dict[str, Integers] = field(default_factory=dict)  # axis → [B + 1]
+    used: int = 0  # bytes
+
+    def add(self, name: str, dtype: str, shape: tuple[int, ...], axis: str = "", **what: Any) -> None:
+        """Give a field its place behind the others."""
+        place = Place(self.used, dtype, shape, axis, **what)
+        self.places[name] = place
+        self.used += place.bytes + -place.bytes % ALIGNMENT
+
+    def view(self, name: str, memory: Bytes) -> Array:
+        """Return a field as an array over the batch's memory; bfloat16 as its bits."""
+        place = self.places[name]
+        return memory[place.start : place.start + place.bytes].view(place.numpy).reshape(place.shape)
+
+    def rows(self, axis: str, item: int) -> slice:
+        """Return which rows along an axis are an item's."""
+        start, stop = self.bounds[axis][item : item + 2].tolist()
+        return slice(start, stop)
+
+    def count(self, axis: str, item: int) -> int:
+        """Return how many rows along an axis are an item's."""
+        rows = self.rows(axis, item)
+        return rows.stop - rows.start  # type: ignore[no-any-return]  # both are numbers
+
+    def most(self, axis: str) -> int:
+        """Return how many rows the item has that has most."""
+        return int(np.diff(self.bounds[axis]).max(initial=0))
+
+    def roles(self) -> list[str]:
+        """Return the partners that some item has."""
+        return [role.value for role in Role if nodes_axis(role.value) in self.bounds]
+
+    def residues(self, role: str) -> str:
+        """Return the axis of a partner's residues: of nodes, where nodes are residues."""
+        return residues_axis(role) if residues_axis(role) in self.bounds else nodes_axis(role)
+
+
+class Sheet:
+    """The graphs of a batch, field by field: lays them out, then writes them."""
+
+    def __init__(self, found: Sequence[Found], encoding: Encoding | None = None) -> None:
+        for one in found:
+            _check_roles(one)
+        self.layout = Layout(len(found))
+        names = sorted({name for one in found for name in one.arrays})  # a record has them in another order
+        columns = [(parse(name), [one.arrays.get(name) for one in found]) for name in names]
+        self._bind(columns)
+        self._fields = {(entry.name, entry.form): (entry, self._complete(entry, column)) for entry, column in columns}
+        for entry, arrays in self._fields.values():
+            self._place(entry, arrays)
+        self._place_embeddings(encoding)
+        for axis, bounds in self.layout.bounds.items():
+            self.layout.add(f"{PTR}.{axis}", "int64", bounds.shape)
+
+    def _bind(self, columns: Sequence[tuple[Field, list[Array | None]]]) -> None:
+        """Count the rows of every item along every axis, and see that its fields agree."""
+        counts: dict[str, list[int]] = {}
+        for entry, column in columns:
+            if entry.axis and entry.form is not Form.DEGREE:
+                mine = [-1 if array is None else len(array) for array in column]
+                known = counts.setdefault(entry.axis, mine)
+                if known != mine:
+                    counts[entry.axis] = [_agreed(entry, *both) for both in zip(known, mine, strict=True)]
+        for axis, counts_B in counts.items():
+            self.layout.bounds[axis] = np.cumsum([0, *(max(count, 0) for count in counts_B)])
+
+    def _complete(self, entry: Field, column: list[Array | None]) -> list[Array]:
+        """Put in what some items do not have: unknown where a number can be, no where a yes can be, else nothing."""
+        if all(array is not None for array in column):
+            return column  # type: ignore[return-value]  # none is missing
+        sample = next(array for array in column if array is not None)
+        if entry.form is Form.ITEM:
+            return [np.full_like(sample, np.nan) if array is None else array for array in column]
+        rows_B = np.diff(self.layout.bounds[entry.axis])
+        return [
+            _filler(entry, sample, rows) if array is None else array
+            for array, rows in zip(column, rows_B.tolist(), strict=True)
+        ]
+
+    def _place(self, entry: Field, arrays: Sequence[Array]) -> None:
+        """Give a field its place."""
+        name, axis, shape = entry.name, entry.axis, arrays[0].shape
+        points_to = tuple(target for target in entry.points_to if target in self.layout.bounds)
+        if entry.form is Form.ITEM:
+            self.layout.add(name, arrays[0].dtype.name, (len(arrays), *shape))
+        elif entry.form is Form.NEIGHBOUR:
+            self.layout.add(name, "int64", (2, self._total(axis)), axis, points_to=points_to, are_edges=True)
+        elif entry.form is Form.ROWS:
+            dtype = "int64" if points_to else _dtype(name, arrays).name
+            self.layout.add(name, dtype, (self._total(axis), *shape[1:]), axis, points_to=points_to)
+
+    def _place_embeddings(self, encoding: Encoding | None) -> None:
+        if encoding is None:
+            return
+        for role in self.layout.roles():
+            axis = self.layout.residues(role)
+            self.layout.add(f"{role}.{EMBEDDING}", encoding.dtype, (self._total(axis), encoding.width), axis)
+            self.layout.add(f"{role}.{ENCODED}", "bool", (self._total(axis),), axis)
+
+    def _total(self, axis: str) -> int:
+        return int(self.layout.bounds[axis][-1])
+
+    def write(self, memory: Bytes) -> None:
+        """Write everything but the embeddings."""
+        for entry, arrays in self._fields.values():
+            if entry.form is Form.NEIGHBOUR:
+                self._write_edges(entry, arrays, memory)
+            elif entry.form is Form.ITEM:
+                np.stack(arrays, out=self.layout.view(entry.name, memory))
+            elif entry.form is Form.ROWS:
+                self._write_rows(entry, arrays, memory)
+        for axis, bounds in self.layout.bounds.items():
+            self.layout.view(f"{PTR}.{axis}", memory)[:] = bounds
+
+    def _write_rows(self, entry: Field, arrays: Sequence[Array], memory: Bytes) -> None:
+        """Join arrays; numbers of nodes or residues become the batch's."""
+        out = self.layout.view(entry.name, memory)
+        np.concatenate(arrays, out=out, casting="same_kind")
+        points_to = self.layout.places[entry.name].points_to
+        if len(points_to) == 1:
+            out += self._offsets(points_to[0], entry.axis).reshape(-1, *[1] * (out.ndim - 1))
+        for column, target in enumerate(points_to[: len(points_to) // 2 * 2]):
+            out[:, column] += self._offsets(target, entry.axis)
+
+    def _write_edges(self, entry: Field, neighbours: Sequence[Array], memory: Bytes) -> None:
+        """Write edges as pairs: tails as they are numbered, heads as often as each node has edges."""
+        tails_E, heads_E = self.layout.view(entry.name, memory)
+        degree, degrees = self._fields[entry.name, Form.DEGREE]
+        np.concatenate(neighbours, out=tails_E, casting="same_kind")
+        tails_E += self._offsets(entry.points_to[0], entry.axis)
+        degree_N = np.concatenate(degrees)
+        if len(degree_N) != self._total(degree.axis):
+            raise ValueError(f"{entry.name} is of {len(degree_N)} nodes where there are {self._total(degree.axis)}")
+        heads_E[:] = np.repeat(np.arange(len(degree_N)), degree_N)
+
+    def _offsets(self, target: str, axis: str) -> Integers:
+        """Return, for each row along one axis, how many rows of another axis the items before it have."""
+        return np.repeat(self.layout.bounds[target][:-1], np.diff(self.layout.bounds[axis]))
+
+    def row_map(self, found: Found, role: str) -> NDArray[np.int32]:
+        """Return the embedding's row of each residue of an item's partner."""
+        kind = RESIDUE if residues_axis(role) in self.layout.bounds else NODE
+        rows_R: NDArray[np.int32] = found.arrays[f"{role}.{kind}.row"]
+        return rows_R
+
+
+def _check_roles(found: Found) -> None:
+    """See that what joins two partners joins the receptor, first, and the ligand."""
+    roles = [partner["role"] for partner in found.meta["partners"]]
+    if len(roles) > 1 and roles != [RECEPTOR, LIGAND]:
+        raise ValueError(f"the graph of {found.id} has the partners {', '.join(roles)}")
+
+
+def _agreed(entry: Field, known: int, mine: int) -> int:
+    """Return how many rows an item has along an axis, by two of its fields; -1 stands for one that it does not have."""
+    if known != mine and min(known, mine) >= 0:
+        raise ValueError(f"{entry.name} has {mine} rows where {entry.axis} has {known}")
+    return max(known, mine)
+
+
+def _filler(entry: Field, sample: Array, rows: int) -> Array:
+    """Return what stands for an array that an item does not have."""
+    shape = (rows, *sample.shape[1:])
+    if rows == 0 or sample.dtype.kind == "b" or entry.form is Form.DEGREE:
+        return np.zeros(shape, sample.dtype)
+    if sample.dtype.kind == "f":
+        return np.full(shape, np.nan, sample.dtype)
+    raise ValueError(f"some graphs of a batch have {entry.name} and others have not: they are of different recipes")
+
+
+def _dtype(name: str, arrays: Sequence[Array]) -> np.dtype[Any]:
+    """Return a type that is the same in every batch."""
+    dtypes = {array.dtype for array in arrays}
+    found = np.dtype(np.result_type(*dtypes)) if len(dtypes) > 1 else dtypes.pop()
+    return _ANY_WIDTH.get(name.rpartition(".")[2], _WIDER.get(found.name, found))

@@ -1,0 +1,292 @@
+"""Atom graphs: what is an edge of which kind, contacts, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.spatial.distance import cdist
+from scipy.spatial.transform import Rotation
+
+from pipeline.graphs import atom
+from pipeline.graphs.graph import Graph, Part, decode, encode
+from pipeline.graphs.recipe import Recipe
+from pipeline.records import Item, Kind, Reason, Role
+from pipeline.records import Part as ItemPart
+from pipeline.structures.atoms import Unusable
+from pipeline.structures.inventory import Complex, File, examine
+from pipeline.structures.read import read_file
+from tests.graphs.complexes import KEEP, LIMIT, complex_of, moved, shared_complex, side
+from tests.structures.pdb_text import atom as line
+from tests.structures.pdb_text import chain
+
+ATOM = Recipe(nodes="atom")
+BOTH = ItemPart(Role.COMPLEX, "")
+SOME = ["1R0R", "3H2V", "1LFD"]
+RING = 1.4 * np.array([[np.cos(turn), np.sin(turn), 0] for turn in np.arange(6) * np.pi / 3])
+
+
+def benzene(shift: float = 0.0, name: str = "BNZ", number: int = 1) -> str:
+    return "".join(
+        line(f"C{index}", name, "A", number, xyz=(x + shift, y, z), record="HETATM")
+        for index, (x, y, z) in enumerate(RING.tolist())
+    )
+
+
+def pairs(part: Part, kind: str) -> set[tuple[int, int]]:
+    return set(zip(*part.edges[kind].tolist(), strict=True))
+
+
+def reason(read: Complex, recipe: Recipe = ATOM) -> Reason:
+    with pytest.raises(Unusable) as raised:
+        atom.build(read, recipe)
+    assert raised.value.detail
+    return raised.value.reason
+
+
+def test_the_pairs_of_a_ring_are_bonds_angles_and_across_it_dihedrals() -> None:
+    (part,) = atom.build(complex_of(benzene()), ATOM).parts
+    assert {kind: edges.shape[1] for kind, edges in part.edges.items()} == {
+        "bond": 12, "angle": 12, "dihedral": 6, "near": 0,
+    }  # fmt: skip
+    assert part.paths["angle"].tolist() == [[0, 1, 2], [0, 5, 4], [1, 0, 5], [1, 2, 3], [2, 3, 4], [3, 4, 5]]
+    assert part.paths["dihedral"].shape == (6, 4)
+    assert (part.paths["dihedral"][:, 0] < part.paths["dihedral"][:, 3]).all()
+
+
+@pytest.mark.parametrize(("hops", "near"), [(1, 18), (2, 6), (3, 0)])
+def test_what_hops_leaves_out_is_near_where_the_radius_reaches_it(hops: int, near: int) -> None:
+    (part,) = atom.build(complex_of(benzene()), replace(ATOM, hops=hops)).parts
+    assert list(part.edges) == [*["bond", "angle", "dihedral"][:hops], "near"]
+    assert list(part.paths) == ["angle", "dihedral"][: hops - 1]
+    assert part.edges["near"].shape[1] == near
+
+
+def test_without_a_radius_there_are_only_bonded_kinds() -> None:
+    (part,) = atom.build(complex_of(benzene()), replace(ATOM, atom_radius=None)).parts
+    assert list(part.edges) == ["bond", "angle", "dihedral"]
+
+
+def test_nodes_say_element_name_and_residue_and_residues_what_they_are() -> None:
+    lines = chain("A", "GLY", "TRP") + line("ZN", "ZN", "A", 90, xyz=(5, 5, 5), element="ZN", record="HETATM")
+    (part,) = atom.build(complex_of(lines), ATOM).parts
+    names = [bytes(name).rstrip(b"\0").decode() for name in part.nodes["name"]]
+    assert names == ["N", "CA", "C", "O"] * 2 + ["ZN"]
+    assert part.nodes["element"].tolist() == [7, 6, 6, 8] * 2 + [30]
+    assert part.nodes["residue"].tolist() == [0] * 4 + [1] * 4 + [2]
+    assert [atom.RESIDUE_TYPES[one] for one in part.residues["type"]] == ["G", "W", "other"]
+    assert [atom.KINDS[one] for one in part.residues["kind"]] == [Kind.PROTEIN, Kind.PROTEIN, Kind.OTHER]
+    assert part.residues["chain"].tolist() == [0, 0, 1]
+    assert part.row_R.tolist() == [0, 1, -1]
+    assert part.residues["number"].tolist() == [1, 2, 90]
+    assert [(one.name, one.sequence) for one in part.chains] == [("A", "GW"), ("A:ZN:90", "")]
+    assert part.texts == ("GW",)
+
+
+def test_letters_of_rna_and_dna_are_told_apart_and_an_unknown_one_is_the_last() -> None:
+    types = atom._types(Kind.RNA, "ACGUX", 5).tolist() + atom._types(Kind.DNA, "ACGTI", 5).tolist()
+    assert [atom.RESIDUE_TYPES[one] for one in types] == [
+        "RA", "RC", "RG", "RU", "RN", "DA", "DC", "DG", "DT", "DN",
+    ]  # fmt: skip
+    assert [atom.RESIDUE_TYPES[one] for one in atom._types(Kind.PROTEIN, "ACDWYXUB", 8)] == list("ACDWYXXX")
+
+
+def test_hydrogens_are_nodes_only_when_asked_for_and_deuterium_is_hydrogen() -> None:
+    lines = benzene() + line("D0", "BNZ", "A", 1, xyz=(2.48, 0, 0), element="D", record="HETATM")
+    assert atom.build(complex_of(lines), ATOM).parts[0].size == 6
+    (part,) = atom.build(complex_of(lines), replace(ATOM, hydrogens=True)).parts
+    assert part.nodes["element"].tolist() == [6] * 6 + [1]
+    assert (0, 6) in pairs(part, "bond")
+
+
+SIDES = (side(Role.RECEPTOR, "A:BNZ:1"), side(Role.LIGAND, "A:BNZ:2"))
+
+
+def test_contacts_and_cross_edges_run_between_the_partners_by_their_own_cut_offs() -> None:
+    read = complex_of(benzene() + benzene(6.0, number=2), *SIDES)
+    graph = atom.build(read, replace(ATOM, contacts=3.3, cross_radius=4.0, cross_neighbours=1))
+    assert graph.labels["contact_pairs"].tolist() == [[0, 3]]
+    assert graph.labels["contact_nearest"].tolist() == pytest.approx([3.2], abs=1e-3)
+    apart = cdist(RING, RING + np.array([6.0, 0, 0]))
+    wanted = {(int(ligand), int(receptor)) for receptor, ligand in np.argwhere(apart <= 4.0)}
+    wanted |= {(int(ligand), receptor) for receptor, ligand in enumerate(apart.argmin(axis=1))}
+    assert set(zip(*graph.cross["near"].tolist(), strict=True)) == wanted
+
+
+def test_without_contacts_there_are_no_labels_and_far_partners_are_fine() -> None:
+    read = complex_of(benzene() + benzene(60.0, number=2), *SIDES)
+    assert not atom.build(read, replace(ATOM, contacts=None)).labels
+    assert reason(read) is Reason.NO_CONTACTS
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        (
+            benzene() + line("X", "BNZ", "A", 1, xyz=(1.405, 0, 0), record="HETATM", element="C"),
+            Reason.COINCIDENT_ATOMS,
+        ),
+        (line("H1", "HYD", "A", 1, record="HETATM", element="H"), Reason.NO_NODES),
+        (line("MG", "MG", "A", 1, record="HETATM", element="MG"), Reason.NO_EDGES),
+    ],
+)
+def test_what_has_no_graph_is_a_reason(lines: str, why: Reason) -> None:
+    assert reason(complex_of(lines)) is why
+
+
+def test_two_atoms_at_one_place_are_named_also_when_they_are_of_two_partners() -> None:
+    read = complex_of(benzene() + benzene(2.8, number=2), *SIDES)
+    with pytest.raises(Unusable, match=r"C0 of BNZ 1 in chain A:BNZ:1 and C3 of BNZ 2 in chain A:BNZ:2 are 0\.00"):
+        atom.build(read, ATOM)
+
+
+def test_atoms_too_far_apart_for_any_edge_are_no_graph_and_an_ion_beside_a_partner_is() -> None:
+    far = "".join(
+        line(f"C{index}", "LIG", "A", 1, xyz=(50.0 * index, 0, 0), record="HETATM", element="C") for index in range(2)
+    )
+    ion = line("MG", "MG", "A", 2, xyz=(0, 3, 0), record="HETATM", element="MG")
+    sides = side(Role.RECEPTOR, "A:LIG"), side(Role.LIGAND, "A:MG")
+    assert reason(complex_of(far + ion, *sides)) is Reason.NO_EDGES
+    graph = atom.build(complex_of(benzene() + ion, side(Role.RECEPTOR, "A:BNZ"), side(Role.LIGAND, "A:MG")), ATOM)
+    assert graph.parts[1].size == 1
+    assert len(graph.labels["contact_pairs"]) == 6
+
+
+def same(one: Graph, other: Graph) -> None:
+    """Compare two graphs array by array."""
+    for mine, theirs in zip(one.parts, other.parts, strict=True):
+        assert (mine.role, mine.chains) == (theirs.role, theirs.chains)
+        for name in ("nodes", "edges", "residues", "paths"):
+            equal(getattr(mine, name), getattr(theirs, name))
+    equal(one.cross, other.cross)
+    equal(one.labels, other.labels)
+
+
+def equal(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
+    assert set(one) == set(other)
+    for name, array in one.items():
+        assert array.dtype == other[name].dtype, name
+        np.testing.assert_array_equal(array, other[name], err_msg=name)
+
+
+@pytest.mark.shared
+def test_a_graph_comes_back_from_its_record(shared_structures: Path) -> None:
+    read = shared_complex(shared_structures / "varied" / "5ugo.pdb", side(Role.RECEPTOR, "A"), side(Role.LIGAND, "T"))
+    graph = atom.build(read, replace(ATOM, cross_radius=6.0))
+    same(decode(*encode(graph)), graph)
+
+
+@pytest.mark.shared
+def test_contacts_are_those_of_the_benchmark_atom_by_atom(shared_structures: Path) -> None:
+    for path in sorted(shared_structures.glob("complexes/*.pdb")):
+        graph = atom.build(shared_complex(path, BOTH), ATOM)
+        pairs_P2, apart_P = graph.labels["contact_pairs"], graph.labels["contact_nearest"]
+        ours = {(named(graph.parts[0], a), named(graph.parts[1], b)) for a, b in pairs_P2.tolist()}
+        rows = [row.split() for row in path.with_suffix(".contacts5.txt").read_text().splitlines()]
+        theirs = {((chain, number, name), (second, at, other)) for number, chain, name, at, second, other, _ in rows}
+        assert ours == theirs, path.name
+        assert len(rows) == len(pairs_P2)
+        np.testing.assert_allclose(np.sort(apart_P), sorted(float(row[-1]) for row in rows), atol=1e-4)
+
+
+def named(part: Part, node: int) -> tuple[str, str, str]:
+    """Return chain, number and name of an atom, as the benchmark's tables have them."""
+    residue = part.nodes["residue"][node]
+    number = f"{part.residues['number'][residue]}{chr(part.residues['icode'][residue]).strip()}"
+    name = bytes(part.nodes["name"][node]).rstrip(b"\0").decode()
+    return part.chains[part.residues["chain"][residue]].name, number, name
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize("name", SOME)
+def test_every_pair_within_the_radius_is_of_exactly_one_kind(shared_structures: Path, name: str) -> None:
+    read = shared_complex(shared_structures / "complexes" / f"{name}.pdb", BOTH)
+    for part in atom.build(read, ATOM).parts:
+        pos_A3 = read.sides[part.role].structure.pos_A3[rows_of(read, part.role)]
+        is_near = cdist(pos_A3, pos_A3) <= 5.0
+        np.fill_diagonal(is_near, val=False)
+        kinds = [pairs(part, kind) for kind in ("bond", "angle", "dihedral", "near")]
+        assert sum(map(len, kinds)) == len(set().union(*kinds))
+        bonded = set().union(*kinds[:3])
+        assert kinds[3] == {(int(one), int(other)) for one, other in np.argwhere(is_near)} - bonded
+        for edges_2E in part.edges.values():
+            order = np.lexsort(edges_2E)
+            np.testing.assert_array_equal(order, np.arange(len(order)))
+
+
+def rows_of(read: Complex, role: Role) -> Iterable[int]:
+    return atom._choose(role, read.sides[role], ATOM).atom_A
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize("name", SOME)
+def test_moving_a_complex_changes_no_edge_and_no_distance(shared_structures: Path, name: str) -> None:
+    read = shared_complex(shared_structures / "complexes" / f"{name}.pdb", BOTH)
+    elsewhere = moved(read, Rotation.from_rotvec([0.3, -1.1, 2.0]).as_matrix(), np.array([31.7, -88.1, 12.9]))
+    recipe = replace(ATOM, cross_radius=6.0)
+    here, there = atom.build(read, recipe), atom.build(elsewhere, recipe)
+    for one, other in zip(here.parts, there.parts, strict=True):
+        for kind, edges_2E in one.edges.items():
+            np.testing.assert_array_equal(edges_2E, other.edges[kind])
+            lengths = [
+                np.linalg.norm(np.subtract(*part.nodes["pos"][edges_2E].astype(np.float64)), axis=1)
+                for part in (one, other)
+            ]
+            np.testing.assert_allclose(*lengths, atol=1e-4)
+    np.testing.assert_array_equal(here.cross["near"], there.cross["near"])
+    np.testing.assert_array_equal(here.labels["contact_pairs"], there.labels["contact_pairs"])
+    np.testing.assert_allclose(here.labels["contact_nearest"], there.labels["contact_nearest"], atol=1e-4)
+
+
+def unbound(folder: Path, name: str) -> Complex:
+    """Return an unbound pair with its bound structures."""
+    parts, bound = (
+        tuple(ItemPart(role, str(folder / f"{name}_{letter}_{state}.pdb")) for role, letter in SIDE_LETTERS)
+        for state in "ub"
+    )
+    files = {part.path: File(read_file(Path(part.path), LIMIT), part.path) for part in (*parts, *bound)}
+    inventory, read = examine(Item(name, parts=parts, bound=bound), files, KEEP)
+    assert read is not None, inventory
+    return read
+
+
+SIDE_LETTERS = ((Role.RECEPTOR, "r"), (Role.LIGAND, "l"))
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize("name", ["1HIA", "1A2K", "2VXT"])
+def test_unbound_atoms_have_the_contacts_of_their_twins_in_the_bound_structure(
+    shared_structures: Path, name: str
+) -> None:
+    read = unbound(shared_structures / "pairs", name)
+    graph = atom.build(read, replace(ATOM, cross_radius=6.0))
+    assert not graph.cross
+    pairs_P2, apart_P = graph.labels["contact_pairs"], graph.labels["contact_nearest"]
+    receptor, ligand = (part.nodes["bound"].astype(np.float64) for part in graph.parts)
+    apart = cdist(receptor, ligand)
+    np.testing.assert_allclose(apart[tuple(pairs_P2.T)], apart_P, atol=1e-3)
+    assert abs(int(np.count_nonzero(apart <= 5.0)) - len(pairs_P2)) <= 1  # the table is of float32 positions
+    for part in graph.parts:
+        np.testing.assert_array_equal(np.isfinite(part.nodes["bound"]).all(axis=1), part.nodes["labelled"])
+        assert part.nodes["labelled"].mean() > 0.9
+    order = np.lexsort(pairs_P2.T[::-1])
+    np.testing.assert_array_equal(order, np.arange(len(order)))
+
+
+@pytest.mark.shared
+def test_rna_and_its_small_molecules_are_receptor_and_ligand(shared_structures: Path) -> None:
+    sides = side(Role.RECEPTOR, "A"), side(Role.LIGAND, "A:SPM")
+    graph = atom.build(shared_complex(shared_structures / "varied" / "4p5j.cif", *sides), ATOM)
+    rna, spermine = graph.parts
+    assert spermine.size == 14
+    assert {kind: edges.shape[1] // 2 for kind, edges in spermine.edges.items() if kind != "near"} == {
+        "bond": 13, "angle": 12, "dihedral": 11,
+    }  # fmt: skip
+    assert {chain.name.split(":")[1] for chain in rna.chains[1:]} == {"IRI", "MG"}
+    assert set(rna.residues["kind"]) == {atom.KINDS.index(Kind.RNA), atom.KINDS.index(Kind.OTHER)}
+    assert (rna.row_R == -1).all()
+    assert len(graph.labels["contact_pairs"]) > 20
+    same(decode(*encode(graph)), graph)

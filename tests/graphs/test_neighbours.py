@@ -1,0 +1,195 @@
+"""Neighbours: as by brute force, ties included, by whichever way they are found and wherever the points are."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from scipy.spatial.transform import Rotation
+
+from pipeline.graphs import neighbours
+from pipeline.graphs.neighbours import between, closest, coincident, within
+from pipeline.structures.inventory import Complex
+
+Points = NDArray[np.float64]
+WAYS = pytest.mark.parametrize("few", [0, 10**9], ids=["tree", "matrix"])
+CELLS = st.lists(st.tuples(*[st.integers(0, 4)] * 3), min_size=2, max_size=60, unique=True)
+SOME = settings(max_examples=40, deadline=None)  # other work may share the machine
+SPACINGS = st.sampled_from([1.0, 3.8, 0.125, 2.345])
+
+
+def by_brute_force(source: Points, target: Points, nearest: int, radius: float | None, same: bool) -> NDArray[np.int64]:
+    edges = []
+    for node, point in enumerate(target):
+        steps = np.rint(((source - point) ** 2).sum(axis=1) * 1e6)
+        others = [one for one in range(len(source)) if not (same and one == node)]
+        ranked = sorted(others, key=lambda one: (steps[one], one))
+        chosen = set(ranked[:nearest])
+        if radius is not None:
+            chosen |= {one for one in others if steps[one] <= np.rint(radius**2 * 1e6)}
+        edges += [(one, node) for one in sorted(chosen)]
+    return np.array(edges, np.int64).reshape(-1, 2).T
+
+
+def turned(points: Points, seed: int) -> Points:
+    rng = np.random.default_rng(seed)
+    return points @ Rotation.random(random_state=seed).as_matrix().T + rng.uniform(-500, 500, 3)
+
+
+@WAYS
+@SOME
+@given(cells=CELLS, spacing=SPACINGS, nearest=st.integers(0, 30), reach=st.integers(0, 6), seed=st.integers(0, 99))
+def test_a_lattice_full_of_ties_gives_the_same_edges_however_it_lies(
+    few: int, cells: list[tuple[int, int, int]], spacing: float, nearest: int, reach: int, seed: int
+) -> None:
+    points = np.array(cells, np.float64) * spacing
+    radius = spacing * np.sqrt(reach) if reach else None  # exactly as far as some are
+    expected = by_brute_force(points, points, nearest, radius, same=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(neighbours, "FEW", few)
+        np.testing.assert_array_equal(within(points, nearest, radius), expected)
+        np.testing.assert_array_equal(within(turned(points, seed), nearest, radius), expected)
+
+
+@WAYS
+@SOME
+@given(cells=CELLS, others=CELLS, nearest=st.integers(0, 9), reach=st.integers(0, 6), seed=st.integers(0, 99))
+def test_neighbours_in_another_set_are_those_of_brute_force(
+    few: int,
+    cells: list[tuple[int, int, int]],
+    others: list[tuple[int, int, int]],
+    nearest: int,
+    reach: int,
+    seed: int,
+) -> None:
+    points, targets = np.array(cells, np.float64), np.array(others, np.float64)
+    radius = np.sqrt(reach) if reach else None
+    expected = by_brute_force(points, targets, nearest, radius, same=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(neighbours, "FEW", few)
+        np.testing.assert_array_equal(between(points, targets, nearest, radius), expected)
+        both = turned(np.concatenate([points, targets]), seed)
+        moved, elsewhere = both[: len(points)], both[len(points) :]
+        np.testing.assert_array_equal(between(moved, elsewhere, nearest, radius), expected)
+
+
+@WAYS
+@SOME
+@given(
+    points=st.lists(st.tuples(*[st.floats(-30, 30, width=32)] * 3), min_size=1, max_size=50),
+    nearest=st.integers(0, 20),
+    radius=st.none() | st.floats(0.01, 40),
+)
+def test_any_points_also_equal_ones_give_the_edges_of_brute_force(
+    few: int, points: list[tuple[float, float, float]], nearest: int, radius: float | None
+) -> None:
+    array = np.array(points).round(3)
+    expected = by_brute_force(array, array, nearest, radius, same=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(neighbours, "FEW", few)
+        np.testing.assert_array_equal(within(array, nearest, radius), expected)
+
+
+@pytest.mark.parametrize("size", [neighbours.FEW, neighbours.FEW + 1])
+def test_both_sides_of_the_size_at_which_the_way_changes_are_right(size: int) -> None:
+    points = np.random.default_rng(size).integers(-25_000, 25_000, (size, 3)) / 1000
+    np.testing.assert_array_equal(within(points, 20, 9.0), by_brute_force(points, points, 20, 9.0, same=True))
+
+
+def test_a_plane_of_ties_larger_than_what_the_tree_is_first_asked_for_is_settled_by_index(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ring = np.array([[np.cos(turn), np.sin(turn), 0] for turn in np.arange(90) * 2 * np.pi / 90]) * 10
+    points = np.concatenate([ring, [[0, 0, 0]]])  # the last one is as far from all
+    monkeypatch.setattr(neighbours, "FEW", 0)
+    edges = within(points, 5)
+    assert edges[0, edges[1] == 90].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_who_has_fewer_others_than_asked_for_gets_all_of_them() -> None:
+    points = np.eye(3)
+    assert within(points, 20).tolist() == [[1, 2, 0, 2, 0, 1], [0, 0, 1, 1, 2, 2]]
+    assert within(points[:1], 20).shape == (2, 0)
+    assert between(points[:2], points, 20).tolist() == [[0, 1] * 3, [0, 0, 1, 1, 2, 2]]
+    assert between(points[:0], points, 20, 3.0).shape == (2, 0)
+
+
+@WAYS
+def test_a_step_beyond_the_radius_is_beyond_it(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neighbours, "FEW", few)
+    points = np.array([[0, 0, 0], [1, 0, 0], [0, 1, 0.001]])  # the square of the last one's distance is 1.000001
+    assert within(points, radius=1.0).tolist() == [[1, 0], [0, 1]]
+
+
+@WAYS
+@SOME
+@given(CELLS, st.integers(2, 4), st.integers(1, 9), st.randoms(use_true_random=False))
+def test_several_points_at_one_place_are_each_others_neighbours_and_never_their_own(
+    few: int, cells: list[tuple[int, int, int]], times: int, nearest: int, random: Random
+) -> None:
+    again = cells * times
+    random.shuffle(again)
+    points = np.array(again, np.float64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(neighbours, "FEW", few)
+        np.testing.assert_array_equal(within(points, nearest), by_brute_force(points, points, nearest, None, same=True))
+
+
+def test_far_from_the_origin_a_tie_is_still_a_tie() -> None:
+    points = np.array([[0, 0, 0], [1, 0, 0], [-1, 0, 0], [0, 1, 0], [0, 0, -1]], np.float64) + 987_654.321
+    assert within(points, 2)[0, :2].tolist() == [1, 2]
+
+
+def test_points_in_several_blocks_are_numbered_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = np.random.default_rng(0).normal(size=(57, 3)) * 10
+    expected = within(points, 7, 8.0)
+    monkeypatch.setattr(neighbours, "BLOCK", 200)
+    np.testing.assert_array_equal(within(points, 7, 8.0), expected)
+
+
+def test_the_closest_two_are_found_within_a_set_and_between_two() -> None:
+    points = np.array([[0, 0, 0], [5, 0, 0], [5, 3, 0]], np.float64)
+    assert closest(points) == 3
+    assert closest(points[:2], points[2:]) == 3
+    assert closest(points[:1]) == float("inf")
+
+
+@SOME
+@given(CELLS, st.lists(st.integers(0, 59), max_size=8), st.integers(0, 99))
+def test_points_at_one_place_are_found_and_no_others(
+    cells: list[tuple[int, int, int]], again: list[int], seed: int
+) -> None:
+    copies = sorted({one for one in again if one < len(cells)})
+    points = np.array(cells + [cells[one] for one in copies], np.float64)
+    points[len(cells) :, 1] += 0.01  # exactly as near as still counts
+    expected = [[one, len(cells) + number] for number, one in enumerate(copies)]
+    assert coincident(points).tolist() == expected
+    assert coincident(turned(points, seed)).tolist() == expected
+    points[len(cells) :, 1] += 0.001
+    assert coincident(points).tolist() == []
+
+
+@WAYS
+@pytest.mark.shared
+@pytest.mark.parametrize(("nearest", "radius"), [(20, None), (0, 10.0), (6, 7.5)])
+def test_edges_on_every_shared_complex_are_those_of_brute_force(
+    few: int, nearest: int, radius: float | None, complexes: dict[str, Complex], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(neighbours, "FEW", few)
+    for name, read in complexes.items():
+        for side in read.sides.values():
+            atom = side.structure.backbone_R5[side.residues(), 1]
+            points = side.structure.pos_A3[atom[atom >= 0]]
+            apart = points[:, None] - points[None]
+            steps = np.rint((apart * apart).sum(axis=-1) * 1e6)
+            np.fill_diagonal(steps, np.inf)
+            order = np.argsort(steps, axis=1, kind="stable")[:, :nearest]
+            expected = np.zeros(steps.shape, bool)
+            np.put_along_axis(expected, order, values=True, axis=1)
+            if radius is not None:
+                expected |= steps <= radius**2 * 1e6
+            np.testing.assert_array_equal(within(points, nearest, radius), np.nonzero(expected)[::-1], err_msg=name)

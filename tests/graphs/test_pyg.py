@@ -1,0 +1,137 @@
+"""Graphs as PyTorch Geometric sees them: alone, in batches, and without a way back into the cache."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # PyG uses what torch has deprecated, as it is imported
+    from torch_geometric.data import Batch, Data, HeteroData
+    from torch_geometric.loader import DataLoader
+
+from pipeline.errors import ConfigError
+from pipeline.graphs import atom, pyg, residue
+from pipeline.graphs.graph import Graph, decode, encode
+from pipeline.graphs.recipe import Recipe
+from pipeline.records import Role
+from pipeline.store.cache import Cache
+from pipeline.structures.synthetic import complex_pdb
+from tests.graphs.complexes import complex_of, side
+
+AB = (side(Role.RECEPTOR, "A"), side(Role.LIGAND, "B"))
+KEY = bytes(16)
+
+
+@pytest.fixture(scope="module")
+def graphs() -> list[Graph]:
+    recipe = Recipe(cross_neighbours=4)
+    reads = [complex_of(complex_pdb(seed, 30 + 9 * seed, 300 - 80 * seed).decode(), *AB) for seed in range(3)]
+    return [residue.build(read, recipe) for read in reads]
+
+
+@pytest.fixture
+def from_cache(graphs: list[Graph], tmp_path: Path) -> Graph:
+    store = Cache(tmp_path).kind("graph")
+    with store.writer() as writer:
+        writer.put(KEY, *encode(graphs[0]))
+    record = store.get(KEY)
+    return decode(record.arrays, record.meta)
+
+
+def test_a_complex_has_a_node_type_per_partner_and_its_contacts_as_edges(graphs: list[Graph]) -> None:
+    graph = graphs[0]
+    whole = pyg.data(graph)
+    assert isinstance(whole, HeteroData)
+    assert whole.validate()
+    assert whole.node_types == ["receptor", "ligand"]
+    assert set(whole.edge_types) == {
+        ("receptor", "near", "receptor"), ("ligand", "near", "ligand"), ("ligand", "near", "receptor"),
+        ("receptor", "contact", "ligand"),
+    }  # fmt: skip
+    for part in graph.parts:
+        role = part.role.value
+        assert whole[role].num_nodes == part.size
+        np.testing.assert_array_equal(whole[role, "near", role].edge_index, part.edges["near"])
+        np.testing.assert_array_equal(whole[role].pos, part.nodes["pos"])
+    contacts = whole["receptor", "contact", "ligand"]
+    np.testing.assert_array_equal(contacts.edge_index.T, graph.labels["contact_pairs"].astype(np.int64))
+    np.testing.assert_array_equal(contacts.atoms, graph.labels["contact_atoms"].astype(np.int64))
+    np.testing.assert_array_equal(whole["ligand", "near", "receptor"].edge_index, graph.cross["near"])
+
+
+def test_one_partner_is_data(graphs: list[Graph]) -> None:
+    part = graphs[0].parts[0]
+    for one in (pyg.data(part), pyg.data(Graph((part,)))):
+        assert isinstance(one, Data)
+        assert one.validate()
+        assert one.num_nodes == part.size
+        assert one.num_edges == part.edges["near"].shape[1]
+        assert one.type.dtype == one.row.dtype == one.chain.dtype == torch.int64  # uint8 would be taken for a mask
+
+
+def test_batches_of_several_hold_all_nodes_and_edges_and_point_within_their_own(graphs: list[Graph]) -> None:
+    wholes = [pyg.data(graph) for graph in graphs]
+    batch = Batch.from_data_list(wholes)
+    for kind in wholes[0].edge_types:
+        assert batch[kind].edge_index.shape[1] == sum(one[kind].edge_index.shape[1] for one in wholes)
+        source, target = (batch[role].batch[ends] for role, ends in zip(kind[::2], batch[kind].edge_index, strict=True))
+        assert torch.equal(source, target)
+    assert batch["receptor"].num_nodes == sum(graph.parts[0].size for graph in graphs)
+    assert batch["receptor_centre"].shape == (3, 3)
+    assert batch["receptor"].pos.shape[1:] == (4, 3)
+    loader = DataLoader([pyg.data(graph.parts[0]) for graph in graphs], batch_size=2)
+    assert [one.num_edges for one in loader] == [
+        sum(graph.parts[0].edges["near"].shape[1] for graph in some) for some in (graphs[:2], graphs[2:])
+    ]
+
+
+def test_each_residue_gets_the_row_that_is_its_own(graphs: list[Graph]) -> None:
+    part = graphs[0].parts[1]
+    rows = torch.arange(part.size * 2, dtype=torch.bfloat16).reshape(part.size, 2)
+    whole = pyg.data(graphs[0], {Role.LIGAND: rows})
+    assert torch.equal(whole["ligand"].x, rows)
+    assert "x" not in whole["receptor"]
+    with pytest.raises(ValueError, match="have 7 rows, not 300"):
+        pyg.data(graphs[0], {Role.LIGAND: rows[:7]})
+
+
+def test_new_arrays_are_shared_and_those_of_a_record_only_if_asked(graphs: list[Graph], from_cache: Graph) -> None:
+    fresh = pyg.data(graphs[0])
+    assert fresh["receptor"].pos.data_ptr() == graphs[0].parts[0].nodes["pos"].ctypes.data
+    stored = from_cache.parts[0].nodes["pos"]
+    assert not stored.flags.writeable
+    before = stored.copy()
+    pyg.data(from_cache)["receptor"].pos.add_(1)
+    np.testing.assert_array_equal(stored, before)
+    shared = pyg.data(from_cache, share=True)["receptor"].pos
+    assert shared.data_ptr() == stored.ctypes.data
+    edges = from_cache.parts[0].edges["near"]  # decoded into memory of their own
+    assert pyg.data(from_cache)["receptor", "near", "receptor"].edge_index.data_ptr() == edges.ctypes.data
+
+
+def test_atom_graphs_have_residues_as_nodes_which_batches_count_through() -> None:
+    lines = complex_pdb(5, 20, 20).decode()
+    graph = atom.build(complex_of(lines, *AB), Recipe(nodes="atom"))
+    whole = pyg.data(graph, {Role.RECEPTOR: torch.ones(20, 3)})
+    assert whole.validate()
+    part = graph.parts[0]
+    assert whole["receptor"].num_nodes == part.size
+    assert whole["receptor_residue"].x.shape == (20, 3)
+    assert {kind for _, kind, _ in whole.edge_types} == {*part.edges, "in", "contact"}
+    inside = whole["receptor", "in", "receptor_residue"].edge_index
+    np.testing.assert_array_equal(inside[1], part.nodes["residue"])
+    batch = Batch.from_data_list([whole, whole])
+    assert int(batch["receptor", "in", "receptor_residue"].edge_index[1].max()) == 39
+    assert isinstance(pyg.data(part), HeteroData)
+
+
+def test_without_pyg_people_are_told_what_to_install(graphs: list[Graph], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_geometric.data", None)
+    with pytest.raises(ConfigError, match=r"pip install 'pipeline\[pyg\]'"):
+        pyg.data(graphs[0])

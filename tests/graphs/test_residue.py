@@ -1,0 +1,398 @@
+"""Residue graphs: nodes, edges and labels of real complexes, and what is refused with its reason."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from scipy.spatial.transform import Rotation
+
+from pipeline.graphs import residue
+from pipeline.graphs.backbone import INCOMPLETE, LETTERS, MODIFIED, VIRTUAL_CB
+from pipeline.graphs.graph import Graph, Part, lengths
+from pipeline.graphs.recipe import Recipe
+from pipeline.records import Kind, Reason, Role
+from pipeline.records import Part as ItemPart
+from pipeline.structures.atoms import Unusable, text
+from pipeline.structures.inventory import Complex
+from pipeline.structures.inventory import Recipe as ScanRecipe
+from pipeline.structures.policy import Policy
+from pipeline.structures.read import Reading
+from pipeline.structures.synthetic import complex_pdb
+from tests.graphs.complexes import complex_of, examined, moved, side
+from tests.structures.pdb_text import atom
+from tests.structures.pdb_text import residue as residue_lines
+
+ONLY_CA = ScanRecipe(policy=Policy(require="ca"))
+BOTH = ItemPart(Role.COMPLEX, "")
+AB = (side(Role.RECEPTOR, "A"), side(Role.LIGAND, "B"))
+NO_LABELS = Recipe(contacts=None)
+# Where the tables and the labels differ, and why: (complex, side, residue).
+NOT_A_NODE = {("3R9A", 0, "391")}  # of LYS 391 of chain A only N was observed; a node needs N, CA and C
+
+
+def strand(name: str, residues: int, y: float = 0.0, apart: float = 3.8, resname: str = "ALA") -> str:
+    """Return a straight chain along x with a full backbone."""
+    places = {"N": (-1.2, 0.5), "CA": (0.0, 0.0), "C": (1.2, 0.5), "O": (1.2, 1.7)}
+    return (
+        "".join(
+            atom(one, resname, name, number + 1, xyz=(number * apart + x, y + up, 0.0))
+            for number in range(residues)
+            for one, (x, up) in places.items()
+        )
+        + "TER\n"
+    )
+
+
+def refusal(read: Complex, recipe: Recipe = Recipe()) -> tuple[Reason, str]:  # noqa: B008 - it is frozen
+    with pytest.raises(Unusable) as raised:
+        residue.build(read, recipe)
+    return raised.value.reason, raised.value.detail
+
+
+def names(part: Part) -> list[str]:
+    numbers, icodes = part.nodes["number"].tolist(), part.nodes["icode"].tolist()
+    return [f"{number}{chr(icode).strip(chr(0) + ' ')}" for number, icode in zip(numbers, icodes, strict=True)]
+
+
+def labelled(graph: Graph) -> Counter[tuple[str, str]]:
+    receptor, ligand = map(names, graph.parts)
+    pairs, atoms = graph.labels["contact_pairs"].tolist(), graph.labels["contact_atoms"].tolist()
+    return Counter({(receptor[one], ligand[other]): count for (one, other), count in zip(pairs, atoms, strict=True)})
+
+
+@pytest.mark.shared
+def test_contacts_at_5_angstrom_are_those_of_the_benchmarks_tables(
+    shared_structures: Path, complexes: dict[str, Complex]
+) -> None:
+    left_out = set()
+    for name, read in complexes.items():
+        table = (shared_structures / "complexes" / f"{name}.contacts5.txt").read_text().splitlines()
+        rows = [line.split() for line in table]
+        theirs = Counter((row[0], row[3]) for row in rows)
+        for pair in list(theirs):
+            excused = {(name, at, one) for at, one in enumerate(pair)} & NOT_A_NODE
+            if excused:
+                left_out |= excused
+                del theirs[pair]
+        graph = residue.build(read, Recipe())
+        assert labelled(graph) == theirs, name  # the pairs of residues, and the pairs of atoms of each
+        nearest = min(float(row[6]) for row in rows)
+        assert graph.labels["contact_nearest"].min() == pytest.approx(nearest, abs=1e-5)
+    assert left_out == NOT_A_NODE
+
+
+@pytest.mark.shared
+def test_moving_a_complex_changes_no_edge_no_contact_and_no_distance(complexes: dict[str, Complex]) -> None:
+    recipe = Recipe(radius=9.0, cross_neighbours=5, cross_radius=8.0)
+    for number, (name, read) in enumerate(complexes.items()):
+        rotation = Rotation.random(random_state=number).as_matrix()
+        shift = np.random.default_rng(number).uniform(-300, 300, 3)
+        here, there = residue.build(read, recipe), residue.build(moved(read, rotation, shift), recipe)
+        for one, other in zip(here.parts, there.parts, strict=True):
+            np.testing.assert_array_equal(one.edges["near"], other.edges["near"], err_msg=name)
+            ca, elsewhere = one.nodes["pos"][:, 1], other.nodes["pos"][:, 1]
+            apart = lengths(ca, ca, one.edges["near"]) - lengths(elsewhere, elsewhere, one.edges["near"])
+            assert np.abs(apart).max() < 1e-4
+            for array in ("side", "pos"):
+                turned = one.nodes[array] @ rotation.T.astype(np.float32)
+                between_centres = one.nodes["pos"][:1, 1:2] @ rotation.T - other.nodes["pos"][:1, 1:2]
+                offset = between_centres[0, 0] if array == "pos" else 0
+                np.testing.assert_allclose(turned - offset, other.nodes[array], atol=1e-4)
+        np.testing.assert_array_equal(here.cross["near"], there.cross["near"])
+        for label in ("contact_pairs", "contact_atoms"):
+            np.testing.assert_array_equal(here.labels[label], there.labels[label])
+        np.testing.assert_allclose(here.labels["contact_nearest"], there.labels["contact_nearest"], atol=1e-4)
+
+
+@pytest.mark.shared
+def test_coordinates_from_the_centre_keep_the_distances_of_the_file(complexes: dict[str, Complex]) -> None:
+    for read in complexes.values():
+        graph = residue.build(read, NO_LABELS)
+        for part, one in zip(graph.parts, read.sides.values(), strict=True):
+            in_file = one.structure.backbone_R5[one.residues(), 1]
+            exact = one.structure.pos_A3[in_file[one.structure.node_R[one.residues()]]]
+            assert np.abs(part.nodes["pos"][:, 1] + part.centre_3 - exact).max() < 1e-4
+            edges = part.edges["near"]
+            apart = np.linalg.norm(exact[edges[0]] - exact[edges[1]], axis=1)
+            assert np.abs(lengths(part.nodes["pos"][:, 1], part.nodes["pos"][:, 1], edges) - apart).max() < 1e-4
+
+
+@pytest.mark.shared
+def test_side_vectors_are_those_of_a_loop_over_residues_and_atoms(complexes: dict[str, Complex]) -> None:
+    main = {"N", "CA", "C", "O", "OXT"}
+    for name in ("1AHW", "2OOR", "3R9A"):
+        graph = residue.build(complexes[name], NO_LABELS)
+        for part, one in zip(graph.parts, complexes[name].sides.values(), strict=True):
+            structure, nodes = one.structure, iter(range(part.size))
+            for number in one.residues()[structure.node_R[one.residues()]].tolist():
+                atoms = np.flatnonzero(structure.residue_A == number)
+                own = [at for at in atoms if text(structure.name_A[at]) not in main and structure.element_A[at] != 1]
+                node = next(nodes)
+                if own:
+                    ca = structure.pos_A3[structure.backbone_R5[number, 1]]
+                    expected = structure.pos_A3[own].mean(axis=0) - ca
+                else:
+                    expected = part.nodes["pos"][node, 3] - part.nodes["pos"][node, 1]
+                np.testing.assert_allclose(part.nodes["side"][node], expected, atol=1e-5)
+
+
+@pytest.mark.shared
+def test_the_rows_letters_and_flags_of_real_chains_fit_their_sequences(complexes: dict[str, Complex]) -> None:
+    for name, read in complexes.items():
+        for part in residue.build(read, NO_LABELS).parts:
+            letters = "".join(part.texts)
+            assert [letters[row] for row in part.row_R] == [LETTERS[code] for code in part.nodes["type"]], name
+            glycines = part.nodes["type"] == LETTERS.index("G")
+            assert (part.nodes["flags"][glycines] & VIRTUAL_CB).all()
+            assert not (part.nodes["flags"][glycines] & INCOMPLETE).any()
+            assert np.isfinite(part.nodes["pos"]).all()
+            assert np.isfinite(part.nodes["side"]).all()
+
+
+def test_a_virtual_cb_is_where_the_real_one_of_ideal_geometry_is() -> None:
+    pdb = complex_pdb(1, 40, 40)
+    without = b"\n".join(line for line in pdb.split(b"\n") if line[13:15] != b"CB")
+    whole, cut = (residue.build(complex_of(one.decode(), *AB), Recipe()) for one in (pdb, without))
+    for part, bare in zip(whole.parts, cut.parts, strict=True):
+        np.testing.assert_allclose(part.nodes["pos"], bare.nodes["pos"], atol=3e-3)  # files have three decimals
+        np.testing.assert_allclose(part.nodes["side"], bare.nodes["side"], atol=3e-3)
+        assert (bare.nodes["flags"] & VIRTUAL_CB).all()
+
+
+def test_what_a_node_is_can_be_read_from_its_arrays() -> None:
+    lines = residue_lines("GLY", "A", 5) + residue_lines("LEU", "A", 6, icode="B")
+    lines += residue_lines("MSE", "A", 7, ("N", "CA", "C", "O", "CB", "CG", "SE", "CE"), record="HETATM")
+    lines += residue_lines("SER", "A", 8, ("N", "CA", "C", "O", "CB", "OG", "OXT")) + "TER\n" + strand("B", 3, y=30)
+    whole = residue.build(complex_of(lines), NO_LABELS).parts[0]
+    assert whole.role is Role.WHOLE
+    assert "".join(LETTERS[code] for code in whole.nodes["type"]) == "GLMSAAA"
+    assert names(whole) == ["5", "6B", "7", "8", "1", "2", "3"]
+    assert whole.nodes["chain"].tolist() == [0, 0, 0, 0, 1, 1, 1]
+    assert whole.nodes["row"].tolist() == list(range(7))
+    incomplete, modified = (whole.nodes["flags"] & bit != 0 for bit in (INCOMPLETE, MODIFIED))
+    assert incomplete.tolist() == [False, True, False, False, True, True, True]
+    assert modified.tolist() == [False, False, True, False, False, False, False]
+    np.testing.assert_allclose(whole.nodes["side"][3], [0, 3.5, 0], atol=1e-5)  # CB and OG, but not OXT
+
+
+def test_hydrogens_are_no_part_of_side_chains_or_contacts() -> None:
+    heavy = strand("A", 3) + strand("B", 3, y=6)
+    lines = heavy.splitlines(keepends=True)
+    for at in reversed(range(len(lines))):
+        if " O   " in lines[at]:
+            near = atom("HB", "ALA", lines[at][21], int(lines[at][22:26]), xyz=(3.8, 3.0, 0.0), element="H")
+            lines.insert(at, near.replace(" H\n", " D\n") if at % 2 else near)
+    plain, protonated = (residue.build(complex_of(text, *AB), Recipe(contacts=5.0)) for text in (heavy, "".join(lines)))
+    for label, array in plain.labels.items():
+        np.testing.assert_array_equal(array, protonated.labels[label])
+    for one, other in zip(plain.parts, protonated.parts, strict=True):
+        np.testing.assert_allclose(one.nodes["side"], other.nodes["side"], atol=1e-6)
+
+
+def test_contacts_are_counted_up_to_and_with_the_cutoff_wherever_the_complex_lies() -> None:
+    lines = residue_lines("GLY", "A", 1, ("CA",)) + residue_lines("GLY", "A", 9, ("CA",)) + "TER\n"
+    lines += "".join(atom("CA", "GLY", "B", number, xyz=(3.8, 5.0 * number, 0.0)) for number in (1, 2)) + "TER\n"
+    read = complex_of(lines, *AB, recipe=ONLY_CA)
+    graph = residue.build(read, Recipe(contacts=5.0))
+    assert graph.labels["contact_pairs"].tolist() == [[0, 0]]
+    assert graph.labels["contact_nearest"].tolist() == [5.0]
+    for seed in range(20):
+        rotation, shift = Rotation.random(random_state=seed).as_matrix(), np.full(3, 77.7 * seed)
+        again = residue.build(moved(read, rotation, shift), Recipe(contacts=5.0))
+        assert again.labels["contact_pairs"].tolist() == [[0, 0]]
+    assert refusal(read, Recipe(contacts=4.999))[0] is Reason.NO_CONTACTS
+
+
+@pytest.mark.parametrize("cutoff", [3.0, 5.0, 12.0])
+def test_contacts_are_those_of_all_pairs_of_atoms(cutoff: float) -> None:
+    read = complex_of(complex_pdb(3, 90, 60).decode(), *AB)
+    graph = residue.build(read, Recipe(contacts=cutoff))
+    (rows, atoms), (columns, others) = (
+        (np.searchsorted(one.residues(), one.structure.residue_A[kept]), one.structure.pos_A3[kept])
+        for one in read.sides.values()
+        for kept in [np.isin(one.structure.residue_A, one.residues())]
+    )
+    apart = np.linalg.norm(atoms[:, None] - others[None], axis=-1)
+    found: Counter[tuple[int, int]] = Counter()
+    nearest: dict[tuple[int, int], float] = {}
+    for one, other in np.argwhere(apart <= cutoff).tolist():
+        pair = int(rows[one]), int(columns[other])
+        found[pair] += 1
+        nearest[pair] = min(nearest.get(pair, np.inf), apart[one, other])
+    pairs = [tuple(pair) for pair in graph.labels["contact_pairs"].tolist()]
+    assert pairs == sorted(found)
+    assert graph.labels["contact_atoms"].tolist() == [found[pair] for pair in pairs]
+    np.testing.assert_allclose(graph.labels["contact_nearest"], [nearest[pair] for pair in pairs], atol=1e-5)
+
+
+def test_a_partner_of_one_residue_is_refused_by_name() -> None:
+    reason, detail = refusal(complex_of(strand("A", 4) + strand("B", 1, y=4), *AB))
+    assert reason is Reason.NO_EDGES
+    assert "the ligand is one residue, ALA 1 of chain B" in detail
+
+
+def test_residues_that_are_all_farther_than_the_radius_are_refused_with_the_nearest_distance() -> None:
+    read = complex_of(strand("A", 4, apart=9.0) + strand("B", 4, y=4), *AB)
+    reason, detail = refusal(read, Recipe(neighbours=0, radius=8.0))
+    assert reason is Reason.NO_EDGES
+    assert "the receptor are nearer than 9.00 Å; graph.radius is 8.0" in detail
+
+
+def test_a_residue_alone_within_the_radius_may_stand_in_the_graph() -> None:
+    lines = strand("A", 3) + residue_lines("ALA", "A", 99)
+    part = residue.build(complex_of(lines), Recipe(neighbours=0, radius=8.0)).parts[0]
+    assert set(part.edges["near"][1].tolist()) == {0, 1, 2}
+    assert part.size == 4
+
+
+def test_nearest_and_radius_are_one_set_of_edges_each_once() -> None:
+    read = complex_of(strand("A", 9))
+    nearest, within, both = (
+        set(map(tuple, residue.build(read, recipe).parts[0].edges["near"].T.tolist()))
+        for recipe in (Recipe(neighbours=2), Recipe(neighbours=0, radius=8.0), Recipe(neighbours=2, radius=8.0))
+    )
+    assert both == nearest | within
+    assert nearest - within == set()
+    assert residue.build(read, Recipe(neighbours=2, radius=8.0)).parts[0].edges["near"].shape[1] == len(both)
+
+
+def test_coincident_ca_atoms_are_refused_by_name_in_a_partner_and_between_bound_partners() -> None:
+    twice = strand("A", 4) + residue_lines("GLY", "A", 20).replace("  76.000   1.000", "   3.800   0.005")
+    reason, detail = refusal(complex_of(twice + strand("B", 4, y=4), *AB))
+    assert reason is Reason.COINCIDENT_ATOMS
+    assert "ALA 2 of chain A and of GLY 20 of chain A are 0.005 Å apart" in detail
+    reason, detail = refusal(complex_of(strand("A", 4) + strand("B", 4), *AB))
+    assert reason is Reason.COINCIDENT_ATOMS
+    assert "ALA 1 of chain A and of ALA 1 of chain B" in detail
+    assert "3 other pairs" in detail
+
+
+@pytest.mark.parametrize("far", [40.0, 400.0])
+def test_partners_that_do_not_touch_are_refused_with_the_nearest_distance(far: float) -> None:
+    reason, detail = refusal(complex_of(strand("A", 4) + strand("B", 4, y=far), *AB))
+    assert reason is Reason.NO_CONTACTS
+    assert f"{np.hypot(far - 1.7, 1.2):.2f} Å apart; graph.contacts is 5" in detail
+    residue.build(complex_of(strand("A", 4) + strand("B", 4, y=far), *AB), NO_LABELS)
+
+
+def test_a_chain_without_ca_is_refused_by_name_beside_one_that_has_them() -> None:
+    bare = "".join(atom(name, "ALA", "B", number, xyz=(number * 3.8, 4, 0)) for number in (1, 2) for name in ("N", "C"))
+    parts = (side(Role.RECEPTOR, "A", "B"), side(Role.LIGAND, "C"))
+    reason, detail = refusal(complex_of(strand("A", 3) + bare + "TER\n" + strand("C", 3, y=8), *parts))
+    assert reason is Reason.NO_NODES
+    assert "no residue of chain B (receptor)" in detail
+
+
+def test_chains_of_ca_only_are_graphs_where_the_policy_allows_and_say_what_is_missing() -> None:
+    lines = "".join(residue_lines("ALA", name, number, ("CA",)) for name in "AB" for number in range(1, 5))
+    lines = lines.replace("   0.000   0.000  1.00", "   0.000   4.000  1.00", 4)
+    part = residue.build(complex_of(lines, *AB, recipe=ONLY_CA), Recipe()).parts[0]
+    assert np.isfinite(part.nodes["pos"][:, 1]).all()
+    assert np.isnan(part.nodes["pos"][:, [0, 2, 3]]).all()
+    assert np.isnan(part.nodes["side"]).all()
+    assert (part.nodes["flags"] == VIRTUAL_CB | INCOMPLETE).all()
+
+
+def test_nucleotides_are_left_out_and_a_partner_of_nothing_else_is_refused() -> None:
+    sugar = ("P", "C1'", "C3'", "C4'", "N9")
+    rna = "".join(residue_lines("A", "R", number, sugar) for number in (1, 2, 3)) + "TER\n"
+    parts = (side(Role.RECEPTOR, "A", "R"), side(Role.LIGAND, "B"))
+    read = complex_of(strand("A", 4) + rna + strand("B", 4, y=4), *parts)
+    receptor = residue.build(read, Recipe()).parts[0]
+    assert receptor.size == 4
+    assert [one.kind for one in receptor.chains] == [Kind.PROTEIN, Kind.RNA]
+    assert receptor.row_R.tolist() == [0, 1, 2, 3]
+    reason, detail = refusal(complex_of(strand("A", 4) + rna, AB[0], side(Role.LIGAND, "R")))
+    assert reason is Reason.NO_NODES
+    assert "graph.nodes: atom" in detail
+
+
+@pytest.mark.parametrize("x", ["     nan", "    1e30", "     inf"])
+def test_coordinates_that_are_no_place_are_a_rejection_before_there_is_a_graph(x: str) -> None:
+    lines = strand("A", 4) + strand("B", 4, y=4)
+    inventory, read = examined(lines.replace("   3.800", x, 1).encode(), *AB)
+    assert read is None
+    assert inventory.reason is Reason.PARSE_ERROR
+
+
+def test_rows_lead_into_full_sequences_where_those_are_encoded() -> None:
+    names_of = ["ALA", "GLY", "SER", "ALA", "LEU"]
+    seqres = "".join(f"SEQRES   1 {name} {5:4d}  {' '.join(names_of)}\n" for name in "AB")
+
+    def gapped(name: str, y: float) -> str:
+        full = strand(name, 5, y=y).splitlines(keepends=True)
+        kept = [line.replace("ALA", names_of[int(line[22:26]) - 1]) for line in full[:-1] if line[22:26] != "   3"]
+        return "".join(kept) + full[-1]
+
+    recipe = ScanRecipe(reading=Reading(seqres=True))
+    read = complex_of(seqres + gapped("A", 0) + gapped("B", 4), *AB, recipe=recipe)
+    for part in residue.build(read, Recipe()).parts:
+        assert part.row_R.tolist() == [0, 1, 3, 4]
+        assert part.texts == ("AGSAL",)
+        assert "".join(LETTERS[code] for code in part.nodes["type"]) == "AGAL"
+
+
+def test_the_receptor_comes_first_in_whatever_order_the_sides_were_given() -> None:
+    read = complex_of(strand("A", 3) + strand("B", 4, y=4), AB[1], AB[0])
+    graph = residue.build(read, Recipe(cross_neighbours=1))
+    assert [part.role for part in graph.parts] == [Role.RECEPTOR, Role.LIGAND]
+    assert graph.cross["near"].tolist() == [[0, 1, 2], [0, 1, 2]]
+    assert graph.labels["contact_pairs"].max(axis=0).tolist() == [2, 3]
+
+
+def test_labels_are_not_taken_from_bound_partners_that_lie_on_each_other() -> None:
+    lines = "".join(strand(name, 4, y=y) for name, y in zip("ABCD", (0, 40, 80, 80), strict=True))
+    bound = (side(Role.RECEPTOR, "C"), side(Role.LIGAND, "D"))
+    _, read = examined((lines + "END\n").encode(), *AB, bound=bound)
+    assert read is not None
+    reason, detail = refusal(read)
+    assert reason is Reason.COINCIDENT_ATOMS
+    assert "ALA 1 of chain C and of ALA 1 of chain D" in detail
+    assert not residue.build(read, NO_LABELS).labels
+
+
+def places_of_nodes(read: Complex, role: Role) -> list[int]:
+    """Return where the nodes are among the residues of a side."""
+    return np.flatnonzero(read.sides[role].structure.node_R[read.sides[role].residues()]).tolist()
+
+
+@pytest.mark.shared
+def test_unbound_graphs_carry_the_contacts_and_places_of_the_bound_structures(
+    unbound: dict[str, Complex], bound: dict[str, Complex]
+) -> None:
+    assert len(unbound) >= 8
+    for name, read in unbound.items():
+        graph, there = residue.build(read, Recipe(cross_neighbours=3)), residue.build(bound[name], Recipe())
+        assert not graph.cross, "the partners are not in one frame"
+        nodes_of_twins = []
+        for part, other in zip(graph.parts, there.parts, strict=True):
+            row_N = read.maps[f"bound.{part.role.value}"][places_of_nodes(read, part.role)]
+            twin_of = {place: twin for twin, place in enumerate(places_of_nodes(bound[name], part.role))}
+            twin_N = np.array([twin_of.get(row, -1) for row in row_N.tolist()])
+            labelled_N = part.nodes["labelled"]
+            assert (
+                set(np.flatnonzero(twin_N >= 0)) <= set(np.flatnonzero(labelled_N)) <= set(np.flatnonzero(row_N >= 0))
+            )
+            np.testing.assert_array_equal(np.isfinite(part.nodes["bound"]).all(axis=1), labelled_N)
+            in_file = part.nodes["bound"][twin_N >= 0] + graph.labels["bound_centre"]
+            expected = other.nodes["pos"][twin_N[twin_N >= 0], 1] + other.centre_3
+            np.testing.assert_allclose(in_file, expected, atol=1e-4)
+            nodes_of_twins.append({twin: node for node, twin in enumerate(twin_N.tolist()) if twin >= 0})
+        expected_pairs = {
+            (nodes_of_twins[0][one], nodes_of_twins[1][other]): (atoms, nearest)
+            for (one, other), atoms, nearest in zip(*map(np.ndarray.tolist, contacts_of(there)), strict=True)
+            if one in nodes_of_twins[0] and other in nodes_of_twins[1]
+        }
+        pairs, *counts = map(np.ndarray.tolist, contacts_of(graph))
+        found = {tuple(pair): figures for pair, *figures in zip(pairs, *counts, strict=True)}
+        assert len(expected_pairs) > 10
+        assert {pair: tuple(found[pair]) for pair in expected_pairs} == expected_pairs, name
+        assert list(found) == sorted(found)
+
+
+def contacts_of(graph: Graph) -> tuple[NDArray[np.int64], ...]:
+    return tuple(graph.labels[f"contact_{name}"] for name in ("pairs", "atoms", "nearest"))

@@ -1,0 +1,299 @@
+"""Small molecules and ions: which are kept, how they are named, whose they are; and what a file says of bonds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.records import Item, Kind, Part, Reason, Role
+from pipeline.structures.atoms import Unusable, text
+from pipeline.structures.census import Tally
+from pipeline.structures.inventory import Complex, File, Recipe, examine, item_key
+from pipeline.structures.policy import Policy, Structure, apply
+from pipeline.structures.read import HAS_BIOTITE, Reading, format_of, parse, read_file
+from pipeline.structures.sequences import joined_rows
+from tests.structures.pdb_text import atom, chain
+
+LIMIT = 64 << 20
+KEEP = Recipe(policy=Policy(ligands="keep"))
+
+
+def molecule(name: str, chain_name: str, number: int, *atoms: str, x: float = 0.0) -> str:
+    """Return a small molecule; an atom's element is the first letter of its name."""
+    return "".join(
+        atom(one, name, chain_name, number, xyz=(x, 1.5 * index, 5.0), record="HETATM")
+        for index, one in enumerate(atoms)
+    )
+
+
+WATER = atom("O", "HOH", "A", 900, record="HETATM")
+LINES = (
+    chain("A", "GLY", "ALA")
+    + chain("B", "ALA", "CYS", "ASP")
+    + molecule("GTP", "A", 301, "PA", "O1", "C2")
+    + molecule("GTP", "A", 303, "PA", "O1", "C2", x=20)
+    + atom("MG", "MG", "A", 302, xyz=(9, 9, 9), record="HETATM", element="MG")
+    + WATER
+    + molecule("HEM", "B", 401, "NA", "NB", x=40)
+)
+
+
+def parsed(lines: str, policy: Policy | None = None) -> Structure:
+    return apply(parse((lines + "END\n").encode(), "pdb", Reading()), policy or KEEP.policy)
+
+
+def part(role: Role, *chains: str) -> Part:
+    return Part(role, "c.pdb", chains)
+
+
+def read(*parts: Part, lines: str = LINES, recipe: Recipe = KEEP) -> Complex:
+    inventory, found = examine(Item("c", parts=parts), {"c.pdb": File((lines + "END\n").encode(), "00")}, recipe)
+    assert found is not None, inventory
+    return found
+
+
+def refused(*parts: Part, lines: str = LINES, recipe: Recipe = KEEP) -> tuple[Reason, str]:
+    inventory, found = examine(Item("c", parts=parts), {"c.pdb": File((lines + "END\n").encode(), "00")}, recipe)
+    assert found is None
+    assert inventory.reason is not None
+    return inventory.reason, inventory.detail
+
+
+def names(found: Complex) -> dict[str, list[str]]:
+    return {role.value: [one.name for one in side.chains] for role, side in found.sides.items()}
+
+
+def test_molecules_follow_the_polymers_each_a_chain_of_its_own_and_water_is_none() -> None:
+    structure = parsed(LINES)
+    assert [(one.name, one.kind.value, one.sequence, one.last - one.first) for one in structure.chains] == [
+        ("A", "protein", "GA", 2), ("B", "protein", "ACD", 3), ("A:GTP:301", "other", "", 1),
+        ("A:GTP:303", "other", "", 1), ("A:MG:302", "other", "", 1), ("B:HEM:401", "other", "", 1),
+    ]  # fmt: skip
+    assert structure.atoms_R.tolist()[5:] == [3, 3, 1, 2]
+    assert not structure.node_R[5:].any()
+    assert (structure.backbone_R5[5:] == -1).all()
+
+
+def test_polymers_are_the_same_whether_molecules_are_kept_or_not() -> None:
+    kept, dropped = parsed(LINES), parsed(LINES, Policy())
+    size, residues = len(dropped.name_A), len(dropped.name_R)
+    assert kept.chains[:2] == dropped.chains
+    np.testing.assert_array_equal(kept.pos_A3[:size], dropped.pos_A3)
+    np.testing.assert_array_equal(kept.residue_A[:size], dropped.residue_A)
+    np.testing.assert_array_equal(kept.node_R[:residues], dropped.node_R)
+    assert kept.notes == dropped.notes
+
+
+def test_a_chain_brings_its_molecules() -> None:
+    found = read(part(Role.RECEPTOR, "B"), part(Role.LIGAND, "A"))
+    assert names(found) == {"receptor": ["B", "B:HEM:401"], "ligand": ["A", "A:GTP:301", "A:GTP:303", "A:MG:302"]}
+    receptor, ligand = found.partners.values()
+    assert [(one.residues, one.nodes, one.atoms) for one in (receptor, ligand)] == [(4, 3, 14), (5, 2, 15)]
+    assert joined_rows(ligand, None).tolist() == [0, 1, -1, -1, -1]
+    assert "incomplete" not in ligand.notes
+    assert "modified" not in ligand.notes
+
+
+def test_several_chains_have_their_molecules_last() -> None:
+    assert names(read(part(Role.WHOLE, "B", "A")))["whole"] == [
+        "B", "A", "A:GTP:301", "A:GTP:303", "A:MG:302", "B:HEM:401",
+    ]  # fmt: skip
+
+
+def test_two_polymers_become_receptor_and_ligand_each_with_its_molecules() -> None:
+    assert names(read(part(Role.COMPLEX))) == {
+        "receptor": ["A", "A:GTP:301", "A:GTP:303", "A:MG:302"],
+        "ligand": ["B", "B:HEM:401"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("named", "molecules", "left"),
+    [
+        ("A:GTP", ["A:GTP:301", "A:GTP:303"], ["A", "A:MG:302"]),
+        ("A:GTP:303", ["A:GTP:303"], ["A", "A:GTP:301", "A:MG:302"]),
+        ("A:MG", ["A:MG:302"], ["A", "A:GTP:301", "A:GTP:303"]),
+        ("B:HEM:401", ["B:HEM:401"], ["A", "A:GTP:301", "A:GTP:303", "A:MG:302"]),
+    ],
+)
+def test_a_side_may_be_a_molecule_which_the_chain_on_the_other_side_then_lacks(
+    named: str, molecules: list[str], left: list[str]
+) -> None:
+    found = read(part(Role.RECEPTOR, "A"), part(Role.LIGAND, named))
+    assert names(found) == {"receptor": left, "ligand": molecules}
+    ligand = found.partners[Role.LIGAND]
+    assert (ligand.nodes, ligand.residues) == (0, len(molecules))
+    swapped = read(part(Role.LIGAND, "A"), part(Role.RECEPTOR, named))
+    assert names(swapped) == {"ligand": left, "receptor": molecules}
+
+
+def test_no_molecule_is_on_both_sides() -> None:
+    reason, detail = refused(part(Role.RECEPTOR, "A:GTP"), part(Role.LIGAND, "A:GTP:303"))
+    assert reason is Reason.SHARED_CHAIN
+    assert "A:GTP:303" in detail
+    assert refused(part(Role.RECEPTOR, "A", "A:MG"), part(Role.LIGAND, "A:MG"))[0] is Reason.SHARED_CHAIN
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "told"),
+    [
+        ("A:ATP", Reason.MISSING_CHAIN, "chain A has: A:GTP:301, A:GTP:303, A:MG:302"),
+        ("A:GTP:9", Reason.MISSING_CHAIN, "A:GTP:301"),
+        ("Q:GTP", Reason.MISSING_CHAIN, "it has: A, B"),
+        ("Q", Reason.MISSING_CHAIN, "it has: A, B"),
+    ],
+)
+def test_a_name_that_is_not_there_is_answered_with_those_that_are(name: str, reason: Reason, told: str) -> None:
+    found, detail = refused(part(Role.RECEPTOR, "B"), part(Role.LIGAND, name))
+    assert found is reason
+    assert told in detail
+
+
+def test_a_molecule_is_asked_for_in_vain_where_they_are_dropped_and_the_message_says_so() -> None:
+    reason, detail = refused(part(Role.RECEPTOR, "A"), part(Role.LIGAND, "A:GTP"), recipe=Recipe())
+    assert reason is Reason.MISSING_CHAIN
+    assert "structures.ligands: keep" in detail
+
+
+def test_a_chain_of_molecules_only_is_a_side_where_they_are_kept() -> None:
+    lines = chain("A", "GLY", "ALA") + molecule("HEM", "C", 1, "NA", "NB")
+    assert names(read(part(Role.RECEPTOR, "A"), part(Role.LIGAND, "C"), lines=lines))["ligand"] == ["C:HEM:1"]
+    sides = part(Role.RECEPTOR, "A"), part(Role.LIGAND, "C")
+    assert refused(*sides, lines=lines, recipe=Recipe())[0] is Reason.CHAIN_WITHOUT_POLYMER
+    both = part(Role.RECEPTOR, "A", "C"), part(Role.LIGAND, "C:HEM")
+    assert refused(*both, lines=lines) == (Reason.CHAIN_WITHOUT_POLYMER, "chain C holds only what the other side names")
+
+
+def test_a_file_of_one_molecule_is_a_partner_where_they_are_kept() -> None:
+    lines = molecule("HEM", "C", 1, "NA", "NB")
+    assert names(read(part(Role.WHOLE), lines=lines))["whole"] == ["C:HEM:1"]
+    assert refused(part(Role.WHOLE), lines=lines, recipe=Recipe())[0] is Reason.NO_POLYMER
+    assert refused(part(Role.WHOLE), lines=WATER)[0] is Reason.NO_POLYMER
+
+
+def test_a_whole_file_of_which_the_other_side_takes_all_is_no_side() -> None:
+    lines = molecule("HEM", "C", 1, "NA", "NB")
+    assert refused(part(Role.RECEPTOR), part(Role.LIGAND, "C:HEM"), lines=lines)[0] is Reason.CHAIN_WITHOUT_POLYMER
+
+
+def test_the_waters_of_molecular_dynamics_are_no_molecules() -> None:
+    lines = chain("A", "GLY") + atom("OW", "SOL", "A", 9, xyz=(9, 9, 9))
+    assert [one.name for one in parsed(lines).chains] == ["A"]
+
+
+def test_atoms_of_a_molecule_that_share_a_name_are_all_kept() -> None:
+    lines = chain("A", "GLY") + molecule("LIG", "A", 9, "C", "C", "O", "C")
+    assert parsed(lines).atoms_R.tolist() == [4, 4]
+
+
+def test_alternatives_of_a_molecule_are_resolved_as_those_of_residues_are() -> None:
+    lines = chain("A", "GLY") + "".join(
+        atom("C1", "LIG", "A", 9, altloc=label, occupancy=share, xyz=(x, 0, 9), record="HETATM")
+        for label, share, x in (("A", 0.3, 1.0), ("B", 0.7, 2.0))
+    )
+    structure = parsed(lines)
+    assert structure.atoms_R.tolist() == [4, 1]
+    assert structure.pos_A3[-1].tolist() == [2.0, 0.0, 9.0]
+    assert parsed(lines, replace(KEEP.policy, altlocs="first")).pos_A3[-1].tolist() == [1.0, 0.0, 9.0]
+
+
+def test_an_insertion_code_is_part_of_the_name() -> None:
+    lines = chain("A", "GLY") + atom("ZN", "ZN", "A", 9, icode="B", record="HETATM", element="ZN", xyz=(9, 9, 9))
+    assert [one.name for one in parsed(lines).chains] == ["A", "A:ZN:9B"]
+
+
+def test_keeping_molecules_is_another_inventory() -> None:
+    item = Item("c", parts=(part(Role.WHOLE),))
+    assert item_key(item, KEEP, {"c.pdb": "00"}) != item_key(item, Recipe(), {"c.pdb": "00"})
+
+
+def test_molecules_have_no_full_sequence() -> None:
+    lines = "SEQRES   1 A    3  GLY ALA CYS\n" + chain("A", "GLY", "ALA") + molecule("HEM", "A", 9, "NA", "NB")
+    found = read(part(Role.WHOLE), lines=lines, recipe=replace(KEEP, reading=Reading(seqres=True)))
+    assert found.maps["rows.whole"].tolist() == [0, 1, -1]
+    assert joined_rows(found.partners[Role.WHOLE], found.maps["rows.whole"]).tolist() == [0, 1, -1]
+
+
+def test_what_rejects_modified_or_incomplete_residues_does_not_mind_molecules() -> None:
+    strict = Recipe(policy=Policy(modified="reject", incomplete="reject", ligands="keep"))
+    assert names(read(part(Role.WHOLE), recipe=strict))["whole"][:2] == ["A", "B"]
+
+
+def bound_map(mine: str, theirs: str) -> list[int]:
+    """Return the residue of the bound file that each residue of the unbound one is."""
+    item = Item("c", parts=(Part(Role.WHOLE, "u.pdb"),), bound=(Part(Role.WHOLE, "b.pdb"),))
+    files = {name: File((lines + "END\n").encode(), name) for name, lines in (("u.pdb", mine), ("b.pdb", theirs))}
+    inventory, found = examine(item, files, KEEP)
+    if found is None:
+        raise Unusable(inventory.reason or Reason.SCAN_FAILED, inventory.detail)
+    return found.maps["bound.whole"].tolist()
+
+
+def test_a_molecule_corresponds_to_the_only_one_of_its_name_in_the_bound_structure() -> None:
+    heme, twice = molecule("HEM", "A", 9, "NA", "NB"), molecule("SO4", "A", 7, "S") + molecule("SO4", "A", 8, "S")
+    protein = chain("A", "GLY", "ALA", "CYS", "ASP")
+    assert bound_map(protein + heme + twice, protein + twice + heme) == [0, 1, 2, 3, 6, -1, -1]
+    assert bound_map(heme, protein + heme) == [4]
+    with pytest.raises(Unusable, match="HEM"):
+        bound_map(heme, protein + twice)
+
+
+def test_molecules_are_counted_and_are_no_sequences_that_leak() -> None:
+    tally = Tally()
+    for index, split in enumerate(("train", "test")):
+        item = Item(f"c{index}", parts=(part(Role.RECEPTOR, "A:GTP"), part(Role.LIGAND, "A:MG")), split=split)
+        inventory, _ = examine(item, {"c.pdb": File(LINES.encode(), "00")}, KEEP)
+        tally.accept(item, inventory)
+    census = tally.census()
+    assert (census.chains, census.sequences, census.leaks) == ({"other": 6}, 0, ())
+
+
+def links(structure: Structure) -> set[tuple[str, str, bool]]:
+    """Return what a file says of bonds, by name."""
+    found = structure.links()
+    return {
+        (*(f"{text(structure.name_R[structure.residue_A[one]])}.{text(structure.name_A[one])}" for one in pair), sure)
+        for pair, sure in zip(found.atoms_L2.tolist(), found.covalent_L.tolist(), strict=True)
+    }  # type: ignore[return-value]
+
+
+LINK = "LINK         C   ALA A   2                 C2  GTP A 301     1555   1555  1.45  \n"
+
+
+def test_links_lead_to_the_atoms_that_are_kept() -> None:
+    assert links(parsed(LINK + LINES)) == {("ALA.C", "GTP.C2", True)}
+    assert links(parsed(LINK + LINES, Policy())) == set()
+    mirror = LINK.replace("1555   1555", "1555   2555")
+    assert links(parsed(mirror + LINES)) == set()
+
+
+def test_a_link_leads_to_the_alternative_that_is_kept() -> None:
+    lines = LINK.replace("GTP A 301", "LIG A   9") + chain("A", "GLY", "ALA")
+    for label, share in (("A", 0.3), ("B", 0.7)):
+        lines += atom("C2", "LIG", "A", 9, altloc=label, occupancy=share, xyz=(share, 0, 9), record="HETATM")
+    assert links(parsed(lines)) == {("ALA.C", "LIG.C2", True)}
+
+
+@pytest.mark.shared
+def test_text_binary_and_pdb_tell_of_the_same_bonds(shared_structures: Path) -> None:
+    told = []
+    for name in ("1aki.pdb", "1aki.cif", "1aki.bcif")[: 3 if HAS_BIOTITE else 2]:
+        path = shared_structures / "varied" / name
+        found = apply(parse(read_file(path, LIMIT), format_of(path), Reading()), Policy()).links()
+        assert found.covalent_L.all()
+        told.append(found.atoms_L2.tolist())
+    assert len(told[0]) == 4
+    assert all(one == told[0] for one in told)
+
+
+@pytest.mark.shared
+def test_a_link_of_an_assembly_is_in_every_copy(shared_structures: Path) -> None:
+    path = shared_structures / "varied" / "1A8O.cif"
+    data = read_file(path, LIMIT)
+    one, two = (apply(parse(data, "mmcif", Reading(assembly=assembly)), Policy()) for assembly in (None, "1"))
+    assert len(two.chains) == 2
+    assert len(two.links().atoms_L2) == 2 * len(one.links().atoms_L2)
+    assert {chain.kind for chain in two.chains} == {Kind.PROTEIN}

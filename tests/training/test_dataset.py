@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.errors import ConfigError, RecordMissing
+from pipeline.keys import recipe_key
+from pipeline.records import Item, Part, Role
+from pipeline.store.cache import Cache
+from pipeline.training.dataset import Table, TableBuilder
+
+ROWS = st.lists(
+    st.tuples(
+        st.text(st.characters(codec="utf-8")),
+        st.binary(min_size=16, max_size=16),
+        st.sampled_from(["train", "val", ""]),
+        st.integers(0, 2**40),
+    ),
+    max_size=20,
+)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Cache(tmp_path / "cache").kind("sets")
+
+
+def builder_of(rows, items=False):
+    builder = TableBuilder()
+    for name, key, split, size in rows:
+        item = Item(name, parts=(Part(Role.COMPLEX, f"/data/{name}.pdb"),), split=split) if items else None
+        builder.add(name, key, split, {"nodes": size, "pairs": size // 2}, item)
+    return builder
+
+
+def rows_of(table):
+    return [
+        (table.ids[number], table.key(number), table.splits[table.split_N[number]], int(table.sizes["nodes"][number]))
+        for number in range(len(table))
+    ]
+
+
+@given(ROWS)
+def test_a_table_holds_what_was_added(rows):
+    table = builder_of(rows).table()
+    assert rows_of(table) == rows
+    for split in table.splits:
+        assert rows_of(table.of_split(split)) == [row for row in rows if row[2] == split]
+
+
+def test_a_table_is_read_as_it_was_written(store):
+    rows = [(f"ü{number}", recipe_key("t", {"n": number}), "ab"[number % 2], number << 30) for number in range(50)]
+    key = builder_of(rows, items=True).write(store)
+    table = Table.read(store, key)
+    assert rows_of(table) == rows
+    assert table.sizes["nodes"].dtype == np.int64
+    assert table.of_split("b").item(3) == Item("ü7", parts=(Part(Role.COMPLEX, "/data/ü7.pdb"),), split="b")
+
+
+def test_the_same_table_is_stored_once_and_another_under_another_key(store):
+    rows = [(f"i{number}", recipe_key("t", {"n": number}), "train", number) for number in range(3)]
+    first = builder_of(rows).write(store)
+    assert builder_of(rows).write(store) == first
+    others = [
+        builder_of(rows[:2]),
+        builder_of(rows[::-1]),
+        builder_of(rows, items=True),
+        builder_of([*rows[:2], (*rows[2][:3], 9)]),
+        builder_of([*rows[:2], (*rows[2][:2], "val", 2)]),
+    ]
+    keys = {one.write(store) for one in others}
+    assert len(keys | {first}) == 6
+    assert store.stat().records == 6
+
+
+def test_a_table_of_nothing_is_a_table(store):
+    table = Table.read(store, TableBuilder().write(store))
+    assert len(table) == 0
+    with pytest.raises(ConfigError, match="no item is in split 'train'; there are: none"):
+        table.of_split("train")
+
+
+def test_a_split_that_is_not_there_is_named_with_those_that_are():
+    with pytest.raises(ConfigError, match="split 'test'; there are: 'train', 'val'"):
+        builder_of([("a", bytes(16), "train", 1), ("b", bytes(16), "val", 1)]).table().of_split("test")
+
+
+def test_a_table_without_items_says_so():
+    with pytest.raises(ValueError, match="written without its items"):
+        builder_of([("a", bytes(16), "train", 1)]).table().item(0)
+
+
+@pytest.mark.parametrize(
+    ("key", "sizes", "item", "what"),
+    [
+        (b"short", {"nodes": 1}, None, "a key is 16 bytes"),
+        (bytes(16), {"edges": 1}, None, "the same sizes"),
+        (bytes(16), {"nodes": 1}, Item("b"), "all are there themselves or none"),
+    ],
+)
+def test_what_would_make_a_ragged_table_is_refused(key, sizes, item, what):
+    builder = TableBuilder()
+    builder.add("a", bytes(16), "train", {"nodes": 1})
+    with pytest.raises(ValueError, match=what):
+        builder.add("b", key, "train", sizes, item)
+    assert len(builder) == 1
+
+
+def test_more_splits_than_a_table_can_name_are_refused():
+    builder = TableBuilder()
+    for number in range(256):
+        builder.add(f"i{number}", bytes(16), f"s{number}", {})
+    with pytest.raises(ConfigError, match="more than 256 splits"):
+        builder.add("one more", bytes(16), "and one split", {})
+
+
+def test_a_table_that_is_gone_is_missing(store):
+    with pytest.raises(RecordMissing):
+        Table.read(store, bytes(16))
+
+
+def test_a_large_table_is_a_few_bytes_an_item_and_read_at_once(store):
+    count = 100_000
+    builder = TableBuilder()
+    keys = np.random.default_rng(0).bytes(16 * count)
+    for number in range(count):
+        builder.add(f"item{number:08d}", keys[16 * number : 16 * number + 16], "train", {"nodes": number, "edges": 3})
+    key = builder.write(store)
+    assert store.stat().bytes < 56 * count
+    start = time.perf_counter()
+    train = Table.read(store, key).of_split("train")
+    assert time.perf_counter() - start < 1.0  # it takes some milliseconds
+    assert (train.ids[count - 1], train.key(7)) == (f"item{count - 1:08d}", keys[112:128])

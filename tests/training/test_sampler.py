@@ -1,0 +1,472 @@
+"""Which items make a step, on which rank, in which micro-batch: each once, whatever the ranks and the memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.errors import ConfigError, DataError, PlanInfeasible
+from pipeline.training.order import arrange
+from pipeline.training.sampler import Sampler, Settings, oversize
+
+relaxed = settings(deadline=None, max_examples=50)  # other work may share the machine
+RANKS = (1, 2, 3, 8)
+
+
+def made(items: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """Return sizes as complexes have them: partners of 20 to 800 residues, and no two dimensions alike."""
+    rng = np.random.default_rng(seed)
+    receptor, ligand = (np.maximum(20, np.exp(rng.normal(mean, 0.5, items))).astype(np.int64) for mean in (5.6, 4.9))
+    return {"receptor": receptor, "ligand": ligand, "nodes": receptor + ligand, "pairs": receptor * ligand}
+
+
+def epoch_of(sampler: Sampler, epoch: int = 0) -> list[list[int]]:
+    """Return the items of every step, as they come."""
+    return [sampler.step_items(epoch, step).tolist() for step in range(sampler.steps)]
+
+
+def micros_of(sampler: Sampler) -> list[tuple]:
+    """Return what one loop over a sampler hands out."""
+    return [(micro.epoch, micro.step, micro.index, micro.of, micro.items.tolist()) for micro in sampler]
+
+
+def padded(sizes: dict[str, np.ndarray], names: tuple[str, ...], items: np.ndarray) -> int:
+    return len(items) * int(np.prod([sizes[name][items].max() for name in names]))
+
+
+def real(sizes: dict[str, np.ndarray], names: tuple[str, ...], items: np.ndarray) -> int:
+    return int(np.prod([sizes[name][items] for name in names], axis=0).sum())
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[dict[str, np.ndarray], Settings]:
+    """Draw sizes, some of them zero and many of them equal, and settings that can be met."""
+    items = draw(st.integers(1, 90))
+    size = st.lists(st.one_of(st.integers(0, 6), st.integers(0, 900)), min_size=items, max_size=items)
+    sizes = {name: np.array(draw(size), np.int64) for name in ("receptor", "ligand")}
+    by = draw(st.sampled_from([("receptor",), ("receptor", "ligand")]))
+    budgets = {
+        "ligand": max(1, int(sizes["ligand"].max())),
+        "receptor*ligand": max(1, int((sizes["receptor"] * sizes["ligand"]).max())),
+    }
+    limited = draw(st.lists(st.sampled_from(sorted(budgets)), unique=True))
+    return sizes, Settings(
+        batch=draw(st.integers(1, 40)),
+        seed=draw(st.integers(0, 3)),
+        by=by,
+        window=draw(st.sampled_from([1, 16, 50, 4096])),
+        brick=draw(st.integers(1, 12)),
+        shuffle=draw(st.booleans()),
+        cost=draw(st.sampled_from([None, "ligand", "receptor*ligand"])),
+        budget={name: draw(st.integers(1, 4)) * budgets[name] for name in limited},
+        micro_batch=draw(st.sampled_from([None, 1, 3, 8])),
+        padding=draw(st.sampled_from([None, 1.0, 1.03, 1.5])),
+    )
+
+
+@relaxed
+@given(cases(), st.sampled_from(RANKS))
+def test_every_item_comes_exactly_once_in_an_epoch_over_all_ranks(case, ranks):
+    sizes, chosen = case
+    seen = [micro.items for rank in range(ranks) for micro in Sampler(sizes, chosen, rank=rank, ranks=ranks)]
+    assert sorted(np.concatenate(seen).tolist()) == list(range(len(sizes["ligand"])))
+
+
+@relaxed
+@given(cases(), st.sampled_from(RANKS))
+def test_no_micro_batch_exceeds_a_limit(case, ranks):
+    sizes, chosen = case
+    sampler = Sampler(sizes, chosen, ranks=ranks)
+    for step in range(sampler.steps):
+        for items in (part for share in sampler.shares(0, step) for part in share):
+            assert len(items) <= (chosen.micro_batch or len(items))
+            for name, most in chosen.budget.items():
+                size = padded if chosen.padding is not None else real
+                assert size(sizes, tuple(name.split("*")), items) <= most
+            if chosen.padding is not None and len(items) > 1:
+                assert padded(sizes, chosen.by, items) <= chosen.padding * real(sizes, chosen.by, items)
+
+
+@relaxed
+@given(cases(), st.sampled_from(RANKS))
+def test_a_step_has_the_same_items_on_any_number_of_ranks_and_under_any_limits(case, ranks):
+    sizes, chosen = case
+    free = replace(chosen, budget={}, micro_batch=None, padding=None, cost=None)
+    one, many = Sampler(sizes, free), Sampler(sizes, chosen, ranks=ranks)
+    assert epoch_of(one) == epoch_of(many)
+    for step in range(one.steps):
+        dealt = [part for share in many.shares(0, step) for part in share]
+        assert sorted(np.concatenate(dealt).tolist()) == sorted(one.step_items(0, step).tolist())
+
+
+@relaxed
+@given(cases(), st.sampled_from(RANKS))
+def test_every_rank_sees_every_step_and_its_micro_batches_are_numbered(case, ranks):
+    sizes, chosen = case
+    for rank in range(ranks):
+        seen: dict[int, list] = {}
+        for micro in Sampler(sizes, chosen, rank=rank, ranks=ranks):
+            seen.setdefault(micro.step, []).append(micro)
+        assert list(seen) == list(range(-(-len(sizes["ligand"]) // chosen.batch)))
+        for micros in seen.values():
+            assert [(micro.index, micro.of) for micro in micros] == [(n, len(micros)) for n in range(len(micros))]
+            assert len(micros) == 1 or all(len(micro.items) for micro in micros)
+
+
+@relaxed
+@given(cases())
+def test_steps_have_exactly_the_batch_and_only_the_last_is_short(case):
+    sizes, chosen = case
+    items = len(sizes["ligand"])
+    *whole, last = [len(step) for step in epoch_of(Sampler(sizes, chosen))]
+    assert set(whole) <= {chosen.batch}
+    assert last == items % chosen.batch or last == chosen.batch
+
+
+@relaxed
+@given(cases())
+def test_without_the_short_step_all_others_stay_what_they_are(case):
+    sizes, chosen = case
+    if len(sizes["ligand"]) < chosen.batch:
+        with pytest.raises(DataError, match="drop_last"):
+            Sampler(sizes, replace(chosen, drop_last=True))
+        return
+    steps = epoch_of(Sampler(sizes, chosen))
+    full = [step for step in steps if len(step) == chosen.batch]
+    assert epoch_of(Sampler(sizes, replace(chosen, drop_last=True))) == full
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_run_resumed_after_any_step_does_exactly_the_rest(ranks):
+    sizes, chosen = made(100), Settings(batch=12, by=("receptor", "ligand"), window=48, micro_batch=3)
+    for rank in range(ranks):
+        whole = micros_of(Sampler(sizes, chosen, rank=rank, ranks=ranks))
+        first = Sampler(sizes, chosen, rank=rank, ranks=ranks)
+        for done, micro in enumerate(first, start=1):
+            again = Sampler(sizes, chosen, rank=rank, ranks=ranks)
+            again.load_state_dict(json.loads(json.dumps(first.state_dict())))
+            assert first.state_dict() == first.state_dict(after=micro)
+            if done == len(whole):
+                assert (again.epoch, micros_of(again)[0][:2]) == (1, (1, 0))
+            elif micro.is_last:
+                assert micros_of(again) == whole[done:]
+            else:  # a step that was not finished is done again
+                assert micros_of(again) == whole[done - 1 - micro.index :]
+
+
+def test_a_run_resumed_on_other_ranks_and_half_the_memory_does_the_rest_of_the_same_steps():
+    sizes = made(200)
+    chosen = Settings(batch=24, budget={"nodes": 2 * int(sizes["nodes"].max())})
+    before = Sampler(sizes, chosen, rank=1, ranks=2)
+    for micro in before:
+        if micro.step == 3 and micro.is_last:
+            break
+    halved = replace(chosen, budget={"nodes": int(sizes["nodes"].max())})
+    rest: dict[int, list[int]] = {}
+    for rank in range(3):
+        after = Sampler(sizes, halved, rank=rank, ranks=3)
+        after.load_state_dict(before.state_dict())
+        for micro in after:
+            rest.setdefault(micro.step, []).extend(micro.items.tolist())
+    whole = epoch_of(Sampler(sizes, chosen))
+    assert {step: sorted(items) for step, items in rest.items()} == {n: sorted(whole[n]) for n in range(4, len(whole))}
+
+
+def test_a_reader_ahead_says_what_was_used():
+    sampler = Sampler(made(100), Settings(batch=10))
+    ahead = [micro for micro in sampler if micro.is_last]
+    assert (sampler.state_dict()["epoch"], sampler.state_dict()["step"]) == (1, 0)
+    states = [sampler.state_dict(after=micro) for micro in ahead]
+    assert [(state["epoch"], state["step"]) for state in states] == [*((0, n) for n in range(1, 10)), (1, 0)]
+
+
+def test_a_loop_that_was_left_begins_where_it_began():
+    sampler = Sampler(made(100), Settings(batch=10))
+    begun = micros_of(Sampler(made(100), Settings(batch=10)))
+    for _ in range(2):
+        assert next(iter(sampler)).items.tolist() == begun[0][-1]
+    assert micros_of(sampler) == begun
+    state = sampler.state_dict() | {"epoch": 0, "step": 4}
+    sampler.load_state_dict(state)
+    for _ in range(2):
+        assert next(iter(sampler)).step == 4
+
+
+def test_a_finished_loop_moves_on_and_naming_the_epoch_keeps_the_place_in_it():
+    sampler = Sampler(made(100), Settings(batch=10))
+    first, second = micros_of(sampler), micros_of(sampler)
+    assert [epoch for epoch, *_ in (first[0], second[0])] == [0, 1]
+    sampler.load_state_dict(sampler.state_dict() | {"epoch": 5, "step": 7})
+    sampler.set_epoch(5)
+    assert micros_of(sampler)[0][:2] == (5, 7)
+    sampler.set_epoch(0)
+    assert micros_of(sampler) == first
+
+
+@pytest.mark.parametrize("by", [("nodes",), ("receptor", "ligand")])
+def test_another_epoch_and_another_seed_are_other_orders(by):
+    sizes, chosen = made(500), Settings(batch=8, by=by)
+    sampler = Sampler(sizes, chosen)
+    orders = [epoch_of(sampler, 0), epoch_of(sampler, 1), epoch_of(Sampler(sizes, replace(chosen, seed=1)))]
+    flat = [np.concatenate(order).tolist() for order in orders]
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        same = sum(mine == theirs for mine, theirs in zip(flat[one], flat[other], strict=True))
+        assert same < 25  # 1 would be expected of 500
+    assert epoch_of(sampler, 0) == orders[0]
+
+
+def test_steps_mix_all_sizes_while_their_bricks_do_not():
+    sizes = made(4_800)
+    deviation = np.log(sizes["nodes"]).std()
+    steps = np.array(epoch_of(Sampler(sizes, Settings(batch=24, brick=4))))
+    logs = np.log(sizes["nodes"][steps])
+    assert logs.reshape(-1, 4).std(axis=1).mean() < 0.03 * deviation
+    assert 0.7 < logs.mean(axis=1).std() / (deviation / 6**0.5) < 1.3  # as if 6 items had been drawn at random
+
+
+def test_the_first_half_of_an_epoch_is_no_smaller_than_the_second():
+    sizes = made(9_600)
+    steps = epoch_of(Sampler(sizes, Settings(batch=24, window=1200)))
+    halves = [np.log(sizes["nodes"][np.array(half)]).mean() for half in (steps[:200], steps[200:])]
+    assert abs(halves[0] - halves[1]) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("by", "digest"),
+    [(("nodes",), "9b697b3aede8337a"), (("receptor", "ligand"), "b6bb14a3d4b333a0")],
+)
+def test_the_order_of_a_seed_is_what_it_was(by, digest):
+    """A run must be resumed by a later version: who changes an order raises ORDER_VERSION and these digests."""
+    index = np.arange(1000)
+    sizes = {"receptor": 50 + index * 7919 % 701, "ligand": 30 + index * 104_729 % 307}
+    sizes["nodes"] = sizes["receptor"] + sizes["ligand"]
+    order = epoch_of(Sampler(sizes, Settings(batch=24, seed=7, by=by, window=400)), epoch=2)
+    assert hashlib.sha256(json.dumps(order).encode()).hexdigest()[:16] == digest
+
+
+def test_without_shuffling_each_window_comes_in_file_order_largest_items_first():
+    sizes = made(40)
+    steps = epoch_of(Sampler(sizes, Settings(batch=5, window=20, shuffle=False)))
+    for window, first in ((steps[:4], 0), (steps[4:], 20)):
+        items = np.concatenate(window).tolist()
+        assert sorted(items) == list(range(first, first + 20))
+        assert (np.diff(sizes["nodes"][items]) <= 0).all()
+
+
+def test_ranks_without_items_get_an_empty_micro_batch():
+    samplers = [Sampler(made(2), Settings(batch=24), rank=rank, ranks=8) for rank in range(8)]
+    micros = [list(sampler) for sampler in samplers]
+    assert [len(some) for some in micros] == [1] * 8
+    assert sorted(len(some[0].items) for some in micros) == [0] * 6 + [1] * 2
+    assert all(some[0].is_last and some[0].items.dtype == np.int64 for some in micros)
+
+
+def test_one_item_is_an_epoch():
+    assert micros_of(Sampler(made(1), Settings(batch=24))) == [(0, 0, 0, 1, [0])]
+
+
+def test_ranks_have_about_the_same_to_do():
+    sizes = made(10_000)
+    for by in (("nodes",), ("receptor", "ligand")):
+        for ranks in (2, 3, 6, 8):
+            sampler = Sampler(sizes, Settings(batch=4 * ranks, by=by), ranks=ranks)
+            ratios = []
+            for step in range(100):
+                loads = [sum(real(sizes, by, part) for part in share) for share in sampler.shares(0, step)]
+                ratios.append(max(loads) / np.mean(loads))
+            assert np.mean(ratios) <= 1.05
+
+
+def test_a_swap_evens_out_what_dealing_does_not():
+    """Dealt largest first, 3 3 2 2 2 makes 7 and 5; the best is 6 and 6."""
+    sampler = Sampler({"nodes": np.array([3, 3, 2, 2, 2])}, Settings(batch=5), ranks=2)
+    sizes = np.array([3, 3, 2, 2, 2])
+    assert [sum(int(sizes[part].sum()) for part in share) for share in sampler.shares(0, 0)] == [6, 6]
+
+
+def test_the_memory_of_a_dense_pair_tensor_is_counted_with_the_largest_of_both_partners():
+    """100 × 10 and 10 × 100 cost 2 × 100 × 100 together, not 2 × 1,000."""
+    sizes = {"receptor": np.array([100, 10]), "ligand": np.array([10, 100]), "pairs": np.array([1000, 1000])}
+    chosen = Settings(batch=2, by=("pairs",), budget={"receptor*ligand": 2000})
+    assert [len(micro.items) for micro in Sampler(sizes, chosen)] == [1, 1]
+    assert len(list(Sampler(sizes, replace(chosen, budget={"pairs": 2000})))) == 1
+
+
+def test_as_few_micro_batches_as_the_budget_allows_and_about_even():
+    sampler = Sampler({"nodes": np.full(24, 100)}, Settings(batch=24, budget={"nodes": 1000}))
+    assert [len(micro.items) for micro in sampler] == [8, 8, 8]
+
+
+@relaxed
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.integers(60, 200), st.sampled_from([1.0, 1.1, 1.5]))
+def test_no_other_way_to_cut_a_sorted_share_makes_fewer_micro_batches(sizes, budget, padding):
+    chosen = Settings(batch=8, budget={"nodes": budget}, padding=padding)
+    micros = Sampler({"nodes": np.array(sizes)}, chosen).micros(0, 0)
+    order = sorted(sizes, reverse=True)
+
+    def is_allowed(part: list[int]) -> bool:
+        return len(part) * part[0] <= min(budget, padding * sum(part))
+
+    ways = (
+        [order[start:stop] for start, stop in pairwise((0, *places, len(order)))]
+        for number in range(len(order))
+        for places in combinations(range(1, len(order)), number)
+    )
+    assert len(micros) == min(len(way) for way in ways if all(is_allowed(part) for part in way))
+
+
+@pytest.mark.parametrize("by", [("nodes",), ("receptor", "ligand")])
+def test_a_share_of_hundreds_of_items_is_cut_within_its_limits(by):
+    sizes = made(1000)
+    most = 8 * int(sizes["nodes"].max())
+    micros = list(Sampler(sizes, Settings(batch=500, by=by, budget={"nodes": most})))
+    assert sorted(np.concatenate([micro.items for micro in micros]).tolist()) == list(range(1000))
+    assert all(padded(sizes, ("nodes",), micro.items) <= most for micro in micros)
+    assert all(padded(sizes, by, micro.items) <= 1.03 * real(sizes, by, micro.items) for micro in micros)
+
+
+def test_what_is_concatenated_shares_a_budget_by_sums():
+    sizes = {"nodes": np.array([600, 400, 600, 400])}
+    chosen = Settings(batch=4, padding=None, budget={"nodes": 1000})
+    assert sorted(int(sizes["nodes"][micro.items].sum()) for micro in Sampler(sizes, chosen)) == [1000, 1000]
+
+
+def test_the_costliest_micro_batch_comes_first():
+    sizes = made(48)
+    for step in range(2):
+        micros = Sampler(sizes, Settings(batch=24)).micros(0, step)
+        costs = [padded(sizes, ("nodes",), micro.items) for micro in micros]
+        assert costs == sorted(costs, reverse=True)
+
+
+def test_a_step_is_cut_again_after_memory_ran_out():
+    sizes = made(48)
+    largest = int(sizes["nodes"].max())
+    sampler = Sampler(sizes, Settings(batch=24, padding=None, budget={"nodes": 4 * largest}))
+    before = sampler.micros(0, 0)
+    sampler.adjust(budget={"nodes": largest}, micro_batch=None)
+    after = sampler.micros(0, 0)
+    assert len(after) > len(before)
+    assert {n for micro in before for n in micro.items} == {n for micro in after for n in micro.items}
+
+
+def test_limits_adjusted_within_an_epoch_hold_from_the_next_step_on():
+    sampler = Sampler({"nodes": np.full(30, 10)}, Settings(batch=10, micro_batch=10))
+    lengths = []
+    for micro in sampler:
+        lengths.append((micro.step, len(micro.items)))
+        sampler.adjust(budget={}, micro_batch=5)
+    assert lengths == [(0, 10), (1, 5), (1, 5), (2, 5), (2, 5)]
+
+
+def test_items_too_large_for_the_budget_are_named_with_their_sizes():
+    sizes = {"receptor": np.array([10, 900, 20, 30, 40, 50]), "ligand": np.array([5, 6, 700, 800, 900, 1000])}
+    chosen = Settings(batch=2, by=("receptor",), budget={"receptor": 500, "receptor*ligand": 10_000})
+    with pytest.raises(PlanInfeasible) as caught:
+        Sampler(sizes, chosen)
+    assert str(caught.value) == (
+        "5 of 6 items exceed the budget of a micro-batch (500 receptor, 10,000 receptor*ligand) alone: "
+        "item 1 has 900 receptor; item 2 has 14,000 receptor*ligand; item 3 has 24,000 receptor*ligand; …\n"
+        "  next: raise the budget, or leave these items out (pipeline.training.sampler.oversize lists them)"
+    )
+    assert oversize(sizes, chosen.budget).tolist() == [1, 2, 3, 4, 5]
+    assert oversize(sizes, {}).tolist() == []
+    sampler = Sampler(sizes, replace(chosen, budget={}))
+    with pytest.raises(PlanInfeasible):
+        sampler.adjust(budget=chosen.budget, micro_batch=None)
+    assert sampler.settings.budget == {}
+
+
+def test_the_state_of_another_order_is_refused_with_what_changed():
+    sizes, chosen = made(100), Settings(batch=10)
+    sampler = Sampler(sizes, chosen, data="train")
+    state = sampler.state_dict()
+    others = {
+        "seed 0 then, 1 now": Sampler(sizes, replace(chosen, seed=1), data="train"),
+        "batch 10 then, 20 now": Sampler(sizes, replace(chosen, batch=20), data="train"),
+        "items 100 then, 99 now": Sampler(made(99), chosen, data="train"),
+        "sizes '": Sampler(made(100, seed=1), chosen, data="train"),
+        "data 'train' then, 'test' now": Sampler(sizes, chosen, data="test"),
+    }
+    for text, other in others.items():
+        with pytest.raises(ConfigError, match=text):
+            other.load_state_dict(state)
+    with pytest.raises(ConfigError, match="version 'nothing' then, 1 now"):
+        sampler.load_state_dict({})
+    with pytest.raises(ValueError, match="no step 10 in epoch 0: an epoch has 10 steps"):
+        sampler.load_state_dict(state | {"step": 10})
+
+
+def test_a_state_does_not_care_for_the_type_of_its_sizes():
+    sizes = made(100)
+    narrow = {name: values.astype(np.int32) for name, values in sizes.items()}
+    Sampler(narrow, Settings(batch=10)).load_state_dict(Sampler(sizes, Settings(batch=10)).state_dict())
+    assert epoch_of(Sampler(narrow, Settings(batch=10))) == epoch_of(Sampler(sizes, Settings(batch=10)))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"batch": 0}, "batch is 0"), ({"window": 0}, "window is 0"), ({"brick": 0}, "brick is 0"),
+        ({"micro_batch": 0}, "micro_batch is 0"), ({"seed": -1}, "seed is -1"), ({"by": ()}, "name of a size"),
+        ({"padding": 0.9}, "padding is 0.9"), ({"padding": float("nan")}, "padding is nan"),
+        ({"budget": {"nodes": 0}}, "budget of nodes is 0"), ({"by": ("atoms",)}, "no size is called 'atoms'"),
+        ({"cost": "nodes*atoms"}, "no size is called 'atoms'"), ({"budget": {"atoms": 5}}, "no size is called 'atoms'"),
+    ],
+)  # fmt: skip
+def test_settings_that_mean_nothing_are_refused(change, text):
+    with pytest.raises(ValueError, match=text):
+        Sampler(made(10), replace(Settings(batch=4), **change))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ({"nodes": np.array([1.5, 2.0])}, "float64"), ({"nodes": np.array([[1], [2]])}, r"int64\[2, 1\]"),
+        ({"nodes": np.array([3, -2])}, "item 1 has a 'nodes' of -2"), ({}, "there are none"),
+    ],
+)  # fmt: skip
+def test_sizes_that_are_not_one_whole_number_an_item_are_refused(sizes, text):
+    with pytest.raises(ValueError, match=text):
+        Sampler(sizes, Settings(batch=4))
+
+
+def test_sizes_of_unequal_length_a_rank_too_many_and_no_items_are_refused():
+    with pytest.raises(ValueError, match="one whole number for 3 items"):
+        Sampler({"nodes": np.arange(3), "edges": np.arange(2)}, Settings(batch=4, cost="edges"))
+    with pytest.raises(ValueError, match="no rank 2 among 2"):
+        Sampler(made(3), Settings(batch=4), rank=2, ranks=2)
+    with pytest.raises(DataError, match="0 items to draw from"):
+        Sampler(made(0), Settings(batch=4))
+
+
+def test_the_number_of_micro_batches_of_an_epoch_can_be_asked_for():
+    sampler = Sampler(made(300), Settings(batch=24), rank=1, ranks=2)
+    assert sampler.count(0) == len(micros_of(sampler))
+    assert sampler.count(1) == len(micros_of(sampler))
+
+
+@relaxed
+@given(st.integers(1, 60), st.integers(1, 9), st.integers(1, 3))
+def test_arranging_keeps_every_place_and_makes_bricks_alike(items, brick, dimensions):
+    rng = np.random.default_rng(items)
+    sizes = [rng.integers(0, 50, items) for _ in range(dimensions)]
+    starts = np.unique(np.append(np.arange(0, items, brick), items))
+    places = arrange(sizes, starts)
+    assert sorted(places.tolist()) == list(range(items))
+    if dimensions == 1:
+        assert (np.diff(sizes[0][places]) <= 0).all()
+
+
+def test_arranging_by_two_sizes_separates_what_differs_in_either():
+    first, second = (values.ravel() for values in np.meshgrid([10, 20, 40, 80], [10, 1000, 30, 90], indexing="ij"))
+    mixed = np.random.default_rng(0).permutation(np.repeat(np.arange(16), 3))
+    places = arrange([first[mixed], second[mixed]], np.arange(0, 49, 3))
+    assert all(len(set(mixed[places[start : start + 3]].tolist())) == 1 for start in range(0, 48, 3))
