@@ -35,6 +35,7 @@ from pipeline.graphs.graph import Graph, decode, encode
 from pipeline.graphs.recipe import Recipe as GraphRecipe
 from pipeline.keys import content_digest, recipe_key
 from pipeline.records import Item, Part, Role
+from pipeline.stages.graph import open_writer
 from pipeline.store.cache import Cache
 from pipeline.store.writer import StoreWriter
 from pipeline.structures.inventory import Complex, File, Recipe, examine
@@ -155,7 +156,7 @@ def check_equal(path: Path) -> None:
 
 @contextmanager
 def writer(folder: Path) -> Iterator[StoreWriter]:
-    with Cache(folder).kind("graph").writer() as one:
+    with open_writer(Cache(folder).kind("graph"), 256 << 20) as one:
         yield one
 
 

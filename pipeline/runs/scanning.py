@@ -14,7 +14,7 @@ from pipeline.runs import todo
 from pipeline.runs.ledger import write_rejections
 from pipeline.runs.patience import patiently
 from pipeline.runs.todo import Found, Lines, Shard
-from pipeline.stages.graph import Maker
+from pipeline.stages.graph import Maker, open_writer
 from pipeline.stages.scan import look_again, look_up, scan
 from pipeline.structures.census import Census, Tally
 
@@ -88,7 +88,7 @@ def work(
     if "graph" not in json.loads(folder.stages.read_text()) or not project.config.graph.cache:
         yield from scan(items, project.recipe, project.shelves)
         return
-    with project.graphs.store.writer(shard_bytes=project.config.cache.shard_bytes) as writer:
+    with open_writer(project.graphs.store, project.config.cache.shard_bytes) as writer:
         maker = Maker(project.graphs.recipe, project.graphs.store, writer)
         yield from scan(items, project.recipe, project.shelves, maker)
 

@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PUBLISH_EVERY_S = 60.0
+HEADER_BYTES = 2 << 20  # of a shard; a graph has some 25 arrays, whose names and places take 3 kB there
+
+
+def open_writer(store: Store, shard_bytes: int) -> StoreWriter:
+    """Return a writer with room for the names of many small arrays."""
+    return store.writer(shard_bytes=shard_bytes, header_bytes=HEADER_BYTES)
 
 
 class Maker:
@@ -102,7 +108,7 @@ def graph(
 ) -> Generator[Reason | None, None, None]:
     """Build what graphs are not in the store yet, and publish them, at the latest every minute."""
     files = plain_files(structures.max_file_bytes)
-    with store.writer(shard_bytes=shard_bytes) as writer:
+    with open_writer(store, shard_bytes) as writer:
         maker = Maker(recipe, store, writer)
         for item in items:
             try:

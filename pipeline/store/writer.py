@@ -57,10 +57,9 @@ class StoreWriter:
         shard = self._open_shard()
         if key in shard:
             return
-        if not shard.has_room(record, self._shard_bytes):
+        if not shard.add(record, self._shard_bytes):
             self._publish(shard)
-            shard = self._open_shard()
-        shard.add(record)
+            self._open_shard().add(record, self._shard_bytes)
 
     def flush(self) -> list[bytes]:
         """Publish what was put, and return the keys that became safe since the last flush."""
