@@ -26,11 +26,15 @@ bench: .venv/ready       ## the figures of benchmarks/README.md that a small mac
 	python benchmarks/store.py --out benchmarks/results/store.json
 	python benchmarks/embed.py --runs 3 --out benchmarks/results/embed.json
 	python benchmarks/embed_memory.py --out benchmarks/results/embed_memory.json
+	python benchmarks/graph.py --out benchmarks/results/graph.json
+	python benchmarks/sampler.py --out benchmarks/results/sampler.json
+	python benchmarks/loader.py --out benchmarks/results/loader.json
 	python benchmarks/startup.py --out benchmarks/results/startup.json
 
 prove: .venv/ready       ## the long proofs: kills, faults, scale; results are committed
 	python benchmarks/prove_store.py --out benchmarks/results/prove_store.json
 	python benchmarks/scan_memory.py --out benchmarks/results/scan_memory.json
+	python benchmarks/scan_memory.py --stage graph --out benchmarks/results/graph_memory.json
 	python benchmarks/prove_embed.py --out benchmarks/results/prove_embed.json
 	python benchmarks/embed_growth.py --out benchmarks/results/embed_growth.json
 

@@ -196,12 +196,18 @@ def compare(root: Path, key: bytes, folder: Path, compared: int, runs: int) -> d
             assert torch.equal(tensor, batch[name]), name
     other = data_loader(folder, batches)
     read_bytes = sum(tensor.nbytes for batch in other for tensor in batch.values())
-    rounds = []
+    workers = [worker.pid for worker in other._iterator._workers]  # noqa: SLF001 - nothing public names them
+    rounds, cpu = [], []
     for _ in range(runs):
         loader.set_epoch(1)
         loader.set_epoch(0)  # the same batches again
-        rounds.append((seconds(loader), seconds(other)))
+        marks = [cpu_s([os.getpid()])]
+        ours = seconds(loader)
+        marks += [cpu_s([os.getpid()]), cpu_s([os.getpid(), *workers])]
+        rounds.append((ours, seconds(other)))
+        cpu.append((marks[1] - marks[0], cpu_s([os.getpid(), *workers]) - marks[2]))
     ours, theirs = (statistics.median(column) for column in zip(*rounds, strict=True))
+    our_cpu, their_cpu = (statistics.median(column) / compared for column in zip(*cpu, strict=True))
     ratios = [theirs / ours for ours, theirs in rounds]
     return {
         "items": compared,
@@ -209,6 +215,8 @@ def compare(root: Path, key: bytes, folder: Path, compared: int, runs: int) -> d
         "loader_items_per_s": round(compared / ours),
         "data_loader_items_per_s": round(compared / theirs),
         "loader_gb_per_s": round(read_bytes / ours / 1e9, 2),
+        "loader_cpu_ms_per_item": round(1e3 * our_cpu, 2),
+        "data_loader_cpu_ms_per_item": round(1e3 * their_cpu, 2),
         "ratio_median": round(statistics.median(ratios), 2),
         "ratio_min": round(min(ratios), 2),
     }
@@ -220,6 +228,12 @@ def seconds(batches: Any) -> float:
     for _ in batches:
         pass
     return time.perf_counter() - start
+
+
+def cpu_s(pids: list[int]) -> float:
+    """Return the processor time that some processes have taken so far: other work on the machine changes it less."""
+    stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split() for pid in pids]
+    return sum(int(stat[11]) + int(stat[12]) for stat in stats) / os.sysconf("SC_CLK_TCK")
 
 
 def first_batch(root: Path, key: bytes) -> dict[str, float]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pipeline.cluster.spec import JobSpec
     from pipeline.config.schema import Config
     from pipeline.runs.folder import RunFolder
+    from pipeline.runs.project import Project
     from pipeline.runs.status import RunStatus
 
 
@@ -49,17 +50,22 @@ def submit(
     sets: Sets = None,
 ) -> None:
     """Run a stage; what was done before is not done again."""
+    from pipeline.errors import ConfigError
+    from pipeline.runs.project import Project
     from pipeline.runs.submit import new_run, start_supervisor
     from pipeline.runs.workflow import everything, up_to
 
     sets = [*(sets or ()), *([f"cluster.executor={executor.value}"] if executor else ())]
     chosen = load_config(config, sets).config
+    if only and stage is StageName.ALL:
+        raise ConfigError("all stages are not one alone", where="--only", remedy="pipeline submit --stage all")
     stages = everything(chosen) if stage is StageName.ALL else up_to(stage.value)
     stages = stages[-1:] if only else stages
+    project = Project.open(chosen, remember=not dry_run)
+    _check_first(project, stages)
     if dry_run:
-        _show_plan(chosen, stages)
+        _show_plan(project, stages)
         return
-    _check_first(chosen, stages)
     folder = new_run(chosen, stages, _typed(stage, config, sets))
     if follow:
         _follow(folder, chosen, stages)
@@ -74,37 +80,30 @@ def _typed(stage: StageName, config: Path | None, sets: list[str]) -> str:
     return shlex.join([*words, *(word for one in sets for word in ("--set", one))])
 
 
-def _show_plan(config: Config, stages: list[str]) -> None:
+def _show_plan(project: Project, stages: list[str]) -> None:
     """Print what each stage would do."""
     from pipeline.report import tables
     from pipeline.runs import workflow
-    from pipeline.runs.project import Project
     from pipeline.runs.submit import plan
     from pipeline.runs.supervisor import local_machine
 
-    project, machine = Project.open(config, remember=False), local_machine(config.cluster.slots)
+    machine = local_machine(project.config.cluster.slots)
     plans = [plan(project, workflow.stage(name), machine.cpus, len(machine.gpus), folder=None) for name in stages]
-    for one in plans:
-        if one.job is not None:
-            _refuse(config, one.job)
     tables.show(tables.plan_table([(one.stage.name, one.counts(), one.found.bytes, one.job) for one in plans]))
     for one in plans:
         if waiting := one.counts().get("waiting"):
             typer.echo(f"{one.stage.name}: {waiting:,} items are not scanned yet; what they hold is not counted")
-        _warn_of_little(one.stage.name, one.job, one.mem_bytes)
 
 
-def _check_first(config: Config, stages: list[str]) -> None:
+def _check_first(project: Project, stages: list[str]) -> None:
     """Refuse here what would be refused once nobody is looking: an unusable source, cache, checkpoint or request."""
     from pipeline.runs import workflow
-    from pipeline.runs.project import Project
     from pipeline.runs.submit import job_spec
 
-    project = Project.open(config)
     for stage in map(workflow.stage, stages):
         stage.inspect(project)
         job = job_spec(project, stage, 1, folder=None)
-        _refuse(config, job)
+        _refuse(project.config, job)
         _warn_of_little(stage.name, job, stage.mem_bytes(project))
 
 

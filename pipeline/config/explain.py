@@ -25,6 +25,7 @@ _KINDS = {
 _BOUNDS = {
     "greater_than_equal": "at least {ge:g}",
     "less_than_equal": "at most {le:g}",
+    "greater_than": "more than {gt:g}",
     "string_too_short": "some text",
     "too_short": "a list that is not empty",
 }

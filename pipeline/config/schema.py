@@ -168,7 +168,7 @@ class AtomGraph(Section):
     """What atom graphs have besides; where graph.nodes is atom."""
 
     radius: float | None = Field(
-        default=5.0, gt=0, le=100, description="Å within which atoms that no bond joins get an edge; null: none."
+        default=5.0, gt=0, le=20, description="Å within which atoms that no bond joins get an edge; null: none."
     )
     hops: int = Field(
         default=3, ge=1, le=3, description="Edges along bonds; 1: bonds, 2: and angles (1-3), 3: and dihedrals (1-4)."
@@ -187,13 +187,13 @@ class Graph(Section):
         default=20, ge=0, le=1000, description="Edges from each residue's nearest ones in its partner; 0: none."
     )
     radius: float | None = Field(
-        default=None, gt=0, le=100, description="Å between CA atoms within which residues get an edge; null: none."
+        default=None, gt=0, le=50, description="Å between CA atoms within which residues get an edge; null: none."
     )
     cross_neighbours: int = Field(
         default=0, ge=0, le=1000, description="Edges from each residue's nearest ones in the other partner; 0: none."
     )
     cross_radius: float | None = Field(
-        default=None, gt=0, le=100, description="Å within which nodes of the two partners get an edge; null: none."
+        default=None, gt=0, le=50, description="Å within which nodes of the two partners get an edge; null: none."
     )
     contacts: float | None = Field(
         default=5.0,
@@ -301,6 +301,8 @@ class Config(Section):
         if self.data.state == "unbound" and (self.graph.cross_neighbours or self.graph.cross_radius is not None):
             what = "cross edges join partners that stand together, but data.state is unbound: leave them out"
             raise _conflict("graph", what)
+        if self.data.partners == "none" and (self.graph.cross_neighbours or self.graph.cross_radius is not None):
+            raise _conflict("graph", "cross edges join two partners, but data.partners is none: leave them out")
         return self
 
     @model_validator(mode="after")

@@ -87,7 +87,7 @@ def _are_nodes(structure: Structure) -> NDArray[np.bool_]:
 
 def centre(pos_N3: Floats) -> Floats:
     """Return the mean of some points."""
-    centre_3: Floats = np.round(pos_N3.mean(axis=0), CENTRE_DECIMALS)
+    centre_3: Floats = pos_N3.mean(axis=0).round(CENTRE_DECIMALS)
     return centre_3
 
 
@@ -99,8 +99,8 @@ def describe(residues: Residues, bodies: Bodies, centre_3: Floats) -> dict[str, 
     pos_35N = bodies.pos_3A.take(atom_5N, axis=1)
     pos_35N -= centre_3[:, None, None]
     side_3N, atoms_N = _side_chains(bodies, residue_N, centre_3, np.where(absent_5N, 0, pos_35N), absent_5N)
-    pos_35N[:, absent_5N] = np.nan
-    virtual = np.flatnonzero(absent_5N[CB])
+    np.copyto(pos_35N, np.nan, where=absent_5N)
+    virtual = absent_5N[CB].nonzero()[0]
     pos_35N[:, CB, virtual] = virtual_cb(*(pos_35N[:, at, virtual] for at in (N, CA, C)))
     bare = virtual[atoms_N[virtual] == 0]
     side_3N[:, bare] = pos_35N[:, CB, bare]
@@ -111,7 +111,7 @@ def describe(residues: Residues, bodies: Bodies, centre_3: Floats) -> dict[str, 
     flags_N |= (atoms_N < SIDE_ATOMS.take(type_N)) * INCOMPLETE
     flags_N |= structure.modified_R[residue_N] * MODIFIED
     return {
-        "pos": pos_35N[:, KEPT].transpose(2, 1, 0).astype(np.float32, order="C"),
+        "pos": pos_35N.T[:, KEPT].astype(np.float32, order="C"),
         "side": side_3N.T.astype(np.float32, order="C"),
         "type": type_N,
         "flags": flags_N,
@@ -136,7 +136,7 @@ def _side_chains(
 def virtual_cb(n_3N: Floats, ca_3N: Floats, c_3N: Floats) -> Floats:
     """Return where CB is by ideal geometry; not a number where an atom is missing."""
     (x, y, z), (u, v, w) = forth_3N, onwards_3N = ca_3N - n_3N, c_3N - ca_3N
-    across_3N = np.stack([y * w - z * v, z * u - x * w, x * v - y * u])
+    across_3N = np.array([y * w - z * v, z * u - x * w, x * v - y * u])
     cb_3N: Floats = ca_3N + CB_WEIGHTS[0] * forth_3N + CB_WEIGHTS[1] * across_3N + CB_WEIGHTS[2] * onwards_3N
     return cb_3N
 

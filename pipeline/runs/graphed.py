@@ -52,15 +52,15 @@ def judge(project: Project, folder: RunFolder, patience_s: float) -> Graphed:
         write_rejections(folder.rejected, _tally(project, folder, graphed, table))
         if graphed.accepted and not graphed.undone:
             graphed.table = table.write(project.cache.kind("sets")).hex()
-            with writing(folder.table):
-                folder.table.write_text(graphed.table)
         return graphed
 
     return patiently((*project.shelves.stores(), project.graphs.store), look, patience_s)
 
 
-def check(_project: Project, _folder: RunFolder, graphed: Graphed) -> list[str]:
-    """Say where graphs are without what they were asked for."""
+def check(_project: Project, folder: RunFolder, graphed: Graphed) -> list[str]:
+    """Let the table of a run that went well be found; say where nothing is known of graphs yet."""
+    with writing(folder.table):
+        folder.table.write_text(graphed.table)
     return [] if graphed.kept else ["graphs are not kept (graph.cache: false): what cannot be built shows in training"]
 
 
@@ -98,7 +98,7 @@ def _said(
 
 
 def promised(inventory: Inventory, graph: Graph) -> dict[str, int]:
-    """Return the sizes that a graph will have at most, or about: nodes are exact, edges are those of its neighbours."""
+    """Return those sizes of a graph that are known before it is built; nodes of atom graphs are at most so many."""
     if graph.nodes == "atom":
         nodes = [partner.atoms for partner in inventory.partners]
     else:
@@ -106,14 +106,8 @@ def promised(inventory: Inventory, graph: Graph) -> dict[str, int]:
             sum(chain.nodes for chain in partner.chains if chain.kind is Kind.PROTEIN) for partner in inventory.partners
         ]
     ligand = nodes[1] if len(nodes) > 1 else 0
-    edges = sum(count * min(graph.neighbours, max(0, count - 1)) for count in nodes)
-    return {
-        "nodes": sum(nodes),
-        "edges": edges,
-        "receptor": nodes[0],
-        "ligand": ligand,
-        "pairs": nodes[0] * ligand,
-        "cross": 0,
-        "residues": sum(partner.residues for partner in inventory.partners),
-        "contacts": 0,
-    }
+    sizes = {"nodes": sum(nodes), "receptor": nodes[0], "ligand": ligand, "pairs": nodes[0] * ligand}
+    sizes["residues"] = sum(partner.residues for partner in inventory.partners)
+    if graph.nodes == "residue" and graph.radius is None:
+        sizes["edges"] = sum(count * min(graph.neighbours, max(0, count - 1)) for count in nodes)
+    return sizes

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 NAME = "graph"
 TASK_S, WORTHWHILE_S = 600, 10  # what a task should take, and from when on another one pays
 ATOMS_PER_S = 500_000  # read and turned into a graph; cautious, and only for cutting work into tasks
-BYTES_PER_ATOM = {"residue": 32, "atom": 600}  # of a stored graph, about
+BYTES_PER_ATOM = 32  # of a stored graph, about
+BYTES_PER_EDGE = 2
 
 
 def inspect(project: Project) -> None:
@@ -65,8 +66,10 @@ def survey(project: Project, folder: RunFolder | None, at_once: int) -> Found:
                 lines.write_record(item)
         offsets.append(lines.position)
     atoms_N = np.frombuffer(atoms, np.uint64).astype(np.int64)
-    taken = int(atoms_N.sum()) * BYTES_PER_ATOM[project.config.graph.nodes]
-    return Found(counts, _cut(project, offsets, atoms_N, at_once), bytes=taken)
+    atoms_bytes = BYTES_PER_ATOM
+    if project.config.graph.nodes == "atom":
+        atoms_bytes += BYTES_PER_EDGE * scanning.edges_of_atom(project.config.graph)
+    return Found(counts, _cut(project, offsets, atoms_N, at_once), bytes=int(atoms_N.sum()) * atoms_bytes)
 
 
 def _atoms(inventory: Inventory) -> int:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.load import find_config, from_resolved, load
-from pipeline.errors import ConfigError, PipelineError
+from pipeline.errors import CacheDamaged, ConfigError, PipelineError, RecordMissing
 from pipeline.keys import content_digest
 from pipeline.runs.folder import runs_in
-from pipeline.runs.project import Project
+from pipeline.runs.project import Project, graph_recipe, recipe_of, source_spec
 from pipeline.training.dataset import Table
 from pipeline.training.embeddings import Embeddings
 from pipeline.training.sampler import Sampler
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
     from pipeline.training.loader import Loader
     from pipeline.training.sampler import Settings
-
-GRAPHS_FIRST = "pipeline submit --stage all"
 
 
 def open_loader(
@@ -43,30 +42,41 @@ def open_loader(
     """
     from pipeline.training.loader import Loader  # which waits for torch
 
-    chosen = load(find_config(Path(config) if config else None), sets).config
-    project = Project.open(chosen, remember=False)
-    table = table_of(project)
+    sets = [sets] if isinstance(sets, str) else list(sets)
+    file = find_config(Path(config) if config else None)
+    project = Project.open(load(file, sets).config, remember=False)
+    table = table_of(project, again=_command(config, sets))
     table = table if split is None else table.of_split(split)
-    graphs = project.graphs
-    source = Cached(graphs.store, table) if chosen.graph.cache else Built(table, project.recipe, graphs.recipe)
+    graphs, kept = project.graphs, project.config.graph.cache
+    source = Cached(graphs.store, table) if kept else Built(table, project.recipe, graphs.recipe)
     rows = Embeddings(project.encoding.shelves.embeddings, project.encoding.recipe) if embed else None
     data = content_digest(table.key_N16.tobytes()).hex()
     return Loader(source, rows, Sampler(table.sizes, settings, rank=rank, ranks=ranks, data=data), **options)
 
 
-def table_of(project: Project) -> Table:
-    """Return the table of the newest run that made graphs of this data set with this configuration."""
-    config = project.config
-    for folder in reversed(runs_in(config.cluster.runs)):
-        if folder.table.exists() and _same_graphs(from_resolved(folder.config.read_text()), config):
+def _command(config: str | Path | None, sets: Sequence[str]) -> str:
+    """Return the command that makes graphs with this configuration."""
+    words = ["pipeline", "submit", "--stage", "graph", *(["--config", str(config)] if config else [])]
+    return shlex.join([*words, *(word for one in sets for word in ("--set", one))])
+
+
+def table_of(project: Project, again: str) -> Table:
+    """Return the table of the newest run that made these graphs of this data set, and went well."""
+    wanted = _made_from(project.config)
+    for folder in reversed(runs_in(project.config.cluster.runs)):
+        try:
+            key, frozen = bytes.fromhex(folder.table.read_text()), from_resolved(folder.config.read_text())
+        except (PipelineError, OSError, ValueError):  # a run of other stages, of another version, or half of one
+            continue
+        if key and _made_from(frozen) == wanted:
             try:
-                return Table.read(project.cache.kind("sets"), bytes.fromhex(folder.table.read_text()))
-            except PipelineError as error:
-                raise type(error)(error.what, where=error.where, remedy=GRAPHS_FIRST) from error
+                return Table.read(project.cache.kind("sets"), key)
+            except (CacheDamaged, RecordMissing) as error:
+                raise type(error)(error.what, where=error.where, remedy=again) from error
     what = "no run has made graphs of this data set with this configuration"
-    raise ConfigError(what, where=str(config.cluster.runs), remedy=GRAPHS_FIRST)
+    raise ConfigError(what, where=str(project.config.cluster.runs), remedy=again)
 
 
-def _same_graphs(one: Config, other: Config) -> bool:
-    """Say whether two configurations make the same graphs of the same data set."""
-    return (one.data, one.structures, one.graph) == (other.data, other.structures, other.graph)
+def _made_from(config: Config) -> tuple[object, ...]:
+    """Return what decides which items there are and what their graphs are."""
+    return source_spec(config), recipe_of(config), graph_recipe(config).plain(), config.graph.cache

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator
     from typing import Any
 
+    from pipeline.config.schema import Graph
     from pipeline.records import Inventory, Tell
     from pipeline.runs.folder import RunFolder
     from pipeline.runs.project import Project
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 NAME = "scan"
 BASE_BYTES = 512 << 20
 BYTES_PER_FILE_BYTE = 16  # an mmCIF file of 38 MB was seen to take 587 MB
-BYTES_PER_RESIDUE = 100 << 10  # of an atom graph: trees, pairs and paths while it is built
+ATOMS_PER_RESIDUE = 10  # heavy ones, on the average
+BYTES_PER_EDGE = 100  # of an atom graph while it is built
 TASKS_PER_SLOT = 4  # enough that the last task to finish is short
 FEWEST_PER_TASK, MOST_PER_TASK = 64, 2048  # a task costs an interpreter and a published file
 AT_A_GLANCE = frozenset({Reason.MISSING_FILE, Reason.UNREADABLE_FILE, Reason.FILE_TOO_LARGE, Reason.NEEDS_EXTRA})
@@ -75,9 +77,16 @@ def _items_per_task(project: Project, missing: int, at_once: int) -> int:
 
 def mem_bytes(project: Project) -> int:
     """Return the memory of a scanning task: the interpreter, the largest file, the largest graph."""
-    structures = project.config.structures
-    graph_bytes = BYTES_PER_RESIDUE * structures.max_residues if project.config.graph.nodes == "atom" else 0
+    structures, graph = project.config.structures, project.config.graph
+    graph_bytes = 0
+    if graph.nodes == "atom":
+        graph_bytes = ATOMS_PER_RESIDUE * structures.max_residues * edges_of_atom(graph) * BYTES_PER_EDGE
     return BASE_BYTES + BYTES_PER_FILE_BYTE * structures.max_file_bytes + graph_bytes
+
+
+def edges_of_atom(graph: Graph) -> int:
+    """Return about how many edges an atom has in an atom graph: of proteins, 6 heavy atoms are in 100 cubic Å."""
+    return 20 + int(0.06 * 4.2 * (graph.atom.radius or 0) ** 3)
 
 
 def work(

@@ -94,7 +94,9 @@ class Supervisor:
             if planned.job is not None:
                 refuse_unfit_disk(self.project, planned.found)
                 self._follow(planned)
-            patience_s = 0.0 if self.status.stages[stage.name].failures else self.config.cache.visibility_s
+            status = self.status.stages[stage.name]
+            hopeless = status.failures or status.waiting  # what was not done does not come by waiting
+            patience_s = 0.0 if hopeless else self.config.cache.visibility_s
             judged = stage.judge(self.project, self.folder, patience_s)
             if judged.accepted:
                 self.project.cache.describe(stage.name, stage.recipe(self.project))
@@ -120,7 +122,7 @@ class Supervisor:
         status = self.status.stages[planned.stage.name]
         again = self.folder.again.read_text()
         remedy = _remedy({one["state"] for one in status.failures}, planned, again)
-        return Trouble(_describe(status.failures, status.said), again, remedy)
+        return Trouble(_describe(status.failures, status.said), status.waiting, again, remedy)
 
     def _follow(self, planned: Plan) -> None:
         """Run the tasks of a stage until the last has ended, or until too much of the data is unusable."""

@@ -94,6 +94,7 @@ class Trouble:
     """How tasks of a stage failed, and what helps."""
 
     lines: Sequence[str]
+    waiting: int  # items that an earlier stage, which was not asked for, has still to do
     again: str  # the command that was typed
     remedy: str
 
@@ -112,7 +113,8 @@ def check(stage: Stage, project: Project, folder: RunFolder, judged: Judged, tro
         again = with_setting(trouble.again, "data.max_rejected_fraction", str(enough))
         raise DataError(what, where=str(data.path), remedy=f"less {folder.rejected}   or   {again}")
     if judged.undone:
-        what = f"{judged.undone:,} of {total:,} items are not done, such as {judged.first_undone}"
+        unscanned = f" ({trouble.waiting:,} of them were not scanned before)" if trouble.waiting else ""
+        what = f"{judged.undone:,} of {total:,} items are not done, such as {judged.first_undone}{unscanned}"
         raise JobFailed("\n".join([what, *trouble.lines]), where=folder.name, remedy=trouble.remedy)
     if judged.accepted == 0:
         remedy = f"pipeline status {folder.name}   (every reason: {folder.rejected})"

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import CacheUnusable
+from pipeline.errors import CacheDamaged, CacheUnusable, RecordMissing
 from pipeline.keys import recipe_key, recipe_tag
 from pipeline.store.disk import Disk
 from pipeline.store.draft import Draft
@@ -55,7 +55,7 @@ class Cache:
     def describe(self, kind: str, recipe: Mapping[str, Any]) -> None:
         """Remember by what recipe records of a kind are made, so that people can be told."""
         key, store = recipe_key("recipe", {"kind": kind, "recipe": recipe}), self.kind(RECIPES)
-        if store.missing([key]):
+        if not store.has_whole(key):
             with store.writer() as writer:
                 writer.put(key, {}, {"kind": kind, "recipe": dict(recipe)})
 
@@ -63,9 +63,13 @@ class Cache:
         """Return what there is of each recipe of a kind that was described, most records first."""
         described = self.kind(RECIPES)
         found = []
-        for record in described.read(described.keys()):
-            if record.meta["kind"] == kind:
-                recipe = record.meta["recipe"]
+        for key in described.keys():  # noqa: SIM118 - a store is no mapping
+            try:
+                meta = described.get(key).meta
+            except (CacheDamaged, RecordMissing):  # it is described anew by the next run
+                continue
+            if meta["kind"] == kind:
+                recipe = meta["recipe"]
                 found.append(RecipeStat(recipe, *self.kind(kind).tagged(recipe_tag(kind, recipe))))
         return sorted((one for one in found if one.records), key=lambda one: -one.records)
 

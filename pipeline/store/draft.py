@@ -89,7 +89,8 @@ def write_refused(disk: Disk, path: Path, error: OSError) -> PipelineError:
         remedy = "pipeline submit --stage all   (once there is room; what is finished is kept)"
         return CacheFull(what, where=where, remedy=remedy)
     if error.errno in _READ_ONLY:
-        return CacheUnusable(f"the cache cannot be written here: {reason}", where=where, remedy=f"ls -ld {path}")
+        remedy = f"ls -ld {path.parent.parent}   or   pipeline submit --stage all --set cache.root=FOLDER"
+        return CacheUnusable(f"the cache cannot be written here: {reason}", where=where, remedy=remedy)
     if isinstance(error, NotADirectoryError | FileExistsError):
         return CacheUnusable(f"a file stands in the way: {reason}", where=where, remedy=f"ls -ld {path}")
     return JobFailed(f"the disk failed while writing: {reason}", where=where, remedy=f"ls -ld {path}")

@@ -97,20 +97,20 @@ def decode(blob: bytes | memoryview, rest: bytes | memoryview = b"") -> Record:
     descriptor, end = _read_descriptor(blob, rest)
     arrays: dict[str, Array] = {}
     bfloat16: set[str] = set()
-    position = 0
-    for name, tag, dtype, shape in map(_checked_entry, descriptor["arrays"]):
-        size = math.prod(shape) * dtype.itemsize
-        if name in arrays or position + size > end:
+    first, position = len(blob), 0
+    for entry in descriptor["arrays"]:  # some dozens in each of millions of records
+        name, tag, dtype, shape = _checked_entry(entry)
+        start, position = position, position + math.prod(shape) * dtype.itemsize
+        if name in arrays or position > end:
             raise BadRecord(f"array {name} does not fit")
-        if size == 0:
+        if position == start:
             arrays[name] = _empty(shape, dtype)
-        elif position + size <= len(blob):
-            arrays[name] = np.ndarray(shape, dtype, buffer=blob, offset=position)
+        elif position <= first:
+            arrays[name] = np.ndarray(shape, dtype, blob, start)
         else:
-            arrays[name] = np.ndarray(shape, dtype, buffer=_stretch(blob, rest, position, position + size))
+            arrays[name] = np.ndarray(shape, dtype, _stretch(blob, rest, start, position))
         if tag == BFLOAT16:
             bfloat16.add(name)
-        position += size
     if position != end:
         raise BadRecord("bytes that belong to no array")
     return Record(descriptor["key"], arrays, descriptor["meta"], frozenset(bfloat16))
@@ -151,7 +151,7 @@ def _read_descriptor(blob: bytes | memoryview, rest: bytes | memoryview) -> tupl
         raise BadRecord("the descriptor's length is impossible")
     end = total - length
     try:
-        content = json.loads(bytes(_stretch(blob, rest, end, total - _LENGTH.size)))
+        content = json.loads(str(_stretch(blob, rest, end, total - _LENGTH.size), "utf-8"))
         key = bytes.fromhex(content["key"])
         arrays, meta = content["arrays"], content["meta"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:

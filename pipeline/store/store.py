@@ -122,6 +122,14 @@ class Store:
             while ahead:
                 yield ahead.popleft().result()
 
+    def has_whole(self, key: bytes) -> bool:
+        """Say whether a record can be read, by reading it."""
+        try:
+            self.get(key)
+        except (CacheDamaged, RecordMissing):
+            return False
+        return True
+
     def missing(self, keys: Sequence[bytes], *, patience_s: float = 0.0) -> list[bytes]:
         """Return the keys that are not there, in order, looking again for fresh files while patience lasts."""
         absent = list(compress(keys, ~self._present(keys)))

@@ -35,7 +35,7 @@ def choose(structure: Structure, part: Part, elsewhere: Iterable[str] = ()) -> d
         return {part.role: free}
     polymers = [chain for chain in free if chain.kind is not Kind.OTHER]
     if len(polymers) != 2:
-        have = _some(chain.name for chain in polymers)
+        have = _some(chain.name for chain in polymers) or "none"
         what = f"two polymer chains were expected, not {have}; name data.receptor_chains and data.ligand_chains"
         raise Unusable(Reason.AMBIGUOUS_PARTNERS, what)
     sides = zip((Role.RECEPTOR, Role.LIGAND), polymers, strict=True)

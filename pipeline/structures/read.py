@@ -19,6 +19,7 @@ import gemmi
 import numpy as np
 
 from pipeline.records import Reason
+from pipeline.structures import plain_pdb
 from pipeline.structures.atoms import BLANK_CHAIN, NAME_BYTES, AtomTable, Unusable
 from pipeline.structures.links import links_of
 
@@ -66,6 +67,9 @@ class Reading:
     chain_names: Literal["author", "label"] = "author"
     assembly: str | None = None
     seqres: bool = False
+
+
+PLAIN = Reading()  # under which `plain_pdb` reads what gemmi would
 
 
 def stat_file(path: Path, max_bytes: int) -> os.stat_result:
@@ -134,6 +138,8 @@ def format_of(path: Path) -> str:
 @cache
 def parser_of(form: str) -> str:
     """Name what reads a format, version included."""
+    if form == "pdb" and plain_pdb.REVISION:
+        return f"{PARSER}+plain-{plain_pdb.REVISION}"
     return f"{PARSER}+biotite-{version('biotite')}" if form == "bcif" and HAS_BIOTITE else PARSER
 
 
@@ -141,6 +147,8 @@ def parse(data: bytes, form: str, reading: Reading, max_residues: int | None = N
     """Return the atoms in a file's bytes; whatever a parser does not like is one `Unusable`."""
     if form == "pdb" and reading.chain_names == "label":
         raise Unusable(Reason.MISSING_CHAIN, "a PDB file has no label chain names; set structures.chain_names: author")
+    if form == "pdb" and reading == PLAIN and (table := plain_pdb.read(data)) is not None:
+        return table
     try:
         structure = _structure(data, form)
         if sum(model.count_atom_sites() for model in structure) == 0:

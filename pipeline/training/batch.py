@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import torch
 import xxhash
 
+from pipeline.graphs import graph as graphs
+from pipeline.graphs import pyg
 from pipeline.graphs.graph import CROSS, EDGE, LABEL, NODE, PATH, RESIDUE
+from pipeline.records import Role
 from pipeline.training.fields import CENTRE, EMBEDDING, ENCODED, PTR, nodes_axis
 
 if TYPE_CHECKING:
@@ -51,6 +54,34 @@ class Graph:
     cross: Mapping[str, Tensor]
     labels: Mapping[str, Tensor]
     rng: np.random.Generator  # the item's own in this epoch, whatever batch it is in
+
+    def pyg(self) -> Any:
+        """Return the item as PyTorch Geometric has it, embeddings as `x`, over the same memory, which is the host's."""
+        parts = tuple(_part(side) for side in self.sides.values())
+        shown = pyg.data(graphs.Graph(parts, _arrays(self.cross), _arrays(self.labels)))
+        for side in self.sides.values():
+            if side.embedding is not None:
+                residues = f"{side.role}_{RESIDUE}" if side.residues else side.role
+                (shown if len(parts) == 1 and not side.residues else shown[residues]).x = side.embedding
+        return shown
+
+
+def _part(side: Side) -> graphs.Part:
+    """Return a partner as a graph's part, over the same memory."""
+    return graphs.Part(
+        role=Role(side.role),
+        chains=(),
+        centre_3=side.centre.numpy(),
+        nodes=_arrays(side.nodes),
+        edges=_arrays(side.edges),
+        residues=_arrays(side.residues),
+        paths=_arrays(side.paths),
+    )
+
+
+def _arrays(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return tensors as numpy has them."""
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
 
 
 @dataclass(frozen=True, slots=True)

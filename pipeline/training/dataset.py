@@ -80,8 +80,9 @@ class Table:
     def of_split(self, name: str) -> Table:
         """Return the items of one split, in order; they have new numbers."""
         if name not in self.splits:
-            there = ", ".join(repr(split) for split in self.splits) or "none"
-            raise ConfigError(f"no item is in split {name!r}; there are: {there}", remedy="pipeline config check")
+            named = ", ".join(repr(split) for split in self.splits if split)
+            have = f"there are: {named}" if named else "this data set has no splits"
+            raise ConfigError(f"no item is in split {name!r}; {have}", remedy="pipeline status")
         return self.take(np.flatnonzero(self.split_N == self.splits.index(name)))
 
     def take(self, numbers: Integers) -> Table:
@@ -154,10 +155,10 @@ class TableBuilder:
         )
 
     def write(self, store: Store) -> bytes:
-        """Store the table, unless the store has it, and return its key."""
+        """Store the table, unless the store has it whole, and return its key."""
         arrays, meta = _encode(self.table())
         key = recipe_key(KIND, {"meta": meta, "content": {name: _digest(one) for name, one in arrays.items()}})
-        if key not in store:
+        if not store.has_whole(key):
             with store.writer() as writer:
                 writer.put(key, arrays, meta)
         return key

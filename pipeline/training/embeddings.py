@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
+from functools import lru_cache
 from itertools import chain
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 EMBED_AGAIN = "pipeline submit --stage embed   (does only what is missing)"
 REMEMBERED = 32_768  # places of embeddings: less than a kilobyte each
+_NO_ROWS: Rows = np.empty(0)  # of a record that has none
 _DTYPES = {"fp32": ("float32", np.float32), "fp16": ("float16", np.float16), "bf16": ("bfloat16", np.uint16)}
 
 
@@ -85,7 +87,8 @@ class Embeddings:
         """Return how many numbers a residue has: as in the first embedding that is met, and never another."""
         for copy in () if self._width else chain(copies, self._any()):
             with suppress(CacheDamaged, RecordMissing):  # whoever needs it is told
-                self._width = self._store.get_at(copy.key, copy.places).arrays["rows"].shape[-1]
+                rows_LD = self._store.get_at(copy.key, copy.places).arrays.get("rows", _NO_ROWS)
+                self._width = rows_LD.shape[-1]
                 break
         return self._width
 
@@ -97,28 +100,32 @@ class Embeddings:
         encoded_R: NDArray[np.bool_],
         item: str,
         scratch: Callable[[int], memoryview],
-    ) -> int:
-        """Write the rows of a partner's residues, and which of them have one; return the bytes that were read.
+    ) -> None:
+        """Write the rows of a partner's residues, and which of them have one.
 
         What has none (DNA, RNA, small molecules) is zeros, and `encoded` says so. `copies` are of the partner's texts.
         """
+        straight = _straight([len(text) for text, _ in copies], row_R, out_RD)
+        if sum(map(len, straight)) < len(row_R):
+            self._check_rows(copies, row_R, item)
+            np.not_equal(row_R, NO_ROW, out=encoded_R)
+            out_RD[~encoded_R] = 0
+        else:
+            encoded_R[:] = True
+        first = 0
+        for (text, copy), into_LD in zip(copies, straight, strict=True):
+            rows_LD = self._rows(text, copy, out_RD.shape[1], item, _room(into_LD, scratch))
+            if not len(into_LD):
+                _gather(rows_LD, row_R, first, out_RD)
+            first += len(text)
+
+    def _check_rows(self, copies: Sequence[tuple[str, Copy]], row_R: NDArray[np.int32], item: str) -> None:
+        """Refuse rows that the embeddings do not have."""
         total = sum(len(text) for text, _ in copies)
-        if len(row_R) and (row_R.max() >= total or row_R.min() < NO_ROW):
+        if row_R.max() >= total or row_R.min() < NO_ROW:
             what = f"residues of {item} have rows {row_R.min()} to {row_R.max()}; its embeddings have {total}"
             keys = ", ".join(copy.key.hex() for _, copy in copies) or "none"
             raise CacheDamaged(what, where=f"embeddings {keys}", remedy=SUBMIT_AGAIN)
-        first, read_bytes = 0, 0
-        for text, copy in copies:
-            into_LD = _straight(row_R, first, len(text), out_RD)
-            rows_LD = self._rows(text, copy, out_RD.shape[1], item, _room(into_LD, scratch))
-            if into_LD is None:
-                _gather(rows_LD, row_R, first, out_RD)
-            first += len(text)
-            read_bytes += rows_LD.nbytes
-        np.not_equal(row_R, NO_ROW, out=encoded_R)
-        if not encoded_R.all():
-            out_RD[~encoded_R] = 0
-        return read_bytes
 
     def _rows(self, text: str, copy: Copy, width: int, item: str, room: Room) -> Rows:
         """Return the verified rows of a text [L, D]."""
@@ -128,7 +135,7 @@ class Embeddings:
             self._forget(text)
             what = f"the embedding of a sequence of {item}: {error.what}"
             raise type(error)(what, where=error.where, remedy=EMBED_AGAIN) from error
-        rows_LD: Rows = record.arrays["rows"]
+        rows_LD: Rows = record.arrays.get("rows", _NO_ROWS)
         if rows_LD.shape != (len(text), width) or rows_LD.dtype != self._numpy or not self._is_bits(record):
             raise self._unfit(text, copy.key, record, width, item)
         return rows_LD
@@ -138,14 +145,15 @@ class Embeddings:
         return ("rows" in record.bfloat16) == (self.dtype == "bfloat16")
 
     def _unfit(self, text: str, key: bytes, record: Record, width: int, item: str) -> CacheDamaged | DataError:
-        shape, cut = list(record.arrays["rows"].shape), record.meta.get("cut")
+        rows_LD, cut = record.arrays.get("rows", _NO_ROWS), record.meta.get("cut")
+        shape = list(rows_LD.shape)
         where = f"embedding {key.hex()} of {item}"
         variants = self._recipe.accepted(len(text))
         truncated = [one.cut for one in variants if one.cut and one.cut.policy == "truncate"]
         if truncated and shape == [truncated[0].length, width]:
             what = f"a sequence of {len(text):,} residues was truncated to {shape[0]:,}: the others have no embedding"
             return DataError(what, where=where, remedy="pipeline submit --stage embed --set embed.long.policy=windows")
-        what = f"rows are {record.arrays['rows'].dtype} {shape}{f', cut {cut}' if cut else ''}"
+        what = f"rows are {rows_LD.dtype} {shape}{f', cut {cut}' if cut else ''}"
         what += f"; of {len(text):,} residues, {self.dtype} [{len(text)}, {width}] was expected"
         return CacheDamaged(what, where=where, remedy=ELSEWHERE)
 
@@ -176,20 +184,32 @@ class Embeddings:
                 yield Copy(key, self._store.locate([key])[0])
 
 
-def _straight(row_R: NDArray[np.int32], first: int, length: int, out_RD: Rows) -> Rows | None:
-    """Return where the rows of a text belong if every one does, in order, and nothing between them: mostly so."""
-    starts = np.flatnonzero(row_R == first)
-    if len(starts) != 1:
-        return None
-    here = slice(int(starts[0]), int(starts[0]) + length)
-    return out_RD[here] if np.array_equal(row_R[here], np.arange(first, first + length)) else None
+def _straight(lengths: Sequence[int], row_R: NDArray[np.int32], out_RD: Rows) -> list[Rows]:
+    """Return, for each text, where its rows belong if every one does, in order: mostly so. Else nothing of `out`."""
+    found, first, start = [], 0, 0
+    for length in lengths:
+        stop = start + length
+        counting = row_R[start:stop] - first
+        if len(counting) == length and length and counting[-1] == length - 1 and (counting == _count(length)).all():
+            found.append(out_RD[start:stop])
+            start = stop
+        else:
+            found.append(out_RD[:0])
+        first += length
+    return found
 
 
-def _room(into_LD: Rows | None, scratch: Callable[[int], memoryview]) -> Room:
+@lru_cache(maxsize=4096)
+def _count(length: int) -> NDArray[np.int32]:
+    """Return 0 … length - 1."""
+    return np.arange(length, dtype=np.int32)
+
+
+def _room(into_LD: Rows, scratch: Callable[[int], memoryview]) -> Room:
     """Return memory for a record: its rows straight to where they belong, as far as there is room, and what follows."""
 
     def room(length: int) -> tuple[memoryview, memoryview]:
-        if into_LD is None or length <= into_LD.nbytes:
+        if not len(into_LD) or length <= into_LD.nbytes:
             return scratch(length), memoryview(b"")
         return into_LD.reshape(-1).view(np.uint8).data, scratch(length - into_LD.nbytes)
 

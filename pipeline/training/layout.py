@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -50,14 +51,9 @@ class Place(NamedTuple):
     are_edges: bool = False  # [2, E]: the axis is the second dimension
 
     @property
-    def numpy(self) -> np.dtype[Any]:
-        """Return the type as which numpy holds it."""
-        return np.dtype(np.uint16 if self.dtype == BFLOAT16 else self.dtype)
-
-    @property
     def bytes(self) -> int:
         """Return the bytes of the field."""
-        return math.prod(self.shape) * self.numpy.itemsize
+        return math.prod(self.shape) * _held_as(self.dtype).itemsize
 
 
 class Encoding(NamedTuple):
@@ -85,7 +81,7 @@ class Layout:
     def view(self, name: str, memory: Bytes) -> Array:
         """Return a field as an array over the batch's memory; bfloat16 as its bits."""
         place = self.places[name]
-        return memory[place.start : place.start + place.bytes].view(place.numpy).reshape(place.shape)
+        return memory[place.start : place.start + place.bytes].view(_held_as(place.dtype)).reshape(place.shape)
 
     def rows(self, axis: str, item: int) -> slice:
         """Return which rows along an axis are an item's."""
@@ -157,11 +153,11 @@ class Sheet:
         name, axis, shape = entry.name, entry.axis, arrays[0].shape
         points_to = tuple(target for target in entry.points_to if target in self.layout.bounds)
         if entry.form is Form.ITEM:
-            self.layout.add(name, arrays[0].dtype.name, (len(arrays), *shape))
+            self.layout.add(name, _name(arrays[0].dtype), (len(arrays), *shape))
         elif entry.form is Form.NEIGHBOUR:
             self.layout.add(name, "int64", (2, self._total(axis)), axis, points_to=points_to, are_edges=True)
         elif entry.form is Form.ROWS:
-            dtype = "int64" if points_to else _dtype(name, arrays).name
+            dtype = "int64" if points_to else _name(_dtype(name, arrays))
             self.layout.add(name, dtype, (self._total(axis), *shape[1:]), axis, points_to=points_to)
 
     def _place_embeddings(self, encoding: Encoding | None) -> None:
@@ -247,4 +243,16 @@ def _dtype(name: str, arrays: Sequence[Array]) -> np.dtype[Any]:
     """Return a type that is the same in every batch."""
     dtypes = {array.dtype for array in arrays}
     found = np.dtype(np.result_type(*dtypes)) if len(dtypes) > 1 else dtypes.pop()
-    return _ANY_WIDTH.get(name.rpartition(".")[2], _WIDER.get(found.name, found))
+    return _ANY_WIDTH.get(name.rpartition(".")[2], _WIDER.get(_name(found), found))
+
+
+@lru_cache(maxsize=64)
+def _name(dtype: np.dtype[Any]) -> str:
+    """Return the name of a type, which numpy puts together anew each time."""
+    return str(dtype.name)
+
+
+@lru_cache(maxsize=64)
+def _held_as(name: str) -> np.dtype[Any]:
+    """Return the type as which numpy holds numbers of that name: bfloat16 as its bits."""
+    return np.dtype(np.uint16 if name == BFLOAT16 else name)

@@ -42,7 +42,7 @@ class Stats:
     batches: int = 0
     items: int = 0
     rejected: int = 0
-    read_bytes: int = 0
+    bytes: int = 0  # of all batches
     wait_s: float = 0.0  # of the loop, for batches
     largest_bytes: int = 0
     slots_bytes: int = 0
@@ -56,7 +56,6 @@ class _Filled(NamedTuple):
     numbers: tuple[int, ...]
     ids: tuple[str, ...]
     rejected: tuple[Rejection, ...]
-    read_bytes: int
 
 
 class Loader:
@@ -170,7 +169,7 @@ class Loader:
         stats.batches += 1
         stats.items += len(filled.ids)
         stats.rejected += len(filled.rejected)
-        stats.read_bytes += filled.read_bytes
+        stats.bytes += filled.layout.used
         stats.largest_bytes = max(stats.largest_bytes, filled.layout.used)
         stats.slots_bytes, stats.grown = self._ring.bytes, self._ring.grown
 
@@ -182,15 +181,13 @@ class Loader:
         sheet = Sheet(found, self._encoding(sides))
         memory = self._ring.room(slot, sheet.layout.used)
         sheet.write(memory)
-        read_bytes = sum(array.nbytes for one in found for array in one.arrays.values())
-        for side in sides:
-            read_bytes += self._join(sheet, side, memory)
+        if sides:
+            self._join(sheet, sides, memory)
         return _Filled(
             layout=sheet.layout,
             numbers=tuple(one.number for one in found),
             ids=tuple(one.id for one in found),
             rejected=tuple(one for one in read if isinstance(one, Rejection)),
-            read_bytes=read_bytes,
         )
 
     def _sides(self, found: Sequence[Found]) -> list[_Side]:
@@ -211,19 +208,25 @@ class Loader:
         copies = (copy for side in sides for _, copy in side.copies)
         return Encoding(self._embeddings.dtype, self._embeddings.width(copies))
 
-    def _join(self, sheet: Sheet, side: _Side, memory: NDArray[np.uint8]) -> int:
-        """Read the embeddings of one partner to where they belong; return their bytes."""
+    def _join(self, sheet: Sheet, sides: Sequence[_Side], memory: NDArray[np.uint8]) -> None:
+        """Read the embeddings of all partners to where they belong."""
         assert self._embeddings is not None
         layout = sheet.layout
-        rows = layout.rows(layout.residues(side.role), side.place)
-        return self._embeddings.join(
-            side.copies,
-            sheet.row_map(side.found, side.role),
-            layout.view(f"{side.role}.{EMBEDDING}", memory)[rows],
-            layout.view(f"{side.role}.{ENCODED}", memory)[rows],
-            side.found.id,
-            self._memory.scratch,
-        )
+        out = {
+            role: (
+                layout.bounds[layout.residues(role)].tolist(),
+                layout.view(f"{role}.{EMBEDDING}", memory),
+                layout.view(f"{role}.{ENCODED}", memory),
+            )
+            for role in layout.roles()
+        }
+        for side in sides:
+            bounds, embedding_RD, encoded_R = out[side.role]
+            rows = slice(bounds[side.place], bounds[side.place + 1])
+            row_R = sheet.row_map(side.found, side.role)
+            self._embeddings.join(
+                side.copies, row_R, embedding_RD[rows], encoded_R[rows], side.found.id, self._memory.scratch
+            )
 
 
 class _Side(NamedTuple):

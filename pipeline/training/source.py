@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+GONE = frozenset({Reason.MISSING_FILE, Reason.UNREADABLE_FILE})  # it was there when the data set was prepared
 GRAPH_AGAIN = "pipeline submit --stage graph   (does only what is missing)"
 
 
@@ -87,6 +88,9 @@ class Built:
             try:
                 yield self._build(number, item)
             except Unusable as problem:
+                if problem.reason in GONE:
+                    what = f"{item.id}: {problem.detail}"
+                    raise DataError(what, where=problem.reason.value, remedy=GRAPH_AGAIN) from problem
                 yield _rejected(item, problem.reason, problem.detail)
             except (DataError, MemoryError):
                 raise

@@ -57,7 +57,7 @@ def test_every_command_is_frozen() -> None:
 
 
 def test_nothing_reachable_from_the_command_line_imports_torch_before_there_is_something_to_encode() -> None:
-    """The import rule keeps torch in two rooms and a view; this loads every other module, with what it needs of them."""
+    """The import rule keeps torch in two rooms and a view; this loads all the rest, with what it needs of them."""
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for path in sorted((ROOT / "pipeline").rglob("*.py"))

@@ -80,7 +80,7 @@ def test_the_same_table_is_stored_once_and_another_under_another_key(store):
 def test_a_table_of_nothing_is_a_table(store):
     table = Table.read(store, TableBuilder().write(store))
     assert len(table) == 0
-    with pytest.raises(ConfigError, match="no item is in split 'train'; there are: none"):
+    with pytest.raises(ConfigError, match="no item is in split 'train'; this data set has no splits"):
         table.of_split("train")
 
 

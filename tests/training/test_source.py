@@ -14,6 +14,7 @@ from pipeline.keys import content_digest
 from pipeline.records import Item, Part, Reason, Role
 from pipeline.store.cache import Cache
 from pipeline.structures import inventory
+from pipeline.structures.atoms import Unusable
 from pipeline.structures.synthetic import complex_pdb
 from pipeline.training.dataset import TableBuilder
 from pipeline.training.loader import Loader
@@ -70,13 +71,27 @@ def test_another_recipe_than_the_tables_is_an_error(prepared):
         list(batches(Built(table, READING, Recipe(neighbours=3))))
 
 
-def test_a_file_that_cannot_be_read_any_more_costs_its_item_and_is_told(prepared):
+def test_a_file_that_is_gone_after_the_table_was_made_is_an_error(prepared):
     _, table = prepared
     Path(table.item(0).parts[0].path).unlink()
+    with pytest.raises(DataError, match=r"missing_file: c0: no such file.*\n.*submit --stage graph"):
+        list(batches(Built(table, READING, RECIPE)))
+
+
+def test_an_item_that_has_no_graph_is_left_out_and_told(prepared, monkeypatch):
+    _, table = prepared
+    real = build
+
+    def sometimes(read, recipe):
+        if len(read.sides[Role.RECEPTOR].residues()) == 30:
+            raise Unusable(Reason.NO_CONTACTS, "too far apart")
+        return real(read, recipe)
+
+    monkeypatch.setattr("pipeline.training.source.build", sometimes)
     told = []
     got = [list(batch.numbers) for batch in batches(Built(table, READING, RECIPE), reject=told.append)]
     assert got == [[2], [1]]
-    assert [(one.id, one.reason, one.split) for one in told] == [("c0", Reason.MISSING_FILE, "train")]
+    assert [(one.id, one.reason, one.split) for one in told] == [("c0", Reason.NO_CONTACTS, "train")]
 
 
 def test_a_bug_in_the_building_costs_one_item(prepared, monkeypatch, caplog):

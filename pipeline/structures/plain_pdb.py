@@ -1,0 +1,321 @@
+"""The quick way into plain PDB files: ATOM lines of one length, of standard residues in standard columns.
+
+Files that were prepared for learning are mostly plain. Whatever is not, down to one odd character, is left to gemmi;
+of what is, every column is bit for bit what gemmi makes of it (tests/structures/test_plain_pdb.py has them side by
+side). The rules are gemmi's, narrowed. Shapes: A atoms, R residues, N numbers, B bytes.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from pipeline.structures.atoms import AtomTable, word
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+REVISION = 0  # counted up, and so into the keys, when this was found to have read anything else than gemmi reads
+
+# Records that change no column, whatever they say. CRYST1 is none of them: gemmi refuses a file for an impossible cell.
+IDLE = frozenset(b"HEADER TITLE COMPND SOURCE KEYWDS EXPDTA AUTHOR REVDAT JRNL REMARK SEQRES".split()) | {b""}
+ATOM = int.from_bytes(b"ATOM", "little")
+SHORTEST = 79  # bytes of a line that reaches the element, line feed included
+LINE_FEED, CARRIAGE_RETURN, SPACE = 10, 13, 32
+
+# The residues that are plain: columns 18-21 as a number (the last one blank), sorted, and what stands for each.
+AMINO_ACIDS = b"ALA ARG ASN ASP CYS GLN GLU GLY HIS ILE LEU LYS MET PHE PRO SER THR TRP TYR VAL".split()
+NUCLEOTIDES = b"A C G U DA DC DG DT".split()
+RESIDUES = sorted((int.from_bytes(name.rjust(3) + b" ", "little"), name) for name in AMINO_ACIDS + NUCLEOTIDES)
+RESIDUE_CODES = np.array([code for code, _ in RESIDUES], np.uint32)
+RESIDUE_WORDS = np.array([word(name.decode()) for _, name in RESIDUES], np.uint64)
+IS_PEPTIDE = np.array([name in AMINO_ACIDS for _, name in RESIDUES])
+POLYMER = 1  # gemmi's EntityType
+
+# Columns 77-78 as a number → gemmi's number of the element, 0 for what is not plain.
+ELEMENTS = np.zeros(1 << 16, np.uint8)
+for _symbol, _number in ((b" H", 1), (b" C", 6), (b" N", 7), (b" O", 8), (b" P", 15), (b" S", 16), (b"SE", 34)):
+    ELEMENTS[int.from_bytes(_symbol, "little")] = _number
+
+# Occupancies: columns 54-57 and 58-61 as numbers, of which one character each is no part of them.
+WHOLE_PART, BLANK_BEFORE, FRACTION_PART, NOUGHT_AFTER = np.array([0xFFFFFF00, 0x20, 0x00FFFFFF, 0x30000000], np.uint32)
+ONE = int.from_bytes(b"  1.00", "little")  # the most frequent occupancy, and which of 8 bytes it takes
+OCCUPANCY_BYTES = 0xFFFF_FFFF_FFFF
+
+WINDOW_LINES, WINDOW_BYTES = 4096, 1 << 17  # what is looked at in one go, lest memory be asked of the system each time
+
+# Atom names, 4 bytes as one integer.
+FIRST_BYTE, LAST_BLANK, BLANKS, LOW_BITS, HIGH_BITS = 0xFF, 0x20000000, 0x20202020, 0x7F7F7F7F, 0x80808080
+
+
+class _NotPlain(Exception):
+    """gemmi has to read this."""
+
+
+class _Lines(NamedTuple):
+    """ATOM lines of one length."""
+
+    text: bytes
+    length: int
+
+    @property
+    def atoms(self) -> int:
+        """How many there are."""
+        return len(self.text) // self.length
+
+    def column(self, first: int, dtype: str) -> NDArray[Any]:
+        """Return the bytes of every line from `first` on, as numbers of a type."""
+        return np.ndarray(self.atoms, dtype, self.text, first, (self.length,)).copy()  # type: ignore[no-any-return]
+
+    def columns(self, first: int, last: int) -> NDArray[np.uint8]:
+        """View the bytes of every line from `first` to `last`, excluded."""
+        return np.frombuffer(self.text, np.uint8).reshape(-1, self.length)[:, first:last]
+
+
+def read(data: bytes) -> AtomTable | None:
+    """Return what a plain PDB file is under the default `Reading`; None where gemmi has to look."""
+    try:
+        return _table(*_split(data))
+    except _NotPlain:
+        return None
+
+
+def _require(condition: bool | np.bool_) -> None:  # noqa: FBT001 - it reads as a sentence
+    """Leave the file to gemmi unless something holds."""
+    if not condition:
+        raise _NotPlain
+
+
+def _split(data: bytes) -> tuple[_Lines, list[int]]:
+    """Return the ATOM lines, and after how many of them each TER stands."""
+    view, parts, ters = memoryview(data), [], []
+    at = size = length = 0
+    while at < len(data):
+        if data.startswith(b"ATOM", at):
+            length = length or data.find(b"\n", at) + 1 - at
+            stop = at + length * _count_atoms(data, at, length)
+            parts.append(view[at:stop])
+            size += stop - at
+        else:
+            stop = data.find(b"\n", at) + 1 or len(data)
+            record = _record(data[at:stop])
+            if record == b"END":
+                break
+            if record == b"TER" and size:  # before all atoms it means nothing
+                ters.append(size // length)
+        at = stop
+    _require(size > 0)
+    return _Lines(b"".join(parts), length), ters
+
+
+def _count_atoms(data: bytes, at: int, length: int) -> int:
+    """Return how many lines of that length, from `at` on, are ATOM lines."""
+    _require(length >= SHORTEST)
+    room, count = (len(data) - at) // length, 0
+    while count < room:
+        some = min(room - count, WINDOW_LINES)
+        is_atom = np.ndarray(some, "<u4", data, at + count * length, (length,)) == ATOM
+        if not is_atom.all():
+            count += int(is_atom.argmin())
+            break
+        count += some
+    _require(count > 0)
+    return count
+
+
+def _record(line: bytes) -> bytes:
+    """Return the name of a record that is no ATOM and may stand in a plain file."""
+    name = line[:6].rstrip(b" \r\n")
+    _require((name in IDLE or name in (b"TER", b"END")) and line.isascii() and b"\0" not in line)
+    return name
+
+
+def _table(lines: _Lines, ters: Sequence[int]) -> AtomTable:
+    """Return the columns; what the atoms of a residue share is read once for each residue."""
+    _check_text(lines)
+    first_R = _residue_starts(lines)
+    residue_R = _residues(lines.column(17, "<u4")[first_R])
+    chain_R = lines.columns(21, 22)[first_R, 0]
+    number_R = _whole_numbers().read(lines.column(22, "<u4")[first_R]).astype(np.int32) // 1000
+    icode_R = lines.columns(26, 27)[first_R, 0].astype(np.int8)
+    starts_R = chain_R != np.roll(chain_R, 1)
+    starts_R[0] = True
+    _check_residues(starts_R, number_R, icode_R, IS_PEPTIDE[residue_R])
+    _check_ters(dict(zip(first_R[starts_R].tolist(), chain_R[starts_R].tolist(), strict=True)), ters, lines.atoms)
+    length_R = np.diff(first_R, append=lines.atoms)
+    return AtomTable(
+        pos_A3=_positions(lines),
+        name_A=_names(lines),
+        resname_A=np.repeat(RESIDUE_WORDS[residue_R], length_R),
+        chain_A=np.repeat(np.where(chain_R == SPACE, 0, chain_R).astype(np.uint64), length_R),
+        number_A=np.repeat(number_R, length_R),
+        icode_A=np.repeat(icode_R, length_R),
+        altloc_A=_altlocs(lines),
+        occupancy_A=_occupancies(lines),
+        element_A=_elements(lines),
+        entity_A=np.full(lines.atoms, POLYMER, np.uint8),
+        hetero_A=np.full(lines.atoms, ord("A"), np.int8),
+    )
+
+
+def _check_text(lines: _Lines) -> None:
+    """Require ATOM lines of printable ASCII, all with LF or all with CR LF at their ends."""
+    end_A = lines.column(lines.length - 2, "<u2")
+    _require((end_A >> 8 == LINE_FEED).all())
+    ends = 2 if (end_A[0] & 0xFF) == CARRIAGE_RETURN else 1
+    text_B = np.frombuffer(lines.text, np.int8)  # below 0 where it is not ASCII
+    pieces = (text_B[first : first + WINDOW_BYTES] < SPACE for first in range(0, len(text_B), WINDOW_BYTES))
+    _require(sum(int(np.count_nonzero(piece)) for piece in pieces) == ends * lines.atoms)
+
+
+def _residue_starts(lines: _Lines) -> NDArray[np.int64]:
+    """Return the first line of each residue: where name, chain, number, insertion code or segment changes."""
+    starts_A = np.ones(lines.atoms, np.bool_)
+    starts_A[1:] = False
+    for first, dtype in ((17, "<u8"), (25, "<u2"), (72, "<u4")):
+        column_A = lines.column(first, dtype)
+        starts_A[1:] |= column_A[1:] != column_A[:-1]
+    return np.flatnonzero(starts_A)
+
+
+def _residues(code_R: NDArray[np.uint32]) -> NDArray[np.int64]:
+    """Return which of the plain residues each is."""
+    residue_R = np.searchsorted(RESIDUE_CODES[:-1], code_R)
+    _require((RESIDUE_CODES[residue_R] == code_R).all())
+    return residue_R
+
+
+def _check_residues(
+    starts_R: NDArray[np.bool_],
+    number_R: NDArray[np.int32],
+    icode_R: NDArray[np.int8],
+    is_peptide_R: NDArray[np.bool_],
+) -> None:
+    """Require residues in one piece, in chains that are all peptide or all nucleic acid.
+
+    gemmi brings the pieces of a residue together, out of the order of the file, and may take a part of a mixed chain
+    for ligands.
+    """
+    _require(((icode_R == SPACE) | ((icode_R >= ord("A")) & (icode_R <= ord("Z")))).all())
+    _require((starts_R[1:] | (is_peptide_R[1:] == is_peptide_R[:-1])).all())
+    place_R = (starts_R.cumsum() * 100_000 + number_R) * 128 + icode_R
+    _require((place_R[1:] > place_R[:-1]).all() or len(np.unique(place_R)) == len(place_R))
+
+
+def _check_ters(starts: dict[int, int], ters: Sequence[int], atoms: int) -> None:
+    """Require that gemmi takes every residue for one of a polymer; `starts` has the chain by the atom it starts with.
+
+    What follows a chain's TER in that chain is a ligand to gemmi; but a second TER there tells it that TERs mean
+    nothing in this file, and then it goes by the names of residues, as it does where a chain has none.
+    """
+    ended: dict[int, bool] = {}  # chain → whether its first part has a TER
+    chain, is_first, is_after, has_ligands = 0, False, False, False
+    for at, is_start in sorted([*((at, False) for at in ters), *((at, True) for at in starts)]):
+        if is_start:
+            chain = starts[at]
+            is_first, is_after = chain not in ended, ended.setdefault(chain, False)
+            has_ligands |= is_after
+        elif is_after:
+            return
+        else:
+            ended[chain] |= is_first
+            is_after = True
+            has_ligands |= at < atoms and at not in starts
+    _require(not has_ligands)
+
+
+def _names(lines: _Lines) -> NDArray[np.uint64]:
+    """Return the atom names, each with at most one blank before it and none inside."""
+    name_A = lines.column(12, "<u4")
+    name_A = np.where(name_A & FIRST_BYTE == SPACE, name_A >> 8 | LAST_BLANK, name_A)
+    # A byte that is not blank comes out of the sum with its high bit set; of ASCII, nothing is carried to the next.
+    filled_A = (((name_A ^ BLANKS) + LOW_BITS & HIGH_BITS) >> 7) * 0xFF
+    _require(not (filled_A & filled_A + 1).any() and (filled_A & 1).all())
+    word_A: NDArray[np.uint64] = (name_A & filled_A).astype(np.uint64)
+    return word_A
+
+
+def _altlocs(lines: _Lines) -> NDArray[np.int8]:
+    """Return the alternative that each atom is of, 0 for none."""
+    altloc_A = lines.column(16, "i1")
+    altloc_A[altloc_A == SPACE] = 0
+    return altloc_A
+
+
+def _elements(lines: _Lines) -> NDArray[np.uint8]:
+    """Return the element of each atom."""
+    element_A: NDArray[np.uint8] = ELEMENTS[lines.column(76, "<u2")]
+    _require(element_A.all())
+    return element_A
+
+
+def _positions(lines: _Lines) -> NDArray[np.float64]:
+    """Return the coordinates."""
+    text_A24 = np.ascontiguousarray(lines.columns(30, 54))
+    code_N2 = text_A24.reshape(-1, 8).view("<u4")
+    return _decimals(code_N2[:, 0], code_N2[:, 1]).reshape(-1, 3)
+
+
+def _occupancies(lines: _Lines) -> NDArray[np.float32]:
+    """Return the occupancies."""
+    if (lines.column(54, "<u8") & OCCUPANCY_BYTES == ONE).all():
+        return np.ones(lines.atoms, np.float32)
+    whole_A: NDArray[np.uint32] = lines.column(53, "<u4") & WHOLE_PART | BLANK_BEFORE
+    fraction_A: NDArray[np.uint32] = lines.column(57, "<u4") & FRACTION_PART | NOUGHT_AFTER
+    return _decimals(whole_A, fraction_A).astype(np.float32)
+
+
+def _decimals(whole_codes_N: NDArray[np.uint32], fraction_codes_N: NDArray[np.uint32]) -> NDArray[np.float64]:
+    """Return numbers written as %8.3f, of their first and their last four characters.
+
+    A whole number divided by 1000 is the float nearest to the decimal, and that is what gemmi makes of the text.
+    """
+    whole_N = _whole_numbers().read(whole_codes_N)
+    thousandths_N = np.copysign(_fractions().read(fraction_codes_N), whole_N)  # "-0" is a negative number, too
+    thousandths_N += whole_N
+    return np.divide(thousandths_N, 1000, dtype=np.float64)
+
+
+class _Table(NamedTuple):
+    """What texts of four characters stand for, by the low halves of these characters: 0 of a blank, 13 of a minus."""
+
+    codes: NDArray[np.uint32]
+    values: NDArray[np.float32]
+
+    def read(self, code_N: NDArray[np.uint32]) -> NDArray[np.float32]:
+        """Return the value of each text."""
+        place_N = _places(code_N)
+        _require((self.codes[place_N] == code_N).all())
+        return self.values[place_N]
+
+
+def _places(code_N: NDArray[np.uint32]) -> NDArray[np.intp]:
+    """Return the low halves of four bytes, brought together."""
+    low_N = code_N & 0x0F0F0F0F
+    return ((low_N >> 12 ^ low_N) & 0xFFFF).astype(np.intp)
+
+
+@cache
+def _whole_numbers() -> _Table:
+    """Return the numbers from -999 to 9999, and -0, right-justified; their values are thousandths."""
+    return _table_of([*((f"{number:4d}", 1000 * number) for number in range(-999, 10_000)), ("  -0", -0.0)])
+
+
+@cache
+def _fractions() -> _Table:
+    """Return the thousandths."""
+    return _table_of((f".{number:03d}", number) for number in range(1000))
+
+
+def _table_of(pairs: Iterable[tuple[str, float]]) -> _Table:
+    """Return the table of texts and their values."""
+    texts, values = zip(*pairs, strict=True)
+    code_N = np.frombuffer("".join(texts).encode(), "<u4")
+    table = _Table(np.zeros(1 << 16, np.uint32), np.zeros(1 << 16, np.float32))
+    place_N = _places(code_N)
+    table.codes[place_N], table.values[place_N] = code_N, values
+    return table

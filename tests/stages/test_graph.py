@@ -1,0 +1,106 @@
+"""Stage graph: what it stores, what it remembers not to have, and what it does when something is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.graphs import build as build_module
+from pipeline.graphs.graph import decode
+from pipeline.graphs.recipe import Recipe
+from pipeline.keys import content_digest
+from pipeline.records import Item, Part, Reason, Role
+from pipeline.stages.graph import Verifier, graph
+from pipeline.store.cache import Cache
+from pipeline.store.store import Store
+from pipeline.structures.inventory import Recipe as Structures
+from pipeline.structures.inventory import item_key
+from pipeline.structures.synthetic import complex_pdb
+
+RECIPE, STRUCTURES = Recipe(neighbours=5), Structures()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Cache(tmp_path / "cache").kind("graph")
+
+
+def make_item(folder: Path, seed: int) -> Item:
+    path = folder / f"{seed}.pdb"
+    path.write_bytes(complex_pdb(seed, 20, 20))
+    return Item(str(seed), parts=(Part(Role.COMPLEX, str(path)),))
+
+
+def key_of(item: Item) -> bytes:
+    path = item.parts[0].path
+    return RECIPE.key(item_key(item, STRUCTURES, {path: content_digest(Path(path).read_bytes()).hex()}))
+
+
+def build_all(items: list[Item], store: Store) -> list[Reason | None]:
+    return list(graph(items, STRUCTURES, RECIPE, store, 1 << 20))
+
+
+def test_each_item_has_its_graph_under_its_key(tmp_path: Path, store: Store) -> None:
+    items = [make_item(tmp_path, seed) for seed in range(3)]
+    assert build_all(items, store) == [None] * 3
+    for item in items:
+        record = store.get(key_of(item))
+        assert decode(record.arrays, record.meta).sizes()["nodes"] == 40
+
+
+def test_what_is_there_is_not_built_again(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    items = [make_item(tmp_path, seed) for seed in range(2)]
+    build_all(items[:1], store)
+    built = []
+    build = build_module.build
+    monkeypatch.setattr(build_module, "build", lambda *given: built.append(1) or build(*given))
+    assert build_all([*items, items[1]], store) == [None] * 3
+    assert built == [1]
+
+
+def test_why_there_is_no_graph_is_remembered_in_its_place(tmp_path: Path, store: Store) -> None:
+    item = make_item(tmp_path, 0)
+    path = Path(item.parts[0].path)
+    path.write_text(
+        "".join(
+            line for line in path.read_text().splitlines(keepends=True) if line[21:22] != "B" or line[22:26] == "   1"
+        )
+    )
+    assert build_all([item], store) == [Reason.NO_EDGES]
+    (said,) = Verifier(store).look_up([key_of(item)])
+    assert said is not None
+    assert said["reason"] == "no_edges"
+    assert "the ligand is one residue" in said["detail"]
+
+
+def test_a_bug_costs_one_item(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    items = [make_item(tmp_path, seed) for seed in range(2)]
+    build = build_module.build
+
+    def choke(read: object, recipe: Recipe) -> object:
+        if not list(store.keys()) and not choked:
+            choked.append(1)
+            raise ZeroDivisionError("deep inside")
+        return build(read, recipe)  # type: ignore[arg-type]
+
+    choked: list[int] = []
+    monkeypatch.setattr(build_module, "build", choke)
+    assert build_all(items, store) == [Reason.GRAPH_FAILED, None]
+
+
+def test_a_file_that_went_away_is_a_reason_and_leaves_nothing(tmp_path: Path, store: Store) -> None:
+    item = make_item(tmp_path, 0)
+    Path(item.parts[0].path).unlink()
+    assert build_all([item], store) == [Reason.MISSING_FILE]
+    assert not list(store.keys())
+
+
+def test_beyond_its_limit_the_verifier_trusts_tables(tmp_path: Path, store: Store) -> None:
+    items = [make_item(tmp_path, seed) for seed in range(3)]
+    build_all(items, store)
+    keys = [key_of(item) for item in items]
+    said = Verifier(store, limit_bytes=1).look_up([*keys, bytes(16)])
+    assert [one is None for one in said] == [False, False, False, True]
+    assert ["sizes" in one for one in said if one is not None] == [True, False, False]
+    assert all(one and "sizes" in one for one in Verifier(store).look_up(keys))

@@ -1,0 +1,51 @@
+"""What there is of each recipe shows in the index alone, because all keys of a recipe begin with its tag."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.keys import KEY_BYTES, TAG_BYTES, recipe_tag, tagged_key
+from pipeline.store.cache import Cache
+
+FEW, MANY = {"neighbours": 5}, {"neighbours": 20}
+
+
+def put(cache: Cache, recipe: dict[str, int], count: int) -> None:
+    with cache.kind("graph").writer() as writer:
+        for number in range(count):
+            writer.put(tagged_key("graph", recipe, number), {"rows": np.zeros(100)})
+
+
+def test_keys_of_one_recipe_share_their_beginning_and_nothing_else() -> None:
+    keys = {tagged_key("graph", MANY, number) for number in range(100)}
+    assert {key[:TAG_BYTES] for key in keys} == {recipe_tag("graph", MANY)}
+    assert len({key[TAG_BYTES:] for key in keys}) == 100
+    assert {len(key) for key in keys} == {KEY_BYTES}
+
+
+def test_the_rest_of_a_key_digests_the_recipe_too() -> None:
+    one, other, elsewhere = (tagged_key(*of, 1) for of in (("graph", FEW), ("graph", MANY), ("embed", FEW)))
+    assert len({key[TAG_BYTES:] for key in (one, other, elsewhere)}) == 3
+
+
+def test_records_are_counted_by_recipe(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "cache")
+    for recipe, count in ((FEW, 3), (MANY, 40)):
+        cache.describe("graph", recipe)
+        put(cache, recipe, count)
+    put(cache, FEW, 3)  # the same again: copies count once
+    cache.describe("graph", {"neighbours": 1})  # nothing was made by it
+    cache.describe("embed", FEW)
+    found = Cache(tmp_path / "cache").recipes("graph")
+    assert [(dict(one.recipe), one.records) for one in found] == [(MANY, 40), (FEW, 3)]
+    assert all(one.bytes > 800 * one.records for one in found)
+
+
+def test_a_recipe_is_described_once(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "cache")
+    cache.describe("graph", FEW)
+    cache.describe("graph", dict(FEW))
+    assert cache.kind("recipes").stat().records == 1
+    assert len(list((tmp_path / "cache" / "recipes" / "shards").iterdir())) == 1
