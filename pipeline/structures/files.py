@@ -37,13 +37,14 @@ class Files:
 
 
 def plain_files(max_bytes: int) -> Files:
-    """Return what reads files and remembers nothing of them."""
+    """Return what reads files and writes nothing down about them."""
+    return Files(lambda path: read(path, max_bytes))
 
-    def read(path: str) -> File:
-        data = read_file(Path(path), max_bytes)
-        return File(data, content_digest(data).hex())
 
-    return Files(read)
+def read(path: str, max_bytes: int) -> File:
+    """Return the bytes of a file, and their digest."""
+    data = read_file(Path(path), max_bytes)
+    return File(data, content_digest(data).hex())
 
 
 def paths(item: Item) -> list[str]:

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pipeline.errors import CacheDamaged, DataError, RecordMissing
 from pipeline.graphs import graph as graphs
 from pipeline.graphs.build import build
-from pipeline.keys import content_digest
 from pipeline.records import Reason, Rejection
 from pipeline.structures import inventory
 from pipeline.structures.atoms import Unusable
-from pipeline.structures.inventory import File
-from pipeline.structures.read import read_file
+from pipeline.structures.files import paths
+from pipeline.structures.files import read as read_one
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +26,7 @@ if TYPE_CHECKING:
     from pipeline.graphs.recipe import Recipe
     from pipeline.records import Item
     from pipeline.store.store import Store
+    from pipeline.structures.inventory import File
     from pipeline.training.dataset import Table
 
     Array = NDArray[Any]
@@ -99,8 +98,7 @@ class Built:
                 yield _rejected(item, Reason.GRAPH_FAILED, f"{type(error).__name__}: {error}"[:200])
 
     def _build(self, number: int, item: Item) -> Found:
-        paths = dict.fromkeys(part.path for part in (*item.parts, *item.bound))
-        files = {path: _read(path, self.reading.max_file_bytes) for path in paths}
+        files = {path: read_one(path, self.reading.max_file_bytes) for path in paths(item)}
         self._check_key(number, item, files)
         taken, read = inventory.examine(item, files, self.reading)
         if taken.reason is not None:
@@ -115,11 +113,6 @@ class Built:
         if self.recipe.key(inventory.item_key(item, self.reading, digests)) != self.table.key(number):
             what = f"{item.id}: its files or the configuration changed after the data set was prepared"
             raise DataError(what, where=", ".join(files), remedy=GRAPH_AGAIN)
-
-
-def _read(path: str, limit_bytes: int) -> File:
-    data = read_file(Path(path), limit_bytes)
-    return File(data, content_digest(data).hex())
 
 
 def _checked(found: Found) -> Found | Rejection:
