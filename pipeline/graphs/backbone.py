@@ -168,11 +168,13 @@ def bodies(structure: Structure) -> Bodies:
         pos_3H, residue_H, name_H = pos_3H[:, heavy], residue_H[heavy], name_H[heavy]
         atoms_S = np.bincount(residue_H, minlength=len(atoms_S))
     first_S = np.cumsum(atoms_S) - atoms_S
-    starts_S = np.minimum(first_S, len(residue_H) - 1)
-    middle_3S = np.add.reduceat(pos_3H, starts_S, axis=1) / np.maximum(atoms_S, 1)
+    if first_S[-1] == len(residue_H):  # of the last residue no heavy atom is there: what is summed for it begins here
+        pos_3H = np.concatenate([pos_3H, np.zeros((3, 1))], axis=1)
+        residue_H, name_H = np.append(residue_H, len(atoms_S) - 1), np.append(name_H, np.uint64(0))
+    middle_3S = np.add.reduceat(pos_3H, first_S, axis=1) / np.maximum(atoms_S, 1)
     apart_3H = pos_3H - middle_3S.take(residue_H, axis=1)
     apart_3H *= apart_3H
-    reach_S = np.sqrt(np.maximum.reduceat(apart_3H.sum(axis=0), starts_S))
+    reach_S = np.sqrt(np.maximum.reduceat(apart_3H.sum(axis=0), first_S))
     begin_H = name_H.view(np.uint16)[::4]
     maybe = np.flatnonzero((begin_H == OX) | (begin_H == OT)).tolist()
     oxygens = [atom for atom in maybe if int(name_H[atom]) in LAST_OXYGENS]

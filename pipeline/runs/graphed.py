@@ -107,7 +107,8 @@ def promised(inventory: Inventory, graph: Graph) -> dict[str, int]:
         ]
     ligand = nodes[1] if len(nodes) > 1 else 0
     sizes = {"nodes": sum(nodes), "receptor": nodes[0], "ligand": ligand, "pairs": nodes[0] * ligand}
-    sizes["residues"] = sum(partner.residues for partner in inventory.partners)
-    if graph.nodes == "residue" and graph.radius is None:
+    by_residue = graph.nodes == "residue"
+    sizes["residues"] = sum(nodes) if by_residue else sum(partner.residues for partner in inventory.partners)
+    if by_residue and graph.radius is None:
         sizes["edges"] = sum(count * min(graph.neighbours, max(0, count - 1)) for count in nodes)
     return sizes

@@ -62,7 +62,7 @@ def _command(config: str | Path | None, sets: Sequence[str]) -> str:
 
 def table_of(project: Project, again: str) -> Table:
     """Return the table of the newest run that made these graphs of this data set, and went well."""
-    wanted = _made_from(project.config)
+    wanted, lost = _made_from(project.config), None
     for folder in reversed(runs_in(project.config.cluster.runs)):
         try:
             key, frozen = bytes.fromhex(folder.table.read_text()), from_resolved(folder.config.read_text())
@@ -72,7 +72,9 @@ def table_of(project: Project, again: str) -> Table:
             try:
                 return Table.read(project.cache.kind("sets"), key)
             except (CacheDamaged, RecordMissing) as error:
-                raise type(error)(error.what, where=error.where, remedy=again) from error
+                lost = lost or type(error)(error.what, where=error.where, remedy=again)
+    if lost:
+        raise lost
     what = "no run has made graphs of this data set with this configuration"
     raise ConfigError(what, where=str(project.config.cluster.runs), remedy=again)
 

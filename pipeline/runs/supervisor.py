@@ -21,7 +21,7 @@ from pipeline.cluster.local import LocalExecutor
 from pipeline.cluster.machine import Machine
 from pipeline.cluster.spec import TaskState
 from pipeline.config.load import from_resolved
-from pipeline.errors import CacheUnusable, PipelineError
+from pipeline.errors import CacheFull, CacheUnusable, PipelineError
 from pipeline.records import EventKind
 from pipeline.runs import workflow
 from pipeline.runs.folder import RunFolder
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from pipeline.cluster.spec import Executor, TaskStatus
     from pipeline.config.schema import Slots
-    from pipeline.runs.workflow import Stage
+    from pipeline.runs.workflow import Judged, Stage
 
 log = logging.getLogger(__name__)
 
@@ -98,9 +98,7 @@ class Supervisor:
             hopeless = status.failures or status.waiting  # what was not done does not come by waiting
             patience_s = 0.0 if hopeless else self.config.cache.visibility_s
             judged = stage.judge(self.project, self.folder, patience_s)
-            if judged.accepted:
-                self.project.cache.describe(stage.name, stage.recipe(self.project))
-            self._index(stage)
+            self._index(stage, judged)
             warnings = workflow.check(stage, self.project, self.folder, judged, self._trouble(planned))
         except PipelineError as error:
             found = judged.to_json() if judged else None
@@ -108,8 +106,13 @@ class Supervisor:
             raise
         self._end_stage(stage, RunState.DONE, judged.to_json(), warnings, "")
 
-    def _index(self, stage: Stage) -> None:
-        """Bring indexes up to date; without one the cache is only slower, so not being able to is no failure."""
+    def _index(self, stage: Stage, judged: Judged) -> None:
+        """Bring indexes up to date and describe the recipe; as neither is needed, not being able to is no failure."""
+        try:
+            if judged.accepted:
+                self.project.cache.describe(stage.name, stage.recipe(self.project))
+        except (CacheUnusable, CacheFull) as error:
+            log.warning("the recipe of %s is not described: %s", stage.name, error.what)
         for store in map(self.project.cache.kind, sorted({*stage.kinds, RECIPES} & {*self.project.cache.kinds()})):
             try:
                 if store.stat().index is not IndexState.CURRENT:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pipeline.records import Item
     from pipeline.store.store import Store
     from pipeline.store.writer import StoreWriter
-    from pipeline.structures.inventory import Complex
+    from pipeline.structures.inventory import Complex, File
     from pipeline.structures.inventory import Recipe as Structures
 
 log = logging.getLogger(__name__)
@@ -120,6 +120,17 @@ def graph(
             if maker.has(key):
                 yield None
                 continue
-            inventory, found = examine(item, read, structures)
-            yield maker.make(key, found) if found else inventory.reason or Reason.NO_NODES
+            yield _make(item, key, read, structures, maker)
             maker.publish_in_time()
+
+
+def _make(item: Item, key: bytes, read: Mapping[str, File], structures: Structures, maker: Maker) -> Reason | None:
+    """Make the graph of an item; return why it has none."""
+    try:
+        inventory, found = examine(item, read, structures)
+    except MemoryError:
+        raise
+    except Exception:  # a bug of ours or of a parser must cost this item, not the task
+        log.exception("%s could not be read", item.id)
+        return Reason.SCAN_FAILED
+    return maker.make(key, found) if found else inventory.reason or Reason.NO_NODES

@@ -7,7 +7,7 @@ an embedded residue.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, overload
 
@@ -109,6 +109,7 @@ class Batch:
     ids: tuple[str, ...]
     origin: Origin
     rejected: tuple[Rejection, ...] = ()  # items that were asked for and have no graph
+    copies: list[torch.cuda.Event] = field(default_factory=list, repr=False, compare=False)  # to a device, of its slot
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -168,7 +169,10 @@ class Batch:
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Batch:
         """Return the batch on a device: one transfer, however many fields."""
         waits = torch.device(device).type == "cpu"  # what comes back is read at once
-        return replace(self, memory=self.memory.to(device, non_blocking=non_blocking and not waits))
+        memory = self.memory.to(device, non_blocking=non_blocking and not waits)
+        if memory.is_cuda and not self.memory.is_cuda:  # the slot is not filled anew before the copy has ended
+            self.copies.append(torch.cuda.current_stream(memory.device).record_event())
+        return replace(self, memory=memory, copies=[])
 
     def clone(self) -> Batch:
         """Return the batch in memory of its own."""

@@ -93,6 +93,7 @@ class Loader:
         self._memory = _Memory()
         self._reading: Reading[Micro, _Filled] | None = None
         self._start: Mapping[str, Any] = {}  # where the present loop began
+        self._moves = 0  # of the sampler, then
         self._last: Micro | None = None  # what it yielded last
 
     def __len__(self) -> int:
@@ -102,7 +103,7 @@ class Loader:
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches from where the sampler stands to the end of the epoch; another loop ends with this."""
         self.close()
-        self._start, self._last = self.sampler.state_dict(), None
+        self._start, self._last, self._moves = self.sampler.state_dict(), None, self.sampler.moves
         reading = self._reading = Reading(iter(self.sampler), self._fill, self._ring, self._threads)
         try:
             while read := self._next(reading):
@@ -118,7 +119,8 @@ class Loader:
         if self._reading is not None:
             reading, self._reading = self._reading, None
             reading.close()
-            self.sampler.load_state_dict(self._start)
+            if self.sampler.moves == self._moves:  # else somebody has told the sampler itself where to go
+                self.sampler.load_state_dict(self._start)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to an epoch."""
@@ -152,8 +154,6 @@ class Loader:
         micro, filled = read.micro, read.filled
         self._last = micro
         self._count(filled)
-        for rejection in filled.rejected:
-            self._reject(rejection)
         batch = Batch(
             memory=self._ring.hand_out(read.slot, filled.layout.used),
             layout=filled.layout,
@@ -161,7 +161,10 @@ class Loader:
             ids=filled.ids,
             origin=Origin(micro.epoch, micro.step, micro.index, micro.of, self._seed),
             rejected=filled.rejected,
+            copies=read.slot.copies,
         )
+        for rejection in filled.rejected:
+            self._reject(rejection)
         return batch if self._collate is None else self._collate(batch.items, batch.rng)
 
     def _count(self, filled: _Filled) -> None:

@@ -54,9 +54,9 @@ class Reading(Generic[Micro, Filled]):
         if self._ring.all_lent():
             self._expect_end()
         with self._changed:
-            self._changed.wait_for(lambda: self._given in self._done or (self._ended and self._given == self._drawn))
+            self._changed.wait_for(lambda: self._given in self._done or (self._ended and self._given >= self._drawn))
             read = self._done.pop(self._given, self._ended)
-            self._given += 1
+            self._given += read is not self._ended
         if isinstance(read, StopIteration):
             return None
         if isinstance(read, BaseException):

@@ -96,6 +96,7 @@ class Sampler:
         self.settings = settings
         self.rank, self.ranks = rank, ranks
         self.epoch = 0
+        self.moves = 0  # how often somebody has said where to go
         self._sizes, self._data = sizes, data
         self._order = Order(
             [sizes[name] for name in settings.by],
@@ -186,6 +187,7 @@ class Sampler:
         """Go to the start of an epoch; in the present one, stay where a loaded state has put the sampler."""
         if epoch < 0:
             raise ValueError(f"there is no epoch {epoch}")
+        self.moves += 1
         if epoch != self.epoch:
             self._go(epoch, 0)
 
@@ -215,6 +217,7 @@ class Sampler:
                 remedy="set back what changed, or begin a new run from the checkpoint's weights",
             )
         self._check_place(state["epoch"], state["step"])
+        self.moves += 1
         self._go(state["epoch"], state["step"])
 
     def _go(self, epoch: int, step: int) -> None:

@@ -75,8 +75,6 @@ class Ring:
 
     def take_back(self, slot: Slot) -> None:
         """Free a slot; called wherever the last reference to its memory ends, in any thread."""
-        if self._pin:  # what was sent to a device without waiting may still be on its way
-            slot.copies.append(torch.cuda.current_stream().record_event())
         self._lent.discard(slot)
         self.free.put(slot)
 

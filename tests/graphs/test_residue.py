@@ -14,10 +14,10 @@ from pipeline.graphs import residue
 from pipeline.graphs.backbone import INCOMPLETE, LETTERS, MODIFIED, VIRTUAL_CB
 from pipeline.graphs.graph import Graph, Part, lengths
 from pipeline.graphs.recipe import Recipe
-from pipeline.records import Kind, Reason, Role
+from pipeline.records import Item, Kind, Reason, Role
 from pipeline.records import Part as ItemPart
 from pipeline.structures.atoms import Unusable, text
-from pipeline.structures.inventory import Complex
+from pipeline.structures.inventory import Complex, File, examine
 from pipeline.structures.inventory import Recipe as ScanRecipe
 from pipeline.structures.policy import Policy
 from pipeline.structures.read import Reading
@@ -396,3 +396,24 @@ def test_unbound_graphs_carry_the_contacts_and_places_of_the_bound_structures(
 
 def contacts_of(graph: Graph) -> tuple[NDArray[np.int64], ...]:
     return tuple(graph.labels[f"contact_{name}"] for name in ("pairs", "atoms", "nearest"))
+
+
+def test_a_last_residue_of_hydrogens_only_changes_nothing_of_the_one_before() -> None:
+    lines = [line for line in complex_pdb(1, 40, 40).decode().splitlines() if line.startswith("ATOM")]
+    last = lines[-1]
+    place = "".join(f"{float(last[at : at + 8]) + 1:8.3f}" for at in (30, 38, 46))
+    hydrogen = f"ATOM   9000  H   ALA B{int(last[22:26]) + 1:4d}    {place}  1.00  0.00           H  "
+    without, with_it = (of_lines(some) for some in (lines, [*lines, hydrogen]))
+    for part, other in zip(without.parts, with_it.parts, strict=True):
+        for name, array in part.nodes.items():
+            np.testing.assert_array_equal(array, other.nodes[name], err_msg=name)
+    for name, array in without.labels.items():
+        np.testing.assert_array_equal(array, with_it.labels[name])
+
+
+def of_lines(lines: list[str]) -> Graph:
+    parts = (ItemPart(Role.RECEPTOR, "x.pdb", ("A",)), ItemPart(Role.LIGAND, "x.pdb", ("B",)))
+    file = File(("\n".join([*lines, "END"]) + "\n").encode(), "00")
+    taken, read = examine(Item("x", parts=parts), {"x.pdb": file}, ScanRecipe())
+    assert read is not None, taken
+    return residue.build(read, Recipe())

@@ -98,6 +98,7 @@ class Micros:
     lists: Sequence[Sequence[int]]
     epoch: int = 0
     first: int = 0
+    moves: int = 0
 
     def __iter__(self) -> Iterator[Micro]:
         epoch = self.epoch
@@ -110,6 +111,7 @@ class Micros:
         return len(self.lists)
 
     def set_epoch(self, epoch: int) -> None:
+        self.moves += 1
         if epoch != self.epoch:
             self.epoch, self.first = epoch, 0
 
@@ -117,6 +119,7 @@ class Micros:
         return {"epoch": after.epoch, "step": after.step + 1} if after else {"epoch": self.epoch, "step": self.first}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.moves += 1
         self.epoch, self.first = state["epoch"], state["step"]
 
 

@@ -15,6 +15,7 @@ from pipeline.errors import CacheDamaged, ConfigError, RecordMissing
 from pipeline.records import Reason, Rejection, Role
 from pipeline.store.cache import Cache
 from pipeline.training.batch import padded
+from pipeline.training.loader import Loader
 from pipeline.training.sampler import Sampler, Settings
 from tests.training.content import ALONE, ENCODER, PRECISION, WIDTH, graph_of, made
 
@@ -399,3 +400,36 @@ def test_roles_out_of_order_are_refused(tmp_path):
     data = made(Cache(tmp_path / "cache"), [graph_of(0, (Role.LIGAND, Role.RECEPTOR))])
     with pytest.raises(ValueError, match="has the partners ligand, receptor"):
         list(data.loader([[0]]))
+
+
+class Refusing:
+    """Graphs that there are none of."""
+
+    def read(self, numbers):
+        return (Rejection(f"i{number}", Reason.NO_CONTACTS, "far") for number in numbers)
+
+
+def refused(**options):
+    sampler = Sampler({"nodes": np.arange(1, 41)}, Settings(batch=4, padding=None))
+    return Loader(Refusing(), None, sampler, slots=2, threads=1, pin=False, **options)
+
+
+@pytest.mark.timeout(60)
+def test_a_loop_that_its_own_callback_ends_loses_no_memory():
+    def stop(rejection):
+        raise RuntimeError(rejection.id)
+
+    loader = refused(reject=stop)
+    for _ in range(4):  # twice as often as there are slots
+        with pytest.raises(RuntimeError):
+            next(iter(loader))
+    assert len(loader._ring._lent) == 0
+
+
+def test_the_samplers_own_set_epoch_is_heard_while_an_earlier_loop_is_open():
+    loader, got, loops = refused(), [], []
+    for epoch in range(3):
+        loader.sampler.set_epoch(epoch)
+        loops.append(iter(loader))
+        got.append(next(loops[-1]).origin.epoch)
+    assert got == [0, 1, 2]
