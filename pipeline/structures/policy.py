@@ -216,10 +216,7 @@ def _structure(
     name_A = np.ascontiguousarray(table.name_A[kept_A])
     pos_A3 = np.ascontiguousarray(table.pos_A3[kept_A])
     element_A = np.ascontiguousarray(table.element_A[kept_A])
-    if not (np.abs(pos_A3) < FARTHEST).all():  # which is not so for what is not a number, either
-        finite = bool(np.isfinite(pos_A3).all())
-        what = f"a coordinate is beyond {FARTHEST:,.0f} Å" if finite else "a coordinate is not a finite number"
-        raise Unusable(Reason.PARSE_ERROR, what)
+    _check_positions(pos_A3)
     backbone_R5 = np.stack([_find(name_A, residue_A, atom, len(first_R)) for atom in BACKBONE], axis=1)
     ca_R = backbone_R5[:, BACKBONE.index("CA")]
     ca_R[(ca_R >= 0) & (element_A[ca_R] != CARBON)] = -1  # that is calcium
@@ -253,6 +250,14 @@ def _structure(
         notes=notes,
         links=partial(_kept_links, table, kept_A),
     )
+
+
+def _check_positions(pos_A3: NDArray[np.float64]) -> None:
+    """Refuse what is no number, or no place in a molecule."""
+    if not (np.abs(pos_A3) < FARTHEST).all():  # which is not so for what is not a number, either
+        finite = bool(np.isfinite(pos_A3).all())
+        what = f"a coordinate is beyond {FARTHEST:,.0f} Å" if finite else "a coordinate is not a finite number"
+        raise Unusable(Reason.PARSE_ERROR, what)
 
 
 def check(structure: Structure, chain: Chain, policy: Policy) -> None:
