@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test check bench prove clean
+.PHONY: demo test check bench prove clean slurm-up slurm-down slurm-packages
 
 DIR ?= demo
 
@@ -11,7 +11,7 @@ demo: .venv/ready        ## a small project in $(DIR), every stage run on this m
 	test $(DIR) != demo || rm -rf demo
 	pipeline demo $(DIR)
 
-test: .venv/ready        ## everything a change must pass
+test: .venv/ready slurm-packages  ## everything a change must pass; brings up a real Slurm where it can
 	pytest
 
 check: .venv/ready       ## style, types, import rules, frozen help; under a minute
@@ -30,13 +30,30 @@ bench: .venv/ready       ## the figures of benchmarks/README.md that a small mac
 	python benchmarks/sampler.py --out benchmarks/results/sampler.json
 	python benchmarks/loader.py --out benchmarks/results/loader.json
 	python benchmarks/startup.py --out benchmarks/results/startup.json
+	python benchmarks/status.py --out benchmarks/results/status.json
 
-prove: .venv/ready       ## the long proofs: kills, faults, scale; results are committed
+prove: .venv/ready slurm-packages  ## the long proofs: kills, faults, scale; results are committed
 	python benchmarks/prove_store.py --out benchmarks/results/prove_store.json
 	python benchmarks/scan_memory.py --out benchmarks/results/scan_memory.json
 	python benchmarks/scan_memory.py --stage graph --out benchmarks/results/graph_memory.json
 	python benchmarks/prove_embed.py --out benchmarks/results/prove_embed.json
 	python benchmarks/embed_growth.py --out benchmarks/results/embed_growth.json
+	python benchmarks/slurm.py --out benchmarks/results/slurm.json
+
+slurm-up: .venv/ready slurm-packages  ## a real Slurm cluster of three nodes on this machine, left running
+	python -m tests.slurm.cluster up
+
+slurm-down: .venv/ready  ## ends it and removes all that it left
+	python -m tests.slurm.cluster down
+
+# Root on Debian only; elsewhere the tests that need Slurm say what is missing.
+SLURM_PACKAGES := slurmctld slurmd slurmdbd slurm-client munge mariadb-server
+SLURM_PROGRAMS := slurmctld slurmd slurmdbd sbatch munged mariadbd
+slurm-packages:          ## Slurm from the distribution, where it is missing
+	@if PATH=$$PATH:/usr/sbin:/sbin which $(SLURM_PROGRAMS) >/dev/null; then :; \
+	elif test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(SLURM_PACKAGES); \
+	fi || echo "Slurm could not be installed: its tests will say so"
 
 clean:                   ## what the targets above made
 	rm -rf .venv demo

@@ -1,0 +1,38 @@
+"""The real cluster that the tests of this folder run on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import Cluster, why_not
+from tests.slurm.cluster.cluster import DEFAULT_FOLDER
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """Return a running cluster, named by SLURM_CONF; one that ran before goes on, ours ends with the session.
+
+    PIPELINE_TEST_SLURM names the folder of another one than the default, for two sessions at once.
+    """
+    if reason := why_not():
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(f"no Slurm here: {reason}")
+    cluster = Cluster(Path(os.environ.get("PIPELINE_TEST_SLURM", DEFAULT_FOLDER)))
+    ran_before = cluster.is_running()
+    cluster.start()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in cluster.env().items():
+            patch.setenv(name, value)
+        yield cluster
+    if not ran_before:
+        cluster.stop()
+
+
+@pytest.fixture
+def healthy(cluster: Cluster) -> Cluster:
+    """Return the cluster with every node idle and no job left."""
+    cluster.settle()
+    return cluster
