@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from pipeline.cluster.child import Child, Ending, mebibytes
 from pipeline.cluster.machine import Machine, Slots
 from pipeline.cluster.processes import HAS_PROC, Guard, ProcessTable
-from pipeline.cluster.spec import TaskState, TaskStatus, refuse_impossible
+from pipeline.cluster.spec import Limits, TaskState, TaskStatus, refuse_impossible
 from pipeline.errors import SubmissionRefused
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 LOOK_EVERY_S = 0.05  # limits are checked so often
 POLL_EVERY_S = 0.01  # exits are looked for so often, where the kernel does not tell of them
 GRACE_S = 10.0
+ORPHANED = "the process that ran it is gone"
 NO_PROC = "there is no /proc here: memory limits are not watched, and a daemon that a task starts outlives it"
 
 
@@ -111,23 +112,60 @@ class LocalExecutor:
         return len(self.machine.gpus)
 
     @property
+    def outlives(self) -> bool:
+        """Tell whether jobs go on when this process is gone: their guard ends them."""
+        return False
+
+    @property
+    def limits(self) -> Limits:
+        """What one task can be given at most; there is no other."""
+        return Limits(mem_bytes=self.machine.mem_bytes)
+
+    def limits_of(self, _partition: str, _cpus: int, _gpus: int) -> Limits:
+        """Return the same: there is one machine."""
+        return self.limits
+
+    @property
     def caveats(self) -> tuple[str, ...]:
         """What it cannot promise on this system."""
         return () if HAS_PROC else (NO_PROC,)
 
-    def submit(self, spec: JobSpec) -> JobId:
-        """Queue a job, or raise SubmissionRefused."""
+    def check(self, spec: JobSpec) -> None:
+        """Raise SubmissionRefused for a job that this machine could never hold."""
         refuse_impossible(spec)
         refuse_too_large(spec, self.machine)
+
+    def starts(self, spec: JobSpec) -> float | None:
+        """Return when a job would start: now, or when others have ended."""
+        return time.time() if self._slots.fit(spec) else None
+
+    def submit(self, spec: JobSpec) -> JobId:
+        """Queue a job, or raise SubmissionRefused."""
+        self.check(spec)
         self._refuse_unknown(spec)
+        if tagged := [job.id for job in self._jobs.values() if spec.tag and job.spec.tag == spec.tag]:
+            return tagged[0]
         make_log_dir(spec)
         self._guard = self._guard or Guard(self._prefix, self._grace_s)
         job = _Job(f"{self._prefix}{len(self._jobs) + 1}", spec)
-        job.tasks += [_Task(job, number) for number in range(spec.tasks)]
+        job.tasks += [_Task(job, number) for number in spec.tasks]
         job.pending += job.tasks
         self._jobs[job.id] = job
         self._waiting.append(job)
         return job.id
+
+    def adopt(self, job: JobId, spec: JobSpec) -> None:
+        """Take over a job of an executor that is gone; its guard has ended the tasks, or is about to."""
+        if job in self._jobs:
+            return
+        adopted = self._jobs[job] = _Job(job, spec)
+        adopted.tasks += [_Task(adopted, number) for number in spec.tasks]
+        for task in adopted.tasks:
+            self._end(task, Ending(TaskState.NODE_FAIL, ORPHANED))
+
+    def queued(self, jobs: Iterable[JobId]) -> set[JobId]:
+        """Return which of these jobs have not ended."""
+        return {task.job for task in self.status(jobs) if not task.state.ended}
 
     def status(self, jobs: Iterable[JobId]) -> list[TaskStatus]:
         """Return what is known of every task of the jobs; a job it does not know has none."""
@@ -202,19 +240,20 @@ class LocalExecutor:
     def _start_waiting(self) -> None:
         """Start what the dependencies allow and the slots can hold."""
         for job in self._waiting:
-            most = job.spec.max_parallel or job.spec.tasks
+            most = job.spec.max_parallel or len(job.spec.tasks)
             ready = self._is_released(job)
             while ready and job.pending and job.running < most and self._slots.fit(job.spec):
                 self._start(job, job.pending.popleft())
         self._waiting = [job for job in self._waiting if job.pending]
 
     def _is_released(self, job: _Job) -> bool:
-        """Tell whether all upstream tasks have completed; if one never will, cancel the job."""
+        """Tell whether what the job waits for has come; if it never will, cancel the job."""
         upstream = [self._jobs[other] for other in job.spec.after]
         for other in upstream:
             if other.failure:
                 self._cancel_pending(job, f"dependency never satisfied: {other.failure}")
-        return all(other.completed == other.spec.tasks for other in upstream)
+        ended = all(task.state.ended for other in job.spec.after_any for task in self._jobs[other].tasks)
+        return ended and all(other.completed == len(other.tasks) for other in upstream)
 
     def _start(self, job: _Job, task: _Task) -> None:
         """Start one task; one that cannot be started has failed."""
@@ -262,7 +301,7 @@ class LocalExecutor:
 
     def _refuse_unknown(self, spec: JobSpec) -> None:
         """Refuse a job that waits for one this executor does not have."""
-        for job in spec.after:
+        for job in (*spec.after, *spec.after_any):
             if job not in self._jobs:
                 what = f"waits for job {job}, which this executor does not have (it has {len(self._jobs)})"
                 raise SubmissionRefused(what, where=f"job {spec.name}", remedy=f"pipeline submit --stage {spec.name}")

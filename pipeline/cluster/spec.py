@@ -1,6 +1,7 @@
 """What every executor takes and tells: a job is an array of equal tasks; a task's state is what polling showed last.
 
-A task's processes, logs and limits are its own; a dependency is on all tasks of a job having COMPLETED.
+A task's processes, logs and limits are its own; a dependency is on all tasks of a job having COMPLETED (`after`) or
+on their having ended at all (`after_any`). A task is known by its number, which need not begin at 0.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 from pipeline.errors import SubmissionRefused
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 JobId: TypeAlias = str
 
@@ -86,15 +87,23 @@ class JobSpec:
 
     name: str
     argv: tuple[str, ...]
-    tasks: int
+    tasks: Sequence[int]  # their numbers, ascending: a range, or what a repair picks out
     log_dir: str
     cpus: int = 1
     gpus: int = 0
     mem_bytes: int | None = None  # None: neither counted nor limited
     time_s: int | None = None  # None: as long as it takes
     after: tuple[JobId, ...] = ()
+    after_any: tuple[JobId, ...] = ()
+    after_not_ok: tuple[JobId, ...] = ()  # only if all of these fail: a standby
     env: Mapping[str, str] = field(default_factory=dict)  # beside what the task inherits
     max_parallel: int | None = None
+    tag: str = ""  # unique among all jobs: by it a submission whose answer was lost is found again
+    partition: str = ""  # empty: as the site says
+    qos: str = ""
+    constraint: str = ""
+    card: str = ""  # the type of GPU, as the site names it
+    exclude: tuple[str, ...] = ()  # nodes that failed
 
     def command(self, task: int) -> list[str]:
         """Return what one task executes."""
@@ -121,6 +130,22 @@ class TaskStatus:
     started: float | None = None
     ended: float | None = None
     reason: str = ""
+    node: str = ""
+    cpu_s: float | None = None
+    waits_for: str = ""  # of a task that has not started: why, in words
+    restarts: int = 0  # how often the scheduler itself has begun it again
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What an executor can give; None is what nobody knows."""
+
+    mem_bytes: int | None = None  # the largest node
+    time_s: int | None = None  # the longest that a task may ask for
+    job_tasks: int | None = None  # tasks of one job
+    highest_task: int | None = None  # the highest number a task of a job can have, counted from the job's first
+    queued_tasks: int | None = None  # tasks in the queue at once
+    nodes: int | None = None  # how many there are
 
 
 class Executor(Protocol):
@@ -138,8 +163,34 @@ class Executor(Protocol):
     def caveats(self) -> tuple[str, ...]:
         """What it cannot promise here, for people to read."""
 
+    @property
+    def outlives(self) -> bool:
+        """Tell whether jobs go on when this process is gone."""
+
+    @property
+    def limits(self) -> Limits:
+        """What one task can be given at most, and how many tasks a job and the queue take."""
+
+    def limits_of(self, partition: str, cpus: int, gpus: int) -> Limits:
+        """Return the same for tasks of a partition (empty: the usual one) that ask for so many cores and GPUs."""
+
+    def check(self, spec: JobSpec) -> None:
+        """Raise SubmissionRefused for a job that would never run here; queue nothing."""
+
+    def starts(self, spec: JobSpec) -> float | None:
+        """Return when a job would start if it were submitted now; None where nobody knows."""
+
     def submit(self, spec: JobSpec) -> JobId:
-        """Queue a job, or raise SubmissionRefused; the id is never used again, by any executor."""
+        """Queue a job, or raise SubmissionRefused; the id is never used again, by any executor.
+
+        A job with a tag that is queued already, because the answer to an earlier try was lost, is not queued twice.
+        """
+
+    def adopt(self, job: JobId, spec: JobSpec) -> None:
+        """Take over a job of an earlier executor; where none can outlive its executor its tasks have failed."""
+
+    def queued(self, jobs: Iterable[JobId]) -> set[JobId]:
+        """Return which of these jobs have not ended; all of them where that cannot be told now."""
 
     def status(self, jobs: Iterable[JobId]) -> list[TaskStatus]:
         """Return what the last step knew of every task of the jobs; a job it does not know has none."""
@@ -172,8 +223,8 @@ def _faults(spec: JobSpec) -> Iterator[str]:
     """Yield what is wrong with a job, wherever it would run."""
     if not spec.argv:
         yield "there is no command to run"
-    if spec.tasks < 1:
-        yield f"asks for {spec.tasks} tasks; a job has at least 1"
+    if not spec.tasks:
+        yield "asks for 0 tasks; a job has at least 1"
     if spec.cpus < 1 or spec.gpus < 0:
         yield f"asks for {spec.cpus} cpus and {spec.gpus} gpus per task; the least are 1 and 0"
     for name in ("mem_bytes", "time_s", "max_parallel"):

@@ -8,6 +8,9 @@ import pytest
 
 from pipeline.cluster.local import LocalExecutor
 from pipeline.cluster.machine import Machine
+from pipeline.cluster.slurm import SlurmExecutor
+from pipeline.config.schema import Slurm
+from tests.slurm.conftest import cluster  # noqa: F401 - a fixture
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -22,14 +25,23 @@ def open_local() -> LocalExecutor:
     return LocalExecutor(SMALL, grace_s=0.3)
 
 
-EXECUTORS: dict[str, Callable[[], Executor]] = {"local": open_local}
+def open_slurm() -> SlurmExecutor:
+    """Return an executor on the cluster that SLURM_CONF names, which looks often."""
+    return SlurmExecutor(Slurm(), poll_s=0.1)
 
 
-@pytest.fixture(params=EXECUTORS)
+EXECUTORS: dict[str, Callable[[], Executor]] = {"local": open_local, "slurm": open_slurm}
+
+
+@pytest.fixture(params=["local", pytest.param("slurm", marks=pytest.mark.slurm)])
 def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
     """Each implementation in turn: at least 4 cores and 2 GPUs in all, and less than 2 TiB of memory."""
+    if request.param == "slurm":
+        request.getfixturevalue("cluster")
     with EXECUTORS[request.param]() as opened:
         yield opened
+        if isinstance(opened, SlurmExecutor):  # whose jobs outlive it
+            opened.cancel(opened.followed)
 
 
 @pytest.fixture

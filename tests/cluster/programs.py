@@ -46,7 +46,7 @@ os.wait()
 def python(log_dir: Path, body: str, *arguments: str, tasks: int = 1, **more: object) -> JobSpec:
     """Return a job whose tasks run a Python program with the task's number as their last argument."""
     argv = (sys.executable, "-S", "-c", body, *arguments, TASK)
-    return JobSpec(name="test", argv=argv, tasks=tasks, log_dir=str(log_dir), **more)  # type: ignore[arg-type]
+    return JobSpec(name="test", argv=argv, tasks=range(tasks), log_dir=str(log_dir), **more)  # type: ignore[arg-type]
 
 
 def finish(executor: Executor, *jobs: JobId) -> list[TaskStatus]:

@@ -58,7 +58,7 @@ class TestSlots:
         whole = {"cpus": 4, "gpus": 2, "mem_bytes": SMALL.mem_bytes}
         jobs = [
             local.submit(python(tmp_path, "pass", **whole)),
-            local.submit(JobSpec("test", ("/no/such/program",), tasks=1, log_dir=str(tmp_path), **whole)),
+            local.submit(JobSpec("test", ("/no/such/program",), tasks=range(1), log_dir=str(tmp_path), **whole)),
             local.submit(python(tmp_path, "raise SystemExit(1)", **whole)),
             local.submit(python(tmp_path, "pass", **whole)),
         ]
@@ -280,7 +280,7 @@ from pipeline.cluster.local import LocalExecutor
 from pipeline.cluster.spec import JobSpec
 program, pid_file = sys.argv[1:]
 executor = LocalExecutor(grace_s=0.3)
-executor.submit(JobSpec("test", (sys.executable, "-c", program, pid_file), 1, str(Path(pid_file).parent)))
+executor.submit(JobSpec("test", (sys.executable, "-c", program, pid_file), range(1), str(Path(pid_file).parent)))
 while True:
     executor.step(1)
 """
@@ -311,7 +311,7 @@ class TestDeathOfTheExecutor:
 
 
 def test_ten_thousand_tasks_are_told_of_quickly(local: LocalExecutor, tmp_path: Path) -> None:
-    job = local.submit(JobSpec("test", ("true", TASK), tasks=10_000, log_dir=str(tmp_path)))
+    job = local.submit(JobSpec("test", ("true", TASK), tasks=range(10_000), log_dir=str(tmp_path)))
     assert len(local.status([job])) == 10_000
     local.cancel([job])
     assert len(local.step(0)) == 10_000

@@ -1,0 +1,332 @@
+"""What Slurm remembers of jobs, read from the text of sacct and squeue; nothing here runs a command.
+
+The format asks for few columns, all as old as Slurm 20.11, and for the job's id in the first *and* the last: a line
+that was cut or garbled on its way does not begin and end alike, and counts as not there. Measured on 22.05: sacct takes
+128 off exit codes of 128 and more (`exit 139` reads 11:0), so only a step tells a signal from an exit code for sure;
+and a task of an array that was cancelled while it waited has no line at all (`Look.never_began`).
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import TYPE_CHECKING, NamedTuple
+
+from pipeline.cluster.fields import (
+    OOM_CODE,
+    bytes_of,
+    epoch_of,
+    exit_of,
+    expand,
+    is_number,
+    node_of,
+    seconds_of,
+    state_of,
+)
+from pipeline.cluster.queue import SQUEUE, Queued, parse_squeue, words
+from pipeline.cluster.spec import TaskState, TaskStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from pipeline.cluster.spec import JobId
+
+__all__ = ["SQUEUE", "Queued", "epoch_of", "parse_squeue"]  # of the neighbours, for who reads both
+
+ENVIRONMENT = {"SLURM_TIME_FORMAT": "%s", "SLURM_BITSTR_LEN": "0", "LC_ALL": "C"}  # for sacct and squeue to run in
+SACCT_COLUMNS = (
+    "JobID,JobIDRaw,State,ExitCode,DerivedExitCode,MaxRSS,TotalCPU,Submit,Start,End,ElapsedRaw,ReqMem,AllocCPUS,"
+    "NNodes,TimelimitRaw,NodeList,Reason,JobID"
+)
+SACCT = ("sacct", "--parsable2", "--noheader", "--duplicates", f"--format={SACCT_COLUMNS}")
+JOBS_A_CALL = 2_000
+SAID_MOST = 200
+EARLIER_S = 86_400.0  # clocks differ, and summer time ends
+
+
+class CommandFailed(Exception):
+    """A command of Slurm could not be run, failed, or did not answer in time."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what = what
+
+
+class Step(NamedTuple):
+    """One step of a job: the script itself is `batch`, what srun starts has a number."""
+
+    name: str
+    state: TaskState
+    exit_code: int | None
+    signal: int | None
+    max_rss_bytes: int | None
+    cpu_s: float | None
+
+    @property
+    def ran_out_of_memory(self) -> bool:
+        """Tell whether the kernel killed a process of it at the memory limit."""
+        return self.state is TaskState.OUT_OF_MEMORY or (self.exit_code, self.signal) == OOM_CODE
+
+
+@dataclass(slots=True)
+class Row:
+    """What the accounting has on one job or array task; None is what it does not know."""
+
+    job: str  # 12 or 12_3
+    raw: str  # the task's own job number
+    state: TaskState
+    exit_code: int | None = None  # of what srun started, else of the script; sacct may have taken 128 off
+    signal: int | None = None
+    derived_exit_code: str = ""
+    node: str = ""
+    submitted: float | None = None
+    started: float | None = None
+    ended: float | None = None
+    elapsed_s: float | None = None
+    cpu_s: float | None = None
+    peak_rss_bytes: int | None = None
+    asked_mem_bytes: int | None = None
+    time_limit_s: int | None = None
+    reason: str = ""
+    cancelled_by: int | None = None
+    steps: list[Step] = field(default_factory=list)
+    before: tuple[tuple[TaskState, str], ...] = ()  # earlier records: how each ended, and on which node
+
+    @property
+    def restarts(self) -> int:
+        """How often Slurm itself began it again."""
+        return len(self.before)
+
+    @property
+    def why(self) -> str:
+        """Say in words what the accounting adds to the state."""
+        said = []
+        if self.state is TaskState.OUT_OF_MEMORY:
+            said += [f"step {step.name} ran out of memory" for step in self.steps if step.ran_out_of_memory][:1]
+        if self.cancelled_by is not None:
+            said.append(f"cancelled by user {self.cancelled_by}")
+        if self.before:
+            said.append("began again after " + ", ".join(_ending(*earlier) for earlier in self.before))
+        return "; ".join(said)
+
+    def status(self, task: int, stdout: str, stderr: str) -> TaskStatus:
+        """Return it as an executor tells it."""
+        return TaskStatus(
+            job=self.job.partition("_")[0],
+            task=task,
+            state=self.state,
+            stdout=stdout,
+            stderr=stderr,
+            exit_code=self.exit_code,
+            signal=self.signal,
+            peak_rss_bytes=self.peak_rss_bytes,
+            started=self.started,
+            ended=self.ended,
+            reason=self.why,
+            node=self.node,
+            cpu_s=self.cpu_s,
+            waits_for=words(self.reason) if self.state is TaskState.PENDING else "",
+            restarts=self.restarts,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What one look at the accounting found; what it has no row for is unknown, not gone."""
+
+    rows: Mapping[str, Row]
+    trouble: str = ""
+    arrays: frozenset[JobId] = frozenset()  # those of which any task has a row
+
+    def never_began(self, job: JobId, task: int) -> bool:
+        """Tell whether a task that is not in the queue either was cancelled while it waited: its array is known."""
+        return not self.trouble and job in self.arrays and f"{job}_{task}" not in self.rows
+
+
+class Accounting:
+    """Looks into Slurm's accounting through `run`, which takes a command and the seconds it has."""
+
+    def __init__(self, run: Callable[[Sequence[str], float], str], *, timeout_s: float = 30.0) -> None:
+        self._run = run
+        self._timeout_s = timeout_s
+
+    def look(self, jobs: Iterable[JobId], since: float) -> Look:
+        """Ask for all tasks of all jobs at once; none may have ended long before `since`. Never raises."""
+        wanted = sorted({job.partition("_")[0] for job in jobs})
+        start = datetime.fromtimestamp(max(0.0, since - EARLIER_S)).strftime("%Y-%m-%dT%H:%M:%S")  # noqa: DTZ006
+        rows: dict[str, Row] = {}
+        torn, until = 0, time.monotonic() + self._timeout_s
+        for first in range(0, len(wanted), JOBS_A_CALL):
+            some = wanted[first : first + JOBS_A_CALL]
+            try:
+                left_s = max(0.1, until - time.monotonic())
+                text = self._run([*SACCT, f"--starttime={start}", f"--jobs={','.join(some)}"], left_s)
+            except (CommandFailed, OSError) as error:
+                return Look(rows, trouble(getattr(error, "what", str(error))))
+            found, cut = parse_sacct(text, some)
+            rows.update(found)
+            torn += cut
+        arrays = frozenset(name.partition("_")[0] for name in rows)
+        return Look(rows, f"{torn} of sacct's lines could not be read" if torn else "", arrays)
+
+
+def trouble(said: str) -> str:
+    """Say in words what is wrong with the accounting."""
+    said = " ".join(said.split())
+    for sign, meaning in _TROUBLES.items():
+        if sign.lower() in said.lower():
+            return f"{meaning} ({said[:SAID_MOST]})"
+    return f"the accounting does not answer: {said[:SAID_MOST] or 'no reason was given'}"
+
+
+_TROUBLES = {
+    "accounting storage is disabled": "this cluster keeps no accounts",
+    "Connection refused": "the accounting daemon (slurmdbd) is down",
+    "Unable to contact slurm": "a daemon of Slurm is down",
+    "Connection timed out": "the accounting daemon (slurmdbd) does not answer",
+    "timed out": "sacct did not answer in time",
+    "No such file or directory": "there is no sacct here",
+}
+
+
+def parse_sacct(text: str, jobs: Iterable[JobId]) -> tuple[dict[str, Row], int]:
+    """Return the rows of the jobs by task (12 or 12_3), and how many lines could not be read."""
+    records, torn = _records(text, frozenset(jobs))
+    rows: dict[str, Row] = {}
+    for name, found in records.items():
+        row = _settle(found)
+        if "[" not in name:
+            rows[name] = row
+            continue
+        for task in expand(name):  # the waiting rest of an array, as it was before the tasks with lines of their own
+            if task not in records:
+                rows[task] = _copy(row, task)
+    return rows, torn
+
+
+def _records(text: str, wanted: frozenset[JobId]) -> tuple[dict[str, list[Row]], int]:
+    """Return every record of each name with the steps that follow it, and how many lines could not be read."""
+    records: dict[str, list[Row]] = {}
+    torn, columns = 0, SACCT_COLUMNS.count(",") + 1
+    for line in text.splitlines():
+        cells = line.split("|")
+        if len(cells) != columns or cells[0] != cells[-1]:
+            torn += bool(line.strip())
+            continue
+        name, _, step = cells[0].partition(".")
+        if name.partition("_")[0] not in wanted:
+            continue
+        if not step:
+            records.setdefault(name, []).append(_row(cells))
+        elif name in records:
+            records[name][-1].steps.append(_step(step, cells))
+    return records, torn
+
+
+def _row(cells: Sequence[str]) -> Row:
+    """Read the line of a job."""
+    (
+        job,
+        raw,
+        state,
+        code,
+        derived,
+        rss,
+        cpu,
+        submit,
+        start,
+        end,
+        elapsed,
+        mem,
+        cpus,
+        nodes,
+        limit,
+        node,
+        reason,
+        _,
+    ) = cells
+    exit_code, killed_by = exit_of(code)
+    return Row(
+        job=job,
+        raw=raw,
+        state=state_of(state),
+        exit_code=exit_code,
+        signal=killed_by,
+        derived_exit_code=derived,
+        node=node_of(node),
+        submitted=epoch_of(submit),
+        started=epoch_of(start),
+        ended=epoch_of(end),
+        elapsed_s=float(elapsed) if is_number(elapsed) else None,
+        cpu_s=seconds_of(cpu),
+        peak_rss_bytes=bytes_of(rss),
+        asked_mem_bytes=bytes_of(mem, cpus, nodes) or None,  # 0: the whole node
+        time_limit_s=int(limit) * 60 if is_number(limit) else None,
+        reason="" if reason == "None" else reason,
+        cancelled_by=_canceller(state),
+    )
+
+
+def _step(name: str, cells: Sequence[str]) -> Step:
+    """Read the line of a step."""
+    return Step(name, state_of(cells[2]), *exit_of(cells[3]), bytes_of(cells[5]), seconds_of(cells[6]))
+
+
+def _settle(records: list[Row]) -> Row:
+    """Return the current record of a task, with what its steps and the records before it say."""
+    if all(record.submitted for record in records):
+        records.sort(key=lambda record: record.submitted or 0.0)
+    row = records[-1]
+    row.before = tuple((record.state, record.node) for record in records[:-1])
+    _read_steps(row)
+    return row
+
+
+def _read_steps(row: Row) -> None:
+    """Let the steps correct what the job says of itself: they know better what ended the worker."""
+    peaks = [step.max_rss_bytes for step in row.steps if step.max_rss_bytes]
+    row.peak_rss_bytes = max([*peaks, row.peak_rss_bytes or 0]) or None
+    if not row.cpu_s:
+        row.cpu_s = sum(step.cpu_s or 0.0 for step in row.steps) or row.cpu_s
+    bad = [step for step in row.steps if step.name.isdecimal() and (step.exit_code or step.signal)]
+    if bad:
+        row.exit_code, row.signal = bad[-1].exit_code, bad[-1].signal
+    oom = row.derived_exit_code == "0:125" or (row.exit_code, row.signal) == OOM_CODE
+    oom = oom or any(step.ran_out_of_memory for step in row.steps)
+    if oom and row.state in _OOM_HIDES_BEHIND:
+        row.state = TaskState.OUT_OF_MEMORY
+    if row.exit_code == 0 and row.signal is None and not row.state.ok:
+        row.exit_code = None  # not known (yet)
+    if (row.exit_code, row.signal) == OOM_CODE:
+        row.exit_code, row.signal = None, int(signal.SIGKILL)  # that is what the kernel sent
+
+
+_OOM_HIDES_BEHIND = frozenset({TaskState.FAILED, TaskState.COMPLETED, TaskState.TIMEOUT, TaskState.OUT_OF_MEMORY})
+
+
+def _copy(row: Row, task: str) -> Row:
+    """Return the row of an array's waiting rest for one of its tasks."""
+    return Row(
+        task,
+        row.raw,
+        row.state,
+        submitted=row.submitted,
+        asked_mem_bytes=row.asked_mem_bytes,
+        time_limit_s=row.time_limit_s,
+        reason=row.reason,
+        cancelled_by=row.cancelled_by,
+        before=row.before,
+    )
+
+
+def _ending(state: TaskState, node: str) -> str:
+    """Say how an earlier record of a task ended."""
+    return f"{state.value} on {node}" if node else state.value
+
+
+def _canceller(state: str) -> int | None:
+    """Read who cancelled a job from `CANCELLED by 1000`."""
+    _, by, user = state.partition(" by ")
+    return int(user) if by and is_number(user) else None

@@ -1,0 +1,150 @@
+"""What becomes of a job's tasks, put together from what the queue and the accounting say; nothing is asked here.
+
+The queue's word counts for what has not ended, the accounting's for what has: only it knows the steps. For some seconds
+after the end they disagree; where they do so for longer than one is patient, the queue's word stands, and what neither
+knows is UNKNOWN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from pipeline.cluster.child import mebibytes
+from pipeline.cluster.spec import TaskState, TaskStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from pipeline.cluster.accounting import Row
+    from pipeline.cluster.queue import Queued
+    from pipeline.cluster.spec import JobId, JobSpec
+
+WAITING = frozenset(
+    {
+        TaskState.PENDING,
+        TaskState.REQUEUED,
+        TaskState.REQUEUE_HOLD,
+        TaskState.REQUEUE_FED,
+        TaskState.SPECIAL_EXIT,
+        TaskState.RESV_DEL_HOLD,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Views:
+    """What was seen in one look; a queue that did not answer is None."""
+
+    queue: Mapping[str, Queued] | None
+    rows: Mapping[str, Row]
+    at: float  # by the monotonic clock
+    trouble: str = ""
+    never_began: Callable[[JobId, int], bool] = lambda _job, _index: False  # as the accounting has it
+
+
+@dataclass(slots=True, eq=False)
+class Followed:
+    """A job, and what was last known of its tasks by the names that Slurm has for them."""
+
+    id: JobId
+    spec: JobSpec
+    offset: int  # from a task's index in the array to its number
+    since: float  # it was not submitted before
+    tasks: dict[str, TaskStatus] = field(default_factory=dict)
+    _unclear: dict[str, float] = field(default_factory=dict)  # since when nobody has a clear word on them
+    _over: dict[str, Queued] = field(default_factory=dict)  # ended, the queue said
+
+    def __post_init__(self) -> None:
+        for number in self.spec.tasks:
+            index = number - self.offset
+            stdout, stderr = self.spec.log_paths(self.id, index)
+            self.tasks[f"{self.id}_{index}"] = TaskStatus(self.id, number, TaskState.PENDING, stdout, stderr)
+
+    @property
+    def is_open(self) -> bool:
+        """Tell whether a task has not ended."""
+        return any(not task.state.ended for task in self.tasks.values())
+
+    def leaves_open(self, queue: Mapping[str, Queued] | None) -> bool:
+        """Tell whether the queue leaves it open what becomes of a task."""
+        return any(
+            not task.state.ended and (queue is None or name not in queue or queue[name].state.ended)
+            for name, task in self.tasks.items()
+        )
+
+    def take_in(self, views: Views, patience_s: float) -> list[TaskStatus]:
+        """Take in what was seen; return the tasks whose state is another now."""
+        changed = []
+        for name, before in self.tasks.items():
+            if not before.state.ended:
+                now = self.tasks[name] = self._now(name, before, views, patience_s)
+                changed += [now] if now.state is not before.state else []
+        return changed
+
+    def _now(self, name: str, before: TaskStatus, views: Views, patience_s: float) -> TaskStatus:
+        """Return what is known of a task now."""
+        queued = (views.queue or {}).get(name)
+        if queued is not None and not queued.state.ended:
+            self._unclear.pop(name, None)
+            self._over.pop(name, None)
+            return _live(before, queued)
+        row = self._row(name, views)
+        if row is not None and row.state.ended:
+            return self._told(row.status(before.task, before.stdout, before.stderr))
+        if queued is not None:
+            self._over[name] = queued
+        unclear_s = views.at - self._unclear.setdefault(name, views.at)
+        if views.queue is None or unclear_s < patience_s:
+            return replace(before, state=TaskState.COMPLETING, waits_for="") if name in self._over else before
+        if name in self._over:
+            return self._told(_ended(before, self._over[name]))
+        if views.never_began(self.id, before.task - self.offset):
+            return self._told(
+                replace(before, state=TaskState.CANCELLED, reason="cancelled while it waited", waits_for="")
+            )
+        return _unknown(before, row, views.trouble)
+
+    def _row(self, name: str, views: Views) -> Row | None:
+        """Return what the accounting has; for seconds it does not know that a job's only task is of an array."""
+        return views.rows.get(name) or (views.rows.get(self.id) if len(self.tasks) == 1 else None)
+
+    def _told(self, task: TaskStatus) -> TaskStatus:
+        """Say in words what a state alone does not."""
+        if task.state is TaskState.CANCELLED and not task.node:  # the accounting has the end as the start
+            task = replace(task, started=None)
+            if others := ", ".join((*self.spec.after, *self.spec.after_not_ok)):
+                return replace(task, reason=f"dependency never satisfied: it was to follow job {others}")
+        return replace(task, reason="; ".join(filter(None, (_ending(task, self.spec), task.reason))))
+
+
+def _live(before: TaskStatus, queued: Queued) -> TaskStatus:
+    """Return what the queue says of a task that has not ended."""
+    started = None if queued.state in WAITING else queued.starts
+    told = {"state": queued.state, "node": queued.node, "waits_for": queued.waits_for, "started": started}
+    return replace(before, reason="", **told)  # type: ignore[arg-type]
+
+
+def _ended(before: TaskStatus, queued: Queued) -> TaskStatus:
+    """Return what the queue says of a task that has ended, where the accounting says nothing."""
+    code = 0 if queued.state.ok else None
+    reason = "" if queued.state.ok else queued.reason
+    return replace(before, state=queued.state, exit_code=code, node=queued.node, waits_for="", reason=reason)
+
+
+def _unknown(before: TaskStatus, row: Row | None, trouble: str) -> TaskStatus:
+    """Return that nobody knows what became of a task."""
+    said = f"the accounting still has it as {row.state.value}" if row else "nor does the accounting"
+    reason = f"the queue does not have it any more, {said}" + (f" ({trouble})" if trouble else "")
+    return replace(before, state=TaskState.UNKNOWN, reason=reason, waits_for="")
+
+
+def _ending(task: TaskStatus, spec: JobSpec) -> str:
+    """Say in words how a task ended."""
+    if task.state is TaskState.OUT_OF_MEMORY and spec.mem_bytes:
+        return f"over its memory limit of {mebibytes(spec.mem_bytes)}"
+    if task.state is TaskState.TIMEOUT and spec.time_s:
+        return f"over its time limit of {spec.time_s} s"
+    if task.signal is not None:
+        return f"ended by signal {task.signal}"
+    return f"exit code {task.exit_code}" if task.exit_code else ""

@@ -1,0 +1,250 @@
+"""What a job looks like as a text for sbatch: a stage's script from `sbatch/`, with its header and two places filled.
+
+Nothing is run and nothing is asked here: the same words give the same text, whether it is shown or submitted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.cluster.spec import TASK
+from pipeline.errors import SubmissionRefused
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from pipeline.cluster.spec import JobSpec
+    from pipeline.config.schema import Slurm
+
+PACKAGED = Path(__file__).parents[1] / "data/sbatch"
+CHECKOUT = Path(__file__).parents[2] / "sbatch"
+GENERIC = "scan"  # the script of a job that has none of its own
+DIRECTIVE = "#SBATCH "
+MIB = 1 << 20
+PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]*-]+")  # needs no quotes in a header
+NAME = re.compile(r"[A-Za-z0-9._+-]{1,200}")
+IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+VARIABLE = re.compile(r"\$(?:\{[A-Za-z_][A-Za-z0-9_]*\}|[A-Za-z_][A-Za-z0-9_]*)")
+OFFSET = re.compile(r"^offset=(\d+)$", re.MULTILINE)
+LOG = "%A_%a"  # how a task's log begins
+
+
+def template(name: str) -> str:
+    """Return the script of a stage, or of any job where there is no such stage."""
+    folder = PACKAGED if PACKAGED.is_dir() else CHECKOUT
+    path = folder / f"{name}.sbatch"
+    return (path if NAME.fullmatch(name) and path.is_file() else folder / f"{GENERIC}.sbatch").read_text("utf-8")
+
+
+def render(text: str, spec: JobSpec, site: Slurm, *, highest_task: int | None = None) -> str:
+    """Return a script for sbatch: `text` with the header, the site's setup and the command of a job.
+
+    `highest_task` is the highest number that the cluster gives to a task of an array.
+    """
+    offset = array_offset(spec, highest_task)
+    filled = _replace_header(text, [DIRECTIVE + option for option in options(spec, site, offset)])
+    filled = _fill(filled, "setup", setup_lines(site))
+    return _fill(filled, "command", command_lines(spec, offset))
+
+
+def array_offset(spec: JobSpec, highest_task: int | None) -> int:
+    """Return what is added to an array's index to have the number of a task: 0 wherever that is possible."""
+    if highest_task is None or spec.tasks[-1] <= highest_task:
+        return 0
+    first, last = spec.tasks[0], spec.tasks[-1]
+    if last - first > highest_task:
+        what = f"its tasks reach from {first} to {last}; this cluster takes {highest_task + 1} numbers in one job"
+        raise _refused(spec, what, "--set cluster.slurm.max_array_size=…   (as scontrol show config says)")
+    return first
+
+
+def offset_of(script: str) -> int | None:
+    """Return the offset that a rendered script has; None where it says nothing."""
+    found = OFFSET.search(script)
+    return int(found[1]) if found else None
+
+
+def job_name(spec: JobSpec) -> str:
+    """Return the name by which the job is found in the queue: its tag, made of what every command takes."""
+    name = spec.tag or f"pipeline-{spec.name}"
+    if NAME.fullmatch(name):
+        return name
+    digest = hashlib.blake2b(os.fsencode(name), digest_size=6).hexdigest()
+    return f"{re.sub('[^A-Za-z0-9._+-]', '_', name)[:100]}-{digest}"
+
+
+def options(spec: JobSpec, site: Slurm, offset: int = 0) -> list[str]:
+    """Return the options of a job, as a header takes them."""
+    out, err = (log_pattern(spec, end) for end in ("out", "err"))
+    pairs: list[tuple[str, str | None]] = [
+        ("job-name", job_name(spec)),
+        ("array", array(spec.tasks, offset, spec.max_parallel)),
+        ("partition", spec.partition or site.partition),
+        ("account", site.account),
+        ("qos", spec.qos or site.qos),
+        ("reservation", site.reservation),
+        ("constraint", spec.constraint or site.constraint),
+        ("exclude", ",".join(spec.exclude)),
+        ("nodes", "1"),
+        ("ntasks", "1"),
+        ("cpus-per-task", str(spec.cpus)),
+        _gpus(spec, site),
+        _memory(spec, site),
+        ("time", clock(spec.time_s) if spec.time_s else None),
+        ("signal", _signal(spec, site)),
+        ("dependency", dependency(spec)),
+        ("kill-on-invalid-dep", "yes" if spec.after or spec.after_not_ok else None),
+        ("output", out),
+        ("error", err),
+    ]
+    said = [f"--{name}={header_word(spec, name, value)}" for name, value in pairs if value]
+    return [*said, "--open-mode=append", "--requeue", *(_whole(spec, option) for option in site.options)]
+
+
+def array(tasks: Sequence[int], offset: int = 0, max_parallel: int | None = None) -> str:
+    """Return the numbers of an array in ranges, as in 0-4,7,9-11%8."""
+    ranges: list[list[int]] = []
+    for index in (task - offset for task in tasks):
+        if ranges and index == ranges[-1][1] + 1:
+            ranges[-1][1] = index
+        else:
+            ranges.append([index, index])
+    text = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+    return text + (f"%{max_parallel}" if max_parallel and max_parallel < len(tasks) else "")
+
+
+def clock(time_s: int) -> str:
+    """Return a time limit as sbatch takes it; it counts minutes."""
+    minutes = -(-time_s // 60)
+    return f"{minutes // 60:02}:{minutes % 60:02}:00"
+
+
+def dependency(spec: JobSpec) -> str:
+    """Return what a job waits for, in the words of sbatch."""
+    kinds = (("afterok", spec.after), ("afterany", spec.after_any), ("afternotok", spec.after_not_ok))
+    return ",".join(":".join((kind, *jobs)) for kind, jobs in kinds if jobs)
+
+
+def log_pattern(spec: JobSpec, end: str) -> str:
+    """Return where a job's logs go, as a pattern of file names."""
+    folder = os.path.abspath(spec.log_dir)  # noqa: PTH100 - a link in it stays one
+    if "\\" in folder:
+        what = f"the folder of its logs holds a backslash ({folder!r}), which cannot be told to sbatch"
+        raise _refused(spec, what, "--set cluster.runs=FOLDER")
+    return f"{folder.replace('%', '%%')}/{LOG}.{end}"
+
+
+def header_word(spec: JobSpec, name: str, value: str) -> str:
+    """Return a value as the header's parser reads it back."""
+    if any(character in "\n\r\0" or "\ud800" <= character <= "\udfff" for character in value):
+        what = f"--{name} is {value!r}, and what is no text, or more than a line, cannot be told to sbatch"
+        remedy = "--set cluster.runs=FOLDER" if name in ("output", "error") else f"--set cluster.slurm.{name}=…"
+        raise _refused(spec, what, remedy)
+    if PLAIN.fullmatch(value):
+        return value
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def setup_lines(site: Slurm) -> list[str]:
+    """Return what a script runs first: the site's lines, and where its scratch folder is."""
+    return [*site.setup, f"scratch={_expanding(site.scratch or '')}"]
+
+
+def command_lines(spec: JobSpec, offset: int = 0) -> list[str]:
+    """Return the lines that say which command a task is: an argument a line, none of them open to the shell."""
+    if odd := [name for name in spec.env if not IDENTIFIER.fullmatch(name)]:
+        raise _refused(spec, f"a shell cannot export {odd[0]!r}", "--dry-run")
+    words = ['"$task"' if word == TASK else shell_word(word) for word in spec.argv]
+    exports = [f"export {name}={shell_word(value)}" for name, value in spec.env.items()]
+    numbers = [f"offset={offset}", "task=$((SLURM_ARRAY_TASK_ID + offset))"]
+    return [*numbers, *exports, "command=(", *(f"  {word}" for word in words), ")"]
+
+
+def shell_word(text: str) -> str:
+    """Quote a text for bash; what sbatch or a locale might refuse, such as line breaks, is spelled out."""
+    if all(character.isprintable() for character in text):
+        return shlex.quote(text)
+    return "$'" + "".join(map(_spelled, os.fsencode(text))) + "'"
+
+
+def _spelled(byte: int) -> str:
+    """Spell a byte inside $'...'."""
+    character = chr(byte)
+    return character if " " <= character <= "~" and character not in "\\'" else f"\\x{byte:02x}"
+
+
+def _expanding(text: str) -> str:
+    """Quote a text for bash, but let the variables in it be replaced where the job runs."""
+    parts: list[str] = []
+    place = 0
+    for found in VARIABLE.finditer(text):
+        name = found[0].strip("${}")
+        parts += [_quoted(text[place : found.start()]), f'"${{{name}:-}}"']
+        place = found.end()
+    return "".join([*parts, _quoted(text[place:])])
+
+
+def _quoted(text: str) -> str:
+    return shlex.quote(text) if text else ""
+
+
+def _gpus(spec: JobSpec, site: Slurm) -> tuple[str, str | None]:
+    """Return how a job asks for its GPUs here."""
+    kind = f"{spec.card}:" if spec.card else ""
+    if not spec.gpus:
+        return "gres", None
+    return ("gres", f"gpu:{kind}{spec.gpus}") if site.gpus == "gres" else ("gpus-per-node", f"{kind}{spec.gpus}")
+
+
+def _memory(spec: JobSpec, site: Slurm) -> tuple[str, str | None]:
+    """Return how a job asks for its memory here."""
+    if spec.mem_bytes is None or site.memory == "none":
+        return "mem", None
+    shares = spec.cpus if site.memory == "mem-per-cpu" else 1
+    return site.memory, f"{-(-spec.mem_bytes // (MIB * shares))}M"
+
+
+def _signal(spec: JobSpec, site: Slurm) -> str | None:
+    """Return when a task is told to finish: before its limit, but never at once."""
+    grace_s = int(site.grace)
+    if spec.time_s is not None:
+        grace_s = min(grace_s, spec.time_s // 4)
+    return f"USR2@{grace_s}" if grace_s > 0 else None
+
+
+def _whole(spec: JobSpec, option: str) -> str:
+    """Return an option that the site names as a header takes it."""
+    name, equals, value = option.partition("=")
+    name = name if name.startswith("-") else f"--{name}"
+    return f"{name}={header_word(spec, 'options', value)}" if equals else name
+
+
+def _replace_header(text: str, directives: Sequence[str]) -> str:
+    """Put directives in the place of those that a text has."""
+    lines = text.splitlines()
+    place = next((number for number, line in enumerate(lines) if line.startswith(DIRECTIVE)), 1)
+    kept = [line for line in lines[place:] if not line.startswith(DIRECTIVE)]
+    return "\n".join([*lines[:place], *directives, *kept]) + "\n"
+
+
+def _fill(text: str, place: str, filling: Iterable[str]) -> str:
+    """Put lines between the two marks of a place."""
+    return "\n".join(_filled(text.splitlines(), place, filling)) + "\n"
+
+
+def _filled(lines: Sequence[str], place: str, filling: Iterable[str]) -> Iterator[str]:
+    opens = next(number for number, line in enumerate(lines) if line.startswith(f"# >>> {place}"))
+    closes = lines.index(f"# <<< {place}")
+    yield from lines[: opens + 1]
+    yield from filling
+    yield from lines[closes:]
+
+
+def _refused(spec: JobSpec, what: str, change: str) -> SubmissionRefused:
+    remedy = f"pipeline submit --stage {spec.name} {change}"
+    return SubmissionRefused(what, where=f"job {spec.name}", remedy=remedy)

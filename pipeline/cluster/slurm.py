@@ -1,0 +1,290 @@
+"""Runs jobs through Slurm: a job is an array, submitted by way of submitit as the very text that `sbatch.py` renders.
+
+What becomes of the tasks is asked of squeue first, for all jobs at once, and of sacct for those that squeue no longer
+has or calls ended. What neither can tell is UNKNOWN, after some patience.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from pipeline.cluster import commands, sbatch
+from pipeline.cluster.accounting import Accounting, CommandFailed, Look
+from pipeline.cluster.facts import Facts
+from pipeline.cluster.fields import epoch_of
+from pipeline.cluster.following import Followed, Views
+from pipeline.cluster.local import make_log_dir
+from pipeline.cluster.refusals import refuse_above_nodes, refused, transient
+from pipeline.cluster.spec import refuse_impossible
+from pipeline.cluster.submission import script_path, submit_text
+from pipeline.errors import SubmissionRefused
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from pipeline.cluster.queue import Queued
+    from pipeline.cluster.spec import JobId, JobSpec, Limits, TaskStatus
+    from pipeline.config.schema import Slurm
+
+TRIES_S = (2.0, 5.0, 10.0, 20.0, 30.0, 60.0)  # waits between tries at a submission that the cluster was too busy for
+PATIENCE_S = 15.0  # how long the queue and the accounting may disagree before that is what is told
+SACCT_S = 20.0
+FORGOTTEN_S = 30 * 86_400.0  # how far back the accounting is asked about jobs of others' time
+SACCT_AGAIN_S = 30.0  # an accounting that gave trouble is left alone for so long
+MANY_CPUS, MANY_GPUS = 1024, 64  # where the cluster does not tell what it has
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """When a job would start, as far as the scheduler can tell."""
+
+    at: float | None
+    said: str
+
+
+class SlurmExecutor:
+    """Submits to a cluster and asks it; jobs live on without it."""
+
+    def __init__(self, site: Slurm, *, poll_s: float | None = None, patience_s: float = PATIENCE_S) -> None:
+        """Look at jobs every `poll_s`, by default as the site says."""
+        self.site = site
+        self.facts = Facts(site)
+        self.trouble = ""  # what kept the last look from being a full one
+        self._poll_s = float(site.poll) if poll_s is None else poll_s
+        self._patience_s = patience_s
+        self._accounting = Accounting(commands.run, timeout_s=SACCT_S)
+        self._ask_again_at = self._look_at = 0.0
+        self._jobs: dict[JobId, Followed] = {}
+        self._changed: dict[tuple[JobId, int], TaskStatus] = {}
+
+    @property
+    def cpus(self) -> int:
+        """How many cores its tasks can have at once, as far as is known."""
+        return sum(one.cpus * one.nodes for one in self.facts.nodes()) or MANY_CPUS
+
+    @property
+    def gpus(self) -> int:
+        """How many GPUs its tasks can have at once, as far as is known."""
+        count: dict[str, int] = {}
+        for one in self.facts.partitions:  # partitions share nodes
+            count[one.name] = count.get(one.name, 0) + one.gpus * one.nodes
+        return max(count.values(), default=MANY_GPUS)
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """What it cannot promise here."""
+        return ()
+
+    @property
+    def outlives(self) -> bool:
+        """Tell whether jobs go on when this process is gone."""
+        return True
+
+    @property
+    def limits(self) -> Limits:
+        """What one task can be given at most, and how many tasks a job and the queue take."""
+        return self.facts.limits()
+
+    @property
+    def followed(self) -> tuple[JobId, ...]:
+        """The jobs that it knows."""
+        return tuple(self._jobs)
+
+    def submit(self, spec: JobSpec) -> JobId:
+        """Queue a job, or raise SubmissionRefused."""
+        tagged = replace(spec, tag=spec.tag or f"{sbatch.job_name(spec)}-{secrets.token_hex(6)}")
+        script = self.script_for(self._after_known(tagged))
+        make_log_dir(spec)
+        job = self._submit(tagged, script, look_first=bool(spec.tag))
+        self._jobs[job] = Followed(job, spec, sbatch.offset_of(script) or 0, time.time())
+        return job
+
+    def script_for(self, spec: JobSpec) -> str:
+        """Return the text that would be submitted, or raise SubmissionRefused for what cannot be."""
+        refuse_impossible(spec)
+        if not commands.is_there():
+            raise refused(spec, "sbatch: No such file or directory", ())
+        limits = self.facts.limits(spec.partition)
+        refuse_above_nodes(spec, self.facts.nodes(spec.partition), limits)
+        _refuse_foreign(spec)
+        return sbatch.render(sbatch.template(spec.name), spec, self.site, highest_task=limits.highest_task)
+
+    def test(self, spec: JobSpec) -> Start:
+        """Ask when a job would start, without submitting it; raise SubmissionRefused if it never would."""
+        script = self.script_for(spec)
+        try:
+            words = ["env", *(f"--unset={name}" for name in commands.unset_for_jobs(script)), "sbatch", "--test-only"]
+            said = commands.run(words, stdin=script).strip()
+        except CommandFailed as error:
+            raise refused(spec, error.what, self._partitions()) from error
+        return Start(epoch_of(commands.starts_at(said)), said)
+
+    def limits_of(self, partition: str, cpus: int, gpus: int) -> Limits:
+        """Return the same for tasks of a partition (empty: the site's) that ask for so many cores and GPUs."""
+        return self.facts.limits(partition, cpus=cpus, gpus=gpus)
+
+    def check(self, spec: JobSpec) -> None:
+        """Raise SubmissionRefused, in the scheduler's words, for a job that would never run."""
+        self.test(spec)
+
+    def starts(self, spec: JobSpec) -> float | None:
+        """Return when a job would start if it were submitted now; None where the scheduler does not say."""
+        return self.test(spec).at
+
+    def adopt(self, job: JobId, spec: JobSpec) -> None:
+        """Take over a job that an earlier executor submitted: the cluster ran it all the while."""
+        if job in self._jobs:
+            return
+        kept, offset, since = script_path(spec, job), None, time.time() - FORGOTTEN_S
+        with suppress(OSError):
+            offset, since = sbatch.offset_of(kept.read_text(errors="surrogateescape")), kept.stat().st_mtime
+        if offset is None:
+            offset = sbatch.array_offset(spec, self.facts.limits(spec.partition).highest_task)
+        self._jobs[job] = Followed(job, spec, offset, since)
+
+    def status(self, jobs: Iterable[JobId]) -> list[TaskStatus]:
+        """Return what the last step knew of every task of the jobs; a job it does not know has none."""
+        known = (self._jobs[job] for job in jobs if job in self._jobs)
+        return [task for job in known for task in job.tasks.values()]
+
+    def step(self, timeout_s: float) -> list[TaskStatus]:
+        """Wait until a task changes state, but no longer than this, nor when nothing can change any more."""
+        until = time.monotonic() + timeout_s
+        self._look_in_time()
+        while not self._changed and self._is_open() and (left_s := until - time.monotonic()) > 0:
+            time.sleep(min(max(0.0, self._look_at - time.monotonic()), left_s))
+            self._look_in_time()
+        changed, self._changed = self._changed, {}
+        return list(changed.values())
+
+    def _look_in_time(self) -> None:
+        """Ask the cluster, unless it was asked just now: it is everybody's."""
+        if time.monotonic() >= self._look_at:
+            self._look()
+            self._look_at = time.monotonic() + self._poll_s
+
+    def cancel(self, jobs: Iterable[JobId]) -> None:
+        """Ask for the end of every task that has not ended; later steps show it."""
+        wanted = [job for job in dict.fromkeys(jobs) if job.isdecimal()]
+        if not wanted:
+            return
+        try:
+            commands.run(["scancel", "--quiet", *wanted])
+        except CommandFailed as error:
+            if commands.SAYS_NOTHING not in error.what:
+                raise SubmissionRefused(error.what, where="scancel", remedy=f"scancel {' '.join(wanted)}") from error
+
+    def queued(self, jobs: Iterable[JobId]) -> set[JobId]:
+        """Return which of these jobs have not ended; all of them where the queue does not answer."""
+        wanted = set(jobs)
+        try:
+            return {name.partition("_")[0] for name, task in commands.queue(wanted).items() if not task.state.ended}
+        except CommandFailed as error:
+            self.trouble = error.what
+            return wanted
+
+    def script(self, job: JobId) -> str:
+        """Return the script that the cluster has of a job."""
+        return commands.run(["scontrol", "write", "batch_script", job, "-"])
+
+    def start_of(self, job: JobId) -> float | None:
+        """Return when the first task of a job has begun, or is expected to."""
+        return min((task.starts for task in commands.queue([job]).values() if task.starts), default=None)
+
+    def requeue(self, job: JobId) -> None:
+        """Put a job, or a task of one (12_3), back into the queue."""
+        commands.run(["scontrol", "requeue", job])
+
+    def close(self) -> None:
+        """Let go; the jobs live on."""
+
+    def __enter__(self) -> SlurmExecutor:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _submit(self, spec: JobSpec, script: str, *, look_first: bool) -> JobId:
+        """Submit a text once, however often that takes."""
+        for wait_s in (*TRIES_S, None):
+            try:
+                if look_first and (found := commands.named(sbatch.job_name(spec))):
+                    return min(found, key=int)
+                look_first = True
+                return submit_text(spec, script)
+            except CommandFailed as error:
+                if wait_s is None and (lost := self._named(spec)):
+                    return lost
+                if wait_s is None or not transient(error.what):
+                    raise refused(spec, error.what, self._partitions()) from error
+                time.sleep(wait_s)
+        raise AssertionError
+
+    def _named(self, spec: JobSpec) -> JobId | None:
+        """Return the job of a tag, if the cluster can tell that there is one."""
+        with suppress(CommandFailed):
+            return min(commands.named(sbatch.job_name(spec)), key=int, default=None)
+        return None
+
+    def _is_open(self) -> bool:
+        """Tell whether a task of any job has not ended."""
+        return any(job.is_open for job in self._jobs.values())
+
+    def _look(self) -> None:
+        """Ask the queue, and the accounting about what the queue leaves open; take in what is new."""
+        jobs = [job for job in self._jobs.values() if job.is_open]
+        if not jobs:
+            return
+        self.trouble = ""
+        try:
+            queue: Mapping[str, Queued] | None = commands.queue([job.id for job in jobs])
+        except CommandFailed as error:
+            queue, self.trouble = None, error.what
+        look = self._accounted([job for job in jobs if job.leaves_open(queue)])
+        views = Views(queue, look.rows, time.monotonic(), self.trouble, look.never_began)
+        for job in jobs:
+            self._changed.update({(task.job, task.task): task for task in job.take_in(views, self._patience_s)})
+
+    def _accounted(self, jobs: list[Followed]) -> Look:
+        """Return what the accounting has on some jobs; nothing while it is in trouble."""
+        if not jobs or time.monotonic() < self._ask_again_at:
+            return Look({})
+        look = self._accounting.look([job.id for job in jobs], min(job.since for job in jobs))
+        if look.trouble:
+            self.trouble = look.trouble
+            self._ask_again_at = time.monotonic() + (0.0 if look.rows else SACCT_AGAIN_S)
+        return look
+
+    def _after_known(self, spec: JobSpec) -> JobSpec:
+        """Return a job without the dependencies that the queue has forgotten; Slurm takes any of those for met."""
+        _refuse_foreign(spec)
+        try:
+            known = {name.partition("_")[0] for name in commands.queue((*spec.after, *spec.after_any))}
+        except CommandFailed:
+            return spec
+        for job in set(spec.after) - known:
+            rows = self._accounting.look([job], time.time() - FORGOTTEN_S).rows
+            if not rows or not all(row.state.ok for row in rows.values()):
+                ends = ", ".join(sorted({row.state.value for row in rows.values()})) or "unknown"
+                raise _never(spec, f"waits for job {job}, which is over ({ends})")
+        after, after_any = (tuple(job for job in jobs if job in known) for jobs in (spec.after, spec.after_any))
+        return replace(spec, after=after, after_any=after_any)
+
+    def _partitions(self) -> list[str]:
+        """Return the names that `partition` can have."""
+        return [one.name for one in self.facts.partitions]
+
+
+def _refuse_foreign(spec: JobSpec) -> None:
+    """Refuse a job that waits for one that cannot be the cluster's."""
+    for job in (*spec.after, *spec.after_any, *spec.after_not_ok):
+        if not job.isdecimal():
+            raise _never(spec, f"waits for job {job}, which this cluster cannot have")
+
+
+def _never(spec: JobSpec, what: str) -> SubmissionRefused:
+    return SubmissionRefused(what, where=f"job {spec.name}", remedy=f"pipeline submit --stage {spec.name}")

@@ -1,0 +1,331 @@
+"""Why a task ended: one verdict from what the executor saw, what the worker itself said, and how its log ends.
+
+State and data disagree both ways: a job that reads COMPLETED can hide a worker that failed, and one that reads FAILED
+can have finished. So the worker's word goes first where it says that it finished (whether what it wrote is whole, the
+cache tells later), the kernel's and Slurm's signs come next, then the worker's own account of its failure, then how the
+process ended. What nobody knows is LOST, never DONE.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, TypeAlias
+
+from pipeline.cluster.queue import is_stuck
+from pipeline.cluster.spec import TaskState
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pipeline.cluster.spec import TaskStatus
+
+GO_ON = 75  # EX_TEMPFAIL: the worker's exit code when it was told to end, finished in order and wants to go on
+SIGNALLED = 128  # a shell adds this to the signal that ended a program, and sacct takes it off again
+CANNOT_WRITE_LOG = 53  # the "signal" by which Slurm says that it could not open the task's log
+NEARLY = 0.9  # of its limit: peaks are sampled
+LINE_MOST = 300
+LINES_AFTER_END = 3  # that srun and slurmstepd still write when Slurm has ended a task
+LAST_LINES = 25  # where the log is searched for the last words of a program; a mention further up was survived
+
+
+class Cause(str, Enum):
+    """What became of a task, and so what could be done about it."""
+
+    DONE = "done"
+    ACTIVE = "active"  # it has not ended
+    HELD = "held"  # it has not ended, and does not start by itself
+    HOST_OOM = "host_oom"
+    GPU_OOM = "gpu_oom"
+    TIMEOUT = "timeout"
+    NODE = "node"  # the node died, could not begin it, or its GPU or file system is broken
+    PREEMPTED = "preempted"
+    INTERRUPTED = "interrupted"  # it was told to end before its limit and did so
+    CRASHED = "crashed"  # ended by a signal that nobody is known to have sent
+    CANCELLED = "cancelled"
+    DISK = "disk"
+    REFUSED = "refused"  # the worker's own verdict on its input: the same again would end the same
+    FAILED = "failed"
+    LOST = "lost"  # it is over, or may be, and nobody knows how it went
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """What the worker itself wrote about this attempt; one that never came to write anything is the default."""
+
+    started: bool = False
+    finished: bool = False
+    exit_code: int | None = None  # with which it meant to exit
+    what: str = ""
+    kind: str = ""  # gpu_oom, host_oom, disk_full; empty or anything else: nothing particular
+    done: int = 0  # items
+    at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of a task, why, and at least how much memory it needed."""
+
+    cause: Cause
+    reason: str = ""
+    peak_bytes: int | None = None
+
+
+_Finding: TypeAlias = tuple[Cause, str]
+
+
+def judge(status: TaskStatus, word: Word, log_end: str, *, asked_bytes: int | None = None) -> Verdict:
+    """Judge one attempt at a task; `log_end` is the end of what it and Slurm wrote, `asked_bytes` its memory limit."""
+    case = _Case(status, word, _this_run(log_end) if status.restarts else log_end, asked_bytes)
+    cause, reason = case.judge()
+    peak = status.peak_rss_bytes
+    if cause is Cause.HOST_OOM:
+        return Verdict(cause, _joined(reason, case.memory()), max(peak or 0, asked_bytes or 0) or None)
+    return Verdict(cause, reason, peak)
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """All that is known of an attempt."""
+
+    status: TaskStatus
+    word: Word
+    log: str
+    asked_bytes: int | None
+
+    def judge(self) -> _Finding:
+        """Return the cause and why, by what tells the most."""
+        state = self.status.state
+        if not state.ended and state not in _PERHAPS_OVER:
+            return self._not_over()
+        if self.word.finished:
+            return Cause.DONE, "" if state.ok else f"the worker finished, though the scheduler says {state.value}"
+        if state in _CERTAIN:
+            cause, reason = _CERTAIN[state]
+            return cause, _joined(reason, self.status.reason)
+        if state is TaskState.COMPLETING:
+            return Cause.ACTIVE, "its processes are being ended"
+        if state is TaskState.CANCELLED:
+            return self._by_scheduler() or (Cause.CANCELLED, _joined("cancelled", self.status.reason))
+        if state in _LIMITED:
+            return self._at_limit()
+        return self._by_evidence()
+
+    def memory(self) -> str:
+        """Say what is known of the memory it took."""
+        peak, asked = self.status.peak_rss_bytes, self.asked_bytes
+        limit = f"its limit was {_mebibytes(asked)}" if asked else ""
+        return _joined(limit, f"at most {_mebibytes(peak)} were sampled" if peak else "")
+
+    def _not_over(self) -> _Finding:
+        """Judge a task of which more is to come."""
+        state, waits_for = self.status.state, self.status.waits_for
+        if is_stuck(state, waits_for):
+            return Cause.HELD, waits_for or f"held by the scheduler ({state.value})"
+        return Cause.ACTIVE, waits_for or f"it is {state.value}"
+
+    def _at_limit(self) -> _Finding:
+        """Judge a task at its time limit: a worker that got somewhere and stopped in order only wants to go on."""
+        if self.word.exit_code == GO_ON and self.word.done:
+            return Cause.INTERRUPTED, f"stopped in order at its time limit, {self.word.done} items done"
+        limit = "time limit" if self.status.state is TaskState.TIMEOUT else "deadline"
+        lasted = f"it ran for {_duration(self.status)}" if _duration(self.status) else ""
+        return (
+            self._by_kernel()
+            or self._by_kind()
+            or (Cause.TIMEOUT, _joined(f"reached its {limit}", lasted, self.status.reason))
+        )
+
+    def _by_evidence(self) -> _Finding:
+        """Judge a task of which the state tells only that it failed, or not even that."""
+        if found := self._by_kernel() or self._by_kind() or self._by_scheduler():
+            return found
+        if self.status.signal == CANNOT_WRITE_LOG:
+            return Cause.NODE, f"its node could not open its log {self.status.stdout}"
+        if self.word.exit_code:
+            return _last_words(self.word.what) or _exited(self.word.exit_code, self.word.what)
+        return self._by_ending()
+
+    def _by_kernel(self) -> _Finding | None:
+        """Judge by what srun and slurmstepd write when the kernel has killed a process at its memory limit."""
+        found = any(sign in self.log for sign in _KERNEL_SIGNS)
+        return (Cause.HOST_OOM, "killed at its memory limit, as its log says") if found else None
+
+    def _by_kind(self) -> _Finding | None:
+        """Judge by what the worker itself calls its failure."""
+        cause = _KINDS.get(self.word.kind)
+        return (cause, self.word.what or cause.value) if cause else None
+
+    def _by_scheduler(self) -> _Finding | None:
+        """Judge by what Slurm wrote into the log when it ended the task."""
+        for sign, finding in _SCHEDULER_SIGNS.items():
+            if sign in self.log:
+                return finding
+        cancelled = self.status.state is TaskState.UNKNOWN and "*** JOB" in self.log and "CANCELLED AT" in self.log
+        return (Cause.CANCELLED, "cancelled, as its log says") if cancelled else None
+
+    def _by_ending(self) -> _Finding:
+        """Judge by how the process ended, when the worker could not say why."""
+        killed_by, code = self._signal(), self.status.exit_code
+        if killed_by in _POLITE:
+            return Cause.INTERRUPTED, f"ended by {_named(killed_by)} before it could stop in order"
+        if found := _last_words(_tail(self.log)):
+            return found
+        if killed_by == signal.SIGKILL:
+            return self._killed()
+        if killed_by is not None:
+            return Cause.CRASHED, f"crashed by {_named(killed_by)}"
+        if code:
+            return _exited(code, self.word.what or _joined(f"exit code {code}", _message(self.log)))
+        if self.status.state is TaskState.FAILED:
+            return Cause.FAILED, _joined("failed without an exit code", self.status.reason, _message(self.log))
+        return Cause.LOST, self._unknown()
+
+    def _signal(self) -> int | None:
+        """Return the signal that ended the worker; of a small exit code sacct may have taken off what tells it."""
+        code = self.status.exit_code or 0
+        if self.status.signal or code > SIGNALLED:
+            return self.status.signal or code - SIGNALLED
+        return code if code in _AS_AFTER_SIGNALS else None
+
+    def _killed(self) -> _Finding:
+        """Judge a SIGKILL that nobody explains: near its limit it was memory."""
+        peak, asked = self.status.peak_rss_bytes, self.asked_bytes
+        if peak and asked and peak >= NEARLY * asked:
+            return Cause.HOST_OOM, "killed by signal 9 (SIGKILL) when it was about at its memory limit"
+        what = "killed by signal 9 (SIGKILL) from outside; no sign that it was at a memory limit"
+        return Cause.CRASHED, _joined(what, self.memory())
+
+    def _unknown(self) -> str:
+        """Say what is missing, where there is neither a sign of failure nor a word of success."""
+        state = self.status.state
+        seen = "the scheduler does not know how it ended" if state is TaskState.UNKNOWN else f"it reads {state.value}"
+        worker = "began, but never said that it finished" if self.word.started else "never said that it began"
+        return _joined(f"{seen}, and the worker {worker}", self.status.reason)
+
+
+def _exited(code: int, what: str) -> _Finding:
+    """Judge an exit code of the worker."""
+    if code == GO_ON or code - SIGNALLED in _POLITE:
+        return Cause.INTERRUPTED, what or "was told to end and stopped in order"
+    if code in _REFUSALS:
+        return Cause.REFUSED, what or f"exit code {code}: {_REFUSALS[code]}"
+    return Cause.FAILED, what or f"exit code {code}"
+
+
+def _last_words(text: str) -> _Finding | None:
+    """Judge by the message a program ended with."""
+    for line in reversed(text.splitlines()):
+        for sign, cause in _LAST_WORDS.items():
+            if sign in line:
+                return cause, line.strip()[:LINE_MOST]
+    return None
+
+
+def _tail(log: str) -> str:
+    """Return the last lines of a log: what stands further up, the program has survived."""
+    return "\n".join([line for line in log.splitlines() if line.strip()][-LAST_LINES:])
+
+
+def _message(log: str) -> str:
+    """Return the last thing a program said itself, such as the last line of a traceback."""
+    for line in reversed(log.splitlines()):
+        if line.strip() and not line.startswith(("srun:", "slurmstepd")):
+            return f"its log ends: {line.strip()[:LINE_MOST]}"
+    return ""
+
+
+def _this_run(log: str) -> str:
+    """Return what a requeued task wrote since Slurm last ended it; what ended it the last time stays."""
+    lines = log.splitlines()
+    ends = [number for number, line in enumerate(lines) if "*** JOB" in line and "DUE TO" in line]
+    before = [number for number in ends if number < len(lines) - LINES_AFTER_END]
+    return "\n".join(lines[before[-1] + 1 :] if before else lines)
+
+
+def _joined(*parts: str) -> str:
+    """Join what there is to say."""
+    said = dict.fromkeys(part for part in parts if part)
+    return "; ".join(said)
+
+
+def _named(number: int | None) -> str:
+    """Write a signal as people know it."""
+    try:
+        return f"signal {number} ({signal.Signals(number or 0).name})"
+    except ValueError:
+        return f"signal {number}"
+
+
+def _duration(status: TaskStatus) -> str:
+    """Say how long a task ran."""
+    if status.started is None or status.ended is None or status.ended < status.started:
+        return ""
+    return f"{(status.ended - status.started) / 60:.1f} minutes"
+
+
+def _mebibytes(count: int) -> str:
+    """Write a number of bytes for people."""
+    return f"{count >> 20} MiB"
+
+
+_PERHAPS_OVER = frozenset({TaskState.UNKNOWN, TaskState.COMPLETING})
+_LIMITED = frozenset({TaskState.TIMEOUT, TaskState.DEADLINE})
+_CERTAIN: Mapping[TaskState, _Finding] = {
+    TaskState.OUT_OF_MEMORY: (Cause.HOST_OOM, "killed at its memory limit"),
+    TaskState.PREEMPTED: (Cause.PREEMPTED, "made way for a job of higher priority"),
+    TaskState.NODE_FAIL: (Cause.NODE, "its node failed"),
+    TaskState.BOOT_FAIL: (Cause.NODE, "its node did not boot"),
+    TaskState.LAUNCH_FAILED: (Cause.NODE, "its node could not begin it"),
+    TaskState.RECONFIG_FAIL: (Cause.NODE, "its node could not be configured for it"),
+    TaskState.REVOKED: (Cause.CANCELLED, "revoked: another cluster of the federation took it"),
+}
+_KINDS = {"gpu_oom": Cause.GPU_OOM, "host_oom": Cause.HOST_OOM, "disk_full": Cause.DISK}
+_KERNEL_SIGNS = (
+    "oom-kill event",
+    "oom_kill",
+    "Out Of Memory",
+    "Exceeded job memory limit",
+    "Exceeded step memory limit",
+)
+_SCHEDULER_SIGNS: Mapping[str, _Finding] = {
+    "DUE TO TIME LIMIT": (Cause.TIMEOUT, "reached its time limit, as its log says"),
+    "DUE TO PREEMPTION": (Cause.PREEMPTED, "made way for a job of higher priority, as its log says"),
+    "NODE FAILURE": (Cause.NODE, "its node failed, as its log says"),
+}
+_LAST_WORDS = {
+    "CUDA out of memory": Cause.GPU_OOM,
+    "CUDA error: out of memory": Cause.GPU_OOM,
+    "torch.OutOfMemoryError": Cause.GPU_OOM,
+    "CUBLAS_STATUS_ALLOC_FAILED": Cause.GPU_OOM,
+    "No space left on device": Cause.DISK,
+    "Disk quota exceeded": Cause.DISK,
+    "MemoryError": Cause.HOST_OOM,
+    "can't allocate memory": Cause.HOST_OOM,
+    "Cannot allocate memory": Cause.HOST_OOM,
+    "std::bad_alloc": Cause.HOST_OOM,
+    "Application launch failed": Cause.NODE,
+    "srun: error: Task launch for": Cause.NODE,
+    "uncorrectable ECC error": Cause.NODE,
+    "no CUDA-capable device": Cause.NODE,
+    "CUDA driver initialization failed": Cause.NODE,
+    "has fallen off the bus": Cause.NODE,
+    "Stale file handle": Cause.NODE,
+    "Transport endpoint is not connected": Cause.NODE,
+    "Segmentation fault": Cause.CRASHED,
+    "Bus error": Cause.CRASHED,
+    "Illegal instruction": Cause.CRASHED,
+    "Aborted (core dumped)": Cause.CRASHED,
+}
+_REFUSALS = {
+    2: "the configuration or the command line is wrong",
+    3: "the input data cannot be used",
+    4: "the cache is damaged",
+    5: "no plan fits",
+    6: "the scheduler would not take a job",
+}
+_POLITE = frozenset(map(int, (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)))
+_CRASHES = (signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV)
+_ENDINGS = (signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_AS_AFTER_SIGNALS = frozenset(map(int, _CRASHES + _ENDINGS))  # exit codes without a word: sacct took 128 off

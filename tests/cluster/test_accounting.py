@@ -1,0 +1,345 @@
+"""What is read from sacct and squeue, of several versions, whole, cut and garbled; and what a look says in trouble."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Sequence
+from datetime import datetime
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.cluster.accounting import JOBS_A_CALL, SACCT_COLUMNS, Accounting, CommandFailed, Row, parse_sacct
+from pipeline.cluster.fields import bytes_of, epoch_of, exit_of, expand, seconds_of, state_of
+from pipeline.cluster.queue import NEVER, REASONS, parse_squeue, words
+from pipeline.cluster.spec import TaskState
+from tests.cluster.sacct_texts import RECORDED_22_05, SQUEUE_22_05, WRITTEN_20_11, WRITTEN_23_11, array_text
+
+TEXTS = (RECORDED_22_05, WRITTEN_20_11, WRITTEN_23_11)
+MIB = 1 << 20
+
+
+def jobs_in(text: str) -> set[str]:
+    return {line.split("|")[0].split(".")[0].split("_")[0] for line in text.splitlines()}
+
+
+def rows_of(text: str) -> dict[str, Row]:
+    rows, torn = parse_sacct(text, jobs_in(text))
+    assert torn == 0
+    return rows
+
+
+class TestSteps:
+    def test_that_ran_out_of_memory_make_a_failed_task_out_of_memory(self) -> None:
+        row = rows_of(RECORDED_22_05)["1_1"]
+        assert (row.state, row.exit_code, row.signal) == (TaskState.OUT_OF_MEMORY, None, signal.SIGKILL)
+        assert row.why == "step 0 ran out of memory"
+
+    @pytest.mark.parametrize(("text", "task"), [(WRITTEN_20_11, "101_7"), (WRITTEN_23_11, "901_3")])
+    def test_that_ran_out_of_memory_are_seen_in_other_versions(self, text: str, task: str) -> None:
+        assert rows_of(text)[task].state is TaskState.OUT_OF_MEMORY
+
+    @pytest.mark.parametrize("code", ["0:125", "0:0"])
+    def test_out_of_memory_show_by_state_or_by_code(self, code: str) -> None:
+        state = "FAILED" if code == "0:125" else "OUT_OF_MEMORY"
+        text = line("5", "FAILED", "1:0") + line("5.batch", "FAILED", "1:0") + line("5.0", state, code)
+        assert rows_of(text)["5"].state is TaskState.OUT_OF_MEMORY
+
+    @pytest.mark.parametrize("state", ["RUNNING", "CANCELLED by 0", "NODE_FAIL", "PREEMPTED", "PENDING"])
+    def test_out_of_memory_do_not_hide_what_else_became_of_the_task(self, state: str) -> None:
+        text = line("5", state, "0:0") + line("5.0", "OUT_OF_MEMORY", "0:125")
+        assert rows_of(text)["5"].state is state_of(state)
+
+    def test_tell_the_signal_of_which_the_job_shows_only_a_code(self) -> None:
+        rows = rows_of(RECORDED_22_05)
+        assert [(rows[job].exit_code, rows[job].signal) for job in ("2", "25", "49_0")] == [
+            (None, signal.SIGSEGV),
+            (None, signal.SIGKILL),
+            (None, signal.SIGTERM),
+        ]
+
+    def test_of_slurm_itself_do_not_tell_how_the_worker_ended(self) -> None:
+        text = line("5", "FAILED", "1:0") + line("5.0", "FAILED", "1:0") + line("5.extern", "CANCELLED", "0:15")
+        assert (rows_of(text)["5"].exit_code, rows_of(text)["5"].signal) == (1, None)
+
+    def test_show_the_failure_that_a_completed_job_hides(self) -> None:
+        row = rows_of(WRITTEN_23_11)["903"]
+        assert (row.state, row.exit_code) == (TaskState.COMPLETED, 1)
+
+    def test_have_the_peak_wherever_it_was(self) -> None:
+        rows = rows_of(RECORDED_22_05 + WRITTEN_20_11)
+        assert rows["27_0"].peak_rss_bytes == 3800 << 10
+        assert rows["101_7"].peak_rss_bytes == int(15.5 * (1 << 30))
+        assert rows["1_1"].peak_rss_bytes is None, "0 is what Slurm writes when it never sampled"
+
+
+class TestRecords:
+    def test_of_a_requeued_task_count_and_the_last_one_is_current(self) -> None:
+        rows = rows_of(RECORDED_22_05)
+        assert (rows["26"].state, rows["26"].signal) == (TaskState.FAILED, signal.SIGUSR2)
+        assert rows["26"].before == ((TaskState.REQUEUED, "n3"),)
+        assert rows["15"].why == "cancelled by user 0; began again after NODE_FAIL on n3"
+        assert [rows[job].restarts for job in ("26", "15", "27_0")] == [1, 1, 0]
+
+    def test_of_a_requeued_task_keep_their_own_steps(self) -> None:
+        lines = RECORDED_22_05.splitlines(keepends=True)
+        assert len(rows_of("".join(lines))["26"].steps) == 2
+
+    def test_out_of_order_are_put_in_order(self) -> None:
+        first, again = (
+            line("5", "PREEMPTED", "0:0", submit="1700000000"),
+            line("5", "PENDING", "0:0", submit="1700000099"),
+        )
+        assert rows_of(first + again)["5"].state is rows_of(again + first)["5"].state is TaskState.PENDING
+
+    def test_of_the_waiting_rest_of_an_array_stand_for_each_of_its_tasks(self) -> None:
+        rows = rows_of(RECORDED_22_05)
+        assert {name: row.state.value for name, row in rows.items() if name.startswith("46_")} == {
+            "46_0": "RUNNING",
+            **{f"46_{task}": "PENDING" for task in range(1, 6)},
+        }
+
+    def test_of_a_waiting_rest_never_hide_a_task_that_has_begun(self) -> None:
+        rest, begun = line("5_[0-2]", "PENDING", "0:0"), line("5_1", "COMPLETED", "0:0")
+        for text in (rest + begun, begun + rest):
+            assert [rows_of(text)[f"5_{task}"].state.value for task in range(3)] == ["PENDING", "COMPLETED", "PENDING"]
+
+    def test_of_a_cancelled_rest_say_who_cancelled(self) -> None:
+        rows = rows_of(WRITTEN_23_11)
+        tasks = [name for name in rows if name.startswith("901_")]
+        assert tasks == [f"901_{task}" for task in (3, 4, 5, 6, 9, 20, 23, 26)]
+        assert rows["901_23"].cancelled_by == 1000
+
+    def test_with_a_word_nobody_knows_are_unknown(self) -> None:
+        assert rows_of(WRITTEN_23_11)["904"].state is TaskState.UNKNOWN
+
+    def test_of_other_jobs_are_left_out(self) -> None:
+        assert set(parse_sacct(RECORDED_22_05, ["2"])[0]) == {"2"}
+
+
+class TestFigures:
+    def test_are_read_from_old_and_new_formats(self) -> None:
+        rows = rows_of(WRITTEN_20_11 + WRITTEN_23_11 + RECORDED_22_05)
+        assert rows["101_7"].asked_mem_bytes == 16 << 30, "4 GiB for each of 4 cores"
+        assert rows["102"].asked_mem_bytes == 4000 * MIB, "2000 MiB on each of 2 nodes"
+        assert [rows[job].asked_mem_bytes for job in ("103", "902", "1_1")] == [None, None, 100 * MIB]
+        assert rows["102"].cpu_s == 86_400 + 2 * 3600 + 3 * 60 + 4
+        assert [rows[job].time_limit_s for job in ("103", "902", "102")] == [None, 3600, 86_400]
+        assert rows["101_7"].ended == datetime(2021, 3, 1, 10, 12, 9).timestamp()  # noqa: DTZ001 - Slurm's own
+        assert rows["26"].started == 1795301550
+
+    @pytest.mark.parametrize(
+        ("text", "count"),
+        [
+            ("121588K", 121588 << 10),
+            ("1.5G", 3 << 29),
+            ("0", 0),
+            ("2T", 2 << 40),
+            ("512", 512),
+            ("", None),
+            ("?", None),
+        ],
+    )
+    def test_of_sizes(self, text: str, count: int | None) -> None:
+        assert bytes_of(text) == count
+
+    @pytest.mark.parametrize(
+        ("text", "count"),
+        [
+            ("00:00.018", 0.018),
+            ("01:02:03", 3723),
+            ("2-00:00:01", 172_801),
+            ("Unknown", None),
+            ("", None),
+            ("x-1", None),
+        ],
+    )
+    def test_of_durations(self, text: str, count: float | None) -> None:
+        assert seconds_of(text) == count
+
+    @pytest.mark.parametrize("text", ["Unknown", "None", "", "N/A", "2026-13-45T00:00:00", "0", "9" * 15])
+    def test_of_times_that_are_none(self, text: str) -> None:
+        assert epoch_of(text) is None
+
+    @pytest.mark.parametrize(
+        ("text", "codes"),
+        [("0:9", (None, 9)), ("75:0", (75, None)), ("0:0", (0, None)), ("", (None, None)), ("x:y", (None, None))],
+    )
+    def test_of_exit_codes(self, text: str, codes: tuple[int | None, int | None]) -> None:
+        assert exit_of(text) == codes
+
+    @pytest.mark.parametrize("state", TaskState)
+    def test_of_every_state(self, state: TaskState) -> None:
+        assert state_of(state.value) is state_of(f"{state.value} by 0") is state_of(f"{state.value}+") is state
+
+    def test_of_arrays_that_slurm_cut(self) -> None:
+        assert list(expand("12_[4-9:2%2]")) == ["12_4", "12_6", "12_8"]
+        assert list(expand("12_[1,3,...]")) == ["12_1", "12_3"]
+        assert list(expand("12_[9-4]")) == []
+        assert list(expand("12")) == ["12"]
+
+
+class TestAText:
+    @pytest.mark.parametrize("text", TEXTS, ids=["22.05", "20.11", "23.11"])
+    def test_that_was_cut_anywhere_loses_rows_but_makes_none_up(self, text: str) -> None:
+        whole = rows_of(text)
+        for end in range(len(text)):
+            rows, _ = parse_sacct(text[:end], jobs_in(text))
+            assert rows.keys() <= whole.keys()
+            assert all(whole[name].state is TaskState.COMPLETED or not row.state.ok for name, row in rows.items())
+
+    @settings(max_examples=300, deadline=None)
+    @given(st.sampled_from(TEXTS), st.randoms(use_true_random=False), st.integers(1, 40))
+    def test_that_was_garbled_never_shows_a_success_nobody_had(
+        self, text: str, chance: random.Random, wounds: int
+    ) -> None:
+        hurt = list(text)
+        for _ in range(wounds):
+            start = chance.randrange(len(hurt))
+            hurt[start : start + chance.choice((0, 1, 1, 3, 50))] = chance.choice(
+                ("", "", "|", "\n", "9", "_", "\x85", "Ä", "x:y")
+            )
+        rows, _ = parse_sacct("".join(hurt), jobs_in(text))
+        for name, row in rows.items():
+            assert not row.state.ok or "COMPLETED" in said_of(text, name), name
+        assert all(row.status(0, "", "").job in jobs_in(text) for row in rows.values())
+
+    @settings(max_examples=300, deadline=None)
+    @given(st.text(alphabet="|0125_[]%-.:KMG\n COMPLETED", max_size=400))
+    def test_of_nonsense_never_raises(self, text: str) -> None:
+        parse_sacct(text, ["1", "2"])
+        parse_squeue(text)
+
+    @given(st.lists(st.text(alphabet="0159:-.KMGcn?T", max_size=20), min_size=16, max_size=16))
+    def test_of_nonsense_in_every_column_never_raises(self, cells: list[str]) -> None:
+        text = "|".join(["5", *cells, "5"]) + "\n" + "|".join(["5.0", *cells, "5.0"])
+        rows, torn = parse_sacct(text, ["5"])
+        assert torn == 0
+        assert not rows["5"].state.ok
+        assert rows["5"].status(0, "", "").job == "5"
+
+    def test_of_ten_thousand_tasks_is_read_at_once(self) -> None:
+        text, times_s = array_text(10_000), []
+        for _ in range(3):
+            before = time.process_time()
+            rows = parse_sacct(text, ["7"])[0]
+            times_s.append(time.process_time() - before)
+        assert len(rows) == 10_000
+        assert rows["7_9999"].peak_rss_bytes == 121588 << 10
+        assert min(times_s) < 0.3
+
+
+class TestALook:
+    def test_is_one_command_for_all_jobs(self) -> None:
+        slurm = Slurm(RECORDED_22_05)
+        look = Accounting(slurm.run).look(["26", "1", "1"], time.time())
+        assert set(look.rows) == {"26", "1_0", "1_1"}
+        assert look.trouble == ""
+        (argv,) = slurm.asked
+        assert argv[0] == "sacct"
+        assert "--jobs=1,26" in argv
+
+    def test_at_very_many_jobs_is_as_few_commands_as_a_command_line_allows(self) -> None:
+        slurm = Slurm("")
+        Accounting(slurm.run).look(map(str, range(JOBS_A_CALL + 1)), 0.0)
+        assert len(slurm.asked) == 2
+
+    def test_at_no_jobs_asks_nothing(self) -> None:
+        slurm = Slurm("")
+        assert Accounting(slurm.run).look([], 0.0).rows == {}
+        assert slurm.asked == []
+
+    @pytest.mark.parametrize(
+        ("said", "meaning"),
+        [
+            ("Slurm accounting storage is disabled", "keeps no accounts"),
+            ("sacct: error: slurm_persist_conn_open: failed to open connection to host: Connection refused", "is down"),
+            ("sacct timed out after 20 s", "did not answer in time"),
+            ("sacct: No such file or directory", "no sacct"),
+            ("", "no reason was given"),
+            ("something new", "something new"),
+        ],
+    )
+    def test_in_trouble_has_no_rows_and_says_why(self, said: str, meaning: str) -> None:
+        look = Accounting(Slurm(CommandFailed(said)).run).look(["1"], time.time())
+        assert look.rows == {}
+        assert meaning in look.trouble
+
+    def test_at_a_torn_text_says_so(self) -> None:
+        look = Accounting(Slurm(RECORDED_22_05[:-3]).run).look(["49"], time.time())
+        assert set(look.rows) == {"49_0"}
+        assert look.trouble == "1 of sacct's lines could not be read"
+
+    def test_knows_a_task_that_was_cancelled_while_it_waited(self) -> None:
+        look = Accounting(Slurm(RECORDED_22_05).run).look(["27", "999"], time.time())
+        assert look.never_began("27", 3)
+        assert not look.never_began("27", 1)
+        assert not look.never_began("999", 0), "of a job that the accounting does not know nobody can tell"
+
+    def test_keeps_to_its_time_over_all_its_commands(self) -> None:
+        slurm = Slurm("")
+        Accounting(slurm.run, timeout_s=5.0).look(map(str, range(3 * JOBS_A_CALL)), 0.0)
+        assert all(limit_s <= 5.0 for limit_s in slurm.limits_s)
+        assert slurm.limits_s == sorted(slurm.limits_s, reverse=True)
+
+
+class TestTheQueue:
+    def test_shows_each_task_with_what_it_waits_for(self) -> None:
+        tasks = parse_squeue(SQUEUE_22_05)
+        assert tasks["26"].state is TaskState.RUNNING
+        assert (tasks["26"].node, tasks["26"].starts, tasks["26"].waits_for) == ("n1", 1795301550, "")
+        assert tasks["27_2"].waits_for == "as many tasks of its array run as are allowed at once"
+        assert {"46_1", "46_2", "46_4", "46_5"} <= tasks.keys()
+        assert "46_3" not in tasks
+        assert tasks["46_5"].starts == 1795309999
+        assert tasks["60"].waits_for == "nodes it needs are not available (UnavailableNodes:n[1-2])"
+        assert tasks["64"].waits_for == "SomethingNew"
+        assert tasks["65"].waits_for == "a limit of the quality of service is reached (QOSMaxWallDurationPerJobLimit)"
+        assert "66" not in tasks, "its line was cut"
+
+    def test_tells_what_will_never_start_by_itself(self) -> None:
+        assert {name for name, task in parse_squeue(SQUEUE_22_05).items() if task.stuck} == {"61", "62", "63"}
+
+    def test_of_ten_thousand_tasks_is_read_at_once(self) -> None:
+        text = "".join(f"7_{task}|PENDING|Priority|N/A||7_{task}\n" for task in range(10_000))
+        before = time.process_time()
+        assert len(parse_squeue(text)) == 10_000
+        assert time.process_time() - before < 0.3
+
+    @pytest.mark.parametrize("reason", [reason for reason in REASONS if reason not in ("", "None")])
+    def test_has_words_that_end_in_no_code(self, reason: str) -> None:
+        assert words(reason)
+        assert words(reason) != reason
+        assert words(reason).startswith(NEVER) == REASONS[reason].startswith(NEVER)
+
+
+class Slurm:
+    """Answers every command with the same text, or fails."""
+
+    def __init__(self, answer: str | CommandFailed) -> None:
+        self._answer = answer
+        self.asked: list[list[str]] = []
+        self.limits_s: list[float] = []
+
+    def run(self, argv: Sequence[str], timeout_s: float) -> str:
+        self.asked.append(list(argv))
+        self.limits_s.append(timeout_s)
+        if isinstance(self._answer, CommandFailed):
+            raise self._answer
+        return self._answer
+
+
+def line(job: str, state: str, code: str, submit: str = "1700000000") -> str:
+    """Return a line of sacct, with only this filled in."""
+    named = {"JobID": job, "JobIDRaw": job, "State": state, "ExitCode": code, "Submit": submit}
+    return "|".join(named.get(column, "") for column in SACCT_COLUMNS.split(",")) + "\n"
+
+
+def said_of(text: str, name: str) -> set[str]:
+    """Return every word that a text has on the state of a job's own records."""
+    array = name.partition("_")[0]
+    cells = [line.split("|") for line in text.splitlines()]
+    return {cell[2] for cell in cells if cell[0] == name or cell[0].startswith(f"{array}_[")}

@@ -1,0 +1,303 @@
+"""What a job looks like as a script, and what bash makes of it.
+
+`python -m tests.cluster.test_sbatch` renews the golden files.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipeline.cluster import sbatch
+from pipeline.cluster.spec import TASK, JobSpec
+from pipeline.config.schema import Slurm
+from pipeline.errors import SubmissionRefused
+
+GOLDEN = Path(__file__).parent / "golden"
+STAGES = ("scan", "embed", "graph")
+PLAIN = JobSpec("scan", ("python", "-c", "work", "RUN", "scan", TASK), tasks=range(12), log_dir="/runs/one/logs")
+RICH = JobSpec(
+    name="embed",
+    argv=("/opt/my env/bin/python", "-c", 'print("it\'s")\n', "/runs/50% of it", "embed", TASK),
+    tasks=[1003, 1004, 1005, 1009],
+    log_dir='/runs/50% of "it"/logs',
+    cpus=8,
+    gpus=2,
+    mem_bytes=(48 << 30) + 1,
+    time_s=5_430,
+    after=("17",),
+    after_any=("18", "19"),
+    env={"LANG": "C.UTF-8", "HOSTILE": "$(id) `id` 'quoted'"},
+    max_parallel=3,
+    tag="embed-2026-1",
+    card="a100",
+    exclude=("n7", "n[9-12]"),
+)
+VISIT = JobSpec(
+    "supervise", ("python", "-c", "visit", "RUN"), range(1), "/runs/one/logs", mem_bytes=1 << 30, after_not_ok=("20",)
+)
+SITE = Slurm(
+    partition="gpu,long",
+    account="lab",
+    qos="normal",
+    constraint="a100|h100",
+    options=("--exclusive=user", "--comment=two words"),
+    setup=("module load cuda/12", 'export CONDA="$HOME/conda"'),
+    scratch="/scratch/$USER/it's here",
+)
+RENDERED = {
+    "scan.sbatch": lambda: sbatch.render(sbatch.template("scan"), PLAIN, Slurm()),
+    "embed.sbatch": lambda: sbatch.render(sbatch.template("embed"), RICH, SITE, highest_task=1000),
+    "supervise.sbatch": lambda: sbatch.render(sbatch.template("supervise"), VISIT, SITE),
+}
+TEXTS = st.lists(st.binary(max_size=12).map(lambda text: os.fsdecode(text.replace(b"\0", b""))), max_size=5)
+NOISE = st.lists(st.text(st.sampled_from("ab \n\r\t'\"\\$`!#*?[]{}()<>|&;~=%Å蛋\x7f-"), max_size=12), max_size=5)
+
+
+@dataclass
+class Node:
+    """A folder that stands for a compute node, where Slurm's commands only write down what they are told."""
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        self.tell("srun", 'printf "%s\\0" "$@" >"$SAID.srun"; env -0 >"$SAID.env"; exit "${SRUN_EXITS:-0}"')
+        self.tell("squeue", 'echo "${SQUEUE_SAYS:-RUNNING}"')
+        self.tell("scontrol", 'echo "$@" >>"$SAID.scontrol"')
+
+    def tell(self, command: str, body: str) -> None:
+        """Say what a command does."""
+        path = self.folder / command
+        path.write_text(f"#!/bin/bash\n{body}\n")
+        path.chmod(0o755)
+
+    def run(self, script: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
+        """Run a script as task 2 of an array."""
+        given = {
+            "PATH": f"{self.folder}:/usr/bin:/bin",
+            "SAID": str(self.folder / "said"),
+            "SLURM_JOB_ID": "43",
+            "SLURM_ARRAY_JOB_ID": "41",
+            "SLURM_ARRAY_TASK_ID": "2",
+            "SLURM_CPUS_PER_TASK": "3",
+        }
+        for said in self.folder.glob("said.*"):
+            said.unlink()
+        text = os.fsencode(script)
+        return subprocess.run(["bash"], input=text, env={**given, **environment}, capture_output=True, check=False)
+
+    def said(self, command: str) -> list[str]:
+        """Return the words that a command was given."""
+        path = self.folder / f"said.{command}"
+        return [os.fsdecode(word) for word in path.read_bytes().split(b"\0")[:-1]] if path.exists() else []
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment of what srun started."""
+        return dict(entry.split("=", 1) for entry in self.said("env"))
+
+    @property
+    def requeued(self) -> str:
+        """What scontrol was told."""
+        path = self.folder / "said.scontrol"
+        return path.read_text() if path.exists() else ""
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path)
+
+
+def render(spec: JobSpec = PLAIN, site: Slurm | None = None) -> str:
+    return sbatch.render(sbatch.template(spec.name), spec, site or Slurm())
+
+
+def header(spec: JobSpec = PLAIN, **site: object) -> list[str]:
+    """Return the options in the header of a job."""
+    text = sbatch.render(sbatch.template(spec.name), spec, Slurm(**site))  # type: ignore[arg-type]
+    return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
+
+
+class TestText:
+    @pytest.mark.parametrize("name", RENDERED)
+    def test_golden_script(self, name: str) -> None:
+        assert RENDERED[name]() == (GOLDEN / name).read_text()
+
+    def test_scripts_of_the_stages_differ_only_in_what_they_ask_for_and_run(self) -> None:
+        bodies = {render(replace(PLAIN, name=stage)).partition("\nset -eo pipefail\n")[2] for stage in STAGES}
+        assert len(bodies) == 1
+        assert "srun" in bodies.pop()
+
+    @pytest.mark.parametrize("stage", [*STAGES, "supervise"])
+    def test_only_the_header_and_the_marked_places_are_changed(self, stage: str) -> None:
+        marks = ("#SBATCH ", "# >>> ", "# <<< ")
+        template = sbatch.template(stage)
+        kept = [line for line in template.splitlines() if not line.startswith(marks) and line not in inside(template)]
+        rendered = render(replace(PLAIN, name=stage)).splitlines()
+        assert [line for line in rendered if line in set(kept)] == kept
+
+    def test_unknown_name_gets_the_script_of_a_stage(self) -> None:
+        assert sbatch.template("../../etc/passwd") == sbatch.template("test") == sbatch.template("scan")
+
+
+class TestHeader:
+    @pytest.mark.parametrize(
+        ("tasks", "offset", "most", "text"),
+        [
+            (range(1), 0, None, "0"),
+            (range(12), 0, 8, "0-11%8"),
+            (range(12), 0, 12, "0-11"),
+            ([0, 1, 2, 3, 4, 7, 9, 10, 11], 0, 8, "0-4,7,9-11%8"),
+            ([1003, 1004, 1009], 1003, None, "0-1,6"),
+        ],
+    )
+    def test_numbers_of_tasks_are_ranges(self, tasks: object, offset: int, most: int | None, text: str) -> None:
+        assert sbatch.array(tasks, offset, most) == text  # type: ignore[arg-type]
+
+    def test_offset_is_used_only_where_numbers_are_too_high(self) -> None:
+        spec = replace(PLAIN, tasks=range(1001, 2001))
+        assert [sbatch.array_offset(spec, highest) for highest in (None, 2000, 1999, 999)] == [0, 0, 1001, 1001]
+        assert sbatch.offset_of(RENDERED["embed.sbatch"]()) == 1003
+
+    def test_numbers_too_far_apart_are_refused(self) -> None:
+        with pytest.raises(
+            SubmissionRefused, match="reach from 1001 to 2000; this cluster takes 999 numbers"
+        ) as refused:
+            sbatch.array_offset(replace(PLAIN, tasks=range(1001, 2001)), 998)
+        assert "cluster.slurm.max_array_size" in refused.value.remedy
+
+    def test_site_says_how_memory_and_gpus_are_asked_for(self) -> None:
+        assert {"--mem=49153M", "--gres=gpu:a100:2"} < set(header(RICH))
+        per_cpu = set(header(RICH, memory="mem-per-cpu", gpus="gpus-per-node"))
+        assert {"--mem-per-cpu=6145M", "--gpus-per-node=a100:2"} < per_cpu
+        assert not [option for option in header(RICH, memory="none") if option.startswith("--mem")]
+
+    def test_stage_goes_before_site(self) -> None:
+        spec = replace(PLAIN, partition="fast", qos="high", constraint="avx512")
+        assert {"--partition=fast", "--qos=high", "--constraint=avx512"} < set(
+            header(spec, partition="slow", qos="low", constraint="none")
+        )
+
+    @pytest.mark.parametrize(("time_s", "said"), [(60, "00:01:00"), (61, "00:02:00"), (90_000, "25:00:00")])
+    def test_time_is_in_whole_minutes(self, time_s: int, said: str) -> None:
+        assert f"--time={said}" in header(replace(PLAIN, time_s=time_s))
+
+    def test_warning_comes_before_the_limit_but_not_at_once(self) -> None:
+        assert "--signal=USR2@90" in header(replace(PLAIN, time_s=3600))
+        assert "--signal=USR2@15" in header(replace(PLAIN, time_s=60))
+
+    def test_standby_goes_when_it_is_not_needed(self) -> None:
+        options = header(VISIT)
+        assert {"--dependency=afternotok:20", "--kill-on-invalid-dep=yes"} < set(options)
+
+    @pytest.mark.parametrize("folder", ["a\nb", "a\\b", "a\udcff"])
+    def test_what_a_header_cannot_say_is_refused(self, folder: str) -> None:
+        with pytest.raises(SubmissionRefused, match="cannot be told to sbatch") as refused:
+            render(replace(PLAIN, log_dir=f"/runs/{folder}"))
+        assert "cluster.runs" in refused.value.remedy
+
+    def test_name_in_the_queue_is_the_tag_made_harmless(self) -> None:
+        names = [sbatch.job_name(replace(PLAIN, tag=tag)) for tag in ("run-1", "a,b", "a;b", "", "x" * 500)]
+        assert names[0] == "run-1"
+        assert names[3] == "pipeline-scan"
+        assert len(set(names)) == 5
+        assert all(sbatch.NAME.fullmatch(name) for name in names)
+
+
+class TestShell:
+    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(words=TEXTS | NOISE, value=TEXTS | NOISE)
+    def test_any_words_reach_the_task_as_they_are(self, node: Node, words: list[str], value: list[str]) -> None:
+        text = "".join(value)
+        done = node.run(render(replace(PLAIN, argv=("program", *words, TASK), env={"GIVEN": text})))
+        assert done.returncode == 0, done.stderr
+        said = node.said("srun")
+        assert said[said.index("program") + 1 :] == [*words, "2"]
+        assert node.environment()["GIVEN"] == text
+        assert b"\r" not in os.fsencode(render(replace(PLAIN, argv=("program", *words))))
+
+    def test_task_is_its_index_and_the_offset(self, node: Node) -> None:
+        node.run(
+            sbatch.render(sbatch.template("scan"), replace(PLAIN, tasks=range(1000, 1004)), Slurm(), highest_task=9)
+        )
+        assert node.said("srun")[-1] == "1002"
+
+    def test_threads_are_as_many_as_cores_were_given(self, node: Node) -> None:
+        node.run(render())
+        names = ("SRUN_CPUS_PER_TASK", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+        assert [node.environment()[name] for name in names] == ["3"] * 4
+
+    def test_job_may_say_otherwise(self, node: Node) -> None:
+        node.run(render(replace(PLAIN, env={"OMP_NUM_THREADS": "1"})))
+        assert node.environment()["OMP_NUM_THREADS"] == "1"
+
+    def test_site_setup_may_use_what_is_not_set(self, node: Node) -> None:
+        assert node.run(render(site=Slurm(setup=("export MADE=a$NOT_SET",)))).returncode == 0
+        assert node.environment()["MADE"] == "a"
+
+    def test_failed_setup_ends_the_job(self, node: Node) -> None:
+        assert node.run(render(site=Slurm(setup=("(exit 9)",)))).returncode == 9
+        assert node.said("srun") == []
+
+    def test_scratch_is_a_folder_of_the_tasks_own_that_goes_with_it(self, node: Node, tmp_path: Path) -> None:
+        (tmp_path / "it's here").mkdir()
+        site = Slurm(scratch="$SOMEWHERE/it's here")
+        assert node.run(render(site=site), SOMEWHERE=str(tmp_path)).returncode == 0
+        temporary = Path(node.environment()["TMPDIR"])
+        assert temporary.parent == tmp_path / "it's here"
+        assert not temporary.exists()
+
+    def test_missing_scratch_is_told_and_done_without(self, node: Node) -> None:
+        done = node.run(render(site=Slurm(scratch="/no/such")), TMPDIR="/not/here/either")
+        assert (done.returncode, node.environment()["TMPDIR"]) == (0, "/tmp")
+        assert b"/no/such" in done.stderr
+
+    def test_scratch_runs_nothing(self, node: Node, tmp_path: Path) -> None:
+        node.run(render(site=Slurm(scratch=f"$(touch {tmp_path}/ran)`touch {tmp_path}/ran`")))
+        assert not (tmp_path / "ran").exists()
+
+    @pytest.mark.parametrize("code", [0, 1, 137])
+    def test_exit_code_of_the_step_is_the_jobs(self, node: Node, code: int) -> None:
+        assert node.run(render(), SRUN_EXITS=str(code)).returncode == code
+        assert node.requeued == ""
+
+    @pytest.mark.parametrize("code", [75, 140])
+    def test_interrupted_task_goes_back_into_the_queue(self, node: Node, code: int) -> None:
+        assert node.run(render(), SRUN_EXITS=str(code)).returncode == code
+        assert node.requeued == "requeue 41_2\n"
+
+    def test_task_that_somebody_ends_does_not_come_back(self, node: Node) -> None:
+        assert node.run(render(), SRUN_EXITS="75", SQUEUE_SAYS="COMPLETING").returncode == 75
+        assert node.requeued == ""
+
+    def test_task_does_not_come_back_for_ever(self, node: Node) -> None:
+        assert node.run(render(), SRUN_EXITS="75", SLURM_RESTART_COUNT="100").returncode == 75
+        assert node.requeued == ""
+
+    def test_task_that_cannot_come_back_says_so_and_ends(self, node: Node) -> None:
+        node.tell("scontrol", "exit 1")
+        done = node.run(render(), SRUN_EXITS="75")
+        assert done.returncode == 75
+        assert b"does not take it back" in done.stderr
+
+    def test_variable_that_a_shell_cannot_hold_is_refused(self) -> None:
+        with pytest.raises(SubmissionRefused, match=r"cannot export 'A\.B'"):
+            render(replace(PLAIN, env={"A.B": "c"}))
+
+
+def inside(template: str) -> set[str]:
+    """Return the lines of a template's marked places."""
+    lines: set[str] = set()
+    for part in template.split("# >>> ")[1:]:
+        lines |= set(part.partition("# <<< ")[0].splitlines())
+    return lines
+
+
+if __name__ == "__main__":
+    for file, text in RENDERED.items():
+        (GOLDEN / file).write_text(text())

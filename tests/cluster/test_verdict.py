@@ -1,0 +1,309 @@
+"""One verdict from the scheduler's state, the worker's word and the end of the log, whichever of them are wrong."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from pathlib import Path
+
+import pytest
+
+from pipeline.cluster.local import LocalExecutor
+from pipeline.cluster.spec import TaskState, TaskStatus
+from pipeline.cluster.verdict import GO_ON, Cause, Verdict, Word, judge
+from tests.cluster.programs import EATS, MIB, finish, python
+
+SILENT = Word()
+BEGAN = Word(started=True, done=3)
+FINISHED = Word(started=True, finished=True, exit_code=0, done=9)
+STOPPED = Word(started=True, exit_code=GO_ON, what="told to end", done=3)
+REFUSED = Word(started=True, exit_code=3, what="no chain A in 1abc.pdb")
+RAISED = Word(started=True, exit_code=1, what="ValueError: 3")
+NO_GPU_LEFT = Word(started=True, exit_code=7, what="CUDA out of memory at a batch of 1", kind="gpu_oom")
+DISK_FULL = Word(started=True, exit_code=7, what="quota exceeded under the cache", kind="disk_full")
+STRANGE = Word(started=True, exit_code=99, what="?", kind="a kind nobody knows")
+WORDS = (SILENT, BEGAN, FINISHED, STOPPED, REFUSED, RAISED, NO_GPU_LEFT, DISK_FULL, STRANGE)
+
+OOM_LOG = """\
+slurmstepd-n1: error: Detected 1 oom-kill event(s) in StepId=4.0. Some of your processes may have been killed by the cgroup out-of-memory handler.
+srun: error: n1: task 0: Out Of Memory
+"""  # noqa: E501 - as it is printed
+LIMIT_LOG = "slurmstepd-n1: error: *** JOB 12 ON n1 CANCELLED AT 2026-11-21T22:52:19 DUE TO TIME LIMIT ***\n"
+PREEMPTION_LOG = "slurmstepd-n1: error: *** JOB 12 ON n1 CANCELLED AT 2026-11-21T22:52:19 DUE TO PREEMPTION ***\n"
+NODE_LOG = (
+    "slurmstepd-n1: error: *** JOB 12 ON n1 CANCELLED AT 2026-11-21T22:52:19 DUE TO NODE FAILURE, SEE SLURMCTLD ***\n"
+)
+CANCEL_LOG = "slurmstepd-n3: error: *** JOB 28 ON n3 CANCELLED AT 2026-11-21T22:52:19 ***\n"
+GPU_LOG = """\
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.
+srun: error: n1: task 0: Exited with exit code 1
+"""
+DISK_LOG = "OSError: [Errno 122] Disk quota exceeded\n"
+FULL_LOG = "OSError: [Errno 28] No space left on device\n"
+SEGV_LOG = "srun: error: n1: task 0: Segmentation fault\n"
+BUS_LOG = "srun: error: n1: task 0: Bus error\n"
+LOGS = (
+    "",
+    "all is well\n",
+    OOM_LOG,
+    LIMIT_LOG,
+    PREEMPTION_LOG,
+    NODE_LOG,
+    CANCEL_LOG,
+    GPU_LOG,
+    DISK_LOG,
+    FULL_LOG,
+    SEGV_LOG,
+)
+ENDINGS: tuple[tuple[int | None, int | None], ...] = (
+    (None, None),
+    (0, None),
+    *((code, None) for code in (1, 2, 3, 4, 5, 6, 7, 9, 11, 12, 15, GO_ON, 130, 137, 139, 143, 255)),
+    *((None, number) for number in (1, 2, 6, 7, 9, 10, 11, 12, 15, 53, 64, 125)),
+)
+
+
+def ended(state: TaskState, code: int | None = None, killed_by: int | None = None, **facts: object) -> TaskStatus:
+    return TaskStatus("12", 3, state, "12_3.out", "12_3.err", code, killed_by, **facts)  # type: ignore[arg-type]
+
+
+def cause_of(status: TaskStatus, word: Word = SILENT, log: str = "", asked_bytes: int | None = None) -> Cause:
+    return judge(status, word, log, asked_bytes=asked_bytes).cause
+
+
+class TestEveryCombination:
+    @pytest.mark.parametrize("state", TaskState)
+    @pytest.mark.parametrize("word", WORDS, ids=lambda word: word.what or f"finished={word.finished},{word.started}")
+    def test_gets_a_verdict_with_a_reason_and_no_success_is_made_up(self, state: TaskState, word: Word) -> None:
+        for (code, killed_by), log, restarts in itertools.product(ENDINGS, LOGS, (0, 2)):
+            found = judge(ended(state, code, killed_by, restarts=restarts), word, log, asked_bytes=200 * MIB)
+            assert isinstance(found, Verdict)
+            assert found.reason or found.cause is Cause.DONE
+            assert (found.cause is Cause.DONE) == (word.finished and (state.ended or state in PERHAPS)), found
+
+    @pytest.mark.parametrize(
+        "state", [state for state in TaskState if not state.ended and state is not TaskState.UNKNOWN]
+    )
+    @pytest.mark.parametrize("word", WORDS, ids=lambda word: word.what or f"finished={word.finished},{word.started}")
+    def test_of_a_task_that_has_not_ended_is_no_verdict_on_its_end(self, state: TaskState, word: Word) -> None:
+        if not (word.finished and state is TaskState.COMPLETING):
+            assert cause_of(ended(state), word, OOM_LOG) in (Cause.ACTIVE, Cause.HELD)
+
+
+PERHAPS = (TaskState.UNKNOWN, TaskState.COMPLETING)
+
+SCHEDULER_KNOWS = [
+    (TaskState.OUT_OF_MEMORY, Cause.HOST_OOM),
+    (TaskState.TIMEOUT, Cause.TIMEOUT),
+    (TaskState.DEADLINE, Cause.TIMEOUT),
+    (TaskState.PREEMPTED, Cause.PREEMPTED),
+    (TaskState.NODE_FAIL, Cause.NODE),
+    (TaskState.BOOT_FAIL, Cause.NODE),
+    (TaskState.LAUNCH_FAILED, Cause.NODE),
+    (TaskState.RECONFIG_FAIL, Cause.NODE),
+    (TaskState.CANCELLED, Cause.CANCELLED),
+    (TaskState.REVOKED, Cause.CANCELLED),
+]
+
+
+class TestTheScheduler:
+    @pytest.mark.parametrize(("state", "cause"), SCHEDULER_KNOWS)
+    @pytest.mark.parametrize("word", [SILENT, BEGAN, RAISED], ids=["silent", "began", "raised"])
+    def test_is_believed_where_it_knows(self, state: TaskState, cause: Cause, word: Word) -> None:
+        assert cause_of(ended(state), word) is cause
+
+    def test_is_not_believed_that_a_task_completed_which_never_said_so(self) -> None:
+        hidden = judge(ended(TaskState.COMPLETED, 0), BEGAN, "")
+        assert hidden.cause is Cause.LOST
+        assert hidden.reason == "it reads COMPLETED, and the worker began, but never said that it finished"
+
+    def test_is_not_believed_that_a_task_completed_whose_step_failed(self) -> None:
+        assert cause_of(ended(TaskState.COMPLETED, 1), BEGAN) is Cause.FAILED
+        assert cause_of(ended(TaskState.COMPLETED, 0), REFUSED) is Cause.REFUSED
+
+    def test_is_not_believed_that_a_task_failed_which_finished(self) -> None:
+        found = judge(ended(TaskState.FAILED, 1), FINISHED, GPU_LOG)
+        assert found == Verdict(Cause.DONE, "the worker finished, though the scheduler says FAILED")
+
+    def test_that_has_lost_its_accounts_leaves_it_to_the_worker(self) -> None:
+        unknown = ended(TaskState.UNKNOWN)
+        assert [cause_of(unknown, word) for word in (FINISHED, STOPPED, REFUSED, NO_GPU_LEFT, BEGAN, SILENT)] == [
+            Cause.DONE,
+            Cause.INTERRUPTED,
+            Cause.REFUSED,
+            Cause.GPU_OOM,
+            Cause.LOST,
+            Cause.LOST,
+        ]
+
+    def test_holding_a_task_is_said_to_hold_it(self) -> None:
+        held = ended(TaskState.PENDING, waits_for="never starts: a job that it waits for has failed")
+        assert cause_of(held) is cause_of(ended(TaskState.REQUEUE_HOLD)) is Cause.HELD
+        assert cause_of(ended(TaskState.PENDING, waits_for="what it asks for is in use")) is Cause.ACTIVE
+
+    def test_that_could_not_open_the_log_blames_the_node(self) -> None:
+        found = judge(ended(TaskState.FAILED, None, 53), SILENT, "")
+        assert found == Verdict(Cause.NODE, "its node could not open its log 12_3.out")
+
+
+class TestMemory:
+    def test_at_its_limit_is_the_least_that_was_needed_not_what_was_sampled(self) -> None:
+        status = ended(TaskState.OUT_OF_MEMORY, None, 9, peak_rss_bytes=118 * MIB)
+        found = judge(status, BEGAN, OOM_LOG, asked_bytes=200 * MIB)
+        words = "killed at its memory limit; its limit was 200 MiB; at most 118 MiB were sampled"
+        assert found == Verdict(Cause.HOST_OOM, words, 200 * MIB)
+
+    @pytest.mark.parametrize("state", [TaskState.FAILED, TaskState.COMPLETED, TaskState.UNKNOWN, TaskState.TIMEOUT])
+    @pytest.mark.parametrize("log", OOM_LOG.splitlines(), ids=["slurmstepd", "srun"])
+    def test_is_seen_in_the_log_where_the_state_hides_it(self, state: TaskState, log: str) -> None:
+        assert cause_of(ended(state, 1), BEGAN, log) is Cause.HOST_OOM
+
+    def test_of_the_gpu_is_told_apart_by_word_and_by_log(self) -> None:
+        failed = ended(TaskState.FAILED, 1)
+        assert cause_of(failed, NO_GPU_LEFT) is cause_of(failed, BEGAN, GPU_LOG) is Cause.GPU_OOM
+
+    def test_of_the_gpu_that_was_survived_is_no_cause(self) -> None:
+        log = GPU_LOG + "a smaller batch\n" * 40 + "ValueError: 3\n"
+        assert cause_of(ended(TaskState.FAILED, 1), BEGAN, log) is Cause.FAILED
+
+    def test_is_suspected_behind_a_sigkill_only_near_the_limit(self) -> None:
+        near, far = (ended(TaskState.FAILED, None, 9, peak_rss_bytes=peak * MIB) for peak in (190, 118))
+        assert cause_of(near, BEGAN, asked_bytes=200 * MIB) is Cause.HOST_OOM
+        assert cause_of(far, BEGAN, asked_bytes=200 * MIB) is Cause.CRASHED
+        assert cause_of(near, BEGAN) is Cause.CRASHED
+
+    @pytest.mark.parametrize(
+        "log", ["MemoryError\n", "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory\n"]
+    )
+    def test_that_the_program_was_refused_counts_as_host_memory(self, log: str) -> None:
+        assert cause_of(ended(TaskState.FAILED, 1), BEGAN, log) is Cause.HOST_OOM
+
+
+class TestTime:
+    def test_that_ran_out_says_how_long_it_ran(self) -> None:
+        found = judge(ended(TaskState.TIMEOUT, started=1000.0, ended=1090.0), BEGAN, "")
+        assert found.reason == "reached its time limit; it ran for 1.5 minutes"
+
+    @pytest.mark.parametrize("state", [TaskState.FAILED, TaskState.CANCELLED, TaskState.UNKNOWN])
+    def test_that_ran_out_is_seen_in_the_log_where_the_state_hides_it(self, state: TaskState) -> None:
+        assert cause_of(ended(state, None, 15), BEGAN, LIMIT_LOG) is Cause.TIMEOUT
+
+    @pytest.mark.parametrize("code", [GO_ON, 128 + signal.SIGTERM, 128 + signal.SIGUSR2])
+    def test_that_was_going_to_run_out_only_interrupts(self, code: int) -> None:
+        assert cause_of(ended(TaskState.FAILED, code), Word(started=True, exit_code=code)) is Cause.INTERRUPTED
+        assert cause_of(ended(TaskState.FAILED, code), BEGAN) is Cause.INTERRUPTED
+
+    @pytest.mark.parametrize("code", [signal.SIGTERM, signal.SIGUSR2])
+    def test_interrupts_also_when_sacct_took_128_off_or_tells_the_signal(self, code: int) -> None:
+        assert cause_of(ended(TaskState.FAILED, code), BEGAN) is Cause.INTERRUPTED
+        assert cause_of(ended(TaskState.FAILED, None, code), SILENT) is Cause.INTERRUPTED
+
+    def test_at_the_limit_asks_for_more_only_when_nothing_was_done(self) -> None:
+        idle = Word(started=True, exit_code=GO_ON)
+        assert cause_of(ended(TaskState.TIMEOUT), STOPPED) is Cause.INTERRUPTED
+        assert cause_of(ended(TaskState.TIMEOUT), idle) is Cause.TIMEOUT
+
+
+class TestSignals:
+    @pytest.mark.parametrize("name", ["SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL"])
+    def test_that_nobody_sent_are_crashes(self, name: str) -> None:
+        number = int(signal.Signals[name])
+        for status in (ended(TaskState.FAILED, None, number), ended(TaskState.FAILED, 128 + number)):
+            found = judge(status, BEGAN, "")
+            assert found == Verdict(Cause.CRASHED, f"crashed by signal {number} ({name})")
+
+    def test_of_which_sacct_left_a_small_code_are_crashes_unless_the_worker_meant_the_code(self) -> None:
+        aborted = ended(TaskState.FAILED, int(signal.SIGABRT))
+        assert cause_of(aborted, BEGAN) is Cause.CRASHED
+        assert cause_of(aborted, Word(started=True, exit_code=6, what="refused")) is Cause.REFUSED
+
+    @pytest.mark.parametrize("log", [SEGV_LOG, BUS_LOG])
+    def test_are_read_from_the_log_where_nobody_else_tells(self, log: str) -> None:
+        assert cause_of(ended(TaskState.UNKNOWN), BEGAN, log) is Cause.CRASHED
+
+    def test_kill_without_a_sign_of_memory_is_a_crash_with_figures(self) -> None:
+        found = judge(ended(TaskState.FAILED, 137, peak_rss_bytes=50 * MIB), BEGAN, "", asked_bytes=200 * MIB)
+        assert found.cause is Cause.CRASHED
+        assert "its limit was 200 MiB; at most 50 MiB were sampled" in found.reason
+
+
+class TestTheWorker:
+    @pytest.mark.parametrize("code", range(2, 7))
+    def test_that_refuses_is_believed(self, code: int) -> None:
+        word = Word(started=True, exit_code=code, what="its own words")
+        assert judge(ended(TaskState.FAILED, code), word, "") == Verdict(Cause.REFUSED, "its own words")
+
+    @pytest.mark.parametrize("code", [2, 3, 5])
+    def test_that_refuses_before_it_can_write_is_believed(self, code: int) -> None:
+        assert cause_of(ended(TaskState.FAILED, code), SILENT) is Cause.REFUSED
+
+    def test_with_a_full_disk_says_so_or_its_log_does(self) -> None:
+        failed = ended(TaskState.FAILED, 7)
+        assert cause_of(failed, DISK_FULL) is cause_of(failed, BEGAN, DISK_LOG) is cause_of(failed, BEGAN, FULL_LOG)
+        assert cause_of(failed, DISK_FULL) is Cause.DISK
+
+    def test_that_its_node_could_not_launch_blames_the_node(self) -> None:
+        log = (
+            "srun: error: Application launch failed: Zero Bytes were transmitted or received\nsrun: Job step aborted\n"
+        )
+        assert cause_of(ended(TaskState.FAILED, None, 13), SILENT, log) is Cause.NODE, "as a dying node shows on 22.05"
+
+    def test_that_raised_is_quoted(self) -> None:
+        assert judge(ended(TaskState.FAILED, 1), RAISED, "") == Verdict(Cause.FAILED, "ValueError: 3")
+        log = "Traceback (most recent call last):\nKeyError: 'x'\nsrun: error: n1: task 0: Exited with exit code 1\n"
+        assert judge(ended(TaskState.FAILED, 1), BEGAN, log).reason == "exit code 1; its log ends: KeyError: 'x'"
+
+    @pytest.mark.parametrize(
+        "said", ["CUDA error: uncorrectable ECC error encountered", "[Errno 116] Stale file handle"]
+    )
+    def test_on_a_broken_node_blames_the_node(self, said: str) -> None:
+        failed = ended(TaskState.FAILED, 1)
+        assert (
+            cause_of(failed, BEGAN, said) is cause_of(failed, Word(started=True, exit_code=1, what=said)) is Cause.NODE
+        )
+
+
+class TestALog:
+    @pytest.mark.parametrize("earlier", [PREEMPTION_LOG, NODE_LOG, OOM_LOG + PREEMPTION_LOG])
+    def test_of_an_earlier_start_is_not_held_against_the_last(self, earlier: str) -> None:
+        log = earlier + "began again\n" * 5 + "ValueError: 3\n"
+        assert cause_of(ended(TaskState.FAILED, 1, restarts=1), BEGAN, log) is Cause.FAILED
+
+    def test_that_ends_with_the_scheduler_tells_of_the_last_start(self) -> None:
+        log = NODE_LOG + "began again\n" * 5 + PREEMPTION_LOG + "srun: error: n1: task 0: Terminated\n"
+        assert cause_of(ended(TaskState.FAILED, None, 9, restarts=1), BEGAN, log) is Cause.PREEMPTED
+
+    def test_of_a_cancelled_step_does_not_make_a_failure_a_cancellation(self) -> None:
+        log = "slurmstepd-n1: error: *** STEP 50.0 ON n1 CANCELLED AT 2026-11-21T22:58:39 ***\n"
+        assert cause_of(ended(TaskState.FAILED, 1), BEGAN, log) is Cause.FAILED
+        assert cause_of(ended(TaskState.UNKNOWN), BEGAN, CANCEL_LOG) is Cause.CANCELLED
+
+
+class TestTheLocalExecutor:
+    """Its statuses go through the same judgement."""
+
+    @pytest.mark.parametrize(
+        ("code", "limits", "cause"),
+        [
+            (EATS, {"mem_bytes": 100 * MIB}, Cause.HOST_OOM),
+            ("import time; time.sleep(60)", {"time_s": 1}, Cause.TIMEOUT),
+            ("import os; os.abort()", {}, Cause.CRASHED),
+            ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", {}, Cause.INTERRUPTED),
+            ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", {}, Cause.CRASHED),
+            ("import sys; sys.exit(75)", {}, Cause.INTERRUPTED),
+            ("import sys; sys.exit(3)", {}, Cause.REFUSED),
+            ("1/0", {}, Cause.FAILED),
+            ("", {}, Cause.LOST),
+        ],
+        ids=["eats", "sleeps", "aborts", "terminates", "kills itself", "goes on", "refuses", "raises", "says nothing"],
+    )
+    def test_shows_what_a_program_died_of(
+        self, local: LocalExecutor, tmp_path: Path, code: str, limits: dict[str, int], cause: Cause
+    ) -> None:
+        (task,) = finish(local, local.submit(python(tmp_path, code, **limits)))
+        found = judge(task, SILENT, Path(task.stderr).read_text(), asked_bytes=limits.get("mem_bytes"))
+        assert found.cause is cause, (task, found)
+
+    def test_that_was_killed_shows_its_tasks_lost_with_it(self, local: LocalExecutor, tmp_path: Path) -> None:
+        local.adopt("gone.1", python(tmp_path, "pass"))
+        assert cause_of(local.status(["gone.1"])[0], BEGAN) is Cause.NODE

@@ -1,0 +1,72 @@
+"""The scripts in `sbatch/`, submitted by hand as they are."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.cluster import sbatch
+from pipeline.runs.demo import make_project
+from tests.cluster.test_sbatch import Node
+
+pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("cluster")]
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Return a function that submits a script in the folder of a small project and returns what it printed."""
+    make_project(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PIPELINE_CONFIG", raising=False)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+
+    def submit(stage: str, *options: str) -> str:
+        log = tmp_path / f"{stage}.out"
+        words = ["sbatch", "--wait", f"--output={log}", *options, str(ROOT / "sbatch" / f"{stage}.sbatch")]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr + (log.read_text() if log.exists() else "")
+        return log.read_text()
+
+    return submit
+
+
+def test_scan_as_it_is(by_hand: Callable[..., str]) -> None:
+    assert "24 accepted, 1 rejected" in by_hand("scan")
+
+
+def test_graph_does_what_it_needs_before_it(by_hand: Callable[..., str]) -> None:
+    said = by_hand("graph")
+    assert said.index("scan: done in") < said.index("24 accepted") < said.index("graph: done in")
+
+
+def test_embed_on_a_node_without_gpus(by_hand: Callable[..., str]) -> None:
+    said = by_hand("embed", "--gres=none", "--mem=4G", "--cpus-per-task=2")
+    assert "embed: done" in said
+
+
+def test_embed_uses_the_gpus_that_it_was_given(node_words: Callable[..., list[str]]) -> None:
+    assert node_words("embed", SLURM_GPUS_ON_NODE="2")[-1] == "cluster.embed.gpus=2"
+
+
+@pytest.fixture
+def node_words(tmp_path: Path) -> Callable[..., list[str]]:
+    """Return a function that runs a script as it is, and returns what it has srun start."""
+
+    def run(stage: str, **environment: str) -> list[str]:
+        node = Node(tmp_path)
+        assert node.run((ROOT / "sbatch" / f"{stage}.sbatch").read_text(), **environment).returncode == 0
+        return node.said("srun")
+
+    return run
+
+
+def test_names_of_scripts_are_those_of_the_stages() -> None:
+    assert {path.stem for path in (ROOT / "sbatch").glob("*.sbatch")} == {"scan", "embed", "graph", "supervise"}
+    assert sbatch.template("embed") != sbatch.template("scan")

@@ -1,0 +1,389 @@
+"""The executor on a real cluster: what the contract, which every executor keeps, does not ask."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipeline.cluster import commands
+from pipeline.cluster import slurm as module
+from pipeline.cluster.slurm import SlurmExecutor
+from pipeline.cluster.spec import TASK, JobSpec, TaskState
+from pipeline.config.schema import Slurm
+from pipeline.errors import SubmissionRefused
+from tests.cluster.programs import AWAIT, EATS, IGNORES_TERM, MIB, WAITS, finish, python, step_until
+from tests.slurm.cluster import Cluster
+from tests.slurm.cluster.config import MAX_ARRAY_SIZE, TINY_MAX_SUBMIT
+
+pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("cluster")]
+
+ROOT = Path(__file__).parents[2]
+TELLS_ON_SIGNALS = """
+import os, pathlib, signal, sys, time
+def told(number, frame):
+    print("told", number, flush=True)
+    sys.exit(75)
+for number in (signal.SIGUSR2, signal.SIGTERM):
+    signal.signal(number, told)
+again = os.environ.get("SLURM_RESTART_COUNT")
+print("began", again, flush=True)
+while not again:
+    time.sleep(0.05)
+"""
+
+
+@pytest.fixture
+def executor(cluster: Cluster) -> Iterator[SlurmExecutor]:
+    with opened() as executor:
+        yield executor
+
+
+class opened:  # noqa: N801 - reads as a function
+    """An executor that looks often, and whose jobs end with the test."""
+
+    def __init__(self, **site: object) -> None:
+        self.executor = SlurmExecutor(Slurm(**site), poll_s=0.1, patience_s=3)  # type: ignore[arg-type]
+
+    def __enter__(self) -> SlurmExecutor:
+        return self.executor
+
+    def __exit__(self, *exception: object) -> None:
+        self.executor.cancel(self.executor.followed)
+
+
+@pytest.fixture
+def commands_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+    """Return a function that puts a command before the one of its name; `$REAL` in its text is that one."""
+    folder = tmp_path / "first"
+    folder.mkdir()
+
+    def put(name: str, body: str) -> Path:
+        path = folder / name
+        path.write_text(f"#!/bin/bash\nREAL={shutil.which(name)}\nFOLDER={folder}\n{body}\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+        return folder
+
+    return put
+
+
+def jobs_named(name: str) -> list[str]:
+    """Return all jobs that the cluster has had under a name."""
+    words = ["squeue", "--noheader", "--states=all", f"--name={name}", "--format=%F"]
+    return sorted(set(subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()))
+
+
+def unique(name: str) -> str:
+    return f"{name}-{time.time_ns()}"
+
+
+class TestWhatIsSubmitted:
+    def test_the_clusters_script_is_the_rendered_one_and_is_kept_beside_the_logs(
+        self, executor: SlurmExecutor, tmp_path: Path
+    ) -> None:
+        spec = python(tmp_path / "logs", "pass", "it's Å\n", tasks=3, tag=unique("script"), time_s=600)
+        rendered = executor.script_for(spec)
+        job = executor.submit(spec)
+        assert executor.script(job) == rendered
+        assert (tmp_path / "logs" / f"{job}.sbatch").read_text() == rendered
+        finish(executor, job)
+        names = {path.name for path in (tmp_path / "logs").iterdir()}
+        assert names == {f"{job}.sbatch", *(f"{job}_{task}.{end}" for task in range(3) for end in ("out", "err"))}
+
+    def test_variables_of_sbatch_do_not_beat_the_script(
+        self, executor: SlurmExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name, value in {"SBATCH_TIMELIMIT": "99-0", "SBATCH_JOB_NAME": "x", "SQUEUE_FORMAT": "%j"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("SBATCH_PARTITION", "nowhere")
+        (task,) = finish(executor, executor.submit(python(tmp_path, "pass", time_s=60, partition="main")))
+        assert task.state is TaskState.COMPLETED
+
+    def test_job_that_is_submitted_from_inside_a_job_gets_what_it_asks_for(
+        self, executor: SlurmExecutor, tmp_path: Path
+    ) -> None:
+        body = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from tests.slurm.test_executor import opened
+from tests.cluster.programs import finish, python
+from pathlib import Path
+prints = "import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'), os.environ['SLURM_CPUS_PER_TASK'])"
+with opened(memory="mem-per-cpu") as executor:
+    spec = python(Path({str(tmp_path)!r}) / "inner", prints, cpus=2, mem_bytes=100 << 20)
+    (task,) = finish(executor, executor.submit(spec))
+    print(task.state.value, Path(task.stdout).read_text().strip())
+"""
+        argv = (sys.executable, "-c", body)
+        spec = JobSpec("test", argv, range(1), str(tmp_path), cpus=1, gpus=1, mem_bytes=400 * MIB)
+        (task,) = finish(executor, executor.submit(spec))
+        assert Path(task.stdout).read_text() == "COMPLETED None 2\n", Path(task.stderr).read_text()
+
+    def test_three_nodes_give_six_tasks_a_gpu_and_two_cores_each(self, healthy: Cluster, tmp_path: Path) -> None:
+        body = f"""{AWAIT}
+import json, os, sys
+folder, number = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+(folder / f"{{number}}.here").touch()
+for other in range(6):
+    await_file(folder / f"{{other}}.here")
+names = ("SLURMD_NODENAME", "CUDA_VISIBLE_DEVICES", "SLURM_CPUS_PER_TASK", "OMP_NUM_THREADS")
+print(json.dumps([os.environ[name] for name in names]))
+"""
+        with opened() as executor:
+            spec = python(tmp_path, body, str(tmp_path), tasks=6, cpus=2, gpus=1, mem_bytes=100 * MIB)
+            tasks = finish(executor, executor.submit(spec))
+        given = [json.loads(Path(task.stdout).read_text()) for task in tasks]
+        assert len({(node, gpu) for node, gpu, _, _ in given}) == 6
+        assert {node for node, *_ in given} == set(healthy.nodes)
+        assert {(cpus, threads) for *_, cpus, threads in given} == {("2", "2")}
+
+
+class TestNumbers:
+    def test_tasks_above_the_largest_array_have_an_offset(self, executor: SlurmExecutor, tmp_path: Path) -> None:
+        spec = replace(python(tmp_path, "import sys; print(sys.argv[1])"), tasks=[100, 101, 104])
+        job = executor.submit(spec)
+        tasks = finish(executor, job)
+        assert [(task.task, Path(task.stdout).read_text()) for task in tasks] == [
+            (100, "100\n"),
+            (101, "101\n"),
+            (104, "104\n"),
+        ]
+        with opened(max_array_size=4_000_001) as another:  # for which the script is asked, not this cluster
+            another.adopt(job, spec)
+            told = [(task.task, task.state, task.stdout) for task in finish(another, job)]
+            assert told == [(task.task, TaskState.COMPLETED, task.stdout) for task in tasks]
+
+    def test_numbers_too_far_apart_for_one_array_are_refused(self, executor: SlurmExecutor, tmp_path: Path) -> None:
+        spec = replace(python(tmp_path, "pass"), tasks=[100, 100 + MAX_ARRAY_SIZE])
+        with pytest.raises(SubmissionRefused, match=f"takes {MAX_ARRAY_SIZE} numbers in one job"):
+            executor.submit(spec)
+
+    def test_many_tasks_go_in_several_jobs(self, executor: SlurmExecutor, tmp_path: Path) -> None:
+        most = executor.limits.job_tasks
+        assert most == MAX_ARRAY_SIZE
+        whole = JobSpec("test", ("true", TASK), tasks=range(30), log_dir=str(tmp_path))
+        jobs = [executor.submit(replace(whole, tasks=range(at, at + most))) for at in range(0, 30, most)]
+        tasks = finish(executor, *jobs)
+        assert [task.task for task in tasks] == list(range(30))
+        assert {task.state for task in tasks} == {TaskState.COMPLETED}
+
+    def test_limits_are_what_the_cluster_says_unless_the_site_does(self, executor: SlurmExecutor) -> None:
+        limits = executor.limits
+        assert (limits.mem_bytes, limits.time_s, limits.highest_task) == (6000 * MIB, 86_400, MAX_ARRAY_SIZE - 1)
+        assert limits.queued_tasks is None
+        assert SlurmExecutor(Slurm(qos="tiny", account="lab")).limits.queued_tasks == TINY_MAX_SUBMIT
+        assert SlurmExecutor(Slurm(partition="short")).limits.time_s == 120
+        said = SlurmExecutor(Slurm(max_array_size=9, max_submit=7, largest_mem=1 << 30, longest_time="1h")).limits
+        assert (said.mem_bytes, said.time_s, said.job_tasks, said.queued_tasks) == (1 << 30, 3600, 9, 7)
+
+
+class TestLostAnswers:
+    def test_submission_whose_answer_was_lost_is_not_made_again(
+        self, executor: SlurmExecutor, tmp_path: Path, commands_first: Callable[[str, str], Path], quick: None
+    ) -> None:
+        said = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
+        commands_first("sbatch", f'"$REAL" "$@" >/dev/null; echo >>$FOLDER/tries; echo "{said}" >&2; exit 1')
+        spec = python(tmp_path, "pass", tag=unique("lost"))
+        job = executor.submit(spec)
+        assert jobs_named(spec.tag) == [job]
+        assert (tmp_path / "first" / "tries").read_text() == "\n"
+        assert finish(executor, job)[0].state is TaskState.COMPLETED
+
+    def test_submission_that_the_cluster_was_too_busy_for_is_made_again(
+        self, executor: SlurmExecutor, tmp_path: Path, commands_first: Callable[[str, str], Path], quick: None
+    ) -> None:
+        busy = 'echo "sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying" >&2; exit 1'
+        commands_first("sbatch", f'[ -e $FOLDER/tried ] || {{ touch $FOLDER/tried; {busy}; }}; exec "$REAL" "$@"')
+        spec = python(tmp_path, "pass", tag=unique("busy"))
+        assert jobs_named(spec.tag) == [] or pytest.fail("it was there before")
+        assert [executor.submit(spec)] == jobs_named(spec.tag)
+
+    def test_trouble_that_does_not_pass_is_told_in_the_end(
+        self, executor: SlurmExecutor, tmp_path: Path, commands_first: Callable[[str, str], Path], quick: None
+    ) -> None:
+        commands_first("sbatch", 'echo "sbatch: error: Unable to contact slurm controller" >&2; exit 1')
+        with pytest.raises(SubmissionRefused, match="Unable to contact slurm controller") as refused:
+            executor.submit(python(tmp_path, "pass"))
+        assert "sinfo" in refused.value.remedy
+
+    def test_tag_that_another_executor_submitted_is_found(self, executor: SlurmExecutor, tmp_path: Path) -> None:
+        spec = python(tmp_path, "pass", tag=unique("again"))
+        job = executor.submit(spec)
+        with opened() as another:
+            assert another.submit(spec) == job
+        finish(executor, job)
+        with opened() as third:
+            assert third.submit(spec) == job
+
+    @pytest.fixture
+    def quick(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Try again at once."""
+        monkeypatch.setattr(module, "TRIES_S", (0.1, 0.1))
+
+
+class TestEnds:
+    def test_interrupted_task_comes_back_and_goes_on(self, executor: SlurmExecutor, tmp_path: Path) -> None:
+        job = executor.submit(python(tmp_path, TELLS_ON_SIGNALS, tasks=2))
+        logs = [Path(task.stdout) for task in executor.status([job])]
+        step_until(executor, lambda: all(log.exists() and "began" in log.read_text() for log in logs))
+        commands.run(["scancel", "--signal=USR2", job])
+        tasks = finish(executor, job)
+        assert [(task.state, task.restarts) for task in tasks] == [(TaskState.COMPLETED, 1)] * 2
+        assert [log.read_text() for log in logs] == [f"began None\ntold {int(signal.SIGUSR2)}\nbegan 1\n"] * 2
+
+    def test_cancelled_task_does_not_come_back(self, executor: SlurmExecutor, tmp_path: Path) -> None:
+        job = executor.submit(python(tmp_path, TELLS_ON_SIGNALS))
+        log = Path(executor.status([job])[0].stdout)
+        step_until(executor, lambda: log.exists() and "began" in log.read_text())
+        executor.cancel([job])
+        (task,) = finish(executor, job)
+        assert (task.state, task.restarts) == (TaskState.CANCELLED, 0)
+        assert log.read_text() == f"began None\ntold {int(signal.SIGTERM)}\n"
+        assert executor.queued([job]) == set()
+
+    def test_preempted_task_comes_back(self, healthy: Cluster, tmp_path: Path) -> None:
+        with opened() as executor:
+            job = executor.submit(python(tmp_path, TELLS_ON_SIGNALS, tasks=3, cpus=4, partition="preempt"))
+            logs = [Path(task.stdout) for task in executor.status([job])]
+            step_until(executor, lambda: all(log.exists() and "began" in log.read_text() for log in logs))
+            urgent = executor.submit(python(tmp_path, "pass", cpus=4, partition="urgent"))
+            victims = lambda: [log for log in logs if "told" in log.read_text()]  # noqa: E731
+            step_until(executor, lambda: len(victims()) == 1)
+            commands.run(["scancel", "--signal=USR2", job])  # the others may go on, too
+            tasks = finish(executor, job, urgent)
+        assert {task.state for task in tasks} == {TaskState.COMPLETED}
+
+    def test_task_over_its_time_is_killed_even_if_it_ignores_sigterm(
+        self, executor: SlurmExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("tests.cluster.programs.DEADLINE_S", 180.0)  # Slurm counts in minutes
+        ignores = IGNORES_TERM.replace(
+            "import signal;", "import signal; signal.signal(signal.SIGUSR2, signal.SIG_IGN);"
+        )
+        (task,) = finish(executor, executor.submit(python(tmp_path, ignores, time_s=60)))
+        assert task.state is TaskState.TIMEOUT
+        assert "over its time limit of 60 s" in task.reason
+
+    def test_memory_is_counted_for_the_task_alone(self, executor: SlurmExecutor, tmp_path: Path) -> None:
+        jobs = [executor.submit(python(tmp_path, EATS, mem_bytes=60 * MIB)), executor.submit(python(tmp_path, "pass"))]
+        over, other = finish(executor, *jobs)
+        assert (over.state, other.state) == (TaskState.OUT_OF_MEMORY, TaskState.COMPLETED)
+        assert "step 0 ran out of memory" in over.reason
+
+    @pytest.mark.parametrize("sacct", ["exit 1", "echo garbage", "kill -9 $$"])
+    def test_without_accounting_the_queue_is_believed(
+        self, executor: SlurmExecutor, tmp_path: Path, commands_first: Callable[[str, str], Path], sacct: str
+    ) -> None:
+        commands_first("sacct", sacct)
+        spec = python(tmp_path, "import sys; sys.exit(sys.argv[1] == '1')", tasks=2)
+        tasks = finish(executor, executor.submit(spec))
+        assert [(task.state, task.exit_code) for task in tasks] == [(TaskState.COMPLETED, 0), (TaskState.FAILED, None)]
+
+    def test_job_that_nobody_has_heard_of_is_unknown_and_not_done(
+        self, executor: SlurmExecutor, tmp_path: Path
+    ) -> None:
+        executor.adopt("999999", python(tmp_path, "pass"))
+        step_until(executor, lambda: executor.status(["999999"])[0].state is TaskState.UNKNOWN)
+        assert "the queue does not have it any more, nor does the accounting" in executor.status(["999999"])[0].reason
+
+    def test_queue_that_does_not_answer_changes_nothing(
+        self, executor: SlurmExecutor, tmp_path: Path, commands_first: Callable[[str, str], Path]
+    ) -> None:
+        job = executor.submit(python(tmp_path, WAITS))
+        step_until(executor, lambda: executor.status([job])[0].state is TaskState.RUNNING)
+        commands_first("squeue", 'echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; exit 1')
+        assert executor.step(0.5) == []
+        assert "Unable to contact" in executor.trouble
+        assert executor.queued([job]) == {job}
+
+    def test_waiting_task_says_what_for(self, executor: SlurmExecutor, tmp_path: Path) -> None:
+        first = executor.submit(python(tmp_path, WAITS))
+        second = executor.submit(python(tmp_path, "pass", after_any=(first,)))
+        step_until(executor, lambda: bool(executor.status([second])[0].waits_for))
+        assert executor.status([second])[0].waits_for == "a job that it waits for has not ended"
+
+    def test_standby_runs_only_if_it_is_needed(self, executor: SlurmExecutor, tmp_path: Path) -> None:
+        good, bad = executor.submit(python(tmp_path, "pass")), executor.submit(python(tmp_path, "raise SystemExit(1)"))
+        standby = [executor.submit(python(tmp_path, "pass", after_not_ok=(job,))) for job in (good, bad)]
+        tasks = finish(executor, *standby)
+        assert [task.state for task in tasks] == [TaskState.CANCELLED, TaskState.COMPLETED]
+
+    def test_dependency_that_the_queue_has_forgotten_is_met_or_refused(
+        self, executor: SlurmExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        good, bad = executor.submit(python(tmp_path, "pass")), executor.submit(python(tmp_path, "raise SystemExit(1)"))
+        finish(executor, good, bad)
+        real = commands.queue
+        monkeypatch.setattr(commands, "queue", lambda jobs: {} if {good, bad} & {*jobs} else real(jobs))
+        after = executor.submit(python(tmp_path, "pass", after=(good,), after_any=(bad,)))
+        assert finish(executor, after)[0].state is TaskState.COMPLETED
+        for job, said in ((bad, "FAILED"), ("999999", "unknown")):
+            with pytest.raises(SubmissionRefused, match=f"waits for job {job}, which is over .{said}"):
+                executor.submit(python(tmp_path, "pass", after=(job,)))
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("site", "said", "remedy"),
+        [
+            ({"partition": "nope"}, "invalid partition specified: nope", "there are: main, preempt, short, urgent"),
+            ({"account": "nope"}, "Invalid account", "cluster.slurm.account"),
+            ({"qos": "nope"}, "Invalid qos", "cluster.slurm.qos"),
+            ({"reservation": "nope"}, "reservation is invalid", "cluster.slurm.reservation"),
+            ({"constraint": "nope"}, "Invalid feature", "cluster.slurm.constraint"),
+            ({"account": "lab", "qos": "tiny"}, "QOSMaxSubmitJobPerUserLimit", "cluster.slurm.max_submit"),
+            ({"options": ("--no-such",)}, "no-such", "pipeline submit --stage test"),
+        ],
+    )
+    def test_clusters_own_words_and_what_to_change(
+        self, tmp_path: Path, site: dict[str, object], said: str, remedy: str
+    ) -> None:
+        with opened(**site) as executor, pytest.raises(SubmissionRefused, match=said) as refused:
+            executor.submit(python(tmp_path, "pass", tasks=TINY_MAX_SUBMIT + 1))
+        assert remedy in refused.value.remedy
+
+    def test_too_much_time_is_refused_with_the_limit(self, executor: SlurmExecutor, tmp_path: Path) -> None:
+        with pytest.raises(SubmissionRefused, match="gives at most 1-00:00:00") as refused:
+            executor.test(python(tmp_path, "pass", time_s=2 * 86_400))
+        assert "cluster.test.time" in refused.value.remedy
+
+    def test_test_says_when_a_job_would_start(self, executor: SlurmExecutor, tmp_path: Path) -> None:
+        before = time.time()
+        start = executor.test(python(tmp_path, "pass", time_s=60))
+        assert start.at is not None
+        assert before - 2 < start.at < before + 86_400
+        assert not tmp_path.joinpath("1.sbatch").exists()
+
+    def test_machine_without_slurm_is_told_so(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PATH", str(tmp_path))
+        with pytest.raises(SubmissionRefused, match="sbatch") as refused:
+            SlurmExecutor(Slurm()).submit(python(tmp_path, "pass"))
+        assert "--executor local" in refused.value.remedy
+
+    def test_folder_of_logs_that_cannot_be_made_is_told(self, executor: SlurmExecutor, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(SubmissionRefused, match="folder of the logs"):
+            executor.submit(python(tmp_path / "file", "pass"))
+
+    def test_full_disk_for_logs_is_told_before_anything_is_submitted(self, executor: SlurmExecutor) -> None:
+        spec = python(Path("/dev/shm") / unique("full"), "pass", tag=unique("full"))
+        Path(spec.log_dir).mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", spec.log_dir], check=True)
+        try:
+            Path(spec.log_dir, "rest").write_bytes(b"x" * 4096)
+            with pytest.raises(SubmissionRefused, match="No space left on device"):
+                executor.submit(spec)
+        finally:
+            subprocess.run(["umount", spec.log_dir], check=True)
+            Path(spec.log_dir).rmdir()
+        assert jobs_named(spec.tag) == []
