@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from pipeline.config import sites
 from pipeline.config.document import MAX_BYTES, REMEDY, Document, Entry, Problem
 from pipeline.config.explain import explain
 from pipeline.config.paths import anchored
 from pipeline.config.schema import CONFLICT, LEAVES, PATHS, SECTIONS, Config, value_at
+from pipeline.config.sites import SITE
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -69,12 +71,13 @@ def load(path: Path | None, sets: Sequence[str] = ()) -> Loaded:
     """Read a file (none: the defaults) and lay `--set` over it; relative paths start from where they are written."""
     here = Path.cwd()
     base_dir = here if path is None else path.absolute().parent
-    entries = _defaults(base_dir, str(path or ""))
+    written = [] if path is None else [(Document(str(path)).read(_text(path)), base_dir)]
+    written += [(_typed(words, nth), here) for nth, words in enumerate(sets)]
     problems: list[Problem] = []
-    if path is not None:
-        _add(Document(str(path)).read(_text(path)), base_dir, entries, problems)
-    for nth, words in enumerate(sets):
-        _add(_typed(words, nth), here, entries, problems)
+    profile = _profile(written, base_dir, problems)
+    entries = _defaults(base_dir, str(path or ""))
+    for document, base in (*profile, *written):
+        _add(document, base, entries, problems)
     try:
         config = Config.model_validate_json(json.dumps(_nested(entries)), strict=True)
     except ValidationError as error:
@@ -82,8 +85,8 @@ def load(path: Path | None, sets: Sequence[str] = ()) -> Loaded:
         raise _refusal(problems) from error
     if problems:
         raise _refusal(problems)
-    written = {key: entry.origin for key, entry in entries.items() if entry.line}
-    origins = {".".join(key): written.get(key, "default") for key in LEAVES}
+    said = {key: entry.origin for key, entry in entries.items() if entry.line}
+    origins = {".".join(key): said.get(key, "default") for key in LEAVES}
     return Loaded(config, path, origins, base_dir)
 
 
@@ -168,6 +171,27 @@ def _typed(words: str, nth: int) -> Document:
         return document
 
 
+def _profile(
+    written: Sequence[tuple[Document, Path]], config_dir: Path, problems: list[Problem]
+) -> list[tuple[Document, Path]]:
+    """Return the profile that `cluster.site` names, if any: it stands below everything that was written."""
+    entries: dict[KeyPath, Entry] = {}
+    base_dir = config_dir
+    for document, base in written:
+        base_dir = base if SITE in document.entries else base_dir
+        for key, entry in document.entries.items():
+            _lay_over(entries, key, entry)
+    named = entries.get(SITE)
+    if named is None or not isinstance(named.value, str) or not named.value:  # which the schema judges
+        return []
+    try:
+        path = sites.locate(named.value, base_dir, config_dir)
+    except ValueError as error:
+        problems.append(Problem(named.line, f"{named.place(SITE)}: {error}"))
+        return []
+    return [(sites.read(path, _text(path)), path.parent)]
+
+
 def _defaults(base: Path, name: str) -> dict[KeyPath, Entry]:
     """Return every section, still empty, and the folders that have a default, below `base`."""
     folders = {key: info.default for key, info in LEAVES.items() if isinstance(info.default, Path)}
@@ -216,7 +240,7 @@ def _problem(detail: ErrorDetails, entries: Mapping[KeyPath, Entry]) -> Problem:
     names = tuple(part for part in detail["loc"] if isinstance(part, str))
     key = (*names, detail["ctx"]["key"]) if detail["type"] == CONFLICT else names
     entry = _nearest(entries, key)
-    text = f"{entry.place(key)}: {explain(key, detail)}"
+    text = f"{entry.place(key)}: {sites.explain_card(detail) or explain(key, detail)}"
     if entry.line >= AFTER_THE_FILE and text.endswith("put it in quotes"):  # which the shell would take away again
         text += f""": --set '{".".join(key)}="{detail["input"]}"'"""
     return Problem(entry.line, text)

@@ -257,6 +257,14 @@ class StageResources(Section):
     items_per_task: AutoCount = Field(
         default="auto", description="Items a task works through; auto: by the number of items."
     )
+    minutes_per_task: int = Field(
+        default=10, ge=1, description="About how long a task should take, where items_per_task is auto."
+    )
+    parallel: int = Field(default=64, ge=1, description="Tasks of a stage that run at once on a cluster, at most.")
+    partition: Name | None = Field(default=None, description="Partition of this stage; null: cluster.slurm.partition.")
+    constraint: Name | None = Field(
+        default=None, description="Nodes of this stage by their features; null: cluster.slurm.constraint."
+    )
 
     @model_validator(mode="after")
     def _one_way_to_ask_for_memory(self) -> StageResources:
@@ -267,14 +275,85 @@ class StageResources(Section):
         return self
 
 
+class Card(Section):
+    """A kind of GPU that a cluster has."""
+
+    gres: Name | None = Field(default=None, description="Its type in a request, as in gpu:a100:1; null: none is named.")
+    feature: Name | None = Field(default=None, description="The feature of its nodes, where that tells them apart.")
+    partition: Name | None = Field(default=None, description="Where it is; null: cluster.slurm.partition.")
+    mem: Memory = Field(description="Memory of one.")
+
+
+class Slurm(Section):
+    """What a cluster is like; a profile in configs/sites/ holds these keys, and this section overrides it."""
+
+    name: Name = Field(default="slurm", description="What measurements of this cluster are remembered under.")
+    partition: Name | None = Field(default=None, description="Partition of jobs; null: the cluster's default.")
+    account: Name | None = Field(default=None, description="Account that jobs are charged to.")
+    qos: Name | None = Field(default=None, description="Quality of service of jobs.")
+    constraint: Name | None = Field(default=None, description="Features that nodes must have, as sbatch takes them.")
+    reservation: Name | None = Field(default=None, description="Reservation that jobs run in.")
+    gpus: Literal["gres", "gpus-per-node"] = Field(default="gres", description="How jobs ask for GPUs here.")
+    memory: Literal["mem", "mem-per-cpu", "none"] = Field(
+        default="mem", description="How jobs ask for memory here; none: it is not limited."
+    )
+    options: tuple[Name, ...] = Field(default=(), description="Further options of sbatch, such as --exclusive=user.")
+    setup: tuple[str, ...] = Field(
+        default=(), description="Shell lines that every job runs first: modules, conda, environment."
+    )
+    scratch: Name | None = Field(default=None, description="Folder on the node for temporary files, such as $TMPDIR.")
+    max_array_size: AutoCount = Field(default="auto", description="MaxArraySize; auto: as scontrol says.")
+    max_submit: AutoCount = Field(
+        default="auto", description="Tasks of yours that may be in the queue at once; auto: as sacctmgr says."
+    )
+    largest_mem: AutoMemory = Field(default="auto", description="Memory of the largest node; auto: as sinfo says.")
+    longest_time: Duration | None = Field(
+        default=None, description="The longest a job may ask for; null: as sinfo says."
+    )
+    cards: tuple[Card, ...] = Field(default=(), description="Kinds of GPU, for choosing one; none: whatever comes.")
+    grace: Duration = Field(default=90, description="How long before its time limit a task is told to finish in order.")
+    poll: Duration = Field(default=15, description="How often a supervisor that stays looks at its jobs.")
+
+
+class Supervisor(Section):
+    """What judges and repairs a run between its jobs."""
+
+    where: Literal["job", "login"] = Field(
+        default="job", description="job: small jobs of the cluster; login: a process on the machine that submits."
+    )
+    partition: Name | None = Field(default=None, description="Its partition; null: cluster.slurm.partition.")
+    qos: Name | None = Field(default=None, description="Its quality of service; null: cluster.slurm.qos.")
+    mem: Memory = Field(default=1 << 30, description="Memory of its job.")
+    time: Duration = Field(default=3600, description="Time limit of its job.")
+    tries: int = Field(default=3, ge=1, description="Attempts at a task that make no progress, before the stage fails.")
+
+
+class Notify(Section):
+    """Who is told when a stage has ended."""
+
+    command: tuple[Name, ...] = Field(
+        default=(), description="Command to run, with the run, the stage, its state and a message as further words."
+    )
+    mail: Name | None = Field(default=None, description="Address that gets a mail, where the node has sendmail.")
+
+
 class Cluster(Section):
     """Where tasks run, and what they may use."""
 
-    executor: Literal["local"] = Field(default="local", description="What runs the tasks; local: this machine.")
+    executor: Literal["local", "slurm"] = Field(
+        default="local", description="What runs the tasks; local: this machine; slurm: a cluster."
+    )
+    site: Name | None = Field(
+        default=None, description="Profile of the cluster: a file, or a name in configs/sites; null: none."
+    )
     runs: Path = Field(
         default=Path("runs"), description="Folder of the run folders: logs, events, frozen configurations."
     )
+    private: bool = Field(default=True, description="Whether run folders are readable by their owner alone.")
     slots: Slots = Slots()
+    slurm: Slurm = Slurm()
+    supervisor: Supervisor = Supervisor()
+    notify: Notify = Notify()
     scan: StageResources = StageResources()
     embed: StageResources = StageResources()
     graph: StageResources = StageResources()

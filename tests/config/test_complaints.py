@@ -91,7 +91,7 @@ def test_all_mistakes_are_told_at_once_in_the_order_of_the_file(complaint: Any) 
         ('data: {path: "a\\0b"}\n', "data.path: a path cannot hold a NUL"),
         ("data: {path: a}\ncluster: {slots: {cpus: 0}}\n", "cpus: wants a whole number from 1, or auto, got 0"),
         ("data: {path: a}\ncluster: {slots: {mem: 64}}\n", "mem: wants at least 16MiB (a number without a unit"),
-        ("data: {path: a}\ncluster: {executor: slurm}\n", 'executor: wants one of local, got "slurm"'),
+        ("data: {path: a}\ncluster: {executor: slrm}\n", 'executor: wants one of local, slurm, got "slrm"'),
         (b"data: {path: a}\n# \xff\n", "pipeline.yaml:2: not UTF-8: byte 0xff"),
         (b"data: {path: a}\n# \x07\n", "pipeline.yaml:2: no valid YAML: the character '\\x07'"),
         (b"\xff\xfed\x00a\x00", "pipeline.yaml:1: not UTF-8"),
