@@ -7,7 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 
 class Reason(str, Enum):
@@ -47,6 +47,7 @@ class Reason(str, Enum):
     COINCIDENT_ATOMS = "coincident_atoms"
     GRAPH_FAILED = "graph_failed"
     ROWS_MISMATCH = "rows_mismatch"
+    KILLED_ITS_TASK = "killed_its_task"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,16 @@ class Part:
     model: int | None = None
     optional: tuple[str, ...] = ()  # those of the chains that may be absent
 
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON data."""
+        return {
+            "role": self.role.value,
+            "path": self.path,
+            "chains": self.chains,
+            "model": self.model,
+            "optional": self.optional,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Item:
@@ -112,8 +123,18 @@ class Item:
     origin: str = ""  # file and line that named it, for messages
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON data."""
-        return {key: value for key, value in asdict(self).items() if value}
+        """Return plain JSON data; by hand, as a data set has many of them."""
+        plain = {
+            "id": self.id,
+            "parts": [part.to_json() for part in self.parts],
+            "bound": [part.to_json() for part in self.bound],
+            "sequence": self.sequence,
+            "split": self.split,
+            "cluster": self.cluster,
+            "labels": self.labels,
+            "origin": self.origin,
+        }
+        return {key: value for key, value in plain.items() if value}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Item:
@@ -132,13 +153,21 @@ class EventKind(str, Enum):
     """What happened in a run."""
 
     RUN_STARTED = "run_started"
+    VISIT = "visit"  # a supervisor looks after the run
+    HANDED_OVER = "handed_over"  # to a supervisor that comes when the jobs have ended, and to its standby
     STAGE_SUBMITTED = "stage_submitted"
+    JOB_SUBMITTING = "job_submitting"  # written before, so that a job whose id was lost is found by its tag
+    JOB_SUBMITTED = "job_submitted"
+    JOB_REFUSED = "job_refused"
+    TASK_SPLIT = "task_split"
+    TASK_GIVEN_UP = "task_given_up"
+    LEFT_OUT = "left_out"  # something that killed its task
     TASK_STARTED = "task_started"
     PROGRESS = "progress"
     REFUSED = "refused"  # a part of an item could not be used, which only the work itself could tell
     TASK_FINISHED = "task_finished"
     TASK_FAILED = "task_failed"
-    TASK_ENDED = "task_ended"  # the executor's word, whatever the task said of itself
+    TASK_ENDED = "task_ended"  # how an attempt ended: the verdict on what executor, worker and log say
     STAGE_ENDED = "stage_ended"
     RUN_ENDED = "run_ended"
 
@@ -155,10 +184,14 @@ class Event:
 
 @dataclass(slots=True)
 class Tell:
-    """What a stage tells of its work besides the outcomes it yields."""
+    """What a stage tells of its work besides the outcomes it yields, and what it is told."""
 
     refuse: Callable[[str, Reason, str], None]  # the key in hex of what cannot be made, why, and the details
     figures: dict[str, float] = field(default_factory=dict)
+    on: Callable[[Sequence[str]], None] = lambda _names: None  # names what is worked on from now on
+    mem_bytes: int = 0  # of this task; 0: as configured
+    shrink: int = 0  # how often to halve the budget of a batch
+    careful: bool = False  # one thing at a time
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,12 @@ from typing import Annotated
 import typer
 
 from pipeline import __version__
-from pipeline.cli import cache, config, doctor, runs, weights
+from pipeline.cli import cache, config, control, doctor, init, logs, plan, report, runs, weights
 from pipeline.errors import PipelineError
 
 EPILOG = "Exit codes: 0 ok, 1 a bug, 2 configuration, 3 data, 4 damage, 5 infeasible, 6 refused, 7 a job failed."
 INTERRUPTED = 130
-READING = ("status", "cache", "config", "doctor", "weights")
+READING = ("plan", "status", "logs", "report", "cache", "config", "doctor", "weights")
 
 app = typer.Typer(
     name="pipeline",
@@ -29,9 +29,15 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(runs.demo)
+app.command()(init.init)
 app.command()(doctor.doctor)
+app.command()(plan.plan)
 app.command()(runs.submit)
 app.command()(runs.status)
+app.command()(logs.logs)
+app.command()(report.report)
+app.command()(control.resume)
+app.command()(control.cancel)
 app.add_typer(cache.app, name="cache")
 app.add_typer(weights.app, name="weights")
 app.add_typer(config.app, name="config")

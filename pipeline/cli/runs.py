@@ -6,21 +6,27 @@ import os
 import shlex
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pipeline.cli.options import ConfigFile, Json, Run, Sets, load_config, print_json
 
 if TYPE_CHECKING:
-    from pipeline.cluster.spec import JobSpec
+    from collections.abc import Callable, Sequence
+
+    from pipeline.cluster.spec import Executor, JobSpec
     from pipeline.config.schema import Config
+    from pipeline.report.live import Live
     from pipeline.runs.folder import RunFolder
     from pipeline.runs.project import Project
     from pipeline.runs.status import RunStatus
+    from pipeline.runs.submit import Plan
 
 
 NEARLY = 0.9  # what is planned is cautious
+WATCH_EVERY_S = 0.5
+INLINE_S = 5.0  # what takes longer is left to the first supervisor job
 
 
 class StageName(str, Enum):
@@ -36,6 +42,7 @@ class ExecutorName(str, Enum):
     """Where it can run."""
 
     LOCAL = "local"
+    SLURM = "slurm"
 
 
 def submit(
@@ -45,15 +52,20 @@ def submit(
     ] = None,
     only: Annotated[bool, typer.Option("--only", help="Run that stage alone; what it needs is there.")] = False,
     follow: Annotated[bool, typer.Option("--follow", help="Stay, and show progress until it has ended.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be done, with the scripts of jobs, and do nothing.")
+    ] = False,
+    emit: Annotated[
+        Path | None, typer.Option("--emit", metavar="DIR", help="Write the scripts of jobs there, and do nothing else.")
+    ] = None,
     config: ConfigFile = None,
     sets: Sets = None,
 ) -> None:
     """Run a stage; what was done before is not done again."""
-    from pipeline.errors import ConfigError
+    from pipeline.errors import ConfigError, SubmissionRefused
+    from pipeline.runs.executors import open_executor
     from pipeline.runs.project import Project
-    from pipeline.runs.submit import new_run, start_supervisor
-    from pipeline.runs.workflow import everything, up_to
+    from pipeline.runs.workflow import as_typed, everything, up_to
 
     sets = [*(sets or ()), *([f"cluster.executor={executor.value}"] if executor else ())]
     chosen = load_config(config, sets).config
@@ -61,17 +73,50 @@ def submit(
         raise ConfigError("all stages are not one alone", where="--only", remedy="pipeline submit --stage all")
     stages = everything(chosen) if stage is StageName.ALL else up_to(stage.value)
     stages = stages[-1:] if only else stages
-    project = Project.open(chosen, remember=not dry_run)
-    _check_first(project, stages)
-    if dry_run:
-        _show_plan(project, stages)
+    idle = dry_run or emit is not None
+    project = Project.open(chosen, remember=not idle)
+    typed = _typed(stage, config, sets)
+    with open_executor(chosen) as opened:
+        try:
+            _check_first(project, stages, opened)
+            if idle:
+                _show_plan(project, stages, opened, emit)
+                return
+            _start(chosen, stages, typed, opened, follow=follow)
+        except SubmissionRefused as error:
+            raise as_typed(error, typed) from None
+
+
+def _start(config: Config, stages: list[str], typed: str, executor: Executor, *, follow: bool) -> None:
+    """Begin a run, unless one is doing the same already."""
+    from pipeline.runs.active import refuse_double
+    from pipeline.runs.executors import stays
+    from pipeline.runs.submit import new_run, start_supervisor
+    from pipeline.runs.supervisor import Supervisor
+
+    same = refuse_double(config, stages, executor)
+    if same is not None:
+        typer.echo(f"run {same.name} is doing this already\n  watch it: {_status_of(same)}")
+        if follow:
+            _watch(same)
         return
-    folder = new_run(chosen, stages, _typed(stage, config, sets))
+    folder = new_run(config, stages, typed)
+    if not stays(config):
+        Supervisor(folder, executor).visit(until_s=INLINE_S)
+    elif follow:
+        _follow(folder, executor)
+        return
+    else:
+        start_supervisor(folder)
     if follow:
-        _follow(folder, chosen, stages)
+        _watch(folder)
         return
-    start_supervisor(folder)
-    typer.echo(f"run {folder.name} started\n  watch it: pipeline status {shlex.quote(os.path.relpath(folder.path))}")
+    typer.echo(f"run {folder.name} started\n  watch it: {_status_of(folder)}")
+
+
+def _status_of(folder: RunFolder) -> str:
+    """Return the command that shows a run from here."""
+    return f"pipeline status {shlex.quote(os.path.relpath(folder.path))} --watch"
 
 
 def _typed(stage: StageName, config: Path | None, sets: list[str]) -> str:
@@ -80,100 +125,187 @@ def _typed(stage: StageName, config: Path | None, sets: list[str]) -> str:
     return shlex.join([*words, *(word for one in sets for word in ("--set", one))])
 
 
-def _show_plan(project: Project, stages: list[str]) -> None:
-    """Print what each stage would do."""
+def _show_plan(project: Project, stages: list[str], executor: Executor, emit: Path | None) -> None:
+    """Print what each stage would do, and the scripts that would be submitted."""
     from pipeline.report import tables
     from pipeline.runs import workflow
     from pipeline.runs.submit import plan
-    from pipeline.runs.supervisor import local_machine
 
-    machine = local_machine(project.config.cluster.slots)
-    plans = [plan(project, workflow.stage(name), machine.cpus, len(machine.gpus), folder=None) for name in stages]
-    tables.show(tables.plan_table([(one.stage.name, one.counts(), one.found.bytes, one.job) for one in plans]))
+    plans = [plan(project, workflow.stage(name), executor, folder=None) for name in stages]
+    tables.show(tables.plan_table([one.row() for one in plans]))
     for one in plans:
         if waiting := one.counts().get("waiting"):
             typer.echo(f"{one.stage.name}: {waiting:,} items are not scanned yet; what they hold is not counted")
+        if one.found.shards:
+            typer.echo(f"{one.stage.name}: memory {one.first.why}")
+    if project.config.cluster.executor == "slurm":
+        _show_scripts(project, plans, executor, emit)
+    elif emit is not None:
+        typer.echo("no scripts: this run would be local (--executor slurm)", err=True)
 
 
-def _check_first(project: Project, stages: list[str]) -> None:
+def _show_scripts(project: Project, plans: Sequence[Plan], executor: Executor, emit: Path | None) -> None:
+    """Print or write the scripts of the jobs of each stage, and of a supervisor."""
+    from pipeline.errors import ConfigError
+    from pipeline.runs.scripts import scripts
+
+    for name, text in scripts(project, plans, executor):
+        if emit is None:
+            typer.echo(f"\n# ---- {name}\n{text}")
+            continue
+        try:
+            emit.mkdir(parents=True, exist_ok=True)
+            (emit / name).write_text(text)
+        except OSError as error:
+            raise ConfigError(f"cannot write: {error.strerror}", where=str(emit / name), remedy="--emit DIR") from error
+        typer.echo(f"wrote {emit / name}")
+    if emit is not None:
+        typer.echo("to be read: RUN stands for a run folder that `submit` makes. To submit by hand: sbatch/")
+
+
+def _check_first(project: Project, stages: list[str], executor: Executor) -> None:
     """Refuse here what would be refused once nobody is looking: an unusable source, cache, checkpoint or request."""
     from pipeline.runs import workflow
-    from pipeline.runs.submit import job_spec
+    from pipeline.runs.executors import stays
+    from pipeline.runs.handover import supervisor_spec
+    from pipeline.runs.submit import job_spec, limits_for
 
     for stage in map(workflow.stage, stages):
         stage.inspect(project)
-        job = job_spec(project, stage, 1, folder=None)
-        _refuse(project.config, job)
+        job = job_spec(project, stage, 1, limits_for(project, stage, executor))
+        executor.check(job)
         _warn_of_little(stage.name, job, stage.mem_bytes(project))
+    if not stays(project.config):
+        executor.check(supervisor_spec(None, project.config, "1"))
 
 
-def _warn_of_little(stage: str, job: JobSpec | None, planned_bytes: int) -> None:
+def _warn_of_little(stage: str, job: JobSpec, planned_bytes: int) -> None:
     """Say where less memory was pinned than is thought to be needed."""
     from pipeline.report.tables import size
 
-    if job is not None and (job.mem_bytes or 0) < NEARLY * planned_bytes:
+    if (job.mem_bytes or 0) < NEARLY * planned_bytes:
         what = f"a task gets {size(job.mem_bytes or 0)}, and is thought to need {size(planned_bytes)}"
         typer.echo(f"note: {stage}: {what} (cluster.{stage}.mem: auto)", err=True)
 
 
-def _refuse(config: Config, job: JobSpec) -> None:
-    """Raise SubmissionRefused for a job that the executor could not run."""
-    from pipeline.cluster.local import refuse_too_large
-    from pipeline.cluster.spec import refuse_impossible
-    from pipeline.runs.supervisor import local_machine
-
-    refuse_impossible(job)
-    refuse_too_large(job, local_machine(config.cluster.slots))
-
-
-def _follow(folder: RunFolder, config: Config, stages: list[str]) -> None:
+def _follow(folder: RunFolder, executor: Executor) -> None:
     """Drive a run from this terminal and show it."""
-    from pipeline.cluster.local import LocalExecutor
-    from pipeline.report import tables
     from pipeline.report.live import Live
-    from pipeline.runs.supervisor import Stopped, Supervisor, local_machine, stop_on_signals
+    from pipeline.runs.supervisor import Stopped, Supervisor, stop_on_signals
 
-    announced: set[str] = set()
-    with Live() as live, LocalExecutor(local_machine(config.cluster.slots)) as executor:
+    with Live() as live:
         for caveat in executor.caveats:
             typer.echo(f"note: {caveat}", err=True)
-
-        def watch(status: RunStatus) -> None:
-            for stage in status.stages.values():
-                if stage.name not in announced:
-                    announced.add(stage.name)
-                    tables.show(tables.stage_line(stage.name, stage.counts()), to_stderr=True)
-                live.show(stage)
-
-        supervisor = Supervisor(folder, executor, watch)
+        supervisor = Supervisor(folder, executor, _shown(live))
         stop_on_signals()
         try:
-            supervisor.run(stages)
+            supervisor.run()
         except (KeyboardInterrupt, Stopped):
-            typer.echo("\nstopped; what is finished is kept: run the same command again to go on", err=True)
+            typer.echo(f"\n{_after_stop(folder, executor)}", err=True)
             raise KeyboardInterrupt from None
         finally:
             live.stop()
-            tables.show(*tables.run_report(supervisor.status.to_json() | {"error": ""}))  # `main` says the error
+            executor.close()
+            tables_of(supervisor.status)
 
 
-def status(run: Run = None, config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
+def _after_stop(folder: RunFolder, executor: Executor) -> str:
+    """Say how to go on after a Ctrl-C."""
+    if executor.outlives:
+        return f"its jobs go on, and nobody looks after them: pipeline resume {folder.name}"
+    return "stopped; what is finished is kept: run the same command again to go on"
+
+
+def tables_of(status: RunStatus) -> None:
+    """Print how a run ended; `main` says the error."""
+    from pipeline.report import tables
+
+    tables.show(*tables.run_report(status.to_json() | {"error": ""}))
+
+
+def _shown(live: Live) -> Callable[[RunStatus], None]:
+    """Return what shows the stages of a run as they go."""
+    from pipeline.report import tables
+
+    announced: set[str] = set()
+
+    def watch(status: RunStatus) -> None:
+        for stage in status.in_order():
+            if stage.name not in announced and stage.submitted:
+                announced.add(stage.name)
+                tables.show(tables.stage_line(stage.name, stage.counts()), to_stderr=True)
+            live.show(stage)
+
+    return watch
+
+
+def _watch(folder: RunFolder) -> None:
+    """Show a run that others look after, until it has ended; leaving changes nothing."""
+    import time
+
+    from pipeline.errors import JobFailed
+    from pipeline.report.live import Live
+    from pipeline.runs.ledger import Reader
+    from pipeline.runs.status import RunState, RunStatus
+
+    status, reader = RunStatus(folder.name), Reader(folder)
+    with Live() as live:
+        show = _shown(live)
+        try:
+            while status.state in (RunState.WAITING, RunState.RUNNING):
+                for event in reader.fresh():
+                    status.apply(event)
+                show(status)
+                time.sleep(WATCH_EVERY_S)
+        except KeyboardInterrupt:
+            typer.echo(f"\nthe run goes on: {_status_of(folder)}", err=True)
+            raise
+    tables_of(status)
+    if status.exit_code:
+        failed = JobFailed(status.error)
+        failed.exit_code = status.exit_code  # type: ignore[misc]  # the run's own
+        raise failed
+
+
+def status(
+    run: Run = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Go on showing it until it has ended.")] = False,
+    config: ConfigFile = None,
+    sets: Sets = None,
+    as_json: Json = False,
+) -> None:
     """Show what a run is doing, or what became of it."""
+    import gc
     import socket
 
     from pipeline.report import tables
     from pipeline.runs.folder import by_path, find
-    from pipeline.runs.status import RunState, status_of
+    from pipeline.runs.ledger import Reader
+    from pipeline.runs.pending import GOING_ON, shown
+    from pipeline.runs.status import RunStatus
 
     folder = by_path(run) if run else None
     folder = folder or find(load_config(config, sets).config.cluster.runs, run)
-    found = status_of(folder, socket.gethostname())
+    found, reader = RunStatus(folder.name), Reader(folder)
+
+    def catch_up() -> None:
+        for event in reader.news():
+            found.apply(event)
+
+    def now() -> dict[str, Any]:
+        catch_up()
+        return shown(folder, found, socket.gethostname(), catch_up)
+
+    if not watch:  # a short life, in which collecting would walk through all tasks again and again
+        gc.disable()
     if as_json:
-        print_json(found.to_json())
+        print_json(now())
+    elif watch:
+        from pipeline.report.watch import watched
+
+        watched(now, lambda: found.state in GOING_ON)
     else:
-        tables.show(*tables.run_report(found.to_json()))
-        if found.state is RunState.WAITING:
-            typer.echo(f"nothing was heard of its supervisor yet; what it printed: {folder.supervisor_log}")
+        tables.show(*tables.run_report(now()))
 
 
 def demo(

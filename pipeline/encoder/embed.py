@@ -56,13 +56,14 @@ class Engine:
         ceiling: int | None = None,
         learned: Callable[[int], None] = lambda _: None,
         build: Builder = Encoder,
+        on: Callable[[Sequence[str]], None] = lambda _: None,
     ) -> None:
         self.figures = Figures()
         self._checkpoint, self._recipe, self._settings, self._build = checkpoint, recipe, settings, build
         self._main = Step(settings.device, Variant(precision or recipe.precision))
         if self._main.variant not in recipe.accepted(0):
             raise ValueError(f"the recipe does not accept {self._main.variant.precision}")
-        self._ceiling = ceiling
+        self._ceiling, self._on = ceiling, on
         storage = as_dtype(recipe.storage)
         self._ladder = Ladder(recipe, self._main, self._encoder, storage, self.figures, learned, settings.mem_bytes)
 
@@ -97,7 +98,7 @@ class Engine:
         cap = None if settings.cap == "auto" else settings.cap
         order = schedule.Schedule(lengths_N, refused_N, self._recipe, policy=settings.policy, cap=cap)
         costs_N = schedule.costs(lengths_N, self._recipe, self._checkpoint.architecture.dim)
-        for outcome in Flow(self._ladder, self._recipe, self.figures, order, reader, writer).outcomes():
+        for outcome in Flow(self._ladder, self._recipe, self.figures, order, reader, writer, self._on).outcomes():
             self.figures.refused += isinstance(outcome, Refused)
             self.figures.cost_done += float(costs_N[outcome.index])
             yield outcome
@@ -113,7 +114,7 @@ class Engine:
         if tokens is None:
             what = f"the weights of {self._checkpoint.name} do not fit the memory of this {self._main.device} process"
             raise PlanInfeasible(what, remedy="a smaller model, or more memory (cluster.embed.mem)")
-        self._ladder.allow(max(1, min(tokens, self._ceiling or tokens)))
+        self._ladder.allow(max(1, min(tokens, self._ceiling or tokens) >> self._settings.shrink))
 
     def _measure(self) -> int:
         encoder = self._ladder.main

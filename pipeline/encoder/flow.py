@@ -11,7 +11,7 @@ from pipeline.encoder.steps import full_precision
 from pipeline.records import Reason
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from pipeline.encoder.figures import Figures
     from pipeline.encoder.ladder import Ladder
@@ -42,6 +42,7 @@ class Flow:
     schedule: Schedule
     reader: Reader
     writer: Writer
+    on: Callable[[Sequence[str]], None]  # is told which texts are computed now
     reading: int = 0
     writing: int = 0
     writing_bytes: int = 0
@@ -70,6 +71,7 @@ class Flow:
 
     def _compute(self, works: Sequence[Work]) -> Iterator[Done | Refused]:
         """Compute sequences; their rows are the writer's before anything else can happen, so that none is lost."""
+        self.on([work.text for work in works])
         if len(works) == 1 and works[0].tokens > self.ladder.budget:
             yield from self._settle_down_to(-1)  # it may need all the memory there is
         for result in self.ladder.climb(works):

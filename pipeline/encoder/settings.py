@@ -15,4 +15,5 @@ class Settings:
     budget: int | Literal["auto"]
     device: str  # cpu or cuda
     threads: int = 1
+    shrink: int = 0  # how often the budget is halved, because a card's memory ended in an earlier attempt
     mem_bytes: int | None = None  # what the allocation gives this process on the host

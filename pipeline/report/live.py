@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rich.progress import Task
 
 LINE_EVERY_S = 10.0
+WIDE, BAR_COLUMNS = 160, 75  # columns
 
 
 class Stage(Protocol):
@@ -83,8 +84,11 @@ class Live:
         if stage.missing == 0:
             return
         rejected = sum(stage.reasons.values())
-        note = ", ".join([*speed(stage.measured()), *([f"{rejected:,} rejected"] if rejected else [])])
+        figures, left_out = speed(stage.measured()), [f"{rejected:,} rejected"] if rejected else []
+        note = ", ".join([*figures, *left_out])
         if self._console.is_terminal:
+            if self._console.width < WIDE:  # the bar and the count matter more
+                note = ", ".join([*left_out, *figures[:1]])[: max(0, self._console.width - BAR_COLUMNS)]
             if stage.name not in self._tasks:
                 self._tasks[stage.name] = self._bars.add_task(stage.name, total=stage.missing, note="")
             self._bars.update(self._tasks[stage.name], completed=stage.items_done, note=note)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console, Group
 from rich.table import Table
@@ -15,9 +15,21 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from pipeline.cluster.spec import JobSpec
     from pipeline.store.cache import RecipeStat
     from pipeline.store.store import StoreStat
+
+
+class Asked(Protocol):
+    """What a task gets."""
+
+    @property
+    def mem_bytes(self) -> int:
+        """Memory."""
+
+    @property
+    def time_s(self) -> int:
+        """The time limit."""
+
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 KILO = 1024
@@ -26,6 +38,9 @@ DIGEST_LETTERS = (32, 64)  # of a digest, the first few of which say enough
 MINUTE, HOUR = 60, 3600
 UNIT = {"scan": "item", "embed": "sequence", "graph": "graph"}  # what a stage works through
 REFUSED = {"scan": "refused by the source", "embed": "that cannot be encoded", "graph": "left out before"}
+TASK_STATES = ("done", "running", "waiting", "failed")
+STORIES_SHOWN = 5
+TASKS_NAMED = 5
 PLANNED = ("items", "refused", "unusable", "cached", "missing", "tasks")
 
 
@@ -214,11 +229,11 @@ def stage_line(name: str, counts: Mapping[str, int]) -> str:
     return f"{name}: {plural(counts['items'], UNIT[name])}: {', '.join(parts)}{tasks}{residues}{waiting}"
 
 
-def plan_table(plans: Iterable[tuple[str, Mapping[str, int], int, JobSpec | None]]) -> Table:
+def plan_table(plans: Iterable[tuple[str, Mapping[str, int], int, int, Asked | None]]) -> Table:
     """Show what would be submitted."""
     rows = []
-    for name, counts, made_bytes, job in plans:
-        asks = ("", "", "") if job is None else (job.cpus, size(job.mem_bytes or 0), duration(job.time_s or 0))
+    for name, counts, made_bytes, cpus, ask in plans:
+        asks = ("", "", "") if ask is None else (cpus, size(ask.mem_bytes), duration(ask.time_s))
         disk = size(made_bytes) if made_bytes else ""
         rows.append((name, f"{UNIT[name]}s", *(f"{counts[column]:,}" for column in PLANNED), *asks, disk))
     columns = ("stage", "of", *PLANNED, "cpus", "mem", "time limit", "disk")
@@ -232,13 +247,17 @@ def run_report(run: Mapping[str, Any]) -> list[RenderableType]:
     """Show a run: its stages, what they made, and what went wrong."""
     shown: list[RenderableType] = [f"run {run['name']}: {run['state']}"]
     if run["state"] == "abandoned":
-        shown.append("its supervisor is gone: submit again, finished work is kept")
+        shown.append(f"nobody looks after it any more; finished work is kept: pipeline resume {run['name']}")
+    shown += [f"supervisor: {run['supervisor']}"] if run.get("supervisor") else []
+    shown += [f"the queue could not be asked: {run['trouble']}"] if run.get("trouble") else []
     rejected: Mapping[str, int] = {}
     for stage in run["stages"]:
         took = f" in {duration(stage['ended_at'] - stage['started_at'])}" if stage["ended_at"] else ""
         name = stage["name"]
         counts = f"{stage['cached']:,} cached, {stage['items_done']:,} of {stage['missing']:,} done"
         shown += ["", f"{name}: {stage['state']}{took}: {plural(stage['items'], UNIT[name])}, {counts}"]
+        shown += tasks_line(stage)
+        shown += memory_line(stage)
         shown += [", ".join(speed(stage["measured"]))] if stage["measured"] else []
         if stage["census"]:
             shown += CENSUS[name](stage["census"])
@@ -248,13 +267,86 @@ def run_report(run: Mapping[str, Any]) -> list[RenderableType]:
         elif stage["reasons"]:
             shown.append(rejection_table(stage["reasons"], {}))
         shown += [f"warning: {warning}" for warning in stage["warnings"]]
-        shown += [_failure(failure) for failure in stage["failures"] if failure["state"] != "CANCELLED"]
+        failed = [one for one in stage["failures"] if one["cause"] != "cancelled" or run["state"] != "stopped"]
+        shown += [f"{plural(len(failed), 'attempt')} did not end well", *story(failed)] if failed else []
     if run["error"]:
         shown += ["", f"error: {run['error']}"]
     return shown
 
 
-def _failure(failure: Mapping[str, Any]) -> str:
-    """Say how a task ended badly."""
-    said = f"\n  {failure['said']}" if failure["said"] else ""
-    return f"task {failure['task']}: {failure['state']}: {failure['reason']}{said}\n  log: {failure['log']}"
+def tasks_line(stage: Mapping[str, Any]) -> list[str]:
+    """Say where the tasks of a stage stand, while they do not all stand in one place."""
+    states = {name: count for name, count in stage["task_states"].items() if count}
+    if stage["state"] == "done" and set(states) <= {"done"}:
+        return []
+    where = ", ".join(f"{states[name]:,} {name}" for name in TASK_STATES if name in states)
+    waits = [f"waiting for: {', '.join(stage['waits_for'])}"] if stage.get("waits_for") else []
+    left = [f"about {duration(stage['left_s'])} left"] if stage.get("left_s") and not stage["measured"] else []
+    return ["; ".join([f"tasks: {where}", *waits, *left])] if where else []
+
+
+def memory_line(stage: Mapping[str, Any]) -> list[str]:
+    """Say what tasks have of memory, and what they used of it."""
+    asked, peak, gpu = (stage.get("use", {}).get(name) for name in ("asked_bytes", "peak_bytes", "gpu_peak_bytes"))
+    parts = (
+        [f"memory of a task: {size(asked)} asked for, {f'{size(peak)} used' if peak else 'use unknown'}"]
+        if asked
+        else []
+    )
+    parts += [f"GPU memory {size(gpu)}"] if gpu else []
+    return [", ".join(parts)] if parts else []
+
+
+def story(failed: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Tell what failed in the same way, and what was done about it, in one go; the most frequent first."""
+    alike: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for one in failed:
+        alike.setdefault((one["cause"], one["number"], one["then"], one["ask"]["mem_bytes"]), []).append(one)
+    groups = sorted(alike.values(), key=len, reverse=True)
+    more = sum(map(len, groups[STORIES_SHOWN:]))
+    rest = [f"  and {plural(more, 'attempt')} more: pipeline logs --failed"] if more else []
+    return [*map(_told, groups[:STORIES_SHOWN]), *rest]
+
+
+def _told(group: Sequence[Mapping[str, Any]]) -> str:
+    """Say how some attempts failed, by the first of them."""
+    first = group[0]
+    tasks = ", ".join(str(one["task"]) for one in group[:TASKS_NAMED]) + (", …" if len(group) > TASKS_NAMED else "")
+    asked = f" with {size(first['ask']['mem_bytes'])}" if first["cause"] == "host_oom" else ""
+    then = f"\n    then: {first['then']}" if first["then"] else ""
+    said = f"\n    it said: {first['said']}" if first["said"] and first["said"] not in first["reason"] else ""
+    noun = "task" if len(group) == 1 else "tasks"
+    what = f"  {noun} {tasks}, attempt {first['number']}: {first['cause']}{asked}: {first['reason']}"
+    return f"{what}{said}{then}\n    log: {first['log']}"
+
+
+def estimate_report(stages: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
+    """Show what each stage would take, and where the numbers are from."""
+    columns = ("stage", "to do", "cached", "tasks", "cpus", "gpus", "mem", "limit", "disk", "about")
+    shown: list[RenderableType] = [table(columns, map(_estimate_row, stages), right=" ".join(columns[1:]))]
+    waiting = {stage["stage"]: stage["counts"].get("waiting", 0) for stage in stages}
+    unknown = "not scanned yet, and what they hold is not counted"
+    shown += [f"{name}: {plural(count, 'item')} {unknown}" for name, count in waiting.items() if count]
+    for stage in stages:
+        if stage["tasks"]:
+            shown += ["", f"{stage['stage']}: where the numbers are from"]
+            shown += [f"  {name}: {source}" for name, source in stage["sources"].items()]
+    return shown
+
+
+def _estimate_row(stage: Mapping[str, Any]) -> tuple[str, ...]:
+    counts = stage["counts"]
+    if not stage["tasks"]:
+        return (stage["stage"], f"{counts['missing']:,}", f"{counts['cached']:,}", "0", *[""] * 6)
+    return (
+        stage["stage"],
+        f"{counts['missing']:,}",
+        f"{counts['cached']:,}",
+        f"{stage['tasks']:,}",
+        str(stage["cpus"]),
+        str(stage["gpus"]),
+        size(stage["mem_bytes"]),
+        duration(stage["time_s"]),
+        size(stage["disk_bytes"]) if stage["disk_bytes"] else "",
+        "unknown" if stage["all_s"] is None else duration(stage["all_s"]),
+    )

@@ -8,8 +8,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from enum import Enum
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from itertools import islice
@@ -21,8 +19,10 @@ from pipeline.encoder.weights import find, identify
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.records import Inventory, Item, Rejection
 from pipeline.report.tables import size
+from pipeline.runs import scheduler
+from pipeline.runs.executors import local_machine
+from pipeline.runs.finding import Finding, Verdict, failed
 from pipeline.runs.project import recipe_of, source_spec
-from pipeline.runs.supervisor import local_machine
 from pipeline.stages.scan import glance
 from pipeline.store.cache import Cache
 from pipeline.structures.files import paths
@@ -38,32 +38,13 @@ PACKAGE_NAME = re.compile(r"[\w.-]+")
 EXTRAS = {"bcif": ("biotite", "BinaryCIF files are rejected")}
 
 
-class Verdict(str, Enum):
-    """How a check ended."""
-
-    OK = "ok"
-    NOTE = "note"
-    BAD = "BAD"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One row of the report."""
-
-    what: str
-    verdict: Verdict
-    found: str
-    remedy: str = ""
-    exit_code: int = 0
-
-
 def examine(config_file: Path | None, sets: Sequence[str]) -> list[Finding]:
     """Return the findings of every check; a check that fails never hides the next one."""
     findings = [_python(), *_packages()]
     try:
         loaded = load(find_config(config_file), sets)
     except PipelineError as error:
-        findings.append(_failed("config", error))
+        findings.append(failed("config", error))
         return findings
     findings.append(Finding("config", Verdict.OK, str(loaded.path)))
     checks: tuple[tuple[str, Callable[[Loaded], Iterator[Finding]]], ...] = (
@@ -72,19 +53,14 @@ def examine(config_file: Path | None, sets: Sequence[str]) -> list[Finding]:
         ("cache", _cache),
         ("runs", _runs),
         ("machine", _machine),
+        ("cluster", scheduler.check),
     )
     for name, look in checks:
         try:
             findings += look(loaded)
         except PipelineError as error:
-            findings.append(_failed(name, error))
+            findings.append(failed(name, error))
     return findings
-
-
-def _failed(what: str, error: PipelineError) -> Finding:
-    """Return the finding that an error is."""
-    place = f"{error.where}: " if error.where else ""
-    return Finding(what, Verdict.BAD, f"{place}{error.what}", error.remedy, error.exit_code)
 
 
 def _python() -> Finding:

@@ -11,11 +11,13 @@ import numpy as np
 from pipeline.encoder.residues import texts
 from pipeline.records import EventKind, Reason, Rejection
 from pipeline.runs import scanning, todo
-from pipeline.runs.embedding import array_of, digest, refusal
+from pipeline.runs.embedding import NAME, array_of, digest, refusal
 from pipeline.runs.judged import Judged
 from pipeline.runs.ledger import Reader, write_rejections
+from pipeline.runs.left_out import left_out
 from pipeline.runs.patience import patiently
 from pipeline.runs.scanning import Known
+from pipeline.stages.embed import name_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -75,11 +77,11 @@ def describe(variant: Variant) -> str:
 
 def judge(project: Project, folder: RunFolder, patience_s: float) -> Embedded:
     """Count what the store has of every item, and list what was left out."""
-    refused = _refused(folder)
+    refused, barred = _refused(folder), left_out(folder, NAME)
 
     def look() -> Embedded:
         embedded = Embedded()
-        write_rejections(folder.rejected, _tally(project, folder, refused, embedded))
+        write_rejections(folder.rejected, _tally(project, folder, refused | barred, embedded))
         return embedded
 
     return patiently((*project.shelves.stores(), project.encoding.shelves.embeddings), look, patience_s)
@@ -127,7 +129,8 @@ def _judge_item(
         return False
     missing = [text for text in texts(one.inventory, recipe.context) if text in absent]
     for text in missing:
-        if why := refusal(text, recipe) or refused.get(recipe.key(text, recipe.wanted(len(text))).hex()):
+        key = recipe.key(text, recipe.wanted(len(text))).hex()
+        if why := refusal(text, recipe) or refused.get(key) or refused.get(name_of(text)):
             return scanning.rejection(one.item, *why)
     return not missing
 

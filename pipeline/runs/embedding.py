@@ -19,10 +19,11 @@ from pipeline.encoder.tokens import BadSequence, tokenize
 from pipeline.records import Reason
 from pipeline.runs import scanning, todo
 from pipeline.runs.folder import writing
+from pipeline.runs.left_out import left_out
 from pipeline.runs.project import asked_bytes
 from pipeline.runs.scanning import Known
 from pipeline.runs.todo import Found, Lines, Shard
-from pipeline.stages.embed import Texts, embed
+from pipeline.stages.embed import Texts, embed, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -38,10 +39,11 @@ if TYPE_CHECKING:
 NAME = "embed"
 BYTES_OF = {"fp32": 4, "fp16": 2, "bf16": 2}
 RECORD_BYTES = 512  # what a record takes besides its rows
-TASK_S, WORTHWHILE_S = 600, 20  # what a task should take, and from when on another one pays
+WORTHWHILE_S = 20  # from when on another task pays
 RATE_OF_CORE, RATE_OF_GPU = 2e10, 2.5e13  # multiply-adds a second; cautious, and only for cutting work into tasks
 BASE_BYTES = 1 << 30  # the interpreter with torch, buffers of results
 WORKING_TOKENS = 8192
+FEWEST_TOKENS = 1024  # longer sequences than fit are cut into windows, or computed on the CPU
 
 
 @dataclass(slots=True)
@@ -129,7 +131,10 @@ def _deal(
             for part in parts:
                 np.stack([offsets_N[part], lengths_N[part].astype(np.uint64)], axis=1).tofile(file)
     ends = np.cumsum([len(part) for part in parts], dtype=np.int64).tolist()
-    shards = tuple(Shard(end - len(part), end, len(part)) for part, end in zip(parts, ends, strict=True))
+    largest = [int(lengths_N[part].max()) for part in parts]
+    shards = tuple(
+        Shard(end - len(part), end, len(part), longest) for part, end, longest in zip(parts, ends, largest, strict=True)
+    )
     row_bytes = weights.dim * BYTES_OF[recipe.storage]
     taken = int(lengths_N.sum()) * (row_bytes + 1) + len(lengths_N) * RECORD_BYTES
     return Found(counts, shards, bytes=taken, cost=float(costs_N.sum()))
@@ -149,7 +154,10 @@ def _tasks(project: Project, sequences: int, cost: float, at_once: int) -> int:
         return max(1, math.ceil(sequences / int(resources.items_per_task)))
     rate = RATE_OF_GPU * resources.gpus or RATE_OF_CORE * resources.cpus
     worthwhile = min(at_once, math.ceil(cost / (rate * WORTHWHILE_S)))
-    return min(max(1, math.ceil(cost / (rate * TASK_S)), worthwhile), math.ceil(sequences / _group(project)))
+    return min(
+        max(1, math.ceil(cost / (rate * 60 * resources.minutes_per_task)), worthwhile),
+        math.ceil(sequences / _group(project)),
+    )
 
 
 def mem_bytes(project: Project) -> int:
@@ -158,6 +166,13 @@ def mem_bytes(project: Project) -> int:
     parameters = weights.layers * (12 * weights.dim**2 + 13 * weights.dim)
     processes = max(1, project.config.cluster.embed.gpus)
     return processes * (BASE_BYTES + 2 * 4 * parameters + WORKING_TOKENS * weights.dim * 64)
+
+
+def gpu_bytes(project: Project) -> int:
+    """Return the memory that a card must have at least: a context, the weights, and one sequence of common length."""
+    weights, recipe = project.encoding.weights, project.encoding.recipe
+    parameters = weights.layers * (12 * weights.dim**2 + 13 * weights.dim)
+    return BASE_BYTES + BYTES_OF[recipe.precision] * parameters + FEWEST_TOKENS * weights.dim * 64
 
 
 def work(
@@ -171,14 +186,20 @@ def work(
         lengths_N = rows_N2[:, 1].astype(np.int64)
         costs_N = costs(lengths_N, encoding.recipe, encoding.weights.dim)
         rows_N2 = rows_N2[deal(lengths_N, costs_N, part[1], _group(project))[part[0]]]
+    barred = left_out(folder, NAME)
     with folder.todo(NAME).open("rb") as file:
 
         def read(wanted: Sequence[int]) -> list[str]:
             return [os.pread(file.fileno(), int(size), int(at)).decode() for at, size in rows_N2[list(wanted)]]
 
+        if barred:
+            kept = [at for at in range(len(rows_N2)) if name_of(read([at])[0]) not in barred]
+            rows_N2 = rows_N2[kept]
         found = Texts(rows_N2[:, 1].astype(np.int64), read)
-        task_bytes = asked_bytes(project.config.cluster.embed, mem_bytes(project))
-        settings = replace(encoding.settings, mem_bytes=task_bytes // part[1])
+        task_bytes = tell.mem_bytes or asked_bytes(project.config.cluster.embed, mem_bytes(project))
+        settings = replace(encoding.settings, mem_bytes=task_bytes // part[1], shrink=tell.shrink)
+        if tell.careful:
+            settings = replace(settings, cap=1)
         yield from embed(found, Path(encoding.weights.path), encoding.recipe, settings, encoding.shelves, tell)
 
 

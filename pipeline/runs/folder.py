@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 NAME = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4}-[a-z]+")
-PRIVATE = 0o700
+PRIVATE, SHARED = 0o700, 0o777  # what the umask leaves of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,25 @@ class RunFolder:
         """One file of events per process that took part."""
         return self.path / "events"
 
+    def on(self, stage: str, task: int, part: int = 0) -> Path:
+        """Return the note of what a task (or one of its processes) is working on, and how far it is."""
+        return self.path / "on" / f"{stage}-{task:06d}-{part}"
+
+    @property
+    def left_out(self) -> Path:
+        """What killed its task and is left out for that, a line each."""
+        return self.path / "left_out.jsonl"
+
+    @property
+    def claims(self) -> Path:
+        """Who looks after the run: a file for each visit of a supervisor."""
+        return self.path / "claims"
+
+    @property
+    def code(self) -> Path:
+        """The folder of the package as it was at submission."""
+        return self.path / "code.txt"
+
     @property
     def logs(self) -> Path:
         """What the tasks printed."""
@@ -88,15 +107,15 @@ class RunFolder:
         return self.path / "supervisor.log"
 
 
-def create(runs: Path, stage: str, now: datetime) -> RunFolder:
-    """Make a new run folder, private to the user; names sort by time."""
+def create(runs: Path, stage: str, now: datetime, *, private: bool = True) -> RunFolder:
+    """Make a new run folder, private to the user unless they want otherwise; names sort by time."""
     name = f"{now:%Y%m%d-%H%M%S}-{now.microsecond // 16:04x}-{stage}"
     with writing(runs / name):
         runs.mkdir(parents=True, exist_ok=True)
         folder = RunFolder(runs / name)
-        folder.path.mkdir(mode=PRIVATE)
-        folder.events.mkdir()
-        folder.logs.mkdir()
+        folder.path.mkdir(mode=PRIVATE if private else SHARED)
+        for one in (folder.events, folder.logs, folder.claims, folder.on("", 0).parent):
+            one.mkdir()
     return folder
 
 
@@ -107,7 +126,8 @@ def runs_in(runs: Path) -> list[RunFolder]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise ConfigError(f"cannot be listed: {error.strerror}", where=str(runs), remedy=f"ls -ld {runs}") from error
+        remedy = f"ls -ld {runs}   or another folder: --set cluster.runs=FOLDER"
+        raise ConfigError(f"cannot be listed: {error.strerror}", where=str(runs), remedy=remedy) from error
     return [RunFolder(runs / name) for name in names if _is_run(runs / name)]
 
 

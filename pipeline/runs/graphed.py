@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 from pipeline.records import Kind, Reason, Rejection
 from pipeline.runs import scanning, todo
 from pipeline.runs.folder import writing
+from pipeline.runs.graphing import NAME
 from pipeline.runs.judged import Judged
 from pipeline.runs.ledger import write_rejections
+from pipeline.runs.left_out import left_out
 from pipeline.runs.patience import patiently
 from pipeline.runs.scanning import Known
 from pipeline.training.dataset import TableBuilder
@@ -66,11 +68,13 @@ def check(_project: Project, folder: RunFolder, graphed: Graphed) -> list[str]:
 
 def _tally(project: Project, folder: RunFolder, graphed: Graphed, table: TableBuilder) -> Iterator[dict[str, Any]]:
     """Count every item and yield the rejected ones."""
-    verifier = project.graphs.verifier(limited=False)
+    verifier, barred = project.graphs.verifier(limited=False), left_out(folder, NAME)
     for chunk in todo.chunks(scanning.known(project, folder, todo.read_items(folder.items)), todo.LOOKED_UP_AT_ONCE):
         for one, said in zip(chunk, _said(project, chunk, verifier), strict=True):
             if isinstance(one, Known) and said is not None and "reason" in said:
                 one = scanning.rejection(one.item, Reason(said["reason"]), said["detail"])
+            elif isinstance(one, Known) and said is None and one.item.id in barred:
+                one = scanning.rejection(one.item, *barred[one.item.id])
             if isinstance(one, Rejection):
                 graphed.reject(one)
                 yield one.to_json()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pipeline.runs.project import Project
 
 NAME = "graph"
-TASK_S, WORTHWHILE_S = 600, 10  # what a task should take, and from when on another one pays
+WORTHWHILE_S = 10  # from when on another task pays
 ATOMS_PER_S = 500_000  # read and turned into a graph; cautious, and only for cutting work into tasks
 BYTES_PER_ATOM = 32  # of a stored graph, about
 BYTES_PER_EDGE = 2
@@ -87,16 +87,20 @@ def _cut(project: Project, offsets: array[int], atoms_N: NDArray[np.int64], at_o
         bounds = [*range(0, items, int(asked)), items]
     else:
         done_N = np.cumsum(atoms_N)
-        tasks = min(items, _tasks(int(done_N[-1]), at_once))
+        tasks = min(items, _tasks(project, int(done_N[-1]), at_once))
         shares = done_N[-1] * np.arange(1, tasks) / tasks
         bounds = np.unique([0, *(np.searchsorted(done_N, shares) + 1).tolist(), items]).tolist()
-    return tuple(Shard(offsets[first], offsets[last], last - first) for first, last in pairwise(bounds))
+    return tuple(
+        Shard(offsets[first], offsets[last], last - first, int(atoms_N[first:last].max()))
+        for first, last in pairwise(bounds)
+    )
 
 
-def _tasks(atoms: int, at_once: int) -> int:
+def _tasks(project: Project, atoms: int, at_once: int) -> int:
     """Return how many tasks there are: of some minutes, and enough for all that can run at once."""
     worthwhile = min(at_once, math.ceil(atoms / (ATOMS_PER_S * WORTHWHILE_S)))
-    return max(1, math.ceil(atoms / (ATOMS_PER_S * TASK_S)), worthwhile)
+    task_s = 60 * project.config.cluster.graph.minutes_per_task
+    return max(1, math.ceil(atoms / (ATOMS_PER_S * task_s)), worthwhile)
 
 
 def mem_bytes(project: Project) -> int:
@@ -105,8 +109,8 @@ def mem_bytes(project: Project) -> int:
 
 
 def work(
-    project: Project, folder: RunFolder, task: int, _tell: Tell, _part: tuple[int, int] = (0, 1)
+    project: Project, folder: RunFolder, task: int, tell: Tell, _part: tuple[int, int] = (0, 1)
 ) -> Generator[Reason | None, None, None]:
     """Build the graphs of one task."""
-    items, graphs = todo.read_task(folder, NAME, task), project.graphs
+    items, graphs = scanning.noted(folder, NAME, task, tell), project.graphs
     return graph(items, project.recipe, graphs.recipe, graphs.store, project.config.cache.shard_bytes)

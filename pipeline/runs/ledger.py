@@ -9,7 +9,6 @@ import errno
 import json
 import os
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError
@@ -18,15 +17,27 @@ from pipeline.runs.folder import writing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from pipeline.runs.folder import RunFolder
+
+
+SUFFIX = ".jsonl"
+_decode = json.JSONDecoder().raw_decode  # of text that begins with its object, as events do
+_KINDS = {kind.value: kind for kind in EventKind}
+_STARTED, _PROGRESS, _FINISHED = (
+    b'"kind":"%s"' % kind.value.encode()
+    for kind in (EventKind.TASK_STARTED, EventKind.PROGRESS, EventKind.TASK_FINISHED)
+)
+READ_BYTES = 1 << 18
+_NO_FIGURES = b'"figures":{}'
 
 
 class Ledger:
     """Appends events to one file."""
 
     def __init__(self, folder: RunFolder, writer: str) -> None:
-        self._path = folder.events / f"{writer}.jsonl"
+        self._path = folder.events / f"{writer}{SUFFIX}"
         with writing(self._path):
             self._file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
             size = os.fstat(self._file).st_size
@@ -55,6 +66,18 @@ class Reader:
 
     def fresh(self) -> Iterator[Event]:
         """Yield the events that came since the last call, file by file; only files that grew are opened."""
+        for path, writer in self._grown():
+            for lines in self._fresh_of(path):
+                yield from filter(None, (_event(line, writer) for line in lines))
+
+    def news(self) -> Iterator[Event]:
+        """Yield what `fresh` does but for what a writer's next lines overtake: enough to know how a run stands."""
+        for path, writer in self._grown():
+            for lines in self._fresh_of(path):
+                yield from filter(None, [_event(line, writer) for line in _telling(lines)])
+
+    def _grown(self) -> Iterator[tuple[str, str]]:
+        """Yield the path and the writer of each file with something new in it."""
         try:
             entries = sorted(os.scandir(self._folder), key=lambda entry: entry.name)
         except FileNotFoundError:
@@ -62,27 +85,57 @@ class Reader:
         except OSError as error:
             raise ConfigError(f"cannot be read: {error.strerror}", where=str(self._folder), remedy="ls -l") from error
         for entry in entries:
-            if entry.stat().st_size > self._positions.get(entry.name, 0):
-                yield from self._fresh_of(Path(entry.path))
+            if entry.stat().st_size > self._positions.get(entry.path, 0):
+                yield entry.path, entry.name.removesuffix(SUFFIX)
 
-    def _fresh_of(self, path: Path) -> Iterator[Event]:
-        """Yield the whole lines that were added to a file."""
-        with path.open("rb") as file:
-            file.seek(self._positions.get(path.name, 0))
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                self._positions[path.name] = self._positions.get(path.name, 0) + len(line)
-                event = _event(line, path.stem)
-                if event is not None:
-                    yield event
+    def _fresh_of(self, path: str) -> Iterator[list[bytes]]:
+        """Yield the whole lines that were added to a file, some at a time."""
+        position, most = self._positions.get(path, 0), READ_BYTES
+        file = os.open(path, os.O_RDONLY)
+        try:
+            while chunk := os.pread(file, most, position):
+                end = chunk.rfind(b"\n") + 1
+                if end:
+                    position += end
+                    self._positions[path] = position
+                    yield chunk[: end - 1].split(b"\n")
+                if len(chunk) < most:
+                    return
+                if not end:
+                    most *= 2  # a line that is longer
+        finally:
+            os.close(file)
+
+
+def _telling(lines: list[bytes]) -> Iterator[bytes]:
+    """Return the lines of a writer that those after them do not overtake."""
+    last = lines[-1] if lines else b""
+    whole = _FINISHED in last and _NO_FIGURES not in last and _STARTED in lines[0]
+    if whole and all(_PROGRESS in line for line in lines[1:-1]):  # as most are: one start that went well
+        return iter((last,))
+    kept = lines[-1:]
+    for line in reversed(lines[:-1]):
+        if not _is_overtaken(line, kept[-1]):
+            kept.append(line)
+    return reversed(kept)
+
+
+def _is_overtaken(line: bytes, following: bytes) -> bool:
+    """Tell whether newer progress follows, or a start's end; figures stay until there are others."""
+    if _PROGRESS in line:
+        newer = _PROGRESS in following or _FINISHED in following
+        return newer and (_NO_FIGURES in line or _NO_FIGURES not in following)
+    return _STARTED in line and _FINISHED in following
 
 
 def _event(line: bytes, writer: str) -> Event | None:
     """Read one line; one that a crash has torn, or of a kind that only a newer version knows, is none."""
     try:
-        data = json.loads(line)
-        return Event(kind=EventKind(data.pop("kind")), at=data.pop("at"), writer=writer, data=data)
+        text = line.decode()
+        data, end = _decode(text)
+        if text[end:]:
+            return None
+        return Event(kind=_KINDS[data.pop("kind")], at=data.pop("at"), writer=writer, data=data)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 

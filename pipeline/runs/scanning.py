@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 
 from pipeline.records import Item, Reason, Rejection
 from pipeline.runs import todo
+from pipeline.runs.folder import writing
 from pipeline.runs.ledger import write_rejections
+from pipeline.runs.left_out import left_out
 from pipeline.runs.patience import patiently
 from pipeline.runs.todo import Found, Lines, Shard
 from pipeline.stages.graph import Maker, open_writer
@@ -34,6 +36,8 @@ ATOMS_PER_RESIDUE = 10  # heavy ones, on the average
 BYTES_PER_EDGE = 100  # of an atom graph while it is built
 TASKS_PER_SLOT = 4  # enough that the last task to finish is short
 FEWEST_PER_TASK, MOST_PER_TASK = 64, 2048  # a task costs an interpreter and a published file
+FEWEST_PER_JOB = 512  # and on a cluster a place in the queue
+ITEMS_PER_S = 20  # mmCIF files; cautious, and only for cutting work into tasks
 AT_A_GLANCE = frozenset({Reason.MISSING_FILE, Reason.UNREADABLE_FILE, Reason.FILE_TOO_LARGE, Reason.NEEDS_EXTRA})
 
 
@@ -42,21 +46,27 @@ def survey(project: Project, folder: RunFolder | None, at_once: int) -> Found:
     recipe, shelves = project.recipe, project.shelves
     counts = {"items": 0, "refused": 0, "unusable": 0, "cached": 0, "missing": 0}
     offsets = array("Q")  # where each missing item begins in the todo file, and the end: 8 bytes an item
-    with Lines(folder.items if folder else None) as everything, Lines(folder.todo(NAME) if folder else None) as rest:
+    listed = folder.items.with_suffix(".partial") if folder else None
+    with Lines(listed) as everything, Lines(folder.todo(NAME) if folder else None) as rest:
         for chunk in todo.chunks(todo.list_items(project), todo.LOOKED_UP_AT_ONCE):
-            for entry in chunk:
-                everything.write_record(entry)
+            texts = [todo.line_of(entry) for entry in chunk]
+            for text in texts:
+                everything.write(text)
             items = [entry for entry in chunk if isinstance(entry, Item)]
+            written = (text for entry, text in zip(chunk, texts, strict=True) if isinstance(entry, Item))
             counts["items"] += len(chunk)
             counts["refused"] += len(chunk) - len(items)
-            for item, seen in zip(items, look_up(items, recipe, shelves), strict=True):
+            for text, seen in zip(written, look_up(items, recipe, shelves), strict=True):
                 if seen.inventory is not None:
                     counts["unusable" if seen.inventory.reason in AT_A_GLANCE else "cached"] += 1
                     continue
                 offsets.append(rest.position)
                 counts["missing"] += 1
-                rest.write_record(item)
+                rest.write(text)
         offsets.append(rest.position)
+    if folder and listed:
+        with writing(folder.items):
+            listed.replace(folder.items)
     return Found(counts, _cut(offsets, _items_per_task(project, counts["missing"], at_once)))
 
 
@@ -72,7 +82,10 @@ def _items_per_task(project: Project, missing: int, at_once: int) -> int:
     asked = project.config.cluster.scan.items_per_task
     if asked != "auto":
         return int(asked)
-    return max(FEWEST_PER_TASK, min(MOST_PER_TASK, math.ceil(missing / (TASKS_PER_SLOT * at_once))))
+    if project.config.cluster.executor == "local":
+        return max(FEWEST_PER_TASK, min(MOST_PER_TASK, math.ceil(missing / (TASKS_PER_SLOT * at_once))))
+    most = 60 * project.config.cluster.scan.minutes_per_task * ITEMS_PER_S
+    return min(most, max(FEWEST_PER_JOB, math.ceil(missing / at_once)))
 
 
 def mem_bytes(project: Project) -> int:
@@ -90,16 +103,25 @@ def edges_of_atom(graph: Graph) -> int:
 
 
 def work(
-    project: Project, folder: RunFolder, task: int, _tell: Tell, _part: tuple[int, int] = (0, 1)
+    project: Project, folder: RunFolder, task: int, tell: Tell, _part: tuple[int, int] = (0, 1)
 ) -> Generator[Reason | None, None, None]:
     """Scan the items of one task; if the run wants graphs too, build them while the structure is in hand."""
-    items = todo.read_task(folder, NAME, task)
+    items = noted(folder, NAME, task, tell)
     if "graph" not in json.loads(folder.stages.read_text()) or not project.config.graph.cache:
         yield from scan(items, project.recipe, project.shelves)
         return
     with open_writer(project.graphs.store, project.config.cache.shard_bytes) as writer:
         maker = Maker(project.graphs.recipe, project.graphs.store, writer)
         yield from scan(items, project.recipe, project.shelves, maker)
+
+
+def noted(folder: RunFolder, stage: str, task: int, tell: Tell) -> Iterator[Item]:
+    """Yield the items of a task without those that killed it, telling each before it is worked on."""
+    barred = left_out(folder, stage)
+    for item in todo.read_task(folder, stage, task):
+        if item.id not in barred:
+            tell.on((item.id,))
+            yield item
 
 
 def judge(project: Project, folder: RunFolder, patience_s: float) -> Census:
@@ -140,6 +162,7 @@ def known(
     """Yield what is known of each entry of a data set, in order."""
     recipe, shelves = project.recipe, project.shelves
     since_ns = folder.stages.stat().st_mtime_ns if folder else None
+    barred = left_out(folder, NAME)
     for chunk in todo.chunks(entries, todo.LOOKED_UP_AT_ONCE):
         looked_up = iter(look_up([entry for entry in chunk if isinstance(entry, Item)], recipe, shelves))
         for entry in chunk:
@@ -151,6 +174,8 @@ def known(
                 seen = look_again(entry, recipe, shelves, since_ns)
             if seen.inventory is not None and seen.inventory.reason is not None:
                 yield rejection(entry, seen.inventory.reason, seen.inventory.detail)
+            elif seen.inventory is None and entry.id in barred:
+                yield rejection(entry, *barred[entry.id])
             else:
                 yield Known(entry, seen.inventory, seen.key)
 

@@ -1,10 +1,11 @@
-"""Submitting: freeze what was asked into a run folder, and cut what is missing into tasks."""
+"""Submitting: freeze what was asked into a run folder, cut what is missing into tasks, say what each task gets."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -13,23 +14,37 @@ from typing import TYPE_CHECKING
 
 from pipeline.cluster.spec import TASK, JobSpec
 from pipeline.config.load import dump_resolved
-from pipeline.errors import CacheUnusable, PlanInfeasible
+from pipeline.errors import CacheUnusable, JobFailed, PlanInfeasible, SubmissionRefused
+from pipeline.keys import recipe_tag
+from pipeline.memory.profiles import Profiles
 from pipeline.report.tables import size
 from pipeline.runs import folder as folders
+from pipeline.runs.attempts import Ask, numbers
 from pipeline.runs.folder import writing
+from pipeline.runs.frozen import freeze, module_command
 from pipeline.runs.project import asked_bytes
+from pipeline.runs.status import Job
+from pipeline.runs.worker import WORKER
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+    from pipeline.cluster.spec import Executor, Limits
     from pipeline.config.schema import Config, StageResources
     from pipeline.runs.folder import RunFolder
     from pipeline.runs.project import Project
     from pipeline.runs.todo import Found
     from pipeline.runs.workflow import Stage
 
-WORKER = "pipeline.runs.worker"
 SUPERVISOR = "pipeline.runs.supervisor"
+
+
+@dataclass(frozen=True, slots=True)
+class First:
+    """What the first attempt at a task is given, and where its memory is from."""
+
+    ask: Ask
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,26 +53,69 @@ class Plan:
 
     stage: Stage
     found: Found
-    job: JobSpec | None  # None when nothing is missing
-    mem_bytes: int  # what a task is thought to need
+    first: First
+    cpus: int
+    gpus: int
 
     def counts(self) -> dict[str, int]:
         """Return the figures that people are told."""
         return {**self.found.counts, "tasks": len(self.found.shards)}
 
+    def row(self) -> tuple[str, Mapping[str, int], int, int, Ask | None]:
+        """Return what a table shows of it."""
+        ask = self.first.ask if self.found.shards else None
+        return self.stage.name, self.counts(), self.found.bytes, self.cpus, ask
 
-def plan(project: Project, stage: Stage, cpus: int, gpus: int, folder: RunFolder | None) -> Plan:
+
+def plan(project: Project, stage: Stage, executor: Executor, folder: RunFolder | None) -> Plan:
     """Compare the data set with the store and cut what is missing into tasks; write it down if there is a folder."""
-    found = stage.survey(project, folder, _at_once(stage.resources(project), cpus, gpus))
+    resources = stage.resources(project)
+    found = stage.survey(project, folder, tasks_at_once(project.config, stage, executor))
     if folder is not None:
         found.write_shards(folder, stage.name)
-    job = job_spec(project, stage, len(found.shards), folder) if found.shards else None
-    return Plan(stage, found, job, stage.mem_bytes(project))
+    first = first_ask(project, stage, profiles_of(project.config), limits_for(project, stage, executor))
+    return Plan(stage, found, first, resources.cpus, resources.gpus)
 
 
-def _at_once(resources: StageResources, cpus: int, gpus: int) -> int:
-    """Return how many tasks of a stage can run at once on so much."""
-    return max(1, min(cpus // resources.cpus, gpus // resources.gpus if resources.gpus else cpus))
+def tasks_at_once(config: Config, stage: Stage, executor: Executor) -> int:
+    """Return how many tasks of a stage can run at once."""
+    resources: StageResources = getattr(config.cluster, stage.name)
+    if config.cluster.executor != "local":
+        return resources.parallel
+    by_gpus = executor.gpus // resources.gpus if resources.gpus else executor.cpus
+    return max(1, min(executor.cpus // resources.cpus, by_gpus))
+
+
+def limits_for(project: Project, stage: Stage, executor: Executor) -> Limits:
+    """Return what a task of a stage can be given, where its jobs go."""
+    resources = stage.resources(project)
+    return executor.limits_of(resources.partition or "", resources.cpus, resources.gpus)
+
+
+def first_ask(project: Project, stage: Stage, profiles: Profiles, limits: Limits) -> First:
+    """Return what a task is given to begin with: as pinned, else as measured before, else as planned."""
+    resources, planned_bytes = stage.resources(project), stage.mem_bytes(project)
+    if resources.mem != "auto" or resources.mem_per_gpu is not None:
+        return First(Ask(asked_bytes(resources, planned_bytes), int(resources.time)), "as configured")
+    recipe, cluster = recipe_name(project, stage), cluster_name(project.config)
+    suggested = profiles.suggest(stage.name, recipe, cluster, planned_bytes=planned_bytes)
+    mem_bytes = min(suggested.mem_bytes, max(limits.mem_bytes or suggested.mem_bytes, planned_bytes))
+    return First(Ask(mem_bytes, int(resources.time)), suggested.why)
+
+
+def profiles_of(config: Config) -> Profiles:
+    """Return what was measured in earlier runs."""
+    return Profiles(config.cluster.runs / ".profiles")
+
+
+def recipe_name(project: Project, stage: Stage) -> str:
+    """Return the name under which measurements of a stage are remembered."""
+    return recipe_tag(stage.name, stage.recipe(project)).hex()
+
+
+def cluster_name(config: Config) -> str:
+    """Return where tasks run, as measurements are remembered."""
+    return config.cluster.slurm.name if config.cluster.executor == "slurm" else "local"
 
 
 def refuse_unfit_disk(project: Project, found: Found) -> None:
@@ -77,41 +135,76 @@ def refuse_unfit_disk(project: Project, found: Found) -> None:
         raise PlanInfeasible(what, where=str(root), remedy=remedy)
 
 
-def job_spec(project: Project, stage: Stage, tasks: int, folder: RunFolder | None) -> JobSpec:
-    """Return the job that does a stage's tasks; it is told (run, stage, task) and nothing else."""
+def job_spec(project: Project, stage: Stage, tasks: int, limits: Limits, folder: RunFolder | None = None) -> JobSpec:
+    """Return the job that does the first attempt at a stage's tasks."""
+    first = first_ask(project, stage, profiles_of(project.config), limits)
     resources = stage.resources(project)
-    run = str(folder.path) if folder else "RUN"
-    return JobSpec(
-        name=stage.name,
-        argv=(*module_command(WORKER), run, stage.name, TASK),
-        tasks=tasks,
+    job = Job(
+        tag=f"{folder.name if folder else 'RUN'}-{stage.name}-0",
+        stage=stage.name,
+        tasks=f"0-{tasks - 1}",
+        attempt=1,
+        ask=first.ask,
         cpus=resources.cpus,
         gpus=resources.gpus,
-        mem_bytes=asked_bytes(resources, stage.mem_bytes(project)),
-        time_s=int(resources.time),
-        log_dir=str(folder.logs) if folder else "logs",
+        why=first.why,
     )
+    return spec_of(folder, project.config, job)
 
 
-def module_command(module: str) -> tuple[str, ...]:
-    """Return the command that runs a module of this installation, whatever lies in the current folder."""
-    code = f"import sys; sys.path[:] = filter(None, sys.path); from {module} import main; sys.exit(main(sys.argv[1:]))"
-    return (sys.executable, "-c", code)
+def spec_of(folder: RunFolder | None, config: Config, job: Job) -> JobSpec:
+    """Return a job as an executor takes it; each task is told (run, stage, task) and what this attempt has."""
+    resources: StageResources = getattr(config.cluster, job.stage)
+    run, ask = str(folder.path) if folder else "RUN", job.ask
+    words = [run, job.stage, TASK, "--attempt", str(job.attempt), "--mem", str(ask.mem_bytes)]
+    words += ["--shrink", str(ask.shrink)] if ask.shrink else []
+    words += ["--careful"] if ask.careful else []
+    return JobSpec(
+        name=job.stage,
+        argv=(*module_command(WORKER, folder), *words),
+        tasks=tuple(numbers(job.tasks)),
+        cpus=job.cpus,
+        gpus=job.gpus,
+        mem_bytes=ask.mem_bytes,
+        time_s=ask.time_s,
+        log_dir=str(folder.logs) if folder else "logs",
+        max_parallel=(job.parallel or resources.parallel) if config.cluster.executor == "slurm" else None,
+        tag=job.tag,
+        partition=job.partition or resources.partition or "",
+        constraint=job.constraint or resources.constraint or "",
+        card=job.card,
+    )
 
 
 def new_run(config: Config, stages: Sequence[str], again: str = "") -> RunFolder:
     """Make the folder of a run and freeze in it what was asked, and the command that asks for it again."""
-    folder = folders.create(config.cluster.runs, stages[-1], datetime.now(tz=timezone.utc))
-    with writing(folder.path):
-        folder.config.write_text(dump_resolved(config))
-        folder.stages.write_text(json.dumps(list(stages)))
-        folder.again.write_text(again or f"pipeline submit --stage {stages[-1]}")
+    now, private = datetime.now(tz=timezone.utc), config.cluster.private
+    folder = None
+    try:
+        folder = folders.create(config.cluster.runs, stages[-1], now, private=private)
+        with writing(folder.path):
+            folder.code.write_text(str(freeze(config.cluster.runs)))
+            folder.config.write_text(dump_resolved(config))
+            folder.stages.write_text(json.dumps(list(stages)))
+            folder.again.write_text(again or f"pipeline submit --stage {stages[-1]}")
+    except JobFailed as error:
+        if folder is not None:
+            shutil.rmtree(folder.path, ignore_errors=True)
+        raise SubmissionRefused(error.what, where=error.where, remedy=error.remedy) from error
     return folder
+
+
+def pay_visit(folder: RunFolder) -> None:
+    """Pay a run a visit, by its own code, without waiting for anything; raise when that fails."""
+    done = subprocess.run([*module_command(SUPERVISOR, folder), str(folder.path), "--visit", "--now"], check=False)
+    if done.returncode:
+        what = f"its supervisor ended with {done.returncode}"
+        raise JobFailed(what, where=folder.name, remedy=f"pipeline status {folder.name}")
 
 
 def start_supervisor(folder: RunFolder) -> int:
     """Start a supervisor in a session of its own, so that it outlives this process and its terminal; return its pid."""
     log = (os.POSIX_SPAWN_OPEN, 1, str(folder.supervisor_log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     files = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0), log, (os.POSIX_SPAWN_DUP2, 1, 2)]
-    command = [*module_command(SUPERVISOR), str(folder.path)]
+    command = [*module_command(SUPERVISOR, folder), str(folder.path)]
     return os.posix_spawn(sys.executable, command, os.environ, file_actions=files, setsid=True)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from itertools import islice
-from typing import IO, TYPE_CHECKING, TypeVar
+from typing import IO, TYPE_CHECKING, TypeAlias, TypeVar
 
 from pipeline.records import Item, Rejection
 from pipeline.runs.folder import writing
 from pipeline.structures.sources import items as source_items
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from pipeline.runs.folder import RunFolder
@@ -29,6 +29,7 @@ class Shard:
     start: int
     end: int
     items: int
+    largest: int = 0  # the cost of the largest item, in the stage's unit; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +43,68 @@ class Found:
 
     def write_shards(self, folder: RunFolder, stage: str) -> None:
         """Write down what each task takes."""
-        with writing(folder.shards(stage)):
-            folder.shards(stage).write_text(json.dumps([asdict(shard) for shard in self.shards]))
+        _write_shards(folder, stage, self.shards)
+
+
+def _write_shards(folder: RunFolder, stage: str, shards: Sequence[Shard]) -> None:
+    """Replace the list of what each task takes; who reads it meanwhile sees the old or the new one."""
+    partial = folder.shards(stage).with_suffix(".partial")
+    with writing(folder.shards(stage)):
+        partial.write_text(json.dumps([asdict(shard) for shard in shards]))
+        partial.replace(folder.shards(stage))
+
+
+def read_shards(folder: RunFolder, stage: str) -> list[Shard]:
+    """Return what every task takes."""
+    return [Shard(**one) for one in json.loads(folder.shards(stage).read_text())]
 
 
 def read_shard(folder: RunFolder, stage: str, task: int) -> Shard:
     """Return what one task takes."""
     return Shard(**json.loads(folder.shards(stage).read_text())[task])
+
+
+Halve: TypeAlias = "Callable[[RunFolder, Shard], tuple[Shard, Shard]]"
+
+
+def split_shards(folder: RunFolder, stage: str, tasks: Sequence[int], halve: Halve) -> dict[int, list[int]]:
+    """Add two tasks for each of some, that share what it takes, at the end of the list; return their numbers."""
+    shards = read_shards(folder, stage)
+    known = {shard: number for number, shard in enumerate(shards)}
+    into = {}
+    for task in tasks:
+        halves = halve(folder, shards[task])
+        for half in halves:  # one that is known already was split by somebody who died before the ledger knew
+            if known.get(half, -1) <= task:
+                known[half] = len(shards)
+                shards.append(half)
+        into[task] = [known[half] for half in halves]
+    _write_shards(folder, stage, shards)
+    return into
+
+
+def halve_lines(path: Path, shard: Shard) -> tuple[Shard, Shard]:
+    """Cut a range of lines in the middle."""
+    first = shard.items // 2
+    with path.open("rb") as file:
+        file.seek(shard.start)
+        for _ in range(first):
+            file.readline()
+        middle = file.tell()
+    return (
+        Shard(shard.start, middle, first, shard.largest),
+        Shard(middle, shard.end, shard.items - first, shard.largest),
+    )
+
+
+def halve_rows(_folder: RunFolder, shard: Shard) -> tuple[Shard, Shard]:
+    """Cut a range of rows in the middle."""
+    first = shard.items // 2
+    middle = shard.start + first
+    return (
+        Shard(shard.start, middle, first, shard.largest),
+        Shard(middle, shard.end, shard.items - first, shard.largest),
+    )
 
 
 def read_task(folder: RunFolder, stage: str, task: int) -> Iterator[Item]:
@@ -78,9 +134,12 @@ def frozen_items(project: Project, folder: RunFolder | None) -> Iterator[Item | 
     if folder is None:
         return list_items(project)
     if not folder.items.exists():
-        with Lines(folder.items) as lines:
+        partial = folder.items.with_suffix(".partial")  # who dies on the way leaves no list that looks whole
+        with Lines(partial) as lines:
             for entry in list_items(project):
                 lines.write_record(entry)
+        with writing(folder.items):
+            partial.replace(folder.items)
     return read_items(folder.items)
 
 
@@ -89,6 +148,11 @@ def chunks(values: Iterable[T], size: int) -> Iterator[list[T]]:
     rest = iter(values)
     while chunk := list(islice(rest, size)):
         yield chunk
+
+
+def line_of(record: Item | Rejection) -> str:
+    """Return the line that holds a record."""
+    return json.dumps(record.to_json())
 
 
 class Lines:
@@ -101,7 +165,7 @@ class Lines:
 
     def write_record(self, record: Item | Rejection) -> None:
         """Write one record as JSON."""
-        self.write(json.dumps(record.to_json()))
+        self.write(line_of(record))
 
     def write(self, text: str) -> None:
         """Write one line."""

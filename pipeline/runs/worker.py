@@ -1,31 +1,37 @@
 """What a job executes: one task of one stage of a run, named by three words.
 
-python -m pipeline.runs.worker RUN STAGE TASK
+python -m pipeline.runs.worker RUN STAGE TASK [--attempt N --mem BYTES --shrink K --careful]
 
-A task with several GPUs is one process for each of them: it starts this again for each, with a fourth word.
+A task with several GPUs is one process for each of them: it starts this again for each, with --part.
 """
 
 from __future__ import annotations
 
+import argparse
+import errno
+import json
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections import Counter
 from contextlib import closing
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from pipeline.config.load import from_resolved
-from pipeline.errors import PipelineError
+from pipeline.errors import CacheFull, PipelineError
 from pipeline.records import EventKind, Tell
 from pipeline.runs import workflow
 from pipeline.runs.folder import RunFolder
+from pipeline.runs.frozen import module_command
 from pipeline.runs.ledger import Ledger
 from pipeline.runs.project import Project
-from pipeline.runs.submit import WORKER, module_command
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,81 +40,199 @@ if TYPE_CHECKING:
 
     from pipeline.records import Reason
 
+WORKER = "pipeline.runs.worker"
 PROGRESS_EVERY_S = 0.5
 SIGNALLED = 128  # and the signal's number: how a shell reports a program that was killed
-STOPPED = SIGNALLED + signal.SIGTERM
-ENDING = (signal.SIGTERM, signal.SIGUSR1)  # a cancellation or a limit; what Slurm may send some time before one
+GO_ON = 75  # it finished in order, before its time was up, and has more to do: begin it again
+ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # a cancellation or preemption; what comes before a limit
 GPUS = "CUDA_VISIBLE_DEVICES"
+KIB = 1024 if sys.platform != "darwin" else 1  # in what getrusage counts
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Stopped(BaseException):
     """Somebody asked this process to end; what is finished is published on the way out."""
 
+    came_further: ClassVar[bool] = False  # whether this start has done something that none before it had
 
-def main(arguments: Sequence[str]) -> int:
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+    @property
+    def exit_code(self) -> int:
+        """Ask for another start where time is up; without progress a supervisor has to find more of it.
+
+        What was cancelled or preempted is the scheduler's to begin again.
+        """
+        if self.number == signal.SIGTERM:
+            return SIGNALLED + self.number
+        return GO_ON if self.came_further else SIGNALLED + signal.SIGTERM
+
+
+def main(words: Sequence[str]) -> int:
     """Do one task, or one process's part of it, and report on it."""
-    folder, stage, task = RunFolder(Path(arguments[0])), arguments[1], int(arguments[2])
-    part = _part(arguments[3]) if len(arguments) > 3 else None
     for number in ENDING:
         signal.signal(number, _stop)
-    writer = f"{stage}-{task:06d}" + (f"-{part[0]}" if part else "")
+    given = _parse(words)
+    folder = RunFolder(Path(given.run))
+    part = _part(given.part) if given.part else None
+    writer = f"{given.stage}-{given.task:06d}" + (f"-{part[0]}" if part else "")
+    facts: dict[str, Any] = {"stage": given.stage, "task": given.task, "attempt": given.attempt}
     ledger = Ledger(folder, writer)
-    facts: dict[str, Any] = {"stage": stage, "task": task}
-    if part is None:
-        ledger.emit(EventKind.TASK_STARTED, **facts, host=socket.gethostname())
     try:
+        if part is None:
+            ledger.emit(EventKind.TASK_STARTED, **facts, host=socket.gethostname())
         project = Project.open(from_resolved(folder.config.read_text()))
-        processes = workflow.stage(stage).processes(project)
+        processes = workflow.stage(given.stage).processes(project)
         if part is None and processes > 1:
-            return _fan_out(arguments, processes, ledger, facts)
-        work(project, folder, part or (0, 1), ledger, facts)
+            return _fan_out(words, folder, processes, ledger, facts)
+        work(project, folder, given, part, ledger, facts)
+    except Stopped as stopped:
+        ledger.emit(EventKind.TASK_FAILED, **facts, what="stopped by a signal", exit_code=stopped.exit_code, trouble="")
+        return stopped.exit_code
     except PipelineError as error:
-        ledger.emit(EventKind.TASK_FAILED, **facts, what=str(error), exit_code=error.exit_code)
+        _tell(ledger, facts, error, str(error), error.exit_code)
         print(f"error: {error}", file=sys.stderr)  # noqa: T201 - a task's stderr is its log
         return error.exit_code
-    except Stopped:
-        ledger.emit(EventKind.TASK_FAILED, **facts, what="stopped by a signal", exit_code=STOPPED)
-        return STOPPED
+    except Exception as error:  # noqa: BLE001 - whatever it is, the supervisor is to read it
+        traceback.print_exc()
+        _tell(ledger, facts, error, f"{type(error).__name__}: {error}", 1)
+        return 1
     return 0
 
 
-def work(project: Project, folder: RunFolder, part: tuple[int, int], ledger: Ledger, facts: dict[str, Any]) -> None:
-    """Work through a task, telling the ledger twice a second."""
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    """Read what the task was told."""
+    parser = argparse.ArgumentParser(WORKER)
+    parser.add_argument("run")
+    parser.add_argument("stage")
+    parser.add_argument("task", type=int)
+    parser.add_argument("--attempt", type=int, default=1)
+    parser.add_argument("--mem", type=int, default=0, help="bytes that this attempt has")
+    parser.add_argument("--shrink", type=int, default=0, help="how often to halve the budget of a batch")
+    parser.add_argument("--careful", action="store_true", help="one thing at a time")
+    parser.add_argument("--part", help="which of how many processes this is, as in 0/2")
+    return parser.parse_args(words)
+
+
+def _tell(ledger: Ledger, facts: dict[str, Any], error: Exception, what: str, exit_code: int) -> None:
+    """Report a failure, if the disk still takes it."""
+    try:
+        ledger.emit(EventKind.TASK_FAILED, **facts, what=what, exit_code=exit_code, trouble=trouble_of(error))
+    except PipelineError as refused:
+        print(f"error: {refused}", file=sys.stderr)  # noqa: T201 - a task's stderr is its log
+
+
+def trouble_of(error: BaseException | None) -> str:
+    """Return what kind of want was behind a failure: gpu_oom, host_oom, disk_full, or nothing that is known."""
+    while error is not None:
+        if type(error).__name__ == "OutOfMemoryError":  # torch's; it may never have been imported here
+            return "gpu_oom"
+        if isinstance(error, MemoryError):
+            return "host_oom"
+        if isinstance(error, CacheFull) or (isinstance(error, OSError) and error.errno in FULL):
+            return "disk_full"
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+def work(
+    project: Project,
+    folder: RunFolder,
+    given: argparse.Namespace,
+    part: tuple[int, int] | None,
+    ledger: Ledger,
+    facts: dict[str, Any],
+) -> None:
+    """Work through a task, telling the ledger twice a second, and a note that outlives a kill at every step."""
     done, rejected, told = 0, Counter[str](), 0.0
 
     def refuse(key: str, reason: Reason, detail: str) -> None:
         ledger.emit(EventKind.REFUSED, **facts, key=key, reason=reason.value, detail=detail)
 
     def news() -> dict[str, Any]:
-        return {**facts, "done": done, "rejected": dict(rejected), "figures": tell.figures}
+        return {
+            **facts,
+            "done": done,
+            "rejected": dict(rejected),
+            "figures": {"host_peak_bytes": peak_bytes(), **tell.figures},
+        }
 
-    tell = Tell(refuse)
-    outcomes = workflow.stage(facts["stage"]).work(project, folder, facts["task"], tell, part)
-    with closing(outcomes):  # closing publishes what is finished
-        for reason in outcomes:
-            done += 1
-            if reason is not None:
-                rejected[reason.value] += 1
-            if time.monotonic() - told > PROGRESS_EVERY_S:
-                ledger.emit(EventKind.PROGRESS, **news())
-                told = time.monotonic()
-    ledger.emit(EventKind.TASK_FINISHED, **news())
+    with closing(Note(folder.on(given.stage, given.task, part[0] if part else 0), given.attempt)) as note:
+        tell = Tell(refuse, {}, lambda names: note.write(done, names), given.mem, given.shrink, given.careful)
+        outcomes = workflow.stage(given.stage).work(project, folder, given.task, tell, part or (0, 1))
+        with closing(outcomes):  # closing publishes what is finished
+            for reason in outcomes:
+                done += 1
+                if reason is not None:
+                    rejected[reason.value] += 1
+                Stopped.came_further = done > note.done_before
+                if time.monotonic() - told > PROGRESS_EVERY_S:
+                    ledger.emit(EventKind.PROGRESS, **news())
+                    told = time.monotonic()
+        note.write(done, ())
+    ledger.emit(EventKind.PROGRESS if part else EventKind.TASK_FINISHED, **news())
 
 
-def _fan_out(arguments: Sequence[str], processes: int, ledger: Ledger, facts: dict[str, Any]) -> int:
+def peak_bytes() -> int:
+    """Return the most memory that this process has had; an accounting that samples misses what is short."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
+
+
+class Note:
+    """What a process is on and how far it came, in a file that it overwrites in one write: any kill leaves the last."""
+
+    def __init__(self, path: Path, attempt: int) -> None:
+        self._attempt = attempt
+        self.done_before = _note(path, attempt)[0] if path.exists() else 0  # by an earlier start of this attempt
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+
+    def write(self, done: int, names: Sequence[str]) -> None:
+        """Put down how much is done, and what comes now."""
+        os.pwrite(self._file, json.dumps([self._attempt, done, list(names)]).encode() + b"\n", 0)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+
+def read_notes(folder: RunFolder, stage: str, task: int, attempt: int) -> tuple[int, tuple[str, ...]]:
+    """Return how much the processes of an attempt at a task had done, and what they were on."""
+    done, names = 0, list[str]()
+    for part in count():
+        try:
+            some, on = _note(folder.on(stage, task, part), attempt)
+        except OSError:  # there are no more
+            break
+        done += some
+        names += on
+    return done, tuple(names)
+
+
+def _note(path: Path, attempt: int) -> tuple[int, list[str]]:
+    """Read a note; one of another attempt, or that was never written, says nothing."""
+    try:
+        written, done, names = json.loads(path.read_bytes().partition(b"\n")[0])
+    except ValueError:
+        return 0, []
+    return (done, names) if written == attempt else (0, [])
+
+
+def _fan_out(words: Sequence[str], folder: RunFolder, processes: int, ledger: Ledger, facts: dict[str, Any]) -> int:
     """Start a process for each GPU and wait for all; what one of them cannot do does not stop the others."""
     lent = [name for name in os.environ.get(GPUS, "").split(",") if name] or list(map(str, range(processes)))
-    command = [*module_command(WORKER), *arguments]
+    command = [*module_command(WORKER, folder), *words]
     started: list[subprocess.Popen[bytes]] = []
     try:
         for number in range(processes):
             environment = {**os.environ, GPUS: lent[number % len(lent)]}
-            started.append(subprocess.Popen([*command, f"{number}/{processes}"], env=environment))
+            started.append(subprocess.Popen([*command, "--part", f"{number}/{processes}"], env=environment))
         codes = [process.wait() for process in started]
-    except Stopped:
+    except Stopped as stopped:
         for process in started:
-            process.terminate()
-        codes = [process.wait() for process in started] or [STOPPED]
+            process.send_signal(stopped.number)
+        codes = [process.wait() for process in started] or [stopped.exit_code]
     failed = [SIGNALLED - code if code < 0 else code for code in codes if code]
     if not failed:
         ledger.emit(EventKind.TASK_FINISHED, **facts, done=0, rejected={}, figures={})  # the processes tell theirs
@@ -121,11 +245,11 @@ def _part(word: str) -> tuple[int, int]:
     return int(number), int(processes)
 
 
-def _stop(_signal: int, _frame: FrameType | None) -> None:
+def _stop(number: int, _frame: FrameType | None) -> None:
     """Turn the first signal into an orderly end."""
-    for number in ENDING:
-        signal.signal(number, signal.SIG_IGN)
-    raise Stopped
+    for one in ENDING:
+        signal.signal(one, signal.SIG_IGN)
+    raise Stopped(number)
 
 
 if __name__ == "__main__":

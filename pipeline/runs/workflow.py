@@ -8,9 +8,10 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from pipeline.errors import ConfigError, DataError, JobFailed
+from pipeline.errors import ConfigError, DataError, JobFailed, PipelineError
 from pipeline.records import Reason, Tell
 from pipeline.runs import embedded, embedding, graphed, graphing, leaks, scanning, todo
+from pipeline.runs.todo import Halve
 from pipeline.structures.inventory import plain
 
 if TYPE_CHECKING:
@@ -59,9 +60,11 @@ class Stage:
     inspect: Callable[[Project], object]  # raise when what the stage reads cannot be used as it stands
     survey: Survey  # what is missing, in tasks; their number depends on how many can run at once
     mem_bytes: Callable[[Project], int]  # what `mem: auto` asks for
+    gpu_bytes: Callable[[Project], int]  # what a card must have at least
     work: Work  # do one task, or one process's part of it, yielding what became of each thing
     recipe: Callable[[Project], Mapping[str, Any]]  # by which its records are made
     judge: Judge  # look at the content of the store, and say what the stage has made
+    halve: Halve  # cut one task's share in two
     check: Check  # raise on what forbids going on, and return what deserves a warning
     kinds: tuple[str, ...]  # of records whose index is brought up to date afterwards
     needs: tuple[str, ...] = ()  # stages that must have run before
@@ -87,6 +90,16 @@ def too_many(rejected: int, total: int, fraction: float) -> bool:
 def with_setting(command: str, key: str, value: str) -> str:
     """Return a command with one setting more, in the place of what it said of that key."""
     return f"{re.sub(rf' --set {re.escape(key)}=[^ ]*', '', command)} --set {key}={value}"
+
+
+def as_typed(error: PipelineError, typed: str) -> PipelineError:
+    """Let a remedy that submits again begin with what was typed, so that nothing of it is lost."""
+    head = re.match(r"pipeline submit --stage \w+((?: --set \S+=\S+)*)", error.remedy)
+    if head is not None:
+        for setting in re.findall(r" --set (\S+?)=(\S+)", head[1]):
+            typed = with_setting(typed, *setting)
+        error.remedy = typed + error.remedy[head.end() :]
+    return error
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +141,11 @@ WORKFLOW = (
         inspect=lambda project: next(todo.list_items(project), None),
         survey=scanning.survey,
         mem_bytes=scanning.mem_bytes,
+        gpu_bytes=lambda _project: 0,
         work=scanning.work,
         recipe=lambda project: plain(project.recipe),
         judge=scanning.judge,
+        halve=lambda folder, shard: todo.halve_lines(folder.todo(scanning.NAME), shard),
         check=leaks.check,
         kinds=("scan", "files"),
     ),
@@ -139,9 +154,11 @@ WORKFLOW = (
         inspect=lambda project: project.encoding,
         survey=embedding.survey,
         mem_bytes=embedding.mem_bytes,
+        gpu_bytes=embedding.gpu_bytes,
         work=embedding.work,
         recipe=lambda project: project.encoding.recipe.plain(project.encoding.recipe.wanted(0)),
         judge=embedded.judge,
+        halve=todo.halve_rows,
         check=embedded.check,
         kinds=("embed", "weights", "parity", "limits"),
         needs=(scanning.NAME,),
@@ -153,9 +170,11 @@ WORKFLOW = (
         inspect=graphing.inspect,
         survey=graphing.survey,
         mem_bytes=graphing.mem_bytes,
+        gpu_bytes=lambda _project: 0,
         work=graphing.work,
         recipe=lambda project: project.graphs.recipe.plain(),
         judge=graphed.judge,
+        halve=lambda folder, shard: todo.halve_lines(folder.todo(graphing.NAME), shard),
         check=graphed.check,
         kinds=("graph", "sets"),
         needs=(scanning.NAME,),

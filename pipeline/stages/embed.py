@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
+import xxhash
+
 from pipeline.cluster.local import signals_held
 from pipeline.encoder.recipe import ENCODER_VERSION, Variant
 from pipeline.encoder.weights import identify
@@ -66,6 +68,11 @@ class Texts:
 
     lengths_N: NDArray[np.int64]
     read: Callable[[Sequence[int]], list[str]]
+
+
+def name_of(text: str) -> str:
+    """Return a name for a sequence, for people and for telling it from others."""
+    return f"{text[:8]}…{len(text)} {xxhash.xxh3_64_hexdigest(text.encode())}"
 
 
 def look_up(texts: Sequence[str], recipe: Recipe, store: Store) -> list[Variant | None]:
@@ -146,6 +153,7 @@ def embed(
         ceiling=limits.ceiling(),
         learned=limits.learn,
         build=builder,
+        on=lambda texts: tell.on([name_of(text) for text in texts]),
     )
     yield from _run(engine, Texts(texts.lengths_N[todo], _Some(texts, todo)), recipe, shelves, tell)
 

@@ -18,9 +18,13 @@ PIPELINE = Path(sys.executable).with_name("pipeline")
 COMMANDS = (
     "",
     "demo",
+    "init",
     "doctor",
     "submit",
+    "plan",
     "status",
+    "logs",
+    "report",
     "cache",
     "cache stat",
     "weights",

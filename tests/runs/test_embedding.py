@@ -22,11 +22,13 @@ from pipeline.errors import CacheUnusable
 from pipeline.records import EventKind
 from pipeline.runs import embedding
 from pipeline.runs.folder import RunFolder, runs_in
+from pipeline.runs.frozen import module_command
 from pipeline.runs.ledger import Reader
 from pipeline.runs.project import Project, asked_bytes
 from pipeline.runs.status import summary
-from pipeline.runs.submit import WORKER, module_command, new_run, refuse_unfit_disk
+from pipeline.runs.submit import new_run, refuse_unfit_disk
 from pipeline.runs.todo import Found
+from pipeline.runs.worker import GO_ON, WORKER
 from pipeline.store.cache import Cache
 from tests.command import Command
 from tests.encoder.sequences import natural
@@ -34,6 +36,7 @@ from tests.runs.conftest import MakeProject, settle, write_complex
 from tests.runs.test_submit import wait_for
 
 SUBMIT = ("submit", "--stage", "embed", "--executor", "local", "--follow")
+SCAN_FITS = ("--set", "cluster.scan.mem=60MiB")  # where the whole machine is small
 PIPELINE = str(Path(sys.executable).with_name("pipeline"))
 EMBED = "embed:\n  weights: esm2_tiny.pt\n"
 FASTA = "data: {source: fasta, path: data.fasta, max_rejected_fraction: 1.0}\n"
@@ -233,7 +236,7 @@ def test_a_task_with_two_gpus_is_two_processes_that_share_it_by_cost(fasta: Path
     assert done.code == 0, done.err
     told = {
         event.writer: event.data for event in Reader(newest(fasta)).fresh()
-        if event.kind is EventKind.TASK_FINISHED and event.data["stage"] == "embed" and event.data["done"]
+        if event.kind is EventKind.PROGRESS and event.data["stage"] == "embed" and event.data["done"]
     }  # fmt: skip
     assert sorted(told) == ["embed-000000-0", "embed-000000-1"]
     assert sum(one["done"] for one in told.values()) == 40
@@ -258,8 +261,8 @@ def test_a_prime_number_of_sequences_is_cut_into_tasks_of_whole_batches(fasta: P
     assert max(one.sum() for one in lengths) / min(one.sum() for one in lengths) < 1.5
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_task_that_is_told_to_end_keeps_what_is_finished(fasta: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGUSR2, GO_ON)])
+def test_a_task_that_is_told_to_end_keeps_what_is_finished(fasta: Path, number: signal.Signals, code: int) -> None:
     write_fasta(fasta, natural(600, shortest=300, longest=400))
     config = load(fasta / "pipeline.yaml").config
     subprocess.run([PIPELINE, "submit", "--stage", "scan", "--follow"], cwd=fasta, check=True, capture_output=True)
@@ -271,7 +274,7 @@ def test_a_task_that_is_told_to_end_keeps_what_is_finished(fasta: Path, number: 
     progress = run.events / "embed-000000.jsonl"
     wait_for("the first sequences", lambda: progress.exists() and '"progress"' in progress.read_text())
     worker.send_signal(number)
-    assert worker.wait(timeout=30) == 128 + signal.SIGTERM
+    assert worker.wait(timeout=30) == code
     store = project.encoding.shelves.embeddings
     store.refresh()
     kept = store.stat().records
@@ -347,10 +350,11 @@ def test_half_precision_that_is_not_good_enough_is_done_in_full_and_said_so(fast
 
 def test_a_task_that_was_given_too_little_memory_names_the_setting(fasta: Path, pipeline: Command) -> None:
     write_fasta(fasta, natural(4))
-    done = pipeline(*SUBMIT, "--set", "cluster.embed.mem=64MiB")
+    done = pipeline(*SUBMIT, "--set", "cluster.embed.mem=64MiB", "--set", "cluster.slots.mem=64MiB", *SCAN_FITS)
     assert done.code == 7
     assert "OUT_OF_MEMORY" in done.err
-    assert "next: pipeline submit --stage embed --set cluster.executor=local --set cluster.embed.mem=10" in done.err
+    assert "next: pipeline submit --stage embed --set" in done.err
+    assert "--set cluster.embed.mem=10" in done.err
 
 
 def test_the_run_keeps_speed_memory_and_closeness(fasta: Path, pipeline: Command) -> None:
@@ -438,9 +442,11 @@ def test_a_card_that_torch_does_not_see_is_named(fasta: Path, pipeline: Command)
 def test_the_next_command_repeats_what_was_typed(fasta: Path, pipeline: Command) -> None:
     (fasta / "pipeline.yaml").rename(fasta / "other.yaml")
     write_fasta(fasta, natural(4))
-    done = pipeline(*SUBMIT, "--config", "other.yaml", "--set", "cluster.embed.mem=64MiB")
-    typed = "pipeline submit --stage embed --config other.yaml --set cluster.executor=local"
-    assert f"next: {typed} --set cluster.embed.mem=10" in done.err
+    little = ("--set", "cluster.embed.mem=64MiB", "--set", "cluster.slots.mem=64MiB", *SCAN_FITS)
+    done = pipeline(*SUBMIT, "--config", "other.yaml", *little)
+    typed = "pipeline submit --stage embed --config other.yaml --set"
+    assert f"next: {typed}" in done.err
+    assert "--set cluster.embed.mem=10" in done.err
     assert "note: embed: a task gets 64.0 MiB, and is thought to need 1.0 GiB" in done.err
 
 

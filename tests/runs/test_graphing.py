@@ -209,7 +209,7 @@ def test_the_cost_of_an_item_decides_where_tasks_are_cut(make_complexes: Callabl
     project = Project.open(load(make_complexes(1) / "pipeline.yaml", []).config)
     from array import array
 
-    costs = np.array([1, 1, 1, 1, 96, 50, 50]) * graphing.ATOMS_PER_S * graphing.TASK_S // 100
+    costs = np.array([1, 1, 1, 1, 96, 50, 50]) * graphing.ATOMS_PER_S * 600 // 100
     shards = graphing._cut(project, array("Q", range(8)), costs, at_once=1)
     assert [(shard.start, shard.end) for shard in shards] == [(0, 5), (5, 7)]
 

@@ -118,6 +118,7 @@ def test_what_a_task_said_of_its_failure_is_shown_with_it(folder: RunFolder) -> 
     Ledger(folder, "scan-000000").emit(
         EventKind.TASK_FAILED, stage="scan", task=0, what="the disk is full", exit_code=7
     )
-    ledger.emit(EventKind.TASK_ENDED, stage="scan", task=0, state="FAILED", reason="exit code 7", log="x.err")
+    ended = {"state": "FAILED", "reason": "exit code 7", "log": "x.err", "said": "the disk is full"}
+    ledger.emit(EventKind.TASK_ENDED, stage="scan", task=0, **ended)
     (failure,) = status_of(folder, HOST).to_json()["stages"][0]["failures"]
     assert (failure["reason"], failure["said"]) == ("exit code 7", "the disk is full")

@@ -15,6 +15,7 @@ import torch
 
 from pipeline.encoder.synth import synth
 from pipeline.errors import CacheDamaged, ConfigError, DataError, RecordMissing
+from pipeline.runs.folder import runs_in
 from pipeline.runs.loading import open_loader
 from pipeline.structures.synthetic import write_demo
 from pipeline.training.sampler import Settings
@@ -152,7 +153,7 @@ def test_a_run_that_was_refused_is_not_loaded_from(project: Path, pipeline: Comm
 
 
 def test_run_folders_that_cannot_be_read_stand_in_nobodys_way(project: Path) -> None:
-    (whole,) = (project / "runs").iterdir()
+    (whole,) = (one.path for one in runs_in(project / "runs"))
     for number, (name, text) in enumerate((("config.json", "{}"), ("table.txt", ""), ("table.txt", "no key"))):
         copy = project / "runs" / f"2099010{number + 1}-000000-0000-graph"
         shutil.copytree(whole, copy)

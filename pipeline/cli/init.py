@@ -1,0 +1,49 @@
+"""`pipeline init`: a configuration to begin with, and a profile of the cluster that this is."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from pipeline.runs.site import Site
+
+
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where to write.")] = Path(),
+) -> None:
+    """Write a commented pipeline.yaml, and a profile of this cluster.
+
+    The profile, DIR/sites/CLUSTER.yaml, holds what sinfo, scontrol and sacctmgr tell: partitions, limits, accounts,
+    kinds of GPU. Nothing is ever written over.
+    """
+    from pipeline.runs.starter import write
+
+    site, why_not = _look()
+    written = write(folder, site)
+    typer.echo(f"{written.config}: the configuration, with `cluster.executor: {'slurm' if site else 'local'}`")
+    if written.profile is not None and site is not None:
+        typer.echo(f"{written.profile}: what was found of the cluster {site.name} (Slurm {site.version}); check it")
+    for said in (f"could not be asked: {silent}" for silent in site.silent) if site else (why_not,):
+        typer.echo(f"note: {said}", err=True)
+    enter = "" if folder == Path() else f"  cd {shlex.quote(os.fspath(folder))}\n"
+    typer.echo(f"next:\n{enter}  edit pipeline.yaml     say in data.path where your complexes are\n  pipeline doctor")
+
+
+def _look() -> tuple[Site | None, str]:
+    """Return what this cluster is like; else why that is not known."""
+    from pipeline.cluster import commands
+    from pipeline.cluster.accounting import CommandFailed
+    from pipeline.runs.scheduler import whoami
+    from pipeline.runs.site import last_line, look
+
+    if not commands.is_there():
+        return None, "Slurm's commands are not on the PATH, so jobs will run on this machine"
+    try:
+        return look(commands.run, whoami()), ""
+    except CommandFailed as error:
+        return None, f"Slurm is here but does not answer, so jobs will run on this machine: {last_line(error.what)}"

@@ -1,0 +1,55 @@
+"""Runs that go on: a second submission of the same work joins them, and is refused where it would do it twice."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import TYPE_CHECKING
+
+from pipeline.config.load import dump_resolved, from_resolved
+from pipeline.errors import SubmissionRefused
+from pipeline.runs.executors import open_executor
+from pipeline.runs.folder import runs_in
+from pipeline.runs.status import RunState, status_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pipeline.cluster.spec import Executor
+    from pipeline.config.schema import Config
+    from pipeline.runs.folder import RunFolder
+    from pipeline.runs.status import Queue
+
+LOOKED_AT = 20  # runs, the newest
+
+
+def refuse_double(config: Config, stages: Sequence[str], executor: Executor) -> RunFolder | None:
+    """Return a run that does exactly this already; raise SubmissionRefused when one does it by other means."""
+    for folder in reversed(runs_in(config.cluster.runs)[-LOOKED_AT:]):
+        if not _has_same_work(folder, config):
+            continue
+        status = status_of(folder, socket.gethostname(), _queue_of(folder, executor))
+        if status.state not in (RunState.RUNNING, RunState.WAITING):
+            continue
+        if set(stages) <= set(status.planned) and folder.config.read_text() == dump_resolved(config):
+            return folder
+        what = f"run {folder.name} is working on this data set with the same settings already"
+        remedy = f"pipeline status {folder.name}   or   pipeline cancel {folder.name}"
+        raise SubmissionRefused(what, where=str(config.cluster.runs), remedy=remedy)
+    return None
+
+
+def _queue_of(folder: RunFolder, executor: Executor) -> Queue:
+    """Return what knows of the jobs of a run: another executor than ours, perhaps."""
+    config = from_resolved(folder.config.read_text(), str(folder.config))
+    return open_executor(config) if config.cluster.executor == "slurm" and not executor.outlives else executor
+
+
+def _has_same_work(folder: RunFolder, config: Config) -> bool:
+    """Tell whether a run makes the same records: whatever is configured alike but where and with how much."""
+    try:
+        frozen = json.loads(folder.config.read_text())
+    except (OSError, ValueError):
+        return False
+    wanted = json.loads(dump_resolved(config))
+    return all(frozen.get(name) == value for name, value in wanted.items() if name != "cluster")

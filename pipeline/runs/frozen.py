@@ -1,0 +1,73 @@
+"""The code of a run: a copy of this package as it was at submission, so that an edit between requeues changes nothing.
+
+Runs of the same code share one copy, named by its digest.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import xxhash
+
+import pipeline
+from pipeline.runs.folder import RunFolder, writing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PACKAGE = Path(pipeline.__file__).parent
+BESIDE = ("sbatch", "configs")  # data that lies beside the package in a checkout, and in pipeline/data in a wheel
+COPIES = ".code"
+
+
+def freeze(runs: Path) -> Path:
+    """Return the folder of a copy of the package, made unless there is one."""
+    files = sorted(_files())
+    digest = xxhash.xxh3_128()
+    for name, path in files:
+        digest.update(f"{name}\0{path.stat().st_size}\0".encode())
+        digest.update(path.read_bytes())
+    copy = runs / COPIES / digest.hexdigest()
+    if not copy.exists():
+        _publish(files, copy)
+    return copy
+
+
+def _files() -> Iterator[tuple[str, Path]]:
+    """Yield the files of the package by their names in the copy."""
+    is_checkout = (PACKAGE.parent / "pyproject.toml").exists() or PACKAGE.parent.parent.name == COPIES
+    roots = [PACKAGE, *(PACKAGE.parent / name for name in BESIDE if is_checkout)]
+    for root in roots:
+        for path in root.rglob("*"):
+            if path.is_file() and "__pycache__" not in path.parts:
+                yield str(path.relative_to(root.parent)), path
+
+
+def _publish(files: list[tuple[str, Path]], copy: Path) -> None:
+    """Copy files aside and move them into place; who comes second finds it done."""
+    partial = copy.with_name(f"{copy.name}.{secrets.token_hex(4)}.partial")
+    with writing(copy):
+        try:
+            for name, path in files:
+                target = partial / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, target)
+            partial.rename(copy)
+        except OSError:
+            shutil.rmtree(partial, ignore_errors=True)
+            if not copy.exists():
+                with suppress(OSError):  # other copies are in it
+                    copy.parent.rmdir()
+                raise
+
+
+def module_command(module: str, folder: RunFolder | None = None) -> tuple[str, ...]:
+    """Return the command that runs a module of a run's frozen code, whatever lies in the current folder."""
+    frozen = [folder.code.read_text()] if folder is not None and folder.code.exists() else []
+    paths = f"sys.path[:] = [*{frozen!r}, *filter(None, sys.path)]"
+    return (sys.executable, "-c", f"import sys; {paths}; from {module} import main; sys.exit(main(sys.argv[1:]))")

@@ -1,0 +1,131 @@
+"""What the cluster says of a run's jobs now: one look at the queue for all of them, which never takes long."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from pipeline.cluster import commands
+from pipeline.cluster.accounting import CommandFailed
+from pipeline.runs.logs import end_of, harmless, supervisor_logs
+from pipeline.runs.status import RunState, is_abandoned
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from pipeline.cluster.queue import Queued
+    from pipeline.cluster.spec import JobId
+    from pipeline.runs.folder import RunFolder
+    from pipeline.runs.status import RunStatus, StageStatus
+
+ASK_S = 5.0
+GOING_ON = (RunState.WAITING, RunState.RUNNING)
+
+
+@dataclass(frozen=True)
+class Look:
+    """The jobs of a run as the queue has them; None where it does not answer."""
+
+    tasks: Mapping[str, Queued] | None
+    trouble: str = ""
+
+    @cached_property
+    def _by_job(self) -> dict[JobId, list[Queued]]:
+        found: dict[JobId, list[Queued]] = {}
+        for name, task in (self.tasks or {}).items():
+            found.setdefault(name.partition("_")[0], []).append(task)
+        return found
+
+    def queued(self, jobs: Iterable[JobId]) -> set[JobId]:
+        """Return which of these jobs have not ended; all of them where the queue does not answer."""
+        if self.tasks is None:
+            return set(jobs)
+        return {job for job in jobs if any(not task.state.ended for task in self._of(job))}
+
+    def reasons(self, jobs: Iterable[JobId]) -> list[str]:
+        """Return what the waiting tasks of jobs wait for, in words, what holds most of them first."""
+        counted = Counter(task.waits_for for job in jobs for task in self._of(job) if task.waits_for)
+        return [reason for reason, _ in counted.most_common()]
+
+    def where(self, jobs: Iterable[JobId]) -> str:
+        """Say where the first of jobs is that has not ended."""
+        for job in jobs:
+            for task in self._of(job):
+                if not task.state.ended:
+                    at = f"on {task.node}" if task.node else f"waits: {task.waits_for}" if task.waits_for else "waits"
+                    return f"job {job} {at}"
+        return ""
+
+    def _of(self, job: JobId) -> list[Queued]:
+        return self._by_job.get(job, [])
+
+
+def look(status: RunStatus) -> Look:
+    """Ask the queue about the jobs of a run that may not have ended."""
+    jobs = [*status.successors, *(job for stage in status.stages.values() for job in stage.live)]
+    if status.state not in GOING_ON or not any(job.isdecimal() for job in jobs):
+        return Look({})
+    try:
+        return Look(commands.queue(jobs, ASK_S))
+    except CommandFailed as error:
+        return Look(None, error.what.splitlines()[0])
+
+
+def shown(folder: RunFolder, status: RunStatus, this_host: str, catch_up: Callable[[], None]) -> dict[str, Any]:
+    """Return a run as people see it: by its ledger, with what the queue says now."""
+    now = look(status)
+    if is_abandoned(status, this_host, now):
+        catch_up()  # a visit may have handed over since
+        now = look(status)
+        if is_abandoned(status, this_host, now):
+            status.abandon()
+    plain = status.to_json()
+    for told in plain["stages"]:
+        stage = status.stages[told["name"]]
+        told |= {"waits_for": now.reasons(stage.live), "use": use(stage), "left_s": left_s(stage, time.time())}
+    return plain | {"supervisor": supervisor(folder, status, now), "trouble": now.trouble}
+
+
+def use(stage: StageStatus) -> dict[str, int | None]:
+    """Return the most memory that a task was given, and the most that one has used."""
+    ended = [one for task in stage.work.values() for one in task.ended]
+    asks = [task.ask for task in stage.work.values() if task.ask]
+    return {
+        "asked_bytes": max((ask.mem_bytes for ask in asks), default=None),
+        "peak_bytes": max((one.peak_rss_bytes for one in ended if one.peak_rss_bytes), default=None),
+        "gpu_peak_bytes": max((one.gpu_peak_bytes for one in ended if one.gpu_peak_bytes), default=None),
+    }
+
+
+def left_s(stage: StageStatus, now: float) -> float | None:
+    """Return how long a stage will still take if it goes on as it did; None before anything is done."""
+    done = stage.items_done
+    if stage.state is not RunState.RUNNING or not 0 < done < stage.missing:
+        return None
+    return (stage.missing - done) * max(0.0, now - stage.started_at) / done
+
+
+def _last_words(folder: RunFolder, status: RunStatus) -> str:
+    """Return how the log of the last supervisor ends, where it says anything."""
+    for log in reversed(supervisor_logs(folder, status)):
+        for path in log.paths:
+            if (end := end_of(path, 3)) and end.strip():
+                return f"gone; its log ends with\n  {harmless(end.strip())}\n  log: {path}"
+    return ""
+
+
+def supervisor(folder: RunFolder, status: RunStatus, now: Look) -> str:
+    """Say who looks after a run that goes on."""
+    if status.state is RunState.ABANDONED:
+        return _last_words(folder, status)
+    if status.state is RunState.WAITING:
+        return f"nothing was heard of it yet; what it printed: {folder.supervisor_log}"
+    if status.state is not RunState.RUNNING:
+        return ""
+    if not status.successors:
+        return f"process {status.pid} on {status.host}"
+    jobs = ", ".join(status.successors)
+    return now.where(status.successors) or f"job {jobs}" + (" (the queue does not answer)" if now.tasks is None else "")

@@ -1,0 +1,218 @@
+"""What is done about a task that has not ended well."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.cluster.spec import Limits
+from pipeline.cluster.verdict import Cause
+from pipeline.records import Reason
+from pipeline.runs.attempts import Ask, Attempt, Task, bad_nodes, numbers, progressed, ranges, stuck
+from pipeline.runs.dispatch import pieces
+from pipeline.runs.repair import Again, GiveUp, LeaveOut, Means, Split, decide
+
+MIB = 1 << 20
+ASK = Ask(mem_bytes=512 * MIB, time_s=600)
+MEANS = Means(Limits(mem_bytes=4096 * MIB, time_s=3600), items=10, tries=3)
+ENDINGS = [cause for cause in Cause if cause not in (Cause.DONE, Cause.ACTIVE, Cause.HELD)]
+
+
+def died(cause: Cause, *, ask: Ask = ASK, done: int = 0, on: tuple[str, ...] = (), **more: object) -> Attempt:
+    return Attempt(task=0, number=1, ask=ask, cause=cause, reason="why", done=done, on=on, **more)  # type: ignore[arg-type]
+
+
+def test_a_task_that_ran_out_of_memory_gets_twice_the_limit_that_killed_it() -> None:
+    decision = decide([died(Cause.HOST_OOM, peak_rss_bytes=100 * MIB)], MEANS)
+    assert isinstance(decision, Again)
+    assert decision.ask.mem_bytes == 1024 * MIB
+
+
+def test_a_peak_above_the_limit_is_the_better_bound() -> None:
+    decision = decide([died(Cause.HOST_OOM, peak_rss_bytes=700 * MIB)], MEANS)
+    assert isinstance(decision, Again)
+    assert decision.ask.mem_bytes >= 1400 * MIB
+
+
+def test_memory_never_grows_beyond_the_largest_node() -> None:
+    decision = decide([died(Cause.HOST_OOM, ask=replace(ASK, mem_bytes=3000 * MIB))], MEANS)
+    assert isinstance(decision, Again)
+    assert decision.ask.mem_bytes == 4096 * MIB
+
+
+def test_what_does_not_fit_the_largest_node_is_halved_and_at_last_left_out() -> None:
+    full = replace(ASK, mem_bytes=4096 * MIB)
+    first = died(Cause.HOST_OOM, ask=full, on=("a",))
+    assert isinstance(decide([first], MEANS), Split)
+    alone = decide([first], replace(MEANS, items=1))
+    assert isinstance(alone, LeaveOut)
+    assert (alone.names, alone.reason) == (("a",), Reason.DOES_NOT_FIT)
+    twice = decide([first, first], MEANS)
+    assert isinstance(twice, LeaveOut)
+    assert twice.names == ("a",)
+
+
+def test_a_task_that_does_not_even_begin_in_the_largest_node_is_given_up() -> None:
+    decision = decide([died(Cause.HOST_OOM, ask=replace(ASK, mem_bytes=4096 * MIB))], MEANS)
+    assert isinstance(decision, GiveUp)
+    assert "does not even begin" in decision.why
+
+
+def test_a_gpu_without_room_gets_smaller_batches_and_not_more_host_memory() -> None:
+    decision = decide([died(Cause.GPU_OOM, on=("a", "b"))], MEANS)
+    assert isinstance(decision, Again)
+    assert decision.ask == replace(ASK, shrink=1)
+    smallest = decide([died(Cause.GPU_OOM, ask=replace(ASK, shrink=6), on=("a", "b"))], MEANS)
+    assert isinstance(smallest, Split)
+
+
+def test_a_time_limit_grows_up_to_the_longest_and_then_the_task_goes_on_where_it_stopped() -> None:
+    first = decide([died(Cause.TIMEOUT, done=4)], MEANS)
+    assert isinstance(first, Again)
+    assert first.ask.time_s == 1200
+    longest = replace(ASK, time_s=3600)
+    onward = decide([died(Cause.TIMEOUT, ask=longest, done=4)], MEANS)
+    assert onward == Again(longest, "it goes on where it stopped")
+
+
+def test_a_task_that_came_no_further_in_the_longest_time_is_halved_and_a_single_item_given_up() -> None:
+    longest = died(Cause.TIMEOUT, ask=replace(ASK, time_s=3600))
+    assert isinstance(decide([longest], MEANS), Split)
+    assert isinstance(decide([longest], replace(MEANS, items=1)), GiveUp)
+
+
+def test_a_six_day_task_under_a_day_s_limit_is_not_failing() -> None:
+    longest = replace(ASK, time_s=3600)
+    history = [died(Cause.TIMEOUT, ask=longest, done=done) for done in range(1, 60)]
+    assert isinstance(decide(history, MEANS), Again)
+
+
+@pytest.mark.parametrize("cause", [Cause.NODE, Cause.PREEMPTED, Cause.LOST])
+def test_what_was_not_the_tasks_fault_is_tried_again_as_it_was_but_not_for_ever(cause: Cause) -> None:
+    once = decide([died(cause)], MEANS)
+    assert isinstance(once, Again)
+    assert once.ask == ASK
+    given_up = decide([died(cause)] * 3, MEANS)
+    assert isinstance(given_up, GiveUp)
+    assert "3 attempts came no further" in given_up.why
+    assert isinstance(decide([died(cause, done=done) for done in range(1, 30)], MEANS), Again)
+
+
+def test_a_task_told_to_end_before_it_came_any_further_gets_more_time() -> None:
+    decision = decide([died(Cause.INTERRUPTED)], MEANS)
+    assert isinstance(decision, Again)
+    assert decision.ask.time_s == 1200
+    onward = decide([died(Cause.INTERRUPTED, done=3)], MEANS)
+    assert isinstance(onward, Again)
+    assert onward.ask == ASK
+
+
+def test_a_crash_is_repeated_one_thing_at_a_time_and_its_culprit_left_out() -> None:
+    first = died(Cause.CRASHED, on=("a", "b"))
+    careful = decide([first], MEANS)
+    assert isinstance(careful, Again)
+    assert careful.ask.careful
+    second = decide([first, died(Cause.CRASHED, ask=careful.ask, on=("b",))], MEANS)
+    assert isinstance(second, LeaveOut)
+    assert (second.names, second.reason, second.ask.careful) == (("b",), Reason.KILLED_ITS_TASK, False)
+
+
+def test_a_crash_on_another_thing_each_time_names_no_culprit_and_is_bounded() -> None:
+    history = [died(Cause.CRASHED, on=(name,)) for name in "abc"]
+    assert isinstance(decide(history[:2], MEANS), Again)
+    assert isinstance(decide(history, MEANS), GiveUp)
+
+
+@pytest.mark.parametrize("cause", [Cause.CANCELLED, Cause.DISK, Cause.REFUSED, Cause.FAILED])
+def test_what_would_end_the_same_again_ends_the_stage(cause: Cause) -> None:
+    assert isinstance(decide([died(cause)], MEANS), GiveUp)
+
+
+asks = st.builds(
+    Ask,
+    mem_bytes=st.integers(1, 8192).map(lambda count: count * MIB),
+    time_s=st.integers(60, 7200),
+    shrink=st.integers(0, 6),
+    careful=st.booleans(),
+)
+attempts = st.builds(
+    died,
+    st.sampled_from(ENDINGS),
+    ask=asks,
+    done=st.integers(0, 5),
+    on=st.lists(st.sampled_from("abc"), max_size=2, unique=True).map(tuple),
+)
+limits = st.builds(
+    Limits,
+    mem_bytes=st.none() | st.integers(1, 8192).map(lambda count: count * MIB),
+    time_s=st.none() | st.integers(60, 7200),
+)
+
+
+@given(st.lists(attempts, min_size=1, max_size=6), limits, st.integers(1, 50), st.integers(1, 4))
+def test_every_history_has_a_decision_within_what_there_is_to_give(
+    history: list[Attempt], there: Limits, items: int, tries: int
+) -> None:
+    decision = decide(history, Means(there, items, tries))
+    last = history[-1].ask
+    if isinstance(decision, GiveUp):
+        assert decision.why
+        return
+    assert decision.ask.mem_bytes <= max(last.mem_bytes, there.mem_bytes or 1 << 62)
+    assert decision.ask.time_s <= max(last.time_s, there.time_s or 1 << 62)
+    if isinstance(decision, Split):
+        assert items > 1
+    if isinstance(decision, LeaveOut):
+        assert set(decision.names) <= {*history[-1].on}
+
+
+@given(st.sampled_from(ENDINGS), limits.filter(lambda there: there.mem_bytes and there.time_s), st.integers(1, 64))
+def test_a_task_that_always_ends_the_same_way_comes_to_an_end(cause: Cause, there: Limits, items: int) -> None:
+    """Follow one branch: retries as they are decided, splits into their first half."""
+    ask, history = ASK, list[Attempt]()
+    for _ in range(200):
+        history.append(died(cause, ask=ask, on=("a",)))
+        decision = decide(history, Means(there, items, 3))
+        if isinstance(decision, (GiveUp, LeaveOut)):
+            return
+        ask = decision.ask
+        if isinstance(decision, Split):
+            items, history = max(1, items // 2), []
+    raise AssertionError(f"{cause} goes on for ever")
+
+
+@given(st.sets(st.integers(0, 300)).map(sorted))
+def test_ranges_say_every_number_once(chosen: list[int]) -> None:
+    assert numbers(ranges(chosen)) == chosen
+
+
+@given(
+    st.sets(st.integers(0, 300), min_size=1).map(sorted),
+    st.none() | st.integers(0, 50),
+    st.none() | st.integers(1, 50),
+    st.integers(1, 100),
+)
+def test_pieces_fit_an_array_and_the_queue(due: list[int], highest: int | None, most: int | None, room: int) -> None:
+    found = list(pieces(due, Limits(highest_task=highest, job_tasks=most), room))
+    assert [number for piece in found for number in piece] == due
+    for piece in found:
+        assert len(piece) <= min(most or 1 << 30, room)
+        if highest is not None:
+            assert piece[0] // (highest + 1) == piece[-1] // (highest + 1)
+
+
+def test_progress_is_measured_against_the_best_attempt_before() -> None:
+    history = [died(Cause.NODE, done=done) for done in (5, 3, 5)]
+    assert not progressed(history)
+    assert stuck(history) == 2
+    assert progressed([*history, died(Cause.NODE, done=6)])
+
+
+def test_a_node_that_failed_twice_is_left_out() -> None:
+    tasks = [Task(0, ended=[died(Cause.NODE, node="n1"), died(Cause.NODE, node="n2")]), Task(1)]
+    assert bad_nodes(tasks) == ()
+    tasks[1].ended.append(died(Cause.NODE, node="n1"))
+    assert bad_nodes(tasks) == ("n1",)

@@ -1,0 +1,309 @@
+"""Projects whose runs go to the test cluster, typed as people type them, with tasks that misbehave where tests want it.
+
+They do so by a `sitecustomize.py` that `cluster.slurm.setup` puts on their path: nothing of the product is changed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.runs.folder import RunFolder, runs_in
+from pipeline.runs.status import RunState, RunStatus, status_of
+from pipeline.store.cache import Cache
+from pipeline.store.record import Record
+from pipeline.structures.synthetic import complex_pdb
+from tests.runs.conftest import settle
+from tests.slurm.cluster import Cluster, processes
+from tests.slurm.cluster.cluster import SEARCH_PATH
+
+PIPELINE = Path(sys.executable).with_name("pipeline")
+SOON_S, ENDS_S, POLL_S = 60.0, 180.0, 0.1
+TYPED_S = 120.0
+LIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
+RESIDUES = 20
+SMALL = {
+    "data__source": "glob",
+    "data__path": "data",
+    "structures__max_file_bytes": "1MiB",  # for which 576 MiB are planned
+    "cluster__slurm__poll": "1s",
+}
+
+# What a task may do when it opens one of its files, and when it does it.
+DIES = "dies"  # of a signal, whenever it reads the file
+EATS = "eats"  # 700 MiB, more than the 576 MiB that are planned
+LINGERS = "lingers"  # the first time: until it is let go, or for ever
+DEAF = "deaf"  # the same, and hears no warning of its time limit
+
+MISCHIEF = '''\
+"""Makes workers misbehave when they open a structure file, and other processes when they open a file of a run."""
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+import time
+
+HERE = os.path.dirname(__file__)
+EATEN_BYTES, EATEN_S = 700 << 20, 3.0
+
+
+def note(name):
+    """Write down where this task runs, with which code and with what it was given."""
+    kept = ("CUDA_VISIBLE_DEVICES", "SLURMD_NODENAME", "SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE", "OMP_NUM_THREADS")
+    seen = {key: os.environ.get(key, "") for key in kept}
+    seen |= {"words": sys.orig_argv[3:], "pid": os.getpid(), "code": sys.modules["pipeline"].__file__}
+    with open(f"{HERE}/seen/{name}-{os.getpid()}", "w") as file:
+        json.dump(seen, file)
+
+
+def linger(name):
+    """Stay until somebody lets all go; who comes second does not stay."""
+    try:
+        os.symlink(str(os.getpid()), f"{HERE}/arrived/{name}")
+    except FileExistsError:
+        return
+    while not os.path.exists(f"{HERE}/go"):
+        time.sleep(0.02)
+
+
+def misbehave(event, args):
+    """Do what is asked for at the opening of a file, or when a job has been submitted and its script gets its name."""
+    name = os.path.basename(str(args[0])) if event == "open" else ""
+    if event == "os.rename" and str(args[1]).endswith(".sbatch"):
+        name = "submitted"
+    if IS_WORKER and name.endswith(".pdb"):
+        note(name)
+    act = ACTS.get(name) if IS_WORKER == name.endswith(".pdb") else None
+    if act == "dies":
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        ctypes.string_at(0)
+    elif act == "eats":
+        held = bytearray(os.urandom(1)) * EATEN_BYTES
+        time.sleep(EATEN_S)
+        del held
+    elif act in ("lingers", "deaf"):
+        if act == "deaf":
+            signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        linger(name)
+
+
+with open(f"{HERE}/acts.json") as file:
+    ACTS = json.load(file)
+IS_WORKER = any("pipeline.runs.worker" in word for word in sys.orig_argv)
+sys.addaudithook(misbehave)
+'''
+
+
+def until(
+    what: str, condition: Callable[[], object], timeout_s: float = SOON_S, story: Callable[[], str] = str
+) -> None:
+    """Wait until something is so; fail by name, with the story so far, when it never is."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s in vain for {what}\n{story()}"
+        time.sleep(POLL_S)
+
+
+@dataclass(frozen=True)
+class Typed:
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def said(self) -> str:
+        """All that it printed, in one line's spacing."""
+        return " ".join((self.out + self.err).split())
+
+
+@dataclass(frozen=True)
+class Project:
+    """A folder with a data set and a configuration, in which commands are typed."""
+
+    folder: Path
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def types(self, *words: str, **environment: str) -> Typed:
+        """Type a command, in a process of its own."""
+        known = {**os.environ, "PATH": f"{PIPELINE.parent}:{SEARCH_PATH}", "COLUMNS": "200", **environment}
+        done = subprocess.run(
+            [PIPELINE, *words], cwd=self.folder, env=known, capture_output=True, text=True, timeout=TYPED_S, check=False
+        )
+        return Typed(done.returncode, done.stdout, done.stderr)
+
+    def begins(self, *words: str) -> subprocess.Popen[bytes]:
+        """Type a command that misbehaves as tasks do, and do not wait for it."""
+        known = {**os.environ, "PYTHONPATH": str(self.folder / "mischief")}
+        null = subprocess.DEVNULL
+        return subprocess.Popen(
+            [PIPELINE, *words], cwd=self.folder, env=known, stdout=null, stderr=null, start_new_session=True
+        )
+
+    def submits(self, stage: str = "scan", *words: str) -> Run:
+        """Submit a stage to the cluster and return its run."""
+        done = self.types("submit", "--stage", stage, "--executor", "slurm", *words)
+        assert done.code == 0, done.err
+        return self.newest
+
+    @property
+    def newest(self) -> Run:
+        """The run that was submitted last."""
+        return Run(self, runs_in(self.folder / "runs")[-1])
+
+    def has_arrived(self, name: str) -> bool:
+        """Say whether a process has come to the file at which it lingers."""
+        return (self.folder / "mischief" / "arrived" / name).is_symlink()
+
+    def lingering(self, name: str) -> int:
+        """Return the process that lingers at a file."""
+        return int((self.folder / "mischief" / "arrived" / name).readlink().name)
+
+    def lets_go(self) -> None:
+        """Let all tasks that linger go on."""
+        (self.folder / "mischief" / "go").touch()
+
+    def seen(self) -> list[dict[str, Any]]:
+        """Return what tasks wrote down when they opened a file; the file's name is `file`."""
+        found = []
+        for path in (self.folder / "mischief" / "seen").iterdir():
+            name = path.name.rpartition("-")[0]
+            found.append({"file": name, **json.loads(path.read_text())})
+        return found
+
+    def records(self, cache: str = "cache") -> dict[str, dict[str, bytes]]:
+        """Return the content of every record that a data set leads to, by kind and key."""
+        opened = Cache(self.folder / cache)
+        kinds = [kind for kind in opened.kinds() if kind in ("scan", "embed", "graph")]
+        return {
+            kind: {one.key.hex(): content(one) for one in opened.kind(kind).read(opened.kind(kind).keys())}
+            for kind in kinds
+        }
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run on the cluster, as the files in its folder and the verbs tell of it."""
+
+    project: Project
+    folder: RunFolder
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    def now(self) -> RunStatus:
+        """Return how it stands, from its files alone."""
+        return status_of(self.folder, socket.gethostname())
+
+    def reported(self) -> dict[str, Any]:
+        """Return what `pipeline status --json` says."""
+        done = self.project.types("status", "--json", self.name)
+        assert done.code == 0, done.err
+        told: dict[str, Any] = json.loads(done.out)
+        return told
+
+    def stage(self, name: str = "scan") -> dict[str, Any]:
+        """Return what `pipeline status --json` says of a stage."""
+        found: dict[str, Any] = next(one for one in self.reported()["stages"] if one["name"] == name)
+        return found
+
+    def ends(self, state: RunState = RunState.DONE, timeout_s: float = ENDS_S) -> dict[str, Any]:
+        """Wait for its end and return what `pipeline status --json` says."""
+        going = (RunState.WAITING, RunState.RUNNING, RunState.ABANDONED)
+        until(f"the end of {self.name}", lambda: self.now().state not in going, timeout_s, self.story)
+        assert self.now().state is state, self.story()
+        return self.reported()
+
+    def arrives_at(self, name: str, timeout_s: float = SOON_S) -> None:
+        """Wait until a task lingers at a file."""
+        until(f"a task at {name}", lambda: self.project.has_arrived(name), timeout_s, self.story)
+
+    def jobs(self, cluster: Cluster, kind: str = "") -> list[dict[str, str]]:
+        """Return what the queue has of its jobs, a row for each task: of a stage, or those that supervise."""
+        columns = ("array", "task", "job", "name", "state", "node")
+        done = cluster.run("squeue", "-h", "-r", "-o", "%F|%K|%A|%j|%T|%N")
+        rows = [dict(zip(columns, line.split("|"), strict=True)) for line in done.stdout.splitlines()]
+        return [row for row in rows if row["name"].startswith(f"{self.name}-{kind}") and row["state"] in LIVE]
+
+    def node_of(self, cluster: Cluster, task: int) -> str:
+        """Return the node on which a task of the stage scan runs."""
+        (row,) = (row for row in self.jobs(cluster, "scan") if row["task"] == str(task) and row["state"] == "RUNNING")
+        return row["node"]
+
+    def story(self) -> str:
+        """Return what its supervisors and workers printed, and how it stands."""
+        logs = sorted(self.folder.logs.glob("*"), key=lambda path: path.stat().st_mtime)
+        texts = [f"--- {path.name}\n{path.read_text(errors='replace')}" for path in logs if path.stat().st_size]
+        if self.folder.supervisor_log.exists():
+            texts.append(self.folder.supervisor_log.read_text())
+        status = json.dumps(self.now().to_json(), indent=1, default=str)
+        return "\n".join([*texts, f"--- {self.name}", status])
+
+
+def make_project(folder: Path, items: int = 4, acts: Mapping[str, str] | None = None, **settings: Any) -> Project:
+    """Make a project of small complexes c0.pdb, c1.pdb, ..., whose tasks do some acts at some of them.
+
+    In a setting's name, __ stands for the dot.
+    """
+    (folder / "data").mkdir(parents=True)
+    for number in range(items):
+        (folder / "data" / f"c{number}.pdb").write_bytes(complex_pdb(number, RESIDUES, RESIDUES))
+    settle(folder / "data")
+    given = {**SMALL, **settings}
+    given["cluster__slurm__setup"] = [_mischief(folder, acts or {}), *settings.get("cluster__slurm__setup", ())]
+    (folder / "pipeline.yaml").write_text(json.dumps(nested(given), indent=1))
+    return Project(folder)
+
+
+def _mischief(folder: Path, acts: Mapping[str, str]) -> str:
+    """Write what makes tasks misbehave, and return the shell line that lets it in."""
+    place = folder / "mischief"
+    for path in (place / "seen", place / "arrived"):
+        path.mkdir(parents=True)
+    (place / "sitecustomize.py").write_text(MISCHIEF)
+    (place / "acts.json").write_text(json.dumps(dict(acts)))
+    return f"export PYTHONPATH={place}"
+
+
+def content(record: Record) -> bytes:
+    """Return all that a record holds as bytes."""
+    arrays = [(name, *map(str, (array.dtype, array.shape)), array.tobytes()) for name, array in record.arrays.items()]
+    return repr((sorted(arrays), json.dumps(record.meta, sort_keys=True))).encode()
+
+
+def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings such as data__path as sections of a configuration."""
+    root: dict[str, Any] = {}
+    for name, value in settings.items():
+        *sections, last = name.split("__")
+        place = root
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = value
+    return root
+
+
+def strangers(run: Run) -> list[str]:
+    """Return the processes that name a run's folder, or have a file in it open, and that Slurm did not start."""
+    slurms = {
+        int(entry.name)
+        for entry in processes.PROC.iterdir()
+        if entry.name.isdigit() and processes.program(int(entry.name)) in processes.DAEMONS
+    }
+    ours = slurms | processes.descendants(slurms) | {os.getpid()}
+    pids = [int(entry.name) for entry in processes.PROC.iterdir() if entry.name.isdigit()]
+    found = [pid for pid in pids if pid not in ours and processes.is_below(pid, run.folder.path)]
+    return [f"{pid} {processes.program(pid)}" for pid in found]

@@ -1,0 +1,272 @@
+"""Whatever dies, runs out or is taken away on a real cluster: the right verdict, a complete result or the right error.
+
+The runs that need no hand are begun together; those that meet a time limit have the first node for themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.runs.status import RunState
+from tests.slurm.cluster import Cluster
+from tests.slurm.runs import DEAF, DIES, EATS, LINGERS, Project, Run, make_project, until
+
+pytestmark = [pytest.mark.slurm, pytest.mark.fault]
+
+Make = Callable[..., Project]
+MIB = 1 << 20
+ONE_EACH = {"cluster__scan__items_per_task": 1}
+HALF_MAY_FAIL = {"data__max_rejected_fraction": 0.5}
+A_MINUTE = {"cluster__scan__time": "1m", "cluster__scan__items_per_task": 2}
+BEGUN: dict[str, tuple[int, dict[str, str], dict[str, Any]]] = {
+    "limit heeded": (2, {"c1.pdb": LINGERS}, A_MINUTE),
+    "limit unheard": (2, {"c1.pdb": DEAF}, A_MINUTE),
+    "memory": (3, {"c1.pdb": EATS}, ONE_EACH),
+    "poison": (6, {"c4.pdb": DIES}, {**HALF_MAY_FAIL, "cluster__scan__items_per_task": 3}),
+    "much poison": (2, {"c1.pdb": DIES}, {"cluster__scan__items_per_task": 2}),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def settled(cluster: Cluster) -> None:
+    """Begin with an idle cluster, once: the slow runs go on beside the other tests."""
+    cluster.settle()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def begun(settled: None, cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Begin at once all runs that go on without a hand; those that meet a time limit on a node of their own."""
+    runs = {}
+    for name, (items, acts, settings) in BEGUN.items():
+        place = "--nodelist" if "limit" in name else "--exclude"
+        runs[name] = make_project(
+            tmp_path_factory.mktemp("begun") / "project",
+            items,
+            acts,
+            cluster__slurm__options=[f"{place}={cluster.nodes[0]}"],
+            **settings,
+        ).submits()
+    return runs
+
+
+@pytest.fixture
+def make(tmp_path: Path, cluster: Cluster) -> Iterator[Make]:
+    """Return a function that makes a project whose jobs stay off the node of the slow runs."""
+    cluster.start()
+
+    def made(*given: Any, **settings: Any) -> Project:
+        away = {"cluster__slurm__options": [f"--exclude={cluster.nodes[0]}"]}
+        return make_project(tmp_path / "project", *given, **{**away, **settings})
+
+    yield made
+    (tmp_path / "project" / "mischief" / "go").touch()
+
+
+def failures(run: Run) -> list[tuple[int, str]]:
+    """Return which tasks failed, and of what."""
+    return [(one["task"], one["cause"]) for one in run.stage()["failures"]]
+
+
+def complete(run: Run, items: int) -> None:
+    """Wait for a run's end and check that every item is accepted and in the cache."""
+    run.ends()
+    census = run.stage()["census"]
+    assert (census["items"], census["accepted"], census["undone"]) == (items, items, 0), run.story()
+    assert len(run.project.records()["scan"]) == items
+
+
+def test_a_task_above_its_memory_alone_gets_more_and_the_next_run_asks_for_enough(begun: dict[str, Run]) -> None:
+    run, project = begun["memory"], begun["memory"].project
+    complete(run, 3)
+    assert failures(run) == [(1, "host_oom")]
+    (failed,) = run.stage()["failures"]
+    jobs = [(job["tasks"], job["ask"]["mem_bytes"] // MIB) for job in run.stage()["jobs"]]
+    assert jobs == [("0-2", 576), ("1", 1152)]
+    assert "again with 1152MiB of memory" in failed["then"]
+    for verb in ("status", "report"):
+        told = project.types(verb).said
+        assert "killed at its memory limit" in told, told
+        assert re.search(r"1[,.]?152 ?MiB|1\.1 ?GiB", told), told
+
+    fresh = ("--set", "cache.root=fresh")
+    planned = project.types("submit", "--stage", "scan", "--executor", "slurm", *fresh, "--dry-run")
+    (line,) = [line for line in planned.out.splitlines() if line.startswith("scan: memory")]
+    assert re.search(r"from \d+ tasks: .* MiB \+ 20%", line), line
+    second = project.submits("scan", *fresh)
+    second.ends()
+    assert failures(second) == []
+    assert second.stage()["jobs"][0]["ask"]["mem_bytes"] // MIB in range(750, 1152)
+    assert project.records("fresh") == project.records()
+
+
+def test_the_standby_takes_over_from_a_supervisor_that_is_killed_at_its_work(make: Make) -> None:
+    project = make(3, {"scan.shards.json": LINGERS, "c1.pdb": DIES}, **HALF_MAY_FAIL, **ONE_EACH)
+    run = project.submits()
+    run.arrives_at("scan.shards.json")  # it has written down some of what it saw, and has repaired nothing yet
+    os.kill(project.lingering("scan.shards.json"), signal.SIGKILL)
+    run.ends()
+    assert run.stage()["census"]["accepted"] == 2
+    assert run.stage()["census"]["rejected"] == {"killed_its_task": 1}
+    assert failures(run) == [(1, "crashed"), (1, "crashed")]
+
+
+def test_a_supervisor_that_is_cancelled_too_early_is_replaced_by_its_standby(make: Make, cluster: Cluster) -> None:
+    project = make(2, {"c1.pdb": LINGERS}, **ONE_EACH)
+    run = project.submits()
+    run.arrives_at("c1.pdb")
+    (coming,) = {job["array"] for job in run.jobs(cluster, "supervise") if "standby" not in job["name"]}
+    cluster.run("scancel", coming)
+    until("the visit of the standby", lambda: run.now().visits == 2, story=run.story)
+    project.lets_go()
+    complete(run, 2)
+    assert failures(run) == []
+
+
+def test_a_run_without_supervisors_is_called_abandoned_and_resume_completes_it(make: Make, cluster: Cluster) -> None:
+    project = make(3, {"c1.pdb": LINGERS}, **ONE_EACH)
+    run = project.submits()
+    run.arrives_at("c1.pdb")
+    assert run.reported()["state"] == "running"
+    cluster.run("scancel", *{job["array"] for job in run.jobs(cluster, "supervise")})
+    until("no supervisor", lambda: not run.jobs(cluster, "supervise"))
+    assert run.reported()["state"] == "abandoned"
+    assert f"pipeline resume {run.name}" in project.types("status").said
+    done = project.types("resume")
+    assert done.code == 0, done.err
+    assert run.reported()["state"] == "running"
+    project.lets_go()
+    complete(run, 3)
+    assert failures(run) == []
+
+
+def test_resume_does_not_undo_that_somebody_cancelled_the_tasks_too(make: Make, cluster: Cluster) -> None:
+    project = make(3, {"c1.pdb": LINGERS}, **ONE_EACH)
+    run = project.submits()
+    run.arrives_at("c1.pdb")
+    for kind in ("supervise", "scan"):
+        cluster.run("scancel", *{job["array"] for job in run.jobs(cluster, kind)})
+    until("no job of the run", lambda: not run.jobs(cluster))
+    assert run.reported()["state"] == "abandoned"
+    assert project.types("resume").code in (0, 7)  # 7 where the scheduler tells at once how they ended
+    state = run.ends(RunState.FAILED)  # somebody cancelled a task: that is not undone behind their back
+    assert state["exit_code"] == 7
+    assert "cancelled" in state["error"]
+
+
+def test_a_submission_killed_before_it_heard_the_number_of_its_job_is_taken_up_and_not_doubled(make: Make) -> None:
+    project = make(3, {"submitted": LINGERS}, **ONE_EACH)
+    with project.begins("submit", "--stage", "scan", "--executor", "slurm"):
+        until("a job in the queue", lambda: project.has_arrived("submitted"))
+        os.kill(project.lingering("submitted"), signal.SIGKILL)
+    run = project.newest
+    assert run.reported()["state"] == "abandoned"
+    assert project.types("resume").code == 0
+    complete(run, 3)
+    assert [job["tasks"] for job in run.stage()["jobs"]] == ["0-2"]
+    assert Counter(one["file"] for one in project.seen()) == {f"c{number}.pdb": 1 for number in range(3)}
+
+
+def test_a_poison_file_is_found_and_left_out_and_everything_else_is_done(begun: dict[str, Run]) -> None:
+    run = begun["poison"]
+    ended = run.ends()
+    assert ended["exit_code"] == 0
+    census = run.stage()["census"]
+    assert (census["accepted"], census["rejected"]) == (5, {"killed_its_task": 1})
+    assert [one["names"] for one in run.stage()["left_out"]] == [["c4"]]
+    assert "c4: task 1 died of it" in census["examples"]["killed_its_task"]
+    assert "Segmentation fault" in census["examples"]["killed_its_task"]
+    assert "killed_its_task" in run.project.types("status").said
+
+
+def test_too_much_poison_is_an_error_of_the_data(begun: dict[str, Run]) -> None:
+    run = begun["much poison"]
+    ended = run.ends(RunState.FAILED)
+    assert ended["exit_code"] == 3
+    assert "max_rejected_fraction" in ended["error"]
+
+
+def test_a_cancelled_task_ends_the_run_and_the_command_it_names_completes_it(make: Make, cluster: Cluster) -> None:
+    project = make(4, {"c1.pdb": LINGERS}, **ONE_EACH)
+    run = project.submits()
+    run.arrives_at("c1.pdb")
+    (job,) = {row["array"] for row in run.jobs(cluster, "scan")}
+    assert cluster.run("scancel", f"{job}_1").returncode == 0
+    ended = run.ends(RunState.FAILED)
+    assert ended["exit_code"] == 7
+    assert "1 of 4 items are not done, such as c1" in ended["error"]
+    assert re.search(r"task 1: CANCELLED: .*cancelled by user 0", ended["error"]), ended["error"]
+    command = re.search(r"next: (pipeline submit [^(]*)", ended["error"])
+    assert command, ended["error"]
+    again = project.types(*shlex.split(command[1])[1:])
+    assert again.code == 0, again.err
+    assert project.newest.name != run.name
+    complete(project.newest, 4)
+    assert (project.newest.stage()["cached"], project.newest.stage()["missing"]) == (3, 1)
+
+
+def test_a_preempted_task_is_begun_again(make: Make, cluster: Cluster) -> None:
+    project = make(2, {"c1.pdb": LINGERS}, cluster__scan__partition="preempt", **ONE_EACH)
+    run = project.submits()
+    run.arrives_at("c1.pdb")
+    node = run.node_of(cluster, 1)
+    urgent = ["--partition=urgent", "--exclusive", f"--nodelist={node}", "--output=/dev/null", "--wrap=true"]
+    assert cluster.run("sbatch", *urgent).returncode == 0
+    complete(run, 2)
+    assert len([one for one in project.seen() if one["file"] == "c1.pdb"]) == 2
+
+
+def test_a_controller_that_is_away_while_tasks_end_changes_nothing(make: Make, cluster: Cluster) -> None:
+    project = make(3, {"c1.pdb": LINGERS}, **ONE_EACH)
+    run = project.submits()
+    run.arrives_at("c1.pdb")
+    cluster.stop_controller()
+    project.lets_go()
+    cluster.start_controller()
+    complete(run, 3)
+    assert failures(run) == []
+
+
+def test_a_worker_that_heeds_the_warning_of_its_time_limit_goes_on_where_it_stopped(begun: dict[str, Run]) -> None:
+    run = begun["limit heeded"]
+    complete(run, 2)
+    first, second = sorted((one for one in run.project.seen() if one["file"] == "c1.pdb"), key=lambda one: one["pid"])
+    assert first["words"][:3] == second["words"][:3]
+    assert failures(run) == []
+
+
+def test_a_task_killed_at_its_time_limit_gets_more_time(begun: dict[str, Run]) -> None:
+    run = begun["limit unheard"]
+    complete(run, 2)
+    assert failures(run) == [(0, "timeout")]
+    assert [job["ask"]["time_s"] for job in run.stage()["jobs"]] == [60, 120]
+    assert "2 min" in run.stage()["failures"][0]["then"]
+
+
+def test_a_node_that_dies_with_a_task_on_it_changes_nothing(make: Make, cluster: Cluster) -> None:
+    project = make(3, {"c1.pdb": LINGERS}, **ONE_EACH)
+    run = project.submits()
+    run.arrives_at("c1.pdb")
+    node = run.node_of(cluster, 1)
+    cluster.kill_node(node)
+    complete(run, 3)
+    cluster.revive_node(node)
+    assert {cause for _, cause in failures(run)} <= {"node"}
+
+
+def test_a_run_without_accounting_has_the_same_verdicts_and_result(make: Make, cluster: Cluster) -> None:
+    cluster.stop_accounting()
+    assert cluster.run("sacct").returncode != 0
+    run = make(3, {"c1.pdb": EATS}, **ONE_EACH).submits()
+    complete(run, 3)
+    assert failures(run) == [(1, "host_oom")]
+    assert [job["tasks"] for job in run.stage()["jobs"]] == ["0-2", "1"]
+    cluster.start_accounting()
