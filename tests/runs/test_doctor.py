@@ -246,11 +246,11 @@ def test_folders_that_nodes_may_not_see_are_told_with_why(
 ) -> None:
     mounts = tmp_path / "mounts"
     mounts.write_text(
-        "/dev/sda1 / ext4 rw 0 0\nserver:/x /work nfs4 rw 0 0\ntmpfs /work/my\\040scratch tmpfs rw 0 0\nsysfs\n"
+        "/dev/sda1 / ext4 rw 0 0\nserver:/x /group nfs4 rw 0 0\ntmpfs /group/my\\040scratch tmpfs rw 0 0\nsysfs\n"
     )
     monkeypatch.setattr(scheduler, "MOUNTS", mounts)
     monkeypatch.delenv("TMPDIR", raising=False)
-    sets = ("data.path=/work/a.csv", "cache.root=/work/my scratch/cache", "cluster.runs=/tmp/runs")
+    sets = ("data.path=/group/a.csv", "cache.root=/group/my scratch/cache", "cluster.runs=/tmp/runs")
     rows = {row.found for row in scheduler.folders(config(*sets), site_of(PLAIN))}
     assert "run folders: below /tmp, which every machine has for itself" in rows
     assert "cache: on tmpfs, which every machine has for itself" in rows
