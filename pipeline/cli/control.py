@@ -58,6 +58,7 @@ def cancel(
     from pipeline.errors import ConfigError
     from pipeline.runs.cancel import cancel as end
     from pipeline.runs.cancel import foresee
+    from pipeline.runs.status import RunState
 
     folder, _, executor, status = _opened(run, config, sets)
     with executor:
@@ -65,6 +66,9 @@ def cancel(
             what = f"run {folder.name} has no stage {stage!r} ({', '.join(status.stages) or 'none has begun'})"
             raise ConfigError(what, where="--stage", remedy=f"pipeline status {folder.name}")
         found = foresee(status, executor, stage)
+        if found.empty and stage is not None and status.state is RunState.RUNNING and not executor.outlives:
+            what = "on this machine a stage ends with its run"
+            raise ConfigError(what, where="--stage", remedy=f"pipeline cancel {folder.name}")
         if found.empty:
             typer.echo(f"run {folder.name} is {status.state.value}: nothing to cancel")
             return

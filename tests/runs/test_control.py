@@ -73,6 +73,16 @@ def test_cancel_says_what_it_would_end_and_ends_it_when_told(pipeline: Command, 
     assert " 0 cached" not in again.stderr
 
 
+def test_one_stage_of_a_local_run_is_not_cancelled_alone(pipeline: Command, make_project: MakeProject) -> None:
+    folder = make_project(400)
+    run = begin(folder)
+    done = pipeline("cancel", "--stage", "scan", "--yes")
+    assert done.code == 2
+    assert f"next: pipeline cancel {run.name}" in done.err
+    assert pipeline("cancel", "--yes").code == 0
+    wait_for("the run to stop", lambda: newest_status(folder)["state"] == "stopped")
+
+
 def test_cancelling_a_stage_that_is_not_there_names_those_that_are(
     pipeline: Command, make_project: MakeProject
 ) -> None:
