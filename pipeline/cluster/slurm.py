@@ -191,14 +191,6 @@ class SlurmExecutor:
         """Return the script that the cluster has of a job."""
         return commands.run(["scontrol", "write", "batch_script", job, "-"])
 
-    def start_of(self, job: JobId) -> float | None:
-        """Return when the first task of a job has begun, or is expected to."""
-        return min((task.starts for task in commands.queue([job]).values() if task.starts), default=None)
-
-    def requeue(self, job: JobId) -> None:
-        """Put a job, or a task of one (12_3), back into the queue."""
-        commands.run(["scontrol", "requeue", job])
-
     def close(self) -> None:
         """Let go; the jobs live on."""
 
