@@ -1,0 +1,79 @@
+"""What a user implements to train a model here: plain torch, nothing of ours to inherit from.
+
+`train.task: "mylab.docking:Task"` names a class like this. The methods of `Task` are needed; those of the others are
+looked for by name, and what they are for is left out where a task has none.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    import numpy as np
+    from torch import Tensor, nn
+
+Batch: TypeAlias = Any  # whatever `collate` returns and `loss` takes
+Sizes: TypeAlias = "Mapping[str, int]"  # what drives memory, by name
+
+ITEMS = "items"  # among the sizes of a batch: how many items it has
+
+
+class Task(Protocol):
+    """A model and what it is trained for."""
+
+    def model(self) -> nn.Module:
+        """Return the model, with fresh parameters."""
+
+    def cost(self, item: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the sizes of an item that drive memory, such as nodes, edges, pairs = n_rec * n_lig.
+
+        The item is told by the sizes of its graph: nodes, edges, receptor, ligand, pairs, cross, residues, contacts.
+        They may be whole arrays, one number an item, and so the answers.
+        """
+
+    def collate(self, items: Sequence[Any], rng: np.random.Generator) -> Batch:
+        """Make a batch of items, which carry graphs and embeddings as tensors."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[Tensor, Tensor | float]]:
+        """Return each term's sum over the batch and its weight: the loss is the sum of their quotients."""
+
+
+@runtime_checkable
+class Example(Protocol):
+    """A task that can be planned without data."""
+
+    def example(self, sizes: Sizes) -> Batch:
+        """Return a batch of these sizes, its values anything.
+
+        Sizes are sums over the batch where items are concatenated, those of the largest item where they are padded;
+        `items` is how many there are.
+        """
+
+
+@runtime_checkable
+class Weights(Protocol):
+    """A task whose terms have weights of different kinds, known before the model runs."""
+
+    def weights(self, batch: Batch) -> Mapping[str, Tensor | float]:
+        """Return the weights that `loss` will return."""
+
+
+@runtime_checkable
+class ParameterGroups(Protocol):
+    """A task that trains its parameters differently."""
+
+    def parameter_groups(self, model: nn.Module) -> Iterable[Any]:
+        """Return what an optimizer takes: parameters, or groups of them."""
+
+
+@runtime_checkable
+class Outputs(Protocol):
+    """A task that can be evaluated."""
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Mapping[str, Any]:
+        """Return predictions of each item."""
+
+    def metrics(self, outputs: Mapping[str, Any]) -> Mapping[str, float]:
+        """Return figures of a whole split, from all its outputs."""

@@ -1,0 +1,380 @@
+"""One exact optimizer step, however its items are cut into micro-batches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeline.errors import ConfigError
+from pipeline.training.offload import Pinned
+from pipeline.training.recompute import recomputed, repeated
+from pipeline.training.step import Settings, Step
+
+WIDTH = 8
+
+
+class Net(nn.Module):
+    """Repeated blocks and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+class OneTerm:
+    """A loss that is a mean over items of unequal weight."""
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return Net().double()
+
+    def cost(self, item: Mapping[str, Any]) -> Mapping[str, Any]:
+        return item
+
+    def collate(self, items: Any, rng: Any) -> Any:
+        raise NotImplementedError
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, tuple[Tensor, Tensor | float]]:
+        error = model(batch["x"]).squeeze(-1) - batch["y"]
+        return {"squared": ((error.square() * batch["w"]).sum(), batch["w"].sum())}
+
+
+class TwoTerms(OneTerm):
+    """Terms whose weights do not go together: items, and a label that only some have."""
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, tuple[Tensor, Tensor | float]]:
+        error = model(batch["x"]).squeeze(-1) - batch["y"]
+        known = batch["w"] > 1
+        return {
+            "squared": (error.square().sum(), float(len(error))),
+            "known": ((error.abs() * known).sum(), known.sum().double()),
+        }
+
+
+class Told(TwoTerms):
+    """The same, and it tells the weights beforehand."""
+
+    def weights(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor | float]:
+        return {"squared": float(len(batch["y"])), "known": (batch["w"] > 1).sum().double()}
+
+
+def data(count: int = 24) -> dict[str, Tensor]:
+    rng = torch.Generator().manual_seed(1)
+    return {
+        "x": torch.randn(count, WIDTH, dtype=torch.float64, generator=rng),
+        "y": torch.randn(count, dtype=torch.float64, generator=rng),
+        "w": torch.arange(1.0, count + 1, dtype=torch.float64) % 5,
+    }
+
+
+def cut(batch: Mapping[str, Tensor], sizes: list[int]) -> list[dict[str, Tensor]]:
+    parts = {name: tensor.split(sizes) for name, tensor in batch.items()}
+    return [{name: parts[name][place] for name in parts} for place in range(len(sizes))]
+
+
+def after(task: Any, batches: list[dict[str, Tensor]], settings: Settings, steps: int = 2) -> tuple[list[Tensor], Any]:
+    step = Step(task, settings)
+    values = [step.run(batches) for _ in range(steps)]
+    return [one.detach() for one in step.model.parameters()], values
+
+
+@pytest.mark.parametrize("task", [OneTerm(), TwoTerms(), Told()], ids=["one term", "two terms", "two terms, told"])
+@pytest.mark.parametrize("sizes", [[12, 12], [1, 23], [5, 7, 2, 10], [1] * 24])
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_any_cut_of_a_step_does_what_the_whole_does(task: Any, sizes: list[int], clip: float | None) -> None:
+    settings = Settings(optimizer="sgd", learning_rate=0.1, clip=clip, ema=0.9)
+    whole, told = after(task, [data()], settings)
+    parts, told_parts = after(task, cut(data(), sizes), settings)
+    for one, other in zip(whole, parts, strict=True):
+        assert torch.linalg.norm(one - other) <= 1e-12 * torch.linalg.norm(one)
+    for values, values_parts in zip(told, told_parts, strict=True):
+        assert {name: pytest.approx(float(value)) for name, value in values.items()} == values_parts
+
+
+def test_the_mean_of_micro_batches_means_would_be_another_gradient() -> None:
+    whole, _ = after(OneTerm(), [data()], Settings(optimizer="sgd", learning_rate=0.1), steps=1)
+    model = OneTerm().model()
+    for part in cut(data(), [1, 23]):
+        ((total, weight),) = OneTerm().loss(model, part).values()
+        torch.autograd.backward(total / weight / 2)
+    wrong = [one - 0.1 * one.grad for one in model.parameters() if one.grad is not None]
+    apart = [float((one - other).detach().abs().max()) for one, other in zip(whole, wrong, strict=True)]
+    assert max(apart) > 1e-3
+
+
+def test_looking_for_weights_leaves_statistics_and_random_numbers_alone() -> None:
+    class Noisy(TwoTerms):
+        def model(self) -> nn.Module:
+            torch.manual_seed(0)
+            return nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, 1)).double()
+
+    class NoisyTold(Told):
+        model = Noisy.model
+
+    torch.manual_seed(3)
+    looked, _ = after(Noisy(), cut(data(), [12, 12]), Settings())
+    torch.manual_seed(3)
+    told, _ = after(NoisyTold(), cut(data(), [12, 12]), Settings())
+    assert all(torch.equal(one, other) for one, other in zip(looked, told, strict=True))
+
+
+def test_a_loss_of_one_term_is_computed_once_a_micro_batch() -> None:
+    calls: list[int] = []
+
+    class Counted(OneTerm):
+        def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, tuple[Tensor, Tensor | float]]:
+            calls.append(1)
+            return super().loss(model, batch)
+
+    step = Step(Counted(), Settings())
+    step.run(cut(data(), [12, 12]))
+    calls.clear()
+    step.run(cut(data(), [12, 12]))
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("way", ["foreach", "loop", "fused"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd"])
+def test_every_way_of_an_optimizer_goes_the_same_way(way: str, optimizer: str) -> None:
+    expected, _ = after(OneTerm(), [data()], Settings(optimizer=optimizer, way="loop", learning_rate=0.01))
+    found, _ = after(OneTerm(), [data()], Settings(optimizer=optimizer, way=way, learning_rate=0.01))
+    for one, other in zip(expected, found, strict=True):
+        assert torch.allclose(one, other, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "setting", [{"checkpointing": True}, {"offload": True}, {"checkpointing": True, "offload": True}]
+)
+def test_saving_memory_changes_no_gradient(setting: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.training.offload.SMALLEST_BYTES", 1)
+    plain, _ = after(OneTerm(), cut(data(), [10, 14]), Settings())
+    saving, _ = after(OneTerm(), cut(data(), [10, 14]), Settings(**setting))
+    assert all(torch.equal(one, other) for one, other in zip(plain, saving, strict=True))
+
+
+def test_offloading_leaves_parameters_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.training.offload.SMALLEST_BYTES", 1)
+    carried: list[int] = []
+
+    class Counting(Pinned):
+        def away(self, tensor: Tensor) -> Tensor:
+            carried.append(tensor.untyped_storage().data_ptr())
+            return super().away(tensor)
+
+    step = Step(OneTerm(), Settings(offload=True))
+    step.carrier = Counting()
+    step.run([data()])
+    own = {one.untyped_storage().data_ptr() for one in step.model.parameters()}
+    assert carried
+    assert not own & set(carried)
+
+
+def test_repeated_blocks_are_found_and_single_ones_are_not() -> None:
+    assert list(repeated(Net())) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert repeated(nn.Sequential(nn.Linear(2, 2), nn.Tanh())) == {}
+
+
+def test_a_recomputed_block_runs_again_in_backward() -> None:
+    model, runs = Net(), []
+    model.blocks[1].register_forward_hook(lambda *_: runs.append(1))
+    assert recomputed(model) == ["blocks.0", "blocks.1", "blocks.2"]
+    runs.clear()
+    counted = copy.copy(model)
+    counted(torch.randn(2, WIDTH)).sum().backward()
+    assert runs == [1]  # the hook is the module's; its forward alone runs again
+
+
+def test_frozen_parameters_stay_and_have_no_state() -> None:
+    step = Step(OneTerm(), Settings(frozen=("blocks.0.", "blocks.1.")))
+    before = [one.detach().clone() for one in step.model.parameters()]
+    step.run([data()])
+    names = [name for name, _ in step.model.named_parameters()]
+    moved = [
+        name for name, one, old in zip(names, step.model.parameters(), before, strict=True) if not torch.equal(one, old)
+    ]
+    assert moved == [name for name in names if name.startswith(("blocks.2", "head"))]
+    assert {name.split()[0] for what, name, _ in step.owned() if what == "optimizer"} == set(moved)
+
+
+def test_freezing_what_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no parameter's name begins with 'block\.0'; there is blocks\.0\.0\.weight"):
+        Step(OneTerm(), Settings(frozen=("block.0",)))
+
+
+def test_a_model_that_is_frozen_as_a_whole_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no parameter that is trained"):
+        Step(OneTerm(), Settings(frozen=("blocks", "head")))
+
+
+def test_averages_follow_the_parameters() -> None:
+    step = Step(OneTerm(), Settings(ema=0.75))
+    before = [one.detach().clone() for one in step.trained]
+    step.run([data()])
+    for average, old, new in zip(step.averages, before, step.trained, strict=True):
+        assert torch.allclose(average, 0.75 * old + 0.25 * new.detach())
+
+
+def test_nothing_but_the_state_stays_after_a_step() -> None:
+    step = Step(OneTerm(), Settings(ema=0.9))
+    step.run([data()])
+    assert {what for what, _, _ in step.owned()} == {"parameters", "optimizer", "ema"}
+    step.accumulate(data())
+    assert "gradients" in {what for what, _, _ in step.owned()}
+    step.release()
+    assert "gradients" not in {what for what, _, _ in step.owned()}
+
+
+class Rare(OneTerm):
+    """A second term that only some items have, and some steps have nothing of."""
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, tuple[Tensor, Tensor | float]]:
+        error = model(batch["x"]).squeeze(-1) - batch["y"]
+        rare = batch["w"] > 100
+        return {"squared": (error.square().sum(), float(len(error))), "rare": ((error * rare).sum(), rare.sum())}
+
+
+@pytest.mark.parametrize("sizes", [[24], [12, 12]])
+def test_a_term_that_nothing_of_a_step_has_changes_nothing(sizes: list[int]) -> None:
+    class Squared(OneTerm):
+        def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, tuple[Tensor, Tensor | float]]:
+            return {"squared": Rare().loss(model, batch)["squared"]}
+
+    expected, _ = after(Squared(), [data()], Settings())
+    found, values = after(Rare(), cut(data(), sizes), Settings())
+    assert all(torch.allclose(one, other, rtol=1e-12) for one, other in zip(expected, found, strict=True))
+    assert float(values[0]["rare"]) == 0.0
+
+
+@pytest.mark.parametrize("nothing", [0.0, torch.tensor(0.0)])
+def test_a_step_without_any_weight_moves_nothing_but_by_decay(nothing: Any) -> None:
+    class Empty(OneTerm):
+        def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, tuple[Tensor, Tensor | float]]:
+            return {"squared": (model(batch["x"]).sum() * 0.0, nothing)}
+
+    step = Step(Empty(), Settings(weight_decay=0.0))
+    before = [one.detach().clone() for one in step.trained]
+    step.run([data()])
+    assert all(torch.equal(one, old) for one, old in zip(step.trained, before, strict=True))
+
+
+def test_parameters_of_no_group_get_no_gradients() -> None:
+    class Grouped(OneTerm):
+        def parameter_groups(self, model: nn.Module) -> Any:
+            return [{"params": [*model.head.parameters()], "lr": 0.1}]
+
+    step = Step(Grouped(), Settings())
+    step.run(cut(data(), [12, 12]))
+    assert len(step.trained) == 2
+    assert [name for name, one in step.model.named_parameters() if one.requires_grad] == ["head.weight", "head.bias"]
+
+
+def test_a_module_that_evaluates_on_purpose_goes_on_to() -> None:
+    class Still(OneTerm):
+        def model(self) -> nn.Module:
+            model = super().model()
+            model.blocks[0].eval()  # type: ignore[index, union-attr]
+            return model
+
+    step = Step(Still(), Settings())
+    step.evaluate(data())
+    step.run(cut(data(), [12, 12]))
+    assert [block.training for block in step.model.blocks] == [False, True, True]  # type: ignore[union-attr]
+
+
+def test_what_fails_midway_leaves_nothing_to_the_next_step() -> None:
+    class Failing(OneTerm):
+        fails = False
+
+        def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, tuple[Tensor, Tensor | float]]:
+            if self.fails and len(batch["y"]) == 4:
+                raise RuntimeError("midway")
+            return super().loss(model, batch)
+
+    task = Failing()
+    step = Step(task, Settings(optimizer="sgd", learning_rate=0.1))
+    task.fails = True
+    with pytest.raises(RuntimeError, match="midway"):
+        step.run(cut(data(), [20, 4]))
+    task.fails = False
+    step.run([data()])
+    expected, _ = after(OneTerm(), [data()], Settings(optimizer="sgd", learning_rate=0.1), steps=1)
+    assert all(torch.equal(one, other) for one, other in zip(expected, step.model.parameters(), strict=True))
+
+
+def test_terms_that_come_and_go_need_weights_told_beforehand() -> None:
+    class Sometimes(TwoTerms):
+        def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, tuple[Tensor, Tensor | float]]:
+            terms = dict(super().loss(model, batch))
+            return terms if len(batch["y"]) == 4 else {"squared": terms["squared"]}
+
+    step = Step(Sometimes(), Settings())
+    with pytest.raises(ConfigError, match=r"weights\(\)"):
+        step.run(cut(data(), [20, 4]))
+
+
+def test_evaluation_makes_no_gradient_and_trains_on_afterwards() -> None:
+    step = Step(OneTerm(), Settings())
+    terms = step.evaluate(data())
+    assert not terms["squared"][0].requires_grad
+    assert step.model.training
+
+
+def test_half_precision_computes_in_half_precision() -> None:
+    seen: list[torch.dtype] = []
+
+    class Half(OneTerm):
+        def model(self) -> nn.Module:
+            model = Net()
+            model.head.register_forward_hook(lambda _, __, out: seen.append(out.dtype))
+            return model
+
+        def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, tuple[Tensor, Tensor | float]]:
+            return super().loss(model, {name: tensor.float() for name, tensor in batch.items()})
+
+    Step(Half(), Settings(precision="bf16")).run([data()])
+    assert seen == [torch.bfloat16]
+
+
+def test_a_batch_with_a_way_to_move_itself_is_asked_to() -> None:
+    moved: list[str] = []
+
+    class Batch(dict[str, Tensor]):
+        def to(self, device: str) -> Batch:
+            moved.append(device)
+            return self
+
+    Step(OneTerm(), Settings()).run([Batch(data())])  # type: ignore[list-item]
+    assert moved == ["cpu"]
+
+
+def test_the_watch_hears_the_parts_of_a_step_in_order() -> None:
+    heard: list[str] = []
+
+    class Ears:
+        def phase(self, name: str) -> None:
+            heard.append(name)
+
+        def terms(self, terms: Mapping[str, Tensor]) -> None:
+            heard.append("+".join(terms))
+
+    step = Step(OneTerm(), Settings(clip=1.0, ema=0.9), watch=Ears())
+    step.run(cut(data(), [12, 12]))
+    micro = ["inputs", "forward", "squared", "backward"]
+    assert heard == [*micro, *micro, "scale", "clip", "optimizer", "ema", "release", "idle"]
+
+
+@pytest.fixture(autouse=True)
+def _alike() -> None:
+    torch.manual_seed(0)
