@@ -1,0 +1,93 @@
+"""Makes models fake: their tensors have shapes and no values, and take no memory."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+
+class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Tensors that are copied with their modules stay of one mode."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the wrapper that would see to it is slow
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.dispatch(func, types, args, kwargs or {})
+
+    def __deepcopy__(self, _: object) -> FakeMode:
+        return self
+
+
+@contextmanager
+def conversions() -> Iterator[None]:
+    """Let `Module.to` and its kin replace parameters: fake ones cannot be changed in place, as real ones are."""
+    apply, made = nn.Module._apply, dict[int, tuple[torch.Tensor, torch.Tensor]]()
+    here = threading.get_ident()
+
+    def converted(old: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        if id(old) not in made:
+            with torch.no_grad():
+                new = function(old)
+            is_parameter = isinstance(old, nn.Parameter) and new is not old
+            made[id(old)] = old, nn.Parameter(new, old.requires_grad) if is_parameter else new
+        return made[id(old)][1]
+
+    def replace(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:  # noqa: FBT001, FBT002
+        if threading.get_ident() != here:
+            return apply(module, function, recurse)  # type: ignore[no-any-return, no-untyped-call]
+        for one in module.modules() if recurse else (module,):
+            for held in (one._parameters, one._buffers):
+                for name, old in held.items():
+                    if old is not None:
+                        held[name] = converted(old, function)  # type: ignore[assignment]
+        made.clear()
+        return module
+
+    nn.Module._apply = replace  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = apply  # type: ignore[method-assign]
+
+
+@contextmanager
+def eagerly() -> Iterator[None]:
+    """Let what is compiled run as it is written."""
+    stance = getattr(torch.compiler, "set_stance", None)  # since torch 2.6
+    with warnings.catch_warnings(), stance("force_eager") if stance else nullcontext():
+        warnings.filterwarnings("ignore", "Using `torch.compile")  # that hooks, which we have, run once more
+        yield
+
+
+def faked(model: nn.Module, mode: FakeTensorMode, see: Callable[[Tensor], object]) -> nn.Module:
+    """Make the tensors of a real model fake, those that several modules share once."""
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = tensor, mode.from_tensor(tensor, static_shapes=True)
+            see(made[id(tensor)][1])
+        return made[id(tensor)][1]
+
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    held[name] = fake(tensor)  # type: ignore[assignment]
+        for name, value in list(vars(module).items()):
+            if isinstance(value, torch.Tensor):
+                object.__setattr__(module, name, fake(value))
+    return model

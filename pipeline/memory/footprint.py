@@ -1,0 +1,184 @@
+"""What a training step takes in memory, as values: its parts as tapes of allocations, and what they add up to.
+
+Tapes are made by `trace` (or a stand-in for it), replayed by `allocator`, weighed by `planner`.
+
+Shapes: E events.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    Integers = NDArray[np.int64]
+    Sizes = Mapping[str, int]
+
+
+class Category(str, Enum):
+    """What memory is for."""
+
+    PARAMETERS = "parameters"
+    BUFFERS = "buffers"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    EMA = "ema"
+    INPUTS = "inputs"
+    ACTIVATIONS = "activations"  # kept from forward to backward, by module
+    LOSS = "loss"  # the same, of one term of the loss alone
+    TEMPORARIES = "temporaries"  # gone before the part of the step that made it has ended
+    SCRATCH = "scratch"  # of kernels: no tensor, from a table
+
+
+class Origin(str, Enum):
+    """Where a number is from, the surest first."""
+
+    MEASURED = "measured"  # on such a card
+    TRACED = "traced"  # every allocation of the very step, on fake tensors
+    SIMULATED = "simulated"  # an allocator fed with a trace
+    EXTRAPOLATED = "extrapolated"  # from small real steps on the CPU
+    ASSUMED = "assumed"  # a formula, or a figure from a table
+
+
+@dataclass(frozen=True, slots=True)
+class Tape:
+    """Allocations and releases, in order.
+
+    Blocks from 0 on are this tape's own: each time it is played they are new ones. Negative ones are the same block in
+    every tape of a model: what one allocates another may release.
+    """
+
+    block_E: Integers
+    bytes_E: Integers  # above 0: allocated; below: released
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return the most that is live, above what was before."""
+        return int(np.cumsum(self.bytes_E).max(initial=0))
+
+    @property
+    def left_bytes(self) -> int:
+        """Return how much more is live afterwards; below 0: less."""
+        return int(self.bytes_E.sum())
+
+
+EMPTY = Tape(np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A share of the memory at the peak."""
+
+    category: Category
+    name: str  # the module, the term of the loss, …; may be empty
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a plan may decide that changes a tape; all other settings are the same in every plan of a run."""
+
+    precision: str = "fp32"  # fp32, or autocast to bf16 or fp16
+    checkpointing: bool = False  # repeated blocks are computed again in backward
+    offload: bool = False  # what backward needs waits in the host's memory
+    shards: int = 1  # ranks over which parameters, gradients and optimizer state are spread
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a model takes whatever the batch: its state, and the parts of a step that are alike in every step."""
+
+    setup: Tape  # parameters, buffers, moving averages
+    first_update: Tape  # clipping, the optimizer's first step, which makes its state; releases the gradients
+    update: Tape  # every later one
+    parts: tuple[Part, ...]  # what is live between two steps
+    parameters: int  # how many numbers
+    trained: int  # how many of them are trained
+    origin: Origin = Origin.TRACED
+    notes: tuple[str, ...] = ()  # how far to trust it, in words
+    largest_block_bytes: int = 0  # parameters that are whole at once where the model is sharded; 0: nobody knows
+    update_parts: tuple[Part, ...] = ()  # what is live at the peak of an update, `parts` included
+
+    @property
+    def bytes(self) -> int:
+        """Return what is live between two steps: the gradients, which an update releases, are not in it."""
+        return sum(part.bytes for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Micro:
+    """What one micro-batch takes: forward, losses, backward; its input is allocated and released within."""
+
+    sizes: Sizes
+    first: Tape  # of a step: it allocates the gradients, which are blocks below 0
+    again: Tape  # later ones add to the gradients
+    parts: tuple[Part, ...]  # of the peak of `again`, the standing ones and gradients included
+    flops: float
+    kernels: int
+    moved_bytes: float = 0.0  # read and written by its kernels
+    origin: Origin = Origin.TRACED
+    notes: tuple[str, ...] = ()
+    host_bytes: int = 0  # offloaded at most
+    first_parts: tuple[Part, ...] = ()  # of the peak of `first`; empty: nobody knows
+
+
+class Oracle(Protocol):
+    """Says what a model takes, by tracing or otherwise."""
+
+    def standing(self, choice: Choice) -> Standing:
+        """Return what it takes whatever the batch."""
+
+    def micro(self, choice: Choice, sizes: Sizes) -> Micro:
+        """Return what a micro-batch of these sizes takes; the same question is answered at once."""
+
+
+@runtime_checkable
+class Evaluates(Protocol):
+    """An oracle that can say what a batch takes without gradients, too."""
+
+    def evaluation(self, choice: Choice, sizes: Sizes) -> Micro:
+        """Return what a batch takes that is only evaluated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A training step as the tapes to play in turn."""
+
+    tapes: tuple[Tape, ...] = field(default=())
+
+    @classmethod
+    def of(cls, standing: Standing, micros: Sequence[Micro], *, first: bool = False) -> Step:
+        """Return the step of these micro-batches; the first of a run makes the optimizer's state."""
+        play = [micro.again if place else micro.first for place, micro in enumerate(micros)]
+        return cls((*play, standing.first_update if first else standing.update))
+
+    def peak_bytes(self, live: int) -> int:
+        """Return the most that is live when so much was before."""
+        return peak_bytes(self.tapes, live)
+
+
+def peak_bytes(tapes: Iterable[Tape], live: int = 0) -> int:
+    """Return the most that is live while tapes are played, when so much was before."""
+    highest = live
+    for tape in tapes:
+        highest = max(highest, live + tape.peak_bytes)
+        live += tape.left_bytes
+    return highest
+
+
+def live_peak_bytes(standing: Standing, micro: Micro, *, accumulate: bool) -> int:
+    """Return the live peak of a step of such micro-batches, one or several."""
+    return Step.of(standing, [micro, micro] if accumulate else [micro]).peak_bytes(standing.bytes)
+
+
+def parts_at_peak(standing: Standing, micro: Micro, *, accumulate: bool = True) -> tuple[Part, ...]:
+    """Return what is live at the peak of a step of such micro-batches, one or several."""
+    told = micro.parts if accumulate or not micro.first_parts else micro.first_parts
+    return max(standing.update_parts, told, key=lambda parts: sum(part.bytes for part in parts))

@@ -1,0 +1,95 @@
+"""Small tasks to trace, and the truth about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.memory.footprint import Category, Choice, Part, Tape
+from pipeline.memory.trace import CPU, Target, Tracer
+from pipeline.training.step import Settings, Step
+from tests.limited.device import HostCarrier, LimitedDevice
+
+SIZES = {"items": 32}
+WIDTH = 64
+LARGE = {"items": 4096}
+
+
+@dataclass
+class Small:
+    """A task around any module that takes numbers of some width; the loss is made of parts of what it returns."""
+
+    make: Callable[[], nn.Module]
+    width: int = WIDTH
+    terms: Callable[[nn.Module, Tensor], Mapping[str, Any]] | None = None
+
+    def model(self) -> nn.Module:
+        return self.make()
+
+    def example(self, sizes: Mapping[str, int]) -> Tensor:
+        return torch.randn(sizes["items"], self.width)
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Mapping[str, Any]:
+        if self.terms is not None:
+            return self.terms(model, batch)
+        return {"square": (model(batch).square().sum(), float(len(batch)))}
+
+
+def layers(*, depth: int = 3, width: int = WIDTH) -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)))
+
+
+def tracer(task: Any, target: Target = CPU, least: Mapping[str, int] = SIZES, **settings: Any) -> Tracer:
+    """Return what traces a task; a choice decides the rest."""
+
+    def build(choice: Choice, watch: Any, model: nn.Module | None) -> Step:
+        return Step(task, chosen(choice, settings), model=model, watch=watch)
+
+    return Tracer(build, task.model, task.example, least, target)
+
+
+def chosen(choice: Choice, settings: Mapping[str, Any]) -> Settings:
+    own = {"precision": choice.precision, "offload": choice.offload, "checkpointing": choice.checkpointing}
+    return Settings(**{"way": "foreach", **own, **settings})
+
+
+def true_peak(
+    task: Any, sizes: Mapping[str, int], times: int = 1, choice: Choice | None = None, **settings: Any
+) -> int:
+    """Return the most that is allocated in the second step and later, of so many micro-batches."""
+    with LimitedDevice() as device:
+        step = Step(task, chosen(choice or Choice(), settings))
+        step.carrier = HostCarrier(device)
+        for turn in range(3):
+            for _ in range(times):
+                step.accumulate(task.example(sizes))
+            step.update()
+            if turn == 0:
+                device.reset_peak()
+        return device.peak_bytes
+
+
+def play(live: dict[int, int], tape: Tape) -> int:
+    """Play a tape over what is live of the blocks that all tapes know; return the most that was live."""
+    own: dict[int, int] = {}
+    now = most = sum(live.values())
+    for number, size in zip(tape.block_E.tolist(), tape.bytes_E.tolist(), strict=True):
+        blocks = own if number >= 0 else live
+        if size >= 0:
+            assert number not in blocks, "allocated twice"
+            blocks[number] = size
+        else:
+            assert blocks.pop(number) == -size, "released with another size"
+        now += size
+        most = max(most, now)
+    assert not own, "left in use by its tape"
+    return most
+
+
+def of(parts: tuple[Part, ...], category: Category) -> dict[str, int]:
+    """Return the bytes of a category, by name."""
+    return {part.name: part.bytes for part in parts if part.category is category}
