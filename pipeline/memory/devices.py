@@ -1,0 +1,370 @@
+"""GPUs by name: what memory programs can have of them, how fast they are, and what else takes of their memory.
+
+The one place that knows names and sizes: `pipeline init` reads them here too. All figures are of one GPU as programs
+see them: one of an A16's four.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from pipeline.errors import ConfigError
+
+SizesGib: TypeAlias = tuple[int, ...]
+
+_MIB, _GIB, _GIGA, _TERA = 1 << 20, 1 << 30, 10**9, 10**12
+
+# NCCL's buffers: 0.5 to 0.7 GB seen per group of several GPUs; the most of it is planned for.
+COMMUNICATOR_BYTES = 700 * 10**6
+# What is unknown: kernels that are loaded when first called, cuDNN's plans, page tables, drivers that keep more.
+_RESERVE_SHARE, _LEAST_RESERVE_BYTES = 0.01, 128 * _MIB
+# Of a size without a name: most cards have up to a sixteenth less than their box says (an A10 a twelfth).
+_UNNAMED_RESERVE_SHARE = 1 / 16
+# A process that has done nothing else than to begin: 287 MB (pytorch#86509, loading lazily, as torch does since 1.13),
+# 300-400 MB on a V100 (pytorch#20532), 256 MiB on a 3090 (InvokeAI#9413), 426 MiB on an Ada card (unsloth-zoo#1053),
+# 522 MiB on an H100 and 616 MiB on a newer one (LMCache#4019). By generation, rounded up; a profile corrects it.
+_CONTEXT_MIB = {3: 350, 6: 350, 7: 400, 8: 450, 9: 550, 10: 640, 12: 640}
+# parseChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp: 32 MiB on Hopper and Blackwell, else 2 x 4 MiB
+# and 8 x 16 KiB; cuBLASLt has 1 MiB beside it. Each thread has its own: one runs forward, another backward.
+_CUBLAS_BYTES, _CUBLAS_HOPPER_BYTES, _CUBLASLT_BYTES = 8 * _MIB + 128 * 1024, 32 * _MIB, _MIB
+_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A GPU as a plan sees it."""
+
+    name: str
+    usable_bytes: int  # torch's "total capacity": all processes and contexts together
+    reserve_bytes: int  # left alone, for what nobody knows
+    context_bytes: int  # CUDA's own, of each process, outside torch
+    capability: tuple[int, int]
+    fp32_flops: float  # peak rates per second, dense
+    tf32_flops: float  # fp32's where there are no such units
+    half_flops: float  # fp16, and bf16 where it has it, adding up in fp32
+    bandwidth: float  # bytes per second
+    notes: tuple[str, ...] = ()  # what was assumed
+
+    @property
+    def has_fp16(self) -> bool:
+        """Return whether fp16 is faster than fp32: with tensor cores, or on a P100."""
+        return self.half_flops > self.fp32_flops
+
+    @property
+    def has_bf16(self) -> bool:
+        """Return whether it computes in bf16; older ones only imitate it."""
+        return self.capability >= (8, 0)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Return what cuBLAS holds during training, which the caching allocator serves."""
+        cublas = _CUBLAS_HOPPER_BYTES if self.capability[0] in (9, 10, 12) else _CUBLAS_BYTES
+        return _THREADS * (cublas + _CUBLASLT_BYTES)
+
+    def communicator_bytes(self, ranks: int, groups: int = 1) -> int:
+        """Return what NCCL holds for groups of so many ranks."""
+        return groups * COMMUNICATOR_BYTES if ranks > 1 else 0
+
+    def budget_bytes(self, ranks: int = 1, groups: int = 1) -> int:
+        """Return how much torch's caching allocator may reserve."""
+        outside = self.context_bytes + self.reserve_bytes + self.communicator_bytes(ranks, groups)
+        return max(0, self.usable_bytes - outside)
+
+
+@dataclass(frozen=True, slots=True)
+class _Card:
+    """A card that was sold; `told_gib` where nvidia-smi's total is not the whole GiB of what torch can have."""
+
+    usable_gib: float
+    capability: tuple[int, int]
+    fp32: float  # TFLOP/s
+    tf32: float
+    half: float
+    bandwidth: float  # GB/s
+    words: str = ""  # what a name has that means this one among its like
+    told_gib: int = 0
+
+    @property
+    def size_gib(self) -> int:
+        return self.told_gib or int(self.usable_gib)
+
+
+# Memory: the least "total capacity" that torch's out-of-memory errors report in public threads (139.72, 178.35, 79.10,
+# 93.00, 39.38, 31.34, 23.51, 44.34, 47.40, 14.56, 22.03; RTX 6000 Ada: 50865307648 bytes, unsloth-zoo#1053), whole
+# numbers nvidia-smi's total, rounded down. Rates: the vendor's data sheets and architecture white papers, dense (half
+# of what they print "with sparsity", marked * here), boost clocks, fp16 adding up in fp32.
+_CARDS: dict[str, _Card] = {
+    # H100 data sheet (2023): SXM 67/989*/1,979*, 3.35 TB/s; PCIe 51/756*/1,513*, 2 TB/s; NVL 60/835*/1,671*, 3.9 TB/s
+    "h100-80gb-pcie": _Card(79.10, (9, 0), 51, 378, 756, 2000, words="pcie"),
+    "h100-80gb-sxm": _Card(79.10, (9, 0), 67, 494.7, 989.4, 3350, words="sxm|hbm3"),
+    "h100-94gb-nvl": _Card(93.00, (9, 0), 60, 417.5, 835.5, 3900, words="nvl"),
+    # H200 data sheet: SXM as H100, 4.8 TB/s; NVL 60/835*/1,671*
+    "h200-141gb-nvl": _Card(139.72, (9, 0), 60, 417.5, 835.5, 4800, words="nvl", told_gib=140),
+    "h200-141gb-sxm": _Card(139.72, (9, 0), 67, 494.7, 989.4, 4800, words="sxm|hbm3", told_gib=140),
+    # Blackwell architecture brief, HGX B200 at 1,000 W, of 8: TF32 2.2 PF*, FP16 4.5 PF*; 7.7 TB/s
+    "b200-180gb": _Card(178.35, (10, 0), 75, 1100, 2250, 7700),
+    # A100 data sheet: 19.5/156/312; 40 GB 1,555 GB/s; 80 GB PCIe 1,935, SXM 2,039 GB/s
+    "a100-40gb": _Card(39.38, (8, 0), 19.5, 156, 312, 1555),
+    "a100-80gb-pcie": _Card(79.10, (8, 0), 19.5, 156, 312, 1935, words="pcie"),
+    "a100-80gb-sxm": _Card(79.10, (8, 0), 19.5, 156, 312, 2039, words="sxm"),
+    # V100 data sheet: PCIe 14/112, SXM2 15.7/125; 900 GB/s
+    "v100-16gb-pcie": _Card(15.77, (7, 0), 14, 14, 112, 900, words="pcie"),
+    "v100-16gb-sxm": _Card(15.77, (7, 0), 15.7, 15.7, 125, 900, words="sxm"),
+    "v100-32gb-pcie": _Card(31.74, (7, 0), 14, 14, 112, 900, words="pcie"),
+    "v100-32gb-sxm": _Card(31.74, (7, 0), 15.7, 15.7, 125, 900, words="sxm"),
+    # P100 data sheet, PCIe: 9.3/18.7, 549 and 732 GB/s; no tensor cores
+    "p100-12gb": _Card(11, (6, 0), 9.3, 9.3, 18.7, 549),
+    "p100-16gb": _Card(15, (6, 0), 9.3, 9.3, 18.7, 732),
+    # Data sheets of A40, A30, A16 (of its four), A10; of A10G AWS's of 2022: 35/35/70
+    "a40": _Card(44.34, (8, 6), 37.4, 74.8, 149.7, 696),
+    "a30": _Card(23.50, (8, 0), 10.3, 82, 165, 933),
+    "a16": _Card(14, (8, 6), 4.5, 9, 17.9, 200),
+    "a10": _Card(22, (8, 6), 31.2, 62.5, 125, 600),
+    "a10g": _Card(22, (8, 6), 35, 35, 70, 600),
+    # Data sheets of L40, L40S, L4, T4
+    "l40": _Card(44.34, (8, 9), 90.5, 90.5, 181, 864),
+    "l40s": _Card(44.34, (8, 9), 91.6, 183, 362, 864),
+    "l4": _Card(22.03, (8, 9), 30.3, 60, 121, 300),
+    "t4": _Card(14.56, (7, 5), 8.1, 8.1, 65, 300),
+    # K80 board specification, of its two GPUs; torch has long dropped it
+    "k80": _Card(11, (3, 7), 2.8, 2.8, 0, 240),
+    # Data sheets of RTX A6000, A5000; Turing white paper (Quadro RTX 8000 and 6000, RTX 2080 Ti, Titan RTX)
+    "rtx-a6000": _Card(47.40, (8, 6), 38.7, 77.4, 154.8, 768),
+    "rtx-a5000": _Card(23, (8, 6), 27.8, 55.6, 111.1, 768),
+    "rtx-8000": _Card(44, (7, 5), 16.3, 16.3, 130.5, 672),
+    "rtx-6000": _Card(22, (7, 5), 16.3, 16.3, 130.5, 672, words="quadro"),
+    "rtx-2080-ti": _Card(10, (7, 5), 13.4, 13.4, 53.8, 616),
+    "titan-rtx": _Card(23, (7, 5), 16.3, 16.3, 130.5, 672),
+    # Ada white paper: RTX 6000 Ada, RTX 5000 Ada, RTX 4090
+    "rtx-6000-ada": _Card(47.37, (8, 9), 91.1, 182.1, 364.2, 960),
+    "rtx-5000-ada": _Card(31, (8, 9), 65.3, 130.6, 261.1, 576),
+    "rtx-4090": _Card(23.51, (8, 9), 82.6, 82.6, 165.2, 1008),
+    # RTX Blackwell white paper: RTX PRO 6000 (its server edition), RTX 5090; GA102 white paper: RTX 3090
+    "rtx-pro-6000": _Card(94.50, (12, 0), 120, 240, 480, 1597, told_gib=95),
+    "rtx-5090": _Card(31.34, (12, 0), 104.8, 104.8, 209.5, 1792),
+    "rtx-3090": _Card(23.50, (8, 6), 35.6, 35.6, 71, 936),
+    # Pascal white paper
+    "gtx-1080-ti": _Card(10, (6, 1), 11.3, 11.3, 0, 484),
+}
+
+# How names speak of them, and the cards that each may mean; the first that is found counts.
+_SPOKEN: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("h200", ("h200-141gb-nvl", "h200-141gb-sxm")),
+    ("b200", ("b200-180gb",)),
+    ("h100", ("h100-80gb-pcie", "h100-80gb-sxm", "h100-94gb-nvl")),
+    ("a100", ("a100-40gb", "a100-80gb-pcie", "a100-80gb-sxm")),
+    ("v100s?", ("v100-16gb-pcie", "v100-16gb-sxm", "v100-32gb-pcie", "v100-32gb-sxm")),
+    ("p100", ("p100-12gb", "p100-16gb")),
+    ("a40", ("a40",)),
+    ("a30", ("a30",)),
+    ("a16", ("a16",)),
+    ("a10g", ("a10g",)),
+    ("a10", ("a10",)),
+    ("l40s", ("l40s",)),
+    ("l40", ("l40",)),
+    ("l4", ("l4",)),
+    ("t4", ("t4",)),
+    ("k80", ("k80",)),
+    ("(?:rtx)?_?a6000", ("rtx-a6000",)),
+    ("(?:rtx)?_?a5000", ("rtx-a5000",)),
+    ("rtx_?8000", ("rtx-8000",)),
+    ("rtx_?6000_ada", ("rtx-6000-ada",)),
+    ("rtx_?5000_ada", ("rtx-5000-ada",)),
+    ("rtx_?pro_?6000", ("rtx-pro-6000",)),
+    ("rtx_?6000", ("rtx-6000", "rtx-6000-ada")),  # Quadro or Ada
+    ("(?:rtx)?_?5090", ("rtx-5090",)),
+    ("(?:rtx)?_?4090", ("rtx-4090",)),
+    ("(?:rtx)?_?3090", ("rtx-3090",)),
+    ("(?:rtx)?_?2080_?ti", ("rtx-2080-ti",)),
+    ("(?:gtx)?_?1080_?ti", ("gtx-1080-ti",)),
+    ("titan_?rtx", ("titan-rtx",)),
+)
+_NAMED = tuple((re.compile(rf"(?<![a-z0-9]){spoken}(?![0-9])"), cards) for spoken, cards in _SPOKEN)
+_SLICE = re.compile(r"(?<![a-z0-9])(\d+)g\.(\d+)gb")  # MIG, such as 1g.10gb or a100_3g.20gb
+_SIZE = re.compile(r"(?<![0-9])(\d+)_?gi?b?(?![a-z0-9.])")
+_BARE_SIZE = re.compile(r"_(\d{2,3})(?![a-z0-9.])")  # as in a100-80
+_PLAIN_SIZE = re.compile(r"(\d+(?:\.\d+)?)_?([mgt])(?:i?b)?")  # as elsewhere, units are powers of 1024
+_UNIT_BYTES = {"m": _MIB, "g": _GIB, "t": 1 << 40}
+# MIG user guide: how many compute slices make a GPU. Of 132 multiprocessors of an H100 a slice has 16, of 108 of an
+# A100 14 (`nvidia-smi mig -lgip`): an eighth, though there are only seven.
+_SLICES, _FEWER_SLICES = 8, {"a30": 4, "rtx-pro-6000": 4}
+_SLICED = ("a100-40gb", "a100-80gb-pcie", "h100-80gb-pcie", "h200-141gb-nvl", "b200-180gb")
+_SLICES_OF_A30_GIB = (6, 12, 24)
+_LARGEST_BYTES = 4 << 40
+_WHERE = "the GPU's name"
+
+
+def device(name: str) -> Device:
+    """Return the GPU of a name, or of a plain size such as 24GiB; where it may mean several, the least of them."""
+    text = _plain(name.strip())
+    if size := _PLAIN_SIZE.fullmatch(text):
+        size_bytes = int(float(size[1]) * _UNIT_BYTES[size[2]])
+        if not _MIB <= size_bytes <= _LARGEST_BYTES:
+            raise ConfigError(
+                f"no GPU has {name.strip()}", where=_WHERE, remedy="write a name, or a size such as 24GiB"
+            )
+        return _unnamed(name.strip(), size_bytes)
+    model = next((found for spoken, _ in _NAMED if (found := spoken.search(text))), None)
+    if model and text[model.end() : model.end() + 1].isalpha():
+        raise _unknown(name)  # such as a10o and 3090ti: what follows would be overlooked
+    names, slice_ = _spoken_of(text), _SLICE.search(text)
+    if slice_:
+        return _slice_of(text, names, int(slice_[1]), int(slice_[2]))
+    if not names:
+        raise _unknown(name)
+    said = _sizes_said(text)
+    if said and said[-1] < min(_CARDS[one].size_gib for one in names):
+        return _part(text, names, _usable_gib(said[-1]))
+    left = _meant(text, names, said)
+    return replace(_named(left[0]), notes=_doubts(name, left))
+
+
+def known_names() -> tuple[str, ...]:
+    """Return the names of all GPUs that are known."""
+    return tuple(_CARDS)
+
+
+def names_a_model(text: str) -> bool:
+    """Return whether a text has the name of a GPU in it."""
+    return bool(_spoken_of(_plain(text)))
+
+
+def sizes_gib(name: str) -> SizesGib:
+    """Return how much memory the name of a GPU promises, in whole GiB: one size, those that were sold, or none.
+
+    It is nvidia-smi's total: less than on the box, by ECC and what the driver keeps.
+    """
+    text = _plain(name)
+    if mig := _SLICE.search(text):
+        return (_usable_gib(int(mig[2])),)
+    sold = tuple(sorted({_CARDS[one].size_gib for one in _spoken_of(text)}))
+    said = sizes_said(text)
+    if sold and said and said[-1] < min(sold):  # a part of one, such as h200.35gb
+        return (_usable_gib(said[-1]),)
+    if len(sold) > 1:
+        return nearest(sold, _sizes_said(text)) or sold
+    return sold or tuple(_usable_gib(size) for size in said[-1:])
+
+
+def sizes_said(text: str) -> list[int]:
+    """Return the sizes with units that a text has beside a GPU's name, in GiB."""
+    return [int(size) for size in _SIZE.findall(_beside_name(_plain(text)))]
+
+
+def nearest(sold: SizesGib, said: list[int]) -> SizesGib:
+    """Return the sizes that a name can mean by its number: 80 means 79."""
+    return tuple(size for size in sold if any(size <= number <= 1.1 * size + 1 for number in said))
+
+
+def _plain(name: str) -> str:
+    """Return a name as the patterns know it."""
+    return re.sub(r"[\s-]", "_", name.lower())
+
+
+def _spoken_of(text: str) -> tuple[str, ...]:
+    return next((cards for spoken, cards in _NAMED if spoken.search(text)), ())
+
+
+def _beside_name(text: str) -> str:
+    """Return a text without the GPU's name in it, which may look like a size: a10g."""
+    found = next((match for spoken, _ in _NAMED if (match := spoken.search(text))), None)
+    return text[: found.start()] + text[found.end() :] if found else text
+
+
+def _sizes_said(text: str) -> list[int]:
+    return sizes_said(text) or [int(size) for size in _BARE_SIZE.findall(_beside_name(text))]
+
+
+def _usable_gib(said_gib: int) -> int:
+    """Return what is surely left of a size that a name says."""
+    return max(1, said_gib * 15 // 16)
+
+
+def _meant(text: str, names: tuple[str, ...], said: list[int]) -> list[str]:
+    """Return the cards that a name can mean, the least first: the smallest, then the slowest."""
+    sizes = nearest(tuple(_CARDS[one].size_gib for one in names), said)
+    left = [one for one in names if not sizes or _CARDS[one].size_gib in sizes]
+    worded = [one for one in left if _CARDS[one].words and re.search(_CARDS[one].words, text)]
+    return sorted(worded or left, key=lambda one: (_CARDS[one].usable_gib, _CARDS[one].half, _CARDS[one].bandwidth))
+
+
+def _doubts(name: str, left: list[str]) -> tuple[str, ...]:
+    if len(left) == 1:
+        return ()
+    return (f"{name.strip()} may be {', '.join(left[:-1])} or {left[-1]}: the least is assumed",)
+
+
+def _named(name: str) -> Device:
+    card = _CARDS[name]
+    usable = int(card.usable_gib * _GIB)
+    return Device(
+        name=name,
+        usable_bytes=usable,
+        reserve_bytes=max(_LEAST_RESERVE_BYTES, int(_RESERVE_SHARE * usable)),
+        context_bytes=_CONTEXT_MIB[card.capability[0]] * _MIB,
+        capability=card.capability,
+        fp32_flops=card.fp32 * _TERA,
+        tf32_flops=card.tf32 * _TERA,
+        half_flops=card.half * _TERA,
+        bandwidth=card.bandwidth * _GIGA,
+    )
+
+
+def _slice_of(text: str, names: tuple[str, ...], slices: int, said_gib: int) -> Device:
+    """Return a MIG slice; it is as fast as its share of the compute slices."""
+    parents = names or (("a30",) if said_gib in _SLICES_OF_A30_GIB else _SLICED)
+    return _part(text, parents, _usable_gib(said_gib), slices)
+
+
+def _part(text: str, names: tuple[str, ...], usable_gib: int, slices: int = 0) -> Device:
+    """Return a part of a GPU that has so much memory, with the compute slices it is said to have."""
+    large = [one for one in names if _CARDS[one].usable_gib >= usable_gib] or list(names)
+    parent = min(large, key=lambda one: (_CARDS[one].half, _CARDS[one].bandwidth))
+    whole = _named(parent)
+    memory = min(1.0, usable_gib * _GIB / whole.usable_bytes)
+    compute = min(1.0, slices / _FEWER_SLICES.get(parent, _SLICES)) if slices else memory
+    usable = usable_gib * _GIB
+    return replace(
+        whole,
+        name=text,
+        usable_bytes=usable,
+        reserve_bytes=max(_LEAST_RESERVE_BYTES, int(_RESERVE_SHARE * usable)),
+        fp32_flops=whole.fp32_flops * compute,
+        tf32_flops=whole.tf32_flops * compute,
+        half_flops=whole.half_flops * compute,
+        bandwidth=whole.bandwidth * memory,
+        notes=(f"{text} is taken for {compute:.0%} of the rates of {parent}",),
+    )
+
+
+def _unnamed(name: str, size: int) -> Device:
+    """Return a GPU of which only the size is known: as slow as the slowest since Ampere that is as large."""
+    least = (1 - _UNNAMED_RESERVE_SHARE) * size
+    like = [one for one, card in _CARDS.items() if card.capability >= (8, 0) and card.usable_gib * _GIB >= least]
+    slowest = min(like or ["b200-180gb"], key=lambda one: (_CARDS[one].half, _CARDS[one].bandwidth))
+    return replace(
+        _named(slowest),
+        name=name,
+        usable_bytes=size,
+        reserve_bytes=max(_LEAST_RESERVE_BYTES, int(_UNNAMED_RESERVE_SHARE * size)),
+        context_bytes=max(_CONTEXT_MIB.values()) * _MIB,
+        notes=(
+            f"{name} is a size: a sixteenth of it is left alone, for cards have less than their boxes say",
+            f"{name} is taken to be as fast as {slowest}, and to compute in bf16, as all do since Ampere",
+        ),
+    )
+
+
+def _unknown(name: str) -> ConfigError:
+    short = {_plain(one).replace("_", ""): one for one in dict.fromkeys(map(_short, _CARDS))}
+    near = difflib.get_close_matches(_plain(name).replace("_", ""), short, n=4)
+    known = f"near to it: {', '.join(short[one] for one in near)}" if near else f"known: {', '.join(short.values())}"
+    what = f'no GPU is known as "{name}" ({known})'
+    return ConfigError(what, where=_WHERE, remedy="say a known name, or its memory, such as 24GiB")
+
+
+def _short(name: str) -> str:
+    return name if name.startswith(("rtx", "gtx", "titan")) else name.split("-")[0]
