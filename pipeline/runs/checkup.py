@@ -19,7 +19,7 @@ from pipeline.encoder.weights import find, identify
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.records import Inventory, Item, Rejection
 from pipeline.report.tables import size
-from pipeline.runs import scheduler
+from pipeline.runs import linted, scheduler
 from pipeline.runs.executors import local_machine
 from pipeline.runs.finding import Finding, Verdict, failed
 from pipeline.runs.project import recipe_of, source_spec
@@ -53,6 +53,7 @@ def examine(config_file: Path | None, sets: Sequence[str]) -> list[Finding]:
         ("cache", _cache),
         ("runs", _runs),
         ("machine", _machine),
+        ("settings", linted.check),
         ("cluster", scheduler.check),
     )
     for name, look in checks:

@@ -42,6 +42,7 @@ def test_a_good_project_has_nothing_bad(pipeline: Command, make_project: MakePro
         ("cache.root=data", "cache", 2),
         ("cache.root=/proc/none", "cache folder", 2),
         ("cluster.runs=/proc/none", "run folders", 2),
+        ("train.task=nowhere_at_all:Task", "task", 2),
     ],
 )
 def test_what_is_wrong_is_bad_and_has_a_remedy(
@@ -52,6 +53,20 @@ def test_what_is_wrong_is_bad_and_has_a_remedy(
     assert (found, rows[what]) == (code, "BAD")
     for row in json.loads(pipeline("doctor", "--json", "--set", setting).out):
         assert row["verdict"] != "BAD" or row["remedy"]
+
+
+def test_settings_that_do_harm_are_named_with_their_source(
+    pipeline: Command, make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_project(1)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:128")
+    rows = json.loads(pipeline("doctor", "--json", "--set", "train.empty_cache_every=1").out)
+    told = [row for row in rows if row["what"] == "settings"]
+    assert ["max_split_size_mb" in row["found"] for row in told].count(True) == 1
+    assert ["empty_cache()" in row["found"] for row in told].count(True) == 1
+    assert all("https://" in row["remedy"] for row in told)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    assert "settings" not in {row["what"] for row in json.loads(pipeline("doctor", "--json").out)}
 
 
 def test_files_that_are_missing_or_impossible_are_found(pipeline: Command, make_project: MakeProject) -> None:
