@@ -12,75 +12,64 @@ import secrets
 import sqlite3
 import time
 from contextlib import closing, suppress
-from enum import Enum
-from heapq import nlargest
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeVar
 from urllib.parse import quote
 
 from pipeline.memory.journal import Mark
-from pipeline.memory.measured import COLUMNS
-from pipeline.memory.policy import Past
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from pipeline.memory.journal import Journal, Part
-    from pipeline.memory.measured import Row
+    from pipeline.memory.lines import Row
 
-    Wanted = dict[str, str | int]
-
-_APPLICATION = 0x70656B73
-_FORMAT = 1
-_KINDS = 20  # the kinds (stage, recipe, cluster) of a look-up that were measured last
 _STALE_S = 3600.0  # a draft that is older was left by a process that died
-_SCHEMA = f"""
-PRAGMA application_id = {_APPLICATION};
-PRAGMA user_version = {_FORMAT};
-CREATE TABLE files (name TEXT PRIMARY KEY, taken INTEGER, seen INTEGER) WITHOUT ROWID;
-CREATE TABLE kinds (
-    kind INTEGER PRIMARY KEY, stage TEXT, recipe TEXT, cluster TEXT, newest REAL, UNIQUE (stage, recipe, cluster)
-);
-CREATE TABLE tasks (
-    kind INTEGER, at REAL, run TEXT, task INTEGER, attempt INTEGER, killed INTEGER, peak_bytes INTEGER,
-    asked_bytes INTEGER, size INTEGER, items INTEGER, elapsed_s REAL, PRIMARY KEY (kind, at, run, task, attempt)
-) WITHOUT ROWID;
-"""
-_KEPT = ("at", "run", "task", "attempt", "killed", "peak_bytes", "asked_bytes", "size", "items", "elapsed_s")
-_TOLD = ("killed", "peak_bytes", "asked_bytes", "size", "items", "elapsed_s")
-_INSERT = f"""
-INSERT INTO tasks (kind, {", ".join(_KEPT)}) VALUES ({", ".join("?" * (1 + len(_KEPT)))})
-ON CONFLICT (kind, at, run, task, attempt) DO UPDATE SET {", ".join(f"{name} = excluded.{name}" for name in _TOLD)}
-WHERE ({", ".join(f"ifnull(excluded.{name}, -1)" for name in _TOLD)})
-    > ({", ".join(f"ifnull(tasks.{name}, -1)" for name in _TOLD)})
-"""  # noqa: S608 - of a task told twice the same one counts, whichever came first
-_NEWEST = f"SELECT {', '.join(_KEPT)} FROM tasks WHERE kind = ? ORDER BY at DESC, run DESC, task DESC LIMIT ?"  # noqa: S608
-_AGE = "UPDATE kinds SET newest = (SELECT max(at) FROM tasks WHERE tasks.kind = kinds.kind)"
-_COLUMN = {name: COLUMNS.index(name) for name in COLUMNS}
-_KEPT_COLUMNS = tuple(_COLUMN[name] for name in _KEPT)
-_KIND_COLUMNS = tuple(_COLUMN[name] for name in ("stage", "recipe", "cluster"))
+_FILES = "CREATE TABLE files (name TEXT PRIMARY KEY, taken INTEGER, seen INTEGER) WITHOUT ROWID;"
+
+Answer = TypeVar("Answer")
 
 
-class Source(Enum):
-    """Whose tasks are looked at, the most telling first."""
+class Filing(Protocol):
+    """Puts rows into a draft."""
 
-    RECIPE_HERE = "recipe = :recipe AND cluster = :cluster"
-    RECIPE_ELSEWHERE = "recipe = :recipe AND cluster != :cluster"
-    STAGE_HERE = "recipe != :recipe AND cluster = :cluster"
-    STAGE_ELSEWHERE = "recipe != :recipe AND cluster != :cluster"
+    def add(self, rows: Iterable[Row]) -> None:
+        """Add what was read of a file."""
+
+    def finish(self) -> None:
+        """Hear that there is no more."""
 
 
-_KINDS_OF = {
-    source: f"SELECT kind FROM kinds WHERE stage = :stage AND {source.value} ORDER BY newest DESC, kind LIMIT :kinds"  # noqa: S608
-    for source in Source
-}
+@dataclass(frozen=True)
+class Layout:
+    """What an index holds beside the files that it was made of, and how rows get into it."""
+
+    application: int
+    format: int
+    schema: str
+    filing: Callable[[sqlite3.Connection], Filing]
+
+    @property
+    def script(self) -> str:
+        """Return what makes an empty one."""
+        about = f"PRAGMA application_id = {self.application}; PRAGMA user_version = {self.format};"
+        return f"{about}\n{_FILES}{self.schema}"
+
+    def marks(self, connection: sqlite3.Connection) -> dict[str, Mark]:
+        """Return what an index was made of; one of another program or format raises."""
+        for name, value in (("application_id", self.application), ("user_version", self.format)):
+            if connection.execute(f"PRAGMA {name}").fetchone() != (value,):
+                raise sqlite3.DatabaseError("not an index of this format")
+        rows = connection.execute("SELECT name, taken, seen FROM files")
+        return {name: Mark(int(taken), int(seen)) for name, taken, seen in rows}
 
 
 class Index:
     """The index of a folder of records."""
 
-    def __init__(self, folder: Path, journal: Journal) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, journal: Journal, layout: Layout) -> None:
+        self._folder, self._layout = folder, layout
         self._path = folder / "index.sqlite"
         self._journal = journal
         self._connection: sqlite3.Connection | None = None
@@ -95,22 +84,17 @@ class Index:
             self._connection.close()
         self._connection, self._marks = None, {}
 
-    def newest(self, source: Source, stage: str, recipe: str, cluster: str, limit: int) -> list[Past]:
-        """Return the tasks that ended last, newest first, as of the last refresh."""
-        wanted: Wanted = {"stage": stage, "recipe": recipe, "cluster": cluster, "kinds": _KINDS}
+    def ask(self, select: Callable[[sqlite3.Connection], list[Answer]]) -> list[Answer]:
+        """Return what is selected from it, as of the last refresh."""
         try:
-            return self._newest(source, wanted, limit)
+            return self._ask(select)
         except sqlite3.DatabaseError:  # only its first pages were right, or a file server has let go of it
             self.close()
             self._renew(self._journal.sizes())
-            return self._newest(source, wanted, limit)
+            return self._ask(select)
 
-    def _newest(self, source: Source, wanted: Wanted, limit: int) -> list[Past]:
-        if self._connection is None:
-            return []
-        kinds = self._connection.execute(_KINDS_OF[source], wanted).fetchall()
-        found = [row for (kind,) in kinds for row in self._connection.execute(_NEWEST, (kind, limit))]
-        return [Past(*row) for row in nlargest(limit, found, key=lambda row: row[:4])]
+    def _ask(self, select: Callable[[sqlite3.Connection], list[Answer]]) -> list[Answer]:
+        return select(self._connection) if self._connection is not None else []
 
     def refresh(self) -> None:
         """Bring the index up to the records."""
@@ -132,7 +116,7 @@ class Index:
         except sqlite3.Error:
             return
         try:
-            self._marks = _marks(connection)
+            self._marks = self._layout.marks(connection)
             self._connection = connection
         except (sqlite3.Error, TypeError):
             connection.close()
@@ -146,7 +130,7 @@ class Index:
                 self.close()
         draft = sqlite3.connect(":memory:", isolation_level=None)
         self._fill(draft, sizes)
-        self._marks, self._connection = _marks(draft), draft
+        self._marks, self._connection = self._layout.marks(draft), draft
         return None
 
     def _publish(self, sizes: Mapping[str, int]) -> None:
@@ -171,12 +155,13 @@ class Index:
             self._connection.backup(draft)
         else:
             self._marks = {}
-            draft.executescript(_SCHEMA)
+            draft.executescript(self._layout.script)
         draft.execute("BEGIN")
-        filing = _Filing(draft)
+        filing = self._layout.filing(draft)
         for name, part in self._gained(sizes):
-            filing.add(name, part)
-        draft.execute(_AGE)
+            filing.add(part.rows)
+            draft.execute("INSERT OR REPLACE INTO files VALUES (?, ?, ?)", (name, part.mark.taken, part.mark.seen))
+        filing.finish()
         draft.execute("COMMIT")
 
     def _lost(self, sizes: Mapping[str, int]) -> bool:
@@ -198,40 +183,8 @@ class Index:
                     left.unlink()
 
 
-class _Filing:
-    """Puts rows into a draft."""
-
-    def __init__(self, draft: sqlite3.Connection) -> None:
-        self._draft = draft
-        self._kinds: dict[Row, int] = {
-            tuple(kind): number for number, *kind in draft.execute("SELECT kind, stage, recipe, cluster FROM kinds")
-        }
-
-    def add(self, name: str, part: Part) -> None:
-        """Add what was read of a file."""
-        rows = ((self._kind(row), *(row[column] for column in _KEPT_COLUMNS)) for row in part.rows)
-        self._draft.executemany(_INSERT, rows)
-        self._draft.execute("INSERT OR REPLACE INTO files VALUES (?, ?, ?)", (name, part.mark.taken, part.mark.seen))
-
-    def _kind(self, row: Row) -> int:
-        kind = tuple(row[column] for column in _KIND_COLUMNS)
-        if kind not in self._kinds:
-            self._kinds[kind] = len(self._kinds) + 1
-            self._draft.execute("INSERT INTO kinds VALUES (?, ?, ?, ?, 0)", (self._kinds[kind], *kind))
-        return self._kinds[kind]
-
-
 def _connect(path: Path, how: str) -> sqlite3.Connection:
     return sqlite3.connect(f"file:{quote(os.fsencode(path.absolute()))}?{how}", uri=True, isolation_level=None)
-
-
-def _marks(connection: sqlite3.Connection) -> dict[str, Mark]:
-    """Return what an index was made of; one of another program or format raises."""
-    for name, value in (("application_id", _APPLICATION), ("user_version", _FORMAT)):
-        if connection.execute(f"PRAGMA {name}").fetchone() != (value,):
-            raise sqlite3.DatabaseError("not an index of this format")
-    rows = connection.execute("SELECT name, taken, seen FROM files")
-    return {name: Mark(int(taken), int(seen)) for name, taken, seen in rows}
 
 
 def _sync(path: Path) -> None:

@@ -13,14 +13,14 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipeline.memory.measured import Row, line_of, row_of
+from pipeline.memory.measured import TASKS
 from pipeline.store.disk import Disk
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from pipeline.memory.measured import Measured
+    from pipeline.memory.lines import Lines, Row
 
 _ENDING = ".jsonl"
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]+")
@@ -45,16 +45,16 @@ class Part:
 
 
 class Journal:
-    """The record files of one folder."""
+    """The record files of one folder, by default of tasks."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, lines: Lines = TASKS) -> None:
+        self._folder, self._lines = folder, lines
         self._names: dict[tuple[str, str, int], str] = {}
         self._torn: set[str] = set()  # files whose last line a full disk has cut
 
-    def append(self, run: str, writer: str, many: Iterable[Measured]) -> None:
+    def append(self, run: str, writer: str, many: Iterable[object]) -> None:
         """Add lines in one write, and wait until they are on the disk."""
-        lines = b"".join(line_of(run, measured) for measured in many)
+        lines = b"".join(self._lines.line_of(run, one) for one in many)
         if not lines:
             return
         Disk().make_folder(self._folder)
@@ -103,13 +103,13 @@ class Journal:
             return Part([], Mark(0, path.stat().st_size))  # somebody's own: when it grows there is another look
         except OSError:
             return None
-        return _part(data, taken)
+        return _part(data, taken, self._lines)
 
 
-def _part(data: bytes, start: int) -> Part:
+def _part(data: bytes, start: int, lines: Lines) -> Part:
     hole = data.find(_NOT_THERE_YET)
     settled = data if hole < 0 else data[:hole]
     whole = settled[: settled.rfind(b"\n") + 1]
-    rows = [row for line in whole.decode(errors="replace").split("\n") if (row := row_of(line)) is not None]
+    rows = [row for line in whole.decode(errors="replace").split("\n") if (row := lines.row_of(line)) is not None]
     taken = start + len(whole)
     return Part(rows, Mark(taken, start + len(data) if hole < 0 else taken))

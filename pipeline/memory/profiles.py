@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipeline.memory import policy
-from pipeline.memory.index import Index, Source
+from pipeline.memory.filed import Source, newest, tasks_index
 from pipeline.memory.journal import Journal
 from pipeline.memory.measured import Measured
 from pipeline.memory.policy import Bounds, Suggestion
@@ -34,7 +34,7 @@ class Profiles:
 
     def __init__(self, folder: Path) -> None:
         self._journal = Journal(folder / "records")
-        self._index = Index(folder, self._journal)
+        self._index = tasks_index(folder, self._journal)
 
     def record(self, run: str, writer: str, many: Iterable[Measured]) -> bool:
         """Remember tasks that ended well or died of memory; False where the folder does not let us."""
@@ -49,7 +49,7 @@ class Profiles:
         self._index.refresh()
         for source, bounds in _BOUNDS.items():
             limit = _LOOKED_AT if bounds.trusted else policy.NEWEST
-            past = self._index.newest(source, stage, recipe, cluster, limit)
+            past = newest(self._index, source, stage, recipe, cluster, limit)
             found = policy.suggest(past, bounds, size=size, planned_bytes=planned_bytes)
             if found is not None:
                 return found
@@ -58,4 +58,4 @@ class Profiles:
     def pace(self, stage: str, recipe: str, cluster: str) -> float | None:
         """Return the items per second of a task of this recipe here; None where none was measured."""
         self._index.refresh()
-        return policy.pace(self._index.newest(Source.RECIPE_HERE, stage, recipe, cluster, policy.NEWEST))
+        return policy.pace(newest(self._index, Source.RECIPE_HERE, stage, recipe, cluster, policy.NEWEST))

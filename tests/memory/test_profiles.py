@@ -14,6 +14,7 @@ import pytest
 
 from pipeline.memory import journal as journal_module
 from pipeline.memory.journal import Journal
+from pipeline.memory.measured import line_of
 from pipeline.memory.profiles import Profiles, Suggestion
 from tests.memory.tasks import GIB, MIB, measured
 
@@ -139,7 +140,7 @@ def test_a_line_that_a_crash_has_torn_for_ever_costs_no_new_index(tmp_path: Path
     assert (tmp_path / "index.sqlite").stat().st_ino == before
 
 
-LINE = json.loads(journal_module.line_of("other", measured(77)))
+LINE = json.loads(line_of("other", measured(77)))
 FOREIGN = [
     b"\xff\xfe garbage",
     b"[]",
@@ -160,7 +161,7 @@ FOREIGN = [
 def test_foreign_lines_are_passed_over(tmp_path: Path, line: bytes) -> None:
     remember(tmp_path, range(6))
     (path,) = record_files(tmp_path)
-    path.write_bytes(path.read_bytes() + line + b"\n" + journal_module.line_of("run", measured(6)))
+    path.write_bytes(path.read_bytes() + line + b"\n" + line_of("run", measured(6)))
     assert ask(tmp_path).tasks == 7
 
 

@@ -1,0 +1,270 @@
+"""Epochs really trained under a plan, on a device that refuses the first byte above its limit."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils._pytree import tree_map_only
+
+from pipeline.config.schema import Train
+from pipeline.memory.footprint import Choice, Oracle, live_peak_bytes
+from pipeline.memory.margins import margin_of
+from pipeline.memory.plan import Filled, Plan
+from pipeline.memory.planner import plan
+from pipeline.memory.request import Data, Micros, Request
+from pipeline.protocol import ITEMS
+from pipeline.runs.planning import PADDING, Work, cutter, host_card, least_of, plan_training, target_of
+from pipeline.training.sampler import Sampler
+from pipeline.training.sampler import Settings as Sampling
+from pipeline.training.step import Settings, Step
+from tests.limited.device import HostCarrier, LimitedDevice, forget_failed_backward
+from tests.zoo import Member
+
+BATCH = 16
+Integers = NDArray[np.int64]
+Sizes = dict[str, Integers]
+
+
+class OnDevice(Step):
+    """A step whose batches come from the host, as they do to a GPU."""
+
+    def _moved(self, batch: Any) -> Any:
+        return tree_map_only(torch.Tensor, torch.clone, batch)
+
+
+class Fetched(Sequence[Any]):
+    """The batches of a step, each made when its turn comes, in memory that does not count."""
+
+    def __init__(self, member: Member, task: Any, sizes: Sizes, micros: Sequence[Integers], device: LimitedDevice):
+        self._member, self._task, self._sizes, self._micros, self._device = member, task, sizes, micros, device
+
+    def __len__(self) -> int:
+        return len(self._micros)
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return Fetched(self._member, self._task, self._sizes, self._micros[place], self._device)
+        rng = np.random.default_rng(place)
+        items = [{name: int(values[item]) for name, values in self._sizes.items()} for item in self._micros[place]]
+        with self._device.host():
+            return self._task.collate(items, rng)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What came of an epoch."""
+
+    ooms: int
+    peak_bytes: int
+    worst: tuple[int, int]  # the step and the micro-batch with the highest peak
+    steps: int
+    micros: int
+
+
+def work_of(member: Member) -> Work:
+    """Return a member of the zoo as it is trained here."""
+    settings = {name: value for name, value in member.settings.items() if name != "foreach"}
+    way = "foreach" if member.settings.get("foreach") else "loop"
+    return Work(member.build(), Settings(way=way, **settings), device="cpu")
+
+
+def train_of(member: Member) -> Train:
+    """Return what a configuration would say."""
+    return Train(effective_batch=BATCH, batching="padded" if member.padded else "concatenated")
+
+
+def request_for(member: Member, **given: Any) -> Request:
+    """Return what is asked of the planner: checkpointing where the member has it, else as it is needed."""
+    checkpointing = member.settings.get("checkpointing")
+    return Request(**{"batch": BATCH, "checkpointing": checkpointing, "offload": None, **given})
+
+
+@dataclass(frozen=True)
+class Ground:
+    """A member, its data set, and who answers for it."""
+
+    member: Member
+    work: Work
+    sizes: Sizes
+    oracle: Oracle
+
+    @classmethod
+    def of(cls, member: Member, items: int, seed: int = 0) -> Ground:
+        """Make a data set."""
+        made = {name: np.asarray(values) for name, values in member.items(items, np.random.default_rng(seed)).items()}
+        work = work_of(member)
+        return cls(member, work, made, work.oracle(least_of(made), target_of(None), padded=member.padded))
+
+    def planned(self, limit: int, request: Request | None = None) -> Plan:
+        """Plan as `plan_training` does, but for one oracle that remembers for all limits."""
+        cut = cutter(BATCH, padded=self.member.padded)
+        data = Data(self.sizes, cut, self.member.padded)
+        return plan(self.oracle, data, request or request_for(self.member), [host_card(limit)])
+
+    def planned_alone(self, limit: int) -> Plan:
+        """Plan with an oracle of its own."""
+        train, request = train_of(self.member), request_for(self.member)
+        return plan_training(self.work, train, self.sizes, [host_card(limit)], target_of(None), request)[0]
+
+    def choice(self, **changes: Any) -> Choice:
+        """Return what a member is without any remedy."""
+        return Choice(checkpointing=bool(self.member.settings.get("checkpointing")), **changes)
+
+    def live(self, choice: Choice, micros: Micros, *, accumulate: bool) -> int:
+        """Return the highest peak that is predicted of micro-batches of which none is larger in all sizes."""
+        standing = self.oracle.standing(choice)
+        rows = largest(micros.sizes_MS)
+        asked = [self.oracle.micro(choice, dict(zip(micros.names, row, strict=True))) for row in rows.tolist()]
+        return max(live_peak_bytes(standing, micro, accumulate=accumulate) for micro in asked)
+
+    def alone(self, choice: Choice) -> int:
+        """Return what the item that takes most takes alone, one of several micro-batches."""
+        columns = [np.ones(self.items, np.int64), *self.sizes.values()]
+        micros = Micros((ITEMS, *self.sizes), np.stack(columns, axis=1), columns[0], columns[0])
+        return self.live(choice, micros, accumulate=True)
+
+    def uncut(self, choice: Choice) -> int:
+        """Return what steps take that no budget cuts: padded items are cut where they differ too much all the same."""
+        cut, padded = cutter(BATCH, padded=self.member.padded), self.member.padded
+        cost_N = np.prod([*self.sizes.values()], axis=0) if padded else np.ones(self.items, np.int64)
+        micros = cut(self.sizes, cost_N, int(cost_N.max()) * BATCH, 1)
+        return self.live(choice, micros, accumulate=padded)
+
+    @property
+    def items(self) -> int:
+        """Return how many items there are."""
+        return len(next(iter(self.sizes.values())))
+
+
+def largest(rows_MS: Integers) -> Integers:
+    """Return the rows of which no other is as large in all sizes."""
+    rows_US = np.unique(rows_MS, axis=0)
+    over_UU = (rows_US[None] >= rows_US[:, None]).all(axis=2)
+    return np.asarray(rows_US[over_UU.sum(axis=1) == 1])
+
+
+def sampler_of(member: Member, cost_N: Integers, budget: int, micro_batch: int | None = None) -> Sampler:
+    """Return the sampler of training, as `planning.cutter` sets it."""
+    padding = PADDING if member.padded else None
+    settings = Sampling(BATCH, by=("cost",), budget={"cost": budget}, micro_batch=micro_batch, padding=padding)
+    return Sampler({"cost": cost_N}, settings)
+
+
+def sampler_under(made: Plan, member: Member, sizes: Sizes) -> Sampler:
+    """Return the sampler of a plan."""
+    return sampler_of(member, made.cost(sizes), made.budget["cost"], made.micro_batch)
+
+
+def epoch(ground: Ground, choice: Choice, sampler: Sampler, limit: int) -> Trained:
+    """Train one epoch, from the making of the model on; count the steps that ran out of memory."""
+    ooms, peak, worst, micros = 0, 0, (0, 0), 0
+    torch.manual_seed(0)
+    gc.collect()
+    with LimitedDevice(limit) as device:
+        step = _built(ground.work, choice, device)
+        top = device.peak_bytes
+        for number in range(sampler.steps):
+            cuts = [micro.items for micro in sampler.micros(0, number)]
+            micros += len(cuts)
+            device.reset_peak()
+            try:
+                step.run(Fetched(ground.member, step.task, ground.sizes, cuts, device))
+            except torch.OutOfMemoryError:
+                ooms += 1
+                step.release()
+                forget_failed_backward()
+            if device.peak_bytes > peak:
+                peak, worst = device.peak_bytes, (number, _costliest(ground, cuts))
+        del step
+    return Trained(ooms, max(peak, top), worst, sampler.steps, micros)
+
+
+def fits(ground: Ground, choice: Choice, micros: Sequence[Integers], limit: int) -> bool:
+    """Tell whether two steps of some micro-batches get through."""
+    torch.manual_seed(0)
+    gc.collect()
+    with LimitedDevice(limit) as device:
+        try:
+            step = _built(ground.work, choice, device)
+            for _ in range(2):
+                step.run(Fetched(ground.member, step.task, ground.sizes, micros, device))
+        except torch.OutOfMemoryError:
+            is_fitting = False
+        else:
+            is_fitting = True
+        step = None  # type: ignore[assignment]
+        forget_failed_backward()
+    return is_fitting
+
+
+def _built(work: Work, choice: Choice, device: LimitedDevice) -> OnDevice:
+    from dataclasses import replace
+
+    given = {"precision": choice.precision, "checkpointing": choice.checkpointing, "offload": choice.offload}
+    step = OnDevice(work.task, replace(work.settings, **given))
+    step.carrier = HostCarrier(device)
+    return step
+
+
+def _costliest(ground: Ground, cuts: Sequence[Integers]) -> int:
+    sums = [sum(float(values[cut].sum()) for values in ground.sizes.values()) for cut in cuts]
+    return int(np.argmax(sums))
+
+
+def one_more(ground: Ground, made: Plan, trained: Trained, limit: int) -> bool | None:
+    """Tell whether the worst step goes with one more item in its worst micro-batch; None: there is none to take.
+
+    It is the item of the step's other micro-batches that is most like those it has, by its cost.
+    """
+    cost_N = made.cost(ground.sizes)
+    number, place = trained.worst
+    cuts = [micro.items for micro in sampler_under(made, ground.member, ground.sizes).micros(0, number)]
+    others_K = np.concatenate([cut for other, cut in enumerate(cuts) if other != place] or [np.zeros(0, np.int64)])
+    if len(others_K) == 0:
+        return None
+    more = int(others_K[np.argmin(np.abs(cost_N[others_K] - cost_N[cuts[place]].mean()))])
+    grown = [np.append(cut, more) if other == place else cut[cut != more] for other, cut in enumerate(cuts)]
+    return fits(ground, made.choice, [cut for cut in grown if len(cut)], limit)
+
+
+def fewer_cuts(ground: Ground, made: Plan, limit: int) -> bool | None:
+    """Tell whether an epoch goes with the next larger budget that makes fewer micro-batches; None: there is none."""
+    now = _count(sampler_under(made, ground.member, ground.sizes))
+    cost_N, budget = made.cost(ground.sizes), made.budget["cost"]
+    most = int(cost_N.max()) * BATCH
+    low, high = budget, max(most, budget + 1)
+    if _count(sampler_of(ground.member, cost_N, high)) >= now:
+        return None
+    while high - low > max(low // 1000, 1):
+        middle = (low + high) // 2
+        low, high = (low, middle) if _count(sampler_of(ground.member, cost_N, middle)) < now else (middle, high)
+    return epoch(ground, made.choice, sampler_of(ground.member, cost_N, high), limit).ooms == 0
+
+
+def _count(sampler: Sampler) -> int:
+    return sampler.count(0)
+
+
+def is_cut(made: Plan) -> bool:
+    """Tell whether memory has something to do with how large micro-batches are."""
+    return made.filled is not Filled.WHOLE_SHARE
+
+
+def limits(ground: Ground, count: int) -> list[int]:
+    """Return limits to plan for, the first just above what the largest item takes with every remedy.
+
+    The others go in equal ratios from just above what it takes without remedies to what uncut steps take.
+    """
+    plain = ground.choice()
+    frugal = [Choice(checkpointing=plain.checkpointing or one, offload=True) for one in (False, True)]
+    least = min(ground.alone(choice) for choice in (plain, *frugal))
+    low, high = ground.alone(plain), ground.uncut(plain)
+    room = margin_of(ground.oracle.standing(plain).origin, caching=False).factor + 0.01
+    spread = np.geomspace(low, max(high, low), count - 1).tolist()
+    return [int(room * bytes_) for bytes_ in (least, *spread)]

@@ -1,0 +1,135 @@
+"""Measured peaks of training steps: what they are remembered by, and what they say of the next plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from pipeline.memory.footprint import Choice, Origin
+from pipeline.memory.margins import margin_of
+from pipeline.memory.peaks import Peak, Peaks, fingerprint, ratios_of_all
+
+ONE = Peak(
+    model="m",
+    card="a100",
+    gpu="a100-40gb",
+    torch="2.13.0",
+    driver="550.54",
+    allocator="",
+    sizes="2 x items=4",
+    predicted_bytes=1000,
+    measured_bytes=1050,
+    died=False,
+    outside_bytes=500,
+    predicted_s=0.5,
+    step_s=1.0,
+    at=1.0,
+)
+
+
+def peaks(folder: Path, *many: Peak) -> Peaks:
+    found = Peaks(folder, "2.13.0")
+    assert found.record("run", "writer", many)
+    return found
+
+
+def test_ratios_are_of_this_model_on_this_card_newest_first(tmp_path: Path) -> None:
+    others = (replace(ONE, model="n"), replace(ONE, card="v100", gpu="v100-16gb-sxm"), replace(ONE, torch="2.12.1"))
+    found = peaks(tmp_path, ONE, replace(ONE, measured_bytes=990, at=2.0), *others)
+    assert found.ratios("m", "a100") == (0.99, 1.05)
+    assert found.ratios("m", "l4") == found.ratios("x", "a100") == ()
+
+
+def test_nothing_remembered_is_no_ratio_and_makes_no_folder(tmp_path: Path) -> None:
+    assert Peaks(tmp_path / "none", "2.13.0").ratios("m", "a100") == ()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_card_is_known_by_what_the_driver_calls_it_as_well(tmp_path: Path) -> None:
+    found = peaks(tmp_path, replace(ONE, card="main", gpu="a100-80gb-sxm"))
+    assert found.ratios("m", "NVIDIA A100-SXM4-80GB") == found.ratios("m", "main") == (1.05,)
+    assert found.ratios("m", "a100-40gb") == ()
+
+
+def test_what_was_measured_corrects_the_time_as_well(tmp_path: Path) -> None:
+    found = peaks(tmp_path, ONE, replace(ONE, died=True, step_s=0.0, at=2.0), replace(ONE, step_s=1.5, at=3.0))
+    assert found.seconds("m", "a100") == (3.0, 2.0)
+
+
+def test_a_step_that_died_needs_more_than_it_died_at_until_one_lived_with_as_much(tmp_path: Path) -> None:
+    died = replace(ONE, died=True, measured_bytes=1200)
+    assert peaks(tmp_path, ONE, replace(died, at=2.0)).ratios("m", "a100") == (1.5, 1.05)
+    assert peaks(tmp_path, replace(ONE, measured_bytes=1210, at=3.0)).ratios("m", "a100") == (1.21, 1.05)
+
+
+def test_a_step_that_died_with_less_than_was_predicted_says_nothing(tmp_path: Path) -> None:
+    assert peaks(tmp_path, replace(ONE, died=True, measured_bytes=600)).ratios("m", "a100") == ()
+
+
+def test_a_plan_for_several_cards_is_corrected_once_all_were_measured(tmp_path: Path) -> None:
+    found = peaks(tmp_path, ONE)
+    assert ratios_of_all(found, "m", ["a100", "l4"]) == ()
+    peaks(tmp_path, replace(ONE, card="l4", gpu="l4-24gb", measured_bytes=1100, at=2.0))
+    assert ratios_of_all(found, "m", ["a100", "l4"]) == (1.05, 1.1)
+
+
+def test_margins_are_from_measurements_once_there_are_some(tmp_path: Path) -> None:
+    found = Peaks(tmp_path, "2.13.0")
+    assert margin_of(Origin.TRACED, found.ratios("m", "a100")).origin is Origin.ASSUMED
+    peaks(tmp_path, replace(ONE, measured_bytes=1010))
+    margin = margin_of(Origin.TRACED, found.ratios("m", "a100"))
+    assert (margin.origin, round(margin.factor, 4)) == (Origin.MEASURED, round(1.01 * 1.02, 4))
+
+
+def test_writers_share_no_file_and_a_torn_line_hides_no_other(tmp_path: Path) -> None:
+    peaks(tmp_path, ONE)
+    peaks(tmp_path, replace(ONE, at=2.0), replace(ONE, at=3.0))
+    first, second = sorted((tmp_path / "records").iterdir(), key=lambda path: path.stat().st_size)
+    second.write_bytes(second.read_bytes()[:-20])
+    assert len(Peaks(tmp_path, "2.13.0").of("m", "a100")) == 2
+    (tmp_path / "index.sqlite").write_bytes(b"no index")
+    first.unlink()
+    assert [one.at for one in Peaks(tmp_path, "2.13.0").of("m", "a100")] == [2.0]
+
+
+@pytest.mark.parametrize("change", [{"predicted_bytes": -1}, {"died": 1}, {"at": float("inf")}, {"gpu": 5}])
+def test_lines_that_are_no_measurement_are_passed_over(tmp_path: Path, change: dict[str, object]) -> None:
+    found = peaks(tmp_path, ONE, replace(ONE, **change))  # type: ignore[arg-type]
+    assert found.of("m", "a100") == [ONE]
+
+
+def test_a_peak_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    died = replace(ONE, died=True, at=2.0)
+    assert peaks(tmp_path, ONE, died).of("m", "a100") == [died, ONE]
+
+
+@dataclass(frozen=True)
+class Options:
+    ema: float | None = None
+    learning_rate: float = 1e-4
+
+
+def model(heads: int = 2, *, second: type[nn.Module] = nn.ReLU, width: int = 8) -> nn.Module:
+    return nn.Sequential(nn.MultiheadAttention(8, heads), second(), nn.Linear(8, width))
+
+
+def test_a_model_has_one_fingerprint_real_fake_or_on_the_meta_device() -> None:
+    real = fingerprint(model(), Options(), Choice())
+    with torch.device("meta"):
+        assert fingerprint(model(), Options(), Choice()) == real
+    with FakeTensorMode():
+        assert fingerprint(model(), Options(), Choice()) == real
+    assert fingerprint(model().eval(), Options(learning_rate=1.0), Choice()) == real
+
+
+def test_what_changes_memory_changes_the_fingerprint() -> None:
+    models = [model(), model(heads=4), model(second=nn.GELU), model(width=9), model().half()]
+    options = [Options(ema=0.9), Choice(precision="bf16"), Choice(checkpointing=True)]
+    prints = {fingerprint(one, Options()) for one in models}
+    prints |= {fingerprint(model(), Options(), one) for one in (*options, Choice())}
+    assert len(prints) == len(models) + len(options) + 1
