@@ -26,6 +26,7 @@ _BOUNDS = {
     "greater_than_equal": "at least {ge:g}",
     "less_than_equal": "at most {le:g}",
     "greater_than": "more than {gt:g}",
+    "less_than": "less than {lt:g}",
     "string_too_short": "some text",
     "too_short": "a list that is not empty",
 }
@@ -37,7 +38,7 @@ def explain(key: KeyPath, detail: ErrorDetails) -> str:
     if kind == "extra_forbidden":
         return "unknown key" + _meant(key)
     if kind == "missing":
-        return f"is required. {FIELDS[key].description}"
+        return f"is required. {FIELDS[key].description}" if key in FIELDS else "is required"
     if kind == CONFLICT:
         return detail["msg"]
     return f"{_wanted(key, detail)}, got {_shown(detail['input'])}{_advice(key, kind, detail['input'])}"
@@ -50,6 +51,8 @@ def _wanted(key: KeyPath, detail: ErrorDetails) -> str:
         return f"wants one of {', '.join(_choices(key))}"
     if kind in _KINDS:
         return f"wants {_KINDS[kind]}"
+    if kind == "string_pattern_mismatch" and key == ("train", "task"):
+        return "wants package.module:Name"
     if kind in _BOUNDS:
         return f"wants {_BOUNDS[kind].format(**detail['ctx'])}"
     return f"wants {detail['msg']}" if kind == WANTS else detail["msg"]
@@ -70,7 +73,7 @@ def _meant(key: KeyPath) -> str:
     """Suggest a sibling with a similar name, or the section that does have this key."""
     siblings = [field[-1] for field in FIELDS if field[:-1] == key[:-1]]
     elsewhere = [".".join(leaf) for leaf in LEAVES if leaf[-1] == key[-1]]
-    known = f"; there are {', '.join(siblings)}"
+    known = f"; there are {', '.join(siblings)}" if siblings else ""
     return _suggestion(key[-1], siblings) or _suggestion(".".join(key), elsewhere, cutoff=0.0) or known
 
 
@@ -80,7 +83,7 @@ def _suggestion(word: str, names: list[str], cutoff: float = 0.6) -> str:
 
 
 def _choices(key: KeyPath) -> list[str]:
-    annotation = FIELDS[key].annotation
+    annotation = FIELDS[key].annotation if key in FIELDS else None
     return [str(choice) for choice in get_args(annotation)] if get_origin(annotation) is Literal else []
 
 

@@ -61,6 +61,15 @@ def parse_auto_count(value: object, *, at_least: int) -> int | Literal["auto"]:
     raise _wants(f"a whole number from {at_least}, or auto")
 
 
+def parse_auto_flag(value: object) -> bool | Literal["auto"]:
+    """Return true, false or `auto`."""
+    if isinstance(value, bool):
+        return value
+    if value == "auto":
+        return "auto"
+    raise _wants("true, false or auto")
+
+
 def parse_auto_memory(value: object) -> int | Literal["auto"]:
     """Return bytes of memory or `auto`."""
     return "auto" if value == "auto" else parse_size(value, at_least=SMALLEST_MEMORY_BYTES)
@@ -128,6 +137,11 @@ AutoCount: TypeAlias = Annotated[
     int | Literal["auto"],
     PlainValidator(partial(parse_auto_count, at_least=1)),
     WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, _AUTO_SCHEMA]}),
+]
+AutoFlag: TypeAlias = Annotated[
+    bool | Literal["auto"],
+    PlainValidator(parse_auto_flag),
+    WithJsonSchema({"anyOf": [{"type": "boolean"}, _AUTO_SCHEMA]}),
 ]
 AutoCountOrNone: TypeAlias = Annotated[
     int | Literal["auto"],

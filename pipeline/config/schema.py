@@ -9,7 +9,16 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_vali
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from pipeline.config.quantities import AutoCount, AutoCountOrNone, AutoMemory, Duration, Memory, Size, SizeOrNone
+from pipeline.config.quantities import (
+    AutoCount,
+    AutoCountOrNone,
+    AutoFlag,
+    AutoMemory,
+    Duration,
+    Memory,
+    Size,
+    SizeOrNone,
+)
 
 KeyPath: TypeAlias = tuple[str, ...]
 Name: TypeAlias = Annotated[str, StringConstraints(min_length=1)]
@@ -211,6 +220,73 @@ class Graph(Section):
         return self
 
 
+class CurriculumStage(Section):
+    """Epochs that are trained on the smaller items alone."""
+
+    epochs: int = Field(ge=1, description="How many epochs; the rest, with all items, comes after the last stage.")
+    largest: dict[Name, int] = Field(min_length=1, description="Sizes of the items that take part, at most, by name.")
+
+
+class Train(Section):
+    """What is trained, and what the planner may decide about it."""
+
+    task: Name | None = Field(
+        default=None, pattern=r"^[\w.]+:\w+$", description="The model and its loss, as package.module:Name."
+    )
+    split: Name | None = Field(default="train", description="Which split is trained on; null: every item.")
+    effective_batch: int = Field(default=8, ge=1, description="Items in an optimizer step, over all GPUs.")
+    micro_batch: AutoCount = Field(default="auto", description="Most items of a GPU at once; auto: planned, by cost.")
+    batching: Literal["concatenated", "padded"] = Field(
+        default="concatenated", description="How items make a batch: one after the other, or padded to the largest."
+    )
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        default="fp32", description="What is computed in; auto: the planner may choose half precision."
+    )
+    checkpointing: AutoFlag = Field(
+        default="auto", description="Whether repeated blocks are computed again in backward; auto: where it is needed."
+    )
+    offload: AutoFlag = Field(
+        default="auto", description="Whether activations wait in the host's memory; auto: where it is needed."
+    )
+    sharding: AutoFlag = Field(
+        default="auto", description="Whether parameters and optimizer state are spread over the GPUs (FSDP2)."
+    )
+    optimizer: Literal["adamw", "adam", "sgd"] = Field(default="adamw", description="The optimizer.")
+    way: Literal["auto", "foreach", "fused", "loop"] = Field(
+        default="auto", description="How the optimizer works through the parameters; auto: foreach on GPUs, else loop."
+    )
+    learning_rate: float = Field(default=1e-4, gt=0, description="Its learning rate.")
+    weight_decay: float = Field(default=0.01, ge=0, description="Its weight decay.")
+    clip: float | None = Field(default=1.0, gt=0, description="The norm of all gradients at most; null: any.")
+    ema: float | None = Field(default=None, gt=0, lt=1, description="Decay of moving averages; null: none are kept.")
+    frozen: tuple[Name, ...] = Field(default=(), description="Parameters whose names begin so are not trained.")
+    compile: bool = Field(default=False, description="Whether torch.compile is used.")
+    allocator: Literal["auto", "default", "expandable"] = Field(
+        default="auto", description="How torch's allocator takes memory from the card."
+    )
+    oversize: Literal["error", "crop", "skip"] = Field(
+        default="error", description="Items that no plan can hold; error: nothing is submitted."
+    )
+    epochs: int = Field(default=10, ge=1, description="Epochs in all.")
+    curriculum: tuple[CurriculumStage, ...] = Field(default=(), description="Epochs with the smaller items first.")
+    slots: int = Field(default=4, ge=2, description="Batches that the loader holds in memory.")
+    empty_cache_every: int | None = Field(
+        default=None, ge=1, description="Empty the allocator's cache every so many micro-batches; null: never."
+    )
+    memory_fraction: float | None = Field(
+        default=None, gt=0, le=1, description="Share of a card's memory that may be used; null: all of it."
+    )
+
+    @model_validator(mode="after")
+    def _a_micro_batch_is_part_of_a_step(self) -> Train:
+        if self.micro_batch != "auto" and self.micro_batch > self.effective_batch:
+            what = f"{self.micro_batch} is more than effective_batch, {self.effective_batch}: lower it, or raise that"
+            raise _conflict("micro_batch", what)
+        if self.curriculum and sum(stage.epochs for stage in self.curriculum) >= self.epochs:
+            raise _conflict("curriculum", f"leaves none of the {self.epochs} epochs (train.epochs) for all items")
+        return self
+
+
 class Cache(Section):
     """Where results are kept."""
 
@@ -244,8 +320,8 @@ class Slots(Section):
     )
 
 
-class StageResources(Section):
-    """What one task of a stage asks for."""
+class Resources(Section):
+    """What one task asks for."""
 
     cpus: int = Field(default=1, ge=1, description="CPU cores of a task.")
     gpus: int = Field(default=0, ge=0, description="GPUs of a task.")
@@ -254,6 +330,23 @@ class StageResources(Section):
         default=None, description="Memory of a task for each of its GPUs, in place of mem."
     )
     time: Duration = Field(default=3600, description="Time limit of a task.")
+    partition: Name | None = Field(default=None, description="Partition of this stage; null: cluster.slurm.partition.")
+    constraint: Name | None = Field(
+        default=None, description="Nodes of this stage by their features; null: cluster.slurm.constraint."
+    )
+
+    @model_validator(mode="after")
+    def _one_way_to_ask_for_memory(self) -> Resources:
+        if self.mem_per_gpu is not None and self.mem != "auto":
+            raise _conflict("mem_per_gpu", "excludes mem: keep one of the two")
+        if self.mem_per_gpu is not None and self.gpus == 0:
+            raise _conflict("mem_per_gpu", "means nothing where gpus is 0: use mem")
+        return self
+
+
+class StageResources(Resources):
+    """What one task of a stage asks for, and how the stage is cut into tasks."""
+
     items_per_task: AutoCount = Field(
         default="auto", description="Items a task works through; auto: by the number of items."
     )
@@ -261,18 +354,12 @@ class StageResources(Section):
         default=10, ge=1, description="About how long a task should take, where items_per_task is auto."
     )
     parallel: int = Field(default=64, ge=1, description="Tasks of a stage that run at once on a cluster, at most.")
-    partition: Name | None = Field(default=None, description="Partition of this stage; null: cluster.slurm.partition.")
-    constraint: Name | None = Field(
-        default=None, description="Nodes of this stage by their features; null: cluster.slurm.constraint."
-    )
 
-    @model_validator(mode="after")
-    def _one_way_to_ask_for_memory(self) -> StageResources:
-        if self.mem_per_gpu is not None and self.mem != "auto":
-            raise _conflict("mem_per_gpu", "excludes mem: keep one of the two")
-        if self.mem_per_gpu is not None and self.gpus == 0:
-            raise _conflict("mem_per_gpu", "means nothing where gpus is 0: use mem")
-        return self
+
+class TrainResources(Resources):
+    """What training asks for: one process for each GPU."""
+
+    nodes: int = Field(default=1, ge=1, description="Nodes; cluster.train.gpus is the GPUs of each.")
 
 
 class Card(Section):
@@ -357,6 +444,7 @@ class Cluster(Section):
     scan: StageResources = StageResources()
     embed: StageResources = StageResources()
     graph: StageResources = StageResources()
+    train: TrainResources = TrainResources()
 
 
 class Config(Section):
@@ -366,6 +454,7 @@ class Config(Section):
     structures: Structures = Structures()
     embed: Embed = Embed()
     graph: Graph = Graph()
+    train: Train = Train()
     cache: Cache = Cache()
     cluster: Cluster = Cluster()
 

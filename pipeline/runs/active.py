@@ -7,7 +7,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from pipeline.config.load import dump_resolved, from_resolved
-from pipeline.errors import SubmissionRefused
+from pipeline.errors import ConfigError, SubmissionRefused
 from pipeline.runs.executors import open_executor
 from pipeline.runs.folder import runs_in
 from pipeline.runs.status import RunState, status_of
@@ -41,7 +41,10 @@ def refuse_double(config: Config, stages: Sequence[str], executor: Executor) -> 
 
 def _queue_of(folder: RunFolder, executor: Executor) -> Queue:
     """Return what knows of the jobs of a run: another executor than ours, perhaps."""
-    config = from_resolved(folder.config.read_text(), str(folder.config))
+    try:
+        config = from_resolved(folder.config.read_text(), str(folder.config))
+    except ConfigError:  # of another version, whose settings are not ours
+        return executor
     return open_executor(config) if config.cluster.executor == "slurm" and not executor.outlives else executor
 
 

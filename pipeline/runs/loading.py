@@ -45,7 +45,7 @@ def open_loader(
     sets = [sets] if isinstance(sets, str) else list(sets)
     file = find_config(Path(config) if config else None)
     project = Project.open(load(file, sets).config, remember=False)
-    table = table_of(project, again=_command(config, sets))
+    table = table_of(project, again=graph_command(config, sets))
     table = table if split is None else table.of_split(split)
     graphs, kept = project.graphs, project.config.graph.cache
     source = Cached(graphs.store, table) if kept else Built(table, project.recipe, graphs.recipe)
@@ -54,7 +54,7 @@ def open_loader(
     return Loader(source, rows, Sampler(table.sizes, settings, rank=rank, ranks=ranks, data=data), **options)
 
 
-def _command(config: str | Path | None, sets: Sequence[str]) -> str:
+def graph_command(config: str | Path | None, sets: Sequence[str]) -> str:
     """Return the command that makes graphs with this configuration."""
     words = ["pipeline", "submit", "--stage", "graph", *(["--config", str(config)] if config else [])]
     return shlex.join([*words, *(word for one in sets for word in ("--set", one))])

@@ -21,7 +21,7 @@ from pipeline.structures.read import Reading
 from pipeline.structures.sources import SourceSpec
 
 if TYPE_CHECKING:
-    from pipeline.config.schema import Config, StageResources
+    from pipeline.config.schema import Config, Resources
     from pipeline.store.store import Store
 
 
@@ -153,7 +153,7 @@ def settings_of(config: Config) -> Settings:
     )
 
 
-def asked_bytes(resources: StageResources, planned_bytes: int) -> int:
+def asked_bytes(resources: Resources, planned_bytes: int) -> int:
     """Return the memory that a task gets: what is pinned, for the task or for each GPU, else what was planned."""
     if resources.mem_per_gpu is not None:
         return int(resources.mem_per_gpu) * resources.gpus

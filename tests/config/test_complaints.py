@@ -30,7 +30,7 @@ cluster:
   scan:
     time: 60
     mem: 4000
-train: {lr: 1e-3}
+training: {lr: 1e-3}
 """
 
 ALL_COMPLAINTS = """\
@@ -49,7 +49,7 @@ did you mean "manifest"?
   pipeline.yaml:14: cache.shard_bytes: wants a size such as 512MiB, 24G or a number of bytes, got "12 parsecs"
   pipeline.yaml:17: cluster.scan.time: wants a time such as 01:30:00, 2-12:00:00, 90m or 2h, got 60
   pipeline.yaml:18: cluster.scan.mem: wants at least 16MiB (a number without a unit is bytes), got 4000
-  pipeline.yaml:19: train: unknown key; there are data, structures, embed, graph, cache, cluster
+  pipeline.yaml:19: training: unknown key; did you mean "train"?
   --set cache.rot=x: unknown key; did you mean "root"?
   --set data.limit: wants KEY=VALUE, such as data.limit=10
   next: correct it, then: pipeline config check"""
@@ -110,6 +110,22 @@ def test_mistake_is_named_with_its_line(complaint: Any, text: str | bytes, said:
 )
 def test_conflict_points_at_the_key_that_is_too_many(complaint: Any, text: str, said: str) -> None:
     assert said in complaint(f"data: {{path: a}}\ncluster: {{scan: {text}}}\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{micro_batch: 16}", "pipeline.yaml:2: train.micro_batch: 16 is more than effective_batch, 8"),
+        (
+            "{epochs: 1, curriculum: [{epochs: 2, largest: {nodes: 9}}]}",
+            "train.curriculum: leaves none of the 1 epochs",
+        ),
+        ("{task: lab.Task}", "train.task: "),
+        ("{checkpointing: always}", "train.checkpointing: "),
+    ],
+)
+def test_training_settings_that_contradict_each_other_are_told(complaint: Any, text: str, said: str) -> None:
+    assert said in complaint(f"data: {{path: a}}\ntrain: {text}\n")
 
 
 def test_chain_on_both_sides_is_a_conflict(complaint: Any) -> None:

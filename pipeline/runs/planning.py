@@ -1,0 +1,250 @@
+"""What training would take: a task, a data set and cards → a plan, on a machine that has none of them but the task.
+
+Puts the rooms together: `training.step` is what is traced, `training.sampler` is what cuts, `memory` does the rest.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipeline.errors import ConfigError
+from pipeline.memory.fallback import Ladder
+from pipeline.memory.formula import Counts, Formula
+from pipeline.memory.planner import plan
+from pipeline.memory.rehearsal import MeasuredSmall
+from pipeline.memory.request import Card, Data, Micros, Oversize, Request
+from pipeline.protocol import ITEMS, Example
+from pipeline.runs.tasks import failed, load_task
+from pipeline.training.sampler import Sampler
+from pipeline.training.sampler import Settings as Sampling
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+    from torch import nn
+
+    from pipeline.config.schema import Config, Train
+    from pipeline.memory.fakes.recorder import Recorder
+    from pipeline.memory.footprint import Choice, Oracle, Sizes
+    from pipeline.memory.plan import Plan
+    from pipeline.memory.trace import Target
+    from pipeline.protocol import Task
+    from pipeline.training.step import Settings, Step
+
+    Integers = NDArray[np.int64]
+
+ITEMS_CUT = 1 << 16  # of an epoch, to see what micro-batches there are; the planner bounds the others
+PADDING = 1.03
+
+
+@dataclass(frozen=True)
+class Work:
+    """A task as it is to be trained; what a plan may still decide is a `Choice`."""
+
+    task: Task
+    settings: Settings
+    device: str = "cuda"  # cpu: for a machine without cards
+
+    @classmethod
+    def of(cls, config: Config, *, beside: Path | None = None, on_gpu: bool = False) -> Work:
+        """Return what a configuration says; a GPU may be meant although it names none."""
+        task = load_task(config.train.task, beside=beside)
+        device = "cuda" if config.cluster.train.gpus or on_gpu else "cpu"
+        return cls(task, step_settings(config.train, device), device)
+
+    def step(self, choice: Choice, *, device: str = "cpu", **given: Any) -> Step:
+        """Build a training step under a choice."""
+        from pipeline.training.step import Step
+
+        settings = replace(
+            self.settings,
+            precision=choice.precision,
+            checkpointing=choice.checkpointing,
+            offload=choice.offload,
+        )
+        return Step(self.task, settings, device=device, **given)
+
+    def build(self, choice: Choice, watch: Recorder, model: nn.Module | None) -> Step:
+        """Build what is traced: on the CPU, whatever it imitates."""
+        return self.step(choice, watch=watch, model=model)
+
+    def example(self, sizes: Sizes) -> Any:
+        """Make a batch."""
+        assert isinstance(self.task, Example)
+        return self.task.example(sizes)
+
+    def oracle(self, least: Sizes, target: Target, *, padded: bool) -> Ladder:
+        """Return what answers for the model: traced, else rehearsed, else by a formula."""
+        from pipeline.memory.trace import Tracer
+
+        def formula() -> Formula:
+            states = {"adamw": 2, "adam": 2, "sgd": 1}[self.settings.optimizer]
+            averages = int(self.settings.ema is not None)
+            return Formula(Counts.of(self.model()), states=states, averages=averages, padded=padded)
+
+        if not isinstance(self.task, Example):
+            ladder = Ladder([formula])
+            ladder.reasons.append("the task has no example(sizes): with one, every allocation would be traced")
+            return ladder
+        return Ladder(
+            [
+                lambda: Tracer(self.build, self.model, self.example, least, target),
+                lambda: MeasuredSmall(self.step, self.example, least),
+                formula,
+            ]
+        )
+
+    def model(self) -> nn.Module:
+        """Build the model alone, on a device without memory where that works."""
+        import torch
+
+        from pipeline.memory.fakes.calls import cuda_calls
+
+        with cuda_calls() if self.device == "cuda" and not torch.cuda.is_available() else nullcontext():
+            try:
+                with torch.device("meta"):
+                    return self.task.model()
+            except Exception:  # noqa: BLE001 - whatever a model does with values that are not there
+                return self.task.model()
+
+
+def step_settings(train: Train, device: str) -> Settings:
+    """Return what a configuration says of a step."""
+    from pipeline.training.step import Settings
+
+    way = train.way if train.way != "auto" else "foreach" if device == "cuda" else "loop"
+    return Settings(
+        optimizer=train.optimizer,
+        learning_rate=train.learning_rate,
+        weight_decay=train.weight_decay,
+        way=way,
+        clip=train.clip,
+        ema=train.ema,
+        frozen=train.frozen,
+    )
+
+
+def target_of(capability: tuple[int, int] | None) -> Target:
+    """Return what a trace imitates: a card of a compute capability, or this processor."""
+    from contextlib import ExitStack, contextmanager
+
+    from pipeline.memory.trace import CPU, Target
+
+    if capability is None:
+        return CPU
+    from pipeline.memory.fakes.attention import cuda_attention
+    from pipeline.memory.fakes.calls import cuda_calls
+    from pipeline.memory.fakes.casts import cuda_casts
+    from pipeline.memory.fakes.composites import cuda_composites
+    from pipeline.memory.fakes.scratch import scratch_bytes
+
+    @contextmanager
+    def imitate() -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(cuda_calls(capability))
+            stack.enter_context(cuda_casts())
+            stack.enter_context(cuda_composites())
+            stack.enter_context(cuda_attention(capability))
+            yield
+
+    return Target(imitate, scratch_bytes)
+
+
+def sizes_of(task: Task, item_sizes: Mapping[str, Integers]) -> dict[str, Integers]:
+    """Return what drives memory, of every item, as the task says it."""
+    items = len(next(iter(item_sizes.values()), ()))
+    try:
+        said: Mapping[str, Any] = dict(task.cost(item_sizes))
+        for name, values in said.items():
+            if not np.isfinite(values).all():
+                raise ValueError(f"{name} is not finite")
+        sizes = {name: np.broadcast_to(np.asarray(values, np.int64), items) for name, values in said.items()}
+    except Exception as error:
+        told = failed(f"cost() of all items at once, whose sizes are arrays ({', '.join(item_sizes)}),", error)
+        told.remedy = "write cost() with numpy: item['nodes'] * 2, np.maximum(item['edges'], 10), np.where(...)"
+        raise told from error
+    if not sizes:
+        raise ConfigError("cost() names no size", where="train.task", remedy="return at least one, such as nodes")
+    if ITEMS in sizes:
+        raise ConfigError(f"cost() names a size {ITEMS!r}, which counts a batch's items", where="train.task")
+    for name, values_N in sizes.items():
+        if items and values_N.min() < 0:
+            what = f"cost() says {int(values_N.min())} {name} of item {int(values_N.argmin()):,}"
+            raise ConfigError(what, where="train.task", remedy="a size is a whole number from 0")
+    if items and not any(values_N.any() for values_N in sizes.values()):
+        raise ConfigError("cost() is 0 for every item", where="train.task", remedy="return sizes that drive memory")
+    return sizes
+
+
+def cutter(batch: int, *, padded: bool, seed: int = 0, micro_batch: int | None = None) -> Any:
+    """Return what cuts an epoch into micro-batches, as training will."""
+
+    def cut(sizes: Mapping[str, Integers], cost_N: Integers, budget_bytes: int, ranks: int) -> Micros:
+        settings = Sampling(
+            batch=batch,
+            seed=seed,
+            by=("cost",),
+            budget={"cost": budget_bytes},
+            micro_batch=micro_batch,
+            padding=PADDING if padded else None,
+        )
+        sampler = Sampler({"cost": cost_N}, settings, ranks=ranks)
+        rows, steps, owners = [], [], []
+        names = tuple(sizes)
+        sizes_NS = np.stack([sizes[name] for name in names], axis=1)
+        for step in range(min(sampler.steps, -(-ITEMS_CUT // batch))):
+            for rank, parts in enumerate(sampler.shares(0, step)):
+                for part in parts:
+                    taken_KS = sizes_NS[part]
+                    rows.append((len(part), *(taken_KS.max(axis=0) if padded else taken_KS.sum(axis=0)).tolist()))
+                    steps.append(step)
+                    owners.append(rank)
+        epochs = (steps[-1] + 1) / sampler.steps
+        return Micros((ITEMS, *names), np.array(rows, np.int64), np.array(steps), np.array(owners), epochs)
+
+    return cut
+
+
+def host_card(memory_bytes: int) -> Card:
+    """Return a machine's own memory as a card: nothing stands between a tensor and its bytes."""
+    rates = {"fp32": 5e10, "bf16": 5e10}  # a core or two; only ratios matter
+    return Card("cpu", memory_bytes, memory_bytes, rates, 1e10, caching=False)
+
+
+def request_of(train: Train, ranks: int, ratios: Sequence[float] = ()) -> Request:
+    """Return what is asked of the planner."""
+    precisions = ("fp32", "bf16", "fp16") if train.precision == "auto" else (train.precision,)
+    return Request(
+        batch=train.effective_batch,
+        ranks=ranks,
+        epochs=train.epochs,
+        precisions=precisions,
+        checkpointing=None if train.checkpointing == "auto" else train.checkpointing,
+        offload=None if train.offload == "auto" else train.offload,
+        shards=None if train.sharding == "auto" else ranks if train.sharding else 1,
+        micro_batch=None if train.micro_batch == "auto" else train.micro_batch,
+        oversize=Oversize(train.oversize),
+        ratios=tuple(ratios),
+        compiled=train.compile,
+    )
+
+
+def least_of(sizes: Mapping[str, Integers]) -> dict[str, int]:
+    """Return the sizes of a batch of one item, the smallest of each size, but of something."""
+    return {ITEMS: 1, **{name: max(1, int(values_N.min())) for name, values_N in sizes.items()}}
+
+
+def plan_training(
+    work: Work, train: Train, sizes: Mapping[str, Integers], cards: Sequence[Card], target: Target, request: Request
+) -> tuple[Plan, Oracle]:
+    """Plan, and return what answered as well: it remembers."""
+    padded = train.batching == "padded"
+    oracle = work.oracle(least_of(sizes), target, padded=padded)
+    cut = cutter(train.effective_batch, padded=padded, micro_batch=request.micro_batch)
+    return plan(oracle, Data(sizes, cut, padded), request, cards), oracle

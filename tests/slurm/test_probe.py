@@ -1,0 +1,93 @@
+"""Probes on a real cluster whose "cards" are partitions of nodes without GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.cluster.slurm import SlurmExecutor
+from pipeline.errors import SubmissionRefused
+from pipeline.memory.footprint import Origin
+from pipeline.memory.peaks import Peak
+from pipeline.runs.probe import Outcome, Place, Probed, corrected, measured_ratios, model_name, probe
+from pipeline.runs.probing import peaks_of
+from tests.runs.probes import GIB, Prepared, card, prepare
+from tests.slurm.cluster import Cluster
+from tests.slurm.cluster.config import SHORT_LIMIT_MINUTES
+
+pytestmark = pytest.mark.slurm
+SETTINGS = {"cluster__executor": "slurm", "cluster__slurm__poll": "1s", "cluster__slurm__cards": []}
+CARDS = [{"partition": "main", "mem": "1GiB"}, {"partition": "short", "mem": "1GiB"}]
+
+
+def places(prepared: Prepared) -> list[Place]:
+    return [Place.of(card(str(one.partition), int(one.mem)), one) for one in prepared.config.cluster.slurm.cards]
+
+
+def probed(prepared: Prepared, said: list[str], executor: SlurmExecutor | None = None) -> tuple[Probed, ...]:
+    with executor or SlurmExecutor(prepared.config.cluster.slurm, poll_s=0.2) as opened:
+        asked = (prepared.config, prepared.work, prepared.plan, prepared.oracle, places(prepared), opened, said.append)
+        return probe(*asked, beside=prepared.folder)
+
+
+def remembered(prepared: Prepared, card_name: str) -> list[Peak]:
+    return peaks_of(prepared.config).of(model_name(prepared.work, prepared.plan.choice), card_name)
+
+
+def ratios(prepared: Prepared, *cards: str) -> tuple[float, ...]:
+    return measured_ratios(prepared.config, prepared.work, prepared.plan.choice, cards)
+
+
+def test_every_kind_of_card_gets_a_job_and_the_next_plan_is_corrected(healthy: Cluster, tmp_path: Path) -> None:
+    prepared = prepare(tmp_path, **{**SETTINGS, "cluster__slurm__cards": CARDS})
+    found = probed(prepared, said := [])
+    assert [(one.card, one.outcome) for one in found] == [("main", Outcome.MEASURED), ("short", Outcome.MEASURED)], (
+        found
+    )
+    assert all(0.95 < one.ratio < 1.5 and one.step_s > 0 for one in found)
+    assert {"probe of main: measured", "probe of short: measured"} <= set(said)
+    jobs = [line.partition("job ")[2] for line in said[:2]]
+    rows = healthy.run("sacct", "-n", "-P", "-X", "-j", ",".join(jobs), "-o", "Partition,TimelimitRaw").stdout
+    assert set(rows.split()) == {"main|15", f"short|{SHORT_LIMIT_MINUTES}"}
+    assert ratios(prepared, "main", "short") == tuple(one.ratio for one in found)
+    after = corrected(prepared.config, prepared.work, ["main", "short"], lambda known: prepared.planned(*known))
+    assert (prepared.plan.margin.origin, after.margin.origin) == (Origin.ASSUMED, Origin.MEASURED)
+    assert after.margin.factor == pytest.approx(max(*(one.ratio for one in found), 0.9) * 1.02)
+
+
+def test_a_probe_with_too_little_memory_is_killed_and_says_what_it_needs(healthy: Cluster, tmp_path: Path) -> None:
+    small = {**SETTINGS, "cluster__slurm__cards": CARDS[:1], "cluster__train__mem": "512MiB"}
+    prepared = prepare(tmp_path, width=768, **small)
+    (found,) = probed(prepared, [])
+    assert found.outcome is Outcome.DIED, found
+    assert 0 < found.measured_bytes < GIB // 2
+    assert found.why.endswith("that were predicted: raise cluster.train.mem, 536,870,912 now")
+    healthy.until(lambda: "oom-kill" in Path(found.log).read_text(), "Slurm to say that the kernel did it")
+    (peak,) = remembered(prepared, "main")
+    assert (peak.died, peak.measured_bytes) == (True, found.measured_bytes)
+
+
+class Interrupted(SlurmExecutor):
+    """An executor whose waiting somebody ends."""
+
+    def step(self, timeout_s: float) -> list:  # type: ignore[type-arg]
+        raise KeyboardInterrupt
+
+
+def test_a_probe_that_nobody_waits_for_corrects_the_next_plan(healthy: Cluster, tmp_path: Path) -> None:
+    prepared = prepare(tmp_path, **{**SETTINGS, "cluster__slurm__cards": CARDS[:1]})
+    said: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        probed(prepared, said, Interrupted(prepared.config.cluster.slurm))
+    assert said[-1].startswith("the probes go on and the next plan will know what they measured")
+    healthy.until(lambda: ratios(prepared, "main") != (), "the probe to write down what it measured", 60.0)
+    assert not remembered(prepared, "main")[0].died
+
+
+def test_what_the_cluster_refuses_is_told_with_the_key_to_change(healthy: Cluster, tmp_path: Path) -> None:
+    unknown = [{"partition": "main", "feature": "nowhere", "mem": "1GiB"}]
+    (found,) = probed(prepare(tmp_path, **{**SETTINGS, "cluster__slurm__cards": unknown}), [])
+    assert found.outcome is Outcome.REFUSED
+    assert isinstance(found.error, SubmissionRefused)
+    assert found.error.remedy.startswith("pipeline plan --stage train --probe --set cluster.train.constraint=")
