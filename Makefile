@@ -31,6 +31,7 @@ bench: .venv/ready       ## the figures of benchmarks/README.md that a small mac
 	python benchmarks/loader.py --out benchmarks/results/loader.json
 	python benchmarks/startup.py --out benchmarks/results/startup.json
 	python benchmarks/status.py --out benchmarks/results/status.json
+	python benchmarks/planner.py --out benchmarks/results/planner.json
 
 prove: .venv/ready slurm-packages  ## the long proofs: kills, faults, scale; results are committed
 	python benchmarks/prove_store.py --out benchmarks/results/prove_store.json
