@@ -64,7 +64,6 @@ TIME_S = 900  # a probe takes less: what imports and builds takes long on a slow
 LOOK_S = 60.0
 LOG_LINES = 25
 SEEN_AGAIN_S = 0.2
-CORRECTIONS = 3
 AGAIN = "pipeline plan --stage train --probe"
 
 
@@ -181,20 +180,6 @@ def model_name(work: Work, choice: Choice) -> str:
 def measured_ratios(config: Config, work: Work, choice: Choice, cards: Sequence[str]) -> tuple[float, ...]:
     """Return measured/predicted bytes for a plan of this choice that holds on all these cards, for `Request.ratios`."""
     return ratios_of_all(peaks_of(config), model_name(work, choice), cards)
-
-
-def corrected(config: Config, work: Work, cards: Sequence[str], plan_with: Callable[[Sequence[float]], Plan]) -> Plan:
-    """Plan, and again with what was measured of the choice that was made, until it is the choice that was measured.
-
-    A choice that nobody measured keeps the ratios of the one before it: of the same model, they are the best there is.
-    """
-    plan, ratios = plan_with(()), tuple[float, ...]()
-    for _ in range(CORRECTIONS):
-        own = measured_ratios(config, work, plan.choice, cards)
-        if not own or own == ratios:
-            break
-        plan, ratios = plan_with(own), own
-    return plan
 
 
 def measured_pace(config: Config, work: Work, choice: Choice, cards: Sequence[str]) -> float | None:

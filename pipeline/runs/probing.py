@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pipeline.config.schema import Config
-    from pipeline.runs.folder import RunFolder
-from pipeline.runs.gauges import Gauge
+    from pipeline.runs.gauges import Gauge
 
 MODULE = "pipeline.runs.probing"
 STEPS = 4  # the first makes the optimizer's state, the second is the first that has it, two more for the time

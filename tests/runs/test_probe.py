@@ -21,7 +21,6 @@ from pipeline.runs.probe import (
     Outcome,
     Place,
     Probed,
-    corrected,
     drafted,
     errand_of,
     measured_pace,
@@ -61,7 +60,7 @@ def test_a_probe_measures_the_worst_bucket_and_the_next_plan_is_corrected(tmp_pa
     assert ratios(prepared, "cpu", "another") == ()
     averaging = replace(prepared, work=replace(prepared.work, settings=replace(prepared.work.settings, ema=0.9)))
     assert ratios(averaging, "cpu") == ()
-    after = corrected(prepared.config, prepared.work, ["cpu"], lambda known: prepared.planned(*known))
+    after = prepared.planned(*measured_ratios(prepared.config, prepared.work, prepared.plan.choice, ["cpu"]))
     assert after.margin.origin is Origin.MEASURED
     assert after.margin.factor == pytest.approx(max(found.ratio, 0.9) * 1.02)
 

@@ -10,7 +10,7 @@ from pipeline.cluster.slurm import SlurmExecutor
 from pipeline.errors import SubmissionRefused
 from pipeline.memory.footprint import Origin
 from pipeline.memory.peaks import Peak
-from pipeline.runs.probe import Outcome, Place, Probed, corrected, measured_ratios, model_name, probe
+from pipeline.runs.probe import Outcome, Place, Probed, measured_ratios, model_name, probe
 from pipeline.runs.probing import peaks_of
 from tests.runs.probes import GIB, Prepared, card, prepare
 from tests.slurm.cluster import Cluster
@@ -51,7 +51,8 @@ def test_every_kind_of_card_gets_a_job_and_the_next_plan_is_corrected(healthy: C
     rows = healthy.run("sacct", "-n", "-P", "-X", "-j", ",".join(jobs), "-o", "Partition,TimelimitRaw").stdout
     assert set(rows.split()) == {"main|15", f"short|{SHORT_LIMIT_MINUTES}"}
     assert ratios(prepared, "main", "short") == tuple(one.ratio for one in found)
-    after = corrected(prepared.config, prepared.work, ["main", "short"], lambda known: prepared.planned(*known))
+    known = measured_ratios(prepared.config, prepared.work, prepared.plan.choice, ["main", "short"])
+    after = prepared.planned(*known)
     assert (prepared.plan.margin.origin, after.margin.origin) == (Origin.ASSUMED, Origin.MEASURED)
     assert after.margin.factor == pytest.approx(max(*(one.ratio for one in found), 0.9) * 1.02)
 
