@@ -14,8 +14,8 @@ import torch
 from pipeline.cluster.machine import find_mem_bytes
 from pipeline.cluster.processes import used_bytes
 from pipeline.encoder.esm2 import TILE
-from pipeline.encoder.oom import free_caches, unless_out_of_memory
 from pipeline.encoder.tokens import ENDS, tokenize
+from pipeline.memory.oom import free_caches, unless_out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

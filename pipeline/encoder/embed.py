@@ -15,12 +15,12 @@ from pipeline.encoder.esm2 import Encoder
 from pipeline.encoder.figures import Figures
 from pipeline.encoder.flow import Done, Flow
 from pipeline.encoder.ladder import Ladder, Refused
-from pipeline.encoder.oom import unless_out_of_memory
 from pipeline.encoder.recipe import Variant
 from pipeline.encoder.settings import Settings
 from pipeline.encoder.steps import Step
 from pipeline.encoder.threads import Embedding, Reader, Writer
 from pipeline.errors import PlanInfeasible
+from pipeline.memory.oom import unless_out_of_memory
 from pipeline.records import Reason
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ import torch
 
 from pipeline.encoder import steps
 from pipeline.encoder.budget import Room, peak_bytes
-from pipeline.encoder.oom import free_caches, trim_heap, unless_out_of_memory
 from pipeline.encoder.tokens import ENDS
 from pipeline.encoder.transfer import Span
 from pipeline.encoder.windows import shares, windows
+from pipeline.memory.oom import free_caches, trim_heap, unless_out_of_memory
 from pipeline.records import Reason
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from pipeline.encoder.esm2 import Encoder
-from pipeline.encoder.oom import free_caches, unless_out_of_memory
 from pipeline.encoder.tokens import CLS, EOS, LETTERS, tokenize
 from pipeline.errors import PlanInfeasible, WeightsUnusable
+from pipeline.memory.oom import free_caches, unless_out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

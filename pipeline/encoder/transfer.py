@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from pipeline.encoder.oom import unless_out_of_memory
+from pipeline.memory.oom import unless_out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,10 +15,10 @@ import torch
 from pipeline.encoder import budget
 from pipeline.encoder.embed import Done, Engine
 from pipeline.encoder.esm2 import TILE
-from pipeline.encoder.oom import is_out_of_memory, unless_out_of_memory
 from pipeline.encoder.recipe import Cut, Variant
 from pipeline.encoder.steps import Step, below, full_precision
 from pipeline.encoder.transfer import Fetch
+from pipeline.memory.oom import is_out_of_memory, unless_out_of_memory
 from pipeline.records import Reason
 from tests.encoder.stand_ins import CHECKPOINT, Shelf, Workshop, recipe, run, settings, texts
 

@@ -19,9 +19,9 @@ from pipeline.memory.plan import Filled, Plan
 from pipeline.memory.planner import plan
 from pipeline.memory.request import Data, Micros, Request
 from pipeline.protocol import ITEMS
-from pipeline.runs.planning import PADDING, Work, cutter, host_card, least_of, plan_training, target_of
+from pipeline.runs.planning import Work, cutter, host_card, least_of, plan_training, target_of
+from pipeline.training.prepared import COST, LIKENESS, likeness, sampling
 from pipeline.training.sampler import Sampler
-from pipeline.training.sampler import Settings as Sampling
 from pipeline.training.step import Settings, Step
 from tests.limited.device import HostCarrier, LimitedDevice, forget_failed_backward
 from tests.zoo import Member
@@ -34,7 +34,7 @@ Sizes = dict[str, Integers]
 class OnDevice(Step):
     """A step whose batches come from the host, as they do to a GPU."""
 
-    def _moved(self, batch: Any) -> Any:
+    def moved(self, batch: Any) -> Any:
         return tree_map_only(torch.Tensor, torch.clone, batch)
 
 
@@ -149,16 +149,15 @@ def largest(rows_MS: Integers) -> Integers:
     return np.asarray(rows_US[over_UU.sum(axis=1) == 1])
 
 
-def sampler_of(member: Member, cost_N: Integers, budget: int, micro_batch: int | None = None) -> Sampler:
+def sampler_of(member: Member, sizes: Sizes, cost_N: Integers, budget: int, micro_batch: int | None = None) -> Sampler:
     """Return the sampler of training, as `planning.cutter` sets it."""
-    padding = PADDING if member.padded else None
-    settings = Sampling(BATCH, by=("cost",), budget={"cost": budget}, micro_batch=micro_batch, padding=padding)
-    return Sampler({"cost": cost_N}, settings)
+    settings = sampling(BATCH, budget, padded=member.padded, micro_batch=micro_batch)
+    return Sampler({COST: cost_N, LIKENESS: likeness(sizes)}, settings)
 
 
 def sampler_under(made: Plan, member: Member, sizes: Sizes) -> Sampler:
     """Return the sampler of a plan."""
-    return sampler_of(member, made.cost(sizes), made.budget["cost"], made.micro_batch)
+    return sampler_of(member, sizes, made.cost(sizes), made.budget["cost"], made.micro_batch)
 
 
 def epoch(ground: Ground, choice: Choice, sampler: Sampler, limit: int) -> Trained:
@@ -239,12 +238,14 @@ def fewer_cuts(ground: Ground, made: Plan, limit: int) -> bool | None:
     cost_N, budget = made.cost(ground.sizes), made.budget["cost"]
     most = int(cost_N.max()) * BATCH
     low, high = budget, max(most, budget + 1)
-    if _count(sampler_of(ground.member, cost_N, high)) >= now:
+    if _count(sampler_of(ground.member, ground.sizes, cost_N, high)) >= now:
         return None
     while high - low > max(low // 1000, 1):
         middle = (low + high) // 2
-        low, high = (low, middle) if _count(sampler_of(ground.member, cost_N, middle)) < now else (middle, high)
-    return epoch(ground, made.choice, sampler_of(ground.member, cost_N, high), limit).ooms == 0
+        low, high = (
+            (low, middle) if _count(sampler_of(ground.member, ground.sizes, cost_N, middle)) < now else (middle, high)
+        )
+    return epoch(ground, made.choice, sampler_of(ground.member, ground.sizes, cost_N, high), limit).ooms == 0
 
 
 def _count(sampler: Sampler) -> int:

@@ -51,7 +51,7 @@ def test_twice_the_planned_budget_runs_out_of_memory() -> None:
     ground = Ground.of(ZOO["mlp"], ITEMS)
     limit = limit_of(ground, TIMES[1])
     made = ground.planned(limit)
-    larger = sampler_of(ground.member, made.cost(ground.sizes), 2 * made.budget["cost"])
+    larger = sampler_of(ground.member, ground.sizes, made.cost(ground.sizes), 2 * made.budget["cost"])
     assert epoch(ground, made.choice, larger, limit).ooms > 0
 
 

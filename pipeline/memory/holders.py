@@ -1,0 +1,217 @@
+"""Who keeps objects alive, in the words of the code: "list `history` of mylab.docking.Model".
+
+Best effort, within a bound on time: from the objects up through what refers to them, to the container that has most of
+them, and from there to a name.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import sys
+import time
+from collections import deque
+from types import BuiltinFunctionType, CellType, FrameType, FunctionType, MethodType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+from pipeline.memory.sites import is_users, place
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+CONTAINERS: tuple[type, ...] = (list, dict, set, deque)
+SAMPLE = 8  # of the objects that grow
+_DEPTH, _WIDTH = 6, 24
+
+
+# Asked is the type of an object, not `isinstance`, which asks the object itself: some raise, or warn.
+
+
+class Search:
+    """A search through all objects, which takes no longer than so many seconds."""
+
+    def __init__(self, time_s: float = 1.0) -> None:
+        self._end = time.monotonic() + time_s
+        self._own: set[int] = {id(self.__dict__)}  # containers of the search itself
+
+    def ignore(self, *containers: object) -> None:
+        """Take no notice of some containers: the caller's own."""
+        self._own.update(map(id, containers))
+
+    def container_of(self, objects: Sequence[object]) -> Any:
+        """Return what has most of some objects, itself or through others; none: nothing found has."""
+        level = list(objects[:SAMPLE])
+        wanted = max(2, (len(level) + 1) // 2)
+        seen = set(map(id, level))
+        for _ in range(_DEPTH):
+            if not level or time.monotonic() > self._end:
+                return None
+            found = self._referrers(level)
+            counts = [_has(one, level) for one in found]
+            if counts and max(counts) >= wanted:
+                return found[counts.index(max(counts))]
+            level = [one for one in found if id(one) not in seen][:_WIDTH]
+            seen.update(map(id, level))
+            self.ignore(found, level)
+        return None
+
+    def name_of(self, thing: object) -> str:
+        """Return by which name of the code one comes to an object; empty: by none that was found."""
+        level: list[tuple[object, str]] = [(thing, type(thing).__name__)]
+        seen = {id(thing)}
+        for _ in range(_DEPTH):
+            following: list[tuple[object, str]] = []
+            self.ignore(level, following, *level)
+            for held, text in level:
+                if time.monotonic() > self._end:
+                    return ""
+                found = self._referrers([held])
+                if name := self._best_name(found, held) or _local(held):
+                    return f"{text} {name}"
+                fresh = [one for one in found if id(one) not in seen]
+                seen.update(map(id, fresh))
+                for one in fresh[: _WIDTH - len(following)]:
+                    entry = one, f"{text} in a {type(one).__name__}" if type(one) in CONTAINERS else text
+                    self.ignore(entry)
+                    following.append(entry)
+                self.ignore(found, fresh)
+            level = following
+        return ""
+
+    def cycle_of(self, thing: object) -> str:
+        """Return the kinds of objects through which one refers to itself; empty: it does not, as far as was found."""
+        paths: list[tuple[object, tuple[str, ...]]] = [(thing, (type(thing).__name__,))]
+        seen: set[int] = set()
+        for _ in range(2 * _DEPTH):
+            following: list[tuple[object, tuple[str, ...]]] = []
+            self.ignore(paths, following, *paths)
+            for one, path in paths:
+                for other in () if time.monotonic() > self._end else gc.get_referents(one):
+                    if other is thing:
+                        return " → ".join((*path, path[0]))
+                    if id(other) not in seen and _may_be_in_a_cycle(other):
+                        seen.add(id(other))
+                        following.append((other, (*path, type(other).__name__)))
+            paths = following[: 8 * _WIDTH]
+        return ""
+
+    def _referrers(self, objects: list[Any]) -> list[Any]:
+        self.ignore(objects)
+        found: list[Any] = gc.get_referrers(*objects)
+        found = [one for one in found if id(one) not in self._own and not _is_a_frame_of_ours(one)]
+        self.ignore(found)
+        return found
+
+    def _best_name(self, holders: list[Any], held: object) -> str:
+        names = []  # no generator: what it captures would be one more that holds the object
+        for one in holders:
+            if name := self._named(one, held):
+                names.append(name)  # noqa: PERF401
+        return min(names)[1] if names else ""
+
+    def _named(self, holder: Any, held: object) -> tuple[int, str] | None:
+        """Return the name by which a holder knows what it holds; smaller numbers are better names."""
+        if type(holder) is dict:
+            return self._named_in(holder, held)
+        if type(holder) is CellType:
+            name = next(self._closures(holder), "")
+            return (2, name) if name else None
+        if issubclass(type(holder), type):
+            return _attribute(vars(holder), held, f"of class {_type_name(holder)}")
+        if type(holder) is FrameType:
+            return None
+        return _attribute(_variables(holder), held, f"of {_type_name(type(holder))}")
+
+    def _named_in(self, names: dict[Any, Any], held: object) -> tuple[int, str] | None:
+        if names.get("__name__") in sys.modules and vars(sys.modules[names["__name__"]]) is names:
+            known = _attribute(names, held, f"of module {names['__name__']}")
+            return (0, known[1]) if known else None
+        for owner in self._referrers([names]):
+            if not issubclass(type(owner), ModuleType) and _variables(owner) is names:
+                return _attribute(names, held, f"of {_type_name(type(owner))}")
+        return None
+
+    def _closures(self, cell: CellType) -> Iterator[str]:
+        for cells in self._referrers([cell]):
+            if type(cells) is not tuple:
+                continue
+            for function in self._referrers([cells]):
+                if type(function) is FunctionType and function.__closure__ is cells:
+                    name = function.__code__.co_freevars[list(map(id, cells)).index(id(cell))]
+                    yield f"`{name}` in a closure of {function.__module__}.{function.__qualname__}"
+
+
+def lengths(objects: Iterable[object]) -> dict[int, int]:
+    """Return how many elements each container has, by its id."""
+    return {id(one): len(one) for one in objects if type(one) in CONTAINERS}  # type: ignore[arg-type]
+
+
+def all_containers() -> list[Any]:
+    """Return all lists, sets and dictionaries, those too that the garbage collector does not follow."""
+    objects = gc.get_objects()
+    found = [one for one in objects if type(one) in CONTAINERS]
+    # A dictionary of numbers or arrays is tracked by nobody but its owner.
+    untracked = (one for one in gc.get_referents(*objects) if type(one) is dict and not gc.is_tracked(one))
+    found.extend({id(one): one for one in untracked}.values())
+    return found
+
+
+def _has(holder: object, objects: Iterable[object]) -> int:
+    """Count of how many objects a container has; what is no container has none."""
+    if type(holder) not in CONTAINERS:
+        return 0
+    among = set(map(id, objects))
+    return len(among.intersection(map(id, gc.get_referents(holder))))
+
+
+def _variables(owner: Any) -> dict[str, Any] | None:
+    """Return an object's own attributes, as they are."""
+    try:
+        found = object.__getattribute__(owner, "__dict__")
+    except (AttributeError, TypeError):
+        return None
+    return found if type(found) is dict else None
+
+
+def _attribute(names: Any, held: object, of: str) -> tuple[int, str] | None:
+    for name, value in list((names or {}).items()):
+        if value is held and isinstance(name, str):
+            return 1, f"`{name}` {of}"
+    return None
+
+
+def _local(held: object) -> str:
+    """Return the name by which a running function knows an object; empty: by none."""
+    for running in sys._current_frames().values():  # noqa: SLF001 - the only way to see what other threads hold
+        frame: FrameType | None = running
+        while frame is not None:
+            code = frame.f_code
+            if is_users(code.co_filename) and (name := _name_in(frame, held)):
+                return f"`{name}` in {place(code.co_filename, frame.f_lineno, code.co_name)}"
+            frame = frame.f_back
+    return ""
+
+
+def _name_in(frame: FrameType, held: object) -> str:
+    names = frame.f_locals
+    found = ""
+    for name, value in names.items():
+        if value is held:
+            found = name
+            break
+    if type(names) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        # A copy that the frame would keep, with all that is in it, until it is asked again (before Python 3.13).
+        names.clear()
+    return found
+
+
+def _type_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _is_a_frame_of_ours(one: Any) -> bool:
+    return type(one) is FrameType and not is_users(one.f_code.co_filename)
+
+
+def _may_be_in_a_cycle(one: object) -> bool:
+    return gc.is_tracked(one) and not issubclass(type(one), (type, ModuleType, BuiltinFunctionType, MethodType))

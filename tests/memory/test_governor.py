@@ -1,0 +1,696 @@
+"""Budgets that are learned, what they are learned from, and a loop of somebody's own under them."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeline.errors import ConfigError, JobFailed, PlanInfeasible
+from pipeline.memory import governed as governed_module
+from pipeline.memory.governed import Event, Governed
+from pipeline.memory.governor import Governor, admitted, agree, halved, is_crowded
+from pipeline.memory.meters import CardMeter, HostMeter, Memory, ProcessMeter
+from pipeline.memory.upkeep import Habits, Upkeep
+from tests.limited import device as limited
+from tests.limited.device import LimitedDevice
+
+MB = 1 << 20
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick() -> Iterator[None]:
+    """One thread, for there is little to do; and every replay collects garbage, which torch itself is not."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    torch.set_num_threads(threads)
+
+
+def memory(*, live: int | None, reserved: int, limit: int | None = 1000, retries: int = 0) -> Memory:
+    return Memory(live, reserved, live, reserved, 0, limit, retries)
+
+
+def planned(**changes: object) -> Governor:
+    return Governor(**{"budget": 800, "base_bytes": 100, "limit_bytes": 1000, "largest": 50, **changes})
+
+
+# Before step 1
+
+
+def test_a_prediction_that_holds_changes_nothing() -> None:
+    verdict = planned().verified(memory(live=900, reserved=900), 900)
+    assert (verdict.ratio, verdict.is_off, verdict.fits) == (1.0, False, True)
+    assert verdict.budget == 800
+
+
+def test_a_step_that_takes_more_than_predicted_lowers_the_budget_until_it_fits() -> None:
+    governor = planned(margin=0.0)
+    verdict = governor.verified(memory(live=1300, reserved=1300, limit=None), 900)
+    assert verdict.is_off
+    assert verdict.budget == verdict.could_be == 600  # items cost 1.5 times as much: (1000 - 100) / 1.5
+    assert governor.budget == 800  # nothing changes before all ranks agree
+    governor.adopt(verdict.budget)
+    assert governor.budget == 600
+    assert governor.learned.ratio == pytest.approx(1300 / 900)
+
+
+def test_a_step_that_takes_less_raises_nothing_but_is_remembered() -> None:
+    governor = planned(margin=0.0)
+    verdict = governor.verified(memory(live=500, reserved=500), 900)
+    assert (verdict.is_off, verdict.budget, verdict.could_be) == (True, 800, 1800)
+    governor.adopt(verdict.could_be)
+    assert governor.budget == 800
+    assert governor.learned.could_be == 1800
+
+
+def test_what_the_allocator_holds_beside_tensors_is_lost_to_items() -> None:
+    verdict = planned(margin=0.0).verified(memory(live=900, reserved=1000), 900)
+    assert verdict.budget == 800
+    verdict = planned(margin=0.0).verified(memory(live=900, reserved=1000, limit=950), 900)
+    assert verdict.budget == 750
+
+
+def test_memory_that_others_have_taken_since_the_plan_counts() -> None:
+    verdict = planned(margin=0.0).verified(memory(live=900, reserved=900, limit=700), 900)
+    assert (verdict.limit_bytes, verdict.budget, verdict.is_off) == (700, 600, False)
+
+
+def test_a_process_is_measured_by_what_is_resident_beyond_what_was_there() -> None:
+    verdict = planned(margin=0.0).verified(memory(live=None, reserved=5900, limit=5800), 900, before_bytes=5000)
+    assert (verdict.measured_bytes, verdict.limit_bytes, verdict.budget) == (900, 800, 700)
+
+
+def test_a_budget_below_the_largest_item_is_said_not_to_fit() -> None:
+    verdict = planned(largest=500).verified(memory(live=2500, reserved=2500), 900)
+    assert (verdict.budget, verdict.fits) == (500, False)
+    json.dumps(verdict.to_json())
+
+
+# Admission
+
+
+@pytest.mark.parametrize(
+    ("costs", "budget", "pieces"),
+    [
+        ([1, 2, 3], 6, [[1, 2, 3]]),
+        ([3, 3, 3, 3], 9, [[3, 3], [3, 3]]),  # even, and not three and one
+        ([9, 1, 1, 9], 10, [[9, 1], [1, 9]]),
+        ([2, 50, 2], 10, [[2], [50], [2]]),  # too large is alone
+        ([50], 10, [[50]]),
+        ([], 10, []),
+        ([0, 0], 10, [[0, 0]]),
+    ],
+)
+def test_a_micro_batch_is_cut_into_as_few_even_pieces_as_fit(costs: list[int], budget: int, pieces: list) -> None:
+    assert [costs[piece] for piece in admitted(costs, budget)] == pieces
+
+
+def test_cuts_lose_nothing_and_keep_to_the_budget() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for padded in (False, True):
+        for _ in range(200):
+            costs = torch.randint(
+                1, 20, (int(torch.randint(1, 30, (), generator=generator)),), generator=generator
+            ).tolist()
+            budget = int(torch.randint(1, 60, (), generator=generator))
+            pieces = [costs[piece] for piece in admitted(costs, budget, padded=padded)]
+            assert [cost for piece in pieces for cost in piece] == costs
+            for piece in pieces:
+                assert len(piece) == 1 or (len(piece) * max(piece) if padded else sum(piece)) <= budget
+
+
+def test_padded_items_cost_as_much_as_the_largest_of_them() -> None:
+    assert len(planned(budget=40, largest=1, padded=True).admit([20, 1, 1])) == 2
+    assert len(planned(budget=40, largest=1).admit([20, 1, 1])) == 1
+
+
+def test_halves_are_alike_in_cost() -> None:
+    costs = [10, 1, 1, 1, 1, 6]
+    assert [costs[piece] for piece in halved(costs)] == [[10], [1, 1, 1, 1, 6]]
+    assert halved([3]) == [slice(0, 1)]
+    assert [len(costs[piece]) for piece in halved([1] * 7)] in ([3, 3], [3, 4], [4, 2])
+
+
+# After a step
+
+
+def test_an_oom_lowers_the_next_budget_by_a_tenth_of_what_failed() -> None:
+    governor = planned()
+    governor.out_of_memory(700)
+    governor.ran(350)
+    assert governor.budget == 800
+    want = governor.after_step()
+    assert want.budget == 630
+    assert "700" in want.why
+    assert governor.budget == 800  # until it is agreed upon
+    assert governor.adopt(want.budget)
+    assert governor.after_step().budget == 630
+
+
+def test_what_ran_just_below_what_failed_runs_again() -> None:
+    governor = planned()
+    governor.ran(690)
+    governor.out_of_memory(700)
+    assert governor.after_step().budget == 690
+
+
+def test_what_ran_once_is_no_evidence_after_less_has_failed() -> None:
+    governor = planned()
+    governor.ran(790)
+    governor.out_of_memory(700)
+    governor.ran(350)
+    assert governor.after_step().budget == 630
+    assert governor.learned.ran == 350
+
+
+def test_the_smallest_that_failed_counts() -> None:
+    governor = planned()
+    governor.out_of_memory(800)
+    governor.out_of_memory(400)
+    assert governor.after_step().budget == 360
+    assert governor.learned.ooms == 2
+
+
+def test_no_budget_falls_below_the_largest_item() -> None:
+    governor = planned(largest=300)
+    governor.out_of_memory(300)
+    assert governor.after_step().budget == 300
+    assert not governor.adopt(10) or governor.budget == 300
+
+
+def test_an_oom_above_the_budget_teaches_nothing_new() -> None:
+    """It was one item alone, above what the budget allows several."""
+    governor = planned(budget=100)
+    governor.out_of_memory(500)
+    want = governor.after_step()
+    assert (want.budget, want.why) == (100, "")
+
+
+def test_a_retry_of_the_allocator_lowers_the_budget_a_little_but_not_for_ever() -> None:
+    governor = planned()
+    governor.after_step(memory(live=500, reserved=600, retries=3))  # what was before training does not count
+    budgets = []
+    for retries in range(4, 40):
+        governor.ran(min(800, governor.budget))
+        want = governor.after_step(memory(live=500, reserved=600, retries=retries))
+        assert want.empty_cache
+        governor.adopt(want.budget)
+        budgets.append(governor.budget)
+    assert budgets[:2] == [760, 722]
+    assert budgets[-1] == 400
+    assert governor.learned.retries == 36
+
+
+def test_without_more_retries_nothing_is_lowered_or_emptied() -> None:
+    governor = planned()
+    for _ in range(3):
+        governor.ran(800)
+        want = governor.after_step(memory(live=900, reserved=940, retries=3))
+        assert (want.budget, want.empty_cache, want.why) == (800, False, "")
+
+
+def test_the_retry_that_belongs_to_an_oom_is_not_held_against_it_twice() -> None:
+    governor = planned()
+    governor.after_step(memory(live=500, reserved=600))
+    governor.out_of_memory(700)
+    governor.ran(350)
+    assert governor.after_step(memory(live=500, reserved=600, retries=1)).budget == 630
+    governor.ran(600)
+    assert governor.after_step(memory(live=500, reserved=600, retries=1)).why == ""
+
+
+def test_unused_blocks_near_the_limit_are_given_back_and_only_then_is_less_run() -> None:
+    governor, crowded = planned(), memory(live=800, reserved=960)
+    assert is_crowded(crowded)
+    assert not is_crowded(memory(live=900, reserved=960))  # full of tensors: as planned
+    assert not is_crowded(memory(live=None, reserved=960))
+    governor.ran(700)
+    first = governor.after_step(crowded)
+    assert (first.budget, first.empty_cache) == (800, True)
+    governor.ran(700)
+    second = governor.after_step(crowded)
+    assert (second.budget, second.empty_cache) == (665, True)
+    governor.ran(700)
+    assert governor.after_step(memory(live=800, reserved=810)).empty_cache is False
+    governor.ran(700)
+    assert governor.after_step(crowded).budget == 800  # again the first time
+
+
+def test_ranks_agree_on_what_the_neediest_wants() -> None:
+    assert agree([800, 630, 700]) == 630
+
+
+def test_what_was_learned_goes_on_from_a_checkpoint() -> None:
+    governor = planned(ladder=("checkpointing", "offload", "cpu"))
+    governor.verified(memory(live=1300, reserved=1300), 900)
+    governor.out_of_memory(700)
+    governor.climbed(300, "offload")
+    governor.climbed(200, "checkpointing")
+    governor.climbed(350, "offload")
+    governor.adopt(governor.after_step().budget)
+    resumed = planned(ladder=governor.ladder)
+    resumed.load(json.loads(json.dumps(governor.state())))
+    assert resumed.learned == governor.learned
+    assert resumed.budget == 630
+    assert [resumed.rung(cost) for cost in (100, 200, 299, 300, 900)] == [
+        None,
+        "checkpointing",
+        "checkpointing",
+        "offload",
+        "offload",
+    ]
+
+
+def test_a_resumed_run_keeps_to_a_plan_that_has_become_smaller() -> None:
+    smaller = planned(budget=400)
+    smaller.load(planned().state())
+    assert smaller.budget == 400
+
+
+@pytest.mark.parametrize("state", [{}, {"ran": 3}, {"budget": 3, "colour": "red"}])
+def test_a_state_of_another_version_is_refused(state: dict) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        planned().load(state)
+
+
+# Meters
+
+
+def cgroups(folder: Path, files: dict[str, str]) -> dict[str, Path]:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return {"proc": folder / "proc", "cgroups": folder / "cgroup"}
+
+
+STATUS = (
+    "Name:\tx\nVmHWM:\t  9216 kB\nVmRSS:\t  6144 kB\nRssAnon:\t  4096 kB\nRssFile:\t  1024 kB\nRssShmem:\t  1024 kB\n"
+)
+
+
+def test_file_cache_does_not_count_towards_the_limit_v2(tmp_path: Path) -> None:
+    there = cgroups(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/slurm/job_1/step_0\n",
+            "proc/self/status": STATUS,
+            "cgroup/slurm/job_1/memory.max": f"{100 * MB}\n",
+            "cgroup/slurm/job_1/memory.current": f"{98 * MB}\n",
+            "cgroup/slurm/job_1/memory.stat": f"anon 1\ninactive_file {20 * MB}\nactive_file {MB}\n",
+            "cgroup/slurm/job_1/step_0/memory.max": "max\n",
+            "cgroup/slurm/job_1/step_0/memory.current": f"{90 * MB}\n",
+        },
+    )
+    meter = HostMeter(**there)
+    assert (meter.read().used_bytes, meter.read().limit_bytes) == (77 * MB, 100 * MB)
+    assert not meter.near_limit()
+    (tmp_path / "cgroup/slurm/job_1/memory.stat").write_text(f"inactive_file {2 * MB}\n")
+    assert meter.near_limit()
+
+
+def test_the_cgroup_that_is_nearest_its_limit_counts_v1(tmp_path: Path) -> None:
+    there = cgroups(
+        tmp_path,
+        {
+            "proc/self/cgroup": "5:cpu,cpuacct:/\n4:memory:/job_1/step_0\n0::/\n",
+            "proc/self/status": STATUS,
+            "cgroup/memory/memory.limit_in_bytes": f"{(1 << 63) - 4096}\n",
+            "cgroup/memory/memory.usage_in_bytes": f"{500 * MB}\n",
+            "cgroup/memory/job_1/memory.limit_in_bytes": f"{100 * MB}\n",
+            "cgroup/memory/job_1/memory.usage_in_bytes": f"{50 * MB}\n",
+            "cgroup/memory/job_1/memory.stat": f"inactive_file 1\ntotal_inactive_file {10 * MB}\n",
+            "cgroup/memory/job_1/step_0/memory.limit_in_bytes": f"{40 * MB}\n",
+            "cgroup/memory/job_1/step_0/memory.usage_in_bytes": f"{39 * MB}\n",
+        },
+    )
+    host = HostMeter(**there).read()
+    assert (host.used_bytes, host.limit_bytes) == (39 * MB, 40 * MB)
+    assert HostMeter(**there).near_limit()
+    figures = ProcessMeter(**there).read()
+    assert (figures.reserved_bytes, figures.peak_reserved_bytes) == (6 * MB, 9 * MB)
+    assert (figures.allocated_bytes, figures.limit_bytes, figures.outside_bytes) == (None, 40 * MB, 33 * MB)
+
+
+def test_without_a_cgroup_limit_a_told_one_counts_what_the_process_holds(tmp_path: Path) -> None:
+    there = cgroups(tmp_path, {"proc/self/status": STATUS})
+    assert HostMeter(**there).read().limit_bytes is None
+    assert not HostMeter(**there).near_limit()
+    host = HostMeter(limit_bytes=5 * MB, **there).read()
+    assert (host.used_bytes, host.limit_bytes) == (5 * MB, 5 * MB)  # mapped files are dropped before anything dies
+
+
+def test_the_meter_of_this_process_sees_memory_come_and_its_peak_stay() -> None:
+    meter = ProcessMeter()
+    meter.reset_peak()
+    before = meter.read()
+    held = torch.ones(64 * MB // 4)
+    during = meter.read()
+    del held
+    after = meter.read()
+    assert during.reserved_bytes - before.reserved_bytes > 56 * MB
+    assert after.peak_reserved_bytes - after.reserved_bytes > 56 * MB
+    meter.reset_peak()
+    assert meter.read().peak_reserved_bytes - after.reserved_bytes < 32 * MB
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+def test_the_meter_of_a_card_sees_memory_come_and_its_peak_stay() -> None:
+    meter = CardMeter("cuda")
+    torch.ones(1, device="cuda")
+    torch.cuda.empty_cache()
+    meter.reset_peak()
+    before = meter.read()
+    held = torch.ones(64 * MB // 4, device="cuda")
+    assert meter.read().allocated_bytes - before.allocated_bytes == 64 * MB
+    del held
+    after = meter.read()
+    assert after.peak_allocated_bytes - after.allocated_bytes == 64 * MB
+    assert after.reserved_bytes <= after.limit_bytes <= torch.cuda.mem_get_info()[1]
+
+
+# Habits
+
+
+def test_garbage_is_collected_by_count_and_as_before_afterwards() -> None:
+    class Loop:
+        pass
+
+    def lost() -> None:
+        loop = Loop()
+        loop.itself = loop
+
+    def left() -> int:
+        return sum(isinstance(one, Loop) for one in gc.get_objects())
+
+    gc.unfreeze()
+    assert gc.isenabled()
+    with Upkeep(Habits(collect_every=3), "cpu") as upkeep:
+        assert not gc.isenabled()
+        counts = []
+        for _ in range(6):
+            lost()
+            upkeep.after_micro_batch()
+            upkeep.after_step()
+            counts.append(left())
+        assert counts == [0, 1, 0, 1, 2, 0]
+        assert gc.get_freeze_count() > 1000
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+    gc.freeze()  # for the tests that follow
+
+
+def test_without_habits_nothing_is_touched() -> None:
+    frozen = gc.get_freeze_count()
+    with Upkeep(Habits(), "cpu") as upkeep:
+        upkeep.after_micro_batch()
+        upkeep.after_step(empty_cache=True)
+        assert gc.isenabled()
+        assert gc.get_freeze_count() == frozen
+
+
+# A loop of somebody's own
+
+
+class Items:
+    """Rows of uneven number, a model, and what it loses."""
+
+    def __init__(self, width: int = 16, dtype: torch.dtype = torch.float64) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(width, 4 * width), nn.Tanh(), nn.Linear(4 * width, 1)).to(dtype)
+        self.items = [torch.randn(rows, width, dtype=dtype) for rows in (7, 1, 12, 5, 9, 3, 3, 8)]
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+        self.calls: list[int] = []
+
+    def loss_of(self, items: list[Tensor]) -> tuple[Tensor, float]:
+        self.calls.append(len(items))
+        rows = torch.cat(items)
+        return self.model(rows).square().sum(), len(rows)
+
+    def governed(self, **options: object) -> Governed:
+        return Governed(self.model, self.optimizer, **options)
+
+
+def parameters(items: Items) -> Tensor:
+    return torch.cat([one.detach().flatten() for one in items.model.parameters()])
+
+
+def one_big_batch(steps: int = 1) -> Items:
+    items = Items()
+    for _ in range(steps):
+        total, weight = items.loss_of(items.items)
+        items.optimizer.zero_grad()
+        (total / weight).backward()
+        items.optimizer.step()
+    return items
+
+
+@pytest.mark.parametrize("budget", [None, 39, 30, 20, 12, 1])
+def test_a_step_in_parts_is_the_step_of_one_big_batch(budget: int | None) -> None:
+    items = Items()
+    loss = items.governed(budget=budget, cost=len).step(items.items, items.loss_of)
+    expected = one_big_batch()
+    assert torch.allclose(parameters(items), parameters(expected), rtol=0, atol=1e-12)
+    assert len(items.calls) == {None: 1, 39: 2, 30: 2, 20: 3, 12: 5, 1: 8}[budget]
+    with torch.no_grad():
+        total, weight = Items().loss_of(items.items)
+    assert loss.item() == pytest.approx((total / weight).item(), abs=1e-12)
+    assert all(one.grad is None for one in items.model.parameters())
+
+
+def test_weights_may_be_tensors() -> None:
+    items = Items()
+
+    def loss_of(some: list[Tensor]) -> tuple[Tensor, Tensor]:
+        total, weight = items.loss_of(some)
+        return total, torch.tensor(weight / 1000)
+
+    items.governed(budget=20, cost=len).step(items.items, loss_of)
+    expected = Items()
+    total, weight = expected.loss_of(expected.items)
+    (total / weight * 1000).backward()
+    expected.optimizer.step()
+    assert torch.allclose(parameters(items), parameters(expected), rtol=1e-6)
+
+
+def test_clipping_sees_the_gradient_of_the_whole_step() -> None:
+    items, expected = Items(), Items()
+    items.governed(budget=20, cost=len, clip=0.01).step(items.items, items.loss_of)
+    total, weight = expected.loss_of(expected.items)
+    (total / weight).backward()
+    torch.nn.utils.clip_grad_norm_(expected.model.parameters(), 0.01)
+    expected.optimizer.step()
+    assert torch.allclose(parameters(items), parameters(expected), rtol=0, atol=1e-12)
+
+
+def test_a_scaler_changes_no_gradient() -> None:
+    items, expected = Items(), Items()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    items.governed(budget=20, cost=len, clip=0.01, scaler=scaler).step(items.items, items.loss_of)
+    expected.governed(budget=20, cost=len, clip=0.01).step(expected.items, expected.loss_of)
+    assert torch.allclose(parameters(items), parameters(expected), rtol=0, atol=1e-9)
+    assert not torch.equal(parameters(items), parameters(Items()))
+
+
+def room(items: Items) -> int:
+    """Return a limit under which the largest item and a small one run at once, beside gradients."""
+    with LimitedDevice() as device:
+        for _ in range(2):
+            items.loss_of([*items.items[1:3], items.items[5]])[0].backward()
+    items.model.zero_grad()
+    items.calls.clear()
+    return device.peak_bytes
+
+
+def test_it_trains_where_the_plain_loop_dies() -> None:
+    limited.need()
+    items = Items(width=64)
+    limit_bytes = room(items)
+    with LimitedDevice(limit_bytes), pytest.raises(torch.OutOfMemoryError):
+        items.loss_of(items.items)[0].backward()
+    items.model.zero_grad()
+    limited.forget_failed_backward()
+    items.calls.clear()
+    heard: list[Event] = []
+    governed = items.governed(cost=len, heard=heard.append)
+    with LimitedDevice(limit_bytes) as device:
+        for _ in range(3):
+            governed.step(items.items, items.loss_of)
+        refused = device.refused
+    assert refused > 0
+    assert heard == governed.events
+    assert {event.what for event in heard} == {"out of memory", "budget"}
+    assert parameters(items).isfinite().all()
+    replays = [event.step for event in heard if event.what == "out of memory"]
+    assert replays.count(0) > replays.count(1) >= replays.count(2) == 0  # it learns
+    expected = Items(width=64)
+    for _ in range(3):
+        expected.governed().step(expected.items, expected.loss_of)
+    assert torch.allclose(parameters(items), parameters(expected), rtol=0, atol=1e-10)
+
+
+class RefuseOne:
+    """Refuses one block, after so many more."""
+
+    after = -1
+
+    def __call__(self, block: int, signed_bytes: int) -> bool:
+        self.after -= signed_bytes > 0
+        return signed_bytes < 0 or self.after != -1
+
+
+def test_whatever_block_cannot_be_had_the_step_is_made_or_the_optimizer_is_named() -> None:
+    limited.need()
+    expected, named = parameters(one_big_batch()), 0
+    refuse_one = RefuseOne()
+    for place in range(1000):
+        items = Items()
+        governed = items.governed(cost=len, budget=30, clip=1e6)
+        with LimitedDevice(through=refuse_one) as device:
+            refuse_one.after = place
+            try:
+                governed.step(items.items, items.loss_of)
+            except JobFailed:
+                named += 1
+                continue
+        assert torch.allclose(parameters(items), expected, rtol=0, atol=1e-10)
+        if not device.refused:
+            break
+    assert place - named >= 40
+    assert 0 < named < 20
+
+
+def test_the_five_lines_of_the_documentation_run() -> None:
+    items = Items()
+    lines = [line[4:] for line in governed_module.__doc__.splitlines() if line.startswith("    ")]
+    assert len(lines) == 4  # besides the model
+    known = {"model": items.model, "optimizer": items.optimizer, "loader": [items.items], "loss_of": items.loss_of}
+    exec("\n".join(lines), known)
+    assert torch.allclose(parameters(items), parameters(one_big_batch()), rtol=0, atol=1e-12)
+    assert known["loss"] > 0
+
+
+def test_what_was_learned_is_there_after_a_restart() -> None:
+    limited.need()
+    items = Items(width=64)
+    limit_bytes = room(items)
+    governed = items.governed(cost=len)
+    with LimitedDevice(limit_bytes):
+        for _ in range(3):
+            governed.step(items.items, items.loss_of)
+    again = Items(width=64)
+    resumed = again.governed(cost=len)
+    resumed.load_state_dict(json.loads(json.dumps(governed.state_dict())))
+    with LimitedDevice(limit_bytes) as device:
+        resumed.step(again.items, again.loss_of)
+    assert device.refused == 0
+    assert resumed.steps == 4
+    assert resumed.events == []
+
+
+def test_memory_at_the_end_of_a_step_is_flat_whatever_failed_in_it() -> None:
+    limited.need()
+    items = Items(width=64)
+    limit_bytes, governed = room(items), items.governed(cost=len)
+    live = []
+    with LimitedDevice(limit_bytes) as device:
+        for _ in range(6):
+            governed.governor.learned = type(governed.governor.learned)(budget=1 << 62)  # forget: fail each time
+            governed.step(items.items, items.loss_of)
+            live.append(device.live_bytes)
+    assert device.refused >= 6
+    assert len(set(live)) == 1
+
+
+def too_large(items: Items) -> tuple[list[Tensor], int]:
+    limit_bytes = room(items)
+    return [*items.items[:3], torch.randn(400, 64, dtype=torch.float64), *items.items[3:]], limit_bytes
+
+
+def test_an_item_that_does_not_fit_alone_is_named() -> None:
+    limited.need()
+    items = Items(width=64)
+    rows, limit_bytes = too_large(items)
+    before = parameters(items).clone()
+    with LimitedDevice(limit_bytes), pytest.raises(PlanInfeasible, match="item 3 of the step does not fit alone"):
+        items.governed(cost=len).step(rows, items.loss_of)
+    assert torch.equal(parameters(items), before)
+
+
+def test_an_item_that_does_not_fit_alone_may_be_left_out() -> None:
+    limited.need()
+    items = Items(width=64)
+    rows, limit_bytes = too_large(items)
+    governed = items.governed(cost=len, too_large="skip")
+    with LimitedDevice(limit_bytes):
+        governed.step(rows, items.loss_of)
+    assert [(event.cost, event.detail) for event in governed.events if event.what == "skipped"] == [
+        (400, "item 3 does not fit alone")
+    ]
+    expected = Items(width=64)
+    expected.governed().step(expected.items, expected.loss_of)
+    assert torch.allclose(parameters(items), parameters(expected), rtol=0, atol=1e-10)
+
+
+def test_memory_that_ends_within_the_optimizer_is_no_matter_of_splitting() -> None:
+    limited.need()
+    items = Items()
+    optimizer = torch.optim.AdamW(items.model.parameters())
+    governed = Governed(items.model, optimizer)
+    with LimitedDevice() as device:
+        optimizer.register_step_pre_hook(lambda *told: setattr(device, "limit_bytes", device.live_bytes))
+        with pytest.raises(JobFailed, match="within the optimizer"):
+            governed.step(items.items, items.loss_of)
+    assert len(items.calls) == 1
+    assert governed.events == []
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), ZeroDivisionError("no"), KeyError("k")])
+def test_an_error_of_the_users_function_is_passed_on_unchanged(error: Exception) -> None:
+    items = Items()
+
+    def loss_of(some: list[Tensor]) -> tuple[Tensor, float]:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        items.governed().step(items.items, loss_of)
+    assert caught.value is error
+    governed = items.governed()
+    governed.step(items.items, items.loss_of)
+    assert torch.equal(parameters(items), parameters(one_big_batch()))
+
+
+@pytest.mark.parametrize(
+    "told", [torch.ones(()), (torch.ones(3), 3), (1.0, 3), (torch.ones(()),), None, (torch.ones(()), "3")]
+)
+def test_what_is_no_sum_and_weight_is_refused(told: object) -> None:
+    items = Items()
+    with pytest.raises(ConfigError, match=r"must return \(sum, weight\)"):
+        items.governed().step(items.items, lambda some: told)
+
+
+def test_a_step_without_items_changes_nothing() -> None:
+    items = Items()
+    before = parameters(items).clone()
+    assert items.governed().step([], items.loss_of).item() == 0
+    assert torch.equal(parameters(items), before)
+
+
+def test_a_model_that_adds_up_in_every_backward_is_refused(tmp_path: Path) -> None:
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = torch.nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+        with pytest.raises(ConfigError, match="DistributedDataParallel"):
+            Governed(model, torch.optim.SGD(model.parameters(), 0.1))
+    finally:
+        torch.distributed.destroy_process_group()

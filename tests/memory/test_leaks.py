@@ -1,0 +1,487 @@
+"""What grows from step to step is found, named and sized; what only fills, and what only varies, is not."""
+
+from __future__ import annotations
+
+import gc
+import random
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeline.memory import counters
+from pipeline.memory.growth import LAPS, Series, leaking
+from pipeline.memory.leaks import HOST, OBJECTS, TENSORS, Leak, Leaks
+from tests.limited import device
+
+HERE = Path(__file__)
+ROWS, WIDTH, FLOAT = 64, 128, 4
+ACTIVATION = ROWS * WIDTH * FLOAT
+NODES = (ROWS // 2, ROWS * 2)
+STEPS, EPOCHS = 6, 6
+SEEN: list[Tensor] = []
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+    SEEN.clear()
+    gc.collect()
+
+
+@pytest.fixture
+def _limited() -> None:
+    device.need()
+
+
+def line(marker: str) -> str:
+    """Return the place of the line of this file that ends with a marker."""
+    (found,) = (
+        number for number, text in enumerate(HERE.read_text().splitlines(), 1) if text.endswith(f"# marker: {marker}")
+    )
+    return f"{HERE.name}:{found}"
+
+
+class Model(nn.Module):
+    """Takes any number of rows; subclasses leak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.tables: dict[int, Tensor] = {}  # one a shape, filled in the first epoch
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) not in self.tables:
+            self.tables[len(x)] = torch.ones(len(x), 1)
+        hidden = torch.tanh(self.first(x)) * self.tables[len(x)]
+        self.last = hidden.detach()  # replaced at every step: stays, and does not grow
+        return self.second(hidden).square().mean()
+
+
+class KeepsLosses(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = torch.sin(self.first(x))
+        spread = features.exp()  # marker: saved
+        self.losses.append(spread.sum())  # nobody goes back from it: its graph stays whole
+        return self.second(features).square().mean()
+
+
+class KeepsActivations(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x)).detach()
+        SEEN.append(hidden * 2)  # marker: global
+        return super().forward(x)
+
+
+class KeepsShapes(Model):
+    """A cache with a key that never comes again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: dict[tuple[int, int], Tensor] = {}
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        key = (len(x), self.calls)
+        if key not in self.cache:
+            self.cache[key] = torch.zeros(ROWS, WIDTH)  # marker: cache
+        return super().forward(x) + self.cache[key].mean()
+
+
+class KeepsGradients(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        hidden.register_hook(self.note)
+        return self.second(hidden).square().mean()
+
+    def note(self, gradient: Tensor) -> None:
+        self.seen.append(gradient.abs())  # marker: hook
+
+
+class KeepsWhatBackwardMade(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        hidden.register_hook(self.seen.append)
+        return self.second(hidden).square().mean()  # marker: backward
+
+
+class Output(torch.autograd.Function):
+    """Keeps its output where torch says not to: on ctx."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.out = x.exp()  # marker: ctx
+        return ctx.out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * ctx.out
+
+
+class CyclesThroughAutograd(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(Output.apply(torch.tanh(self.first(x)))).square().mean()
+
+
+class Node:
+    def __init__(self, kept: Tensor) -> None:
+        self.kept, self.me = kept, self
+
+
+class CyclesThroughPython(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        Node(torch.tanh(self.first(x)).detach() * 2)  # marker: cycle
+        return super().forward(x)
+
+
+class KeepsArrays(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.history.append({"step": len(self.history), "map": np.ones((100, 1000))})  # marker: arrays
+        return super().forward(x)
+
+
+class KeepsNumbers(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: dict[int, tuple[float, ...]] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = 1000 * len(self.numbers)
+        for one in range(1000):
+            self.numbers[start + one] = (float(start), start + one + 0.5)  # marker: numbers
+        return super().forward(x)
+
+
+class Run:
+    """A plain loop, with averages and evaluation, watched."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        self.told: list[Leak] = []
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters())
+        self.averages = [one.detach().clone() for one in model.parameters()]
+        self.leaks = Leaks(device="cpu", tell=self.told.append, limit_bytes=None, **options)
+        self.evaluated = Model()
+        self.random = random.Random(0)
+        self.watched = 0
+
+    def step(self, rows: int) -> float:
+        with (watch := self.leaks.watching()):
+            loss = self.model(torch.ones(rows, WIDTH))
+            loss.backward()
+        self.watched += type(watch).__name__ != "nullcontext"
+        self.optimizer.step()
+        with torch.no_grad():
+            torch._foreach_lerp_(self.averages, list(self.model.parameters()), 0.1)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.leaks.step(rows // 32)
+        return loss.item()
+
+    def epochs(self, count: int = EPOCHS, steps: int = STEPS, rows: Callable[[], int] = lambda: ROWS) -> list[Leak]:
+        found: list[Leak] = []
+        for _ in range(count):
+            for _ in range(steps):
+                self.step(rows())
+            with torch.no_grad():
+                self.evaluated(torch.ones(ROWS, WIDTH))
+            found = self.leaks.epoch()
+        self.leaks.close()
+        return found
+
+    def varied(self) -> int:
+        return self.random.randint(*NODES)
+
+
+def limited(model: Callable[[], nn.Module], **options: Any) -> tuple[list[Leak], Run]:
+    with device.LimitedDevice() as card:
+        run = Run(model(), live=lambda: card.live_bytes)
+        return run.epochs(**options), run
+
+
+def only(leaks: list[Leak]) -> Leak:
+    assert len(leaks) == 1, [leak.words() for leak in leaks]
+    return leaks[0]
+
+
+FORWARD, TENSOR = "forward", "Tensor float32 [64, 128]"
+BACKWARD = "forward, in its backward"
+OF = f"of {__name__}."
+TENSOR_LEAKS = (
+    (KeepsLosses, 1, "saved", FORWARD, f"list `losses` {OF}KeepsLosses"),
+    (KeepsActivations, 1, "global", FORWARD, f"list `SEEN` of module {__name__}"),
+    (KeepsShapes, 1, "cache", FORWARD, f"dict `cache` {OF}KeepsShapes"),
+    (KeepsGradients, 1, "hook", "note", f"list `seen` {OF}KeepsGradients"),
+    (KeepsWhatBackwardMade, 1, "backward", BACKWARD, f"list `seen` {OF}KeepsWhatBackwardMade"),
+    (CyclesThroughAutograd, 1, "ctx", FORWARD, "a cycle"),
+)
+OBJECT_LEAKS = (
+    (KeepsArrays, HOST, 800_000, "ndarray float64 [100, 1000]", "arrays", f"list `history` {OF}KeepsArrays"),
+    (KeepsNumbers, OBJECTS, 1000 * (56 + 2 * 24 + 28), "tuple", "numbers", f"dict `numbers` {OF}KeepsNumbers"),
+)
+
+
+@pytest.mark.usefixtures("_limited")
+@pytest.mark.parametrize(("model", "activations", "marker", "function", "holder"), TENSOR_LEAKS)
+def test_a_leak_of_tensors_is_named(
+    model: type[Model], activations: int, marker: str, function: str, holder: str
+) -> None:
+    bytes_per_step = activations * ACTIVATION
+    leaks, run = limited(model)
+    leak = only(leaks)
+    assert leak.memory == TENSORS
+    assert leak.bytes_per_step == pytest.approx(bytes_per_step, rel=0.1)
+    assert leak.bytes_per_epoch == pytest.approx(bytes_per_step * STEPS, rel=0.3)
+    assert any(TENSOR in one for one in leak.types)
+    assert any(one.endswith(f"{line(marker)} in {function}") for one in leak.sites)
+    assert holder in leak.holder
+    assert run.told[0].sites == leak.sites
+
+
+@pytest.mark.parametrize(("model", "memory", "bytes_per_step", "what", "marker", "holder"), OBJECT_LEAKS)
+def test_a_leak_of_python_is_named(
+    model: type[Model], memory: str, bytes_per_step: int, what: str, marker: str, holder: str
+) -> None:
+    run = Run(model())
+    leak = only(run.epochs(steps=24))
+    assert leak.memory == memory
+    assert leak.bytes_per_step == pytest.approx(bytes_per_step, rel=0.1)
+    assert any(what in one for one in leak.types)
+    assert any(one.endswith(line(marker)) for one in leak.sites)
+    assert leak.holder.startswith(holder)
+    assert not tracemalloc.is_tracing()
+
+
+@pytest.mark.usefixtures("_limited")
+def test_fifty_epochs_of_varied_shapes_have_no_leak() -> None:
+    with device.LimitedDevice() as card:
+        run = Run(Model(), live=lambda: card.live_bytes)
+        assert run.epochs(50, rows=run.varied) == run.told == []
+        assert run.watched == 0
+
+
+def test_fifty_epochs_have_no_leak_by_the_count_of_malloc() -> None:
+    run = Run(Model())
+    assert run.epochs(50, rows=run.varied) == run.told == []
+
+
+@pytest.mark.usefixtures("_limited")
+def test_what_is_kept_of_varied_shapes_is_sized_by_the_long_run() -> None:
+    with device.LimitedDevice() as card:
+        run = Run(KeepsActivations(), live=lambda: card.live_bytes)
+        before = card.live_bytes
+        leak = only(run.epochs(8, steps=24, rows=run.varied))
+        assert leak.bytes_per_step == pytest.approx(sum(one.nbytes for one in SEEN) / len(SEEN), rel=0.1)
+        assert leak.total_bytes < card.live_bytes - before
+
+
+@pytest.mark.usefixtures("_limited")
+def test_one_huge_epoch_is_warned_before_it_ends_in_out_of_memory() -> None:
+    steps = 0
+    with device.LimitedDevice(8 << 20) as card:
+        run = Run(KeepsActivations(), live=lambda: card.live_bytes)
+        run.leaks.limit_bytes = card.limit_bytes
+        while not run.told:
+            run.step(run.varied())  # torch.OutOfMemoryError, were it not for the warning
+            steps += 1
+        leak = only(run.told)
+        assert leak.bytes_per_epoch is None
+        assert leak.sites[0].endswith(f"{line('global')} in forward")
+        left = (8 << 20) - card.live_bytes
+        assert leak.steps_left == pytest.approx(left / leak.bytes_per_step, abs=1)
+        assert f"out of memory in about {leak.steps_left} steps" in leak.words()
+
+
+@pytest.mark.usefixtures("_limited")
+def test_a_slow_leak_far_from_the_limit_waits_for_the_end_of_epochs() -> None:
+    with device.LimitedDevice(8 << 30) as card:
+        run = Run(KeepsActivations(), live=lambda: card.live_bytes)
+        run.leaks.limit_bytes = card.limit_bytes
+        for _ in range(200):
+            run.step(ROWS)
+        assert (run.watched, run.told) == (0, [])
+
+
+class KeepsSome(Model):
+    """Keeps one activation in ten steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.some = 0, []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls % 10 == 0:
+            self.some.append(x * 3)  # marker: some
+        return super().forward(x)
+
+
+@pytest.mark.usefixtures("_limited")
+def test_what_leaks_now_and_then_is_looked_for_longer() -> None:
+    leaks, _ = limited(KeepsSome, count=5, steps=150)
+    leak = only(leaks)
+    assert leak.sites[0].endswith(f"{line('some')} in forward")
+    assert leak.bytes_per_step == pytest.approx(ACTIVATION / 10, rel=0.1)
+    assert leak.holder == f"list `some` {OF}KeepsSome"
+
+
+@pytest.mark.usefixtures("_limited")
+def test_a_known_leak_is_told_again_only_when_it_has_doubled() -> None:
+    _, run = limited(KeepsActivations, count=14)
+    totals = [leak.total_bytes for leak in run.told]
+    assert 2 <= len(totals) <= 4
+    assert all(after >= 2 * before for before, after in pairwise(totals))
+    assert run.watched == 4
+
+
+@pytest.mark.usefixtures("_limited")
+def test_looking_changes_no_number() -> None:
+    weights = []
+    for watched in (True, False):
+        torch.manual_seed(0)
+        with device.LimitedDevice() as card:
+            run = Run(KeepsActivations(), live=lambda: card.live_bytes if watched else 0)  # noqa: B023
+            run.epochs()
+        assert bool(run.watched) is watched
+        weights.append(nn.utils.parameters_to_vector(run.model.parameters()))
+    assert torch.equal(*weights)
+
+
+@pytest.mark.usefixtures("_limited")
+def test_cycles_that_nobody_collects_are_told_as_such() -> None:
+    gc.disable()
+    try:
+        leaks, _ = limited(CyclesThroughPython)
+    finally:
+        gc.enable()
+    leak = only(leaks)
+    assert leak.sites[0].endswith(f"{line('cycle')} in forward")
+    assert "Node" in leak.holder
+    assert leak.holder.endswith("only garbage collection frees it")
+
+
+def _compiled(x: Tensor) -> Tensor:
+    return (x.sin() * 2).sum()
+
+
+def test_a_look_does_not_compile_anew() -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    from pipeline.memory.survivors import Look
+
+    counter = CompileCounter()
+    function = torch.compile(_compiled, backend=counter)
+    for look in (nullcontext(), Look(), nullcontext()):
+        with look:
+            function(torch.ones(5, requires_grad=True)).backward()
+    assert counter.frame_count == 1
+
+
+class Hostile:
+    """Objects that object to being looked at."""
+
+    @property
+    def __class__(self) -> type:
+        raise RuntimeError("do not look at me")
+
+
+@pytest.mark.usefixtures("_limited")
+def test_a_search_among_hostile_objects_ends_no_run() -> None:
+    hostile = Hostile()
+    hostile.seen = SEEN  # so that the search comes by
+    leaks, _ = limited(KeepsActivations)
+    assert only(leaks).holder == f"list `SEEN` of module {__name__}"
+
+
+class Ring(Model):
+    """Keeps the last eight, beside a true leak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ring: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.ring = [*self.ring[-7:], x * 2]
+        self.fixed = getattr(self, "fixed", [])
+        self.fixed.append(x * 5)  # marker: fixed
+        del self.fixed[:-8]
+        SEEN.append(x * 3)  # marker: beside
+        return super().forward(x)
+
+
+@pytest.mark.usefixtures("_limited")
+def test_a_ring_of_the_last_few_is_not_blamed_for_what_grows_beside_it() -> None:
+    leaks, _ = limited(Ring)
+    assert "fixed" not in " ".join(leak.holder for leak in leaks)
+    (leak,) = (leak for leak in leaks if "SEEN" in leak.holder)
+    assert leak.sites[0].endswith(f"{line('beside')} in forward")
+
+
+def spans(*live: int) -> list[dict[Any, tuple[int, int]]]:
+    return [{"a": (bytes_, 10 * place), "b": (bytes_ + 7, 10 * place + 3)} for place, bytes_ in enumerate(live)]
+
+
+@pytest.mark.parametrize(
+    ("live", "rate"),
+    [
+        ((0, 100, 200), 10.0),
+        ((0, 100, 100), 0.0),
+        ((0, 100, 130), 0.0),  # slows down: a cache that fills
+        ((0, 100, 50), 0.0),
+        ((0, 10, 20), 0.0),  # below the floor
+        ((0, 100, 200, 190, 400), 0.0),
+        ((0,), 0.0),
+    ],
+)
+def test_growth_is_a_leak_if_it_goes_on_and_does_not_slow_down(live: tuple[int, ...], rate: float) -> None:
+    assert leaking(spans(*live), floor_bytes=50) == pytest.approx(rate)
+
+
+def test_the_place_of_a_bucket_in_its_epoch_does_not_change_the_rate() -> None:
+    early, late = {"a": (0, 10), "b": (0, 19)}, {"a": (900, 19), "b": (200, 21)}
+    assert leaking([early, late, {"a": (2000, 30), "b": (1100, 30)}], 1) == pytest.approx(100.0)
+
+
+def test_a_run_of_any_length_is_remembered_in_bounded_memory() -> None:
+    series = Series("made up", 1)
+    for step in range(1, 200_000):
+        series.add(step, 0, step)
+    assert len(series.laps) < LAPS
+    assert max(map(len, series.laps)) <= 512
+    assert series.by_laps == 0.0
+
+
+def test_malloc_is_counted_to_the_byte() -> None:
+    count = counters.malloc_counter()
+    if count is None:
+        pytest.skip("no malloc that tells what is in use: glibc before 2.33, or another one")
+    before = count()
+    kept = torch.ones(1 << 18)
+    assert 0 <= count() - before - kept.nbytes <= 1 << 14

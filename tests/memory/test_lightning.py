@@ -1,0 +1,200 @@
+"""Lightning's own Trainer, on the CPU, with the callback."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeline.errors import ConfigError
+from pipeline.memory.governed import Governed
+from pipeline.memory.upkeep import Habits
+from tests.limited import device as limited
+from tests.limited.device import LimitedDevice
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of Lightning's own imports
+    pytest.importorskip("lightning.pytorch", reason="the extra `lightning` is not installed")
+    from lightning.pytorch import LightningModule, Trainer
+
+    from pipeline.memory.lightning import GROWTH_BYTES, GovernorCallback
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # Lightning warns of loaders without workers, and of much else
+]
+WIDTH = 64
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick() -> Iterator[None]:
+    """One thread, for there is little to do; and every replay collects garbage, which torch itself is not."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    torch.set_num_threads(threads)
+
+
+class Regression(LightningModule):
+    def __init__(self, *, manual: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = not manual
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Tanh(), nn.Linear(4 * WIDTH, 1))
+        self.leaked: list[Tensor] = []
+        self.leaks_bytes = 0
+
+    def loss_of(self, items: list[Tensor]) -> tuple[Tensor, int]:
+        rows = torch.stack(items)
+        return self.layers(rows).square().sum(), len(rows)
+
+    def training_step(self, items: list[Tensor], index: int) -> Tensor | None:
+        self.leaked.append(torch.ones(self.leaks_bytes // 4))
+        if self.automatic_optimization:
+            total, weight = self.loss_of(items)
+            return total / weight
+        loss = self.governed.step(items, self.loss_of)
+        self.log("loss", loss)
+        return None
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+ROWS = list(torch.randn(128, WIDTH, generator=torch.Generator().manual_seed(1)))
+
+
+def fit(module: Regression, callback: GovernorCallback, folder: Path, epochs: int = 1, **more: object) -> Trainer:
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=epochs,
+        callbacks=[callback],
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(module, torch.utils.data.DataLoader(ROWS, batch_size=64, collate_fn=list), **more)
+    return trainer
+
+
+def weights(module: Regression) -> Tensor:
+    return torch.cat([one.detach().flatten() for one in module.parameters()])
+
+
+def limit_for(count: int) -> int:
+    """Return a limit under which so many items run at once, beside gradients, and 64 do not."""
+    module, items = Regression(manual=True), ROWS[:count]
+    with LimitedDevice() as device:
+        for _ in range(2):
+            module.loss_of(items)[0].backward()
+    return device.peak_bytes + 16 * 1024  # Lightning's own numbers
+
+
+def test_a_step_that_does_not_fit_is_split_and_trains_as_without_a_limit(tmp_path: Path) -> None:
+    limited.need()
+    free, squeezed, callback = Regression(manual=False), Regression(manual=True), GovernorCallback()
+    fit(free, GovernorCallback(), tmp_path, 2)
+    with LimitedDevice(limit_for(16)) as device:
+        trainer = fit(squeezed, callback, tmp_path, 2)
+    assert device.refused > 0
+    assert trainer.global_step == 4
+    assert torch.allclose(weights(free), weights(squeezed), atol=1e-5)
+    events = [record for record in callback.records if record["kind"] == "event"]
+    assert {event["what"] for event in events} == {"out of memory", "budget"}
+    assert isinstance(squeezed.governed, Governed)
+
+
+def test_with_automatic_optimization_an_oom_is_recorded_with_what_to_do(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    limited.need()
+    callback = GovernorCallback(habits=Habits(collect_every=5))
+    with LimitedDevice(limit_for(16)), pytest.raises(torch.OutOfMemoryError), caplog.at_level(logging.ERROR):
+        fit(Regression(manual=False), callback, tmp_path)
+    failure = callback.records[-1]
+    assert (failure["kind"], failure["epoch"], failure["step"]) == ("failure", 0, 0)
+    assert "automatic_optimization = False" in failure["remedy"]
+    assert failure["reserved_bytes"] > 0
+    assert "next: split steps" in caplog.text
+    assert gc.isenabled()
+
+
+def test_another_error_is_none_of_its_business(tmp_path: Path) -> None:
+    class Wrong(Regression):
+        def training_step(self, items: list[Tensor], index: int) -> Tensor | None:
+            raise RuntimeError("shapes differ")
+
+    callback = GovernorCallback()
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        fit(Wrong(manual=False), callback, tmp_path)
+    assert callback.records == []
+
+
+def test_every_epoch_has_its_figures_and_they_are_logged(tmp_path: Path) -> None:
+    heard: list[object] = []
+    callback = GovernorCallback(heard=heard.append)
+    trainer = fit(Regression(manual=False), callback, tmp_path, 3)
+    assert [record["epoch"] for record in callback.records if record["kind"] == "epoch"] == [0, 1, 2]
+    assert heard == callback.records
+    figures = callback.records[-1]
+    assert figures["peak_reserved_bytes"] >= figures["reserved_bytes"] > 0
+    assert figures["host"]["used_bytes"] > 0
+    assert trainer.callback_metrics["memory/peak_reserved_bytes"] > 0
+
+
+@pytest.mark.parametrize("leaks_bytes", [0, 4 * GROWTH_BYTES])
+def test_memory_that_grows_in_every_epoch_is_told(tmp_path: Path, leaks_bytes: int) -> None:
+    module, callback = Regression(manual=False), GovernorCallback()
+    module.leaks_bytes = leaks_bytes
+    fit(module, callback, tmp_path, 6)
+    grown = [record for record in callback.records if record["kind"] == "growth"]
+    assert bool(grown) is bool(leaks_bytes)
+    if grown:
+        assert grown[-1]["bytes"] == pytest.approx(2 * 3 * leaks_bytes, rel=0.3)
+
+
+def test_habits_are_kept_during_training_and_not_after(tmp_path: Path) -> None:
+    seen = []
+
+    class Looking(Regression):
+        def training_step(self, items: list[Tensor], index: int) -> Tensor | None:
+            seen.append(gc.isenabled())
+            return super().training_step(items, index)
+
+    fit(Looking(manual=False), GovernorCallback(habits=Habits(collect_every=10)), tmp_path)
+    assert seen == [False, False]
+    assert gc.isenabled()
+
+
+def test_the_learned_budget_is_part_of_lightnings_checkpoint(tmp_path: Path) -> None:
+    limited.need()
+    limit_bytes, callback, path = limit_for(16), GovernorCallback(), tmp_path / "last.ckpt"
+    first, second, resumed = Regression(manual=True), Regression(manual=True), GovernorCallback()
+    with LimitedDevice(limit_bytes):
+        trainer = fit(first, callback, tmp_path, 2)
+    trainer.save_checkpoint(path)
+    with LimitedDevice(limit_bytes) as device:
+        fit(second, resumed, tmp_path, 3, ckpt_path=path, weights_only=True)
+    assert resumed.state_dict()["steps"] == 6
+    assert device.refused == 0
+    assert [record for record in resumed.records if record["kind"] == "event"] == []
+
+
+def test_two_optimizers_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    class Two(Regression):
+        def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+            return [torch.optim.SGD(layer.parameters(), 0.01) for layer in (self.layers[0], self.layers[2])]
+
+    with pytest.raises(ConfigError, match="2 optimizers"):
+        fit(Two(manual=True), GovernorCallback(), tmp_path)
