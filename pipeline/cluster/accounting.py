@@ -38,7 +38,7 @@ __all__ = ["SQUEUE", "Queued", "epoch_of", "parse_squeue"]  # of the neighbours,
 ENVIRONMENT = {"SLURM_TIME_FORMAT": "%s", "SLURM_BITSTR_LEN": "0", "LC_ALL": "C"}  # for sacct and squeue to run in
 SACCT_COLUMNS = (
     "JobID,JobIDRaw,State,ExitCode,DerivedExitCode,MaxRSS,TotalCPU,Submit,Start,End,ElapsedRaw,ReqMem,AllocCPUS,"
-    "NNodes,TimelimitRaw,NodeList,Reason,JobID"
+    "NNodes,TimelimitRaw,NodeList,Reason,AveRSS,NTasks,JobID"
 )
 SACCT = ("sacct", "--parsable2", "--noheader", "--duplicates", f"--format={SACCT_COLUMNS}")
 JOBS_A_CALL = 2_000
@@ -61,8 +61,11 @@ class Step(NamedTuple):
     state: TaskState
     exit_code: int | None
     signal: int | None
-    max_rss_bytes: int | None
+    max_rss_bytes: int | None  # of one of its processes, the largest
     cpu_s: float | None
+    rss_bytes: int | None = None  # of all its processes on a node, as far as is known
+    node: str = ""
+    nodes: str = ""  # how many
 
     @property
     def ran_out_of_memory(self) -> bool:
@@ -81,6 +84,7 @@ class Row:
     signal: int | None = None
     derived_exit_code: str = ""
     node: str = ""
+    nodes: str = ""  # how many
     submitted: float | None = None
     started: float | None = None
     ended: float | None = None
@@ -245,7 +249,7 @@ def _row(cells: Sequence[str]) -> Row:
         limit,
         node,
         reason,
-        _,
+        *_,
     ) = cells
     exit_code, killed_by = exit_of(code)
     return Row(
@@ -256,6 +260,7 @@ def _row(cells: Sequence[str]) -> Row:
         signal=killed_by,
         derived_exit_code=derived,
         node=node_of(node),
+        nodes=nodes,
         submitted=epoch_of(submit),
         started=epoch_of(start),
         ended=epoch_of(end),
@@ -271,7 +276,18 @@ def _row(cells: Sequence[str]) -> Row:
 
 def _step(name: str, cells: Sequence[str]) -> Step:
     """Read the line of a step."""
-    return Step(name, state_of(cells[2]), *exit_of(cells[3]), bytes_of(cells[5]), seconds_of(cells[6]))
+    nodes, node, mean, tasks = cells[13], node_of(cells[15]), cells[-3], cells[-2]
+    largest = bytes_of(cells[5])
+    on_node = max(largest or 0, _rss_on_node(bytes_of(mean) or 0, tasks, nodes)) or None
+    return Step(name, state_of(cells[2]), *exit_of(cells[3]), largest, seconds_of(cells[6]), on_node, node, nodes)
+
+
+def _rss_on_node(mean_bytes: int, tasks: str, nodes: str) -> int:
+    """Return what a step's processes took on each node, in the mean: no more than what they took on the fullest.
+
+    Measured on 22.05: a step of several nodes may tell of the first node's processes alone.
+    """
+    return mean_bytes * int(tasks) // max(1, int(nodes)) if is_number(tasks) and is_number(nodes) else 0
 
 
 def _settle(records: list[Row]) -> Row:
@@ -286,8 +302,11 @@ def _settle(records: list[Row]) -> Row:
 
 def _read_steps(row: Row) -> None:
     """Let the steps correct what the job says of itself: they know better what ended the worker."""
-    peaks = [step.max_rss_bytes for step in row.steps if step.max_rss_bytes]
+    peaks = [step.rss_bytes for step in row.steps if step.rss_bytes]
     row.peak_rss_bytes = max([*peaks, row.peak_rss_bytes or 0]) or None
+    for step in row.steps:
+        if step.nodes == row.nodes and step.node:  # for a moment sacct tells the first node alone
+            row.node = step.node
     if not row.cpu_s:
         row.cpu_s = sum(step.cpu_s or 0.0 for step in row.steps) or row.cpu_s
     bad = [step for step in row.steps if step.name.isdecimal() and (step.exit_code or step.signal)]

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from pipeline.cluster.child import Child, Ending, mebibytes
 from pipeline.cluster.machine import Machine, Slots
 from pipeline.cluster.processes import HAS_PROC, Guard, ProcessTable
-from pipeline.cluster.spec import Limits, TaskState, TaskStatus, refuse_impossible
+from pipeline.cluster.spec import Limits, TaskState, TaskStatus, cores_refused, refuse_impossible
 from pipeline.errors import SubmissionRefused
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class LocalExecutor:
         return Limits(mem_bytes=self.machine.mem_bytes)
 
     def limits_of(self, _partition: str, _cpus: int, _gpus: int) -> Limits:
-        """Return the same: there is one machine."""
+        """Return the same: there is one machine, and one node in it."""
         return self.limits
 
     @property
@@ -309,15 +309,22 @@ class LocalExecutor:
 
 def refuse_too_large(spec: JobSpec, machine: Machine) -> None:
     """Refuse a job with tasks that this machine could never hold."""
+    again = f"pipeline submit --stage {spec.name}"
+    if spec.nodes > 1:
+        what = f"asks for {spec.nodes} nodes; the local executor has one, this machine"
+        remedy = f"{again} --set cluster.{spec.name}.nodes=1, or --executor slurm"
+        raise SubmissionRefused(what, where=f"job {spec.name}", remedy=remedy)
     mem, mem_there = mebibytes(spec.mem_bytes or 0), mebibytes(machine.mem_bytes)
-    for key, fits, asked, there in (
-        ("cpus", spec.cpus <= machine.cpus, f"{spec.cpus} cores", str(machine.cpus)),
-        ("gpus", spec.gpus <= len(machine.gpus), f"{spec.gpus} GPU{'s' * (spec.gpus != 1)}", str(len(machine.gpus))),
-        ("mem", (spec.mem_bytes or 0) <= machine.mem_bytes, f"{mem} of memory", mem_there),
+    gpus = len(machine.gpus)
+    cores, fewer = cores_refused(spec, machine.cpus)
+    for change, fits, asked, there in (
+        (fewer, spec.cpus_on_node <= machine.cpus, cores, str(machine.cpus)),
+        (f"gpus={gpus}", spec.gpus <= gpus, f"{spec.gpus} GPU{'s' * (spec.gpus != 1)}", str(gpus)),
+        (f"mem={mem_there}", (spec.mem_bytes or 0) <= machine.mem_bytes, f"{mem} of memory", mem_there),
     ):
         if not fits:
             what = f"each task asks for {asked}; the local executor has {there} for all tasks together"
-            remedy = f"pipeline submit --stage {spec.name} --set cluster.{spec.name}.{key}={there}"
+            remedy = f"{again} --set cluster.{spec.name}.{change}"
             raise SubmissionRefused(what, where=f"job {spec.name}", remedy=remedy)
 
 

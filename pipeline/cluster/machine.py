@@ -49,18 +49,22 @@ class Slots:
 
     def fit(self, spec: JobSpec) -> bool:
         """Tell whether one task of the job could start now."""
-        return spec.cpus <= self._cpus and spec.gpus <= len(self._gpus) and (spec.mem_bytes or 0) <= self._mem_bytes
+        return (
+            spec.cpus_on_node <= self._cpus
+            and spec.gpus <= len(self._gpus)
+            and (spec.mem_bytes or 0) <= self._mem_bytes
+        )
 
     def take(self, spec: JobSpec) -> tuple[str, ...]:
         """Lend what one task asks for; return its GPUs."""
-        self._cpus -= spec.cpus
+        self._cpus -= spec.cpus_on_node
         self._mem_bytes -= spec.mem_bytes or 0
         taken, self._gpus = self._gpus[: spec.gpus], self._gpus[spec.gpus :]
         return tuple(taken)
 
     def give_back(self, spec: JobSpec, gpus: tuple[str, ...]) -> None:
         """Have back what one task had."""
-        self._cpus += spec.cpus
+        self._cpus += spec.cpus_on_node
         self._mem_bytes += spec.mem_bytes or 0
         self._gpus += gpus
 

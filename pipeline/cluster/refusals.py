@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipeline.cluster.child import mebibytes
+from pipeline.cluster.spec import cores_refused
 from pipeline.config.quantities import format_duration
 from pipeline.errors import SubmissionRefused
 
@@ -98,19 +99,35 @@ def refuse_above_nodes(spec: JobSpec, nodes: Sequence[Partition], limits: Limits
         return
     cpus, gpus = max(one.cpus for one in nodes), max(one.gpus for one in nodes)
     where = f"the largest node of {', '.join(sorted({one.name for one in nodes}))}"
+    section = _section(spec)
     most_mem = spec.mem_bytes or 0 if limits.mem_bytes is None else limits.mem_bytes
     if spec.time_s and limits.time_s and spec.time_s > limits.time_s:
         where = f"{', '.join(sorted({one.name for one in nodes}))} gives at most {format_duration(limits.time_s)}"
-        what, section = f"each task asks for {format_duration(spec.time_s)}", _section(spec)
+        what = f"each task asks for {format_duration(spec.time_s)}"
         remedy = f"{_again(spec)} --set cluster.{section}.time={format_duration(limits.time_s)}"
         raise SubmissionRefused(f"{what}; {where}", where=f"job {spec.name}", remedy=remedy)
-    for key, fits, asked, there in (
-        ("cpus", spec.cpus <= cpus, f"{spec.cpus} cores", str(cpus)),
-        ("gpus", spec.gpus <= gpus, f"{spec.gpus} GPU{'s' * (spec.gpus != 1)}", str(gpus)),
-        ("mem", (spec.mem_bytes or 0) <= most_mem, f"{mebibytes(spec.mem_bytes or 0)} of memory", mebibytes(most_mem)),
+    mem, mem_there = mebibytes(spec.mem_bytes or 0), mebibytes(most_mem)
+    cores, fewer = cores_refused(spec, cpus)
+    for change, fits, asked, there in (
+        (fewer, spec.cpus_on_node <= cpus, cores, str(cpus)),
+        (f"gpus={gpus}", spec.gpus <= gpus, f"{spec.gpus} GPU{'s' * (spec.gpus != 1)}", str(gpus)),
+        (f"mem={mem_there}", (spec.mem_bytes or 0) <= most_mem, f"{mem} of memory", mem_there),
     ):
         if not fits:
             what = f"each task asks for {asked}; {where} has {there}"
-            section = _section(spec)
-            remedy = f"{_again(spec)} --set cluster.{section}.{key}={there}"
+            remedy = f"{_again(spec)} --set cluster.{section}.{change}"
             raise SubmissionRefused(what, where=f"job {spec.name}", remedy=remedy)
+    _refuse_too_many(spec, nodes)
+
+
+def _refuse_too_many(spec: JobSpec, nodes: Sequence[Partition]) -> None:
+    """Refuse a job of more nodes than a partition has; a job is never in two of them."""
+    there: dict[str, int] = {}
+    for one in nodes:
+        if one.cpus >= spec.cpus_on_node and one.gpus >= spec.gpus:
+            there[one.name] = there.get(one.name, 0) + one.nodes
+    most = max(there.values(), default=spec.nodes)
+    if spec.nodes > most:
+        what = f"each task asks for {spec.nodes} nodes; {', '.join(sorted(there))} has {most} that are large enough"
+        remedy = f"{_again(spec)} --set cluster.{_section(spec)}.nodes={most}"
+        raise SubmissionRefused(what, where=f"job {spec.name}", remedy=remedy)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 PACKAGED = Path(__file__).parents[1] / "data/sbatch"
 CHECKOUT = Path(__file__).parents[2] / "sbatch"
 GENERIC = "scan"  # the script of a job that has none of its own
+GENERIC_RANKS = "train"  # the same, of a job of several processes
+STARTS_RANKS = "\nranks=1"  # how a script says that it can start several
 DIRECTIVE = "#SBATCH "
 MIB = 1 << 20
 PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]*-]+")  # needs no quotes in a header
@@ -34,11 +36,13 @@ OFFSET = re.compile(r"^offset=(\d+)$", re.MULTILINE)
 LOG = "%A_%a"  # how a task's log begins
 
 
-def template(name: str) -> str:
-    """Return the script of a stage, or of any job where there is no such stage."""
+def template(name: str, *, ranks: int = 0) -> str:
+    """Return the script of a stage, or of any job (with as many processes on a node) where there is no such stage."""
     folder = PACKAGED if PACKAGED.is_dir() else CHECKOUT
     path = folder / f"{name}.sbatch"
-    return (path if NAME.fullmatch(name) and path.is_file() else folder / f"{GENERIC}.sbatch").read_text("utf-8")
+    if not (NAME.fullmatch(name) and path.is_file()):
+        path = folder / f"{GENERIC_RANKS if ranks else GENERIC}.sbatch"
+    return path.read_text("utf-8")
 
 
 def render(text: str, spec: JobSpec, site: Slurm, *, highest_task: int | None = None) -> str:
@@ -46,6 +50,8 @@ def render(text: str, spec: JobSpec, site: Slurm, *, highest_task: int | None = 
 
     `highest_task` is the highest number that the cluster gives to a task of an array.
     """
+    if spec.processes > 1 and STARTS_RANKS not in text:
+        raise _refused(spec, f"its script starts one process, not {spec.processes}", "--dry-run")
     offset = array_offset(spec, highest_task)
     filled = _replace_header(text, [DIRECTIVE + option for option in options(spec, site, offset)])
     filled = _fill(filled, "setup", setup_lines(site))
@@ -90,8 +96,9 @@ def options(spec: JobSpec, site: Slurm, offset: int = 0) -> list[str]:
         ("reservation", site.reservation),
         ("constraint", spec.constraint or site.constraint),
         ("exclude", ",".join(spec.exclude)),
-        ("nodes", "1"),
-        ("ntasks", "1"),
+        ("nodes", str(spec.nodes)),
+        ("ntasks", str(spec.processes)),
+        ("ntasks-per-node", str(spec.ranks) if spec.ranks else None),
         ("cpus-per-task", str(spec.cpus)),
         _gpus(spec, site),
         _memory(spec, site),
@@ -162,7 +169,8 @@ def command_lines(spec: JobSpec, offset: int = 0) -> list[str]:
     words = ['"$task"' if word == TASK else shell_word(word) for word in spec.argv]
     exports = [f"export {name}={shell_word(value)}" for name, value in spec.env.items()]
     numbers = [f"offset={offset}", "task=$((SLURM_ARRAY_TASK_ID + offset))"]
-    return [*numbers, *exports, "command=(", *(f"  {word}" for word in words), ")"]
+    ranks = [f"ranks={spec.processes}"] if spec.ranks else []
+    return [*numbers, *ranks, *exports, "command=(", *(f"  {word}" for word in words), ")"]
 
 
 def shell_word(text: str) -> str:
@@ -205,7 +213,7 @@ def _memory(spec: JobSpec, site: Slurm) -> tuple[str, str | None]:
     """Return how a job asks for its memory here."""
     if spec.mem_bytes is None or site.memory == "none":
         return "mem", None
-    shares = spec.cpus if site.memory == "mem-per-cpu" else 1
+    shares = spec.cpus_on_node if site.memory == "mem-per-cpu" else 1
     return site.memory, f"{-(-spec.mem_bytes // (MIB * shares))}M"
 
 

@@ -111,7 +111,8 @@ class SlurmExecutor:
         limits = self.facts.limits(spec.partition)
         refuse_above_nodes(spec, self.facts.nodes(spec.partition), limits)
         _refuse_foreign(spec)
-        return sbatch.render(sbatch.template(spec.name), spec, self.site, highest_task=limits.highest_task)
+        text = sbatch.template(spec.name, ranks=spec.ranks)
+        return sbatch.render(text, spec, self.site, highest_task=limits.highest_task)
 
     def test(self, spec: JobSpec) -> Start:
         """Ask when a job would start, without submitting it; raise SubmissionRefused if it never would."""
@@ -124,7 +125,7 @@ class SlurmExecutor:
         return Start(epoch_of(commands.starts_at(said)), said)
 
     def limits_of(self, partition: str, cpus: int, gpus: int) -> Limits:
-        """Return the same for tasks of a partition (empty: the site's) that ask for so many cores and GPUs."""
+        """Return the same for tasks of a partition (empty: the site's) with so many cores and GPUs on a node."""
         return self.facts.limits(partition, cpus=cpus, gpus=gpus)
 
     def check(self, spec: JobSpec) -> None:

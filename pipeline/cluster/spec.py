@@ -83,7 +83,12 @@ _ENDED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """A job: the same command for every task, and what one task may use."""
+    """A job: the same command for every task, and what one task may use.
+
+    A task is one process on one node; or, where `ranks` says so, that many processes on each of its nodes, to which
+    `gpus` and `mem_bytes` are what a whole node lends them, and `cpus` what each has for itself. On Slurm srun starts
+    them; elsewhere the one process that is started has to start the others.
+    """
 
     name: str
     argv: tuple[str, ...]
@@ -91,6 +96,8 @@ class JobSpec:
     log_dir: str
     cpus: int = 1
     gpus: int = 0
+    nodes: int = 1
+    ranks: int = 0  # processes on each node that know of each other; 0: a task is one process
     mem_bytes: int | None = None  # None: neither counted nor limited
     time_s: int | None = None  # None: as long as it takes
     after: tuple[JobId, ...] = ()
@@ -104,6 +111,16 @@ class JobSpec:
     constraint: str = ""
     card: str = ""  # the type of GPU, as the site names it
     exclude: tuple[str, ...] = ()  # nodes that failed
+
+    @property
+    def cpus_on_node(self) -> int:
+        """How many cores a task has on one node."""
+        return self.cpus * max(1, self.ranks)
+
+    @property
+    def processes(self) -> int:
+        """How many processes srun starts for one task."""
+        return self.nodes * max(1, self.ranks)
 
     def command(self, task: int) -> list[str]:
         """Return what one task executes."""
@@ -172,7 +189,7 @@ class Executor(Protocol):
         """What one task can be given at most, and how many tasks a job and the queue take."""
 
     def limits_of(self, partition: str, cpus: int, gpus: int) -> Limits:
-        """Return the same for tasks of a partition (empty: the usual one) that ask for so many cores and GPUs."""
+        """Return the same for tasks of a partition (empty: the usual one) with so many cores and GPUs on a node."""
 
     def check(self, spec: JobSpec) -> None:
         """Raise SubmissionRefused for a job that would never run here; queue nothing."""
@@ -219,6 +236,15 @@ def refuse_impossible(spec: JobSpec) -> None:
         raise SubmissionRefused(what, where=f"job {spec.name}", remedy=remedy)
 
 
+def cores_refused(spec: JobSpec, there: int) -> tuple[str, str]:
+    """Say which cores a task asks for on a node, and what to set where a node has fewer."""
+    if spec.ranks < 2:
+        return f"{spec.cpus} cores", f"cpus={there}"
+    asked = f"{spec.cpus_on_node} cores, {spec.cpus} for each of its {spec.ranks} processes on a node"
+    fewer = "gpus" if spec.gpus else "ranks"
+    return asked, f"cpus={there // spec.ranks}" if there >= spec.ranks else f"{fewer}={there}"
+
+
 def _faults(spec: JobSpec) -> Iterator[str]:
     """Yield what is wrong with a job, wherever it would run."""
     if not spec.argv:
@@ -227,6 +253,10 @@ def _faults(spec: JobSpec) -> Iterator[str]:
         yield "asks for 0 tasks; a job has at least 1"
     if spec.cpus < 1 or spec.gpus < 0:
         yield f"asks for {spec.cpus} cpus and {spec.gpus} gpus per task; the least are 1 and 0"
+    if spec.nodes < 1 or spec.ranks < 0:
+        yield f"asks for {spec.ranks} ranks on each of {spec.nodes} nodes; the least are 0 and 1"
+    if spec.nodes > 1 and spec.ranks == 0:
+        yield f"asks for {spec.nodes} nodes for one process: several nodes need ranks, processes on each of them"
     for name in ("mem_bytes", "time_s", "max_parallel"):
         if (value := getattr(spec, name)) is not None and value < 1:
             yield f"asks for {name}={value}; the least is 1"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, TypeAlias
 
+from pipeline.cluster.peers import PEER_LOST, failed_node, first_lost
 from pipeline.cluster.queue import is_stuck
 from pipeline.cluster.spec import TaskState
 
@@ -27,6 +28,7 @@ CANNOT_WRITE_LOG = 53  # the "signal" by which Slurm says that it could not open
 NEARLY = 0.9  # of its limit: peaks are sampled
 LINE_MOST = 300
 LINES_AFTER_END = 3  # that srun and slurmstepd still write when Slurm has ended a task
+TAKEN_ALONG = "srun: First task exited"  # and the rest did not follow by themselves
 LAST_LINES = 25  # where the log is searched for the last words of a program; a mention further up was survived
 
 
@@ -70,6 +72,7 @@ class Verdict:
     cause: Cause
     reason: str = ""
     peak_bytes: int | None = None
+    node: str = ""  # where it went wrong, if its log tells: of a task on several nodes nothing else does
 
 
 _Finding: TypeAlias = tuple[Cause, str]
@@ -81,8 +84,8 @@ def judge(status: TaskStatus, word: Word, log_end: str, *, asked_bytes: int | No
     cause, reason = case.judge()
     peak = status.peak_rss_bytes
     if cause is Cause.HOST_OOM:
-        return Verdict(cause, _joined(reason, case.memory()), max(peak or 0, asked_bytes or 0) or None)
-    return Verdict(cause, reason, peak)
+        return Verdict(cause, _joined(reason, case.memory()), max(peak or 0, asked_bytes or 0) or None, case.node())
+    return Verdict(cause, reason, peak, "" if cause in _WITHOUT_FAULT else case.node())
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,11 @@ class _Case:
         if state in _LIMITED:
             return self._at_limit()
         return self._by_evidence()
+
+    def node(self) -> str:
+        """Return the node on which it went wrong, where the log tells."""
+        lost = first_lost(self.log, GO_ON)
+        return failed_node(self.log) or (lost.node if lost else "")
 
     def memory(self) -> str:
         """Say what is known of the memory it took."""
@@ -143,8 +151,10 @@ class _Case:
             return found
         if self.status.signal == CANNOT_WRITE_LOG:
             return Cause.NODE, f"its node could not open its log {self.status.stdout}"
+        if PEER_LOST in (self.word.exit_code, self.status.exit_code) or TAKEN_ALONG in self.log:
+            return self._by_peer()
         if self.word.exit_code:
-            return _last_words(self.word.what) or _exited(self.word.exit_code, self.word.what)
+            return last_words(self.word.what) or _exited(self.word.exit_code, self.word.what)
         return self._by_ending()
 
     def _by_kernel(self) -> _Finding | None:
@@ -165,12 +175,28 @@ class _Case:
         cancelled = self.status.state is TaskState.UNKNOWN and "*** JOB" in self.log and "CANCELLED AT" in self.log
         return (Cause.CANCELLED, "cancelled, as its log says") if cancelled else None
 
+    def _by_peer(self) -> _Finding:
+        """Judge processes that ended for the sake of one of them: by how that one ended."""
+        lost = first_lost(self.log, GO_ON)
+        said = lost.said(self.log) if lost else self.log
+        words = last_words(_tail(said))
+        if lost is None:
+            return words or (Cause.CRASHED, self.word.what or "one of its processes was lost, nobody knows how")
+        if words is None and lost.signal in _POLITE:
+            words = Cause.INTERRUPTED, f"ended by {_named(lost.signal)}"
+        elif words is None and lost.signal == signal.SIGKILL:
+            words = self._killed()
+        elif words is None and lost.exit_code:
+            words = _exited(lost.exit_code, _joined(f"exit code {lost.exit_code}", _message(said)))
+        cause, what = words or (Cause.CRASHED, lost.how)
+        return cause, f"{lost.who}: {what}"
+
     def _by_ending(self) -> _Finding:
         """Judge by how the process ended, when the worker could not say why."""
         killed_by, code = self._signal(), self.status.exit_code
         if killed_by in _POLITE:
             return Cause.INTERRUPTED, f"ended by {_named(killed_by)} before it could stop in order"
-        if found := _last_words(_tail(self.log)):
+        if found := last_words(_tail(self.log)):
             return found
         if killed_by == signal.SIGKILL:
             return self._killed()
@@ -211,10 +237,12 @@ def _exited(code: int, what: str) -> _Finding:
         return Cause.INTERRUPTED, what or "was told to end and stopped in order"
     if code in _REFUSALS:
         return Cause.REFUSED, what or f"exit code {code}: {_REFUSALS[code]}"
+    if code - SIGNALLED in _AS_AFTER_SIGNALS:  # what the worker ran was ended so
+        return Cause.CRASHED, what or f"crashed by {_named(code - SIGNALLED)}"
     return Cause.FAILED, what or f"exit code {code}"
 
 
-def _last_words(text: str) -> _Finding | None:
+def last_words(text: str) -> _Finding | None:
     """Judge by the message a program ended with."""
     for line in reversed(text.splitlines()):
         for sign, cause in _LAST_WORDS.items():
@@ -271,6 +299,7 @@ def _mebibytes(count: int) -> str:
 
 
 _PERHAPS_OVER = frozenset({TaskState.UNKNOWN, TaskState.COMPLETING})
+_WITHOUT_FAULT = frozenset({Cause.DONE, Cause.ACTIVE, Cause.HELD})
 _LIMITED = frozenset({TaskState.TIMEOUT, TaskState.DEADLINE})
 _CERTAIN: Mapping[TaskState, _Finding] = {
     TaskState.OUT_OF_MEMORY: (Cause.HOST_OOM, "killed at its memory limit"),
@@ -295,10 +324,23 @@ _SCHEDULER_SIGNS: Mapping[str, _Finding] = {
     "NODE FAILURE": (Cause.NODE, "its node failed, as its log says"),
 }
 _LAST_WORDS = {
+    "by allocator cpu": Cause.HOST_OOM,  # so TensorFlow ends "OOM when allocating tensor …"
+    "by allocator mklcpu": Cause.HOST_OOM,
+    "OOM when allocating tensor": Cause.GPU_OOM,
+    "RESOURCE_EXHAUSTED: Out of memory": Cause.GPU_OOM,  # so JAX says it
+    "RESOURCE_EXHAUSTED: Failed to allocate": Cause.GPU_OOM,
     "CUDA out of memory": Cause.GPU_OOM,
+    "HIP out of memory": Cause.GPU_OOM,
     "CUDA error: out of memory": Cause.GPU_OOM,
+    "CUDA driver error: out of memory": Cause.GPU_OOM,
+    "cudaErrorMemoryAllocation": Cause.GPU_OOM,
+    "CUDA_ERROR_OUT_OF_MEMORY": Cause.GPU_OOM,
     "torch.OutOfMemoryError": Cause.GPU_OOM,
-    "CUBLAS_STATUS_ALLOC_FAILED": Cause.GPU_OOM,
+    "STATUS_ALLOC_FAILED": Cause.GPU_OOM,  # of cuBLAS and cuDNN
+    "HOST_ALLOCATION_FAILED": Cause.HOST_OOM,  # cuDNN 9 tells the two apart
+    "_ALLOCATION_FAILED": Cause.GPU_OOM,
+    "Failed to CUDA calloc": Cause.GPU_OOM,  # so NCCL says it, and the next, with or without a number
+    "'out of memory'": Cause.GPU_OOM,
     "No space left on device": Cause.DISK,
     "Disk quota exceeded": Cause.DISK,
     "MemoryError": Cause.HOST_OOM,

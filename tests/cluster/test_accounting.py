@@ -16,9 +16,16 @@ from pipeline.cluster.accounting import JOBS_A_CALL, SACCT_COLUMNS, Accounting, 
 from pipeline.cluster.fields import bytes_of, epoch_of, exit_of, expand, seconds_of, state_of
 from pipeline.cluster.queue import NEVER, REASONS, parse_squeue, words
 from pipeline.cluster.spec import TaskState
-from tests.cluster.sacct_texts import RECORDED_22_05, SQUEUE_22_05, WRITTEN_20_11, WRITTEN_23_11, array_text
+from tests.cluster.sacct_texts import (
+    RANKS_22_05,
+    RECORDED_22_05,
+    SQUEUE_22_05,
+    WRITTEN_20_11,
+    WRITTEN_23_11,
+    array_text,
+)
 
-TEXTS = (RECORDED_22_05, WRITTEN_20_11, WRITTEN_23_11)
+TEXTS = (RECORDED_22_05, RANKS_22_05, WRITTEN_20_11, WRITTEN_23_11)
 MIB = 1 << 20
 
 
@@ -74,6 +81,27 @@ class TestSteps:
         assert rows["27_0"].peak_rss_bytes == 3800 << 10
         assert rows["101_7"].peak_rss_bytes == int(15.5 * (1 << 30))
         assert rows["1_1"].peak_rss_bytes is None, "0 is what Slurm writes when it never sampled"
+
+
+class TestRanks:
+    def test_out_of_memory_on_one_node_are_seen_on_several_they_hide_behind_the_highest_code(self) -> None:
+        rows = rows_of(RANKS_22_05)
+        assert [rows[job].state.value for job in ("13_0", "14_0")] == ["OUT_OF_MEMORY", "FAILED"]
+        assert [rows[job].exit_code for job in ("12_0", "13_0", "14_0")] == [76, None, 76]
+
+    def test_of_a_node_count_together(self) -> None:
+        step = line("5.0", "COMPLETED", "0:0", rss="3000K", AveRSS="2000K", NTasks="8", NNodes="2")
+        row = rows_of(line("5", "COMPLETED", "0:0", NNodes="2") + step)["5"]
+        assert row.peak_rss_bytes == 8000 << 10, "8 of 2000K in the mean, on 2 nodes"
+        assert row.steps[0].max_rss_bytes == 3000 << 10
+
+    def test_of_which_only_the_largest_is_known_took_at_least_that(self) -> None:
+        assert rows_of(RANKS_22_05)["12_0"].peak_rss_bytes == 4760 << 10
+
+    def test_are_on_the_nodes_of_their_step_where_the_job_still_reads_the_first(self) -> None:
+        lines = RANKS_22_05.splitlines(keepends=True)
+        early = lines[0].replace("ranks-n[1-2]", "ranks-n1") + "".join(lines[1:3])
+        assert rows_of(early)["12_0"].node == "ranks-n[1-2]"
 
 
 class TestRecords:
@@ -183,7 +211,7 @@ class TestFigures:
 
 
 class TestAText:
-    @pytest.mark.parametrize("text", TEXTS, ids=["22.05", "20.11", "23.11"])
+    @pytest.mark.parametrize("text", TEXTS, ids=["22.05", "ranks", "20.11", "23.11"])
     def test_that_was_cut_anywhere_loses_rows_but_makes_none_up(self, text: str) -> None:
         whole = rows_of(text)
         for end in range(len(text)):
@@ -213,7 +241,7 @@ class TestAText:
         parse_sacct(text, ["1", "2"])
         parse_squeue(text)
 
-    @given(st.lists(st.text(alphabet="0159:-.KMGcn?T", max_size=20), min_size=16, max_size=16))
+    @given(st.lists(st.text(alphabet="0159:-.KMGcn?T", max_size=20), min_size=18, max_size=18))
     def test_of_nonsense_in_every_column_never_raises(self, cells: list[str]) -> None:
         text = "|".join(["5", *cells, "5"]) + "\n" + "|".join(["5.0", *cells, "5.0"])
         rows, torn = parse_sacct(text, ["5"])
@@ -332,9 +360,9 @@ class Slurm:
         return self._answer
 
 
-def line(job: str, state: str, code: str, submit: str = "1700000000") -> str:
+def line(job: str, state: str, code: str, submit: str = "1700000000", rss: str = "", **more: str) -> str:
     """Return a line of sacct, with only this filled in."""
-    named = {"JobID": job, "JobIDRaw": job, "State": state, "ExitCode": code, "Submit": submit}
+    named = {"JobID": job, "JobIDRaw": job, "State": state, "ExitCode": code, "Submit": submit, "MaxRSS": rss, **more}
     return "|".join(named.get(column, "") for column in SACCT_COLUMNS.split(",")) + "\n"
 
 

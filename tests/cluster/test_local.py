@@ -15,6 +15,7 @@ from pipeline.cluster import child, processes
 from pipeline.cluster.local import LocalExecutor, signals_held
 from pipeline.cluster.machine import Machine
 from pipeline.cluster.spec import TASK, JobSpec, TaskState
+from pipeline.errors import SubmissionRefused
 from tests.cluster.conftest import SMALL
 from tests.cluster.programs import (
     AWAIT,
@@ -48,7 +49,7 @@ def pid_of(executor: LocalExecutor, job: str) -> int:
 
 
 class TestSlots:
-    @pytest.mark.parametrize("asked", [{"cpus": 2}, {"gpus": 1}, {"mem_bytes": 400 * MIB}], ids=str)
+    @pytest.mark.parametrize("asked", [{"cpus": 2}, {"ranks": 2}, {"gpus": 1}, {"mem_bytes": 400 * MIB}], ids=str)
     def test_are_filled_and_never_exceeded(self, local: LocalExecutor, tmp_path: Path, asked: dict[str, int]) -> None:
         tasks = finish(local, local.submit(in_pairs(tmp_path, tasks=6, **asked)))
         assert [task.state for task in tasks] == [TaskState.COMPLETED] * 6
@@ -75,6 +76,30 @@ class TestSlots:
         local.submit(python(tmp_path, WAITS, mem_bytes=SMALL.mem_bytes))
         (task,) = finish(local, local.submit(python(tmp_path, "pass")))
         assert task.state is TaskState.COMPLETED
+
+
+class TestRanks:
+    def test_are_started_by_the_one_process_that_has_the_gpus_and_memory_of_all(
+        self, local: LocalExecutor, tmp_path: Path
+    ) -> None:
+        body = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['OMP_NUM_THREADS'])"
+        (task,) = finish(local, local.submit(python(tmp_path, body, cpus=2, ranks=2, gpus=2)))
+        assert Path(task.stdout).read_text() == "0,1 2\n"
+
+    @pytest.mark.parametrize(
+        ("asked", "said", "remedy"),
+        [
+            ({"cpus": 3, "ranks": 2}, "6 cores, 3 for each of its 2 processes on a node", "cluster.test.cpus=2"),
+            ({"ranks": 5}, "5 cores, 1 for each of its 5 processes", "cluster.test.ranks=4"),
+            ({"nodes": 2, "ranks": 1}, "2 nodes; the local executor has one", "cluster.test.nodes=1, or --executor"),
+        ],
+    )
+    def test_that_this_machine_cannot_hold_are_refused_with_what_it_can(
+        self, local: LocalExecutor, tmp_path: Path, asked: dict[str, int], said: str, remedy: str
+    ) -> None:
+        with pytest.raises(SubmissionRefused, match=said) as refused:
+            local.check(python(tmp_path, "pass", **asked))
+        assert remedy in refused.value.remedy
 
 
 class TestEnvironment:

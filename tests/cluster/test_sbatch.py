@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,11 +17,13 @@ from hypothesis import strategies as st
 
 from pipeline.cluster import sbatch
 from pipeline.cluster.spec import TASK, JobSpec
+from pipeline.config.load import load
 from pipeline.config.schema import Slurm
 from pipeline.errors import SubmissionRefused
 
 GOLDEN = Path(__file__).parent / "golden"
 STAGES = ("scan", "embed", "graph")
+OF_RANKS = ("train", "evaluate", "predict")
 PLAIN = JobSpec("scan", ("python", "-c", "work", "RUN", "scan", TASK), tasks=range(12), log_dir="/runs/one/logs")
 RICH = JobSpec(
     name="embed",
@@ -42,6 +45,19 @@ RICH = JobSpec(
 VISIT = JobSpec(
     "supervise", ("python", "-c", "visit", "RUN"), range(1), "/runs/one/logs", mem_bytes=1 << 30, after_not_ok=("20",)
 )
+RANKS = JobSpec(
+    name="train",
+    argv=("python", "-c", "work", "RUN", "train", TASK),
+    tasks=range(1),
+    log_dir="/runs/one/logs",
+    cpus=8,
+    gpus=4,
+    nodes=2,
+    ranks=4,
+    mem_bytes=96 << 30,
+    time_s=86_400,
+    tag="train-2026-1",
+)
 SITE = Slurm(
     partition="gpu,long",
     account="lab",
@@ -54,6 +70,7 @@ SITE = Slurm(
 RENDERED = {
     "scan.sbatch": lambda: sbatch.render(sbatch.template("scan"), PLAIN, Slurm()),
     "embed.sbatch": lambda: sbatch.render(sbatch.template("embed"), RICH, SITE, highest_task=1000),
+    "train.sbatch": lambda: sbatch.render(sbatch.template("train"), RANKS, SITE),
     "supervise.sbatch": lambda: sbatch.render(sbatch.template("supervise"), VISIT, SITE),
 }
 TEXTS = st.lists(st.binary(max_size=12).map(lambda text: os.fsdecode(text.replace(b"\0", b""))), max_size=5)
@@ -133,7 +150,16 @@ class TestText:
         assert len(bodies) == 1
         assert "srun" in bodies.pop()
 
-    @pytest.mark.parametrize("stage", [*STAGES, "supervise"])
+    def test_scripts_of_ranks_differ_only_in_what_they_ask_for_and_run(self) -> None:
+        bodies = {render(replace(RANKS, name=stage)).partition("\nset -eo pipefail\n")[2] for stage in OF_RANKS}
+        assert len(bodies) == 1
+
+    def test_script_of_one_process_takes_no_job_of_several(self) -> None:
+        with pytest.raises(SubmissionRefused, match="starts one process, not 8"):
+            render(replace(RANKS, name="embed"))
+        assert sbatch.template("test", ranks=4) == sbatch.template("train")
+
+    @pytest.mark.parametrize("stage", [*STAGES, *OF_RANKS, "supervise"])
     def test_only_the_header_and_the_marked_places_are_changed(self, stage: str) -> None:
         marks = ("#SBATCH ", "# >>> ", "# <<< ")
         template = sbatch.template(stage)
@@ -177,6 +203,17 @@ class TestHeader:
         assert {"--mem-per-cpu=6145M", "--gpus-per-node=a100:2"} < per_cpu
         assert not [option for option in header(RICH, memory="none") if option.startswith("--mem")]
 
+    def test_ranks_are_counted_for_the_job_and_for_a_node(self) -> None:
+        assert {"--nodes=2", "--ntasks=8", "--ntasks-per-node=4", "--cpus-per-task=8"} < set(header(RANKS))
+        assert {"--gres=gpu:4", "--mem=98304M"} < set(header(RANKS))
+        per_cpu = set(header(RANKS, memory="mem-per-cpu", gpus="gpus-per-node"))
+        assert {"--gpus-per-node=4", "--mem-per-cpu=3072M"} < per_cpu
+
+    def test_job_of_one_process_says_nothing_of_ranks(self) -> None:
+        spec = replace(RANKS, nodes=1, ranks=0)
+        assert {"--nodes=1", "--ntasks=1"} < set(header(spec))
+        assert not [option for option in header(spec) if "per-node" in option]
+
     def test_stage_goes_before_site(self) -> None:
         spec = replace(PLAIN, partition="fast", qos="high", constraint="avx512")
         assert {"--partition=fast", "--qos=high", "--constraint=avx512"} < set(
@@ -213,7 +250,7 @@ class TestShell:
     @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(words=TEXTS | NOISE, value=TEXTS | NOISE)
     def test_any_words_reach_the_task_as_they_are(self, node: Node, words: list[str], value: list[str]) -> None:
-        text = "".join(value)
+        text = os.fsdecode(os.fsencode("".join(value)))  # two halves of a character are one
         done = node.run(render(replace(PLAIN, argv=("program", *words, TASK), env={"GIVEN": text})))
         assert done.returncode == 0, done.stderr
         said = node.said("srun")
@@ -285,9 +322,78 @@ class TestShell:
         assert done.returncode == 75
         assert b"does not take it back" in done.stderr
 
+    def test_ranks_are_started_together_and_none_is_ended_for_anothers_exit_code(self, node: Node) -> None:
+        assert node.run(render(RANKS), SRUN_EXITS="75").returncode == 75
+        said = node.said("srun")
+        assert said[: said.index("python")] == [
+            "--ntasks=8",
+            "--mpi=none",
+            "--kill-on-bad-exit=0",
+            "--wait=60",
+            "--label",
+        ]
+        assert node.requeued == "requeue 41_2\n"
+
+    def test_one_process_of_the_same_script_is_started_as_any(self, node: Node) -> None:
+        node.run(render(replace(RANKS, nodes=1, ranks=0)), ranks="7")
+        assert node.said("srun")[:3] == ["--ntasks=1", "--mpi=none", "python"]
+
+    @pytest.mark.parametrize("nodes", ["1", "2"])
+    def test_scratch_of_one_node_is_not_the_place_of_several(self, node: Node, tmp_path: Path, nodes: str) -> None:
+        site = Slurm(scratch=str(tmp_path))
+        assert node.run(render(RANKS, site), SLURM_JOB_NUM_NODES=nodes, TMPDIR=str(tmp_path)).returncode == 0
+        temporary = node.environment()["TMPDIR"]
+        assert (temporary == "/tmp") == (nodes == "2")
+        assert temporary.startswith(f"{tmp_path}/pipeline-") == (nodes == "1")
+
     def test_variable_that_a_shell_cannot_hold_is_refused(self) -> None:
         with pytest.raises(SubmissionRefused, match=r"cannot export 'A\.B'"):
             render(replace(PLAIN, env={"A.B": "c"}))
+
+
+class TestByHand:
+    @pytest.fixture
+    def given(self, node: Node, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, str]]:
+        """Return a function that runs a script as it is, and returns the settings of the command that it starts."""
+
+        def run(stage: str, **environment: str) -> dict[str, str]:
+            assert node.run(sbatch.template(stage), **environment).returncode == 0
+            said = node.said("srun")
+            assert said[:6] == ["--ntasks=1", "--mpi=none", "pipeline", "submit", "--stage", stage]
+            assert said[6:9] == ["--executor", "local", "--follow"]
+            return dict(word.split("=") for word in said[10::2])
+
+        return run
+
+    @pytest.mark.parametrize("stage", OF_RANKS)
+    def test_ranks_are_as_many_as_the_gpus_of_the_allocation_and_share_its_cores(
+        self, given: Callable[..., dict[str, str]], stage: str
+    ) -> None:
+        settings = given(stage, SLURM_GPUS_ON_NODE="2", SLURM_CPUS_PER_TASK="8")
+        assert settings["cluster.embed.gpus"] == "2"
+        asked = {key: settings[f"cluster.{stage}.{key}"] for key in ("nodes", "gpus", "ranks", "cpus")}
+        assert asked == {"nodes": "1", "gpus": "2", "ranks": "auto", "cpus": "4"}
+
+    @pytest.mark.parametrize("stage", OF_RANKS)
+    def test_without_gpus_ranks_are_those_of_the_configuration(
+        self, given: Callable[..., dict[str, str]], stage: str
+    ) -> None:
+        settings = given(stage)
+        assert settings[f"cluster.{stage}.gpus"] == "0"
+        assert f"cluster.{stage}.ranks" not in settings
+
+    @pytest.mark.parametrize("stage", OF_RANKS)
+    def test_what_is_set_is_a_configuration(self, given: Callable[..., dict[str, str]], stage: str) -> None:
+        settings = given(stage, SLURM_GPUS_ON_NODE="2", SLURM_CPUS_PER_TASK="8")
+        config = load(None, ["data.path=x", *(f"{key}={value}" for key, value in settings.items())]).config
+        asked = getattr(config.cluster, stage)
+        assert (asked.nodes, asked.gpus, asked.ranks, asked.cpus, asked.time) == (1, 2, "auto", 4, 30 * 86_400)
+
+    @pytest.mark.parametrize("stage", OF_RANKS)
+    def test_several_nodes_are_refused_with_the_way_to_have_them(self, node: Node, stage: str) -> None:
+        done = node.run(sbatch.template(stage), SLURM_JOB_NUM_NODES="2")
+        assert (done.returncode, node.said("srun")) == (2, [])
+        assert f"pipeline submit --stage {stage} --executor slurm" in done.stderr.decode()
 
 
 def inside(template: str) -> set[str]:

@@ -7,8 +7,11 @@ import signal
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipeline.cluster.local import LocalExecutor
+from pipeline.cluster.peers import PEER_LOST
 from pipeline.cluster.spec import TaskState, TaskStatus
 from pipeline.cluster.verdict import GO_ON, Cause, Verdict, Word, judge
 from tests.cluster.programs import EATS, MIB, finish, python
@@ -151,7 +154,7 @@ class TestMemory:
         status = ended(TaskState.OUT_OF_MEMORY, None, 9, peak_rss_bytes=118 * MIB)
         found = judge(status, BEGAN, OOM_LOG, asked_bytes=200 * MIB)
         words = "killed at its memory limit; its limit was 200 MiB; at most 118 MiB were sampled"
-        assert found == Verdict(Cause.HOST_OOM, words, 200 * MIB)
+        assert found == Verdict(Cause.HOST_OOM, words, 200 * MIB, "n1")
 
     @pytest.mark.parametrize("state", [TaskState.FAILED, TaskState.COMPLETED, TaskState.UNKNOWN, TaskState.TIMEOUT])
     @pytest.mark.parametrize("log", OOM_LOG.splitlines(), ids=["slurmstepd", "srun"])
@@ -225,6 +228,60 @@ class TestSignals:
         found = judge(ended(TaskState.FAILED, 137, peak_rss_bytes=50 * MIB), BEGAN, "", asked_bytes=200 * MIB)
         assert found.cause is Cause.CRASHED
         assert "its limit was 200 MiB; at most 50 MiB were sampled" in found.reason
+
+
+class TestRanks:
+    """Of several processes that ended for the sake of one, that one counts."""
+
+    @pytest.mark.parametrize(
+        ("how", "said", "cause", "reason"),
+        [
+            ("Killed", "", Cause.CRASHED, "rank 5 on n2: killed by signal 9 (SIGKILL) from outside"),
+            ("Terminated", "", Cause.INTERRUPTED, "rank 5 on n2: ended by signal 15 (SIGTERM)"),
+            ("Segmentation fault (core dumped)", "", Cause.CRASHED, "rank 5 on n2: Segmentation fault"),
+            ("Exited with exit code 3", "", Cause.REFUSED, "rank 5 on n2: exit code 3"),
+            ("Exited with exit code 1", "5: ValueError: 3\n", Cause.FAILED, "its log ends: ValueError: 3"),
+            ("Exited with exit code 1", "5: CUDA out of memory\n", Cause.GPU_OOM, "rank 5 on n2: CUDA out of memory"),
+            ("Exited with exit code 1", "15: CUDA out of memory\n", Cause.FAILED, "rank 5 on n2: exit code 1"),
+            ("Exited with exit code 1", "05: MemoryError\n", Cause.HOST_OOM, "rank 5 on n2: MemoryError"),
+        ],
+    )
+    @pytest.mark.parametrize("word", [BEGAN, Word(started=True, exit_code=PEER_LOST, what="rank 5 is gone")])
+    def test_that_were_taken_along_blame_the_first(
+        self, word: Word, how: str, said: str, cause: Cause, reason: str
+    ) -> None:
+        others = "".join(f"{rank}: rank 5 is gone\n" for rank in (0, 1, 2, 3, 4, 6, 7) for _ in range(9))
+        log = f"{said}{others}srun: error: n1: tasks 0-3: Exited with exit code 76\n"
+        log += f"srun: error: n2: task 4: Exited with exit code 75\nsrun: error: n2: task 5: {how}\n"
+        log += "srun: error: n2: tasks 4,6-7: Exited with exit code 76\n"
+        found = judge(ended(TaskState.FAILED, PEER_LOST, node="n[1-2]"), word, log)
+        assert (found.cause, found.node) == (cause, "n2")
+        assert reason in found.reason
+
+    def test_that_near_their_limit_lost_one_lost_it_to_memory(self) -> None:
+        log = "srun: error: n2: task 1: Killed\nsrun: error: n2: task 0: Exited with exit code 76\n"
+        status = ended(TaskState.FAILED, PEER_LOST, peak_rss_bytes=190 * MIB)
+        assert cause_of(status, BEGAN, log, 200 * MIB) is Cause.HOST_OOM
+
+    def test_that_srun_ended_for_the_first_blame_it(self) -> None:
+        log = "srun: error: n1: task 1: Bus error\nsrun: First task exited 60s ago\nsrun: error: n1: task 0: Killed\n"
+        found = judge(ended(TaskState.FAILED, None, signal.SIGKILL), BEGAN, log)
+        assert (found.cause, found.reason) == (Cause.CRASHED, "rank 1 on n1: Bus error")
+
+    def test_of_whom_nobody_tells_which_was_lost_crashed(self) -> None:
+        found = judge(ended(TaskState.FAILED, PEER_LOST), Word(started=True, exit_code=76, what="rank 5 is gone"), "")
+        assert (found.cause, found.reason, found.node) == (Cause.CRASHED, "rank 5 is gone", "")
+        assert cause_of(ended(TaskState.FAILED, PEER_LOST)) is Cause.CRASHED
+
+    def test_on_a_node_that_failed_name_it(self) -> None:
+        log = "srun: error: Node failure on n2\n" + NODE_LOG
+        found = judge(ended(TaskState.NODE_FAIL, node="n[1-3]"), BEGAN, log)
+        assert (found.cause, found.node) == (Cause.NODE, "n2")
+
+    @given(st.text(st.sampled_from("srun: error: n1: tasks 0-3,7: Killed\n-, "), max_size=60))
+    def test_in_a_garbled_log_never_raise(self, noise: str) -> None:
+        log = f"srun: error: n1: tasks 1{noise}: Killed\nsrun: error: n1: task {noise}: Aborted\n"
+        assert judge(ended(TaskState.FAILED, PEER_LOST), BEGAN, log).reason
 
 
 class TestTheWorker:

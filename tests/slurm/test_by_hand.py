@@ -68,5 +68,6 @@ def node_words(tmp_path: Path) -> Callable[..., list[str]]:
 
 
 def test_names_of_scripts_are_those_of_the_stages() -> None:
-    assert {path.stem for path in (ROOT / "sbatch").glob("*.sbatch")} == {"scan", "embed", "graph", "supervise"}
+    stages = {"scan", "embed", "graph", "train", "evaluate", "predict"}
+    assert {path.stem for path in (ROOT / "sbatch").glob("*.sbatch")} == {*stages, "supervise"}
     assert sbatch.template("embed") != sbatch.template("scan")
