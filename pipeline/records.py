@@ -192,6 +192,10 @@ class Tell:
     mem_bytes: int = 0  # of this task; 0: as configured
     shrink: int = 0  # how often to halve the budget of a batch
     careful: bool = False  # one thing at a time
+    ending: Callable[[], int] = lambda: 0  # by which signal the process was told to end; 0: by none
+    ended_by: int = 0  # what the work ended by, in order, before it was done
+    moved: bool = False  # whether it came any further before
+    place: Any = None  # which rank of how many this process is, where they work together
 
 
 @dataclass(frozen=True, slots=True)

@@ -227,12 +227,83 @@ class CurriculumStage(Section):
     largest: dict[Name, int] = Field(min_length=1, description="Sizes of the items that take part, at most, by name.")
 
 
+class Schedule(Section):
+    """How the learning rate changes, by optimizer steps."""
+
+    kind: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="constant; or falling to `least` of it over all epochs, linear or cosine."
+    )
+    warmup: int = Field(default=0, ge=0, description="Steps over which the rate grows from 0.")
+    least: float = Field(default=0.0, ge=0, le=1, description="Share of the learning rate at the end.")
+
+
+class Validation(Section):
+    """How a model is looked at while it is trained."""
+
+    split: Name | None = Field(default="val", description="Which split; null, or one that has no items: none.")
+    every: int = Field(default=1, ge=1, description="Epochs between validations.")
+    limit: int | None = Field(default=None, ge=1, description="Items at most, always the same; null: all.")
+    monitor: Name = Field(default="loss", description="The figure by which checkpoints are the best: loss or a metric.")
+    better: Literal["auto", "lower", "higher"] = Field(
+        default="auto", description="Which values are better; auto: lower for loss, higher for metrics."
+    )
+    patience: int | None = Field(
+        default=None, ge=1, description="End after so many validations without a better one; null: never."
+    )
+
+    @property
+    def lower_is_better(self) -> bool:
+        """Say which values of the watched figure are better."""
+        if self.better != "auto":
+            return self.better == "lower"
+        return self.monitor == "loss" or self.monitor.startswith("loss.")
+
+
+class Checkpoints(Section):
+    """When training is saved, and what is kept."""
+
+    every: int | None = Field(default=None, ge=1, description="Steps between checkpoints; null: by time alone.")
+    minutes: float = Field(default=10, gt=0, description="Minutes between checkpoints at most; one ends every epoch.")
+    last: int = Field(default=2, ge=2, description="How many of the newest are kept; a damaged one is skipped.")
+    best: int = Field(default=1, ge=0, description="How many of the best are kept.")
+    asynchronous: AutoFlag = Field(
+        default="auto", description="Whether training goes on while a copy is written; auto: where memory allows."
+    )
+
+
+class Evaluate(Section):
+    """Which model is looked at, and on what."""
+
+    split: Name | None = Field(default="test", description="Which split; null: every item.")
+    checkpoint: Name = Field(default="best", description="best, last, or the folder of a checkpoint.")
+
+
+class Predict(Section):
+    """Which model predicts, and where the predictions go."""
+
+    split: Name | None = Field(default=None, description="Which split; null: every item.")
+    checkpoint: Name = Field(default="best", description="best, last, or the folder of a checkpoint.")
+    folder: Path = Field(default=Path("predictions"), description="Folder of predictions, a folder for each set.")
+
+
 class Train(Section):
     """What is trained, and what the planner may decide about it."""
 
     task: Name | None = Field(
         default=None, pattern=r"^[\w.]+:\w+$", description="The model and its loss, as package.module:Name."
     )
+    options: dict[Name, str | int | float | bool | None] = Field(
+        default={}, description="What the task's class is called with, by name."
+    )
+    command: Name | None = Field(
+        default=None, description="A script of your own in place of a task; {micro_batch} and others are filled in."
+    )
+    models: Path = Field(default=Path("models"), description="Folder of what is trained, a folder each.")
+    pretrained: Path | None = Field(default=None, description="Weights to begin with: a file, or a checkpoint.")
+    pretrained_partial: bool = Field(
+        default=False, description="Whether weights that are missing or of other sizes may be left out."
+    )
+    seed: int = Field(default=0, ge=0, description="Of fresh parameters, the order of items, and all random numbers.")
     split: Name | None = Field(default="train", description="Which split is trained on; null: every item.")
     effective_batch: int = Field(default=8, ge=1, description="Items in an optimizer step, over all GPUs.")
     micro_batch: AutoCount = Field(default="auto", description="Most items of a GPU at once; auto: planned, by cost.")
@@ -260,7 +331,11 @@ class Train(Section):
     clip: float | None = Field(default=1.0, gt=0, description="The norm of all gradients at most; null: any.")
     ema: float | None = Field(default=None, gt=0, lt=1, description="Decay of moving averages; null: none are kept.")
     frozen: tuple[Name, ...] = Field(default=(), description="Parameters whose names begin so are not trained.")
+    schedule: Schedule = Schedule()
     compile: bool = Field(default=False, description="Whether torch.compile is used.")
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = Field(
+        default="default", description="How hard it tries."
+    )
     allocator: Literal["auto", "default", "expandable"] = Field(
         default="auto", description="How torch's allocator takes memory from the card."
     )
@@ -269,19 +344,42 @@ class Train(Section):
     )
     epochs: int = Field(default=10, ge=1, description="Epochs in all.")
     curriculum: tuple[CurriculumStage, ...] = Field(default=(), description="Epochs with the smaller items first.")
+    validation: Validation = Validation()
+    checkpoints: Checkpoints = Checkpoints()
+    nan: Literal["stop", "skip", "rollback"] = Field(
+        default="stop", description="A loss or a gradient that is not finite: end, leave the step out, or go back."
+    )
+    too_large: Literal["cpu", "skip", "error"] = Field(
+        default="cpu", description="An item that ends a GPU's memory even alone, with every remedy: where it goes."
+    )
+    hang: Duration = Field(default=1800, description="Without progress for so long, a process counts as hung.")
     slots: int = Field(default=4, ge=2, description="Batches that the loader holds in memory.")
+    threads: int = Field(default=2, ge=1, description="Threads that read batches.")
+    pin: AutoFlag = Field(default="auto", description="Whether batches are in pinned memory; auto: for GPUs.")
     empty_cache_every: int | None = Field(
         default=None, ge=1, description="Empty the allocator's cache every so many micro-batches; null: never."
     )
     memory_fraction: float | None = Field(
         default=None, gt=0, le=1, description="Share of a card's memory that may be used; null: all of it."
     )
+    collect_every: int | None = Field(
+        default=None, ge=1, description="Let Python collect garbage every so many steps only; null: when it wants to."
+    )
+    synchronise: bool = Field(default=False, description="Wait for the card after every micro-batch: for measuring.")
+    log_every: int = Field(default=10, ge=1, description="Steps between lines of figures.")
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(
+        default=(), description="Who gets the figures besides the files."
+    )
+    evaluate: Evaluate = Evaluate()
+    predict: Predict = Predict()
 
     @model_validator(mode="after")
     def _a_micro_batch_is_part_of_a_step(self) -> Train:
         if self.micro_batch != "auto" and self.micro_batch > self.effective_batch:
             what = f"{self.micro_batch} is more than effective_batch, {self.effective_batch}: lower it, or raise that"
             raise _conflict("micro_batch", what)
+        if self.task is not None and self.command is not None:
+            raise _conflict("command", "is a script in place of a task: keep one of the two")
         if self.curriculum and sum(stage.epochs for stage in self.curriculum) >= self.epochs:
             raise _conflict("curriculum", f"leaves none of the {self.epochs} epochs (train.epochs) for all items")
         return self
@@ -357,9 +455,33 @@ class StageResources(Resources):
 
 
 class TrainResources(Resources):
-    """What training asks for: one process for each GPU."""
+    """What training asks for: one process, a rank, for each GPU; mem is that of a node, cpus those of a rank."""
 
     nodes: int = Field(default=1, ge=1, description="Nodes; cluster.train.gpus is the GPUs of each.")
+    ranks: AutoCount = Field(
+        default="auto", description="Processes on each node; auto: one for each GPU, and one where there is none."
+    )
+
+    @property
+    def parallel(self) -> int:
+        """Return how many tasks run at once: all of its processes are one task."""
+        return 1
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Return how many processes a node has."""
+        return max(1, self.gpus) if self.ranks == "auto" else self.ranks
+
+    @property
+    def world(self) -> int:
+        """Return how many processes there are."""
+        return self.nodes * self.ranks_per_node
+
+    @model_validator(mode="after")
+    def _a_gpu_for_each_rank(self) -> TrainResources:
+        if self.gpus and self.ranks not in ("auto", self.gpus):
+            raise _conflict("ranks", f"is {self.ranks} where gpus is {self.gpus}: a process has one GPU of its own")
+        return self
 
 
 class Card(Section):
@@ -445,6 +567,8 @@ class Cluster(Section):
     embed: StageResources = StageResources()
     graph: StageResources = StageResources()
     train: TrainResources = TrainResources()
+    evaluate: TrainResources = TrainResources()
+    predict: TrainResources = TrainResources()
 
 
 class Config(Section):

@@ -18,6 +18,7 @@ import torch
 
 from pipeline.records import Kind, Rejection
 from pipeline.training.batch import Batch, Items, Origin
+from pipeline.training.crop import cropped, rng_of
 from pipeline.training.fields import EMBEDDING, ENCODED
 from pipeline.training.layout import Encoding, Layout, Sheet
 from pipeline.training.reading import Reading
@@ -27,12 +28,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
+    from torch import Tensor
 
+    from pipeline.training.crop import Measure
     from pipeline.training.embeddings import Copy, Embeddings
     from pipeline.training.reading import Read
     from pipeline.training.sampler import Micro, Sampler
     from pipeline.training.slots import Slot
     from pipeline.training.source import Found, Graphs
+
+    Bytes = NDArray[np.uint8]
 
 
 @dataclass(slots=True)
@@ -42,6 +47,7 @@ class Stats:
     batches: int = 0
     items: int = 0
     rejected: int = 0
+    cropped: int = 0
     bytes: int = 0  # of all batches
     wait_s: float = 0.0  # of the loop, for batches
     largest_bytes: int = 0
@@ -56,6 +62,7 @@ class _Filled(NamedTuple):
     numbers: tuple[int, ...]
     ids: tuple[str, ...]
     rejected: tuple[Rejection, ...]
+    cropped: int
 
 
 class Loader:
@@ -75,13 +82,16 @@ class Loader:
         pin: bool | None = None,
         slot_bytes: int = 0,
         seed: int = 0,
+        crop: Mapping[str, int] | None = None,
+        measure: Measure = dict,
         collate: Callable[[Items, np.random.Generator], Any] | None = None,
         reject: Callable[[Rejection], None] = lambda _: None,
     ) -> None:
         """Take where graphs and embeddings come from; `pin` is for copies to a GPU, by default where there is one.
 
         `collate(items, rng)` makes what is yielded of a batch's items, each with random numbers of its own; `reject` is
-        told of items that have no graph after all.
+        told of items that have no graph after all. `crop` is the largest an item may have of each size: of its graph,
+        or of what `measure` makes of these.
         """
         if threads < 1:
             raise ValueError(f"{threads} threads: one at least reads")
@@ -90,6 +100,7 @@ class Loader:
         self._graphs, self._embeddings, self._collate, self._reject = graphs, embeddings, collate, reject
         self._ring = Ring(slots, pin=torch.cuda.is_available() if pin is None else pin, slot_bytes=slot_bytes)
         self._threads, self._seed = threads, seed
+        self._crop, self._measure = crop or {}, measure
         self._memory = _Memory()
         self._reading: Reading[Micro, _Filled] | None = None
         self._start: Mapping[str, Any] = {}  # where the present loop began
@@ -154,44 +165,67 @@ class Loader:
         micro, filled = read.micro, read.filled
         self._last = micro
         self._count(filled)
-        batch = Batch(
-            memory=self._ring.hand_out(read.slot, filled.layout.used),
+        memory = self._ring.hand_out(read.slot, filled.layout.used)
+        batch = self._batch(micro, filled, memory, read.slot.copies)
+        for rejection in filled.rejected:
+            self._reject(rejection)
+        return batch if self._collate is None else self._collate(batch.items, batch.rng)
+
+    def fetch(self, items: Sequence[int], micro: Micro) -> Batch:
+        """Return some items of a micro-batch again, in memory of their own; nothing is counted, and nobody is told."""
+        filled, memory = self._read(items, micro.epoch, lambda used: torch.empty(used, dtype=torch.uint8).numpy())
+        return self._batch(micro, filled, torch.from_numpy(memory), [])
+
+    def _batch(self, micro: Micro, filled: _Filled, memory: Tensor, copies: list[torch.cuda.Event]) -> Batch:
+        return Batch(
+            memory=memory,
             layout=filled.layout,
             numbers=filled.numbers,
             ids=filled.ids,
             origin=Origin(micro.epoch, micro.step, micro.index, micro.of, self._seed),
             rejected=filled.rejected,
-            copies=read.slot.copies,
+            copies=copies,
         )
-        for rejection in filled.rejected:
-            self._reject(rejection)
-        return batch if self._collate is None else self._collate(batch.items, batch.rng)
 
     def _count(self, filled: _Filled) -> None:
         stats = self.stats
         stats.batches += 1
         stats.items += len(filled.ids)
         stats.rejected += len(filled.rejected)
+        stats.cropped += filled.cropped
         stats.bytes += filled.layout.used
         stats.largest_bytes = max(stats.largest_bytes, filled.layout.used)
         stats.slots_bytes, stats.grown = self._ring.bytes, self._ring.grown
 
     def _fill(self, micro: Micro, slot: Slot) -> _Filled:
         """Read a micro-batch into a slot; any thread does."""
-        read = list(self._graphs.read(micro.items.tolist()))
-        found = [one for one in read if not isinstance(one, Rejection)]
+        return self._read(micro.items.tolist(), micro.epoch, lambda used: self._ring.room(slot, used))[0]
+
+    def _read(self, items: Sequence[int], epoch: int, room: Callable[[int], Bytes]) -> tuple[_Filled, Bytes]:
+        """Read items into memory that is asked for when its size is known."""
+        read = list(self._graphs.read(items))
+        whole = [one for one in read if not isinstance(one, Rejection)]
+        found = [self._cropped(one, epoch) for one in whole]
         sides = self._sides(found)
         sheet = Sheet(found, self._encoding(sides))
-        memory = self._ring.room(slot, sheet.layout.used)
+        memory = room(sheet.layout.used)
         sheet.write(memory)
         if sides:
             self._join(sheet, sides, memory)
-        return _Filled(
+        filled = _Filled(
             layout=sheet.layout,
             numbers=tuple(one.number for one in found),
             ids=tuple(one.id for one in found),
             rejected=tuple(one for one in read if isinstance(one, Rejection)),
+            cropped=sum(one is not before for one, before in zip(found, whole, strict=True)),
         )
+        return filled, memory
+
+    def _cropped(self, found: Found, epoch: int) -> Found:
+        """Return an item as large as it may be."""
+        if not self._crop:
+            return found
+        return cropped(found, self._crop, rng_of(self._seed, epoch, found.id), self._measure)
 
     def _sides(self, found: Sequence[Found]) -> list[_Side]:
         """Return the partners of all items, and their embeddings."""
@@ -211,7 +245,7 @@ class Loader:
         copies = (copy for side in sides for _, copy in side.copies)
         return Encoding(self._embeddings.dtype, self._embeddings.width(copies))
 
-    def _join(self, sheet: Sheet, sides: Sequence[_Side], memory: NDArray[np.uint8]) -> None:
+    def _join(self, sheet: Sheet, sides: Sequence[_Side], memory: Bytes) -> None:
         """Read the embeddings of all partners to where they belong."""
         assert self._embeddings is not None
         layout = sheet.layout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +13,45 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def recomputed(model: nn.Module) -> list[str]:
-    """Let the repeated blocks of a model keep only their inputs for backward; return their names."""
-    blocks = repeated(model)
-    for block in blocks.values():
-        block.forward = _again(block.forward)
-    return list(blocks)
+class Recomputing:
+    """Lets the repeated blocks of a model keep only their inputs for backward, as long as it is on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.blocks: list[str] | None = None  # that are prepared for it, once it was on
+        self.on = False
+
+    def turn(self, *, on: bool) -> None:
+        """Begin with it, or end it; what runs meanwhile is not meant."""
+        if on and self.blocks is None:
+            blocks = repeated(self._model)
+            for block in blocks.values():
+                block.forward = self._again(block.forward)
+            self.blocks = list(blocks)
+        self.on = on
+
+    def _again(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs) if self.on else forward(*args, **kwargs)
+
+        run.runs_again = True  # type: ignore[attr-defined]  # a copy of the block must not run the block itself
+        return run
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """Return a copy of a model in the host's memory; the card holds no second one meanwhile."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        copied = parameter.detach().to("cpu", copy=True)
+        memo[id(parameter)] = nn.Parameter(copied, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.detach().to("cpu", copy=True)
+    made = copy.deepcopy(model, memo)
+    for module in made.modules():
+        if getattr(module.__dict__.get("forward"), "runs_again", False):
+            del module.forward
+    return made
 
 
 def repeated(model: nn.Module) -> dict[str, nn.Module]:
@@ -32,11 +66,3 @@ def repeated(model: nn.Module) -> dict[str, nn.Module]:
                 if kinds.count(type(child)) > 1 and any(True for _ in child.parameters()):
                     found[f"{path}.{name}" if path else name] = child
     return found
-
-
-def _again(forward: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-    return run

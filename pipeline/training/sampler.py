@@ -49,6 +49,7 @@ class Settings:
     budget: Mapping[str, int] = field(default_factory=dict)  # of a micro-batch: its items times their largest size
     micro_batch: int | None = None  # items in a micro-batch at most
     padding: float | None = 1.03  # padded/real of a micro-batch at most; None: concatenated, budgets are of sums
+    padded: tuple[str, ...] = ()  # the sizes of which that is; default: `by`
 
     def __post_init__(self) -> None:
         counts = {"batch": self.batch, "window": self.window, "brick": self.brick, "micro_batch": self.micro_batch}
@@ -171,7 +172,8 @@ class Sampler:
         settings, sizes = self.settings, self._sizes
         budgets = {factors_of(name, sizes): float(budget) for name, budget in settings.budget.items()}
         share = Share(
-            gather(sizes, settings.by, items_K), tuple(gather(sizes, factors, items_K) for factors in budgets)
+            gather(sizes, settings.padded or settings.by, items_K),
+            tuple(gather(sizes, factors, items_K) for factors in budgets),
         )
         limits = Limits(tuple(budgets.values()), settings.micro_batch, settings.padding)
         return [items_K[places] for places in cut(share, limits)]
@@ -267,7 +269,7 @@ def product(sizes: Sizes, name: str) -> NDArray[np.float64]:
 def check_sizes(sizes: Sizes, settings: Settings) -> None:
     """Refuse sizes that are not there, that are not one whole number an item, or that are of no items at all."""
     named = (*settings.budget, *([settings.cost] if settings.cost else []))
-    names = (*settings.by, *(factor for name in named for factor in factors_of(name, sizes)))
+    names = (*settings.by, *settings.padded, *(factor for name in named for factor in factors_of(name, sizes)))
     missing = [name for name in names if name not in sizes]
     if missing:
         raise ValueError(f"no size is called {missing[0]!r}; there are {', '.join(sorted(sizes)) or 'none'}")

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from pipeline.errors import ConfigError
 from pipeline.protocol import ParameterGroups, Weights
 from pipeline.training.offload import Pinned, offloaded
-from pipeline.training.recompute import recomputed
+from pipeline.training.recompute import Recomputing, twin
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -81,6 +81,8 @@ class Unwatched:
 class Step:
     """A model, its optimizer and its moving averages; `run` makes a step."""
 
+    is_spread = False  # over ranks, which then make all passes at the same time
+
     def __init__(
         self,
         task: Task,
@@ -89,8 +91,12 @@ class Step:
         device: str = "cpu",
         model: nn.Module | None = None,
         watch: Watch | None = None,
+        scaled: bool | None = None,
     ) -> None:
-        """Build the model, unless it is given, and everything that stands between two steps but gradients."""
+        """Build the model, unless it is given, and everything that stands between two steps but gradients.
+
+        Losses of half precision are scaled on a GPU; `scaled` says so for a CPU, where a trace must not.
+        """
         self.task, self.settings, self.device, self.watch = task, settings, device, watch or Unwatched()
         made = task.model() if model is None else model
         if not isinstance(made, torch.nn.Module):
@@ -98,13 +104,17 @@ class Step:
             raise ConfigError(what, where="train.task", remedy=SEE)
         self.model = made.to(device)
         freeze(self.model, settings.frozen)
+        self._recomputing = Recomputing(self.model)
+        self._offloads = settings.offload
         if settings.checkpointing:
-            self.blocks = recomputed(self.model)
+            self._recomputing.turn(on=True)
         if not any(one.requires_grad for one in self.model.parameters()):
             raise ConfigError("the model has no parameter that is trained", where="train.frozen", remedy="freeze fewer")
         self.optimizer = optimizer_of(task, self.model, settings)
         self.trained = _only_trained(self.model, self.optimizer)
-        self.scaler = torch.amp.GradScaler(device, enabled=settings.precision == "fp16" and device != "cpu")
+        scaled = device != "cpu" if scaled is None else scaled
+        self.scaler = torch.amp.GradScaler(torch.device(device).type, enabled=settings.precision == "fp16" and scaled)
+        self.scaler.scale(torch.zeros((), device=device))  # it has a scale from now on: a first step may have no item
         self.averages = [one.detach().clone() for one in self.trained] if settings.ema is not None else []
         self.carrier: Carrier = Pinned()
         self._guess: Tensor | float = 0.0  # what gradients were divided by, as the weight is not known yet
@@ -125,25 +135,25 @@ class Step:
     def weights(self, batches: Sequence[Batch]) -> Mapping[str, Any] | None:
         """Return the weights of a step's terms, where they must be known before."""
         if isinstance(self.task, Weights):
-            return _summed(self.task.weights(batch) for batch in batches)
+            return summed(self.task.weights(batch) for batch in batches)
         if len(batches) <= 1 or self._is_one_term is True:
             return None
         with self._aside():
-            told = self._forward(self._moved(batches[0]))
+            told = self._forward(self.moved(batches[0]))
             self._is_one_term = len(told) == 1
             if self._is_one_term:
                 return None
-            rest = (self._forward(self._moved(batch)) for batch in batches[1:])
-            return _summed({name: weight for name, (_, weight) in terms.items()} for terms in (told, *rest))
+            rest = (self._forward(self.moved(batch)) for batch in batches[1:])
+            return summed({name: weight for name, (_, weight) in terms.items()} for terms in (told, *rest))
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
         """Run the model without a trace: no gradients, no statistics, no random numbers used up."""
-        with self._evaluating(), torch.random.fork_rng([] if self.device == "cpu" else None):
+        with self.evaluating(), torch.random.fork_rng([] if self.device == "cpu" else None):
             yield
 
     @contextmanager
-    def _evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> Iterator[None]:
         """Let the model be as where it is used; afterwards every module is as it was."""
         training = [module for module in self.model.modules() if module.training]
         self.model.eval()
@@ -157,7 +167,7 @@ class Step:
     def accumulate(self, batch: Batch, weights: Mapping[str, Any] | None = None) -> None:
         """Add the gradients of a micro-batch."""
         self.watch.phase("inputs")
-        batch = self._moved(batch)
+        batch = self.moved(batch)
         self.watch.phase("forward")
         with self._saved():
             terms = self._forward(batch)
@@ -170,6 +180,27 @@ class Step:
             kept = self._totals.get(name, (0.0, 0.0))
             self._totals[name] = (kept[0] + total.detach(), kept[1] + weight)
 
+    def accumulate_on_host(self, batch: Batch, weights: Mapping[str, Any] | None = None) -> None:
+        """Add the gradients of a micro-batch that no card holds: a copy of the model computes them on the processor."""
+        host = twin(self.model)
+        terms = self.task.loss(host, _on_host(batch))
+        loss = self._loss(terms, weights)
+        torch.autograd.backward(loss * self.scaler.get_scale() if self.scaler.is_enabled() else loss)
+        for own, other in zip(self.model.parameters(), host.parameters(), strict=True):
+            if other.grad is not None:
+                gradient = other.grad.to(own.device, own.dtype)
+                own.grad = gradient if own.grad is None else own.grad.add_(gradient)
+        for name, (total, weight) in terms.items():
+            kept = self._totals.get(name, (0.0, 0.0))
+            self._totals[name] = (kept[0] + total.detach().to(self.device), kept[1] + weight)
+
+    def aside(self, batch: Batch, *, on_host: bool = False) -> Terms:
+        """Return the terms of a micro-batch without a trace: no gradients, no statistics, no random numbers used up."""
+        with self._aside():
+            if on_host:
+                return self.task.loss(twin(self.model).eval(), _on_host(batch))
+            return self._forward(self.moved(batch))
+
     def _loss(self, terms: Terms, weights: Mapping[str, Any] | None) -> Tensor:
         """Return what to go back from: every term over its weight, or over what is corrected later."""
         if weights is not None:
@@ -180,21 +211,64 @@ class Step:
                 raise ConfigError(what, where="train.task", remedy="weights(batch) tells each term's weight beforehand")
             return _sum(_over(total, weight) for total, weight in terms.values())
         ((total, weight),) = terms.values()
-        if not self._totals:
+        if not self._totals:  # nobody else knows this guess: it is divided out again before ranks add up
             self._guess = weight.detach().clamp(min=1.0) if isinstance(weight, torch.Tensor) else max(weight, 1.0)
-        return total / self._guess
+        return total / (float(self._guess) if total.device.type != torch.device(self.device).type else self._guess)
 
     def update(self, weights: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
         """Let the optimizer take the gradients; return the value of each term."""
         values = {name: _over(total, weight) for name, (total, weight) in self._totals.items()}
         if weights is None and len(self._totals) == 1:
             ((_, weight),) = self._totals.values()
-            self._scale(_over(self._guess, weight))
+            self.settle(weight)
         if self.settings.clip is not None:
-            self.watch.phase("clip")
-            self.scaler.unscale_(self.optimizer)
-            foreach = self.settings.way != "loop"
-            torch.nn.utils.clip_grad_norm_(self.trained, self.settings.clip, foreach=foreach)
+            self.clip()
+        self.apply()
+        return values
+
+    @property
+    def totals(self) -> dict[str, tuple[float, float]]:
+        """Return each term's sum and weight so far, as numbers; a GPU is waited for."""
+        return {name: (float(total), float(weight)) for name, (total, weight) in self._totals.items()}
+
+    def settle(self, weight: Tensor | float) -> None:
+        """Divide the gradients of a single term by its weight, in place of what was guessed."""
+        known = isinstance(weight, float)  # a loop has waited for it anyway; a number scales gradients of any precision
+        self._scale(float(_over(float(self._guess), weight)) if known else _over(self._guess, weight))
+
+    def norm(self) -> Tensor:
+        """Return the norm of all gradients."""
+        self.scaler.unscale_(self.optimizer)
+        gradients = [one.grad for one in self.trained if one.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients, foreach=self.settings.way != "loop")
+
+    def clip(self) -> Tensor:
+        """Shorten the gradients to the norm that they may have at most; return the one that they had."""
+        assert self.settings.clip is not None
+        self.watch.phase("clip")
+        self.scaler.unscale_(self.optimizer)
+        foreach = self.settings.way != "loop"
+        return torch.nn.utils.clip_grad_norm_(self.trained, self.settings.clip, foreach=foreach)
+
+    def make_state(self) -> None:
+        """Let the optimizer make its state now; nothing else changes, not a bit."""
+        if self.optimizer.state:
+            return
+        kept = [(group["lr"], group["weight_decay"]) for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["weight_decay"] = 0.0
+        for parameter in self.trained:
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()
+        for group, (rate, decay) in zip(self.optimizer.param_groups, kept, strict=True):
+            group["lr"], group["weight_decay"] = rate, decay
+        for state in self.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"].zero_()
+        self.release()
+
+    def apply(self) -> None:
+        """Let the optimizer take the gradients as they are, and the averages follow."""
         self.watch.phase("optimizer")
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -202,7 +276,6 @@ class Step:
             self.watch.phase("ema")
             self._average()
         self.release()
-        return values
 
     def release(self) -> None:
         """Drop all gradients, and what is known of the step so far."""
@@ -211,12 +284,37 @@ class Step:
         self._guess, self._totals = 0.0, {}
         self.watch.phase("idle")
 
+    @contextmanager
+    def remedied(self, *, checkpointing: bool, offload: bool) -> Iterator[None]:
+        """Take less memory and more time for a while, beyond what the settings say."""
+        before = self._recomputing.on, self._offloads
+        self._recomputing.turn(on=before[0] or checkpointing)
+        self._offloads = before[1] or offload
+        try:
+            yield
+        finally:
+            self._recomputing.turn(on=before[0])
+            self._offloads = before[1]
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Put the moving averages in the place of the parameters for a while, where there are any."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        for average, parameter in zip(self.averages, self.trained, strict=bool(self.averages)):
+            parameter.data, average.data = average.data, parameter.data
+
     def evaluate(self, batch: Batch) -> Terms:
         """Return each term's sum and weight, without gradients, as the model does where it is used."""
         self.watch.phase("inputs")
-        batch = self._moved(batch)
+        batch = self.moved(batch)
         self.watch.phase("evaluate")
-        with self._evaluating():
+        with self.evaluating():
             terms = self._forward(batch)
         self.watch.phase("idle")
         return terms
@@ -236,15 +334,18 @@ class Step:
             yield "ema", str(place), average
 
     def _forward(self, batch: Batch) -> Terms:
-        kind = torch.device(self.device).type
-        precision = DTYPES.get(self.settings.precision)
-        with torch.autocast(kind, precision) if precision else nullcontext():
+        with self.cast():
             terms = self.task.loss(self.model, batch)
         for name, term in _items_of(terms):
             _check_term(name, term)
         return terms
 
-    def _moved(self, batch: Batch) -> Batch:
+    def cast(self) -> AbstractContextManager[Any]:
+        """Return where the model runs in the precision of the settings."""
+        precision = DTYPES.get(self.settings.precision)
+        return torch.autocast(torch.device(self.device).type, precision) if precision else nullcontext()
+
+    def moved(self, batch: Batch) -> Batch:
         """Return a batch on the device."""
         if hasattr(batch, "to"):
             return batch.to(self.device)
@@ -252,7 +353,7 @@ class Step:
 
     def _saved(self) -> AbstractContextManager[Any]:
         """Return where what backward needs is kept."""
-        if not self.settings.offload:
+        if not self._offloads:
             return nullcontext()
         return offloaded(self.model, self.carrier)
 
@@ -268,6 +369,11 @@ class Step:
         assert decay is not None
         with torch.no_grad():
             torch._foreach_lerp_(self.averages, list(self.trained), 1 - decay)
+
+
+def _on_host(batch: Batch) -> Batch:
+    """Return a batch in the host's memory."""
+    return batch.to("cpu") if hasattr(batch, "to") else tree_map_only(torch.Tensor, lambda one: one.cpu(), batch)
 
 
 def _items_of(terms: Any) -> list[tuple[Any, Any]]:
@@ -343,7 +449,7 @@ def optimizer_of(task: Task, model: nn.Module, settings: Settings) -> Optimizer:
     return kind(groups, rate, weight_decay=decay, foreach=way["foreach"], fused=way["fused"])
 
 
-def _summed(many: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def summed(many: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the sums by name."""
     sums: dict[str, Any] = {}
     for one in many:

@@ -52,6 +52,9 @@ def test_folders_with_a_default_are_known_as_paths() -> None:
         "data.structures_dir",
         "data.splits",
         "embed.weights",
+        "train.models",
+        "train.pretrained",
+        "train.predict.folder",
         "cache.root",
         "cluster.runs",
     }

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
 from pipeline.training.offload import Pinned
-from pipeline.training.recompute import recomputed, repeated
+from pipeline.training.recompute import Recomputing, repeated
 from pipeline.training.step import Settings, Step
 
 WIDTH = 8
@@ -189,7 +189,9 @@ def test_repeated_blocks_are_found_and_single_ones_are_not() -> None:
 def test_a_recomputed_block_runs_again_in_backward() -> None:
     model, runs = Net(), []
     model.blocks[1].register_forward_hook(lambda *_: runs.append(1))
-    assert recomputed(model) == ["blocks.0", "blocks.1", "blocks.2"]
+    recomputing = Recomputing(model)
+    recomputing.turn(on=True)
+    assert recomputing.blocks == ["blocks.0", "blocks.1", "blocks.2"]
     runs.clear()
     counted = copy.copy(model)
     counted(torch.randn(2, WIDTH)).sum().backward()

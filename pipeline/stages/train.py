@@ -1,0 +1,306 @@
+"""Stage train: a plan, graphs and embeddings in; checkpoints, figures and a trained model out."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipeline.keys import content_digest
+from pipeline.training.prepared import COST, LIKENESS, sampling
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+    from torch import nn
+
+    from pipeline.config.schema import Train
+    from pipeline.records import Reason, Tell
+    from pipeline.training.bundles import Checkpoint as Reference
+    from pipeline.training.checkpoint import Checkpoints
+    from pipeline.training.dataset import Table
+    from pipeline.training.embeddings import Embeddings
+    from pipeline.training.loader import Loader
+    from pipeline.training.loop import Course, Trainer
+    from pipeline.training.prepared import ModelFolder, Prepared, Stretch
+    from pipeline.training.ranks import Ranks
+    from pipeline.training.source import Graphs
+    from pipeline.training.step import Step
+
+    Integers = NDArray[np.int64]
+
+MOST_SHRUNK = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Items:
+    """Items that a loader reads, and what they cost under a plan."""
+
+    table: Table
+    cost_N: Integers
+    likeness_N: Integers  # by which they are put in order, under any plan
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """Everything that training is given."""
+
+    train: Train
+    prepared: Prepared
+    folder: ModelFolder
+    make_step: Callable[[Callable[[nn.Module], None]], Step]
+    source: Callable[[Table], Graphs]
+    embeddings: Callable[[], Embeddings | None]
+    stretches: Sequence[tuple[Stretch, Items]]
+    validation: Items | None
+    ranks: Ranks
+    tell: Tell
+    say: Callable[[str], None]
+    measure: Callable[[Mapping[str, Any]], Mapping[str, Any]]  # sizes of a graph → the task's, for cropping
+    remember: Callable[[int, float], None] = lambda _bytes, _s: None  # what a card held in an epoch, and a step took
+    leave_out: frozenset[str] = frozenset()
+    settings: Mapping[str, Any] = field(default_factory=dict)  # the frozen configuration, for trackers
+
+    def loader(self, items: Items, budget: int, *, shuffle: bool, batch: int, threads: int | None = None) -> Loader:
+        """Return a loader of some items, cut as planned."""
+        from pipeline.training.loader import Loader
+        from pipeline.training.sampler import Sampler
+
+        settings = sampling(
+            batch,
+            max(self.budget_of(budget), int(items.cost_N.max(initial=1))),
+            padded=self.train.batching == "padded",
+            seed=self.train.seed,
+            micro_batch=1 if self.tell.careful else pinned(self.train.micro_batch),
+            shuffle=shuffle,
+        )
+        data = content_digest(items.table.key_N16.tobytes()).hex()
+        sizes = {COST: items.cost_N, LIKENESS: items.likeness_N}
+        sampler = Sampler(sizes, settings, rank=self.ranks.rank, ranks=self.ranks.world, data=data)
+        return Loader(
+            self.source(items.table),
+            self.embeddings(),
+            sampler,
+            slots=self.train.slots,
+            threads=threads or self.train.threads,
+            pin=pinned(self.train.pin),
+            seed=self.train.seed,
+            crop=self.prepared.crop or None,
+            measure=self.measure,
+        )
+
+    def budget_of(self, budget: int) -> int:
+        """Return what is left of a budget after a card's memory has ended so often."""
+        return budget >> min(self.tell.shrink, MOST_SHRUNK)
+
+
+def pinned(value: Any) -> Any:
+    """Return what a configuration pins; None where it leaves the choice."""
+    return None if value == "auto" else value
+
+
+def train(job: Job, before: int = 0) -> Generator[Reason | None, None, None]:
+    """Train to the end, or to where a signal says; the first rank yields once for every step after the first few."""
+    trainer = trainer_of(job)
+    start = None
+    try:
+        for done in trainer.run():
+            start = done if start is None else start
+            job.tell.moved = done > start
+            for _ in range(before if job.ranks.rank == 0 else done, done):
+                yield None
+            before = max(before, done)
+    finally:
+        close(job, trainer)
+    job.tell.ended_by = trainer.ended_by
+
+
+def close(job: Job, trainer: Trainer) -> None:
+    """Let go of what was open."""
+    for course in trainer.courses:
+        course.loader.close()
+    trainer.keeper.close()
+    trainer.stepper.upkeep.end()
+    trainer.watcher.close()
+    del job
+
+
+def seed_all(seed: int) -> None:
+    """Let all random numbers begin at a seed."""
+    import torch
+
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))  # noqa: NPY002 - users' code may draw from it
+
+
+def trainer_of(job: Job) -> Trainer:
+    """Put a training together."""
+    from pipeline.memory.governor import Governor
+    from pipeline.memory.meters import HostMeter, meter_of
+    from pipeline.memory.upkeep import Habits, Upkeep
+    from pipeline.training.checkpoint import Checkpoints, new_token
+    from pipeline.training.evaluation import Evaluation
+    from pipeline.training.keeping import Keeper
+    from pipeline.training.loop import Course, Trainer
+    from pipeline.training.state import model_key
+    from pipeline.training.stepping import Stepper
+    from pipeline.training.watch import Watch
+
+    train, ranks, prepared = job.train, job.ranks, job.prepared
+    step = fresh_step(job)
+    if train.compile:
+        step.model.compile(mode=train.compile_mode)
+    courses, first = list[Course](), 0
+    for stretch, items in job.stretches:
+        loader = job.loader(items, stretch.budget_bytes, shuffle=True, batch=train.effective_batch)
+        courses.append(Course(stretch, loader, items.cost_N, first))
+        first += stretch.epochs
+
+    def governor_of(course: Course) -> Governor:
+        return Governor(
+            budget=job.budget_of(course.stretch.budget_bytes),
+            base_bytes=course.stretch.base_bytes,
+            limit_bytes=prepared.limit_bytes if step.device != "cpu" else None,
+            largest=int(course.cost_N.max()),
+            margin=prepared.margin,
+            padded=train.batching == "padded",
+            ladder=stepper.ladder,
+        )
+
+    token = ranks.exchange({"token": new_token("train")})[0]["token"]
+    checkpoints = Checkpoints(
+        job.folder.checkpoints,
+        last=train.checkpoints.last,
+        best=train.checkpoints.best,
+        identity={"model": model_key(step.model), "recipe": prepared.name},
+        tell=job.say,
+        token=token,
+    )
+    if ranks.rank == 0:
+        checkpoints.sweep()
+    ranks.exchange({})
+    meter = meter_of(step.device)
+    watch = Watch(
+        train,
+        prepared,
+        job.folder,
+        step,
+        ranks,
+        job.tell,
+        job.say,
+        meter=meter,
+        checkpoint=lambda: _reference(checkpoints),
+        config=job.settings,
+        remember=job.remember,
+    )
+    habits = Habits(train.memory_fraction, train.empty_cache_every, train.collect_every, train.synchronise)
+    upkeep = Upkeep(habits, step.device)
+    placeholder = Governor(budget=1)
+    kind: type[Stepper] = Stepper
+    if step.is_spread:
+        from pipeline.training.sharded_stepping import ShardedStepper
+
+        kind = ShardedStepper
+    stepper = kind(
+        step,
+        placeholder,
+        courses[0].cost_N,
+        upkeep,
+        too_large=train.too_large,
+        begin=watch.begin,
+        failed=lambda piece, oom: trainer.oom(piece, oom.error),
+    )
+    watch.budget = lambda: stepper.governor.budget
+    evaluation = None
+    if job.validation is not None:
+        batch = max(train.effective_batch, ranks.world)
+        loader = job.loader(job.validation, courses[-1].stretch.budget_bytes, shuffle=False, batch=batch)
+        evaluation = Evaluation(
+            step,
+            loader,
+            ranks,
+            job.folder.outputs,
+            cost_N=job.validation.cost_N,
+            too_large=train.too_large,
+            begin=watch.begin,
+            ending=job.tell.ending,
+        )
+    fresh = Fresh(job)
+    host = HostMeter(limit_bytes=job.tell.mem_bytes or None)
+    behind = train.checkpoints.asynchronous
+    keeper = Keeper(checkpoints, ranks, fresh=fresh, tell=job.say, behind=behind, host=host)
+    upkeep.begin()
+    trainer = Trainer(
+        train,
+        step,
+        stepper,
+        courses,
+        ranks,
+        keeper,
+        watch,
+        validate=(lambda _epoch: evaluation.figures()) if evaluation else None,
+        meter=meter if step.device != "cpu" else None,
+        host=host,
+        ending=lambda: job.tell.ending(),
+        governor_of=governor_of,
+        leave_out=job.leave_out,
+    )
+    return trainer
+
+
+def _reference(checkpoints: Checkpoints) -> Reference | None:
+    """Return the checkpoint from which a step is reached."""
+    from pipeline.training.bundles import Checkpoint as Reference
+
+    told = checkpoints.latest()
+    if told is None:
+        return None
+    path = checkpoints.folder / told.name
+    return Reference(str(path), content_digest((path / "manifest.json").read_bytes()).hex())
+
+
+def fresh_step(job: Job) -> Step:
+    """Return a step with the parameters that a training begins with, the same on every rank."""
+    seed_all(job.train.seed)
+    step = job.make_step(lambda model: begin_with(job, model))
+    seed_all(job.train.seed + 1 + job.ranks.rank)
+    return step
+
+
+def begin_with(job: Job, model: nn.Module) -> None:
+    """Give a model the weights that were named to begin with."""
+    if job.train.pretrained is None:
+        return
+    from pipeline.training.pretrained import load_pretrained
+
+    report = load_pretrained(model, job.train.pretrained, partial=job.train.pretrained_partial)
+    if job.ranks.rank == 0:
+        job.say(f"{report.loaded:,} tensors of {job.train.pretrained}")
+        for line in report.lines():
+            job.say(f"  {line}")
+
+
+class Fresh:
+    """Puts a step back to the beginning of its training; the first time it stands there already."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._is_fresh = job, True
+
+    def __call__(self, step: Step) -> None:
+        """Give it the parameters that it began with."""
+        import torch
+
+        if self._is_fresh:
+            self._is_fresh = False
+            return
+        step.optimizer.state.clear()  # memory has ended: room for the other
+        other = fresh_step(self._job)
+        with torch.no_grad():
+            step.model.load_state_dict(other.model.state_dict())
+            for own, average in zip(step.averages, other.averages, strict=True):
+                own.copy_(average)
+        step.scaler.load_state_dict(other.scaler.state_dict())

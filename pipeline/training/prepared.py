@@ -1,0 +1,176 @@
+"""What was decided before a training began, as JSON: its plan, what it is called, and the files of what it makes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipeline.training.sampler import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from pipeline.memory.plan import Plan
+
+    Integers = NDArray[np.int64]
+
+COST = "cost"  # the size by which micro-batches are cut: bytes
+LIKENESS = "likeness"  # that by which an epoch is put in order: it does not depend on a plan
+UNIT = 1000  # of likeness: an item of mean sizes
+PADDING = 1.03  # padded/real of a micro-batch, at most
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Epochs that are trained on the same items under the same plan."""
+
+    name: str
+    epochs: int
+    budget_bytes: int  # of a micro-batch: the sum of its items' costs, or their number times the largest
+    base_bytes: int  # beside them
+    live_bytes: int  # of the worst micro-batch
+    reserved_bytes: int  # what the allocator is expected to hold then
+    weights: Mapping[str, float]  # bytes that an item costs for each unit of its sizes
+    largest: Mapping[str, int] = field(default_factory=dict)  # items above take no part
+
+    def cost(self, sizes: Mapping[str, Integers]) -> Integers:
+        """Return what items cost by their sizes, in bytes; none is above the budget, so that each can come alone."""
+        items = len(next(iter(sizes.values())))
+        total_N = np.zeros(items)
+        for term, weight in self.weights.items():
+            factors = () if term == "item" else term.split("*")
+            total_N += weight * np.prod([np.ones(items), *(sizes[name].astype(np.float64) for name in factors)], axis=0)
+        return np.clip(np.ceil(total_N), 1, self.budget_bytes).astype(np.int64)
+
+    def keeps(self, sizes: Mapping[str, Integers]) -> NDArray[np.bool_]:
+        """Tell which items take part."""
+        keep_N = np.ones(len(next(iter(sizes.values()))), np.bool_)
+        for name, most in self.largest.items():
+            keep_N &= sizes[name] <= most
+        return keep_N
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Everything that a training is told besides its configuration."""
+
+    name: str  # of its folder
+    recipe: Mapping[str, Any]  # what decides its outcome
+    table: str  # the key of the table of the data set, in hex
+    precision: str
+    checkpointing: bool
+    offload: bool
+    sharded: bool
+    stretches: tuple[Stretch, ...]
+    limit_bytes: int  # what torch may take of a card, or a process of the machine
+    margin: float  # by which the plan may be wrong
+    ranks: int
+    cpus: int  # of a rank
+    mem_bytes: int  # of a node
+    mem_why: str
+    allocator: str  # for PYTORCH_CUDA_ALLOC_CONF
+    remedies: tuple[str, ...] = ()
+    crop: Mapping[str, int] = field(default_factory=dict)  # the largest size of an item; empty: none is cropped
+    skipped: tuple[int, ...] = ()  # items of the split that no plan can hold
+    notes: tuple[str, ...] = ()
+    step_s: float = 0.0  # as planned
+
+    @property
+    def epochs(self) -> int:
+        """Return how many epochs there are."""
+        return sum(stretch.epochs for stretch in self.stretches)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON data."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Prepared:
+        """Read what `to_json` wrote."""
+        stretches = tuple(Stretch(**one) for one in data["stretches"])
+        texts = {name: tuple(data[name]) for name in ("remedies", "skipped", "notes")}
+        return cls(**{**data, "stretches": stretches, **texts})
+
+
+def likeness(sizes: Mapping[str, Integers]) -> Integers:
+    """Return what tells how alike items are: the mean of their sizes, each by its own mean.
+
+    Plans and ranks may change while a model is trained; the order of its steps must not.
+    """
+    shares = [size_N / max(1e-9, float(np.mean(size_N))) for size_N in sizes.values()]
+    found: Integers = np.maximum(np.rint(UNIT * np.mean(shares, axis=0)), 1).astype(np.int64)
+    return found
+
+
+def sampling(
+    batch: int,
+    budget_bytes: int,
+    *,
+    padded: bool,
+    seed: int = 0,
+    micro_batch: int | None = None,
+    shuffle: bool = True,
+) -> Settings:
+    """Return how an epoch is cut, for those who plan and for those who train: items have a COST and a LIKENESS."""
+    return Settings(
+        batch=batch,
+        seed=seed,
+        by=(LIKENESS,),
+        cost=COST,
+        budget={COST: budget_bytes},
+        micro_batch=micro_batch,
+        padding=PADDING if padded else None,
+        padded=(COST,),
+        shuffle=shuffle,
+    )
+
+
+def stretch_of(name: str, epochs: int, plan: Plan, largest: Mapping[str, int]) -> Stretch:
+    """Return what a plan means for training."""
+    return Stretch(
+        name=name,
+        epochs=epochs,
+        budget_bytes=int(plan.budget[COST]),
+        base_bytes=int(plan.base.value),
+        live_bytes=int(plan.live.value),
+        reserved_bytes=int(plan.reserved.value),
+        weights={name: float(weight) for name, weight in plan.cost_weights.items()},
+        largest=dict(largest),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """Where the files of a training are; this is who names them."""
+
+    path: Path
+
+    @property
+    def prepared(self) -> Path:
+        """What was decided before it began."""
+        return self.path / "prepared.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Its checkpoints, a folder each."""
+        return self.path / "checkpoints"
+
+    @property
+    def bundles(self) -> Path:
+        """What is needed to run a step again that went wrong."""
+        return self.path / "bundles"
+
+    @property
+    def outputs(self) -> Path:
+        """What the model says of the items of a validation, for its metrics; gone afterwards."""
+        return self.path / "outputs"
+
+    @property
+    def evaluations(self) -> Path:
+        """The figures of splits, a file each."""
+        return self.path / "evaluations"

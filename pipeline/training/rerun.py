@@ -1,0 +1,204 @@
+"""A rank's share of a step that went wrong, run again as it was cut: each part is measured, and nothing is recovered.
+
+Everything is afterwards as it was before, but for what the allocator holds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pipeline.memory.recovery import Snapshot, rewind, said_out_of_memory
+from pipeline.protocol import Weights
+from pipeline.training.state import plain_name, rng_state, set_rng_state
+from pipeline.training.step import Unwatched, summed
+from pipeline.training.stepping import CHECKPOINTING, OFFLOAD, RUNGS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from pipeline.memory.meters import Memory, Meter
+    from pipeline.training.share import Piece
+    from pipeline.training.step import Step
+
+    Numbers = Mapping[str, Tensor]  # states of random numbers
+
+
+class Outcome(str, Enum):
+    """What came of a part."""
+
+    FITS = "fits"
+    OOM = "out of memory"
+    NOT_FINITE = "not finite"
+    NOT_RUN = "not run"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Items that run forward and backward together."""
+
+    micro: int  # of which micro-batch of the share, from 0
+    ids: tuple[str, ...]
+    numbers: tuple[int, ...]  # in the table
+    rung: int = 0  # of the ladder
+    cost_bytes: int = 0  # as planned, beside the model
+    sizes: Mapping[str, int] = field(default_factory=dict)  # of all items together
+
+
+@dataclass(slots=True)
+class Result:
+    """What came of a part, and what it took."""
+
+    part: Part
+    outcome: Outcome = Outcome.NOT_RUN
+    terms: dict[str, tuple[float, float]] = field(default_factory=dict)  # sums and weights
+    peak_bytes: int = 0  # live tensors, the model and all; where nobody counts these, what is resident
+    grown_bytes: int = 0  # above what there was when the step began
+    error: str = ""
+    rng: Numbers = field(default_factory=dict)  # before it
+
+
+@dataclass(slots=True)
+class Rerun:
+    """What came of a share."""
+
+    results: list[Result]
+    is_counted: bool  # whether a device counts tensors; else figures are of the process
+    reserved_bytes: int = 0  # at the peak
+    gradients: list[str] = field(default_factory=list)  # parameters whose gradients are not finite
+    norm: float | None = None  # of all gradients, where every part ran
+
+    def of(self, outcome: Outcome) -> list[Result]:
+        """Return the parts that ended so."""
+        return [one for one in self.results if one.outcome is outcome]
+
+
+def rerun(
+    step: Step,
+    parts: Sequence[Part],
+    read: Callable[[Part], Piece],
+    rng: Numbers,
+    meter: Meter,
+    *,
+    begin: Callable[[Part], None] = lambda _: None,
+) -> Rerun:
+    """Run parts in order, to the first for which memory does not suffice."""
+    snapshot = Snapshot.take(step.model, device=step.device, scaler=step.scaler)
+    weights = _weights(step, parts, read)
+    set_rng_state(rng, step.device)
+    first = meter.read()
+    found = Rerun([Result(part) for part in parts], is_counted=first.allocated_bytes is not None)
+    for result in found.results:
+        begin(result.part)
+        result.rng = rng_state(step.device)
+        _run(step, result, read, weights, meter)
+        memory = meter.read()
+        found.reserved_bytes = max(found.reserved_bytes, memory.peak_reserved_bytes)
+        result.peak_bytes = _peak(memory)
+        result.grown_bytes = max(0, result.peak_bytes - _live(first))
+        if result.outcome is Outcome.OOM:
+            break
+    else:
+        _look_at_gradients(step, found, weights)
+    step.release()
+    rewind(snapshot, step.model.parameters(), step.device)
+    return found
+
+
+def _run(
+    step: Step, result: Result, read: Callable[[Part], Piece], weights: Mapping[str, float] | None, meter: Meter
+) -> None:
+    """Run a part forward and backward; note how that ended."""
+    before, sums = step.totals, _Sums()
+    step.watch = sums
+    piece = read(result.part)
+    meter.reset_peak()
+    error = said_out_of_memory(lambda one: accumulate(step, one, weights), piece)
+    step.watch = Unwatched()
+    if error is not None:
+        result.outcome, result.error = Outcome.OOM, error
+        return
+    for name, (total, weight) in step.totals.items():
+        earlier = before.get(name, (0.0, 0.0))
+        result.terms[name] = (sums.sums.get(name, total - earlier[0]), weight - earlier[1])
+    finite = all(math.isfinite(total) and math.isfinite(weight) for total, weight in result.terms.values())
+    result.outcome = Outcome.FITS if finite else Outcome.NOT_FINITE
+
+
+def accumulate(step: Step, piece: Piece, weights: Mapping[str, float] | None) -> None:
+    """Run a piece forward and backward on its rung."""
+    batch = step.task.collate(piece.items, piece.rng)
+    if piece.rung > RUNGS.index(OFFLOAD) + 1:
+        step.accumulate_on_host(batch, weights)
+        return
+    checkpointing, offload = (piece.rung > RUNGS.index(name) for name in (CHECKPOINTING, OFFLOAD))
+    with step.remedied(checkpointing=checkpointing, offload=offload):
+        step.accumulate(batch, weights)
+
+
+class _Sums(Unwatched):
+    """Hears what a micro-batch's terms come to: what is added up keeps the first that is not finite for good."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, float] = {}
+
+    def terms(self, terms: Mapping[str, Tensor]) -> None:
+        """Hear the sums."""
+        self.sums = {name: float(total.detach()) for name, total in terms.items()}
+
+
+def _weights(step: Step, parts: Sequence[Part], read: Callable[[Part], Piece]) -> dict[str, float] | None:
+    """Return the weights of the share's terms, where they must be known before; of one term they need not."""
+    found: list[Mapping[str, Any]] = []
+
+    def ask(piece: Piece) -> None:
+        batch = step.task.collate(piece.items, piece.rng)
+        if isinstance(step.task, Weights):
+            found.append(step.task.weights(batch))
+        else:
+            found.append({name: weight for name, (_, weight) in step.aside(batch).items()})
+
+    def in_parts(piece: Piece) -> None:  # an item that does not fit even so has no weight here
+        if said_out_of_memory(ask, piece) is not None and len(piece) > 1:
+            for half in piece.halves():
+                in_parts(half)
+
+    if len(parts) < 2 and not isinstance(step.task, Weights):
+        return None
+    for part in parts:
+        in_parts(read(part))
+        if not isinstance(step.task, Weights) and found and len(found[0]) == 1:
+            return None
+    return {name: float(value) for name, value in summed(found).items()} or None
+
+
+def _look_at_gradients(step: Step, found: Rerun, weights: Mapping[str, float] | None) -> None:
+    """Note what is not finite of the gradients of a share that ran to its end."""
+    found.gradients = not_finite(step)
+    totals = step.totals
+    if weights is None and len(totals) == 1:
+        ((_, weight),) = totals.values()
+        step.settle(weight)
+    if totals:
+        found.norm = float(step.norm())
+
+
+def not_finite(step: Step) -> list[str]:
+    """Return the names of the parameters whose gradients are not finite."""
+    named = ((name, one.grad) for name, one in step.model.named_parameters())
+    return [plain_name(name) for name, grad in named if grad is not None and not bool(torch.isfinite(grad).all())]
+
+
+def _peak(memory: Memory) -> int:
+    counted = memory.peak_allocated_bytes
+    return memory.peak_reserved_bytes if counted is None else counted
+
+
+def _live(memory: Memory) -> int:
+    return memory.reserved_bytes if memory.allocated_bytes is None else memory.allocated_bytes

@@ -1,0 +1,92 @@
+"""Small trainings whose states are saved, and ways to spoil what was."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.store.disk import Disk
+from pipeline.training.checkpoint import Checkpoints, State
+
+IDENTITY = {"model": "abc", "recipe": {"rate": 0.1}}
+
+
+def checkpoints(
+    folder: Path, *, last: int = 2, best: int = 0, said: list[str] | None = None, disk: Disk | None = None, **more: Any
+) -> Checkpoints:
+    """Return a folder of checkpoints that appends to `said` what it tells."""
+    tell: Callable[[str], None] = [].append if said is None else said.append
+    return Checkpoints(folder, last=last, best=best, tell=tell, disk=disk, **{"identity": IDENTITY} | more)
+
+
+def state_at(step: int, size: int = 40) -> State:
+    """Return a state every byte of which depends on the step."""
+    tensors = {
+        "model.weight": torch.full((size, 3), float(step)),
+        "model.half": torch.full((5,), step, dtype=torch.bfloat16),
+        "optimizer.weight.step": torch.tensor(float(step)),
+    }
+    own = {"rng": torch.full((9,), step % 250, dtype=torch.uint8)}
+    return State(tensors, {"step": step, "rate": 0.1 * step}, own, {"seed": step})
+
+
+def is_state_at(loaded: Any, step: int) -> bool:
+    """Say whether a loaded checkpoint is that of a step, read by way of its own loading."""
+    wanted = state_at(step, loaded.specs["model.weight"].shape[0])
+    targets = {name: torch.zeros_like(one) for name, one in wanted.tensors.items()}
+    loaded.load_into(targets)
+    own = loaded.own(0)
+    return (
+        loaded.step == step
+        and loaded.data == wanted.data
+        and all(same_bits(one, wanted.tensors[name]) for name, one in targets.items())
+        and own is not None
+        and own.data == wanted.own_data
+        and same_bits(own.tensors["rng"], wanted.own["rng"])
+    )
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Say whether two tensors have the same type, shape and bits; NaN is what it is."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return torch.equal(bits(one), bits(other))
+
+
+def bits(tensor: Tensor) -> Tensor:
+    if tensor.numel() == 0:
+        return torch.empty(0)
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype)
+    plain.copy_(tensor.detach())
+    return plain.flatten().view(torch.uint8)
+
+
+def forked(work: Callable[[], None]) -> int:
+    """Begin some work in a process of its own and return its id; it ends with 0 when done."""
+    if child := os.fork():
+        return child
+    code = 1
+    try:
+        work()
+        code = 0
+    except BaseException:  # noqa: BLE001 - whatever it is, this copy of the test must end here
+        with contextlib.suppress(Exception):
+            traceback.print_exc(file=sys.__stderr__)
+    finally:
+        os._exit(code)
+
+
+def spoil(path: Path, change: Callable[[bytearray], Any]) -> None:
+    """Change the bytes of a published file, which is read-only."""
+    content = bytearray(path.read_bytes())
+    change(content)
+    path.chmod(0o600)
+    path.write_bytes(content)

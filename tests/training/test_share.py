@@ -1,0 +1,109 @@
+"""A rank's share of a step: gone through again and again, read anew where it is no longer there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from pipeline.training.batch import Origin
+from pipeline.training.share import Piece, Share
+
+
+@dataclass
+class Items:
+    """A batch as far as a share looks at it."""
+
+    ids: tuple[str, ...]
+    numbers: tuple[int, ...]
+    origin: Origin
+    rejected: tuple[Any, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def some_batch(index: int, of: int, step: int = 0) -> Any:
+    return Items((f"a{index}", f"b{index}"), (2 * index, 2 * index + 1), Origin(0, step, index, of))
+
+
+def empty(index: int, of: int) -> Any:
+    return Items((), (), Origin(0, 0, index, of), rejected=("gone", "gone"))
+
+
+def share_of(
+    batches: list[Any], *, hold: int = 0, leave_out: tuple[str, ...] = (), read: list[int] | None = None
+) -> Share:
+    by_index = {one.origin.index: one for one in batches}
+
+    def fetch(_: Any, origin: Origin) -> Any:
+        (read if read is not None else []).append(origin.index)
+        return by_index[origin.index]
+
+    return Share(iter(batches), fetch, hold=hold, leave_out=leave_out)
+
+
+def ids(share: Share) -> list[tuple[str, ...]]:
+    return [piece.ids for piece in share]
+
+
+@pytest.mark.parametrize("hold", [0, 1, 2, 5])
+def test_a_share_is_the_same_every_time_and_what_is_not_held_is_read_again(hold: int) -> None:
+    read: list[int] = []
+    share = share_of([some_batch(index, 4) for index in range(4)], hold=hold, read=read)
+    first = ids(share)
+    assert read == []
+    assert ids(share) == ids(share) == first == [(f"a{n}", f"b{n}") for n in range(4)]
+    assert read == [n for n in range(4) if n >= hold] * 2
+
+
+@pytest.mark.parametrize("stop", [0, 1, 2, 3])
+def test_a_share_that_was_left_midway_begins_again_and_goes_on(stop: int) -> None:
+    share = share_of([some_batch(index, 4) for index in range(4)], hold=1)
+    for place, _ in enumerate(share):
+        if place == stop:
+            break
+    assert ids(share) == [(f"a{n}", f"b{n}") for n in range(4)]
+
+
+def test_a_share_takes_nothing_of_the_next_step() -> None:
+    batches = iter([some_batch(0, 2), some_batch(1, 2), some_batch(0, 1, step=1)])
+    share = Share(batches, lambda *_: None, hold=9)  # type: ignore[arg-type, return-value]
+    assert len(ids(share)) == 2
+    following = Share(batches, lambda *_: None, hold=9)  # type: ignore[arg-type, return-value]
+    assert following.origin.step == 1
+    following.drain()
+    assert Share(batches, lambda *_: None, hold=9).is_over  # type: ignore[arg-type, return-value]
+
+
+def test_an_empty_batch_is_passed_once_wherever_it_stands() -> None:
+    for place in range(3):
+        batches = [empty(n, 3) if n == place else some_batch(n, 3) for n in range(3)]
+        share = share_of(batches)
+        expected = [(f"a{n}", f"b{n}") for n in range(3) if n != place]
+        assert ids(share) == expected
+        assert ids(share) == expected
+        assert share.rejected == 2
+
+
+def test_items_that_are_left_out_part_a_batch() -> None:
+    share = share_of([some_batch(0, 2), some_batch(1, 2)], leave_out=("b0", "a1"))
+    assert ids(share) == [("a0",), ("b1",)]
+    assert ids(share_of([some_batch(0, 1)], leave_out=("a0", "b0"))) == []
+
+
+def test_a_drained_share_can_still_be_gone_through() -> None:
+    share = share_of([some_batch(n, 3) for n in range(3)])
+    share.drain()
+    assert len(ids(share)) == 3
+    assert [cut for cut, _ in share.cuts] == [("a0", "b0"), ("a1", "b1"), ("a2", "b2")]
+
+
+def test_pieces_are_halved_down_to_single_items() -> None:
+    batch = Items(tuple("abcde"), tuple(range(5)), Origin(0, 0, 0, 1))
+    whole = Piece(batch, 0, 5)  # type: ignore[arg-type]
+    assert [piece.ids for piece in whole.halves()] == [("a", "b"), ("c", "d", "e")]
+    assert [piece.ids for piece in whole.singles()] == [(name,) for name in "abcde"]
+    (single,) = whole.singles()[0].halves()
+    assert single.numbers == (0,)
