@@ -1,0 +1,1 @@
+"""Reference tasks with their models, loaded by name like a user's."""

@@ -1,0 +1,358 @@
+"""Which residues of two partners make their interface, and which pairs of residues touch: the reference task.
+
+    train: {task: "pipeline.tasks.interface:Interface", options: {embedding_dim: 1280}}
+
+It reads residue graphs (`graph.nodes: residue`) and the embeddings of their residues. Items are concatenated: a batch
+has the residues of all partners in one table and every pair of a receptor and a ligand residue in another, so that
+memory goes by nodes, edges and pairs. What is not known (an item without labels, a residue that the bound structure
+lacks) has no weight in the loss and no part in the figures.
+
+Shapes: N residues of all partners, E edges, P pairs, S partners (two an item), D numbers of an embedded residue, R and
+L residues of an item's receptor and ligand, C contacts of an item.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from pipeline.errors import ConfigError
+from pipeline.protocol import ITEMS
+from pipeline.tasks.interface_model import APART, FLAGS, STEPS, Network
+from pipeline.training.fields import LIGAND, RECEPTOR
+from pipeline.training.scores import Ranking, logits, precision_at
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy as np
+    from torch import Tensor, nn
+
+    from pipeline.protocol import Sizes
+    from pipeline.training.batch import Graph, Side
+
+WHERE = "train.options"
+NEAR, CA, CB = "near", 1, 3
+PLACES = 5  # N, CA, C, CB and the middle of the side chain stand for a residue
+OTHER_CHAIN = STEPS - 1
+TERMS = (INTERFACE, CONTACTS) = ("interface", "contacts")
+LABEL = "label"  # of an output, behind a dot; 1 yes, 0 no, -1 not known; of no size where an item has no labels
+NOT_KNOWN = -1
+LARGEST_PART = 5  # of L = R + L residues, so many pairs are looked at: L/5
+
+
+class Batch(NamedTuple):
+    """Some items' partners, concatenated: a receptor, its ligand, the next receptor and so on."""
+
+    pos_NA3: Tensor
+    type_N: Tensor
+    flags_NF: Tensor
+    embedding_ND: Tensor
+    partner_N: Tensor  # whose it is: 2 b for the receptor of item b, 2 b + 1 for its ligand
+    other_S: Tensor  # whose partner each is
+    from_E: Tensor
+    to_E: Tensor
+    step_E: Tensor  # how far apart along the chain
+    receptor_P: Tensor
+    ligand_P: Tensor
+    interface_N: Tensor
+    is_known_N: Tensor
+    contact_P: Tensor
+    is_known_P: Tensor
+    sizes: tuple[tuple[int, int], ...]  # residues of each item's receptor and ligand
+    shapes: tuple[tuple[int, int], ...]  # of each item's pairs, the same but in an example
+    has_labels: tuple[bool, ...]  # of each item
+    known: tuple[float, float]  # residues, pairs
+
+
+class Labels(NamedTuple):
+    """What is known of an item's interface."""
+
+    interface_N: Tensor  # receptor, then ligand
+    is_known_N: Tensor
+    contact_P: Tensor
+    is_known_P: Tensor
+
+
+@dataclass(frozen=True)
+class Interface:
+    """Interface residues and contacts, from each partner's own structure and sequence."""
+
+    embedding_dim: int = 1280  # of ESM-2 650M; 0: without embeddings
+    width: int = 128
+    layers: int = 4
+    pair_width: int = 64
+    pair_layers: int = 2
+    dropout: float = 0.0
+    contact_weight: float = 1.0  # how much a pair that touches counts beside one that does not
+
+    def __post_init__(self) -> None:
+        for name in ("width", "layers", "pair_width"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}: it must be 1 or more", where=f"{WHERE}.{name}")
+
+    def model(self) -> nn.Module:
+        """Return the network."""
+        return Network(
+            embedding_dim=self.embedding_dim,
+            width=self.width,
+            layers=self.layers,
+            pair_width=self.pair_width,
+            pair_layers=self.pair_layers,
+            dropout=self.dropout,
+        )
+
+    def cost(self, item: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what memory goes by."""
+        return {name: item[name] for name in ("nodes", "edges", "pairs")}
+
+    def collate(self, items: Sequence[Graph], rng: np.random.Generator) -> Batch:  # noqa: ARG002 - the protocol has it
+        """Concatenate items; nothing is drawn."""
+        sides = [_partners(item) for item in items]
+        flat = [side for pair in sides for side in pair if side is not None]
+        sizes = tuple((_size(receptor), _size(ligand)) for receptor, ligand in sides)
+        first_S = _firsts([count for pair in sizes for count in pair])
+        owner = [place for place, count in enumerate(count for pair in sizes for count in pair) if count]
+        labels = [_labels(item, pair, size) for item, pair, size in zip(items, sides, sizes, strict=True)]
+        known = Labels(*(torch.cat(columns) for columns in zip(*labels, strict=True)))
+        from_E, to_E = _edges(flat, [first_S[at] for at in owner])
+        receptor_P, ligand_P = _pairs(sizes, first_S)
+        return Batch(
+            pos_NA3=torch.cat([_positions(side) for side in flat]),
+            type_N=torch.cat([side.nodes["type"] for side in flat]).long(),
+            flags_NF=_bits(torch.cat([side.nodes["flags"] for side in flat])),
+            embedding_ND=torch.cat([self._embedding(side) for side in flat]),
+            partner_N=torch.cat([torch.full((_size(side),), at) for side, at in zip(flat, owner, strict=True)]),
+            other_S=torch.arange(2 * len(items)) ^ 1,
+            from_E=from_E,
+            to_E=to_E,
+            step_E=torch.cat([_steps(side) for side in flat]),
+            receptor_P=receptor_P,
+            ligand_P=ligand_P,
+            **known._asdict(),
+            sizes=sizes,
+            shapes=sizes,
+            has_labels=tuple(bool(one.is_known_N.any()) for one in labels),
+            known=(float(known.is_known_N.sum()), float(known.is_known_P.sum())),
+        )
+
+    def _embedding(self, side: Side) -> Tensor:
+        """Return a partner's embeddings; the configuration must fit them."""
+        if not self.embedding_dim:
+            return torch.zeros(_size(side), 0)
+        if side.embedding is None:
+            what = f"the task expects embeddings of {self.embedding_dim} numbers, and the data set has none"
+            remedy = "pipeline submit --stage embed, or --set train.options.embedding_dim=0"
+            raise ConfigError(what, where=f"{WHERE}.embedding_dim", remedy=remedy)
+        if (found := side.embedding.shape[1]) != self.embedding_dim:
+            what = f"the task expects embeddings of {self.embedding_dim} numbers, those of the data set have {found}"
+            remedy = f"--set train.options.embedding_dim={found}"
+            raise ConfigError(what, where=f"{WHERE}.embedding_dim", remedy=remedy)
+        return side.embedding.float()
+
+    def loss(self, model: nn.Module, batch: Batch) -> dict[str, tuple[Tensor, float]]:
+        """Return the cross entropy of residues and of pairs, and how many are known."""
+        residue_N, pair_P = model(batch)
+        of_residues = _entropy(residue_N, batch.interface_N, batch.is_known_N, 1.0)
+        of_pairs = _entropy(pair_P, batch.contact_P, batch.is_known_P, self.contact_weight)
+        return dict(zip(TERMS, zip((of_residues, of_pairs), batch.known, strict=True), strict=True))
+
+    def weights(self, batch: Batch) -> dict[str, float]:
+        """Return how many residues and pairs are known."""
+        return dict(zip(TERMS, batch.known, strict=True))
+
+    def outputs(self, model: nn.Module, batch: Batch) -> dict[str, list[Tensor]]:
+        """Return probabilities and labels of each item: of both partners' residues [R], [L], and of pairs [R, L]."""
+        residue_N, pair_P = (torch.sigmoid(_at_least_single(one)) for one in model(batch))
+        label_N = _told(batch.interface_N, batch.is_known_N)
+        label_P = _told(batch.contact_P, batch.is_known_P)
+        labels = {
+            f"{name}_{LABEL}": [one if known else one[:0] for one, known in zip(values, batch.has_labels, strict=True)]
+            for name, values in _split(label_N, label_P, batch).items()
+        }
+        return _split(residue_N, pair_P, batch) | labels
+
+    def metrics(self, outputs: Mapping[str, Sequence[Any]]) -> dict[str, float]:
+        """Return the figures of a split, item by item; those that its labels do not define are left out.
+
+        Contact precision at L/5: of an item's L/5 pairs with the highest scores (L residues of both partners together,
+        at least one pair), the share that touch; the mean over the items that have labels.
+        """
+        residues, pairs, precisions = Ranking(), Ranking(), []
+        for role in (RECEPTOR, LIGAND):
+            names = f"{role}_{INTERFACE}", f"{role}_{INTERFACE}_{LABEL}"
+            for scores, labels in zip(*(outputs[name] for name in names), strict=True):
+                _rank(residues, scores, labels)
+        for scores, labels in zip(outputs[CONTACTS], outputs[f"{CONTACTS}_{LABEL}"], strict=True):
+            if labels.size:
+                is_known = labels != NOT_KNOWN
+                _rank(pairs, scores, labels)
+                precisions.append(precision_at(scores[is_known], labels[is_known], sum(scores.shape) // LARGEST_PART))
+        figures = {
+            "interface_auroc": residues.auroc(),
+            "interface_auprc": residues.auprc(),
+            "contact_auroc": pairs.auroc(),
+            "contact_auprc": pairs.auprc(),
+            "contact_precision_l5": _mean(precisions),
+        }
+        return {name: value for name, value in figures.items() if not math.isnan(value)}
+
+    def example(self, sizes: Sizes) -> Batch:
+        """Return a batch of these sizes; how they are spread over its items makes no difference."""
+        nodes, edges, pairs, items = (sizes[name] for name in ("nodes", "edges", "pairs", ITEMS))
+        return Batch(
+            pos_NA3=10 * torch.randn(nodes, PLACES, 3),
+            type_N=torch.zeros(nodes, dtype=torch.long),
+            flags_NF=torch.zeros(nodes, FLAGS),
+            embedding_ND=torch.randn(nodes, self.embedding_dim),
+            partner_N=torch.arange(nodes) * 2 * items // max(nodes, 1),
+            other_S=torch.arange(2 * items) ^ 1,
+            from_E=torch.randint(nodes, (edges,)),
+            to_E=torch.randint(nodes, (edges,)),
+            step_E=torch.randint(STEPS, (edges,)),
+            receptor_P=torch.randint(nodes, (pairs,)),
+            ligand_P=torch.randint(nodes, (pairs,)),
+            interface_N=torch.zeros(nodes, dtype=torch.bool),
+            is_known_N=torch.ones(nodes, dtype=torch.bool),
+            contact_P=torch.zeros(pairs, dtype=torch.bool),
+            is_known_P=torch.ones(pairs, dtype=torch.bool),
+            sizes=tuple(zip(*[iter(_shares(nodes, 2 * items))] * 2, strict=True)),
+            shapes=tuple((share, 1) for share in _shares(pairs, items)),
+            has_labels=(True,) * items,
+            known=(float(nodes), float(pairs)),
+        )
+
+
+def _partners(item: Graph) -> tuple[Side, Side | None]:
+    """Return the receptor, or whatever stands alone, and the ligand."""
+    first, *rest = item.sides.values()
+    if first.residues or NEAR not in first.edges:
+        what = f"the task reads residue graphs; the nodes of {item.id} are atoms"
+        raise ConfigError(what, where="graph.nodes", remedy="--set graph.nodes=residue")
+    return first, rest[0] if rest else None
+
+
+def _size(side: Side | None) -> int:
+    return len(side.nodes["pos"]) if side is not None else 0
+
+
+def _firsts(counts: Sequence[int]) -> list[int]:
+    """Return where the rows of each partner begin."""
+    firsts = [0]
+    for count in counts:
+        firsts.append(firsts[-1] + count)
+    return firsts[:-1]
+
+
+def _positions(side: Side) -> Tensor:
+    """Return the atoms that stand for each residue [N, 5, 3]; where one is missing, CA stands for it."""
+    pos_N43 = side.nodes["pos"]
+    ca_N13 = pos_N43[:, CA : CA + 1]
+    pos_N53 = torch.cat([pos_N43, ca_N13 + side.nodes["side"].unsqueeze(1)], 1)
+    return torch.where(pos_N53.isnan(), ca_N13, pos_N53)
+
+
+def _bits(flags_N: Tensor) -> Tensor:
+    """Return flags as numbers [N, F]."""
+    bits_NF = flags_N.unsqueeze(-1).bitwise_right_shift(torch.arange(FLAGS, dtype=flags_N.dtype)) & 1
+    return bits_NF.float()
+
+
+def _edges(sides: Sequence[Side], firsts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return where the edges of all partners come from and where they go."""
+    edges = [side.edges[NEAR] + first for side, first in zip(sides, firsts, strict=True)]
+    return torch.cat([one[0] for one in edges]), torch.cat([one[1] for one in edges])
+
+
+def _steps(side: Side) -> Tensor:
+    """Return how far the ends of each edge are apart along the chain, up to a number, or that they are of two."""
+    (from_E, to_E), row_N, chain_N = side.edges[NEAR], side.nodes["row"].long(), side.nodes["chain"]
+    steps_E = (row_N[from_E] - row_N[to_E]).clamp(-APART, APART) + APART
+    is_one_chain_E = (chain_N[from_E] == chain_N[to_E]) & (row_N[from_E] >= 0) & (row_N[to_E] >= 0)
+    return torch.where(is_one_chain_E, steps_E, OTHER_CHAIN)
+
+
+def _pairs(sizes: Sequence[tuple[int, int]], first_S: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return the receptor's and the ligand's residue of every pair, item by item."""
+    receptors, ligands = [], []
+    for item, (receptor, ligand) in enumerate(sizes):
+        receptors.append((torch.arange(receptor) + first_S[2 * item]).repeat_interleave(ligand))
+        ligands.append((torch.arange(ligand) + first_S[2 * item + 1]).repeat(receptor))
+    return torch.cat(receptors), torch.cat(ligands)
+
+
+def _labels(item: Graph, sides: tuple[Side, Side | None], size: tuple[int, int]) -> Labels:
+    """Return what is known of an item: of one without contacts nothing, as a complex has some."""
+    receptor, ligand = size
+    contact_C2 = item.labels.get("contact_pairs")
+    contact_RL = torch.zeros(receptor, ligand, dtype=torch.bool)
+    if contact_C2 is None or not len(contact_C2):
+        nothing_N = torch.zeros(receptor + ligand, dtype=torch.bool)
+        return Labels(nothing_N, nothing_N, contact_RL.flatten(), contact_RL.flatten())
+    contact_RL[contact_C2[:, 0].long(), contact_C2[:, 1].long()] = True
+    known_R, known_L = (_are_known(side) for side in sides)
+    return Labels(
+        interface_N=torch.cat([contact_RL.any(1), contact_RL.any(0)]),
+        is_known_N=torch.cat([known_R, known_L]),
+        contact_P=contact_RL.flatten(),
+        is_known_P=(known_R.unsqueeze(1) & known_L).flatten(),
+    )
+
+
+def _are_known(side: Side | None) -> Tensor:
+    """Return which residues the contacts tell of: on unbound input, those that the bound structure has."""
+    assert side is not None, "contacts are of two partners"
+    is_known_N = side.nodes.get("labelled")
+    # Beside items of unbound structures, a batch says of all others that no residue is labelled.
+    return is_known_N if is_known_N is not None and is_known_N.any() else torch.ones(_size(side), dtype=torch.bool)
+
+
+def _entropy(logit_N: Tensor, label_N: Tensor, is_known_N: Tensor, yes_weight: float) -> Tensor:
+    """Return the sum of the cross entropy over what is known."""
+    logit_N = _at_least_single(logit_N)
+    label_N = label_N.to(logit_N.dtype)
+    weight_N = is_known_N.to(logit_N.dtype)
+    if yes_weight != 1.0:
+        weight_N = weight_N * (1 + (yes_weight - 1) * label_N)
+    return binary_cross_entropy_with_logits(logit_N, label_N, weight_N, reduction="sum")
+
+
+def _at_least_single(logit_N: Tensor) -> Tensor:
+    """Return logits in a precision in which they can be summed, and probabilities told apart."""
+    return logit_N.to(torch.promote_types(logit_N.dtype, torch.float32))
+
+
+def _told(label_N: Tensor, is_known_N: Tensor) -> Tensor:
+    """Return labels with what is not known among them."""
+    return torch.where(is_known_N, label_N.to(torch.int8), NOT_KNOWN)
+
+
+def _split(of_N: Tensor, of_P: Tensor, batch: Batch) -> dict[str, list[Tensor]]:
+    """Return rows of residues and of pairs item by item."""
+    of_partners = torch.split_with_sizes(of_N, [count for pair in batch.sizes for count in pair])
+    of_items = torch.split_with_sizes(of_P, [rows * columns for rows, columns in batch.shapes])
+    return {
+        f"{RECEPTOR}_{INTERFACE}": list(of_partners[::2]),
+        f"{LIGAND}_{INTERFACE}": list(of_partners[1::2]),
+        CONTACTS: [one.view(shape) for one, shape in zip(of_items, batch.shapes, strict=True)],
+    }
+
+
+def _shares(total: int, count: int) -> list[int]:
+    """Return so many numbers of about a size that make a sum."""
+    return [total * (place + 1) // count - total * place // count for place in range(count)]
+
+
+def _rank(ranking: Ranking, scores: Any, labels: Any) -> None:
+    """Add what is known of an item."""
+    if labels.size:
+        is_known = labels != NOT_KNOWN
+        ranking.add(logits(scores[is_known]), labels[is_known])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan

@@ -1,0 +1,66 @@
+"""Items as a loader hands them out: real and made complexes, with embeddings that are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from pipeline.graphs.build import build
+from pipeline.graphs.graph import Graph, encode
+from pipeline.graphs.recipe import Recipe
+from pipeline.keys import content_digest
+from pipeline.records import Item, Part, Role
+from pipeline.structures import inventory
+from pipeline.structures.read import read_file
+from pipeline.structures.synthetic import complex_pdb
+from pipeline.training import batch
+from pipeline.training.fields import EMBEDDING, ENCODED
+from pipeline.training.layout import Encoding, Sheet
+from pipeline.training.source import Found
+
+DIM = 16
+LIMIT = 64 << 20
+
+
+def batch_of(graphs: Sequence[Graph], dim: int | None = DIM, ids: Sequence[str] = ()) -> batch.Batch:
+    """Lay graphs out as the loader does; every residue has numbers of its own for an embedding."""
+    names = list(ids) or [f"item{place}" for place in range(len(graphs))]
+    found = [Found(place, names[place], *encode(graph)) for place, graph in enumerate(graphs)]
+    sheet = Sheet(found, Encoding("float32", dim) if dim else None)
+    memory = np.zeros(sheet.layout.used, np.uint8)
+    sheet.write(memory)
+    layout = sheet.layout
+    for role in layout.roles() if dim else ():
+        layout.view(f"{role}.{ENCODED}", memory)[:] = True
+        for place, name in enumerate(names):
+            rows = layout.rows(layout.residues(role), place)
+            rng = np.random.default_rng([*name.encode(), len(role)])
+            drawn = layout.view(f"{role}.{EMBEDDING}", memory)[rows]
+            drawn[:] = rng.normal(size=drawn.shape)
+    numbers = tuple(range(len(graphs)))
+    return batch.Batch(torch.from_numpy(memory), layout, numbers, tuple(names), batch.Origin(0, 0, 0, 1))
+
+
+def graph_of(data: bytes, *, recipe: Recipe | None = None) -> Graph:
+    """Return the graph of a complex in PDB text."""
+    item = Item("x", parts=(Part(Role.COMPLEX, "x.pdb"),))
+    file = inventory.File(data, content_digest(data).hex())
+    taken, read = inventory.examine(item, {"x.pdb": file}, inventory.Recipe())
+    assert read is not None, taken
+    return build(read, recipe or Recipe())
+
+
+@cache
+def made(seed: int, receptor: int = 60, ligand: int = 40) -> Graph:
+    """Return the graph of a made complex."""
+    return graph_of(complex_pdb(seed, receptor, ligand))
+
+
+@cache
+def real(path: Path) -> Graph:
+    """Return the graph of a complex in a file."""
+    return graph_of(read_file(path, LIMIT))
