@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import typer
 
 from pipeline.cli.options import ConfigFile, Json, Sets, load_config, print_json
+
+if TYPE_CHECKING:
+    from pipeline.config.load import Loaded
 
 app = typer.Typer(help="Show, check and describe the configuration.", no_args_is_help=True)
 
@@ -30,7 +34,8 @@ def check(config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -
     """Say whether the configuration is valid and what it names exists."""
     from pipeline.config import load
     from pipeline.errors import ConfigError
-    from pipeline.runs.project import source_spec
+    from pipeline.runs.project import Project, source_spec
+    from pipeline.runs.scripted import inspect
     from pipeline.structures.sources import items
 
     loaded = load_config(config, sets)
@@ -39,9 +44,30 @@ def check(config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -
         print_json({"config": str(loaded.path), "missing": missing})
     if missing:
         raise ConfigError("\n".join(missing), remedy=f"edit {loaded.path}, or use --set KEY=VALUE")
+    if loaded.config.train.command is not None:
+        inspect(Project.open(loaded.config, remember=False))  # which refuses a command that cannot be meant
     next(items(source_spec(loaded.config)), None)  # which refuses settings that the source would not heed
+    if loaded.config.train.task is not None:
+        _check_task(loaded)
     if not as_json:
         typer.echo(f"{loaded.path}: valid")
+
+
+def _check_task(loaded: Loaded) -> None:
+    """Try the task out: its model and a batch on tensors without data, and on a few items where graphs are there."""
+    from pipeline.errors import ConfigError
+    from pipeline.runs.contract import breaches
+    from pipeline.runs.project import Project
+    from pipeline.runs.tasks import load_task
+    from pipeline.runs.training import misfits, some_items
+
+    train, beside = loaded.config.train, loaded.base_dir.absolute()
+    task = load_task(train.task, train.options, beside=beside)
+    project = Project.open(loaded.config, remember=False, beside=beside)
+    found = [*misfits(project), *breaches(task, items=some_items(project), seed=train.seed)]
+    if found:
+        remedy = "what a task must have: pipeline/protocol.py"
+        raise ConfigError("\n".join(found), where=f"train.task: {train.task}", remedy=remedy)
 
 
 @app.command()

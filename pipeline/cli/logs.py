@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 FOLLOW_EVERY_S = 0.5
 LOOK_AFTER_S = 10.0  # how often who follows asks whether anybody still looks after the run
 SHOWN = 10  # logs
+TOGETHER = ("train", "evaluate", "predict")  # stages whose processes are ranks of one task
 
 
 class Logged(str, Enum):
@@ -29,6 +30,9 @@ class Logged(str, Enum):
     SCAN = "scan"
     EMBED = "embed"
     GRAPH = "graph"
+    TRAIN = "train"
+    EVALUATE = "evaluate"
+    PREDICT = "predict"
     SUPERVISE = "supervise"
 
 
@@ -54,21 +58,22 @@ def logs(
     if follow and as_json:
         raise ConfigError("one document cannot be followed", where="--json", remedy="leave -f or --json out")
     folder = run_folder(run, config, sets)
-    wanted = Wanted(stage.value if stage else None, task, attempt, failed)
     status = fold(folder.name, Reader(folder).news())
+    of = stage.value if stage else None
     if rank is not None:
-        _refuse_rank(status, wanted.stage, rank)
+        of, rank = _ranked(folder, status, of, rank)
+    wanted = Wanted(of, task, attempt, failed)
     if follow:
-        _follow(folder, wanted)
+        _follow(folder, wanted, rank)
         return
     found = wanted_logs(folder, status, wanted)
     if not found:
         raise _none(folder, status, wanted)
     if as_json:
-        print_json([_plain(log) for log in found])
+        print_json([_plain(log, rank) for log in found])
         return
     shown = found if everything else found[-SHOWN:]
-    _show(shown, whole=everything or task is not None)
+    _show(shown, rank, whole=everything or task is not None)
     if len(shown) < len(found):
         typer.echo(f"\nthe newest {len(shown)} of {len(found):,}; others: --stage S --task N, or --all", err=True)
 
@@ -80,18 +85,35 @@ def run_folder(run: str | None, config: Path | None, sets: Sequence[str] | None)
     return (by_path(run) if run else None) or find(load_config(config, sets).config.cluster.runs, run)
 
 
-def _show(logs: Sequence[Log], *, whole: bool) -> None:
+def _show(logs: Sequence[Log], rank: int | None = None, *, whole: bool) -> None:
     """Print logs, each below a line that says whose it is."""
     from pipeline.runs import logs as kept
 
     for log in logs:
-        ends = [(path, kept.end_of(path)) for path in log.paths]
+        ends = [(path, _end_of(path, rank)) for path in log.paths]
         written = [(path, end) for path, end in ends if end] or ends[-1:]
         for path, end in written:
             _head(
                 log, path, "" if end else "  (empty)" if end is not None else "  (nothing there yet, or not any more)"
             )
-            _write(kept.whole(path) if whole else [end or ""])
+            _write(_of_rank(kept.whole(path), rank) if whole else [end or ""])
+
+
+def _of_rank(lines: Iterable[str], rank: int | None) -> Iterable[str]:
+    """Return the lines of one rank, or of all."""
+    from pipeline.runs.logs import of_rank
+
+    return lines if rank is None else of_rank(lines, rank)
+
+
+def _end_of(path: str, rank: int | None) -> str | None:
+    """Return the last lines of a log, of one rank or of all."""
+    from collections import deque
+
+    from pipeline.runs.logs import LAST_LINES, end_of, of_rank, whole
+
+    found = end_of(path)
+    return found if found is None or rank is None else "".join(deque(of_rank(whole(path), rank), LAST_LINES))
 
 
 def _head(log: Log, path: str, note: str = "") -> None:
@@ -113,16 +135,14 @@ def _write(pieces: Iterable[str]) -> None:
         typer.echo()
 
 
-def _plain(log: Log) -> dict[str, object]:
+def _plain(log: Log, rank: int | None = None) -> dict[str, object]:
     """Return a log as JSON data."""
     from dataclasses import asdict
 
-    from pipeline.runs.logs import end_of
-
-    return asdict(log) | {"ends": {path: end_of(path) for path in log.paths}}
+    return asdict(log) | {"ends": {path: _end_of(path, rank) for path in log.paths}}
 
 
-def _follow(folder: RunFolder, wanted: Wanted) -> None:
+def _follow(folder: RunFolder, wanted: Wanted, rank: int | None = None) -> None:
     """Print what is added to logs until the run has ended."""
     import socket
     import time
@@ -133,10 +153,12 @@ def _follow(folder: RunFolder, wanted: Wanted) -> None:
     follower, last, looked_at = Follower(folder, wanted), "", time.monotonic()
     while True:
         for log, path, text in follower.news():
+            if not (own := "".join(_of_rank([text], rank))):
+                continue
             if path != last:
                 _head(log, path)
                 last = path
-            _write([text])
+            _write([own])
         if follower.ended:
             break
         if time.monotonic() - looked_at > LOOK_AFTER_S:
@@ -163,16 +185,34 @@ def _none(folder: RunFolder, status: RunStatus, wanted: Wanted) -> ConfigError:
     return ConfigError(what, where=folder.name, remedy=f"pipeline status {folder.name}")
 
 
-def _refuse_rank(status: RunStatus, stage: str | None, rank: int) -> None:
+def _ranked(folder: RunFolder, status: RunStatus, stage: str | None, rank: int) -> tuple[str | None, int | None]:
+    """Return the stage whose processes work together, and the rank whose lines can be told from others there."""
+    from pipeline.config.load import from_resolved
+
+    begun = [name for name in TOGETHER if name in status.stages and stage in (None, name)]
+    config = from_resolved(folder.config.read_text(), str(folder.config)) if begun else None
+    worlds = {name: getattr(config.cluster, name).world for name in begun} if config else {}
+    together = {name: world for name, world in worlds.items() if world > 1}
+    if not config or not together or config.cluster.executor != "slurm":  # the local launcher does not mark their lines
+        _refuse_rank(status, stage, rank, max(together.values(), default=1))
+        return stage, None
+    name, world = list(together.items())[-1]
+    if rank >= world:
+        _refuse_rank(status, name, rank, world)
+    return name, rank
+
+
+def _refuse_rank(status: RunStatus, stage: str | None, rank: int, world: int = 1) -> None:
     """Raise where a process of a task has no log of its own: only a task's only process has."""
     from pipeline.errors import ConfigError
 
     stages = [one for one in status.stages.values() if stage in (None, one.name)]
     processes = max((job.gpus for one in stages for job in one.jobs.values()), default=1) or 1
+    processes = max(world, processes)
     if rank >= processes or processes > 1:
         what = (
             f"the {processes} processes of a task write into one log"
-            if processes > 1
-            else "tasks here have 1 process: 0"
+            if rank < processes
+            else f"tasks here have {processes} {'process: 0' if processes == 1 else f'processes: 0-{processes - 1}'}"
         )
         raise ConfigError(what, where=f"--rank {rank}", remedy="leave --rank out")

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from pipeline import __version__
-from pipeline.cli import cache, config, control, doctor, init, logs, plan, report, runs, weights
+from pipeline.cli import cache, config, control, doctor, init, logs, plan, replay, report, runs, weights
 from pipeline.errors import PipelineError
 
 EPILOG = "Exit codes: 0 ok, 1 a bug, 2 configuration, 3 data, 4 damage, 5 infeasible, 6 refused, 7 a job failed."
@@ -36,6 +36,7 @@ app.command()(runs.submit)
 app.command()(runs.status)
 app.command()(logs.logs)
 app.command()(report.report)
+app.command()(replay.replay)
 app.command()(control.resume)
 app.command()(control.cancel)
 app.add_typer(cache.app, name="cache")

@@ -61,7 +61,7 @@ def plan(
     from pipeline.runs.loading import graph_command
     from pipeline.runs.outlook import estimates
     from pipeline.runs.project import Project
-    from pipeline.runs.workflow import everything, up_to
+    from pipeline.runs.workflow import STAGES, everything, up_to
 
     loaded = load_config(config, sets)
     if (gpu or probe) and stage is not Planned.TRAIN:
@@ -69,6 +69,9 @@ def plan(
         raise ConfigError(what, where="pipeline plan", remedy="pipeline plan --stage train")
     with open_executor(loaded.config) as executor:
         project = Project.open(loaded.config, remember=False)
+        if stage is Planned.TRAIN and loaded.config.train.command is not None:
+            _show_script(project, executor, measured=bool(gpu or probe), as_json=as_json)
+            return
         if loaded.config.cluster.executor == "slurm" and executor.limits == Limits():
             typer.echo(UNTOLD, err=True)
         if stage is Planned.TRAIN:
@@ -77,6 +80,7 @@ def plan(
             _show_training(found_one, as_json=as_json)
             return
         names = everything(loaded.config) if stage is Planned.ALL else up_to(stage.value)
+        names = [name for name in names if not STAGES[name].together]  # those are planned by tracing a step
         found = [one.to_json() for one in estimates(project, names, executor, loaded.origins)]
     if as_json:
         print_json(found)
@@ -84,6 +88,23 @@ def plan(
         tables.show(*tables.estimate_report(found))
         if stage is Planned.ALL and loaded.config.train.task is not None:
             typer.echo("training is planned apart: pipeline plan --stage train --gpu a100-80gb")
+
+
+def _show_script(project: Project, executor: Executor, *, measured: bool, as_json: bool) -> None:
+    """Print what is known of a script before it has run."""
+    from pipeline.errors import ConfigError
+    from pipeline.runs.submit import script_outline
+    from pipeline.runs.workflow import STAGES
+
+    if measured:
+        what = "train.command is a script, which cannot be traced: neither --gpu nor --probe can say anything of it"
+        raise ConfigError(what, where="pipeline plan", remedy="pipeline plan --stage train   (its first attempt)")
+    STAGES["train"].inspect(project)
+    found = script_outline(project, STAGES["train"], executor)
+    if as_json:
+        print_json([found.to_json()])
+    else:
+        typer.echo("\n".join(found.lines()))
 
 
 def _training(

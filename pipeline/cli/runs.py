@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pipeline.runs.project import Project
     from pipeline.runs.status import RunStatus
     from pipeline.runs.submit import Plan
+    from pipeline.runs.workflow import Stage
 
 
 NEARLY = 0.9  # what is planned is cautious
@@ -35,6 +36,9 @@ class StageName(str, Enum):
     SCAN = "scan"
     EMBED = "embed"
     GRAPH = "graph"
+    TRAIN = "train"
+    EVALUATE = "evaluate"
+    PREDICT = "predict"
     ALL = "all"
 
 
@@ -68,13 +72,14 @@ def submit(
     from pipeline.runs.workflow import as_typed, everything, up_to
 
     sets = [*(sets or ()), *([f"cluster.executor={executor.value}"] if executor else ())]
-    chosen = load_config(config, sets).config
+    loaded = load_config(config, sets)
+    chosen, beside = loaded.config, loaded.base_dir.absolute()
     if only and stage is StageName.ALL:
         raise ConfigError("all stages are not one alone", where="--only", remedy="pipeline submit --stage all")
     stages = everything(chosen) if stage is StageName.ALL else up_to(stage.value)
     stages = stages[-1:] if only else stages
     idle = dry_run or emit is not None
-    project = Project.open(chosen, remember=not idle)
+    project = Project.open(chosen, remember=not idle, beside=beside)
     typed = _typed(stage, config, sets)
     with open_executor(chosen) as opened:
         try:
@@ -82,12 +87,26 @@ def submit(
             if idle:
                 _show_plan(project, stages, opened, emit)
                 return
-            _start(chosen, stages, typed, opened, follow=follow)
+            if only:
+                _refuse_unplanned(project, stages)
+            _start(chosen, stages, typed, opened, beside=beside, follow=follow)
         except SubmissionRefused as error:
             raise as_typed(error, typed) from None
 
 
-def _start(config: Config, stages: list[str], typed: str, executor: Executor, *, follow: bool) -> None:
+def _refuse_unplanned(project: Project, stages: list[str]) -> None:
+    """Refuse a stage alone whose graphs are not there."""
+    from pipeline.errors import ConfigError
+    from pipeline.runs import workflow
+    from pipeline.runs.loading import made_table
+
+    for stage in map(workflow.stage, stages):
+        if stage.together and project.config.train.task is not None and made_table(project) is None:
+            what = "the graphs of this data set are not made with this configuration"
+            raise ConfigError(what, where="--only", remedy=f"pipeline submit --stage {stage.name}   (without --only)")
+
+
+def _start(config: Config, stages: list[str], typed: str, executor: Executor, *, beside: Path, follow: bool) -> None:
     """Begin a run, unless one is doing the same already."""
     from pipeline.runs.active import refuse_double
     from pipeline.runs.executors import stays
@@ -100,7 +119,7 @@ def _start(config: Config, stages: list[str], typed: str, executor: Executor, *,
         if follow:
             _watch(same)
         return
-    folder = new_run(config, stages, typed)
+    folder = new_run(config, stages, typed, beside)
     if not stays(config):
         Supervisor(folder, executor).visit(until_s=INLINE_S)
     elif follow:
@@ -128,15 +147,17 @@ def _typed(stage: StageName, config: Path | None, sets: list[str]) -> str:
 def _show_plan(project: Project, stages: list[str], executor: Executor, emit: Path | None) -> None:
     """Print what each stage would do, and the scripts that would be submitted."""
     from pipeline.report import tables
-    from pipeline.runs import workflow
-    from pipeline.runs.submit import plan
+    from pipeline.runs import scripted, workflow
+    from pipeline.runs.submit import plan, script_outline
 
     plans = [plan(project, workflow.stage(name), executor, folder=None) for name in stages]
     tables.show(tables.plan_table([one.row() for one in plans]))
     for one in plans:
         if waiting := one.counts().get("waiting"):
             typer.echo(f"{one.stage.name}: {waiting:,} items are not scanned yet; what they hold is not counted")
-        if one.found.shards:
+        if scripted.is_script(project.config, one.stage.name):
+            typer.echo("\n".join(script_outline(project, one.stage, executor).lines()))
+        elif one.found.shards:
             typer.echo(f"{one.stage.name}: memory {one.first.why}")
     if project.config.cluster.executor == "slurm":
         _show_scripts(project, plans, executor, emit)
@@ -172,11 +193,25 @@ def _check_first(project: Project, stages: list[str], executor: Executor) -> Non
 
     for stage in map(workflow.stage, stages):
         stage.inspect(project)
+        _say_planning(stage, project)
         job = job_spec(project, stage, 1, limits_for(project, stage, executor))
         executor.check(job)
         _warn_of_little(stage.name, job, stage.mem_bytes(project))
     if not stays(project.config):
         executor.check(supervisor_spec(None, project.config, "1"))
+
+
+def _say_planning(stage: Stage, project: Project) -> None:
+    """Say that a training is planned, which may take a while, and why it begins anew."""
+    from pipeline.runs.preparing import is_planned
+    from pipeline.runs.training import novelty
+
+    if not stage.together or project.config.train.task is None:
+        return
+    if not is_planned(project):
+        typer.echo("planning: the training step is run on tensors without data ...", err=True)
+    for line in novelty(project) if stage.name == StageName.TRAIN.value else ():
+        typer.echo(line, err=True)
 
 
 def _warn_of_little(stage: str, job: JobSpec, planned_bytes: int) -> None:

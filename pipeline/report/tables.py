@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from rich.console import RenderableType
 
@@ -36,10 +36,12 @@ KILO = 1024
 EDGE_KINDS = ("bond", "angle", "dihedral", "near")
 DIGEST_LETTERS = (32, 64)  # of a digest, the first few of which say enough
 MINUTE, HOUR = 60, 3600
-UNIT = {"scan": "item", "embed": "sequence", "graph": "graph"}  # what a stage works through
+# What a stage works through.
+UNIT = {"scan": "item", "embed": "sequence", "graph": "graph", "train": "step", "evaluate": "item", "predict": "item"}
 REFUSED = {"scan": "refused by the source", "embed": "that cannot be encoded", "graph": "left out before"}
 TASK_STATES = ("done", "running", "waiting", "failed")
 STORIES_SHOWN = 5
+SCRIPT, FIGURES_SHOWN = "script.", 8  # what a script of the user's own tells of itself
 TASKS_NAMED = 5
 PLANNED = ("items", "refused", "unusable", "cached", "missing", "tasks")
 
@@ -217,6 +219,8 @@ def age(now: datetime, moment: datetime) -> str:
 def stage_line(name: str, counts: Mapping[str, int]) -> str:
     """Say what a stage found when it was submitted: what is done already, and what is not."""
     parts = [f"{counts['cached']:,} cached", f"{counts['missing']:,} to do"]
+    if counts.get("unplanned"):
+        return f"{name}: {LATER.get(name, 'counted when the model is trained')}"
     if counts["refused"]:
         parts.append(f"{counts['refused']:,} {REFUSED[name]}")
     if counts["unusable"]:
@@ -240,7 +244,79 @@ def plan_table(plans: Iterable[tuple[str, Mapping[str, int], int, int, Asked | N
     return table(columns, rows, right=" ".join((*PLANNED, "cpus", "mem", "disk")))
 
 
-CENSUS = {"scan": census_lines, "embed": embedded_lines, "graph": graphed_lines}
+def trained_lines(census: Mapping[str, Any]) -> list[str]:
+    """Say what came of a training."""
+    if census.get("command"):
+        return script_lines(census)
+    last, best, monitor = census["last"], census["best"], census["monitor"]
+    said = [f"{plural(census['epochs'], 'epoch')}, {plural(census['steps'], 'step')}"]
+    if last:
+        losses = ", ".join(f"{name} {_figure(value)}" for name, value in last["loss"].items())
+        pace = f"{last['items_per_s']:,.3g} items/s, waited for data {last['wait_share']:.1%}"
+        said.append(f"last epoch: {losses}; {pace}")
+        memory = [size(last[name]) for name in ("allocated_bytes", "reserved_bytes", "peak_bytes")]
+        said.append(f"memory: {memory[0]} allocated, {memory[1]} reserved, {memory[2]} at the peak")
+    if best:
+        figures = ", ".join(f"{name} {_figure(value)}" for name, value in best["validation"].items())
+        said.append(f"best epoch, by {monitor}, is {best['epoch']} of {census['epochs']}: {figures}")
+    said += [f"{plural(census['ooms'], 'out-of-memory')} survived"] if census["ooms"] else []
+    said += [f"{plural(census['cropped'], 'item')} cropped"] if census["cropped"] else []
+    return [*said, f"model: {census['folder']}"]
+
+
+def script_lines(census: Mapping[str, Any]) -> list[str]:
+    """Say what came of a script."""
+    micro = f", the last with micro-batches of {census['micro_batch']}" if census["ooms"] else ""
+    attempts = [f"{plural(census['attempts'], 'attempt')}{micro}"] if census["attempts"] > 1 else []
+    command = f"a script, which runs whenever it is asked for: {census['command']}"
+    return [command, *attempts, f"output: {census['folder']}"]
+
+
+def script_figures(figures: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Say what the first process of a script told last."""
+    told = {name: value for one in reversed(list(figures.values())) for name, value in one.items()}
+    said = [f"{name.removeprefix(SCRIPT)} {value:,.6g}" for name, value in told.items() if name.startswith(SCRIPT)]
+    return [f"the script says: {', '.join(said[:FIGURES_SHOWN])}"] if said else []
+
+
+def _figure(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4g}"
+
+
+def evaluated_lines(census: Mapping[str, Any]) -> list[RenderableType]:
+    """Say what a model comes to on a split."""
+    if census["nothing"]:
+        return []
+    shown: list[RenderableType] = [_accepted(census), _applied(census)]
+    if census["figures"]:
+        rows = [(name, _figure(value)) for name, value in census["figures"].items()]
+        shown += ["", table((census["split"] or "all items", "figure"), rows, right="figure"), ""]
+    return [*shown, f"kept: {census['file']}"] if census["file"] else shown
+
+
+def predicted_lines(census: Mapping[str, Any]) -> list[RenderableType]:
+    """Say where predictions are, and how they begin."""
+    shown: list[RenderableType] = [_accepted(census)]
+    if census["folder"]:
+        files = ", ".join(f"{name} {size(count)}" for name, count in census["files"].items())
+        shown += [_applied(census), f"predictions: {census['folder']}", f"  {files}", *census["lines"]]
+    return shown
+
+
+def _applied(census: Mapping[str, Any]) -> str:
+    """Say which model was applied to what."""
+    return f"split {census['split'] or 'null: every item'}; {census['checkpoint']} of {census['model']}"
+
+
+CENSUS: Mapping[str, Callable[[Mapping[str, Any]], list[Any]]] = {
+    "scan": census_lines,
+    "embed": embedded_lines,
+    "graph": graphed_lines,
+    "train": trained_lines,
+    "evaluate": evaluated_lines,
+    "predict": predicted_lines,
+}
+LATER = {"train": "planned when its graphs are there"}
 
 
 def run_report(run: Mapping[str, Any]) -> list[RenderableType]:
@@ -258,10 +334,11 @@ def run_report(run: Mapping[str, Any]) -> list[RenderableType]:
         shown += ["", f"{name}: {stage['state']}{took}: {plural(stage['items'], UNIT[name])}, {counts}"]
         shown += tasks_line(stage)
         shown += memory_line(stage)
+        shown += script_figures(stage["figures"])
         shown += [", ".join(speed(stage["measured"]))] if stage["measured"] else []
         if stage["census"]:
             shown += CENSUS[name](stage["census"])
-            if stage["census"]["rejected"] != rejected:  # what an earlier stage has left out stays left out
+            if stage["census"]["rejected"] not in ({}, rejected):  # what an earlier stage has left out stays left out
                 rejected = stage["census"]["rejected"]
                 shown += ["", rejection_table(rejected, stage["census"]["examples"])]
         elif stage["reasons"]:

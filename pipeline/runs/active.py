@@ -10,6 +10,7 @@ from pipeline.config.load import dump_resolved, from_resolved
 from pipeline.errors import ConfigError, SubmissionRefused
 from pipeline.runs.executors import open_executor
 from pipeline.runs.folder import runs_in
+from pipeline.runs.preparing import DECISIVE
 from pipeline.runs.status import RunState, status_of
 
 if TYPE_CHECKING:
@@ -55,4 +56,6 @@ def _has_same_work(folder: RunFolder, config: Config) -> bool:
     except (OSError, ValueError):
         return False
     wanted = json.loads(dump_resolved(config))
-    return all(frozen.get(name) == value for name, value in wanted.items() if name != "cluster")
+    alike = all(frozen.get(name) == value for name, value in wanted.items() if name not in ("cluster", "train"))
+    before, now = frozen.get("train", {}), wanted["train"]
+    return alike and all(before.get(name) == now[name] for name in (*DECISIVE, "command"))

@@ -27,6 +27,15 @@ data:
 embed:
   weights: weights/esm2_demo.pt # random ones, of the real format; yours: pipeline weights fetch
 
+train:
+  task: "pipeline.tasks.interface:Interface"   # which residues touch the other partner; yours: package.module:Name
+  options: {embedding_dim: 32, width: 16, layers: 2, pair_width: 8}
+  models: models
+  epochs: 3
+  effective_batch: 4
+  learning_rate: 0.001
+  validation: {monitor: contact_auroc}
+
 cache:
   root: cache
 
@@ -62,6 +71,10 @@ Look around:{activate}
   less data/manifest.csv                 24 complexes with shared antigens, and one broken file
   pipeline status                        what was accepted, and why one was not
   pipeline submit --stage all --executor local --follow       again: everything is cached
+  pipeline plan --stage train                                 what training takes, before it runs
+  pipeline submit --stage train --executor local --follow --set train.epochs=6       goes on where it was left
+  pipeline submit --stage predict --executor local --follow   what the model says of every complex
+  pipeline report                                             what was asked for beside what was used
   pipeline weights check                 the small random ESM-2 that it ran
   pipeline cache stat                    what the cache holds
   pipeline config show                   every setting and where it comes from

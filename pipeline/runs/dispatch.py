@@ -13,7 +13,7 @@ from pipeline.cluster.verdict import Cause, judge
 from pipeline.errors import SubmissionRefused
 from pipeline.memory.profiles import Measured
 from pipeline.records import EventKind
-from pipeline.runs import todo
+from pipeline.runs import todo, training
 from pipeline.runs.attempts import Attempt, bad_nodes, numbers, ranges
 from pipeline.runs.left_out import leave_out
 from pipeline.runs.repair import GiveUp, LeaveOut, Means, Split, decide
@@ -67,8 +67,9 @@ class Dispatch:
     def collect(self, project: Project, stage: Stage, status: StageStatus, changed: Sequence[TaskStatus]) -> int:
         """Take down how attempts ended; return how many did."""
         over = [one for one in changed if is_over(one) and status.task(one.task).job == one.job]
-        told = [_peaks(status, name) if over else {} for name in ("host_peak_bytes", "device_peak_bytes")]
-        attempts = [self._judged(status, one, *told) for one in over]
+        host_peaks, gpu_peaks = (_peaks(status, f"{name}_peak_bytes") if over else {} for name in ("host", "device"))
+        on_node = stage.processes(project) // getattr(stage.resources(project), "nodes", 1)
+        attempts = [self._judged(status, one, host_peaks, gpu_peaks, on_node) for one in over]
         for attempt in attempts:
             self._emit(EventKind.TASK_ENDED, stage=stage.name, **attempt.to_event())
         if attempts:
@@ -85,9 +86,14 @@ class Dispatch:
         )
 
     def _judged(
-        self, stage: StageStatus, one: TaskStatus, host_peaks: Mapping[int, int], gpu_peaks: Mapping[int, int]
+        self,
+        stage: StageStatus,
+        one: TaskStatus,
+        host_peaks: Mapping[int, int],
+        gpu_peaks: Mapping[int, int],
+        on_node: int = 1,
     ) -> Attempt:
-        """Return how an attempt ended."""
+        """Return how an attempt ended; its memory is that of so many processes, which share a node's."""
         task = stage.task(one.task)
         assert task.ask is not None
         done, on = read_notes(self._folder, stage.name, one.task, task.attempt)
@@ -105,10 +111,10 @@ class Dispatch:
             reason=verdict.reason,
             state=one.state.value,
             job=one.job,
-            node=one.node,
+            node=verdict.node or one.node,
             log=one.stderr,
             exit_code=one.exit_code,
-            peak_rss_bytes=max(verdict.peak_bytes or 0, host_peaks.get(one.task, 0)) or None,
+            peak_rss_bytes=max(verdict.peak_bytes or 0, on_node * host_peaks.get(one.task, 0)) or None,
             gpu_peak_bytes=gpu_peaks.get(one.task),
             ended_at=one.ended or time.time(),
             elapsed_s=(one.ended or 0.0) - (one.started or one.ended or 0.0),
@@ -170,7 +176,8 @@ class Dispatch:
         shards, splits = todo.read_shards(self._folder, stage.name), dict[int, Split]()
         limits = self._limits(stage, status)
         for task in [task for task in status.work.values() if task.open and task.ended]:
-            means = Means(limits, shards[task.number].items, self._config.cluster.supervisor.tries)
+            tries = self._config.cluster.supervisor.tries
+            means = Means(limits, shards[task.number].items, tries, is_whole=stage.name == training.NAME)
             decision = decide(task.ended, means)
             if isinstance(decision, Split):
                 splits[task.number] = decision

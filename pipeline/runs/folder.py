@@ -62,6 +62,25 @@ class RunFolder:
         """Return the list of what each task of a stage takes."""
         return self.path / f"{stage}.shards.json"
 
+    def plan(self, stage: str) -> Path:
+        """Return what was decided about a stage before it began."""
+        return self.path / f"{stage}.plan.json"
+
+    @property
+    def meetings(self) -> Path:
+        """Where the ranks of a task tell each other where they are."""
+        return self.path / "meetings"
+
+    @property
+    def task_code(self) -> Path:
+        """The folder of the user's own code as it was at submission; absent where there is none."""
+        return self.path / "task_code.txt"
+
+    @property
+    def task_root(self) -> Path | None:
+        """Return where the user's own modules are found."""
+        return Path(self.task_code.read_text()) if self.task_code.exists() else None
+
     @property
     def table(self) -> Path:
         """The key of the table of what can be trained on, in hex."""

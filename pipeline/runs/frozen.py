@@ -27,15 +27,29 @@ COPIES = ".code"
 
 def freeze(runs: Path) -> Path:
     """Return the folder of a copy of the package, made unless there is one."""
-    files = sorted(_files())
+    return freeze_files(sorted(_files()), runs)
+
+
+def freeze_files(files: list[tuple[str, Path]], runs: Path) -> Path:
+    """Return the folder of a copy of files, by their names in it, made unless there is one."""
+    copy = runs / COPIES / digest_of(files)
+    if not copy.exists():
+        _publish(files, copy)
+    return copy
+
+
+def package_digest() -> str:
+    """Return the digest of this package."""
+    return digest_of(sorted(_files()))
+
+
+def digest_of(files: list[tuple[str, Path]]) -> str:
+    """Return the digest of files and their names."""
     digest = xxhash.xxh3_128()
     for name, path in files:
         digest.update(f"{name}\0{path.stat().st_size}\0".encode())
         digest.update(path.read_bytes())
-    copy = runs / COPIES / digest.hexdigest()
-    if not copy.exists():
-        _publish(files, copy)
-    return copy
+    return digest.hexdigest()
 
 
 def _files() -> Iterator[tuple[str, Path]]:

@@ -9,6 +9,8 @@ from pipeline.errors import PipelineError
 from pipeline.memory.lint import Facts, Severity, lint
 from pipeline.runs import finding
 from pipeline.runs.finding import Finding, Verdict
+from pipeline.runs.project import Project
+from pipeline.runs.scripted import inspect
 from pipeline.runs.tasks import load_task
 
 if TYPE_CHECKING:
@@ -31,6 +33,13 @@ def check(loaded: Loaded) -> Iterator[Finding]:
             yield finding.failed("task", error)
         else:
             yield finding.good("task", loaded.config.train.task)
+    if loaded.config.train.command is not None:
+        try:
+            inspect(Project.open(loaded.config, remember=False))
+        except PipelineError as error:
+            yield finding.failed("script", error)
+        else:
+            yield finding.good("script", loaded.config.train.command)
 
 
 def facts_of(config: Config) -> Facts:

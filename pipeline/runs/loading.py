@@ -17,7 +17,7 @@ from pipeline.training.sampler import Sampler
 from pipeline.training.source import Built, Cached
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from pipeline.config.schema import Config
     from pipeline.training.loader import Loader
@@ -60,8 +60,13 @@ def graph_command(config: str | Path | None, sets: Sequence[str]) -> str:
     return shlex.join([*words, *(word for one in sets for word in ("--set", one))])
 
 
-def table_of(project: Project, again: str) -> Table:
-    """Return the table of the newest run that made these graphs of this data set, and went well."""
+def made_table(project: Project) -> str | None:
+    """Return the key, in hex, of the table that `table_of` returns; None where there is none."""
+    return next((key.hex() for key, _ in _tables(project)), None)
+
+
+def _tables(project: Project) -> Iterator[tuple[bytes, Table]]:
+    """Yield the tables of the runs that made these graphs of this data set and went well, newest first."""
     wanted, lost = _made_from(project.config), None
     for folder in reversed(runs_in(project.config.cluster.runs)):
         try:
@@ -70,11 +75,20 @@ def table_of(project: Project, again: str) -> Table:
             continue
         if key and _made_from(frozen) == wanted:
             try:
-                return Table.read(project.cache.kind("sets"), key)
+                yield key, Table.read(project.cache.kind("sets"), key)
             except (CacheDamaged, RecordMissing) as error:
-                lost = lost or type(error)(error.what, where=error.where, remedy=again)
+                lost = lost or error
     if lost:
         raise lost
+
+
+def table_of(project: Project, again: str) -> Table:
+    """Return the table of the newest run that made these graphs of this data set, and went well."""
+    try:
+        for _, table in _tables(project):
+            return table
+    except (CacheDamaged, RecordMissing) as error:
+        raise type(error)(error.what, where=error.where, remedy=again) from error
     what = "no run has made graphs of this data set with this configuration"
     raise ConfigError(what, where=str(project.config.cluster.runs), remedy=again)
 

@@ -15,7 +15,7 @@ from pipeline.runs.ledger import Reader
 from pipeline.runs.status import RunState, RunStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from pipeline.runs.attempts import Attempt, Task
     from pipeline.runs.folder import RunFolder
@@ -193,6 +193,14 @@ def whole(path: str) -> Iterator[str]:
                 yield harmless(line.decode(errors="replace"))
     except OSError:
         return
+
+
+def of_rank(lines: Iterable[str], rank: int) -> Iterator[str]:
+    """Yield the lines of one of several processes, without the number that srun has put before each line."""
+    label = re.compile(rf"[ 0]*{rank}: ")
+    for line in lines:
+        if found := label.match(line):
+            yield line[found.end() :]
 
 
 @dataclass(slots=True)

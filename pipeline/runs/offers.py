@@ -50,14 +50,14 @@ def offers_of(question: Question, *, on_cpu: bool) -> list[Offer]:
     """Return the cards that were named, or that the cluster has; the first is planned for, the others are compared."""
     config = question.config
     resources = config.cluster.train
-    ranks = max(1, resources.gpus) * resources.nodes
+    ranks = resources.world
     if question.gpus:
         return [_offer(text, ranks, config.train.memory_fraction) for text in question.gpus]
     if on_cpu:
         site = config.cluster.slurm.cards
         hosts = tuple(_host_card(question, one.partition or one.feature or "", one.mem) for one in site)
         hosts = hosts or (_host_card(question),)
-        return [Offer("memory of a node", resources.nodes, hosts)]
+        return [Offer("memory of a node", ranks, hosts)]
     if config.cluster.slurm.cards:
         fraction = config.train.memory_fraction
         named = ((one.gres or one.feature or "", one.mem) for one in config.cluster.slurm.cards)
@@ -131,6 +131,7 @@ def _host_card(question: Question, name: str = "", mem_bytes: int | None = None)
     if mem_bytes is None:
         what = "nobody knows the memory of a node"
         raise ConfigError(what, where="cluster.train.mem", remedy="--set cluster.train.mem=16GiB, or --gpu NAME")
+    mem_bytes //= resources.ranks_per_node
     rest = train_need(Training(gpu=False), measured_baseline()).total_bytes
     budget = int((mem_bytes - rest) / (1 + STEP_SLACK + LIVE_ONLY[Origin.ASSUMED] / 2))
     if budget <= 0:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
+from pipeline.config.schema import StageResources
 from pipeline.runs import workflow
 from pipeline.runs.submit import cluster_name, plan, profiles_of, recipe_name, tasks_at_once
 
@@ -82,6 +83,7 @@ def _sources(project: Project, planned: Plan, origins: Mapping[str, str], pace: 
         """Return where a setting was made."""
         return origins.get(f"{key}.{name}", DEFAULT)
 
+    assert isinstance(resources, StageResources)  # training is planned apart
     by = "minutes_per_task" if resources.items_per_task == "auto" else "items_per_task"
     mem = "mem" if resources.mem_per_gpu is None else "mem_per_gpu"
     pinned = resources.mem != "auto" or resources.mem_per_gpu is not None

@@ -5,6 +5,7 @@ Puts the rooms together: `training.step` is what is traced, `training.sampler` i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -14,16 +15,14 @@ import numpy as np
 from pipeline.errors import ConfigError
 from pipeline.memory.fallback import Ladder
 from pipeline.memory.formula import Counts, Formula
-from pipeline.memory.planner import plan
-from pipeline.memory.rehearsal import MeasuredSmall
 from pipeline.memory.request import Card, Data, Micros, Oversize, Request
 from pipeline.protocol import ITEMS, Example
 from pipeline.runs.tasks import failed, load_task
+from pipeline.training.prepared import COST, LIKENESS, likeness, sampling
 from pipeline.training.sampler import Sampler
-from pipeline.training.sampler import Settings as Sampling
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -35,12 +34,12 @@ if TYPE_CHECKING:
     from pipeline.memory.plan import Plan
     from pipeline.memory.trace import Target
     from pipeline.protocol import Task
+    from pipeline.training.ranks import Ranks
     from pipeline.training.step import Settings, Step
 
     Integers = NDArray[np.int64]
 
 ITEMS_CUT = 1 << 16  # of an epoch, to see what micro-batches there are; the planner bounds the others
-PADDING = 1.03
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Work:
     @classmethod
     def of(cls, config: Config, *, beside: Path | None = None, on_gpu: bool = False) -> Work:
         """Return what a configuration says; a GPU may be meant although it names none."""
-        task = load_task(config.train.task, beside=beside)
+        task = load_task(config.train.task, config.train.options, beside=beside)
         device = "cuda" if config.cluster.train.gpus or on_gpu else "cpu"
         return cls(task, step_settings(config.train, device), device)
 
@@ -62,13 +61,29 @@ class Work:
         """Build a training step under a choice."""
         from pipeline.training.step import Step
 
-        settings = replace(
+        return Step(self.task, self.under(choice), device=device, **given)
+
+    def begun(self, choice: Choice, *, device: str, begin: Callable[[nn.Module], None]) -> Step:
+        """Build a step whose model has been given the weights to begin with."""
+        model = self.task.model()
+        if hasattr(model, "parameters"):  # else the step says what it is
+            begin(model)
+        return self.step(choice, device=device, scaled=True, model=model)
+
+    def spread(self, choice: Choice, ranks: Ranks, *, device: str, begin: Callable[[nn.Module], None]) -> Step:
+        """Build a step whose model is spread over ranks."""
+        from pipeline.training.sharded import ShardedStep
+
+        return ShardedStep(self.task, self.under(choice), ranks, device=device, scaled=True, begin=begin)
+
+    def under(self, choice: Choice) -> Settings:
+        """Return the settings of a step under a choice."""
+        return replace(
             self.settings,
             precision=choice.precision,
             checkpointing=choice.checkpointing,
             offload=choice.offload,
         )
-        return Step(self.task, settings, device=device, **given)
 
     def build(self, choice: Choice, watch: Recorder, model: nn.Module | None) -> Step:
         """Build what is traced: on the CPU, whatever it imitates."""
@@ -81,6 +96,7 @@ class Work:
 
     def oracle(self, least: Sizes, target: Target, *, padded: bool) -> Ladder:
         """Return what answers for the model: traced, else rehearsed, else by a formula."""
+        from pipeline.memory.rehearsal import MeasuredSmall
         from pipeline.memory.trace import Tracer
 
         def formula() -> Formula:
@@ -160,15 +176,18 @@ def sizes_of(task: Task, item_sizes: Mapping[str, Integers]) -> dict[str, Intege
     """Return what drives memory, of every item, as the task says it."""
     items = len(next(iter(item_sizes.values()), ()))
     try:
-        said: Mapping[str, Any] = dict(task.cost(item_sizes))
+        told = task.cost(item_sizes)
+        if not isinstance(told, Mapping):
+            raise TypeError(f"it must return {{name: size}}, got {type(told).__name__}")
+        said: Mapping[str, Any] = dict(told)
         for name, values in said.items():
             if not np.isfinite(values).all():
                 raise ValueError(f"{name} is not finite")
         sizes = {name: np.broadcast_to(np.asarray(values, np.int64), items) for name, values in said.items()}
     except Exception as error:
-        told = failed(f"cost() of all items at once, whose sizes are arrays ({', '.join(item_sizes)}),", error)
-        told.remedy = "write cost() with numpy: item['nodes'] * 2, np.maximum(item['edges'], 10), np.where(...)"
-        raise told from error
+        blame = failed(f"cost() of all items at once, whose sizes are arrays ({', '.join(item_sizes)}),", error)
+        blame.remedy = "write cost() with numpy: item['nodes'] * 2, np.maximum(item['edges'], 10), np.where(...)"
+        raise blame from error
     if not sizes:
         raise ConfigError("cost() names no size", where="train.task", remedy="return at least one, such as nodes")
     if ITEMS in sizes:
@@ -186,15 +205,8 @@ def cutter(batch: int, *, padded: bool, seed: int = 0, micro_batch: int | None =
     """Return what cuts an epoch into micro-batches, as training will."""
 
     def cut(sizes: Mapping[str, Integers], cost_N: Integers, budget_bytes: int, ranks: int) -> Micros:
-        settings = Sampling(
-            batch=batch,
-            seed=seed,
-            by=("cost",),
-            budget={"cost": budget_bytes},
-            micro_batch=micro_batch,
-            padding=PADDING if padded else None,
-        )
-        sampler = Sampler({"cost": cost_N}, settings, ranks=ranks)
+        settings = sampling(batch, budget_bytes, padded=padded, seed=seed, micro_batch=micro_batch)
+        sampler = Sampler({COST: cost_N, LIKENESS: likeness(sizes)}, settings, ranks=ranks)
         rows, steps, owners = [], [], []
         names = tuple(sizes)
         sizes_NS = np.stack([sizes[name] for name in names], axis=1)
@@ -244,6 +256,8 @@ def plan_training(
     work: Work, train: Train, sizes: Mapping[str, Integers], cards: Sequence[Card], target: Target, request: Request
 ) -> tuple[Plan, Oracle]:
     """Plan, and return what answered as well: it remembers."""
+    from pipeline.memory.planner import plan  # every task of every stage imports this module, and few plan
+
     padded = train.batching == "padded"
     oracle = work.oracle(least_of(sizes), target, padded=padded)
     cut = cutter(train.effective_batch, padded=padded, micro_batch=request.micro_batch)

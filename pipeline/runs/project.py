@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,9 @@ from pipeline.structures.read import Reading
 from pipeline.structures.sources import SourceSpec
 
 if TYPE_CHECKING:
+    from pathlib import Path
+    from typing import Any
+
     from pipeline.config.schema import Config, Resources
     from pipeline.store.store import Store
 
@@ -170,13 +173,15 @@ class Project:
     shelves: Shelves
     cache: Cache
     remember: bool  # whether looking at something may leave a record of it
+    beside: Path | None = None  # a folder of the user's own modules
+    memo: dict[str, Any] = field(default_factory=dict)  # what was found out about it and does not change
 
     @classmethod
-    def open(cls, config: Config, *, remember: bool = True) -> Project:
+    def open(cls, config: Config, *, remember: bool = True, beside: Path | None = None) -> Project:
         """Open the cache of a configuration; it is made when something is first stored."""
         cache = Cache(config.cache.root)
         shelves = Shelves(cache.kind("scan"), cache.kind("files"), config.cache.shard_bytes)
-        return cls(config, source_spec(config), recipe_of(config), shelves, cache, remember)
+        return cls(config, source_spec(config), recipe_of(config), shelves, cache, remember, beside)
 
     @cached_property
     def graphs(self) -> Graphs:

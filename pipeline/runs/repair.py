@@ -7,6 +7,9 @@ A node, preemption, no word   → again; a node that failed twice is left out (a
 A signal that nobody sent     → again, one thing at a time; twice on the same thing: that is left out.
 Anything else                 → the stage ends with the cause.
 
+A training is one task: it is never split, and one thing at a time makes other numbers of it. So it is begun again as it
+was, until it has died twice without coming further.
+
 Attempts are bounded only while nothing progresses.
 """
 
@@ -73,6 +76,7 @@ class Means:
     limits: Limits
     items: int  # of the task
     tries: int  # attempts that may come no further
+    is_whole: bool = False  # a training: it has no halves, and its numbers are of all items, put together as they were
 
 
 def decide(history: Sequence[Attempt], means: Means) -> Decision:
@@ -130,6 +134,10 @@ def _after_timeout(history: Sequence[Attempt], means: Means) -> Decision:
         return Again(replace(last.ask, time_s=grown_s), f"it goes on with {grown_s // 60} min")
     if progressed(history):
         return Again(last.ask, "it goes on where it stopped")
+    if means.is_whole and last.cause is Cause.INTERRUPTED:  # it may have been preempted while it began
+        return _bounded(history, means, Again(last.ask, "again, it was told to end before it came any further"))
+    if means.is_whole:
+        return GiveUp(f"it came no further in {last.ask.time_s // 60} min, the longest there is")
     if means.items > 1:
         return Split(last.ask, "in halves: it came no further in the longest time there is")
     return GiveUp(f"one item takes longer than {last.ask.time_s // 60} min, the longest there is")
@@ -137,6 +145,8 @@ def _after_timeout(history: Sequence[Attempt], means: Means) -> Decision:
 
 def _after_crash(history: Sequence[Attempt], means: Means) -> Decision:
     last = history[-1]
+    if means.is_whole and (len(history) < 2 or progressed(history)):
+        return Again(replace(last.ask, careful=False), "again, from its last checkpoint")
     culprit = _culprit(history)
     if len(culprit) == 1:
         what = f"without {culprit[0]}, on which it died twice"
@@ -148,6 +158,8 @@ def _after_crash(history: Sequence[Attempt], means: Means) -> Decision:
 def _smaller(history: Sequence[Attempt], means: Means, why: str) -> Decision:
     """Return what is left when no more can be given: less at once, or without what does not fit."""
     last, culprit = history[-1], _culprit(history)
+    if means.is_whole:
+        return GiveUp(why)
     if not last.on:
         return GiveUp(f"{why}, and it does not even begin")
     if len(culprit) == 1 or means.items == 1:

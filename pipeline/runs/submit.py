@@ -14,29 +14,35 @@ from typing import TYPE_CHECKING
 
 from pipeline.cluster.spec import TASK, JobSpec
 from pipeline.config.load import dump_resolved
+from pipeline.config.schema import TrainResources
 from pipeline.errors import CacheUnusable, JobFailed, PlanInfeasible, SubmissionRefused
 from pipeline.keys import recipe_tag
 from pipeline.memory.profiles import Profiles
 from pipeline.report.tables import size
 from pipeline.runs import folder as folders
+from pipeline.runs import scripted
 from pipeline.runs.attempts import Ask, numbers
 from pipeline.runs.folder import writing
-from pipeline.runs.frozen import freeze, module_command
+from pipeline.runs.frozen import freeze, freeze_files, module_command
 from pipeline.runs.project import asked_bytes
 from pipeline.runs.status import Job
+from pipeline.runs.tasks import load_task, sources
 from pipeline.runs.worker import WORKER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from pipeline.cluster.spec import Executor, Limits
     from pipeline.config.schema import Config, StageResources
     from pipeline.runs.folder import RunFolder
     from pipeline.runs.project import Project
+    from pipeline.runs.scripted import Outline
     from pipeline.runs.todo import Found
     from pipeline.runs.workflow import Stage
 
 SUPERVISOR = "pipeline.runs.supervisor"
+TASKED = ("train", "evaluate", "predict")  # the stages that run the user's own code
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +85,8 @@ def plan(project: Project, stage: Stage, executor: Executor, folder: RunFolder |
 
 def tasks_at_once(config: Config, stage: Stage, executor: Executor) -> int:
     """Return how many tasks of a stage can run at once."""
-    resources: StageResources = getattr(config.cluster, stage.name)
-    if config.cluster.executor != "local":
+    resources: StageResources | TrainResources = getattr(config.cluster, stage.name)
+    if config.cluster.executor != "local" or stage.together:
         return resources.parallel
     by_gpus = executor.gpus // resources.gpus if resources.gpus else executor.cpus
     return max(1, min(executor.cpus // resources.cpus, by_gpus))
@@ -89,7 +95,8 @@ def tasks_at_once(config: Config, stage: Stage, executor: Executor) -> int:
 def limits_for(project: Project, stage: Stage, executor: Executor) -> Limits:
     """Return what a task of a stage can be given, where its jobs go."""
     resources = stage.resources(project)
-    return executor.limits_of(resources.partition or "", resources.cpus, resources.gpus)
+    each = resources.ranks_per_node if isinstance(resources, TrainResources) else 1
+    return executor.limits_of(resources.partition or "", each * resources.cpus, resources.gpus)
 
 
 def first_ask(project: Project, stage: Stage, profiles: Profiles, limits: Limits) -> First:
@@ -99,8 +106,18 @@ def first_ask(project: Project, stage: Stage, profiles: Profiles, limits: Limits
         return First(Ask(asked_bytes(resources, planned_bytes), int(resources.time)), "as configured")
     recipe, cluster = recipe_name(project, stage), cluster_name(project.config)
     suggested = profiles.suggest(stage.name, recipe, cluster, planned_bytes=planned_bytes)
-    mem_bytes = min(suggested.mem_bytes, max(limits.mem_bytes or suggested.mem_bytes, planned_bytes))
-    return First(Ask(mem_bytes, int(resources.time)), suggested.why)
+    is_script = scripted.is_script(project.config, stage.name)
+    least_bytes = 0 if is_script else planned_bytes  # what is only stated is no reason to refuse a small machine
+    mem_bytes = min(suggested.mem_bytes, max(limits.mem_bytes or suggested.mem_bytes, least_bytes))
+    why = scripted.STATED if is_script and not suggested.tasks else suggested.why
+    return First(Ask(mem_bytes, int(resources.time)), why)
+
+
+def script_outline(project: Project, stage: Stage, executor: Executor) -> Outline:
+    """Return what is known of a script before it has run, and what its first attempt is given."""
+    limits = limits_for(project, stage, executor)
+    first = first_ask(project, stage, profiles_of(project.config), limits)
+    return scripted.outline(project, first.ask.mem_bytes, first.why, limits.mem_bytes)
 
 
 def profiles_of(config: Config) -> Profiles:
@@ -154,7 +171,10 @@ def job_spec(project: Project, stage: Stage, tasks: int, limits: Limits, folder:
 
 def spec_of(folder: RunFolder | None, config: Config, job: Job) -> JobSpec:
     """Return a job as an executor takes it; each task is told (run, stage, task) and what this attempt has."""
-    resources: StageResources = getattr(config.cluster, job.stage)
+    resources: StageResources | TrainResources = getattr(config.cluster, job.stage)
+    train = resources if isinstance(resources, TrainResources) else None
+    nodes, ranks = (train.nodes, scripted.starts_on_node(config, job.stage)) if train else (1, 1)
+    each = train.ranks_per_node // ranks if train else 1  # a script may start the processes of a node itself
     run, ask = str(folder.path) if folder else "RUN", job.ask
     words = [run, job.stage, TASK, "--attempt", str(job.attempt), "--mem", str(ask.mem_bytes)]
     words += ["--shrink", str(ask.shrink)] if ask.shrink else []
@@ -163,8 +183,10 @@ def spec_of(folder: RunFolder | None, config: Config, job: Job) -> JobSpec:
         name=job.stage,
         argv=(*module_command(WORKER, folder), *words),
         tasks=tuple(numbers(job.tasks)),
-        cpus=job.cpus,
+        cpus=job.cpus * each,
         gpus=job.gpus,
+        nodes=nodes,
+        ranks=ranks if nodes * ranks > 1 else 0,
         mem_bytes=ask.mem_bytes,
         time_s=ask.time_s,
         log_dir=str(folder.logs) if folder else "logs",
@@ -176,14 +198,19 @@ def spec_of(folder: RunFolder | None, config: Config, job: Job) -> JobSpec:
     )
 
 
-def new_run(config: Config, stages: Sequence[str], again: str = "") -> RunFolder:
-    """Make the folder of a run and freeze in it what was asked, and the command that asks for it again."""
+def new_run(config: Config, stages: Sequence[str], again: str = "", beside: Path | None = None) -> RunFolder:
+    """Make the folder of a run and freeze in it what was asked, and the command that asks for it again.
+
+    `beside` is a folder of the user's own modules: those of the task are frozen, too.
+    """
     now, private = datetime.now(tz=timezone.utc), config.cluster.private
     folder = None
     try:
         folder = folders.create(config.cluster.runs, stages[-1], now, private=private)
         with writing(folder.path):
             folder.code.write_text(str(freeze(config.cluster.runs)))
+            if any(stage in TASKED for stage in stages) and (code := freeze_task(config, beside)) is not None:
+                folder.task_code.write_text(str(code))
             folder.config.write_text(dump_resolved(config))
             folder.stages.write_text(json.dumps(list(stages)))
             folder.again.write_text(again or f"pipeline submit --stage {stages[-1]}")
@@ -192,6 +219,14 @@ def new_run(config: Config, stages: Sequence[str], again: str = "") -> RunFolder
             shutil.rmtree(folder.path, ignore_errors=True)
         raise SubmissionRefused(error.what, where=error.where, remedy=error.remedy) from error
     return folder
+
+
+def freeze_task(config: Config, beside: Path | None) -> Path | None:
+    """Return the folder of a copy of the user's own code; None where it is ours. A script stays where it lies."""
+    if config.train.task is None:
+        return beside if config.train.command is not None else None
+    files = sources(load_task(config.train.task, config.train.options, beside=beside))
+    return freeze_files(files, config.cluster.runs) if files else None
 
 
 def pay_visit(folder: RunFolder) -> None:

@@ -163,7 +163,7 @@ class Supervisor:
             self._emit(EventKind.RUN_STARTED, stages=[stage.name for stage in self.stages], **about)
         self._emit(EventKind.VISIT, number=self.number, **about)
         self._catch_up()
-        self.project = Project.open(self.config)
+        self.project = Project.open(self.config, beside=self.folder.task_root)
         for status in self.status.stages.values():
             self.dispatch.adopt(status)
         self._catch_up()
@@ -258,7 +258,7 @@ class Supervisor:
     def _index(self, stage: Stage, judged: Judged) -> None:
         """Bring indexes up to date and describe the recipe; as neither is needed, not being able to is no failure."""
         try:
-            if judged.accepted:
+            if judged.accepted and stage.kinds:
                 self.project.cache.describe(stage.name, stage.recipe(self.project))
         except (CacheUnusable, CacheFull) as error:
             log.warning("the recipe of %s is not described: %s", stage.name, error.what)

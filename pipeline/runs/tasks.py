@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import sys
@@ -11,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError, PipelineError
+from pipeline.runs.frozen import PACKAGE, digest_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from pipeline.protocol import Task
 
@@ -21,15 +23,16 @@ NEEDED = ("model", "cost", "collate", "loss")
 WHERE = "train.task"
 
 
-def load_task(name: str | None, *, beside: Path | None = None) -> Task:
-    """Return a task; modules are also looked for in a folder, mostly that of the configuration."""
+def load_task(name: str | None, options: Mapping[str, Any] | None = None, *, beside: Path | None = None) -> Task:
+    """Return a task; modules are looked for in a folder first, mostly that of the configuration."""
     if not name:
         remedy = "--set train.task=package.module:Name   (what it must have: pipeline/protocol.py)"
         raise ConfigError("no task is named: there is nothing to plan or to train", where=WHERE, remedy=remedy)
     module_name, _, class_name = name.partition(":")
-    for folder in (beside, Path.cwd()):
-        if folder is not None and str(folder) not in sys.path:
-            sys.path.append(str(folder))
+    if beside is not None and str(beside) not in sys.path:
+        sys.path.insert(0, str(beside))  # a frozen copy counts more than what it was made of
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -45,13 +48,60 @@ def load_task(name: str | None, *, beside: Path | None = None) -> Task:
         what = f"{module_name} has no {class_name!r}; it has {known}"
         raise ConfigError(what, where=f"{WHERE}: {name}", remedy="pipeline config check")
     try:
-        task = found() if callable(found) else found
+        task = found(**(options or {})) if callable(found) else found
     except (Exception, SystemExit) as error:
         raise failed(f"{name}()", error) from error
     if missing := [method for method in NEEDED if not callable(getattr(task, method, None))]:
         what = f"the task has no {', '.join(f'{method}()' for method in missing)}"
         raise ConfigError(what, where=f"{WHERE}: {name}", remedy="what a task must have: pipeline/protocol.py")
     return task  # type: ignore[no-any-return]
+
+
+def sources(task: Task) -> list[tuple[str, Path]]:
+    """Return the user's own files that a task is made of, by their names below the folder that imports begin at.
+
+    They are its module, or all of its package, and what these import from beside them.
+    """
+    module = sys.modules[type(task).__module__]
+    file = Path(inspect.getfile(module)).resolve()
+    if PACKAGE in file.parents or "site-packages" in file.parts:
+        return []  # ours is frozen anyway; what is installed has a version
+    root = file.parents[module.__name__.count(".")]
+    found: dict[str, Path] = {}
+    waiting = [module.__name__]
+    while waiting:
+        for path in _files_of(root, waiting.pop()):
+            name = str(path.relative_to(root))
+            if name not in found:
+                found[name] = path
+                waiting += _imported(path)
+    return sorted(found.items())
+
+
+def _files_of(root: Path, module: str) -> list[Path]:
+    """Return the files of a module, or of the package that it is in; none where it is from elsewhere."""
+    top = root / module.partition(".")[0]
+    if (top / "__init__.py").is_file() or (top.is_dir() and "." in module):
+        return sorted(path for path in top.rglob("*.py") if "__pycache__" not in path.parts)
+    single = top.with_suffix(".py")
+    return [single] if single.is_file() else []
+
+
+def _imported(path: Path) -> list[str]:
+    """Return the names of the modules that a file imports by their full names."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            names += [one.name for one in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names.append(node.module)
+    return [name for name in dict.fromkeys(names) if name.partition(".")[0] != "pipeline"]
+
+
+def source_digest(task: Task) -> str:
+    """Return the digest of the user's own code; empty where the task is ours."""
+    files = sources(task)
+    return digest_of(files) if files else ""
 
 
 @contextmanager

@@ -222,7 +222,7 @@ class _Case:
     @property
     def data(self) -> Data:
         request = self.request
-        cut = cutter(request.batch, padded=self.padded, micro_batch=request.micro_batch)
+        cut = cutter(request.batch, padded=self.padded, seed=self.config.train.seed, micro_batch=request.micro_batch)
         return Data(self.sizes, cut, self.padded, self.table.ids)
 
     @property
@@ -333,7 +333,7 @@ def _host(question: Question, plan: Plan, standing: Standing, offer: Offer, tabl
     inputs = sum(part.bytes for part in plan.parts if part.category is Category.INPUTS)
     parameters = sum(part.bytes for part in standing.parts if part.category in (Category.PARAMETERS, Category.BUFFERS))
     run = Training(
-        ranks=ceil(offer.ranks / config.cluster.train.nodes) if gpu else 1,
+        ranks=ceil(offer.ranks / config.cluster.train.nodes),
         gpu=gpu,
         several=offer.ranks > 1,
         model_bytes=parameters,

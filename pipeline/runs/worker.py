@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pipeline.config.load import from_resolved
 from pipeline.errors import CacheFull, PipelineError
 from pipeline.records import EventKind, Tell
-from pipeline.runs import workflow
+from pipeline.runs import scripted, workflow
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.frozen import module_command
 from pipeline.runs.ledger import Ledger
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from pipeline.records import Reason
+    from pipeline.training.rendezvous import Place
 
 WORKER = "pipeline.runs.worker"
 PROGRESS_EVERY_S = 0.5
@@ -75,19 +76,34 @@ def main(words: Sequence[str]) -> int:
     for number in ENDING:
         signal.signal(number, _stop)
     given = _parse(words)
-    folder = RunFolder(Path(given.run))
-    part = _part(given.part) if given.part else None
+    folder, row = RunFolder(Path(given.run)), workflow.stage(given.stage)
+    place = _place(given) if row.together else None
+    part = (place.rank, place.world) if place else _part(given.part) if given.part else None
     writer = f"{given.stage}-{given.task:06d}" + (f"-{part[0]}" if part else "")
     facts: dict[str, Any] = {"stage": given.stage, "task": given.task, "attempt": given.attempt}
     ledger = Ledger(folder, writer)
     try:
-        if part is None:
+        leads = part is None or (part[0] == 0 and not given.part)  # it speaks for the task: nobody started it as a part
+        if leads:
             ledger.emit(EventKind.TASK_STARTED, **facts, host=socket.gethostname())
-        project = Project.open(from_resolved(folder.config.read_text()))
-        processes = workflow.stage(given.stage).processes(project)
+        project = Project.open(from_resolved(folder.config.read_text()), beside=folder.task_root)
+        processes = row.processes(project)
         if part is None and processes > 1:
-            return _fan_out(words, folder, processes, ledger, facts)
-        work(project, folder, given, part, ledger, facts)
+            if scripted.is_script(project.config, row.name):  # each of its processes sees all GPUs, as under torchrun
+                words = [*words, "--lent", os.environ.get(GPUS, "")]
+            return (_together if row.together else _fan_out)(words, folder, processes, ledger, facts)
+        if row.together:
+            for number in ENDING:
+                signal.signal(number, _hear)
+        if given.lent is not None:
+            os.environ[GPUS] = given.lent
+        work(project, folder, given, part, ledger, facts, place=place, leads=leads)
+    except scripted.Ended as ended:
+        if not ended.quiet:
+            about = {"what": ended.what, "exit_code": ended.code, "trouble": ended.trouble}
+            ledger.emit(EventKind.TASK_FAILED, **facts, **about)
+            print(ended.what, file=sys.stderr)  # noqa: T201 - a task's stderr is its log
+        return ended.code
     except Stopped as stopped:
         ledger.emit(EventKind.TASK_FAILED, **facts, what="stopped by a signal", exit_code=stopped.exit_code, trouble="")
         return stopped.exit_code
@@ -113,6 +129,8 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--shrink", type=int, default=0, help="how often to halve the budget of a batch")
     parser.add_argument("--careful", action="store_true", help="one thing at a time")
     parser.add_argument("--part", help="which of how many processes this is, as in 0/2")
+    parser.add_argument("--meeting", default="", help="the name of the start, of processes that work together")
+    parser.add_argument("--lent", help="the GPUs of all processes of this node, where each is to see them all")
     return parser.parse_args(words)
 
 
@@ -144,6 +162,9 @@ def work(
     part: tuple[int, int] | None,
     ledger: Ledger,
     facts: dict[str, Any],
+    *,
+    place: Place | None = None,
+    leads: bool = True,
 ) -> None:
     """Work through a task, telling the ledger twice a second, and a note that outlives a kill at every step."""
     done, rejected, told = 0, Counter[str](), 0.0
@@ -159,20 +180,40 @@ def work(
             "figures": {"host_peak_bytes": peak_bytes(), **tell.figures},
         }
 
+    def report() -> None:
+        nonlocal told
+        if time.monotonic() - told > PROGRESS_EVERY_S:
+            ledger.emit(EventKind.PROGRESS, **news())
+            told = time.monotonic()
+
+    def turn_to(names: Sequence[str]) -> None:
+        note.write(done or int(tell.figures.get(scripted.PROGRESS, 0)), names)
+        if scripted.PROGRESS in tell.figures:  # a script yields nothing until it ends
+            report()
+
     with closing(Note(folder.on(given.stage, given.task, part[0] if part else 0), given.attempt)) as note:
-        tell = Tell(refuse, {}, lambda names: note.write(done, names), given.mem, given.shrink, given.careful)
+        tell = Tell(refuse, {}, turn_to, given.mem, given.shrink, given.careful)
+        tell.place, tell.ending = place, lambda: _heard[0]
         outcomes = workflow.stage(given.stage).work(project, folder, given.task, tell, part or (0, 1))
-        with closing(outcomes):  # closing publishes what is finished
-            for reason in outcomes:
-                done += 1
-                if reason is not None:
-                    rejected[reason.value] += 1
-                Stopped.came_further = done > note.done_before
-                if time.monotonic() - told > PROGRESS_EVERY_S:
-                    ledger.emit(EventKind.PROGRESS, **news())
-                    told = time.monotonic()
+        try:
+            with closing(outcomes):  # closing publishes what is finished
+                for reason in outcomes:
+                    done += 1
+                    if reason is not None:
+                        rejected[reason.value] += 1
+                    Stopped.came_further = done > note.done_before
+                    report()
+        except scripted.Ended as ended:
+            if ended.code == GO_ON:  # of a script that tells no figures, another attempt is all that shows
+                note.write(ended.step or given.attempt, ())
+            ledger.emit(EventKind.PROGRESS, **news())
+            raise
+        if tell.ended_by:
+            ledger.emit(EventKind.PROGRESS, **news())
+            Stopped.came_further = tell.moved
+            raise Stopped(tell.ended_by)
         note.write(done, ())
-    ledger.emit(EventKind.PROGRESS if part else EventKind.TASK_FINISHED, **news())
+    ledger.emit(EventKind.TASK_FINISHED if leads else EventKind.PROGRESS, **news())
 
 
 def peak_bytes() -> int:
@@ -239,10 +280,37 @@ def _fan_out(words: Sequence[str], folder: RunFolder, processes: int, ledger: Le
     return failed[0] if failed else 0
 
 
+def _together(words: Sequence[str], folder: RunFolder, processes: int, ledger: Ledger, facts: dict[str, Any]) -> int:
+    """Start the ranks of a task and wait for all; one that dies ends them all."""
+    from pipeline.runs.launch import launch
+
+    code = launch([*module_command(WORKER, folder), *words], processes)
+    if code == 0:
+        ledger.emit(EventKind.TASK_FINISHED, **facts, done=0, rejected={}, figures={})  # the first rank tells
+    return code
+
+
+def _place(given: argparse.Namespace) -> Place | None:
+    """Return which rank of how many this process is; None where it is to start them."""
+    from pipeline.training.rendezvous import Place
+
+    if given.part:
+        return Place.told(given.part, given.meeting)
+    return Place.by_slurm(os.environ, given.attempt)
+
+
 def _part(word: str) -> tuple[int, int]:
     """Return which of how many processes this is."""
     number, _, processes = word.partition("/")
     return int(number), int(processes)
+
+
+_heard = [0]  # the signal by which this process was told to end, where its work looks for that by itself
+
+
+def _hear(number: int, _frame: FrameType | None) -> None:
+    """Remember a signal: the work ends where it can be taken up again."""
+    _heard[0] = number
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:

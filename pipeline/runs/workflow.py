@@ -6,11 +6,27 @@ import math
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
+from pipeline.config.schema import TrainResources
 from pipeline.errors import ConfigError, DataError, JobFailed, PipelineError
 from pipeline.records import Reason, Tell
-from pipeline.runs import embedded, embedding, graphed, graphing, leaks, scanning, todo
+from pipeline.runs import (
+    applying,
+    embedded,
+    embedding,
+    evaluating,
+    graphed,
+    graphing,
+    leaks,
+    predicting,
+    preparing,
+    scanning,
+    scripted,
+    todo,
+    training,
+)
 from pipeline.runs.todo import Halve
 from pipeline.structures.inventory import plain
 
@@ -70,16 +86,22 @@ class Stage:
     needs: tuple[str, ...] = ()  # stages that must have run before
     of_sequences: bool = True  # whether it has anything to do for bare sequences
     process_per_gpu: bool = False
+    together: bool = False  # its processes are ranks of one task, on as many nodes as it has
     counts_items: bool = True  # else what it works through are parts of items
+    wanted: Callable[[Config], bool] = lambda _config: True  # whether `all` means it too
+    may_be_empty: bool = False  # no item at all is said, and no failure
 
-    def resources(self, project: Project) -> StageResources:
+    def resources(self, project: Project) -> StageResources | TrainResources:
         """Return what the configuration gives a task of this stage."""
-        resources: StageResources = getattr(project.config.cluster, self.name)
+        resources: StageResources | TrainResources = getattr(project.config.cluster, self.name)
         return resources
 
     def processes(self, project: Project) -> int:
         """Return how many processes a task consists of."""
-        return max(1, self.resources(project).gpus) if self.process_per_gpu else 1
+        resources = self.resources(project)
+        if isinstance(resources, TrainResources):
+            return resources.nodes * scripted.starts_on_node(project.config, self.name)
+        return max(1, resources.gpus) if self.process_per_gpu else 1
 
 
 def too_many(rejected: int, total: int, fraction: float) -> bool:
@@ -129,10 +151,24 @@ def check(stage: Stage, project: Project, folder: RunFolder, judged: Judged, tro
         unscanned = f" ({trouble.waiting:,} of them were not scanned before)" if trouble.waiting else ""
         what = f"{judged.undone:,} of {total:,} items are not done, such as {judged.first_undone}{unscanned}"
         raise JobFailed("\n".join([what, *trouble.lines]), where=folder.name, remedy=trouble.remedy)
-    if judged.accepted == 0:
+    if judged.accepted == 0 and (total or not stage.may_be_empty):
         remedy = f"pipeline status {folder.name}   (every reason: {folder.rejected})"
         raise DataError(f"none of {total} items can be used", where=str(data.path), remedy=remedy)
     return stage.check(project, folder, judged)
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+OfProject: TypeAlias = "Callable[Concatenate[Project, P], T]"
+
+
+def _either(task: OfProject[P, T], script: OfProject[P, T]) -> OfProject[P, T]:
+    """Return what does one thing for a task and another for a script, whichever a configuration names."""
+
+    def do(project: Project, /, *rest: P.args, **named: P.kwargs) -> T:
+        return (script if scripted.is_script(project.config) else task)(project, *rest, **named)
+
+    return do
 
 
 WORKFLOW = (
@@ -180,6 +216,61 @@ WORKFLOW = (
         needs=(scanning.NAME,),
         of_sequences=False,
     ),
+    Stage(
+        name=training.NAME,
+        inspect=_either(training.inspect, scripted.inspect),
+        survey=_either(training.survey, scripted.survey),
+        mem_bytes=_either(training.mem_bytes, scripted.mem_bytes),
+        gpu_bytes=_either(training.gpu_bytes, scripted.gpu_bytes),
+        work=_either(training.work, scripted.work),
+        recipe=_either(training.recipe, scripted.recipe),
+        judge=_either(training.judge, scripted.judge),
+        halve=todo.halve_rows,
+        check=_either(training.check, scripted.check),
+        kinds=(),
+        needs=(scanning.NAME, embedding.NAME, graphing.NAME),
+        of_sequences=False,
+        together=True,
+        counts_items=False,
+        wanted=preparing.with_task,
+    ),
+    Stage(
+        name=evaluating.NAME,
+        inspect=evaluating.inspect,
+        survey=evaluating.survey,
+        mem_bytes=partial(applying.mem_bytes, name=evaluating.NAME),
+        gpu_bytes=partial(applying.gpu_bytes, name=evaluating.NAME),
+        work=evaluating.work,
+        recipe=training.recipe,
+        judge=evaluating.judge,
+        halve=todo.halve_rows,
+        check=evaluating.check,
+        kinds=(),
+        needs=(scanning.NAME, embedding.NAME, graphing.NAME, training.NAME),
+        of_sequences=False,
+        together=True,
+        counts_items=False,  # what was rejected is known at the end
+        wanted=evaluating.wanted,
+        may_be_empty=True,
+    ),
+    Stage(
+        name=predicting.NAME,
+        inspect=predicting.inspect,
+        survey=predicting.survey,
+        mem_bytes=partial(applying.mem_bytes, name=predicting.NAME),
+        gpu_bytes=partial(applying.gpu_bytes, name=predicting.NAME),
+        work=predicting.work,
+        recipe=training.recipe,
+        judge=predicting.judge,
+        halve=todo.halve_rows,
+        check=predicting.check,
+        kinds=(),
+        needs=(scanning.NAME, embedding.NAME, graphing.NAME, training.NAME),
+        of_sequences=False,
+        together=True,
+        counts_items=False,  # what was rejected is known at the end
+        wanted=lambda _config: False,  # predictions are wanted of something
+    ),
 )
 STAGES: Mapping[str, Stage] = {row.name: row for row in WORKFLOW}
 
@@ -199,4 +290,4 @@ def up_to(name: str) -> list[str]:
 
 def everything(config: Config) -> list[str]:
     """Return the stages that have anything to do for a data set, in order."""
-    return [row.name for row in WORKFLOW if row.of_sequences or config.data.source != "fasta"]
+    return [row.name for row in WORKFLOW if (row.of_sequences or config.data.source != "fasta") and row.wanted(config)]

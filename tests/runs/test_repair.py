@@ -126,6 +126,39 @@ def test_a_crash_on_another_thing_each_time_names_no_culprit_and_is_bounded() ->
     assert isinstance(decide(history, MEANS), GiveUp)
 
 
+class TestTraining:
+    MEANS = replace(MEANS, is_whole=True)
+
+    def test_a_crash_is_begun_again_as_it_was_until_it_comes_no_further(self) -> None:
+        on = ("a", "b")
+        history = [died(Cause.CRASHED, on=on, done=5)]
+        for done in (9, 11):
+            again = decide(history, self.MEANS)
+            assert isinstance(again, Again)
+            assert not again.ask.careful
+            history.append(died(Cause.CRASHED, on=on, done=done))
+        history.append(died(Cause.CRASHED, on=on, done=11))
+        careful = decide(history, self.MEANS)
+        assert isinstance(careful, Again)
+        assert careful.ask.careful
+
+    def test_one_item_that_it_was_on_at_two_deaths_in_two_epochs_is_not_left_out(self) -> None:
+        history = [died(Cause.CRASHED, on=("a",), done=done) for done in (5, 9)]
+        assert isinstance(decide(history, self.MEANS), Again)
+
+    def test_it_is_begun_again_where_it_was_told_to_end_at_once_but_not_for_ever(self) -> None:
+        means = replace(self.MEANS, limits=Limits(time_s=ASK.time_s))
+        history = [died(Cause.INTERRUPTED)]
+        assert isinstance(decide(history, means), Again)
+        assert isinstance(decide(history * means.tries, means), GiveUp)
+
+    @pytest.mark.parametrize("cause", [Cause.HOST_OOM, Cause.GPU_OOM, Cause.TIMEOUT])
+    def test_it_is_never_split_nor_made_smaller(self, cause: Cause) -> None:
+        means = replace(self.MEANS, limits=Limits(mem_bytes=ASK.mem_bytes, time_s=ASK.time_s))
+        last = died(cause, ask=replace(ASK, shrink=99), on=("a", "b"))
+        assert isinstance(decide([last], means), GiveUp)
+
+
 @pytest.mark.parametrize("cause", [Cause.CANCELLED, Cause.DISK, Cause.REFUSED, Cause.FAILED])
 def test_what_would_end_the_same_again_ends_the_stage(cause: Cause) -> None:
     assert isinstance(decide([died(cause)], MEANS), GiveUp)

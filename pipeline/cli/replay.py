@@ -1,0 +1,105 @@
+"""`pipeline replay`: a training step that went wrong, made again on this machine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pipeline.cli.logs import run_folder
+from pipeline.cli.options import ConfigFile, Json, Run, Sets, print_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from rich.console import RenderableType
+
+COLUMNS = ("micro-batch", "items", "sizes", "planned", "took", "loss", "outcome")
+_NAMES = {"took": "process grew"}  # where nobody counts tensors
+SHOWN = 2  # items of a micro-batch
+RUNGS = ("", "checkpointing", "offload", "cpu")
+
+
+def replay(
+    run: Run = None,
+    step: Annotated[int | None, typer.Option("--step", min=1, help="The step that went wrong.")] = None,
+    rank: Annotated[
+        int | None, typer.Option("--rank", min=0, help="Of that rank; else of the one it began on.")
+    ] = None,
+    device: Annotated[
+        str, typer.Option("--device", help="Where to run it: cuda, cpu; auto: a GPU if there is one.")
+    ] = "auto",
+    config: ConfigFile = None,
+    sets: Sets = None,
+    as_json: Json = False,
+) -> None:
+    """Make a step again that ran out of memory, or was not finite, and say where that begins; nothing is changed."""
+    from pipeline.errors import ConfigError
+    from pipeline.report import tables
+    from pipeline.runs.replay_case import find_case
+    from pipeline.runs.replaying import played
+
+    folder = run_folder(run, config, sets)
+    if step is None:
+        what = "which step is to be made again?"
+        raise ConfigError(what, where="--step", remedy=f"pipeline replay {folder.name} --step N   ({_known(folder)})")
+    case = find_case(folder, step, rank)
+    if not as_json:
+        typer.echo(case.bundle.words())
+    found = played(case, device=device)
+    if as_json:
+        print_json(found)
+        return
+    tables.show(*_shown(found))
+
+
+def _known(folder: Any) -> str:
+    from pipeline.runs.replay_case import steps_of
+
+    steps = steps_of(folder)
+    return f"there are bundles of the steps {', '.join(map(str, steps))}" if steps else "no step has left a bundle"
+
+
+def _shown(found: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """Show what came of it."""
+    from pipeline.report import tables
+
+    yield ""
+    yield f"here, on {found['device']}" + (f": weights from {found['weights']}" if found["weights"] else "")
+    yield from (f"  {note}" for note in found["notes"])
+    if found["micro_batches"]:
+        yield ""
+        rows = [_row(one, counted=found["counted"]) for one in found["micro_batches"]]
+        yield tables.table([_NAMES.get(name, name) if not found["counted"] else name for name in COLUMNS], rows)
+    if found["counted"]:
+        allowed = tables.size(found["limit_bytes"])
+        yield f"{tables.size(found['reserved_bytes'])} reserved at the peak; the run's device allowed {allowed}"
+    if found["suspects"][1:]:  # the first is in the verdict
+        yield from ("", *(f"  {one['words']}" for one in found["suspects"]))
+    if found["traced"]:
+        yield found["traced"]["words"]
+    yield ""
+    yield found["verdict"]
+
+
+def _row(one: Mapping[str, Any], *, counted: bool) -> Sequence[str]:
+    """Show a micro-batch; where nobody counts tensors, by how much the process has grown."""
+    from pipeline.report import tables
+
+    items = ", ".join(one["items"][:SHOWN]) + (", …" if len(one["items"]) > SHOWN else "")
+    ran = one["outcome"] != "not run"
+    took = tables.size(one["peak_bytes"]) if counted else f"+{tables.size(one['grown_bytes'])}"
+    rung = f" ({RUNGS[min(one['rung'], len(RUNGS) - 1)]})" if one["rung"] else ""
+    return (
+        str(one["micro_batch"]),
+        f"{len(one['items'])}: {items}{rung}",
+        ", ".join(f"{size:,} {name}" for name, size in one["sizes"].items()),
+        f"+{tables.size(one['planned_bytes'])}",
+        took if ran else "",
+        ", ".join(f"{name} {_number(term[0])}/{_number(term[1])}" for name, term in one["terms"].items()),
+        one["outcome"] + (f": {one['error']}" if one["error"] else ""),
+    )
+
+
+def _number(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.4g}"

@@ -1,0 +1,373 @@
+"""A script of the user's as a process: what it prints passes through, signals reach it, and its end is judged.
+
+The contract with a script, none of which it has to keep:
+
+Told to end. SIGUSR2 comes some time before the time limit, SIGTERM at a cancellation or preemption; either may come
+more than once. They reach those of its processes that listen for them, so a wrapper or a data worker that does not is
+not killed by a warning; a SIGTERM for which nobody listens goes to all. Exit 75, or exit 0 after a signal it listened
+for, means "saved, start me again"; any other end after one counts as ended by it, and the scheduler's word says what
+follows.
+
+Ending. Exit 0 is success, whatever was printed: a script that survives running out of memory has not failed. Any other
+end is searched for the reason: last words on memory (a GPU's, or the host's) or a full disk, as `cluster.verdict` has
+them, and a SIGKILL at the limit or counted by the kernel. Processes that it leaves behind are ended.
+
+Progress. A line `pipeline: {"step": 10, "loss": 0.5}` on its stdout gives figures for `pipeline status`, where finite
+numbers are taken; "step" tells how far it came, by which an attempt that goes on is told from one that is stuck.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import resource
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.cluster.machine import count_oom_kills
+from pipeline.cluster.processes import ProcessTable, send, used_bytes
+from pipeline.cluster.verdict import GO_ON, LAST_LINES, NEARLY, SIGNALLED, Cause, last_words
+from pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    Tell = Callable[[Mapping[str, float]], None]
+
+ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+PREFIX = "pipeline: {"
+STEP = "step"
+READ_BYTES = 1 << 16
+LINE_MOST, LINES_MOST = 2000, 300  # of what is kept of its output
+PARTIAL_MOST = 1 << 16  # of a line that does not end
+LOOK_EVERY_S, MEASURE_EVERY_S = 0.1, 1.0
+LINGER_S = 30.0  # for what a script that was told to end leaves behind, and is still saving; as long as Slurm gives
+KILLED_CODE = SIGNALLED + signal.SIGKILL
+KIB = 1024 if sys.platform != "darwin" else 1  # in what getrusage counts
+TROUBLES = {Cause.GPU_OOM: "gpu_oom", Cause.HOST_OOM: "host_oom", Cause.DISK: "disk_full"}
+EXCEPTION = re.compile(r"(?:\[rank\d+\]: ?)?[A-Za-z_][\w.]*(?:Error|Exception)\b")
+LAUNCHER = re.compile(r"failed \(exitcode: (-?\d+)\)")  # torchrun; what it says after that is long, and about itself
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a script ended."""
+
+    exit_code: int | None
+    signal: int | None = None  # that ended it
+    told: int | None = None  # the last signal to end that one of its processes listened for
+    trouble: str = ""  # gpu_oom, host_oom, disk_full; or nothing that is known
+    reason: str = ""  # the line that says so
+    last_lines: tuple[str, ...] = ()
+    peak_rss_bytes: int = 0
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def goes_on(self) -> bool:
+        """Tell whether it wants to be started again."""
+        return self.exit_code == GO_ON or (self.exit_code == 0 and self.told is not None)
+
+    @property
+    def finished(self) -> bool:
+        """Tell whether it is done."""
+        return self.exit_code == 0 and self.told is None
+
+    @property
+    def code(self) -> int:
+        """With which the task is to exit: that of the script, 75 to go on, or as after the signal that ended it."""
+        if self.goes_on:
+            return GO_ON
+        if self.told is not None and not self.trouble:
+            return SIGNALLED + self.told
+        return SIGNALLED + self.signal if self.signal is not None else self.exit_code or 0
+
+    @property
+    def step(self) -> int:
+        """How far it said that it came."""
+        return int(self.figures.get(STEP, 0))
+
+    @property
+    def what(self) -> str:
+        """Say how it ended, and why as far as is known."""
+        if self.signal is not None:
+            ended = f"the script was ended by signal {self.signal} ({signal.Signals(self.signal).name})"
+        else:
+            ended = f"the script ended with exit code {self.exit_code}"
+        said = self.reason or next((f"it last said: {line}" for line in reversed(self.last_lines)), "")
+        return f"{ended}; {said}" if said else ended
+
+
+def run(
+    words: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    cwd: Path,
+    out: int = 1,
+    err: int = 2,
+    tell: Tell = lambda _figures: None,
+    mem_bytes: int = 0,
+) -> Outcome:
+    """Run a script to its end; what it prints goes to `out` and `err` as it comes. To be called in the main thread.
+
+    `mem_bytes` is what the task has, by which a kill for memory is told from others.
+    """
+    with _signals() as arrived, closing(_Process(words, environment, cwd, (out, err), tell)) as process:
+        process.follow(arrived)
+        return process.outcome(mem_bytes)
+
+
+@contextmanager
+def _signals() -> Iterator[int]:
+    """Take signals to end as bytes in a pipe, whose other end is given."""
+    read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) if hasattr(os, "pipe2") else os.pipe()
+    os.set_blocking(read, False)
+
+    def take(number: int, _frame: object) -> None:
+        os.write(write, bytes([number]))
+
+    before = {}
+    try:
+        if threading.current_thread() is threading.main_thread():  # signals are heard nowhere else
+            before = {number: signal.signal(number, take) for number in ENDING}
+        yield read
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(read)
+        os.close(write)
+
+
+class _Output:
+    """One stream of a script: passed on as it comes, and cut into lines."""
+
+    def __init__(self, pipe: int, onward: int, take: Callable[[str], None]) -> None:
+        self.pipe = pipe
+        self._onward, self._take = onward, take
+        self._partial = b""
+        self.ended = False
+        os.set_blocking(pipe, False)
+
+    def pump(self) -> bool:
+        """Read once; tell whether there was something."""
+        try:
+            chunk = os.read(self.pipe, READ_BYTES)
+        except BlockingIOError:
+            return False
+        self.ended = not chunk
+        self._pass_on(chunk)
+        *lines, rest = (self._partial + chunk).replace(b"\r", b"\n").split(b"\n")
+        self._partial = rest[:PARTIAL_MOST]
+        if not chunk and rest:
+            lines, self._partial = [rest], b""
+        for line in lines:
+            self._take(line.decode(errors="replace"))
+        return bool(chunk)
+
+    def _pass_on(self, chunk: bytes) -> None:
+        """Write all of it; a log that takes no more ends no training."""
+        with suppress(OSError):
+            while chunk:
+                chunk = chunk[os.write(self._onward, chunk) :]
+
+
+class _Process:
+    """A running script and what is known of it."""
+
+    def __init__(
+        self, words: Sequence[str], environment: Mapping[str, str], cwd: Path, onward: tuple[int, int], tell: Tell
+    ) -> None:
+        """Start it, in a session of its own."""
+        self._tell = tell
+        self._lines: deque[str] = deque(maxlen=LINES_MOST)
+        self._figures: dict[str, float] = {}
+        self._told: int | None = None
+        self._peak_bytes, self._measure_at = 0, 0.0
+        self._oom_kills = count_oom_kills()
+        self._process = _start(words, environment, cwd)
+        self._pid = self._process.pid
+        self._table = ProcessTable(f"script of {self._pid}")
+        assert self._process.stdout is not None and self._process.stderr is not None  # noqa: PT018 - both are pipes
+        stdout, stderr = self._process.stdout.fileno(), self._process.stderr.fileno()
+        self._outputs = [_Output(stdout, onward[0], self._take_out), _Output(stderr, onward[1], self._take)]
+
+    def follow(self, arrived: int) -> None:
+        """Pass on what comes in either direction, until it has ended and nothing of it is left."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(arrived, selectors.EVENT_READ)
+            for output in self._outputs:
+                selector.register(output.pipe, selectors.EVENT_READ, output)
+            while not self._has_exited():
+                for key, _ in selector.select(LOOK_EVERY_S):
+                    if key.data is None:
+                        self._pass_signals(arrived)
+                        continue
+                    key.data.pump()
+                    if key.data.ended:
+                        selector.unregister(key.fd)
+                self._measure()
+        self._end_the_rest()
+
+    def _pass_signals(self, arrived: int) -> None:
+        """Tell its processes to end."""
+        for number in os.read(arrived, READ_BYTES):
+            pids = self._pids()
+            listening = [pid for pid in pids if _listens(pid, number)]
+            if not listening and number == signal.SIGTERM:
+                listening = pids
+            if send(number, listening):
+                self._told = number
+
+    def _has_exited(self) -> bool:
+        """Tell whether its first process has exited; its number stays taken."""
+        found = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is not None and found.si_code != os.CLD_EXITED and found.si_status in ENDING:
+            self._told = found.si_status  # a scheduler tells all processes at once, and this one did not listen
+        return found is not None
+
+    def _pids(self) -> list[int]:
+        """Return its living processes."""
+        self._table.refresh({self._pid: "script"})
+        return self._table.of("script")
+
+    def _measure(self) -> None:
+        """Measure its memory now and then."""
+        now = time.monotonic()
+        if now >= self._measure_at:
+            self._peak_bytes = max(self._peak_bytes, used_bytes(self._pids()))
+            self._measure_at = now + max(MEASURE_EVERY_S, 20 * (time.monotonic() - now))
+
+    def _end_the_rest(self) -> None:
+        """End what it leaves behind, with time to save where it was told to end; read what was last said."""
+        deadline = time.monotonic() + (LINGER_S if self._told is not None else 0.0)
+        while (pids := self._pids()) and time.monotonic() < deadline:
+            self._drain()
+            time.sleep(LOOK_EVERY_S)
+        send(signal.SIGKILL, pids)
+        self._drain()
+
+    def _drain(self) -> None:
+        for output in self._outputs:
+            while output.pump():
+                pass
+
+    def _take_out(self, line: str) -> None:
+        """Take a line of stdout: figures, or words."""
+        figures = figures_in(line)
+        if figures:
+            self._figures.update(figures)
+            self._tell(figures)
+        else:
+            self._take(line)
+
+    def _take(self, line: str) -> None:
+        """Keep a line."""
+        if line.strip():
+            self._lines.append(line.rstrip()[:LINE_MOST])
+
+    def outcome(self, mem_bytes: int) -> Outcome:
+        """Collect it, and judge how it ended."""
+        own_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
+        _, status, usage = os.wait4(self._pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        self._process.returncode = code  # so that Popen does not look for it, too
+        its_bytes = usage.ru_maxrss * KIB
+        peak_bytes = max(self._peak_bytes, its_bytes if its_bytes > own_bytes else 0)  # a fork begins with its parent's
+        lines = tuple(self._lines)
+        exit_code, killed_by = (behind_launcher(code, lines), None) if code >= 0 else (None, -code)
+        at_limit = count_oom_kills() > self._oom_kills or peak_bytes >= NEARLY * mem_bytes > 0
+        plain = Outcome(exit_code, killed_by, self._told, "", "", lines, peak_bytes, self._figures)
+        if plain.goes_on or plain.finished or (killed_by is not None and killed_by == self._told):
+            return plain
+        trouble, reason = trouble_of(exit_code, killed_by, lines, at_limit=at_limit)
+        return Outcome(exit_code, killed_by, self._told, trouble, reason, lines, peak_bytes, self._figures)
+
+    def close(self) -> None:
+        """Let go of its output; end it, if an error of ours comes before its end."""
+        if self._process.returncode is None:
+            send(signal.SIGKILL, self._pids())
+            self._process.wait()
+        for stream in (self._process.stdout, self._process.stderr):
+            if stream is not None:
+                stream.close()
+
+
+def _start(words: Sequence[str], environment: Mapping[str, str], cwd: Path) -> subprocess.Popen[bytes]:
+    """Start a script, or say why it cannot be."""
+    try:
+        return subprocess.Popen(
+            list(words),
+            env=dict(environment),
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+    except OSError as error:
+        what = f"{words[0]!r} cannot be started in {cwd}: {error.strerror}"
+        remedy = "a program on the PATH of the job (cluster.slurm.setup), or a path from the configuration's folder"
+        raise ConfigError(what, where="train.command", remedy=remedy) from error
+
+
+def _listens(pid: int, number: int) -> bool:
+    """Tell whether a process has a handler for a signal; where that cannot be told, that it does."""
+    try:
+        for line in Path(f"/proc/{pid}/status").read_bytes().splitlines():
+            if line.startswith(b"SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    except (FileNotFoundError, ProcessLookupError):
+        return pid < 0  # a whole group, where there is no /proc
+    return True
+
+
+def figures_in(line: str) -> dict[str, float]:
+    """Return the figures that a line tells, if it tells any: its finite numbers."""
+    if not line.startswith(PREFIX):
+        return {}
+    try:
+        told = json.loads(line[len(PREFIX) - 1 :], parse_int=float)
+    except (ValueError, RecursionError):
+        return {}
+    return {name: value for name, value in told.items() if isinstance(value, float) and math.isfinite(value)}
+
+
+def trouble_of(
+    exit_code: int | None, killed_by: int | None, lines: Sequence[str], *, at_limit: bool
+) -> tuple[str, str]:
+    """Return what was behind the failure of a script, and the line that says so.
+
+    A SIGKILL without last words is one for memory only where there is a sign of that.
+    """
+    ends = [(at, match) for at, line in enumerate(lines) if (match := LAUNCHER.search(line))]
+    said = lines[: ends[0][0]] if ends else lines
+    trouble, reason = _said(said)
+    killed = killed_by == signal.SIGKILL or exit_code == KILLED_CODE or any(int(end[1]) == -9 for _, end in ends)
+    if killed and at_limit and trouble != "gpu_oom":
+        return "host_oom", reason or "killed at its memory limit"
+    return trouble, reason
+
+
+def behind_launcher(exit_code: int, lines: Sequence[str]) -> int:
+    """Return the exit code of the script that a launcher started: torchrun itself ends with 1 whatever that was."""
+    ends = [int(match[1]) for line in lines if (match := LAUNCHER.search(line))]
+    return ends[0] if exit_code == 1 and ends and ends[0] > 0 else exit_code
+
+
+def _said(lines: Sequence[str]) -> tuple[str, str]:
+    """Return what its last words tell: a mention of memory further up, which is not its last exception, it survived."""
+    for text in ("\n".join(lines[-LAST_LINES:]), next((one for one in reversed(lines) if EXCEPTION.match(one)), "")):
+        found = last_words(text)
+        if found and found[0] in TROUBLES:
+            return TROUBLES[found[0]], found[1]
+    return "", ""

@@ -1,0 +1,21 @@
+# ruff: noqa: T201
+"""Dies as torch does where its card has no room for a batch."""
+
+import argparse
+
+
+class OutOfMemoryError(RuntimeError):
+    __module__ = "torch"
+
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch_size", type=int, required=True)
+parser.add_argument("--accumulate", type=int, default=1)
+parser.add_argument("--room", type=int, default=2)
+given = parser.parse_args()
+if given.batch_size > given.room:
+    raise OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.15 GiB"
+        " of which 11.06 MiB is free."
+    )
+print(f"trained with {given.accumulate} times {given.batch_size}")

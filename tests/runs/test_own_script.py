@@ -1,0 +1,600 @@
+"""A script of the user's own: what it is given, how its end is judged, and what follows."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from pipeline.cluster.local import LocalExecutor
+from pipeline.cluster.machine import Machine
+from pipeline.cluster.spec import JobSpec, Limits, TaskState, TaskStatus
+from pipeline.cluster.verdict import Cause, Verdict, Word, judge, last_words
+from pipeline.errors import ConfigError, JobFailed, PipelineError, PlanInfeasible
+from pipeline.memory import oom
+from pipeline.runs.attempts import Ask, Attempt
+from pipeline.runs.own_script import (
+    KNOWN,
+    RANK_NAMES,
+    Script,
+    Values,
+    batches,
+    environment,
+    meeting,
+    parse,
+    refuse_blind,
+    reserved_port,
+    starts_here,
+    words,
+)
+from pipeline.runs.repair import Again, GiveUp, Means, decide
+from pipeline.runs.script_process import Outcome, behind_launcher, figures_in, run, trouble_of
+from tests.cluster.programs import await_true, finish, is_running, written_pid
+
+HERE = Path(__file__).parent / "scripts"
+MIB = 1 << 20
+PLACES = {"run": Path("/runs/r"), "output": Path("/models/m"), "config": Path("/runs/r/config.json")}
+VALUES = Values(effective_batch=8, micro_batch=4, accumulation=2, **PLACES)
+ASK = Ask(mem_bytes=512 * MIB, time_s=600)
+SHRINKABLE = "x --batch_size {micro_batch} --accumulate {accumulation}"
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+
+
+def ran(name: str, *arguments: str, tmp_path: Path, **more: Any) -> Outcome:
+    """Run one of the scripts here, its output in files."""
+    with (tmp_path / "out").open("ab") as out, (tmp_path / "err").open("ab") as err:
+        more = {"environment": dict(os.environ), "cwd": tmp_path, "out": out.fileno(), "err": err.fileno(), **more}
+        return run([sys.executable, "-S" if name != "plain.py" else "-I", str(HERE / name), *arguments], **more)
+
+
+def verdict(outcome: Outcome, state: TaskState = TaskState.FAILED) -> Verdict:
+    """Judge a script's end as a supervisor does."""
+    word = Word(
+        started=True, finished=outcome.finished, exit_code=outcome.code, what=outcome.what, kind=outcome.trouble
+    )
+    return judge(TaskStatus("1", 0, state, "", "", exit_code=outcome.code), word, "")
+
+
+class TestCommand:
+    def test_is_split_as_a_shell_would(self) -> None:
+        script = parse("python 'my script.py' --lr 1e-3 --name \"a b\" --batch_size={micro_batch}")
+        assert script.words == ("python", "my script.py", "--lr", "1e-3", "--name", "a b", "--batch_size={micro_batch}")
+        assert script.names == {"micro_batch"}
+
+    def test_has_its_placeholders_filled_wherever_they_stand(self) -> None:
+        script = parse("train --b={micro_batch}x{accumulation} --out {output}/last --literal {{micro_batch}} {{}}")
+        assert words(script, VALUES) == [
+            "train",
+            "--b=4x2",
+            "--out",
+            "/models/m/last",
+            "--literal",
+            "{micro_batch}",
+            "{}",
+        ]
+
+    def test_knows_every_placeholder_it_names_in_an_error(self) -> None:
+        filled = words(parse("x " + " ".join(f"{{{name}}}" for name in KNOWN)), VALUES)
+        assert len(filled) == 1 + len(KNOWN)
+        assert not any("{" in word for word in filled)
+        with pytest.raises(ConfigError, match=r"\{batchsize\}.*\{micro_batch\}.*\{output\}"):
+            parse("x {batchsize}")
+
+    @pytest.mark.parametrize(
+        ("command", "said"),
+        [
+            ("", "empty"),
+            ("python 'train.py", "No closing quotation"),
+            ("x {micro_batch", "single '{'"),
+            ("x micro_batch}", "single '}'"),
+            ("x {}", "{} , which is not known".replace(" ,", ",")),
+            ("x {micro_batch!r}", "not known"),
+            ("x {micro_batch.__class__}", "not known"),
+            ("x '{\"json\": 1}'", "not known"),
+            ("python a.py && echo done", "'&&', which only a shell"),
+            ("python a.py > log", "'>', which only a shell"),
+            ("OMP_NUM_THREADS=4 python a.py", "begins with 'OMP_NUM_THREADS=4'"),
+        ],
+    )
+    def test_that_cannot_be_meant_is_refused_with_what_to_write_instead(self, command: str, said: str) -> None:
+        with pytest.raises(ConfigError) as refused:
+            parse(command)
+        assert said in str(refused.value)
+        assert refused.value.where == "train.command"
+        assert refused.value.remedy
+
+    @settings(deadline=None)
+    @given(
+        st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0{}")), min_size=1),
+        st.text(st.characters(codec="utf-8", exclude_characters="\0/")).map(lambda text: f"; rm -rf {text}"),
+    )
+    def test_never_has_more_words_than_were_written(self, written: list[str], name: str) -> None:
+        written = [f"x{word}".replace("=", "") for word in written]
+        script = parse(" ".join(map(shlex.quote, written)) + " {output} --o={output}")
+        output = Path("/models") / name
+        assert words(script, replace(VALUES, output=output)) == [*written, str(output), f"--o={output}"]
+
+    def test_is_started_without_a_shell(self, tmp_path: Path) -> None:
+        shows = "import json, sys; print(json.dumps(sys.argv[1:]))"
+        hostile = ["; rm -rf /", "$HOME", "`id`", "a b", "*", "", "'"]
+        with (tmp_path / "out").open("wb") as out:
+            outcome = run([sys.executable, "-S", "-c", shows, *hostile], environment={}, cwd=tmp_path, out=out.fileno())
+        assert outcome.finished
+        assert json.loads((tmp_path / "out").read_text()) == hostile
+
+    def test_that_is_no_program_is_told_where_it_was_looked_for(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="'no-such-program' cannot be started in"):
+            run(["no-such-program"], environment={"PATH": "/usr/bin"}, cwd=tmp_path)
+
+
+class TestBatches:
+    @given(st.integers(1, 200), st.integers(1, 8), st.integers(1, 200), st.integers(0, 9))
+    def test_always_make_the_effective_batch_or_are_refused(
+        self, share: int, ranks: int, micro: int, shrink: int
+    ) -> None:
+        try:
+            found, accumulation = batches(share * ranks, ranks, micro, shrink)
+        except ConfigError:
+            assert share % micro
+            return
+        except PlanInfeasible:
+            assert shrink > 0
+            return
+        assert found * accumulation * ranks == share * ranks
+        assert found <= micro >> shrink or (found, shrink) == (micro, 0)
+
+    @given(st.integers(1, 500))
+    def test_get_smaller_with_every_shrink_until_a_single_item_is_left(self, share: int) -> None:
+        sizes = [share]
+        while sizes[-1] > 1:
+            sizes.append(batches(share, 1, "auto", len(sizes))[0])
+            assert sizes[-1] <= sizes[-2] // 2
+        with pytest.raises(PlanInfeasible, match="a single item"):
+            batches(share, 1, "auto", len(sizes))
+
+    def test_of_all_items_are_the_first_attempt_where_nothing_is_said(self) -> None:
+        assert batches(32, 4, "auto") == (8, 1)
+        assert batches(32, 4, "auto", shrink=1) == (4, 2)
+        assert batches(30, 2, "auto", shrink=1) == (5, 3)
+
+    def test_that_cannot_be_shared_name_the_nearest_that_can(self) -> None:
+        with pytest.raises(ConfigError) as refused:
+            batches(10, 4, "auto")
+        assert refused.value.remedy == "--set train.effective_batch=8   or   --set train.effective_batch=12"
+        with pytest.raises(ConfigError) as refused:
+            batches(12, 1, 5)
+        assert refused.value.remedy == "--set train.micro_batch=4   or   --set train.micro_batch=6"
+        with pytest.raises(ConfigError) as refused:
+            batches(4, 1, 8)
+        assert refused.value.remedy == "--set train.micro_batch=4"
+
+    def test_are_refused_to_a_command_that_is_not_told_of_accumulation(self) -> None:
+        silent = parse("x --batch_size {micro_batch}")
+        assert words(silent, replace(VALUES, micro_batch=8, accumulation=1))
+        with pytest.raises(ConfigError, match=r"names \{micro_batch\} \(now 4\) and not \{accumulation\} \(now 2\)"):
+            words(silent, VALUES)
+        assert words(parse("x {micro_batch} {effective_batch}"), VALUES) == ["x", "4", "8"]
+
+    def test_of_a_command_that_names_none_are_not_repeated_in_vain(self) -> None:
+        refuse_blind(parse("x"), shrink=0)
+        refuse_blind(parse(SHRINKABLE), shrink=3)
+        with pytest.raises(PlanInfeasible, match=r"names no \{micro_batch\}"):
+            refuse_blind(parse("x"), shrink=1)
+
+
+class TestEnvironment:
+    def of(self, command: str = "x", base: dict[str, str] | None = None, **changes: Any) -> dict[str, str]:
+        return environment(parse(command), replace(VALUES, **changes), base or {}, threads=3)
+
+    def test_of_one_process_is_as_if_started_by_hand(self) -> None:
+        found = self.of(base={"HOME": "/h", "RANK": "5", "MASTER_PORT": "1"})
+        assert not set(found) & set(RANK_NAMES)
+        assert (found["HOME"], found["OMP_NUM_THREADS"]) == ("/h", "3")
+        assert (found["PIPELINE_RUN"], found["PIPELINE_OUTPUT"]) == ("/runs/r", "/models/m")
+
+    def test_of_several_is_that_of_torchrun(self) -> None:
+        place = {"ranks": 4, "rank": 3, "local_rank": 1, "processes": 2, "nodes": 2, "node": 1}
+        found = self.of(**place, master_address="n1", master_port=99, attempt=2)
+        told = ("3", "4", "1", "2", "1", "2", "n1", "99", "r-2")
+        assert {name: found[name] for name in RANK_NAMES} == dict(zip(RANK_NAMES, told, strict=True))
+
+    def test_of_a_command_that_starts_processes_itself_has_no_ranks_and_is_started_once_a_node(self) -> None:
+        command = "torchrun --nproc_per_node {gpus} train.py"
+        assert not set(self.of(command, ranks=4, gpus=4)) & set(RANK_NAMES)
+        assert [starts_here(parse(command), rank) for rank in (0, 1)] == [True, False]
+        assert [starts_here(parse("x {rank}"), rank) for rank in (0, 1)] == [True, True]
+
+    def test_has_the_allocator_s_settings_by_one_name_only_where_there_is_a_plan(self) -> None:
+        script, ours = parse("x"), {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
+        assert environment(script, VALUES, ours)["PYTORCH_CUDA_ALLOC_CONF"] == "backend:cudaMallocAsync"
+        planned = environment(script, VALUES, ours, allocator="expandable_segments:True")
+        assert [(name, value) for name, value in planned.items() if "ALLOC_CONF" in name] == [
+            ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+        ]
+
+
+class TestRanks:
+    def test_meet_where_rank_0_says(self, tmp_path: Path) -> None:
+        place = tmp_path / "meeting"
+        with meeting(place, 0, nodes=1) as first:
+            with meeting(place, 1, nodes=1) as second:
+                assert first == second
+            assert first[0] == "127.0.0.1"
+        assert not place.exists()
+        with pytest.raises(JobFailed, match="rank 0 did not say"), meeting(place, 1, nodes=1, timeout_s=0.0):
+            pass
+
+    def test_that_are_torch_s_add_up_over_a_port_that_stays_reserved(self, tmp_path: Path) -> None:
+        script = parse(f"{shlex.quote(sys.executable)} {shlex.quote(str(HERE / 'ranks.py'))}")
+        with reserved_port() as port:
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind(("", port))
+            places = [
+                replace(VALUES, ranks=2, rank=rank, local_rank=rank, processes=2, master_port=port) for rank in (0, 1)
+            ]
+            told = [environment(script, place, os.environ) for place in places]
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            started = [
+                subprocess.Popen(words(script, place), env=env, cwd=tmp_path, text=True, **pipes)  # type: ignore[call-overload]
+                for place, env in zip(places, told, strict=True)
+            ]
+            said = [process.communicate(timeout=60) for process in started]
+        assert [out.strip() for out, _ in said] == ["sum 3 of 2 here 0", "sum 3 of 2 here 1"], said
+
+
+class TestEnding:
+    def test_well_is_all_that_counts(self, tmp_path: Path) -> None:
+        outcome = ran("swallows.py", tmp_path=tmp_path)
+        assert (outcome.finished, outcome.code, outcome.trouble) == (True, 0, "")
+        assert outcome.last_lines == ("WARNING: CUDA out of memory. Skipping this batch.",)
+        assert verdict(outcome, TaskState.COMPLETED).cause is Cause.DONE
+
+    def test_badly_after_a_word_on_memory_is_for_memory(self, tmp_path: Path) -> None:
+        outcome = ran("swallows.py", "--code", "3", tmp_path=tmp_path)
+        assert (outcome.trouble, outcome.code) == ("gpu_oom", 3)
+        assert verdict(outcome).cause is Cause.GPU_OOM
+
+    def test_badly_long_after_it_had_survived_is_not(self, tmp_path: Path) -> None:
+        outcome = ran("swallows.py", "--code", "3", "--steps_after", "60", tmp_path=tmp_path)
+        assert outcome.trouble == ""
+        assert verdict(outcome).cause is Cause.REFUSED  # exit code 3: it would end the same again
+        assert outcome.what == "the script ended with exit code 3; it last said: step 59"
+
+    @pytest.mark.parametrize(
+        ("says", "trouble"),
+        [
+            ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "gpu_oom"),
+            ("RuntimeError: CUDA error: out of memory", "gpu_oom"),
+            ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "gpu_oom"),
+            ("RuntimeError: cuDNN error: CUDNN_STATUS_ALLOC_FAILED", "gpu_oom"),
+            ("n1:7:9 [3] include/alloc.h:178 NCCL WARN Cuda failure 'out of memory'", "gpu_oom"),
+            ("n1:7:9 [3] NCCL WARN Cuda failure 2 'out of memory'", "gpu_oom"),
+            (
+                "XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 4770354232 bytes.",
+                "gpu_oom",
+            ),
+            ("RESOURCE_EXHAUSTED: Failed to allocate request for 2.99GiB (3206250496B) on device ordinal 0", "gpu_oom"),
+            (
+                "OOM when allocating tensor with shape[8,9] and type float on /device:GPU:0 by allocator GPU_0_bfc",
+                "gpu_oom",
+            ),
+            ("OOM when allocating tensor with shape[8,9] and type float on /device:CPU:0 by allocator cpu", "host_oom"),
+            ("CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED", "host_oom"),
+            ("RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.", "host_oom"),
+            ("MemoryError", "host_oom"),
+            ("OSError: [Errno 28] No space left on device: 'last.ckpt'", "disk_full"),
+            ("StatusCode.RESOURCE_EXHAUSTED: Received message larger than max", ""),
+            ("KeyError: 'memory'", ""),
+        ],
+    )
+    def test_has_its_reason_read_from_the_output(self, tmp_path: Path, says: str, trouble: str) -> None:
+        outcome = ran("swallows.py", "--code", "1", "--says", says, tmp_path=tmp_path)
+        assert outcome.trouble == trouble
+        assert not trouble or says in outcome.what
+
+    def test_of_every_text_that_torch_raises_is_known_to_the_verdict(self) -> None:
+        for text in oom._CPU_TEXTS + oom._CUDA_TEXTS:
+            found = last_words(f"RuntimeError: {text}")
+            assert found is not None, text
+            assert found[0] in (Cause.GPU_OOM, Cause.HOST_OOM)
+
+    def test_of_jax_is_found_above_its_long_account_of_buffers(self) -> None:
+        account = [f"\tBuffer {number}:" for number in range(120)]
+        lines = ["XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.", *account]
+        assert trouble_of(1, None, lines, at_limit=False)[0] == "gpu_oom"
+        later = [*lines, "Traceback (most recent call last):", "KeyError: 'loss'"]
+        assert trouble_of(1, None, later, at_limit=False)[0] == ""
+
+    def test_of_a_launcher_s_worker_is_found_above_what_the_launcher_says_of_itself(self) -> None:
+        failed = "E0101 10:00:00.0 7 elastic/multiprocessing/api.py:869] failed (exitcode: {}) local_rank: 1 (pid: 7)"
+        about_itself = [f"  File torchrun line {number}" for number in range(60)]
+        lines = ["torch.OutOfMemoryError: CUDA out of memory.", failed.format(1), *about_itself, "ChildFailedError: "]
+        assert trouble_of(1, None, lines, at_limit=False)[0] == "gpu_oom"
+        killed = ["step 3", failed.format(-9), *about_itself]
+        assert trouble_of(1, None, killed, at_limit=True)[0] == "host_oom"
+        assert trouble_of(1, None, killed, at_limit=False)[0] == ""
+        saved = ["step 3", failed.format(75), *about_itself]
+        assert [behind_launcher(code, saved) for code in (0, 1, 2)] == [0, 75, 2]
+        assert behind_launcher(1, killed) == 1
+
+    @pytest.mark.parametrize(("code", "killed_by"), [(None, 9), (137, None)])
+    def test_by_a_sigkill_is_for_memory_only_with_a_sign_of_it(self, code: int | None, killed_by: int | None) -> None:
+        assert trouble_of(code, killed_by, ["step 3"], at_limit=True)[0] == "host_oom"
+        assert trouble_of(code, killed_by, ["step 3"], at_limit=False)[0] == ""
+        assert verdict(Outcome(code, killed_by)).cause is Cause.CRASHED
+
+    def test_by_a_segmentation_fault_is_a_crash(self, tmp_path: Path) -> None:
+        faults = "import resource, ctypes; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); ctypes.string_at(0)"
+        outcome = run([sys.executable, "-S", "-c", faults], environment={}, cwd=tmp_path)
+        assert (outcome.signal, outcome.code) == (11, 139)
+        assert verdict(outcome).cause is Cause.CRASHED
+
+    def test_leaves_no_process_behind(self, tmp_path: Path) -> None:
+        child = "[sys.executable, '-S', '-c', 'import signal; signal.pause()']"
+        stays = f"import subprocess, sys; print(subprocess.Popen({child}).pid)"
+        with (tmp_path / "out").open("wb") as out:
+            run([sys.executable, "-S", "-c", stays], environment={}, cwd=tmp_path, out=out.fileno())
+        pid = written_pid(tmp_path / "out")
+        await_true(lambda: not is_running(pid))
+
+    def test_reports_at_least_the_memory_it_took(self, tmp_path: Path) -> None:
+        outcome = ran("hungry.py", "--mib", "700", tmp_path=tmp_path)
+        assert 700 * MIB < outcome.peak_rss_bytes < 1000 * MIB
+
+
+class TestOutput:
+    def test_passes_through_byte_for_byte_each_to_its_own(self, tmp_path: Path) -> None:
+        writes = "import os; os.write(1, bytes(range(256)) * 4096); os.write(2, b'e' * 300_000 + b'\\nlast')"
+        with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:
+            ends = {"out": out.fileno(), "err": err.fileno()}
+            outcome = run([sys.executable, "-S", "-c", writes], environment={}, cwd=tmp_path, **ends)
+        assert (tmp_path / "out").read_bytes() == bytes(range(256)) * 4096
+        assert (tmp_path / "err").read_bytes() == b"e" * 300_000 + b"\nlast"
+        assert "last" in outcome.last_lines
+        assert sum(map(len, outcome.last_lines)) < MIB
+
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+    def test_to_a_full_disk_ends_no_training(self, tmp_path: Path) -> None:
+        with Path("/dev/full").open("wb") as full:
+            outcome = ran("swallows.py", "--steps_after", "9", tmp_path=tmp_path, out=full.fileno())
+        assert outcome.finished
+
+    def test_with_figures_is_told(self, tmp_path: Path) -> None:
+        told: list[Any] = []
+        outcome = ran("saves.py", "--out", str(tmp_path), "--steps", "3", tmp_path=tmp_path, tell=told.append)
+        assert told == [{"step": 1.0}, {"step": 2.0}, {"step": 3.0}]
+        assert outcome.step == 3
+
+    @pytest.mark.parametrize(
+        ("line", "figures"),
+        [
+            ('pipeline: {"step": 1, "loss": 0.5}', {"step": 1, "loss": 0.5}),
+            ('pipeline: {"loss": NaN, "step": 2}', {"step": 2}),
+            ('pipeline: {"a": true, "b": "c", "d": [1], "e": null}', {}),
+            ('pipeline: {"huge": 1' + "0" * 400 + "}", {}),
+            ('pipeline: {"step": 1', {}),
+            ("pipeline: " + '{"a":' * 5000, {}),
+            ('{"step": 1}', {}),
+        ],
+    )
+    def test_that_is_not_figures_is_words(self, line: str, figures: dict[str, float]) -> None:
+        assert figures_in(line) == figures
+
+
+@contextmanager
+def worker(folder: Path, *command: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a worker that runs a script, and wait until the script is ready."""
+    argv = [sys.executable, str(HERE / "worker.py"), str(folder / "told"), "0", *command]
+    environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+    with ExitStack() as stack:
+        log = stack.enter_context((folder / "log").open("wb"))
+        started = subprocess.Popen(argv, env=environment, stdout=log, stderr=log)
+        stack.enter_context(started)
+        stack.callback(started.kill)
+        await_true(lambda: (folder / "ready").exists() or started.poll() is not None)
+        assert started.poll() is None, (folder / "log").read_text()
+        yield started
+
+
+@needs_proc
+class TestSignals:
+    def saves(self, folder: Path, number: int, *more: str) -> tuple[int, dict[str, Any]]:
+        script = (sys.executable, "-S", str(HERE / "saves.py"), "--out", str(folder), *more)
+        with worker(folder, *script) as started:
+            started.send_signal(number)
+            code = started.wait(30)
+        return code, json.loads((folder / "told").read_text())
+
+    @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
+    @pytest.mark.parametrize("code", [75, 0])
+    def test_let_a_script_save_and_ask_for_another_start(self, tmp_path: Path, number: int, code: int) -> None:
+        ended, told = self.saves(tmp_path, number, "--steps", "1000000", "--code", str(code))
+        saved = json.loads((tmp_path / "checkpoint.json").read_text())
+        assert (ended, told["exit_code"], told["told"], told["goes_on"]) == (75, code, number, True)
+        assert saved["told"] == [number]
+        assert told["step"] == saved["step"] > 0
+        again = ran("saves.py", "--out", str(tmp_path), "--steps", str(saved["step"] + 2), tmp_path=tmp_path)
+        assert (again.finished, again.step) == (True, saved["step"] + 2)
+
+    def test_that_a_script_fails_to_heed_in_order_end_it(self, tmp_path: Path) -> None:
+        ended, told = self.saves(tmp_path, signal.SIGTERM, "--steps", "1000000", "--code", "1")
+        assert (ended, told["trouble"], told["goes_on"]) == (143, "", False)
+
+    def test_that_warn_do_not_kill_who_does_not_listen(self, tmp_path: Path) -> None:
+        with worker(tmp_path, sys.executable, "-S", str(HERE / "deaf.py"), str(tmp_path)) as started:
+            started.send_signal(signal.SIGUSR2)
+            child = written_pid(tmp_path / "child")
+            await_true(lambda: not _pending(started.pid, signal.SIGUSR2))
+            assert is_running(child)
+            (tmp_path / "go").touch()
+            assert started.wait(30) == 0
+        assert not is_running(child)
+        assert json.loads((tmp_path / "told").read_text())["told"] is None
+
+    def test_that_end_reach_every_process_of_a_script_that_does_not_listen(self, tmp_path: Path) -> None:
+        with worker(tmp_path, sys.executable, "-S", str(HERE / "deaf.py"), str(tmp_path)) as started:
+            started.send_signal(signal.SIGTERM)
+            assert started.wait(30) == 143
+        assert not is_running(written_pid(tmp_path / "child"))
+        assert json.loads((tmp_path / "told").read_text())["signal"] == signal.SIGTERM
+
+    def test_reach_the_script_behind_a_shell_and_the_save_is_waited_for(self, tmp_path: Path) -> None:
+        script = shlex.join(
+            [sys.executable, "-S", str(HERE / "saves.py"), "--out", str(tmp_path), "--steps", "1000000"]
+        )
+        with worker(tmp_path, "bash", "-c", f"{script}; exit $?") as started:
+            started.send_signal(signal.SIGUSR2)
+            assert started.wait(30) == 75
+        assert (tmp_path / "checkpoint.json").exists()
+
+    def test_that_end_a_shell_at_once_leave_the_script_behind_it_time_to_save(self, tmp_path: Path) -> None:
+        gate = ["--out", str(tmp_path), "--steps", "1000000", "--gate", str(tmp_path / "gate")]
+        script = shlex.join([sys.executable, "-S", str(HERE / "saves.py"), *gate])
+        shell = f"echo $$ > {shlex.quote(str(tmp_path / 'shell'))}; {script}; exit $?"
+        with worker(tmp_path, "bash", "-c", shell) as started:
+            for name in ("shell", "ready"):  # as Slurm does: all processes of a job, and the worker is the last to hear
+                os.kill(int((tmp_path / name).read_text()), signal.SIGTERM)
+            await_true(lambda: not _selects(started.pid))
+            (tmp_path / "gate").touch()
+            assert started.wait(30) == 143
+        assert (tmp_path / "checkpoint.json").exists()
+
+    def test_that_preempt_are_followed_by_another_start(self) -> None:
+        ended = Outcome(None, signal.SIGTERM, told=signal.SIGTERM)
+        assert verdict(ended, TaskState.PREEMPTED).cause is Cause.PREEMPTED
+        assert verdict(ended, TaskState.CANCELLED).cause is Cause.CANCELLED
+        assert verdict(ended).cause is Cause.INTERRUPTED
+        assert verdict(Outcome(75)).cause is Cause.INTERRUPTED
+
+
+def _selects(pid: int) -> bool:
+    """Tell whether a worker still follows a script: it has not seen its first process end."""
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):  # it is closed just now
+            if "eventpoll" in os.readlink(entry):  # noqa: PTH115 - no file is meant
+                return True
+    return False
+
+
+def _pending(pid: int, number: int) -> bool:
+    """Tell whether a signal waits to be taken by a process."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigPnd", "ShdPnd"))]
+    return any(mask >> (number - 1) & 1 for mask in masks)
+
+
+class TestLadder:
+    """Run, judge, decide, run again: what a supervisor does, without a scheduler."""
+
+    MEANS = Means(Limits(mem_bytes=4096 * MIB, time_s=3600), items=1, tries=3)
+
+    def climbed(self, script: Script, effective_batch: int, tmp_path: Path) -> tuple[list[Attempt], Any, list[Outcome]]:
+        history: list[Attempt] = []
+        outcomes: list[Outcome] = []
+        ask = ASK
+        while True:
+            try:
+                refuse_blind(script, ask.shrink)
+                micro, accumulation = batches(effective_batch, 1, "auto", ask.shrink)
+            except PipelineError as error:
+                word = Word(started=True, exit_code=error.exit_code, what=str(error))
+                judged = judge(TaskStatus("1", 0, TaskState.FAILED, "", "", exit_code=error.exit_code), word, "")
+            else:
+                values = replace(VALUES, effective_batch=effective_batch, micro_batch=micro, accumulation=accumulation)
+                known = environment(script, values, os.environ)
+                with (tmp_path / "log").open("ab") as log:
+                    ends = {"out": log.fileno(), "err": log.fileno()}
+                    outcome = run(words(script, values), environment=known, cwd=HERE, **ends)
+                outcomes.append(outcome)
+                if outcome.finished:
+                    return history, None, outcomes
+                judged = verdict(outcome)
+            history.append(Attempt(0, len(history) + 1, ask, judged.cause, judged.reason))
+            decision = decide(history, self.MEANS)
+            if not isinstance(decision, Again):
+                return history, decision, outcomes
+            ask = decision.ask
+
+    def script(self, arguments: str = "--batch_size {micro_batch} --accumulate {accumulation}") -> Script:
+        return parse(f"{shlex.quote(sys.executable)} -S small_card.py {arguments}")
+
+    def test_ends_with_micro_batches_that_fit_and_the_same_effective_batch(self, tmp_path: Path) -> None:
+        history, decision, outcomes = self.climbed(self.script(), 8, tmp_path)
+        assert decision is None
+        assert [(one.cause, one.ask.shrink) for one in history] == [(Cause.GPU_OOM, 0), (Cause.GPU_OOM, 1)]
+        assert all(one.ask.mem_bytes == ASK.mem_bytes for one in history)
+        assert outcomes[-1].last_lines == ("trained with 4 times 2",)
+        assert "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate" in (tmp_path / "log").read_text()
+
+    def test_ends_where_a_single_item_does_not_fit(self, tmp_path: Path) -> None:
+        script = self.script("--room 0 --batch_size {micro_batch} --accumulate {accumulation}")
+        history, decision, outcomes = self.climbed(script, 4, tmp_path)
+        assert isinstance(decision, GiveUp)
+        assert len(outcomes) == 3, "batches of 4, 2 and 1"
+        assert "no room for a micro-batch of a single item" in history[-1].reason
+
+    def test_ends_at_once_where_nothing_can_be_made_smaller(self, tmp_path: Path) -> None:
+        history, decision, outcomes = self.climbed(self.script("--batch_size 8"), 8, tmp_path)
+        assert isinstance(decision, GiveUp)
+        assert len(outcomes) == 1
+        assert "names no {micro_batch}" in history[-1].reason
+
+    def test_ends_at_once_after_a_word_too_many_for_argparse(self, tmp_path: Path) -> None:
+        history, decision, outcomes = self.climbed(self.script("--batchsize {micro_batch}"), 8, tmp_path)
+        assert isinstance(decision, GiveUp)
+        assert (len(outcomes), history[-1].cause) == (1, Cause.REFUSED)
+        assert "required: --batch_size" in history[-1].reason
+
+    @needs_proc
+    def test_gives_more_host_memory_where_a_limit_killed_it(self, tmp_path: Path) -> None:
+        limit, causes = 96 * MIB, []
+        hungry = [sys.executable, "-S", str(HERE / "hungry.py"), "--mib", "120"]
+        with LocalExecutor(Machine(cpus=2, gpus=(), mem_bytes=1 << 30), grace_s=0.3) as local:
+            for attempt in (1, 2):
+                held = ["--until", str(tmp_path / "never")] if attempt == 1 else []
+                argv = (sys.executable, str(HERE / "worker.py"), str(tmp_path / "told"), str(limit), *hungry, *held)
+                known = {"PYTHONPATH": str(Path.cwd())}
+                spec = JobSpec("train", argv, range(1), str(tmp_path), mem_bytes=limit, env=known)
+                (task,) = finish(local, local.submit(spec))
+                ended = judge(task, Word(started=True, finished=task.state.ok), "", asked_bytes=limit)
+                causes.append(ended.cause)
+                died = Attempt(0, attempt, replace(ASK, mem_bytes=limit), ended.cause, peak_rss_bytes=ended.peak_bytes)
+                decision = decide([died], self.MEANS)
+                limit = decision.ask.mem_bytes if isinstance(decision, Again) else limit
+        assert causes == [Cause.HOST_OOM, Cause.DONE], Path(task.stderr).read_text()
+        assert limit >= 192 * MIB
+
+
+def test_a_plain_loop_ends_with_the_same_weights_whatever_its_micro_batches(tmp_path: Path) -> None:
+    command = f"{shlex.quote(sys.executable)} {shlex.quote(str(HERE / 'plain.py'))}"
+    script = parse(command + " --batch_size {micro_batch} --accumulate {accumulation} --seed {seed} --out {output}")
+    found = []
+    for shrink in (0, 2):
+        output = tmp_path / str(shrink)
+        output.mkdir()
+        micro, accumulation = batches(16, 1, "auto", shrink)
+        places = {"run": tmp_path, "output": output, "config": tmp_path / "config.json"}
+        values = Values(effective_batch=16, micro_batch=micro, accumulation=accumulation, seed=7, **places)
+        outcome = run(words(script, values), environment=environment(script, values, os.environ), cwd=tmp_path)
+        assert (outcome.finished, outcome.step) == (True, 5), outcome.last_lines
+        found.append(load_file(output / "weights.safetensors"))
+    assert {name: tensor.tolist() for name, tensor in found[0].items()} == {
+        name: pytest.approx(tensor.tolist(), abs=1e-12)
+        if tensor.dim() == 1
+        else [pytest.approx(row, abs=1e-12) for row in tensor.tolist()]
+        for name, tensor in found[1].items()
+    }

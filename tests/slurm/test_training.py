@@ -1,0 +1,251 @@
+"""Training by ranks on two nodes of a real cluster: whatever dies or runs out, the trained model has the same bits.
+
+All runs go by the same recipe in a project of their own; those that need no hand are begun together.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from tests.slurm.cluster import Cluster
+from tests.slurm.runs import Project, Run, make_project, until
+from tests.slurm.test_by_hand import ROOT
+
+pytestmark = [pytest.mark.slurm, pytest.mark.fault]
+
+NODES, STEPS, EPOCHS = 2, 60, 20
+EATEN_BYTES = 1100 << 20
+ACT, PLACE = "TEST_ACT", "TEST_PLACE"
+TASK = f'''\
+"""The reference task, which eats memory at a step, or whose first start is slow or is held, if it is told to."""
+
+import os
+import sys
+import time
+
+from pipeline.tasks.interface import Interface
+
+ACT, PLACE = os.environ.get("{ACT}", ""), os.environ.get("{PLACE}", "")
+IS_FIRST = not os.environ.get("SLURM_RESTART_COUNT") and "2" != dict(zip(sys.argv, sys.argv[1:])).get("--attempt")
+calls = 0
+
+
+def hold():
+    """Tell that this rank is here, and stay until it is killed or let go."""
+    with open(f"{{PLACE}}/rank-{{os.environ['SLURM_PROCID']}}", "w") as file:
+        file.write(str(os.getpid()))
+    while not os.path.exists(f"{{PLACE}}/go"):
+        time.sleep(0.02)
+
+
+class Held(Interface):
+    def loss(self, model, batch):
+        global calls
+        calls += model.training
+        if IS_FIRST and ACT == "slow":
+            time.sleep(1.5)
+        elif ACT == "eats" and calls == 20:
+            os.urandom({EATEN_BYTES})
+        elif IS_FIRST and ACT.isdecimal() and calls == int(ACT):
+            hold()
+        return super().loss(model, batch)
+'''
+SETTINGS: dict[str, Any] = {
+    "embed__weights": "esm2_small.pt",
+    "train__task": "held:Held",
+    "train__options": {"embedding_dim": 32, "width": 16, "layers": 2, "pair_width": 8, "dropout": 0.2},
+    "train__effective_batch": 4,
+    "train__epochs": EPOCHS,
+    "train__ema": 0.9,
+    "train__schedule": {"kind": "linear", "warmup": 5},
+    "train__checkpoints": {"every": 7},
+    "train__log_every": 1,
+    "cluster__train__nodes": NODES,
+    "cluster__train__ranks": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def project(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """Return a project of which all is done that comes before training."""
+    cluster.settle()
+    project = make_project(tmp_path_factory.mktemp("training") / "project", 12, **SETTINGS)
+    (project.folder / "held.py").write_text(TASK)
+    shape = ("--layers", "2", "--dim", "32", "--heads", "2", "--out", "esm2_small.pt")
+    assert project.types("weights", "synth", *shape).code == 0
+    project.submits("graph").ends()
+    assert project.types("submit", "--stage", "train", "--executor", "slurm", "--dry-run").code == 0  # the plan is kept
+    return project
+
+
+def trains(project: Project, name: str, act: str = "", **settings: str) -> Run:
+    """Submit a training in a copy of a project; in a setting's name, __ stands for the dot."""
+    copy = Project(project.folder.with_name(name))
+    shutil.copytree(project.folder, copy.folder)
+    place = copy.folder / "place"
+    place.mkdir()
+    given = {"cluster__slurm__setup": json.dumps([f"export {ACT}={act} {PLACE}={place}"]), **settings}
+    return copy.submits("train", *(f"--set={key.replace('__', '.')}={value}" for key, value in given.items()))
+
+
+def lets_go(run: Run) -> None:
+    """Let its ranks go on."""
+    (run.project.folder / "place" / "go").touch()
+
+
+def held(run: Run) -> list[int]:
+    """Wait until every rank is held, and return their processes."""
+    places = [run.project.folder / "place" / f"rank-{rank}" for rank in range(NODES)]
+    until("all ranks to be held", lambda: all(one.exists() and one.read_text() for one in places), 120, run.story)
+    return [int(one.read_text()) for one in places]
+
+
+def model(run: Run) -> Path:
+    """Return the folder of a trained model."""
+    (folder,) = (run.project.folder / "models").iterdir()
+    return folder
+
+
+def weights(run: Run) -> dict[str, bytes]:
+    """Return the bits of the tensors of its last checkpoint: parameters, optimizer, averages."""
+    newest = max((model(run) / "checkpoints").glob("step-*"))
+    assert newest.name == f"step-{STEPS:08}"
+    with safe_open(newest / "state.safetensors", "np") as file:
+        return {one: file.get_tensor(one).tobytes() for one in file.keys()}  # noqa: SIM118 - it is no dict
+
+
+def steps_of(run: Run) -> list[int]:
+    """Return the steps of which figures are kept."""
+    lines = (model(run) / "figures.jsonl").read_text().splitlines()
+    return [json.loads(line)["step"] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def begun(project: Project, cluster: Cluster) -> dict[str, Run]:
+    """Begin at once what needs no hand: in peace, with a time limit that comes first, with too little memory."""
+    return {
+        "limit": trains(project, "limit", "slow", cluster__train__time="1m"),
+        "peace": trains(project, "peace"),
+        "memory": trains(project, "memory", "eats", cluster__train__mem="1GiB"),
+    }
+
+
+@pytest.fixture(scope="module")
+def peace(begun: dict[str, Run]) -> dict[str, bytes]:
+    """Return what comes out where nothing goes wrong."""
+    begun["peace"].ends()
+    return weights(begun["peace"])
+
+
+def failures(run: Run) -> list[str]:
+    """Return of what attempts failed."""
+    return [one["cause"] for one in run.stage("train")["failures"]]
+
+
+def test_ranks_on_two_nodes_train_a_model(begun: dict[str, Run], peace: dict[str, bytes]) -> None:
+    run = begun["peace"]
+    assert failures(run) == []
+    stage = run.stage("train")
+    assert (stage["items"], stage["items_done"], stage["census"]["steps"]) == (STEPS, STEPS, STEPS)
+    assert steps_of(run) == [*range(1, STEPS + 1)]
+    assert {name.partition(".")[0] for name in peace} == {"model", "optimizer", "ema"}
+    logs = "".join(path.read_text() for path in run.folder.logs.glob("*.err"))
+    assert "0: epoch 20" in logs
+    assert f"{STEPS} steps" in run.project.types("status", run.name).said
+
+
+@pytest.fixture(scope="module")
+def killed(peace: dict[str, bytes], project: Project) -> Run:
+    """Return a run of which the second rank was killed in the middle of a step."""
+    run = trains(project, "killed", "20")
+    _, second = held(run)
+    os.kill(second, signal.SIGKILL)
+    lets_go(run)
+    run.ends()
+    return run
+
+
+def test_a_rank_that_is_killed_changes_no_bit(killed: Run, peace: dict[str, bytes]) -> None:
+    assert failures(killed) == ["crashed"]
+    assert weights(killed) == peace
+    assert steps_of(killed) == [*range(1, STEPS + 1)]
+    assert killed.stage("train")["items_done"] == STEPS
+
+
+def test_the_rank_that_died_is_named(killed: Run) -> None:
+    (failure,) = killed.stage("train")["failures"]
+    assert re.search(r"rank 1 on \S+n\d: .*SIGKILL", failure["reason"]), failure["reason"]
+    assert "rank 1 on" in killed.project.types("status", killed.name).said
+    assert "task 1: Killed" in killed.project.types("logs", killed.name).said
+
+
+def test_the_log_of_one_rank_has_its_lines_alone(killed: Run) -> None:
+    first, second = (killed.project.types("logs", killed.name, "--rank", str(rank)).out for rank in range(NODES))
+    assert "epoch" in first
+    assert "died without a word" in first
+    assert "epoch" not in second
+
+
+def test_a_preempted_training_goes_on(peace: dict[str, bytes], project: Project, cluster: Cluster) -> None:
+    run = trains(project, "preempted", "slow", cluster__train__partition="preempt")
+    figures = run.project.folder / "models"
+    until("a step", lambda: any(path.stat().st_size for path in figures.glob("*/figures.jsonl")), 120, run.story)
+    (job,) = run.jobs(cluster, "train")
+    first = cluster.run("scontrol", "show", "hostnames", job["node"]).stdout.split()[0]
+    urgent = ["--partition=urgent", "--exclusive", f"--nodelist={first}", "--output=/dev/null", "--wrap=true"]
+    assert cluster.run("sbatch", *urgent).returncode == 0
+    run.ends()
+    assert failures(run) in ([], ["interrupted"])  # Slurm requeues what it ends itself, the supervisor what was quicker
+    assert weights(run) == peace
+    assert restarts(run) == 1
+
+
+def restarts(run: Run) -> int:
+    """Return how often the first rank was started, but for the first time."""
+    return (run.folder.events / "train-000000-0.jsonl").read_text().count('"kind":"task_started"') - 1
+
+
+def test_a_training_at_its_time_limit_saves_itself_and_goes_on(begun: dict[str, Run], peace: dict[str, bytes]) -> None:
+    run = begun["limit"]
+    run.ends()
+    assert failures(run) == []
+    assert restarts(run) == 1
+    told = (run.folder.events / "train-000000-0.jsonl").read_text()
+    assert '"exit_code":75' in told
+    assert "interrupted with work left: back into the queue" in run.story()
+    assert weights(run) == peace
+
+
+def test_a_training_above_its_memory_limit_gets_more(begun: dict[str, Run], peace: dict[str, bytes]) -> None:
+    run = begun["memory"]
+    run.ends()
+    assert failures(run) == ["host_oom"]
+    asked = [job["ask"]["mem_bytes"] >> 20 for job in run.stage("train")["jobs"]]
+    assert asked == [1024, 2048]
+    assert weights(run) == peace
+
+
+def test_the_script_trains_when_it_is_submitted_by_hand(
+    project: Project, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PIPELINE_CONFIG", raising=False)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    log = project.folder / "by-hand.out"
+    words = ["sbatch", "--wait", f"--output={log}", "--gres=none", "--mem=4G", "--cpus-per-task=2"]
+    done = subprocess.run(
+        [*words, str(ROOT / "sbatch" / "train.sbatch")], cwd=project.folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr + log.read_text()
+    assert "train: done" in log.read_text()
+    assert f"{STEPS} steps" in log.read_text()
