@@ -32,6 +32,8 @@ bench: .venv/ready       ## the figures of benchmarks/README.md that a small mac
 	python benchmarks/startup.py --out benchmarks/results/startup.json
 	python benchmarks/status.py --out benchmarks/results/status.json
 	python benchmarks/planner.py --out benchmarks/results/planner.json
+	python benchmarks/train.py --out benchmarks/results/train.json
+	python benchmarks/learn.py --out benchmarks/results/learn.json
 
 prove: .venv/ready slurm-packages  ## the long proofs: kills, faults, scale; results are committed
 	python benchmarks/prove_store.py --out benchmarks/results/prove_store.json
@@ -40,6 +42,8 @@ prove: .venv/ready slurm-packages  ## the long proofs: kills, faults, scale; res
 	python benchmarks/prove_embed.py --out benchmarks/results/prove_embed.json
 	python benchmarks/embed_growth.py --out benchmarks/results/embed_growth.json
 	python benchmarks/slurm.py --out benchmarks/results/slurm.json
+	python benchmarks/prove_train.py --out benchmarks/results/prove_train.json
+	python benchmarks/train_memory.py --out benchmarks/results/train_memory.json
 
 slurm-up: .venv/ready slurm-packages  ## a real Slurm cluster of three nodes on this machine, left running
 	python -m tests.slurm.cluster up

@@ -559,16 +559,15 @@ def trained(case: Mapping[str, Any], ready: Callable[[], None]) -> dict[str, Any
     """Train an epoch as planned; count the steps that ran out of memory."""
     import torch
 
-    from pipeline.runs.planning import PADDING
+    from pipeline.training.prepared import COST, LIKENESS, likeness, sampling
     from pipeline.training.sampler import Sampler
-    from pipeline.training.sampler import Settings as Sampling
 
     torch.manual_seed(0)
     work, member = work_for(case), member_of(case)
     sizes = member.items(case["items"], np.random.default_rng(0))
-    padding = PADDING if member.padded else None
-    sampling = Sampling(case["batch"], by=("cost",), budget={"cost": case["budget"]}, padding=padding)
-    sampler = Sampler({"cost": np.array(case["cost"], np.int64)}, sampling)
+    settings = sampling(case["batch"], case["budget"], padded=member.padded)
+    costs = {COST: np.array(case["cost"], np.int64), LIKENESS: likeness(sizes)}
+    sampler = Sampler(costs, settings)
     steps = [[micro.items for micro in sampler.micros(0, step)] for step in range(sampler.steps)]
     ready()
     began, ooms, done = time.perf_counter(), 0, 0
