@@ -21,6 +21,13 @@ VARIABLE = (
     (re.compile(r"\d+(\.\d+)? (ms|s|min)\b"), "T"),
     (re.compile(r"[\d,]+ residues/s"), "N residues/s"),
     (re.compile(r"peak \d+ MiB"), "peak M"),
+    (re.compile(r"\d+ MiB (allocated|reserved|at the peak)"), "M"),
+    (re.compile(r"[\d.,]+ items/s, waited for data [\d.]+%"), "N items/s, waited"),
+    (
+        re.compile(r"(interface|contacts|loss|_auroc|_auprc|_l5) [\d.e-]+"),
+        r"\1 F",
+    ),  # the last digits are the processor's
+    (re.compile(r"is \d of 3:"), "is E of 3:"),
     (re.compile(r" +$", re.MULTILINE), ""),
 )
 
