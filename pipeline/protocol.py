@@ -34,7 +34,11 @@ class Task(Protocol):
         """
 
     def collate(self, items: Sequence[Any], rng: np.random.Generator) -> Batch:
-        """Make a batch of items, which carry graphs and embeddings as tensors."""
+        """Make a batch of items, which carry graphs and embeddings as tensors.
+
+        What is drawn for an item must come from the item's own `rng`: a batch may be cut in two, and each of its items
+        then still draws the same. `rng` is the batch's, and other halves draw otherwise.
+        """
 
     def loss(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[Tensor, Tensor | float]]:
         """Return each term's sum over the batch and its weight: the loss is the sum of their quotients."""

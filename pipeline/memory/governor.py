@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from pipeline.memory.meters import Memory
 
@@ -166,10 +166,6 @@ class Governor:
         """Return how to cut a micro-batch, whose items cost so much, before it runs: as few pieces as fit, and even."""
         return admitted(costs, self.budget, padded=self.padded)
 
-    def halve(self, costs: Sequence[int]) -> list[slice]:
-        """Return the two pieces of a micro-batch that are most alike in cost; one, where it is of one item."""
-        return halved(costs, padded=self.padded)
-
     def ran(self, cost: int) -> None:
         """Hear that a micro-batch of some cost ran."""
         self._step_cost = max(self._step_cost, cost)
@@ -247,11 +243,6 @@ class Governor:
         changed = budget != self.budget
         self.learned = replace(self.learned, budget=budget)
         return changed
-
-
-def agree(wants: Iterable[int]) -> int:
-    """Return the budget that every rank can live with."""
-    return min(wants)
 
 
 def is_crowded(memory: Memory, limit_bytes: int | None = None) -> bool:

@@ -149,11 +149,6 @@ class HostMeter:
             hosts.append(Host(_own_bytes(self._proc), self._limit_bytes))
         return max(hosts, key=lambda host: host.share)
 
-    def near_limit(self, share: float = NEAR) -> bool:
-        """Say whether what is used comes near the limit."""
-        host = self.read()
-        return host.limit_bytes is not None and host.share >= share
-
 
 @dataclass(frozen=True, slots=True)
 class _Group:

@@ -256,7 +256,7 @@ class _Buffer:
         if self.tensor is None or self.kept is None:
             return
         moved = self.version != _version(self.tensor)
-        if moved or self.changes or self.is_new:
+        if moved or self.changes or (self.is_new and not _same_bits(self.kept, self.tensor)):
             with torch.no_grad():
                 self.tensor.copy_(self.kept)
             self.version, self.changes = _version(self.tensor), self.changes or moved

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pipeline.keys import content_digest
-from pipeline.training.prepared import COST, LIKENESS, sampling
+from pipeline.training.prepared import COST, LIKENESS, sampling, shrunk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
@@ -18,21 +19,25 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pipeline.config.schema import Train
+    from pipeline.memory.governor import Governor
+    from pipeline.memory.recovery import Oom
     from pipeline.records import Reason, Tell
     from pipeline.training.bundles import Checkpoint as Reference
     from pipeline.training.checkpoint import Checkpoints
     from pipeline.training.dataset import Table
     from pipeline.training.embeddings import Embeddings
+    from pipeline.training.evaluation import Evaluation
     from pipeline.training.loader import Loader
     from pipeline.training.loop import Course, Trainer
     from pipeline.training.prepared import ModelFolder, Prepared, Stretch
     from pipeline.training.ranks import Ranks
+    from pipeline.training.share import Piece
     from pipeline.training.source import Graphs
     from pipeline.training.step import Step
+    from pipeline.training.stepping import Stepper
+    from pipeline.training.watch import Watch
 
     Integers = NDArray[np.int64]
-
-MOST_SHRUNK = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +99,7 @@ class Job:
 
     def budget_of(self, budget: int) -> int:
         """Return what is left of a budget after a card's memory has ended so often."""
-        return budget >> min(self.tell.shrink, MOST_SHRUNK)
+        return shrunk(budget, self.tell.shrink)
 
 
 def pinned(value: Any) -> Any:
@@ -114,18 +119,18 @@ def train(job: Job, before: int = 0) -> Generator[Reason | None, None, None]:
                 yield None
             before = max(before, done)
     finally:
-        close(job, trainer)
+        close(trainer)
     job.tell.ended_by = trainer.ended_by
 
 
-def close(job: Job, trainer: Trainer) -> None:
-    """Let go of what was open."""
-    for course in trainer.courses:
-        course.loader.close()
-    trainer.keeper.close()
-    trainer.stepper.upkeep.end()
-    trainer.watcher.close()
-    del job
+def close(trainer: Trainer) -> None:
+    """Let go of what is open, all of it, whatever part of that fails."""
+    with ExitStack() as stack:
+        for loader in trainer.loaders:
+            stack.callback(loader.close)
+        stack.callback(trainer.watcher.close)
+        stack.callback(trainer.stepper.upkeep.end)
+        stack.callback(trainer.keeper.close)
 
 
 def seed_all(seed: int) -> None:
@@ -139,101 +144,23 @@ def seed_all(seed: int) -> None:
 
 def trainer_of(job: Job) -> Trainer:
     """Put a training together."""
-    from pipeline.memory.governor import Governor
     from pipeline.memory.meters import HostMeter, meter_of
-    from pipeline.memory.upkeep import Habits, Upkeep
-    from pipeline.training.checkpoint import Checkpoints, new_token
-    from pipeline.training.evaluation import Evaluation
     from pipeline.training.keeping import Keeper
-    from pipeline.training.loop import Course, Trainer
-    from pipeline.training.state import model_key
-    from pipeline.training.stepping import Stepper
-    from pipeline.training.watch import Watch
+    from pipeline.training.loop import Trainer
 
-    train, ranks, prepared = job.train, job.ranks, job.prepared
+    train, ranks = job.train, job.ranks
     step = fresh_step(job)
     if train.compile:
         step.model.compile(mode=train.compile_mode)
-    courses, first = list[Course](), 0
-    for stretch, items in job.stretches:
-        loader = job.loader(items, stretch.budget_bytes, shuffle=True, batch=train.effective_batch)
-        courses.append(Course(stretch, loader, items.cost_N, first))
-        first += stretch.epochs
-
-    def governor_of(course: Course) -> Governor:
-        return Governor(
-            budget=job.budget_of(course.stretch.budget_bytes),
-            base_bytes=course.stretch.base_bytes,
-            limit_bytes=prepared.limit_bytes if step.device != "cpu" else None,
-            largest=int(course.cost_N.max()),
-            margin=prepared.margin,
-            padded=train.batching == "padded",
-            ladder=stepper.ladder,
-        )
-
-    token = ranks.exchange({"token": new_token("train")})[0]["token"]
-    checkpoints = Checkpoints(
-        job.folder.checkpoints,
-        last=train.checkpoints.last,
-        best=train.checkpoints.best,
-        identity={"model": model_key(step.model), "recipe": prepared.name},
-        tell=job.say,
-        token=token,
-    )
-    if ranks.rank == 0:
-        checkpoints.sweep()
-    ranks.exchange({})
-    meter = meter_of(step.device)
-    watch = Watch(
-        train,
-        prepared,
-        job.folder,
-        step,
-        ranks,
-        job.tell,
-        job.say,
-        meter=meter,
-        checkpoint=lambda: _reference(checkpoints),
-        config=job.settings,
-        remember=job.remember,
-    )
-    habits = Habits(train.memory_fraction, train.empty_cache_every, train.collect_every, train.synchronise)
-    upkeep = Upkeep(habits, step.device)
-    placeholder = Governor(budget=1)
-    kind: type[Stepper] = Stepper
-    if step.is_spread:
-        from pipeline.training.sharded_stepping import ShardedStepper
-
-        kind = ShardedStepper
-    stepper = kind(
-        step,
-        placeholder,
-        courses[0].cost_N,
-        upkeep,
-        too_large=train.too_large,
-        begin=watch.begin,
-        failed=lambda piece, oom: trainer.oom(piece, oom.error),
-    )
+    courses, checkpoints = _courses(job), _checkpoints(job, step)
+    watch = _watch(job, step, checkpoints)
+    stepper = _stepper(job, step, courses[0], watch, lambda piece, oom: trainer.oom(piece, oom.error))
     watch.budget = lambda: stepper.governor.budget
-    evaluation = None
-    if job.validation is not None:
-        batch = max(train.effective_batch, ranks.world)
-        loader = job.loader(job.validation, courses[-1].stretch.budget_bytes, shuffle=False, batch=batch)
-        evaluation = Evaluation(
-            step,
-            loader,
-            ranks,
-            job.folder.outputs,
-            cost_N=job.validation.cost_N,
-            too_large=train.too_large,
-            begin=watch.begin,
-            ending=job.tell.ending,
-        )
-    fresh = Fresh(job)
+    evaluation = _evaluation(job, step, watch)
     host = HostMeter(limit_bytes=job.tell.mem_bytes or None)
     behind = train.checkpoints.asynchronous
-    keeper = Keeper(checkpoints, ranks, fresh=fresh, tell=job.say, behind=behind, host=host)
-    upkeep.begin()
+    keeper = Keeper(checkpoints, ranks, fresh=Fresh(job), tell=job.say, behind=behind, host=host)
+    stepper.upkeep.begin()
     trainer = Trainer(
         train,
         step,
@@ -242,14 +169,118 @@ def trainer_of(job: Job) -> Trainer:
         ranks,
         keeper,
         watch,
-        validate=(lambda _epoch: evaluation.figures()) if evaluation else None,
-        meter=meter if step.device != "cpu" else None,
+        validation=evaluation,
+        meter=meter_of(step.device) if step.device != "cpu" else None,
         host=host,
-        ending=lambda: job.tell.ending(),
-        governor_of=governor_of,
+        ending=job.tell.ending,
+        governor_of=lambda course: _governor(job, step, course, stepper.ladder),
         leave_out=job.leave_out,
     )
     return trainer
+
+
+def _courses(job: Job) -> list[Course]:
+    """Return the stretches of a training with their loaders."""
+    from pipeline.training.loop import Course
+
+    courses, first = list[Course](), 0
+    for stretch, items in job.stretches:
+        loader = job.loader(items, stretch.budget_bytes, shuffle=True, batch=job.train.effective_batch)
+        courses.append(Course(stretch, loader, items.cost_N, first))
+        first += stretch.epochs
+    return courses
+
+
+def _governor(job: Job, step: Step, course: Course, ladder: Sequence[str]) -> Governor:
+    """Return who knows the budget of a stretch, as planned."""
+    from pipeline.memory.governor import Governor
+
+    return Governor(
+        budget=job.budget_of(course.stretch.budget_bytes),
+        base_bytes=course.stretch.base_bytes,
+        limit_bytes=job.prepared.limit_bytes if step.device != "cpu" else None,
+        largest=int(course.cost_N.max()),
+        margin=job.prepared.margin,
+        padded=job.train.batching == "padded",
+        ladder=ladder,
+    )
+
+
+def _checkpoints(job: Job, step: Step) -> Checkpoints:
+    """Return where the training is saved, cleared of what dead starts have left."""
+    from pipeline.training.checkpoint import Checkpoints, new_token
+    from pipeline.training.state import model_key
+
+    checkpoints = Checkpoints(
+        job.folder.checkpoints,
+        last=job.train.checkpoints.last,
+        best=job.train.checkpoints.best,
+        identity={"model": model_key(step.model), "recipe": job.prepared.name},
+        tell=job.say,
+        token=job.ranks.exchange({"token": new_token("train")})[0]["token"],
+    )
+    if job.ranks.rank == 0:
+        checkpoints.sweep()
+    job.ranks.exchange({})  # nobody writes before that
+    return checkpoints
+
+
+def _watch(job: Job, step: Step, checkpoints: Checkpoints) -> Watch:
+    """Return who is told what happens."""
+    from pipeline.memory.meters import meter_of
+    from pipeline.training.watch import Watch
+
+    return Watch(
+        job.train,
+        job.prepared,
+        job.folder,
+        step,
+        job.ranks,
+        job.tell,
+        job.say,
+        meter=meter_of(step.device),
+        checkpoint=lambda: _reference(checkpoints),
+        config=job.settings,
+        remember=job.remember,
+    )
+
+
+def _stepper(job: Job, step: Step, course: Course, watch: Watch, failed: Callable[[Piece, Oom], None]) -> Stepper:
+    """Return what runs this rank's part of steps."""
+    from pipeline.memory.governor import Governor
+    from pipeline.memory.upkeep import Habits, Upkeep
+    from pipeline.training.stepping import Stepper
+
+    kind: type[Stepper] = Stepper
+    if step.is_spread:
+        from pipeline.training.sharded_stepping import ShardedStepper
+
+        kind = ShardedStepper
+    train, until_taken_up = job.train, Governor(budget=1)
+    habits = Habits(train.memory_fraction, train.empty_cache_every, train.collect_every, train.synchronise)
+    upkeep = Upkeep(habits, step.device)
+    return kind(
+        step, until_taken_up, course.cost_N, upkeep, too_large=train.too_large, begin=watch.begin, failed=failed
+    )
+
+
+def _evaluation(job: Job, step: Step, watch: Watch) -> Evaluation | None:
+    """Return what looks at the model between epochs."""
+    from pipeline.training.evaluation import Evaluation
+
+    if job.validation is None:
+        return None
+    budget, batch = job.stretches[-1][0].budget_bytes, max(job.train.effective_batch, job.ranks.world)
+    return Evaluation(
+        step,
+        job.loader(job.validation, budget, shuffle=False, batch=batch),
+        job.ranks,
+        job.folder.outputs,
+        cost_N=job.validation.cost_N,
+        too_large=job.train.too_large,
+        begin=watch.begin,
+        ending=job.tell.ending,
+    )
 
 
 def _reference(checkpoints: Checkpoints) -> Reference | None:

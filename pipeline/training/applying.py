@@ -19,7 +19,7 @@ from pipeline.training.choosing import load
 from pipeline.training.evaluation import Evaluation
 from pipeline.training.loader import Loader
 from pipeline.training.outputs import Writer
-from pipeline.training.prepared import COST, LIKENESS, sampling
+from pipeline.training.prepared import COST, LIKENESS, sampling, shrunk
 from pipeline.training.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     Integers = NDArray[np.int64]
 
 STEP_ITEMS = 64  # of a rank: what the sampler cuts into micro-batches at once
-MOST_SHRUNK = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,7 +186,7 @@ class Refused:
 def _loader(job: Job, numbers_K: Integers) -> Loader:
     """Return a loader of some items, cut as planned."""
     train, table = job.train, job.table.take(numbers_K)
-    budget = max(1, job.prepared.stretches[-1].budget_bytes >> min(job.tell.shrink, MOST_SHRUNK))
+    budget = shrunk(job.prepared.stretches[-1].budget_bytes, job.tell.shrink)
     settings = sampling(
         STEP_ITEMS * job.ranks.world,
         budget,

@@ -36,6 +36,7 @@ class Place:
     sampler: Mapping[str, Any] = field(default_factory=dict)
     best: float | None = None
     stale: int = 0
+    monitor: str = ""  # the figure that these two are of
     finished: bool = False
     tally: Mapping[str, Any] = field(default_factory=dict)
     poisoned: list[int] = field(default_factory=list)

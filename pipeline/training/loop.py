@@ -16,6 +16,7 @@ import torch
 
 from pipeline.errors import DataError, JobFailed
 from pipeline.memory.governor import Governor
+from pipeline.memory.meters import NEAR
 from pipeline.memory.recovery import said_out_of_memory
 from pipeline.training.rates import factor, set_rate
 from pipeline.training.rehearse import make_state, rehearse
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Train
     from pipeline.memory.meters import HostMeter, Meter
     from pipeline.training.batch import Batch, Origin
+    from pipeline.training.evaluation import Evaluation
     from pipeline.training.keeping import Keeper, Place
     from pipeline.training.loader import Loader
     from pipeline.training.prepared import Stretch
@@ -42,7 +44,6 @@ if TYPE_CHECKING:
     from pipeline.training.stepping import Local, Stepper
 
 WORTH_SAVING_S = 60.0  # of work, before a validation
-NEAR_LIMIT = 0.95  # of the host's memory: it is left in order, and taken up with more
 ROLLBACKS = 3  # without a step in between that went well
 LOSS = "loss"
 
@@ -112,7 +113,7 @@ class Trainer:
         keeper: Keeper,
         watcher: Watcher,
         *,
-        validate: Callable[[int], dict[str, float] | int] | None = None,
+        validation: Evaluation | None = None,
         meter: Meter | None = None,
         host: HostMeter | None = None,
         ending: Callable[[], int] = lambda: 0,
@@ -121,7 +122,7 @@ class Trainer:
     ) -> None:
         """Take everything ready: `ending` says by which signal it was told to end, 0 for none."""
         self.train, self.step, self.stepper, self.courses, self.ranks = train, step, stepper, courses, ranks
-        self.keeper, self.watcher, self.validate, self.meter, self.host = keeper, watcher, validate, meter, host
+        self.keeper, self.watcher, self.validation, self.meter, self.host = keeper, watcher, validation, meter, host
         self.ended_by = 0  # a signal
         self.done = 0  # steps
         self.epoch = 0
@@ -148,6 +149,12 @@ class Trainer:
     def governor(self) -> Governor:
         """Return who knows the budget."""
         return self.stepper.governor
+
+    @property
+    def loaders(self) -> list[Loader]:
+        """Return all loaders, that of the validation last."""
+        found = [course.loader for course in self.courses]
+        return [*found, *([self.validation.loader] if self.validation and self.validation.loader else [])]
 
     @property
     def steps(self) -> int:
@@ -181,7 +188,7 @@ class Trainer:
 
     def _saves_before_validation(self) -> bool:
         """Say whether so much was done since the last checkpoint that a long validation must not put it at risk."""
-        is_due = self.validate is not None and time.monotonic() - self._saved_s > WORTH_SAVING_S
+        is_due = self.validation is not None and time.monotonic() - self._saved_s > WORTH_SAVING_S
         return bool(self.ranks.exchange({"due": is_due})[0]["due"])
 
     def _is_at_end(self, course: Course) -> bool:
@@ -242,9 +249,9 @@ class Trainer:
         """Validate, tell, save."""
         figures: dict[str, float] = {}
         is_last = self.epoch + 1 == self.courses[-1].epochs.stop
-        if self.validate is not None and (is_last or (self.epoch + 1) % self.train.validation.every == 0):
+        if self.validation is not None and (is_last or (self.epoch + 1) % self.train.validation.every == 0):
             with self.ranks.patient("validation"), self.step.averaged():
-                found = self.validate(self.epoch)
+                found = self.validation.figures()
             if isinstance(found, int):  # the signal that ended it
                 self._save(None, wait=True)
                 self.ended_by = found
@@ -402,7 +409,7 @@ class Trainer:
             return 0.0
         self._add_up(heard)
         norm = float(self.step.clip() if self.step.settings.clip is not None else self.step.norm())
-        if not math.isfinite(norm) and not self.step.scaler.is_enabled():  # a scaler leaves such steps out by itself
+        if not math.isfinite(norm) and not self.step.retries_by_scale:
             return None
         if self.step.is_spread:  # where memory ends here, all ranks end
             self.step.apply()
@@ -504,7 +511,7 @@ class Trainer:
             self.keeper.hand_in()
         self.keeper.listen()
         self.ended_by = heard.ending
-        is_full = heard.host_share >= NEAR_LIMIT
+        is_full = heard.host_share >= NEAR  # left in order, and taken up with more
         ends = bool(heard.ending) or is_full
         if ends or (heard.is_due and not self._is_at_end(course)):  # an epoch ends with one anyway
             self._save(None, wait=ends)
@@ -526,6 +533,7 @@ class Trainer:
             sampler={**course.loader.sampler.state_dict(), "epoch": self.epoch, "step": self._next},
             best=self.best,
             stale=self.stale,
+            monitor=self.train.validation.monitor,
             finished=self.is_finished,
             tally=self.tally.to_json(),
             poisoned=sorted(self.poisoned),
@@ -558,7 +566,11 @@ class Trainer:
         with self.ranks.patient("taking up"):
             found = self.keeper.take_up(self.step)
         place, own = found.place, found.own
-        self.epoch, self.done, self.best, self.stale = place.epoch, place.done, place.best, place.stale
+        self.epoch, self.done = place.epoch, place.done
+        is_alike = place.monitor == self.train.validation.monitor
+        self.best, self.stale = (
+            (place.best, place.stale) if is_alike else (None, 0)
+        )  # of another figure it says nothing
         self._next = int(place.sampler.get("step", 0))
         self.poisoned = set(place.poisoned)
         self.is_finished = self.epoch >= self.courses[-1].epochs.stop or self._is_stale()

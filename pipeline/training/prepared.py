@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 COST = "cost"  # the size by which micro-batches are cut: bytes
 LIKENESS = "likeness"  # that by which an epoch is put in order: it does not depend on a plan
 UNIT = 1000  # of likeness: an item of mean sizes
+MOST_SHRUNK = 16
 PADDING = 1.03  # padded/real of a micro-batch, at most
 
 
@@ -128,6 +129,11 @@ def sampling(
         padded=(COST,),
         shuffle=shuffle,
     )
+
+
+def shrunk(budget: int, times: int) -> int:
+    """Return what is left of a budget after a card's memory has ended so often."""
+    return max(1, budget >> min(times, MOST_SHRUNK))
 
 
 def stretch_of(name: str, epochs: int, plan: Plan, largest: Mapping[str, int]) -> Stretch:

@@ -24,12 +24,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from pipeline.errors import ConfigError
 from pipeline.store.disk import Disk
 from pipeline.training import manifest
 from pipeline.training.loaded import Loaded, Own
 from pipeline.training.manifest import STATE, Manifest, rank_file
-from pipeline.training.tensor_file import OTHER_MODEL, Spec, TensorFile, damaged
+from pipeline.training.tensor_file import Spec, TensorFile, damaged, refuse_misfits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 
 PART = "part."  # how the name of a part begins, in the file of a rank
 PARTS = "parts"  # what is told of them, in the data of a rank
-_MOST_NAMED = 6
 
 
 def is_spread(tensor: Tensor) -> bool:
@@ -94,7 +92,7 @@ class Assembled(Loaded):
 
         Only files that are needed are read, each to its end and digested.
         """
-        self._refuse_misfits(targets)
+        refuse_misfits(self.specs, targets, self.path)
         planner = DefaultLoadPlanner(flatten_state_dict=False)
         planner.set_up_planner({name: one.detach() for name, one in targets.items()}, self._metadata(targets))
         takers: dict[str, dict[str, list[Callable[[Tensor], None]]]] = defaultdict(lambda: defaultdict(list))
@@ -138,17 +136,6 @@ class Assembled(Loaded):
             properties = TensorProperties(dtype=places[0].spec.dtype)
             told[name] = TensorStorageMetadata(properties, torch.Size(places[0].shape), chunks)
         return Metadata(told)
-
-    def _refuse_misfits(self, targets: Mapping[str, Tensor]) -> None:
-        wrong = [f"{name} is not in it" for name in targets if name not in self.specs]
-        for name, target in targets.items():
-            spec = self.specs.get(name)
-            if spec is not None and (spec.shape, spec.dtype) != (tuple(target.shape), target.dtype):
-                wrong.append(f"{name} is {_words(spec)}, not {_words(target)}")
-        if wrong:
-            rest = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
-            what = f"this is a checkpoint of another model: {'; '.join(wrong[:_MOST_NAMED])}{rest}"
-            raise ConfigError(what, where=str(self.path), remedy=OTHER_MODEL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +206,3 @@ def _refuse_gaps(path: Path, places: Mapping[str, list[_Place]]) -> None:
         is_one = len({(one.shape, one.spec.dtype) for one in parts}) == 1
         if not is_one or sum(one.numel for one in parts) != parts[0].whole_numel:
             raise damaged(path, f"has not all parts of {name}")
-
-
-def _words(one: Spec | Tensor) -> str:
-    return f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}"

@@ -236,6 +236,11 @@ class Step:
         known = isinstance(weight, float)  # a loop has waited for it anyway; a number scales gradients of any precision
         self._scale(float(_over(float(self._guess), weight)) if known else _over(self._guess, weight))
 
+    @property
+    def retries_by_scale(self) -> bool:
+        """Say whether a scale may be to blame for gradients that are not finite: such a step is left out by itself."""
+        return self.scaler.is_enabled() and self.scaler.get_scale() > 1
+
     def norm(self) -> Tensor:
         """Return the norm of all gradients."""
         self.scaler.unscale_(self.optimizer)
@@ -270,9 +275,10 @@ class Step:
     def apply(self) -> None:
         """Let the optimizer take the gradients as they are, and the averages follow."""
         self.watch.phase("optimizer")
+        scale = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        if self.averages:
+        if self.averages and self.scaler.get_scale() >= scale:  # else the step was left out: not finite at this scale
             self.watch.phase("ema")
             self._average()
         self.release()

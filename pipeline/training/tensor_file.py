@@ -127,7 +127,7 @@ class TensorFile:
 
         All is checked before anything is written, but the digest: where that is wrong, the tensors are spoiled.
         """
-        self._refuse_misfits(targets)
+        refuse_misfits(self.specs, targets, self.path)
         wanted: dict[str, list[Tensor]] = {}
         for name, target in targets.items():
             wanted.setdefault(self.same.get(name, name), []).append(target.detach())
@@ -187,19 +187,6 @@ class TensorFile:
         if not is_right or not self._start <= begin <= end <= self.written.bytes:
             raise ValueError
         return spec
-
-    def _refuse_misfits(self, targets: Mapping[str, Tensor]) -> None:
-        wrong = [f"{name} is not in it" for name in targets if name not in self.specs]
-        for name, target in targets.items():
-            spec = self.specs.get(name)
-            if spec is not None and (spec.shape, spec.dtype) != (tuple(target.shape), target.dtype):
-                wrong.append(f"{name} is {_words(spec)}, not {_words(target)}")
-        if wrong:
-            rest = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
-            what = f"this is a checkpoint of another model: {'; '.join(wrong[:_MOST_NAMED])}{rest}"
-            raise ConfigError(
-                what, where=str(self.path), remedy="train the model that it was made of, or in a new folder"
-            )
 
 
 def distinct(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -314,6 +301,19 @@ def _read_exactly(
 def _compare(path: Path, digest: Any, written: Written) -> None:
     if digest.hexdigest() != written.digest:
         raise damaged(path, "has other bytes than were written (their digest differs)")
+
+
+def refuse_misfits(specs: Mapping[str, Spec], targets: Mapping[str, Tensor], path: Path) -> None:
+    """Raise unless tensors are there under all names, each of the type and shape of what is to be filled."""
+    wrong = [f"{name} is not in it" for name in targets if name not in specs]
+    for name, target in targets.items():
+        spec = specs.get(name)
+        if spec is not None and (spec.shape, spec.dtype) != (tuple(target.shape), target.dtype):
+            wrong.append(f"{name} is {_words(spec)}, not {_words(target)}")
+    if wrong:
+        rest = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
+        what = f"this is a checkpoint of another model: {'; '.join(wrong[:_MOST_NAMED])}{rest}"
+        raise ConfigError(what, where=str(path), remedy=OTHER_MODEL)
 
 
 def _words(one: Spec | Tensor) -> str:

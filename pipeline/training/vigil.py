@@ -268,7 +268,14 @@ class Vigil:
         with suppress(Exception):
             faulthandler.dump_traceback(file=STDERR, all_threads=True)
         self._find(Loss(self.place.rank, self.place.host, how, doing.what))
+        self._linger(BEAT_S)  # an end with words unread would reset the connections, and take these words with it
         os._exit(HUNG)
+
+    def _linger(self, for_s: float) -> None:
+        """Take in what comes for some time."""
+        until = time.monotonic() + for_s
+        while (left_s := until - time.monotonic()) > 0:
+            self._listen(left_s)
 
     def _find(self, loss: Loss) -> None:
         """Let everybody know of a loss; the first is the cause of the others."""

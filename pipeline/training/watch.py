@@ -59,6 +59,7 @@ class Watch(Watcher):
         self._figures: Figures | None = None
         self._rng: Mapping[str, torch.Tensor] = {}
         self._begun: list[tuple[tuple[int, ...], int]] = []  # numbers and rungs of the pieces of the present pass
+        self._seen: set[int] = set()  # their numbers
         self._leaks = Leaks(device=step.device, tell=self._leaking, limit_bytes=_limit(prepared, step.device))
         self._items = 0
         self._breath = Breath(folder.path / f".on-rank-{ranks.rank}")
@@ -86,11 +87,18 @@ class Watch(Watcher):
     def begin(self, piece: Piece) -> None:
         """Note what is worked on, in case it kills this process."""
         self.tell.on(piece.ids)
-        if any(not set(piece.numbers).isdisjoint(numbers) for numbers, _ in self._begun):  # the step begins again
-            self._begun.clear()
+        self.ranks.progress(f"{piece.ids[0]} and {len(piece) - 1} more")
+        if not self._is_in_step:  # a validation keeps nothing of its pieces
+            return
+        if not self._seen.isdisjoint(piece.numbers):  # the step begins again
+            self._forget_pieces()
         self._begun.append((piece.numbers, piece.rung))
-        if self._is_in_step:
-            self._note(piece)
+        self._seen.update(piece.numbers)
+        self._note(piece)
+
+    def _forget_pieces(self) -> None:
+        self._begun.clear()
+        self._seen.clear()
 
     def _note(self, piece: Piece) -> None:
         """Note what is worked on where the next start finds it, should this one be killed."""
@@ -105,7 +113,7 @@ class Watch(Watcher):
     def step_begins(self) -> None:
         """Keep where random numbers stand, for a bundle."""
         self._rng = rng_state(self._step.device)
-        self._begun.clear()
+        self._forget_pieces()
 
     def oom(self, step: int, share: Share, piece: Piece, error: str) -> None:
         """Leave a bundle, and say so."""

@@ -12,6 +12,8 @@ from tests.limited import device
 from tests.memory.planned import Ground, Trained, epoch, sampler_of, sampler_under
 from tests.zoo import ZOO
 
+pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
+
 ITEMS = 32
 USED = 0.6  # at least; the benchmark says how much
 TIMES = (1.03, 2.0)  # what the largest item takes: the limits

@@ -12,6 +12,8 @@ import pytest
 from tests.command import Command
 from tests.runs.trained import Trained, trained_project
 
+pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
+
 SUBMIT = ("submit", "--stage", "evaluate", "--only", "--follow")
 TEST_ITEMS = 5
 

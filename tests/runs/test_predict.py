@@ -15,6 +15,8 @@ from safetensors.numpy import load_file
 from tests.command import Command
 from tests.runs.trained import SPLITS, Trained, trained_project
 
+pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
+
 SUBMIT = ("submit", "--stage", "predict", "--only", "--follow")
 
 

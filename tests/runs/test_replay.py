@@ -34,6 +34,8 @@ from tests.limited import device as limited
 from tests.limited.device import LimitedDevice
 from tests.runs.conftest import settle
 
+pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
+
 ITEMS = 8
 PIPELINE = Path(sys.executable).with_name("pipeline")
 CONFIG = """\

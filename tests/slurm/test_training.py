@@ -22,7 +22,7 @@ from tests.slurm.cluster import Cluster
 from tests.slurm.runs import Project, Run, make_project, until
 from tests.slurm.test_by_hand import ROOT
 
-pytestmark = [pytest.mark.slurm, pytest.mark.fault]
+pytestmark = [pytest.mark.slurm, pytest.mark.fault, pytest.mark.timeout(900)]
 
 NODES, STEPS, EPOCHS = 2, 60, 20
 EATEN_BYTES = 1100 << 20
@@ -185,7 +185,7 @@ def test_a_rank_that_is_killed_changes_no_bit(killed: Run, peace: dict[str, byte
 
 def test_the_rank_that_died_is_named(killed: Run) -> None:
     (failure,) = killed.stage("train")["failures"]
-    assert re.search(r"rank 1 on \S+n\d: .*SIGKILL", failure["reason"]), failure["reason"]
+    assert re.search(r"rank 1 on \S*n\d: .*SIGKILL", failure["reason"]), failure["reason"]
     assert "rank 1 on" in killed.project.types("status", killed.name).said
     assert "task 1: Killed" in killed.project.types("logs", killed.name).said
 

@@ -282,7 +282,7 @@ class Run:
                 if done == stop:
                     break
         finally:
-            close(self.made, self.trainer)
+            close(self.trainer)
         return self
 
     def state(self) -> dict[str, list[float]]:

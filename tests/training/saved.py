@@ -74,6 +74,7 @@ def forked(work: Callable[[], None]) -> int:
     if child := os.fork():
         return child
     code = 1
+    torch.set_num_threads(1)  # the threads of the process it was forked from are not in it, and would be waited for
     try:
         work()
         code = 0

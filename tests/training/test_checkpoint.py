@@ -509,8 +509,10 @@ def extra_bytes(work, warm):
     reading, writing = os.pipe()
 
     def measured():
-        ctypes.CDLL(None).mallopt(-3, MB)  # M_MMAP_THRESHOLD: what is freed goes back to the system at once
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-3, MB)  # M_MMAP_THRESHOLD: what is freed goes back to the system at once
         warm()  # a new process first finds its way to what is mapped
+        libc.malloc_trim(0)  # what was free before counts when it is taken
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
         before = resident_bytes()
         work()

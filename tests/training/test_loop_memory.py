@@ -24,6 +24,8 @@ from tests.memory.planned import BATCH, Ground, OnDevice, limits
 from tests.training.loops import Plot, Run, furthest, table_of, task_of, warm
 from tests.zoo import ZOO
 
+pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
+
 ITEMS = 32
 LIMITS = 5
 HOST_BYTES = 64 << 10  # random states of two steps: on a card they are in the host's memory

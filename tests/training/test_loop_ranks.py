@@ -33,6 +33,8 @@ from tests.training.loops import (
 from tests.training.saved import spoil
 from tests.training.test_loop import Tearing
 
+pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
+
 EXACT = 1e-10
 ADAM = {"optimizer": "adamw", "ema": 0.9, "clip": 1.0, "weight_decay": 0.1, "epochs": 2}
 CASES = [
