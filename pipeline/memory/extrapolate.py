@@ -33,6 +33,7 @@ FLOOR = 0.02  # margin of a fit without any error: the real batches are not the 
 ROUNDING = 1e-9  # of the solver: no error
 BEND = 1e-4  # of the largest: above what all smaller points foretell by more, a steeper regime has begun
 SURE = 0.01  # an error up to which a fit is taken for the law
+NEARBY = 0.6  # of the largest
 TRUSTED_ERROR = 0.1  # of tapes made block by block: above it, peaks are extrapolated instead
 DEGREES = (1, 2, 3)
 
@@ -276,7 +277,25 @@ def enlarged(recorded: Sequence[tuple[Sizes, Tape]], wanted: Sizes) -> tuple[Tap
         tape, thought = blocks
         return stretched(tape, thought.high), thought, "each block was extrapolated for itself"
     worse = worst_peak(recorded, wanted)
+    smaller = smaller_alike(recorded, wanted)
+    if smaller and smaller[1].high > worse.high:
+        return stretched(smaller[0], smaller[1].high), smaller[1], "each block was extrapolated from the smaller sizes"
     return stretched(tape, worse.high), worse, "the sizes did not run alike: the largest tape was stretched to the peak"
+
+
+def smaller_alike(recorded: Sequence[tuple[Sizes, Tape]], wanted: Sizes) -> tuple[Tape, Extrapolated] | None:
+    """Return what sizes that went one way say, block by block, where only those close above began to go another.
+
+    A kernel that takes another way from some size on must not hide what grows elsewhere in the step.
+    """
+    last = recorded[-1][0]
+    for count in range(len(recorded) - 1, FEWEST - 1, -1):
+        if any(recorded[count - 1][0][name] < NEARBY * value for name, value in last.items()):
+            return None
+        blocks = projected(recorded[:count], wanted)
+        if blocks and blocks[1].error <= TRUSTED_ERROR:
+            return blocks
+    return None
 
 
 def worst_peak(recorded: Sequence[tuple[Sizes, Tape]], wanted: Sizes) -> Extrapolated:
