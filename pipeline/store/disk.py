@@ -6,15 +6,19 @@ import errno
 import os
 import shutil
 import stat
+import tempfile
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
 _GROUP_READ = stat.S_IRUSR | stat.S_IRGRP
 _GROUP_ENTER = _GROUP_READ | stat.S_IXUSR | stat.S_IXGRP
+_MOUNTS = Path("/proc/self/mountinfo")
+_MEMORY = {"tmpfs", "ramfs"}
 _NOT_SUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 _NO_LINKS_HERE = {errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
@@ -107,11 +111,25 @@ class Disk:
         except FileNotFoundError:
             return []
 
+    def links_in(self, path: Path) -> list[str]:
+        """Return the names of the symbolic links in a folder; one that is not there has none."""
+        try:
+            with os.scandir(path) as entries:
+                return [entry.name for entry in entries if entry.is_symlink()]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
     def make_folder(self, path: Path) -> None:
         """Make a folder that the group may enter, and its parents, unless they are there."""
         if path.is_dir():
             return
         self.make_folder(path.parent)
+        self.new_folder(path)
+        with suppress(PermissionError):  # one may write in a folder that one may not read
+            self.fsync_folder(path.parent)  # else a power loss could take the folder with all that was made safe in it
+
+    def new_folder(self, path: Path) -> None:
+        """Make one folder that the group may enter, unless another process was quicker."""
         try:
             path.mkdir()
         except FileExistsError:
@@ -120,6 +138,29 @@ class Disk:
             return
         path.chmod(stat.S_IMODE(path.stat().st_mode) | _GROUP_ENTER)
 
+    def make_private_folder(self, path: Path) -> None:
+        """Make a folder that only this user may enter, and its parents, unless they are there."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=stat.S_IRWXU, exist_ok=True)
+
+    def is_private(self, path: Path) -> bool:
+        """Say whether a name is of a folder itself, this user's own, in which nobody else may write."""
+        found = path.lstat()
+        mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+        return mine and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+    def in_memory(self, path: Path) -> bool:
+        """Say whether a folder is on a file system that is memory, where the system tells."""
+        device = path.stat().st_dev
+        number = f"{os.major(device)}:{os.minor(device)}"
+        try:
+            mounts = _MOUNTS.read_text(errors="replace").splitlines()
+        except OSError:
+            return False
+        fields = (line.split() for line in mounts)  # … device … - type …
+        types = (words[words.index("-") + 1] for words in fields if "-" in words[3:-1] and words[2] == number)
+        return any(type_ in _MEMORY for type_ in types)
+
     def exists(self, path: Path) -> bool:
         """Say whether the name is taken."""
         return os.path.lexists(path)
@@ -127,6 +168,24 @@ class Disk:
     def size_of(self, path: Path) -> int:
         """Return a file's size by its name."""
         return path.stat().st_size
+
+    def is_plain_file(self, path: Path) -> bool:
+        """Say whether a name is of a file itself, and not of a link or a folder."""
+        return stat.S_ISREG(path.lstat().st_mode)
+
+    def is_link(self, path: Path) -> bool:
+        """Say whether a name is of a symbolic link."""
+        return path.is_symlink()
+
+    def times_of(self, path: Path) -> tuple[float, float]:
+        """Return when a file was last written, and when it or a name of it last changed, in seconds since 1970."""
+        found = path.lstat()
+        return found.st_mtime, found.st_ctime
+
+    def time_in(self, folder: Path) -> float:
+        """Return what time it is for the file system of a folder that can be written: a server's clock, perhaps."""
+        with tempfile.TemporaryFile(dir=folder) as file:
+            return os.fstat(file.fileno()).st_mtime
 
     def size_of_open(self, fd: int) -> int:
         """Return an open file's size."""

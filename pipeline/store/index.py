@@ -18,7 +18,7 @@ from pipeline.store.draft import Draft
 from pipeline.store.shard import TABLE_ROW
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     import numpy.typing as npt
@@ -37,6 +37,7 @@ _HEAD = struct.Struct("<8sIIQQQ16s")  # and 16 bytes, the digest of these
 _HEAD_BYTES = _HEAD.size + 16
 _MAGIC = b"PIPEINDX"
 _BATCH_KEYS = 65_536
+_PIECE_BLOCKS = 2048
 
 
 class IndexDamaged(Exception):
@@ -82,6 +83,11 @@ class Index:
     def rows(self) -> Rows:
         """Return every row."""
         return self._read_range(0, len(self._first))
+
+    def pieces(self) -> Iterator[Rows]:
+        """Yield every row, some at a time."""
+        for start in range(0, len(self._first), _PIECE_BLOCKS):
+            yield self._read_range(start, min(start + _PIECE_BLOCKS, len(self._first)))
 
     def _find_one(self, hi: np.uint64, lo: np.uint64) -> tuple[Integers, Rows]:
         """Do as `_find_batch` does, with few steps: a single record is read in less than a millisecond."""
@@ -148,6 +154,14 @@ class Index:
         self.names = text.split("\n") if text else []
         if len(self.names) != shards or "/" in text or "\0" in text:
             raise IndexDamaged("the index's shard names are damaged")
+
+
+def indexed(disk: Disk, layout: KindLayout) -> list[str]:
+    """Return the names of the shards that the index names; none where it cannot be read."""
+    try:
+        return Index(disk, layout.index).names
+    except (IndexDamaged, OSError):
+        return []
 
 
 def write_index(disk: Disk, layout: KindLayout, names: Sequence[str], sizes: Integers, rows: Rows) -> None:

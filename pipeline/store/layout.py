@@ -16,7 +16,20 @@ if TYPE_CHECKING:
 MARKER = "pipeline-cache.json"
 SHARD_SUFFIX = ".safetensors"
 PARTIAL_SUFFIX = ".partial"
+# Folders of the whole cache; no kind of records begins with an underscore.
+REPORTS = "_reports"  # what validations found
+USERS = "_users"  # who uses this cache, and what of it
+STAGED = "staged.json"  # of a cache on a node's own disk: all is there that was to be; published by a rename
+# Files of a cache that was exported.
+MANIFEST = "MANIFEST.sha256"
+EXPORT = "pipeline-export.json"
 _TIME = "%Y%m%dT%H%M%SZ"
+_STEM = r"\d{8}T\d{6}Z-[A-Za-z0-9_]{0,32}-\d+-[0-9a-f]{16}"  # as `unique_stem` makes them
+SHARD_NAME = re.compile(_STEM + re.escape(SHARD_SUFFIX))
+PARTIAL_NAME = re.compile(_STEM + re.escape(PARTIAL_SUFFIX))
+_OF_RUN = r"\d{8}T\d{6}Z-[0-9a-f]{1,8}-validate"  # of a validation by tasks: as its run is named
+REPORT_NAME = re.compile(f"(?:{_STEM}|{_OF_RUN})" + re.escape(".jsonl"))
+BESIDE = {"README.md", ".gitignore", "lost+found"}  # what may lie in a cache besides what we make
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +52,11 @@ class KindLayout:
     def partials(self) -> Path:
         """The folder of files that are not published yet; on the same file system, so that they can be linked."""
         return self.folder / "tmp"
+
+    @property
+    def quarantine(self) -> Path:
+        """The folder of damaged shards that a repair has put aside."""
+        return self.folder / "quarantine"
 
     @property
     def index(self) -> Path:

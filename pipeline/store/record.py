@@ -116,6 +116,30 @@ def decode(blob: bytes | memoryview, rest: bytes | memoryview = b"") -> Record:
     return Record(descriptor["key"], arrays, descriptor["meta"], frozenset(bfloat16))
 
 
+def laid_out(blob: bytes) -> EncodedRecord:
+    """Return a record's bytes with the tensors in them, as `encode` made them."""
+    record = decode(blob)
+    end = len(blob) - descriptor_bytes(blob)
+    tensors, position = [], 0
+    for name, array in record.arrays.items():  # in the order in which they lie
+        start, position = position, position + array.nbytes
+        tag = BFLOAT16 if name in record.bfloat16 else _TAGS[array.dtype.str]
+        tensors.append(Tensor(name, tag, array.shape, start, position))
+    tensors.append(Tensor(DESCRIPTOR, "U8", (len(blob) - end,), end, len(blob)))
+    return EncodedRecord(record.key, blob, tuple(tensors))
+
+
+def descriptor_bytes(tail: bytes | memoryview) -> int:
+    """Return how many of a record's last bytes describe it, by the very last of them."""
+    return int.from_bytes(tail[-_LENGTH.size :], "little")
+
+
+def is_descriptor_of(key: bytes, descriptor: bytes | memoryview) -> bool:
+    """Say whether a descriptor is of a key, by how it begins: a microsecond, where `decode` takes twenty."""
+    begin = b'{"key":"%s","arrays":[' % key.hex().encode()
+    return bytes(descriptor[: len(begin)]) == begin
+
+
 def check_key(key: bytes) -> None:
     """Refuse what is no key; only a caller's bug brings it."""
     if not isinstance(key, bytes) or len(key) != KEY_BYTES:

@@ -8,8 +8,10 @@ very end that vouches for the file's size, the header, the table and itself. A r
 
 from __future__ import annotations
 
+import re
 import struct
 from dataclasses import dataclass
+from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,10 +21,10 @@ from pipeline.errors import SUBMIT_AGAIN, CacheDamaged
 from pipeline.keys import KEY_BYTES
 from pipeline.store.draft import Draft
 from pipeline.store.layout import SHARD_SUFFIX
-from pipeline.store.record import ALIGNMENT, EncodedRecord, Tensor
+from pipeline.store.record import ALIGNMENT, EncodedRecord, Tensor, descriptor_bytes, is_descriptor_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     import numpy.typing as npt
@@ -33,8 +35,12 @@ SHARD_FORMAT = 1
 # A key is two numbers that sort as its bytes do. One byte order throughout: numpy changes others behind one's back.
 TABLE_ROW = np.dtype([("hi", "<u8"), ("lo", "<u8"), ("digest", "V16"), ("offset", "<u8"), ("length", "<u8")])
 DEFAULT_HEADER_BYTES = 512 * 1024
+TAIL_BYTES = 64 * 1024  # holds the table of most shards, so that it is read at once
+BAD_HEADER = "the header is damaged"
 _TABLE = "__table__"
 _METADATA = f'{{"__metadata__":{{"pipeline_shard":"{SHARD_FORMAT}"}}'
+_FORMAT = re.compile(rb'.{8}\{"__metadata__":\{"pipeline_shard":"([0-9]{1,9})"', re.DOTALL)
+_FORMAT_BYTES = 64
 _LENGTH = struct.Struct("<Q")
 _EMPTY_HEADER_BYTES = _LENGTH.size + len(_METADATA) + 128  # more than the table's own entry needs
 _TRAILER = struct.Struct("<8sIIQQQQ16s16s")  # and 16 bytes, the digest of these
@@ -42,6 +48,10 @@ _MAGIC = b"PIPESHRD"
 TRAILER_BYTES = _TRAILER.size + 16
 _TIGHTEN_BYTES = 4 * 1024 * 1024
 _CHUNK_BYTES = 1024 * 1024  # stays in the processor's cache between read and hash
+
+
+class ShardNewer(CacheDamaged):
+    """A shard that a later version wrote: nothing is known to be wrong with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,32 +189,74 @@ class ShardWriter:
         return _LENGTH.pack(length) + text.encode().ljust(length)
 
 
-def read_table(disk: Disk, path: Path) -> ShardTable:
+def read_table(disk: Disk, path: Path, tail_bytes: int = TAIL_BYTES) -> ShardTable:
     """Read what a shard holds, from its end, and verify the trailer and the table."""
     fd = disk.open_read(path)
     try:
-        return _read_table(disk, fd, path)
+        return _read_table(disk, fd, path, tail_bytes)
+    except OSError:  # of a bad place before the table, perhaps: then of no more than is needed
+        return _read_table(disk, fd, path, TRAILER_BYTES)
     finally:
         disk.close(fd)
+
+
+def header_fault(disk: Disk, path: Path, table: ShardTable) -> str:
+    """Read what stands before the records, and say what is wrong with it."""
+    fd = disk.open_read(path)
+    try:
+        header = disk.read_at(fd, table.data_start, 0)
+    finally:
+        disk.close(fd)
+    return "" if xxhash.xxh3_128_digest(header) == table.header_digest else BAD_HEADER
 
 
 def verify_shard(disk: Disk, path: Path) -> ShardVerdict:
     """Read a shard once from front to back and judge each of its records and what is around them."""
+    try:
+        table = read_table(disk, path)
+    except CacheDamaged as error:
+        return ShardVerdict(path.name, disk.size_of(path), error.what, (), ())
+    header_is_whole, whole_N = read_through(disk, path, table)
+    keys = row_keys(table.rows)
+    good = tuple(compress(keys, whole_N))
+    return ShardVerdict(
+        path.name, table.size_bytes, "" if header_is_whole else BAD_HEADER, good, tuple(compress(keys, ~whole_N))
+    )
+
+
+def read_through(
+    disk: Disk, path: Path, table: ShardTable, also: Callable[[memoryview], object] | None = None
+) -> tuple[bool, npt.NDArray[np.bool_]]:
+    """Read a shard from front to back; say whether its header is as it was written, and of each row its record.
+
+    A whole record says, too, that it is of its key; what else it says is not looked at. `also` is given every byte of
+    the file, in order.
+    """
+    rows = table.rows
+    whole_N = np.zeros(len(rows), bool)
+    ends = [table.data_start, *(rows["offset"] + rows["length"]).tolist()]
     fd = disk.open_read(path)
     try:
-        table = _read_table(disk, fd, path)
-        ends = [table.data_start, *(table.rows["offset"] + table.rows["length"]).tolist()]
-        header_digest, *found = _digests(disk, fd, ends)
-    except CacheDamaged as error:
-        return ShardVerdict(path.name, disk.size_of_open(fd), error.what, (), ())
+        stretches = _stretches(disk, fd, [*ends, table.size_bytes] if also else ends, also)
+        header_digest, _ = next(stretches, (b"", b""))
+        expected = zip(row_keys(rows), rows["digest"].tolist(), rows["length"].tolist(), ends[1:], strict=True)
+        for at, (stretch, wanted) in enumerate(zip(stretches, expected, strict=False)):  # fewer, if it was cut since
+            whole_N[at] = stretch[0] == wanted[1] and _is_of_key(disk, fd, stretch[1], wanted)
+        for _ in stretches:  # the table, which was verified before
+            pass
     finally:
         disk.close(fd)
-    good: list[bytes] = []
-    damaged: list[bytes] = []
-    for key, digest, wanted in zip(row_keys(table.rows), found, table.rows["digest"].tolist(), strict=True):
-        (good if digest == wanted else damaged).append(key)
-    fault = "" if header_digest == table.header_digest else "the header is damaged"
-    return ShardVerdict(path.name, table.size_bytes, fault, tuple(good), tuple(damaged))
+    return header_digest == table.header_digest, whole_N
+
+
+def _is_of_key(disk: Disk, fd: int, tail: memoryview, wanted: tuple[bytes, bytes, int, int]) -> bool:
+    """Say whether a record whose bytes are right is one, and of this key; `tail` is what is in memory of its end."""
+    key, _, length, end = wanted
+    needed = descriptor_bytes(tail)
+    if needed > len(tail):  # it begins in what was read before
+        needed = min(descriptor_bytes(disk.read_at(fd, _LENGTH.size, end - _LENGTH.size)), length)
+        tail = memoryview(disk.read_at(fd, needed, end - needed))
+    return is_descriptor_of(key, tail[-needed:])
 
 
 def key_pairs(keys: Sequence[bytes]) -> npt.NDArray[np.uint64]:
@@ -247,20 +299,27 @@ def _trailer(header: bytes, rows: npt.NDArray[Any], table_start: int, size: int)
     return body + xxhash.xxh3_128_digest(body)
 
 
-def _read_table(disk: Disk, fd: int, path: Path) -> ShardTable:
+def _read_table(disk: Disk, fd: int, path: Path, tail_bytes: int) -> ShardTable:
     def damaged(what: str) -> CacheDamaged:
         return CacheDamaged(what, where=str(path), remedy=SUBMIT_AGAIN)
 
     size = disk.size_of_open(fd)
-    trailer = disk.read_at(fd, TRAILER_BYTES, max(0, size - TRAILER_BYTES))
+    tail_start = max(0, size - max(tail_bytes, TRAILER_BYTES))
+    tail = disk.read_at(fd, size - tail_start, tail_start)
+    trailer = tail[-TRAILER_BYTES:]
     if xxhash.xxh3_128_digest(trailer[: _TRAILER.size]) != trailer[_TRAILER.size :]:
+        if (told := _told_format(disk.read_at(fd, _FORMAT_BYTES, 0))) > SHARD_FORMAT:  # whose end may be another
+            raise _newer(path, told)
         raise damaged("the shard's end is damaged or missing")
     magic, version, _, count, data_start, table_start, true_size, header_digest, digest = _TRAILER.unpack_from(trailer)
     if magic != _MAGIC or version > SHARD_FORMAT:
-        raise damaged(f"the shard is of a format that this version does not know ({version})")
+        raise _newer(path, version)
     if true_size != size or table_start + count * TABLE_ROW.itemsize + TRAILER_BYTES != size:
         raise damaged(f"the shard has {size} bytes where {true_size} were written")
-    table = disk.read_at(fd, count * TABLE_ROW.itemsize, table_start)
+    if table_start >= tail_start:
+        table = tail[table_start - tail_start : -TRAILER_BYTES]
+    else:
+        table = disk.read_at(fd, count * TABLE_ROW.itemsize, table_start)
     if xxhash.xxh3_128_digest(table) != digest:
         raise damaged("the shard's table is damaged")
     rows = np.frombuffer(table, TABLE_ROW)
@@ -269,27 +328,46 @@ def _read_table(disk: Disk, fd: int, path: Path) -> ShardTable:
     return ShardTable(path.name, size, data_start, table_start, header_digest, rows)
 
 
+def _told_format(header: bytes) -> int:
+    """Return the format that a header begins with; 0 where none is told."""
+    found = _FORMAT.match(header)
+    return int(found[1]) if found else 0
+
+
+def _newer(path: Path, version: int) -> ShardNewer:
+    what = f"the shard is of a format that this version does not know ({version})"
+    return ShardNewer(what, where=str(path), remedy="pip install --upgrade pipeline")
+
+
 def _tiles(rows: npt.NDArray[Any], start: int, end: int) -> bool:
     """Say whether the rows cover the data from start to end without gap or overlap."""
     edges = np.append(rows["offset"], np.uint64(end))
     return bool(edges[0] == start and np.all(edges[1:] - edges[:-1] == rows["length"]) and np.all(edges <= end))
 
 
-def _digests(disk: Disk, fd: int, ends: list[int]) -> Iterator[bytes]:
-    """Return the digest of each stretch of the file that ends at one of `ends`, reading front to back in one buffer."""
+def _stretches(
+    disk: Disk, fd: int, ends: list[int], also: Callable[[memoryview], object] | None
+) -> Iterator[tuple[bytes, memoryview]]:
+    """Read the file from front to back, and yield the digest of each stretch that ends at one of `ends`.
+
+    With it comes what is in memory of its end, until the next is asked for.
+    """
     buffer = bytearray(_CHUNK_BYTES)
     view = memoryview(buffer)
     hasher = xxhash.xxh3_128()
     start = stop = 0  # of the file's bytes that are in the buffer
     position = 0
     for end in ends:
+        first = position
         while position < end:
             if position == stop:
                 start, stop = stop, stop + disk.read_into(fd, buffer, stop)
                 if start == stop:
                     return
+                if also:
+                    also(view[: stop - start])
             upto = min(end, stop)
             hasher.update(view[position - start : upto - start])
             position = upto
-        yield hasher.digest()
+        yield hasher.digest(), view[max(first, start) - start : position - start]
         hasher.reset()

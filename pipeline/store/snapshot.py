@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import errno
 from enum import Enum
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.errors import CacheDamaged
+from pipeline.errors import CacheDamaged, CacheUnusable
 from pipeline.store.index import ROW, Index, IndexDamaged, match, sort_rows
 from pipeline.store.layout import SHARD_SUFFIX
 from pipeline.store.shard import TABLE_ROW, ShardTable, read_table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     import numpy.typing as npt
 
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from pipeline.store.layout import KindLayout
 
 GONE = {errno.ENOENT, errno.ESTALE}
-_UNCHECKED, _GOOD, _BAD = 0, 1, 2
+WENT = "gone: purged or deleted"
+_UNCHECKED, _GOOD, _BAD, _GONE = 0, 1, 2, 3
 _ONE_GOOD = np.ones(1, bool)
 
 
@@ -52,7 +54,9 @@ class Snapshot:
         listed = set(shard_names(disk, layout))
         self.tables = self._read_tables((listed | known.keys()).difference(names), known)
         self._lay_out(names)
+        self.outdated = False
         self._check(position for position, name in enumerate(self.names) if name not in listed)
+        self.outdated = False  # whether a shard went away since: compacted, repaired or purged
 
     def find(self, keys: Integers) -> tuple[Integers, Rows]:
         """Return which keys are there (by position; once for each copy) and the rows that hold them."""
@@ -63,16 +67,45 @@ class Snapshot:
         good = self._in_good_shards(rows)
         return asked[good], rows[good]
 
+    def to_index(self, without: Collection[str] = ()) -> tuple[list[int], Rows]:
+        """Return the positions of the shards that an index should name, and a copy of all their rows, sorted by key.
+
+        A shard that is there, but unreadable or of another length, is named, too: nothing of it is served, but what the
+        index says of it may be all that a repair can go by.
+        """
+        self._check(range(len(self.names)))
+        keep = (self._state != _GONE) & ~np.array([name in without for name in self.names], bool)
+        rows = self._all_rows()
+        kept: list[int] = np.flatnonzero(keep).tolist()
+        return kept, rows.copy() if keep.all() else rows[keep[rows["shard"]]]
+
     def rows(self) -> Rows:
         """Return every row of every shard that is there, sorted by key."""
-        rows = np.concatenate([self._index.rows(), self._delta]) if self._index else self._delta
-        return sort_rows(rows[self._in_good_shards(rows)])
+        rows = self._all_rows()
+        if len(self.good_shards()) == len(self.names):
+            return rows
+        kept: Rows = rows[self._in_good_shards(rows)]
+        return kept
+
+    def pieces(self) -> Iterator[Rows]:
+        """Yield every row of every shard that is there, some at a time, in no order."""
+        for rows in chain(self._index.pieces() if self._index else (), [self._delta]):
+            yield rows[self._in_good_shards(rows)]
 
     def good_shards(self) -> list[int]:
         """Return the positions of the shards that are there."""
         self._check(range(len(self.names)))
         good: list[int] = np.flatnonzero(self._state == _GOOD).tolist()
         return good
+
+    def _all_rows(self) -> Rows:
+        """Return every row that is known, sorted by key."""
+        rows = self._index.rows() if self._index else self._delta  # sorted, and a million of them take their time
+        if self._index and len(self._delta):
+            rows = sort_rows(np.concatenate([rows, self._delta]))
+        if int(rows["shard"].max(initial=0)) >= max(1, len(self.names)):
+            raise IndexDamaged("the index names a shard that it does not have")
+        return rows
 
     def _open_index(self) -> Index | None:
         try:
@@ -122,21 +155,26 @@ class Snapshot:
         for position in positions:
             if self._state[position] == _UNCHECKED:
                 fault = self._fault(self.names[position], int(self.sizes[position]))
-                self._state[position] = _BAD if fault else _GOOD
+                self._state[position] = _GONE if fault == WENT else _BAD if fault else _GOOD
                 if fault:
                     self.unreadable[self.names[position]] = fault
+                    self.outdated = self.outdated or fault == WENT
 
     def _fault(self, name: str, size: int) -> str:
         try:
             found = self._disk.size_of(self._layout.shard(name))
         except OSError as error:
-            return "gone: purged or deleted" if error.errno in GONE else error.strerror or str(error)
+            return WENT if error.errno in GONE else error.strerror or str(error)
         return "" if found == size else f"has {found} bytes where {size} were written"
 
 
 def shard_names(disk: Disk, layout: KindLayout) -> list[str]:
     """Return the names of the published shards that the folder shows."""
-    return sorted(name for name in disk.list_folder(layout.shards) if name.endswith(SHARD_SUFFIX))
+    try:
+        return sorted(name for name in disk.list_folder(layout.shards) if name.endswith(SHARD_SUFFIX))
+    except OSError as error:
+        what = f"the cache cannot be read: {error.strerror or error}"
+        raise CacheUnusable(what, where=str(layout.shards), remedy=f"ls -ld {layout.shards}") from error
 
 
 def _delta_rows(tables: Iterable[ShardTable], first_shard: int) -> Rows:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import numpy as np
 import xxhash
 
-from pipeline.errors import SUBMIT_AGAIN, CacheDamaged, CacheUnusable, PipelineError, RecordMissing
+from pipeline.errors import SUBMIT_AGAIN, CacheDamaged, RecordMissing
 from pipeline.store.index import IndexDamaged, write_index
 from pipeline.store.layout import written_at
 from pipeline.store.record import BadRecord, Record, decode
@@ -21,7 +21,7 @@ from pipeline.store.snapshot import GONE, IndexState, Snapshot, shard_names
 from pipeline.store.writer import DEFAULT_SHARD_BYTES, StoreWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
     from datetime import datetime
 
     import numpy.typing as npt
@@ -49,6 +49,7 @@ class Place(NamedTuple):
     offset: int
     length: int
     digest: bytes
+    layer: int = 0  # in which of several stores that are looked through one after the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +70,11 @@ class Store:
     """Records of one kind; it looks at the disk when it is first asked, after its own writes, and on `refresh`."""
 
     def __init__(self, disk: Disk, layout: KindLayout, prepare: Callable[[], None]) -> None:
-        self._disk, self._layout, self._prepare = disk, layout, prepare
+        self.disk, self.layout, self._prepare = disk, layout, prepare
         self._tables: dict[str, ShardTable] = {}
         self._taken: Snapshot | None = None
-        self._struck: dict[tuple[str, int], tuple[bytes, str]] = {}  # (shard, offset) found damaged: key, reason
+        self._struck: dict[str, set[int]] = {}  # shard → offsets of what was found damaged in it
+        self._reasons: dict[bytes, tuple[str, str]] = {}  # key → shard, what is wrong with the record there
         self._open = lru_cache(_OPEN_SHARDS)(partial(_OpenShard, disk, layout))
 
     def __contains__(self, key: bytes) -> bool:
@@ -81,14 +83,14 @@ class Store:
     @property
     def kind(self) -> str:
         """What kind of records these are."""
-        return self._layout.kind
+        return self.layout.kind
 
     def writer(
         self, *, shard_bytes: int = DEFAULT_SHARD_BYTES, header_bytes: int = DEFAULT_HEADER_BYTES
     ) -> StoreWriter:
         """Return a writer, for a `with` block."""
         self._prepare()
-        return StoreWriter(self._disk, self._layout, self._adopt, shard_bytes=shard_bytes, header_bytes=header_bytes)
+        return StoreWriter(self.disk, self.layout, self._adopt, shard_bytes=shard_bytes, header_bytes=header_bytes)
 
     def get(self, key: bytes) -> Record:
         """Return the record, its bytes verified; of several copies, the first that is whole."""
@@ -101,11 +103,13 @@ class Store:
         views of it. Until this returns, what is in that memory means nothing.
         """
         record = self._first_whole(key, places, room)
+        if record is None and (now := self.locate([key])[0]) != places:  # for another key it was looked again
+            record = self._first_whole(key, now, room)
         if record is None:  # what was known may be old: a purge, or a copy made since
             self.refresh()
             record = self._first_whole(key, self.locate([key])[0], room)
         if record is None:
-            raise self._why_not(key)
+            raise self.why_not(key)
         return record
 
     def read(self, keys: Iterable[bytes]) -> Iterator[Record]:
@@ -130,14 +134,19 @@ class Store:
             return False
         return True
 
+    def is_whole_beside(self, key: bytes, shards: Container[str]) -> bool:
+        """Say whether there is a whole copy of a record in another shard than these, by reading it."""
+        places = [place for place in self.locate([key])[0] if place.shard not in shards]
+        return self._first_whole(key, places) is not None
+
     def missing(self, keys: Sequence[bytes], *, patience_s: float = 0.0) -> list[bytes]:
         """Return the keys that are not there, in order, looking again for fresh files while patience lasts."""
-        absent = list(compress(keys, ~self._present(keys)))
-        deadline = self._disk.now() + patience_s
-        while absent and self._disk.now() < deadline:
-            self._disk.wait(min(_LOOK_AGAIN_S, patience_s))
+        absent = list(compress(keys, ~self.present(keys)))
+        deadline = self.disk.now() + patience_s
+        while absent and self.disk.now() < deadline:
+            self.disk.wait(min(_LOOK_AGAIN_S, patience_s))
             self.refresh()
-            absent = list(compress(absent, ~self._present(absent)))
+            absent = list(compress(absent, ~self.present(absent)))
         return absent
 
     def locate(self, keys: Sequence[bytes]) -> list[list[Place]]:
@@ -154,65 +163,97 @@ class Store:
         _, rows = self._ask(Snapshot.rows)
         for start in range(0, len(rows), _KEYS_BATCH):
             part = rows[max(0, start - 1) : start + _KEYS_BATCH]
-            yield from compress(row_keys(part), _first_of_key(part, at_start=start == 0))
+            yield from compress(row_keys(part), first_of_key(part, at_start=start == 0))
 
     def stat(self) -> StoreStat:
         """Say what the store holds, from the index and the tables, without reading records."""
         snapshot, rows = self._ask(Snapshot.rows)
-        good = snapshot.good_shards()
-        times = sorted(filter(None, (written_at(snapshot.names[shard]) for shard in good)))
-        return StoreStat(
-            kind=self.kind,
-            records=int(_first_of_key(rows, at_start=True).sum()),
-            bytes=int(snapshot.sizes[good].sum()),
-            shards=len(good),
-            unreadable=tuple(sorted(snapshot.unreadable.items())),
-            index=snapshot.index_state,
-            oldest=times[0] if times else None,
-            newest=times[-1] if times else None,
-        )
+        return stat_of(self.kind, snapshot, int(first_of_key(rows, at_start=True).sum()))
 
     def tagged(self, tag: bytes) -> tuple[int, int]:
         """Return how many records there are whose keys begin with a tag, and their bytes, without reading records."""
         _, rows = self._ask(Snapshot.rows)
         first, last = (np.uint64(int.from_bytes(tag.ljust(8, fill), "big")) for fill in (b"\0", b"\xff"))
         mine = rows[rows["hi"].searchsorted(first) : rows["hi"].searchsorted(last, "right")]
-        once = _first_of_key(mine, at_start=True)
+        once = first_of_key(mine, at_start=True)
         return int(once.sum()), int(mine["length"][once].sum())
 
     def verify(self) -> Iterator[ShardVerdict]:
         """Read every byte of every shard and judge it."""
-        for name in shard_names(self._disk, self._layout):
+        for name in shard_names(self.disk, self.layout):
             try:
-                yield verify_shard(self._disk, self._layout.shard(name))
+                yield verify_shard(self.disk, self.layout.shard(name))
             except OSError as error:
                 yield ShardVerdict(name, 0, error.strerror or str(error), (), ())
+
+    def ask(self, question: Callable[[Snapshot], _Answer]) -> _Answer:
+        """Return what a snapshot of the whole store answers; it is asked again where its index fails on the way."""
+        return self._ask(question)[1]
 
     def refresh(self) -> None:
         """Look at the disk anew."""
         self._open.cache_clear()
         self._take(believe_index=True)
 
-    def write_index(self) -> None:
-        """Bring the index up to date; processes that do so at once each leave a right one, and the last one's stays."""
+    def forget(self, gone: Collection[str] = ()) -> None:
+        """Look at the disk anew when next asked, and for some shards no more."""
+        self._open.cache_clear()
+        for shard in gone:
+            self._tables.pop(shard, None)
+        self._taken = None
+
+    def whole_at(self, key: bytes, place: Place, room: Room | None = None) -> Record | None:
+        """Return the copy of a record that is at a place, if it is whole; one that is damaged is never named again."""
+        try:
+            return self._read_place(key, place, room)
+        except BadRecord as error:
+            self._strike(key, place, str(error))
+        except OSError as error:
+            if error.errno not in GONE:
+                self._strike(key, place, error.strerror or str(error))
+        return None
+
+    def present(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        """Say of each key whether it is there."""
+        present = np.zeros(len(keys), bool)
+        present[self._find(keys)[1]] = True
+        if not present.all() and self._taken and self._taken.outdated:  # shards went, and others have their records?
+            self.refresh()
+            present[self._find(keys)[1]] = True
+        return present
+
+    def why_not(self, key: bytes) -> CacheDamaged | RecordMissing:
+        """Return the error for a record of which no whole copy was found."""
+        if key in self._reasons:
+            shard, reason = self._reasons[key]
+            where = str(self.layout.shard(shard))
+            return CacheDamaged(f"record {key.hex()}: {reason}", where=where, remedy=SUBMIT_AGAIN)
+        what, where = f"record {key.hex()} is not in the cache", str(self.layout.folder)
+        return RecordMissing(what, where=where, remedy=SUBMIT_AGAIN)
+
+    def write_index(self, without: Collection[str] = ()) -> None:
+        """Bring the index up to date; processes that do so at once each leave a right one, and the last one's stays.
+
+        Shards that are about to go can be left out: until they do, they are read by their own tables.
+        """
         self.refresh()
-        self._swap_index()
+        self._swap_index(without)
 
     def rebuild_index(self) -> None:
         """Make the index from the shards alone."""
         self._take(believe_index=False)
         self._swap_index()
 
-    def _swap_index(self) -> None:
+    def _swap_index(self, without: Collection[str] = ()) -> None:
+        """Publish what is known; what the index alone knows of a shard that cannot be read now stays in it."""
         self._prepare()
-        snapshot, rows = self._ask(Snapshot.rows)
-        good = snapshot.good_shards()
+        doomed = frozenset(without)
+        snapshot, (kept, rows) = self._ask(lambda snapshot: snapshot.to_index(doomed))
         number = np.zeros(len(snapshot.names), np.uint32)
-        number[good] = np.arange(len(good))
+        number[kept] = np.arange(len(kept))
         rows["shard"] = number[rows["shard"]]
-        names = [snapshot.names[shard] for shard in good]
-        write_index(self._disk, self._layout, names, snapshot.sizes[good], rows)
-        self._tables.clear()
+        write_index(self.disk, self.layout, [snapshot.names[shard] for shard in kept], snapshot.sizes[kept], rows)
+        self._tables = {name: table for name, table in self._tables.items() if name in doomed}
         self.refresh()
 
     def _adopt(self, table: ShardTable) -> None:
@@ -221,11 +262,7 @@ class Store:
         self._taken = None
 
     def _take(self, *, believe_index: bool) -> Snapshot:
-        try:
-            taken = Snapshot(self._disk, self._layout, self._tables, believe_index=believe_index)
-        except OSError as error:
-            what = f"the cache cannot be read: {error.strerror or error}"
-            raise CacheUnusable(what, where=str(self._layout.shards), remedy=f"ls -ld {self._layout.shards}") from error
+        taken = Snapshot(self.disk, self.layout, self._tables, believe_index=believe_index)
         self._tables = dict(taken.tables)
         self._taken = taken
         return taken
@@ -243,27 +280,26 @@ class Store:
     def _find(self, keys: Sequence[bytes]) -> tuple[Snapshot, Integers, Rows]:
         pairs = key_pairs(keys)
         snapshot, (asked, rows) = self._ask(lambda snapshot: snapshot.find(pairs))
-        for shard, offset in list(self._struck):  # other threads may add to it
-            if shard in snapshot.names:
-                kept = (rows["shard"] != snapshot.names.index(shard)) | (rows["offset"] != offset)
-                asked, rows = asked[kept], rows[kept]
-        return snapshot, asked, rows
+        kept = self._not_struck(snapshot, rows)
+        return snapshot, asked[kept], rows[kept]
 
-    def _present(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-        present = np.zeros(len(keys), bool)
-        present[self._find(keys)[1]] = True
-        return present
+    def _strike(self, key: bytes, place: Place, reason: str) -> None:
+        """Remember that the copy of a record at a place is damaged."""
+        self._reasons.setdefault(key, (place.shard, reason))
+        self._struck.setdefault(place.shard, set()).add(place.offset)
+
+    def _not_struck(self, snapshot: Snapshot, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Mark the rows of copies that were not found damaged; only those of damaged shards are looked at."""
+        kept = np.ones(len(rows), bool)
+        if self._struck:
+            damaged = [shard for shard in np.unique(rows["shard"]).tolist() if snapshot.names[shard] in self._struck]
+            for at in np.flatnonzero(np.isin(rows["shard"], damaged)).tolist():
+                shard, offset = rows[["shard", "offset"]][at].item()
+                kept[at] = offset not in self._struck[snapshot.names[shard]]
+        return kept
 
     def _first_whole(self, key: bytes, places: Sequence[Place], room: Room | None = None) -> Record | None:
-        for place in places:
-            try:
-                return self._read_place(key, place, room)
-            except BadRecord as error:
-                self._struck[place.shard, place.offset] = key, str(error)
-            except OSError as error:
-                if error.errno not in GONE:
-                    self._struck[place.shard, place.offset] = key, error.strerror or str(error)
-        return None
+        return next((found for place in places if (found := self.whole_at(key, place, room))), None)
 
     def _read_place(self, key: bytes, place: Place, room: Room | None) -> Record:
         shard = self._open(place.shard)
@@ -279,18 +315,26 @@ class Store:
 
     def _read_bytes(self, fd: int, place: Place, room: Room | None) -> tuple[bytes | memoryview, bytes | memoryview]:
         if room is None:
-            return self._disk.read_at(fd, place.length, place.offset), b""
+            return self.disk.read_at(fd, place.length, place.offset), b""
         blob, rest = room(place.length)
-        self._disk.fill(fd, [some for some in (blob, rest) if some], place.offset)
+        self.disk.fill(fd, [some for some in (blob, rest) if some], place.offset)
         return blob.toreadonly(), rest.toreadonly()
 
-    def _why_not(self, key: bytes) -> PipelineError:
-        for (shard, _), (struck, reason) in list(self._struck.items()):
-            if struck == key:
-                where = str(self._layout.shard(shard))
-                return CacheDamaged(f"record {key.hex()}: {reason}", where=where, remedy=SUBMIT_AGAIN)
-        what, where = f"record {key.hex()} is not in the cache", str(self._layout.folder)
-        return RecordMissing(what, where=where, remedy=SUBMIT_AGAIN)
+
+def stat_of(kind: str, snapshot: Snapshot, records: int) -> StoreStat:
+    """Say what a store of so many records holds."""
+    good = snapshot.good_shards()
+    times = sorted(filter(None, (written_at(snapshot.names[shard]) for shard in good)))
+    return StoreStat(
+        kind=kind,
+        records=records,
+        bytes=int(snapshot.sizes[good].sum()),
+        shards=len(good),
+        unreadable=tuple(sorted(snapshot.unreadable.items())),
+        index=snapshot.index_state,
+        oldest=times[0] if times else None,
+        newest=times[-1] if times else None,
+    )
 
 
 class _OpenShard:
@@ -316,8 +360,9 @@ def _digest(blob: bytes | memoryview, rest: bytes | memoryview) -> bytes:
     return hasher.digest()
 
 
-def _first_of_key(rows: Rows, *, at_start: bool) -> npt.NDArray[np.bool_]:
+def first_of_key(rows: Rows, *, at_start: bool) -> npt.NDArray[np.bool_]:
     """Mark each sorted row whose key differs from the row before; the first counts where `at_start` says so."""
     first = np.full(len(rows), at_start)
-    first[1:] = (rows["hi"][1:] != rows["hi"][:-1]) | (rows["lo"][1:] != rows["lo"][:-1])
+    hi, lo = (np.ascontiguousarray(rows[name]) for name in ("hi", "lo"))
+    first[1:] = (hi[1:] != hi[:-1]) | (lo[1:] != lo[:-1])
     return first

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from pipeline.store.disk import Disk
     from pipeline.store.layout import KindLayout
-    from pipeline.store.record import Array
+    from pipeline.store.record import Array, EncodedRecord
 
 DEFAULT_SHARD_BYTES = 256 * 1024 * 1024
 
@@ -53,18 +53,26 @@ class StoreWriter:
 
         `bfloat16` names the uint16 arrays whose bits are bfloat16, so that other readers see them as such.
         """
-        record = encode(key, arrays, meta or {}, bfloat16)
+        self.take(encode(key, arrays, meta or {}, bfloat16))
+
+    def take(self, record: EncodedRecord) -> bool:
+        """Add a record as it is laid out; return whether it was added, and not kept already by the open shard."""
         shard = self._open_shard()
-        if key in shard:
-            return
+        if record.key in shard:
+            return False
         if not shard.add(record, self._shard_bytes):
             self._publish(shard)
             self._open_shard().add(record, self._shard_bytes)
+        return True
 
     def flush(self) -> list[bytes]:
         """Publish what was put, and return the keys that became safe since the last flush."""
         if self._shard and self._shard.open and self._shard.keys:
             self._publish(self._shard)
+        return self.safe()
+
+    def safe(self) -> list[bytes]:
+        """Return the keys that became safe since they were last told, publishing nothing."""
         safe, self._acknowledged = self._acknowledged, []
         return safe
 

@@ -6,11 +6,12 @@ import errno
 import os
 import signal
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeline.store.disk import Disk
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -47,75 +48,61 @@ class HidingDisk(Disk):
         self.time += seconds
 
 
-class FailingDisk(Disk):
-    """A disk on which one step fails from its n-th time on."""
+# What only looks; every other method of a disk changes it, those that are yet to be written included.
+LOOKS = ("open_read", "read_at", "read_into", "fill", "list_folder", "links_in", "exists", "is_plain_file", "is_link",
+         "is_private", "in_memory", "size_of", "size_of_open", "times_of", "same_file", "free_bytes")  # fmt: skip
+CHANGES = tuple(
+    name for name in vars(Disk) if not name.startswith("_") and name not in {*LOOKS, "close", "now", "wait"}
+)
 
-    def __init__(self, step: str, number: int, after: int = 0) -> None:
-        self.step, self.number, self.after = step, number, after
+
+class FailingDisk(Disk):
+    """A disk on which one step fails from its n-th time on, or only that `once`."""
+
+    def __init__(self, step: str, number: int, after: int = 0, *, once: bool = False) -> None:
+        self.step, self.number, self.after, self.once = step, number, after, once
         self.taken: Counter[str] = Counter()
 
     def _take(self, step: str) -> None:
         self.taken[step] += 1
-        if step == self.step and self.taken[step] > self.after:
+        due = self.taken[step] == self.after + 1 if self.once else self.taken[step] > self.after
+        if step == self.step and due:
             raise os_error(self.number)
 
-    def open_new(self, path: Path) -> int:
-        self._take("open_new")
-        return super().open_new(path)
+    def close(self, fd: int) -> None:
+        super().close(fd)  # an error of close comes after the fact
+        self._take("close")
 
-    def write_at(self, fd: int, data: bytes | memoryview, offset: int) -> None:
-        self._take("write_at")
-        super().write_at(fd, data, offset)
 
-    def truncate(self, fd: int, length: int) -> None:
-        self._take("truncate")
-        super().truncate(fd, length)
+def _taken_first(step: str) -> Callable[..., Any]:
+    method = getattr(Disk, step)
 
-    def fsync(self, fd: int) -> None:
-        self._take("fsync")
-        super().fsync(fd)
+    def taken(self: FailingDisk, *arguments: Any, **named: Any) -> Any:
+        self._take(step)
+        return method(self, *arguments, **named)
 
-    def link(self, source: Path, target: Path) -> None:
-        self._take("link")
-        super().link(source, target)
+    return taken
 
-    def rename(self, source: Path, target: Path) -> None:
-        self._take("rename")
-        super().rename(source, target)
 
-    def fsync_folder(self, path: Path) -> None:
-        self._take("fsync_folder")
-        super().fsync_folder(path)
-
-    def make_folder(self, path: Path) -> None:
-        self._take("make_folder")
-        super().make_folder(path)
-
-    def open_read(self, path: Path) -> int:
-        self._take("open_read")
-        return super().open_read(path)
-
-    def read_at(self, fd: int, length: int, offset: int) -> bytes:
-        self._take("read_at")
-        return super().read_at(fd, length, offset)
+for _step in (*LOOKS, *CHANGES):
+    setattr(FailingDisk, _step, _taken_first(_step))
 
 
 class KillingDisk(FailingDisk):
     """Counts the steps that change the disk, and kills this process before, halfway through or after one of them."""
-
-    STEPS = ("open_new", "write_at", "truncate", "fsync", "link", "rename", "fsync_folder", "make_folder")
 
     def __init__(self, kill_at: int | None = None, moment: str = "before") -> None:
         super().__init__(step="", number=0)
         self.kill_at, self.moment, self.steps = kill_at, moment, 0
 
     def _take(self, step: str) -> None:
-        if step not in self.STEPS:
+        if step not in CHANGES:
             return
         if self.moment == "after" and self.steps == self.kill_at:
             self.strike()
         self.steps += 1
-        if self.moment == "before" and self.steps == self.kill_at:
+        at_once = self.moment == "before" or (self.moment == "halfway" and step != "write_at")  # no other has a middle
+        if at_once and self.steps == self.kill_at:
             self.strike()
 
     def strike(self) -> None:
@@ -127,10 +114,6 @@ class KillingDisk(FailingDisk):
             os.pwrite(fd, memoryview(data)[: len(data) // 2], offset)
             self.strike()
         Disk.write_at(self, fd, data, offset)
-
-    def unlink(self, path: Path) -> None:
-        self._take("open_new")
-        super().unlink(path)
 
 
 class InterruptingDisk(KillingDisk):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import subprocess
 
 import pytest
 
@@ -85,3 +86,21 @@ def test_a_read_only_place_cannot_become_a_cache(tmp_path):
     cache = Cache(tmp_path / "cache", FailingDisk("make_folder", errno.EROFS))
     with pytest.raises(CacheUnusable, match="cannot be written"):
         cache.kind("scan").writer()
+
+
+@pytest.mark.parametrize("beside", [(), ("thesis.tex",)])
+@pytest.mark.parametrize("text", ["", '{"form'])
+def test_a_damaged_marker_of_a_cache_is_removed_and_nothing_is_computed_anew(tmp_path, text, beside):
+    root = tmp_path / "cache"
+    with Cache(root).kind("scan").writer() as writer:
+        put(writer, 1)
+    for name in beside:
+        (root / name).write_text("mine")
+    (root / MARKER).chmod(0o644)
+    (root / MARKER).write_text(text)
+    with pytest.raises(CacheUnusable, match="looks like a cache") as caught:
+        Cache(root)
+    assert "nothing is computed anew" in caught.value.remedy
+    assert "submit" not in caught.value.remedy
+    subprocess.run(caught.value.remedy.partition("   ")[0], shell=True, check=True)
+    assert key_of(1) in Cache(root).kind("scan")

@@ -1,4 +1,4 @@
-"""What a store promises, on every kind of disk."""
+"""What a store promises, on every kind of disk, alone and beside others."""
 
 from __future__ import annotations
 
@@ -18,22 +18,48 @@ from pipeline.store.snapshot import IndexState
 from tests.store.content import arrays_of, is_right, key_of, put
 from tests.store.faulty_disks import HidingDisk, NoLinkDisk
 
-DISKS = {
-    "posix": Disk,
-    "no links": NoLinkDisk,
-    "links not supported": lambda: NoLinkDisk(errno.ENOTSUP),
-    "stale listings": HidingDisk,
+
+def alone(root, disk):
+    return Cache(root / "cache", disk)
+
+
+def over_another(root, disk):
+    """Lay the cache over one that holds other records, whose index is old."""
+    return Cache.over(root / "cache", [others(root / "shared")], disk)
+
+
+def behind_another(root, disk):
+    return Cache(root / "cache", disk).behind(Cache(others(root / "scratch"), disk))
+
+
+def others(root):
+    """Make a cache of records that no test asks for."""
+    if not root.exists():
+        store = Cache(root).kind("files")
+        for number in (10**6, 10**6 + 1):
+            with store.writer() as writer:
+                put(writer, number)
+            if number == 10**6:
+                store.write_index()
+    return root
+
+
+CACHES = {
+    "posix": (alone, Disk),
+    "no links": (alone, NoLinkDisk),
+    "links not supported": (alone, lambda: NoLinkDisk(errno.ENOTSUP)),
+    "stale listings": (alone, HidingDisk),
+    "over another": (over_another, Disk),
+    "over another, stale listings": (over_another, HidingDisk),
+    "behind another": (behind_another, Disk),
 }
 
 
-@pytest.fixture(params=DISKS.values(), ids=DISKS.keys())
-def disk(request):
-    return request.param()
-
-
-@pytest.fixture
-def open_store(tmp_path, disk):
-    return lambda: Cache(tmp_path / "cache", disk).kind("scan")
+@pytest.fixture(params=CACHES.values(), ids=CACHES.keys())
+def open_store(tmp_path, request):
+    opened, make_disk = request.param
+    disk = make_disk()
+    return lambda: opened(tmp_path, disk).kind("scan")
 
 
 @pytest.fixture

@@ -43,6 +43,20 @@ def test_records_are_counted_by_recipe(tmp_path: Path) -> None:
     assert all(one.bytes > 800 * one.records for one in found)
 
 
+def test_a_record_that_describes_no_recipe_hides_none(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "cache")
+    cache.describe("graph", FEW)
+    put(cache, FEW, 3)
+    odd: list[dict[str, object]] = [{"nothing": 1}, {"kind": "graph"}, {"kind": 7, "recipe": {}}]
+    odd += [{"kind": "graph", "recipe": ["neighbours"]}, {"kind": ["graph"], "recipe": FEW}]
+    with cache.kind("recipes").writer() as writer:
+        for number, meta in enumerate(odd):
+            writer.put(bytes([number] * KEY_BYTES), {}, meta)
+    again = Cache(tmp_path / "cache")
+    assert [(kind, dict(recipe)) for _, kind, recipe in again.described()] == [("graph", FEW)]
+    assert [one.records for one in again.recipes("graph")] == [3]
+
+
 def test_a_recipe_is_described_once(tmp_path: Path) -> None:
     cache = Cache(tmp_path / "cache")
     cache.describe("graph", FEW)

@@ -1,0 +1,45 @@
+"""What a store holds, by recipe, and what of a list of keys it does not: one look at the index, no record is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pipeline.store.keysets import NO_KEYS, are_among
+from pipeline.store.store import StoreStat, first_of_key, stat_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pipeline.store.index import Integers
+    from pipeline.store.snapshot import Snapshot
+    from pipeline.store.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """What a store holds."""
+
+    stat: StoreStat
+    tagged: Mapping[bytes, tuple[int, int]]  # how a key begins → records, bytes
+    absent: Integers  # of the keys that were asked for
+
+
+def tally(store: Store, tags: Sequence[bytes] = (), wanted: Integers = NO_KEYS) -> Tally:
+    """Count a store's records and those of each tag, and find which of some keys are not there."""
+    return store.ask(lambda snapshot: _tally(store.kind, snapshot, tags, wanted))
+
+
+def _tally(kind: str, snapshot: Snapshot, tags: Sequence[bytes], wanted: Integers) -> Tally:
+    rows = snapshot.rows()
+    hi, lo, length = (np.ascontiguousarray(rows[name]) for name in ("hi", "lo", "length"))
+    once = first_of_key(rows, at_start=True)
+    tagged = {}
+    for tag in tags:
+        first, last = (np.uint64(int.from_bytes(tag.ljust(8, fill), "big")) for fill in (b"\0", b"\xff"))
+        mine = slice(hi.searchsorted(first), hi.searchsorted(last, "right"))
+        tagged[tag] = int(once[mine].sum()), int(length[mine][once[mine]].sum())
+    absent = wanted[~are_among(wanted[:, 0], wanted[:, 1], hi, lo)]
+    return Tally(stat_of(kind, snapshot, int(once.sum())), tagged, absent)

@@ -1,0 +1,182 @@
+"""What is done to a cache while it is struck: each begins with a cache as it may be, and tells what became safe."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pipeline.store import compact, scrub, sweep, transfer
+from pipeline.store import repair as repairing
+from pipeline.store.cache import Cache
+from pipeline.store.findings import ReportWriter, Summary
+from pipeline.store.keysets import sorted_pairs
+from pipeline.store.layout import REPORTS
+from pipeline.store.shard import read_table
+from pipeline.store.users import User, forget, register
+from tests.faults.judged import KIND, HastyDisk
+from tests.store.content import is_right, key_of, put
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pipeline.store.store import Store
+
+Say = Callable[[Iterable[bytes]], object]
+HEADER_BYTES = 4096  # files stay small, so that many states of them can be tried
+NAME = "cache"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is there at first, what is done, and which records have to be there all along."""
+
+    name: str
+    act: Callable[[Path, Cache, Say], object]  # in a folder that holds the cache
+    before: Callable[[Path], object] = lambda folder: None
+    numbers: range = range(0)  # that are there at first, and live
+    new: range = range(0)  # that may come
+    torn: bool = False  # whether damage is there at first
+
+    @property
+    def live(self) -> frozenset[bytes]:
+        return frozenset(map(key_of, self.numbers))
+
+    @property
+    def known(self) -> frozenset[bytes]:
+        return self.live | frozenset(map(key_of, self.new))
+
+    def begin(self, folder: Path) -> Path:
+        """Make what is there at first, and return the folder of the cache."""
+        folder.mkdir(exist_ok=True)
+        self.before(folder)
+        return folder / NAME
+
+    def run(self, folder: Path, cache: Cache, say: Say = lambda keys: None) -> None:
+        self.act(folder, cache, say)
+
+
+def fill(folder: Path, *numbers_of: Iterable[int], index: bool = True) -> tuple[Store, list[Path]]:
+    """Make a cache with a shard for each of some runs of numbers, and return where they are."""
+    store = Cache(folder / NAME, HastyDisk()).kind(KIND)
+    shards: list[Path] = []
+    for numbers in numbers_of:
+        before = set(store.layout.shards.iterdir()) if store.layout.shards.exists() else set()
+        with store.writer(header_bytes=HEADER_BYTES) as writer:
+            put(writer, *numbers)
+        (made,) = set(store.layout.shards.iterdir()) - before
+        shards.append(made)
+    if index:
+        store.write_index()
+    return store, shards
+
+
+def flip(path: Path, *places: int) -> None:
+    content = bytearray(path.read_bytes())
+    for place in places:
+        content[place] ^= 0x10
+    path.chmod(0o644)
+    path.write_bytes(content)
+
+
+def _read(folder: Path, cache: Cache, say: Say) -> None:
+    store = cache.kind(KIND)
+    keys = [key_of(number) for number in range(6)]
+    store.missing(keys)
+    assert all(is_right(store.get(key), key) for key in keys)
+    assert all(is_right(record, key) for record, key in zip(store.read(keys), keys, strict=True))
+
+
+def _publish(folder: Path, cache: Cache, say: Say) -> None:
+    store = cache.kind(KIND)
+    with store.writer(header_bytes=HEADER_BYTES) as writer:
+        for first in (0, 3):
+            put(writer, *range(first, first + 3))
+            say(writer.flush())
+
+
+def _publish_and_index(folder: Path, cache: Cache, say: Say) -> None:
+    store = cache.kind(KIND)
+    for first in (6, 9):
+        with store.writer(header_bytes=HEADER_BYTES) as writer:
+            put(writer, *range(first, first + 3))
+            say(writer.flush())
+        store.write_index()
+
+
+def _describe(folder: Path, cache: Cache, say: Say) -> None:
+    cache.describe(KIND, {"cutoff": 5})
+    user = User("pipeline.yaml", "runs", frozenset({(KIND, "00")}))
+    register(cache.disk, cache.root, user)
+    register(cache.disk, cache.root, User("other.yaml", "runs", frozenset()))
+    forget(cache.disk, cache.root, [user])
+
+
+def _validate(folder: Path, cache: Cache, say: Say) -> None:
+    report = ReportWriter(cache.disk, cache.root / REPORTS)
+    summary = Summary("full")
+    try:
+        for checked in scrub.full(cache.kind(KIND)):
+            for finding in checked.findings:
+                report.add(finding)
+                summary.count(finding)
+        report.publish(summary)
+    finally:
+        report.discard()
+
+
+def _damaged(folder: Path) -> None:
+    """Damage a record, a header, a table and the index; a copy of what is lost with the table is in another shard."""
+    store, shards = fill(folder, range(3), range(2, 6), range(6, 9), range(9, 12), range(9, 12), index=False)
+    table = read_table(store.disk, shards[1])
+    flip(shards[1], int(table.rows["offset"][0]))  # of number 2, which is in the first as well
+    flip(shards[2], 9)
+    flip(shards[3], read_table(store.disk, shards[3]).table_start)
+    store.write_index()
+    flip(store.layout.index, 0)
+
+
+def _repair(folder: Path, cache: Cache, say: Say) -> None:
+    repairing.repair(cache)
+
+
+def _compact(folder: Path, cache: Cache, say: Say) -> None:
+    store = cache.kind(KIND)
+    compact.compact(store, compact.plan(store), settle_s=0)
+
+
+def _half_dead(folder: Path) -> None:
+    fill(folder, [0, 1, 100], range(2, 4), [101, 102], [4, 5, 103, 104, 105])
+
+
+def _sweep(folder: Path, cache: Cache, say: Say) -> None:
+    store = cache.kind(KIND)
+    live = sweep.Live(pairs=sorted_pairs(b"".join(map(key_of, range(6)))))
+    for _ in sweep.sweep(store, sweep.mark(store, live, time.time() + 60), live):
+        pass
+
+
+def _exported(folder: Path) -> None:
+    (folder / "other").mkdir()
+    fill(folder / "other", range(3), range(3, 6))
+    transfer.export(Cache(folder / "other" / NAME, HastyDisk()), folder / "export")
+    fill(folder, range(6, 9))
+
+
+def _import(folder: Path, cache: Cache, say: Say) -> None:
+    if not transfer.take_in(cache, folder / "export").refused:
+        say(map(key_of, range(6)))
+
+
+WORKS = (
+    Work("read", _read, lambda folder: (fill(folder, range(3)), fill(folder, range(3, 6), index=False)), range(6)),
+    Work("publish", _publish, new=range(6)),
+    Work("index", _publish_and_index, lambda folder: fill(folder, range(3), range(3, 6)), range(6), range(6, 12)),
+    Work("describe", _describe, lambda folder: fill(folder, range(2)), range(2)),
+    Work("validate", _validate, lambda folder: fill(folder, range(2)), range(2)),
+    Work("repair", _repair, _damaged, range(12), torn=True),
+    Work("compact", _compact, lambda folder: fill(folder, *([n, n + 1] for n in range(0, 6, 2)), [0, 5]), range(6)),
+    Work("sweep", _sweep, _half_dead, range(6), [*range(100, 106)]),
+    Work("import", _import, _exported, range(6, 9), range(6)),
+)
