@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 ENCODER_VERSION = 1  # raise it when the encoder's results change
+STORED = {"float32": "fp32", "float16": "fp16", "uint16": "bf16"}  # numpy's type of rows → their precision
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ def identify(path: Path, seen: Store, *, remember: bool = True) -> Weights:
     place = find(path)
     files = files_of(place)
     before = _states(files)
-    key = recipe_key("weights", {"version": WEIGHTS_VERSION, "path": str(place.absolute()), "files": before})
+    key = _key(place, before)
     if (known := _remembered(seen, key)) is not None:
         return known
     weights = examine(place)
@@ -92,6 +92,11 @@ def identify(path: Path, seen: Store, *, remember: bool = True) -> Weights:
         with seen.writer() as writer:
             writer.put(key, {}, weights.to_json())
     return weights
+
+
+def key_as_it_stands(place: Path) -> bytes:
+    """Return the key under which a checkpoint is remembered while none of its files changes."""
+    return _key(place, _states(files_of(place)))
 
 
 def check_published(path: Path, name: str) -> Verdict:
@@ -141,6 +146,10 @@ def examine(path: Path) -> Weights:
 def _states(files: CheckpointFiles) -> list[tuple[str, int, int, int]]:
     """Return the path, size and times of every file of a checkpoint; any write changes one of them."""
     return [(str(path.absolute()), *_state(path)) for path in files.all]
+
+
+def _key(place: Path, states: list[tuple[str, int, int, int]]) -> bytes:
+    return recipe_key("weights", {"version": WEIGHTS_VERSION, "path": str(place.absolute()), "files": states})
 
 
 def _state(path: Path) -> tuple[int, int, int]:

@@ -24,7 +24,7 @@ from pipeline.errors import SUBMIT_AGAIN, CacheDamaged, JobFailed, RecordMissing
 from pipeline.keys import recipe_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Sequence
+    from collections.abc import Callable, Container, Generator, Iterable, Sequence
     from pathlib import Path
     from typing import Any
 
@@ -96,11 +96,12 @@ def look_up(texts: Sequence[str], recipe: Recipe, store: Store) -> list[Variant 
 class Verifier:
     """Looks texts up, and reads every byte of what is found, up to a limit: a damaged copy counts as missing.
 
-    It is made anew then. Beyond the limit a record counts as there when a verified table names it.
+    It is made anew then. Beyond the limit a record counts as there when a verified table names it, unless it is
+    `named`: somebody found it damaged.
     """
 
-    def __init__(self, recipe: Recipe, store: Store, limit_bytes: int) -> None:
-        self._recipe, self._store, self._left_bytes = recipe, store, limit_bytes
+    def __init__(self, recipe: Recipe, store: Store, limit_bytes: int, named: Container[bytes] = ()) -> None:
+        self._recipe, self._store, self._left_bytes, self._named = recipe, store, limit_bytes, named
         self._read: set[bytes] = set()  # keys: few, because the limit is on bytes
 
     def look_up(self, texts: Sequence[str]) -> list[Variant | None]:
@@ -116,7 +117,10 @@ class Verifier:
 
     def _verify(self, keys: Iterable[bytes]) -> None:
         """Read records that were not read before, while the limit lasts."""
-        for record in self._store.read(islice((key for key in keys if key not in self._read), self._room())):
+        unread = [key for key in keys if key not in self._read]
+        for record in self._store.read(key for key in unread if key in self._named):
+            self._read.add(record.key)
+        for record in self._store.read(islice((key for key in unread if key not in self._read), self._room())):
             self._read.add(record.key)
             self._left_bytes -= sum(array.nbytes for array in record.arrays.values())
             if self._left_bytes < 0:

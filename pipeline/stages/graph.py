@@ -14,7 +14,7 @@ from pipeline.structures.files import plain_files
 from pipeline.structures.inventory import examine, item_key
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
     from typing import Any
 
     from pipeline.graphs.recipe import Recipe
@@ -38,17 +38,23 @@ def open_writer(store: Store, shard_bytes: int) -> StoreWriter:
 class Maker:
     """Makes graphs of items that were read, and stores them; its memory is the keys of what it made."""
 
-    def __init__(self, recipe: Recipe, store: Store, writer: StoreWriter) -> None:
-        self._recipe, self._store, self._writer = recipe, store, writer
+    def __init__(
+        self,
+        recipe: Recipe,
+        store: Store,
+        writer: StoreWriter,
+        is_wanted: Callable[[bytes], bool] = lambda _key: True,
+    ) -> None:
+        self._recipe, self._store, self._writer, self._is_wanted = recipe, store, writer, is_wanted
         self._made: dict[bytes, Reason | None] = {}
         self._published_s = time.monotonic()
 
     def make(self, key: bytes, read: Complex) -> Reason | None:
         """Store the graph of an item, which is known by the key of its inventory; return why it has none."""
         own = self._recipe.key(key)
-        if own not in self._made:
+        if own not in self._made and self._is_wanted(own) and not self.has(key):
             self._made[own] = self._make(own, read)
-        return self._made[own]
+        return self._made.get(own)
 
     def has(self, key: bytes) -> bool:
         """Say whether the graph of an item was made here or is in the store."""
@@ -72,10 +78,13 @@ class Maker:
 
 
 class Verifier:
-    """Looks graphs up, and reads every byte of what is found, up to a limit: a damaged copy counts as missing."""
+    """Looks graphs up, and reads every byte of what is found, up to a limit: a damaged copy counts as missing.
 
-    def __init__(self, store: Store, limit_bytes: int | None = None) -> None:
-        self._store, self._left_bytes = store, limit_bytes
+    What is `named` is read beyond the limit, too: somebody found it damaged.
+    """
+
+    def __init__(self, store: Store, limit_bytes: int | None = None, named: Container[bytes] = ()) -> None:
+        self._store, self._left_bytes, self._named = store, limit_bytes, named
 
     def look_up(self, keys: Sequence[bytes]) -> list[Mapping[str, Any] | None]:
         """Return what is said of each graph, None where there is none; beyond the limit nothing is said of it."""
@@ -91,10 +100,11 @@ class Verifier:
 
     def _read(self, keys: Sequence[bytes]) -> dict[bytes, Mapping[str, Any]]:
         """Read records while the limit lasts."""
+        named = [key for key in keys if key in self._named]
+        said = {record.key: record.meta for record in self._store.read(named)}
         if self._left_bytes is not None and self._left_bytes <= 0:
-            return {}
-        said = {}
-        for record in self._store.read(keys):
+            return said
+        for record in self._store.read(key for key in keys if key not in said):
             said[record.key] = record.meta
             if self._left_bytes is not None:
                 self._left_bytes -= sum(array.nbytes for array in record.arrays.values())

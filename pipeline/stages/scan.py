@@ -216,7 +216,8 @@ class Scanner:
         """Write down what a file held, unless it may have changed since its mark was taken."""
         if isinstance(mark, bytes) and mark not in self.seen and glance(path, self.recipe) == mark:
             self.seen.add(mark)
-            self.files.put(mark, {}, meta)
+            if not _read_meta(self.shelves.files, {mark}):  # it is there where the inventory alone was lost
+                self.files.put(mark, {}, meta)
 
 
 def scan(

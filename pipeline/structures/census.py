@@ -52,6 +52,7 @@ class Census:
     longest: int
     undone: int = 0  # items that the store does not know
     first_undone: str = ""
+    unnamed: int = 0  # further ones, which nobody asked for
     leaks: tuple[Leak, ...] = ()
 
     @property
@@ -71,6 +72,7 @@ class Tally:
     items: int = 0
     undone: int = 0
     first_undone: str = ""
+    unnamed: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
     splits: Counter[str] = field(default_factory=Counter)
@@ -91,8 +93,11 @@ class Tally:
         self.rejected[rejection.reason.value] += 1
         self.examples.setdefault(rejection.reason.value, f"{rejection.id}: {rejection.detail}")
 
-    def miss(self, item: Item) -> None:
+    def miss(self, item: Item, *, asked: bool = True) -> None:
         """Count an item that the store does not know."""
+        if not asked:
+            self.unnamed += 1
+            return
         self.undone += 1
         self.first_undone = self.first_undone or item.id
 
@@ -129,6 +134,7 @@ class Tally:
             longest=self.longest,
             undone=self.undone,
             first_undone=self.first_undone,
+            unnamed=self.unnamed,
             leaks=self._leaks(),
         )
 

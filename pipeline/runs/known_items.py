@@ -1,0 +1,58 @@
+"""Which records are of which item of the current data set, whatever the records themselves say."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipeline.records import Item
+from pipeline.runs import todo
+from pipeline.runs.keyed_lines import KeyedLines
+from pipeline.stages.scan import Seen, glance, look_up
+from pipeline.structures.files import paths
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pipeline.runs.project import Project
+
+# What one may stumble over in a record that is nothing like what it should be.
+ODD = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+_SAMPLE_BITS = 64
+
+
+class KnownItems:
+    """The items of a data set, by the keys of what is made of them."""
+
+    def __init__(self) -> None:
+        self.inventories = KeyedLines()  # key of a graph → key of its inventory
+        self.items = KeyedLines()  # key of an inventory → its item
+        self.paths = KeyedLines()  # key of a file as it stands → its path; of the sample only
+
+    def read(self, project: Project, sample: float) -> None:
+        """Look up every item that a source names."""
+        for chunk in todo.chunks(todo.list_items(project), todo.LOOKED_UP_AT_ONCE):
+            items = [entry for entry in chunk if isinstance(entry, Item)]
+            for item, seen in zip(items, _look_up(items, project), strict=True):
+                if seen.key is not None:
+                    self.inventories.add(project.graphs.recipe.key(seen.key), seen.key.hex())
+                    self.items.add(seen.key, todo.line_of(item))
+            marks = ((glance(path, project.recipe), path) for item in items for path in paths(item)) if sample else ()
+            for mark, path in marks:
+                if isinstance(mark, bytes) and in_sample(mark, sample):
+                    self.paths.add(mark, path)
+
+
+def in_sample(key: bytes, sample: float) -> bool:
+    """Say whether a key is in a sample; a larger sample holds every smaller one."""
+    return int.from_bytes(key[-_SAMPLE_BITS // 8 :], "big") < sample * float(1 << _SAMPLE_BITS)
+
+
+def _look_up(items: Sequence[Item], project: Project) -> list[Seen]:
+    """Return what is known of each item: nothing, where its own records are odd, which says nothing of the others."""
+    try:
+        return look_up(items, project.recipe, project.shelves)
+    except ODD:
+        if len(items) == 1:
+            return [Seen()]
+    middle = len(items) // 2
+    return _look_up(items[:middle], project) + _look_up(items[middle:], project)

@@ -1,0 +1,534 @@
+"""What a record says, judged: each thing that can be wrong is done to a real record, and must be named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.encoder.recipe import Cut, Variant
+from pipeline.encoder.recipe import Recipe as Encoding
+from pipeline.graphs.build import encoded
+from pipeline.graphs.recipe import Recipe
+from pipeline.keys import recipe_key
+from pipeline.records import Inventory, Item, Part, Role
+from pipeline.stages.meaning_again import differences
+from pipeline.stages.meaning_embed import (
+    allowed,
+    distance,
+    wrong_embedding,
+    wrong_limit,
+    wrong_parity,
+    wrong_weights,
+)
+from pipeline.stages.meaning_graph import beside, wrong
+from pipeline.stages.meaning_scan import wrong_file, wrong_inventory
+from pipeline.stages.meaning_table import wrong_recipe, wrong_table
+from pipeline.store.record import Record, decode, encode
+from pipeline.structures.inventory import Complex, File, examine
+from pipeline.structures.inventory import Recipe as Structures
+from pipeline.structures.inventory import plain as plain_structures
+from pipeline.structures.policy import Policy
+from pipeline.structures.read import Reading, read_file
+from pipeline.structures.sources import SourceSpec, items
+from pipeline.structures.synthetic import complex_pdb
+from pipeline.training.dataset import TableBuilder
+from tests.graphs.complexes import LIMIT
+
+RESIDUES = Recipe(neighbours=6, radius=8.0, cross_neighbours=3, cross_radius=9.0)
+ATOMS = Recipe(nodes="atom", cross_radius=6.0)
+DIGEST = "0123456789abcdef" * 2
+KEY = bytes(16)
+PLAIN = Structures()
+Read = tuple[Inventory, Complex]
+Change = Callable[[dict[str, Any], dict[str, Any]], Any]
+
+
+def as_read(arrays: dict[str, Any], meta: dict[str, Any], key: bytes = KEY, bfloat16: tuple[str, ...] = ()) -> Record:
+    """Return a record as the store gives it."""
+    return decode(encode(key, arrays, meta, bfloat16).blob)
+
+
+def changed(record: Record, change: Change) -> Record:
+    """Return a record in which something was changed."""
+    arrays = {name: array.copy() for name, array in record.arrays.items()}
+    meta = json.loads(json.dumps(record.meta))
+    change(arrays, meta)
+    return as_read(arrays, meta, record.key, tuple(record.bfloat16))
+
+
+def made(seed: int, structures: Structures = PLAIN, residues: tuple[int, int] = (30, 25)) -> Read:
+    """Return a made complex as it is read."""
+    item = Item("c", parts=(Part(Role.COMPLEX, "c.pdb"),))
+    inventory, read = examine(item, {"c.pdb": File(complex_pdb(seed, *residues), DIGEST)}, structures)
+    assert read is not None
+    return inventory, read
+
+
+def graph_of(read: Complex, recipe: Recipe) -> Record:
+    return as_read(*encoded(read, recipe))
+
+
+def inventory_of(seed: int, structures: Structures = PLAIN) -> Record:
+    inventory, read = made(seed, structures)
+    return as_read(dict(read.maps), inventory.to_json())
+
+
+@pytest.fixture(scope="module")
+def residue_graph() -> Record:
+    return graph_of(made(1)[1], RESIDUES)
+
+
+@pytest.fixture(scope="module")
+def atom_graph() -> Record:
+    return graph_of(made(1)[1], ATOMS)
+
+
+def put(name: str, at: Any, value: Any) -> Change:
+    """Return a change of one place of an array."""
+
+    def change(arrays: dict[str, Any], _meta: dict[str, Any]) -> None:
+        arrays[name][at] = value
+
+    return change
+
+
+def swap(name: str, one: int, other: int) -> Change:
+    def change(arrays: dict[str, Any], _meta: dict[str, Any]) -> None:
+        arrays[name][[one, other]] = arrays[name][[other, one]]
+
+    return change
+
+
+def typed(name: str, dtype: str) -> Change:
+    return lambda arrays, _meta: arrays.update({name: arrays[name].astype(dtype)})
+
+
+def shorter(name: str) -> Change:
+    return lambda arrays, _meta: arrays.update({name: arrays[name][:-1]})
+
+
+def without(name: str) -> Change:
+    return lambda arrays, _meta: arrays.pop(name)
+
+
+def said(*path: Any, value: Any) -> Change:
+    """Return a change of what the JSON of a record says."""
+
+    def change(_arrays: dict[str, Any], meta: dict[str, Any]) -> None:
+        for step in path[:-1]:
+            meta = meta[step]
+        meta[path[-1]] = value
+
+    return change
+
+
+def moved_edge(name: str) -> Change:
+    """Return a change that makes an edge come from elsewhere, leaving all in order."""
+
+    def change(arrays: dict[str, Any], _meta: dict[str, Any]) -> None:
+        degree = int(arrays[f"{name}.degree"][0])
+        mine = set(arrays[f"{name}.neighbour"][:degree].tolist())
+        far = max(set(range(len(arrays[f"{name}.degree"]))) - mine)
+        arrays[f"{name}.neighbour"][:degree] = sorted([*sorted(mine)[:-1], far])
+
+    return change
+
+
+def cut_edge(name: str) -> Change:
+    """Return a change that takes the last edge of the first node away, in sizes as well."""
+
+    def change(arrays: dict[str, Any], meta: dict[str, Any]) -> None:
+        last = int(arrays[f"{name}.degree"][0]) - 1
+        arrays[f"{name}.degree"][0] -= 1
+        arrays[f"{name}.neighbour"] = np.delete(arrays[f"{name}.neighbour"], last)
+        meta["sizes"]["cross" if name.startswith("cross") else "edges"] -= 1
+
+    return change
+
+
+def move_made_cb(arrays: dict[str, Any]) -> None:
+    glycine = int((arrays["receptor.node.flags"] & 1).argmax())
+    arrays["receptor.node.pos"][glycine, 3, 0] += 1
+
+
+OF_RESIDUES = {
+    "an array is missing": (without("ligand.node.side"), "there is no ligand.node.side"),
+    "an array too much": (lambda arrays, _: arrays.update(more=np.zeros(3)), "more is in no such graph"),
+    "another type": (typed("receptor.node.pos", "f8"), "receptor.node.pos is float64, not float32"),
+    "signed neighbours": (typed("receptor.edge.near.neighbour", "i4"), "is int32, not unsigned numbers"),
+    "another length": (shorter("receptor.node.row"), "receptor.node.row is [29], not [30]"),
+    "a lost neighbour": (shorter("receptor.edge.near.neighbour"), "receptor.edge.near.degree adds up to"),
+    "a wrong size": (said("sizes", "pairs", value=1), "sizes.pairs says 1, and there are 750"),
+    "no number": (put("receptor.node.pos", (4, 1), np.nan), "receptor.node.pos[4] is [nan, nan, nan]: is no place"),
+    "half a place": (put("receptor.node.pos", (4, 0, 2), np.inf), "receptor.node.pos[4, 0]"),
+    "an infinite side chain": (put("ligand.node.side", (3, 1), np.inf), "ligand.node.side[3]"),
+    "a CA that was moved": (put("receptor.node.pos", (4, 1, 0), 9.0), "receptor.node.pos: the mean of all places"),
+    "a centre that was moved": (put("receptor.centre", 0, np.nan), "receptor.centre is [nan"),
+    "another letter": (put("ligand.node.type", 7, 20), "ligand.node.type[7] is 20: is not the letter of the sequence"),
+    "a letter beyond all": (put("ligand.node.type", 7, 99), "ligand.node.type[7] is 99: is no letter"),
+    "flags that are none": (put("ligand.node.flags", 0, 64), "ligand.node.flags[0] is 64"),
+    "a chain that is none": (put("ligand.node.chain", 24, 3), "ligand.node.chain[24] is 3: of 1 chains"),
+    "a row beyond the text": (put("ligand.node.row", 24, 25), "ligand.node.row[24] is 25: is not within"),
+    "a row that is none": (put("ligand.node.row", 3, -1), "ligand.node.row[3] is -1: is not within"),
+    "two rows exchanged": (swap("receptor.node.row", 3, 4), "receptor.node.row[4] is 3: does not rise"),
+    "an edge from nowhere": (put("receptor.edge.near.neighbour", 0, 30), "receptor.edge.near.neighbour[0] is 30: of"),
+    "an edge to itself": (put("receptor.edge.near.neighbour", 0, 0), "receptor.edge.near.neighbour[0] is 0: is"),
+    "edges out of order": (swap("receptor.edge.near.neighbour", 0, 1), "receptor.edge.near.neighbour[1]"),
+    "an edge from elsewhere": (moved_edge("receptor.edge.near"), "should not be there"),
+    "an edge that is missing": (cut_edge("ligand.edge.near"), "ligand.edge.near.degree[0] is 5: and 6 is wanted"),
+    "a cross edge from elsewhere": (put("cross.near.neighbour", 0, 25), "cross.near.neighbour[0] is 25: of 25 nodes"),
+    "a cross edge missing": (cut_edge("cross.near"), "cross.near"),
+    "a contact outside": (put("label.contact_pairs", (0, 1), 25), "25.0]: of 25 ligand nodes"),
+    "contacts out of order": (swap("label.contact_pairs", 0, 1), "label.contact_pairs[1]"),
+    "a contact of no atoms": (put("label.contact_atoms", 0, 0), "label.contact_atoms[0] is 0"),
+    "a contact too far": (put("label.contact_nearest", 0, 5.5), "label.contact_nearest[0] is 5.5000: is no distance"),
+    "a contact of no distance": (put("label.contact_nearest", 0, np.nan), "label.contact_nearest[0] is nan"),
+    "other nodes than the recipe's": (lambda a, m: m["partners"].reverse(), "its partners are ligand, receptor"),
+    "a chain without letters": (said("partners", 0, "chains", 0, 2, value=""), "of the kind protein, its sequence ''"),
+    "another sequence": (said("partners", 0, "chains", 0, 2, value="W" * 30), "is not the letter of the sequence"),
+    "another format": (said("format", value=9), "its format is 9, not 1"),
+    "a made CB elsewhere": (lambda arrays, _: move_made_cb(arrays), "has a made CB"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_RESIDUES)
+def test_what_is_wrong_with_a_residue_graph_is_named(residue_graph: Record, name: str) -> None:
+    change, wanted = OF_RESIDUES[name]
+    broken = changed(residue_graph, change)
+    found = list(wrong(broken, RESIDUES.plain()))
+    assert any(wanted in what for what in found), found
+
+
+OF_ATOMS = {
+    "an element that is none": (put("receptor.node.element", 3, 200), "receptor.node.element[3] is 200"),
+    "a name with a hole": (put("receptor.node.name", (3, 0), 0), "receptor.node.name[3]"),
+    "a residue beyond all": (put("receptor.node.residue", -1, 77), "is 77: of 30 residues"),
+    "residues out of order": (put("receptor.node.residue", 60, 0), "receptor.node.residue[60] is 0: is out of order"),
+    "a kind that is not its chain's": (put("ligand.residue.kind", 2, 1), "ligand.residue.kind[2] is 1"),
+    "a row beyond the text": (put("ligand.residue.row", 24, 30), "ligand.residue.row[24] is 30"),
+    "an edge one way": (moved_edge("receptor.edge.near"), "has no edge the other way"),
+    "a bond one way": (moved_edge("receptor.edge.bond"), "has no edge the other way"),
+    "another path": (put("receptor.path.angle", (0, 1), 2), "receptor.path.angle does not follow from the bonds"),
+    "a distance of a contact": (put("label.contact_nearest", 0, 0.5), "[0] is 0.5000: is not the distance"),
+    "a coordinate": (put("receptor.node.pos", (5, 0), 90.0), "receptor.node.pos: the mean of all places"),
+    "no dihedrals": (without("receptor.path.dihedral"), "there is no receptor.path.dihedral"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_ATOMS)
+def test_what_is_wrong_with_an_atom_graph_is_named(atom_graph: Record, name: str) -> None:
+    change, wanted = OF_ATOMS[name]
+    found = list(wrong(changed(atom_graph, change), ATOMS.plain()))
+    assert any(wanted in what for what in found), found
+
+
+def test_a_graph_of_other_nodes_than_its_recipe_says_is_named(residue_graph: Record) -> None:
+    assert "its nodes are residues; the recipe says atom" in list(wrong(residue_graph, ATOMS.plain()))
+
+
+def test_without_its_recipe_a_graph_is_judged_by_what_holds_for_any(residue_graph: Record, atom_graph: Record) -> None:
+    assert not [*wrong(residue_graph), *wrong(atom_graph)]
+    assert list(wrong(changed(residue_graph, swap("receptor.edge.near.neighbour", 0, 1))))
+    assert list(wrong(changed(atom_graph, put("receptor.path.angle", (0, 1), 2))))
+
+
+def test_a_reason_in_place_of_a_graph_is_judged() -> None:
+    assert not list(wrong(as_read({}, {"reason": "no_contacts", "detail": "far apart"})))
+    assert list(wrong(as_read({}, {"reason": "whim", "detail": ""}))) == ["the reason 'whim' is none"]
+    assert len(list(wrong(as_read({"a": np.zeros(1)}, {"reason": "no_edges"})))) == 2
+
+
+OF_GRAPHS_BESIDE = {
+    "a chain's name": (lambda one: renamed(one, name="Z"), "its chains are not those of the inventory"),
+    "a chain's sequence": (lambda one: renamed(one, sequence="W" * 30), "its chains are not those of the inventory"),
+    "a node less": (lambda one: renamed(one, nodes=29), "30 nodes in chain A; the inventory has 29"),
+    "a partner less": (lambda one: replace(one, partners=one.partners[:1]), "the inventory has receptor"),
+}
+
+
+def renamed(inventory: Inventory, **changes: Any) -> Inventory:
+    receptor, ligand = inventory.partners
+    chains = (replace(receptor.chains[0], **changes),)
+    return replace(inventory, partners=(replace(receptor, chains=chains), ligand))
+
+
+@pytest.mark.parametrize("name", OF_GRAPHS_BESIDE)
+def test_a_graph_that_its_inventory_contradicts_is_named(residue_graph: Record, name: str) -> None:
+    change, wanted = OF_GRAPHS_BESIDE[name]
+    inventory = made(1)[0]
+    assert not list(beside(residue_graph, inventory, {}, RESIDUES.plain()))
+    assert any(wanted in what for what in beside(residue_graph, change(inventory), {}, RESIDUES.plain()))
+
+
+def test_an_atom_graph_is_compared_residue_by_residue(atom_graph: Record) -> None:
+    inventory = made(1)[0]
+    assert not list(beside(atom_graph, inventory, {}, ATOMS.plain()))
+    fewer = renamed(inventory, atoms=100)
+    assert "the inventory has 100 atoms" in next(beside(atom_graph, fewer, {}, ATOMS.plain()))
+    wholly = ATOMS.plain() | {"hydrogens": True}
+    assert "nodes; the inventory has" in next(beside(atom_graph, renamed(inventory, atoms=999), {}, wholly))
+
+
+OF_INVENTORIES = {
+    "no such role": (said("partners", 0, "role", value="host"), "it is no inventory"),
+    "a role twice": (said("partners", 0, "role", value="ligand"), "its partners are ligand, ligand"),
+    "a letter less": (said("partners", 0, "chains", 0, "sequence", value="W" * 29), "30 residues, 29 letters"),
+    "a sign that is no letter": (said("partners", 0, "chains", 0, "sequence", value="w" * 30), "other signs than"),
+    "more nodes than residues": (said("partners", 0, "chains", 0, "nodes", value=31), "30 residues, 31 nodes"),
+    "fewer atoms than residues": (said("partners", 0, "chains", 0, "atoms", value=3), "30 nodes and 3 atoms"),
+    "a note that is not so": (said("partners", 0, "notes", "incomplete", value=2), "notes.incomplete is 2, and 0"),
+    "content that is no digest": (said("partners", 1, "content", value="abc"), "ligand: content is 'abc'"),
+    "a map too much": (lambda a, _: a.update({"rows.ligand": np.arange(25, dtype=np.int32)}), "its maps are"),
+    "a reason and more": (said("reason", value="no_atoms"), "it has both a reason (no_atoms) and what was found"),
+    "a kind that is none": (said("partners", 0, "chains", 0, "kind", value="wood"), "it is no inventory"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_INVENTORIES)
+def test_what_is_wrong_with_an_inventory_is_named(name: str) -> None:
+    change, wanted = OF_INVENTORIES[name]
+    record, recipe = inventory_of(1), plain_structures(Structures())
+    assert not list(wrong_inventory(record, recipe))
+    found = list(wrong_inventory(changed(record, change), recipe))
+    assert any(wanted in what for what in found), found
+
+
+def test_an_inventory_larger_than_its_recipe_allows_is_named() -> None:
+    recipe = plain_structures(Structures(max_residues=54))
+    assert list(wrong_inventory(inventory_of(1), recipe)) == ["it has 55 residues; its recipe allows 54"]
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "wanted"),
+    [(29, 30, "its map into the full sequence does not fit"), (3, 2, "does not fit"), (0, -1, "does not fit")],
+)
+def test_a_map_into_full_sequences_must_rise_and_stay_inside(at: int, value: int, wanted: str) -> None:
+    structures = Structures(reading=Reading(seqres=True))
+    record, recipe = inventory_of(1, structures), plain_structures(structures)
+    assert not list(wrong_inventory(record, recipe))
+    found = list(wrong_inventory(changed(record, put("rows.receptor", at, value)), recipe))
+    assert any(wanted in what for what in found), found
+
+
+def test_what_is_remembered_of_a_file_is_a_digest_and_a_size_or_a_reason() -> None:
+    assert not list(wrong_file(as_read({}, {"content": DIGEST, "bytes": 12})))
+    assert not list(wrong_file(as_read({}, {"reason": "empty_file", "detail": "nothing in it"})))
+    for meta in ({"content": "zz", "bytes": 1}, {"content": DIGEST, "bytes": 0}, {"reason": "whim", "detail": ""}, {}):
+        assert list(wrong_file(as_read({}, meta))), meta
+
+
+ENCODING = Encoding(DIGEST, layer=2, context="chain", precision="fp32", storage="fp32")
+TEXT = "ACDEFGHIKLMNPQRSTVWY"
+
+
+def embedding(recipe: Encoding = ENCODING, variant: Variant | None = None, text: str = TEXT, width: int = 8) -> Record:
+    """Return an embedding as the stage stores it."""
+    variant = variant or Variant(recipe.precision)
+    cut, rows = variant.cut, len(text)
+    if cut and cut.policy == "truncate":
+        rows = min(rows, cut.length)
+    rows_LD = np.random.default_rng(0).normal(size=(rows, width)).astype(np.float32)
+    stored = {"fp32": rows_LD, "fp16": rows_LD.astype(np.float16), "bf16": (rows_LD.view(np.uint32) >> 16).astype("u2")}
+    meta = {
+        "residues": len(text), "rows": rows, "precision": variant.precision, "cut": asdict(cut) if cut else None,
+        "text": text, "weights": recipe.weights, "layer": recipe.layer, "context": recipe.context,
+    }  # fmt: skip
+    bfloat16 = ("rows",) if recipe.storage == "bf16" else ()
+    return as_read({"rows": stored[recipe.storage]}, meta, recipe.key(text, variant), bfloat16)
+
+
+@pytest.mark.parametrize("storage", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("cut", [None, Cut("windows", 10, 4), Cut("truncate", 10)])
+def test_an_embedding_as_it_is_made_is_in_order(storage: str, cut: Cut | None) -> None:
+    recipe, variant = replace(ENCODING, storage=storage), Variant("fp32", cut)
+    record = embedding(recipe, variant)
+    assert not list(wrong_embedding(record, recipe.plain(variant), 8))
+    assert not list(wrong_embedding(record))
+
+
+OF_EMBEDDINGS = {
+    "a row less": (shorter("rows"), "rows is 19 long, and its text has 20 residues"),
+    "no number": (put("rows", (3, 2), np.nan), "rows[3, 2] is not finite (and 0 more)"),
+    "a row that nobody wrote": (put("rows", 5, 0.0), "rows[5] is all zeros"),
+    "another storage": (typed("rows", "f2"), "storage is 'fp16'; the recipe of its key says 'fp32'"),
+    "a type that is none": (typed("rows", "f8"), "rows is float64, which is no precision"),
+    "another text": (said("text", value=TEXT[::-1]), "its key is that of another text"),
+    "a letter that is none": (said("text", value="J" * 20), "text: 'J' at position 1"),
+    "other weights": (said("weights", value="f" * 32), f"weights is '{'f' * 32}'; the recipe of its key says"),
+    "another layer": (said("layer", value=1), "layer is 1; the recipe of its key says 2"),
+    "another context": (said("context", value="partner"), "context is 'partner'; the recipe"),
+    "another precision": (said("precision", value="fp16"), "precision is 'fp16'; the recipe"),
+    "a number of residues": (said("residues", value=19), "residues is 19; its text has 20"),
+    "a cut that is none": (said("cut", value={"policy": "windows", "length": 4, "overlap": 4}), "cut is"),
+    "no rows": (without("rows"), "its arrays are none, not rows [L, D]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_EMBEDDINGS)
+def test_what_is_wrong_with_an_embedding_is_named(name: str) -> None:
+    change, wanted = OF_EMBEDDINGS[name]
+    broken = changed(embedding(), change)
+    found = list(wrong_embedding(broken, ENCODING.plain(Variant("fp32")), 8))
+    assert any(wanted in what for what in found), found
+
+
+def test_without_its_recipe_the_key_of_an_embedding_still_vouches_for_what_it_says() -> None:
+    for change in (said("weights", value="f" * 32), said("layer", value=1), typed("rows", "f2")):
+        assert "its key is that of another text, or of another recipe" in list(
+            wrong_embedding(changed(embedding(), change))
+        )
+
+
+def test_an_embedding_is_as_wide_as_its_weights_make_it() -> None:
+    assert list(wrong_embedding(embedding(), width=9)) == ["rows has 8 numbers a residue; its weights give 9"]
+
+
+def test_bfloat16_that_is_not_finite_is_found() -> None:
+    recipe = replace(ENCODING, storage="bf16")
+    broken = changed(embedding(recipe), put("rows", (2, 1), 0x7F80))
+    assert list(wrong_embedding(broken)) == ["rows[2, 1] is not finite (and 0 more)"]
+
+
+WEIGHTS = {
+    "name": "m", "form": "fair-esm", "path": "m.pt", "digest": DIGEST, "layers": 2, "dim": 16, "heads": 2,
+    "precision": "fp32", "bytes": 99,
+}  # fmt: skip
+
+
+def test_what_is_remembered_of_weights_fits_together() -> None:
+    assert not list(wrong_weights(as_read({}, WEIGHTS)))
+    for change in ({"digest": "x"}, {"heads": 3}, {"dim": 0, "heads": 1}, {"precision": "fp8"}, {"bytes": "many"}):
+        assert list(wrong_weights(as_read({}, WEIGHTS | change))), change
+    assert "it tells of no checkpoint" in next(wrong_weights(as_read({}, {"name": "m"})))
+
+
+def test_parity_limits_and_recipes_are_what_their_keys_were_made_from() -> None:
+    made_from = {"version": [1, 1], "weights": DIGEST, "layer": 2, "precision": "fp32", "device": "cpu"}
+    meta = {**made_from, "lowest": 1.0, "sequences": 9, "threshold": 0.99999}
+    key = recipe_key("parity", made_from)
+    assert not list(wrong_parity(as_read({}, meta, key)))
+    assert list(wrong_parity(as_read({}, meta | {"lowest": 0.9}, key)))
+    assert list(wrong_parity(as_read({}, meta | {"device": "card"}, key)))
+    limit = {"weights": DIGEST, "layer": 2, "precision": "fp32", "device": "cpu", "memory": 70, "week": "2026-01"}
+    limit |= {"budget": 512}
+    assert not list(wrong_limit(as_read({}, limit, recipe_key("limits", limit))))
+    assert list(wrong_limit(as_read({}, limit | {"budget": 1024}, recipe_key("limits", limit))))
+    recipe = {"kind": "graph", "recipe": RESIDUES.plain()}
+    assert not list(wrong_recipe(as_read({}, recipe, recipe_key("recipe", recipe))))
+    assert list(wrong_recipe(as_read({}, {**recipe, "kind": "scan"}, recipe_key("recipe", recipe))))
+    for odd in ({"nothing": 1}, {}, {**recipe, "kind": 7}, {**recipe, "recipe": ["neighbours"]}):
+        assert list(wrong_recipe(as_read({}, odd, recipe_key("recipe", odd)))), odd
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Record:
+    from pipeline.store.cache import Cache
+
+    builder = TableBuilder()
+    for number in range(5):
+        builder.add(f"i{number}", bytes([number] * 16), "train", {"nodes": number + 1, "edges": 3})
+    store = Cache(tmp_path / "cache").kind("sets")
+    return store.get(builder.write(store))
+
+
+OF_TABLES = {
+    "a split that is none": (put("split", 2, 7), "split[2] is 7 of 1 splits"),
+    "texts that end before they begin": (put("id.end", 1, 1), "id.end[1] is before the end of the text before"),
+    "texts that end too soon": (put("id.end", 4, 9), "id.end ends at 9 of 10 bytes"),
+    "a size below nothing": (put("size.nodes", 3, -1), "size.nodes[3] is -1"),
+    "another size": (put("size.nodes", 3, 77), "its key is that of another table"),
+    "an item less": (shorter("size.edges"), "size.edges is [4], not [5]"),
+    "no sizes": (without("size.edges"), "its arrays are"),
+    "another format": (said("format", value=2), "its format is 2, not 1"),
+}
+
+
+@pytest.mark.parametrize("name", OF_TABLES)
+def test_what_is_wrong_with_a_table_is_named(table: Record, name: str) -> None:
+    change, wanted = OF_TABLES[name]
+    assert not list(wrong_table(table))
+    found = list(wrong_table(changed(table, change)))
+    assert any(wanted in what for what in found), found
+
+
+def test_what_was_made_anew_differs_by_more_than_a_digit_of_a_file_or_not_at_all(residue_graph: Record) -> None:
+    arrays, meta = dict(residue_graph.arrays), dict(residue_graph.meta)
+    assert not list(differences(residue_graph, arrays, meta))
+    nudged = changed(residue_graph, lambda a, _: a["receptor.node.pos"].__iadd__(np.float32(1e-5)))
+    assert not list(differences(nudged, arrays, meta))
+    moved = changed(residue_graph, lambda a, _: a["receptor.node.pos"][2, 1].__iadd__(np.float32(0.01)))
+    assert [what[:30] for what in differences(moved, arrays, meta)] == ["receptor.node.pos[2, 1, 0] is "]
+    other = changed(residue_graph, put("receptor.node.number", 0, 5))
+    assert next(differences(other, arrays, meta)).startswith("receptor.node.number[0] is 5; made anew, 1")
+    assert "made anew, no_edges" in next(differences(residue_graph, {}, {"reason": "no_edges", "detail": ""}))
+
+
+def test_a_scaled_embedding_is_as_far_as_a_turned_one() -> None:
+    rows_LD = np.random.default_rng(0).normal(size=(20, 8)).astype(np.float32)
+    assert distance(rows_LD, rows_LD, by_row=True) == 0
+    assert distance(rows_LD * np.float32(1.01), rows_LD, by_row=True) > allowed(0.99999)
+    one_row = rows_LD.copy()
+    one_row[3] *= 1.01
+    assert distance(one_row, rows_LD, by_row=True) > allowed(0.99999) > distance(one_row, rows_LD, by_row=False)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    sizes=st.tuples(st.integers(2, 60), st.integers(2, 60)),
+    recipe=st.builds(
+        Recipe,
+        nodes=st.sampled_from(["residue", "atom"]),
+        neighbours=st.integers(1, 30),
+        radius=st.none() | st.floats(6, 12),
+        cross_neighbours=st.integers(0, 5),
+        cross_radius=st.none() | st.floats(4, 12),
+        contacts=st.none() | st.floats(5, 9),
+        atom_radius=st.none() | st.floats(3, 6),
+        hops=st.integers(1, 3),
+        hydrogens=st.booleans(),
+    ),
+    structures=st.builds(Structures, reading=st.builds(Reading, seqres=st.booleans())),
+)
+def test_nothing_that_is_made_by_the_real_code_is_ever_accused(
+    seed: int, sizes: tuple[int, int], recipe: Recipe, structures: Structures
+) -> None:
+    inventory, read = made(seed, structures, sizes)
+    record, kept = graph_of(read, recipe), as_read(dict(read.maps), inventory.to_json())
+    assert not list(wrong(record, recipe.plain()))
+    assert not list(wrong(record))
+    assert not list(wrong_inventory(kept, plain_structures(structures)))
+    assert not list(wrong_inventory(kept))
+    assert not list(beside(record, inventory, kept.arrays, recipe.plain()))
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize("recipe", [RESIDUES, Recipe(), ATOMS, Recipe(nodes="atom", hydrogens=True, hops=2)])
+@pytest.mark.parametrize("source", ["complexes", "bound", "unbound", "varied"])
+def test_nothing_real_is_ever_accused(shared_structures: Path, source: str, recipe: Recipe) -> None:
+    structures = Structures(policy=Policy(ligands="keep" if recipe.nodes == "atom" else "drop"))
+    spec = {
+        "complexes": SourceSpec("glob", shared_structures / "complexes", pattern=("*.pdb",)),
+        "varied": SourceSpec("glob", shared_structures / "varied", pattern=("*.pdb", "*.cif", "*.gz"), partners="none"),
+    }.get(source) or SourceSpec("pairs", shared_structures / "pairs", state=source)
+    judged = 0
+    for item in (one for one in items(spec) if isinstance(one, Item)):
+        files = {part.path: File(read_file(Path(part.path), LIMIT), DIGEST) for part in (*item.parts, *item.bound)}
+        inventory, read = examine(item, files, structures)
+        kept = as_read(dict(read.maps) if read else {}, inventory.to_json())
+        assert not list(wrong_inventory(kept, plain_structures(structures))), item.id
+        if read is not None:
+            wanted = recipe if not read.bound else replace(recipe, cross_neighbours=0, cross_radius=None)
+            record = graph_of(read, wanted)
+            assert not list(wrong(record, wanted.plain())), item.id
+            assert not list(beside(record, inventory, kept.arrays, wanted.plain())), item.id
+            judged += "reason" not in record.meta
+    assert judged >= 8

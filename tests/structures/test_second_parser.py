@@ -1,0 +1,104 @@
+"""What a second parser reads otherwise is told; what only a policy decides otherwise is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipeline.structures.atoms import Unusable
+from pipeline.structures.policy import Policy, Structure, apply
+from pipeline.structures.read import HAS_BIOTITE, Reading, format_of, parse, read_file
+from pipeline.structures.second_parser import NotComparable, disagreements, read_second, second_parser
+from pipeline.structures.synthetic import complex_pdb
+from tests.graphs.complexes import LIMIT
+
+pytestmark = pytest.mark.skipif(not HAS_BIOTITE, reason="no second parser is installed: pip install 'pipeline[bcif]'")
+MADE = complex_pdb(3, 12, 10)
+
+
+def ours(data: bytes, form: str = "pdb", reading: Reading = Reading()) -> Structure:  # noqa: B008 - it is frozen
+    return apply(parse(data, form, reading), Policy())
+
+
+def told(structure: Structure, data: bytes, form: str = "pdb") -> list[str]:
+    """Return every disagreement about a file's chains."""
+    atoms = read_second(data, form, Reading())
+    return [what for chain in structure.chains for what in disagreements(atoms, structure, chain)]
+
+
+def edited(change: object) -> bytes:
+    """Return the made file with the lines of residue A 5 changed."""
+    lines = MADE.decode().splitlines()
+    return "\n".join(change(line) if line[21:26] == "A   5" else line for line in lines).encode() + b"\n"  # type: ignore[operator]
+
+
+def test_two_parsers_agree_about_a_plain_file() -> None:
+    assert second_parser() == "biotite"
+    assert told(ours(MADE), MADE) == []
+
+
+def test_a_ca_elsewhere_is_told_with_the_distance() -> None:
+    moved = edited(lambda line: line[:30] + f"{float(line[30:38]) + 0.5:8.3f}" + line[38:])
+    (what,) = told(ours(MADE), moved)
+    assert what.startswith("chain A: the CA of")
+    assert "5 is 0.500 Å from where biotite has it" in what
+
+
+def test_a_residue_that_only_one_of_them_reads_is_told() -> None:
+    without = b"\n".join(line for line in MADE.splitlines() if line[21:26] != b"A   5")
+    assert len(told(ours(MADE), without)) == len(told(ours(without), MADE)) == 1
+    assert "none to biotite" in told(ours(MADE), without)[0]
+    assert "is there to biotite, and not to us" in told(ours(without), MADE)[0]
+
+
+def test_another_name_and_another_letter_are_told() -> None:
+    name = next(line[17:20] for line in MADE.decode().splitlines() if line[21:26] == "A   5")
+    other = "TRP" if name != "TRP" else "PHE"
+    renamed = edited(lambda line: line[:17] + other + line[20:])
+    assert f"is {name} to us, {other} 5 to biotite" in told(ours(MADE), renamed)[0]
+    structure = ours(MADE)
+    chain = replace(structure.chains[0], sequence="O" * 12)
+    atoms = read_second(MADE, "pdb", Reading())
+    assert "has the letter O" in next(disagreements(atoms, structure, chain))
+
+
+def test_a_residue_with_alternatives_is_compared_by_name_alone() -> None:
+    both = edited(
+        lambda line: f"{line[:16]}A{line[17:]}\n{line[:16]}B{line[17:30]}{float(line[30:38]) + 0.7:8.3f}{line[38:]}"
+    )
+    assert told(ours(both), both) == []
+
+
+def test_what_cannot_be_compared_is_said_and_not_accused() -> None:
+    for reading in (Reading(assembly="1"), Reading(chain_names="label")):
+        with pytest.raises(NotComparable, match="assemblies and label names"):
+            read_second(MADE, "pdb", reading)
+    with pytest.raises(NotComparable, match="same parser"):
+        read_second(b"", "bcif", Reading())
+    with pytest.raises(NotComparable, match="refuses"):
+        read_second(b"ATOM  nonsense\n", "pdb", Reading())
+    after = b"MODEL        1\n" + MADE.replace(b"END\n", b"") + b"\nENDMDL\nATOM   9999  CA  ALA C   1\n"
+    with pytest.raises(NotComparable, match="outside of their models"):
+        read_second(after, "pdb", Reading())
+
+
+@pytest.mark.shared
+def test_nothing_real_is_read_otherwise(shared_structures: Path) -> None:
+    compared, refused = 0, []
+    for path in sorted(shared_structures.glob("*/*")):
+        if path.suffix in (".txt", ".csv") or path.name in ("occupancy.pdb", "1aki.bcif", "HEM.cif"):
+            continue
+        form = format_of(path)
+        data = read_file(path, LIMIT)
+        try:
+            structure, atoms = ours(data, form), read_second(data, form, Reading())
+        except (NotComparable, Unusable):
+            refused.append(path.parent.name)
+            continue
+        found = [what for chain in structure.chains for what in disagreements(atoms, structure, chain)]
+        assert not found, (path.name, found[:3])
+        compared += 1
+    assert compared >= 23 + 40 + 10
+    assert set(refused) == {"varied"}
