@@ -44,8 +44,9 @@ def check(config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -
         print_json({"config": str(loaded.path), "missing": missing})
     if missing:
         raise ConfigError("\n".join(missing), remedy=f"edit {loaded.path}, or use --set KEY=VALUE")
+    project = Project.open(loaded.config, remember=False, strict=True)  # which refuses caches that cannot be under it
     if loaded.config.train.command is not None:
-        inspect(Project.open(loaded.config, remember=False))  # which refuses a command that cannot be meant
+        inspect(project)  # which refuses a command that cannot be meant
     next(items(source_spec(loaded.config)), None)  # which refuses settings that the source would not heed
     if loaded.config.train.task is not None:
         _check_task(loaded)

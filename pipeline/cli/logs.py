@@ -33,6 +33,7 @@ class Logged(str, Enum):
     TRAIN = "train"
     EVALUATE = "evaluate"
     PREDICT = "predict"
+    VALIDATE = "validate"
     SUPERVISE = "supervise"
 
 

@@ -12,6 +12,7 @@ import typer
 
 from pipeline import __version__
 from pipeline.cli import cache, config, control, doctor, init, logs, plan, replay, report, runs, weights
+from pipeline.cli.options import as_typed
 from pipeline.errors import PipelineError
 
 EPILOG = "Exit codes: 0 ok, 1 a bug, 2 configuration, 3 data, 4 damage, 5 infeasible, 6 refused, 7 a job failed."
@@ -70,7 +71,7 @@ def main() -> None:
     except PipelineError as error:
         if "--debug" in sys.argv:
             traceback.print_exc()
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(f"error: {as_typed(str(error))}", err=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
@@ -22,6 +25,35 @@ Sets: TypeAlias = Annotated[
 ]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 Run: TypeAlias = Annotated[str | None, typer.Argument(metavar="[RUN]", help="Name of a run; else the newest.")]
+
+# A command about a cache, with its options, where a text says what to type next.
+_COMMAND = re.compile(
+    r"pipeline (?:cache (?:stat|validate|repair|regenerate|clean|compact|export|import)|submit)\b"
+    r"(?: --(?:yes|full|quick|semantic|follow|dry-run|all|only|json|keep-recipes)\b"
+    r"| --[a-z-]+[= ](?:'[^']*'|[^\s'`-][^\s`]*))*"
+)
+
+
+def as_typed(text: str, typed: Sequence[str] | None = None) -> str:
+    """Give the commands in a text the --config and --set of the command line: they mean another cache without them."""
+    given = _given(sys.argv[1:] if typed is None else typed)
+
+    def complete(command: re.Match[str]) -> str:
+        return " ".join([command[0], *(option for name, option in given.items() if name not in command[0])])
+
+    return _COMMAND.sub(complete, text) if given else text
+
+
+def _given(words: Sequence[str]) -> dict[str, str]:
+    """Return what a command line says of the configuration: by what another command would say it → as it is typed."""
+    given, rest = {}, iter(words)
+    for word in rest:
+        option, equals, value = word.partition("=")
+        if option in ("--config", "--set"):
+            value = value if equals else next(rest, "")
+            name = option if option == "--config" else f"{option} {value.partition('=')[0]}="
+            given[name] = f"{option} {shlex.quote(value)}"
+    return given
 
 
 def load_config(file: Path | None, sets: Sequence[str] | None) -> Loaded:

@@ -30,6 +30,7 @@ class Planned(str, Enum):
     EMBED = "embed"
     GRAPH = "graph"
     TRAIN = "train"
+    VALIDATE = "validate"
     ALL = "all"
 
 
@@ -68,7 +69,7 @@ def plan(
         what = f"{'--gpu' if gpu else '--probe'} is about training, but --stage is {stage.value}"
         raise ConfigError(what, where="pipeline plan", remedy="pipeline plan --stage train")
     with open_executor(loaded.config) as executor:
-        project = Project.open(loaded.config, remember=False)
+        project = Project.open(loaded.config, remember=False, strict=True)
         if stage is Planned.TRAIN and loaded.config.train.command is not None:
             _show_script(project, executor, measured=bool(gpu or probe), as_json=as_json)
             return

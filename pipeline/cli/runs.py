@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pipeline.cluster.spec import Executor, JobSpec
-    from pipeline.config.schema import Config
     from pipeline.report.live import Live
     from pipeline.runs.folder import RunFolder
     from pipeline.runs.project import Project
@@ -39,7 +38,17 @@ class StageName(str, Enum):
     TRAIN = "train"
     EVALUATE = "evaluate"
     PREDICT = "predict"
+    VALIDATE = "validate"
+    REGENERATE = "regenerate"
     ALL = "all"
+
+
+DamageList = Annotated[
+    Path | None,
+    typer.Option(
+        "--list", metavar="FILE", help="A damage list, to regenerate what it calls lost; else all that is missing."
+    ),
+]
 
 
 class ExecutorName(str, Enum):
@@ -55,6 +64,7 @@ def submit(
         ExecutorName | None, typer.Option("--executor", help="Where to run it; else cluster.executor.")
     ] = None,
     only: Annotated[bool, typer.Option("--only", help="Run that stage alone; what it needs is there.")] = False,
+    damage_list: DamageList = None,
     follow: Annotated[bool, typer.Option("--follow", help="Stay, and show progress until it has ended.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be done, with the scripts of jobs, and do nothing.")
@@ -69,18 +79,30 @@ def submit(
     from pipeline.errors import ConfigError, SubmissionRefused
     from pipeline.runs.executors import open_executor
     from pipeline.runs.project import Project
+    from pipeline.runs.using import tell
     from pipeline.runs.workflow import as_typed, everything, up_to
 
+    if damage_list is not None and stage is not StageName.REGENERATE:
+        what = f"a list says what to regenerate, but --stage is {stage.value}"
+        raise ConfigError(what, where="--list", remedy="pipeline submit --stage regenerate --list FILE")
     sets = [*(sets or ()), *([f"cluster.executor={executor.value}"] if executor else ())]
     loaded = load_config(config, sets)
     chosen, beside = loaded.config, loaded.base_dir.absolute()
-    if only and stage is StageName.ALL:
-        raise ConfigError("all stages are not one alone", where="--only", remedy="pipeline submit --stage all")
-    stages = everything(chosen) if stage is StageName.ALL else up_to(stage.value)
-    stages = stages[-1:] if only else stages
+    if only and stage in (StageName.ALL, StageName.REGENERATE):
+        raise ConfigError(
+            "several stages are not one alone", where="--only", remedy=f"pipeline submit --stage {stage.value}"
+        )
     idle = dry_run or emit is not None
-    project = Project.open(chosen, remember=not idle, beside=beside)
-    typed = _typed(stage, config, sets)
+    project = Project.open(chosen, remember=not idle, beside=beside, strict=True)
+    if stage is StageName.REGENERATE:
+        project, stages = to_regenerate(project, damage_list)
+    else:
+        stages = everything(chosen) if stage is StageName.ALL else up_to(stage.value)
+        stages = stages[-1:] if only else stages
+    if not stages:
+        typer.echo(f"nothing to regenerate: {damage_list} names no record that is lost")
+        return
+    typed = typed_command(stage, config, sets, damage_list)
     with open_executor(chosen) as opened:
         try:
             _check_first(project, stages, opened)
@@ -89,7 +111,8 @@ def submit(
                 return
             if only:
                 _refuse_unplanned(project, stages)
-            _start(chosen, stages, typed, opened, beside=beside, follow=follow)
+            tell(project, stages, loaded.path)
+            _start(project, stages, typed, opened, follow=follow)
         except SubmissionRefused as error:
             raise as_typed(error, typed) from None
 
@@ -106,31 +129,75 @@ def _refuse_unplanned(project: Project, stages: list[str]) -> None:
             raise ConfigError(what, where="--only", remedy=f"pipeline submit --stage {stage.name}   (without --only)")
 
 
-def _start(config: Config, stages: list[str], typed: str, executor: Executor, *, beside: Path, follow: bool) -> None:
-    """Begin a run, unless one is doing the same already."""
+def to_regenerate(project: Project, damage_list: Path | None) -> tuple[Project, list[str]]:
+    """Return a project confined to what a list calls lost, and the stages that make it anew: none for an empty one."""
+    from dataclasses import replace
+
+    from pipeline.runs.only import read_list
+    from pipeline.runs.validating import inspect
+    from pipeline.runs.workflow import regenerated
+
+    inspect(project)
+    if damage_list is None:
+        return project, regenerated(project.config, None)
+    confined = read_list(damage_list, project.cache)
+    stages = regenerated(project.config, confined.kinds) if confined.kinds else []
+    return replace(project, only=confined), stages
+
+
+def _start(
+    project: Project,
+    stages: list[str],
+    typed: str,
+    executor: Executor,
+    *,
+    follow: bool,
+    ended: Callable[[RunStatus], None] | None = None,
+) -> None:
+    """Begin a run, unless one is doing the same already; `ended` shows how it ended, in place of tables."""
     from pipeline.runs.active import refuse_double
     from pipeline.runs.executors import stays
     from pipeline.runs.submit import new_run, start_supervisor
     from pipeline.runs.supervisor import Supervisor
 
-    same = refuse_double(config, stages, executor)
+    config, ended = project.config, ended or tables_of
+    same = refuse_double(config, stages, executor, project.only)
     if same is not None:
-        typer.echo(f"run {same.name} is doing this already\n  watch it: {_status_of(same)}")
+        said = f"run {same.name} is doing this already\n  watch it: {_status_of(same)}"
+        typer.echo(said, err=ended is not tables_of)
         if follow:
-            _watch(same)
+            _watch(same, ended)
         return
-    folder = new_run(config, stages, typed, beside)
+    folder = new_run(config, stages, typed, project.beside, project.only)
     if not stays(config):
         Supervisor(folder, executor).visit(until_s=INLINE_S)
     elif follow:
-        _follow(folder, executor)
+        _follow(folder, executor, ended)
         return
     else:
         start_supervisor(folder)
     if follow:
-        _watch(folder)
+        _watch(folder, ended)
         return
     typer.echo(f"run {folder.name} started\n  watch it: {_status_of(folder)}")
+
+
+def run_to_its_end(
+    project: Project, stages: list[str], typed: str, file: Path | None, ended: Callable[[RunStatus], None]
+) -> None:
+    """Run stages of a configuration of a file, and stay until they have ended."""
+    from pipeline.errors import SubmissionRefused
+    from pipeline.runs.executors import open_executor
+    from pipeline.runs.using import tell
+    from pipeline.runs.workflow import as_typed
+
+    with open_executor(project.config) as opened:
+        try:
+            _check_first(project, stages, opened)
+            tell(project, stages, file)
+            _start(project, stages, typed, opened, follow=True, ended=ended)
+        except SubmissionRefused as error:
+            raise as_typed(error, typed) from None
 
 
 def _status_of(folder: RunFolder) -> str:
@@ -138,10 +205,11 @@ def _status_of(folder: RunFolder) -> str:
     return f"pipeline status {shlex.quote(os.path.relpath(folder.path))} --watch"
 
 
-def _typed(stage: StageName, config: Path | None, sets: list[str]) -> str:
+def typed_command(stage: StageName, config: Path | None, sets: list[str], damage_list: Path | None = None) -> str:
     """Return the command that does what is missing: the one that was typed, with what the stage needs before it."""
     words = ["pipeline", "submit", "--stage", stage.value, *(["--config", str(config)] if config else [])]
-    return shlex.join([*words, *(word for one in sets for word in ("--set", one))])
+    words += [word for one in sets for word in ("--set", one)]
+    return shlex.join([*words, *(["--list", str(damage_list)] if damage_list else [])])
 
 
 def _show_plan(project: Project, stages: list[str], executor: Executor, emit: Path | None) -> None:
@@ -193,6 +261,8 @@ def _check_first(project: Project, stages: list[str], executor: Executor) -> Non
 
     for stage in map(workflow.stage, stages):
         stage.inspect(project)
+        if not stage.has_tasks:
+            continue
         _say_planning(stage, project)
         job = job_spec(project, stage, 1, limits_for(project, stage, executor))
         executor.check(job)
@@ -223,7 +293,7 @@ def _warn_of_little(stage: str, job: JobSpec, planned_bytes: int) -> None:
         typer.echo(f"note: {stage}: {what} (cluster.{stage}.mem: auto)", err=True)
 
 
-def _follow(folder: RunFolder, executor: Executor) -> None:
+def _follow(folder: RunFolder, executor: Executor, ended: Callable[[RunStatus], None]) -> None:
     """Drive a run from this terminal and show it."""
     from pipeline.report.live import Live
     from pipeline.runs.supervisor import Stopped, Supervisor, stop_on_signals
@@ -241,7 +311,7 @@ def _follow(folder: RunFolder, executor: Executor) -> None:
         finally:
             live.stop()
             executor.close()
-            tables_of(supervisor.status)
+            ended(supervisor.status)
 
 
 def _after_stop(folder: RunFolder, executor: Executor) -> str:
@@ -274,7 +344,7 @@ def _shown(live: Live) -> Callable[[RunStatus], None]:
     return watch
 
 
-def _watch(folder: RunFolder) -> None:
+def _watch(folder: RunFolder, ended: Callable[[RunStatus], None]) -> None:
     """Show a run that others look after, until it has ended; leaving changes nothing."""
     import time
 
@@ -295,7 +365,7 @@ def _watch(folder: RunFolder) -> None:
         except KeyboardInterrupt:
             typer.echo(f"\nthe run goes on: {_status_of(folder)}", err=True)
             raise
-    tables_of(status)
+    ended(status)
     if status.exit_code:
         failed = JobFailed(status.error)
         failed.exit_code = status.exit_code  # type: ignore[misc]  # the run's own

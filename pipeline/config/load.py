@@ -16,7 +16,7 @@ from pipeline.config import sites
 from pipeline.config.document import MAX_BYTES, REMEDY, Document, Entry, Problem
 from pipeline.config.explain import explain
 from pipeline.config.paths import anchored
-from pipeline.config.schema import CONFLICT, LEAVES, PATHS, SECTIONS, Config, value_at
+from pipeline.config.schema import CONFLICT, LEAVES, PATH_LISTS, PATHS, SECTIONS, Config, value_at
 from pipeline.config.sites import SITE
 from pipeline.errors import ConfigError
 
@@ -31,6 +31,7 @@ ENVIRONMENT = "PIPELINE_CONFIG"
 PLACES = (Path("pipeline.yaml"), Path("configs/pipeline.yaml"))
 AFTER_THE_FILE = 1 << 30
 INPUTS = (("data", "path"), ("data", "structures_dir"), ("data", "splits"))  # other folders are made on first use
+UNDER = ("cache", "under")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +105,9 @@ def show(loaded: Loaded) -> list[Setting]:
 def check(loaded: Loaded) -> list[str]:
     """Return what a valid configuration names that this machine does not have."""
     missing = []
-    for key in INPUTS:
-        path, name = value_at(loaded.config, key), ".".join(key)
+    named = [(key, value_at(loaded.config, key)) for key in INPUTS]
+    for key, path in (*named, *((UNDER, path) for path in loaded.config.cache.under)):
+        name = ".".join(key)
         if path is not None and not os.access(path, os.R_OK):
             missing.append(f"{loaded.origins[name]}: {name}: {path} does not exist, or may not be read")
     return missing
@@ -205,11 +207,13 @@ def _add(document: Document, base: Path, entries: dict[KeyPath, Entry], problems
     problems += document.problems
     for key, entry in document.entries.items():
         value = entry.value
-        if key in PATHS and isinstance(value, str):
-            try:
+        try:
+            if key in PATHS and isinstance(value, str):
                 value = anchored(value, base)
-            except ValueError as error:
-                problems.append(Problem(entry.line, f"{entry.place(key)}: {error}"))
+            elif key in PATH_LISTS and isinstance(value, list):
+                value = [anchored(one, base) if isinstance(one, str) else one for one in value]
+        except ValueError as error:
+            problems.append(Problem(entry.line, f"{entry.place(key)}: {error}"))
         _lay_over(entries, key, replace(entry, value=value))
 
 

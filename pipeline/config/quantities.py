@@ -75,6 +75,13 @@ def parse_auto_memory(value: object) -> int | Literal["auto"]:
     return "auto" if value == "auto" else parse_size(value, at_least=SMALLEST_MEMORY_BYTES)
 
 
+def parse_node_folder(value: object) -> str | None:
+    """Return a folder as it is written: what its variables are is for the node to say."""
+    if value is None or (isinstance(value, str) and value.startswith(("/", "$", "~")) and "\0" not in value):
+        return value
+    raise _wants("a folder as a node knows it, such as $TMPDIR or /scratch, or null")
+
+
 def format_auto_memory(value: int | Literal["auto"]) -> str | int:
     """Write bytes of memory or `auto`."""
     return "auto" if value == "auto" else format_size(value)
@@ -153,4 +160,9 @@ Duration: TypeAlias = Annotated[
     PlainValidator(parse_duration),
     PlainSerializer(format_duration, when_used="json"),
     WithJsonSchema(_TIME_SCHEMA),
+]
+NodeFolder: TypeAlias = Annotated[
+    str | None,
+    PlainValidator(parse_node_folder),
+    WithJsonSchema({"anyOf": [{"type": "string", "pattern": "^[/$~]"}, {"type": "null"}]}),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -16,6 +17,7 @@ from pipeline.config.quantities import (
     AutoMemory,
     Duration,
     Memory,
+    NodeFolder,
     Size,
     SizeOrNone,
 )
@@ -24,6 +26,8 @@ KeyPath: TypeAlias = tuple[str, ...]
 Name: TypeAlias = Annotated[str, StringConstraints(min_length=1)]
 
 CONFLICT = "conflict"  # the type of the errors about keys that do not go together
+# A stage is called as a method of pydantic's models is, which is deprecated and which nobody calls.
+warnings.filterwarnings("ignore", 'Field name "validate" in "Cluster"', UserWarning)
 STRUCTURE_PATTERNS = tuple(
     f"**/*.{kind}{packed}" for kind in ("pdb", "ent", "cif", "mmcif", "bcif") for packed in ("", ".gz")
 )
@@ -389,12 +393,26 @@ class Cache(Section):
     """Where results are kept."""
 
     root: Path = Field(default=Path("cache"), description="Folder of the cache; share it between runs.")
+    under: tuple[Path, ...] = Field(
+        default=(), description="Caches of others that are looked through after it, in this order, and only read."
+    )
+    stage: NodeFolder = Field(
+        default=None,
+        description="Folder on a node's own disk to which training first copies what it reads; null: it does not.",
+    )
     shard_bytes: Size = Field(
         default=256 << 20, description="Size at which a cache file is closed and the next one begins."
     )
     verify_bytes: SizeOrNone = Field(
         default=8 << 30,
         description="Cached embeddings and graphs are read and verified up to so many bytes before they count as done.",
+    )
+    check: Literal["quick", "full", "semantic"] = Field(
+        default="full",
+        description="How deep `submit --stage validate` looks: at structure, at every byte, or at what records say.",
+    )
+    sample: float = Field(
+        default=0.0, ge=0, le=1, description="Share of the records that it makes anew, where check is semantic."
     )
     visibility_s: float = Field(
         default=10.0,
@@ -452,6 +470,12 @@ class StageResources(Resources):
         default=10, ge=1, description="About how long a task should take, where items_per_task is auto."
     )
     parallel: int = Field(default=64, ge=1, description="Tasks of a stage that run at once on a cluster, at most.")
+
+
+class CheckResources(StageResources):
+    """What one task of validating the cache asks for; its items are cache files."""
+
+    parallel: int = Field(default=16, ge=1, description="Tasks that read the disk at once on a cluster, at most.")
 
 
 class TrainResources(Resources):
@@ -569,6 +593,7 @@ class Cluster(Section):
     train: TrainResources = TrainResources()
     evaluate: TrainResources = TrainResources()
     predict: TrainResources = TrainResources()
+    validate: CheckResources = CheckResources()  # type: ignore[assignment]  # pydantic has such a method
 
 
 class Config(Section):
@@ -627,6 +652,7 @@ FIELDS: dict[KeyPath, FieldInfo] = _walk(Config)
 SECTIONS: dict[KeyPath, FieldInfo] = {key: info for key, info in FIELDS.items() if is_section(info)}
 LEAVES: dict[KeyPath, FieldInfo] = {key: info for key, info in FIELDS.items() if not is_section(info)}
 PATHS = frozenset(key for key, info in LEAVES.items() if info.annotation in (Path, Path | None))
+PATH_LISTS = frozenset(key for key, info in LEAVES.items() if info.annotation == tuple[Path, ...])
 
 
 def value_at(config: Config, key: KeyPath) -> Any:

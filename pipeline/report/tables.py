@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from datetime import datetime, timezone
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from rich.console import RenderableType
-
-    from pipeline.store.cache import RecipeStat
-    from pipeline.store.store import StoreStat
 
 
 class Asked(Protocol):
@@ -34,15 +31,33 @@ class Asked(Protocol):
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 KILO = 1024
 EDGE_KINDS = ("bond", "angle", "dihedral", "near")
-DIGEST_LETTERS = (32, 64)  # of a digest, the first few of which say enough
 MINUTE, HOUR = 60, 3600
 # What a stage works through.
-UNIT = {"scan": "item", "embed": "sequence", "graph": "graph", "train": "step", "evaluate": "item", "predict": "item"}
+UNIT = {
+    "scan": "item",
+    "embed": "sequence",
+    "graph": "graph",
+    "train": "step",
+    "evaluate": "item",
+    "predict": "item",
+    "validate": "file",
+    "regenerate": "record",
+}
 REFUSED = {"scan": "refused by the source", "embed": "that cannot be encoded", "graph": "left out before"}
 TASK_STATES = ("done", "running", "waiting", "failed")
 STORIES_SHOWN = 5
 SCRIPT, FIGURES_SHOWN = "script.", 8  # what a script of the user's own tells of itself
 TASKS_NAMED = 5
+FINDINGS = "findings"  # a figure of validation
+VALIDATED = ("records", "whole", "lost")
+# What may become of a record that a damage list names.
+REGENERATED = {
+    "whole": "there now",
+    "foreign": "of no item here",
+    "unmade": "could not be made",
+    "later": "made when needed",
+}
+DAMAGED = "damage was found"
 PLANNED = ("items", "refused", "unusable", "cached", "missing", "tasks")
 
 
@@ -56,13 +71,14 @@ def show(*parts: RenderableType, to_stderr: bool = False) -> None:
         console.print(part, markup=False)
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str = "", right: str = "") -> Table:
-    """Return a plain table; the columns named in `right` (space-separated) hold numbers."""
+def table(
+    columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str = "", right: str | Sequence[str] = ""
+) -> Table:
+    """Return a plain table; the columns named in `right` (a text: space-separated) hold numbers."""
+    numbers = right.split() if isinstance(right, str) else right
     shown = Table(title=title or None, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in columns:
-        shown.add_column(
-            Text(column, style="bold"), justify="right" if column in right.split() else "left", overflow="fold"
-        )
+        shown.add_column(Text(column, style="bold"), justify="right" if column in numbers else "left", overflow="fold")
     for row in rows:
         shown.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
     return shown
@@ -147,6 +163,7 @@ def _accepted(counted: Mapping[str, Any]) -> str:
         f"{plural(counted['items'] + counted['undone'], 'item')}: {counted['accepted']:,} accepted, "
         f"{counted['items'] - counted['accepted']:,} rejected ({counted['rejected_fraction']:.1%})"
         + (f", {counted['undone']:,} not done" if counted["undone"] else "")
+        + (f", {counted['unnamed']:,} missing that the list does not name" if counted.get("unnamed") else "")
     )
 
 
@@ -154,57 +171,6 @@ def rejection_table(rejected: Mapping[str, int], examples: Mapping[str, str]) ->
     """Show why items were left out, most frequent reason first."""
     rows = [(reason, f"{count:,}", examples.get(reason, "")) for reason, count in rejected.items()]
     return table(("rejected", "items", "for example"), rows, right="items")
-
-
-def store_table(stats: Sequence[StoreStat]) -> RenderableType:
-    """Show what each kind of record takes."""
-    if not stats:
-        return "empty: nothing was stored yet"
-    now = datetime.now(tz=timezone.utc)
-    rows = [
-        (
-            one.kind,
-            f"{one.records:,}",
-            size(one.bytes),
-            size(one.bytes / one.records) if one.records else "",
-            one.shards,
-            len(one.unreadable),
-            one.index.value,
-            " to ".join(dict.fromkeys(age(now, moment) for moment in (one.newest, one.oldest) if moment)),
-        )
-        for one in stats
-    ]
-    columns = ("kind", "items", "size", "per item", "files", "unreadable", "index", "age")
-    shown = table(columns, rows, right="items size per item files unreadable")
-    broken = [(one.kind, name, reason) for one in stats for name, reason in one.unreadable]
-    return Group(shown, "", table(("kind", "unreadable file", "why"), broken)) if broken else shown
-
-
-def recipe_table(recipes: Mapping[str, Sequence[RecipeStat]]) -> RenderableType:
-    """Show by which recipes records were made; of several, only where they differ."""
-    rows = []
-    for kind, known in recipes.items():
-        shared = {name for name in known[0].recipe if _alike(known, name)} if len(known) > 1 else set[str]()
-        for one in known:
-            words = (f"{name} {_short(value)}" for name, value in one.recipe.items() if name not in shared)
-            rows.append((kind, f"{one.records:,}", size(one.bytes), ", ".join(words)))
-    return table(("recipes of", "items", "size", "made with"), rows, right="items size") if rows else ""
-
-
-def _alike(known: Sequence[RecipeStat], name: str) -> bool:
-    """Say whether recipes agree in one choice."""
-    return all(one.recipe.get(name) == known[0].recipe[name] for one in known)
-
-
-def _short(value: Any) -> str:
-    """Return a choice as people read it; digests by their beginning."""
-    if isinstance(value, dict):
-        return "(" + ", ".join(f"{name} {_short(one)}" for name, one in value.items()) + ")"
-    if isinstance(value, list):
-        return ".".join(map(_short, value))
-    if value is None or isinstance(value, bool):
-        return {None: "none", True: "yes", False: "no"}[value]
-    return value[:8] if isinstance(value, str) and len(value) in DIGEST_LETTERS else str(value)
 
 
 def age(now: datetime, moment: datetime) -> str:
@@ -219,6 +185,10 @@ def age(now: datetime, moment: datetime) -> str:
 def stage_line(name: str, counts: Mapping[str, int]) -> str:
     """Say what a stage found when it was submitted: what is done already, and what is not."""
     parts = [f"{counts['cached']:,} cached", f"{counts['missing']:,} to do"]
+    if name == "validate":
+        parts = parts[1:]
+    if name == "regenerate":
+        return f"regenerate: {named_records(counts['items'])}"
     if counts.get("unplanned"):
         return f"{name}: {LATER.get(name, 'counted when the model is trained')}"
     if counts["refused"]:
@@ -227,6 +197,8 @@ def stage_line(name: str, counts: Mapping[str, int]) -> str:
         parts.append(f"{counts['unusable']:,} missing or unreadable")
     tasks = f" in {plural(counts['tasks'], 'task')}" if counts["tasks"] else ""
     residues = f" ({counts['residues']:,} residues)" if counts.get("residues") else ""
+    if counts.get("unnamed"):
+        parts.append(f"{counts['unnamed']:,} missing that the list does not name")
     waiting = f"; {plural(counts['waiting'], 'item')} still to scan" if counts.get("waiting") else ""
     if counts.get("unkept"):
         parts = ["built when they are read (graph.cache: false)"]
@@ -279,6 +251,12 @@ def script_figures(figures: Mapping[str, Mapping[str, float]]) -> list[str]:
     return [f"the script says: {', '.join(said[:FIGURES_SHOWN])}"] if said else []
 
 
+def found_so_far(figures: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Say how much a validation that goes on has found."""
+    found = sum(int(one.get(FINDINGS, 0)) for one in figures.values())
+    return [f"{plural(found, 'thing')} wrong so far"] if found else []
+
+
 def _figure(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4g}"
 
@@ -308,6 +286,54 @@ def _applied(census: Mapping[str, Any]) -> str:
     return f"split {census['split'] or 'null: every item'}; {census['checkpoint']} of {census['model']}"
 
 
+def found_damage(stage: Mapping[str, Any]) -> bool:
+    """Say whether a stage came to its end and found that something is wrong."""
+    return stage["name"] == "validate" and bool(stage["census"] and stage["census"]["summary"]["findings"])
+
+
+def validated_files(stage: Mapping[str, Any]) -> str:
+    """Say how many files of which sort were looked at, where that is known; empty: it is not."""
+    if stage["name"] != "validate" or not (stage["census"] or {}).get("shards"):
+        return ""
+    indexes = stage["items"] - stage["census"]["shards"]
+    return f"{plural(stage['census']['shards'], 'shard')} and {indexes:,} {'index' if indexes == 1 else 'indexes'}"
+
+
+def validated_lines(census: Mapping[str, Any]) -> list[RenderableType]:
+    """Say what is wrong with a cache."""
+    found = census["summary"]
+    if not census["report"]:
+        return [f"{plural(census['undone'], 'file')} not judged"]
+    read = f"{size(found['bytes'])} read ({found['how']})"
+    told = f"{plural(found['records'], 'record')}: {found['whole']:,} whole, {found['lost']:,} lost; {read}"
+    rows = [(kind, *(f"{counts[name]:,}" for name in VALIDATED)) for kind, counts in found["kinds"].items()]
+    shown: list[RenderableType] = [told, "", table(("kind", *VALIDATED), rows, right=" ".join(VALIDATED)), ""]
+    if found["findings"]:
+        faults = ", ".join(f"{count:,} {fault}" for fault, count in sorted(found["faults"].items()))
+        shown.append(f"{plural(found['findings'], 'thing')} wrong: {faults}")
+    return [*shown, f"{'damage list' if found['findings'] else 'nothing is wrong'}: {census['report']}"]
+
+
+def regenerated_lines(census: Mapping[str, Any]) -> list[RenderableType]:
+    """Say what became of the records that a damage list names."""
+    if not census["source"]:
+        return ["everything that this data set needs is there"]
+    named = census["named"]
+    columns = {"named": named} | {words: census[name] for name, words in REGENERATED.items() if census[name]}
+    rows = [(kind, *(f"{counts.get(kind, 0):,}" for counts in columns.values())) for kind in named]
+    shown: list[RenderableType] = [f"named by {census['source']}"]
+    shown += ["", table(("kind", *columns), rows, right=tuple(columns)), ""] if rows else []
+    if census["untold"]:
+        kinds = ", ".join(census["untold"])
+        shown.append(f"a damaged file does not say what it held: whatever was missing was made of {kinds}")
+    return shown
+
+
+def named_records(count: int) -> str:
+    """Say what is to be made anew."""
+    return f"{plural(count, 'record')} named by the list" if count else "whatever is missing"
+
+
 CENSUS: Mapping[str, Callable[[Mapping[str, Any]], list[Any]]] = {
     "scan": census_lines,
     "embed": embedded_lines,
@@ -315,13 +341,16 @@ CENSUS: Mapping[str, Callable[[Mapping[str, Any]], list[Any]]] = {
     "train": trained_lines,
     "evaluate": evaluated_lines,
     "predict": predicted_lines,
+    "validate": validated_lines,
+    "regenerate": regenerated_lines,
 }
 LATER = {"train": "planned when its graphs are there"}
 
 
 def run_report(run: Mapping[str, Any]) -> list[RenderableType]:
     """Show a run: its stages, what they made, and what went wrong."""
-    shown: list[RenderableType] = [f"run {run['name']}: {run['state']}"]
+    state = f"{DAMAGED} ({run['state']})" if any(map(found_damage, run["stages"])) else run["state"]
+    shown: list[RenderableType] = [f"run {run['name']}: {state}"]
     if run["state"] == "abandoned":
         shown.append(f"nobody looks after it any more; finished work is kept: pipeline resume {run['name']}")
     shown += [f"supervisor: {run['supervisor']}"] if run.get("supervisor") else []
@@ -331,10 +360,17 @@ def run_report(run: Mapping[str, Any]) -> list[RenderableType]:
         took = f" in {duration(stage['ended_at'] - stage['started_at'])}" if stage["ended_at"] else ""
         name = stage["name"]
         counts = f"{stage['cached']:,} cached, {stage['items_done']:,} of {stage['missing']:,} done"
-        shown += ["", f"{name}: {stage['state']}{took}: {plural(stage['items'], UNIT[name])}, {counts}"]
+        if name == "validate":
+            counts = f"{stage['items_done']:,} read"
+        counts = f"{validated_files(stage) or plural(stage['items'], UNIT[name])}, {counts}"
+        if name == "regenerate":
+            counts = named_records(stage["items"])
+        state = DAMAGED if found_damage(stage) else stage["state"]
+        shown += ["", f"{name}: {state}{took}: {counts}"]
         shown += tasks_line(stage)
         shown += memory_line(stage)
         shown += script_figures(stage["figures"])
+        shown += [] if stage["census"] else found_so_far(stage["figures"])
         shown += [", ".join(speed(stage["measured"]))] if stage["measured"] else []
         if stage["census"]:
             shown += CENSUS[name](stage["census"])
@@ -354,7 +390,7 @@ def run_report(run: Mapping[str, Any]) -> list[RenderableType]:
 def tasks_line(stage: Mapping[str, Any]) -> list[str]:
     """Say where the tasks of a stage stand, while they do not all stand in one place."""
     states = {name: count for name, count in stage["task_states"].items() if count}
-    if stage["state"] == "done" and set(states) <= {"done"}:
+    if (stage["state"] == "done" or found_damage(stage)) and set(states) <= {"done"}:
         return []
     where = ", ".join(f"{states[name]:,} {name}" for name in TASK_STATES if name in states)
     waits = [f"waiting for: {', '.join(stage['waits_for'])}"] if stage.get("waits_for") else []

@@ -30,6 +30,7 @@ from pipeline.structures.sources import items
 
 if TYPE_CHECKING:
     from pipeline.config.load import Loaded
+    from pipeline.config.schema import Config
 
 LOOKED_AT = 100  # items of the data set that are listed
 LITTLE_BYTES = 5 << 30
@@ -129,23 +130,32 @@ def _weights(loaded: Loaded) -> Iterator[Finding]:
     except ConfigError as error:
         yield Finding("weights", Verdict.NOTE, f"{error.what}; needed from the stage embed on", error.remedy)
         return
-    weights = identify(path, Cache(config.cache.root).kind("weights"), remember=False)
+    weights = identify(path, _opened(config).kind("weights"), remember=False)
     found = f"{weights.path}: {weights.layers} layers of {weights.dim}, {weights.precision}, {size(weights.bytes)}"
     yield Finding("weights", Verdict.OK, found)
 
 
 def _cache(loaded: Loaded) -> Iterator[Finding]:
     """See whether the cache is one, can be written, and has room."""
-    root = loaded.config.cache.root
-    cache = Cache(root)
+    root, cache = loaded.config.cache.root, _opened(loaded.config)
     broken = [f"{kind}/{name}: {why}" for kind in cache.kinds() for name, why in cache.kind(kind).stat().unreadable]
     if broken:
         what = f"{len(broken)} unreadable files, such as {broken[0]}; what they held is made anew"
         yield Finding("cache", Verdict.NOTE, what, "pipeline cache stat")
     else:
         yield Finding("cache", Verdict.OK, f"{root}" if _existing(root) == root else f"{root} (made when first used)")
+    for error in cache.left_out:
+        yield failed("cache under it", error)
+    for layer in cache.under:
+        records = sum(layer.own(kind).stat().records for kind in layer.kinds())
+        yield Finding("cache under it", Verdict.OK, f"{layer.root}: {records:,} records, only read")
     yield _writable("cache folder", root)
     yield _room(root)
+
+
+def _opened(config: Config) -> Cache:
+    """Open the cache of a configuration."""
+    return Cache.over(config.cache.root, config.cache.under)
 
 
 def _runs(loaded: Loaded) -> Iterator[Finding]:

@@ -68,7 +68,7 @@ class Dispatch:
         """Take down how attempts ended; return how many did."""
         over = [one for one in changed if is_over(one) and status.task(one.task).job == one.job]
         host_peaks, gpu_peaks = (_peaks(status, f"{name}_peak_bytes") if over else {} for name in ("host", "device"))
-        on_node = stage.processes(project) // getattr(stage.resources(project), "nodes", 1)
+        on_node = stage.processes(project) // getattr(stage.resources(project.config), "nodes", 1)
         attempts = [self._judged(status, one, host_peaks, gpu_peaks, on_node) for one in over]
         for attempt in attempts:
             self._emit(EventKind.TASK_ENDED, stage=stage.name, **attempt.to_event())
@@ -137,7 +137,7 @@ class Dispatch:
                 task=one.task,
                 items=one.done if one.cause is Cause.DONE else 0,
                 size=shards[one.task].largest,
-                cpus=stage.resources(project).cpus,
+                cpus=stage.resources(project.config).cpus,
                 asked_bytes=one.ask.mem_bytes,
                 peak_bytes=one.peak_rss_bytes,
                 gpu_peak_bytes=one.gpu_peak_bytes,
@@ -215,7 +215,7 @@ class Dispatch:
 
     def _limits(self, stage: Stage, status: StageStatus) -> Limits:
         """Return what the partition that this stage's jobs go to can give."""
-        resources = getattr(self._config.cluster, stage.name)
+        resources = stage.resources(self._config)
         chosen = next(iter(status.jobs.values())).partition if status.jobs else ""
         return self._executor.limits_of(chosen or resources.partition or "", resources.cpus, resources.gpus)
 
@@ -229,7 +229,7 @@ class Dispatch:
 
     def _jobs(self, project: Project, stage: Stage, status: StageStatus, asks: Mapping[int, Next]) -> Iterator[Job]:
         """Yield jobs: of tasks that ask for the same, in pieces that an array can hold and the queue can take."""
-        resources, limits = stage.resources(project), self._limits(stage, status)
+        resources, limits = stage.resources(project.config), self._limits(stage, status)
         sequence = len(status.jobs) + len(status.intents)
         shape = self._shape(project, stage, status)
         alike: dict[Next, list[int]] = {}

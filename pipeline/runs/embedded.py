@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeline.encoder.residues import texts
 from pipeline.records import EventKind, Reason, Rejection
-from pipeline.runs import scanning, todo
+from pipeline.runs import remembered, scanning, todo
 from pipeline.runs.embedding import NAME, array_of, digest, refusal
 from pipeline.runs.judged import Judged
 from pipeline.runs.ledger import Reader, write_rejections
@@ -41,11 +41,12 @@ class Embedded(Judged):
 
 @dataclass(slots=True)
 class _Sequences:
-    """What is kept of each sequence that was met, until each is counted once: 17 bytes."""
+    """What is kept of each sequence that was met, until each is counted once: 33 bytes."""
 
     digests: array[int] = field(default_factory=lambda: array("Q"))
     lengths: array[int] = field(default_factory=lambda: array("Q"))
     kinds: array[int] = field(default_factory=lambda: array("B"))
+    keys: bytearray = field(default_factory=bytearray)  # of the records that were found
     names: list[str] = field(default_factory=lambda: [""])  # of the kinds; the first is the wanted variant
 
     def add(self, text: str, variant: Variant, recipe_wants: Variant) -> None:
@@ -80,8 +81,11 @@ def judge(project: Project, folder: RunFolder, patience_s: float) -> Embedded:
     refused, barred = _refused(folder), left_out(folder, NAME)
 
     def look() -> Embedded:
-        embedded = Embedded()
-        write_rejections(folder.rejected, _tally(project, folder, refused | barred, embedded))
+        embedded, sequences = Embedded(), _Sequences()
+        write_rejections(folder.rejected, _tally(project, folder, refused | barred, embedded, sequences))
+        sequences.count(embedded)
+        if not embedded.undone:
+            remembered.keep(project, NAME, sequences.keys)
         return embedded
 
     return patiently((*project.shelves.stores(), project.encoding.shelves.embeddings), look, patience_s)
@@ -102,10 +106,15 @@ def _refused(folder: RunFolder) -> dict[str, tuple[Reason, str]]:
 
 
 def _tally(
-    project: Project, folder: RunFolder, refused: Mapping[str, tuple[Reason, str]], embedded: Embedded
+    project: Project,
+    folder: RunFolder,
+    refused: Mapping[str, tuple[Reason, str]],
+    embedded: Embedded,
+    sequences: _Sequences,
 ) -> Iterator[dict[str, Any]]:
     """Count every item and yield the rejected ones."""
-    recipe, verifier, sequences = project.encoding.recipe, project.encoding.verifier(), _Sequences()
+    recipe, verifier = project.encoding.recipe, project.encoding.verifier()
+    asked = todo.asked(folder, NAME)
     for chunk in todo.chunks(scanning.known(project, folder, todo.read_items(folder.items)), todo.LOOKED_UP_AT_ONCE):
         absent = _absent(chunk, recipe, verifier, sequences)
         for one in chunk:
@@ -117,8 +126,8 @@ def _tally(
                 embedded.items += 1
             else:
                 assert isinstance(one, Known)
-                embedded.miss(one.item.id)
-    sequences.count(embedded)
+                lacks = _lacks(one, absent, recipe)
+                embedded.miss(one.item.id, asked=any(map(asked, lacks)) if lacks else project.only.is_all)
 
 
 def _judge_item(
@@ -127,12 +136,17 @@ def _judge_item(
     """Say whether everything of an item is embedded; or why it never will be."""
     if one.inventory is None:
         return False
-    missing = [text for text in texts(one.inventory, recipe.context) if text in absent]
+    missing = _lacks(one, absent, recipe)
     for text in missing:
         key = recipe.key(text, recipe.wanted(len(text))).hex()
         if why := refusal(text, recipe) or refused.get(key) or refused.get(name_of(text)):
             return scanning.rejection(one.item, *why)
     return not missing
+
+
+def _lacks(one: Known, absent: set[str], recipe: Recipe) -> list[str]:
+    """Return the sequences of an item that the store does not have, as far as they are known."""
+    return [text for text in texts(one.inventory, recipe.context) if text in absent] if one.inventory else []
 
 
 def _absent(chunk: Iterable[Known | Rejection], recipe: Recipe, verifier: Verifier, sequences: _Sequences) -> set[str]:
@@ -143,4 +157,5 @@ def _absent(chunk: Iterable[Known | Rejection], recipe: Recipe, verifier: Verifi
     for text, variant in zip(wanted, variants, strict=True):
         if variant is not None:
             sequences.add(text, variant, recipe.wanted(len(text)))
+            sequences.keys += recipe.key(text, variant)
     return {text for text, variant in zip(wanted, variants, strict=True) if variant is None}

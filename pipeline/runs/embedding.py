@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from pipeline.encoder.recipe import Recipe
     from pipeline.records import Tell
     from pipeline.runs.folder import RunFolder
+    from pipeline.runs.only import Only
     from pipeline.runs.project import Project
     from pipeline.stages.embed import Verifier
 
@@ -53,6 +54,7 @@ class _Sequences:
     cached: array[int] = field(default_factory=lambda: array("Q"))
     refused: array[int] = field(default_factory=lambda: array("Q"))
     missing: array[int] = field(default_factory=lambda: array("Q"))
+    unnamed: array[int] = field(default_factory=lambda: array("Q"))
     offsets: array[int] = field(default_factory=lambda: array("Q"))
     lengths: array[int] = field(default_factory=lambda: array("Q"))
 
@@ -67,7 +69,7 @@ def survey(project: Project, folder: RunFolder | None, at_once: int) -> Found:
             items = [one for one in chunk if isinstance(one, Known)]
             waiting += sum(one.inventory is None for one in items)
             found = (text for one in items if one.inventory for text in texts(one.inventory, encoding.recipe.context))
-            _look_up(list(dict.fromkeys(found)), encoding.recipe, verifier, seen, lines)
+            _look_up(list(dict.fromkeys(found)), encoding.recipe, verifier, seen, lines, project.only)
     missing, first = np.unique(array_of(seen.missing), return_index=True)
     lengths_N, offsets_N = array_of(seen.lengths)[first], array_of(seen.offsets)[first]
     counts = {
@@ -76,13 +78,16 @@ def survey(project: Project, folder: RunFolder | None, at_once: int) -> Found:
         "cached": len(np.unique(array_of(seen.cached))),
         "missing": len(missing),
         "waiting": waiting,
+        "unnamed": len(np.unique(array_of(seen.unnamed))),
         "residues": int(lengths_N.sum()),
     }
-    counts["items"] = counts["refused"] + counts["cached"] + counts["missing"]
+    counts["items"] = sum(counts[name] for name in ("refused", "cached", "missing", "unnamed"))
     return _deal(project, folder, at_once, counts, lengths_N.astype(np.int64), offsets_N)
 
 
-def _look_up(found: Sequence[str], recipe: Recipe, verifier: Verifier, seen: _Sequences, lines: Lines) -> None:
+def _look_up(
+    found: Sequence[str], recipe: Recipe, verifier: Verifier, seen: _Sequences, lines: Lines, only: Only
+) -> None:
     """Sort sequences into those that cannot be encoded, those that are cached, and those that are missing."""
     good = []
     for text in found:
@@ -93,6 +98,9 @@ def _look_up(found: Sequence[str], recipe: Recipe, verifier: Verifier, seen: _Se
     for text, variant in zip(good, verifier.look_up(good), strict=True):
         if variant is not None:
             seen.cached.append(digest(text))
+            continue
+        if not any(only.names(NAME, recipe.key(text, one)) for one in recipe.accepted(len(text))):
+            seen.unnamed.append(digest(text))
             continue
         seen.missing.append(digest(text))
         seen.offsets.append(lines.position)

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from pipeline.runs import applying
 from pipeline.runs.applying import Ahead, Applied, made_folder
 from pipeline.runs.planning import Work
+from pipeline.runs.staged import staged
 from pipeline.runs.tasks import blamed
-from pipeline.runs.training import together
+from pipeline.runs.training import said, together
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -76,6 +77,7 @@ def work(
 
     ahead, project = Ahead.read(folder.plan(NAME)), applying.lent(project, NAME)
     with closing(together(project, folder, ahead.prepared, tell)) as ranks:
+        project = staged(project, [applying.items_of(project, ahead.prepared, NAME)], ranks, tell, said)
         job = applying.job_of(project, folder, NAME, tell, ranks, _parts, with_loss=True)
         with blamed(Work.of(project.config, beside=project.beside).task):
             yield from evaluate(job, made_folder(project, ahead).evaluations, ahead.split)

@@ -62,6 +62,15 @@ class RunFolder:
         """Return the list of what each task of a stage takes."""
         return self.path / f"{stage}.shards.json"
 
+    def found(self, stage: str) -> Path:
+        """Return the folder of what the tasks of a stage have found: a damage list each."""
+        return self.path / f"{stage}.found"
+
+    @property
+    def only(self) -> Path:
+        """The keys of the records that the run is confined to; absent where it does whatever is missing."""
+        return self.path / "only"
+
     def plan(self, stage: str) -> Path:
         """Return what was decided about a stage before it began."""
         return self.path / f"{stage}.plan.json"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pipeline.records import Kind, Reason, Rejection
-from pipeline.runs import scanning, todo
+from pipeline.runs import remembered, scanning, todo
 from pipeline.runs.folder import writing
 from pipeline.runs.graphing import NAME
 from pipeline.runs.judged import Judged
@@ -52,8 +52,10 @@ def judge(project: Project, folder: RunFolder, patience_s: float) -> Graphed:
     def look() -> Graphed:
         graphed, table = Graphed(kept=project.config.graph.cache), TableBuilder()
         write_rejections(folder.rejected, _tally(project, folder, graphed, table))
-        if graphed.accepted and not graphed.undone:
+        if graphed.accepted and not graphed.undone + graphed.unnamed:
             graphed.table = table.write(project.cache.kind("sets")).hex()
+            if graphed.kept:
+                remembered.keep(project, NAME, table.keys)
         return graphed
 
     return patiently((*project.shelves.stores(), project.graphs.store), look, patience_s)
@@ -68,7 +70,7 @@ def check(_project: Project, folder: RunFolder, graphed: Graphed) -> list[str]:
 
 def _tally(project: Project, folder: RunFolder, graphed: Graphed, table: TableBuilder) -> Iterator[dict[str, Any]]:
     """Count every item and yield the rejected ones."""
-    verifier, barred = project.graphs.verifier(limited=False), left_out(folder, NAME)
+    verifier, barred, asked = project.graphs.verifier(limited=False), left_out(folder, NAME), todo.asked(folder, NAME)
     for chunk in todo.chunks(scanning.known(project, folder, todo.read_items(folder.items)), todo.LOOKED_UP_AT_ONCE):
         for one, said in zip(chunk, _said(project, chunk, verifier), strict=True):
             if isinstance(one, Known) and said is not None and "reason" in said:
@@ -79,7 +81,7 @@ def _tally(project: Project, folder: RunFolder, graphed: Graphed, table: TableBu
                 graphed.reject(one)
                 yield one.to_json()
             elif said is None or one.key is None:
-                graphed.miss(one.item.id)
+                graphed.miss(one.item.id, asked=asked(todo.line_of(one.item)))
             else:
                 graphed.accept(said["sizes"])
                 item = None if graphed.kept else one.item

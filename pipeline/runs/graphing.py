@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from array import array
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +11,7 @@ import numpy as np
 from pipeline.errors import ConfigError
 from pipeline.runs import scanning, todo
 from pipeline.runs.scanning import Known
-from pipeline.runs.todo import Found, Lines, Shard
+from pipeline.runs.todo import Found, Lines
 from pipeline.stages.graph import graph
 
 if TYPE_CHECKING:
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from pipeline.records import Inventory, Reason, Tell
     from pipeline.runs.folder import RunFolder
     from pipeline.runs.project import Project
+    from pipeline.runs.todo import Shard
 
 NAME = "graph"
 WORTHWHILE_S = 10  # from when on another task pays
@@ -43,6 +43,7 @@ def survey(project: Project, folder: RunFolder | None, at_once: int) -> Found:
     kept, graphs = project.config.graph.cache, project.graphs
     verifier = graphs.verifier(limited=True)
     counts = {"items": 0, "refused": 0, "unusable": 0, "cached": 0, "missing": 0, "waiting": 0, "unkept": 0}
+    counts["unnamed"] = 0
     offsets, atoms = array("Q"), array("Q")  # where each missing item begins in the list; what it costs
     entries = todo.frozen_items(project, folder)
     with Lines(folder.todo(NAME) if folder else None) as lines:
@@ -55,10 +56,10 @@ def survey(project: Project, folder: RunFolder | None, at_once: int) -> Found:
             if not kept:
                 counts["unkept"] += len(known)
                 continue
-            found = verifier.look_up([graphs.recipe.key(key) for _, _, key in known])
-            for (item, inventory, _), said in zip(known, found, strict=True):
-                if said is not None:
-                    counts["cached"] += 1
+            keys = [graphs.recipe.key(key) for _, _, key in known]
+            for (item, inventory, _), key, said in zip(known, keys, verifier.look_up(keys), strict=True):
+                if said is not None or not project.only.names("graph", key):
+                    counts["cached" if said is not None else "unnamed"] += 1
                     continue
                 counts["missing"] += 1
                 offsets.append(lines.position)
@@ -79,21 +80,8 @@ def _atoms(inventory: Inventory) -> int:
 
 def _cut(project: Project, offsets: array[int], atoms_N: NDArray[np.int64], at_once: int) -> tuple[Shard, ...]:
     """Cut what is to do, in order, into tasks of about equal cost."""
-    items = len(atoms_N)
-    if items == 0:
-        return ()
-    asked = project.config.cluster.graph.items_per_task
-    if asked != "auto":
-        bounds = [*range(0, items, int(asked)), items]
-    else:
-        done_N = np.cumsum(atoms_N)
-        tasks = min(items, _tasks(project, int(done_N[-1]), at_once))
-        shares = done_N[-1] * np.arange(1, tasks) / tasks
-        bounds = np.unique([0, *(np.searchsorted(done_N, shares) + 1).tolist(), items]).tolist()
-    return tuple(
-        Shard(offsets[first], offsets[last], last - first, int(atoms_N[first:last].max()))
-        for first, last in pairwise(bounds)
-    )
+    tasks = _tasks(project, int(atoms_N.sum()), at_once)
+    return todo.cut(offsets, atoms_N, project.config.cluster.graph.items_per_task, tasks)
 
 
 def _tasks(project: Project, atoms: int, at_once: int) -> int:

@@ -20,6 +20,7 @@ class Judged:
     examples: dict[str, str] = field(default_factory=dict)
     undone: int = 0  # items of which the store does not have everything
     first_undone: str = ""
+    unnamed: int = 0  # further ones, which nobody asked for
 
     @property
     def accepted(self) -> int:
@@ -33,8 +34,11 @@ class Judged:
         self.rejected[reason] = self.rejected.get(reason, 0) + 1
         self.examples.setdefault(reason, f"{rejected.id}: {rejected.detail}")
 
-    def miss(self, item: str) -> None:
+    def miss(self, item: str, *, asked: bool = True) -> None:
         """Count an item that has still to be done."""
+        if not asked:
+            self.unnamed += 1
+            return
         self.undone += 1
         self.first_undone = self.first_undone or item
 

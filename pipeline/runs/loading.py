@@ -61,8 +61,11 @@ def graph_command(config: str | Path | None, sets: Sequence[str]) -> str:
 
 
 def made_table(project: Project) -> str | None:
-    """Return the key, in hex, of the table that `table_of` returns; None where there is none."""
-    return next((key.hex() for key, _ in _tables(project)), None)
+    """Return the key, in hex, of the table that `table_of` returns; None where there is none, or none any more."""
+    try:
+        return next((key.hex() for key, _ in _tables(project)), None)
+    except (CacheDamaged, RecordMissing):  # the cache was cleaned: stage graph writes it anew
+        return None
 
 
 def _tables(project: Project) -> Iterator[tuple[bytes, Table]]:

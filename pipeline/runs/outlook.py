@@ -77,7 +77,7 @@ def _estimate(
 
 def _sources(project: Project, planned: Plan, origins: Mapping[str, str], pace: float | None) -> dict[str, str]:
     """Return where each number is from."""
-    key, resources = f"cluster.{planned.stage.name}", planned.stage.resources(project)
+    key, resources = f"cluster.{planned.stage.name}", planned.stage.resources(project.config)
 
     def said(name: str) -> str:
         """Return where a setting was made."""

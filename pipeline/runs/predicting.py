@@ -11,8 +11,9 @@ from pipeline.errors import ConfigError
 from pipeline.runs import applying
 from pipeline.runs.applying import Ahead, Applied
 from pipeline.runs.planning import Work
+from pipeline.runs.staged import staged
 from pipeline.runs.tasks import blamed
-from pipeline.runs.training import together
+from pipeline.runs.training import said, together
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -71,6 +72,7 @@ def work(
 
     ahead, project = Ahead.read(folder.plan(NAME)), applying.lent(project, NAME)
     with closing(together(project, folder, ahead.prepared, tell)) as ranks:
+        project = staged(project, [applying.items_of(project, ahead.prepared, NAME)], ranks, tell, said)
         job = applying.job_of(project, folder, NAME, tell, ranks, _parts, with_loss=False)
         with blamed(Work.of(project.config, beside=project.beside).task):
             yield from predict(job, _folder(project, ahead), _model(ahead), ahead.split)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from pipeline.encoder.settings import Settings
 from pipeline.encoder.weights import Weights, find, identify
 from pipeline.errors import ConfigError
 from pipeline.graphs.recipe import Recipe as GraphRecipe
+from pipeline.runs.only import EVERYTHING, Only
 from pipeline.stages import embed
 from pipeline.stages.graph import Verifier
 from pipeline.stages.scan import Shelves
@@ -21,11 +23,14 @@ from pipeline.structures.read import Reading
 from pipeline.structures.sources import SourceSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Container
     from pathlib import Path
     from typing import Any
 
     from pipeline.config.schema import Config, Resources
     from pipeline.store.store import Store
+
+log = logging.getLogger(__name__)
 
 
 def source_spec(config: Config) -> SourceSpec:
@@ -65,13 +70,14 @@ class Encoding:
     settings: Settings
     shelves: embed.Shelves
     verify_bytes: int
+    named: Container[bytes] = ()  # what a damage list names
 
     def verifier(self) -> embed.Verifier:
         """Return what looks texts up, and reads what it finds."""
-        return embed.Verifier(self.recipe, self.shelves.embeddings, self.verify_bytes)
+        return embed.Verifier(self.recipe, self.shelves.embeddings, self.verify_bytes, self.named)
 
     @classmethod
-    def open(cls, config: Config, cache: Cache, *, remember: bool) -> Encoding:
+    def open(cls, config: Config, cache: Cache, *, remember: bool, named: Container[bytes] = ()) -> Encoding:
         """Find the weights and say what will be made with them."""
         weights = identify(find(config.embed.weights), cache.kind("weights"), remember=remember)
         shelves = embed.Shelves(
@@ -81,7 +87,8 @@ class Encoding:
             limits=cache.kind("limits"),
             shard_bytes=config.cache.shard_bytes,
         )
-        return cls(weights, embedding_recipe(config, weights), settings_of(config), shelves, config.cache.verify_bytes)
+        recipe, settings = embedding_recipe(config, weights), settings_of(config)
+        return cls(weights, recipe, settings, shelves, config.cache.verify_bytes, named)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +98,11 @@ class Graphs:
     recipe: GraphRecipe
     store: Store
     verify_bytes: int
+    named: Container[bytes] = ()  # what a damage list names
 
     def verifier(self, *, limited: bool) -> Verifier:
         """Return what looks graphs up, and reads what it finds."""
-        return Verifier(self.store, self.verify_bytes if limited else None)
+        return Verifier(self.store, self.verify_bytes if limited else None, self.named)
 
 
 def graph_recipe(config: Config) -> GraphRecipe:
@@ -175,20 +183,38 @@ class Project:
     remember: bool  # whether looking at something may leave a record of it
     beside: Path | None = None  # a folder of the user's own modules
     memo: dict[str, Any] = field(default_factory=dict)  # what was found out about it and does not change
+    only: Only = EVERYTHING  # what may be made anew
 
     @classmethod
-    def open(cls, config: Config, *, remember: bool = True, beside: Path | None = None) -> Project:
-        """Open the cache of a configuration; it is made when something is first stored."""
-        cache = Cache(config.cache.root)
+    def open(
+        cls,
+        config: Config,
+        *,
+        remember: bool = True,
+        beside: Path | None = None,
+        strict: bool = False,
+        only: Only = EVERYTHING,
+    ) -> Project:
+        """Open the cache of a configuration; it is made when something is first stored.
+
+        A cache that cannot be under it is refused where people are asked (`strict`), and left out where work goes on.
+        """
+        cache = Cache.over(config.cache.root, config.cache.under)
+        for error in cache.left_out:
+            if strict:
+                raise error
+            log.warning("%s: %s: it is left out", error.where, error.what)
         shelves = Shelves(cache.kind("scan"), cache.kind("files"), config.cache.shard_bytes)
-        return cls(config, source_spec(config), recipe_of(config), shelves, cache, remember, beside)
+        source, recipe = source_spec(config), recipe_of(config)
+        return cls(config, source, recipe, shelves, cache, remember, beside, only=only)
 
     @cached_property
     def graphs(self) -> Graphs:
         """How graphs are built, and where they are kept."""
-        return Graphs(graph_recipe(self.config), self.cache.kind("graph"), self.config.cache.verify_bytes)
+        verify_bytes, named = self.config.cache.verify_bytes, self.only.of("graph")
+        return Graphs(graph_recipe(self.config), self.cache.kind("graph"), verify_bytes, named)
 
     @cached_property
     def encoding(self) -> Encoding:
         """What is embedded with; the weights are looked at when this is first asked for."""
-        return Encoding.open(self.config, self.cache, remember=self.remember)
+        return Encoding.open(self.config, self.cache, remember=self.remember, named=self.only.of("embed"))

@@ -6,19 +6,21 @@ import json
 import math
 from array import array
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from pipeline.records import Item, Reason, Rejection
-from pipeline.runs import todo
+from pipeline.runs import remembered, todo
 from pipeline.runs.folder import writing
 from pipeline.runs.ledger import write_rejections
 from pipeline.runs.left_out import left_out
 from pipeline.runs.patience import patiently
 from pipeline.runs.todo import Found, Lines, Shard
 from pipeline.stages.graph import Maker, open_writer
-from pipeline.stages.scan import look_again, look_up, scan
+from pipeline.stages.scan import glance, look_again, look_up, scan
 from pipeline.structures.census import Census, Tally
+from pipeline.structures.files import paths
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator
@@ -44,7 +46,7 @@ AT_A_GLANCE = frozenset({Reason.MISSING_FILE, Reason.UNREADABLE_FILE, Reason.FIL
 def survey(project: Project, folder: RunFolder | None, at_once: int) -> Found:
     """Compare the data set with the store; write both lists when there is a run folder to hold them."""
     recipe, shelves = project.recipe, project.shelves
-    counts = {"items": 0, "refused": 0, "unusable": 0, "cached": 0, "missing": 0}
+    counts = {"items": 0, "refused": 0, "unusable": 0, "cached": 0, "missing": 0, "unnamed": 0}
     offsets = array("Q")  # where each missing item begins in the todo file, and the end: 8 bytes an item
     listed = folder.items.with_suffix(".partial") if folder else None
     with Lines(listed) as everything, Lines(folder.todo(NAME) if folder else None) as rest:
@@ -53,12 +55,15 @@ def survey(project: Project, folder: RunFolder | None, at_once: int) -> Found:
             for text in texts:
                 everything.write(text)
             items = [entry for entry in chunk if isinstance(entry, Item)]
-            written = (text for entry, text in zip(chunk, texts, strict=True) if isinstance(entry, Item))
+            written = ((entry, text) for entry, text in zip(chunk, texts, strict=True) if isinstance(entry, Item))
             counts["items"] += len(chunk)
             counts["refused"] += len(chunk) - len(items)
-            for text, seen in zip(written, look_up(items, recipe, shelves), strict=True):
+            for (item, text), seen in zip(written, look_up(items, recipe, shelves), strict=True):
                 if seen.inventory is not None:
                     counts["unusable" if seen.inventory.reason in AT_A_GLANCE else "cached"] += 1
+                    continue
+                if not _is_named(item, seen.key, project):
+                    counts["unnamed"] += 1
                     continue
                 offsets.append(rest.position)
                 counts["missing"] += 1
@@ -68,6 +73,15 @@ def survey(project: Project, folder: RunFolder | None, at_once: int) -> Found:
         with writing(folder.items):
             listed.replace(folder.items)
     return Found(counts, _cut(offsets, _items_per_task(project, counts["missing"], at_once)))
+
+
+def _is_named(item: Item, key: bytes | None, project: Project) -> bool:
+    """Say whether a run may scan an item: the record of it, or one by which its files are known, is to be made."""
+    only = project.only
+    if key is not None:
+        return only.names(NAME, key)
+    marks = (glance(path, project.recipe) for path in paths(item))
+    return only.is_all or NAME in only.untold or any(only.names("files", m) for m in marks if isinstance(m, bytes))
 
 
 def _cut(offsets: array[int], items_per_task: int) -> tuple[Shard, ...]:
@@ -111,7 +125,7 @@ def work(
         yield from scan(items, project.recipe, project.shelves)
         return
     with open_writer(project.graphs.store, project.config.cache.shard_bytes) as writer:
-        maker = Maker(project.graphs.recipe, project.graphs.store, writer)
+        maker = Maker(project.graphs.recipe, project.graphs.store, writer, partial(project.only.names, "graph"))
         yield from scan(items, project.recipe, project.shelves, maker)
 
 
@@ -128,23 +142,27 @@ def judge(project: Project, folder: RunFolder, patience_s: float) -> Census:
     """Count what the store knows of every item, and list what was left out."""
 
     def look() -> Tally:
-        tally = Tally()
-        write_rejections(folder.rejected, _tally(project, folder, tally))
+        tally, keys = Tally(), bytearray()
+        write_rejections(folder.rejected, _tally(project, folder, tally, keys))
+        if not tally.undone:
+            remembered.keep(project, NAME, keys)
         return tally
 
     return patiently(project.shelves.stores(), look, patience_s).census()
 
 
-def _tally(project: Project, folder: RunFolder, tally: Tally) -> Iterator[dict[str, Any]]:
+def _tally(project: Project, folder: RunFolder, tally: Tally, keys: bytearray) -> Iterator[dict[str, Any]]:
     """Count every item and yield the rejected ones."""
+    asked = todo.asked(folder, NAME)
     for one in known(project, folder, todo.read_items(folder.items)):
         if isinstance(one, Rejection):
             tally.reject(one)
             yield one.to_json()
         elif one.inventory is None:
-            tally.miss(one.item)
+            tally.miss(one.item, asked=asked(todo.line_of(one.item)))
         else:
             tally.accept(one.item, one.inventory)
+            keys += one.key or b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -217,6 +217,7 @@ def folders(config: Config, _site: Site) -> Iterator[Finding]:
     places = {
         "run folders": config.cluster.runs,
         "cache": config.cache.root,
+        **{f"cache {path}": path for path in config.cache.under},
         "data": config.data.path,
         "interpreter": Path(sys.executable),
     }

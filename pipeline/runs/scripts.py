@@ -24,7 +24,7 @@ def scripts(project: Project, plans: Sequence[Plan], executor: Executor) -> Iter
     from pipeline.cluster.slurm import SlurmExecutor
 
     assert isinstance(executor, SlurmExecutor)
-    for planned in plans:
+    for planned in (one for one in plans if one.stage.has_tasks):
         limits = limits_for(project, planned.stage, executor)
         spec = job_spec(project, planned.stage, max(1, len(planned.found.shards)), limits)
         cut = list(pieces(spec.tasks, limits, len(spec.tasks)))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def choose_cards(project: Project, stage: Stage, spec: JobSpec, executor: Executor) -> Choice | None:
     """Return the cards on which a stage would end first; None where there is nothing to choose from."""
-    cards, gpus = project.config.cluster.slurm.cards, stage.resources(project).gpus
+    cards, gpus = project.config.cluster.slurm.cards, stage.resources(project.config).gpus
     if not cards or not gpus or project.config.cluster.executor != "slurm":
         return None
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pipeline.runs.folder import RunFolder
 
 
-COUNTED = ("items", "refused", "unusable", "cached", "missing", "tasks", "waiting", "residues", "unkept")
+COUNTED = ("items", "refused", "unusable", "cached", "missing", "tasks", "waiting", "residues", "unkept", "unnamed")
 
 
 class RunState(str, Enum):
@@ -83,6 +83,7 @@ class StageStatus:
     waiting: int = 0  # items that an earlier stage has still to do
     residues: int = 0  # to do
     unkept: int = 0  # graphs that are built when they are read
+    unnamed: int = 0  # missing, and not named by the list to which a run is confined
     cost: float = 0.0  # to do, in the unit of the figure `cost_done`
     done: dict[str, int] = field(default_factory=dict)  # process → items
     rejected: dict[str, Mapping[str, int]] = field(default_factory=dict)  # process → reason → items

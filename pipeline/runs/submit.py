@@ -24,6 +24,7 @@ from pipeline.runs import scripted
 from pipeline.runs.attempts import Ask, numbers
 from pipeline.runs.folder import writing
 from pipeline.runs.frozen import freeze, freeze_files, module_command
+from pipeline.runs.only import EVERYTHING, Only
 from pipeline.runs.project import asked_bytes
 from pipeline.runs.status import Job
 from pipeline.runs.tasks import load_task, sources
@@ -75,7 +76,7 @@ class Plan:
 
 def plan(project: Project, stage: Stage, executor: Executor, folder: RunFolder | None) -> Plan:
     """Compare the data set with the store and cut what is missing into tasks; write it down if there is a folder."""
-    resources = stage.resources(project)
+    resources = stage.resources(project.config)
     found = stage.survey(project, folder, tasks_at_once(project.config, stage, executor))
     if folder is not None:
         found.write_shards(folder, stage.name)
@@ -85,7 +86,7 @@ def plan(project: Project, stage: Stage, executor: Executor, folder: RunFolder |
 
 def tasks_at_once(config: Config, stage: Stage, executor: Executor) -> int:
     """Return how many tasks of a stage can run at once."""
-    resources: StageResources | TrainResources = getattr(config.cluster, stage.name)
+    resources = stage.resources(config)
     if config.cluster.executor != "local" or stage.together:
         return resources.parallel
     by_gpus = executor.gpus // resources.gpus if resources.gpus else executor.cpus
@@ -94,14 +95,14 @@ def tasks_at_once(config: Config, stage: Stage, executor: Executor) -> int:
 
 def limits_for(project: Project, stage: Stage, executor: Executor) -> Limits:
     """Return what a task of a stage can be given, where its jobs go."""
-    resources = stage.resources(project)
+    resources = stage.resources(project.config)
     each = resources.ranks_per_node if isinstance(resources, TrainResources) else 1
     return executor.limits_of(resources.partition or "", each * resources.cpus, resources.gpus)
 
 
 def first_ask(project: Project, stage: Stage, profiles: Profiles, limits: Limits) -> First:
     """Return what a task is given to begin with: as pinned, else as measured before, else as planned."""
-    resources, planned_bytes = stage.resources(project), stage.mem_bytes(project)
+    resources, planned_bytes = stage.resources(project.config), stage.mem_bytes(project)
     if resources.mem != "auto" or resources.mem_per_gpu is not None:
         return First(Ask(asked_bytes(resources, planned_bytes), int(resources.time)), "as configured")
     recipe, cluster = recipe_name(project, stage), cluster_name(project.config)
@@ -155,7 +156,7 @@ def refuse_unfit_disk(project: Project, found: Found) -> None:
 def job_spec(project: Project, stage: Stage, tasks: int, limits: Limits, folder: RunFolder | None = None) -> JobSpec:
     """Return the job that does the first attempt at a stage's tasks."""
     first = first_ask(project, stage, profiles_of(project.config), limits)
-    resources = stage.resources(project)
+    resources = stage.resources(project.config)
     job = Job(
         tag=f"{folder.name if folder else 'RUN'}-{stage.name}-0",
         stage=stage.name,
@@ -198,7 +199,9 @@ def spec_of(folder: RunFolder | None, config: Config, job: Job) -> JobSpec:
     )
 
 
-def new_run(config: Config, stages: Sequence[str], again: str = "", beside: Path | None = None) -> RunFolder:
+def new_run(
+    config: Config, stages: Sequence[str], again: str = "", beside: Path | None = None, only: Only = EVERYTHING
+) -> RunFolder:
     """Make the folder of a run and freeze in it what was asked, and the command that asks for it again.
 
     `beside` is a folder of the user's own modules: those of the task are frozen, too.
@@ -213,6 +216,8 @@ def new_run(config: Config, stages: Sequence[str], again: str = "", beside: Path
                 folder.task_code.write_text(str(code))
             folder.config.write_text(dump_resolved(config))
             folder.stages.write_text(json.dumps(list(stages)))
+            if not only.is_all:
+                only.write(folder)
             folder.again.write_text(again or f"pipeline submit --stage {stages[-1]}")
     except JobFailed as error:
         if folder is not None:

@@ -32,6 +32,7 @@ from pipeline.runs.folder import RunFolder
 from pipeline.runs.handover import claim, claimed_after, hand_over, own_job
 from pipeline.runs.ledger import Ledger, Reader
 from pipeline.runs.notify import notify
+from pipeline.runs.only import only_of
 from pipeline.runs.project import Project
 from pipeline.runs.status import ENDED, RunState, RunStatus, fold
 from pipeline.runs.submit import Plan, plan, refuse_unfit_disk
@@ -163,7 +164,8 @@ class Supervisor:
             self._emit(EventKind.RUN_STARTED, stages=[stage.name for stage in self.stages], **about)
         self._emit(EventKind.VISIT, number=self.number, **about)
         self._catch_up()
-        self.project = Project.open(self.config, beside=self.folder.task_root)
+        remember, only = not all(stage.only_looks for stage in self.stages), only_of(self.folder)
+        self.project = Project.open(self.config, remember=remember, beside=self.folder.task_root, only=only)
         for status in self.status.stages.values():
             self.dispatch.adopt(status)
         self._catch_up()
@@ -196,7 +198,8 @@ class Supervisor:
         return status
 
     def _send_first(self, stage: Stage, planned: Plan, status: StageStatus) -> None:
-        refuse_unfit_disk(self.project, planned.found)
+        if not stage.only_looks:
+            refuse_unfit_disk(self.project, planned.found)
         self._send(stage, status)
 
     def _look_after(self, stage: Stage, status: StageStatus, changed: Sequence[TaskStatus]) -> None:
@@ -257,6 +260,8 @@ class Supervisor:
 
     def _index(self, stage: Stage, judged: Judged) -> None:
         """Bring indexes up to date and describe the recipe; as neither is needed, not being able to is no failure."""
+        if stage.only_looks:
+            return
         try:
             if judged.accepted and stage.kinds:
                 self.project.cache.describe(stage.name, stage.recipe(self.project))

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from typing import IO, TYPE_CHECKING, TypeAlias, TypeVar
+
+import numpy as np
+import xxhash
 
 from pipeline.records import Item, Rejection
 from pipeline.runs.folder import writing
@@ -14,6 +17,8 @@ from pipeline.structures.sources import items as source_items
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
+
+    from numpy.typing import NDArray
 
     from pipeline.runs.folder import RunFolder
     from pipeline.runs.project import Project
@@ -153,6 +158,35 @@ def chunks(values: Iterable[T], size: int) -> Iterator[list[T]]:
 def line_of(record: Item | Rejection) -> str:
     """Return the line that holds a record."""
     return json.dumps(record.to_json())
+
+
+def cut(offsets: Sequence[int], costs_N: NDArray[np.int64], items_per_task: int | str, tasks: int) -> tuple[Shard, ...]:
+    """Cut a list, in order, into tasks of so many items, or so many of about equal cost where that is `auto`.
+
+    `offsets` says where each line begins, and where the last one ends.
+    """
+    lines = len(costs_N)
+    if lines == 0:
+        return ()
+    if items_per_task != "auto":
+        bounds = [*range(0, lines, int(items_per_task)), lines]
+    else:
+        done_N = np.cumsum(costs_N)
+        shares = done_N[-1] * np.arange(1, tasks) / tasks
+        bounds = np.unique([0, *(np.searchsorted(done_N, shares) + 1).tolist(), lines]).tolist()
+    return tuple(
+        Shard(offsets[first], offsets[last], last - first, int(costs_N[first:last].max()))
+        for first, last in pairwise(bounds)
+    )
+
+
+def asked(folder: RunFolder, stage: str) -> Callable[[str], bool]:
+    """Return what says of a line whether its lack fails a stage: that of any, unless the run is confined to a list."""
+    if not folder.only.exists():
+        return lambda _line: True
+    with folder.todo(stage).open("rb") as file:
+        known = {xxhash.xxh3_64_intdigest(line.rstrip(b"\n")) for line in file}
+    return lambda line: xxhash.xxh3_64_intdigest(line.encode()) in known
 
 
 class Lines:

@@ -18,6 +18,7 @@ from pipeline.runs.judged import Judged
 from pipeline.runs.left_out import left_out
 from pipeline.runs.planning import Work, sizes_of
 from pipeline.runs.preparing import folder_of, items_of, prepare
+from pipeline.runs.staged import staged
 from pipeline.runs.tasks import blamed
 from pipeline.runs.todo import Found, Shard, read_shard
 from pipeline.training.embeddings import Embeddings
@@ -126,6 +127,12 @@ def trained_table(project: Project, prepared: Prepared) -> Table:
     return table
 
 
+def tables_of(project: Project, prepared: Prepared) -> list[Table]:
+    """Return all items that are read in a training."""
+    looked_at = validation_items(project, prepared)
+    return [trained_table(project, prepared), *([looked_at.table] if looked_at else [])]
+
+
 def task_sizes(project: Project, prepared: Prepared, table: Table) -> dict[str, Any]:
     """Return the sizes of items as the task says them, cropped as planned."""
     found = sizes_of(Work.of(project.config, beside=project.beside).task, table.sizes)
@@ -160,6 +167,7 @@ def work(
     prepared = Prepared.from_json(json.loads(folder.plan(NAME).read_text()))
     ranks = together(project, folder, prepared, tell)
     try:
+        project = staged(project, tables_of(project, prepared), ranks, tell, said)
         job = job_of(project, folder, prepared, tell, ranks)
         with blamed(Work.of(project.config, beside=project.beside).task):
             yield from train(job, read_shard(folder, NAME, task).start)

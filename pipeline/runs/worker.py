@@ -31,6 +31,7 @@ from pipeline.runs import scripted, workflow
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.frozen import module_command
 from pipeline.runs.ledger import Ledger
+from pipeline.runs.only import only_of
 from pipeline.runs.project import Project
 
 if TYPE_CHECKING:
@@ -86,7 +87,9 @@ def main(words: Sequence[str]) -> int:
         leads = part is None or (part[0] == 0 and not given.part)  # it speaks for the task: nobody started it as a part
         if leads:
             ledger.emit(EventKind.TASK_STARTED, **facts, host=socket.gethostname())
-        project = Project.open(from_resolved(folder.config.read_text()), beside=folder.task_root)
+        config = from_resolved(folder.config.read_text())
+        remember, only = not row.only_looks, only_of(folder)
+        project = Project.open(config, remember=remember, beside=folder.task_root, only=only)
         processes = row.processes(project)
         if part is None and processes > 1:
             if scripted.is_script(project.config, row.name):  # each of its processes sees all GPUs, as under torchrun

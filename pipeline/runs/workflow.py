@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
@@ -22,12 +22,15 @@ from pipeline.runs import (
     leaks,
     predicting,
     preparing,
+    regenerating,
     scanning,
     scripted,
     todo,
     training,
+    validating,
 )
 from pipeline.runs.todo import Halve
+from pipeline.store.cache import RECIPES
 from pipeline.structures.inventory import plain
 
 if TYPE_CHECKING:
@@ -57,6 +60,10 @@ class Judged(Protocol):
     @property
     def first_undone(self) -> str:
         """The id of one of them."""
+
+    @property
+    def unnamed(self) -> int:
+        """How many further items it does not have everything of, which the list of the run does not name."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON data."""
@@ -90,15 +97,18 @@ class Stage:
     counts_items: bool = True  # else what it works through are parts of items
     wanted: Callable[[Config], bool] = lambda _config: True  # whether `all` means it too
     may_be_empty: bool = False  # no item at all is said, and no failure
+    only_looks: bool = False  # it leaves the records of the cache as they are
+    has_tasks: bool = True  # else it only judges what the stages before it have made
 
-    def resources(self, project: Project) -> StageResources | TrainResources:
+    def resources(self, config: Config) -> StageResources | TrainResources:
         """Return what the configuration gives a task of this stage."""
-        resources: StageResources | TrainResources = getattr(project.config.cluster, self.name)
+        name = self.name if self.has_tasks else scanning.NAME
+        resources: StageResources | TrainResources = getattr(config.cluster, name)
         return resources
 
     def processes(self, project: Project) -> int:
         """Return how many processes a task consists of."""
-        resources = self.resources(project)
+        resources = self.resources(project.config)
         if isinstance(resources, TrainResources):
             return resources.nodes * scripted.starts_on_node(project.config, self.name)
         return max(1, resources.gpus) if self.process_per_gpu else 1
@@ -137,7 +147,7 @@ class Trouble:
 def check(stage: Stage, project: Project, folder: RunFolder, judged: Judged, trouble: Trouble) -> list[str]:
     """Raise when what a stage has made forbids going on; return what deserves a warning."""
     data = project.config.data
-    total, rejected = judged.items + judged.undone, judged.items - judged.accepted
+    total, rejected = judged.items + judged.undone + judged.unnamed, judged.items - judged.accepted
     if too_many(rejected, total, data.max_rejected_fraction):
         rest = f"; {judged.undone:,} were not looked at any more" if judged.undone else ""
         what = (
@@ -151,7 +161,7 @@ def check(stage: Stage, project: Project, folder: RunFolder, judged: Judged, tro
         unscanned = f" ({trouble.waiting:,} of them were not scanned before)" if trouble.waiting else ""
         what = f"{judged.undone:,} of {total:,} items are not done, such as {judged.first_undone}{unscanned}"
         raise JobFailed("\n".join([what, *trouble.lines]), where=folder.name, remedy=trouble.remedy)
-    if judged.accepted == 0 and (total or not stage.may_be_empty):
+    if judged.accepted == 0 and (total or not stage.may_be_empty) and project.only.is_all:
         remedy = f"pipeline status {folder.name}   (every reason: {folder.rejected})"
         raise DataError(f"none of {total} items can be used", where=str(data.path), remedy=remedy)
     return stage.check(project, folder, judged)
@@ -271,6 +281,42 @@ WORKFLOW = (
         counts_items=False,  # what was rejected is known at the end
         wanted=lambda _config: False,  # predictions are wanted of something
     ),
+    Stage(
+        name=validating.NAME,
+        inspect=validating.inspect,
+        survey=validating.survey,
+        mem_bytes=validating.mem_bytes,
+        gpu_bytes=lambda _project: 0,
+        work=validating.work,
+        recipe=validating.recipe,
+        judge=validating.judge,
+        halve=lambda folder, shard: todo.halve_lines(folder.todo(validating.NAME), shard),
+        check=validating.check,
+        kinds=(),
+        counts_items=False,  # it works through files
+        wanted=lambda _config: False,
+        may_be_empty=True,
+        only_looks=True,
+    ),
+    Stage(
+        name=regenerating.NAME,
+        inspect=validating.inspect,
+        survey=regenerating.survey,
+        mem_bytes=scanning.mem_bytes,
+        gpu_bytes=lambda _project: 0,
+        work=regenerating.work,
+        recipe=lambda _project: {},
+        judge=regenerating.judge,
+        halve=todo.halve_rows,
+        check=regenerating.check,
+        kinds=(),
+        needs=(scanning.NAME, embedding.NAME, graphing.NAME),
+        counts_items=False,  # but records
+        wanted=lambda _config: False,
+        may_be_empty=True,
+        only_looks=True,
+        has_tasks=False,
+    ),
 )
 STAGES: Mapping[str, Stage] = {row.name: row for row in WORKFLOW}
 
@@ -286,6 +332,17 @@ def stage(name: str) -> Stage:
 def up_to(name: str) -> list[str]:
     """Return a stage and those it needs, in order."""
     return [*stage(name).needs, name]
+
+
+def regenerated(config: Config, kinds: Collection[str] | None) -> list[str]:
+    """Return the stages that make records of these kinds anew, or of all, and say in the end what has become of them.
+
+    The scan is always among them: it knows what the others make.
+    """
+    whole = kinds is None or RECIPES in kinds
+    rows = [STAGES[name] for name in everything(config) if STAGES[name].kinds]
+    made = [row.name for row in rows if whole or row.name == scanning.NAME or {*row.kinds} & {*(kinds or ())}]
+    return [*made, regenerating.NAME]
 
 
 def everything(config: Config) -> list[str]:

@@ -17,6 +17,7 @@ import xxhash
 
 from pipeline.errors import SUBMIT_AGAIN, CacheDamaged, DataError, RecordMissing
 from pipeline.keys import TAG_BYTES
+from pipeline.records import Kind
 from pipeline.store.cache import ELSEWHERE
 from pipeline.structures.sequences import NO_ROW
 
@@ -68,8 +69,16 @@ class Embeddings:
 
     def find(self, wanted: Mapping[str, str]) -> dict[str, Copy]:
         """Find the best embedding of each text that the configuration accepts; the text's item is named if none is."""
-        found = self._find_remembered(wanted)
-        open_ = {text: self._recipe.accepted(len(text)) for text in wanted if text not in found}
+        found, absent = self.look_up(wanted)
+        for text, key in absent.items():
+            raise self._missing(text, key, wanted[text])
+        return found
+
+    def look_up(self, texts: Iterable[str]) -> tuple[dict[str, Copy], dict[str, bytes]]:
+        """Return the best embedding of each text that the configuration accepts, and the keys of those without any."""
+        texts, absent = list(texts), dict[str, bytes]()
+        found = self._find_remembered(texts)
+        open_ = {text: self._recipe.accepted(len(text)) for text in texts if text not in found}
         while open_:
             keys = [self._recipe.key(text, variants[0]) for text, variants in open_.items()]
             for text, key, places in zip(list(open_), keys, self._store.locate(keys), strict=True):
@@ -77,11 +86,12 @@ class Embeddings:
                     found[text] = Copy(key, places)
                     del open_[text]
                 elif not (rest := open_[text][1:]):
-                    raise self._missing(text, key, wanted[text])
+                    absent[text] = key
+                    del open_[text]
                 else:
                     open_[text] = rest
         self._remember(found)
-        return found
+        return found, absent
 
     def width(self, copies: Iterable[Copy]) -> int:
         """Return how many numbers a residue has: as in the first embedding that is met, and never another."""
@@ -182,6 +192,11 @@ class Embeddings:
         for key in self._store.keys():  # noqa: SIM118 - a store is no mapping
             if key[:TAG_BYTES] in tags:
                 yield Copy(key, self._store.locate([key])[0])
+
+
+def proteins(chains: Sequence[tuple[str, str, str]]) -> list[str]:
+    """Return the sequences that are encoded of a partner's chains, as the record of a graph names them."""
+    return [sequence for _, kind, sequence in chains if kind == Kind.PROTEIN.value]
 
 
 def _straight(lengths: Sequence[int], row_R: NDArray[np.int32], out_RD: Rows) -> list[Rows]:

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from pipeline.records import Kind, Rejection
+from pipeline.records import Rejection
 from pipeline.training.batch import Batch, Items, Origin
 from pipeline.training.crop import cropped, rng_of
+from pipeline.training.embeddings import proteins
 from pipeline.training.fields import EMBEDDING, ENCODED
 from pipeline.training.layout import Encoding, Layout, Sheet
 from pipeline.training.reading import Reading
@@ -232,7 +233,7 @@ class Loader:
         if self._embeddings is None:
             return []
         texts = [
-            (place, one, partner["role"], self._embeddings.texts(_proteins(partner["chains"])))
+            (place, one, partner["role"], self._embeddings.texts(proteins(partner["chains"])))
             for place, one in enumerate(found)
             for partner in one.meta["partners"]
         ]
@@ -285,8 +286,3 @@ class _Memory(threading.local):
         if length > len(self.bytes_T):
             self.bytes_T = np.empty(length * 5 // 4, np.uint8)
         return self.bytes_T[:length].data
-
-
-def _proteins(chains: Sequence[tuple[str, str, str]]) -> list[str]:
-    """Return the sequences that are encoded of a partner's chains, as a record names them."""
-    return [sequence for _, kind, sequence in chains if kind == Kind.PROTEIN.value]

@@ -22,7 +22,7 @@ from pipeline.config.schema import Slurm
 from pipeline.errors import SubmissionRefused
 
 GOLDEN = Path(__file__).parent / "golden"
-STAGES = ("scan", "embed", "graph")
+STAGES = ("scan", "embed", "graph", "validate")
 OF_RANKS = ("train", "evaluate", "predict")
 PLAIN = JobSpec("scan", ("python", "-c", "work", "RUN", "scan", TASK), tasks=range(12), log_dir="/runs/one/logs")
 RICH = JobSpec(

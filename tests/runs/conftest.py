@@ -5,11 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from pipeline.keys import TICK_NS
 from tests.structures.pdb_text import chain
+
+if TYPE_CHECKING:
+    from tests.runs.caches import Cached
 
 RESIDUES = ("ALA", "CYS", "ASP", "GLU", "PHE", "GLY", "HIS", "ILE", "LYS", "LEU", "MET", "ASN", "PRO", "GLN", "ARG")
 MakeProject = Callable[..., Path]
@@ -43,3 +47,11 @@ def settle(folder: Path) -> None:
     newest_ns = max((path.stat().st_ctime_ns for path in folder.iterdir()), default=0)
     while time.time_ns() - newest_ns < 2 * TICK_NS:
         time.sleep(0.01)
+
+
+@pytest.fixture(scope="session")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Cached:
+    """A project whose cache holds records of every kind; what a test changes it changes in a copy."""
+    from tests.runs.caches import fill  # which needs what is here
+
+    return fill(tmp_path_factory.mktemp("filled"))

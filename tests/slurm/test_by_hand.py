@@ -46,6 +46,11 @@ def test_graph_does_what_it_needs_before_it(by_hand: Callable[..., str]) -> None
     assert said.index("scan: done in") < said.index("24 accepted") < said.index("graph: done in")
 
 
+def test_validate_says_that_a_cache_is_whole(by_hand: Callable[..., str]) -> None:
+    by_hand("scan")
+    assert "nothing is wrong" in by_hand("validate")
+
+
 def test_embed_on_a_node_without_gpus(by_hand: Callable[..., str]) -> None:
     said = by_hand("embed", "--gres=none", "--mem=4G", "--cpus-per-task=2")
     assert "embed: done" in said
@@ -68,6 +73,6 @@ def node_words(tmp_path: Path) -> Callable[..., list[str]]:
 
 
 def test_names_of_scripts_are_those_of_the_stages() -> None:
-    stages = {"scan", "embed", "graph", "train", "evaluate", "predict"}
+    stages = {"scan", "embed", "graph", "train", "evaluate", "predict", "validate"}
     assert {path.stem for path in (ROOT / "sbatch").glob("*.sbatch")} == {*stages, "supervise"}
     assert sbatch.template("embed") != sbatch.template("scan")

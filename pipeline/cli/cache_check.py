@@ -1,0 +1,379 @@
+"""`pipeline cache validate`, `repair` and `compact`: what is wrong in a cache, and what can be done about it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pipeline.cli.options import ConfigFile, Json, Sets, as_typed, load_config, print_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from typing import IO
+
+    from pipeline.config.load import Loaded
+    from pipeline.report.checks import KindTally
+    from pipeline.store.cache import Cache
+    from pipeline.store.findings import ReportWriter, Summary
+    from pipeline.store.repair import Mend, Repaired
+    from pipeline.store.scrub import Checked, Subset
+    from pipeline.store.store import Store
+
+    Look = Callable[[Store, Subset], Iterator[Checked]]
+
+SHOWN = 5  # files that a repair leaves alone, of which each is told what to do about it
+_OUT = "pipeline cache validate --out FILE   (in a folder where you can write)"
+
+Yes = Annotated[bool, typer.Option("--yes", help="Do it; else it is only said what would be done.")]
+
+
+class How(str, Enum):
+    """How deep a validation looks."""
+
+    QUICK = "quick"
+    FULL = "full"
+    SEMANTIC = "semantic"
+
+
+def validate(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Look at the structure alone: two reads a file, and the index.")
+    ] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Read every byte, and judge every record; so it is without an option.")
+    ] = False,
+    semantic: Annotated[
+        bool, typer.Option("--semantic", help="Read every byte, and judge what each record says.")
+    ] = False,
+    sample: Annotated[
+        float,
+        typer.Option(
+            "--sample", metavar="P", min=0.0, max=1.0, help="Make this share anew and compare; with --semantic."
+        ),
+    ] = 0.0,
+    subset: Annotated[
+        str, typer.Option("--subset", metavar="n/t", help="The n-th of t parts alone, such as 1/8.")
+    ] = "1/1",
+    kind: Annotated[
+        list[str] | None,
+        typer.Option("--kind", metavar="KIND", help="Records of this kind alone; may be given several times."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Where the damage list goes; else into the cache.")
+    ] = None,
+    verdicts: Annotated[
+        Path | None,
+        typer.Option(
+            "--verdicts", metavar="FILE", help="Write a line of JSON there for each record, the whole ones, too."
+        ),
+    ] = None,
+    config: ConfigFile = None,
+    sets: Sets = None,
+    as_json: Json = False,
+) -> None:
+    """Look for damage in the cache, and change nothing; exit 4 if anything is wrong."""
+    from pipeline.errors import ConfigError
+    from pipeline.store.findings import damage_found
+    from pipeline.store.scrub import Subset
+
+    if quick + full + semantic > 1:
+        what = "a validation is quick, full or semantic: one of them"
+        raise ConfigError(what, where="--quick", remedy="pipeline cache validate")
+    if sample and not semantic:
+        what, remedy = (
+            "a sample is made anew with --semantic alone",
+            f"pipeline cache validate --semantic --sample {sample}",
+        )
+        raise ConfigError(what, where="--sample", remedy=remedy)
+    loaded = load_config(config, sets)
+    cache = _open(loaded)
+    part = Subset.parse(subset)
+    how = How.QUICK if quick else How.SEMANTIC if semantic else How.FULL
+    stores = [cache.kind(name) for name in _kinds(cache, kind)]
+    found = _Found(cache, how.value, part, out, kind or ())
+    try:
+        for checked in _watched(stores, part, how.value, _look(loaded, how, sample), verdicts):
+            found.take(checked)
+        found.finish()
+    finally:
+        found.discard()
+    _show_found(found, as_json=as_json)
+    if found.summary.findings:
+        raise damage_found(found.summary, cache.root, found.path)
+
+
+def repair(
+    damage: Annotated[
+        Path | None,
+        typer.Option("--list", metavar="FILE", help="Look at what this damage list names alone; else at every byte."),
+    ] = None,
+    yes: Yes = False,
+    config: ConfigFile = None,
+    sets: Sets = None,
+    as_json: Json = False,
+) -> None:
+    """Bring intact records of damaged files into new ones, put damaged files aside, and make the index anew."""
+    from pipeline.report import checks, tables
+    from pipeline.store import repair as repairs
+    from pipeline.store.draft import ask_owner
+    from pipeline.store.findings import read_report, stays_left
+
+    loaded = load_config(config, sets)
+    cache, settle_s = _open(loaded), loaded.config.cache.visibility_s
+    report = read_report(damage) if damage else None
+    told, mends, more = repairs.Repaired(), list[repairs.Mend](), 0
+    kinds, stay = dict[str, repairs.Repaired](), dict[Path, str]()
+
+    def show(mend: Mend) -> None:
+        nonlocal more
+        kinds.setdefault(mend.kind, repairs.Repaired()).count(mend)
+        if mend.stays and len(stay) < SHOWN:
+            stay[cache.own(mend.kind).layout.shard(mend.shard)] = mend.stays
+        if as_json or (len(mends) < checks.SHOWN and mend.why != repairs.OUT_OF_DATE):
+            mends.append(mend)
+        else:
+            more += bool(mend.shard)
+
+    files = None if report else _files([cache.kind(name) for name in cache.kinds()])
+    with checks.Progress("repair" if yes else "look", files) as progress:
+        if yes:
+            waits = _waits(settle_s)
+            with ask_owner(cache.root):
+                told = repairs.repair(cache, report, done=show, seen=progress.take, settle_s=settle_s, waits=waits)
+        else:
+            for mend in repairs.plan(cache, report, seen=progress.take):
+                told.count(mend)
+                show(mend)
+    if as_json:
+        document = {"root": cache.root, "done": yes, **asdict(told), "files": [_mend_json(mend) for mend in mends]}
+        print_json(document)
+    else:
+        shown = checks.mended_table(kinds) if yes else checks.mend_table(mends, more)
+        tables.show(*shown, *checks.repaired_lines(told, did=yes))
+        _say_next(told, damage, yes=yes)
+    if told.stay and (yes or not (told.quarantined or told.indexes)):
+        raise stays_left(stay, told.stay, cache.root)
+
+
+def _say_next(told: Repaired, damage: Path | None, *, yes: bool) -> None:
+    """Say how to go on after a repair, or after having looked what it would do."""
+    if told.missing:
+        following = as_typed(f"pipeline cache regenerate --list {shlex.quote(str(told.missing))}")
+        typer.echo(f"list of what is lost: {told.missing}\n  next: {following}")
+    elif not yes and (told.quarantined or told.indexes):
+        listed = f" --list {shlex.quote(str(damage))}" if damage else ""
+        typer.echo("nothing was changed\n  next: " + as_typed(f"pipeline cache repair{listed} --yes"))
+
+
+def _waits(settle_s: float) -> Callable[[], None]:
+    """Return what says that other hosts are given time."""
+    said = f"waiting {settle_s:g} s until other hosts see the new files (cache.visibility_s), then the old ones go"
+    return lambda: typer.echo(said, err=True)
+
+
+def compact(yes: Yes = False, config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
+    """Make few files of many small ones; records are verified and stay as they are."""
+    from pipeline.report import checks, tables
+    from pipeline.store import compact as compaction
+    from pipeline.store.draft import ask_owner
+
+    loaded = load_config(config, sets)
+    cache, chosen = _open(loaded), loaded.config.cache
+    shard_bytes, settle_s = int(chosen.shard_bytes), chosen.visibility_s
+    stores = [cache.kind(name) for name in cache.kinds()]
+    told = [compaction.plan(store, shard_bytes=shard_bytes) for store in stores]
+    if yes:
+        work, waits = list(zip(stores, told, strict=True)), _waits(settle_s)
+        with ask_owner(cache.root):
+            compaction.compact_all(work, shard_bytes=shard_bytes, settle_s=settle_s, waits=waits)
+    if as_json:
+        kinds = [asdict(replace(one, twice=frozenset())) | {"twice": len(one.twice)} for one in told]
+        print_json({"root": cache.root, "done": yes, "kinds": kinds})
+        return
+    tables.show(checks.compact_table(told, did=yes) if told else "empty: nothing was stored yet")
+    if yes and told:
+        typer.echo(checks.compacted_line(told))
+    elif any(one.small for one in told):
+        typer.echo("nothing was changed\n  next: " + as_typed("pipeline cache compact --yes"))
+
+
+def _look(loaded: Loaded, how: How, sample: float) -> Look:
+    """Return what judges the files of one kind."""
+    from pipeline.store import scrub
+
+    if how is How.SEMANTIC:
+        from pipeline.runs.project import Project
+        from pipeline.runs.semantic import Semantic
+
+        return Semantic(Project.open(loaded.config, remember=False), sample).check
+    return {How.QUICK: scrub.quick, How.FULL: scrub.full}[how]
+
+
+def _open(loaded: Loaded) -> Cache:
+    """Open a cache that is there, and lies in one folder."""
+    from pipeline.store.cache import Cache
+    from pipeline.store.inside import refuse_unusable
+
+    chosen = loaded.config.cache
+    cache = Cache.over(chosen.root, chosen.under)
+    refuse_unusable(cache)
+    return cache
+
+
+def _kinds(cache: Cache, asked: Sequence[str] | None) -> list[str]:
+    """Return the kinds that are asked for; all, if none is."""
+    from pipeline.errors import ConfigError
+
+    there = cache.kinds()
+    if unknown := sorted({*(asked or ())} - {*there}):
+        what = f"the cache has no records of kind {', '.join(unknown)}"
+        raise ConfigError(what, where="--kind", remedy=f"one of {', '.join(there) or 'none: it is empty'}")
+    return [name for name in there if name in asked] if asked else there
+
+
+def _files(stores: Sequence[Store], subset: Subset | None = None) -> int:
+    """Return how many files there are to look at."""
+    from pipeline.store.scrub import shards_of
+
+    return sum(subset is None or name in subset for store in stores for name in shards_of(store))
+
+
+def _watched(
+    stores: Sequence[Store], subset: Subset, name: str, look: Look, verdicts: Path | None
+) -> Iterator[Checked]:
+    """Judge file after file, showing how far it is and writing a line for each record."""
+    from pipeline.report.checks import Progress
+
+    with ExitStack() as stack:
+        progress = stack.enter_context(Progress(name, _files(stores, subset)))
+        file = stack.enter_context(_opened(verdicts)) if verdicts else None
+        for store in stores:
+            for checked in look(store, subset):
+                progress.take(checked)
+                if file:
+                    _write_verdicts(file, checked)
+                yield checked
+
+
+def _opened(path: Path) -> IO[str]:
+    from pipeline.errors import ConfigError
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("w")
+    except OSError as error:
+        what = f"cannot write: {error.strerror or error}"
+        raise ConfigError(what, where=str(path), remedy="--verdicts FILE") from error
+
+
+def _write_verdicts(file: IO[str], checked: Checked) -> None:
+    """Write a line for each record of a file."""
+    about = {"kind": checked.kind, "shard": checked.shard}
+    for good, keys in (("whole", checked.whole), ("listed", checked.listed)):
+        for key in keys:
+            file.write(json.dumps({**about, "key": key.hex(), "verdict": good}) + "\n")
+    for one in checked.findings:
+        if one.key:
+            where = {"kind": one.kind, "shard": one.shard, "key": one.key}
+            verdict = {"verdict": one.fault.value, "what": one.what, "lost": one.lost}
+            file.write(json.dumps(where | verdict) + "\n")
+
+
+class _Found:
+    """What a validation finds: counted, and written down as it comes; nothing of it stays in memory."""
+
+    def __init__(self, cache: Cache, how: str, subset: Subset, out: Path | None, only: Sequence[str]) -> None:
+        from pipeline.store.findings import Summary
+
+        self.cache, self.out = cache, out
+        self.summary: Summary = Summary(how, str(subset), begun=time.time(), only=sorted({*only}))
+        self.summary.root = str(cache.root.resolve())
+        self.kinds: dict[str, KindTally] = {}
+        self.path: Path | None = None  # of the damage list
+        self.unwritten = ""  # why there is none
+        self._writer: ReportWriter | None = self._begun()
+
+    def take(self, checked: Checked) -> None:
+        """Take in what was found in one file."""
+        from pipeline.report.checks import KindTally
+
+        self.summary.take(checked)
+        self.kinds.setdefault(checked.kind, KindTally()).take(checked)
+        self._write(lambda writer: writer.add(*checked.findings))
+
+    def finish(self) -> None:
+        """Publish the damage list."""
+        self.summary.seconds = time.time() - self.summary.begun
+        self._write(self._publish)
+
+    def discard(self) -> None:
+        """Leave no unfinished list behind."""
+        if self._writer:
+            self._writer.discard()
+
+    def _begun(self) -> ReportWriter | None:
+        from pipeline.errors import CacheFull, CacheUnusable, ConfigError
+        from pipeline.store.disk import Disk
+        from pipeline.store.draft import refused_as
+        from pipeline.store.findings import ReportWriter
+        from pipeline.store.layout import REPORTS
+
+        if self.out and self.out.is_dir():
+            raise ConfigError("a folder is no file for the damage list", where=str(self.out), remedy=_OUT)
+        try:
+            if self.out:
+                with refused_as("the damage list cannot be written here", _OUT):
+                    return ReportWriter(Disk(), self.out.absolute().parent)
+            return ReportWriter(self.cache.disk, self.cache.root / REPORTS)
+        except (CacheUnusable, CacheFull) as error:
+            if self.out:
+                raise
+            self.unwritten = error.what
+            return None
+
+    def _publish(self, writer: ReportWriter) -> None:
+        self.path = writer.publish(self.summary, self.out.name if self.out else "")
+
+    def _write(self, step: Callable[[ReportWriter], Any]) -> None:
+        """Do a step of writing the list; a validation goes on where it cannot be written."""
+        from pipeline.errors import PipelineError
+
+        try:
+            if self._writer:
+                step(self._writer)
+        except PipelineError as error:
+            self._writer, self.unwritten = None, error.what
+
+
+def _show_found(found: _Found, *, as_json: bool) -> None:
+    """Print what was found."""
+    from pipeline.report import checks, tables
+
+    if as_json:
+        kinds = {name: asdict(one) for name, one in found.kinds.items()}
+        summary = asdict(found.summary) | {"kinds": kinds}
+        print_json({"root": found.cache.root, "list": found.path, "unwritten": found.unwritten, **summary})
+        return
+    tables.show(checks.check_table(found.kinds))
+    for what, count in found.summary.notes.items():
+        typer.echo(f"{what}: {count:,}")
+    if not found.summary.findings:
+        if found.kinds:
+            typer.echo(checks.whole_line(found.kinds))
+        return
+    typer.echo(
+        f"damage list: {found.path}" if found.path else f"no damage list is left: {found.unwritten}  (--out FILE)"
+    )
+
+
+def _mend_json(mend: Mend) -> dict[str, Any]:
+    """Return plain JSON data."""
+    return asdict(mend) | {"lost": [one.to_json() for one in mend.lost]}

@@ -1,0 +1,451 @@
+"""`pipeline cache validate`, `repair` and `compact`, as they are typed."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from pipeline.runs.only import read_list
+from pipeline.store.cache import Cache
+from pipeline.store.disk import Disk
+from pipeline.store.findings import Fault, last_report, read_report
+from pipeline.store.layout import MARKER
+from pipeline.store.store import Store
+from tests.command import Command
+from tests.store.content import key_of
+from tests.store.damage import fill, flip, listed, overwrite
+
+VALIDATE, REPAIR, COMPACT = (("cache", verb) for verb in ("validate", "repair", "compact"))
+
+
+def configured(folder: Path) -> Path:
+    """Write a configuration whose cache is beside it."""
+    path = folder / "pipeline.yaml"
+    path.write_text("data: {source: glob, path: structures}\ncache: {root: cache, visibility_s: 0}\n")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def config(tmp_path: Path) -> Path:
+    """Have a configuration in the current folder."""
+    return configured(tmp_path)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    """Return a cache of two kinds."""
+    cache = Cache(tmp_path / "cache")
+    for kind in ("graph", "scan"):
+        fill(cache.kind(kind), range(4), range(4, 8))
+        cache.kind(kind).write_index()
+    return cache
+
+
+def harm(cache: Cache, number: int = 1, kind: str = "graph") -> str:
+    """Flip a bit of a record; return the shard."""
+    store = cache.kind(kind)
+    (place,) = store.locate([key_of(number)])[0]
+    flip(store.layout.shard(place.shard), place.offset)
+    return place.shard
+
+
+def columns(text: str, kind: str) -> list[str]:
+    """Return what the table says of a kind."""
+    (line,) = [line for line in text.splitlines() if line.startswith(kind)]
+    return re.split(r"\s{2,}", line.strip())
+
+
+@pytest.mark.parametrize("how", [(), ("--full",), ("--quick",)])
+def test_a_whole_cache_is_said_to_be_so(pipeline: Command, cache: Cache, how: tuple[str, ...]) -> None:
+    done = pipeline(*VALIDATE, *how)
+    assert done.code == 0
+    kind, shards, _, records, whole, lost, wrong = columns(done.out, "graph")
+    assert (kind, shards, records, whole, lost, wrong) == ("graph", "2", "8", "8", "0", "nothing")
+    assert ("listed" in done.out) == (how == ("--quick",))  # nobody says of what was not read that it is whole
+    report = last_report(cache.disk, cache.root)
+    assert report is not None
+    summary = report.summary
+    assert (summary.listed, summary.whole) == ((16, 0) if how == ("--quick",) else (0, 16))
+    assert report.summary.how == ("quick" if how == ("--quick",) else "full")
+    assert "nothing is wrong: 16 records in 4 files" in done.out
+    assert "damage list" not in done.out
+
+
+def test_damage_is_named_listed_and_ends_with_4(pipeline: Command, cache: Cache) -> None:
+    shard = harm(cache)
+    done = pipeline(*VALIDATE)
+    assert done.code == 4
+    assert columns(done.out, "graph")[3:] == ["8", "7", "1", "1 record damaged"]
+    assert columns(done.out, "scan")[-1] == "nothing"
+    report = last_report(cache.disk, cache.root)
+    assert report is not None
+    (finding,) = report.findings()
+    assert (finding.fault, finding.shard, finding.key, finding.lost) == (Fault.RECORD, shard, key_of(1).hex(), True)
+    assert "found 1 fault; 1 record has no whole copy left" in done.err
+    assert f"pipeline cache repair --list {report.path}" in done.err
+
+
+def test_quick_does_not_read_records(pipeline: Command, cache: Cache) -> None:
+    harm(cache)
+    assert pipeline(*VALIDATE, "--quick").code == 0
+    flip(cache.kind("scan").layout.shard(listed(cache.kind("scan"))[0]), 30)
+    done = pipeline(*VALIDATE, "--quick")
+    assert done.code == 4
+    assert columns(done.out, "scan")[-1] == "1 header damaged"
+
+
+def test_json_is_one_document_on_stdout(pipeline: Command, cache: Cache) -> None:
+    harm(cache)
+    done = pipeline(*VALIDATE, "--json")
+    assert done.code == 4
+    document = json.loads(done.out)
+    assert (document["records"], document["whole"], document["lost"], document["findings"]) == (16, 15, 1, 1)
+    assert document["kinds"]["graph"]["faults"] == {"record": 1}
+    assert read_report(Path(document["list"])).summary.findings == 1
+
+
+def test_every_record_gets_one_verdict(pipeline: Command, cache: Cache) -> None:
+    shard = harm(cache)
+    pipeline(*VALIDATE, "--verdicts", "v/verdicts.jsonl")
+    verdicts = [json.loads(line) for line in Path("v/verdicts.jsonl").read_text().splitlines()]
+    assert len({(one["kind"], one["key"]) for one in verdicts}) == len(verdicts) == 16
+    (bad,) = [one for one in verdicts if one["verdict"] != "whole"]
+    assert bad | {"what": ""} == {
+        "kind": "graph", "shard": shard, "key": key_of(1).hex(), "verdict": "record", "what": "", "lost": True,
+    }  # fmt: skip
+
+
+def test_of_records_that_are_not_read_it_is_only_said_that_they_are_listed(pipeline: Command, cache: Cache) -> None:
+    pipeline(*VALIDATE, "--quick", "--verdicts", "verdicts.jsonl")
+    verdicts = [json.loads(line)["verdict"] for line in Path("verdicts.jsonl").read_text().splitlines()]
+    assert verdicts == ["listed"] * 16
+
+
+def test_parts_add_up_to_the_whole(pipeline: Command, cache: Cache) -> None:
+    parts = [json.loads(pipeline(*VALIDATE, "--json", "--subset", f"{part}/3").out) for part in (1, 2, 3)]
+    assert sum(part["records"] for part in parts) == 16
+    assert [part["subset"] for part in parts] == ["1/3", "2/3", "3/3"]
+
+
+def test_one_kind_alone_can_be_asked_for(pipeline: Command, cache: Cache) -> None:
+    harm(cache, kind="graph")
+    done = pipeline(*VALIDATE, "--kind", "scan")
+    assert done.code == 0
+    assert "graph" not in done.out
+    assert "of kind scan" in pipeline("cache", "stat").out
+
+
+def test_a_list_that_says_odd_things_is_refused(pipeline: Command, cache: Cache) -> None:
+    pipeline(*VALIDATE, "--out", "list.jsonl")
+    overwrite(
+        Path("list.jsonl"),
+        Path("list.jsonl").read_bytes() + b'{"kind":"graph","fault":"gone","what":"","shard":["a"]}\n',
+    )
+    done = pipeline(*REPAIR, "--list", "list.jsonl")
+    assert done.code == 2
+    assert "a line of it cannot be read" in done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--quick", "--full"), "one of them"),
+        (("--kind", "none"), "no records of kind none"),
+        (("--subset", "3/2"), "no part of a whole"),
+        (("--verdicts", "cache/pipeline-cache.json/x"), "cannot write"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(pipeline: Command, cache: Cache, words: tuple[str, ...], said: str) -> None:
+    done = pipeline(*VALIDATE, *words)
+    assert done.code == 2
+    assert said in done.err
+
+
+def test_the_list_goes_where_it_is_wanted(pipeline: Command, cache: Cache) -> None:
+    harm(cache)
+    done = pipeline(*VALIDATE, "--out", "lists/mine.jsonl")
+    assert "pipeline cache repair --list" in done.err
+    assert "lists/mine.jsonl" in done.out
+    assert read_report(Path("lists/mine.jsonl")).summary.lost == 1
+    assert not (cache.root / "_reports").exists()
+
+
+def test_a_cache_that_cannot_be_written_is_validated_and_it_is_said_that_no_list_is_left(
+    pipeline: Command, unprivileged: Path
+) -> None:
+    root = unprivileged / "cache"
+    cache = Cache(root)
+    fill(cache.kind("graph"), range(3))
+    harm(cache)
+    root.chmod(0o555)
+    done = pipeline(*VALIDATE, "--config", str(configured(unprivileged)))
+    root.chmod(0o755)
+    assert done.code == 4
+    assert "no damage list is left: the cache cannot be written here: Permission denied  (--out FILE)" in done.out
+    assert "next: pipeline cache repair --config " in done.err
+
+
+def test_files_of_a_later_version_are_not_to_be_repaired(pipeline: Command, cache: Cache) -> None:
+    path = cache.kind("graph").layout.shard(listed(cache.kind("graph"))[0])
+    overwrite(path, path.read_bytes().replace(b'"pipeline_shard":"1"', b'"pipeline_shard":"2"')[:-1])
+    done = pipeline(*VALIDATE)
+    assert done.code == 4
+    assert "1 file of a later version" in done.out
+    assert "pip install --upgrade pipeline" in done.err
+
+
+def test_nothing_there_is_said_to_be_so(pipeline: Command) -> None:
+    for command in (VALIDATE, REPAIR, COMPACT):
+        done = pipeline(*command)
+        assert done.code == 2
+        assert "no cache is there" in done.err
+    assert not Path("cache").exists()
+
+
+def test_an_empty_cache_is_whole(pipeline: Command, tmp_path: Path) -> None:
+    Cache(tmp_path / "cache").prepare()
+    assert "empty: nothing was stored yet" in pipeline(*VALIDATE).out
+    assert "nothing is damaged" in pipeline(*REPAIR).out
+    assert "empty" in pipeline(*COMPACT).out
+
+
+@pytest.mark.parametrize("command", [VALIDATE, REPAIR, COMPACT], ids=lambda words: words[1])
+class TestRefused:
+    """Folders that are no cache of ours."""
+
+    def test_a_folder_of_something_else(self, pipeline: Command, command: tuple[str, ...]) -> None:
+        Path("cache").mkdir()
+        Path("cache/thesis.tex").write_text("mine")
+        done = pipeline(*command)
+        assert done.code == 2
+        assert "not a cache" in done.err
+
+    def test_a_cache_of_a_newer_version(self, pipeline: Command, cache: Cache, command: tuple[str, ...]) -> None:
+        overwrite(cache.root / MARKER, b'{"format": 99}')
+        done = pipeline(*command)
+        assert done.code == 2
+        assert "newer pipeline" in done.err
+
+    @pytest.mark.parametrize("place", ["graph/shards/x.safetensors", "graph/index.bin", "graph/quarantine", "aside"])
+    def test_a_link_that_leads_out(self, pipeline: Command, cache: Cache, command: tuple[str, ...], place: str) -> None:
+        Path("outside").mkdir()
+        (cache.root / place).unlink(missing_ok=True)
+        (cache.root / place).symlink_to(Path("outside").absolute())
+        done = pipeline(*command)
+        assert done.code == 2
+        assert f"cache/{place}: a symbolic link leads out of the cache, to {Path('outside').absolute()}" in done.err
+
+    def test_a_cache_that_one_may_not_read(
+        self, pipeline: Command, unprivileged: Path, command: tuple[str, ...]
+    ) -> None:
+        root, config = unprivileged / "cache", configured(unprivileged)
+        fill(Cache(root).kind("graph"), range(3))
+        for locked in (root, root / "graph", root / "graph" / "shards"):
+            locked.chmod(0)
+            done = pipeline(*command, "--config", str(config))
+            locked.chmod(0o755)
+            assert done.code == 2, locked
+            assert "Permission denied" in done.err
+
+
+def test_a_cache_that_is_itself_behind_a_link_is_one(pipeline: Command, cache: Cache, tmp_path: Path) -> None:
+    cache.root.rename(tmp_path / "elsewhere")
+    cache.root.symlink_to(tmp_path / "elsewhere")
+    assert pipeline(*VALIDATE).code == 0
+
+
+def test_repairing_first_says_what_it_would_do(pipeline: Command, cache: Cache) -> None:
+    shard = harm(cache)
+    before = sorted(path for path in cache.root.rglob("*"))
+    done = pipeline(*REPAIR)
+    assert done.code == 0
+    assert sorted(path for path in cache.root.rglob("*")) == before
+    assert re.split(r"\s{2,}", next(line for line in done.out.splitlines() if shard in line).strip()) == [
+        "graph", shard, "1 damaged record", "3", "1", "put into quarantine",
+    ]  # fmt: skip
+    assert "3 records" in done.out
+    assert "nothing was changed\n  next: pipeline cache repair --yes" in done.out
+
+
+def test_validate_then_repair_then_validate_is_whole_again(pipeline: Command, cache: Cache) -> None:
+    shard = harm(cache)
+    command = re.search(r"next: pipeline (.*)", pipeline(*VALIDATE).err)
+    assert command is not None
+    done = pipeline(*command[1].split(), "--yes")
+    assert done.code == 0
+    listed_at = re.search(r"list of what is lost: (\S+)", done.out)
+    assert listed_at is not None
+    assert [one.key for one in read_report(Path(listed_at[1])).findings()] == [key_of(1).hex()]
+    assert f"next: pipeline cache regenerate --list {listed_at[1]}" in done.out
+    assert [path.name for path in (cache.root / "graph" / "quarantine").iterdir()] == [shard]
+    assert pipeline(*VALIDATE).code == 0
+    assert "nothing is damaged" in pipeline(*REPAIR, "--yes").out
+
+
+def test_what_a_repair_does_can_be_read_by_programs(pipeline: Command, cache: Cache) -> None:
+    shard = harm(cache)
+    planned = json.loads(pipeline(*REPAIR, "--json").out)
+    done = json.loads(pipeline(*REPAIR, "--json", "--yes").out)
+    assert (planned["done"], done["done"]) == (False, True)
+    assert planned["files"] == done["files"]
+    assert [(one["shard"], one["salvaged"], [lost["key"] for lost in one["lost"]]) for one in done["files"]] == [
+        (shard, 3, [key_of(1).hex()]),
+        ("", 0, []),
+    ]
+    assert Path(done["missing"]).exists()
+
+
+def test_a_list_that_is_none_is_refused(pipeline: Command, cache: Cache) -> None:
+    Path("list").write_text("hello")
+    for name, said in (("list", "no damage list"), ("nowhere", "No such file")):
+        done = pipeline(*REPAIR, "--list", name)
+        assert done.code == 2
+        assert said in done.err
+
+
+def test_compacting_says_what_it_would_do_then_does_it(pipeline: Command, cache: Cache) -> None:
+    store = cache.kind("graph")
+    fill(store, *([number] for number in range(20, 30)))
+    before = listed(store)
+    done = pipeline(*COMPACT)
+    assert columns(done.out, "graph")[:4] == ["graph", "12", "12", "18"]
+    assert "next: pipeline cache compact --yes" in done.out
+    assert listed(store) == before
+    done = pipeline(*COMPACT, "--yes")
+    assert columns(done.out, "graph")[-1] == "1 file"
+    assert "14 files became 2" in done.out
+    assert len(listed(store)) == 1
+    assert pipeline(*VALIDATE).code == 0
+    assert json.loads(pipeline(*COMPACT, "--json").out)["kinds"][0]["small"] == []
+
+
+def test_a_list_of_another_cache_is_refused_and_not_taken_for_a_whole_cache(pipeline: Command, cache: Cache) -> None:
+    harm(cache)
+    pipeline(*VALIDATE, "--out", "list.jsonl")
+    cache.root.rename("moved")
+    for verb in ("repair", "regenerate"):
+        done = pipeline("cache", verb, "--list", "list.jsonl", "--set", "cache.root=moved")
+        assert done.code == 2
+        assert f"of the cache {cache.root}, and not of {Path('moved').absolute()}" in done.err
+        assert "next: pipeline cache validate " in done.err
+        assert "--set cache.root=moved" in done.err.partition("next:")[2]
+
+
+def test_a_file_that_no_pipeline_wrote_is_named_until_it_is_gone(pipeline: Command, cache: Cache) -> None:
+    path = cache.kind("graph").layout.shards / "foo.safetensors"
+    path.write_bytes(b"mine")
+    for command in (VALIDATE, REPAIR, (*REPAIR, "--yes")):
+        done = pipeline(*command)
+        assert done.code == 4
+        assert f"{path}: no pipeline wrote" in done.err
+        assert f"next: mv {path} elsewhere" in done.err
+    path.unlink()
+    assert pipeline(*VALIDATE).code == 0
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_file_that_one_may_not_read_is_not_lost(pipeline: Command, unprivileged: Path, copied: bool) -> None:
+    config = ("--config", str(configured(unprivileged)))
+    store = Cache(unprivileged / "cache").kind("graph")
+    (name,) = fill(store, range(3))
+    if copied:
+        store.layout.shard(name).rename(unprivileged / "aside")
+        fill(Cache(unprivileged / "cache").kind("graph"), range(3))
+        (unprivileged / "aside").rename(store.layout.shard(name))
+    Cache(unprivileged / "cache").kind("graph").write_index()
+    path = store.layout.shard(name)
+    path.chmod(0)
+    for command in (VALIDATE, (*VALIDATE, "--quick"), REPAIR, (*REPAIR, "--yes")):
+        done = pipeline(*command, *config)
+        assert done.code == 4
+        assert "lost, to be" not in done.out
+        assert "no whole copy" not in done.err
+        assert f"{path}: it cannot be read by you" in done.err
+        assert f"next: ls -l {path}   (ask its owner: chmod a+r" in done.err
+    (about,) = [one for one in read_report(_newest(store)).findings() if not one.key]
+    assert ("nothing is missing" in about.what) == copied
+    only = read_list(_newest(store), Cache(unprivileged / "cache"))
+    assert (only.records, only.untold) == (0, frozenset())  # nothing is to be computed again
+
+
+def _newest(store: Store) -> Path:
+    report = last_report(store.disk, store.layout.folder.parent)
+    assert report is not None
+    return report.path
+
+
+def test_what_cannot_be_meant_leaves_nothing(pipeline: Command, cache: Cache) -> None:
+    assert pipeline(*VALIDATE, "--kind", "embeddings").code == 2
+    assert not (cache.root / "_reports").exists()
+
+
+def test_a_list_that_cannot_be_written_where_it_is_wanted_is_not_blamed_on_the_cache(
+    pipeline: Command, cache: Cache, unprivileged: Path
+) -> None:
+    root = unprivileged / "cache"
+    fill(Cache(root).kind("graph"), range(3))
+    config = str(configured(unprivileged))
+    (unprivileged / "locked").mkdir(mode=0o555)
+    done = pipeline(*VALIDATE, "--config", config, "--out", str(unprivileged / "locked/list.jsonl"))
+    assert done.code == 2
+    assert "the damage list cannot be written here: Permission denied" in done.err
+    assert "cache.root" not in done.err
+    assert "a folder is no file" in pipeline(*VALIDATE, "--config", config, "--out", str(unprivileged)).err
+
+
+def test_who_may_not_write_in_a_cache_asks_its_owner(pipeline: Command, unprivileged: Path) -> None:
+    config = ("--config", str(configured(unprivileged)))
+    cache = Cache(unprivileged / "cache")
+    fill(cache.kind("graph"), range(4), range(4, 8))
+    for command in (COMPACT, REPAIR):
+        folders = [cache.root, *(path for path in cache.root.rglob("*") if path.is_dir())]
+        if command is REPAIR:
+            harm(cache)
+        for folder in folders:
+            folder.chmod(0o555)
+        done = pipeline(*command, "--yes", *config)
+        for folder in folders:
+            folder.chmod(0o755)
+        assert done.code == 2
+        assert f"ls -ld {cache.root}   (ask its owner" in done.err
+        assert "cache.root=" not in done.err
+
+
+def test_all_links_that_lead_out_are_told_at_once(pipeline: Command, cache: Cache) -> None:
+    Path("outside/scan").mkdir(parents=True)
+    shards = cache.kind("graph").layout.shards
+    links = [shards / "a.safetensors", shards / "b.safetensors", cache.root / "more"]
+    for link in links:
+        link.symlink_to(Path("outside/scan").absolute())
+    done = pipeline(*VALIDATE)
+    assert done.code == 2
+    assert all(f"{link}: a symbolic link leads out" in done.err for link in links)
+    assert f"replace the link by the folder itself, or set cache.root to {Path('outside').absolute()}" in done.err
+
+
+def test_all_kinds_are_waited_for_once_and_it_is_said(
+    pipeline: Command, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(Disk, "wait", lambda _, seconds: waited.append(seconds))
+    done = pipeline(*COMPACT, "--yes", "--set", "cache.visibility_s=7")
+    assert (done.code, waited) == (0, [7])
+    assert "waiting 7 s until other hosts see" in done.err
+    assert "4 files became 2" in done.out
+    for kind in cache.kinds():
+        harm(cache, kind=kind)
+    done = pipeline(*REPAIR, "--yes", "--set", "cache.visibility_s=7")
+    assert (done.code, waited) == (0, [7, 7])
+    assert "(index)" not in done.out
+    assert columns(done.out, "graph") == ["graph", "1", "0", "7", "1"]
+    assert "next: pipeline cache regenerate " in done.out
+    assert "--set cache.visibility_s=7" in done.out
+
+
+def test_a_damaged_index_alone_is_shown(pipeline: Command, cache: Cache) -> None:
+    flip(cache.kind("graph").layout.index, 3)
+    done = pipeline(*REPAIR)
+    assert "(index)" in done.out

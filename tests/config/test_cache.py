@@ -1,0 +1,57 @@
+"""Where results are kept: caches under one's own, and the folder of a node."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config.load import check, dump_resolved, from_resolved, load
+
+DATA = "data: {path: data/manifest.csv}\n"
+
+
+def write(text: str) -> Path:
+    path = Path("pipeline.yaml")
+    path.write_text(DATA + text)
+    return path
+
+
+def test_caches_under_it_are_paths_from_where_they_are_written(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GROUP", "/group")
+    path = write("cache: {under: [shared, ../theirs, $GROUP/cache, /abs]}\n")
+    here = project.absolute()
+    found = load(path).config.cache.under
+    assert found == (here / "shared", here.parent / "theirs", Path("/group/cache"), Path("/abs"))
+    assert load(path, ["cache.under=[]"]).config.cache.under == ()
+    assert from_resolved(dump_resolved(load(path).config)) == load(path).config
+
+
+def test_the_folder_of_a_node_is_not_looked_up_here(project: Path) -> None:
+    config = load(write("cache: {stage: $NOT_SET_HERE/x}\n")).config
+    assert config.cache.stage == "$NOT_SET_HERE/x"
+    assert from_resolved(dump_resolved(config)) == config
+    assert load(write("cache: {stage: null}\n")).config.cache.stage is None
+
+
+def test_a_cache_under_it_that_is_not_there_is_named(project: Path) -> None:
+    (project / "there").mkdir()
+    loaded = load(write("cache:\n  under: [there, gone]\n"))
+    assert [line for line in check(loaded) if "cache.under" in line] == [
+        f"pipeline.yaml:3: cache.under: {project.absolute() / 'gone'} does not exist, or may not be read"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("stage: scratch", "cache.stage: wants a folder as a node knows it, such as $TMPDIR or /scratch, or null, got"),
+        ("stage: 7", "cache.stage: wants a folder as a node knows it"),
+        ("under: shared", "cache.under: wants a list, such as [A, B]"),
+        ("under: [$NOT_SET_HERE/x]", "cache.under: the environment variable NOT_SET_HERE is not set"),
+        ("under: ['']", "cache.under: a path cannot be empty"),
+    ],
+)
+def test_what_is_no_such_folder_is_refused(complaint: Any, text: str, said: str) -> None:
+    assert said in complaint(f"{DATA}cache:\n  {text}\n")

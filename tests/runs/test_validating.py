@@ -1,0 +1,300 @@
+"""`pipeline submit --stage validate`: tasks look at the files of a cache, and their findings become one damage list."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.load import load
+from pipeline.errors import CacheDamaged, SubmissionRefused
+from pipeline.records import Reason, Tell
+from pipeline.runs import todo, validating
+from pipeline.runs.active import refuse_double
+from pipeline.runs.executors import open_executor
+from pipeline.runs.folder import RunFolder
+from pipeline.runs.left_out import leave_out
+from pipeline.runs.project import Project
+from pipeline.runs.submit import new_run
+from pipeline.store import scrub
+from pipeline.store.cache import Cache
+from pipeline.store.findings import Fault, Summary, last_report, read_report
+from pipeline.store.layout import REPORT_NAME
+from tests.runs import caches
+from tests.runs.caches import Cached
+from tests.store.content import put
+
+FILES = 8  # of the cache that is made by hand, with two indexes
+SHARDS = ("scan", "graph")
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    """A cache of two kinds, three files each, with indexes."""
+    made = Cache(tmp_path / "cache")
+    for kind in SHARDS:
+        store = made.kind(kind)
+        for number in range(0, 9, 3):
+            with store.writer() as writer:
+                put(writer, *range(number, number + 3))
+        store.write_index()
+    return made
+
+
+@dataclass
+class Stage:
+    """The stage, step by step, without processes."""
+
+    project: Project
+    folder: RunFolder
+    on: list[str] = field(default_factory=list)
+
+    def survey(self) -> int:
+        """Cut the work into tasks and return how many there are."""
+        found = validating.survey(self.project, self.folder, 1)
+        found.write_shards(self.folder, validating.NAME)
+        return len(found.shards)
+
+    def work(self, task: int) -> int:
+        """Do one task; return how many files it has told of."""
+        tell = Tell(lambda *_: None, on=self.on.extend)
+        return sum(reason is None for reason in validating.work(self.project, self.folder, task, tell))
+
+    def judge(self) -> validating.Validated:
+        """Put together what was found."""
+        return validating.judge(self.project, self.folder, 0.0)
+
+
+@pytest.fixture
+def stage(tmp_path: Path, cache: Cache) -> Callable[..., Stage]:
+    """Return a function that makes a run which validates that cache."""
+
+    def made(*sets: str) -> Stage:
+        (tmp_path / "pipeline.yaml").write_text("data: {source: glob, path: nowhere}\n")
+        sets = (f"cluster.runs={tmp_path / 'runs'}", "cluster.validate.items_per_task=3", *sets)
+        config = load(tmp_path / "pipeline.yaml", [f"cache.root={cache.root}", *sets]).config
+        return Stage(Project.open(config), new_run(config, [validating.NAME]))
+
+    return made
+
+
+def damage(path: Path, at: int = 5000) -> None:
+    """Change a byte of a file; without a place, one in the middle."""
+    path.chmod(0o600)
+    data = bytearray(path.read_bytes())
+    data[at if at < len(data) else len(data) // 2] ^= 0xFF
+    path.write_bytes(data)
+
+
+def shards(cache: Cache, kind: str) -> list[Path]:
+    return sorted((cache.root / kind / "shards").iterdir())
+
+
+def at_once(cache: Cache) -> tuple[Summary, set[str]]:
+    """Return what a validation in one go finds."""
+    summary, findings = Summary("full"), set[str]()
+    for kind in cache.kinds():
+        for checked in scrub.full(cache.kind(kind)):
+            summary.take(checked)
+            findings |= {json.dumps(one.to_json()) for one in checked.findings}
+    return summary, findings
+
+
+def test_tasks_find_together_what_one_validation_finds(cache: Cache, stage: Callable[..., Stage]) -> None:
+    damage(shards(cache, "scan")[0])
+    shards(cache, "graph")[1].unlink()
+    damage(shards(cache, "graph")[1], -3)
+    run = stage()
+    tasks = run.survey()
+    assert tasks == 3
+    assert sum(map(run.work, range(tasks))) == FILES
+    assert set(run.on) >= {f"scan/{path.name}" for path in shards(cache, "scan")} | {"scan/index", "graph/index"}
+    judged = run.judge()
+    summary, findings = at_once(cache)
+    assert (judged.items, judged.undone, judged.accepted) == (FILES, 0, FILES)
+    assert judged.shards == FILES - len(SHARDS)
+    report = last_report(cache.disk, cache.root)
+    assert report is not None
+    assert REPORT_NAME.fullmatch(report.path.name)
+    assert str(report.path) == judged.report
+    assert {json.dumps(one.to_json()) for one in report.findings()} == findings
+    assert len(findings) >= 3
+    for name in ("shards", "records", "whole", "findings", "lost", "faults", "kinds"):
+        assert getattr(report.summary, name) == getattr(summary, name), name
+    with pytest.raises(CacheDamaged, match=rf"found {summary.findings} faults; {summary.lost} record") as raised:
+        validating.check(run.project, run.folder, judged)
+    assert raised.value.remedy == f"pipeline cache repair --list {report.path}"
+
+
+def test_an_index_that_lies_about_a_file_is_found_in_whatever_task_the_file_is(
+    cache: Cache, stage: Callable[..., Stage]
+) -> None:
+    old, new = shards(cache, "scan")[1:]
+    new.chmod(0o600)
+    new.write_bytes(old.read_bytes())  # whole by itself, and not what the index knows
+    run = stage("cluster.validate.items_per_task=1")
+    for task in range(run.survey()):
+        run.work(task)
+    judged = run.judge()
+    found = {(one.fault, one.shard) for one in read_report(Path(judged.report)).findings()}
+    assert (Fault.INDEX, new.name) in found
+
+
+def test_a_second_attempt_replaces_what_the_first_has_found(cache: Cache, stage: Callable[..., Stage]) -> None:
+    damage(shards(cache, "scan")[0])
+    run = stage()
+    tasks = run.survey()
+    for task in (*range(tasks), *range(tasks)):
+        run.work(task)
+    assert run.judge().summary.findings == at_once(cache)[0].findings
+
+
+def test_a_task_that_was_killed_midway_leaves_nothing_that_counts(cache: Cache, stage: Callable[..., Stage]) -> None:
+    run = stage()
+    tasks = run.survey()
+    for task in range(1, tasks):
+        run.work(task)
+    begun = validating.work(run.project, run.folder, 0, Tell(lambda *_: None))
+    next(begun)
+    begun.close()
+    judged = run.judge()
+    assert (judged.undone, judged.first_undone, judged.report) == (3, "graph/index", "")
+    assert last_report(cache.disk, cache.root) is None
+    assert list(run.folder.found(validating.NAME).glob("*.partial")) == []
+    run.work(0)
+    assert run.judge().undone == 0
+
+
+def test_halves_of_a_task_count_once_beside_the_whole(cache: Cache, stage: Callable[..., Stage]) -> None:
+    damage(shards(cache, "scan")[0])
+    run = stage("cluster.validate.items_per_task=8")
+    assert run.survey() == 1
+    halve = lambda folder, shard: todo.halve_lines(folder.todo(validating.NAME), shard)  # noqa: E731
+    (halves,) = todo.split_shards(run.folder, validating.NAME, [0], halve).values()
+    run.work(halves[0])
+    assert run.judge().undone == FILES // 2
+    run.work(halves[1])
+    by_halves = run.judge().summary
+    run.work(0)
+    for summary in (by_halves, run.judge().summary):
+        assert (summary.findings, summary.shards) == (at_once(cache)[0].findings, FILES - 2)
+
+
+def test_a_file_that_kills_whoever_reads_it_is_left_out_and_reported(cache: Cache, stage: Callable[..., Stage]) -> None:
+    run = stage()
+    tasks = run.survey()
+    bad = shards(cache, "scan")[1].name
+    leave_out(run.folder, validating.NAME, [f"scan/{bad}"], Reason.KILLED_ITS_TASK, "task 2 died of it: SIGBUS")
+    assert sum(map(run.work, range(tasks))) == FILES - 1
+    judged = run.judge()
+    (found,) = read_report(Path(judged.report)).findings()
+    assert (found.kind, found.shard, found.fault) == ("scan", bad, Fault.UNREADABLE)
+    assert "SIGBUS" in found.what
+
+
+def test_report_of_a_cache_that_cannot_be_written_is_kept_in_the_run(cache: Cache, stage: Callable[..., Stage]) -> None:
+    (cache.root / "_reports").write_text("in the way")
+    run = stage()
+    for task in range(run.survey()):
+        run.work(task)
+    assert Path(run.judge().report).parent == run.folder.path
+
+
+def test_validating_again_replaces_the_report_of_the_same_run(cache: Cache, stage: Callable[..., Stage]) -> None:
+    run = stage()
+    for task in range(run.survey()):
+        run.work(task)
+    assert run.judge().report == run.judge().report
+    assert len(list((cache.root / "_reports").iterdir())) == 1
+
+
+def test_a_validation_may_go_on_beside_a_run_that_writes(stage: Callable[..., Stage]) -> None:
+    config = stage().project.config
+    with open_executor(config) as executor:
+        assert refuse_double(config, ["scan"], executor) is None
+        for again in ([validating.NAME], ["scan"]):
+            new_run(config, ["scan"])
+            with pytest.raises(SubmissionRefused, match="already"):
+                refuse_double(config, again, executor)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+class TestTyped:
+    """As people type it, on a cache with records of every kind."""
+
+    def test_a_whole_cache_without_its_data_set_is_whole_and_stays_as_it_is(
+        self, filled: Cached, tmp_path: Path
+    ) -> None:
+        cached = caches.copy_of(filled, tmp_path)
+        before = files_of(cached.cache.root)
+        done = cached.submits("validate", sets=("data.path=nowhere", "cluster.validate.items_per_task=20"))
+        assert done.code == 0, done.err
+        assert "nothing is wrong" in done.out
+        after = files_of(cached.cache.root)
+        (report,) = after.keys() - before.keys()
+        assert report.startswith("_reports/")
+        assert {name: after[name] for name in before} == before
+        summary = cached.report().summary
+        assert (summary.how, summary.findings) == ("full", 0)
+        assert summary.records == summary.whole == sum(map(len, cached.keys().values()))
+        assert cached.census("validate")["items"] == summary.shards + len(cached.cache.kinds())
+        assert "0 of 0" not in cached.types("status").out
+
+    def test_damage_ends_the_run_with_4_and_status_names_the_list_and_what_to_do(
+        self, filled: Cached, tmp_path: Path
+    ) -> None:
+        cached = caches.copy_of(filled, tmp_path)
+        damage(cached.shards("graph")[0])
+        done = cached.submits("validate")
+        report = cached.report()
+        assert done.code == 4, done.err
+        assert f"next: pipeline cache repair --list {report.path}" in done.err
+        assert str(report.path) in done.out
+        (found,) = report.findings()
+        assert (found.kind, found.fault, found.lost) == ("graph", Fault.RECORD, True)
+        status = cached.types("status").out
+        assert "1 thing wrong: 1 record" in status
+        indexes = len(cached.cache.kinds())
+        assert ": damage was found (failed)" in status.splitlines()[0]
+        assert f"{report.summary.shards} shards and {indexes} indexes" in status
+        assert str(report.path) in status
+
+    def test_semantic_validation_as_tasks(self, filled: Cached, tmp_path: Path) -> None:
+        cached = caches.copy_of(filled, tmp_path)
+        done = cached.submits("validate", sets=("cache.check=semantic",))
+        assert done.code == 0, done.err
+        assert cached.report().summary.how == "semantic"
+
+    def test_semantic_validation_with_a_sample_makes_records_anew_in_tasks(
+        self, filled: Cached, tmp_path: Path
+    ) -> None:
+        cached = caches.copy_of(filled, tmp_path)
+        sets = ("cache.check=semantic", "cache.sample=1", "cluster.validate.items_per_task=20")
+        done = cached.submits("validate", sets=sets)
+        assert done.code == 0, done.err + done.out
+        keys, notes = cached.keys(), cached.report().summary.notes
+        anew = ("graphs made anew", "inventories made anew", "embeddings computed again", "files read again")
+        assert [notes[name] for name in anew] == [len(keys[kind]) for kind in ("graph", "scan", "embed", "files")]
+
+    def test_a_plan_says_how_many_files_there_are_and_reads_none(self, filled: Cached, tmp_path: Path) -> None:
+        cached = caches.copy_of(filled, tmp_path)
+        done = cached.types("plan", "--stage", "validate", "--json", sets=("cluster.validate.items_per_task=10",))
+        assert done.code == 0, done.err
+        (plan,) = json.loads(done.out)
+        files = sum(len(cached.shards(kind)) + 1 for kind in cached.cache.kinds())
+        assert (plan["counts"]["items"], plan["tasks"]) == (files, -(-files // 10))
+        assert plan["mem_bytes"] == validating.MEM_BYTES
+
+    @pytest.mark.parametrize("stage", ["validate", "regenerate"])
+    def test_where_no_cache_is_nothing_is_begun(self, filled: Cached, tmp_path: Path, stage: str) -> None:
+        nowhere = Cached(filled.project, tmp_path)
+        done = nowhere.submits(stage)
+        assert done.code == 2
+        assert "no cache is there" in done.err
+        assert list(tmp_path.iterdir()) == []
