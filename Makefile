@@ -34,9 +34,12 @@ bench: .venv/ready       ## the figures of benchmarks/README.md that a small mac
 	python benchmarks/planner.py --out benchmarks/results/planner.json
 	python benchmarks/train.py --out benchmarks/results/train.json
 	python benchmarks/learn.py --out benchmarks/results/learn.json
+	python benchmarks/cache.py --out benchmarks/results/cache.json
+	pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	python benchmarks/cache_compare.py --out benchmarks/results/cache_compare.json
 
 prove: .venv/ready slurm-packages  ## the long proofs: kills, faults, scale; results are committed
-	python benchmarks/prove_store.py --out benchmarks/results/prove_store.json
+	python benchmarks/prove_cache.py --out benchmarks/results/prove_cache.json
 	python benchmarks/scan_memory.py --out benchmarks/results/scan_memory.json
 	python benchmarks/scan_memory.py --stage graph --out benchmarks/results/graph_memory.json
 	python benchmarks/prove_embed.py --out benchmarks/results/prove_embed.json
