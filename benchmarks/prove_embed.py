@@ -33,6 +33,7 @@ from pipeline.runs import embedding
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.project import Project
 from pipeline.runs.submit import WORKER, module_command, new_run
+from pipeline.store import scrub
 from pipeline.structures.synthetic import draw_sequence
 
 PIPELINE = Path(sys.executable).with_name("pipeline")
@@ -110,7 +111,7 @@ def check(folder: Path, project: Project) -> dict[str, int]:
         "missing": len(store.missing(keys)),
         "wrong_shape": sum(len(one.arrays["rows"]) != len(one.meta["text"]) for one in records),
         "not_finite": sum(not np.isfinite(one.arrays["rows"]).all() for one in records),
-        "damaged_shards": sum(not verdict.whole for verdict in store.verify()),
+        "damaged_shards": sum(bool(checked.findings) for checked in scrub.full(store)),
         "published_twice": len(copies) - len(set(copies)),
         "unlike_the_reference": sum(not np.allclose(*pair, atol=1e-4) for pair in zip(rows, wanted, strict=True)),
     }

@@ -24,7 +24,7 @@ from pipeline.store.cache import Cache
 from pipeline.store.disk import Disk
 from pipeline.store.index import ROW, Index, write_index
 from pipeline.store.layout import KindLayout
-from pipeline.store.shard import key_pairs, row_keys, verify_shard
+from pipeline.store.shard import key_pairs, row_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,8 +73,7 @@ def measure(folder: Path) -> list[dict[str, Any]]:
     rows.append(measure_write(folder, keys, records))
     store = Cache(folder / "cache").kind("embed")
     store.write_index()
-    rows += measure_random_read(store, folder / "cache/embed/shards", rng.permutation(keys_array(keys)))
-    return rows + measure_validation(sorted((folder / "cache/embed/shards").iterdir()))
+    return rows + measure_random_read(store, folder / "cache/embed/shards", rng.permutation(keys_array(keys)))
 
 
 def measure_index(folder: Path) -> dict[str, Any]:
@@ -141,28 +140,6 @@ def measure_random_read(store: Store, shards: Path, order: Any) -> list[dict[str
     return [
         compared("cold random read, one at a time", "pread of the same bytes", size, one, target=">= 80%"),
         compared("cold random read, four at once", "pread of the same bytes, 4 threads", size, four, target=">= 80%"),
-    ]
-
-
-def measure_validation(paths: list[Path]) -> list[dict[str, Any]]:
-    size = sum(path.stat().st_size for path in paths)
-    disk = Disk()
-
-    def validate() -> None:
-        assert all(verify_shard(disk, path).whole for path in paths)
-
-    def scan() -> None:
-        assert sum(read_through(path) for path in paths) == size
-
-    def chill() -> None:
-        drop_from_page_cache(paths[0].parent)
-
-    cold = alternate([validate, scan], before=chill)
-    warm = alternate([validate, scan])
-    against = "reading and hashing nothing"
-    return [
-        compared("full validation, cold", against, size, cold, target=">= 85%"),
-        compared("full validation, warm", against, size, warm, target=""),
     ]
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 import struct
 from dataclasses import dataclass
-from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -64,22 +63,6 @@ class ShardTable:
     table_start: int
     header_digest: bytes
     rows: npt.NDArray[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class ShardVerdict:
-    """What a full read of a shard found."""
-
-    name: str
-    size_bytes: int
-    fault: str  # what is wrong with the file around the records; empty when nothing is
-    good: tuple[bytes, ...]
-    damaged: tuple[bytes, ...]
-
-    @property
-    def whole(self) -> bool:
-        """Whether every byte is as it was written."""
-        return not self.fault and not self.damaged
 
 
 class _Placed(NamedTuple):
@@ -208,20 +191,6 @@ def header_fault(disk: Disk, path: Path, table: ShardTable) -> str:
     finally:
         disk.close(fd)
     return "" if xxhash.xxh3_128_digest(header) == table.header_digest else BAD_HEADER
-
-
-def verify_shard(disk: Disk, path: Path) -> ShardVerdict:
-    """Read a shard once from front to back and judge each of its records and what is around them."""
-    try:
-        table = read_table(disk, path)
-    except CacheDamaged as error:
-        return ShardVerdict(path.name, disk.size_of(path), error.what, (), ())
-    header_is_whole, whole_N = read_through(disk, path, table)
-    keys = row_keys(table.rows)
-    good = tuple(compress(keys, whole_N))
-    return ShardVerdict(
-        path.name, table.size_bytes, "" if header_is_whole else BAD_HEADER, good, tuple(compress(keys, ~whole_N))
-    )
 
 
 def read_through(

@@ -16,8 +16,8 @@ from pipeline.errors import SUBMIT_AGAIN, CacheDamaged, RecordMissing
 from pipeline.store.index import IndexDamaged, write_index
 from pipeline.store.layout import written_at
 from pipeline.store.record import BadRecord, Record, decode
-from pipeline.store.shard import DEFAULT_HEADER_BYTES, ShardTable, ShardVerdict, key_pairs, row_keys, verify_shard
-from pipeline.store.snapshot import GONE, IndexState, Snapshot, shard_names
+from pipeline.store.shard import DEFAULT_HEADER_BYTES, ShardTable, key_pairs, row_keys
+from pipeline.store.snapshot import GONE, IndexState, Snapshot
 from pipeline.store.writer import DEFAULT_SHARD_BYTES, StoreWriter
 
 if TYPE_CHECKING:
@@ -177,14 +177,6 @@ class Store:
         mine = rows[rows["hi"].searchsorted(first) : rows["hi"].searchsorted(last, "right")]
         once = first_of_key(mine, at_start=True)
         return int(once.sum()), int(mine["length"][once].sum())
-
-    def verify(self) -> Iterator[ShardVerdict]:
-        """Read every byte of every shard and judge it."""
-        for name in shard_names(self.disk, self.layout):
-            try:
-                yield verify_shard(self.disk, self.layout.shard(name))
-            except OSError as error:
-                yield ShardVerdict(name, 0, error.strerror or str(error), (), ())
 
     def ask(self, question: Callable[[Snapshot], _Answer]) -> _Answer:
         """Return what a snapshot of the whole store answers; it is asked again where its index fails on the way."""

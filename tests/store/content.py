@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipeline.keys import recipe_key
+from pipeline.store import scrub
 
 if TYPE_CHECKING:
     from typing import Any
 
     from pipeline.store.record import Record
+    from pipeline.store.scrub import Checked
+    from pipeline.store.store import Store
     from pipeline.store.writer import StoreWriter
 
 
@@ -48,3 +51,16 @@ def is_right(record: Record, key: bytes) -> bool:
             for name, array in record.arrays.items()
         )
     )
+
+
+def judged(store: Store) -> list[Checked]:
+    """Return what reading every byte of every shard found."""
+    return [checked for checked in scrub.full(store) if checked.shard]
+
+
+def damaged(checked: Checked) -> list[bytes]:
+    return [bytes.fromhex(finding.key) for finding in checked.findings if finding.key]
+
+
+def is_undamaged(store: Store) -> bool:
+    return not any(checked.findings for checked in scrub.full(store))

@@ -12,9 +12,9 @@ import pytest
 from pipeline.errors import CacheDamaged, RecordMissing
 from pipeline.store.cache import Cache
 from pipeline.store.disk import Disk
-from pipeline.store.shard import TRAILER_BYTES, read_table, verify_shard
+from pipeline.store.shard import TRAILER_BYTES, read_table
 from pipeline.store.snapshot import IndexState
-from tests.store.content import is_right, key_of, put
+from tests.store.content import damaged, is_right, is_undamaged, judged, key_of, put
 
 KEYS = [key_of(0), key_of(1), key_of(2)]
 
@@ -51,12 +51,12 @@ def test_a_flipped_bit_in_any_byte_is_caught(filled, shard, tmp_path, indexed, s
     content = shard.read_bytes()
     for place in range(0, len(content), stride):
         overwrite(shard, flip(content, place))
-        verdict = verify_shard(Disk(), shard)
-        assert not verdict.whole
+        (checked,) = judged(Cache(tmp_path / "cache").kind("scan"))
+        assert checked.findings
         in_header, in_records = place < table.data_start, table.data_start <= place < table.table_start
         expected = 3 if in_header else 2 if in_records else 3 if indexed else 0
         assert served(tmp_path / "cache") == expected, place
-        assert len(verdict.damaged) == in_records, place
+        assert len(damaged(checked)) == in_records, place
 
 
 @pytest.mark.parametrize(("indexed", "stride"), [(False, 1), (True, 5)])
@@ -67,7 +67,7 @@ def test_a_shard_cut_anywhere_serves_nothing(filled, shard, tmp_path, indexed, s
     for length in range(0, len(content), stride):
         overwrite(shard, content[:length])
         assert served(tmp_path / "cache") == 0
-        assert not verify_shard(Disk(), shard).whole
+        assert not is_undamaged(Cache(tmp_path / "cache").kind("scan"))
 
 
 def test_a_flipped_bit_is_caught_in_a_callers_memory_that_held_the_right_bytes_before(filled, shard, tmp_path):
@@ -92,7 +92,7 @@ def test_a_shard_that_grew_serves_nothing(filled, shard, tmp_path):
     for tail in (b"\0", content[-TRAILER_BYTES:], content):
         overwrite(shard, content + tail)
         assert served(tmp_path / "cache") == 0
-        assert not verify_shard(Disk(), shard).whole
+        assert not is_undamaged(Cache(tmp_path / "cache").kind("scan"))
 
 
 def test_a_truncated_shard_is_caught_by_who_has_read_it_before(filled, shard):
@@ -221,31 +221,31 @@ def test_a_foreign_file_among_the_shards_is_reported_and_harmless(filled, shard)
     filled.refresh()
     assert filled.missing(KEYS) == []
     assert [name for name, _ in filled.stat().unreadable] == ["foreign.safetensors"]
-    assert sorted(verdict.whole for verdict in filled.verify()) == [False, True]
+    assert sorted(bool(checked.findings) for checked in judged(filled)) == [False, True]
 
 
-def test_verify_names_the_good_and_the_damaged_records(filled, shard):
+def test_a_full_read_names_the_good_and_the_damaged_records(filled, shard):
     rows = read_table(Disk(), shard).rows
     overwrite(shard, flip(shard.read_bytes(), int(rows["offset"][1])))
-    (verdict,) = filled.verify()
-    assert verdict.damaged == (KEYS[1],)
-    assert verdict.good == (KEYS[0], KEYS[2])
-    assert verdict.fault == ""
+    (checked,) = judged(filled)
+    assert damaged(checked) == [KEYS[1]]
+    assert checked.whole == (KEYS[0], KEYS[2])
+    assert len(checked.findings) == 1
 
 
-def test_verify_reads_shards_larger_than_its_buffer(cache, tmp_path):
+def test_a_full_read_takes_shards_larger_than_its_buffer(cache, tmp_path):
     store = cache.kind("scan")
     noise = np.random.default_rng(0).integers(0, 255, 700_000, np.uint8)
     with store.writer() as writer:
         for number in range(5):
             writer.put(key_of(number), {"noise": noise}, {})
-    (verdict,) = store.verify()
-    assert verdict.whole
-    assert len(verdict.good) == 5
+    (checked,) = judged(store)
+    assert not checked.findings
+    assert len(checked.whole) == 5
     (path,) = (tmp_path / "cache/scan/shards").iterdir()
     overwrite(path, flip(path.read_bytes(), 2_000_000))
-    (verdict,) = store.verify()
-    assert verdict.damaged == (key_of(2),)
+    (checked,) = judged(store)
+    assert damaged(checked) == [key_of(2)]
 
 
 def header_of(path):

@@ -26,7 +26,7 @@ from pipeline.store.leftovers import Left, beside, refuse_links
 from pipeline.store.scrub import WHOLE, full, quick
 from pipeline.store.shard import key_pairs
 from pipeline.store.sweep import Fate, Live, mark, sweep
-from tests.store.content import is_right, key_of, put
+from tests.store.content import is_right, is_undamaged, key_of, put
 from tests.store.faulty_disks import FailingDisk, InterruptingDisk, KillingDisk
 
 ROOT = Path(__file__).parents[2]
@@ -82,7 +82,7 @@ def test_a_sweep_leaves_what_is_live_and_of_the_dead_only_what_is_not_worth_a_re
         kept = {key_of(number) for number in there & live} | {key for name in sparse for key in before[name]}
         assert set(again.keys()) == kept
         assert set(again.keys()) == set(Cache(root).kind("scan").keys())
-        assert all(verdict.whole for verdict in again.verify())
+        assert is_undamaged(again)
         assert list((root / "scan/tmp").iterdir()) == []
 
 
