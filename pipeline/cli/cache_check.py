@@ -6,7 +6,7 @@ import json
 import shlex
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -80,23 +80,13 @@ def validate(
     as_json: Json = False,
 ) -> None:
     """Look for damage in the cache, and change nothing; exit 4 if anything is wrong."""
-    from pipeline.errors import ConfigError
     from pipeline.store.findings import damage_found
     from pipeline.store.scrub import Subset
 
-    if quick + full + semantic > 1:
-        what = "a validation is quick, full or semantic: one of them"
-        raise ConfigError(what, where="--quick", remedy="pipeline cache validate")
-    if sample and not semantic:
-        what, remedy = (
-            "a sample is made anew with --semantic alone",
-            f"pipeline cache validate --semantic --sample {sample}",
-        )
-        raise ConfigError(what, where="--sample", remedy=remedy)
+    how = _how(sample, quick=quick, full=full, semantic=semantic)
     loaded = load_config(config, sets)
     cache = _open(loaded)
     part = Subset.parse(subset)
-    how = How.QUICK if quick else How.SEMANTIC if semantic else How.FULL
     stores = [cache.kind(name) for name in _kinds(cache, kind)]
     found = _Found(cache, how.value, part, out, kind or ())
     try:
@@ -108,6 +98,19 @@ def validate(
     _show_found(found, as_json=as_json)
     if found.summary.findings:
         raise damage_found(found.summary, cache.root, found.path)
+
+
+def _how(sample: float, *, quick: bool, full: bool, semantic: bool) -> How:
+    """Return how deep is looked, or refuse what contradicts itself."""
+    from pipeline.errors import ConfigError
+
+    if quick + full + semantic > 1:
+        what = "a validation is quick, full or semantic: one of them"
+        raise ConfigError(what, where="--quick", remedy="pipeline cache validate")
+    if sample and not semantic:
+        what, remedy = "a sample is made anew with --semantic alone", "pipeline cache validate --semantic --sample"
+        raise ConfigError(what, where="--sample", remedy=f"{remedy} {sample}")
+    return How.QUICK if quick else How.SEMANTIC if semantic else How.FULL
 
 
 def repair(
@@ -129,38 +132,52 @@ def repair(
     loaded = load_config(config, sets)
     cache, settle_s = _open(loaded), loaded.config.cache.visibility_s
     report = read_report(damage) if damage else None
-    told, mends, more = repairs.Repaired(), list[repairs.Mend](), 0
-    kinds, stay = dict[str, repairs.Repaired](), dict[Path, str]()
-
-    def show(mend: Mend) -> None:
-        nonlocal more
-        kinds.setdefault(mend.kind, repairs.Repaired()).count(mend)
-        if mend.stays and len(stay) < SHOWN:
-            stay[cache.own(mend.kind).layout.shard(mend.shard)] = mend.stays
-        if as_json or (len(mends) < checks.SHOWN and mend.why != repairs.OUT_OF_DATE):
-            mends.append(mend)
-        else:
-            more += bool(mend.shard)
-
+    shown, told = _Mends(cache, all=as_json), repairs.Repaired()
     files = None if report else _files([cache.kind(name) for name in cache.kinds()])
     with checks.Progress("repair" if yes else "look", files) as progress:
         if yes:
             waits = _waits(settle_s)
             with ask_owner(cache.root):
-                told = repairs.repair(cache, report, done=show, seen=progress.take, settle_s=settle_s, waits=waits)
+                told = repairs.repair(
+                    cache, report, done=shown.take, seen=progress.take, settle_s=settle_s, waits=waits
+                )
         else:
             for mend in repairs.plan(cache, report, seen=progress.take):
                 told.count(mend)
-                show(mend)
+                shown.take(mend)
     if as_json:
-        document = {"root": cache.root, "done": yes, **asdict(told), "files": [_mend_json(mend) for mend in mends]}
-        print_json(document)
+        print_json({"root": cache.root, "done": yes, **asdict(told), "files": [_mend_json(one) for one in shown.mends]})
     else:
-        shown = checks.mended_table(kinds) if yes else checks.mend_table(mends, more)
-        tables.show(*shown, *checks.repaired_lines(told, did=yes))
+        table = checks.mended_table(shown.kinds) if yes else checks.mend_table(shown.mends, shown.more)
+        tables.show(*table, *checks.repaired_lines(told, did=yes))
         _say_next(told, damage, yes=yes)
     if told.stay and (yes or not (told.quarantined or told.indexes)):
-        raise stays_left(stay, told.stay, cache.root)
+        raise stays_left(shown.stay, told.stay, cache.root)
+
+
+@dataclass
+class _Mends:
+    """What is shown of a repair: every shard, or the first ones, and all by kind."""
+
+    cache: Cache
+    all: bool
+    mends: list[Mend] = field(default_factory=list)
+    more: int = 0  # shards that are not shown
+    kinds: dict[str, Repaired] = field(default_factory=dict)
+    stay: dict[Path, str] = field(default_factory=dict)  # the first files that stay, and why
+
+    def take(self, mend: Mend) -> None:
+        """Take in what is done about one shard."""
+        from pipeline.report.checks import SHOWN as ROWS
+        from pipeline.store.repair import OUT_OF_DATE, Repaired
+
+        self.kinds.setdefault(mend.kind, Repaired()).count(mend)
+        if mend.stays and len(self.stay) < SHOWN:
+            self.stay[self.cache.own(mend.kind).layout.shard(mend.shard)] = mend.stays
+        if self.all or (len(self.mends) < ROWS and mend.why != OUT_OF_DATE):
+            self.mends.append(mend)
+        else:
+            self.more += bool(mend.shard)
 
 
 def _say_next(told: Repaired, damage: Path | None, *, yes: bool) -> None:
