@@ -33,13 +33,20 @@ def tally(store: Store, tags: Sequence[bytes] = (), wanted: Integers = NO_KEYS) 
 
 
 def _tally(kind: str, snapshot: Snapshot, tags: Sequence[bytes], wanted: Integers) -> Tally:
-    rows = snapshot.rows()
-    hi, lo, length = (np.ascontiguousarray(rows[name]) for name in ("hi", "lo", "length"))
-    once = first_of_key(rows, at_start=True)
-    tagged = {}
-    for tag in tags:
-        first, last = (np.uint64(int.from_bytes(tag.ljust(8, fill), "big")) for fill in (b"\0", b"\xff"))
-        mine = slice(hi.searchsorted(first), hi.searchsorted(last, "right"))
-        tagged[tag] = int(once[mine].sum()), int(length[mine][once[mine]].sum())
-    absent = wanted[~are_among(wanted[:, 0], wanted[:, 1], hi, lo)]
-    return Tally(stat_of(kind, snapshot, int(once.sum())), tagged, absent)
+    bounds = {tag: [np.uint64(int.from_bytes(tag.ljust(8, fill), "big")) for fill in (b"\0", b"\xff")] for tag in tags}
+    tagged = dict.fromkeys(tags, (0, 0))
+    is_there = np.zeros(len(wanted), bool)
+    wanted_hi, wanted_lo = (np.ascontiguousarray(wanted[:, half]) for half in (0, 1))
+    records, before = 0, None  # the last key of the piece before
+    for rows in filter(len, snapshot.pieces_in_order()):
+        hi, lo, length = (np.ascontiguousarray(rows[name]) for name in ("hi", "lo", "length"))
+        once = first_of_key(rows, at_start=before != (hi[0], lo[0]))
+        before = hi[-1], lo[-1]
+        records += int(once.sum())
+        for tag, (first, last) in bounds.items():
+            mine = slice(hi.searchsorted(first), hi.searchsorted(last, "right"))
+            some, size_bytes = tagged[tag]
+            tagged[tag] = some + int(once[mine].sum()), size_bytes + int(length[mine][once[mine]].sum())
+        asked = slice(wanted_hi.searchsorted(hi[0]), wanted_hi.searchsorted(hi[-1], "right"))
+        is_there[asked] |= are_among(wanted_hi[asked], wanted_lo[asked], hi, lo)
+    return Tally(stat_of(kind, snapshot, records), tagged, wanted[~is_there])
