@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 from dataclasses import dataclass
@@ -40,5 +41,6 @@ class Command:
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
+            gc.enable()  # a command of its own process may leave it off
         captured = self._capsys.readouterr()
         return Outcome(code, captured.out, captured.err)

@@ -46,7 +46,8 @@ def embeddings(recipe: Recipe) -> Iterator[Mapping[str, Any]]:
 
 def tell(project: Project, stages: Iterable[str], file: Path | None) -> None:
     """Leave word in the cache that a configuration uses it, before anything relies on what is there."""
-    config, tags = project.config, set[tuple[str, bytes]]()
+    config, tags, stages = project.config, set[tuple[str, bytes]](), list(stages)
+    fills = any(workflow.stage(stage).kinds for stage in stages)
     wanted = {name for stage in stages for name in workflow.up_to(stage)}
     for kind in RECIPE_KINDS:
         with suppress(PipelineError):  # what cannot be told is not used either: a script may do without weights
@@ -55,7 +56,8 @@ def tell(project: Project, stages: Iterable[str], file: Path | None) -> None:
         return
     user = user_of(config_name(file), str(config.cluster.runs.absolute()), tags)
     for cache in (project.cache, *project.cache.under):
-        if not register(cache.disk, cache.root, user):
+        is_there = fills or cache.root.is_dir()  # what is not there, and stays so, has nothing to keep
+        if is_there and not register(cache.disk, cache.root, user):
             what = "it cannot be written down that this project uses the cache: who cleans it does not know"
             log.warning("%s: %s", cache.root, what)
 
