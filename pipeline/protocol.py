@@ -9,10 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor, nn
+
+    from pipeline.records import Entry, Rejection
 
 Batch: TypeAlias = Any  # whatever `collate` returns and `loss` takes
 Sizes: TypeAlias = "Mapping[str, int]"  # what drives memory, by name
@@ -81,3 +85,36 @@ class Outputs(Protocol):
 
     def metrics(self, outputs: Mapping[str, Any]) -> Mapping[str, float]:
         """Return figures of a whole split, from all its outputs."""
+
+
+@runtime_checkable
+class Contrastive(Protocol):
+    """A task whose loss compares every item of a step with every other, such as in-batch negatives.
+
+    Its step makes two passes: all items are embedded, the loss of them all is taken, and its gradients go back through
+    each micro-batch. So 8 micro-batches of 16 have the 128 negatives of one batch of 128, over all ranks.
+    """
+
+    def embed(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Return tensors with a row for each item of a batch."""
+
+    def contrast(self, model: nn.Module, embedded: Mapping[str, Tensor]) -> Mapping[str, tuple[Tensor, Tensor | float]]:
+        """Return each term's sum and weight, of all items of a step; the model may hold a temperature."""
+
+
+class Reader(Protocol):
+    """Items that are no structures: spectra, pairs, whatever files hold.
+
+    `data: {source: reader, reader: "mylab.spectra:Spectra", path: …, options: {…}}` names a class like this, which is
+    called with `path` and the options. An item is arrays by name: see `records.Entry`. Tasks find them as
+    `item.values["peaks.mz"]`, and `cost` is told how many rows there are along each axis: `peaks`.
+    """
+
+    def files(self) -> Iterable[Path]:
+        """Return the files that the items are read from."""
+
+    def entries(self) -> Iterator[Entry | Rejection]:
+        """Yield every item in order, or why there is none in its place; nothing may grow with the number of items."""
+
+    def read(self, place: Any) -> Mapping[str, NDArray[Any]]:
+        """Return the arrays of an item, the same as before; several threads ask at once."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from numpy.typing import NDArray
 
 
 class Reason(str, Enum):
@@ -48,6 +50,7 @@ class Reason(str, Enum):
     GRAPH_FAILED = "graph_failed"
     ROWS_MISMATCH = "rows_mismatch"
     KILLED_ITS_TASK = "killed_its_task"
+    BAD_ENTRY = "bad_entry"  # of a reader's file
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,16 @@ class Rejection:
     def from_json(cls, data: Mapping[str, Any]) -> Rejection:
         """Read what `to_json` wrote."""
         return cls(**{**data, "reason": Reason(data["reason"])})
+
+
+class Entry(NamedTuple):
+    """An item that is no structure, as a reader finds it."""
+
+    id: str
+    place: Any  # where it is, as JSON data: what `read` is given
+    arrays: Mapping[str, NDArray[Any]]  # `peaks.mz` is as long as all `peaks.…`; `mass` is one an item
+    split: str = ""
+    origin: str = ""  # where people find it: file and line, or file and number
 
 
 class Kind(str, Enum):

@@ -19,7 +19,7 @@ from pipeline.graphs import graph as graphs
 from pipeline.graphs import pyg
 from pipeline.graphs.graph import CROSS, EDGE, LABEL, NODE, PATH, RESIDUE
 from pipeline.records import Role
-from pipeline.training.fields import CENTRE, EMBEDDING, ENCODED, PTR, nodes_axis
+from pipeline.training.fields import CENTRE, EMBEDDING, ENCODED, OF_GRAPHS, PTR, nodes_axis
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,6 +54,7 @@ class Graph:
     cross: Mapping[str, Tensor]
     labels: Mapping[str, Tensor]
     rng: np.random.Generator  # the item's own in this epoch, whatever batch it is in
+    values: Mapping[str, Tensor] = field(default_factory=dict)  # what a reader gave, by its names
 
     def pyg(self) -> Any:
         """Return the item as PyTorch Geometric has it, embeddings as `x`, over the same memory, which is the host's."""
@@ -216,6 +217,7 @@ class Items(Sequence[Graph]):
             cross=_below(mine, CROSS),
             labels=_below(mine, LABEL),
             rng=rng_of(batch.origin, batch.ids[place]),
+            values={name: tensor for name, tensor in mine.items() if name.partition(".")[0] not in OF_GRAPHS},
         )
 
     def _rows(self, name: str, place: int) -> Tensor:

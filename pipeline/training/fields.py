@@ -2,6 +2,8 @@
 
 A field of a batch has the name of the array, `receptor.node.pos`, but for edges: `receptor.edge.near` and `cross.near`
 are pairs. An axis is what has as many rows in all its fields: `receptor.node`, `receptor.edge.near`, `label.contact`.
+
+What a reader gives (`protocol.Reader`) is named more simply: `peaks.mz` lies along `peaks`, `precursor` is one an item.
 """
 
 from __future__ import annotations
@@ -17,6 +19,9 @@ EMBEDDING, ENCODED, PTR = "embedding", "encoded", "ptr"
 RECEPTOR, LIGAND = Role.RECEPTOR.value, Role.LIGAND.value
 CENTRE = "centre"  # what ends so is one vector an item
 PAIRS = "pairs"  # a label that ends so holds nodes: of the receptor, of the ligand
+OF_GRAPHS = frozenset(
+    {*(role.value for role in Role), CROSS, LABEL, PTR}
+)  # with which the names of a graph's arrays begin
 
 
 class Form(Enum):
@@ -42,6 +47,8 @@ class Field:
 def parse(name: str) -> Field:
     """Take the name of an array apart."""
     first, *rest = name.split(".")
+    if first not in OF_GRAPHS:
+        return Field(name, Form.ROWS, first) if rest else Field(name, Form.ITEM)
     if rest[-1].endswith(CENTRE):
         return Field(name, Form.ITEM)
     if first == CROSS:
