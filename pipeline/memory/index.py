@@ -184,7 +184,9 @@ class Index:
 
 
 def _connect(path: Path, how: str) -> sqlite3.Connection:
-    return sqlite3.connect(f"file:{quote(os.fsencode(path.absolute()))}?{how}", uri=True, isolation_level=None)
+    name = f"file:{quote(os.fsencode(path.absolute()))}?{how}"
+    # Whatever thread collects garbage may close it: a loader's, too.
+    return sqlite3.connect(name, uri=True, isolation_level=None, check_same_thread=False)
 
 
 def _sync(path: Path) -> None:

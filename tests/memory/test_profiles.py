@@ -7,6 +7,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -313,3 +314,11 @@ def test_a_look_up_costs_the_same_however_much_is_remembered(tmp_path: Path) -> 
         return len(taken)
 
     assert 0 < steps(tmp_path / "more", 8000) <= 1.1 * steps(tmp_path / "less", 2000)
+
+
+def test_another_thread_may_let_go_of_what_was_measured_as_whoever_collects_garbage_does(tmp_path: Path) -> None:
+    remember(tmp_path, range(3))
+    profiles = Profiles(tmp_path)
+    assert profiles.pace("embed", "ab12", "north") == 0.25
+    with ThreadPoolExecutor(1) as other:
+        other.submit(profiles._index.close).result()
