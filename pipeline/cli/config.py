@@ -34,6 +34,7 @@ def check(config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -
     """Say whether the configuration is valid and what it names exists."""
     from pipeline.config import load
     from pipeline.errors import ConfigError
+    from pipeline.runs import entering
     from pipeline.runs.project import Project, source_spec
     from pipeline.runs.scripted import inspect
     from pipeline.structures.sources import items
@@ -44,10 +45,15 @@ def check(config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -
         print_json({"config": str(loaded.path), "missing": missing})
     if missing:
         raise ConfigError("\n".join(missing), remedy=f"edit {loaded.path}, or use --set KEY=VALUE")
-    project = Project.open(loaded.config, remember=False, strict=True)  # which refuses caches that cannot be under it
+    beside = loaded.base_dir.absolute()
+    project = Project.open(loaded.config, remember=False, beside=beside, strict=True)  # which refuses caches under it
     if loaded.config.train.command is not None:
         inspect(project)  # which refuses a command that cannot be meant
-    next(items(source_spec(loaded.config)), None)  # which refuses settings that the source would not heed
+    if entering.is_reader(loaded.config):
+        entering.inspect(project)
+        entering.refuse_crop(loaded.config)
+    else:
+        next(items(source_spec(loaded.config)), None)  # which refuses settings that the source would not heed
     if loaded.config.train.task is not None:
         _check_task(loaded)
     if not as_json:
@@ -60,12 +66,14 @@ def _check_task(loaded: Loaded) -> None:
     from pipeline.runs.contract import breaches
     from pipeline.runs.project import Project
     from pipeline.runs.tasks import load_task
-    from pipeline.runs.training import misfits, some_items
+    from pipeline.runs.training import misfits, some_items, told_sizes
 
     train, beside = loaded.config.train, loaded.base_dir.absolute()
     task = load_task(train.task, train.options, beside=beside)
     project = Project.open(loaded.config, remember=False, beside=beside)
-    found = [*misfits(project), *breaches(task, items=some_items(project), seed=train.seed)]
+    told = told_sizes(project)
+    items, padded = some_items(project), train.batching == "padded"
+    found = [*misfits(project), *breaches(task, items=items, seed=train.seed, told=told, padded=padded)]
     if found:
         remedy = "what a task must have: pipeline/protocol.py"
         raise ConfigError("\n".join(found), where=f"train.task: {train.task}", remedy=remedy)

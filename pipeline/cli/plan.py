@@ -69,18 +69,18 @@ def plan(
         what = f"{'--gpu' if gpu else '--probe'} is about training, but --stage is {stage.value}"
         raise ConfigError(what, where="pipeline plan", remedy="pipeline plan --stage train")
     with open_executor(loaded.config) as executor:
-        project = Project.open(loaded.config, remember=False, strict=True)
+        project = Project.open(loaded.config, remember=False, strict=True, beside=loaded.base_dir.absolute())
         if stage is Planned.TRAIN and loaded.config.train.command is not None:
             _show_script(project, executor, measured=bool(gpu or probe), as_json=as_json)
             return
         if loaded.config.cluster.executor == "slurm" and executor.limits == Limits():
             typer.echo(UNTOLD, err=True)
         if stage is Planned.TRAIN:
-            again = graph_command(config, sets or ())
+            again = graph_command(config, sets or (), loaded.config)
             found_one = _training(loaded, project, executor, gpus=gpu or (), probing=probe, again=again)
             _show_training(found_one, as_json=as_json)
             return
-        names = everything(loaded.config) if stage is Planned.ALL else up_to(stage.value)
+        names = everything(loaded.config) if stage is Planned.ALL else up_to(stage.value, loaded.config)
         names = [name for name in names if not STAGES[name].together]  # those are planned by tracing a step
         found = [one.to_json() for one in estimates(project, names, executor, loaded.origins)]
     if as_json:

@@ -97,7 +97,7 @@ def submit(
     if stage is StageName.REGENERATE:
         project, stages = to_regenerate(project, damage_list)
     else:
-        stages = everything(chosen) if stage is StageName.ALL else up_to(stage.value)
+        stages = everything(chosen) if stage is StageName.ALL else up_to(stage.value, chosen)
         stages = stages[-1:] if only else stages
     if not stages:
         typer.echo(f"nothing to regenerate: {damage_list} names no record that is lost")
@@ -121,12 +121,13 @@ def _refuse_unplanned(project: Project, stages: list[str]) -> None:
     """Refuse a stage alone whose graphs are not there."""
     from pipeline.errors import ConfigError
     from pipeline.runs import workflow
+    from pipeline.runs.entering import unmade
     from pipeline.runs.loading import made_table
 
     for stage in map(workflow.stage, stages):
         if stage.together and project.config.train.task is not None and made_table(project) is None:
-            what = "the graphs of this data set are not made with this configuration"
-            raise ConfigError(what, where="--only", remedy=f"pipeline submit --stage {stage.name}   (without --only)")
+            remedy = f"pipeline submit --stage {stage.name}   (without --only)"
+            raise ConfigError(unmade(project.config), where="--only", remedy=remedy)
 
 
 def to_regenerate(project: Project, damage_list: Path | None) -> tuple[Project, list[str]]:

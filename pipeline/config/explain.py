@@ -84,7 +84,8 @@ def _suggestion(word: str, names: list[str], cutoff: float = 0.6) -> str:
 
 def _choices(key: KeyPath) -> list[str]:
     annotation = FIELDS[key].annotation if key in FIELDS else None
-    return [str(choice) for choice in get_args(annotation)] if get_origin(annotation) is Literal else []
+    either = (annotation, *get_args(annotation))  # a choice, or a choice or nothing
+    return [str(choice) for one in either if get_origin(one) is Literal for choice in get_args(one)]
 
 
 def _is_plain(text: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import PlainSerializer, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 WANTS = "wants"  # the type of the errors raised here; their message completes "wants ..., got ..."
 SMALLEST_MEMORY_BYTES = 16 << 20
 
+_PLAIN = ("string", "number", "boolean", "null")  # as JSON calls them
 _UNITS = "KMGTP"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGTP])(?:i?B)?", re.IGNORECASE | re.ASCII)
 _CLOCK = re.compile(r"(?:(\d{1,5})-)?(\d{1,5}):([0-5]\d):([0-5]\d)", re.ASCII)
@@ -50,6 +51,16 @@ def format_duration(seconds: int) -> str:
     days, rest = divmod(seconds, 86400)
     clock = f"{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
     return f"{days}-{clock}" if days else clock
+
+
+def parse_option(value: object) -> object:
+    """Return what a class may be called with: something plain, or a list of such."""
+    if isinstance(value, list | tuple):
+        if all(map(_is_plain, value)):
+            return tuple(value)
+    elif _is_plain(value):
+        return value
+    raise _wants("text, a number, true, false, null, or a list of these")
 
 
 def parse_auto_count(value: object, *, at_least: int) -> int | Literal["auto"]:
@@ -94,6 +105,10 @@ def _bytes(value: object) -> int | None:
     if match is None:
         return None
     return int(float(match[1]) * (1 << 10 * (_UNITS.index(match[2].upper()) + 1)))
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, str | int | float)
 
 
 def _seconds(text: str) -> int:
@@ -165,4 +180,9 @@ NodeFolder: TypeAlias = Annotated[
     str | None,
     PlainValidator(parse_node_folder),
     WithJsonSchema({"anyOf": [{"type": "string", "pattern": "^[/$~]"}, {"type": "null"}]}),
+]
+Option: TypeAlias = Annotated[
+    Any,
+    PlainValidator(parse_option),
+    WithJsonSchema({"anyOf": [{"type": list(_PLAIN)}, {"type": "array", "items": {"type": list(_PLAIN)}}]}),
 ]

@@ -18,6 +18,7 @@ from pipeline.config.quantities import (
     Duration,
     Memory,
     NodeFolder,
+    Option,
     Size,
     SizeOrNone,
 )
@@ -26,6 +27,7 @@ KeyPath: TypeAlias = tuple[str, ...]
 Name: TypeAlias = Annotated[str, StringConstraints(min_length=1)]
 
 CONFLICT = "conflict"  # the type of the errors about keys that do not go together
+OF_STRUCTURES = ("structures_dir", "pattern", "splits", "state", "receptor_chains", "ligand_chains", "partners")
 # A stage is called as a method of pydantic's models is, which is deprecated and which nobody calls.
 warnings.filterwarnings("ignore", 'Field name "validate" in "Cluster"', UserWarning)
 STRUCTURE_PATTERNS = tuple(
@@ -40,12 +42,20 @@ class Section(BaseModel):
 
 
 class Data(Section):
-    """Which complexes to use, and how the files say what belongs together."""
+    """Which items to use, and how the files say what belongs together."""
 
-    source: Literal["manifest", "pairs", "sabdab", "pinder", "glob", "fasta"] = Field(
-        default="manifest", description="How the data set is laid out."
+    source: Literal["manifest", "pairs", "sabdab", "pinder", "glob", "fasta", "reader"] = Field(
+        default="manifest", description="How the data set is laid out; reader: as a class of your own reads it."
     )
     path: Path = Field(description="The file (manifest, sabdab, pinder, fasta) or folder (pairs, glob) to read.")
+    reader: Name | None = Field(
+        default=None,
+        pattern=r"^[\w.]+:\w+$",
+        description="What reads items that are no structures, as package.module:Name.",
+    )
+    options: dict[Name, Option] = Field(
+        default={}, description="What the reader's class is called with, by name, besides path."
+    )
     structures_dir: Path | None = Field(
         default=None, description="Folder of the structure files that a table names; null: beside the table."
     )
@@ -81,6 +91,20 @@ class Data(Section):
     def _partners_share_no_chain(self) -> Data:
         if shared := sorted(set(self.receptor_chains) & set(self.ligand_chains)):
             raise _conflict("ligand_chains", f"{', '.join(shared)} is also in receptor_chains: a chain has one side")
+        return self
+
+    @model_validator(mode="after")
+    def _a_reader_is_named(self) -> Data:
+        if self.source == "reader" and self.reader is None:
+            raise _conflict("source", "reader needs the name of a class: data.reader: package.module:Name")
+        if self.source != "reader" and (self.reader is not None or self.options):
+            key = "options" if self.reader is None else "reader"
+            raise _conflict(key, f"is for data.source: reader, and the source is {self.source}")
+        if "path" in self.options:
+            raise _conflict("options", "path is data.path, which a reader is given anyway")
+        for key in OF_STRUCTURES if self.source == "reader" else ():
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise _conflict(key, "is for structures: what a reader takes, such as splits, is in data.options")
         return self
 
 
@@ -296,11 +320,12 @@ class Train(Section):
     task: Name | None = Field(
         default=None, pattern=r"^[\w.]+:\w+$", description="The model and its loss, as package.module:Name."
     )
-    options: dict[Name, str | int | float | bool | None] = Field(
-        default={}, description="What the task's class is called with, by name."
-    )
+    options: dict[Name, Option] = Field(default={}, description="What the task's class is called with, by name.")
     command: Name | None = Field(
         default=None, description="A script of your own in place of a task; {micro_batch} and others are filled in."
+    )
+    preset: Literal["standard", "careful", "extreme"] | None = Field(
+        default=None, description="Settings to begin with, from configs/presets; what is written here beats them."
     )
     models: Path = Field(default=Path("models"), description="Folder of what is trained, a folder each.")
     pretrained: Path | None = Field(default=None, description="Weights to begin with: a file, or a checkpoint.")

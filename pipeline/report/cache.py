@@ -92,7 +92,7 @@ def holdings_lines(told: Mapping[str, Any]) -> list[RenderableType]:
     shown: list[RenderableType] = [_missing_line(one, now) for one in told["missing"]]
     if told["missing"]:
         shown += [f"{kind}: not known yet: pipeline submit --stage {kind}   {TO_LOOK}" for kind in told["not_known"]]
-    else:
+    elif told["not_known"]:  # what a reader gives needs nothing
         shown.append(f"what this data set needs is not known yet: {NOT_KNOWN}   {TO_LOOK}")
     if last := told["last_validation"]:
         shown += _validation_lines(last, now)

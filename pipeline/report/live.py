@@ -18,7 +18,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from pipeline.report.tables import UNIT, speed
+from pipeline.report.tables import UNIT, read_so_far, speed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,6 +34,7 @@ class Stage(Protocol):
 
     name: str
     missing: int
+    figures: dict[str, Mapping[str, float]]  # process → what it measured
 
     @property
     def items_done(self) -> int:
@@ -84,7 +85,8 @@ class Live:
         if stage.missing == 0:
             return
         rejected = sum(stage.reasons.values())
-        figures, left_out = speed(stage.measured()), [f"{rejected:,} rejected"] if rejected else []
+        figures = [*speed(stage.measured()), *read_so_far(stage.figures)]
+        left_out = [f"{rejected:,} rejected"] if rejected else []
         note = ", ".join([*figures, *left_out])
         if self._console.is_terminal:
             if self._console.width < WIDE:  # the bar and the count matter more

@@ -49,6 +49,7 @@ STORIES_SHOWN = 5
 SCRIPT, FIGURES_SHOWN = "script.", 8  # what a script of the user's own tells of itself
 TASKS_NAMED = 5
 FINDINGS = "findings"  # a figure of validation
+ITEMS_READ = "items_read"  # a figure of a scan by a reader
 VALIDATED = ("records", "whole", "lost")
 # What may become of a record that a damage list names.
 REGENERATED = {
@@ -202,7 +203,12 @@ def stage_line(name: str, counts: Mapping[str, int]) -> str:
     waiting = f"; {plural(counts['waiting'], 'item')} still to scan" if counts.get("waiting") else ""
     if counts.get("unkept"):
         parts = ["built when they are read (graph.cache: false)"]
-    return f"{name}: {plural(counts['items'], UNIT[name])}: {', '.join(parts)}{tasks}{residues}{waiting}"
+    return f"{name}: {plural(counts['items'], _unit(name, counts))}: {', '.join(parts)}{tasks}{residues}{waiting}"
+
+
+def _unit(name: str, counts: Mapping[str, Any]) -> str:
+    """Return what a stage works through: a reader's data set is read as one."""
+    return "data set" if counts.get("sets") else UNIT[name]
 
 
 def plan_table(plans: Iterable[tuple[str, Mapping[str, int], int, int, Asked | None]]) -> Table:
@@ -211,7 +217,7 @@ def plan_table(plans: Iterable[tuple[str, Mapping[str, int], int, int, Asked | N
     for name, counts, made_bytes, cpus, ask in plans:
         asks = ("", "", "") if ask is None else (cpus, size(ask.mem_bytes), duration(ask.time_s))
         disk = size(made_bytes) if made_bytes else ""
-        rows.append((name, f"{UNIT[name]}s", *(f"{counts[column]:,}" for column in PLANNED), *asks, disk))
+        rows.append((name, f"{_unit(name, counts)}s", *(f"{counts[column]:,}" for column in PLANNED), *asks, disk))
     columns = ("stage", "of", *PLANNED, "cpus", "mem", "time limit", "disk")
     return table(columns, rows, right=" ".join((*PLANNED, "cpus", "mem", "disk")))
 
@@ -232,6 +238,8 @@ def trained_lines(census: Mapping[str, Any]) -> list[str]:
         figures = ", ".join(f"{name} {_figure(value)}" for name, value in best["validation"].items())
         said.append(f"best epoch, by {monitor}, is {best['epoch']} of {census['epochs']}: {figures}")
     said += [f"{plural(census['ooms'], 'out-of-memory')} survived"] if census["ooms"] else []
+    climbed = [f"{plural(items, 'item')} by {rung}" for rung, items in census.get("remedied", {}).items()]
+    said += [f"remedies: {', '.join(climbed)}"] if climbed else []
     said += [f"{plural(census['cropped'], 'item')} cropped"] if census["cropped"] else []
     return [*said, f"model: {census['folder']}"]
 
@@ -255,6 +263,12 @@ def found_so_far(figures: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Say how much a validation that goes on has found."""
     found = sum(int(one.get(FINDINGS, 0)) for one in figures.values())
     return [f"{plural(found, 'thing')} wrong so far"] if found else []
+
+
+def read_so_far(figures: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Say how many items a reader has given so far."""
+    read = sum(int(one.get(ITEMS_READ, 0)) for one in figures.values())
+    return [f"{plural(read, 'item')} read so far"] if read else []
 
 
 def _figure(value: float | None) -> str:
@@ -362,7 +376,7 @@ def run_report(run: Mapping[str, Any]) -> list[RenderableType]:
         counts = f"{stage['cached']:,} cached, {stage['items_done']:,} of {stage['missing']:,} done"
         if name == "validate":
             counts = f"{stage['items_done']:,} read"
-        counts = f"{validated_files(stage) or plural(stage['items'], UNIT[name])}, {counts}"
+        counts = f"{validated_files(stage) or plural(stage['items'], _unit(name, stage))}, {counts}"
         if name == "regenerate":
             counts = named_records(stage["items"])
         state = DAMAGED if found_damage(stage) else stage["state"]
@@ -370,7 +384,7 @@ def run_report(run: Mapping[str, Any]) -> list[RenderableType]:
         shown += tasks_line(stage)
         shown += memory_line(stage)
         shown += script_figures(stage["figures"])
-        shown += [] if stage["census"] else found_so_far(stage["figures"])
+        shown += [] if stage["census"] else [*found_so_far(stage["figures"]), *read_so_far(stage["figures"])]
         shown += [", ".join(speed(stage["measured"]))] if stage["measured"] else []
         if stage["census"]:
             shown += CENSUS[name](stage["census"])

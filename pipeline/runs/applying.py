@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from pipeline.errors import ConfigError, DataError, JobFailed
+from pipeline.runs.entering import unmade
 from pipeline.runs.folder import writing
 from pipeline.runs.judged import Judged
 from pipeline.runs.left_out import left_out
+from pipeline.runs.loading import rows_of, source_of
 from pipeline.runs.planning import Work, sizes_of
 from pipeline.runs.preparing import folder_of, prepare
 from pipeline.runs.tasks import load_task
 from pipeline.runs.todo import Found, Shard
-from pipeline.runs.training import UNPLANNED_BYTES, said, source_of
+from pipeline.runs.training import UNPLANNED_BYTES, said
 from pipeline.training.dataset import Table
-from pipeline.training.embeddings import Embeddings
 from pipeline.training.prepared import ModelFolder, Prepared
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def survey(project: Project, folder: RunFolder | None, name: str, is_done: IsDon
     if prepared is None:  # the graphs are not there yet
         if folder is None:
             return unplanned
-        what = "there are no graphs of this data set"
+        what = unmade(project.config)
         raise DataError(what, where=str(project.config.data.path), remedy=_training(folder, name))
     chosen = choose(project, prepared, name)
     if chosen is None:
@@ -257,7 +258,7 @@ def job_of(
         made=ahead.made,
         make_step=lambda: work.step(choice, device=device, scaled=True),
         source=lambda one: source_of(project, one),
-        embeddings=lambda: Embeddings(project.encoding.shelves.embeddings, project.encoding.recipe),
+        embeddings=lambda: rows_of(project),
         choose=select,
         parts=lambda chosen: parts(project, replace(ahead, chosen=chosen)),
         known_N=ahead.done_N,

@@ -20,9 +20,10 @@ from pipeline.errors import ConfigError, PipelineError
 from pipeline.records import Inventory, Item, Rejection
 from pipeline.report.tables import size
 from pipeline.runs import linted, scheduler
+from pipeline.runs.entering import is_reader, reader_of, tried
 from pipeline.runs.executors import local_machine
 from pipeline.runs.finding import Finding, Verdict, failed
-from pipeline.runs.project import recipe_of, source_spec
+from pipeline.runs.project import Project, recipe_of, source_spec
 from pipeline.stages.scan import glance
 from pipeline.store.cache import Cache
 from pipeline.structures.files import paths
@@ -106,6 +107,9 @@ def _data(loaded: Loaded) -> Iterator[Finding]:
         yield Finding("data", Verdict.BAD, missing, f"edit {loaded.path}", exit_code=2)
         return
     config = loaded.config
+    if is_reader(config):
+        yield _entries(Project.open(config, remember=False, beside=loaded.base_dir.absolute()))
+        return
     found = list(islice(items(source_spec(config)), LOOKED_AT))
     good = [one for one in found if isinstance(one, Item)]
     bad = [one for one in found if isinstance(one, Rejection)]
@@ -122,9 +126,21 @@ def _data(loaded: Loaded) -> Iterator[Finding]:
         yield Finding("data", Verdict.NOTE if bad else Verdict.OK, f"{config.data.path}: {count} items listed{refused}")
 
 
+def _entries(project: Project) -> Finding:
+    """See what a reader makes of the beginning of its data set."""
+    taken, path = tried(reader_of(project), LOOKED_AT), project.config.data.path
+    if not len(taken.table):
+        what = f"no usable item among the first {taken.entries} at {path}"
+        return Finding("data", Verdict.BAD, what, "pipeline config show   (see data.*)", exit_code=3)
+    verdict = Verdict.OK if len(taken.table) == taken.entries else Verdict.NOTE
+    return Finding("data", verdict, f"{path}: {len(taken.table)} of the first {taken.entries} items can be used")
+
+
 def _weights(loaded: Loaded) -> Iterator[Finding]:
     """See whether the checkpoint is there and is one of ESM-2; nothing but embedding needs it."""
     config = loaded.config
+    if is_reader(config):
+        return
     try:
         path = find(config.embed.weights)
     except ConfigError as error:

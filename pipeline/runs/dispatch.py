@@ -177,7 +177,8 @@ class Dispatch:
         limits = self._limits(stage, status)
         for task in [task for task in status.work.values() if task.open and task.ended]:
             tries = self._config.cluster.supervisor.tries
-            means = Means(limits, shards[task.number].items, tries, is_whole=stage.name == training.NAME)
+            items, is_whole = shards[task.number].items, stage.name == training.NAME
+            means = Means(limits, items, tries, is_read_once=status.sets > 0, is_whole=is_whole)
             decision = decide(task.ended, means)
             if isinstance(decision, Split):
                 splits[task.number] = decision

@@ -96,6 +96,11 @@ class RunFolder:
         return self.path / "table.txt"
 
     @property
+    def entered(self) -> Path:
+        """What was read of items that are no structures, and from what."""
+        return self.path / "entered.json"
+
+    @property
     def rejected(self) -> Path:
         """Every item that was left out, a line each, with the reason."""
         return self.path / "rejected.jsonl"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.keys import recipe_tag
 from pipeline.runs import remembered
+from pipeline.runs.entering import is_reader
 from pipeline.store.cache import Cache, RecipeStat
 from pipeline.store.findings import damage_found, last_report
 from pipeline.store.layout import KindLayout
@@ -124,7 +125,9 @@ def holdings(config: Config) -> Holdings:
 
 
 def _needed_kinds(config: Config) -> tuple[str, ...]:
-    """Return the kinds that a data set needs: of sequences alone no graphs are made."""
+    """Return the kinds that a data set needs: of sequences alone no graphs are made, of what a reader gives nothing."""
+    if is_reader(config):
+        return ()
     has_graphs = config.graph.cache and config.data.source != "fasta"
     return tuple(kind for kind in remembered.KINDS if kind != "graph" or has_graphs)
 

@@ -28,7 +28,7 @@ def check(loaded: Loaded) -> Iterator[Finding]:
         yield Finding("settings", verdict, f"{found.what}: {found.why}", remedy, exit_code=2 if bad else 0)
     if loaded.config.train.task is not None:
         try:
-            load_task(loaded.config.train.task, beside=loaded.base_dir)
+            load_task(loaded.config.train.task, loaded.config.train.options, beside=loaded.base_dir)
         except PipelineError as error:
             yield finding.failed("task", error)
         else:

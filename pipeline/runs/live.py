@@ -9,6 +9,7 @@ from pipeline.encoder.residues import texts
 from pipeline.errors import ConfigError, DataError
 from pipeline.records import Item, Reason
 from pipeline.runs import todo
+from pipeline.runs.entering import is_reader
 from pipeline.stages.scan import glance, look_up
 from pipeline.structures.files import paths
 
@@ -49,6 +50,8 @@ def needed(project: Project, *, embeddings: bool = True, on: Callable[[int], Non
     never make records seem useless that took days.
     """
     found = Needed()
+    if is_reader(project.config):
+        return found  # the tables of what a reader gives stay for the runs that name them
     recipe = project.encoding.recipe if embeddings else None
     if project.config.data.limit is not None:
         what = f"data.limit takes {project.config.data.limit:,} items of the data set only"

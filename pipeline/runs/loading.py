@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 from pipeline.config.load import find_config, from_resolved, load
 from pipeline.errors import CacheDamaged, ConfigError, PipelineError, RecordMissing
 from pipeline.keys import content_digest
+from pipeline.runs import entering
 from pipeline.runs.folder import runs_in
 from pipeline.runs.project import Project, graph_recipe, recipe_of, source_spec
 from pipeline.training.dataset import Table
 from pipeline.training.embeddings import Embeddings
 from pipeline.training.sampler import Sampler
-from pipeline.training.source import Built, Cached
+from pipeline.training.source import Built, Cached, Entered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
     from pipeline.training.loader import Loader
     from pipeline.training.sampler import Settings
+    from pipeline.training.source import Graphs
 
 
 def open_loader(
@@ -37,26 +39,44 @@ def open_loader(
 ) -> Loader:
     """Return a loader of the graphs, and unless `embed` is false the embeddings, of a configuration's data set.
 
-    The data set is that of the newest run that made graphs with this configuration. `sets` are as for --set, `options`
-    those of the loader: slots, threads, collate, reject, seed.
+    The data set is that of the newest run that made graphs with this configuration, or read what a reader gives. `sets`
+    are as for --set, `options` those of the loader: slots, threads, collate, reject, seed.
     """
     from pipeline.training.loader import Loader  # which waits for torch
 
     sets = [sets] if isinstance(sets, str) else list(sets)
     file = find_config(Path(config) if config else None)
-    project = Project.open(load(file, sets).config, remember=False)
-    table = table_of(project, again=graph_command(config, sets))
+    loaded = load(file, sets)
+    project = Project.open(loaded.config, remember=False, beside=loaded.base_dir.absolute())
+    table = table_of(project, again=graph_command(config, sets, loaded.config))
     table = table if split is None else table.of_split(split)
-    graphs, kept = project.graphs, project.config.graph.cache
-    source = Cached(graphs.store, table) if kept else Built(table, project.recipe, graphs.recipe)
-    rows = Embeddings(project.encoding.shelves.embeddings, project.encoding.recipe) if embed else None
+    rows = rows_of(project) if embed else None
     data = content_digest(table.key_N16.tobytes()).hex()
-    return Loader(source, rows, Sampler(table.sizes, settings, rank=rank, ranks=ranks, data=data), **options)
+    sampler = Sampler(table.sizes, settings, rank=rank, ranks=ranks, data=data)
+    return Loader(source_of(project, table), rows, sampler, **options)
 
 
-def graph_command(config: str | Path | None, sets: Sequence[str]) -> str:
-    """Return the command that makes graphs with this configuration."""
-    words = ["pipeline", "submit", "--stage", "graph", *(["--config", str(config)] if config else [])]
+def source_of(project: Project, table: Table) -> Graphs:
+    """Return where items come from."""
+    if entering.is_reader(project.config):
+        return Entered(entering.reader_of(project), table)
+    graphs = project.graphs
+    if project.config.graph.cache:
+        return Cached(graphs.store, table)
+    return Built(table, project.recipe, graphs.recipe)
+
+
+def rows_of(project: Project) -> Embeddings | None:
+    """Return where embeddings come from; what a reader gives has none."""
+    if entering.is_reader(project.config):
+        return None
+    return Embeddings(project.encoding.shelves.embeddings, project.encoding.recipe)
+
+
+def graph_command(config: str | Path | None, sets: Sequence[str], loaded: Config) -> str:
+    """Return the command that makes graphs with this configuration, or reads what a reader gives."""
+    stage = "scan" if entering.is_reader(loaded) else "graph"
+    words = ["pipeline", "submit", "--stage", stage, *(["--config", str(config)] if config else [])]
     return shlex.join([*words, *(word for one in sets for word in ("--set", one))])
 
 
@@ -70,6 +90,11 @@ def made_table(project: Project) -> str | None:
 
 def _tables(project: Project) -> Iterator[tuple[bytes, Table]]:
     """Yield the tables of the runs that made these graphs of this data set and went well, newest first."""
+    if entering.is_reader(project.config):
+        for folder, entered, table in entering.tables(project):
+            if folder.table.exists():  # its check let it pass
+                yield entered, table
+        return
     wanted, lost = _made_from(project.config), None
     for folder in reversed(runs_in(project.config.cluster.runs)):
         try:
@@ -93,6 +118,7 @@ def table_of(project: Project, again: str) -> Table:
     except (CacheDamaged, RecordMissing) as error:
         raise type(error)(error.what, where=error.where, remedy=again) from error
     what = "no run has made graphs of this data set with this configuration"
+    what = entering.unmade(project.config) if entering.is_reader(project.config) else what
     raise ConfigError(what, where=str(project.config.cluster.runs), remedy=again)
 
 

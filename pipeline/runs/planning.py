@@ -16,7 +16,7 @@ from pipeline.errors import ConfigError
 from pipeline.memory.fallback import Ladder
 from pipeline.memory.formula import Counts, Formula
 from pipeline.memory.request import Card, Data, Micros, Oversize, Request
-from pipeline.protocol import ITEMS, Example
+from pipeline.protocol import ITEMS, Contrastive, Example
 from pipeline.runs.tasks import failed, load_task
 from pipeline.training.prepared import COST, LIKENESS, likeness, sampling
 from pipeline.training.sampler import Sampler
@@ -55,7 +55,7 @@ class Work:
         """Return what a configuration says; a GPU may be meant although it names none."""
         task = load_task(config.train.task, config.train.options, beside=beside)
         device = "cuda" if config.cluster.train.gpus or on_gpu else "cpu"
-        return cls(task, step_settings(config.train, device), device)
+        return cls(task, step_settings(config.train, device, task), device)
 
     def step(self, choice: Choice, *, device: str = "cpu", **given: Any) -> Step:
         """Build a training step under a choice."""
@@ -74,7 +74,34 @@ class Work:
         """Build a step whose model is spread over ranks."""
         from pipeline.training.sharded import ShardedStep
 
+        self._refuse_sharding()
         return ShardedStep(self.task, self.under(choice), ranks, device=device, scaled=True, begin=begin)
+
+    @property
+    def is_contrastive(self) -> bool:
+        """Say whether a step makes two passes, as its loss compares all its items."""
+        return isinstance(self.task, Contrastive)
+
+    @property
+    def is_in_batch(self) -> bool:
+        """Say whether the loss compares the items of a batch, as far as the task tells."""
+        return bool(getattr(self.task, "in_batch", False)) or self.is_contrastive
+
+    def request(self, train: Train, ranks: int, ratios: Sequence[float] = ()) -> Request:
+        """Return what is asked of the planner for this task."""
+        request = request_of(train, ranks, ratios)
+        if not self.is_contrastive:
+            return request
+        if request.shards is not None and request.shards > 1:
+            self._refuse_sharding()
+        return replace(request, shards=1)
+
+    def _refuse_sharding(self) -> None:
+        if self.is_contrastive:
+            what = (
+                "a loss over all items of a step takes two passes, which a model that is spread over ranks cannot make"
+            )
+            raise ConfigError(what, where="train.sharding", remedy="--set train.sharding=false")
 
     def under(self, choice: Choice) -> Settings:
         """Return the settings of a step under a choice."""
@@ -130,8 +157,8 @@ class Work:
                 return self.task.model()
 
 
-def step_settings(train: Train, device: str) -> Settings:
-    """Return what a configuration says of a step."""
+def step_settings(train: Train, device: str, task: Task | None = None) -> Settings:
+    """Return what a configuration says of a step; of a task that compares all items of one, how many these are."""
     from pipeline.training.step import Settings
 
     way = train.way if train.way != "auto" else "foreach" if device == "cuda" else "loop"
@@ -143,6 +170,7 @@ def step_settings(train: Train, device: str) -> Settings:
         clip=train.clip,
         ema=train.ema,
         frozen=train.frozen,
+        batch=train.effective_batch if isinstance(task, Contrastive) else None,
     )
 
 

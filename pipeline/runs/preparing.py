@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from pipeline.keys import content_digest, recipe_tag
+from pipeline.runs.entering import is_reader
 from pipeline.runs.executors import open_executor
 from pipeline.runs.folder import writing
 from pipeline.runs.frozen import package_digest
@@ -34,7 +35,7 @@ DECISIVE = (
     "clip", "ema", "frozen", "curriculum", "oversize", "pretrained_partial",
 )  # fmt: skip
 
-UNPLANNED = {"validation", "checkpoints", "log_every", "trackers", "models", "evaluate", "predict"}
+UNPLANNED = {"preset", "validation", "checkpoints", "log_every", "trackers", "models", "evaluate", "predict"}
 
 
 def prepare(project: Project) -> Prepared | None:
@@ -184,6 +185,8 @@ def task_digest(project: Project) -> str:
 
 def _embeddings(project: Project) -> Mapping[str, Any]:
     """Return by which recipe the embeddings are made that a batch carries."""
+    if is_reader(project.config):
+        return {}
     if "embeddings" not in project.memo:
         encoding = project.encoding
         project.memo["embeddings"] = encoding.recipe.plain(encoding.recipe.wanted(0))

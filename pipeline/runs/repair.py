@@ -76,6 +76,7 @@ class Means:
     limits: Limits
     items: int  # of the task
     tries: int  # attempts that may come no further
+    is_read_once: bool = False  # by a reader from beginning to end: nothing can be left out, nor is anything kept
     is_whole: bool = False  # a training: it has no halves, and its numbers are of all items, put together as they were
 
 
@@ -145,6 +146,9 @@ def _after_timeout(history: Sequence[Attempt], means: Means) -> Decision:
 
 def _after_crash(history: Sequence[Attempt], means: Means) -> Decision:
     last = history[-1]
+    if means.is_read_once:
+        again = _bounded(history, means, Again(last.ask, "again, from the beginning"))
+        return replace(again, why=f"{again.why}; it was on {last.on[0]}") if last.on else again
     if means.is_whole and (len(history) < 2 or progressed(history)):
         return Again(replace(last.ask, careful=False), "again, from its last checkpoint")
     culprit = _culprit(history)
@@ -158,7 +162,7 @@ def _after_crash(history: Sequence[Attempt], means: Means) -> Decision:
 def _smaller(history: Sequence[Attempt], means: Means, why: str) -> Decision:
     """Return what is left when no more can be given: less at once, or without what does not fit."""
     last, culprit = history[-1], _culprit(history)
-    if means.is_whole:
+    if means.is_whole or means.is_read_once:
         return GiveUp(why)
     if not last.on:
         return GiveUp(f"{why}, and it does not even begin")

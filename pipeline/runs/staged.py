@@ -19,6 +19,7 @@ from pipeline.config.paths import anchored
 from pipeline.errors import PipelineError
 from pipeline.keys import KEY_BYTES, content_digest, recipe_key
 from pipeline.report.tables import duration, size
+from pipeline.runs.entering import is_reader
 from pipeline.stages.graph import HEADER_BYTES
 from pipeline.store.cache import CACHE_FORMAT, Cache
 from pipeline.store.shard import DEFAULT_HEADER_BYTES
@@ -45,7 +46,7 @@ KEY = np.dtype(f"V{KEY_BYTES}")
 
 def staged(project: Project, tables: Sequence[Table], ranks: Ranks, tell: Tell, say: Callable[[str], None]) -> Project:
     """Return the project as this node is to read it, once what these items need is on the node's own disk."""
-    if project.config.cache.stage is None:
+    if project.config.cache.stage is None or is_reader(project.config):  # whose files are not in the cache
         return project
     place = tell.place or Place(0, 1)
     with ranks.patient("staging"):

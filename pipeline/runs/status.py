@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from pipeline.runs.folder import RunFolder
 
 
-COUNTED = ("items", "refused", "unusable", "cached", "missing", "tasks", "waiting", "residues", "unkept", "unnamed")
+COUNTED = (
+    "items", "refused", "unusable", "cached", "missing", "tasks", "waiting", "residues", "unkept", "unnamed", "sets",
+)  # fmt: skip
 
 
 class RunState(str, Enum):
@@ -84,6 +86,7 @@ class StageStatus:
     residues: int = 0  # to do
     unkept: int = 0  # graphs that are built when they are read
     unnamed: int = 0  # missing, and not named by the list to which a run is confined
+    sets: int = 0  # data sets, where these are what is counted: of a reader's items nobody knows before they are read
     cost: float = 0.0  # to do, in the unit of the figure `cost_done`
     done: dict[str, int] = field(default_factory=dict)  # process → items
     rejected: dict[str, Mapping[str, int]] = field(default_factory=dict)  # process → reason → items

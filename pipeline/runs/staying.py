@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.keys import recipe_tag
 from pipeline.runs import embedding, graphing, scanning
+from pipeline.runs.entering import told_by
 from pipeline.runs.folder import runs_in
 from pipeline.runs.going_on import hidden
 from pipeline.runs.live import Needed, needed
@@ -119,10 +121,9 @@ class Staying:
             if self.strangers or hidden(runs):
                 return EVERYTHING
             for folder in runs_in(runs):
-                try:
+                with suppress(OSError, ValueError):  # a run of other stages, or half of one
                     keys += bytes.fromhex(folder.table.read_text())
-                except (OSError, ValueError):  # a run of other stages, or half of one
-                    continue
+                keys += bytes.fromhex(told_by(folder).get("table", ""))  # which may not be checked yet
         return Live(pairs=sorted_pairs(keys))
 
 

@@ -27,7 +27,7 @@ from pipeline.runs.frozen import freeze, freeze_files, module_command
 from pipeline.runs.only import EVERYTHING, Only
 from pipeline.runs.project import asked_bytes
 from pipeline.runs.status import Job
-from pipeline.runs.tasks import load_task, sources
+from pipeline.runs.tasks import load_reader, load_task, sources
 from pipeline.runs.worker import WORKER
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ def new_run(
 ) -> RunFolder:
     """Make the folder of a run and freeze in it what was asked, and the command that asks for it again.
 
-    `beside` is a folder of the user's own modules: those of the task are frozen, too.
+    `beside` is a folder of the user's own modules: those of the task and the reader are frozen, too.
     """
     now, private = datetime.now(tz=timezone.utc), config.cluster.private
     folder = None
@@ -212,7 +212,8 @@ def new_run(
         folder = folders.create(config.cluster.runs, stages[-1], now, private=private)
         with writing(folder.path):
             folder.code.write_text(str(freeze(config.cluster.runs)))
-            if any(stage in TASKED for stage in stages) and (code := freeze_task(config, beside)) is not None:
+            is_tasked = any(stage in TASKED for stage in stages)
+            if (code := freeze_own(config, beside, is_tasked=is_tasked)) is not None:
                 folder.task_code.write_text(str(code))
             folder.config.write_text(dump_resolved(config))
             folder.stages.write_text(json.dumps(list(stages)))
@@ -226,12 +227,17 @@ def new_run(
     return folder
 
 
-def freeze_task(config: Config, beside: Path | None) -> Path | None:
+def freeze_own(config: Config, beside: Path | None, *, is_tasked: bool) -> Path | None:
     """Return the folder of a copy of the user's own code; None where it is ours. A script stays where it lies."""
-    if config.train.task is None:
-        return beside if config.train.command is not None else None
-    files = sources(load_task(config.train.task, config.train.options, beside=beside))
-    return freeze_files(files, config.cluster.runs) if files else None
+    if is_tasked and config.train.command is not None:
+        return beside
+    data = config.data
+    files: list[tuple[str, Path]] = []
+    if is_tasked and config.train.task is not None:
+        files += sources(load_task(config.train.task, config.train.options, beside=beside))
+    if data.reader is not None:
+        files += sources(load_reader(data.reader, data.path, data.options, beside=beside))
+    return freeze_files(sorted(dict(files).items()), config.cluster.runs) if files else None
 
 
 def pay_visit(folder: RunFolder) -> None:

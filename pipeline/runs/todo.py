@@ -122,8 +122,8 @@ def read_task(folder: RunFolder, stage: str, task: int) -> Iterator[Item]:
 
 
 def list_items(project: Project) -> Iterator[Item | Rejection]:
-    """Yield the data set as its source gives it."""
-    return source_items(project.source)
+    """Yield the structures of the data set as its source gives them; what a reader gives are none."""
+    return iter(()) if project.source.source == "reader" else source_items(project.source)
 
 
 def read_items(path: Path) -> Iterator[Item | Rejection]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from pipeline.errors import PipelineError
 from pipeline.keys import recipe_tag
 from pipeline.runs import embedding, graphing, scanning, workflow
+from pipeline.runs.entering import is_reader
 from pipeline.store.users import User, register, who_am_i
 from pipeline.structures.inventory import plain
 
@@ -29,6 +30,8 @@ Recipes = dict[tuple[str, bytes], "Mapping[str, Any]"]  # kind and tag → the r
 
 def recipes_of(project: Project, kinds: Iterable[str] = RECIPE_KINDS) -> Recipes:
     """Return every recipe by which records of some kinds are made that a project reads."""
+    if is_reader(project.config):  # which makes no such records
+        return {}
     of_kind: dict[str, Callable[[], list[Mapping[str, Any]]]] = {
         scanning.NAME: lambda: [plain(project.recipe)],
         embedding.NAME: lambda: list(embeddings(project.encoding.recipe)),
@@ -48,11 +51,12 @@ def tell(project: Project, stages: Iterable[str], file: Path | None) -> None:
     """Leave word in the cache that a configuration uses it, before anything relies on what is there."""
     config, tags, stages = project.config, set[tuple[str, bytes]](), list(stages)
     fills = any(workflow.stage(stage).kinds for stage in stages)
-    wanted = {name for stage in stages for name in workflow.up_to(stage)}
+    by_reader = is_reader(config)
+    wanted = set[str]() if by_reader else {name for stage in stages for name in workflow.up_to(stage, config)}
     for kind in RECIPE_KINDS:
         with suppress(PipelineError):  # what cannot be told is not used either: a script may do without weights
             tags |= recipes_of(project, [kind] if kind in wanted else ()).keys()
-    if not tags:
+    if not tags and not by_reader:  # whose tables are kept for the runs that name them
         return
     user = user_of(config_name(file), str(config.cluster.runs.absolute()), tags)
     for cache in (project.cache, *project.cache.under):

@@ -33,6 +33,7 @@ from pipeline.runs.frozen import module_command
 from pipeline.runs.ledger import Ledger
 from pipeline.runs.only import only_of
 from pipeline.runs.project import Project
+from pipeline.stages.read import ITEMS_READ
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -191,7 +192,7 @@ def work(
 
     def turn_to(names: Sequence[str]) -> None:
         note.write(done or int(tell.figures.get(scripted.PROGRESS, 0)), names)
-        if scripted.PROGRESS in tell.figures:  # a script yields nothing until it ends
+        if scripted.PROGRESS in tell.figures or ITEMS_READ in tell.figures:  # which yield nothing until they end
             report()
 
     with closing(Note(folder.on(given.stage, given.task, part[0] if part else 0), given.attempt)) as note:

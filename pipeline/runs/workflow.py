@@ -16,6 +16,7 @@ from pipeline.runs import (
     applying,
     embedded,
     embedding,
+    entering,
     evaluating,
     graphed,
     graphing,
@@ -29,6 +30,7 @@ from pipeline.runs import (
     training,
     validating,
 )
+from pipeline.runs.entering import is_reader
 from pipeline.runs.todo import Halve
 from pipeline.store.cache import RECIPES
 from pipeline.structures.inventory import plain
@@ -92,6 +94,7 @@ class Stage:
     kinds: tuple[str, ...]  # of records whose index is brought up to date afterwards
     needs: tuple[str, ...] = ()  # stages that must have run before
     of_sequences: bool = True  # whether it has anything to do for bare sequences
+    of_entries: bool = True  # and for what a reader gives, which is no structure
     process_per_gpu: bool = False
     together: bool = False  # its processes are ranks of one task, on as many nodes as it has
     counts_items: bool = True  # else what it works through are parts of items
@@ -181,19 +184,28 @@ def _either(task: OfProject[P, T], script: OfProject[P, T]) -> OfProject[P, T]:
     return do
 
 
+def _of(structures: OfProject[P, T], entries: OfProject[P, T]) -> OfProject[P, T]:
+    """Return what does one thing for structures and another for what a reader gives, whichever the data set is of."""
+
+    def do(project: Project, /, *rest: P.args, **named: P.kwargs) -> T:
+        return (entries if is_reader(project.config) else structures)(project, *rest, **named)
+
+    return do
+
+
 WORKFLOW = (
     Stage(
         name=scanning.NAME,
-        inspect=lambda project: next(todo.list_items(project), None),
-        survey=scanning.survey,
-        mem_bytes=scanning.mem_bytes,
+        inspect=_of(lambda project: next(todo.list_items(project), None), entering.inspect),
+        survey=_of(scanning.survey, entering.survey),
+        mem_bytes=_of(scanning.mem_bytes, entering.mem_bytes),
         gpu_bytes=lambda _project: 0,
-        work=scanning.work,
-        recipe=lambda project: plain(project.recipe),
-        judge=scanning.judge,
+        work=_of(scanning.work, entering.work),
+        recipe=_of(lambda project: plain(project.recipe), entering.recipe),
+        judge=_of(scanning.judge, entering.judge),
         halve=lambda folder, shard: todo.halve_lines(folder.todo(scanning.NAME), shard),
-        check=leaks.check,
-        kinds=("scan", "files"),
+        check=_of(leaks.check, entering.check),
+        kinds=("scan", "files", "sets"),
     ),
     Stage(
         name=embedding.NAME,
@@ -208,6 +220,7 @@ WORKFLOW = (
         check=embedded.check,
         kinds=("embed", "weights", "parity", "limits"),
         needs=(scanning.NAME,),
+        of_entries=False,
         process_per_gpu=True,
         counts_items=False,
     ),
@@ -225,6 +238,7 @@ WORKFLOW = (
         kinds=("graph", "sets"),
         needs=(scanning.NAME,),
         of_sequences=False,
+        of_entries=False,
     ),
     Stage(
         name=training.NAME,
@@ -329,9 +343,13 @@ def stage(name: str) -> Stage:
     raise ConfigError(f"no stage {name!r} (there are: {known})", where="--stage", remedy="pipeline submit --help")
 
 
-def up_to(name: str) -> list[str]:
-    """Return a stage and those it needs, in order."""
-    return [*stage(name).needs, name]
+def up_to(name: str, config: Config) -> list[str]:
+    """Return a stage and those it needs, in order, without those that have nothing to do for what a reader gives."""
+    row, by_reader = stage(name), is_reader(config)
+    if by_reader and not row.of_entries:
+        what = f"stage {name} is of structures: what a reader gives is read as it is"
+        raise ConfigError(what, where="data.source is reader", remedy="pipeline submit --stage scan   (or train)")
+    return [*(one for one in row.needs if STAGES[one].of_entries or not by_reader), name]
 
 
 def regenerated(config: Config, kinds: Collection[str] | None) -> list[str]:
@@ -347,4 +365,11 @@ def regenerated(config: Config, kinds: Collection[str] | None) -> list[str]:
 
 def everything(config: Config) -> list[str]:
     """Return the stages that have anything to do for a data set, in order."""
-    return [row.name for row in WORKFLOW if (row.of_sequences or config.data.source != "fasta") and row.wanted(config)]
+    return [row.name for row in WORKFLOW if _is_for(row, config) and row.wanted(config)]
+
+
+def _is_for(row: Stage, config: Config) -> bool:
+    """Tell whether a stage has anything to do for a data set of that kind."""
+    if is_reader(config):
+        return row.of_entries
+    return row.of_sequences or config.data.source != "fasta"

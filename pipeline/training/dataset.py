@@ -1,7 +1,8 @@
 """What there is to train on: every item's id, the key of its graph, its split and its sizes, in a few arrays.
 
 Shapes: N items. Nothing in memory is larger than a number or a few bytes of text an item, so that a million items are
-read in a second. Where graphs are not kept on disk, the items themselves come along, to build them from.
+read in a second. Where graphs are not kept on disk, the items themselves come along, to build them from; of what a
+reader gives, the places come along where it finds them again.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pipeline.keys import KEY_BYTES, content_digest, recipe_key
 from pipeline.records import Item
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from numpy.typing import NDArray
 
@@ -57,11 +58,11 @@ class Table:
     """The items of a data set, or of one split of it; an item is known by its number here."""
 
     ids: Texts
-    key_N16: NDArray[np.uint8]  # of graphs
+    key_N16: NDArray[np.uint8]  # of graphs, or the digests of what a reader gives
     split_N: NDArray[np.uint8]
     splits: tuple[str, ...]
     sizes: Mapping[str, Integers]  # each [N]
-    items: Texts | None = None  # as JSON
+    items: Texts | None = None  # or places, as JSON
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -76,6 +77,12 @@ class Table:
         if self.items is None:
             raise ValueError("the table was written without its items: it is of graphs that are in the cache")
         return Item.from_json(json.loads(self.items[number]))
+
+    def place(self, number: int) -> Any:
+        """Return where a reader finds an item."""
+        if self.items is None:
+            raise ValueError("the table was written without places: it is not of a reader's items")
+        return json.loads(self.items[number])
 
     def of_split(self, name: str) -> Table:
         """Return the items of one split, in order; they have new numbers."""
@@ -127,11 +134,23 @@ class TableBuilder:
     def __len__(self) -> int:
         return len(self.split_N)
 
-    def add(self, id: str, key: bytes, split: str, sizes: Mapping[str, int], item: Item | None = None) -> None:  # noqa: A002
-        """Add an item: its graph's key and sizes, and itself where graphs are to be built when they are read."""
+    def add(
+        self,
+        id: str,  # noqa: A002
+        key: bytes,
+        split: str,
+        sizes: Mapping[str, int],
+        item: Item | None = None,
+        place: Any = None,
+    ) -> None:
+        """Add an item: its graph's key and sizes, and itself where graphs are to be built when they are read.
+
+        Of what a reader gives, it is the digest, and the place as JSON data.
+        """
+        kept = place if item is None else item.to_json()
         if len(key) != KEY_BYTES:
             raise ValueError(f"a key is {KEY_BYTES} bytes, not {key!r}")
-        if len(self) and (sizes.keys() != self.sizes.keys() or (item is None) != (len(self.items) == 0)):
+        if len(self) and (sizes.keys() != self.sizes.keys() or (kept is None) != (len(self.items) == 0)):
             raise ValueError(f"{id}: every item has the same sizes, and all are there themselves or none is")
         if self.splits.setdefault(split, len(self.splits)) >= MOST_SPLITS:
             raise ConfigError(f"more than {MOST_SPLITS} splits; one of them is {split!r}", where=id)
@@ -140,8 +159,14 @@ class TableBuilder:
         self.split_N.append(self.splits[split])
         for name, size in sizes.items():
             self.sizes.setdefault(name, array("q")).append(size)
-        if item is not None:
-            self.items.add(json.dumps(item.to_json(), separators=(",", ":")))
+        if kept is not None:
+            self.items.add(json.dumps(kept, separators=(",", ":")))
+
+    def also(self, sizes: Iterable[str]) -> None:
+        """Let items have further sizes, which are 0 of those that are there."""
+        for name in sizes:
+            if name not in self.sizes:  # or every item would make as many zeros as there are items
+                self.sizes[name] = array("q", bytes(8 * len(self)))
 
     def table(self) -> Table:
         """Return the table so far."""

@@ -15,7 +15,18 @@ import numpy as np
 
 from pipeline.graphs.graph import NODE, RESIDUE
 from pipeline.records import Role
-from pipeline.training.fields import EMBEDDING, ENCODED, LIGAND, PTR, RECEPTOR, Form, nodes_axis, parse, residues_axis
+from pipeline.training.fields import (
+    EMBEDDING,
+    ENCODED,
+    LIGAND,
+    OF_GRAPHS,
+    PTR,
+    RECEPTOR,
+    Form,
+    nodes_axis,
+    parse,
+    residues_axis,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -153,7 +164,7 @@ class Sheet:
         name, axis, shape = entry.name, entry.axis, arrays[0].shape
         points_to = tuple(target for target in entry.points_to if target in self.layout.bounds)
         if entry.form is Form.ITEM:
-            self.layout.add(name, _name(arrays[0].dtype), (len(arrays), *shape))
+            self.layout.add(name, _name(_dtype(name, arrays)), (len(arrays), *shape))
         elif entry.form is Form.NEIGHBOUR:
             self.layout.add(name, "int64", (2, self._total(axis)), axis, points_to=points_to, are_edges=True)
         elif entry.form is Form.ROWS:
@@ -243,7 +254,8 @@ def _dtype(name: str, arrays: Sequence[Array]) -> np.dtype[Any]:
     """Return a type that is the same in every batch."""
     dtypes = {array.dtype for array in arrays}
     found = np.dtype(np.result_type(*dtypes)) if len(dtypes) > 1 else dtypes.pop()
-    return _ANY_WIDTH.get(name.rpartition(".")[2], _WIDER.get(_name(found), found))
+    wider = _WIDER.get(_name(found), found)
+    return _ANY_WIDTH.get(name.rpartition(".")[2], wider) if name.partition(".")[0] in OF_GRAPHS else wider
 
 
 @lru_cache(maxsize=64)

@@ -1,6 +1,7 @@
 """Where graphs come from: the cache, or the structure files, from which they are built when they are wanted.
 
-Both give a graph as the arrays and the JSON of its record, so that a batch is the same bit for bit.
+Both give a graph as the arrays and the JSON of its record, so that a batch is the same bit for bit. What a reader gives
+is no graph, and comes the same way.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from pipeline.errors import CacheDamaged, DataError, RecordMissing
+from pipeline.errors import CacheDamaged, DataError, PipelineError, RecordMissing
 from pipeline.graphs import graph as graphs
 from pipeline.graphs.build import build
 from pipeline.records import Reason, Rejection
@@ -17,6 +18,7 @@ from pipeline.structures import inventory
 from pipeline.structures.atoms import Unusable
 from pipeline.structures.files import paths
 from pipeline.structures.files import read as read_one
+from pipeline.training.entries import as_arrays, digest_of, sizes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pipeline.graphs.recipe import Recipe
+    from pipeline.protocol import Reader
     from pipeline.records import Item
     from pipeline.store.store import Store
     from pipeline.structures.inventory import File
@@ -35,6 +38,7 @@ log = logging.getLogger(__name__)
 
 GONE = frozenset({Reason.MISSING_FILE, Reason.UNREADABLE_FILE})  # it was there when the data set was prepared
 GRAPH_AGAIN = "pipeline submit --stage graph   (does only what is missing)"
+SCAN_AGAIN = "pipeline submit --stage scan   (touch the file first if that finds nothing to do)"
 
 
 class Found(NamedTuple):
@@ -113,6 +117,34 @@ class Built:
         if self.recipe.key(inventory.item_key(item, self.reading, digests)) != self.table.key(number):
             what = f"{item.id}: its files or the configuration changed after the data set was prepared"
             raise DataError(what, where=", ".join(files), remedy=GRAPH_AGAIN)
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """What a reader gives, read from its files every time; it is what the scan saw, or an error."""
+
+    reader: Reader
+    table: Table
+
+    def read(self, numbers: Sequence[int]) -> Iterator[Found | Rejection]:
+        """Yield the arrays of each item."""
+        for number in numbers:
+            id_ = self.table.ids[number]
+            arrays = self._arrays(number, id_)
+            if digest_of(arrays) != self.table.key(number):
+                raise DataError(f"{id_} is not what it was when the data set was scanned", remedy=SCAN_AGAIN)
+            yield Found(number, id_, arrays, {"partners": [], "sizes": sizes_of(arrays)})
+
+    def _arrays(self, number: int, id_: str) -> dict[str, Array]:
+        try:
+            return as_arrays(self.reader.read(self.table.place(number)))
+        except MemoryError:
+            raise
+        except PipelineError as error:
+            raise DataError(f"{id_} cannot be read: {error.what}", where=error.where, remedy=SCAN_AGAIN) from error
+        except Exception as error:  # whatever a user's code raises
+            what = f"{id_} cannot be read: {type(error).__name__}: {error}"
+            raise DataError(what, remedy=SCAN_AGAIN) from error
 
 
 def _checked(found: Found) -> Found | Rejection:

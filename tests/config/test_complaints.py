@@ -35,7 +35,7 @@ training: {lr: 1e-3}
 
 ALL_COMPLAINTS = """\
 16 problems in the configuration
-  pipeline.yaml:2: data.source: wants one of manifest, pairs, sabdab, pinder, glob, fasta, got "manifst"; \
+  pipeline.yaml:2: data.source: wants one of manifest, pairs, sabdab, pinder, glob, fasta, reader, got "manifst"; \
 did you mean "manifest"?
   pipeline.yaml:3: data.path: the environment variable NOWHERE is not set
   pipeline.yaml:4: data.limt: unknown key; did you mean "limit"?

@@ -1,0 +1,128 @@
+"""What all readers share: why an entry is left out, and files that stay open between reads."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from pipeline.errors import ConfigError, DataError
+from pipeline.records import Reason, Rejection
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+T = TypeVar("T")
+SHOWN_LENGTH = 80
+MOST_OPEN = 32  # files at a time
+SCAN_AGAIN = "pipeline submit --stage scan   (the file changed since)"
+
+
+class Unusable(Exception):
+    """What keeps an entry from being used, and on which line of it, the first being 0."""
+
+    def __init__(self, detail: str, line: int = 0) -> None:
+        super().__init__(detail)
+        self.detail = detail
+        self.line = line
+
+
+def shown(text: str) -> str:
+    """Return text from a file as it may be printed: no control characters, not long."""
+    cut = text if len(text) <= SHOWN_LENGTH else text[: SHOWN_LENGTH - 1] + "…"
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in cut)
+
+
+def number(text: str) -> float:
+    """Return what a text says, without the underscores that Python lets stand in a number."""
+    if "_" in text:
+        raise ValueError(f"not a number: {text!r}")
+    return float(text)
+
+
+def named(text: str, path: Path, number: int) -> str:
+    """Return an id without white space: what the file says, else the file's name and the number in it, from 0."""
+    return "_".join(text.split()) or f"{path.name}-{number}"
+
+
+def rejection(name: str, error: Unusable, split: str, path: Path, line: int) -> Rejection:
+    """Return why the entry that starts on a line, or is a row, was left out."""
+    return Rejection(shown(name), Reason.BAD_ENTRY, error.detail, f"{path.name}:{line + error.line}", shown(split))
+
+
+def unreadable(path: Path, error: OSError) -> DataError:
+    """Say that the system cannot open or read a file."""
+    return DataError(f"cannot be read: {error.strerror or error}", where=str(path), remedy=f"ls -l {path}")
+
+
+def checked_path(path: Path) -> Path:
+    """Return a path at which there is something."""
+    if not path.exists():
+        raise ConfigError("no such file or folder", where=str(path), remedy="set data.path to a file that is there")
+    return path
+
+
+def checked_file(path: Path) -> Path:
+    """Return a path at which there is a regular file, or say what is there."""
+    if not checked_path(path).is_file():
+        what = "a folder" if path.is_dir() else "a pipe" if path.is_fifo() else "a device or a socket"
+        raise ConfigError(
+            f"{what}, no file", where=str(path), remedy="set data.path to a regular file, or move this away"
+        )
+    return path
+
+
+def check_option(name: str, value: object, wanted: str, *, fits: bool) -> None:
+    """Refuse the value of an option that is not what is wanted."""
+    if not fits:
+        raise ConfigError(f"{value!r} is not {wanted}", where=f"data.options.{name}", remedy=f"set it to {wanted}")
+
+
+def check_count(name: str, value: object) -> None:
+    """Refuse what is no whole number from 1; true is none."""
+    check_option(name, value, "a whole number from 1", fits=type(value) is int and value >= 1)
+
+
+def check_names(names: Mapping[str, object]) -> None:
+    """Refuse options that are no texts."""
+    for name, value in names.items():
+        check_option(name, value, "a name, as text", fits=type(value) is str)
+
+
+class Bytes:
+    """A file whose bytes several threads may ask for at once."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = -1
+        self._descriptor = os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+    def at(self, offset: int, length: int) -> bytes:
+        """Return the bytes there."""
+        found = os.pread(self._descriptor, length, offset)
+        if len(found) < length:
+            raise Unusable("the file ends before")
+        return found
+
+
+class Opened(Generic[T]):
+    """The files used last, each opened once a process; a file is closed when the last thread is done with it."""
+
+    def __init__(self, opener: Callable[[Path], T]) -> None:
+        self._opener = opener
+        self._kept = lru_cache(MOST_OPEN)(lambda path, _process: opener(path))
+
+    def __call__(self, path: Path) -> T:
+        """Return the opened file."""
+        try:
+            return self._kept(path, os.getpid())
+        except OSError as error:
+            raise unreadable(path, error) from error
+
+    def __reduce__(self) -> tuple[type[Opened[T]], tuple[Callable[[Path], T]]]:
+        """Take nothing that is open to another process."""
+        return Opened, (self._opener,)

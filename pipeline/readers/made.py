@@ -1,0 +1,228 @@
+"""Made spectra and pairs, as many as wanted, for trials, tests and benchmarks, never for science.
+
+    python -m pipeline.readers.made spectra FILE.mgf --count 100000 --seed 0      or FILE.h5
+    python -m pipeline.readers.made pairs FILE.tsv --count 100000 --seed 0        or FILE.csv, FILE.h5
+
+An item follows from the seed and its number alone: files of more items begin with those of fewer, and all formats hold
+the same. Suffixes: L residues, P peaks, B items of a piece.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from pipeline.errors import ConfigError, PipelineError
+from pipeline.readers import hdf5, peptides
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+SPLITS = ("train",) * 8 + ("val", "test")
+PIECE = 1000  # items written at a time
+SEEN = 0.8  # the chance of a fragment to be seen
+OFF = 3e-6  # by how much of itself m/z is off
+# How much each of the letters of `peptides.LETTERS` likes to be out of water (Kyte and Doolittle).
+HYDROPATHY = np.array(
+    (-0.4, 1.8, -0.8, -1.6, 4.2, -0.7, 2.5, 3.8, 4.5, -3.5, -3.5, -3.5, -3.9, -3.5, 1.9, -3.2, 2.8, -4.5, -1.3, -0.9)
+)
+NAMES = (
+    "glycine", "alanine", "serine", "proline", "valine", "threonine", "cysteine", "leucine", "isoleucine",
+    "asparagine", "aspartate", "glutamine", "lysine", "glutamate", "methionine", "histidine", "phenylalanine",
+    "arginine", "tyrosine", "tryptophan",
+)  # fmt: skip
+
+
+class Spectrum(NamedTuple):
+    """A spectrum as files have it; `target` is the mean hydropathy of the peptide."""
+
+    id: str
+    split: str
+    peptide: str
+    precursor_mz: float
+    charge: int
+    target: float
+    peak_P2: NDArray[np.float64]
+
+
+class Pair(NamedTuple):
+    """A sequence and what is said of it."""
+
+    id: str
+    split: str
+    left: str
+    right: str
+
+
+def spectra(path: Path, count: int, seed: int = 0, peptide_length: tuple[int, int] = (7, 30), peaks: int = 150) -> None:
+    """Write spectra of random peptides, with so many peaks at most: fragments and noise."""
+    fragments = 4 * (peptide_length[1] - 1)
+    if not 2 <= peptide_length[0] <= peptide_length[1] or peaks < fragments:
+        raise ConfigError(
+            f"{peaks} peaks do not hold the {fragments} fragments of peptides of {peptide_length} residues",
+            where="made.spectra",
+            remedy=f"peptide_length=(2, 2) or longer, shortest first, with peaks={max(fragments, 4)} or more",
+        )
+    made = (spectrum(seed, number, peptide_length, peaks) for number in range(count))
+    write_hdf5 = partial(_hdf5_spectra, count=count, longest=peptide_length[1], peaks=peaks)
+    _write(path, made, {".mgf": _mgf, **dict.fromkeys(hdf5.SUFFIXES, write_hdf5)})
+
+
+def pairs(path: Path, count: int, seed: int = 0) -> None:
+    """Write protein-like sequences, and what each is rich and poor in."""
+    made = (pair(seed, number) for number in range(count))
+    _write(path, made, {".tsv": _table, ".csv": _table, **dict.fromkeys(hdf5.SUFFIXES, _hdf5_pairs)})
+
+
+def spectrum(seed: int, number: int, peptide_length: tuple[int, int] = (7, 30), peaks: int = 150) -> Spectrum:
+    """Return one spectrum of a tryptic peptide."""
+    rng = np.random.default_rng((seed, number))
+    residue_L = rng.integers(0, 20, rng.integers(*peptide_length, endpoint=True))
+    residue_L[-1] = peptides.LETTERS.index(rng.choice(["K", "R"]))
+    charge = int(rng.choice([2, 3], p=[0.7, 0.3]))
+    mass = peptides.mass(residue_L)
+    return Spectrum(
+        id=f"made-{number:07d}",
+        split=SPLITS[number % len(SPLITS)],
+        peptide=peptides.text(residue_L),
+        precursor_mz=round(mass / charge + peptides.PROTON, 5),
+        charge=charge,
+        target=round(float(HYDROPATHY[residue_L].mean()), 4),
+        peak_P2=_peaks(rng, residue_L, charge, mass, peaks),
+    )
+
+
+def pair(seed: int, number: int) -> Pair:
+    """Return one sequence, whose composition is its own, and a sentence about it."""
+    rng = np.random.default_rng((seed, number))
+    residue_L = rng.choice(20, rng.integers(60, 301), p=rng.dirichlet(np.full(20, 0.7)))
+    share = np.bincount(residue_L, minlength=20) / len(residue_L)
+    order = np.argsort(-share, kind="stable")
+    rich = [f"{NAMES[code]} ({share[code]:.0%})" for code in order[:3]]
+    poor = [NAMES[code] for code in order[-2:]]
+    what = f"{len(residue_L)} residues, rich in {rich[0]}, {rich[1]} and {rich[2]}, poor in {poor[0]} and {poor[1]}"
+    return Pair(f"made-{number:07d}", SPLITS[number % len(SPLITS)], peptides.text(residue_L), what)
+
+
+def _peaks(
+    rng: np.random.Generator, residue_L: NDArray[np.int64], charge: int, mass: float, most: int
+) -> NDArray[np.float64]:
+    """Return fragments, doubly charged too where the precursor has more charges, and noise, in order of m/z."""
+    charges = range(1, charge)
+    kinds = [(ions(residue_L, z), high / z) for z in charges for ions, high in _KINDS]
+    mz_P = np.concatenate([mz for mz, _ in kinds])
+    high_P = np.concatenate([np.full(len(mz), high) for mz, high in kinds]) * rng.lognormal(0, 0.7, len(mz_P))
+    is_seen_P = rng.random(len(mz_P)) < SEEN
+    mz_P = mz_P[is_seen_P] * rng.normal(1, OFF, is_seen_P.sum())
+    noise = int(rng.integers(0, most - len(mz_P), endpoint=True))
+    mz_P = np.concatenate([mz_P, rng.uniform(80, mass, noise)])
+    high_P = np.concatenate([high_P[is_seen_P], 30 * rng.lognormal(0, 0.8, noise)])
+    order = np.argsort(mz_P, kind="stable")
+    return np.stack([np.round(mz_P[order], 4), np.ceil(high_P[order])], axis=1)
+
+
+_KINDS = ((peptides.b_ions, 400.0), (peptides.y_ions, 1000.0))  # and how high they are
+
+
+def _write(path: Path, made: Iterator[Any], writers: dict[str, Callable[[Path, Iterator[Any]], None]]) -> None:
+    suffix = path.suffix.lower()
+    if suffix not in writers:
+        remedy = f"name it {path.with_suffix(next(iter(writers)))}"
+        raise ConfigError(f"a made file ends with {', '.join(writers)}", where=str(path), remedy=remedy)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writers[suffix](path, made)
+
+
+def _mgf(path: Path, made: Iterable[Spectrum]) -> None:
+    with path.open("w", encoding="ascii", newline="\n") as file:
+        for one in made:
+            peaks = "%.4f %d\n" * len(one.peak_P2) % tuple(one.peak_P2.ravel().tolist())
+            file.write(
+                f"BEGIN IONS\nTITLE={one.id}\nPEPMASS={one.precursor_mz:.5f}\nCHARGE={one.charge}+\nSEQ={one.peptide}\n"
+                f"SPLIT={one.split}\nTARGET={one.target:.4f}\n{peaks}END IONS\n\n"
+            )
+
+
+def _hdf5_spectra(path: Path, made: Iterator[Spectrum], count: int, longest: int, peaks: int) -> None:
+    """Write so many spectra in the layout of DreaMS."""
+    columns = {
+        "spectrum": ("f4", (2, peaks)),
+        "precursor_mz": ("f8", ()),
+        "charge": ("i1", ()),
+        "target": ("f8", ()),
+        "name": ("S32", ()),
+        "fold": ("S5", ()),
+        "sequence": (f"S{longest}", ()),
+    }
+    with hdf5.library(path).File(path, "w") as file:
+        for name, (kind, shape) in columns.items():
+            file.create_dataset(name, (count, *shape), kind)
+        for start in range(0, count, PIECE):
+            piece = list(islice(made, PIECE))
+            for name, values in _columns(piece, peaks).items():
+                file[name][start : start + len(piece)] = values
+
+
+def _columns(piece: Sequence[Spectrum], peaks: int) -> dict[str, NDArray[Any]]:
+    """Return the columns of some spectra."""
+    spectrum_B2P = np.zeros((len(piece), 2, peaks), np.float32)
+    for row, one in enumerate(piece):
+        spectrum_B2P[row, :, : len(one.peak_P2)] = one.peak_P2.T
+    return {
+        "spectrum": spectrum_B2P,
+        "precursor_mz": np.array([one.precursor_mz for one in piece]),
+        "charge": np.array([one.charge for one in piece]),
+        "target": np.array([one.target for one in piece]),
+        "name": np.array([one.id.encode() for one in piece]),
+        "fold": np.array([one.split.encode() for one in piece]),
+        "sequence": np.array([one.peptide.encode() for one in piece]),
+    }
+
+
+def _table(path: Path, made: Iterable[Pair]) -> None:
+    with path.open("w", encoding="ascii", newline="") as file:
+        writer = csv.writer(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", lineterminator="\n")
+        writer.writerow(Pair._fields)
+        writer.writerows(made)
+
+
+def _hdf5_pairs(path: Path, made: Iterator[Pair]) -> None:
+    h5py = hdf5.library(path)
+    with h5py.File(path, "w") as file:
+        for name in Pair._fields:
+            file.create_dataset(name, (0,), h5py.string_dtype(), maxshape=(None,), chunks=(PIECE,))
+        while piece := list(islice(made, PIECE)):
+            for name, values in zip(Pair._fields, zip(*piece, strict=True), strict=True):
+                column = file[name]
+                column.resize(len(column) + len(piece), axis=0)
+                column[-len(piece) :] = values
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Write what the command line asks for."""
+    parser = argparse.ArgumentParser("python -m pipeline.readers.made", description="Write made data.")
+    parser.add_argument("what", choices=("spectra", "pairs"))
+    parser.add_argument("path", type=Path, help="the file to write: .mgf or .h5; .tsv, .csv or .h5")
+    parser.add_argument("--count", type=int, default=1000, help="how many items (1000)")
+    parser.add_argument("--seed", type=int, default=0, help="what they are drawn by (0)")
+    given = parser.parse_args(words)
+    try:
+        {"spectra": spectra, "pairs": pairs}[given.what](given.path, given.count, given.seed)
+    except PipelineError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    sys.stdout.write(f"{given.path}: {given.count:,} {given.what}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""Spectra as Mascot generic format: text between BEGIN IONS and END IONS, headers `KEY=value`, then a line a peak.
+
+A peak is m/z and intensity, perhaps a charge, which is not kept. Lines that start with `#;!/` are comments. `KEY=value`
+outside of spectra, meant for all of them, is passed over. Shapes: P peaks; 2 is m/z and intensity.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from pipeline.errors import DataError
+from pipeline.readers.entry import Unusable, number, shown, unreadable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+BEGIN, END = b"\nBEGIN IONS", b"\nEND IONS"
+CHUNK_BYTES = 1 << 20
+MOST_BYTES = 4 << 20  # of a spectrum; what has no end within them is given up
+MOST_NAMES = 100  # of headers that an error tells
+COMMENTS = ("#", ";", "!", "/")
+FRAGMENT_CHARGE = re.compile(r"\d{1,3}[+-]?")
+PRECURSOR_CHARGE = re.compile(r"([+-]?)(\d{1,3})([+-]?)")
+
+
+class Block(NamedTuple):
+    """What follows a BEGIN IONS up to the next, or what stands before the first."""
+
+    offset: int
+    line: int
+    text: bytes
+    end: int  # of the spectrum in the text; -1 where none begins, all of it where none ends
+
+    def spectrum(self) -> bytes:
+        """Return the text between BEGIN IONS and END IONS."""
+        if self.end == len(self.text):
+            raise Unusable("no END IONS before the next spectrum or the end of the file: cut short?")
+        return self.text[: self.end]
+
+
+class Sought:
+    """Headers by the options that name them; each must be in a spectrum of the file, or the name is wrong."""
+
+    def __init__(self, headers: Mapping[str, str]) -> None:
+        self._missing = dict(headers)
+        self._there: dict[str, None] = {}
+
+    def take(self, headers: Mapping[str, str]) -> None:
+        """Note the headers of a spectrum."""
+        if self._missing:
+            self._missing = {option: key for option, key in self._missing.items() if key not in headers}
+            self._there.update(dict.fromkeys(islice(headers, max(MOST_NAMES - len(self._there), 0))))
+
+    def take_unreadable(self, body: bytes) -> None:
+        """Note those of a spectrum that cannot be read."""
+        self.take({key: value for key in self._missing.values() if (value := header(body, key))})
+
+    def check(self, path: Path) -> None:
+        """Refuse a file whose spectra are all read and have no such header."""
+        for option, key in self._missing.items():
+            there = ", ".join(map(shown, self._there)) or "none"
+            remedy = f"data.options.{option} names one of these, or is left out"
+            raise DataError(f"no spectrum has the header {key!r}; there are: {there}", where=str(path), remedy=remedy)
+
+
+def blocks(path: Path) -> Iterator[Block]:
+    """Yield a file in blocks, of which none is longer than `MOST_BYTES` and a chunk."""
+    rest, offset, line, begun = b"\n", -1, 0, False  # as if an empty line stood before the file
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(CHUNK_BYTES):
+                *whole, rest = (rest + chunk).split(BEGIN)
+                for text in whole:
+                    yield _block(offset, line, text, begun=begun)
+                    offset, line, begun = offset + len(text) + len(BEGIN), line + text.count(b"\n") + 1, True
+                if len(rest) > MOST_BYTES:
+                    text, rest = rest[: -len(BEGIN)], rest[-len(BEGIN) :]
+                    yield _block(offset, line, text, begun=begun)
+                    offset, line, begun = offset + len(text), line + text.count(b"\n"), False
+    except OSError as error:
+        raise unreadable(path, error) from error
+    yield _block(offset, line, rest, begun=begun)
+
+
+def stray(block: Block) -> Unusable | None:
+    """Return the first line after a spectrum, or before the first, that belongs to none."""
+    start = 0 if block.end < 0 else block.end + len(END)
+    text = block.text[start:]
+    if not text.strip():
+        return None
+    for at, line in enumerate(_lines(text), block.text.count(b"\n", 0, start)):
+        if line and "=" not in line and not line.startswith(COMMENTS):
+            return Unusable(f"outside of BEGIN IONS … END IONS: {shown(line)!r}", at)
+    return None
+
+
+def divide(body: bytes) -> tuple[dict[str, str], NDArray[np.float64]]:
+    """Return the headers and the peaks [P, 2] of the text between BEGIN IONS and END IONS."""
+    end = body.find(b"\n", body.rfind(b"=") + 1)
+    head, peaks = (body, b"") if end < 0 else (body[:end], body[end + 1 :] + b"\n")
+    headers = _headers(head)
+    peak_P2 = None if headers is None else _peaks(peaks)
+    return _line_by_line(body) if headers is None or peak_P2 is None else (headers, peak_P2)
+
+
+def header(body: bytes, key: str) -> str:
+    """Return a header of a spectrum that cannot be read."""
+    return next((found[1] for line in _lines(body) if (found := _header(line)) and found[0] == key), "")
+
+
+def charge(text: str) -> int:
+    """Return the charge a header names; none, or several, is 0."""
+    if not text or " and " in text or "," in text:
+        return 0
+    found = PRECURSOR_CHARGE.fullmatch(text)
+    if found is None:
+        raise Unusable(f"a charge that does not parse: {shown(text)!r}")
+    return -int(found[2]) if "-" in (found[1], found[3]) else int(found[2])
+
+
+def _block(offset: int, line: int, text: bytes, *, begun: bool) -> Block:
+    end = text.find(END) if begun else -1
+    return Block(offset, line, text, len(text) if begun and end < 0 else end)
+
+
+def _lines(text: bytes) -> list[str]:
+    return [line.strip() for line in text.decode("utf-8", "replace").split("\n")]
+
+
+def _header(line: str) -> tuple[str, str] | None:
+    """Return key and value of a line, which are no peak's."""
+    key, equals, value = line.partition("=")
+    return (key.rstrip().upper(), value.lstrip()) if equals and key[:1].isalpha() else None
+
+
+def _headers(text: bytes) -> dict[str, str] | None:
+    """Return the headers of lines that are nothing else."""
+    found = [_header(line) for line in _lines(text) if line]
+    return None if None in found else dict(filter(None, found))
+
+
+def _peaks(text: bytes) -> NDArray[np.float64] | None:
+    """Return the peaks of lines that are two numbers each; None where any is something else.
+
+    The end of a line is read as NaN, so that one call reads all numbers, and each third must be one. NaN in the file
+    moves or is the peak of a NaN, which nobody takes.
+    """
+    if not text or text.isspace():
+        return np.empty((0, 2))
+    try:
+        numbers = np.fromstring(text.replace(b"\n", b" nan "), sep=" ")
+    except ValueError:
+        return None
+    if len(numbers) != 3 * text.count(b"\n"):
+        return None
+    row_P3 = numbers.reshape(-1, 3)
+    return row_P3[:, :2] if np.isnan(row_P3[:, 2]).all() else None
+
+
+def _line_by_line(body: bytes) -> tuple[dict[str, str], NDArray[np.float64]]:
+    """Read what is not as simple as most spectra, or name the line that cannot be read."""
+    headers: dict[str, str] = {}
+    peaks = []
+    for at, line in enumerate(_lines(body)):
+        if not line or line.startswith(COMMENTS):
+            continue
+        if found := _header(line):
+            headers.update([found])
+        else:
+            peaks.append(_peak(line, at))
+    return headers, np.array(peaks, np.float64).reshape(-1, 2)
+
+
+def _peak(line: str, at: int) -> tuple[float, float]:
+    words = line.split()
+    try:
+        if len(words) == 2 or (len(words) == 3 and FRAGMENT_CHARGE.fullmatch(words[2])):
+            return number(words[0]), number(words[1])
+    except ValueError:
+        pass
+    raise Unusable(f"not a peak, m/z and intensity: {shown(line)!r}", at)

@@ -1,0 +1,269 @@
+"""`Pairs`: two sides that belong together, for models with two towers: texts from a table, or texts and rows from HDF5.
+
+A table is UTF-8 with a header. In `.csv` a comma parts columns, and a quoted field may hold commas and line ends; in
+`.tsv` a tab parts them, and a quote is a letter. Shapes: N pairs, T bytes of a text, R rows such as patches of an
+image, D numbers a row.
+"""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from pipeline.errors import ConfigError, DataError
+from pipeline.readers import hdf5
+from pipeline.readers.entry import (
+    SCAN_AGAIN,
+    Bytes,
+    Opened,
+    Unusable,
+    check_count,
+    check_names,
+    checked_file,
+    named,
+    rejection,
+    shown,
+    unreadable,
+)
+from pipeline.records import Entry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from typing import BinaryIO
+
+    from numpy.typing import NDArray
+
+    from pipeline.records import Rejection
+
+    Arrays = Mapping[str, NDArray[Any]]
+
+MOST_ROW_BYTES = 1 << 20
+PARTED_BY = {".csv": ",", ".tsv": "\t"}
+SIDES = ("left", "right")
+SUFFIXES = (*PARTED_BY, *hdf5.SUFFIXES)
+
+
+class Row(NamedTuple):
+    """A row of a table, with its end; most are a line."""
+
+    offset: int
+    line: int
+    text: bytes
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The pairs of one file.
+
+    Arrays: `left.token` and `right.token` uint8 [T], the UTF-8 bytes of texts; `left.vector` and `right.vector` float32
+    [R, D] where a dataset of an HDF5 file is numbers [N, R, D]. A place is [offset, length] in a table, or [row].
+    """
+
+    path: Path
+    left: str = "left"  # column of the header, or dataset
+    right: str = "right"
+    id: str = ""  # `id` if it is there; else the file's name and the number of the pair
+    split: str = ""  # `split` if it is there
+    most: int = 4096  # bytes of a text, or rows; a longer side is refused
+    _header: tuple[str, ...] = field(init=False, repr=False, compare=False, default=())
+    _columns: dict[str, str] = field(init=False, repr=False, compare=False, default_factory=dict)  # of it, by option
+    _bytes: Opened[Bytes] = field(init=False, repr=False, compare=False, default_factory=lambda: Opened(Bytes))
+    _tables: Opened[hdf5.Table] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_count("most", self.most)
+        check_names(self._given())
+        object.__setattr__(self, "path", checked_file(Path(self.path)))
+        object.__setattr__(self, "_tables", Opened(partial(_table, given=self._given())))
+        if _suffix(self.path) not in SUFFIXES:
+            what, remedy = f"pairs are read from {', '.join(SUFFIXES)}", "write them as one of these, and set data.path"
+            raise ConfigError(what, where=str(self.path), remedy=remedy)
+        if _suffix(self.path) in PARTED_BY:
+            object.__setattr__(self, "_header", self._checked_header())
+
+    def files(self) -> tuple[Path, ...]:
+        """Return the file."""
+        return (self.path,)
+
+    def entries(self) -> Iterator[Entry | Rejection]:
+        """Yield every pair, or why it cannot be used."""
+        return self._of_table() if self._header else self._of_hdf5()
+
+    def read(self, place: list[int]) -> Arrays:
+        """Return the arrays of a pair again."""
+        try:
+            if self._header:
+                return self._arrays(self._cells(self._bytes(self.path).at(*place)))
+            return self._arrays(self._tables(self.path).rows(place[0], place[0] + 1)[0])
+        except (Unusable, IndexError) as error:
+            raise DataError(f"no pair at {place}: {error}", where=str(self.path), remedy=SCAN_AGAIN) from error
+
+    def _of_table(self) -> Iterator[Entry | Rejection]:
+        rows = _rows(self.path)
+        next(rows, None)
+        for number, row in enumerate(found for found in rows if found.text.strip(b"\r\n")):
+            cells: dict[str, str] = {}
+            try:
+                cells = self._cells(row.text)
+                arrays, place = self._arrays(cells), [row.offset, len(row.text)]
+                yield Entry(self._name(cells, number), place, arrays, _split(cells), self._origin(row.line))
+            except Unusable as error:
+                yield rejection(self._name(cells, number), error, _split(cells), self.path, row.line)
+
+    def _of_hdf5(self) -> Iterator[Entry | Rejection]:
+        with _table(self.path, self._given()) as table:
+            long = self._too_long(table)
+            for number, row in table.all_rows(without=long):
+                cells = {meaning: hdf5.text(row, meaning) for meaning in ("id", "split")}
+                try:
+                    for side, length in long.items():
+                        self._check_length(side, length)
+                    arrays = self._arrays(row)
+                    yield Entry(self._name(cells, number), [number], arrays, _split(cells), self._origin(number))
+                except Unusable as error:
+                    yield rejection(self._name(cells, number), error, _split(cells), self.path, number)
+
+    def _too_long(self, table: hdf5.Table) -> dict[str, int]:
+        """Return the sides of numbers that are too long in every row: nobody needs to read them."""
+        shapes = {side: table.columns[side].shape for side in SIDES}
+        return {side: shape[1] for side, shape in shapes.items() if len(shape) == 3 and shape[1] > self.most}
+
+    def _given(self) -> dict[str, str]:
+        return {"left": self.left, "right": self.right, "id": self.id, "split": self.split}
+
+    def _name(self, cells: Mapping[str, str], number: int) -> str:
+        return named(cells.get("id", ""), self.path, number)
+
+    def _origin(self, line: int) -> str:
+        return f"{self.path.name}:{line}"
+
+    def _checked_header(self) -> tuple[str, ...]:
+        """Return the header; each column that is named, and those of the sides, must be in it once."""
+        first = next(_rows(self.path), Row(0, 1, b""))
+        try:
+            cells = _parted(first.text.removeprefix(b"\xef\xbb\xbf"), PARTED_BY[_suffix(self.path)])
+        except Unusable as error:
+            remedy = "write the names of the columns as the first line, in UTF-8"
+            raise DataError(f"the header is {error}", where=f"{self.path}:1", remedy=remedy) from error
+        header = tuple(cell.strip() for cell in cells)
+        usual = {name.lower(): name for name in header}
+        for option, given in self._given().items():
+            name = given.strip() or usual.get(option, "")
+            if name or option in SIDES:
+                self._columns[option] = self._checked_name(option, name, header)
+        return header
+
+    def _checked_name(self, option: str, name: str, header: tuple[str, ...]) -> str:
+        if header.count(name) != 1:
+            what = f"the header needs one column {name!r}; it is: {', '.join(map(shown, header)) or 'empty'}"
+            raise DataError(
+                what, where=f"{self.path}:1", remedy=f"data.options.{option} names a column that is there once"
+            )
+        return name
+
+    def _cells(self, line: bytes) -> dict[str, str]:
+        """Return the cells of a line that matter, by what they mean."""
+        cells = _parted(line, PARTED_BY[_suffix(self.path)])
+        if len(cells) != len(self._header):
+            raise Unusable(f"{len(cells)} columns, the header has {len(self._header)}")
+        by_name = dict(zip(self._header, cells, strict=True))
+        return {meaning: by_name[name] for meaning, name in self._columns.items()}
+
+    def _arrays(self, row: Mapping[str, Any]) -> Arrays:
+        arrays = {}
+        for side in SIDES:
+            value = row[side]
+            kind = "vector" if isinstance(value, np.ndarray) else "token"
+            array = _vector(value, side) if kind == "vector" else _token(value)
+            self._check_length(side, len(array))
+            arrays[f"{side}.{kind}"] = array
+        return arrays
+
+    def _check_length(self, side: str, length: int) -> None:
+        if not 0 < length <= self.most:
+            much = f"is longer than most: {length:,} > {self.most:,}" if length else "is empty"
+            raise Unusable(f"the {side} side {much}")
+
+
+def _suffix(path: Path) -> str:
+    return path.suffix.lower()
+
+
+def _split(cells: Mapping[str, str]) -> str:
+    return cells.get("split", "").strip()
+
+
+def _table(path: Path, given: Mapping[str, str]) -> hdf5.Table:
+    """Open an HDF5 file of pairs."""
+    table = hdf5.Table(path)
+    for option, name in given.items():
+        remedy = f"data.options.{option} names a dataset that is there"
+        table.add(option, name or option, needed=remedy if name or option in SIDES else "")
+    for side in SIDES:
+        found = table.columns[side]
+        texts = len(found.shape) == 1 and hdf5.is_text(found)
+        if not texts and (len(found.shape) != 3 or found.dtype.kind not in "fiu"):
+            what = f"{found.name} is {found.dtype} {found.shape}, wanted are texts [N] or numbers [N, R, D]"
+            raise DataError(what, where=str(path), remedy=f"data.options.{side} names such a dataset")
+    table.check_lengths()
+    return table
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    """Yield the rows of a table; of one that is too long, its beginning."""
+    quote = b'"' if _suffix(path) == ".csv" else b"\0\0"
+    try:
+        with path.open("rb") as file:
+            offset, line = 0, 1
+            while lines := _row(file, quote):
+                yield Row(offset, line, b"".join(lines))
+                while not lines[-1].endswith(b"\n") and (rest := file.readline(MOST_ROW_BYTES)):
+                    lines[-1] = rest
+                offset, line = file.tell(), line + len(lines)
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def _row(file: BinaryIO, quote: bytes) -> list[bytes]:
+    """Return a line, and those after it as long as a quote is open."""
+    lines: list[bytes] = []
+    size, is_open = 0, False
+    while (is_open or not lines) and size <= MOST_ROW_BYTES and (line := file.readline(MOST_ROW_BYTES + 1)):
+        lines.append(line)
+        size += len(line)
+        is_open ^= line.count(quote) % 2 == 1
+    return lines
+
+
+def _parted(line: bytes, by: str) -> list[str]:
+    """Return the cells of a line."""
+    if len(line) > MOST_ROW_BYTES:
+        raise Unusable(f"a row of more than {MOST_ROW_BYTES:,} bytes: a quote that is not closed?")
+    try:
+        text = line.decode().rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise Unusable(f"not UTF-8 text: byte {error.start} is 0x{line[error.start]:02x}") from error
+    if by == "\t":
+        return text.split(by)
+    try:
+        return next(csv.reader([text], strict=True), [])
+    except csv.Error as error:
+        raise Unusable(f"not a row of CSV: {error}") from error
+
+
+def _token(value: Any) -> NDArray[np.uint8]:
+    text = value.encode() if isinstance(value, str) else bytes(value)
+    return np.array(memoryview(text), np.uint8)
+
+
+def _vector(value_RD: NDArray[Any], side: str) -> NDArray[np.float32]:
+    with np.errstate(over="ignore"):
+        vector_RD = value_RD.astype(np.float32)
+    if not np.isfinite(vector_RD).all():
+        raise Unusable(f"the {side} side has numbers that are not finite")
+    return vector_RD

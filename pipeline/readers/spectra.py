@@ -1,0 +1,312 @@
+"""`Spectra`: mass spectra from MGF and HDF5 files, cleaned the same way, as peaks and what was measured with them.
+
+HDF5 is the layout of DreaMS: `spectrum` [N, 2, P] of m/z and intensity, padded with zeros, `precursor_mz` [N], and
+where they are there `charge`, `id` or `name`, `fold`, `sequence` and columns for `target`. Shapes: P peaks (2: m/z and
+intensity), K targets, L residues.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from pipeline.errors import ConfigError, DataError
+from pipeline.readers import hdf5, mgf, peptides
+from pipeline.readers.entry import (
+    SCAN_AGAIN,
+    Bytes,
+    Opened,
+    Unusable,
+    check_count,
+    check_names,
+    check_option,
+    checked_file,
+    checked_path,
+    named,
+    number,
+    rejection,
+    shown,
+    unreadable,
+)
+from pipeline.records import Entry, Reason, Rejection
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    Arrays = Mapping[str, NDArray[Any]]
+
+SUFFIXES = (".mgf", *hdf5.SUFFIXES)
+KEYS = {  # what an option means where it is left out: an MGF header, and HDF5 columns
+    "id": ("TITLE", ("id", "name")),
+    "split": ("SPLIT", ("fold", "split")),
+    "peptide": ("SEQ", ("sequence",)),
+}
+SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+PRECURSORS = ("PEPMASS", "PRECURSOR_MZ")
+
+
+class Column(NamedTuple):
+    """A dataset of an HDF5 file."""
+
+    meaning: str
+    names: tuple[str, ...]
+    needed: str = ""  # what to do where it is not there, if it must be
+
+
+class Spectrum(NamedTuple):
+    """A spectrum as a file has it."""
+
+    peak_P2: NDArray[Any]
+    precursor_mz: float
+    charge: int
+    target: tuple[float, ...]
+    peptide: str
+
+
+@dataclass(frozen=True)
+class Spectra:
+    """The spectra of a file, or of all MGF and HDF5 files of a folder, by name.
+
+    Arrays: `peaks.mz` and `peaks.intensity` (relative to the largest) float32 [P] in order of m/z, `precursor_mz`
+    float32 and `charge` int64 (0: unknown) without axes, `target` float32 [K] where asked for, `peptide.residue` int8
+    [L] where the spectrum has a peptide. A place is the number of the file and, of an MGF file, the offset and length
+    of the spectrum; of an HDF5 file, the row.
+    """
+
+    path: Path
+    max_peaks: int = 100  # the most intense are kept; of equal ones, those of lower m/z
+    most_peaks: int = 5000  # a spectrum of more is refused: it was not centroided
+    least_intensity: float = 0.0  # relative to the largest; a peak of intensity 0 is never kept
+    target: tuple[str, ...] = ()  # MGF headers or HDF5 columns that are numbers
+    id: str = (
+        ""  # header or column; TITLE, `id` or `name`. Where it is empty, the file's name and the spectrum's number
+    )
+    split: str = ""  # header or column; SPLIT, `fold` or `split`
+    peptide: str = ""  # header or column; SEQ, `sequence`
+    _paths: tuple[Path, ...] = field(init=False, repr=False, compare=False)
+    _keys: dict[str, str] = field(init=False, repr=False, compare=False)  # MGF headers of options
+    _bytes: Opened[Bytes] = field(init=False, repr=False, compare=False, default_factory=lambda: Opened(Bytes))
+    _tables: Opened[hdf5.Table] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._check_options()
+        target = (self.target,) if isinstance(self.target, str) else tuple(self.target)
+        path = checked_path(Path(self.path))
+        keys = {option: str(getattr(self, option) or KEYS[option][0]).upper() for option in KEYS}
+        for name, value in (("target", target), ("path", path), ("_paths", _files(path)), ("_keys", keys)):
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "_tables", Opened(partial(_table, columns=self._columns())))
+
+    def files(self) -> tuple[Path, ...]:
+        """Return the files in the order in which they are read."""
+        return self._paths
+
+    def entries(self) -> Iterator[Entry | Rejection]:
+        """Yield every spectrum, or why it cannot be used."""
+        for file, path in enumerate(self._paths):
+            yield from self._of_mgf(file, path) if path.suffix.lower() == ".mgf" else self._of_hdf5(file, path)
+
+    def read(self, place: Sequence[int]) -> Arrays:
+        """Return the arrays of a spectrum again."""
+        file, start, *length = place
+        try:
+            path = self._paths[file]
+            if length:
+                body = self._bytes(path).at(start, length[0])
+                return self._arrays(self._from_mgf(*mgf.divide(body)))
+            return self._arrays(self._from_hdf5(self._tables(path).rows(start, start + 1)[0]))
+        except (Unusable, IndexError) as error:
+            raise DataError(
+                f"no spectrum at {list(place)}: {error}", where=str(self.path), remedy=SCAN_AGAIN
+            ) from error
+
+    def _columns(self) -> tuple[Column, ...]:
+        """Return the columns of HDF5 files; those that were asked for must be there."""
+        return (
+            Column("spectrum", ("spectrum",), "write m/z and intensity as 'spectrum' [N, 2, P], padded with zeros"),
+            Column("precursor_mz", ("precursor_mz",), "write the precursors' m/z as 'precursor_mz' [N]"),
+            Column("charge", ("charge",)),
+            *(Column(option, names) for option, (_, names) in KEYS.items() if option not in self._given()),
+            *(Column(option, (name,), _name_another(option)) for option, name in self._given().items()),
+            *(Column(f"target {name}", (name,), _name_another("target")) for name in self.target),
+        )
+
+    def _given(self) -> dict[str, str]:
+        return {option: name for option in KEYS if (name := getattr(self, option))}
+
+    def _check_options(self) -> None:
+        check_count("max_peaks", self.max_peaks)
+        check_count("most_peaks", self.most_peaks)
+        least, target = self.least_intensity, [self.target] if isinstance(self.target, str) else self.target
+        fits = type(least) in (int, float) and 0 <= least < 1
+        check_option("least_intensity", least, "a number from 0 and less than 1", fits=fits)
+        fits = isinstance(target, (list, tuple)) and all(type(name) is str and name for name in target)
+        check_option("target", self.target, "a list of names", fits=fits)
+        check_names({option: getattr(self, option) for option in KEYS})
+
+    def _of_mgf(self, file: int, path: Path) -> Iterator[Entry | Rejection]:
+        count, sought = 0, mgf.Sought({option: self._keys[option] for option in self._given()})
+        for block in mgf.blocks(path):
+            if block.end >= 0:
+                yield self._of_block(file, path, block, count, sought)
+                count += 1
+            if stray := mgf.stray(block):
+                line = block.line + stray.line
+                yield Rejection(f"{path.name}-line-{line}", Reason.BAD_ENTRY, stray.detail, f"{path.name}:{line}")
+        if not count:
+            yield Rejection(path.name, Reason.BAD_ENTRY, "no line is BEGIN IONS: no spectra", path.name)
+        else:
+            sought.check(path)
+
+    def _of_block(self, file: int, path: Path, block: mgf.Block, count: int, sought: mgf.Sought) -> Entry | Rejection:
+        name, split, body = "", "", block.text[: block.end]
+        try:
+            headers, peak_P2 = mgf.divide(block.spectrum())
+            sought.take(headers)
+            name, split = headers.get(self._keys["id"], ""), headers.get(self._keys["split"], "")
+            arrays = self._arrays(self._from_mgf(headers, peak_P2))
+        except Unusable as error:
+            sought.take_unreadable(body)
+            name = name or mgf.header(body, self._keys["id"])
+            split = split or mgf.header(body, self._keys["split"])
+            return rejection(named(name, path, count), error, split, path, block.line)
+        place = [file, block.offset, len(body)]
+        return Entry(named(name, path, count), place, arrays, split, f"{path.name}:{block.line}")
+
+    def _of_hdf5(self, file: int, path: Path) -> Iterator[Entry | Rejection]:
+        with _table(path, self._columns()) as table:
+            for at, row in table.all_rows():
+                name, split = named(hdf5.text(row, "id"), path, at), hdf5.text(row, "split").strip()
+                try:
+                    arrays = self._arrays(self._from_hdf5(row))
+                    yield Entry(name, [file, at], arrays, split, f"{path.name}:{at}")
+                except Unusable as error:
+                    yield rejection(name, error, split, path, at)
+
+    def _from_mgf(self, headers: Mapping[str, str], peak_P2: NDArray[np.float64]) -> Spectrum:
+        precursor = next((headers[key] for key in PRECURSORS if key in headers), "")
+        return Spectrum(
+            peak_P2,
+            precursor_mz=_number((precursor.split() or [""])[0], "the precursor's m/z"),
+            charge=mgf.charge(headers.get("CHARGE", "")),
+            target=tuple(_number(headers.get(name.upper(), ""), name) for name in self.target),
+            peptide=headers.get(self._keys["peptide"], ""),
+        )
+
+    def _from_hdf5(self, row: Mapping[str, Any]) -> Spectrum:
+        peak_2P = row["spectrum"]
+        charge = _number(row.get("charge", 0), "the charge")
+        if not (abs(charge) < 1000 and charge.is_integer()):  # NaN is not less, either
+            raise Unusable(f"the charge is {charge:g}, no whole number or a large one")
+        return Spectrum(
+            peak_2P[:, (peak_2P != 0).any(axis=0)].T,
+            precursor_mz=_number(row["precursor_mz"], "the precursor's m/z"),
+            charge=int(charge),
+            target=tuple(_number(row[f"target {name}"], name) for name in self.target),
+            peptide=hdf5.text(row, "peptide"),
+        )
+
+    def _arrays(self, raw: Spectrum) -> Arrays:
+        """Return what an entry has, the same from every kind of file."""
+        mz_P, intensity_P = self._peaks(*raw.peak_P2.T)
+        if not SMALLEST <= raw.precursor_mz <= LARGEST:
+            raise Unusable(f"the precursor's m/z is {raw.precursor_mz:g}")
+        return {
+            "peaks.mz": mz_P,
+            "peaks.intensity": intensity_P,
+            "precursor_mz": np.array(raw.precursor_mz, np.float32),
+            "charge": np.array(raw.charge, np.int64),
+            **self._labels(raw.target, raw.peptide),
+        }
+
+    def _labels(self, target: Sequence[float], peptide: str) -> Arrays:
+        labels: dict[str, NDArray[Any]] = {}
+        for name, value in zip(self.target, target, strict=True):
+            if not abs(value) <= LARGEST:
+                raise Unusable(f"{name} is {value:g}")
+            labels["target"] = np.array(target, np.float32)
+        if peptide:
+            try:
+                labels["peptide.residue"] = peptides.parse(peptide)
+            except ValueError as error:
+                raise Unusable(f"peptide {shown(peptide)}: {error}") from error
+        return labels
+
+    def _peaks(self, mz_P: NDArray[Any], intensity_P: NDArray[Any]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Return the peaks to keep, in order of m/z."""
+        if not len(mz_P):
+            raise Unusable("no peaks")
+        if len(mz_P) > self.most_peaks:
+            raise Unusable(f"{len(mz_P):,} peaks, most_peaks allows {self.most_peaks:,}: not centroided?")
+        _check(mz_P, SMALLEST, "m/z")
+        _check(intensity_P, 0.0, "intensity")
+        mz_P, relative_P = mz_P.astype(np.float32), _relative(intensity_P)
+        order = np.argsort(mz_P, kind="stable")
+        relative_P = relative_P[order]
+        kept = np.flatnonzero((relative_P > 0) & (relative_P >= self.least_intensity))
+        if len(kept) > self.max_peaks:
+            kept = np.sort(kept[np.argsort(-relative_P[kept], kind="stable")[: self.max_peaks]])
+        return mz_P[order[kept]], relative_P[kept]
+
+
+def _files(path: Path) -> tuple[Path, ...]:
+    """Return the file, or those of a folder that hold spectra, by name."""
+    try:
+        found = sorted(path.iterdir()) if path.is_dir() else [path]
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if packed := [one for one in found if one.name.lower().endswith(".mgf.gz")]:
+        remedy = f"gunzip {packed[0]}"
+        raise ConfigError("spectra are read at random, which gzip does not allow", where=str(packed[0]), remedy=remedy)
+    files = tuple(checked_file(one) for one in found if one.suffix.lower() in SUFFIXES)
+    if not files:
+        what, remedy = f"no spectra: no file ends with {', '.join(SUFFIXES)}", "set data.path to one, or their folder"
+        raise ConfigError(what, where=str(path), remedy=remedy)
+    return files
+
+
+def _name_another(option: str) -> str:
+    return f"data.options.{option} names what is there, or is left out"
+
+
+def _table(path: Path, columns: Sequence[Column]) -> hdf5.Table:
+    """Open an HDF5 file of spectra."""
+    table = hdf5.Table(path)
+    for column in columns:
+        table.add(column.meaning, *column.names, needed=column.needed)
+    spectrum = table.columns["spectrum"]
+    if len(spectrum.shape) != 3 or spectrum.shape[1] != 2 or spectrum.dtype.kind not in "fiu":
+        what = f"'spectrum' is {spectrum.dtype} {spectrum.shape}, wanted are numbers [N, 2, P]"
+        raise DataError(what, where=str(path), remedy="write m/z and intensity so, padded with zeros")
+    table.check_lengths()
+    return table
+
+
+def _number(value: Any, name: str) -> float:
+    """Return a header or a cell, which may be text, as a number."""
+    said = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+    try:
+        return number(said) if isinstance(said, str) else float(said)
+    except (TypeError, ValueError):
+        raise Unusable(f"{name} is no number: {shown(str(said))!r}" if str(said) else f"{name} is missing") from None
+
+
+def _check(value_P: NDArray[Any], least: float, name: str) -> None:
+    """Name the first peak whose value cannot be; NaN is in no bounds."""
+    if not (value_P.min() >= least and value_P.max() <= LARGEST):
+        first = int(np.argmin((value_P >= least) & (value_P <= LARGEST)))
+        raise Unusable(f"the {name} of peak {first + 1} is {value_P[first]:g}")
+
+
+def _relative(intensity_P: NDArray[Any]) -> NDArray[np.float32]:
+    """Return intensities relative to the largest, rounded once."""
+    largest = float(intensity_P.max())
+    if not largest:
+        raise Unusable("no peaks: every intensity is 0")
+    return np.asarray(intensity_P.astype(np.float64) / largest, np.float32)

@@ -1,0 +1,107 @@
+"""Made data: the same for the same seed, in every format, and with something to learn."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.errors import ConfigError
+from pipeline.readers import made, peptides
+from pipeline.readers.pairs import Pairs
+from pipeline.readers.spectra import Spectra
+from pipeline.records import Entry
+from tests.readers.compared import assert_same
+
+KINDS = [(made.spectra, ".mgf"), (made.spectra, ".h5"), (made.pairs, ".tsv"), (made.pairs, ".csv"), (made.pairs, ".h5")]
+
+
+@pytest.mark.parametrize(("make", "suffix"), KINDS)
+def test_the_same_seed_makes_the_same_bytes_and_another_others(tmp_path: Path, make, suffix: str) -> None:  # type: ignore[no-untyped-def]
+    contents = []
+    for number, seed in enumerate((1, 1, 2)):
+        path = tmp_path / f"{number}{suffix}"
+        make(path, 12, seed)
+        contents.append(path.read_bytes())
+    assert contents[0] == contents[1] != contents[2]
+
+
+def test_a_longer_file_begins_with_the_shorter(tmp_path: Path) -> None:
+    made.spectra(tmp_path / "long.mgf", 9)
+    made.spectra(tmp_path / "short.mgf", 4)
+    assert (tmp_path / "long.mgf").read_bytes().startswith((tmp_path / "short.mgf").read_bytes())
+
+
+def test_pieces_make_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made.spectra(tmp_path / "whole.h5", 10)
+    monkeypatch.setattr(made, "PIECE", 3)
+    made.spectra(tmp_path / "pieces.h5", 10)
+    assert (tmp_path / "whole.h5").read_bytes() == (tmp_path / "pieces.h5").read_bytes()
+
+
+def test_fragments_of_the_peptide_are_the_highest_peaks(tmp_path: Path) -> None:
+    path = tmp_path / "x.mgf"
+    made.spectra(path, 40, seed=4)
+    hits, chance = [], []
+    for entry in Spectra(path).entries():
+        assert isinstance(entry, Entry)
+        residue_L, mz_P = entry.arrays["peptide.residue"], entry.arrays["peaks.mz"]
+        charge, precursor = int(entry.arrays["charge"]), float(entry.arrays["precursor_mz"])
+        assert precursor == pytest.approx(peptides.mass(residue_L) / charge + peptides.PROTON, rel=1e-6)
+        assert 7 <= len(residue_L) <= 30
+        y_F = peptides.y_ions(residue_L)
+        near_F = np.abs(mz_P[None] / y_F[:, None] - 1) < 2e-5
+        hits.append(near_F.any(axis=1).mean())
+        chance.append((np.abs(mz_P[None] / (y_F[:, None] + 0.5) - 1) < 2e-5).any(axis=1).mean())
+    assert np.mean(hits) > 0.6
+    assert np.mean(chance) < 0.1
+
+
+def test_what_is_said_of_a_sequence_is_true_of_it_and_of_no_other(tmp_path: Path) -> None:
+    made.pairs(tmp_path / "x.tsv", 200)
+    said = set()
+    for entry in Pairs(tmp_path / "x.tsv").entries():
+        assert isinstance(entry, Entry)
+        sequence, what = (bytes(entry.arrays[f"{side}.token"]).decode() for side in ("left", "right"))
+        said.add(what)
+        assert what.startswith(f"{len(sequence)} residues, rich in ")
+        richest = max(sequence.count(letter) for letter in peptides.LETTERS)
+        name = what.split("rich in ")[1].split(" (")[0]
+        assert sequence.count(peptides.LETTERS[made.NAMES.index(name)]) == richest
+    assert len(said) == 200
+
+
+def test_all_formats_hold_the_same_pairs(tmp_path: Path) -> None:
+    found = []
+    for suffix in (".tsv", ".csv", ".h5"):
+        made.pairs(tmp_path / f"x{suffix}", 25, seed=9)
+        found.append(list(Pairs(tmp_path / f"x{suffix}").entries()))
+    for one, *others in zip(*found, strict=True):
+        for other in others:
+            assert (one.id, one.split) == (other.id, other.split)
+            assert_same(one.arrays, other.arrays)
+
+
+def test_every_tenth_is_validation_and_every_tenth_test(tmp_path: Path) -> None:
+    made.spectra(tmp_path / "x.mgf", 20)
+    splits = [entry.split for entry in Spectra(tmp_path / "x.mgf").entries()]
+    assert {split: splits.count(split) for split in splits} == {"train": 16, "val": 2, "test": 2}
+
+
+def test_the_command_writes_a_file_and_says_so(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "pipeline.readers.made", "spectra"]
+    done = subprocess.run(
+        [*words, str(tmp_path / "x.mgf"), "--count", "3", "--seed", "1"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'x.mgf'}: 3 spectra\n"), done.stderr
+    assert len(list(Spectra(tmp_path / "x.mgf").entries())) == 3
+
+
+def test_a_suffix_that_is_not_written_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert made.main(["pairs", str(tmp_path / "x.mgf")]) == ConfigError.exit_code
+    assert "a made file ends with .tsv, .csv, .hdf5, .h5" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="do not hold the 196 fragments"):
+        made.spectra(tmp_path / "x.mgf", 1, peptide_length=(7, 50))
