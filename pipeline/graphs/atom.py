@@ -21,7 +21,7 @@ Shapes: A atoms and R residues of a partner, B bonds, E edges, P pairs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -30,7 +30,7 @@ from pipeline.graphs import bonds, hops, neighbours
 from pipeline.graphs.backbone import centre
 from pipeline.graphs.graph import ChainText, Graph, Part, lengths
 from pipeline.records import Kind, Reason, Role
-from pipeline.structures.atoms import Links, Unusable, text
+from pipeline.structures.atoms import Unusable, text
 from pipeline.structures.sequences import joined_rows
 
 if TYPE_CHECKING:
@@ -215,9 +215,9 @@ def _bonds(chosen: Chosen) -> NDArray[np.int64]:
     links = structure.links()
     place_A = np.full(len(structure.name_A), -1)
     place_A[chosen.atom_A] = np.arange(len(chosen.atom_A))
-    here = Links(place_A[links.atoms_L2], links.covalent_L)
+    here = replace(links, atoms_L2=place_A[links.atoms_L2])
     strands = [-1 if chain.kind is Kind.OTHER else number for number, chain in enumerate(side.chains)]
-    return bonds.find(
+    found = bonds.find(
         bonds.Atoms(
             pos_A3=chosen.pos_A3,
             name_A=structure.name_A[chosen.atom_A],
@@ -229,6 +229,19 @@ def _bonds(chosen: Chosen) -> NDArray[np.int64]:
             is_told=len(links.atoms_L2) > 0,
         )
     )
+    if links.is_complete:
+        _check_lengths(chosen, found)
+    return found
+
+
+def _check_lengths(chosen: Chosen, bonds_B2: NDArray[np.int64]) -> None:
+    """Refuse a bond that is told of and cannot be: the coordinates are of something else, or cut by a box."""
+    length_B = lengths(chosen.pos_A3, chosen.pos_A3, bonds_B2.T)
+    if (length_B > bonds.LONGEST).any():
+        worst = int(length_B.argmax())
+        one, other = (chosen.label(atom) for atom in bonds_B2[worst].tolist())
+        what = f"the file says that {one} and {other} are bonded, and they are {length_B[worst]:.2f} Å apart"
+        raise Unusable(Reason.PARSE_ERROR, what)
 
 
 def _cross(sides: Sides, recipe: Recipe) -> dict[str, Edges]:
@@ -250,6 +263,8 @@ def _labels(read: Complex, sides: Sides, recipe: Recipe) -> tuple[dict[Role, dic
     _check_apart(bound, in_one_frame=True)
     centre_3 = centre(np.concatenate([chosen.pos_A3 for chosen in bound.values()]))
     twins = {role: _twins(sides[role], there, read.maps[f"bound.{role.value}"]) for role, there in bound.items()}
+    for role, there in bound.items():
+        _check_twins(sides[role], there, twins[role])
     extra = {role: _in_bound(twins[role], there, centre_3) for role, there in bound.items()}
     labels: dict[str, Array] = {"bound_centre": centre_3}
     if Role.RECEPTOR in bound and Role.LIGAND in bound:
@@ -316,6 +331,23 @@ def _twins(here: Chosen, there: Chosen, row_R: NDArray[np.int32]) -> NDArray[np.
     _, back, mine_count = np.unique(mine, return_inverse=True, return_counts=True)
     is_one = (keys[place] == mine) & (count[place] == 1) & (mine_count[back] == 1) & (residue_A >= 0)
     return np.where(is_one, first[place], -1)
+
+
+def _check_twins(here: Chosen, there: Chosen, twin_A: NDArray[np.int64]) -> None:
+    """Refuse a molecule whose names mean other atoms: a file without any gets them by the order of its atoms."""
+    if not any(one.side.structure.links().is_complete for one in (here, there)):
+        return
+    mine_B2, theirs_B2 = _bonds(here), _bonds(there)
+    chains = here.side.chains
+    molecule_R = np.repeat([one.kind is Kind.OTHER for one in chains], [one.last - one.first for one in chains])
+    mine_B2 = mine_B2[molecule_R[here.residue_A[mine_B2]].all(axis=1)]
+    twins_B2 = np.sort(twin_A[mine_B2], axis=1)
+    keys_B, their_keys = twins_B2 @ [len(there.atom_A), 1], theirs_B2 @ [len(there.atom_A), 1]
+    unlike = np.flatnonzero((twins_B2[:, 0] >= 0) & ~np.isin(keys_B, their_keys))
+    if len(unlike):
+        one, other = (here.label(atom) for atom in mine_B2[unlike[0]].tolist())
+        what = f"{one} and {other} are bonded, and the atoms of their names in the bound structure are not"
+        raise Unusable(Reason.SEQUENCE_MISMATCH, f"{what}: give both files their atoms in one order")
 
 
 def _in_bound(twin_A: NDArray[np.int64], there: Chosen, centre_3: NDArray[np.float64]) -> dict[str, Array]:

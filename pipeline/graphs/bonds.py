@@ -8,6 +8,8 @@ for what has no template (a glycan, a cap). Nothing longer than LONGEST is a bon
 mend broken coordinates. To another residue, a metal or an ion has none unless the file calls it covalent: coordination
 is not a bond.
 
+A file that tells of all its bonds (an AMBER topology, SDF, MOL2) is taken at its word: those are the bonds.
+
 Shapes: A atoms, R residues, B bonds, L links.
 """
 
@@ -65,6 +67,8 @@ class Atoms:
 
 def find(atoms: Atoms) -> NDArray[np.int64]:
     """Return every bond once, the lower atom first, sorted."""
+    if atoms.links.is_complete:
+        return _distinct(atoms.links.atoms_L2, len(atoms.name_A))
     from_templates, known_A = templates.find_bonds(atoms.resname_R, atoms.name_A, atoms.residue_A)
     heavy_A = ~is_hydrogen(atoms.element_A)
     found = [
@@ -75,9 +79,13 @@ def find(atoms: Atoms) -> NDArray[np.int64]:
         _by_radii(atoms, ~known_A & heavy_A),
         _of_hydrogens(atoms, heavy_A),
     ]
-    pairs_B2 = np.sort(atoms.near(np.concatenate(found), LONGEST), axis=1)
-    size = len(atoms.name_A)
-    return np.stack(np.divmod(np.unique(pairs_B2[:, 0] * size + pairs_B2[:, 1]), size), axis=1)
+    return _distinct(atoms.near(np.concatenate(found), LONGEST), len(atoms.name_A))
+
+
+def _distinct(pairs_B2: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    """Return pairs of so many atoms once, the lower first, sorted."""
+    low_B, high_B = np.sort(pairs_B2, axis=1).T
+    return np.stack(np.divmod(np.unique(low_B * size + high_B), size), axis=1)
 
 
 def is_hydrogen(element_A: NDArray[np.uint8]) -> NDArray[np.bool_]:

@@ -44,10 +44,11 @@ class Links:
 
     atoms_L2: NDArray[np.int64]
     covalent_L: NDArray[np.bool_]  # whether it says of what kind the bond is; CONECT does not
+    is_complete: bool = False  # whether these are all the bonds there are
 
     def take(self, chosen: NDArray[np.bool_]) -> Links:
         """Return some of them."""
-        return Links(self.atoms_L2[chosen], self.covalent_L[chosen])
+        return Links(self.atoms_L2[chosen], self.covalent_L[chosen], self.is_complete)
 
 
 def no_links() -> Links:
@@ -75,6 +76,7 @@ class AtomTable:
     parents: Mapping[str, str] = field(default_factory=dict)  # modified residue → standard one, as the file says
     aliases: Mapping[str, str] = field(default_factory=dict)  # stand-ins for chain names of more than 7 bytes
     links: Callable[[], Links] = no_links  # between its rows; looked up when asked for, which no scan does
+    notes: Mapping[str, int] = field(default_factory=dict)  # what its parser says of the whole file
 
     def chain_name(self, code: int | np.uint64) -> str:
         """Return a chain's name as people type it."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.keys import content_digest
+from pipeline.structures.amber import beside
 from pipeline.structures.inventory import File
 from pipeline.structures.read import read_file
 
@@ -48,8 +49,12 @@ def read(path: str, max_bytes: int) -> File:
 
 
 def paths(item: Item) -> list[str]:
-    """Return the files of an item, each once."""
-    return list(dict.fromkeys(part.path for part in (*item.parts, *item.bound)))
+    """Return the files of an item, each once; that of its coordinates follows a topology."""
+    found: dict[str, None] = {}
+    for part in (*item.parts, *item.bound):
+        found[part.path] = None
+        found.update(dict.fromkeys(beside(part.path)))
+    return list(found)
 
 
 def size(files: Mapping[str, File]) -> int:

@@ -6,17 +6,18 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from pipeline.keys import tagged_key
+from pipeline.keys import content_digest, tagged_key
 from pipeline.records import ChainSummary, Inventory, Item, Kind, Part, Partner, Reason, Role
+from pipeline.structures.amber import candidates
 from pipeline.structures.atoms import Unusable, text
 from pipeline.structures.partners import check_apart, choose
 from pipeline.structures.policy import POLICY_VERSION, Policy, Structure, check
 from pipeline.structures.policy import apply as apply_policy
-from pipeline.structures.read import Reading, format_of, parse, parser_of
+from pipeline.structures.read import MOLECULES, Reading, format_of, parse, parser_of
 from pipeline.structures.sequences import bound_rows, full_sequence
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from pipeline.structures.policy import Chain
 
 INVENTORY_VERSION = 1
+Known = TypeVar("Known")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +56,16 @@ def item_key(item: Item, recipe: Recipe, digests: Mapping[str, str]) -> bytes:
 
     def parts(some: Sequence[Part]) -> list[list[Any]]:
         return [
-            [part.role, digests[part.path], *_format(part.path), part.chains, part.optional, part.model]
+            [part.role, *_own(part.path, digests), *_format(part.path), part.chains, part.optional, part.model]
             for part in some
         ]
 
     return tagged_key("scan", plain(recipe), {"parts": parts(item.parts), "bound": parts(item.bound)})
+
+
+def _own(path: str, known: Mapping[str, Known]) -> list[Known]:
+    """Return what is known of a part's file, and then of the one with its coordinates, where it is a topology."""
+    return [known[one] for one in (path, *candidates(path)) if one == path or one in known]
 
 
 @lru_cache(maxsize=16)
@@ -160,25 +167,35 @@ def _sides(
     sides: dict[Role, Side] = {}
     taken: dict[Role, set[tuple[str, str]]] = {}
     for part in parts:
-        file = files[part.path]
+        own = _own(part.path, files)
         if (part.path, part.model) not in structures:
-            structures[part.path, part.model] = _structure(part, file.data, recipe)
+            structures[part.path, part.model] = _structure(part, own, recipe)
         structure = structures[part.path, part.model]
         elsewhere = [name for other in parts if other.path == part.path and other is not part for name in other.chains]
         for role, chains in choose(structure, part, elsewhere).items():
             for chain in chains:
                 check(structure, chain, recipe.policy)
-            sides[role] = Side(file.digest, structure, chains)
+            sides[role] = Side(_content(own), structure, chains)
             taken.setdefault(role, set()).update((part.path, chain.name) for chain in chains)
     check_apart(taken)
     return sides
 
 
-def _structure(part: Part, data: bytes, recipe: Recipe) -> Structure:
-    """Parse one file under the recipe; a model named with the item wins over the configured one."""
+def _structure(part: Part, own: Sequence[File], recipe: Recipe) -> Structure:
+    """Parse one file under the recipe; a model named with the item wins over the configured one.
+
+    Who names the file of a small molecule wants it, whatever is done with those in other files.
+    """
     reading = recipe.reading if part.model is None else replace(recipe.reading, model=part.model)
-    table = parse(data, format_of(Path(part.path)), reading, recipe.max_residues)
-    return apply_policy(table, recipe.policy)
+    form = format_of(Path(part.path))
+    table = parse(own[0].data, form, reading, recipe.max_residues, beside=own[1].data if len(own) > 1 else b"")
+    return apply_policy(table, replace(recipe.policy, ligands="keep") if form in MOLECULES else recipe.policy)
+
+
+def _content(own: Sequence[File]) -> str:
+    """Return the digest by which a file is known, or of those of two."""
+    digests = [file.digest for file in own]
+    return digests[0] if len(digests) == 1 else content_digest("".join(digests).encode()).hex()
 
 
 def _bound_rows(side: Side, bound: Side) -> NDArray[np.int32]:

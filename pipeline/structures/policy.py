@@ -6,7 +6,7 @@ Shapes: A atoms, R residues, C chains.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Literal
 
@@ -121,7 +121,7 @@ def apply(table: AtomTable, policy: Policy) -> Structure:
     other = np.flatnonzero(~polymer_S)
     is_water = table.entity_A[sites.first_S[other]] == WATER
     waters = int(is_water.sum())
-    notes = {"waters": waters, "ligands": len(other) - waters}
+    notes = {**table.notes, "waters": waters, "ligands": len(other) - waters}
     molecules = _molecule_sites(table, sites, other[~is_water]) if policy.ligands == "keep" else other[:0]
     if not polymer_S.any() and not len(molecules):
         also = " and no small molecule" if policy.ligands == "keep" else ""
@@ -350,5 +350,5 @@ def _kept_links(table: AtomTable, kept_A: Rows) -> Links:
         return links
     place_A = np.full(len(table.name_A), -1)
     place_A[kept_A] = np.arange(len(kept_A))
-    here = Links(place_A[links.atoms_L2], links.covalent_L)
+    here = replace(links, atoms_L2=place_A[links.atoms_L2])
     return here.take(here.atoms_L2.min(axis=1) >= 0)

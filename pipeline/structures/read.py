@@ -1,6 +1,7 @@
 """From bytes to an `AtomTable`: PDB and mmCIF by gemmi, BinaryCIF by biotite, each also gzipped.
 
-The table comes from gemmi's FlatStructure, whose columns numpy views without a loop over atoms.
+The table comes from gemmi's FlatStructure, whose columns numpy views without a loop over atoms. Topologies of AMBER and
+files of small molecules are read next door.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import stat
 import zlib
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,7 +22,7 @@ import gemmi
 import numpy as np
 
 from pipeline.records import Reason
-from pipeline.structures import plain_pdb
+from pipeline.structures import amber, molecules, plain_pdb
 from pipeline.structures.atoms import BLANK_CHAIN, NAME_BYTES, AtomTable, Unusable
 from pipeline.structures.links import links_of
 
@@ -47,7 +50,14 @@ FORMATS = {
     ".mmcif": "mmcif",
     ".mcif": "mmcif",
     ".bcif": "bcif",
+    **dict.fromkeys(amber.TOPOLOGIES, "amber"),
+    ".sdf": "sdf",
+    ".mol": "sdf",
+    ".mol2": "mol2",
 }
+MOLECULES = ("sdf", "mol2")
+EXTRA = {"amber": "parmed", "sdf": "rdkit", "mol2": "rdkit"}  # what the extra `molecules` installs to read them
+REVISIONS = {"amber": amber.REVISION, "sdf": molecules.REVISION, "mol2": molecules.REVISION}
 # Columns 79-80 hold a charge that 34 of 924 benchmark files fill with something else; gemmi then refuses the file.
 PDB_LINE_LENGTH = 78
 # What gemmi needs of a BinaryCIF block to see the same structure as in the text file.
@@ -76,10 +86,15 @@ def stat_file(path: Path, max_bytes: int) -> os.stat_result:
     """Return a file's state, refusing what cannot be read for reasons that show without reading."""
     if not HAS_BIOTITE and ".bcif" in path.suffixes[-2:]:
         raise Unusable(Reason.NEEDS_EXTRA, "BinaryCIF needs Python 3.11 and an extra: pip install 'pipeline[bcif]'")
+    needed = EXTRA.get(FORMATS.get(_suffix(path), ""))
+    if needed and find_spec(needed) is None:
+        what = f"{_suffix(path)} needs {needed}, an extra: pip install 'pipeline[molecules]'"
+        raise Unusable(Reason.NEEDS_EXTRA, what)
     try:
         state = path.stat()
     except FileNotFoundError:
-        raise Unusable(Reason.MISSING_FILE, f"no such file: {path}") from None
+        others = ", nor one ending in " + " ".join(amber.COORDINATES[1:]) if path.suffix == amber.COORDINATES[0] else ""
+        raise Unusable(Reason.MISSING_FILE, f"no such file: {path}{others}") from None
     except (OSError, ValueError) as error:
         raise Unusable(Reason.UNREADABLE_FILE, f"{error}") from error
     if not stat.S_ISREG(state.st_mode):
@@ -125,9 +140,8 @@ def gunzip(data: bytes, max_bytes: int) -> bytes:
 
 def format_of(path: Path) -> str:
     """Return the format that a file's name promises."""
-    plain = path.with_suffix("") if path.suffix.lower() == ".gz" else path
     try:
-        return FORMATS[plain.suffix.lower()]
+        return FORMATS[_suffix(path)]
     except KeyError:
         known = " ".join(FORMATS)
         raise Unusable(
@@ -135,16 +149,38 @@ def format_of(path: Path) -> str:
         ) from None
 
 
+def _suffix(path: Path) -> str:
+    """Return what a file's name ends in but for .gz."""
+    return (path.with_suffix("") if path.suffix.lower() == ".gz" else path).suffix.lower()
+
+
 @cache
 def parser_of(form: str) -> str:
     """Name what reads a format, version included."""
+    if form in EXTRA:
+        return f"{EXTRA[form]}-{_version(EXTRA[form])}+{form}-{REVISIONS[form]}"
     if form == "pdb" and plain_pdb.REVISION:
         return f"{PARSER}+plain-{plain_pdb.REVISION}"
     return f"{PARSER}+biotite-{version('biotite')}" if form == "bcif" and HAS_BIOTITE else PARSER
 
 
-def parse(data: bytes, form: str, reading: Reading, max_residues: int | None = None) -> AtomTable:
-    """Return the atoms in a file's bytes; whatever a parser does not like is one `Unusable`."""
+def _version(package: str) -> str:
+    """Return the version of a package, which conda may have installed without saying so."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return str(import_module(package).__version__)
+
+
+def parse(
+    data: bytes, form: str, reading: Reading, max_residues: int | None = None, *, beside: bytes = b""
+) -> AtomTable:
+    """Return the atoms in a file's bytes; whatever a parser does not like is one `Unusable`.
+
+    The coordinates of a topology are in the file beside it.
+    """
+    if form in EXTRA:
+        return _simple(data, form, reading, beside)
     if form == "pdb" and reading.chain_names == "label":
         raise Unusable(Reason.MISSING_CHAIN, "a PDB file has no label chain names; set structures.chain_names: author")
     if form == "pdb" and reading == PLAIN and (table := plain_pdb.read(data)) is not None:
@@ -163,6 +199,15 @@ def parse(data: bytes, form: str, reading: Reading, max_residues: int | None = N
     except (ValueError, RuntimeError, LookupError, TypeError) as error:  # UnicodeDecodeError is a ValueError
         what = " ".join(str(error).split())[:200] or type(error).__name__
         raise Unusable(Reason.PARSE_ERROR, what) from error
+
+
+def _simple(data: bytes, form: str, reading: Reading, beside: bytes) -> AtomTable:
+    """Return the atoms of a file that holds one model and no chain names or assemblies to choose from."""
+    if reading.model != 1:
+        raise Unusable(Reason.MISSING_MODEL, f"the file has 1 model, number {reading.model} was asked for")
+    if reading.assembly is not None:
+        raise Unusable(Reason.MISSING_ASSEMBLY, f"no assembly {reading.assembly!r} in the file: its format has none")
+    return amber.read(data, beside) if form == "amber" else molecules.read(data, form)
 
 
 def _keep_model(structure: gemmi.Structure, number: int) -> None:

@@ -4,7 +4,8 @@ Only what both define is compared. Of each protein chain: every residue that we 
 every standard amino acid of an ATOM record with a CA is one to us, with the letter of its name; and the CA atoms are at
 one place. Not compared are the letters of modified residues (a matter of policy), the CA of a residue with alternatives
 (which is kept is one, too), residues whose number and insertion code another of their chain has as well, assemblies and
-label names; atoms behind the last model; and BinaryCIF, which we read by biotite ourselves.
+label names; atoms behind the last model; AMBER topologies and small molecules; and BinaryCIF, which we read by biotite
+ourselves.
 """
 
 from __future__ import annotations
@@ -39,6 +40,12 @@ LETTERS = {
     "TYR": "Y", "VAL": "V",
 }  # fmt: skip
 CA = BACKBONE.index("CA")
+APART_FORMS = {  # and why the second parser says nothing of them
+    "bcif": "BinaryCIF, which both read by the same parser",
+    "amber": "AMBER topologies, which have no chains to go by",
+    "sdf": "small molecules",
+    "mol2": "small molecules",
+}
 
 
 class NotComparable(Exception):
@@ -67,8 +74,8 @@ def second_parser() -> str | None:
 
 def read_second(data: bytes, form: str, reading: Reading) -> Any:
     """Return the atoms of a file by the second parser; raise NotComparable where it has none to compare."""
-    if form == "bcif":
-        raise NotComparable("BinaryCIF, which both read by the same parser")
+    if form in APART_FORMS:
+        raise NotComparable(APART_FORMS[form])
     if reading.assembly is not None or reading.chain_names != "author":
         raise NotComparable("assemblies and label names")
     from biotite.structure.io import pdb, pdbx

@@ -19,7 +19,7 @@ from pipeline.structures.synthetic import complex_pdb
 from tests.structures.pdb_text import atom, chain, residue
 
 COLUMNS = tuple(field.name for field in fields(AtomTable) if field.name.endswith(("_A", "_A3")))
-OTHERS = ("seqres", "parents", "aliases", "label_seq_A")
+OTHERS = ("seqres", "parents", "aliases", "label_seq_A", "notes")
 PROTEIN = chain("A", "ALA", "GLY", "TRP") + chain("B", "CYS", "ASP")
 DNA = ("P", "O5'", "C5'", "C4'", "C3'", "O3'", "C1'")
 

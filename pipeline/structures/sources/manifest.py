@@ -3,7 +3,8 @@
 Columns: id, path (or receptor_path and ligand_path, or neither when data.structures_dir holds `<id>.pdb`, `.cif`, …),
 receptor_chains, ligand_chains, split, cluster, model (the first is 1); every other column is a label, kept as text.
 Relative paths start at data.structures_dir, or else at the manifest's folder; whether such a file is there shows when
-it is read.
+it is read. A file is one of `read.FORMATS`: also a topology of AMBER (.prmtop, .parm7), whose coordinates are beside it
+under the same name (.inpcrd, .rst7, .crd), and a small molecule of its own (.sdf, .mol, .mol2), which has no chains.
 """
 
 from __future__ import annotations

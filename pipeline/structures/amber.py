@@ -1,0 +1,286 @@
+"""AMBER: atoms, residues and bonds of a topology by ParmEd, and their coordinates from the restart file beside it.
+
+A topology has no chains. Residues that follow each other and are bonded are one; those that hold a residue of a
+protein, RNA or DNA are A, B, …, and all else (ligands, ions, waters) is in the chain `_`: a molecule of it is `_:LIG`,
+or `_:LIG:37`. Bonds are as they are told, all of them. Shapes: A atoms, R residues, B bonds.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from io import BytesIO, StringIO
+from itertools import product
+from string import ascii_uppercase
+from typing import TYPE_CHECKING, Any
+
+import gemmi
+import numpy as np
+
+from pipeline.records import Reason
+from pipeline.structures.atoms import AtomTable, Links, Unusable, word
+from pipeline.structures.policy import HETATM, KINDS, LINKING_WORDS, POLYMER, SYNONYMS, WATER
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+REVISION = 1  # raise it when the same files give other atoms
+TOPOLOGIES = (".prmtop", ".parm7")
+COORDINATES = (".inpcrd", ".rst7", ".crd")  # the first of these that is there; ASCII or NetCDF
+ENDINGS = tuple(suffix + packed for packed in ("", ".gz") for suffix in COORDINATES)
+TOPOLOGY_ENDINGS = tuple(suffix + packed for packed in ("", ".gz") for suffix in TOPOLOGIES)
+LONGEST_ENDING = max(map(len, TOPOLOGY_ENDINGS))
+OXYGEN, HYDROGEN, ELEMENTS = 8, 1, 118
+NON_POLYMER = 2
+FORMAT = re.compile(r"^%FORMAT(.*)$", re.MULTILINE)
+PLAIN_FORMAT = re.compile(r"\(\d*(a|i)\d+\)|\(\d*[edf]\d+\.\d+\)", re.IGNORECASE)
+WIDTH, PER_LINE = 12, 6  # of the numbers of a restart file
+MOST_CHAINS = 26 + 26**2
+# What each list of a topology is as long as: this entry of POINTERS, times so many numbers.
+LENGTHS = {
+    "ATOM_NAME": (0, 1),
+    "ATOMIC_NUMBER": (0, 1),
+    "MASS": (0, 1),
+    "RESIDUE_LABEL": (11, 1),
+    "RESIDUE_POINTER": (11, 1),
+    "BONDS_INC_HYDROGEN": (2, 3),
+    "BONDS_WITHOUT_HYDROGEN": (12, 3),
+}
+NUCLEOTIDES = {
+    **{f"{old}{base}{end}": base for old, base, end in product(("", "R"), "ACGU", ("5", "3", "N"))},
+    **{f"R{base}": base for base in "ACGU"},
+    **{f"D{base}{end}": f"D{base}" for base, end in product("ACGT", "53N")},
+}
+
+
+def candidates(path: str) -> tuple[str, ...]:
+    """Return the files that may hold the coordinates of a topology; none for a path that is no topology."""
+    if not path[-LONGEST_ENDING:].lower().endswith(TOPOLOGY_ENDINGS):  # asked of every file of a data set
+        return ()
+    stem = path[: path.rindex(".", 0, -len(".gz"))] if path[-3:].lower() == ".gz" else path[: path.rindex(".")]
+    return tuple(stem + ending for ending in ENDINGS)
+
+
+def beside(path: str) -> tuple[str, ...]:
+    """Return the file that holds the coordinates of a topology, or the first that should; none for another path."""
+    if not (named := candidates(path)):
+        return ()
+    return tuple(one for one in named if os.path.exists(one))[:1] or named[:1]  # noqa: PTH110
+
+
+def read(topology: bytes, coordinates: bytes) -> AtomTable:
+    """Return the atoms of a topology at their coordinates."""
+    told = _sections(topology)
+    first_R = _first_atoms(told)
+    atoms = len(told["ATOM_NAME"])
+    residue_A = np.repeat(np.arange(len(first_R)), np.diff(first_R, append=atoms))
+    name_A = _words(told["ATOM_NAME"])
+    linking_R = np.bincount(residue_A, weights=np.isin(name_A, LINKING_WORDS), minlength=len(first_R)) > 0
+    labels = [
+        NUCLEOTIDES.get(label, label) if links else label
+        for label, links in zip(told["RESIDUE_LABEL"], linking_R.tolist(), strict=True)
+    ]
+    standard_R = np.array([_is_standard(label) for label in labels]) & linking_R
+    bonds_B2 = _bonds(told)
+    run_R = _runs(residue_A[bonds_B2], len(first_R))
+    chain_R = _chains(run_R, standard_R)
+    element_A = _elements(told)
+    water_R = _waters(element_A, residue_A)
+    _check_elements(told, element_A, residue_A, water_R)
+    entity_R = np.where(chain_R > 0, POLYMER, NON_POLYMER)
+    entity_R[water_R] = WATER
+    blank_A = np.zeros(atoms, np.int8)
+    return AtomTable(
+        pos_A3=_positions(coordinates, atoms),
+        name_A=name_A,
+        resname_A=_words(labels)[residue_A],
+        chain_A=chain_R[residue_A],
+        number_A=(residue_A + 1).astype(np.int32),
+        icode_A=blank_A + np.int8(ord(" ")),
+        altloc_A=blank_A,
+        occupancy_A=np.ones(atoms, np.float32),
+        element_A=element_A.astype(np.uint8),
+        entity_A=entity_R[residue_A].astype(np.uint8),
+        hetero_A=np.where(standard_R, ord("A"), HETATM)[residue_A].astype(np.int8),
+        links=lambda: Links(bonds_B2, np.ones(len(bonds_B2), np.bool_), is_complete=True),
+    )
+
+
+def _sections(data: bytes) -> dict[str, list[Any]]:
+    """Return the lists of a topology that are needed, each as long as it says."""
+    version, *parts = data.decode("latin-1").split("\n%FLAG ")
+    if not version.startswith("%VERSION"):
+        raise Unusable(Reason.PARSE_ERROR, "not an AMBER topology: its first line is not %VERSION")
+    texts = {part.partition("\n")[0].strip(): part for part in parts}
+    pointers = _section(version, "POINTERS", texts)
+    found = {}
+    for name, (pointer, each) in LENGTHS.items():
+        if name == "MASS" and "ATOMIC_NUMBER" in found:
+            continue
+        if name == "ATOMIC_NUMBER" and name not in texts:  # before 2012 an element was known by its mass
+            continue
+        found[name] = _section(version, name, texts)
+        wanted = pointers[pointer] * each if pointer < len(pointers) else -1
+        if len(found[name]) != wanted:
+            what = f"%FLAG {name} holds {len(found[name])} values, and POINTERS say {wanted}"
+            raise Unusable(Reason.PARSE_ERROR, what)
+    if not found["ATOM_NAME"] or not found["RESIDUE_LABEL"]:
+        raise Unusable(Reason.NO_ATOMS, "the topology holds no atoms")
+    return found
+
+
+def _section(version: str, name: str, texts: Mapping[str, str]) -> list[Any]:
+    """Return one list of a topology."""
+    from parmed.amber import AmberFormat
+
+    if name not in texts:
+        raise Unusable(Reason.PARSE_ERROR, f"the topology has no %FLAG {name}")
+    said = FORMAT.findall(texts[name])
+    if len(said) != 1 or not PLAIN_FORMAT.fullmatch(said[0].strip()):
+        raise Unusable(Reason.PARSE_ERROR, f"%FLAG {name} has not one plain %FORMAT, such as (20a4) or (10I8)")
+    form = AmberFormat()
+    try:
+        form.rdparm(StringIO(f"{version}\n%FLAG {texts[name]}\n"))
+        values: list[Any] = form.parm_data[name]
+    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, NameError) as error:
+        raise Unusable(Reason.PARSE_ERROR, f"%FLAG {name}: {error}"[:200]) from error
+    return values
+
+
+def _first_atoms(told: Mapping[str, list[Any]]) -> NDArray[np.int64]:
+    """Return the first atom of each residue."""
+    first_R = _numbers(told["RESIDUE_POINTER"]) - 1
+    if first_R[0] != 0 or (np.diff(first_R) < 1).any() or first_R[-1] >= len(told["ATOM_NAME"]):
+        raise Unusable(Reason.PARSE_ERROR, "%FLAG RESIDUE_POINTER: residues do not follow each other")
+    return first_R
+
+
+def _bonds(told: Mapping[str, list[Any]]) -> NDArray[np.int64]:
+    """Return the pairs of atoms that are bonded; a topology has three times the number of each, from 0."""
+    rows = [_numbers(told[name]).reshape(-1, 3) for name in ("BONDS_WITHOUT_HYDROGEN", "BONDS_INC_HYDROGEN")]
+    bonds_B2 = np.sort(np.concatenate(rows)[:, :2] // 3, axis=1)
+    atoms = len(told["ATOM_NAME"])
+    wrong = np.flatnonzero((bonds_B2[:, 0] < 0) | (bonds_B2[:, 1] >= atoms) | (bonds_B2[:, 0] == bonds_B2[:, 1]))
+    if len(wrong):
+        left, right = (bonds_B2[wrong[0]] + 1).tolist()
+        raise Unusable(Reason.PARSE_ERROR, f"a bond between the atoms {left} and {right} of {atoms}")
+    return bonds_B2
+
+
+def _elements(told: Mapping[str, list[Any]]) -> NDArray[np.int64]:
+    """Return atomic numbers, from masses where the topology has none."""
+    if "ATOMIC_NUMBER" in told:
+        return _numbers(told["ATOMIC_NUMBER"])
+    from parmed.periodic_table import AtomicNum, element_by_mass
+
+    known = {mass: AtomicNum[element_by_mass(mass)] for mass in set(told["MASS"])}
+    return np.array([known[mass] for mass in told["MASS"]], np.int64)
+
+
+def _check_elements(
+    told: Mapping[str, list[Any]],
+    element_A: NDArray[np.int64],
+    residue_A: NDArray[np.int64],
+    water_R: NDArray[np.bool_],
+) -> None:
+    """Refuse an atom of no element, unless it is the extra point of a water, which is dropped with it."""
+    wrong = np.flatnonzero(((element_A < 1) | (element_A > ELEMENTS)) & ~water_R[residue_A])
+    if len(wrong):
+        atom, residue = int(wrong[0]), int(residue_A[wrong[0]])
+        where = f"{told['ATOM_NAME'][atom]} of {told['RESIDUE_LABEL'][residue]} {residue + 1}"
+        raise Unusable(Reason.PARSE_ERROR, f"atom {atom + 1} ({where}) is of no element ({element_A[atom]})")
+    element_A[(element_A < 1) | (element_A > ELEMENTS)] = 0
+
+
+def _waters(element_A: NDArray[np.int64], residue_A: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Say which residues are one oxygen and two hydrogens; they have many names."""
+    size = int(residue_A[-1]) + 1
+    oxygen_R, hydrogen_R, heavy_R = (
+        np.bincount(residue_A[some_A], minlength=size)
+        for some_A in (element_A == OXYGEN, element_A == HYDROGEN, element_A > HYDROGEN)
+    )
+    water_R: NDArray[np.bool_] = (oxygen_R == 1) & (hydrogen_R == 2) & (heavy_R == 1)
+    return water_R
+
+
+def _is_standard(label: str) -> bool:
+    """Say whether a name is that of an amino acid or nucleotide, which molecular dynamics may spell its own way."""
+    info = gemmi.find_tabulated_residue(SYNONYMS.get(label, label))
+    return info.kind in KINDS and info.is_standard()
+
+
+def _runs(residue_B2: NDArray[np.int64], residues: int) -> NDArray[np.int64]:
+    """Return the ordinal of the run that each residue is of: residues bonded to the one before."""
+    joined_R = np.zeros(residues, np.bool_)
+    left_B, right_B = np.sort(residue_B2, axis=1).T
+    joined_R[right_B[right_B - left_B == 1]] = True
+    run_R: NDArray[np.int64] = np.cumsum(~joined_R) - 1
+    return run_R
+
+
+def _chains(run_R: NDArray[np.int64], standard_R: NDArray[np.bool_]) -> NDArray[np.uint64]:
+    """Return the chain of each residue: letters for the runs that hold a standard one, nothing for the others."""
+    letters = [*ascii_uppercase, *(one + other for one, other in product(ascii_uppercase, repeat=2))]
+    runs = np.unique(run_R[standard_R])
+    if len(runs) > MOST_CHAINS:
+        raise Unusable(Reason.PARSE_ERROR, f"{len(runs)} chains; {MOST_CHAINS} can be told apart")
+    name_of = np.zeros(int(run_R[-1]) + 1, np.uint64)
+    name_of[runs] = [word(letters[chain]) for chain in range(len(runs))]
+    return name_of[run_R]
+
+
+def _positions(data: bytes, atoms: int) -> NDArray[np.float64]:
+    """Return the coordinates in a restart file."""
+    if data.startswith(b"CDF"):
+        return _from_netcdf(data, atoms)
+    lines = data.decode("latin-1").splitlines()
+    count = lines[1].split()[:1] if len(lines) > 1 else []
+    if not count or not count[0].isdecimal():
+        raise Unusable(
+            Reason.PARSE_ERROR, "the coordinates are no AMBER restart: its second line has no number of atoms"
+        )
+    _check_count(int(count[0]), atoms)
+    body = lines[2 : 2 + -(-atoms * 3 // PER_LINE)]
+    texts = [line[at : at + WIDTH] for line in body for at in range(0, WIDTH * PER_LINE, WIDTH)][: atoms * 3]
+    try:  # by hand: ParmEd passes over the second atom of a line that it cannot read, and moves up those behind it
+        return np.array([float(one) for one in texts]).reshape(atoms, 3)
+    except ValueError as error:
+        what = f"the coordinates of {atoms} atoms are {len(texts)} numbers, or one is none: {error}"
+        raise Unusable(Reason.PARSE_ERROR, what[:200]) from error
+
+
+def _from_netcdf(data: bytes, atoms: int) -> NDArray[np.float64]:
+    """Return the coordinates in a restart file as AMBER has written it since 2016."""
+    from scipy.io import netcdf_file
+
+    try:
+        pos_A3 = np.array(netcdf_file(BytesIO(data), mmap=False).variables["coordinates"].data, np.float64)
+    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, MemoryError) as error:
+        what = f"the coordinates are no NetCDF restart: {type(error).__name__} {error}"
+        raise Unusable(Reason.PARSE_ERROR, what[:200]) from error
+    if pos_A3.ndim != 2 or pos_A3.shape[1:] != (3,):
+        raise Unusable(Reason.PARSE_ERROR, f"the coordinates have the shape {pos_A3.shape}: a restart has one frame")
+    _check_count(len(pos_A3), atoms)
+    return pos_A3
+
+
+def _check_count(count: int, atoms: int) -> None:
+    """Refuse coordinates of something else."""
+    if count != atoms:
+        raise Unusable(Reason.PARSE_ERROR, f"the coordinates are of {count} atoms, the topology of {atoms}")
+
+
+def _words(names: list[str]) -> NDArray[np.uint64]:
+    """Return names as the integers of a table."""
+    codes = {name: word(name) for name in set(names)}
+    return np.array([codes[name] for name in names], np.uint64)
+
+
+def _numbers(values: list[Any]) -> NDArray[np.int64]:
+    """Return a list of a topology as integers."""
+    try:
+        return np.array(values, np.int64)
+    except (OverflowError, ValueError, TypeError) as error:
+        raise Unusable(Reason.PARSE_ERROR, f"the topology holds a number that is none: {error}"[:200]) from error

@@ -1,0 +1,216 @@
+"""Small molecules in files of their own, SDF, MOL and MOL2, by RDKit: one molecule a file, atoms and bonds as it tells.
+
+Nothing is added or taken away: hydrogens are those of the file, and a bond is one whatever its order is. A molecule
+whose valences or aromatic rings make no sense to RDKit is read all the same, and counted as `unsanitised`.
+An SDF has no names: its atoms are C1, C2, N1, … by element. Shapes: A atoms, B bonds.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections import Counter
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipeline.records import Reason
+from pipeline.structures.atoms import AtomTable, Links, Unusable, word
+from pipeline.structures.policy import HETATM
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+REVISION = 1  # raise it when the same file gives other atoms
+RESIDUE = "LIG"
+NON_POLYMER = 2
+MOL2 = "@<TRIPOS>"
+BOND_TYPES = ("1", "2", "3", "am", "ar", "du", "un", "nc")  # the last: not connected
+NO_ELEMENTS = ("LP", "DU", "ANY", "HAL", "HET", "HEV", "*")  # types of MOL2; RDKit leaves lone pairs out in silence
+CLOCK = re.compile(r"^\[\d\d:\d\d:\d\d\] ?")
+NOISE = ("****", "----------")
+LISTENS = threading.Lock()  # RDKit has one log, and threads of a loader read molecules at once
+
+
+def read(data: bytes, form: str) -> AtomTable:
+    """Return the atoms of the one molecule in a file."""
+    # A byte is a column, and RDKit cannot put into a message what of a longer letter its columns leave.
+    text = data.decode("ascii", "replace").replace("\ufffd", "?").replace("\r\n", "\n")
+    block = _only_mol2(text) if form == "mol2" else _only_record(text)
+    with _listening() as heard:
+        molecule = _parsed(block, form)
+        if molecule is None:
+            raise Unusable(Reason.PARSE_ERROR, _gist(heard, form))
+        if not molecule.GetNumAtoms():
+            raise Unusable(Reason.NO_ATOMS, "the molecule has no atoms")
+        return _table(molecule, is_sane=_is_sane(molecule))
+
+
+def _only_record(text: str) -> str:
+    """Return the only record of an SDF."""
+    records = [one for one in re.split(r"^\$\$\$\$.*\n?", text, flags=re.MULTILINE) if one.strip()]
+    _check_one(len(records))
+    return records[0]
+
+
+def _only_mol2(text: str) -> str:
+    """Return the only molecule of a MOL2 file, of which RDKit will leave out nothing in silence."""
+    _check_one(len(re.findall(f"^{MOL2}MOLECULE", text, flags=re.MULTILINE)))
+    atoms, bonds = _rows(text, "ATOM"), _rows(text, "BOND")
+    for number, name, *_, kind in (cells[:6] for cells in atoms if len(cells) > 5):
+        if kind.partition(".")[0].upper() in NO_ELEMENTS:
+            raise Unusable(Reason.PARSE_ERROR, f"atom {number} ({name}) has the type {kind}, no element")
+    for number, left, right, kind in (cells[:4] for cells in bonds if len(cells) > 3):
+        if kind.lower() not in BOND_TYPES:
+            what = f"bond {number} (atoms {left} and {right}) has the type {kind}, which is none"
+            raise Unusable(Reason.PARSE_ERROR, what)
+    header = (text.partition(f"{MOL2}MOLECULE")[2].splitlines() + [""] * 3)[2].split()
+    for what, rows, count in zip(("atoms", "bonds"), (atoms, bonds), header, strict=False):
+        if not count.isdecimal() or int(count) != len(rows):
+            raise Unusable(Reason.PARSE_ERROR, f"the molecule says {count} {what} and has {len(rows)}")
+    return text
+
+
+def _rows(text: str, section: str) -> list[list[str]]:
+    """Return the rows of a section of a MOL2 file, cell by cell."""
+    body = text.partition(f"{MOL2}{section}\n")[2].partition(MOL2)[0]
+    return [line.split() for line in body.splitlines() if line.strip() and not line.startswith("#")]
+
+
+def _check_one(molecules: int) -> None:
+    """Refuse a file of which it is not clear what is meant."""
+    if molecules > 1:
+        raise Unusable(Reason.AMBIGUOUS_PARTNERS, f"the file holds {molecules} molecules; write each to its own file")
+    if not molecules:
+        raise Unusable(Reason.NO_ATOMS, "the file holds no molecule")
+
+
+@contextmanager
+def _listening() -> Iterator[list[str]]:
+    """Take what RDKit says, which goes to the terminal otherwise."""
+    from rdkit import rdBase
+
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("rdkit")
+    with LISTENS:
+        before = (logger.handlers, logger.propagate, logger.level, logger.disabled)
+        streams = re.findall(r"(rdApp\.\w+):(\w+)", rdBase.LogStatus())
+        logger.handlers, logger.propagate, logger.disabled = [handler], False, False
+        logger.setLevel(logging.WARNING)
+        rdBase.LogToPythonLogger()
+        try:
+            yield heard
+        finally:
+            rdBase.LogToCppStreams()  # which turns each stream on or off as it is by default
+            for name, state in streams:
+                (rdBase.EnableLog if state == "enabled" else rdBase.DisableLog)(name)
+            logger.handlers, logger.propagate, level, logger.disabled = before
+            logger.setLevel(level)
+
+
+def _parsed(block: str, form: str) -> Any:
+    """Return RDKit's molecule as the file has it, or None."""
+    from rdkit import Chem
+
+    try:
+        if form == "mol2":
+            return Chem.MolFromMol2Block(block, sanitize=False, removeHs=False, cleanupSubstructures=False)
+        return Chem.MolFromMolBlock(block, sanitize=False, removeHs=False, strictParsing=True)
+    except (ValueError, RuntimeError) as error:
+        raise Unusable(Reason.PARSE_ERROR, f"{error}"[:200]) from error
+
+
+def _gist(heard: list[str], form: str) -> str:
+    """Return what of a message is for people: no clock, no stack, no file of RDKit's."""
+    lines = [CLOCK.sub("", line).strip() for message in heard for line in message.splitlines()]
+    if "Stacktrace:" in lines:
+        lines = lines[: lines.index("Stacktrace:")]
+    if any(line.endswith("-condition Violation") for line in lines):  # which then says in words what it is
+        lines = [line for line in lines if not line.startswith("Failed Expression") and "-condition" not in line]
+    told = "; ".join(line for line in lines if line and line not in NOISE and not line.startswith("Violation occurred"))
+    hint = "; a MOL2 file has SYBYL's atom types" if form == "mol2" and "not found" in told else ""
+    return (told or "RDKit finds no whole molecule in the file")[:200] + hint
+
+
+def _is_sane(molecule: Any) -> bool:
+    """Say whether valences and aromatic rings make sense to RDKit."""
+    from rdkit import Chem
+
+    return not Chem.DetectChemistryProblems(molecule)
+
+
+def _table(molecule: Any, *, is_sane: bool) -> AtomTable:
+    """Return a molecule as one residue of a chain without a name."""
+    atoms = list(molecule.GetAtoms())
+    size = len(atoms)
+    zeros_A = np.zeros(size, np.int8)
+    bonds_B2 = _bonds(molecule)
+    return AtomTable(
+        pos_A3=_positions(molecule),
+        name_A=np.array([word(name) for name in _names(atoms)], np.uint64),
+        resname_A=np.full(size, word(RESIDUE), np.uint64),
+        chain_A=np.zeros(size, np.uint64),
+        number_A=np.ones(size, np.int32),
+        icode_A=zeros_A + np.int8(ord(" ")),
+        altloc_A=zeros_A,
+        occupancy_A=np.ones(size, np.float32),
+        element_A=np.array([_element(atom) for atom in atoms], np.uint8),
+        entity_A=np.full(size, NON_POLYMER, np.uint8),
+        hetero_A=np.full(size, HETATM, np.int8),
+        links=lambda: Links(bonds_B2, np.ones(len(bonds_B2), np.bool_), is_complete=True),
+        notes={} if is_sane else {"unsanitised": 1},
+    )
+
+
+def _bonds(molecule: Any) -> NDArray[np.int64]:
+    """Return the pairs of atoms that are bonded; a hydrogen bond, which V3000 can tell of, is none."""
+    from rdkit import Chem
+
+    pairs = [
+        (bond.GetBeginAtomIdx(), bond.GetEndAtomIdx())
+        for bond in molecule.GetBonds()
+        if bond.GetBondType() != Chem.BondType.HYDROGEN
+    ]
+    return np.sort(np.array(pairs, np.int64).reshape(-1, 2), axis=1)
+
+
+def _element(atom: Any) -> int:
+    """Return an atom's element; deuterium is hydrogen."""
+    number: int = atom.GetAtomicNum()
+    if not number or atom.HasQuery():
+        what = (
+            f"atom {atom.GetIdx() + 1} is {atom.GetSymbol()!r}" if not number else f"atom {atom.GetIdx() + 1} is a list"
+        )
+        raise Unusable(Reason.PARSE_ERROR, f"{what}, no element")
+    return number
+
+
+def _names(atoms: list[Any]) -> list[str]:
+    """Return the atoms' names: those of MOL2, or element and ordinal."""
+    if all(atom.HasProp("_TriposAtomName") for atom in atoms):
+        return [atom.GetProp("_TriposAtomName") for atom in atoms]
+    met: Counter[str] = Counter()
+    names = []
+    for atom in atoms:
+        met[atom.GetSymbol()] += 1
+        names.append(f"{atom.GetSymbol()}{met[atom.GetSymbol()]}")
+    return names
+
+
+def _positions(molecule: Any) -> NDArray[np.float64]:
+    """Return where the atoms are, unless the file is a drawing or a formula."""
+    if not molecule.GetNumConformers():
+        raise Unusable(Reason.PARSE_ERROR, "the molecule has no coordinates")
+    conformer = molecule.GetConformer()
+    pos_A3 = np.array(conformer.GetPositions(), np.float64)
+    is_drawing = not conformer.Is3D() or (len(pos_A3) > 1 and not pos_A3[:, 2].any())
+    if not pos_A3.any() or is_drawing:
+        what = "all coordinates are 0" if not pos_A3.any() else "every z is 0, as in a drawing"
+        raise Unusable(Reason.PARSE_ERROR, f"the molecule has no place in space: {what}")
+    return pos_A3
