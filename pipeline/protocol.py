@@ -25,7 +25,11 @@ ITEMS = "items"  # among the sizes of a batch: how many items it has
 
 
 class Task(Protocol):
-    """A model and what it is trained for."""
+    """A model and what it is trained for.
+
+    A task whose loss compares the items of a batch, and which is not `Contrastive`, says so with `in_batch = True`:
+    `pipeline plan` then warns where micro-batches would give it fewer to compare.
+    """
 
     def model(self) -> nn.Module:
         """Return the model, with fresh parameters."""
@@ -99,15 +103,22 @@ class Contrastive(Protocol):
         """Return tensors with a row for each item of a batch."""
 
     def contrast(self, model: nn.Module, embedded: Mapping[str, Tensor]) -> Mapping[str, tuple[Tensor, Tensor | float]]:
-        """Return each term's sum and weight, of all items of a step; the model may hold a temperature."""
+        """Return each term's sum and weight, of all items of a step; the model may hold a temperature.
+
+        It draws no random numbers: every rank takes the loss of the same rows, and all must find the same.
+        """
 
 
 class Reader(Protocol):
     """Items that are no structures: spectra, pairs, whatever files hold.
 
     `data: {source: reader, reader: "mylab.spectra:Spectra", path: …, options: {…}}` names a class like this, which is
-    called with `path` and the options. An item is arrays by name: see `records.Entry`. Tasks find them as
-    `item.values["peaks.mz"]`, and `cost` is told how many rows there are along each axis: `peaks`.
+    called with `path` and the options. It yields `pipeline.records.Entry(id, place, arrays, split="", origin="")`: an
+    id of its own for each item, where it is (JSON data, which `read` is given), arrays of numbers by name, and where
+    people find it; or `Rejection(id, Reason.BAD_ENTRY, why)` in the place of an item that cannot be used: what it
+    raises ends the scan. An array `peaks.mz` is as long as all `peaks.…` of its item; `mass`, without a dot, is one
+    value or vector an item. Tasks find them as tensors, `item.values["peaks.mz"]`; `cost` is told the rows along each
+    axis, `peaks`, and all numbers together, `numbers`.
     """
 
     def files(self) -> Iterable[Path]:

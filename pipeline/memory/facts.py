@@ -49,7 +49,8 @@ class Facts:
     before_gpus: int | None = None
     mean_of_means: bool | None = None  # the loss of a step is the plain mean over micro-batches of any size
     module_types: frozenset[str] = frozenset()  # names of the classes of a model's modules
-    in_batch_contrastive: bool | None = None
+    in_batch_contrastive: bool | None = None  # the loss compares items of a batch with each other
+    two_passes: bool | None = None  # and the step makes two passes for it: of all its items
     parameter_bytes: int | None = None
     gpu_bytes: int | None = None  # of a card
     variable_shapes: bool | None = None

@@ -49,6 +49,7 @@ class Training(Protocol):
 
     model: nn.Module
     carrier: Any
+    contrasts: bool  # a step's first micro-batch does more than later ones: it stands for what comes before them
 
     def accumulate(self, batch: Any) -> None:
         """Run a micro-batch forward and backward."""
@@ -221,12 +222,16 @@ class _Session:
         if key not in self._micros:
             self.standing()
             again, recording = self._accumulate(sizes)
-            becomes = self._becomes()
+            becomes = None if self._training.contrasts else self._becomes()
             if becomes is None:
                 first, first_parts = self._traced_first(sizes)
             else:
                 first, first_parts = self._tape(recording, becomes), self._parts(recording, becomes)
-            self._micros[key] = replace(self._micro(sizes, first, again, recording), first_parts=first_parts)
+            micro = self._micro(sizes, first, again, recording)
+            if self._training.contrasts:  # all are embedded twice, and who does it the first time is the first
+                work = self._recorder.recording
+                micro = replace(micro, flops=work.flops, kernels=work.kernels, moved_bytes=work.moved_bytes)
+            self._micros[key] = replace(micro, first_parts=first_parts)
         return self._micros[key]
 
     def evaluation(self, sizes: Sizes) -> Micro:

@@ -87,7 +87,7 @@ def _local_norm(facts: Facts) -> str:
 
 
 def _accumulated_contrast(facts: Facts) -> str:
-    if not facts.accumulates or not facts.in_batch_contrastive:
+    if not facts.accumulates or not facts.in_batch_contrastive or facts.two_passes:
         return ""
     micro, times = facts.micro_batch or 0, facts.accumulation or 0
     sizes = f": {micro} × {times} has {micro - 1} negatives, not {micro * times - 1}" if micro else ""
@@ -154,7 +154,8 @@ RULES = (
         Severity.ERROR,
         _accumulated_contrast,
         "an item is told apart only from those in its own micro-batch, so that the loss is another one",
-        "gradient caching: embed in micro-batches, take the loss over the whole batch",
+        "give the task embed() and contrast() (Contrastive in pipeline/protocol.py): micro-batches are embedded, the "
+        "loss is of them all",
         "https://github.com/luyug/GradCache",
     ),
     Rule(

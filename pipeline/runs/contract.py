@@ -11,20 +11,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from copy import deepcopy
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from pipeline.errors import PipelineError
 from pipeline.memory.footprint import Choice
-from pipeline.protocol import ITEMS, Example, Outputs, ParameterGroups, Weights
+from pipeline.protocol import ITEMS, Contrastive, Example, Outputs, ParameterGroups, Weights
 from pipeline.runs.planning import sizes_of
 from pipeline.runs.tasks import failed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import nn
 
@@ -35,22 +37,34 @@ if TYPE_CHECKING:
 GRAPH = ("nodes", "edges", "receptor", "ligand", "pairs", "cross", "residues", "contacts")
 ITEM_SIZE, TRIED = 24, 3  # of the items that are made up: each of these sizes, and how many
 CLOSE = 1e-3  # sums in single precision, added up in another order
+IN_BATCH = (
+    "the loss compares items within a batch? give the task embed() and contrast() (Contrastive in"
+    " pipeline/protocol.py): a step then makes two passes over any micro-batches"
+)
 
 
 def breaches(
-    task: Task, sizes: Mapping[str, int] | None = None, items: Sequence[Any] = (), *, seed: int = 0
+    task: Task,
+    sizes: Mapping[str, int] | None = None,
+    items: Sequence[Any] = (),
+    *,
+    seed: int = 0,
+    told: Sequence[str] = GRAPH,
+    padded: bool = False,
 ) -> Iterator[str]:
     """Yield in words what a task does not keep to; nothing if all is well.
 
-    `sizes` are those of a small batch, as `cost` names them; `items` are what a loader gives to `collate`.
+    `sizes` are those of a small batch, as `cost` names them; `items` are what a loader gives to `collate`; `told` are
+    the sizes of an item that `cost` is told; a batch that is `padded` has the size of its largest item.
     """
+    names = [name for name in dict.fromkeys((*told, *_axes(items), *(sizes or ()))) if name != ITEMS]
     try:
-        yield from _costs(task)
+        yield from _costs(task, names)
         with _seeded(seed):
             model = task.model()
         yield from _models(task, model, seed)
         if isinstance(task, Example):
-            yield from _without_data(task, sizes or _made_up(task))
+            yield from _without_data(task, sizes or _made_up(task, names, padded=padded))
         if items:
             yield from _with_data(task, model, items)
     except PipelineError as error:
@@ -69,21 +83,27 @@ def _seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def _made_up(task: Task) -> dict[str, int]:
+def _axes(items: Sequence[Any]) -> list[str]:
+    """Return the names of what a reader's arrays lie along: `peaks` of `peaks.mz`."""
+    given = [one for item in items if isinstance(one := getattr(item, "values", None), Mapping)]
+    return [name.partition(".")[0] for values in given for name in values if "." in name]
+
+
+def _made_up(task: Task, names: Iterable[str], *, padded: bool) -> dict[str, int]:
     """Return the sizes of a small batch, by the names that `cost` gives."""
-    costs = sizes_of(task, {name: np.full(TRIED, ITEM_SIZE, np.int64) for name in GRAPH})
-    return {ITEMS: TRIED, **{name: int(size_N.sum()) for name, size_N in costs.items()}}
+    costs = sizes_of(task, {name: np.full(TRIED, ITEM_SIZE, np.int64) for name in names})
+    return {ITEMS: TRIED, **{name: int(size_N.max() if padded else size_N.sum()) for name, size_N in costs.items()}}
 
 
-def _costs(task: Task) -> Iterator[str]:
+def _costs(task: Task, names: Iterable[str]) -> Iterator[str]:
     """Costs grow with items, and are told of many at once."""
-    small = {name: np.full(2, ITEM_SIZE, np.int64) for name in GRAPH}
-    large = {name: 2 * size_N for name, size_N in small.items()}
+    small = {name: np.ones(2, np.int64) for name in names}  # a limit of the task, such as max_peaks, may be low
+    large = {name: 2 * ITEM_SIZE * size_N for name, size_N in small.items()}
     before, after = sizes_of(task, small), sizes_of(task, large)
     if before.keys() != after.keys():
         yield f"cost() names {', '.join(before)} of some items and {', '.join(after)} of others"
     elif all((after[name] <= before[name]).all() for name in before):
-        yield "cost() is no larger for an item of twice the size"
+        yield f"cost() is no larger for an item of size {2 * ITEM_SIZE} than for one of size 1"
 
 
 def _models(task: Task, model: nn.Module, seed: int) -> Iterator[str]:
@@ -145,32 +165,55 @@ def _with_data(task: Task, model: nn.Module, items: Sequence[Any]) -> Iterator[s
     rng = np.random.default_rng(0)
     model.eval()
     with torch.no_grad():
-        whole = task.loss(model, task.collate(list(items), rng))
-        parts = [task.loss(model, task.collate([item], rng)) for item in items]
-        weights = task.weights(task.collate(list(items), rng)) if isinstance(task, Weights) else None
+        whole = task.loss(model, _collated(task, items, rng))
+        parts = [task.loss(model, _collated(task, [item], rng)) for item in items]
+        weights = task.weights(_collated(task, items, rng)) if isinstance(task, Weights) else None
     for name, (total, weight) in whole.items():
         found = math.fsum(float(part[name][0]) for part in parts if name in part)
         weighed = math.fsum(float(part[name][1]) for part in parts if name in part)
-        if not math.isclose(found, float(total), rel_tol=CLOSE, abs_tol=1e-6):
+        if not (isinstance(task, Contrastive) or math.isclose(found, float(total), rel_tol=CLOSE, abs_tol=1e-6)):
             what = f"the sum of {name!r} over {len(items)} items is {float(total):.6g}, and {found:.6g} one by one"
-            yield f"{what}: micro-batches would train another model (a mean in place of a sum? a batch norm?)"
+            what += ": micro-batches would train another model (a mean in place of a sum? a batch norm?"
+            yield f"{what} {IN_BATCH})"
         if not math.isclose(weighed, float(weight), rel_tol=CLOSE, abs_tol=1e-6):
             yield f"the weight of {name!r} over {len(items)} items is {float(weight):.6g}, and {weighed:.6g} one by one"
         if weights is not None and name not in weights:
             yield f"weights() does not name {name!r}, which loss() returns"
         elif weights is not None and not math.isclose(float(weights[name]), float(weight), rel_tol=CLOSE, abs_tol=1e-6):
             yield f"weights() says {float(weights[name]):.6g} of {name!r}, and loss() {float(weight):.6g}"
+    if isinstance(task, Contrastive):
+        yield from _embedded(task, model, items)
     if isinstance(task, Outputs):
         yield from _outputs(task, model, items)
+
+
+def _collated(task: Task, items: Sequence[Any], rng: np.random.Generator) -> Batch:
+    """Collate items as if for the first time: what they draw from stands where it stood."""
+    return task.collate([replace(one, rng=deepcopy(one.rng)) if hasattr(one, "rng") else one for one in items], rng)
+
+
+def _embedded(task: Contrastive, model: nn.Module, items: Sequence[Any]) -> Iterator[str]:
+    """Rows of a batch are those of its items, alone."""
+    import torch
+
+    rng = np.random.default_rng(0)
+    with torch.no_grad():
+        whole = task.embed(model, _collated(cast("Task", task), items, rng))
+        parts = [task.embed(model, _collated(cast("Task", task), [item], rng)) for item in items]
+    for name, rows in whole.items():
+        alone = torch.cat([part[name] for part in parts])
+        if alone.shape != rows.shape:
+            yield f"embed(): {name!r} has {len(rows)} rows for {len(items)} items, and {len(alone)} one by one"
+        elif not torch.allclose(rows, alone, rtol=CLOSE, atol=CLOSE):
+            yield f"embed(): {name!r} of an item is another in a batch than alone: it must not see other items"
 
 
 def _outputs(task: Outputs, model: nn.Module, items: Sequence[Any]) -> Iterator[str]:
     """Predictions have an entry for each item."""
     import torch
 
-    assert hasattr(task, "collate")
     with torch.no_grad():
-        said = task.outputs(model, task.collate(list(items), np.random.default_rng(0)))
+        said = task.outputs(model, _collated(cast("Task", task), items, np.random.default_rng(0)))
     for name, entries in said.items():
         if len(entries) != len(items):
             yield f"outputs(): {name!r} has {len(entries)} entries for {len(items)} items"

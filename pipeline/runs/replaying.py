@@ -141,6 +141,8 @@ def replay(
         step, weights, is_exact = _ready(case, job)
         found = Replayed(case.folder.name, case.bundle, str(case.where), chosen, weights, is_exact)
         found.notes += _notes(case)
+        if work.is_contrastive and case.bundle.world > 1:
+            found.notes.append("the items of this share are compared with each other, not with those of other ranks")
         share = Share(case, job)
         found.notes += share.notes
         rng = bundles.read_rng(case.where)

@@ -12,18 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.errors import CacheDamaged, ConfigError, PipelineError, RecordMissing, WeightsUnusable
+from pipeline.errors import CacheDamaged, ConfigError, DataError, PipelineError, RecordMissing, WeightsUnusable
+from pipeline.runs.contract import GRAPH
+from pipeline.runs.entering import inspect as inspect_entries
+from pipeline.runs.entering import is_reader, refuse_crop, unmade
 from pipeline.runs.folder import writing
 from pipeline.runs.judged import Judged
 from pipeline.runs.left_out import left_out
+from pipeline.runs.loading import rows_of, source_of
 from pipeline.runs.planning import Work, sizes_of
 from pipeline.runs.preparing import folder_of, items_of, prepare
 from pipeline.runs.staged import staged
 from pipeline.runs.tasks import blamed
 from pipeline.runs.todo import Found, Shard, read_shard
-from pipeline.training.embeddings import Embeddings
+from pipeline.training.entries import NUMBERS
 from pipeline.training.prepared import ModelFolder, Prepared, likeness
-from pipeline.training.source import Built, Cached
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
@@ -39,7 +42,6 @@ if TYPE_CHECKING:
     from pipeline.training.dataset import Table
     from pipeline.training.manifest import Manifest
     from pipeline.training.ranks import Ranks
-    from pipeline.training.source import Graphs
     from pipeline.training.step import Step
 
 NAME = "train"
@@ -56,6 +58,7 @@ def inspect(project: Project) -> None:
     if config.data.source == "fasta":
         what = "sequences alone have no graphs to train on"
         raise ConfigError(what, where="data.source is fasta", remedy="pipeline submit --stage embed")
+    refuse_crop(config)
     load_task(config.train.task, config.train.options, beside=project.beside)
 
 
@@ -96,7 +99,7 @@ def survey(project: Project, folder: RunFolder | None, _at_once: int) -> Found:
     counts = {"items": 0, "refused": 0, "unusable": 0, "cached": 0, "missing": 0, "waiting": 0}
     prepared = prepare(project)
     if prepared is None and folder is not None:
-        what = "the graphs of this data set are not made with this configuration: there is nothing to train on"
+        what = f"{unmade(project.config)}: there is nothing to train on"
         raise ConfigError(what, where=str(project.config.cluster.runs), remedy="leave out --only")
     if prepared is None:  # they come first
         return Found({**counts, "unplanned": 1}, (Shard(0, 1, 1),))
@@ -229,7 +232,7 @@ def job_of(project: Project, folder: RunFolder, prepared: Prepared, tell: Tell, 
         folder=made,
         make_step=lambda begin: _step(work, choice, ranks, device, begin, is_spread=prepared.sharded),
         source=lambda one: source_of(project, one),
-        embeddings=lambda: Embeddings(project.encoding.shelves.embeddings, project.encoding.recipe),
+        embeddings=lambda: rows_of(project),
         stretches=[(one, _stretch(table, sizes, one)) for one in prepared.stretches],
         validation=validation_items(project, prepared),
         ranks=ranks,
@@ -267,13 +270,26 @@ def misfits(project: Project) -> list[str]:
     if any(splits) and train.split is not None and train.split not in splits:
         found.append(f"train.split is {train.split!r}; there are {', '.join(repr(one) for one in splits if one)}")
     if train.pretrained is not None:
-        from pipeline.training.pretrained import stored_weights
+        from pipeline.runs.tasks import load_task
+        from pipeline.training.pretrained import load_pretrained
 
         try:
-            stored_weights(train.pretrained)
+            task = load_task(train.task or "", train.options, beside=project.beside)
+            load_pretrained(task.model(), train.pretrained, partial=train.pretrained_partial)
         except PipelineError as error:
             found.append(f"train.pretrained: {error.what}")
     return found
+
+
+def told_sizes(project: Project) -> list[str]:
+    """Return the names of the sizes that a task is told of an item: of a graph, or of the first that a reader gives."""
+    if not is_reader(project.config):
+        return list(GRAPH)
+    taken = inspect_entries(project)
+    if not len(taken.table):
+        what = f"none of the first {taken.entries} items can be used"
+        raise DataError(what, where=str(project.config.data.path), remedy="pipeline submit --stage scan   (says why)")
+    return list(taken.table.sizes)
 
 
 def some_items(project: Project, most: int = 3) -> list[Any]:
@@ -286,11 +302,11 @@ def some_items(project: Project, most: int = 3) -> list[Any]:
     if key is None:
         return []
     table = items_of(project, key, None)
-    table = table.take(np.argsort(table.sizes["nodes"], kind="stable")[:most])
-    sampler = Sampler(table.sizes, Settings(batch=len(table)))
+    by = "nodes" if "nodes" in table.sizes else NUMBERS
+    table = table.take(np.argsort(table.sizes[by], kind="stable")[:most])
+    sampler = Sampler(table.sizes, Settings(batch=len(table), by=(by,)))
     try:
-        rows = Embeddings(project.encoding.shelves.embeddings, project.encoding.recipe)
-        loader = Loader(source_of(project, table), rows, sampler, slots=2, threads=1, pin=False)
+        loader = Loader(source_of(project, table), rows_of(project), sampler, slots=2, threads=1, pin=False)
         batch = loader.fetch(range(len(table)), Micro(0, 0, 0, 1, np.arange(len(table))))
     except (CacheDamaged, RecordMissing, WeightsUnusable):  # it may be tried later: the plan does not need them
         return []
@@ -348,14 +364,6 @@ def said(line: str) -> None:
     print(line, file=sys.stderr, flush=True)  # noqa: T201 - a task's stderr is its log
 
 
-def source_of(project: Project, table: Table) -> Graphs:
-    """Return where graphs come from."""
-    graphs = project.graphs
-    if project.config.graph.cache:
-        return Cached(graphs.store, table)
-    return Built(table, project.recipe, graphs.recipe)
-
-
 def _stretch(table: Table, sizes: Mapping[str, Any], stretch: Any) -> Items:
     """Return the items of a stretch and what they cost."""
     from pipeline.stages.train import Items
@@ -400,6 +408,7 @@ class Trained(Judged):
     ooms: int = 0
     skipped: int = 0
     cropped: int = 0
+    remedied: dict[str, int] = field(default_factory=dict)  # items on each rung of the ladder, over all epochs
 
 
 def judge(project: Project, folder: RunFolder, _patience_s: float) -> Trained:
@@ -425,6 +434,8 @@ def judge(project: Project, folder: RunFolder, _patience_s: float) -> Trained:
     if epochs:
         judged.last = epochs[-1].to_json()
         judged.ooms, judged.cropped = sum(one.ooms for one in epochs), max(one.cropped for one in epochs)
+        for rung in sorted({rung for one in epochs for rung in one.remedied}):
+            judged.remedied[rung] = sum(one.remedied.get(rung, 0) for one in epochs)
         judged.skipped = len(prepared.skipped)
         judged.best = best_of([one.to_json() for one in epochs], settings.monitor, lower=settings.lower_is_better)
     return judged

@@ -23,9 +23,10 @@ from pipeline.memory.profiles import Suggestion
 from pipeline.memory.request import Card, Data
 from pipeline.memory.reserving import SETTINGS, reserve
 from pipeline.memory.sampled import measured_baseline
+from pipeline.runs.entering import refuse_crop
 from pipeline.runs.loading import table_of
 from pipeline.runs.offers import NAME, Question, is_known, offers_of, site_card, waits
-from pipeline.runs.planning import Work, cutter, least_of, request_of, sizes_of, target_of
+from pipeline.runs.planning import Work, cutter, least_of, sizes_of, target_of
 from pipeline.runs.probe import Place, measured_pace, measured_ratios, probe
 from pipeline.runs.project import asked_bytes
 from pipeline.runs.submit import cluster_name, profiles_of
@@ -217,7 +218,7 @@ class _Case:
 
     @property
     def request(self) -> Request:
-        return request_of(self.config.train, self.offers[0].ranks)
+        return self.work.request(self.config.train, self.offers[0].ranks)
 
     @property
     def data(self) -> Data:
@@ -290,6 +291,7 @@ class _Case:
 def _case(question: Question, work: Work) -> _Case:
     """Look up the items, and who answers for the model: the weakest card decides how attention is imitated."""
     config = question.config
+    refuse_crop(config)
     table_ = _items(question)
     sizes = sizes_of(work.task, table_.sizes)
     offers = offers_of(question, on_cpu=work.device == "cpu")
@@ -378,7 +380,8 @@ def _facts(config: Config, work: Work, plan: Plan, offer: Offer) -> Facts:
         accumulation=plan.accumulation_most,
         gpus=offer.ranks,
         module_types=frozenset(type(module).__name__ for module in model.modules()),
-        in_batch_contrastive=hasattr(work.task, "contrast") or None,
+        in_batch_contrastive=work.is_in_batch or None,
+        two_passes=work.is_contrastive or None,
         parameter_bytes=sum(one.numel() * one.element_size() for one in model.parameters()),
         gpu_bytes=min(card.memory_bytes for card in offer.cards) if work.device == "cuda" else None,
         variable_shapes=len({tuple(bucket.sizes.values()) for bucket in plan.buckets}) > 1,

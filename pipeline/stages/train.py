@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -251,8 +252,12 @@ def _stepper(job: Job, step: Step, course: Course, watch: Watch, failed: Callabl
     from pipeline.memory.upkeep import Habits, Upkeep
     from pipeline.training.stepping import Stepper
 
-    kind: type[Stepper] = Stepper
-    if step.is_spread:
+    kind: Callable[..., Stepper] = Stepper
+    if step.contrasts:
+        from pipeline.training.contrastive_stepping import ContrastiveStepper
+
+        kind = partial(ContrastiveStepper, ranks=job.ranks)
+    elif step.is_spread:
         from pipeline.training.sharded_stepping import ShardedStepper
 
         kind = ShardedStepper

@@ -2,6 +2,10 @@
 
 What was said goes to files at once (`outputs`), and so, where it is to outlive a kill, does the loss: the sums and
 weights of a piece's terms stand beside its first item, and a part of the files never ends within a piece.
+
+A loss that compares items is not of a piece: what items are embedded to goes to the files, and the first rank takes the
+loss of as many at a time as a step has (`Settings.batch`), in the order of their numbers; the last are fewer. So it is
+the same however the split is cut, over whatever ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote, unquote
 
 import numpy as np
@@ -21,6 +25,7 @@ from pipeline.errors import PlanInfeasible
 from pipeline.memory.oom import free_caches
 from pipeline.memory.recovery import forget_failed_backward, said_out_of_memory
 from pipeline.records import Reason, Rejection
+from pipeline.training import contrasting
 from pipeline.training.outputs import PART_BYTES, Gathered, Writer
 from pipeline.training.recompute import twin
 from pipeline.training.share import Piece
@@ -30,14 +35,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
+    from torch import Tensor
 
-    from pipeline.protocol import Batch
+    from pipeline.protocol import Batch, Contrastive
     from pipeline.training.loader import Loader
     from pipeline.training.ranks import Ranks
     from pipeline.training.step import Step
 
 LOSS = "loss"
 SUM, WEIGHT = "sum of term ", "weight of term "  # columns of files: a name with spaces is hardly a task's own
+EMBEDDED = "embedded as "  # another
 WHOLE = 1 << 62  # bytes: a part ends where it is told to
 HOST, ERROR = "cpu", "error"
 
@@ -163,7 +170,12 @@ class Evaluation:
 
     @property
     def _writes(self) -> bool:
-        return self._says or bool(self._of)
+        return self._says or bool(self._of) or self._contrasts
+
+    @property
+    def _contrasts(self) -> bool:
+        """Say whether the loss is of many items together."""
+        return self._with_loss and self.step.contrasts
 
     def _left_out(self, rejection: Rejection) -> Reason:
         self.rejected += 1
@@ -211,11 +223,15 @@ class Evaluation:
         batch = task.collate(piece.items, piece.rng)
         batch = batch if on_host else self.step.moved(batch)
         model = twin(self.step.model).eval() if on_host else self.step.model
-        terms = self._terms_of(model, batch, on_host=on_host) if self._with_loss else {}
+        is_of_piece = self._with_loss and not self._contrasts
+        terms = self._terms_of(model, batch, on_host=on_host) if is_of_piece else {}
         said: dict[str, Any] = {}
-        if self._says:
-            with self.step.evaluating(), nullcontext() if on_host else self.step.cast():
+        with self.step.evaluating(), nullcontext() if on_host else self.step.cast():
+            if self._says:
                 said = dict(task.outputs(model, batch))  # type: ignore[attr-defined]
+            if self._contrasts:
+                rows = contrasting.embedded(cast("Contrastive", task), model, batch)
+                said |= {EMBEDDED + _escaped(name): one for name, one in rows.items()}
         if self._writer is not None:
             self._write(piece, said, terms)
         for name, (total, weight) in terms.items():
@@ -253,7 +269,9 @@ class Evaluation:
 
     def losses(self) -> dict[str, float]:
         """Return the means of all terms over all ranks, of earlier starts, too, and their sum."""
-        if self._of:
+        if self._contrasts:
+            self.ranks.exchange({})  # all have written
+        if self._of or self._contrasts:
             sums = self._kept_terms() if self.ranks.rank == 0 else {}
             told = self.ranks.exchange({"terms": sums})[:1]
         else:
@@ -267,11 +285,49 @@ class Evaluation:
     def _kept_terms(self) -> dict[str, list[float]]:
         """Return the sums and weights that stand in the files."""
         gathered = Gathered(self.folder, of=self._of)
+        if self._contrasts:
+            return self._contrasted(gathered)
         names = [name.removeprefix(SUM) for name in gathered if name.startswith(SUM)]
         return {
             unquote(name): [math.fsum(map(float, gathered[prefix + name])) for prefix in (SUM, WEIGHT)]
             for name in names
         }
+
+    def _contrasted(self, gathered: Gathered) -> dict[str, list[float]]:
+        """Return the sums and weights of the loss of as many items at a time as a step has."""
+        columns = {
+            unquote(name.removeprefix(EMBEDDED)): gathered[name]
+            for name in gathered
+            if name[: len(EMBEDDED)] == EMBEDDED
+        }
+        items = min(map(len, columns.values()), default=0)
+        sums: dict[str, list[float]] = {}
+        for start in range(0, items, size := self.step.settings.batch or max(items, 1)):
+            rows = {name: one[start : start + size] for name, one in columns.items()}
+            for name, values in self._contrast(rows).items():
+                sums[name] = [kept + value for kept, value in zip(sums.get(name, [0.0, 0.0]), values, strict=True)]
+        return sums
+
+    def _contrast(self, rows: Mapping[str, list[Any]]) -> dict[str, tuple[float, float]]:
+        """Return the sums and weights of the loss of some items: in the host's memory, where the card's ends."""
+        found: list[dict[str, tuple[float, float]]] = []
+
+        def take(on_host: bool) -> None:  # noqa: FBT001 - one of two ways
+            device = "cpu" if on_host else self.step.device
+            stacked = {name: _stacked(one, device) for name, one in rows.items()}
+            found.append(contrasting.evaluated(self.step, stacked, on_host=on_host))
+
+        may_host = self._too_large == HOST and self.step.device != "cpu"
+        said: str | None = None
+        for on_host in (False, True) if may_host else (False,):
+            said = said_out_of_memory(take, on_host)
+            if said is None:
+                return found[0]
+            free_caches(self.step.device)
+        items = len(next(iter(rows.values())))
+        what = f"the loss of {items:,} items together does not fit in memory, though each of them does: {said}"
+        remedy = "a smaller train.effective_batch, or a larger card"
+        raise PlanInfeasible(what, where="evaluation", remedy=remedy)
 
     def metrics(self) -> dict[str, float]:
         """Return the task's metrics over all items; the first rank computes them."""
@@ -293,7 +349,7 @@ class Outputs(Mapping[str, Any]):
 
     def __init__(self, gathered: Gathered) -> None:
         self._gathered = gathered
-        self._names = [name for name in gathered if not name.startswith((SUM, WEIGHT))]
+        self._names = [name for name in gathered if not name.startswith((SUM, WEIGHT, EMBEDDED))]
 
     def __getitem__(self, name: str) -> Any:
         """Return what items have under a name."""
@@ -306,6 +362,11 @@ class Outputs(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+def _stacked(rows: list[Any], device: str) -> Tensor:
+    """Return what items are embedded to as one tensor."""
+    return torch.from_numpy(np.stack(rows)).to(device)
 
 
 def _escaped(name: str) -> str:

@@ -70,6 +70,7 @@ class Epoch:
     rejected: int
     cropped: int
     wall_s: float
+    remedied: Mapping[str, int] = field(default_factory=dict)  # items that ran on a rung of the ladder, by its name
     validation: Mapping[str, float | None] = field(default_factory=dict)
     more: Mapping[str, float | None] = field(default_factory=dict)
 
@@ -107,13 +108,15 @@ class Epoch:
         return f"allocated {shown[0]} / reserved {shown[1]} / peak {shown[2]} {_UNITS[power]}"
 
     def _events(self) -> dict[str, int]:
-        return {"out of memory": self.ooms, "rejected": self.rejected, "cropped": self.cropped}
+        climbed = {f"by {rung}": items for rung, items in self.remedied.items()}
+        return {"out of memory": self.ooms, **climbed, "rejected": self.rejected, "cropped": self.cropped}
 
     def scalars(self) -> dict[str, float]:
         """Return its numbers by name, as trackers show them."""
-        skipped = ("epoch", "step", "loss", "validation", "batch", "more")
+        skipped = ("epoch", "step", "loss", "validation", "batch", "more", "remedied")
         plain = {f"epoch/{one.name}": getattr(self, one.name) for one in fields(self) if one.name not in skipped}
         plain |= {f"epoch/batch_{name}": value for name, value in asdict(self.batch).items()}
+        plain |= {f"epoch/by_{rung}": items for rung, items in self.remedied.items()}
         plain |= {f"loss/{name}": value for name, value in self.loss.items()}
         plain |= {f"validation/{name}": value for name, value in self.validation.items()}
         plain |= {f"epoch/{name}": value for name, value in self.more.items()}

@@ -247,6 +247,7 @@ class Trainer:
 
     def _end_epoch(self, course: Course) -> None:
         """Validate, tell, save."""
+        self._refuse_nothing_learned()
         figures: dict[str, float] = {}
         is_last = self.epoch + 1 == self.courses[-1].epochs.stop
         if self.validation is not None and (is_last or (self.epoch + 1) % self.train.validation.every == 0):
@@ -268,6 +269,14 @@ class Trainer:
             self._enter(course)
         self.tally = Tally(self.epoch, waited_before_s=course.loader.stats.wait_s)
         self._save(figure)
+
+    def _refuse_nothing_learned(self) -> None:
+        """Raise after an epoch of which no item had anything to learn from: only the weight decay moved the model."""
+        weights = [weight for _, weight in self.tally.terms.values()]
+        if weights and not any(weights):
+            what = f"nothing was learned in an epoch of {self.tally.items:,} items: every term of the loss has weight 0"
+            remedy = "see that the items have what is to be learned: labels, targets, peptides"
+            raise DataError(what, where="train.task", remedy=remedy)
 
     def _count_waiting(self, course: Course) -> None:
         self.tally.wait_s = course.loader.stats.wait_s - self.tally.waited_before_s
@@ -334,8 +343,8 @@ class Trainer:
 
     def _accumulate(self, share: Share) -> Heard:
         """Run this rank's share; return what all ranks did."""
-        weights = self._weights(share)
-        if self._lost:
+        weights, is_lost = self._weights(share)
+        if is_lost:
             share.drain()
             words = Words(lost=self._lost)
         else:
@@ -345,28 +354,29 @@ class Trainer:
         self.stepper.learn_terms(len(heard.names))
         are_more = weights is None and len(heard.names) > 1  # terms than ever before: they were divided by a guess
         are_less = weights is not None and heard.sum_of("just_skipped")  # items than were weighed
-        if (are_more or are_less) and not heard.lost:
+        if (are_more or are_less or heard.sum_of("again")) and not heard.lost:
             self.stepper.go_back()
             again = self._accumulate(share)
-            for first, second in zip(heard.words, again.words, strict=True):  # what was learned before stays learned
-                second.budget = min(first.budget, second.budget)
+            for first, second in zip(heard.words, again.words, strict=True):
+                second.carry(first)
             return again
         if weights is None and len(heard.names) == 1:
             ((_, weight),) = heard.totals.values()
             self.step.settle(weight)
         return heard
 
-    def _weights(self, share: Share) -> dict[str, float] | None:
-        """Return the weights of the whole step, where they must be known beforehand."""
+    def _weights(self, share: Share) -> tuple[dict[str, float] | None, bool]:
+        """Return the weights of the whole step, where they must be known beforehand, and whether it cannot be run."""
         if not self.stepper.needs_weights:
-            return None
+            return None, bool(self._lost)
         own = {} if self._lost else self.stepper.weights(share)
-        told = self.ranks.exchange(own)
+        said = self.ranks.exchange({"lost": bool(self._lost), "weights": own})
+        told, is_lost = [one["weights"] for one in said], any(one["lost"] for one in said)
         names = list(dict.fromkeys(name for one in told for name in one))
         self.stepper.learn_terms(len(names))
         if not self.stepper.needs_weights:
-            return None
-        return {name: math.fsum(one.get(name, 0.0) for one in told) for name in names}
+            return None, is_lost
+        return {name: math.fsum(one.get(name, 0.0) for one in told) for name in names}, is_lost
 
     def _words(self, share: Share, local: Local) -> Words:
         memory = self.meter.read() if self.meter else None
@@ -385,7 +395,9 @@ class Trainer:
             skipped=len(share.skipped),
             just_skipped=len(local.skipped),
             cropped=self._newly_cropped(),
-            absent=None if local.micros == 0 else self._absent(),
+            remedied=local.remedied,
+            again=local.again,
+            absent=self._absent(),
             budget=want.budget,
             ending=self._ending(),
             is_due=minutes >= self.train.checkpoints.minutes or bool(every and (self.done + 1) % every == 0),
@@ -399,8 +411,9 @@ class Trainer:
         before, self._cropped = self._cropped, self._entered.loader.stats.cropped
         return self._cropped - before
 
-    def _absent(self) -> list[int]:
-        return [number for number, one in enumerate(self.step.trained) if one.grad is None]
+    def _absent(self) -> list[int] | None:
+        absent = [number for number, one in enumerate(self.step.trained) if one.grad is None]
+        return None if len(absent) == len(self.step.trained) else absent
 
     def _taken(self, heard: Heard) -> float | None:
         """Let the optimizer take the gradients of all ranks; return their norm; None where it is not finite."""
@@ -440,7 +453,8 @@ class Trainer:
     def _poison(self, share: Share, heard: Heard) -> None:
         """Deal with a step that is not finite, as configured."""
         self.stepper.go_back()
-        mine = self.ranks.rank in heard.not_finite or not heard.not_finite or self.step.is_spread
+        everyone = self.step.is_spread or self.stepper.is_joint or not heard.not_finite
+        mine = everyone or self.ranks.rank in heard.not_finite
         own = self.stepper.not_finite(share) if mine else []
         items = [item for one in self.ranks.exchange({"items": own}) for item in one["items"]]
         self.stepper.go_back()

@@ -44,7 +44,7 @@ def rehearse(
         meter.reset_peak()
     batch = course.loader.fetch(worst.items.tolist(), worst)
     share = Share(iter([batch]), lambda numbers, _: course.loader.fetch(numbers, worst), hold=1, leave_out=leave_out)
-    stepper.run(share, stepper.weights(share) if stepper.needs_weights else None)
+    stepper.rehearse(share)
     memory = meter.read() if meter is not None else None
     cost = stepper.cost(Piece(batch, 0, len(batch))) if len(batch) else 0
     step.release()

@@ -1,5 +1,7 @@
 """A rank's share of a step that went wrong, run again as it was cut: each part is measured, and nothing is recovered.
 
+Where a loss compares all items of a step, all parts are embedded first, and each then goes back from the loss of all.
+
 Everything is afterwards as it was before, but for what the allocator holds.
 """
 
@@ -8,18 +10,21 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pipeline.memory.recovery import Snapshot, rewind, said_out_of_memory
 from pipeline.protocol import Weights
+from pipeline.training import contrasting
 from pipeline.training.state import plain_name, rng_state, set_rng_state
 from pipeline.training.step import Unwatched, summed
 from pipeline.training.stepping import CHECKPOINTING, OFFLOAD, RUNGS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
@@ -90,36 +95,52 @@ def rerun(
 ) -> Rerun:
     """Run parts in order, to the first for which memory does not suffice."""
     snapshot = Snapshot.take(step.model, device=step.device, scaler=step.scaler)
-    weights = _weights(step, parts, read)
-    set_rng_state(rng, step.device)
+    weights = None if step.contrasts else _weights(step, parts, read)
     first = meter.read()
     found = Rerun([Result(part) for part in parts], is_counted=first.allocated_bytes is not None)
-    for result in found.results:
-        begin(result.part)
-        result.rng = rng_state(step.device)
-        _run(step, result, read, weights, meter)
-        memory = meter.read()
-        found.reserved_bytes = max(found.reserved_bytes, memory.peak_reserved_bytes)
-        result.peak_bytes = _peak(memory)
-        result.grown_bytes = max(0, result.peak_bytes - _live(first))
-        if result.outcome is Outcome.OOM:
-            break
+    joint = _Joint(step) if step.contrasts and len(parts) > 1 else None
+
+    def all_fit(run: Callable[[Piece], None]) -> bool:
+        set_rng_state(rng, step.device)
+        for result in found.results:
+            result.outcome = Outcome.NOT_RUN
+        for result in found.results:
+            begin(result.part)
+            result.rng = rng_state(step.device)
+            _run(step, result, read, run, meter)
+            _measure(found, result, meter.read(), first)
+            if result.outcome is Outcome.OOM:
+                return False
+        return True
+
+    if joint is None:
+        is_whole = all_fit(partial(accumulate, step, weights=weights))
     else:
+        is_whole = all_fit(joint.embed)
+        snapshot.restore()
+        is_whole = is_whole and joint.contrast(found.results[-1]) and all_fit(joint.back)
+        joint.judge(found.results)
+    if is_whole:
         _look_at_gradients(step, found, weights)
     step.release()
     rewind(snapshot, step.model.parameters(), step.device)
     return found
 
 
-def _run(
-    step: Step, result: Result, read: Callable[[Part], Piece], weights: Mapping[str, float] | None, meter: Meter
-) -> None:
-    """Run a part forward and backward; note how that ended."""
+def _measure(found: Rerun, result: Result, memory: Memory, first: Memory) -> None:
+    """Note what a part took, in the more costly of its passes."""
+    found.reserved_bytes = max(found.reserved_bytes, memory.peak_reserved_bytes)
+    result.peak_bytes = max(result.peak_bytes, _peak(memory))
+    result.grown_bytes = max(0, result.peak_bytes - _live(first))
+
+
+def _run(step: Step, result: Result, read: Callable[[Part], Piece], run: Callable[[Piece], None], meter: Meter) -> None:
+    """Run a pass of a part; note how that ended."""
     before, sums = step.totals, _Sums()
     step.watch = sums
     piece = read(result.part)
     meter.reset_peak()
-    error = said_out_of_memory(lambda one: accumulate(step, one, weights), piece)
+    error = said_out_of_memory(run, piece)
     step.watch = Unwatched()
     if error is not None:
         result.outcome, result.error = Outcome.OOM, error
@@ -134,12 +155,78 @@ def _run(
 def accumulate(step: Step, piece: Piece, weights: Mapping[str, float] | None) -> None:
     """Run a piece forward and backward on its rung."""
     batch = step.task.collate(piece.items, piece.rng)
-    if piece.rung > RUNGS.index(OFFLOAD) + 1:
+    if _on_host(piece):
         step.accumulate_on_host(batch, weights)
         return
+    with _remedied(step, piece):
+        if step.contrasts:
+            contrasting.at_once(step, batch)
+        else:
+            step.accumulate(batch, weights)
+
+
+def _on_host(piece: Piece) -> bool:
+    return piece.rung > RUNGS.index(OFFLOAD) + 1
+
+
+def _remedied(step: Step, piece: Piece) -> AbstractContextManager[None]:
     checkpointing, offload = (piece.rung > RUNGS.index(name) for name in (CHECKPOINTING, OFFLOAD))
-    with step.remedied(checkpointing=checkpointing, offload=offload):
-        step.accumulate(batch, weights)
+    return step.remedied(checkpointing=checkpointing, offload=offload)
+
+
+class _Joint:
+    """The passes of a share whose loss is of all its items; parts come in the same order each time."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self._rows: list[dict[str, Tensor]] = []  # of each part; then their gradients
+        self._finite: list[bool] = []
+        self._cached = contrasting.Cached()
+
+    def embed(self, piece: Piece) -> None:
+        """Embed a part without a trace."""
+        batch = self.step.task.collate(piece.items, piece.rng)
+        rows = contrasting.first_pass(self.step, batch, len(piece), on_host=_on_host(piece))
+        self._finite.append(all(bool(torch.isfinite(one).all()) for one in rows.values()))
+        self._rows.append(rows)
+
+    def contrast(self, last: Result) -> bool:
+        """Take the loss of all items; say whether memory sufficed, else the last part has what was said."""
+        items = [len(next(iter(one.values()))) for one in self._rows]
+        rows = contrasting.joined(self._rows)
+
+        def take(_: None) -> None:
+            self._cached = contrasting.contrast(self.step, rows)
+
+        with contrasting.as_drawn(self.step.device):
+            said = said_out_of_memory(take, None)
+        if said is not None:
+            last.outcome, last.error = Outcome.OOM, f"the loss of all {sum(items)} items: {said}"
+            return False
+        split = {name: torch.split(one, items) for name, one in self._cached.rows.items()}
+        self._rows = [{name: one[place] for name, one in split.items()} for place in range(len(items))]
+        return True
+
+    def back(self, piece: Piece) -> None:
+        """Run a part with a trace, and back."""
+        batch, rows = self.step.task.collate(piece.items, piece.rng), self._rows.pop(0)
+        if _on_host(piece):
+            contrasting.second_pass_on_host(self.step, batch, rows)
+        else:
+            with _remedied(self.step, piece):
+                contrasting.second_pass(self.step, batch, rows)
+        if not self._rows:
+            contrasting.finish(self._cached)
+
+    def judge(self, results: Sequence[Result]) -> None:
+        """Let the first part have the terms of all; those are to blame that were not embedded to numbers, if any."""
+        totals = self.step.totals
+        is_finite = all(map(math.isfinite, (value for one in totals.values() for value in one)))
+        for place, result in enumerate(results):
+            result.terms = {} if place else totals
+            if result.outcome in (Outcome.FITS, Outcome.NOT_FINITE):
+                fits = self._finite[place] if not all(self._finite) else is_finite
+                result.outcome = Outcome.FITS if fits else Outcome.NOT_FINITE
 
 
 class _Sums(Unwatched):

@@ -7,6 +7,8 @@ the weights must be known before a micro-batch runs backward, or divided out aft
 - several terms and one micro-batch: its own weights are the step's;
 - several terms and micro-batches: the task tells the weights (`weights`), else a forward without gradients does.
 
+A loss that compares all items of a step with each other goes another way: two passes (`contrasting`).
+
 The planner traces this very code: `watch` is told where each part begins, and what is whose.
 """
 
@@ -21,7 +23,8 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from pipeline.errors import ConfigError
-from pipeline.protocol import ParameterGroups, Weights
+from pipeline.protocol import Contrastive, ParameterGroups, Weights
+from pipeline.training import contrasting
 from pipeline.training.offload import Pinned, offloaded
 from pipeline.training.recompute import Recomputing, twin
 
@@ -56,13 +59,17 @@ class Settings:
     precision: str = "fp32"  # or autocast to bf16 or fp16
     checkpointing: bool = False  # repeated blocks run again in backward
     offload: bool = False  # what backward needs waits in the host's memory
+    batch: int | None = None  # items of a step, over all ranks, where its loss compares them; None: those of a batch
 
 
 class Watch(Protocol):
     """Somebody who is told of a step's parts."""
 
     def phase(self, name: str) -> None:
-        """Hear that a part begins: inputs, forward, backward, scale, clip, optimizer, ema, release; or none, idle."""
+        """Hear that a part begins: inputs, forward, backward, scale, clip, optimizer, ema, release; or none, idle.
+
+        Where all items of a step are compared: embed and contrast, too.
+        """
 
     def terms(self, terms: Mapping[str, Tensor]) -> None:
         """Hear the sums of a micro-batch's terms, before backward."""
@@ -98,6 +105,8 @@ class Step:
         Losses of half precision are scaled on a GPU; `scaled` says so for a CPU, where a trace must not.
         """
         self.task, self.settings, self.device, self.watch = task, settings, device, watch or Unwatched()
+        self.contrasts = isinstance(task, Contrastive)
+        self.row_of: dict[str, Tensor] = {}  # what embeddings were like, without a row
         made = task.model() if model is None else model
         if not isinstance(made, torch.nn.Module):
             what = f"model() must return a torch.nn.Module, got {type(made).__name__}"
@@ -125,8 +134,11 @@ class Step:
         """Make a step of some micro-batches; return the value of each term."""
         weights = self.weights(batches)
         try:
-            for batch in batches:
-                self.accumulate(batch, weights)
+            if self.contrasts:
+                contrasting.accumulate_all(self, batches)
+            else:
+                for batch in batches:
+                    self.accumulate(batch, weights)
             return self.update(weights)
         except BaseException:
             self.release()  # what failed midway leaves nothing to the next step
@@ -134,6 +146,8 @@ class Step:
 
     def weights(self, batches: Sequence[Batch]) -> Mapping[str, Any] | None:
         """Return the weights of a step's terms, where they must be known before."""
+        if self.contrasts:
+            return None  # they are told with the loss of all items
         if isinstance(self.task, Weights):
             return summed(self.task.weights(batch) for batch in batches)
         if len(batches) <= 1 or self._is_one_term is True:
@@ -165,41 +179,54 @@ class Step:
                 module.training = True
 
     def accumulate(self, batch: Batch, weights: Mapping[str, Any] | None = None) -> None:
-        """Add the gradients of a micro-batch."""
+        """Add the gradients of a micro-batch; where all items of a step are compared, others are made up."""
+        if self.contrasts and self.settings.batch is not None:
+            contrasting.accumulate_one(self, batch)
+            return
         self.watch.phase("inputs")
         batch = self.moved(batch)
         self.watch.phase("forward")
-        with self._saved():
+        with self.saved():
             terms = self._forward(batch)
             self.watch.terms({name: total for name, (total, _) in terms.items()})
             loss = self._loss(terms, weights)
         del batch
         self.watch.phase("backward")
         torch.autograd.backward(self.scaler.scale(loss))
+        self.add_terms(terms)
+
+    def add_terms(self, terms: Terms) -> None:
+        """Count the terms of a micro-batch among those of the step."""
         for name, (total, weight) in terms.items():
             kept = self._totals.get(name, (0.0, 0.0))
-            self._totals[name] = (kept[0] + total.detach(), kept[1] + weight)
+            self._totals[name] = (kept[0] + total.detach().to(self.device), kept[1] + weight)
 
     def accumulate_on_host(self, batch: Batch, weights: Mapping[str, Any] | None = None) -> None:
         """Add the gradients of a micro-batch that no card holds: a copy of the model computes them on the processor."""
         host = twin(self.model)
-        terms = self.task.loss(host, _on_host(batch))
+        terms = self._terms(host, self.moved(batch, on_host=True))
         loss = self._loss(terms, weights)
         torch.autograd.backward(loss * self.scaler.get_scale() if self.scaler.is_enabled() else loss)
+        self.take_gradients(host)
+        self.add_terms(terms)
+
+    def take_gradients(self, host: nn.Module) -> None:
+        """Add the gradients of a copy of the model in the host's memory."""
         for own, other in zip(self.model.parameters(), host.parameters(), strict=True):
             if other.grad is not None:
                 gradient = other.grad.to(own.device, own.dtype)
                 own.grad = gradient if own.grad is None else own.grad.add_(gradient)
-        for name, (total, weight) in terms.items():
-            kept = self._totals.get(name, (0.0, 0.0))
-            self._totals[name] = (kept[0] + total.detach().to(self.device), kept[1] + weight)
 
     def aside(self, batch: Batch, *, on_host: bool = False) -> Terms:
         """Return the terms of a micro-batch without a trace: no gradients, no statistics, no random numbers used up."""
         with self._aside():
             if on_host:
-                return self.task.loss(twin(self.model).eval(), _on_host(batch))
+                return self._terms(twin(self.model).eval(), self.moved(batch, on_host=True))
             return self._forward(self.moved(batch))
+
+    def whole_loss(self, terms: Terms) -> Tensor:
+        """Return what to go back from where terms are of all items of a step."""
+        return _sum(_over(total, weight) for total, weight in terms.values())
 
     def _loss(self, terms: Terms, weights: Mapping[str, Any] | None) -> Tensor:
         """Return what to go back from: every term over its weight, or over what is corrected later."""
@@ -209,7 +236,7 @@ class Step:
             if self._is_one_term or len(self._totals) == 1:
                 what = f"loss() returned {', '.join(terms)} after micro-batches with one term: give the task weights()"
                 raise ConfigError(what, where="train.task", remedy="weights(batch) tells each term's weight beforehand")
-            return _sum(_over(total, weight) for total, weight in terms.values())
+            return self.whole_loss(terms)
         ((total, weight),) = terms.values()
         if not self._totals:  # nobody else knows this guess: it is divided out again before ranks add up
             self._guess = weight.detach().clamp(min=1.0) if isinstance(weight, torch.Tensor) else max(weight, 1.0)
@@ -233,6 +260,8 @@ class Step:
 
     def settle(self, weight: Tensor | float) -> None:
         """Divide the gradients of a single term by its weight, in place of what was guessed."""
+        if self.contrasts and isinstance(self._guess, float) and self._guess == 0.0:
+            return  # it was known
         known = isinstance(weight, float)  # a loop has waited for it anyway; a number scales gradients of any precision
         self._scale(float(_over(float(self._guess), weight)) if known else _over(self._guess, weight))
 
@@ -341,7 +370,16 @@ class Step:
 
     def _forward(self, batch: Batch) -> Terms:
         with self.cast():
-            terms = self.task.loss(self.model, batch)
+            return self.checked(self._terms(self.model, batch))
+
+    def _terms(self, model: nn.Module, batch: Batch) -> Terms:
+        """Return the loss of a batch as the task has it; of one that compares items, by the same two steps as ever."""
+        if isinstance(self.task, Contrastive):
+            return self.task.contrast(model, contrasting.embedded(self.task, model, batch))
+        return self.task.loss(model, batch)
+
+    def checked(self, terms: Terms) -> Terms:
+        """Return the terms of a loss; others than sums and weights are refused."""
         for name, term in _items_of(terms):
             _check_term(name, term)
         return terms
@@ -351,13 +389,15 @@ class Step:
         precision = DTYPES.get(self.settings.precision)
         return torch.autocast(torch.device(self.device).type, precision) if precision else nullcontext()
 
-    def moved(self, batch: Batch) -> Batch:
-        """Return a batch on the device."""
+    def moved(self, batch: Batch, *, on_host: bool = False) -> Batch:
+        """Return a batch on the device, or in the host's memory."""
         if hasattr(batch, "to"):
-            return batch.to(self.device)
+            return batch.to("cpu" if on_host else self.device)
+        if on_host:
+            return tree_map_only(torch.Tensor, lambda one: one.cpu(), batch)
         return tree_map_only(torch.Tensor, lambda one: one.to(self.device, non_blocking=True), batch)
 
-    def _saved(self) -> AbstractContextManager[Any]:
+    def saved(self) -> AbstractContextManager[Any]:
         """Return where what backward needs is kept."""
         if not self._offloads:
             return nullcontext()
@@ -375,11 +415,6 @@ class Step:
         assert decay is not None
         with torch.no_grad():
             torch._foreach_lerp_(self.averages, list(self.trained), 1 - decay)
-
-
-def _on_host(batch: Batch) -> Batch:
-    """Return a batch in the host's memory."""
-    return batch.to("cpu") if hasattr(batch, "to") else tree_map_only(torch.Tensor, lambda one: one.cpu(), batch)
 
 
 def _items_of(terms: Any) -> list[tuple[Any, Any]]:
@@ -430,8 +465,9 @@ def freeze(model: nn.Module, frozen: Sequence[str]) -> None:
     names = [name for name, _ in model.named_parameters()]
     for beginning in frozen:
         if not any(name.startswith(beginning) for name in names):
-            what = f"no parameter's name begins with {beginning!r}; there is {names[0] if names else 'none'}"
-            raise ConfigError(what, where="train.frozen")
+            firsts = dict.fromkeys(f"{name.partition('.')[0]}." if "." in name else name for name in names)
+            what = f"no parameter's name begins with {beginning!r}; they begin with {', '.join(firsts) or 'nothing'}"
+            raise ConfigError(what, where="train.frozen", remedy="name beginnings of parameters, such as [layers.0.]")
     for name, parameter in model.named_parameters():
         if name.startswith(tuple(frozen)):
             parameter.requires_grad = False

@@ -45,10 +45,14 @@ class Local:
     costs: list[int] = field(default_factory=list)  # of the micro-batches that ran
     ooms: int = 0
     skipped: list[str] = field(default_factory=list)  # items that fit nowhere
+    remedied: dict[str, int] = field(default_factory=dict)  # items that ran on a rung of the ladder, by its name
+    again: bool = False  # it came to no end: all ranks begin the step again, this one as it has learned
 
 
 class Stepper:
     """Runs a rank's part of steps."""
+
+    is_joint = False  # its loss is of the items of all ranks together
 
     def __init__(
         self,
@@ -129,6 +133,7 @@ class Stepper:
         def again() -> None:
             local.items = local.micros = 0
             local.costs.clear()
+            local.remedied.clear()
             self.go_back()
 
         done = replayed(
@@ -148,6 +153,10 @@ class Stepper:
         local.ooms = len(done.ooms)
         local.terms = self.step.totals
         return local
+
+    def rehearse(self, share: Share) -> None:
+        """Run a share as part of a step, before there is any."""
+        self.run(share, self.weights(share) if self.needs_weights else None)
 
     def _heard(self, piece: Piece, oom: Oom) -> None:
         """Hear that a piece did not fit."""
@@ -188,9 +197,16 @@ class Stepper:
         else:
             with self.step.remedied(checkpointing=piece.rung >= 1, offload=piece.rung >= 2):
                 self.step.accumulate(batch, weights)
+        self._count(piece, local)
+
+    def _count(self, piece: Piece, local: Local) -> None:
+        """Count a piece that ran."""
         local.items += len(piece)
         local.micros += 1
-        if not piece.rung:
+        if piece.rung:
+            rung = self.ladder[piece.rung - 1]
+            local.remedied[rung] = local.remedied.get(rung, 0) + len(piece)
+        else:
             local.costs.append(self.cost(piece))
         self.upkeep.after_micro_batch()
 

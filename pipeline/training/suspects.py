@@ -17,6 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from pipeline.memory.recovery import Snapshot, forget_failed_backward, rewind, said_out_of_memory
+from pipeline.training import contrasting
 from pipeline.training.batch import Batch
 from pipeline.training.rerun import not_finite
 from pipeline.training.state import plain_name, set_rng_state
@@ -130,7 +131,7 @@ def _forward(step: Step, piece: Piece) -> Suspect | None:
 def _backward(step: Step, piece: Piece, again: Any) -> Suspect | None:
     """Look for gradients that are not finite, and the operation that they begin with."""
     again()
-    step.accumulate(step.task.collate(piece.items, piece.rng))
+    _accumulate(step, piece)
     bad = tuple(not_finite(step))
     if not bad:
         return None
@@ -139,12 +140,18 @@ def _backward(step: Step, piece: Piece, again: Any) -> Suspect | None:
     return Suspect(piece.ids, parameters=bad, operation=operation, line=line)
 
 
+def _accumulate(step: Step, piece: Piece) -> None:
+    """Add the gradients of some items' own loss."""
+    accumulate = contrasting.at_once if step.contrasts else step.__class__.accumulate
+    accumulate(step, step.task.collate(piece.items, piece.rng))
+
+
 def _operation(step: Step, piece: Piece) -> tuple[str, str]:
     """Return the first operation whose derivative is no number, and where it is called; nothing where all are."""
     with warnings.catch_warnings(record=True) as heard, torch.autograd.set_detect_anomaly(True, check_nan=True):
         warnings.simplefilter("always")
         try:
-            step.accumulate(step.task.collate(piece.items, piece.rng))
+            _accumulate(step, piece)
         except RuntimeError as error:
             match = _NAN.search(str(error))
             if match is None:

@@ -25,6 +25,7 @@ class Tally:
     rejected: int = 0
     skipped: int = 0  # items that fit nowhere
     cropped: int = 0
+    remedied: dict[str, int] = field(default_factory=dict)  # items on each rung of the ladder
     left_out: int = 0  # steps
     wall_s: float = 0.0
     wait_s: float = 0.0  # of the first rank, for data
@@ -40,6 +41,8 @@ class Tally:
         self.items += items
         for name in ("micros", "ooms", "rejected", "skipped", "cropped"):
             setattr(self, name, getattr(self, name) + heard.sum_of(name))
+        for rung, items in heard.remedied.items():
+            self.remedied[rung] = self.remedied.get(rung, 0) + items
         self.wall_s += took_s
         for name, (total, weight) in heard.totals.items():
             kept = self.terms.get(name, [0.0, 0.0])

@@ -224,6 +224,7 @@ class Watch(Watcher):
             micro_batches=tally.micros,
             rejected=tally.rejected,
             cropped=tally.cropped,
+            remedied=tally.remedied,
             wall_s=tally.wall_s,
             validation=figures,
             more={"left_out_steps": float(tally.left_out), "skipped_items": float(tally.skipped)},

@@ -24,6 +24,8 @@ class Words:
     skipped: int = 0  # items that fit nowhere
     just_skipped: int = 0  # of these, since the step began for the last time
     cropped: int = 0
+    remedied: Mapping[str, int] = field(default_factory=dict)  # items that ran on a rung of the ladder, by its name
+    again: bool = False  # the step has come to no end on it
     absent: list[int] | None = None  # parameters without a gradient; None: all of them
     budget: int = 0  # that it wants from now on
     ending: int = 0  # the signal that told it to end
@@ -35,6 +37,12 @@ class Words:
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON data."""
         return asdict(self)
+
+    def carry(self, first: Words) -> None:
+        """Add what was learned and counted before the step began again; what ran then has come to nothing."""
+        self.budget = min(self.budget, first.budget)
+        self.ooms += first.ooms
+        self.cropped += first.cropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +91,12 @@ class Heard:
     def sum_of(self, name: str) -> int:
         """Return the sum of a count over all ranks."""
         return sum(getattr(one, name) for one in self.words)
+
+    @property
+    def remedied(self) -> dict[str, int]:
+        """Return how many items ran on each rung of the ladder."""
+        names = sorted({name for one in self.words for name in one.remedied})
+        return {name: sum(one.remedied.get(name, 0) for one in self.words) for name in names}
 
     @property
     def ending(self) -> int:

@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from pipeline.errors import ConfigError
 from pipeline.runs.contract import breaches
+from pipeline.runs.tasks import load_reader, load_task
 from pipeline.tasks.interface import Interface
 from tests.command import Command
 from tests.runs.conftest import MakeProject
@@ -86,12 +88,23 @@ class Foreign(Right):
         return [nn.Parameter(torch.zeros(1))]
 
 
+class Drawing(Right):
+    def collate(self, items: Sequence[Any], rng: np.random.Generator) -> Any:
+        return torch.cat([super(Drawing, self).collate([item], rng) + item.rng.normal() for item in items])
+
+
+class InBatch(Right):
+    def loss(self, model: nn.Module, batch: Any) -> dict[str, tuple[torch.Tensor, float]]:
+        return {"likeness": ((model(batch) @ model(batch).T).logsumexp(1).sum(), float(len(batch)))}
+
+
 BREACHES = {
+    InBatch: "give the task embed() and contrast()",
     MeanInPlaceOfSum: "one by one: micro-batches would train another model",
     WrongWeights: "weights() says 1 of 'square'",
     OtherRandomNumbers: "ranks would begin with different models",
     NoTerms: "loss() must return {term: (sum, weight)}",
-    NeverLarger: "cost() is no larger for an item of twice the size",
+    NeverLarger: "cost() is no larger for an item of size 48 than for one of size 1",
     OneEntryForAll: "outputs(): 'score' has 1 entries for 2 items",
     Raises: "ZeroDivisionError: no items",
     Foreign: "parameter_groups() returns a parameter that is not the model's",
@@ -103,7 +116,9 @@ def items() -> Sequence[Any]:
     return list(batch_of([made(1), made(2, 40, 30)]).items)
 
 
-@pytest.mark.parametrize("task", [Right(), Interface(embedding_dim=DIM, width=8, layers=1, pair_width=4)], ids=repr)
+@pytest.mark.parametrize(
+    "task", [Right(), Drawing(), Interface(embedding_dim=DIM, width=8, layers=1, pair_width=4)], ids=repr
+)
 def test_a_task_that_keeps_to_it_has_no_breach(task: Any, items: Sequence[Any]) -> None:
     assert list(breaches(task, items=items)) == []
 
@@ -137,3 +152,12 @@ def test_config_check_tries_the_task_out(pipeline: Command, make_project: MakePr
     assert done.code == 2
     assert "KeyError: 'label'" in done.err
     assert "wronglab.py" in done.err
+
+
+def test_an_option_that_a_class_does_not_take_is_told_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"takes no option 'widht'; did you mean width\?") as caught:
+        load_task("pipeline.tasks.interface:Interface", {"widht": 3})
+    assert caught.value.where == "train.options.widht"
+    with pytest.raises(ConfigError, match="did you mean max_peaks") as caught:
+        load_reader("pipeline.readers.spectra:Spectra", Path("x.mgf"), {"max_peak": 3})
+    assert caught.value.where == "data.options.max_peak"

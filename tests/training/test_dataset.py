@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -135,3 +136,13 @@ def test_a_large_table_is_a_few_bytes_an_item_and_read_at_once(store):
     train = Table.read(store, key).of_split("train")
     assert time.perf_counter() - start < 1.0  # it takes some milliseconds
     assert (train.ids[count - 1], train.key(7)) == (f"item{count - 1:08d}", keys[112:128])
+
+
+def test_a_size_that_is_known_is_not_made_anew_for_every_item():
+    builder = builder_of([("a", bytes(16), "", 1)] * 5000)
+    tracemalloc.start()
+    try:
+        builder.also(["nodes", "pairs"])
+        assert tracemalloc.get_traced_memory()[1] < 5000
+    finally:
+        tracemalloc.stop()

@@ -8,7 +8,7 @@ import os
 import random
 import resource
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
+from torch import Tensor, nn
 
 from pipeline.errors import DataError, JobFailed
 from pipeline.training.batch import Batch
@@ -31,6 +32,7 @@ from tests.training.loops import (
     Plot,
     Refuse,
     Run,
+    Tiny,
     batch_of,
     big_batch,
     furthest,
@@ -610,3 +612,12 @@ def test_nothing_of_a_batch_is_kept_after_training(tmp_path: Path) -> None:
     gc.collect()
     assert kept
     assert not [one for one in kept if one() is not None]
+
+
+def test_an_epoch_in_which_nothing_could_be_learned_ends_the_training(tmp_path: Path) -> None:
+    class Unlabelled(Tiny):
+        def loss(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, tuple[Tensor, float]]:
+            return {name: (total * 0, 0.0) for name, (total, _) in super().loss(model, batch).items()}
+
+    with pytest.raises(DataError, match="nothing was learned in an epoch of 14 items"):
+        Run(Plot(), tmp_path, task=Unlabelled(Plot())).to_end()

@@ -211,7 +211,7 @@ def test_frozen_parameters_stay_and_have_no_state() -> None:
 
 
 def test_freezing_what_is_not_there_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"no parameter's name begins with 'block\.0'; there is blocks\.0\.0\.weight"):
+    with pytest.raises(ConfigError, match=r"no parameter's name begins with 'block\.0'; they begin with blocks\."):
         Step(OneTerm(), Settings(frozen=("block.0",)))
 
 

@@ -17,6 +17,7 @@ from pipeline.training.state import rng_state
 from pipeline.training.step import Settings, Step
 from pipeline.training.suspects import Suspect, suspects
 from tests.tasks.items import batch_of, made
+from tests.training.towers import Pairs
 
 IDS = ("good", "bad", "fair")
 
@@ -103,3 +104,37 @@ def test_nothing_is_left_of_it(bad: float) -> None:
     assert step.model.get_buffer("seen").item() == 0.0
     assert all(one.grad is None for one in step.model.parameters())
     assert step.totals == {}
+
+
+def replayed(task: Pairs, sizes: Sequence[int]) -> tuple[Rerun, list[Suspect]]:
+    """Run a share of some micro-batches, whose loss compares all items of a step, again."""
+    torch.manual_seed(0)
+    step = Step(task, Settings(batch=sum(sizes)), device="cpu")
+    ids = tuple(f"item{number}" for number in range(sum(sizes)))
+    batch = batch_of([made(seed, 12, 12) for seed in range(len(ids))], None, ids)
+    ends = np.cumsum(sizes).tolist()
+    parts = [
+        Part(at, ids[end - size : end], tuple(range(end - size, end)))
+        for at, (size, end) in enumerate(zip(sizes, ends, strict=True))
+    ]
+
+    def read(part: Part) -> Piece:
+        return Piece(batch, part.numbers[0], part.numbers[-1] + 1)
+
+    found = rerun(step, parts, read, rng_state(), meter_of("cpu"))
+    return found, suspects(step, found.of(Outcome.NOT_FINITE), read)
+
+
+def test_a_replay_compares_all_items_of_the_share() -> None:
+    whole, parts = (replayed(Pairs(), sizes)[0] for sizes in ([9], [4, 3, 2]))
+    assert whole.norm is not None
+    assert whole.norm > 0
+    assert parts.norm == pytest.approx(whole.norm, rel=1e-9)
+    assert parts.results[0].terms["pairs"] == pytest.approx(whole.results[0].terms["pairs"], rel=1e-9)
+    assert [one.outcome for one in parts.results] == [Outcome.FITS] * 3
+
+
+def test_a_replay_names_the_item_that_is_embedded_to_no_number() -> None:
+    found, named = replayed(Pairs(nan=(5,)), [4, 3, 2])
+    assert [one.outcome for one in found.results] == [Outcome.FITS, Outcome.NOT_FINITE, Outcome.FITS]
+    assert [one.ids for one in named] == [("item5",)]

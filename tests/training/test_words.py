@@ -33,6 +33,12 @@ def test_terms_of_unequal_names_are_refused_with_both_ranks() -> None:
         heard({"terms": {"a": (1.0, 1.0)}}, {}, {"terms": {"b": (1.0, 1.0), "a": (1.0, 1.0)}})
 
 
+def test_a_step_that_began_again_has_run_out_of_memory_before() -> None:
+    first, second = Words(ooms=2, cropped=1, budget=5, items=3), Words(ooms=1, budget=9, items=4)
+    second.carry(first)
+    assert (second.ooms, second.cropped, second.budget, second.items) == (3, 1, 5, 4)
+
+
 def test_what_is_not_finite_is_known_with_its_rank() -> None:
     terms = [{"terms": {"a": one}} for one in ((1.0, 1.0), (math.nan, 1.0), (1.0, math.inf))]
     assert heard(*terms).not_finite == [1, 2]
