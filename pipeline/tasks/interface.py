@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from pipeline.errors import ConfigError
 from pipeline.protocol import ITEMS
-from pipeline.tasks.interface_model import APART, FLAGS, STEPS, Network
+from pipeline.tasks.interface_model import Network
+from pipeline.tasks.options import at_least, dropout_of
+from pipeline.tasks.partners import columns, made_up, partners_of, shares, size_of
+from pipeline.tasks.precision import at_least_single
 from pipeline.training.fields import LIGAND, RECEPTOR
 from pipeline.training.scores import Ranking, logits, precision_at
 
@@ -35,14 +37,13 @@ if TYPE_CHECKING:
     from pipeline.protocol import Sizes
     from pipeline.training.batch import Graph, Side
 
-WHERE = "train.options"
-NEAR, CA, CB = "near", 1, 3
-PLACES = 5  # N, CA, C, CB and the middle of the side chain stand for a residue
-OTHER_CHAIN = STEPS - 1
 TERMS = (INTERFACE, CONTACTS) = ("interface", "contacts")
 LABEL = "label"  # of an output, behind a dot; 1 yes, 0 no, -1 not known; of no size where an item has no labels
 NOT_KNOWN = -1
 LARGEST_PART = 5  # of L = R + L residues, so many pairs are looked at: L/5
+LEAST = {
+    "embedding_dim": 0, "width": 1, "layers": 1, "pair_width": 1, "pair_layers": 0, "contact_weight": 0
+}  # fmt: skip
 
 
 class Batch(NamedTuple):
@@ -91,9 +92,8 @@ class Interface:
     contact_weight: float = 1.0  # how much a pair that touches counts beside one that does not
 
     def __post_init__(self) -> None:
-        for name in ("width", "layers", "pair_width"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}: it must be 1 or more", where=f"{WHERE}.{name}")
+        at_least(self, LEAST)
+        dropout_of(self)
 
     def model(self) -> nn.Module:
         """Return the network."""
@@ -112,47 +112,17 @@ class Interface:
 
     def collate(self, items: Sequence[Graph], rng: np.random.Generator) -> Batch:  # noqa: ARG002 - the protocol has it
         """Concatenate items; nothing is drawn."""
-        sides = [_partners(item) for item in items]
-        flat = [side for pair in sides for side in pair if side is not None]
-        sizes = tuple((_size(receptor), _size(ligand)) for receptor, ligand in sides)
-        first_S = _firsts([count for pair in sizes for count in pair])
-        owner = [place for place, count in enumerate(count for pair in sizes for count in pair) if count]
-        labels = [_labels(item, pair, size) for item, pair, size in zip(items, sides, sizes, strict=True)]
-        known = Labels(*(torch.cat(columns) for columns in zip(*labels, strict=True)))
-        from_E, to_E = _edges(flat, [first_S[at] for at in owner])
-        receptor_P, ligand_P = _pairs(sizes, first_S)
+        sides = [partners_of(item) for item in items]
+        taken = columns(sides, self.embedding_dim)
+        labels = [_labels(item, pair, size) for item, pair, size in zip(items, sides, taken["sizes"], strict=True)]
+        known = Labels(*(torch.cat(values) for values in zip(*labels, strict=True)))
         return Batch(
-            pos_NA3=torch.cat([_positions(side) for side in flat]),
-            type_N=torch.cat([side.nodes["type"] for side in flat]).long(),
-            flags_NF=_bits(torch.cat([side.nodes["flags"] for side in flat])),
-            embedding_ND=torch.cat([self._embedding(side) for side in flat]),
-            partner_N=torch.cat([torch.full((_size(side),), at) for side, at in zip(flat, owner, strict=True)]),
-            other_S=torch.arange(2 * len(items)) ^ 1,
-            from_E=from_E,
-            to_E=to_E,
-            step_E=torch.cat([_steps(side) for side in flat]),
-            receptor_P=receptor_P,
-            ligand_P=ligand_P,
+            **taken,
             **known._asdict(),
-            sizes=sizes,
-            shapes=sizes,
+            shapes=taken["sizes"],
             has_labels=tuple(bool(one.is_known_N.any()) for one in labels),
             known=(float(known.is_known_N.sum()), float(known.is_known_P.sum())),
         )
-
-    def _embedding(self, side: Side) -> Tensor:
-        """Return a partner's embeddings; the configuration must fit them."""
-        if not self.embedding_dim:
-            return torch.zeros(_size(side), 0)
-        if side.embedding is None:
-            what = f"the task expects embeddings of {self.embedding_dim} numbers, and the data set has none"
-            remedy = "pipeline submit --stage embed, or --set train.options.embedding_dim=0"
-            raise ConfigError(what, where=f"{WHERE}.embedding_dim", remedy=remedy)
-        if (found := side.embedding.shape[1]) != self.embedding_dim:
-            what = f"the task expects embeddings of {self.embedding_dim} numbers, those of the data set have {found}"
-            remedy = f"--set train.options.embedding_dim={found}"
-            raise ConfigError(what, where=f"{WHERE}.embedding_dim", remedy=remedy)
-        return side.embedding.float()
 
     def loss(self, model: nn.Module, batch: Batch) -> dict[str, tuple[Tensor, float]]:
         """Return the cross entropy of residues and of pairs, and how many are known."""
@@ -167,7 +137,7 @@ class Interface:
 
     def outputs(self, model: nn.Module, batch: Batch) -> dict[str, list[Tensor]]:
         """Return probabilities and labels of each item: of both partners' residues [R], [L], and of pairs [R, L]."""
-        residue_N, pair_P = (torch.sigmoid(_at_least_single(one)) for one in model(batch))
+        residue_N, pair_P = (torch.sigmoid(at_least_single(one)) for one in model(batch))
         label_N = _told(batch.interface_N, batch.is_known_N)
         label_P = _told(batch.contact_P, batch.is_known_P)
         labels = {
@@ -203,86 +173,17 @@ class Interface:
 
     def example(self, sizes: Sizes) -> Batch:
         """Return a batch of these sizes; how they are spread over its items makes no difference."""
-        nodes, edges, pairs, items = (sizes[name] for name in ("nodes", "edges", "pairs", ITEMS))
+        nodes, pairs, items = (sizes[name] for name in ("nodes", "pairs", ITEMS))
         return Batch(
-            pos_NA3=10 * torch.randn(nodes, PLACES, 3),
-            type_N=torch.zeros(nodes, dtype=torch.long),
-            flags_NF=torch.zeros(nodes, FLAGS),
-            embedding_ND=torch.randn(nodes, self.embedding_dim),
-            partner_N=torch.arange(nodes) * 2 * items // max(nodes, 1),
-            other_S=torch.arange(2 * items) ^ 1,
-            from_E=torch.randint(nodes, (edges,)),
-            to_E=torch.randint(nodes, (edges,)),
-            step_E=torch.randint(STEPS, (edges,)),
-            receptor_P=torch.randint(nodes, (pairs,)),
-            ligand_P=torch.randint(nodes, (pairs,)),
+            **made_up(sizes, self.embedding_dim),
             interface_N=torch.zeros(nodes, dtype=torch.bool),
             is_known_N=torch.ones(nodes, dtype=torch.bool),
             contact_P=torch.zeros(pairs, dtype=torch.bool),
             is_known_P=torch.ones(pairs, dtype=torch.bool),
-            sizes=tuple(zip(*[iter(_shares(nodes, 2 * items))] * 2, strict=True)),
-            shapes=tuple((share, 1) for share in _shares(pairs, items)),
+            shapes=tuple((share, 1) for share in shares(pairs, items)),
             has_labels=(True,) * items,
             known=(float(nodes), float(pairs)),
         )
-
-
-def _partners(item: Graph) -> tuple[Side, Side | None]:
-    """Return the receptor, or whatever stands alone, and the ligand."""
-    first, *rest = item.sides.values()
-    if first.residues or NEAR not in first.edges:
-        what = f"the task reads residue graphs; the nodes of {item.id} are atoms"
-        raise ConfigError(what, where="graph.nodes", remedy="--set graph.nodes=residue")
-    return first, rest[0] if rest else None
-
-
-def _size(side: Side | None) -> int:
-    return len(side.nodes["pos"]) if side is not None else 0
-
-
-def _firsts(counts: Sequence[int]) -> list[int]:
-    """Return where the rows of each partner begin."""
-    firsts = [0]
-    for count in counts:
-        firsts.append(firsts[-1] + count)
-    return firsts[:-1]
-
-
-def _positions(side: Side) -> Tensor:
-    """Return the atoms that stand for each residue [N, 5, 3]; where one is missing, CA stands for it."""
-    pos_N43 = side.nodes["pos"]
-    ca_N13 = pos_N43[:, CA : CA + 1]
-    pos_N53 = torch.cat([pos_N43, ca_N13 + side.nodes["side"].unsqueeze(1)], 1)
-    return torch.where(pos_N53.isnan(), ca_N13, pos_N53)
-
-
-def _bits(flags_N: Tensor) -> Tensor:
-    """Return flags as numbers [N, F]."""
-    bits_NF = flags_N.unsqueeze(-1).bitwise_right_shift(torch.arange(FLAGS, dtype=flags_N.dtype)) & 1
-    return bits_NF.float()
-
-
-def _edges(sides: Sequence[Side], firsts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return where the edges of all partners come from and where they go."""
-    edges = [side.edges[NEAR] + first for side, first in zip(sides, firsts, strict=True)]
-    return torch.cat([one[0] for one in edges]), torch.cat([one[1] for one in edges])
-
-
-def _steps(side: Side) -> Tensor:
-    """Return how far the ends of each edge are apart along the chain, up to a number, or that they are of two."""
-    (from_E, to_E), row_N, chain_N = side.edges[NEAR], side.nodes["row"].long(), side.nodes["chain"]
-    steps_E = (row_N[from_E] - row_N[to_E]).clamp(-APART, APART) + APART
-    is_one_chain_E = (chain_N[from_E] == chain_N[to_E]) & (row_N[from_E] >= 0) & (row_N[to_E] >= 0)
-    return torch.where(is_one_chain_E, steps_E, OTHER_CHAIN)
-
-
-def _pairs(sizes: Sequence[tuple[int, int]], first_S: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return the receptor's and the ligand's residue of every pair, item by item."""
-    receptors, ligands = [], []
-    for item, (receptor, ligand) in enumerate(sizes):
-        receptors.append((torch.arange(receptor) + first_S[2 * item]).repeat_interleave(ligand))
-        ligands.append((torch.arange(ligand) + first_S[2 * item + 1]).repeat(receptor))
-    return torch.cat(receptors), torch.cat(ligands)
 
 
 def _labels(item: Graph, sides: tuple[Side, Side | None], size: tuple[int, int]) -> Labels:
@@ -308,22 +209,17 @@ def _are_known(side: Side | None) -> Tensor:
     assert side is not None, "contacts are of two partners"
     is_known_N = side.nodes.get("labelled")
     # Beside items of unbound structures, a batch says of all others that no residue is labelled.
-    return is_known_N if is_known_N is not None and is_known_N.any() else torch.ones(_size(side), dtype=torch.bool)
+    return is_known_N if is_known_N is not None and is_known_N.any() else torch.ones(size_of(side), dtype=torch.bool)
 
 
 def _entropy(logit_N: Tensor, label_N: Tensor, is_known_N: Tensor, yes_weight: float) -> Tensor:
     """Return the sum of the cross entropy over what is known."""
-    logit_N = _at_least_single(logit_N)
+    logit_N = at_least_single(logit_N)
     label_N = label_N.to(logit_N.dtype)
     weight_N = is_known_N.to(logit_N.dtype)
     if yes_weight != 1.0:
         weight_N = weight_N * (1 + (yes_weight - 1) * label_N)
     return binary_cross_entropy_with_logits(logit_N, label_N, weight_N, reduction="sum")
-
-
-def _at_least_single(logit_N: Tensor) -> Tensor:
-    """Return logits in a precision in which they can be summed, and probabilities told apart."""
-    return logit_N.to(torch.promote_types(logit_N.dtype, torch.float32))
 
 
 def _told(label_N: Tensor, is_known_N: Tensor) -> Tensor:
@@ -340,11 +236,6 @@ def _split(of_N: Tensor, of_P: Tensor, batch: Batch) -> dict[str, list[Tensor]]:
         f"{LIGAND}_{INTERFACE}": list(of_partners[1::2]),
         CONTACTS: [one.view(shape) for one, shape in zip(of_items, batch.shapes, strict=True)],
     }
-
-
-def _shares(total: int, count: int) -> list[int]:
-    """Return so many numbers of about a size that make a sum."""
-    return [total * (place + 1) // count - total * place // count for place in range(count)]
 
 
 def _rank(ranking: Ranking, scores: Any, labels: Any) -> None:

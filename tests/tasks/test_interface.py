@@ -375,9 +375,13 @@ def test_atom_graphs_are_refused():
         collated(graph)
 
 
-def test_sizes_of_the_network_that_make_no_sense_are_refused():
-    with pytest.raises(ConfigError, match="width is 0"):
-        Interface(width=0)
+@pytest.mark.parametrize(
+    ("name", "value"), [("width", 0), ("dropout", 1.0), ("contact_weight", float("inf")), ("pair_layers", -1)]
+)
+def test_options_that_make_no_sense_are_refused_by_name(name, value):
+    with pytest.raises(ConfigError, match=f"{name} is {value}") as caught:
+        Interface(**{name: value})
+    assert caught.value.where == f"train.options.{name}"
 
 
 # ---- it works and it learns ----

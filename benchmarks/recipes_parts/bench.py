@@ -1,0 +1,244 @@
+"""A recipe on this machine: its configuration, made items that its own reader or builder has read, and real steps.
+
+Shapes: N items.
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils._pytree import tree_map_only
+
+from pipeline.config.load import load
+from pipeline.graphs.build import build
+from pipeline.graphs.graph import Graph
+from pipeline.protocol import ITEMS
+from pipeline.readers import made
+from pipeline.records import Role
+from pipeline.runs.planning import Work, least_of, sizes_of, target_of
+from pipeline.runs.project import graph_recipe
+from pipeline.runs.tasks import load_reader
+from pipeline.stages.read import Taken, read
+from pipeline.structures.made_rna import pocket_pdb
+from pipeline.structures.synthetic import complex_pdb
+from pipeline.training.dataset import Table
+from pipeline.training.sampler import Sampler
+from pipeline.training.source import Entered
+from pipeline.training.step import Step
+from tests.graphs.complexes import examined, side
+from tests.limited.device import HostCarrier, LimitedDevice, forget_failed_backward
+from tests.tasks import items as graph_items
+from tests.tasks import reader_items
+from tests.tasks.rna_items import by_row
+
+if TYPE_CHECKING:
+    from pipeline.config.schema import Config
+    from pipeline.memory.footprint import Choice, Oracle
+
+RECIPES = Path(__file__).resolve().parents[2] / "configs" / "recipes"
+FOLDER = Path(tempfile.mkdtemp(prefix="recipes-"))  # of made files; gone with the machine's temporary files
+NAMES = ("rna_ligand", "spectra_finetune", "complex_docking", "contrastive_pair", "denovo_recursive")
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """Made structures, built as the recipe says; embeddings are drawn."""
+
+    graphs: Sequence[Graph]
+    dim: int | None
+
+    @property
+    def sizes(self) -> dict[str, Integers]:
+        """Return the sizes of each graph."""
+        told = [graph.sizes() for graph in self.graphs]
+        return {name: np.array([one.get(name, 0) for one in told]) for name in told[0]}
+
+    def items(self, numbers: Sequence[int]) -> Sequence[Any]:
+        """Return some graphs."""
+        ids = [f"item{number}" for number in numbers]
+        return graph_items.batch_of([self.graphs[number] for number in numbers], self.dim, ids).items[:]
+
+
+@dataclass(frozen=True)
+class Entries:
+    """What the recipe's reader gives of a made file."""
+
+    source: Entered
+    table: Table
+
+    @property
+    def sizes(self) -> Mapping[str, Integers]:
+        """Return the sizes of each item."""
+        return self.table.sizes
+
+    def items(self, numbers: Sequence[int]) -> Sequence[Any]:
+        """Return some items, read anew."""
+        found: list[Any] = list(self.source.read([int(number) for number in numbers]))
+        return reader_items.batch_of([one.arrays for one in found], [one.id for one in found]).items[:]
+
+
+Data = Graphs | Entries
+
+
+class OnDevice(Step):
+    """A step whose batches come from the host, as they do to a GPU."""
+
+    def moved(self, batch: Any, *, on_host: bool = False) -> Any:
+        """Return a copy, which counts."""
+        return batch if on_host else tree_map_only(torch.Tensor, torch.clone, batch)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A recipe, its items, and who answers for its memory."""
+
+    name: str
+    config: Config
+    work: Work
+    data: Data
+
+    @classmethod
+    def of(cls, name: str, sets: Sequence[str], what: Any) -> Bench:
+        """Read a recipe, with some settings laid over it, and make items: see `made_items`."""
+        config = load(RECIPES / f"{name}.yaml", [*sets, *_targets(name, sets, what)]).config
+        work = replace(Work.of(config), device="cpu")
+        return cls(name, config, work, made_items(name, config, what))
+
+    @property
+    def padded(self) -> bool:
+        """Say whether items are padded to the largest of a batch."""
+        return self.config.train.batching == "padded"
+
+    @property
+    def sizes(self) -> dict[str, Integers]:
+        """Return what drives memory, of each item."""
+        return sizes_of(self.work.task, self.data.sizes)
+
+    def oracle(self) -> Oracle:
+        """Return who answers."""
+        return self.work.oracle(least_of(self.sizes), target_of(None), padded=self.padded)
+
+    def batch_sizes(self, numbers: Sequence[int]) -> dict[str, int]:
+        """Return the sizes of some items as one batch."""
+        fold = np.max if self.padded else np.sum
+        return {ITEMS: len(numbers), **{name: int(fold(one[list(numbers)])) for name, one in self.sizes.items()}}
+
+    def step(self, choice: Choice, device: LimitedDevice) -> OnDevice:
+        """Build a step whose batches, and what it offloads, are in the host's memory."""
+        step = OnDevice(self.work.task, self.work.under(choice))
+        step.carrier = HostCarrier(device)
+        return step
+
+
+class Fetched(Sequence[Any]):
+    """The batches of a step, each collated when its turn comes, in memory that does not count."""
+
+    def __init__(self, bench: Bench, cuts: Sequence[Sequence[int]], device: LimitedDevice) -> None:
+        self._bench, self._cuts, self._device = bench, cuts, device
+
+    def __len__(self) -> int:
+        return len(self._cuts)
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return Fetched(self._bench, self._cuts[place], self._device)
+        with self._device.host():
+            items = self._bench.data.items(list(self._cuts[place]))
+            return self._bench.work.task.collate(items, np.random.default_rng(place))
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What came of some steps."""
+
+    ooms: int
+    peak_bytes: int
+    worst: int  # the step with the highest peak
+    steps: int
+    micros: int
+
+
+def train(bench: Bench, choice: Choice, steps: Sequence[Sequence[Sequence[int]]], limit: int | None = None) -> Trained:
+    """Make real steps of micro-batches of items, from the making of the model on."""
+    torch.manual_seed(0)
+    gc.collect()
+    peaks, ooms = list[int](), 0
+    with LimitedDevice(limit) as device:
+        step = bench.step(choice, device)
+        made_bytes = device.peak_bytes
+        for cuts in steps:
+            device.reset_peak()
+            try:
+                step.run(Fetched(bench, cuts, device))
+            except torch.OutOfMemoryError:
+                ooms += 1
+                step.release()
+                forget_failed_backward()
+            peaks.append(device.peak_bytes)
+        del step
+    return Trained(ooms, max(made_bytes, *peaks), int(np.argmax(peaks)), len(steps), sum(map(len, steps)))
+
+
+def cuts_of(sampler: Sampler) -> list[list[list[int]]]:
+    """Return the items of each micro-batch of each step of the first epoch."""
+    return [[micro.items.tolist() for micro in sampler.micros(0, step)] for step in range(sampler.steps)]
+
+
+def made_items(name: str, config: Config, what: Any) -> Data:
+    """Make items: complexes and pockets by their numbers of residues or nucleotides, others by how many there are."""
+    if name == "complex_docking":
+        dim = config.train.options["embedding_dim"]
+        pdbs = [complex_pdb(seed, *sides) for seed, sides in enumerate(what)]
+        return Graphs([_graph(pdb, config, ("A", "B")) for pdb in pdbs], dim)
+    if name == "rna_ligand":
+        pdbs = [pocket_pdb(seed, nucleotides, 24) for seed, nucleotides in enumerate(what)]
+        return Graphs([_graph(pdb, config, ("AB", "L")) for pdb in pdbs], None)
+    kind = "pairs" if name == "contrastive_pair" else "spectra"
+    return Entries(*entered(config, made_file(kind, what)))
+
+
+def _graph(pdb: bytes, config: Config, chains: tuple[str, str]) -> Graph:
+    parts = [side(role, *of_role) for role, of_role in zip((Role.RECEPTOR, Role.LIGAND), chains, strict=True)]
+    inventory, found = examined(pdb, *parts)
+    assert found is not None, inventory
+    return build(found, graph_recipe(config))
+
+
+def made_file(kind: str, count: int) -> Path:
+    """Write made items to a file of the recipe's kind."""
+    path = FOLDER / f"{kind}-{count}{'.tsv' if kind == 'pairs' else '.mgf'}"
+    if not path.exists():
+        {"pairs": made.pairs, "spectra": made.spectra}[kind](path, count)
+    return path
+
+
+def entered(config: Config, path: Path) -> tuple[Entered, Table]:
+    """Let the recipe's reader read a file."""
+    options = config.data.options
+    if "target" in options:
+        options = {**options, "target": ["target"]}  # as made spectra name it
+    reader, taken = load_reader(str(config.data.reader), path, options), Taken()
+    refused = list(read(reader.entries(), taken))
+    assert not refused, refused[0]
+    table = taken.table.table()
+    return Entered(reader, table), table
+
+
+def _targets(name: str, sets: Sequence[str], what: Any) -> list[str]:
+    """Return where the targets of pockets are, drawn at random."""
+    if name != "rna_ligand":
+        return []
+    dim = load(RECIPES / f"{name}.yaml", sets).config.train.options["output_dim"]
+    rng, path = np.random.default_rng(0), FOLDER / f"targets-{dim}-{len(what)}.h5"
+    if not path.exists():
+        by_row(path, {f"item{number}": rng.normal(size=dim).astype(np.float32) for number in range(len(what))})
+    return [f"train.options.targets={path}"]

@@ -1,0 +1,281 @@
+"""The sequence of a peptide from its spectrum, by a small model that goes over its own answer again and again.
+
+    train: {task: "pipeline.tasks.denovo_recursive:DenovoRecursive", batching: padded, ema: 0.999}
+
+It reads what a spectra reader gives: `peaks.mz`, `peaks.intensity`, `precursor_mz`, `charge` and `peptide.residue`.
+Items are padded to the one with most peaks and the longest peptide of their batch; nothing that is padded has any
+weight. Three terms: the letters of every supervision step; the spectrum that the last answer would have, drawn and
+compared with the one observed; and its mass. Each is left out where its weight is 0. The reported terms have their
+weights in them.
+
+Shapes: B items, P peaks, R residues of the longest peptide, L places (R and the end), F fragments, T supervision steps,
+V letters and the end.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from pipeline.errors import ConfigError
+from pipeline.protocol import ITEMS
+from pipeline.readers import peptides
+from pipeline.tasks.denovo_model import END, MOST_CHARGE, Network
+from pipeline.tasks.options import WHERE, above_zero, at_least
+from pipeline.tasks.peaks import most_intense
+from pipeline.tasks.precision import at_least_single
+from pipeline.tasks.rendering import Grid, Peaks, similarity
+from pipeline.tasks.transformer import padded
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor, nn
+
+    from pipeline.protocol import Sizes
+    from pipeline.training.batch import Graph
+
+TERMS = (PEPTIDE, SPECTRUM, PRECURSOR) = ("peptide", "spectrum", "precursor")
+RESIDUE = "peptide.residue"
+NOTHING = -1  # the code of no residue: behind the end of a peptide
+SAME_MASS, SAME_PREFIX = 0.1, 0.5  # Da: of a residue, and of all before it, to count as found
+POSITIVE = (
+    "width", "heads", "encoder_layers", "decoder_layers", "latent_steps", "supervision_steps", "max_peaks", "longest",
+)  # fmt: skip
+
+
+class Batch(NamedTuple):
+    """Some items' spectra and peptides, padded."""
+
+    mz_BP: Tensor
+    intensity_BP: Tensor  # of an item's highest peak: 1
+    is_peak_BP: Tensor
+    mass_B: Tensor  # of the whole peptide; 0 where the precursor is not known
+    charge_B: Tensor
+    residue_BL: Tensor  # END behind the last one; NOTHING after that, and where there is no peptide
+    residues_B: Tensor  # how many
+    known: tuple[float, float, float]  # letters (ends among them), spectra to compare, masses to compare
+
+
+@dataclass(frozen=True)
+class DenovoRecursive:
+    """Peptides from spectra, by a recursive model with deep supervision."""
+
+    width: int = 384  # 12.5M parameters
+    heads: int = 6
+    encoder_layers: int = 3  # over the peaks, run once
+    decoder_layers: int = 3  # over the answer, run (latent_steps + 1) times for each answer
+    latent_steps: int = 6  # runs that only think, before each answer
+    supervision_steps: int = 8  # answers, each with a loss of its own
+    detach: bool = True  # no gradient goes from an answer to the one before; memory is the same
+    max_peaks: int = 100  # the highest of a spectrum are read
+    longest: int = 35  # residues that a peptide may have
+    carbamidomethyl: bool = False  # whether every C is modified so
+    spectrum_weight: float = 1.0  # of the drawn spectrum's loss; 0: it is not drawn
+    precursor_weight: float = 0.1  # of the mass's loss; 0: there is none
+    bin_size: float = 0.1  # of the grid that spectra are drawn on, in m/z
+    max_mz: float = 2000.0  # where the grid ends
+    sigma: float = 0.05  # of a drawn peak, in m/z
+    render_reach: float = 8.0  # sigmas at which a drawn peak ends; 0: each is drawn at every bin
+    render_chunk: int = 0  # with render_reach 0: bins at a time, drawn again in backward; 0: all at once
+
+    def __post_init__(self) -> None:
+        at_least(self, {one.name: 0 for one in fields(self)} | dict.fromkeys(POSITIVE, 1))
+        above_zero(self, ("bin_size", "max_mz", "sigma"))
+        if self.render_chunk and self.render_reach:
+            what = f"render_chunk is {self.render_chunk}: it does nothing where peaks end at {self.render_reach} sigmas"
+            raise ConfigError(what, where=f"{WHERE}.render_chunk", remedy=f"--set {WHERE}.render_reach=0")
+        if self.width % self.heads:
+            what = f"a width of {self.width} cannot be divided among {self.heads} heads"
+            remedy = f"--set {WHERE}.width={self.heads * max(1, self.width // self.heads)}"
+            raise ConfigError(what, where=f"{WHERE}.width", remedy=remedy)
+
+    def model(self) -> nn.Module:
+        """Return the network."""
+        return Network(
+            width=self.width,
+            heads=self.heads,
+            encoder_layers=self.encoder_layers,
+            decoder_layers=self.decoder_layers,
+            latent_steps=self.latent_steps,
+            supervision_steps=self.supervision_steps,
+            places=self.longest + 1,
+            detach=self.detach,
+        )
+
+    def cost(self, item: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what memory goes by."""
+        peaks = np.minimum(item["peaks"], self.max_peaks)
+        return {"peaks": peaks, "residues": item.get("peptide", 0 * peaks)}  # none has one: spectra to be told of
+
+    def collate(self, items: Sequence[Graph], rng: np.random.Generator) -> Batch:  # noqa: ARG002 - the protocol has it
+        """Pad items; nothing is drawn from random numbers."""
+        spectra = [self._highest(item) for item in items]
+        codes = [self._codes(item) for item in items]
+        peaks_B, residues_B = ([len(one) for one in many] for many in ([mz_P for mz_P, _ in spectra], codes))
+        masses = [_precursor(item) for item in items]
+        residue_BL = torch.full((len(items), max(residues_B) + 1), NOTHING)
+        for row_L, code_R in zip(residue_BL, codes, strict=True):
+            row_L[: len(code_R)] = code_R
+            row_L[len(code_R)] = END if len(code_R) else NOTHING
+        return Batch(
+            mz_BP=padded([mz_P for mz_P, _ in spectra])[0],
+            intensity_BP=padded([intensity_P for _, intensity_P in spectra])[0],
+            is_peak_BP=torch.arange(max(peaks_B)) < torch.tensor(peaks_B).unsqueeze(1),
+            mass_B=torch.tensor([mass for mass, _ in masses]),
+            charge_B=torch.tensor([charge for _, charge in masses]),
+            residue_BL=residue_BL,
+            residues_B=torch.tensor(residues_B),
+            known=(
+                float(sum(count + 1 for count in residues_B if count)),
+                float(sum(count > 1 and peaks > 0 for count, peaks in zip(residues_B, peaks_B, strict=True))),
+                float(sum(count > 0 and mass > 0 for count, (mass, _) in zip(residues_B, masses, strict=True))),
+            ),
+        )
+
+    def _highest(self, item: Graph) -> tuple[Tensor, Tensor]:
+        """Return the highest peaks of a spectrum in their order, the highest with intensity 1."""
+        mz_P, intensity_P = most_intense(item, self.max_peaks)
+        return mz_P, intensity_P / intensity_P.max() if len(mz_P) else intensity_P
+
+    def _codes(self, item: Graph) -> Tensor:
+        """Return the codes of an item's peptide; of none where it is not known."""
+        residue_R = item.values.get(RESIDUE, torch.zeros(0)).long()
+        if len(residue_R) > self.longest:
+            what = f"the peptide of {item.id} has {len(residue_R)} residues, and longest is {self.longest}"
+            raise ConfigError(what, where=f"{WHERE}.longest", remedy=f"--set {WHERE}.longest={len(residue_R)}")
+        return residue_R
+
+    def loss(self, model: nn.Module, batch: Batch) -> dict[str, tuple[Tensor, float]]:
+        """Return the loss of each term that has a weight, and how much is known for it."""
+        logits_TBLV = model(batch, batch.residue_BL.shape[1])
+        with torch.autocast(logits_TBLV.device.type, enabled=False):
+            logits_TBLV = at_least_single(logits_TBLV)
+            losses = {PEPTIDE: _letters(logits_TBLV, batch.residue_BL)}
+            mass_BR = self._masses(logits_TBLV[-1], batch.residues_B)
+            if self.spectrum_weight:
+                losses[SPECTRUM] = self.spectrum_weight * self._spectra(mass_BR, batch)
+            if self.precursor_weight:
+                losses[PRECURSOR] = self.precursor_weight * _off(mass_BR, batch)
+        return {name: (total, self.weights(batch)[name]) for name, total in losses.items()}
+
+    def weights(self, batch: Batch) -> dict[str, float]:
+        """Return how many letters, spectra and masses are known."""
+        of_terms = (1.0, self.spectrum_weight, self.precursor_weight)
+        told = zip(TERMS, batch.known, of_terms, strict=True)
+        return {name: known for name, known, of_term in told if of_term}
+
+    def _masses(self, logits_BLV: Tensor, residues_B: Tensor) -> Tensor:
+        """Return the mass to expect of each residue [B, R]; 0 behind the last."""
+        each_V = torch.from_numpy(peptides.masses(carbamidomethyl=self.carbamidomethyl)).to(logits_BLV)
+        mass_BR = logits_BLV[:, :-1, :END].softmax(-1) @ each_V
+        return mass_BR * (torch.arange(mass_BR.shape[1], device=mass_BR.device) < residues_B.unsqueeze(1))
+
+    def _spectra(self, mass_BR: Tensor, batch: Batch) -> Tensor:
+        """Return how unlike the spectra to expect and those observed are: the sum of 1 - cosine."""
+        grid = Grid(self.bin_size, self.max_mz, self.sigma, self.render_reach, self.render_chunk)
+        seen = Peaks(batch.mz_BP, batch.intensity_BP)
+        alike_B = similarity(fragments(mass_BR, batch.residues_B), seen, grid)
+        is_known_B = (batch.residues_B > 1) & batch.is_peak_BP.any(1)
+        return ((1 - alike_B) * is_known_B).sum()
+
+    def outputs(self, model: nn.Module, batch: Batch) -> dict[str, list[Tensor]]:
+        """Return each item's peptide, how sure each residue is, and the true peptide; -1 behind their ends.
+
+        The model finds the end by itself: it answers at as many places as a peptide may have, and is not told more.
+        """
+        logits_BLV = at_least_single(model(batch, self.longest + 1)[-1])
+        sure_BL, letter_BL = logits_BLV.softmax(-1).max(-1)
+        is_there_BL = (letter_BL == END).cumsum(1) == 0
+        residue_BL = torch.where(is_there_BL, letter_BL, NOTHING).to(torch.int8)
+        true_BL = batch.residue_BL.where(batch.residue_BL != END, NOTHING).to(torch.int8)
+        return {
+            "residue": list(residue_BL[:, : self.longest]),
+            "confidence": list((sure_BL * is_there_BL)[:, : self.longest]),
+            "residue_label": list(true_BL),
+        }
+
+    def metrics(self, outputs: Mapping[str, Sequence[Any]]) -> dict[str, float]:
+        """Return the figures of a split, of the items whose peptides are known.
+
+        A residue is found where one of its mass (to 0.1 Da, so that I is L) stands behind a prefix of its prefix's mass
+        (to 0.5 Da). Precision and recall are shares of all residues; a peptide is right if all of it is found.
+        """
+        each = peptides.masses(carbamidomethyl=self.carbamidomethyl)
+        found = said = true = right = items = 0
+        for residue, label in zip(outputs["residue"], outputs["residue_label"], strict=True):
+            said_R, true_R = (np.asarray(one)[np.asarray(one) != NOTHING] for one in (residue, label))
+            if len(true_R):
+                here = _found(each[said_R], each[true_R])
+                found, said, true = found + here, said + len(said_R), true + len(true_R)
+                right, items = right + (here == len(true_R) == len(said_R)), items + 1
+        if not items:
+            return {}
+        return {
+            "residue_precision": found / max(said, 1),
+            "residue_recall": found / true,
+            "peptide_accuracy": right / items,
+        }
+
+    def example(self, sizes: Sizes) -> Batch:
+        """Return a batch of these sizes, every item as large as the largest."""
+        items, peaks, residues = (sizes[name] for name in (ITEMS, "peaks", "residues"))
+        residue_BL = torch.randint(END, (items, residues + 1))
+        residue_BL[:, residues] = END if residues else NOTHING
+        return Batch(
+            mz_BP=self.max_mz * torch.rand(items, peaks),
+            intensity_BP=torch.rand(items, peaks),
+            is_peak_BP=torch.ones(items, peaks, dtype=torch.bool),
+            mass_B=110.0 * residues + torch.rand(items),
+            charge_B=torch.full((items,), 2),
+            residue_BL=residue_BL,
+            residues_B=torch.full((items,), residues),
+            known=(float(items * (residues + 1)), float(items), float(items)),
+        )
+
+
+def fragments(mass_BR: Tensor, residues_B: Tensor) -> Peaks:
+    """Return the b ions, then the y ions of peptides whose residues have these masses, each with one charge."""
+    prefix_BF = mass_BR.cumsum(1)[:, :-1]
+    suffix_BF = mass_BR.sum(1, keepdim=True) - prefix_BF
+    places_F = torch.arange(prefix_BF.shape[1], device=mass_BR.device)
+    is_there_BF = (places_F < residues_B.unsqueeze(1) - 1).to(mass_BR.dtype)
+    mz_BF = torch.cat([prefix_BF, suffix_BF + peptides.WATER], 1) + peptides.PROTON
+    return Peaks(mz_BF, torch.cat([is_there_BF, is_there_BF], 1))
+
+
+def _precursor(item: Graph) -> tuple[float, int]:
+    """Return the mass of an item's peptide, 0 where it is not known, and its charge."""
+    mz = float(item.values.get("precursor_mz", math.nan))
+    charge = int(item.values.get("charge", 0))
+    known = math.isfinite(mz) and charge > 0
+    return charge * (mz - peptides.PROTON) if known else 0.0, min(max(charge, 0), MOST_CHARGE)
+
+
+def _letters(logits_TBLV: Tensor, residue_BL: Tensor) -> Tensor:
+    """Return the cross entropy of letters and ends, the mean over supervision steps."""
+    target_TBL = residue_BL.expand(logits_TBLV.shape[:-1])
+    total = functional.cross_entropy(
+        logits_TBLV.flatten(0, 2), target_TBL.flatten(), ignore_index=NOTHING, reduction="sum"
+    )
+    return total / len(logits_TBLV)
+
+
+def _off(mass_BR: Tensor, batch: Batch) -> Tensor:
+    """Return how far the masses to expect are from those of the precursors: the sum of log(1 + Da)."""
+    off_B = (mass_BR.sum(1) + peptides.WATER - batch.mass_B).abs()
+    return (off_B.log1p() * ((batch.mass_B > 0) & (batch.residues_B > 0))).sum()
+
+
+def _found(said_R: NDArray[np.float64], true_R: NDArray[np.float64]) -> int:
+    """Return how many true residues are among those said, by their masses and those of all before them."""
+    before_said_R, before_true_R = (one.cumsum() - one for one in (said_R, true_R))
+    is_same = np.abs(said_R[:, None] - true_R) < SAME_MASS
+    is_found = is_same & (np.abs(before_said_R[:, None] - before_true_R) < SAME_PREFIX)
+    return int(is_found.any(0).sum())

@@ -1,0 +1,252 @@
+"""A vector for each RNA pocket and its ligand, the same however they are turned: the equivariant task.
+
+    graph: {nodes: atom, cross_radius: 5.0}
+    structures: {ligands: keep}
+    train: {task: "pipeline.tasks.rna_ligand:RnaLigand", options: {targets: /data/targets.h5}}
+
+It reads atom graphs. The atoms of both partners are in one graph; what runs between the two are the graph's cross
+edges, so that partners that are not in one frame do not see each other. A pocket alone is an item of one partner. Edges
+are bonds, pairs two and three bonds apart (`use_multi_hop`) and all others (`use_nonbonded`); each kind can be left
+out, and then takes nothing. Memory goes by atoms and by edges of the kinds that are used.
+
+Shapes: N atoms of all items, E edges, B items, D numbers of an embedding.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from pipeline.errors import ConfigError
+from pipeline.graphs.atom import ROLES
+from pipeline.graphs.hops import NAMES
+from pipeline.protocol import ITEMS
+from pipeline.tasks.options import WHERE, at_least
+from pipeline.tasks.precision import at_least_single
+from pipeline.tasks.rna_ligand_model import CLOSEST, KINDS, USUAL, Network, checked
+from pipeline.tasks.rna_ligand_targets import targets_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import Tensor, nn
+
+    from pipeline.protocol import Sizes
+    from pipeline.training.batch import Graph, Side
+
+BOND, *MULTI_HOP = NAMES
+NEAR = KINDS[-1]
+TARGET, EMBEDDING = "target", "embedding"
+SIDES = [role.value for role in ROLES]
+LEAST = {"layers": 1, "output_dim": 1, "radial_width": 1, "head_width": 1, "cosine": 0}
+
+
+class Batch(NamedTuple):
+    """The atoms of some items, concatenated."""
+
+    pos_N3: Tensor
+    element_N: Tensor
+    type_N: Tensor  # of its residue
+    side_N: Tensor
+    item_N: Tensor
+    from_E: Tensor
+    to_E: Tensor
+    kind_E: Tensor
+    target_BD: Tensor
+    has_target_B: Tensor
+    known: tuple[bool, ...]  # the same
+
+
+@dataclass(frozen=True)
+class RnaLigand:
+    """An embedding of each item, to be like another, such as that of its ligand."""
+
+    hidden_irreps: str = USUAL  # what an atom has: 32 scalars, 16 vectors, 8 of degree 2
+    layers: int = 4
+    output_dim: int = 1536
+    use_multi_hop: bool = True  # edges between atoms two and three bonds apart
+    use_nonbonded: bool = True  # edges between atoms that are near each other, the partners' too
+    use_gate: bool = True  # scalars decide how much of each vector is left; without, only scalars are activated
+    use_layer_norm: bool = True
+    product: str = "depthwise"  # full: each edge mixes all fields with each other, at many times the memory
+    radial_width: int = 64  # of the network that makes weights of lengths
+    head_width: int = 256  # of an atom's part in its item's vector
+    reach: float = 5.0  # Å up to which lengths are told apart; as graph.atom.radius
+    targets: str | None = None  # HDF5, an absolute path: a dataset for each id, or `id` and `embedding`
+    targets_missing: str = "error"  # skip: items without a target have no weight
+    cosine: float = 0.0  # how much 1 - cosine counts beside the mean squared error
+
+    def __post_init__(self) -> None:
+        checked(self.hidden_irreps)
+        at_least(self, LEAST)
+        if not CLOSEST < self.reach < math.inf:
+            raise ConfigError(f"reach is {self.reach}: it must be more than {CLOSEST} Å", where=f"{WHERE}.reach")
+        for name, known in (("product", ("depthwise", "full")), ("targets_missing", ("error", "skip"))):
+            if getattr(self, name) not in known:
+                what = f"{name} is {getattr(self, name)!r}: it must be {' or '.join(known)}"
+                raise ConfigError(what, where=f"{WHERE}.{name}")
+        if self.targets is not None:
+            object.__setattr__(self, "targets", _absolute(self.targets))
+
+    def model(self) -> nn.Module:
+        """Return the network."""
+        return Network(
+            self.hidden_irreps,
+            layers=self.layers,
+            output_dim=self.output_dim,
+            radial_width=self.radial_width,
+            head_width=self.head_width,
+            reach=self.reach,
+            full=self.product == "full",
+            gate=self.use_gate,
+            norm=self.use_layer_norm,
+        )
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Return the kinds of edges that are used."""
+        return (BOND, *(MULTI_HOP if self.use_multi_hop else ()), *((NEAR,) if self.use_nonbonded else ()))
+
+    def cost(self, item: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what memory goes by; a graph with edges of one kind has bonds alone."""
+        if "edges" not in item:
+            what = "the edges of graphs are not known before they are built: --set graph.cache=true"
+            raise ConfigError(what, where="graph.cache", remedy="--set graph.cache=true")
+        cross = 2 * item["cross"] if self.use_nonbonded else 0
+        edges = item.get(BOND, item["edges"]) + sum(item.get(kind, 0) for kind in self.kinds[1:])
+        return {"nodes": item["nodes"], "edges": edges + cross}
+
+    def collate(self, items: Sequence[Graph], rng: np.random.Generator) -> Batch:  # noqa: ARG002 - the protocol has it
+        """Concatenate items; nothing is drawn."""
+        sides = [side for item in items for side in _sides(item)]
+        sizes = [sum(len(side.nodes["pos"]) for side in item.sides.values()) for item in items]
+        edges = [torch.cat(columns, -1) for columns in zip(*self._edges(items, sizes), strict=True)]
+        targets = [self._target(item.id) for item in items]
+        nothing_D = np.zeros(self.output_dim, np.float32)
+        return Batch(
+            pos_N3=torch.cat([_positions(item) for item in items]),
+            element_N=torch.cat([side.nodes["element"] for side in sides]).long(),
+            type_N=torch.cat([side.residues["type"][side.nodes["residue"].long()] for side in sides]).long(),
+            side_N=torch.cat([torch.full((len(side.nodes["pos"]),), SIDES.index(side.role)) for side in sides]),
+            item_N=torch.cat([torch.full((size,), place) for place, size in enumerate(sizes)]),
+            from_E=edges[0][0],
+            to_E=edges[0][1],
+            kind_E=edges[1],
+            target_BD=torch.from_numpy(np.stack([nothing_D if one is None else one for one in targets])),
+            has_target_B=torch.tensor([one is not None for one in targets]),
+            known=tuple(one is not None for one in targets),
+        )
+
+    def _edges(self, items: Sequence[Graph], sizes: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the edges of a partner or between two, of one kind, by the atoms' places in the batch; and the kind."""
+        first = 0
+        for item, size in zip(items, sizes, strict=True):
+            within = first
+            for side in item.sides.values():
+                for kind in self.kinds:
+                    if kind in side.edges:
+                        yield _told(side.edges[kind] + within, kind)
+                within += len(side.nodes["pos"])
+            if self.use_nonbonded and NEAR in item.cross:
+                yield _told(_both_ways(item) + first, NEAR)
+            first += size
+
+    def _target(self, name: str) -> Any:
+        """Return the target of an item; None where it has none and need not."""
+        if self.targets is None:
+            return None
+        targets = targets_of(self.targets)
+        found = targets.get(name, self.output_dim)
+        if found is None and self.targets_missing == "error":
+            raise targets.missing(name)
+        return found
+
+    def loss(self, model: nn.Module, batch: Batch) -> dict[str, tuple[Tensor, float]]:
+        """Return how far the items' vectors are from their targets, and how many have one."""
+        if self.targets is None and not any(batch.known):
+            what = "there is nothing to learn: no targets are named"
+            raise ConfigError(what, where=f"{WHERE}.targets", remedy="write it from / on, such as /data/targets.h5")
+        vector_BD = at_least_single(model(batch))
+        target_BD = batch.target_BD.to(vector_BD.dtype)
+        far_B = (vector_BD - target_BD).square().mean(-1)
+        if self.cosine:
+            far_B = far_B + self.cosine * (1 - functional.cosine_similarity(vector_BD, target_BD, -1))
+        return {TARGET: ((far_B * batch.has_target_B).sum(), float(sum(batch.known)))}
+
+    def outputs(self, model: nn.Module, batch: Batch) -> dict[str, list[Tensor]]:
+        """Return each item's vector [D], and its target; the latter of no size where there is none."""
+        targets = [one if has else one[:0] for one, has in zip(batch.target_BD.unbind(), batch.known, strict=True)]
+        return {EMBEDDING: list(at_least_single(model(batch)).unbind()), TARGET: targets}
+
+    def metrics(self, outputs: Mapping[str, Sequence[Any]]) -> dict[str, float]:
+        """Return the figures of a split: means over the items that have a target."""
+        pairs = zip(outputs[EMBEDDING], outputs[TARGET], strict=True)
+        figures = [_figures(np.float64(one), np.float64(target)) for one, target in pairs if target.size]
+        return {} if not figures else dict(zip(("cosine", "mse"), np.mean(figures, axis=0).tolist(), strict=True))
+
+    def example(self, sizes: Sizes) -> Batch:
+        """Return a batch of these sizes; how they are spread over its items makes no difference."""
+        nodes, edges, items = (sizes[name] for name in ("nodes", "edges", ITEMS))
+        return Batch(
+            pos_N3=torch.randn(nodes, 3),
+            element_N=torch.zeros(nodes, dtype=torch.long),
+            type_N=torch.zeros(nodes, dtype=torch.long),
+            side_N=torch.zeros(nodes, dtype=torch.long),
+            item_N=torch.arange(nodes) * items // max(nodes, 1),
+            from_E=torch.randint(nodes, (edges,)),
+            to_E=torch.randint(nodes, (edges,)),
+            kind_E=torch.zeros(edges, dtype=torch.long),
+            target_BD=torch.randn(items, self.output_dim),
+            has_target_B=torch.ones(items, dtype=torch.bool),
+            known=(True,) * items,
+        )
+
+
+def _absolute(path: str) -> str:
+    """Return a path with its ~; a relative one, or a $VARIABLE, would be another file in each job."""
+    found = Path(path).expanduser()
+    if not found.is_absolute():
+        what = f"{path!r} is relative, and options are read by jobs that run elsewhere"
+        raise ConfigError(what, where=f"{WHERE}.targets", remedy="--set train.options.targets=$PWD/targets.h5")
+    return str(found)
+
+
+def _sides(item: Graph) -> list[Side]:
+    """Return the partners of an item, whose nodes must be atoms."""
+    sides = list(item.sides.values())
+    if not all(side.residues for side in sides):
+        what = f"the task reads atom graphs; the nodes of {item.id} are residues"
+        raise ConfigError(what, where="graph.nodes", remedy="--set graph.nodes=atom")
+    return sides
+
+
+def _positions(item: Graph) -> Tensor:
+    """Return where the atoms of an item are, from the first partner's centre."""
+    sides = list(item.sides.values())
+    ways = [(side.centre - sides[0].centre).to(side.nodes["pos"].dtype) for side in sides]
+    return torch.cat([side.nodes["pos"] + way_3 for side, way_3 in zip(sides, ways, strict=True)])
+
+
+def _told(edges_2E: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Return edges and their kind."""
+    return edges_2E.long(), torch.full((edges_2E.shape[1],), KINDS.index(kind))
+
+
+def _both_ways(item: Graph) -> Tensor:
+    """Return the edges between the partners by the atoms' places in the item; the receptor is first."""
+    ligand_E, receptor_E = item.cross[NEAR].long()
+    receptor = next(iter(item.sides.values()))
+    across_2E = torch.stack([ligand_E + len(receptor.nodes["pos"]), receptor_E])
+    return torch.cat([across_2E, across_2E.flip(0)], -1)
+
+
+def _figures(one_D: Any, target_D: Any) -> tuple[float, float]:
+    """Return the cosine of two vectors and their mean squared difference."""
+    lengths = float(np.linalg.norm(one_D) * np.linalg.norm(target_D))
+    return float(one_D @ target_D) / lengths if lengths else 0.0, float(np.square(one_D - target_D).mean())

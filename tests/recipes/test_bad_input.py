@@ -1,0 +1,104 @@
+"""What no recipe can use, through the commands that a user types: named, counted, and never a traceback."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.command import Command
+from tests.recipes.conftest import Scanned
+from tests.recipes.projects import RNA, SPECTRA, ran, write
+from tests.runs.conftest import settle
+from tests.structures.molecule_text import THEOPHYLLINE
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def spectrum(name: str, *peaks: tuple[float, float]) -> str:
+    """Return a spectrum of MGF."""
+    lines = "".join(f"{mz} {height}\n" for mz, height in peaks)
+    return f"BEGIN IONS\nTITLE={name}\nPEPMASS=500.0\nCHARGE=2+\nSPLIT=train\nTARGET=1.0\n{lines}END IONS\n\n"
+
+
+def rejected_in(folder: Path) -> dict[str, str]:
+    """Return why each item of the newest run was refused."""
+    newest = max(folder.glob("runs/*/rejected.jsonl"))
+    rows = [json.loads(line) for line in newest.read_text().splitlines()]
+    return {row["id"]: row["detail"] for row in rows}
+
+
+def test_spectra_that_cannot_be_used_are_rejected_by_name_and_the_run_goes_on(
+    pipeline: Command, tmp_path: Path
+) -> None:
+    folder = write(SPECTRA, tmp_path)
+    path = folder / "data" / "spectra.mgf"
+    bad = [
+        spectrum("empty"),
+        spectrum("below", (-100.0, 5.0), (200.0, 6.0)),
+        spectrum("crowd", *((100 + place / 10, 1.0) for place in range(10_000))),
+    ]
+    path.write_text("".join(bad) + path.read_text())  # the first three, which are what is looked at beforehand
+    settle(folder / "data")
+    checked = pipeline("config", "check", *SPECTRA.sets())
+    assert checked.code == 0, checked.err
+    few = ran(pipeline, SPECTRA.sets(), stage="scan")
+    assert few.code == 3
+    assert "3 of 15 items cannot be used, more than data.max_rejected_fraction" in few.err
+    done = ran(pipeline, SPECTRA.sets("data.max_rejected_fraction=0.2"), stage="scan")
+    assert done.code == 0, done.err
+    found = rejected_in(folder)
+    assert found.keys() == {"empty", "below", "crowd"}
+    assert "peak" in found["empty"]
+    assert "-100" in found["below"]
+    assert "10,000" in found["crowd"]
+
+
+def test_a_data_set_of_which_nothing_can_be_used_is_told_so(pipeline: Command, tmp_path: Path) -> None:
+    folder = write(SPECTRA, tmp_path)
+    (folder / "data" / "spectra.mgf").write_text(spectrum("empty"))
+    checked = pipeline("config", "check", *SPECTRA.sets())
+    assert checked.code == 3
+    assert "none of the first 1 items can be used" in checked.err
+    assert "train.task" not in checked.err  # which is not to blame
+
+
+def test_a_ligand_with_an_unknown_element_is_rejected_by_name(pipeline: Command, tmp_path: Path) -> None:
+    folder = write(RNA, tmp_path)
+    data = folder / "data"
+    (data / "odd.sdf").write_text(THEOPHYLLINE.replace("0.0080 N ", "0.0080 Xx"))
+    header = "id,receptor_path,ligand_path,receptor_chains,ligand_chains,split"
+    (data / "odd.csv").write_text(f"{header}\nodd,p0.pdb,odd.sdf,A B,,train\nplain,p1.pdb,plain.sdf,A B,,train\n")
+    (data / "plain.sdf").write_text(THEOPHYLLINE)
+    settle(data)
+    done = ran(pipeline, RNA.sets("data.path=data/odd.csv", "data.max_rejected_fraction=0.5"), stage="scan")
+    assert done.code == 0, done.err
+    found = rejected_in(folder)
+    assert found.keys() == {"odd"}
+    assert "Xx" in found["odd"]
+
+
+@pytest.mark.parametrize("command", ["check", "submit"])
+def test_irreps_that_do_not_parse_are_refused_by_their_key(pipeline: Command, scanned: Scanned, command: str) -> None:
+    scanned(RNA)
+    words = RNA.sets("train.options.hidden_irreps=32x0e+banana")
+    refused = pipeline("config", "check", *words) if command == "check" else ran(pipeline, words, "train")
+    assert refused.code == 2
+    assert "train.options.hidden_irreps" in refused.err
+    assert "banana" in refused.err
+    assert "Traceback" not in refused.err
+
+
+def test_a_checkpoint_of_other_sizes_is_refused_with_names_and_both_sizes(
+    pipeline: Command, scanned: Scanned, tmp_path: Path
+) -> None:
+    scanned(SPECTRA)
+    torch.save({"head.weight": torch.zeros(3, 1024), "head.bias": torch.zeros(3)}, tmp_path / "other.pt")
+    words = SPECTRA.sets(f"train.pretrained={tmp_path / 'other.pt'}", "train.pretrained_partial=false")
+    refused = pipeline("config", "check", *words)
+    assert refused.code == 2
+    for said in ("head.weight", "[3, 1024]", "[1, 16]"):
+        assert said in refused.err
+    assert "Traceback" not in refused.err

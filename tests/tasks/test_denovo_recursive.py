@@ -1,0 +1,392 @@
+"""The de-novo task: what it is told, what it returns, what it takes, and that it learns."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from pipeline.errors import ConfigError
+from pipeline.memory.footprint import Choice, live_peak_bytes
+from pipeline.protocol import ITEMS, Example, Outputs, Weights
+from pipeline.readers import peptides
+from pipeline.runs.contract import breaches
+from pipeline.tasks.denovo_model import END
+from pipeline.tasks.denovo_recursive import DenovoRecursive, fragments
+from pipeline.training.recompute import repeated
+from pipeline.training.step import Settings, Step
+from tests.limited import device
+from tests.memory.traced import tracer, true_peak
+from tests.tasks.reader_items import batch_of
+
+RNG = np.random.default_rng(0)
+SMALL = DenovoRecursive(
+    width=32, heads=2, encoder_layers=2, decoder_layers=2, latent_steps=2, supervision_steps=3,
+    max_peaks=40, longest=16, bin_size=0.5, sigma=0.3,
+)  # fmt: skip
+SHALLOW = replace(SMALL, encoder_layers=1, decoder_layers=1, latent_steps=1, supervision_steps=2)
+PEPTIDES = ("PEPTIDE", "GASPVTCK", "WYFR", "NDQEK", "MHLAR", "AAGVLSTK")
+SIZES = (
+    {"peaks": 10, "residues": 5, ITEMS: 2},
+    {"peaks": 30, "residues": 12, ITEMS: 6},
+    {"peaks": 40, "residues": 16, ITEMS: 16},
+)
+WHOLE, CHUNKED = {"render_reach": 0.0}, {"render_reach": 0.0, "render_chunk": 300}
+
+
+def values_of(sequence, *, charge=2, extra=0):
+    """Return what a reader gives of a peptide's b and y ions, and of some peaks that are noise."""
+    residue = peptides.parse(sequence)
+    rng = np.random.default_rng(len(sequence))
+    mz = np.concatenate([peptides.b_ions(residue), peptides.y_ions(residue), rng.uniform(50, 900, extra)])
+    intensity = np.concatenate([np.full(2 * len(sequence) - 2, 0.8), rng.uniform(0.1, 0.3, extra)])
+    order = mz.argsort()
+    return {
+        "peaks.mz": mz[order].astype(np.float32),
+        "peaks.intensity": intensity[order].astype(np.float32),
+        "precursor_mz": np.array(peptides.mz(peptides.mass(residue), charge), np.float32),
+        "charge": np.array(charge, np.int64),
+        "peptide.residue": residue,
+    }
+
+
+def items_of(*many):
+    return batch_of([values_of(one) if isinstance(one, str) else one for one in many]).items[:]
+
+
+def collated(*many, task=SMALL):
+    return task.collate(items_of(*many), RNG)
+
+
+def without(sequence, *names):
+    return {name: value for name, value in values_of(sequence).items() if name not in names}
+
+
+def double(batch):
+    return tree_map_only(torch.Tensor, lambda one: one.double() if one.is_floating_point() else one, batch)
+
+
+def model_of(task=SMALL, dtype=torch.float64):
+    torch.manual_seed(0)
+    return task.model().to(dtype).eval()
+
+
+def gradients(task, batches, **settings):
+    step = Step(task, Settings(optimizer="sgd", **settings), model=model_of(task).train())
+    weights = step.weights(batches)
+    for batch in batches:
+        step.accumulate(batch, weights)
+    return {name: one.grad.clone() for name, one in step.model.named_parameters()}
+
+
+def max_difference(ones, others):
+    return max(float((ones[name] - others[name]).abs().max()) for name in ones)
+
+
+def said(task, model, batch):
+    with torch.no_grad():
+        return {name: [one.numpy() for one in values] for name, values in task.outputs(model, batch).items()}
+
+
+# ---- what it is ----
+
+
+def test_it_keeps_to_what_is_asked_of_a_task():
+    assert isinstance(SMALL, Example)
+    assert isinstance(SMALL, Weights)
+    assert isinstance(SMALL, Outputs)
+    items = items_of(*PEPTIDES[:3], without("PEPTIDE", "peptide.residue"), without("PEPTIDE", "precursor_mz"))
+    assert list(breaches(SMALL, sizes=SIZES[0], items=items)) == []
+
+
+def test_the_model_has_twelve_and_a_half_million_parameters():
+    with torch.device("meta"):
+        model = DenovoRecursive().model()
+    assert sum(one.numel() for one in model.parameters()) == pytest.approx(12.5e6, rel=0.02)
+
+
+def test_cost_counts_no_more_peaks_than_are_read():
+    assert SMALL.cost({"peaks": 10_000, "peptide": 9}) == {"peaks": 40, "residues": 9}
+    columns = SMALL.cost({"peaks": np.array([3, 50]), "peptide": np.array([5, 7])})
+    assert {name: one.tolist() for name, one in columns.items()} == {"peaks": [3, 40], "residues": [5, 7]}
+
+
+def test_spectra_that_never_had_a_peptide_have_a_cost_of_none():
+    assert SMALL.cost({"peaks": 9}) == {"peaks": 9, "residues": 0}
+    assert SMALL.cost({"peaks": np.array([3, 50])})["residues"].tolist() == [0, 0]
+
+
+def test_spectra_without_a_peptide_have_no_weight_where_letters_are_learned():
+    terms = SMALL.loss(model_of(dtype=torch.float32), collated(without("PEPTIDE", "peptide.residue")))
+    assert (float(terms["peptide"][0]), terms["peptide"][1], terms["spectrum"][1]) == (0.0, 0.0, 0.0)
+
+
+def test_an_example_has_the_shapes_of_a_batch_of_its_sizes():
+    sizes = {"peaks": 12, "residues": 7, ITEMS: 2}
+    wanted, got = ([(one.shape, one.dtype) for one in tree_leaves(batch) if isinstance(one, torch.Tensor)]
+                   for batch in (collated("PEPTIDE", "WYFR"), SMALL.example(sizes)))  # fmt: skip
+    assert got == wanted
+
+
+def test_outputs_of_an_example_can_be_traced():
+    with FakeTensorMode():
+        found = SMALL.outputs(SMALL.model(), SMALL.example(SIZES[0]))
+    assert [len(values) for values in found.values()] == [2, 2, 2]
+
+
+# ---- the spectrum and its peptide ----
+
+
+def test_the_highest_peaks_are_read_in_their_order():
+    task = replace(SMALL, max_peaks=12)
+    many = values_of("PEPTIDE", extra=200)
+    batch = collated(many, task=task)
+    assert batch.mz_BP.shape == (1, 12)
+    kept = np.sort(np.argsort(-many["peaks.intensity"], kind="stable")[:12])
+    assert batch.mz_BP[0].tolist() == many["peaks.mz"][kept].tolist()
+    assert float(batch.intensity_BP.max()) == 1.0
+
+
+def test_fragments_are_those_of_the_peptide():
+    residue = peptides.parse("PEPTIDE")
+    mass_BR = torch.zeros(2, 9, dtype=torch.float64)
+    mass_BR[0, :7] = torch.from_numpy(peptides.MASSES[residue])
+    found = fragments(mass_BR, torch.tensor([7, 0]))
+    there = found.height_BP[0] > 0
+    wanted = [*peptides.b_ions(residue), *peptides.y_ions(residue)[::-1]]
+    assert found.mz_BP[0][there].tolist() == pytest.approx(wanted)
+    assert not found.height_BP[1].any()
+
+
+def test_a_right_answer_has_the_mass_and_the_spectrum_of_its_peptide():
+    task = replace(SMALL, precursor_weight=1.0, max_mz=1000.0, bin_size=0.1, sigma=0.1)
+    batch = double(collated("PEPTIDE", "WYFR"))
+
+    def right(batch, places):
+        logits = 100.0 * torch.nn.functional.one_hot(batch.residue_BL.clamp(min=0), END + 1).double()
+        return logits.expand(3, -1, -1, -1).requires_grad_()
+
+    losses = {name: float(total.detach()) for name, (total, _) in task.loss(right, batch).items()}
+    assert losses["peptide"] == pytest.approx(0, abs=1e-9)
+    assert losses["spectrum"] == pytest.approx(0, abs=1e-4)
+    assert losses["precursor"] == pytest.approx(0, abs=1e-3)
+
+
+def test_weights_count_what_is_known():
+    nothing = {name: value[:0] for name, value in values_of("WYFR").items() if name.startswith("peaks")}
+    batch = collated(
+        "PEPTIDE", without("WYFR", "peptide.residue"), without("WYFR", "precursor_mz"), values_of("WYFR") | nothing, "K"
+    )
+    assert SMALL.weights(batch) == {"peptide": 8.0 + 5 + 5 + 2, "spectrum": 2.0, "precursor": 3.0}
+    terms = SMALL.loss(model_of(dtype=torch.float32), batch)
+    assert {name: weight for name, (_, weight) in terms.items()} == SMALL.weights(batch)
+    assert all(math.isfinite(float(total.detach())) for total, _ in terms.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "terms"),
+    [({"spectrum_weight": 0.0}, {"peptide", "precursor"}), ({"precursor_weight": 0.0}, {"peptide", "spectrum"})],
+)
+def test_a_term_without_weight_is_left_out(changes, terms):
+    task, batch = replace(SMALL, **changes), collated("PEPTIDE")
+    assert set(task.loss(model_of(task, torch.float32), batch)) == set(task.weights(batch)) == terms
+
+
+def test_a_batch_of_spectra_without_peptides_has_outputs_and_no_figures():
+    batch = collated(without("PEPTIDE", "peptide.residue"))
+    assert SMALL.weights(batch) == {"peptide": 0.0, "spectrum": 0.0, "precursor": 0.0}
+    found = said(SMALL, model_of(dtype=torch.float32), batch)
+    assert found["residue"][0].shape == (16,)
+    assert SMALL.metrics(found) == {}
+
+
+# ---- batches ----
+
+
+@pytest.mark.parametrize("changes", [{}, {"detach": False}, CHUNKED])
+def test_gradients_of_micro_batches_add_up_to_those_of_one_batch(changes):
+    task = replace(SHALLOW, sigma=5.0, **changes)
+    many = *PEPTIDES[:3], without("NDQEK", "peptide.residue"), without("MHLAR", "precursor_mz")
+    whole = gradients(task, [double(collated(*many))])
+    cut = gradients(task, [double(collated(*many[:1])), double(collated(*many[1:3])), double(collated(*many[3:]))])
+    assert max(float(one.abs().max()) for one in whole.values()) > 1e-3
+    assert max_difference(whole, cut) < 1e-10
+
+
+@pytest.mark.parametrize("changes", [WHOLE, CHUNKED])
+def test_every_way_to_draw_spectra_has_the_same_gradients(changes):
+    batch = double(collated(*PEPTIDES[:3]))
+    wide = replace(SHALLOW, sigma=5.0)  # so that what is guessed at first is near enough to some peak
+    near, other, without_it = (
+        gradients(replace(wide, **one), [batch]) for one in ({}, changes, {"spectrum_weight": 0.0})
+    )
+    assert max_difference(near, without_it) > 1e-4
+    assert max_difference(near, other) < 1e-10
+
+
+def test_gradients_end_at_each_answer_only_if_told():
+    batch = double(collated("PEPTIDE"))
+    ended, whole = (gradients(replace(SHALLOW, detach=detach), [batch]) for detach in (True, False))
+    assert max_difference(ended, whole) > 1e-4
+
+
+def test_layers_may_run_again_in_backward():
+    assert set(repeated(SMALL.model())) == {"encoder.0", "encoder.1", "decoder.0", "decoder.1"}
+    batch = double(collated(*PEPTIDES[:2]))
+    plain, again = (gradients(SMALL, [batch], checkpointing=checkpointing) for checkpointing in (False, True))
+    assert max_difference(plain, again) < 1e-12
+
+
+def test_the_answer_is_the_same_however_many_places_follow():
+    model, batch = model_of(), double(collated("PEPTIDE"))
+    with torch.no_grad():
+        few, many = model(batch, 5), model(batch, 17)
+    assert torch.allclose(few, many[:, :, :5], rtol=0, atol=1e-10)
+
+
+def test_an_item_has_the_same_outputs_alone_and_in_a_batch():
+    model = model_of()
+    together = said(SMALL, model, double(collated(*PEPTIDES[:3])))
+    for place, one in enumerate(PEPTIDES[:3]):
+        alone = said(SMALL, model, double(collated(one)))
+        assert (together["residue"][place] == alone["residue"][0]).all()
+        assert np.allclose(together["confidence"][place], alone["confidence"][0], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_is_finite_and_near_single(precision):
+    batch = collated(*PEPTIDES)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float16
+    model = model_of(dtype=torch.float32)
+    plain = SMALL.loss(model, batch)
+    with torch.autocast("cpu", dtype):
+        half = SMALL.loss(model, batch)
+    for name, (total, _) in half.items():
+        assert total.dtype == torch.float32
+        assert float(total.detach()) == pytest.approx(float(plain[name][0].detach()), rel=0.03)
+    step = Step(SMALL, Settings(precision=precision), model=model.train())
+    step.accumulate(batch, step.weights([batch]))
+    assert all(torch.isfinite(one.grad).all() for one in step.trained)
+
+
+def test_the_network_is_one_graph_to_a_compiler():
+    model, batch = model_of(SHALLOW, torch.float32), collated("PEPTIDE", "WYFR")
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.allclose(compiled(batch, 8), model(batch, 8), atol=1e-5)
+
+
+# ---- memory ----
+
+
+@pytest.mark.parametrize("changes", [{}, WHOLE])
+def test_the_plan_is_within_a_hundredth_of_what_it_takes(changes):
+    device.need()
+    task, given = replace(SHALLOW, **changes), {"ema": 0.99, "clip": 1.0}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        traced = tracer(task, least=SIZES[0], **given)
+        for sizes in SIZES[1:]:
+            planned = live_peak_bytes(traced.standing(Choice()), traced.micro(Choice(), sizes), accumulate=True)
+            assert planned == pytest.approx(true_peak(task, sizes, 2, **given), rel=0.01)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_longer_peptides_take_more():
+    traced = tracer(SHALLOW, least=SIZES[0])
+    short, long = (traced.micro(Choice(), {"peaks": 20, "residues": size, ITEMS: 8}) for size in (8, 16))
+    assert long.again.peak_bytes > 1.3 * short.again.peak_bytes
+
+
+# ---- what it says ----
+
+
+def test_it_learns_a_handful_of_peptides():
+    task = replace(SMALL, precursor_weight=0.02, spectrum_weight=0.2, latent_steps=1, supervision_steps=2)
+    torch.manual_seed(0)
+    step = Step(task, Settings(learning_rate=4e-3))
+    batch = collated(*PEPTIDES)
+    values = [step.run([batch]) for _ in range(60)]
+    figures = task.metrics(said(task, step.model.eval(), batch))
+    assert values[-1]["peptide"] < 0.3 * values[0]["peptide"]
+    assert values[-1]["spectrum"] < 0.8 * values[0]["spectrum"]
+    assert figures["residue_recall"] > 0.8
+    assert figures["residue_precision"] > 0.8
+
+
+def outcome(sequence, truth, longest=12):
+    """Return outputs of an item as they would be for these two peptides."""
+    rows = np.full((2, longest), -1, np.int8)
+    for row, text in zip(rows, (sequence, truth), strict=True):
+        row[: len(text)] = peptides.parse(text) if text else []
+    return {"residue": [rows[0]], "residue_label": [rows[1]]}
+
+
+@pytest.mark.parametrize(
+    ("sequence", "truth", "precision", "recall", "right"),
+    [
+        ("PEPTIDE", "PEPTIDE", 1, 1, 1),
+        ("PEPTLDE", "PEPTIDE", 1, 1, 1),  # I and L weigh the same
+        ("PETPIDE", "PEPTIDE", 5 / 7, 5 / 7, 0),
+        ("PEPT", "PEPTIDE", 1, 4 / 7, 0),
+        ("PEPTIDEK", "PEPTIDE", 7 / 8, 1, 0),
+        ("GGPEK", "NPEK", 3 / 5, 3 / 4, 0),  # two G weigh as much as an N: what follows is found
+        ("", "PEPTIDE", 0, 0, 0),
+    ],
+)
+def test_residues_are_found_by_mass_behind_a_prefix_of_the_right_mass(sequence, truth, precision, recall, right):
+    assert SMALL.metrics(outcome(sequence, truth)) == pytest.approx(
+        {"residue_precision": precision, "residue_recall": recall, "peptide_accuracy": right}
+    )
+
+
+def test_nothing_is_said_behind_the_end():
+    class Ends(torch.nn.Module):
+        def forward(self, batch, places):
+            logits = torch.zeros(1, len(batch.mz_BP), places, END + 1)
+            logits[..., 3] = 5.0
+            logits[:, 0, 2, END] = 9.0
+            return logits
+
+    found = SMALL.outputs(Ends(), collated("PEPTIDE", "WYFR"))
+    assert found["residue"][0].tolist() == [3, 3] + 14 * [-1]
+    assert found["residue"][1].tolist() == 16 * [3]  # no end was found
+    assert not found["confidence"][0][2:].any()
+    assert found["residue_label"][1].tolist() == [*peptides.parse("WYFR"), -1, -1, -1, -1]
+
+
+# ---- bad input ----
+
+
+def test_a_peptide_that_is_too_long_is_refused_with_what_to_set():
+    with pytest.raises(ConfigError, match="peptide of item0 has 20 residues, and longest is 16") as caught:
+        collated(peptides.LETTERS)
+    assert caught.value.remedy == "--set train.options.longest=20"
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"width": 0}, "width"),
+        ({"width": 50, "heads": 4}, "width"),
+        ({"latent_steps": 0}, "latent_steps"),
+        ({"max_peaks": 0}, "max_peaks"),
+        ({"longest": 0}, "longest"),
+        ({"bin_size": 0.0}, "bin_size"),
+        ({"sigma": float("nan")}, "sigma"),
+        ({"spectrum_weight": -1.0}, "spectrum_weight"),
+        ({"render_chunk": -5}, "render_chunk"),
+        ({"render_chunk": 100}, "render_chunk"),  # of peaks that end
+        ({"render_reach": float("inf")}, "render_reach"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_by_name(options, name):
+    with pytest.raises(ConfigError) as caught:
+        DenovoRecursive(**options)
+    assert caught.value.where == f"train.options.{name}"
