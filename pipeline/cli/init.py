@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 
 def init(
     folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where to write.")] = Path(),
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            "--recipe",
+            help="Begin with complex_docking, rna_ligand, spectra_finetune, denovo_recursive or contrastive_pair.",
+        ),
+    ] = None,
 ) -> None:
     """Write a commented pipeline.yaml, and a profile of this cluster.
 
@@ -24,14 +31,17 @@ def init(
     from pipeline.runs.starter import write
 
     site, why_not = _look()
-    written = write(folder, site)
+    written = write(folder, site, recipe)
     typer.echo(f"{written.config}: the configuration, with `cluster.executor: {'slurm' if site else 'local'}`")
     if written.profile is not None and site is not None:
         typer.echo(f"{written.profile}: what was found of the cluster {site.name} (Slurm {site.version}); check it")
     for said in (f"could not be asked: {silent}" for silent in site.silent) if site else (why_not,):
         typer.echo(f"note: {said}", err=True)
     enter = "" if folder == Path() else f"  cd {shlex.quote(os.fspath(folder))}\n"
-    typer.echo(f"next:\n{enter}  edit pipeline.yaml     say in data.path where your complexes are\n  pipeline doctor")
+    what = (
+        "your complexes are" if recipe is None else "your data are; docs/guides.md tells how to make some for a trial"
+    )
+    typer.echo(f"next:\n{enter}  edit pipeline.yaml     say in data.path where {what}\n  pipeline doctor")
 
 
 def _look() -> tuple[Site | None, str]:

@@ -9,10 +9,10 @@ import hashlib
 import os
 import re
 import shlex
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.cluster.spec import TASK
+from pipeline.config.shipped import shipped
 from pipeline.errors import SubmissionRefused
 
 if TYPE_CHECKING:
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from pipeline.cluster.spec import JobSpec
     from pipeline.config.schema import Slurm
 
-PACKAGED = Path(__file__).parents[1] / "data/sbatch"
-CHECKOUT = Path(__file__).parents[2] / "sbatch"
 GENERIC = "scan"  # the script of a job that has none of its own
 GENERIC_RANKS = "train"  # the same, of a job of several processes
 STARTS_RANKS = "\nranks=1"  # how a script says that it can start several
@@ -38,7 +36,7 @@ LOG = "%A_%a"  # how a task's log begins
 
 def template(name: str, *, ranks: int = 0) -> str:
     """Return the script of a stage, or of any job (with as many processes on a node) where there is no such stage."""
-    folder = PACKAGED if PACKAGED.is_dir() else CHECKOUT
+    folder = shipped("sbatch")
     path = folder / f"{name}.sbatch"
     if not (NAME.fullmatch(name) and path.is_file()):
         path = folder / f"{GENERIC_RANKS if ranks else GENERIC}.sbatch"

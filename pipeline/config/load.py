@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from pipeline.config import sites
+from pipeline.config import presets, sites
 from pipeline.config.document import MAX_BYTES, REMEDY, Document, Entry, Problem
 from pipeline.config.explain import explain
 from pipeline.config.paths import anchored
+from pipeline.config.presets import PRESET
 from pipeline.config.schema import CONFLICT, LEAVES, PATH_LISTS, PATHS, SECTIONS, Config, value_at
 from pipeline.config.sites import SITE
 from pipeline.errors import ConfigError
@@ -75,9 +76,9 @@ def load(path: Path | None, sets: Sequence[str] = ()) -> Loaded:
     written = [] if path is None else [(Document(str(path)).read(_text(path)), base_dir)]
     written += [(_typed(words, nth), here) for nth, words in enumerate(sets)]
     problems: list[Problem] = []
-    profile = _profile(written, base_dir, problems)
+    below = [*_profile(written, base_dir, problems), *_preset(written, base_dir)]
     entries = _defaults(base_dir, str(path or ""))
-    for document, base in (*profile, *written):
+    for document, base in (*below, *written):
         _add(document, base, entries, problems)
     try:
         config = Config.model_validate_json(json.dumps(_nested(entries)), strict=True)
@@ -177,13 +178,8 @@ def _profile(
     written: Sequence[tuple[Document, Path]], config_dir: Path, problems: list[Problem]
 ) -> list[tuple[Document, Path]]:
     """Return the profile that `cluster.site` names, if any: it stands below everything that was written."""
-    entries: dict[KeyPath, Entry] = {}
-    base_dir = config_dir
-    for document, base in written:
-        base_dir = base if SITE in document.entries else base_dir
-        for key, entry in document.entries.items():
-            _lay_over(entries, key, entry)
-    named = entries.get(SITE)
+    base_dir = next((base for document, base in reversed(written) if SITE in document.entries), config_dir)
+    named = _named(written, SITE)
     if named is None or not isinstance(named.value, str) or not named.value:  # which the schema judges
         return []
     try:
@@ -192,6 +188,22 @@ def _profile(
         problems.append(Problem(named.line, f"{named.place(SITE)}: {error}"))
         return []
     return [(sites.read(path, _text(path)), path.parent)]
+
+
+def _preset(written: Sequence[tuple[Document, Path]], config_dir: Path) -> list[tuple[Document, Path]]:
+    """Return what `train.preset` stands for, if anything."""
+    named = _named(written, PRESET)
+    found = presets.read(named.value) if named is not None and isinstance(named.value, str) else None
+    return [(found, config_dir)] if found else []
+
+
+def _named(written: Sequence[tuple[Document, Path]], key: KeyPath) -> Entry | None:
+    """Return what was written at a key, by whoever comes last."""
+    entries: dict[KeyPath, Entry] = {}
+    for document, _ in written:
+        for one, entry in document.entries.items():
+            _lay_over(entries, one, entry)
+    return entries.get(key)
 
 
 def _defaults(base: Path, name: str) -> dict[KeyPath, Entry]:

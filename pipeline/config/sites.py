@@ -12,9 +12,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.config.document import Document, Entry, Problem
+from pipeline.config.document import Document, Problem
 from pipeline.config.paths import anchored
 from pipeline.config.schema import SECTIONS, Card, Slurm
+from pipeline.config.shipped import shipped
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,8 +32,6 @@ HELD = ("slurm", "supervisor")
 ENDING = ".yaml"
 BEFORE_THE_FILE = 1 << 30  # mistakes in a profile come before those of the file that names it
 HERE = Path("configs/sites")
-PACKAGED = Path(__file__).parents[1] / "data/configs/sites"
-CHECKOUT = Path(__file__).parents[2] / "configs/sites"
 
 
 def locate(site: str, base_dir: Path, config_dir: Path) -> Path:
@@ -62,7 +61,14 @@ def read(path: Path, text: str) -> Document:
         del document.entries[key]
         if len(key) == len(ABOVE) + 1:
             document.problems.append(Problem(entry.line, f"{entry.origin}: {_misplaced(key[1])}"))
-    document.entries = {key: _earlier(entry) for key, entry in document.entries.items()}
+    return earlier(document)
+
+
+def earlier(document: Document) -> Document:
+    """Return a document whose mistakes are told before those of the file; its origins name the true lines."""
+    document.entries = {
+        key: replace(entry, line=entry.line - BEFORE_THE_FILE) for key, entry in document.entries.items()
+    }
     document.problems = [Problem(one.line - BEFORE_THE_FILE, one.text) for one in document.problems]
     return document
 
@@ -81,7 +87,7 @@ def explain_card(detail: ErrorDetails) -> str:
 
 def _shelves(config_dir: Path) -> tuple[Path, ...]:
     """Return the folders in which a name is looked up, in their order."""
-    return (config_dir / "sites", Path.cwd() / HERE, PACKAGED if PACKAGED.is_dir() else CHECKOUT)
+    return (config_dir / "sites", Path.cwd() / HERE, shipped("configs/sites"))
 
 
 def _readable(path: Path) -> Path:
@@ -110,11 +116,6 @@ def _misplaced(name: str) -> str:
         return f"{name}: belongs in the configuration, below cluster: (a profile holds {' and '.join(HELD)})"
     close = get_close_matches(name, HELD, n=1)
     return f"{name}: unknown key" + (f'; did you mean "{close[0]}"?' if close else f"; there are {', '.join(HELD)}")
-
-
-def _earlier(entry: Entry) -> Entry:
-    """Return an entry whose mistakes are told before those of the file; its origin names the true line."""
-    return replace(entry, line=entry.line - BEFORE_THE_FILE)
 
 
 def _shown(path: Path) -> str:

@@ -64,7 +64,10 @@ def offers_of(question: Question, *, on_cpu: bool) -> list[Offer]:
         cards = tuple(_card(name, mem_bytes, ranks, fraction) for name, mem_bytes in named)
         return [Offer(", ".join(card.name for card in cards), ranks, cards)]
     what = "which GPU is it for? None was named, and cluster.slurm.cards is empty"
-    raise ConfigError(what, where="--gpu", remedy="pipeline plan --stage train --gpu a100-80gb   (or a size: 24GiB)")
+    remedy = (
+        "pipeline plan --stage train --gpu a100-80gb   (or a size: 24GiB); without GPUs: --set cluster.train.gpus=0"
+    )
+    raise ConfigError(what, where="--gpu", remedy=remedy)
 
 
 def _offer(text: str, ranks: int, fraction: float | None = None) -> Offer:

@@ -6,8 +6,10 @@ import json
 import os
 import re
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
+from pipeline.config.shipped import shipped
 from pipeline.errors import ConfigError
 from pipeline.report.tables import size
 from pipeline.runs import cards
@@ -98,8 +100,9 @@ class Written:
     profile: Path | None
 
 
-def write(folder: Path, site: Site | None) -> Written:
+def write(folder: Path, site: Site | None, recipe: str | None = None) -> Written:
     """Write the configuration and, of a cluster, its profile; nothing is ever written over."""
+    text = config_text(site) if recipe is None else recipe_text(recipe, site)
     config = folder / "pipeline.yaml"
     profile = None if site is None else folder / "sites" / f"{file_name(site.name)}.yaml"
     for path in filter(None, (config, profile)):
@@ -111,11 +114,26 @@ def write(folder: Path, site: Site | None) -> Written:
         if profile is not None and site is not None:
             profile.parent.mkdir(exist_ok=True)
             _create(profile, profile_text(site))
-        _create(config, config_text(site))
+        _create(config, text)
     except OSError as error:
         what = f"cannot write: {error.strerror}"
         raise ConfigError(what, where=str(error.filename or folder), remedy="pipeline init DIR") from error
     return Written(config, profile)
+
+
+def recipe_text(name: str, site: Site | None) -> str:
+    """Return the configuration of a recipe, for where jobs run."""
+    folder = shipped("configs/recipes")
+    known = sorted(path.stem for path in folder.glob("*.yaml"))
+    if name not in known:
+        close = get_close_matches(name, known, n=1)
+        meant = f"; did you mean {close[0]}?" if close else ""
+        raise ConfigError(
+            f"no recipe is called {name}{meant}", where="--recipe", remedy=f"pipeline init --recipe {' | '.join(known)}"
+        )
+    text = (folder / f"{name}.yaml").read_text(encoding="utf-8")
+    where = LOCAL if site is None else SLURM.format(name=file_name(site.name), word=word(file_name(site.name)))
+    return text.replace("\ncluster:\n", f"\ncluster:\n{where}", 1)
 
 
 def config_text(site: Site | None) -> str:

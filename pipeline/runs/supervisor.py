@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.cluster.child import mebibytes
 from pipeline.cluster.verdict import Cause
 from pipeline.config.load import from_resolved
+from pipeline.config.shipped import shipped
 from pipeline.errors import CacheFull, CacheUnusable, PipelineError, SubmissionRefused
 from pipeline.records import EventKind
 from pipeline.runs import workflow
@@ -54,6 +55,7 @@ STEP_S, CLUSTER_STEP_S = 0.1, 2.0  # between looks at the ledger
 LISTEN_EVERY_S = 0.2
 PATIENCE_S, VISIT_POLL_S = 30.0, 1.0
 FAILURES_SHOWN = 3
+TROUBLESHOOTING = "docs/troubleshooting.md"  # which has an entry for every cause
 STOPPED_CODE = 130
 
 
@@ -330,8 +332,15 @@ def _describe(tasks: Sequence[Task]) -> list[str]:
         own_words = f"\n    {one.said}" if one.said and one.said not in one.reason else ""
         why = f"; {task.then[one.number]}" if task.then.get(one.number) else ""
         lines.append(f"  task {one.task}{tries}: {one.state}: {one.reason}{why}{own_words}\n    log: {one.log}")
+        lines.append(f"    more: {_page()}#{one.cause.value}")
     more = len(failures) - FAILURES_SHOWN
     return lines + ([f"  and {more} more tasks"] if more > 0 else [])
+
+
+def _page() -> str:
+    """Return the page on what went wrong as it is found here; the copy of a checkout's code has none beside it."""
+    page = shipped(TROUBLESHOOTING)
+    return str(page) if page.is_file() else TROUBLESHOOTING
 
 
 def _remedy(stage: Stage, failures: Sequence[Attempt], again: str, planned_bytes: int) -> str:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.config import sites
 from pipeline.config.document import Document
 from pipeline.config.schema import Card, Slurm, Supervisor
+from pipeline.config.shipped import shipped
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "configs/sites").glob("*.yaml"))
 DATA = "data: {path: a.csv}\n"
@@ -174,4 +174,4 @@ def test_every_example_is_in_the_list_for_people() -> None:
 
 
 def test_the_package_brings_the_examples_along() -> None:
-    assert EXAMPLES[0].parent == sites.CHECKOUT
+    assert EXAMPLES[0].parent == shipped("configs/sites")

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from pipeline.structures.synthetic import complex_pdb
+from tests.docs.blocks import ENVIRONMENT, Page
 
 ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text()
-BLOCK = re.compile(r"<!-- (?P<what>[a-z ]+)(?:: (?P<name>[^>]*?))? -->\n```\w+\n(?P<body>.*?)```", re.DOTALL)
-ENVIRONMENT = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "100"}
+README = Page(ROOT / "README.md")
 VARIABLE = (
     (re.compile(r"run \S+:"), "run R:"),
     (re.compile(r"\d+(\.\d+)? (ms|s|min)\b"), "T"),
@@ -32,16 +29,6 @@ VARIABLE = (
 )
 
 
-def blocks(what: str) -> list[re.Match[str]]:
-    return [block for block in BLOCK.finditer(README) if block["what"] == what]
-
-
-def commands() -> list[str]:
-    """Return every command of the blocks that are run, without prompt and comment."""
-    lines = [line for block in blocks("run") for line in block["body"].splitlines()]
-    return [line[2:].split("  #")[0].strip() for line in lines if line.startswith("$ ")]
-
-
 def plain(text: str) -> str:
     for pattern, stand_in in VARIABLE:
         text = pattern.sub(stand_in, text)
@@ -54,12 +41,11 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "structures").mkdir()
     for seed in range(3):
         (folder / "structures" / f"{seed}.pdb").write_bytes(complex_pdb(seed, 40, 40))
-    for block in blocks("file"):
-        (folder / block["name"]).write_text(block["body"])
+    README.write_files(folder)
     return folder
 
 
-@pytest.mark.parametrize("command", commands())
+@pytest.mark.parametrize("command", README.commands())
 def test_every_command_in_the_readme_works(project: Path, command: str) -> None:
     done = subprocess.run(
         command, cwd=project, env=ENVIRONMENT, capture_output=True, text=True, check=False, shell=True
@@ -68,9 +54,7 @@ def test_every_command_in_the_readme_works(project: Path, command: str) -> None:
 
 
 def test_every_console_block_says_whether_it_is_run() -> None:
-    marked = [block["body"] for block in BLOCK.finditer(README)]
-    shown = re.findall(r"```console\n(.*?)```", README, re.DOTALL)
-    assert [body for body in shown if body not in marked] == ["$ make demo\n"]
+    assert README.unmarked() == ["$ make demo\n"]
 
 
 def test_make_demo_prints_what_the_readme_shows(tmp_path: Path) -> None:
@@ -81,7 +65,7 @@ def test_make_demo_prints_what_the_readme_shows(tmp_path: Path) -> None:
         cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    (shown,) = blocks("output")
+    (shown,) = README.blocks("output")
     assert plain(shown["body"]) in plain(done.stdout)
     check_what_to_look_at(tmp_path / "demo", done.stdout)
 

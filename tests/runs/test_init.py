@@ -11,6 +11,7 @@ import pytest
 
 from pipeline.config.load import load
 from pipeline.config.schema import Card, Config, Slurm
+from pipeline.config.shipped import shipped
 from pipeline.runs import cards
 from pipeline.runs.site import Gpus, Site, parse_gres, parse_nodes, parse_partitions, parse_settings
 from pipeline.runs.starter import config_text, file_name, profile_text, word, write
@@ -263,3 +264,18 @@ def test_a_folder_that_cannot_be_made_is_an_error_with_a_remedy(
     (tmp_path / "file").touch()
     done = pipeline("init", folder)
     assert (done.code, "cannot write" in done.err, "next:" in done.err) == (2, True, True)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in shipped("configs/recipes").glob("*.yaml")))
+def test_a_recipe_makes_a_project_that_only_lacks_its_data(pipeline: Command, tmp_path: Path, name: str) -> None:
+    assert pipeline("init", name, "--recipe", name).code == 0
+    loaded = load(tmp_path / name / "pipeline.yaml")
+    assert loaded.config.train.task is not None
+    assert "pipeline.yaml:" in loaded.origins["cluster.executor"], "where its jobs run is said"
+
+
+def test_a_recipe_that_nobody_knows_is_refused_with_the_nearest(pipeline: Command) -> None:
+    done = pipeline("init", "x", "--recipe", "complex_dock")
+    assert done.code == 2
+    assert "did you mean complex_docking?" in done.err
+    assert not Path("x").exists()

@@ -126,6 +126,20 @@ def test_a_crash_on_another_thing_each_time_names_no_culprit_and_is_bounded() ->
     assert isinstance(decide(history, MEANS), GiveUp)
 
 
+@pytest.mark.parametrize("cause", [Cause.CRASHED, Cause.HOST_OOM])
+def test_of_what_is_read_once_from_beginning_to_end_nothing_is_left_out_and_the_place_is_told(cause: Cause) -> None:
+    largest = replace(ASK, mem_bytes=MEANS.limits.mem_bytes or 0)
+    history = [died(cause, ask=largest, on=("item 101 (a.mgf:7)",))] * 3
+    means = replace(MEANS, items=1, is_read_once=True)
+    decisions = [decide(history[:count], means) for count in (1, 2, 3)]
+    assert not any(isinstance(one, LeaveOut | Split) for one in decisions)
+    assert isinstance(decisions[2], GiveUp)
+    if cause is Cause.CRASHED:
+        assert isinstance(decisions[0], Again)
+        assert decisions[0].why == "again, from the beginning; it was on item 101 (a.mgf:7)"
+        assert decisions[2].why.endswith("it was on item 101 (a.mgf:7)")
+
+
 class TestTraining:
     MEANS = replace(MEANS, is_whole=True)
 

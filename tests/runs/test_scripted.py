@@ -128,6 +128,7 @@ class TestARun:
         assert "the script ended with exit code 1; it last said: ZeroDivisionError" in done.err
         assert "| reading the data" in done.err
         assert "print(1 / 0)" in done.err
+        assert "docs/troubleshooting.md#failed" in done.err
         (failure,) = told(pipeline)["failures"]
         assert (failure["cause"], failure["then"]) == ("failed", "not tried again")
 

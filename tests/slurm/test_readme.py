@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.structures.synthetic import complex_pdb
-from tests.docs.test_readme import ENVIRONMENT, blocks
+from tests.docs.blocks import ENVIRONMENT
+from tests.docs.test_readme import README
 from tests.slurm.cluster import Cluster
 
 pytestmark = pytest.mark.slurm
@@ -21,7 +22,7 @@ def test_every_command_for_a_cluster_works_in_its_order(healthy: Cluster, tmp_pa
     (tmp_path / "structures").mkdir()
     (tmp_path / "structures" / "c0.pdb").write_bytes(complex_pdb(0, 40, 40))
     (tmp_path / "pipeline.yaml").write_text("data: {source: glob, path: structures}\n")
-    (block,) = blocks("cluster")
+    (block,) = README.blocks("cluster")
     typed = [line[2:].split("  #")[0].strip() for line in block["body"].splitlines() if line.startswith("$ ")]
     assert len(typed) >= 8
     for command in typed:

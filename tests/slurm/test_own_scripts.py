@@ -1,0 +1,81 @@
+"""The scripts of docs/own_script.md on a real cluster: out of a card's memory, then of the host's, and right after all.
+
+They run as the page has them; what makes the card and the host small is put before their first line.
+"""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.docs.blocks import Page
+from tests.slurm.cluster import Cluster
+from tests.slurm.runs import Run, make_project
+
+pytestmark = pytest.mark.slurm
+
+PAGE = Page(Path(__file__).resolve().parents[2] / "docs/own_script.md")
+NAMES = {"a plain loop with flags": ("train.py", 600), "Lightning": ("fit.py", 1600)}  # and the memory asked for
+SMALL = """\
+import os
+import torch
+
+forward = torch.nn.Linear.forward
+
+
+def limited(self, batch):
+    if len(batch) > 4:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 24 GiB")
+    if not os.path.exists("ate"):
+        open("ate", "w").close()
+        print(len(b"x" * ({asked} << 20)))
+    return forward(self, batch)
+
+
+torch.nn.Linear.forward = limited
+"""
+
+
+@pytest.fixture(scope="module")
+def begun(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Submit both; they run at once."""
+    cluster.settle()
+    place = tmp_path_factory.mktemp("own")
+    return {kind: _submitted(place / name[:-3], name, asked) for kind, (name, asked) in NAMES.items()}
+
+
+def _submitted(folder: Path, name: str, asked_mib: int) -> Run:
+    command = f"{shlex.quote(sys.executable)} {name} --batch_size {{micro_batch}} --accumulate {{accumulation}}"
+    project = make_project(
+        folder,
+        items=0,
+        train__command=f"{command} --out {{output}}",
+        train__effective_batch=16,
+        cluster__train__mem=f"{asked_mib}MiB",
+    )
+    (folder / name).write_text(SMALL.replace("{asked}", str(asked_mib)) + PAGE.files()[name])
+    return project.submits("train", "--only")
+
+
+def weights(path: Path) -> torch.Tensor:
+    return torch.cat([one.flatten() for one in torch.load(path).values()])
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_a_script_ends_right_though_its_card_and_its_host_were_too_small(
+    kind: str, begun: dict[str, Run], tmp_path: Path
+) -> None:
+    run = begun[kind]
+    run.ends()
+    causes = [one["cause"] for one in run.stage("train")["failures"]]
+    assert causes == ["gpu_oom", "gpu_oom", "host_oom"], "16 and 8 items did not fit; 4 did, but then the host did not"
+    (made,) = (run.project.folder / "models").glob("script-*/weights.pt")
+    (tmp_path / "own.py").write_text(PAGE.files()[NAMES[kind][0]])
+    whole = [sys.executable, "own.py", "--batch_size", "16", "--accumulate", "1", "--out", "."]
+    subprocess.run(whole, cwd=tmp_path, check=True, capture_output=True)
+    torch.testing.assert_close(weights(made), weights(tmp_path / "weights.pt"), rtol=1e-12, atol=1e-12)
