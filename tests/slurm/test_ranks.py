@@ -149,7 +149,7 @@ def test_a_rank_over_the_memory_of_its_node_is_out_of_memory(
     assert (verdict.cause, verdict.peak_bytes) == (Cause.HOST_OOM, 100 * MIB)
     assert verdict.node in task_nodes(task)
     if nodes == 1:
-        assert (task.peak_rss_bytes or 0) > MIB, "it is sampled, once a second"
+        assert (task.peak_rss_bytes or 0) > 20 * MIB
 
 
 def test_preempted_ranks_are_told_each_and_go_on(executor: SlurmExecutor, healthy: Cluster, tmp_path: Path) -> None:
