@@ -276,7 +276,7 @@ def test_files_that_change_while_they_are_read_are_an_error(folder: Path) -> Non
     [
         (["data.reader=spectra:Missing"], "spectra has no 'Missing'; it has Spectra"),
         (["data.reader=nowhere:Spectra"], "there is no module 'nowhere'"),
-        (["data.reader=spectra:Sum"], "spectra:Sum() failed with TypeError"),
+        (["data.reader=spectra:Sum"], "data.options.scale: Sum takes no option 'scale'; there are none"),
         (["data.options={scale: -1.0}"], "data.options.scale: scale is -1.0, not above 0"),
         (["data.options={scale: wide}"], "spectra:Spectra() failed with TypeError"),
         (["train.oversize=crop"], "only graphs can be cropped"),
