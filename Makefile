@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test check bench prove clean slurm-up slurm-down slurm-packages
+.PHONY: demo test test-all check bench prove clean slurm-up slurm-down slurm-packages browser-packages
 
 DIR ?= demo
 
@@ -11,17 +11,23 @@ demo: .venv/ready        ## a small project in $(DIR), every stage run on this m
 	test $(DIR) != demo || rm -rf demo
 	pipeline demo $(DIR)
 
-test: .venv/ready slurm-packages  ## everything a change must pass; brings up a real Slurm where it can
-	pytest
+# A core more than there are: tests wait for Slurm and for processes of their own.
+WORKERS ?= $(shell expr $$(nproc) + 1)
 
-check: .venv/ready       ## style, types, import rules, frozen help; under a minute
+test: .venv/tools slurm-packages browser-packages  ## what a change must pass; brings up a real Slurm where it can
+	pytest -n $(WORKERS) -m "not slow"
+
+test-all: .venv/tools slurm-packages browser-packages  ## the slow ones too
+	pytest -n $(WORKERS)
+
+check: .venv/tools       ## style, types, import rules, frozen help; under a minute
 	ruff check .
 	ruff format --check .
 	mypy
 	lint-imports --no-cache
 	pytest -q tests/cli/test_help.py
 
-bench: .venv/ready       ## the figures of benchmarks/README.md that a small machine can measure
+bench: .venv/tools       ## the figures of benchmarks/README.md that a small machine can measure
 	python benchmarks/scan.py --out benchmarks/results/scan.json
 	python benchmarks/store.py --out benchmarks/results/store.json
 	python benchmarks/embed.py --runs 3 --out benchmarks/results/embed.json
@@ -35,10 +41,9 @@ bench: .venv/ready       ## the figures of benchmarks/README.md that a small mac
 	python benchmarks/train.py --out benchmarks/results/train.json
 	python benchmarks/learn.py --out benchmarks/results/learn.json
 	python benchmarks/cache.py --out benchmarks/results/cache.json
-	pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	python benchmarks/cache_compare.py --out benchmarks/results/cache_compare.json
 
-prove: .venv/ready slurm-packages  ## the long proofs: kills, faults, scale; results are committed
+prove: .venv/tools slurm-packages  ## the long proofs: kills, faults, scale; results are committed
 	python benchmarks/prove_cache.py --out benchmarks/results/prove_cache.json
 	python benchmarks/scan_memory.py --out benchmarks/results/scan_memory.json
 	python benchmarks/scan_memory.py --stage graph --out benchmarks/results/graph_memory.json
@@ -48,10 +53,10 @@ prove: .venv/ready slurm-packages  ## the long proofs: kills, faults, scale; res
 	python benchmarks/prove_train.py --out benchmarks/results/prove_train.json
 	python benchmarks/train_memory.py --out benchmarks/results/train_memory.json
 
-slurm-up: .venv/ready slurm-packages  ## a real Slurm cluster of three nodes on this machine, left running
+slurm-up: .venv/tools slurm-packages  ## a real Slurm cluster of three nodes on this machine, left running
 	python -m tests.slurm.cluster up
 
-slurm-down: .venv/ready  ## ends it and removes all that it left
+slurm-down: .venv/tools  ## ends it and removes all that it left
 	python -m tests.slurm.cluster down
 
 # Root on Debian only; elsewhere the tests that need Slurm say what is missing.
@@ -63,11 +68,22 @@ slurm-packages:          ## Slurm from the distribution, where it is missing
 	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(SLURM_PACKAGES); \
 	fi || echo "Slurm could not be installed: its tests will say so"
 
+browser-packages:        ## Chromium from the distribution, where there is none: the report's page is looked at in it
+	@if command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null; then :; \
+	elif test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium; \
+	fi || echo "Chromium could not be installed: its tests will say so"
+
 clean:                   ## what the targets above made
 	rm -rf .venv demo
 
 # Made anew when a dependency changes; half an environment is never taken for a whole one.
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bcif,test]'
+	$(INSTALL) -e '.[bcif]'
+	touch $@
+
+.venv/tools: .venv/ready
+	$(INSTALL) -e '.[bcif,bench,test]'
 	touch $@
