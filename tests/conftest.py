@@ -8,8 +8,10 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.command import Command
 
@@ -17,6 +19,36 @@ ROOT = Path(__file__).resolve().parent.parent
 NOBODY = 65534
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` has it ignored, in every process that a test starts, too
 SHARED = ROOT.parent / "shared" / "structures"
+
+# Tests on the cluster wait more than they work: they begin first, on as many clusters as there are groups.
+SLURM_GROUPS = 2
+
+
+class Shares(LoadScopeScheduling):
+    """Gives each process whole files, so that what a file makes once is made once."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        """Return whom a test goes with."""
+        return share_of(nodeid)
+
+
+def share_of(nodeid: str) -> str:
+    """Return the name of the share of a test: its file, a cluster, or the pages, which share a demo."""
+    file = nodeid.partition("::")[0]
+    if file.startswith("tests/slurm/"):
+        return f"slurm {sum(file.encode()) % SLURM_GROUPS}"
+    return "pages" if file.startswith("tests/docs/") else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Shares:
+    """Hand tests out as `share_of` says, in the order of their collection."""
+    config.option.loadscopereorder = False
+    return Shares(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes longest as a whole."""
+    items.sort(key=lambda item: not share_of(item.nodeid).startswith(("slurm", "pages")))
 
 
 @pytest.fixture(scope="session")

@@ -12,15 +12,16 @@ from tests.slurm.cluster import Cluster, why_not
 from tests.slurm.cluster.cluster import DEFAULT_FOLDER
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def cluster() -> Iterator[Cluster]:
-    """Return a running cluster, named by SLURM_CONF; one that ran before goes on, ours ends with the session.
+    """Return a running cluster, named by SLURM_CONF; one that ran before goes on, ours ends with the last of its tests.
 
-    PIPELINE_TEST_SLURM names the folder of another one than the default, for two sessions at once.
+    PIPELINE_TEST_SLURM names the folder of another one than the default, for two sessions at once; processes of one
+    session have one each.
     """
     if reason := why_not():
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(f"no Slurm here: {reason}")
-    cluster = Cluster(Path(os.environ.get("PIPELINE_TEST_SLURM", DEFAULT_FOLDER)))
+    cluster = Cluster(_folder())
     ran_before = cluster.is_running()
     cluster.start()
     with pytest.MonkeyPatch.context() as patch:
@@ -29,6 +30,11 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
     if not ran_before:
         cluster.stop()
+
+
+def _folder() -> Path:
+    folder, process = os.environ.get("PIPELINE_TEST_SLURM", str(DEFAULT_FOLDER)), os.environ.get("PYTEST_XDIST_WORKER")
+    return Path(f"{folder}-{process}" if process else folder)
 
 
 @pytest.fixture
