@@ -27,7 +27,8 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.store import alternate, circumstances, read_through  # noqa: E402 - the project need not be installed
+from benchmarks.circumstances import circumstances, write  # noqa: E402 - the project need not be installed
+from benchmarks.store import alternate, read_through  # noqa: E402
 from pipeline.store import scrub  # noqa: E402
 from pipeline.store.cache import Cache  # noqa: E402
 from pipeline.store.disk import Disk  # noqa: E402
@@ -383,10 +384,8 @@ def main() -> int:
             shutil.rmtree(folder)
         for line in known[name]["rows"]:
             sys.stderr.write(f"{line['what']:<90} {line['value']:>10,.3f} {line['unit']:<8} {line['reach']}\n")
-    text = json.dumps({"parts": known}, indent=1)
-    if options.out:
-        options.out.write_text(text + "\n")
-    sys.stdout.write(text + "\n")
+    write(options.out, {"parts": known})
+    sys.stdout.write(json.dumps(known, indent=1) + "\n")
     return 0
 
 

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.cache_peers import PEERS, TOGETHER, Arrays  # noqa: E402 - the project need not be installed
-from benchmarks.store import circumstances  # noqa: E402
+from benchmarks.circumstances import write  # noqa: E402 - the project need not be installed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -282,11 +282,9 @@ def main() -> int:
     finally:
         shutil.rmtree(folder)
     asked = {name: getattr(options, name) for name in ("records", "runs", "flips", "kills", "seed")}
-    result = {**circumstances(), "benchmark": "cache_compare", "asked": asked, "rows": rows}
-    text = json.dumps(result, indent=1)
-    if options.out:
-        options.out.write_text(text + "\n")
-    sys.stdout.write(text + "\n")
+    result = {"benchmark": "cache_compare", "asked": asked, "rows": rows}
+    write(options.out, result)
+    sys.stdout.write(json.dumps(result, indent=1) + "\n")
     return 0
 
 

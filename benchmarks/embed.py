@@ -19,13 +19,13 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from datetime import date
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from benchmarks.circumstances import write
 from pipeline.encoder.checkpoint import Checkpoint, load
 from pipeline.encoder.embed import Embedding, Engine
 from pipeline.encoder.esm2 import Encoder
@@ -235,7 +235,6 @@ def measure(folder: Path, runs: int, path: Path) -> dict[str, object]:
         "largest_difference_over_batches": largest_difference(encoder, batches, found),
         "reach": REACH,
         "torch": torch.__version__,
-        "date": date.today().isoformat(),
     }  # fmt: skip
 
 
@@ -260,8 +259,7 @@ def main() -> int:
     for side, rate in rates.items():
         print(f"{side:16}{rate:>16.0f}" + (f"{ratios[side]['median']:>9.2f}x" if side in ratios else ""))
     print(json.dumps(result))
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
+    write(options.out, result)
     cosine, difference = result["min_token_cosine"], result["largest_difference_over_batches"]
     return 0 if cosine >= REACH_COSINE and difference == 0 else 1
 

@@ -10,12 +10,12 @@ import json
 import os
 import sys
 import tempfile
-from datetime import date
 from pathlib import Path
 
 import numpy as np
 from scan_memory import run
 
+from benchmarks.circumstances import write
 from pipeline.encoder.synth import synth
 from pipeline.structures.synthetic import draw_sequence
 
@@ -55,15 +55,13 @@ def main() -> int:
         "growth_bytes": many - few,
         "reach_bytes": REACH_BYTES,
         "cores": os.cpu_count(),
-        "date": date.today().isoformat(),
     }
     for count, figures in found.items():
         everything, largest = figures["all_processes_bytes"] / 2**20, figures["largest_process_bytes"] / 2**20
         took = f"{figures['seconds']:6.1f} s"
         print(f"{count:6,} sequences {took}   all processes {everything:5.0f} MiB   largest {largest:5.0f} MiB")
     print(json.dumps(result))
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
+    write(options.out, result)
     return 0 if many - few <= REACH_BYTES else 1
 
 

@@ -13,8 +13,9 @@ import resource
 import subprocess
 import sys
 import tempfile
-from datetime import date
 from pathlib import Path
+
+from benchmarks.circumstances import write
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
 TOKENS = 4096
@@ -97,14 +98,12 @@ def main() -> int:
         "peak_bytes": peaks,
         "largest_over_smallest": spread,
         "reach": REACH,
-        "date": date.today().isoformat(),
     }
     print(f"{'length':>8}{'ours MiB':>12}{'fair-esm MiB':>14}")
     for length in LENGTHS:
         print(f"{length:>8}{peaks['ours'][length] / 2**20:>12.0f}{peaks['fair_esm'][length] / 2**20:>14.0f}")
     print(json.dumps(result))
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
+    write(options.out, result)
     return 0 if spread["ours"] <= REACH else 1
 
 

@@ -20,12 +20,12 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from benchmarks.circumstances import write
 from pipeline.encoder.checkpoint import as_dtype, load
 from pipeline.encoder.esm2 import Encoder
 from pipeline.encoder.synth import synth
@@ -261,15 +261,14 @@ def measure(size: Size, sequences: list[str], runs: int, precision: str, device:
     }
 
 
-def machine(device: torch.device) -> dict[str, str]:
+def card(device: torch.device) -> dict[str, str]:
     """Return what was measured on."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         driver = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout.split()[0]
     except (OSError, subprocess.SubprocessError, IndexError):
         driver = "unknown"
-    card = torch.cuda.get_device_name(device)
-    return {"card": card, "driver": driver, "torch": torch.__version__, "date": date.today().isoformat()}
+    return {"card": torch.cuda.get_device_name(device), "driver": driver, "torch": torch.__version__}
 
 
 def show(result: dict[str, object]) -> None:
@@ -300,10 +299,9 @@ def main() -> int:
         return 2
     device = torch.device("cuda", torch.cuda.current_device())
     size = Size(FULL.layers, FULL.dim, FULL.heads, options.sequences, FULL.longest)
-    result = measure(size, draw(size), options.runs, options.precision, device) | machine(device)
+    result = measure(size, draw(size), options.runs, options.precision, device) | card(device)
     show(result)
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
+    write(options.out, result)
     return 0
 
 

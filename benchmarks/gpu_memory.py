@@ -34,7 +34,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +42,7 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402 - the project is found only now
 
+from benchmarks.circumstances import write  # noqa: E402
 from pipeline.errors import ConfigError  # noqa: E402
 from pipeline.memory.allocator import Allocator, SimulatedOutOfMemory  # noqa: E402
 from pipeline.memory.devices import Device, device  # noqa: E402
@@ -1036,14 +1036,13 @@ def main() -> int:
     if "error" in about:
         print(f"{about['error']}: nothing was measured (--dry lets the CPU stand in)", file=sys.stderr)
         return 2
-    about |= {"torch": torch_version(), "date": date.today().isoformat(), "dry": typed.dry}
-    result: dict[str, Any] = {"machine": about}
+    about |= {"torch": torch_version(), "dry": typed.dry}
+    result: dict[str, Any] = {"card": about}
 
     def keep(rows: list[dict[str, Any]]) -> None:
         for part in typed.only:
             result[part] = {"rows": [row for row in rows if row["part"] == part]}
-        if typed.out and not typed.dry:
-            typed.out.write_text(json.dumps(result, indent=1) + "\n")
+        write(None if typed.dry else typed.out, result)
 
     print(json.dumps(about), flush=True)
     keep([])
@@ -1058,8 +1057,7 @@ def main() -> int:
     if typed.dry:
         print("dry: the script runs; these figures are of the CPU in a card's place, and --out was not written")
         return 0
-    if typed.out:
-        typed.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(typed.out, result)
     ran = {"compare": "measured_bytes", "plan": "used", "history": "events"}
     return 0 if all(any(ran[part] in row for row in result[part]["rows"]) for part in typed.only) else 1
 

@@ -30,14 +30,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.loader import ENCODER, generate  # noqa: E402 - the project is found only now
+from benchmarks.circumstances import write  # noqa: E402 - the project is found only now
+from benchmarks.loader import ENCODER, generate  # noqa: E402
 from benchmarks.train import TASK, cache_of, items_of, prepared_of, table_of, work_of  # noqa: E402
 
 PLAYED = "24GiB"
@@ -363,7 +363,7 @@ def survived(found: Mapping[str, Any]) -> bool:
 
 def table(result: Mapping[str, Any]) -> str:
     """Return the figures for people."""
-    lines = [f"{result['machine'].get('name', 'the CPU in place of a card')}, {result['machine']['date']}"]
+    lines = [f"{result['card'].get('name', 'the CPU in place of a card')}"]
     for name, pace in result["speed"].get("steps_per_s", {}).items():
         ratio = result["speed"]["ratio"].get(name)
         lines.append(f"{name:28}{pace:8.2f} steps/s" + (f"   ours is {ratio:.2f}x as fast" if ratio else ""))
@@ -400,18 +400,18 @@ def run(typed: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     until = time.monotonic() + 60 * (60 if typed.dry else typed.minutes)
     common = {**size, "root": str(scratch / "cache"), "device": "cpu" if typed.dry else "cuda", "fraction": None}
     bench = Bench(scratch, common, until)
-    machine = {} if typed.dry else bench.ask("facts")
-    if "error" in machine:
-        return {"machine": machine}
+    card = {} if typed.dry else bench.ask("facts")
+    if "error" in card:
+        return {"card": card}
     if not typed.dry:
         from pipeline.memory.devices import device
 
-        bench.common["capability"] = machine["capability"]
-        bench.common["fraction"] = min(1.0, device(PLAYED).usable_bytes / machine["total_bytes"])
+        bench.common["capability"] = card["capability"]
+        bench.common["fraction"] = min(1.0, device(PLAYED).usable_bytes / card["total_bytes"])
     started = time.monotonic()
-    machine |= {"date": date.today().isoformat(), "dry": typed.dry, "fraction": bench.common["fraction"]}
-    result = {"machine": machine, "reach": REACH, "size": dict(size), **measure(bench, size)}
-    machine["took_s"] = round(time.monotonic() - started)
+    card |= {"dry": typed.dry, "fraction": bench.common["fraction"]}
+    result = {"card": card, "reach": REACH, "size": dict(size), **measure(bench, size)}
+    card["took_s"] = round(time.monotonic() - started)
     return result
 
 
@@ -436,8 +436,8 @@ def main() -> int:
     whole = bool(result["speed"].get("ratio")) and "last_to_third" in result["epochs"] and result["oom"]["survived"]
     if typed.dry:
         print("dry: the script runs; these figures are of the CPU in a card's place, and --out was not written")
-    elif typed.out:
-        typed.out.write_text(text + "\n")
+    else:
+        write(typed.out, result)
     return 0 if whole else 1
 
 

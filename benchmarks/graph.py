@@ -22,7 +22,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import date
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.circumstances import write
 from pipeline.graphs import residue
 from pipeline.graphs.graph import Graph, decode, encode
 from pipeline.graphs.recipe import Recipe as GraphRecipe
@@ -249,8 +249,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         result = measured(files, Path(name), options.runs)
     print(json.dumps(result))
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
+    write(options.out, result)
     return 0
 
 
@@ -286,7 +285,6 @@ def measured(files: list[Path], folder: Path, runs: int) -> dict[str, Any]:
         "steps_ms": steps(files, folder, runs),
         "bytes_mean": round(statistics.mean(sizes)),
         "bytes_max": max(sizes),
-        "date": date.today().isoformat(),
     }
 
 

@@ -21,7 +21,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ import numpy as np  # noqa: E402 - it reads the number of threads
 import torch  # noqa: E402
 from scipy import stats  # noqa: E402
 
+from benchmarks.circumstances import write  # noqa: E402 - the project is found only now
 from pipeline.graphs.graph import Graph  # noqa: E402
 from pipeline.structures.sources import SourceSpec, items  # noqa: E402
 from pipeline.tasks.interface import Batch, Interface  # noqa: E402
@@ -155,7 +155,6 @@ def main() -> int:
         "took_s": round(time.perf_counter() - start),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "date": date.today().isoformat(),
     }
     print(f"{'':30}" + "".join(f"{column:>32}" for column in next(iter(table.values()))))
     for name, columns in table.items():
@@ -164,8 +163,7 @@ def main() -> int:
         )
         print(f"{name:30}" + "".join(f"{cell:>32}" for cell in cells))
     print(json.dumps(result))
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
+    write(options.out, result)
     return 0
 
 

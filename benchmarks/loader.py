@@ -22,13 +22,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import date
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.circumstances import write
 from pipeline.encoder.recipe import Recipe, Variant
 from pipeline.graphs import graph as graphs
 from pipeline.graphs.build import build
@@ -362,7 +362,6 @@ def measure(scratch: Path, items: int, compared: int, runs: int) -> dict[str, An
         "compare": in_a_process("compare", **where, folder=folder, compared=compared, runs=runs),
         "beside_a_step": in_a_process("step", **where, compared=compared),
         "reach": REACH,
-        "date": date.today().isoformat(),
     }
 
 
@@ -384,8 +383,7 @@ def main() -> int:
     finally:
         shutil.rmtree(scratch)
     print(json.dumps(result, indent=2))
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
+    write(options.out, result)
     return 0
 
 

@@ -18,12 +18,10 @@ import argparse
 import importlib
 import json
 import os
-import platform
 import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +29,17 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ["OMP_NUM_THREADS"] = "1"  # some kernels take memory per thread; torch reads it at its start
 
+from benchmarks.circumstances import circumstances, write  # noqa: E402 - the project is found only now
+
 PARTS = ("accuracy", "limited", "large", "guides")
 BY_MEMBER = ("accuracy", "limited")  # the file is written after each
 
 
-def machine() -> dict[str, Any]:
+def on() -> dict[str, Any]:
     """Return what the figures were taken on."""
     import torch
 
-    return {
-        "cpus": len(os.sched_getaffinity(0)),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "date": date.today().isoformat(),
-    }
+    return {**circumstances(), "threads": torch.get_num_threads(), "torch": torch.__version__}
 
 
 def options() -> argparse.Namespace:
@@ -79,8 +73,7 @@ def main() -> int:
     for name in typed.only:
         for some in [[member] for member in members] if name in BY_MEMBER else [members]:
             result[name] = measured(name, some, typed.out, result.get(name, {}))
-            if typed.out:
-                typed.out.write_text(json.dumps(result, indent=2) + "\n")
+            write(typed.out, result)
     told = {part: {key: value for key, value in result[part].items() if key != "rows"} for part in typed.only}
     print(json.dumps(told))
     return 0
@@ -94,7 +87,7 @@ def measured(name: str, members: Sequence[Any], out: Path | None, before: Mappin
     took_s, done = time.perf_counter() - start, {row["member"] for row in rows}
     rows = [{**row, "took_s": round(took_s / len(rows), 2)} for row in rows]
     rows = [*(row for row in before.get("rows", ()) if row["member"] not in done), *rows]
-    return {**part.told(rows), "took_s": round(sum(row["took_s"] for row in rows)), "machine": machine(), "rows": rows}
+    return {**part.told(rows), "took_s": round(sum(row["took_s"] for row in rows)), **on(), "rows": rows}
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import random
 import shutil
 import subprocess
@@ -20,13 +18,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.circumstances import write  # noqa: E402 - the project is found only now
 from pipeline.store import scrub  # noqa: E402 - the project need not be installed
 from pipeline.store.cache import Cache  # noqa: E402
 from pipeline.store.disk import Disk  # noqa: E402
@@ -62,7 +60,7 @@ def main() -> int:
     finally:
         shutil.rmtree(folder)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(options.out, result)
     print(json.dumps(result, indent=1))
     print(f"\n{'faults':38}{'how many':>10}{'wrong':>8}")
     for name, told in result["faults"].items():
@@ -80,9 +78,6 @@ def prove(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         first += found[: 10 - len(first)]
     return {
         "proof": "cache",
-        "date": f"{datetime.now(timezone.utc):%Y-%m-%d}",
-        "machine": f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, "
-        f"Python {platform.python_version()}",
         "seed": options.seed,
         "seconds": round(time.time() - begun),
         "faults": {sort: {"faults": faults[sort], "complaints": wrong[sort]} for sort in faults},

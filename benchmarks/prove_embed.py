@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
+from benchmarks.circumstances import write
 from pipeline.config.load import load
 from pipeline.encoder.checkpoint import load as load_weights
 from pipeline.encoder.parity import Reference
@@ -137,11 +137,9 @@ def main() -> int:
         "kills_after_progress": progressed,
         **found,
         "python": platform.python_version(),
-        "date": f"{datetime.now(timezone.utc):%Y-%m-%d}",
     }
     print(json.dumps(result, indent=2))
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
+    write(options.out, result)
     return 0 if faults == 0 and kills["kills"] >= options.kills and progressed > options.kills // 2 else 1
 
 

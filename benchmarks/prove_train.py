@@ -14,7 +14,6 @@ import argparse
 import json
 import math
 import os
-import platform
 import random
 import shutil
 import signal
@@ -23,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 from safetensors import safe_open  # noqa: E402 - the project need not be installed
 
+from benchmarks.circumstances import write  # noqa: E402 - the project is found only now
 from pipeline.encoder.synth import synth  # noqa: E402
 from pipeline.runs.status import ENDED  # noqa: E402
 from pipeline.structures.synthetic import write_demo  # noqa: E402
@@ -385,9 +384,6 @@ def main() -> int:
     restarts = sorted(one["restart_s"] for one in rows if "restart_s" in one)
     result = {
         "proof": "training",
-        "date": f"{datetime.now(timezone.utc):%Y-%m-%d}",
-        "machine": f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, "
-        f"Python {platform.python_version()}",
         "ranks": f"{NODES} nodes of {RANKS}",
         "seed": options.seed,
         "in_peace": peace,
@@ -397,7 +393,7 @@ def main() -> int:
         "restart_s": {"least": restarts[0], "median": restarts[len(restarts) // 2], "most": restarts[-1]},
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(options.out, result)
     print(json.dumps(result, indent=1))
     print(table(rows))
     return 0 if len(rows) == options.kills and not (unlike or idle) else 1

@@ -30,7 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ["OMP_NUM_THREADS"] = "1"  # some kernels take memory per thread; torch reads it at its start
 
-from benchmarks.planner import machine  # noqa: E402 - the project is found only now
+from benchmarks.circumstances import write  # noqa: E402 - the project is found only now
+from benchmarks.planner import on  # noqa: E402
 
 PARTS = ("accuracy", "limited", "epochs", "negatives")
 
@@ -66,8 +67,7 @@ def main() -> int:
         for recipe in [one for one in part.RECIPES if not typed.recipes or one in typed.recipes.split(",")]:
             for made in measured(part, recipe, result.get(name, {})):
                 result[name] = made
-                if typed.out:
-                    typed.out.write_text(json.dumps(result, indent=2) + "\n")
+                write(typed.out, result)
     told = {part: {key: one for key, one in result.get(part, {}).items() if key != "rows"} for part in typed.only}
     print(json.dumps(told))
     return 0
@@ -79,7 +79,7 @@ def measured(part: Any, recipe: str, before: Mapping[str, Any]) -> Iterator[dict
     for row in part.measured(recipe):
         rows.append({"recipe": recipe, **row, "took_s": round(time.perf_counter() - start, 2)})
         took_s, start = round(sum(one["took_s"] for one in rows)), time.perf_counter()
-        yield {**part.told(rows), "took_s": took_s, "machine": machine(), "rows": rows}
+        yield {**part.told(rows), "took_s": took_s, **on(), "rows": rows}
 
 
 if __name__ == "__main__":

@@ -15,13 +15,13 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.circumstances import write
 from pipeline.keys import content_digest
 from pipeline.records import Item, Part, Role
 from pipeline.structures.inventory import File, Recipe, examine
@@ -158,7 +158,6 @@ def main() -> int:
             for ranks in (2, 3, 8)
         },
         "times": {f"{items:,} items": times(real, items) for items in (10_000, 1_000_000)},
-        "date": date.today().isoformat(),
     }
     for title in ("padding", "balance", "times"):
         rows = result[title]
@@ -166,8 +165,7 @@ def main() -> int:
         for name, row in rows.items():
             print(f"{name:26}" + "".join(f"{value:>24}" for value in row.values()))
     print(json.dumps(result))
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
+    write(options.out, result)
     return 0
 
 

@@ -17,12 +17,12 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.circumstances import write
 from pipeline.keys import content_digest
 from pipeline.records import Item, Part, Role
 from pipeline.structures.atoms import text
@@ -151,14 +151,12 @@ def main() -> int:
         "ratio_median": round(statistics.median(ratios), 1),
         "ratio_min": round(min(ratios), 1),
         "reach": REACH,
-        "date": date.today().isoformat(),
     }
     print(f"{len(files)} files, {options.runs} runs: the same arrays")
     print(f"{'':12}{'complexes/s/core':>18}\n{'pipeline':12}{1 / ours:>18.0f}\n{'Biopython':12}{1 / theirs:>18.1f}")
     print(f"ratio {result['ratio_median']}x (lowest {result['ratio_min']}x), to reach {REACH:.0f}x")
     print(json.dumps(result))
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
+    write(options.out, result)
     return 0
 
 

@@ -15,13 +15,13 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.circumstances import write
 from pipeline.structures.synthetic import complex_pdb, draw_sequence
 
 REACH_BYTES = {"scan": 600 << 20, "graph": 800 << 20}
@@ -103,14 +103,12 @@ def main() -> int:
         "again": again,
         "reach_bytes": REACH_BYTES[options.stage],
         "cores": os.cpu_count(),
-        "date": date.today().isoformat(),
     }
     for label, figures in (("first run", first), ("again, all cached", again)):
         mib = figures["all_processes_bytes"] / 2**20, figures["largest_process_bytes"] / 2**20
         print(f"{label:18} {figures['seconds']:7.1f} s   all processes {mib[0]:6.0f} MiB   largest {mib[1]:6.0f} MiB")
     print(json.dumps(result))
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
+    write(options.out, result)
     return 0 if first["all_processes_bytes"] < REACH_BYTES[options.stage] else 1
 
 

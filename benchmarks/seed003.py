@@ -26,7 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ["OMP_NUM_THREADS"] = "1"  # some kernels take memory per thread; torch reads it at its start
 
-from benchmarks.planner import machine  # noqa: E402 - the project is found only now
+from benchmarks.circumstances import write  # noqa: E402 - the project is found only now
+from benchmarks.planner import on  # noqa: E402
 
 GIB, MIB = 1 << 30, 1 << 20
 PARTS = ("table", "variants", "measured")
@@ -87,9 +88,8 @@ def main() -> int:
     result = json.loads(typed.out.read_text()) if typed.out and typed.out.exists() else {}
     for name, rows in _made(typed, result):
         result.setdefault(name[0], {}).setdefault(name[1], {}).update(rows)
-        result["machine"] = machine()
-        if typed.out:
-            typed.out.write_text(json.dumps(result, indent=2) + "\n")
+        result |= on()
+        write(typed.out, result)
     print(json.dumps({name: result[name] for name in PARTS if name in result}))
     print(rendered(result))
     return 0

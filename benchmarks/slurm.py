@@ -17,13 +17,13 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.circumstances import write
 from benchmarks.scan_memory import write_complex
 from tests.slurm.cluster import Cluster, why_not
 
@@ -125,7 +125,6 @@ def main() -> int:
     assert accepted == options.complexes, accepted
     assert not left, left
     result = {
-        "date": str(date.today()),
         "complexes": options.complexes,
         "submit_s": [round(one, 2) for one in seconds],
         "submit_median_s": round(statistics.median(seconds), 2),
@@ -137,8 +136,7 @@ def main() -> int:
         "reach": {"submit_s": SUBMIT_S, "visit_s": VISIT_S, "visit_bytes": VISIT_BYTES},
     }
     text = json.dumps(result, indent=2)
-    if options.out:
-        options.out.write_text(text + "\n")
+    write(options.out, result)
     print(text)
     print(f"submit {result['submit_median_s']} s (reach {SUBMIT_S:.0f}); the longest of {len(paid)} visits")
     print(f"{result['longest_visit_s']} s (reach {VISIT_S:.0f}), {result['largest_visit_bytes'] >> 20} MiB (reach 300)")

@@ -11,8 +11,9 @@ import statistics
 import subprocess
 import sys
 import time
-from datetime import date
 from pathlib import Path
+
+from benchmarks.circumstances import write
 
 REACH_S = 0.3
 PIPELINE = Path(sys.executable).with_name("pipeline")
@@ -41,12 +42,10 @@ def main() -> int:
         "help_s": round(ours, 3),
         "empty_interpreter_s": round(floor, 3),
         "reach_s": REACH_S,
-        "date": date.today().isoformat(),
     }
     print(f"pipeline --help {ours:.3f} s, an empty interpreter {floor:.3f} s, to reach {REACH_S} s")
     print(json.dumps(result))
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
+    write(options.out, result)
     return 0
 
 

@@ -7,19 +7,18 @@ import gc
 import json
 import os
 import pickle
-import platform
 import shutil
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from benchmarks.circumstances import write
 from pipeline.store.cache import Cache
 from pipeline.store.disk import Disk
 from pipeline.store.index import ROW, Index, write_index
@@ -45,22 +44,14 @@ def main() -> int:
     options = arguments.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="bench-store-", dir=options.dir))
     try:
-        result = {**circumstances(), "rows": measure(folder)}
+        result = {"benchmark": "store", "rows": measure(folder)}
     finally:
         shutil.rmtree(folder)
     text = json.dumps(result, indent=1)
-    if options.out:
-        options.out.write_text(text + "\n")
+    write(options.out, result)
     print(text)
     print_table(result["rows"])
     return 0
-
-
-def circumstances() -> dict[str, Any]:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-    machine = f"{os.cpu_count()} cores of {model}, {platform.system()}, Python {platform.python_version()}"
-    return {"benchmark": "store", "date": f"{datetime.now(timezone.utc):%Y-%m-%d}", "machine": machine}
 
 
 def measure(folder: Path) -> list[dict[str, Any]]:

@@ -31,7 +31,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from datetime import date
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -40,6 +39,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.circumstances import write  # noqa: E402 - the project is found only now
 from benchmarks.loader import ENCODER, generate, loader_of  # noqa: E402 - the project is found only now
 
 TASK = "pipeline.tasks.interface:Interface"
@@ -459,7 +459,6 @@ def measure(scratch: Path, complexes: int, rounds: int) -> dict[str, Any]:
         "reach": REACH,
         "load": [round(one, 1) for one in load],
         "cores": os.cpu_count(),
-        "date": date.today().isoformat(),
     }
 
 
@@ -527,8 +526,7 @@ def main() -> int:
     text = json.dumps(result, indent=2)
     print(text)
     print(table(result))
-    if options.out:
-        options.out.write_text(text + "\n")
+    write(options.out, result)
     return 0
 
 

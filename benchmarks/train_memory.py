@@ -25,7 +25,6 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
-from datetime import date
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.circumstances import write  # noqa: E402 - the project is found only now
 from benchmarks.slurm import pipeline  # noqa: E402 - the project is found only now
 from pipeline.structures.synthetic import Fold, dock, draw_sequence, fold, to_pdb  # noqa: E402
 from tests.slurm.cluster import Cluster, why_not  # noqa: E402
@@ -302,7 +302,7 @@ def measure(folder: Path, complexes: int) -> dict[str, Any]:
         shard.unlink()  # the disk is needed for the other side's files
     shutil.rmtree(folder / "data")
     result["original"] = load_like_the_original(folder, complexes)
-    return {**result, "load": os.getloadavg(), "cores": os.cpu_count(), "date": date.today().isoformat()}
+    return {**result, "load": os.getloadavg(), "cores": os.cpu_count()}
 
 
 def table(result: dict[str, Any]) -> str:
@@ -350,8 +350,7 @@ def main() -> int:
     text = json.dumps(result, indent=2)
     print(text)
     print(table(result))
-    if options.out:
-        options.out.write_text(text + "\n")
+    write(options.out, result)
     trained = all(result[name]["complexes"] == options.complexes for name in RANKS)
     within = all(result[name]["peak_rss_bytes"] <= MEM_BYTES for name in RANKS)
     return 0 if trained and within and result["original"]["state"] == "OUT_OF_MEMORY" else 1

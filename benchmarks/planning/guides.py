@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.circumstances import write
 from pipeline.errors import PipelineError
 from pipeline.memory.configurations import Configuration, table
 from pipeline.memory.devices import Device, device
@@ -28,7 +28,7 @@ def measured(_: object, out: Path | None) -> list[dict[str, Any]]:
     """Return every figure, after writing them beside the other results where there is a place for them."""
     rows = [_guide(guide) for guide in GUIDES.values()]
     if out is not None:
-        (out.parent / "guides.json").write_text(json.dumps(rows, indent=2) + "\n")
+        write(out.parent / "guides.json", {"guides": rows})
         (out.parent / "guides.md").write_text(rendered(rows))
     print(rendered(rows))
     return [
