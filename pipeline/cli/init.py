@@ -28,6 +28,7 @@ def init(
     The profile, DIR/sites/CLUSTER.yaml, holds what sinfo, scontrol and sacctmgr tell: partitions, limits, accounts,
     kinds of GPU. Nothing is ever written over.
     """
+    from pipeline.config.shipped import shipped
     from pipeline.runs.starter import write
 
     site, why_not = _look()
@@ -38,9 +39,8 @@ def init(
     for said in (f"could not be asked: {silent}" for silent in site.silent) if site else (why_not,):
         typer.echo(f"note: {said}", err=True)
     enter = "" if folder == Path() else f"  cd {shlex.quote(os.fspath(folder))}\n"
-    what = (
-        "your complexes are" if recipe is None else "your data are; docs/guides.md tells how to make some for a trial"
-    )
+    guides = shipped("docs/guides.md")
+    what = "your complexes are" if recipe is None else f"your data are; {guides} tells how to make some for a trial"
     typer.echo(f"next:\n{enter}  edit pipeline.yaml     say in data.path where {what}\n  pipeline doctor")
 
 

@@ -1,0 +1,92 @@
+"""The wheel in an environment of its own, far from the repository: commands, types, and the whole demo."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pipeline
+from tests.conftest import ROOT
+from tests.packaging.conftest import Installed
+
+USER = """\
+from pathlib import Path
+
+from pipeline.config.load import load
+from pipeline.keys import recipe_tag
+
+
+def limit(path: Path) -> int:
+    return load(path).config.data.limit or 0
+
+
+TAG: bytes = recipe_tag("graph", {"k": 1})
+WRONG: int = recipe_tag("graph", {"k": 1})
+"""
+
+
+@pytest.fixture
+def project(installed: Installed, tmp_path: Path) -> Path:
+    """Make a project as a user begins one."""
+    installed("pipeline", "init", ".", cwd=tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/manifest.csv").write_text("id,path\na,a.pdb\n")
+    return tmp_path
+
+
+def test_the_package_comes_from_the_wheel_and_nothing_of_the_checkout_is_seen(
+    installed: Installed, tmp_path: Path
+) -> None:
+    code = "import json, sys, pipeline; print(json.dumps([pipeline.__file__, pipeline.__version__, *sys.path]))"
+    file, version, *paths = json.loads(installed("python", "-c", code, cwd=tmp_path).stdout)
+    assert Path(file).is_relative_to(installed.prefix)
+    assert version == pipeline.__version__
+    assert str(ROOT) not in paths
+    typed = "from importlib.resources import files; assert files('pipeline').joinpath('py.typed').is_file()"
+    installed("python", "-c", typed, cwd=tmp_path)
+
+
+def test_help_and_version_are_those_of_the_checkout(installed: Installed, tmp_path: Path) -> None:
+    assert installed("pipeline", "--version", cwd=tmp_path).stdout == f"pipeline {pipeline.__version__}\n"
+    assert "submit" in installed("pipeline", "--help", cwd=tmp_path).stdout
+
+
+def test_a_new_project_is_checked_and_its_scan_is_planned(installed: Installed, project: Path) -> None:
+    installed("pipeline", "config", "check", cwd=project)
+    told = installed("pipeline", "submit", "--stage", "scan", "--executor", "local", "--dry-run", cwd=project)
+    assert "scan" in told.stdout
+    assert not (project / "runs").exists()
+
+
+def test_the_scripts_and_recipes_of_the_wheel_are_found(installed: Installed, project: Path) -> None:
+    installed("pipeline", "submit", "--stage", "scan", "--executor", "slurm", "--emit", "scripts", cwd=project)
+    assert "srun" in (project / "scripts/scan-0.sbatch").read_text()
+    found = "from pipeline.config.shipped import shipped; print(shipped('sbatch'), shipped('configs/recipes'))"
+    folders = installed("python", "-c", found, cwd=project).stdout.split()
+    assert all(Path(folder).is_relative_to(installed.prefix) and any(Path(folder).iterdir()) for folder in folders)
+    installed("pipeline", "init", "other", "--recipe", "rna_ligand", cwd=project)
+    assert "RNA" in (project / "other/pipeline.yaml").read_text()
+
+
+def test_a_program_that_uses_the_wheel_is_checked_against_its_types(installed: Installed, tmp_path: Path) -> None:
+    (tmp_path / "user.py").write_text(USER)
+    python = str(installed.prefix / "bin/python")
+    words = ["--strict", "--no-error-summary", "--python-executable", python, "--cache-dir", str(tmp_path / "cache")]
+    mypy = [sys.executable, "-m", "mypy", *words, "user.py"]
+    done = subprocess.run(mypy, cwd=tmp_path, capture_output=True, text=True, check=False)
+    wrong = 'user.py:12: error: Incompatible types in assignment (expression has type "bytes", variable has type "int")'
+    assert done.stdout.splitlines() == [f"{wrong}  [assignment]"]
+
+
+@pytest.mark.slow
+def test_the_whole_demo_runs_from_the_wheel_in_an_empty_environment(installed: Installed, tmp_path: Path) -> None:
+    told = installed("pipeline", "demo", "demo", cwd=tmp_path)
+    assert "24 accepted, 1 rejected" in told.stdout
+    again = installed("pipeline", "submit", "--stage", "all", "--executor", "local", "--follow", cwd=tmp_path / "demo")
+    assert "30 cached, 0 to do" in again.stdout + again.stderr
+    code = Path(next((tmp_path / "demo/runs").glob("2*/code.txt")).read_text())
+    assert (code / "pipeline/data/sbatch/train.sbatch").is_file()  # what a run froze is the wheel's, whole
