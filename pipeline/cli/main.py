@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from pipeline import __version__
-from pipeline.cli import cache, config, control, doctor, init, logs, plan, replay, report, runs, weights
+from pipeline.cli import cache, config, control, doctor, init, logs, plan, replay, report, runs, status, weights
 from pipeline.cli.options import as_typed
 from pipeline.errors import PipelineError
 
@@ -34,7 +34,7 @@ app.command()(init.init)
 app.command()(doctor.doctor)
 app.command()(plan.plan)
 app.command()(runs.submit)
-app.command()(runs.status)
+app.command()(status.status)
 app.command()(logs.logs)
 app.command()(report.report)
 app.command()(replay.replay)

@@ -1,4 +1,4 @@
-"""The verbs about runs: demo, submit, status."""
+"""The verbs that begin runs: demo, submit."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import os
 import shlex
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli.options import ConfigFile, Json, Run, Sets, load_config, print_json
+from pipeline.cli.options import ConfigFile, Sets, load_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -371,47 +371,6 @@ def _watch(folder: RunFolder, ended: Callable[[RunStatus], None]) -> None:
         failed = JobFailed(status.error)
         failed.exit_code = status.exit_code  # type: ignore[misc]  # the run's own
         raise failed
-
-
-def status(
-    run: Run = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Go on showing it until it has ended.")] = False,
-    config: ConfigFile = None,
-    sets: Sets = None,
-    as_json: Json = False,
-) -> None:
-    """Show what a run is doing, or what became of it."""
-    import gc
-    import socket
-
-    from pipeline.report import tables
-    from pipeline.runs.folder import by_path, find
-    from pipeline.runs.ledger import Reader
-    from pipeline.runs.pending import GOING_ON, shown
-    from pipeline.runs.status import RunStatus
-
-    folder = by_path(run) if run else None
-    folder = folder or find(load_config(config, sets).config.cluster.runs, run)
-    found, reader = RunStatus(folder.name), Reader(folder)
-
-    def catch_up() -> None:
-        for event in reader.news():
-            found.apply(event)
-
-    def now() -> dict[str, Any]:
-        catch_up()
-        return shown(folder, found, socket.gethostname(), catch_up)
-
-    if not watch:  # a short life, in which collecting would walk through all tasks again and again
-        gc.disable()
-    if as_json:
-        print_json(now())
-    elif watch:
-        from pipeline.report.watch import watched
-
-        watched(now, lambda: found.state in GOING_ON)
-    else:
-        tables.show(*tables.run_report(now()))
 
 
 def demo(

@@ -30,7 +30,8 @@ _STARTED, _PROGRESS, _FINISHED = (
     for kind in (EventKind.TASK_STARTED, EventKind.PROGRESS, EventKind.TASK_FINISHED)
 )
 READ_BYTES = 1 << 18
-_NO_FIGURES = b'"figures":{}'
+_NO_FIGURES, _LOSS = b'"figures":{}', b"loss"
+LOSSES = 16  # of the lines read at once: enough for a curve, of however long a training
 
 
 class Ledger:
@@ -108,14 +109,15 @@ class Reader:
 
 
 def _telling(lines: list[bytes]) -> Iterator[bytes]:
-    """Return the lines of a writer that those after them do not overtake."""
+    """Return the lines of a writer that those after them do not overtake, and some of those that tell a loss."""
     last = lines[-1] if lines else b""
     whole = _FINISHED in last and _NO_FIGURES not in last and _STARTED in lines[0]
-    if whole and all(_PROGRESS in line for line in lines[1:-1]):  # as most are: one start that went well
+    if whole and _LOSS not in last and all(_PROGRESS in line for line in lines[1:-1]):  # one start that went well
         return iter((last,))
-    kept = lines[-1:]
-    for line in reversed(lines[:-1]):
-        if not _is_overtaken(line, kept[-1]):
+    kept, every = lines[-1:], max(1, len(lines) // LOSSES)
+    for place in range(len(lines) - 2, -1, -1):
+        line = lines[place]
+        if not _is_overtaken(line, kept[-1]) or (place % every == 0 and _LOSS in line):
             kept.append(line)
     return reversed(kept)
 

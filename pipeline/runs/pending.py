@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from pipeline.runs.status import RunStatus, StageStatus
 
 ASK_S = 5.0
+ASK_AGAIN_S = 10.0  # who watches for days asks no more often than that
 GOING_ON = (RunState.WAITING, RunState.RUNNING)
 
 
@@ -65,7 +67,7 @@ class Look:
 
 def look(status: RunStatus) -> Look:
     """Ask the queue about the jobs of a run that may not have ended."""
-    jobs = [*status.successors, *(job for stage in status.stages.values() for job in stage.live)]
+    jobs = _jobs(status)
     if status.state not in GOING_ON or not any(job.isdecimal() for job in jobs):
         return Look({})
     try:
@@ -74,9 +76,36 @@ def look(status: RunStatus) -> Look:
         return Look(None, error.what.splitlines()[0])
 
 
-def shown(folder: RunFolder, status: RunStatus, this_host: str, catch_up: Callable[[], None]) -> dict[str, Any]:
+def _jobs(status: RunStatus) -> list[JobId]:
+    """Return the jobs of a run that may not have ended."""
+    return [*status.successors, *(job for stage in status.stages.values() for job in stage.live)]
+
+
+class Sparing:
+    """Asks the queue for who watches: at once about other jobs, and again about the same ones only after a while."""
+
+    def __init__(self, every_s: float = ASK_AGAIN_S, ask: Callable[[RunStatus], Look] = look) -> None:
+        self._every_s, self._ask = every_s, ask
+        self._about: tuple[object, ...] = ()
+        self._said, self._at = Look({}), -math.inf
+
+    def __call__(self, status: RunStatus) -> Look:
+        """Return what the queue says, or said a moment ago."""
+        about = (status.state, *_jobs(status))
+        if about != self._about or time.monotonic() - self._at >= self._every_s:
+            self._said, self._about, self._at = self._ask(status), about, time.monotonic()
+        return self._said
+
+
+def shown(
+    folder: RunFolder,
+    status: RunStatus,
+    this_host: str,
+    catch_up: Callable[[], None],
+    ask: Callable[[RunStatus], Look] = look,
+) -> dict[str, Any]:
     """Return a run as people see it: by its ledger, with what the queue says now."""
-    now = look(status)
+    now = ask(status)
     if is_abandoned(status, this_host, now):
         catch_up()  # a visit may have handed over since
         now = look(status)

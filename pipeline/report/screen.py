@@ -1,0 +1,221 @@
+"""A run as a screen of a terminal: as many lines as it has, each as long as it is wide. Pure: state → lines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
+
+from pipeline.report.tables import TASK_STATES, UNIT, duration, found_damage, plural, size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+NAME_COLUMNS = 11
+LEAST_BAR, MOST_BAR = 10, 40  # columns
+SPARKS = "▁▂▃▄▅▆▇█"
+MOST_SPARKS = 24
+LEAST_EVENTS = 3  # lines that are left for what happened lately before details of stages go
+STYLES = {
+    "done": "green",
+    "running": "cyan",
+    "waiting": "yellow",
+    "failed": "bold red",
+    "abandoned": "bold red",
+    "stopped": "yellow",
+}
+BAD = ("failed", "abandoned")
+
+
+@dataclass(frozen=True, slots=True)
+class Screen:
+    """Where it is shown, and when."""
+
+    width: int
+    height: int
+    now: float  # seconds since 1970
+    pace: Mapping[str, float] = field(default_factory=dict)  # stage → what it works through in a second
+
+
+def screen(run: Mapping[str, Any], on: Screen) -> list[Text]:
+    """Return the lines of a screen, never more than it has; what goes on and what went wrong is cut last."""
+    head, foot = list(_head(run, on)), list(_foot(run, on))
+    bars = [(_bar(stage, on), list(_details(stage, on))) for stage in run["stages"]]
+    bars += [(Text(f"{name:<{NAME_COLUMNS}}to come", style="dim"), []) for name in _to_come(run)]
+    lately = [_happened(at, said) for at, said in reversed(run.get("lately", []))]
+    room = on.height - len(head) - len(foot) - len(bars)
+    details = _fitting([lines for _, lines in bars], room - min(LEAST_EVENTS, len(lately)))
+    room -= sum(map(len, details))
+    body = [line for (bar, _), own in zip(bars, details, strict=True) for line in (bar, *own)]
+    events = lately[: max(0, room - 2)]  # below a blank line and a title
+    titled = [Text(), Text("lately", style="bold"), *events] if events else []
+    room -= len(titled)
+    gap = [Text()] if room > 0 else []
+    lines = [*head, *gap, *body, *titled]
+    lines += [Text()] * (room - len(gap)) if foot else []
+    return [_cut(line, on.width) for line in [*lines[: on.height - len(foot)], *foot][: on.height]]
+
+
+def _head(run: Mapping[str, Any], on: Screen) -> Iterator[Text]:
+    """Say which run it is, how it stands, and who looks after it."""
+    state = "damage was found" if any(map(found_damage, run["stages"])) else run["state"]
+    end = run["ended_at"] or on.now
+    took = f"  {duration(end - run['started_at'])}" if run["started_at"] else ""
+    clock = f"{datetime.fromtimestamp(on.now):%H:%M:%S}"  # noqa: DTZ006 - the clock of who looks
+    left = Text.assemble((f"run {run['name']}", "bold"), "  ", (state, STYLES.get(state, "bold")), took)
+    gap = on.width - left.cell_len - len(clock)
+    yield left.append(" " * gap + clock, style="dim") if gap > 0 else left
+    if run.get("supervisor"):
+        yield Text(f"supervisor: {run['supervisor'].splitlines()[0]}", style="dim")
+    if run.get("trouble"):
+        yield Text(f"the queue could not be asked: {run['trouble']}", style="yellow")
+
+
+def _foot(run: Mapping[str, Any], on: Screen) -> Iterator[Text]:
+    """Say what to type next where something went wrong, and how to leave."""
+    if run["error"]:
+        yield Text(f"error: {run['error'].splitlines()[0]}", style="bold red")
+    if run["state"] == "abandoned":
+        yield Text(f"next: pipeline resume {run['name']}", style="bold")
+    elif _failed(run):
+        yield Text(f"next: pipeline logs {run['name']} --failed", style="bold")
+    if on.height > LEAST_BAR:
+        yield Text("Ctrl-C leaves; the run goes on", style="dim")
+
+
+def _failed(run: Mapping[str, Any]) -> bool:
+    """Tell whether something failed that nobody has made good."""
+    return run["state"] in BAD or any(stage["task_states"].get("failed") for stage in run["stages"])
+
+
+def _to_come(run: Mapping[str, Any]) -> list[str]:
+    begun = {stage["name"] for stage in run["stages"]}
+    return [name for name in run.get("planned", ()) if name not in begun]
+
+
+def _bar(stage: Mapping[str, Any], on: Screen) -> Text:
+    """Show how far a stage is: a bar, counts, and how fast it goes or how long it took."""
+    done, missing, goes_on = stage["items_done"], stage["missing"], stage["state"] == "running"
+    share = min(1.0, done / missing) if missing else float(stage["state"] == "done")
+    said = f"{done:,}/{missing:,}" if missing else f"{stage['cached']:,} cached"
+    rest = _speed(stage, on) if goes_on else _ended(stage)
+    width = max(LEAST_BAR, min(MOST_BAR, on.width - NAME_COLUMNS - 14 - 6 - 32))
+    full = int(share * width)
+    style = STYLES.get(stage["state"], "")
+    return Text.assemble(
+        (f"{stage['name']:<{NAME_COLUMNS}}", "bold"),
+        ("━" * full, style),
+        ("─" * (width - full), "dim"),
+        f" {int(100 * share):>3}% {said:>13}",  # 100% is said of no stage that has something left
+        f"  {rest}",
+    )
+
+
+def _speed(stage: Mapping[str, Any], on: Screen) -> str:
+    """Say how fast a stage goes, and how long it will take at that pace."""
+    pace, left = on.pace.get(stage["name"], 0.0), stage["missing"] - stage["items_done"]
+    if pace <= 0:
+        return "no pace yet" if stage["missing"] else ""
+    left_s = (stage["measured"] or {}).get("left_s") or left / pace
+    shown = f"{pace:,.0f}" if pace >= 100 else f"{pace:.2g}" if pace < 10 else f"{pace:.0f}"
+    return f"{shown} {UNIT[stage['name']]}s/s" + (f", {duration(left_s)} left" if left > 0 else "")
+
+
+def _ended(stage: Mapping[str, Any]) -> str:
+    """Say how a stage ended, and when."""
+    took = f" in {duration(stage['ended_at'] - stage['started_at'])}" if stage["ended_at"] else ""
+    return f"{'damage was found' if found_damage(stage) else stage['state']}{took}"
+
+
+def _details(stage: Mapping[str, Any], on: Screen) -> Iterator[Text]:
+    """Show what matters of a stage, the most important first; of one that ended well: nothing."""
+    indent = " " * NAME_COLUMNS
+    if stage["state"] == "running":
+        for parts in (_tasks(stage), _training(stage, on), _memory(stage)):
+            if parts:
+                yield Text(indent).append("; ".join(parts))
+    if stage["reasons"]:
+        reasons = sorted(stage["reasons"].items(), key=lambda one: -one[1])
+        yield Text(f"{indent}rejected: " + ", ".join(f"{count:,} {why}" for why, count in reasons), style="yellow")
+    if stage["error"]:
+        yield Text(f"{indent}{stage['error'].splitlines()[0]}", style="red")
+
+
+def _tasks(stage: Mapping[str, Any]) -> list[str]:
+    """Say where tasks stand, and what waiting ones wait for."""
+    states = stage["task_states"]
+    counts = ", ".join(f"{states[name]:,} {name}" for name in TASK_STATES if states.get(name))
+    waits = stage.get("waits_for") or ()
+    tried = sum(one["cause"] != "cancelled" for one in stage["failures"])
+    said = [f"tasks: {counts}"] if counts else []
+    said += [f"waiting for: {', '.join(waits)}"] if waits else []
+    return said + ([f"{plural(tried, 'attempt')} failed"] if tried else [])
+
+
+def _memory(stage: Mapping[str, Any]) -> list[str]:
+    """Say what tasks use of the memory they were given, and training of what was planned."""
+    use, figures = stage.get("use") or {}, list(stage["figures"].values())
+    used = max([use.get("peak_bytes") or 0, *(int(one.get("host_peak_bytes", 0)) for one in figures)])
+    asked = use.get("asked_bytes") or 0
+    said = [f"memory: {size(used)} of {size(asked)} ({used / asked:.0%})"] if used and asked else []
+    gpu = max([use.get("gpu_peak_bytes") or 0, *(int(one.get("device_peak_bytes", 0)) for one in figures)])
+    planned = max((int(one.get("planned_bytes", 0)) for one in figures), default=0)
+    if gpu:
+        said.append(f"GPU: {size(gpu)}" + (f" of {size(planned)} planned ({gpu / planned:.0%})" if planned else ""))
+    return said
+
+
+def _training(stage: Mapping[str, Any], on: Screen) -> list[str]:
+    """Say in which epoch a training is, and how its loss goes."""
+    told = {name: value for one in stage["figures"].values() for name, value in one.items()}
+    said = []
+    if stage["name"] == "train" and not any(name.startswith("script.") for name in told):
+        step = stage["cached"] + stage["items_done"]
+        epoch = f"epoch {int(told.get('epoch', 0)) + 1}, "
+        said.append(f"{epoch}step {step:,} of {stage['items']:,}")
+    losses = (stage.get("losses") or ())[-max(0, min(MOST_SPARKS, on.width - 60)) :]
+    if losses:
+        said.append(f"loss {losses[-1]:.4g} {sparkline(losses)}")
+    if "learning_rate" in told:
+        said.append(f"rate {told['learning_rate']:.3g}")
+    return said
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Return a curve of one line; what is no number has no height."""
+    known = [value for value in values if value - value == 0]
+    if not known:
+        return ""
+    low, span = min(known), max(known) - min(known)
+    steps = len(SPARKS) - 1
+    return "".join(
+        " " if value - value != 0 else SPARKS[round((value - low) / span * steps)] if span else SPARKS[0]
+        for value in values
+    )
+
+
+def _happened(at: float, said: str) -> Text:
+    """Show something that happened, and when."""
+    clock = f"{datetime.fromtimestamp(at):%H:%M:%S}"  # noqa: DTZ006 - the clock of who looks
+    return Text.assemble((f"{clock}  ", "dim"), " ".join(said.split()))
+
+
+def _fitting(details: Sequence[list[Text]], room: int) -> list[list[Text]]:
+    """Return as many details as there is room for: the newest stages' first, of each the first ones."""
+    kept: list[list[Text]] = [[] for _ in details]
+    for place in reversed(range(len(details))):
+        kept[place] = details[place][: max(0, room)]
+        room -= len(kept[place])
+    return kept
+
+
+def _cut(line: Text, width: int) -> Text:
+    """Return a line that is no longer than the screen is wide."""
+    if line.cell_len <= width:
+        line.rstrip()
+        return line
+    line = line.copy()
+    line.truncate(width, overflow="ellipsis")
+    return line
