@@ -2,15 +2,50 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
-BLOCK = re.compile(r"<!-- (?P<what>[a-z ]+)(?:: (?P<name>[^>]*?))? -->\n```\w+\n(?P<body>.*?)```", re.DOTALL)
-CONSOLE = re.compile(r"```console\n(.*?)```", re.DOTALL)
-ENVIRONMENT = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "100"}
+MARKED = re.compile(
+    r"(?:^<!-- (?P<what>[a-z ]+)(?:: (?P<argument>[^>]*?))? -->\n)?^ *```(?P<language>\w*)\n(?P<body>.*?)^ *```$",
+    re.DOTALL | re.MULTILINE,
+)
+START = re.compile(r"^<!-- starts from: (\w+) -->$", re.MULTILINE)
+TOLD = ("console", "bash", "yaml", "python")  # the languages whose blocks say what becomes of them
+MARKERS = ("run", "slow", "fails", "cluster", "file", "output", "settings", "demo", "not run")
+
+
+@dataclass(frozen=True)
+class Block:
+    """What stands between two fences, and the comment in the line above them."""
+
+    what: str  # a marker, or nothing
+    argument: str
+    language: str
+    body: str
+    line: int
+
+    @property
+    def commands(self) -> list[str]:
+        """Return what is typed, without prompt and comment; a block of Python is one command."""
+        if self.language == "python":
+            return [self.body]
+        return [line[2:].split("  #")[0].strip() for line in self.body.splitlines() if line.startswith("$ ")]
+
+    @property
+    def problem(self) -> str:
+        """Say what is wrong with how it is marked."""
+        if self.what and self.what not in MARKERS:
+            return f"{self.what!r} is no marker: {', '.join(MARKERS)}"
+        if self.language in TOLD and not self.what:
+            return f"a block of {self.language} says in the line above it what becomes of it"
+        if self.what in ("file", "not run") and not self.argument:
+            return f"<!-- {self.what}: … --> wants its name, or why"
+        lines = self.body.splitlines()
+        if self.what not in ("", "not run") and self.language == "console" and any(line[:2] != "$ " for line in lines):
+            return "every line of a console block begins with '$ '; what is printed goes into an output block"
+        return ""
 
 
 @dataclass(frozen=True)
@@ -19,29 +54,45 @@ class Page:
 
     path: Path
 
-    @property
+    @cached_property
     def text(self) -> str:
         return self.path.read_text()
 
-    def blocks(self, what: str) -> list[re.Match[str]]:
-        """Return the blocks that are marked so."""
-        return [block for block in BLOCK.finditer(self.text) if block["what"] == what]
+    @cached_property
+    def blocks(self) -> list[Block]:
+        """Return every block, in order."""
+        return [
+            Block(
+                what=found["what"] or "",
+                argument=found["argument"] or "",
+                language=found["language"],
+                body=found["body"],
+                line=self.text.count("\n", 0, found.start("body")),
+            )
+            for found in MARKED.finditer(self.text)
+        ]
 
-    def commands(self) -> list[str]:
-        """Return every command of the blocks that are run, without prompt and comment."""
-        lines = [line for block in self.blocks("run") for line in block["body"].splitlines()]
-        return [line[2:].split("  #")[0].strip() for line in lines if line.startswith("$ ")]
+    @property
+    def start(self) -> str:
+        """Return what the reader's folder holds when the page begins."""
+        found = START.search(self.text)
+        return found[1] if found else "nothing"
 
-    def files(self) -> dict[str, str]:
-        """Return the files that a reader writes, by name."""
-        return {block["name"]: block["body"] for block in self.blocks("file")}
+    @property
+    def prose(self) -> str:
+        """Return the page without its blocks."""
+        return MARKED.sub("", self.text)
 
     def write_files(self, folder: Path) -> None:
-        """Write them."""
-        for name, body in self.files().items():
-            (folder / name).write_text(body)
+        """Write the files that a reader writes."""
+        for block in self.blocks:
+            if block.what == "file":
+                (folder / block.argument).write_text(block.body)
 
-    def unmarked(self) -> list[str]:
-        """Return the console blocks of which nobody says whether they are run."""
-        marked = [block["body"] for block in BLOCK.finditer(self.text)]
-        return [body for body in CONSOLE.findall(self.text) if body not in marked]
+    def has(self, *what: str) -> bool:
+        """Tell whether any block is marked so."""
+        return any(block.what in what for block in self.blocks)
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with the marks of the blocks, by line."""
+        return [f"{self.path.name}:{block.line}: {block.problem}" for block in self.blocks if block.problem]

@@ -1,10 +1,33 @@
-"""What the pages under docs/ name is there: commands, settings, entries; a failed stage leads to its entry."""
+"""The README and every page under docs/ are done as they say, and what they name is there.
+
+How to write a page: a comment in the line above a block says what becomes of it; without one, a block of console, bash,
+yaml or python fails here. Blocks are done in their order, in a folder of the page's own.
+
+<!-- starts from: demo -->        anywhere on the page: the folder begins as a copy of a finished demo (pristine);
+                                  structures: it has three made complexes in structures/; without this it is empty
+<!-- run -->                      console: each line is `$ command`, maybe `  # why` after two blanks; it ends with 0.
+                                  python: the block is run as a script, in the page's folder
+<!-- slow -->                     the same, but in `make test-all` only
+<!-- fails: 2 -->                 the same as run, but each command ends with this exit code
+<!-- cluster -->                  the same on a real Slurm cluster, by tests/slurm/test_pages.py; the page then starts
+                                  from structures, its run blocks are typed, too, and what is submitted is waited for
+<!-- output -->                   what the last command typed has printed, whole lines, but for times, sizes in bytes,
+                                  folders and digests (shown.py); a line … leaves lines out
+<!-- file: NAME -->               the block is written to this file
+<!-- settings -->                 yaml: a part of a configuration, which is loaded and checked, and not kept
+<!-- not run: WHY -->             nothing
+
+Blocks of `text` and diagrams need no mark. Every `pipeline …` between backticks must be a command with its options,
+every `section.setting` must exist, every link and its #anchor (a heading or `<a id>`) must lead somewhere.
+Try one page: .venv/bin/python -m pytest -q tests/docs/test_pages.py -k cache.md
+"""
 
 from __future__ import annotations
 
 import importlib
 import re
-import subprocess
+import shutil
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
@@ -15,16 +38,24 @@ from pipeline.config import shipped
 from pipeline.config.schema import FIELDS, LEAVES
 from pipeline.runs import supervisor
 from pipeline.runs.attempts import Ask, Attempt, Task
-from tests.docs.blocks import ENVIRONMENT, Page
+from pipeline.structures.synthetic import complex_pdb
+from tests.docs.blocks import Page
+from tests.docs.reader import Reader
 
 ROOT = Path(__file__).resolve().parents[2]
 TASKS, READERS = ROOT / "pipeline/tasks", ROOT / "pipeline/readers"
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+ALL = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]  # that people read to use it
+MAPS = [*(ROOT / f"{one}.md" for one in ("ARCHITECTURE", "CONTRIBUTING", "CHANGELOG")), ROOT / "benchmarks/README.md"]
 WELL = {Cause.DONE, Cause.ACTIVE}  # nothing went wrong
 CODE = re.compile(r"`([^`\n]+)`")
 SECTIONS = ("data", "structures", "embed", "graph", "train", "cache", "cluster")
 SETTING = re.compile(rf"(?:{'|'.join(SECTIONS)})(?:\.[a-z_]+)+")
 HELP = {path.stem: path.read_text() for path in (ROOT / "tests/cli/golden").iterdir()}
+
+
+def name(page: Path) -> str:
+    """Return what a page is called in the name of a test."""
+    return str(page.relative_to(ROOT))
 
 
 def codes(page: Path) -> list[str]:
@@ -38,33 +69,50 @@ def codes(page: Path) -> list[str]:
     return [*CODE.findall(re.sub(r"```.*?```", "", text, flags=re.DOTALL)), *blocks]
 
 
-RUN = [pytest.param(page, command, id=f"{page.name}: {command}") for page in PAGES for command in Page(page).commands()]
+@pytest.fixture
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], Path]:
+    """Return a function that makes the folder in which a page begins."""
+
+    def begin(start: str) -> Path:
+        if start == "demo":
+            shutil.copytree(request.getfixturevalue("demo").pristine, tmp_path / "project")
+        elif start == "structures":
+            write_structures(tmp_path / "project")
+        else:
+            assert start == "nothing", f"no page starts from {start!r}"
+            (tmp_path / "project").mkdir()
+        return tmp_path / "project"
+
+    return begin
 
 
-@pytest.fixture(scope="module")
-def projects(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Path]:
-    """Write the files of each page into a folder of its own."""
-    found = {}
-    for page in PAGES:
-        found[page] = tmp_path_factory.mktemp(page.stem)
-        Page(page).write_files(found[page])
-    return found
+def write_structures(folder: Path) -> None:
+    """Write three made complexes below structures/."""
+    (folder / "structures").mkdir(parents=True)
+    for seed in range(3):
+        (folder / "structures" / f"{seed}.pdb").write_bytes(complex_pdb(seed, 40, 40))
 
 
-@pytest.mark.parametrize(("page", "command"), RUN)
-def test_every_command_that_is_marked_as_run_works(projects: dict[Path, Path], page: Path, command: str) -> None:
-    done = subprocess.run(
-        command, cwd=projects[page], env=ENVIRONMENT, capture_output=True, text=True, check=False, shell=True
-    )
-    assert done.returncode == 0, done.stderr
+FOLLOWED = [page for page in ALL if Page(page).has("run", "fails", "settings")]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_console_block_says_whether_it_is_run(page: Path) -> None:
-    assert Page(page).unmarked() == []
+@pytest.mark.parametrize("page", FOLLOWED, ids=name)
+def test_whoever_does_what_a_page_says_gets_what_it_shows(folder: Callable[[str], Path], page: Path) -> None:
+    Reader(folder(Page(page).start)).follow(Page(page))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in ALL if Page(page).has("slow")], ids=name)
+def test_whoever_does_what_takes_long_gets_what_it_shows_too(folder: Callable[[str], Path], page: Path) -> None:
+    Reader(folder(Page(page).start), typing=("run", "slow")).follow(Page(page))
+
+
+@pytest.mark.parametrize("page", ALL, ids=name)
+def test_every_block_says_what_becomes_of_it(page: Path) -> None:
+    assert Page(page).problems() == []
+
+
+@pytest.mark.parametrize("page", ALL, ids=name)
 def test_every_setting_that_a_page_names_exists(page: Path) -> None:
     known = {".".join(key) for key in (*FIELDS, *LEAVES)}
     named = {match[0] for code in codes(page) for match in SETTING.finditer(code)}
@@ -91,7 +139,7 @@ def test_our_tasks_and_readers_have_options_to_compare_with() -> None:
     assert "data.options.max_peaks" in options(READERS, "data")
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*ALL, *MAPS], ids=name)
 def test_every_link_within_the_project_leads_somewhere(page: Path) -> None:
     lost = []
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
@@ -115,7 +163,7 @@ def test_a_link_is_looked_up_by_anchor_and_by_heading(tmp_path: Path) -> None:
     assert anchors(tmp_path / "page.md") == {"one-two-3", "own"}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", ALL, ids=name)
 def test_every_command_that_a_page_names_exists_with_its_options(page: Path) -> None:
     for code in codes(page):
         if code.startswith("pipeline "):
@@ -123,7 +171,7 @@ def test_every_command_that_a_page_names_exists_with_its_options(page: Path) -> 
             verbs = ("-".join(["pipeline", *words[:count]]) for count in (2, 1, 0))
             text = next(HELP[verb] for verb in verbs if verb in HELP)
             for option in (word.split("=")[0] for word in words if word.startswith("-")):
-                assert option in text, f"{page.name}: {code}"
+                assert option in text, f"{name(page)}: {code}"
 
 
 def test_a_failed_stage_names_the_page_that_is_there_and_else_the_one_of_the_project(

@@ -1,0 +1,41 @@
+"""What the pages say to type on a cluster, typed on one."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.structures.synthetic import complex_pdb
+from tests.docs.blocks import Page
+from tests.docs.reader import ENVIRONMENT, Reader
+from tests.docs.test_pages import ALL, name
+from tests.slurm.cluster import Cluster
+
+pytestmark = pytest.mark.slurm
+DEADLINE_S = 120.0
+
+
+class Waiting(Reader):
+    """A reader who waits until what they submitted has ended, and goes on reading then."""
+
+    def after(self, command: str) -> None:
+        if command.startswith("pipeline submit") and "--dry-run" not in command and "--emit" not in command:
+            deadline = time.monotonic() + DEADLINE_S
+            while ": running" in (told := self.run("pipeline status").stdout).splitlines()[0]:
+                assert time.monotonic() < deadline, told
+                time.sleep(0.5)
+
+
+@pytest.mark.parametrize("page", [page for page in ALL if Page(page).has("cluster")], ids=name)
+def test_every_command_for_a_cluster_works_in_its_order(healthy: Cluster, tmp_path: Path, page: Path) -> None:
+    (tmp_path / "structures").mkdir()
+    (tmp_path / "structures" / "c0.pdb").write_bytes(complex_pdb(0, 40, 40))
+    if Page(page).path.name == "README.md":
+        (tmp_path / "pipeline.yaml").write_text("data: {source: glob, path: structures}\n")
+    environment = {**ENVIRONMENT, "SLURM_CONF": os.environ["SLURM_CONF"]}
+    reader = Waiting(tmp_path, typing=("run", "cluster"), environment=environment)
+    reader.follow(Page(page))
+    assert reader.typed >= 3
