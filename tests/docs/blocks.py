@@ -83,11 +83,9 @@ class Page:
         """Return the page without its blocks."""
         return MARKED.sub("", self.text)
 
-    def write_files(self, folder: Path) -> None:
-        """Write the files that a reader writes."""
-        for block in self.blocks:
-            if block.what == "file":
-                (folder / block.argument).write_text(block.body)
+    def files(self) -> dict[str, str]:
+        """Return the files that a reader writes, by name."""
+        return {block.argument: block.body for block in self.blocks if block.what == "file"}
 
     def has(self, *what: str) -> bool:
         """Tell whether any block is marked so."""
