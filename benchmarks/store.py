@@ -23,6 +23,7 @@ from pipeline.store.cache import Cache
 from pipeline.store.disk import Disk
 from pipeline.store.index import ROW, Index, write_index
 from pipeline.store.layout import KindLayout
+from pipeline.store.merging import sort_in_place
 from pipeline.store.shard import key_pairs, row_keys
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def measure_index(folder: Path) -> dict[str, Any]:
         rows[half] = rng.integers(0, 2**64, INDEX_RECORDS, np.uint64)
     rows["shard"] = np.arange(INDEX_RECORDS) // 1000
     names = [f"20260101T000000Z-host-{shard}-0123456789abcdef.safetensors" for shard in range(INDEX_RECORDS // 1000)]
-    write_index(disk, layout, names, np.full(len(names), 1), rows)
+    write_index(disk, layout, names, np.full(len(names), 1), [sort_in_place(rows)], len(rows))
     keys = row_keys(rows)
     asked = [[keys[place] for place in rng.integers(0, INDEX_RECORDS, LOOK_UPS)] for _ in range(15)]
     del keys

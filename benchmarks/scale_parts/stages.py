@@ -11,6 +11,8 @@ from typing import Any
 from benchmarks.scale_parts.data import PIPELINE
 from benchmarks.scale_parts.watch import watched
 from pipeline.records import EventKind
+from pipeline.runs.folder import runs_in
+from pipeline.runs.ledger import Reader
 
 KINDS = {"scan": ("scan", "files"), "embed": ("embed",), "graph": ("graph",), "train": ()}
 STAGES = tuple(KINDS)
@@ -36,7 +38,7 @@ def measure(folder: Path, stage: str, complexes: int) -> dict[str, Any]:
 def _outcome(folder: Path, stage: str, complexes: int) -> dict[str, Any]:
     """Return how many tasks there were, and see that nothing was left undone."""
     done = _asked(folder, "status")["stages"][-1]
-    assert done["name"] == stage and done["state"] == "done", done
+    assert (done["name"], done["state"]) == (stage, "done"), done
     if stage in ("scan", "graph"):
         assert done["census"]["accepted"] == complexes, done["census"]
     return {"tasks": done["tasks"]}
@@ -58,7 +60,7 @@ def _stored(folder: Path, kinds: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _trained(folder: Path, began: float) -> dict[str, Any]:
-    """Return how long it took until the first step was done, from the command and from the worker's start; and a step."""
+    """Return how long it took until a step was done, from the command and from the worker's start; and every step."""
     events = [event for event in Reader(runs_in(folder / "runs")[-1]).fresh() if event.data.get("stage") == "train"]
     started = next(event.at for event in events if event.kind is EventKind.TASK_STARTED)
     moved = next(event for event in events if event.data.get("done") and event.kind in TELLING)

@@ -18,7 +18,7 @@ from pipeline.store.draft import Draft
 from pipeline.store.shard import TABLE_ROW
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     import numpy.typing as npt
@@ -79,6 +79,9 @@ class Index:
         found = [(part, *self._find_batch(keys[part])) for part in parts]
         asked = np.concatenate([part[positions] for part, positions, _ in found])
         return asked, np.concatenate([rows for _, _, rows in found])
+
+    def __len__(self) -> int:
+        return self._rows_bytes // ROW.itemsize
 
     def rows(self) -> Rows:
         """Return every row."""
@@ -164,32 +167,57 @@ def indexed(disk: Disk, layout: KindLayout) -> list[str]:
         return []
 
 
-def write_index(disk: Disk, layout: KindLayout, names: Sequence[str], sizes: Integers, rows: Rows) -> None:
-    """Publish an index of `rows`, whose `shard` counts into `names`, in place of the one that is there."""
-    rows = sort_rows(rows)
-    data = memoryview(rows.tobytes())
-    blocks = range(-(-len(rows) // BLOCK_ROWS))
-    first = rows["hi"][::BLOCK_ROWS].astype("<u8")
-    pieces = (data[block * _BLOCK_BYTES : (block + 1) * _BLOCK_BYTES] for block in blocks)
-    digests = np.array([xxhash.xxh3_64_intdigest(piece, block) for block, piece in enumerate(pieces)], "<u8")
-    text = "\n".join(names).encode()
+def write_index(
+    disk: Disk, layout: KindLayout, names: Sequence[str], sizes: Integers, rows: Iterable[Rows], count: int
+) -> None:
+    """Publish an index, in place of the one that is there, of so many rows by key, whose `shard` counts into `names`.
+
+    They come in pieces, and no more than a few of these are in memory.
+    """
+    text, blocks = "\n".join(names).encode(), -(-count // BLOCK_ROWS)
+    first, digests = np.zeros(blocks, "<u8"), np.zeros(blocks, "<u8")
+    start = _HEAD_BYTES + sizes.astype("<u8").nbytes + first.nbytes + digests.nbytes + len(text)
+    draft, block = Draft(disk, layout.partials), 0
+    try:
+        for piece in _in_blocks(rows):
+            data = memoryview(piece.tobytes())
+            draft.write(data, start + block * _BLOCK_BYTES)
+            upto = block + -(-len(piece) // BLOCK_ROWS)
+            first[block:upto] = piece["hi"][::BLOCK_ROWS]
+            cuts = range(0, len(data), _BLOCK_BYTES)
+            digests[block:upto] = [
+                xxhash.xxh3_64_intdigest(data[cut : cut + _BLOCK_BYTES], number)
+                for number, cut in enumerate(cuts, block)
+            ]
+            block = upto
+    except BaseException:  # what the rows are read from may fail
+        draft.discard()
+        raise
     body = sizes.astype("<u8").tobytes() + first.tobytes() + digests.tobytes() + text
-    head = _HEAD.pack(_MAGIC, INDEX_FORMAT, 0, len(names), len(rows), len(text), xxhash.xxh3_128_digest(body))
-    draft = Draft(disk, layout.partials)
+    head = _HEAD.pack(_MAGIC, INDEX_FORMAT, 0, len(names), count, len(text), xxhash.xxh3_128_digest(body))
     draft.write(head + xxhash.xxh3_128_digest(head) + body, 0)
-    draft.write(data, _HEAD_BYTES + len(body))
     draft.publish(layout.index, replace=True)
 
 
-def sort_rows(rows: Rows) -> Rows:
-    """Return the rows sorted by key."""
-    in_order: Rows = rows[np.lexsort((rows["lo"], rows["hi"]))]
-    return in_order
+def _in_blocks(pieces: Iterable[Rows]) -> Iterator[Rows]:
+    """Yield the rows of pieces in whole blocks; only the last may be short."""
+    rest = np.zeros(0, ROW)
+    for piece in pieces:
+        rows = np.concatenate([rest, piece])
+        whole = len(rows) - len(rows) % BLOCK_ROWS
+        rest = rows[whole:].copy()
+        if whole:
+            yield rows[:whole]
+    if len(rest):
+        yield rest
 
 
-def match(rows: Rows, keys: Integers) -> tuple[Integers, Rows]:
-    """Find keys in sorted rows: for each copy of each key that is there, the key's position and the row."""
-    hi = np.ascontiguousarray(rows["hi"])
+def match(rows: Rows, keys: Integers, hi: Integers | None = None) -> tuple[Integers, Rows]:
+    """Find keys in sorted rows: for each copy of each key that is there, the key's position and the row.
+
+    `hi` is that column of the rows, where somebody asks often.
+    """
+    hi = np.ascontiguousarray(rows["hi"]) if hi is None else hi
     left = hi.searchsorted(keys[:, 0], "left")
     counts = hi.searchsorted(keys[:, 0], "right") - left
     asked, found = np.arange(len(keys)).repeat(counts), ranges(left, counts)

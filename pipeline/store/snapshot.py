@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeline.errors import CacheDamaged, CacheUnusable
-from pipeline.store.index import ROW, Index, IndexDamaged, match, sort_rows
+from pipeline.store.index import ROW, Index, IndexDamaged, match
 from pipeline.store.layout import SHARD_SUFFIX
+from pipeline.store.merging import in_pieces, merged, sort_in_place
 from pipeline.store.shard import TABLE_ROW, ShardTable, read_table
 
 if TYPE_CHECKING:
@@ -62,30 +63,33 @@ class Snapshot:
         """Return which keys are there (by position; once for each copy) and the rows that hold them."""
         found = [self._index.find(keys)] if self._index else []
         if len(self._delta) or not found:
-            found.append(match(self._delta, keys))
+            found.append(match(self._delta, keys, self._delta_hi))
         asked, rows = found[0] if len(found) == 1 else map(np.concatenate, zip(*found, strict=True))
         good = self._in_good_shards(rows)
         return asked[good], rows[good]
 
-    def to_index(self, without: Collection[str] = ()) -> tuple[list[int], Rows]:
-        """Return the positions of the shards that an index should name, and a copy of all their rows, sorted by key.
+    def to_index(self, without: Collection[str] = ()) -> tuple[list[int], int, Iterator[Rows]]:
+        """Return the positions of the shards that an index should name, how many rows they have, and these by key.
 
         A shard that is there, but unreadable or of another length, is named, too: nothing of it is served, but what the
-        index says of it may be all that a repair can go by.
+        index says of it may be all that a repair can go by. What counts the shards in the rows are their new positions.
         """
         self._check(range(len(self.names)))
         keep = (self._state != _GONE) & ~np.array([name in without for name in self.names], bool)
-        rows = self._all_rows()
         kept: list[int] = np.flatnonzero(keep).tolist()
-        return kept, rows.copy() if keep.all() else rows[keep[rows["shard"]]]
+        if keep.all():
+            return kept, (len(self._index) if self._index else 0) + len(self._delta), self._all_pieces()
+        position = np.zeros(len(keep), np.uint32)
+        position[kept] = np.arange(len(kept))
+        count = sum(int(keep[rows["shard"]].sum()) for rows in self._all_pieces())
+        return kept, count, (_renumbered(rows[keep[rows["shard"]]], position) for rows in self._all_pieces())
 
     def rows(self) -> Rows:
         """Return every row of every shard that is there, sorted by key."""
-        rows = self._all_rows()
-        if len(self.good_shards()) == len(self.names):
-            return rows
-        kept: Rows = rows[self._in_good_shards(rows)]
-        return kept
+        all_good = len(self.good_shards()) == len(self.names)
+        if all_good and self._index and not len(self._delta):
+            return self._checked(self._index.rows())  # a million of them take their time in pieces
+        return np.concatenate([np.zeros(0, ROW), *self.pieces_in_order()])
 
     def pieces(self) -> Iterator[Rows]:
         """Yield every row of every shard that is there, some at a time, in no order."""
@@ -93,11 +97,9 @@ class Snapshot:
             yield rows[self._in_good_shards(rows)]
 
     def pieces_in_order(self) -> Iterator[Rows]:
-        """Yield what `rows` returns: some at a time where the index alone has it."""
-        if self._index and not len(self._delta):
-            yield from self.pieces()
-        else:
-            yield self.rows()
+        """Yield what `rows` returns, some at a time."""
+        for rows in self._all_pieces():
+            yield rows[self._in_good_shards(rows)]
 
     def good_shards(self) -> list[int]:
         """Return the positions of the shards that are there."""
@@ -105,11 +107,13 @@ class Snapshot:
         good: list[int] = np.flatnonzero(self._state == _GOOD).tolist()
         return good
 
-    def _all_rows(self) -> Rows:
-        """Return every row that is known, sorted by key."""
-        rows = self._index.rows() if self._index else self._delta  # sorted, and a million of them take their time
-        if self._index and len(self._delta):
-            rows = sort_rows(np.concatenate([rows, self._delta]))
+    def _all_pieces(self) -> Iterator[Rows]:
+        """Yield every row that is known, sorted by key, some at a time."""
+        for rows in merged(self._index.pieces() if self._index else (), in_pieces(self._delta)):
+            yield self._checked(rows)
+
+    def _checked(self, rows: Rows) -> Rows:
+        """Return rows whose shards all have names."""
         if int(rows["shard"].max(initial=0)) >= max(1, len(self.names)):
             raise IndexDamaged("the index names a shard that it does not have")
         return rows
@@ -145,6 +149,7 @@ class Snapshot:
         self.sizes = np.concatenate([self._index.sizes, sizes]) if self._index else sizes
         self._state = np.full(len(self.names), _UNCHECKED, np.int8)
         self._delta = _delta_rows(self.tables.values(), len(indexed))
+        self._delta_hi = np.ascontiguousarray(self._delta["hi"])  # or every look-up would copy it
 
     def _in_good_shards(self, rows: Rows) -> npt.NDArray[Any]:
         shards = rows["shard"]
@@ -184,11 +189,18 @@ def shard_names(disk: Disk, layout: KindLayout) -> list[str]:
         raise CacheUnusable(what, where=str(layout.shards), remedy=f"ls -ld {layout.shards}") from error
 
 
-def _delta_rows(tables: Iterable[ShardTable], first_shard: int) -> Rows:
-    parts = [np.zeros(0, ROW)]
+def _renumbered(rows: Rows, position: Integers) -> Rows:
+    """Return rows, which are a copy already, with the new positions of their shards."""
+    rows["shard"] = position[rows["shard"]]
+    return rows
+
+
+def _delta_rows(tables: Collection[ShardTable], first_shard: int) -> Rows:
+    rows, end = np.zeros(sum(len(table.rows) for table in tables), ROW), 0
     for shard, table in enumerate(tables, first_shard):
-        part = np.zeros(len(table.rows), ROW)
-        part[list(TABLE_ROW.names or ())] = table.rows
+        part = rows[end : end + len(table.rows)]
+        for name in TABLE_ROW.names or ():
+            part[name] = table.rows[name]
         part["shard"] = shard
-        parts.append(part)
-    return sort_rows(np.concatenate(parts))
+        end += len(part)
+    return sort_in_place(rows)

@@ -240,13 +240,14 @@ class Store:
         """Publish what is known; what the index alone knows of a shard that cannot be read now stays in it."""
         self._prepare()
         doomed = frozenset(without)
-        snapshot, (kept, rows) = self._ask(lambda snapshot: snapshot.to_index(doomed))
-        number = np.zeros(len(snapshot.names), np.uint32)
-        number[kept] = np.arange(len(kept))
-        rows["shard"] = number[rows["shard"]]
-        write_index(self.disk, self.layout, [snapshot.names[shard] for shard in kept], snapshot.sizes[kept], rows)
+        self._ask(lambda snapshot: self._publish_index(snapshot, doomed))
         self._tables = {name: table for name, table in self._tables.items() if name in doomed}
         self.refresh()
+
+    def _publish_index(self, snapshot: Snapshot, doomed: frozenset[str]) -> None:
+        kept, count, rows = snapshot.to_index(doomed)
+        names = [snapshot.names[shard] for shard in kept]
+        write_index(self.disk, self.layout, names, snapshot.sizes[kept], rows, count)
 
     def _adopt(self, table: ShardTable) -> None:
         """Know a shard that this process published, whatever the listing shows."""

@@ -363,7 +363,7 @@ def test_an_index_that_contradicts_a_shard_is_set_right(cache, store, shards):
     index = Index(Disk(), store.layout.index)
     rows = index.rows().copy()
     rows["digest"][0] = b"\x01" * 16
-    write_index(Disk(), store.layout, index.names, index.sizes, rows)
+    write_index(Disk(), store.layout, index.names, index.sizes, [rows], len(rows))
     repaired = repair(Cache(cache.root))
     assert (repaired.indexes, repaired.quarantined) == (1, 0)
     assert served(cache.root) == {*ALL}

@@ -429,7 +429,7 @@ def test_an_index_that_says_something_else_is_named_with_the_shard(store, shards
     index = Index(Disk(), store.layout.index)
     rows = index.rows().copy()
     rows["length"][0] += 1
-    write_index(Disk(), store.layout, index.names, index.sizes, rows)
+    write_index(Disk(), store.layout, index.names, index.sizes, [rows], len(rows))
     wrong = index.names[rows["shard"][0]]
     assert found(look(store)) == [(Fault.INDEX, wrong, "")]
     parts = [one for part in (1, 2, 3) for one in found(scrub.quick(store, Subset(part, 3)))]
