@@ -27,21 +27,8 @@ check: .venv/tools       ## style, types, import rules, frozen help; under a min
 	lint-imports --no-cache
 	pytest -q tests/cli/test_help.py
 
-bench: .venv/tools       ## the figures of benchmarks/README.md that a small machine can measure
-	python benchmarks/scan.py --out benchmarks/results/scan.json
-	python benchmarks/store.py --out benchmarks/results/store.json
-	python benchmarks/embed.py --runs 3 --out benchmarks/results/embed.json
-	python benchmarks/embed_memory.py --out benchmarks/results/embed_memory.json
-	python benchmarks/graph.py --out benchmarks/results/graph.json
-	python benchmarks/sampler.py --out benchmarks/results/sampler.json
-	python benchmarks/loader.py --out benchmarks/results/loader.json
-	python benchmarks/startup.py --out benchmarks/results/startup.json
-	python benchmarks/status.py --out benchmarks/results/status.json
-	python benchmarks/planner.py --out benchmarks/results/planner.json
-	python benchmarks/train.py --out benchmarks/results/train.json
-	python benchmarks/learn.py --out benchmarks/results/learn.json
-	python benchmarks/cache.py --out benchmarks/results/cache.json
-	python benchmarks/cache_compare.py --out benchmarks/results/cache_compare.json
+bench: .venv/tools       ## the figures of benchmarks/README.md that a small machine can measure, in less than 20 minutes
+	python benchmarks/all.py
 
 prove: .venv/tools slurm-packages  ## the long proofs: kills, faults, scale; results are committed
 	python benchmarks/prove_cache.py --out benchmarks/results/prove_cache.json
@@ -52,6 +39,13 @@ prove: .venv/tools slurm-packages  ## the long proofs: kills, faults, scale; res
 	python benchmarks/slurm.py --out benchmarks/results/slurm.json
 	python benchmarks/prove_train.py --out benchmarks/results/prove_train.json
 	python benchmarks/train_memory.py --out benchmarks/results/train_memory.json
+	python benchmarks/planner.py --only limited,guides --out benchmarks/results/planner.json
+	python benchmarks/recipes.py --out benchmarks/results/recipes.json
+	python benchmarks/train.py --out benchmarks/results/train.json
+	python benchmarks/learn.py --out benchmarks/results/learn.json
+	python benchmarks/cache.py --only damage --only mend --out benchmarks/results/cache.json
+	python benchmarks/cache_compare.py --out benchmarks/results/cache_compare.json
+	python benchmarks/page.py
 
 slurm-up: .venv/tools slurm-packages  ## a real Slurm cluster of three nodes on this machine, left running
 	python -m tests.slurm.cluster up
