@@ -42,7 +42,7 @@ class Task(Protocol):
         """
 
     def collate(self, items: Sequence[Any], rng: np.random.Generator) -> Batch:
-        """Make a batch of items, which carry graphs and embeddings as tensors.
+        """Make a batch of items, which carry graphs and embeddings as tensors, and data.labels as `item.values`.
 
         What is drawn for an item must come from the item's own `rng`: a batch may be cut in two, and each of its items
         then still draws the same. `rng` is the batch's, and other halves draw otherwise.

@@ -25,9 +25,13 @@ from pipeline.config.quantities import (
 
 KeyPath: TypeAlias = tuple[str, ...]
 Name: TypeAlias = Annotated[str, StringConstraints(min_length=1)]
+Label: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 CONFLICT = "conflict"  # the type of the errors about keys that do not go together
-OF_STRUCTURES = ("structures_dir", "pattern", "splits", "state", "receptor_chains", "ligand_chains", "partners")
+OF_STRUCTURES = (
+    "structures_dir", "pattern", "splits", "state", "receptor_chains", "ligand_chains", "partners", "labels",
+)  # fmt: skip
+TAKEN = ("receptor", "ligand", "complex", "whole", "cross", "label", "ptr")  # by the parts of a batch
 # A stage is called as a method of pydantic's models is, which is deprecated and which nobody calls.
 warnings.filterwarnings("ignore", 'Field name "validate" in "Cluster"', UserWarning)
 STRUCTURE_PATTERNS = tuple(
@@ -73,6 +77,10 @@ class Data(Section):
     ligand_chains: tuple[Name, ...] = Field(
         default=(), description="Chains of the ligand in every file; empty: as the source says."
     )
+    labels: tuple[Label, ...] = Field(
+        default=(),
+        description="Columns of numbers that tasks find as item.values[name]; for manifest, sabdab and pinder.",
+    )
     partners: Literal["auto", "none"] = Field(
         default="auto",
         description="Files whose chains nobody names; auto: two polymer chains are the partners; none: a file is one.",
@@ -91,6 +99,14 @@ class Data(Section):
     def _partners_share_no_chain(self) -> Data:
         if shared := sorted(set(self.receptor_chains) & set(self.ligand_chains)):
             raise _conflict("ligand_chains", f"{', '.join(shared)} is also in receptor_chains: a chain has one side")
+        return self
+
+    @model_validator(mode="after")
+    def _labels_have_names_of_their_own(self) -> Data:
+        if taken := sorted(set(self.labels) & set(TAKEN)):
+            raise _conflict("labels", f"{taken[0]} is the name of a part of a batch: call the column otherwise")
+        if len(set(self.labels)) < len(self.labels):
+            raise _conflict("labels", "names a column twice")
         return self
 
     @model_validator(mode="after")

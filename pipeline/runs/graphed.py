@@ -14,6 +14,7 @@ from pipeline.runs.ledger import write_rejections
 from pipeline.runs.left_out import left_out
 from pipeline.runs.patience import patiently
 from pipeline.runs.scanning import Known
+from pipeline.structures.sources.labels import values_of
 from pipeline.training.dataset import TableBuilder
 
 if TYPE_CHECKING:
@@ -85,7 +86,8 @@ def _tally(project: Project, folder: RunFolder, graphed: Graphed, table: TableBu
             else:
                 graphed.accept(said["sizes"])
                 item = None if graphed.kept else one.item
-                table.add(one.item.id, project.graphs.recipe.key(one.key), one.item.split, said["sizes"], item)
+                key, labels = project.graphs.recipe.key(one.key), values_of(one.item, project.source.labels)
+                table.add(one.item.id, key, one.item.split, said["sizes"], item, labels=labels)
 
 
 def _said(

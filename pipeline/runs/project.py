@@ -45,6 +45,7 @@ def source_spec(config: Config) -> SourceSpec:
         state=data.state,
         receptor_chains=data.receptor_chains,
         ligand_chains=data.ligand_chains,
+        labels=data.labels,
         partners=data.partners,
         limit=data.limit,
     )

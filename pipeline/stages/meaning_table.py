@@ -11,7 +11,7 @@ import numpy as np
 
 from pipeline.errors import CacheDamaged, RecordMissing
 from pipeline.keys import KEY_BYTES, content_digest, recipe_key
-from pipeline.training.dataset import FORMAT, KIND
+from pipeline.training.dataset import FORMAT, KIND, LABEL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,6 +31,7 @@ def wrong_table(record: Record) -> Iterator[str]:
     items = meta["items"]
     texts = ["id", *(["item"] if "item.end" in arrays else [])]
     wanted = {"key", "split", *(SIZE + name for name in meta["sizes"])}
+    wanted |= {LABEL + name for name in meta.get("labels", ())}
     wanted |= {f"{name}.{of}" for name in texts for of in ("bytes", "end")}
     if arrays.keys() != wanted:
         yield f"its arrays are {', '.join(sorted(arrays))}, not {', '.join(sorted(wanted))}"

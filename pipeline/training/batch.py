@@ -54,7 +54,7 @@ class Graph:
     cross: Mapping[str, Tensor]
     labels: Mapping[str, Tensor]
     rng: np.random.Generator  # the item's own in this epoch, whatever batch it is in
-    values: Mapping[str, Tensor] = field(default_factory=dict)  # what a reader gave, by its names
+    values: Mapping[str, Tensor] = field(default_factory=dict)  # what a reader gave, or data.labels, by name
 
     def pyg(self) -> Any:
         """Return the item as PyTorch Geometric has it, embeddings as `x`, over the same memory, which is the host's."""

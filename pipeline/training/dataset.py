@@ -32,6 +32,7 @@ KIND = "sets"
 FORMAT = 1
 MOST_SPLITS = 256
 _SIZE = "size."
+LABEL = "label."
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ class Table:
     splits: tuple[str, ...]
     sizes: Mapping[str, Integers]  # each [N]
     items: Texts | None = None  # or places, as JSON
+    labels: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)  # each [N]; NaN where it is unknown
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -84,6 +86,10 @@ class Table:
             raise ValueError("the table was written without places: it is not of a reader's items")
         return json.loads(self.items[number])
 
+    def values(self, number: int) -> dict[str, NDArray[np.float32]]:
+        """Return the labels of an item, as arrays of one number."""
+        return {name: label_N[number : number + 1].reshape(()) for name, label_N in self.labels.items()}
+
     def of_split(self, name: str) -> Table:
         """Return the items of one split, in order; they have new numbers."""
         if name not in self.splits:
@@ -101,6 +107,7 @@ class Table:
             splits=self.splits,
             sizes={name: size_N[numbers] for name, size_N in self.sizes.items()},
             items=self.items.take(numbers) if self.items else None,
+            labels={name: label_N[numbers] for name, label_N in self.labels.items()},
         )
 
     @classmethod
@@ -117,6 +124,7 @@ class Table:
             splits=tuple(meta["splits"]),
             sizes={name: arrays[_SIZE + name].astype(np.int64, copy=False) for name in meta["sizes"]},
             items=_read_texts(arrays, "item") if "item.end" in arrays else None,
+            labels={name: arrays[LABEL + name] for name in meta.get("labels", ())},
         )
 
 
@@ -130,6 +138,7 @@ class TableBuilder:
     split_N: bytearray = field(default_factory=bytearray)
     splits: dict[str, int] = field(default_factory=dict)
     sizes: dict[str, array[int]] = field(default_factory=dict)
+    labels: dict[str, array[float]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.split_N)
@@ -142,6 +151,7 @@ class TableBuilder:
         sizes: Mapping[str, int],
         item: Item | None = None,
         place: Any = None,
+        labels: Mapping[str, float] | None = None,
     ) -> None:
         """Add an item: its graph's key and sizes, and itself where graphs are to be built when they are read.
 
@@ -159,6 +169,8 @@ class TableBuilder:
         self.split_N.append(self.splits[split])
         for name, size in sizes.items():
             self.sizes.setdefault(name, array("q")).append(size)
+        for name, label in (labels or {}).items():
+            self.labels.setdefault(name, array("f")).append(label)
         if kept is not None:
             self.items.add(json.dumps(kept, separators=(",", ":")))
 
@@ -177,6 +189,7 @@ class TableBuilder:
             splits=tuple(self.splits),
             sizes={name: np.array(size_N, np.int64) for name, size_N in self.sizes.items()},
             items=self.items.texts() if len(self.items) else None,
+            labels={name: np.array(label_N, np.float32) for name, label_N in self.labels.items()},
         )
 
     def write(self, store: Store) -> bytes:
@@ -219,7 +232,9 @@ def _encode(table: Table) -> tuple[dict[str, Array], dict[str, Any]]:
             arrays |= {f"{name}.bytes": texts.bytes_T, f"{name}.end": texts.end_N}
     for name, size_N in table.sizes.items():
         arrays[_SIZE + name] = size_N.astype(np.int32) if size_N.max(initial=0) < 1 << 31 else size_N
-    return arrays, {"format": FORMAT, "splits": list(table.splits), "sizes": list(table.sizes), "items": len(table)}
+    arrays |= {LABEL + name: label_N for name, label_N in table.labels.items()}
+    meta = {"format": FORMAT, "splits": list(table.splits), "sizes": list(table.sizes), "items": len(table)}
+    return arrays, {**meta, "labels": list(table.labels)} if table.labels else meta
 
 
 def _read_texts(arrays: Mapping[str, Array], name: str) -> Texts:

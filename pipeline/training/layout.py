@@ -124,8 +124,8 @@ class Sheet:
         for one in found:
             _check_roles(one)
         self.layout = Layout(len(found))
-        names = sorted({name for one in found for name in one.arrays})  # a record has them in another order
-        columns = [(parse(name), [one.arrays.get(name) for one in found]) for name in names]
+        names = sorted({name for one in found for name in (*one.arrays, *one.values)})  # a record has another order
+        columns = [(parse(name), [one.arrays.get(name, one.values.get(name)) for one in found]) for name in names]
         self._bind(columns)
         self._fields = {(entry.name, entry.form): (entry, self._complete(entry, column)) for entry, column in columns}
         for entry, arrays in self._fields.values():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pipeline.errors import CacheDamaged, DataError, PipelineError, RecordMissing
@@ -48,6 +49,7 @@ class Found(NamedTuple):
     id: str
     arrays: Mapping[str, Array]
     meta: Mapping[str, Any]
+    values: Mapping[str, Array] = MappingProxyType({})  # labels of the data set, which are no part of a graph
 
 
 class Graphs(Protocol):
@@ -73,7 +75,7 @@ class Cached:
                 record = self.store.get_at(key, places)
             except (CacheDamaged, RecordMissing) as error:
                 raise type(error)(f"the graph of {id_}: {error.what}", where=error.where, remedy=GRAPH_AGAIN) from error
-            yield _checked(Found(number, id_, record.arrays, record.meta))
+            yield _checked(Found(number, id_, record.arrays, record.meta, self.table.values(number)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,7 @@ class Built:
             raise Unusable(taken.reason, taken.detail)
         if read is None:
             raise Unusable(Reason.NO_NODES, "a bare sequence has no structure to make a graph of")
-        return Found(number, item.id, *graphs.encode(build(read, self.recipe)))
+        return Found(number, item.id, *graphs.encode(build(read, self.recipe)), self.table.values(number))
 
     def _check_key(self, number: int, item: Item, files: Mapping[str, File]) -> None:
         """Refuse files that are no longer what the table is of: sizes, splits and labels may be others."""

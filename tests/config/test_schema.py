@@ -13,7 +13,8 @@ from pydantic import ValidationError
 
 from pipeline.config.load import json_schema, load
 from pipeline.config.quantities import format_duration, format_size, parse_duration, parse_size
-from pipeline.config.schema import LEAVES, PATHS, Config, value_at
+from pipeline.config.schema import LEAVES, PATHS, TAKEN, Config, value_at
+from pipeline.training.fields import OF_GRAPHS
 
 BASE = Path(__file__).parents[2] / "configs/pipeline.yaml"
 YOURS = {("data", "path")}
@@ -126,3 +127,18 @@ def test_schema_converts_nothing_silently() -> None:
         data = json.loads(wrong) | {"path": "a"}
         with pytest.raises(ValidationError):
             Config.model_validate_json(json.dumps({"data": data}), strict=True)
+
+
+@pytest.mark.parametrize(
+    "labels", ['["affinity", "affinity"]', '["ptr"]', '["dG (kcal)"]', '["a.b"]', '["1st"]', "[1]"]
+)
+def test_a_label_has_a_name_of_its_own(labels: str) -> None:
+    with pytest.raises(ValidationError, match="labels"):
+        Config.model_validate_json(f'{{"data": {{"path": "a", "labels": {labels}}}}}', strict=True)
+
+
+def test_labels_are_of_tables_and_not_called_as_parts_of_a_batch() -> None:
+    assert set(TAKEN) == OF_GRAPHS
+    data = '{"path": "a", "source": "reader", "reader": "a:B", "labels": ["affinity"]}'
+    with pytest.raises(ValidationError, match="is for structures"):
+        Config.model_validate_json(f'{{"data": {data}}}', strict=True)

@@ -263,3 +263,24 @@ def test_cache_stat_counts_the_graphs_of_each_recipe(pipeline: Command, make_com
     kinds = {kind["kind"]: kind for kind in json.loads(pipeline("cache", "stat", "--json").out)["kinds"]}
     assert [one["records"] for one in kinds["graph"]["recipes"]] == [3, 2]
     assert kinds["graph"]["recipes"][1]["recipe"]["neighbours"] == 7
+
+
+def test_another_label_is_another_table_and_no_other_graph(
+    pipeline: Command, make_complexes: Callable[..., Path]
+) -> None:
+    folder = make_complexes()
+    (folder / "pipeline.yaml").write_text("data: {path: data/m.csv, labels: [affinity]}\n")
+
+    def tables(*affinities: str) -> list[Any]:
+        rows = "".join(f"c{number},c{number}.pdb,{one}\n" for number, one in enumerate(affinities))
+        (folder / "data/m.csv").write_text("id,path,affinity\n" + rows)
+        outcome = pipeline(*SUBMIT)
+        assert outcome.code == 0, outcome.err
+        key = bytes.fromhex(newest(folder).table.read_text())
+        return [key, Table.read(Cache(folder / "cache").kind("sets"), key)]
+
+    (before, first), (after, second) = tables("-9.5", "NA", "7"), tables("-9.5", "NA", "8")
+    np.testing.assert_array_equal(first.labels["affinity"], np.array([-9.5, np.nan, 7], np.float32))
+    np.testing.assert_array_equal(second.labels["affinity"], np.array([-9.5, np.nan, 8], np.float32))
+    assert before != after
+    assert (first.key_N16 == second.key_N16).all()

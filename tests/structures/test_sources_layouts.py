@@ -286,3 +286,8 @@ def test_names_wait_compactly_and_come_in_order(names: set[str]) -> None:
 )
 def test_only_structure_suffixes_are_taken_off(name: str, parts: tuple[str, str]) -> None:
     assert split_suffix(name) == parts
+
+
+def test_a_source_without_a_table_has_no_labels(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.labels means nothing to the source 'glob'"):
+        read("glob", touch(tmp_path, "a.pdb"), pattern=("*.pdb",), labels=("affinity",))

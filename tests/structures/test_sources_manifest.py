@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from pipeline.errors import DataError
 from pipeline.records import Item, Part, Reason, Rejection, Role
 from pipeline.structures.sources.build import split_chains
+from pipeline.structures.sources.labels import value_of, values_of
 from pipeline.structures.sources.lines import MAX_LINE_BYTES
 from tests.structures.source_files import ids, only_item, only_rejection, read, reasons, touch, write
 
@@ -271,3 +273,49 @@ def test_gzip_bomb_is_refused_before_it_unfolds(tmp_path: Path, monkeypatch: pyt
     bomb = write(tmp_path / "m.csv.gz", b"id,path\n" + b"\n" * (1 << 20))
     with pytest.raises(DataError, match="unfolds to more than"):
         read("manifest", bomb)
+
+
+LABELLED = (
+    "id,path,split,Affinity,cluster\na,a.pdb,train,-9.5,3\nb,b.pdb,val,NA,\nc,c.pdb,val,high,4\nd,d.pdb,val,inf,5\n"
+)
+
+
+def test_labels_that_are_asked_for_are_numbers_or_unknown_and_anything_else_is_a_rejection(tmp_path: Path) -> None:
+    entries = read("manifest", write(tmp_path / "m.csv", LABELLED), labels=("affinity", "cluster"))
+    items = [entry for entry in entries if isinstance(entry, Item)]
+    values = [values_of(item, ("affinity", "cluster")) for item in items]
+    assert values[0] == {"affinity": -9.5, "cluster": 3.0}
+    assert all(math.isnan(value) for value in values[1].values())
+    assert [
+        (entry.id, entry.reason, entry.detail, entry.origin) for entry in entries if isinstance(entry, Rejection)
+    ] == [
+        ("c", Reason.BAD_ROW, "the label affinity is 'high', not a number", "m.csv:4"),
+        ("d", Reason.BAD_ROW, "the label affinity is 'inf', not a number", "m.csv:5"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("m.csv", "id,path,afinity\na,a.pdb,1\n"),
+        ("m.tsv", "id\tpath\tafinity\na\ta.pdb\t1\n"),
+        ("m.jsonl", '{"id":"a","path":"a.pdb","afinity":1}\n'),
+    ],
+)
+def test_a_label_that_no_column_has_is_an_error_with_what_was_meant(tmp_path: Path, name: str, text: str) -> None:
+    with pytest.raises(DataError, match=r"no column 'affinity'.*did you mean 'afinity'") as caught:
+        read("manifest", write(tmp_path / name, text), labels=("affinity",))
+    assert caught.value.where == str(tmp_path / name)
+
+
+@pytest.mark.parametrize("text", ["1_0", "1e39", "0x10", "١", "high", "1,5"])
+def test_what_is_no_plain_number_is_no_label(text: str) -> None:
+    with pytest.raises(ValueError, match=text.lower()):
+        value_of(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("-9.5", -9.5), (" 1E-9 ", 1e-9), ("true", 1.0), ("False", 0.0), ("7", 7.0)]
+)
+def test_a_number_and_a_yes_or_no_are_labels(text: str, value: float) -> None:
+    assert value_of(text) == value

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -17,7 +19,7 @@ from pipeline.store.cache import Cache
 from pipeline.structures import inventory
 from pipeline.training.crop import cropped, rng_of
 from pipeline.training.layout import Sheet
-from pipeline.training.source import Found
+from pipeline.training.source import Cached, Found
 from tests.training.content import ALONE, PAIR, graph_of, made
 
 
@@ -237,6 +239,17 @@ def test_every_residue_that_stays_has_its_own_embedding(data):
             residues, before = side.nodes["residue"], part.nodes["residue"][kept].astype(np.int64)
             np.testing.assert_array_equal(side.embedding[residues].view(torch.int16), wanted[before].view(np.int16))
             np.testing.assert_array_equal(side.encoded[residues], encoded[before])
+
+
+def test_labels_come_with_their_items_cut_or_whole_in_any_batch(data):
+    told = np.array([number / 2 if number != 3 else np.nan for number in range(8)], np.float32)
+    graphs = Cached(data.graph_store, replace(data.table, labels={"affinity": told}))
+    for options in ({}, {"crop": LIMITS}):
+        for batch in data.loader([[4, 3, 0], [7]], graphs=graphs, **options):
+            np.testing.assert_array_equal(batch["affinity"], told[list(batch.numbers)])
+            for item in batch.items:
+                assert (item.values.keys(), item.values["affinity"].shape) == ({"affinity"}, ())
+                np.testing.assert_array_equal(item.values["affinity"], told[item.number])
 
 
 def test_another_epoch_cuts_elsewhere(data):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pipeline.errors import ConfigError, RecordMissing
 from pipeline.keys import recipe_key
 from pipeline.records import Item, Part, Role
+from pipeline.stages.meaning_table import wrong_table
 from pipeline.store.cache import Cache
 from pipeline.training.dataset import Table, TableBuilder
 
@@ -146,3 +147,19 @@ def test_a_size_that_is_known_is_not_made_anew_for_every_item():
         assert tracemalloc.get_traced_memory()[1] < 5000
     finally:
         tracemalloc.stop()
+
+
+def labelled(labels):
+    builder = TableBuilder()
+    for number, label in enumerate(labels):
+        builder.add(f"i{number}", recipe_key("t", {"n": number}), "train", {"nodes": 5}, labels={"affinity": label})
+    return builder
+
+
+def test_labels_are_read_as_they_were_written_and_make_another_table(store):
+    key = labelled([-9.5, float("nan"), 2.0]).write(store)
+    table = Table.read(store, key).of_split("train")
+    np.testing.assert_array_equal(table.labels["affinity"], np.array([-9.5, np.nan, 2.0], np.float32))
+    assert table.take(np.array([2, 0])).values(0) == {"affinity": 2.0}
+    assert labelled([-9.5, float("nan"), 2.5]).write(store) != key
+    assert not list(wrong_table(store.get(key)))

@@ -16,6 +16,7 @@ from pipeline.structures.sources.fasta import fasta_items
 from pipeline.structures.sources.folder import listing
 from pipeline.structures.sources.glob import glob_items
 from pipeline.structures.sources.ids import SeenIds, id_problem, shown
+from pipeline.structures.sources.labels import label_problem
 from pipeline.structures.sources.manifest import manifest_items
 from pipeline.structures.sources.pairs import pair_items
 from pipeline.structures.sources.pinder import pinder_items
@@ -39,6 +40,7 @@ HEEDED_BY = {
     "splits": ("pairs",),
     "structures_dir": ("manifest", "sabdab", "pinder"),
     "receptor_chains and ligand_chains": ("manifest", "glob"),
+    "labels": ("manifest", "sabdab", "pinder"),
 }
 
 
@@ -69,7 +71,8 @@ def _checked(entry: Item | Rejection, seen: SeenIds, spec: SourceSpec) -> Item |
         return Rejection(shown(entry.id), Reason.BAD_ID, f"the id {problem}", entry.origin)
     first = seen.first_line(entry.id, _line(entry.origin))
     if first is None:
-        return entry
+        problem = label_problem(entry, spec.labels)
+        return Rejection(shown(entry.id), Reason.BAD_ROW, problem, entry.origin, entry.split) if problem else entry
     where = f"{spec.path.name if spec.splits is None else spec.splits.name}:{first}" if first else "an earlier file"
     split = f" (this one is in split {shown(entry.split)!r})" if entry.split else ""
     detail = f"{where} has this id already{split}"
@@ -98,6 +101,7 @@ def _refuse_unheeded(spec: SourceSpec) -> None:
         "splits": spec.splits is not None,
         "structures_dir": spec.structures_dir is not None,
         "receptor_chains and ligand_chains": bool(spec.receptor_chains or spec.ligand_chains),
+        "labels": bool(spec.labels),
     }
     for setting, sources in HEEDED_BY.items():
         if given[setting] and spec.source not in sources:

@@ -49,7 +49,7 @@ def build_items(
                 bound=files.bound,
                 split=row["split"],
                 cluster=row["cluster"],
-                labels=row.others(columns.known),
+                labels=row.others(columns.spoken_for),
                 origin=row.origin,
             )
 

@@ -1,7 +1,8 @@
 """`manifest`: a CSV, TSV or JSON-lines table with a row for each complex.
 
 Columns: id, path (or receptor_path and ligand_path, or neither when data.structures_dir holds `<id>.pdb`, `.cif`, …),
-receptor_chains, ligand_chains, split, cluster, model (the first is 1); every other column is a label, kept as text.
+receptor_chains, ligand_chains, split, cluster, model (the first is 1); every other column is a label, kept as text;
+those that data.labels names are numbers.
 Relative paths start at data.structures_dir, or else at the manifest's folder; whether such a file is there shows when
 it is read. A file is one of `read.FORMATS`: also a topology of AMBER (.prmtop, .parm7), whose coordinates are beside it
 under the same name (.inpcrd, .rst7, .crd), and a small molecule of its own (.sdf, .mol, .mol2), which has no chains.
@@ -41,6 +42,7 @@ def manifest_items(spec: SourceSpec) -> Generator[Item | Rejection, None, None]:
     """Yield the complexes of a manifest."""
     columns = Columns(
         required=("id",),
+        labels=spec.labels,
         one_of=() if spec.structures_dir else PATHS,
         optional=(*PATHS, *OTHERS) if spec.structures_dir else OTHERS,
         aliases={"cluster_id": "cluster"},

@@ -30,6 +30,7 @@ def pinder_items(spec: SourceSpec) -> Generator[Item | Rejection, None, None]:
     unbound = spec.state == "unbound"
     columns = Columns(
         required=("id", *APO.values()) if unbound else ("id",),
+        labels=spec.labels,
         optional=("split", "cluster"),
         aliases={"cluster_id": "cluster"},
     )

@@ -11,6 +11,7 @@ So the part of a row A/a, or of a row A/A with a renumbered file, has the chains
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,8 +42,9 @@ def sabdab_items(spec: SourceSpec) -> Generator[Item | Rejection, None, None]:
     """Yield the antibody-antigen complexes of a summary table."""
     folder = StructureFolder(spec.structures_dir or spec.path.parent, SUBFOLDERS)
     # The database joins its fields with tabs and quotes nothing, though names hold quotes.
-    rows = read_rows(spec.path, COLUMNS, quoted=".csv" in spec.path.suffixes)
-    return build_items(rows, COLUMNS, _id_of, lambda _name, row: Files(_parts(folder, row)))
+    columns = replace(COLUMNS, labels=spec.labels)
+    rows = read_rows(spec.path, columns, quoted=".csv" in spec.path.suffixes)
+    return build_items(rows, columns, _id_of, lambda _name, row: Files(_parts(folder, row)))
 
 
 def _id_of(row: Row) -> str:

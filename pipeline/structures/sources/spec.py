@@ -21,5 +21,6 @@ class SourceSpec:
     state: Literal["bound", "unbound"] = "bound"
     receptor_chains: tuple[str, ...] = ()
     ligand_chains: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()  # columns of numbers
     partners: Literal["auto", "none"] = "auto"
     limit: int | None = None

@@ -53,15 +53,21 @@ class Columns:
     optional: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)  # another spelling, taken as it is
     foreign: Mapping[str, str] = field(default_factory=dict)  # what other programs call it: worth a hint, not a guess
+    labels: tuple[str, ...] = ()  # that are asked for by name
 
     @cached_property
     def known(self) -> tuple[str, ...]:
-        """Every column that is not a label."""
+        """Every column that has a meaning."""
         return (*self.required, *self.one_of, *self.optional)
 
     @cached_property
+    def spoken_for(self) -> tuple[str, ...]:
+        """Every column that is no label: a column with a meaning may be asked for as a label, too."""
+        return tuple(name for name in self.known if name not in self.labels)
+
+    @cached_property
     def _spellings(self) -> dict[str, str]:
-        return {**self.aliases, **{name.lower(): name for name in self.known}}
+        return {**self.aliases, **{name.lower(): name for name in (*self.labels, *self.known)}}
 
     def canonical(self, name: str) -> str:
         """Return a column's name as it is written here."""
@@ -73,7 +79,7 @@ class Columns:
             if name and present.count(name) > 1:
                 what = f"two columns are called {shown(name)!r}"
                 return DataError(what, where=str(path), remedy=show_header(path))
-        spare = {name.lower(): name for name in present if name not in self.known}
+        spare = {name.lower(): name for name in present if name not in (*self.known, *self.labels)}
         for column in self._missing(present):
             foreign = [name for name in spare if self.foreign.get(name) == column]
             near = foreign or get_close_matches(column.lower(), spare, n=1, cutoff=LIKELY)
@@ -84,7 +90,7 @@ class Columns:
         return None
 
     def _missing(self, present: Sequence[str]) -> tuple[str, ...]:
-        absent = tuple(name for name in self.required if name not in present)
+        absent = tuple(name for name in (*self.required, *self.labels) if name not in present)
         return absent if any(name in present for name in self.one_of) else (*absent, *self.one_of[:1])
 
 
