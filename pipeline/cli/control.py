@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import socket
+from enum import Enum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli.options import ConfigFile, Run, Sets, load_config
+from pipeline.cli.options import ConfigFile, Run, Sets, load_config, one_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,6 +18,20 @@ if TYPE_CHECKING:
     from pipeline.runs.cancel import Cancellation
     from pipeline.runs.folder import RunFolder
     from pipeline.runs.status import RunStatus
+
+
+class Cancelled(str, Enum):
+    """What has jobs to cancel."""
+
+    SCAN = "scan"
+    EMBED = "embed"
+    GRAPH = "graph"
+    TRAIN = "train"
+    EVALUATE = "evaluate"
+    PREDICT = "predict"
+    VALIDATE = "validate"
+    REGENERATE = "regenerate"
+
 
 Yes = Annotated[bool, typer.Option("--yes", help="Do it; else only say what would be done.")]
 
@@ -49,7 +64,7 @@ def resume(run: Run = None, config: ConfigFile = None, sets: Sets = None) -> Non
 
 def cancel(
     run: Run = None,
-    stage: Annotated[str | None, typer.Option("--stage", help="Only the jobs of this stage.")] = None,
+    only: Annotated[Cancelled | None, one_of(Cancelled, "--stage", "Only the jobs of this stage.")] = None,
     yes: Yes = False,
     config: ConfigFile = None,
     sets: Sets = None,
@@ -60,6 +75,7 @@ def cancel(
     from pipeline.runs.cancel import foresee
     from pipeline.runs.status import RunState
 
+    stage = only.value if only else None
     folder, _, executor, status = _opened(run, config, sets)
     with executor:
         if stage is not None and stage not in status.stages:

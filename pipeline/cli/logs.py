@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli.options import ConfigFile, Json, Run, Sets, load_config, print_json
+from pipeline.cli.options import ConfigFile, Json, Run, Sets, load_config, one_of, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -39,7 +39,7 @@ class Logged(str, Enum):
 
 def logs(
     run: Run = None,
-    stage: Annotated[Logged | None, typer.Option("--stage", help="Of one stage, or of the supervisors.")] = None,
+    stage: Annotated[Logged | None, one_of(Logged, "--stage", "Of one stage, or of the supervisors.")] = None,
     task: Annotated[int | None, typer.Option("--task", min=0, help="Of that task, every line.")] = None,
     rank: Annotated[int | None, typer.Option("--rank", min=0, help="Of one process of a task with several.")] = None,
     attempt: Annotated[int | None, typer.Option("--attempt", min=1, help="Of that attempt at each task.")] = None,

@@ -6,12 +6,27 @@ import logging
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from typing import Annotated
 
 import typer
 
 from pipeline import __version__
-from pipeline.cli import cache, config, control, doctor, init, logs, plan, replay, report, runs, status, weights
+from pipeline.cli import (
+    cache,
+    completion,
+    config,
+    control,
+    doctor,
+    init,
+    logs,
+    plan,
+    replay,
+    report,
+    runs,
+    status,
+    weights,
+)
 from pipeline.cli.options import as_typed
 from pipeline.errors import PipelineError
 
@@ -40,6 +55,7 @@ app.command()(report.report)
 app.command()(replay.replay)
 app.command()(control.resume)
 app.command()(control.cancel)
+app.command()(completion.completion)
 app.add_typer(cache.app, name="cache")
 app.add_typer(weights.app, name="weights")
 app.add_typer(config.app, name="config")
@@ -62,8 +78,18 @@ def options(
     logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING, format="%(levelname)s: %(message)s")
 
 
+def _answer() -> None:
+    """Tell a shell what can follow on the line that is being typed; it must not be disturbed by anything else."""
+    with suppress(Exception):
+        for line in completion.answer(typer.main.get_command(app), " ".join(sys.argv[2:])):
+            typer.echo(line)
+
+
 def main() -> None:
     """Run a command line and leave with its exit code."""
+    if sys.argv[1:2] == [completion.ASKED]:
+        _answer()
+        return
     if sys.argv[1:2] and sys.argv[1] in READING and hasattr(signal, "SIGPIPE"):  # `… | head` is no failure
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from difflib import get_close_matches
+from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 
 import typer
 
@@ -25,6 +27,23 @@ Sets: TypeAlias = Annotated[
 ]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 Run: TypeAlias = Annotated[str | None, typer.Argument(metavar="[RUN]", help="Name of a run; else the newest.")]
+
+_Name = TypeVar("_Name", bound=Enum)
+
+
+def one_of(names: type[_Name], option: str, help: str) -> Any:  # noqa: A002 - typer's word for it
+    """Return an option that is one of some names, and says which was meant where it is none of them."""
+    known = [str(one.value) for one in names]
+
+    def parsed(text: str | _Name) -> _Name:
+        if isinstance(text, names) or text in known:
+            return names(text)
+        near = get_close_matches(str(text), known, n=1)
+        meant = f"did you mean {near[0]}?" if near else f"it is one of {', '.join(known)}"
+        raise typer.BadParameter(f"there is no {text!r}: {meant}")
+
+    return typer.Option(option, parser=parsed, metavar=f"[{'|'.join(known)}]", help=help)
+
 
 # A command about a cache, with its options, where a text says what to type next.
 _COMMAND = re.compile(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli.options import ConfigFile, Json, Sets, load_config, print_json
+from pipeline.cli.options import ConfigFile, Json, Sets, load_config, one_of, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -36,7 +36,7 @@ class Planned(str, Enum):
 
 def plan(
     stage: Annotated[
-        Planned, typer.Option("--stage", help="The stage to plan, with what it needs before it; train: alone.")
+        Planned, one_of(Planned, "--stage", "The stage to plan, with what it needs before it; train: alone.")
     ] = Planned.ALL,
     gpu: Annotated[
         list[str] | None,

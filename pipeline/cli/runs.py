@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli.options import ConfigFile, Sets, load_config
+from pipeline.cli.options import ConfigFile, Sets, load_config, one_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -59,9 +59,9 @@ class ExecutorName(str, Enum):
 
 
 def submit(
-    stage: Annotated[StageName, typer.Option("--stage", help="The stage to run, with what it needs before it.")],
+    stage: Annotated[StageName, one_of(StageName, "--stage", "The stage to run, with what it needs before it.")],
     executor: Annotated[
-        ExecutorName | None, typer.Option("--executor", help="Where to run it; else cluster.executor.")
+        ExecutorName | None, one_of(ExecutorName, "--executor", "Where to run it; else cluster.executor.")
     ] = None,
     only: Annotated[bool, typer.Option("--only", help="Run that stage alone; what it needs is there.")] = False,
     damage_list: DamageList = None,

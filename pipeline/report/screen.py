@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -41,8 +42,8 @@ class Screen:
 
 def screen(run: Mapping[str, Any], on: Screen) -> list[Text]:
     """Return the lines of a screen, never more than it has; what goes on and what went wrong is cut last."""
-    head, foot = list(_head(run, on)), list(_foot(run, on))
-    bars = [(_bar(stage, on), list(_details(stage, on))) for stage in run["stages"]]
+    head, foot, losses = list(_head(run, on)), list(_foot(run, on)), run.get("losses", {})
+    bars = [(_bar(stage, on), list(_details(stage, losses.get(stage["name"], ()), on))) for stage in run["stages"]]
     bars += [(Text(f"{name:<{NAME_COLUMNS}}to come", style="dim"), []) for name in _to_come(run)]
     lately = [_happened(at, said) for at, said in reversed(run.get("lately", []))]
     room = on.height - len(head) - len(foot) - len(bars)
@@ -129,11 +130,11 @@ def _ended(stage: Mapping[str, Any]) -> str:
     return f"{'damage was found' if found_damage(stage) else stage['state']}{took}"
 
 
-def _details(stage: Mapping[str, Any], on: Screen) -> Iterator[Text]:
+def _details(stage: Mapping[str, Any], losses: Sequence[float], on: Screen) -> Iterator[Text]:
     """Show what matters of a stage, the most important first; of one that ended well: nothing."""
     indent = " " * NAME_COLUMNS
     if stage["state"] == "running":
-        for parts in (_tasks(stage), _training(stage, on), _memory(stage)):
+        for parts in (_tasks(stage), _training(stage, losses, on), _memory(stage)):
             if parts:
                 yield Text(indent).append("; ".join(parts))
     if stage["reasons"]:
@@ -167,17 +168,17 @@ def _memory(stage: Mapping[str, Any]) -> list[str]:
     return said
 
 
-def _training(stage: Mapping[str, Any], on: Screen) -> list[str]:
+def _training(stage: Mapping[str, Any], losses: Sequence[float], on: Screen) -> list[str]:
     """Say in which epoch a training is, and how its loss goes."""
     told = {name: value for one in stage["figures"].values() for name, value in one.items()}
     said = []
     if stage["name"] == "train" and not any(name.startswith("script.") for name in told):
         step = stage["cached"] + stage["items_done"]
-        epoch = f"epoch {int(told.get('epoch', 0)) + 1}, "
-        said.append(f"{epoch}step {step:,} of {stage['items']:,}")
-    losses = (stage.get("losses") or ())[-max(0, min(MOST_SPARKS, on.width - 60)) :]
+        of = f" of {int(told['epochs']):,}" if "epochs" in told else ""
+        epoch = min(int(told.get("epoch", 0)) + 1, int(told.get("epochs", sys.maxsize)))
+        said.append(f"epoch {epoch:,}{of}, step {step:,} of {stage['items']:,}")
     if losses:
-        said.append(f"loss {losses[-1]:.4g} {sparkline(losses)}")
+        said.append(f"loss {losses[-1]:.4g} {sparkline(losses[-min(MOST_SPARKS, max(1, on.width - 72)) :])}")
     if "learning_rate" in told:
         said.append(f"rate {told['learning_rate']:.3g}")
     return said

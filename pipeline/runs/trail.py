@@ -117,6 +117,8 @@ def _what(kind: EventKind, data: Mapping[str, Any]) -> str:
     if kind is EventKind.JOB_SUBMITTED:
         attempt = data.get("attempt", 1)
         return f"attempt {attempt}: {data.get('why') or 'submitted'}" if attempt > 1 else ""
+    if kind is EventKind.STAGE_SUBMITTED:
+        return f"began, {data['missing']:,} to do" if data.get("missing") else ""
     if kind is EventKind.TASK_SPLIT:
         return f"split into {len(data['into'])}: {data['why']}"
     if kind is EventKind.LEFT_OUT:
@@ -124,8 +126,7 @@ def _what(kind: EventKind, data: Mapping[str, Any]) -> str:
     plain = {
         EventKind.TASK_GIVEN_UP: "given up: {why}",
         EventKind.JOB_REFUSED: "its job was refused",
-        EventKind.STAGE_SUBMITTED: "began, {missing} to do",
         EventKind.STAGE_ENDED: "{state}",
         EventKind.RUN_ENDED: "{state}",
     }
-    return plain[kind].format_map({"missing": 0, **data}) if kind in plain else ""
+    return plain[kind].format_map(data) if kind in plain else ""

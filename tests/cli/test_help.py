@@ -26,6 +26,7 @@ COMMANDS = (
     "logs",
     "report",
     "replay",
+    "completion",
     "cache",
     "cache stat",
     "cache validate",

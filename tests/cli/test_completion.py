@@ -1,0 +1,201 @@
+"""TAB offers what the parser takes: by the same commands, in real shells, fast, and without torch."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from pipeline.cli.completion import SCRIPTS, Shell, answer
+from pipeline.cli.main import app
+from tests.runs.ledgers import Told
+
+PIPELINE = Path(sys.executable).with_name("pipeline")
+ROOT = get_command(app)
+# As readline calls a function: with the line, and its words broken at spaces.
+IN_BASH = """source {script}
+COMP_LINE='{line}'; COMP_POINT=${{#COMP_LINE}}
+compopt() {{ local IFS=' '; echo "compopt $*"; }}
+_pipeline {pipeline} '' ''
+printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+# What zsh's own function would be handed.
+IN_ZSH = """compdef() {{ :; }}
+_describe() {{ print -l -- "${{(@P)2}}" }}
+_files() {{ print files }}
+source {script}
+words=({line}); CURRENT=$#words
+words[1]={pipeline}
+_pipeline
+"""
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "pipeline.yaml").write_text(
+        "data: {source: fasta, path: a.fasta}\ncluster: {runs: runs}\ncache: {root: cache}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "runs"
+
+
+def offered(line: str) -> list[str]:
+    return [one.partition("\t")[0] for one in answer(ROOT, line)]
+
+
+def cpu_s() -> float:
+    """Return what child processes have taken so far."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def script(shell: Shell, folder: Path) -> Path:
+    path = folder / f"completion.{shell.value}"
+    path.write_text(SCRIPTS[shell])
+    return path
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("pipeline st", ["status"]),
+        ("pipeline cache va", ["validate"]),
+        ("pipeline cache 'va", ["validate"]),
+        ("pipeline config ", ["show", "check", "schema"]),
+        ("pipeline --debug st", ["status"]),
+        ("pipeline submit --st", ["--stage"]),
+        ("pipeline submit --stage t", ["train"]),
+        ("pipeline submit --stage=e", ["--stage=embed", "--stage=evaluate"]),
+        ("pipeline submit --executor ", ["local", "slurm"]),
+        ("pipeline plan --stage val", ["validate"]),
+        ("pipeline logs --stage sup", ["supervise"]),
+        ("pipeline cancel --stage sc", ["scan"]),
+        ("pipeline init --recipe c", ["complex_docking", "contrastive_pair"]),
+        ("pipeline plan --gpu h100-80gb-s", ["h100-80gb-sxm"]),
+        ("pipeline weights fetch esm2_t6", ["esm2_t6_8M_UR50D"]),
+        ("pipeline submit --set train.effective", ["train.effective_batch="]),
+        ("pipeline submit --set cluster.site=gen", ["cluster.site=generic"]),
+        ("pipeline completion ", ["bash", "zsh", "fish"]),
+        ("pipeline submit --config pipe", []),  # the shell's own: files
+        ("pipeline nothing ", []),
+    ],
+)
+def test_what_can_follow_is_offered(line: str, words: list[str]) -> None:
+    found = offered(line)
+    assert set(words) <= set(found) if line.endswith("nothing ") else found == words
+
+
+def test_an_option_that_was_given_is_offered_again_only_where_it_may_be(runs: Path) -> None:
+    found = offered("pipeline submit --stage scan --set a.b=c --")
+    assert "--stage" not in found
+    assert {"--set", "--follow", "--help"} <= {*found}
+
+
+def test_every_verb_and_every_option_of_each_is_offered() -> None:
+    verbs = {name for name, one in ROOT.commands.items() if not one.hidden}  # type: ignore[attr-defined]
+    assert set(offered("pipeline ")) == verbs
+    for name in verbs:
+        options = {one.opts[0] for one in ROOT.commands[name].params if one.param_type_name == "option"}  # type: ignore[attr-defined]
+        assert {one for one in options if one.startswith("--")} <= {*offered(f"pipeline {name} -")}
+
+
+def test_runs_are_offered_by_name_the_newest_first(runs: Path) -> None:
+    first, second = Told(runs).folder, Told(runs).folder
+    second.again.write_text("pipeline submit --stage scan\n")
+    lines = list(answer(ROOT, "pipeline status 2"))
+    assert lines == [f"{second.name}\tpipeline submit --stage scan", first.name]  # which says no more what it was
+    assert offered("pipeline logs ") == [second.name, first.name]
+    assert offered(f"pipeline report --set cluster.runs={runs.parent} 2") == []
+
+
+def test_runs_of_a_project_that_is_broken_are_not_offered_and_nothing_is_said(runs: Path) -> None:
+    (runs.parent / "pipeline.yaml").write_text("nonsense: [")
+    assert offered("pipeline status ") == []
+
+
+@pytest.mark.parametrize(
+    ("line", "reply"),
+    [
+        ("pipeline submit --stage tr", ["train"]),
+        ("pipeline submit --stage=tr", ["train"]),  # readline keeps what stands before =
+        ("pipeline submit --set cluster.site=gen", ["generic"]),
+        ("pipeline submit --set train.effective", ["compopt -o nospace", "train.effective_batch="]),
+        ("pipeline submit --config x", [""]),
+    ],
+)
+def test_bash_completes(tmp_path: Path, line: str, reply: list[str]) -> None:
+    text = IN_BASH.format(script=script(Shell.BASH, tmp_path), line=line, pipeline=PIPELINE)
+    done = subprocess.run(["bash", "--norc", "-c", text], capture_output=True, text=True, check=True)
+    assert (done.stdout.splitlines(), done.stderr) == (reply, "")
+
+
+def test_bash_knows_for_which_command(tmp_path: Path) -> None:
+    text = f"source {script(Shell.BASH, tmp_path)}; complete -p pipeline"
+    done = subprocess.run(["bash", "--norc", "-c", text], capture_output=True, text=True, check=True)
+    assert done.stdout == "complete -o default -F _pipeline pipeline\n"
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed here")
+def test_zsh_completes(tmp_path: Path) -> None:
+    for line, reply in (("pipeline cache va", "validate:"), ("pipeline submit --config x", "files")):
+        text = IN_ZSH.format(script=script(Shell.ZSH, tmp_path), line=line, pipeline=PIPELINE)
+        done = subprocess.run(["zsh", "-f", "-c", text], capture_output=True, text=True, check=True)
+        assert done.stdout.splitlines()[-1].startswith(reply)
+        assert done.stderr == ""
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed here")
+def test_fish_completes(tmp_path: Path) -> None:
+    place = f"set -x PATH {PIPELINE.parent} $PATH; set -x HOME {tmp_path}; source {script(Shell.FISH, tmp_path)}"
+    text = f"{place}; complete -C 'pipeline submit --stage tr'; complete -C 'pipeline cache va'"
+    done = subprocess.run(["fish", "--no-config", "-c", text], capture_output=True, text=True, check=True)
+    assert [line.partition("\t")[0] for line in done.stdout.splitlines()] == ["train", "validate"]
+
+
+def test_an_answer_takes_less_than_half_a_second_and_no_torch(runs: Path) -> None:
+    for _ in range(30):
+        Told(runs).folder.again.write_text("pipeline submit --stage all\n")
+    times = []
+    for _ in range(3):
+        start = cpu_s()
+        done = subprocess.run([PIPELINE, "__complete", "pipeline status "], capture_output=True, text=True, check=True)
+        times.append(cpu_s() - start)  # which is all that it takes, on a machine that does nothing else
+    assert len(done.stdout.splitlines()) == 30
+    assert min(times) < 0.5
+    code = (
+        "import sys\nfrom typer.main import get_command\nfrom pipeline.cli.main import app\n"
+        "from pipeline.cli.completion import answer\n"
+        "lines = ('', 'status ', 'submit --set ', 'plan --gpu ', 'weights fetch ')\n"
+        "for line in lines: assert list(answer(get_command(app), f'pipeline {line}'))\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_is_printed_and_nothing_else(shell: str) -> None:
+    done = subprocess.run([PIPELINE, "completion", shell], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == (SCRIPTS[Shell(shell)], "")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["submit", "--stage", "trian"], "did you mean train?"),
+        (["plan", "--stage", "embde"], "did you mean embed?"),
+        (["logs", "--stage", "supervisor"], "did you mean supervise?"),
+        (["cancel", "--stage", "grpah"], "did you mean graph?"),
+        (["submit", "--stage", "xyz"], "it is one of scan, embed, graph, train, evaluate, predict"),
+        (["submit", "--stage", "scan", "--executor", "slrum"], "did you mean slurm?"),
+        (["statsu"], "Did you mean 'status'?"),
+    ],
+)
+def test_a_name_that_is_misspelt_is_a_usage_error_that_names_what_was_meant(words: list[str], said: str) -> None:
+    done = subprocess.run([PIPELINE, *words], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in " ".join(done.stderr.split())
