@@ -6,6 +6,7 @@ import errno
 import pickle
 import re
 import warnings
+import zipfile
 from argparse import Namespace
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ _CUT_SHORT = ("central directory", "unexpected EOF", "not fully covered", "inval
 def read_pt(path: Path) -> Any:
     """Return what torch.save wrote to a file: tensors, plain data and argparse.Namespace, and nothing else."""
     head = _head(path)
+    _refuse_packed(path)
     try:
         return _load(path, mapped=head.startswith(ZIP))
     except OSError as error:
@@ -101,6 +103,22 @@ def _head(path: Path) -> bytes:
         what = "is the pointer that git-lfs leaves in place of a file, not the file"
         raise WeightsUnusable(what, where=str(path), remedy=f"git -C {path.parent} lfs pull")
     return head
+
+
+def _refuse_packed(path: Path) -> None:
+    """Refuse an archive whose parts are compressed: torch never does that, and mapped, it would read noise.
+
+    So nothing unfolds to more than the file has. What is no archive is for torch to judge.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
+        return
+    size_bytes, unfolded_bytes = path.stat().st_size, sum(member.file_size for member in members)
+    if unfolded_bytes > size_bytes or any(member.compress_type != zipfile.ZIP_STORED for member in members):
+        what = f"is a compressed archive ({size_bytes:,} bytes stand for {unfolded_bytes:,}), which no checkpoint is"
+        raise WeightsUnusable(what, where=str(path), remedy=USE_ESM2)
 
 
 def _refused(path: Path, message: str) -> WeightsUnusable:

@@ -20,6 +20,7 @@ PIECE_BYTES = 4 << 20
 MOST_ROWS = 4096  # at a time, however small
 TEXT_ROWS = 64  # at a time, where texts are of any length: their bytes are not known before
 MOST_ROW_BYTES = 64 << 20  # of a dataset
+MOST_CHUNK_BYTES = 256 << 20  # of a compressed one: for any row, HDF5 unpacks all of its chunk
 SUFFIXES = (".hdf5", ".h5")
 
 
@@ -85,6 +86,7 @@ class Table:
                 return None
             other = "is virtual" if found.is_virtual else "has its bytes in other files" if found.external else ""
             row_bytes = found.dtype.itemsize * math.prod((found.shape or ())[1:])
+            chunk_bytes = found.dtype.itemsize * math.prod(found.chunks or ())
         except (KeyError, OSError, RuntimeError, TypeError, ValueError, MemoryError) as error:
             raise self._refused(f"{name!r} is damaged: {error}", f"h5ls -v {self.path}") from error
         if other:
@@ -94,6 +96,11 @@ class Table:
         if row_bytes > MOST_ROW_BYTES:
             what = f"a row of {name!r} {found.shape} is {row_bytes >> 20:,} MiB, more than {MOST_ROW_BYTES >> 20}"
             raise self._refused(what, "write it in more and smaller rows")
+        if chunk_bytes > MOST_CHUNK_BYTES:
+            what = (
+                f"a chunk of {name!r} {found.chunks} is {chunk_bytes >> 20:,} MiB, more than {MOST_CHUNK_BYTES >> 20}"
+            )
+            raise self._refused(what, "h5repack -l CHUNK=… it into smaller chunks")
         return found
 
     def _refused(self, what: str, remedy: str) -> DataError:

@@ -14,7 +14,6 @@ from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,7 +21,7 @@ import gemmi
 import numpy as np
 
 from pipeline.records import Reason
-from pipeline.structures import amber, molecules, plain_pdb
+from pipeline.structures import amber, molecules, plain_pdb, unfolding
 from pipeline.structures.atoms import BLANK_CHAIN, NAME_BYTES, AtomTable, Unusable
 from pipeline.structures.links import links_of
 
@@ -224,20 +223,29 @@ def _structure(data: bytes, form: str) -> gemmi.Structure:
     if form == "pdb":
         return gemmi.read_pdb_string(data, max_line_length=PDB_LINE_LENGTH)
     if form == "bcif":
-        return gemmi.make_structure_from_block(_bcif_block(data))
+        return _made(_bcif_block(data))
     document = gemmi.cif.read_string(data)
     blocks = [block for block in document if block.find_values("_atom_site.id")] or list(document)
-    return gemmi.make_structure_from_block(blocks[0])
+    return _made(blocks[0])
+
+
+def _made(block: gemmi.cif.Block) -> gemmi.Structure:
+    """Return the structure of a block, whose assemblies gemmi writes out at once."""
+    unfolding.check_operations(block.find_values("_pdbx_struct_assembly_gen.oper_expression"))
+    return gemmi.make_structure_from_block(block)
 
 
 def _bcif_block(data: bytes) -> gemmi.cif.Block:
     """Turn BinaryCIF into the block that its text form would be, so that one reader gives both their meaning."""
+    import msgpack
     from biotite.file import DeserializationError, InvalidFileError
     from biotite.structure.io.pdbx import BinaryCIFFile
     from msgpack.exceptions import UnpackException
 
     try:
-        source: Any = BinaryCIFFile.read(BytesIO(data)).block
+        content = msgpack.unpackb(data, use_list=True, raw=False)
+        unfolding.check_columns(content, BCIF_CATEGORIES)
+        source: Any = BinaryCIFFile.deserialize(content).block
         block = gemmi.cif.Block("bcif")
         for name in BCIF_CATEGORIES:
             if name in source:

@@ -46,6 +46,7 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 PIECE_BYTES = 8 << 20  # what is digested and written at once
 _LENGTH_BYTES = 8
+_MOST_HEADER_BYTES = 100_000_000  # what safetensors itself reads
 _METADATA = "__metadata__"
 _MOST_NAMED = 6
 ANOTHER = "name a checkpoint that is whole, or train again"
@@ -111,7 +112,7 @@ class TensorFile:
         try:
             head = disk.read_at(fd, _LENGTH_BYTES, 0)
             self._start = _LENGTH_BYTES + int.from_bytes(head, "little")
-            if not _LENGTH_BYTES < self._start <= written.bytes:
+            if not _LENGTH_BYTES < self._start <= min(written.bytes, _MOST_HEADER_BYTES):
                 raise damaged(path, "its header is damaged")
             header = disk.read_at(fd, self._start - _LENGTH_BYTES, _LENGTH_BYTES)
         except OSError as error:

@@ -1,0 +1,387 @@
+"""Small files that stand for gigabytes, and what reads each; every one is read in a process that may not grow.
+
+`python -m tests.security.bombs FOLDER` writes and reads them all, and says in a line of JSON of each how it ended, how
+many MiB the process grew and how long it took.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import multiprocessing
+import os
+import resource
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import h5py
+import msgpack
+import numpy as np
+
+from pipeline.encoder.containers import read_pt, read_safetensors
+from pipeline.errors import PipelineError
+from pipeline.readers import hdf5
+from pipeline.readers.pairs import Pairs
+from pipeline.readers.spectra import Spectra
+from pipeline.records import Rejection
+from pipeline.store.cache import Cache
+from pipeline.store.disk import Disk
+from pipeline.structures.atoms import Unusable
+from pipeline.structures.read import Reading, format_of, parse, read_file
+from pipeline.structures.sources import items
+from pipeline.structures.sources.spec import SourceSpec
+from pipeline.training.tensor_file import TensorFile, Written
+from tests.structures.amber_text import complex_files
+
+GIB = 1 << 30
+ALLOWED_BYTES = 3 * GIB  # of address space beyond what there is: a bomb that goes off ends as MemoryError
+MOST_FILE_BYTES = 16 << 20
+ALARM_S = 60
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How reading a bomb ended."""
+
+    name: str
+    told: str  # of a refusal; empty where there was none
+    grown_mib: int
+    seconds: float
+    trouble: str = ""  # what should never come out
+
+
+Bomb = Callable[[Path], object]
+BOMBS: dict[str, Bomb] = {}
+
+
+def bomb(make: Bomb) -> Bomb:
+    """Name a bomb after its function."""
+    BOMBS[make.__name__] = make
+    return make
+
+
+def structure(path: Path) -> object:
+    """Read a structure as the scan does."""
+    return parse(read_file(path, MOST_FILE_BYTES), format_of(path), Reading())
+
+
+def entries(source: str, path: Path) -> list[object]:
+    """List a data set as the scan does; the first rejection is what is told."""
+    found = list(items(SourceSpec(source=source, path=path)))
+    for one in found:
+        if isinstance(one, Rejection):
+            raise Unusable(one.reason, one.detail)
+    return found
+
+
+def packed(text: bytes, times: int) -> bytes:
+    """Return a gzip file of a text again and again, made without writing it out."""
+    return gzip.compress(text) * times
+
+
+@bomb
+def pdb_packed(folder: Path) -> object:
+    (path := folder / "a.pdb.gz").write_bytes(packed(b"REMARK 1 " * (1 << 20), 200))
+    return structure(path)
+
+
+@bomb
+def mmcif_packed(folder: Path) -> object:
+    (path := folder / "a.cif.gz").write_bytes(packed(b"# nothing\n" * (1 << 20), 200))
+    return structure(path)
+
+
+@bomb
+def mmcif_operations(folder: Path) -> object:
+    """An assembly of a billion operations, which gemmi writes out."""
+    path = folder / "a.cif"
+    path.write_text(MMCIF.format(expression="1-1000000000"))
+    return structure(path)
+
+
+@bomb
+def mmcif_operations_multiplied(folder: Path) -> object:
+    path = folder / "a.cif"
+    path.write_text(MMCIF.format(expression="(1-9999)(1-9999)(1-9999)"))
+    return structure(path)
+
+
+@bomb
+def bcif_runs(folder: Path) -> object:
+    """One run of a billion equal numbers."""
+    return binary(folder, column(np.array([7, 10**9], "<i4").tobytes(), [run_length(10**9), integers()]))
+
+
+@bomb
+def bcif_run_in_a_mask(folder: Path) -> object:
+    mask = {"data": np.array([1, 10**9], "<i4").tobytes(), "encoding": [run_length(10**9), integers()]}
+    return binary(folder, column(b"\x01\0\0\0", [integers()]) | {"mask": mask})
+
+
+@bomb
+def bcif_wide_texts(folder: Path) -> object:
+    """A long word that a million rows name: numpy would give each row its width."""
+    words = {
+        "kind": "StringArray",
+        "stringData": "x" * 100_000,
+        "offsets": np.array([0, 100_000], "<i4").tobytes(),
+        "offsetEncoding": [integers()],
+        "dataEncoding": [run_length(10**6), integers()],
+    }
+    return binary(folder, column(np.array([0, 10**6], "<i4").tobytes(), [words]))
+
+
+@bomb
+def sdf_counts(folder: Path) -> object:
+    counts = "x\n\n\n  0  0  0  0  0  0            999 V3000\nM  V30 BEGIN CTAB\nM  V30 COUNTS 2000000000 0 0 0 0\n"
+    (path := folder / "a.sdf").write_text(counts + "M  V30 BEGIN ATOM\nM  V30 1 C 0 0 0 0\nM  V30 END ATOM\nM  END\n")
+    return structure(path)
+
+
+@bomb
+def mol2_counts(folder: Path) -> object:
+    (path := folder / "a.mol2").write_text("@<TRIPOS>MOLECULE\nx\n 2000000000 2000000000 1\nSMALL\nNO_CHARGES\n")
+    return structure(path)
+
+
+@bomb
+def amber_counts(folder: Path) -> object:
+    first, _, rest = complex_files()[0].decode("latin-1").partition("%FLAG POINTERS")
+    lines = rest.splitlines(keepends=True)
+    lines[2] = f"{2_000_000_000:8d}"[:8] + lines[2][8:]
+    (folder / "a.prmtop").write_text(first + "%FLAG POINTERS" + "".join(lines))
+    (folder / "a.inpcrd").write_text("x\n2000000000\n")
+    data = (folder / "a.prmtop").read_bytes()
+    return parse(data, "amber", Reading(), beside=(folder / "a.inpcrd").read_bytes())
+
+
+@bomb
+def amber_width_of_nothing(folder: Path) -> object:
+    """A column that is no character wide never ends."""
+    text = complex_files()[0].decode("latin-1").replace("%FORMAT(20a4)", "%FORMAT(20a0)")
+    return parse(text.encode("latin-1"), "amber", Reading(), beside=b"x\n1\n")
+
+
+@bomb
+def amber_most_columns(folder: Path) -> object:
+    text = complex_files()[0].decode("latin-1").replace("%FORMAT(20a4)", "%FORMAT(2000000000a4)")
+    return parse(text.encode("latin-1"), "amber", Reading(), beside=b"x\n1\n")
+
+
+@bomb
+def manifest_packed(folder: Path) -> object:
+    (path := folder / "m.csv.gz").write_bytes(gzip.compress(b"id,path\n") + packed(b" " * (1 << 20) + b"\n", 400))
+    return entries("manifest", path)
+
+
+@bomb
+def manifest_of_one_line(folder: Path) -> object:
+    return entries("manifest", hollow(folder / "m.csv", b"id,path\n"))
+
+
+@bomb
+def json_lines_of_one_line(folder: Path) -> object:
+    return entries("manifest", hollow(folder / "m.jsonl", b'{"id": "a", "path": "'))
+
+
+@bomb
+def json_lines_nested(folder: Path) -> object:
+    (path := folder / "m.jsonl").write_text("[" * 1_000_000 + "\n")
+    return entries("manifest", path)
+
+
+@bomb
+def fasta_of_one_line(folder: Path) -> object:
+    return entries("fasta", hollow(folder / "m.fasta", b">a\n"))
+
+
+@bomb
+def spectrum_without_an_end(folder: Path) -> object:
+    return rejected(Spectra(hollow(folder / "a.mgf", b"BEGIN IONS\nTITLE=x\nPEPMASS=1\n")).entries())
+
+
+@bomb
+def pair_of_one_line(folder: Path) -> object:
+    return rejected(Pairs(hollow(folder / "a.tsv", b"left\tright\n")).entries())
+
+
+@bomb
+def hdf5_long_rows(folder: Path) -> object:
+    with h5py.File(path := folder / "a.h5", "w") as file:
+        file.create_dataset("left", (1, 1 << 15, 1 << 15), "f4", chunks=(1, 64, 64), compression="gzip")
+        file.create_dataset("right", (1, 1, 1), "f4")
+    return rejected(Pairs(path).entries())
+
+
+@bomb
+def hdf5_large_chunks(folder: Path) -> object:
+    """Rows that are small, in a chunk that is not: all of it is unpacked for any of them."""
+    with h5py.File(path := folder / "a.h5", "w") as file:
+        chunk = (hdf5.MOST_CHUNK_BYTES // 4096 + 1, 1, 1024)
+        file.create_dataset("left", (2, 1, 1024), "f4", maxshape=(None, 1, 1024), chunks=chunk, compression="gzip")
+        file.create_dataset("right", data=np.zeros((2, 1, 1), "f4"))
+    return rejected(Pairs(path).entries())
+
+
+@bomb
+def hdf5_more_rows_than_bytes(folder: Path) -> object:
+    with h5py.File(path := folder / "a.h5", "w") as file:
+        for name in ("left", "right"):
+            file.create_dataset(name, (10**12, 1, 1), "f4", chunks=(1 << 20, 1, 1), compression="gzip")
+    return rejected(Pairs(path).entries())
+
+
+@bomb
+def weights_header(folder: Path) -> object:
+    """A header of safetensors that says that it is 2 GiB long, in a file that is."""
+    return read_safetensors([hollow(folder / "a.safetensors", struct.pack("<Q", 2 * GIB - 16), size=2 * GIB)])
+
+
+@bomb
+def weights_tensor(folder: Path) -> object:
+    """A tensor that says that it has a tebibyte."""
+    header = json.dumps({"a": {"dtype": "F32", "shape": [1 << 38], "data_offsets": [0, 1 << 40]}}).encode()
+    (path := folder / "a.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    return read_safetensors([path])
+
+
+@bomb
+def checkpoint_header(folder: Path) -> object:
+    path = hollow(folder / "a.safetensors", struct.pack("<Q", 2 * GIB - 16), size=2 * GIB)
+    return TensorFile(Disk(), path, Written(2 * GIB, "0" * 32))
+
+
+@bomb
+def checkpoint_packed(folder: Path) -> object:
+    """A .pt whose members are compressed: torch stores them plain, and takes nothing else."""
+    import zipfile
+
+    with zipfile.ZipFile(path := folder / "a.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02}q\0." + b"\0" * (64 << 20))
+        archive.writestr("archive/version", "3\n")
+    return read_pt(path)
+
+
+@bomb
+def shard_table(folder: Path) -> object:
+    """A shard whose trailer says that it has more records than there are bytes."""
+    store = Cache(folder / "cache").kind("graph")
+    with store.writer() as writer:
+        writer.put(b"sixteen bytes...", {"a": np.zeros(3)})
+    (path,) = store.layout.shards.iterdir()
+    content = bytearray(path.read_bytes())
+    for place in range(len(content) - 64, len(content) - 8, 8):
+        content[place : place + 8] = struct.pack("<Q", 1 << 60)
+    path.unlink()
+    path.write_bytes(content)
+    (store.layout.folder / "index.bin").unlink(missing_ok=True)
+    if Cache(folder / "cache").kind("graph").get(b"sixteen bytes...") is None:
+        raise Unusable(None, "absent")  # type: ignore[arg-type]
+    return None
+
+
+def hollow(path: Path, start: bytes, size: int = GIB) -> Path:
+    """Write a file of so many bytes that takes no room on the disk: nothing but zeros follows its start."""
+    with path.open("wb") as file:
+        file.write(start)
+        file.truncate(size)
+    return path
+
+
+def rejected(found: Iterator[object]) -> list[object]:
+    """Read all entries; the first rejection is what is told."""
+    for one in found:
+        if isinstance(one, Rejection):
+            raise Unusable(one.reason, one.detail)
+    return []
+
+
+def binary(folder: Path, one: dict[str, object]) -> object:
+    """Read a BinaryCIF file of one column of atoms."""
+    category = {"name": "_atom_site", "rowCount": 1, "columns": [one]}
+    content = {"encoder": "x", "version": "0.3.0", "dataBlocks": [{"header": "A", "categories": [category]}]}
+    (path := folder / "a.bcif").write_bytes(msgpack.packb(content))
+    return structure(path)
+
+
+def column(data: bytes, encodings: list[dict[str, object]]) -> dict[str, object]:
+    return {"name": "id", "data": {"data": data, "encoding": encodings}, "mask": None}
+
+
+def run_length(size: int) -> dict[str, object]:
+    return {"kind": "RunLength", "srcType": 3, "srcSize": size}
+
+
+def integers() -> dict[str, object]:
+    return {"kind": "ByteArray", "type": 3}
+
+
+MMCIF = """\
+data_x
+loop_
+_atom_site.group_PDB
+_atom_site.id
+_atom_site.type_symbol
+_atom_site.label_atom_id
+_atom_site.label_comp_id
+_atom_site.label_asym_id
+_atom_site.label_seq_id
+_atom_site.Cartn_x
+_atom_site.Cartn_y
+_atom_site.Cartn_z
+ATOM 1 C CA ALA A 1 0 0 0
+loop_
+_pdbx_struct_assembly.id
+_pdbx_struct_assembly.details
+1 x
+loop_
+_pdbx_struct_assembly_gen.assembly_id
+_pdbx_struct_assembly_gen.oper_expression
+_pdbx_struct_assembly_gen.asym_id_list
+1 '{expression}' A
+loop_
+_pdbx_struct_oper_list.id
+_pdbx_struct_oper_list.matrix[1][1]
+1 1
+"""
+
+
+def read_in_a_child(name: str, folder: Path) -> Ending:
+    """Read one bomb where its going off is heard and does no harm."""
+    context = multiprocessing.get_context("fork")
+    told: multiprocessing.Queue[Ending] = context.Queue()
+    child = context.Process(target=lambda: told.put(_ended(name, folder)))
+    child.start()
+    child.join(ALARM_S)
+    if child.is_alive() or child.exitcode:
+        child.kill()
+        return Ending(name, "", 0, ALARM_S, f"ended with {child.exitcode}; None: it does not end")
+    return told.get(timeout=10)
+
+
+def _ended(name: str, folder: Path) -> Ending:
+    folder.mkdir()
+    used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used_bytes + ALLOWED_BYTES,) * 2)
+    before, start, told, trouble = peak_kib(), time.monotonic(), "", ""
+    try:
+        BOMBS[name](folder)
+    except (PipelineError, Unusable) as error:
+        told = str(error)
+    except BaseException:  # noqa: BLE001 - which is what is looked for
+        trouble = traceback.format_exc()
+    return Ending(name, told, (peak_kib() - before) >> 10, time.monotonic() - start, trouble)
+
+
+def peak_kib() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+if __name__ == "__main__":
+    for name in BOMBS:
+        sys.stdout.write(json.dumps(asdict(read_in_a_child(name, Path(sys.argv[1]) / name))) + "\n")
