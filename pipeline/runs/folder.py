@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 NAME = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4}-[a-z]+")
+FORMAT = 1  # of the folder's files; a folder that does not tell is of the first
 PRIVATE, SHARED = 0o700, 0o777  # what the umask leaves of it
 
 
@@ -29,6 +30,11 @@ class RunFolder:
     def name(self) -> str:
         """The name people type."""
         return self.path.name
+
+    @property
+    def format(self) -> Path:
+        """The format of the folder, as a number."""
+        return self.path / "format.txt"
 
     @property
     def config(self) -> Path:
@@ -135,6 +141,11 @@ class RunFolder:
         return self.path / "logs"
 
     @property
+    def report(self) -> Path:
+        """The page that shows how the run goes, as its last supervisor has left it."""
+        return self.path / "report.html"
+
+    @property
     def supervisor_log(self) -> Path:
         """What the supervisor printed, when it ran in the background."""
         return self.path / "supervisor.log"
@@ -149,11 +160,17 @@ def create(runs: Path, stage: str, now: datetime, *, private: bool = True) -> Ru
         folder.path.mkdir(mode=PRIVATE if private else SHARED)
         for one in (folder.events, folder.logs, folder.claims, folder.on("", 0).parent):
             one.mkdir()
+        folder.format.write_text(f"{FORMAT}\n")
     return folder
 
 
 def runs_in(runs: Path) -> list[RunFolder]:
-    """Return the runs in a folder that this user can read, oldest first."""
+    """Return the runs in a folder that this user and this version can read, oldest first."""
+    return [folder for folder in _all_in(runs) if not is_newer(folder.path)]
+
+
+def _all_in(runs: Path) -> list[RunFolder]:
+    """Return the runs in a folder that this user can read, of whatever format, oldest first."""
     try:
         names = sorted(path.name for path in runs.iterdir() if NAME.fullmatch(path.name))
     except FileNotFoundError:
@@ -169,24 +186,43 @@ def _is_run(path: Path) -> bool:
     return os.access(path / "stages.json", os.R_OK)
 
 
+def is_newer(path: Path) -> bool:
+    """Say whether a run was made by a later version, in a format that this one does not know."""
+    try:
+        told = RunFolder(path).format.read_text().strip()
+    except OSError:
+        return False
+    return bool(told) and not (told.isdecimal() and int(told) <= FORMAT)
+
+
+def _readable(folder: RunFolder) -> RunFolder:
+    """Return a run; raise ConfigError where a later version made it."""
+    if is_newer(folder.path):
+        what = f"is a run of a newer format; this version of pipeline reads up to format {FORMAT}"
+        raise ConfigError(
+            what, where=str(folder.path), remedy="use the version of pipeline that made it, or a newer one"
+        )
+    return folder
+
+
 def find(runs: Path, name: str | None) -> RunFolder:
     """Return the run that was named by its name or its beginning; the newest when none was."""
-    known = runs_in(runs)
+    known = _all_in(runs)
     if name is None:
         if not known:
             raise ConfigError("there is no run yet", where=str(runs), remedy="pipeline submit --stage scan")
-        return known[-1]
+        return _readable(known[-1])
     matches = [folder for folder in known if name and folder.name.startswith(name)]
     if len(matches) != 1:
         what = f"{len(matches)} runs begin with {name!r}" if matches else f"no run {name!r} that you can read"
         raise ConfigError(what, where=str(runs), remedy=f"ls {runs}")
-    return matches[0]
+    return _readable(matches[0])
 
 
 def by_path(name: str) -> RunFolder | None:
     """Return the run whose folder this is, if it is one."""
     path = Path(name).absolute()
-    return RunFolder(path) if _is_run(path) else None
+    return _readable(RunFolder(path)) if _is_run(path) else None
 
 
 @contextmanager

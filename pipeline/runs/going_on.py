@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.config.load import from_resolved
 from pipeline.errors import ConfigError, PipelineError
-from pipeline.runs.folder import NAME, RunFolder, runs_in
+from pipeline.runs.folder import NAME, RunFolder, is_newer, runs_in
 from pipeline.runs.pending import look
 from pipeline.runs.status import RunState, status_of
 
@@ -51,7 +51,7 @@ def uses(config: Config, root: Path) -> bool:
 
 
 def hidden(runs: Path) -> list[str]:
-    """Return the runs of a folder of which this user can tell nothing: they are private to others."""
+    """Return the runs of a folder of which nothing can be told: private to others, or of a later version."""
     try:
         names = sorted(name for name in os.listdir(runs) if NAME.fullmatch(name))  # noqa: PTH208 - names are enough
         known = {folder.name for folder in runs_in(runs)}
@@ -59,7 +59,8 @@ def hidden(runs: Path) -> list[str]:
         return []
     except (OSError, PipelineError):
         return [runs.name]
-    return [name for name in names if name not in known and not os.access(runs / name, os.X_OK)]
+    unknown = [runs / name for name in names if name not in known]
+    return [path.name for path in unknown if not os.access(path, os.X_OK) or is_newer(path)]
 
 
 def _goes_on(folder: RunFolder) -> bool:
