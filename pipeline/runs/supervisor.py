@@ -31,15 +31,16 @@ from pipeline.runs.dispatch import Dispatch, is_over
 from pipeline.runs.executors import open_executor
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.handover import claim, claimed_after, hand_over, own_job
+from pipeline.runs.indexing import bring_up
 from pipeline.runs.ledger import Ledger, Reader
 from pipeline.runs.notify import notify
 from pipeline.runs.only import only_of
+from pipeline.runs.page import Page
 from pipeline.runs.project import Project
 from pipeline.runs.status import ENDED, RunState, RunStatus, fold
 from pipeline.runs.submit import Plan, plan, refuse_unfit_disk
 from pipeline.runs.workflow import Trouble
 from pipeline.store.cache import RECIPES
-from pipeline.store.snapshot import IndexState
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -75,7 +76,7 @@ class Supervisor:
     ) -> None:
         self.folder, self.executor, self.watch = folder, executor, watch
         self.config = from_resolved(folder.config.read_text(), str(folder.config))
-        self.reader, self.status = Reader(folder), RunStatus(folder.name)
+        self.reader, self.status, self.page = Reader(folder), RunStatus(folder.name), Page(folder, self.config)
         self._catch_up()
         self.number = claim(folder, self.status.visits + 1)
         self.ledger = Ledger(folder, f"supervisor-{self.number:06d}")
@@ -123,6 +124,7 @@ class Supervisor:
         jobs = hand_over(self.folder, self.config, self.executor, self.number, live)
         self._emit(EventKind.HANDED_OVER, jobs=jobs)
         self._catch_up()
+        self.page.refresh(self.status, at_once=True)
         return False
 
     def _guarded(self, work: Callable[[], bool]) -> bool:
@@ -242,6 +244,8 @@ class Supervisor:
     def _judge(self, stage: Stage, status: StageStatus) -> None:
         hopeless = status.waiting or any(task.open for task in status.work.values())  # that does not come by waiting
         patience_s = 0.0 if hopeless else self.config.cache.visibility_s
+        if not stage.only_looks:
+            bring_up(self.project.cache, stage.kinds)  # so that what is looked up now need not be in memory
         judged = stage.judge(self.project, self.folder, patience_s)
         self._index(stage, judged)
         try:
@@ -269,12 +273,7 @@ class Supervisor:
                 self.project.cache.describe(stage.name, stage.recipe(self.project))
         except (CacheUnusable, CacheFull) as error:
             log.warning("the recipe of %s is not described: %s", stage.name, error.what)
-        for store in map(self.project.cache.kind, sorted({*stage.kinds, RECIPES} & {*self.project.cache.kinds()})):
-            try:
-                if store.stat().index is not IndexState.CURRENT:
-                    store.write_index()
-            except CacheUnusable as error:
-                log.warning("the index of %s stays behind: %s", store.kind, error.what)
+        bring_up(self.project.cache, {*stage.kinds, RECIPES})
 
     def _trouble(self, stage: Stage, status: StageStatus) -> Trouble:
         """Return how tasks of a stage failed for good."""
@@ -300,7 +299,9 @@ class Supervisor:
         """Take the news of the ledger into account and show them."""
         for event in self.reader.fresh():
             self.status.apply(event)
+            self.page.take(event)
         self.watch(self.status)
+        self.page.refresh(self.status)
 
     def _emit(self, kind: EventKind, **data: Any) -> None:
         """Write an event down."""
@@ -321,6 +322,7 @@ class Supervisor:
         self._emit(EventKind.RUN_ENDED, state=state.value, error=error, exit_code=exit_code)
         self._catch_up()
         self.ledger.close()
+        self.page.refresh(self.status, at_once=True)
 
 
 def _describe(tasks: Sequence[Task]) -> list[str]:

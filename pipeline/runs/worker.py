@@ -30,6 +30,7 @@ from pipeline.records import EventKind, Tell
 from pipeline.runs import scripted, workflow
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.frozen import module_command
+from pipeline.runs.indexing import relieve
 from pipeline.runs.ledger import Ledger
 from pipeline.runs.only import only_of
 from pipeline.runs.project import Project
@@ -91,6 +92,8 @@ def main(words: Sequence[str]) -> int:
         config = from_resolved(folder.config.read_text())
         remember, only = not row.only_looks, only_of(folder)
         project = Project.open(config, remember=remember, beside=folder.task_root, only=only)
+        if leads and row.kinds:
+            relieve(project.cache, workflow.kinds_of(json.loads(folder.stages.read_text())))
         processes = row.processes(project)
         if part is None and processes > 1:
             if scripted.is_script(project.config, row.name):  # each of its processes sees all GPUs, as under torchrun

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
@@ -341,6 +341,11 @@ def stage(name: str) -> Stage:
         return STAGES[name]
     known = ", ".join(STAGES)
     raise ConfigError(f"no stage {name!r} (there are: {known})", where="--stage", remedy="pipeline submit --help")
+
+
+def kinds_of(names: Iterable[str]) -> set[str]:
+    """Return which kinds of records some stages make."""
+    return {kind for name in names for kind in stage(name).kinds}
 
 
 def up_to(name: str, config: Config) -> list[str]:

@@ -81,7 +81,7 @@ class Index:
         return asked, np.concatenate([rows for _, _, rows in found])
 
     def __len__(self) -> int:
-        return self._rows_bytes // ROW.itemsize
+        return int(self._rows_bytes // ROW.itemsize)
 
     def rows(self) -> Rows:
         """Return every row."""

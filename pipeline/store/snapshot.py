@@ -78,7 +78,7 @@ class Snapshot:
         keep = (self._state != _GONE) & ~np.array([name in without for name in self.names], bool)
         kept: list[int] = np.flatnonzero(keep).tolist()
         if keep.all():
-            return kept, (len(self._index) if self._index else 0) + len(self._delta), self._all_pieces()
+            return kept, sum(self.counts()), self._all_pieces()
         position = np.zeros(len(keep), np.uint32)
         position[kept] = np.arange(len(kept))
         count = sum(int(keep[rows["shard"]].sum()) for rows in self._all_pieces())
@@ -100,6 +100,10 @@ class Snapshot:
         """Yield what `rows` returns, some at a time."""
         for rows in self._all_pieces():
             yield rows[self._in_good_shards(rows)]
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many rows the index has, and how many are only in tables."""
+        return len(self._index) if self._index else 0, len(self._delta)
 
     def good_shards(self) -> list[int]:
         """Return the positions of the shards that are there."""

@@ -38,6 +38,7 @@ _READ_AHEAD = 2 * _READ_THREADS  # records in memory while `read` waits for its 
 _LOCATE_BATCH = 256
 _KEYS_BATCH = 65_536
 _LOOK_AGAIN_S = 0.5
+_UNINDEXED_RECORDS, _UNINDEXED_SHARE = 16_384, 0.1  # a few MB; that an index is written ever more rarely as it grows
 
 _Answer = TypeVar("_Answer")
 
@@ -167,8 +168,7 @@ class Store:
 
     def stat(self) -> StoreStat:
         """Say what the store holds, from the index and the tables, without reading records."""
-        snapshot, rows = self._ask(Snapshot.rows)
-        return stat_of(self.kind, snapshot, int(first_of_key(rows, at_start=True).sum()))
+        return self.ask(lambda snapshot: stat_of(self.kind, snapshot, _records(snapshot)))
 
     def tagged(self, tag: bytes) -> tuple[int, int]:
         """Return how many records there are whose keys begin with a tag, and their bytes, without reading records."""
@@ -230,6 +230,19 @@ class Store:
         """
         self.refresh()
         self._swap_index(without)
+
+    def is_indexed(self) -> bool:
+        """Say whether the index names every shard that is known."""
+        return self.ask(lambda snapshot: snapshot.index_state is IndexState.CURRENT)
+
+    def index_if_behind(self) -> None:
+        """Bring the index up to date where it lacks so many records that they weigh on whoever looks something up.
+
+        Each of them is in the memory of every process that has this store open; those that the index has are not.
+        """
+        indexed, others = self.ask(Snapshot.counts)
+        if others > max(_UNINDEXED_RECORDS, indexed * _UNINDEXED_SHARE):
+            self.write_index()
 
     def rebuild_index(self) -> None:
         """Make the index from the shards alone."""
@@ -312,6 +325,15 @@ class Store:
         blob, rest = room(place.length)
         self.disk.fill(fd, [some for some in (blob, rest) if some], place.offset)
         return blob.toreadonly(), rest.toreadonly()
+
+
+def _records(snapshot: Snapshot) -> int:
+    """Count the records of a snapshot, each once."""
+    records, before = 0, None  # the last key of the piece before
+    for rows in filter(len, snapshot.pieces_in_order()):
+        records += int(first_of_key(rows, at_start=before != rows[["hi", "lo"]][0].item()).sum())
+        before = rows[["hi", "lo"]][-1].item()
+    return records
 
 
 def stat_of(kind: str, snapshot: Snapshot, records: int) -> StoreStat:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 EXAMPLES = 3
 MOST_SPLITS = 1000
 LEAKING = ("id", "sequence", "cluster")
-SIZES = ("atoms", "residues", "n_rec", "n_lig", "pairs")
+SIZES = {"atoms": "I", "residues": "I", "n_rec": "I", "n_lig": "I", "pairs": "Q"}  # and in how many bytes each
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +79,10 @@ class Tally:
     ordinals: dict[str, int] = field(default_factory=dict)  # split → number
     chains: Counter[str] = field(default_factory=Counter)
     longest: int = 0
-    sizes: dict[str, array[int]] = field(default_factory=lambda: {name: array("q") for name in SIZES})
+    sizes: dict[str, array[int]] = field(default_factory=lambda: {name: array(SIZES[name]) for name in SIZES})
     sequences: array[int] = field(default_factory=lambda: array("Q"))
     marks: dict[str, tuple[array[int], array[int], array[int]]] = field(
-        default_factory=lambda: {what: (array("Q"), array("L"), array("Q")) for what in LEAKING}
+        default_factory=lambda: {what: (array("Q"), array("H"), array("I")) for what in LEAKING}
     )
 
     def reject(self, rejection: Rejection) -> None:
@@ -128,7 +128,7 @@ class Tally:
             rejected=dict(self.rejected.most_common()),
             examples=self.examples,
             splits={name: count for name, count in self.splits.items() if name},
-            sizes={name: _spread(np.frombuffer(sizes, dtype=np.int64)) for name, sizes in self.sizes.items() if sizes},
+            sizes={name: _spread(_array(sizes)) for name, sizes in self.sizes.items() if sizes},
             chains=dict(self.chains.most_common()),
             sequences=len(np.unique(np.frombuffer(self.sequences, dtype=np.uint64))),
             longest=self.longest,

@@ -12,7 +12,7 @@ from pipeline.structures.atoms import Unusable
 
 MAX_ID_LENGTH = 200
 SHOWN_LENGTH = 80
-MERGE_AT, MERGE_SHARE = 1 << 12, 0.1  # of the latest ids, in a table of 150 bytes an id
+MERGE_AT, MERGE_SHARE = 1 << 12, 1 / 32  # of the latest ids, in a table of 150 bytes an id
 SLASHES = re.compile(r"[/\\]")
 
 
@@ -65,7 +65,7 @@ class SeenIds:
         if spot < len(self._digests) and int(self._digests[spot]) == digest:
             return int(self._lines[spot])
         self._latest[digest] = line
-        if len(self._latest) > max(MERGE_AT, MERGE_SHARE * len(self._digests)):
+        if len(self._latest) >= max(MERGE_AT, MERGE_SHARE * len(self._digests)):
             self._merge()
         return None
 
