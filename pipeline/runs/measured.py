@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import asdict, dataclass
 from math import ceil
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from pipeline.cluster.verdict import Cause
 from pipeline.config.load import from_resolved
 from pipeline.errors import PipelineError
-from pipeline.runs import workflow
+from pipeline.runs import training, workflow
+from pipeline.runs.preparing import is_planned
 from pipeline.runs.project import Project
 from pipeline.runs.submit import cluster_name, profiles_of, recipe_name
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from pipeline.runs.attempts import Attempt
     from pipeline.runs.folder import RunFolder
     from pipeline.runs.status import Job, RunStatus, StageStatus
+    from pipeline.runs.workflow import Stage
 
 TIME_MARGIN = 1.5
 TIME_STEP_S = 300
@@ -87,19 +90,31 @@ def efficiency(folder: RunFolder, status: RunStatus) -> list[Used]:
     """Return what each stage with tasks has used."""
     config = from_resolved(folder.config.read_text(), str(folder.config))
     stages = [stage for stage in status.in_order() if any(task.ended for task in stage.work.values())]
-    return [used(stage, config, outlook(config, stage.name)) for stage in stages]
+    return [used(stage, config, outlook(config, stage.name, folder)) for stage in stages]
 
 
-def outlook(config: Config, name: str) -> Outlook:
+def outlook(config: Config, name: str, folder: RunFolder) -> Outlook:
     """Return what a stage's next tasks are thought to need; what they read may be gone since."""
     try:
         project = Project.open(config, remember=False)
         stage = workflow.stage(name)
-        planned = stage.mem_bytes(project)
+        planned = _planned_bytes(project, stage, folder)
+        if planned is None:
+            return Outlook(None, None, "no plan: it would have to be made anew (pipeline plan --stage train)")
         recipe, cluster = recipe_name(project, stage), cluster_name(config)
         return Outlook(planned, profiles_of(config).suggest(name, recipe, cluster, planned_bytes=planned))
     except PipelineError as error:
         return Outlook(None, None, f"no plan: {error.what.splitlines()[0]}")
+
+
+def _planned_bytes(project: Project, stage: Stage, folder: RunFolder) -> int | None:
+    """Return the planned memory of a task: of a training as its run planned it, and nothing is traced anew to tell."""
+    if not stage.together or project.config.train.task is None:
+        return stage.mem_bytes(project)
+    if stage.name == training.NAME and folder.plan(stage.name).exists():
+        planned: int = json.loads(folder.plan(stage.name).read_text())["mem_bytes"]
+        return planned
+    return stage.mem_bytes(project) if is_planned(project) else None
 
 
 def used(stage: StageStatus, config: Config, thought: Outlook) -> Used:

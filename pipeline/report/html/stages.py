@@ -1,0 +1,155 @@
+"""What each stage did and when, how fast, and what came of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pipeline.report.html.overview import error_box
+from pipeline.report.html.plots import Line, plot
+from pipeline.report.html.scales import numbers, times, wholes
+from pipeline.report.html.text import (
+    Cell,
+    Html,
+    badge,
+    count,
+    figure,
+    note,
+    number,
+    section,
+    table,
+    tag,
+    time_cell,
+)  # fmt: skip
+from pipeline.report.html.timeline import timeline
+from pipeline.report.tables import CENSUS, DAMAGED, UNIT, duration, found_damage, speed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+COLUMNS = ("stage", "state", "of", "items", "cached", "to do", "done", "tasks", "attempts", "failed", "waited", "took")
+FEWEST = 3  # points of a plot
+
+
+def stages(facts: Mapping[str, Any]) -> Html:
+    """Return the time line, and a row for each stage."""
+    told = facts["stages"]
+    begun = {stage["name"] for stage in told}
+    rows = [_row(stage, facts["time"]["to"]) for stage in told]
+    rows += [_later(name) for name in facts["run"]["planned"] if name not in begun]
+    drawn = timeline(facts) if told else note("no stage has begun")
+    shown = table(COLUMNS, rows)
+    return section("stages", "Stages", drawn, shown, tag("div", *map(_story, told), class_="stories"))
+
+
+def _later(name: str) -> list[Any]:
+    """Return the row of a stage that has not begun."""
+    state = Cell(badge("not begun"), "not begun", is_number=False)
+    return [tag("b", name), state, f"{UNIT[name]}s", *(number(None) for _ in COLUMNS[3:])]
+
+
+def _row(stage: Mapping[str, Any], now: float) -> list[Any]:
+    until = stage["ended_at"] or now
+    first = stage["first_task_at"]
+    state = DAMAGED if found_damage(stage) else stage["state"]
+    return [
+        tag("b", stage["name"]),
+        Cell(badge(state), state, is_number=False),
+        f"{UNIT[stage['name']]}s",
+        *(count(stage[name]) for name in ("items", "cached", "missing", "items_done", "tasks", "attempts", "failed")),
+        time_cell(max(0.0, first - stage["started_at"]) if first else None),
+        time_cell(max(0.0, until - stage["started_at"]) if stage["started_at"] else None),
+    ]
+
+
+def _story(stage: Mapping[str, Any]) -> Html:
+    """Return what came of a stage, in words."""
+    lines = [*_so_far(stage), *(speed_of(stage))]
+    if stage["census"]:
+        lines += [line for line in CENSUS[stage["name"]](stage["census"]) if isinstance(line, str) and line]
+    said = tag("ul", *(tag("li", line.strip()) for line in lines)) if lines else ""
+    warned = [note("warning: ", one, kind="warn") for one in stage["warnings"]]
+    failed = [error_box(stage["error"])] if stage["error"] else []
+    figures = _figures(stage)
+    if not (said or warned or failed or figures):
+        return Html("")
+    return tag("div", tag("h3", stage["name"]), *failed, *warned, said, figures, class_="story")
+
+
+def _so_far(stage: Mapping[str, Any]) -> list[str]:
+    """Say what is known of a stage that has not ended."""
+    if stage["ended_at"]:
+        return []
+    states = ", ".join(f"{times:,} {name}" for name, times in stage["task_states"].items())
+    left = [f"about {duration(stage['left_s'])} left, if it goes on like this"] if stage["left_s"] else []
+    waits = [f"waiting for: {', '.join(stage['waits_for'])}"] if stage["waits_for"] else []
+    return [*([f"tasks: {states}"] if states else []), *waits, *left]
+
+
+def speed_of(stage: Mapping[str, Any]) -> list[str]:
+    """Say how fast an encoder was."""
+    return [", ".join(speed(stage["measured"]))] if stage["measured"] else []
+
+
+def _figures(stage: Mapping[str, Any]) -> Html:
+    """Return the figures of an evaluation, and the sizes of a data set."""
+    census = stage["census"] or {}
+    if stage["name"] == "evaluate" and census.get("figures"):
+        rows = [[name, number(value)] for name, value in census["figures"].items()]
+        return table(("figure", f"split {census.get('split') or 'null'}"), rows, caption="what the model comes to")
+    if stage["name"] == "scan" and census.get("sizes"):
+        rows = [
+            [name, *(number(spread[part]) for part in ("median", "p95", "max"))]
+            for name, spread in census["sizes"].items()
+            if spread["max"]
+        ]
+        return table(("of an item", "median", "95th percentile", "largest"), rows, caption="sizes of the data set")
+    return Html("")
+
+
+def throughput(facts: Mapping[str, Any]) -> Html:
+    """Return how much each stage has worked through in a second, over time."""
+    by_name = {one["stage"]: one for one in facts["efficiency"]}
+    rows = [
+        [
+            stage["name"], f"{UNIT[stage['name']]}s", count(stage["items_done"]), number(_over_all(stage, facts)),
+            number(by_name.get(stage["name"], {}).get("items_per_s")),
+        ]
+        for stage in facts["stages"]
+        if stage["tasks"]
+    ]  # fmt: skip
+    if not rows:
+        return section("throughput", "Throughput", note("no task has run: everything was there already"))
+    shown = table(("stage", "of", "done", "a second, all tasks", "a second, one task"), rows)
+    plots = [_pace(name, points) for name, points in facts["time"]["pace"].items() if len(points) >= FEWEST]
+    epochs = _epochs(facts["training"])
+    return section(
+        "throughput", "Throughput", shown, tag("div", *plots, *epochs, class_="plots"),
+        lead="What tasks worked through; what an attempt did again counts again in the plots.",
+    )  # fmt: skip
+
+
+def _over_all(stage: Mapping[str, Any], facts: Mapping[str, Any]) -> float | None:
+    """Return items a second from a stage's first task to its end."""
+    first, until = stage["first_task_at"], stage["ended_at"] or facts["time"]["to"]
+    return stage["items_done"] / (until - first) if first and until > first and stage["items_done"] else None
+
+
+def _pace(name: str, points: Sequence[tuple[float, float]]) -> Html:
+    x, y = times(points[0][0], points[-1][0]), numbers(0, max(value for _, value in points), f"{UNIT[name]}s/s")
+    return plot(f"{name}: {UNIT[name]}s a second", x, y, [Line("", points, 0, "area steps")])
+
+
+def _epochs(training: Mapping[str, Any] | None) -> list[Html]:
+    """Return the speed of a training, epoch by epoch, and how much of the time it waited for data."""
+    rows = training["epochs"] if training else []
+    if len(rows) < FEWEST - 1:
+        return []
+    x = wholes(rows[0]["epoch"], rows[-1]["epoch"], "epoch")
+    pace = [(one["epoch"], one["items_per_s"]) for one in rows]
+    waits = [(one["epoch"], 100 * one["wait_share"]) for one in rows]
+    told = [f"epoch {one['epoch']}: {figure(one['items_per_s'])} items/s" for one in rows]
+    fast = plot(
+        "train: items a second", x, numbers(0, max(b for _, b in pace) or 1, "items/s"), [Line("", pace, 0, "", told)]
+    )
+    idle = numbers(0, max(5.0, *(b for _, b in waits)), "% of the time")
+    return [fast, plot("train: waited for data", x, idle, [Line("", waits, 3)])]

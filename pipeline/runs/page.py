@@ -1,0 +1,170 @@
+"""The page of a run: what is known of it is gathered, shown by `report.html`, and laid into the run's folder.
+
+It is a picture of the ledger, made anew whenever somebody asks and by the supervisor while the run goes on; nothing
+depends on it. Whatever cannot be told becomes a note on the page.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from pipeline.config.load import from_resolved
+from pipeline.errors import ConfigError, PipelineError
+from pipeline.runs.ledger import Reader
+from pipeline.runs.page_facts import bounded, rejection_facts, run_facts, stage_facts, trouble_facts
+from pipeline.runs.page_time import Pace, at_once, failures_over_time, paces, span_of
+from pipeline.runs.page_training import training_facts
+from pipeline.runs.pending import shown
+from pipeline.runs.status import RunStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from pipeline.config.schema import Config
+    from pipeline.records import Event
+    from pipeline.runs.folder import RunFolder
+
+log = logging.getLogger(__name__)
+
+EVERY_S = 30.0
+COST_SHARE = 20  # a page that takes long to make is made as much less often
+KINDS_SHOWN = 30
+
+
+class Page:
+    """The page of one run, made from what its reader hears."""
+
+    def __init__(self, folder: RunFolder, config: Config) -> None:
+        self.folder, self.config, self.pace = folder, config, Pace()
+        self._next = time.monotonic() + EVERY_S
+
+    def take(self, event: Event) -> None:
+        """Take one event into account; the status is told of it by whoever reads it."""
+        self.pace.take(event)
+
+    def facts(self, status: RunStatus, told: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return everything that the page says; `told` is what the queue says besides."""
+        now, notes = time.time(), list[str]()
+        begun, end = span_of(status, now)
+
+        def asked(what: str, answer: Callable[[], Any]) -> Any:
+            try:
+                return answer()
+            except (PipelineError, OSError, ValueError, KeyError, TypeError) as error:
+                notes.append(f"{what}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+                return None
+
+        stages = [stage_facts(stage, now) | _of_queue(told, stage.name) for stage in status.in_order()]
+        return {
+            "run": run_facts(self.folder, status, now) | _of_run(told),
+            "stages": stages,
+            "time": {
+                "from": begun,
+                "to": end,
+                "at_once": at_once(status, begun, end),
+                "failures": failures_over_time(status, begun, end),
+                "pace": paces(self.pace.stages, end),
+            },
+            "troubles": trouble_facts(status),
+            "rejections": asked("rejections", lambda: rejection_facts(self.folder, status)),
+            "training": asked("training", lambda: self._training(status)),
+            "efficiency": asked("efficiency", lambda: self._efficiency(status)) or [],
+            "cache": asked("cache", self._cache),
+            "notes": notes,
+        }
+
+    def _training(self, status: RunStatus) -> dict[str, Any] | None:
+        if "train" not in (*status.planned, *status.stages):
+            return None
+        return training_facts(self.folder, self.config, status.stages.get("train"))
+
+    def _efficiency(self, status: RunStatus) -> list[dict[str, Any]]:
+        from pipeline.runs.measured import efficiency
+
+        return [one.to_json() for one in efficiency(self.folder, status)]
+
+    def _cache(self) -> dict[str, Any]:
+        from pipeline.runs.holdings import holdings
+
+        told = holdings(self.config).to_json()
+        told["kinds"] = told["kinds"][:KINDS_SHOWN]
+        found: dict[str, Any] = bounded({name: value for name, value in told.items() if name != "users"})
+        return found
+
+    def html(self, status: RunStatus, told: Mapping[str, Any] | None = None) -> str:
+        """Return the page as text."""
+        from pipeline.report.html.page import page
+
+        return page(self.facts(status, told))
+
+    def refresh(self, status: RunStatus, *, at_once: bool = False) -> None:
+        """Lay the page into the run's folder if it is due; that it cannot be made is no reason for a run to fail."""
+        begun = time.monotonic()
+        if not at_once and begun < self._next:
+            return
+        try:
+            write(self.folder.report, self.html(status))
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with a picture, the run goes on
+            log.warning("%s is not up to date: %s: %s", self.folder.report, type(error).__name__, error)
+        took = time.monotonic() - begun
+        self._next = begun + took + max(EVERY_S, COST_SHARE * took)
+
+
+def of_run(folder: RunFolder) -> Page:
+    """Return the page of a run, with the configuration under which it began."""
+    return Page(folder, from_resolved(folder.config.read_text(), str(folder.config)))
+
+
+def now_of(folder: RunFolder) -> tuple[Page, RunStatus, dict[str, Any]]:
+    """Return the page of a run, how the run stands, and what the queue says of it."""
+    page, status, reader = of_run(folder), RunStatus(folder.name), Reader(folder)
+
+    def catch_up() -> None:
+        for event in reader.fresh():
+            status.apply(event)
+            page.take(event)
+
+    catch_up()
+    return page, status, shown(folder, status, socket.gethostname(), catch_up)
+
+
+def write(path: Path, text: str) -> None:
+    """Write a page aside and move it into place; it names files and people, so it is the user's alone."""
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    try:
+        file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(file, "w", encoding="utf-8", errors="backslashreplace") as out:
+            out.write(text)
+        partial.replace(path)
+    finally:
+        with suppress(OSError):
+            partial.unlink()
+
+
+def write_to(path: Path, text: str) -> None:
+    """Write a page where somebody wants it."""
+    try:
+        write(path, text)
+    except OSError as error:
+        what = f"the page cannot be written: {error.strerror or error}"
+        raise ConfigError(
+            what, where=str(path), remedy="pipeline report --html FILE   (where you may write)"
+        ) from error
+
+
+def _of_queue(told: Mapping[str, Any] | None, name: str) -> dict[str, Any]:
+    """Return what the queue says of a stage."""
+    stages = told["stages"] if told else ()
+    return {"waits_for": bounded(next((one["waits_for"] for one in stages if one["name"] == name), []))}
+
+
+def _of_run(told: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return who looks after the run, by the queue."""
+    return {name: bounded(told[name]) if told else "" for name in ("supervisor", "trouble")}
