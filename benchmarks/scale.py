@@ -15,19 +15,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import shutil
 import sys
 import tempfile
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.scale_parts.data import make_project  # noqa: E402 - the project is found only now
+from benchmarks.circumstances import circumstances  # noqa: E402 - the project is found only now
+from benchmarks.scale_parts.data import make_project  # noqa: E402
 from benchmarks.scale_parts.stages import STAGES, measure  # noqa: E402
 
 SIZES = "1000,10000,100000"
@@ -92,7 +90,7 @@ class Results:
 
     def put(self, part: str, size: str, stage: str | None, figures: dict[str, Any]) -> None:
         """Take figures in, and write all down."""
-        figures = {**figures, "date": date.today().isoformat(), "machine": machine()}
+        figures = {**figures, **circumstances()}
         of_size = self.data.setdefault(part, {})
         if stage is None:
             of_size[size] = figures
@@ -130,14 +128,6 @@ def growth(by_size: dict[int, dict[str, Any]]) -> dict[str, Any]:
         "cpu_per_item": round(large["cpu_ms_per_item"] / small["cpu_ms_per_item"], 3),
         "wall_per_item": round(large["wall_ms_per_item"] / small["wall_ms_per_item"], 3),
     }
-
-
-def machine() -> str:
-    """Say on what was measured."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-    return f"{os.cpu_count()} cores of {model}, {platform.system()}, Python {platform.python_version()}"
 
 
 def options() -> argparse.Namespace:
