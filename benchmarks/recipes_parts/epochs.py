@@ -84,7 +84,7 @@ def trained(bench: Bench, made: Plan, case: Case, folder: Path) -> tuple[Trainer
         try:
             for done in trainer.run():
                 if done:
-                    live.setdefault(trainer.epoch, []).append(device.live_bytes)
+                    live.setdefault(trainer.standing.epoch, []).append(device.live_bytes)
         finally:
             close(trainer)
         trainer.refused, trainer.peak_bytes = device.refused, device.peak_bytes + model_bytes  # type: ignore[attr-defined]

@@ -25,11 +25,12 @@ if TYPE_CHECKING:
     from pipeline.records import Reason, Tell
     from pipeline.training.bundles import Checkpoint as Reference
     from pipeline.training.checkpoint import Checkpoints
+    from pipeline.training.course import Course
     from pipeline.training.dataset import Table
     from pipeline.training.embeddings import Embeddings
     from pipeline.training.evaluation import Evaluation
     from pipeline.training.loader import Loader
-    from pipeline.training.loop import Course, Trainer
+    from pipeline.training.loop import Trainer
     from pipeline.training.prepared import ModelFolder, Prepared, Stretch
     from pipeline.training.ranks import Ranks
     from pipeline.training.share import Piece
@@ -182,7 +183,7 @@ def trainer_of(job: Job) -> Trainer:
 
 def _courses(job: Job) -> list[Course]:
     """Return the stretches of a training with their loaders."""
-    from pipeline.training.loop import Course
+    from pipeline.training.course import Course
 
     courses, first = list[Course](), 0
     for stretch, items in job.stretches:

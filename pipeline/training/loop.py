@@ -1,103 +1,42 @@
 """Training: epochs of exact steps, over all ranks, from wherever it was left to its end.
 
-A step: each rank runs its share (`stepping`); all tell each other what came of it (`words`) and decide the same;
-gradients are divided by the weight of the whole step, added up, clipped, and taken by the optimizer. Budgets change,
-checkpoints are taken and signals are heeded only between steps.
+A step is made by all ranks together (`whole_step`). Budgets change, checkpoints are taken and signals are heeded only
+between steps; a step that is not finite, or that tore a rank's parameters, is left out or leads back to a checkpoint.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from pipeline.errors import DataError, JobFailed
-from pipeline.memory.governor import Governor
 from pipeline.memory.meters import NEAR
-from pipeline.memory.recovery import said_out_of_memory
 from pipeline.training.rates import factor, set_rate
 from pipeline.training.rehearse import make_state, rehearse
-from pipeline.training.share import Share
+from pipeline.training.standing import Standing
 from pipeline.training.tally import Tally
-from pipeline.training.words import Heard, Words
+from pipeline.training.whole_step import WholeStep
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from contextlib import AbstractContextManager
-
-    from numpy.typing import NDArray
-    from torch import Tensor
+    from collections.abc import Callable, Iterator
 
     from pipeline.config.schema import Train
+    from pipeline.memory.governor import Governor
     from pipeline.memory.meters import HostMeter, Meter
-    from pipeline.training.batch import Batch, Origin
+    from pipeline.training.course import Course
     from pipeline.training.evaluation import Evaluation
-    from pipeline.training.keeping import Keeper, Place
+    from pipeline.training.keeping import Keeper
     from pipeline.training.loader import Loader
-    from pipeline.training.prepared import Stretch
     from pipeline.training.ranks import Ranks
-    from pipeline.training.share import Piece
+    from pipeline.training.share import Piece, Share
     from pipeline.training.step import Step
-    from pipeline.training.stepping import Local, Stepper
+    from pipeline.training.stepping import Stepper
+    from pipeline.training.watch import Watch
+    from pipeline.training.words import Heard, Words
 
 WORTH_SAVING_S = 60.0  # of work, before a validation
 ROLLBACKS = 3  # without a step in between that went well
 LOSS = "loss"
-
-
-@dataclass(frozen=True, eq=False)
-class Course:
-    """A stretch of epochs: its items come from a loader, and cost so much."""
-
-    stretch: Stretch
-    loader: Loader
-    cost_N: NDArray[Any]
-    first_epoch: int
-
-    @property
-    def epochs(self) -> range:
-        """Return the numbers of its epochs."""
-        return range(self.first_epoch, self.first_epoch + self.stretch.epochs)
-
-
-class Watcher:
-    """Who is told what happens; every method may be replaced by one that does something."""
-
-    def begin(self, piece: Piece) -> None:
-        """Hear that a piece of a micro-batch begins."""
-
-    def oom(self, step: int, share: Share, piece: Piece, error: str) -> None:
-        """Hear that a piece did not fit."""
-
-    def poison(self, step: int, share: Share, what: str) -> None:
-        """Hear that a step's loss or gradient is not finite."""
-
-    def step(self, step: int, figures: Mapping[str, float | None]) -> None:
-        """Hear the figures of a step."""
-
-    def epoch(self, tally: Tally, step: int, figures: Mapping[str, float | None], rate: float) -> None:
-        """Hear what an epoch came to."""
-
-    def between(self, bucket: int) -> None:
-        """Hear that a step of some kind has ended and its gradients are gone."""
-
-    def taken_up(self, step: int) -> None:
-        """Hear after which step training goes on."""
-
-    def close(self) -> None:
-        """Let go of what is open."""
-
-    def watching(self) -> AbstractContextManager[Any]:
-        """Return what surrounds a step."""
-        from contextlib import nullcontext
-
-        return nullcontext()
-
-    def say(self, line: str) -> None:
-        """Hear something for people."""
 
 
 class Trainer:
@@ -111,7 +50,7 @@ class Trainer:
         courses: list[Course],
         ranks: Ranks,
         keeper: Keeper,
-        watcher: Watcher,
+        watcher: Watch,
         *,
         validation: Evaluation | None = None,
         meter: Meter | None = None,
@@ -123,27 +62,24 @@ class Trainer:
         """Take everything ready: `ending` says by which signal it was told to end, 0 for none."""
         self.train, self.step, self.stepper, self.courses, self.ranks = train, step, stepper, courses, ranks
         self.keeper, self.watcher, self.validation, self.meter, self.host = keeper, watcher, validation, meter, host
+        self.standing = Standing(train.validation, courses[-1].epochs.stop)
+        self.whole = WholeStep(step, stepper, ranks, meter=meter, complete=self._complete, say=watcher.say)
         self.ended_by = 0  # a signal
-        self.done = 0  # steps
-        self.epoch = 0
-        self.best: float | None = None
-        self.stale = 0  # validations without a better one
-        self.is_finished = False
-        self.tally = Tally(0)
-        self.poisoned: set[int] = set()  # steps that are left out after a rollback
         self._ending, self._governor_of, self._leave_out = ending, governor_of, leave_out
-        self._next = 0  # the step of the epoch that comes
         self._entered: Course | None = None
         self._planned = 1  # the budget of its plan
         self._share: Share | None = None
-        self._lost = ""
-        self._empty_cache = False
         self._rollbacks = 0  # without getting further
         self._furthest = 0  # step to which training had come before the last of them
         self._saved_s = time.monotonic()
         self._since_s = time.monotonic()  # the last step ended
         self._cropped = 0  # items, as the loader counts them
         self._again = False  # the loader has to begin anew: budgets have changed, or there was a rollback
+
+    @property
+    def done(self) -> int:
+        """Return how many steps there were."""
+        return self.standing.done
 
     @property
     def governor(self) -> Governor:
@@ -159,19 +95,19 @@ class Trainer:
     @property
     def steps(self) -> int:
         """Return how many steps there are in all."""
-        return sum(course.loader.sampler.steps * course.stretch.epochs for course in self.courses)
+        return sum(course.steps * course.stretch.epochs for course in self.courses)
 
     def run(self) -> Iterator[int]:
         """Train; go on where the newest checkpoint was taken."""
         self._take_up()
         yield self.done
-        if not self.is_finished:
+        if not self.standing.is_finished:
             self._verify(self._course())
-        while not (self.is_finished or self.ended_by):
+        while not (self.standing.is_finished or self.ended_by):
             yield from self._epoch(self._course())
 
     def _course(self) -> Course:
-        return next(course for course in self.courses if self.epoch in course.epochs)
+        return next(course for course in self.courses if self.standing.epoch in course.epochs)
 
     # One epoch
 
@@ -192,21 +128,17 @@ class Trainer:
         return bool(self.ranks.exchange({"due": is_due})[0]["due"])
 
     def _is_at_end(self, course: Course) -> bool:
-        return self._next >= course.loader.sampler.steps
+        return self.standing.next >= course.steps
 
     def _steps(self, course: Course) -> Iterator[int]:
-        self._go_to(course, self._next)
+        course.go_to(course.at(self.standing.epoch, self.standing.next))
         self._since_s = time.monotonic()
-        for share in self._shares(course, iter(course.loader)):
+        for share in course.shares(hold=max(0, self.train.slots - 2), leave_out=self._leave_out):
             self._step(course, share)
             yield self.done
             if self.ended_by or self._again:
                 course.loader.close()
                 return
-
-    def _go_to(self, course: Course, step: int) -> None:
-        """Let the loader begin at a step of this epoch."""
-        course.loader.load_state_dict({**course.loader.sampler.state_dict(), "epoch": self.epoch, "step": step})
 
     def _enter(self, course: Course) -> None:
         """Let budgets and costs be those of a stretch; what was learned of its share carries over."""
@@ -223,34 +155,15 @@ class Trainer:
         self._entered, self._planned = course, planned
         self.stepper.governor, self.stepper.cost_N = governor, course.cost_N
         self._cropped = course.loader.stats.cropped
-        self._adjust(course)
-
-    def _adjust(self, course: Course) -> None:
-        """Let the sampler cut by the present budget."""
-        sampler = course.loader.sampler
-        if sampler.settings.budget:
-            sampler.adjust(budget={**sampler.settings.budget, "cost": self.governor.budget},
-                           micro_batch=sampler.settings.micro_batch)  # fmt: skip
-
-    def _shares(self, course: Course, batches: Iterator[Batch]) -> Iterator[Share]:
-        from pipeline.training.sampler import Micro
-
-        def fetch(numbers: Any, origin: Origin) -> Batch:
-            items = torch.tensor(numbers, dtype=torch.int64).numpy()
-            return course.loader.fetch(numbers, Micro(origin.epoch, origin.step, origin.index, origin.of, items))
-
-        while True:
-            share = Share(batches, fetch, hold=max(0, self.train.slots - 2), leave_out=self._leave_out)
-            if share.is_over:
-                return
-            yield share
+        course.cut_by(governor.budget)
 
     def _end_epoch(self, course: Course) -> None:
         """Validate, tell, save."""
-        self._refuse_nothing_learned()
+        standing = self.standing
+        standing.refuse_nothing_learned()
         figures: dict[str, float] = {}
-        is_last = self.epoch + 1 == self.courses[-1].epochs.stop
-        if self.validation is not None and (is_last or (self.epoch + 1) % self.train.validation.every == 0):
+        is_due = standing.is_in_last_epoch or (standing.epoch + 1) % self.train.validation.every == 0
+        if self.validation is not None and is_due:
             with self.ranks.patient("validation"), self.step.averaged():
                 found = self.validation.figures()
             if isinstance(found, int):  # the signal that ended it
@@ -259,64 +172,35 @@ class Trainer:
                 return
             figures = found
         self._count_waiting(course)
-        self.watcher.epoch(self.tally, self.done, figures, self.step.optimizer.param_groups[0]["lr"])
-        figure = self._judge(figures)
-        self.epoch += 1
-        self.is_finished = is_last or self._is_stale()
-        self._next = 0
-        if not self.is_finished:
+        self.watcher.epoch(standing.tally, self.done, figures, self.step.optimizer.param_groups[0]["lr"])
+        figure = standing.judge(figures)
+        standing.end_epoch()
+        if not standing.is_finished:
             course = self._course()
             self._enter(course)
-        self.tally = Tally(self.epoch, waited_before_s=course.loader.stats.wait_s)
+        standing.tally = Tally(standing.epoch, waited_before_s=course.loader.stats.wait_s)
         self._save(figure)
 
-    def _refuse_nothing_learned(self) -> None:
-        """Raise after an epoch of which no item had anything to learn from: only the weight decay moved the model."""
-        weights = [weight for _, weight in self.tally.terms.values()]
-        if weights and not any(weights):
-            what = f"nothing was learned in an epoch of {self.tally.items:,} items: every term of the loss has weight 0"
-            remedy = "see that the items have what is to be learned: labels, targets, peptides"
-            raise DataError(what, where="train.task", remedy=remedy)
-
     def _count_waiting(self, course: Course) -> None:
-        self.tally.wait_s = course.loader.stats.wait_s - self.tally.waited_before_s
-
-    def _judge(self, figures: Mapping[str, float]) -> float | None:
-        """Return the figure that is watched, and count how long none was better."""
-        settings = self.train.validation
-        figure = figures.get(settings.monitor)
-        if figures and figure is None:
-            known = ", ".join(figures)
-            what = f"no figure of the validation is called {settings.monitor!r}; there are {known}"
-            raise DataError(what, where="train.validation.monitor", remedy="name one of these")
-        if figure is None:
-            return None
-        if not math.isfinite(figure):
-            self.stale += 1
-            return None
-        better = self.best is None or (figure < self.best if settings.lower_is_better else figure > self.best)
-        self.best, self.stale = (figure, 0) if better else (self.best, self.stale + 1)
-        return figure
-
-    def _is_stale(self) -> bool:
-        patience = self.train.validation.patience
-        return patience is not None and self.stale >= patience
+        tally = self.standing.tally
+        tally.wait_s = course.loader.stats.wait_s - tally.waited_before_s
 
     # One step
 
     def _step(self, course: Course, share: Share) -> None:
         """Make one step, or leave it out; then what is to be done between two."""
-        self.ranks.progress(f"step {self.done + 1}")
+        number = self.done + 1
+        self.ranks.progress(f"step {number}")
         self._share = share  # the one before is let go of, with the slots that it holds
-        if self.done + 1 in self.poisoned:
+        if number in self.standing.poisoned:
             share.drain()
-            self._leave_out_step()
-            self.watcher.say(f"step {self.done} is left out: it was not finite before")
+            self.standing.leave_out_step()
+            self.watcher.say(f"step {number} is left out: it was not finite before")
             return
         rate = set_rate(self.step.optimizer, factor(self.train.schedule, self.done, self.steps))
         with self.watcher.watching():
-            heard = self._accumulate(share)
-            norm = None if heard.lost or heard.not_finite else self._taken(heard)
+            heard = self.whole.accumulate(share, number)
+            norm = None if heard.lost or heard.not_finite else self.whole.take(heard)
         if heard.lost:
             self._roll_back(heard.lost, self.done - 1, frugal=True)
             return
@@ -325,123 +209,25 @@ class Trainer:
         if norm is None:
             self._poison(share, heard)
         else:
-            self._count(heard)
+            self.standing.count(heard, time.monotonic() - self._since_s)
         if not self._again:
             self._between(course, heard, None if norm is None else {"learning_rate": rate, "gradient_norm": norm})
 
-    def _count(self, heard: Heard) -> None:
-        """Count a step that was made."""
-        self.done += 1
-        self._next += 1
-        now_s = time.monotonic()
-        self.tally.add(heard, now_s - self._since_s)
-
-    def _leave_out_step(self) -> None:
-        self.done += 1
-        self._next += 1
-        self.tally.left_out += 1
-
-    def _accumulate(self, share: Share) -> Heard:
-        """Run this rank's share; return what all ranks did."""
-        weights, is_lost = self._weights(share)
-        if is_lost:
-            share.drain()
-            words = Words(lost=self._lost)
-        else:
-            local = self.stepper.run(share, weights)
-            words = self._words(share, local)
-        heard = Heard.of(self.ranks.exchange(words.to_json()))
-        self.stepper.learn_terms(len(heard.names))
-        are_more = weights is None and len(heard.names) > 1  # terms than ever before: they were divided by a guess
-        are_less = weights is not None and heard.sum_of("just_skipped")  # items than were weighed
-        if (are_more or are_less or heard.sum_of("again")) and not heard.lost:
-            self.stepper.go_back()
-            again = self._accumulate(share)
-            for first, second in zip(heard.words, again.words, strict=True):
-                second.carry(first)
-            return again
-        if weights is None and len(heard.names) == 1:
-            ((_, weight),) = heard.totals.values()
-            self.step.settle(weight)
-        return heard
-
-    def _weights(self, share: Share) -> tuple[dict[str, float] | None, bool]:
-        """Return the weights of the whole step, where they must be known beforehand, and whether it cannot be run."""
-        if not self.stepper.needs_weights:
-            return None, bool(self._lost)
-        own = {} if self._lost else self.stepper.weights(share)
-        said = self.ranks.exchange({"lost": bool(self._lost), "weights": own})
-        told, is_lost = [one["weights"] for one in said], any(one["lost"] for one in said)
-        names = list(dict.fromkeys(name for one in told for name in one))
-        self.stepper.learn_terms(len(names))
-        if not self.stepper.needs_weights:
-            return None, is_lost
-        return {name: math.fsum(one.get(name, 0.0) for one in told) for name in names}, is_lost
-
-    def _words(self, share: Share, local: Local) -> Words:
-        memory = self.meter.read() if self.meter else None
-        want = self.governor.after_step(memory)
-        self._empty_cache = want.empty_cache
-        if want.why:
-            self.watcher.say(f"step {self.done + 1}: {want.why}")
-        minutes = (time.monotonic() - self._saved_s) / 60
-        every = self.train.checkpoints.every
-        return Words(
-            terms=local.terms,
-            items=local.items,
-            micros=local.micros,
-            ooms=local.ooms,
-            rejected=share.rejected,
-            skipped=len(share.skipped),
-            just_skipped=len(local.skipped),
-            cropped=self._newly_cropped(),
-            remedied=local.remedied,
-            again=local.again,
-            absent=self._absent(),
-            budget=want.budget,
-            ending=self._ending(),
-            is_due=minutes >= self.train.checkpoints.minutes or bool(every and (self.done + 1) % every == 0),
-            host_share=self.host.read().share if self.host else 0.0,
-            is_written=self.keeper.is_written,
-        )
+    def _complete(self, words: Words) -> None:
+        """Add to this rank's words of a step what stands between steps."""
+        checkpoints = self.train.checkpoints
+        is_late = (time.monotonic() - self._saved_s) / 60 >= checkpoints.minutes
+        words.cropped = self._newly_cropped()
+        words.ending = self._ending()
+        words.is_due = is_late or bool(checkpoints.every and (self.done + 1) % checkpoints.every == 0)
+        words.host_share = self.host.read().share if self.host else 0.0
+        words.is_written = self.keeper.is_written
 
     def _newly_cropped(self) -> int:
         """Return how many items were cropped since the last call."""
         assert self._entered is not None
         before, self._cropped = self._cropped, self._entered.loader.stats.cropped
         return self._cropped - before
-
-    def _absent(self) -> list[int] | None:
-        absent = [number for number, one in enumerate(self.step.trained) if one.grad is None]
-        return None if len(absent) == len(self.step.trained) else absent
-
-    def _taken(self, heard: Heard) -> float | None:
-        """Let the optimizer take the gradients of all ranks; return their norm; None where it is not finite."""
-        if not heard.names:  # no rank has any item
-            self.step.release()
-            return 0.0
-        self._add_up(heard)
-        norm = float(self.step.clip() if self.step.settings.clip is not None else self.step.norm())
-        if not math.isfinite(norm) and not self.step.retries_by_scale:
-            return None
-        if self.step.is_spread:  # where memory ends here, all ranks end
-            self.step.apply()
-            return norm
-        lost = said_out_of_memory(lambda _: self.step.apply(), None)
-        self._lost = "" if lost is None else f"memory ended within the optimizer: {lost}"
-        return norm
-
-    def _add_up(self, heard: Heard) -> None:
-        """Give every rank the gradients of all."""
-        if self.ranks.world == 1 or self.step.is_spread:  # then they are sums already
-            return
-        gradients: list[Tensor] = []
-        for number in heard.with_gradient(len(self.step.trained)):
-            parameter = self.step.trained[number]
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            gradients.append(parameter.grad)
-        self.ranks.add_up(gradients)
 
     # What goes wrong
 
@@ -452,13 +238,8 @@ class Trainer:
 
     def _poison(self, share: Share, heard: Heard) -> None:
         """Deal with a step that is not finite, as configured."""
-        self.stepper.go_back()
-        everyone = self.step.is_spread or self.stepper.is_joint or not heard.not_finite
-        mine = everyone or self.ranks.rank in heard.not_finite
-        own = self.stepper.not_finite(share) if mine else []
-        items = [item for one in self.ranks.exchange({"items": own}) for item in one["items"]]
-        self.stepper.go_back()
         number, kind = self.done + 1, "loss" if heard.not_finite else "gradient"
+        items = self._culprits(share, heard)
         named = f"of {', '.join(items[:5])}" if items else "of no single item alone"
         what = f"the {kind} of step {number} is not finite ({named})"
         policy = self.train.nan
@@ -467,18 +248,27 @@ class Trainer:
         self.watcher.poison(number, share, what)
         if policy == "stop":
             remedy = f"pipeline replay RUN --step {number}   or   --set train.nan=skip"
-            raise DataError(what, where=f"epoch {self.epoch}", remedy=remedy)
+            raise DataError(what, where=f"epoch {self.standing.epoch}", remedy=remedy)
         if policy == "skip":
             self.watcher.say(f"{what}: left out")
-            self._leave_out_step()
+            self.standing.leave_out_step()
             return
-        self.poisoned.add(number)
+        self.standing.poisoned.add(number)
         self._roll_back(what, number)
+
+    def _culprits(self, share: Share, heard: Heard) -> list[str]:
+        """Return which items of all ranks are not finite alone; the step is undone."""
+        self.stepper.go_back()
+        everyone = self.step.is_spread or self.stepper.is_joint or not heard.not_finite
+        mine = everyone or self.ranks.rank in heard.not_finite
+        own = self.stepper.not_finite(share) if mine else []
+        items = [item for one in self.ranks.exchange({"items": own}) for item in one["items"]]
+        self.stepper.go_back()
+        return items
 
     def _gone_back(self) -> bool:
         """Go back if any rank has lost its parameters in the step that was the last; say whether it was so."""
-        told = self.ranks.exchange({"lost": self._lost})
-        lost = next((f"rank {rank}: {one['lost']}" for rank, one in enumerate(told) if one["lost"]), "")
+        lost = self.whole.lost_by()
         if lost:
             self._roll_back(lost, self.done - 1, frugal=True)
         return bool(lost)
@@ -499,13 +289,13 @@ class Trainer:
         if frugal:
             for group in self.step.optimizer.param_groups:  # its way with the least memory of its own
                 group["foreach"], group["fused"] = False, None
-        poisoned = set(self.poisoned)
-        self._lost = ""
+        poisoned = set(self.standing.poisoned)
+        self.whole.lost = ""
         for course in self.courses:
             course.loader.close()
         self._take_up()
         make_state(self.step)  # at the beginning there is none
-        self.poisoned |= poisoned
+        self.standing.poisoned |= poisoned
         self._again = True
 
     # Between steps
@@ -514,9 +304,9 @@ class Trainer:
         """Do what is done between steps; there are no figures of one that was left out."""
         if self.governor.adopt(heard.budget):
             self.watcher.say(f"step {self.done}: micro-batches cost {self.governor.budget:,} at most from now on")
-            self._adjust(course)
+            course.cut_by(self.governor.budget)
             self._again = True  # what was read ahead is cut for another budget
-        self.stepper.upkeep.after_step(empty_cache=self._empty_cache)
+        self.stepper.upkeep.after_step(empty_cache=self.whole.empty_cache)
         self.watcher.between(max((one.micros for one in heard.words), default=0))
         if figures is not None and self.ranks.rank == 0 and self.done % self.train.log_every == 0:
             losses = {f"{LOSS}.{name}": _mean(total) for name, total in heard.totals.items()}
@@ -536,42 +326,25 @@ class Trainer:
 
     # Where training stands
 
-    def _place(self) -> Place:
-        from pipeline.training.keeping import Place
-
-        course = self.courses[-1] if self.is_finished else self._course()
-        self._count_waiting(course)
-        return Place(
-            epoch=self.epoch,
-            done=self.done,
-            sampler={**course.loader.sampler.state_dict(), "epoch": self.epoch, "step": self._next},
-            best=self.best,
-            stale=self.stale,
-            monitor=self.train.validation.monitor,
-            finished=self.is_finished,
-            tally=self.tally.to_json(),
-            poisoned=sorted(self.poisoned),
-        )
-
-    def _own(self) -> dict[str, Any]:
-        return {"governor": self.governor.state()}
-
     def _save(self, figure: float | None, *, wait: bool = False) -> None:
         """Save everything; a disk that is full is told of, and training goes on."""
-        if any(one["lost"] for one in self.ranks.exchange({"lost": self._lost})):
+        if self.whole.lost_by():
             return  # the next step goes back
+        standing = self.standing
+        course = self.courses[-1] if standing.is_finished else self._course()
+        self._count_waiting(course)
         with self.ranks.patient("saving"):
             saved = self.keeper.save(
-                self._place(),
+                standing.place(course.at(standing.epoch, standing.next)),
                 self.step,
                 self.done,
-                own=self._own(),
+                own={"governor": self.governor.state()},
                 figure=figure,
                 lower=self.train.validation.lower_is_better,
-                wait=wait or self.is_finished,
+                wait=wait or standing.is_finished,
             )
         self._saved_s = time.monotonic()
-        if not saved and self.is_finished:
+        if not saved and standing.is_finished:
             what = "the trained model could not be saved"
             raise JobFailed(what, where=str(self.keeper.folder), remedy="make room, and submit again")
 
@@ -579,17 +352,10 @@ class Trainer:
         """Go to where the newest checkpoint was taken, or to the beginning."""
         with self.ranks.patient("taking up"):
             found = self.keeper.take_up(self.step)
-        place, own = found.place, found.own
-        self.epoch, self.done = place.epoch, place.done
-        is_alike = place.monitor == self.train.validation.monitor
-        self.best, self.stale = (
-            (place.best, place.stale) if is_alike else (None, 0)
-        )  # of another figure it says nothing
-        self._next = int(place.sampler.get("step", 0))
-        self.poisoned = set(place.poisoned)
-        self.is_finished = self.epoch >= self.courses[-1].epochs.stop or self._is_stale()
+        standing, place, own = self.standing, found.place, found.own
+        standing.take_up(place)
         self.watcher.taken_up(self.done)
-        if self.is_finished:
+        if standing.is_finished:
             return
         course = self._course()
         governor = self._governor_of(course)
@@ -598,16 +364,10 @@ class Trainer:
             governor.load(own["governor"])
         governor.adopt(min(one["budget"] for one in self.ranks.exchange({"budget": governor.budget})))
         self._go_by(governor, planned, course)
-        last = course.loader.sampler.steps - 1
-        course.loader.load_state_dict(
-            {
-                **(place.sampler or course.loader.sampler.state_dict()),
-                "epoch": self.epoch,
-                "step": min(self._next, last),
-            }
-        )
-        self.tally = Tally.from_json(place.tally) if place.tally else Tally(self.epoch)
-        self.tally.waited_before_s = course.loader.stats.wait_s - self.tally.wait_s
+        first = min(standing.next, course.steps - 1)
+        at = course.at(standing.epoch, first)
+        course.go_to({**(place.sampler or at), "epoch": standing.epoch, "step": first})
+        standing.tally.waited_before_s = course.loader.stats.wait_s - standing.tally.wait_s
 
     def _verify(self, course: Course) -> None:
         """Before the first step: make the optimizer's state, run the worst micro-batch, and compare with the plan."""
@@ -618,7 +378,7 @@ class Trainer:
             self.governor.learned = learned
         agreed = min(one["budget"] for one in self.ranks.exchange({"budget": wanted}))
         if self.governor.adopt(agreed):
-            self._adjust(course)
+            course.cut_by(self.governor.budget)
 
 
 def _mean(total: tuple[float, float]) -> float | None:

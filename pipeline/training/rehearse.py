@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from pipeline.memory.meters import Meter
-    from pipeline.training.loop import Course
+    from pipeline.training.course import Course
     from pipeline.training.step import Step
     from pipeline.training.stepping import Stepper
 

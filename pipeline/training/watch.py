@@ -15,7 +15,6 @@ from pipeline.training import bundles
 from pipeline.training.breath import Breath, On
 from pipeline.training.bundles import Bundle, Cut, Kind
 from pipeline.training.figures import Epoch, Figures, Spread
-from pipeline.training.loop import Watcher
 from pipeline.training.state import rng_state
 from pipeline.training.trackers import opened
 
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from pipeline.training.tally import Tally
 
 
-class Watch(Watcher):
+class Watch:
     """Tells files, trackers, the run and people; the first rank speaks for all, but of what went wrong on each."""
 
     def __init__(

@@ -428,9 +428,9 @@ def test_an_average_is_validated_and_the_best_is_kept(tmp_path: Path) -> None:
 def test_training_ends_early_where_nothing_becomes_better(tmp_path: Path) -> None:
     train = {"epochs": 9, "learning_rate": 1e-12, "validation": {"split": "val", "patience": 2, "better": "higher"}}
     run = Run(Plot(train=train, validated=4), tmp_path).to_end()
-    assert run.trainer.is_finished
-    assert 3 <= run.trainer.epoch < 9
-    assert run.trainer.stale == 2
+    assert run.trainer.standing.is_finished
+    assert 3 <= run.trainer.standing.epoch < 9
+    assert run.trainer.standing.stale == 2
     assert Run(Plot(train=train, validated=4), tmp_path).to_end().trainer.done == run.trainer.done
 
 

@@ -197,7 +197,7 @@ def test_memory_between_steps_is_flat_over_fifty_epochs(tmp_path: Path) -> None:
     live: dict[int, set[int]] = {}
     with LimitedDevice() as device:
         for _ in run.trainer.run():
-            live.setdefault(run.trainer.epoch, set()).add(device.live_bytes)
+            live.setdefault(run.trainer.standing.epoch, set()).add(device.live_bytes)
         assert run.trainer.done == 150
     assert len(live[1]) == 1
     assert all(live[epoch] == live[1] for epoch in range(1, 50))
