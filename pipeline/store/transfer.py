@@ -2,19 +2,12 @@
 
 Every byte is read once on its way, and hashed twice: for the manifest, which `sha256sum --check` understands, and to
 compare it with the shard's own digests. What is damaged is named and never published. Both ways can be begun again.
-
-    MANIFEST.sha256          a line for each shard; written last, so that an export without it is not finished
-    pipeline-export.json     what is in it, by kind
-    pipeline-cache.json      an export is a cache itself: `cache.under` can name it
-    KIND/shards/NAME.safetensors
+What an export looks like is said in `exported`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import re
-from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -22,16 +15,28 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipeline.errors import CacheDamaged, CacheFull, CacheUnusable, ConfigError
-from pipeline.store.cache import CACHE_FORMAT, ELSEWHERE, Cache
+from pipeline.store.cache import ELSEWHERE, Cache
 from pipeline.store.draft import Draft, ask_owner, refused_as
+from pipeline.store.exported import (
+    ShardFile,
+    can_be_named,
+    describe,
+    read_description,
+    read_manifest,
+    reason,
+    refuse_unfinished,
+    size_of_plain,
+    sizes_of,
+    write_manifest,
+)
 from pipeline.store.inside import refuse_links_out
 from pipeline.store.keysets import are_among, sorted_pairs
-from pipeline.store.layout import EXPORT, MANIFEST, PARTIAL_NAME, KindLayout
+from pipeline.store.layout import EXPORT, PARTIAL_NAME, KindLayout
 from pipeline.store.shard import BAD_HEADER, TABLE_ROW, read_table, read_through, row_keys
 from pipeline.store.snapshot import GONE, shard_names
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from pipeline.store.disk import Disk
@@ -39,11 +44,7 @@ if TYPE_CHECKING:
 
     Told = Callable[[int, int], object]  # bytes that were read, and bytes in all
 
-EXPORT_FORMAT = 1
-MANIFEST_BYTES = 64 << 20  # at most: of some 400,000 shards
-_LINE = re.compile(r"([0-9a-f]{64})  ([a-z][a-z0-9_-]*)/shards/([A-Za-z0-9][A-Za-z0-9._-]*\.safetensors)")
 _NEW_FOLDER = "pipeline cache export DIR   (a folder that is empty or new, in a place where you can write)"
-_EXPORT_AGAIN = "pipeline cache export DIR   (again, where it is from: it does what is missing)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +71,6 @@ class Moved:
         self.kinds[kind] = self.kinds.get(kind, 0) + 1
         self.copied, self.there = self.copied + copied, self.there + (not copied)
         self.bytes += size_bytes if copied else 0
-
-
-@dataclass(frozen=True, slots=True)
-class _File:
-    """A shard by its place in a cache or an export."""
-
-    kind: str
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.kind}/shards/{self.name}"
-
-    def below(self, root: Path) -> Path:
-        """Return its path."""
-        return KindLayout(root / self.kind).shard(self.name)
 
 
 class _Reading:
@@ -131,7 +117,7 @@ class _Reading:
                 read_table(self.disk, draft.path)  # the last bytes were read twice: as a table, and to be copied
                 draft.publish(target)
         except (CacheDamaged, OSError) as error:
-            fault = _reason(error)
+            fault = reason(error)
         finally:
             draft.discard()
         return found, fault
@@ -151,11 +137,11 @@ def export(
 
 
 def _exported(
-    cache: Cache, folder: Path, kinds: Sequence[str], files: dict[_File, int], *, link: bool, tell: Told
+    cache: Cache, folder: Path, kinds: Sequence[str], files: dict[ShardFile, int], *, link: bool, tell: Told
 ) -> Moved:
     """Copy some shards of a cache to a folder, and write down what is there then."""
     disk, moved = cache.disk, Moved()
-    for file in [file for file in files if not _can_be_named(file)]:
+    for file in [file for file in files if not can_be_named(file)]:
         del files[file]
         what = "a manifest cannot name it: rename it, to letters, digits, dots, dashes and underscores alone"
         moved.refused.append(Refused(str(file), what))
@@ -163,7 +149,7 @@ def _exported(
     refuse_links_out(target)
     absent = sum(size for file, size in files.items() if not disk.exists(file.below(folder)))
     _refuse_no_room(disk, folder, 0 if link else absent)
-    _describe(disk, folder, {**_sizes(disk, folder, lines), **files})
+    describe(disk, folder, {**sizes_of(disk, folder, lines), **files})
     target.prepare()
     old = _old(target, kinds, files)
     reading = _Reading(disk, sum(files.values()) + sum(old.values()), tell)
@@ -179,8 +165,8 @@ def _exported(
         if fault:
             lines.pop(file, None)
     _keep_old(reading, folder, old, lines, moved)
-    _describe(disk, folder, _sizes(disk, folder, lines))
-    _publish(disk, folder / MANIFEST, "".join(f"{lines[file]}  {file}\n" for file in sorted(lines, key=str)))
+    describe(disk, folder, sizes_of(disk, folder, lines))
+    write_manifest(disk, folder, lines)
     return moved
 
 
@@ -192,14 +178,14 @@ def take_in(cache: Cache, folder: Path, *, tell: Told = lambda _now, _all: None)
 
 def _taken_in(cache: Cache, folder: Path, tell: Told) -> Moved:
     disk = cache.disk
-    about, lines = _read_about(disk, folder), dict(_manifest(disk, folder))
-    _refuse_unfinished(folder, about, lines)
-    moved, sizes = Moved(), dict[_File, int]()
+    about, lines = read_description(disk, folder), dict(read_manifest(disk, folder))
+    refuse_unfinished(folder, about, lines)
+    moved, sizes = Moved(), dict[ShardFile, int]()
     for file in lines:
         try:
-            sizes[file] = _size_of_plain(disk, folder, file)
+            sizes[file] = size_of_plain(disk, folder, file)
         except (CacheDamaged, OSError) as error:
-            moved.refused.append(Refused(str(file), _reason(error)))
+            moved.refused.append(Refused(str(file), reason(error)))
     _refuse_no_room(disk, cache.root, sum(size for file, size in sizes.items() if not _is_in(cache, file)))
     cache.prepare()
     reading = _Reading(disk, sum(sizes.values()), tell)
@@ -229,7 +215,7 @@ def _export(reading: _Reading, disk: Disk, source: Path, target: Path, *, link: 
     return False, found, fault
 
 
-def _take_in(reading: _Reading, cache: Cache, folder: Path, file: _File, sha256: str) -> tuple[bool, str]:
+def _take_in(reading: _Reading, cache: Cache, folder: Path, file: ShardFile, sha256: str) -> tuple[bool, str]:
     """Bring one shard into the cache; return whether it was there, and what is wrong."""
     target = file.below(cache.root)
     if not _is_in(cache, file):
@@ -246,13 +232,13 @@ def _take_in(reading: _Reading, cache: Cache, folder: Path, file: _File, sha256:
     return True, "" if found == sha256 else "the cache has another file of this name, which stays"
 
 
-def _shards(cache: Cache, kinds: Sequence[str]) -> Iterator[tuple[_File, int]]:
+def _shards(cache: Cache, kinds: Sequence[str]) -> Iterator[tuple[ShardFile, int]]:
     """Yield the shards of a cache with their sizes."""
     for kind in kinds:
         layout = KindLayout(cache.root / kind)
         for name in shard_names(cache.disk, layout):
             with suppress(FileNotFoundError):  # swept or repaired meanwhile
-                yield _File(kind, name), cache.disk.size_of(layout.shard(name))
+                yield ShardFile(kind, name), cache.disk.size_of(layout.shard(name))
 
 
 def _known_kinds(cache: Cache, kinds: Sequence[str]) -> list[str]:
@@ -284,7 +270,7 @@ def _refuse_no_room(disk: Disk, folder: Path, needed_bytes: int) -> None:
         raise CacheFull(what, where=str(folder), remedy="make room, or choose a folder on another disk")
 
 
-def _opened(folder: Path, disk: Disk) -> tuple[Cache, dict[_File, str]]:
+def _opened(folder: Path, disk: Disk) -> tuple[Cache, dict[ShardFile, str]]:
     """Open the folder of an export, new or begun before, and return what its manifest names that is still there."""
     try:
         target = Cache(folder, disk)
@@ -294,26 +280,23 @@ def _opened(folder: Path, disk: Disk) -> tuple[Cache, dict[_File, str]]:
         what = "the folder is not empty, and no export"
         raise CacheUnusable(what, where=str(folder), remedy=_NEW_FOLDER) from error
     if disk.exists(folder / EXPORT):
-        _read_about(disk, folder)
+        read_description(disk, folder)
         with suppress(CacheDamaged):  # there is no manifest yet, or it is made anew
-            return target, {file: sha for file, sha in _manifest(disk, folder) if disk.exists(file.below(folder))}
+            return target, {file: sha for file, sha in read_manifest(disk, folder) if disk.exists(file.below(folder))}
     elif disk.list_folder(folder):
         raise ConfigError("the folder is not empty, and no export", where=str(folder), remedy=_NEW_FOLDER)
     return target, {}
 
 
-def _old(target: Cache, kinds: Sequence[str], files: Mapping[_File, int]) -> dict[_File, int]:
+def _old(target: Cache, kinds: Sequence[str], files: Mapping[ShardFile, int]) -> dict[ShardFile, int]:
     """Return the shards of an export that its cache has no longer, with their sizes."""
     there = _shards(target, [kind for kind in target.kinds() if not kinds or kind in kinds])
-    return {file: size for file, size in there if file not in files and _can_be_named(file)}
+    return {file: size for file, size in there if file not in files and can_be_named(file)}
 
 
-def _can_be_named(file: _File) -> bool:
-    """Say whether a manifest can name a file."""
-    return bool(_LINE.fullmatch(f"{'0' * 64}  {file}"))
-
-
-def _keep_old(reading: _Reading, folder: Path, old: Mapping[_File, int], lines: dict[_File, str], moved: Moved) -> None:
+def _keep_old(
+    reading: _Reading, folder: Path, old: Mapping[ShardFile, int], lines: dict[ShardFile, str], moved: Moved
+) -> None:
     """Verify what only the export has; drop a file all of whose records are in newer ones, as after a compaction."""
     for kind in sorted({file.kind for file in old}):
         newer = [file for file in lines if file.kind == kind and file not in old]
@@ -333,7 +316,7 @@ def _keep_old(reading: _Reading, folder: Path, old: Mapping[_File, int], lines: 
                 moved.add(kind, copied=False, size_bytes=old[file])
 
 
-def _rows(reading: _Reading, folder: Path, file: _File) -> Rows:
+def _rows(reading: _Reading, folder: Path, file: ShardFile) -> Rows:
     """Return what a shard of an export says that it holds; nothing, where that is damaged."""
     try:
         return read_table(reading.disk, file.below(folder)).rows
@@ -355,105 +338,9 @@ def _link(disk: Disk, source: Path, target: Path) -> None:
         disk.link(source, target)
         disk.fsync_folder(target.parent)
     except OSError as error:
-        what = f"it cannot be linked here: {_reason(error)}"
+        what = f"it cannot be linked here: {reason(error)}"
         raise ConfigError(what, where=str(target), remedy="leave out --link: copies go anywhere") from error
 
 
-def _sizes(disk: Disk, folder: Path, files: Iterable[_File]) -> dict[_File, int]:
-    return {file: disk.size_of(file.below(folder)) for file in files}
-
-
-def _describe(disk: Disk, folder: Path, files: Mapping[_File, int]) -> None:
-    """Write down what an export has, or will have, by kind."""
-    kinds: dict[str, dict[str, int]] = {}
-    for file, size in files.items():
-        told = kinds.setdefault(file.kind, {"shards": 0, "bytes": 0})
-        told["shards"] += 1
-        told["bytes"] += size
-    content = {"export": EXPORT_FORMAT, "format": CACHE_FORMAT, "made_by": "pipeline", "kinds": kinds}
-    _publish(disk, folder / EXPORT, json.dumps(content, indent=2, sort_keys=True) + "\n")
-
-
-def _publish(disk: Disk, path: Path, text: str) -> None:
-    draft = Draft(disk, path.parent)
-    draft.write(text.encode(), 0)
-    draft.publish(path, replace=True)
-
-
-def _read_about(disk: Disk, folder: Path) -> dict[str, int]:
-    """Return how many shards of each kind an export has; refuse a folder that is none, or one of a later version."""
-    try:
-        told = json.loads(_read_plain(disk, folder / EXPORT))
-        versions = int(told["export"]), int(told["format"])
-        kinds = {str(kind): int(one["shards"]) for kind, one in told["kinds"].items()}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
-        raise CacheDamaged("it cannot be read", where=str(folder / EXPORT), remedy=_EXPORT_AGAIN) from error
-    except (FileNotFoundError, NotADirectoryError) as error:
-        what = "the folder is no export of a cache"
-        raise ConfigError(what, where=str(folder), remedy="pipeline cache export DIR   (makes one)") from error
-    if versions[0] > EXPORT_FORMAT or versions[1] > CACHE_FORMAT:
-        what = f"the export was made by a newer pipeline (formats {versions[0]} and {versions[1]})"
-        raise CacheUnusable(what, where=str(folder), remedy="pip install --upgrade pipeline")
-    return kinds
-
-
-def _manifest(disk: Disk, folder: Path) -> Iterator[tuple[_File, str]]:
-    """Yield the files of an export with their SHA-256; refuse a manifest that names anything else."""
-    path = folder / MANIFEST
-    try:
-        text = _read_plain(disk, path).decode("ascii", "replace")
-    except FileNotFoundError as error:
-        what = "the export is not finished: it has no manifest"
-        raise CacheDamaged(what, where=str(folder), remedy=_EXPORT_AGAIN) from error
-    *lines, rest = text.split("\n")
-    for number, line in enumerate([*lines, *filter(None, [rest])], 1):
-        named = _LINE.fullmatch(line)
-        if named is None or (rest and number > len(lines)):
-            what = f"line {number} names no file of an export: {line[:120]!r}"
-            raise CacheDamaged(what, where=str(path), remedy=_EXPORT_AGAIN)
-        yield _File(named[2], named[3]), named[1]
-
-
-def _refuse_unfinished(folder: Path, about: Mapping[str, int], files: Iterable[_File]) -> None:
-    """Refuse an export whose manifest does not name all that was to be in it."""
-    named = Counter(file.kind for file in files)
-    if dict(named) != {kind: shards for kind, shards in about.items() if shards}:
-        what = f"the export is not finished, or was not copied whole: its manifest names {named.total():,} files"
-        what += f" where {sum(about.values()):,} were to be"
-        raise CacheDamaged(what, where=str(folder), remedy=_EXPORT_AGAIN)
-
-
-def _read_plain(disk: Disk, path: Path) -> bytes:
-    """Read a small file; what is a link or a device is refused."""
-    try:
-        if not disk.is_plain_file(path):
-            raise CacheDamaged("it is no plain file", where=str(path), remedy=_EXPORT_AGAIN)
-        fd = disk.open_read(path)
-        try:
-            if (size_bytes := disk.size_of_open(fd)) > MANIFEST_BYTES:
-                raise CacheDamaged("it is too large to be one", where=str(path), remedy=_EXPORT_AGAIN)
-            return disk.read_at(fd, size_bytes, 0)
-        finally:
-            disk.close(fd)
-    except (FileNotFoundError, NotADirectoryError):
-        raise
-    except OSError as error:
-        raise CacheUnusable(_reason(error), where=str(path), remedy=f"ls -ld {path}") from error
-
-
-def _size_of_plain(disk: Disk, folder: Path, file: _File) -> int:
-    """Return a file's size; refuse one that is, or lies behind, a symbolic link."""
-    path = file.below(folder)
-    if disk.is_link(path.parent) or disk.is_link(path.parent.parent) or not disk.is_plain_file(path):
-        raise CacheDamaged("it is no plain file, or behind a symbolic link")
-    return disk.size_of(path)
-
-
-def _is_in(cache: Cache, file: _File) -> bool:
+def _is_in(cache: Cache, file: ShardFile) -> bool:
     return cache.disk.exists(file.below(cache.root))
-
-
-def _reason(error: CacheDamaged | OSError) -> str:
-    if isinstance(error, CacheDamaged):
-        return error.what
-    return "it is not there" if error.errno in GONE else error.strerror or str(error)

@@ -11,7 +11,7 @@ import subprocess
 import pytest
 
 from pipeline.errors import CacheDamaged, CacheFull, CacheUnusable, ConfigError, PipelineError
-from pipeline.store import transfer
+from pipeline.store import exported
 from pipeline.store.cache import Cache
 from pipeline.store.compact import compact, plan
 from pipeline.store.disk import Disk
@@ -245,7 +245,7 @@ def test_what_the_cache_has_no_longer_and_is_damaged_is_named_and_not_in_the_man
 
 def test_a_manifest_of_any_size_is_not_read(cache, folder, other, monkeypatch):
     export(cache, folder)
-    monkeypatch.setattr(transfer, "MANIFEST_BYTES", (folder / MANIFEST).stat().st_size - 1)
+    monkeypatch.setattr(exported, "MANIFEST_BYTES", (folder / MANIFEST).stat().st_size - 1)
     with pytest.raises(CacheDamaged, match="too large"):
         take_in(other, folder)
 
