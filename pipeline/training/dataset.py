@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 from array import array
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -168,7 +169,7 @@ class TableBuilder:
         self.keys += key
         self.split_N.append(self.splits[split])
         for name, size in sizes.items():
-            self.sizes.setdefault(name, array("q")).append(size)
+            self._add_size(name, size)
         for name, label in (labels or {}).items():
             self.labels.setdefault(name, array("f")).append(label)
         if kept is not None:
@@ -178,28 +179,41 @@ class TableBuilder:
         """Let items have further sizes, which are 0 of those that are there."""
         for name in sizes:
             if name not in self.sizes:  # or every item would make as many zeros as there are items
-                self.sizes[name] = array("q", bytes(8 * len(self)))
+                self.sizes[name] = array("i", bytes(4 * len(self)))
 
     def table(self) -> Table:
         """Return the table so far."""
-        return Table(
-            ids=self.ids.texts(),
-            key_N16=np.frombuffer(bytes(self.keys), np.uint8).reshape(-1, KEY_BYTES),
-            split_N=np.frombuffer(bytes(self.split_N), np.uint8),
-            splits=tuple(self.splits),
-            sizes={name: np.array(size_N, np.int64) for name, size_N in self.sizes.items()},
-            items=self.items.texts() if len(self.items) else None,
-            labels={name: np.array(label_N, np.float32) for name, label_N in self.labels.items()},
-        )
+        table = deepcopy(self).views()
+        return replace(table, sizes={name: size_N.astype(np.int64) for name, size_N in table.sizes.items()})
 
     def write(self, store: Store) -> bytes:
         """Store the table, unless the store has it whole, and return its key."""
-        arrays, meta = _encode(self.table())
+        arrays, meta = _encode(self.views())
         key = recipe_key(KIND, {"meta": meta, "content": {name: _digest(one) for name, one in arrays.items()}})
         if not store.has_whole(key):
             with store.writer() as writer:
                 writer.put(key, arrays, meta)
         return key
+
+    def _add_size(self, name: str, size: int) -> None:
+        """Add a size of the latest item; the first that needs them makes it eight bytes of each."""
+        sizes = self.sizes.setdefault(name, array("i"))
+        try:
+            sizes.append(size)
+        except OverflowError:
+            self.sizes[name] = array("q", [*sizes, size])
+
+    def views(self) -> Table:
+        """Return the table so far without copying it: while it is used, nothing can be added."""
+        return Table(
+            ids=self.ids.texts(),
+            key_N16=np.frombuffer(self.keys, np.uint8).reshape(-1, KEY_BYTES),
+            split_N=np.frombuffer(self.split_N, np.uint8),
+            splits=tuple(self.splits),
+            sizes={name: np.frombuffer(size_N, size_N.typecode) for name, size_N in self.sizes.items()},
+            items=self.items.texts() if len(self.items) else None,
+            labels={name: np.frombuffer(label_N, np.float32) for name, label_N in self.labels.items()},
+        )
 
 
 @dataclass(slots=True)
@@ -217,7 +231,8 @@ class _Joined:
         self.ends.append(len(self.bytes_T))
 
     def texts(self) -> Texts:
-        return _texts(np.frombuffer(bytes(self.bytes_T), np.uint8), np.array(self.ends, np.int64))
+        """Return them without copying them."""
+        return _texts(np.frombuffer(self.bytes_T, np.uint8), np.frombuffer(self.ends, np.int64))
 
 
 def _texts(bytes_T: NDArray[np.uint8], end_N: Integers) -> Texts:
@@ -231,7 +246,7 @@ def _encode(table: Table) -> tuple[dict[str, Array], dict[str, Any]]:
         if texts is not None:
             arrays |= {f"{name}.bytes": texts.bytes_T, f"{name}.end": texts.end_N}
     for name, size_N in table.sizes.items():
-        arrays[_SIZE + name] = size_N.astype(np.int32) if size_N.max(initial=0) < 1 << 31 else size_N
+        arrays[_SIZE + name] = size_N.astype(np.int32, copy=False) if size_N.max(initial=0) < 1 << 31 else size_N
     arrays |= {LABEL + name: label_N for name, label_N in table.labels.items()}
     meta = {"format": FORMAT, "splits": list(table.splits), "sizes": list(table.sizes), "items": len(table)}
     return arrays, {**meta, "labels": list(table.labels)} if table.labels else meta

@@ -163,3 +163,25 @@ def test_labels_are_read_as_they_were_written_and_make_another_table(store):
     assert table.take(np.array([2, 0])).values(0) == {"affinity": 2.0}
     assert labelled([-9.5, float("nan"), 2.5]).write(store) != key
     assert not list(wrong_table(store.get(key)))
+
+
+def test_a_table_that_was_taken_stays_as_it_is_while_more_is_added_of_any_size():
+    builder = builder_of([("a", bytes(16), "train", 1)])
+    before = builder.table()
+    for name, size in (("b", 2**31 - 1), ("c", 2**40), ("d", 5)):
+        builder.add(name, bytes(16), "val", {"nodes": size, "pairs": 0})
+    assert rows_of(before) == [("a", bytes(16), "train", 1)]
+    assert builder.table().sizes["nodes"].tolist() == [1, 2**31 - 1, 2**40, 5]
+    assert builder.table().sizes["nodes"].dtype == np.int64
+
+
+def test_a_table_is_written_without_a_second_copy_of_what_was_added(store):
+    count = 50_000
+    builder = builder_of([(f"i{number:07d}", bytes(16), "train", 7) for number in range(count)])
+    tracemalloc.start()
+    try:
+        builder.write(store)
+        taken_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert taken_bytes < 60 * count  # 41 in the record's bytes, 8 where texts begin
