@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 NAME_COLUMNS = 11
-LEAST_BAR, MOST_BAR = 10, 40  # columns
+LEAST_BAR, MOST_BAR, BESIDE_BAR = 8, 40, 52  # columns
 SPARKS = "▁▂▃▄▅▆▇█"
 MOST_SPARKS = 24
+HAS_ROOM = 10  # lines
 LEAST_EVENTS = 3  # lines that are left for what happened lately before details of stages go
 STYLES = {
     "done": "green",
@@ -82,7 +83,7 @@ def _foot(run: Mapping[str, Any], on: Screen) -> Iterator[Text]:
         yield Text(f"next: pipeline resume {run['name']}", style="bold")
     elif _failed(run):
         yield Text(f"next: pipeline logs {run['name']} --failed", style="bold")
-    if on.height > LEAST_BAR:
+    if run["state"] in ("waiting", "running") and on.height >= HAS_ROOM:
         yield Text("Ctrl-C leaves; the run goes on", style="dim")
 
 
@@ -102,14 +103,15 @@ def _bar(stage: Mapping[str, Any], on: Screen) -> Text:
     share = min(1.0, done / missing) if missing else float(stage["state"] == "done")
     said = f"{done:,}/{missing:,}" if missing else f"{stage['cached']:,} cached"
     rest = _speed(stage, on) if goes_on else _ended(stage)
-    width = max(LEAST_BAR, min(MOST_BAR, on.width - NAME_COLUMNS - 14 - 6 - 32))
+    width = min(MOST_BAR, on.width - NAME_COLUMNS - BESIDE_BAR)
+    width = 0 if width < LEAST_BAR else width  # what it says in numbers matters more
     full = int(share * width)
     style = STYLES.get(stage["state"], "")
     return Text.assemble(
         (f"{stage['name']:<{NAME_COLUMNS}}", "bold"),
         ("━" * full, style),
         ("─" * (width - full), "dim"),
-        f" {int(100 * share):>3}% {said:>13}",  # 100% is said of no stage that has something left
+        f"{' ' * bool(width)}{int(100 * share):>3}% {said:>13}",  # 100% is said of no stage that has something left
         f"  {rest}",
     )
 
@@ -133,10 +135,10 @@ def _ended(stage: Mapping[str, Any]) -> str:
 def _details(stage: Mapping[str, Any], losses: Sequence[float], on: Screen) -> Iterator[Text]:
     """Show what matters of a stage, the most important first; of one that ended well: nothing."""
     indent = " " * NAME_COLUMNS
-    if stage["state"] == "running":
+    if stage["state"] != "done":
         for parts in (_tasks(stage), _training(stage, losses, on), _memory(stage)):
             if parts:
-                yield Text(indent).append("; ".join(parts))
+                yield Text(f"{indent}{'; '.join(parts)}")
     if stage["reasons"]:
         reasons = sorted(stage["reasons"].items(), key=lambda one: -one[1])
         yield Text(f"{indent}rejected: " + ", ".join(f"{count:,} {why}" for why, count in reasons), style="yellow")
@@ -164,7 +166,7 @@ def _memory(stage: Mapping[str, Any]) -> list[str]:
     gpu = max([use.get("gpu_peak_bytes") or 0, *(int(one.get("device_peak_bytes", 0)) for one in figures)])
     planned = max((int(one.get("planned_bytes", 0)) for one in figures), default=0)
     if gpu:
-        said.append(f"GPU: {size(gpu)}" + (f" of {size(planned)} planned ({gpu / planned:.0%})" if planned else ""))
+        said.append(f"GPU: {size(gpu)}" + (f" of {size(planned)} ({gpu / planned:.0%})" if planned else ""))
     return said
 
 

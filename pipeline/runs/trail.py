@@ -35,7 +35,8 @@ class Happening:
 
     def words(self) -> str:
         """Say it in a line."""
-        tasks = f"task {self.task}{f' and {self.more:,} more' if self.more else ''}, " if self.task else ""
+        noun = "task" if self.task.isdecimal() and not self.more else "tasks"
+        tasks = f"{noun} {self.task}{f' and {self.more:,} more' if self.more else ''}, " if self.task else ""
         return f"{self.stage}: {tasks}{self.what}"
 
 

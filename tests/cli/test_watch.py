@@ -1,0 +1,209 @@
+"""What `status --watch` shows: as text at fixed sizes, and in a real terminal; and what a refresh costs.
+
+`python -m tests.cli.test_watch` writes the frozen screens anew.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.cli.status import _looks
+from pipeline.records import EventKind
+from pipeline.report import watch
+from pipeline.report.screen import Screen, screen, sparkline
+from pipeline.report.watch import Pace, watched
+from tests.cli.told import NOON, beginning, event, seen, training
+from tests.runs.ledgers import Told
+
+PIPELINE = Path(sys.executable).with_name("pipeline")
+SCREENS = Path(__file__).parent / "screens"
+PACE = {"graph": 12.5, "train": 3.4}
+DIED = event(900, EventKind.RUN_ENDED, state="failed", error="graph: 2 tasks failed\n  next: see", exit_code=7)
+RUNS: dict[str, tuple[list[Any], dict[str, Any]]] = {
+    "graphs": (beginning(), {}),
+    "training": (training(), {}),
+    "failed": ([*beginning(), DIED], {}),
+    "abandoned": (beginning(), {"state": "abandoned", "supervisor": "gone"}),
+    "mute-queue": (beginning(), {"trouble": "squeue: error: Unable to contact slurm controller"}),
+    "nothing-yet": ([], {}),
+}
+SHOWN = [("graphs", 80, 24), ("training", 80, 24), ("training", 120, 30), ("failed", 80, 24), ("abandoned", 60, 12)]
+SHOWN += [("mute-queue", 80, 16), ("nothing-yet", 80, 6), ("training", 40, 8)]
+
+
+@pytest.fixture(autouse=True)
+def _in_utc(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+def shown(name: str, width: int, height: int) -> list[str]:
+    events, more = RUNS[name]
+    return [line.plain for line in screen(seen(events, **more), Screen(width, height, NOON + 500, PACE))]
+
+
+def frozen(name: str, width: int, height: int) -> Path:
+    return SCREENS / f"{name}-{width}x{height}.txt"
+
+
+@pytest.mark.parametrize(("name", "width", "height"), SHOWN)
+def test_a_screen_is_as_frozen(name: str, width: int, height: int) -> None:
+    text = "\n".join(shown(name, width, height)) + "\n"
+    assert text == frozen(name, width, height).read_text(), "if meant: python -m tests.cli.test_watch"
+
+
+def test_every_screen_is_frozen() -> None:
+    assert {path.name for path in SCREENS.iterdir()} == {frozen(*one).name for one in SHOWN}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_screen_never_has_more_lines_nor_longer_ones_than_there_are(name: str) -> None:
+    for width in (1, 20, 40, 79, 80, 132, 250):
+        for height in (1, 2, 3, 5, 8, 13, 24, 50):
+            lines = shown(name, width, height)
+            assert len(lines) <= height
+            assert max(map(len, lines)) <= width
+
+
+@pytest.mark.parametrize("height", [4, 6, 10, 24])
+def test_what_to_type_next_is_there_however_few_lines_there_are(height: int) -> None:
+    assert "next: pipeline logs 20261122-120000-0001-train --failed" in shown("failed", 80, height)
+    assert "next: pipeline resume 20261122-120000-0001-train" in shown("abandoned", 80, height)
+
+
+def test_a_curve_follows_its_values() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([3, 3, 3]) == "▁▁▁"
+    assert sparkline([0, float("nan"), 1]) == "▁ █"
+    assert sparkline([]) == sparkline([float("inf")]) == ""
+
+
+def at(done: int) -> dict[str, Any]:
+    return {"stages": [{"name": "scan", "started_at": 100.0, "items_done": done}]}
+
+
+def test_a_pace_is_first_that_since_the_beginning_and_then_that_of_the_last_changes() -> None:
+    pace = Pace()
+    assert pace.take(at(50), 110.0) == {"scan": 5.0}
+    for second in range(watch.CHANGES):
+        latest = pace.take(at(50 + 20 * (second + 1)), 111.0 + second)
+    assert latest == {"scan": pytest.approx(20.0)}
+
+
+def test_a_pace_falls_when_nothing_comes_any_more_and_begins_anew_when_work_does() -> None:
+    pace = Pace()
+    pace.take(at(100), 110.0)
+    assert pace.take(at(100), 1100.0)["scan"] == pytest.approx(0.1)
+    assert pace.take(at(10), 1101.0) == {"scan": 0.0}
+    assert pace.take(at(30), 1111.0) == {"scan": 2.0}
+
+
+def test_where_there_is_no_terminal_a_report_is_printed_whenever_something_has_changed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "EVERY_S", 0.0)
+    first, second = seen(beginning()), seen(training())
+    later = {**first, "stages": [{**stage, "left_s": 7.0} for stage in first["stages"]]}  # only the clock went on
+    looks = iter([first, later, first, second, second])
+    goes_on = iter([True, True, True, True, False])
+    watched(lambda: next(looks), lambda: next(goes_on))
+    out = capsys.readouterr().out
+    assert out.count("run 20261122-120000-0001-train: running") == 3  # the last one stays
+    assert "\x1b" not in out
+
+
+def test_leaving_is_quiet_and_the_last_report_stays(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "EVERY_S", 0.0)
+    calls = iter([1])
+
+    def look() -> dict[str, Any]:
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        return seen(beginning())
+
+    watched(look, lambda: True)
+    printed = capsys.readouterr()
+    assert (printed.out.count("run 20261122-120000-0001-train: running"), printed.err) == (2, "")
+
+
+def test_a_refresh_opens_only_files_that_grew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told(tmp_path / "runs", tasks=50)
+    for task in range(50):
+        told.worker(task, EventKind.TASK_STARTED)
+    now, _ = _looks(told.folder, watch=True)
+    now()
+    opened = list[str]()
+    really = os.open
+    monkeypatch.setattr(os, "open", lambda path, *rest: opened.append(str(path)) or really(path, *rest))
+    now()
+    assert opened == []
+    told.worker(7, EventKind.PROGRESS, done=3, rejected={}, figures={})
+    opened.clear()
+    assert now()["stages"][0]["items_done"] == 3
+    assert [Path(path).name for path in opened] == ["scan-000007.jsonl"]
+
+
+def resize(terminal: int, width: int, height: int) -> None:
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+
+
+def read_until(terminal: int, wanted: str) -> str:
+    """Return what a terminal was sent up to some text; a terminal that ends is an end, too."""
+    got = b""
+    while wanted.encode() not in got:
+        try:
+            piece = os.read(terminal, 1 << 16)
+        except OSError:
+            break
+        if not piece:
+            break
+        got += piece
+    return got.decode()
+
+
+@pytest.mark.parametrize("no_color", [False, True])
+def test_a_terminal_is_filled_resized_and_given_back(tmp_path: Path, no_color: bool) -> None:
+    told = Told(tmp_path / "runs")
+    told.worker(0, EventKind.TASK_STARTED)
+    terminal, inside = pty.openpty()
+    resize(terminal, 100, 24)
+    words = [PIPELINE, "status", "--watch", told.folder.path]
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+    environment |= {"TERM": "xterm-256color"} | ({"NO_COLOR": "1"} if no_color else {})
+    with subprocess.Popen(words, stdin=inside, stdout=inside, stderr=inside, env=environment) as running:
+        os.close(inside)
+        first = read_until(terminal, "Ctrl-C leaves")
+        assert "\x1b[?1049h" in first  # another screen, so that what was there comes back
+        assert ("\x1b[36m" in first) is not no_color
+        resize(terminal, 60, 20)
+        assert "Ctrl-C leaves" in read_until(terminal, "Ctrl-C leaves")  # drawn anew, though nothing has happened
+        running.send_signal(signal.SIGINT)
+        rest = read_until(terminal, "never said")
+        assert running.wait() == 0
+    os.close(terminal)
+    assert rest.index("\x1b[?1049l") < rest.index(f"run {told.folder.name}: ")
+    assert "interrupted" not in rest
+
+
+if __name__ == "__main__":
+    os.environ["TZ"] = "UTC"
+    time.tzset()
+    for each in SHOWN:
+        frozen(*each).write_text("\n".join(shown(*each)) + "\n")

@@ -1,0 +1,108 @@
+"""A run of which a good deal can be told: a training that goes on after trouble, by a fixed clock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeline.cluster.verdict import Cause
+from pipeline.records import Event, EventKind
+from pipeline.runs.attempts import Ask, Attempt
+from pipeline.runs.pending import left_s, use
+from pipeline.runs.status import Job, RunStatus, fold
+from pipeline.runs.trail import Trail
+
+NOON = 1_795_348_800.0  # 2026-11-22 12:00 UTC
+GIB = 1 << 30
+STAGES = ("scan", "graph", "train", "evaluate")
+
+
+def event(after_s: float, kind: EventKind, writer: str = "supervisor-000001", **data: Any) -> Event:
+    return Event(kind, NOON + after_s, writer, data)
+
+
+def job(after_s: float, stage: str, tasks: str, number: int, attempt: int = 1, gib: int = 2, why: str = "") -> Event:
+    asked = Job(f"t{number}", stage, tasks, attempt, Ask(gib * GIB, 3600), f"{number}", why=why).to_json()
+    return event(after_s, EventKind.JOB_SUBMITTED, **asked)
+
+
+def ended(after_s: float, stage: str, task: int, number: int, cause: Cause, reason: str = "") -> Event:
+    asked, peak = Ask(2 * GIB, 3600), 1.6 * GIB
+    one = Attempt(task, number, asked, cause, reason, job="8001", peak_rss_bytes=int(peak), ended_at=NOON + after_s)
+    return event(after_s, EventKind.TASK_ENDED, stage=stage, **one.to_event())
+
+
+def progress(after_s: float, stage: str, task: int, done: int, **figures: float) -> Event:
+    facts = {"stage": stage, "task": task, "attempt": 1, "done": done, "rejected": {}}
+    return event(after_s, EventKind.PROGRESS, f"{stage}-{task:06d}", **facts, figures=figures)
+
+
+def started(after_s: float, stage: str, task: int) -> Event:
+    return event(after_s, EventKind.TASK_STARTED, f"{stage}-{task:06d}", stage=stage, task=task, attempt=1)
+
+
+def stage_ended(after_s: float, stage: str) -> Event:
+    told = {"state": "done", "census": None, "warnings": [], "error": ""}
+    return event(after_s, EventKind.STAGE_ENDED, stage=stage, **told)
+
+
+def beginning() -> list[Event]:
+    """A scan that ended, and graphs of which one task was killed and tried again."""
+    who = {"host": "n1", "pid": 7}
+    rejected = {"stage": "scan", "task": 0, "attempt": 1, "done": 1200, "rejected": {"no_contacts": 9, "too_short": 2}}
+    killed = "killed at its memory limit of 2.0 GiB"
+    return [
+        event(0, EventKind.RUN_STARTED, stages=list(STAGES), **who),
+        event(1, EventKind.STAGE_SUBMITTED, stage="scan", items=1500, missing=1200, cached=300, tasks=1),
+        job(1, "scan", "0", 8000),
+        event(60, EventKind.TASK_FINISHED, "scan-000000", **rejected, figures={}),
+        ended(61, "scan", 0, 1, Cause.DONE),
+        stage_ended(62, "scan"),
+        event(63, EventKind.STAGE_SUBMITTED, stage="graph", items=1489, missing=1489, tasks=3),
+        job(63, "graph", "0-2", 8001),
+        *(started(70, "graph", task) for task in (0, 1, 2)),
+        progress(100, "graph", 0, 500, host_peak_bytes=1.2 * GIB),
+        ended(110, "graph", 1, 1, Cause.HOST_OOM, killed),
+        ended(112, "graph", 2, 1, Cause.HOST_OOM, killed),
+        job(115, "graph", "1-2", 8002, 2, 4, "it was killed for memory: twice as much"),
+    ]
+
+
+def training() -> list[Event]:
+    """The graphs are there, and a training goes on, which has run out of memory once."""
+    told = {"learning_rate": 2e-4, "host_peak_bytes": 3 * GIB, "device_peak_bytes": 30 * GIB}
+    told |= {"planned_bytes": 40 * GIB, "epochs": 10}
+    losses = [2.0, 1.7, 1.5, 1.2, 1.25, 0.9, 0.8, 0.7]
+    return [
+        *beginning(),
+        stage_ended(200, "graph"),
+        event(201, EventKind.STAGE_SUBMITTED, stage="train", items=5000, missing=5000, tasks=1),
+        job(201, "train", "0", 8003, gib=8),
+        started(210, "train", 0),
+        *(
+            progress(
+                240 + 30 * n, "train", 0, 100 * (n + 1), epoch=n // 4, ooms=int(n > 4), **{"loss.total": loss}, **told
+            )
+            for n, loss in enumerate(losses)
+        ),
+    ]
+
+
+def seen(events: list[Event], **more: Any) -> dict[str, Any]:
+    """Return a run as `status --watch` sees it."""
+    status, trail = RunStatus("20261122-120000-0001-train"), Trail()
+    for one in events:
+        status.apply(one)
+        trail.apply(one)
+    return as_watched(status) | trail.to_json() | more
+
+
+def as_watched(status: RunStatus) -> dict[str, Any]:
+    plain = status.to_json()
+    for told in plain["stages"]:
+        stage = status.stages[told["name"]]
+        waits = ["Priority"] if told["name"] == "graph" else []
+        told |= {"waits_for": waits, "use": use(stage), "left_s": left_s(stage, NOON + 500)}
+    return plain | {"supervisor": "job 9001 waits: until job 8003 has ended", "trouble": ""}
+
+
+__all__ = ["NOON", "STAGES", "beginning", "event", "fold", "seen", "training"]
