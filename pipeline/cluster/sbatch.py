@@ -146,13 +146,18 @@ def log_pattern(spec: JobSpec, end: str) -> str:
 
 def header_word(spec: JobSpec, name: str, value: str) -> str:
     """Return a value as the header's parser reads it back."""
+    _refuse_lines(spec, name, value)
+    if PLAIN.fullmatch(value):
+        return value
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _refuse_lines(spec: JobSpec, name: str, value: str) -> None:
+    """Refuse what would be more than its line of the header: the next would be an option of its own, or a command."""
     if any(character in "\n\r\0" or "\ud800" <= character <= "\udfff" for character in value):
         what = f"--{name} is {value!r}, and what is no text, or more than a line, cannot be told to sbatch"
         remedy = "--set cluster.runs=FOLDER" if name in ("output", "error") else f"--set cluster.slurm.{name}=…"
         raise _refused(spec, what, remedy)
-    if PLAIN.fullmatch(value):
-        return value
-    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def setup_lines(site: Slurm) -> list[str]:
@@ -196,7 +201,7 @@ def _expanding(text: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    return shlex.quote(text) if text else ""
+    return shell_word(text) if text else ""
 
 
 def _gpus(spec: JobSpec, site: Slurm) -> tuple[str, str | None]:
@@ -225,6 +230,7 @@ def _signal(spec: JobSpec, site: Slurm) -> str | None:
 
 def _whole(spec: JobSpec, option: str) -> str:
     """Return an option that the site names as a header takes it."""
+    _refuse_lines(spec, "options", option)
     name, equals, value = option.partition("=")
     name = name if name.startswith("-") else f"--{name}"
     return f"{name}={header_word(spec, 'options', value)}" if equals else name

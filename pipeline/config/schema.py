@@ -608,7 +608,11 @@ class Notify(Section):
     command: tuple[Name, ...] = Field(
         default=(), description="Command to run, with the run, the stage, its state and a message as further words."
     )
-    mail: Name | None = Field(default=None, description="Address that gets a mail, where the node has sendmail.")
+    mail: Name | None = Field(
+        default=None,
+        pattern=r"^[^\s-]\S*$",  # or sendmail would take it for an option
+        description="Address that gets a mail, where the node has sendmail.",
+    )
 
 
 class Cluster(Section):

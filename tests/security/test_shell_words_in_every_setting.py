@@ -1,0 +1,224 @@
+"""No text of the configuration reaches a shell: every setting that holds text is filled with what a shell would run.
+
+The settings are found by walking the schema, so a new one is tested by being there. Scripts are rendered as `submit`
+renders them, and run by bash with a stand-in for srun; commands of this machine are run as the program runs them.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import types
+import typing
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from pipeline.cluster import sbatch
+from pipeline.cluster.spec import TASK
+from pipeline.config.load import load
+from pipeline.config.schema import LEAVES, Card, Config, Notify
+from pipeline.errors import ConfigError, SubmissionRefused
+from pipeline.runs import folder as folders
+from pipeline.runs.attempts import Ask
+from pipeline.runs.folder import RunFolder
+from pipeline.runs.handover import supervisor_spec
+from pipeline.runs.notify import notify
+from pipeline.runs.own_script import parse
+from pipeline.runs.status import Job
+from pipeline.runs.submit import spec_of
+from tests.stubs import program, silent_slurm
+
+MADE = "made-by-the-setting"
+HOSTILE = {
+    "a line": "--x$(touch MADE)`touch MADE`${IFS}; touch MADE & touch MADE #'; touch MADE; ' \"; touch MADE; \"",
+    "lines": "x\ntouch MADE\n#SBATCH --wrap=true\n# <<< command\ntouch MADE\n# >>> command",
+    "a folder": "/x$(touch MADE)/`touch MADE`/;touch MADE;\n touch MADE;'\"",
+}
+BY_PURPOSE = {  # these are shell, and their description says so
+    ("cluster", "slurm", "setup"): "the lines that every job runs first: who writes the configuration writes them",
+}
+BESIDE: dict[tuple[str, ...], dict[str, Any]] = {  # without these a setting means nothing
+    ("data", "reader"): {"data.source": "reader"},
+    ("data", "options"): {"data.source": "reader", "data.reader": "a:B"},
+}
+STAGES = ("train",)  # the bodies of all scripts are alike (tests/cluster/test_sbatch.py)
+
+
+def slots(annotation: Any, text: str) -> Iterator[Any]:
+    """Yield values of a type, a text in each place that can hold one."""
+    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation in (str, Path, Any):
+        yield text
+    elif origin is typing.Annotated:
+        yield from slots(parts[0], text)
+    elif origin in (typing.Union, types.UnionType):
+        yield from (value for part in parts for value in slots(part, text))
+    elif origin is tuple:
+        yield from ([value] for value in slots(parts[0], text))
+    elif origin is dict:
+        yield from ({value: 1} for value in slots(parts[0], text))
+        yield from ({"name": value} for value in slots(parts[1], text))
+    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield from slots_of(annotation, text)
+
+
+def slots_of(model: type[BaseModel], text: str) -> Iterator[dict[str, Any]]:
+    """Yield values of a section in a list, a text in each place."""
+    needed = {"mem": "1GiB"} if model is Card else {"epochs": 1, "largest": {"nodes": 1}}
+    for name, info in model.model_fields.items():
+        yield from ({**needed, name: value} for value in slots(info.annotation, text))
+
+
+TEXTS = {key: info.annotation for key, info in LEAVES.items() if list(slots(info.annotation, "x"))}
+FILLED = [pytest.param(key, id=".".join(key)) for key in TEXTS if key not in BY_PURPOSE]
+
+
+def test_the_settings_that_hold_text_are_found_and_only_the_lines_of_a_site_are_shell() -> None:
+    names = {".".join(key) for key in TEXTS}
+    known = {"data.path", "data.options", "train.command", "train.models", "cache.under", "cluster.slurm.partition"}
+    assert names >= known | {"cluster.slurm.cards", "cluster.notify.mail", "cluster.train.constraint", "cluster.runs"}
+    assert len(names) > 40
+    assert not [name for name in names if LEAVES[tuple(name.split("."))].annotation in (int, bool)]
+    assert set(BY_PURPOSE) <= set(TEXTS)
+    assert "Shell lines" in (LEAVES["cluster", "slurm", "setup"].description or "")
+
+
+def configured(folder: Path, key: tuple[str, ...], value: Any) -> Config:
+    """Return a configuration with one setting, as it is read from a file."""
+    said = {"data.path": "data.csv", "cluster.executor": "slurm", **BESIDE.get(key, {}), ".".join(key): value}
+    content: dict[str, Any] = {}
+    for name, one in said.items():
+        *above, last = name.split(".")
+        section = content
+        for part in above:
+            section = section.setdefault(part, {})
+        section[last] = one
+    (folder / "pipeline.yaml").write_text(json.dumps(content))  # JSON is YAML
+    return load(folder / "pipeline.yaml").config
+
+
+def scripts(config: Config) -> Iterator[str]:
+    """Yield the scripts of a run of that configuration: its jobs, those for each kind of card, and its supervisor."""
+    folder = RunFolder(config.cluster.runs / "20260101-000000-0000-train")
+    site = config.cluster.slurm
+    cards = [("", "", ""), *((card.gres or "", card.feature or "", card.partition or "") for card in site.cards)]
+    specs = [supervisor_spec(folder, config, "1")]
+    for stage in STAGES:
+        for card, feature, partition in cards:
+            job = Job(
+                f"{folder.name}-{stage}-0", stage, "0", 1, Ask(1 << 30, 600), gpus=1, card=card, constraint=feature,
+                partition=partition,
+            )  # fmt: skip
+            specs.append(spec_of(folder, config, job))
+    for spec in specs:
+        assert all(isinstance(word, str) or word is TASK for word in spec.argv)
+        yield sbatch.render(sbatch.template(spec.name, ranks=spec.ranks), spec, site)
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of programs that stand for Slurm's; scripts run in a folder `here` of their own beside it."""
+    folder = tmp_path_factory.mktemp("node")
+    (folder / "here").mkdir()
+    return silent_slurm(folder / "bin")
+
+
+def ran(node: Path, text: str) -> bool:
+    """Run a script, and say whether it made what the hostile texts want to make."""
+    said = {"SLURM_ARRAY_TASK_ID": "0", "SLURM_JOB_ID": "1", "SAID": str(node.parent / "said")}
+    here = node.parent / "here"
+    subprocess.run(
+        ["bash"], input=text.encode(), cwd=here, env={"PATH": f"{node}:/usr/bin:/bin", **said}, capture_output=True,
+        check=False,
+    )  # fmt: skip
+    made = list(here.iterdir())
+    for path in made:
+        path.unlink()
+    return bool(made)
+
+
+@cache
+def plain_scripts(folder: Path) -> frozenset[str]:
+    """Return the scripts where nothing is hostile."""
+    return frozenset(scripts(configured(folder, ("data", "path"), "data.csv")))
+
+
+def most_lines(texts: Iterable[str]) -> int:
+    """Return how many lines of header there are at most."""
+    return max(text.count("\n#SBATCH") for text in texts)
+
+
+def test_the_texts_would_be_run_by_a_shell(node: Path) -> None:
+    for name, text in HOSTILE.items():
+        assert ran(node, f"echo {text.replace('MADE', MADE)}\n"), name
+
+
+@pytest.mark.parametrize("key", FILLED)
+def test_no_setting_is_run_by_the_scripts_of_a_run(node: Path, key: tuple[str, ...]) -> None:
+    seen = plain_scripts(node.parent)
+    for text in HOSTILE.values():
+        for value in slots(TEXTS[key], text.replace("MADE", MADE)):
+            with suppress(ConfigError, SubmissionRefused):  # before anything is submitted: as good as harmless
+                for script in set(scripts(configured(node.parent, key, value))) - seen:
+                    assert script.count("\n#SBATCH") <= most_lines(seen) + 1, "an option of sbatch came in"
+                    assert not ran(node, script), (key, value)
+
+
+@pytest.mark.parametrize("option", ["--comment=x\n#SBATCH --wrap=true", "--exclusive\ntouch MADE", "--x\r=1", "x\0"])
+def test_an_option_of_a_site_is_one_line_or_refused(tmp_path: Path, option: str) -> None:
+    try:
+        config = configured(tmp_path, ("cluster", "slurm", "options"), [option])
+    except ConfigError:  # YAML holds no NUL
+        assert "\0" in option
+        return
+    with pytest.raises(SubmissionRefused, match="cannot be told to sbatch"):
+        list(scripts(config))
+
+
+def test_the_words_of_a_script_of_ones_own_reach_no_shell(tmp_path: Path) -> None:
+    made = tmp_path / MADE
+    words = parse(f"printf '%s' '$(touch {made})' '`touch {made}`' 'x; touch {made}'").words
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout == f"$(touch {made})`touch {made}`x; touch {made}"
+    assert not made.exists()
+    with pytest.raises(ConfigError):
+        parse(f"python train.py ; touch {made}")
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_who_is_notified_is_a_word_to_the_command_and_no_option_to_sendmail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    told = program(tmp_path / "bin", "tell", f'printf "%s\\0" "$@" >"{tmp_path}/told"')
+    program(tmp_path / "bin", "sendmail", f'printf "%s\\0" "$@" >"{tmp_path}/mailed"; cat >/dev/null')
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    hostile = text.replace("MADE", MADE)
+    notify(Notify(command=(str(told), hostile)), RunFolder(tmp_path / "run"), "scan", "failed", hostile)
+    assert (tmp_path / "told").read_text().split("\0") == [hostile, "run", "scan", "failed", hostile, ""]
+    with pytest.raises(ConfigError, match="mail"):  # an address has no space and no dash before it
+        configured(tmp_path, ("cluster", "notify", "mail"), hostile)
+    assert not (tmp_path / MADE).exists()
+
+
+@pytest.mark.parametrize("place", ["a b", "a'b", "$(touch MADE)", "a;touch MADE", "-rf", "a%b", "`touch MADE`"])
+def test_a_project_in_a_folder_of_any_name_gives_scripts_that_run_nothing_of_it(
+    node: Path, tmp_path: Path, place: str
+) -> None:
+    (folder := tmp_path / place.replace("MADE", MADE)).mkdir()
+    for script in scripts(configured(folder, ("data", "path"), "data.csv")):
+        assert not ran(node, script)
+
+
+@pytest.mark.parametrize("name", ["../x", "x; touch MADE", "$(touch MADE)", "", "/", "-rf", "x\n"])
+def test_a_run_is_found_by_its_own_name_only(tmp_path: Path, name: str) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "x").mkdir()
+    with pytest.raises(ConfigError):
+        folders.find(tmp_path / "runs", name)
