@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.figures import RESULTS  # noqa: E402 - the project is found only now
-from benchmarks.page import PAGE, page  # noqa: E402
+from benchmarks.page import PAGE, write_pages  # noqa: E402
 
 LIMIT_S = 20 * 60
 
@@ -60,7 +60,7 @@ def main() -> int:
     only = parser.parse_args().only
     began = time.monotonic()
     failed = measured([one for one in BENCHES if one.name in only], run)
-    PAGE.write_text(page())
+    write_pages()
     print(f"all: {time.monotonic() - began:.0f} s; {PAGE.relative_to(ROOT)} is written", flush=True)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)

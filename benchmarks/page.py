@@ -1,8 +1,13 @@
-"""Write benchmarks/README.md from the results: `python benchmarks/page.py`. Nothing of that page is written by hand."""
+"""Write benchmarks/README.md from the results, and what other pages quote of them: `python benchmarks/page.py`.
+
+A page under docs/ quotes a figure so: `<!-- figure: FILE.json PATH | FORMAT -->42%<!-- end -->`. None of these is written
+by hand, and nothing of README.md beside this file.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,9 +16,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.figures import RESULTS, Figure, day_and_machine, table  # noqa: E402 - the project is found only now
+from benchmarks.figures import RESULTS, Figure, day_and_machine, formatted, table, values  # noqa: E402 - the project is found only now
 
 PAGE = ROOT / "benchmarks/README.md"
+QUOTED = re.compile(r"(<!-- figure: (\S+\.json) ([^|>]+?)(?: \| ([^>]+?))? -->)(.*?)(?=<!-- end -->)")
 COLUMNS = ("figure", "against", "reach", "measured", "command", "date, machine")
 
 
@@ -119,5 +125,23 @@ def link(test: str) -> str:
     return f"[{name.removeprefix('test_').replace('_', ' ')}](../{path})"
 
 
-if __name__ == "__main__":
+def quoting(text: str) -> str:
+    """Return a text with what it quotes of results as they are."""
+
+    def quoted(found: re.Match[str]) -> str:
+        result = json.loads((RESULTS / found[2]).read_text())
+        return found[1] + formatted(values(result, found[3]), found[4] or "")
+
+    return QUOTED.sub(quoted, text)
+
+
+def write_pages() -> None:
+    """Write the page, and bring what others quote up to date."""
     PAGE.write_text(page())
+    for path in sorted((ROOT / "docs").glob("*.md")):
+        if (text := path.read_text()) != (fresh := quoting(text)):
+            path.write_text(fresh)
+
+
+if __name__ == "__main__":
+    write_pages()

@@ -22,6 +22,19 @@ def test_the_page_is_what_the_results_make_of_it() -> None:
     assert page.PAGE.read_text() == page.page(), "python benchmarks/page.py writes it anew"
 
 
+def test_figures_that_pages_quote_are_those_of_the_results() -> None:
+    texts = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
+    assert sum(len(page.QUOTED.findall(text)) for text in texts.values()) >= 6
+    assert [name for name, text in texts.items() if page.quoting(text) != text] == [], "python benchmarks/page.py"
+
+
+def test_a_quoted_figure_is_brought_up_to_date(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "RESULTS", results)
+    write(results / "x.json", {"a": {"share": 0.25}})
+    text = "It is <!-- figure: x.json a/share | .0% -->3%<!-- end --> of all."
+    assert page.quoting(text) == text.replace(">3%<", ">25%<")
+
+
 def test_every_figure_that_was_promised_has_a_row() -> None:
     assert len(TABLE.promised) == 20
     assert [name for name in TABLE.promised if not any(one.promise == name for one in TABLE.figures)] == []
