@@ -1,11 +1,12 @@
 """How the stages grow with the data set: made complexes by the thousand, the real command, memory, time and files.
 
     python benchmarks/scale.py [--sizes 1000,10000,100000] [--stages scan,embed,graph,train] [--million N]
-                               [--dir FOLDER] [--keep] [--out FILE]
+                               [--metadata] [--dir FOLDER] [--keep] [--out FILE]
 
 For each size a project is made, and each stage is run by `pipeline submit --only --follow` on this machine. Of all its
 processes the high water of memory is looked at ten times a second. `--million` measures what grows on the other side:
 an index of so many records, and the lists, tasks and events of a run over so many items, in which no work is done.
+`--metadata` counts what an item costs the servers of a parallel file system.
 
 What FILE holds of other sizes stays, so that sizes can be measured one by one; so does what it holds of other stages of
 a project that is kept by `--dir` and `--keep`. FILE is written after each stage.
@@ -46,6 +47,8 @@ def main() -> int:
                 print(f"{size:>9,} {stage:6} {json.dumps(figures)}", file=sys.stderr, flush=True)
     if typed.million:
         measure_million(typed, results)
+    if typed.metadata:
+        measure_metadata(typed, results)
     results.compare()
     print(json.dumps(results.data))
     return 0
@@ -61,6 +64,16 @@ def measure_million(typed: argparse.Namespace, results: Results) -> None:
             figures = side(Path(scratch), typed.million)
         results.put(name, str(typed.million), None, figures)
         print(f"{typed.million:>9,} {name:9} {json.dumps(figures)}", file=sys.stderr, flush=True)
+
+
+def measure_metadata(typed: argparse.Namespace, results: Results) -> None:
+    """Count what an item costs the servers of a file system."""
+    from benchmarks.scale_parts.metadata import metadata_side
+
+    with tempfile.TemporaryDirectory(dir=typed.dir, prefix="scale-") as scratch:
+        results.data["metadata"] = metadata_side(Path(scratch)) | circumstances()
+    results.write()
+    print(json.dumps(results.data["metadata"]), file=sys.stderr, flush=True)
 
 
 class project_folder:  # noqa: N801 - used as a function
@@ -136,6 +149,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--sizes", default=SIZES, help="complexes, with commas between; empty: none")
     parser.add_argument("--stages", default=",".join(STAGES), help="stages in order, with commas between")
     parser.add_argument("--million", type=int, default=0, metavar="N", help="also an index and a run of N items")
+    parser.add_argument("--metadata", action="store_true", help="also count calls that name a path, by strace")
     parser.add_argument("--dir", type=Path, help="where projects are made")
     parser.add_argument("--keep", action="store_true", help="leave projects there, and go on in those that are")
     parser.add_argument("--out", type=Path)
