@@ -20,8 +20,8 @@ NOBODY = 65534
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` has it ignored, in every process that a test starts, too
 SHARED = ROOT.parent / "shared" / "structures"
 
-# Tests on the cluster wait more than they work: they begin first, on as many clusters as there are groups.
-SLURM_GROUPS = 2
+# Tests on the cluster wait more than they work: they begin first, in two shares, each with a cluster of its own.
+WHOLE_RUNS = {"test_runs.py", "test_scripted.py", "test_shapes.py", "test_training.py"}
 
 
 class Shares(LoadScopeScheduling):
@@ -36,7 +36,7 @@ def share_of(nodeid: str) -> str:
     """Return the name of the share of a test: its file, a cluster, or the pages, which share a demo."""
     file = nodeid.partition("::")[0]
     if file.startswith("tests/slurm/"):
-        return f"slurm {sum(file.encode()) % SLURM_GROUPS}"
+        return "slurm, whole runs" if Path(file).name in WHOLE_RUNS else "slurm"
     return "pages" if file.startswith("tests/docs/") else file
 
 

@@ -50,6 +50,7 @@ def pipeline(monkeypatch, capsys):
     return Command(monkeypatch, capsys)
 
 
+@pytest.mark.slow
 def test_a_memory_limit_that_kills_is_never_reached(tmp_path, monkeypatch, pipeline):
     monkeypatch.chdir(tmp_path)
     synth(tmp_path / "esm2_wide.pt", layers=1, dim=1280, heads=20)

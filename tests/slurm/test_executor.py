@@ -263,6 +263,7 @@ class TestEnds:
             tasks = finish(executor, job, urgent)
         assert {task.state for task in tasks} == {TaskState.COMPLETED}
 
+    @pytest.mark.slow
     def test_task_over_its_time_is_killed_even_if_it_ignores_sigterm(
         self, executor: SlurmExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -263,6 +263,7 @@ def test_a_node_that_dies_with_a_task_on_it_changes_nothing(make: Make, cluster:
     assert {cause for _, cause in failures(run)} <= {"node"}
 
 
+@pytest.mark.slow
 def test_a_run_without_accounting_has_the_same_verdicts_and_result(make: Make, cluster: Cluster) -> None:
     cluster.stop_accounting()
     assert cluster.run("sacct").returncode != 0

@@ -66,6 +66,7 @@ def weights(path: Path) -> torch.Tensor:
     return torch.cat([one.flatten() for one in torch.load(path).values()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", NAMES)
 def test_a_script_ends_right_though_its_card_and_its_host_were_too_small(
     kind: str, begun: dict[str, Run], tmp_path: Path

@@ -209,6 +209,7 @@ def slow(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield {jobs[task.job]: (Path(specs[jobs[task.job]].log_dir), task) for task in finish(executor, *jobs)}
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_notice_that_one_is_gone_are_ended_by_srun(slow: dict[str, tuple[Path, TaskStatus]]) -> None:
     folder, task = slow["deaf"]
     assert task.started is not None

@@ -148,6 +148,7 @@ def test_a_stage_of_more_tasks_than_an_array_takes_does_every_item_once(make: Ma
     assert run.stage()["census"]["accepted"] == items
 
 
+@pytest.mark.slow
 def test_a_stage_of_more_tasks_than_may_be_queued_goes_in_waves(make: Make, healthy: Cluster) -> None:
     items = TINY_MAX_SUBMIT - 1
     project = make(items, cluster__slurm__qos="tiny", **ONE_EACH)

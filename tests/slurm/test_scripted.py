@@ -115,6 +115,7 @@ def failures(run: Run) -> list[tuple[str, int]]:
     return [(one["cause"], one["number"]) for one in run.stage("train")["failures"]]
 
 
+@pytest.mark.slow
 def test_a_script_that_heeds_the_warning_of_its_time_limit_goes_back_into_the_queue_and_ends(
     begun: dict[str, Run],
 ) -> None:
