@@ -15,6 +15,7 @@ from pipeline.records import EventKind
 from pipeline.runs.attempts import numbers
 from pipeline.runs.handover import claim
 from pipeline.runs.ledger import Ledger, Reader
+from pipeline.runs.page import renew
 from pipeline.runs.status import ENDED, RunState, fold
 
 if TYPE_CHECKING:
@@ -77,3 +78,4 @@ def cancel(folder: RunFolder, status: RunStatus, executor: Executor, what: Cance
     error = f"cancelled by {getpass.getuser()} on {socket.gethostname()}; finished work is kept"
     ledger.emit(EventKind.RUN_ENDED, state=RunState.STOPPED.value, error=error, exit_code=STOPPED_CODE)
     ledger.close()
+    renew(folder)  # its page, which says that it goes on

@@ -122,17 +122,30 @@ def of_run(folder: RunFolder) -> Page:
     return Page(folder, from_resolved(folder.config.read_text(), str(folder.config)))
 
 
+def renew(folder: RunFolder) -> None:
+    """Lay a new page into the folder of a run that no supervisor looks after any more, if that can be done."""
+    try:
+        page, status = of_run(folder), RunStatus(folder.name)
+        _hear(Reader(folder), page, status)
+    except (PipelineError, OSError) as error:
+        log.warning("%s is not up to date: %s", folder.report, error)
+        return
+    page.refresh(status, at_once=True)
+
+
 def now_of(folder: RunFolder) -> tuple[Page, RunStatus, dict[str, Any]]:
     """Return the page of a run, how the run stands, and what the queue says of it."""
     page, status, reader = of_run(folder), RunStatus(folder.name), Reader(folder)
+    _hear(reader, page, status)
+    told = shown(folder, status, socket.gethostname(), lambda: _hear(reader, page, status))
+    return page, status, told
 
-    def catch_up() -> None:
-        for event in reader.fresh():
-            status.apply(event)
-            page.take(event)
 
-    catch_up()
-    return page, status, shown(folder, status, socket.gethostname(), catch_up)
+def _hear(reader: Reader, page: Page, status: RunStatus) -> None:
+    """Take the news of a ledger into account."""
+    for event in reader.fresh():
+        status.apply(event)
+        page.take(event)
 
 
 def write(path: Path, text: str) -> None:

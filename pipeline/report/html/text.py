@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 UNKNOWN = "–"
+SHORT = 24  # characters: a cell with more of them is kept wide enough to be read
 _MANY, _HUGE, _FEW, _HUNDREDTH = 1e3, 1e10, 1e-3, 0.01
 
 
@@ -121,7 +122,8 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, caption: str
 
 
 def _cell(cell: Cell) -> Html:
-    return tag("td", cell.shown, class_="n" if cell.is_number else None, data_v=cell.by)
+    css = "n" if cell.is_number else "words" if len(str(cell.by or cell.shown)) > SHORT else None
+    return tag("td", cell.shown, class_=css, data_v=cell.by)
 
 
 def badge(word: str, kind: str = "") -> Html:

@@ -1,0 +1,292 @@
+"""The page of a run, as a browser shows it: whole, truthful, readable, and alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pipeline.runs.folder import RunFolder
+from pipeline.runs.page import now_of, write
+from tests.command import Command
+from tests.docs.conftest import Demo, demo
+from tests.report.runs_told import HOSTILE, failed, trained
+from tests.runs.ledgers import Told
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+__all__ = ["demo"]  # a fixture: the demo that the pages of the documentation are tried in
+
+SECTIONS = ("overview", "stages", "events", "throughput", "memory", "training", "rejections", "cache", "efficiency")
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
+PHONE, DESK = 360, 1200  # pixels
+ENOUGH = 4.5  # contrast of text: WCAG 2.1, AA
+
+# The contrast of every piece of text with what lies behind it, least first; opacity is not heeded: text has none.
+CONTRASTS = """() => {
+  const rgb = (text) => (text.match(/[\\d.]+/g) || []).map(Number);
+  const linear = (c) => c <= 10 ? c / 3295 : ((c / 255 + 0.055) / 1.055) ** 2.4;
+  const light = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
+  const behind = (node) => {
+    for (; node; node = node.parentElement) {
+      const colour = rgb(getComputedStyle(node).backgroundColor);
+      if (colour.length === 3 || colour[3] === 1) return colour;
+    }
+    return [255, 255, 255];
+  };
+  const found = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const node = walker.currentNode.parentElement;
+    if (!walker.currentNode.data.trim() || ["SCRIPT", "TITLE", "title"].includes(node.tagName)) continue;
+    const style = getComputedStyle(node), colour = node.closest("svg") ? style.fill : style.color;
+    const [a, b] = [light(rgb(colour)), light(behind(node))].sort((x, y) => y - x);
+    found.push([(a + 0.05) / (b + 0.05), node.className, walker.currentNode.data.slice(0, 40)]);
+  }
+  return found.sort((x, y) => x[0] - y[0]);
+}"""
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """Return a browser without a window."""
+    program = next(filter(None, map(shutil.which, CHROMIUM)), None)
+    if program is None:
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("no Chromium here: make browser-packages")
+    from playwright.sync_api import sync_playwright
+
+    with (
+        sync_playwright() as playwright,
+        closing(playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])) as browser,
+    ):
+        yield browser
+
+
+class Opened:
+    """A page in the browser, with everything that it asked for and complained of."""
+
+    def __init__(self, page: Page, file: Path) -> None:
+        self.page, self.asked, self.complaints = page, list[str](), list[str]()
+        page.on("request", lambda request: self.asked.append(request.url))
+        page.on("console", lambda message: self.complaints.append(message.text))
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.goto(file.as_uri())
+
+    def text(self, place: str) -> str:
+        """Return what people read in a part of the page."""
+        return self.page.locator(place).inner_text()
+
+    def column(self, caption: str, name: str) -> list[str]:
+        """Return a column of a table, as it is shown."""
+        table = self.page.locator("table", has=self.page.locator("caption", has_text=re.compile(f"^{caption}$")))
+        place = table.locator("th").all_inner_texts().index(name) + 1
+        return [text.strip() for text in table.locator(f"tbody td:nth-child({place})").all_inner_texts()]
+
+    def click(self, caption: str, name: str) -> str:
+        """Click on a column's name; return how the table is sorted then."""
+        table = self.page.locator("table", has=self.page.locator("caption", has_text=re.compile(f"^{caption}$")))
+        head = table.locator("th", has_text=re.compile(f"^{re.escape(name)}$")).first
+        head.locator("button").click()
+        return head.get_attribute("aria-sort") or ""
+
+
+Open = Callable[..., Opened]
+
+
+@pytest.fixture
+def show(browser: Browser, tmp_path: Path) -> Iterator[Open]:
+    """Return a function that opens the page of a run."""
+    contexts = []
+
+    def opened(run: RunFolder, *, width: int = DESK, scheme: Any = "light", **more: Any) -> Opened:
+        page, status, told = now_of(run)
+        file = tmp_path / f"page-{len(contexts)}.html"
+        write(file, page.html(status, told))
+        contexts.append(browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme, **more))
+        return Opened(contexts[-1].new_page(), file)
+
+    yield opened
+    for context in contexts:
+        context.close()
+
+
+@pytest.fixture
+def real(demo: Demo) -> RunFolder:
+    """Return the run of the demo, through all stages."""
+    (run,) = (path for path in (demo.pristine / "runs").iterdir() if (path / "stages.json").exists())
+    return RunFolder(run)
+
+
+@pytest.fixture
+def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Told:
+    """Return a run that failed."""
+    monkeypatch.chdir(tmp_path)
+    return failed(tmp_path)
+
+
+@pytest.fixture
+def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Told:
+    """Return a run that trains."""
+    monkeypatch.chdir(tmp_path)
+    return trained(tmp_path)
+
+
+def test_a_finished_run_is_shown_whole_and_asks_the_network_for_nothing(real: RunFolder, show: Open) -> None:
+    seen = show(real)
+    assert [one.get_attribute("id") for one in seen.page.locator("main > section").all()] == list(SECTIONS)
+    assert seen.text("h1").split() == [real.name, "done"]
+    states = seen.page.locator("#stages table").first.locator("tbody tr").all_inner_texts()
+    assert [row.split()[:2] for row in states] == [
+        [name, "done"] for name in ("scan", "embed", "graph", "train", "evaluate")
+    ]
+    assert seen.page.locator("#stages .timeline svg.wide rect.run").count() == 5
+    assert "every attempt that has ended, ended well" in seen.text("#events")
+    assert seen.column("memory of the tasks of each stage", "stage") == ["scan", "embed", "train", "evaluate"]
+    assert seen.page.locator("#training figure").count() > 3
+    assert "cluster.scan.time=5m" in seen.text("#efficiency")
+    assert seen.asked == [seen.page.url]
+    assert seen.complaints == []
+
+
+def test_a_run_leaves_its_page_when_it_has_ended(real: RunFolder) -> None:
+    text = real.report.read_text()
+    assert f"<title>{real.name}: done</title>" in text
+    assert real.report.stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in real.path.iterdir() if "partial" in path.name] == []
+
+
+def test_the_verb_writes_the_page_where_it_is_asked_to(real: RunFolder, pipeline: Command, tmp_path: Path) -> None:
+    done = pipeline("report", str(real.path), "--html", str(tmp_path / "own.html"))
+    assert (done.code, done.err) == (0, "")
+    assert f"page: {tmp_path / 'own.html'}" in done.out
+    assert (tmp_path / "own.html").read_text().startswith("<!DOCTYPE html>")
+    refused = pipeline("report", str(real.path), "--html", str(tmp_path / "nowhere" / "own.html"))
+    assert refused.code == 2
+    assert "the page cannot be written: No such file or directory" in refused.err
+
+
+def test_a_click_sorts_by_number_and_another_turns_it_round(training: Told, show: Open) -> None:
+    seen = show(training.folder)
+    known = seen.column("epochs", "epoch")
+    assert known == [str(number) for number in range(1, 31)]
+    assert seen.click("epochs", "epoch") == "ascending"
+    assert seen.column("epochs", "epoch") == known
+    assert seen.click("epochs", "epoch") == "descending"
+    assert seen.column("epochs", "epoch") == known[::-1]
+    assert seen.click("epochs", "distance") == "ascending"  # 1/n: by its value, not by its letters
+    assert seen.column("epochs", "epoch") == known[::-1]
+    assert seen.click("epochs", "peak memory") == "ascending"
+    assert seen.column("epochs", "epoch")[-1] == "3"
+
+
+def test_what_nobody_knows_comes_last_whichever_way_a_table_is_sorted(failing: Told, show: Open) -> None:
+    seen, name = show(failing.folder), "attempts that did not end well"
+    for turn in ("ascending", "descending"):
+        assert seen.click(name, "peak") == turn
+        assert seen.column(name, "peak") == ["20.0 GiB", "–", "–"]
+    assert seen.click(name, "cause") == "ascending"
+    assert seen.column(name, "cause") == ["failed", "gpu_oom", "host_oom"]
+
+
+def test_a_failed_run_says_what_failed_where_why_and_what_to_do(failing: Told, show: Open) -> None:
+    seen, name = show(failing.folder), "attempts that did not end well"
+    assert seen.text("h1").split() == [failing.folder.name, "failed"]
+    alert = seen.text("header [role=alert]")
+    assert "10 of 40 items are not done" in alert
+    assert "Next: pipeline submit --again" in alert
+    assert seen.column(name, "task") == ["1", "2", "3"]
+    assert seen.column(name, "cause") == ["host_oom", "gpu_oom", "failed"]
+    assert seen.column(name, "then") == ["twice as much memory", "half the batch", "the same again ends the same"]
+    assert seen.column(name, "task now") == ["done", "done", "not done"]
+    assert seen.column(name, "log")[2] == str(failing.folder.logs / "7_3.err")
+    assert "3 attempts did not end well; 2 of them of tasks that are done now; 1 task failed for good" in seen.text(
+        "#events"
+    )
+    assert "the worker's own words" in seen.text("#events")
+    assert seen.column("left out since a task died of it", "why") == ["task 3 died of it"]
+    assert seen.column("by reason", "items") == ["1"]
+    assert seen.column("items that were left out", "origin") == ["manifest.csv:3"]
+    assert seen.page.locator(".timeline svg.wide path.fail").count() > 0
+    assert "0 of 1" in seen.text("#overview")
+
+
+def test_a_training_shows_memory_predicted_beside_measured_and_what_was_survived(training: Told, show: Open) -> None:
+    seen = show(training.folder)
+    assert seen.text("h1").split() == [training.folder.name, "running"]
+    assert "This run goes on: the page shows it as it was" in seen.text("header")
+    assert seen.column("memory of a GPU by epoch", "predicted")[:4] == ["10.0 GiB"] * 4
+    assert seen.column("memory of a GPU by epoch", "peak")[:4] == ["9.0 GiB", "9.0 GiB", "11.0 GiB", "9.0 GiB"]
+    assert seen.column("memory of a GPU by epoch", "peak/predicted")[2] == "110%"
+    assert seen.column("steps that ran out of memory, and went on", "items by what helped") == ["5 by smaller"]
+    assert seen.column("recorded steps of this model", "to run it again") == [
+        f"pipeline replay {training.folder.name} --step 23"
+    ]
+    names = seen.page.locator("#training figcaption b").all_inner_texts()
+    assert names == ["loss: distance", "validation: auroc", "learning rate"]
+    units = seen.page.locator("#memory svg text.unit").all_text_contents()
+    assert {"GiB", "epoch"} <= set(units)
+    (validated,) = seen.page.locator("#training figure").first.locator("path.line.s1").all()
+    assert (validated.get_attribute("d") or "").count("M") == 2  # broken where the loss was no number
+
+
+def test_without_a_gpu_no_process_is_called_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, show: Open) -> None:
+    monkeypatch.chdir(tmp_path)
+    seen = show(trained(tmp_path, gpus=0).folder)
+    assert "There was no GPU" in seen.text("#memory")
+    assert seen.column("memory of a process by epoch", "predicted")[0] == "8.0 GiB"
+
+
+def test_what_others_wrote_is_text_and_nothing_of_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, show: Open
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    seen = show(failed(tmp_path, HOSTILE).folder)
+    assert seen.page.title() == f"{seen.text('h1 span:first-child')}: failed"
+    assert seen.page.locator("img").count() == 0
+    assert seen.page.locator("script").count() == 1
+    assert seen.asked == [seen.page.url]
+    assert HOSTILE in seen.text("#rejections")
+    assert HOSTILE in seen.text("header [role=alert]")
+
+
+def test_a_browser_lets_the_page_do_nothing_but_sort(failing: Told, show: Open) -> None:
+    seen = show(failing.folder)
+    refused = """async () => {
+      const tag = document.createElement("script"); tag.textContent = "window.taken = 1"; document.body.append(tag);
+      const asked = await fetch("http://127.0.0.1:9/").then(() => "asked", () => "refused");
+      return [window.taken === undefined, asked];
+    }"""
+    assert seen.page.evaluate(refused) == [True, "refused"]
+    assert all("Content Security Policy" in one or "Refused" in one for one in seen.complaints)
+    assert seen.complaints
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_all_text_stands_out_from_what_is_behind_it(failing: Told, training: Told, show: Open, scheme: str) -> None:
+    for told in (failing, training):
+        worst = show(told.folder, scheme=scheme).page.evaluate(CONTRASTS)
+        assert len(worst) > 100
+        assert worst[0][0] >= ENOUGH, worst[:5]
+
+
+def test_on_a_phone_nothing_sticks_out_and_words_are_large_enough(failing: Told, training: Told, show: Open) -> None:
+    for told in (failing, training):
+        seen = show(told.folder, width=PHONE, is_mobile=True, has_touch=True)
+        assert seen.page.evaluate("document.documentElement.scrollWidth") == PHONE
+        assert seen.page.locator(".timeline svg.narrow").is_visible()
+        assert not seen.page.locator(".timeline svg.wide").is_visible()
+        heights = "[...document.querySelectorAll('svg text')].map((one) => one.getBoundingClientRect().height)"
+        shown = [height for height in seen.page.evaluate(heights) if height]
+        assert min(shown) >= 9, "words of plots are too small to read"
+
+
+def test_without_its_script_the_page_says_the_same(failing: Told, show: Open) -> None:
+    seen = show(failing.folder, java_script_enabled=False)
+    assert seen.column("attempts that did not end well", "task") == ["1", "2", "3"]
