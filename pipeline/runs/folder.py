@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 NAME = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4}-[a-z]+")
 FORMAT = 1  # of the folder's files; a folder that does not tell is of the first
 PRIVATE, SHARED = 0o700, 0o777  # what the umask leaves of it
+NOBODY_ELSE_WRITES = 0o755  # of the folder of runs: who may write in it could put another run in the place of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,11 +156,11 @@ def create(runs: Path, stage: str, now: datetime, *, private: bool = True) -> Ru
     """Make a new run folder, private to the user unless they want otherwise; names sort by time."""
     name = f"{now:%Y%m%d-%H%M%S}-{now.microsecond // 16:04x}-{stage}"
     with writing(runs / name):
-        runs.mkdir(parents=True, exist_ok=True)
-        folder = RunFolder(runs / name)
-        folder.path.mkdir(mode=PRIVATE if private else SHARED)
+        runs.mkdir(NOBODY_ELSE_WRITES if private else SHARED, parents=True, exist_ok=True)
+        folder, mode = RunFolder(runs / name), PRIVATE if private else SHARED
+        folder.path.mkdir(mode)
         for one in (folder.events, folder.logs, folder.claims, folder.on("", 0).parent):
-            one.mkdir()
+            one.mkdir(mode)
         folder.format.write_text(f"{FORMAT}\n")
     return folder
 

@@ -5,8 +5,11 @@ Runs of the same code share one copy, named by its digest.
 
 from __future__ import annotations
 
+import errno
+import os
 import secrets
 import shutil
+import stat
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +18,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 import pipeline
-from pipeline.runs.folder import RunFolder, writing
+from pipeline.runs.folder import PRIVATE, RunFolder, writing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,10 +35,24 @@ def freeze(runs: Path) -> Path:
 
 def freeze_files(files: list[tuple[str, Path]], runs: Path) -> Path:
     """Return the folder of a copy of files, by their names in it, made unless there is one."""
-    copy = runs / COPIES / digest_of(files)
+    copy = _own_folder(runs) / digest_of(files)
     if not copy.exists():
         _publish(files, copy)
     return copy
+
+
+def _own_folder(runs: Path) -> Path:
+    """Return the folder of copies that this user alone may enter: what others could put there would be run as ours."""
+    with writing(runs):
+        for name in (COPIES, f"{COPIES}-{os.geteuid()}"):
+            folder = runs / name
+            with suppress(FileExistsError):
+                folder.mkdir(PRIVATE, parents=True)
+            found = folder.lstat()
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
+                folder.chmod(PRIVATE)
+                return folder
+        raise PermissionError(errno.EPERM, "the folders of frozen code belong to somebody else")
 
 
 def package_digest() -> str:
@@ -54,7 +71,7 @@ def digest_of(files: list[tuple[str, Path]]) -> str:
 
 def _files() -> Iterator[tuple[str, Path]]:
     """Yield the files of the package by their names in the copy."""
-    is_checkout = (PACKAGE.parent / "pyproject.toml").exists() or PACKAGE.parent.parent.name == COPIES
+    is_checkout = (PACKAGE.parent / "pyproject.toml").exists() or PACKAGE.parent.parent.name.startswith(COPIES)
     roots = [PACKAGE, *(PACKAGE.parent / name for name in BESIDE if is_checkout)]
     for root in roots:
         for path in root.rglob("*"):
