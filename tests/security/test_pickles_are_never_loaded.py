@@ -1,0 +1,253 @@
+"""A pickle that runs code when it is read, in the place of every file that the program reads: nothing of it runs.
+
+Checkpoints of ESM-2 and weights to begin with are tested beside their readers, too (tests/encoder/test_checkpoint.py,
+tests/training/test_pretrained.py), in all forms of torch.save; here each goes in by its command.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from functools import cache as kept
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.config.load import from_resolved
+from pipeline.encoder.containers import read_pt, read_safetensors
+from pipeline.errors import PipelineError
+from pipeline.memory.profiles import Profiles
+from pipeline.readers.pairs import Pairs
+from pipeline.readers.spectra import Spectra
+from pipeline.runs.folder import RunFolder
+from pipeline.runs.ledger import Reader
+from pipeline.store.cache import Cache
+from pipeline.store.transfer import export, take_in
+from pipeline.structures.atoms import Unusable
+from pipeline.structures.read import FORMATS, Reading, format_of, parse, read_file
+from pipeline.training import bundles
+from pipeline.training.loaded import open_checkpoint
+from pipeline.training.outputs import Gathered
+from tests.conftest import ROOT
+from tests.training.saved import checkpoints, state_at
+
+KEY = b"sixteen bytes..."
+
+
+class Evil:
+    """What runs a command when it is unpickled."""
+
+    def __init__(self, made: Path) -> None:
+        self.made = made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.made}",)
+
+
+@pytest.fixture(params=["torch.save", "bare"])
+def evil(request: pytest.FixtureRequest, tmp_path: Path) -> bytes:
+    """Return the bytes of such a pickle, which work."""
+    made, path = tmp_path / "made", tmp_path / "evil"
+    if request.param == "bare":
+        path.write_bytes(pickle.dumps(Evil(made)))
+        pickle.loads(path.read_bytes())
+    else:
+        torch.save({"model": Evil(made)}, path)
+        torch.load(path, weights_only=False)
+    assert made.exists()  # so the file is what it should be
+    made.unlink()
+    return path.read_bytes()
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a cache of one record."""
+    root = tmp_path_factory.mktemp("made") / "cache"
+    store = Cache(root).kind("graph")
+    with store.writer() as writer:
+        writer.put(KEY, {"a": np.arange(3)})
+    store.write_index()
+    return root
+
+
+def planted(folder: Path, evil: bytes) -> list[Path]:
+    """Put the pickle in the place of every file of a folder, and return them."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    for path in files:
+        path.unlink()
+        path.write_bytes(evil)
+    return files
+
+
+def refused(read: Callable[[], object]) -> str:
+    """Read, and return why it was refused; empty where what is there counts as nothing."""
+    try:
+        read()
+    except (PipelineError, Unusable) as error:
+        return str(error)
+    return ""
+
+
+def test_every_file_of_a_cache(tmp_path: Path, cache: Path, evil: bytes) -> None:
+    names = [path.relative_to(cache) for path in cache.rglob("*") if path.is_file()]
+    assert {"index.bin", "pipeline-cache.json"} < {path.name for path in names}
+    for number, name in enumerate(names):
+        copy = shutil.copytree(cache, tmp_path / f"cache-{number}")
+        (copy / name).unlink()
+        (copy / name).write_bytes(evil)
+
+        def read(root: Path = copy) -> object:
+            store = Cache(root).kind("graph")
+            return store.stat(), list(store.missing([KEY])), store.get(KEY)
+
+        told = refused(read)
+        assert told or name.name == "index.bin"  # which is made anew from the shards
+    assert not (tmp_path / "made").exists()
+
+
+def test_every_file_of_an_export_that_is_brought_in(tmp_path: Path, cache: Path, evil: bytes) -> None:
+    export(Cache(cache), tmp_path / "export")
+    for path in [one for one in (tmp_path / "export").rglob("*") if one.is_file()]:
+        copy = shutil.copytree(tmp_path / "export", tmp_path / "other")
+        planted_at = copy / path.relative_to(tmp_path / "export")
+        planted_at.unlink()
+        planted_at.write_bytes(evil)
+        told: list[object] = []
+        why = refused(lambda here=copy, told=told: told.extend(take_in(Cache(tmp_path / "new"), here).refused))  # type: ignore[misc]
+        is_needed = path.name != "pipeline-cache.json"  # which an import does not read
+        assert bool(why or told) == is_needed, path
+        shutil.rmtree(copy)
+        shutil.rmtree(tmp_path / "new", ignore_errors=True)
+    assert not (tmp_path / "made").exists()
+
+
+def test_every_file_of_a_training_checkpoint(tmp_path: Path, evil: bytes) -> None:
+    checkpoints(tmp_path / "good").save(state_at(1), 1)
+    (good,) = (tmp_path / "good").glob("step-*")
+    names = [path.name for path in good.iterdir()]
+    assert len(names) >= 3
+    for name in names:
+        copy = shutil.copytree(good, tmp_path / name / good.name)
+        (copy / name).unlink()
+        (copy / name).write_bytes(evil)
+        assert refused(lambda here=copy: open_checkpoint(here))  # type: ignore[misc]
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("name", ["bundle.json", "rng.safetensors"])
+def test_every_file_of_a_bundle_for_replaying(tmp_path: Path, evil: bytes, name: str) -> None:
+    from tests.training.test_bundles import BUNDLE_OF, RNG_OF
+
+    written = bundles.write(tmp_path / "bundles", BUNDLE_OF, RNG_OF)
+    assert written is not None
+    assert {path.name for path in written.iterdir()} == {bundles.BUNDLE, bundles.RNG}
+    path = written / (bundles.BUNDLE if name.endswith("json") else bundles.RNG)
+    path.unlink()
+    path.write_bytes(evil)
+    assert refused(lambda: (bundles.read(written), bundles.read_rng(written)))
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("suffix", sorted(FORMATS))
+def test_a_structure_of_every_format(tmp_path: Path, evil: bytes, suffix: str) -> None:
+    (path := tmp_path / f"a{suffix}").write_bytes(evil)
+    data = read_file(path, 1 << 20)
+    assert refused(lambda: parse(data, format_of(path), Reading(), beside=evil))
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("suffix", [".mgf", ".h5", ".csv", ".tsv"])
+def test_a_file_of_a_reader(tmp_path: Path, evil: bytes, suffix: str) -> None:
+    (path := tmp_path / f"a{suffix}").write_bytes(evil)
+    reader = Pairs if suffix in (".csv", ".tsv") else Spectra
+    found: list[object] = []
+    assert refused(lambda: found.extend(reader(path).entries())) or all(hasattr(one, "reason") for one in found)
+    assert not (tmp_path / "made").exists()
+
+
+def test_weights_of_either_name(tmp_path: Path, evil: bytes) -> None:
+    for name in ("esm2.pt", "esm2.safetensors"):
+        (tmp_path / name).write_bytes(evil)
+        read = read_pt if name.endswith("pt") else lambda path: read_safetensors([path])
+        assert refused(lambda here=tmp_path / name, read=read: read(here))  # type: ignore[misc]
+    assert not (tmp_path / "made").exists()
+
+
+def test_every_file_of_a_run(tmp_path: Path, evil: bytes) -> None:
+    run = RunFolder(tmp_path / "20260101-000000-0000-scan")
+    run.events.mkdir(parents=True)
+    (run.events / "supervisor-1.jsonl").write_bytes(evil + b"\n")
+    run.config.write_bytes(evil)
+    assert list(Reader(run).fresh()) == []
+    assert refused(lambda: from_resolved(run.config.read_text("latin-1"), str(run.config)))
+    assert not (tmp_path / "made").exists()
+
+
+def test_what_is_remembered_of_earlier_runs(tmp_path: Path, evil: bytes) -> None:
+    folder = tmp_path / "profiles"
+    asked = ("embed", "ab12", "north")
+    Profiles(folder).suggest(*asked, planned_bytes=1 << 30)
+    (folder / "records").mkdir(parents=True, exist_ok=True)
+    (folder / "index.sqlite").write_bytes(evil)
+    (folder / "records" / "run~writer.jsonl").write_bytes(evil)
+    assert Profiles(folder).suggest(*asked, planned_bytes=1 << 30).tasks == 0
+    assert not (tmp_path / "made").exists()
+
+
+def test_outputs_of_an_evaluation(tmp_path: Path, evil: bytes) -> None:
+    (tmp_path / "outputs").mkdir()
+    for name in ("rank-0-0.safetensors", "rank-0-0.json", "part-000000.safetensors"):
+        (tmp_path / "outputs" / name).write_bytes(evil)
+    refused(lambda: list(Gathered(tmp_path / "outputs")))
+    assert not (tmp_path / "made").exists()
+
+
+# ── and nothing in the source could ────────────────────────────────────────────────────────────────────────────────
+
+RUNS_TEXT = {"eval", "exec", "compile", "__import__", "execfile"}
+UNPICKLES = {"pickle.load", "pickle.loads", "pickle.Unpickler", "marshal.loads", "marshal.load", "shelve.open",
+             "joblib.load", "pandas.read_pickle", "np.load", "numpy.load", "torch.jit.load"}  # fmt: skip
+SHELLS = {"os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput", "yaml.load", "yaml.full_load",
+          "yaml.unsafe_load"}  # fmt: skip
+IMPORTS = {  # modules by a name that is not written in the source
+    "pipeline/runs/tasks.py": "the user's own task or reader, which train.task and data.reader name",
+    "pipeline/structures/read.py": "one of the packages in EXTRA",
+}
+
+
+def calls_in(path: Path) -> list[tuple[str, str, ast.Call]]:
+    """Return every call in a file: the file, what is called, and the call."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    return [(str(path.relative_to(ROOT)), ast.unparse(node.func), node) for node in nodes]
+
+
+@kept
+def calls() -> list[tuple[str, str, ast.Call]]:
+    """Return every call in the package."""
+    return [call for path in sorted((ROOT / "pipeline").rglob("*.py")) for call in calls_in(path)]
+
+
+def test_nothing_evaluates_text_or_unpickles_or_asks_a_shell() -> None:
+    assert len(calls()) > 5000  # else this looks at nothing
+    assert [(file, name) for file, name, _ in calls() if name in RUNS_TEXT | UNPICKLES | SHELLS] == []
+    shells = [(file, name) for file, name, call in calls() for word in call.keywords if word.arg == "shell"]
+    assert shells == []
+    assert [(file, name) for file, name, call in calls() for word in call.keywords if word.arg == "allow_pickle"] == []
+
+
+def test_torch_loads_in_one_file_and_weights_alone() -> None:
+    loads = [(file, call) for file, name, call in calls() if name == "torch.load"]
+    assert {file for file, _ in loads} == {"pipeline/encoder/containers.py"}
+    assert all(any(ast.unparse(word) == "weights_only=True" for word in call.keywords) for _, call in loads)
+
+
+def test_modules_are_imported_by_a_name_only_where_a_user_names_theirs() -> None:
+    imports = [(file, call.args[0]) for file, name, call in calls() if name.rpartition(".")[2] == "import_module"]
+    named = {file for file, module in imports if not isinstance(module, ast.Constant)}
+    assert named == set(IMPORTS)
