@@ -303,9 +303,10 @@ def test_labels_that_are_asked_for_are_numbers_or_unknown_and_anything_else_is_a
     ],
 )
 def test_a_label_that_no_column_has_is_an_error_with_what_was_meant(tmp_path: Path, name: str, text: str) -> None:
-    with pytest.raises(DataError, match=r"no column 'affinity'.*did you mean 'afinity'") as caught:
+    with pytest.raises(DataError, match=r"no column 'affinity' \(data.labels\).*did you mean 'afinity'") as caught:
         read("manifest", write(tmp_path / name, text), labels=("affinity",))
     assert caught.value.where == str(tmp_path / name)
+    assert caught.value.remedy.startswith("head -n 1")
 
 
 @pytest.mark.parametrize("text", ["1_0", "1e39", "0x10", "١", "high", "1,5"])

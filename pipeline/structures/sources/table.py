@@ -83,7 +83,8 @@ class Columns:
         for column in self._missing(present):
             foreign = [name for name in spare if self.foreign.get(name) == column]
             near = foreign or get_close_matches(column.lower(), spare, n=1, cutoff=LIKELY)
-            return _absent(column, spare[near[0]] if near else "", present, path)
+            meant = spare[near[0]] if near else ""
+            return _absent(column, meant, present, path, said_by="data.labels" if column in self.labels else "")
         for column in self.known:
             if column not in present and (near := get_close_matches(column.lower(), spare, n=1, cutoff=NEARLY_CERTAIN)):
                 return _absent(column, spare[near[0]], present, path)
@@ -94,15 +95,15 @@ class Columns:
         return absent if any(name in present for name in self.one_of) else (*absent, *self.one_of[:1])
 
 
-def _absent(column: str, meant: str, present: Sequence[str], path: Path) -> DataError:
-    """Describe a column that is not there, and how to name it rightly."""
+def _absent(column: str, meant: str, present: Sequence[str], path: Path, said_by: str = "") -> DataError:
+    """Describe a column that is not there, and how to name it rightly: in the file, or in the setting that names it."""
     found = ", ".join(shown(each) for each in present[:12] if each)
-    what = f"no column {column!r}; found: {found}"
+    what = f"no column {column!r}{said_by and f' ({said_by})'}; found: {found}"
     if meant:
         what += f"; did you mean {shown(meant)!r}?"
     if len(present) == 1 and re.search(r"[;,\t]", present[0]):
         what += " (a .csv is separated by commas, a .tsv by tabs)"
-    renamable = meant.isidentifier() and path.suffix in DELIMITERS
+    renamable = meant.isidentifier() and path.suffix in DELIMITERS and not said_by
     rename = f"sed -i '1s/\\b{meant}\\b/{column}/' {quote(str(path))}"
     return DataError(what, where=str(path), remedy=rename if renamable else show_header(path))
 
