@@ -71,9 +71,11 @@ def measure_metadata(typed: argparse.Namespace, results: Results) -> None:
     from benchmarks.scale_parts.metadata import metadata_side
 
     with tempfile.TemporaryDirectory(dir=typed.dir, prefix="scale-") as scratch:
-        results.data["metadata"] = metadata_side(Path(scratch)) | circumstances()
+        figures = metadata_side(Path(scratch)) | circumstances()
+    results.read()
+    results.data["metadata"] = figures
     results.write()
-    print(json.dumps(results.data["metadata"]), file=sys.stderr, flush=True)
+    print(json.dumps(figures), file=sys.stderr, flush=True)
 
 
 class project_folder:  # noqa: N801 - used as a function
@@ -99,10 +101,17 @@ class Results:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
-        self.data: dict[str, Any] = json.loads(path.read_text()) if path and path.exists() else {}
+        self.data: dict[str, Any] = {}
+        self.read()
+
+    def read(self) -> None:
+        """Take in what others have measured meanwhile."""
+        if self.path and self.path.exists():
+            self.data = json.loads(self.path.read_text())
 
     def put(self, part: str, size: str, stage: str | None, figures: dict[str, Any]) -> None:
         """Take figures in, and write all down."""
+        self.read()
         figures = {**figures, **circumstances()}
         of_size = self.data.setdefault(part, {})
         if stage is None:
@@ -114,6 +123,7 @@ class Results:
 
     def compare(self) -> None:
         """Put the largest size beside the smallest, stage by stage."""
+        self.read()
         sizes = self.data.get("sizes", {})
         self.data["growth"] = {
             stage: growth({int(size): stages[stage] for size, stages in sizes.items() if stage in stages})
