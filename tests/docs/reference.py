@@ -1,0 +1,240 @@
+"""The pages under docs/reference, written from the schema, the command line, the errors and the names of files.
+
+`python -m tests.docs.reference` writes them; a test asks whether they are what the code says.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from pipeline import errors
+from pipeline.cli.main import app
+from pipeline.config.schema import SECTIONS, Config, Section
+from pipeline.errors import PipelineError
+from pipeline.records import Reason
+from pipeline.runs.folder import RunFolder
+from pipeline.training.prepared import ModelFolder
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "reference"
+MADE = "<!-- written by `python -m tests.docs.reference`: change the code, not this page -->\n"
+BAR = "\\|"  # in a table
+SIZE, TIME = "a size (512MiB, 24G)", "a time (90m, 2h, 1-12:00:00)"
+DEFINITIONS: dict[str, Any] = Config.model_json_schema()["$defs"]
+EXITS = {
+    0: "done, or nothing to do",
+    1: "please report it with what `--debug` shows",
+    2: "the message names file, line and the nearest valid name",
+    3: "`pipeline status` shows the reasons; `rejected.jsonl` in the run's folder lists every item",
+    4: "nothing damaged is served, and what is lost is made anew: `pipeline cache repair`",
+    5: "the plan names the item and what would make it fit",
+    6: "the message has the scheduler's words and the setting to change",
+    7: "the message names task, cause and log (`pipeline logs --failed`); finished work is kept: submit again",
+}
+
+
+def pages() -> dict[str, str]:
+    """Return each page by its name."""
+    return {"configuration.md": configuration(), "commands.md": commands(), "files.md": files()}
+
+
+# Configuration
+
+
+def configuration() -> str:
+    """Return the page of all settings."""
+    lines = [
+        MADE,
+        "# Every setting\n",
+        "`pipeline config show` says what each is in your project and where that comes from, `pipeline config check`"
+        " what is wrong. The file is `--config FILE`, else `$PIPELINE_CONFIG`, `./pipeline.yaml`,"
+        " `./configs/pipeline.yaml`; `--set section.key=value` beats it. Unknown keys and values of another type are errors"
+        " with their line. Units of sizes are powers of 1024; relative paths start from the folder of the file.\n",
+    ]
+    for names, model in sections():
+        level = "#" * (2 + min(name.count(".") for name in names))
+        lines += [f"{level} {', '.join(names)}\n", f"{first_line(model)}\n"]
+        lines += table(model, names[0])
+    return "\n".join(lines)
+
+
+def sections() -> Iterator[tuple[list[str], type[Section]]]:
+    """Yield each kind of section with the places where it stands; a list's entries stand behind the list."""
+    found: dict[type[Section], list[str]] = {}
+    for key in SECTIONS:
+        found.setdefault(SECTIONS[key].annotation, []).append(".".join(key))  # type: ignore[arg-type]
+        for name, info in SECTIONS[key].annotation.model_fields.items():  # type: ignore[union-attr]
+            for one in getattr(info.annotation, "__args__", ()):
+                if inspect.isclass(one) and issubclass(one, Section):
+                    found.setdefault(one, []).append(f"{'.'.join((*key, name))}[]")
+    for model, names in found.items():
+        yield names, model
+
+
+def table(model: type[Section], name: str) -> list[str]:
+    """Return the settings of a section as rows."""
+    own = DEFINITIONS[model.__name__]
+    rows = []
+    for field, told in own["properties"].items():
+        if (*name.split("."), field) in SECTIONS:
+            continue
+        default = "*required*" if field in own.get("required", ()) else code(shown(told, model, field))
+        rows.append(f"| `{field}` | {kind(told)} | {default} | {cell(told.get('description', ''))} |")
+    return ["| setting | type | default | meaning |", "|---|---|---|---|", *rows, ""] if rows else []
+
+
+def kind(told: dict[str, Any]) -> str:
+    """Return a type as people say it."""
+    if "anyOf" in told:
+        ways = list(dict.fromkeys(kind(one) for one in told["anyOf"]))
+        if SIZE in ways:  # also as a number of bytes
+            ways = [way for way in ways if not way.startswith("whole number")]
+        return " or ".join(ways)
+    if "enum" in told:
+        return ", ".join(code(one) for one in told["enum"])
+    if "const" in told:
+        return code(told["const"])
+    if "$ref" in told:
+        return "an entry, see below"
+    match told.get("type"):
+        case "array":
+            return f"list of: {kind(told['items'])}" if "items" in told else "list"
+        case "object":
+            return "values by name"
+        case "string" if "pattern" in told:
+            return SIZE if "KMGT" in told["pattern"] else TIME if "smhd" in told["pattern"] else "text"
+        case "string":
+            return "path" if told.get("format") == "path" else "text"
+        case "integer" | "number" as number:
+            return ("whole number" if number == "integer" else "number") + bounds(told)
+        case "boolean":
+            return "`true`, `false`"
+    return "null" if told.get("type") == "null" else "any value"
+
+
+def bounds(told: dict[str, Any]) -> str:
+    """Return the least and the largest value."""
+    said = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    found = [f"{sign} {told[name]:g}" for name, sign in said.items() if name in told]
+    return f" {', '.join(found)}" if found else ""
+
+
+def shown(told: dict[str, Any], model: type[Section], field: str) -> Any:
+    """Return a default as people write it."""
+    default = told.get("default")
+    if isinstance(default, int) and not isinstance(default, bool):
+        filled = {name: "." for name in DEFINITIONS[model.__name__].get("required", ()) if name == "path"}
+        if not set(DEFINITIONS[model.__name__].get("required", ())) - set(filled):
+            return model.model_validate_json(_json(filled)).model_dump(mode="json")[field]
+    return default
+
+
+def _json(plain: dict[str, Any]) -> str:
+    return "{" + ", ".join(f'"{name}": "{value}"' for name, value in plain.items()) + "}"
+
+
+def code(value: Any) -> str:
+    """Return a value as code, as YAML has it."""
+    names = {True: "true", False: "false", None: "null"}
+    if isinstance(value, list):
+        return f"`[{', '.join(map(str, value[:2]))}{', …' if len(value) > 2 else ''}]`"
+    return f"`{names[value] if value is None or isinstance(value, bool) else value}`"
+
+
+def cell(text: str) -> str:
+    """Return a text that may stand in a table."""
+    return text.replace("|", BAR).replace("<", "&lt;")
+
+
+def first_line(one: Any) -> str:
+    """Return the first line of a docstring."""
+    return (inspect.getdoc(one) or "").partition("\n")[0]
+
+
+# Commands
+
+
+def commands() -> str:
+    """Return the page of all commands."""
+    root = typer.main.get_command(app)
+    lines = [MADE, "# Every command\n", "`--json` prints one JSON document; progress and logs go to stderr.\n"]
+    for name, command in walk("pipeline", root):
+        lines += [f"## {name}\n", *described(command)]
+    lines += ["## Exit codes\n", "| code | meaning | errors | what to do |", "|---|---|---|---|"]
+    for number, advice in EXITS.items():
+        classes = [one for one in family(PipelineError) if one.exit_code == number]
+        meaning = "ok" if number == 0 else first_line(min(classes, key=lambda one: len(one.__mro__))).rstrip(".")
+        meaning = "a bug of ours" if number == 1 else meaning
+        lines.append(f"| {number} | {meaning} | {', '.join(f'`{one.__name__}`' for one in classes)} | {advice} |")
+    lines += [
+        "",
+        "130: it was interrupted (Ctrl-C). An error says what went wrong, where, and the next command to type.\n",
+    ]
+    return "\n".join(lines)
+
+
+def walk(name: str, command: Any) -> Iterator[tuple[str, Any]]:
+    """Yield every command by what is typed; one of a group behind it."""
+    yield name, command
+    for word, inner in getattr(command, "commands", {}).items():
+        yield from walk(f"{name} {word}", inner)
+
+
+def described(command: Any) -> Iterator[str]:
+    """Yield what a command does, and what can be said to it."""
+    yield re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(command.help or "")).strip() + "\n"
+    inner = getattr(command, "commands", {})
+    if inner:
+        yield f"Commands: {', '.join(f'`{word}`' for word in inner)}\n"
+    with typer.Context(command) as context:
+        records = [one.get_help_record(context) for one in command.params if one.name != "help"]
+    rows = [f"| `{one[0].replace('|', BAR)}` | {cell(one[1])} |" for one in records if one]
+    if rows:
+        yield from (
+            "| option | meaning |",
+            "|---|---|",
+            *(row.replace("`[[", "`[").replace("]]", "]") for row in rows),
+            "",
+        )
+
+
+def family(one: type[PipelineError]) -> Iterator[type[PipelineError]]:
+    """Yield an error and all of its kind."""
+    yield one
+    for child in one.__subclasses__():
+        if child.__module__ == errors.__name__:
+            yield from family(child)
+
+
+# Files
+
+
+def files() -> str:
+    """Return the page of the files of a project."""
+    lines = [MADE, "# The files of a run and of a training\n"]
+    lines += ["## A run\n", "In `cluster.runs`, a folder for each submission; `pipeline status` reads it.\n"]
+    lines += named(RunFolder(Path("run")))
+    lines += ["## A training\n", "In `train.models`, a folder for each recipe.\n", *named(ModelFolder(Path("model")))]
+    lines += ["## Why an item was left out\n", "`reason` in `rejected.jsonl` is one of\n"]
+    lines += [", ".join(f"`{reason.value}`" for reason in Reason), ""]
+    return "\n".join(lines)
+
+
+def named(folder: Any) -> list[str]:
+    """Return the files of a folder, by the names that its class gives them."""
+    rows = []
+    for name, member in vars(type(folder)).items():
+        if isinstance(member, property) and isinstance(path := getattr(folder, name), Path) and path != folder.path:
+            rows.append(f"| `{path.relative_to(folder.path)}` | {cell(first_line(member.fget))} |")
+    return ["| file | what it is |", "|---|---|", *sorted(rows), ""]
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for page, text in pages().items():
+        (FOLDER / page).write_text(text)

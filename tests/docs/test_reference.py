@@ -1,0 +1,33 @@
+"""The reference is what schema and command line say."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.config.schema import LEAVES, SECTIONS
+from tests.docs.reference import EXITS, FOLDER, configuration, pages
+
+PAGES = pages()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_reference_is_up_to_date(page: str) -> None:
+    assert (FOLDER / page).read_text() == PAGES[page], "python -m tests.docs.reference"
+
+
+def test_nothing_else_lies_in_the_reference() -> None:
+    assert {path.name for path in FOLDER.iterdir()} == set(PAGES)
+
+
+def test_every_setting_has_a_row_with_a_meaning() -> None:
+    rows = [line.split(" | ") for line in configuration().splitlines() if line.startswith("| `")]
+    assert {row[0].strip("| `") for row in rows} >= {key[-1] for key in LEAVES}
+    assert all(len(row) == 4 and len(row[3]) > 5 for row in rows)
+    headings = {
+        name for line in configuration().splitlines() if line.startswith("##") for name in line.strip("# ").split(", ")
+    }
+    assert headings >= {".".join(key) for key in SECTIONS}
+
+
+def test_every_exit_code_of_an_error_is_explained() -> None:
+    assert set(EXITS) == set(range(8))
