@@ -73,6 +73,7 @@ class Epoch:
     remedied: Mapping[str, int] = field(default_factory=dict)  # items that ran on a rung of the ladder, by its name
     validation: Mapping[str, float | None] = field(default_factory=dict)
     more: Mapping[str, float | None] = field(default_factory=dict)
+    planned_bytes: int = 0  # for that peak; 0: nobody knows
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON data."""

@@ -13,6 +13,8 @@ import secrets
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
+from pipeline.training.wandb_file import last_step
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
@@ -106,6 +108,7 @@ class Wandb:
     def __init__(self, folder: Path, name: str, config: Mapping[str, Any]) -> None:
         import wandb
 
+        known = last_step(folder, run_id(folder, WANDB))  # before it begins another file
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             dir=str(folder),
@@ -116,10 +119,12 @@ class Wandb:
             mode=None if "WANDB_MODE" in os.environ or _has_account() else "offline",
             settings=wandb.Settings(silent=True, console="off", init_timeout=LOGIN_S),
         )
+        self._known = max(known, self._run.step - 1)  # what the service has of a run that is resumed
 
     def scalars(self, step: int, figures: Mapping[str, float]) -> None:
-        """Add a point to each curve; W&B passes over steps that it has."""
-        self._run.log(dict(figures), step=step)
+        """Add a point to each curve; a step that was kept before a training was taken up is not kept twice."""
+        if step > self._known:
+            self._run.log(dict(figures), step=step)
 
     def close(self) -> None:
         """Finish the run, which can be resumed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,6 +64,7 @@ class Watch:
         self._items = 0
         self._breath = Breath(folder.path / f".on-rank-{ranks.rank}")
         self._now = 0  # the step, since training began
+        self._ooms = self._ooms_before = 0  # since this process began: so far, and up to the last epoch's end
         self._origin: Origin | None = None  # of the last piece of a step
         self._is_in_step = False
 
@@ -78,6 +80,17 @@ class Watch:
             self.train.trackers, self.folder.path, step=step, name=self.prepared.name, config=self._config
         )
         self._figures = Figures(self.folder.path, step=step, trackers=trackers)
+        self.tell.figures["epochs"] = float(self.prepared.epochs)
+        if self._step.device != "cpu":
+            self.tell.figures["planned_bytes"] = float(self._planned_bytes(0))
+
+    def _planned_bytes(self, epoch: int) -> int:
+        """Return what was planned for the peak of an epoch: on a card, or of the only process of a machine."""
+        if self._step.device == "cpu":
+            return self.prepared.mem_bytes if self.ranks.world == 1 else 0
+        ends = accumulate(stretch.epochs for stretch in self.prepared.stretches)
+        stretch = next((one for one, end in zip(self.prepared.stretches, ends, strict=True) if epoch < end), None)
+        return int(stretch.reserved_bytes * (1 + self.prepared.margin)) if stretch else 0
 
     def say(self, line: str) -> None:
         """Say something to people."""
@@ -116,6 +129,8 @@ class Watch:
 
     def oom(self, step: int, share: Share, piece: Piece, error: str) -> None:
         """Leave a bundle, and say so."""
+        self._ooms += 1
+        self.tell.figures["ooms"] = float(self._ooms)
         self.say(f"step {step}: out of memory at {len(piece)} items ({', '.join(piece.ids[:3])}): {error}")
         self._bundle(Kind.OOM, step, share, piece, error)
 
@@ -226,13 +241,16 @@ class Watch:
             remedied=tally.remedied,
             wall_s=tally.wall_s,
             validation=figures,
+            planned_bytes=self._planned_bytes(tally.epoch),
             more={"left_out_steps": float(tally.left_out), "skipped_items": float(tally.skipped)},
         )
         self._figures.epoch(told)
         if self._step.device != "cpu" and tally.steps:
             self._remember(peak, tally.wall_s / tally.steps)
         self.say(told.words())
-        self.tell.figures["epoch"] = float(told.epoch)
+        self._ooms_before += tally.ooms
+        self._ooms = max(self._ooms, self._ooms_before)  # of all ranks
+        self.tell.figures |= {"epoch": float(told.epoch), "ooms": float(self._ooms)}
         if self._step.device != "cpu":
             self.tell.figures["device_peak_bytes"] = float(peak)
 
