@@ -5,19 +5,28 @@ from __future__ import annotations
 import errno
 import logging
 import tracemalloc
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from pipeline.keys import content_digest
+from pipeline.runs import worker
+from pipeline.runs.folder import runs_in
 from pipeline.runs.indexing import bring_up, relieve
+from pipeline.runs.supervisor import Supervisor
 from pipeline.store import merging, store
 from pipeline.store.cache import Cache
+from pipeline.structures.synthetic import complex_pdb
+from tests.runs.conftest import settle
 from tests.store.faulty_disks import FailingDisk
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.command import Command
 
 
 def put(cache: Cache, kind: str, first: int, count: int) -> None:
@@ -73,6 +82,46 @@ def test_that_an_index_cannot_be_written_is_no_failure(
         bring_up(cache, ["graph", "scan"])
     assert [record.args[0] for record in caplog.records if record.args] == ["graph", "scan"]
     assert counts(cache, "scan") == (0, 5)
+
+
+def test_a_stage_is_judged_once_its_indexes_are_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, seen = Cache(tmp_path / "cache"), []
+    put(cache, "scan", 0, 5)
+
+    def judge(*_given: object) -> SimpleNamespace:
+        seen.append(counts(cache, "scan"))
+        return SimpleNamespace(to_json=dict)
+
+    nothing = SimpleNamespace(waiting=0, work={})
+    stage = SimpleNamespace(name="scan", kinds=("scan", "files"), only_looks=False, judge=judge)
+    monkeypatch.setattr("pipeline.runs.workflow.check", lambda *_given: [])
+    one = Mock(
+        spec=Supervisor,
+        project=SimpleNamespace(cache=cache),
+        folder=tmp_path,
+        config=SimpleNamespace(cache=SimpleNamespace(visibility_s=0.0)),
+    )
+    Supervisor._judge(one, stage, nothing)
+    assert seen == [(5, 0)]
+
+
+def test_a_worker_brings_an_index_up_to_date_that_lacks_much(
+    pipeline: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/a.pdb").write_bytes(complex_pdb(1, 20, 20))
+    settle(tmp_path / "data")
+    (tmp_path / "pipeline.yaml").write_text("data: {source: glob, path: data}\n")
+    assert pipeline("submit", "--stage", "scan", "--executor", "local", "--follow").code == 0
+    index = tmp_path / "cache/scan/index.bin"
+    index.unlink()
+    words = [str(runs_in(tmp_path / "runs")[-1].path), "scan", "0"]
+    monkeypatch.setattr("pipeline.runs.worker.ENDING", ())
+    assert worker.main(words) == 0
+    assert not index.exists(), "it lacks little"
+    monkeypatch.setattr(store, "_UNINDEXED_RECORDS", 0)
+    assert worker.main(words) == 0
+    assert counts(Cache(tmp_path / "cache"), "scan") == (1, 0)
 
 
 def test_writing_an_index_takes_little_beside_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
