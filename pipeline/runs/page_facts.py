@@ -10,6 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster.verdict import Cause
+from pipeline.report.tables import found_so_far, read_so_far, script_figures
 from pipeline.runs.page_time import first_start
 from pipeline.runs.pending import left_s, use
 from pipeline.runs.status import COUNTED, RunState
@@ -77,14 +78,14 @@ def stage_facts(stage: StageStatus, now: float) -> dict[str, Any]:
         "error": clip(stage.error, 10 * LINE_MOST),
         "warnings": bounded(stage.warnings),
         "census": bounded(stage.census),
-        "figures": _last_figures(stage),
+        "told": _told(stage),
     }
 
 
-def _last_figures(stage: StageStatus) -> dict[str, float]:
-    """Return what the last processes told, for those who say nothing else: scripts, readers, validations."""
-    told = {name: value for one in islice(reversed(stage.figures.values()), 20) for name, value in one.items()}
-    return {name: value for name, value in islice(told.items(), LIST_MOST) if name != "task"}
+def _told(stage: StageStatus) -> list[str]:
+    """Say what a script tells of itself, and how far those are who have found or read something but not ended."""
+    so_far = [] if stage.census else [*found_so_far(stage.figures), *read_so_far(stage.figures)]
+    return [clip(line) for line in (*script_figures(stage.figures), *so_far)]
 
 
 def trouble_facts(status: RunStatus) -> dict[str, Any]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 WIDTH, LEFT, RIGHT = 440, 70, 12
 ROW, BAR, TOP, BOTTOM = 34, 16, 6, 42
-KEY = (("asked for", "asked"), ("measured peak", "used"), ("predicted", "mark"))
+KEY = (("given", "asked"), ("measured peak", "used"), ("predicted", "mark"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def _grid(x: Axis, right: float) -> list[float]:
 def _bar(x: Axis, value: float, top: float, css: str) -> Html:
     end = x.place(value, LEFT, WIDTH - RIGHT)
     inset = 0 if css == "asked" else 3
-    said = f"{'asked for' if css == 'asked' else 'measured peak'} {size(value)}"
+    said = f"{'given' if css == 'asked' else 'measured peak'} {size(value)}"
     return tag(
         "rect", tag("title", said), x=LEFT, y=f"{top + inset:.1f}", width=f"{max(1.0, end - LEFT):.1f}",
         height=BAR - 2 * inset, rx=2, class_=f"mem {css}",

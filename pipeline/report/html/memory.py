@@ -54,7 +54,7 @@ def memory(facts: Mapping[str, Any]) -> Html:
     used, training = facts["efficiency"], facts["training"]
     if not used and not (training and training["rows"]):
         return section("memory", "Memory", note("nothing was measured yet: no task has ended"))
-    hosts = [Use(one["stage"], one["first_bytes"], one["planned_bytes"], one["peak_bytes"]) for one in used]
+    hosts = [Use(one["stage"], one["asked_bytes"], one["planned_bytes"], one["peak_bytes"]) for one in used]
     gpus = [_gpu(one, training) for one in used if one["gpus"] or one["gpu_peak_bytes"]]
     plots = [memory_bars("Host memory of a task, by stage", hosts), memory_bars("GPU memory, by stage", gpus)]
     plots += _over_epochs(training)

@@ -30,7 +30,7 @@ class Axis:
     def place(self, value: float, start: float, end: float) -> float:
         """Return where a number lies between two places on paper."""
         share = (value - self.low) / (self.high - self.low)
-        return start + min(1.05, max(-0.05, share)) * (end - start)
+        return start + min(1.0, max(0.0, share)) * (end - start)
 
 
 def numbers(low: float, high: float, unit: str = "", *, most: int = 5) -> Axis:
@@ -61,12 +61,13 @@ def wholes(low: float, high: float, unit: str = "", *, most: int = 6) -> Axis:
     return Axis(low, high, tuple(ticks), unit)
 
 
-def times(begun: float, end: float, *, most: int = 6) -> Axis:
-    """Return an axis over moments: of a short run seconds since its beginning, else the time of day in UTC."""
+def times(begun: float, end: float, *, since: float, most: int = 6) -> Axis:
+    """Return an axis over moments: seconds since something began where that is not long ago, else UTC."""
     length = max(end - begun, 1e-3)
     step = next((one for one in TIME_STEPS_S if length / one <= most), TIME_STEPS_S[-1] * math.ceil(length / 3e7))
-    if length <= SHORT_S:
-        ticks = [(begun + n * step, f"{n * step:g}") for n in range(int(length / step) + 1)]
+    if begun + length - since <= SHORT_S:
+        marks = range(math.ceil((begun - since) / step - 1e-9), int((begun + length - since) / step + 1e-9) + 1)
+        ticks = [(since + n * step, f"{n * step:g}") for n in marks]
         return Axis(begun, begun + length, tuple(ticks), "s since the run began")
     form = "%m-%d" if step >= DAY_S else "%m-%d %H:%M" if length > DAY_S else "%H:%M"
     first = math.ceil(begun / step)

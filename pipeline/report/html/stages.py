@@ -63,7 +63,7 @@ def _row(stage: Mapping[str, Any], now: float) -> list[Any]:
 
 def _story(stage: Mapping[str, Any]) -> Html:
     """Return what came of a stage, in words."""
-    lines = [*_so_far(stage), *(speed_of(stage))]
+    lines = [*_so_far(stage), *stage["told"], *speed_of(stage)]
     if stage["census"]:
         lines += [line for line in CENSUS[stage["name"]](stage["census"]) if isinstance(line, str) and line]
     said = tag("ul", *(tag("li", line.strip()) for line in lines)) if lines else ""
@@ -120,7 +120,8 @@ def throughput(facts: Mapping[str, Any]) -> Html:
     if not rows:
         return section("throughput", "Throughput", note("no task has run: everything was there already"))
     shown = table(("stage", "of", "done", "a second, all tasks", "a second, one task"), rows)
-    plots = [_pace(name, points) for name, points in facts["time"]["pace"].items() if len(points) >= FEWEST]
+    begun, pace = facts["time"]["from"], facts["time"]["pace"]
+    plots = [_pace(name, points, begun) for name, points in pace.items() if len(points) >= FEWEST]
     epochs = _epochs(facts["training"])
     return section(
         "throughput", "Throughput", shown, tag("div", *plots, *epochs, class_="plots"),
@@ -134,8 +135,11 @@ def _over_all(stage: Mapping[str, Any], facts: Mapping[str, Any]) -> float | Non
     return stage["items_done"] / (until - first) if first and until > first and stage["items_done"] else None
 
 
-def _pace(name: str, points: Sequence[tuple[float, float]]) -> Html:
-    x, y = times(points[0][0], points[-1][0]), numbers(0, max(value for _, value in points), f"{UNIT[name]}s/s")
+def _pace(name: str, points: Sequence[tuple[float, float]], begun: float) -> Html:
+    x, y = (
+        times(points[0][0], points[-1][0], since=begun),
+        numbers(0, max(value for _, value in points), f"{UNIT[name]}s/s"),
+    )
     return plot(f"{name}: {UNIT[name]}s a second", x, y, [Line("", points, 0, "area steps")])
 
 

@@ -28,7 +28,8 @@ def timeline(facts: Mapping[str, Any]) -> Html:
 def _drawn(facts: Mapping[str, Any], width: int, css: str) -> Html:
     stages: Sequence[Mapping[str, Any]] = facts["stages"]
     left = 84 if width == WIDE else 70
-    x = times(facts["time"]["from"], facts["time"]["to"], most=9 if width == WIDE else 4)
+    begun, end = facts["time"]["from"], facts["time"]["to"]
+    x = times(begun, end, since=begun, most=9 if width == WIDE else 4)
     height = TOP + ROW * len(stages) + BOTTOM
     bottom = height - BOTTOM
     parts = [*_grid(x, left, width - 8, bottom), *x_ticks(x, left, width - 8, bottom)]

@@ -35,12 +35,12 @@ ATTEMPTS = (
     "what happened",
     "then",
     "task now",
+    "log",
     "memory",
     "peak",
     "after",
     "node",
     "ended",
-    "log",
 )
 
 
@@ -84,10 +84,10 @@ def _attempt(one: Mapping[str, Any]) -> list[Any]:
     return [
         one["stage"], count(one["task"]), count(one["attempt"]),
         _badged(one["cause"], "cause"), _long(said), _long(one["then"]),
-        _badged(one["now"], now), bytes_cell(one["asked_bytes"] or None),
+        _badged(one["now"], now), _path(one["log"]), bytes_cell(one["asked_bytes"] or None),
         bytes_cell(one["gpu_peak_bytes"] if one["cause"] == "gpu_oom" else one["peak_bytes"]),
         time_cell(one["elapsed_s"]),
-        one["node"], at_cell(one["ended_at"]), code_cell(one["log"]),
+        one["node"], at_cell(one["ended_at"]),
     ]  # fmt: skip
 
 
@@ -97,6 +97,10 @@ def _badged(word: str, kind: str) -> Cell:
 
 def _long(said: str) -> Cell:
     return Cell(tag("div", said or UNKNOWN, class_="long"), said, is_number=False)
+
+
+def _path(path: str) -> Cell:
+    return Cell(tag("div", tag("code", path), class_="long") if path else UNKNOWN, path, is_number=False)
 
 
 def _left_out(told: Mapping[str, Any]) -> list[Html]:

@@ -1,0 +1,65 @@
+"""Axes have round numbers in a unit that people read, and say of when and of what they speak."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.report.html.scales import Axis, numbers, sizes, times, wholes
+from pipeline.report.html.text import figure
+
+MIDNIGHT = 1_767_225_600.0  # 2026-01-01
+
+
+def said(axis: Axis) -> list[str]:
+    return [words for _, words in axis.ticks]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (0, 1, ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]),
+        (0.262, 0.298, ["0.26", "0.27", "0.28", "0.29", "0.30"]),
+        (0, 0, ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]),
+        (0, 12_000, ["0", "2,500", "5,000", "7,500", "10,000", "12,500"]),
+        (-1, 1, ["-1.0", "-0.5", "0.0", "0.5", "1.0"]),
+    ],
+)
+def test_numbers_are_round_and_hold_what_they_should(low: float, high: float, ticks: list[str]) -> None:
+    axis = numbers(low, high)
+    assert said(axis) == ticks
+    assert axis.low <= low <= high <= axis.high
+
+
+@pytest.mark.parametrize("value", [1e-12, 3.7e-7, 5e8, 2e15, -4.2, 1.0])
+def test_any_number_has_an_axis_on_which_it_lies_inside(value: float) -> None:
+    axis = numbers(value, value)
+    assert 0 < axis.place(value, 0, 100) < 100
+    assert len(set(said(axis))) == len(axis.ticks)
+
+
+def test_memory_is_counted_in_the_unit_of_the_most() -> None:
+    assert (sizes(3 << 30).unit, said(sizes(3 << 30))[-1]) == ("GiB", "3")
+    assert (sizes(700 << 20).unit, sizes(0).unit) == ("MiB", "B")
+
+
+def test_epochs_are_whole() -> None:
+    assert said(wholes(1, 3)) == ["1", "2", "3"]
+    assert wholes(7, 7).low < 7 < wholes(7, 7).high
+
+
+def test_a_plot_of_a_part_counts_seconds_from_where_the_run_began() -> None:
+    axis = times(MIDNIGHT + 31, MIDNIGHT + 52, since=MIDNIGHT)
+    assert (said(axis), axis.unit) == (["35", "40", "45", "50"], "s since the run began")
+
+
+def test_a_long_run_has_the_time_of_day_and_a_longer_one_the_day() -> None:
+    hours = times(MIDNIGHT + 600, MIDNIGHT + 4 * 3600, since=MIDNIGHT + 600)
+    assert (said(hours), hours.unit) == (["01:00", "02:00", "03:00", "04:00"], "UTC")
+    assert said(times(MIDNIGHT, MIDNIGHT + 8 * 86400, since=MIDNIGHT))[1] == "01-03"
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(0, "0"), (1295.05, "1,295"), (0.26941, "0.2694"), (4.86e-4, "4.86e-04"), (3e12, "3e+12")]
+)
+def test_figures_are_short_and_never_need_counting_digits(value: float, words: str) -> None:
+    assert figure(value) == words
