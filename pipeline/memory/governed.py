@@ -167,8 +167,8 @@ class Governed:
         return values[0]
 
     def _make_step(self, values: list[Tensor]) -> None:
-        values.append(torch.as_tensor(_over(self._total, self._weight)))
-        factor = _over(self._guess, self._weight)
+        values.append(torch.as_tensor(quotient(self._total, self._weight)))
+        factor = quotient(self._guess, self._weight)
         gradients = [one.grad for one in self._parameters() if one.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)
@@ -239,7 +239,7 @@ def _shape(told: Any) -> str:
     return f"a tensor {list(told.shape)}" if isinstance(told, torch.Tensor) else type(told).__name__
 
 
-def _over(total: Any, weight: Tensor | float) -> Any:
+def quotient(total: Any, weight: Tensor | float) -> Any:
     """Return a quotient; nothing over nothing is nothing."""
     if isinstance(weight, torch.Tensor):
         return torch.where(weight == 0, torch.zeros_like(weight), total / weight.where(weight != 0, 1))

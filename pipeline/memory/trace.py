@@ -8,8 +8,6 @@ and `scratch`.
 from __future__ import annotations
 
 import gc
-import logging
-import re
 import threading
 from collections import Counter
 from contextlib import ExitStack, contextmanager
@@ -21,13 +19,14 @@ import torch
 from torch import nn
 
 from pipeline.errors import PipelineError
-from pipeline.memory.fakes.faking import FakeMode, conversions, eagerly, faked
+from pipeline.memory.blocks import as_parts, family, kind_of, outermost
+from pipeline.memory.fakes.faking import FakeMode, conversions, eagerly, faked, unlogged
 from pipeline.memory.fakes.guesses import Guesses
-from pipeline.memory.fakes.recorder import SCRATCH, OnHost, Recorder
+from pipeline.memory.fakes.recorder import OnHost, Recorder
 from pipeline.memory.fakes.scratch import hidden_bytes
 from pipeline.memory.fakes.scratch_cpu import scratch_bytes_cpu
 from pipeline.memory.fallback import Unmeasurable
-from pipeline.memory.footprint import Category, Micro, Part, Standing, Tape
+from pipeline.memory.footprint import Category, Micro, Standing, Tape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,10 +35,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pipeline.memory.fakes.recorder import Block, Recording
-    from pipeline.memory.footprint import Choice, Sizes
+    from pipeline.memory.footprint import Choice, Part, Sizes
 
-
-UNREGISTERED = "kept by the model, not registered"
 _WORTH_COLLECTING = 1 << 16  # bytes that may be garbage: to look takes longer than a small trace
 _ONE_AT_A_TIME = threading.RLock()  # some of what a trace changes is the whole process's
 
@@ -182,7 +179,7 @@ class _Session:
     def _modes(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(_ONE_AT_A_TIME)
-            stack.enter_context(_unlogged())
+            stack.enter_context(unlogged())
             stack.enter_context(self._target.imitate())
             stack.enter_context(eagerly())
             stack.enter_context(self._mode)
@@ -374,13 +371,13 @@ class _Session:
             is_old = bool(becomes) and not stays and what[0] is Category.GRADIENTS
             if block.born <= peak and (stays or block.died < 0 or block.died > peak) and not is_old:
                 sums[what] += block.bytes
-        return _sorted(sums)
+        return as_parts(sums)
 
     def _what(self, block: Block, backward: int) -> tuple[Category, str]:
         if block.number not in self._shared:
-            return _kind(block, backward)
+            return kind_of(block, backward)
         category, name, _ = self._shared[block.number]
-        return category, _family(name) if category is Category.BUFFERS else ""
+        return category, family(name) if category is Category.BUFFERS else ""
 
     def _allocated(self, blocks: Iterable[Block]) -> Tape:
         """Return the tape that only allocates some blocks that stay."""
@@ -391,7 +388,7 @@ class _Session:
         sums: Counter[tuple[Category, str]] = Counter()
         for block in blocks:
             sums[self._shared[block.number][0], ""] += block.bytes
-        return _sorted(sums)
+        return as_parts(sums)
 
     def _largest_block_bytes(self, blocks: Iterable[Block]) -> int:
         """Return the parameters of the largest module that sharding would gather as a whole."""
@@ -399,48 +396,5 @@ class _Session:
         for block in blocks:
             category, name, _ = self._shared[block.number]
             if category is Category.PARAMETERS:
-                sums[_outermost(name)] += block.bytes
+                sums[outermost(name)] += block.bytes
         return max(sums.values(), default=0)
-
-
-@contextmanager
-def _unlogged() -> Iterator[None]:
-    """Keep torch from writing the traceback of what fake tensors cannot do: it is told as a note of the plan."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    was, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = was
-
-
-def _kind(block: Block, backward: int) -> tuple[Category, str]:
-    """Return what a block is for: what forward leaves for backward, or what is soon gone."""
-    if block.born < 0:
-        return Category.BUFFERS, UNREGISTERED
-    if block.phase == SCRATCH:
-        return Category.SCRATCH, ""
-    if block.phase == "inputs":
-        return Category.INPUTS, ""
-    if block.phase == "forward" and (block.died < 0 or block.died > backward):
-        if block.module:
-            return Category.ACTIVATIONS, _family(block.module)
-        return Category.LOSS, " and ".join(block.terms)
-    return Category.TEMPORARIES, block.phase
-
-
-def _outermost(name: str) -> str:
-    """Return the block that a parameter is of: layers.3, or the module where nothing is counted."""
-    counted = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", name)
-    return counted[0] if counted else name.partition(".")[0]
-
-
-def _family(name: str) -> str:
-    """Return what repeated blocks have alike in their names: layers.*.attention."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-
-
-def _sorted(sums: Counter[tuple[Category, str]]) -> tuple[Part, ...]:
-    order = list(Category)
-    parts = [Part(category, name, size) for (category, name), size in sums.items() if size]
-    return tuple(sorted(parts, key=lambda part: (order.index(part.category), -part.bytes, part.name)))

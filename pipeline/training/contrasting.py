@@ -22,6 +22,7 @@ from pipeline.errors import ConfigError
 from pipeline.memory.recovery import Snapshot
 from pipeline.training.recompute import twin
 from pipeline.training.state import rng_state, set_rng_state
+from pipeline.training.terms import checked, whole_loss
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -121,7 +122,7 @@ def contrast(step: Step, rows: dict[str, Tensor], *, counts: bool = True, on_hos
     rows.clear()
     terms = _terms(step, model, leaves, on_host=on_host)
     step.watch.terms({name: total for name, (total, _) in terms.items()})
-    loss = step.whole_loss(terms)
+    loss = whole_loss(terms)
     scaled = loss * step.scaler.get_scale() if on_host and step.scaler.is_enabled() else step.scaler.scale(loss)
     asked = {name: one for name, one in leaves.items() if one.requires_grad}
     own = [one for one in model.parameters() if one.requires_grad] if counts else []
@@ -143,9 +144,9 @@ def contrast(step: Step, rows: dict[str, Tensor], *, counts: bool = True, on_hos
 def _terms(step: Step, model: nn.Module, rows: Rows, *, on_host: bool = False) -> Mapping[str, Any]:
     task = cast("Contrastive", step.task)
     if on_host:
-        return step.checked(task.contrast(model, rows))
+        return checked(task.contrast(model, rows))
     with step.cast():
-        return step.checked(task.contrast(model, rows))
+        return checked(task.contrast(model, rows))
 
 
 def _leaf(rows: Tensor) -> Tensor:
@@ -233,7 +234,7 @@ def _go_back(step: Step, rows: dict[str, Tensor]) -> None:
     terms = _terms(step, step.model, rows)
     rows.clear()
     step.watch.terms({name: total for name, (total, _) in terms.items()})
-    loss = step.whole_loss(terms)
+    loss = whole_loss(terms)
     step.watch.phase("backward")
     torch.autograd.backward(step.scaler.scale(loss))
     step.add_terms(terms)

@@ -19,8 +19,9 @@ from pipeline.memory.recovery import Snapshot, rewind, said_out_of_memory
 from pipeline.protocol import Weights
 from pipeline.training import contrasting
 from pipeline.training.state import plain_name, rng_state, set_rng_state
-from pipeline.training.step import Unwatched, summed
+from pipeline.training.step import Unwatched
 from pipeline.training.stepping import CHECKPOINTING, OFFLOAD, RUNGS
+from pipeline.training.terms import summed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

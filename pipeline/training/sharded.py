@@ -14,8 +14,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._pytree import tree_map_only
 
 from pipeline.errors import ConfigError
+from pipeline.training.optimizers import freeze
 from pipeline.training.recompute import repeated
-from pipeline.training.step import Step, freeze
+from pipeline.training.step import Step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 
     from pipeline.protocol import Batch, Task
     from pipeline.training.ranks import Ranks
-    from pipeline.training.step import Settings, Terms, Watch
+    from pipeline.training.step import Settings, Watch
+    from pipeline.training.terms import Terms
 
 WHERE = "train.sharding"
 TINY = 1e-6  # beside the norm, as in torch.nn.utils.clip_grad_norm_

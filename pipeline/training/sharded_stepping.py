@@ -18,8 +18,8 @@ from pipeline.memory.oom import is_out_of_memory
 from pipeline.memory.recovery import Snapshot
 from pipeline.protocol import Weights
 from pipeline.training.share import Piece
-from pipeline.training.step import summed
 from pipeline.training.stepping import CHECKPOINTING, OFFLOAD, Local, Stepper
+from pipeline.training.terms import summed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

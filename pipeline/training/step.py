@@ -14,7 +14,6 @@ The planner traces this very code: `watch` is told where each part begins, and w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,24 +22,24 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from pipeline.errors import ConfigError
-from pipeline.protocol import Contrastive, ParameterGroups, Weights
+from pipeline.memory.governed import quotient
+from pipeline.protocol import Contrastive, Weights
 from pipeline.training import contrasting
 from pipeline.training.offload import Pinned, offloaded
+from pipeline.training.optimizers import freeze, only_trained, optimizer_of, step_in_place
 from pipeline.training.recompute import Recomputing, twin
+from pipeline.training.terms import SEE, checked, sum_of, summed, whole_loss
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
-    from torch.optim import Optimizer
 
     from pipeline.protocol import Batch, Task
     from pipeline.training.offload import Carrier
+    from pipeline.training.terms import Terms
 
-    Terms = Mapping[str, tuple[Tensor, Tensor | float]]
-
-SEE = "what a task must have: pipeline/protocol.py"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -120,7 +119,7 @@ class Step:
         if not any(one.requires_grad for one in self.model.parameters()):
             raise ConfigError("the model has no parameter that is trained", where="train.frozen", remedy="freeze fewer")
         self.optimizer = optimizer_of(task, self.model, settings)
-        self.trained = _only_trained(self.model, self.optimizer)
+        self.trained = only_trained(self.model, self.optimizer)
         scaled = device != "cpu" if scaled is None else scaled
         self.scaler = torch.amp.GradScaler(torch.device(device).type, enabled=settings.precision == "fp16" and scaled)
         self.scaler.scale(torch.zeros((), device=device))  # it has a scale from now on: a first step may have no item
@@ -224,19 +223,15 @@ class Step:
                 return self._terms(twin(self.model).eval(), self.moved(batch, on_host=True))
             return self._forward(self.moved(batch))
 
-    def whole_loss(self, terms: Terms) -> Tensor:
-        """Return what to go back from where terms are of all items of a step."""
-        return _sum(_over(total, weight) for total, weight in terms.values())
-
     def _loss(self, terms: Terms, weights: Mapping[str, Any] | None) -> Tensor:
         """Return what to go back from: every term over its weight, or over what is corrected later."""
         if weights is not None:
-            return _sum(_over(total, weights[name]) for name, (total, _) in terms.items())
+            return sum_of(quotient(total, weights[name]) for name, (total, _) in terms.items())
         if len(terms) > 1:
             if self._is_one_term or len(self._totals) == 1:
                 what = f"loss() returned {', '.join(terms)} after micro-batches with one term: give the task weights()"
                 raise ConfigError(what, where="train.task", remedy="weights(batch) tells each term's weight beforehand")
-            return self.whole_loss(terms)
+            return whole_loss(terms)
         ((total, weight),) = terms.values()
         if not self._totals:  # nobody else knows this guess: it is divided out again before ranks add up
             self._guess = weight.detach().clamp(min=1.0) if isinstance(weight, torch.Tensor) else max(weight, 1.0)
@@ -244,7 +239,7 @@ class Step:
 
     def update(self, weights: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
         """Let the optimizer take the gradients; return the value of each term."""
-        values = {name: _over(total, weight) for name, (total, weight) in self._totals.items()}
+        values = {name: quotient(total, weight) for name, (total, weight) in self._totals.items()}
         if weights is None and len(self._totals) == 1:
             ((_, weight),) = self._totals.values()
             self.settle(weight)
@@ -263,7 +258,7 @@ class Step:
         if self.contrasts and isinstance(self._guess, float) and self._guess == 0.0:
             return  # it was known
         known = isinstance(weight, float)  # a loop has waited for it anyway; a number scales gradients of any precision
-        self._scale(float(_over(float(self._guess), weight)) if known else _over(self._guess, weight))
+        self._scale(float(quotient(float(self._guess), weight)) if known else quotient(self._guess, weight))
 
     @property
     def retries_by_scale(self) -> bool:
@@ -288,17 +283,9 @@ class Step:
         """Let the optimizer make its state now; nothing else changes, not a bit."""
         if self.optimizer.state:
             return
-        kept = [(group["lr"], group["weight_decay"]) for group in self.optimizer.param_groups]
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["weight_decay"] = 0.0
         for parameter in self.trained:
             parameter.grad = torch.zeros_like(parameter)
-        self.optimizer.step()
-        for group, (rate, decay) in zip(self.optimizer.param_groups, kept, strict=True):
-            group["lr"], group["weight_decay"] = rate, decay
-        for state in self.optimizer.state.values():
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"].zero_()
+        step_in_place(self.optimizer)
         self.release()
 
     def apply(self) -> None:
@@ -370,19 +357,13 @@ class Step:
 
     def _forward(self, batch: Batch) -> Terms:
         with self.cast():
-            return self.checked(self._terms(self.model, batch))
+            return checked(self._terms(self.model, batch))
 
     def _terms(self, model: nn.Module, batch: Batch) -> Terms:
         """Return the loss of a batch as the task has it; of one that compares items, by the same two steps as ever."""
         if isinstance(self.task, Contrastive):
             return self.task.contrast(model, contrasting.embedded(self.task, model, batch))
         return self.task.loss(model, batch)
-
-    def checked(self, terms: Terms) -> Terms:
-        """Return the terms of a loss; others than sums and weights are refused."""
-        for name, term in _items_of(terms):
-            _check_term(name, term)
-        return terms
 
     def cast(self) -> AbstractContextManager[Any]:
         """Return where the model runs in the precision of the settings."""
@@ -415,93 +396,3 @@ class Step:
         assert decay is not None
         with torch.no_grad():
             torch._foreach_lerp_(self.averages, list(self.trained), 1 - decay)
-
-
-def _items_of(terms: Any) -> list[tuple[Any, Any]]:
-    if not isinstance(terms, Mapping) or not terms:
-        got = "a tensor" if isinstance(terms, torch.Tensor) else type(terms).__name__ if terms else "nothing"
-        what = f"loss() must return {{term: (sum, weight)}} with at least one term, got {got}"
-        raise ConfigError(what, where="train.task", remedy=SEE)
-    return list(terms.items())
-
-
-def _check_term(name: Any, term: Any) -> None:
-    """Refuse what is no sum and weight: said at once, it spares a riddle later."""
-    if not isinstance(term, tuple | list) or len(term) != 2:
-        wrong = f"{type(term).__name__}" + (f" of {len(term)}" if isinstance(term, tuple | list) else "")
-        raise ConfigError(f"loss(): {name!r} must be (sum, weight), got {wrong}", where="train.task", remedy=SEE)
-    total, weight = term
-    if not isinstance(total, torch.Tensor) or total.numel() != 1:
-        got = f"shape {list(total.shape)}" if isinstance(total, torch.Tensor) else type(total).__name__
-        what = f"loss(): the sum of {name!r} must be a tensor with one number, got {got}"
-        raise ConfigError(what, where="train.task", remedy=SEE)
-    if torch.is_grad_enabled() and not total.requires_grad:
-        what = f"loss(): the sum of {name!r} does not depend on any parameter: nothing would be learned from it"
-        raise ConfigError(what, where="train.task", remedy="leave the term out, or do not detach it")
-    if not isinstance(weight, torch.Tensor | float | int) or (isinstance(weight, torch.Tensor) and weight.numel() != 1):
-        what = f"loss(): the weight of {name!r} must be one number, got {type(weight).__name__}"
-        raise ConfigError(what, where="train.task", remedy=SEE)
-
-
-def _over(total: Any, weight: Tensor | float) -> Any:
-    """Return a quotient; nothing over nothing is nothing: a term that no item of a step has."""
-    if isinstance(weight, torch.Tensor):
-        return torch.where(weight == 0, torch.zeros_like(weight), total / weight.where(weight != 0, 1))
-    return total / weight if weight else total * 0.0
-
-
-def _only_trained(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return the parameters that an optimizer has; others need no gradients, which nobody would ever drop."""
-    trained = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
-    known = {id(one) for one in trained}
-    for one in model.parameters():
-        if id(one) not in known:
-            one.requires_grad = False
-    return trained
-
-
-def freeze(model: nn.Module, frozen: Sequence[str]) -> None:
-    """Train no parameter whose name begins with one of some texts, each of which must be the beginning of a name."""
-    names = [name for name, _ in model.named_parameters()]
-    for beginning in frozen:
-        if not any(name.startswith(beginning) for name in names):
-            firsts = dict.fromkeys(f"{name.partition('.')[0]}." if "." in name else name for name in names)
-            what = f"no parameter's name begins with {beginning!r}; they begin with {', '.join(firsts) or 'nothing'}"
-            raise ConfigError(what, where="train.frozen", remedy="name beginnings of parameters, such as [layers.0.]")
-    for name, parameter in model.named_parameters():
-        if name.startswith(tuple(frozen)):
-            parameter.requires_grad = False
-
-
-def optimizer_of(task: Task, model: nn.Module, settings: Settings) -> Optimizer:
-    """Return the optimizer of the parameters that are trained."""
-    groups: Any = [one for one in model.parameters() if one.requires_grad]
-    if isinstance(task, ParameterGroups):
-        try:
-            groups = list(task.parameter_groups(model))
-        except TypeError as error:
-            raise ConfigError("parameter_groups() must return a list", where="train.task", remedy=SEE) from error
-        if not groups:
-            raise ConfigError("parameter_groups() returned no parameter", where="train.task", remedy=SEE)
-    way = {"foreach": settings.way == "foreach", "fused": settings.way == "fused"}
-    rate, decay = settings.learning_rate, settings.weight_decay
-    if settings.optimizer == "sgd":
-        return torch.optim.SGD(groups, rate, settings.momentum, weight_decay=decay, **way)
-    kind = torch.optim.AdamW if settings.optimizer == "adamw" else torch.optim.Adam
-    return kind(groups, rate, weight_decay=decay, foreach=way["foreach"], fused=way["fused"])
-
-
-def summed(many: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the sums by name."""
-    sums: dict[str, Any] = {}
-    for one in many:
-        for name, value in one.items():
-            sums[name] = sums.get(name, 0.0) + value
-    return sums
-
-
-def _sum(values: Iterable[Tensor]) -> Tensor:
-    first, *others = values
-    for one in others:
-        first = first + one
-    return first

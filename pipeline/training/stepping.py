@@ -17,7 +17,7 @@ from pipeline.memory.oom import free_caches
 from pipeline.memory.recovery import Snapshot, replayed, rewind, said_out_of_memory
 from pipeline.protocol import Weights
 from pipeline.training.state import rng_state, set_rng_state
-from pipeline.training.step import summed
+from pipeline.training.terms import summed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

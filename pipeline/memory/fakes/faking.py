@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import warnings
 from contextlib import contextmanager, nullcontext
@@ -91,3 +92,14 @@ def faked(model: nn.Module, mode: FakeTensorMode, see: Callable[[Tensor], object
             if isinstance(value, torch.Tensor):
                 object.__setattr__(module, name, fake(value))
     return model
+
+
+@contextmanager
+def unlogged() -> Iterator[None]:
+    """Keep torch from writing the traceback of what fake tensors cannot do: it is told as a note of the plan."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was
