@@ -7,7 +7,7 @@ import signal
 import sys
 import traceback
 from contextlib import suppress
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -28,7 +28,11 @@ from pipeline.cli import (
     weights,
 )
 from pipeline.cli.options import as_typed
+from pipeline.config.hidden import hidden
 from pipeline.errors import PipelineError
+
+if TYPE_CHECKING:
+    from types import TracebackType
 
 EPILOG = "Exit codes: 0 ok, 1 a bug, 2 configuration, 3 data, 4 damage, 5 infeasible, 6 refused, 7 a job failed."
 INTERRUPTED = 130
@@ -75,7 +79,22 @@ def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with every error.")] = False,
 ) -> None:
     """Train protein-structure models on a SLURM cluster without ever dying of memory."""
-    logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING, format="%(levelname)s: %(message)s")
+    logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING)
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(_Hiding("%(levelname)s: %(message)s"))
+
+
+class _Hiding(logging.Formatter):
+    """Writes lines of a log without the secrets in them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return a line."""
+        return hidden(super().format(record))
+
+
+def _of_a_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print the traceback of what nobody has thought of, without the secrets in it."""
+    typer.echo(hidden("".join(traceback.format_exception(kind, error, trace))), err=True, nl=False)
 
 
 def _answer() -> None:
@@ -87,6 +106,7 @@ def _answer() -> None:
 
 def main() -> None:
     """Run a command line and leave with its exit code."""
+    sys.excepthook = _of_a_bug
     if sys.argv[1:2] == [completion.ASKED]:
         _answer()
         return
@@ -96,8 +116,8 @@ def main() -> None:
         app()
     except PipelineError as error:
         if "--debug" in sys.argv:
-            traceback.print_exc()
-        typer.echo(f"error: {as_typed(str(error))}", err=True)
+            typer.echo(hidden(traceback.format_exc()), err=True, nl=False)
+        typer.echo(f"error: {hidden(as_typed(str(error)))}", err=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from pipeline.config import presets, sites
 from pipeline.config.document import MAX_BYTES, REMEDY, Document, Entry, Problem
 from pipeline.config.explain import explain
+from pipeline.config.hidden import hidden_in
 from pipeline.config.paths import anchored
 from pipeline.config.presets import PRESET
 from pipeline.config.schema import CONFLICT, LEAVES, PATH_LISTS, PATHS, SECTIONS, Config, value_at
@@ -93,12 +94,12 @@ def load(path: Path | None, sets: Sequence[str] = ()) -> Loaded:
 
 
 def show(loaded: Loaded) -> list[Setting]:
-    """Return every key with its value and where that came from."""
+    """Return every key with its value, secrets masked, and where that came from."""
     plain = loaded.config.model_dump(mode="json")
     settings = []
     for key, info in LEAVES.items():
         name = ".".join(key)
-        value = reduce(getitem, key, plain)
+        value = hidden_in(reduce(getitem, key, plain), name)
         settings.append(Setting(name, value, loaded.origins[name], info.description or ""))
     return settings
 

@@ -11,6 +11,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
+from pipeline.config.hidden import hidden
 from pipeline.errors import ConfigError
 from pipeline.records import Event, EventKind
 from pipeline.runs.folder import writing
@@ -30,6 +31,7 @@ _STARTED, _PROGRESS, _FINISHED = (
     for kind in (EventKind.TASK_STARTED, EventKind.PROGRESS, EventKind.TASK_FINISHED)
 )
 READ_BYTES = 1 << 18
+SAID = ("what", "error")  # words of others: an exception may quote a command line, or an address with a password
 _NO_FIGURES, _LOSS = b'"figures":{}', b"loss"
 LOSSES = 16  # of the lines read at once: enough for a curve, of however long a training
 
@@ -46,7 +48,8 @@ class Ledger:
 
     def emit(self, kind: EventKind, **data: Any) -> None:
         """Append one event in one write."""
-        event = {"at": round(time.time(), 3), "kind": kind.value, **data}
+        said = {name: hidden(data[name]) for name in SAID if isinstance(data.get(name), str)}
+        event = {"at": round(time.time(), 3), "kind": kind.value, **data, **said}
         line = ("\n" if self._torn else "") + json.dumps(event, separators=(",", ":")) + "\n"
         with writing(self._path):
             self._torn = os.write(self._file, line.encode()) < len(line)

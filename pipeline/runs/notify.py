@@ -7,6 +7,8 @@ import shutil
 import subprocess
 from typing import TYPE_CHECKING
 
+from pipeline.config.hidden import MASK, hidden, hidden_in
+
 if TYPE_CHECKING:
     from pipeline.config.schema import Notify
     from pipeline.runs.folder import RunFolder
@@ -36,4 +38,11 @@ def _run(command: list[str], text: str) -> None:
         log.warning("nobody was told, as %s could not be run: %s", command[0], error)
         return
     if done.returncode:
-        log.warning("%s ended with %d: %s", command[0], done.returncode, done.stderr.strip())
+        log.warning("%s ended with %d: %s", command[0], done.returncode, _unquoted(done.stderr.strip(), command))
+
+
+def _unquoted(said: str, command: list[str]) -> str:
+    """Return what a command said, without the secrets among its words."""
+    for word, shown in zip(command, hidden_in(command), strict=True):
+        said = said.replace(word, shown) if shown == MASK else said
+    return hidden(said)

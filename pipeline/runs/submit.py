@@ -13,6 +13,7 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
 from pipeline.cluster.spec import TASK, JobSpec
+from pipeline.config.hidden import hidden
 from pipeline.config.load import dump_resolved
 from pipeline.config.schema import TrainResources
 from pipeline.errors import CacheUnusable, JobFailed, PlanInfeasible, SubmissionRefused
@@ -219,7 +220,7 @@ def new_run(
             folder.stages.write_text(json.dumps(list(stages)))
             if not only.is_all:
                 only.write(folder)
-            folder.again.write_text(again or f"pipeline submit --stage {stages[-1]}")
+            folder.again.write_text(hidden(again) or f"pipeline submit --stage {stages[-1]}")
     except JobFailed as error:
         if folder is not None:
             shutil.rmtree(folder.path, ignore_errors=True)

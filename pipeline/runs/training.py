@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipeline.config.hidden import hidden_in
 from pipeline.errors import CacheDamaged, ConfigError, DataError, PipelineError, RecordMissing, WeightsUnusable
 from pipeline.runs.contract import GRAPH
 from pipeline.runs.entering import inspect as inspect_entries
@@ -241,7 +242,7 @@ def job_of(project: Project, folder: RunFolder, prepared: Prepared, tell: Tell, 
         remember=lambda peak_bytes, step_s: remember(config, folder, work, prepared, choice, peak_bytes, step_s),
         measure=work.task.cost,
         leave_out=frozenset(left_out(folder, NAME)),
-        settings=config.model_dump(mode="json"),
+        settings=hidden_in(config.model_dump(mode="json")),
     )
 
 

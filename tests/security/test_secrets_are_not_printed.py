@@ -1,0 +1,179 @@
+"""Passwords in addresses, keys and tokens in settings and in the environment: in no output, script, event or log.
+
+The frozen configuration of a run holds its settings as they are, since jobs need them: it is its owner's alone
+(test_private_by_default.py). Lines of `cluster.slurm.setup` are part of the scripts, as they were written.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.hidden import MASK, hidden, hidden_in
+from pipeline.config.load import load
+from pipeline.records import EventKind
+from pipeline.runs.folder import RunFolder
+from pipeline.runs.ledger import Ledger, Reader
+from pipeline.runs.notify import notify
+from pipeline.runs.submit import new_run
+from pipeline.structures.synthetic import complex_pdb
+from tests.command import Command
+from tests.stubs import program, silent_slurm
+
+SECRETS = {
+    "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567",
+    "HF_TOKEN": "hf_AbCdEfGhIjKlMnOp",
+    "DATABASE_PASSWORD": "correct-horse",
+    "SOME_SECRET": "s3cr3ts3cr3t",
+}
+PASSWORD, TOKEN, OPTION = "hunter2-of-the-url", "token-of-the-hook", "key-of-the-task"
+CONFIG = f"""
+data: {{source: glob, path: data}}
+train: {{task: "no.such:Task", options: {{api_key: {OPTION}, url: "https://me:{PASSWORD}@host/x"}}}}
+cluster:
+  runs: runs
+  notify: {{command: ["./tell", "https://me:{PASSWORD}@hooks/x", "--token", "{TOKEN}"]}}
+"""
+ALL = (*SECRETS.values(), PASSWORD, TOKEN, OPTION)
+
+
+@pytest.fixture
+def project(tmp_path: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make a project whose settings and environment hold secrets, and a hook that repeats its own when it fails."""
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/a.pdb").write_bytes(complex_pdb(0, 40, 41))
+    (tmp_path / "pipeline.yaml").write_text(CONFIG)
+    program(tmp_path, "tell", 'echo "cannot reach $1 with $3 nor $HF_TOKEN" >&2; exit 3')
+    return tmp_path
+
+
+def found(text: str) -> list[str]:
+    """Return the secrets in a text."""
+    return [secret for secret in ALL if secret in text]
+
+
+def test_the_secrets_are_there_to_be_found(project: Path) -> None:
+    config = load(project / "pipeline.yaml").config
+    assert set(found(config.model_dump_json())) == {PASSWORD, TOKEN, OPTION}
+    assert found(str(dict(os.environ))) == list(SECRETS.values())
+
+
+@pytest.mark.parametrize("words", [("config", "show"), ("config", "show", "--json"), ("doctor",), ("doctor", "--json")])
+def test_what_is_configured_is_shown_without_them(pipeline: Command, project: Path, words: tuple[str, ...]) -> None:
+    told = pipeline(*words)
+    assert found(told.out + told.err) == []
+    if words[0] == "config":
+        assert MASK in told.out
+        assert "hooks/x" in told.out.replace("\n", "")
+        assert "api_key" in told.out
+
+
+def test_an_error_quotes_what_was_typed_without_them_with_or_without_a_traceback(
+    pipeline: Command, project: Path
+) -> None:
+    for words in ((), ("--debug",)):
+        told = pipeline(*words, "config", "check", "--set", f"train.optons.api_key={OPTION}")
+        assert told.code == 2
+        assert found(told.err) == []
+        told = pipeline(*words, "weights", "fetch", "--url", f"https://me:{PASSWORD}@localhost:1/esm2.pt?token={TOKEN}")
+        assert told.code
+        assert found(told.err + told.out) == []
+
+
+def test_a_run_leaves_none_of_them_but_in_its_frozen_configuration(pipeline: Command, project: Path) -> None:
+    done = pipeline(
+        "submit", "--stage", "scan", "--executor", "local", "--follow", "--set", f"train.options.api_key={OPTION}"
+    )
+    assert done.code == 0, done.err
+    shown = [done, pipeline("status", "--json"), pipeline("report"), pipeline("report", "--json"), pipeline("logs")]
+    assert [found(one.out + one.err) for one in shown] == [[]] * len(shown)
+    (run,) = (project / "runs").glob("2*")
+    files = [path for path in run.rglob("*") if path.is_file()]
+    assert "api_key=***" in (run / "again.txt").read_text()
+    assert {path.name for path in files if found(path.read_text("latin-1"))} == {"config.json"}
+    beside = [path for path in (project / "runs").rglob("*") if path.is_file() and run not in path.parents]
+    assert [path for path in beside if found(path.read_text("latin-1"))] == []
+
+
+def test_scripts_hold_none_of_the_environment(
+    pipeline: Command, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{silent_slurm(project / 'bin')}:{os.environ['PATH']}")
+    assert pipeline("submit", "--stage", "scan", "--executor", "slurm", "--emit", "scripts").code == 0
+    texts = [path.read_text() for path in (project / "scripts").iterdir()]
+    assert len(texts) == 2
+    assert [found(text) for text in texts] == [[], []]
+
+
+def test_a_hook_that_fails_is_logged_without_them(
+    project: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project)
+    notify(load(project / "pipeline.yaml").config.cluster.notify, RunFolder(project / "run"), "scan", "done", "")
+    assert "cannot reach https://me:***@hooks/x" in caplog.text
+    assert found(caplog.text) == []
+
+
+def test_an_exception_that_quotes_one_is_an_event_without_it(project: Path) -> None:
+    run = new_run(load(project / "pipeline.yaml").config, ["scan"], f"pipeline submit --set x.token={TOKEN}")
+    ledger = Ledger(run, "supervisor-1")
+    what = f"ConnectionError: https://me:{PASSWORD}@host: key {SECRETS['WANDB_API_KEY']} refused"
+    ledger.emit(EventKind.TASK_FAILED, stage="train", task=0, what=what, exit_code=1, trouble="")
+    ledger.emit(EventKind.RUN_ENDED, state="failed", error=what, exit_code=7)
+    ledger.close()
+    events = list(Reader(run).fresh())
+    assert [found(json.dumps(event.data)) for event in events] == [[], []]
+    assert events[0].data["what"].startswith("ConnectionError: https://me:***@host")
+    assert found(run.again.read_text()) == []
+    shutil.rmtree(run.path)
+
+
+def test_a_log_line_of_a_library_is_written_without_them(
+    pipeline: Command, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from pipeline.cli.main import _Hiding
+
+    record = logging.LogRecord("urllib3", logging.DEBUG, "", 1, "GET https://me:%s@host", (PASSWORD,), None)
+    assert _Hiding("%(message)s").format(record) == "GET https://me:***@host"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "at most 4,096 tokens", "embed.batch.policy=tokens", "tokens: 4096", "a token of the file is missing",
+        "git@host:lab/x", "ssh://git@host/x", "the key of a record: 0123456789abcdef", "https://host/x@y:z",
+        "left.token 128", "sizes: nodes 300, left.token: 12345",
+    ],
+)  # fmt: skip
+def test_what_is_no_secret_is_left_as_it_is(text: str) -> None:
+    assert hidden(text) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("https://me:pass@host/x", "https://me:***@host/x"),
+        ("https://:pass@host/x", "https://:***@host/x"),
+        ("curl --token abcdefgh x", "curl --token *** x"),
+        ("--api-key=abcdefgh", "--api-key=***"),
+        ("export WANDB_API_KEY='abcdefgh'", "export WANDB_API_KEY='***'"),
+        ('{"password": "abcdefgh", "a": 1}', '{"password": "***", "a": 1}'),
+        ("/x?X-Amz-Signature=abcdefgh&y=1", "/x?X-Amz-Signature=***&y=1"),
+    ],
+)
+def test_a_secret_is_told_by_its_name_or_its_place(text: str, shown: str) -> None:
+    assert hidden(text) == shown
+
+
+def test_nested_settings_are_masked_by_the_name_above_them() -> None:
+    told = {"options": {"api_token": "x", "many": ["https://a:b@c", 3]}, "password": ["one", "two"], "n": None}
+    assert hidden_in(told) == {
+        "options": {"api_token": MASK, "many": ["https://a:***@c", 3]}, "password": [MASK, MASK], "n": None
+    }  # fmt: skip
