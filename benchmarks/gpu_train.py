@@ -38,7 +38,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.circumstances import write  # noqa: E402 - the project is found only now
 from benchmarks.loader import ENCODER, generate  # noqa: E402
-from benchmarks.train import TASK, cache_of, items_of, prepared_of, table_of, work_of  # noqa: E402
+from benchmarks.train_parts.ours import TASK, cache_of, items_of, prepared_of, table_of, work_of  # noqa: E402
 
 PLAYED = "24GiB"
 LARGE_MODEL = {"embedding_dim": 1280}

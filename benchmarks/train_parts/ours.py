@@ -1,0 +1,175 @@
+"""Our side: planned as before a submission, and trained by the loop that a job runs."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.loader import ENCODER
+
+TASK = "pipeline.tasks.interface:Interface"
+OPTIONS = {"embedding_dim": 1280, "width": 16, "layers": 2, "pair_width": 4, "pair_layers": 0}
+BATCH = 8
+EPOCHS = 3  # of which the first is not timed
+LIMIT_BYTES = 4 << 30  # of a process
+SEED = 0
+
+
+def settings() -> Any:
+    """Return what a configuration would say of the training."""
+    from pipeline.config.schema import Train, Validation
+
+    return Train(
+        task=TASK,
+        options={**OPTIONS},
+        effective_batch=BATCH,
+        epochs=EPOCHS,
+        split=None,
+        validation=Validation(split=None),
+    )
+
+
+def work_of(train: Any) -> Any:
+    """Return the task as it is trained."""
+    from pipeline.runs.planning import Work, step_settings
+    from pipeline.runs.tasks import load_task
+
+    return Work(load_task(train.task, train.options), step_settings(train, "cpu"), "cpu")
+
+
+def table_of(root: Path, key: bytes) -> Any:
+    from pipeline.store.cache import Cache
+    from pipeline.training.dataset import Table
+
+    return Table.read(Cache(root).kind("sets"), key)
+
+
+def plan(root: Path, key: bytes, ranks: int) -> dict[str, Any]:
+    """Plan the training, as it is done before a submission."""
+    from pipeline.memory.footprint import Choice
+    from pipeline.runs.planning import host_card, plan_training, request_of, sizes_of, target_of
+
+    train = settings()
+    work = work_of(train)
+    sizes = sizes_of(work.task, table_of(root, key).sizes)
+    made, _ = plan_training(work, train, sizes, [host_card(LIMIT_BYTES)], target_of(None), request_of(train, ranks))
+    assert made.choice == Choice(precision="fp32"), made.choice
+    return prepared_of(made, key.hex(), EPOCHS, ranks)
+
+
+def prepared_of(made: Any, key: str, epochs: int, ranks: int) -> dict[str, Any]:
+    """Return what a submission makes of a plan."""
+    from pipeline.training.prepared import Prepared, stretch_of
+
+    return Prepared(
+        name=f"bench-{ranks}",
+        recipe={},
+        table=key,
+        precision=made.choice.precision,
+        checkpointing=made.choice.checkpointing,
+        offload=made.choice.offload,
+        sharded=False,
+        stretches=(stretch_of("all items", epochs, made, {}),),
+        limit_bytes=made.limit_bytes,
+        margin=made.margin.factor - 1,
+        ranks=ranks,
+        cpus=1,
+        mem_bytes=ranks * LIMIT_BYTES,
+        mem_why="",
+        allocator=made.allocator.settings,
+        step_s=made.step_s.value,
+    ).to_json()
+
+
+def ours(root: Path, key: bytes, prepared: dict[str, Any], part: str, folder: Path) -> dict[str, Any]:
+    """Train, as one rank of those that there are; return what the first of them measured."""
+    from pipeline.memory.footprint import Choice
+    from pipeline.records import Tell
+    from pipeline.stages.train import Job, train
+    from pipeline.training.distributed import gather
+    from pipeline.training.embeddings import Embeddings
+    from pipeline.training.figures import read_epochs
+    from pipeline.training.prepared import ModelFolder, Prepared
+    from pipeline.training.rendezvous import Place
+    from pipeline.training.source import Cached
+
+    table, planned = table_of(root, key), Prepared.from_json(prepared)
+    work = work_of(settings())
+    stores = cache_of(root)
+    made = ModelFolder(folder)
+    made.path.mkdir(parents=True, exist_ok=True)
+    tell = Tell(lambda *_: None)
+    clock = Clock()
+    with closing(gather(Place.told(part, folder.name), folder)) as ranks:
+        job = Job(
+            train=settings(),
+            prepared=planned,
+            folder=made,
+            make_step=lambda begin: work.begun(Choice(precision="fp32"), device="cpu", begin=begin),
+            source=lambda one: Cached(stores.kind("graph"), one),
+            embeddings=lambda: Embeddings(stores.kind("embed"), ENCODER),
+            stretches=[(planned.stretches[0], items_of(table, work, planned))],
+            validation=None,
+            ranks=ranks,
+            tell=tell,
+            say=lambda line: print(line, file=sys.stderr),
+            measure=work.task.cost,
+        )
+        for _ in train(job):
+            clock.tick()
+    if not part.startswith("0/"):
+        return {}
+    epochs = read_epochs(made.path)
+    assert [one.items for one in epochs] == [len(table)] * EPOCHS, epochs
+    return {
+        **clock.figures(len(table)),
+        "wait_share": max(one.wait_share for one in epochs[1:]),
+        "micro_batches_per_step": epochs[-1].micro_batches / epochs[-1].steps,
+        "loss": dict(epochs[-1].loss),
+        "ooms": sum(one.ooms for one in epochs),
+    }
+
+
+class Clock:
+    """Notes when each step of all epochs has ended."""
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[float, float]] = []
+
+    def tick(self) -> None:
+        """Note a step."""
+        self._marks.append((time.perf_counter(), time.process_time()))
+
+    def figures(self, complexes: int) -> dict[str, float]:
+        """Return what came after the first epoch."""
+        first = -(-complexes // BATCH) - 1
+        assert len(self._marks) == EPOCHS * (first + 1), len(self._marks)
+        wall, cpu = (np.array(column[first:]) for column in zip(*self._marks, strict=True))
+        timed = (EPOCHS - 1) * complexes
+        return {
+            "complexes_per_s": timed / (wall[-1] - wall[0]),
+            "step_s": statistics.median(np.diff(wall).tolist()),
+            "cpu_ms_per_complex": 1e3 * (cpu[-1] - cpu[0]) / timed,
+        }
+
+
+def cache_of(root: Path) -> Any:
+    from pipeline.store.cache import Cache
+
+    return Cache(root)
+
+
+def items_of(table: Any, work: Any, planned: Any) -> Any:
+    """Return the items and what they cost under the plan."""
+    from pipeline.runs.planning import sizes_of
+    from pipeline.stages.train import Items
+    from pipeline.training.prepared import likeness
+
+    sizes = sizes_of(work.task, table.sizes)
+    return Items(table, planned.stretches[0].cost(sizes), likeness(sizes))
