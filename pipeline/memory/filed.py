@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     Wanted = dict[str, str | int]
 
 _KINDS = 20  # the kinds (stage, recipe, cluster) of a look-up that were measured last
+TASKS_INDEX_FORMAT = 1  # of the SQLite file, which is made anew where it is another
 _SCHEMA = """
 CREATE TABLE kinds (
     kind INTEGER PRIMARY KEY, stage TEXT, recipe TEXT, cluster TEXT, newest REAL, UNIQUE (stage, recipe, cluster)
@@ -62,7 +63,7 @@ _KINDS_OF = {
 
 def tasks_index(folder: Path, journal: Journal) -> Index:
     """Return the index of a folder of records of tasks."""
-    return Index(folder, journal, Layout(0x70656B73, 1, _SCHEMA, _Filing))
+    return Index(folder, journal, Layout(0x70656B73, TASKS_INDEX_FORMAT, _SCHEMA, _Filing))
 
 
 def newest(index: Index, source: Source, stage: str, recipe: str, cluster: str, limit: int) -> list[Past]:

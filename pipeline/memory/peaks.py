@@ -60,6 +60,7 @@ class Peak:
 PEAKS = Lines(Peak)
 _COLUMNS = ", ".join(PEAKS.columns)
 _KEY = "model, torch, at, run, card, sizes, allocator"
+PEAKS_INDEX_FORMAT = 1  # of the SQLite file, which is made anew where it is another
 _SCHEMA = f"CREATE TABLE peaks ({_COLUMNS}, PRIMARY KEY ({_KEY})) WITHOUT ROWID;"
 _FIELDS = PEAKS.columns[1:]
 _NEWEST = f"""
@@ -88,7 +89,7 @@ class Peaks:
 
     def __init__(self, folder: Path, torch: str | None = None) -> None:
         self._journal = Journal(folder / "records", PEAKS)
-        self._index = Index(folder, self._journal, Layout(0x7065616B, 1, _SCHEMA, _Filing))
+        self._index = Index(folder, self._journal, Layout(0x7065616B, PEAKS_INDEX_FORMAT, _SCHEMA, _Filing))
         self._torch = torch_version() if torch is None else torch
 
     def record(self, run: str, writer: str, many: Iterable[Peak]) -> bool:
