@@ -25,6 +25,7 @@ class Reader:
 
     folder: Path
     typing: tuple[str, ...] = ("run",)
+    patient: bool = True  # whether blocks that take long are typed
     environment: Mapping[str, str] = field(default_factory=lambda: ENVIRONMENT)
     printed: str = ""  # by the last command that was typed
     typed: int = 0
@@ -40,7 +41,8 @@ class Reader:
             elif block.what == "settings":
                 self._check(block)
             elif block.what in (*self.typing, "fails"):
-                self._type(block, where)
+                if self.patient or block.argument != "slow":
+                    self._type(block, where)
             elif block.what == "output" and not block.argument:
                 assert is_shown(block.body, self.printed), f"{where}: it shows what is not printed:\n{self.printed}"
 

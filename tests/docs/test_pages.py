@@ -10,7 +10,8 @@ yaml or python fails here. Blocks are done in their order, in a folder of the pa
 <!-- slow -->                     the same, but in `make test-all` only
 <!-- fails: 2 -->                 the same as run, but each command ends with this exit code
 <!-- cluster -->                  the same on a real Slurm cluster, by tests/slurm/test_pages.py; the page then starts
-                                  from structures, its run blocks are typed, too, and what is submitted is waited for
+                                  from structures, its run blocks are typed, too, and what is submitted is waited for;
+                                  cluster: slow in `make test-all` only
 <!-- output -->                   what the last command typed has printed, whole lines, but for times, sizes in bytes,
                                   folders and digests (shown.py); a line … leaves lines out
 <!-- file: NAME -->               the block is written to this file
@@ -32,7 +33,9 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import typer
 
+from pipeline.cli.main import app
 from pipeline.cluster.verdict import Cause
 from pipeline.config import shipped
 from pipeline.config.schema import FIELDS, LEAVES
@@ -41,6 +44,7 @@ from pipeline.runs.attempts import Ask, Attempt, Task
 from pipeline.structures.synthetic import complex_pdb
 from tests.docs.blocks import Page
 from tests.docs.reader import Reader
+from tests.docs.reference import walk
 
 ROOT = Path(__file__).resolve().parents[2]
 TASKS, READERS = ROOT / "pipeline/tasks", ROOT / "pipeline/readers"
@@ -50,7 +54,10 @@ WELL = {Cause.DONE, Cause.ACTIVE}  # nothing went wrong
 CODE = re.compile(r"`([^`\n]+)`")
 SECTIONS = ("data", "structures", "embed", "graph", "train", "cache", "cluster")
 SETTING = re.compile(rf"(?:{'|'.join(SECTIONS)})(?:\.[a-z_]+)+")
-HELP = {path.stem: path.read_text() for path in (ROOT / "tests/cli/golden").iterdir()}
+OPTIONS = {
+    verb: {option for one in command.params for option in (*one.opts, *one.secondary_opts)} | {"--help", "-h"}
+    for verb, command in walk("pipeline", typer.main.get_command(app))
+}
 
 
 def name(page: Path) -> str:
@@ -59,14 +66,10 @@ def name(page: Path) -> str:
 
 
 def codes(page: Path) -> list[str]:
-    """Return what stands between backticks, and the lines of blocks."""
-    text = page.read_text()
-    blocks = [
-        line.removeprefix("$ ")
-        for body in re.findall(r"```\w*\n(.*?)```", text, re.DOTALL)
-        for line in body.splitlines()
-    ]
-    return [*CODE.findall(re.sub(r"```.*?```", "", text, flags=re.DOTALL)), *blocks]
+    """Return what stands between backticks, and the lines of blocks that are not to fail."""
+    told = [block for block in Page(page).blocks if block.what not in ("fails", "output")]
+    lines = [line.removeprefix("$ ") for block in told for line in block.body.splitlines()]
+    return [*CODE.findall(Page(page).prose), *lines]
 
 
 @pytest.fixture
@@ -116,7 +119,7 @@ def test_every_block_says_what_becomes_of_it(page: Path) -> None:
 def test_every_setting_that_a_page_names_exists(page: Path) -> None:
     known = {".".join(key) for key in (*FIELDS, *LEAVES)}
     named = {match[0] for code in codes(page) for match in SETTING.finditer(code)}
-    files = {name for name in named if name.endswith(".py")}
+    files = {name for name in named if name.endswith((".py", ".json"))}
     assert sorted(named - known - files - options(TASKS, "train") - options(READERS, "data")) == []
 
 
@@ -142,7 +145,7 @@ def test_our_tasks_and_readers_have_options_to_compare_with() -> None:
 @pytest.mark.parametrize("page", [*ALL, *MAPS], ids=name)
 def test_every_link_within_the_project_leads_somewhere(page: Path) -> None:
     lost = []
-    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+    for link in re.findall(r"\]\(([^)\s]+)\)", CODE.sub("", Page(page).prose)):
         name, _, anchor = link.partition("#")
         target = (page.parent / name) if name else page
         if "://" not in link and not (target.exists() and (not anchor or anchor in anchors(target))):
@@ -152,6 +155,8 @@ def test_every_link_within_the_project_leads_somewhere(page: Path) -> None:
 
 def anchors(page: Path) -> set[str]:
     """Return where links into a page may lead: its own anchors, and its headings as GitHub names them."""
+    if page.suffix != ".md":
+        return set()
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     named = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
@@ -168,10 +173,10 @@ def test_every_command_that_a_page_names_exists_with_its_options(page: Path) -> 
     for code in codes(page):
         if code.startswith("pipeline "):
             words = code.split("   ")[0].split("#")[0].split()[1:]
-            verbs = ("-".join(["pipeline", *words[:count]]) for count in (2, 1, 0))
-            text = next(HELP[verb] for verb in verbs if verb in HELP)
-            for option in (word.split("=")[0] for word in words if word.startswith("-")):
-                assert option in text, f"{name(page)}: {code}"
+            verbs = (" ".join(["pipeline", *words[:count]]) for count in (2, 1, 0))
+            known = next(OPTIONS[verb] for verb in verbs if verb in OPTIONS)
+            asked = {word.split("=")[0] for word in words if word.startswith("-")}
+            assert asked <= known, f"{name(page)}: {code}"
 
 
 def test_a_failed_stage_names_the_page_that_is_there_and_else_the_one_of_the_project(

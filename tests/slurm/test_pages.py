@@ -11,11 +11,11 @@ import pytest
 from pipeline.structures.synthetic import complex_pdb
 from tests.docs.blocks import Page
 from tests.docs.reader import ENVIRONMENT, Reader
-from tests.docs.test_pages import ALL, name
+from tests.docs.test_pages import ALL, ROOT, name
 from tests.slurm.cluster import Cluster
 
 pytestmark = pytest.mark.slurm
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 
 
 class Waiting(Reader):
@@ -29,13 +29,26 @@ class Waiting(Reader):
                 time.sleep(0.5)
 
 
-@pytest.mark.parametrize("page", [page for page in ALL if Page(page).has("cluster")], ids=name)
-def test_every_command_for_a_cluster_works_in_its_order(healthy: Cluster, tmp_path: Path, page: Path) -> None:
+@pytest.fixture
+def reader(healthy: Cluster, tmp_path: Path) -> Waiting:
+    """Return somebody who has a complex in a folder, and the cluster."""
     (tmp_path / "structures").mkdir()
     (tmp_path / "structures" / "c0.pdb").write_bytes(complex_pdb(0, 40, 40))
-    if Page(page).path.name == "README.md":
-        (tmp_path / "pipeline.yaml").write_text("data: {source: glob, path: structures}\n")
     environment = {**ENVIRONMENT, "SLURM_CONF": os.environ["SLURM_CONF"]}
-    reader = Waiting(tmp_path, typing=("run", "cluster"), environment=environment)
+    return Waiting(tmp_path, typing=("run", "cluster"), environment=environment)
+
+
+@pytest.mark.parametrize("page", [page for page in ALL if Page(page).has("cluster")], ids=name)
+def test_every_command_for_a_cluster_works_in_its_order(reader: Waiting, page: Path) -> None:
+    reader.patient = False
     reader.follow(Page(page))
     assert reader.typed >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_page_goes_up_to_a_trained_model_on_a_cluster(reader: Waiting) -> None:
+    page = Page(ROOT / "docs/cluster.md")
+    assert any(block.argument == "slow" for block in page.blocks)
+    reader.follow(page)
+    assert any((reader.folder / "models").glob("interface-*/checkpoints/*"))
