@@ -53,8 +53,8 @@ def configuration() -> str:
         "# Every setting\n",
         "`pipeline config show` says what each is in your project and where that comes from, `pipeline config check`"
         " what is wrong. The file is `--config FILE`, else `$PIPELINE_CONFIG`, `./pipeline.yaml`,"
-        " `./configs/pipeline.yaml`; `--set section.key=value` beats it. Unknown keys and wrong types are"
-        " errors with their line. Units of sizes are powers of 1024; relative paths start from the folder of the file.\n",
+        " `./configs/pipeline.yaml`; `--set section.key=value` beats it. Unknown keys and wrong types are errors with"
+        " their line. Units of sizes are powers of 1024; relative paths start from the folder of the file.\n",
     ]
     for names, model in sections():
         level = "#" * (2 + min(name.count(".") for name in names))

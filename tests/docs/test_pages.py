@@ -68,7 +68,8 @@ def name(page: Path) -> str:
 def codes(page: Path) -> list[str]:
     """Return what stands between backticks, and the lines of blocks that are not to fail."""
     told = [block for block in Page(page).blocks if block.what not in ("fails", "output")]
-    lines = [line.removeprefix("$ ") for block in told for line in block.body.splitlines()]
+    typed = [line.removeprefix("$ ") for block in told for line in block.body.splitlines()]
+    lines = [part for line in typed for part in line.split(" && ")]
     return [*CODE.findall(Page(page).prose), *lines]
 
 
