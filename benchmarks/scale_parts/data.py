@@ -44,8 +44,14 @@ def shape(number: int) -> tuple[Fold, Fold]:
 def complex_of(number: int) -> bytes:
     """Return a complex as PDB; no two numbers share a sequence."""
     rng = np.random.default_rng(1_000_000 + number)
-    partners = (Fold(draw_sequence(rng, len(one.sequence)), one.pos_R53) for one in shape(number % SHAPES))
+    partners = (Fold(like(one.sequence, rng), one.pos_R53) for one in shape(number % SHAPES))
     return to_pdb(dict(zip("AB", partners, strict=True)))
+
+
+def like(sequence: str, rng: np.random.Generator) -> str:
+    """Return another sequence with the same atoms of backbone and CB: those by which the partners touch."""
+    drawn = draw_sequence(rng, len(sequence)).replace("G", "A")
+    return "".join("G" if old == "G" else new for old, new in zip(sequence, drawn, strict=True))
 
 
 def name_of(number: int) -> str:
