@@ -34,7 +34,7 @@ HOSTILE = {
     "escape": "a\x1b]0;owned\x07b",
     "override": "a\u202egnp.pdb",
 }
-FORMS = ("csv", "tsv", "jsonl")
+FORMS = ("csv", "jsonl")
 
 
 def tree(folder: Path) -> set[str]:
