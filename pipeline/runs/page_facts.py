@@ -27,7 +27,6 @@ REJECTIONS = 200
 LINE_MOST = 600  # characters of a message
 LIST_MOST = 40
 DICT_MOST = 200
-RETRIED = frozenset({Cause.HOST_OOM, Cause.GPU_OOM, Cause.TIMEOUT})
 GOES_ON = (RunState.WAITING, RunState.RUNNING)
 
 
