@@ -104,6 +104,6 @@ def _problem(entry: Entry) -> str:
 
 
 def _spread(sizes: array[int]) -> dict[str, float]:
-    size_N = np.frombuffer(sizes, np.int64)
+    size_N = np.frombuffer(sizes, sizes.typecode)
     median, p95 = np.percentile(size_N, [50, 95])
     return {"median": float(median), "p95": float(p95), "max": int(size_N.max())}
