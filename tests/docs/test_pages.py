@@ -155,7 +155,9 @@ def test_every_link_within_the_project_leads_somewhere(page: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Return where links into a page may lead: its own anchors, and its headings as GitHub names them."""
+    """Return where links into a page may lead: its own anchors, and its headings as GitHub names them; of code, its names."""
+    if page.suffix == ".py":
+        return set(re.findall(r"^(?:def|class) (\w+)", page.read_text(), re.MULTILINE))
     if page.suffix != ".md":
         return set()
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/security.md"
-HELD = re.compile(r"\]\(\.\./(tests/[\w/]+\.py)::(\w+)\)")
+HELD = re.compile(r'\]\(\.\./(tests/[\w/]+\.py) "(\w+)"\)')
 SECTION = ROOT / "tests/security"
 
 
