@@ -66,7 +66,8 @@ def _check_task(loaded: Loaded) -> None:
     from pipeline.runs.contract import breaches
     from pipeline.runs.project import Project
     from pipeline.runs.tasks import load_task
-    from pipeline.runs.training import misfits, some_items, told_sizes
+    from pipeline.runs.training import misfits
+    from pipeline.runs.training_items import some_items, told_sizes
 
     train, beside = loaded.config.train, loaded.base_dir.absolute()
     task = load_task(train.task, train.options, beside=beside)

@@ -13,7 +13,8 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.runs.left_out import left_out
 from pipeline.runs.preparing import folder_of
 from pipeline.runs.project import Project
-from pipeline.runs.training import NAME, task_sizes, trained_table
+from pipeline.runs.training import NAME
+from pipeline.runs.training_items import task_sizes, trained_table
 from pipeline.training.prepared import COST, Prepared
 
 if TYPE_CHECKING:
