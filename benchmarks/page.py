@@ -1,7 +1,7 @@
 """Write benchmarks/README.md from the results, and what other pages quote of them: `python benchmarks/page.py`.
 
-A page under docs/ quotes a figure so: `<!-- figure: FILE.json PATH | FORMAT -->42%<!-- end -->`. None of these is written
-by hand, and nothing of README.md beside this file.
+A page under docs/ quotes a figure so: `<!-- figure: FILE.json PATH | FORMAT -->42%<!-- end -->`. None of it is
+written by hand, and nothing of README.md beside this file.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def test_every_link_within_the_project_leads_somewhere(page: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Return where links into a page may lead: its own anchors, and its headings as GitHub names them; of code, its names."""
+    """Return where links into a page may lead: its anchors and headings as GitHub names them; of code, its names."""
     if page.suffix == ".py":
         return set(re.findall(r"^(?:def|class) (\w+)", page.read_text(), re.MULTILINE))
     if page.suffix != ".md":
