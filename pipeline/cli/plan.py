@@ -86,7 +86,7 @@ def plan(
     if as_json:
         print_json(found)
     else:
-        tables.show(*tables.estimate_report(found))
+        tables.show(*tables.estimate_report(found), columns=tables.MESSAGE)
         if stage is Planned.ALL and loaded.config.train.task is not None:
             typer.echo("training is planned apart: pipeline plan --stage train --gpu a100-80gb")
 
@@ -152,7 +152,7 @@ def _show_training(found: TrainOutlook, *, as_json: bool) -> None:
     if as_json:
         print_json([document])
     else:
-        tables.show(*training_report(document))
+        tables.show(*training_report(document), columns=tables.MESSAGE)
     for one in found.probed:
         if one.error is not None:
             raise one.error

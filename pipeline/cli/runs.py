@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli.options import ConfigFile, Sets, load_config, one_of
+from pipeline.cli.options import ConfigFile, Sets, load_config, one_of, print_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from pipeline.cluster.spec import Executor, JobSpec
     from pipeline.report.live import Live
     from pipeline.runs.folder import RunFolder
     from pipeline.runs.project import Project
     from pipeline.runs.status import RunStatus
-    from pipeline.runs.submit import Plan
     from pipeline.runs.workflow import Stage
 
 
@@ -74,14 +73,21 @@ def submit(
     ] = None,
     config: ConfigFile = None,
     sets: Sets = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With --dry-run: one JSON document and nothing else.")
+    ] = False,
 ) -> None:
     """Run a stage; what was done before is not done again."""
+    from pipeline.cli.foreseen import print_plan, show_plan
     from pipeline.errors import ConfigError, SubmissionRefused
     from pipeline.runs.executors import open_executor
     from pipeline.runs.project import Project
     from pipeline.runs.using import tell
     from pipeline.runs.workflow import as_typed, everything, up_to
 
+    if as_json and (not dry_run or emit is not None):
+        what = "a document is printed of what would be done"
+        raise ConfigError(what, where="--json", remedy=f"pipeline submit --stage {stage.value} --dry-run --json")
     if damage_list is not None and stage is not StageName.REGENERATE:
         what = f"a list says what to regenerate, but --stage is {stage.value}"
         raise ConfigError(what, where="--list", remedy="pipeline submit --stage regenerate --list FILE")
@@ -100,14 +106,15 @@ def submit(
         stages = everything(chosen) if stage is StageName.ALL else up_to(stage.value, chosen)
         stages = stages[-1:] if only else stages
     if not stages:
-        typer.echo(f"nothing to regenerate: {damage_list} names no record that is lost")
+        nothing = f"nothing to regenerate: {damage_list} names no record that is lost"
+        print_json({"stages": [], "scripts": {}}) if as_json else typer.echo(nothing)
         return
     typed = typed_command(stage, config, sets, damage_list)
     with open_executor(chosen) as opened:
         try:
             _check_first(project, stages, opened)
             if idle:
-                _show_plan(project, stages, opened, emit)
+                print_plan(project, stages, opened) if as_json else show_plan(project, stages, opened, emit)
                 return
             if only:
                 _refuse_unplanned(project, stages)
@@ -211,46 +218,6 @@ def typed_command(stage: StageName, config: Path | None, sets: list[str], damage
     words = ["pipeline", "submit", "--stage", stage.value, *(["--config", str(config)] if config else [])]
     words += [word for one in sets for word in ("--set", one)]
     return shlex.join([*words, *(["--list", str(damage_list)] if damage_list else [])])
-
-
-def _show_plan(project: Project, stages: list[str], executor: Executor, emit: Path | None) -> None:
-    """Print what each stage would do, and the scripts that would be submitted."""
-    from pipeline.report import tables
-    from pipeline.runs import scripted, workflow
-    from pipeline.runs.submit import plan, script_outline
-
-    plans = [plan(project, workflow.stage(name), executor, folder=None) for name in stages]
-    tables.show(tables.plan_table([one.row() for one in plans]))
-    for one in plans:
-        if waiting := one.counts().get("waiting"):
-            typer.echo(f"{one.stage.name}: {waiting:,} items are not scanned yet; what they hold is not counted")
-        if scripted.is_script(project.config, one.stage.name):
-            typer.echo("\n".join(script_outline(project, one.stage, executor).lines()))
-        elif one.found.shards:
-            typer.echo(f"{one.stage.name}: memory {one.first.why}")
-    if project.config.cluster.executor == "slurm":
-        _show_scripts(project, plans, executor, emit)
-    elif emit is not None:
-        typer.echo("no scripts: this run would be local (--executor slurm)", err=True)
-
-
-def _show_scripts(project: Project, plans: Sequence[Plan], executor: Executor, emit: Path | None) -> None:
-    """Print or write the scripts of the jobs of each stage, and of a supervisor."""
-    from pipeline.errors import ConfigError
-    from pipeline.runs.scripts import scripts
-
-    for name, text in scripts(project, plans, executor):
-        if emit is None:
-            typer.echo(f"\n# ---- {name}\n{text}")
-            continue
-        try:
-            emit.mkdir(parents=True, exist_ok=True)
-            (emit / name).write_text(text)
-        except OSError as error:
-            raise ConfigError(f"cannot write: {error.strerror}", where=str(emit / name), remedy="--emit DIR") from error
-        typer.echo(f"wrote {emit / name}")
-    if emit is not None:
-        typer.echo("to be read: RUN stands for a run folder that `submit` makes. To submit by hand: sbatch/")
 
 
 def _check_first(project: Project, stages: list[str], executor: Executor) -> None:

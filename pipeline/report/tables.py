@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from datetime import datetime
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
@@ -28,6 +29,7 @@ class Asked(Protocol):
         """The time limit."""
 
 
+NO_TERMINAL, MESSAGE = 200, 100  # columns of tables where there is no terminal, and of what is pasted into a message
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 KILO = 1024
 EDGE_KINDS = ("bond", "angle", "dihedral", "near")
@@ -62,14 +64,28 @@ DAMAGED = "damage was found"
 PLANNED = ("items", "refused", "unusable", "cached", "missing", "tasks")
 
 
-def show(*parts: RenderableType, to_stderr: bool = False) -> None:
-    """Print for a person; without a terminal there is no colour, and a line is as long as it needs to be."""
+def show(*parts: RenderableType, to_stderr: bool = False, columns: int = 0) -> None:
+    """Print for a person; without a terminal there is no colour, and a line as long as it needs to be, or `columns`."""
     stream = sys.stderr if to_stderr else sys.stdout
     console = Console(file=stream, highlight=False, soft_wrap=not stream.isatty())
-    if not stream.isatty():
-        console.width = 200
-    for part in parts:
-        console.print(part, markup=False)
+    if stream.isatty():
+        for part in parts:
+            console.print(part, markup=False)
+        return
+    console.width = columns or NO_TERMINAL
+    with console.capture() as printed:
+        for part in parts:
+            console.print(_wrapped(part, columns) if columns and isinstance(part, str) else part, markup=False)
+    stream.write("".join(f"{line.rstrip()}\n" for line in printed.get().splitlines()))
+
+
+def _wrapped(text: str, columns: int) -> str:
+    """Return text whose lines are not longer than that, for a message; what goes on is indented below."""
+    lines = []
+    for line in text.splitlines():
+        indent = " " * (len(line) - len(line.lstrip()) + 4)
+        lines += wrap(line, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [""]
+    return "\n".join(lines)
 
 
 def table(
