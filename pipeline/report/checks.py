@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from pipeline.store.repair import Mend, Repaired
     from pipeline.store.scrub import Checked
 
+LINE_EVERY_S = 10.0
 SHOWN = 20  # shards of which each has a line
 FAULTS = {  # what of it there can be several, and what is wrong with each
     "index": ("fault", "of the index"),
@@ -61,7 +63,7 @@ class KindTally:
 
 
 class Progress:
-    """Shows on a terminal how far it is; on stderr, so that stdout stays a document."""
+    """Shows how far it is: a bar on a terminal, else a line now and then; on stderr: stdout stays a document."""
 
     def __init__(self, name: str, total: int | None) -> None:
         self._console = Console(file=sys.stderr, highlight=False)
@@ -69,6 +71,8 @@ class Progress:
         self._bars = Bars(*columns, TimeRemainingColumn(), TextColumn("{task.fields[said]}"), console=self._console)
         self._name, self._total, self._bytes, self._wrong = name, total, 0, 0
         self._task: TaskID | None = None
+        self._files, self._begun = 0, time.monotonic()
+        self._told_at = self._begun
 
     def __enter__(self) -> Progress:
         if self._console.is_terminal:
@@ -84,9 +88,16 @@ class Progress:
         """Show that one more file was looked at."""
         self._bytes += checked.read_bytes
         self._wrong += len(checked.findings)
+        self._files += bool(checked.shard)
+        now = time.monotonic()
+        rate = self._bytes / max(1e-3, now - self._begun)
+        said = f"{size(self._bytes)}, {size(rate)}/s, {self._wrong:,} wrong"
         if self._task is not None:
-            said = f"{size(self._bytes)}, {self._wrong:,} wrong"
             self._bars.update(self._task, advance=bool(checked.shard), said=said)
+        elif now - self._told_at > LINE_EVERY_S:
+            self._told_at = now
+            of = "" if self._total is None else f" of {self._total:,}"
+            self._console.print(f"{self._name}: {self._files:,}{of} files, {said}", soft_wrap=True)
 
 
 def check_table(kinds: Mapping[str, KindTally]) -> RenderableType:
