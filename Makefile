@@ -11,8 +11,8 @@ demo: .venv/ready        ## a small project in $(DIR), every stage run on this m
 	test $(DIR) != demo || rm -rf demo
 	pipeline demo $(DIR)
 
-# A core more than there are: tests wait for Slurm and for processes of their own.
-WORKERS ?= $(shell expr $$(nproc) + 1)
+# Two more than there are cores: those on Slurm wait more than they work, in two shares.
+WORKERS ?= $(shell expr $$(nproc) + 2)
 
 test: .venv/tools slurm-packages browser-packages  ## what a change must pass; brings up a real Slurm where it can
 	pytest -n $(WORKERS) -m "not slow"
