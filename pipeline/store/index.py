@@ -37,7 +37,7 @@ _HEAD = struct.Struct("<8sIIQQQ16s")  # and 16 bytes, the digest of these
 _HEAD_BYTES = _HEAD.size + 16
 _MAGIC = b"PIPEINDX"
 _BATCH_KEYS = 65_536
-_PIECE_BLOCKS = 2048
+_PIECE_BLOCKS = 512
 
 
 class IndexDamaged(Exception):

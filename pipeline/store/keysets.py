@@ -21,11 +21,11 @@ def sorted_pairs(keys: bytes | bytearray) -> Integers:
     """Return keys that follow each other as sorted pairs of numbers, each once."""
     if len(keys) % KEY_BYTES:
         raise ValueError(f"a key is {KEY_BYTES} bytes")
-    pairs = np.frombuffer(bytes(keys), ">u8").reshape(-1, 2).astype("<u8")
+    pairs = np.frombuffer(keys, ">u8").reshape(-1, 2).astype("<u8")
     pairs = pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))]
     first = np.ones(len(pairs), bool)
     first[1:] = (pairs[1:] != pairs[:-1]).any(axis=1)
-    return pairs[first]
+    return pairs if first.all() else pairs[first]
 
 
 def are_among(hi: Integers, lo: Integers, known_hi: Integers, known_lo: Integers) -> npt.NDArray[np.bool_]:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from pipeline.store.index import Rows
 
-PIECE_ROWS = 65_536
+PIECE_ROWS = 16_384
 
 
 def merged(first: Iterable[Rows], second: Iterable[Rows]) -> Iterator[Rows]:

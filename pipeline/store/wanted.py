@@ -49,11 +49,12 @@ def name_of(kind: str, asked: Any) -> str:
 
 def remember(disk: Disk, root: Path, kind: str, asked: Any, keys: bytearray) -> bool:
     """Write down what is wanted, keys one after the other; return whether that was possible."""
-    data = sorted_pairs(keys).tobytes()
+    data = sorted_pairs(keys).reshape(-1).view(np.uint8).data
     head = {"wanted": FORMAT, "kind": kind, "at": time.time(), "digest": xxhash.xxh3_128_hexdigest(data)}
     try:
         draft = Draft(disk, root / USERS)
-        draft.write(json.dumps(head).encode().ljust(_HEAD_BYTES - 1) + b"\n" + data, 0)
+        draft.write(json.dumps(head).encode().ljust(_HEAD_BYTES - 1) + b"\n", 0)
+        draft.write(data, _HEAD_BYTES)
         draft.publish(root / USERS / name_of(kind, asked), replace=True)
     except (CacheUnusable, CacheFull):
         return False

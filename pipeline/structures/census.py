@@ -130,7 +130,7 @@ class Tally:
             splits={name: count for name, count in self.splits.items() if name},
             sizes={name: _spread(_array(sizes)) for name, sizes in self.sizes.items() if sizes},
             chains=dict(self.chains.most_common()),
-            sequences=len(np.unique(np.frombuffer(self.sequences, dtype=np.uint64))),
+            sequences=_distinct(_array(self.sequences)),
             longest=self.longest,
             undone=self.undone,
             first_undone=self.first_undone,
@@ -165,12 +165,26 @@ def _array(column: array[int]) -> Any:
     return np.frombuffer(column, dtype=column.typecode)
 
 
+def _distinct(digests: Any) -> int:
+    """Count different digests, with one copy of them in memory."""
+    in_order = np.sort(digests)
+    return len(in_order) and 1 + int(np.count_nonzero(in_order[1:] != in_order[:-1]))
+
+
 def _leaks_of(what: str, names: list[str], digests: Any, splits: Any, ordinals: Any) -> list[Leak]:
-    """Return the leaks of one kind: runs of one digest in which the split changes."""
+    """Return the leaks of one kind: runs of one digest in which the split changes.
+
+    What stands once cannot leak, and is left out before anything is arranged: most ids and sequences do.
+    """
+    in_order = np.sort(digests)
+    repeated = in_order[1:][in_order[1:] == in_order[:-1]]
+    if not len(repeated):
+        return []
+    at = np.minimum(repeated.searchsorted(digests), len(repeated) - 1)
+    kept = repeated[at] == digests
+    digests, splits, ordinals = digests[kept], splits[kept], ordinals[kept]
     order = np.lexsort((ordinals, digests))
     starts = np.flatnonzero(np.diff(digests[order], prepend=~digests[order[:1]]) != 0)
-    if len(starts) == 0:
-        return []
     leaking = np.minimum.reduceat(splits[order], starts) != np.maximum.reduceat(splits[order], starts)
     ends = np.append(starts[1:], len(order))
     total = int(leaking.sum())
