@@ -115,9 +115,7 @@ def _plan(trying: Trying, best: Outcome, tried: Sequence[Outcome | Trial], **abo
     said = least_sure((standing.origin, *(micro.origin for micro in best.micros)))
     per_share = found.micros.per_share()
     hours = best.epoch_s * request.epochs * request.ranks / 3600
-    probability = best.margin.probability * (
-        1.0 if found.every_order else found.micros.epochs / (found.micros.epochs + 1)
-    )
+    of_order = 1.0 if found.every_order else found.micros.epochs / (found.micros.epochs + 1)
     made = Plan(
         choice=choice,
         remedies=remedies(choice, request),
@@ -143,7 +141,7 @@ def _plan(trying: Trying, best: Outcome, tried: Sequence[Outcome | Trial], **abo
         every_order=found.every_order,
         parts=_parts(best, trying.questions),
         margin=best.margin,
-        probability=Figure(probability, best.margin.trust),
+        probability=Figure(best.margin.probability * of_order, best.margin.trust),
         allocator=reserved,
         step_s=Figure(best.step_s, Origin.ASSUMED),
         epoch_s=Figure(best.epoch_s, Origin.ASSUMED),

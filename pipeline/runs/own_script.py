@@ -183,11 +183,6 @@ def refuse_blind(script: Script, shrink: int) -> None:
         raise PlanInfeasible(what, where=WHERE, remedy="… --batch_size {micro_batch} --accumulate {accumulation}")
 
 
-def starts_here(script: Script, local_rank: int) -> bool:
-    """Tell whether a process of a node starts the command: each does, unless the command starts processes itself."""
-    return local_rank == 0 or not script.launches
-
-
 def environment(
     script: Script, values: Values, base: Mapping[str, str], *, threads: int = 1, allocator: str = ""
 ) -> dict[str, str]:

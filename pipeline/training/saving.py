@@ -79,11 +79,6 @@ class Saver:
         """How many bytes the copies take in the host's memory."""
         return self._shared.held_bytes + self._own.held_bytes
 
-    @property
-    def is_busy(self) -> bool:
-        """Say whether something is being written now."""
-        return any(one is not None and not one.done() for one in (self._receipt, self._publishing))
-
     def begin(self, state: State, step: int, *, figure: float | None = None, lower_is_better: bool = True) -> None:
         """Copy a state and begin to write this rank's share; waits for the one before, if it is not done."""
         self.wait()
