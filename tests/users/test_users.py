@@ -1,0 +1,110 @@
+"""Tasks written from the documentation alone, with e3nn and with PyG, do all that a user's task is promised."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.command import Command
+from tests.docs.conftest import Demo
+from tests.docs.conftest import demo as demo
+
+HERE = Path(__file__).parent
+TASKS = {"e3nn": "equivariant:Placement", "pyg": "gat:Contacts"}
+FIGURES = {"e3nn": {"loss", "accuracy", "off_angstrom"}, "pyg": {"loss", "off"}}
+CONFIG = """\
+data: {{path: data/manifest.csv, max_rejected_fraction: 0.1}}
+embed: {{weights: weights/esm2_demo.pt}}
+train:
+  task: "{task}"
+  options: {{embedding: 32, width: 8}}
+  learning_rate: 0.003
+  effective_batch: 4
+  epochs: 2
+"""
+
+
+def placed(kind: str, project: Path, demo: Demo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copy the demo, put the task beside its configuration, and be in that folder."""
+    task = TASKS[kind]
+    shutil.copytree(demo.pristine, project)
+    shutil.rmtree(project / "models")
+    shutil.copy(HERE / f"{task.partition(':')[0]}.py", project)
+    (project / "pipeline.yaml").write_text(CONFIG.format(task=task))
+    monkeypatch.chdir(project)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # PyG, when it is imported
+@pytest.mark.parametrize("kind", TASKS)
+def test_a_task_written_from_the_documentation_plugs_in(
+    kind: str, demo: Demo, pipeline: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = tmp_path / "project"
+    placed(kind, project, demo, monkeypatch)
+    checked = pipeline("config", "check")
+    assert checked.code == 0, checked.err
+
+    run = pipeline("submit", "--stage", "evaluate", "--executor", "local", "--follow")
+    assert run.code == 0, run.out + run.err
+    (model,) = (project / "models").iterdir()
+    first, last = lines(model / "epochs.jsonl")
+    assert (first["batch"]["least"], first["batch"]["most"], last["step"]) == (4, 4, 8)
+    for term, was in first["loss"].items():
+        assert math.isfinite(was)
+        assert math.isfinite(last["loss"][term])
+    assert sum(last["loss"].values()) < sum(first["loss"].values())
+    (evaluation,) = (model / "evaluations").glob("*.json")
+    assert all(name in evaluation.read_text() for name in FIGURES[kind])
+
+    shown = pipeline("plan", "--stage", "train")
+    assert shown.code == 0, shown.err
+    assert "fits: " in shown.out, shown.out
+    assert "no example" not in shown.out + shown.err
+    (live,) = [line for line in shown.out.splitlines() if line.startswith("live at the peak of a step")]
+    assert live.split()[-1] == "traced", live
+    assert json.loads((model / "prepared.json").read_text())["stretches"][0]["live_bytes"] > 0
+
+    run = pipeline("submit", "--stage", "predict", "--executor", "local", "--follow")
+    assert run.code == 0, run.out + run.err
+    (predicted,) = (project / "predictions").iterdir()
+    assert len({line["id"] for line in lines(predicted / "predictions.jsonl")}) == 24
+
+
+def test_a_turned_complex_has_a_turned_displacement_and_the_same_contacts() -> None:
+    import torch
+    from e3nn import o3
+
+    equivariant = module("equivariant")
+    torch.manual_seed(0)
+    task = equivariant.Placement(embedding=32, width=8)
+    model, batch = task.model(), task.example({"nodes": 40, "edges": 200, "items": 3})
+    turn, pos = o3.rand_matrix(), 10 * batch["pos"]
+    logits, away = task.answer(model, {**batch, "pos": pos})
+    same, turned = task.answer(model, {**batch, "pos": pos @ turn.T})
+    assert float(away.detach().abs().min()) > 0
+    torch.testing.assert_close(same, logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(turned, away @ turn.T, rtol=1e-4, atol=1e-4 * float(away.detach().abs().max()))
+
+
+def module(name: str) -> ModuleType:
+    """Import a user's file that is no part of a package."""
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
