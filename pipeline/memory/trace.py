@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from pipeline.errors import PipelineError
-from pipeline.memory.blocks import as_parts, family, kind_of, outermost
+from pipeline.memory.fakes.blocks import as_parts, family, kind_of, outermost
 from pipeline.memory.fakes.faking import FakeMode, conversions, eagerly, faked, unlogged
 from pipeline.memory.fakes.guesses import Guesses
 from pipeline.memory.fakes.recorder import OnHost, Recorder

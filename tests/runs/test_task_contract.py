@@ -117,7 +117,9 @@ def items() -> Sequence[Any]:
 
 
 @pytest.mark.parametrize(
-    "task", [Right(), Drawing(), Interface(embedding_dim=DIM, width=8, layers=1, pair_width=4)], ids=repr
+    "task",
+    [Right(), Drawing(), Interface(embedding_dim=DIM, width=8, layers=1, pair_width=4)],
+    ids=lambda task: type(task).__name__,
 )
 def test_a_task_that_keeps_to_it_has_no_breach(task: Any, items: Sequence[Any]) -> None:
     assert list(breaches(task, items=items)) == []

@@ -145,7 +145,9 @@ def test_notes_that_are_long_or_many_take_no_room_of_the_findings(tmp_path):
     assert (report.summary.how, report.summary.notes) == ("full", {})
 
 
-@pytest.mark.parametrize("name", ["20261122T105052Z-0a3f-validate.jsonl", f"{unique_stem()}.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["20261122T105052Z-0a3f-validate.jsonl", f"{unique_stem()}.jsonl"], ids=["task", "command"]
+)
 def test_reports_of_tasks_and_of_commands_are_known_by_their_names(name):
     assert REPORT_NAME.fullmatch(name)
     assert not REPORT_NAME.fullmatch(name.replace("Z-", "Z-../"))
