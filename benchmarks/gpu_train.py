@@ -65,7 +65,7 @@ REACH = {"speed": "as fast as the seeds' settings at least", "epochs": "flat", "
 
 def settings(case: Mapping[str, Any]) -> Any:
     """Return what a configuration would say."""
-    from pipeline.config.schema import Train, Validation
+    from pipeline.config.schema_train import Train, Validation
 
     return Train(
         task=TASK,

@@ -107,7 +107,7 @@ def live_of(standing: Any, micro: Any, *, first: bool) -> int:
 
 def planned(case: Mapping[str, Any], _: Callable[[], None]) -> dict[str, Any]:
     """Plan a data set whose steps need several micro-batches on a card."""
-    from pipeline.config.schema import Train
+    from pipeline.config.schema_train import Train
     from pipeline.runs.planning import Work, least_of, plan_training, request_of
 
     @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def plan_it() -> dict[str, Any]:
     import numpy as np
 
     start = time.perf_counter()
-    from pipeline.config.schema import Train
+    from pipeline.config.schema_train import Train
     from pipeline.memory.devices import device
     from pipeline.memory.request import Card
     from pipeline.runs.planning import Work, plan_training, request_of, target_of

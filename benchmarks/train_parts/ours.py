@@ -23,7 +23,7 @@ SEED = 0
 
 def settings() -> Any:
     """Return what a configuration would say of the training."""
-    from pipeline.config.schema import Train, Validation
+    from pipeline.config.schema_train import Train, Validation
 
     return Train(
         task=TASK,

@@ -124,7 +124,7 @@ def synth(
 def _configured(config: Path | None, sets: Sequence[str] | None) -> Path:
     """Return embed.weights of the configuration; where there is none, its default: weights may come first."""
     from pipeline.config.load import ENVIRONMENT, PLACES
-    from pipeline.config.schema import Embed
+    from pipeline.config.schema_data import Embed
 
     if config is None and not sets and ENVIRONMENT not in os.environ and not any(place.is_file() for place in PLACES):
         return Path(Embed().weights)

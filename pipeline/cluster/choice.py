@@ -14,7 +14,7 @@ from pipeline.errors import PlanInfeasible
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from pipeline.config.schema import Card
+    from pipeline.config.schema_cluster import Card
 
 _TIE_S = 60.0  # estimates of ends that lie closer than this are no reason to take a larger card
 _REMEDY = (

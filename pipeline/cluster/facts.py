@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pipeline.cluster.commands import Partition
-    from pipeline.config.schema import Slurm
+    from pipeline.config.schema_cluster import Slurm
 
 
 class Facts:

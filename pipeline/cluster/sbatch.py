@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from pipeline.cluster.spec import JobSpec
-    from pipeline.config.schema import Slurm
+    from pipeline.config.schema_cluster import Slurm
 
 GENERIC = "scan"  # the script of a job that has none of its own
 GENERIC_RANKS = "train"  # the same, of a job of several processes

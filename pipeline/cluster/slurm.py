@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from pipeline.cluster.queue import Queued
     from pipeline.cluster.spec import JobId, JobSpec, Limits, TaskStatus
-    from pipeline.config.schema import Slurm
+    from pipeline.config.schema_cluster import Slurm
 
 TRIES_S = (2.0, 5.0, 10.0, 20.0, 30.0, 60.0)  # waits between tries at a submission that the cluster was too busy for
 PATIENCE_S = 15.0  # how long the queue and the accounting may disagree before that is what is told

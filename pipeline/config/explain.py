@@ -7,7 +7,8 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Literal, get_args, get_origin
 
 from pipeline.config.quantities import WANTS
-from pipeline.config.schema import CONFLICT, FIELDS, LEAVES
+from pipeline.config.schema import FIELDS, LEAVES
+from pipeline.config.section import CONFLICT
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

@@ -18,7 +18,8 @@ from pipeline.config.explain import explain
 from pipeline.config.hidden import hidden_in
 from pipeline.config.paths import anchored
 from pipeline.config.presets import PRESET
-from pipeline.config.schema import CONFLICT, LEAVES, PATH_LISTS, PATHS, SECTIONS, Config, value_at
+from pipeline.config.schema import LEAVES, PATH_LISTS, PATHS, SECTIONS, Config, value_at
+from pipeline.config.section import CONFLICT
 from pipeline.config.sites import SITE
 from pipeline.errors import ConfigError
 

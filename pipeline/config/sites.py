@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from pipeline.config.document import Document, Problem
 from pipeline.config.paths import anchored
-from pipeline.config.schema import SECTIONS, Card, Slurm
+from pipeline.config.schema import SECTIONS
+from pipeline.config.schema_cluster import Card, Slurm
 from pipeline.config.shipped import shipped
 from pipeline.errors import ConfigError
 

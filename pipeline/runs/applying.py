@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pipeline.config.schema import Evaluate, Predict, TrainResources
+    from pipeline.config.schema_cluster import TrainResources
+    from pipeline.config.schema_train import Evaluate, Predict
     from pipeline.records import Tell
     from pipeline.runs.folder import RunFolder
     from pipeline.runs.project import Project

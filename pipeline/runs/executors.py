@@ -9,7 +9,8 @@ from pipeline.cluster.machine import Machine
 
 if TYPE_CHECKING:
     from pipeline.cluster.spec import Executor
-    from pipeline.config.schema import Config, Slots
+    from pipeline.config.schema import Config
+    from pipeline.config.schema_cluster import Slots
 
 
 def local_machine(slots: Slots) -> Machine:

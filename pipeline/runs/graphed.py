@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from typing import Any
 
-    from pipeline.config.schema import Graph
+    from pipeline.config.schema_data import Graph
     from pipeline.records import Inventory
     from pipeline.runs.folder import RunFolder
     from pipeline.runs.project import Project

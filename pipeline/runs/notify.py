@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pipeline.config.hidden import MASK, hidden, hidden_in
 
 if TYPE_CHECKING:
-    from pipeline.config.schema import Notify
+    from pipeline.config.schema_cluster import Notify
     from pipeline.runs.folder import RunFolder
 
 log = logging.getLogger(__name__)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pipeline.cluster.spec import Executor
-    from pipeline.config.schema import Card as SiteCard
     from pipeline.config.schema import Config
+    from pipeline.config.schema_cluster import Card as SiteCard
     from pipeline.runs.project import Project
 
 NAME = "train"

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.schema import StageResources
+from pipeline.config.schema_cluster import StageResources
 from pipeline.runs import workflow
 from pipeline.runs.submit import cluster_name, plan, profiles_of, recipe_name, tasks_at_once
 

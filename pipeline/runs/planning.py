@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import nn
 
-    from pipeline.config.schema import Config, Train
+    from pipeline.config.schema import Config
+    from pipeline.config.schema_train import Train
     from pipeline.memory.fakes.recorder import Recorder
     from pipeline.memory.footprint import Choice, Oracle, Sizes
     from pipeline.memory.plan import Plan

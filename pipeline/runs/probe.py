@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pipeline.cluster.spec import Executor, JobId, TaskStatus
-    from pipeline.config.schema import Card as SiteCard
     from pipeline.config.schema import Config
+    from pipeline.config.schema_cluster import Card as SiteCard
     from pipeline.memory.footprint import Choice, Oracle
     from pipeline.memory.plan import Plan
     from pipeline.memory.request import Card

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
 
-    from pipeline.config.schema import Config, Resources
+    from pipeline.config.schema import Config
+    from pipeline.config.schema_cluster import Resources
     from pipeline.store.store import Store
 
 log = logging.getLogger(__name__)

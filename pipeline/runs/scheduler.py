@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from pipeline.cluster.slurm import SlurmExecutor
     from pipeline.cluster.spec import JobSpec
     from pipeline.config.load import Loaded
-    from pipeline.config.schema import Config, Slurm
+    from pipeline.config.schema import Config
+    from pipeline.config.schema_cluster import Slurm
 
 COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo")
 SACCT = ("sacct", "--noheader", "--parsable2", "--allocations", "--starttime=now-1minute", "--format=JobID")

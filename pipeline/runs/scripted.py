@@ -50,7 +50,8 @@ from pipeline.training.rendezvous import Place
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
 
-    from pipeline.config.schema import Config, TrainResources
+    from pipeline.config.schema import Config
+    from pipeline.config.schema_cluster import TrainResources
     from pipeline.records import Reason, Tell
     from pipeline.runs.project import Project
     from pipeline.runs.script_process import Outcome

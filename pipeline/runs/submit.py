@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from pipeline.cluster.spec import TASK, JobSpec
 from pipeline.config.hidden import hidden
 from pipeline.config.load import dump_resolved
-from pipeline.config.schema import TrainResources
+from pipeline.config.schema_cluster import TrainResources
 from pipeline.errors import CacheUnusable, JobFailed, PlanInfeasible, SubmissionRefused
 from pipeline.keys import recipe_tag
 from pipeline.memory.profiles import Profiles
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pipeline.cluster.spec import Executor, Limits
-    from pipeline.config.schema import Config, StageResources
+    from pipeline.config.schema import Config
+    from pipeline.config.schema_cluster import StageResources
     from pipeline.runs.folder import RunFolder
     from pipeline.runs.project import Project
     from pipeline.runs.scripted import Outline

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
-from pipeline.config.schema import TrainResources
+from pipeline.config.schema_cluster import TrainResources
 from pipeline.errors import ConfigError, DataError, JobFailed, PipelineError
 from pipeline.records import Reason, Tell
 from pipeline.runs import (
@@ -38,7 +38,8 @@ from pipeline.structures.inventory import plain
 if TYPE_CHECKING:
     from typing import Any
 
-    from pipeline.config.schema import Config, StageResources
+    from pipeline.config.schema import Config
+    from pipeline.config.schema_cluster import StageResources
     from pipeline.runs.folder import RunFolder
     from pipeline.runs.project import Project
     from pipeline.runs.todo import Found

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import nn
 
-    from pipeline.config.schema import Train
+    from pipeline.config.schema_train import Train
     from pipeline.memory.governor import Governor
     from pipeline.memory.recovery import Oom
     from pipeline.records import Reason, Tell

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pipeline.config.schema import Train
+    from pipeline.config.schema_train import Train
     from pipeline.records import Tell
     from pipeline.training.choosing import Chosen
     from pipeline.training.dataset import Table

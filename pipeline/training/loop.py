@@ -20,7 +20,7 @@ from pipeline.training.whole_step import WholeStep
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pipeline.config.schema import Train
+    from pipeline.config.schema_train import Train
     from pipeline.memory.governor import Governor
     from pipeline.memory.meters import HostMeter, Meter
     from pipeline.training.course import Course

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from pipeline.config.schema import Schedule
+    from pipeline.config.schema_train import Schedule
 
 
 def factor(schedule: Schedule, step: int, steps: int) -> float:

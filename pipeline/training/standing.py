@@ -12,7 +12,7 @@ from pipeline.training.tally import Tally
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pipeline.config.schema import Validation
+    from pipeline.config.schema_train import Validation
     from pipeline.training.words import Heard
 
 

@@ -22,7 +22,7 @@ from pipeline.training.trackers import opened
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from pipeline.config.schema import Train
+    from pipeline.config.schema_train import Train
     from pipeline.memory.meters import Memory, Meter
     from pipeline.records import Tell
     from pipeline.training.batch import Origin

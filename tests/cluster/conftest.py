@@ -9,7 +9,7 @@ import pytest
 from pipeline.cluster.local import LocalExecutor
 from pipeline.cluster.machine import Machine
 from pipeline.cluster.slurm import SlurmExecutor
-from pipeline.config.schema import Slurm
+from pipeline.config.schema_cluster import Slurm
 from tests.slurm.conftest import cluster  # noqa: F401 - a fixture
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.cluster.choice import Shape, choose, eligible
-from pipeline.config.schema import Card
+from pipeline.config.schema_cluster import Card
 from pipeline.errors import PlanInfeasible
 
 GIB = 1 << 30

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from pipeline.cluster import sbatch
 from pipeline.cluster.spec import TASK, JobSpec
 from pipeline.config.load import load
-from pipeline.config.schema import Slurm
+from pipeline.config.schema_cluster import Slurm
 from pipeline.errors import SubmissionRefused
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.config.load import load
 from pipeline.config.presets import FOLDER
-from pipeline.config.schema import Train
+from pipeline.config.schema_train import Train
 from pipeline.config.shipped import shipped
 from pipeline.errors import ConfigError
 

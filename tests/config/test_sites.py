@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.config.document import Document
-from pipeline.config.schema import Card, Slurm, Supervisor
+from pipeline.config.schema_cluster import Card, Slurm, Supervisor
 from pipeline.config.shipped import shipped
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "configs/sites").glob("*.yaml"))

@@ -15,7 +15,8 @@ import typer
 
 from pipeline import errors
 from pipeline.cli.main import app
-from pipeline.config.schema import SECTIONS, Config, Section
+from pipeline.config.schema import SECTIONS, Config
+from pipeline.config.section import Section
 from pipeline.errors import PipelineError
 from pipeline.records import Reason
 from pipeline.runs.folder import RunFolder

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils._pytree import tree_map_only
 
-from pipeline.config.schema import Train
+from pipeline.config.schema_train import Train
 from pipeline.memory.footprint import Choice, Oracle, live_peak_bytes
 from pipeline.memory.margins import margin_of
 from pipeline.memory.plan import Filled, Plan

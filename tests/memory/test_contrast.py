@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.config.schema import Train
+from pipeline.config.schema_train import Train
 from pipeline.errors import ConfigError
 from pipeline.memory.facts import Facts
 from pipeline.memory.footprint import Choice

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from pipeline.config.load import load
-from pipeline.config.schema import Card, Config, Slurm
+from pipeline.config.schema import Config
+from pipeline.config.schema_cluster import Card, Slurm
 from pipeline.config.shipped import shipped
 from pipeline.runs import cards
 from pipeline.runs.site import Gpus, Site, parse_gres, parse_nodes, parse_partitions, parse_settings

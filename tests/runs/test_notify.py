@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.schema import Notify
+from pipeline.config.schema_cluster import Notify
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.notify import notify
 from tests.command import Command

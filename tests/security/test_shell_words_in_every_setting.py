@@ -22,7 +22,8 @@ from pydantic import BaseModel
 from pipeline.cluster import sbatch
 from pipeline.cluster.spec import TASK
 from pipeline.config.load import load
-from pipeline.config.schema import LEAVES, Card, Config, Notify
+from pipeline.config.schema import LEAVES, Config
+from pipeline.config.schema_cluster import Card, Notify
 from pipeline.errors import ConfigError, SubmissionRefused
 from pipeline.runs import folder as folders
 from pipeline.runs.attempts import Ask

@@ -19,7 +19,7 @@ from pipeline.cluster import commands
 from pipeline.cluster import slurm as module
 from pipeline.cluster.slurm import SlurmExecutor
 from pipeline.cluster.spec import TASK, JobSpec, TaskState
-from pipeline.config.schema import Slurm
+from pipeline.config.schema_cluster import Slurm
 from pipeline.errors import SubmissionRefused
 from tests.cluster.programs import AWAIT, EATS, IGNORES_TERM, MIB, WAITS, finish, python, step_until
 from tests.slurm.cluster import Cluster

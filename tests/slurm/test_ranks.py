@@ -17,7 +17,7 @@ from pipeline.cluster.peers import PEER_LOST
 from pipeline.cluster.slurm import SlurmExecutor
 from pipeline.cluster.spec import JobSpec, TaskState, TaskStatus
 from pipeline.cluster.verdict import GO_ON, Cause, Verdict, Word, judge
-from pipeline.config.schema import Slurm
+from pipeline.config.schema_cluster import Slurm
 from pipeline.errors import SubmissionRefused
 from tests.cluster.programs import MIB, finish, python, step_until
 from tests.slurm.cluster import Cluster

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipeline.config.schema import Train
+from pipeline.config.schema_train import Train
 from pipeline.graphs.graph import encode
 from pipeline.keys import recipe_key
 from pipeline.records import Tell

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.config.schema import Train
+from pipeline.config.schema_train import Train
 from pipeline.errors import PlanInfeasible
 from pipeline.records import Reason, Tell
 from pipeline.training.applying import Applied, Job, apply, digest_of, spans

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as some
 
-from pipeline.config.schema import Schedule
+from pipeline.config.schema_train import Schedule
 from pipeline.training.rates import factor, set_rate
 
 

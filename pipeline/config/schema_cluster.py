@@ -1,0 +1,193 @@
+"""The section cluster: where tasks run, what they may use, and what the cluster is like."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from pipeline.config.quantities import AutoCount, AutoCountOrNone, AutoMemory, Duration, Memory
+from pipeline.config.section import Name, Section, conflict
+
+# A stage is called as a method of pydantic's models is, which is deprecated and which nobody calls.
+warnings.filterwarnings("ignore", 'Field name "validate" in "Cluster"', UserWarning)
+
+
+class Slots(Section):
+    """What the local executor may use of this machine."""
+
+    cpus: AutoCount = Field(
+        default="auto", description="CPU cores for all tasks together; auto: those this process may use."
+    )
+    mem: AutoMemory = Field(
+        default="auto", description="Memory for all tasks together; auto: what the machine has free."
+    )
+    gpus: AutoCountOrNone = Field(
+        default="auto", description="GPUs for all tasks together; auto: those that are visible."
+    )
+
+
+class Resources(Section):
+    """What one task asks for."""
+
+    cpus: int = Field(default=1, ge=1, description="CPU cores of a task.")
+    gpus: int = Field(default=0, ge=0, description="GPUs of a task.")
+    mem: AutoMemory = Field(default="auto", description="Memory of a task; auto: planned.")
+    mem_per_gpu: Memory | None = Field(
+        default=None, description="Memory of a task for each of its GPUs, in place of mem."
+    )
+    time: Duration = Field(default=3600, description="Time limit of a task.")
+    partition: Name | None = Field(default=None, description="Partition of this stage; null: cluster.slurm.partition.")
+    constraint: Name | None = Field(
+        default=None, description="Nodes of this stage by their features; null: cluster.slurm.constraint."
+    )
+
+    @model_validator(mode="after")
+    def _one_way_to_ask_for_memory(self) -> Resources:
+        if self.mem_per_gpu is not None and self.mem != "auto":
+            raise conflict("mem_per_gpu", "excludes mem: keep one of the two")
+        if self.mem_per_gpu is not None and self.gpus == 0:
+            raise conflict("mem_per_gpu", "means nothing where gpus is 0: use mem")
+        return self
+
+
+class StageResources(Resources):
+    """What one task of a stage asks for, and how the stage is cut into tasks."""
+
+    items_per_task: AutoCount = Field(
+        default="auto", description="Items a task works through; auto: by the number of items."
+    )
+    minutes_per_task: int = Field(
+        default=10, ge=1, description="About how long a task should take, where items_per_task is auto."
+    )
+    parallel: int = Field(default=64, ge=1, description="Tasks of a stage that run at once on a cluster, at most.")
+
+
+class CheckResources(StageResources):
+    """What one task of validating the cache asks for; its items are cache files."""
+
+    parallel: int = Field(default=16, ge=1, description="Tasks that read the disk at once on a cluster, at most.")
+
+
+class TrainResources(Resources):
+    """What training asks for: one process, a rank, for each GPU; mem is that of a node, cpus those of a rank."""
+
+    nodes: int = Field(default=1, ge=1, description="Nodes; cluster.train.gpus is the GPUs of each.")
+    ranks: AutoCount = Field(
+        default="auto", description="Processes on each node; auto: one for each GPU, and one where there is none."
+    )
+
+    @property
+    def parallel(self) -> int:
+        """Return how many tasks run at once: all of its processes are one task."""
+        return 1
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Return how many processes a node has."""
+        return max(1, self.gpus) if self.ranks == "auto" else self.ranks
+
+    @property
+    def world(self) -> int:
+        """Return how many processes there are."""
+        return self.nodes * self.ranks_per_node
+
+    @model_validator(mode="after")
+    def _a_gpu_for_each_rank(self) -> TrainResources:
+        if self.gpus and self.ranks not in ("auto", self.gpus):
+            raise conflict("ranks", f"is {self.ranks} where gpus is {self.gpus}: a process has one GPU of its own")
+        return self
+
+
+class Card(Section):
+    """A kind of GPU that a cluster has."""
+
+    gres: Name | None = Field(default=None, description="Its type in a request, as in gpu:a100:1; null: none is named.")
+    feature: Name | None = Field(default=None, description="The feature of its nodes, where that tells them apart.")
+    partition: Name | None = Field(default=None, description="Where it is; null: cluster.slurm.partition.")
+    mem: Memory = Field(description="Memory of one.")
+
+
+class Slurm(Section):
+    """What a cluster is like; a profile in configs/sites/ holds these keys, and this section overrides it."""
+
+    name: Name = Field(default="slurm", description="What measurements of this cluster are remembered under.")
+    partition: Name | None = Field(default=None, description="Partition of jobs; null: the cluster's default.")
+    account: Name | None = Field(default=None, description="Account that jobs are charged to.")
+    qos: Name | None = Field(default=None, description="Quality of service of jobs.")
+    constraint: Name | None = Field(default=None, description="Features that nodes must have, as sbatch takes them.")
+    reservation: Name | None = Field(default=None, description="Reservation that jobs run in.")
+    gpus: Literal["gres", "gpus-per-node"] = Field(default="gres", description="How jobs ask for GPUs here.")
+    memory: Literal["mem", "mem-per-cpu", "none"] = Field(
+        default="mem", description="How jobs ask for memory here; none: it is not limited."
+    )
+    options: tuple[Name, ...] = Field(default=(), description="Further options of sbatch, such as --exclusive=user.")
+    setup: tuple[str, ...] = Field(
+        default=(), description="Shell lines that every job runs first: modules, conda, environment."
+    )
+    scratch: Name | None = Field(default=None, description="Folder on the node for temporary files, such as $TMPDIR.")
+    max_array_size: AutoCount = Field(default="auto", description="MaxArraySize; auto: as scontrol says.")
+    max_submit: AutoCount = Field(
+        default="auto", description="Tasks of yours that may be in the queue at once; auto: as sacctmgr says."
+    )
+    largest_mem: AutoMemory = Field(default="auto", description="Memory of the largest node; auto: as sinfo says.")
+    longest_time: Duration | None = Field(
+        default=None, description="The longest a job may ask for; null: as sinfo says."
+    )
+    cards: tuple[Card, ...] = Field(default=(), description="Kinds of GPU, for choosing one; none: whatever comes.")
+    grace: Duration = Field(default=90, description="How long before its time limit a task is told to finish in order.")
+    poll: Duration = Field(default=15, description="How often a supervisor that stays looks at its jobs.")
+
+
+class Supervisor(Section):
+    """What judges and repairs a run between its jobs."""
+
+    where: Literal["job", "login"] = Field(
+        default="job", description="job: small jobs of the cluster; login: a process on the machine that submits."
+    )
+    partition: Name | None = Field(default=None, description="Its partition; null: cluster.slurm.partition.")
+    qos: Name | None = Field(default=None, description="Its quality of service; null: cluster.slurm.qos.")
+    mem: Memory = Field(default=1 << 30, description="Memory of its job.")
+    time: Duration = Field(default=3600, description="Time limit of its job.")
+    tries: int = Field(default=3, ge=1, description="Attempts at a task that make no progress, before the stage fails.")
+
+
+class Notify(Section):
+    """Who is told when a stage has ended."""
+
+    command: tuple[Name, ...] = Field(
+        default=(), description="Command to run, with the run, the stage, its state and a message as further words."
+    )
+    mail: Name | None = Field(
+        default=None,
+        pattern=r"^[^\s-]\S*$",  # or sendmail would take it for an option
+        description="Address that gets a mail, where the node has sendmail.",
+    )
+
+
+class Cluster(Section):
+    """Where tasks run, and what they may use."""
+
+    executor: Literal["local", "slurm"] = Field(
+        default="local", description="What runs the tasks; local: this machine; slurm: a cluster."
+    )
+    site: Name | None = Field(
+        default=None, description="Profile of the cluster: a file, or a name in configs/sites; null: none."
+    )
+    runs: Path = Field(
+        default=Path("runs"), description="Folder of the run folders: logs, events, frozen configurations."
+    )
+    private: bool = Field(default=True, description="Whether run folders are readable by their owner alone.")
+    slots: Slots = Slots()
+    slurm: Slurm = Slurm()
+    supervisor: Supervisor = Supervisor()
+    notify: Notify = Notify()
+    scan: StageResources = StageResources()
+    embed: StageResources = StageResources()
+    graph: StageResources = StageResources()
+    train: TrainResources = TrainResources()
+    evaluate: TrainResources = TrainResources()
+    predict: TrainResources = TrainResources()
+    validate: CheckResources = CheckResources()  # type: ignore[assignment]  # pydantic has such a method

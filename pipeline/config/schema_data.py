@@ -1,0 +1,240 @@
+"""The sections data, structures, embed and graph: which items there are, and what is made of each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field, StringConstraints, model_validator
+
+from pipeline.config.quantities import AutoCount, Option, Size
+from pipeline.config.section import Name, Section, conflict
+
+Label: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+
+OF_STRUCTURES = (
+    "structures_dir", "pattern", "splits", "state", "receptor_chains", "ligand_chains", "partners", "labels",
+)  # fmt: skip
+TAKEN = ("receptor", "ligand", "complex", "whole", "cross", "label", "ptr")  # by the parts of a batch
+STRUCTURE_PATTERNS = tuple(
+    f"**/*.{kind}{packed}" for kind in ("pdb", "ent", "cif", "mmcif", "bcif") for packed in ("", ".gz")
+)
+
+
+class Data(Section):
+    """Which items to use, and how the files say what belongs together."""
+
+    source: Literal["manifest", "pairs", "sabdab", "pinder", "glob", "fasta", "reader"] = Field(
+        default="manifest", description="How the data set is laid out; reader: as a class of your own reads it."
+    )
+    path: Path = Field(description="The file (manifest, sabdab, pinder, fasta) or folder (pairs, glob) to read.")
+    reader: Name | None = Field(
+        default=None,
+        pattern=r"^[\w.]+:\w+$",
+        description="What reads items that are no structures, as package.module:Name.",
+    )
+    options: dict[Name, Option] = Field(
+        default={}, description="What the reader's class is called with, by name, besides path."
+    )
+    structures_dir: Path | None = Field(
+        default=None, description="Folder of the structure files that a table names; null: beside the table."
+    )
+    pattern: tuple[Name, ...] = Field(
+        default=STRUCTURE_PATTERNS, min_length=1, description="Which files below path are taken; for glob."
+    )
+    splits: Path | None = Field(default=None, description="CSV with the columns path and split; for pairs.")
+    state: Literal["bound", "unbound"] = Field(
+        default="bound",
+        description="Which structures are the input; unbound (pairs, pinder) ones take labels from the bound ones.",
+    )
+    receptor_chains: tuple[Name, ...] = Field(
+        default=(), description="Chains of the receptor in every file; empty: as the source says."
+    )
+    ligand_chains: tuple[Name, ...] = Field(
+        default=(), description="Chains of the ligand in every file; empty: as the source says."
+    )
+    labels: tuple[Label, ...] = Field(
+        default=(),
+        description="Columns of numbers that tasks find as item.values[name]; for manifest, sabdab and pinder.",
+    )
+    partners: Literal["auto", "none"] = Field(
+        default="auto",
+        description="Files whose chains nobody names; auto: two polymer chains are the partners; none: a file is one.",
+    )
+    on_leak: Literal["error", "warn", "ignore"] = Field(
+        default="error", description="What to do when an id, a sequence or a cluster is in two splits."
+    )
+    limit: int | None = Field(
+        default=None, ge=1, description="Take only the first so many items, for a trial; null: all."
+    )
+    max_rejected_fraction: float = Field(
+        default=0.05, ge=0, le=1, description="Stop when more than this fraction of the items cannot be used."
+    )
+
+    @model_validator(mode="after")
+    def _partners_share_no_chain(self) -> Data:
+        if shared := sorted(set(self.receptor_chains) & set(self.ligand_chains)):
+            raise conflict("ligand_chains", f"{', '.join(shared)} is also in receptor_chains: a chain has one side")
+        return self
+
+    @model_validator(mode="after")
+    def _labels_have_names_of_their_own(self) -> Data:
+        if taken := sorted(set(self.labels) & set(TAKEN)):
+            raise conflict("labels", f"{taken[0]} is the name of a part of a batch: call the column otherwise")
+        if len(set(self.labels)) < len(self.labels):
+            raise conflict("labels", "names a column twice")
+        return self
+
+    @model_validator(mode="after")
+    def _a_reader_is_named(self) -> Data:
+        if self.source == "reader" and self.reader is None:
+            raise conflict("source", "reader needs the name of a class: data.reader: package.module:Name")
+        if self.source != "reader" and (self.reader is not None or self.options):
+            key = "options" if self.reader is None else "reader"
+            raise conflict(key, f"is for data.source: reader, and the source is {self.source}")
+        if "path" in self.options:
+            raise conflict("options", "path is data.path, which a reader is given anyway")
+        for key in OF_STRUCTURES if self.source == "reader" else ():
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise conflict(key, "is for structures: what a reader takes, such as splits, is in data.options")
+        return self
+
+
+class Structures(Section):
+    """How a structure file becomes residues, wherever it leaves a choice."""
+
+    altlocs: Literal["highest", "first"] = Field(
+        default="highest",
+        description="Which of several alternative locations stays: the highest occupancy, or the first.",
+    )
+    model: int = Field(default=1, ge=1, description="Which model of a file with several, counted from 1.")
+    chain_names: Literal["author", "label"] = Field(
+        default="author", description="Chain names of mmCIF: those of the authors (as in PDB files), or the labels."
+    )
+    assembly: Name | None = Field(
+        default=None, description='Name of the biological assembly, such as "1"; null: the asymmetric unit.'
+    )
+    sequence: Literal["observed", "seqres"] = Field(
+        default="observed", description="Sequence of a chain: the residues with coordinates, or all of SEQRES."
+    )
+    require: Literal["ca", "backbone"] = Field(
+        default="backbone", description="Atoms a residue must have to be used: CA, or N, CA and C."
+    )
+    incomplete: Literal["drop", "reject"] = Field(
+        default="drop", description="A residue without those atoms: drop it, or reject the complex."
+    )
+    modified: Literal["parent", "unknown", "reject"] = Field(
+        default="parent", description="Modified residues: their parent (MSE is MET), X, or reject the complex."
+    )
+    ligands: Literal["drop", "keep"] = Field(
+        default="drop", description="Small molecules and ions of the chosen chains; keep: for atom graphs."
+    )
+    max_residues: int = Field(default=10_000, ge=1, description="A complex with more residues is rejected.")
+    max_file_bytes: Size = Field(
+        default=64 << 20, description="A file larger than this, after decompression, is rejected."
+    )
+
+
+class EmbedBatch(Section):
+    """How sequences are put together for the encoder; changes speed and memory, never a result."""
+
+    policy: Literal["divisor", "tokens"] = Field(
+        default="divisor", description="divisor: equal small batches of at most cap; tokens: filled up to the budget."
+    )
+    cap: AutoCount = Field(default=4, description="Most sequences of a batch, for divisor; auto: by free memory.")
+    budget: AutoCount = Field(
+        default="auto", description="Most tokens of a batch (residues + 2 of each sequence); auto: by free memory."
+    )
+
+
+class LongSequences(Section):
+    """What becomes of sequences longer than the model saw in training; ESM-2 itself has no limit."""
+
+    policy: Literal["full", "windows", "truncate", "error"] = Field(
+        default="full", description="full: as one; windows: overlapping; truncate: the beginning; error: rejected."
+    )
+    length: int = Field(default=1022, ge=64, description="Residues of a window, and where the other policies begin.")
+    overlap: int = Field(default=256, ge=0, description="Residues that neighbouring windows share.")
+
+    @model_validator(mode="after")
+    def _windows_advance(self) -> LongSequences:
+        if 2 * self.overlap > self.length:
+            raise conflict("overlap", "is more than half of length: windows would hardly advance")
+        return self
+
+
+class Embed(Section):
+    """How sequences become embeddings."""
+
+    weights: Path = Field(
+        default=Path("weights/esm2_t33_650M_UR50D.pt"),
+        description="ESM-2 checkpoint: a fair-esm .pt file, or a Hugging Face folder or .safetensors file.",
+    )
+    layer: AutoCount = Field(default="auto", description="Layer whose output is kept; auto: the last.")
+    context: Literal["chain", "partner"] = Field(
+        default="chain", description="What is encoded as one: each chain, or the joined chains of a partner."
+    )
+    precision: Literal["auto", "fp32", "fp16", "bf16"] = Field(
+        default="auto", description="What is computed in; auto: fp16 on a GPU, fp32 on a CPU."
+    )
+    storage: Literal["auto", "fp32", "fp16", "bf16"] = Field(
+        default="auto", description="What embeddings are kept in; auto: as they were computed."
+    )
+    half_fallback: Literal["fp32", "none"] = Field(
+        default="fp32", description="Where half precision is not good enough: compute that in fp32, or reject it."
+    )
+    on_oom: Literal["windows", "cpu"] = Field(
+        default="windows", description="A single sequence that does not fit: in windows, or on the CPU."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="What it is computed on; auto: the GPU if cluster.embed.gpus is not 0."
+    )
+    batch: EmbedBatch = EmbedBatch()
+    long: LongSequences = LongSequences()
+
+
+class AtomGraph(Section):
+    """What atom graphs have besides; where graph.nodes is atom."""
+
+    radius: float | None = Field(
+        default=5.0, gt=0, le=20, description="Å within which atoms that no bond joins get an edge; null: none."
+    )
+    hops: int = Field(
+        default=3, ge=1, le=3, description="Edges along bonds; 1: bonds, 2: and angles (1-3), 3: and dihedrals (1-4)."
+    )
+    hydrogens: bool = Field(default=False, description="Whether hydrogen atoms are nodes.")
+
+
+class Graph(Section):
+    """How structures become graphs."""
+
+    nodes: Literal["residue", "atom"] = Field(
+        default="residue",
+        description="residue: a node at each CA of proteins; atom: at each atom, RNA's and ligands' too.",
+    )
+    neighbours: int = Field(
+        default=20, ge=0, le=1000, description="Edges from each residue's nearest ones in its partner; 0: none."
+    )
+    radius: float | None = Field(
+        default=None, gt=0, le=50, description="Å between CA atoms within which residues get an edge; null: none."
+    )
+    cross_neighbours: int = Field(
+        default=0, ge=0, le=1000, description="Edges from each residue's nearest ones in the other partner; 0: none."
+    )
+    cross_radius: float | None = Field(
+        default=None, gt=0, le=50, description="Å within which nodes of the two partners get an edge; null: none."
+    )
+    contacts: float | None = Field(
+        default=5.0,
+        gt=0,
+        le=100,
+        description="Å between heavy atoms of a native contact; null: no labels.",
+    )
+    cache: bool = Field(default=True, description="Keep graphs on disk; false: built anew whenever they are read.")
+    atom: AtomGraph = AtomGraph()
+
+    @model_validator(mode="after")
+    def _some_edges(self) -> Graph:
+        if self.nodes == "residue" and self.neighbours == 0 and self.radius is None:
+            raise conflict("neighbours", "is 0 and radius is null: residues would have no edges")
+        return self

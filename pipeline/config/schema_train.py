@@ -1,0 +1,177 @@
+"""The section train: what is trained, evaluated and predicted, and what the planner may decide about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from pipeline.config.quantities import AutoCount, AutoFlag, Duration, Option
+from pipeline.config.section import Name, Section, conflict
+
+
+class CurriculumStage(Section):
+    """Epochs that are trained on the smaller items alone."""
+
+    epochs: int = Field(ge=1, description="How many epochs; the rest, with all items, comes after the last stage.")
+    largest: dict[Name, int] = Field(min_length=1, description="Sizes of the items that take part, at most, by name.")
+
+
+class Schedule(Section):
+    """How the learning rate changes, by optimizer steps."""
+
+    kind: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="constant; or falling to `least` of it over all epochs, linear or cosine."
+    )
+    warmup: int = Field(default=0, ge=0, description="Steps over which the rate grows from 0.")
+    least: float = Field(default=0.0, ge=0, le=1, description="Share of the learning rate at the end.")
+
+
+class Validation(Section):
+    """How a model is looked at while it is trained."""
+
+    split: Name | None = Field(default="val", description="Which split; null, or one that has no items: none.")
+    every: int = Field(default=1, ge=1, description="Epochs between validations.")
+    limit: int | None = Field(default=None, ge=1, description="Items at most, always the same; null: all.")
+    monitor: Name = Field(default="loss", description="The figure by which checkpoints are the best: loss or a metric.")
+    better: Literal["auto", "lower", "higher"] = Field(
+        default="auto", description="Which values are better; auto: lower for loss, higher for metrics."
+    )
+    patience: int | None = Field(
+        default=None, ge=1, description="End after so many validations without a better one; null: never."
+    )
+
+    @property
+    def lower_is_better(self) -> bool:
+        """Say which values of the watched figure are better."""
+        if self.better != "auto":
+            return self.better == "lower"
+        return self.monitor == "loss" or self.monitor.startswith("loss.")
+
+
+class Checkpoints(Section):
+    """When training is saved, and what is kept."""
+
+    every: int | None = Field(default=None, ge=1, description="Steps between checkpoints; null: by time alone.")
+    minutes: float = Field(default=10, gt=0, description="Minutes between checkpoints at most; one ends every epoch.")
+    last: int = Field(default=2, ge=2, description="How many of the newest are kept; a damaged one is skipped.")
+    best: int = Field(default=1, ge=0, description="How many of the best are kept.")
+    asynchronous: AutoFlag = Field(
+        default="auto", description="Whether training goes on while a copy is written; auto: where memory allows."
+    )
+
+
+class Evaluate(Section):
+    """Which model is looked at, and on what."""
+
+    split: Name | None = Field(default="test", description="Which split; null: every item.")
+    checkpoint: Name = Field(default="best", description="best, last, or the folder of a checkpoint.")
+
+
+class Predict(Section):
+    """Which model predicts, and where the predictions go."""
+
+    split: Name | None = Field(default=None, description="Which split; null: every item.")
+    checkpoint: Name = Field(default="best", description="best, last, or the folder of a checkpoint.")
+    folder: Path = Field(default=Path("predictions"), description="Folder of predictions, a folder for each set.")
+
+
+class Train(Section):
+    """What is trained, and what the planner may decide about it."""
+
+    task: Name | None = Field(
+        default=None, pattern=r"^[\w.]+:\w+$", description="The model and its loss, as package.module:Name."
+    )
+    options: dict[Name, Option] = Field(default={}, description="What the task's class is called with, by name.")
+    command: Name | None = Field(
+        default=None, description="A script of your own in place of a task; {micro_batch} and others are filled in."
+    )
+    preset: Literal["standard", "careful", "extreme"] | None = Field(
+        default=None, description="Settings to begin with, from configs/presets; what is written here beats them."
+    )
+    models: Path = Field(default=Path("models"), description="Folder of what is trained, a folder each.")
+    pretrained: Path | None = Field(default=None, description="Weights to begin with: a file, or a checkpoint.")
+    pretrained_partial: bool = Field(
+        default=False, description="Whether weights that are missing or of other sizes may be left out."
+    )
+    seed: int = Field(default=0, ge=0, description="Of fresh parameters, the order of items, and all random numbers.")
+    split: Name | None = Field(default="train", description="Which split is trained on; null: every item.")
+    effective_batch: int = Field(default=8, ge=1, description="Items in an optimizer step, over all GPUs.")
+    micro_batch: AutoCount = Field(default="auto", description="Most items of a GPU at once; auto: planned, by cost.")
+    batching: Literal["concatenated", "padded"] = Field(
+        default="concatenated", description="How items make a batch: one after the other, or padded to the largest."
+    )
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        default="fp32", description="What is computed in; auto: the planner may choose half precision."
+    )
+    checkpointing: AutoFlag = Field(
+        default="auto", description="Whether repeated blocks are computed again in backward; auto: where it is needed."
+    )
+    offload: AutoFlag = Field(
+        default="auto", description="Whether activations wait in the host's memory; auto: where it is needed."
+    )
+    sharding: AutoFlag = Field(
+        default="auto", description="Whether parameters and optimizer state are spread over the GPUs (FSDP2)."
+    )
+    optimizer: Literal["adamw", "adam", "sgd"] = Field(default="adamw", description="The optimizer.")
+    way: Literal["auto", "foreach", "fused", "loop"] = Field(
+        default="auto", description="How the optimizer works through the parameters; auto: foreach on GPUs, else loop."
+    )
+    learning_rate: float = Field(default=1e-4, gt=0, description="Its learning rate.")
+    weight_decay: float = Field(default=0.01, ge=0, description="Its weight decay.")
+    clip: float | None = Field(default=1.0, gt=0, description="The norm of all gradients at most; null: any.")
+    ema: float | None = Field(default=None, gt=0, lt=1, description="Decay of moving averages; null: none are kept.")
+    frozen: tuple[Name, ...] = Field(default=(), description="Parameters whose names begin so are not trained.")
+    schedule: Schedule = Schedule()
+    compile: bool = Field(default=False, description="Whether torch.compile is used.")
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = Field(
+        default="default", description="How hard it tries."
+    )
+    allocator: Literal["auto", "default", "expandable"] = Field(
+        default="auto", description="How torch's allocator takes memory from the card."
+    )
+    oversize: Literal["error", "crop", "skip"] = Field(
+        default="error", description="Items that no plan can hold; error: nothing is submitted."
+    )
+    epochs: int = Field(default=10, ge=1, description="Epochs in all.")
+    curriculum: tuple[CurriculumStage, ...] = Field(default=(), description="Epochs with the smaller items first.")
+    validation: Validation = Validation()
+    checkpoints: Checkpoints = Checkpoints()
+    nan: Literal["stop", "skip", "rollback"] = Field(
+        default="stop", description="A loss or a gradient that is not finite: end, leave the step out, or go back."
+    )
+    too_large: Literal["cpu", "skip", "error"] = Field(
+        default="cpu", description="An item that ends a GPU's memory even alone, with every remedy: where it goes."
+    )
+    hang: Duration = Field(default=1800, description="Without progress for so long, a process counts as hung.")
+    slots: int = Field(default=4, ge=2, description="Batches that the loader holds in memory.")
+    threads: int = Field(default=2, ge=1, description="Threads that read batches.")
+    pin: AutoFlag = Field(default="auto", description="Whether batches are in pinned memory; auto: for GPUs.")
+    empty_cache_every: int | None = Field(
+        default=None, ge=1, description="Empty the allocator's cache every so many micro-batches; null: never."
+    )
+    memory_fraction: float | None = Field(
+        default=None, gt=0, le=1, description="Share of a card's memory that may be used; null: all of it."
+    )
+    collect_every: int | None = Field(
+        default=None, ge=1, description="Let Python collect garbage every so many steps only; null: when it wants to."
+    )
+    synchronise: bool = Field(default=False, description="Wait for the card after every micro-batch: for measuring.")
+    log_every: int = Field(default=10, ge=1, description="Steps between lines of figures.")
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(
+        default=(), description="Who gets the figures besides the files."
+    )
+    evaluate: Evaluate = Evaluate()
+    predict: Predict = Predict()
+
+    @model_validator(mode="after")
+    def _a_micro_batch_is_part_of_a_step(self) -> Train:
+        if self.micro_batch != "auto" and self.micro_batch > self.effective_batch:
+            what = f"{self.micro_batch} is more than effective_batch, {self.effective_batch}: lower it, or raise that"
+            raise conflict("micro_batch", what)
+        if self.task is not None and self.command is not None:
+            raise conflict("command", "is a script in place of a task: keep one of the two")
+        if self.curriculum and sum(stage.epochs for stage in self.curriculum) >= self.epochs:
+            raise conflict("curriculum", f"leaves none of the {self.epochs} epochs (train.epochs) for all items")
+        return self
