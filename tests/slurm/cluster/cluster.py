@@ -76,7 +76,8 @@ class Cluster:
                 return
             self._end_everything()
             self._empty_folder()
-            self._start_everything()
+            with _alone_in(self.folder.parent):
+                self._start_everything()
 
     def stop(self) -> None:
         """End every process of the cluster and remove all that it left."""
@@ -314,6 +315,17 @@ def _is_same(handle: int, path: Path) -> bool:
 def _listens(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as end:
         return end.connect_ex(str(path)) == 0
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Let one cluster at a time begin: two look for free ports, and make their databases, in each other's way."""
+    handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _free_ports(count: int) -> int:
