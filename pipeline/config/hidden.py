@@ -14,8 +14,9 @@ MASK = "***"
 SHORTEST = 6  # a shorter value is a number or a word that would be masked all over a text
 _NAME = r"(?:token|secret|password|passwd|credentials?|(?:api|access|secret|private)[_-]?key|signature)"
 _IN_URL = re.compile(r"(?<=://)([^\s/@:]*):[^\s/@]+(?=@)")
-_SAID = re.compile(
-    rf"((?:--[\w-]*{_NAME}\s+|[\w.-]*{_NAME}[\"']?\s*[=:]\s*)[\"']?)[^\s\"',}}&]{{{SHORTEST},}}", re.IGNORECASE
+_SAID = re.compile(  # a long word is gone through once: it is looked at from its beginning only
+    rf"((?<![\w.-])(?:--[\w-]*{_NAME}\s+|[\w.-]*{_NAME}[\"']?\s*[=:]\s*)[\"']?)[^\s\"',}}&]{{{SHORTEST},}}",
+    re.IGNORECASE,
 )
 _ENDS_SO = re.compile(rf"{_NAME}$", re.IGNORECASE)
 _VARIABLE = re.compile(r"(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$")

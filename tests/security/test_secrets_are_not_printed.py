@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -177,3 +178,11 @@ def test_nested_settings_are_masked_by_the_name_above_them() -> None:
     assert hidden_in(told) == {
         "options": {"api_token": MASK, "many": ["https://a:***@c", 3]}, "password": [MASK, MASK], "n": None
     }  # fmt: skip
+
+
+def test_a_text_of_long_words_is_gone_through_at_once() -> None:
+    """An error may quote a sequence of thousands of letters: what looks for names in it must not begin at each."""
+    long, option = "A" * 30_000, "--" + "a-" * 15_000
+    begun = time.process_time()
+    assert hidden(f"{long} {option} api_key={OPTION}") == f"{long} {option} api_key={MASK}"
+    assert time.process_time() - begun < 2
