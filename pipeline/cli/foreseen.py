@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 def show_plan(project: Project, stages: list[str], executor: Executor, emit: Path | None) -> None:
     """Print what each stage would do, and the scripts that would be submitted."""
     from pipeline.report import tables
+    from pipeline.report.outlook import plan_table
     from pipeline.runs import scripted, workflow
     from pipeline.runs.submit import plan, script_outline
 
     plans = [plan(project, workflow.stage(name), executor, folder=None) for name in stages]
-    tables.show(tables.plan_table([one.row() for one in plans]))
+    tables.show(plan_table([one.row() for one in plans]))
     for one in plans:
         if waiting := one.counts().get("waiting"):
             typer.echo(f"{one.stage.name}: {waiting:,} items are not scanned yet; what they hold is not counted")

@@ -58,6 +58,7 @@ def plan(
     from pipeline.cluster.spec import Limits
     from pipeline.errors import ConfigError
     from pipeline.report import tables
+    from pipeline.report.outlook import estimate_report
     from pipeline.runs.executors import open_executor
     from pipeline.runs.loading import graph_command
     from pipeline.runs.outlook import estimates
@@ -86,7 +87,7 @@ def plan(
     if as_json:
         print_json(found)
     else:
-        tables.show(*tables.estimate_report(found), columns=tables.MESSAGE)
+        tables.show(*estimate_report(found), columns=tables.MESSAGE)
         if stage is Planned.ALL and loaded.config.train.task is not None:
             typer.echo("training is planned apart: pipeline plan --stage train --gpu a100-80gb")
 

@@ -292,13 +292,15 @@ def _after_stop(folder: RunFolder, executor: Executor) -> str:
 def tables_of(status: RunStatus) -> None:
     """Print how a run ended; `main` says the error."""
     from pipeline.report import tables
+    from pipeline.report.run import run_report
 
-    tables.show(*tables.run_report(status.to_json() | {"error": ""}))
+    tables.show(*run_report(status.to_json() | {"error": ""}))
 
 
 def _shown(live: Live) -> Callable[[RunStatus], None]:
     """Return what shows the stages of a run as they go."""
     from pipeline.report import tables
+    from pipeline.report.outlook import stage_line
 
     announced: set[str] = set()
 
@@ -306,7 +308,7 @@ def _shown(live: Live) -> Callable[[RunStatus], None]:
         for stage in status.in_order():
             if stage.name not in announced and stage.submitted:
                 announced.add(stage.name)
-                tables.show(tables.stage_line(stage.name, stage.counts()), to_stderr=True)
+                tables.show(stage_line(stage.name, stage.counts()), to_stderr=True)
             live.show(stage)
 
     return watch

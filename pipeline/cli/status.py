@@ -27,6 +27,7 @@ def status(
 
     from pipeline.errors import ConfigError
     from pipeline.report import tables
+    from pipeline.report.run import run_report
 
     if watch and as_json:
         raise ConfigError("one document cannot go on", where="--json", remedy="leave --watch or --json out")
@@ -41,7 +42,7 @@ def status(
     if as_json:
         print_json(now())
     else:
-        tables.show(*tables.run_report(now()))
+        tables.show(*run_report(now()))
 
 
 def _looks(folder: RunFolder, *, watch: bool) -> tuple[Callable[[], dict[str, Any]], Callable[[], bool]]:

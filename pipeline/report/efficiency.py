@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pipeline.report.tables import UNIT, duration, plural, size, story, table
+from pipeline.report.census import UNIT
+from pipeline.report.run import story
+from pipeline.report.tables import duration, plural, size, table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

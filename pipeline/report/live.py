@@ -18,7 +18,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from pipeline.report.tables import UNIT, read_so_far, speed
+from pipeline.report.census import UNIT
+from pipeline.report.progress import read_so_far, speed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

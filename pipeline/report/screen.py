@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from pipeline.report.tables import TASK_STATES, UNIT, duration, found_damage, plural, size
+from pipeline.report.census import UNIT, found_damage
+from pipeline.report.progress import TASK_STATES
+from pipeline.report.tables import duration, plural, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

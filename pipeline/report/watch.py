@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from pipeline.report.run import run_report
 from pipeline.report.screen import Screen, screen
-from pipeline.report.tables import run_report, show
+from pipeline.report.tables import show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster.verdict import Cause
-from pipeline.report.tables import found_so_far, read_so_far, script_figures
+from pipeline.report.progress import found_so_far, read_so_far, script_figures
 from pipeline.runs.page_time import first_start
 from pipeline.runs.pending import left_s, use
 from pipeline.runs.status import COUNTED, RunState

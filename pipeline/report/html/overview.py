@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pipeline.report.census import DAMAGED, UNIT, found_damage
 from pipeline.report.html.text import Html, badge, figure, hours, joined, moment, note, section, tag
-from pipeline.report.tables import DAMAGED, UNIT, duration, found_damage, plural, size
+from pipeline.report.tables import duration, plural, size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pipeline.report.census import CENSUS, DAMAGED, UNIT, found_damage
 from pipeline.report.html.overview import error_box
 from pipeline.report.html.plots import Line, plot
 from pipeline.report.html.scales import numbers, times, wholes
@@ -21,7 +22,8 @@ from pipeline.report.html.text import (
     time_cell,
 )  # fmt: skip
 from pipeline.report.html.timeline import timeline
-from pipeline.report.tables import CENSUS, DAMAGED, UNIT, duration, found_damage, speed
+from pipeline.report.progress import speed
+from pipeline.report.tables import duration
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

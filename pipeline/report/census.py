@@ -1,0 +1,209 @@
+"""What each stage works through, and what came of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pipeline.report.tables import plural, size, table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from rich.console import RenderableType
+    from rich.table import Table
+
+UNIT = {
+    "scan": "item",
+    "embed": "sequence",
+    "graph": "graph",
+    "train": "step",
+    "evaluate": "item",
+    "predict": "item",
+    "validate": "file",
+    "regenerate": "record",
+}
+EDGE_KINDS = ("bond", "angle", "dihedral", "near")
+VALIDATED = ("records", "whole", "lost")
+# What may become of a record that a damage list names.
+REGENERATED = {
+    "whole": "there now",
+    "foreign": "of no item here",
+    "unmade": "could not be made",
+    "later": "made when needed",
+}
+DAMAGED = "damage was found"
+
+
+def unit_of(name: str, counts: Mapping[str, Any]) -> str:
+    """Return what a stage works through: a reader's data set is read as one."""
+    return "data set" if counts.get("sets") else UNIT[name]
+
+
+def census_lines(census: Mapping[str, Any]) -> list[RenderableType]:
+    """Show the numbers of a scanned data set."""
+    shown: list[RenderableType] = [_accepted(census)]
+    if census["splits"]:
+        shown.append("splits: " + ", ".join(f"{name} {count:,}" for name, count in census["splits"].items()))
+    if census["chains"]:
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in census["chains"].items())
+        shown.append(f"chains: {kinds}; {census['sequences']:,} distinct sequences, longest {census['longest']:,}")
+    if census["sizes"]:
+        rows = [
+            (name, f"{spread['median']:,.0f}", f"{spread['p95']:,.0f}", f"{spread['max']:,.0f}")
+            for name, spread in census["sizes"].items()
+            if spread["max"]
+        ]
+        shown += ["", table(("size", "median", "p95", "max"), rows, right="median p95 max")]
+    return shown
+
+
+def embedded_lines(embedded: Mapping[str, Any]) -> list[RenderableType]:
+    """Show the numbers of an embedded data set."""
+    return [
+        f"{_accepted(embedded)}; {embedded['sequences']:,} distinct sequences embedded, "
+        f"{embedded['residues']:,} residues, longest {embedded['longest']:,}"
+    ]
+
+
+def graphed_lines(graphed: Mapping[str, Any]) -> list[RenderableType]:
+    """Show the numbers of a data set of graphs."""
+    totals = {name: f"{count:,} {name}" for name, count in graphed["totals"].items() if count}
+    typed = ", ".join(totals.pop(name) for name in EDGE_KINDS if name in totals)
+    if typed:
+        totals["edges"] += f" ({typed})"
+    return [f"{_accepted(graphed)}; {', '.join([*totals.values(), ''])}largest {graphed['largest']:,} nodes"]
+
+
+def _accepted(counted: Mapping[str, Any]) -> str:
+    """Say how many items were accepted and how many were not."""
+    return (
+        f"{plural(counted['items'] + counted['undone'], 'item')}: {counted['accepted']:,} accepted, "
+        f"{counted['items'] - counted['accepted']:,} rejected ({counted['rejected_fraction']:.1%})"
+        + (f", {counted['undone']:,} not done" if counted["undone"] else "")
+        + (f", {counted['unnamed']:,} missing that the list does not name" if counted.get("unnamed") else "")
+    )
+
+
+def rejection_table(rejected: Mapping[str, int], examples: Mapping[str, str]) -> Table:
+    """Show why items were left out, most frequent reason first."""
+    rows = [(reason, f"{count:,}", examples.get(reason, "")) for reason, count in rejected.items()]
+    return table(("rejected", "items", "for example"), rows, right="items")
+
+
+def trained_lines(census: Mapping[str, Any]) -> list[str]:
+    """Say what came of a training."""
+    if census.get("command"):
+        return script_lines(census)
+    last, best, monitor = census["last"], census["best"], census["monitor"]
+    said = [f"{plural(census['epochs'], 'epoch')}, {plural(census['steps'], 'step')}"]
+    if last:
+        losses = ", ".join(f"{name} {_figure(value)}" for name, value in last["loss"].items())
+        pace = f"{last['items_per_s']:,.3g} items/s, waited for data {last['wait_share']:.1%}"
+        said.append(f"last epoch: {losses}; {pace}")
+        memory = [size(last[name]) for name in ("allocated_bytes", "reserved_bytes", "peak_bytes")]
+        said.append(f"memory: {memory[0]} allocated, {memory[1]} reserved, {memory[2]} at the peak")
+    if best:
+        figures = ", ".join(f"{name} {_figure(value)}" for name, value in best["validation"].items())
+        said.append(f"best epoch, by {monitor}, is {best['epoch']} of {census['epochs']}: {figures}")
+    said += [f"{plural(census['ooms'], 'out-of-memory')} survived"] if census["ooms"] else []
+    climbed = [f"{plural(items, 'item')} by {rung}" for rung, items in census.get("remedied", {}).items()]
+    said += [f"remedies: {', '.join(climbed)}"] if climbed else []
+    said += [f"{plural(census['cropped'], 'item')} cropped"] if census["cropped"] else []
+    return [*said, f"model: {census['folder']}"]
+
+
+def script_lines(census: Mapping[str, Any]) -> list[str]:
+    """Say what came of a script."""
+    micro = f", the last with micro-batches of {census['micro_batch']}" if census["ooms"] else ""
+    attempts = [f"{plural(census['attempts'], 'attempt')}{micro}"] if census["attempts"] > 1 else []
+    command = f"a script, which runs whenever it is asked for: {census['command']}"
+    return [command, *attempts, f"output: {census['folder']}"]
+
+
+def evaluated_lines(census: Mapping[str, Any]) -> list[RenderableType]:
+    """Say what a model comes to on a split."""
+    if census["nothing"]:
+        return []
+    shown: list[RenderableType] = [_accepted(census), _applied(census)]
+    if census["figures"]:
+        rows = [(name, _figure(value)) for name, value in census["figures"].items()]
+        shown += ["", table((census["split"] or "all items", "figure"), rows, right="figure"), ""]
+    return [*shown, f"kept: {census['file']}"] if census["file"] else shown
+
+
+def predicted_lines(census: Mapping[str, Any]) -> list[RenderableType]:
+    """Say where predictions are, and how they begin."""
+    shown: list[RenderableType] = [_accepted(census)]
+    if census["folder"]:
+        files = ", ".join(f"{name} {size(count)}" for name, count in census["files"].items())
+        shown += [_applied(census), f"predictions: {census['folder']}", f"  {files}", *census["lines"]]
+    return shown
+
+
+def _applied(census: Mapping[str, Any]) -> str:
+    """Say which model was applied to what."""
+    return f"split {census['split'] or 'null: every item'}; {census['checkpoint']} of {census['model']}"
+
+
+def _figure(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4g}"
+
+
+def found_damage(stage: Mapping[str, Any]) -> bool:
+    """Say whether a stage came to its end and found that something is wrong."""
+    return stage["name"] == "validate" and bool(stage["census"] and stage["census"]["summary"]["findings"])
+
+
+def validated_files(stage: Mapping[str, Any]) -> str:
+    """Say how many files of which sort were looked at, where that is known; empty: it is not."""
+    if stage["name"] != "validate" or not (stage["census"] or {}).get("shards"):
+        return ""
+    indexes = stage["items"] - stage["census"]["shards"]
+    return f"{plural(stage['census']['shards'], 'shard')} and {indexes:,} {'index' if indexes == 1 else 'indexes'}"
+
+
+def validated_lines(census: Mapping[str, Any]) -> list[RenderableType]:
+    """Say what is wrong with a cache."""
+    found = census["summary"]
+    if not census["report"]:
+        return [f"{plural(census['undone'], 'file')} not judged"]
+    read = f"{size(found['bytes'])} read ({found['how']})"
+    told = f"{plural(found['records'], 'record')}: {found['whole']:,} whole, {found['lost']:,} lost; {read}"
+    rows = [(kind, *(f"{counts[name]:,}" for name in VALIDATED)) for kind, counts in found["kinds"].items()]
+    shown: list[RenderableType] = [told, "", table(("kind", *VALIDATED), rows, right=" ".join(VALIDATED)), ""]
+    if found["findings"]:
+        faults = ", ".join(f"{count:,} {fault}" for fault, count in sorted(found["faults"].items()))
+        shown.append(f"{plural(found['findings'], 'thing')} wrong: {faults}")
+    return [*shown, f"{'damage list' if found['findings'] else 'nothing is wrong'}: {census['report']}"]
+
+
+def regenerated_lines(census: Mapping[str, Any]) -> list[RenderableType]:
+    """Say what became of the records that a damage list names."""
+    if not census["source"]:
+        return ["everything that this data set needs is there"]
+    named = census["named"]
+    columns = {"named": named} | {words: census[name] for name, words in REGENERATED.items() if census[name]}
+    rows = [(kind, *(f"{counts.get(kind, 0):,}" for counts in columns.values())) for kind in named]
+    shown: list[RenderableType] = [f"named by {census['source']}"]
+    shown += ["", table(("kind", *columns), rows, right=tuple(columns)), ""] if rows else []
+    if census["untold"]:
+        kinds = ", ".join(census["untold"])
+        shown.append(f"a damaged file does not say what it held: whatever was missing was made of {kinds}")
+    return shown
+
+
+def named_records(count: int) -> str:
+    """Say what is to be made anew."""
+    return f"{plural(count, 'record')} named by the list" if count else "whatever is missing"
+
+
+CENSUS: Mapping[str, Callable[[Mapping[str, Any]], list[Any]]] = {
+    "scan": census_lines,
+    "embed": embedded_lines,
+    "graph": graphed_lines,
+    "train": trained_lines,
+    "evaluate": evaluated_lines,
+    "predict": predicted_lines,
+    "validate": validated_lines,
+    "regenerate": regenerated_lines,
+}

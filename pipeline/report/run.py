@@ -1,0 +1,93 @@
+"""A run: its stages, what they made, and what went wrong and was done about it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pipeline.report.census import (
+    CENSUS,
+    DAMAGED,
+    found_damage,
+    named_records,
+    rejection_table,
+    unit_of,
+    validated_files,
+)
+from pipeline.report.progress import found_so_far, memory_line, read_so_far, script_figures, speed, tasks_line
+from pipeline.report.tables import duration, plural, size
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rich.console import RenderableType
+
+STORIES_SHOWN = 5
+TASKS_NAMED = 5
+
+
+def run_report(run: Mapping[str, Any]) -> list[RenderableType]:
+    """Show a run: its stages, what they made, and what went wrong."""
+    state = f"{DAMAGED} ({run['state']})" if any(map(found_damage, run["stages"])) else run["state"]
+    shown: list[RenderableType] = [f"run {run['name']}: {state}"]
+    if run["state"] == "abandoned":
+        shown.append(f"nobody looks after it any more; finished work is kept: pipeline resume {run['name']}")
+    shown += [f"supervisor: {run['supervisor']}"] if run.get("supervisor") else []
+    shown += [f"the queue could not be asked: {run['trouble']}"] if run.get("trouble") else []
+    rejected: Mapping[str, int] = {}
+    for stage in run["stages"]:
+        shown += ["", _head(stage)]
+        shown += tasks_line(stage)
+        shown += memory_line(stage)
+        shown += script_figures(stage["figures"])
+        shown += [] if stage["census"] else [*found_so_far(stage["figures"]), *read_so_far(stage["figures"])]
+        shown += [", ".join(speed(stage["measured"]))] if stage["measured"] else []
+        if stage["census"]:
+            shown += CENSUS[stage["name"]](stage["census"])
+            if stage["census"]["rejected"] not in ({}, rejected):  # what an earlier stage has left out stays left out
+                rejected = stage["census"]["rejected"]
+                shown += ["", rejection_table(rejected, stage["census"]["examples"])]
+        elif stage["reasons"]:
+            shown.append(rejection_table(stage["reasons"], {}))
+        shown += [f"warning: {warning}" for warning in stage["warnings"]]
+        failed = [one for one in stage["failures"] if one["cause"] != "cancelled" or run["state"] != "stopped"]
+        shown += [f"{plural(len(failed), 'attempt')} did not end well", *story(failed)] if failed else []
+    if run["error"]:
+        shown += ["", f"error: {run['error']}"]
+    return shown
+
+
+def _head(stage: Mapping[str, Any]) -> str:
+    """Say in a line how a stage stands, and how much it had and has to do."""
+    name = stage["name"]
+    took = f" in {duration(stage['ended_at'] - stage['started_at'])}" if stage["ended_at"] else ""
+    counts = f"{stage['cached']:,} cached, {stage['items_done']:,} of {stage['missing']:,} done"
+    if name == "validate":
+        counts = f"{stage['items_done']:,} read"
+    counts = f"{validated_files(stage) or plural(stage['items'], unit_of(name, stage))}, {counts}"
+    if name == "regenerate":
+        counts = named_records(stage["items"])
+    state = DAMAGED if found_damage(stage) else stage["state"]
+    return f"{name}: {state}{took}: {counts}"
+
+
+def story(failed: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Tell what failed in the same way, and what was done about it, in one go; the most frequent first."""
+    alike: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for one in failed:
+        alike.setdefault((one["cause"], one["number"], one["then"], one["ask"]["mem_bytes"]), []).append(one)
+    groups = sorted(alike.values(), key=len, reverse=True)
+    more = sum(map(len, groups[STORIES_SHOWN:]))
+    rest = [f"  and {plural(more, 'attempt')} more: pipeline logs --failed"] if more else []
+    return [*map(_told, groups[:STORIES_SHOWN]), *rest]
+
+
+def _told(group: Sequence[Mapping[str, Any]]) -> str:
+    """Say how some attempts failed, by the first of them."""
+    first = group[0]
+    tasks = ", ".join(str(one["task"]) for one in group[:TASKS_NAMED]) + (", …" if len(group) > TASKS_NAMED else "")
+    asked = f" with {size(first['ask']['mem_bytes'])}" if first["cause"] == "host_oom" else ""
+    then = f"\n    then: {first['then']}" if first["then"] else ""
+    said = f"\n    it said: {first['said']}" if first["said"] and first["said"] not in first["reason"] else ""
+    noun = "task" if len(group) == 1 else "tasks"
+    what = f"  {noun} {tasks}, attempt {first['number']}: {first['cause']}{asked}: {first['reason']}"
+    return f"{what}{said}{then}\n    log: {first['log']}"
