@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from pipeline.errors import CacheFull, CacheUnusable
+from pipeline.errors import CacheFull, CacheUnusable, JobFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -34,5 +34,5 @@ def _for_each(cache: Cache, kinds: Iterable[str], work: Callable[[Store], None])
         try:
             if (cache.root / kind).is_dir():
                 work(cache.own(kind))
-        except (CacheUnusable, CacheFull) as error:
+        except (CacheUnusable, CacheFull, JobFailed) as error:  # the last: whatever else a disk does not do
             log.warning("the index of %s stays behind: %s", kind, error.what)

@@ -71,7 +71,7 @@ def test_an_index_that_lacks_nothing_is_not_written_again(tmp_path: Path) -> Non
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EIO, errno.ESTALE])
 def test_that_an_index_cannot_be_written_is_no_failure(
     tmp_path: Path, number: int, caplog: pytest.LogCaptureFixture
 ) -> None:
