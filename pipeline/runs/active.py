@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from pipeline.config.load import dump_resolved, from_resolved
@@ -69,7 +70,10 @@ def _queue_of(folder: RunFolder, executor: Executor) -> Queue:
 def _has_same_work(folder: RunFolder, config: Config) -> bool:
     """Tell whether a run makes the same records: whatever is configured alike but where and with how much."""
     try:
-        frozen = json.loads(folder.config.read_text())
+        text = folder.config.read_text()
+        with suppress(ConfigError):  # of a later version, whose settings are not ours
+            text = dump_resolved(from_resolved(text))  # what has become a setting since, was as it is by default
+        frozen = json.loads(text)
     except (OSError, ValueError):
         return False
     wanted = json.loads(dump_resolved(config))

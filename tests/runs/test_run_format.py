@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
 
-from pipeline.errors import ConfigError
+from pipeline.config.load import load
+from pipeline.errors import ConfigError, SubmissionRefused
 from pipeline.runs import folder as folders
+from pipeline.runs.active import refuse_double
+from pipeline.runs.executors import open_executor
 from pipeline.runs.folder import FORMAT, RunFolder, by_path, find, runs_in
 from pipeline.runs.going_on import going_on, hidden
+from pipeline.runs.submit import new_run
 from tests.command import Command
 from tests.runs.conftest import MakeProject
 
@@ -79,3 +84,14 @@ def test_work_goes_on_beside_a_run_of_a_newer_format_and_nothing_is_emptied_that
     new.stages.unlink()  # no run
     new.format.unlink()
     assert pipeline("cache", "clean", "--all", "--yes").code == 0
+
+
+def test_the_work_of_a_run_is_known_though_a_setting_was_added_since(make_project: MakeProject) -> None:
+    """Before, who upgraded while a run went on could begin the same work beside it."""
+    config = load(make_project(1) / "pipeline.yaml").config
+    run = new_run(config, ["scan"])
+    frozen = json.loads(run.config.read_text())
+    del frozen["data"]["labels"]
+    run.config.write_text(json.dumps(frozen))
+    with open_executor(config) as executor, pytest.raises(SubmissionRefused, match="working on this data set"):
+        refuse_double(config, ["scan"], executor)
