@@ -21,7 +21,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` has it ignored, in every
 SHARED = ROOT.parent / "shared" / "structures"
 
 # Tests on the cluster wait more than they work: they begin first, in two shares, each with a cluster of its own.
-WHOLE_RUNS = {"test_runs.py", "test_scripted.py", "test_shapes.py", "test_training.py"}
+WHOLE_RUNS = {"test_contract.py", "test_runs.py", "test_scripted.py", "test_shapes.py", "test_training.py"}
 
 
 class Shares(LoadScopeScheduling):
@@ -35,7 +35,7 @@ class Shares(LoadScopeScheduling):
 def share_of(nodeid: str) -> str:
     """Return the name of the share of a test: its file, a cluster, or the pages, which share a demo."""
     file = nodeid.partition("::")[0]
-    if file.startswith("tests/slurm/"):
+    if file.startswith("tests/slurm/") or file == "tests/cluster/test_contract.py":
         return "slurm, whole runs" if Path(file).name in WHOLE_RUNS else "slurm"
     return "pages" if file.startswith("tests/docs/") else file
 
