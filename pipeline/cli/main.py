@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import traceback
@@ -32,7 +33,7 @@ from pipeline.config.hidden import hidden
 from pipeline.errors import PipelineError
 
 if TYPE_CHECKING:
-    from types import TracebackType
+    from types import FrameType, TracebackType
 
 EPILOG = "Exit codes: 0 ok, 1 a bug, 2 configuration, 3 data, 4 damage, 5 infeasible, 6 refused, 7 a job failed."
 INTERRUPTED = 130
@@ -104,6 +105,15 @@ def _answer() -> None:
             typer.echo(line)
 
 
+class _Ended(BaseException):
+    """Somebody asked this process to end."""
+
+
+def _end(_signal: int, _frame: FrameType | None) -> None:
+    """Leave by way of everything that cleans up: a terminal gets back its screen and its cursor."""
+    raise _Ended
+
+
 def main() -> None:
     """Run a command line and leave with its exit code."""
     sys.excepthook = _of_a_bug
@@ -112,6 +122,7 @@ def main() -> None:
         return
     if sys.argv[1:2] and sys.argv[1] in READING and hasattr(signal, "SIGPIPE"):  # `… | head` is no failure
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, _end)
     try:
         app()
     except PipelineError as error:
@@ -122,6 +133,9 @@ def main() -> None:
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         sys.exit(INTERRUPTED)
+    except _Ended:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)  # so that whoever waits for it sees of what it ended
 
 
 if __name__ == "__main__":

@@ -14,8 +14,9 @@ import subprocess
 import sys
 import termios
 import time
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -26,6 +27,9 @@ from pipeline.report.screen import Screen, screen, sparkline
 from pipeline.report.watch import Pace, watched
 from tests.cli.told import NOON, beginning, event, seen, training
 from tests.runs.ledgers import Told
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 PIPELINE = Path(sys.executable).with_name("pipeline")
 SCREENS = Path(__file__).parent / "screens"
@@ -178,18 +182,25 @@ def read_until(terminal: int, wanted: str) -> str:
     return got.decode()
 
 
-@pytest.mark.parametrize("no_color", [False, True])
-def test_a_terminal_is_filled_resized_and_given_back(tmp_path: Path, no_color: bool) -> None:
-    told = Told(tmp_path / "runs")
+@contextmanager
+def watching(told: Told, **more: str) -> Iterator[tuple[subprocess.Popen[bytes], int, str]]:
+    """Have a run watched in a terminal of 100 × 24, and give what it shows at first."""
     told.worker(0, EventKind.TASK_STARTED)
     terminal, inside = pty.openpty()
     resize(terminal, 100, 24)
     words = [PIPELINE, "status", "--watch", told.folder.path]
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
-    environment |= {"TERM": "xterm-256color"} | ({"NO_COLOR": "1"} if no_color else {})
+    environment |= {"TERM": "xterm-256color"} | more
     with subprocess.Popen(words, stdin=inside, stdout=inside, stderr=inside, env=environment) as running:
         os.close(inside)
-        first = read_until(terminal, "Ctrl-C leaves")
+        yield running, terminal, read_until(terminal, "Ctrl-C leaves")
+    os.close(terminal)
+
+
+@pytest.mark.parametrize("no_color", [False, True])
+def test_a_terminal_is_filled_resized_and_given_back(tmp_path: Path, no_color: bool) -> None:
+    told, more = Told(tmp_path / "runs"), {"NO_COLOR": "1"} if no_color else {}
+    with watching(told, **more) as (running, terminal, first):
         assert "\x1b[?1049h" in first  # another screen, so that what was there comes back
         assert ("\x1b[36m" in first) is not no_color
         resize(terminal, 60, 20)
@@ -197,9 +208,19 @@ def test_a_terminal_is_filled_resized_and_given_back(tmp_path: Path, no_color: b
         running.send_signal(signal.SIGINT)
         rest = read_until(terminal, "never said")
         assert running.wait() == 0
-    os.close(terminal)
     assert rest.index("\x1b[?1049l") < rest.index(f"run {told.folder.name}: ")
     assert "interrupted" not in rest
+
+
+def test_a_terminal_is_given_back_by_what_is_told_to_end(tmp_path: Path) -> None:
+    with watching(Told(tmp_path / "runs")) as (running, terminal, first):
+        assert first.index("\x1b[?1049h") < first.index("\x1b[?25l")
+        running.send_signal(signal.SIGTERM)
+        rest = read_until(terminal, "never said")
+        assert running.wait() == -signal.SIGTERM  # who waits for it is told of what it ended
+    assert "\x1b[?1049l" in rest
+    assert "\x1b[?25h" in rest  # the cursor
+    assert "Traceback" not in rest
 
 
 if __name__ == "__main__":
