@@ -63,3 +63,20 @@ def test_a_long_run_has_the_time_of_day_and_a_longer_one_the_day() -> None:
 )
 def test_figures_are_short_and_never_need_counting_digits(value: float, words: str) -> None:
     assert figure(value) == words
+
+
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [
+        (0.2253297910608818, 0.22532979106088183),
+        (-3.6769218839480917, -3.6769218839480913),
+        (0.0, 5e-324),
+        (0.0, 4e-323),
+    ],
+)
+def test_numbers_that_differ_by_rounding_alone_have_an_axis(low: float, high: float) -> None:
+    """As a metric has that no longer changes: there is no round number between them, and there was no page."""
+    axis = numbers(low, high)
+    assert axis.low < axis.high
+    assert 0 <= axis.place(low, 0, 1) <= axis.place(high, 0, 1) <= 1
+    assert len(axis.ticks) >= 3

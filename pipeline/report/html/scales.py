@@ -15,6 +15,7 @@ TIME_STEPS_S = (
     0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400,
     2 * 86400, 5 * 86400, 10 * 86400, 30 * 86400,
 )  # fmt: skip
+ROUNDING, TINY = 1e-9, 1e-300
 SHORT_S = 600  # of a shorter run the axis says seconds since its beginning
 
 
@@ -76,10 +77,13 @@ def times(begun: float, end: float, *, since: float, most: int = 6) -> Axis:
 
 
 def _apart(low: float, high: float) -> tuple[float, float]:
-    """Return two different numbers."""
-    if high > low:
+    """Return two numbers that differ by more than rounding: between such as do not, there are no round ones."""
+    largest = max(abs(low), abs(high))
+    if largest < TINY:
+        return 0.0, 1.0
+    if high - low > ROUNDING * largest:
         return low, high
-    return (low / 2, 1.5 * low) if low > 0 else (1.5 * low, low / 2) if low < 0 else (0.0, 1.0)
+    return (low / 2, 1.5 * low) if low > 0 else (1.5 * low, low / 2)
 
 
 def _round_step(step: float) -> float:
