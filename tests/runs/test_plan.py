@@ -74,4 +74,4 @@ def test_a_cluster_that_is_not_there_is_said_and_planned_for_all_the_same(
 def test_a_wrong_stage_is_refused_with_the_right_ones(make_project: MakeProject) -> None:
     done = run("plan", "--stage", "grahp", cwd=make_project(1))
     assert done.returncode == 2
-    assert "'graph'" in done.stderr
+    assert "there is no 'grahp': did you mean graph?" in done.stderr
