@@ -13,6 +13,7 @@ import stat
 import sys
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -44,15 +45,24 @@ def freeze_files(files: list[tuple[str, Path]], runs: Path) -> Path:
 def _own_folder(runs: Path) -> Path:
     """Return the folder of copies that this user alone may enter: what others could put there would be run as ours."""
     with writing(runs):
+        runs.mkdir(parents=True, exist_ok=True)
+        mine = _user_of(runs)
         for name in (COPIES, f"{COPIES}-{os.geteuid()}"):
             folder = runs / name
             with suppress(FileExistsError):
-                folder.mkdir(PRIVATE, parents=True)
+                folder.mkdir(PRIVATE)
             found = folder.lstat()
-            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
-                folder.chmod(PRIVATE)
-                return folder
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == mine:
+                with suppress(PermissionError):  # somebody else's, where a mount shows all users as one
+                    folder.chmod(PRIVATE)
+                    return folder
         raise PermissionError(errno.EPERM, "the folders of frozen code belong to somebody else")
+
+
+def _user_of(folder: Path) -> int:
+    """Return who we are to a file system: a server may take root for nobody, and a mount all users for one."""
+    with TemporaryDirectory(prefix=".who-", dir=folder) as made:
+        return Path(made).stat().st_uid
 
 
 def package_digest() -> str:

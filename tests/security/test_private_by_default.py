@@ -5,6 +5,7 @@ A cache is shared with a group on purpose, and only read by it: its files are `r
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
@@ -129,3 +130,29 @@ def test_a_folder_of_code_that_is_a_link_is_not_followed(project: Path) -> None:
     (project / "runs" / COPIES).symlink_to(project / "elsewhere")
     assert freeze_files([("own.py", source)], project / "runs").parent.name == f"{COPIES}-{os.geteuid()}"
     assert not list((project / "elsewhere").iterdir())
+
+
+def test_who_has_another_number_on_a_server_is_still_the_owner_of_their_code(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server may take root for nobody, and a mount show all files as one user's: what we make there is ours."""
+    (source := project / "own.py").write_text("good = True\n")
+    monkeypatch.setattr("pipeline.runs.frozen.os.geteuid", lambda: NOBODY + 1)
+    copies = [freeze_files([("own.py", source)], project / "runs") for _ in range(2)]
+    assert [copy.parent for copy in copies] == [project / "runs" / COPIES] * 2
+    assert sorted(path.name for path in (project / "runs").iterdir()) == [COPIES]
+
+
+def test_a_folder_of_code_that_we_may_not_close_is_not_ours(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a mount shows all users as one, only the server knows whose a folder is."""
+    (source := project / "own.py").write_text("good = True\n")
+    (project / "runs" / COPIES).mkdir(parents=True)
+    change = Path.chmod
+
+    def refused(path: Path, mode: int) -> None:
+        if path.name == COPIES:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        change(path, mode)
+
+    monkeypatch.setattr(Path, "chmod", refused)
+    assert freeze_files([("own.py", source)], project / "runs").parent.name == f"{COPIES}-{os.geteuid()}"
