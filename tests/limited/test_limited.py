@@ -122,6 +122,7 @@ def test_a_limit_inside_backward_is_raised_out_of_backward() -> None:
     assert layers[0].weight.grad is None
 
 
+@pytest.mark.slow
 def test_after_an_out_of_memory_at_any_block_the_same_training_gives_the_same_numbers() -> None:
     torch.manual_seed(0)
     with LimitedDevice(record=True) as device:

@@ -38,6 +38,7 @@ def trained(ground: Ground, made: Plan) -> Trained:
     return epoch(ground, made.choice, sampler_under(made, ground.member, ground.sizes), made.limit_bytes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_planned_epoch_trains_without_running_out_of_memory(name: str) -> None:
     ground = Ground.of(ZOO[name], ITEMS)
@@ -49,6 +50,7 @@ def test_a_planned_epoch_trains_without_running_out_of_memory(name: str) -> None
         assert one.peak_bytes > USED * made.limit_bytes or made.filled is Filled.PADDING
 
 
+@pytest.mark.slow
 def test_twice_the_planned_budget_runs_out_of_memory() -> None:
     ground = Ground.of(ZOO["mlp"], ITEMS)
     limit = limit_of(ground, TIMES[1])

@@ -15,6 +15,7 @@ from tests.recipes.projects import ALL, PAIR, SPECTRA, Recipe, done_again, epoch
 pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ALL.values(), ids=ALL)
 def test_a_recipe_is_checked_trained_and_evaluated_and_again_there_is_nothing_to_do(
     pipeline: Command, scanned: Scanned, recipe: Recipe
@@ -46,6 +47,7 @@ def test_a_small_recipe_is_traced_and_fits(pipeline: Command, scanned: Scanned, 
         assert 0 < plan["used"] < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [SPECTRA], ids=["spectra_finetune"])
 def test_a_recipe_as_it_stands_fits_the_card_of_its_guide(pipeline: Command, scanned: Scanned, recipe: Recipe) -> None:
     scanned(recipe)

@@ -23,6 +23,7 @@ def taken(**options: object) -> int:
     return peak(replace(TASK, **options), SIZES)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_memory_is_flat_over_epochs_where_nothing_is_kept(pipeline: Command, scanned: Scanned) -> None:
     folder = scanned(RNA)
     done = ran(pipeline, RNA.sets("train.epochs=6"), "train")

@@ -85,6 +85,7 @@ def test_mixed_precision_saves_memory() -> None:
     assert peak(TASK, sizes, Choice(precision="bf16")) < peak(TASK, sizes)
 
 
+@pytest.mark.slow
 def test_allocated_and_peak_and_the_batch_are_in_the_figures_of_every_epoch(
     pipeline: Command, scanned: Scanned
 ) -> None:

@@ -47,6 +47,7 @@ def test_a_split_is_evaluated_once_and_then_cached(pipeline: Command, project: T
     assert len(project.asked()) == TEST_ITEMS
 
 
+@pytest.mark.slow
 def test_two_ranks_come_to_the_same_figures_as_one(pipeline: Command, project: Trained) -> None:
     done = pipeline(*SUBMIT, "--set", "cluster.evaluate.ranks=2")
     assert done.code == 0, done.err

@@ -579,6 +579,7 @@ class TestLadder:
         assert limit >= 192 * MIB
 
 
+@pytest.mark.slow
 def test_a_plain_loop_ends_with_the_same_weights_whatever_its_micro_batches(tmp_path: Path) -> None:
     command = f"{shlex.quote(sys.executable)} {shlex.quote(str(HERE / 'plain.py'))}"
     script = parse(command + " --batch_size {micro_batch} --accumulate {accumulation} --seed {seed} --out {output}")

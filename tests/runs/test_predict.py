@@ -61,6 +61,7 @@ def test_every_item_is_predicted_once_and_then_cached(pipeline: Command, project
     assert len(project.asked()) == len(SPLITS)
 
 
+@pytest.mark.slow
 def test_two_ranks_predict_the_same_as_one(pipeline: Command, project: Trained) -> None:
     words = (*SUBMIT, "--set", "train.predict.split=test")
     assert pipeline(*words).code == 0
@@ -74,6 +75,7 @@ def test_two_ranks_predict_the_same_as_one(pipeline: Command, project: Trained) 
         np.testing.assert_allclose(second[name], array, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_killed_prediction_goes_on_with_the_items_that_are_left(pipeline: Command, project: Trained) -> None:
     project.tell_to_die(signal.SIGKILL)
     done = pipeline(*SUBMIT)

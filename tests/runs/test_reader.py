@@ -102,6 +102,7 @@ def test_a_model_is_trained_and_evaluated_on_what_a_reader_gives_and_again_there
     ]
 
 
+@pytest.mark.slow
 def test_a_file_that_changed_is_scanned_again_and_trained_on_anew(folder: Path) -> None:
     names = set()
     for peaks in ("1.0 2.0", "5.0 6.0 7.0"):

@@ -285,6 +285,7 @@ def allowed(case: Case, limit_bytes: int) -> Case:
 
 
 class TestOutOfMemory:
+    @pytest.mark.slow
     def test_is_measured_where_there_is_room_and_reproduced_where_there_is_not(self, starved: Case) -> None:
         with LimitedDevice() as device:
             found = replay(allowed(starved, 1 << 20), device="cpu", meter=Counted(device))

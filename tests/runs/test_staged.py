@@ -65,6 +65,7 @@ def figures_of(pipeline: Command) -> Any:
     return next(one for one in run["stages"] if one["name"] == "evaluate")["census"]["figures"]
 
 
+@pytest.mark.slow
 def test_a_model_that_is_trained_and_evaluated_from_the_nodes_own_disk_is_the_same(
     pipeline: Command, trained: Trained, node: Path, tmp_path: Path
 ) -> None:

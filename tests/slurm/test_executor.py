@@ -58,7 +58,7 @@ class opened:  # noqa: N801 - reads as a function
         return self.executor
 
     def __exit__(self, *exception: object) -> None:
-        self.executor.cancel(self.executor.followed)
+        self.executor.cancel(tuple(self.executor._jobs))
 
 
 @pytest.fixture

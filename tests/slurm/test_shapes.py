@@ -81,6 +81,7 @@ def test_a_plan_that_fits_no_card_is_infeasible(featured: Cluster, project: Path
     assert "the largest card here, large, has 0.1 GiB" in str(state["error"])
 
 
+@pytest.mark.slow
 def test_a_supervisor_on_the_login_node_brings_a_run_to_its_end(healthy: Cluster, project: Path) -> None:
     login = ("--set", "cluster.supervisor.where=login", "--set", "cluster.slurm.cards=[]")
     done = typed(project, "submit", "--stage", "embed", "--follow", *login)

@@ -216,6 +216,7 @@ def restarts(run: Run) -> int:
     return (run.folder.events / "train-000000-0.jsonl").read_text().count('"kind":"task_started"') - 1
 
 
+@pytest.mark.slow
 def test_a_training_at_its_time_limit_saves_itself_and_goes_on(begun: dict[str, Run], peace: dict[str, bytes]) -> None:
     run = begun["limit"]
     run.ends()

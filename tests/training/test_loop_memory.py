@@ -108,6 +108,7 @@ def epochs(run: Run) -> list[Epoch]:
     return read_epochs(run.made.folder.path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "gnn", "transformer_pre"])
 def test_a_planned_training_loses_no_step_at_any_limit(tmp_path: Path, name: str) -> None:
     ground = Ground.of(ZOO[name], ITEMS)
@@ -190,6 +191,7 @@ def test_an_item_that_fits_nowhere_is_left_out_or_an_error(tmp_path: Path) -> No
 # Memory that stays
 
 
+@pytest.mark.slow
 def test_memory_between_steps_is_flat_over_fifty_epochs(tmp_path: Path) -> None:
     train = {"optimizer": "adamw", "ema": 0.9, "clip": 1.0, "epochs": 50, "checkpoints": {"every": 7}}
     run = Run(Plot(train=train, items=14, dropout=0.2), tmp_path)

@@ -118,6 +118,7 @@ def trained(
     }
 
 
+@pytest.mark.slow
 def test_any_number_of_ranks_trains_the_same_and_takes_up_what_others_began(tmp_path: Path) -> None:
     alone = Run(LONG, tmp_path / "alone").to_end().state()
     two = done(2, tmp_path / "two", trained, tmp_path / "two", LONG)
