@@ -1,4 +1,4 @@
-"""The memory that training asks of its node (`--mem`), predicted from plain numbers and corrected by a short real run.
+"""The memory that training asks of its node (`--mem`), predicted from plain numbers.
 
 The need is what always stands, and the larger of two phases: while a run starts (the model is built on the CPU, a
 checkpoint is read) and while it trains. What the first took is given back before the second: 1 GiB of parameters of
@@ -9,12 +9,12 @@ it. Files in a tmpfs cannot be given up: they count in full.
 (https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files: `file` includes tmpfs.)
 
 What a run was measured to need is remembered by `profiles.Profiles`, which corrects `HostNeed.total_bytes` as it does
-every stage's plan; `corrected` is for before any run was, after a short one (`sampled.probe_host`).
+every stage's plan.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -24,9 +24,9 @@ from pipeline.store.index import BLOCK_ROWS, ROW
 from pipeline.store.shard import TABLE_ROW
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Iterable
 
-    from pipeline.memory.sampled import Baseline, Probed
+    from pipeline.memory.baseline import Baseline
 
 MIB = 1 << 20
 # Of a process that has a tensor on a card, on top of importing torch: 2 056 600 kB with the driver asked for its
@@ -137,20 +137,6 @@ def train_need(run: Training, baseline: Baseline) -> HostNeed:
     """Return what a training job needs on a node."""
     parts = (*_process(run, baseline), *_data(run), *_start(run), *_train(run), *_files(run))
     return HostNeed(tuple(part for part in parts if part.bytes), run.ranks)
-
-
-def corrected(need: HostNeed, probed: Probed, *, contains: Collection[str] = (BASELINE,)) -> HostNeed:
-    """Return a need after a probe of one rank, whose baseline contains the named parts.
-
-    A baseline may lower the need; what a batch adds is only ever raised: a short run has not seen the largest.
-    """
-    measured = HostPart(BASELINE, need.ranks * probed.baseline_bytes, Origin.MEASURED, "a short run, before its data")
-    scale = max(1.0, probed.slope)
-    why = f"; a short run took {scale:.2f} of what was predicted"
-    kept = [part for part in need.parts if part.name not in contains]
-    if scale > 1.0:
-        kept = [replace(part, bytes=int(part.bytes * scale), why=part.why + why) for part in kept]
-    return replace(need, parts=(measured, *kept))
 
 
 def pinned_bytes(size: int, limit: int | None = None) -> int:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from pipeline.cluster.spec import JobSpec
 from pipeline.errors import ConfigError, PlanInfeasible, SubmissionRefused
+from pipeline.memory.baseline import measured_baseline
 from pipeline.memory.configurations import Offer
 from pipeline.memory.devices import device
 from pipeline.memory.footprint import Origin
 from pipeline.memory.host import STEP_SLACK, Training, train_need
 from pipeline.memory.margins import LIVE_ONLY
 from pipeline.memory.request import Card
-from pipeline.memory.sampled import measured_baseline
 from pipeline.runs.planning import host_card
 
 if TYPE_CHECKING:

@@ -18,13 +18,13 @@ from pipeline.cluster.spec import JobSpec, TaskState
 from pipeline.cluster.verdict import Cause, Word, judge
 from pipeline.config.load import dump_resolved
 from pipeline.errors import ConfigError, JobFailed, PipelineError, SubmissionRefused
+from pipeline.memory.baseline import STATED
 from pipeline.memory.footprint import Category
 from pipeline.memory.host import Training, train_need
 from pipeline.memory.pace import pace_of, update_s
 from pipeline.memory.peaks import fingerprint, ratios_of_all
 from pipeline.memory.request import Cards
 from pipeline.memory.reserving import SETTINGS, reserve
-from pipeline.memory.sampled import STATED
 from pipeline.protocol import Example
 from pipeline.runs import folder as folders
 from pipeline.runs.folder import RunFolder

@@ -12,6 +12,7 @@ import numpy as np
 
 from pipeline.errors import ConfigError
 from pipeline.memory.allocator import format_bytes
+from pipeline.memory.baseline import measured_baseline
 from pipeline.memory.configurations import Offer, alternatives, table
 from pipeline.memory.devices import device
 from pipeline.memory.footprint import Category
@@ -22,7 +23,6 @@ from pipeline.memory.planner import Stage, plan_stages
 from pipeline.memory.profiles import Suggestion
 from pipeline.memory.request import Card, Data
 from pipeline.memory.reserving import SETTINGS, reserve
-from pipeline.memory.sampled import measured_baseline
 from pipeline.runs.entering import refuse_crop
 from pipeline.runs.loading import table_of
 from pipeline.runs.offers import NAME, Question, is_known, offers_of, site_card, waits
