@@ -89,11 +89,6 @@ class SlurmExecutor:
         """What one task can be given at most, and how many tasks a job and the queue take."""
         return self.facts.limits()
 
-    @property
-    def followed(self) -> tuple[JobId, ...]:
-        """The jobs that it knows."""
-        return tuple(self._jobs)
-
     def submit(self, spec: JobSpec) -> JobId:
         """Queue a job, or raise SubmissionRefused."""
         tagged = replace(spec, tag=spec.tag or f"{sbatch.job_name(spec)}-{secrets.token_hex(6)}")

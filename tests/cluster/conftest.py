@@ -41,7 +41,7 @@ def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
     with EXECUTORS[request.param]() as opened:
         yield opened
         if isinstance(opened, SlurmExecutor):  # whose jobs outlive it
-            opened.cancel(opened.followed)
+            opened.cancel(tuple(opened._jobs))
 
 
 @pytest.fixture
