@@ -45,7 +45,11 @@ def failed(folder: Path, said: str = "the worker's own words") -> Told:
     told.job("9", [2], attempt=2, ask=Ask(4 * GIB, 3600, shrink=1), why="half the batch")
     told.ended(_attempt(2, Cause.DONE, number=2, job="9", done=10, elapsed_s=30.0))
     log = str(told.folder.logs / "7_3.err")
-    told.ended(_attempt(3, Cause.FAILED, reason="exit code 1", said=said, log=log, exit_code=1, on=(said,)))
+    told.ended(
+        _attempt(
+            3, Cause.FAILED, reason="exit code 1\n  next: look into it", said=said, log=log, exit_code=1, on=(said,)
+        )
+    )
     told.supervisor.emit(EventKind.TASK_GIVEN_UP, stage="embed", task=3, attempt=1, why="the same again ends the same")
     told.supervisor.emit(
         EventKind.LEFT_OUT, stage="embed", names=[said, "b"], reason="killed_its_task", why="task 3 died of it"
@@ -56,9 +60,8 @@ def failed(folder: Path, said: str = "the worker's own words") -> Told:
         "items": 40, "accepted": 39, "rejected": {"parse_error": 1}, "examples": {"parse_error": said}, "undone": 10,
         "first_undone": "x", "unnamed": 0, "sequences": 30, "residues": 900, "longest": 40, "rejected_fraction": 0.025,
     }  # fmt: skip
-    error = (
-        f"runs: 10 of 40 items are not done\n  task 3: FAILED: {said}\n    log: {log}\n  next: pipeline submit --again"
-    )
+    error = f"runs: 10 of 40 items are not done\n  task 3: FAILED: {said}\n  next: look into it\n    log: {log}"
+    error += "\n  next: pipeline submit --again"
     told.supervisor.emit(
         EventKind.STAGE_ENDED, stage="embed", state="failed", census=census, warnings=[said], error=error
     )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pipeline.report.html.overview import _busiest
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.page import now_of, write
 from tests.command import Command
@@ -200,7 +201,9 @@ def test_a_failed_run_says_what_failed_where_why_and_what_to_do(failing: Told, s
     assert seen.text("h1").split() == [failing.folder.name, "failed"]
     alert = seen.text("header [role=alert]")
     assert "10 of 40 items are not done" in alert
-    assert "Next: pipeline submit --again" in alert
+    assert alert.endswith("Next: pipeline submit --again")
+    assert f"\n  next: look into it\n    log: {failing.folder.logs}" in alert  # a task's own, line by line
+    assert "exit code 1\nnext: look into it\nit said: the worker's own words\nit was on" in seen.text("#events")
     assert seen.column(name, "task") == ["1", "2", "3"]
     assert seen.column(name, "cause") == ["host_oom", "gpu_oom", "failed"]
     assert seen.column(name, "then") == ["twice as much memory", "half the batch", "the same again ends the same"]
@@ -215,6 +218,12 @@ def test_a_failed_run_says_what_failed_where_why_and_what_to_do(failing: Told, s
     assert seen.column("items that were left out", "origin") == ["manifest.csv:3"]
     assert seen.page.locator(".timeline svg.wide path.fail").count() > 0
     assert "0 of 1" in seen.text("#overview")
+
+
+def test_what_no_task_has_ended_is_not_called_nothing() -> None:
+    used = {"stage": "train", "core_hours": 1.0, "items": 0}  # they are counted where a task has ended well
+    assert _busiest([used]) == "most for train"
+    assert _busiest([{**used, "items": 1}]) == "most for train: 1 step"
 
 
 def test_a_training_shows_memory_predicted_beside_measured_and_what_was_survived(training: Told, show: Open) -> None:

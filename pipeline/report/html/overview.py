@@ -57,7 +57,7 @@ def _banners(facts: Mapping[str, Any]) -> list[Html]:
 
 def error_box(error: str) -> Html:
     """Show an error, with what to do next set apart."""
-    what, _, command = error.partition(NEXT)
+    what, _, command = error.rpartition(NEXT) if NEXT in error else (error, "", "")  # a task's own comes before
     then = tag("p", tag("b", "Next: "), tag("code", command)) if command else ""
     return tag("div", tag("pre", what), then, class_="note bad", role="alert")
 
@@ -134,7 +134,8 @@ def _used(facts: Mapping[str, Any]) -> list[Html]:
 
 def _busiest(stages: Sequence[Mapping[str, Any]]) -> str:
     most = max(stages, key=lambda one: one["core_hours"])
-    return f"most for {most['stage']}: {plural(most['items'], UNIT[most['stage']])}"
+    done = plural(most["items"], UNIT[most["stage"]])  # of tasks that have ended well, of which there may be none
+    return f"most for {most['stage']}" + (f": {done}" if most["items"] else "")
 
 
 def _best(training: Mapping[str, Any] | None) -> list[Html]:

@@ -78,8 +78,8 @@ def _attempts(told: Mapping[str, Any], run: str) -> Html:
 
 
 def _attempt(one: Mapping[str, Any]) -> list[Any]:
-    said = one["reason"] + (f" — it said: {one['said']}" if one["said"] else "")
-    said += f" — it was on {', '.join(one['on'])}" if one["on"] else ""
+    said = one["reason"] + (f"\nit said: {one['said']}" if one["said"] else "")
+    said += f"\nit was on {', '.join(one['on'])}" if one["on"] else ""
     now = {"done": "done", "running again": "running", "not done": "failed"}[one["now"]]
     return [
         one["stage"], count(one["task"]), count(one["attempt"]),
@@ -168,9 +168,8 @@ def cache(facts: Mapping[str, Any]) -> Html:
         for stage in facts["stages"]
         if stage["name"] in ("scan", "embed", "graph")
     ]
-    parts = (
-        [table(("stage", "items", "cached", "to do", "cached"), reused, caption="found by this run")] if reused else []
-    )
+    columns = ("stage", "items", "cached", "to do", "share cached")
+    parts = [table(columns, reused, caption="found by this run")] if reused else []
     if not told or not told["is_there"]:
         return section("cache", "Cache", *parts, note("no cache is there"))
     rows = [
