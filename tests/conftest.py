@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -70,6 +71,31 @@ def unprivileged() -> Iterator[Path]:
     if is_root:
         os.seteuid(0)
     shutil.rmtree(folder)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Have torch on one thread: some kernels take memory for each."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def quick() -> Iterator[None]:
+    """One thread, for there is little to do; and every replay collects garbage, which torch itself is not."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
