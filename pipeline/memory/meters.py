@@ -6,6 +6,8 @@ What ends a job on the host is its cgroup's limit, where file cache counts but i
 
 from __future__ import annotations
 
+import resource
+import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 RESET_PEAK = "5"  # man 5 proc_pid_clear_refs: VmHWM becomes VmRSS
+KIB = 1024 if sys.platform != "darwin" else 1  # in what getrusage counts
 NEAR = 0.95  # of its limit is near it
 _NO_LIMIT = 1 << 60  # cgroup v1 writes a number of about 2^63 where there is no limit
 
@@ -113,8 +116,17 @@ class ProcessMeter:
 
     def reset_peak(self) -> None:
         """Let the peak be what is resident now; where the system does not allow that, it stays the highest ever."""
+        _before_resets[0] = highest_bytes()
         with suppress(OSError):
             (self._proc / "self" / "clear_refs").write_text(RESET_PEAK)
+
+
+_before_resets = [0]  # the highest peak that a reset took back: the kernel's own figure falls with it
+
+
+def highest_bytes() -> int:
+    """Return the most memory that this process has ever had, whatever was reset meanwhile."""
+    return max(_before_resets[0], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB)
 
 
 @dataclass(frozen=True, slots=True)

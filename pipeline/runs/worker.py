@@ -11,7 +11,6 @@ import argparse
 import errno
 import json
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pipeline.config.load import from_resolved
 from pipeline.errors import CacheFull, PipelineError
+from pipeline.memory.meters import highest_bytes
 from pipeline.records import EventKind, Tell
 from pipeline.runs import scripted, workflow
 from pipeline.runs.folder import RunFolder
@@ -50,7 +50,6 @@ SIGNALLED = 128  # and the signal's number: how a shell reports a program that w
 GO_ON = 75  # it finished in order, before its time was up, and has more to do: begin it again
 ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # a cancellation or preemption; what comes before a limit
 GPUS = "CUDA_VISIBLE_DEVICES"
-KIB = 1024 if sys.platform != "darwin" else 1  # in what getrusage counts
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -184,7 +183,7 @@ def work(
             **facts,
             "done": done,
             "rejected": dict(rejected),
-            "figures": {"host_peak_bytes": peak_bytes(), **tell.figures},
+            "figures": {"host_peak_bytes": highest_bytes(), **tell.figures},
         }
 
     def report() -> None:
@@ -221,11 +220,6 @@ def work(
             raise Stopped(tell.ended_by)
         note.write(done, ())
     ledger.emit(EventKind.TASK_FINISHED if leads else EventKind.PROGRESS, **news())
-
-
-def peak_bytes() -> int:
-    """Return the most memory that this process has had; an accounting that samples misses what is short."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
 
 
 class Note:

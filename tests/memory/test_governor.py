@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,19 +21,8 @@ from pipeline.memory.upkeep import Habits, Upkeep
 from tests.limited import device as limited
 from tests.limited.device import LimitedDevice
 
+pytestmark = pytest.mark.usefixtures("quick")
 MB = 1 << 20
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick() -> Iterator[None]:
-    """One thread, for there is little to do; and every replay collects garbage, which torch itself is not."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-    torch.set_num_threads(threads)
 
 
 def memory(*, live: int | None, reserved: int, limit: int | None = 1000, retries: int = 0) -> Memory:
@@ -357,6 +347,19 @@ def test_the_meter_of_this_process_sees_memory_come_and_its_peak_stay() -> None:
     assert after.peak_reserved_bytes - after.reserved_bytes > 56 * MB
     meter.reset_peak()
     assert meter.read().peak_reserved_bytes - after.reserved_bytes < 32 * MB
+
+
+def test_what_a_process_had_at_most_is_not_forgotten_when_its_peak_is_reset() -> None:
+    code = (
+        "from pipeline.memory.meters import ProcessMeter, highest_bytes\n"
+        "held = bytearray(b'x') * (200 << 20)\ndel held\n"
+        "meter, before = ProcessMeter(), highest_bytes()\n"
+        "meter.reset_peak()\n"
+        "print(before, highest_bytes(), meter.read().peak_reserved_bytes)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    before, highest, since = map(int, done.stdout.split())
+    assert highest >= before > 200 * MB > since
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
