@@ -39,6 +39,8 @@ prove: .venv/tools slurm-packages  ## the long proofs: kills, faults, scale; res
 	python benchmarks/slurm.py --out benchmarks/results/slurm.json
 	python benchmarks/prove_train.py --out benchmarks/results/prove_train.json
 	python benchmarks/train_memory.py --out benchmarks/results/train_memory.json
+	python benchmarks/scale.py --million 1000000 --metadata --out benchmarks/results/scale.json
+	python -m benchmarks.scale_parts.page
 	python benchmarks/planner.py --only limited,guides --out benchmarks/results/planner.json
 	python benchmarks/recipes.py --out benchmarks/results/recipes.json
 	python benchmarks/train.py --out benchmarks/results/train.json
