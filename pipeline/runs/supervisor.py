@@ -16,12 +16,14 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster.child import mebibytes
 from pipeline.cluster.verdict import Cause
+from pipeline.config.hidden import hidden
 from pipeline.config.load import from_resolved
 from pipeline.config.shipped import shipped
 from pipeline.errors import CacheFull, CacheUnusable, PipelineError, SubmissionRefused
@@ -369,12 +371,15 @@ def main(words: Sequence[str]) -> int:
             supervisor = Supervisor(folder, executor)
             supervisor.visit(0.0 if "--now" in words else PATIENCE_S) if visiting else supervisor.run()
     except PipelineError as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - the supervisor's stderr is its log
+        print(hidden(f"error: {error}"), file=sys.stderr)  # noqa: T201 - the supervisor's stderr is its log
         return 0 if visiting and _has_ended(folder) else error.exit_code  # a visit that went well needs no standby
     except TakenOver:
         return 0
     except Stopped:
         return STOPPED_CODE
+    except Exception:  # noqa: BLE001 - a bug, of which the ledger knows
+        print(hidden(traceback.format_exc()), file=sys.stderr)  # noqa: T201
+        return 1
     return 0
 
 

@@ -23,6 +23,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from pipeline.config.hidden import hidden
 from pipeline.config.load import from_resolved
 from pipeline.errors import CacheFull, PipelineError
 from pipeline.memory.meters import highest_bytes
@@ -108,17 +109,17 @@ def main(words: Sequence[str]) -> int:
         if not ended.quiet:
             about = {"what": ended.what, "exit_code": ended.code, "trouble": ended.trouble}
             ledger.emit(EventKind.TASK_FAILED, **facts, **about)
-            print(ended.what, file=sys.stderr)  # noqa: T201 - a task's stderr is its log
+            print(hidden(ended.what), file=sys.stderr)  # noqa: T201 - a task's stderr is its log
         return ended.code
     except Stopped as stopped:
         ledger.emit(EventKind.TASK_FAILED, **facts, what="stopped by a signal", exit_code=stopped.exit_code, trouble="")
         return stopped.exit_code
     except PipelineError as error:
         _tell(ledger, facts, error, str(error), error.exit_code)
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - a task's stderr is its log
+        print(hidden(f"error: {error}"), file=sys.stderr)  # noqa: T201 - a task's stderr is its log
         return error.exit_code
     except Exception as error:  # noqa: BLE001 - whatever it is, the supervisor is to read it
-        traceback.print_exc()
+        print(hidden(traceback.format_exc()), file=sys.stderr)  # noqa: T201
         _tell(ledger, facts, error, f"{type(error).__name__}: {error}", 1)
         return 1
     return 0
@@ -145,7 +146,7 @@ def _tell(ledger: Ledger, facts: dict[str, Any], error: Exception, what: str, ex
     try:
         ledger.emit(EventKind.TASK_FAILED, **facts, what=what, exit_code=exit_code, trouble=trouble_of(error))
     except PipelineError as refused:
-        print(f"error: {refused}", file=sys.stderr)  # noqa: T201 - a task's stderr is its log
+        print(hidden(f"error: {refused}"), file=sys.stderr)  # noqa: T201 - a task's stderr is its log
 
 
 def trouble_of(error: BaseException | None) -> str:

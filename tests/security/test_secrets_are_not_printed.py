@@ -17,7 +17,9 @@ import pytest
 
 from pipeline.config.hidden import MASK, hidden, hidden_in
 from pipeline.config.load import load
+from pipeline.errors import JobFailed
 from pipeline.records import EventKind
+from pipeline.runs import supervisor, worker
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.ledger import Ledger, Reader
 from pipeline.runs.notify import notify
@@ -134,6 +136,25 @@ def test_an_exception_that_quotes_one_is_an_event_without_it(project: Path) -> N
     assert events[0].data["what"].startswith("ConnectionError: https://me:***@host")
     assert found(run.again.read_text()) == []
     shutil.rmtree(run.path)
+
+
+@pytest.mark.parametrize("error", [ValueError, JobFailed])
+def test_what_a_job_and_a_supervisor_print_when_they_fail_is_without_them(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: type[Exception]
+) -> None:
+    def fail(*_given: object, **_named: object) -> None:
+        raise error(f"cannot reach https://me:{PASSWORD}@host with api_key={OPTION} nor {os.environ['HF_TOKEN']}")
+
+    run = new_run(load(project / "pipeline.yaml").config, ["scan"])
+    monkeypatch.setattr(worker, "ENDING", ())
+    monkeypatch.setattr(worker, "work", fail)
+    monkeypatch.setattr(supervisor, "stop_on_signals", lambda: None)
+    monkeypatch.setattr(supervisor.Supervisor, "run", fail)
+    codes = worker.main([str(run.path), "scan", "0"]), supervisor.main([str(run.path)])
+    assert codes == (getattr(error, "exit_code", 1),) * 2
+    told = capsys.readouterr().err
+    assert told.count("cannot reach https://me:***@host with api_key=*** nor ***") == 2
+    assert found(told) == []
 
 
 def test_a_log_line_of_a_library_is_written_without_them(
