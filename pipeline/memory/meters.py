@@ -126,7 +126,8 @@ _before_resets = [0]  # the highest peak that a reset took back: the kernel's ow
 
 def highest_bytes() -> int:
     """Return the most memory that this process has ever had, whatever was reset meanwhile."""
-    return max(_before_resets[0], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB)
+    told = _status(PROC, "VmHWM")  # getrusage's begins with that of the process which started this one
+    return max(_before_resets[0], told or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB)
 
 
 @dataclass(frozen=True, slots=True)

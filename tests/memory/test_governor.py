@@ -362,6 +362,15 @@ def test_what_a_process_had_at_most_is_not_forgotten_when_its_peak_is_reset() ->
     assert highest >= before > 200 * MB > since
 
 
+def test_what_a_process_had_at_most_is_nothing_of_what_started_it() -> None:
+    own = "from pipeline.memory.meters import highest_bytes; print(highest_bytes())"
+    code = (
+        f"import subprocess, sys\nheld = bytearray(b'x') * (200 << 20)\nsubprocess.run([sys.executable, '-c', {own!r}])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 5 * MB < int(done.stdout) < 100 * MB
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 def test_the_meter_of_a_card_sees_memory_come_and_its_peak_stay() -> None:
     meter = CardMeter("cuda")
