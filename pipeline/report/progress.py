@@ -30,11 +30,9 @@ def tasks_line(stage: Mapping[str, Any]) -> list[str]:
 def memory_line(stage: Mapping[str, Any]) -> list[str]:
     """Say what tasks have of memory, and what they used of it."""
     asked, peak, gpu = (stage.get("use", {}).get(name) for name in ("asked_bytes", "peak_bytes", "gpu_peak_bytes"))
-    parts = (
-        [f"memory of a task: {size(asked)} asked for, {f'{size(peak)} used' if peak else 'use unknown'}"]
-        if asked
-        else []
-    )
+    by_own_word = max((int(one.get("host_peak_bytes", 0)) for one in stage["figures"].values()), default=0)
+    so_far = f"{size(by_own_word)} by a process so far" if by_own_word else "use unknown"  # before a task has ended
+    parts = [f"memory of a task: {size(asked)} asked for, {f'{size(peak)} used' if peak else so_far}"] if asked else []
     parts += [f"GPU memory {size(gpu)}"] if gpu else []
     return [", ".join(parts)] if parts else []
 

@@ -23,6 +23,7 @@ import pytest
 from pipeline.cli.status import _looks
 from pipeline.records import EventKind
 from pipeline.report import watch
+from pipeline.report.progress import memory_line
 from pipeline.report.screen import Screen, screen, sparkline
 from pipeline.report.watch import Pace, watched
 from tests.cli.told import NOON, beginning, event, seen, training
@@ -99,6 +100,14 @@ def test_a_curve_follows_its_values() -> None:
 
 def at(done: int) -> dict[str, Any]:
     return {"stages": [{"name": "scan", "started_at": 100.0, "items_done": done}]}
+
+
+def test_memory_is_what_ended_tasks_used_and_before_that_what_a_process_says_of_itself() -> None:
+    scan, graph, train = seen(training())["stages"]
+    assert memory_line(graph) == ["memory of a task: 4.0 GiB asked for, 1.6 GiB used"]
+    assert memory_line(train) == ["memory of a task: 8.0 GiB asked for, 3.0 GiB by a process so far"]
+    assert memory_line({**train, "figures": {}}) == ["memory of a task: 8.0 GiB asked for, use unknown"]
+    assert memory_line({**scan, "use": {}}) == []
 
 
 def test_a_pace_is_first_that_since_the_beginning_and_then_that_of_the_last_changes() -> None:
