@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from pipeline.config.schema_train import Train
 from pipeline.errors import ConfigError
@@ -23,18 +22,10 @@ from tests.limited import device
 from tests.limited.device import LimitedDevice
 from tests.training.towers import Pairs
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 ITEMS = 128
 WITHIN = 0.01
 SIZES = [(32, 2, 16), (48, 2, 24), (64, 2, 32)]  # width, layers, tokens
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Some kernels take memory for each thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def pairs(width: int, layers: int, tokens: int) -> ContrastivePair:

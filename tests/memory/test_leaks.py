@@ -30,11 +30,8 @@ SEEN: list[Tensor] = []
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _nothing_stays(one_thread: None) -> Iterator[None]:
     yield
-    torch.set_num_threads(before)
     SEEN.clear()
     gc.collect()
 

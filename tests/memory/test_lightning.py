@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,21 +25,10 @@ with warnings.catch_warnings():
     from pipeline.memory.lightning import GROWTH_BYTES, GovernorCallback
 
 pytestmark = [
+    pytest.mark.usefixtures("quick"),
     pytest.mark.filterwarnings("ignore"),  # Lightning warns of loaders without workers, and of much else
 ]
 WIDTH = 64
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick() -> Iterator[None]:
-    """One thread, for there is little to do; and every replay collects garbage, which torch itself is not."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-    torch.set_num_threads(threads)
 
 
 class Regression(LightningModule):

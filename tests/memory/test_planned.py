@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from pipeline.memory.plan import Filled, Plan
 from tests.limited import device
@@ -21,13 +18,8 @@ NAMES = ("mlp", "transformer_pre", "gnn", "contrastive")
 
 
 @pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    """Some kernels take scratch per thread."""
+def _possible(one_thread: None) -> None:
     device.need()
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def limit_of(ground: Ground, times: float) -> int:

@@ -17,19 +17,8 @@ from pipeline.memory.recovery import Oom, Path, Replayed, Snapshot, replayed, re
 from tests.limited import device as limited
 from tests.limited.device import LimitedDevice
 
+pytestmark = pytest.mark.usefixtures("quick")
 ROWS = 13  # of a step
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick() -> Iterator[None]:
-    """One thread, for there is little to do; and every replay collects garbage, which torch itself is not."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-    torch.set_num_threads(threads)
 
 
 class Network(nn.Module):

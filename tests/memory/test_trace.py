@@ -25,21 +25,13 @@ from tests.limited import device
 from tests.memory.traced import LARGE, SIZES, WIDTH, Small, layers, of, play, tracer, true_peak
 from tests.zoo import ZOO
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 FLOAT = 4
 STATES = 2  # of AdamW, for each parameter
 SMALLER = {"width": 48, "heads": 2, "encoder_layers": 1, "decoder_layers": 2, "steps": 3, "latent": 2}
 NAMES = sorted(set(ZOO) - {"data_dependent"})
 TRACED: dict[str, Any] = {}
 PLAIN = Choice()
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Some kernels take memory for each thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -15,15 +14,12 @@ RANKS, WIDTH, SIZES = 4, 256, {"items": 64}
 
 
 @pytest.fixture
-def _group():
+def _group(one_thread):
     device.need()
     fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     dist.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=RANKS)
     yield
     dist.destroy_process_group()
-    torch.set_num_threads(before)
 
 
 def blocks():

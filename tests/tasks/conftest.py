@@ -6,16 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
-
-
-@pytest.fixture
-def one_thread():
-    """Some kernels take memory for each thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

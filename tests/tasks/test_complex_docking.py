@@ -248,6 +248,7 @@ def test_half_precision_sums_the_loss_in_single():
         assert float(total) == pytest.approx(float(plain[name][0]), rel=0.02)
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("task", "choice", "size"),
     [
@@ -261,14 +262,9 @@ def test_half_precision_sums_the_loss_in_single():
 )
 def test_the_planner_traces_it_to_a_hundredth_of_what_it_takes(task, choice, size):
     device.need()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        traced = tracer(task, least=SIZES[0], clip=1.0)
-        predicted = live_peak_bytes(traced.standing(choice), traced.micro(choice, SIZES[size]), accumulate=False)
-        assert predicted == pytest.approx(true_peak(task, SIZES[size], 1, choice, clip=1.0), rel=0.01)
-    finally:
-        torch.set_num_threads(threads)
+    traced = tracer(task, least=SIZES[0], clip=1.0)
+    predicted = live_peak_bytes(traced.standing(choice), traced.micro(choice, SIZES[size]), accumulate=False)
+    assert predicted == pytest.approx(true_peak(task, SIZES[size], 1, choice, clip=1.0), rel=0.01)
 
 
 def test_in_pieces_memory_hardly_grows_with_pairs():

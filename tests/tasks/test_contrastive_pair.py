@@ -349,19 +349,15 @@ def test_a_frozen_temperature_is_not_given_to_the_optimizer():
 # ---- memory ----
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("size", range(len(SIZES)))
 def test_the_planner_traces_it_to_two_thousandths_of_what_it_takes(size):
     device.need()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        settings = {"clip": 1.0, "batch": SIZES[size][ITEMS]}
-        traced = tracer(SMALL, least=SIZES[0], **settings)
-        standing, micro = traced.standing(CHOICE), traced.micro(CHOICE, SIZES[size])
-        predicted = live_peak_bytes(standing, micro, accumulate=False)
-        assert predicted == pytest.approx(true_peak(SMALL, SIZES[size], **settings), rel=0.002)
-    finally:
-        torch.set_num_threads(threads)
+    settings = {"clip": 1.0, "batch": SIZES[size][ITEMS]}
+    traced = tracer(SMALL, least=SIZES[0], **settings)
+    standing, micro = traced.standing(CHOICE), traced.micro(CHOICE, SIZES[size])
+    predicted = live_peak_bytes(standing, micro, accumulate=False)
+    assert predicted == pytest.approx(true_peak(SMALL, SIZES[size], **settings), rel=0.002)
 
 
 # ---- bad input ----

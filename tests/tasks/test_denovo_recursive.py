@@ -283,19 +283,15 @@ def test_the_network_is_one_graph_to_a_compiler():
 # ---- memory ----
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("changes", [{}, WHOLE])
 def test_the_plan_is_within_a_hundredth_of_what_it_takes(changes):
     device.need()
     task, given = replace(SHALLOW, **changes), {"ema": 0.99, "clip": 1.0}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        traced = tracer(task, least=SIZES[0], **given)
-        for sizes in SIZES[1:]:
-            planned = live_peak_bytes(traced.standing(Choice()), traced.micro(Choice(), sizes), accumulate=True)
-            assert planned == pytest.approx(true_peak(task, sizes, 2, **given), rel=0.01)
-    finally:
-        torch.set_num_threads(threads)
+    traced = tracer(task, least=SIZES[0], **given)
+    for sizes in SIZES[1:]:
+        planned = live_peak_bytes(traced.standing(Choice()), traced.micro(Choice(), sizes), accumulate=True)
+        assert planned == pytest.approx(true_peak(task, sizes, 2, **given), rel=0.01)
 
 
 def test_longer_peptides_take_more():

@@ -231,19 +231,15 @@ def test_weights_are_those_of_the_loss():
     assert SMALL.weights(batch) == {"interface": 220.0, "contacts": 60 * 40 + 50 * 70.0}
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("size", range(len(SIZES)))
 def test_the_planner_traces_it_to_two_thousandths_of_what_it_takes(size):
     device.need()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        traced = tracer(SMALL, least=SIZES[0], clip=1.0)
-        standing, micro = traced.standing(CHOICE), traced.micro(CHOICE, SIZES[size])
-        for times in (1, 2):
-            predicted = live_peak_bytes(standing, micro, accumulate=times > 1)
-            assert predicted == pytest.approx(true_peak(SMALL, SIZES[size], times, clip=1.0), rel=0.002)
-    finally:
-        torch.set_num_threads(threads)
+    traced = tracer(SMALL, least=SIZES[0], clip=1.0)
+    standing, micro = traced.standing(CHOICE), traced.micro(CHOICE, SIZES[size])
+    for times in (1, 2):
+        predicted = live_peak_bytes(standing, micro, accumulate=times > 1)
+        assert predicted == pytest.approx(true_peak(SMALL, SIZES[size], times, clip=1.0), rel=0.002)
 
 
 # ---- labels ----

@@ -283,15 +283,7 @@ def test_targets_that_are_all_alike_have_no_r2():
 # ---- memory ----
 
 
-@pytest.fixture
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("size", range(len(SIZES)))
 @pytest.mark.parametrize("frozen", [(), ("embed.", "layers.0.")])
 def test_the_planner_traces_it_to_two_thousandths_of_what_it_takes(size, frozen):

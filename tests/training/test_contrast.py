@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,24 +29,13 @@ from tests.training.loops import Plot, Refuse, Run, batch_of, furthest, signals_
 from tests.training.test_loop import Tearing
 from tests.training.towers import Pairs, cut, drawn, of
 
+pytestmark = pytest.mark.usefixtures("quick")
 EXACT = 1e-10
 ITEMS = 128
 CUTS = {"one": [128], "8 x 16": [16] * 8, "16 x 8": [8] * 16, "1 x 128": [1] * 128, "uneven": [100, 3, 25]}
 ONE_STEP = {"effective_batch": 14, "epochs": 1, "learning_rate": 1.0}
 PLOT = Plot(train=ONE_STEP, budget=90)
 LONG = Plot(train={"optimizer": "adamw", "ema": 0.9, "clip": 1.0, "weight_decay": 0.1, "epochs": 2}, budget=60)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick() -> Iterator[None]:
-    """One thread, for there is little to do; and every replay collects garbage, which torch itself is not."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-    torch.set_num_threads(threads)
 
 
 class Caught(Step):

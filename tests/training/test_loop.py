@@ -8,7 +8,7 @@ import os
 import random
 import resource
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,21 +44,10 @@ from tests.training.loops import (
 )
 from tests.training.saved import forked, spoil
 
+pytestmark = pytest.mark.usefixtures("quick")
 EXACT = 1e-10
 ADAM = {"optimizer": "adamw", "ema": 0.9, "clip": 1.0, "weight_decay": 0.1}
 WARM = {"schedule": {"kind": "cosine", "warmup": 3, "least": 0.1}}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick() -> Iterator[None]:
-    """One thread, for there is little to do; and every replay collects garbage, which torch itself is not."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-    torch.set_num_threads(threads)
 
 
 def one_step(plot: Plot, folder: Path) -> dict[str, list[float]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,16 +32,8 @@ HOST_BYTES = 64 << 10  # random states of two steps: on a card they are in the h
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _quick() -> Iterator[None]:
-    """Some kernels take scratch per thread; and every replay collects garbage, which torch itself is not."""
+def _possible(quick: None) -> None:
     limited.need()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-    torch.set_num_threads(threads)
 
 
 @dataclass
