@@ -190,7 +190,7 @@ def _is_run(path: Path) -> bool:
 def is_newer(path: Path) -> bool:
     """Say whether a run was made by a later version, in a format that this one does not know."""
     try:
-        told = RunFolder(path).format.read_text().strip()
+        told = RunFolder(path).format.read_text(errors="replace").strip()
     except OSError:
         return False
     return bool(told) and not (told.isdecimal() and int(told) <= FORMAT)

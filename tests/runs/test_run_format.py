@@ -56,6 +56,15 @@ def test_a_run_of_a_newer_format_is_refused_by_name_by_folder_and_as_the_newest(
     assert runs_in(tmp_path) == [old]
 
 
+def test_a_format_that_is_no_text_is_none_that_is_known(tmp_path: Path) -> None:
+    """Before, one such run kept every verb from all others."""
+    old, torn = a_run(tmp_path), a_run(tmp_path, day=2)
+    torn.format.write_bytes(b"\xff\xfe1")
+    assert runs_in(tmp_path) == [old]
+    with pytest.raises(ConfigError, match="newer format"):
+        find(tmp_path, torn.name)
+
+
 def test_whether_a_run_of_a_newer_format_goes_on_cannot_be_told(tmp_path: Path) -> None:
     new = a_run(tmp_path / "runs", NEWER)
     assert hidden(tmp_path / "runs") == [new.name]
