@@ -202,6 +202,16 @@ class LimitedDevice:
             return False
 
 
+class RefuseOne:
+    """Refuses one block, after so many more."""
+
+    after = -1
+
+    def __call__(self, block: int, signed_bytes: int) -> bool:
+        self.after -= signed_bytes > 0
+        return signed_bytes < 0 or self.after != -1
+
+
 class HostCarrier:
     """Copies to memory that does not count, and back."""
 

@@ -15,6 +15,7 @@ from tests.limited.device import (
     CUDA_ROUNDING,
     HostCarrier,
     LimitedDevice,
+    RefuseOne,
     forget_failed_backward,
     real_peak,
 )
@@ -175,16 +176,6 @@ def test_a_failed_backward_keeps_memory_until_it_is_forgotten() -> None:
             forget_failed_backward()
             assert device.live_bytes == before
     assert max(kept) > 0
-
-
-class RefuseOne:
-    """Refuses one block, after so many more."""
-
-    after = -1
-
-    def __call__(self, block: int, signed_bytes: int) -> bool:
-        self.after -= signed_bytes > 0
-        return signed_bytes < 0 or self.after != -1
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])

@@ -19,7 +19,7 @@ from pipeline.memory.governor import Governor, admitted, halved, is_crowded
 from pipeline.memory.meters import NEAR, CardMeter, HostMeter, Memory, ProcessMeter
 from pipeline.memory.upkeep import Habits, Upkeep
 from tests.limited import device as limited
-from tests.limited.device import LimitedDevice
+from tests.limited.device import LimitedDevice, RefuseOne
 
 pytestmark = pytest.mark.usefixtures("quick")
 MB = 1 << 20
@@ -544,16 +544,6 @@ def test_it_trains_where_the_plain_loop_dies() -> None:
     for _ in range(3):
         expected.governed().step(expected.items, expected.loss_of)
     assert torch.allclose(parameters(items), parameters(expected), rtol=0, atol=1e-10)
-
-
-class RefuseOne:
-    """Refuses one block, after so many more."""
-
-    after = -1
-
-    def __call__(self, block: int, signed_bytes: int) -> bool:
-        self.after -= signed_bytes > 0
-        return signed_bytes < 0 or self.after != -1
 
 
 def test_whatever_block_cannot_be_had_the_step_is_made_or_the_optimizer_is_named() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipeline.memory.recovery import Oom, Path, Replayed, Snapshot, replayed, rewind
 from tests.limited import device as limited
-from tests.limited.device import LimitedDevice
+from tests.limited.device import LimitedDevice, RefuseOne
 
 pytestmark = pytest.mark.usefixtures("quick")
 ROWS = 13  # of a step
@@ -120,16 +120,6 @@ def assert_same(left: dict[str, object], right: dict[str, object]) -> None:
     assert left.keys() == right.keys()
     for name, value in left.items():
         assert torch.equal(torch.as_tensor(value), torch.as_tensor(right[name])), name
-
-
-class RefuseOne:
-    """Refuses one block, after so many more."""
-
-    after = -1
-
-    def __call__(self, block: int, signed_bytes: int) -> bool:
-        self.after -= signed_bytes > 0
-        return signed_bytes < 0 or self.after != -1
 
 
 def stepped(place: int) -> tuple[dict[str, object], Replayed, int]:

@@ -20,6 +20,7 @@ from pipeline.runs.ledger import Reader
 from pipeline.store.cache import Cache
 from pipeline.store.findings import Finding, Report, ReportWriter, Summary, last_report
 from pipeline.store.layout import REPORTS
+from tests.command import Outcome
 from tests.runs.conftest import settle
 from tests.slurm.runs import content
 
@@ -30,29 +31,20 @@ Records = dict[str, dict[bytes, bytes]]
 
 
 @dataclass(frozen=True)
-class Done:
-    """What a command left behind."""
-
-    code: int
-    out: str
-    err: str
-
-
-@dataclass(frozen=True)
 class Cached:
     """A project beside a cache that it has filled."""
 
     project: Path
     home: Path  # of the cache and the runs
 
-    def types(self, *words: str, sets: tuple[str, ...] = ()) -> Done:
+    def types(self, *words: str, sets: tuple[str, ...] = ()) -> Outcome:
         """Type a command in the project."""
         given = (*SMALL, f"cache.root={self.home / 'cache'}", f"cluster.runs={self.home / 'runs'}", *sets)
         command = [str(PIPELINE), *words, *(word for one in given for word in ("--set", one))]
         done = subprocess.run(command, cwd=self.project, capture_output=True, text=True, check=False, timeout=300)
-        return Done(done.returncode, done.stdout, done.stderr)
+        return Outcome(done.returncode, done.stdout, done.stderr)
 
-    def submits(self, stage: str, *words: str, sets: tuple[str, ...] = ()) -> Done:
+    def submits(self, stage: str, *words: str, sets: tuple[str, ...] = ()) -> Outcome:
         """Run a stage here, to its end."""
         return self.types("submit", "--stage", stage, "--executor", "local", "--follow", *words, sets=sets)
 

@@ -4,6 +4,7 @@ import pytest
 
 from pipeline.store.cache import Cache
 from tests.store.content import put
+from tests.store.damage import fill
 
 
 @pytest.fixture
@@ -24,3 +25,16 @@ def filled(cache):
 def shard(filled, tmp_path):
     (path,) = (tmp_path / "cache/scan/shards").iterdir()
     return path
+
+
+@pytest.fixture
+def store(cache):
+    return cache.kind("scan")
+
+
+@pytest.fixture
+def shards(store):
+    """Return the names of three shards, one record of which is in two of them."""
+    names = fill(store, range(6), range(6, 12), [0, *range(12, 16)])
+    store.write_index()
+    return names

@@ -42,18 +42,6 @@ from tests.store.test_scrub import BLOWS, Truth, strike
 ALL = [*range(12), *range(12, 16)]
 
 
-@pytest.fixture
-def store(cache):
-    return cache.kind("scan")
-
-
-@pytest.fixture
-def shards(store):
-    names = fill(store, range(6), range(6, 12), [0, *range(12, 16)])
-    store.write_index()
-    return names
-
-
 def served(root):
     """Return the numbers that a new process is served; what it is served must be right."""
     store = Cache(root).kind("scan")

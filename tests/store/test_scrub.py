@@ -59,18 +59,6 @@ def told(checks):
     return whole(checks) | {(checked.shard, key) for checked in checks for key in checked.listed}
 
 
-@pytest.fixture
-def store(cache):
-    return cache.kind("scan")
-
-
-@pytest.fixture
-def shards(store):
-    names = fill(store, range(6), range(6, 12), [0, *range(12, 16)])
-    store.write_index()
-    return names
-
-
 class Truth:
     """What every shard held when it was whole; after damage, which of its records have changed."""
 
