@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pipeline.cli.options import named
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -63,7 +65,11 @@ class Shell(str, Enum):
 SCRIPTS = {Shell.BASH: BASH, Shell.ZSH: ZSH, Shell.FISH: FISH}
 
 
-def completion(shell: Annotated[Shell, typer.Argument(metavar="bash|zsh|fish", help="Your shell.")]) -> None:
+_parser, _shells = named(Shell)
+_Shell = Annotated[Shell, typer.Argument(parser=_parser, metavar="|".join(_shells), help="Your shell.")]
+
+
+def completion(shell: _Shell) -> None:
     """Print what lets your shell complete commands: source <(pipeline completion bash), in ~/.bashrc.
 
     zsh: the same in ~/.zshrc, below compinit. fish: pipeline completion fish | source

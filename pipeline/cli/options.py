@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 import typer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from pipeline.config.load import Loaded
 
@@ -33,6 +33,12 @@ _Name = TypeVar("_Name", bound=Enum)
 
 def one_of(names: type[_Name], option: str, help: str) -> Any:  # noqa: A002 - typer's word for it
     """Return an option that is one of some names, and says which was meant where it is none of them."""
+    parser, known = named(names)
+    return typer.Option(option, parser=parser, metavar=f"[{'|'.join(known)}]", help=help)
+
+
+def named(names: type[_Name]) -> tuple[Callable[[str | _Name], _Name], list[str]]:
+    """Return what reads one of some names, and says which was meant where it is none of them; and the names."""
     known = [str(one.value) for one in names]
 
     def parsed(text: str | _Name) -> _Name:
@@ -42,7 +48,7 @@ def one_of(names: type[_Name], option: str, help: str) -> Any:  # noqa: A002 - t
         meant = f"did you mean {near[0]}?" if near else f"it is one of {', '.join(known)}"
         raise typer.BadParameter(f"there is no {text!r}: {meant}")
 
-    return typer.Option(option, parser=parsed, metavar=f"[{'|'.join(known)}]", help=help)
+    return parsed, known
 
 
 # A command about a cache, with its options, where a text says what to type next.

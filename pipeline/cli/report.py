@@ -13,9 +13,10 @@ from pipeline.cli.options import ConfigFile, Json, Run, Sets, print_json
 if TYPE_CHECKING:
     from pipeline.runs.folder import RunFolder
 
+PRINTED = Path("-")
 Page = Annotated[
     Path | None,
-    typer.Option("--html", metavar="FILE", help="Write a page that shows the whole run; it needs nothing else."),
+    typer.Option("--html", metavar="FILE", help="Write a page that shows the whole run, all in one file; -: print it."),
 ]
 
 
@@ -45,11 +46,18 @@ def report(
 
 def _write_page(folder: RunFolder, file: Path, *, as_json: bool) -> None:
     """Write the page of a run as it stands now."""
+    from pipeline.errors import ConfigError
     from pipeline.runs.page import now_of, write_to
 
+    if as_json and file == PRINTED:
+        raise ConfigError("two documents cannot be printed at once", where="--html -", remedy="leave --json out")
     page, status, told = now_of(folder)
+    if file == PRINTED:
+        typer.echo(page.html(status, told))
+        return
     write_to(file, page.html(status, told))
+    file = file.parent.resolve() / file.name
     if as_json:
-        print_json({"run": folder.name, "state": status.state.value, "html": str(file.absolute())})
+        print_json({"run": folder.name, "state": status.state.value, "html": str(file)})
     else:
-        typer.echo(f"run {folder.name}: {status.state.value}\npage: {file.absolute()}")
+        typer.echo(f"run {folder.name}: {status.state.value}\npage: {file}")

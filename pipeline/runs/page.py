@@ -166,10 +166,9 @@ def write_to(path: Path, text: str) -> None:
     try:
         write(path, text)
     except OSError as error:
-        what = f"the page cannot be written: {error.strerror or error}"
-        raise ConfigError(
-            what, where=str(path), remedy="pipeline report --html FILE   (where you may write)"
-        ) from error
+        what, there = f"the page cannot be written: {error.strerror or error}", path.parent.exists()
+        remedy = "pipeline report --html FILE   (where you may write)" if there else f"mkdir -p {path.parent}"
+        raise ConfigError(what, where=str(path), remedy=remedy) from error
 
 
 def _of_queue(told: Mapping[str, Any] | None, name: str) -> dict[str, Any]:

@@ -193,6 +193,8 @@ def test_the_script_is_printed_and_nothing_else(shell: str) -> None:
         (["submit", "--stage", "xyz"], "it is one of scan, embed, graph, train, evaluate, predict"),
         (["submit", "--stage", "scan", "--executor", "slrum"], "did you mean slurm?"),
         (["statsu"], "Did you mean 'status'?"),
+        (["completion", "fsh"], "for 'bash|zsh|fish': there is no 'fsh': did you mean fish?"),
+        (["completion", "tcsh"], "there is no 'tcsh': it is one of bash, zsh, fish"),
     ],
 )
 def test_a_name_that_is_misspelt_is_a_usage_error_that_names_what_was_meant(words: list[str], said: str) -> None:

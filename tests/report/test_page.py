@@ -171,6 +171,16 @@ def test_the_verb_writes_the_page_where_it_is_asked_to(real: RunFolder, pipeline
     refused = pipeline("report", str(real.path), "--html", str(tmp_path / "nowhere" / "own.html"))
     assert refused.code == 2
     assert "the page cannot be written: No such file or directory" in refused.err
+    assert f"next: mkdir -p {tmp_path / 'nowhere'}" in refused.err
+
+
+def test_the_verb_prints_the_page_where_it_is_asked_to(real: RunFolder, pipeline: Command) -> None:
+    done = pipeline("report", str(real.path), "--html", "-")
+    assert (done.code, done.err) == (0, "")
+    assert (done.out[:15], done.out.rstrip()[-7:]) == ("<!DOCTYPE html>", "</html>")
+    refused = pipeline("report", str(real.path), "--html", "-", "--json")
+    assert (refused.code, refused.out) == (2, "")
+    assert "two documents cannot be printed at once" in refused.err
 
 
 def test_a_click_sorts_by_number_and_another_turns_it_round(training: Told, show: Open) -> None:

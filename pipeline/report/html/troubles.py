@@ -168,8 +168,8 @@ def cache(facts: Mapping[str, Any]) -> Html:
         for stage in facts["stages"]
         if stage["name"] in ("scan", "embed", "graph")
     ]
-    columns = ("stage", "items", "cached", "to do", "share cached")
-    parts = [table(columns, reused, caption="found by this run")] if reused else []
+    found = ("stage", "items", "cached", "to do", "share cached")
+    parts = [table(found, reused, caption="found by this run")] if reused else []
     if not told or not told["is_there"]:
         return section("cache", "Cache", *parts, note("no cache is there"))
     rows = [
