@@ -64,7 +64,8 @@ def as_typed(text: str, typed: Sequence[str] | None = None) -> str:
     given = _given(sys.argv[1:] if typed is None else typed)
 
     def complete(command: re.Match[str]) -> str:
-        return " ".join([command[0], *(option for name, option in given.items() if name not in command[0])])
+        has = _given(shlex.split(command[0]))
+        return " ".join([command[0], *(option for name, option in given.items() if name not in has)])
 
     return _COMMAND.sub(complete, text) if given else text
 

@@ -36,5 +36,10 @@ def test_what_is_no_such_command_stays(said: str) -> None:
     assert as_typed(said, TYPED) == said
 
 
+def test_an_option_that_is_there_in_quotes_is_there() -> None:
+    said = "pipeline submit --stage scan --set 'data.labels=[split]'"
+    assert as_typed(said, ["submit", "--set", "data.labels=[split]"]) == said
+
+
 def test_without_options_nothing_changes() -> None:
     assert as_typed("pipeline cache repair --yes", ["cache", "repair"]) == "pipeline cache repair --yes"
