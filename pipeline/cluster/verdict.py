@@ -63,6 +63,7 @@ class Word:
     kind: str = ""  # gpu_oom, host_oom, disk_full; empty or anything else: nothing particular
     done: int = 0  # items
     at: float = 0.0
+    began: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

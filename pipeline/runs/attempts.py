@@ -119,9 +119,10 @@ class Task:
         """Return what the worker of the newest attempt has said."""
         return self.words.get(self.attempt, SILENCE)
 
-    def say(self, attempt: int, **said: Any) -> None:
-        """Take down what a worker says of itself."""
+    def say(self, attempt: int, **said: Any) -> Word:
+        """Take down what a worker says of itself, and return all that it said."""
         self.words[attempt] = replace(self.words.get(attempt, SILENCE), **said)
+        return self.words[attempt]
 
 
 def ranges(numbers: Sequence[int]) -> str:

@@ -103,8 +103,9 @@ def _times(stage: StageStatus, now: float) -> Iterator[tuple[float, float]]:
         for one in task.ended:
             if one.ended_at and one.elapsed_s > 0:
                 yield one.ended_at - one.elapsed_s, one.ended_at
-        if task.job is not None and task.word.started and task.word.at:
-            yield task.word.at, now
+        word = task.word
+        if task.job is not None and word.began:  # nobody has judged it yet, or nobody will: of a run that was stopped
+            yield word.began, word.at if word.finished or word.exit_code is not None else now
 
 
 def failures_over_time(status: RunStatus, begun: float, end: float) -> list[dict[str, Any]]:

@@ -333,12 +333,15 @@ def _hear(stage: StageStatus, event: Event) -> None:
         if data.get("figures"):
             stage.figures[event.writer] = {**data["figures"], "task": data["task"]}
     word = task.words.get(attempt, SILENCE)
+    if event.kind is EventKind.TASK_STARTED and event.at > word.began:
+        word = task.say(attempt, began=event.at)
     if event.at < word.at:  # files are read one after the other: what is older has been overtaken
         return
     if event.kind is EventKind.TASK_STARTED:
-        task.words[attempt] = Word(started=True, at=event.at)  # a start over, where the scheduler began it again
+        # a start over, where the scheduler began it again
+        task.words[attempt] = Word(started=True, at=event.at, began=word.began)
     elif event.kind is EventKind.TASK_FINISHED:
-        task.words[attempt] = Word(started=True, finished=True, at=event.at)
+        task.words[attempt] = Word(started=True, finished=True, at=event.at, began=word.began)
     elif event.kind is EventKind.TASK_FAILED:
         task.say(
             attempt,

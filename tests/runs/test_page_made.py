@@ -18,13 +18,14 @@ from pipeline.runs.executors import open_executor
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.page import Page, now_of, of_run
 from pipeline.runs.page_facts import bounded, clip
-from pipeline.runs.page_time import MOST_SLOTS, SPANS, Pace, Slots, at_once, span_of
+from pipeline.runs.page_time import MOST_SLOTS, SPANS, Pace, Slots, at_once, first_start, span_of
 from pipeline.runs.page_training import _BUNDLE, POINTS, thinned, training_facts
 from pipeline.runs.status import RunState, RunStatus
 from pipeline.training import bundles
 from tests.command import Command
 from tests.report.runs_told import begun, failed, many, trained
 from tests.runs.conftest import MakeProject
+from tests.runs.ledgers import Told
 
 TASKS = 10_000
 MOST_BYTES, MOST_S = 3_000_000, 15.0
@@ -185,6 +186,20 @@ class TestTime:
         assert len(counts) == SPANS
         assert max(counts) in (9, 10)
         assert counts[0] == 1
+
+
+def test_a_task_that_ended_while_nobody_looked_began_when_it_did_and_not_when_it_ended(tmp_path: Path) -> None:
+    told = Told(tmp_path, tasks=1)
+    told.job("7", [0])
+    told.worker(0, EventKind.TASK_STARTED)
+    began = time.time()
+    time.sleep(0.2)
+    told.worker(0, EventKind.TASK_FAILED, what="stopped by a signal", exit_code=143)
+    told.over("stopped", 130)
+    status = told.status
+    assert abs((first_start(status.stages["scan"]) or 0.0) - began) < 0.1
+    ran = [at for at, count in at_once(status, began - 1, began + 9)["scan"] if count]
+    assert max(ran) - began < 1  # nor does it still run
 
 
 def test_recorded_steps_are_found_by_the_names_that_bundles_have() -> None:
