@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pipeline.report.html.text import moment
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 STEPS = (1, 2, 2.5, 5, 10)
 KILO = 1024
@@ -16,6 +20,8 @@ TIME_STEPS_S = (
     2 * 86400, 5 * 86400, 10 * 86400, 30 * 86400,
 )  # fmt: skip
 ROUNDING, TINY = 1e-9, 1e-300
+ROUNDED = 1e-3  # of a step
+LEAST_PLAIN, MOST_PLAIN, MOST_PLACES = 1e-4, 1e7, 6  # of numbers that are said without an exponent
 SHORT_S = 600  # of a shorter run the axis says seconds since its beginning
 
 
@@ -40,9 +46,20 @@ def numbers(low: float, high: float, unit: str = "", *, most: int = 5) -> Axis:
     step = _round_step((high - low) / most)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     places = next(n for n in range(20) if n == 19 or abs(step * 10**n - round(step * 10**n)) < 1e-6 * step * 10**n)
-    scientific = places > 4 or max(abs(low), abs(high)) >= 1e7
-    ticks = [(n * step, f"{n * step:.3g}" if scientific else f"{n * step:,.{places}f}") for n in range(first, last + 1)]
+    values, largest = [n * step for n in range(first, last + 1)], max(abs(low), abs(high))
+    is_plain = places <= MOST_PLACES and LEAST_PLAIN <= largest < MOST_PLAIN
+    words = [f"{value:,.{places}f}" for value in values] if is_plain else _short(values, step)
+    ticks = zip(values, words, strict=True)
     return Axis(first * step, last * step, tuple(ticks), unit)
+
+
+def _short(values: Sequence[float], step: float) -> list[str]:
+    """Return numbers with as few digits as tell them apart."""
+    for digits in range(3, 18):
+        words = [f"{value:.{digits}g}" for value in values]
+        if all(abs(float(word) - value) < ROUNDED * step for word, value in zip(words, values, strict=True)):
+            break
+    return words
 
 
 def sizes(high: float, *, most: int = 5) -> Axis:
