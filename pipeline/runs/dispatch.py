@@ -16,11 +16,11 @@ from pipeline.records import EventKind
 from pipeline.runs import todo, training
 from pipeline.runs.attempts import Attempt, bad_nodes, numbers, ranges
 from pipeline.runs.left_out import leave_out
+from pipeline.runs.notes import read_notes
 from pipeline.runs.repair import GiveUp, LeaveOut, Means, Split, decide
 from pipeline.runs.shapes import choose_cards, shaped
 from pipeline.runs.status import Job
 from pipeline.runs.submit import cluster_name, first_ask, job_spec, profiles_of, recipe_name, spec_of
-from pipeline.runs.worker import read_notes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -19,7 +19,6 @@ import time
 import traceback
 from collections import Counter
 from contextlib import closing
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -33,12 +32,13 @@ from pipeline.runs.folder import RunFolder
 from pipeline.runs.frozen import module_command
 from pipeline.runs.indexing import relieve
 from pipeline.runs.ledger import Ledger
+from pipeline.runs.notes import Note
 from pipeline.runs.only import only_of
 from pipeline.runs.project import Project
 from pipeline.stages.read import ITEMS_READ
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from types import FrameType
     from typing import Any
 
@@ -104,7 +104,7 @@ def main(words: Sequence[str]) -> int:
                 signal.signal(number, _hear)
         if given.lent is not None:
             os.environ[GPUS] = given.lent
-        work(project, folder, given, part, ledger, facts, place=place, leads=leads)
+        work(project, folder, given, part, News(ledger, facts), place=place, leads=leads)
     except scripted.Ended as ended:
         if not ended.quiet:
             about = {"what": ended.what, "exit_code": ended.code, "trouble": ended.trouble}
@@ -162,104 +162,74 @@ def trouble_of(error: BaseException | None) -> str:
     return ""
 
 
+class News:
+    """What the ledger is told of a task: what is refused, and how far it is, at most twice a second."""
+
+    def __init__(self, ledger: Ledger, facts: dict[str, Any]) -> None:
+        self._ledger, self._facts, self._told_s = ledger, facts, 0.0
+        self._rejected = Counter[str]()
+        self.done = 0
+
+    def refuse(self, key: str, reason: Reason, detail: str) -> None:
+        """Tell of something that cannot be made."""
+        self._ledger.emit(EventKind.REFUSED, **self._facts, key=key, reason=reason.value, detail=detail)
+
+    def add(self, reason: Reason | None) -> None:
+        """Count one more that is done, or rejected for a reason."""
+        self.done += 1
+        if reason is not None:
+            self._rejected[reason.value] += 1
+
+    def tell(self, kind: EventKind, figures: Mapping[str, float]) -> None:
+        """Tell how far the task is, and what it says of itself."""
+        told = {"host_peak_bytes": highest_bytes(), **figures}
+        self._ledger.emit(kind, **self._facts, done=self.done, rejected=dict(self._rejected), figures=told)
+
+    def go_on(self, figures: Mapping[str, float]) -> None:
+        """Tell the same, unless it was told just now."""
+        if time.monotonic() - self._told_s > PROGRESS_EVERY_S:
+            self.tell(EventKind.PROGRESS, figures)
+            self._told_s = time.monotonic()
+
+
 def work(
     project: Project,
     folder: RunFolder,
     given: argparse.Namespace,
     part: tuple[int, int] | None,
-    ledger: Ledger,
-    facts: dict[str, Any],
+    news: News,
     *,
     place: Place | None = None,
     leads: bool = True,
 ) -> None:
-    """Work through a task, telling the ledger twice a second, and a note that outlives a kill at every step."""
-    done, rejected, told = 0, Counter[str](), 0.0
-
-    def refuse(key: str, reason: Reason, detail: str) -> None:
-        ledger.emit(EventKind.REFUSED, **facts, key=key, reason=reason.value, detail=detail)
-
-    def news() -> dict[str, Any]:
-        return {
-            **facts,
-            "done": done,
-            "rejected": dict(rejected),
-            "figures": {"host_peak_bytes": highest_bytes(), **tell.figures},
-        }
-
-    def report() -> None:
-        nonlocal told
-        if time.monotonic() - told > PROGRESS_EVERY_S:
-            ledger.emit(EventKind.PROGRESS, **news())
-            told = time.monotonic()
+    """Work through a task, telling the ledger how far it is, and a note that outlives a kill at every step."""
 
     def turn_to(names: Sequence[str]) -> None:
-        note.write(done or int(tell.figures.get(scripted.PROGRESS, 0)), names)
+        note.write(news.done or int(tell.figures.get(scripted.PROGRESS, 0)), names)
         if scripted.PROGRESS in tell.figures or ITEMS_READ in tell.figures:  # which yield nothing until they end
-            report()
+            news.go_on(tell.figures)
 
     with closing(Note(folder.on(given.stage, given.task, part[0] if part else 0), given.attempt)) as note:
-        tell = Tell(refuse, {}, turn_to, given.mem, given.shrink, given.careful)
+        tell = Tell(news.refuse, {}, turn_to, given.mem, given.shrink, given.careful)
         tell.place, tell.ending = place, lambda: _heard[0]
         outcomes = workflow.stage(given.stage).work(project, folder, given.task, tell, part or (0, 1))
         try:
             with closing(outcomes):  # closing publishes what is finished
                 for reason in outcomes:
-                    done += 1
-                    if reason is not None:
-                        rejected[reason.value] += 1
-                    Stopped.came_further = done > note.done_before
-                    report()
+                    news.add(reason)
+                    Stopped.came_further = news.done > note.done_before
+                    news.go_on(tell.figures)
         except scripted.Ended as ended:
             if ended.code == GO_ON:  # of a script that tells no figures, another attempt is all that shows
                 note.write(ended.step or given.attempt, ())
-            ledger.emit(EventKind.PROGRESS, **news())
+            news.tell(EventKind.PROGRESS, tell.figures)
             raise
         if tell.ended_by:
-            ledger.emit(EventKind.PROGRESS, **news())
+            news.tell(EventKind.PROGRESS, tell.figures)
             Stopped.came_further = tell.moved
             raise Stopped(tell.ended_by)
-        note.write(done, ())
-    ledger.emit(EventKind.TASK_FINISHED if leads else EventKind.PROGRESS, **news())
-
-
-class Note:
-    """What a process is on and how far it came, in a file that it overwrites in one write: any kill leaves the last."""
-
-    def __init__(self, path: Path, attempt: int) -> None:
-        self._attempt = attempt
-        self.done_before = _note(path, attempt)[0] if path.exists() else 0  # by an earlier start of this attempt
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-
-    def write(self, done: int, names: Sequence[str]) -> None:
-        """Put down how much is done, and what comes now."""
-        os.pwrite(self._file, json.dumps([self._attempt, done, list(names)]).encode() + b"\n", 0)
-
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self._file)
-
-
-def read_notes(folder: RunFolder, stage: str, task: int, attempt: int) -> tuple[int, tuple[str, ...]]:
-    """Return how much the processes of an attempt at a task had done, and what they were on."""
-    done, names = 0, list[str]()
-    for part in count():
-        try:
-            some, on = _note(folder.on(stage, task, part), attempt)
-        except OSError:  # there are no more
-            break
-        done += some
-        names += on
-    return done, tuple(names)
-
-
-def _note(path: Path, attempt: int) -> tuple[int, list[str]]:
-    """Read a note; one of another attempt, or that was never written, says nothing."""
-    try:
-        written, done, names = json.loads(path.read_bytes().partition(b"\n")[0])
-    except ValueError:
-        return 0, []
-    return (done, names) if written == attempt else (0, [])
+        note.write(news.done, ())
+    news.tell(EventKind.TASK_FINISHED if leads else EventKind.PROGRESS, tell.figures)
 
 
 def _fan_out(words: Sequence[str], folder: RunFolder, processes: int, ledger: Ledger, facts: dict[str, Any]) -> int:

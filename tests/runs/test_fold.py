@@ -17,10 +17,10 @@ from pipeline.runs import todo
 from pipeline.runs.attempts import Ask, Attempt
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.left_out import leave_out, left_out
+from pipeline.runs.notes import Note, read_notes
 from pipeline.runs.project import Project
 from pipeline.runs.status import Job, RunStatus, fold
 from pipeline.runs.todo import Shard
-from pipeline.runs.worker import Note, read_notes
 from tests.runs.conftest import MakeProject
 
 ASK = Ask(1 << 30, 600)
