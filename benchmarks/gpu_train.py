@@ -117,15 +117,14 @@ def planned(case: Mapping[str, Any]) -> dict[str, Any]:
     return {"prepared": prepared, "micros": plan.micros, "remedies": list(plan.remedies)}
 
 
-def trained(case: Mapping[str, Any]) -> dict[str, Any]:
-    """Train; return how fast, and what was reserved."""
+def job_of(case: Mapping[str, Any]) -> tuple[Any, int]:
+    """Return a case's training, and the complexes of an epoch."""
     from dataclasses import replace
 
     from pipeline.memory.footprint import Choice
     from pipeline.records import Tell
-    from pipeline.stages.train import Job, train
+    from pipeline.stages.train import Job
     from pipeline.training.embeddings import Embeddings
-    from pipeline.training.figures import read_epochs
     from pipeline.training.prepared import ModelFolder, Prepared
     from pipeline.training.ranks import Alone
     from pipeline.training.source import Cached
@@ -152,7 +151,17 @@ def trained(case: Mapping[str, Any]) -> dict[str, Any]:
         say=lambda line: print(line, file=sys.stderr),
         measure=work.task.cost,
     )
-    steps = -(-len(table) // case["batch"])
+    return job, len(table)
+
+
+def trained(case: Mapping[str, Any]) -> dict[str, Any]:
+    """Train; return how fast, and what was reserved."""
+    from pipeline.stages.train import train
+    from pipeline.training.figures import read_epochs
+
+    job, complexes = job_of(case)
+    prepared = job.prepared
+    steps = -(-complexes // case["batch"])
     marks: list[float] = []
     with memory(case["device"]) as card:
         for done in train(job):
@@ -161,7 +170,7 @@ def trained(case: Mapping[str, Any]) -> dict[str, Any]:
             if case.get("squeeze") and len(marks) == steps + 1:
                 card.squeeze(SHARE)
         found = card.read()
-    epochs = read_epochs(folder.path)
+    epochs = read_epochs(job.folder.path)
     seconds = marks[-1] - marks[steps - 1]
     return {
         **found,
@@ -169,7 +178,7 @@ def trained(case: Mapping[str, Any]) -> dict[str, Any]:
         "steps_wanted": steps * case["epochs"],
         "steps_per_s": (len(marks) - steps) / seconds if len(marks) > steps else None,
         "complexes": [one.items for one in epochs],
-        "complexes_wanted": len(table),
+        "complexes_wanted": complexes,
         "reserved_bytes": [one.reserved_bytes for one in epochs],
         "peak_bytes": [one.peak_bytes for one in epochs],
         "allocated_bytes": [one.allocated_bytes for one in epochs],
