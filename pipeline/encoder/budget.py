@@ -15,6 +15,7 @@ from pipeline.cluster.machine import find_mem_bytes
 from pipeline.cluster.processes import used_bytes
 from pipeline.encoder.esm2 import TILE
 from pipeline.encoder.tokens import ENDS, tokenize
+from pipeline.memory.meters import highest_bytes
 from pipeline.memory.oom import free_caches, unless_out_of_memory
 
 if TYPE_CHECKING:
@@ -114,5 +115,5 @@ def _address_space_bytes() -> int:
 def peak_bytes(device: str) -> int:
     """Return the most memory that was ever taken, of the host or of the card."""
     if device == "cpu":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        return highest_bytes()
     return torch.cuda.max_memory_allocated()
