@@ -91,7 +91,7 @@ class Followed:
             return _live(before, queued)
         row = self._row(name, views)
         if row is not None and row.state.ended:
-            return self._told(row.status(before.task, before.stdout, before.stderr))
+            return self._told(_as_seen(before, row.status(before.task, before.stdout, before.stderr)))
         if queued is not None:
             self._over[name] = queued
         unclear_s = views.at - self._unclear.setdefault(name, views.at)
@@ -123,6 +123,11 @@ def _live(before: TaskStatus, queued: Queued) -> TaskStatus:
     started = None if queued.state in WAITING else queued.starts
     told = {"state": queued.state, "node": queued.node, "waits_for": queued.waits_for, "started": started}
     return replace(before, reason="", **told)  # type: ignore[arg-type]
+
+
+def _as_seen(before: TaskStatus, now: TaskStatus) -> TaskStatus:
+    """Return a task with its node, where the accounting heard of its end and not of the start that the queue told."""
+    return replace(now, node=before.node, started=before.started) if before.started and not now.node else now
 
 
 def _ended(before: TaskStatus, queued: Queued) -> TaskStatus:

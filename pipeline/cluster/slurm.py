@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 TRIES_S = (2.0, 5.0, 10.0, 20.0, 30.0, 60.0)  # waits between tries at a submission that the cluster was too busy for
 PATIENCE_S = 15.0  # how long the queue and the accounting may disagree before that is what is told
 SACCT_S = 20.0
+ALREADY_ENDS = "scancel exited with 229"  # the last byte of ESLURM_ALREADY_DONE, all that a quiet scancel says of it
 FORGOTTEN_S = 30 * 86_400.0  # how far back the accounting is asked about jobs of others' time
 SACCT_AGAIN_S = 30.0  # an accounting that gave trouble is left alone for so long
 MANY_CPUS, MANY_GPUS = 1024, 64  # where the cluster does not tell what it has
@@ -171,7 +172,7 @@ class SlurmExecutor:
         try:
             commands.run(["scancel", "--quiet", *wanted])
         except CommandFailed as error:
-            if commands.SAYS_NOTHING not in error.what:
+            if commands.SAYS_NOTHING not in error.what and error.what != ALREADY_ENDS:
                 raise SubmissionRefused(error.what, where="scancel", remedy=f"scancel {' '.join(wanted)}") from error
 
     def queued(self, jobs: Iterable[JobId]) -> set[JobId]:

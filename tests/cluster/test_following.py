@@ -1,0 +1,48 @@
+"""What becomes of a task where the queue and the accounting do not tell the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.cluster.accounting import Row
+from pipeline.cluster.following import Followed, Views
+from pipeline.cluster.queue import Queued
+from pipeline.cluster.slurm import SlurmExecutor
+from pipeline.cluster.spec import JobSpec, TaskState
+from pipeline.config.schema_cluster import Slurm
+from pipeline.errors import SubmissionRefused
+
+
+def cancelled_without_a_node() -> Row:
+    return Row(job="7_0", raw="7", state=TaskState.CANCELLED, started=200.0, ended=200.0)
+
+
+def followed(tmp_path: Path) -> Followed:
+    return Followed("7", JobSpec(name="a", argv=("true",), tasks=range(1), log_dir=str(tmp_path)), 0, 100.0)
+
+
+def test_a_task_that_was_seen_running_has_begun_though_the_accounting_heard_of_its_end_alone(tmp_path):
+    job = followed(tmp_path)
+    job.take_in(Views({"7_0": Queued("7_0", TaskState.RUNNING, "", "", 150.0, "n1", stuck=False)}, {}, 1.0), 15.0)
+    (task,) = job.take_in(Views({}, {"7_0": cancelled_without_a_node()}, 2.0), 15.0)
+    assert (task.state, task.node, task.started) == (TaskState.CANCELLED, "n1", 150.0)
+
+
+def test_a_task_that_was_cancelled_while_it_waited_has_not_begun(tmp_path):
+    (task,) = followed(tmp_path).take_in(Views({}, {"7_0": cancelled_without_a_node()}, 2.0), 15.0)
+    assert (task.state, task.node, task.started) == (TaskState.CANCELLED, "", None)
+
+
+@pytest.mark.parametrize(("code", "refused"), [(229, False), (1, True)])
+def test_a_job_that_already_ends_need_not_be_cancelled(tmp_path, monkeypatch, code, refused):
+    (tmp_path / "scancel").write_text(f"#!/bin/sh\nexit {code}\n")
+    (tmp_path / "scancel").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with SlurmExecutor(Slurm()) as executor:
+        if refused:
+            with pytest.raises(SubmissionRefused, match="scancel exited with 1"):
+                executor.cancel(["7"])
+        else:
+            executor.cancel(["7"])
