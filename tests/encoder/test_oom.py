@@ -55,6 +55,7 @@ def test_results_after_an_oom_are_those_without_one():
     assert squeezed.rows() == plain.rows()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["divisor", "tokens"])
 def test_later_batches_keep_the_learned_budget(policy):
     workshop = Workshop({"cpu": 300})

@@ -262,6 +262,7 @@ def test_a_leak_of_tensors_is_named(
     assert run.told[0].sites == leak.sites
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "memory", "bytes_per_step", "what", "marker", "holder"), OBJECT_LEAKS)
 def test_a_leak_of_python_is_named(
     model: type[Model], memory: str, bytes_per_step: int, what: str, marker: str, holder: str
@@ -340,6 +341,7 @@ class KeepsSome(Model):
         return super().forward(x)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_limited")
 def test_what_leaks_now_and_then_is_looked_for_longer() -> None:
     leaks, _ = limited(KeepsSome, count=5, steps=150)
@@ -433,6 +435,7 @@ class Ring(Model):
         return super().forward(x)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_limited")
 def test_a_ring_of_the_last_few_is_not_blamed_for_what_grows_beside_it() -> None:
     leaks, _ = limited(Ring)
@@ -445,6 +448,7 @@ def spans(*live: int) -> list[dict[Any, tuple[int, int]]]:
     return [{"a": (bytes_, 10 * place), "b": (bytes_ + 7, 10 * place + 3)} for place, bytes_ in enumerate(live)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("live", "rate"),
     [

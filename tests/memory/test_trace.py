@@ -114,6 +114,7 @@ def test_a_member_whose_shapes_depend_on_data_cannot_be_traced():
         tracer(found.build(), least=found.sizes[0]).standing(PLAIN)
 
 
+@pytest.mark.slow
 def test_fair_esm_itself_is_traced_with_its_branches_guessed():
     found = ZOO["esm2_finetune"]
     pytest.importorskip("esm")

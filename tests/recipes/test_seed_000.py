@@ -13,7 +13,7 @@ from tests.command import Command
 from tests.recipes.conftest import Scanned
 from tests.recipes.projects import RNA, config_of, epochs_of, peak, planned, ran
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]  # they plan and train for real
 TASK = RnaLigand(hidden_irreps="8x0e+4x1o+2x2e", layers=4, output_dim=1536)
 SIZES = {"items": 2, "nodes": 100, "edges": 2000}
 
@@ -23,7 +23,6 @@ def taken(**options: object) -> int:
     return peak(replace(TASK, **options), SIZES)  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
 def test_memory_is_flat_over_epochs_where_nothing_is_kept(pipeline: Command, scanned: Scanned) -> None:
     folder = scanned(RNA)
     done = ran(pipeline, RNA.sets("train.epochs=6"), "train")

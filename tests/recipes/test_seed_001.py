@@ -16,7 +16,7 @@ from tests.command import Command
 from tests.recipes.conftest import Scanned
 from tests.recipes.projects import SPECTRA, config_of, epochs_of, peak, planned, ran, settings_of
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]  # they plan and train for real
 TASK = SpectraFinetune(layers=3, heads=2, d_fourier=60, d_peak=4, fourier_width=16, finest=0.01)
 SIZES = {"items": 2, "peaks": 100}
 LOWER = ("embed.", "layers.0.", "layers.1.")

@@ -12,7 +12,7 @@ from tests.command import Command
 from tests.recipes.conftest import Scanned
 from tests.recipes.projects import COMPLEX, config_of, done_again, epochs_of, peak, planned, ran, settings_of
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]  # they plan and train for real
 TASK = ComplexDocking(embedding_dim=16, width=16, layers=2, cross_layers=2)
 SIZES = {"items": 2, "nodes": 200, "edges": 4000, "pairs": 20_000}
 
@@ -33,7 +33,6 @@ def test_graphs_that_are_not_kept_on_disk_are_built_when_they_are_read(pipeline:
     assert epochs_of(folder)[0]["items"] == 4
 
 
-@pytest.mark.slow
 def test_embeddings_and_graphs_are_cached_on_disk_and_later_runs_make_none(pipeline: Command, scanned: Scanned) -> None:
     scanned(COMPLEX)
     again = ran(pipeline, COMPLEX.sets(), "graph")
@@ -41,7 +40,6 @@ def test_embeddings_and_graphs_are_cached_on_disk_and_later_runs_make_none(pipel
     assert not any(done_again(again.err).values())
 
 
-@pytest.mark.slow
 def test_caches_that_are_corrupted_are_found_and_made_anew(pipeline: Command, scanned: Scanned) -> None:
     folder = scanned(COMPLEX)
     shards = [path for path in (folder / "cache").rglob("*") if path.is_file() and "graph" in str(path)]

@@ -15,7 +15,7 @@ from tests.command import Command
 from tests.recipes.conftest import Scanned
 from tests.recipes.projects import DENOVO, RECIPES, config_of, peak, planned
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]  # they plan and train for real
 TASK = DenovoRecursive(
     width=16, heads=2, encoder_layers=1, decoder_layers=1, latent_steps=1, supervision_steps=2, render_reach=0
 )
@@ -55,7 +55,6 @@ def test_an_ema_costs_a_copy_of_the_parameters(pipeline: Command, scanned: Scann
     assert kept - none == pytest.approx(parameters, rel=0.05)
 
 
-@pytest.mark.slow
 def test_each_stage_of_the_curriculum_has_its_own_batch_plan_and_longer_ones_cost_more(
     pipeline: Command, scanned: Scanned
 ) -> None:
@@ -65,7 +64,6 @@ def test_each_stage_of_the_curriculum_has_its_own_batch_plan_and_longer_ones_cos
     assert plans["stage 1"]["live"]["value"] < plans["all items"]["live"]["value"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("items", "times", "batch"), [(96, 1, 96), (48, 2, 96), (32, 3, 96), (64, 2, 128)])
 def test_each_row_of_the_table_of_batch_configurations_can_be_set(items: int, times: int, batch: int) -> None:
     train = config_of(DENOVO, f"train.micro_batch={items}", f"train.effective_batch={batch}").train

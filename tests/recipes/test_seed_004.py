@@ -19,7 +19,7 @@ from tests.recipes.conftest import Scanned
 from tests.recipes.projects import PAIR, config_of, epochs_of, peak, planned, ran, settings_of
 from tests.tasks.reader_items import batch_of
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]  # they plan and train for real
 SIDES = ("left.token", "right.token")
 TASK = ContrastivePair(left="tokens", right="tokens", width=32, layers=2, heads=2, out=16)
 
@@ -85,7 +85,6 @@ def test_mixed_precision_saves_memory() -> None:
     assert peak(TASK, sizes, Choice(precision="bf16")) < peak(TASK, sizes)
 
 
-@pytest.mark.slow
 def test_allocated_and_peak_and_the_batch_are_in_the_figures_of_every_epoch(
     pipeline: Command, scanned: Scanned
 ) -> None:

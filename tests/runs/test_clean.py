@@ -278,6 +278,7 @@ def test_all_is_refused_while_a_run_goes_on(copy: Copy) -> None:
     assert look(copy, Asked(all=True)).files
 
 
+@pytest.mark.slow
 def test_after_all_is_gone_the_same_is_made_again(copy: Copy) -> None:
     before = content(copy)
     foreign = copy.store.root / "graph" / "notes.txt"

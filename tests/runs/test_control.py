@@ -46,6 +46,7 @@ def test_a_run_whose_supervisor_was_killed_is_named_and_resumed(pipeline: Comman
     assert len(runs_in(folder / "runs")) == 1
 
 
+@pytest.mark.slow
 def test_a_run_that_is_looked_after_or_has_ended_is_not_resumed(pipeline: Command, make_project: MakeProject) -> None:
     folder = make_project(300)
     begin(folder)

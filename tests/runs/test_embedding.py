@@ -168,12 +168,14 @@ def test_too_many_rejections_fail_the_stage_with_the_list(fasta: Path, pipeline:
     assert "bad_sequence" in done.out
 
 
+@pytest.mark.slow
 def test_every_unknown_residue_is_embedded_as_x(fasta: Path, pipeline: Command) -> None:
     write_fasta(fasta, ["MXBUZOK"])
     assert pipeline(*SUBMIT).code == 0
     assert metas(fasta)["MXBUZOK"]["shape"] == (7, 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "rows", "cut"),
     [

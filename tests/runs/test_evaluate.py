@@ -58,6 +58,7 @@ def test_two_ranks_come_to_the_same_figures_as_one(pipeline: Command, project: T
     assert len(project.asked()) == TEST_ITEMS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "told to end"])
 def test_what_was_done_before_the_end_is_not_done_again(pipeline: Command, project: Trained, number: int) -> None:
     project.tell_to_die(number)

@@ -51,6 +51,7 @@ def test_validate_says_that_a_cache_is_whole(by_hand: Callable[..., str]) -> Non
     assert "nothing is wrong" in by_hand("validate")
 
 
+@pytest.mark.slow
 def test_embed_on_a_node_without_gpus(by_hand: Callable[..., str]) -> None:
     said = by_hand("embed", "--gres=none", "--mem=4G", "--cpus-per-task=2")
     assert "embed: done" in said

@@ -146,6 +146,7 @@ def test_starting_what_runs_is_free_and_mending_keeps_the_jobs(healthy: Cluster)
     wait_for(healthy, job, "JobState=RUNNING")
 
 
+@pytest.mark.slow
 def test_what_an_earlier_cluster_left_does_not_matter_and_stopping_leaves_nothing(another: Cluster) -> None:
     another.start()
     job = submit(another, "--output=/dev/null", script="sleep 4321")

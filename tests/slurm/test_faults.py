@@ -148,6 +148,7 @@ def test_a_run_without_supervisors_is_called_abandoned_and_resume_completes_it(m
     assert failures(run) == []
 
 
+@pytest.mark.slow
 def test_resume_does_not_undo_that_somebody_cancelled_the_tasks_too(make: Make, cluster: Cluster) -> None:
     project = make(3, {"c1.pdb": LINGERS}, **ONE_EACH)
     run = project.submits()
@@ -195,6 +196,7 @@ def test_too_much_poison_is_an_error_of_the_data(begun: dict[str, Run]) -> None:
     assert "max_rejected_fraction" in ended["error"]
 
 
+@pytest.mark.slow
 def test_a_cancelled_task_ends_the_run_and_the_command_it_names_completes_it(make: Make, cluster: Cluster) -> None:
     project = make(4, {"c1.pdb": LINGERS}, **ONE_EACH)
     run = project.submits()

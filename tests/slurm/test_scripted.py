@@ -155,6 +155,7 @@ def test_a_command_that_starts_processes_itself_is_started_once_on_each_node(beg
     assert {text.split()[6] for text in found} == {"False"}
 
 
+@pytest.mark.slow
 def test_a_process_whose_memory_ended_is_the_reason_though_another_hangs(begun: dict[str, Run]) -> None:
     run = begun["hangs"]
     run.ends()

@@ -197,6 +197,7 @@ def test_the_log_of_one_rank_has_its_lines_alone(killed: Run) -> None:
     assert "epoch" not in second
 
 
+@pytest.mark.slow
 def test_a_preempted_training_goes_on(peace: dict[str, bytes], project: Project, cluster: Cluster) -> None:
     run = trains(project, "preempted", "slow", cluster__train__partition="preempt")
     figures = run.project.folder / "models"
