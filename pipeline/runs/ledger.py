@@ -116,7 +116,7 @@ def _telling(lines: list[bytes]) -> Iterator[bytes]:
     last = lines[-1] if lines else b""
     whole = _FINISHED in last and _NO_FIGURES not in last and _STARTED in lines[0]
     if whole and _LOSS not in last and all(_PROGRESS in line for line in lines[1:-1]):  # one start that went well
-        return iter((last,))
+        return iter((lines[0], last))
     kept, every = lines[-1:], max(1, len(lines) // LOSSES)
     for place in range(len(lines) - 2, -1, -1):
         line = lines[place]
@@ -126,11 +126,9 @@ def _telling(lines: list[bytes]) -> Iterator[bytes]:
 
 
 def _is_overtaken(line: bytes, following: bytes) -> bool:
-    """Tell whether newer progress follows, or a start's end; figures stay until there are others."""
-    if _PROGRESS in line:
-        newer = _PROGRESS in following or _FINISHED in following
-        return newer and (_NO_FIGURES in line or _NO_FIGURES not in following)
-    return _STARTED in line and _FINISHED in following
+    """Tell whether newer progress follows; figures stay until there are others, and when a task began stays."""
+    newer = _PROGRESS in line and (_PROGRESS in following or _FINISHED in following)
+    return newer and (_NO_FIGURES in line or _NO_FIGURES not in following)
 
 
 def _event(line: bytes, writer: str) -> Event | None:

@@ -280,6 +280,7 @@ def test_steps_down_are_only_those_the_recipe_accepts():
     assert full_precision(recipe(), Step("cuda", Variant("fp32"))) is None
 
 
+@pytest.mark.slow
 def test_memory_that_really_ends_halves_batches_and_cuts_what_is_long(tmp_path):
     program = Path(__file__).with_name("squeezed.py")
     done = subprocess.run([sys.executable, program, tmp_path], capture_output=True, text=True, check=False, timeout=200)

@@ -13,11 +13,13 @@ from tests.limited.device import profiled_peak, real_peak
 from tests.limited.models import MODELS, train
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_torchs_own_profiler_sees_the_same_peak(model: Callable[[], nn.Module]) -> None:
     assert profiled_peak(lambda: train(model)) == real_peak(lambda: train(model)) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "run",
     [

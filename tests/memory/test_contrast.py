@@ -62,6 +62,7 @@ def cut(batch: Any, sizes: Sequence[int]) -> list[Batch]:
     return [Batch(*sides) for sides in zip(parts(batch.left), parts(batch.right), strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro", [16, ITEMS])
 @pytest.mark.parametrize("size", SIZES)
 def test_128_items_are_planned_within_a_percent_in_one_batch_or_8(size: tuple[int, int, int], micro: int) -> None:

@@ -241,6 +241,7 @@ def test_an_error_within_leaves_the_profiler_and_the_collector_as_they_were() ->
 # What is foretold
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [1 / 4, 1 / 8, 1 / 16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_plan_from_small_batches_holds_when_the_large_one_is_run(kind: str, most: float) -> None:

@@ -183,6 +183,7 @@ def test_shared_pages_count_in_proportion_and_those_of_files_in_full() -> None:
     assert held_bytes("Rss: 900 kB\nPss: 60 kB\nRssFile: 70 kB\n") == 130 << 10  # kernels that tell no parts
 
 
+@pytest.mark.slow
 def test_the_measured_baseline_is_what_a_process_with_torch_takes(baseline: Baseline) -> None:
     assert baseline.origin is Origin.MEASURED
     assert status_of(IMPORTED, "VmRSS") == pytest.approx(baseline.bytes, rel=0.1)
@@ -192,6 +193,7 @@ def test_without_the_modules_the_baseline_is_a_stated_figure() -> None:
     assert measured_baseline(["no_such_module"]) == STATED
 
 
+@pytest.mark.slow
 def test_a_training_step_on_the_cpu_fits_what_is_predicted_and_nearly_fills_it(baseline: Baseline) -> None:
     need = train_need(Training(gpu=False, step_bytes=TRAINED_BYTES, threads=0), baseline)
     predicted = need.total_bytes - int(1.3 * host.PAGE_CACHE_BYTES)  # which belongs to no process

@@ -245,6 +245,7 @@ OBJECT_LEAKS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_limited")
 @pytest.mark.parametrize(("model", "activations", "marker", "function", "holder"), TENSOR_LEAKS)
 def test_a_leak_of_tensors_is_named(
@@ -290,6 +291,7 @@ def test_fifty_epochs_have_no_leak_by_the_count_of_malloc() -> None:
     assert run.epochs(50, rows=run.varied) == run.told == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_limited")
 def test_what_is_kept_of_varied_shapes_is_sized_by_the_long_run() -> None:
     with device.LimitedDevice() as card:
@@ -300,6 +302,7 @@ def test_what_is_kept_of_varied_shapes_is_sized_by_the_long_run() -> None:
         assert leak.total_bytes < card.live_bytes - before
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_limited")
 def test_one_huge_epoch_is_warned_before_it_ends_in_out_of_memory() -> None:
     steps = 0
@@ -411,6 +414,7 @@ class Hostile:
         raise RuntimeError("do not look at me")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_limited")
 def test_a_search_among_hostile_objects_ends_no_run() -> None:
     hostile = Hostile()

@@ -51,6 +51,7 @@ def test_twice_the_planned_budget_runs_out_of_memory() -> None:
     assert epoch(ground, made.choice, larger, limit).ooms > 0
 
 
+@pytest.mark.slow
 def test_what_is_planned_through_the_configuration_is_the_same() -> None:
     ground = Ground.of(ZOO["gnn"], ITEMS)
     limit = limit_of(ground, TIMES[1])

@@ -90,6 +90,7 @@ def planned(model: Model, items: Data, budget: int, **about: Any) -> Plan:
     return plan(model, items, Request(batch=BATCH, **about), [card(budget)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [150, 300, 700])
 @pytest.mark.parametrize("name", CASES)
 def test_no_micro_batch_of_an_epoch_is_over_the_limit_and_at_least_80_percent_is_used(name: str, budget: int) -> None:
@@ -151,6 +152,7 @@ def test_the_same_question_gets_the_same_plan() -> None:
     assert json.loads(json.dumps(made[0]))["budget"] == made[0]["budget"]
 
 
+@pytest.mark.slow
 def test_more_memory_never_makes_a_slower_plan() -> None:
     items = data(heavy(400), BATCH)
     times = [

@@ -58,6 +58,7 @@ def test_a_run_that_is_looked_after_or_has_ended_is_not_resumed(pipeline: Comman
     assert "next: pipeline submit --stage scan" in done.err
 
 
+@pytest.mark.slow
 def test_cancel_says_what_it_would_end_and_ends_it_when_told(pipeline: Command, make_project: MakeProject) -> None:
     folder = make_project(400)
     run = begin(folder)
@@ -115,6 +116,7 @@ def test_a_second_submission_that_would_do_the_work_twice_is_refused(
     assert len(runs_in(folder / "runs")) == 1
 
 
+@pytest.mark.slow
 def test_other_work_may_be_submitted_beside_a_run(pipeline: Command, make_project: MakeProject) -> None:
     folder = make_project(400)
     begin(folder)

@@ -72,6 +72,7 @@ def test_what_was_done_before_the_end_is_not_done_again(pipeline: Command, proje
     assert found["items_done"] == TEST_ITEMS
 
 
+@pytest.mark.slow
 def test_another_split_has_figures_of_its_own(pipeline: Command, project: Trained) -> None:
     done = pipeline(*SUBMIT, "--set", "train.evaluate.split=val")
     assert done.code == 0, done.err
@@ -99,6 +100,7 @@ def test_all_stages_say_that_there_is_nothing_to_evaluate_where_no_item_is_in_th
     assert not project.asked()
 
 
+@pytest.mark.slow
 def test_a_model_that_was_not_trained_is_an_error_with_the_command_that_trains_it(
     pipeline: Command, project: Trained
 ) -> None:
@@ -109,6 +111,7 @@ def test_a_model_that_was_not_trained_is_an_error_with_the_command_that_trains_i
     assert len(list(project.folder.glob("models/*"))) == 1
 
 
+@pytest.mark.slow
 def test_where_no_checkpoint_is_whole_that_is_said_and_nothing_is_evaluated(
     pipeline: Command, project: Trained
 ) -> None:
@@ -126,6 +129,7 @@ def test_where_no_checkpoint_is_whole_that_is_said_and_nothing_is_evaluated(
     assert not project.asked()
 
 
+@pytest.mark.slow
 def test_a_damaged_file_of_figures_counts_as_missing(pipeline: Command, project: Trained) -> None:
     project.file.parent.mkdir()
     project.file.write_text(project.content.replace(f'"items": {TEST_ITEMS}', '"items": 6'))

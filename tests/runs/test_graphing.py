@@ -196,6 +196,7 @@ def test_too_many_rejections_stop_the_run_with_the_reasons(
     assert "no_contacts" in done.out
 
 
+@pytest.mark.slow
 def test_tasks_are_cut_by_cost(pipeline: Command, make_complexes: Callable[..., Path]) -> None:
     folder = make_complexes(5)
     assert pipeline("submit", "--stage", "scan", "--executor", "local", "--follow").code == 0
@@ -252,6 +253,7 @@ def test_cross_edges_of_unbound_partners_are_refused(pipeline: Command, make_com
     assert "cross edges join partners that stand together" in done.err
 
 
+@pytest.mark.slow
 def test_cache_stat_counts_the_graphs_of_each_recipe(pipeline: Command, make_complexes: Callable[..., Path]) -> None:
     make_complexes(3)
     assert pipeline(*SUBMIT).code == 0

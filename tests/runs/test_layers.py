@@ -93,6 +93,7 @@ def refuse_writing(monkeypatch: pytest.MonkeyPatch, root: Path) -> list[Path]:
     return tried
 
 
+@pytest.mark.slow
 def test_what_the_group_has_is_cached_for_the_second_user_who_may_only_read_it(
     group: Path, pipeline: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,6 +108,7 @@ def test_what_the_group_has_is_cached_for_the_second_user_who_may_only_read_it(
     assert [kind for kind in ("scan", "embed", "graph") if mine.kind(kind).stat().records] == []
 
 
+@pytest.mark.slow
 def test_what_is_new_goes_to_the_second_users_own_cache(group: Path, pipeline: Command) -> None:
     shared = group / "first/cache"
     before = state_of(shared)

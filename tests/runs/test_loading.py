@@ -71,6 +71,7 @@ def typed(sets: Sequence[str]) -> list[str]:
     return [word for one in sets for word in ("--set", one)]
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_sees_every_item_once_with_its_embedding(here: Path) -> None:
     seen: list[str] = []
     for batch in open_loader("pipeline.yaml", FOUR):

@@ -236,6 +236,7 @@ class TestRanks:
         with pytest.raises(JobFailed, match="rank 0 did not say"), meeting(place, 1, nodes=1, timeout_s=0.0):
             pass
 
+    @pytest.mark.slow
     def test_that_are_torch_s_add_up_over_a_port_that_stays_reserved(self, tmp_path: Path) -> None:
         script = parse(f"{shlex.quote(sys.executable)} {shlex.quote(str(HERE / 'ranks.py'))}")
         with reserved_port() as port:

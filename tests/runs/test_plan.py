@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.runs.conftest import MakeProject
 
 PIPELINE = Path(sys.executable).with_name("pipeline")
@@ -46,6 +48,7 @@ def test_nothing_is_submitted_or_made(make_project: MakeProject) -> None:
     assert sorted(folder.rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_the_duration_is_unknown_until_tasks_were_measured(make_project: MakeProject) -> None:
     folder = make_project(3)
     before = planned("--stage", "scan", cwd=folder)["scan"]

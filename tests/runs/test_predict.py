@@ -86,6 +86,7 @@ def test_a_killed_prediction_goes_on_with_the_items_that_are_left(pipeline: Comm
     assert not list(folder.glob(".parts-*"))
 
 
+@pytest.mark.slow
 def test_a_damaged_table_is_written_anew(pipeline: Command, project: Trained) -> None:
     words = (*SUBMIT, "--set", "train.predict.split=val")
     assert pipeline(*words).code == 0

@@ -44,6 +44,7 @@ def ratios(prepared: Prepared, *cards: str) -> tuple[float, ...]:
     return measured_ratios(prepared.config, prepared.work, prepared.plan.choice, cards)
 
 
+@pytest.mark.slow
 def test_a_probe_measures_the_worst_bucket_and_the_next_plan_is_corrected(tmp_path: Path) -> None:
     prepared, said = prepare(tmp_path), list[str]()
     assert prepared.plan.margin.origin is Origin.ASSUMED
@@ -78,6 +79,7 @@ def test_a_probe_that_takes_all_memory_says_that_it_needs_more_than_it_had(tmp_p
     assert prepared.planned(*ratios(prepared, "cpu")).margin.factor > found.ratio
 
 
+@pytest.mark.slow
 def test_a_probe_that_fails_says_why_and_which_log(tmp_path: Path) -> None:
     found = probed(prepare(tmp_path, "oops"), Place(card("cpu")))
     assert found.outcome is Outcome.FAILED, found
@@ -162,6 +164,7 @@ KILLS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "peak_bytes", "counted", "result"), KILLS)
 def test_a_killed_step_died_of_memory_where_the_kernel_or_its_size_says_so(
     tmp_path: Path, number: int, peak_bytes: int, counted: bool, result: Result
@@ -182,6 +185,7 @@ def test_a_probe_that_dies_before_its_step_says_nothing_of_the_step(tmp_path: Pa
     assert ratios(prepared, "cpu") == ()
 
 
+@pytest.mark.slow
 def test_a_step_that_is_killed_leaves_its_job_to_say_so(tmp_path: Path) -> None:
     crime = "import os, signal; held = b'x' * (3 << 28); os.kill(os.getpid(), signal.SIGKILL)"
     found = probed(prepare(tmp_path, crime), Place(card("cpu")))

@@ -81,6 +81,7 @@ def touched(path: Path, text: str) -> None:
     settle(path.parent)
 
 
+@pytest.mark.slow
 def test_a_model_is_trained_and_evaluated_on_what_a_reader_gives_and_again_there_is_nothing_to_do(
     pipeline: Command, folder: Path
 ) -> None:
@@ -199,6 +200,7 @@ def test_a_scan_tells_now_and_then_how_far_it_is_and_where(folder: Path, monkeyp
     assert on == [(number, f"{place} or one soon after it") for number, place in places]
 
 
+@pytest.mark.slow
 def test_a_reader_that_dies_is_tried_again_and_the_place_is_told(pipeline: Command, folder: Path) -> None:
     rewrite(folder, "        for path in self.files():\n", "        for path in self.files():\n" + DIES)
     done = pipeline(*SCAN)

@@ -85,6 +85,7 @@ class TestContent:
         assert copies == {kind: len(keys) for kind, keys in before.items()}  # no record was made twice
         assert cached.submits("validate").code == 0
 
+    @pytest.mark.slow
     def test_a_damaged_record_that_nobody_put_aside_is_made_anew_whatever_is_believed_unread(
         self, cached: Cached
     ) -> None:
@@ -112,6 +113,7 @@ class TestContent:
         assert cached.keys()["graph"] >= named
         assert cached.outcomes() == {"graph": len(named)}
 
+    @pytest.mark.slow
     def test_the_scan_makes_no_graph_that_the_list_does_not_name(self, cached: Cached) -> None:
         graphs, scans = remove(cached, "graph", 1.0), remove(cached, "scan", 1.0)
         files = remove(cached, "files", 1.0)
@@ -123,6 +125,7 @@ class TestContent:
         assert (keys["graph"], keys["scan"], keys["files"]) == (named, scans, files)
         assert cached.outcomes() == {"scan": 25}
 
+    @pytest.mark.slow
     def test_regenerating_again_does_nothing(self, cached: Cached) -> None:
         gone = remove(cached, "embed", 0.3)
         words = ("cache", "regenerate", "--list", str(cached.writes_list(*lost(cached, "embed", gone))))
@@ -135,6 +138,7 @@ class TestContent:
         assert again.out.startswith("nothing to regenerate: what the list names is there")
         assert len(again.out.splitlines()) == 1
 
+    @pytest.mark.slow
     def test_without_a_list_whatever_is_missing_is_made(self, cached: Cached) -> None:
         before = cached.records()
         for kind in ("graph", "embed", "files"):
@@ -153,6 +157,7 @@ class TestContent:
         assert user.runs == str(cached.home / "runs")
         assert {"scan", "graph"} <= {kind for kind, _ in user.tags}
 
+    @pytest.mark.slow
     def test_of_a_shard_that_nobody_knows_all_that_is_missing_of_its_kind_is_made(self, cached: Cached) -> None:
         before = cached.records()
         (cached.cache.root / "graph" / "index.bin").unlink()
@@ -171,6 +176,7 @@ class TestContent:
 class TestSaid:
     """What people are told, and the exit code."""
 
+    @pytest.mark.slow
     def test_records_of_no_item_are_counted_and_end_it_with_4(self, cached: Cached) -> None:
         gone = remove(cached, "embed", 0.2)
         foreign = {key_of(number) for number in range(3)}
@@ -197,6 +203,7 @@ class TestSaid:
             assert (done.code, done.out) == (0, f"nothing to regenerate: {listed} names no record that is lost\n")
         assert not (cached.home / "runs").exists()
 
+    @pytest.mark.slow
     def test_json_is_one_document_however_it_ends(self, cached: Cached) -> None:
         gone = remove(cached, "graph", 0.1)
         for findings, code in ((lost(cached, "graph", gone), 0), (lost(cached, "graph", {key_of(1)}), 4), ([], 0)):
@@ -215,6 +222,7 @@ class TestSaid:
         assert "embed" not in done.out  # nothing of it is named
         assert cached.keys()["graph"].isdisjoint(gone)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("words", "what"),
         [

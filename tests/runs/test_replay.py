@@ -303,6 +303,7 @@ class TestOutOfMemory:
         assert failed["items"] == list(starved.bundle.cuts[starved.bundle.failed].ids)
         assert "memory ended at micro-batch 1" in found.verdict
 
+    @pytest.mark.slow
     def test_on_a_processor_where_nobody_counts_is_answered_by_a_trace(self, starved: Case) -> None:
         found = replay(allowed(starved, 1000), device="cpu")
         assert not found.is_reproduced
@@ -313,6 +314,7 @@ class TestOutOfMemory:
 
 
 class TestPoison:
+    @pytest.mark.slow
     def test_what_kills_its_process_twice_leaves_a_bundle_at_the_next_start(self, lab: Lab, tmp_path: Path) -> None:
         made = ModelFolder(tmp_path / "model")
         made.path.mkdir()
@@ -328,6 +330,7 @@ class TestPoison:
         found = replay(replace(lab.case, made=made, where=where, bundle=bundle), device="cpu")
         assert not found.is_reproduced, "nothing kills it now"
 
+    @pytest.mark.slow
     def test_that_still_kills_is_told_by_who_started_it(
         self, lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipeline: Command
     ) -> None:

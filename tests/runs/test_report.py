@@ -109,6 +109,7 @@ def test_the_report_tells_what_failed_alike_in_one_go(tmp_path: Path) -> None:
 
 
 class TestTheVerb:
+    @pytest.mark.slow
     def test_a_real_run_is_reported(self, make_project: MakeProject) -> None:
         folder = make_project(3)
         run("submit", "--stage", "scan", "--executor", "local", "--follow", cwd=folder)

@@ -63,6 +63,7 @@ def project_of(folder: Path) -> Project:
 
 
 class TestARun:
+    @pytest.mark.slow
     def test_of_a_plain_loop_needs_nothing_of_ours_and_leaves_its_weights(
         self, pipeline: Command, tmp_path: Path
     ) -> None:
@@ -85,6 +86,7 @@ class TestARun:
         assert [pipeline(*SUBMIT).code for _ in range(2)] == [0, 0]
         assert (tmp_path / "ran").read_text() == "xx"
 
+    @pytest.mark.slow
     def test_out_of_a_gpu_s_memory_goes_on_with_smaller_micro_batches_and_the_same_step(
         self, pipeline: Command, tmp_path: Path
     ) -> None:
@@ -132,6 +134,7 @@ class TestARun:
         (failure,) = told(pipeline)["failures"]
         assert (failure["cause"], failure["then"]) == ("failed", "not tried again")
 
+    @pytest.mark.slow
     def test_that_saves_and_asks_to_go_on_is_started_again_without_any_figures(
         self, pipeline: Command, tmp_path: Path
     ) -> None:
@@ -185,6 +188,7 @@ class TestSeveralProcesses:
         "env.get('LOCAL_RANK', '-'), env['CUDA_VISIBLE_DEVICES'], env.get('MASTER_PORT', '-')]))\n"
     )
 
+    @pytest.mark.slow
     def test_each_see_all_gpus_and_are_told_their_place_as_by_torchrun(self, pipeline: Command, tmp_path: Path) -> None:
         configure(tmp_path, write(tmp_path, self.WHO), gpus=2, slots={"gpus": 2})
         done = pipeline(*SUBMIT)
@@ -206,6 +210,7 @@ class TestSeveralProcesses:
         spec = spec_of(None, config, scripted_job(job))
         assert (spec.cpus, spec.gpus, spec.ranks) == (4, 2, 0)
 
+    @pytest.mark.slow
     def test_fail_for_the_sake_of_the_one_whose_memory_ended(self, pipeline: Command, tmp_path: Path) -> None:
         fails = (
             "import os, sys, time\nif int(sys.argv[1]) == 1: sys.exit()\n"
@@ -220,6 +225,7 @@ class TestSeveralProcesses:
         assert failure["cause"] == "gpu_oom"
         assert "CUDA out of memory" in failure["reason"]
 
+    @pytest.mark.slow
     def test_are_done_when_all_are(self, pipeline: Command, tmp_path: Path) -> None:
         fails = "import os, sys, time\nif os.environ['RANK'] == '1':\n    time.sleep(0.5)\n    sys.exit('too late')\n"
         configure(tmp_path, write(tmp_path, fails), ranks=2)

@@ -99,6 +99,7 @@ def rewrite(folder: Path, kind: str, change: Change, key: bytes | None = None) -
     return chosen.key
 
 
+@pytest.mark.slow
 def test_what_the_stages_made_is_in_order_and_made_anew_is_the_same(project: Path) -> None:
     found = validated(project, 1.0)
     assert findings(found) == []

@@ -86,6 +86,7 @@ def test_a_model_that_is_trained_and_evaluated_from_the_nodes_own_disk_is_the_sa
     assert '"staged_s"' in events
 
 
+@pytest.mark.slow
 def test_what_is_staged_is_read_first_and_the_cache_for_the_rest(trained: Trained, node: Path) -> None:
     project, said = put_on_node(opened())
     assert said[0].startswith(f"staged in {next(node.glob('pipeline-*'))}: 9 of graph, 18 of embed; ")

@@ -224,6 +224,7 @@ def test_a_task_that_does_not_fit_the_machine_ends_the_stage_and_names_the_remed
     assert pipeline(*SUBMIT).code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_a_signal_leaves_no_process_and_loses_nothing(make_project: MakeProject, number: signal.Signals) -> None:
@@ -246,6 +247,7 @@ def test_a_signal_leaves_no_process_and_loses_nothing(make_project: MakeProject,
     assert " 0 cached" not in again.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_a_run_under_nohup_outlives_its_terminal(make_project: MakeProject) -> None:
     folder = make_project(200)
@@ -294,6 +296,7 @@ def test_a_run_is_stopped_before_the_bad_rest_is_read(pipeline: Command, make_pr
     assert "not done" in done.out
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_a_worker_that_is_asked_to_end_publishes_what_it_has(make_project: MakeProject) -> None:
     folder = make_project(1500)

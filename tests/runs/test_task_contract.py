@@ -131,6 +131,7 @@ def test_a_breach_is_told_in_words(kind: type[Right], items: Sequence[Any]) -> N
     assert any(BREACHES[kind] in one for one in found), found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "transformer_post", "gnn"])
 def test_models_of_the_zoo_are_tried_on_tensors_without_data(name: str) -> None:
     member = ZOO[name]

@@ -170,6 +170,7 @@ def refused(typed: Command, *options: str) -> tuple[int, str]:
     return done.code, done.err
 
 
+@pytest.mark.slow
 def test_a_plan_needs_no_gpu_and_says_where_every_number_is_from(plan: Callable[..., dict[str, Any]]) -> None:
     found = plan("--gpu", "a100-40gb")
     one = found["plans"]["all items"]
@@ -182,6 +183,7 @@ def test_a_plan_needs_no_gpu_and_says_where_every_number_is_from(plan: Callable[
     assert found["host"]["mem_bytes"] >= sum(part["bytes"] for part in found["host"]["parts"]) * 0.9
 
 
+@pytest.mark.slow
 def test_parameters_and_their_kin_are_what_the_model_has(plan: Callable[..., dict[str, Any]]) -> None:
     found = plan("--gpu", "a100-40gb", "--set", "train.ema=0.99")
     numbers = 8 * 64 + 64 + 3 * (64 * 64 + 64) + 64 + 1
@@ -193,6 +195,7 @@ def test_parameters_and_their_kin_are_what_the_model_has(plan: Callable[..., dic
     assert bytes_ == {"parameters": 4 * numbers, "optimizer": 4 * (2 * numbers + steps), "ema": 4 * numbers}
 
 
+@pytest.mark.slow
 def test_a_small_card_gets_smaller_micro_batches_and_the_same_step(plan: Callable[..., dict[str, Any]]) -> None:
     large = plan("--gpu", "a100-80gb", "--set", "train.task=planlab:Wide")["plans"]["all items"]
     small = plan("--gpu", "2200MiB", "--set", "train.task=planlab:Wide")["plans"]["all items"]
@@ -201,6 +204,7 @@ def test_a_small_card_gets_smaller_micro_batches_and_the_same_step(plan: Callabl
     assert small["total"]["value"] <= small["limit_bytes"] < large["limit_bytes"]
 
 
+@pytest.mark.slow
 def test_configurations_are_told_for_cards_of_24_40_80_and_141_gb(plan: Callable[..., dict[str, Any]]) -> None:
     rows = plan("--gpu", "rtx4090")["configurations"]
     assert [(row["items"], row["accumulation"]) for row in rows] == [(4, 1), (2, 2), (1, 4)]
@@ -208,6 +212,7 @@ def test_configurations_are_told_for_cards_of_24_40_80_and_141_gb(plan: Callable
     assert rows[0]["live"]["value"] > rows[1]["live"]["value"] > rows[2]["live"]["value"]
 
 
+@pytest.mark.slow
 def test_offers_are_compared_side_by_side(plan: Callable[..., dict[str, Any]]) -> None:
     found = plan("--gpu", "3xa100-40gb", "--gpu", "a100-80gb")
     assert [one["ranks"] for one in found["alternatives"]] in ([1, 3], [3, 1])
@@ -215,6 +220,7 @@ def test_offers_are_compared_side_by_side(plan: Callable[..., dict[str, Any]]) -
     assert found["ranks"] == 3
 
 
+@pytest.mark.slow
 def test_one_plan_holds_on_all_cards_that_are_named_together(plan: Callable[..., dict[str, Any]]) -> None:
     both = plan("--gpu", "v100-16gb,a100-80gb")["plans"]["all items"]
     alone = plan("--gpu", "v100-16gb")["plans"]["all items"]
@@ -222,18 +228,21 @@ def test_one_plan_holds_on_all_cards_that_are_named_together(plan: Callable[...,
     assert len(both["cards"]) == 2
 
 
+@pytest.mark.slow
 def test_half_precision_is_chosen_only_where_it_is_allowed(plan: Callable[..., dict[str, Any]]) -> None:
     assert plan("--gpu", "a100-40gb")["plans"]["all items"]["choice"]["precision"] == "fp32"
     pinned = plan("--gpu", "a100-40gb", "--set", "train.precision=bf16")
     assert pinned["plans"]["all items"]["choice"]["precision"] == "bf16"
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_traced_is_rehearsed_and_the_plan_says_so(plan: Callable[..., dict[str, Any]]) -> None:
     one = plan("--gpu", "24GiB", "--set", "train.task=planlab:Filtered")["plans"]["all items"]
     assert one["live"]["origin"] == "extrapolated"
     assert any("nonzero" in note for note in one["notes"])
 
 
+@pytest.mark.slow
 def test_a_task_without_an_example_is_planned_by_a_formula_that_is_not_trusted(
     plan: Callable[..., dict[str, Any]],
 ) -> None:
@@ -242,6 +251,7 @@ def test_a_task_without_an_example_is_planned_by_a_formula_that_is_not_trusted(
     assert any("trust is low" in note for note in one["notes"])
 
 
+@pytest.mark.slow
 def test_a_curriculum_has_a_batch_plan_for_each_stage(typed: Command, plan: Callable[..., dict[str, Any]]) -> None:
     found = plan("--gpu", "24GiB", "--set", "train.curriculum=[{epochs: 1, largest: {nodes: 80}}]")
     assert list(found["plans"]) == ["stage 1", "all items"]
@@ -251,6 +261,7 @@ def test_a_curriculum_has_a_batch_plan_for_each_stage(typed: Command, plan: Call
     assert "no size is called 'residue'" in told
 
 
+@pytest.mark.slow
 def test_a_node_without_gpus_is_planned_by_its_memory(plan: Callable[..., dict[str, Any]]) -> None:
     found = plan("--set", "cluster.train.mem=2GiB")
     one = found["plans"]["all items"]
@@ -259,15 +270,18 @@ def test_a_node_without_gpus_is_planned_by_its_memory(plan: Callable[..., dict[s
     assert "CUDA context" not in {part["name"] for part in found["host"]["parts"]}
 
 
+@pytest.mark.slow
 def test_what_a_task_prints_is_not_part_of_the_plan(typed: Command, plan: Callable[..., dict[str, Any]]) -> None:
     assert plan("--gpu", "t4", "--set", "train.task=planlab:Prints")["items"] == ITEMS
 
 
+@pytest.mark.slow
 def test_a_batch_that_does_not_have_the_sizes_it_was_asked_is_told(plan: Callable[..., dict[str, Any]]) -> None:
     assert plan("--gpu", "t4", "--set", "train.task=planlab:IgnoresSizes")["ignores_sizes"]
     assert not plan("--gpu", "t4")["ignores_sizes"]
 
 
+@pytest.mark.slow
 def test_gpus_that_are_named_are_those_the_job_asks_for(plan: Callable[..., dict[str, Any]]) -> None:
     found = plan("--gpu", "4xa100-40gb")
     assert found["job"]["gpus"] == 4
@@ -275,6 +289,7 @@ def test_gpus_that_are_named_are_those_the_job_asks_for(plan: Callable[..., dict
     assert found["host"]["mem_bytes"] > 3 * alone["host"]["mem_bytes"]
 
 
+@pytest.mark.slow
 def test_the_report_is_readable(typed: Command) -> None:
     done = typed(*PLAN[:-1], "--gpu", "rtx4090")
     assert done.code == 0, done.err
@@ -289,6 +304,7 @@ def test_the_report_is_readable(typed: Command) -> None:
         assert words in done.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [

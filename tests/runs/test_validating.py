@@ -228,6 +228,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 class TestTyped:
     """As people type it, on a cache with records of every kind."""
 
+    @pytest.mark.slow
     def test_a_whole_cache_without_its_data_set_is_whole_and_stays_as_it_is(
         self, filled: Cached, tmp_path: Path
     ) -> None:

@@ -97,12 +97,14 @@ def test_a_second_run_computes_nothing(
     assert run(weights, recipe, open_shelves(tmp_path)) == [None] * len(TEXTS)
 
 
+@pytest.mark.slow
 def test_one_added_sequence_costs_one_sequence(weights: Path, recipe: Recipe, shelves: Shelves) -> None:
     run(weights, recipe, shelves)
     run(weights, recipe, shelves, [*TEXTS, "MKVMKV"])
     assert shelves.embeddings.stat().records == len(TEXTS) + 1
 
 
+@pytest.mark.slow
 def test_work_that_is_cut_short_is_kept_and_not_done_again(
     weights: Path, recipe: Recipe, shelves: Shelves, tmp_path: Path
 ) -> None:
@@ -122,6 +124,7 @@ def published(folder: Path) -> list[str]:
     return [name.split("/")[0] for name in names if name.endswith("/rows")]
 
 
+@pytest.mark.slow
 def test_batches_do_not_change_a_bit(weights: Path, recipe: Recipe, tmp_path: Path) -> None:
     stored = []
     for number, settings in enumerate(
@@ -133,6 +136,7 @@ def test_batches_do_not_change_a_bit(weights: Path, recipe: Recipe, tmp_path: Pa
     assert stored[0] == stored[1] == stored[2]
 
 
+@pytest.mark.slow
 def test_bfloat16_is_stored_as_other_readers_know_it(weights: Path, recipe: Recipe, tmp_path: Path) -> None:
     full, half = open_shelves(tmp_path / "full"), open_shelves(tmp_path / "half")
     run(weights, recipe, full)
@@ -164,6 +168,7 @@ def test_half_precision_that_misses_the_reference_is_done_in_full(
     assert look_up(TEXTS, half, shelves.embeddings) == [Variant("fp32")] * len(TEXTS)
 
 
+@pytest.mark.slow
 def test_half_precision_that_misses_the_reference_publishes_nothing_where_no_other_is_allowed(
     tmp_path: Path, shelves: Shelves
 ) -> None:
@@ -209,6 +214,7 @@ def test_what_cannot_be_embedded_is_told_by_its_key(weights: Path, recipe: Recip
     assert (key, reason) == (strict.key("M" * 65, strict.wanted(65)).hex(), Reason.SEQUENCE_TOO_LONG)
 
 
+@pytest.mark.slow
 def test_a_budget_that_was_learned_holds_for_the_next_run(
     weights: Path, recipe: Recipe, shelves: Shelves, tmp_path: Path
 ) -> None:
@@ -247,6 +253,7 @@ def test_steps_of_remembered_budgets_are_close_enough_to_be_useful() -> None:
     assert (steps[1:] / steps[:-1] <= 1.5).all()
 
 
+@pytest.mark.slow
 def test_a_verdict_that_failed_is_not_remembered(
     weights: Path, recipe: Recipe, shelves: Shelves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,6 +264,7 @@ def test_a_verdict_that_failed_is_not_remembered(
     assert run(weights, recipe, shelves) == [None] * len(TEXTS)
 
 
+@pytest.mark.slow
 def test_an_encoder_that_stands_in_for_another_has_passed_the_gate_too(
     weights: Path, recipe: Recipe, shelves: Shelves, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -248,6 +248,7 @@ def test_half_precision_sums_the_loss_in_single():
         assert float(total) == pytest.approx(float(plain[name][0]), rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("task", "choice", "size"),

@@ -395,6 +395,7 @@ def test_items_without_the_side_that_is_read_are_refused_by_name():
 # ---- it learns ----
 
 
+@pytest.mark.slow
 def test_it_learns_to_find_pairs():
     pairs = [pair(seed) for seed in range(24)]
     torch.manual_seed(0)

@@ -383,6 +383,7 @@ def test_options_that_make_no_sense_are_refused_by_name(name, value):
 # ---- it works and it learns ----
 
 
+@pytest.mark.slow
 @pytest.mark.shared
 def test_it_runs_on_every_real_complex(shared_structures):
     model = model_of(dtype=torch.float32)

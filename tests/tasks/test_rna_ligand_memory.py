@@ -65,6 +65,7 @@ def parameters(task):
     return sum(one.numel() for one in task.model().parameters())
 
 
+@pytest.mark.slow
 def test_products_of_each_field_alone_take_a_fraction_of_full_ones():
     alone, full = (replace(TINY, hidden_irreps="32x0e+16x1o", product=product) for product in ("depthwise", "full"))
     assert planned(alone, SIZES[1]) < 0.5 * planned(full, SIZES[1])
@@ -73,6 +74,7 @@ def test_products_of_each_field_alone_take_a_fraction_of_full_ones():
 # ---- what it takes ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "size"),
     [
@@ -89,6 +91,7 @@ def test_the_planner_traces_it_to_two_thousandths_of_what_it_takes(task, size):
         assert predicted == pytest.approx(true_peak(task, SIZES[size], times, clip=1.0), rel=0.002)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", [Choice(checkpointing=True), Choice(precision="bf16")])
 def test_remedies_are_planned_as_well(choice):
     device.need()

@@ -283,6 +283,7 @@ def test_targets_that_are_all_alike_have_no_r2():
 # ---- memory ----
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("size", range(len(SIZES)))
 @pytest.mark.parametrize("frozen", [(), ("embed.", "layers.0.")])

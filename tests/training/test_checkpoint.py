@@ -446,6 +446,7 @@ def steps_of_a_save(tmp_path):
     return disk.steps
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 @pytest.mark.parametrize("moment", ["before", "halfway"])
 def test_killed_at_any_step_of_the_disk_one_whole_checkpoint_is_there(tmp_path, moment):

@@ -326,6 +326,7 @@ def test_a_step_of_one_micro_batch_is_made_in_one_pass(tmp_path: Path) -> None:
     assert furthest({**whole, "seen": []}, {**made(PLOT, tmp_path / "cut").to_end().state(), "seen": []}) < EXACT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("phase", "turns"),
     [

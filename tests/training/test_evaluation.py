@@ -308,6 +308,7 @@ def test_what_does_not_fit_is_halved_and_nothing_is_counted_twice(tmp_path: Path
     assert found == pytest.approx(wanted(), rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["skip", "cpu"])
 def test_an_item_that_fits_nowhere_is_left_out_with_a_record(tmp_path: Path, policy: str) -> None:
     refused: list[tuple[str, Reason]] = []
@@ -324,6 +325,7 @@ def test_an_item_that_fits_nowhere_is_an_error_where_that_is_configured(tmp_path
         run(job(tmp_path, Hungry(), too_large="error"))
 
 
+@pytest.mark.slow
 def test_an_item_that_no_card_holds_is_done_by_a_copy_of_the_model_on_the_processor(tmp_path: Path) -> None:
     class Card(Step):
         """Plays a card: `device` says so, tensors stay where they are."""

@@ -59,6 +59,7 @@ def one_step(plot: Plot, folder: Path) -> dict[str, list[float]]:
     return {name: [old - new for old, new in zip(before[name], after[name], strict=True)] for name in trained}
 
 
+@pytest.mark.slow
 @given(
     items=some.integers(1, 14),
     budget=some.integers(1, 120),
@@ -165,6 +166,7 @@ def test_terms_whose_weights_are_asked_for_survive_the_end_of_memory(tmp_path: P
 FULL = Plot(train={**ADAM, **WARM, "epochs": 3, "checkpoints": {"every": 2}}, items=14, budget=60, dropout=0.3)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_told_to_end_after_any_step_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
     whole = Run(FULL, tmp_path / "whole").to_end()
     for steps in range(1, whole.trainer.steps + 1):
@@ -180,6 +182,7 @@ def test_a_run_that_was_told_to_end_after_any_step_goes_on_as_if_it_had_not(tmp_
         ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("behind", [False, True])
 def test_a_run_that_is_killed_at_random_goes_on_as_if_it_had_not_been(tmp_path: Path, *, behind: bool) -> None:
     checkpoints = {"every": 1, "asynchronous": behind}
@@ -577,6 +580,7 @@ def test_a_host_whose_memory_is_nearly_used_up_ends_the_run_in_order(tmp_path: P
     assert next(rest.trainer.run()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # within torch's own compiler
 def test_a_compiled_model_trains_the_same(tmp_path: Path) -> None:
     if limited.why_not():

@@ -114,6 +114,7 @@ def test_a_planned_training_loses_no_step_at_any_limit(tmp_path: Path, name: str
     assert micros[-1] < max(micros)
 
 
+@pytest.mark.slow
 def test_a_plan_that_is_wrong_by_half_costs_no_step(tmp_path: Path) -> None:
     ground = Ground.of(ZOO["mlp"], ITEMS)
     limit = limits(ground, LIMITS)[-2]
@@ -165,6 +166,7 @@ def test_an_item_that_does_not_fit_alone_climbs_the_ladder(tmp_path: Path) -> No
         assert furthest(weights(run), weights(fits)) < 1e-3
 
 
+@pytest.mark.slow
 def test_an_item_that_fits_nowhere_is_left_out_or_an_error(tmp_path: Path) -> None:
     ground = tall()
     plain = ground.choice()
@@ -208,6 +210,7 @@ class Keeping(type(task_of(Plot()))):  # type: ignore[misc]
         return super().loss(model, batch)
 
 
+@pytest.mark.slow
 def test_an_injected_leak_is_named(tmp_path: Path) -> None:
     plot = Plot(train={"epochs": 12}, items=14)
     task = Keeping(plot)

@@ -280,6 +280,7 @@ def test_a_loss_that_is_not_finite_ends_all_ranks_with_the_item(tmp_path: Path) 
     assert all("(of item7)" in made.err(rank) for rank in range(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 def test_a_step_that_is_not_finite_is_left_out_by_all_ranks(tmp_path: Path, policy: str) -> None:
     plot = Plot(train={**ADAM, "nan": policy, "checkpoints": {"every": 1}}, nan={7: 0})

@@ -98,6 +98,7 @@ def test_gradients_that_are_not_finite_of_a_finite_loss_are_traced_to_their_oper
     assert suspect.operation == "Mul" or suspect.operation == "Mm" or suspect.operation == "Sqrt"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [-1.0, 0.0])
 def test_nothing_is_left_of_it(bad: float) -> None:
     _, _, step = look(Task(bad))
@@ -125,6 +126,7 @@ def replayed(task: Pairs, sizes: Sequence[int]) -> tuple[Rerun, list[Suspect]]:
     return found, suspects(step, found.of(Outcome.NOT_FINITE), read)
 
 
+@pytest.mark.slow
 def test_a_replay_compares_all_items_of_the_share() -> None:
     whole, parts = (replayed(Pairs(), sizes)[0] for sizes in ([9], [4, 3, 2]))
     assert whole.norm is not None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pipeline.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator
     from io import BufferedReader
     from pathlib import Path
 
@@ -24,7 +24,7 @@ EXPANSION_FLOOR_BYTES = 64 << 20
 GZIP_MAGIC = b"\x1f\x8b"
 
 
-def text_lines(path: Path) -> Iterator[str]:
+def text_lines(path: Path) -> Generator[str, None, None]:
     """Yield the lines of a file with their ends, without a byte order mark."""
     offset = 0
     with _opened(path) as stream:

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import re
+from contextlib import closing
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
@@ -120,7 +121,8 @@ def read_rows(path: Path, columns: Columns, *, quoted: bool = True) -> Iterator[
     if suffix in JSON_LINES:
         yield from _json_rows(path, columns)
     elif suffix in DELIMITERS:
-        yield from _separated_rows(path, columns, DELIMITERS[suffix], quoted=quoted)
+        with closing(text_lines(path)) as lines:  # at once, not when an error that holds it is forgotten
+            yield from _separated_rows(path, lines, columns, DELIMITERS[suffix], quoted=quoted)
     else:
         raise _wrong_kind(path, suffix)
 
@@ -137,9 +139,11 @@ def _wrong_kind(path: Path, suffix: str) -> ConfigError:
     return ConfigError(what, where=str(path), remedy=remedy)
 
 
-def _separated_rows(path: Path, columns: Columns, delimiter: str, *, quoted: bool) -> Iterator[Row | Rejection]:
+def _separated_rows(
+    path: Path, lines: Iterator[str], columns: Columns, delimiter: str, *, quoted: bool
+) -> Iterator[Row | Rejection]:
     quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE
-    reader = csv.reader(text_lines(path), delimiter=delimiter, quoting=quoting, skipinitialspace=True, strict=True)
+    reader = csv.reader(lines, delimiter=delimiter, quoting=quoting, skipinitialspace=True, strict=True)
     header: list[str] = []
     while True:
         origin = f"{path.name}:{reader.line_num + 1}"
