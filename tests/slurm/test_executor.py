@@ -259,7 +259,9 @@ class TestEnds:
             urgent = executor.submit(python(tmp_path, "pass", cpus=4, partition="urgent"))
             victims = lambda: [log for log in logs if "told" in log.read_text()]  # noqa: E731
             step_until(executor, lambda: len(victims()) == 1)
-            commands.run(["scancel", "--signal=USR2", job])  # the others may go on, too
+            for index, log in enumerate(logs):
+                if log not in victims():  # the others may go on, too; a task that waits to come back takes no signal
+                    commands.run(["scancel", "--signal=USR2", f"{job}_{index}"])
             tasks = finish(executor, job, urgent)
         assert {task.state for task in tasks} == {TaskState.COMPLETED}
 
