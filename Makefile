@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
+# Where a machine forbids it, thousands of short processes would compile all that they import, each for itself.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-all check bench prove clean slurm-up slurm-down slurm-packages browser-packages
 

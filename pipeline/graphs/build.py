@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from pipeline.graphs import atom, residue
 from pipeline.graphs.graph import encode
 from pipeline.records import Reason
 from pipeline.structures.atoms import Unusable
@@ -22,6 +21,8 @@ log = logging.getLogger(__name__)
 
 def build(read: Complex, recipe: Recipe) -> Graph:
     """Return the graph of an item; raise Unusable where it cannot have one."""
+    from pipeline.graphs import atom, residue  # scipy is half of the start of a command, and few make graphs
+
     if recipe.nodes == "atom":
         return atom.build(read, recipe)
     return residue.build(read, recipe)
