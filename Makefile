@@ -16,6 +16,9 @@ demo: .venv/ready        ## a small project in $(DIR), every stage run on this m
 # Two more than there are cores: those on Slurm wait more than they work, in two shares.
 WORKERS ?= $(shell expr $$(nproc) + 2)
 
+# Each worker is a process that has its share of the cores, and no threads of torch's besides.
+test test-all: export OMP_NUM_THREADS = 1
+
 test: .venv/tools slurm-packages browser-packages  ## what a change must pass; brings up a real Slurm where it can
 	pytest -n $(WORKERS) -m "not slow"
 
@@ -49,6 +52,7 @@ prove: .venv/tools slurm-packages  ## the long proofs: kills, faults, scale; res
 	python benchmarks/learn.py --out benchmarks/results/learn.json
 	python benchmarks/cache.py --only damage --only mend --out benchmarks/results/cache.json
 	python benchmarks/cache_compare.py --out benchmarks/results/cache_compare.json
+	python benchmarks/fresh.py --out benchmarks/results/fresh.json
 	python benchmarks/page.py
 
 slurm-up: .venv/tools slurm-packages  ## a real Slurm cluster of three nodes on this machine, left running

@@ -14,6 +14,7 @@ MASK = "***"
 SHORTEST = 6  # a shorter value is a number or a word that would be masked all over a text
 _NAME = r"(?:token|secret|password|passwd|credentials?|(?:api|access|secret|private)[_-]?key|signature)"
 _IN_URL = re.compile(r"(?<=://)([^\s/@:]*):[^\s/@]+(?=@)")
+_ALONE_IN_URL = re.compile(r"(?<=://)[^\s/@:]{20,}(?=@)")  # a token in the place of a name; names are shorter
 _SAID = re.compile(  # a long word is gone through once: it is looked at from its beginning only
     rf"((?<![\w.-])(?:--[\w-]*{_NAME}\s+|[\w.-]*{_NAME}[\"']?\s*[=:]\s*)[\"']?)[^\s\"',}}&]{{{SHORTEST},}}",
     re.IGNORECASE,
@@ -26,7 +27,8 @@ def hidden(text: str) -> str:
     """Return a text without the secrets in it."""
     for value in _in_the_environment():
         text = text.replace(value, MASK)
-    return _SAID.sub(rf"\1{MASK}", _IN_URL.sub(rf"\1:{MASK}", text))
+    text = _ALONE_IN_URL.sub(MASK, _IN_URL.sub(rf"\1:{MASK}", text))
+    return _SAID.sub(rf"\1{MASK}", text)
 
 
 def hidden_in(value: Any, name: str = "") -> Any:

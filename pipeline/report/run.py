@@ -53,6 +53,8 @@ def run_report(run: Mapping[str, Any]) -> list[RenderableType]:
         shown += [f"{plural(len(failed), 'attempt')} did not end well", *story(failed)] if failed else []
     if run["error"]:
         shown += ["", f"error: {run['error']}"]
+    if run["state"] == "stopped":
+        shown.append(f"next: pipeline resume {run['name']}")
     return shown
 
 

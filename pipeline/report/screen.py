@@ -81,7 +81,7 @@ def _foot(run: Mapping[str, Any], on: Screen) -> Iterator[Text]:
     """Say what to type next where something went wrong, and how to leave."""
     if run["error"]:
         yield Text(f"error: {run['error'].splitlines()[0]}", style="bold red")
-    if run["state"] == "abandoned":
+    if run["state"] in ("abandoned", "stopped"):
         yield Text(f"next: pipeline resume {run['name']}", style="bold")
     elif _failed(run):
         yield Text(f"next: pipeline logs {run['name']} --failed", style="bold")

@@ -93,6 +93,13 @@ def test_nothing_reachable_from_the_command_line_imports_torch_before_there_is_s
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_a_supervisor_and_a_task_that_make_no_graph_start_without_scipy() -> None:
+    code = (
+        "import sys, pipeline.runs.supervisor, pipeline.runs.worker\nassert not {'torch', 'scipy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_help_needs_neither_numpy_nor_pydantic() -> None:
     code = (
         "import sys; sys.argv = ['pipeline', '--help']\n"

@@ -83,6 +83,7 @@ def test_one_stage_of_a_local_run_is_not_cancelled_alone(pipeline: Command, make
     assert f"next: pipeline cancel {run.name}" in done.err
     assert pipeline("cancel", "--yes").code == 0
     wait_for("the run to stop", lambda: newest_status(folder)["state"] == "stopped")
+    assert f"next: pipeline resume {run.name}" in pipeline("status").out
 
 
 def test_cancelling_a_stage_that_is_not_there_names_those_that_are(

@@ -183,6 +183,7 @@ def test_what_is_no_secret_is_left_as_it_is(text: str) -> None:
     [
         ("https://me:pass@host/x", "https://me:***@host/x"),
         ("https://:pass@host/x", "https://:***@host/x"),
+        ("https://ghp_0123456789abcdefghij@host/x", "https://***@host/x"),
         ("curl --token abcdefgh x", "curl --token *** x"),
         ("--api-key=abcdefgh", "--api-key=***"),
         ("export WANDB_API_KEY='abcdefgh'", "export WANDB_API_KEY='***'"),
