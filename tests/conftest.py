@@ -22,7 +22,10 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` has it ignored, in every
 SHARED = ROOT.parent / "shared" / "structures"
 
 # Tests on the cluster wait more than they work: they begin first, in two shares, each with a cluster of its own.
-WHOLE_RUNS = {"test_contract.py", "test_runs.py", "test_scripted.py", "test_shapes.py", "test_training.py"}
+WHOLE_RUNS = {"contract", "faults", "runs", "scripted", "shapes", "training"}
+# What some files use is made once, too.
+TRAINED, FILLED = {"evaluate", "predict", "staged"}, {"validating", "regenerating"}
+LONGEST = ("slurm", "pages", "tests/users/", "tests/recipes/", "a trained project", "tests/memory/")
 
 
 class Shares(LoadScopeScheduling):
@@ -34,11 +37,14 @@ class Shares(LoadScopeScheduling):
 
 
 def share_of(nodeid: str) -> str:
-    """Return the name of the share of a test: its file, a cluster, or the pages, which share a demo."""
+    """Return the name of the share of a test: its file, a cluster, or what it uses together with other files."""
     file = nodeid.partition("::")[0]
+    about = Path(file).stem.removeprefix("test_")
     if file.startswith("tests/slurm/") or file == "tests/cluster/test_contract.py":
-        return "slurm, whole runs" if Path(file).name in WHOLE_RUNS else "slurm"
-    return "pages" if file.startswith("tests/docs/") else file
+        return "slurm, whole runs" if about in WHOLE_RUNS else "slurm"
+    if file.startswith("tests/runs/") and about in TRAINED | FILLED:
+        return "a trained project" if about in TRAINED else "a filled cache"
+    return "pages, which share a demo" if file.startswith("tests/docs/") else file
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Shares:
@@ -49,7 +55,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Shares:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what takes longest as a whole."""
-    items.sort(key=lambda item: not share_of(item.nodeid).startswith(("slurm", "pages")))
+    items.sort(key=lambda item: not share_of(item.nodeid).startswith(LONGEST))
 
 
 @pytest.fixture(scope="session")

@@ -9,12 +9,9 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cache
 
 from pipeline.memory.footprint import Origin
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 IMPORT_BYTES = 322_040 << 10  # of torch 2.2 for CUDA 11.8 (https://github.com/pytorch/pytorch/issues/113326)
 TRAINING = ("torch", "torch._dynamo")  # the first optimizer imports the second: 68 MiB [measured, torch 2.13.0]
@@ -40,8 +37,10 @@ class Baseline:
 STATED = Baseline(IMPORT_BYTES, Origin.ASSUMED, "as others measured it (pytorch#113326)")
 
 
-def measured_baseline(modules: Sequence[str] = TRAINING) -> Baseline:
+@cache  # it takes seconds
+def measured_baseline(*modules: str) -> Baseline:
     """Return what a process takes that has imported some modules, measured on one; stated where that cannot be."""
+    modules = modules or TRAINING
     try:
         ran = subprocess.run(
             [sys.executable, "-c", _IMPORT, *modules], capture_output=True, text=True, timeout=IMPORT_S, check=True

@@ -53,6 +53,7 @@ def test_figures_of_other_sizes_stay_in_the_file(tmp_path: Path) -> None:
     assert {*sizes["20"]["embed"]} == {"of", "machine", "date"}
 
 
+@pytest.mark.slow
 def test_a_plan_of_many_items_is_measured_without_any_work(tmp_path: Path) -> None:
     found = scheduler_side(tmp_path, 1100)
     assert (found["items"], found["tasks"], found["items_of_largest_task"]) == (1100, 3, 512)

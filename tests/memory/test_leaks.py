@@ -363,6 +363,7 @@ def test_a_known_leak_is_told_again_only_when_it_has_doubled() -> None:
     assert run.watched == 4
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_limited")
 def test_looking_changes_no_number() -> None:
     weights = []

@@ -58,8 +58,11 @@ def answers(task, sizes=SIZES, choice=PLAIN, **settings):
 # ---- the zoo ----
 
 
+LONG = {"equivariant", "recurrent_depth", "contrastive", "transformer_post", "transformer_frozen"}  # half of the time
+
+
 @pytest.mark.usefixtures("_limited")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.slow if one in LONG else ()) for one in NAMES])
 def test_the_peak_of_a_step_is_that_of_a_real_one(name):
     task, traced, sizes, settings = member(name)
     standing, micro = traced.standing(PLAIN), traced.micro(PLAIN, sizes)
@@ -459,6 +462,7 @@ def test_two_threads_may_trace_at_once():
     assert not hooks._global_forward_hooks
 
 
+@pytest.mark.slow
 def test_a_tracer_does_not_grow_with_what_it_was_asked():
     traced = tracer(Small(lambda: layers(depth=2)))
     recorder = traced._session(PLAIN)._recorder

@@ -10,7 +10,7 @@ import pytest
 
 from tests.command import Command
 from tests.recipes.conftest import Scanned
-from tests.recipes.projects import ALL, PAIR, SPECTRA, Recipe, done_again, epochs_of, planned, ran, written
+from tests.recipes.projects import ALL, COMPLEX, PAIR, SPECTRA, Recipe, done_again, epochs_of, planned, ran, written
 
 pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
 
@@ -38,7 +38,10 @@ def test_a_recipe_is_checked_trained_and_evaluated_and_again_there_is_nothing_to
     assert not any(left.values())
 
 
-@pytest.mark.parametrize("recipe", ALL.values(), ids=ALL)
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(one, id=name, marks=() if one is COMPLEX else pytest.mark.slow) for name, one in ALL.items()],
+)
 def test_a_small_recipe_is_traced_and_fits(pipeline: Command, scanned: Scanned, recipe: Recipe) -> None:
     scanned(recipe)
     found = planned(pipeline, *recipe.sets())

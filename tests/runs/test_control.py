@@ -34,6 +34,7 @@ def pid_of(folder: Path) -> int:
     return int(newest_status(folder)["pid"])
 
 
+@pytest.mark.slow
 def test_a_run_whose_supervisor_was_killed_is_named_and_resumed(pipeline: Command, make_project: MakeProject) -> None:
     folder = make_project(400)
     begin(folder)

@@ -275,7 +275,10 @@ def test_a_prime_number_of_sequences_is_cut_into_tasks_of_whole_batches(fasta: P
     assert max(one.sum() for one in lengths) / min(one.sum() for one in lengths) < 1.5
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGUSR2, GO_ON)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [pytest.param(signal.SIGTERM, 128 + signal.SIGTERM, marks=pytest.mark.slow), (signal.SIGUSR2, GO_ON)],
+)
 def test_a_task_that_is_told_to_end_keeps_what_is_finished(fasta: Path, number: signal.Signals, code: int) -> None:
     write_fasta(fasta, natural(600, shortest=300, longest=400))
     config = load(fasta / "pipeline.yaml").config

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slurm
 ITEMS = 6
 
 
+@pytest.mark.slow
 def test_jobs_find_what_is_damaged_and_jobs_make_it_anew(tmp_path: Path, healthy: Cluster) -> None:
     project = make_project(
         tmp_path / "project", ITEMS, cluster__scan__items_per_task=2, cluster__validate__items_per_task=2

@@ -131,6 +131,7 @@ def test_a_supervisor_that_is_cancelled_too_early_is_replaced_by_its_standby(mak
     assert failures(run) == []
 
 
+@pytest.mark.slow
 def test_a_run_without_supervisors_is_called_abandoned_and_resume_completes_it(make: Make, cluster: Cluster) -> None:
     project = make(3, {"c1.pdb": LINGERS}, **ONE_EACH)
     run = project.submits()

@@ -26,6 +26,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_what_a_reader_of_the_users_own_gives_is_scanned_and_trained_on(tmp_path: Path) -> None:
     project = make_project(tmp_path / "project", 0, **SETTINGS)
     (project.folder / "spectra.py").write_text(CODE)

@@ -72,6 +72,7 @@ def test_a_stage_asks_only_for_cards_that_its_plan_fits(featured: Cluster, proje
     assert rows == [featured.nodes[0]]
 
 
+@pytest.mark.slow
 def test_a_plan_that_fits_no_card_is_infeasible(featured: Cluster, project: Path) -> None:
     small = SETTINGS.replace("80GiB", "65MiB")
     (project / "pipeline.yaml").write_text(small)

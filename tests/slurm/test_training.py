@@ -176,6 +176,7 @@ def killed(peace: dict[str, bytes], project: Project) -> Run:
     return run
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_changes_no_bit(killed: Run, peace: dict[str, bytes]) -> None:
     assert failures(killed) == ["crashed"]
     assert weights(killed) == peace
@@ -238,6 +239,7 @@ def test_a_training_above_its_memory_limit_gets_more(begun: dict[str, Run], peac
     assert weights(run) == peace
 
 
+@pytest.mark.slow
 def test_the_script_trains_when_it_is_submitted_by_hand(
     project: Project, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

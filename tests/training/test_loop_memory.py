@@ -147,6 +147,7 @@ def single(ground: Ground, budget_items: int = 1) -> Stretch:
     return Stretch("all", 2, most, 0, most, most, {name: 1.0})
 
 
+@pytest.mark.slow
 def test_an_item_that_does_not_fit_alone_climbs_the_ladder(tmp_path: Path) -> None:
     ground = tall()
     plain = ground.choice()
