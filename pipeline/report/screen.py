@@ -47,7 +47,7 @@ def screen(run: Mapping[str, Any], on: Screen) -> list[Text]:
     """Return the lines of a screen, never more than it has; what goes on and what went wrong is cut last."""
     head, foot, losses = list(_head(run, on)), list(_foot(run, on)), run.get("losses", {})
     bars = [(_bar(stage, on), list(_details(stage, losses.get(stage["name"], ()), on))) for stage in run["stages"]]
-    bars += [(Text(f"{name:<{NAME_COLUMNS}}to come", style="dim"), []) for name in _to_come(run)]
+    bars += [(Text(f"{name:<{NAME_COLUMNS}}{when}", style="dim"), []) for name, when in _to_come(run)]
     lately = [_happened(at, said) for at, said in reversed(run.get("lately", []))]
     room = on.height - len(head) - len(foot) - len(bars)
     details = _fitting([lines for _, lines in bars], room - min(LEAST_EVENTS, len(lately)))
@@ -94,9 +94,14 @@ def _failed(run: Mapping[str, Any]) -> bool:
     return run["state"] in BAD or any(stage["task_states"].get("failed") for stage in run["stages"])
 
 
-def _to_come(run: Mapping[str, Any]) -> list[str]:
-    begun = {stage["name"] for stage in run["stages"]}
-    return [name for name in run.get("planned", ()) if name not in begun]
+def _to_come(run: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Name the stages that have not begun; while none goes on the next is being planned, which can take minutes."""
+    begun = {stage["name"]: stage["state"] for stage in run["stages"]}
+    when = "being planned" if run["state"] == "running" and set(begun.values()) <= {"done"} else "to come"
+    for name in run.get("planned", ()):
+        if name not in begun:
+            yield name, when
+            when = "to come"
 
 
 def _bar(stage: Mapping[str, Any], on: Screen) -> Text:

@@ -38,6 +38,7 @@ PACE = {"graph": 12.5, "train": 3.4}
 DIED = event(900, EventKind.RUN_ENDED, state="failed", error="graph: 2 tasks failed\n  next: see", exit_code=7)
 RUNS: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "graphs": (beginning(), {}),
+    "planning": (beginning()[:6], {}),
     "training": (training(), {}),
     "failed": ([*beginning(), DIED], {}),
     "abandoned": (beginning(), {"state": "abandoned", "supervisor": "gone"}),
@@ -45,7 +46,7 @@ RUNS: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "nothing-yet": ([], {}),
 }
 SHOWN = [("graphs", 80, 24), ("training", 80, 24), ("training", 120, 30), ("failed", 80, 24), ("abandoned", 60, 12)]
-SHOWN += [("mute-queue", 80, 16), ("nothing-yet", 80, 6), ("training", 40, 8)]
+SHOWN += [("mute-queue", 80, 16), ("nothing-yet", 80, 6), ("planning", 80, 12), ("training", 40, 8)]
 
 
 @pytest.fixture(autouse=True)

@@ -105,6 +105,7 @@ def test_whoever_does_what_a_page_says_gets_what_it_shows(folder: Callable[[str]
     Reader(folder(Page(page).start)).follow(Page(page))
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in ALL if Page(page).has("slow")], ids=name)
 def test_whoever_does_what_takes_long_gets_what_it_shows_too(folder: Callable[[str], Path], page: Path) -> None:
