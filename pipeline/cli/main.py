@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import logging
 import os
 import signal
@@ -117,6 +119,7 @@ def _end(_signal: int, _frame: FrameType | None) -> None:
 def main() -> None:
     """Run a command line and leave with its exit code."""
     sys.excepthook = _of_a_bug
+    atexit.register(gc.freeze)  # at its end torch is not looked through once more, for half a second
     if sys.argv[1:2] == [completion.ASKED]:
         _answer()
         return

@@ -6,6 +6,8 @@ Nothing of the run or the model's folder is changed.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
 import signal
@@ -90,6 +92,7 @@ def _ending(code: int) -> str:
 
 def main(words: Sequence[str]) -> int:
     """Run a step again in this process, and tell of it on stdout, a line of JSON each."""
+    atexit.register(gc.freeze)  # at its end torch is not looked through once more, for half a second
     from pipeline.training import bundles
 
     folder, where, device = RunFolder(Path(words[0])), Path(words[1]), words[2]

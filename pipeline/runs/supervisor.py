@@ -8,6 +8,8 @@ Everything it knows is in the ledger: whoever comes next, after whatever death, 
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import logging
 import math
@@ -361,6 +363,7 @@ def _remedy(stage: Stage, failures: Sequence[Attempt], again: str, planned_bytes
 
 def main(words: Sequence[str]) -> int:
     """Look after a run in the background, or pay it one visit."""
+    atexit.register(gc.freeze)  # at its end torch is not looked through once more, for half a second
     stop_on_signals()
     folder, visiting = RunFolder(Path(words[0])), "--visit" in words[1:]
     config = from_resolved(folder.config.read_text(), str(folder.config))

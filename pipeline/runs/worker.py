@@ -8,7 +8,9 @@ A task with several GPUs is one process for each of them: it starts this again f
 from __future__ import annotations
 
 import argparse
+import atexit
 import errno
+import gc
 import json
 import os
 import signal
@@ -76,6 +78,7 @@ class Stopped(BaseException):
 
 def main(words: Sequence[str]) -> int:
     """Do one task, or one process's part of it, and report on it."""
+    atexit.register(gc.freeze)  # at its end torch is not looked through once more, for half a second
     for number in ENDING:
         signal.signal(number, _stop)
     given = _parse(words)
