@@ -61,6 +61,7 @@ def ended(folder: Path) -> dict[str, object]:
         time.sleep(0.5)
 
 
+@pytest.mark.slow
 def test_a_stage_asks_only_for_cards_that_its_plan_fits(featured: Cluster, project: Path) -> None:
     done = typed(project, "submit", "--stage", "embed")
     assert done.returncode == 0, done.stderr

@@ -184,6 +184,7 @@ def test_a_rank_that_is_killed_changes_no_bit(killed: Run, peace: dict[str, byte
     assert killed.stage("train")["items_done"] == STEPS
 
 
+@pytest.mark.slow
 def test_the_rank_that_died_is_named(killed: Run) -> None:
     (failure,) = killed.stage("train")["failures"]
     assert re.search(r"rank 1 on \S*n\d: .*SIGKILL", failure["reason"]), failure["reason"]
@@ -191,6 +192,7 @@ def test_the_rank_that_died_is_named(killed: Run) -> None:
     assert "task 1: Killed" in killed.project.types("logs", killed.name).said
 
 
+@pytest.mark.slow
 def test_the_log_of_one_rank_has_its_lines_alone(killed: Run) -> None:
     first, second = (killed.project.types("logs", killed.name, "--rank", str(rank)).out for rank in range(NODES))
     assert "epoch" in first
