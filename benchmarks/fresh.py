@@ -56,9 +56,11 @@ def made(clone: Path, targets: str) -> tuple[float, str]:
 def main() -> int:
     """Make everything once, in the order of a stranger, and print the times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--without-test", action="store_true", help="all but `make test`")
+    parser.add_argument("--without-test", action="store_true", help="all but `make test`, and nothing is kept")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if options.without_test and options.out:
+        parser.error("a result without the tests is not one to keep: leave --out or --without-test out")
     result: dict[str, float | str] = {"what": "wall time of the targets of make in a fresh clone, one after the other"}
     until_s = 0.0
     with fresh_clone() as clone:
