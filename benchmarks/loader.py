@@ -246,7 +246,7 @@ def first_batch(root: Path, key: bytes) -> dict[str, float]:
     import torch  # noqa: F401
 
     mark("import_torch_s")
-    import pipeline.training.loader  # noqa: F401
+    from pipeline.training import loader  # noqa: F401
 
     mark("import_loader_s")
     loader = loader_of(root, key)

@@ -158,7 +158,7 @@ class Bodies:
     oxygen_3S: Floats  # the sum of their coordinates
 
 
-def bodies(structure: Structure) -> Bodies:
+def rigid_bodies(structure: Structure) -> Bodies:
     """Return the residues of a structure as bodies; of one without a heavy atom it means nothing."""
     is_hydrogen_A = bonds.is_hydrogen(structure.element_A)
     pos_3A = np.ascontiguousarray(structure.pos_A3.T)

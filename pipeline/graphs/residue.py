@@ -89,7 +89,7 @@ def _bodies(sides: Sides) -> dict[Role, Bodies]:
     for chosen in sides.values():
         structure = chosen.side.structure
         if id(structure) not in made:
-            made[id(structure)] = backbone.bodies(structure)
+            made[id(structure)] = backbone.rigid_bodies(structure)
     return {role: made[id(chosen.side.structure)] for role, chosen in sides.items()}
 
 

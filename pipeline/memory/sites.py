@@ -76,4 +76,4 @@ def traced_site(traceback: tracemalloc.Traceback | None) -> tuple[str, int] | No
 @functools.lru_cache(maxsize=4096)
 def is_memorys(file: str) -> bool:
     """Tell whether a file is of this room: what it allocates is nobody's leak."""
-    return Path(file).parent == Path(__file__).parent
+    return Path(__file__).parent in Path(file).parents
