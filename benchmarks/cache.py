@@ -29,10 +29,10 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.circumstances import circumstances, write  # noqa: E402 - the project need not be installed
 from benchmarks.store import alternate, read_through  # noqa: E402
-from pipeline.store import scrub  # noqa: E402
-from pipeline.store.cache import Cache  # noqa: E402
-from pipeline.store.disk import Disk  # noqa: E402
-from pipeline.store.shard import read_table, row_keys  # noqa: E402
+from pipeline.store.cache_folder import Cache  # noqa: E402
+from pipeline.store.format.disk import Disk  # noqa: E402
+from pipeline.store.format.shard import read_table, row_keys  # noqa: E402
+from pipeline.store.maintenance import scrub  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -234,9 +234,9 @@ def touches_structure(table: Any, before: bytes, after: bytes) -> bool:
 def million(folder: Path, options: argparse.Namespace) -> Rows:
     """Keep a million small records; ask what is there, what of it is dead, and for a new index."""
     from pipeline.config.load import load
-    from pipeline.runs import remembered
-    from pipeline.runs.project import Project
-    from pipeline.store.sweep import Live, mark
+    from pipeline.project.project import Project
+    from pipeline.runs.dataset import outcome
+    from pipeline.store.maintenance.sweep import Live, mark
 
     config = configured(folder)
     store = Cache(folder / "cache").kind("scan")
@@ -252,7 +252,7 @@ def million(folder: Path, options: argparse.Namespace) -> Rows:
         Cache(folder / "cache").kind("scan").rebuild_index()
 
     rebuilt = timed_often(rebuild, 3, lambda: chill(paths))
-    remembered.keep(Project.open(load(config, []).config), "scan", bytearray(keys))
+    outcome.keep(Project.open(load(config, []).config), "scan", bytearray(keys))
     words = [str(PIPELINE), "cache", "stat", "--json", "--config", str(config)]
     stats = [timed_command(words, expect=0) for _ in range(7)]
     live = Live(pairs=sorted_keys(parts[::2]))
@@ -270,7 +270,7 @@ def million(folder: Path, options: argparse.Namespace) -> Rows:
 
 
 def sorted_keys(keys: list[bytes]) -> Any:
-    from pipeline.store.keysets import sorted_pairs
+    from pipeline.store.key_lists import sorted_pairs
 
     return sorted_pairs(b"".join(keys))
 
@@ -327,7 +327,7 @@ def mend(folder: Path, options: argparse.Namespace) -> Rows:
 
 def lost_of(report: str | None) -> list[Any]:
     """Return what a list calls lost."""
-    from pipeline.store.findings import read_report
+    from pipeline.store.maintenance.damage_report import read_report
 
     return list(read_report(Path(report)).findings()) if report else []
 

@@ -26,15 +26,14 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.circumstances import write
-from pipeline.encoder.checkpoint import Checkpoint, load
-from pipeline.encoder.embed import Embedding, Engine
-from pipeline.encoder.esm2 import Encoder
-from pipeline.encoder.recipe import Recipe
-from pipeline.encoder.settings import Settings
-from pipeline.encoder.synth import synth
+from pipeline.encoder.checkpoints.esm_checkpoint import Checkpoint, load
+from pipeline.encoder.checkpoints.synth import synth
+from pipeline.encoder.embedding_recipe import Recipe
+from pipeline.encoder.engine.embed_engine import Embedding, Engine, Settings
+from pipeline.encoder.forward.esm2 import Encoder
 from pipeline.encoder.tokens import ENDS, tokenize
+from pipeline.structures.parsing.read_structure import Reading, parse, read_file
 from pipeline.structures.policy import Policy, apply
-from pipeline.structures.read import Reading, parse, read_file
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared" / "structures" / "complexes"
@@ -146,7 +145,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 def gemm_gflops(rows: int) -> dict[str, float]:
     """Return the machine's rate for a large square product, and for the model's own products through its own layers."""
-    from pipeline.encoder.linear import TorchLinear, fitting
+    from pipeline.encoder.forward.linear import TorchLinear, fitting
 
     weights = [
         (torch.randn(o, i), torch.randn(o)) for o, i in ((3 * DIM, DIM), (DIM, DIM), (4 * DIM, DIM), (DIM, 4 * DIM))

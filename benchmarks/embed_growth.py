@@ -16,7 +16,7 @@ import numpy as np
 from scan_memory import run
 
 from benchmarks.circumstances import write
-from pipeline.encoder.synth import synth
+from pipeline.encoder.checkpoints.synth import synth
 from pipeline.structures.synthetic import draw_sequence
 
 REACH_BYTES = 100 << 20

@@ -39,8 +39,8 @@ def run(side: str, path: Path, length: int) -> None:
     torch.set_num_threads(1)
     texts = sequences(length)
     if side == "ours":
-        from pipeline.encoder.checkpoint import load
-        from pipeline.encoder.esm2 import Encoder
+        from pipeline.encoder.checkpoints.esm_checkpoint import load
+        from pipeline.encoder.forward.esm2 import Encoder
         from pipeline.encoder.tokens import tokenize
 
         encoder = Encoder(load(path), layer=LAYERS, precision="fp32", device=torch.device("cpu"))
@@ -87,7 +87,7 @@ def main() -> int:
         run(options.side, options.weights, options.length)
         return 0
     with tempfile.TemporaryDirectory() as name:
-        from pipeline.encoder.synth import synth
+        from pipeline.encoder.checkpoints.synth import synth
 
         path = Path(name) / "esm2_t12_random.pt"
         synth(path, LAYERS, DIM, HEADS)

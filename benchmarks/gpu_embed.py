@@ -26,9 +26,9 @@ import numpy as np
 import torch
 
 from benchmarks.circumstances import write
-from pipeline.encoder.checkpoint import as_dtype, load
-from pipeline.encoder.esm2 import Encoder
-from pipeline.encoder.synth import synth
+from pipeline.encoder.checkpoints.esm_checkpoint import as_dtype, load
+from pipeline.encoder.checkpoints.synth import synth
+from pipeline.encoder.forward.esm2 import Encoder
 from pipeline.encoder.tokens import ENDS, VOCABULARY, tokenize
 from pipeline.structures.synthetic import draw_sequence
 

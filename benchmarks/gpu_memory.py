@@ -51,8 +51,8 @@ from benchmarks.gpu_memory_parts.measuring import compared, trained  # noqa: E40
 from benchmarks.gpu_memory_parts.predicting import planned, predicted  # noqa: E402
 from benchmarks.gpu_memory_parts.processes import Bench, Room  # noqa: E402
 from pipeline.errors import ConfigError  # noqa: E402
-from pipeline.memory.devices import device  # noqa: E402
-from pipeline.memory.peaks import torch_version  # noqa: E402
+from pipeline.memory.hardware.gpus import device  # noqa: E402
+from pipeline.memory.history.step_history import torch_version  # noqa: E402
 
 PARTS = ("compare", "plan", "history")
 SLOW = ("recurrent_depth", "equivariant")  # to trace; begun first

@@ -103,9 +103,9 @@ def planned(case: Mapping[str, Any]) -> dict[str, Any]:
     """Plan the training as it is done before a submission."""
     from dataclasses import replace
 
-    from pipeline.memory.devices import device
-    from pipeline.memory.request import Card
-    from pipeline.runs.planning import host_card, plan_training, request_of, sizes_of, target_of
+    from pipeline.memory.hardware.gpus import device
+    from pipeline.memory.planning.request import Card
+    from pipeline.runs.model.training_work import host_card, plan_training, request_of, sizes_of, target_of
 
     train, on_card = settings(case), case["device"] == "cuda"
     work = replace(work_of(train), device=case["device"])
@@ -124,10 +124,10 @@ def job_of(case: Mapping[str, Any]) -> tuple[Any, int]:
     from pipeline.memory.footprint import Choice
     from pipeline.records import Tell
     from pipeline.stages.train import Job
-    from pipeline.training.embeddings import Embeddings
+    from pipeline.training.items.item_source import Cached
+    from pipeline.training.items.residue_embeddings import Embeddings
     from pipeline.training.prepared import ModelFolder, Prepared
-    from pipeline.training.ranks import Alone
-    from pipeline.training.source import Cached
+    from pipeline.training.ranks.rank_protocol import Alone
 
     root = Path(case["root"])
     table, stores = table_of(root, bytes.fromhex(case["key"])), cache_of(root)
@@ -157,7 +157,7 @@ def job_of(case: Mapping[str, Any]) -> tuple[Any, int]:
 def trained(case: Mapping[str, Any]) -> dict[str, Any]:
     """Train; return how fast, and what was reserved."""
     from pipeline.stages.train import train
-    from pipeline.training.figures import read_epochs
+    from pipeline.training.loop.metrics_log import read_epochs
 
     job, complexes = job_of(case)
     prepared = job.prepared
@@ -413,7 +413,7 @@ def run(typed: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     if "error" in card:
         return {"card": card}
     if not typed.dry:
-        from pipeline.memory.devices import device
+        from pipeline.memory.hardware.gpus import device
 
         bench.common["capability"] = card["capability"]
         bench.common["fraction"] = min(1.0, device(PLAYED).usable_bytes / card["total_bytes"])

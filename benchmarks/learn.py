@@ -33,10 +33,10 @@ import torch  # noqa: E402
 from scipy import stats  # noqa: E402
 
 from benchmarks.circumstances import write  # noqa: E402 - the project is found only now
-from pipeline.graphs.graph import Graph  # noqa: E402
+from pipeline.graphs.item_graph import Graph  # noqa: E402
 from pipeline.structures.sources import SourceSpec, items  # noqa: E402
 from pipeline.tasks.interface import Batch, Interface  # noqa: E402
-from pipeline.training.step import Settings, Step  # noqa: E402
+from pipeline.training.step.step import Settings, Step  # noqa: E402
 from tests.graphs.conftest import read_item  # noqa: E402
 from tests.tasks.items import batch_of, real  # noqa: E402
 
@@ -50,8 +50,8 @@ WAYS = ("true labels", "shuffled labels")
 
 def complexes(folder: Path) -> dict[str, Graph]:
     """Return every complex by its name, bound, and only once."""
-    from pipeline.graphs.build import build
-    from pipeline.graphs.recipe import Recipe
+    from pipeline.graphs.build_graph import build
+    from pipeline.graphs.item_graph import Recipe
     from pipeline.records import Item
 
     found = {path.stem: real(path) for path in sorted((folder / "complexes").glob("*.pdb"))}

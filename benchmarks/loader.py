@@ -29,16 +29,16 @@ from typing import Any
 import numpy as np
 
 from benchmarks.circumstances import write
-from pipeline.encoder.recipe import Recipe, Variant
-from pipeline.graphs import graph as graphs
-from pipeline.graphs.build import build
-from pipeline.graphs.recipe import Recipe as GraphRecipe
+from pipeline.encoder.embedding_recipe import Recipe, Variant
+from pipeline.graphs import item_graph as graphs
+from pipeline.graphs.build_graph import build
+from pipeline.graphs.item_graph import Recipe as GraphRecipe
 from pipeline.keys import content_digest, recipe_key
 from pipeline.records import Item, Part, Role
-from pipeline.store.cache import Cache
+from pipeline.store.cache_folder import Cache
 from pipeline.structures import inventory
 from pipeline.structures.synthetic import complex_pdb
-from pipeline.training.dataset import Table, TableBuilder
+from pipeline.training.items.item_table import Table, TableBuilder
 
 STRUCTURES = 100
 WIDTH = 1280
@@ -103,10 +103,10 @@ def generate(root: Path, items: int, compared: int) -> bytes:
 
 def loader_of(root: Path, key: bytes, numbers: range | None = None, **options: Any) -> Any:
     """Return the loader of a cache, or of some of its items in order."""
-    from pipeline.training.embeddings import Embeddings
-    from pipeline.training.loader import Loader
-    from pipeline.training.sampler import Sampler, Settings
-    from pipeline.training.source import Cached
+    from pipeline.training.items.item_source import Cached
+    from pipeline.training.items.loader import Loader
+    from pipeline.training.items.residue_embeddings import Embeddings
+    from pipeline.training.sampling.sampler import Sampler, Settings
 
     cache = Cache(root)
     table = Table.read(cache.kind("sets"), key)
@@ -246,7 +246,7 @@ def first_batch(root: Path, key: bytes) -> dict[str, float]:
     import torch  # noqa: F401
 
     mark("import_torch_s")
-    from pipeline.training import loader  # noqa: F401
+    import pipeline.training.items.loader  # noqa: F401
 
     mark("import_loader_s")
     loader = loader_of(root, key)

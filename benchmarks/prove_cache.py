@@ -25,10 +25,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.circumstances import write  # noqa: E402 - the project is found only now
-from pipeline.store import scrub  # noqa: E402 - the project need not be installed
-from pipeline.store.cache import Cache  # noqa: E402
-from pipeline.store.disk import Disk  # noqa: E402
-from pipeline.store.shard import read_table, row_keys  # noqa: E402
+from pipeline.store.cache_folder import Cache  # noqa: E402
+from pipeline.store.format.disk import Disk  # noqa: E402
+from pipeline.store.format.shard import read_table, row_keys  # noqa: E402
+from pipeline.store.maintenance import scrub  # noqa: E402 - the project need not be installed
 from tests.faults.failing import complaints_about, failures, steps_of  # noqa: E402
 from tests.faults.judged import KIND, complaints, served  # noqa: E402
 from tests.faults.power import losses  # noqa: E402

@@ -26,14 +26,14 @@ from safetensors import safe_open
 
 from benchmarks.circumstances import write
 from pipeline.config.load import load
-from pipeline.encoder.checkpoint import load as load_weights
-from pipeline.encoder.parity import Reference
-from pipeline.encoder.synth import synth
-from pipeline.runs import embedding
-from pipeline.runs.folder import RunFolder
-from pipeline.runs.project import Project
-from pipeline.runs.submit import WORKER, module_command, new_run
-from pipeline.store import scrub
+from pipeline.encoder.checkpoints.esm_checkpoint import load as load_weights
+from pipeline.encoder.checkpoints.synth import synth
+from pipeline.encoder.forward.parity import Reference
+from pipeline.journal.run_folder import RunFolder
+from pipeline.project.project import Project
+from pipeline.runs.engine.create import WORKER, module_command, new_run
+from pipeline.runs.workflow import embed_stage
+from pipeline.store.maintenance import scrub
 from pipeline.structures.synthetic import draw_sequence
 
 PIPELINE = Path(sys.executable).with_name("pipeline")
@@ -57,7 +57,7 @@ def make_project(folder: Path) -> tuple[Project, RunFolder]:
     subprocess.run([PIPELINE, "submit", "--stage", "scan", "--follow"], cwd=folder, check=True, capture_output=True)
     config = load(folder / "pipeline.yaml").config
     project, run = Project.open(config), new_run(config, ["embed"])
-    embedding.survey(project, run, at_once=1).write_shards(run, "embed")
+    embed_stage.survey(project, run, at_once=1).write_shards(run, "embed")
     return project, run
 
 

@@ -31,8 +31,8 @@ sys.path.insert(0, str(ROOT))
 from safetensors import safe_open  # noqa: E402 - the project need not be installed
 
 from benchmarks.circumstances import write  # noqa: E402 - the project is found only now
-from pipeline.encoder.synth import synth  # noqa: E402
-from pipeline.runs.status import ENDED  # noqa: E402
+from pipeline.encoder.checkpoints.synth import synth  # noqa: E402
+from pipeline.journal.run_status import ENDED  # noqa: E402
 from pipeline.structures.synthetic import write_demo  # noqa: E402
 from tests.slurm.cluster import Cluster, why_not  # noqa: E402
 from tests.slurm.runs import Project, Run  # noqa: E402

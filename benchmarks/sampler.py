@@ -25,8 +25,8 @@ from benchmarks.circumstances import write
 from pipeline.keys import content_digest
 from pipeline.records import Item, Part, Role
 from pipeline.structures.inventory import File, Recipe, examine
-from pipeline.structures.read import read_file
-from pipeline.training.sampler import Sampler, Settings
+from pipeline.structures.parsing.read_structure import read_file
+from pipeline.training.sampling.sampler import Sampler, Settings
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared" / "structures" / "complexes"

@@ -27,8 +27,8 @@ from pipeline.keys import content_digest
 from pipeline.records import Item, Part, Role
 from pipeline.structures.atoms import text
 from pipeline.structures.inventory import File, Recipe, take
+from pipeline.structures.parsing.read_structure import Reading, parse, read_file
 from pipeline.structures.policy import Policy, apply
-from pipeline.structures.read import Reading, parse, read_file
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared" / "structures" / "complexes"

@@ -116,13 +116,13 @@ def _traced(
 ) -> dict[str, Any]:
     """Return what batches take on the guide's card."""
     from benchmarks.planning.guides import components
-    from pipeline.memory.configurations import table
-    from pipeline.memory.devices import device
     from pipeline.memory.footprint import Choice
-    from pipeline.memory.request import Card
-    from pipeline.runs.planning import Work, target_of
+    from pipeline.memory.hardware.gpus import device
+    from pipeline.memory.planning.comparison import table
+    from pipeline.memory.planning.request import Card
+    from pipeline.runs.model.training_work import Work, target_of
     from pipeline.tasks.denovo_recursive import DenovoRecursive
-    from pipeline.training.step import Settings
+    from pipeline.training.step.step import Settings
 
     start, own = time.perf_counter(), device(CARD)
     card = Card.of(own, 1)

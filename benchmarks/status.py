@@ -19,9 +19,9 @@ from typing import Any
 
 from benchmarks.circumstances import write
 from pipeline.cluster.verdict import Cause
-from pipeline.runs import folder as folders
-from pipeline.runs.attempts import Ask, Attempt
-from pipeline.runs.folder import RunFolder
+from pipeline.journal import run_folder as folders
+from pipeline.journal.attempts import Ask, Attempt
+from pipeline.journal.run_folder import RunFolder
 
 REACH_S = 1.0
 PIPELINE = Path(sys.executable).with_name("pipeline")

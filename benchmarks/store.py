@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.circumstances import write
-from pipeline.store.cache import Cache
-from pipeline.store.disk import Disk
-from pipeline.store.index import ROW, Index, write_index
-from pipeline.store.layout import KindLayout
-from pipeline.store.merging import sort_in_place
-from pipeline.store.shard import key_pairs, row_keys
+from pipeline.store.cache_folder import Cache
+from pipeline.store.format.cache_layout import KindLayout
+from pipeline.store.format.disk import Disk
+from pipeline.store.format.shard import key_pairs, row_keys
+from pipeline.store.shard_index import ROW, Index, sort_in_place, write_index
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -95,7 +95,7 @@ def write_complex(folder: Path, number: int) -> tuple[str, str]:
 def embed(config: Path, texts: list[str]) -> int:
     """Put embeddings where the stage embed would put them; return their bytes."""
     from pipeline.config.load import load
-    from pipeline.runs.project import Project
+    from pipeline.project.project import Project
 
     project = Project.open(load(config, []).config)
     recipe, store = project.encoding.recipe, project.encoding.shelves.embeddings
@@ -113,7 +113,7 @@ def embed(config: Path, texts: list[str]) -> int:
 
 def make(folder: Path, complexes: int) -> dict[str, Any]:
     """Make the project: structures, their graphs, embeddings."""
-    from pipeline.encoder.synth import synth
+    from pipeline.encoder.checkpoints.synth import synth
 
     start = time.perf_counter()
     (folder / "data").mkdir()
@@ -209,10 +209,10 @@ def write_pickles(folder: Path, cache_root: Path, count: int) -> int:
     """Write the first complexes as the original keeps them; return their bytes."""
     import torch
 
-    from pipeline.graphs import graph as graphs
-    from pipeline.runs.folder import runs_in
-    from pipeline.store.cache import Cache
-    from pipeline.training.dataset import Table
+    from pipeline.graphs import item_graph as graphs
+    from pipeline.journal.run_folder import runs_in
+    from pipeline.store.cache_folder import Cache
+    from pipeline.training.items.item_table import Table
 
     folder.mkdir()
     store = Cache(cache_root)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from pipeline.memory.allocator import Allocator
 from pipeline.memory.footprint import Choice
-from pipeline.memory.reserving import SETTINGS
+from pipeline.memory.hardware.caching_allocator import Allocator
+from pipeline.memory.planning.reserved_memory import SETTINGS
 
 MOST_EVENTS = 1 << 20
 
@@ -18,7 +18,7 @@ class OnCard:
     """The card, of which torch may have a share."""
 
     def __init__(self, case: Mapping[str, Any]) -> None:
-        from pipeline.runs.gauges import CardGauge
+        from pipeline.memory.runtime.gauges import CardGauge
 
         self._gauge = CardGauge()
         self._start = self._gauge.start(0)
@@ -138,7 +138,7 @@ def card_facts(_: Mapping[str, Any], __: Callable[[], None]) -> dict[str, Any]:
     """Return what the card says of itself."""
     import torch
 
-    from pipeline.runs.gauges import CardGauge
+    from pipeline.memory.runtime.gauges import CardGauge
 
     if not torch.cuda.is_available():
         return {"error": "no CUDA card here"}

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_memory_parts.processes import Bench
-from pipeline.memory.devices import Device, device
-from pipeline.memory.peaks import torch_version
-from pipeline.memory.request import Card
-from pipeline.memory.reserving import SETTINGS
+from pipeline.memory.hardware.gpus import Device, device
+from pipeline.memory.history.step_history import torch_version
+from pipeline.memory.planning.request import Card
+from pipeline.memory.planning.reserved_memory import SETTINGS
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 SOLD = {"24 GB": "rtx-3090", "40 GB": "a100-40gb", "80 GB": "a100-80gb-sxm"}  # cards that are played

@@ -16,8 +16,8 @@ import numpy as np
 from benchmarks.gpu_memory_parts.cards import opened, settings_of
 from benchmarks.gpu_memory_parts.measuring import Epoch, survived
 from benchmarks.gpu_memory_parts.predicting import choice_of, member_of, work_for
-from pipeline.memory.allocator import Allocator, SimulatedOutOfMemory
 from pipeline.memory.footprint import Tape
+from pipeline.memory.hardware.caching_allocator import Allocator, SimulatedOutOfMemory
 
 HISTORY_ITEMS, HISTORY_BATCH = 96, 8
 FIXTURE_BYTES = 400_000

@@ -12,8 +12,8 @@ import numpy as np
 
 from benchmarks.gpu_memory_parts.predicting import MICROS
 from benchmarks.gpu_memory_parts.processes import Bench
-from pipeline.memory.margins import REPEATED, margin_of
-from pipeline.memory.peaks import Peak, Peaks, sizes_text, torch_version
+from pipeline.memory.footprint import REPEATED, margin_of
+from pipeline.memory.history.step_history import Peak, Peaks, sizes_text, torch_version
 
 FIRST, PROFILED = 0.08, 0.02  # to reach
 MIB = 1 << 20

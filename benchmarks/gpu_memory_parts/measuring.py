@@ -58,7 +58,7 @@ def trained(case: Mapping[str, Any], ready: Callable[[], None]) -> dict[str, Any
     import torch
 
     from pipeline.training.prepared import COST, LIKENESS, likeness, sampling
-    from pipeline.training.sampler import Sampler
+    from pipeline.training.sampling.sampler import Sampler
 
     torch.manual_seed(0)
     work, member = work_for(case), member_of(case)

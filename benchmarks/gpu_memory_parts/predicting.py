@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.memory.devices import Device
 from pipeline.memory.footprint import Choice
-from pipeline.memory.request import Card
-from pipeline.memory.reserving import reserve
+from pipeline.memory.hardware.gpus import Device
+from pipeline.memory.planning.request import Card
+from pipeline.memory.planning.reserved_memory import reserve
 from pipeline.protocol import ITEMS
 
 STEPS, MICROS = 4, 2  # as a probe: the first makes the optimizer's state
@@ -40,14 +40,14 @@ def choice_of(case: Mapping[str, Any]) -> Choice:
 
 def target_for(case: Mapping[str, Any]) -> Any:
     """Return what is traced: the card's way, or with --dry that of the CPU which stands in for it."""
-    from pipeline.runs.planning import target_of
+    from pipeline.runs.model.training_work import target_of
 
     return target_of(None if case["dry"] else tuple(case["capability"]))
 
 
 def predicted(case: Mapping[str, Any], _: Callable[[], None]) -> dict[str, Any]:
     """Predict a model's three sizes, each grown until it fills its share of its card."""
-    from pipeline.runs.probe import model_name
+    from pipeline.runs.model.probe import model_name
 
     work, member, choice = work_for(case), member_of(case), choice_of(case)
     least = min(member.sizes, key=lambda sizes: sizes[ITEMS])
@@ -108,7 +108,7 @@ def live_of(standing: Any, micro: Any, *, first: bool) -> int:
 def planned(case: Mapping[str, Any], _: Callable[[], None]) -> dict[str, Any]:
     """Plan a data set whose steps need several micro-batches on a card."""
     from pipeline.config.schema_train import Train
-    from pipeline.runs.planning import Work, least_of, plan_training, request_of
+    from pipeline.runs.model.training_work import Work, least_of, plan_training, request_of
 
     @dataclass(frozen=True)
     class Remembering(Work):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.memory.devices import Device
+from pipeline.memory.hardware.gpus import Device
 
 CPU_S, CARD_S = 480.0, 90.0  # a process may take
 DRY_S, LATE_S, LEAST_S = 240.0, 40.0, 10.0  # on the CPU; beyond the time that there is; whatever that is

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from pipeline.memory.footprint import Choice, Oracle
-from pipeline.memory.questions import Questions
+from pipeline.memory.planning.planner import Questions
 from pipeline.protocol import ITEMS
-from pipeline.runs.planning import Work, target_of
+from pipeline.runs.model.training_work import Work, target_of
 from tests.limited.device import LimitedDevice
 from tests.memory.planned import work_of
 from tests.zoo import ZOO, Member

@@ -9,13 +9,13 @@ from typing import Any
 
 from benchmarks.circumstances import write
 from pipeline.errors import PipelineError
-from pipeline.memory.configurations import Configuration, table
-from pipeline.memory.devices import Device, device
 from pipeline.memory.footprint import Category, Choice, Oracle, Part
-from pipeline.memory.request import Card
+from pipeline.memory.hardware.gpus import Device, device
+from pipeline.memory.planning.comparison import Configuration, table
+from pipeline.memory.planning.request import Card
 from pipeline.protocol import ITEMS
-from pipeline.runs.planning import Work, target_of
-from pipeline.training.step import Settings
+from pipeline.runs.model.training_work import Work, target_of
+from pipeline.training.step.step import Settings
 from tests.zoo.guides import GUIDES, Guide
 
 CARDS = {"24 GB": "rtx-4090", "40 GB": "a100-40gb", "80 GB": "a100-80gb", "141 GB": "h200-141gb"}

@@ -66,10 +66,10 @@ def plan_it() -> dict[str, Any]:
 
     start = time.perf_counter()
     from pipeline.config.schema_train import Train
-    from pipeline.memory.devices import device
-    from pipeline.memory.request import Card
-    from pipeline.runs.planning import Work, plan_training, request_of, target_of
-    from pipeline.training.step import Settings
+    from pipeline.memory.hardware.gpus import device
+    from pipeline.memory.planning.request import Card
+    from pipeline.runs.model.training_work import Work, plan_training, request_of, target_of
+    from pipeline.training.step.step import Settings
     from tests.zoo.esm2 import Esm2
     from tests.zoo.spread import lengths
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import PipelineError
-from pipeline.memory.plan import Filled
+from pipeline.memory.planning.memory_plan import Filled
 from tests.memory.planned import BATCH, Ground, epoch, fewer_cuts, limits, one_more, sampler_under
 from tests.zoo import Member
 

@@ -18,21 +18,21 @@ from numpy.typing import NDArray
 from torch.utils._pytree import tree_map_only
 
 from pipeline.config.load import load
-from pipeline.graphs.build import build
-from pipeline.graphs.graph import Graph
+from pipeline.graphs.build_graph import build
+from pipeline.graphs.item_graph import Graph
+from pipeline.project.project import graph_recipe
+from pipeline.project.user_code import load_reader
 from pipeline.protocol import ITEMS
 from pipeline.readers import made
 from pipeline.records import Role
-from pipeline.runs.planning import Work, least_of, sizes_of, target_of
-from pipeline.runs.project import graph_recipe
-from pipeline.runs.tasks import load_reader
-from pipeline.stages.read import Taken, read
+from pipeline.runs.model.training_work import Work, least_of, sizes_of, target_of
+from pipeline.stages.read_entries import Taken, read
 from pipeline.structures.made_rna import pocket_pdb
 from pipeline.structures.synthetic import complex_pdb
-from pipeline.training.dataset import Table
-from pipeline.training.sampler import Sampler
-from pipeline.training.source import Entered
-from pipeline.training.step import Step
+from pipeline.training.items.item_source import Entered
+from pipeline.training.items.item_table import Table
+from pipeline.training.sampling.sampler import Sampler
+from pipeline.training.step.step import Step
 from tests.graphs.complexes import examined, side
 from tests.limited.device import HostCarrier, LimitedDevice, forget_failed_backward
 from tests.tasks import items as graph_items

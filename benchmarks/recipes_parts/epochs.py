@@ -11,16 +11,16 @@ from typing import Any
 
 from benchmarks.recipes_parts.bench import Bench, Entries
 from benchmarks.recipes_parts.limited import planned
-from pipeline.memory.plan import Plan
+from pipeline.memory.planning.memory_plan import Plan
 from pipeline.records import Tell
-from pipeline.runs.planning import sizes_of
+from pipeline.runs.model.training_work import sizes_of
 from pipeline.stages.train import Items, Job, close, trainer_of
-from pipeline.training.dataset import Table
-from pipeline.training.figures import read_epochs
-from pipeline.training.loop import Trainer
+from pipeline.training.items.item_source import Entered
+from pipeline.training.items.item_table import Table
+from pipeline.training.loop.metrics_log import read_epochs
+from pipeline.training.loop.trainer import Trainer
 from pipeline.training.prepared import ModelFolder, Prepared, likeness, stretch_of
-from pipeline.training.ranks import Alone
-from pipeline.training.source import Entered
+from pipeline.training.ranks.rank_protocol import Alone
 from tests.limited.device import LimitedDevice
 
 SMALL = ["train.validation.limit=null", "train.checkpoints.asynchronous=false", "train.log_every=1"]

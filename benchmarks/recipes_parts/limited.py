@@ -12,13 +12,13 @@ import numpy as np
 from benchmarks.recipes_parts.bench import NAMES, Bench, Trained, cuts_of, train
 from pipeline.errors import PipelineError
 from pipeline.memory.footprint import Choice, Oracle, live_peak_bytes
-from pipeline.memory.plan import Filled, Plan
-from pipeline.memory.planner import plan
-from pipeline.memory.request import Data
+from pipeline.memory.planning.memory_plan import Filled, Plan
+from pipeline.memory.planning.planner import plan
+from pipeline.memory.planning.request import Data
 from pipeline.protocol import ITEMS
-from pipeline.runs.planning import cutter, host_card
+from pipeline.runs.model.training_work import cutter, host_card
 from pipeline.training.prepared import COST, LIKENESS, likeness, sampling
-from pipeline.training.sampler import Sampler
+from pipeline.training.sampling.sampler import Sampler
 
 RECIPES = NAMES
 GIB = 1 << 30

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.recipes_parts.bench import Bench
-from pipeline.training.step import Step
+from pipeline.training.step.step import Step
 
 RECIPES = ("contrastive_pair",)
 ITEMS = 128

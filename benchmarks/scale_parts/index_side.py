@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.scale_parts.apart import apart
-from pipeline.store.cache import Cache
+from pipeline.store.cache_folder import Cache
 
 if TYPE_CHECKING:
     from pathlib import Path

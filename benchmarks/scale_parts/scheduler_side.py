@@ -13,7 +13,7 @@ from benchmarks.scale_parts.data import complex_of
 from benchmarks.status import TOLD, make_run, seconds
 
 if TYPE_CHECKING:
-    from pipeline.runs.folder import RunFolder
+    from pipeline.journal.run_folder import RunFolder
 
 FILES = 1_000  # that items share; what differs is their ids, so that each is looked up and listed
 AT_ONCE = 64  # array tasks, as configured by default
@@ -67,14 +67,14 @@ def write_data(folder: Path, items: int) -> None:
 def plan_scan(folder: Path) -> tuple[dict[str, int], int, int, dict[str, int]]:
     """Do what a submission does before it asks the scheduler for anything; return counts, tasks, and sizes of lists."""
     from pipeline.config.load import load
-    from pipeline.runs import folder as folders
-    from pipeline.runs import scanning
-    from pipeline.runs.project import Project
+    from pipeline.journal import run_folder as folders
+    from pipeline.project.project import Project
+    from pipeline.runs.workflow import scan_stage
 
     project = Project.open(load(folder / "pipeline.yaml", []).config)
-    run: RunFolder = folders.create(folder / "runs", scanning.NAME, datetime.now(tz=timezone.utc))
-    found = scanning.survey(project, run, AT_ONCE)
-    found.write_shards(run, scanning.NAME)
-    paths = {"items": run.items, "todo": run.todo(scanning.NAME), "shards": run.shards(scanning.NAME)}
+    run: RunFolder = folders.create(folder / "runs", scan_stage.NAME, datetime.now(tz=timezone.utc))
+    found = scan_stage.survey(project, run, AT_ONCE)
+    found.write_shards(run, scan_stage.NAME)
+    paths = {"items": run.items, "todo": run.todo(scan_stage.NAME), "shards": run.shards(scan_stage.NAME)}
     sizes = {name: path.stat().st_size for name, path in paths.items()}
     return dict(found.counts), len(found.shards), max(shard.items for shard in found.shards), sizes

@@ -10,9 +10,9 @@ from typing import Any
 
 from benchmarks.scale_parts.data import PIPELINE
 from benchmarks.scale_parts.watch import watched
+from pipeline.journal.ledger import Reader
+from pipeline.journal.run_folder import runs_in
 from pipeline.records import EventKind
-from pipeline.runs.folder import runs_in
-from pipeline.runs.ledger import Reader
 
 KINDS = {"scan": ("scan", "files"), "embed": ("embed",), "graph": ("graph",), "train": ()}
 STAGES = tuple(KINDS)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 LOOK_EVERY_S = 0.1
 SUPERVISOR, WORKER = "supervisor", "worker"  # a command that follows its run is the supervisor itself
-WORKS = b"from pipeline.runs.worker import main"  # in what starts one
+WORKS = b"from pipeline.runs.engine.run_task import main"  # in what starts one
 KIB = 1024
 
 

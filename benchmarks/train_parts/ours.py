@@ -37,15 +37,15 @@ def settings() -> Any:
 
 def work_of(train: Any) -> Any:
     """Return the task as it is trained."""
-    from pipeline.runs.planning import Work, step_settings
-    from pipeline.runs.tasks import load_task
+    from pipeline.project.user_code import load_task
+    from pipeline.runs.model.training_work import Work, step_settings
 
     return Work(load_task(train.task, train.options), step_settings(train, "cpu"), "cpu")
 
 
 def table_of(root: Path, key: bytes) -> Any:
-    from pipeline.store.cache import Cache
-    from pipeline.training.dataset import Table
+    from pipeline.store.cache_folder import Cache
+    from pipeline.training.items.item_table import Table
 
     return Table.read(Cache(root).kind("sets"), key)
 
@@ -53,7 +53,7 @@ def table_of(root: Path, key: bytes) -> Any:
 def plan(root: Path, key: bytes, ranks: int) -> dict[str, Any]:
     """Plan the training, as it is done before a submission."""
     from pipeline.memory.footprint import Choice
-    from pipeline.runs.planning import host_card, plan_training, request_of, sizes_of, target_of
+    from pipeline.runs.model.training_work import host_card, plan_training, request_of, sizes_of, target_of
 
     train = settings()
     work = work_of(train)
@@ -92,12 +92,12 @@ def ours(root: Path, key: bytes, prepared: dict[str, Any], part: str, folder: Pa
     from pipeline.memory.footprint import Choice
     from pipeline.records import Tell
     from pipeline.stages.train import Job, train
-    from pipeline.training.distributed import gather
-    from pipeline.training.embeddings import Embeddings
-    from pipeline.training.figures import read_epochs
+    from pipeline.training.items.item_source import Cached
+    from pipeline.training.items.residue_embeddings import Embeddings
+    from pipeline.training.loop.metrics_log import read_epochs
     from pipeline.training.prepared import ModelFolder, Prepared
-    from pipeline.training.rendezvous import Place
-    from pipeline.training.source import Cached
+    from pipeline.training.ranks.process_group import gather
+    from pipeline.training.ranks.rendezvous import Place
 
     table, planned = table_of(root, key), Prepared.from_json(prepared)
     work = work_of(settings())
@@ -160,14 +160,14 @@ class Clock:
 
 
 def cache_of(root: Path) -> Any:
-    from pipeline.store.cache import Cache
+    from pipeline.store.cache_folder import Cache
 
     return Cache(root)
 
 
 def items_of(table: Any, work: Any, planned: Any) -> Any:
     """Return the items and what they cost under the plan."""
-    from pipeline.runs.planning import sizes_of
+    from pipeline.runs.model.training_work import sizes_of
     from pipeline.stages.train import Items
     from pipeline.training.prepared import likeness
 

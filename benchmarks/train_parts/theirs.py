@@ -41,7 +41,7 @@ def copies(tensors: Any) -> dict[str, Any]:
 
 def unpickled(path: Path) -> Any:
     """Return a complex, made anew."""
-    from pipeline.training.batch import Graph, Side
+    from pipeline.training.items.batch import Graph, Side
 
     with path.open("rb") as file:
         data = pickle.load(file)  # this script has written it

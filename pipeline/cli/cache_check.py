@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from typing import IO
 
     from pipeline.config.load import Loaded
-    from pipeline.report.checks import KindTally
-    from pipeline.store.cache import Cache
-    from pipeline.store.findings import ReportWriter, Summary
-    from pipeline.store.repair import Mend, Repaired
-    from pipeline.store.scrub import Checked, Subset
+    from pipeline.report.check_tables import KindTally
+    from pipeline.store.cache_folder import Cache
+    from pipeline.store.maintenance.damage_report import ReportWriter, Summary
+    from pipeline.store.maintenance.scrub import Checked, Subset
+    from pipeline.store.maintenance.shard_repair import Mend, Repaired
     from pipeline.store.store import Store
 
     Look = Callable[[Store, Subset], Iterator[Checked]]
@@ -80,8 +80,8 @@ def validate(
     as_json: Json = False,
 ) -> None:
     """Look for damage in the cache, and change nothing; exit 4 if anything is wrong."""
-    from pipeline.store.findings import damage_found
-    from pipeline.store.scrub import Subset
+    from pipeline.store.maintenance.damage_report import damage_found
+    from pipeline.store.maintenance.scrub import Subset
 
     how = _how(sample, quick=quick, full=full, semantic=semantic)
     loaded = load_config(config, sets)
@@ -124,17 +124,17 @@ def repair(
     as_json: Json = False,
 ) -> None:
     """Bring intact records of damaged files into new ones, put damaged files aside, and make the index anew."""
-    from pipeline.report import checks, tables
-    from pipeline.store import repair as repairs
-    from pipeline.store.draft import ask_owner
-    from pipeline.store.findings import read_report, stays_left
+    from pipeline.report import check_tables, tables
+    from pipeline.store.format.disk import ask_owner
+    from pipeline.store.maintenance import shard_repair as repairs
+    from pipeline.store.maintenance.damage_report import read_report, stays_left
 
     loaded = load_config(config, sets)
     cache, settle_s = _open(loaded), loaded.config.cache.visibility_s
     report = read_report(damage) if damage else None
     shown, told = _Mends(cache, all=as_json), repairs.Repaired()
     files = None if report else _files([cache.kind(name) for name in cache.kinds()])
-    with checks.Progress("repair" if yes else "look", files) as progress:
+    with check_tables.Progress("repair" if yes else "look", files) as progress:
         if yes:
             waits = _waits(settle_s)
             with ask_owner(cache.root):
@@ -148,8 +148,8 @@ def repair(
     if as_json:
         print_json({"root": cache.root, "done": yes, **asdict(told), "files": [_mend_json(one) for one in shown.mends]})
     else:
-        table = checks.mended_table(shown.kinds) if yes else checks.mend_table(shown.mends, shown.more)
-        tables.show(*table, *checks.repaired_lines(told, did=yes))
+        table = check_tables.mended_table(shown.kinds) if yes else check_tables.mend_table(shown.mends, shown.more)
+        tables.show(*table, *check_tables.repaired_lines(told, did=yes))
         _say_next(told, damage, yes=yes)
     if told.stay and (yes or not (told.quarantined or told.indexes)):
         raise stays_left(shown.stay, told.stay, cache.root)
@@ -168,8 +168,8 @@ class _Mends:
 
     def take(self, mend: Mend) -> None:
         """Take in what is done about one shard."""
-        from pipeline.report.checks import SHOWN as ROWS
-        from pipeline.store.repair import OUT_OF_DATE, Repaired
+        from pipeline.report.check_tables import SHOWN as ROWS
+        from pipeline.store.maintenance.shard_repair import OUT_OF_DATE, Repaired
 
         self.kinds.setdefault(mend.kind, Repaired()).count(mend)
         if mend.stays and len(self.stay) < SHOWN:
@@ -198,9 +198,9 @@ def _waits(settle_s: float) -> Callable[[], None]:
 
 def compact(yes: Yes = False, config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
     """Make few files of many small ones; records are verified and stay as they are."""
-    from pipeline.report import checks, tables
-    from pipeline.store import compact as compaction
-    from pipeline.store.draft import ask_owner
+    from pipeline.report import check_tables, tables
+    from pipeline.store.format.disk import ask_owner
+    from pipeline.store.maintenance import compact as compaction
 
     loaded = load_config(config, sets)
     cache, chosen = _open(loaded), loaded.config.cache
@@ -215,20 +215,20 @@ def compact(yes: Yes = False, config: ConfigFile = None, sets: Sets = None, as_j
         kinds = [asdict(replace(one, twice=frozenset())) | {"twice": len(one.twice)} for one in told]
         print_json({"root": cache.root, "done": yes, "kinds": kinds})
         return
-    tables.show(checks.compact_table(told, did=yes) if told else "empty: nothing was stored yet")
+    tables.show(check_tables.compact_table(told, did=yes) if told else "empty: nothing was stored yet")
     if yes and told:
-        typer.echo(checks.compacted_line(told))
+        typer.echo(check_tables.compacted_line(told))
     elif any(one.small for one in told):
         typer.echo("nothing was changed\n  next: " + as_typed("pipeline cache compact --yes"))
 
 
 def _look(loaded: Loaded, how: How, sample: float) -> Look:
     """Return what judges the files of one kind."""
-    from pipeline.store import scrub
+    from pipeline.store.maintenance import scrub
 
     if how is How.SEMANTIC:
-        from pipeline.runs.project import Project
-        from pipeline.runs.semantic import Semantic
+        from pipeline.project.project import Project
+        from pipeline.runs.audit.meaning import Semantic
 
         return Semantic(Project.open(loaded.config, remember=False), sample).check
     return {How.QUICK: scrub.quick, How.FULL: scrub.full}[how]
@@ -236,8 +236,8 @@ def _look(loaded: Loaded, how: How, sample: float) -> Look:
 
 def _open(loaded: Loaded) -> Cache:
     """Open a cache that is there, and lies in one folder."""
-    from pipeline.store.cache import Cache
-    from pipeline.store.inside import refuse_unusable
+    from pipeline.store.cache_folder import Cache
+    from pipeline.store.format.cache_layout import refuse_unusable
 
     chosen = loaded.config.cache
     cache = Cache.over(chosen.root, chosen.under)
@@ -258,7 +258,7 @@ def _kinds(cache: Cache, asked: Sequence[str] | None) -> list[str]:
 
 def _files(stores: Sequence[Store], subset: Subset | None = None) -> int:
     """Return how many files there are to look at."""
-    from pipeline.store.scrub import shards_of
+    from pipeline.store.maintenance.scrub import shards_of
 
     return sum(subset is None or name in subset for store in stores for name in shards_of(store))
 
@@ -267,7 +267,7 @@ def _watched(
     stores: Sequence[Store], subset: Subset, name: str, look: Look, verdicts: Path | None
 ) -> Iterator[Checked]:
     """Judge file after file, showing how far it is and writing a line for each record."""
-    from pipeline.report.checks import Progress
+    from pipeline.report.check_tables import Progress
 
     with ExitStack() as stack:
         progress = stack.enter_context(Progress(name, _files(stores, subset)))
@@ -308,7 +308,7 @@ class _Found:
     """What a validation finds: counted, and written down as it comes; nothing of it stays in memory."""
 
     def __init__(self, cache: Cache, how: str, subset: Subset, out: Path | None, only: Sequence[str]) -> None:
-        from pipeline.store.findings import Summary
+        from pipeline.store.maintenance.damage_report import Summary
 
         self.cache, self.out = cache, out
         self.summary: Summary = Summary(how, str(subset), begun=time.time(), only=sorted({*only}))
@@ -320,7 +320,7 @@ class _Found:
 
     def take(self, checked: Checked) -> None:
         """Take in what was found in one file."""
-        from pipeline.report.checks import KindTally
+        from pipeline.report.check_tables import KindTally
 
         self.summary.take(checked)
         self.kinds.setdefault(checked.kind, KindTally()).take(checked)
@@ -338,10 +338,9 @@ class _Found:
 
     def _begun(self) -> ReportWriter | None:
         from pipeline.errors import CacheFull, CacheUnusable, ConfigError
-        from pipeline.store.disk import Disk
-        from pipeline.store.draft import refused_as
-        from pipeline.store.findings import ReportWriter
-        from pipeline.store.layout import REPORTS
+        from pipeline.store.format.cache_layout import REPORTS
+        from pipeline.store.format.disk import Disk, refused_as
+        from pipeline.store.maintenance.damage_report import ReportWriter
 
         if self.out and self.out.is_dir():
             raise ConfigError("a folder is no file for the damage list", where=str(self.out), remedy=_OUT)
@@ -372,19 +371,19 @@ class _Found:
 
 def _show_found(found: _Found, *, as_json: bool) -> None:
     """Print what was found."""
-    from pipeline.report import checks, tables
+    from pipeline.report import check_tables, tables
 
     if as_json:
         kinds = {name: asdict(one) for name, one in found.kinds.items()}
         summary = asdict(found.summary) | {"kinds": kinds}
         print_json({"root": found.cache.root, "list": found.path, "unwritten": found.unwritten, **summary})
         return
-    tables.show(checks.check_table(found.kinds))
+    tables.show(check_tables.check_table(found.kinds))
     for what, count in found.summary.notes.items():
         typer.echo(f"{what}: {count:,}")
     if not found.summary.findings:
         if found.kinds:
-            typer.echo(checks.whole_line(found.kinds))
+            typer.echo(check_tables.whole_line(found.kinds))
         return
     typer.echo(
         f"damage list: {found.path}" if found.path else f"no damage list is left: {found.unwritten}  (--out FILE)"

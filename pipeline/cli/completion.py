@@ -20,7 +20,7 @@ from pipeline.cli.options import named
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from pipeline.runs.folder import RunFolder
+    from pipeline.journal.run_folder import RunFolder
 
 ASKED = "__complete"  # the word by which a shell's script asks
 SITE = "cluster.site="
@@ -164,7 +164,7 @@ def _runs(given: Sequence[tuple[str, str]], word: str) -> Iterator[tuple[str, st
     """Yield the runs of the configuration that the line names, the newest first; paths are the shell's business."""
     from pipeline.cli.options import load_config
     from pipeline.errors import PipelineError
-    from pipeline.runs.folder import runs_in
+    from pipeline.journal.run_folder import runs_in
 
     if os.sep in word:
         return
@@ -209,19 +209,19 @@ def _keys(schema: dict[str, Any], within: dict[str, Any], before: str = "") -> I
 
 
 def _shipped(folder: str) -> list[Path]:
-    from pipeline.config.shipped import shipped
+    from pipeline.config.site_profiles import shipped
 
     return sorted(shipped(folder).glob("*.yaml"))
 
 
 def _gpus(_given: Sequence[tuple[str, str]], _word: str) -> Iterator[tuple[str, str]]:
-    from pipeline.memory.devices import known_names
+    from pipeline.memory.hardware.gpus import known_names
 
     yield from ((name, "") for name in known_names())
 
 
 def _models(_given: Sequence[tuple[str, str]], _word: str) -> Iterator[tuple[str, str]]:
-    from pipeline.encoder.published import MODELS
+    from pipeline.encoder.checkpoints.weights import MODELS
 
     yield from ((one.name, f"{one.layers} layers, width {one.dim:,}") for one in MODELS)
 

@@ -12,24 +12,24 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from pipeline.cluster.spec import Executor
-    from pipeline.runs.project import Project
-    from pipeline.runs.submit import Plan
+    from pipeline.cluster.job_spec import Executor
+    from pipeline.project.project import Project
+    from pipeline.runs.engine.create import Plan
 
 
 def show_plan(project: Project, stages: list[str], executor: Executor, emit: Path | None) -> None:
     """Print what each stage would do, and the scripts that would be submitted."""
     from pipeline.report import tables
-    from pipeline.report.outlook import plan_table
-    from pipeline.runs import scripted, workflow
-    from pipeline.runs.submit import plan, script_outline
+    from pipeline.report.plan_tables import plan_table
+    from pipeline.runs.engine.create import plan, script_outline
+    from pipeline.runs.workflow import script_stage, table
 
-    plans = [plan(project, workflow.stage(name), executor, folder=None) for name in stages]
+    plans = [plan(project, table.stage(name), executor, folder=None) for name in stages]
     tables.show(plan_table([one.row() for one in plans]))
     for one in plans:
         if waiting := one.counts().get("waiting"):
             typer.echo(f"{one.stage.name}: {waiting:,} items are not scanned yet; what they hold is not counted")
-        if scripted.is_script(project.config, one.stage.name):
+        if script_stage.is_script(project.config, one.stage.name):
             typer.echo("\n".join(script_outline(project, one.stage, executor).lines()))
         elif one.found.shards:
             typer.echo(f"{one.stage.name}: memory {one.first.why}")
@@ -42,7 +42,7 @@ def show_plan(project: Project, stages: list[str], executor: Executor, emit: Pat
 def _show_scripts(project: Project, plans: Sequence[Plan], executor: Executor, emit: Path | None) -> None:
     """Print or write the scripts of the jobs of each stage, and of a supervisor."""
     from pipeline.errors import ConfigError
-    from pipeline.runs.scripts import scripts
+    from pipeline.runs.engine.create import scripts
 
     for name, text in scripts(project, plans, executor):
         if emit is None:
@@ -60,22 +60,21 @@ def _show_scripts(project: Project, plans: Sequence[Plan], executor: Executor, e
 
 def print_plan(project: Project, stages: list[str], executor: Executor) -> None:
     """Print the same as one document."""
-    from pipeline.runs import workflow
-    from pipeline.runs.scripts import scripts
-    from pipeline.runs.submit import plan
+    from pipeline.runs.engine.create import plan, scripts
+    from pipeline.runs.workflow import table
 
-    plans = [plan(project, workflow.stage(name), executor, folder=None) for name in stages]
+    plans = [plan(project, table.stage(name), executor, folder=None) for name in stages]
     texts = dict(scripts(project, plans, executor)) if project.config.cluster.executor == "slurm" else {}
     print_json({"stages": [_stage_json(project, one, executor) for one in plans], "scripts": texts})
 
 
 def _stage_json(project: Project, one: Plan, executor: Executor) -> dict[str, Any]:
     """Return what a stage would do as JSON data."""
-    from pipeline.runs import scripted
-    from pipeline.runs.submit import script_outline
+    from pipeline.runs.engine.create import script_outline
+    from pipeline.runs.workflow import script_stage
 
     told: dict[str, Any] = {"stage": one.stage.name, "counts": one.counts(), "disk_bytes": one.found.bytes}
-    if scripted.is_script(project.config, one.stage.name):
+    if script_stage.is_script(project.config, one.stage.name):
         return told | {"script": script_outline(project, one.stage, executor).to_json()}
     if not one.found.shards:
         return told

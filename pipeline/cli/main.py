@@ -16,22 +16,19 @@ import typer
 
 from pipeline import __version__
 from pipeline.cli import (
-    cache,
+    cache_verbs,
     completion,
-    config,
-    control,
-    doctor,
-    init,
-    logs,
-    plan,
-    replay,
-    report,
-    runs,
-    status,
-    weights,
+    config_verbs,
+    control_verbs,
+    log_verbs,
+    plan_verbs,
+    report_verbs,
+    run_verbs,
+    setup_verbs,
+    weights_verbs,
 )
 from pipeline.cli.options import as_typed
-from pipeline.config.hidden import hidden
+from pipeline.config.masking import hidden
 from pipeline.errors import PipelineError
 
 if TYPE_CHECKING:
@@ -51,21 +48,21 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(runs.demo)
-app.command()(init.init)
-app.command()(doctor.doctor)
-app.command()(plan.plan)
-app.command()(runs.submit)
-app.command()(status.status)
-app.command()(logs.logs)
-app.command()(report.report)
-app.command()(replay.replay)
-app.command()(control.resume)
-app.command()(control.cancel)
+app.command()(run_verbs.demo)
+app.command()(setup_verbs.init)
+app.command()(setup_verbs.doctor)
+app.command()(plan_verbs.plan)
+app.command()(run_verbs.submit)
+app.command()(control_verbs.status)
+app.command()(log_verbs.logs)
+app.command()(report_verbs.report)
+app.command()(report_verbs.replay)
+app.command()(control_verbs.resume)
+app.command()(control_verbs.cancel)
 app.command()(completion.completion)
-app.add_typer(cache.app, name="cache")
-app.add_typer(weights.app, name="weights")
-app.add_typer(config.app, name="config")
+app.add_typer(cache_verbs.app, name="cache")
+app.add_typer(weights_verbs.app, name="weights")
+app.add_typer(config_verbs.app, name="config")
 
 
 def _print_version(wanted: bool) -> None:

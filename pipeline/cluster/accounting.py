@@ -25,13 +25,13 @@ from pipeline.cluster.fields import (
     seconds_of,
     state_of,
 )
-from pipeline.cluster.queue import SQUEUE, Queued, parse_squeue, words
-from pipeline.cluster.spec import TaskState, TaskStatus
+from pipeline.cluster.following import SQUEUE, Queued, parse_squeue, words
+from pipeline.cluster.job_spec import TaskState, TaskStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from pipeline.cluster.spec import JobId
+    from pipeline.cluster.job_spec import JobId
 
 __all__ = ["SQUEUE", "Queued", "epoch_of", "parse_squeue"]  # of the neighbours, for who reads both
 

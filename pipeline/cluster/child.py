@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.cluster.job_spec import TaskState
 from pipeline.cluster.machine import count_oom_kills
 from pipeline.cluster.processes import HAS_PROC, MARK, send, used_bytes
-from pipeline.cluster.spec import TaskState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pipeline.cluster.spec import JobId, JobSpec
+    from pipeline.cluster.job_spec import JobId, JobSpec
 
 MEASURING_SHARE = 0.1  # at most this part of a core goes into measuring one task
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")

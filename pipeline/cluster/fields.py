@@ -7,7 +7,7 @@ import re
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from pipeline.cluster.spec import TaskState
+from pipeline.cluster.job_spec import TaskState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

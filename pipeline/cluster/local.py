@@ -21,16 +21,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.cluster.child import Child, Ending, mebibytes
+from pipeline.cluster.job_spec import Limits, TaskState, TaskStatus, cores_refused, refuse_impossible
 from pipeline.cluster.machine import Machine, Slots
 from pipeline.cluster.processes import HAS_PROC, Guard, ProcessTable
-from pipeline.cluster.spec import Limits, TaskState, TaskStatus, cores_refused, refuse_impossible
 from pipeline.errors import SubmissionRefused
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from types import FrameType
 
-    from pipeline.cluster.spec import JobId, JobSpec
+    from pipeline.cluster.job_spec import JobId, JobSpec
 
 LOOK_EVERY_S = 0.05  # limits are checked so often
 POLL_EVERY_S = 0.01  # exits are looked for so often, where the kernel does not tell of them

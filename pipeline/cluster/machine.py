@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pipeline.cluster.spec import JobSpec
+    from pipeline.cluster.job_spec import JobSpec
 
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")

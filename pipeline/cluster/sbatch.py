@@ -11,14 +11,14 @@ import re
 import shlex
 from typing import TYPE_CHECKING
 
-from pipeline.cluster.spec import TASK
-from pipeline.config.shipped import shipped
+from pipeline.cluster.job_spec import TASK
+from pipeline.config.site_profiles import shipped
 from pipeline.errors import SubmissionRefused
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from pipeline.cluster.spec import JobSpec
+    from pipeline.cluster.job_spec import JobSpec
     from pipeline.config.schema_cluster import Slurm
 
 GENERIC = "scan"  # the script of a job that has none of its own

@@ -12,22 +12,21 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pipeline.cluster import commands, sbatch
+from pipeline.cluster import sbatch, slurm_commands
 from pipeline.cluster.accounting import Accounting, CommandFailed, Look
-from pipeline.cluster.facts import Facts
 from pipeline.cluster.fields import epoch_of
 from pipeline.cluster.following import Followed, Views
+from pipeline.cluster.job_spec import refuse_impossible
 from pipeline.cluster.local import make_log_dir
-from pipeline.cluster.refusals import refuse_above_nodes, refused, transient
-from pipeline.cluster.spec import refuse_impossible
+from pipeline.cluster.slurm_facts import Facts, refuse_above_nodes, refused, transient
 from pipeline.cluster.submission import script_path, submit_text
 from pipeline.errors import SubmissionRefused
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from pipeline.cluster.queue import Queued
-    from pipeline.cluster.spec import JobId, JobSpec, Limits, TaskStatus
+    from pipeline.cluster.following import Queued
+    from pipeline.cluster.job_spec import JobId, JobSpec, Limits, TaskStatus
     from pipeline.config.schema_cluster import Slurm
 
 TRIES_S = (2.0, 5.0, 10.0, 20.0, 30.0, 60.0)  # waits between tries at a submission that the cluster was too busy for
@@ -57,7 +56,7 @@ class SlurmExecutor:
         self.trouble = ""  # what kept the last look from being a full one
         self._poll_s = float(site.poll) if poll_s is None else poll_s
         self._patience_s = patience_s
-        self._accounting = Accounting(commands.run, timeout_s=SACCT_S)
+        self._accounting = Accounting(slurm_commands.run, timeout_s=SACCT_S)
         self._ask_again_at = self._look_at = 0.0
         self._jobs: dict[JobId, Followed] = {}
         self._changed: dict[tuple[JobId, int], TaskStatus] = {}
@@ -102,7 +101,7 @@ class SlurmExecutor:
     def script_for(self, spec: JobSpec) -> str:
         """Return the text that would be submitted, or raise SubmissionRefused for what cannot be."""
         refuse_impossible(spec)
-        if not commands.is_there():
+        if not slurm_commands.is_there():
             raise refused(spec, "sbatch: No such file or directory", ())
         limits = self.facts.limits(spec.partition)
         refuse_above_nodes(spec, self.facts.nodes(spec.partition), limits)
@@ -114,11 +113,16 @@ class SlurmExecutor:
         """Ask when a job would start, without submitting it; raise SubmissionRefused if it never would."""
         script = self.script_for(spec)
         try:
-            words = ["env", *(f"--unset={name}" for name in commands.unset_for_jobs(script)), "sbatch", "--test-only"]
-            said = commands.run(words, stdin=script).strip()
+            words = [
+                "env",
+                *(f"--unset={name}" for name in slurm_commands.unset_for_jobs(script)),
+                "sbatch",
+                "--test-only",
+            ]
+            said = slurm_commands.run(words, stdin=script).strip()
         except CommandFailed as error:
             raise refused(spec, error.what, self._partitions()) from error
-        return Start(epoch_of(commands.starts_at(said)), said)
+        return Start(epoch_of(slurm_commands.starts_at(said)), said)
 
     def limits_of(self, partition: str, cpus: int, gpus: int) -> Limits:
         """Return the same for tasks of a partition (empty: the site's) with so many cores and GPUs on a node."""
@@ -170,23 +174,25 @@ class SlurmExecutor:
         if not wanted:
             return
         try:
-            commands.run(["scancel", "--quiet", *wanted])
+            slurm_commands.run(["scancel", "--quiet", *wanted])
         except CommandFailed as error:
-            if commands.SAYS_NOTHING not in error.what and error.what != ALREADY_ENDS:
+            if slurm_commands.SAYS_NOTHING not in error.what and error.what != ALREADY_ENDS:
                 raise SubmissionRefused(error.what, where="scancel", remedy=f"scancel {' '.join(wanted)}") from error
 
     def queued(self, jobs: Iterable[JobId]) -> set[JobId]:
         """Return which of these jobs have not ended; all of them where the queue does not answer."""
         wanted = set(jobs)
         try:
-            return {name.partition("_")[0] for name, task in commands.queue(wanted).items() if not task.state.ended}
+            return {
+                name.partition("_")[0] for name, task in slurm_commands.queue(wanted).items() if not task.state.ended
+            }
         except CommandFailed as error:
             self.trouble = error.what
             return wanted
 
     def script(self, job: JobId) -> str:
         """Return the script that the cluster has of a job."""
-        return commands.run(["scontrol", "write", "batch_script", job, "-"])
+        return slurm_commands.run(["scontrol", "write", "batch_script", job, "-"])
 
     def close(self) -> None:
         """Let go; the jobs live on."""
@@ -201,7 +207,7 @@ class SlurmExecutor:
         """Submit a text once, however often that takes."""
         for wait_s in (*TRIES_S, None):
             try:
-                if look_first and (found := commands.named(sbatch.job_name(spec))):
+                if look_first and (found := slurm_commands.named(sbatch.job_name(spec))):
                     return min(found, key=int)
                 look_first = True
                 return submit_text(spec, script)
@@ -216,7 +222,7 @@ class SlurmExecutor:
     def _named(self, spec: JobSpec) -> JobId | None:
         """Return the job of a tag, if the cluster can tell that there is one."""
         with suppress(CommandFailed):
-            return min(commands.named(sbatch.job_name(spec)), key=int, default=None)
+            return min(slurm_commands.named(sbatch.job_name(spec)), key=int, default=None)
         return None
 
     def _is_open(self) -> bool:
@@ -230,7 +236,7 @@ class SlurmExecutor:
             return
         self.trouble = ""
         try:
-            queue: Mapping[str, Queued] | None = commands.queue([job.id for job in jobs])
+            queue: Mapping[str, Queued] | None = slurm_commands.queue([job.id for job in jobs])
         except CommandFailed as error:
             queue, self.trouble = None, error.what
         look = self._accounted([job for job in jobs if job.leaves_open(queue)])
@@ -252,7 +258,7 @@ class SlurmExecutor:
         """Return a job without the dependencies that the queue has forgotten; Slurm takes any of those for met."""
         _refuse_foreign(spec)
         try:
-            known = {name.partition("_")[0] for name in commands.queue((*spec.after, *spec.after_any))}
+            known = {name.partition("_")[0] for name in slurm_commands.queue((*spec.after, *spec.after_any))}
         except CommandFailed:
             return spec
         for job in set(spec.after) - known:

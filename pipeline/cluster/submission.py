@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster import sbatch
 from pipeline.cluster.accounting import CommandFailed
-from pipeline.cluster.commands import unset_for_jobs
+from pipeline.cluster.slurm_commands import unset_for_jobs
 from pipeline.errors import SubmissionRefused
 
 if TYPE_CHECKING:
-    from pipeline.cluster.spec import JobId, JobSpec
+    from pipeline.cluster.job_spec import JobId, JobSpec
 
 SBATCH_S = 120  # an answer that has not come by then counts as lost
 

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, TypeAlias
 
+from pipeline.cluster.following import is_stuck
+from pipeline.cluster.job_spec import TaskState
 from pipeline.cluster.peers import PEER_LOST, failed_node, first_lost
-from pipeline.cluster.queue import is_stuck
-from pipeline.cluster.spec import TaskState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pipeline.cluster.spec import TaskStatus
+    from pipeline.cluster.job_spec import TaskStatus
 
 GO_ON = 75  # EX_TEMPFAIL: the worker's exit code when it was told to end, finished in order and wants to go on
 SIGNALLED = 128  # a shell adds this to the signal that ended a program, and sacct takes it off again

@@ -12,15 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from pipeline.config import presets, sites
-from pipeline.config.document import MAX_BYTES, REMEDY, Document, Entry, Problem
-from pipeline.config.explain import explain
-from pipeline.config.hidden import hidden_in
-from pipeline.config.paths import anchored
-from pipeline.config.presets import PRESET
+from pipeline.config import site_profiles
+from pipeline.config.masking import hidden_in
 from pipeline.config.schema import LEAVES, PATH_LISTS, PATHS, SECTIONS, Config, value_at
-from pipeline.config.section import CONFLICT
-from pipeline.config.sites import SITE
+from pipeline.config.schema_parts import CONFLICT
+from pipeline.config.site_profiles import PRESET, SITE, anchored
+from pipeline.config.yaml_document import MAX_BYTES, REMEDY, Document, Entry, Problem, explain
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -185,17 +182,17 @@ def _profile(
     if named is None or not isinstance(named.value, str) or not named.value:  # which the schema judges
         return []
     try:
-        path = sites.locate(named.value, base_dir, config_dir)
+        path = site_profiles.locate(named.value, base_dir, config_dir)
     except ValueError as error:
         problems.append(Problem(named.line, f"{named.place(SITE)}: {error}"))
         return []
-    return [(sites.read(path, _text(path)), path.parent)]
+    return [(site_profiles.read_site(path, _text(path)), path.parent)]
 
 
 def _preset(written: Sequence[tuple[Document, Path]], config_dir: Path) -> list[tuple[Document, Path]]:
     """Return what `train.preset` stands for, if anything."""
     named = _named(written, PRESET)
-    found = presets.read(named.value) if named is not None and isinstance(named.value, str) else None
+    found = site_profiles.read_preset(named.value) if named is not None and isinstance(named.value, str) else None
     return [(found, config_dir)] if found else []
 
 
@@ -258,7 +255,7 @@ def _problem(detail: ErrorDetails, entries: Mapping[KeyPath, Entry]) -> Problem:
     names = tuple(part for part in detail["loc"] if isinstance(part, str))
     key = (*names, detail["ctx"]["key"]) if detail["type"] == CONFLICT else names
     entry = _nearest(entries, key)
-    text = f"{entry.place(key)}: {sites.explain_card(detail) or explain(key, detail)}"
+    text = f"{entry.place(key)}: {site_profiles.explain_card(detail) or explain(key, detail)}"
     if entry.line >= AFTER_THE_FILE and text.endswith("put it in quotes"):  # which the shell would take away again
         text += f""": --set '{".".join(key)}="{detail["input"]}"'"""
     return Problem(entry.line, text)

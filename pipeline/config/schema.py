@@ -11,11 +11,10 @@ from typing import Any, Literal, TypeAlias
 from pydantic import BaseModel, Field, model_validator
 from pydantic.fields import FieldInfo
 
-from pipeline.config.quantities import NodeFolder, Size, SizeOrNone
 from pipeline.config.schema_cluster import Cluster
 from pipeline.config.schema_data import Data, Embed, Graph, Structures
+from pipeline.config.schema_parts import NodeFolder, Section, Size, SizeOrNone, conflict
 from pipeline.config.schema_train import Train
-from pipeline.config.section import Section, conflict
 
 KeyPath: TypeAlias = tuple[str, ...]
 

@@ -8,8 +8,16 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from pipeline.config.quantities import AutoCount, AutoCountOrNone, AutoMemory, Duration, Memory
-from pipeline.config.section import Name, Section, conflict
+from pipeline.config.schema_parts import (
+    AutoCount,
+    AutoCountOrNone,
+    AutoMemory,
+    Duration,
+    Memory,
+    Name,
+    Section,
+    conflict,
+)
 
 # A stage is called as a method of pydantic's models is, which is deprecated and which nobody calls.
 warnings.filterwarnings("ignore", 'Field name "validate" in "Cluster"', UserWarning)

@@ -7,8 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, StringConstraints, model_validator
 
-from pipeline.config.quantities import AutoCount, Option, Size
-from pipeline.config.section import Name, Section, conflict
+from pipeline.config.schema_parts import AutoCount, Name, Option, Section, Size, conflict
 
 Label: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 

@@ -7,8 +7,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from pipeline.config.quantities import AutoCount, AutoFlag, Duration, Option
-from pipeline.config.section import Name, Section, conflict
+from pipeline.config.schema_parts import AutoCount, AutoFlag, Duration, Name, Option, Section, conflict
 
 
 class CurriculumStage(Section):

@@ -1,1 +1,1 @@
-"""Sequences in, embeddings out: checkpoints, the packed ESM-2 forward pass, batches, what to do when memory ends."""
+"""Sequences in, ESM-2 embeddings out."""

@@ -9,8 +9,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pipeline.records import Kind
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from pipeline.records import Inventory, Partner
 
 # The vocabulary of every ESM-2 checkpoint, in the order of its embedding table.
 VOCABULARY = (
@@ -40,3 +44,17 @@ def tokenize(sequence: str) -> NDArray[np.uint8]:
         at = int(wrong[0])
         raise BadSequence(f"{sequence[at]!r} at position {at + 1} is no residue that ESM-2 knows")
     return tokens_L
+
+
+def texts(inventory: Inventory, context: str) -> list[str]:
+    """Return the sequences that must be encoded for an item, each once."""
+    found = (text for partner in inventory.partners for text in partner_texts(partner, context))
+    return list(dict.fromkeys(found))
+
+
+def partner_texts(partner: Partner, context: str) -> list[str]:
+    """Return the sequences of a partner: those of its protein chains, or all of them joined without a linker."""
+    chains = [chain.sequence for chain in partner.chains if chain.kind is Kind.PROTEIN]
+    if context == "partner":
+        return ["".join(chains)] if chains else []
+    return chains

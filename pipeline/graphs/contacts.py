@@ -17,7 +17,7 @@ from pipeline.graphs import neighbours
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from pipeline.graphs.backbone import Bodies
+    from pipeline.graphs.residue_graph import Bodies
 
     Floats = NDArray[np.float64]
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pipeline.graphs.graph import Edges
+    from pipeline.graphs.item_graph import Edges
 
 NAMES = ("bond", "angle", "dihedral")  # what a pair of nodes one, two, three bonds apart is called
 

@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.graphs import backbone
-from pipeline.graphs.atom import HYDROGEN
-from pipeline.graphs.judged_nodes import CENTRE_SLACK, SLACK
-from pipeline.graphs.wrongs import first
+from pipeline.graphs import residue_graph
+from pipeline.graphs.atom_graph import HYDROGEN
+from pipeline.graphs.judged_parts import CENTRE_SLACK, SLACK, first
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from numpy.typing import NDArray
 
-    from pipeline.graphs.graph import Graph, Part
+    from pipeline.graphs.item_graph import Graph, Part
 
     Floats = NDArray[np.float64]
     Plain = Mapping[str, Any]  # a recipe, as JSON
@@ -93,5 +92,5 @@ def _contact_places(part: Part, *, is_unbound: bool, by_residue: bool) -> Floats
     pos = part.nodes["pos"].astype(np.float64) + part.centre_3
     if not by_residue:
         return pos[:, None]
-    pos[(part.nodes["flags"] & backbone.VIRTUAL_CB) > 0, 3] = np.nan
+    pos[(part.nodes["flags"] & residue_graph.VIRTUAL_CB) > 0, 3] = np.nan
     return pos

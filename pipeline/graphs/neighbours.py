@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pipeline.graphs.graph import Edges
+    from pipeline.graphs.item_graph import Edges
 
     Floats = NDArray[np.float64]
     Ids = NDArray[np.int64]  # node * sources + source: sorted, they are in canonical order

@@ -1,1 +1,1 @@
-"""What tasks needed: measured peaks, remembered from run to run, and what the next task should ask for."""
+"""What training takes: predicted before it is submitted, verified and survived while it runs, remembered afterwards."""

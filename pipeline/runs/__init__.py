@@ -1,1 +1,1 @@
-"""A run: what is submitted, followed, judged and reported."""
+"""A run: what is missing, in which jobs, who follows them, and what is judged when they have ended."""

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from pipeline.cluster.local import signals_held
-from pipeline.encoder.recipe import ENCODER_VERSION, Variant
-from pipeline.encoder.weights import identify
+from pipeline.encoder.checkpoints.weights import identify
+from pipeline.encoder.embedding_recipe import ENCODER_VERSION, Variant
 from pipeline.errors import SUBMIT_AGAIN, CacheDamaged, JobFailed, RecordMissing
 from pipeline.keys import recipe_key
 
@@ -31,13 +31,12 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from pipeline.encoder.checkpoint import Checkpoint
-    from pipeline.encoder.device import Device
-    from pipeline.encoder.embed import Embedding, Engine
-    from pipeline.encoder.esm2 import Encoder
-    from pipeline.encoder.parity import Verdict
-    from pipeline.encoder.recipe import Recipe
-    from pipeline.encoder.settings import Settings
+    from pipeline.encoder.checkpoints.esm_checkpoint import Checkpoint
+    from pipeline.encoder.embedding_recipe import Recipe
+    from pipeline.encoder.engine.embed_engine import Embedding, Engine, Settings
+    from pipeline.encoder.engine.token_budget import Device
+    from pipeline.encoder.forward.esm2 import Encoder
+    from pipeline.encoder.forward.parity import Verdict
     from pipeline.records import Reason, Tell
     from pipeline.store.store import Store
     from pipeline.store.writer import StoreWriter
@@ -140,11 +139,11 @@ def embed(
         yield None
     if len(todo) == 0:
         return
-    from pipeline.encoder import device
-    from pipeline.encoder.checkpoint import load
-    from pipeline.encoder.embed import Engine
+    from pipeline.encoder.checkpoints.esm_checkpoint import load
+    from pipeline.encoder.engine import token_budget
+    from pipeline.encoder.engine.embed_engine import Engine
 
-    device.prepare(settings)
+    token_budget.prepare(settings)
     checkpoint = load(path)
     builder = _Builder(checkpoint, recipe, settings, shelves)
     precision, tell.figures["lowest_cosine"] = builder.gate()
@@ -248,7 +247,7 @@ class _Builder:
 
     def __call__(self, checkpoint: Checkpoint, *, layer: int, precision: str, device: Device) -> Encoder:
         """Return an encoder that passed, of the weights that the keys name."""
-        from pipeline.encoder.esm2 import Encoder
+        from pipeline.encoder.forward.esm2 import Encoder
 
         self._pass(device.type, precision)
         encoder = Encoder(checkpoint, layer=layer, precision=precision, device=device)
@@ -259,8 +258,8 @@ class _Builder:
 
     def _pass(self, device: str, precision: str) -> float:
         """Return how close an encoder comes to the reference; raise where that is not close enough."""
-        from pipeline.encoder import parity
-        from pipeline.encoder.device import name_of
+        from pipeline.encoder.engine.token_budget import name_of
+        from pipeline.encoder.forward import parity
 
         recipe, store = self._recipe, self._shelves.parity
         made_from = {
@@ -299,7 +298,7 @@ class _Limits:
     """The budgets that were learned where memory ended, on devices with this much of it; forgotten after a week."""
 
     def __init__(self, recipe: Recipe, precision: str, settings: Settings, store: Store) -> None:
-        from pipeline.encoder.device import memory_bytes, name_of
+        from pipeline.encoder.engine.token_budget import memory_bytes, name_of
 
         self._store = store
         self._made_from: dict[str, Any] = {

@@ -9,15 +9,15 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pipeline.keys import content_digest
-from pipeline.store.disk import Disk
+from pipeline.store.format.disk import Disk
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
     from pathlib import Path
 
     from pipeline.records import Reason
-    from pipeline.training.applying import Job
-    from pipeline.training.choosing import Chosen
+    from pipeline.training.checkpoints.checkpoint_choice import Chosen
+    from pipeline.training.evaluating.apply_model import Job
 
 LETTERS = 12  # of digests, in names
 FORMAT = 1
@@ -61,7 +61,7 @@ def read(path: Path, chosen: Chosen, made: str) -> Figures | None:
 
 
 def _write(path: Path, figures: Figures) -> None:
-    from pipeline.training.output_parts import publish_text
+    from pipeline.training.evaluating.output_parts import publish_text
 
     told = asdict(figures)
     text = json.dumps({"format": FORMAT, "digest": _digest(told), "evaluation": told}, indent=1) + "\n"
@@ -74,7 +74,7 @@ def _digest(told: Mapping[str, Any]) -> str:
 
 def evaluate(job: Job, folder: Path, split: str | None) -> Generator[Reason | None, None, None]:
     """Evaluate a checkpoint on a split, as one rank; yield once for every item of this rank."""
-    from pipeline.training.applying import apply
+    from pipeline.training.evaluating.apply_model import apply
 
     applied = yield from apply(job)
     if applied is None:

@@ -7,17 +7,17 @@ import time
 from typing import TYPE_CHECKING
 
 from pipeline.errors import CacheDamaged, RecordMissing
-from pipeline.graphs.build import encoded
+from pipeline.graphs.build_graph import encoded
 from pipeline.records import Reason
 from pipeline.structures.atoms import Unusable
-from pipeline.structures.files import plain_files
 from pipeline.structures.inventory import examine, item_key
+from pipeline.structures.parsing.structure_files import plain_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
     from typing import Any
 
-    from pipeline.graphs.recipe import Recipe
+    from pipeline.graphs.item_graph import Recipe
     from pipeline.records import Item
     from pipeline.store.store import Store
     from pipeline.store.writer import StoreWriter

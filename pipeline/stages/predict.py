@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from pipeline.store.disk import Disk
+from pipeline.store.format.disk import Disk
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
     from pathlib import Path
 
     from pipeline.records import Reason
-    from pipeline.training.applying import Applied, Job
-    from pipeline.training.choosing import Chosen
+    from pipeline.training.checkpoints.checkpoint_choice import Chosen
+    from pipeline.training.evaluating.apply_model import Applied, Job
 
 LETTERS = 12  # of digests, in names
 FORMAT = 1
@@ -79,7 +79,7 @@ def _digest(path: Path) -> str:
 
 def predict(job: Job, folder: Path, model: str, split: str | None) -> Generator[Reason | None, None, None]:
     """Predict the items of a split, as one rank; yield once for every item of this rank."""
-    from pipeline.training.applying import apply
+    from pipeline.training.evaluating.apply_model import apply
 
     applied = yield from apply(job)
     if applied is None:
@@ -97,9 +97,9 @@ def remove_parts(folder: Path) -> None:
 
 
 def _write(job: Job, applied: Applied, folder: Path, model: str, split: str | None) -> None:
-    from pipeline.training.output_parts import publish_text
-    from pipeline.training.outputs import Gathered
-    from pipeline.training.predictions import write_tables
+    from pipeline.training.evaluating.output_parts import publish_text
+    from pipeline.training.evaluating.outputs import Gathered
+    from pipeline.training.evaluating.prediction_tables import write_tables
 
     (folder / TOLD).unlink(missing_ok=True)  # what it tells of is about to be replaced
     tables = write_tables(Gathered(applied.parts, of=applied.of), folder)

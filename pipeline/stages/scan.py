@@ -16,9 +16,9 @@ from pipeline.errors import CacheDamaged, RecordMissing
 from pipeline.keys import COARSE_TICK_NS, content_digest, is_settled, recipe_key
 from pipeline.records import Inventory, Item, Reason
 from pipeline.structures.atoms import Unusable
-from pipeline.structures.files import Files, paths, size
 from pipeline.structures.inventory import File, Recipe, examine, item_key
-from pipeline.structures.read import read_file, stat_file
+from pipeline.structures.parsing.read_structure import read_file, stat_file
+from pipeline.structures.parsing.structure_files import Files, paths, size
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Mapping, Sequence

@@ -20,24 +20,24 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pipeline.config.schema_train import Train
-    from pipeline.memory.governor import Governor
-    from pipeline.memory.recovery import Oom
+    from pipeline.memory.runtime.governor import Governor
+    from pipeline.memory.runtime.recovery import Oom
     from pipeline.records import Reason, Tell
-    from pipeline.training.bundles import Checkpoint as Reference
-    from pipeline.training.checkpoint import Checkpoints
-    from pipeline.training.course import Course
-    from pipeline.training.dataset import Table
-    from pipeline.training.embeddings import Embeddings
-    from pipeline.training.evaluation import Evaluation
-    from pipeline.training.loader import Loader
-    from pipeline.training.loop import Trainer
+    from pipeline.training.checkpoints.checkpoint_folder import Checkpoints
+    from pipeline.training.evaluating.evaluator import Evaluation
+    from pipeline.training.forensics.step_bundle import Checkpoint as Reference
+    from pipeline.training.items.item_source import Graphs
+    from pipeline.training.items.item_table import Table
+    from pipeline.training.items.loader import Loader
+    from pipeline.training.items.residue_embeddings import Embeddings
+    from pipeline.training.loop.observer import Watch
+    from pipeline.training.loop.progress import Course
+    from pipeline.training.loop.trainer import Trainer
     from pipeline.training.prepared import ModelFolder, Prepared, Stretch
-    from pipeline.training.ranks import Ranks
-    from pipeline.training.share import Piece
-    from pipeline.training.source import Graphs
-    from pipeline.training.step import Step
-    from pipeline.training.stepping import Stepper
-    from pipeline.training.watch import Watch
+    from pipeline.training.ranks.rank_protocol import Ranks
+    from pipeline.training.step.local_step import Stepper
+    from pipeline.training.step.micro_batches import Piece
+    from pipeline.training.step.step import Step
 
     Integers = NDArray[np.int64]
 
@@ -73,8 +73,8 @@ class Job:
 
     def loader(self, items: Items, budget: int, *, shuffle: bool, batch: int, threads: int | None = None) -> Loader:
         """Return a loader of some items, cut as planned."""
-        from pipeline.training.loader import Loader
-        from pipeline.training.sampler import Sampler
+        from pipeline.training.items.loader import Loader
+        from pipeline.training.sampling.sampler import Sampler
 
         settings = sampling(
             batch,
@@ -146,9 +146,9 @@ def seed_all(seed: int) -> None:
 
 def trainer_of(job: Job) -> Trainer:
     """Put a training together."""
-    from pipeline.memory.meters import HostMeter, meter_of
-    from pipeline.training.keeping import Keeper
-    from pipeline.training.loop import Trainer
+    from pipeline.memory.runtime.meters import HostMeter, meter_of
+    from pipeline.training.checkpoints.keeper import Keeper
+    from pipeline.training.loop.trainer import Trainer
 
     train, ranks = job.train, job.ranks
     step = fresh_step(job)
@@ -183,7 +183,7 @@ def trainer_of(job: Job) -> Trainer:
 
 def _courses(job: Job) -> list[Course]:
     """Return the stretches of a training with their loaders."""
-    from pipeline.training.course import Course
+    from pipeline.training.loop.progress import Course
 
     courses, first = list[Course](), 0
     for stretch, items in job.stretches:
@@ -195,7 +195,7 @@ def _courses(job: Job) -> list[Course]:
 
 def _governor(job: Job, step: Step, course: Course, ladder: Sequence[str]) -> Governor:
     """Return who knows the budget of a stretch, as planned."""
-    from pipeline.memory.governor import Governor
+    from pipeline.memory.runtime.governor import Governor
 
     return Governor(
         budget=job.budget_of(course.stretch.budget_bytes),
@@ -210,8 +210,8 @@ def _governor(job: Job, step: Step, course: Course, ladder: Sequence[str]) -> Go
 
 def _checkpoints(job: Job, step: Step) -> Checkpoints:
     """Return where the training is saved, cleared of what dead starts have left."""
-    from pipeline.training.checkpoint import Checkpoints, new_token
-    from pipeline.training.state import model_key
+    from pipeline.training.checkpoints.checkpoint_folder import Checkpoints, new_token
+    from pipeline.training.checkpoints.training_state import model_key
 
     checkpoints = Checkpoints(
         job.folder.checkpoints,
@@ -229,8 +229,8 @@ def _checkpoints(job: Job, step: Step) -> Checkpoints:
 
 def _watch(job: Job, step: Step, checkpoints: Checkpoints) -> Watch:
     """Return who is told what happens."""
-    from pipeline.memory.meters import meter_of
-    from pipeline.training.watch import Watch
+    from pipeline.memory.runtime.meters import meter_of
+    from pipeline.training.loop.observer import Watch
 
     return Watch(
         job.train,
@@ -249,17 +249,17 @@ def _watch(job: Job, step: Step, checkpoints: Checkpoints) -> Watch:
 
 def _stepper(job: Job, step: Step, course: Course, watch: Watch, failed: Callable[[Piece, Oom], None]) -> Stepper:
     """Return what runs this rank's part of steps."""
-    from pipeline.memory.governor import Governor
-    from pipeline.memory.upkeep import Habits, Upkeep
-    from pipeline.training.stepping import Stepper
+    from pipeline.memory.runtime.governor import Governor
+    from pipeline.memory.runtime.meters import Habits, Upkeep
+    from pipeline.training.step.local_step import Stepper
 
     kind: Callable[..., Stepper] = Stepper
     if step.contrasts:
-        from pipeline.training.contrastive_stepping import ContrastiveStepper
+        from pipeline.training.step.local_contrastive import ContrastiveStepper
 
         kind = partial(ContrastiveStepper, ranks=job.ranks)
     elif step.is_spread:
-        from pipeline.training.sharded_stepping import ShardedStepper
+        from pipeline.training.step.local_sharded import ShardedStepper
 
         kind = ShardedStepper
     train, until_taken_up = job.train, Governor(budget=1)
@@ -272,7 +272,7 @@ def _stepper(job: Job, step: Step, course: Course, watch: Watch, failed: Callabl
 
 def _evaluation(job: Job, step: Step, watch: Watch) -> Evaluation | None:
     """Return what looks at the model between epochs."""
-    from pipeline.training.evaluation import Evaluation
+    from pipeline.training.evaluating.evaluator import Evaluation
 
     if job.validation is None:
         return None
@@ -291,7 +291,7 @@ def _evaluation(job: Job, step: Step, watch: Watch) -> Evaluation | None:
 
 def _reference(checkpoints: Checkpoints) -> Reference | None:
     """Return the checkpoint from which a step is reached."""
-    from pipeline.training.bundles import Checkpoint as Reference
+    from pipeline.training.forensics.step_bundle import Checkpoint as Reference
 
     told = checkpoints.latest()
     if told is None:
@@ -312,7 +312,7 @@ def begin_with(job: Job, model: nn.Module) -> None:
     """Give a model the weights that were named to begin with."""
     if job.train.pretrained is None:
         return
-    from pipeline.training.pretrained import load_pretrained
+    from pipeline.training.checkpoints.pretrained import load_pretrained
 
     report = load_pretrained(model, job.train.pretrained, partial=job.train.pretrained_partial)
     if job.ranks.rank == 0:

@@ -10,19 +10,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeline.errors import CacheDamaged, CacheUnusable
-from pipeline.store.index import ROW, Index, IndexDamaged, match
-from pipeline.store.layout import SHARD_SUFFIX
-from pipeline.store.merging import in_pieces, merged, sort_in_place
-from pipeline.store.shard import TABLE_ROW, ShardTable, read_table
+from pipeline.store.format.cache_layout import SHARD_SUFFIX
+from pipeline.store.format.shard import TABLE_ROW, ShardTable, read_table
+from pipeline.store.shard_index import ROW, Index, IndexDamaged, in_pieces, match, merged, sort_in_place
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
     import numpy.typing as npt
 
-    from pipeline.store.disk import Disk
-    from pipeline.store.index import Integers, Rows
-    from pipeline.store.layout import KindLayout
+    from pipeline.store.format.cache_layout import KindLayout
+    from pipeline.store.format.disk import Disk
+    from pipeline.store.shard_index import Integers, Rows
 
 GONE = {errno.ENOENT, errno.ESTALE}
 WENT = "gone: purged or deleted"

@@ -13,10 +13,10 @@ import numpy as np
 import xxhash
 
 from pipeline.errors import SUBMIT_AGAIN, CacheDamaged, RecordMissing
-from pipeline.store.index import IndexDamaged, write_index
-from pipeline.store.layout import written_at
-from pipeline.store.record import BadRecord, Record, decode
-from pipeline.store.shard import DEFAULT_HEADER_BYTES, ShardTable, key_pairs, row_keys
+from pipeline.store.format.cache_layout import written_at
+from pipeline.store.format.record import BadRecord, Record, decode
+from pipeline.store.format.shard import DEFAULT_HEADER_BYTES, ShardTable, key_pairs, row_keys
+from pipeline.store.shard_index import IndexDamaged, write_index
 from pipeline.store.snapshot import GONE, IndexState, Snapshot
 from pipeline.store.writer import DEFAULT_SHARD_BYTES, StoreWriter
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from pipeline.store.disk import Disk
-    from pipeline.store.index import Integers, Rows
-    from pipeline.store.layout import KindLayout
+    from pipeline.store.format.cache_layout import KindLayout
+    from pipeline.store.format.disk import Disk
+    from pipeline.store.shard_index import Integers, Rows
 
     Room = Callable[[int], tuple[memoryview, memoryview]]  # memory for so many bytes, in two stretches
 

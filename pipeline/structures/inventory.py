@@ -12,13 +12,12 @@ import numpy as np
 
 from pipeline.keys import content_digest, tagged_key
 from pipeline.records import ChainSummary, Inventory, Item, Kind, Part, Partner, Reason, Role
-from pipeline.structures.amber import candidates
 from pipeline.structures.atoms import Unusable, text
-from pipeline.structures.partners import check_apart, choose
+from pipeline.structures.parsing.amber import candidates
+from pipeline.structures.parsing.read_structure import MOLECULES, Reading, format_of, parse, parser_of
+from pipeline.structures.partners import bound_rows, check_apart, choose, full_sequence
 from pipeline.structures.policy import POLICY_VERSION, Policy, Structure, check
 from pipeline.structures.policy import apply as apply_policy
-from pipeline.structures.read import MOLECULES, Reading, format_of, parse, parser_of
-from pipeline.structures.sequences import bound_rows, full_sequence
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import gemmi
+import numpy as np
+
 from pipeline.records import Kind, Reason, Role
-from pipeline.structures.atoms import Unusable
+from pipeline.structures.atoms import Unusable, text
+from pipeline.structures.policy import CAPS, letter
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from pipeline.records import Part
-    from pipeline.structures.policy import Chain, Structure
+    from numpy.typing import NDArray
+
+    from pipeline.records import ChainSummary, Part, Partner
+    from pipeline.structures.policy import Chain, Policy, Structure
 
 SHOWN = 12  # names in a message
 
@@ -102,3 +108,109 @@ def check_apart(sides: dict[Role, set[tuple[str, str]]]) -> None:
     if shared:
         names = ", ".join(sorted(chain for _, chain in shared))
         raise Unusable(Reason.SHARED_CHAIN, f"chain {names} is on both sides")
+
+
+SAME_CHAIN = 0.5  # share of the shorter sequence that must agree for two chains to be one molecule
+NO_ROW = -1  # of a residue of DNA or RNA or of a small molecule, which are not encoded
+MIN_MAPPED = 0.5  # share of a partner's residues that must be found in the other file
+
+
+def full_sequence(structure: Structure, chain: Chain, policy: Policy) -> tuple[str, NDArray[np.int32]]:
+    """Return the SEQRES of a chain without caps, and the row in it of each observed residue; the map is verified.
+
+    An observed residue has the letter it was given when it was read, so that one policy holds for both. A small
+    molecule has no sequence.
+    """
+    if chain.kind is Kind.OTHER:
+        return "", np.full(chain.last - chain.first, NO_ROW, np.int32)
+    if chain.seqres is None or structure.label_seq_R is None:
+        what = f"chain {chain.name} has no SEQRES; set structures.sequence: observed"
+        raise Unusable(Reason.SEQUENCE_MISMATCH, what)
+    options = [monomers.split(",") for monomers in chain.seqres]
+    kept = np.array([CAPS.isdisjoint(names) for names in options])
+    position_R = structure.label_seq_R[chain.first : chain.last] - 1
+    observed = [text(name) for name in structure.name_R[chain.first : chain.last]]
+    in_order = (position_R >= 0).all() and (position_R < len(options)).all() and (np.diff(position_R) > 0).all()
+    if not in_order or any(name not in options[at] for name, at in zip(observed, position_R.tolist(), strict=True)):
+        what = f"the residues of chain {chain.name} do not follow its SEQRES; set structures.sequence: observed"
+        raise Unusable(Reason.SEQUENCE_MISMATCH, what)
+    rows_R = (np.cumsum(kept) - 1)[position_R].astype(np.int32)
+    letters = [
+        letter(names[0], structure, chain.kind, policy) for names, keep in zip(options, kept, strict=True) if keep
+    ]
+    for row, code in zip(rows_R.tolist(), chain.sequence, strict=True):
+        letters[row] = code
+    return "".join(letters), rows_R
+
+
+def joined_rows(partner: Partner, seqres_R: NDArray[np.int32] | None) -> NDArray[np.int32]:
+    """Return the row of each residue in the joined sequences of a partner's protein chains, or NO_ROW.
+
+    Whether the chains are encoded one by one or joined, their embeddings one after the other have this row.
+    `seqres_R` is the map into full sequences, where those were asked for; the result is verified.
+    """
+    row_R = np.full(partner.residues, NO_ROW, np.int32)
+    first, offset = 0, 0
+    for chain in partner.chains:
+        here = slice(first, first + chain.residues)
+        first = here.stop
+        if chain.kind is Kind.PROTEIN:
+            row_R[here] = offset + _chain_rows(chain, None if seqres_R is None else seqres_R[here])
+            offset += len(chain.sequence)
+    return row_R
+
+
+def _chain_rows(chain: ChainSummary, seqres_R: NDArray[np.int32] | None) -> NDArray[np.int32]:
+    """Return the rows of a chain's residues in its sequence; both lists are in order, so the rows must rise."""
+    if seqres_R is None:
+        if chain.residues != len(chain.sequence):
+            raise ValueError(f"chain {chain.name}: {chain.residues} residues, {len(chain.sequence)} letters")
+        return np.arange(chain.residues, dtype=np.int32)
+    rises = bool((np.diff(seqres_R) > 0).all())
+    inside = len(seqres_R) == 0 or (seqres_R[0] >= 0 and seqres_R[-1] < len(chain.sequence))
+    if len(seqres_R) != chain.residues or not rises or not inside:
+        raise ValueError(f"chain {chain.name}: its map into the full sequence does not fit")
+    return seqres_R
+
+
+def bound_rows(unbound: Sequence[str], bound: Sequence[str]) -> NDArray[np.int32]:
+    """Return, for each residue of an unbound partner, its residue in the bound partner or -1.
+
+    Chains are paired by sequence, best first, so that files that name or order them differently still meet.
+    """
+    rows_R = np.full(sum(map(len, unbound)), -1, dtype=np.int32)
+    mine = np.cumsum([0, *map(len, unbound)])
+    theirs = np.cumsum([0, *map(len, bound)])
+    for left, right, pairs in _pair_chains(unbound, bound):
+        rows_R[mine[left] + pairs[:, 0]] = theirs[right] + pairs[:, 1]
+    if (rows_R >= 0).mean() < MIN_MAPPED:
+        share = f"{(rows_R >= 0).mean():.0%}"
+        raise Unusable(Reason.SEQUENCE_MISMATCH, f"only {share} of the unbound residues are in the bound structure")
+    return rows_R
+
+
+def _pair_chains(unbound: Sequence[str], bound: Sequence[str]) -> list[tuple[int, int, NDArray[np.int64]]]:
+    """Pair chains greedily by agreement; ties go to the same position, then to file order."""
+    options = []
+    for left, query in enumerate(unbound):
+        for right, target in enumerate(bound):
+            pairs, agreement = _align(query, target)
+            if agreement >= SAME_CHAIN:
+                options.append((-agreement, abs(left - right), left, right, pairs))
+    options.sort(key=lambda option: option[:4])
+    chosen: list[tuple[int, int, NDArray[np.int64]]] = []
+    for _, _, left, right, pairs in options:
+        if all(left != one and right != other for one, other, _ in chosen):
+            chosen.append((left, right, pairs))
+    return chosen
+
+
+def _align(query: str, target: str) -> tuple[NDArray[np.int64], float]:
+    """Return aligned index pairs of two sequences and the share of the shorter one that agrees."""
+    result = gemmi.align_string_sequences(list(query), list(target), [])
+    top = np.frombuffer(result.add_gaps(query, 1).encode(), dtype=np.uint8)
+    low = np.frombuffer(result.add_gaps(target, 2).encode(), dtype=np.uint8)
+    gap = ord("-")
+    both = (top != gap) & (low != gap)
+    pairs = np.stack([np.cumsum(top != gap)[both] - 1, np.cumsum(low != gap)[both] - 1], axis=1)
+    return pairs, result.match_count / max(1, min(len(query), len(target)))

@@ -26,9 +26,7 @@ from torch.nn import functional
 
 from pipeline.errors import ConfigError
 from pipeline.protocol import ITEMS
-from pipeline.tasks.options import WHERE, at_least, dropout_of
-from pipeline.tasks.precision import at_least_single
-from pipeline.tasks.transformer import Layer, example_mask, padded
+from pipeline.tasks.task_parts import WHERE, Layer, at_least, at_least_single, dropout_of, example_mask, padded
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pipeline.protocol import Sizes
-    from pipeline.training.batch import Graph
+    from pipeline.training.items.batch import Graph
 
     Floats = NDArray[np.float32]
     Counts = NDArray[np.int64]

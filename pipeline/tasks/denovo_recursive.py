@@ -25,12 +25,8 @@ from torch.nn import functional
 from pipeline.errors import ConfigError
 from pipeline.protocol import ITEMS
 from pipeline.readers import peptides
-from pipeline.tasks.denovo_model import END, MOST_CHARGE, Network
-from pipeline.tasks.options import WHERE, above_zero, at_least
-from pipeline.tasks.peaks import most_intense
-from pipeline.tasks.precision import at_least_single
-from pipeline.tasks.rendering import Grid, Peaks, similarity
-from pipeline.tasks.transformer import padded
+from pipeline.tasks.denovo_model import END, MOST_CHARGE, Grid, Network, Peaks, similarity
+from pipeline.tasks.task_parts import WHERE, above_zero, at_least, at_least_single, most_intense, padded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -39,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from pipeline.protocol import Sizes
-    from pipeline.training.batch import Graph
+    from pipeline.training.items.batch import Graph
 
 TERMS = (PEPTIDE, SPECTRUM, PRECURSOR) = ("peptide", "spectrum", "precursor")
 RESIDUE = "peptide.residue"

@@ -1,14 +1,9 @@
-"""Which residues of two partners make their interface, and which pairs of residues touch: the reference task.
+"""The network of the interface task: messages within each partner, then every pair of residues of the two.
 
-    train: {task: "pipeline.tasks.interface:Interface", options: {embedding_dim: 1280}}
+It is told of distances and angles within a partner and nothing of how the two stand to each other, so that it gives the
+same numbers however a partner is turned, moved or mirrored.
 
-It reads residue graphs (`graph.nodes: residue`) and the embeddings of their residues. Items are concatenated: a batch
-has the residues of all partners in one table and every pair of a receptor and a ligand residue in another, so that
-memory goes by nodes, edges and pairs. What is not known (an item without labels, a residue that the bound structure
-lacks) has no weight in the loss and no part in the figures.
-
-Shapes: N residues of all partners, E edges, P pairs, S partners (two an item), D numbers of an embedded residue, R and
-L residues of an item's receptor and ligand, C contacts of an item.
+Shapes: N residues of all partners, P pairs, D features.
 """
 
 from __future__ import annotations
@@ -18,24 +13,78 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
+from torch.nn import functional
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from pipeline.protocol import ITEMS
-from pipeline.tasks.interface_model import Network
-from pipeline.tasks.options import at_least, dropout_of
-from pipeline.tasks.partners import columns, made_up, partners_of, shares, size_of
-from pipeline.tasks.precision import at_least_single
-from pipeline.training.fields import LIGAND, RECEPTOR
-from pipeline.training.scores import Ranking, logits, precision_at
+from pipeline.tasks.partner_graphs import Encoder, columns, made_up, partners_of, shares, size_of
+from pipeline.tasks.task_parts import at_least, at_least_single, dropout_of
+from pipeline.training.evaluating.ranking_scores import Ranking, logits, precision_at
+from pipeline.training.items.batch_layout import LIGAND, RECEPTOR
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import numpy as np
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from pipeline.protocol import Sizes
-    from pipeline.training.batch import Graph, Side
+    from pipeline.training.items.batch import Graph, Side
+
+USUAL_INTERFACE, USUAL_CONTACT = -1.5, -5.5  # logits of what is usual, to begin with: one in 6, one in 250
+
+
+class Head(nn.Module):
+    """Features to a logit."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(width, width), nn.Linear(width, 1)
+
+    def forward(self, x_ND: Tensor) -> Tensor:
+        """Return a logit of each row."""
+        logit_N: Tensor = self.outer(functional.silu(self.inner(x_ND))).squeeze(-1)
+        return logit_N
+
+
+class PairLayer(nn.Module):
+    """What two residues have to do with each other, thought over once more."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x_PD: Tensor) -> Tensor:
+        """Return the pairs' features, changed."""
+        changed_PD: Tensor = x_PD + self.outer(functional.silu(self.inner(x_PD)))
+        return changed_PD
+
+
+class Network(Encoder):
+    """Two partners' graphs to a logit for each residue and for each pair of residues between them."""
+
+    def __init__(
+        self, *, embedding_dim: int, width: int, layers: int, pair_width: int, pair_layers: int, dropout: float
+    ) -> None:
+        super().__init__(embedding_dim=embedding_dim, width=width, layers=layers, dropout=dropout)
+        self.norm = nn.LayerNorm(width)
+        self.residue = Head(width)
+        self.receptor, self.ligand = nn.Linear(width, pair_width), nn.Linear(width, pair_width)
+        self.pair_layers = nn.ModuleList(PairLayer(pair_width) for _ in range(pair_layers))
+        self.pair = nn.Linear(pair_width, 1)
+        nn.init.constant_(self.residue.outer.bias, USUAL_INTERFACE)
+        nn.init.constant_(self.pair.bias, USUAL_CONTACT)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the logits of residues and of pairs."""
+        x_ND = self.norm(self.encode(batch))
+        receptor_PD = self.receptor(x_ND).index_select(0, batch.receptor_P)
+        x_PD = receptor_PD * self.ligand(x_ND).index_select(0, batch.ligand_P)
+        for layer in self.pair_layers:
+            x_PD = layer(x_PD)
+        return self.residue(x_ND), self.pair(x_PD).squeeze(-1)
+
 
 TERMS = (INTERFACE, CONTACTS) = ("interface", "contacts")
 LABEL = "label"  # of an output, behind a dot; 1 yes, 0 no, -1 not known; of no size where an item has no labels

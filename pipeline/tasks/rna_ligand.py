@@ -24,13 +24,12 @@ import torch
 from torch.nn import functional
 
 from pipeline.errors import ConfigError
-from pipeline.graphs.atom import ROLES
+from pipeline.graphs.atom_graph import ROLES
 from pipeline.graphs.hops import NAMES
 from pipeline.protocol import ITEMS
-from pipeline.tasks.options import WHERE, at_least
-from pipeline.tasks.precision import at_least_single
 from pipeline.tasks.rna_ligand_model import CLOSEST, KINDS, USUAL, Network, checked
 from pipeline.tasks.rna_ligand_targets import targets_of
+from pipeline.tasks.task_parts import WHERE, at_least, at_least_single
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from pipeline.protocol import Sizes
-    from pipeline.training.batch import Graph, Side
+    from pipeline.training.items.batch import Graph, Side
 
 BOND, *MULTI_HOP = NAMES
 NEAR = KINDS[-1]

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from pipeline.errors import ConfigError
-from pipeline.graphs.atom import RESIDUE_TYPES, ROLES
+from pipeline.graphs.atom_graph import RESIDUE_TYPES, ROLES
 
 if TYPE_CHECKING:
     from torch import Tensor

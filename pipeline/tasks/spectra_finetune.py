@@ -26,10 +26,16 @@ from torch.nn import functional
 
 from pipeline.errors import ConfigError
 from pipeline.protocol import ITEMS
-from pipeline.tasks.options import WHERE, at_least, dropout_of
-from pipeline.tasks.peaks import most_intense
-from pipeline.tasks.precision import at_least_single
-from pipeline.tasks.transformer import Layer, example_mask, padded
+from pipeline.tasks.task_parts import (
+    WHERE,
+    Layer,
+    at_least,
+    at_least_single,
+    dropout_of,
+    example_mask,
+    most_intense,
+    padded,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,7 +43,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pipeline.protocol import Sizes
-    from pipeline.training.batch import Graph
+    from pipeline.training.items.batch import Graph
 
 PEAKS, PRECURSOR, TARGET = "peaks", "precursor_mz", "target"
 PREDICTION = "prediction"

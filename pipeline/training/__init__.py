@@ -1,1 +1,1 @@
-"""From the cache to a training step: which items make a step, and how they come into memory."""
+"""Training one model: sampling, items, exact steps, ranks, checkpoints, evaluation and the loop over them."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.training.sampler import Settings
+from pipeline.training.sampling.sampler import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pipeline.memory.plan import Plan
+    from pipeline.memory.planning.memory_plan import Plan
 
     Integers = NDArray[np.int64]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from pipeline.encoder.checkpoint import Checkpoint
+    from pipeline.encoder.checkpoints.esm_checkpoint import Checkpoint
 
 PARTS = {
     "self_attn.q_proj": "attention.self.query",

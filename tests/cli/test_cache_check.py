@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.runs.only import read_list
-from pipeline.store.cache import Cache
-from pipeline.store.disk import Disk
-from pipeline.store.findings import Fault, last_report, read_report
-from pipeline.store.layout import MARKER
+from pipeline.project.restriction import read_list
+from pipeline.store.cache_folder import Cache
+from pipeline.store.format.cache_layout import MARKER
+from pipeline.store.format.disk import Disk
+from pipeline.store.maintenance.damage_report import Fault, last_report, read_report
 from pipeline.store.store import Store
 from tests.command import Command
 from tests.store.content import key_of

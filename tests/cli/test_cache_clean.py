@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.store.cache import Cache
-from pipeline.store.findings import ReportWriter, Summary
+from pipeline.store.cache_folder import Cache
+from pipeline.store.maintenance.damage_report import ReportWriter, Summary
 from tests.command import Command
 from tests.runs import cached
 from tests.runs.cached import ITEMS, Copy

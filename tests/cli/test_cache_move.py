@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.store.cache import Cache
-from pipeline.store.layout import MANIFEST
+from pipeline.store.cache_folder import Cache
+from pipeline.store.format.cache_layout import MANIFEST
 from tests.command import Command
 from tests.store.content import is_right, key_of, put
 

@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pipeline.cli.status import _looks
+from pipeline.cli.control_verbs import _looks
 from pipeline.records import EventKind
-from pipeline.report import watch
-from pipeline.report.progress import memory_line
+from pipeline.report import live_status
+from pipeline.report.live_status import Pace, memory_line, watched
 from pipeline.report.screen import Screen, screen, sparkline
-from pipeline.report.watch import Pace, watched
 from tests.cli.told import NOON, beginning, event, seen, training
 from tests.runs.ledgers import Told
 
@@ -114,7 +113,7 @@ def test_memory_is_what_ended_tasks_used_and_before_that_what_a_process_says_of_
 def test_a_pace_is_first_that_since_the_beginning_and_then_that_of_the_last_changes() -> None:
     pace = Pace()
     assert pace.take(at(50), 110.0) == {"scan": 5.0}
-    for second in range(watch.CHANGES):
+    for second in range(live_status.CHANGES):
         latest = pace.take(at(50 + 20 * (second + 1)), 111.0 + second)
     assert latest == {"scan": pytest.approx(20.0)}
 
@@ -130,7 +129,7 @@ def test_a_pace_falls_when_nothing_comes_any_more_and_begins_anew_when_work_does
 def test_where_there_is_no_terminal_a_report_is_printed_whenever_something_has_changed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "EVERY_S", 0.0)
+    monkeypatch.setattr(live_status, "EVERY_S", 0.0)
     first, second = seen(beginning()), seen(training())
     later = {**first, "stages": [{**stage, "left_s": 7.0} for stage in first["stages"]]}  # only the clock went on
     looks = iter([first, later, first, second, second])
@@ -144,7 +143,7 @@ def test_where_there_is_no_terminal_a_report_is_printed_whenever_something_has_c
 def test_leaving_is_quiet_and_the_last_report_stays(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "EVERY_S", 0.0)
+    monkeypatch.setattr(live_status, "EVERY_S", 0.0)
     calls = iter([1])
 
     def look() -> dict[str, Any]:

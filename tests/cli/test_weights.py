@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.encoder import published
-from pipeline.encoder.fetch import Progress
-from pipeline.encoder.published import Published
-from pipeline.report.download import said
+from pipeline.encoder.checkpoints import weights as published
+from pipeline.encoder.checkpoints.download import Progress
+from pipeline.encoder.checkpoints.weights import Published
+from pipeline.report.cache_tables import said
 from tests.command import Command
 from tests.encoder import file_server as web
 from tests.encoder.file_server import File, Server
@@ -29,7 +29,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a small checkpoint in fair-esm's format."""
     import torch
 
-    from pipeline.encoder.synth import synth
+    from pipeline.encoder.checkpoints.synth import synth
 
     torch.set_num_threads(1)
     path = tmp_path_factory.mktemp("tiny") / f"{TINY}.pt"
@@ -42,7 +42,7 @@ def folder(tiny: Path, tmp_path: Path) -> Path:
     """Return the same weights as a Hugging Face folder, with what else such folders hold."""
     from safetensors.torch import save_file
 
-    from pipeline.encoder.checkpoint import load
+    from pipeline.encoder.checkpoints.esm_checkpoint import load
     from tests.cli.face import face_names
 
     folder = tmp_path / "brought" / TINY
@@ -226,7 +226,7 @@ def test_a_damaged_file_in_its_place_is_not_taken_for_the_model(pipeline: Comman
 
 
 def test_an_interrupted_fetch_says_that_nothing_is_lost(pipeline: Command, served, monkeypatch):
-    from pipeline.report.download import Download
+    from pipeline.report.cache_tables import Download
 
     def interrupt(self: Download, progress: object) -> None:
         raise KeyboardInterrupt
@@ -378,7 +378,7 @@ def test_import_into_a_folder_that_may_not_be_written_is_refused(pipeline: Comma
 
 
 def test_a_copy_that_the_disk_gives_back_otherwise_is_refused(pipeline: Command, tiny, monkeypatch):
-    from pipeline.encoder import installation
+    from pipeline.encoder.checkpoints import installation
 
     def damaged(path: Path) -> str:
         with path.open("r+b") as file:

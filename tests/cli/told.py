@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline.cluster.verdict import Cause
+from pipeline.journal.active_runs import left_s, use
+from pipeline.journal.attempts import Ask, Attempt
+from pipeline.journal.recent import Trail
+from pipeline.journal.run_status import Job, RunStatus, fold
 from pipeline.records import Event, EventKind
-from pipeline.runs.attempts import Ask, Attempt
-from pipeline.runs.pending import left_s, use
-from pipeline.runs.status import Job, RunStatus, fold
-from pipeline.runs.trail import Trail
 
 NOON = 1_795_348_800.0  # 2026-11-22 12:00 UTC
 GIB = 1 << 30

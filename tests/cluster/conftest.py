@@ -15,7 +15,7 @@ from tests.slurm.conftest import cluster  # noqa: F401 - a fixture
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pipeline.cluster.spec import Executor
+    from pipeline.cluster.job_spec import Executor
 
 SMALL = Machine(cpus=4, gpus=("0", "1"), mem_bytes=1 << 30)
 

@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.cluster.spec import TASK, JobSpec
+from pipeline.cluster.job_spec import TASK, JobSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pipeline.cluster.spec import Executor, JobId, TaskStatus
+    from pipeline.cluster.job_spec import Executor, JobId, TaskStatus
 
 DEADLINE_S = 60.0
 MIB = 1 << 20

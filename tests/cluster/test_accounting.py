@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from pipeline.cluster.accounting import JOBS_A_CALL, SACCT_COLUMNS, Accounting, CommandFailed, Row, parse_sacct
 from pipeline.cluster.fields import bytes_of, epoch_of, exit_of, expand, seconds_of, state_of
-from pipeline.cluster.queue import NEVER, REASONS, parse_squeue, words
-from pipeline.cluster.spec import TaskState
+from pipeline.cluster.following import NEVER, REASONS, parse_squeue, words
+from pipeline.cluster.job_spec import TaskState
 from tests.cluster.sacct_texts import (
     RANKS_22_05,
     RECORDED_22_05,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.cluster.choice import Shape, choose, eligible
+from pipeline.cluster.card_choice import Shape, choose, eligible
 from pipeline.config.schema_cluster import Card
 from pipeline.errors import PlanInfeasible
 

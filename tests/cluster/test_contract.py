@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pipeline.cluster.job_spec import TASK, JobSpec, TaskState
 from pipeline.cluster.slurm import SlurmExecutor
-from pipeline.cluster.spec import TASK, JobSpec, TaskState
 from pipeline.errors import SubmissionRefused
 from tests.cluster.conftest import EXECUTORS
 from tests.cluster.programs import AWAIT, EATS, IGNORES_TERM, MIB, WAITS, finish, python, step_until
 
 if TYPE_CHECKING:
-    from pipeline.cluster.spec import Executor
+    from pipeline.cluster.job_spec import Executor
 
 PRINTS_ARGUMENTS = "import json, sys; print(json.dumps(sys.argv[1:]))"
 CAN_BE_TOLD = re.compile(r"[^\n\\\udc80-\udcff]*")  # what the header of a batch script can hold

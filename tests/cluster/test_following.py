@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.cluster.accounting import Row
-from pipeline.cluster.following import Followed, Views
-from pipeline.cluster.queue import Queued
+from pipeline.cluster.following import Followed, Queued, Views
+from pipeline.cluster.job_spec import JobSpec, TaskState
 from pipeline.cluster.slurm import SlurmExecutor
-from pipeline.cluster.spec import JobSpec, TaskState
 from pipeline.config.schema_cluster import Slurm
 from pipeline.errors import SubmissionRefused
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pipeline.cluster import child, processes
+from pipeline.cluster.job_spec import TASK, JobSpec, TaskState
 from pipeline.cluster.local import LocalExecutor, signals_held
 from pipeline.cluster.machine import Machine
-from pipeline.cluster.spec import TASK, JobSpec, TaskState
 from pipeline.errors import SubmissionRefused
 from tests.cluster.conftest import SMALL
 from tests.cluster.programs import (
@@ -302,7 +302,7 @@ FOLLOWER = """
 import sys
 from pathlib import Path
 from pipeline.cluster.local import LocalExecutor
-from pipeline.cluster.spec import JobSpec
+from pipeline.cluster.job_spec import JobSpec
 program, pid_file = sys.argv[1:]
 executor = LocalExecutor(grace_s=0.3)
 executor.submit(JobSpec("test", (sys.executable, "-c", program, pid_file), range(1), str(Path(pid_file).parent)))

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.cluster import sbatch
-from pipeline.cluster.spec import TASK, JobSpec
+from pipeline.cluster.job_spec import TASK, JobSpec
 from pipeline.config.load import load
 from pipeline.config.schema_cluster import Slurm
 from pipeline.errors import SubmissionRefused

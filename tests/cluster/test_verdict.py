@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.cluster.job_spec import TaskState, TaskStatus
 from pipeline.cluster.local import LocalExecutor
 from pipeline.cluster.peers import PEER_LOST
-from pipeline.cluster.spec import TaskState, TaskStatus
 from pipeline.cluster.verdict import GO_ON, Cause, Verdict, Word, judge
 from tests.cluster.programs import EATS, MIB, finish, python
 

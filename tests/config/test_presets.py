@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.load import load
-from pipeline.config.presets import FOLDER
 from pipeline.config.schema_train import Train
-from pipeline.config.shipped import shipped
+from pipeline.config.site_profiles import FOLDER, shipped
 from pipeline.errors import ConfigError
 
 NAMES = ("standard", "careful", "extreme")

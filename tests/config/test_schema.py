@@ -12,10 +12,10 @@ import pytest
 from pydantic import ValidationError
 
 from pipeline.config.load import json_schema, load
-from pipeline.config.quantities import format_duration, format_size, parse_duration, parse_size
 from pipeline.config.schema import LEAVES, PATHS, Config, value_at
 from pipeline.config.schema_data import TAKEN
-from pipeline.training.fields import OF_GRAPHS
+from pipeline.config.schema_parts import format_duration, format_size, parse_duration, parse_size
+from pipeline.training.items.batch_layout import OF_GRAPHS
 
 BASE = Path(__file__).parents[2] / "configs/pipeline.yaml"
 YOURS = {("data", "path")}

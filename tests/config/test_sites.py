@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.document import Document
 from pipeline.config.schema_cluster import Card, Slurm, Supervisor
-from pipeline.config.shipped import shipped
+from pipeline.config.site_profiles import shipped
+from pipeline.config.yaml_document import Document
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "configs/sites").glob("*.yaml"))
 DATA = "data: {path: a.csv}\n"

@@ -16,10 +16,10 @@ import typer
 from pipeline import errors
 from pipeline.cli.main import app
 from pipeline.config.schema import SECTIONS, Config
-from pipeline.config.section import Section
+from pipeline.config.schema_parts import Section
 from pipeline.errors import PipelineError
+from pipeline.journal.run_folder import RunFolder
 from pipeline.records import Reason
-from pipeline.runs.folder import RunFolder
 from pipeline.training.prepared import ModelFolder
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "reference"

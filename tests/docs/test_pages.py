@@ -37,10 +37,10 @@ import typer
 
 from pipeline.cli.main import app
 from pipeline.cluster.verdict import Cause
-from pipeline.config import shipped
+from pipeline.config import site_profiles
 from pipeline.config.schema import FIELDS, LEAVES
-from pipeline.runs import supervisor
-from pipeline.runs.attempts import Ask, Attempt, Task
+from pipeline.journal.attempts import Ask, Attempt, Task
+from pipeline.runs.engine import run_supervisor
 from pipeline.structures.synthetic import complex_pdb
 from tests.docs.blocks import Page
 from tests.docs.reader import Reader
@@ -188,14 +188,14 @@ def test_a_failed_stage_names_the_page_that_is_there_and_else_the_one_of_the_pro
 ) -> None:
     attempt = Attempt(0, 1, Ask(1, 60), Cause.CRASHED)
     task = Task(0, ended=[attempt])
-    page = ROOT / supervisor.TROUBLESHOOTING
-    assert supervisor._describe([task])[1] == f"    more: {page}#crashed"
-    monkeypatch.setattr(shipped, "CHECKOUT", tmp_path)  # as beside the frozen code of a run
-    assert supervisor._describe([task])[1] == "    more: docs/troubleshooting.md#crashed"
+    page = ROOT / run_supervisor.TROUBLESHOOTING
+    assert run_supervisor._describe([task])[1] == f"    more: {page}#crashed"
+    monkeypatch.setattr(site_profiles, "CHECKOUT", tmp_path)  # as beside the frozen code of a run
+    assert run_supervisor._describe([task])[1] == "    more: docs/troubleshooting.md#crashed"
 
 
 def test_every_ending_of_a_task_has_an_entry_to_which_a_failed_stage_leads() -> None:
-    text = (ROOT / supervisor.TROUBLESHOOTING).read_text()
+    text = (ROOT / run_supervisor.TROUBLESHOOTING).read_text()
     entries = set(re.findall(r'<a id="(\w+)">', text))
     assert {cause.value for cause in Cause if cause not in WELL} <= entries
     assert set(re.findall(r"\(#(\w+)\)", text)) <= entries, "links within the page"

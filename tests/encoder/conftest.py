@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.encoder.synth import synth
+from pipeline.encoder.checkpoints.synth import synth
 
 
 @pytest.fixture(scope="session", autouse=True)

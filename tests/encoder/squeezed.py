@@ -13,11 +13,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pipeline.encoder.checkpoint import load
-from pipeline.encoder.embed import Engine
-from pipeline.encoder.recipe import Recipe
-from pipeline.encoder.settings import Settings
-from pipeline.encoder.synth import synth
+from pipeline.encoder.checkpoints.esm_checkpoint import load
+from pipeline.encoder.checkpoints.synth import synth
+from pipeline.encoder.embedding_recipe import Recipe
+from pipeline.encoder.engine.embed_engine import Engine, Settings
 
 ROOM_BYTES = 100 << 20  # the queries, keys and values of the long one take 147 MB: it cannot fit as one
 LONG, SHORT, MANY = 48_000, 700, 24

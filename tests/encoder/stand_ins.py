@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from pipeline.encoder.embed import Embedding, Engine
-from pipeline.encoder.recipe import Recipe
-from pipeline.encoder.settings import Settings
+from pipeline.encoder.embedding_recipe import Recipe
+from pipeline.encoder.engine.embed_engine import Embedding, Engine, Settings
 from pipeline.encoder.tokens import ENDS, VOCABULARY
 
 DIM = 4

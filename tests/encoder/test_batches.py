@@ -10,11 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.encoder.batches import POLICIES, cost, deal, fitting_cap, largest_divisor, plan
-from pipeline.encoder.recipe import Recipe
-from pipeline.encoder.schedule import Schedule, costs
+from pipeline.encoder.embedding_recipe import Recipe, windows
+from pipeline.encoder.engine.token_batches import (
+    POLICIES,
+    Schedule,
+    cost,
+    costs,
+    deal,
+    fitting_cap,
+    largest_divisor,
+    plan_batches,
+)
 from pipeline.encoder.tokens import ENDS
-from pipeline.encoder.windows import windows
 
 relaxed = settings(deadline=None)  # other work may share the machine
 LENGTHS = st.lists(st.integers(0, 3000), max_size=80).map(lambda lengths: np.array(lengths, np.int64))
@@ -44,7 +51,7 @@ def test_a_largest_divisor_divides_and_no_larger_one_does(count, cap):
 @relaxed
 @given(LENGTHS, st.sampled_from(POLICIES), st.integers(1, 9), st.integers(1, 5000))
 def test_every_sequence_is_in_one_batch_and_no_batch_beyond_the_budget(lengths, policy, cap, budget):
-    batches = plan(lengths, policy=policy, cap=cap, budget=budget)
+    batches = plan_batches(lengths, policy=policy, cap=cap, budget=budget)
     assert sorted(np.concatenate([*batches, []]).tolist()) == list(range(len(lengths)))
     for batch in batches:
         assert len(batch) == 1 or (lengths[batch] + ENDS).sum() <= budget
@@ -54,37 +61,37 @@ def test_every_sequence_is_in_one_batch_and_no_batch_beyond_the_budget(lengths, 
 @relaxed
 @given(LENGTHS, st.sampled_from(POLICIES), st.integers(1, 9), st.integers(1, 5000))
 def test_longer_sequences_come_first_and_equal_ones_stay_in_order(lengths, policy, cap, budget):
-    order = np.concatenate([*plan(lengths, policy=policy, cap=cap, budget=budget), []]).astype(int).tolist()
+    order = np.concatenate([*plan_batches(lengths, policy=policy, cap=cap, budget=budget), []]).astype(int).tolist()
     assert order == sorted(range(len(lengths)), key=lambda place: (-lengths[place], place))
 
 
 def test_a_prime_count_does_not_degrade_to_batches_of_one():
-    batches = plan(np.full(8713, 100, np.int64), policy="divisor", cap=4, budget=ENDLESS)
+    batches = plan_batches(np.full(8713, 100, np.int64), policy="divisor", cap=4, budget=ENDLESS)
     assert [len(batch) for batch in batches] == [4] * 2178 + [1]
 
 
 def test_what_remains_of_equal_batches_is_one_batch():
-    assert [len(batch) for batch in plan(np.arange(11), policy="divisor", cap=4, budget=ENDLESS)] == [4, 4, 3]
+    assert [len(batch) for batch in plan_batches(np.arange(11), policy="divisor", cap=4, budget=ENDLESS)] == [4, 4, 3]
 
 
 def test_a_batch_beyond_the_budget_is_halved_until_it_fits():
     lengths = np.array([98, 98, 48, 48, 8, 8, 8, 8])
-    batches = plan(lengths, policy="divisor", cap=8, budget=100)
+    batches = plan_batches(lengths, policy="divisor", cap=8, budget=100)
     assert [batch.tolist() for batch in batches] == [[0], [1], [2, 3], [4, 5, 6, 7]]
 
 
 @relaxed
 @given(LENGTHS, st.integers(1, 5000))
 def test_a_token_batch_ends_only_where_the_next_sequence_would_not_fit(lengths, budget):
-    batches = plan(lengths, policy="tokens", cap=1, budget=budget)
+    batches = plan_batches(lengths, policy="tokens", cap=1, budget=budget)
     for batch, following in pairwise(batches):
         assert (lengths[[*batch, following[0]]] + ENDS).sum() > budget
 
 
 def test_a_budget_is_counted_with_both_marks_of_each_sequence():
     lengths = np.array([8, 8, 8, 8])
-    assert [len(batch) for batch in plan(lengths, policy="tokens", cap=1, budget=20)] == [2, 2]
-    assert [len(batch) for batch in plan(lengths, policy="tokens", cap=1, budget=19)] == [1, 1, 1, 1]
+    assert [len(batch) for batch in plan_batches(lengths, policy="tokens", cap=1, budget=20)] == [2, 2]
+    assert [len(batch) for batch in plan_batches(lengths, policy="tokens", cap=1, budget=19)] == [1, 1, 1, 1]
 
 
 def test_what_is_left_is_cut_anew_when_the_budget_shrinks():
@@ -107,7 +114,7 @@ def test_the_cost_of_windows_is_that_of_each():
 
 def test_an_unknown_policy_is_refused():
     with pytest.raises(ValueError, match="padded"):
-        plan(np.array([1]), policy="padded", cap=1, budget=1)
+        plan_batches(np.array([1]), policy="padded", cap=1, budget=1)
 
 
 def test_an_automatic_cap_fills_the_budget_with_usual_sequences():
@@ -156,7 +163,7 @@ def test_a_million_sequences_are_planned_and_dealt_in_seconds():
     begin = time.process_time()
     shards = deal(lengths, cost(lengths, 33, 1280), 100, 4)
     for policy in POLICIES:
-        plan(lengths, policy=policy, cap=4, budget=8192)
+        plan_batches(lengths, policy=policy, cap=4, budget=8192)
     assert time.process_time() - begin < 15  # about 3 s on an idle core
     loads = [cost(lengths[shard], 33, 1280).sum() for shard in shards]
     assert max(loads) / min(loads) < 1.001

@@ -17,9 +17,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.encoder.checkpoint import DTYPES, as_dtype, digest, dtype_name, frequencies, load, shapes
-from pipeline.encoder.files import CONFIG, INDEX, SINGLE
-from pipeline.encoder.synth import synth
+from pipeline.encoder.checkpoints.checkpoint_files import CONFIG, INDEX, SINGLE
+from pipeline.encoder.checkpoints.esm_checkpoint import DTYPES, as_dtype, digest, dtype_name, frequencies, load, shapes
+from pipeline.encoder.checkpoints.synth import synth
 from pipeline.errors import ConfigError, WeightsUnusable
 from tests.encoder.relatives import PREFIX, changed, contents, face_config, face_folder, face_tensors, with_settings
 

@@ -15,14 +15,13 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.encoder import batches, budget, flow
-from pipeline.encoder.checkpoint import load
-from pipeline.encoder.embed import Done, Engine, Refused
-from pipeline.encoder.esm2 import TILE
-from pipeline.encoder.parity import Reference
-from pipeline.encoder.recipe import Cut, Variant
-from pipeline.encoder.threads import Writer
-from pipeline.encoder.windows import windows
+from pipeline.encoder.checkpoints.esm_checkpoint import load
+from pipeline.encoder.embedding_recipe import Cut, Variant, windows
+from pipeline.encoder.engine import embed_engine, token_batches, token_budget
+from pipeline.encoder.engine.embed_engine import Done, Engine, Refused
+from pipeline.encoder.engine.io_threads import Writer
+from pipeline.encoder.forward.esm2 import TILE
+from pipeline.encoder.forward.parity import Reference
 from pipeline.errors import PlanInfeasible
 from pipeline.records import Reason
 from tests.encoder.stand_ins import CHECKPOINT, DIM, Shelf, Workshop, lengths_of, recipe, run, settings, texts
@@ -150,11 +149,11 @@ def test_the_longest_is_read_first_and_reading_never_runs_far_ahead():
     assert len(list(stood_in(workshop, cap=1).run(lengths_of(sequences), fetch, Shelf()))) == 50
     assert read == list(range(49, -1, -1))
     assert workshop.calls() == [[length] for length in range(50, 0, -1)]
-    assert max(ahead) <= flow.AHEAD + 1
+    assert max(ahead) <= embed_engine.AHEAD + 1
 
 
 def test_rows_that_wait_to_be_written_are_bounded(monkeypatch):
-    monkeypatch.setattr(flow, "QUEUE_BYTES", 5000)
+    monkeypatch.setattr(embed_engine, "QUEUE_BYTES", 5000)
     workshop, waiting, written = Workshop(), [], 0
 
     def sink(made):
@@ -251,7 +250,7 @@ def test_a_text_of_another_length_than_was_said_is_an_error():
 
 @pytest.mark.parametrize("end", ["throw", "close"])
 def test_what_was_computed_is_stored_when_the_work_is_ended(end, monkeypatch):
-    monkeypatch.setattr(flow, "QUEUE_BYTES", 0)
+    monkeypatch.setattr(embed_engine, "QUEUE_BYTES", 0)
     sequences, shelf, workshop = texts(*range(1, 51)), Shelf(), Workshop()
     work = stood_in(workshop).run(lengths_of(sequences), lambda at: [sequences[i] for i in at], shelf)
     seen = [next(work).index for _ in range(6)]
@@ -268,7 +267,7 @@ def test_what_was_computed_is_stored_when_the_work_is_ended(end, monkeypatch):
 
 @pytest.mark.parametrize("where", ["computing", "writing", "reading"])
 def test_a_signal_at_any_moment_loses_at_most_the_batch_under_way(where, monkeypatch):
-    monkeypatch.setattr(flow, "QUEUE_BYTES", 0)
+    monkeypatch.setattr(embed_engine, "QUEUE_BYTES", 0)
     sequences, shelf, counts = texts(*range(1, 51)), Shelf(), {"computing": 0, "writing": 0, "reading": 0}
 
     def moment(name):
@@ -346,7 +345,7 @@ def test_a_signal_at_the_end_of_a_failed_run_waits_for_what_is_being_stored():
     ids=["windows, then batches", "halves of a batch"],
 )
 def test_rows_are_gone_from_the_device_before_the_next_forward(monkeypatch, lengths, limit, budget_tokens, forwards):
-    monkeypatch.setattr(flow, "QUEUE_BYTES", 0)
+    monkeypatch.setattr(embed_engine, "QUEUE_BYTES", 0)
     alive, rows = [], []
 
     class Watched(Workshop):
@@ -382,7 +381,7 @@ def test_figures_add_up():
     assert (figures.sequences, figures.refused, figures.residues) == (3, 1, 150)
     assert figures.tokens == 12 + 22 + 3 * 52
     assert figures.batches == 2
-    assert figures.cost_done == pytest.approx(batches.cost(np.array([10, 20, 50, 50, 50, 1]), 2, DIM).sum())
+    assert figures.cost_done == pytest.approx(token_batches.cost(np.array([10, 20, 50, 50, 50, 1]), 2, DIM).sum())
     assert figures.tokens / figures.residues == pytest.approx(190 / 150)
     assert figures.host_peak_bytes > 1 << 20
     assert figures.forward_s > 0
@@ -424,15 +423,15 @@ def test_weights_that_do_not_fit_are_said_to_be_too_large():
 
 
 def test_a_budget_is_a_share_of_what_is_free():
-    assert budget.fitting(1 << 30, 1 << 20, 10_000) == 819
-    assert budget.fitting(1 << 40, 1 << 20, 10_000) == 10_000
-    assert budget.fitting(-5, 1 << 20, 10_000) == 1
+    assert token_budget.fitting(1 << 30, 1 << 20, 10_000) == 819
+    assert token_budget.fitting(1 << 40, 1 << 20, 10_000) == 10_000
+    assert token_budget.fitting(-5, 1 << 20, 10_000) == 1
 
 
 def test_bytes_of_a_token_are_what_a_larger_batch_takes_more():
-    assert budget.bytes_per_token(lambda tokens: 7_000_000 + 300 * tokens) == 300
-    assert budget.bytes_per_token(lambda tokens: None) is None
-    assert budget.bytes_per_token(lambda tokens: 5) is None
+    assert token_budget.bytes_per_token(lambda tokens: 7_000_000 + 300 * tokens) == 300
+    assert token_budget.bytes_per_token(lambda tokens: None) is None
+    assert token_budget.bytes_per_token(lambda tokens: 5) is None
 
 
 def automatic_budget(mem_bytes):
@@ -443,23 +442,23 @@ def automatic_budget(mem_bytes):
 
 @pytest.mark.slow
 def test_an_automatic_budget_follows_the_memory_of_the_allocation():
-    free_bytes = -budget.host_free_bytes(0) + budget.QUEUE_BYTES  # with so much, nothing is left
+    free_bytes = -token_budget.host_free_bytes(0) + token_budget.QUEUE_BYTES  # with so much, nothing is left
     for tokens in (100, 1000, 8000):
-        mem_bytes = free_bytes + int((tokens + TILE) * (1 << 20) / budget.SHARE)
+        mem_bytes = free_bytes + int((tokens + TILE) * (1 << 20) / token_budget.SHARE)
         assert automatic_budget(mem_bytes) == pytest.approx(tokens, abs=60)  # this process grows and shrinks meanwhile
-    assert automatic_budget(1 << 50) == budget.CPU_TOKENS
+    assert automatic_budget(1 << 50) == token_budget.CPU_TOKENS
     assert automatic_budget(1 << 20) == 1
 
 
 def test_memory_that_only_holds_mapped_files_is_free(tmp_path):
-    before = budget.host_free_bytes(4 << 30)
+    before = token_budget.host_free_bytes(4 << 30)
     file = tmp_path / "mapped"
     file.write_bytes(bytes(256 << 20))
     mapped = np.memmap(file, np.uint8)
     assert int(mapped[::4096].sum()) == 0
-    assert before - budget.host_free_bytes(4 << 30) < 64 << 20
+    assert before - token_budget.host_free_bytes(4 << 30) < 64 << 20
     taken = np.ones(256 << 20, np.uint8)
-    assert before - budget.host_free_bytes(4 << 30) > taken.nbytes - (64 << 20)
+    assert before - token_budget.host_free_bytes(4 << 30) > taken.nbytes - (64 << 20)
 
 
 def test_a_budget_never_exceeds_what_an_earlier_run_learned():

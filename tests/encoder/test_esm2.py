@@ -16,12 +16,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cosine_similarity
 
-from pipeline.encoder import attention, esm2, linear
-from pipeline.encoder.attention import Bounds, all_at_once, by_sequence, choose, varlen_kernel
-from pipeline.encoder.checkpoint import load
-from pipeline.encoder.esm2 import FILL, TILE, Encoder
-from pipeline.encoder.linear import PackedLinear, TorchLinear, fitting
-from pipeline.encoder.synth import synth
+from pipeline.encoder.checkpoints.esm_checkpoint import load
+from pipeline.encoder.checkpoints.synth import synth
+from pipeline.encoder.forward import esm2, linear
+from pipeline.encoder.forward.esm2 import FILL, TILE, Bounds, Encoder, all_at_once, by_sequence, choose, varlen_kernel
+from pipeline.encoder.forward.linear import PackedLinear, TorchLinear, fitting
 from pipeline.encoder.tokens import LETTERS, tokenize
 
 CPU = torch.device("cpu")
@@ -164,10 +163,10 @@ def test_half_precision_is_close(tiny: Path, precision: str, cosine: float) -> N
 
 
 def test_positions_of_long_sequences_survive_half_precision() -> None:
-    turn_T1F = attention.Rotary(torch.tensor([1.0, 0.01]), CPU).at(torch.tensor([4097]), 4098)
+    turn_T1F = esm2.Rotary(torch.tensor([1.0, 0.01]), CPU).at(torch.tensor([4097]), 4098)
     qk_1HC = torch.tensor([[[1.0, 0.0, 1.0, 0.0]]], dtype=torch.bfloat16)
     out_1HC = torch.empty_like(qk_1HC)
-    attention.turn(qk_1HC, turn_T1F, out_1HC)
+    esm2.turn(qk_1HC, turn_T1F, out_1HC)
     wanted = torch.tensor([4097.0, 40.97], dtype=torch.float64)
     torch.testing.assert_close(out_1HC[0, 0, ::2].double(), wanted.cos(), rtol=0, atol=4e-3)
 

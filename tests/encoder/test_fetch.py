@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.encoder.fetch import Patience, Progress, by_hand, fetch
+from pipeline.encoder.checkpoints.download import Patience, Progress, by_hand, fetch
 from pipeline.errors import ConfigError, DataError, WeightsUnusable
 from tests.encoder import file_server as web
 from tests.encoder.file_server import File, Server
@@ -210,7 +210,7 @@ def test_a_download_killed_after_its_last_byte_asks_for_nothing(serve, get):
 
 
 CHILD = """
-import sys; from pathlib import Path; from pipeline.encoder.fetch import fetch
+import sys; from pathlib import Path; from pipeline.encoder.checkpoints.download import fetch
 fetch(sys.argv[1], Path(sys.argv[2]), sha256=None, tell=lambda progress: print(progress.bytes, flush=True))
 """
 
@@ -621,7 +621,7 @@ def test_a_disk_that_fills_up_says_so_and_keeps_what_came(serve, get):
 import resource, signal, sys
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), resource.RLIM_INFINITY))
-from pathlib import Path; from pipeline.encoder.fetch import fetch
+from pathlib import Path; from pipeline.encoder.checkpoints.download import fetch
 from pipeline.errors import ConfigError
 try: fetch(sys.argv[1], Path(sys.argv[2]), sha256=None, tell=lambda progress: None)
 except ConfigError as error: print(error)

@@ -9,9 +9,9 @@ import sys
 import numpy as np
 import pytest
 
-from pipeline.encoder.synth import synth
-from pipeline.runs.folder import runs_in
-from pipeline.store.cache import Cache
+from pipeline.encoder.checkpoints.synth import synth
+from pipeline.journal.run_folder import runs_in
+from pipeline.store.cache_folder import Cache
 from tests.command import Command
 
 WINDOW, OVERLAP = 5000, 256
@@ -29,12 +29,12 @@ RESIDENT = """
 import os, sys
 from pathlib import Path
 import torch
-import pipeline.runs.embedding, pipeline.stages.embed
+import pipeline.runs.workflow.embed_stage, pipeline.stages.embed
 from pipeline.cluster.processes import used_bytes
-from pipeline.encoder.budget import Room
-from pipeline.encoder.checkpoint import load
-from pipeline.encoder.esm2 import Encoder
-from pipeline.encoder.parity import Reference
+from pipeline.encoder.engine.token_budget import Room
+from pipeline.encoder.checkpoints.esm_checkpoint import load
+from pipeline.encoder.forward.esm2 import Encoder
+from pipeline.encoder.forward.parity import Reference
 torch.set_num_threads(1)
 checkpoint, cpu = load(Path(sys.argv[1])), torch.device("cpu")
 Reference(checkpoint, 1, cpu)  # what it imports stays

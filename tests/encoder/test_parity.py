@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pipeline.encoder.checkpoint import load
-from pipeline.encoder.esm2 import Encoder
-from pipeline.encoder.parity import Reference, Verdict, beside_the_truth, check, compare, sample
-from pipeline.encoder.synth import synth
+from pipeline.encoder.checkpoints.esm_checkpoint import load
+from pipeline.encoder.checkpoints.synth import synth
+from pipeline.encoder.forward.esm2 import Encoder
+from pipeline.encoder.forward.parity import Reference, Verdict, beside_the_truth, check, compare, sample
 from pipeline.encoder.tokens import LETTERS, tokenize
 from pipeline.errors import WeightsUnusable
 

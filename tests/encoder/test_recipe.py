@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.encoder.recipe import Cut, Recipe, Variant
+from pipeline.encoder.embedding_recipe import Cut, Recipe, Variant
 
 RECIPE = Recipe(weights="w", layer=3, context="chain", precision="fp16", storage="fp16")
 OTHER: dict[str, Any] = {

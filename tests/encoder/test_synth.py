@@ -10,8 +10,8 @@ import esm
 import pytest
 import torch
 
-from pipeline.encoder.checkpoint import frequencies, load
-from pipeline.encoder.synth import synth
+from pipeline.encoder.checkpoints.esm_checkpoint import frequencies, load
+from pipeline.encoder.checkpoints.synth import synth
 from pipeline.encoder.tokens import PAD, VOCABULARY
 from pipeline.errors import ConfigError
 
@@ -135,7 +135,7 @@ def test_disk_that_fails_leaves_no_checkpoint_and_no_rest(tmp_path: Path, monkey
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("pipeline.encoder.synth.os.fsync", full)
+    monkeypatch.setattr("pipeline.encoder.checkpoints.synth.os.fsync", full)
     with pytest.raises(ConfigError, match="No space left"):
         synth(tmp_path / "esm2_a.pt", 1, 8, 2)
     assert list(tmp_path.iterdir()) == []
@@ -143,7 +143,7 @@ def test_disk_that_fails_leaves_no_checkpoint_and_no_rest(tmp_path: Path, monkey
 
 def test_disk_that_takes_only_a_part_leaves_no_rest(tmp_path: Path) -> None:
     code = (
-        "import resource, signal; from pathlib import Path; from pipeline.encoder.synth import synth; "
+        "import resource, signal; from pathlib import Path; from pipeline.encoder.checkpoints.synth import synth; "
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)); "
         f"synth(Path({str(tmp_path / 'esm2_a.pt')!r}), 2, 64, 4)"
     )

@@ -11,13 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.encoder import checkpoint as checkpoints
-from pipeline.encoder import weights
-from pipeline.encoder.published import MODELS, Published, published
-from pipeline.encoder.synth import synth
-from pipeline.encoder.weights import Verdict, Weights, check_published, find, identify
+from pipeline.encoder.checkpoints import esm_checkpoint as checkpoints
+from pipeline.encoder.checkpoints import weights
+from pipeline.encoder.checkpoints.synth import synth
+from pipeline.encoder.checkpoints.weights import (
+    MODELS,
+    Published,
+    Verdict,
+    Weights,
+    check_published,
+    find,
+    identify,
+    published,
+)
 from pipeline.errors import ConfigError, WeightsUnusable
-from pipeline.store.cache import Cache
+from pipeline.store.cache_folder import Cache
 from pipeline.store.store import Store
 from tests.encoder.relatives import contents, face_folder, face_tensors
 
@@ -97,8 +105,8 @@ def test_unchanged_checkpoint_is_read_once(settled: Path, seen: Store, tmp_path:
 def test_second_time_torch_is_not_even_imported(settled: Path, seen: Store, tmp_path: Path) -> None:
     identify(settled, seen)
     code = (
-        "import sys; from pathlib import Path; from pipeline.store.cache import Cache; "
-        "from pipeline.encoder.weights import identify, check_published; "
+        "import sys; from pathlib import Path; from pipeline.store.cache_folder import Cache; "
+        "from pipeline.encoder.checkpoints.weights import identify, check_published; "
         f"print(identify(Path({str(settled)!r}), Cache(Path({str(tmp_path / 'cache')!r})).kind('weights')).digest); "
         "assert 'torch' not in sys.modules and 'safetensors' not in sys.modules"
     )
@@ -315,7 +323,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, path: Path, **values: object) -> Pu
     """Let the table know a synthetic checkpoint."""
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     model = replace(MODELS[0], **{"pt_bytes": path.stat().st_size, "pt_sha256": digest, **values})
-    monkeypatch.setattr("pipeline.encoder.weights.published", {model.name: model}.get)
+    monkeypatch.setattr("pipeline.encoder.checkpoints.weights.published", {model.name: model}.get)
     return model
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.encoder.windows import shares, windows
+from pipeline.encoder.embedding_recipe import shares, windows
 
 relaxed = settings(deadline=None)  # other work may share the machine
 CASES = st.integers(1, 60).flatmap(

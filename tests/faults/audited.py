@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline.store.cache import Cache
-from pipeline.store.disk import Disk
+from pipeline.store.cache_folder import Cache
+from pipeline.store.format.disk import Disk
 from tests.faults.works import WORKS, Work
 from tests.store.faulty_disks import CHANGES
 

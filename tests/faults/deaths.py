@@ -24,9 +24,9 @@ from itertools import count, cycle
 from pathlib import Path
 
 from pipeline.errors import PipelineError
-from pipeline.store import compact, repair, scrub, sweep
-from pipeline.store.cache import Cache
-from pipeline.store.keysets import sorted_pairs
+from pipeline.store.cache_folder import Cache
+from pipeline.store.key_lists import sorted_pairs
+from pipeline.store.maintenance import compact, scrub, shard_repair, sweep
 from tests.faults.judged import KIND, complaints, is_of_gone, served
 from tests.faults.works import HEADER_BYTES, NAME, WORKS, Work
 from tests.store.content import key_of, put
@@ -169,7 +169,7 @@ def clean(turmoil: Turmoil, cache: Cache, numbers: range, tell: Tell) -> None:
 
 
 def mend(turmoil: Turmoil, cache: Cache, numbers: range, tell: Tell) -> None:
-    repair.repair(cache)
+    shard_repair.repair(cache)
 
 
 def validate(turmoil: Turmoil, cache: Cache, numbers: range, tell: Tell) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipeline.errors import CacheFull, CacheUnusable, JobFailed, PipelineError
-from pipeline.store.cache import Cache
+from pipeline.store.cache_folder import Cache
 from tests.faults.judged import KIND, HastyDisk, complaints, served
 from tests.faults.works import NAME
 from tests.store.faulty_disks import LOOKS, FailingDisk

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipeline.errors import CacheDamaged, PipelineError, RecordMissing
-from pipeline.store import scrub
-from pipeline.store.cache import Cache
-from pipeline.store.disk import Disk
-from pipeline.store.findings import Fault
+from pipeline.store.cache_folder import Cache
+from pipeline.store.format.disk import Disk
+from pipeline.store.maintenance import scrub
+from pipeline.store.maintenance.damage_report import Fault
 from tests.store.content import arrays_of, is_right
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
     from pathlib import Path
 
-    from pipeline.store.findings import Finding
+    from pipeline.store.maintenance.damage_report import Finding
     from pipeline.store.store import Store
 
 KIND = "scan"

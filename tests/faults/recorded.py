@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from pipeline.store.disk import Disk
+from pipeline.store.format.disk import Disk
 from tests.store.faulty_disks import CHANGES
 
 if TYPE_CHECKING:

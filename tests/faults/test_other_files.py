@@ -5,13 +5,20 @@ from __future__ import annotations
 import pytest
 
 from pipeline.errors import CacheUnusable, ConfigError
-from pipeline.store.cache import Cache
-from pipeline.store.disk import Disk
-from pipeline.store.findings import SUMMARY_BYTES, Fault, Finding, ReportWriter, Summary, last_report, read_report
-from pipeline.store.keysets import sorted_pairs
-from pipeline.store.layout import MARKER, REPORTS, USERS
-from pipeline.store.users import User, register, registered
-from pipeline.store.wanted import recall, remember
+from pipeline.store.cache_folder import Cache
+from pipeline.store.format.cache_layout import MARKER, REPORTS, USERS
+from pipeline.store.format.disk import Disk
+from pipeline.store.key_lists import recall, remember, sorted_pairs
+from pipeline.store.maintenance.damage_report import (
+    SUMMARY_BYTES,
+    Fault,
+    Finding,
+    ReportWriter,
+    Summary,
+    last_report,
+    read_report,
+)
+from pipeline.store.maintenance.leftovers import User, register, registered
 from tests.faults.judged import KIND, HastyDisk, complaints
 from tests.faults.works import NAME, fill
 from tests.store.content import key_of, put
@@ -114,7 +121,7 @@ class TestAnIndexFromAnotherTime:
         assert complaints(root, [key_of(number) for number in range(6)], [key_of(number) for number in range(7)]) == []
 
     def test_an_older_index_of_shards_that_were_rewritten_loses_nothing(self, root, index):
-        from pipeline.store import compact
+        from pipeline.store.maintenance import compact
 
         store, _ = fill(root.parent, range(3, 6))
         old = index.read_bytes()

@@ -8,7 +8,7 @@ from itertools import chain
 
 import pytest
 
-from pipeline.store.cache import Cache
+from pipeline.store.cache_folder import Cache
 from tests.faults.judged import KIND, complaints
 from tests.faults.power import FileSystem, losses
 from tests.faults.recorded import RecordingDisk, Step, put_tree, tree_of, unknown_changes

@@ -9,8 +9,8 @@ from contextlib import suppress
 import pytest
 
 from pipeline.errors import CacheUnusable
-from pipeline.store.cache import Cache
-from pipeline.store.disk import Disk
+from pipeline.store.cache_folder import Cache
+from pipeline.store.format.disk import Disk
 from tests.faults.judged import KIND, served
 from tests.faults.recorded import tree_of
 from tests.faults.works import NAME, WORKS

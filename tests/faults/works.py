@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipeline.store import compact, scrub, sweep, transfer
-from pipeline.store import repair as repairing
-from pipeline.store.cache import Cache
-from pipeline.store.findings import ReportWriter, Summary
-from pipeline.store.keysets import sorted_pairs
-from pipeline.store.layout import REPORTS
-from pipeline.store.shard import read_table
-from pipeline.store.users import User, forget, register
+from pipeline.store.cache_folder import Cache
+from pipeline.store.format.cache_layout import REPORTS
+from pipeline.store.format.shard import read_table
+from pipeline.store.key_lists import sorted_pairs
+from pipeline.store.maintenance import compact, scrub, sweep, transfer
+from pipeline.store.maintenance import shard_repair as repairing
+from pipeline.store.maintenance.damage_report import ReportWriter, Summary
+from pipeline.store.maintenance.leftovers import User, forget, register
 from tests.faults.judged import KIND, HastyDisk
 from tests.store.content import is_right, key_of, put
 

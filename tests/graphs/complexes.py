@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from pipeline.records import Inventory, Item, Part, Role
 from pipeline.structures.inventory import Complex, File, Recipe, Side, examine
+from pipeline.structures.parsing.read_structure import read_file
 from pipeline.structures.policy import Policy
-from pipeline.structures.read import read_file
 
 LIMIT = 64 << 20
 KEEP = Recipe(policy=Policy(ligands="keep"))

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.records import Item, Part, Role
 from pipeline.structures.inventory import Complex, File, Recipe, examine
-from pipeline.structures.read import read_file
+from pipeline.structures.parsing.read_structure import read_file
 from pipeline.structures.sources import SourceSpec, items
 from tests.graphs.complexes import LIMIT
 

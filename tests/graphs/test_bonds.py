@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from scipy.spatial import cKDTree
 
-from pipeline.graphs import atom, bonds, templates
-from pipeline.graphs.recipe import Recipe
+from pipeline.graphs import atom_graph, bonds
+from pipeline.graphs.item_graph import Recipe
 from pipeline.records import Role
 from pipeline.structures.atoms import text
 from pipeline.structures.inventory import Complex
@@ -57,7 +57,7 @@ NOT_BONDS = {
 
 def of_name(name: str) -> list[tuple[str, str]]:
     """Return the bonds of a residue's template that every such residue of a chain has."""
-    pairs = [pair for pair in templates.bonds_of(name) if not ONLY_ELSEWHERE & set(pair)]
+    pairs = [pair for pair in bonds.bonds_of(name) if not ONLY_ELSEWHERE & set(pair)]
     if name == "GLY":
         pairs.remove(("CA", "CB"))
     return [pair for pair in pairs if not (name.startswith("D") and "O2'" in pair)]
@@ -71,22 +71,22 @@ def test_a_standard_residue_has_the_atoms_and_bonds_of_chemistry(name: str) -> N
 
 @pytest.mark.parametrize("name", SIZES)
 def test_no_atom_of_a_template_has_more_heavy_neighbours_than_its_element_can(name: str) -> None:
-    names = [one for pair in templates.bonds_of(name) for one in pair]
+    names = [one for pair in bonds.bonds_of(name) for one in pair]
     most = {"C": 3, "N": 3, "O": 2, "S": 2, "P": 4}
     assert not {one for one in names if names.count(one) > most[one[0]] + (one == "P")}
 
 
 def test_the_names_of_molecular_dynamics_have_the_template_of_what_they_are() -> None:
-    assert templates.bonds_of("HSD") == templates.bonds_of("HIS")
-    assert templates.bonds_of("CYX") == templates.bonds_of("CYS")
-    assert not templates.bonds_of("PSU")
+    assert bonds.bonds_of("HSD") == bonds.bonds_of("HIS")
+    assert bonds.bonds_of("CYX") == bonds.bonds_of("CYS")
+    assert not bonds.bonds_of("PSU")
 
 
-def chosen_of(read: Complex, recipe: Recipe | None = None) -> atom.Chosen:
-    return atom._choose(Role.WHOLE, read.sides[Role.WHOLE], recipe or Recipe(nodes="atom"))
+def chosen_of(read: Complex, recipe: Recipe | None = None) -> atom_graph.Chosen:
+    return atom_graph._choose(Role.WHOLE, read.sides[Role.WHOLE], recipe or Recipe(nodes="atom"))
 
 
-def label(chosen: atom.Chosen, index: int) -> str:
+def label(chosen: atom_graph.Chosen, index: int) -> str:
     structure, residue = chosen.side.structure, chosen.residue_R[chosen.residue_A[index]]
     name = text(structure.name_A[chosen.atom_A[index]])
     return f"{text(structure.name_R[residue])}{structure.number_R[residue]}.{name}"
@@ -95,7 +95,7 @@ def label(chosen: atom.Chosen, index: int) -> str:
 def listed(read: Complex, recipe: Recipe | None = None) -> list[str]:
     """Return the bonds by name, which say nothing of chains."""
     chosen = chosen_of(read, recipe)
-    return ["-".join(label(chosen, one) for one in pair) for pair in atom._bonds(chosen).tolist()]
+    return ["-".join(label(chosen, one) for one in pair) for pair in atom_graph._bonds(chosen).tolist()]
 
 
 def found(read: Complex, recipe: Recipe | None = None) -> set[str]:
@@ -103,7 +103,7 @@ def found(read: Complex, recipe: Recipe | None = None) -> set[str]:
     return set(listed(read, recipe))
 
 
-def by_radii(chosen: atom.Chosen) -> set[tuple[int, int]]:
+def by_radii(chosen: atom_graph.Chosen) -> set[tuple[int, int]]:
     """Return all pairs within covalent radii: another way to see bonds, which knows no names."""
     pairs_B2 = np.sort(cKDTree(chosen.pos_A3).query_pairs(3.0, output_type="ndarray"), axis=1)
     radius_A = np.array([gemmi.Element(int(one)).covalent_r for one in chosen.element_A])
@@ -114,7 +114,7 @@ def by_radii(chosen: atom.Chosen) -> set[tuple[int, int]]:
 def disagreement(path: Path) -> tuple[set[str], set[str]]:
     """Return the bonds that only we see, and those that only radii see."""
     chosen = chosen_of(shared_complex(path))
-    ours, theirs = set(map(tuple, atom._bonds(chosen).tolist())), by_radii(chosen)
+    ours, theirs = set(map(tuple, atom_graph._bonds(chosen).tolist())), by_radii(chosen)
     assert len(ours) > 150
     only_ours, only_theirs = (
         {"-".join(label(chosen, one) for one in pair) for pair in some} for some in (ours - theirs, theirs - ours)
@@ -283,7 +283,7 @@ def test_nucleotides_are_joined_by_phosphodiesters_within_their_strands(shared_s
 def test_every_hydrogen_of_a_real_rna_has_one_bond(shared_structures: Path) -> None:
     chosen = chosen_of(shared_complex(shared_structures / "varied" / "1gid.cif"), Recipe(nodes="atom", hydrogens=True))
     is_hydrogen_A = bonds.is_hydrogen(chosen.element_A)
-    degree_A = np.bincount(atom._bonds(chosen).ravel(), minlength=len(is_hydrogen_A))
+    degree_A = np.bincount(atom_graph._bonds(chosen).ravel(), minlength=len(is_hydrogen_A))
     assert is_hydrogen_A.sum() > 1000
     assert (degree_A[is_hydrogen_A] == 1).all()
 

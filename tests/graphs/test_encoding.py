@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from pipeline.graphs import residue
-from pipeline.graphs.graph import FORMAT, ChainText, Graph, Part, decode, encode
-from pipeline.graphs.recipe import Recipe
+from pipeline.graphs import residue_graph
+from pipeline.graphs.item_graph import FORMAT, ChainText, Graph, Part, Recipe, decode, encode
 from pipeline.records import Kind, Reason, Role
-from pipeline.store import record
-from pipeline.store.cache import Cache
+from pipeline.store.cache_folder import Cache
+from pipeline.store.format import record
 from pipeline.structures.atoms import Unusable
 from pipeline.structures.inventory import Complex
 from pipeline.structures.synthetic import complex_pdb
@@ -53,7 +52,7 @@ def stored(graph: Graph) -> Graph:
 
 @pytest.mark.shared
 def test_every_shared_complex_survives_the_store_in_few_bytes(complexes: dict[str, Complex], tmp_path: Path) -> None:
-    graphs = [residue.build(read, Recipe(cross_neighbours=5)) for read in complexes.values()]
+    graphs = [residue_graph.build(read, Recipe(cross_neighbours=5)) for read in complexes.values()]
     store, keys = Cache(tmp_path / "cache").kind("graph"), [bytes([number]) * 16 for number in range(len(graphs))]
     with store.writer() as writer:
         for key, graph in zip(keys, graphs, strict=True):
@@ -61,19 +60,19 @@ def test_every_shared_complex_survives_the_store_in_few_bytes(complexes: dict[st
     for key, graph in zip(keys, graphs, strict=True):
         back = store.get(key)
         assert_equal(decode(back.arrays, back.meta), graph)
-    sizes = [len(record.encode(KEY, *encode(residue.build(read, Recipe()))).blob) for read in complexes.values()]
+    sizes = [len(record.encode(KEY, *encode(residue_graph.build(read, Recipe()))).blob) for read in complexes.values()]
     assert np.mean(sizes) <= MOST_BYTES
 
 
 @pytest.mark.shared
 def test_unbound_graphs_with_bound_labels_survive_the_store(unbound: dict[str, Complex]) -> None:
     for read in unbound.values():
-        graph = residue.build(read, Recipe())
+        graph = residue_graph.build(read, Recipe())
         assert_equal(stored(graph), graph)
 
 
 def test_more_than_256_nodes_and_nodes_without_edges_survive() -> None:
-    graph = residue.build(complex_of(complex_pdb(0, 300, 40).decode(), *AB), Recipe(neighbours=0, radius=4.5))
+    graph = residue_graph.build(complex_of(complex_pdb(0, 300, 40).decode(), *AB), Recipe(neighbours=0, radius=4.5))
     degrees = np.bincount(graph.parts[0].edges["near"][1], minlength=300)
     assert degrees.min() >= 0
     assert_equal(stored(graph), graph)
@@ -107,7 +106,7 @@ def test_any_edges_in_canonical_order_survive(size: int, pairs: Any, path: Any) 
 
 
 def test_another_format_is_no_graph_and_a_reason_is_that_reason() -> None:
-    arrays, meta = encode(residue.build(complex_of(complex_pdb(0, 20, 20).decode(), *AB), Recipe()))
+    arrays, meta = encode(residue_graph.build(complex_of(complex_pdb(0, 20, 20).decode(), *AB), Recipe()))
     with pytest.raises(ValueError, match="format"):
         decode(arrays, {**meta, "format": FORMAT + 1})
     with pytest.raises(Unusable) as raised:

@@ -16,11 +16,10 @@ with warnings.catch_warnings():
     from torch_geometric.loader import DataLoader
 
 from pipeline.errors import ConfigError
-from pipeline.graphs import atom, pyg, residue
-from pipeline.graphs.graph import Graph, decode, encode
-from pipeline.graphs.recipe import Recipe
+from pipeline.graphs import atom_graph, pyg_view, residue_graph
+from pipeline.graphs.item_graph import Graph, Recipe, decode, encode
 from pipeline.records import Role
-from pipeline.store.cache import Cache
+from pipeline.store.cache_folder import Cache
 from pipeline.structures.synthetic import complex_pdb
 from tests.graphs.complexes import complex_of, side
 
@@ -32,7 +31,7 @@ KEY = bytes(16)
 def graphs() -> list[Graph]:
     recipe = Recipe(cross_neighbours=4)
     reads = [complex_of(complex_pdb(seed, 30 + 9 * seed, 300 - 80 * seed).decode(), *AB) for seed in range(3)]
-    return [residue.build(read, recipe) for read in reads]
+    return [residue_graph.build(read, recipe) for read in reads]
 
 
 @pytest.fixture
@@ -46,7 +45,7 @@ def from_cache(graphs: list[Graph], tmp_path: Path) -> Graph:
 
 def test_a_complex_has_a_node_type_per_partner_and_its_contacts_as_edges(graphs: list[Graph]) -> None:
     graph = graphs[0]
-    whole = pyg.data(graph)
+    whole = pyg_view.data(graph)
     assert isinstance(whole, HeteroData)
     assert whole.validate()
     assert whole.node_types == ["receptor", "ligand"]
@@ -67,7 +66,7 @@ def test_a_complex_has_a_node_type_per_partner_and_its_contacts_as_edges(graphs:
 
 def test_one_partner_is_data(graphs: list[Graph]) -> None:
     part = graphs[0].parts[0]
-    for one in (pyg.data(part), pyg.data(Graph((part,)))):
+    for one in (pyg_view.data(part), pyg_view.data(Graph((part,)))):
         assert isinstance(one, Data)
         assert one.validate()
         assert one.num_nodes == part.size
@@ -76,7 +75,7 @@ def test_one_partner_is_data(graphs: list[Graph]) -> None:
 
 
 def test_batches_of_several_hold_all_nodes_and_edges_and_point_within_their_own(graphs: list[Graph]) -> None:
-    wholes = [pyg.data(graph) for graph in graphs]
+    wholes = [pyg_view.data(graph) for graph in graphs]
     batch = Batch.from_data_list(wholes)
     for kind in wholes[0].edge_types:
         assert batch[kind].edge_index.shape[1] == sum(one[kind].edge_index.shape[1] for one in wholes)
@@ -85,7 +84,7 @@ def test_batches_of_several_hold_all_nodes_and_edges_and_point_within_their_own(
     assert batch["receptor"].num_nodes == sum(graph.parts[0].size for graph in graphs)
     assert batch["receptor_centre"].shape == (3, 3)
     assert batch["receptor"].pos.shape[1:] == (4, 3)
-    loader = DataLoader([pyg.data(graph.parts[0]) for graph in graphs], batch_size=2)
+    loader = DataLoader([pyg_view.data(graph.parts[0]) for graph in graphs], batch_size=2)
     assert [one.num_edges for one in loader] == [
         sum(graph.parts[0].edges["near"].shape[1] for graph in some) for some in (graphs[:2], graphs[2:])
     ]
@@ -94,31 +93,31 @@ def test_batches_of_several_hold_all_nodes_and_edges_and_point_within_their_own(
 def test_each_residue_gets_the_row_that_is_its_own(graphs: list[Graph]) -> None:
     part = graphs[0].parts[1]
     rows = torch.arange(part.size * 2, dtype=torch.bfloat16).reshape(part.size, 2)
-    whole = pyg.data(graphs[0], {Role.LIGAND: rows})
+    whole = pyg_view.data(graphs[0], {Role.LIGAND: rows})
     assert torch.equal(whole["ligand"].x, rows)
     assert "x" not in whole["receptor"]
     with pytest.raises(ValueError, match="have 7 rows, not 300"):
-        pyg.data(graphs[0], {Role.LIGAND: rows[:7]})
+        pyg_view.data(graphs[0], {Role.LIGAND: rows[:7]})
 
 
 def test_new_arrays_are_shared_and_those_of_a_record_only_if_asked(graphs: list[Graph], from_cache: Graph) -> None:
-    fresh = pyg.data(graphs[0])
+    fresh = pyg_view.data(graphs[0])
     assert fresh["receptor"].pos.data_ptr() == graphs[0].parts[0].nodes["pos"].ctypes.data
     stored = from_cache.parts[0].nodes["pos"]
     assert not stored.flags.writeable
     before = stored.copy()
-    pyg.data(from_cache)["receptor"].pos.add_(1)
+    pyg_view.data(from_cache)["receptor"].pos.add_(1)
     np.testing.assert_array_equal(stored, before)
-    shared = pyg.data(from_cache, share=True)["receptor"].pos
+    shared = pyg_view.data(from_cache, share=True)["receptor"].pos
     assert shared.data_ptr() == stored.ctypes.data
     edges = from_cache.parts[0].edges["near"]  # decoded into memory of their own
-    assert pyg.data(from_cache)["receptor", "near", "receptor"].edge_index.data_ptr() == edges.ctypes.data
+    assert pyg_view.data(from_cache)["receptor", "near", "receptor"].edge_index.data_ptr() == edges.ctypes.data
 
 
 def test_atom_graphs_have_residues_as_nodes_which_batches_count_through() -> None:
     lines = complex_pdb(5, 20, 20).decode()
-    graph = atom.build(complex_of(lines, *AB), Recipe(nodes="atom"))
-    whole = pyg.data(graph, {Role.RECEPTOR: torch.ones(20, 3)})
+    graph = atom_graph.build(complex_of(lines, *AB), Recipe(nodes="atom"))
+    whole = pyg_view.data(graph, {Role.RECEPTOR: torch.ones(20, 3)})
     assert whole.validate()
     part = graph.parts[0]
     assert whole["receptor"].num_nodes == part.size
@@ -128,10 +127,10 @@ def test_atom_graphs_have_residues_as_nodes_which_batches_count_through() -> Non
     np.testing.assert_array_equal(inside[1], part.nodes["residue"])
     batch = Batch.from_data_list([whole, whole])
     assert int(batch["receptor", "in", "receptor_residue"].edge_index[1].max()) == 39
-    assert isinstance(pyg.data(part), HeteroData)
+    assert isinstance(pyg_view.data(part), HeteroData)
 
 
 def test_without_pyg_people_are_told_what_to_install(graphs: list[Graph], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_geometric.data", None)
     with pytest.raises(ConfigError, match=r"pip install 'pipeline\[pyg\]'"):
-        pyg.data(graphs[0])
+        pyg_view.data(graphs[0])

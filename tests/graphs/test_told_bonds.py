@@ -9,18 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.graphs import templates
-from pipeline.graphs.graph import Graph, decode
-from pipeline.graphs.recipe import Recipe
+from pipeline.graphs import bonds as templates
+from pipeline.graphs.item_graph import Graph, Recipe, decode
 from pipeline.keys import content_digest
 from pipeline.records import Item, Reason
 from pipeline.stages.graph import Maker, graph, open_writer
-from pipeline.stages.meaning_again import differences, read_again
+from pipeline.stages.made_again import differences, read_again
 from pipeline.stages.scan import Shelves, look_up, scan
-from pipeline.store.cache import Cache
-from pipeline.structures.files import paths
+from pipeline.store.cache_folder import Cache
 from pipeline.structures.inventory import Recipe as Structures
 from pipeline.structures.inventory import item_key
+from pipeline.structures.parsing.structure_files import paths
 from pipeline.structures.policy import Policy
 from pipeline.structures.sources import SourceSpec, items
 from tests.stages.test_scan import settle

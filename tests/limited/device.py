@@ -35,8 +35,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipeline.memory.allocator import SimulatedOutOfMemory
 from pipeline.memory.footprint import Tape
+from pipeline.memory.hardware.caching_allocator import SimulatedOutOfMemory
 
 SOURCE = Path(__file__).with_name("device.cpp")
 CUDA_ROUNDING = 512  # kMinBlockSize of torch's c10/cuda/CUDACachingAllocator.cpp
@@ -49,7 +49,7 @@ _only = threading.Lock()  # held while a device is open
 
 
 class Allocator(Protocol):
-    """What a device's memory may be taken from (`pipeline.memory.allocator.Allocator` is one)."""
+    """What a device's memory may be taken from (`pipeline.memory.hardware.caching_allocator.Allocator` is one)."""
 
     def allocate(self, number: int, size: int) -> None:
         """Take a block, or raise SimulatedOutOfMemory."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.memory.allocator import Allocator, AllocatorSettings, SimulatedOutOfMemory
+from pipeline.memory.hardware.caching_allocator import Allocator, AllocatorSettings, SimulatedOutOfMemory
 from tests.limited.device import (
     CUDA_ROUNDING,
     HostCarrier,

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.memory.footprint import Category, Choice, Micro, Origin, Part, Standing, Tape
-from pipeline.memory.request import Card, Data, Micros
+from pipeline.memory.planning.request import Card, Data, Micros
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -13,16 +13,15 @@ from numpy.typing import NDArray
 from torch.utils._pytree import tree_map_only
 
 from pipeline.config.schema_train import Train
-from pipeline.memory.footprint import Choice, Oracle, live_peak_bytes
-from pipeline.memory.margins import margin_of
-from pipeline.memory.plan import Filled, Plan
-from pipeline.memory.planner import plan
-from pipeline.memory.request import Data, Micros, Request
+from pipeline.memory.footprint import Choice, Oracle, live_peak_bytes, margin_of
+from pipeline.memory.planning.memory_plan import Filled, Plan
+from pipeline.memory.planning.planner import plan
+from pipeline.memory.planning.request import Data, Micros, Request
 from pipeline.protocol import ITEMS
-from pipeline.runs.planning import Work, cutter, host_card, least_of, plan_training, target_of
+from pipeline.runs.model.training_work import Work, cutter, host_card, least_of, plan_training, target_of
 from pipeline.training.prepared import COST, LIKENESS, likeness, sampling
-from pipeline.training.sampler import Sampler
-from pipeline.training.step import Settings, Step
+from pipeline.training.sampling.sampler import Sampler
+from pipeline.training.step.step import Settings, Step
 from tests.limited.device import HostCarrier, LimitedDevice, forget_failed_backward
 from tests.zoo import Member
 

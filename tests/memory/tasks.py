@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pipeline.memory.measured import Measured
-from pipeline.memory.policy import Past
+from pipeline.memory.history.task_history import Past
+from pipeline.memory.history.task_records import Measured
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import ConfigError
-from pipeline.memory.allocator import Allocator, AllocatorSettings, SimulatedOutOfMemory
 from pipeline.memory.footprint import Tape
+from pipeline.memory.hardware.caching_allocator import Allocator, AllocatorSettings, SimulatedOutOfMemory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

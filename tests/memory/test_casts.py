@@ -13,9 +13,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from pipeline.memory.fakes.calls import NeedsCuda, cuda_calls
-from pipeline.memory.fakes.casts import POLICIES, cuda_casts, policies
-from pipeline.memory.fakes.composites import cuda_composites
+from pipeline.memory.tracing.autocast import POLICIES, cuda_casts, cuda_composites, policies
+from pipeline.memory.tracing.fake_cuda import NeedsCuda, cuda_calls
 
 HALF = torch.bfloat16
 

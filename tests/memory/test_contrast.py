@@ -10,14 +10,14 @@ import pytest
 
 from pipeline.config.schema_train import Train
 from pipeline.errors import ConfigError
-from pipeline.memory.facts import Facts
 from pipeline.memory.footprint import Choice
 from pipeline.memory.footprint import Step as Tapes
-from pipeline.memory.lint import lint
-from pipeline.memory.trace import Tracer
-from pipeline.runs.planning import Work, step_settings
+from pipeline.memory.lint.lint_facts import Facts
+from pipeline.memory.lint.training_rules import lint
+from pipeline.memory.tracing.tracer import Tracer
+from pipeline.runs.model.training_work import Work, step_settings
 from pipeline.tasks.contrastive_pair import Batch, ContrastivePair, Rows
-from pipeline.training.step import Settings, Step
+from pipeline.training.step.step import Settings, Step
 from tests.limited import device
 from tests.limited.device import LimitedDevice
 from tests.training.towers import Pairs

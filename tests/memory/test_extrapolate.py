@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.memory.extrapolate import FLOOR, extrapolate, projected
+from pipeline.memory.estimating.extrapolate import FLOOR, extrapolate, projected
 from pipeline.memory.footprint import Tape
 
 MIB = 1 << 20

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from pipeline.errors import PlanInfeasible
 from pipeline.memory import footprint
-from pipeline.memory.extrapolate import stretched
-from pipeline.memory.fallback import Ladder, Unmeasurable
+from pipeline.memory.estimating.cpu_profile import measure, record
+from pipeline.memory.estimating.extrapolate import stretched
+from pipeline.memory.estimating.fallback_oracle import Counts, Formula, Ladder, Unmeasurable
+from pipeline.memory.estimating.small_steps import Allowance, MeasuredSmall, proportional, rising
 from pipeline.memory.footprint import Category, Choice, Micro, Origin, Standing, Step, Tape
-from pipeline.memory.formula import Counts, Formula
-from pipeline.memory.profiled import measure, record
-from pipeline.memory.rehearsal import Allowance, MeasuredSmall, proportional, rising
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

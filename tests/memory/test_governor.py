@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError, JobFailed, PlanInfeasible
-from pipeline.memory import governed as governed_module
-from pipeline.memory.governed import Event, Governed
-from pipeline.memory.governor import Governor, admitted, halved, is_crowded
-from pipeline.memory.meters import NEAR, CardMeter, HostMeter, Memory, ProcessMeter
-from pipeline.memory.upkeep import Habits, Upkeep
+from pipeline.memory.runtime import governed as governed_module
+from pipeline.memory.runtime.governed import Event, Governed
+from pipeline.memory.runtime.governor import Governor, admitted, halved, is_crowded
+from pipeline.memory.runtime.meters import NEAR, CardMeter, Habits, HostMeter, Memory, ProcessMeter, Upkeep
 from tests.limited import device as limited
 from tests.limited.device import LimitedDevice, RefuseOne
 
@@ -351,7 +350,7 @@ def test_the_meter_of_this_process_sees_memory_come_and_its_peak_stay() -> None:
 
 def test_what_a_process_had_at_most_is_not_forgotten_when_its_peak_is_reset() -> None:
     code = (
-        "from pipeline.memory.meters import ProcessMeter, highest_bytes\n"
+        "from pipeline.memory.runtime.meters import ProcessMeter, highest_bytes\n"
         "held = bytearray(b'x') * (200 << 20)\ndel held\n"
         "meter, before = ProcessMeter(), highest_bytes()\n"
         "meter.reset_peak()\n"
@@ -363,7 +362,7 @@ def test_what_a_process_had_at_most_is_not_forgotten_when_its_peak_is_reset() ->
 
 
 def test_what_a_process_had_at_most_is_nothing_of_what_started_it() -> None:
-    own = "from pipeline.memory.meters import highest_bytes; print(highest_bytes())"
+    own = "from pipeline.memory.runtime.meters import highest_bytes; print(highest_bytes())"
     code = (
         f"import subprocess, sys\nheld = bytearray(b'x') * (200 << 20)\nsubprocess.run([sys.executable, '-c', {own!r}])"
     )

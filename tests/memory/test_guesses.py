@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pipeline.memory.footprint import Choice
-from pipeline.memory.trace import CannotTrace
+from pipeline.memory.tracing.tracer import CannotTrace
 from tests.memory.traced import LARGE, WIDTH, Small, play, tracer
 
 PLAIN = Choice()

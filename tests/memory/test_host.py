@@ -14,15 +14,26 @@ import numpy as np
 import pytest
 
 from pipeline.keys import recipe_key
-from pipeline.memory import host
-from pipeline.memory.baseline import STATED, Baseline, held_bytes, measured_baseline
 from pipeline.memory.footprint import Origin
-from pipeline.memory.host import HostNeed, HostPart, Phase, Training, pinned_bytes, ring_bytes, train_need
-from pipeline.memory.profiles import Profiles
+from pipeline.memory.hardware import host_memory
+from pipeline.memory.hardware.host_memory import (
+    STATED,
+    Baseline,
+    HostNeed,
+    HostPart,
+    Phase,
+    Training,
+    held_bytes,
+    measured_baseline,
+    pinned_bytes,
+    ring_bytes,
+    train_need,
+)
+from pipeline.memory.history.task_history import Profiles
 from pipeline.records import Item, Part, Role
-from pipeline.store.cache import Cache
-from pipeline.training import slots
-from pipeline.training.dataset import Table, TableBuilder
+from pipeline.store.cache_folder import Cache
+from pipeline.training.items import read_ahead
+from pipeline.training.items.item_table import Table, TableBuilder
 from tests.memory.tasks import GIB, MIB, measured
 
 BASE = Baseline(200 * MIB, Origin.MEASURED, "made up")
@@ -74,9 +85,9 @@ def test_pinned_memory_comes_in_powers_of_two_up_to_a_limit(asked: int, limit: i
 
 
 def test_the_ring_is_predicted_as_it_grows() -> None:
-    assert (host.RING_GROWTH, host.RING_UNIT) == (slots.GROWTH, slots.UNIT)
+    assert (host_memory.RING_GROWTH, host_memory.RING_UNIT) == (read_ahead.GROWTH, read_ahead.UNIT)
     for batch in (1, MIB, 3 * MIB + 17):
-        ring = slots.Ring(3, pin=False)
+        ring = read_ahead.Ring(3, pin=False)
         for slot in ring.slots:
             ring.room(slot, batch)
         assert ring.bytes == ring_bytes(3, batch, pin=False)
@@ -100,7 +111,7 @@ def test_the_table_of_a_data_set_takes_what_is_predicted(tmp_path: Path, with_it
     key = builder.write(store)
     Table.read(store, key)  # what is imported and opened once is not the table's
     _, kept = taken(lambda: [whole := Table.read(store, key), whole.of_split("train")])
-    predicted = host.table_bytes(count, 2, 16, item_bytes) - count * host.DRAWN_BYTES
+    predicted = host_memory.table_bytes(count, 2, 16, item_bytes) - count * host_memory.DRAWN_BYTES
     assert kept == pytest.approx(predicted, rel=0.1)
 
 
@@ -110,10 +121,10 @@ def test_the_index_of_a_cache_takes_what_is_predicted(tmp_path: Path) -> None:
         for key in keys:
             writer.put(key, {"a": np.zeros(1)}, {})
     fresh, fresh_bytes = taken(lambda: opened(tmp_path, keys[0]))
-    assert 0.5 * host.index_bytes(0, len(keys)) < fresh_bytes < host.index_bytes(0, len(keys)) + 64 * 1024
+    assert 0.5 * host_memory.index_bytes(0, len(keys)) < fresh_bytes < host_memory.index_bytes(0, len(keys)) + 64 * 1024
     fresh.rebuild_index()
     _, indexed_bytes = taken(lambda: opened(tmp_path, keys[0]))
-    assert host.index_bytes(len(keys)) < indexed_bytes < host.index_bytes(len(keys)) + 64 * 1024
+    assert host_memory.index_bytes(len(keys)) < indexed_bytes < host_memory.index_bytes(len(keys)) + 64 * 1024
 
 
 def opened(folder: Path, key: bytes) -> Any:
@@ -149,7 +160,7 @@ def test_every_rank_has_its_own_of_everything_but_files() -> None:
 def test_a_tmpfs_counts_in_full_and_the_page_cache_does_not_grow() -> None:
     less, more = (train_need(Training(tmpfs_bytes=size), BASE) for size in (0, 7 * GIB))
     assert more.bytes - less.bytes == 7 * GIB
-    assert part(less, "page cache") == part(more, "page cache") == host.PAGE_CACHE_BYTES
+    assert part(less, "page cache") == part(more, "page cache") == host_memory.PAGE_CACHE_BYTES
 
 
 def test_a_checkpoint_is_staged_while_the_ring_is_full_but_the_model_was_given_back() -> None:
@@ -165,16 +176,16 @@ def test_a_checkpoint_is_staged_while_the_ring_is_full_but_the_model_was_given_b
 def test_a_gpu_brings_its_context_and_pinned_memory_and_a_cpu_its_step() -> None:
     run = Training(batch_bytes=MIB, offloaded_bytes=GIB, step_bytes=9 * GIB, several=True, slots=2, sized=True)
     gpu, cpu = train_need(run, BASE), train_need(replace(run, gpu=False), BASE)
-    assert part(gpu, host.CONTEXT) == host.CUDA_CONTEXT_BYTES
+    assert part(gpu, host_memory.CONTEXT) == host_memory.CUDA_CONTEXT_BYTES
     assert (part(gpu, "offloaded"), part(gpu, "training step")) == (2 * GIB, 0)
     assert (part(cpu, "offloaded"), part(cpu, "training step")) == (GIB, 9 * GIB)
-    assert part(cpu, host.CONTEXT) == part(cpu, "communicator") == 0 < part(gpu, "communicator")
+    assert part(cpu, host_memory.CONTEXT) == part(cpu, "communicator") == 0 < part(gpu, "communicator")
 
 
 def test_inductor_is_paid_for_only_where_it_compiles() -> None:
     eager, compiled = (train_need(Training(compile_workers=workers), BASE) for workers in (0, 8))
     assert part(eager, "compiler") == 0
-    assert part(compiled, "compiler") == 8 * host.COMPILE_WORKER_BYTES + host.COMPILER_BYTES
+    assert part(compiled, "compiler") == 8 * host_memory.COMPILE_WORKER_BYTES + host_memory.COMPILER_BYTES
 
 
 def test_shared_pages_count_in_proportion_and_those_of_files_in_full() -> None:
@@ -196,7 +207,7 @@ def test_without_the_modules_the_baseline_is_a_stated_figure() -> None:
 @pytest.mark.slow
 def test_a_training_step_on_the_cpu_fits_what_is_predicted_and_nearly_fills_it(baseline: Baseline) -> None:
     need = train_need(Training(gpu=False, step_bytes=TRAINED_BYTES, threads=0), baseline)
-    predicted = need.total_bytes - int(1.3 * host.PAGE_CACHE_BYTES)  # which belongs to no process
+    predicted = need.total_bytes - int(1.3 * host_memory.PAGE_CACHE_BYTES)  # which belongs to no process
     peak = status_of(TRAINED, "VmHWM")
     assert 0.7 * predicted < peak < predicted
 

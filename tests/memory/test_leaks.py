@@ -16,9 +16,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.memory import counters
-from pipeline.memory.growth import LAPS, Series, leaking
-from pipeline.memory.leaks import HOST, OBJECTS, TENSORS, Leak, Leaks
+from pipeline.memory.leaks import inspection
+from pipeline.memory.leaks.leak_detector import HOST, LAPS, OBJECTS, TENSORS, Leak, Leaks, Series, leaking
 from tests.limited import device
 
 HERE = Path(__file__)
@@ -397,7 +396,7 @@ def _compiled(x: Tensor) -> Tensor:
 def test_a_look_does_not_compile_anew() -> None:
     from torch._dynamo.testing import CompileCounter
 
-    from pipeline.memory.survivors import Look
+    from pipeline.memory.leaks.referrers import Look
 
     counter = CompileCounter()
     function = torch.compile(_compiled, backend=counter)
@@ -485,7 +484,7 @@ def test_a_run_of_any_length_is_remembered_in_bounded_memory() -> None:
 
 
 def test_malloc_is_counted_to_the_byte() -> None:
-    count = counters.malloc_counter()
+    count = inspection.malloc_counter()
     if count is None:
         pytest.skip("no malloc that tells what is in use: glibc before 2.33, or another one")
     before = count()

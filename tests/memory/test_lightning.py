@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
-from pipeline.memory.governed import Governed
-from pipeline.memory.upkeep import Habits
+from pipeline.memory.runtime.governed import Governed
+from pipeline.memory.runtime.meters import Habits
 from tests.limited import device as limited
 from tests.limited.device import LimitedDevice
 
@@ -22,7 +22,7 @@ with warnings.catch_warnings():
     pytest.importorskip("lightning.pytorch", reason="the extra `lightning` is not installed")
     from lightning.pytorch import LightningModule, Trainer
 
-    from pipeline.memory.lightning import GROWTH_BYTES, GovernorCallback
+    from pipeline.memory.runtime.lightning_callback import GROWTH_BYTES, GovernorCallback
 
 pytestmark = [
     pytest.mark.usefixtures("quick"),

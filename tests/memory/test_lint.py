@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pipeline.memory.allocator_rules import NCCL_BUFFER_BYTES
-from pipeline.memory.conf import VARIABLES
-from pipeline.memory.lint import RULES, Facts, Finding, Severity, allocator_options, lint
+from pipeline.memory.lint.allocator_rules import NCCL_BUFFER_BYTES
+from pipeline.memory.lint.lint_facts import VARIABLES
+from pipeline.memory.lint.training_rules import RULES, Facts, Finding, Severity, allocator_options, lint
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pipeline.memory.footprint import Choice, Origin
-from pipeline.memory.margins import margin_of
-from pipeline.memory.peaks import Peak, Peaks, fingerprint, ratios_of_all
+from pipeline.memory.footprint import Choice, Origin, margin_of
+from pipeline.memory.history.step_history import Peak, Peaks, fingerprint, ratios_of_all
 
 ONE = Peak(
     model="m",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.memory.plan import Filled, Plan
+from pipeline.memory.planning.memory_plan import Filled, Plan
 from tests.limited import device
 from tests.memory.planned import Ground, Trained, epoch, sampler_of, sampler_under
 from tests.zoo import ZOO

@@ -12,15 +12,13 @@ import numpy as np
 import pytest
 
 from pipeline.errors import ConfigError, DataError, PlanInfeasible
-from pipeline.memory.configurations import Offer, alternatives, table
-from pipeline.memory.devices import device
-from pipeline.memory.footprint import Choice, Origin
-from pipeline.memory.margins import margin_of
-from pipeline.memory.plan import Filled, Plan, Verdict
-from pipeline.memory.planner import Stage, plan, plan_stages
-from pipeline.memory.questions import rounded_up
-from pipeline.memory.request import Card, Data, Micros, Oversize, Request
-from pipeline.training.sampler import Sampler, Settings
+from pipeline.memory.footprint import Choice, Origin, margin_of
+from pipeline.memory.hardware.gpus import device
+from pipeline.memory.planning.comparison import Offer, alternatives, table
+from pipeline.memory.planning.memory_plan import Filled, Plan, Verdict
+from pipeline.memory.planning.planner import Stage, plan, plan_stages, rounded_up
+from pipeline.memory.planning.request import Card, Data, Micros, Oversize, Request
+from pipeline.training.sampling.sampler import Sampler, Settings
 from tests.memory.oracles import GIB, MIB, Integers, Model, card, data, greedy, heavy
 
 BATCH = 24

@@ -7,7 +7,17 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.memory.policy import FLOOR_BYTES, NEWEST, STEP_BYTES, Bounds, Past, Suggestion, pace, planned, suggest
+from pipeline.memory.history.task_history import (
+    FLOOR_BYTES,
+    NEWEST,
+    STEP_BYTES,
+    Bounds,
+    Past,
+    Suggestion,
+    pace,
+    planned,
+    suggest,
+)
 from tests.memory.tasks import GIB, MIB, past
 
 

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.memory import journal as journal_module
-from pipeline.memory.journal import Journal
-from pipeline.memory.measured import line_of
-from pipeline.memory.profiles import Profiles, Suggestion
+from pipeline.memory.history import task_records as journal_module
+from pipeline.memory.history.task_history import Profiles, Suggestion
+from pipeline.memory.history.task_records import Journal, line_of
 from tests.memory.tasks import GIB, MIB, measured
 
 ROOT = Path(__file__).parents[2]
 WRITER = """
-import sys; from pathlib import Path; from pipeline.memory.profiles import Profiles; from tests.memory.tasks import *
+import sys; from pathlib import Path
+from pipeline.memory.history.task_history import Profiles; from tests.memory.tasks import *
 folder, name = Path(sys.argv[1]), sys.argv[2]
 for number in range(20):
     profiles = Profiles(folder)

@@ -8,7 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from pipeline.memory.fakes.recorder import SCRATCH, OnHost, Recorder
+from pipeline.memory.tracing.recorder import SCRATCH, OnHost, Recorder
 from tests.limited import device
 from tests.limited.device import LimitedDevice
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.memory.recovery import Oom, Path, Replayed, Snapshot, replayed, rewind
+from pipeline.memory.runtime.recovery import Oom, Path, Replayed, Snapshot, replayed, rewind
 from tests.limited import device as limited
 from tests.limited.device import LimitedDevice, RefuseOne
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeline.memory.allocator import AllocatorSettings, SimulatedOutOfMemory
 from pipeline.memory.footprint import EMPTY, Step, Tape
-from pipeline.memory.replay import ALTERNATIVES, Alternative, recommend, replay, worst_first
+from pipeline.memory.hardware.allocator_replay import ALTERNATIVES, Alternative, recommend, replay, worst_first
+from pipeline.memory.hardware.caching_allocator import AllocatorSettings, SimulatedOutOfMemory
 
 MIB = 1 << 20
 DEFAULT = AllocatorSettings()

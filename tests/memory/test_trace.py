@@ -15,12 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.nn.modules import module as hooks
 
-from pipeline.memory.allocator import Allocator, AllocatorSettings
-from pipeline.memory.fallback import Ladder
+from pipeline.memory.estimating.fallback_oracle import Ladder
 from pipeline.memory.footprint import Category, Choice, Step, live_peak_bytes, parts_at_peak
-from pipeline.memory.trace import CannotTrace
-from pipeline.training.step import Settings
-from pipeline.training.step import Step as TrainingStep
+from pipeline.memory.hardware.caching_allocator import Allocator, AllocatorSettings
+from pipeline.memory.tracing.tracer import CannotTrace
+from pipeline.training.step.step import Settings
+from pipeline.training.step.step import Step as TrainingStep
 from tests.limited import device
 from tests.memory.traced import LARGE, SIZES, WIDTH, Small, layers, of, play, tracer, true_peak
 from tests.zoo import ZOO

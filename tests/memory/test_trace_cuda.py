@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional
 
 from pipeline.memory.footprint import Category, Choice, live_peak_bytes, parts_at_peak
-from pipeline.memory.trace import CannotTrace
-from pipeline.runs.planning import target_of
+from pipeline.memory.tracing.tracer import CannotTrace
+from pipeline.runs.model.training_work import target_of
 from tests.memory.traced import LARGE, SIZES, WIDTH, Small, of, tracer
 from tests.zoo import ZOO
 

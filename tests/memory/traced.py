@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.memory.footprint import Category, Choice, Part, Tape
-from pipeline.memory.trace import CPU, Target, Tracer
-from pipeline.training.step import Settings, Step
+from pipeline.memory.tracing.tracer import CPU, Target, Tracer
+from pipeline.training.step.step import Settings, Step
 from tests.limited.device import HostCarrier, LimitedDevice
 
 SIZES = {"items": 32}

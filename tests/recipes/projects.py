@@ -18,10 +18,10 @@ import yaml
 
 from pipeline.config.load import load
 from pipeline.config.schema import Config
-from pipeline.encoder.synth import synth
+from pipeline.encoder.checkpoints.synth import synth
 from pipeline.memory.footprint import Choice, live_peak_bytes
 from pipeline.readers import made
-from pipeline.runs import linted
+from pipeline.setup import checkup
 from pipeline.structures.made_rna import pocket_pdb
 from pipeline.structures.synthetic import complex_pdb
 from tests.command import Command
@@ -215,7 +215,7 @@ def settings_of(recipe: Recipe, *settings: str) -> dict[str, str]:
     """Return what `pipeline doctor` says of settings that do harm: each thing found, and what to do."""
     loaded = load(RECIPES / f"{recipe.name}.yaml", settings)
     with patch.dict(os.environ, OMP_NUM_THREADS="1"):  # else that is warned of, too
-        return {one.found: one.remedy for one in linted.check(loaded) if one.what == "settings"}
+        return {one.found: one.remedy for one in checkup.settings_findings(loaded) if one.what == "settings"}
 
 
 def peak(task: Any, sizes: Mapping[str, int], choice: Choice = Choice(), **settings: Any) -> int:  # noqa: B008

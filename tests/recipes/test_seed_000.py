@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from pipeline.memory.lint import Facts, lint
+from pipeline.memory.lint.training_rules import Facts, lint
 from pipeline.tasks.rna_ligand import RnaLigand
 from tests.command import Command
 from tests.recipes.conftest import Scanned

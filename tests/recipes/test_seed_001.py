@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pipeline.memory.footprint import Choice
-from pipeline.memory.lightning import GovernorCallback
-from pipeline.memory.upkeep import Habits
+from pipeline.memory.runtime.lightning_callback import GovernorCallback
+from pipeline.memory.runtime.meters import Habits
 from pipeline.tasks.spectra_finetune import SpectraFinetune
 from tests.command import Command
 from tests.recipes.conftest import Scanned

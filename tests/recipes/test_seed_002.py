@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.memory.lint import Facts, lint
+from pipeline.memory.lint.training_rules import Facts, lint
 from pipeline.tasks.complex_docking import ComplexDocking
 from tests.command import Command
 from tests.recipes.conftest import Scanned

@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeline.memory.footprint import Choice
-from pipeline.memory.lint import Facts, lint
+from pipeline.memory.lint.training_rules import Facts, lint
+from pipeline.project.user_code import load_task
 from pipeline.protocol import Contrastive
-from pipeline.runs.tasks import load_task
 from pipeline.tasks.contrastive_pair import ContrastivePair
-from pipeline.training.step import Settings, Step
+from pipeline.training.step.step import Settings, Step
 from tests.command import Command
 from tests.recipes.conftest import Scanned
 from tests.recipes.projects import PAIR, config_of, epochs_of, peak, planned, ran, settings_of

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from pipeline.cluster.verdict import Cause
 from pipeline.config.load import dump_resolved, load
+from pipeline.journal.attempts import Ask, Attempt
 from pipeline.records import EventKind
-from pipeline.runs.attempts import Ask, Attempt
-from pipeline.training.figures import Epoch, Figures, Spread
+from pipeline.training.loop.metrics_log import Epoch, Figures, Spread
 from pipeline.training.prepared import ModelFolder, Prepared, Stretch
 from tests.runs.ledgers import Told
 

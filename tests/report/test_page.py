@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pipeline.report.html.overview import _busiest
-from pipeline.runs.folder import RunFolder
-from pipeline.runs.page import now_of, write
+from pipeline.journal.run_folder import RunFolder
+from pipeline.report.html.html_page import _busiest
+from pipeline.runs.views.run_page import now_of, write
 from tests.command import Command
 from tests.docs.conftest import Demo, demo
 from tests.report.runs_told import HOSTILE, failed, trained

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.report.html.scales import Axis, numbers, sizes, times, wholes
-from pipeline.report.html.text import figure
+from pipeline.report.html.html_text import figure
+from pipeline.report.html.plots import Axis, numbers, sizes, times, wholes
 
 MIDNIGHT = 1_767_225_600.0  # 2026-01-01
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.config.load import load
-from pipeline.encoder.synth import synth
-from pipeline.runs.project import Project
-from pipeline.store.cache import Cache
+from pipeline.encoder.checkpoints.synth import synth
+from pipeline.project.project import Project
+from pipeline.store.cache_folder import Cache
 from pipeline.structures.synthetic import complex_pdb
 from tests.runs.conftest import settle
 

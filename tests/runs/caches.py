@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.journal.ledger import Reader
+from pipeline.journal.run_folder import RunFolder, runs_in
 from pipeline.records import EventKind
-from pipeline.runs.demo import make_project
-from pipeline.runs.folder import RunFolder, runs_in
-from pipeline.runs.ledger import Reader
-from pipeline.store.cache import Cache
-from pipeline.store.findings import Finding, Report, ReportWriter, Summary, last_report
-from pipeline.store.layout import REPORTS
+from pipeline.setup.demo_project import make_project
+from pipeline.store.cache_folder import Cache
+from pipeline.store.format.cache_layout import REPORTS
+from pipeline.store.maintenance.damage_report import Finding, Report, ReportWriter, Summary, last_report
 from tests.command import Outcome
 from tests.runs.conftest import settle
 from tests.slurm.runs import content

@@ -6,12 +6,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from pipeline.journal import run_folder as folders
+from pipeline.journal.attempts import Ask, Attempt, ranges
+from pipeline.journal.ledger import Ledger, Reader
+from pipeline.journal.run_folder import RunFolder
+from pipeline.journal.run_status import Job, RunStatus, fold
 from pipeline.records import EventKind
-from pipeline.runs import folder as folders
-from pipeline.runs.attempts import Ask, Attempt, ranges
-from pipeline.runs.folder import RunFolder
-from pipeline.runs.ledger import Ledger, Reader
-from pipeline.runs.status import Job, RunStatus, fold
 
 ASK = Ask(1 << 30, 3600)
 

@@ -13,11 +13,11 @@ import numpy as np
 from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.memory.footprint import Oracle
-from pipeline.memory.plan import Plan
-from pipeline.memory.planner import plan
-from pipeline.memory.request import Card, Data
-from pipeline.memory.trace import CPU
-from pipeline.runs.planning import Work, cutter, host_card, least_of, request_of
+from pipeline.memory.planning.memory_plan import Plan
+from pipeline.memory.planning.planner import plan
+from pipeline.memory.planning.request import Card, Data
+from pipeline.memory.tracing.tracer import CPU
+from pipeline.runs.model.training_work import Work, cutter, host_card, least_of, request_of
 from tests.slurm.runs import nested
 
 GIB = 1 << 30

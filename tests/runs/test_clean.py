@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pipeline.errors import CacheUnusable, ConfigError
+from pipeline.journal.ledger import Ledger
 from pipeline.records import EventKind
-from pipeline.runs import using
-from pipeline.runs.cleaning import DAY_S, Asked, Cleaning, carry_out, foresee, has_vanished
-from pipeline.runs.ledger import Ledger
-from pipeline.runs.loading import made_table
-from pipeline.runs.submit import new_run
-from pipeline.store.cache import Cache
-from pipeline.store.sweep import Fate
-from pipeline.store.users import User, register, registered
+from pipeline.runs.dataset.loading import made_table
+from pipeline.runs.engine.create import new_run
+from pipeline.runs.upkeep import cache_use
+from pipeline.runs.upkeep.clean_cache import DAY_S, Asked, Cleaning, carry_out, foresee, has_vanished
+from pipeline.store.cache_folder import Cache
+from pipeline.store.maintenance.leftovers import User, register, registered
+from pipeline.store.maintenance.sweep import Fate
 from tests.runs import cached
 from tests.runs.cached import ITEMS, Copy, submit, write_manifest
 from tests.store.faulty_disks import FailingDisk
@@ -133,7 +133,7 @@ def test_graphs_that_are_not_kept_on_disk_are_not_needed_there(copy: Copy) -> No
 
 def other_user(copy: Copy, config: Path, last: float, *sets: str) -> User:
     """Let another project say that it uses the cache."""
-    tags = using.recipes_of(copy.project(*sets))
+    tags = cache_use.recipes_of(copy.project(*sets))
     user = User(str(config), str(config.parent / "runs"), frozenset((kind, tag.hex()) for kind, tag in tags), last)
     assert register(copy.store.disk, copy.store.root, user)
     return user
@@ -248,7 +248,7 @@ def test_the_table_of_a_run_that_goes_on_stays_wherever_its_folder_is(copy: Copy
     ledger = going_run(copy, elsewhere)
     (going,) = (tmp_path / "elsewhere").glob("2*")
     (run / "table.txt").rename(going / "table.txt")
-    using.tell(copy.project(elsewhere), ["graph"], copy.file)
+    cache_use.tell(copy.project(elsewhere), ["graph"], copy.file)
     assert dead(clean(copy)) == {}
     ledger.emit(EventKind.RUN_ENDED, state="done", error="", exit_code=0)
     assert dead(clean(copy)) == {}  # as that of one that has ended
@@ -362,11 +362,11 @@ def test_a_cache_that_cannot_be_told_of_its_readers_is_named(
     with under.kind("graph").writer() as writer:
         writer.put(b"sixteen letters.", {})
     project = copy.project(f"cache.under=[{under.root}]")
-    using.tell(project, ["graph"], copy.file)
+    cache_use.tell(project, ["graph"], copy.file)
     assert caplog.messages == []
     for refusing in (project.cache.under[0], project.cache):
         refusing.disk = FailingDisk("open_new", errno.EROFS)
-    using.tell(project, ["graph"], copy.file)
+    cache_use.tell(project, ["graph"], copy.file)
     assert [message.split(":")[0] for message in caplog.messages] == [str(copy.store.root), str(under.root)]
 
 
@@ -375,11 +375,11 @@ def test_this_project_says_anew_what_it_uses(copy: Copy) -> None:
         users = registered(copy.store.disk, copy.store.root)[0]
         return {tag for user in users if user.config == str(copy.file) for tag in user.tags}
 
-    using.tell(copy.project(), ["graph"], copy.file)
-    using.tell(copy.project(FEWER), ["graph"], copy.file)
+    cache_use.tell(copy.project(), ["graph"], copy.file)
+    cache_use.tell(copy.project(FEWER), ["graph"], copy.file)
     assert sum(kind == "graph" for kind, _ in tags()) == 2
     clean(copy, NOW, FEWER)
-    assert {(kind, bytes.fromhex(tag)) for kind, tag in tags()} == set(using.recipes_of(copy.project(FEWER)))
+    assert {(kind, bytes.fromhex(tag)) for kind, tag in tags()} == set(cache_use.recipes_of(copy.project(FEWER)))
 
 
 @pytest.mark.parametrize("place", ["/", "nothing", "data"])

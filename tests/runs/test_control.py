@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.load import load
-from pipeline.runs.folder import RunFolder, runs_in
-from pipeline.runs.frozen import freeze
-from pipeline.runs.handover import claim, claimed_after
-from pipeline.runs.submit import new_run
+from pipeline.journal.run_folder import RunFolder, runs_in
+from pipeline.project.frozen_code import freeze
+from pipeline.runs.engine.create import new_run
+from pipeline.runs.engine.handover import claim, claimed_after
 from tests.command import Command
 from tests.runs.conftest import MakeProject
 from tests.runs.test_submit import PIPELINE, newest_status, wait_for

@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 
-from pipeline.cluster.spec import TaskState, TaskStatus
+from pipeline.cluster.job_spec import TaskState, TaskStatus
 from pipeline.config.load import load
+from pipeline.journal.ledger import Ledger
+from pipeline.project.project import Project, open_executor
 from pipeline.records import EventKind
-from pipeline.runs import workflow
-from pipeline.runs.dispatch import Dispatch
-from pipeline.runs.executors import open_executor
-from pipeline.runs.ledger import Ledger
-from pipeline.runs.project import Project
-from pipeline.runs.todo import Found, Shard
+from pipeline.runs.dataset.worklist import Found, Shard
+from pipeline.runs.engine.dispatch import Dispatch
+from pipeline.runs.workflow import table
 from tests.runs.ledgers import Told
 
 MIB = 1 << 20
@@ -46,5 +45,5 @@ def test_memory_of_ranks_is_that_of_all_on_a_node(tmp_path: Path, monkeypatch: p
     )
     with open_executor(config) as executor:
         dispatch = Dispatch(told.folder, config, executor, lambda _kind, **data: emitted.append(data))
-        dispatch.collect(Project.open(config), workflow.stage("train"), told.status.stages["train"], [ended])
+        dispatch.collect(Project.open(config), table.stage("train"), told.status.stages["train"], [ended])
     assert [one["peak_rss_bytes"] for one in emitted] == [3 * 400 * MIB]

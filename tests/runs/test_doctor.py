@@ -10,8 +10,8 @@ import pytest
 
 from pipeline.config.load import load
 from pipeline.config.schema import Config
-from pipeline.runs import scheduler
-from pipeline.runs.finding import Verdict
+from pipeline.setup import slurm_checks
+from pipeline.setup.finding import Verdict
 from tests.command import Command
 from tests.runs.clusters import BARE, MIXED, PLAIN, site_of
 from tests.runs.conftest import MakeProject
@@ -157,7 +157,7 @@ def test_a_cluster_without_its_commands_is_a_refusal(
 def test_a_controller_that_does_not_answer_is_a_refusal_in_its_own_words(
     pipeline: Command, make_project: MakeProject, no_slurm: Path
 ) -> None:
-    for name in scheduler.COMMANDS:
+    for name in slurm_checks.COMMANDS:
         (no_slurm / name).write_text("#!/bin/sh\necho 'slurm_load_ctl_conf error: Connection refused' >&2\nexit 1\n")
         (no_slurm / name).chmod(0o755)
     make_project(1)
@@ -192,7 +192,7 @@ def test_a_controller_that_does_not_answer_is_a_refusal_in_its_own_words(
 def test_partitions_that_jobs_name_must_be_there_and_give_the_time(
     config: Callable[..., Config], no_slurm: Path, settings: tuple[str, ...], what: str, found: str, code: int
 ) -> None:
-    rows = list(scheduler.partitions(config(*settings), site_of(PLAIN)))
+    rows = list(slurm_checks.partitions(config(*settings), site_of(PLAIN)))
     assert [row.exit_code for row in rows if row.what == what and found in row.found] == [code]
     assert all(row.remedy for row in rows if row.exit_code)
 
@@ -200,9 +200,9 @@ def test_partitions_that_jobs_name_must_be_there_and_give_the_time(
 def test_a_partition_that_is_down_or_a_cluster_without_a_default_is_told(
     config: Callable[..., Config], no_slurm: Path
 ) -> None:
-    (old, *_) = scheduler.partitions(config("cluster.slurm.partition=old"), site_of(MIXED))
+    (old, *_) = slurm_checks.partitions(config("cluster.slurm.partition=old"), site_of(MIXED))
     assert (old.verdict, "they would wait" in old.found) == (Verdict.NOTE, True)
-    (none,) = scheduler.partitions(config(), site_of(BARE))
+    (none,) = slurm_checks.partitions(config(), site_of(BARE))
     assert (none.exit_code, "has no default; there are no, gpu:fast" in none.found) == (6, True)
 
 
@@ -218,13 +218,13 @@ def test_a_partition_that_is_down_or_a_cluster_without_a_default_is_told(
 def test_accounts_and_qos_must_be_ones_own(
     config: Callable[..., Config], settings: tuple[str, ...], found: str, code: int
 ) -> None:
-    (row,) = scheduler.charging(config(*settings), site_of(PLAIN))
+    (row,) = slurm_checks.charging(config(*settings), site_of(PLAIN))
     assert (row.found, row.exit_code) == (found, code)
 
 
 def test_an_accounting_that_tells_nothing_refuses_nothing(config: Callable[..., Config]) -> None:
-    assert list(scheduler.charging(config(), site_of(BARE))) == []
-    (row,) = scheduler.charging(config("cluster.slurm.account=x"), site_of(BARE))
+    assert list(slurm_checks.charging(config(), site_of(BARE))) == []
+    (row,) = slurm_checks.charging(config("cluster.slurm.account=x"), site_of(BARE))
     assert (row.verdict, row.exit_code) == (Verdict.NOTE, 0)
 
 
@@ -241,18 +241,18 @@ def test_an_accounting_that_tells_nothing_refuses_nothing(config: Callable[..., 
 def test_whether_memory_is_watched_is_said(
     config: Callable[..., Config], printed: dict[str, str], settings: tuple[str, ...], verdict: Verdict, found: str
 ) -> None:
-    (row,) = scheduler.memory(config(*settings), site_of(printed))
+    (row,) = slurm_checks.memory(config(*settings), site_of(printed))
     assert (row.verdict, found in row.found) == (verdict, True)
 
 
 def test_preemption_is_told_of_the_partitions_that_are_used(config: Callable[..., Config]) -> None:
-    assert list(scheduler.preemption(config(), site_of(PLAIN))) == []
-    (row,) = scheduler.preemption(config("cluster.graph.partition=preempt"), site_of(PLAIN))
+    assert list(slurm_checks.preemption(config(), site_of(PLAIN))) == []
+    (row,) = slurm_checks.preemption(config("cluster.graph.partition=preempt"), site_of(PLAIN))
     assert "preempt: REQUEUE: tasks that have to make room are told by SIGTERM, and have 5 s" in row.found
     signalled = PLAIN | {"config": PLAIN["config"] + "PreemptParameters = send_user_signal\n"}
-    (row,) = scheduler.preemption(config("cluster.graph.partition=preempt"), site_of(signalled))
+    (row,) = slurm_checks.preemption(config("cluster.graph.partition=preempt"), site_of(signalled))
     assert "the signal we ask for" in row.found
-    (row,) = scheduler.preemption(config(), site_of(MIXED))
+    (row,) = slurm_checks.preemption(config(), site_of(MIXED))
     assert "JobRequeue=0" in row.found
 
 
@@ -263,18 +263,18 @@ def test_folders_that_nodes_may_not_see_are_told_with_why(
     mounts.write_text(
         "/dev/sda1 / ext4 rw 0 0\nserver:/x /group nfs4 rw 0 0\ntmpfs /group/my\\040scratch tmpfs rw 0 0\nsysfs\n"
     )
-    monkeypatch.setattr(scheduler, "MOUNTS", mounts)
+    monkeypatch.setattr(slurm_checks, "MOUNTS", mounts)
     monkeypatch.delenv("TMPDIR", raising=False)
     sets = ("data.path=/group/a.csv", "cache.root=/group/my scratch/cache", "cluster.runs=/tmp/runs")
-    rows = {row.found for row in scheduler.folders(config(*sets), site_of(PLAIN))}
+    rows = {row.found for row in slurm_checks.folders(config(*sets), site_of(PLAIN))}
     assert "run folders: below /tmp, which every machine has for itself" in rows
     assert "cache: on tmpfs, which every machine has for itself" in rows
     assert not any("data" in row for row in rows)
 
 
 def test_no_accounting_is_a_note_and_no_failure(config: Callable[..., Config], no_slurm: Path) -> None:
-    (row,) = scheduler.accounting(config(), site_of(PLAIN))
+    (row,) = slurm_checks.accounting(config(), site_of(PLAIN))
     assert (row.verdict, row.exit_code) == (Verdict.NOTE, 0)
     none = PLAIN | {"config": PLAIN["config"].replace("accounting_storage/slurmdbd", "accounting_storage/none")}
-    (row,) = scheduler.accounting(config(), site_of(none))
+    (row,) = slurm_checks.accounting(config(), site_of(none))
     assert "keeps none" in row.found

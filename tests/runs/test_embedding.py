@@ -17,19 +17,19 @@ import pytest
 import torch
 
 from pipeline.config.load import load
-from pipeline.encoder.synth import synth
+from pipeline.encoder.checkpoints.synth import synth
 from pipeline.errors import CacheUnusable
+from pipeline.journal.ledger import Reader
+from pipeline.journal.run_folder import RunFolder, runs_in
+from pipeline.journal.run_status import summary
+from pipeline.project.frozen_code import module_command
+from pipeline.project.project import Project, asked_bytes
 from pipeline.records import EventKind
-from pipeline.runs import embedding
-from pipeline.runs.folder import RunFolder, runs_in
-from pipeline.runs.frozen import module_command
-from pipeline.runs.ledger import Reader
-from pipeline.runs.project import Project, asked_bytes
-from pipeline.runs.status import summary
-from pipeline.runs.submit import new_run, refuse_unfit_disk
-from pipeline.runs.todo import Found
-from pipeline.runs.worker import GO_ON, WORKER
-from pipeline.store.cache import Cache
+from pipeline.runs.dataset.worklist import Found
+from pipeline.runs.engine.create import new_run, refuse_unfit_disk
+from pipeline.runs.engine.run_task import GO_ON, WORKER
+from pipeline.runs.workflow import embed_stage
+from pipeline.store.cache_folder import Cache
 from tests.command import Command
 from tests.encoder.sequences import natural
 from tests.runs.conftest import MakeProject, settle, write_complex
@@ -119,7 +119,7 @@ def test_a_sequence_that_many_items_share_is_embedded_once(fasta: Path, pipeline
 def missing(folder: Path, *sets: str) -> int:
     """Return how many sequences would be embedded with these settings."""
     project = Project.open(load(folder / "pipeline.yaml", sets).config)
-    return embedding.survey(project, None, at_once=1).counts["missing"]
+    return embed_stage.survey(project, None, at_once=1).counts["missing"]
 
 
 @pytest.mark.slow
@@ -264,7 +264,7 @@ def test_a_prime_number_of_sequences_is_cut_into_tasks_of_whole_batches(fasta: P
     config = load(fasta / "pipeline.yaml", ["cluster.embed.items_per_task=10"]).config
     subprocess.run([PIPELINE, "submit", "--stage", "scan", "--follow"], cwd=fasta, check=True, capture_output=True)
     run = new_run(config, ["embed"])
-    found = embedding.survey(Project.open(config), run, at_once=2)
+    found = embed_stage.survey(Project.open(config), run, at_once=2)
     sizes = [shard.items for shard in found.shards]
     assert sum(sizes) == 101
     assert len(sizes) == 11
@@ -285,7 +285,7 @@ def test_a_task_that_is_told_to_end_keeps_what_is_finished(fasta: Path, number: 
     subprocess.run([PIPELINE, "submit", "--stage", "scan", "--follow"], cwd=fasta, check=True, capture_output=True)
     run = new_run(config, ["embed"])
     project = Project.open(config)
-    embedding.survey(project, run, at_once=1).write_shards(run, "embed")
+    embed_stage.survey(project, run, at_once=1).write_shards(run, "embed")
     task = [*module_command(WORKER), str(run.path), "embed", "0"]
     worker = subprocess.Popen(task)
     progress = run.events / "embed-000000.jsonl"
@@ -505,7 +505,7 @@ def test_the_memory_of_a_task_is_that_of_all_its_processes(fasta: Path) -> None:
 
     def asked(*sets: str) -> int:
         project = Project.open(load(fasta / "pipeline.yaml", sets).config)
-        return asked_bytes(project.config.cluster.embed, embedding.mem_bytes(project))
+        return asked_bytes(project.config.cluster.embed, embed_stage.mem_bytes(project))
 
     assert asked("cluster.embed.gpus=4") == 4 * asked() == 4 * asked("cluster.embed.gpus=1")
     assert asked("cluster.embed.gpus=4", "cluster.embed.mem_per_gpu=3GiB") == 12 << 30
@@ -518,9 +518,9 @@ def test_tasks_are_as_many_as_can_run_at_once_and_no_more_where_more_would_not_p
 
     def tasks(cost: float, at_once: int, *sets: str) -> int:
         project = Project.open(load(fasta / "pipeline.yaml", sets).config)
-        return embedding._tasks(project, 10_000, cost, at_once)
+        return embed_stage._tasks(project, 10_000, cost, at_once)
 
-    minute = 60 * embedding.RATE_OF_CORE
+    minute = 60 * embed_stage.RATE_OF_CORE
     assert tasks(0.1 * minute, at_once=64) == 1
     assert tasks(minute, at_once=64) == 3
     assert tasks(10 * minute, at_once=8) == 8
@@ -546,7 +546,7 @@ def test_a_process_that_was_killed_is_reported_as_a_shell_would(fasta: Path, tmp
     config = load(fasta / "pipeline.yaml", settings).config
     subprocess.run([PIPELINE, "submit", "--stage", "scan", "--follow"], cwd=fasta, check=True, capture_output=True)
     run = new_run(config, ["embed"])
-    embedding.survey(Project.open(config), run, at_once=1).write_shards(run, "embed")
+    embed_stage.survey(Project.open(config), run, at_once=1).write_shards(run, "embed")
     limit = "import resource; resource.setrlimit(resource.RLIMIT_CPU, (0, 0))"  # the kernel kills what computes
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nif sys.argv[-1] == '1/2':\n    {limit}\n")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}

@@ -11,16 +11,15 @@ import pytest
 
 from pipeline.cluster.verdict import Cause
 from pipeline.config.load import load
+from pipeline.journal import run_folder as folders
+from pipeline.journal.attempts import Ask, Attempt, leave_out, left_out
+from pipeline.journal.ledger import Note, read_notes
+from pipeline.journal.run_folder import RunFolder
+from pipeline.journal.run_status import Job, RunStatus, fold
+from pipeline.project.project import Project
 from pipeline.records import Event, EventKind, Reason
-from pipeline.runs import folder as folders
-from pipeline.runs import todo
-from pipeline.runs.attempts import Ask, Attempt
-from pipeline.runs.folder import RunFolder
-from pipeline.runs.left_out import leave_out, left_out
-from pipeline.runs.notes import Note, read_notes
-from pipeline.runs.project import Project
-from pipeline.runs.status import Job, RunStatus, fold
-from pipeline.runs.todo import Shard
+from pipeline.runs.dataset import worklist
+from pipeline.runs.dataset.worklist import Shard
 from tests.runs.conftest import MakeProject
 
 ASK = Ask(1 << 30, 600)
@@ -148,15 +147,15 @@ def test_a_torn_line_of_what_is_left_out_is_skipped(run: RunFolder) -> None:
 def test_splitting_twice_is_splitting_once(run: RunFolder) -> None:
     run.todo("scan").write_text("".join(json.dumps(number) + "\n" for number in range(7)))
     whole = [Shard(0, 8, 4), Shard(8, 14, 3)]
-    todo._write_shards(run, "scan", whole)
+    worklist._write_shards(run, "scan", whole)
 
     def halve(folder: RunFolder, shard: Shard) -> tuple[Shard, Shard]:
-        return todo.halve_lines(folder.todo("scan"), shard)
+        return worklist.halve_lines(folder.todo("scan"), shard)
 
-    first = todo.split_shards(run, "scan", [0, 1], halve)
+    first = worklist.split_shards(run, "scan", [0, 1], halve)
     assert first == {0: [2, 3], 1: [4, 5]}
-    assert todo.split_shards(run, "scan", [0, 1], halve) == first
-    shards = todo.read_shards(run, "scan")
+    assert worklist.split_shards(run, "scan", [0, 1], halve) == first
+    shards = worklist.read_shards(run, "scan")
     assert [(one.start, one.end, one.items) for one in shards[2:]] == [(0, 4, 2), (4, 8, 2), (8, 10, 1), (10, 14, 2)]
 
 
@@ -165,4 +164,4 @@ def test_a_list_of_the_data_set_that_was_cut_short_is_not_taken_for_the_whole(ma
     config = load(folder / "pipeline.yaml").config
     run = folders.create(folder / "runs", "graph", datetime(2026, 1, 2, tzinfo=timezone.utc))
     run.items.with_suffix(".partial").write_text('{"id": "c0"}\n')  # who wrote it died
-    assert len(list(todo.frozen_items(Project.open(config), run))) == 3
+    assert len(list(worklist.frozen_items(Project.open(config), run))) == 3

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.runs.gauges import CardGauge, ProcessGauge, Start, gauge_of
+from pipeline.memory.runtime.gauges import CardGauge, ProcessGauge, Start, gauge_of
 
 MIB = 1 << 20
 

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from pipeline.config.load import load
-from pipeline.graphs.graph import decode
+from pipeline.graphs.item_graph import decode
+from pipeline.journal.ledger import Reader
+from pipeline.journal.run_folder import RunFolder, runs_in
+from pipeline.project.project import Project
 from pipeline.records import EventKind
-from pipeline.runs import graphing
-from pipeline.runs.folder import RunFolder, runs_in
-from pipeline.runs.ledger import Reader
-from pipeline.runs.project import Project
-from pipeline.store.cache import Cache
+from pipeline.runs.workflow import graph_stage
+from pipeline.store.cache_folder import Cache
 from pipeline.structures.synthetic import complex_pdb
-from pipeline.training.dataset import Table
+from pipeline.training.items.item_table import Table
 from tests.command import Command
 from tests.runs.conftest import settle
 
@@ -120,7 +120,7 @@ def test_a_second_submit_builds_nothing_and_a_new_structure_costs_one_graph(
 def missing(folder: Path, *sets: str) -> int:
     """Return how many graphs would be built with these settings."""
     project = Project.open(load(folder / "pipeline.yaml", sets).config)
-    return graphing.survey(project, None, at_once=1).counts["missing"]
+    return graph_stage.survey(project, None, at_once=1).counts["missing"]
 
 
 def test_what_changes_a_graph_is_in_its_key_and_nothing_else_is(
@@ -210,8 +210,8 @@ def test_the_cost_of_an_item_decides_where_tasks_are_cut(make_complexes: Callabl
     project = Project.open(load(make_complexes(1) / "pipeline.yaml", []).config)
     from array import array
 
-    costs = np.array([1, 1, 1, 1, 96, 50, 50]) * graphing.ATOMS_PER_S * 600 // 100
-    shards = graphing._cut(project, array("Q", range(8)), costs, at_once=1)
+    costs = np.array([1, 1, 1, 1, 96, 50, 50]) * graph_stage.ATOMS_PER_S * 600 // 100
+    shards = graph_stage._cut(project, array("Q", range(8)), costs, at_once=1)
     assert [(shard.start, shard.end) for shard in shards] == [(0, 5), (5, 7)]
 
 

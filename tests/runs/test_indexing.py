@@ -12,13 +12,13 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from pipeline.journal.run_folder import runs_in
 from pipeline.keys import content_digest
-from pipeline.runs import worker
-from pipeline.runs.folder import runs_in
-from pipeline.runs.indexing import bring_up, relieve
-from pipeline.runs.supervisor import Supervisor
-from pipeline.store import merging, store
-from pipeline.store.cache import Cache
+from pipeline.runs.engine import run_task
+from pipeline.runs.engine.run_supervisor import Supervisor
+from pipeline.store import shard_index, store
+from pipeline.store.cache_folder import Cache
+from pipeline.store.indexing import bring_up, relieve
 from pipeline.structures.synthetic import complex_pdb
 from tests.runs.conftest import settle
 from tests.store.faulty_disks import FailingDisk
@@ -94,7 +94,7 @@ def test_a_stage_is_judged_once_its_indexes_are_up_to_date(tmp_path: Path, monke
 
     nothing = SimpleNamespace(waiting=0, work={})
     stage = SimpleNamespace(name="scan", kinds=("scan", "files"), only_looks=False, judge=judge)
-    monkeypatch.setattr("pipeline.runs.workflow.check", lambda *_given: [])
+    monkeypatch.setattr("pipeline.runs.workflow.table.check", lambda *_given: [])
     one = Mock(
         spec=Supervisor,
         project=SimpleNamespace(cache=cache),
@@ -116,16 +116,16 @@ def test_a_worker_brings_an_index_up_to_date_that_lacks_much(
     index = tmp_path / "cache/scan/index.bin"
     index.unlink()
     words = [str(runs_in(tmp_path / "runs")[-1].path), "scan", "0"]
-    monkeypatch.setattr("pipeline.runs.worker.ENDING", ())
-    assert worker.main(words) == 0
+    monkeypatch.setattr("pipeline.runs.engine.run_task.ENDING", ())
+    assert run_task.main(words) == 0
     assert not index.exists(), "it lacks little"
     monkeypatch.setattr(store, "_UNINDEXED_RECORDS", 0)
-    assert worker.main(words) == 0
+    assert run_task.main(words) == 0
     assert counts(Cache(tmp_path / "cache"), "scan") == (1, 0)
 
 
 def test_writing_an_index_takes_little_beside_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merging, "PIECE_ROWS", 1024)
+    monkeypatch.setattr(shard_index, "PIECE_ROWS", 1024)
     count, shards = 2000, 10
     for shard in range(shards):
         put(Cache(tmp_path / "cache"), "scan", shard * count, count)

@@ -12,10 +12,10 @@ import pytest
 from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.config.schema_cluster import Card, Slurm
-from pipeline.config.shipped import shipped
-from pipeline.runs import cards
-from pipeline.runs.site import Gpus, Site, parse_gres, parse_nodes, parse_partitions, parse_settings
-from pipeline.runs.starter import config_text, file_name, profile_text, word, write
+from pipeline.config.site_profiles import shipped
+from pipeline.setup import site_facts
+from pipeline.setup.init_files import config_text, file_name, profile_text, word, write
+from pipeline.setup.site_facts import Gpus, Site, parse_gres, parse_nodes, parse_partitions, parse_settings
 from tests.command import Command
 from tests.runs.clusters import ALL, BARE, MIXED, NO_GPUS, PLAIN, PLAIN_CONFIG, partition, site_of
 
@@ -83,7 +83,7 @@ def test_gpus_are_read_from_what_a_node_has(text: str, found: tuple[Gpus, ...]) 
     ],
 )
 def test_a_name_promises_no_more_memory_than_the_card_has(name: str, sizes: tuple[int, ...]) -> None:
-    assert cards.sizes_gib(name) == sizes
+    assert site_facts.sizes_gib(name) == sizes
 
 
 def test_settings_are_read_as_they_stand() -> None:

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from pipeline.config.load import load
-from pipeline.encoder.synth import synth
+from pipeline.encoder.checkpoints.synth import synth
 from pipeline.errors import CacheUnusable
-from pipeline.runs import scanning
-from pipeline.runs.project import Project
-from pipeline.store.cache import Cache
-from pipeline.store.disk import Disk
-from pipeline.store.layout import MARKER, USERS
+from pipeline.project.project import Project
+from pipeline.runs.workflow import scan_stage
+from pipeline.store.cache_folder import Cache
+from pipeline.store.format.cache_layout import MARKER, USERS
+from pipeline.store.format.disk import Disk
 from pipeline.structures.synthetic import complex_pdb
 from tests.command import Command
 from tests.runs.conftest import settle
@@ -160,7 +160,7 @@ def test_a_shared_cache_that_goes_away_while_a_run_goes_on_counts_as_empty(
 
 def survey(project: Project) -> int:
     """Return how many items a run would scan."""
-    return scanning.survey(project, None, 1).counts["missing"]
+    return scan_stage.survey(project, None, 1).counts["missing"]
 
 
 @pytest.mark.parametrize(("lay", "why"), [("newer", "newer pipeline (format 9)"), ("itself", "under itself")])

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ConfigError, JobFailed
+from pipeline.journal import ledger as ledger_module
+from pipeline.journal.ledger import Ledger, Reader
+from pipeline.journal.run_folder import RunFolder, create, find, runs_in
+from pipeline.journal.run_status import RunState, status_of
 from pipeline.records import EventKind
-from pipeline.runs import ledger as ledger_module
-from pipeline.runs.folder import RunFolder, create, find, runs_in
-from pipeline.runs.ledger import Ledger, Reader
-from pipeline.runs.status import RunState, status_of
 
 HOST = "here"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.load import load
-from pipeline.runs.live import Needed, needed
-from pipeline.runs.project import Project
+from pipeline.project.project import Project
+from pipeline.runs.upkeep.retention import Needed, needed
 from tests.runs import cached
 from tests.runs.cached import ITEMS, Copy, write_manifest
 

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.encoder.synth import synth
+from pipeline.encoder.checkpoints.synth import synth
 from pipeline.errors import CacheDamaged, ConfigError, DataError, RecordMissing
-from pipeline.runs.folder import runs_in
-from pipeline.runs.loading import open_loader
+from pipeline.journal.run_folder import runs_in
+from pipeline.runs.dataset.loading import open_loader
 from pipeline.structures.synthetic import write_demo
-from pipeline.training.sampler import Settings
+from pipeline.training.sampling.sampler import Settings
 from tests.command import Command
 from tests.runs.conftest import settle
 

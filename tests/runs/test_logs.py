@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.cluster.verdict import Cause
+from pipeline.journal.attempts import Attempt
+from pipeline.journal.ledger import Reader
+from pipeline.journal.run_logs import Follower, Wanted, end_of, harmless, wanted_logs, whole
+from pipeline.journal.run_status import fold
 from pipeline.records import EventKind
-from pipeline.runs.attempts import Attempt
-from pipeline.runs.ledger import Reader
-from pipeline.runs.logs import Follower, Wanted, end_of, harmless, wanted_logs, whole
-from pipeline.runs.status import fold
 from tests.runs.ledgers import ASK, Told
 
 PIPELINE = Path(sys.executable).with_name("pipeline")
@@ -225,7 +225,7 @@ class TestTheVerb:
 
 
 def test_a_worker_that_said_it_has_finished_counts_as_done_before_it_is_judged(told: Told) -> None:
-    from pipeline.runs.pending import shown
+    from pipeline.journal.active_runs import shown
 
     told.worker(1, EventKind.TASK_STARTED, attempt=2, host="n1")
     told.worker(1, EventKind.TASK_FINISHED, attempt=2, done=10, rejected={}, figures={})

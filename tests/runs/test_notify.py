@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.schema_cluster import Notify
-from pipeline.runs.folder import RunFolder
-from pipeline.runs.notify import notify
+from pipeline.journal.run_folder import RunFolder
+from pipeline.runs.engine.handover import notify
 from tests.command import Command
 from tests.runs.conftest import MakeProject
 

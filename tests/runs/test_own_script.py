@@ -21,14 +21,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from pipeline.cluster.job_spec import JobSpec, Limits, TaskState, TaskStatus
 from pipeline.cluster.local import LocalExecutor
 from pipeline.cluster.machine import Machine
-from pipeline.cluster.spec import JobSpec, Limits, TaskState, TaskStatus
 from pipeline.cluster.verdict import Cause, Verdict, Word, judge, last_words
 from pipeline.errors import ConfigError, JobFailed, PipelineError, PlanInfeasible
-from pipeline.memory import oom
-from pipeline.runs.attempts import Ask, Attempt
-from pipeline.runs.own_script import (
+from pipeline.journal.attempts import Ask, Attempt
+from pipeline.memory.runtime import out_of_memory
+from pipeline.runs.engine.repair import Again, GiveUp, Means, decide
+from pipeline.script.command import (
     KNOWN,
     RANK_NAMES,
     Script,
@@ -41,8 +42,7 @@ from pipeline.runs.own_script import (
     reserved_port,
     words,
 )
-from pipeline.runs.repair import Again, GiveUp, Means, decide
-from pipeline.runs.script_process import Outcome, behind_launcher, figures_in, run, trouble_of
+from pipeline.script.script_process import Outcome, behind_launcher, figures_in, run, trouble_of
 from tests.cluster.programs import await_true, finish, is_running, written_pid
 
 HERE = Path(__file__).parent / "scripts"
@@ -306,7 +306,7 @@ class TestEnding:
         assert not trouble or says in outcome.what
 
     def test_of_every_text_that_torch_raises_is_known_to_the_verdict(self) -> None:
-        for text in oom._CPU_TEXTS + oom._CUDA_TEXTS:
+        for text in out_of_memory._CPU_TEXTS + out_of_memory._CUDA_TEXTS:
             found = last_words(f"RuntimeError: {text}")
             assert found is not None, text
             assert found[0] in (Cause.GPU_OOM, Cause.HOST_OOM)

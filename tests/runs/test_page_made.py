@@ -11,17 +11,15 @@ from pathlib import Path
 import pytest
 
 from pipeline.cluster.verdict import Cause
+from pipeline.journal.run_folder import RunFolder
+from pipeline.journal.run_status import RunState, RunStatus
+from pipeline.project.project import open_executor
 from pipeline.records import Event, EventKind
-from pipeline.runs import page as pages
-from pipeline.runs.cancel import Cancellation, cancel
-from pipeline.runs.executors import open_executor
-from pipeline.runs.folder import RunFolder
-from pipeline.runs.page import Page, now_of, of_run
-from pipeline.runs.page_facts import bounded, clip
-from pipeline.runs.page_time import MOST_SLOTS, SPANS, Pace, Slots, at_once, first_start, span_of
-from pipeline.runs.page_training import _BUNDLE, POINTS, thinned, training_facts
-from pipeline.runs.status import RunState, RunStatus
-from pipeline.training import bundles
+from pipeline.runs.engine.cancel import Cancellation, cancel
+from pipeline.runs.views import run_page as pages
+from pipeline.runs.views.page_facts import MOST_SLOTS, SPANS, Pace, Slots, at_once, bounded, clip, first_start, span_of
+from pipeline.runs.views.run_page import _BUNDLE, POINTS, Page, now_of, of_run, thinned, training_facts
+from pipeline.training.forensics import step_bundle
 from tests.command import Command
 from tests.report.runs_told import begun, failed, many, trained
 from tests.runs.conftest import MakeProject
@@ -203,9 +201,9 @@ def test_a_task_that_ended_while_nobody_looked_began_when_it_did_and_not_when_it
 
 
 def test_recorded_steps_are_found_by_the_names_that_bundles_have() -> None:
-    for kind in bundles.Kind:
+    for kind in step_bundle.Kind:
         name = f"step-00000023-{kind.value}-rank-1"
-        ours, theirs = _BUNDLE.fullmatch(name), bundles._NAME.fullmatch(name)
+        ours, theirs = _BUNDLE.fullmatch(name), step_bundle._NAME.fullmatch(name)
         assert ours
         assert theirs
         assert (ours["step"], ours["kind"], ours["rank"]) == theirs.groups()[:3]

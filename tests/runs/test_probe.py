@@ -11,12 +11,12 @@ import pytest
 from pipeline.cluster.local import LocalExecutor
 from pipeline.cluster.machine import Machine
 from pipeline.errors import ConfigError, JobFailed, SubmissionRefused
-from pipeline.memory.devices import device
 from pipeline.memory.footprint import Origin
-from pipeline.memory.peaks import DIED_GROWTH
-from pipeline.memory.request import Card
-from pipeline.runs.gauges import RSS_IS_MEANT, Start
-from pipeline.runs.probe import (
+from pipeline.memory.hardware.gpus import device
+from pipeline.memory.history.step_history import DIED_GROWTH
+from pipeline.memory.planning.request import Card
+from pipeline.memory.runtime.gauges import RSS_IS_MEANT, Start
+from pipeline.runs.model.probe import (
     FOLDER,
     Outcome,
     Place,
@@ -28,7 +28,18 @@ from pipeline.runs.probe import (
     model_name,
     probe,
 )
-from pipeline.runs.probing import DIED, FAILED, MEASURED, ProbeFolder, Result, killed, peaks_of, result_of, told, write
+from pipeline.runs.model.probe_job import (
+    DIED,
+    FAILED,
+    MEASURED,
+    ProbeFolder,
+    Result,
+    killed,
+    peaks_of,
+    result_of,
+    told,
+    write,
+)
 from tests.runs.probes import GIB, Prepared, card, prepare
 
 

@@ -15,16 +15,17 @@ import pytest
 
 from pipeline.config.load import load
 from pipeline.errors import ConfigError, DataError
+from pipeline.journal.run_folder import RunFolder
+from pipeline.project import user_code
+from pipeline.project.project import Project
 from pipeline.records import Tell
-from pipeline.runs import entering, tasks
-from pipeline.runs.entering import Entered, check, judge, made_from, reader_of, survey, work
-from pipeline.runs.folder import RunFolder
-from pipeline.runs.loading import made_table, open_loader, table_of
-from pipeline.runs.preparing import name_of, recipe_of
-from pipeline.runs.project import Project
-from pipeline.runs.submit import new_run
-from pipeline.runs.workflow import everything, up_to
-from pipeline.training.sampler import Settings
+from pipeline.runs.dataset.loading import made_table, open_loader, table_of
+from pipeline.runs.engine.create import new_run
+from pipeline.runs.model.prepare import name_of, recipe_of
+from pipeline.runs.workflow import reader_stage
+from pipeline.runs.workflow.reader_stage import Entered, check, judge, made_from, reader_of, survey, work
+from pipeline.runs.workflow.table import everything, up_to
+from pipeline.training.sampling.sampler import Settings
 from tests.command import Command
 from tests.runs.conftest import settle
 from tests.runs.reader_project import SPLITS, write_project, write_spectrum
@@ -170,8 +171,8 @@ def test_what_was_read_is_read_again_when_a_reader_of_ours_changed_of_which_the_
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = tmp_path / "ours" / "readers"
-    shutil.copytree(tasks.READERS, ours)
-    monkeypatch.setattr(tasks, "READERS", ours)
+    shutil.copytree(user_code.READERS, ours)
+    monkeypatch.setattr(user_code, "READERS", ours)
     scan(opened())
     assert counts(opened()) == (1, 0)
     with (ours / "mgf.py").open("a") as file:
@@ -191,7 +192,7 @@ def test_what_another_version_or_nobody_wrote_of_a_data_set_counts_as_not_read(f
 
 
 def test_a_scan_tells_now_and_then_how_far_it_is_and_where(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entering, "TOLD_EVERY", 3)
+    monkeypatch.setattr(reader_stage, "TOLD_EVERY", 3)
     project, on = opened(), list[tuple[int, str]]()
     tell = Tell(lambda *_: None)
     tell.on = lambda names: on.append((int(tell.figures["items_read"]), names[0]))

@@ -17,17 +17,16 @@ from hypothesis import strategies as st
 from pipeline.config.load import load
 from pipeline.errors import CacheDamaged, ConfigError, SubmissionRefused
 from pipeline.keys import KEY_BYTES
-from pipeline.runs import workflow
-from pipeline.runs.active import refuse_double
-from pipeline.runs.executors import open_executor
-from pipeline.runs.only import EVERYTHING, Keys, Only, only_of, read_list
-from pipeline.runs.submit import new_run
-from pipeline.store import repair as repairs
-from pipeline.store.cache import Cache
-from pipeline.store.findings import Fault, Finding
-from pipeline.store.keysets import sorted_pairs
+from pipeline.project.project import open_executor
+from pipeline.project.restriction import EVERYTHING, Keys, Only, only_of, read_list
+from pipeline.runs.engine.create import new_run, refuse_double
+from pipeline.runs.workflow import table
+from pipeline.store.cache_folder import Cache
+from pipeline.store.key_lists import sorted_pairs
+from pipeline.store.maintenance import shard_repair as repairs
+from pipeline.store.maintenance.damage_report import Fault, Finding
+from pipeline.store.maintenance.leftovers import registered
 from pipeline.store.store import Place, Store
-from pipeline.store.users import registered
 from tests.runs import caches
 from tests.runs.caches import Cached
 from tests.store.content import key_of, put
@@ -308,7 +307,7 @@ class TestList:
 
         monkeypatch.setattr(Cache, "kind", counted_kind)
         monkeypatch.setattr(Store, "locate", counted_locate)
-        monkeypatch.setattr("pipeline.runs.only.AT_ONCE", 6)
+        monkeypatch.setattr("pipeline.project.restriction.AT_ONCE", 6)
         with pytest.raises(CacheDamaged, match="2 of the records"):
             read_list(listed(*there, *elsewhere), cache)
         assert (opened, asked) == ({"scan": 1}, {6: 1, 5: 1})
@@ -356,5 +355,5 @@ def test_only_the_stages_that_make_what_is_named_are_run(
 ) -> None:
     (tmp_path / "pipeline.yaml").write_text(f"data: {{source: {source}, path: nowhere}}\n")
     config = load(tmp_path / "pipeline.yaml", []).config
-    assert workflow.regenerated(config, kinds) == [*stages, "regenerate"]
-    assert set(workflow.everything(config)).isdisjoint({"validate", "regenerate"})
+    assert table.regenerated(config, kinds) == [*stages, "regenerate"]
+    assert set(table.everything(config)).isdisjoint({"validate", "regenerate"})

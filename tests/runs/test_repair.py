@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.cluster.spec import Limits
+from pipeline.cluster.job_spec import Limits
 from pipeline.cluster.verdict import Cause
+from pipeline.journal.attempts import Ask, Attempt, Task, bad_nodes, numbers, progressed, ranges, stuck
 from pipeline.records import Reason
-from pipeline.runs.attempts import Ask, Attempt, Task, bad_nodes, numbers, progressed, ranges, stuck
-from pipeline.runs.dispatch import pieces
-from pipeline.runs.repair import Again, GiveUp, LeaveOut, Means, Split, decide
+from pipeline.runs.engine.dispatch import pieces
+from pipeline.runs.engine.repair import Again, GiveUp, LeaveOut, Means, Split, decide
 
 MIB = 1 << 20
 ASK = Ask(mem_bytes=512 * MIB, time_s=600)

@@ -15,20 +15,20 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.encoder.synth import synth
+from pipeline.encoder.checkpoints.synth import synth
 from pipeline.errors import ConfigError
-from pipeline.memory.meters import Memory
+from pipeline.journal.run_folder import RunFolder, find
+from pipeline.memory.runtime.meters import Memory
 from pipeline.records import Tell
-from pipeline.runs.folder import RunFolder, find
-from pipeline.runs.replay_case import Case, find_case
-from pipeline.runs.replayed import Replayed
-from pipeline.runs.replaying import replay
-from pipeline.runs.training import job_of
+from pipeline.runs.replay.replay_case import Case, find_case
+from pipeline.runs.replay.replay_result import Replayed
+from pipeline.runs.replay.replay_step import replay
+from pipeline.runs.workflow.train_stage import job_of
 from pipeline.stages.train import Job, train
 from pipeline.structures.synthetic import complex_pdb
-from pipeline.training import bundles
+from pipeline.training.forensics import step_bundle
 from pipeline.training.prepared import ModelFolder
-from pipeline.training.ranks import Alone
+from pipeline.training.ranks.rank_protocol import Alone
 from tests.command import Command
 from tests.limited import device as limited
 from tests.limited.device import LimitedDevice
@@ -109,11 +109,11 @@ class Lab:
         return find_case(self.run, self.bundle.step)
 
     @property
-    def bundle(self) -> bundles.Bundle:
+    def bundle(self) -> step_bundle.Bundle:
         """The bundle that the training has left."""
         (made,) = (self.root / "models").iterdir()
-        (path,) = bundles.all_of(made / "bundles")
-        return bundles.read(path)
+        (path,) = step_bundle.all_of(made / "bundles")
+        return step_bundle.read(path)
 
 
 @pytest.fixture(scope="module")
@@ -199,9 +199,9 @@ class TestNotFinite:
         assert terms(first) == terms(second)
         assert not first.is_reproduced
         assert "is finite here" in first.verdict
-        rng = bundles.read_rng(case.where)
+        rng = step_bundle.read_rng(case.where)
         other = rng | {"rng.torch": torch.Generator().manual_seed(99).get_state()}
-        where = bundles.write(tmp_path, case.bundle, other)
+        where = step_bundle.write(tmp_path, case.bundle, other)
         assert where is not None
         assert terms(replay(replace(case, where=where), device="cpu")) != terms(first)
 
@@ -273,8 +273,8 @@ def starved(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Case:
     made = ModelFolder(tmp_path_factory.mktemp("starved"))
     with LimitedDevice(int(0.75 * device.peak_bytes)):
         run_to_end(job(lab, made))
-    where = next(path for path in bundles.all_of(made.bundles) if "-oom-" in path.name)
-    return replace(lab.case, made=made, where=where, bundle=bundles.read(where))
+    where = next(path for path in step_bundle.all_of(made.bundles) if "-oom-" in path.name)
+    return replace(lab.case, made=made, where=where, bundle=step_bundle.read(where))
 
 
 def allowed(case: Case, limit_bytes: int) -> Case:
@@ -318,12 +318,12 @@ class TestPoison:
     def test_what_kills_its_process_twice_leaves_a_bundle_at_the_next_start(self, lab: Lab, tmp_path: Path) -> None:
         made = ModelFolder(tmp_path / "model")
         made.path.mkdir()
-        assert [die(lab, made, tmp_path), bundles.all_of(made.bundles)] == [-9, []]
-        assert [die(lab, made, tmp_path), bundles.all_of(made.bundles)] == [-9, []]
+        assert [die(lab, made, tmp_path), step_bundle.all_of(made.bundles)] == [-9, []]
+        assert [die(lab, made, tmp_path), step_bundle.all_of(made.bundles)] == [-9, []]
         run_to_end(job(lab, made))  # this start finds what the two before have died of
-        where = next(path for path in bundles.all_of(made.bundles) if "-poison-" in path.name)
-        bundle = bundles.read(where)
-        assert bundle.kind is bundles.Kind.POISON
+        where = next(path for path in step_bundle.all_of(made.bundles) if "-poison-" in path.name)
+        bundle = step_bundle.read(where)
+        assert bundle.kind is step_bundle.Kind.POISON
         assert "c2" in bundle.cuts[0].ids
         assert bundle.step == lab.bundle.step
         assert "died 2 times" in bundle.message
@@ -335,8 +335,8 @@ class TestPoison:
         self, lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipeline: Command
     ) -> None:
         made = lab.case.made
-        bundle = replace(lab.bundle, kind=bundles.Kind.POISON, step=500)
-        where = bundles.write(made.bundles, bundle, bundles.read_rng(lab.case.where))
+        bundle = replace(lab.bundle, kind=step_bundle.Kind.POISON, step=500)
+        where = step_bundle.write(made.bundles, bundle, step_bundle.read_rng(lab.case.where))
         assert where is not None
         try:
             monkeypatch.setenv("REPLAYLAB_DIES", "1")
@@ -349,13 +349,13 @@ class TestPoison:
             shutil.rmtree(where)
 
 
-def without(bundle: bundles.Bundle, name: str) -> bundles.Bundle:
+def without(bundle: step_bundle.Bundle, name: str) -> step_bundle.Bundle:
     """Return a bundle without an item."""
     cuts = []
     for cut in bundle.cuts:
         kept = [(one, number) for one, number in zip(cut.ids, cut.numbers, strict=True) if one != name]
         ids, numbers = zip(*kept, strict=True)
-        cuts.append(bundles.Cut(ids, numbers))
+        cuts.append(step_bundle.Cut(ids, numbers))
     return replace(bundle, cuts=tuple(cuts), state={})
 
 
@@ -384,7 +384,7 @@ def die(lab: Lab, made: ModelFolder, tmp_path: Path) -> int:
         "import sys, pathlib\n"
         "sys.path.insert(0, sys.argv[4])\n"
         "from tests.runs import test_replay as t\n"
-        "from pipeline.runs.folder import RunFolder\n"
+        "from pipeline.journal.run_folder import RunFolder\n"
         "from pipeline.training.prepared import ModelFolder\n"
         "lab = t.Lab(pathlib.Path(sys.argv[1]), RunFolder(pathlib.Path(sys.argv[2])), 0, '')\n"
         "t.run_to_end(t.job(lab, ModelFolder(pathlib.Path(sys.argv[3]))))\n"

@@ -12,10 +12,10 @@ import pytest
 
 from pipeline.cluster.verdict import Cause
 from pipeline.config.schema import Config
-from pipeline.memory.profiles import Suggestion
-from pipeline.report.efficiency import efficiency_report
-from pipeline.runs.attempts import Ask, Attempt
-from pipeline.runs.measured import Outlook, Used, used
+from pipeline.journal.attempts import Ask, Attempt
+from pipeline.memory.history.task_history import Suggestion
+from pipeline.report.run_tables import efficiency_report
+from pipeline.runs.views.efficiency import Outlook, Used, used
 from tests.runs.conftest import MakeProject
 from tests.runs.ledgers import Told
 

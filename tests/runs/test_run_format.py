@@ -10,12 +10,11 @@ import pytest
 
 from pipeline.config.load import load
 from pipeline.errors import ConfigError, SubmissionRefused
-from pipeline.runs import folder as folders
-from pipeline.runs.active import refuse_double
-from pipeline.runs.executors import open_executor
-from pipeline.runs.folder import FORMAT, RunFolder, by_path, find, runs_in
-from pipeline.runs.going_on import going_on, hidden
-from pipeline.runs.submit import new_run
+from pipeline.journal import run_folder as folders
+from pipeline.journal.active_runs import going_on, hidden
+from pipeline.journal.run_folder import FORMAT, RunFolder, by_path, find, runs_in
+from pipeline.project.project import open_executor
+from pipeline.runs.engine.create import new_run, refuse_double
 from tests.command import Command
 from tests.runs.conftest import MakeProject
 

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from pipeline.cluster.spec import Limits
+from pipeline.cluster.job_spec import Limits
 from pipeline.config.load import load
 from pipeline.errors import ConfigError, PlanInfeasible
-from pipeline.memory.profiles import Measured
-from pipeline.runs import scripted
-from pipeline.runs.folder import RunFolder, runs_in
-from pipeline.runs.project import Project
-from pipeline.runs.script_peers import End, culprit
-from pipeline.runs.scripted import outline
-from pipeline.runs.submit import first_ask, profiles_of, recipe_name, spec_of
-from pipeline.runs.workflow import stage
+from pipeline.journal.run_folder import RunFolder, runs_in
+from pipeline.memory.history.task_history import Measured
+from pipeline.project.project import Project
+from pipeline.runs.engine.create import first_ask, profiles_of, recipe_name, spec_of
+from pipeline.runs.workflow import script_stage
+from pipeline.runs.workflow.script_stage import outline
+from pipeline.runs.workflow.table import stage
+from pipeline.script.command import End, culprit
 from tests.command import Command
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -247,7 +247,7 @@ class TestSeveralProcesses:
 
 
 def scripted_job(data: dict[str, Any]) -> Any:
-    from pipeline.runs.status import Job
+    from pipeline.journal.run_status import Job
 
     return Job.from_json(data)
 
@@ -276,23 +276,23 @@ class TestBeforeARun:
         done = pipeline(*SUBMIT)
         assert (done.code, "7 items cannot be shared equally by 2 processes" in done.err) == (2, True), done.err
         configure(tmp_path, "python own.py", {"effective_batch": 7}, ranks=2)
-        scripted.inspect(project_of(tmp_path))  # which is not told of batches
+        script_stage.inspect(project_of(tmp_path))  # which is not told of batches
 
     def test_its_words_are_those_of_the_first_process(self, tmp_path: Path) -> None:
         configure(tmp_path, "python own.py {rank}/{ranks} {micro_batch} {accumulation} {seed}", {"seed": 3}, ranks=2)
-        assert scripted.first_words(project_of(tmp_path))[2:] == ["0/2", "4", "1", "3"]
+        assert script_stage.first_words(project_of(tmp_path))[2:] == ["0/2", "4", "1", "3"]
 
     def test_its_output_is_the_same_for_every_attempt_and_another_for_another_command(self, tmp_path: Path) -> None:
         found = []
         for command, epochs in (("a {micro_batch}", 1), ("a {micro_batch}", 2), ("b {micro_batch}", 1)):
             configure(tmp_path, command, {"epochs": epochs})
-            found.append(scripted.output_of(load(tmp_path / "pipeline.yaml").config))
+            found.append(script_stage.output_of(load(tmp_path / "pipeline.yaml").config))
         assert found[0] == found[1] != found[2]
         assert found[0].parent == tmp_path / "models"
 
     def test_is_outlined_with_every_rung_of_the_ladder(self, tmp_path: Path) -> None:
         configure(tmp_path, f"python own.py {BATCH}", {"effective_batch": 12})
-        found = outline(project_of(tmp_path), 8 * GIB, scripted.STATED, 64 * GIB)
+        found = outline(project_of(tmp_path), 8 * GIB, script_stage.STATED, 64 * GIB)
         assert (found.micro_batch, found.accumulation, found.smaller) == (12, 1, (6, 3, 1))
         lines = "\n".join(found.lines())
         for said in (
@@ -323,8 +323,8 @@ class TestMemory:
 
     def test_is_stated_for_each_process_and_never_more_than_a_node_has(self, tmp_path: Path) -> None:
         configure(tmp_path, "python own.py", ranks=2)
-        assert self.first(tmp_path) == (16 * GIB, scripted.STATED)
-        assert self.first(tmp_path, 3 * GIB) == (3 * GIB, scripted.STATED)
+        assert self.first(tmp_path) == (16 * GIB, script_stage.STATED)
+        assert self.first(tmp_path, 3 * GIB) == (3 * GIB, script_stage.STATED)
 
     def test_is_what_was_pinned(self, tmp_path: Path) -> None:
         configure(tmp_path, "python own.py", mem="1GiB")
@@ -355,12 +355,12 @@ class TestMemory:
 def test_a_refusal_of_the_ladder_names_the_next_step(tmp_path: Path) -> None:
     configure(tmp_path, f"x {BATCH}", {"effective_batch": 2})
     config = load(tmp_path / "pipeline.yaml").config
-    assert [scripted.batches_of(config, shrink) for shrink in (0, 1)] == [(2, 1), (1, 2)]
+    assert [script_stage.batches_of(config, shrink) for shrink in (0, 1)] == [(2, 1), (1, 2)]
     with pytest.raises(PlanInfeasible, match="a single item"):
-        scripted.batches_of(config, 2)
+        script_stage.batches_of(config, 2)
     configure(tmp_path, "x {accumulation", {"effective_batch": 2})
     with pytest.raises(ConfigError):
-        scripted.inspect(project_of(tmp_path))
+        script_stage.inspect(project_of(tmp_path))
 
 
 class TestWhatPeopleSee:

@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 
 from pipeline.config.load import load
-from pipeline.encoder.synth import synth
+from pipeline.encoder.checkpoints.synth import synth
 from pipeline.keys import tagged_key
-from pipeline.runs.keyed_lines import KeyedLines
-from pipeline.runs.project import Project
-from pipeline.runs.semantic import in_sample, semantic
-from pipeline.store.cache import Cache
-from pipeline.store.findings import Fault, Finding, Summary, read_report
-from pipeline.store.repair import repair
-from pipeline.store.scrub import Checked, Subset
+from pipeline.project.project import Project
+from pipeline.runs.audit.meaning import in_sample, semantic
+from pipeline.store.cache_folder import Cache
+from pipeline.store.key_lists import KeyedLines
+from pipeline.store.maintenance.damage_report import Fault, Finding, Summary, read_report
+from pipeline.store.maintenance.scrub import Checked, Subset
+from pipeline.store.maintenance.shard_repair import repair
 from pipeline.structures.synthetic import complex_pdb
 from tests.command import Command
 from tests.runs.conftest import settle
@@ -115,7 +115,7 @@ def test_what_the_stages_made_is_in_order_and_made_anew_is_the_same(project: Pat
 
 def test_without_a_sample_nothing_is_made_anew(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("read_again", "read_file", "examine"):
-        monkeypatch.delattr(f"pipeline.runs.semantic.{name}")
+        monkeypatch.delattr(f"pipeline.runs.audit.meaning.{name}")
     found = validated(project)
     assert findings(found) == []
     assert not notes(found)
@@ -263,7 +263,7 @@ def test_what_fails_while_records_are_compared_or_before_costs_no_record(
         raise KeyError("something")
 
     with monkeypatch.context() as patched:
-        patched.setattr("pipeline.runs.semantic.beside", stumble)
+        patched.setattr("pipeline.runs.audit.meaning.beside", stumble)
         found = findings(validated(project))
         assert {(one.kind, one.lost) for one in found} == {("graph", False)}
         assert all("it cannot be compared: KeyError" in one.what for one in found)
@@ -276,7 +276,7 @@ def test_where_the_file_cannot_say_a_contradiction_is_the_graphs(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rewrite(project, "scan", other_letters)
-    monkeypatch.setattr("pipeline.runs.semantic.read_again", lambda *_: None)
+    monkeypatch.setattr("pipeline.runs.audit.meaning.read_again", lambda *_: None)
     found = validated(project)
     (one,) = findings(found)
     assert (one.kind, one.lost) == ("graph", True)
@@ -374,7 +374,7 @@ def test_what_only_a_second_parser_reads_otherwise_is_told_and_not_lost(
     def disagree(*_given: object) -> Iterator[str]:
         yield "chain A: ALA 7 is there to biotite, and not to us"
 
-    monkeypatch.setattr("pipeline.runs.semantic.disagreements", disagree)
+    monkeypatch.setattr("pipeline.runs.audit.meaning.disagreements", disagree)
     found = findings(validated(project, 1.0))
     assert len(found) == ITEMS
     assert {(one.kind, one.fault, one.lost) for one in found} == {("scan", Fault.MEANING, False)}

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from pipeline.config.load import load
+from pipeline.project.project import Project
 from pipeline.records import Tell
-from pipeline.runs import staged as staging
-from pipeline.runs.loading import table_of
-from pipeline.runs.project import Project
-from pipeline.runs.staged import staged
-from pipeline.store.cache import Cache
-from pipeline.store.disk import Disk
-from pipeline.training.ranks import Alone
-from pipeline.training.rendezvous import Place
+from pipeline.runs.dataset.loading import table_of
+from pipeline.runs.model import node_staging as staging
+from pipeline.runs.model.node_staging import staged
+from pipeline.store.cache_folder import Cache
+from pipeline.store.format.disk import Disk
+from pipeline.training.ranks.rank_protocol import Alone
+from pipeline.training.ranks.rendezvous import Place
 from tests.command import Command
 from tests.runs.trained import Trained, trained_project
 

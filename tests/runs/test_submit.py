@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.load import load
+from pipeline.journal.run_folder import runs_in
+from pipeline.project.project import Project
 from pipeline.records import Tell
-from pipeline.runs import patience, scanning, workflow
-from pipeline.runs.folder import runs_in
-from pipeline.runs.project import Project
-from pipeline.runs.submit import new_run
+from pipeline.runs.dataset import outcome
+from pipeline.runs.engine.create import new_run
+from pipeline.runs.workflow import scan_stage
+from pipeline.runs.workflow import table as workflow
 from tests.command import Command
 from tests.runs.conftest import MakeProject, settle, write_complex
 
@@ -307,7 +309,9 @@ def test_a_worker_that_is_asked_to_end_publishes_what_it_has(make_project: MakeP
     wait_for(
         "progress", lambda: any('"done"' in path.read_text() for path in (folder / "runs").glob("*/events/scan-*"))
     )
-    (worker,) = {*processes_mentioning("from pipeline.runs.worker import")} & {*processes_mentioning(str(folder))}
+    (worker,) = {*processes_mentioning("from pipeline.runs.engine.run_task import")} & {
+        *processes_mentioning(str(folder))
+    }
     os.kill(worker, signal.SIGTERM)
     out, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, err
@@ -323,14 +327,14 @@ def test_fresh_files_that_appear_late_are_waited_for(
     config = load(folder / "pipeline.yaml").config
     run = new_run(config, ["scan"])
     project = Project.open(config)
-    scanning.survey(project, run, at_once=1).write_shards(run, "scan")
-    assert scanning.judge(project, run, patience_s=0.0).undone == 3
+    scan_stage.survey(project, run, at_once=1).write_shards(run, "scan")
+    assert scan_stage.judge(project, run, patience_s=0.0).undone == 3
 
     def appear(_seconds: float) -> None:
-        list(scanning.work(project, run, 0, Tell(lambda *_: None)))
+        list(scan_stage.work(project, run, 0, Tell(lambda *_: None)))
 
-    monkeypatch.setattr(patience.time, "sleep", appear)
-    assert scanning.judge(project, run, patience_s=60.0).undone == 0
+    monkeypatch.setattr(outcome.time, "sleep", appear)
+    assert scan_stage.judge(project, run, patience_s=60.0).undone == 0
 
 
 @pytest.mark.parametrize(("rejected", "total", "fraction"), [(29, 100, 0.29), (63, 90, 0.7), (0, 5, 0.0), (5, 5, 1.0)])

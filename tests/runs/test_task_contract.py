@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from pipeline.errors import ConfigError
-from pipeline.runs.contract import breaches
-from pipeline.runs.tasks import load_reader, load_task
+from pipeline.project.user_code import load_reader, load_task
+from pipeline.runs.model.task_contract import breaches
 from pipeline.tasks.interface import Interface
 from tests.command import Command
 from tests.runs.conftest import MakeProject

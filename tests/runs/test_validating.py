@@ -11,18 +11,17 @@ import pytest
 
 from pipeline.config.load import load
 from pipeline.errors import CacheDamaged, SubmissionRefused
+from pipeline.journal.attempts import leave_out
+from pipeline.journal.run_folder import RunFolder
+from pipeline.project.project import Project, open_executor
 from pipeline.records import Reason, Tell
-from pipeline.runs import todo, validating
-from pipeline.runs.active import refuse_double
-from pipeline.runs.executors import open_executor
-from pipeline.runs.folder import RunFolder
-from pipeline.runs.left_out import leave_out
-from pipeline.runs.project import Project
-from pipeline.runs.submit import new_run
-from pipeline.store import scrub
-from pipeline.store.cache import Cache
-from pipeline.store.findings import Fault, Summary, last_report, read_report
-from pipeline.store.layout import REPORT_NAME
+from pipeline.runs.dataset import worklist
+from pipeline.runs.engine.create import new_run, refuse_double
+from pipeline.runs.workflow import validate_stage
+from pipeline.store.cache_folder import Cache
+from pipeline.store.format.cache_layout import REPORT_NAME
+from pipeline.store.maintenance import scrub
+from pipeline.store.maintenance.damage_report import Fault, Summary, last_report, read_report
 from tests.runs import caches
 from tests.runs.caches import Cached
 from tests.store.content import put
@@ -54,18 +53,18 @@ class Stage:
 
     def survey(self) -> int:
         """Cut the work into tasks and return how many there are."""
-        found = validating.survey(self.project, self.folder, 1)
-        found.write_shards(self.folder, validating.NAME)
+        found = validate_stage.survey(self.project, self.folder, 1)
+        found.write_shards(self.folder, validate_stage.NAME)
         return len(found.shards)
 
     def work(self, task: int) -> int:
         """Do one task; return how many files it has told of."""
         tell = Tell(lambda *_: None, on=self.on.extend)
-        return sum(reason is None for reason in validating.work(self.project, self.folder, task, tell))
+        return sum(reason is None for reason in validate_stage.work(self.project, self.folder, task, tell))
 
-    def judge(self) -> validating.Validated:
+    def judge(self) -> validate_stage.Validated:
         """Put together what was found."""
-        return validating.judge(self.project, self.folder, 0.0)
+        return validate_stage.judge(self.project, self.folder, 0.0)
 
 
 @pytest.fixture
@@ -76,7 +75,7 @@ def stage(tmp_path: Path, cache: Cache) -> Callable[..., Stage]:
         (tmp_path / "pipeline.yaml").write_text("data: {source: glob, path: nowhere}\n")
         sets = (f"cluster.runs={tmp_path / 'runs'}", "cluster.validate.items_per_task=3", *sets)
         config = load(tmp_path / "pipeline.yaml", [f"cache.root={cache.root}", *sets]).config
-        return Stage(Project.open(config), new_run(config, [validating.NAME]))
+        return Stage(Project.open(config), new_run(config, [validate_stage.NAME]))
 
     return made
 
@@ -125,7 +124,7 @@ def test_tasks_find_together_what_one_validation_finds(cache: Cache, stage: Call
     for name in ("shards", "records", "whole", "findings", "lost", "faults", "kinds"):
         assert getattr(report.summary, name) == getattr(summary, name), name
     with pytest.raises(CacheDamaged, match=rf"found {summary.findings} faults; {summary.lost} record") as raised:
-        validating.check(run.project, run.folder, judged)
+        validate_stage.check(run.project, run.folder, judged)
     assert raised.value.remedy == f"pipeline cache repair --list {report.path}"
 
 
@@ -157,13 +156,13 @@ def test_a_task_that_was_killed_midway_leaves_nothing_that_counts(cache: Cache, 
     tasks = run.survey()
     for task in range(1, tasks):
         run.work(task)
-    begun = validating.work(run.project, run.folder, 0, Tell(lambda *_: None))
+    begun = validate_stage.work(run.project, run.folder, 0, Tell(lambda *_: None))
     next(begun)
     begun.close()
     judged = run.judge()
     assert (judged.undone, judged.first_undone, judged.report) == (3, "graph/index", "")
     assert last_report(cache.disk, cache.root) is None
-    assert list(run.folder.found(validating.NAME).glob("*.partial")) == []
+    assert list(run.folder.found(validate_stage.NAME).glob("*.partial")) == []
     run.work(0)
     assert run.judge().undone == 0
 
@@ -172,8 +171,8 @@ def test_halves_of_a_task_count_once_beside_the_whole(cache: Cache, stage: Calla
     damage(shards(cache, "scan")[0])
     run = stage("cluster.validate.items_per_task=8")
     assert run.survey() == 1
-    halve = lambda folder, shard: todo.halve_lines(folder.todo(validating.NAME), shard)  # noqa: E731
-    (halves,) = todo.split_shards(run.folder, validating.NAME, [0], halve).values()
+    halve = lambda folder, shard: worklist.halve_lines(folder.todo(validate_stage.NAME), shard)  # noqa: E731
+    (halves,) = worklist.split_shards(run.folder, validate_stage.NAME, [0], halve).values()
     run.work(halves[0])
     assert run.judge().undone == FILES // 2
     run.work(halves[1])
@@ -187,7 +186,7 @@ def test_a_file_that_kills_whoever_reads_it_is_left_out_and_reported(cache: Cach
     run = stage()
     tasks = run.survey()
     bad = shards(cache, "scan")[1].name
-    leave_out(run.folder, validating.NAME, [f"scan/{bad}"], Reason.KILLED_ITS_TASK, "task 2 died of it: SIGBUS")
+    leave_out(run.folder, validate_stage.NAME, [f"scan/{bad}"], Reason.KILLED_ITS_TASK, "task 2 died of it: SIGBUS")
     assert sum(map(run.work, range(tasks))) == FILES - 1
     judged = run.judge()
     (found,) = read_report(Path(judged.report)).findings()
@@ -215,7 +214,7 @@ def test_a_validation_may_go_on_beside_a_run_that_writes(stage: Callable[..., St
     config = stage().project.config
     with open_executor(config) as executor:
         assert refuse_double(config, ["scan"], executor) is None
-        for again in ([validating.NAME], ["scan"]):
+        for again in ([validate_stage.NAME], ["scan"]):
             new_run(config, ["scan"])
             with pytest.raises(SubmissionRefused, match="already"):
                 refuse_double(config, again, executor)
@@ -290,7 +289,7 @@ class TestTyped:
         (plan,) = json.loads(done.out)
         files = sum(len(cached.shards(kind)) + 1 for kind in cached.cache.kinds())
         assert (plan["counts"]["items"], plan["tasks"]) == (files, -(-files // 10))
-        assert plan["mem_bytes"] == validating.MEM_BYTES
+        assert plan["mem_bytes"] == validate_stage.MEM_BYTES
 
     @pytest.mark.parametrize("stage", ["validate", "regenerate"])
     def test_where_no_cache_is_nothing_is_begun(self, filled: Cached, tmp_path: Path, stage: str) -> None:

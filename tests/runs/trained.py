@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.encoder.synth import synth
+from pipeline.encoder.checkpoints.synth import synth
 from pipeline.structures.synthetic import complex_pdb
 from tests.command import Command
 from tests.runs.conftest import settle

@@ -23,19 +23,19 @@ import h5py
 import msgpack
 import numpy as np
 
-from pipeline.encoder.containers import read_pt, read_safetensors
+from pipeline.encoder.checkpoints.weight_containers import read_pt, read_safetensors
 from pipeline.errors import PipelineError
 from pipeline.readers import hdf5
 from pipeline.readers.pairs import Pairs
 from pipeline.readers.spectra import Spectra
 from pipeline.records import Rejection
-from pipeline.store.cache import Cache
-from pipeline.store.disk import Disk
+from pipeline.store.cache_folder import Cache
+from pipeline.store.format.disk import Disk
 from pipeline.structures.atoms import Unusable
-from pipeline.structures.read import Reading, format_of, parse, read_file
+from pipeline.structures.parsing.read_structure import Reading, format_of, parse, read_file
 from pipeline.structures.sources import items
-from pipeline.structures.sources.spec import SourceSpec
-from pipeline.training.tensor_file import TensorFile, Written
+from pipeline.structures.sources.item_ids import SourceSpec
+from pipeline.training.checkpoints.tensor_file import TensorFile, Written
 from tests.structures.amber_text import complex_files
 
 GIB = 1 << 30

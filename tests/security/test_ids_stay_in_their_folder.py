@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from pipeline.structures.synthetic import complex_pdb
-from pipeline.training import bundles
-from pipeline.training.outputs import Gathered, Writer
-from pipeline.training.predictions import write_tables
+from pipeline.training.evaluating.outputs import Gathered, Writer
+from pipeline.training.evaluating.prediction_tables import write_tables
+from pipeline.training.forensics import step_bundle
 from tests.command import Command
 from tests.training.test_bundles import BUNDLE_OF, RNG_OF
 
@@ -100,11 +100,11 @@ def test_a_bundle_that_names_other_places_is_written_and_read_in_its_own(tmp_pat
     from dataclasses import replace
 
     cuts = (replace(BUNDLE_OF.cuts[0], ids=("../../outside", "/outside")),)
-    made = bundles.write(tmp_path / "a/bundles", replace(BUNDLE_OF, cuts=cuts, message="../x\n\x1b[2J"), RNG_OF)
+    made = step_bundle.write(tmp_path / "a/bundles", replace(BUNDLE_OF, cuts=cuts, message="../x\n\x1b[2J"), RNG_OF)
     assert made is not None
-    assert bundles.read(made).cuts[0].ids == ("../../outside", "/outside")
+    assert step_bundle.read(made).cuts[0].ids == ("../../outside", "/outside")
     assert {path.name for path in tmp_path.iterdir()} == {"a"}
-    assert {path.name for path in made.iterdir()} == {bundles.BUNDLE, bundles.RNG}
+    assert {path.name for path in made.iterdir()} == {step_bundle.BUNDLE, step_bundle.RNG}
 
 
 @pytest.mark.parametrize("name", ["../../outside", "/etc", "..", "a/b", "x\n", "-h"])

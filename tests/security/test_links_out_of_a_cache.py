@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from pipeline.errors import PipelineError
-from pipeline.store.cache import Cache
-from pipeline.store.disk import Disk
+from pipeline.store.cache_folder import Cache
+from pipeline.store.format.disk import Disk
+from pipeline.store.maintenance.transfer import export
 from pipeline.store.store import Store
-from pipeline.store.transfer import export
 from tests.command import Command
 
 PLACES = (

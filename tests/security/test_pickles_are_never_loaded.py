@@ -20,20 +20,20 @@ import pytest
 import torch
 
 from pipeline.config.load import from_resolved
-from pipeline.encoder.containers import read_pt, read_safetensors
+from pipeline.encoder.checkpoints.weight_containers import read_pt, read_safetensors
 from pipeline.errors import PipelineError
-from pipeline.memory.profiles import Profiles
+from pipeline.journal.ledger import Reader
+from pipeline.journal.run_folder import RunFolder
+from pipeline.memory.history.task_history import Profiles
 from pipeline.readers.pairs import Pairs
 from pipeline.readers.spectra import Spectra
-from pipeline.runs.folder import RunFolder
-from pipeline.runs.ledger import Reader
-from pipeline.store.cache import Cache
-from pipeline.store.transfer import export, take_in
+from pipeline.store.cache_folder import Cache
+from pipeline.store.maintenance.transfer import export, take_in
 from pipeline.structures.atoms import Unusable
-from pipeline.structures.read import FORMATS, Reading, format_of, parse, read_file
-from pipeline.training import bundles
-from pipeline.training.loaded import open_checkpoint
-from pipeline.training.outputs import Gathered
+from pipeline.structures.parsing.read_structure import FORMATS, Reading, format_of, parse, read_file
+from pipeline.training.checkpoints.checkpoint_reader import open_checkpoint
+from pipeline.training.evaluating.outputs import Gathered
+from pipeline.training.forensics import step_bundle
 from tests.conftest import ROOT
 from tests.training.saved import checkpoints, state_at
 
@@ -144,13 +144,13 @@ def test_every_file_of_a_training_checkpoint(tmp_path: Path, evil: bytes) -> Non
 def test_every_file_of_a_bundle_for_replaying(tmp_path: Path, evil: bytes, name: str) -> None:
     from tests.training.test_bundles import BUNDLE_OF, RNG_OF
 
-    written = bundles.write(tmp_path / "bundles", BUNDLE_OF, RNG_OF)
+    written = step_bundle.write(tmp_path / "bundles", BUNDLE_OF, RNG_OF)
     assert written is not None
-    assert {path.name for path in written.iterdir()} == {bundles.BUNDLE, bundles.RNG}
-    path = written / (bundles.BUNDLE if name.endswith("json") else bundles.RNG)
+    assert {path.name for path in written.iterdir()} == {step_bundle.BUNDLE, step_bundle.RNG}
+    path = written / (step_bundle.BUNDLE if name.endswith("json") else step_bundle.RNG)
     path.unlink()
     path.write_bytes(evil)
-    assert refused(lambda: (bundles.read(written), bundles.read_rng(written)))
+    assert refused(lambda: (step_bundle.read(written), step_bundle.read_rng(written)))
     assert not (tmp_path / "made").exists()
 
 
@@ -216,8 +216,8 @@ UNPICKLES = {"pickle.load", "pickle.loads", "pickle.Unpickler", "marshal.loads",
 SHELLS = {"os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput", "yaml.load", "yaml.full_load",
           "yaml.unsafe_load"}  # fmt: skip
 IMPORTS = {  # modules by a name that is not written in the source
-    "pipeline/runs/tasks.py": "the user's own task or reader, which train.task and data.reader name",
-    "pipeline/structures/read.py": "one of the packages in EXTRA",
+    "pipeline/project/user_code.py": "the user's own task or reader, which train.task and data.reader name",
+    "pipeline/structures/parsing/read_structure.py": "one of the packages in EXTRA",
 }
 
 
@@ -243,7 +243,7 @@ def test_nothing_evaluates_text_or_unpickles_or_asks_a_shell() -> None:
 
 def test_torch_loads_in_one_file_and_weights_alone() -> None:
     loads = [(file, call) for file, name, call in calls() if name == "torch.load"]
-    assert {file for file, _ in loads} == {"pipeline/encoder/containers.py"}
+    assert {file for file, _ in loads} == {"pipeline/encoder/checkpoints/weight_containers.py"}
     assert all(any(ast.unparse(word) == "weights_only=True" for word in call.keywords) for _, call in loads)
 
 

@@ -15,15 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.hidden import MASK, hidden, hidden_in
 from pipeline.config.load import load
+from pipeline.config.masking import MASK, hidden, hidden_in
 from pipeline.errors import JobFailed
+from pipeline.journal.ledger import Ledger, Reader
+from pipeline.journal.run_folder import RunFolder
 from pipeline.records import EventKind
-from pipeline.runs import supervisor, worker
-from pipeline.runs.folder import RunFolder
-from pipeline.runs.ledger import Ledger, Reader
-from pipeline.runs.notify import notify
-from pipeline.runs.submit import new_run
+from pipeline.runs.engine import run_supervisor, run_task
+from pipeline.runs.engine.create import new_run
+from pipeline.runs.engine.handover import notify
 from pipeline.structures.synthetic import complex_pdb
 from tests.command import Command
 from tests.stubs import program, silent_slurm
@@ -146,11 +146,11 @@ def test_what_a_job_and_a_supervisor_print_when_they_fail_is_without_them(
         raise error(f"cannot reach https://me:{PASSWORD}@host with api_key={OPTION} nor {os.environ['HF_TOKEN']}")
 
     run = new_run(load(project / "pipeline.yaml").config, ["scan"])
-    monkeypatch.setattr(worker, "ENDING", ())
-    monkeypatch.setattr(worker, "work", fail)
-    monkeypatch.setattr(supervisor, "stop_on_signals", lambda: None)
-    monkeypatch.setattr(supervisor.Supervisor, "run", fail)
-    codes = worker.main([str(run.path), "scan", "0"]), supervisor.main([str(run.path)])
+    monkeypatch.setattr(run_task, "ENDING", ())
+    monkeypatch.setattr(run_task, "work", fail)
+    monkeypatch.setattr(run_supervisor, "stop_on_signals", lambda: None)
+    monkeypatch.setattr(run_supervisor.Supervisor, "run", fail)
+    codes = run_task.main([str(run.path), "scan", "0"]), run_supervisor.main([str(run.path)])
     assert codes == (getattr(error, "exit_code", 1),) * 2
     told = capsys.readouterr().err
     assert told.count("cannot reach https://me:***@host with api_key=*** nor ***") == 2

@@ -20,19 +20,18 @@ import pytest
 from pydantic import BaseModel
 
 from pipeline.cluster import sbatch
-from pipeline.cluster.spec import TASK
+from pipeline.cluster.job_spec import TASK
 from pipeline.config.load import load
 from pipeline.config.schema import LEAVES, Config
 from pipeline.config.schema_cluster import Card, Notify
 from pipeline.errors import ConfigError, SubmissionRefused
-from pipeline.runs import folder as folders
-from pipeline.runs.attempts import Ask
-from pipeline.runs.folder import RunFolder
-from pipeline.runs.handover import supervisor_spec
-from pipeline.runs.notify import notify
-from pipeline.runs.own_script import parse
-from pipeline.runs.status import Job
-from pipeline.runs.submit import spec_of
+from pipeline.journal import run_folder as folders
+from pipeline.journal.attempts import Ask
+from pipeline.journal.run_folder import RunFolder
+from pipeline.journal.run_status import Job
+from pipeline.runs.engine.create import spec_of
+from pipeline.runs.engine.handover import notify, supervisor_spec
+from pipeline.script.command import parse
 from tests.stubs import program, silent_slurm
 
 MADE = "made-by-the-setting"

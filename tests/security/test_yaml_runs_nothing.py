@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.config.document import MAX_BYTES
+from pipeline.config.yaml_document import MAX_BYTES
 from tests.command import Command
 
 TAGS = {

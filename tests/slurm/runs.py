@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.runs.folder import RunFolder, runs_in
-from pipeline.runs.status import RunState, RunStatus, status_of
-from pipeline.store.cache import Cache
-from pipeline.store.record import Record
+from pipeline.journal.run_folder import RunFolder, runs_in
+from pipeline.journal.run_status import RunState, RunStatus, status_of
+from pipeline.store.cache_folder import Cache
+from pipeline.store.format.record import Record
 from pipeline.structures.synthetic import complex_pdb
 from tests.runs.conftest import settle
 from tests.slurm.cluster import Cluster, processes

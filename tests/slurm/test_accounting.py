@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cluster import commands
+from pipeline.cluster import slurm_commands
 from pipeline.cluster.accounting import Accounting, Look, Row
-from pipeline.cluster.spec import TaskState
+from pipeline.cluster.job_spec import TaskState
 from pipeline.cluster.verdict import Cause, Word, judge
 from tests.slurm.cluster import Cluster
 
@@ -40,7 +40,7 @@ class Jobs:
         return self.ours[-1]
 
     def look(self, *jobs: str) -> Look:
-        return Accounting(commands.run, timeout_s=TIMEOUT_S).look(jobs, self._since)
+        return Accounting(slurm_commands.run, timeout_s=TIMEOUT_S).look(jobs, self._since)
 
     def until(self, job: str, true: Callable[[dict[str, Row]], bool]) -> dict[str, Row]:
         """Look until the rows of a job are so."""
@@ -67,7 +67,7 @@ class Jobs:
         array = name.partition("_")[0]
 
         def is_so() -> bool:
-            queued = commands.queue([array]).get(name)
+            queued = slurm_commands.queue([array]).get(name)
             return queued is not None and queued.state is state
 
         self.cluster.until(is_so, f"{name} to be {state.value}", 60.0)
@@ -140,7 +140,7 @@ def test_a_log_that_cannot_be_opened_is_told(jobs: Jobs, tmp_path: Path) -> None
 def test_tasks_of_an_array_that_were_cancelled_while_they_ran_or_waited_are_told_apart(jobs: Jobs) -> None:
     job = jobs.submit(f"if [ $SLURM_ARRAY_TASK_ID = 0 ]; then {SLEEPS}; fi", "--array=0-3%1")
     jobs.wait_until(f"{job}_0", TaskState.RUNNING)
-    queued = commands.queue([job])
+    queued = slurm_commands.queue([job])
     assert queued[f"{job}_2"].waits_for == "as many tasks of its array run as are allowed at once"
     jobs.cluster.run("scancel", f"{job}_2")
     jobs.cluster.run("scancel", f"{job}_0")
@@ -187,8 +187,8 @@ def test_a_job_that_waits_for_a_failed_one_is_held(jobs: Jobs) -> None:
     failing = jobs.submit("sleep 2; false")
     job = jobs.submit("true", f"--dependency=afterok:{failing}")
     jobs.ended(failing)
-    jobs.cluster.until(lambda: commands.queue([job])[job].stuck, f"job {job} to be stuck")
-    queued = commands.queue([job])[job]
+    jobs.cluster.until(lambda: slurm_commands.queue([job])[job].stuck, f"job {job} to be stuck")
+    queued = slurm_commands.queue([job])[job]
     row = jobs.until(job, lambda rows: job in rows)[job]
     assert row.state is queued.state is TaskState.PENDING
     assert queued.waits_for == "never starts: a job that it waits for has failed"
@@ -204,7 +204,7 @@ def test_a_long_list_of_waiting_tasks_is_whole(jobs: Jobs) -> None:
     job = jobs.submit("true", f"--array=0-{size - 1}", "--hold")
     rows = jobs.until(job, lambda rows: len(rows) == size)
     assert {row.state for row in rows.values()} == {TaskState.PENDING}
-    assert commands.queue([job]).keys() == rows.keys()
+    assert slurm_commands.queue([job]).keys() == rows.keys()
 
 
 def test_an_accounting_that_is_down_is_trouble_told_in_time(jobs: Jobs) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.cluster import sbatch
-from pipeline.runs.demo import make_project
+from pipeline.setup.demo_project import make_project
 from tests.cluster.test_sbatch import Node
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("cluster")]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.runs.status import RunState
-from pipeline.store.cache import Cache
-from pipeline.store.findings import REPAIR, Fault, last_report, reports
+from pipeline.journal.run_status import RunState
+from pipeline.store.cache_folder import Cache
+from pipeline.store.maintenance.damage_report import REPAIR, Fault, last_report, reports
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import make_project, strangers
 

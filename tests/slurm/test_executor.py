@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cluster import commands
 from pipeline.cluster import slurm as module
+from pipeline.cluster import slurm_commands
+from pipeline.cluster.job_spec import TASK, JobSpec, TaskState
 from pipeline.cluster.slurm import SlurmExecutor
-from pipeline.cluster.spec import TASK, JobSpec, TaskState
 from pipeline.config.schema_cluster import Slurm
 from pipeline.errors import SubmissionRefused
 from tests.cluster.programs import AWAIT, EATS, IGNORES_TERM, MIB, WAITS, finish, python, step_until
@@ -236,7 +236,7 @@ class TestEnds:
         job = executor.submit(python(tmp_path, TELLS_ON_SIGNALS, tasks=2))
         logs = [Path(task.stdout) for task in executor.status([job])]
         step_until(executor, lambda: all(log.exists() and "began" in log.read_text() for log in logs))
-        commands.run(["scancel", "--signal=USR2", job])
+        slurm_commands.run(["scancel", "--signal=USR2", job])
         tasks = finish(executor, job)
         assert [(task.state, task.restarts) for task in tasks] == [(TaskState.COMPLETED, 1)] * 2
         assert [log.read_text() for log in logs] == [f"began None\ntold {int(signal.SIGUSR2)}\nbegan 1\n"] * 2
@@ -261,7 +261,7 @@ class TestEnds:
             step_until(executor, lambda: len(victims()) == 1)
             for index, log in enumerate(logs):
                 if log not in victims():  # the others may go on, too; a task that waits to come back takes no signal
-                    commands.run(["scancel", "--signal=USR2", f"{job}_{index}"])
+                    slurm_commands.run(["scancel", "--signal=USR2", f"{job}_{index}"])
             tasks = finish(executor, job, urgent)
         assert {task.state for task in tasks} == {TaskState.COMPLETED}
 
@@ -326,8 +326,8 @@ class TestEnds:
     ) -> None:
         good, bad = executor.submit(python(tmp_path, "pass")), executor.submit(python(tmp_path, "raise SystemExit(1)"))
         finish(executor, good, bad)
-        real = commands.queue
-        monkeypatch.setattr(commands, "queue", lambda jobs: {} if {good, bad} & {*jobs} else real(jobs))
+        real = slurm_commands.queue
+        monkeypatch.setattr(slurm_commands, "queue", lambda jobs: {} if {good, bad} & {*jobs} else real(jobs))
         after = executor.submit(python(tmp_path, "pass", after=(good,), after_any=(bad,)))
         assert finish(executor, after)[0].state is TaskState.COMPLETED
         for job, said in ((bad, "FAILED"), ("999999", "unknown")):

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.runs.status import RunState
+from pipeline.journal.run_status import RunState
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import DEAF, DIES, EATS, LINGERS, Project, Run, make_project, until
 

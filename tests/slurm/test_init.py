@@ -77,7 +77,7 @@ def test_what_the_scheduler_refuses_is_said_in_its_words_with_a_remedy(
 
 
 def test_nothing_was_submitted(project: Path, pipeline: Command, cluster: Cluster) -> None:
-    from pipeline.cluster import commands
+    from pipeline.cluster import slurm_commands
 
     rows(pipeline)
-    assert commands.named("RUN-scan-0") == set()  # the name of the job that was tested
+    assert slurm_commands.named("RUN-scan-0") == set()  # the name of the job that was tested

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.cluster import commands
+from pipeline.cluster import slurm_commands
+from pipeline.cluster.job_spec import JobSpec, TaskState, TaskStatus
 from pipeline.cluster.peers import PEER_LOST
 from pipeline.cluster.slurm import SlurmExecutor
-from pipeline.cluster.spec import JobSpec, TaskState, TaskStatus
 from pipeline.cluster.verdict import GO_ON, Cause, Verdict, Word, judge
 from pipeline.config.schema_cluster import Slurm
 from pipeline.errors import SubmissionRefused
@@ -117,7 +117,7 @@ def test_ranks_that_stop_in_order_one_after_the_other_all_come_to_their_end_and_
     job = executor.submit(spec)
     (tmp_path / "log").symlink_to(executor.status([job])[0].stderr)
     step_until(executor, lambda: len(written(tmp_path, "began")) == 4)
-    commands.run(["scancel", "--signal=USR2", job])
+    slurm_commands.run(["scancel", "--signal=USR2", job])
     (task,) = finish(executor, job)
     assert (task.state, task.restarts) == (TaskState.COMPLETED, 1), Path(task.stderr).read_text()
     assert sorted(written(tmp_path, "stopped")) == sorted(written(tmp_path, "ended")) == [0, 1, 2, 3]
@@ -231,4 +231,4 @@ def test_time_limit_is_told_to_every_rank_and_they_go_on(slow: dict[str, tuple[P
 
 def task_nodes(task: TaskStatus) -> list[str]:
     """Return the nodes of a task."""
-    return commands.run(["scontrol", "show", "hostnames", task.node]).split()
+    return slurm_commands.run(["scontrol", "show", "hostnames", task.node]).split()

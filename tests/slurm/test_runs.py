@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.runs.folder import runs_in
-from pipeline.runs.status import RunState
+from pipeline.journal.run_folder import runs_in
+from pipeline.journal.run_status import RunState
 from tests.conftest import ROOT
 from tests.slurm.cluster import Cluster
 from tests.slurm.cluster.config import MAX_ARRAY_SIZE, MEM_PER_NODE_MB, TINY_MAX_SUBMIT

@@ -14,18 +14,17 @@ import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from pipeline.encoder import parity
-from pipeline.encoder.checkpoint import digest, load
-from pipeline.encoder.embed import Engine
-from pipeline.encoder.parity import Reference, Verdict
-from pipeline.encoder.recipe import Recipe, Variant
-from pipeline.encoder.settings import Settings
-from pipeline.encoder.synth import synth
+from pipeline.encoder.checkpoints.esm_checkpoint import digest, load
+from pipeline.encoder.checkpoints.synth import synth
+from pipeline.encoder.embedding_recipe import Recipe, Variant
+from pipeline.encoder.engine.embed_engine import Engine, Settings
+from pipeline.encoder.forward import parity
+from pipeline.encoder.forward.parity import Reference, Verdict
 from pipeline.errors import CacheFull, JobFailed, PlanInfeasible
 from pipeline.records import Reason, Tell
 from pipeline.stages import embed as stage
 from pipeline.stages.embed import Shelves, Texts, embed, look_up
-from pipeline.store.cache import Cache
+from pipeline.store.cache_folder import Cache
 from pipeline.store.writer import StoreWriter
 from tests.encoder.sequences import natural
 
@@ -93,7 +92,7 @@ def test_a_second_run_computes_nothing(
     weights: Path, recipe: Recipe, shelves: Shelves, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(weights, recipe, shelves)
-    monkeypatch.setattr("pipeline.encoder.checkpoint.load", forbidden)
+    monkeypatch.setattr("pipeline.encoder.checkpoints.esm_checkpoint.load", forbidden)
     assert run(weights, recipe, open_shelves(tmp_path)) == [None] * len(TEXTS)
 
 
@@ -219,7 +218,7 @@ def test_a_budget_that_was_learned_holds_for_the_next_run(
     weights: Path, recipe: Recipe, shelves: Shelves, tmp_path: Path
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipeline.encoder.embed.Engine", Learning)
+        patch.setattr("pipeline.encoder.engine.embed_engine.Engine", Learning)
         Learning.learns = 900
         run(weights, recipe, shelves, TEXTS[:3])
         assert Learning.ceilings == [None]
@@ -270,7 +269,9 @@ def test_an_encoder_that_stands_in_for_another_has_passed_the_gate_too(
 ) -> None:
     verdicts = {"bf16": Verdict(1.0, 9, 0.999), "fp32": Verdict(0.5, 9, 0.99999)}
     monkeypatch.setattr(parity, "compare", lambda _encode, _wanted, _sequences, precision: verdicts[precision])
-    monkeypatch.setattr("pipeline.encoder.threads.is_finite", lambda *_: False)  # everything is to be done again
+    monkeypatch.setattr(
+        "pipeline.encoder.engine.io_threads.is_finite", lambda *_: False
+    )  # everything is to be done again
     with pytest.raises(JobFailed, match="fp32 is not close enough"):
         run(weights, replace(recipe, precision="bf16"), shelves)
     assert shelves.embeddings.stat().records == 0

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.graphs import build as build_module
-from pipeline.graphs.graph import decode
-from pipeline.graphs.recipe import Recipe
+from pipeline.graphs import build_graph as build_module
+from pipeline.graphs.item_graph import Recipe, decode
 from pipeline.keys import content_digest
 from pipeline.records import Item, Part, Reason, Role
 from pipeline.stages.graph import Verifier, graph
-from pipeline.store.cache import Cache
+from pipeline.store.cache_folder import Cache
 from pipeline.store.store import Store
 from pipeline.structures.inventory import Recipe as Structures
 from pipeline.structures.inventory import item_key

@@ -13,33 +13,34 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.encoder.recipe import Cut, Variant
-from pipeline.encoder.recipe import Recipe as Encoding
-from pipeline.graphs.build import encoded
-from pipeline.graphs.recipe import Recipe
+from pipeline.encoder.embedding_recipe import Cut, Variant
+from pipeline.encoder.embedding_recipe import Recipe as Encoding
+from pipeline.graphs.build_graph import encoded
+from pipeline.graphs.item_graph import Recipe
 from pipeline.keys import recipe_key
 from pipeline.records import Inventory, Item, Part, Role
-from pipeline.stages.meaning_again import differences
-from pipeline.stages.meaning_embed import (
+from pipeline.stages.graph_records import beside, wrong
+from pipeline.stages.made_again import differences
+from pipeline.stages.scan_records import (
     allowed,
     distance,
     wrong_embedding,
+    wrong_file,
+    wrong_inventory,
     wrong_limit,
     wrong_parity,
     wrong_weights,
 )
-from pipeline.stages.meaning_graph import beside, wrong
-from pipeline.stages.meaning_scan import wrong_file, wrong_inventory
-from pipeline.stages.meaning_table import wrong_recipe, wrong_table
-from pipeline.store.record import Record, decode, encode
+from pipeline.stages.table_records import wrong_recipe, wrong_table
+from pipeline.store.format.record import Record, decode, encode
 from pipeline.structures.inventory import Complex, File, examine
 from pipeline.structures.inventory import Recipe as Structures
 from pipeline.structures.inventory import plain as plain_structures
+from pipeline.structures.parsing.read_structure import Reading, read_file
 from pipeline.structures.policy import Policy
-from pipeline.structures.read import Reading, read_file
 from pipeline.structures.sources import SourceSpec, items
 from pipeline.structures.synthetic import complex_pdb
-from pipeline.training.dataset import TableBuilder
+from pipeline.training.items.item_table import TableBuilder
 from tests.graphs.complexes import LIMIT
 
 RESIDUES = Recipe(neighbours=6, radius=8.0, cross_neighbours=3, cross_radius=9.0)
@@ -430,7 +431,7 @@ def test_parity_limits_and_recipes_are_what_their_keys_were_made_from() -> None:
 
 @pytest.fixture
 def table(tmp_path: Path) -> Record:
-    from pipeline.store.cache import Cache
+    from pipeline.store.cache_folder import Cache
 
     builder = TableBuilder()
     for number in range(5):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipeline.records import Item, Part, Role
 from pipeline.stages.scan import Shelves, scan
-from pipeline.store.cache import Cache
+from pipeline.store.cache_folder import Cache
 from pipeline.structures.census import Tally
 from pipeline.structures.inventory import Recipe, take
 from tests.structures.pdb_text import chain

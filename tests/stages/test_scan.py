@@ -14,9 +14,9 @@ from pipeline.records import Inventory, Item, Part, Reason, Role
 from pipeline.stages import scan as stage
 from pipeline.stages.scan import Shelves, look_again, scan
 from pipeline.stages.scan import look_up as seen_of
-from pipeline.store.cache import Cache
-from pipeline.structures import read as read_module
+from pipeline.store.cache_folder import Cache
 from pipeline.structures.inventory import Recipe
+from pipeline.structures.parsing import read_structure as read_module
 from pipeline.structures.policy import Policy
 from tests.structures.pdb_text import chain
 

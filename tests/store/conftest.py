@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.store.cache import Cache
+from pipeline.store.cache_folder import Cache
 from tests.store.content import put
 from tests.store.damage import fill
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipeline.keys import recipe_key
-from pipeline.store import scrub
+from pipeline.store.maintenance import scrub
 
 if TYPE_CHECKING:
     from typing import Any
 
-    from pipeline.store.record import Record
-    from pipeline.store.scrub import Checked
+    from pipeline.store.format.record import Record
+    from pipeline.store.maintenance.scrub import Checked
     from pipeline.store.store import Store
     from pipeline.store.writer import StoreWriter
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.store.disk import Disk
-from pipeline.store.record import encode
-from pipeline.store.shard import ShardWriter, read_table, row_keys
+from pipeline.store.format.disk import Disk
+from pipeline.store.format.record import encode
+from pipeline.store.format.shard import ShardWriter, read_table, row_keys
 from tests.store.content import arrays_of, key_of, put
 from tests.store.faulty_disks import os_error
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from pipeline.store.record import EncodedRecord
+    from pipeline.store.format.record import EncodedRecord
     from pipeline.store.store import Store
 
 

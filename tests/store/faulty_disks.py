@@ -8,7 +8,7 @@ import signal
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from pipeline.store.disk import Disk
+from pipeline.store.format.disk import Disk
 
 if TYPE_CHECKING:
     from collections.abc import Callable

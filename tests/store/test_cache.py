@@ -9,8 +9,8 @@ import subprocess
 import pytest
 
 from pipeline.errors import CacheUnusable
-from pipeline.store.cache import Cache
-from pipeline.store.layout import MARKER
+from pipeline.store.cache_folder import Cache
+from pipeline.store.format.cache_layout import MARKER
 from tests.store.content import key_of, put
 from tests.store.faulty_disks import FailingDisk
 

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from pipeline.errors import PipelineError
-from pipeline.store import compact as compaction
-from pipeline.store import scrub
-from pipeline.store.cache import Cache
-from pipeline.store.compact import compact, plan
-from pipeline.store.disk import Disk
-from pipeline.store.index import indexed
-from pipeline.store.rewrite import CARRIED_HEADER_BYTES, Source, carried
-from pipeline.store.shard import read_table
+from pipeline.store.cache_folder import Cache
+from pipeline.store.format.disk import Disk
+from pipeline.store.format.shard import read_table
+from pipeline.store.maintenance import compact as compaction
+from pipeline.store.maintenance import scrub
+from pipeline.store.maintenance.compact import compact, plan
+from pipeline.store.shard_index import indexed
 from pipeline.store.snapshot import IndexState
+from pipeline.store.writer import CARRIED_HEADER_BYTES, Source, carried
 from tests.store.content import is_right, key_of
 from tests.store.damage import CountingDisk, MeddlingDisk, fill, flip, listed, overwrite, record_place
 from tests.store.faulty_disks import CHANGES, FailingDisk, HidingDisk, InterruptingDisk

@@ -6,13 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pipeline.store.cache import Cache
-from pipeline.store.disk import Disk
+from pipeline.store.cache_folder import Cache
+from pipeline.store.format.disk import Disk
 from tests.store.content import is_right, key_of, put
 
 ROOT = Path(__file__).parents[2]
 WRITER = """
-import sys; from pathlib import Path; from tests.store.content import put; from pipeline.store.cache import Cache
+import sys; from pathlib import Path; from tests.store.content import put; from pipeline.store.cache_folder import Cache
 store = Cache(Path(sys.argv[1])).kind("scan"); first = int(sys.argv[2])
 for number in range(first, first + 60, 10):
     with store.writer() as writer:

@@ -12,8 +12,8 @@ import pytest
 
 from pipeline.errors import RecordMissing
 from pipeline.keys import recipe_key
-from pipeline.store.cache import Cache
-from pipeline.store.disk import Disk
+from pipeline.store.cache_folder import Cache
+from pipeline.store.format.disk import Disk
 from pipeline.store.snapshot import IndexState
 from tests.store.content import arrays_of, is_right, is_undamaged, key_of, put
 from tests.store.faulty_disks import HidingDisk, NoLinkDisk

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from pipeline.errors import CacheDamaged, RecordMissing
-from pipeline.store.cache import Cache
-from pipeline.store.disk import Disk
-from pipeline.store.shard import TRAILER_BYTES, read_table
+from pipeline.store.cache_folder import Cache
+from pipeline.store.format.disk import Disk
+from pipeline.store.format.shard import TRAILER_BYTES, read_table
 from pipeline.store.snapshot import IndexState
 from tests.store.content import damaged, is_right, is_undamaged, judged, key_of, put
 

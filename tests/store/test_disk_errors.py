@@ -7,7 +7,7 @@ import errno
 import pytest
 
 from pipeline.errors import CacheFull, CacheUnusable
-from pipeline.store.cache import Cache
+from pipeline.store.cache_folder import Cache
 from tests.store.content import is_right, is_undamaged, key_of, put
 from tests.store.faulty_disks import FailingDisk, InterruptingDisk, os_error
 
@@ -103,7 +103,7 @@ def test_a_read_only_cache_is_read_and_refuses_the_first_write(cache, filled, nu
 
 
 def test_no_published_file_is_overwritten_where_links_are_refused(cache, filled, monkeypatch):
-    monkeypatch.setattr("pipeline.store.draft.unique_stem", lambda: "same")
+    monkeypatch.setattr("pipeline.store.format.disk.unique_stem", lambda: "same")
     for _ in range(2):
         store = open_with(cache, FailingDisk("link", errno.EPERM))
         writer = store.writer()

@@ -7,8 +7,9 @@ import json
 import pytest
 
 from pipeline.errors import ConfigError
-from pipeline.store.disk import Disk
-from pipeline.store.findings import (
+from pipeline.store.format.cache_layout import REPORT_NAME, REPORTS, unique_stem
+from pipeline.store.format.disk import Disk
+from pipeline.store.maintenance.damage_report import (
     SUMMARY_BYTES,
     Fault,
     Finding,
@@ -18,8 +19,7 @@ from pipeline.store.findings import (
     read_report,
     reports,
 )
-from pipeline.store.layout import REPORT_NAME, REPORTS, unique_stem
-from pipeline.store.scrub import Checked
+from pipeline.store.maintenance.scrub import Checked
 
 FINDINGS = [
     Finding("scan", Fault.INDEX, "the index's head is damaged"),

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import CacheDamaged, CacheUnusable, RecordMissing
-from pipeline.store.cache import Cache
-from pipeline.store.disk import Disk
-from pipeline.store.layout import MARKER
+from pipeline.store.cache_folder import Cache
+from pipeline.store.format.cache_layout import MARKER
+from pipeline.store.format.disk import Disk
 from pipeline.store.snapshot import IndexState
 from tests.store.content import is_right, key_of, put
 from tests.store.faulty_disks import os_error

@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from pipeline.store.disk import Disk
-from pipeline.store.index import BLOCK_ROWS, ROW, Index, write_index
-from pipeline.store.layout import KindLayout
-from pipeline.store.merging import merged, sort_in_place
+from pipeline.store.format.cache_layout import KindLayout
+from pipeline.store.format.disk import Disk
+from pipeline.store.shard_index import BLOCK_ROWS, ROW, Index, merged, sort_in_place, write_index
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pipeline.store.index import Rows
+    from pipeline.store.shard_index import Rows
 
 
 def made(seed: int, count: int, numbers: int) -> Rows:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.keys import KEY_BYTES, TAG_BYTES, recipe_tag, tagged_key
-from pipeline.store.cache import Cache
+from pipeline.store.cache_folder import Cache
 
 FEW, MANY = {"neighbours": 5}, {"neighbours": 20}
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.store.record import ALIGNMENT, BadRecord, decode, encode
+from pipeline.store.format.record import ALIGNMENT, BadRecord, decode, encode
 from tests.store.content import arrays_of, is_right, key_of
 
 KEY = key_of(0)

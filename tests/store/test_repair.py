@@ -16,13 +16,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import CacheDamaged, PipelineError, RecordMissing
-from pipeline.store import scrub
-from pipeline.store.cache import Cache
-from pipeline.store.disk import Disk
-from pipeline.store.findings import FORBIDDEN, FOREIGN, NEWER, Fault, Finding, ReportWriter, Summary, read_report
-from pipeline.store.index import Index, indexed, write_index
-from pipeline.store.repair import SHARD_GONE, plan, repair
-from pipeline.store.shard import TRAILER_BYTES
+from pipeline.store.cache_folder import Cache
+from pipeline.store.format.disk import Disk
+from pipeline.store.format.shard import TRAILER_BYTES
+from pipeline.store.maintenance import scrub
+from pipeline.store.maintenance.damage_report import (
+    FORBIDDEN,
+    FOREIGN,
+    NEWER,
+    Fault,
+    Finding,
+    ReportWriter,
+    Summary,
+    read_report,
+)
+from pipeline.store.maintenance.shard_repair import SHARD_GONE, plan, repair
+from pipeline.store.shard_index import Index, indexed, write_index
 from pipeline.store.snapshot import IndexState
 from tests.store.content import is_right, key_of
 from tests.store.damage import (

@@ -17,14 +17,14 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import CacheUnusable, ConfigError
-from pipeline.store import scrub
-from pipeline.store.cache import Cache
-from pipeline.store.disk import Disk
-from pipeline.store.findings import Fault
-from pipeline.store.index import Index, write_index
-from pipeline.store.record import encode
-from pipeline.store.scrub import Named, Subset
-from pipeline.store.shard import TAIL_BYTES, TRAILER_BYTES, read_table, row_keys
+from pipeline.store.cache_folder import Cache
+from pipeline.store.format.disk import Disk
+from pipeline.store.format.record import encode
+from pipeline.store.format.shard import TAIL_BYTES, TRAILER_BYTES, read_table, row_keys
+from pipeline.store.maintenance import scrub
+from pipeline.store.maintenance.damage_report import Fault
+from pipeline.store.maintenance.scrub import Named, Subset
+from pipeline.store.shard_index import Index, write_index
 from tests.store.content import arrays_of, key_of
 from tests.store.damage import (
     BadSectorDisk,
@@ -481,7 +481,7 @@ import resource, sys
 import numpy as np
 from pathlib import Path
 from pipeline.store import scrub
-from pipeline.store.cache import Cache
+from pipeline.store.cache_folder import Cache
 from tests.store.content import key_of
 store = Cache(Path({str(root)!r})).kind("scan")
 if sys.argv[1] == "fill":

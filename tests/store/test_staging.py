@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from pipeline.errors import CacheFull
-from pipeline.store.cache import Cache
-from pipeline.store.disk import Disk
-from pipeline.store.layout import MARKER, STAGED
+from pipeline.store.cache_folder import Cache
+from pipeline.store.format.cache_layout import MARKER, STAGED
+from pipeline.store.format.disk import Disk
+from pipeline.store.maintenance.staging import Staging, Unfit, open_scratch
 from pipeline.store.snapshot import IndexState
-from pipeline.store.staging import Staging, Unfit, open_scratch
 from tests.store.content import is_right, key_of, put
 from tests.store.faulty_disks import FailingDisk
 

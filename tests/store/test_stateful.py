@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pipeline.errors import RecordMissing
-from pipeline.store.cache import Cache
+from pipeline.store.cache_folder import Cache
 from tests.store.content import is_right, key_of, put
 
 NUMBERS = st.integers(0, 15)

@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 
 from pipeline.errors import CacheUnusable, PipelineError, RecordMissing
 from pipeline.keys import recipe_tag, tagged_key
-from pipeline.store.cache import Cache
-from pipeline.store.disk import Disk
-from pipeline.store.keysets import are_among, sorted_pairs
-from pipeline.store.leftovers import Left, beside, refuse_links
-from pipeline.store.scrub import WHOLE, full, quick
-from pipeline.store.shard import key_pairs
-from pipeline.store.sweep import Fate, Live, mark, sweep
+from pipeline.store.cache_folder import Cache
+from pipeline.store.format.disk import Disk
+from pipeline.store.format.shard import key_pairs
+from pipeline.store.key_lists import are_among, sorted_pairs
+from pipeline.store.maintenance.leftovers import Left, beside, refuse_links
+from pipeline.store.maintenance.scrub import WHOLE, full, quick
+from pipeline.store.maintenance.sweep import Fate, Live, mark, sweep
 from tests.store.content import is_right, is_undamaged, key_of, put
 from tests.store.faulty_disks import FailingDisk, InterruptingDisk, KillingDisk
 
@@ -87,7 +87,7 @@ def test_a_sweep_leaves_what_is_live_and_of_the_dead_only_what_is_not_worth_a_re
 
 
 def store_keys(store, shard):
-    from pipeline.store.shard import read_table, row_keys
+    from pipeline.store.format.shard import read_table, row_keys
 
     return row_keys(read_table(store.disk, store.layout.shard(shard)).rows)
 
@@ -422,7 +422,7 @@ def test_a_disk_that_fails_during_a_sweep_costs_nothing_that_is_live(tmp_path, s
 
 READER = """
 import sys; from pathlib import Path
-from tests.store.content import is_right, key_of; from pipeline.store.cache import Cache
+from tests.store.content import is_right, key_of; from pipeline.store.cache_folder import Cache
 store = Cache(Path(sys.argv[1])).kind("scan"); keys = [key_of(n) for n in map(int, sys.argv[2].split(","))]
 places = store.locate(keys)
 print("located", flush=True); rounds = 0

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from pipeline.keys import TAG_BYTES
-from pipeline.store import index
-from pipeline.store.cache import Cache
-from pipeline.store.keysets import sorted_pairs
-from pipeline.store.tally import tally
+from pipeline.store import shard_index
+from pipeline.store.cache_folder import Cache
+from pipeline.store.key_lists import sorted_pairs, tally
 
 TAGS = [b"\0\0\0\1", b"\0\0\0\2", b"\xff\xff\xff\xff", b"\0\0\0\3"]
 
@@ -21,7 +20,7 @@ def key(tag, number):
 @pytest.mark.parametrize("indexed", ["none", "half", "all"])
 @pytest.mark.parametrize("blocks", [1, 2, 2048])
 def test_records_tags_and_absent_keys_are_counted_once_each(tmp_path, monkeypatch, blocks, indexed):
-    monkeypatch.setattr(index, "_PIECE_BLOCKS", blocks)
+    monkeypatch.setattr(shard_index, "_PIECE_BLOCKS", blocks)
     store = Cache(tmp_path / "cache").kind("graph")
     there = [key(tag, number) for tag in TAGS[:3] for number in range(100)]
     rng = np.random.default_rng(0)

@@ -11,14 +11,14 @@ import subprocess
 import pytest
 
 from pipeline.errors import CacheDamaged, CacheFull, CacheUnusable, ConfigError, PipelineError
-from pipeline.store import exported
-from pipeline.store.cache import Cache
-from pipeline.store.compact import compact, plan
-from pipeline.store.disk import Disk
-from pipeline.store.layout import EXPORT, MANIFEST
-from pipeline.store.shard import read_table
+from pipeline.store.cache_folder import Cache
+from pipeline.store.format.cache_layout import EXPORT, MANIFEST
+from pipeline.store.format.disk import Disk
+from pipeline.store.format.shard import read_table
+from pipeline.store.maintenance import exported
+from pipeline.store.maintenance.compact import compact, plan
+from pipeline.store.maintenance.transfer import export, take_in
 from pipeline.store.snapshot import IndexState
-from pipeline.store.transfer import export, take_in
 from tests.store.content import is_right, key_of, put
 from tests.store.faulty_disks import FailingDisk, os_error
 

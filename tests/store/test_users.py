@@ -6,11 +6,9 @@ import errno
 
 import pytest
 
-from pipeline.store.cache import Cache
-from pipeline.store.keysets import sorted_pairs
-from pipeline.store.tally import tally
-from pipeline.store.users import User, forget, register, registered
-from pipeline.store.wanted import name_of, recall, remember
+from pipeline.store.cache_folder import Cache
+from pipeline.store.key_lists import name_of, recall, remember, sorted_pairs, tally
+from pipeline.store.maintenance.leftovers import User, forget, register, registered
 from tests.store.content import key_of, put
 from tests.store.faulty_disks import FailingDisk
 

@@ -13,17 +13,17 @@ import parmed
 import pytest
 from scipy.io import netcdf_file
 
-from pipeline.graphs import atom
-from pipeline.graphs.recipe import Recipe as GraphRecipe
+from pipeline.graphs import atom_graph
+from pipeline.graphs.item_graph import Recipe as GraphRecipe
 from pipeline.keys import content_digest, tagged_key
 from pipeline.records import Inventory, Item, Kind, Part, Reason, Role
-from pipeline.structures.amber import candidates
 from pipeline.structures.atoms import Unusable, text
-from pipeline.structures.files import paths, plain_files
 from pipeline.structures.inventory import Complex, Recipe, examine, item_key, plain
+from pipeline.structures.parsing.amber import candidates
+from pipeline.structures.parsing.read_structure import Reading, parse, parser_of
+from pipeline.structures.parsing.second_parser import NotComparable, read_second
+from pipeline.structures.parsing.structure_files import paths, plain_files
 from pipeline.structures.policy import Policy, Structure, apply
-from pipeline.structures.read import Reading, parse, parser_of
-from pipeline.structures.second_parser import NotComparable, read_second
 from tests.structures.amber_text import complex_files, edited, write_complex
 from tests.structures.pdb_text import chain
 
@@ -94,14 +94,14 @@ def test_every_bond_of_every_atom_that_is_kept_is_the_one_parmed_has(tmp_path: P
 def test_the_graph_has_those_bonds_and_what_follows_from_them(tmp_path: Path) -> None:
     _, found = read(item_of(write_complex(tmp_path), "A,B", "_:LIG"))
     assert found is not None
-    graph = atom.build(found, GraphRecipe(nodes="atom", hydrogens=True, contacts=None))
+    graph = atom_graph.build(found, GraphRecipe(nodes="atom", hydrogens=True, contacts=None))
     rna, ligand = graph.parts
     assert rna.edges["bond"].shape[1] == 2 * (5 * 8 + 3)
     assert ligand.edges["bond"].T.tolist() == [[1, 0], [3, 0], [0, 1], [2, 1], [1, 2], [0, 3]]
     assert ligand.paths["angle"].tolist() == [[0, 1, 2], [1, 0, 3]]
     assert ligand.paths["dihedral"].tolist() == [[2, 1, 0, 3]]
     assert ligand.nodes["element"].tolist() == [6, 7, 17, 1]
-    without = atom.build(found, GraphRecipe(nodes="atom", contacts=None)).parts
+    without = atom_graph.build(found, GraphRecipe(nodes="atom", contacts=None)).parts
     assert [part.edges["bond"].shape[1] for part in without] == [2 * (5 * 7 + 3), 4]
     assert {bytes(name).rstrip(b"\0") for name in rna.residues["name"]} == {b"A", b"C", b"G", b"U"}
 
@@ -115,7 +115,7 @@ def test_a_bond_longer_than_any_is_refused_by_the_graph_and_named(tmp_path: Path
     _, found = read(item_of(path))
     assert found is not None
     with pytest.raises(Unusable, match=r"P of A 1 in chain A and O5' of A 1 in chain A are bonded, .* 98\.\d+ Å apart"):
-        atom.build(found, GraphRecipe(nodes="atom", contacts=None))
+        atom_graph.build(found, GraphRecipe(nodes="atom", contacts=None))
 
 
 def test_coordinates_are_read_from_netcdf_as_from_text() -> None:
@@ -216,7 +216,7 @@ def test_the_parser_is_part_of_the_key_of_a_topology_and_of_no_other(
     pdb.write_text(chain("A", "ALA", "GLY"))
     items = (item_of(write_complex(tmp_path)), item_of(pdb))
     before = [key(one) for one in items]
-    monkeypatch.setattr("pipeline.structures.read._version", lambda _name: "0")
+    monkeypatch.setattr("pipeline.structures.parsing.read_structure._version", lambda _name: "0")
     parser_of.cache_clear()
     assert [key(one) == was for one, was in zip(items, before, strict=True)] == [False, True]
     parser_of.cache_clear()

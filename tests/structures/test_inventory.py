@@ -14,9 +14,9 @@ from scipy.spatial import cKDTree
 from pipeline.records import Inventory, Item, Part, Reason, Rejection, Role
 from pipeline.structures.atoms import Unusable, text
 from pipeline.structures.inventory import File, Recipe, item_key, take
+from pipeline.structures.parsing.read_structure import Reading, format_of, parse, read_file
+from pipeline.structures.partners import bound_rows
 from pipeline.structures.policy import Policy, apply
-from pipeline.structures.read import Reading, format_of, parse, read_file
-from pipeline.structures.sequences import bound_rows
 from pipeline.structures.sources import SourceSpec, items
 from tests.structures.pdb_text import atom, chain, residue
 

@@ -10,8 +10,8 @@ import pytest
 from pipeline.keys import content_digest
 from pipeline.records import ChainSummary, Item, Kind, Part, Partner, Role
 from pipeline.structures.inventory import File, Recipe, take
-from pipeline.structures.read import Reading, read_file
-from pipeline.structures.sequences import NO_ROW, joined_rows
+from pipeline.structures.parsing.read_structure import Reading, read_file
+from pipeline.structures.partners import NO_ROW, joined_rows
 
 
 def chain(name: str, sequence: str, kind: Kind = Kind.PROTEIN, residues: int | None = None) -> ChainSummary:

@@ -12,9 +12,9 @@ from pipeline.records import Item, Kind, Part, Reason, Role
 from pipeline.structures.atoms import Unusable, text
 from pipeline.structures.census import Tally
 from pipeline.structures.inventory import Complex, File, Recipe, examine, item_key
+from pipeline.structures.parsing.read_structure import HAS_BIOTITE, Reading, format_of, parse, read_file
+from pipeline.structures.partners import joined_rows
 from pipeline.structures.policy import Policy, Structure, apply
-from pipeline.structures.read import HAS_BIOTITE, Reading, format_of, parse, read_file
-from pipeline.structures.sequences import joined_rows
 from tests.structures.pdb_text import atom, chain
 
 LIMIT = 64 << 20

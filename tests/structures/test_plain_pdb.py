@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.structures import plain_pdb
 from pipeline.structures.atoms import AtomTable
-from pipeline.structures.read import PARSER, Reading, parse, parser_of
+from pipeline.structures.parsing import plain_pdb
+from pipeline.structures.parsing.read_structure import PARSER, Reading, parse, parser_of
 from pipeline.structures.synthetic import complex_pdb
 from tests.structures.pdb_text import atom, chain, residue
 

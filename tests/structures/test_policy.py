@@ -7,8 +7,8 @@ import pytest
 
 from pipeline.records import Kind, Reason
 from pipeline.structures.atoms import Unusable, text
+from pipeline.structures.parsing.read_structure import Reading, parse
 from pipeline.structures.policy import Policy, Structure, apply, check
-from pipeline.structures.read import Reading, parse
 from tests.structures.pdb_text import atom, chain, residue
 
 

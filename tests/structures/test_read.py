@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.records import Reason
-from pipeline.structures import read as read_module
 from pipeline.structures.atoms import Unusable
+from pipeline.structures.parsing import read_structure as read_module
+from pipeline.structures.parsing.read_structure import Reading, format_of, parse, read_file
 from pipeline.structures.policy import Policy, apply
-from pipeline.structures.read import Reading, format_of, parse, read_file
 from tests.structures.pdb_text import chain
 
 PDB = (chain("A", "ALA", "CYS", "ASP") + "END\n").encode()

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.structures.atoms import Unusable
+from pipeline.structures.parsing.read_structure import HAS_BIOTITE, Reading, format_of, parse, read_file
+from pipeline.structures.parsing.second_parser import NotComparable, disagreements, read_second, second_parser
 from pipeline.structures.policy import Policy, Structure, apply
-from pipeline.structures.read import HAS_BIOTITE, Reading, format_of, parse, read_file
-from pipeline.structures.second_parser import NotComparable, disagreements, read_second, second_parser
 from pipeline.structures.synthetic import complex_pdb
 from tests.graphs.complexes import LIMIT
 

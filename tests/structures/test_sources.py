@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.records import Item, Reason, Rejection
 from pipeline.structures.sources import ADAPTERS, SourceSpec, items
-from pipeline.structures.sources.folder import StructureFolder
-from pipeline.structures.sources.ids import MERGE_AT, SeenIds, id_problem, shown
+from pipeline.structures.sources.item_ids import MERGE_AT, SeenIds, id_problem, shown
+from pipeline.structures.sources.source_folder import StructureFolder
 from tests.structures.source_files import ids, read, reasons, touch, write
 
 SHARED_PAIRS = Path(__file__).parents[3] / "shared" / "structures" / "pairs"
@@ -101,7 +101,7 @@ def test_duplicates_are_found_across_merges_of_the_seen_ids() -> None:
 
 
 def test_seen_ids_take_few_bytes_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.structures.sources.ids.MERGE_AT", 2048)
+    monkeypatch.setattr("pipeline.structures.sources.item_ids.MERGE_AT", 2048)
     count = 10 * 2048
     tracemalloc.start()
     seen = SeenIds()
@@ -196,7 +196,7 @@ def test_a_missing_structures_dir_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_long_manifest_is_read_in_flat_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.structures.sources.ids.MERGE_AT", 2048)
+    monkeypatch.setattr("pipeline.structures.sources.item_ids.MERGE_AT", 2048)
     count = 25_000
     with (tmp_path / "m.csv").open("w") as stream:
         stream.write("id,path,split,label\n")

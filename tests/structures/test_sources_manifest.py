@@ -12,9 +12,9 @@ import pytest
 
 from pipeline.errors import DataError
 from pipeline.records import Item, Part, Reason, Rejection, Role
-from pipeline.structures.sources.build import split_chains
-from pipeline.structures.sources.labels import value_of, values_of
+from pipeline.structures.sources.item_ids import value_of, values_of
 from pipeline.structures.sources.lines import MAX_LINE_BYTES
+from pipeline.structures.sources.source_rows import split_chains
 from tests.structures.source_files import ids, only_item, only_rejection, read, reasons, touch, write
 
 

@@ -13,8 +13,8 @@ import pytest
 from pipeline.records import Item, Kind, Part, Reason, Role
 from pipeline.structures.atoms import Unusable
 from pipeline.structures.inventory import File, Recipe, take
+from pipeline.structures.parsing.read_structure import Reading, format_of, parse, read_file
 from pipeline.structures.policy import Policy, Structure, apply, check
-from pipeline.structures.read import Reading, format_of, parse, read_file
 
 pytestmark = pytest.mark.shared
 

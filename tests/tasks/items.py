@@ -9,18 +9,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pipeline.graphs.build import build
-from pipeline.graphs.graph import Graph, encode
-from pipeline.graphs.recipe import Recipe
+from pipeline.graphs.build_graph import build
+from pipeline.graphs.item_graph import Graph, Recipe, encode
 from pipeline.keys import content_digest
 from pipeline.records import Item, Part, Role
 from pipeline.structures import inventory
-from pipeline.structures.read import read_file
+from pipeline.structures.parsing.read_structure import read_file
 from pipeline.structures.synthetic import complex_pdb
-from pipeline.training import batch
-from pipeline.training.fields import EMBEDDING, ENCODED
-from pipeline.training.layout import Encoding, Sheet
-from pipeline.training.source import Found
+from pipeline.training.items import batch
+from pipeline.training.items.batch_layout import EMBEDDING, ENCODED, Encoding, Sheet
+from pipeline.training.items.item_source import Found
 
 DIM = 16
 LIMIT = 64 << 20

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipeline.training import batch
-from pipeline.training.layout import Sheet
-from pipeline.training.source import Found
+from pipeline.training.items import batch
+from pipeline.training.items.batch_layout import Sheet
+from pipeline.training.items.item_source import Found
 
 META: dict[str, Any] = {"partners": [], "sizes": {}}
 

@@ -10,12 +10,11 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.graphs.build import build
-from pipeline.graphs.graph import Graph
-from pipeline.graphs.recipe import Recipe
+from pipeline.graphs.build_graph import build
+from pipeline.graphs.item_graph import Graph, Recipe
 from pipeline.records import Role
 from pipeline.structures.made_rna import pocket_pdb
-from pipeline.training import batch
+from pipeline.training.items import batch
 from tests.graphs.complexes import examined, side
 from tests.tasks import items
 

@@ -12,15 +12,14 @@ from scipy.spatial.transform import Rotation
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from pipeline.graphs.graph import Graph
+from pipeline.graphs.item_graph import Graph
 from pipeline.memory.footprint import Choice, live_peak_bytes
 from pipeline.protocol import ITEMS, Example, Outputs, Weights
 from pipeline.records import Role
-from pipeline.runs.contract import breaches
-from pipeline.tasks.complex_docking import ComplexDocking, turns
-from pipeline.tasks.docking_model import arms
-from pipeline.training.recompute import repeated
-from pipeline.training.step import Settings, Step
+from pipeline.runs.model.task_contract import breaches
+from pipeline.tasks.complex_docking import ComplexDocking, arms, turns
+from pipeline.training.step.checkpointing import repeated
+from pipeline.training.step.step import Settings, Step
 from tests.limited import device
 from tests.memory.traced import tracer, true_peak
 from tests.tasks.docking_items import (

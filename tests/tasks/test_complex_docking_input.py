@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from pipeline.errors import ConfigError
-from pipeline.graphs.graph import Graph
-from pipeline.graphs.recipe import Recipe
+from pipeline.graphs.item_graph import Graph, Recipe
 from pipeline.records import Role
-from pipeline.runs.loading import open_loader
+from pipeline.runs.dataset.loading import open_loader
 from pipeline.structures.synthetic import complex_pdb
 from pipeline.tasks.complex_docking import ComplexDocking
-from pipeline.training.pretrained import load_pretrained
-from pipeline.training.sampler import Settings as Sampling
+from pipeline.training.checkpoints.pretrained import load_pretrained
+from pipeline.training.sampling.sampler import Settings as Sampling
 from tests.runs.conftest import settle
 from tests.tasks.docking_items import (
     RNG,

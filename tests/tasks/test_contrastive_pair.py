@@ -15,11 +15,11 @@ from pipeline.memory.footprint import Choice, live_peak_bytes
 from pipeline.protocol import ITEMS, Contrastive, Example, Outputs
 from pipeline.readers import made
 from pipeline.readers.pairs import Pairs
-from pipeline.runs.contract import breaches
+from pipeline.runs.model.task_contract import breaches
 from pipeline.tasks import contrastive_pair
 from pipeline.tasks.contrastive_pair import ContrastivePair
-from pipeline.training.recompute import repeated
-from pipeline.training.step import Settings, Step
+from pipeline.training.step.checkpointing import repeated
+from pipeline.training.step.step import Settings, Step
 from tests.limited import device
 from tests.memory.traced import tracer, true_peak
 from tests.tasks.reader_items import batch_of

@@ -15,11 +15,11 @@ from pipeline.errors import ConfigError
 from pipeline.memory.footprint import Choice, live_peak_bytes
 from pipeline.protocol import ITEMS, Example, Outputs, Weights
 from pipeline.readers import peptides
-from pipeline.runs.contract import breaches
+from pipeline.runs.model.task_contract import breaches
 from pipeline.tasks.denovo_model import END
 from pipeline.tasks.denovo_recursive import DenovoRecursive, fragments
-from pipeline.training.recompute import repeated
-from pipeline.training.step import Settings, Step
+from pipeline.training.step.checkpointing import repeated
+from pipeline.training.step.step import Settings, Step
 from tests.limited import device
 from tests.memory.traced import tracer, true_peak
 from tests.tasks.reader_items import batch_of

@@ -14,15 +14,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipeline.errors import ConfigError
-from pipeline.graphs.graph import Graph
-from pipeline.graphs.recipe import Recipe
+from pipeline.graphs.item_graph import Graph, Recipe
 from pipeline.memory.footprint import Choice, live_peak_bytes
 from pipeline.protocol import ITEMS, Example, Outputs, Weights
 from pipeline.records import Role
 from pipeline.structures.synthetic import complex_pdb
 from pipeline.tasks.interface import Interface
-from pipeline.training.recompute import repeated
-from pipeline.training.step import Settings, Step
+from pipeline.training.step.checkpointing import repeated
+from pipeline.training.step.step import Settings, Step
 from tests.limited import device
 from tests.memory.traced import tracer, true_peak
 from tests.tasks.items import DIM, batch_of, graph_of, made, real

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.tasks.rendering import Grid, Peaks, similarity
+from pipeline.tasks.denovo_model import Grid, Peaks, similarity
 from tests.limited.device import LimitedDevice, need
 
 WHOLE = Grid(bin_size=0.1, max_mz=50.0, sigma=0.07)

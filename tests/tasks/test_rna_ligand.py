@@ -11,12 +11,12 @@ from scipy.spatial.transform import Rotation
 from torch.utils._pytree import tree_leaves
 
 from pipeline.errors import ConfigError
-from pipeline.graphs.build import build
+from pipeline.graphs.build_graph import build
 from pipeline.protocol import ITEMS, Example, Outputs
 from pipeline.records import Role
-from pipeline.runs.contract import breaches
-from pipeline.training.recompute import repeated
-from pipeline.training.step import Settings, Step
+from pipeline.runs.model.task_contract import breaches
+from pipeline.training.step.checkpointing import repeated
+from pipeline.training.step.step import Settings, Step
 from tests.graphs.complexes import moved, shared_complex
 from tests.tasks.rna_items import RECIPE, by_item, made
 from tests.tasks.rna_models import (

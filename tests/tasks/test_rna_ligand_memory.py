@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.memory.footprint import Choice, live_peak_bytes
 from pipeline.protocol import ITEMS
-from pipeline.training.step import Settings, Step
+from pipeline.training.step.step import Settings, Step
 from tests.limited import device
 from tests.limited.device import LimitedDevice
 from tests.memory.traced import tracer, true_peak

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.graphs.recipe import Recipe
+from pipeline.graphs.item_graph import Recipe
 from pipeline.structures.synthetic import complex_pdb
 from pipeline.tasks.rna_ligand import RnaLigand
 from tests.tasks.items import graph_of

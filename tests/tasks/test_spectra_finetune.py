@@ -15,10 +15,10 @@ from pipeline.memory.footprint import Category, Choice, live_peak_bytes
 from pipeline.protocol import ITEMS, Example, Outputs, Weights
 from pipeline.readers import made
 from pipeline.readers.spectra import Spectra
-from pipeline.runs.contract import breaches
+from pipeline.runs.model.task_contract import breaches
 from pipeline.tasks.spectra_finetune import SpectraFinetune
-from pipeline.training.recompute import repeated
-from pipeline.training.step import Settings, Step
+from pipeline.training.step.checkpointing import repeated
+from pipeline.training.step.step import Settings, Step
 from tests.limited import device
 from tests.memory.traced import of, tracer, true_peak
 from tests.tasks.reader_items import batch_of

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.encoder.recipe import Recipe, Variant
-from pipeline.graphs.graph import ChainText, Graph, Part, encode
+from pipeline.encoder.embedding_recipe import Recipe, Variant
+from pipeline.graphs.item_graph import ChainText, Graph, Part, encode
 from pipeline.keys import recipe_key
 from pipeline.records import Kind, Role
-from pipeline.training.dataset import Table, TableBuilder
-from pipeline.training.embeddings import Embeddings
-from pipeline.training.loader import Loader
-from pipeline.training.sampler import Micro
-from pipeline.training.source import Cached
+from pipeline.training.items.item_source import Cached
+from pipeline.training.items.item_table import Table, TableBuilder
+from pipeline.training.items.loader import Loader
+from pipeline.training.items.residue_embeddings import Embeddings
+from pipeline.training.sampling.sampler import Micro
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

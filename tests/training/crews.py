@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipeline.errors import PipelineError
-from pipeline.training.distributed import Group, gather
-from pipeline.training.rendezvous import Place
-from pipeline.training.vigil import Patience
+from pipeline.training.ranks.process_group import Group, gather
+from pipeline.training.ranks.rendezvous import Place
+from pipeline.training.ranks.watchdog import Patience
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,17 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config.schema_train import Train
-from pipeline.graphs.graph import encode
+from pipeline.graphs.item_graph import encode
 from pipeline.keys import recipe_key
 from pipeline.records import Tell
 from pipeline.stages.train import Items, Job, close, trainer_of
-from pipeline.training.dataset import Table, TableBuilder
-from pipeline.training.loop import Trainer
+from pipeline.training.items.item_source import Found
+from pipeline.training.items.item_table import Table, TableBuilder
+from pipeline.training.loop.trainer import Trainer
 from pipeline.training.prepared import ModelFolder, Prepared, Stretch, likeness
-from pipeline.training.ranks import Alone, Ranks
-from pipeline.training.sampler import Micro
-from pipeline.training.source import Found
-from pipeline.training.step import Settings, Step
+from pipeline.training.ranks.rank_protocol import Alone, Ranks
+from pipeline.training.sampling.sampler import Micro
+from pipeline.training.step.step import Settings, Step
 from tests.training.content import graph_of
 
 TRAIN = {
@@ -383,9 +383,9 @@ def big_batch(plot: Plot, numbers: Sequence[int], epoch: int = 0) -> dict[str, l
 
 def batch_of(plot: Plot, task: Any, numbers: Sequence[int], epoch: int) -> Any:
     """Return some items as a task's batch."""
-    from pipeline.training.loader import Loader
-    from pipeline.training.sampler import Sampler
-    from pipeline.training.sampler import Settings as Sampling
+    from pipeline.training.items.loader import Loader
+    from pipeline.training.sampling.sampler import Sampler
+    from pipeline.training.sampling.sampler import Settings as Sampling
 
     table = table_of(plot.items)
     sampler = Sampler({"nodes": table.sizes["nodes"]}, Sampling(batch=1))

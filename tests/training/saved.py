@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.store.disk import Disk
-from pipeline.training.checkpoint import Checkpoints, State
+from pipeline.store.format.disk import Disk
+from pipeline.training.checkpoints.checkpoint_folder import Checkpoints, State
 
 IDENTITY = {"model": "abc", "recipe": {"rate": 0.1}}
 

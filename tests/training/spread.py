@@ -12,18 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipeline.memory.governor import Governor
-from pipeline.memory.upkeep import Habits, Upkeep
-from pipeline.training.batch import Origin
-from pipeline.training.checkpoint import Checkpoints, State
-from pipeline.training.distributed import Group
-from pipeline.training.ranks import Ranks
-from pipeline.training.sharded import ShardedStep
-from pipeline.training.sharded_checkpoint import Assembled, assembled, divided
-from pipeline.training.sharded_stepping import ShardedStepper
-from pipeline.training.share import Share
-from pipeline.training.state import by_name, pack, unpack
-from pipeline.training.step import Settings, Step
+from pipeline.memory.runtime.governor import Governor
+from pipeline.memory.runtime.meters import Habits, Upkeep
+from pipeline.training.checkpoints.checkpoint_folder import Checkpoints, State
+from pipeline.training.checkpoints.sharded_checkpoint import Assembled, assembled, divided
+from pipeline.training.checkpoints.training_state import by_name, pack, unpack
+from pipeline.training.items.batch import Origin
+from pipeline.training.ranks.process_group import Group
+from pipeline.training.ranks.rank_protocol import Ranks
+from pipeline.training.step.fsdp import ShardedStep
+from pipeline.training.step.local_sharded import ShardedStepper
+from pipeline.training.step.micro_batches import Share
+from pipeline.training.step.step import Settings, Step
 
 # Ranks are forked from a process that has imported all this: what FSDP needs takes seconds.
 multiprocessing.get_context("forkserver").set_forkserver_preload(

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.training.bundles import (
+from pipeline.training.forensics.step_bundle import (
     BUNDLE,
     KEPT,
     RNG,
@@ -167,7 +167,7 @@ def test_a_full_disk_costs_the_bundle_and_not_the_run(tmp_path):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from pipeline.store.disk import Disk
+from pipeline.store.format.disk import Disk
 from tests.training.test_bundles import BUNDLE_OF, RNG_OF, write
 calls, last = 0, 0
 for name in ("write_at", "fsync", "fsync_folder", "rename"):

@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from pipeline.errors import ConfigError, JobFailed
-from pipeline.store.disk import Disk
-from pipeline.training import tensor_file
-from pipeline.training.checkpoint import NotSaved, State, new_token
-from pipeline.training.loaded import open_checkpoint
-from pipeline.training.tensor_file import DTYPES, CheckpointDamaged, TensorFile
+from pipeline.store.format.disk import Disk
+from pipeline.training.checkpoints import tensor_file
+from pipeline.training.checkpoints.checkpoint_folder import NotSaved, State, new_token
+from pipeline.training.checkpoints.checkpoint_reader import open_checkpoint
+from pipeline.training.checkpoints.tensor_file import DTYPES, CheckpointDamaged, TensorFile
 from tests.store.faulty_disks import FailingDisk, KillingDisk
 from tests.training.saved import IDENTITY, checkpoints, forked, is_state_at, same_bits, spoil, state_at
 
@@ -261,7 +261,7 @@ def test_a_checkpoint_of_another_training_is_an_error_that_tells_the_difference(
 
 
 def test_a_later_format_is_told_from_damage(tmp_path, monkeypatch):
-    monkeypatch.setattr("pipeline.training.manifest.FORMAT", 2)
+    monkeypatch.setattr("pipeline.training.checkpoints.checkpoint_reader.FORMAT", 2)
     save(tmp_path, 1)
     monkeypatch.undo()
     with pytest.raises(ConfigError, match=r"is of format 2; this version of pipeline reads up to 1"):

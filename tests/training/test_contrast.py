@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from pipeline.errors import ConfigError, DataError, PlanInfeasible
 from pipeline.stages.train import fresh_step
-from pipeline.training import contrasting
-from pipeline.training.contrastive_stepping import ContrastiveStepper, _Embedded, gathered
-from pipeline.training.distributed import Group
-from pipeline.training.ranks import LOST, Alone
-from pipeline.training.share import Piece
-from pipeline.training.step import Settings, Step, Unwatched
+from pipeline.training.ranks.process_group import Group
+from pipeline.training.ranks.rank_protocol import LOST, Alone
+from pipeline.training.step import contrastive
+from pipeline.training.step.local_contrastive import ContrastiveStepper, _Embedded, gathered
+from pipeline.training.step.micro_batches import Piece
+from pipeline.training.step.step import Settings, Step, Unwatched
 from tests.limited import device as limited
 from tests.limited.device import LimitedDevice
 from tests.tasks import items as graphs
@@ -99,7 +99,7 @@ def test_both_passes_draw_the_same_random_numbers() -> None:
     torch.manual_seed(0)
     model = task.model()
     torch.manual_seed(1)
-    rows = contrasting.joined([task.embed(model, batch) for batch in cut(drawn(24), [10, 14])])
+    rows = contrastive.joined([task.embed(model, batch) for batch in cut(drawn(24), [10, 14])])
     ((total, weight),) = task.contrast(model, rows).values()
     (total / weight).backward()
     true = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
@@ -146,9 +146,9 @@ def test_embeddings_in_memory_that_the_next_call_writes_to_are_kept() -> None:
 
 def test_a_micro_batch_that_comes_back_with_other_items_is_refused() -> None:
     step = Step(Pairs(), Settings(optimizer="sgd"))
-    rows = contrasting.first_pass(step, drawn(10))
+    rows = contrastive.first_pass(step, drawn(10))
     with pytest.raises(ConfigError, match="'left' has 9 rows, not 10"):
-        contrasting.second_pass(step, drawn(9), rows)
+        contrastive.second_pass(step, drawn(9), rows)
     batch = graphs.batch_of([graphs.made(1, 6, 5)] * 3, None, ("a", "b", "c"))
     done = [_Embedded(batch.origin.index, 0, 2, 0, ("a", "b"), None), _Embedded(0, 2, 4, 0, ("c", "d"), None)]
     found = ContrastiveStepper._as_embedded(None, [Piece(batch, 0, 3)], done)  # type: ignore[arg-type]
@@ -422,7 +422,7 @@ def test_a_validation_is_the_same_however_it_is_cut(tmp_path: Path, budget: int)
     rows = [batch_of(replace(plot, items=17), task, [one], 0) for one in numbers]
     with torch.no_grad():
         for group in (rows[:5], rows[5:10], rows[10:]):
-            embedded = contrasting.joined([task.embed(model, one) for one in group])
+            embedded = contrastive.joined([task.embed(model, one) for one in group])
             totals.append(float(task.contrast(model, embedded)["pairs"][0]))
     assert isinstance(found, dict)
     assert found["loss"] == pytest.approx(math.fsum(totals) / 12, rel=1e-9)
@@ -437,7 +437,7 @@ def test_a_validation_loss_that_a_card_does_not_hold_is_taken_on_the_processor(
     validation = run.trainer.validation
     assert validation is not None
     whole, hosted = validation.figures(), list[bool]()
-    taken, full = contrasting.evaluated, "CUDA out of memory. Tried to allocate 1 GiB"
+    taken, full = contrastive.evaluated, "CUDA out of memory. Tried to allocate 1 GiB"
 
     def evaluated(step: Step, rows: Mapping[str, Tensor], *, on_host: bool = False) -> Any:
         hosted.append(on_host)
@@ -445,7 +445,7 @@ def test_a_validation_loss_that_a_card_does_not_hold_is_taken_on_the_processor(
             raise torch.OutOfMemoryError(full)
         return taken(step, rows, on_host=True)
 
-    monkeypatch.setattr(contrasting, "evaluated", evaluated)
+    monkeypatch.setattr(contrastive, "evaluated", evaluated)
     validation.step.device = "meta"  # it plays a card
     monkeypatch.setattr(validation.step, "moved", lambda batch: batch)
     validation._too_large = policy

@@ -11,15 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import PlanInfeasible
-from pipeline.graphs import atom, residue
-from pipeline.graphs.graph import decode, encode
-from pipeline.graphs.recipe import Recipe
+from pipeline.graphs import atom_graph, residue_graph
+from pipeline.graphs.item_graph import Recipe, decode, encode
 from pipeline.records import Item, Part, Reason, Rejection, Role
-from pipeline.store.cache import Cache
+from pipeline.store.cache_folder import Cache
 from pipeline.structures import inventory
-from pipeline.training.crop import cropped, rng_of
-from pipeline.training.layout import Sheet
-from pipeline.training.source import Cached, Found
+from pipeline.training.items.batch_layout import Sheet
+from pipeline.training.items.crop import cropped, rng_of
+from pipeline.training.items.item_source import Cached, Found
 from tests.training.content import ALONE, PAIR, graph_of, made
 
 
@@ -305,7 +304,7 @@ def real(path):
 
 
 @pytest.mark.shared
-@pytest.mark.parametrize("kind", [residue, atom])
+@pytest.mark.parametrize("kind", [residue_graph, atom_graph])
 def test_real_complexes_are_cut_around_their_interface(shared_structures, kind):
     for path in sorted((shared_structures / "complexes").glob("*.pdb"))[:4]:
         graph = kind.build(real(path), Recipe(cross_neighbours=5))
@@ -316,7 +315,7 @@ def test_real_complexes_are_cut_around_their_interface(shared_structures, kind):
         assert small.sizes()["nodes"] > 0.7 * limits["nodes"] or small.sizes()["pairs"] > 0.7 * limits["pairs"]
         assert small.sizes()["contacts"] > 0
         assert small.sizes()["edges"] < sizes["edges"]
-        if kind is residue:
+        if kind is residue_graph:
             check(graph, small)
         for part in small.parts:
             for edges in part.edges.values():

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from pipeline.errors import ConfigError, RecordMissing
 from pipeline.keys import recipe_key
 from pipeline.records import Item, Part, Role
-from pipeline.stages.meaning_table import wrong_table
-from pipeline.store.cache import Cache
-from pipeline.training.dataset import Table, TableBuilder
+from pipeline.stages.table_records import wrong_table
+from pipeline.store.cache_folder import Cache
+from pipeline.training.items.item_table import Table, TableBuilder
 
 ROWS = st.lists(
     st.tuples(

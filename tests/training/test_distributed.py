@@ -16,11 +16,18 @@ import pytest
 import torch
 
 from pipeline.cluster.peers import PEER_LOST
-from pipeline.memory.request import REDUCED_BYTES
-from pipeline.training.distributed import LETTER_BYTES, PIECE_BYTES, Group, interface_of, pieces, reduce_in_pieces
-from pipeline.training.ranks import HUNG, LOST, Alone
-from pipeline.training.rendezvous import Place, _addresses
-from pipeline.training.vigil import Doing, Loss, Patience, stuck
+from pipeline.memory.planning.request import REDUCED_BYTES
+from pipeline.training.ranks.process_group import (
+    LETTER_BYTES,
+    PIECE_BYTES,
+    Group,
+    interface_of,
+    pieces,
+    reduce_in_pieces,
+)
+from pipeline.training.ranks.rank_protocol import HUNG, LOST, Alone
+from pipeline.training.ranks.rendezvous import Place, _addresses
+from pipeline.training.ranks.watchdog import Doing, Loss, Patience, stuck
 from tests.limited.device import LimitedDevice
 from tests.training.crews import Crew, await_file, crew
 

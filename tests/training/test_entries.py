@@ -12,13 +12,12 @@ import pytest
 
 from pipeline.errors import DataError
 from pipeline.records import Entry, Reason, Rejection
-from pipeline.stages.read import Taken, read
-from pipeline.store.cache import Cache
-from pipeline.training.batch import Batch
-from pipeline.training.dataset import Table
-from pipeline.training.entries import NUMBERS, digest_of
-from pipeline.training.loader import Loader
-from pipeline.training.source import Entered
+from pipeline.stages.read_entries import Taken, read
+from pipeline.store.cache_folder import Cache
+from pipeline.training.items.batch import Batch
+from pipeline.training.items.item_source import NUMBERS, Entered, digest_of
+from pipeline.training.items.item_table import Table
+from pipeline.training.items.loader import Loader
 from tests.training.content import Micros
 
 FLOAT, INT, BOOL = np.float32, np.int64, np.bool_

@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from pipeline.config.schema_train import Train
 from pipeline.errors import PlanInfeasible
 from pipeline.records import Reason, Tell
-from pipeline.training.applying import Applied, Job, apply, digest_of, spans
-from pipeline.training.checkpoint import Checkpoints, State
-from pipeline.training.choosing import choose, load
-from pipeline.training.dataset import Table
-from pipeline.training.evaluation import Evaluation, twin
-from pipeline.training.outputs import Gathered
+from pipeline.training.checkpoints.checkpoint_choice import choose, load
+from pipeline.training.checkpoints.checkpoint_folder import Checkpoints, State
+from pipeline.training.checkpoints.training_state import model_key, pack
+from pipeline.training.evaluating.apply_model import Applied, Job, apply, digest_of, spans
+from pipeline.training.evaluating.evaluator import Evaluation, twin
+from pipeline.training.evaluating.outputs import Gathered
+from pipeline.training.items.item_table import Table
 from pipeline.training.prepared import ModelFolder, Prepared, Stretch
-from pipeline.training.ranks import Alone, Ranks
-from pipeline.training.state import model_key, pack
-from pipeline.training.step import Settings, Step
+from pipeline.training.ranks.rank_protocol import Alone, Ranks
+from pipeline.training.step.step import Settings, Step
 from tests.limited.device import LimitedDevice
 from tests.training.content import graph_of
 from tests.training.crews import crew
@@ -350,7 +350,7 @@ def test_an_item_that_no_card_holds_is_done_by_a_copy_of_the_model_on_the_proces
 
 
 def _loader(one: Job) -> Any:
-    from pipeline.training.applying import _loader
+    from pipeline.training.evaluating.apply_model import _loader
 
     return _loader(one, np.arange(len(one.table)))
 

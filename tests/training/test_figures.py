@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.training.figures import EPOCHS, FIGURES, Epoch, Figures, Spread, read_epochs, read_figures
-from pipeline.training.trackers import Harmless, opened, run_id
+from pipeline.training.loop.metrics_log import EPOCHS, FIGURES, Epoch, Figures, Spread, read_epochs, read_figures
+from pipeline.training.loop.trackers import Harmless, opened, run_id
 
 GIB = 1 << 30
 EPOCH = Epoch(
@@ -119,7 +119,7 @@ def test_a_torn_line_is_none_at_whatever_byte_it_was_torn(tmp_path):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from pipeline.training.figures import Figures
+from pipeline.training.loop.metrics_log import Figures
 figures = Figures(Path(sys.argv[1]))
 for step in range(1, 1000):
     figures.log(step, {"loss": 1 / step})
@@ -137,7 +137,7 @@ def test_what_was_noted_before_a_kill_is_there(tmp_path):
 FULL = """
 import resource, sys
 from pathlib import Path
-from pipeline.training.figures import Figures
+from pipeline.training.loop.metrics_log import Figures
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 with Figures(Path(sys.argv[1])) as figures:
     for step in range(1, 9):
@@ -179,7 +179,7 @@ def test_tensorboard_shows_each_step_once_after_resuming(tmp_path):
 OFFLINE = """
 import sys
 from pathlib import Path
-from pipeline.training.trackers import opened
+from pipeline.training.loop.trackers import opened
 folder = Path(sys.argv[1])
 for step in (1, 2):
     (tracker,) = opened(["wandb"], folder, name="mine", config={"rate": 0.5})

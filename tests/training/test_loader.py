@@ -13,10 +13,10 @@ import torch
 
 from pipeline.errors import CacheDamaged, ConfigError, RecordMissing
 from pipeline.records import Reason, Rejection, Role
-from pipeline.store.cache import Cache
-from pipeline.training.batch import padded
-from pipeline.training.loader import Loader
-from pipeline.training.sampler import Sampler, Settings
+from pipeline.store.cache_folder import Cache
+from pipeline.training.items.batch import padded
+from pipeline.training.items.loader import Loader
+from pipeline.training.sampling.sampler import Sampler, Settings
 from tests.training.content import ALONE, ENCODER, PRECISION, WIDTH, graph_of, made
 
 
@@ -383,7 +383,7 @@ def test_a_record_that_says_why_there_is_no_graph_is_a_rejection(data, tmp_path)
 LEFT_OPEN = """
 import sys
 from pathlib import Path
-from pipeline.store.cache import Cache
+from pipeline.store.cache_folder import Cache
 from tests.training.content import graph_of, made
 data = made(Cache(Path(sys.argv[1])), [graph_of(seed) for seed in range(8)])
 batches = iter(data.loader([[number] for number in range(8)]))

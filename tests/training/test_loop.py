@@ -20,10 +20,10 @@ from hypothesis import strategies as some
 from torch import Tensor, nn
 
 from pipeline.errors import DataError, JobFailed
-from pipeline.training.batch import Batch
-from pipeline.training.checkpoint import Checkpoints
-from pipeline.training.figures import read_epochs
-from pipeline.training.step import Step
+from pipeline.training.checkpoints.checkpoint_folder import Checkpoints
+from pipeline.training.items.batch import Batch
+from pipeline.training.loop.metrics_log import read_epochs
+from pipeline.training.step.step import Step
 from tests.limited import device as limited
 from tests.limited.device import LimitedDevice
 from tests.training.loops import (
@@ -102,7 +102,7 @@ def several(plot: Plot, folder: Path) -> dict[int, int]:
 def plain(plot: Plot, run: Run, cuts: list[list[tuple[str, ...]]]) -> dict[str, list[float]]:
     """Train by a plain loop over micro-batches that are told, with a model of its own."""
     from pipeline.stages.train import fresh_step
-    from pipeline.training.rates import factor, set_rate
+    from pipeline.training.step.optimizers import factor, set_rate
 
     step = fresh_step(run.made)
     step.make_state()

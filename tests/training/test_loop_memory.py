@@ -15,9 +15,9 @@ import torch
 from pipeline.errors import PlanInfeasible
 from pipeline.memory.footprint import Choice
 from pipeline.stages.train import Items
-from pipeline.training.figures import Epoch, read_epochs
+from pipeline.training.loop.metrics_log import Epoch, read_epochs
 from pipeline.training.prepared import Stretch, likeness, stretch_of
-from pipeline.training.step import Settings, Step
+from pipeline.training.step.step import Settings, Step
 from tests.limited import device as limited
 from tests.limited.device import HostCarrier, LimitedDevice
 from tests.memory.planned import BATCH, Ground, OnDevice, limits

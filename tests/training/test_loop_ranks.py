@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.training.distributed import Group
-from pipeline.training.figures import read_epochs
-from pipeline.training.ranks import LOST
+from pipeline.training.loop.metrics_log import read_epochs
+from pipeline.training.ranks.process_group import Group
+from pipeline.training.ranks.rank_protocol import LOST
 from tests.limited import device as limited
 from tests.limited.device import LimitedDevice
 from tests.training.crews import Crew, crew

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.training.outputs import Gathered, Writer
-from pipeline.training.predictions import write_tables
+from pipeline.training.evaluating.outputs import Gathered, Writer
+from pipeline.training.evaluating.prediction_tables import write_tables
 
 
 def name_of(number):
@@ -302,7 +302,7 @@ def test_outputs_of_another_checkpoint_do_not_mix(tmp_path):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from pipeline.store.disk import Disk
+from pipeline.store.format.disk import Disk
 from tests.training.test_outputs import write
 calls, last = 0, 0
 for name in ("open_new", "write_at", "fsync", "fsync_folder", "rename"):

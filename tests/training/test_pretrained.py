@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.training.checkpoint import State
-from pipeline.training.pretrained import load_pretrained
-from pipeline.training.state import pack
+from pipeline.training.checkpoints.checkpoint_folder import State
+from pipeline.training.checkpoints.pretrained import load_pretrained
+from pipeline.training.checkpoints.training_state import pack
 from tests.training.saved import checkpoints, spoil
 
 

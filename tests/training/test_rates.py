@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from pipeline.config.schema_train import Schedule
-from pipeline.training.rates import factor, set_rate
+from pipeline.training.step.optimizers import factor, set_rate
 
 
 def test_a_constant_rate_is_constant() -> None:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pipeline.errors import ConfigError, JobFailed
-from pipeline.training.rendezvous import Met, Place, meet
-from pipeline.training.wire import LONGEST_LINE, Wire
+from pipeline.training.ranks.json_connection import LONGEST_LINE, Wire
+from pipeline.training.ranks.rendezvous import Met, Place, meet
 from tests.training.crews import await_file
 
 if TYPE_CHECKING:

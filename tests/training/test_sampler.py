@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import ConfigError, DataError, PlanInfeasible
-from pipeline.training.order import arrange
-from pipeline.training.sampler import Sampler, Settings, oversize
+from pipeline.training.sampling.epoch_order import arrange
+from pipeline.training.sampling.sampler import Sampler, Settings, oversize
 
 relaxed = settings(deadline=None, max_examples=50)  # other work may share the machine
 RANKS = (1, 2, 3, 8)
@@ -374,7 +374,7 @@ def test_items_too_large_for_the_budget_are_named_with_their_sizes():
     assert str(caught.value) == (
         "5 of 6 items exceed the budget of a micro-batch (500 receptor, 10,000 receptor*ligand) alone: "
         "item 1 has 900 receptor; item 2 has 14,000 receptor*ligand; item 3 has 24,000 receptor*ligand; …\n"
-        "  next: raise the budget, or leave these items out (pipeline.training.sampler.oversize lists them)"
+        "  next: raise the budget, or leave these items out (pipeline.training.sampling.sampler.oversize lists them)"
     )
     assert oversize(sizes, chosen.budget).tolist() == [1, 2, 3, 4, 5]
     assert oversize(sizes, {}).tolist() == []

@@ -8,9 +8,9 @@ import threading
 import pytest
 import torch
 
-from pipeline.store.disk import Disk
-from pipeline.training.checkpoint import NotSaved, State, new_token
-from pipeline.training.saving import Saver, Staging, staging_bytes
+from pipeline.store.format.disk import Disk
+from pipeline.training.checkpoints.async_saver import Saver, Staging, staging_bytes
+from pipeline.training.checkpoints.checkpoint_folder import NotSaved, State, new_token
 from tests.store.faulty_disks import FailingDisk
 from tests.training.saved import checkpoints, is_state_at, same_bits, state_at
 

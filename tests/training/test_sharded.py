@@ -20,20 +20,20 @@ from safetensors.torch import load_file
 from torch import nn
 
 from pipeline.errors import ConfigError, JobFailed, PipelineError
-from pipeline.memory.governor import Governor
-from pipeline.store.disk import Disk
-from pipeline.training import manifest
-from pipeline.training.batch import Origin
-from pipeline.training.distributed import Group
-from pipeline.training.loaded import Loaded
-from pipeline.training.ranks import LOST, Alone, RankLost
-from pipeline.training.sharded import ShardedStep, built, local, shard
-from pipeline.training.sharded_checkpoint import Assembled, assembled
-from pipeline.training.sharded_stepping import ShardedStepper, power_of_two
-from pipeline.training.share import Piece
-from pipeline.training.step import Settings
-from pipeline.training.stepping import RUNGS
-from pipeline.training.tensor_file import CheckpointDamaged
+from pipeline.memory.runtime.governor import Governor
+from pipeline.store.format.disk import Disk
+from pipeline.training.checkpoints import checkpoint_reader
+from pipeline.training.checkpoints.checkpoint_reader import Loaded
+from pipeline.training.checkpoints.sharded_checkpoint import Assembled, assembled
+from pipeline.training.checkpoints.tensor_file import CheckpointDamaged
+from pipeline.training.items.batch import Origin
+from pipeline.training.ranks.process_group import Group
+from pipeline.training.ranks.rank_protocol import LOST, Alone, RankLost
+from pipeline.training.step.fsdp import ShardedStep, built, local, shard
+from pipeline.training.step.local_sharded import ShardedStepper, power_of_two
+from pipeline.training.step.local_step import RUNGS
+from pipeline.training.step.micro_batches import Piece
+from pipeline.training.step.step import Settings
 from tests.training import spread
 from tests.training.crews import Crew, crew
 from tests.training.saved import checkpoints
@@ -224,7 +224,7 @@ def test_a_damaged_part_is_found_and_the_checkpoint_before_is_used(saved: Path, 
 
 
 def test_a_checkpoint_without_some_parts_is_no_whole_one(saved: Path) -> None:
-    told = manifest.read(Disk(), saved / "step-00000003")
+    told = checkpoint_reader.read(Disk(), saved / "step-00000003")
     with pytest.raises(CheckpointDamaged, match="not all parts of model"):
         Assembled(Disk(), saved / "step-00000003", replace(told, ranks=told.ranks[:1]))
 
@@ -286,7 +286,7 @@ class Full(spread.OneTerm):
 
 def run_out(group: Group) -> None:
     """Let memory end in the second pass of rank 0, while rank 1 waits for it in the midst of its own."""
-    from pipeline.runs.worker import trouble_of  # here, as it takes seconds that only this part needs
+    from pipeline.runs.engine.run_task import trouble_of  # here, as it takes seconds that only this part needs
 
     spread.TASKS["full"] = Full
     stepper = stepper_of(spread.step_of(group, "full", {}))

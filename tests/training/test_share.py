@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.training.batch import Origin
-from pipeline.training.share import Piece, Share
+from pipeline.training.items.batch import Origin
+from pipeline.training.step.micro_batches import Piece, Share
 
 
 @dataclass

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from pipeline.training.slots import Ring
+from pipeline.training.items.read_ahead import Ring
 
 MIB = 1 << 20
 

@@ -7,18 +7,17 @@ import pytest
 import torch
 
 from pipeline.errors import DataError
-from pipeline.graphs.build import build
-from pipeline.graphs.graph import encode
-from pipeline.graphs.recipe import Recipe
+from pipeline.graphs.build_graph import build
+from pipeline.graphs.item_graph import Recipe, encode
 from pipeline.keys import content_digest
 from pipeline.records import Item, Part, Reason, Role
-from pipeline.store.cache import Cache
+from pipeline.store.cache_folder import Cache
 from pipeline.structures import inventory
 from pipeline.structures.atoms import Unusable
 from pipeline.structures.synthetic import complex_pdb
-from pipeline.training.dataset import TableBuilder
-from pipeline.training.loader import Loader
-from pipeline.training.source import Built, Cached
+from pipeline.training.items.item_source import Built, Cached
+from pipeline.training.items.item_table import TableBuilder
+from pipeline.training.items.loader import Loader
 from tests.training.content import Micros
 
 READING, RECIPE = inventory.Recipe(), Recipe(cross_neighbours=3)
@@ -87,7 +86,7 @@ def test_an_item_that_has_no_graph_is_left_out_and_told(prepared, monkeypatch):
             raise Unusable(Reason.NO_CONTACTS, "too far apart")
         return real(read, recipe)
 
-    monkeypatch.setattr("pipeline.training.source.build", sometimes)
+    monkeypatch.setattr("pipeline.training.items.item_source.build", sometimes)
     told = []
     got = [list(batch.numbers) for batch in batches(Built(table, READING, RECIPE), reject=told.append)]
     assert got == [[2], [1]]
@@ -103,7 +102,7 @@ def test_a_bug_in_the_building_costs_one_item(prepared, monkeypatch, caplog):
             raise ZeroDivisionError("as bugs do")
         return real(read, recipe)
 
-    monkeypatch.setattr("pipeline.training.source.build", sometimes)
+    monkeypatch.setattr("pipeline.training.items.item_source.build", sometimes)
     told = []
     got = [list(batch.numbers) for batch in batches(Built(table, READING, RECIPE), reject=told.append)]
     assert got == [[2, 0], []]

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from pipeline.errors import ConfigError
-from pipeline.training.checkpoint import State
-from pipeline.training.state import (
+from pipeline.training.checkpoints.checkpoint_folder import State
+from pipeline.training.checkpoints.training_state import (
     by_name,
     model_key,
     model_state,
@@ -254,7 +254,7 @@ def test_random_numbers_go_on_where_they_were(tmp_path, gauss):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_cards_random_numbers_and_tensors_go_on_where_they_were(tmp_path):
-    from pipeline.training.saving import Saver
+    from pipeline.training.checkpoints.async_saver import Saver
 
     model = nn.Linear(300, 300).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
-from pipeline.training.offload import Pinned
-from pipeline.training.recompute import Recomputing, repeated
-from pipeline.training.step import Settings, Step
+from pipeline.training.step.checkpointing import Pinned, Recomputing, repeated
+from pipeline.training.step.step import Settings, Step
 
 WIDTH = 8
 
@@ -158,14 +157,14 @@ def test_every_way_of_an_optimizer_goes_the_same_way(way: str, optimizer: str) -
     "setting", [{"checkpointing": True}, {"offload": True}, {"checkpointing": True, "offload": True}]
 )
 def test_saving_memory_changes_no_gradient(setting: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.training.offload.SMALLEST_BYTES", 1)
+    monkeypatch.setattr("pipeline.training.step.checkpointing.SMALLEST_BYTES", 1)
     plain, _ = after(OneTerm(), cut(data(), [10, 14]), Settings())
     saving, _ = after(OneTerm(), cut(data(), [10, 14]), Settings(**setting))
     assert all(torch.equal(one, other) for one, other in zip(plain, saving, strict=True))
 
 
 def test_offloading_leaves_parameters_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.training.offload.SMALLEST_BYTES", 1)
+    monkeypatch.setattr("pipeline.training.step.checkpointing.SMALLEST_BYTES", 1)
     carried: list[int] = []
 
     class Counting(Pinned):

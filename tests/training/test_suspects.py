@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.memory.meters import meter_of
-from pipeline.training.rerun import Outcome, Part, Rerun, rerun
-from pipeline.training.share import Piece
-from pipeline.training.state import rng_state
-from pipeline.training.step import Settings, Step
-from pipeline.training.suspects import Suspect, suspects
+from pipeline.memory.runtime.meters import meter_of
+from pipeline.training.checkpoints.training_state import rng_state
+from pipeline.training.forensics.nan_search import Suspect, suspects
+from pipeline.training.forensics.rerun import Outcome, Part, Rerun, rerun
+from pipeline.training.step.micro_batches import Piece
+from pipeline.training.step.step import Settings, Step
 from tests.tasks.items import batch_of, made
 from tests.training.towers import Pairs
 

@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.training.figures import Epoch, read_epochs, read_figures
-from pipeline.training.trackers import run_id
-from pipeline.training.wandb_file import history, last_step
+from pipeline.training.loop.metrics_log import Epoch, read_epochs, read_figures
+from pipeline.training.loop.trackers import history, last_step, run_id
 
 ROOT = Path(__file__).parents[2]
 KEY = "0123456789abcdef0123456789abcdef01234567"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.errors import DataError
-from pipeline.training.words import Heard, Words
+from pipeline.training.step.global_step import Heard, Words
 
 
 def heard(*said: dict[str, Any]) -> Heard:

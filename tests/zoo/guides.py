@@ -57,7 +57,7 @@ class Guide:
     padded: bool
     settings: Mapping[str, Any]
     precision: str
-    device: str  # as pipeline.memory.devices names it
+    device: str  # as pipeline.memory.hardware.gpus names it
     batches: tuple[Batches, ...]
     variants: Mapping[str, Mapping[str, Any]] = field(
         default_factory=dict

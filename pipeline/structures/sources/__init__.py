@@ -12,16 +12,9 @@ from shlex import quote
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.records import Item, Reason, Rejection
-from pipeline.structures.sources.fasta import fasta_items
-from pipeline.structures.sources.folder import listing
-from pipeline.structures.sources.glob import glob_items
-from pipeline.structures.sources.ids import SeenIds, id_problem, shown
-from pipeline.structures.sources.labels import label_problem
-from pipeline.structures.sources.manifest import manifest_items
-from pipeline.structures.sources.pairs import pair_items
-from pipeline.structures.sources.pinder import pinder_items
-from pipeline.structures.sources.sabdab import sabdab_items
-from pipeline.structures.sources.spec import SourceSpec
+from pipeline.structures.sources.item_ids import SeenIds, SourceSpec, id_problem, label_problem, shown
+from pipeline.structures.sources.source_folder import fasta_items, glob_items, listing
+from pipeline.structures.sources.table_sources import manifest_items, pair_items, pinder_items, sabdab_items
 
 __all__ = ["ADAPTERS", "SourceSpec", "items"]
 

@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from pipeline.runs.script_process import run
+from pipeline.script.script_process import run
 
 told, mem_bytes, *words = sys.argv[1:]
 outcome = run(words, environment=dict(os.environ), cwd=Path.cwd(), mem_bytes=int(mem_bytes))

@@ -1,0 +1,183 @@
+"""The verbs that act on a run that has begun: resume, cancel."""
+
+from __future__ import annotations
+
+import socket
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pipeline.cli.log_verbs import run_folder
+from pipeline.cli.options import ConfigFile, Json, Run, Sets, load_config, one_of, print_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from pipeline.cluster.job_spec import Executor
+    from pipeline.config.schema import Config
+    from pipeline.journal.run_folder import RunFolder
+    from pipeline.journal.run_status import RunStatus
+    from pipeline.runs.engine.cancel import Cancellation
+
+
+class Cancelled(str, Enum):
+    """What has jobs to cancel."""
+
+    SCAN = "scan"
+    EMBED = "embed"
+    GRAPH = "graph"
+    TRAIN = "train"
+    EVALUATE = "evaluate"
+    PREDICT = "predict"
+    VALIDATE = "validate"
+    REGENERATE = "regenerate"
+
+
+Yes = Annotated[bool, typer.Option("--yes", help="Do it; else only say what would be done.")]
+
+
+def resume(run: Run = None, config: ConfigFile = None, sets: Sets = None) -> None:
+    """Take up a run that nobody looks after any more: its supervisor or its login process died."""
+    from pipeline.errors import ConfigError
+    from pipeline.journal.ledger import Reader
+    from pipeline.journal.run_status import ENDED, RunState, fold
+    from pipeline.project.project import stays
+    from pipeline.runs.engine.create import pay_visit, start_supervisor
+
+    folder, frozen, executor, status = _opened(run, config, sets)
+    with executor:
+        if status.state in ENDED:
+            what, again = f"run {folder.name} has ended: it is {status.state.value}", folder.again.read_text()
+            raise ConfigError(what, where=str(folder.path), remedy=f"{again}   (does what is missing)")
+        if status.state is RunState.RUNNING:
+            watch = f"watch it: pipeline status {folder.name} --watch"
+            typer.echo(f"run {folder.name} is looked after: nothing to do\n  {watch}")
+            return
+    if stays(frozen):
+        start_supervisor(folder)
+    else:
+        pay_visit(folder)
+        if failed := fold(folder.name, Reader(folder).news()).exit_code:  # the visit has said why
+            raise typer.Exit(failed)
+    typer.echo(f"run {folder.name} goes on\n  watch it: pipeline status {folder.name} --watch")
+
+
+def cancel(
+    run: Run = None,
+    only: Annotated[Cancelled | None, one_of(Cancelled, "--stage", "Only the jobs of this stage.")] = None,
+    yes: Yes = False,
+    config: ConfigFile = None,
+    sets: Sets = None,
+) -> None:
+    """End a run with its jobs and supervisors; finished work is kept."""
+    from pipeline.errors import ConfigError
+    from pipeline.journal.run_status import RunState
+    from pipeline.runs.engine.cancel import cancel as end
+    from pipeline.runs.engine.cancel import foresee
+
+    stage = only.value if only else None
+    folder, _, executor, status = _opened(run, config, sets)
+    with executor:
+        if stage is not None and stage not in status.stages:
+            what = f"run {folder.name} has no stage {stage!r} ({', '.join(status.stages) or 'none has begun'})"
+            raise ConfigError(what, where="--stage", remedy=f"pipeline status {folder.name}")
+        found = foresee(status, executor, stage)
+        if found.empty and stage is not None and status.state is RunState.RUNNING and not executor.outlives:
+            what = "on this machine a stage ends with its run"
+            raise ConfigError(what, where="--stage", remedy=f"pipeline cancel {folder.name}")
+        if found.empty:
+            typer.echo(f"run {folder.name} is {status.state.value}: nothing to cancel")
+            return
+        typer.echo(f"run {folder.name}: {_words(found)}")
+        if not yes:
+            again = f"pipeline cancel {folder.name}{f' --stage {stage}' if stage else ''} --yes"
+            typer.echo(f"nothing was done yet\n  next: {again}")
+            return
+        end(folder, status, executor, found, stage)
+    typer.echo("cancelled; finished work is kept")
+
+
+def _opened(
+    run: str | None, file: Path | None, sets: list[str] | None
+) -> tuple[RunFolder, Config, Executor, RunStatus]:
+    """Return a run, its frozen configuration, what its jobs run on, and how it stands."""
+    from pipeline.config.load import from_resolved
+    from pipeline.journal.run_folder import by_path, find
+    from pipeline.journal.run_status import status_of
+    from pipeline.project.project import open_executor
+
+    folder = (by_path(run) if run else None) or find(load_config(file, sets).config.cluster.runs, run)
+    frozen = from_resolved(folder.config.read_text(), str(folder.config))
+    executor = open_executor(frozen)
+    return folder, frozen, executor, status_of(folder, socket.gethostname(), executor)
+
+
+def _words(what: Cancellation) -> str:
+    """Say what would be ended."""
+    from pipeline.report.tables import plural
+
+    jobs = (
+        [f"{plural(what.tasks, 'task')} in {plural(len(what.jobs), 'job')} ({', '.join(what.jobs)})"]
+        if what.jobs
+        else []
+    )
+    watch = [f"its supervisor jobs ({', '.join(what.supervisors)})"] if what.supervisors else []
+    return " and ".join([*jobs, *watch, *([f"its supervisor (process {what.process})"] if what.process else [])])
+
+
+def status(
+    run: Run = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Go on showing it until it has ended.")] = False,
+    config: ConfigFile = None,
+    sets: Sets = None,
+    as_json: Json = False,
+) -> None:
+    """Show what a run is doing, or what became of it."""
+    import gc
+
+    from pipeline.errors import ConfigError
+    from pipeline.report import tables
+    from pipeline.report.run_tables import run_report
+
+    if watch and as_json:
+        raise ConfigError("one document cannot go on", where="--json", remedy="leave --watch or --json out")
+    folder = run_folder(run, config, sets)
+    now, goes_on = _looks(folder, watch=watch)
+    if watch:
+        from pipeline.report.live_status import watched
+
+        watched(now, goes_on)
+        return
+    gc.disable()  # a short life, in which collecting would walk through all tasks again and again
+    if as_json:
+        print_json(now())
+    else:
+        tables.show(*run_report(now()))
+
+
+def _looks(folder: RunFolder, *, watch: bool) -> tuple[Callable[[], dict[str, Any]], Callable[[], bool]]:
+    """Return what tells how a run stands now, by what its ledger says more than last time, and whether it goes on."""
+    import socket
+
+    from pipeline.journal.active_runs import GOING_ON, Sparing, look, shown
+    from pipeline.journal.ledger import Reader
+    from pipeline.journal.recent import Trail
+    from pipeline.journal.run_status import RunStatus
+
+    found, reader, trail = RunStatus(folder.name), Reader(folder), Trail()
+    ask = Sparing() if watch else look
+
+    def catch_up() -> None:
+        for event in reader.news():
+            found.apply(event)
+            if watch:
+                trail.apply(event)
+
+    def now() -> dict[str, Any]:
+        catch_up()
+        told = shown(folder, found, socket.gethostname(), catch_up, ask)
+        return told | (trail.to_json() if watch else {})
+
+    return now, lambda: found.state in GOING_ON

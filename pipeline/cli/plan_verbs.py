@@ -1,0 +1,158 @@
+"""`pipeline plan`: what each stage would take, before anything is submitted."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import contextmanager, redirect_stdout
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipeline.cli.options import ConfigFile, Json, Sets, load_config, one_of, print_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pipeline.cluster.job_spec import Executor
+    from pipeline.config.load import Loaded
+    from pipeline.project.project import Project
+    from pipeline.runs.views.training_outlook import TrainOutlook
+
+UNTOLD = "note: the cluster does not tell its limits here (no Slurm answers): they are not counted in"
+
+
+class Planned(str, Enum):
+    """What can be planned."""
+
+    SCAN = "scan"
+    EMBED = "embed"
+    GRAPH = "graph"
+    TRAIN = "train"
+    VALIDATE = "validate"
+    ALL = "all"
+
+
+def plan(
+    stage: Annotated[
+        Planned, one_of(Planned, "--stage", "The stage to plan, with what it needs before it; train: alone.")
+    ] = Planned.ALL,
+    gpu: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--gpu",
+            metavar="GPU",
+            help="Train on this: a100-80gb, 24GiB, 3xa100-40gb, or a,b for a job that may land on either. "
+            "Several times: compared.",
+        ),
+    ] = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Run the worst micro-batch for minutes on each card, and correct the plan.")
+    ] = False,
+    config: ConfigFile = None,
+    sets: Sets = None,
+    as_json: Json = False,
+) -> None:
+    """Say what each stage would take: tasks, memory, time, disk; for training the GPU's memory too, without a GPU."""
+    from pipeline.cluster.job_spec import Limits
+    from pipeline.errors import ConfigError
+    from pipeline.project.project import Project, open_executor
+    from pipeline.report import tables
+    from pipeline.report.plan_tables import estimate_report
+    from pipeline.runs.dataset.loading import graph_command
+    from pipeline.runs.views.efficiency import estimates
+    from pipeline.runs.workflow.table import STAGES, everything, up_to
+
+    loaded = load_config(config, sets)
+    if (gpu or probe) and stage is not Planned.TRAIN:
+        what = f"{'--gpu' if gpu else '--probe'} is about training, but --stage is {stage.value}"
+        raise ConfigError(what, where="pipeline plan", remedy="pipeline plan --stage train")
+    with open_executor(loaded.config) as executor:
+        project = Project.open(loaded.config, remember=False, strict=True, beside=loaded.base_dir.absolute())
+        if stage is Planned.TRAIN and loaded.config.train.command is not None:
+            _show_script(project, executor, measured=bool(gpu or probe), as_json=as_json)
+            return
+        if loaded.config.cluster.executor == "slurm" and executor.limits == Limits():
+            typer.echo(UNTOLD, err=True)
+        if stage is Planned.TRAIN:
+            again = graph_command(config, sets or (), loaded.config)
+            found_one = _training(loaded, project, executor, gpus=gpu or (), probing=probe, again=again)
+            _show_training(found_one, as_json=as_json)
+            return
+        names = everything(loaded.config) if stage is Planned.ALL else up_to(stage.value, loaded.config)
+        names = [name for name in names if not STAGES[name].together]  # those are planned by tracing a step
+        found = [one.to_json() for one in estimates(project, names, executor, loaded.origins)]
+    if as_json:
+        print_json(found)
+    else:
+        tables.show(*estimate_report(found), columns=tables.MESSAGE)
+        if stage is Planned.ALL and loaded.config.train.task is not None:
+            typer.echo("training is planned apart: pipeline plan --stage train --gpu a100-80gb")
+
+
+def _show_script(project: Project, executor: Executor, *, measured: bool, as_json: bool) -> None:
+    """Print what is known of a script before it has run."""
+    from pipeline.errors import ConfigError
+    from pipeline.runs.engine.create import script_outline
+    from pipeline.runs.workflow.table import STAGES
+
+    if measured:
+        what = "train.command is a script, which cannot be traced: neither --gpu nor --probe can say anything of it"
+        raise ConfigError(what, where="pipeline plan", remedy="pipeline plan --stage train   (its first attempt)")
+    STAGES["train"].inspect(project)
+    found = script_outline(project, STAGES["train"], executor)
+    if as_json:
+        print_json([found.to_json()])
+    else:
+        typer.echo("\n".join(found.lines()))
+
+
+def _training(
+    loaded: Loaded, project: Project, executor: Executor, *, gpus: Sequence[str], probing: bool, again: str
+) -> TrainOutlook:
+    """Plan training."""
+    from pipeline.runs.model.offers import Question
+    from pipeline.runs.views.training_outlook import outlook
+
+    typer.echo("planning: the training step is run on tensors without data ...", err=True)
+    question = Question(
+        config=loaded.config,
+        project=project,
+        executor=executor,
+        gpus=gpus,
+        beside=loaded.base_dir.absolute(),
+        again=again,
+        tell=lambda line: typer.echo(line, err=True),
+    )
+    with _stdout_to_stderr():
+        return outlook(question, probing=probing)
+
+
+@contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Let what a user's code prints, and its children do, go to stderr: stdout is for the plan."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _show_training(found: TrainOutlook, *, as_json: bool) -> None:
+    """Print the plan of a training; a probe that went wrong ends with its exit code, after the plan."""
+    from pipeline.report import tables
+    from pipeline.report.plan_tables import training_report
+
+    document = found.to_json()
+    if as_json:
+        print_json([document])
+    else:
+        tables.show(*training_report(document), columns=tables.MESSAGE)
+    for one in found.probed:
+        if one.error is not None:
+            raise one.error

@@ -1,0 +1,158 @@
+"""`pipeline report`: what a run has used of what it asked for, and what the next should ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pipeline.cli.log_verbs import run_folder
+from pipeline.cli.options import ConfigFile, Json, Run, Sets, print_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from rich.console import RenderableType
+
+    from pipeline.journal.run_folder import RunFolder
+
+PRINTED = Path("-")
+Page = Annotated[
+    Path | None,
+    typer.Option("--html", metavar="FILE", help="Write a page that shows the whole run, all in one file; -: print it."),
+]
+
+
+def report(
+    run: Run = None, html: Page = None, config: ConfigFile = None, sets: Sets = None, as_json: Json = False
+) -> None:
+    """Show what a run used of the memory, cores and time it asked for, and what to ask for next time."""
+    import socket
+
+    from pipeline.journal.run_status import status_of
+    from pipeline.report import tables
+    from pipeline.report.run_tables import efficiency_report
+    from pipeline.runs.views.efficiency import efficiency
+
+    folder = run_folder(run, config, sets)
+    if html is not None:
+        _write_page(folder, html, as_json=as_json)
+        return
+    status = status_of(folder, socket.gethostname())
+    stages = [stage.to_json() for stage in efficiency(folder, status)]
+    if as_json:
+        failures = {stage.name: stage.to_json()["failures"] for stage in status.in_order()}
+        print_json({"run": folder.name, "state": status.state.value, "stages": stages, "failures": failures})
+        return
+    tables.show(*efficiency_report(status.to_json(), stages))
+
+
+def _write_page(folder: RunFolder, file: Path, *, as_json: bool) -> None:
+    """Write the page of a run as it stands now."""
+    from pipeline.errors import ConfigError
+    from pipeline.runs.views.run_page import now_of, write_to
+
+    if as_json and file == PRINTED:
+        raise ConfigError("two documents cannot be printed at once", where="--html -", remedy="leave --json out")
+    page, status, told = now_of(folder)
+    if file == PRINTED:
+        typer.echo(page.html(status, told))
+        return
+    write_to(file, page.html(status, told))
+    file = file.parent.resolve() / file.name
+    if as_json:
+        print_json({"run": folder.name, "state": status.state.value, "html": str(file)})
+    else:
+        typer.echo(f"run {folder.name}: {status.state.value}\npage: {file}")
+
+
+COLUMNS = ("micro-batch", "items", "sizes", "planned", "took", "loss", "outcome")
+_NAMES = {"took": "process grew"}  # where nobody counts tensors
+SHOWN = 2  # items of a micro-batch
+RUNGS = ("", "checkpointing", "offload", "cpu")
+
+
+def replay(
+    run: Run = None,
+    step: Annotated[int | None, typer.Option("--step", min=1, help="The step that went wrong.")] = None,
+    rank: Annotated[
+        int | None, typer.Option("--rank", min=0, help="Of that rank; else of the one it began on.")
+    ] = None,
+    device: Annotated[
+        str, typer.Option("--device", help="Where to run it: cuda, cpu; auto: a GPU if there is one.")
+    ] = "auto",
+    config: ConfigFile = None,
+    sets: Sets = None,
+    as_json: Json = False,
+) -> None:
+    """Make a step again that ran out of memory, or was not finite, and say where that begins; nothing is changed."""
+    from pipeline.errors import ConfigError
+    from pipeline.report import tables
+    from pipeline.runs.replay.replay_case import find_case
+    from pipeline.runs.replay.replay_step import played
+
+    folder = run_folder(run, config, sets)
+    if step is None:
+        what = "which step is to be made again?"
+        raise ConfigError(what, where="--step", remedy=f"pipeline replay {folder.name} --step N   ({_known(folder)})")
+    case = find_case(folder, step, rank)
+    if not as_json:
+        typer.echo(case.bundle.words())
+    found = played(case, device=device)
+    if as_json:
+        print_json(found)
+        return
+    tables.show(*_shown(found))
+
+
+def _known(folder: Any) -> str:
+    from pipeline.runs.replay.replay_case import steps_of
+
+    steps = steps_of(folder)
+    return f"there are bundles of the steps {', '.join(map(str, steps))}" if steps else "no step has left a bundle"
+
+
+def _shown(found: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """Show what came of it."""
+    from pipeline.report import tables
+
+    yield ""
+    yield f"here, on {found['device']}" + (f": weights from {found['weights']}" if found["weights"] else "")
+    yield from (f"  {note}" for note in found["notes"])
+    if found["micro_batches"]:
+        yield ""
+        rows = [_row(one, counted=found["counted"]) for one in found["micro_batches"]]
+        yield tables.table([_NAMES.get(name, name) if not found["counted"] else name for name in COLUMNS], rows)
+    if found["counted"]:
+        allowed = tables.size(found["limit_bytes"])
+        yield f"{tables.size(found['reserved_bytes'])} reserved at the peak; the run's device allowed {allowed}"
+    if found["suspects"][1:]:  # the first is in the verdict
+        yield from ("", *(f"  {one['words']}" for one in found["suspects"]))
+    if found["traced"]:
+        yield found["traced"]["words"]
+    yield ""
+    yield found["verdict"]
+
+
+def _row(one: Mapping[str, Any], *, counted: bool) -> Sequence[str]:
+    """Show a micro-batch; where nobody counts tensors, by how much the process has grown."""
+    from pipeline.report import tables
+
+    items = ", ".join(one["items"][:SHOWN]) + (", …" if len(one["items"]) > SHOWN else "")
+    ran = one["outcome"] != "not run"
+    took = tables.size(one["peak_bytes"]) if counted else f"+{tables.size(one['grown_bytes'])}"
+    rung = f" ({RUNGS[min(one['rung'], len(RUNGS) - 1)]})" if one["rung"] else ""
+    return (
+        str(one["micro_batch"]),
+        f"{len(one['items'])}: {items}{rung}",
+        ", ".join(f"{size:,} {name}" for name, size in one["sizes"].items()),
+        f"+{tables.size(one['planned_bytes'])}",
+        took if ran else "",
+        ", ".join(f"{name} {_number(term[0])}/{_number(term[1])}" for name, term in one["terms"].items()),
+        one["outcome"] + (f": {one['error']}" if one["error"] else ""),
+    )
+
+
+def _number(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.4g}"

@@ -1,0 +1,353 @@
+"""The verbs that begin runs: demo, submit."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipeline.cli.options import ConfigFile, Sets, load_config, one_of, print_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pipeline.cluster.job_spec import Executor, JobSpec
+    from pipeline.journal.run_folder import RunFolder
+    from pipeline.journal.run_status import RunStatus
+    from pipeline.project.project import Project
+    from pipeline.report.live_status import LiveLines
+    from pipeline.runs.workflow.table import Stage
+
+
+NEARLY = 0.9  # what is planned is cautious
+WATCH_EVERY_S = 0.5
+INLINE_S = 5.0  # what takes longer is left to the first supervisor job
+
+
+class StageName(str, Enum):
+    """What can be submitted."""
+
+    SCAN = "scan"
+    EMBED = "embed"
+    GRAPH = "graph"
+    TRAIN = "train"
+    EVALUATE = "evaluate"
+    PREDICT = "predict"
+    VALIDATE = "validate"
+    REGENERATE = "regenerate"
+    ALL = "all"
+
+
+DamageList = Annotated[
+    Path | None,
+    typer.Option(
+        "--list", metavar="FILE", help="A damage list, to regenerate what it calls lost; else all that is missing."
+    ),
+]
+
+
+class ExecutorName(str, Enum):
+    """Where it can run."""
+
+    LOCAL = "local"
+    SLURM = "slurm"
+
+
+def submit(
+    stage: Annotated[StageName, one_of(StageName, "--stage", "The stage to run, with what it needs before it.")],
+    executor: Annotated[
+        ExecutorName | None, one_of(ExecutorName, "--executor", "Where to run it; else cluster.executor.")
+    ] = None,
+    only: Annotated[bool, typer.Option("--only", help="Run that stage alone; what it needs is there.")] = False,
+    damage_list: DamageList = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Stay, and show progress until it has ended.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be done, with the scripts of jobs, and do nothing.")
+    ] = False,
+    emit: Annotated[
+        Path | None, typer.Option("--emit", metavar="DIR", help="Write the scripts of jobs there, and do nothing else.")
+    ] = None,
+    config: ConfigFile = None,
+    sets: Sets = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With --dry-run: one JSON document and nothing else.")
+    ] = False,
+) -> None:
+    """Run a stage; what was done before is not done again."""
+    from pipeline.cli.foreseen import print_plan, show_plan
+    from pipeline.errors import ConfigError, SubmissionRefused
+    from pipeline.project.project import Project, open_executor
+    from pipeline.runs.upkeep.cache_use import tell
+    from pipeline.runs.workflow.table import as_typed, everything, up_to
+
+    if as_json and (not dry_run or emit is not None):
+        what = "a document is printed of what would be done"
+        raise ConfigError(what, where="--json", remedy=f"pipeline submit --stage {stage.value} --dry-run --json")
+    if damage_list is not None and stage is not StageName.REGENERATE:
+        what = f"a list says what to regenerate, but --stage is {stage.value}"
+        raise ConfigError(what, where="--list", remedy="pipeline submit --stage regenerate --list FILE")
+    sets = [*(sets or ()), *([f"cluster.executor={executor.value}"] if executor else ())]
+    loaded = load_config(config, sets)
+    chosen, beside = loaded.config, loaded.base_dir.absolute()
+    if only and stage in (StageName.ALL, StageName.REGENERATE):
+        raise ConfigError(
+            "several stages are not one alone", where="--only", remedy=f"pipeline submit --stage {stage.value}"
+        )
+    idle = dry_run or emit is not None
+    project = Project.open(chosen, remember=not idle, beside=beside, strict=True)
+    if stage is StageName.REGENERATE:
+        project, stages = to_regenerate(project, damage_list)
+    else:
+        stages = everything(chosen) if stage is StageName.ALL else up_to(stage.value, chosen)
+        stages = stages[-1:] if only else stages
+    if not stages:
+        nothing = f"nothing to regenerate: {damage_list} names no record that is lost"
+        print_json({"stages": [], "scripts": {}}) if as_json else typer.echo(nothing)
+        return
+    typed = typed_command(stage, config, sets, damage_list)
+    with open_executor(chosen) as opened:
+        try:
+            _check_first(project, stages, opened)
+            if idle:
+                print_plan(project, stages, opened) if as_json else show_plan(project, stages, opened, emit)
+                return
+            if only:
+                _refuse_unplanned(project, stages)
+            tell(project, stages, loaded.path)
+            _start(project, stages, typed, opened, follow=follow)
+        except SubmissionRefused as error:
+            raise as_typed(error, typed) from None
+
+
+def _refuse_unplanned(project: Project, stages: list[str]) -> None:
+    """Refuse a stage alone whose graphs are not there."""
+    from pipeline.errors import ConfigError
+    from pipeline.runs.dataset.loading import made_table
+    from pipeline.runs.workflow import table
+    from pipeline.runs.workflow.reader_stage import unmade
+
+    for stage in map(table.stage, stages):
+        if stage.together and project.config.train.task is not None and made_table(project) is None:
+            remedy = f"pipeline submit --stage {stage.name}   (without --only)"
+            raise ConfigError(unmade(project.config), where="--only", remedy=remedy)
+
+
+def to_regenerate(project: Project, damage_list: Path | None) -> tuple[Project, list[str]]:
+    """Return a project confined to what a list calls lost, and the stages that make it anew: none for an empty one."""
+    from dataclasses import replace
+
+    from pipeline.project.restriction import read_list
+    from pipeline.runs.workflow.table import regenerated
+    from pipeline.runs.workflow.validate_stage import inspect
+
+    inspect(project)
+    if damage_list is None:
+        return project, regenerated(project.config, None)
+    confined = read_list(damage_list, project.cache)
+    stages = regenerated(project.config, confined.kinds) if confined.kinds else []
+    return replace(project, only=confined), stages
+
+
+def _start(
+    project: Project,
+    stages: list[str],
+    typed: str,
+    executor: Executor,
+    *,
+    follow: bool,
+    ended: Callable[[RunStatus], None] | None = None,
+) -> None:
+    """Begin a run, unless one is doing the same already; `ended` shows how it ended, in place of tables."""
+    from pipeline.project.project import stays
+    from pipeline.runs.engine.create import new_run, refuse_double, start_supervisor
+    from pipeline.runs.engine.run_supervisor import Supervisor
+
+    config, ended = project.config, ended or tables_of
+    same = refuse_double(config, stages, executor, project.only)
+    if same is not None:
+        said = f"run {same.name} is doing this already\n  watch it: {_status_of(same)}"
+        typer.echo(said, err=ended is not tables_of)
+        if follow:
+            _watch(same, ended)
+        return
+    folder = new_run(config, stages, typed, project.beside, project.only)
+    if not stays(config):
+        Supervisor(folder, executor).visit(until_s=INLINE_S)
+    elif follow:
+        _follow(folder, executor, ended)
+        return
+    else:
+        start_supervisor(folder)
+    if follow:
+        _watch(folder, ended)
+        return
+    typer.echo(f"run {folder.name} started\n  watch it: {_status_of(folder)}")
+
+
+def run_to_its_end(
+    project: Project, stages: list[str], typed: str, file: Path | None, ended: Callable[[RunStatus], None]
+) -> None:
+    """Run stages of a configuration of a file, and stay until they have ended."""
+    from pipeline.errors import SubmissionRefused
+    from pipeline.project.project import open_executor
+    from pipeline.runs.upkeep.cache_use import tell
+    from pipeline.runs.workflow.table import as_typed
+
+    with open_executor(project.config) as opened:
+        try:
+            _check_first(project, stages, opened)
+            tell(project, stages, file)
+            _start(project, stages, typed, opened, follow=True, ended=ended)
+        except SubmissionRefused as error:
+            raise as_typed(error, typed) from None
+
+
+def _status_of(folder: RunFolder) -> str:
+    """Return the command that shows a run from here."""
+    return f"pipeline status {shlex.quote(os.path.relpath(folder.path))} --watch"
+
+
+def typed_command(stage: StageName, config: Path | None, sets: list[str], damage_list: Path | None = None) -> str:
+    """Return the command that does what is missing: the one that was typed, with what the stage needs before it."""
+    words = ["pipeline", "submit", "--stage", stage.value, *(["--config", str(config)] if config else [])]
+    words += [word for one in sets for word in ("--set", one)]
+    return shlex.join([*words, *(["--list", str(damage_list)] if damage_list else [])])
+
+
+def _check_first(project: Project, stages: list[str], executor: Executor) -> None:
+    """Refuse here what would be refused once nobody is looking: an unusable source, cache, checkpoint or request."""
+    from pipeline.project.project import stays
+    from pipeline.runs.engine.create import job_spec, limits_for
+    from pipeline.runs.engine.handover import supervisor_spec
+    from pipeline.runs.workflow import table
+
+    for stage in map(table.stage, stages):
+        stage.inspect(project)
+        if not stage.has_tasks:
+            continue
+        _say_planning(stage, project)
+        job = job_spec(project, stage, 1, limits_for(project, stage, executor))
+        executor.check(job)
+        _warn_of_little(stage.name, job, stage.mem_bytes(project))
+    if not stays(project.config):
+        executor.check(supervisor_spec(None, project.config, "1"))
+
+
+def _say_planning(stage: Stage, project: Project) -> None:
+    """Say that a training is planned, which may take a while, and why it begins anew."""
+    from pipeline.runs.model.prepare import is_planned
+    from pipeline.runs.workflow.train_stage import novelty
+
+    if not stage.together or project.config.train.task is None:
+        return
+    if not is_planned(project):
+        typer.echo("planning: the training step is run on tensors without data ...", err=True)
+    for line in novelty(project) if stage.name == StageName.TRAIN.value else ():
+        typer.echo(line, err=True)
+
+
+def _warn_of_little(stage: str, job: JobSpec, planned_bytes: int) -> None:
+    """Say where less memory was pinned than is thought to be needed."""
+    from pipeline.report.tables import size
+
+    if (job.mem_bytes or 0) < NEARLY * planned_bytes:
+        what = f"a task gets {size(job.mem_bytes or 0)}, and is thought to need {size(planned_bytes)}"
+        typer.echo(f"note: {stage}: {what} (cluster.{stage}.mem: auto)", err=True)
+
+
+def _follow(folder: RunFolder, executor: Executor, ended: Callable[[RunStatus], None]) -> None:
+    """Drive a run from this terminal and show it."""
+    from pipeline.report.live_status import LiveLines
+    from pipeline.runs.engine.run_supervisor import Stopped, Supervisor, stop_on_signals
+
+    with LiveLines() as live:
+        for caveat in executor.caveats:
+            typer.echo(f"note: {caveat}", err=True)
+        supervisor = Supervisor(folder, executor, _shown(live))
+        stop_on_signals()
+        try:
+            supervisor.run()
+        except (KeyboardInterrupt, Stopped):
+            typer.echo(f"\n{_after_stop(folder, executor)}", err=True)
+            raise KeyboardInterrupt from None
+        finally:
+            live.stop()
+            executor.close()
+            ended(supervisor.status)
+
+
+def _after_stop(folder: RunFolder, executor: Executor) -> str:
+    """Say how to go on after a Ctrl-C."""
+    if executor.outlives:
+        return f"its jobs go on, and nobody looks after them: pipeline resume {folder.name}"
+    return "stopped; what is finished is kept: run the same command again to go on"
+
+
+def tables_of(status: RunStatus) -> None:
+    """Print how a run ended; `main` says the error."""
+    from pipeline.report import tables
+    from pipeline.report.run_tables import run_report
+
+    tables.show(*run_report(status.to_json() | {"error": ""}))
+
+
+def _shown(live: LiveLines) -> Callable[[RunStatus], None]:
+    """Return what shows the stages of a run as they go."""
+    from pipeline.report import tables
+    from pipeline.report.plan_tables import stage_line
+
+    announced: set[str] = set()
+
+    def watch(status: RunStatus) -> None:
+        for stage in status.in_order():
+            if stage.name not in announced and stage.submitted:
+                announced.add(stage.name)
+                tables.show(stage_line(stage.name, stage.counts()), to_stderr=True)
+            live.show(stage)
+
+    return watch
+
+
+def _watch(folder: RunFolder, ended: Callable[[RunStatus], None]) -> None:
+    """Show a run that others look after, until it has ended; leaving changes nothing."""
+    import time
+
+    from pipeline.errors import JobFailed
+    from pipeline.journal.ledger import Reader
+    from pipeline.journal.run_status import RunState, RunStatus
+    from pipeline.report.live_status import LiveLines
+
+    status, reader = RunStatus(folder.name), Reader(folder)
+    with LiveLines() as live:
+        show = _shown(live)
+        try:
+            while status.state in (RunState.WAITING, RunState.RUNNING):
+                for event in reader.fresh():
+                    status.apply(event)
+                show(status)
+                time.sleep(WATCH_EVERY_S)
+        except KeyboardInterrupt:
+            typer.echo(f"\nthe run goes on: {_status_of(folder)}", err=True)
+            raise
+    ended(status)
+    if status.exit_code:
+        failed = JobFailed(status.error)
+        failed.exit_code = status.exit_code  # type: ignore[misc]  # the run's own
+        raise failed
+
+
+def demo(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[DIR]", help="Where to make it; must not exist or be empty.")
+    ] = Path("demo"),
+) -> None:
+    """Make a small project, run every stage on it on this machine, and say what to look at."""
+    from pipeline.setup.demo_project import make_project, what_to_look_at
+
+    config_file = make_project(folder)
+    submit(StageName.ALL, ExecutorName.LOCAL, follow=True, config=config_file)
+    typer.echo(what_to_look_at(folder))

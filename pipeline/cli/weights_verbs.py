@@ -1,0 +1,233 @@
+"""`pipeline weights`: bring, check and make the encoder's checkpoints."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipeline.cli.options import ConfigFile, Json, Sets, load_config, print_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pipeline.encoder.checkpoints.installation import Examined
+    from pipeline.encoder.checkpoints.weights import Published
+    from pipeline.errors import ConfigError
+
+app = typer.Typer(help="Bring, check and make the encoder's checkpoints.", no_args_is_help=True)
+Force = Annotated[bool, typer.Option("--force", help="Replace what is there.")]
+
+
+@app.command()
+def fetch(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="A published model; else the configured.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="PATH", help="Where to put it; else as configured.")
+    ] = None,
+    url: Annotated[str | None, typer.Option("--url", metavar="URL", help="A mirror, or a model of your own.")] = None,
+    force: Force = False,
+    config: ConfigFile = None,
+    sets: Sets = None,
+) -> None:
+    """Download a checkpoint; run it again after any interruption, and it goes on from there."""
+    from pipeline.encoder.checkpoints.installation import examine
+    from pipeline.encoder.checkpoints.weights import published, stem
+
+    configured = _configured(config, sets)
+    name = name or stem(configured)
+    model = published(name)
+    if model is None and url is None:
+        raise _unknown_model(name)
+    target = _place_for(f"{name}.pt", out, configured)
+    if os.path.lexists(target) and not force:
+        _say(_existing(target, name), "is there already")
+    else:
+        _download(name, model, url, target)
+        _say(examine(target).accepted(), "fetched")
+    _say_how_to_use(target, configured)
+
+
+@app.command("import")
+def import_(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A .pt file, or a Hugging Face folder.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="PATH", help="Where to put it; else as configured.")
+    ] = None,
+    force: Force = False,
+    config: ConfigFile = None,
+    sets: Sets = None,
+) -> None:
+    """Check a checkpoint that you brought, and copy it to where it is used."""
+    from pipeline.encoder.checkpoints import installation
+    from pipeline.encoder.checkpoints.checkpoint_files import files_of
+
+    configured = _configured(config, sets)
+    files, found = files_of(source), installation.examine(source).accepted()
+    is_file = files.form == "fair-esm"
+    target = _place_for(f"{files.name}.pt" if is_file else files.name, out, configured, into_folder=is_file)
+    is_there = installation.is_installed(files, target)
+    if not is_there:
+        installation.install(files, target, replace=force)
+    _say(replace(found, weights=replace(found.weights, path=str(target))), "is there already" if is_there else "copied")
+    _say_how_to_use(target, configured)
+
+
+@app.command()
+def check(
+    path: Annotated[
+        Path | None, typer.Argument(metavar="[PATH]", help="A checkpoint; else the configured one.")
+    ] = None,
+    config: ConfigFile = None,
+    sets: Sets = None,
+    as_json: Json = False,
+) -> None:
+    """Read a checkpoint, safely, and say what it is."""
+    from pipeline.encoder.checkpoints.installation import examine
+    from pipeline.encoder.checkpoints.weights import find
+    from pipeline.report import tables
+
+    found = examine(path or find(_configured(config, sets)))
+    if as_json:
+        print_json(found.to_json())
+    else:
+        tables.show(tables.table(("name", found.weights.name), _rows(found)))
+    found.accepted()
+
+
+@app.command()
+def synth(
+    layers: Annotated[int, typer.Option("--layers", help="How many layers.")],
+    dim: Annotated[int, typer.Option("--dim", help="Width of an embedding.")],
+    heads: Annotated[int, typer.Option("--heads", help="Attention heads; they divide the width.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where to put it: esm2….pt.")],
+    seed: Annotated[int, typer.Option("--seed", help="Other seeds, other weights.")] = 0,
+    stress: Annotated[float, typer.Option("--stress", help="Sharpens attention: harder on half precision.")] = 1.0,
+    force: Force = False,
+) -> None:
+    """Write random weights in fair-esm's own format, for trials and benchmarks."""
+    from pipeline.encoder.checkpoints import synth as maker
+
+    with _room_for(out, replace=force) as place:
+        maker.synth(place, layers, dim, heads, seed=seed, stress=stress)
+    typer.echo(f"{out}: {layers} layers of width {dim} with {heads} heads, random weights (seed {seed})")
+
+
+def _configured(config: Path | None, sets: Sequence[str] | None) -> Path:
+    """Return embed.weights of the configuration; where there is none, its default: weights may come first."""
+    from pipeline.config.load import ENVIRONMENT, PLACES
+    from pipeline.config.schema_data import Embed
+
+    if config is None and not sets and ENVIRONMENT not in os.environ and not any(place.is_file() for place in PLACES):
+        return Path(Embed().weights)
+    return load_config(config, sets).config.embed.weights
+
+
+def _place_for(name: str, out: Path | None, configured: Path, *, into_folder: bool = True) -> Path:
+    """Return where a checkpoint goes: where it is asked for, else where it is configured, or beside that."""
+    if out is not None:
+        return out / name if into_folder and out.is_dir() else out
+    return configured.with_name(name)
+
+
+def _unknown_model(name: str) -> ConfigError:
+    """Name the published models, those first that may have been meant."""
+    from difflib import get_close_matches
+
+    from pipeline.encoder.checkpoints.weights import MODELS
+    from pipeline.errors import ConfigError
+
+    names = [model.name for model in MODELS]
+    near = [one for one in names if name.lower() in one.lower()]
+    near = near if 0 < len(near) < len(names) else get_close_matches(name, names, n=3)
+    rows = [f"    {one.name:20}  {one.layers:2} layers, width {one.dim:,}" for one in MODELS]
+    meant = f": did you mean {' or '.join(near)}?" if near else ""
+    what = "\n".join((f"no ESM-2 model of that name was published{meant}", *rows))
+    remedy = f"pipeline weights fetch {near[0] if near else 'NAME'}   (a model of your own: --url URL)"
+    return ConfigError(what, where=name, remedy=remedy)
+
+
+def _existing(target: Path, name: str) -> Examined:
+    """Return what is there already, if it is in order."""
+    from pipeline.encoder.checkpoints.installation import examine
+    from pipeline.errors import WeightsUnusable
+
+    try:
+        return examine(target).accepted()
+    except WeightsUnusable as trouble:
+        remedy = f"pipeline weights fetch {name} --force   (which replaces it)"
+        raise WeightsUnusable(trouble.what, where=str(target), remedy=remedy) from trouble
+
+
+def _download(name: str, model: Published | None, url: str | None, target: Path) -> None:
+    """Fetch a checkpoint, and let nothing else take its place."""
+    from pipeline.encoder.checkpoints import download, installation
+    from pipeline.report.cache_tables import Download
+
+    sha256, size = (model.pt_sha256, model.pt_bytes) if model else (None, None)
+    source = url or (model.url if model else "")
+    with Download(name) as shown:
+        try:
+            download.fetch(
+                source,
+                target,
+                sha256=sha256,
+                size=size,
+                accept=lambda path: installation.refuse_other(path, model),
+                tell=shown.show,
+            )
+        except KeyboardInterrupt:
+            typer.echo("\nwhat came is kept: the same command goes on from there", err=True)
+            raise
+
+
+@contextmanager
+def _room_for(out: Path, *, replace: bool) -> Iterator[Path]:
+    """Yield where to write; what was there stays until what replaces it is whole."""
+    if not replace or not out.parent.is_dir():
+        yield out
+        return
+    with TemporaryDirectory(dir=out.parent, prefix=".synth-") as folder:
+        yield Path(folder) / out.name
+        for made in Path(folder).iterdir():
+            made.replace(out.with_name(made.name))
+
+
+def _say(found: Examined, how: str) -> None:
+    """Say in a line what a checkpoint is."""
+    one = found.weights
+    known = {"published": "as published", "unknown": "there is no published digest to compare with"}[found.verdict]
+    typer.echo(f"{one.path}: {how}: ESM-2, {one.layers} layers of width {one.dim:,}, {one.precision}; {known}")
+
+
+def _say_how_to_use(target: Path, configured: Path) -> None:
+    """Print what the configuration must say for this checkpoint to be used, if it says something else."""
+    if target.absolute() != configured.absolute():
+        typer.echo(f"to use it, put this into the configuration:\nembed:\n  weights: {target.absolute()}")
+
+
+def _rows(found: Examined) -> list[tuple[str, object]]:
+    """Return what is known of a checkpoint, a row each."""
+    from pipeline.report.tables import size
+
+    one = found.weights
+    return [
+        ("form", one.form),
+        ("path", one.path),
+        ("layers", one.layers),
+        ("width", f"{one.dim:,}"),
+        ("heads", one.heads),
+        ("parameters", f"{found.parameters:,} (of what encodes)"),
+        ("stored in", one.precision),
+        ("size", size(one.bytes)),
+        *(("SHA-256", f"{digest}  {file}") for file, digest in found.sha256),
+        ("published", {"published": "yes, byte for byte", "unknown": "not known"}.get(found.verdict, "NO")),
+        ("in keys", one.digest),
+    ]

@@ -1,0 +1,188 @@
+"""The commands of Slurm: only here are they run, each with a time limit, and in an environment that changes no answer.
+
+What goes wrong is a `CommandFailed` with the command's own words.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pipeline.cluster.accounting import ENVIRONMENT, CommandFailed
+from pipeline.cluster.following import SQUEUE, Queued, parse_squeue
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from pipeline.cluster.job_spec import JobId
+
+ASK_S = 60.0  # a controller that is asked too much takes its time
+SAYS_NOTHING = "Invalid job id"  # what the queue says of one job that it no longer has
+MINE = re.compile(r"(SLURM|SLURMD|SRUN|SBATCH|SQUEUE|SACCT|SINFO|SCONTROL|SCANCEL|SUBMITIT)_")  # of an enclosing job
+KEPT = frozenset({"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CONF_SERVER"})
+DEFAULTS = frozenset(f"SBATCH_{name}" for name in ("ACCOUNT", "PARTITION", "QOS", "RESERVATION", "CONSTRAINT"))
+LENT = frozenset({"CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK"})
+STARTS_AT = re.compile(r"to start at (\S+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """What a partition has; a cluster tells of each once for every kind of node in it."""
+
+    name: str
+    cpus: int  # of one node
+    mem_bytes: int  # of one node
+    gpus: int  # of one node
+    nodes: int
+    nodes_named: str
+    time_s: int | None  # None: no limit
+    is_default: bool
+
+
+def run(words: Sequence[str], timeout_s: float = ASK_S, *, stdin: str = "") -> str:
+    """Run a command and return what it prints."""
+    try:
+        done = subprocess.run(
+            words,
+            input=stdin,
+            capture_output=True,
+            timeout=timeout_s,
+            env=environment(),
+            encoding="utf-8",
+            errors="surrogateescape",
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise CommandFailed(f"{words[0]} timed out after {timeout_s:.0f} s") from error
+    except FileNotFoundError as error:
+        raise CommandFailed(f"{words[0]}: No such file or directory") from error
+    except OSError as error:
+        raise CommandFailed(f"{words[0]}: {error.strerror}") from error
+    if done.returncode:
+        raise CommandFailed(done.stderr.strip() or f"{words[0]} exited with {done.returncode}")
+    return done.stderr if "--test-only" in words else done.stdout
+
+
+def environment() -> dict[str, str]:
+    """Return the environment for questions: no format, filter or job of somebody's session gets into the answer."""
+    kept = {name: value for name, value in os.environ.items() if name in KEPT or not MINE.match(name)}
+    return {**kept, **ENVIRONMENT}
+
+
+def unset_for_jobs(script: str = "") -> list[str]:
+    """Return the variables that a job must not get from the job that submits it, nor a script's header be beaten by."""
+    said = {f"SBATCH_{name.upper()}" for name in re.findall(r"^#SBATCH --([a-z]+)=", script, re.MULTILINE)}
+    spared = (KEPT | DEFAULTS) - said
+    return sorted(name for name in os.environ if (MINE.match(name) and name not in spared) or name in LENT)
+
+
+def is_there() -> bool:
+    """Tell whether this machine can submit jobs."""
+    return all(shutil.which(name) for name in ("sbatch", "srun", "squeue", "scontrol", "scancel"))
+
+
+def queue(jobs: Iterable[JobId], timeout_s: float = ASK_S) -> dict[str, Queued]:
+    """Return the tasks of some jobs that the queue knows, also those that have just ended, by their names."""
+    wanted = sorted({job for job in jobs if job.isdecimal()}, key=int)
+    if not wanted:
+        return {}
+    try:
+        return parse_squeue(run([*SQUEUE, f"--jobs={','.join(wanted)}"], timeout_s))
+    except CommandFailed as error:
+        if SAYS_NOTHING in error.what:
+            return {}
+        raise
+
+
+def named(name: str, timeout_s: float = ASK_S) -> set[JobId]:
+    """Return my jobs of a name, in the queue or, as far as it answers, in the accounting."""
+    text = run(["squeue", "--noheader", "--states=all", f"--user={os.getuid()}", f"--name={name}", "--format=%F"])
+    if found := set(text.split()):
+        return found
+    words = ["sacct", "--noheader", "--parsable2", "--allocations", f"--user={os.getuid()}", f"--name={name}"]
+    try:
+        text = run([*words, "--starttime=now-30days", "--format=JobID"], timeout_s)
+    except CommandFailed:  # then the queue's word is all there is
+        return set()
+    return {line.partition("_")[0] for line in text.split()}
+
+
+def partitions() -> list[Partition]:
+    """Return what the cluster has."""
+    text = run(["sinfo", "--noheader", "--exact", "--format=%P|%c|%m|%G|%D|%l|%N"])
+    found = [_partition(line.split("|")) for line in text.splitlines() if line.count("|") == 6]
+    return [one for one in found if one is not None]
+
+
+def _partition(cells: Sequence[str]) -> Partition | None:
+    """Read a line of sinfo; None if it makes no sense."""
+    name, cpus, mem, gres, nodes, limit, named_nodes = (cell.strip() for cell in cells)
+    if not (cpus.isdecimal() and mem.isdecimal() and nodes.isdecimal()):
+        return None
+    return Partition(
+        name=name.rstrip("*"),
+        cpus=int(cpus),
+        mem_bytes=int(mem) << 20,
+        gpus=gpus_of(gres),
+        nodes=int(nodes),
+        nodes_named=named_nodes,
+        time_s=limit_of(limit),
+        is_default=name.endswith("*"),
+    )
+
+
+def gpus_of(gres: str) -> int:
+    """Return the GPUs in a list such as gpu:a100:4(S:0-1),nvme:1."""
+    outside = re.sub(r"\([^)]*\)", "", gres)
+    counts = re.findall(r"(?:^|,)gpu(?::[^:,]+)*?(?::([0-9]+))?(?=,|$)", outside)
+    return sum(int(count or 1) for count in counts)
+
+
+def limit_of(text: str) -> int | None:
+    """Read a time limit such as 1-00:00:00, 2:00 or infinite."""
+    days, _, clock = text.rpartition("-")
+    parts = clock.split(":")
+    if not all(part.isdecimal() for part in parts) or (days and not days.isdecimal()):
+        return None
+    total = 0
+    for part in parts if len(parts) > 1 else (*parts, "0"):
+        total = total * 60 + int(part)
+    return total + 86_400 * int(days or 0)
+
+
+def reserved_bytes(nodes: str) -> int:
+    """Return how much of its memory a node keeps for itself: the least of some nodes; 0 where nobody says."""
+    text = run(["scontrol", "--oneliner", "show", "node", nodes])
+    kept = [int(found[1]) if (found := re.search(r"\bMemSpecLimit=(\d+)", line)) else 0 for line in text.splitlines()]
+    return min(kept, default=0) << 20
+
+
+def setting(name: str) -> str:
+    """Return what the cluster's configuration says; empty where it says nothing."""
+    found = re.search(rf"^{re.escape(name)}\s*=\s*(.*)$", run(["scontrol", "show", "config"]), re.MULTILINE)
+    return found[1].strip() if found else ""
+
+
+def most_queued(account: str | None, qos: str | None, partition: str | None) -> int | None:
+    """Return how many tasks of mine may be in the queue at once; None where no limit is known."""
+    columns = "Account,Partition,MaxSubmitJobs,DefaultQOS,QOS"
+    who = f"user={os.getuid()}"
+    words = ["sacctmgr", "--noheader", "--parsable2", "show", "assoc", "where", who, f"format={columns}"]
+    rows = [line.split("|") for line in run(words).splitlines() if line.count("|") == 4]
+    mine = [row for row in rows if account in (None, row[0]) and row[1] in ("", partition or "")]
+    numbers = [row[2] for row in mine]
+    names = {qos} if qos else {row[3] or row[4].split(",")[0] for row in mine}
+    if wanted := sorted(name for name in names if name):
+        listed = run(["sacctmgr", "-nP", "show", "qos", ",".join(wanted), "format=MaxSubmitJobsPU,MaxSubmitJobsPA"])
+        numbers += [cell for line in listed.splitlines() for cell in line.split("|")]
+    return min((int(number) for number in numbers if number.isdecimal()), default=None)
+
+
+def starts_at(said: str) -> str:
+    """Return when sbatch --test-only thinks that a job would start, as it says it."""
+    found = STARTS_AT.search(said)
+    return found[1] if found else ""

@@ -1,0 +1,165 @@
+"""Paths as people write them: relative to where they are written, with ~ and $VARIABLES."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.config.schema import SECTIONS
+from pipeline.config.schema_cluster import Card, Slurm
+from pipeline.config.yaml_document import Document, Problem
+from pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pydantic_core import ErrorDetails
+
+    from pipeline.config.schema import KeyPath
+
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
+
+
+def anchored(text: str, base: Path) -> str:
+    """Return the absolute path that `text`, written in the folder `base`, means."""
+    if not text or "\0" in text:
+        raise ValueError("a path cannot be empty" if not text else "a path cannot hold a NUL character")
+    try:
+        path = Path(_VARIABLE.sub(_variable, text)).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"no home folder is known for {text.partition('/')[0]}") from error
+    return os.path.normpath(base / path)  # not resolve(): people want to see the path they wrote
+
+
+def _variable(match: re.Match[str]) -> str:
+    """Return a variable's value; an empty one would turn $SCRATCH/cache into /cache."""
+    name = match[1] or match[2]
+    value = os.environ.get(name, "")
+    if not value:
+        raise ValueError(f"the environment variable {name} is not set")
+    return value
+
+
+PACKAGED = Path(__file__).parents[1] / "data"
+CHECKOUT = Path(__file__).parents[2]
+
+
+def shipped(name: str) -> Path:
+    """Return a folder that is shipped, such as configs/recipes."""
+    return (PACKAGED if PACKAGED.is_dir() else CHECKOUT) / name
+
+
+PRESET: KeyPath = ("train", "preset")
+PRESET_ABOVE: KeyPath = ("train",)
+FOLDER = "configs/presets"
+
+
+def read_preset(name: str) -> Document | None:
+    """Return the entries of a preset as parts of the section `train`; None where there is none: the schema says so."""
+    path = shipped(FOLDER) / f"{name}{ENDING}"
+    if not name.isidentifier() or not path.is_file():
+        return None
+    return earlier(Document(f"presets/{path.name}").read(path.read_text(encoding="utf-8"), PRESET_ABOVE))
+
+
+SITE: KeyPath = ("cluster", "site")
+ABOVE: KeyPath = ("cluster",)
+CARDS: KeyPath = ("cluster", "slurm", "cards")
+HELD = ("slurm", "supervisor")
+ENDING = ".yaml"
+BEFORE_THE_FILE = 1 << 30  # mistakes in a profile come before those of the file that names it
+HERE = Path("configs/sites")
+
+
+def locate(site: str, base_dir: Path, config_dir: Path) -> Path:
+    """Return the file of a profile; ValueError says why there is none.
+
+    A path starts from the folder it is written in (`base_dir`); a name is looked up beside the configuration first.
+    """
+    if "/" in site or site.endswith((ENDING, ".yml")):
+        return _readable(Path(anchored(site, base_dir)))
+    shelves = _shelves(config_dir)
+    for folder in shelves:
+        if os.path.lexists(path := folder / f"{site}{ENDING}"):
+            return _readable(path)
+    known = sorted({path.stem for folder in shelves for path in folder.glob(f"*{ENDING}")})
+    raise ValueError(_unknown(site, known, shelves))
+
+
+def read_site(path: Path, text: str) -> Document:
+    """Return the entries of a profile as parts of the section `cluster`."""
+    document = Document(_shown(path)).read(text, ABOVE)
+    if document.entries[ABOVE].value != {}:
+        what = "a profile must hold the keys slurm: and supervisor:"
+        raise ConfigError(what, where=document.entries[ABOVE].origin, remedy="see configs/sites/README.md")
+    del document.entries[ABOVE]
+    strangers = {key: entry for key, entry in document.entries.items() if key[1] not in HELD}
+    for key, entry in strangers.items():
+        del document.entries[key]
+        if len(key) == len(ABOVE) + 1:
+            document.problems.append(Problem(entry.line, f"{entry.origin}: {_misplaced(key[1])}"))
+    return earlier(document)
+
+
+def earlier(document: Document) -> Document:
+    """Return a document whose mistakes are told before those of the file; its origins name the true lines."""
+    document.entries = {
+        key: replace(entry, line=entry.line - BEFORE_THE_FILE) for key, entry in document.entries.items()
+    }
+    document.problems = [Problem(one.line - BEFORE_THE_FILE, one.text) for one in document.problems]
+    return document
+
+
+def explain_card(detail: ErrorDetails) -> str:
+    """Return which card lacks a key or has one that no card has; empty for any other mistake."""
+    if detail["loc"][: len(CARDS)] != CARDS or detail["type"] not in ("missing", "extra_forbidden"):
+        return ""
+    number, name = detail["loc"][len(CARDS)], str(detail["loc"][-1])
+    if detail["type"] == "missing":
+        return f"card {int(number) + 1} needs {name}: {Card.model_fields[name].description}"
+    close = get_close_matches(name, Card.model_fields, n=1)
+    meant = f'; did you mean "{close[0]}"?' if close else f"; there are {', '.join(Card.model_fields)}"
+    return f"card {int(number) + 1}: {name}: unknown key{meant}"
+
+
+def _shelves(config_dir: Path) -> tuple[Path, ...]:
+    """Return the folders in which a name is looked up, in their order."""
+    return (config_dir / "sites", Path.cwd() / HERE, shipped("configs/sites"))
+
+
+def _readable(path: Path) -> Path:
+    if not os.path.isfile(path):  # noqa: PTH113 - which never raises
+        raise ValueError(f"{_shown(path)} {'is no file' if os.path.lexists(path) else 'does not exist'}")
+    return path
+
+
+def _unknown(site: str, known: list[str], shelves: tuple[Path, ...]) -> str:
+    """Say what a name might have been."""
+    close = get_close_matches(site, known, n=1)
+    meant = f'; did you mean "{close[0]}"?' if close else ""
+    there = f"; there are {', '.join(known)}" if known else f"; none is in {', '.join(_each(shelves))}"
+    return f'no profile is called "{site}"{meant}{there} (pipeline init makes one of this cluster)'
+
+
+def _each(folders: tuple[Path, ...]) -> Iterator[str]:
+    return (_shown(folder) for folder in folders)
+
+
+def _misplaced(name: str) -> str:
+    """Say what to do with a key that no profile has."""
+    if name in Slurm.model_fields:
+        return f"{name}: belongs below slurm:"
+    if (*ABOVE, name) in SECTIONS or name in ("executor", "site", "runs", "private"):
+        return f"{name}: belongs in the configuration, below cluster: (a profile holds {' and '.join(HELD)})"
+    close = get_close_matches(name, HELD, n=1)
+    return f"{name}: unknown key" + (f'; did you mean "{close[0]}"?' if close else f"; there are {', '.join(HELD)}")
+
+
+def _shown(path: Path) -> str:
+    """Return a path as people want to read it: from here, where it lies below here."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

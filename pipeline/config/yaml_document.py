@@ -1,0 +1,309 @@
+"""YAML text to plain values that know where they stand; nothing in the text is executed.
+
+Scalars follow YAML 1.2: `no`, `off` and `1:30:00` are text, so a chain may be called NO; only true and false are
+truth values.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+
+import yaml
+
+from pipeline.config.schema import FIELDS, LEAVES, SECTIONS
+from pipeline.config.schema_parts import CONFLICT, WANTS
+from pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pydantic_core import ErrorDetails
+
+    from pipeline.config.schema import KeyPath
+
+MAX_BYTES = 256 << 10
+MAX_DEPTH = 20
+MAX_NODES = 20_000  # counted after aliases are followed, so a small file cannot unfold into a large one
+REMEDY = "correct it, then: pipeline config check"
+
+_TAG = "tag:yaml.org,2002:"
+_NULL = f"{_TAG}null"
+_SCALARS: dict[str, Callable[[str], Any]] = {
+    "null": lambda _: None,
+    "bool": lambda text: {"true": True, "false": False}[text.lower()],
+    "int": int,
+    "float": float,
+    "str": str,
+}
+_ADVICE = {
+    "\\t": "YAML wants spaces, not tabs, before a key",
+    "scanning an alias": "a value that begins with * must stand in quotes",
+    "scanning an anchor": "a value that begins with & must stand in quotes",
+    "mapping values are not allowed": "a value with a colon and a space inside must stand in quotes; "
+    "or the line above ends without its colon",
+    "could not find expected ':'": "a key needs a colon and a space after it",
+    "expected <block end>": "this line stands further left or right than its neighbours",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What was written at a key: a value, or an empty mapping for a section."""
+
+    value: Any
+    origin: str  # "pipeline.yaml:12" or "--set", as `config show` prints it; empty for a default without a file
+    line: int  # 0: written nowhere, a default
+    typed: str = ""  # the words after --set
+
+    def place(self, key: KeyPath) -> str:
+        """Say where a message about `key`, this one or one below, points."""
+        name = ".".join(key)
+        if not self.typed:
+            return ": ".join(filter(None, (self.origin, name)))
+        said = self.typed.startswith(f"{name}=")
+        return f"{self.origin} {self.typed}" if said else f"{self.origin} {self.typed}: {name}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Problem:
+    """One mistake, in the order in which a reader meets it."""
+
+    line: int
+    text: str
+
+
+@dataclass(slots=True)
+class Document:
+    """The entries of one YAML text in its order, and what is wrong with it short of being no YAML."""
+
+    name: str
+    typed: str = ""
+    offset: int = 0  # added to every line, so that what was typed sorts after the file
+    entries: dict[KeyPath, Entry] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    _nodes: int = 0
+
+    def read(self, text: str, key: KeyPath = ()) -> Document:
+        """Add what `text` says at `key`; without a key the text must be a mapping of keys."""
+        node = self._compose(text)
+        if key:
+            self._enter(key, node, self._line(node))
+        elif isinstance(node, yaml.MappingNode):
+            self._mapping(key, node)
+        elif not _is_null(node):
+            raise self._refusal("the file must hold keys, such as data:", self._line(node))
+        return self
+
+    def _compose(self, text: str) -> yaml.Node:
+        """Return the one document of a text as nodes."""
+        if bad := yaml.reader.Reader.NON_PRINTABLE.search(text):
+            line = text.count("\n", 0, bad.start()) + 1
+            raise self._refusal(f"no valid YAML: the character {bad.group()!r} is not allowed", line)
+        try:
+            node = _Loader(text).get_single_node()
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            raise self._refusal(f"no valid YAML: {_advice(error)}", mark.line + 1 if mark else 1) from error
+        return node or yaml.ScalarNode(_NULL, "", yaml.Mark(self.name, 0, 0, 0, None, 0))
+
+    def _enter(self, key: KeyPath, node: yaml.Node, line: int) -> None:
+        """Add the value at `key`, and everything below it when it is a mapping."""
+        if isinstance(node, yaml.MappingNode):
+            self.entries[key] = self._entry({}, line)
+            self._mapping(key, node)
+        elif _is_null(node) and key in SECTIONS:  # all its keys are commented out
+            self.entries[key] = self._entry({}, line)
+        else:
+            self.entries[key] = self._entry(self._plain(key, node), line)
+
+    def _mapping(self, key: KeyPath, node: yaml.MappingNode) -> None:
+        self._check(key, node, depth=len(key))
+        for name_node, value_node in node.value:
+            line = self._line(name_node)
+            path = (*key, _short(str(name_node.value)))
+            if not isinstance(name_node, yaml.ScalarNode):
+                self._problem(line, key, "a key must be a word")
+            elif path in self.entries:
+                self._problem(line, path, f"written twice; first at {self.entries[path].origin}")
+            else:
+                self._enter(path, value_node, line)
+
+    def _plain(self, key: KeyPath, node: yaml.Node, depth: int = 0) -> Any:
+        """Return the value of a scalar or of a list."""
+        self._check(key, node, depth)
+        if isinstance(node, yaml.SequenceNode):
+            return [self._plain(key, item, depth + 1) for item in node.value]
+        if isinstance(node, yaml.MappingNode):
+            return {str(name.value): self._plain(key, item, depth + 1) for name, item in node.value}
+        return self._scalar(key, node)
+
+    def _scalar(self, key: KeyPath, node: yaml.Node) -> Any:
+        """Return the value of a scalar, or None after noting why there is none."""
+        kind = node.tag.removeprefix(_TAG)
+        try:
+            value = _SCALARS[kind](node.value) if kind in _SCALARS else None
+            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # neither infinite nor half a character
+        except (ValueError, KeyError):
+            self._problem(self._line(node), key, f"{_short(node.value)} is no valid {kind}")
+            return None
+        return value
+
+    def _check(self, key: KeyPath, node: yaml.Node, depth: int) -> None:
+        """Refuse a document that unfolds without end, and note a tag that asks for an object."""
+        self._nodes += 1
+        if self._nodes > MAX_NODES or depth > MAX_DEPTH:
+            what = f"more than {MAX_NODES} values or {MAX_DEPTH} levels, once aliases are followed"
+            raise self._refusal(what, self._line(node))
+        if node.tag.removeprefix(_TAG) not in (*_SCALARS, "seq", "map"):
+            self._problem(self._line(node), key, f"the tag {_short(node.tag)} is not allowed: plain values only")
+
+    def _entry(self, value: Any, line: int) -> Entry:
+        return Entry(value, self.name if self.typed else f"{self.name}:{line}", line, self.typed)
+
+    def _problem(self, line: int, key: KeyPath, what: str) -> None:
+        self.problems.append(Problem(line, f"{self._entry(None, line).place(key)}: {what}"))
+
+    def _refusal(self, what: str, line: int) -> ConfigError:
+        where = f"{self.name} {self.typed}" if self.typed else f"{self.name}:{line}"
+        return ConfigError(what, where=where, remedy=REMEDY)
+
+    def _line(self, node: yaml.Node) -> int:
+        return int(node.start_mark.line) + 1 + self.offset
+
+
+class _Loader(yaml.SafeLoader):
+    """A safe loader that reads scalars as YAML 1.2 does, and refuses to nest without end."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - the parent declares it so; filled below
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Compose one node, counting how deep it stands."""
+        self.depth += 1
+        if self.depth > 2 * MAX_DEPTH:
+            raise yaml.composer.ComposerError(None, None, "nested too deeply", self.get_mark())
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+_Loader.add_implicit_resolver(_NULL, re.compile(r"(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
+_Loader.add_implicit_resolver(f"{_TAG}bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+_Loader.add_implicit_resolver(f"{_TAG}int", re.compile(r"(?:0|[-+]?[1-9][0-9]*)$"), list("-+0123456789"))
+_Loader.add_implicit_resolver(
+    f"{_TAG}float",
+    re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?$"),
+    list("-+.0123456789"),
+)
+
+
+def _advice(error: yaml.MarkedYAMLError) -> str:
+    """Return what a reader can act upon: a known trap in plain words, else the parser's own."""
+    said = " ".join(part for part in (error.context, error.problem) if part)
+    return next((advice for sign, advice in _ADVICE.items() if sign in said), said)
+
+
+def _is_null(node: yaml.Node) -> bool:
+    return bool(node.tag == _NULL)
+
+
+def _short(text: str) -> str:
+    text = text.encode(errors="backslashreplace").decode()
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+_KINDS = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "tuple_type": "a list, such as [A, B]",
+    "model_type": "keys below it",
+}
+_BOUNDS = {
+    "greater_than_equal": "at least {ge:g}",
+    "less_than_equal": "at most {le:g}",
+    "greater_than": "more than {gt:g}",
+    "less_than": "less than {lt:g}",
+    "string_too_short": "some text",
+    "too_short": "a list that is not empty",
+}
+
+
+def explain(key: KeyPath, detail: ErrorDetails) -> str:
+    """Return why the value at `key` was refused."""
+    kind = detail["type"]
+    if kind == "extra_forbidden":
+        return "unknown key" + _meant(key)
+    if kind == "missing":
+        return f"is required. {FIELDS[key].description}" if key in FIELDS else "is required"
+    if kind == CONFLICT:
+        return detail["msg"]
+    return f"{_wanted(key, detail)}, got {_shown(detail['input'])}{_advice_on_value(key, kind, detail['input'])}"
+
+
+def _wanted(key: KeyPath, detail: ErrorDetails) -> str:
+    """Say what would have been right."""
+    kind = detail["type"]
+    if kind == "literal_error":
+        return f"wants one of {', '.join(_choices(key))}"
+    if kind in _KINDS:
+        return f"wants {_KINDS[kind]}"
+    if kind == "string_pattern_mismatch" and key == ("train", "task"):
+        return "wants package.module:Name"
+    if kind in _BOUNDS:
+        return f"wants {_BOUNDS[kind].format(**detail['ctx'])}"
+    return f"wants {detail['msg']}" if kind == WANTS else detail["msg"]
+
+
+def _advice_on_value(key: KeyPath, kind: str, value: object) -> str:
+    """Name the nearest choice, or explain quotes: missing where YAML reads something else, or too many."""
+    if kind == "literal_error":
+        return _suggestion(str(value), _choices(key))
+    if kind == "string_type" and isinstance(value, bool | int | float | None):
+        return f": unquoted, YAML reads {_kind(value)}; put it in quotes"
+    if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str) and _is_plain(value):
+        return ": leave the quotes out"
+    return ""
+
+
+def _meant(key: KeyPath) -> str:
+    """Suggest a sibling with a similar name, or the section that does have this key."""
+    siblings = [field[-1] for field in FIELDS if field[:-1] == key[:-1]]
+    elsewhere = [".".join(leaf) for leaf in LEAVES if leaf[-1] == key[-1]]
+    known = f"; there are {', '.join(siblings)}" if siblings else ""
+    return _suggestion(key[-1], siblings) or _suggestion(".".join(key), elsewhere, cutoff=0.0) or known
+
+
+def _suggestion(word: str, names: list[str], cutoff: float = 0.6) -> str:
+    close = get_close_matches(word, names, n=1, cutoff=cutoff)
+    return f'; did you mean "{close[0]}"?' if close else ""
+
+
+def _choices(key: KeyPath) -> list[str]:
+    annotation = FIELDS[key].annotation if key in FIELDS else None
+    either = (annotation, *get_args(annotation))  # a choice, or a choice or nothing
+    return [str(choice) for one in either if get_origin(one) is Literal for choice in get_args(one)]
+
+
+def _is_plain(text: str) -> bool:
+    """Tell whether text without its quotes would be a number or a truth value."""
+    try:
+        return not isinstance(json.loads(text), dict | list | str)
+    except ValueError:
+        return False
+
+
+def _kind(value: object) -> str:
+    if value is None:
+        return "nothing"
+    return "a truth value" if isinstance(value, bool) else "a number"
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,181 @@
+"""The part of a download that came so far: NAME.partial, and NAME.partial.json which remembers whose bytes they are.
+
+Whoever downloads holds a lock on the partial file. The kernel drops it with the process, however that ends, so what a
+killed download left is gone on with at once. Names of one's own would be as safe, but nobody could tell an abandoned
+one from one in use; they are what is left where the file system knows no locks.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import IO, TYPE_CHECKING
+
+from pipeline.errors import ConfigError
+from pipeline.store.format.disk import Disk
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from email.message import Message
+    from pathlib import Path
+
+BLOCK_BYTES = 1 << 20
+_NO_LOCKS_HERE = {errno.ENOLCK, errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
+_DISK = Disk()
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Whose bytes a partial file holds."""
+
+    url: str
+    validator: str  # a strong ETag, else Last-Modified: what If-Range takes; empty: nobody can say whether it changed
+    total: int | None
+
+    @classmethod
+    def of(cls, url: str, headers: Message, total: int | None) -> Origin:
+        """Read what a server says of its file."""
+        tag = headers.get("ETag", "")
+        return cls(url, tag if tag.startswith('"') else headers.get("Last-Modified", ""), total)
+
+    def agrees(self, headers: Message, total: int | None) -> bool:
+        """Say whether an answer is about the same file, as far as it says."""
+        said = headers.get("ETag" if self.validator.startswith('"') else "Last-Modified", self.validator)
+        return said == self.validator and (None in (total, self.total) or total == self.total)
+
+
+class Partial:
+    """The bytes that came so far, in a file that no other process writes."""
+
+    def __init__(self, out: Path, path: Path, file: IO[bytes]) -> None:
+        self._out, self.path, self._file = out, path, file
+        self._note = path.with_name(f"{path.name}.json")
+        self._sha256, self._hashed = hashlib.sha256(), 0
+        self.size = os.fstat(file.fileno()).st_size
+        self.origin = self._remembered()
+
+    def _remembered(self) -> Origin | None:
+        """Read whose bytes these are; a note that cannot be read is none."""
+        try:
+            note = json.loads(self._note.read_text())
+            total = note["total"]
+            return Origin(str(note["url"]), str(note["validator"]), None if total is None else int(total))
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+    def can_go_on(self, url: str) -> bool:
+        """Say whether the rest of exactly this file can be asked for."""
+        origin = self.origin
+        if not self.size or origin is None or origin.url != url or not origin.validator:
+            return False
+        return origin.total is None or self.size <= origin.total
+
+    def is_whole(self, url: str) -> bool:
+        """Say whether nothing is missing, which only a known length can tell."""
+        return self.can_go_on(url) and self.origin is not None and self.size == self.origin.total
+
+    def restart(self, origin: Origin | None = None) -> None:
+        """Forget what came, and remember whose bytes come now."""
+        with writing(self._out):
+            self._file.truncate(0)  # first: the note must never vouch for another's bytes
+            self._note.unlink(missing_ok=True)
+            if origin is not None:
+                self._note.write_text(json.dumps(asdict(origin)))
+        self._sha256, self._hashed, self.size, self.origin = hashlib.sha256(), 0, 0, origin
+
+    def append(self, data: bytes) -> None:
+        """Add what came."""
+        with writing(self._out):
+            self._file.write(data)
+            self._file.flush()
+        self.size += len(data)
+        self._sha256.update(data)
+        self._hashed += len(data)
+
+    def catch_up(self) -> None:
+        """Read what an earlier process left into the digest."""
+        self._file.seek(self._hashed)
+        while self._hashed < self.size and (data := self._file.read(BLOCK_BYTES)):
+            self._sha256.update(data)
+            self._hashed += len(data)
+
+    def sha256(self) -> str:
+        """Return the digest of what came."""
+        self.catch_up()
+        return self._sha256.hexdigest()
+
+    def publish(self) -> None:
+        """Let it be the file."""
+        with writing(self._out):
+            os.fsync(self._file.fileno())
+            _DISK.rename(self.path, self._out)
+            _DISK.fsync_folder(self._out.parent)
+            self._note.unlink(missing_ok=True)
+
+    def discard(self) -> None:
+        """Leave nothing."""
+        self.path.unlink(missing_ok=True)
+        self._note.unlink(missing_ok=True)
+
+
+@contextmanager
+def claim(out: Path) -> Iterator[Partial]:
+    """Hold the partial file of `out` against other processes."""
+    with writing(out):
+        _DISK.make_folder(out.parent)
+        if out.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "a folder has that name")
+        shared = out.with_name(f"{out.name}.partial")
+        file = _open_locked(shared)
+    if file is not None:
+        with file:
+            yield Partial(out, shared, file)
+        return
+    own = out.with_name(f"{out.name}.{secrets.token_hex(4)}.partial")  # without locks, nobody can go on with it later
+    with writing(out):
+        file = own.open("x+b")
+    with file:
+        partial = Partial(out, own, file)
+        try:
+            yield partial
+        finally:
+            partial.discard()
+
+
+def _open_locked(path: Path) -> IO[bytes] | None:
+    """Open and lock a file; None where the file system knows no locks."""
+    while True:
+        file = path.open("a+b")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                return file
+            file.close()  # another process has just published it: by now it has another name
+        except OSError as error:
+            file.close()
+            if error.errno in _NO_LOCKS_HERE:
+                return None
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES, errno.ENOENT):
+                raise
+            if error.errno != errno.ENOENT:
+                remedy = "wait until it has ended, or choose another place with --out PATH"
+                raise ConfigError("another process is downloading it now", where=str(path), remedy=remedy) from None
+
+
+@contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """Turn what a disk refuses into an error that says where and what to do."""
+    try:
+        yield
+    except OSError as error:
+        what, where = f"cannot write {out.name} there: {error.strerror}", str(out.parent)
+        remedy = "name a place that you may write to: --out PATH"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            remedy = "make room and run the same command again, which goes on from here; or --out PATH on another disk"
+        raise ConfigError(what, where=where, remedy=remedy) from error

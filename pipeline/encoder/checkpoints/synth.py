@@ -1,0 +1,137 @@
+"""Random weights in fair-esm's own format, for tests and benchmarks: the real shapes and names without the download.
+
+Shapes: D width of the model, F of its feed-forward part, V tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+from argparse import Namespace
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import torch
+
+from pipeline.encoder.checkpoints.esm_checkpoint import PT_PREFIX, Architecture, frequencies, shapes
+from pipeline.encoder.tokens import PAD, VOCABULARY
+from pipeline.errors import ConfigError
+from pipeline.store.format.disk import Disk, link_or_rename
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from typing import Any
+
+_DISK = Disk()
+_SPREAD = 0.1  # of layer-norm parameters and output biases: were they ones and zeros, nobody would miss them
+
+
+def synth(out: Path, layers: int, dim: int, heads: int, seed: int = 0, stress: float = 1.0) -> None:
+    """Write a random checkpoint, and the contact regression that fair-esm wants beside it.
+
+    `stress` multiplies the query and key weights, so that attention becomes as sharp as half precision can bear.
+    """
+    regression = out.with_name(f"{out.stem}-contact-regression.pt")
+    _check(out, regression, layers, dim, heads)
+    random = torch.Generator().manual_seed(seed)
+    architecture = Architecture(layers, dim, heads, token_dropout=True)
+    encoder = {name: _tensor(name, shape, random) for name, shape in shapes(architecture).items()}
+    for name in encoder:
+        if "q_proj.weight" in name or "k_proj.weight" in name:
+            encoder[name] *= stress
+    rotary_F = frequencies(dim // heads).half().float()  # rounded, as those of the published models are
+    model = {f"{PT_PREFIX}{name}": tensor for name, tensor in encoder.items()}
+    model |= {f"{PT_PREFIX}layers.{layer}.self_attn.rot_emb.inv_freq": rotary_F for layer in range(layers)}
+    model |= _language_head(encoder["embed_tokens.weight"], random)
+    settings = Namespace(
+        encoder_layers=layers, encoder_embed_dim=dim, encoder_attention_heads=heads, token_dropout=True
+    )
+    _publish({"model": _regression(layers * heads, random)}, regression)
+    try:
+        _publish({"args": None, "cfg": {"model": settings}, "model": model}, out)
+    except BaseException:
+        regression.unlink()
+        raise
+
+
+def _check(out: Path, regression: Path, layers: int, dim: int, heads: int) -> None:
+    """Refuse what would not become an ESM-2 checkpoint, or would replace a file."""
+    if layers < 1 or heads < 1 or dim < 1:
+        raise ConfigError(
+            f"{layers} layers of width {dim} with {heads} heads: each must be at least 1",
+            remedy="pipeline weights synth --help",
+        )
+    if dim % heads or (dim // heads) % 2:
+        what = f"width {dim} does not divide into {heads} heads of an even width, which rotary positions need"
+        raise ConfigError(what, remedy=f"try --dim {2 * heads * max(1, round(dim / (2 * heads)))}")
+    if not out.name.startswith("esm2") or out.suffix != ".pt":
+        what = "fair-esm tells ESM-2 by the name of the file: it must be esm2….pt"
+        raise ConfigError(what, where=str(out), remedy=f"--out {out.with_name(f'esm2_{out.stem}.pt')}")
+    for path in (out, regression):
+        if path.exists():
+            raise ConfigError(
+                "is there already", where=str(path), remedy="choose another --out, or replace it with --force"
+            )
+
+
+def _tensor(name: str, shape: tuple[int, ...], random: torch.Generator) -> torch.Tensor:
+    """Return a parameter as fair-esm would begin with it, but for the spread of norms and output biases."""
+    if name == "embed_tokens.weight":
+        table_VD = torch.empty(shape).normal_(generator=random)
+        table_VD[PAD] = 0
+        return table_VD
+    if "layer_norm" in name:
+        noise_D = torch.empty(shape).normal_(0, _SPREAD, generator=random)
+        return noise_D + 1 if name.endswith("weight") else noise_D
+    if name.endswith("out_proj.bias"):
+        return torch.empty(shape).normal_(0, _SPREAD, generator=random)
+    return torch.empty(shape).uniform_(-1, 1, generator=random).mul_(_bound(name, shape))
+
+
+def _bound(name: str, shape: tuple[int, ...]) -> float:
+    """Return the largest value of a linear layer's parameter: Xavier's for attention, torch's own otherwise."""
+    if "self_attn" in name and name.endswith("weight"):
+        gain = 1.0 if "out_proj" in name else 1 / math.sqrt(2)
+        return gain * math.sqrt(6 / sum(shape))
+    inputs = 4 * shape[0] if name.endswith("fc2.bias") else shape[0] // 4 if name.endswith("fc1.bias") else shape[-1]
+    return 1 / math.sqrt(inputs)
+
+
+def _language_head(table_VD: torch.Tensor, random: torch.Generator) -> dict[str, torch.Tensor]:
+    """Return the head that predicts tokens, which shares the table of the embedding."""
+    dim = table_VD.shape[1]
+    return {
+        "encoder.lm_head.weight": table_VD,
+        "encoder.lm_head.bias": torch.zeros(len(VOCABULARY)),
+        "encoder.lm_head.dense.weight": torch.empty(dim, dim).uniform_(-1, 1, generator=random).div_(math.sqrt(dim)),
+        "encoder.lm_head.dense.bias": torch.zeros(dim),
+        "encoder.lm_head.layer_norm.weight": torch.ones(dim),
+        "encoder.lm_head.layer_norm.bias": torch.zeros(dim),
+    }
+
+
+def _regression(maps: int, random: torch.Generator) -> dict[str, torch.Tensor]:
+    """Return the contact head: a logistic regression over every attention map."""
+    weight = torch.empty(1, maps).uniform_(-1, 1, generator=random).div_(math.sqrt(maps))
+    return {"contact_head.regression.weight": weight, "contact_head.regression.bias": torch.zeros(1)}
+
+
+def _publish(data: dict[str, Any], out: Path) -> None:
+    """Write a file whole or not at all, and never over another."""
+    partial = out.with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
+    try:
+        _DISK.make_folder(out.parent)
+        with partial.open("xb") as file:
+            torch.save(data, file)
+            file.flush()
+            os.fsync(file.fileno())
+        link_or_rename(_DISK, partial, out)
+        _DISK.fsync_folder(out.parent)
+    except (OSError, RuntimeError) as error:  # when a disk takes no more, torch's writer says it in a RuntimeError
+        why = error.strerror if isinstance(error, OSError) else "the disk took only a part of it"
+        remedy = f"df -h {out.parent}   (make room, or choose another --out)"
+        raise ConfigError(f"the checkpoint cannot be written: {why}", where=str(out), remedy=remedy) from error
+    finally:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)

@@ -1,0 +1,228 @@
+"""The two containers that weights come in, read without executing anything that is in them."""
+
+from __future__ import annotations
+
+import errno
+import pickle
+import re
+import warnings
+import zipfile
+from argparse import Namespace
+from collections.abc import Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from pipeline.encoder.checkpoints.checkpoint_files import FETCH_AGAIN, USE_ESM2, unreadable
+from pipeline.encoder.tokens import MASK, PAD, VOCABULARY
+from pipeline.errors import WeightsUnusable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+ZIP = b"PK\x03\x04"
+_GLOBAL = re.compile(r"GLOBAL ([\w.]+)|(?:class|function) ([\w.]+) (?:was|is) not")
+_CUT_SHORT = ("central directory", "unexpected EOF", "not fully covered", "invalid header or archive")
+
+
+def read_pt(path: Path) -> Any:
+    """Return what torch.save wrote to a file: tensors, plain data and argparse.Namespace, and nothing else."""
+    head = _head(path)
+    _refuse_packed(path)
+    try:
+        return _load(path, mapped=head.startswith(ZIP))
+    except OSError as error:
+        if error.errno == errno.EINVAL:  # torch looks for the archive's end before the file's beginning
+            raise _not_a_checkpoint(path, EOFError(), is_zip=head.startswith(ZIP)) from error
+        raise unreadable(path, error) from error
+    except MemoryError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise _refused(path, str(error)) from error
+    except Exception as error:  # a parser on foreign bytes raises anything, and none of it is a bug of ours
+        raise _not_a_checkpoint(path, error, is_zip=head.startswith(ZIP)) from error
+
+
+def read_safetensors(paths: Iterable[Path]) -> dict[str, torch.Tensor]:
+    """Return every tensor of some .safetensors files, mapped."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in paths:
+        _head(path)
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+        except OSError as error:
+            raise unreadable(path, error) from error
+        except (SafetensorError, ValueError, KeyError, AttributeError, RuntimeError) as error:
+            raise _not_a_checkpoint(path, error, is_zip=False) from error
+    return tensors
+
+
+def _load(path: Path, *, mapped: bool) -> Any:
+    """Unpickle a file with torch's restricted unpickler; the old format cannot be mapped, and some disks neither."""
+    with _namespaces_allowed(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected pickle protocol")
+        warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        except RuntimeError as error:
+            if not mapped or "mmap" not in str(error):
+                raise
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=False)
+
+
+@contextmanager
+def _namespaces_allowed() -> Iterator[None]:
+    """Let argparse.Namespace pass, in which fair-esm keeps the architecture; it holds values and does nothing."""
+    if hasattr(torch.serialization, "safe_globals"):
+        with torch.serialization.safe_globals([Namespace]):
+            yield
+        return
+    before = torch.serialization.get_safe_globals()  # torch 2.4
+    torch.serialization.add_safe_globals([Namespace])
+    try:
+        yield
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)
+
+
+def _head(path: Path) -> bytes:
+    """Return a file's first bytes, unless they tell that it is something else altogether."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(64)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if not head:
+        raise WeightsUnusable("the file is empty", where=str(path), remedy=FETCH_AGAIN)
+    if head.lstrip()[:1] == b"<" and b"\0" not in head:
+        raise WeightsUnusable("is a web page, not a checkpoint", where=str(path), remedy=FETCH_AGAIN)
+    if head.startswith(b"version https://git-lfs"):
+        what = "is the pointer that git-lfs leaves in place of a file, not the file"
+        raise WeightsUnusable(what, where=str(path), remedy=f"git -C {path.parent} lfs pull")
+    return head
+
+
+def _refuse_packed(path: Path) -> None:
+    """Refuse an archive whose parts are compressed: torch never does that, and mapped, it would read noise.
+
+    So nothing unfolds to more than the file has. What is no archive is for torch to judge.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
+        return
+    size_bytes, unfolded_bytes = path.stat().st_size, sum(member.file_size for member in members)
+    if unfolded_bytes > size_bytes or any(member.compress_type != zipfile.ZIP_STORED for member in members):
+        what = f"is a compressed archive ({size_bytes:,} bytes stand for {unfolded_bytes:,}), which no checkpoint is"
+        raise WeightsUnusable(what, where=str(path), remedy=USE_ESM2)
+
+
+def _refused(path: Path, message: str) -> WeightsUnusable:
+    """Say what torch's unpickler would not do."""
+    match = _GLOBAL.search(message)
+    if match is None:
+        return WeightsUnusable("is not a checkpoint that torch can read", where=str(path), remedy=USE_ESM2)
+    what = f"wants to run code when it is read: its pickle asks for {match[1] or match[2]}. Nothing of it was run"
+    return WeightsUnusable(what, where=str(path), remedy=f"do not trust this file; {USE_ESM2}")
+
+
+def _not_a_checkpoint(path: Path, error: Exception, *, is_zip: bool) -> WeightsUnusable:
+    """Say that a file is cut short, or is something else."""
+    message = str(error)
+    if any(sign in message for sign in _CUT_SHORT) or (isinstance(error, EOFError) and is_zip):
+        return WeightsUnusable("is truncated: its end is missing", where=str(path), remedy=FETCH_AGAIN)
+    reason = f"{type(error).__name__}: {message.splitlines()[0][:120]}" if message else type(error).__name__
+    return WeightsUnusable(f"is not a checkpoint that torch can read ({reason})", where=str(path), remedy=USE_ESM2)
+
+
+_ESM_1B = "ESM-1b or ESM-1v"
+_ARCHITECTURES = {
+    "roberta_large": _ESM_1B,
+    "protein_bert_base": "ESM-1",
+    "msa_transformer": "the MSA Transformer",
+    "invariant_gvp": "ESM-IF1",
+}
+# Part of a tensor's name, and whose it is; the first that is found decides.
+_SIGNS = {
+    "esm_s_combine": "ESMFold",
+    "trunk.": "ESMFold",
+    "layernorm_qkv": "ESM C or ESM3",
+    "row_self_attention": "the MSA Transformer",
+    "column_self_attention": "the MSA Transformer",
+    "lora_": "an adapter (LoRA) beside or over a model",
+    "emb_layer_norm_before": _ESM_1B,
+    "embed_positions": _ESM_1B,
+    "self_attn.bias_k": "ESM-1",
+}
+_MODEL_TYPES = {"esmc": "ESM C", "esm3": "ESM3", "esmplusplus": "ESM C", "ESMplusplus": "ESM C", "esmfold": "ESMFold"}
+# What config.json may say otherwise, what it means if it is not there (as transformers has it), and what ESM-2 needs.
+_SETTINGS: dict[str, tuple[Any, Any]] = {
+    "hidden_act": ("gelu", "gelu"),
+    "layer_norm_eps": (1e-12, 1e-5),
+    "is_decoder": (False, False),
+    "vocab_size": (len(VOCABULARY), len(VOCABULARY)),
+    "pad_token_id": (PAD, PAD),
+    "mask_token_id": (MASK, MASK),
+}
+
+
+def refuse_container(data: object, path: Path) -> None:
+    """Refuse what is in a .pt file unless it has a model and says of which architecture."""
+    if not isinstance(data, Mapping):
+        raise _not_esm2(f"holds a {type(data).__name__}, not a checkpoint", path)
+    architecture = getattr(data.get("args"), "arch", None)
+    for name, family in _ARCHITECTURES.items():
+        if isinstance(architecture, str) and name in architecture:
+            raise _is_other(family, path)
+    model = data.get("model", data.get("state_dict", data))
+    names = [str(name) for name in model] if isinstance(model, Mapping) else []
+    refuse_names(names, path)
+    if names and all("contact_head.regression" in name for name in names):
+        what = "is the contact regression that lies beside a checkpoint, not the checkpoint"
+        name = path.name.replace("-contact-regression", "")
+        raise WeightsUnusable(what, where=str(path), remedy=f"set embed.weights to {path.with_name(name)}")
+    settings = data.get("cfg")
+    if "model" not in data or not isinstance(model, Mapping) or not isinstance(settings, Mapping):
+        held = ", ".join(repr(str(name)) for name in list(data)[:4]) or "nothing"
+        raise _not_esm2(f"is not in fair-esm's format, which has cfg and model; it holds {held}", path)
+    if not isinstance(settings.get("model"), Mapping) and not hasattr(settings.get("model"), "__dict__"):
+        raise _not_esm2("its cfg says nothing of the model's architecture", path)
+
+
+def refuse_names(names: Iterable[str], path: Path) -> None:
+    """Refuse the tensors of a relative."""
+    names = list(names)
+    for sign, family in _SIGNS.items():
+        if any(sign in name for name in names):
+            raise _is_other(family, path)
+
+
+def refuse_config(config: Mapping[str, Any], path: Path) -> None:
+    """Refuse a Hugging Face model that is not ESM-2, or not used as ESM-2 is."""
+    kind = config.get("model_type")
+    if kind != "esm":
+        raise _is_other(_MODEL_TYPES.get(str(kind), f"a model of the type {kind!r}"), path)
+    if config.get("is_folding_model"):
+        raise _is_other("ESMFold", path)
+    positions = config.get("position_embedding_type", "absolute")
+    if positions != "rotary" or config.get("emb_layer_norm_before"):
+        raise _is_other(f"{_ESM_1B} (its positions are {positions})", path)
+    for name, (default, needed) in _SETTINGS.items():
+        if (value := config.get(name, default)) != needed:
+            raise _not_esm2(f"{name} is {value!r}, and ESM-2's is {needed!r}", path)
+    if config.get("vocab_list") not in (None, list(VOCABULARY)):
+        raise _not_esm2("its vocab_list is not the vocabulary of ESM-2", path)
+
+
+def _is_other(family: str, path: Path) -> WeightsUnusable:
+    return _not_esm2(f"is {family}, not ESM-2", path)
+
+
+def _not_esm2(what: str, path: Path) -> WeightsUnusable:
+    return WeightsUnusable(what, where=str(path), remedy=USE_ESM2)

@@ -1,0 +1,116 @@
+"""What an embedding is made from: the text that is read, and every choice that can change a number in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from pipeline.keys import tagged_key
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+    Span = tuple[int, int]  # the first residue, and the one behind the last
+
+ENCODER_VERSION = 1  # raise it when the encoder's results change
+STORED = {"float32": "fp32", "float16": "fp16", "uint16": "bf16"}  # numpy's type of rows → their precision
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a sequence that is not encoded as one is cut."""
+
+    policy: str  # "windows" or "truncate"
+    length: int
+    overlap: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way of computing an embedding; different variants give different numbers, and have different keys."""
+
+    precision: str  # fp32, fp16 or bf16
+    cut: Cut | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Every choice, all of them concrete."""
+
+    weights: str  # the digest of the checkpoint
+    layer: int
+    context: str  # chain or partner
+    precision: str
+    storage: str
+    long: str = "full"  # full, windows, truncate or error, for what is longer than `length`
+    length: int = 1022
+    overlap: int = 256
+    on_oom: str = "windows"  # windows or cpu
+    half_fallback: bool = True
+
+    def key(self, text: str, variant: Variant) -> bytes:
+        """Return the key of a text's embedding."""
+        return tagged_key("embed", self.plain(variant), text)
+
+    def plain(self, variant: Variant) -> dict[str, Any]:
+        """Return every choice that can change a number, as JSON data."""
+        recipe: dict[str, Any] = {
+            "version": ENCODER_VERSION,
+            "weights": self.weights,
+            "layer": self.layer,
+            "context": self.context,
+            "precision": variant.precision,
+            "storage": self.storage,
+        }
+        if variant.cut is not None:
+            recipe["cut"] = [variant.cut.policy, variant.cut.length, variant.cut.overlap]
+        return recipe
+
+    def wanted(self, residues: int) -> Variant:
+        """Return how a sequence of that length is to be computed."""
+        if residues <= self.length or self.long in ("full", "error"):
+            return Variant(self.precision)
+        return Variant(self.precision, Cut(self.long, self.length, self.overlap if self.long == "windows" else 0))
+
+    def accepted(self, residues: int) -> tuple[Variant, ...]:
+        """Return the variants that will do, best first: the wanted one, then what the configuration allows instead."""
+        wanted = self.wanted(residues)
+        cuts = [wanted.cut]
+        if self.windowed(residues) not in cuts:
+            cuts.append(self.windowed(residues))
+        precisions = [self.precision, *(["fp32"] if self.precision != "fp32" and self.full_precision_will_do else [])]
+        return tuple(Variant(precision, cut) for cut in cuts for precision in precisions)
+
+    def windowed(self, residues: int) -> Cut | None:
+        """Return how a sequence that does not fit as one is cut; None where it is not."""
+        wanted = self.wanted(residues).cut
+        if wanted is not None or self.on_oom != "windows" or residues <= self.length:
+            return wanted
+        return Cut("windows", self.length, self.overlap)
+
+    @property
+    def full_precision_will_do(self) -> bool:
+        """Say whether fp32 may stand in for half precision; on the CPU, nothing else is computed."""
+        return self.half_fallback or self.on_oom == "cpu"
+
+    def refuses(self, residues: int) -> bool:
+        """Say whether a sequence of that length is to be rejected."""
+        return self.long == "error" and residues > self.length
+
+
+def windows(length: int, window: int, overlap: int) -> list[Span]:
+    """Return the windows that cover `length` residues, all of the full size unless the sequence is shorter."""
+    if not 0 <= overlap < window:
+        raise ValueError(f"windows of {window} residues cannot overlap by {overlap}")
+    if length <= window:
+        return [(0, length)]
+    starts = [*range(0, length - window, window - overlap), length - window]
+    return [(start, start + window) for start in starts]
+
+
+def shares(spans: Sequence[Span]) -> list[Span]:
+    """Return the residues whose rows each window gives: one after the other, nothing twice, nothing left out."""
+    meets = [(end + start + 1) // 2 for (_, end), (start, _) in pairwise(spans)]
+    return list(pairwise([spans[0][0], *meets, spans[-1][1]]))

@@ -1,0 +1,314 @@
+"""The two threads beside the one that computes: one reads ahead, one writes behind.
+
+They are spoken to by `SimpleQueue` alone, which a signal handler may interrupt anywhere without leaving a lock taken;
+what bounds the queues is counted by the caller, so that nothing here can wait for somebody who is gone.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Thread
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
+import torch
+
+from pipeline.encoder.engine import oom_ladder
+from pipeline.encoder.engine.oom_ladder import Computed, Refused, Work
+from pipeline.encoder.tokens import BadSequence, tokenize
+from pipeline.memory.runtime.out_of_memory import unless_out_of_memory
+from pipeline.records import Reason
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+    from typing_extensions import Self
+
+    from pipeline.encoder.embedding_recipe import Recipe, Variant
+
+    Rows = NDArray[Any]
+
+Asked = TypeVar("Asked")
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """What is stored of a sequence."""
+
+    index: int
+    text: str
+    variant: Variant
+    rows_LD: NDArray[Any]  # in storage precision; bfloat16 as its bits, uint16
+
+    @property
+    def residues(self) -> int:
+        """Count the residues of the text; a truncated one has fewer rows."""
+        return len(self.text)
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """Return what the record says beside the rows: plain JSON."""
+        cut = self.variant.cut
+        return {
+            "residues": self.residues,
+            "rows": len(self.rows_LD),
+            "precision": self.variant.precision,
+            "cut": None if cut is None else {"policy": cut.policy, "length": cut.length, "overlap": cut.overlap},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Sequences that are ready to be computed, and those that never will be."""
+
+    works: list[Work]
+    refused: list[Refused]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What became of computed rows."""
+
+    stored: list[Work]
+    spoiled: list[Work]  # those with numbers that are not finite
+    bytes: int
+    seconds: float  # that computing them took
+
+
+class Servant(Generic[Asked, Answer]):
+    """A thread that answers what it is asked, in order; after a failure it answers no more, and stands in no way.
+
+    Only the thread that owns it may ask and listen.
+    """
+
+    name = "servant"
+
+    def __init__(self) -> None:
+        self._asked: SimpleQueue[Asked | None] = SimpleQueue()
+        self._answers: SimpleQueue[Answer | BaseException] = SimpleQueue()
+        self._thread = Thread(target=self._serve, name=f"embed-{self.name}", daemon=True)
+        self._failed = False
+        self._over = False
+        self._ended: SimpleQueue[None] = SimpleQueue()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.finish()
+
+    def ask(self, something: Asked) -> None:
+        """Give it something to do; this never waits."""
+        self._asked.put(something)
+
+    def hear(self) -> Answer:
+        """Wait for the next answer; what failed in the thread is raised here."""
+        answer = self._answers.get()
+        if isinstance(answer, BaseException):
+            self._failed = True
+            raise answer
+        return answer
+
+    def has_answered(self) -> bool:
+        """Say whether an answer is there to be heard."""
+        return not self._answers.empty()
+
+    def finish(self) -> None:
+        """Wait until all that was asked is done and the thread has ended, whatever a signal handler raises meanwhile.
+
+        Before Python 3.13, an interrupted `Thread.join` could take a living thread for a dead one: it is not relied on.
+        """
+        interruption: BaseException | None = None
+        while not self._over:
+            try:
+                self._asked.put(None)
+                self._ended.get()
+            except BaseException as error:  # noqa: BLE001 - raised again below
+                interruption = error
+        self._thread.join()
+        if interruption is not None:
+            raise interruption
+
+    def _serve(self) -> None:
+        try:
+            while (asked := self._asked.get()) is not None:
+                answer = self.answer(asked)
+                del asked  # it may hold rows, whose memory the next forward needs
+                self._answers.put(answer)
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that owns this one
+            self._answers.put(error)
+        finally:
+            self._over = True
+            self._ended.put(None)
+
+    @abstractmethod
+    def answer(self, asked: Asked) -> Answer:
+        """Do what was asked."""
+
+
+class Reader(Servant["NDArray[np.int64]", Read]):
+    """Reads and tokenises batches before they are needed."""
+
+    name = "reader"
+
+    def __init__(
+        self,
+        read: Callable[[Sequence[int]], Sequence[str]],
+        lengths_N: NDArray[np.int64],
+        recipe: Recipe,
+        main: oom_ladder.Step,
+    ) -> None:
+        super().__init__()
+        self._read, self._lengths_N, self._recipe, self._main = read, lengths_N, recipe, main
+
+    def answer(self, asked: NDArray[np.int64]) -> Read:
+        """Return the sequences of one batch."""
+        works, refused = list[Work](), list[Refused]()
+        for index, text in zip(asked.tolist(), self._read(asked.tolist()), strict=True):
+            if len(text) != self._lengths_N[index]:
+                raise ValueError(f"sequence {index} has {len(text)} residues, not {self._lengths_N[index]}")
+            try:
+                works.append(self._work(index, text))
+            except BadSequence as problem:
+                refused.append(Refused(index, Reason.BAD_SEQUENCE, str(problem)))
+        return Read(works, refused)
+
+    def _work(self, index: int, text: str) -> Work:
+        """Return a sequence as it begins: its tokens, as many as are wanted."""
+        step = oom_ladder.first(self._recipe, self._main.variant.precision, len(text), self._main.device)
+        cut = step.variant.cut
+        truncated = cut is not None and cut.policy == "truncate"
+        tokens_L = tokenize(text)
+        return Work(index, text, tokens_L[: cut.length] if cut and truncated else tokens_L, step)
+
+
+class Writer(Servant[Computed, Written]):
+    """Takes rows to the host, looks whether they are finite, and gives them away."""
+
+    name = "writer"
+
+    def __init__(self, sink: Callable[[Embedding], None]) -> None:
+        super().__init__()
+        self._sink = sink
+        self._fetch = Fetch()
+
+    def finish(self) -> None:
+        """End as any servant does; if it failed and nobody has heard of it yet, they hear of it now."""
+        super().finish()
+        while self.has_answered() and not self._failed:
+            self.hear()
+
+    def answer(self, asked: Computed) -> Written:
+        """Give away the embeddings of one computation."""
+        host_RD = self._fetch(asked.rows_RD, asked.span)
+        is_buffer = host_RD is not asked.rows_RD
+        stored, spoiled = list[Work](), list[Work]()
+        pieces = torch.split(host_RD, [len(work.tokens_L) for work in asked.works])
+        for work, piece_LD in zip(asked.works, pieces, strict=True):
+            rows_LD = as_array(piece_LD, copy=is_buffer)
+            if not is_finite(rows_LD):
+                spoiled.append(work)
+                continue
+            self._sink(Embedding(work.index, work.text, work.step.variant, rows_LD))
+            stored.append(work)
+        return Written(stored, spoiled, asked.bytes, asked.span.seconds())
+
+
+_EXPONENT = {np.dtype(np.uint16): 0x7F80}  # of bfloat16, whose bits numpy holds as integers
+_LOOKED_AT_ONCE = 1024  # rows
+
+
+class Span:
+    """The time a computation takes: on CUDA, where it goes on after the call, by the card's own clock."""
+
+    def __init__(self, device: str) -> None:
+        self._on_card = device != "cpu" and torch.cuda.is_available()
+        self._begin: Any = self._now()
+        self._end: Any = self._begin
+
+    def stop(self) -> Span:
+        """Mark the end."""
+        self._end = self._now()
+        return self
+
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        """Let what follows on a stream wait for the end."""
+        stream.wait_event(self._end)
+
+    def seconds(self) -> float:
+        """Return how long it took; on CUDA, only once it is over."""
+        if self._on_card:
+            return float(self._begin.elapsed_time(self._end)) / 1e3
+        return float(self._end - self._begin)
+
+    def _now(self) -> Any:
+        if not self._on_card:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+class Fetch:
+    """Brings rows to the host: on CUDA through one pinned buffer and a stream of its own, beside the next forward."""
+
+    def __init__(self, pin: Callable[[int], torch.Tensor] | None = None) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        self._pin = pin or pinned
+        self._pinned = torch.empty(0, dtype=torch.uint8)
+
+    def __call__(self, rows_RD: torch.Tensor, span: Span) -> torch.Tensor:
+        """Return the rows on the host; what CUDA's are in is overwritten by the next call."""
+        if rows_RD.device.type == "cpu":
+            return rows_RD
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(rows_RD.device)  # type: ignore[no-untyped-call]
+        host_RD = self.place(rows_RD)
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            span.hold(self._stream)
+            host_RD.copy_(rows_RD, non_blocking=True)
+        self._stream.synchronize()  # after which nothing on the card reads the rows: they may be freed
+        return host_RD
+
+    def place(self, rows_RD: torch.Tensor) -> torch.Tensor:
+        """Return a place for rows in the pinned buffer; one that is not pinned where no more memory can be."""
+        needed_bytes = rows_RD.numel() * rows_RD.element_size()
+        if len(self._pinned) < needed_bytes:
+            # To powers of two, as pinned memory grows anyway.
+            larger = unless_out_of_memory(lambda: self._pin(1 << (needed_bytes - 1).bit_length()))
+            if larger is None:
+                return torch.empty(rows_RD.shape, dtype=rows_RD.dtype)
+            self._pinned = larger
+        return self._pinned[:needed_bytes].view(rows_RD.dtype).view(rows_RD.shape)
+
+
+def pinned(size_bytes: int) -> torch.Tensor:
+    """Return memory of the host that a card can write to by itself."""
+    return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def as_array(rows_LD: torch.Tensor, *, copy: bool) -> Rows:
+    """Return rows on the host as an array; bfloat16 as the bits of uint16."""
+    if rows_LD.dtype is torch.bfloat16:
+        array: Rows = rows_LD.view(torch.int16).numpy().view(np.uint16)
+    else:
+        array = rows_LD.numpy()
+    return array.copy() if copy else array
+
+
+def is_finite(rows_LD: Rows) -> bool:
+    """Say whether every number is finite, whatever holds it."""
+    starts = range(0, len(rows_LD), _LOOKED_AT_ONCE)  # a part at a time: what the answer is made from is no small thing
+    return all(_all_finite(rows_LD[start : start + _LOOKED_AT_ONCE]) for start in starts)
+
+
+def _all_finite(rows_LD: Rows) -> bool:
+    if (exponent := _EXPONENT.get(rows_LD.dtype)) is not None:
+        return bool(((rows_LD & exponent) != exponent).all())
+    return bool(np.isfinite(rows_LD).all())

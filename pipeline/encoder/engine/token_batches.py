@@ -1,0 +1,184 @@
+"""Which sequences are encoded together, and which by whom: pure arithmetic on lengths.
+
+Shapes: N sequences, K of them in a batch or a shard.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pipeline.encoder.tokens import ENDS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    Integers = NDArray[np.int64]
+    from pipeline.encoder.embedding_recipe import Cut, Recipe
+
+POLICIES = ("divisor", "tokens")
+LARGEST_CAP = 64  # what `auto` asks for at most; beyond it a batch has long been large enough to keep a GPU busy
+
+
+def largest_divisor(count: int, cap: int) -> int:
+    """Return the largest divisor of `count` that is at most `cap`."""
+    if count < 0 or cap < 1:
+        raise ValueError(f"a count of {count} has no divisor up to {cap}")
+    return next(divisor for divisor in range(min(cap, max(count, 1)), 0, -1) if count % divisor == 0)
+
+
+def fitting_cap(lengths_N: Integers, budget: int) -> int:
+    """Return how many sequences of the usual length fit the budget; batches of longer ones are split anyway."""
+    if len(lengths_N) == 0:
+        return 1
+    return max(1, min(LARGEST_CAP, budget // (int(np.median(lengths_N)) + ENDS)))
+
+
+def plan_batches(lengths_N: Integers, *, policy: str, cap: int, budget: int) -> list[Integers]:
+    """Return the batches, as places in `lengths_N`: neighbours in length, the longest first.
+
+    `divisor` makes equal batches of `cap` sequences and one group of what remains; `tokens` fills each to the budget.
+    No batch has more tokens than the budget, except a single sequence that has.
+    """
+    if policy not in POLICIES:
+        raise ValueError(f"no batch policy is called {policy!r}")
+    order_N = longest_first(lengths_N)
+    tokens_N = lengths_N[order_N] + ENDS
+    cuts = _divisor_cuts(tokens_N, cap, budget) if policy == "divisor" else _token_cuts(tokens_N, budget)
+    return [order_N[start:stop] for start, stop in cuts]
+
+
+def longest_first(lengths_N: Integers) -> Integers:
+    """Return the places in descending order of length; equals stay in order."""
+    return np.argsort(-lengths_N, kind="stable").astype(np.int64, copy=False)
+
+
+def _divisor_cuts(tokens_N: Integers, cap: int, budget: int) -> Iterator[tuple[int, int]]:
+    """Cut into equal batches, then each of them until it fits the budget."""
+    count = len(tokens_N)
+    even = count - count % cap if cap >= 1 else 0
+    sizes = [largest_divisor(even, cap), largest_divisor(count - even, cap)]
+    sums_N = np.concatenate(([0], np.cumsum(tokens_N)))
+    for start, stop, size in ((0, even, sizes[0]), (even, count, sizes[1])):
+        for first in range(start, stop, size):
+            yield from _halved(sums_N, first, first + size, budget)
+
+
+def _halved(sums_N: Integers, start: int, stop: int, budget: int) -> Iterator[tuple[int, int]]:
+    """Cut a batch into halves by count until each fits the budget or is a single sequence."""
+    if stop - start == 1 or sums_N[stop] - sums_N[start] <= budget:
+        yield start, stop
+        return
+    middle = (start + stop) // 2
+    yield from _halved(sums_N, start, middle, budget)
+    yield from _halved(sums_N, middle, stop, budget)
+
+
+def _token_cuts(tokens_N: Integers, budget: int) -> Iterator[tuple[int, int]]:
+    """Fill batch after batch with as many sequences as fit the budget."""
+    sums_N = np.cumsum(tokens_N)
+    start = 0
+    while start < len(tokens_N):
+        before = int(sums_N[start] - tokens_N[start])
+        stop = max(start + 1, int(np.searchsorted(sums_N, before + budget, side="right")))
+        yield start, stop
+        start = stop
+
+
+def cost(lengths_N: Integers, layers: int, dim: int) -> NDArray[np.float64]:
+    """Return the multiply-adds of each sequence: in a layer, a token meets the weights once and every token twice.
+
+    The weights are q, k, v and out (4 D²) and the feed-forward (8 D²); the meetings are scores and sums (2 D).
+    """
+    tokens_N = (lengths_N + ENDS).astype(np.float64)
+    return np.asarray(layers * (12.0 * dim**2 * tokens_N + 2.0 * dim * tokens_N**2))
+
+
+def deal(lengths_N: Integers, costs_N: NDArray[np.float64], shards: int, multiple: int) -> list[Integers]:
+    """Return what each shard gets, as places in `lengths_N`, longest first: shards of about equal cost.
+
+    Neighbours in length stay together in groups of `multiple`, so that only one shard holds an odd number of them. The
+    costliest group goes first, to the shard that has least; where there are more shards than groups, some get nothing.
+    """
+    if shards < 1 or multiple < 1:
+        raise ValueError(f"nothing can be dealt to {shards} shards in groups of {multiple}")
+    order_N = longest_first(lengths_N)
+    starts = np.arange(0, len(order_N), multiple)
+    owner = _balance(np.add.reduceat(costs_N[order_N], starts) if len(starts) else np.zeros(0), shards)
+    owner_N = np.repeat(owner, multiple)[: len(order_N)]
+    by_owner = np.argsort(owner_N, kind="stable")
+    ends = np.cumsum(np.bincount(owner_N, minlength=shards))
+    return [part.copy() for part in np.split(order_N[by_owner], ends[:-1])]
+
+
+def _balance(costs_G: NDArray[np.float64], shards: int) -> Integers:
+    """Return each group's shard: the costliest first, always to the shard that has least."""
+    owner_G = np.zeros(len(costs_G), np.int64)
+    loads = [(0.0, shard) for shard in range(shards)]
+    for group in np.argsort(-costs_G, kind="stable").tolist():
+        load, shard = loads[0]
+        owner_G[group] = shard
+        heapq.heapreplace(loads, (load + costs_G[group], shard))
+    return owner_G
+
+
+def too_long(lengths_N: Integers, recipe: Recipe) -> Integers:
+    """Return the places of the sequences that the recipe refuses for their length."""
+    longest = int(lengths_N.max(initial=0))
+    return np.flatnonzero(lengths_N > recipe.length) if recipe.refuses(longest) else np.zeros(0, np.int64)
+
+
+def costs(lengths_N: Integers, recipe: Recipe, dim: int) -> NDArray[np.float64]:
+    """Return the multiply-adds of each sequence, cut as the recipe wants it."""
+    cut = _cut(lengths_N, recipe)
+    if cut is None:
+        return cost(lengths_N, recipe.layer, dim)
+    costs_N = cost(np.minimum(lengths_N, cut.length), recipe.layer, dim)
+    if cut.policy == "windows":
+        costs_N *= 1 + np.ceil(np.maximum(lengths_N - cut.length, 0) / (cut.length - cut.overlap))
+    return costs_N
+
+
+def _cut(lengths_N: Integers, recipe: Recipe) -> Cut | None:
+    """Return how the longest sequence is cut: all that are cut at all are cut so."""
+    return recipe.wanted(int(lengths_N.max(initial=0))).cut
+
+
+class Schedule:
+    """Gives out batches, the longest first; a sequence that is computed in windows is a batch of its own."""
+
+    def __init__(
+        self, lengths_N: Integers, refused_N: Integers, recipe: Recipe, *, policy: str, cap: int | None
+    ) -> None:
+        left_N = np.delete(np.arange(len(lengths_N)), refused_N)
+        left_N = left_N[longest_first(lengths_N[left_N])]
+        cut = _cut(lengths_N, recipe)
+        alone = int((lengths_N[left_N] > cut.length).sum()) if cut and cut.policy == "windows" else 0
+        self._alone, self._whole = left_N[:alone], left_N[alone:]
+        self._computed_N = lengths_N if cut is None else np.minimum(lengths_N, cut.length)
+        self._policy, self._cap = policy, cap
+        self._budget = 0
+        self._batches: list[Integers] = []
+
+    def draw(self, budget: int) -> Integers | None:
+        """Return the places of the next batch, or None when nothing is left."""
+        if len(self._alone):
+            batch, self._alone = self._alone[:1], self._alone[1:]
+            return batch
+        if budget != self._budget:
+            self._plan(budget)
+        return self._batches.pop() if self._batches else None
+
+    def _plan(self, budget: int) -> None:
+        """Cut what is left into batches, the first one last."""
+        if self._batches:
+            self._whole = np.concatenate(self._batches[::-1])
+        lengths = self._computed_N[self._whole]
+        cap = fitting_cap(lengths, budget) if self._cap is None else self._cap
+        plan = plan_batches(lengths, policy=self._policy, cap=cap, budget=budget)
+        self._batches = [self._whole[places] for places in reversed(plan)]
+        self._whole, self._budget = self._whole[:0], budget

@@ -1,0 +1,330 @@
+"""Attention within each of the sequences that stand packed one after another, and the positions it sees.
+
+Shapes: T tokens, H heads, C columns of a head, F = C/2 frequencies, P positions, L tokens of one sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.nn.functional import layer_norm, scaled_dot_product_attention
+
+from pipeline.encoder.checkpoints.esm_checkpoint import as_dtype
+from pipeline.encoder.forward.linear import Linear, TorchLinear, fitting
+from pipeline.encoder.tokens import CLS, ENDS, EOS, PAD
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from pipeline.encoder.checkpoints.esm_checkpoint import Checkpoint
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bounds:
+    """Where the sequences begin, and where the last one ends."""
+
+    starts: tuple[int, ...]
+    starts_device: torch.Tensor  # int32, the same numbers where the computation is
+    longest: int
+
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """Yield the first token of each sequence and the one after its last."""
+        return pairwise(self.starts)
+
+
+# qkv_T3HC, bounds, room_THC → context_THC, in the room given or elsewhere
+Attention = Callable[[torch.Tensor, Bounds, torch.Tensor], torch.Tensor]
+Kernel = Callable[..., Any]
+
+
+def by_sequence(qkv_T3HC: torch.Tensor, bounds: Bounds, room_THC: torch.Tensor) -> torch.Tensor:
+    """Attend within one sequence after another; no kernel that torch picks here makes an L x L matrix."""
+    for first, last in bounds.spans():
+        q_1HLC, k_1HLC, v_1HLC = qkv_T3HC[first:last].permute(1, 2, 0, 3).unsqueeze(1).unbind()
+        context_1HLC = scaled_dot_product_attention(q_1HLC, k_1HLC, v_1HLC)
+        room_THC[first:last] = context_1HLC[0].transpose(0, 1)
+    room_THC[bounds.starts[-1] :] = 0  # rows that only fill a tile: nobody reads them, but they are computed on
+    return room_THC
+
+
+def all_at_once(
+    kernel: Kernel, options: dict[str, int], qkv_T3HC: torch.Tensor, bounds: Bounds, room_THC: torch.Tensor
+) -> torch.Tensor:
+    """Attend within all sequences by one call of torch's packed kernel."""
+    del room_THC  # the kernel brings its own
+    q_THC, k_THC, v_THC = qkv_T3HC.unbind(1)
+    starts, longest = bounds.starts_device, bounds.longest
+    context_THC: torch.Tensor = kernel(q_THC, k_THC, v_THC, starts, starts, longest, longest, **options)
+    return context_THC
+
+
+def varlen_kernel() -> Kernel | None:
+    """Return torch's packed attention, which came with torch 2.10 and grew since; None where there is none."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn
+
+
+def choose(
+    device: torch.device, dtype: torch.dtype, heads: int, columns: int, kernel: Kernel | None = None
+) -> Attention:
+    """Return the fastest attention that works for these shapes on this device; it is tried, not guessed."""
+    kernel = kernel or (varlen_kernel() if device.type == "cuda" else None)
+    if kernel is None or dtype == torch.float32:
+        return by_sequence
+    # One split makes a sequence's result independent of its batch; not every backend or version knows the word.
+    for options in ({"num_splits": 1}, {}):
+        attention: Attention = partial(all_at_once, kernel, options)
+        if _works(attention, device, dtype, heads, columns):
+            return attention
+    return by_sequence
+
+
+def _works(attention: Attention, device: torch.device, dtype: torch.dtype, heads: int, columns: int) -> bool:
+    """Say whether an attention runs here and agrees with the plain one."""
+    random = torch.Generator().manual_seed(0)
+    qkv_T3HC = torch.randn(40, 3, heads, columns, generator=random).to(device, dtype)
+    starts = (0, 7, 40)
+    bounds = Bounds(starts, torch.tensor(starts, dtype=torch.int32, device=device), 33)
+    try:
+        found_THC = attention(qkv_T3HC, bounds, torch.empty_like(qkv_T3HC[:, 0]))
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        return False  # a card, a head width or a version that the kernel does not take
+    wanted_THC = by_sequence(qkv_T3HC, bounds, torch.empty_like(qkv_T3HC[:, 0]))
+    return bool(torch.allclose(found_THC.float(), wanted_THC.float(), atol=0.02))
+
+
+class Rotary:
+    """Rotary positions as unit complex numbers, in fp32 whatever the precision, made as far as they are needed."""
+
+    def __init__(self, frequency_F: torch.Tensor, device: torch.device) -> None:
+        self._frequency_F = frequency_F.float()
+        self._device = device
+        self._table_PF = torch.empty(0, len(frequency_F), dtype=torch.complex64, device=device)
+
+    def at(self, position_T: torch.Tensor, longest: int) -> torch.Tensor:
+        """Return the turn of each token, for every head."""
+        if longest > len(self._table_PF):
+            angle_PF = torch.outer(torch.arange(longest, dtype=torch.float32), self._frequency_F)
+            self._table_PF = torch.polar(torch.ones_like(angle_PF), angle_PF).to(self._device)
+        return self._table_PF[position_T].unsqueeze(1)
+
+
+def turn(qk_THC: torch.Tensor, turn_T1F: torch.Tensor, out_THC: torch.Tensor) -> None:
+    """Turn queries and keys by their positions; the pairs that turn together stand beside each other."""
+    if qk_THC.dtype == torch.float32:
+        torch.mul(_complex(qk_THC), turn_T1F, out=_complex(out_THC))
+        return
+    turned_THC = qk_THC.float()
+    _complex(turned_THC).mul_(turn_T1F)
+    out_THC.copy_(turned_THC)
+
+
+def _complex(x_THC: torch.Tensor) -> torch.Tensor:
+    """Return a view of neighbouring columns as complex numbers."""
+    return torch.view_as_complex(x_THC.view(*x_THC.shape[:-1], -1, 2))
+
+
+def pairs_together(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Reorder the outputs of a projection within each head, so that columns c and c + C/2 become neighbours.
+
+    Scores do not change when queries and keys are reordered alike.
+    """
+    return weight.view(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+
+
+TILE = 1024  # rows: weights are read from the outer cache once a tile; 128 was 5% slower, more than 1024 no faster
+FILL = 32  # rows; the last tile is filled up to a multiple of it
+MASKED_IN_TRAINING = 0.15 * 0.8  # of the tokens; fair-esm scales embeddings by what was left
+EPSILON = 1e-5
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Norm:
+    """A layer norm; its sums are in fp32 whatever the precision."""
+
+    weight_D: torch.Tensor
+    bias_D: torch.Tensor
+
+    def __call__(self, x_MD: torch.Tensor) -> torch.Tensor:
+        """Return the rows normed."""
+        return layer_norm(x_MD, self.weight_D.shape, self.weight_D, self.bias_D, EPSILON)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layer:
+    """One transformer layer."""
+
+    before_attention: Norm
+    qkv: Linear
+    attended: Linear
+    before_wide: Norm
+    widen: Linear
+    narrow: Linear
+
+    def finish(self, x_MD: torch.Tensor, context_MD: torch.Tensor) -> torch.Tensor:
+        """Return what the layer makes of its input and what attention found for it."""
+        x_MD = self.attended.add(context_MD, x_MD)
+        return self.narrow.add(self.widen.gelu(self.before_wide(x_MD)), x_MD)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packing:
+    """Sequences one after another, as the computation wants them."""
+
+    token_T: torch.Tensor
+    position_T: torch.Tensor
+    row_R: torch.Tensor  # where the residues are
+    bounds: Bounds
+    tiles: tuple[slice, ...]
+
+
+class Encoder:
+    """A checkpoint made ready to encode on one device, in one precision, up to one layer."""
+
+    def __init__(self, checkpoint: Checkpoint, *, layer: int, precision: str, device: torch.device) -> None:
+        architecture = checkpoint.architecture
+        assert 0 <= layer <= architecture.layers, f"layer {layer} of {architecture.layers}"
+        self.dim = architecture.dim
+        self._heads = architecture.heads
+        self._device = device
+        self._dtype = as_dtype(precision)
+        self._tile, self.fill = 0, 1
+        with torch.inference_mode():
+            take = _Taker(checkpoint.tensors, architecture.heads, device, self._dtype)
+            self._table_VD = take.table(token_dropout=architecture.token_dropout)
+            kind: type[Linear] = TorchLinear
+            if device.type == "cpu" and layer:
+                sample = _Taker(checkpoint.tensors, architecture.heads, device, self._dtype)
+                kind, self.fill = fitting(sample.pairs(0), TILE, FILL)
+                self._tile = TILE
+            self._layers = [take.layer(number, kind) for number in range(layer)]
+            self._last = take.norm("emb_layer_norm_after") if layer == architecture.layers else None
+            self._rotary = Rotary(checkpoint.rotary_F, device)
+            self._attend: Attention = choose(device, self._dtype, self._heads, self.dim // self._heads)
+
+    def bytes_per_token(self) -> int:
+        """Return the working memory that a token of a batch needs, beside the weights and a constant."""
+        # Rows of the width: state, queries, keys, values, context and one sequence's; without tiles, the wide ones too.
+        return self.dim * self._dtype.itemsize * (7 if self._tile else 13)
+
+    @torch.inference_mode()
+    def __call__(self, tokens: Sequence[NDArray[np.uint8]]) -> torch.Tensor:
+        """Return the rows of all residues, in order."""
+        packing = self._pack(tokens)
+        turn_T1F = self._rotary.at(packing.position_T, packing.bounds.longest)
+        tiles_MD = [self._table_VD[packing.token_T[tile]] for tile in packing.tiles]
+        # One room for all layers: fresh memory for each cost 2% of the time in page faults.
+        shape = len(turn_T1F), self._heads, self.dim // self._heads
+        room_THC = tiles_MD[0].new_empty(shape if self._attend is by_sequence else 0)
+        room_T3HC = tiles_MD[0].new_empty(shape[0], 3, *shape[1:]) if len(tiles_MD) > 1 else None
+        for layer in self._layers:
+            qkv_T3HC = self._project(layer, tiles_MD, packing, turn_T1F, room_T3HC)
+            context_TD = self._attend(qkv_T3HC, packing.bounds, room_THC).flatten(1)
+            del qkv_T3HC
+            for number, tile in enumerate(packing.tiles):
+                tiles_MD[number] = layer.finish(tiles_MD[number], context_TD[tile])
+        del room_THC, room_T3HC
+        return self._residues(tiles_MD, packing.row_R)
+
+    def _project(
+        self,
+        layer: Layer,
+        tiles_MD: list[torch.Tensor],
+        packing: Packing,
+        turn_T1F: torch.Tensor,
+        room_T3HC: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return queries and keys, turned by their positions, and values; a tile that is alone needs no room."""
+        heads = self._heads
+        for x_MD, tile in zip(tiles_MD, packing.tiles, strict=True):
+            qkv_M3HC = layer.qkv(layer.before_attention(x_MD)).view(len(x_MD), 3, heads, self.dim // heads)
+            out_M3HC = qkv_M3HC if room_T3HC is None else room_T3HC[tile]
+            turn(qkv_M3HC[:, :2].flatten(1, 2), turn_T1F[tile], out_M3HC[:, :2].flatten(1, 2))
+            if room_T3HC is not None:
+                out_M3HC[:, 2] = qkv_M3HC[:, 2]
+        return qkv_M3HC if room_T3HC is None else room_T3HC
+
+    def _residues(self, tiles_MD: list[torch.Tensor], row_R: torch.Tensor) -> torch.Tensor:
+        """Return the finished rows of the residues."""
+        if self._last is not None:
+            tiles_MD = [self._last(x_MD) for x_MD in tiles_MD]
+        x_TD = tiles_MD[0] if len(tiles_MD) == 1 else torch.cat(tiles_MD)
+        return x_TD[row_R]
+
+    def _pack(self, tokens: Sequence[NDArray[np.uint8]]) -> Packing:
+        """Put the sequences one after another, each between its two marks."""
+        lengths = np.array([len(one) + ENDS for one in tokens], np.int64)
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        total = int(starts[-1])
+        filled = -(-total // self.fill) * self.fill
+        token_T = np.full(filled, PAD, np.int64)
+        token_T[:total] = np.concatenate([part for one in tokens for part in (_CLS, one, _EOS)])
+        position_T = np.zeros(filled, np.int64)
+        position_T[:total] = np.arange(total) - np.repeat(starts[:-1], lengths)
+        ends = np.concatenate([starts[:-1], starts[1:] - 1])
+        row_R = np.delete(np.arange(total), ends)
+        step = self._tile or filled
+        return Packing(
+            self._send(token_T), self._send(position_T), self._send(row_R),
+            Bounds(tuple(starts.tolist()), self._send(starts.astype(np.int32)), int(lengths.max())),
+            tuple(slice(first, min(first + step, filled)) for first in range(0, filled, step)),
+        )  # fmt: skip
+
+    def _send(self, numbers: NDArray[np.int64] | NDArray[np.int32]) -> torch.Tensor:
+        """Return numbers as a tensor on the device."""
+        return torch.from_numpy(numbers).to(self._device)
+
+
+class _Taker:
+    """Takes parameters out of a checkpoint into the memory and the precision of the computation."""
+
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], heads: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self._tensors = tensors
+        self._heads = heads
+        self._device = device
+        self._dtype = dtype
+
+    def table(self, *, token_dropout: bool) -> torch.Tensor:
+        """Return the embedding table, scaled as every sequence without masks is."""
+        scale = 1 - MASKED_IN_TRAINING if token_dropout else 1.0
+        return (self._tensors["embed_tokens.weight"].float() * scale).to(self._device, self._dtype)
+
+    def norm(self, name: str) -> Norm:
+        """Return a layer norm."""
+        return Norm(self._take(f"{name}.weight"), self._take(f"{name}.bias"))
+
+    def layer(self, number: int, kind: type[Linear]) -> Layer:
+        """Return a layer."""
+        norms = (self.norm(f"layers.{number}.{name}") for name in ("self_attn_layer_norm", "final_layer_norm"))
+        before_attention, before_wide = norms
+        qkv, attended, widen, narrow = (kind(weight_OI, bias_O) for weight_OI, bias_O in self.pairs(number))
+        return Layer(before_attention, qkv, attended, before_wide, widen, narrow)
+
+    def pairs(self, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return weight and bias of a layer's linears: queries, keys and values in one, attention's output, in, out."""
+        parts = {part: [self._take(f"layers.{number}.{part}.{kind}") for kind in ("weight", "bias")] for part in _PARTS}
+        for part in _PARTS[:2]:
+            parts[part] = [pairs_together(tensor, self._heads) for tensor in parts[part]]
+        joined = [torch.cat(tensors) for tensors in zip(*(parts[part] for part in _PARTS[:3]), strict=True)]
+        return [(weight_OI, bias_O) for weight_OI, bias_O in (joined, *(parts[part] for part in _PARTS[3:]))]
+
+    def _take(self, name: str) -> torch.Tensor:
+        """Return a parameter, copied: the file it is mapped from may change."""
+        return self._tensors[name].to(self._device, self._dtype, copy=True)
+
+
+_PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj", "fc1", "fc2")
+_CLS, _EOS = np.array([CLS], np.uint8), np.array([EOS], np.uint8)

@@ -1,0 +1,191 @@
+"""Is our encoder fair-esm's model? A few sequences through both, once for every machine that could make a difference.
+
+Shapes: L residues of a sequence, R residues of all, T tokens of a sequence, D features.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from pipeline.encoder.forward.esm2 import Encoder
+from pipeline.encoder.tokens import CLS, EOS, LETTERS, tokenize
+from pipeline.errors import PlanInfeasible, WeightsUnusable
+from pipeline.memory.runtime.out_of_memory import free_caches, unless_out_of_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from pipeline.encoder.checkpoints.esm_checkpoint import Checkpoint
+
+    Tokens = NDArray[np.uint8]
+    Rows = NDArray[np.float32] | NDArray[np.float64]
+    Forward = Callable[[Sequence[Tokens]], torch.Tensor]
+
+# About how often each amino acid stands in known proteins, in percent; what matters is that all are met.
+_FREQUENCIES = {
+    "A": 8.3, "R": 5.5, "N": 4.1, "D": 5.5, "C": 1.4, "Q": 3.9, "E": 6.7, "G": 7.1, "H": 2.3, "I": 5.9,
+    "L": 9.7, "K": 5.8, "M": 2.4, "F": 3.9, "P": 4.7, "S": 6.6, "T": 5.4, "W": 1.1, "Y": 2.9, "V": 6.9,
+}  # fmt: skip
+_LENGTHS = (300, 251, 190, 128, 97, 64, 33, 17)
+_SEED = 20_260_101
+# In fp32 every token must agree; in half precision tokens differ, and a sequence as a whole must agree.
+_THRESHOLDS = {"fp32": 0.99999, "fp16": 0.999, "bf16": 0.999}
+# With attention weights multiplied by 6 (12 layers of 480), fair-esm in fp32 is 2e-5 off what it computes in fp64, and
+# ours 6e-5: the order of sums decides. Where more than the last figure is in doubt, fp32 is not enough for anybody.
+_LEEWAY, _DOUBTFUL = 10.0, 0.999
+VERSION = 1  # raise it when the sample or what is asked of it changes
+_WORST = -1.0  # stands for what is not even a number
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How close an encoder came to the reference."""
+
+    lowest: float  # cosine: of a token in fp32, of a sequence in half precision
+    sequences: int
+    threshold: float
+
+    @property
+    def passed(self) -> bool:
+        """Say whether it is close enough."""
+        return self.lowest >= self.threshold
+
+
+def check(checkpoint: Checkpoint, precision: str, layer: int, device: str) -> Verdict:
+    """Compare our encoder with fair-esm's own model in fp32, on the same device where that has room for it."""
+    sequences = sample()
+    wanted = _reference(checkpoint, layer, device, torch.float32)
+    found_RD = unless_out_of_memory(lambda: _encoded(checkpoint, precision, layer, device))
+    if found_RD is None:
+        raise _no_room(checkpoint)
+    verdict = compare(lambda _: found_RD, wanted, sequences, precision)
+    if verdict.passed or precision != "fp32":
+        return verdict
+    truth = _reference(checkpoint, layer, device, torch.float64)
+    return beside_the_truth(compare(lambda _: found_RD, truth, sequences, precision), wanted, truth)
+
+
+def _encoded(checkpoint: Checkpoint, precision: str, layer: int, device: str) -> torch.Tensor:
+    """Return our rows of the sample; the encoder is gone when this returns."""
+    encoder = Encoder(checkpoint, layer=layer, precision=precision, device=torch.device(device))
+    return encoder([tokenize(sequence) for sequence in sample()]).float().cpu()
+
+
+def _reference(checkpoint: Checkpoint, layer: int, device: str, dtype: torch.dtype) -> list[Rows]:
+    """Return fair-esm's rows of the sample; on the host where the card has no room for them."""
+    for place in dict.fromkeys((device, "cpu")):
+        rows = unless_out_of_memory(partial(_rows_of, checkpoint, layer, torch.device(place), dtype))
+        free_caches(place)
+        if rows is not None:
+            return rows
+    raise _no_room(checkpoint)
+
+
+def _rows_of(checkpoint: Checkpoint, layer: int, device: torch.device, dtype: torch.dtype) -> list[Rows]:
+    return Reference(checkpoint, layer, device, dtype)(sample())
+
+
+def _no_room(checkpoint: Checkpoint) -> PlanInfeasible:
+    what = f"comparing {checkpoint.name} with fair-esm does not fit the memory of this process"
+    return PlanInfeasible(what, where=str(checkpoint.path), remedy="more memory: --set cluster.embed.mem=SIZE")
+
+
+def beside_the_truth(ours: Verdict, theirs: Sequence[Rows], truth: Sequence[Rows]) -> Verdict:
+    """Return a verdict for weights so sharp that fp32 itself is in doubt: be hardly farther off than fair-esm is."""
+    away = 1 - min(_token_cosines(*pair) for pair in zip(theirs, truth, strict=True))
+    return Verdict(ours.lowest, ours.sequences, max(_DOUBTFUL, min(ours.threshold, 1 - _LEEWAY * away)))
+
+
+def compare(encode: Forward, wanted: Sequence[Rows], sequences: Sequence[str], precision: str) -> Verdict:
+    """Return the verdict on what encodes, against the rows_LD that are wanted of each sequence."""
+    tokens = [tokenize(sequence) for sequence in sequences]
+    found_RD = encode(tokens).float().cpu().numpy()
+    found = np.split(found_RD, np.cumsum([len(one) for one in tokens])[:-1])
+    cosines = _token_cosines if precision == "fp32" else _sequence_cosine
+    lowest = min(cosines(*pair) for pair in zip(found, wanted, strict=True))
+    return Verdict(lowest, len(sequences), _THRESHOLDS[precision])
+
+
+def sample() -> list[str]:
+    """Return the sequences that are compared, the same everywhere: natural ones, and one with every letter."""
+    random = np.random.default_rng(_SEED)
+    chances = np.array(list(_FREQUENCIES.values()))
+    drawn = (random.choice(list(_FREQUENCIES), length, p=chances / chances.sum()) for length in _LENGTHS)
+    return [LETTERS, *("".join(letters) for letters in drawn)]
+
+
+class Reference:
+    """fair-esm's own model with a checkpoint's tensors; where they are stored as they are used, no copy is made."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, layer: int, device: torch.device, dtype: torch.dtype = torch.float32
+    ) -> None:
+        from esm.model.esm2 import ESM2  # type: ignore[import-untyped]
+
+        shape = checkpoint.architecture
+        with torch.device("meta"):
+            self._model = ESM2(shape.layers, shape.dim, shape.heads, "ESM-1b", token_dropout=shape.token_dropout)
+        tensors = {name: tensor.to(device, dtype) for name, tensor in checkpoint.tensors.items()}
+        for number in range(shape.layers):
+            tensors[f"layers.{number}.self_attn.rot_emb.inv_freq"] = checkpoint.rotary_F.to(device, dtype)
+        self._model.load_state_dict(tensors, assign=True, strict=False)
+        self._model.lm_head = torch.nn.Identity()  # predicts letters, which nobody asks for
+        self._model.contact_head = torch.nn.Identity()
+        self._model.eval()
+        self._check(checkpoint)
+        self._layer, self._device = layer, device
+
+    def __call__(self, sequences: Sequence[str]) -> list[Rows]:
+        """Return rows_LD of each sequence, computed one by one."""
+        with torch.inference_mode(), _full_precision():
+            return [self._rows(tokenize(sequence)) for sequence in sequences]
+
+    def _rows(self, tokens_L: Tokens) -> Rows:
+        tokens_T = np.concatenate([[CLS], tokens_L, [EOS]])
+        tokens_1T = torch.from_numpy(tokens_T.astype(np.int64)[None]).to(self._device)
+        rows_1TD = self._model(tokens_1T, repr_layers=[self._layer])["representations"][self._layer]
+        rows_LD: Rows = rows_1TD[0, 1:-1].cpu().numpy()
+        return rows_LD
+
+    def _check(self, checkpoint: Checkpoint) -> None:
+        """Refuse a checkpoint that leaves a part of the model empty."""
+        parts = (*self._model.named_parameters(), *self._model.named_buffers())
+        empty = [name for name, tensor in parts if tensor.is_meta]
+        if empty:
+            raise WeightsUnusable(f"the checkpoint has no {empty[0]}", where=str(checkpoint.path))
+
+
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    """Keep the reference from TF32, whatever the rest of the process allows itself."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _token_cosines(found_LD: Rows, wanted_LD: Rows) -> float:
+    """Return the lowest cosine between the rows of a token."""
+    dots = np.einsum("ld,ld->l", found_LD, wanted_LD, dtype=np.float64, casting="safe")
+    norms = np.linalg.norm(found_LD.astype(np.float64), axis=1) * np.linalg.norm(wanted_LD.astype(np.float64), axis=1)
+    return _number((dots / np.maximum(norms, np.finfo(np.float64).tiny)).min())
+
+
+def _sequence_cosine(found_LD: Rows, wanted_LD: Rows) -> float:
+    """Return the cosine between all rows of a sequence, taken as one."""
+    return _token_cosines(found_LD.reshape(1, -1), wanted_LD.reshape(1, -1))
+
+
+def _number(cosine: float) -> float:
+    """Return a cosine as plain data."""
+    return float(cosine) if np.isfinite(cosine) else _WORST

@@ -1,0 +1,356 @@
+"""Atom graphs: a node at each atom of proteins, RNA, DNA and the molecules that are kept.
+
+Nodes       pos float32 [A, 3] from the centre; element uint8, the atomic number; name uint8 [A, 4], ASCII; residue.
+Residues    type uint8, an index into RESIDUE_TYPES; name uint8 [R, 5], ASCII; kind uint8, an index into KINDS; chain;
+            row, number, icode as in residue graphs.
+Edges       bond; angle and dihedral, pairs two and three bonds apart by the shortest way; near, pairs within the radius
+            that are none of these. All in both directions. `hops` says how many of the first three there are.
+Paths       angle [·, 3] and dihedral [·, 4]: every path of so many bonds once, from its lower end; in a ring of three
+            or four, the ends of one may be nearer by another way.
+Cross       near: pairs of a ligand atom (row 0) and a receptor atom (row 1); none on unbound input, whose partners are
+            not in one frame.
+Labels      contact_pairs [P, 2] (receptor atom, ligand atom) of heavy atoms, contact_nearest float32, their distance.
+            On unbound input they are those of the bound structures whose atoms both exist here: the atom of a name in
+            the residue that corresponds. Then each node has labelled bool and bound float32 [A, 3], its place there
+            from the float64 bound_centre, not a number where it has none.
+
+A partner of single atoms only (an ion) need not have edges; any other without is refused.
+
+Shapes: A atoms and R residues of a partner, B bonds, E edges, P pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from pipeline.graphs import bonds, hops, neighbours
+from pipeline.graphs.item_graph import ChainText, Graph, Part, lengths
+from pipeline.graphs.residue_graph import centre
+from pipeline.records import Kind, Reason, Role
+from pipeline.structures.atoms import Unusable, text
+from pipeline.structures.partners import joined_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from pipeline.graphs.item_graph import Array, Edges, Recipe
+    from pipeline.structures.inventory import Complex, Side
+
+    Sides: TypeAlias = Mapping[Role, "Chosen"]
+
+PROTEIN_LETTERS, RNA_LETTERS, DNA_LETTERS = "ACDEFGHIKLMNPQRSTVWYX", "ACGUN", "ACGTN"  # the last: any other
+RESIDUE_TYPES = (*PROTEIN_LETTERS, *(f"R{one}" for one in RNA_LETTERS), *(f"D{one}" for one in DNA_LETTERS), "other")
+LETTERS = {Kind.PROTEIN: (0, PROTEIN_LETTERS), Kind.RNA: (21, RNA_LETTERS), Kind.DNA: (26, DNA_LETTERS)}
+OTHER_TYPE = len(RESIDUE_TYPES) - 1
+KINDS = tuple(Kind)
+ROLES = (Role.RECEPTOR, Role.LIGAND, Role.WHOLE)
+ATOM_NAME, RESIDUE_NAME = 4, 5  # bytes; the dictionary of components has names of five letters
+HYDROGEN = 1
+BOND = hops.NAMES[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The atoms of a side that become nodes."""
+
+    side: Side
+    residue_R: NDArray[np.int64]  # of the structure
+    atom_A: NDArray[np.int64]  # of the structure
+    residue_A: NDArray[np.int64]  # of the side
+
+    @property
+    def pos_A3(self) -> NDArray[np.float64]:
+        """Return where they are in the file."""
+        return self.side.structure.pos_A3[self.atom_A]
+
+    @property
+    def element_A(self) -> NDArray[np.uint8]:
+        """Return gemmi's codes of their elements."""
+        return self.side.structure.element_A[self.atom_A]
+
+    def heavy(self) -> NDArray[np.int64]:
+        """Return which of them are no hydrogens."""
+        return np.flatnonzero(~bonds.is_hydrogen(self.element_A))
+
+    def label(self, atom: int) -> str:
+        """Name one for a message."""
+        structure, residue = self.side.structure, self.residue_R[self.residue_A[atom]]
+        chain = next(one.name for one in self.side.chains if one.first <= residue < one.last)
+        where = f"{text(structure.name_R[residue])} {structure.number_R[residue]}"
+        return f"{text(structure.name_A[self.atom_A[atom]])} of {where} in chain {chain}"
+
+
+def build(read: Complex, recipe: Recipe) -> Graph:
+    """Return the atom graph of an item; raise Unusable where it cannot have one."""
+    sides = {role: _choose(role, read.sides[role], recipe) for role in ROLES if role in read.sides}
+    _check_apart(sides, in_one_frame=not read.bound)
+    extra, labels = _labels(read, sides, recipe)
+    parts = tuple(_part(role, chosen, read, recipe, extra.get(role, {})) for role, chosen in sides.items())
+    return Graph(parts, {} if read.bound else _cross(sides, recipe), labels)
+
+
+def _choose(role: Role, side: Side, recipe: Recipe) -> Chosen:
+    """Return the atoms of a side, residue by residue."""
+    structure, residue_R = side.structure, side.residues()
+    end_R = np.cumsum(structure.atoms_R)[residue_R]
+    count_R = structure.atoms_R[residue_R]
+    residue_A = np.repeat(np.arange(len(residue_R)), count_R)
+    atom_A = np.repeat(end_R - np.cumsum(count_R), count_R) + np.arange(len(residue_A))
+    if not recipe.hydrogens:
+        kept = np.flatnonzero(~bonds.is_hydrogen(structure.element_A[atom_A]))
+        residue_A, atom_A = residue_A[kept], atom_A[kept]
+    if not len(atom_A):
+        what = f"the {role.value} has no atoms" if recipe.hydrogens else f"the {role.value} has no atoms but hydrogens"
+        raise Unusable(Reason.NO_NODES, what)
+    return Chosen(side, residue_R, atom_A, residue_A)
+
+
+def _check_apart(sides: Sides, *, in_one_frame: bool) -> None:
+    """Refuse two atoms at one place, also of two partners where both are in one frame."""
+    for group in [list(sides.values())] if in_one_frame else [[chosen] for chosen in sides.values()]:
+        pos_A3 = np.concatenate([chosen.pos_A3 for chosen in group])
+        pairs_P2 = neighbours.coincident(pos_A3)
+        if len(pairs_P2):
+            one, other = (_name(group, atom) for atom in pairs_P2[0].tolist())
+            apart = float(np.linalg.norm(np.subtract(*pos_A3[pairs_P2[0]])))
+            more = f"; so are {len(pairs_P2) - 1} other pairs" if len(pairs_P2) > 1 else ""
+            raise Unusable(Reason.COINCIDENT_ATOMS, f"{one} and {other} are {apart:.3f} Å apart, at one place{more}")
+
+
+def _name(group: list[Chosen], atom: int) -> str:
+    """Name an atom of several sides, counted through."""
+    for chosen in group:
+        if atom < len(chosen.atom_A):
+            return chosen.label(atom)
+        atom -= len(chosen.atom_A)
+    raise ValueError("there is no such atom")
+
+
+def _part(role: Role, chosen: Chosen, read: Complex, recipe: Recipe, extra: Mapping[str, Array]) -> Part:
+    """Return one partner's graph."""
+    structure, partner = chosen.side.structure, read.partners[role]
+    centre_3 = centre(chosen.pos_A3)
+    edges, paths = _edges(chosen, recipe)
+    if not any(found.size for found in edges.values()):
+        _check_single(role, chosen, recipe)
+    element_A = chosen.element_A
+    nodes: dict[str, Array] = {
+        "pos": (chosen.pos_A3 - centre_3).astype(np.float32),
+        "element": np.where(bonds.is_hydrogen(element_A), HYDROGEN, element_A).astype(np.uint8),
+        "name": _ascii(structure.name_A[chosen.atom_A], ATOM_NAME),
+        "residue": chosen.residue_A.astype(np.min_scalar_type(len(chosen.residue_R))),
+        **extra,
+    }
+    chains = tuple(ChainText(chain.name, chain.kind, chain.sequence) for chain in partner.chains)
+    row_R = joined_rows(partner, read.maps.get(f"rows.{role.value}"))
+    return Part(role, chains, centre_3, nodes, edges, _residues(chosen, row_R), paths)
+
+
+def _check_single(role: Role, chosen: Chosen, recipe: Recipe) -> None:
+    """Refuse a partner without edges, unless it is of single atoms and there is another partner."""
+    if role is Role.WHOLE or np.bincount(chosen.residue_A).max() > 1:
+        what = f"no two of the {len(chosen.atom_A)} atoms of the {role.value} are bonded or near each other"
+        raise Unusable(Reason.NO_EDGES, f"{what}; graph.atom.radius is {recipe.atom_radius}")
+
+
+def _ascii(words: NDArray[np.uint64], width: int) -> NDArray[np.uint8]:
+    """Return the first bytes of names, zero where a name is shorter."""
+    return np.ascontiguousarray(words.view(np.uint8).reshape(-1, 8)[:, :width])
+
+
+def _residues(chosen: Chosen, row_R: NDArray[np.int32]) -> dict[str, Array]:
+    """Return what is known of each residue."""
+    structure, chains = chosen.side.structure, chosen.side.chains
+    lengths_C = [chain.last - chain.first for chain in chains]
+    return {
+        "type": np.concatenate([_types(chain.kind, chain.sequence, chain.last - chain.first) for chain in chains]),
+        "name": _ascii(structure.name_R[chosen.residue_R], RESIDUE_NAME),
+        "kind": np.repeat(np.array([KINDS.index(chain.kind) for chain in chains], np.uint8), lengths_C),
+        "chain": np.repeat(np.arange(len(chains), dtype=np.min_scalar_type(len(chains))), lengths_C),
+        "row": row_R,
+        "number": structure.number_R[chosen.residue_R],
+        "icode": structure.icode_R[chosen.residue_R].view(np.uint8),
+    }
+
+
+def _types(kind: Kind, letters: str, residues: int) -> NDArray[np.uint8]:
+    """Return the type of each residue of a chain; a letter that its alphabet lacks is the last of it."""
+    if kind is Kind.OTHER:
+        return np.full(residues, OTHER_TYPE, np.uint8)
+    first, alphabet = LETTERS[kind]
+    table = np.full(256, first + len(alphabet) - 1, np.uint8)
+    table[np.frombuffer(alphabet.encode(), np.uint8)] = np.arange(first, first + len(alphabet))
+    return table[np.frombuffer(letters.encode(), np.uint8)]
+
+
+def _edges(chosen: Chosen, recipe: Recipe) -> tuple[dict[str, Edges], dict[str, Array]]:
+    """Return the edges within a partner, each pair in one kind only, and the paths of bonds."""
+    size = len(chosen.atom_A)
+    edges: dict[str, Edges] = {}
+    paths: dict[str, Array] = {}
+    found = np.empty(0, np.int64)
+    for name, path in zip(hops.NAMES, hops.paths(_bonds(chosen), size, recipe.hops), strict=False):
+        keys = hops.without(hops.pair_keys(path, size), found)
+        found = np.sort(np.concatenate([found, keys]))
+        edges[name] = hops.both_ways(keys, size)
+        if name != BOND:
+            paths[name] = path.astype(np.min_scalar_type(size))
+    if recipe.atom_radius is not None:
+        near_2E = neighbours.within(chosen.pos_A3, radius=recipe.atom_radius)
+        bonded = hops.both_ways(found, size)
+        keys = hops.without(near_2E[1] * size + near_2E[0], bonded[1] * size + bonded[0])
+        edges["near"] = np.stack(np.divmod(keys, size)[::-1])
+    return edges, paths
+
+
+def _bonds(chosen: Chosen) -> NDArray[np.int64]:
+    """Return the bonds between the atoms of a side."""
+    structure, side = chosen.side.structure, chosen.side
+    links = structure.links()
+    place_A = np.full(len(structure.name_A), -1)
+    place_A[chosen.atom_A] = np.arange(len(chosen.atom_A))
+    here = replace(links, atoms_L2=place_A[links.atoms_L2])
+    strands = [-1 if chain.kind is Kind.OTHER else number for number, chain in enumerate(side.chains)]
+    found = bonds.find(
+        bonds.Atoms(
+            pos_A3=chosen.pos_A3,
+            name_A=structure.name_A[chosen.atom_A],
+            element_A=chosen.element_A,
+            residue_A=chosen.residue_A,
+            resname_R=structure.name_R[chosen.residue_R],
+            strand_R=np.repeat(strands, [chain.last - chain.first for chain in side.chains]),
+            links=here.take(here.atoms_L2.min(axis=1) >= 0),
+            is_told=len(links.atoms_L2) > 0,
+        )
+    )
+    if links.is_complete:
+        _check_lengths(chosen, found)
+    return found
+
+
+def _check_lengths(chosen: Chosen, bonds_B2: NDArray[np.int64]) -> None:
+    """Refuse a bond that is told of and cannot be: the coordinates are of something else, or cut by a box."""
+    length_B = lengths(chosen.pos_A3, chosen.pos_A3, bonds_B2.T)
+    if (length_B > bonds.LONGEST).any():
+        worst = int(length_B.argmax())
+        one, other = (chosen.label(atom) for atom in bonds_B2[worst].tolist())
+        what = f"the file says that {one} and {other} are bonded, and they are {length_B[worst]:.2f} Å apart"
+        raise Unusable(Reason.PARSE_ERROR, what)
+
+
+def _cross(sides: Sides, recipe: Recipe) -> dict[str, Edges]:
+    """Return the edges between the partners, where any are wanted."""
+    if Role.LIGAND not in sides or not (recipe.cross_neighbours or recipe.cross_radius):
+        return {}
+    ligand, receptor = sides[Role.LIGAND], sides[Role.RECEPTOR]
+    found = neighbours.between(ligand.pos_A3, receptor.pos_A3, recipe.cross_neighbours, recipe.cross_radius)
+    return {"near": found}
+
+
+def _labels(read: Complex, sides: Sides, recipe: Recipe) -> tuple[dict[Role, dict[str, Array]], dict[str, Array]]:
+    """Return what each node has of the bound structures, and the native contacts."""
+    if recipe.contacts is None:
+        return {}, {}
+    if not read.bound:
+        return {}, _native(sides, recipe.contacts) if Role.LIGAND in sides else {}
+    bound = {role: _choose(role, read.bound[role], recipe) for role in sides if role in read.bound}
+    _check_apart(bound, in_one_frame=True)
+    centre_3 = centre(np.concatenate([chosen.pos_A3 for chosen in bound.values()]))
+    twins = {role: _twins(sides[role], there, read.maps[f"bound.{role.value}"]) for role, there in bound.items()}
+    for role, there in bound.items():
+        _check_twins(sides[role], there, twins[role])
+    extra = {role: _in_bound(twins[role], there, centre_3) for role, there in bound.items()}
+    labels: dict[str, Array] = {"bound_centre": centre_3}
+    if Role.RECEPTOR in bound and Role.LIGAND in bound:
+        labels |= _native(bound, recipe.contacts, twins)
+    return extra, labels
+
+
+def _native(sides: Sides, most: float, twins: Mapping[Role, NDArray[np.int64]] | None = None) -> dict[str, Array]:
+    """Return the pairs of heavy atoms within a distance, by the nodes whose twins they are."""
+    receptor, ligand = (sides[role].pos_A3 for role in (Role.RECEPTOR, Role.LIGAND))
+    heavy, heavy_ligand = (sides[role].heavy() for role in (Role.RECEPTOR, Role.LIGAND))
+    found_2P = neighbours.between(ligand[heavy_ligand], receptor[heavy], radius=most)
+    pairs_2P = np.stack([heavy_ligand[found_2P[0]], heavy[found_2P[1]]])
+    if not pairs_2P.size:
+        where = " in the bound structure" if twins else ""
+        nearest = neighbours.closest(receptor[heavy], ligand[heavy_ligand])
+        what = f"the nearest heavy atoms of the partners are {nearest:.2f} Å apart{where}"
+        raise Unusable(Reason.NO_CONTACTS, f"{what}; graph.contacts is {most:g}")
+    nearest_P = lengths(ligand, receptor, pairs_2P).astype(np.float32)
+    if twins:
+        pairs_2P, nearest_P = _by_twins(pairs_2P, nearest_P, sides, twins)
+    narrow = np.min_scalar_type(max(int(pairs_2P.max()), 256))
+    return {"contact_pairs": pairs_2P[::-1].T.astype(narrow, order="C"), "contact_nearest": nearest_P}
+
+
+def _by_twins(
+    pairs_2P: Edges, nearest_P: NDArray[np.float32], bound: Sides, twins: Mapping[Role, NDArray[np.int64]]
+) -> tuple[Edges, NDArray[np.float32]]:
+    """Return pairs of bound atoms as those of the nodes whose twins they are; sorted, and without those of none."""
+    here_2P = np.stack(
+        [
+            _inverse(twins[role], len(bound[role].atom_A))[atoms_P]
+            for role, atoms_P in zip((Role.LIGAND, Role.RECEPTOR), pairs_2P, strict=True)
+        ]
+    )
+    order = np.lexsort(here_2P)
+    order = order[(here_2P[:, order] >= 0).all(axis=0)]
+    if not len(order):
+        what = f"none of the {len(nearest_P)} contacts of the bound structure has both its atoms in the unbound ones"
+        raise Unusable(Reason.NO_CONTACTS, what)
+    return here_2P[:, order], nearest_P[order]
+
+
+def _inverse(twin_A: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    """Return the node of each bound atom, -1 where it has none."""
+    node_B = np.full(size, -1)
+    there = np.flatnonzero(twin_A >= 0)
+    node_B[twin_A[there]] = there
+    return node_B
+
+
+def _twins(here: Chosen, there: Chosen, row_R: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Return the bound atom of each node, or -1: that of its name in the residue that is its residue's.
+
+    A name that a residue has twice is nobody's.
+    """
+    residue_A = row_R[here.residue_A]
+    here_names, there_names = (one.side.structure.name_A[one.atom_A] for one in (here, there))
+    names, code = np.unique(np.concatenate([here_names, there_names]), return_inverse=True)
+    mine = residue_A * np.int64(len(names)) + code[: len(here_names)]
+    theirs = there.residue_A * np.int64(len(names)) + code[len(here_names) :]
+    keys, first, count = np.unique(theirs, return_index=True, return_counts=True)
+    place = np.minimum(np.searchsorted(keys, mine), len(keys) - 1)
+    _, back, mine_count = np.unique(mine, return_inverse=True, return_counts=True)
+    is_one = (keys[place] == mine) & (count[place] == 1) & (mine_count[back] == 1) & (residue_A >= 0)
+    return np.where(is_one, first[place], -1)
+
+
+def _check_twins(here: Chosen, there: Chosen, twin_A: NDArray[np.int64]) -> None:
+    """Refuse a molecule whose names mean other atoms: a file without any gets them by the order of its atoms."""
+    if not any(one.side.structure.links().is_complete for one in (here, there)):
+        return
+    mine_B2, theirs_B2 = _bonds(here), _bonds(there)
+    chains = here.side.chains
+    molecule_R = np.repeat([one.kind is Kind.OTHER for one in chains], [one.last - one.first for one in chains])
+    mine_B2 = mine_B2[molecule_R[here.residue_A[mine_B2]].all(axis=1)]
+    twins_B2 = np.sort(twin_A[mine_B2], axis=1)
+    keys_B, their_keys = twins_B2 @ [len(there.atom_A), 1], theirs_B2 @ [len(there.atom_A), 1]
+    unlike = np.flatnonzero((twins_B2[:, 0] >= 0) & ~np.isin(keys_B, their_keys))
+    if len(unlike):
+        one, other = (here.label(atom) for atom in mine_B2[unlike[0]].tolist())
+        what = f"{one} and {other} are bonded, and the atoms of their names in the bound structure are not"
+        raise Unusable(Reason.SEQUENCE_MISMATCH, f"{what}: give both files their atoms in one order")
+
+
+def _in_bound(twin_A: NDArray[np.int64], there: Chosen, centre_3: NDArray[np.float64]) -> dict[str, Array]:
+    """Return which nodes have a place in the bound structure, and where it is."""
+    labelled = twin_A >= 0
+    bound_A3 = np.where(labelled[:, None], there.pos_A3[twin_A] - centre_3, np.nan)
+    return {"labelled": labelled, "bound": bound_A3.astype(np.float32)}

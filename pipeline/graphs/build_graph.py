@@ -1,0 +1,43 @@
+"""From an item as it was read to its graph, by a recipe; and to what is stored of it, which may be why it has none."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from pipeline.graphs.item_graph import encode
+from pipeline.records import Reason
+from pipeline.structures.atoms import Unusable
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from pipeline.graphs.item_graph import Array, Graph, Recipe
+    from pipeline.structures.inventory import Complex
+
+log = logging.getLogger(__name__)
+
+
+def build(read: Complex, recipe: Recipe) -> Graph:
+    """Return the graph of an item; raise Unusable where it cannot have one."""
+    from pipeline.graphs import (  # scipy is half of the start of a command, and few make graphs
+        atom_graph,
+        residue_graph,
+    )
+
+    if recipe.nodes == "atom":
+        return atom_graph.build(read, recipe)
+    return residue_graph.build(read, recipe)
+
+
+def encoded(read: Complex, recipe: Recipe) -> tuple[dict[str, Array], dict[str, Any]]:
+    """Return the graph of an item as the arrays and the JSON of a record, or the reason why it has none."""
+    try:
+        return encode(build(read, recipe))
+    except Unusable as problem:
+        return {}, {"reason": problem.reason.value, "detail": problem.detail}
+    except MemoryError:
+        raise
+    except Exception as error:  # a bug of ours must cost this item, not the run
+        log.exception("a graph could not be built")
+        return {}, {"reason": Reason.GRAPH_FAILED.value, "detail": f"{type(error).__name__}: {error}"[:200]}

@@ -1,0 +1,161 @@
+"""Which arrays a graph's record has, of what type and how long: before anything is made of them.
+
+Where the recipe is known, what is there must be what it asks for; without it, what builders never leave out or mix.
+Every function yields sentences. Shapes: N nodes and R residues of a partner, P pairs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from pipeline.graphs import atom_graph, hops
+from pipeline.graphs.judged_parts import listed
+from pipeline.records import Kind, Role
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from pipeline.graphs.item_graph import Array
+
+    Plain = Mapping[str, Any]  # a recipe, as JSON
+
+UNSIGNED, FREE = "u", ""
+ROLES = [role.value for role in atom_graph.ROLES]
+
+
+class Spec(NamedTuple):
+    """What an array has to be: its type (`u`: unsigned, of any width), and how large besides its first axis."""
+
+    dtype: str
+    tail: tuple[int, ...] = ()
+
+
+class Placed(NamedTuple):
+    """What an array has to be, and the axis that its rows are on: a name, a number, or free."""
+
+    spec: Spec
+    axis: str = FREE
+
+
+RESIDUE_NODES = {
+    "pos": Spec("<f4", (4, 3)), "side": Spec("<f4", (3,)), "type": Spec("|u1"), "flags": Spec("|u1"),
+    "chain": Spec(UNSIGNED), "row": Spec("<i4"), "number": Spec("<i4"), "icode": Spec("|u1"),
+}  # fmt: skip
+ATOM_NODES = {
+    "pos": Spec("<f4", (3,)), "element": Spec("|u1"), "name": Spec("|u1", (atom_graph.ATOM_NAME,)),
+    "residue": Spec(UNSIGNED),
+}  # fmt: skip
+ATOM_RESIDUES = {
+    "type": Spec("|u1"), "name": Spec("|u1", (atom_graph.RESIDUE_NAME,)), "kind": Spec("|u1"), "chain": Spec(UNSIGNED),
+    "row": Spec("<i4"), "number": Spec("<i4"), "icode": Spec("|u1"),
+}  # fmt: skip
+BOUND = {"labelled": Spec("|b1"), "bound": Spec("<f4", (3,))}
+
+
+def is_by_residue(arrays: Mapping[str, Array]) -> bool:
+    """Say whether the nodes of a graph are residues."""
+    return not any(name.endswith(".node.element") for name in arrays)
+
+
+def form(arrays: Mapping[str, Array], meta: Mapping[str, Any], recipe: Plain | None) -> Iterator[str]:
+    """Yield what is not there, too much, or of another type or shape."""
+    roles = [partner["role"] for partner in meta["partners"]]
+    if not roles or [role for role in ROLES if role in roles] != roles:
+        yield f"its partners are {listed(roles)}"
+        return
+    for partner in meta["partners"]:
+        yield from _chains(partner)
+    by_residue = is_by_residue(arrays)
+    if recipe and by_residue != (recipe["nodes"] == "residue"):
+        yield f"its nodes are {'residues' if by_residue else 'atoms'}; the recipe says {recipe['nodes']}"
+        return
+    wanted = _wanted(roles, arrays, recipe, by_residue=by_residue)
+    for name in sorted(wanted.keys() - arrays.keys()):
+        yield f"there is no {name}"
+    for name in sorted(arrays.keys() - wanted.keys()):
+        yield f"{name} is in no such graph"
+    sizes: dict[str, int] = {}
+    for name, placed in wanted.items():
+        if name in arrays:
+            yield from _shape(name, arrays[name], placed, sizes)
+    for name in wanted.keys() & arrays.keys():
+        if name.endswith(".degree") and (other := name.replace(".degree", ".neighbour")) in arrays:
+            count = int(arrays[name].sum(dtype=np.int64))
+            if count != len(arrays[other]):
+                yield f"{name} adds up to {count}, and {other} has {len(arrays[other])}"
+
+
+def _chains(partner: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with what is said of a partner's chains."""
+    if not partner["chains"]:
+        yield f"the {partner['role']} has no chains"
+    for name, kind, sequence in partner["chains"]:
+        if kind not in {one.value for one in Kind}:
+            yield f"chain {name} of the {partner['role']} is of the kind {kind!r}"
+        elif (kind == Kind.OTHER.value) != (sequence == ""):
+            yield f"chain {name} of the {partner['role']} is of the kind {kind}, its sequence {sequence!r}"
+        elif sequence and not (sequence.isascii() and sequence.isalpha() and sequence.isupper()):
+            yield f"the sequence of chain {name} of the {partner['role']} has other signs than letters"
+
+
+def _wanted(
+    roles: list[str], arrays: Mapping[str, Array], recipe: Plain | None, *, by_residue: bool
+) -> dict[str, Placed]:
+    """Return what every array has to be; what a recipe or an input may leave out counts only where some of it is."""
+    wanted: dict[str, Placed] = {}
+    tables = ("node", "N", RESIDUE_NODES if by_residue else ATOM_NODES), ("residue", "R", ATOM_RESIDUES)
+    is_bound_input = not any(name.endswith((".bound", ".labelled", ".bound_centre")) for name in arrays)
+    for role in roles:
+        wanted[f"{role}.centre"] = Placed(Spec("<f8"), "3")
+        for axis, size, table in tables[: 1 if by_residue else 2]:
+            wanted |= {f"{role}.{axis}.{name}": Placed(spec, role + size) for name, spec in table.items()}
+        if any(f"{role}.node.{name}" in arrays for name in BOUND):
+            wanted |= {f"{role}.node.{name}": Placed(spec, f"{role}N") for name, spec in BOUND.items()}
+        for edges in _edge_kinds(role, arrays, recipe, by_residue=by_residue):
+            wanted |= _edge_arrays(f"{role}.edge.{edges}", f"{role}N")
+            if edges in hops.NAMES[1:]:
+                wanted[f"{role}.path.{edges}"] = Placed(Spec(UNSIGNED, (hops.NAMES.index(edges) + 2,)))
+    is_pair = Role.LIGAND.value in roles
+    crosses = any(name.startswith("cross.") for name in arrays)
+    if recipe and is_bound_input and recipe["contacts"] is not None:
+        crosses = is_pair and bool(recipe["cross_neighbours"] or recipe["cross_radius"])
+    if crosses:
+        wanted |= _edge_arrays("cross.near", f"{roles[0]}N")
+    touches = any(name.startswith("label.contact") for name in arrays)
+    if recipe and (is_bound_input or recipe["contacts"] is None):
+        touches = is_pair and recipe["contacts"] is not None
+    if touches:
+        wanted |= {"label.contact_pairs": Placed(Spec(UNSIGNED, (2,)), "P")}
+        wanted |= {"label.contact_nearest": Placed(Spec("<f4"), "P")}
+        wanted |= {"label.contact_atoms": Placed(Spec(UNSIGNED), "P")} if by_residue else {}
+    return wanted if is_bound_input else wanted | {"label.bound_centre": Placed(Spec("<f8"), "3")}
+
+
+def _edge_kinds(role: str, arrays: Mapping[str, Array], recipe: Plain | None, *, by_residue: bool) -> list[str]:
+    """Return which edges a partner has: those of the recipe, or those that it seems to have."""
+    if by_residue:
+        return ["near"]
+    if recipe:
+        return [*hops.NAMES[: recipe["hops"]], *(["near"] if recipe["atom_radius"] is not None else [])]
+    seen = {name.split(".")[2] for name in arrays if name.startswith((f"{role}.edge.", f"{role}.path."))}
+    return [name for name in (*hops.NAMES, "near") if name in seen or name == atom_graph.BOND]
+
+
+def _edge_arrays(name: str, axis: str) -> dict[str, Placed]:
+    return {f"{name}.degree": Placed(Spec(UNSIGNED), axis), f"{name}.neighbour": Placed(Spec(UNSIGNED))}
+
+
+def _shape(name: str, array: Array, placed: Placed, sizes: dict[str, int]) -> Iterator[str]:
+    """Yield what is wrong with the type and the shape of an array; the first on an axis says how long it is."""
+    spec, axis = placed
+    right = array.dtype.kind == UNSIGNED if spec.dtype == UNSIGNED else array.dtype == np.dtype(spec.dtype)
+    if not right:
+        wanted = "unsigned numbers" if spec.dtype == UNSIGNED else np.dtype(spec.dtype).name
+        yield f"{name} is {array.dtype}, not {wanted}"
+    length = len(array) if array.ndim else -1
+    known = int(axis) if axis.isdecimal() else length
+    size = known if axis == FREE else sizes.setdefault(axis, known)
+    if array.shape != (size, *spec.tail):
+        yield f"{name} is {list(array.shape)}, not {[size, *spec.tail]}"

@@ -1,0 +1,144 @@
+"""A graph as PyTorch Geometric sees it: `Data` for one partner of residues, `HeteroData` for all else.
+
+Residue graphs  A node type per partner, named by its role, with every array of the nodes under its own name. Edge types
+                (receptor, near, receptor) and (ligand, near, ligand), across (ligand, near, receptor), and the native
+                contacts (receptor, contact, ligand) with `atoms` and `nearest`.
+Atom graphs     The same with each kind of edge under its name. Residues are nodes as well, of type ROLE_residue; the
+                edge type (ROLE, in, ROLE_residue) says whose an atom is. Paths of bonds are not in the view: a batch
+                of PyG counts on nothing but pairs.
+Whole graphs    ROLE_centre, and `bound_centre`: a row for each graph of a batch.
+Embeddings      `x`, where they are given; of a residue that is not encoded (`row` is -1) it is zero.
+
+What torch uses as an index becomes int64, because it takes uint8 for a mask and does not count with uint16. All else
+shares the memory of the arrays, but for those that are read-only: torch knows no such memory, and what a model does in
+place would change a record after it was verified. They are copied, unless the caller takes that on by `share`.
+
+Shapes: N nodes, L rows of embeddings, E edges, P contacts.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from pipeline.errors import ConfigError
+from pipeline.graphs.item_graph import Graph, Part
+from pipeline.records import Role
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from pipeline.graphs.item_graph import Array
+
+    Embeddings: TypeAlias = Mapping[Role, torch.Tensor]  # of a partner's protein chains one after the other, [L, D]
+
+REMEDY = "pip install 'pipeline[pyg]'"
+NEAR, CONTACT, IN = "near", "contact", "in"
+INDICES = frozenset({"type", "chain", "kind", "element", "row"})
+
+
+def data(graph: Graph | Part, embeddings: Embeddings | None = None, *, share: bool = False) -> Any:
+    """Return a partner of residues, or a graph that has no other, as `Data`; any other graph as `HeteroData`."""
+    _require()
+    parts = graph.parts if isinstance(graph, Graph) else (graph,)
+    view = _View(embeddings or {}, share=share)
+    if len(parts) == 1 and not parts[0].residues:
+        return view.homogeneous(parts[0])
+    return view.heterogeneous(graph if isinstance(graph, Graph) else Graph(parts))
+
+
+def _require() -> None:
+    """Say how to get PyG where it is not installed."""
+    try:
+        import torch_geometric.data  # type: ignore[import-untyped]  # noqa: F401 - only whether it is there
+    except ImportError as error:
+        raise ConfigError("a view for PyTorch Geometric needs torch_geometric, an extra", remedy=REMEDY) from error
+
+
+class _View:
+    """Turns arrays into tensors, and parts into what holds them."""
+
+    def __init__(self, embeddings: Embeddings, *, share: bool) -> None:
+        self._embeddings, self._share = embeddings, share
+
+    def homogeneous(self, part: Part) -> Any:
+        """Return a partner of residues."""
+        from torch_geometric.data import Data
+
+        one = Data(centre=self._tensor(part.centre_3[None]), **self._columns(part.nodes))
+        one.edge_index = self._tensor(part.edges[NEAR])
+        one.update(self._embedded(part))
+        return one
+
+    def heterogeneous(self, graph: Graph) -> Any:
+        """Return partners and what runs between them."""
+        from torch_geometric.data import HeteroData
+
+        whole = HeteroData()
+        for part in graph.parts:
+            self._add(whole, part)
+        for name, edges in graph.cross.items():
+            whole[Role.LIGAND.value, name, Role.RECEPTOR.value].edge_index = self._tensor(edges)
+        labels = dict(graph.labels)
+        if "bound_centre" in labels:
+            whole["bound_centre"] = self._tensor(labels.pop("bound_centre")[None])
+        if f"{CONTACT}_pairs" in labels:
+            store = whole[Role.RECEPTOR.value, CONTACT, Role.LIGAND.value]
+            store.edge_index = self._index(labels.pop(f"{CONTACT}_pairs").T)
+            for name, array in labels.items():
+                store[name.removeprefix(f"{CONTACT}_")] = self._tensor(array)
+        return whole
+
+    def _add(self, whole: Any, part: Part) -> None:
+        """Add a partner: nodes, edges, and of an atom graph its residues and paths."""
+        role = part.role.value
+        whole[f"{role}_centre"] = self._tensor(part.centre_3[None])
+        nodes = dict(part.nodes)
+        if part.residues:
+            residues = f"{role}_residue"
+            inside = np.stack([np.arange(part.size), nodes.pop("residue").astype(np.int64)])
+            whole[role, IN, residues].edge_index = self._tensor(inside)
+            whole[residues].update({**self._columns(part.residues), "num_nodes": len(part.row_R)})
+        whole[role].update(self._columns(nodes))
+        whole[f"{role}_residue" if part.residues else role].update(self._embedded(part))
+        for name, edges in part.edges.items():
+            whole[role, name, role].edge_index = self._tensor(edges)
+
+    def _columns(self, arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
+        """Return arrays as tensors, indices as what torch can index by."""
+        return {name: self._index(array) if name in INDICES else self._tensor(array) for name, array in arrays.items()}
+
+    def _embedded(self, part: Part) -> dict[str, torch.Tensor]:
+        """Return the embedding of each residue, where they are given."""
+        if part.role not in self._embeddings:
+            return {}
+        rows_LD, wanted = self._embeddings[part.role], sum(map(len, part.texts))
+        if len(rows_LD) != wanted:
+            raise ValueError(f"the embeddings of the {part.role.value} have {len(rows_LD)} rows, not {wanted}")
+        row_R = self._index(part.row_R)
+        x_RD = (
+            rows_LD.index_select(0, row_R.clamp(min=0)) if wanted else rows_LD.new_zeros(len(row_R), *rows_LD.shape[1:])
+        )
+        x_RD[row_R < 0] = 0
+        return {"x": x_RD}
+
+    def _index(self, array: Array) -> torch.Tensor:
+        return self._tensor(array.astype(np.int64, copy=False))
+
+    def _tensor(self, array: Array) -> torch.Tensor:
+        """Return an array as a tensor that shares its memory where it may."""
+        import torch
+
+        if array.dtype in (np.uint16, np.uint32):
+            array = array.astype(np.int32 if array.dtype == np.uint16 else np.int64)
+        if not array.flags.writeable and not self._share:
+            array = array.copy()
+        if array.flags.writeable:
+            return torch.from_numpy(array)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
+            return torch.from_numpy(array)

@@ -1,0 +1,331 @@
+"""The residues of a side that become nodes of a residue graph, and what is known of each from its atoms.
+
+Shapes: R residues and C chains of a side, N nodes, A atoms, H heavy atoms and S residues of a structure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from pipeline.graphs import bonds, contacts, neighbours
+from pipeline.graphs.item_graph import ChainText, Graph, Part
+from pipeline.records import Kind, Reason, Role
+from pipeline.structures.atoms import Unusable, text, word
+from pipeline.structures.partners import joined_rows
+from pipeline.structures.policy import BACKBONE
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from pipeline.graphs.item_graph import Array
+    from pipeline.structures.inventory import Side
+    from pipeline.structures.policy import Structure
+
+    Floats = NDArray[np.float64]
+    from collections.abc import Mapping
+
+    from pipeline.graphs.item_graph import Edges, Recipe
+    from pipeline.structures.inventory import Complex
+
+    Sides: TypeAlias = "Mapping[Role, Residues]"
+
+LETTERS = "ACDEFGHIKLMNPQRSTVWYX"  # the last: any other
+SIDE_ATOMS = np.array([1, 2, 4, 5, 7, 0, 6, 4, 5, 4, 4, 4, 3, 5, 7, 2, 3, 3, 10, 8, 0])  # heavy ones, CB among them
+TYPE_OF_LETTER = np.full(256, len(LETTERS) - 1, np.uint8)
+TYPE_OF_LETTER[np.frombuffer(LETTERS.encode(), np.uint8)] = np.arange(len(LETTERS))
+CB_WEIGHTS = (0.56802827, -0.58273431, -0.54067466)  # of CA-N, its cross product with C-CA, and C-CA
+N, CA, C, _, CB = range(len(BACKBONE))
+KEPT = [N, CA, C, CB]
+LAST_OXYGENS = frozenset(map(word, ("OXT", "OT1", "OT2")))  # as CHARMM calls them, too
+OX, OT = (int.from_bytes(begin, "little") for begin in (b"OX", b"OT"))
+VIRTUAL_CB, INCOMPLETE, MODIFIED = np.uint8(1), np.uint8(2), np.uint8(4)  # bits of `flags`
+CENTRE_DECIMALS = 3  # so that it does not depend on the order in which a processor adds
+
+
+@dataclass(frozen=True, slots=True)
+class Residues:
+    """The residues of a side that are nodes."""
+
+    side: Side
+    place_N: NDArray[np.int64]  # among the residues of the side
+    residue_N: NDArray[np.int64]  # of the structure
+    chain_N: NDArray[np.int64]  # of the side
+    ca_N3: Floats  # in the file
+
+    def name(self, node: int) -> str:
+        """Name one for a message."""
+        structure, residue = self.side.structure, self.residue_N[node]
+        icode = chr(structure.icode_R[residue]).strip("\0 ")
+        number = f"{structure.number_R[residue]}{icode}"
+        return f"{text(structure.name_R[residue])} {number} of chain {self.side.chains[self.chain_N[node]].name}"
+
+
+def select(role: Role, side: Side) -> Residues:
+    """Return the residues of a side's protein chains that have the atoms a node needs; there is one in each chain."""
+    proteins = [chain.kind is Kind.PROTEIN for chain in side.chains]
+    if not any(proteins):
+        kinds = ", ".join(sorted({chain.kind.value for chain in side.chains}))
+        what = f"the {role.value} has no protein chain (it has: {kinds}); graph.nodes: atom takes RNA, DNA and ligands"
+        raise Unusable(Reason.NO_NODES, what)
+    residue_R = side.residues()
+    chain_R = np.repeat(np.arange(len(proteins)), [chain.last - chain.first for chain in side.chains])
+    is_node_R = _are_nodes(side.structure)[residue_R]
+    if not all(proteins):
+        is_node_R &= np.array(proteins)[chain_R]
+    place_N = np.flatnonzero(is_node_R)
+    residue_N, chain_N = residue_R[place_N], chain_R[place_N]
+    nodes_C = np.bincount(chain_N, minlength=len(proteins))
+    for chain, is_protein, nodes in zip(side.chains, proteins, nodes_C.tolist(), strict=True):
+        if is_protein and not nodes:
+            what = f"no residue of chain {chain.name} ({role.value}) has the atoms of a node; see structures.require"
+            raise Unusable(Reason.NO_NODES, what)
+    structure = side.structure
+    return Residues(side, place_N, residue_N, chain_N, structure.pos_A3[structure.backbone_R5[residue_N, CA]])
+
+
+def _are_nodes(structure: Structure) -> NDArray[np.bool_]:
+    """Mark residues with what the policy requires; a nucleotide has that by an atom that is no CA."""
+    are_nodes: NDArray[np.bool_] = structure.node_R & (structure.backbone_R5[:, CA] >= 0)
+    return are_nodes
+
+
+def centre(pos_N3: Floats) -> Floats:
+    """Return the mean of some points."""
+    centre_3: Floats = pos_N3.mean(axis=0).round(CENTRE_DECIMALS)
+    return centre_3
+
+
+def describe(residues: Residues, bodies: Bodies, centre_3: Floats) -> dict[str, Array]:
+    """Return the arrays that say what each node is and where its atoms are."""
+    structure, residue_N = residues.side.structure, residues.residue_N
+    atom_5N = structure.backbone_R5[residue_N].T
+    absent_5N = atom_5N < 0
+    pos_35N = bodies.pos_3A.take(atom_5N, axis=1)
+    pos_35N -= centre_3[:, None, None]
+    side_3N, atoms_N = _side_chains(bodies, residue_N, centre_3, np.where(absent_5N, 0, pos_35N), absent_5N)
+    np.copyto(pos_35N, np.nan, where=absent_5N)
+    virtual = absent_5N[CB].nonzero()[0]
+    pos_35N[:, CB, virtual] = virtual_cb(*(pos_35N[:, at, virtual] for at in (N, CA, C)))
+    bare = virtual[atoms_N[virtual] == 0]
+    side_3N[:, bare] = pos_35N[:, CB, bare]
+    side_3N -= pos_35N[:, CA]
+    letters = b"".join(chain.sequence.encode().ljust(chain.last - chain.first) for chain in residues.side.chains)
+    type_N = TYPE_OF_LETTER[np.frombuffer(letters, np.uint8)[residues.place_N]]
+    flags_N = absent_5N[CB] * VIRTUAL_CB
+    flags_N |= (atoms_N < SIDE_ATOMS.take(type_N)) * INCOMPLETE
+    flags_N |= structure.modified_R[residue_N] * MODIFIED
+    return {
+        "pos": pos_35N.T[:, KEPT].astype(np.float32, order="C"),
+        "side": side_3N.T.astype(np.float32, order="C"),
+        "type": type_N,
+        "flags": flags_N,
+        "chain": residues.chain_N.astype(np.min_scalar_type(len(residues.side.chains) - 1)),
+        "number": structure.number_R[residue_N],
+        "icode": structure.icode_R[residue_N].view(np.uint8),
+    }
+
+
+def _side_chains(
+    bodies: Bodies, residue_N: NDArray[np.int64], centre_3: Floats, pos_35N: Floats, absent_5N: NDArray[np.bool_]
+) -> tuple[Floats, NDArray[np.int64]]:
+    """Return the centroid of each side chain's heavy atoms and their number: what is left without the main chain."""
+    all_N, oxygens_N = bodies.atoms_S[residue_N], bodies.oxygens_S[residue_N]
+    atoms_N = all_N + absent_5N[:CB].sum(axis=0) - (CB + oxygens_N)
+    sum_3N = (bodies.middle_3S.take(residue_N, axis=1) - centre_3[:, None]) * all_N - pos_35N[:, :CB].sum(axis=1)
+    sum_3N -= bodies.oxygen_3S.take(residue_N, axis=1) - centre_3[:, None] * oxygens_N
+    sum_3N /= np.maximum(atoms_N, 1)
+    return sum_3N, atoms_N
+
+
+def virtual_cb(n_3N: Floats, ca_3N: Floats, c_3N: Floats) -> Floats:
+    """Return where CB is by ideal geometry; not a number where an atom is missing."""
+    (x, y, z), (u, v, w) = forth_3N, onwards_3N = ca_3N - n_3N, c_3N - ca_3N
+    across_3N = np.array([y * w - z * v, z * u - x * w, x * v - y * u])
+    cb_3N: Floats = ca_3N + CB_WEIGHTS[0] * forth_3N + CB_WEIGHTS[1] * across_3N + CB_WEIGHTS[2] * onwards_3N
+    return cb_3N
+
+
+@dataclass(frozen=True, slots=True)
+class Bodies:
+    """The heavy atoms of all residues of a structure, H of them: where they are, and a ball around each residue.
+
+    Coordinates stand in rows, which numpy works through several times faster than through columns of three.
+    """
+
+    pos_3A: Floats
+    pos_3H: Floats
+    first_S: NDArray[np.int64]
+    atoms_S: NDArray[np.int64]
+    middle_3S: Floats
+    reach_S: Floats
+    oxygens_S: NDArray[np.int64]  # at the end of a chain, besides O
+    oxygen_3S: Floats  # the sum of their coordinates
+
+
+def rigid_bodies(structure: Structure) -> Bodies:
+    """Return the residues of a structure as bodies; of one without a heavy atom it means nothing."""
+    is_hydrogen_A = bonds.is_hydrogen(structure.element_A)
+    pos_3A = np.ascontiguousarray(structure.pos_A3.T)
+    pos_3H, residue_H, name_H, atoms_S = pos_3A, structure.residue_A, structure.name_A, structure.atoms_R
+    if is_hydrogen_A.any():
+        heavy = np.flatnonzero(~is_hydrogen_A)
+        pos_3H, residue_H, name_H = pos_3H[:, heavy], residue_H[heavy], name_H[heavy]
+        atoms_S = np.bincount(residue_H, minlength=len(atoms_S))
+    first_S = np.cumsum(atoms_S) - atoms_S
+    if first_S[-1] == len(residue_H):  # of the last residue no heavy atom is there: what is summed for it begins here
+        pos_3H = np.concatenate([pos_3H, np.zeros((3, 1))], axis=1)
+        residue_H, name_H = np.append(residue_H, len(atoms_S) - 1), np.append(name_H, np.uint64(0))
+    middle_3S = np.add.reduceat(pos_3H, first_S, axis=1) / np.maximum(atoms_S, 1)
+    apart_3H = pos_3H - middle_3S.take(residue_H, axis=1)
+    apart_3H *= apart_3H
+    reach_S = np.sqrt(np.maximum.reduceat(apart_3H.sum(axis=0), first_S))
+    begin_H = name_H.view(np.uint16)[::4]
+    maybe = np.flatnonzero((begin_H == OX) | (begin_H == OT)).tolist()
+    oxygens = [atom for atom in maybe if int(name_H[atom]) in LAST_OXYGENS]
+    oxygens_S, oxygen_S3 = np.bincount(residue_H[oxygens], minlength=len(atoms_S)), np.zeros((len(atoms_S), 3))
+    np.add.at(oxygen_S3, residue_H[oxygens], pos_3H[:, oxygens].T)
+    return Bodies(pos_3A, pos_3H, first_S, atoms_S, middle_3S, reach_S, oxygens_S, oxygen_S3.T)
+
+
+PAIR = (Role.RECEPTOR, Role.LIGAND)
+ROLES = (*PAIR, Role.WHOLE)
+NEAR = "near"
+
+
+@dataclass(frozen=True, slots=True)
+class Twins:
+    """The nodes of a side that are in the bound structure, L of so many, and the residues that they are there."""
+
+    size: int
+    node_L: NDArray[np.int64]
+    there: Residues
+
+    def arrays(self, centre_3: NDArray[np.float64]) -> dict[str, Array]:
+        """Return which nodes have a CA in the bound structure, and where it is."""
+        labelled_N = np.zeros(self.size, np.bool_)
+        labelled_N[self.node_L] = True
+        bound_N3 = np.full((self.size, 3), np.nan, np.float32)
+        bound_N3[self.node_L] = self.there.ca_N3 - centre_3
+        return {"labelled": labelled_N, "bound": bound_N3}
+
+
+def build(read: Complex, recipe: Recipe) -> Graph:
+    """Return the residue graph of an item; raise Unusable where it cannot have one."""
+    sides = {role: select(role, read.sides[role]) for role in ROLES if role in read.sides}
+    _check_apart(sides, in_one_frame=not read.bound)
+    edges = {role: _edges(role, chosen, recipe) for role, chosen in sides.items()}
+    twins = {role: _twins(sides[role], there, read.maps[f"bound.{role.value}"]) for role, there in read.bound.items()}
+    bodies = _bodies(sides)
+    labels, extra = _labels(sides, bodies, twins, recipe.contacts)
+    parts = []
+    for role, chosen in sides.items():
+        partner, centre_3 = read.partners[role], centre(chosen.ca_N3)
+        nodes = describe(chosen, bodies[role], centre_3)
+        nodes["row"] = joined_rows(partner, read.maps.get(f"rows.{role.value}"))[chosen.place_N]
+        chains = tuple(ChainText(chain.name, chain.kind, chain.sequence) for chain in partner.chains)
+        parts.append(Part(role, chains, centre_3, nodes | extra.get(role, {}), {NEAR: edges[role]}))
+    return Graph(tuple(parts), {} if read.bound else _cross(sides, recipe), labels)
+
+
+def _bodies(sides: Sides) -> dict[Role, Bodies]:
+    """Return what is known of the residues of each side's structure; one with both partners is gone through once."""
+    made: dict[int, Bodies] = {}
+    for chosen in sides.values():
+        structure = chosen.side.structure
+        if id(structure) not in made:
+            made[id(structure)] = rigid_bodies(structure)
+    return {role: made[id(chosen.side.structure)] for role, chosen in sides.items()}
+
+
+def _check_apart(sides: Sides, *, in_one_frame: bool) -> None:
+    """Refuse two CA atoms at one place, also of two partners where both are in one frame."""
+    for group in [list(sides.values())] if in_one_frame else [[chosen] for chosen in sides.values()]:
+        pos_N3 = np.concatenate([chosen.ca_N3 for chosen in group])
+        pairs_P2 = neighbours.coincident(pos_N3)
+        if len(pairs_P2):
+            one, other = (_name(group, node) for node in pairs_P2[0].tolist())
+            apart = float(np.linalg.norm(np.subtract(*pos_N3[pairs_P2[0]])))
+            more = f"; so are {len(pairs_P2) - 1} other pairs" if len(pairs_P2) > 1 else ""
+            what = f"the CA atoms of {one} and of {other} are {apart:.3f} Å apart, at one place{more}"
+            raise Unusable(Reason.COINCIDENT_ATOMS, what)
+
+
+def _name(group: list[Residues], node: int) -> str:
+    """Name a node of several sides, counted through."""
+    for chosen in group:
+        if node < len(chosen.place_N):
+            return chosen.name(node)
+        node -= len(chosen.place_N)
+    raise ValueError("there is no such node")
+
+
+def _edges(role: Role, chosen: Residues, recipe: Recipe) -> Edges:
+    """Return the edges within a partner."""
+    if len(chosen.ca_N3) == 1:
+        what = f"the {role.value} is one residue, {chosen.name(0)}: there is nothing that it could have an edge to"
+        raise Unusable(Reason.NO_EDGES, what)
+    edges_2E = neighbours.within(chosen.ca_N3, recipe.neighbours, recipe.radius)
+    if not edges_2E.size:
+        what = f"no two CA atoms of the {role.value} are nearer than {neighbours.closest(chosen.ca_N3):.2f} Å"
+        raise Unusable(Reason.NO_EDGES, f"{what}; graph.radius is {recipe.radius}, graph.neighbours is 0")
+    return edges_2E
+
+
+def _cross(sides: Sides, recipe: Recipe) -> dict[str, Edges]:
+    """Return the edges between the partners, where any are wanted."""
+    if Role.LIGAND not in sides or not (recipe.cross_neighbours or recipe.cross_radius):
+        return {}
+    ligand, receptor = sides[Role.LIGAND], sides[Role.RECEPTOR]
+    return {NEAR: neighbours.between(ligand.ca_N3, receptor.ca_N3, recipe.cross_neighbours, recipe.cross_radius)}
+
+
+def _twins(here: Residues, side: Side, row_R: NDArray[np.int32]) -> Twins:
+    """Return the nodes that have a CA in the bound structure, and the residues that they are there."""
+    structure = side.structure
+    row_N = row_R[here.place_N]
+    residue_N = side.residues()[row_N]
+    ca_N = structure.backbone_R5[residue_N, BACKBONE.index("CA")]
+    node_L = np.flatnonzero((row_N >= 0) & (ca_N >= 0))
+    chain_R = np.repeat(np.arange(len(side.chains)), [chain.last - chain.first for chain in side.chains])
+    place_L = row_N[node_L].astype(np.int64)
+    there = Residues(side, place_L, residue_N[node_L], chain_R[place_L], structure.pos_A3[ca_N[node_L]])
+    return Twins(len(row_N), node_L, there)
+
+
+def _labels(
+    sides: Sides, bodies: Mapping[Role, Bodies], twins: Mapping[Role, Twins], cutoff: float | None
+) -> tuple[dict[str, Array], dict[Role, dict[str, Array]]]:
+    """Return the native contacts, and what each node has of the bound structures."""
+    if cutoff is None:
+        return {}, {}
+    if not twins:
+        return _native(sides, bodies, cutoff, {}) if Role.LIGAND in sides else {}, {}
+    bound = {role: twin.there for role, twin in twins.items()}
+    _check_apart(bound, in_one_frame=True)
+    centre_3 = centre(np.concatenate([there.ca_N3 for there in bound.values()]))
+    contacts_of_both = _native(bound, _bodies(bound), cutoff, twins) if len(bound) == len(sides) == 2 else {}
+    return {"bound_centre": centre_3, **contacts_of_both}, {role: twin.arrays(centre_3) for role, twin in twins.items()}
+
+
+def _native(
+    sides: Sides, bodies: Mapping[Role, Bodies], cutoff: float, twins: Mapping[Role, Twins]
+) -> dict[str, Array]:
+    """Return the native contacts of two sides, between their nodes or between the nodes whose twins they are."""
+    receptor, ligand = (contacts.side(bodies[role], sides[role].residue_N) for role in PAIR)
+    found = contacts.find(receptor, ligand, cutoff)
+    if found is None:
+        where = " in the bound structure" if twins else ""
+        what = f"the nearest heavy atoms of the partners are {contacts.nearest(receptor, ligand):.2f} Å apart{where}"
+        raise Unusable(Reason.NO_CONTACTS, f"{what}; graph.contacts is {cutoff:g}")
+    pairs_P2 = np.stack([found.receptor_P, found.ligand_P], axis=1)
+    if twins:
+        pairs_P2 = np.stack([twins[role].node_L[of_P] for role, of_P in zip(PAIR, pairs_P2.T, strict=True)], axis=1)
+    size = max(twins[role].size if twins else len(sides[role].place_N) for role in PAIR)
+    return {
+        "contact_pairs": pairs_P2.astype(np.min_scalar_type(max(size - 1, 256))),
+        "contact_atoms": found.atoms_P.astype(np.min_scalar_type(max(int(found.atoms_P.max()), 256))),
+        "contact_nearest": found.nearest_P.astype(np.float32),
+    }

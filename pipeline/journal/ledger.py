@@ -1,0 +1,194 @@
+"""The events of a run: every process appends lines to a file of its own, so nobody waits for a lock.
+
+A line that was cut by a crash is not an event yet; a reader leaves it for the next look.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from pipeline.config.masking import hidden
+from pipeline.errors import ConfigError
+from pipeline.journal.run_folder import writing
+from pipeline.records import Event, EventKind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from pipeline.journal.run_folder import RunFolder
+
+SUFFIX = ".jsonl"
+_decode = json.JSONDecoder().raw_decode  # of text that begins with its object, as events do
+_KINDS = {kind.value: kind for kind in EventKind}
+_STARTED, _PROGRESS, _FINISHED = (
+    b'"kind":"%s"' % kind.value.encode()
+    for kind in (EventKind.TASK_STARTED, EventKind.PROGRESS, EventKind.TASK_FINISHED)
+)
+READ_BYTES = 1 << 18
+SAID = ("what", "error")  # words of others: an exception may quote a command line, or an address with a password
+_NO_FIGURES, _LOSS = b'"figures":{}', b"loss"
+LOSSES = 16  # of the lines read at once: enough for a curve, of however long a training
+
+
+class Ledger:
+    """Appends events to one file."""
+
+    def __init__(self, folder: RunFolder, writer: str) -> None:
+        self._path = folder.events / f"{writer}{SUFFIX}"
+        with writing(self._path):
+            self._file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+            size = os.fstat(self._file).st_size
+            self._torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"  # an earlier writer died in a line
+
+    def emit(self, kind: EventKind, **data: Any) -> None:
+        """Append one event in one write."""
+        said = {name: hidden(data[name]) for name in SAID if isinstance(data.get(name), str)}
+        event = {"at": round(time.time(), 3), "kind": kind.value, **data, **said}
+        line = ("\n" if self._torn else "") + json.dumps(event, separators=(",", ":")) + "\n"
+        with writing(self._path):
+            self._torn = os.write(self._file, line.encode()) < len(line)
+            if self._torn:
+                raise OSError(errno.ENOSPC, "only a part of an event could be written")
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+
+class Reader:
+    """Follows every event file of a run; memory is one position per file."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder.events
+        self._positions: dict[str, int] = {}
+
+    def fresh(self) -> Iterator[Event]:
+        """Yield the events that came since the last call, file by file; only files that grew are opened."""
+        for path, writer in self._grown():
+            for lines in self._fresh_of(path):
+                yield from filter(None, (_event(line, writer) for line in lines))
+
+    def news(self) -> Iterator[Event]:
+        """Yield what `fresh` does but for what a writer's next lines overtake: enough to know how a run stands."""
+        for path, writer in self._grown():
+            for lines in self._fresh_of(path):
+                yield from filter(None, [_event(line, writer) for line in _telling(lines)])
+
+    def _grown(self) -> Iterator[tuple[str, str]]:
+        """Yield the path and the writer of each file with something new in it."""
+        try:
+            entries = sorted(os.scandir(self._folder), key=lambda entry: entry.name)
+        except FileNotFoundError:
+            return  # the run was never begun
+        except OSError as error:
+            raise ConfigError(f"cannot be read: {error.strerror}", where=str(self._folder), remedy="ls -l") from error
+        for entry in entries:
+            if entry.stat().st_size > self._positions.get(entry.path, 0):
+                yield entry.path, entry.name.removesuffix(SUFFIX)
+
+    def _fresh_of(self, path: str) -> Iterator[list[bytes]]:
+        """Yield the whole lines that were added to a file, some at a time."""
+        position, most = self._positions.get(path, 0), READ_BYTES
+        file = os.open(path, os.O_RDONLY)
+        try:
+            while chunk := os.pread(file, most, position):
+                end = chunk.rfind(b"\n") + 1
+                if end:
+                    position += end
+                    self._positions[path] = position
+                    yield chunk[: end - 1].split(b"\n")
+                if len(chunk) < most:
+                    return
+                if not end:
+                    most *= 2  # a line that is longer
+        finally:
+            os.close(file)
+
+
+def _telling(lines: list[bytes]) -> Iterator[bytes]:
+    """Return the lines of a writer that those after them do not overtake, and some of those that tell a loss."""
+    last = lines[-1] if lines else b""
+    whole = _FINISHED in last and _NO_FIGURES not in last and _STARTED in lines[0]
+    if whole and _LOSS not in last and all(_PROGRESS in line for line in lines[1:-1]):  # one start that went well
+        return iter((lines[0], last))
+    kept, every = lines[-1:], max(1, len(lines) // LOSSES)
+    for place in range(len(lines) - 2, -1, -1):
+        line = lines[place]
+        if not _is_overtaken(line, kept[-1]) or (place % every == 0 and _LOSS in line):
+            kept.append(line)
+    return reversed(kept)
+
+
+def _is_overtaken(line: bytes, following: bytes) -> bool:
+    """Tell whether newer progress follows; figures stay until there are others, and when a task began stays."""
+    newer = _PROGRESS in line and (_PROGRESS in following or _FINISHED in following)
+    return newer and (_NO_FIGURES in line or _NO_FIGURES not in following)
+
+
+def _event(line: bytes, writer: str) -> Event | None:
+    """Read one line; one that a crash has torn, or of a kind that only a newer version knows, is none."""
+    try:
+        text = line.decode()
+        data, end = _decode(text)
+        if text[end:]:
+            return None
+        return Event(kind=_KINDS[data.pop("kind")], at=data.pop("at"), writer=writer, data=data)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def write_rejections(path: Path, rejections: Iterator[dict[str, Any]]) -> int:
+    """Write the list of what was left out; return how many there were."""
+    count = 0
+    partial = path.with_suffix(".partial")
+    with writing(path), partial.open("w", encoding="utf-8") as file:
+        for rejection in rejections:
+            file.write(json.dumps(rejection) + "\n")
+            count += 1
+    partial.replace(path)
+    return count
+
+
+class Note:
+    """What a process is on and how far it came, in a file that it overwrites in one write: any kill leaves the last."""
+
+    def __init__(self, path: Path, attempt: int) -> None:
+        self._attempt = attempt
+        self.done_before = _note(path, attempt)[0] if path.exists() else 0  # by an earlier start of this attempt
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+
+    def write(self, done: int, names: Sequence[str]) -> None:
+        """Put down how much is done, and what comes now."""
+        os.pwrite(self._file, json.dumps([self._attempt, done, list(names)]).encode() + b"\n", 0)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+
+def read_notes(folder: RunFolder, stage: str, task: int, attempt: int) -> tuple[int, tuple[str, ...]]:
+    """Return how much the processes of an attempt at a task had done, and what they were on."""
+    done, names = 0, list[str]()
+    for part in count():
+        try:
+            some, on = _note(folder.on(stage, task, part), attempt)
+        except OSError:  # there are no more
+            break
+        done += some
+        names += on
+    return done, tuple(names)
+
+
+def _note(path: Path, attempt: int) -> tuple[int, list[str]]:
+    """Read a note; one of another attempt, or that was never written, says nothing."""
+    try:
+        written, done, names = json.loads(path.read_bytes().partition(b"\n")[0])
+    except ValueError:
+        return 0, []
+    return (done, names) if written == attempt else (0, [])

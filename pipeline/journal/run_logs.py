@@ -1,0 +1,275 @@
+"""The logs of a run: which there are, by the ledger, and what is in them, as text that cannot harm a terminal."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from pipeline.cluster.sbatch import offset_of
+from pipeline.cluster.verdict import Cause
+from pipeline.journal.attempts import numbers
+from pipeline.journal.ledger import Reader
+from pipeline.journal.run_status import RunState, RunStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from pipeline.journal.attempts import Attempt, Task
+    from pipeline.journal.run_folder import RunFolder
+    from pipeline.journal.run_status import Job, StageStatus
+
+SUPERVISE = "supervise"
+ENDS = (".out", ".err")
+LAST_LINES = 200
+FIRST_LINES = 10  # of a log that is followed
+NEWLINE = ord("\n")
+BLOCK_BYTES = 1 << 16
+END_BYTES = 1 << 20  # read of a log at most for its end: some have no lines at all
+A_BUG = 1  # the exit code
+_ESCAPE = re.compile("\x1b(?:\\[[0-?]*[ -/]*[@-~]|\\][^\x07\x1b\n]*(?:\x07|\x1b\\\\)?|[ -/]*[0-~])")
+_LINE_END = re.compile("\r+\n|\r")
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")  # the last turn text around
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """What an attempt at a task, or a supervisor, has printed."""
+
+    stage: str
+    task: int | None  # None: of a supervisor
+    attempt: int
+    state: str
+    failed: bool
+    live: bool
+    paths: tuple[str, ...]  # stdout, stderr
+
+    @property
+    def title(self) -> str:
+        """Say whose it is, and how that went."""
+        who = self.stage if self.task is None else f"{self.stage} task {self.task}, attempt {self.attempt}"
+        return f"{who}: {self.state}" if self.state else who
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which logs somebody wants to see."""
+
+    stage: str | None = None
+    task: int | None = None
+    attempt: int | None = None
+    failed: bool = False
+
+    @property
+    def is_default(self) -> bool:
+        """Tell whether nothing particular was asked for."""
+        return self == Wanted()
+
+    def takes(self, log: Log) -> bool:
+        """Tell whether a log was asked for."""
+        return (
+            self.stage in (None, log.stage)
+            and self.task in (None, log.task)
+            and self.attempt in (None, log.attempt)
+            and (log.failed or not self.failed)
+        )
+
+
+def wanted_logs(folder: RunFolder, status: RunStatus, wanted: Wanted) -> list[Log]:
+    """Return the logs that were asked for, the newest last; if nothing was, those that tell what is going on."""
+    if not wanted.is_default:
+        supervisors = supervisor_logs(folder, status) if wanted.stage == SUPERVISE else []
+        return [log for log in (*supervisors, *task_logs(folder, status)) if wanted.takes(log)]
+    if _supervisor_failed(status):
+        return supervisor_logs(folder, status)[-1:]
+    logs = list(task_logs(folder, status))
+    telling = [log for log in logs if log.failed] or [log for log in logs if log.live] or logs
+    return telling or supervisor_logs(folder, status)
+
+
+def _supervisor_failed(status: RunStatus) -> bool:
+    """Tell whether what went wrong, went wrong without any task."""
+    if status.state is RunState.ABANDONED or status.exit_code == A_BUG:
+        return True
+    return status.state is RunState.FAILED and not any(stage.failures for stage in status.stages.values())
+
+
+def task_logs(folder: RunFolder, status: RunStatus) -> Iterator[Log]:
+    """Yield the logs of all attempts, in the order in which they were submitted."""
+    for stage in status.in_order():
+        ended = {(one.job, one.task): one for task in stage.work.values() for one in task.ended}
+        for job in stage.jobs.values():
+            offset = _offset(folder, job)
+            for number in numbers(job.tasks):
+                task, attempt = stage.task(number), ended.get((job.id, number))
+                stem = str(folder.logs / f"{job.id}_{number - offset}")
+                yield _log(stage, job, task, attempt, attempt.log.removesuffix(ENDS[1]) if attempt else stem)
+
+
+def _log(stage: StageStatus, job: Job, task: Task, attempt: Attempt | None, stem: str) -> Log:
+    live = attempt is None and task.job == job.id
+    state = f"{attempt.state} ({attempt.cause.value})" if attempt else stage.state_of(task) if live else "unknown"
+    failed = attempt is not None and attempt.cause is not Cause.DONE
+    return Log(stage.name, task.number, job.attempt, state, failed, live, tuple(stem + end for end in ENDS))
+
+
+def _offset(folder: RunFolder, job: Job) -> int:
+    """Return what a job adds to an array's index to have the number of a task."""
+    try:
+        return _said_offset(str(folder.logs / f"{job.id}.sbatch"))
+    except OSError:  # of this machine's executor, which adds nothing
+        return 0
+
+
+@lru_cache(maxsize=1024)
+def _said_offset(script: str) -> int:
+    with open(script, errors="replace") as file:  # noqa: PTH123 - see above
+        return offset_of(file.read()) or 0
+
+
+def supervisor_logs(folder: RunFolder, status: RunStatus) -> list[Log]:
+    """Return the logs of supervisors, in the background or as jobs; whatever belongs to no task is of one."""
+    jobs = {job for stage in status.stages.values() for job in stage.jobs}
+    try:
+        names = {name.rpartition(".")[0] for name in os.listdir(folder.logs) if name.endswith(ENDS)}  # noqa: PTH208 - names alone
+    except OSError:
+        names = set()
+    stems = sorted((name for name in names if name.partition("_")[0] not in jobs), key=_by_number)
+    state = status.state.value
+    local = [Log(SUPERVISE, None, 1, state, failed=False, live=True, paths=(str(folder.supervisor_log),))]
+    visits = [_visit(folder, stem) for stem in stems]
+    return [*(local if folder.supervisor_log.exists() or not visits else []), *visits]
+
+
+def _visit(folder: RunFolder, stem: str) -> Log:
+    """Return the log of a supervisor that was a job."""
+    paths = tuple(str(folder.logs / (stem + end)) for end in ENDS)
+    return Log(SUPERVISE, None, 1, f"job {stem.partition('_')[0]}", failed=False, live=True, paths=paths)
+
+
+def _by_number(stem: str) -> tuple[int, str]:
+    job = stem.partition("_")[0]
+    return (int(job) if job.isdecimal() else 0, stem)
+
+
+def harmless(text: str) -> str:
+    """Return text without what a terminal would take as an order; nothing in it is interpreted."""
+    return _CONTROL.sub("", _LINE_END.sub("\n", _ESCAPE.sub("", text)))
+
+
+def end_of(path: str, lines: int = LAST_LINES) -> str | None:
+    """Return the last lines of a log, None where there is none; no more of it than those is in memory."""
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123 - names of some are not text
+            file.seek(end_position(path, lines))
+            return harmless(file.read(END_BYTES).decode(errors="replace"))
+    except OSError:
+        return None
+
+
+def end_position(path: str, lines: int) -> int:
+    """Return where the last lines of a file begin; of lines without end, where the last bytes do."""
+    with open(path, "rb") as file:  # noqa: PTH123 - see above
+        start = size = os.fstat(file.fileno()).st_size
+        found = -1 if size and os.pread(file.fileno(), 1, size - 1) == b"\n" else 0  # the last line's own end
+        while start > 0 and size - start < END_BYTES:
+            length = min(BLOCK_BYTES, start)
+            start -= length
+            block = os.pread(file.fileno(), length, start)
+            breaks = [place for place, byte in enumerate(block) if byte == NEWLINE]
+            if found + len(breaks) >= lines:
+                return start + breaks[len(breaks) - (lines - found)] + 1
+            found += len(breaks)
+    return start
+
+
+def whole(path: str) -> Iterator[str]:
+    """Yield a log line by line; a line without end comes in pieces."""
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123 - see above
+            for line in iter(lambda: file.readline(BLOCK_BYTES), b""):
+                yield harmless(line.decode(errors="replace"))
+    except OSError:
+        return
+
+
+def of_rank(lines: Iterable[str], rank: int) -> Iterator[str]:
+    """Yield the lines of one of several processes, without the number that srun has put before each line."""
+    label = re.compile(rf"[ 0]*{rank}: ")
+    for line in lines:
+        if found := label.match(line):
+            yield line[found.end() :]
+
+
+@dataclass(slots=True)
+class _Place:
+    """How far a file was read."""
+
+    inode: int
+    position: int
+
+
+class Follower:
+    """Reads what is added to the logs of a run, until the run has ended; logs may come late, shrink or be replaced."""
+
+    def __init__(self, folder: RunFolder, wanted: Wanted) -> None:
+        self.status = RunStatus(folder.name)
+        self._folder, self._wanted, self._reader = folder, wanted, Reader(folder)
+        self._places: dict[str, _Place] = {}
+        self._over: set[str] = set()  # logs to which nothing will be added, read to their end
+        self._first = True
+
+    @property
+    def ended(self) -> bool:
+        """Tell whether nothing more will come."""
+        return self.status.state not in (RunState.WAITING, RunState.RUNNING)
+
+    def news(self) -> Iterator[tuple[Log, str, str]]:
+        """Yield what is new: whose log it is in, in which file, and the text."""
+        for event in self._reader.news():
+            self.status.apply(event)
+        for log in self._logs():
+            last = self.ended or not log.live
+            for path in log.paths:
+                if path not in self._over:
+                    yield from ((log, path, text) for text in self._added(path, last=last))
+                    self._over |= {path} if last else set()
+        self._first = False
+
+    def _logs(self) -> Iterator[Log]:
+        """Yield the logs that are followed: at first what goes on, unless others were asked for."""
+        if self._wanted.is_default or self._wanted.stage == SUPERVISE:
+            yield from supervisor_logs(self._folder, self.status)
+        for log in task_logs(self._folder, self.status):
+            if self._first and self._wanted.is_default and not log.live:
+                self._over |= set(log.paths)
+            elif self._wanted.takes(log):
+                yield log
+
+    def _added(self, path: str, *, last: bool) -> Iterator[str]:
+        """Yield whole lines that were added to a file, and at the last also what has no end."""
+        try:
+            with open(path, "rb") as file:  # noqa: PTH123 - see above
+                place = self._place(path, os.fstat(file.fileno()))
+                file.seek(place.position)
+                for line in iter(lambda: file.readline(BLOCK_BYTES), b""):
+                    if not (line.endswith(b"\n") or last or len(line) == BLOCK_BYTES):
+                        return
+                    place.position += len(line)
+                    yield harmless(line.decode(errors="replace"))
+        except FileNotFoundError:  # one that comes in its place is another, even with the same inode
+            self._places.pop(path, None)
+        except OSError:
+            return
+
+    def _place(self, path: str, found: os.stat_result) -> _Place:
+        """Return from where to read a file: of those that lie there at first, only the end."""
+        place = self._places.get(path)
+        if place is None:
+            start = end_position(path, FIRST_LINES) if self._first else 0
+            place = self._places[path] = _Place(found.st_ino, start)
+        if place.inode != found.st_ino or place.position > found.st_size:
+            place.inode, place.position = found.st_ino, 0
+        return place

@@ -1,0 +1,405 @@
+"""What a run is doing, folded from its events; the fold is pure, so it is the same live and long after."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import asdict, dataclass, field, fields
+from enum import Enum
+from itertools import count, takewhile
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pipeline.cluster.verdict import Cause, Word
+from pipeline.journal.attempts import SILENCE, Ask, Attempt, Task, numbers
+from pipeline.journal.ledger import Reader
+from pipeline.records import Event, EventKind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from pipeline.cluster.job_spec import JobId
+    from pipeline.journal.run_folder import RunFolder
+
+
+COUNTED = (
+    "items", "refused", "unusable", "cached", "missing", "tasks", "waiting", "residues", "unkept", "unnamed", "sets",
+)  # fmt: skip
+
+
+class RunState(str, Enum):
+    """Where a run or a stage stands."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    STOPPED = "stopped"
+    ABANDONED = "abandoned"  # its supervisor is gone and did not say goodbye
+
+
+ENDED = frozenset({RunState.DONE, RunState.FAILED, RunState.STOPPED})
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job of a stage, as it was submitted."""
+
+    tag: str
+    stage: str
+    tasks: str  # ranges
+    attempt: int
+    ask: Ask
+    id: JobId = ""
+    cpus: int = 1
+    gpus: int = 0
+    partition: str = ""
+    constraint: str = ""
+    card: str = ""
+    parallel: int = 0  # of its tasks at once; 0: as configured
+    why: str = ""  # where its memory is from
+    at: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON data; when it was submitted is the event's to say."""
+        return {name: value for name, value in asdict(self).items() if name != "at"}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], at: float = 0.0) -> Job:
+        """Read what `to_json` wrote."""
+        known = {one.name: data[one.name] for one in fields(cls) if one.name in data}
+        return cls(**known | {"ask": Ask(**data["ask"]), "at": at})
+
+
+@dataclass(slots=True)
+class StageStatus:
+    """One stage of a run."""
+
+    name: str
+    state: RunState = RunState.RUNNING
+    items: int = 0
+    refused: int = 0
+    unusable: int = 0
+    cached: int = 0
+    missing: int = 0
+    tasks: int = 0
+    waiting: int = 0  # items that an earlier stage has still to do
+    residues: int = 0  # to do
+    unkept: int = 0  # graphs that are built when they are read
+    unnamed: int = 0  # missing, and not named by the list to which a run is confined
+    sets: int = 0  # data sets, where these are what is counted: of a reader's items nobody knows before they are read
+    cost: float = 0.0  # to do, in the unit of the figure `cost_done`
+    done: dict[str, int] = field(default_factory=dict)  # process → items
+    rejected: dict[str, Mapping[str, int]] = field(default_factory=dict)  # process → reason → items
+    figures: dict[str, Mapping[str, float]] = field(default_factory=dict)  # process → what it measured
+    work: dict[int, Task] = field(default_factory=dict)  # task → what is known of it
+    jobs: dict[JobId, Job] = field(default_factory=dict)
+    intents: dict[str, Job] = field(default_factory=dict)  # tag → a job of which nobody knows yet whether it is queued
+    left_out: list[Mapping[str, Any]] = field(default_factory=list)
+    census: Mapping[str, Any] | None = None
+    warnings: list[str] = field(default_factory=list)
+    error: str = ""
+    submitted: bool = False
+    started_at: float = 0.0
+    ended_at: float = 0.0
+
+    def task(self, number: int) -> Task:
+        """Return what is known of a task, which may be nothing yet."""
+        if number not in self.work:
+            self.work[number] = Task(number)
+        return self.work[number]
+
+    def split(self, number: int, into: Sequence[int], ask: Ask, why: str) -> None:
+        """Put tasks in the place of one."""
+        if self.task(number).split:
+            return
+        self.task(number).then[self.task(number).attempt] = why
+        self.task(number).split = tuple(into)
+        self.tasks += len(into) - 1
+        for one in into:
+            self.task(one).first = ask
+        process = f"{self.name}-{number:06d}"
+        for name in (process, *takewhile(self.done.__contains__, (f"{process}-{part}" for part in count()))):
+            for told in (self.done, self.rejected, self.figures):  # its parts do the same again
+                told.pop(name, None)
+
+    def counts(self) -> dict[str, int]:
+        """Return what was found when the stage was submitted."""
+        return {name: getattr(self, name) for name in COUNTED}
+
+    @property
+    def items_done(self) -> int:
+        """Items that tasks have worked through."""
+        return sum(self.done.values())
+
+    @property
+    def reasons(self) -> Counter[str]:
+        """Rejections so far, by reason."""
+        counted = Counter[str]()
+        for reasons in self.rejected.values():
+            for reason, items in reasons.items():
+                counted[reason] += items
+        return counted
+
+    @property
+    def failures(self) -> list[Attempt]:
+        """Attempts that did not end well, in the order in which they ended."""
+        failed = [one for task in self.work.values() for one in task.ended if one.cause is not Cause.DONE]
+        return sorted(failed, key=lambda one: (one.number, one.task))
+
+    @property
+    def live(self) -> list[JobId]:
+        """Return the jobs that have tasks which have not ended."""
+        return list(dict.fromkeys(task.job for task in self.work.values() if task.job))
+
+    def task_states(self) -> dict[str, int]:
+        """Count the tasks by where they stand; one that was split counts by its parts."""
+        return dict(Counter(self.state_of(task) for task in self.work.values() if not task.split))
+
+    def state_of(self, task: Task) -> str:
+        """Return where a task stands."""
+        if task.job is not None:  # until a supervisor has judged it, its worker's word counts
+            said = "failed" if task.word.exit_code else "running" if task.word.started else "waiting"
+            return "done" if task.word.finished else said
+        if task.good:
+            return "done"
+        return "failed" if task.ended else "waiting"
+
+    def measured(self) -> dict[str, float]:
+        """Return what the processes measured, put together."""
+        running = sum(not self.task(int(one["task"])).good for one in self.figures.values())
+        return summary(list(self.figures.values()), self.cost, running)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON data."""
+        plain = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in INTERNAL}
+        failures = [one.to_json() | {"then": self.task(one.task).then.get(one.number, "")} for one in self.failures]
+        return plain | {
+            "state": self.state.value,
+            "items_done": self.items_done,
+            "reasons": dict(self.reasons),
+            "measured": self.measured(),
+            "task_states": self.task_states(),
+            "failures": failures,
+            "jobs": [one.to_json() for one in self.jobs.values()],
+            "left_out": list(self.left_out),
+        }
+
+
+INTERNAL = ("work", "jobs", "intents", "submitted", "left_out")
+
+
+def summary(figures: Sequence[Mapping[str, float]], cost: float, running: int) -> dict[str, float]:
+    """Return what some processes measured as figures of the stage, of which so many still run."""
+    busy = [one for one in figures if one.get("forward_s")]
+    if not busy:
+        return {}
+
+    def total(name: str) -> float:
+        return sum(one[name] for one in busy)
+
+    left = max(0.0, cost - total("cost_done"))
+    return {
+        "residues_per_s": total("residues") / total("forward_s"),  # of one process
+        "pad_factor": total("tokens") / max(1, total("encoded_residues")),
+        "left_s": left / (total("cost_done") / total("forward_s") * max(1, running)) if total("cost_done") else 0.0,
+        "peak_rss_bytes": max(one["host_peak_bytes"] for one in busy),
+        "peak_gpu_bytes": max(one["device_peak_bytes"] for one in busy),
+        "lowest_cosine": min(one["lowest_cosine"] for one in busy),
+        "splits": total("splits"),
+    }
+
+
+@dataclass(slots=True)
+class RunStatus:
+    """One run."""
+
+    name: str
+    state: RunState = RunState.WAITING
+    stages: dict[str, StageStatus] = field(default_factory=dict)
+    host: str = ""
+    pid: int = 0
+    visits: int = 0
+    successors: tuple[JobId, ...] = ()  # supervisors that wait: the next, and its standby
+    planned: tuple[str, ...] = ()  # the stages it is to do
+    error: str = ""
+    exit_code: int = 0
+    started_at: float = 0.0
+    ended_at: float = 0.0
+
+    def apply(self, event: Event) -> None:
+        """Take one event into account."""
+        data = event.data
+        if "stage" in data:
+            self._apply_to_stage(event)
+        elif event.kind is EventKind.RUN_STARTED:
+            self.state, self.started_at = RunState.RUNNING, self.started_at or event.at
+            self.host, self.pid, self.planned = data["host"], data["pid"], tuple(data["stages"])
+            self.error, self.exit_code, self.ended_at, self.successors = "", 0, 0.0, ()
+        elif event.kind is EventKind.VISIT:
+            self.host, self.pid, self.visits = data["host"], data["pid"], data["number"]
+            if data.get("job"):
+                self.successors = tuple(dict.fromkeys((data["job"], *self.successors)))
+        elif event.kind is EventKind.HANDED_OVER:
+            self.successors = tuple(data["jobs"])
+        elif event.kind is EventKind.RUN_ENDED:
+            self.state, self.ended_at = RunState(data["state"]), event.at
+            self.error, self.exit_code, self.successors = data["error"], data["exit_code"], ()
+            self.settle()
+
+    def abandon(self) -> None:
+        """Take down that nobody looks after it."""
+        self.state = RunState.ABANDONED
+        self.settle()
+
+    def settle(self) -> None:
+        """Let no stage go on in a run that does not."""
+        for stage in self.stages.values():
+            if stage.state is RunState.RUNNING:
+                stage.state = self.state
+
+    def _apply_to_stage(self, event: Event) -> None:
+        """Take an event of a stage or of one of its tasks into account."""
+        data = event.data
+        stage = self.stages.get(data["stage"])
+        if stage is None:
+            stage = self.stages[data["stage"]] = StageStatus(data["stage"], started_at=event.at)
+        if event.kind in WORDS:
+            _hear(stage, event)
+        elif event.kind is EventKind.TASK_GIVEN_UP:
+            stage.task(data["task"]).then[data["attempt"]] = data["why"]
+        elif event.kind is EventKind.TASK_ENDED:
+            _end(stage, Attempt.from_json(data))
+        elif event.kind is EventKind.STAGE_SUBMITTED:
+            _begin(stage, event)
+        elif event.kind is EventKind.STAGE_ENDED:
+            stage.state, stage.ended_at = RunState(data["state"]), event.at
+            stage.census, stage.warnings, stage.error = data["census"], data["warnings"], data["error"]
+        elif event.kind in (EventKind.JOB_SUBMITTING, EventKind.JOB_SUBMITTED, EventKind.JOB_REFUSED):
+            _submit(stage, event)
+        elif event.kind is EventKind.LEFT_OUT:
+            stage.left_out.append(dict(data))
+        elif event.kind is EventKind.TASK_SPLIT:
+            stage.split(data["task"], data["into"], Ask(**data["ask"]), data["why"])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON data."""
+        plain = {one.name: getattr(self, one.name) for one in fields(self)}
+        return plain | {"state": self.state.value, "stages": [stage.to_json() for stage in self.in_order()]}
+
+    def in_order(self) -> list[StageStatus]:
+        """Return the stages as they began; event files are read by name."""
+        return sorted(self.stages.values(), key=lambda stage: stage.started_at)
+
+
+def _begin(stage: StageStatus, event: Event) -> None:
+    """Take down what was found when a stage began."""
+    for name in (*COUNTED, "cost"):
+        setattr(stage, name, event.data.get(name, 0))
+    stage.state, stage.submitted, stage.started_at = RunState.RUNNING, True, event.at
+    for number in range(stage.tasks):
+        stage.task(number)
+
+
+def _submit(stage: StageStatus, event: Event) -> None:
+    """Take down that a job is about to be submitted, was, or was refused."""
+    job = Job.from_json(event.data, event.at)
+    stage.intents.pop(job.tag, None)
+    if event.kind is EventKind.JOB_SUBMITTING:
+        stage.intents[job.tag] = job
+    elif event.kind is EventKind.JOB_SUBMITTED:
+        stage.jobs[job.id] = job
+        for number in numbers(job.tasks):
+            task = stage.task(number)
+            task.job, task.ask, task.attempt = job.id, job.ask, job.attempt
+            task.then[job.attempt - 1] = job.why
+
+
+def _end(stage: StageStatus, attempt: Attempt) -> None:
+    """Take down how an attempt ended."""
+    task = stage.task(attempt.task)
+    if all((one.number, one.job) != (attempt.number, attempt.job) for one in task.ended):  # two supervisors may tell it
+        task.ended.append(attempt)
+    if task.job == attempt.job:
+        task.job = None
+
+
+def _hear(stage: StageStatus, event: Event) -> None:
+    """Take down what a worker says."""
+    data, task = event.data, stage.task(event.data["task"])
+    attempt = data.get("attempt", 1)
+    if event.kind in (EventKind.PROGRESS, EventKind.TASK_FINISHED) and not task.split:
+        stage.done[event.writer] = data["done"]
+        stage.rejected[event.writer] = data["rejected"]
+        if data.get("figures"):
+            stage.figures[event.writer] = {**data["figures"], "task": data["task"]}
+    word = task.words.get(attempt, SILENCE)
+    if event.kind is EventKind.TASK_STARTED and event.at > word.began:
+        word = task.say(attempt, began=event.at)
+    if event.at < word.at:  # files are read one after the other: what is older has been overtaken
+        return
+    if event.kind is EventKind.TASK_STARTED:
+        # a start over, where the scheduler began it again
+        task.words[attempt] = Word(started=True, at=event.at, began=word.began)
+    elif event.kind is EventKind.TASK_FINISHED:
+        task.words[attempt] = Word(started=True, finished=True, at=event.at, began=word.began)
+    elif event.kind is EventKind.TASK_FAILED:
+        task.say(
+            attempt,
+            started=True,
+            exit_code=data["exit_code"],
+            what=data["what"],
+            kind=data.get("trouble", ""),
+            at=event.at,
+        )
+
+
+WORDS = (EventKind.TASK_STARTED, EventKind.PROGRESS, EventKind.TASK_FINISHED, EventKind.TASK_FAILED)
+
+
+def fold(name: str, events: Iterable[Event]) -> RunStatus:
+    """Return the state that events lead to."""
+    status = RunStatus(name)
+    for event in events:
+        status.apply(event)
+    return status
+
+
+def status_of(folder: RunFolder, this_host: str, queue: Queue | None = None) -> RunStatus:
+    """Return the state of a run; one that says it is running while nobody looks after it is abandoned."""
+    reader, status = Reader(folder), RunStatus(folder.name)
+    for _ in range(2):  # a visit may have handed over between the two questions
+        for event in reader.news():
+            status.apply(event)
+        if not is_abandoned(status, this_host, queue):
+            return status
+    status.abandon()
+    return status
+
+
+class Queue(Protocol):
+    """What knows of jobs."""
+
+    def queued(self, jobs: Iterable[JobId]) -> set[JobId]:
+        """Return which of these jobs have not ended, as far as can be told now."""
+
+
+def is_abandoned(status: RunStatus, this_host: str, queue: Queue | None) -> bool:
+    """Tell whether neither a process nor a job looks after a run that goes on; what cannot be told counts as one."""
+    if status.state is not RunState.RUNNING:
+        return False
+    if status.host == this_host and _alive(status.pid):
+        return False
+    if not status.successors:
+        return status.host == this_host
+    return queue is not None and not queue.queued(status.successors)
+
+
+def _alive(pid: int) -> bool:
+    """Say whether a process of this machine lives."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

@@ -1,0 +1,340 @@
+"""A simulator of torch's caching allocator: what it reserves of a GPU while tapes of allocations are played.
+
+The rules are those of `c10/cuda/CUDACachingAllocator.cpp` (torch 2.13), whose functions are named where they are
+followed. Played are one stream and no private pools, which is what training takes without CUDA graphs. An expandable
+segment never runs out of addresses here; in torch they end at 9/8 of the card, and another segment begins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pipeline.errors import ConfigError
+from pipeline.memory.hardware.allocator_blocks import CACHED, LIVE, UNMAPPED, Block, Pool, free_from, growable, merge
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pipeline.memory.footprint import Integers, Tape
+
+_MIB, _GIB = 1 << 20, 1 << 30
+_LEAST = 512  # kMinBlockSize: what sizes are rounded up to
+_SMALL = _MIB  # kSmallSize: the largest that the small pool serves
+_SMALL_SEGMENT = 2 * _MIB  # kSmallBuffer
+_LARGE_SEGMENT = 20 * _MIB  # kLargeBuffer; large_segment_size() in newer ones
+_OWN_SEGMENT = 10 * _MIB  # kMinLargeAlloc: from here on a request gets a segment of its own size
+_LARGE_ROUND = 2 * _MIB  # kRoundLarge
+_NON_SPLIT_ROUND = 20 * _MIB  # max_non_split_rounding_size()
+
+_ENDLESS = 1 << 54  # how many addresses an expandable segment has; nobody gets to their end
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorSettings:
+    """What PYTORCH_CUDA_ALLOC_CONF can say of it; the default is torch's."""
+
+    expandable: bool = False
+    max_split_bytes: int | None = None
+    roundup_power2_divisions: int = 0  # 0 and 1: sizes are rounded to 512 bytes alone
+    garbage_collection_threshold: float = 0.0  # torch heeds it only under `set_per_process_memory_fraction`
+
+    def __post_init__(self) -> None:
+        """Refuse what torch refuses when it reads the variable."""
+        split, divisions = self.max_split_bytes, self.roundup_power2_divisions
+        if split is not None and (split < _LARGE_SEGMENT or split % _MIB):
+            raise ConfigError("max_split_size_mb wants whole MiB, at least 20", where="the allocator's settings")
+        if divisions < 0 or divisions & (divisions - 1):
+            raise ConfigError("roundup_power2_divisions wants a power of 2", where="the allocator's settings")
+        if not 0 <= self.garbage_collection_threshold < 1:
+            raise ConfigError("garbage_collection_threshold wants 0 to 1", where="the allocator's settings")
+
+    @property
+    def text(self) -> str:
+        """Return the variable's value; empty: leave it unset."""
+        said = {
+            "expandable_segments": self.expandable,
+            "max_split_size_mb": (self.max_split_bytes or 0) // _MIB,
+            "roundup_power2_divisions": self.roundup_power2_divisions,
+            "garbage_collection_threshold": self.garbage_collection_threshold,
+        }
+        return ",".join(f"{name}:{value}" for name, value in said.items() if value)
+
+
+class SimulatedOutOfMemory(RuntimeError):
+    """The GPU would have had no memory left for a block, also after all that is cached was given back."""
+
+    def __init__(self, wanted_bytes: int, allocated_bytes: int, reserved_bytes: int, limit_bytes: int) -> None:
+        super().__init__(
+            f"out of memory: {format_bytes(wanted_bytes)} wanted, {format_bytes(limit_bytes)} may be reserved, "
+            f"{format_bytes(reserved_bytes)} are, {format_bytes(allocated_bytes)} of them in use"
+        )
+        self.wanted_bytes = wanted_bytes
+        self.allocated_bytes = allocated_bytes
+        self.reserved_bytes = reserved_bytes
+        self.limit_bytes = limit_bytes
+
+
+class Allocator:
+    """The allocator of one GPU, of which it may reserve so many bytes.
+
+    `is_fraction` says that the limit is one of `torch.cuda.set_per_process_memory_fraction`: torch then refuses by
+    the size of a whole segment, before it asks the driver, and collects garbage; the driver refuses by pages.
+    """
+
+    def __init__(
+        self, settings: AllocatorSettings, limit_bytes: int | None = None, *, is_fraction: bool = False
+    ) -> None:
+        self.settings = settings
+        self.limit_bytes = limit_bytes
+        self.allocated_bytes = self.peak_allocated_bytes = 0
+        self.reserved_bytes = self.peak_reserved_bytes = 0
+        self.segments_made = self.segments_freed = 0  # calls of the driver, each of which is slow
+        self.retries = 0  # how often the whole cache was given back for a block
+        self._fraction_bytes = limit_bytes if is_fraction else None
+        self._most_bytes = _ENDLESS if limit_bytes is None else limit_bytes
+        self._split_below = settings.max_split_bytes or _ENDLESS
+        expandable = settings.expandable
+        self._small = Pool(_SMALL_SEGMENT, 0, _LEAST)
+        self._large = Pool(_LARGE_SEGMENT, _ENDLESS, _LEAST if expandable else _SMALL + 1)
+        self._next_address = 0
+        self._blocks: dict[int, Block] = {}  # by number
+        self._left: list[Block] = []  # by tapes, which alone knew their numbers
+
+    def play(self, tape: Tape) -> None:
+        """Follow a tape; what it leaves of its own blocks stays in use."""
+        shared, own = self._blocks, dict[int, Block]()
+        take, give = self._take, self._give
+        try:
+            for number, size in zip(tape.block_E.tolist(), self._round_all(tape.bytes_E), strict=True):
+                blocks = own if number >= 0 else shared
+                if size > 0:
+                    if number in blocks:
+                        raise ValueError(f"block {number} is in use and allocated again")
+                    blocks[number] = take(size)
+                elif size < 0:
+                    give(_known(blocks.pop(number, None), number))
+        finally:
+            self._left.extend(own.values())
+
+    def allocate(self, number: int, size: int) -> None:
+        """Allocate a block; one of no bytes is none, as in torch."""
+        if number in self._blocks:
+            raise ValueError(f"block {number} is in use and allocated again")
+        if size > 0:
+            self._blocks[number] = self._take(_rounded(size, self.settings.roundup_power2_divisions))
+
+    def release(self, number: int) -> None:
+        """Release a block, into the cache."""
+        self._give(_known(self._blocks.pop(number, None), number))
+
+    def empty_cache(self) -> None:
+        """Give back what is cached and can be given back (`release_cached_blocks`)."""
+        for pool in (self._large, self._small):
+            for block in tuple(pool.blocks):
+                if self.settings.expandable:
+                    self._unmap(block)
+                elif block.before is None and block.after is None:
+                    self._free(block)
+
+    def live(self) -> Iterator[tuple[int, int]]:
+        """Yield addresses and bytes of what is in use."""
+        return ((block.address, block.bytes) for block in (*self._blocks.values(), *self._left))
+
+    def _round_all(self, bytes_E: Integers) -> list[int]:
+        if self.settings.roundup_power2_divisions > 1:
+            divisions = self.settings.roundup_power2_divisions
+            return [_rounded(size, divisions) if size > 0 else size for size in bytes_E.tolist()]
+        rounded: list[int] = np.where(bytes_E > 0, -(-bytes_E // _LEAST) * _LEAST, bytes_E).tolist()
+        return rounded
+
+    def _take(self, size: int) -> Block:
+        pool = self._small if size <= _SMALL else self._large
+        block = self._find(pool, size) or self._make(pool, size)
+        rest = block.bytes - size
+        if rest >= pool.least_rest and (size < self._split_below or self.settings.expandable):  # should_split
+            pool.add(block.cut(size))
+        block.state = LIVE
+        self.allocated_bytes = allocated = self.allocated_bytes + block.bytes
+        if allocated > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = allocated
+        return block
+
+    def _give(self, block: Block) -> None:
+        self.allocated_bytes -= block.bytes
+        block.state = CACHED
+        merge(block)
+        block.pool.add(block)
+
+    def _find(self, pool: Pool, size: int) -> Block | None:
+        """Take the cached block that fits best, if any may be taken (`get_free_block`)."""
+        pool.searches += 1
+        place = pool.first(size)
+        blocks = pool.blocks
+        if place == len(blocks):
+            return None
+        if self.settings.expandable:  # a block counts as the size to which it can grow
+            while place + 1 < len(blocks) and growable(blocks[place + 1]) < growable(blocks[place]):
+                place += 1
+        block, most = blocks[place], self._split_below
+        # Torch asks this of expandable segments too, where it makes no sense: see the lint on both settings together.
+        if block.bytes >= (most if size < most else size + _NON_SPLIT_ROUND) and most < _ENDLESS:
+            return None
+        del blocks[place], pool.keys[place]
+        return block
+
+    def _make(self, pool: Pool, size: int) -> Block:
+        """Get memory from the driver, giving back what is cached where it has no more (`malloc`)."""
+        self._collect_garbage()
+        block = self._extend(pool, size)
+        if block is None and self._free_oversize(pool, size):
+            block = self._extend(pool, size)
+        if block is None:
+            self.empty_cache()
+            self.retries += 1
+            block = self._extend(pool, size)
+        if block is None:
+            raise SimulatedOutOfMemory(size, self.allocated_bytes, self.reserved_bytes, self._most_bytes)
+        return block
+
+    def _extend(self, pool: Pool, size: int) -> Block | None:
+        """Return a block that is new, or grown; none: the driver refused (`alloc_block`)."""
+        segment = _segment_bytes(size)
+        if self._fraction_bytes is not None and self.reserved_bytes + segment > self._fraction_bytes:
+            return None
+        if self.settings.expandable:
+            return self._grow(pool, size)
+        if not self._reserve(segment):
+            return None
+        block = Block(pool, self._next_address, segment, CACHED)
+        self._next_address += segment
+        return block
+
+    def _reserve(self, size: int) -> bool:
+        if self.reserved_bytes + size > self._most_bytes:
+            return False
+        self.reserved_bytes += size
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        self.segments_made += 1
+        return True
+
+    def _grow(self, pool: Pool, size: int) -> Block | None:
+        """Back addresses with memory, from the lowest on where it fits (`try_allocate_expandable_block`)."""
+        block = self._room(pool, size)
+        if block.state == UNMAPPED and not self._map(block, min(block.bytes, size)):
+            return None
+        while block.bytes < size:
+            beyond = block.after
+            assert beyond is not None
+            if not self._map(beyond, min(size - block.bytes, beyond.bytes)):
+                return None
+            block = beyond
+        pool.remove(block)
+        return block
+
+    def _room(self, pool: Pool, size: int) -> Block:
+        """Return where enough free addresses begin (`find_expandable_block`)."""
+        if not pool.unmapped:
+            pool.unmapped.append(Block(pool, pool.start, _ENDLESS, UNMAPPED))
+        for block in pool.unmapped:
+            first = block.before if block.before is not None and block.before.state == CACHED else block
+            if free_from(first, size) >= size:
+                return first
+        raise AssertionError("the last unmapped block has no end")
+
+    def _map(self, block: Block, size: int) -> bool:
+        """Back the beginning of a block with whole pages (`map_block`)."""
+        pool = block.pool
+        mapped = -(-size // pool.page_bytes) * pool.page_bytes
+        if not self._reserve(mapped):
+            return False
+        pool.unmapped.remove(block)
+        if mapped < block.bytes:
+            pool.add_unmapped(block.cut(mapped))
+        block.state = CACHED
+        merge(block)
+        pool.add(block)
+        return True
+
+    def _unmap(self, block: Block) -> None:
+        """Give back the pages that lie wholly in a cached block (`unmap_block`)."""
+        pool, page = block.pool, block.pool.page_bytes
+        offset = block.address - pool.start
+        skipped = -offset % page
+        size = (offset + block.bytes) // page * page - offset - skipped
+        if size <= 0:
+            return
+        pool.remove(block)
+        if skipped:
+            head, block = block, block.cut(skipped)
+            pool.add(head)
+        if size < block.bytes:
+            pool.add(block.cut(size))
+        block.state = UNMAPPED
+        merge(block)
+        pool.add_unmapped(block)
+        self.reserved_bytes -= size
+        self.segments_freed += 1
+
+    def _free(self, block: Block) -> None:
+        """Give a whole segment back (`release_block`)."""
+        block.pool.remove(block)
+        self.reserved_bytes -= block.bytes
+        self.segments_freed += 1
+
+    def _free_oversize(self, pool: Pool, size: int) -> bool:
+        """Give back blocks that may not be split, until as much is free (`release_available_cached_blocks`)."""
+        if self._split_below == _ENDLESS or self.settings.expandable:
+            return False
+        wanted = max(size, self._split_below)
+        place = pool.first(wanted)
+        if place < len(pool.blocks):
+            self._free(pool.blocks[place])
+            return True
+        freed = 0
+        while freed < wanted and pool.blocks and pool.blocks[-1].bytes >= self._split_below:
+            freed += pool.blocks[-1].bytes
+            self._free(pool.blocks[-1])
+        return freed >= wanted
+
+    def _collect_garbage(self) -> None:
+        """Give back what has not been used for long (`garbage_collect_cached_blocks`)."""
+        threshold, pool = self.settings.garbage_collection_threshold, self._large
+        if not threshold or self._fraction_bytes is None or self.settings.expandable:
+            return
+        excess = self.reserved_bytes - int(threshold * self._fraction_bytes)
+        idle = [block for block in pool.blocks if block.before is None and block.after is None]
+        while excess > 0 and idle:
+            oldest = sum(pool.searches - block.born for block in idle) / len(idle)
+            for block in [block for block in idle if pool.searches - block.born >= oldest]:
+                idle.remove(block)
+                excess -= block.bytes
+                self._free(block)
+
+
+def _rounded(size: int, divisions: int) -> int:
+    """Return what torch makes of a size (`round_size`)."""
+    if divisions <= 1 or size <= _LEAST * divisions or not size & (size - 1):
+        return -(-size // _LEAST) * _LEAST
+    step = 1 << (size.bit_length() - divisions.bit_length())
+    return -(-size // step) * step
+
+
+def _segment_bytes(size: int) -> int:
+    """Return how much is asked of the driver for a block (`get_allocation_size`)."""
+    if size <= _SMALL:
+        return _SMALL_SEGMENT
+    return _LARGE_SEGMENT if size < _OWN_SEGMENT else -(-size // _LARGE_ROUND) * _LARGE_ROUND
+
+
+def _known(block: Block | None, number: int) -> Block:
+    if block is None:
+        raise ValueError(f"block {number} is released and not in use")
+    return block
+
+
+def format_bytes(size: float) -> str:
+    """Write a size for people."""
+    return f"{size / _GIB:.2f} GiB" if size >= _GIB else f"{size / _MIB:.1f} MiB"

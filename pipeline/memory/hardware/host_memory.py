@@ -1,0 +1,285 @@
+"""The memory that training asks of its node (`--mem`), predicted from plain numbers.
+
+The need is what always stands, and the larger of two phases: while a run starts (the model is built on the CPU, a
+checkpoint is read) and while it trains. What the first took is given back before the second: 1 GiB of parameters of
+4 MiB and a copy of them left 3 MiB behind with glibc 2.36 [measured].
+
+The kernel's file cache counts in a job's cgroup, but is given up under pressure, so that an allowance is enough for
+it. Files in a tmpfs cannot be given up: they count in full.
+(https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files: `file` includes tmpfs.)
+
+What a run was measured to need is remembered by `profiles.Profiles`, which corrects `HostNeed.total_bytes` as it does
+every stage's plan.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from typing import TYPE_CHECKING
+
+from pipeline.memory.footprint import LIVE_ONLY, Origin
+from pipeline.store.format.shard import TABLE_ROW
+from pipeline.store.shard_index import BLOCK_ROWS, ROW
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+MIB = 1 << 20
+# Of a process that has a tensor on a card, on top of importing torch: 2 056 600 kB with the driver asked for its
+# devices before, 438 632 kB without, and 322 040 kB for the import alone (https://github.com/pytorch/pytorch/issues/113326).
+CUDA_CONTEXT_BYTES = (2_056_600 - 322_040) << 10
+# Buffers of 4 MiB (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-buffsize) to send and to
+# receive, for 16 channels: they are in the host's memory where cards do not reach each other.
+COMMUNICATOR_BYTES = 2 * 16 * 4 * MIB
+# What the largest of Inductor's processes took while it compiled a chain of linear layers for the CPU, torch 2.13.0:
+# 495 MiB, and the training process grew by 150 MiB [measured]. How many there are: `torch._inductor.config`.
+COMPILE_WORKER_BYTES, COMPILER_BYTES = 512 * MIB, 160 * MIB
+ARENA_BYTES = 32 * MIB  # that glibc's malloc may keep for a thread: larger blocks are given back (man 3 mallopt)
+# And of a step on the CPU: 571 MiB for 40 layers of 1 MiB with activations of 8 MiB each, 458 MiB where every block is
+# given back at once (MALLOC_MMAP_THRESHOLD_=65536) [measured, glibc 2.36].
+STEP_SLACK = 0.25
+PAGE_CACHE_BYTES = 256 * MIB  # to read ahead, and for pages of a checkpoint that are not on the disk yet
+LEAST_MARGIN = 0.05  # peaks of a process lie between the moments at which anybody looks
+RING_GROWTH, RING_UNIT = 9 / 8, MIB  # of `training.slots`, which is above this room; a test compares
+COLLATED = 2  # the batch that the loop has, and the next that is being made
+DRAWN_BYTES = 20  # of an item, while an epoch is shuffled: random numbers, their order, the order that is kept
+KEY_BYTES, OFFSET_BYTES, SIZE_BYTES, STORED_SIZE_BYTES = 16, 8, 8, 4  # in the table of a data set
+BASELINE, CONTEXT = "interpreter and torch", "CUDA context"
+
+
+class Phase(str, Enum):
+    """When memory is needed."""
+
+    ALWAYS = "always"
+    START = "start"  # until the first step
+    TRAIN = "train"
+
+
+@dataclass(frozen=True, slots=True)
+class HostPart:
+    """A share of a node's memory."""
+
+    name: str
+    bytes: int
+    origin: Origin
+    why: str
+    phase: Phase = Phase.ALWAYS
+
+    @property
+    def margin_bytes(self) -> int:
+        """Return what is added because the number may be too small."""
+        return int(self.bytes * max(LEAST_MARGIN, LIVE_ONLY[self.origin]))
+
+
+@dataclass(frozen=True, slots=True)
+class HostNeed:
+    """What all processes of a job need together on a node."""
+
+    parts: tuple[HostPart, ...]
+    ranks: int = 1
+
+    @property
+    def bytes(self) -> int:
+        """Return the peak."""
+        return sum(part.bytes for part in self._at_peak())
+
+    @property
+    def margin_bytes(self) -> int:
+        """Return what is added to the peak."""
+        return self.total_bytes - self.bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Return what to ask for."""
+        return max(_with_margin(self.during(phase)) for phase in (Phase.START, Phase.TRAIN))
+
+    def during(self, phase: Phase) -> tuple[HostPart, ...]:
+        """Return what is needed in a phase."""
+        return tuple(part for part in self.parts if part.phase in (Phase.ALWAYS, phase))
+
+    def _at_peak(self) -> tuple[HostPart, ...]:
+        return max((self.during(phase) for phase in (Phase.START, Phase.TRAIN)), key=_with_margin)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What decides the memory of a training job on a node; bytes are of one rank unless it says so."""
+
+    ranks: int = 1  # on the node
+    gpu: bool = True
+    several: bool = False  # ranks in all, here or on other nodes
+    model_bytes: int = 0  # parameters and buffers, as they are built on the CPU
+    step_bytes: int = 0  # without a card: the peak of a training step, the model included
+    resumed_bytes: int = 0  # of a checkpoint, while it is read
+    staged_bytes: int = 0  # copies of model, optimizer and averages while they are saved
+    batch_bytes: int = 0  # the largest
+    slots: int = 4
+    sized: bool = False  # the ring begins with slots of the largest batch
+    pinned_limit_bytes: int | None = None  # pinned_max_round_threshold_mb of the allocator
+    threads: int = 2  # that read
+    scratch_bytes: int = 0  # the largest embedding
+    offloaded_bytes: int = 0  # activations that wait in the host's memory, at most
+    records: int = 0  # that the index of the cache knows
+    fresh_records: int = 0  # and those published since
+    items: int = 0
+    sizes: int = 0  # of an item in the table, how many
+    id_bytes: int = 16  # of an item, on the average
+    item_bytes: int = 0  # of the item itself, where graphs are built when they are read
+    compile_workers: int = 0
+    tmpfs_bytes: int = 0  # on the node: what is copied to a $TMPDIR that is memory
+
+
+def train_need(run: Training, baseline: Baseline) -> HostNeed:
+    """Return what a training job needs on a node."""
+    parts = (*_process(run, baseline), *_data(run), *_start(run), *_train(run), *_files(run))
+    return HostNeed(tuple(part for part in parts if part.bytes), run.ranks)
+
+
+def pinned_bytes(size: int, limit: int | None = None) -> int:
+    """Return what pinned memory takes: up to a limit, powers of two (ATen/core/CachingHostAllocator.h, torch 2.13)."""
+    if size <= 0 or (limit is not None and size > limit):
+        return max(size, 0)
+    return 1 << (size - 1).bit_length()
+
+
+def ring_bytes(slots: int, batch_bytes: int, *, pin: bool, sized: bool = False, limit: int | None = None) -> int:
+    """Return the memory of the ring that batches are read into, once the largest has been in every slot."""
+    if not batch_bytes:
+        return 0
+    slot = batch_bytes if sized else -(-int(batch_bytes * RING_GROWTH) // RING_UNIT) * RING_UNIT
+    slot = max(slot, RING_UNIT)
+    if not pin:
+        return slots * slot
+    # Pinned memory that a ring outgrew stays in torch's cache: halves, quarters … of the last size, less than it.
+    return slots * pinned_bytes(slot, limit) * (1 if sized else 2)
+
+
+def index_bytes(records: int, fresh: int = 0) -> int:
+    """Return what an open store keeps of its records: a key and a digest a block, and whole rows of the fresh ones."""
+    blocks = -(-records // BLOCK_ROWS)
+    return 16 * blocks + fresh * (TABLE_ROW.itemsize + 2 * ROW.itemsize)  # twice, while they are sorted
+
+
+def table_bytes(items: int, sizes: int, id_bytes: int, item_bytes: int = 0) -> int:
+    """Return what the table of a data set takes: the record as it was read, and the arrays of one split."""
+    texts = id_bytes + OFFSET_BYTES + (item_bytes + OFFSET_BYTES if item_bytes else 0)
+    record = texts + KEY_BYTES + 1 + STORED_SIZE_BYTES * sizes
+    starts = OFFSET_BYTES * (2 if item_bytes else 1)
+    split = KEY_BYTES + 1 + SIZE_BYTES * sizes + 2 * starts
+    return items * (record + starts + SIZE_BYTES * sizes + split + DRAWN_BYTES)
+
+
+def _process(run: Training, baseline: Baseline) -> Iterable[HostPart]:
+    """Yield what every process takes."""
+    each = f"of each of {run.ranks} processes"
+    yield HostPart(BASELINE, run.ranks * baseline.bytes, baseline.origin, f"{baseline.why}, {each}")
+    if run.gpu:
+        yield HostPart(CONTEXT, run.ranks * CUDA_CONTEXT_BYTES, Origin.ASSUMED, f"pytorch#113326, {each}")
+    if run.several and run.gpu:
+        yield HostPart("communicator", run.ranks * COMMUNICATOR_BYTES, Origin.ASSUMED, f"NCCL's buffers, {each}")
+    threads = run.threads + 1
+    arenas = run.ranks * (threads * ARENA_BYTES + (0 if run.gpu else int(STEP_SLACK * run.step_bytes)))
+    yield HostPart("malloc", arenas, Origin.ASSUMED, f"what glibc may keep for {threads} threads, {each}")
+
+
+def _data(run: Training) -> Iterable[HostPart]:
+    """Yield what every process knows of the data."""
+    index = run.ranks * index_bytes(run.records, run.fresh_records)
+    yield HostPart("index of the cache", index, Origin.TRACED, f"{run.records} records and {run.fresh_records} since")
+    table = run.ranks * table_bytes(run.items, run.sizes, run.id_bytes, run.item_bytes)
+    yield HostPart("table of the data set", table, Origin.TRACED, f"{run.items} items with {run.sizes} sizes each")
+
+
+def _start(run: Training) -> Iterable[HostPart]:
+    """Yield what is needed until the first step."""
+    built = "parameters are built on the CPU"
+    yield HostPart("model", run.ranks * run.model_bytes, Origin.TRACED, built, Phase.START)
+    read = "a checkpoint that is read"
+    yield HostPart("resumed state", run.ranks * run.resumed_bytes, Origin.TRACED, read, Phase.START)
+
+
+def _train(run: Training) -> Iterable[HostPart]:
+    """Yield what is needed from the first step on."""
+    ranks, phase = run.ranks, Phase.TRAIN
+    if not run.gpu:
+        yield HostPart("training step", ranks * run.step_bytes, Origin.TRACED, "it runs on the CPU", phase)
+    ring = ring_bytes(run.slots, run.batch_bytes, pin=run.gpu, sized=run.sized, limit=run.pinned_limit_bytes)
+    kind = "pinned: powers of two" if run.gpu else "not pinned"
+    yield HostPart("ring", ranks * ring, Origin.TRACED, f"{run.slots} slots of the largest batch, {kind}", phase)
+    collated = ranks * COLLATED * run.batch_bytes
+    yield HostPart("collated batches", collated, Origin.ASSUMED, "as large as what they are made of", phase)
+    scratch = ranks * run.threads * run.scratch_bytes * 5 // 4
+    yield HostPart("scratch", scratch, Origin.TRACED, f"an embedding for each of {run.threads} threads", phase)
+    # Of tensors of any sizes nobody knows how far each is from a power of two; twice is the worst.
+    offloaded = ranks * run.offloaded_bytes * (2 if run.gpu else 1)
+    yield HostPart("offloaded", offloaded, Origin.ASSUMED, "activations, pinned: powers of two", phase)
+    yield HostPart(
+        "checkpoint", ranks * run.staged_bytes, Origin.TRACED, "a copy of the state while it is saved", phase
+    )
+    workers = ranks * (run.compile_workers * COMPILE_WORKER_BYTES + COMPILER_BYTES) if run.compile_workers else 0
+    yield HostPart("compiler", workers, Origin.ASSUMED, f"{run.compile_workers} processes of Inductor", phase)
+
+
+def _files(run: Training) -> Iterable[HostPart]:
+    """Yield what files take."""
+    yield HostPart("page cache", PAGE_CACHE_BYTES, Origin.ASSUMED, "the rest of it is given up under pressure")
+    yield HostPart("tmpfs", run.tmpfs_bytes, Origin.TRACED, "files in memory count in full")
+
+
+def _with_margin(parts: Iterable[HostPart]) -> int:
+    return sum(part.bytes + part.margin_bytes for part in parts)
+
+
+IMPORT_BYTES = 322_040 << 10  # of torch 2.2 for CUDA 11.8 (https://github.com/pytorch/pytorch/issues/113326)
+TRAINING = ("torch", "torch._dynamo")  # the first optimizer imports the second: 68 MiB [measured, torch 2.13.0]
+IMPORT_S = 120.0  # from a cold network file system
+_IMPORT = """
+import os, sys
+for name in sys.argv[1:]:
+    __import__(name)
+for file in "smaps_rollup", "status":
+    sys.stdout.write(open(f"/proc/self/{file}").read())
+sys.stdout.flush()
+os._exit(0)  # taking torch down again would take another half a second
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """What a process takes before it does anything."""
+
+    bytes: int
+    origin: Origin
+    why: str
+
+
+STATED = Baseline(IMPORT_BYTES, Origin.ASSUMED, "as others measured it (pytorch#113326)")
+
+
+@cache  # it takes seconds
+def measured_baseline(*modules: str) -> Baseline:
+    """Return what a process takes that has imported some modules, measured on one; stated where that cannot be."""
+    modules = modules or TRAINING
+    try:
+        ran = subprocess.run(
+            [sys.executable, "-c", _IMPORT, *modules], capture_output=True, text=True, timeout=IMPORT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return STATED
+    size = held_bytes(ran.stdout)
+    return Baseline(size, Origin.MEASURED, f"a process that imported {', '.join(modules)}") if size else STATED
+
+
+def held_bytes(text: str) -> int:
+    """Return what a process holds, by its `smaps_rollup` and `status`: what only its end would free, and files."""
+    held = sum(_kilobytes(text, name) for name in ("Pss_Anon", "Pss_Shmem"))
+    return ((held or _kilobytes(text, "Pss")) + _kilobytes(text, "RssFile")) << 10
+
+
+def _kilobytes(text: str, name: str) -> int:
+    _, found, rest = text.partition(f"{name}:")
+    return int(rest.split(maxsplit=1)[0]) if found else 0

@@ -1,0 +1,193 @@
+"""Peaks of training steps as they were measured beside what was predicted: each corrects the plans that come after it.
+
+Kept as tasks are (`profiles`): append-only records, and an index made from them. What is remembered is of a model and
+its options (`fingerprint`), a card, a version of torch; ratios of another of these say nothing certain of this one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, fields, is_dataclass
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import ConfigError
+from pipeline.memory.hardware.gpus import device
+from pipeline.memory.history.record_index import Index, Layout
+from pipeline.memory.history.task_records import Journal, Lines
+
+if TYPE_CHECKING:
+    import sqlite3
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from torch import nn
+
+    from pipeline.memory.history.task_records import Row
+
+DIED_GROWTH = 1.25  # times what a step died at is taken as its need until one lived: assumed, a step beyond what failed
+NEWEST = 200  # measurements that count
+CPU = "cpu"
+_NO_MEMORY = frozenset({"learning_rate", "weight_decay"})  # options that change no byte
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The worst bucket of a plan as it was run; of one that died of memory the peak is what it could have at most."""
+
+    model: str  # its fingerprint
+    card: str  # as the plan calls it
+    gpu: str  # as `devices` calls what the driver named; `cpu` where there is none
+    torch: str
+    driver: str
+    allocator: str  # its settings
+    sizes: str  # of the micro-batch
+    predicted_bytes: int
+    measured_bytes: int
+    died: bool
+    outside_bytes: int  # on the card but not torch's: contexts of all processes
+    predicted_s: float  # of a step
+    step_s: float  # 0: nobody measured it
+    at: float
+
+    @property
+    def ratio(self) -> float:
+        """Return how much of its prediction it took; more than that where it died."""
+        return self.measured_bytes / self.predicted_bytes if self.predicted_bytes else 0.0
+
+
+PEAKS = Lines(Peak)
+_COLUMNS = ", ".join(PEAKS.columns)
+_KEY = "model, torch, at, run, card, sizes, allocator"
+PEAKS_INDEX_FORMAT = 1  # of the SQLite file, which is made anew where it is another
+_SCHEMA = f"CREATE TABLE peaks ({_COLUMNS}, PRIMARY KEY ({_KEY})) WITHOUT ROWID;"
+_FIELDS = PEAKS.columns[1:]
+_NEWEST = f"""
+SELECT {", ".join(_FIELDS)} FROM peaks WHERE model = :model AND torch = :torch AND (card = :card OR gpu = :gpu)
+ORDER BY at DESC, run DESC LIMIT {NEWEST}
+"""  # noqa: S608 - nothing of it comes from outside
+
+
+class _Filing:
+    """Puts peaks into a draft of an index."""
+
+    def __init__(self, draft: sqlite3.Connection) -> None:
+        self._draft = draft
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Add what was read of a file; of one told twice the last counts."""
+        places = ", ".join("?" * len(PEAKS.columns))
+        self._draft.executemany(f"INSERT OR REPLACE INTO peaks VALUES ({places})", rows)  # noqa: S608
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
+
+
+class Peaks:
+    """What is remembered in one folder, as this version of torch needs it."""
+
+    def __init__(self, folder: Path, torch: str | None = None) -> None:
+        self._journal = Journal(folder / "records", PEAKS)
+        self._index = Index(folder, self._journal, Layout(0x7065616B, PEAKS_INDEX_FORMAT, _SCHEMA, _Filing))
+        self._torch = torch_version() if torch is None else torch
+
+    def record(self, run: str, writer: str, many: Iterable[Peak]) -> bool:
+        """Remember measurements; False where the folder does not let us."""
+        try:
+            self._journal.append(run, writer, many)
+        except OSError:
+            return False
+        return True
+
+    def of(self, model: str, card: str) -> list[Peak]:
+        """Return what was measured of a model on a card, newest first."""
+        self._index.refresh()
+        wanted = {"model": model, "torch": self._torch, "card": card, "gpu": known_name(card)}
+
+        def select(connection: sqlite3.Connection) -> list[Peak]:
+            return [_peak(row) for row in connection.execute(_NEWEST, wanted)]
+
+        return self._index.ask(select)
+
+    def ratios(self, model: str, card: str) -> tuple[float, ...]:
+        """Return measured/predicted bytes of a model on a card, newest first."""
+        return ratios(self.of(model, card))
+
+    def seconds(self, model: str, card: str) -> tuple[float, ...]:
+        """Return measured/predicted seconds of a step of a model on a card, newest first."""
+        return tuple(
+            peak.step_s / peak.predicted_s for peak in self.of(model, card) if peak.step_s and peak.predicted_s
+        )
+
+
+def ratios(peaks: Sequence[Peak]) -> tuple[float, ...]:
+    """Return what measurements say of a prediction.
+
+    A step that died needs more than it could have: until one that lived has shown as much, that and DIED_GROWTH. One
+    that died with less than was predicted says nothing that was not known.
+    """
+    lived = max((peak.ratio for peak in peaks if not peak.died), default=0.0)
+    telling = (peak for peak in peaks if peak.predicted_bytes and not (peak.died and peak.ratio <= max(lived, 1.0)))
+    return tuple(peak.ratio * (DIED_GROWTH if peak.died else 1.0) for peak in telling)
+
+
+def ratios_of_all(peaks: Peaks, model: str, cards: Sequence[str]) -> tuple[float, ...]:
+    """Return the ratios for a plan that holds on several cards: () while one of them was never measured."""
+    each = [peaks.ratios(model, card) for card in cards]
+    return tuple(ratio for one in each for ratio in one) if all(each) else ()
+
+
+def fingerprint(model: nn.Module, *options: Any) -> str:
+    """Return a digest of what decides a model's memory: its tensors, its modules with their numbers, the options.
+
+    Options are dataclasses. The model may be on fake tensors or on the meta device.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for line in (*_tensors(model), *_modules(model), *_options(options)):
+        digest.update(line.encode(errors="backslashreplace") + b"\n")
+    return digest.hexdigest()
+
+
+def _tensors(model: nn.Module) -> Iterator[str]:
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            yield f"{kind} {name} {tuple(tensor.shape)} {tensor.dtype}"
+
+
+def _modules(model: nn.Module) -> Iterator[str]:
+    """Yield classes and what numbers they hold: of attention its heads, which no parameter shows."""
+    for name, module in model.named_modules():
+        numbers = {key: value for key, value in sorted(vars(module).items()) if isinstance(value, int | float)}
+        numbers.pop("training", None)
+        yield f"module {name} {type(module).__qualname__} {numbers}"
+
+
+def _options(options: Iterable[Any]) -> Iterator[str]:
+    for one in options:
+        assert is_dataclass(one)
+        for field in fields(one):
+            if field.name not in _NO_MEMORY:
+                yield f"option {field.name} {getattr(one, field.name)!r}"
+
+
+def sizes_text(sizes: Mapping[str, int]) -> str:
+    """Return the sizes of a micro-batch as they are remembered."""
+    return " ".join(f"{name}={size}" for name, size in sorted(sizes.items()))
+
+
+def known_name(card: str) -> str:
+    """Return what `devices` calls a card; one that it does not know keeps its name."""
+    try:
+        return device(card).name
+    except ConfigError:
+        return card
+
+
+def torch_version() -> str:
+    """Return the version of torch that is installed, without importing it; what it was built for is left out."""
+    return metadata.version("torch").partition("+")[0]
+
+
+def _peak(row: Sequence[Any]) -> Peak:
+    told = dict(zip(_FIELDS, row, strict=True))
+    return Peak(**{**told, "died": bool(told["died"])})

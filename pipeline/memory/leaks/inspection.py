@@ -1,0 +1,311 @@
+"""A look at some steps, after which is known what they left behind: how much, what, made where and held by whom."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import os
+import sys
+import time
+import tracemalloc
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import torch
+
+from pipeline.memory.code_sites import place, traced_site
+from pipeline.memory.leaks.referrers import Look, Made, Search, all_containers, lengths, visible
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Site: TypeAlias = tuple[str, int]
+
+SETTLED = 3  # steps that what is left must outlive: the next batch, or a copy that is being saved, does not
+_SEARCH_S = 1.0
+_FRAMES = 8  # of a traceback, the innermost: more make tracing slower still
+_MOST_KINDS, _MOST_SITES = 3, 3
+_MOST_GROUPS = 12
+_WEIGH_S, _SAMPLE = 1.0, 512
+_LEAST_SHARE = 0.05  # of the largest, to be named
+_HIDDEN = "nothing that Python shows: a cycle through autograd (an output kept on ctx, a hook on its own tensor)?"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What was left behind, by one holder."""
+
+    bytes_per_step: float
+    kinds: tuple[str, ...]
+    sites: tuple[str, ...]
+    holder: str
+
+
+class Window:
+    """Looks at so many steps, and waits a few more."""
+
+    def __init__(self, steps: int, *, with_objects: bool) -> None:
+        """Begin; with objects: Python's own and numpy's too, which makes Python slower meanwhile."""
+        self.steps, self.with_objects = steps, with_objects
+        self._look = Look()
+        self._later: list[Made] = []  # seen at a boundary, while nobody saw where they were made
+        self._snapshot: tracemalloc.Snapshot | None = None
+        self._starts_tracing = with_objects and not tracemalloc.is_tracing()
+        self._lengths = lengths(all_containers())
+        self._known = {number for number, _ in visible()}
+        if self._starts_tracing:
+            tracemalloc.start(_FRAMES)
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """Return what sees the tensors of a step that are made within."""
+        return self._look if self._look.step < self.steps else nullcontext()
+
+    def boundary(self) -> bool:
+        """Hear that a step has ended; return whether all is known."""
+        look = self._look
+        look.prune()
+        look.step += 1
+        if look.step == 1 and self.with_objects:
+            self._snapshot = tracemalloc.take_snapshot()
+        if look.step == self.steps:
+            unseen = ((number, one) for number, one in visible() if number not in self._known)
+            self._later = [_unseen(one) for number, one in unseen if number not in look.made]
+        return look.step >= self.steps + SETTLED
+
+    def close(self) -> None:
+        """Stop all tracing."""
+        if self._starts_tracing:
+            tracemalloc.stop()
+        self._starts_tracing = False
+
+    def found(self, expected_rate: float = 0.0) -> list[Found]:
+        """Return what the steps have left behind, the largest first."""
+        groups, containers = self._tensors()
+        found = [_of_tensors(made, holder, self.steps) for holder, made in groups.items() if self._recurs(made)]
+        if self.with_objects:
+            found += self._objects(containers, expected_rate - sum(one.bytes_per_step for one in found))
+        return sorted(found, key=lambda one: -one.bytes_per_step)
+
+    def _tensors(self) -> tuple[dict[str, list[Made]], set[int]]:
+        """Return the storages that survived by who holds them, and the ids of the containers that do."""
+        made = {one.number: one for one in (*self._later, *self._look.made.values()) if not one.is_gone}
+        containers: set[int] = set()
+        groups: dict[str, list[Made]] = defaultdict(list)
+        if not made:
+            return groups, containers
+        shown: dict[int, Any] = {}
+        roots: list[Any] = []  # of graphs: a step that has ended leaves hardly any
+        for number, tensor in visible():
+            if number in made:
+                shown[number] = tensor
+            if number not in self._known and tensor.grad_fn is not None:
+                roots.append(tensor)
+        by_site: dict[str, list[int]] = defaultdict(list)
+        for number in shown:
+            by_site[made[number].site].append(number)
+        largest = sorted(by_site.values(), key=lambda numbers: -sum(made[one].bytes for one in numbers))
+        hidden = [one for number, one in made.items() if number not in shown]
+        for numbers in largest[:_MOST_GROUPS]:
+            holder = self._holder([shown[one] for one in numbers], containers, (shown, roots))
+            if holder is not None:  # empty: only a graph refers to them
+                (groups[holder] if holder else hidden).extend(made[one] for one in numbers)
+        if hidden:
+            held = self._holder(roots, containers, (shown,)) if roots else None
+            groups[held or _HIDDEN] += hidden
+        shown.clear()
+        roots.clear()
+        return self._without_garbage(groups), containers
+
+    def _holder(self, tensors: list[Any], containers: set[int], ours: Sequence[object]) -> str | None:
+        """Return who holds some tensors; none: what holds them does not grow."""
+        search = Search(_SEARCH_S)
+        search.ignore(tensors, *ours)
+        container = search.container_of(tensors)
+        if container is None:
+            cycle = search.cycle_of(tensors[0])
+            return f"a cycle of references: {cycle}" if cycle else search.name_of(tensors[0])
+        before = self._lengths.get(id(container))
+        if before is not None and len(container) <= before:
+            return None
+        containers.add(id(container))
+        return search.name_of(container)
+
+    def _recurs(self, made: Sequence[Made]) -> bool:
+        """Tell whether something was left behind more than once; what nobody saw made, at most steps."""
+        seen = sum(bool(one.site) for one in made)
+        return seen > 1 or len(made) - seen >= max(3, self.steps // 2)
+
+    def _without_garbage(self, groups: dict[str, list[Made]]) -> dict[str, list[Made]]:
+        """Say of what a garbage collection frees that it does."""
+        gc.collect()
+        told: dict[str, list[Made]] = defaultdict(list)
+        for holder, many in groups.items():
+            freed = [one for one in many if one.is_gone]
+            told[holder] += [one for one in many if not one.is_gone]
+            told[f"{holder or 'a cycle of references'}; only garbage collection frees it"] += freed
+        return told
+
+    def _objects(self, containers: set[int], missing: float) -> list[Found]:
+        """Return containers of Python that grew, and what was allocated for them."""
+        seen = set(containers)
+        weighed: list[tuple[_Weighed, Any]] = []
+        everything = all_containers()
+        for one in everything:
+            grown = len(one) - self._lengths.get(id(one), len(one))
+            if grown >= max(2, self.steps // 2) and id(one) not in containers:
+                weighed.append((_Weighed(), one))
+                weighed[-1][0].weigh(_newest(one, grown), seen)
+        weighed.sort(key=lambda pair: -pair[0].bytes)
+        del weighed[_MOST_SITES:]
+        found = []
+        for sizes, container in weighed:
+            if sizes.bytes > _LEAST_SHARE * weighed[0][0].bytes:
+                search = Search(_SEARCH_S)
+                search.ignore(everything, *weighed)
+                found.append(sizes.found(search.name_of(container), self._look.step))
+        enough = sum(one.bytes_per_step for one in found) >= missing / 2
+        return found if enough else [*found, *self._by_site()]
+
+    def _by_site(self) -> list[Found]:
+        """Return where more is allocated than after the first step, whoever holds it."""
+        if self._snapshot is None:
+            return []
+        gained: Counter[Site] = Counter()
+        for one in tracemalloc.take_snapshot().compare_to(self._snapshot, "traceback"):
+            site = traced_site(one.traceback)
+            if one.size_diff > 0 and site:
+                gained[site] += one.size_diff
+        steps, most = self._look.step - 1, gained.most_common(_MOST_SITES)
+        return [Found(size / steps, ("Python objects",), (place(*site),), "") for site, size in most]
+
+
+def _newest(container: Any, count: int) -> list[Any]:
+    """Return the elements that came last, as far as their order tells."""
+    if isinstance(container, set):
+        return list(container)
+    newest = list(islice(reversed(container), count))
+    return [*newest, *(container[key] for key in newest)] if isinstance(container, dict) else newest
+
+
+class _Weighed:
+    """What some things take: bytes by what they are and by where they were made."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+        self.kinds: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
+        self.sites: Counter[str] = Counter()
+
+    @property
+    def bytes(self) -> int:
+        """Return what all take."""
+        return round(self.scale * sum(self.kinds.values()))
+
+    def count(self, kind: str, size: int, site: str) -> None:
+        """Add one thing."""
+        self.kinds[kind] += size
+        self.counts[kind] += 1
+        if site:
+            self.sites[site] += size
+
+    def weigh(self, objects: Sequence[object], seen: set[int]) -> None:
+        """Add objects with all that was made for them since tracing began; of many, some stand for all."""
+        stride = max(1, len(objects) // _SAMPLE)
+        sample = objects[::stride]
+        end, waiting, self.scale = time.monotonic() + _WEIGH_S, list(sample), len(objects) / max(len(sample), 1)
+        while waiting and time.monotonic() < end:
+            one: Any = waiting.pop()
+            traced = tracemalloc.get_object_traceback(one)
+            if traced is None or id(one) in seen:
+                continue
+            seen.add(id(one))
+            site = traced_site(traced)
+            if site and not issubclass(type(one), torch.Tensor):  # what it stores is counted elsewhere
+                self.count(_kind(one), sys.getsizeof(one), place(*site))
+            waiting.extend(gc.get_referents(one))
+            if issubclass(type(one), np.ndarray) and one.base is not None:
+                waiting.append(one.base)
+
+    def found(self, holder: str, steps: int) -> Found:
+        """Return the largest kinds and sites, over so many steps."""
+        kinds = tuple(
+            f"{round(self.scale * self.counts[kind])} x {kind}" for kind, _ in self.kinds.most_common(_MOST_KINDS)
+        )
+        return Found(self.bytes / steps, kinds, tuple(site for site, _ in self.sites.most_common(_MOST_SITES)), holder)
+
+
+def _kind(one: Any) -> str:
+    if issubclass(type(one), np.ndarray):
+        return f"ndarray {one.dtype} {list(one.shape)}"
+    kind = type(one)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _of_tensors(made: Sequence[Made], holder: str, steps: int) -> Found:
+    weighed = _Weighed()
+    for one in made:
+        weighed.count(one.kind, one.bytes, one.site)
+    return weighed.found(holder, steps)
+
+
+def _unseen(tensor: Any) -> Made:
+    return Made.of(tensor, "")
+
+
+BLOCK_BYTES = 48  # of a small object of Python's, as it usually is: only their number is told
+_PROBE_BYTES = 1 << 20
+_FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+
+
+class _Mallinfo(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _FIELDS)
+
+
+@functools.cache
+def malloc_counter() -> Callable[[], int] | None:
+    """Return what counts the bytes that malloc has given out, for tensors and arrays too; none: nobody counts them."""
+    try:
+        asked = ctypes.CDLL(None).mallinfo2  # glibc since 2.33; `mallinfo` would wrap at 4 GiB
+    except (AttributeError, OSError):
+        return None
+    asked.restype = _Mallinfo
+
+    def count() -> int:
+        told = asked()
+        return int(told.uordblks + told.hblkhd)
+
+    # Another malloc may stand before glibc's, which then knows of nothing.
+    before = count()
+    probe = ctypes.create_string_buffer(_PROBE_BYTES)
+    seen = count() - before
+    del probe
+    return count if seen >= _PROBE_BYTES else None
+
+
+def resident_bytes() -> int:
+    """Return what the process has in memory of its own, without files; 0: unknown."""
+    try:
+        with open("/proc/self/statm", "rb", buffering=0) as file:  # noqa: PTH123 - asked at every step
+            _, resident, shared = file.read(256).split()[:3]
+    except (OSError, ValueError):
+        return 0
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+
+
+def small_objects_bytes() -> int:
+    """Return about how much Python's small objects take, which malloc does not see."""
+    return sys.getallocatedblocks() * BLOCK_BYTES
+
+
+def card_counter(device: str) -> Callable[[], int]:
+    """Return what counts the bytes of tensors on a card."""
+    import torch
+
+    place = torch.device(device)
+    return lambda: int(torch.cuda.memory_allocated(place))

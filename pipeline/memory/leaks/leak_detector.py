@@ -1,0 +1,377 @@
+"""Finds what makes memory grow from step to step, and says so before it ends the run.
+
+    leaks = Leaks(device="cpu", tell=lambda leak: print(leak.words()), limit_bytes=4 << 30)
+    for epoch in range(50):
+        for batch in loader:
+            with leaks.watching():  # nothing, unless something is suspected
+                model(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            leaks.step(bucket)  # a few microseconds
+        leaks.epoch()
+
+Suspected is memory that grew in two epochs running, the first aside, or, within an epoch, in lap after lap so fast
+that it would end the run. Then some steps are looked at closely (`window.Window`), and what they leave behind is told.
+"""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import median
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from pipeline.memory.hardware.caching_allocator import format_bytes
+from pipeline.memory.leaks import inspection
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+
+    from pipeline.memory.leaks.inspection import Found, Window
+
+TENSORS, HOST, OBJECTS = "tensors", "host memory", "Python objects"
+# What may come in an epoch without being a leak: records of the epoch, free lists, malloc's bookkeeping.
+TENSOR_FLOOR_BYTES, HOST_FLOOR_BYTES, RESIDENT_FLOOR_BYTES = 64 << 10, 1 << 20, 8 << 20
+OBJECTS_EVERY = 8  # steps: to count Python's objects takes 25 µs for 160 000 of them [measured], and more for more
+WINDOWS = (4, 16, 64)  # steps: what does not leak at every step wants a longer look
+EXPLAINED = 0.5  # of what grows must be found, or a longer look follows
+LEAST_SHARE = 0.05  # of what was found, to be told
+NEAR = 20  # within an epoch: the limit is so many times as far as the run has come, or nearer
+WITHOUT_LIMIT = 0.25  # of what is live, as growth, where there is no limit
+_NOT_FOUND = "what grows was not found: neither operators nor Python code allocate it within a step"
+REST = 4  # times the steps so far are made after a look in vain, before the next
+AGAIN = 2.0  # a leak is told again when it has taken so many times as much
+
+
+@dataclass(frozen=True, slots=True)
+class Leak:
+    """Something that grows."""
+
+    memory: str  # whose: tensors, host memory or Python objects
+    bytes_per_step: int
+    bytes_per_epoch: int | None  # none: no epoch has ended yet
+    total_bytes: int  # so far
+    types: tuple[str, ...] = ()  # what it is: "4 x Tensor float32 [64, 128]" in the steps looked at
+    sites: tuple[str, ...] = ()  # where it was made: "train.py:31 in loss"
+    holder: str = ""  # who keeps it: "list `history` of mylab.docking.Model"
+    steps_left: int | None = None  # until the limit, at this rate; none: nobody knows the limit
+
+    def words(self) -> str:
+        """Say it."""
+        epoch = "" if self.bytes_per_epoch is None else f", {_size(self.bytes_per_epoch)} an epoch"
+        grows = "grows" if self.memory == HOST else "grow"
+        growth = (
+            f"{self.memory} {grows} by {_size(self.bytes_per_step)} a step{epoch}, {_size(self.total_bytes)} so far"
+        )
+        said = []
+        said.append(
+            ", ".join(self.types) or "what grows was not found: it is allocated by no operator and no Python code"
+        )
+        if self.sites:
+            said.append(f"made at {'; '.join(self.sites)}")
+        if self.holder:
+            said.append(f"kept by {self.holder}")
+        if self.steps_left is not None:
+            said.append(f"out of memory in about {self.steps_left} steps")
+        return f"{growth}: {', '.join(said)}"
+
+
+class Leaks:
+    """Watches the memory of one process at the boundaries of its steps."""
+
+    def __init__(
+        self,
+        *,
+        device: str,
+        live: Callable[[], int] | None = None,
+        tell: Callable[[Leak], None],
+        limit_bytes: int | None,
+        step_bytes: int = 0,
+    ) -> None:
+        """Take what counts the bytes of tensors, where torch does not; `step_bytes` is what a step adds at its peak."""
+        self.limit_bytes, self.step_bytes = limit_bytes, step_bytes
+        self._tell = tell
+        on_cpu = device.partition(":")[0] == "cpu"
+        self._tensors = live or (None if on_cpu else inspection.card_counter(device))
+        self._limited = self._tensors or inspection.resident_bytes  # what ends at the limit
+        self._series = _series(self._tensors, shared=on_cpu)
+        self._step = self._epoch_began = 0
+        self._epoch_steps: int | None = None
+        self._window: Window | None = None
+        self._tries = 0
+        self._searched = False  # in vain
+        self._rests_until = 0  # the step before which no further look is taken
+        self._leaks: dict[tuple[str, ...], Leak] = {}
+        self._told: dict[tuple[str, ...], int] = {}
+        self._rates: dict[str, float] = {}  # that are looked into, in bytes per step
+
+    def step(self, bucket: Hashable) -> None:
+        """Hear that a step of a bucket has ended, its gradients released."""
+        self._step += 1
+        lap = False
+        for series, count in self._series:
+            # A look's own records are host memory, too.
+            if (self._window is None or series.name == TENSORS) and _is_due(series, self._step):
+                lap |= series.add(bucket, count(), self._step)
+        if self._window is not None:
+            self._look(self._window)
+        elif lap:
+            self._consider([one for one, _ in self._series if self._is_grave(one)], by_epochs=False)
+
+    def epoch(self) -> list[Leak]:
+        """Hear that an epoch has ended; return the leaks that are known, as they are now."""
+        self._epoch_steps, self._epoch_began = self._step - self._epoch_began, self._step
+        for series, _ in self._series:
+            series.end_epoch()
+        if self._window is None:
+            self._consider([one for one, _ in self._series if one.by_epochs > 0], by_epochs=True)
+        return list(self._leaks.values())
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """Return what to run forward and backward in: nothing, unless something is suspected."""
+        return nullcontext() if self._window is None else self._window.watching()
+
+    def close(self) -> None:
+        """Stop looking."""
+        if self._window is not None:
+            self._window.close()
+        self._window = None
+
+    def _is_grave(self, series: Series) -> bool:
+        """Tell whether a series grows so fast that the run would not last much longer."""
+        rate = series.by_laps
+        if rate <= 0:
+            return False
+        left = self._steps_left(series.name, rate)
+        if left is None:
+            return series.gained_bytes > WITHOUT_LIMIT * (series.live_bytes - series.gained_bytes)
+        return left < NEAR * self._step
+
+    def _steps_left(self, memory: str, rate: float) -> int | None:
+        if self.limit_bytes is None or (memory != TENSORS and self._tensors is not None):
+            return None
+        return max(0, int((self.limit_bytes - self.step_bytes - self._limited()) / rate))
+
+    def _consider(self, suspected: Sequence[Series], *, by_epochs: bool) -> None:
+        """Look closely at what is suspected, unless it is what is known."""
+        if not suspected:
+            return
+        rates = {one.name: one.by_epochs if by_epochs else one.by_laps for one in suspected}
+        known = sum(one.bytes_per_step for one in self._leaks.values())
+        if known and sum(rates.values()) < known * AGAIN:
+            self._refresh(rates, suspected)
+        elif self._searched:
+            self._searched = False
+            for one in suspected:
+                self._report(self._leak(one.name, rates[one.name], one.gained_bytes, None))
+        elif self._step >= self._rests_until:
+            self._rates = rates
+            self._open()
+
+    def _open(self) -> None:
+        from pipeline.memory.leaks.inspection import Window
+
+        steps = WINDOWS[min(self._tries, len(WINDOWS) - 1)]
+        self._window = Window(steps, with_objects=set(self._rates) != {TENSORS})
+
+    def _look(self, window: Window) -> None:
+        """Let a look go on; judge when it has seen enough."""
+        if not window.boundary():
+            return
+        # Where small objects grow, what refers to them does too, in leaps, and is not counted with them.
+        without = HOST if OBJECTS in self._rates else None
+        expected = sum(rate for name, rate in self._rates.items() if name != without)
+        found = _found(window, expected)
+        self.close()
+        explained = sum(one.bytes_per_step for one in found)
+        if explained < EXPLAINED * expected:
+            self._tries += 1
+            if self._tries < len(WINDOWS):
+                self._open()
+                return
+            self._searched = not found
+            self._rests_until = 0 if found else REST * self._step  # a look slows training down several times
+        self._tries = 0
+        self._name(found, explained, expected)
+
+    def _name(self, found: Sequence[Found], explained: float, expected: float) -> None:
+        """Report what was found."""
+        # Items differ in size, and some steps are few; where only tensors and arrays grow, the long run is exact.
+        scale = expected / explained if explained and OBJECTS not in self._rates else 1.0
+        if not EXPLAINED <= scale <= 1 / EXPLAINED:
+            scale = 1.0
+        gained = sum(one.gained_bytes for one, _ in self._series if one.name in self._rates)
+        memory = max(self._rates, key=lambda name: self._rates[name])
+        for one in found:
+            share = one.bytes_per_step / explained
+            if share >= LEAST_SHARE:
+                self._report(self._leak(memory, scale * one.bytes_per_step, round(share * gained), one))
+
+    def _leak(self, memory: str, rate: float, total: int, found: Found | None) -> Leak:
+        epoch = None if self._epoch_steps is None else round(rate * self._epoch_steps)
+        left = self._steps_left(memory, max(rate, sum(self._rates.values())))
+        what = (found.kinds, found.sites, found.holder) if found else ((), (), "")
+        return Leak(memory, round(rate), epoch, total, *what, left)
+
+    def _refresh(self, rates: dict[str, float], suspected: Sequence[Series]) -> None:
+        """Bring what is known up to date, and tell it again where it has become much."""
+        self._rates = rates
+        known = sum(one.bytes_per_step for one in self._leaks.values())
+        gained = sum(one.gained_bytes for one in suspected)
+        for one in list(self._leaks.values()):
+            share = one.bytes_per_step / max(known, 1)
+            epoch = None if self._epoch_steps is None else one.bytes_per_step * self._epoch_steps
+            left = self._steps_left(one.memory, max(sum(rates.values()), 1.0))
+            total = round(share * gained)
+            self._report(replace(one, bytes_per_epoch=epoch, total_bytes=total, steps_left=left))
+
+    def _report(self, leak: Leak) -> None:
+        """Keep a leak; tell it if it is new, or has become much."""
+        key = (leak.memory, leak.holder, *leak.sites)
+        known = self._leaks.get(key)
+        self._leaks[key] = leak
+        if known is None or leak.total_bytes >= AGAIN * self._told.get(key, 0):
+            self._told[key] = leak.total_bytes
+            self._tell(leak)
+
+
+def _found(window: Window, expected: float) -> list[Found]:
+    """Return what a look has found; a search that fails has found nothing, and ends no run."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return window.found(expected)
+        except Exception:  # noqa: BLE001 - it looks at all objects there are, and some are built to object
+            return []
+
+
+def _size(size: int) -> str:
+    return format_bytes(size) if size >= 1 << 20 else f"{size / 1024:.1f} KiB"
+
+
+def _is_due(series: Series, step: int) -> bool:
+    return series.name != OBJECTS or step % OBJECTS_EVERY == 0
+
+
+def _series(tensors: Callable[[], int] | None, *, shared: bool) -> list[tuple[Series, Callable[[], int]]]:
+    """Return what is counted, and how: tensors, the host's memory, Python's objects."""
+    malloc = inspection.malloc_counter()
+    found = [(Series(OBJECTS, HOST_FLOOR_BYTES), inspection.small_objects_bytes)]
+    if tensors is not None:
+        found.append((Series(TENSORS, TENSOR_FLOOR_BYTES), tensors))
+    if malloc is None:
+        return [*found, (Series(HOST, RESIDENT_FLOOR_BYTES), inspection.resident_bytes)]
+    if tensors is not None and shared:
+        host, counted = malloc, tensors  # tensors are in malloc's memory: what is left of it is counted
+        return [*found, (Series(HOST, HOST_FLOOR_BYTES), lambda: host() - counted())]
+    return [*found, (Series(HOST, HOST_FLOOR_BYTES), malloc)]
+
+
+Marks: TypeAlias = "dict[Hashable, tuple[int, int]]"  # bucket -> (least live bytes, the step at which it was)
+
+ANY = "any bucket"
+MOST_BUCKETS = 512  # of one span; where nearly every step has its own, all are compared as one
+COMMON = 3  # buckets that two spans must share to be compared by them
+LASTING = 0.5  # of the growth before: a cache that fills slows down, a leak does not
+LAPS, LAST_LAPS = 16, 6  # kept at most; and how many must all have grown
+LAP_STEPS = 8  # at first: 56 steps are the earliest at which anything is suspected
+
+
+def note(marks: Marks, bucket: Hashable, live: int, step: int) -> None:
+    """Keep the least of a bucket, and of all."""
+    for one in (bucket, ANY):
+        known = marks.get(one)
+        if (known is None and len(marks) < MOST_BUCKETS) or (known is not None and live < known[0]):
+            marks[one] = live, step
+
+
+def growth(before: Marks, after: Marks) -> tuple[float, float]:
+    """Return by how many bytes the usual bucket grew between two spans, and how many that is per step."""
+    common = [one for one in after if one in before and one != ANY]
+    if len(common) < COMMON:
+        common = [one for one in after if one in before]
+    pairs = [(after[one][0] - before[one][0], after[one][1] - before[one][1]) for one in common]
+    if not pairs:
+        return 0.0, 0.0
+    return median(gained for gained, _ in pairs), median(gained / max(steps, 1) for gained, steps in pairs)
+
+
+def leaking(spans: Sequence[Marks], floor_bytes: float) -> float:
+    """Return bytes per step if every span grew on the one before, by enough in all and without slowing down; else 0."""
+    gains = [growth(before, after) for before, after in pairwise(spans)]
+    if len(gains) < 2 or min(gained for gained, _ in gains) <= 0:
+        return 0.0
+    half = len(gains) // 2
+    early, late = (median(rate for _, rate in part) for part in (gains[:half], gains[-half:]))
+    if late < LASTING * early:
+        return 0.0
+    gained, rate = growth(spans[0], spans[-1])
+    return rate if gained >= floor_bytes * len(gains) else 0.0
+
+
+class Series:
+    """One count of bytes over a run: by epochs, and by laps within them."""
+
+    def __init__(self, name: str, floor_bytes: int) -> None:
+        self.name, self.floor_bytes = name, floor_bytes
+        self.epochs: list[Marks] = []  # the first, in which caches fill, is dropped
+        self.laps: list[Marks] = []
+        self.base: Marks = {}  # what was live when growth began to count
+        self.live_bytes = 0  # when last looked
+        self._epoch: Marks = {}
+        self._lap: Marks = {}
+        self._lap_steps, self._lap_end = LAP_STEPS, 2 * LAP_STEPS
+        self._ended = 0
+
+    def add(self, bucket: Hashable, live: int, step: int) -> bool:
+        """Note what is live after a step; return whether a lap ended."""
+        self.live_bytes = live
+        note(self._epoch, bucket, live, step)
+        if step <= LAP_STEPS:  # optimizer state, workspaces, compiled kernels
+            return False
+        note(self._lap, bucket, live, step)
+        if step < self._lap_end:
+            return False
+        self._end_lap(step)
+        return True
+
+    def _end_lap(self, step: int) -> None:
+        self.laps.append(self._lap)
+        self.base = self.base or self._lap
+        self._lap = {}
+        if len(self.laps) == LAPS:  # a run of any length is known by so many
+            self.laps = [_merged(*self.laps[place : place + 2]) for place in range(0, LAPS, 2)]
+            self._lap_steps *= 2
+        self._lap_end = step + self._lap_steps
+
+    def end_epoch(self) -> None:
+        """Let an epoch end."""
+        self._ended += 1
+        if self._ended > 1 and self._epoch:
+            self.epochs = [*self.epochs[-2:], self._epoch]
+        self._epoch = {}
+
+    @property
+    def by_epochs(self) -> float:
+        """Return the bytes per step by which the last three epochs grew; 0: they did not."""
+        return leaking(self.epochs, self.floor_bytes) if len(self.epochs) == 3 else 0.0
+
+    @property
+    def by_laps(self) -> float:
+        """Return the bytes per step by which the last laps grew; 0: they did not."""
+        return leaking(self.laps[-LAST_LAPS:], self.floor_bytes / LAST_LAPS) if len(self.laps) >= LAST_LAPS else 0.0
+
+    @property
+    def gained_bytes(self) -> int:
+        """Return how much more is live than when growth began to count."""
+        newest = self._lap or (self.laps[-1] if self.laps else {})
+        return max(0, round(growth(self.base, newest)[0])) if self.base and newest else 0
+
+
+def _merged(first: Marks, second: Marks) -> Marks:
+    both = dict(first)
+    for bucket, (live, step) in second.items():
+        note(both, bucket, live, step)
+    return both

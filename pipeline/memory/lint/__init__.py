@@ -1,0 +1,1 @@
+"""Settings that are known to do harm, or nothing, where people hope to save memory."""

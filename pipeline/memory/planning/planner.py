@@ -1,0 +1,384 @@
+"""The planner: how to train so that the whole data set fits, in the least time among what fits.
+
+A pure function of what an oracle says about the model. Remedies are tried in one order: smaller micro-batches,
+checkpointing, precision, offload, sharding. A later one is taken where it is needed, or faster by more than WORTH.
+"""
+
+from __future__ import annotations
+
+import gc
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pipeline.errors import ConfigError, PlanInfeasible
+from pipeline.memory.footprint import Origin, Step, least_sure, live_peak_bytes, parts_at_peak
+from pipeline.memory.hardware.caching_allocator import format_bytes
+from pipeline.memory.planning.budget_search import Search
+from pipeline.memory.planning.memory_plan import Bucket, Figure, Plan, Trial, Verdict
+from pipeline.memory.planning.remedies import (
+    WORTH,
+    Outcome,
+    Outsized,
+    Trying,
+    choices,
+    crop_limits,
+    outsized,
+    remedies,
+    remedy_text,
+)
+from pipeline.memory.planning.request import Cards, Oversize
+from pipeline.memory.planning.reserved_memory import reserve as reserve_by_simulation
+from pipeline.memory.planning.reserved_memory import sharded_micro, sharded_standing
+from pipeline.protocol import ITEMS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from pipeline.memory.footprint import Choice, Micro, Oracle, Part, Standing
+    from pipeline.memory.planning.request import Card, Data, Request
+    from pipeline.memory.planning.reserved_memory import Reserve
+
+    Integers = NDArray[np.int64]
+
+_TURNS = 3  # times more items are given up because those that were kept did not fit together with the allocator's own
+_LOWER = 0.95  # of the limit, each time
+
+
+def plan(
+    oracle: Oracle,
+    data: Data,
+    request: Request,
+    cards: Sequence[Card],
+    *,
+    reserve: Reserve = reserve_by_simulation,
+    others: Sequence[Card] = (),
+) -> Plan:
+    """Return the plan for all the cards a job may land on; `others` are named where only they would do."""
+    request.check(data)
+    with _old_objects_left_alone():
+        questions = Questions(oracle, (ITEMS, *data.names))
+        return _planned(Trying(questions, data, request, Cards.of(cards), reserve), others)
+
+
+@contextmanager
+def _old_objects_left_alone() -> Iterator[None]:
+    """Let the collector pass over what is there: traces make so much garbage that it would often go through all."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _planned(trying: Trying, others: Sequence[Card]) -> Plan:
+    best, outcomes = _best(trying)
+    if best is not None:
+        return _plan(trying, best, outcomes)
+    _refuse(trying, outcomes)
+    return _without_oversize(trying, outcomes, others)
+
+
+def _best(trying: Trying) -> tuple[Outcome | None, list[Outcome | Trial]]:
+    """Search the choice that is estimated to be the fastest; where it does not fit after all, the next one."""
+    tried = _estimates(trying)
+    while True:
+        open_ = [one for one in tried if isinstance(one, Outcome) and one.verdict is Verdict.SLOWER]
+        if not open_:
+            return None, tried
+        fastest = reduce(lambda best, one: one if one.epoch_s * WORTH < best.epoch_s else best, open_)
+        searched = trying.search(fastest)
+        tried[tried.index(fastest)] = searched
+        if searched.found is not None:
+            return searched, tried
+
+
+def _estimates(trying: Trying) -> list[Outcome | Trial]:
+    """Estimate the choices in order, leaving out those that could not be faster than one that may fit."""
+    best: Outcome | None = None
+    tried: list[Outcome | Trial] = []
+    for choice in choices(trying.request):
+        if best is not None and trying.cards.supports(choice.precision):
+            least_s = trying.least_s(best, choice)
+            if least_s * WORTH >= best.epoch_s:
+                why = f"not faster: {least_s:.3g} s an epoch at least, {best.epoch_s:.3g} s without"
+                tried.append(Trial(remedy_text(choice, trying.request), choice, Verdict.NOT_NEEDED, why))
+                continue
+        outcome = trying.estimate(choice)
+        tried.append(outcome)
+        if outcome.verdict is Verdict.SLOWER and (best is None or outcome.epoch_s * WORTH < best.epoch_s):
+            best = outcome
+    return tried
+
+
+def _plan(trying: Trying, best: Outcome, tried: Sequence[Outcome | Trial], **about: object) -> Plan:
+    """Put together what a report wants to know."""
+    found, reserved, request, choice = best.found, best.reserved, trying.request, best.choice
+    assert found is not None
+    assert reserved is not None
+    standing = trying.questions.standing(choice)
+    said = least_sure((standing.origin, *(micro.origin for micro in best.micros)))
+    per_share = found.micros.per_share()
+    hours = best.epoch_s * request.epochs * request.ranks / 3600
+    of_order = 1.0 if found.every_order else found.micros.epochs / (found.micros.epochs + 1)
+    made = Plan(
+        choice=choice,
+        remedies=remedies(choice, request),
+        cards=tuple(card.name for card in trying.cards.cards),
+        limit_bytes=trying.limit,
+        ranks=request.ranks,
+        batch=request.batch,
+        padded=trying.data.padded,
+        budget={"cost": found.budget},
+        cost_weights={"item": 1.0} if request.micro_batch is not None else found.model.named(),
+        base=Figure(found.model.base, Origin.ASSUMED),
+        micro_batch=request.micro_batch,
+        items_median=float(np.median(found.micros.items_M)),
+        items_most=int(found.micros.items_M.max()),
+        accumulation_most=int(per_share.max()),
+        accumulation_mean=float(per_share.mean()),
+        micros=len(found.rows_MS),
+        live=Figure(found.live, said),
+        reserved=Figure(reserved.bytes, least_sure((said, reserved.origin))),
+        total=Figure(best.total, least_sure((said, reserved.origin, best.margin.origin))),
+        used=reserved.bytes / trying.limit,
+        filled=found.filled,
+        every_order=found.every_order,
+        parts=_parts(best, trying.questions),
+        margin=best.margin,
+        probability=Figure(best.margin.probability * of_order, best.margin.trust),
+        allocator=reserved,
+        step_s=Figure(best.step_s, Origin.ASSUMED),
+        epoch_s=Figure(best.epoch_s, Origin.ASSUMED),
+        gpu_hours=Figure(hours, Origin.ASSUMED),
+        host_bytes=max(micro.host_bytes for micro in best.micros),
+        trials=tuple(_trial(trying, one) for one in tried),
+        oversize=(),
+        crop={},
+        buckets=_buckets(trying, best),
+        questions=trying.questions.asked,
+        notes=_notes(trying, best),
+    )
+    return replace(made, **about)  # type: ignore[arg-type]
+
+
+def _trial(trying: Trying, one: Outcome | Trial) -> Trial:
+    if isinstance(one, Trial):
+        return one
+    return one.trial(remedy_text(one.choice, trying.request))
+
+
+def _buckets(trying: Trying, best: Outcome) -> tuple[Bucket, ...]:
+    found = best.found
+    assert found is not None
+    cut = len(found.rows_MS)
+    return tuple(
+        Bucket(
+            dict(zip(trying.questions.names, group.corner, strict=True)),
+            Figure(trying.questions.peak_bytes(best.choice, group.corner, accumulate=found.accumulate), micro.origin),
+            int((group.places < cut).sum()),
+        )
+        for group, micro in zip(found.groups, best.micros, strict=True)
+    )
+
+
+def _notes(trying: Trying, best: Outcome) -> tuple[str, ...]:
+    """Return what people must know to trust the numbers."""
+    found = best.found
+    assert found is not None
+    order = (
+        ()
+        if found.every_order
+        else (
+            "it holds for the epoch that was cut; another order may bring a larger micro-batch: the worst of "
+            f"{found.micros.epochs + 1} epochs is the next one with a chance of 1/{found.micros.epochs + 1}",
+        )
+    )
+    cards = tuple(note for card in trying.cards.cards for note in card.notes)
+    return (best.margin.why, *order, *trying.questions.notes(best.choice), *cards)
+
+
+def _refuse(trying: Trying, outcomes: Sequence[Outcome | Trial]) -> None:
+    """Refuse what no choice of items would mend: the standing memory, or a pinned micro-batch."""
+    tried = [one for one in outcomes if not isinstance(one, Trial)]
+    able = [one for one in tried if one.verdict is not Verdict.UNSUPPORTED]
+    limit = f"{', '.join(card.name for card in trying.cards.cards)} lets torch have {format_bytes(trying.limit)}"
+    if not able:
+        raise ConfigError(
+            f"no allowed precision works on every card: {'; '.join(dict.fromkeys(one.why for one in tried))}",
+            remedy="allow fp32, or leave out the cards that lack it",
+        )
+    if not any(one.alone for one in able):
+        least = min(trying.questions.standing(one.choice).bytes for one in able)
+        raise PlanInfeasible(
+            f"the model alone, before any batch, takes at least {format_bytes(least)}; {limit}",
+            remedy="allow sharding over several GPUs, use a larger card, or train fewer parameters",
+        )
+    if trying.request.micro_batch is not None and any(
+        one.alone * one.margin.factor <= trying.limit for one in able if one.alone
+    ):
+        raise _pinned_too_large(trying, limit)
+
+
+def _pinned_too_large(trying: Trying, limit: str) -> ConfigError:
+    """Return the error that says how many items would fit."""
+    assert trying.request.micro_batch is not None
+    items = trying.request.micro_batch // 2
+    while items and _best(replace(trying, request=replace(trying.request, micro_batch=items)))[0] is None:
+        items //= 2
+    fits = f"{items} fit: set it to that, or " if items else ""
+    return ConfigError(
+        f"micro-batches of {trying.request.micro_batch} items fit under no remedy that the settings allow; {limit}",
+        remedy=f"{fits}leave it to the planner",
+    )
+
+
+def _without_oversize(trying: Trying, outcomes: Sequence[Outcome | Trial], others: Sequence[Card]) -> Plan:
+    """Name the items that fit under no choice, and plan for the others where the request wants that."""
+    able = [one for one in outcomes if not isinstance(one, Trial) and one.alone]
+    frugal = min(able, key=lambda one: one.total)
+    search = Search(trying.questions, trying.ground, frugal.choice)
+    live = int(trying.limit / frugal.margin.factor)
+    first: Outsized | None = None
+    for _ in range(_TURNS):
+        over = outsized(search, live, frugal.margin, trying.limit, others)
+        first = first or over
+        if over.items and trying.request.oversize is Oversize.ERROR:
+            raise over.refuse(trying.data.items, trying.limit)
+        if over.items and (over.keep_N.any() or trying.request.oversize is Oversize.CROP):
+            crop = crop_limits(search, live) if trying.request.oversize is Oversize.CROP else {}
+            kept = trying.data.cropped(crop) if crop else trying.data.only(over.keep_N)
+            best, tried = _best(replace(trying, data=kept))
+            if best is not None:
+                return _plan(replace(trying, data=kept), best, tried, oversize=over.items, crop=crop)
+        live = int(live * _LOWER)
+    if first is not None and first.items:  # later turns were below the limit
+        raise first.refuse(trying.data.items, trying.limit)
+    raise PlanInfeasible(
+        f"nothing that the settings allow fits: {'; '.join(dict.fromkeys(one.why for one in able))}",
+        remedy="allow checkpointing, bf16, offload or sharding, or use a larger card",
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """A stage of a curriculum: its items, and for how many epochs."""
+
+    name: str
+    data: Data
+    epochs: int = 1
+
+
+def _parts(best: Outcome, questions: Questions) -> tuple[Part, ...]:
+    """Return what the live peak is made of."""
+    assert best.found is not None
+    standing, micro = questions.standing(best.choice), questions.micro(best.choice, best.found.worst)
+    return parts_at_peak(standing, micro, accumulate=best.found.accumulate)
+
+
+def plan_stages(
+    oracle: Oracle,
+    stages: Sequence[Stage],
+    request: Request,
+    cards: Sequence[Card],
+    *,
+    reserve: Reserve = reserve_by_simulation,
+    others: Sequence[Card] = (),
+) -> dict[str, Plan]:
+    """Return a plan for each stage; precision and sharding, which a run cannot change, are those of the neediest."""
+    if not stages:
+        raise ConfigError("a curriculum without stages", remedy="name at least one stage")
+
+    def made(wanted: Request) -> dict[str, Plan]:
+        return {
+            stage.name: plan(
+                oracle, stage.data, replace(wanted, epochs=stage.epochs), cards, reserve=reserve, others=others
+            )
+            for stage in stages
+        }
+
+    plans = made(request)
+    if len({(one.choice.precision, one.choice.shards) for one in plans.values()}) == 1:
+        return plans
+    order = choices(request)
+    needy = max((one.choice for one in plans.values()), key=order.index)
+    return made(replace(request, precisions=(needy.precision,), shards=needy.shards))
+
+
+_DIGITS = 7  # of a size, in binary, are kept: it is at most 1/64 larger
+
+
+class Questions:
+    """Asks an oracle about rows of sizes, which have one order here."""
+
+    def __init__(self, oracle: Oracle, names: tuple[str, ...]) -> None:
+        self.names = names
+        self.asked = 0  # micro-batches that the oracle was asked about
+        self._oracle = oracle
+        self._standing: dict[Choice, Standing] = {}
+        self._micro: dict[tuple[Choice, tuple[int, ...]], Micro] = {}
+        self._peak: dict[tuple[Choice, tuple[int, ...], bool], int] = {}
+
+    def standing(self, choice: Choice) -> Standing:
+        """Return what a model takes whatever the batch."""
+        if choice not in self._standing:
+            whole = replace(choice, shards=1)
+            if choice.shards > 1:
+                self._standing[choice] = sharded_standing(self.standing(whole), choice.shards)
+            else:
+                self._standing[choice] = self._oracle.standing(choice)
+        return self._standing[choice]
+
+    def micro(self, choice: Choice, row: Sequence[int]) -> Micro:
+        """Return what a micro-batch of exactly these sizes takes."""
+        key = (choice, tuple(int(size) for size in row))
+        if key not in self._micro:
+            self._micro[key] = self._answer(*key)
+        return self._micro[key]
+
+    def _answer(self, choice: Choice, row: tuple[int, ...]) -> Micro:
+        if choice.shards > 1:
+            whole = replace(choice, shards=1)
+            return sharded_micro(self.micro(whole, row), self.standing(whole), choice.shards)
+        self.asked += 1
+        return self._oracle.micro(choice, dict(zip(self.names, row, strict=True)))
+
+    def rows(self, choice: Choice) -> list[tuple[int, ...]]:
+        """Return what was asked about a choice."""
+        return [row for of, row in self._micro if of == choice]
+
+    def origins(self, choice: Choice) -> set[Origin]:
+        """Return where the answers so far are from."""
+        return {micro.origin for (of, _), micro in self._micro.items() if of == choice}
+
+    def notes(self, choice: Choice) -> tuple[str, ...]:
+        """Return what the oracle said about its answers, each once."""
+        said = [note for (of, _), micro in self._micro.items() if of == choice for note in micro.notes]
+        return tuple(dict.fromkeys((*self.standing(choice).notes, *said)))
+
+    def peak_bytes(self, choice: Choice, row: Sequence[int], *, accumulate: bool) -> int:
+        """Return the live peak of a step of such micro-batches, the first step of a run included."""
+        key = (choice, tuple(int(size) for size in row), accumulate)
+        if key not in self._peak:
+            standing, micro = self.standing(choice), self.micro(choice, row)
+            micros = [micro, micro] if accumulate else [micro]
+            first = Step.of(standing, micros, first=True).peak_bytes(standing.setup.left_bytes)
+            self._peak[key] = max(first, live_peak_bytes(standing, micro, accumulate=accumulate))
+        return self._peak[key]
+
+
+def rounded_up(rows_MS: Integers, most_S: Integers) -> Integers:
+    """Return sizes of few leading digits that are not below the given ones, and not above what can be.
+
+    A query answers for all sizes below it; sizes nobody has are never asked about, because a model may refuse them.
+    """
+    bits = np.floor(np.log2(np.maximum(rows_MS, 1))).astype(np.int64) + 1
+    step = np.left_shift(1, np.maximum(bits - _DIGITS, 0))
+    up = -(-rows_MS // step) * step
+    return np.asarray(np.maximum(np.minimum(up, most_S), rows_MS))

@@ -1,0 +1,321 @@
+"""The remedies in their order, and what may be tried: smaller micro-batches are part of every trial."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from math import ceil
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pipeline.errors import PlanInfeasible
+from pipeline.memory.footprint import Choice, Margin, Origin, compiled, least_sure, margin_of
+from pipeline.memory.hardware.caching_allocator import format_bytes
+from pipeline.memory.planning.budget_search import Found, Ground, Search
+from pipeline.memory.planning.comparison import Pace, epoch_s, pace_of, transfer_again_s, update_s
+from pipeline.memory.planning.memory_plan import Figure, OversizeItem, Reserved, Trial, Verdict
+from pipeline.memory.planning.reserved_memory import live_only, sample
+from pipeline.memory.planning.size_groups import fit
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from pipeline.memory.footprint import Micro
+    from pipeline.memory.planning.planner import Questions
+    from pipeline.memory.planning.request import Cards, Data, Request
+    from pipeline.memory.planning.reserved_memory import Reserve
+
+    Floats = NDArray[np.float64]
+    from collections.abc import Mapping, Sequence
+
+    from pipeline.memory.planning.request import Card
+
+    Integers = NDArray[np.int64]
+
+WORTH = 1.05  # a later remedy must be so many times as fast
+
+
+def choices(request: Request) -> list[Choice]:
+    """Return what may be chosen; who needs only earlier remedies comes first.
+
+    The order is that of counting, the first remedy changing fastest: none, checkpointing, precision, both, offload, …
+    """
+    shards = (1, request.ranks) if request.shards is None and request.ranks > 1 else (request.shards or 1,)
+    options = product(shards, _either(request.offload), request.precisions, _either(request.checkpointing))
+    return [
+        Choice(precision, checkpointing=checkpointing, offload=offload, shards=parts)
+        for parts, offload, precision, checkpointing in options
+    ]
+
+
+def _either(wanted: bool | None) -> tuple[bool, ...]:  # noqa: FBT001 - a setting of three values
+    return (False, True) if wanted is None else (wanted,)
+
+
+def remedies(choice: Choice, request: Request) -> tuple[str, ...]:
+    """Return what a choice does beside smaller micro-batches, in words and in order."""
+    said = (
+        (choice.checkpointing, "checkpointing"),
+        (choice.precision != request.precisions[0], f"precision {choice.precision}"),
+        (choice.offload, "offload"),
+        (choice.shards > 1, f"sharding over {choice.shards} ranks"),
+    )
+    return tuple(text for is_so, text in said if is_so)
+
+
+def remedy_text(choice: Choice, request: Request) -> str:
+    """Return the remedies of a choice as one text."""
+    return " + ".join(("smaller micro-batches", *remedies(choice, request)))
+
+
+_TURNS = 4  # times the budget is corrected for what the allocator holds beyond what is live
+_FRAGMENTED = 1.02  # what is expected of it at first
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What came of a choice; without a budget it does not fit."""
+
+    choice: Choice
+    verdict: Verdict
+    why: str
+    margin: Margin
+    alone: int = 0  # the live peak of the item that takes most alone; 0: nobody asked
+    found: Found | None = None
+    reserved: Reserved | None = None
+    micros: tuple[Micro, ...] = ()  # of the buckets
+    pace: Pace | None = None  # of an epoch of middling shares: an estimate
+    cuts: int = 1  # of such a share
+    step_s: float = 0.0
+    epoch_s: float = 0.0
+
+    @property
+    def total(self) -> int:
+        """Return what must be below the limit."""
+        held = self.reserved.bytes if self.reserved else self.alone
+        return int(np.ceil(held * self.margin.factor))
+
+    def trial(self, remedy: str) -> Trial:
+        """Return it for a report; the total of what did not fit is that of the largest item alone."""
+        looked = self.reserved is not None or self.verdict is Verdict.TOO_LARGE
+        total = Figure(self.total, self.margin.origin) if looked and self.total else None
+        time = Figure(self.epoch_s, Origin.ASSUMED) if self.epoch_s else None
+        return Trial(remedy, self.choice, self.verdict, self.why, total, time)
+
+
+@dataclass(frozen=True, eq=False)
+class Trying:
+    """Tries choices on one data set."""
+
+    questions: Questions
+    data: Data
+    request: Request
+    cards: Cards
+    reserve: Reserve
+
+    @property
+    def limit(self) -> int:
+        """Return what torch may reserve of any card."""
+        return self.cards.smallest.budget_bytes
+
+    def margin(self, choice: Choice) -> Margin:
+        """Return the margin for what was said of a choice so far."""
+        standing = self.questions.standing(choice)
+        origins = {standing.origin, *self.questions.origins(choice)}
+        request = self.request
+        ratios = request.ratios if request.measured in (None, choice) else ()
+        margin = margin_of(least_sure(origins), ratios, caching=self.cards.caching)
+        return compiled(margin) if request.compiled else margin
+
+    @cached_property
+    def ground(self) -> Ground:
+        """Return what is known of the data."""
+        return Ground(self.data, self.request)
+
+    def estimate(self, choice: Choice) -> Outcome:
+        """Ask two questions: what the largest item takes alone, and how long a share of middling items takes."""
+        if not self.cards.supports(choice.precision):
+            lacking = [card.name for card in self.cards.cards if choice.precision not in card.flops_per_s]
+            why = f"{', '.join(lacking)} does not compute in {choice.precision}"
+            return Outcome(choice, Verdict.UNSUPPORTED, why, margin_of(Origin.TRACED))
+        standing, margin = self.questions.standing(choice), self.margin(choice)
+        if standing.bytes * margin.factor > self.limit:
+            why = f"what stands between two steps takes {format_bytes(standing.bytes)}, whatever the batch"
+            return Outcome(choice, Verdict.TOO_LARGE, why, margin)
+        item = self.ground.largest()
+        alone = self._peak(choice, self.ground.alone(item))
+        margin = self.margin(choice)
+        if alone * margin.factor > self.limit:
+            why = f"{self.data.called(item)} alone takes {format_bytes(alone)}"
+            return Outcome(choice, Verdict.TOO_LARGE, why, margin, alone)
+        pace, cuts = self._share_pace(choice, self.limit / margin.factor)
+        steps = self.ground.whole.steps
+        update = update_s(standing, choice, self.cards, self.request.ranks)
+        why = f"about {cuts} micro-batches for a rank's share of a step"
+        time_s = steps * (pace.total_s + update)
+        return Outcome(choice, Verdict.SLOWER, why, margin, alone, pace=pace.times(steps), epoch_s=time_s, cuts=cuts)
+
+    def _peak(self, choice: Choice, row: tuple[int, ...]) -> int:
+        return self.questions.peak_bytes(choice, row, accumulate=True)
+
+    def _share_pace(self, choice: Choice, limit: float) -> tuple[Pace, int]:
+        """Return the time of a middling share, and into how many micro-batches it is cut."""
+        row = self.ground.mean(self.ground.share)
+        standing, micro = self.questions.standing(choice), self.questions.micro(choice, row)
+        base = standing.bytes + max(micro.first.left_bytes, 0)
+        cuts = ceil((self._peak(choice, row) - base) / max(limit - base, 1.0))
+        if self.request.micro_batch is not None:
+            cuts = ceil(self.ground.share / self.request.micro_batch)
+        cuts = min(max(cuts, 1), self.ground.share)
+        whole = pace_of(micro, standing, choice, self.cards)
+        again = transfer_again_s(standing, choice, self.cards) * (cuts - 1)
+        return Pace(whole.compute_s, whole.memory_s, whole.launch_s * cuts, whole.transfer_s + again), cuts
+
+    def search(self, estimate: Outcome) -> Outcome:
+        """Look for the best budget of a choice, and correct it until what the allocator holds fits too."""
+        choice, alone = estimate.choice, estimate.alone
+        margin, fragmented = self.margin(choice), _FRAGMENTED if self.cards.caching else 1.0
+        search = Search(self.questions, self.ground, choice)
+        found: Found | None = None
+        for _ in range(_TURNS):
+            found = search.find(int(self.limit / margin.factor / fragmented), found)
+            if found is None:
+                break
+            margin = self.margin(choice)
+            micros = tuple(self.questions.micro(choice, group.corner) for group in found.groups)
+            reserved = self._reserved(choice, found, micros)
+            outcome = Outcome(choice, Verdict.CHOSEN, found.filled.value, margin, alone, found, reserved, micros)
+            if outcome.total <= self.limit:
+                return self._timed(outcome)
+            fragmented = max(reserved.bytes / found.live, fragmented) * 1.002
+        why = "no micro-batch that the settings allow fits, with what the allocator holds beside"
+        return Outcome(choice, Verdict.TOO_LARGE, why, margin, alone)
+
+    def _reserved(self, choice: Choice, found: Found, micros: tuple[Micro, ...]) -> Reserved:
+        if not self.cards.caching:
+            return live_only(found.live)
+        return self.reserve(self.questions.standing(choice), sample(found, micros, self.request.seed))
+
+    def _timed(self, outcome: Outcome) -> Outcome:
+        """Add the time: fitted to what was asked about, for all micro-batches that were cut."""
+        found, choice = outcome.found, outcome.choice
+        assert found is not None
+        standing, rows = self.questions.standing(choice), self.questions.rows(choice)
+        times = [pace_of(self.questions.micro(choice, row), standing, choice, self.cards).total_s for row in rows]
+        time_M = fit(self.ground.terms, rows, times).predict(found.rows_MS)
+        step, epoch = epoch_s(found.micros, time_M, update_s(standing, choice, self.cards, self.request.ranks))
+        return replace(outcome, step_s=step, epoch_s=epoch)
+
+    def least_s(self, best: Outcome, choice: Choice) -> float:
+        """Return a time below which a choice cannot come, from what another takes; no question is asked."""
+        assert best.pace is not None
+        rates = self.cards.flops_per_s(best.choice.precision) / self.cards.flops_per_s(choice.precision)
+        half = 0.5 if best.choice.precision == "fp32" and choice.precision != "fp32" else 1.0
+        once = 0.7 if best.choice.checkpointing and not choice.checkpointing else 1.0  # forward is a third of all
+        pace = best.pace
+        beside = update_s(self.questions.standing(best.choice), choice, self.cards, self.request.ranks)
+        return self.ground.whole.steps * beside + once * (
+            pace.compute_s * rates + pace.memory_s * half + pace.launch_s / best.cuts
+        )
+
+
+SHOWN = 3  # so many are named in an error
+_HALVINGS = 7
+_ASKED = 3  # of the largest the oracle is asked; the others are predicted
+
+
+@dataclass(frozen=True, eq=False)
+class Outsized:
+    """The items that are too large, the largest first."""
+
+    items: tuple[OversizeItem, ...]
+    keep_N: NDArray[np.bool_]
+
+    def refuse(self, count: int, limit: int) -> PlanInfeasible:
+        """Return the error that names them."""
+        texts = [f"{one.id} ({_sizes(one.sizes)}) takes {format_bytes(one.total.value)}" for one in self.items[:SHOWN]]
+        more = "; …" if len(self.items) > SHOWN else ""
+        return PlanInfeasible(
+            f"{len(self.items):,} of {count:,} items fit under no remedy: {'; '.join(texts)}{more}; "
+            f"a card lets torch have {format_bytes(limit)}",
+            remedy=f"{self.items[0].remedy}, or set train.oversize to skip or crop",
+        )
+
+
+def outsized(search: Search, limit: int, margin: Margin, budget: int, others: Sequence[Card]) -> Outsized:
+    """Return the items whose live peak alone is above a limit.
+
+    Items are put in the order of their predicted peaks, and the oracle is asked where in it the limit is passed.
+    """
+    sizes_NS = search.ground.sizes_NS
+    by_sum_N = np.argsort(sizes_NS.sum(axis=1), kind="stable")
+    for place in (0.5, 0.9, 0.99):
+        search.live(search.ground.alone(int(by_sum_N[int(place * (len(sizes_NS) - 1))])))
+    model = search.model()
+    predicted_N = model.predict(np.concatenate((np.ones((len(sizes_NS), 1), np.int64), sizes_NS), axis=1))
+    order_N = np.argsort(-predicted_N, kind="stable")
+    asked: dict[int, int] = {}
+
+    def is_over(place: int) -> bool:
+        item = int(order_N[place])
+        asked[item] = search.live(search.ground.alone(item))
+        return asked[item] > limit
+
+    low, high = 0, len(order_N)  # the first `low` are over, from `high` on none is
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if is_over(middle) else (low, middle)
+    over_N = np.zeros(len(order_N), np.bool_)
+    over_N[order_N[:low]] = True
+    for item in [item for item, took in asked.items() if took > limit]:
+        over_N |= (sizes_NS >= sizes_NS[item]).all(axis=1)
+    order = [item for item in order_N.tolist() if over_N[item]]
+    items = tuple(
+        _named(search, item, asked, float(predicted_N[item]) if place >= _ASKED else None, margin, budget, others)
+        for place, item in enumerate(order)
+    )
+    return Outsized(items, ~over_N)
+
+
+def _named(
+    search: Search,
+    item: int,
+    asked: Mapping[int, int],
+    predicted: float | None,
+    margin: Margin,
+    budget: int,
+    others: Sequence[Card],
+) -> OversizeItem:
+    sure = predicted is None or item in asked
+    live = search.live(search.ground.alone(item)) if sure else float(predicted or 0.0)
+    total = int(live * margin.factor)
+    names = search.ground.data.names
+    sizes = dict(zip(names, search.ground.sizes_NS[item].tolist(), strict=True))
+    origin = margin.origin if sure else Origin.ASSUMED
+    called = search.ground.data.called(item)
+    return OversizeItem(item, called, sizes, Figure(total, origin), budget, _remedy(total, others))
+
+
+def _remedy(total: int, others: Sequence[Card]) -> str:
+    """Say which card would take an item."""
+    enough = sorted((card for card in others if card.budget_bytes >= total), key=lambda card: card.budget_bytes)
+    if enough:
+        return f"use a card such as {enough[0].name}, which lets torch have {format_bytes(enough[0].budget_bytes)}"
+    return f"use a card that lets torch have {format_bytes(total)}"
+
+
+def crop_limits(search: Search, limit: int) -> dict[str, int]:
+    """Return for each size the largest that an item may have, so that one with all of them still fits alone."""
+    most_S = search.ground.sizes_NS.max(axis=0)
+    below, above = 0.0, 1.0
+    for _ in range(_HALVINGS):
+        middle = (below + above) / 2
+        row = (1, *np.maximum((most_S * middle).astype(np.int64), 1).tolist())
+        below, above = (middle, above) if search.live(row) <= limit else (below, middle)
+    return dict(zip(search.ground.data.names, np.maximum((most_S * below).astype(np.int64), 1).tolist(), strict=True))
+
+
+def _sizes(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{value:,} {name}" for name, value in sizes.items())

@@ -1,0 +1,246 @@
+"""A loop of your own, without out-of-memory errors: a step splits what does not fit, and has the same gradients.
+
+    from pipeline.memory.runtime.governed import Governed
+
+    governed = Governed(model, optimizer)
+    for items in loader:  # a list of items: the effective batch
+        loss = governed.step(items, loss_of)
+
+`loss_of(items)` runs the model on some of the items and returns the loss's sum over them and its weight: how many
+items, or residues, it is of. It moves them to the device itself. Splitting changes what a model computes over a batch
+as a whole: batch normalisation, and losses that compare the items of a batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+
+import torch
+
+from pipeline.errors import ConfigError, JobFailed, PlanInfeasible
+from pipeline.memory.runtime.governor import UNPLANNED, Governor, halved
+from pipeline.memory.runtime.meters import CardMeter
+from pipeline.memory.runtime.out_of_memory import free_caches, unless_out_of_memory
+from pipeline.memory.runtime.recovery import Oom, Snapshot, replayed, rewind, said_out_of_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    LossOf: TypeAlias = Callable[[list[Any]], tuple[Tensor, Tensor | float]]
+
+Item = TypeVar("Item")
+
+BACKOFF = 0.75  # nobody has planned: all that is known of what fits is that half of it did
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened in a step."""
+
+    step: int
+    what: Literal["out of memory", "skipped", "budget"]
+    cost: int  # of what did not fit, or the new budget
+    detail: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON data."""
+        return asdict(self)
+
+
+class Governed:
+    """Makes exact optimizer steps of any torch model and optimizer; one process, or one that adds up by itself."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        cost: Callable[[Any], int] = lambda item: 1,  # noqa: ARG005
+        budget: int | None = None,
+        too_large: Literal["error", "skip"] = "error",
+        clip: float | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        backward: Callable[[Tensor], Any] = torch.autograd.backward,
+        heard: Callable[[Event], None] = lambda event: None,  # noqa: ARG005
+    ) -> None:
+        """Take what trains a model.
+
+        `cost` says what an item costs, in any unit that adds up, and `budget` what may run at once, if that is known.
+        `too_large` is what becomes of an item that does not fit alone, `clip` the norm of all gradients at most;
+        `backward` stands in for that of torch, and `heard` is told what happens, as `events` is.
+        """
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            what = "DistributedDataParallel adds up gradients in every backward: an OOM on one rank would hang the rest"
+            raise ConfigError(what, remedy="hand over its module, or train with pipeline submit --stage train")
+        self.model, self.optimizer, self.scaler = model, optimizer, scaler
+        self.device = str(next(model.parameters()).device)
+        self.governor = Governor(budget=UNPLANNED if budget is None else budget, backoff=BACKOFF)
+        self.events: list[Event] = []
+        self.steps = 0
+        self._cost, self._too_large, self._clip, self._backward, self._heard = cost, too_large, clip, backward, heard
+        self._meter = None if self.device == "cpu" else CardMeter(self.device)
+        self._snapshot: Snapshot | None = None
+        self._guess: Tensor | float | None = None  # what gradients were divided by, as the weight is not known yet
+        self._total: Tensor | float = 0.0
+        self._weight: Tensor | float = 0.0
+
+    def step(self, items: Sequence[Any], loss_of: LossOf) -> Tensor:
+        """Make an optimizer step of all items, in as many parts as fit; return the loss."""
+        costs = [self._cost(item) for item in items]
+        self._release()
+        snapshot = self._snapshot = self._take()
+
+        def cost_of(part: range) -> int:
+            return sum(costs[part.start : part.stop])
+
+        def run(part: range) -> None:
+            self._accumulate(items[part.start : part.stop], loss_of)
+            self.governor.ran(cost_of(part))
+
+        def again() -> None:
+            self._forget()
+            rewind(snapshot, self._parameters(), self.device)
+
+        def note(part: range, oom: Oom) -> None:
+            self.governor.out_of_memory(cost_of(part))
+            self._tell("out of memory", cost_of(part), f"items {part.start} to {part.stop - 1}: {oom.error}")
+
+        def halve(part: range) -> list[range]:
+            return [part[piece] for piece in halved(costs[part.start : part.stop])]
+
+        def cannot(part: range, oom: Oom) -> Callable[[range], Sequence[range]]:
+            return self._alone(part.start, cost_of(part), oom)
+
+        parts = [range(len(items))[piece] for piece in self.governor.admit(costs)]
+        replayed(parts, run, again=again, halve=halve, cannot=cannot, note=note, cost=cost_of)
+        loss = self._update()
+        self._end()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was learned, as JSON data."""
+        return {"steps": self.steps, "learned": self.governor.state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what was learned."""
+        self.governor.load(state["learned"])
+        self.steps = int(state["steps"])
+
+    def _take(self) -> Snapshot:
+        """Keep what a step may change; where memory ends even for that, once more without what is held for reuse."""
+
+        def take() -> Snapshot:
+            return Snapshot.take(self.model, device=self.device, scaler=self.scaler, before=self._snapshot)
+
+        taken = unless_out_of_memory(take)
+        if taken is None:
+            free_caches(self.device)
+            return take()
+        return taken
+
+    def _accumulate(self, items: Sequence[Any], loss_of: LossOf) -> None:
+        """Add the gradients of some items, of their sum over what the first part's weight was."""
+        total, weight = _checked(loss_of(list(items)))
+        if self._guess is None:
+            self._guess = weight.detach().clamp(min=1.0) if isinstance(weight, torch.Tensor) else max(weight, 1.0)
+        loss = total / self._guess
+        self._backward(loss if self.scaler is None else self.scaler.scale(loss))
+        self._total = self._total + total.detach()
+        self._weight = self._weight + (weight.detach() if isinstance(weight, torch.Tensor) else weight)
+
+    def _update(self) -> Tensor:
+        """Correct the gradients for the weight that is known now, and let the optimizer take them."""
+        if self._guess is None:  # every item was skipped
+            return torch.zeros((), device=self.device)
+        values: list[Tensor] = []
+        error = said_out_of_memory(self._make_step, values)
+        if error is not None:
+            raise JobFailed(
+                f"memory ended within the optimizer, whose parameters may be half updated now: {error}",
+                where=f"step {self.steps}",
+                remedy="load the last checkpoint, and train with fewer parameters, another optimizer, or a larger card",
+            )
+        return values[0]
+
+    def _make_step(self, values: list[Tensor]) -> None:
+        values.append(torch.as_tensor(quotient(self._total, self._weight)))
+        factor = quotient(self._guess, self._weight)
+        gradients = [one.grad for one in self._parameters() if one.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+        if self._clip is not None:
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self._parameters(), self._clip)
+        if self.scaler is None:
+            self.optimizer.step()
+            return
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def _end(self) -> None:
+        """Drop the gradients, and take what the step has taught."""
+        self._release()
+        want = self.governor.after_step(None if self._meter is None else self._meter.read())
+        if want.empty_cache:
+            free_caches(self.device)
+        if self._meter is not None:
+            self._meter.reset_peak()
+        if self.governor.adopt(want.budget):
+            self._tell("budget", self.governor.budget, want.why)
+        self.steps += 1
+
+    def _alone(self, place: int, cost: int, oom: Oom) -> Callable[[range], Sequence[range]]:
+        """Leave out an item that does not fit alone, or refuse it."""
+        if self._too_large == "error":
+            raise PlanInfeasible(
+                f"item {place} of the step does not fit alone: {oom.error}",
+                where=f"step {self.steps}",
+                remedy="crop it, compute its activations again (torch.utils.checkpoint), or set too_large='skip'",
+            )
+        self._tell("skipped", cost, f"item {place} does not fit alone")
+        return lambda part: []  # noqa: ARG005
+
+    def _release(self) -> None:
+        self._forget()
+        for parameter in self._parameters():
+            parameter.grad = None
+
+    def _forget(self) -> None:
+        """Know nothing of a step yet."""
+        self._guess, self._total, self._weight = None, 0.0, 0.0
+
+    def _parameters(self) -> list[Tensor]:
+        return [one for group in self.optimizer.param_groups for one in group["params"]]
+
+    def _tell(self, what: Literal["out of memory", "skipped", "budget"], cost: int, detail: str) -> None:
+        event = Event(self.steps, what, cost, detail)
+        self.events.append(event)
+        self._heard(event)
+
+
+def _checked(told: Any) -> tuple[Tensor, Tensor | float]:
+    """Refuse what is no sum and weight."""
+    if isinstance(told, tuple | list) and len(told) == 2:
+        total, weight = told
+        if isinstance(total, torch.Tensor) and total.numel() == 1 and isinstance(weight, torch.Tensor | float | int):
+            return total, weight
+    what = f"loss_of() must return (sum, weight): a tensor with one number, and a number; got {_shape(told)}"
+    raise ConfigError(what, remedy="return losses.sum(), len(losses)")
+
+
+def _shape(told: Any) -> str:
+    if isinstance(told, tuple | list):
+        return f"({', '.join(_shape(one) for one in told)})"
+    return f"a tensor {list(told.shape)}" if isinstance(told, torch.Tensor) else type(told).__name__
+
+
+def quotient(total: Any, weight: Tensor | float) -> Any:
+    """Return a quotient; nothing over nothing is nothing."""
+    if isinstance(weight, torch.Tensor):
+        return torch.where(weight == 0, torch.zeros_like(weight), total / weight.where(weight != 0, 1))
+    return total / weight if weight else total * 0.0

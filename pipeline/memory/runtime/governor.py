@@ -1,0 +1,302 @@
+"""How large micro-batches may be: as planned, as measured before step 1, and as training shows from then on.
+
+A budget is in the units of costs: bytes of a plan, or items where nobody has planned. The rules:
+
+- measured before step 1: what items take is their cost times a ratio, and the budget is lowered until that fits;
+- an out-of-memory at cost c: BACKOFF times c, or the largest cost below c that has run since, if that is more;
+- the allocator had to give everything back to serve a block: PRESSURE times what ran, but not below a FLOOR of the most
+  that ever ran, for smaller micro-batches cost time, too;
+- its memory was full of blocks that nobody used: they are given back, and if that did not help, PRESSURE again;
+- nothing raises a budget: what would have fitted is recorded, for the next plan. It never falls below the largest item,
+  which cannot be cut: that one climbs the ladder.
+
+A rank says what it wants; the least is what all of them get, at the boundary of a step. So a resumed run, which takes
+the budget from its checkpoint, cuts the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pipeline.memory.runtime.meters import Memory
+
+BACKOFF = 0.9  # plans err by a few percent: one step of a tenth mostly does, and a second OOM costs a replay
+PRESSURE = 0.95  # of what ran is tried after a retry of the allocator: it did fit, only just
+FLOOR = 0.5  # of the largest cost that ran is left by pressure
+CROWDED = 0.95  # of the limit was reserved,
+IDLE = 0.1  # and so much of it in blocks that nobody used, even at the peak: then what is free is given back
+OFF = 0.02  # a prediction is right within this: a run that is repeated is no closer to itself
+UNPLANNED = 1 << 62  # a budget that nobody has set
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What training has shown; part of its checkpoints."""
+
+    budget: int
+    ran: int = 0  # the largest cost that ran since the last out-of-memory that was no larger
+    ratio: float | None = None  # measured/predicted, of the worst bucket before step 1
+    could_be: int | None = None  # the budget that this measurement would allow
+    ooms: int = 0
+    retries: int = 0  # steps after which pressure lowered the budget, or wanted to
+    rungs: tuple[tuple[str, int], ...] = ()  # a rung of the ladder, and the least cost of an item that needed it
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON data."""
+        return {**asdict(self), "rungs": [list(rung) for rung in self.rungs]}
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> Learned:
+        """Read what `to_json` wrote."""
+        names = {field.name for field in fields(cls)}
+        if "budget" not in told or not set(told) <= names:
+            what = f"a learned budget with {', '.join(sorted(told)) or 'nothing'} cannot be read"
+            raise ConfigError(what, remedy="use the version of pipeline that wrote this checkpoint")
+        return cls(**{**told, "rungs": tuple((str(name), int(cost)) for name, cost in told.get("rungs", ()))})
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the worst bucket took, beside what was predicted."""
+
+    predicted_bytes: int
+    measured_bytes: int
+    ratio: float  # of the two
+    limit_bytes: int | None  # the plan's, or what there is now if that is less
+    could_be: int | None  # the budget that fits by this measurement; None: there is no limit
+    budget: int  # what is wanted from now on: lower than before, or as it was
+    is_off: bool  # by more than the margin
+    fits: bool  # the largest item does, alone
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON data."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """What a rank asks for at the end of a step."""
+
+    budget: int
+    empty_cache: bool = False  # of this rank's allocator, before the next step
+    why: str = ""  # empty: nothing has changed
+
+
+class Governor:
+    """Keeps what is learned, and says how micro-batches are cut. It acts only at the boundaries of steps."""
+
+    def __init__(
+        self,
+        *,
+        budget: int = UNPLANNED,
+        base_bytes: int = 0,
+        limit_bytes: int | None = None,
+        largest: int = 1,
+        margin: float = OFF,
+        backoff: float = BACKOFF,
+        padded: bool = False,
+        ladder: Sequence[str] = (),
+    ) -> None:
+        """Begin as planned.
+
+        `base_bytes` is what there is beside the items' costs, `limit_bytes` what torch may reserve, `largest` the cost
+        of the largest item, `padded` whether a micro-batch costs its items times the largest of them, `ladder` the
+        rungs from first to last.
+        """
+        self.base_bytes, self.limit_bytes = base_bytes, limit_bytes
+        self.largest, self.margin, self.backoff, self.padded = largest, margin, backoff, padded
+        self.ladder = tuple(ladder)
+        self.learned = Learned(max(budget, largest))
+        self._wanted: int | None = None  # within a step
+        self._step_cost = 0
+        self._retries: int | None = None  # as the allocator counted at the last boundary
+        self._was_crowded = False
+
+    @property
+    def budget(self) -> int:
+        """Return what a micro-batch may cost."""
+        return self.learned.budget
+
+    def state(self) -> dict[str, Any]:
+        """Return what is learned, as JSON data."""
+        return self.learned.to_json()
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on with what was learned; a budget that is lower now, as planned anew, stays."""
+        told = Learned.from_json(state)
+        self.learned = replace(told, budget=max(min(told.budget, self.budget), self.largest))
+
+    def verified(self, measured: Memory, predicted_bytes: int, *, before_bytes: int = 0) -> Verdict:
+        """Compare the worst bucket's peak with its prediction, before step 1, and remember both.
+
+        Where tensors are counted, the prediction is of what they take, else of what is resident; `before_bytes` was
+        there before the model, and no plan counts it. What the parameters take is known: what is off is what the items
+        cost.
+        """
+        held_bytes = measured.peak_reserved_bytes - before_bytes
+        live_bytes = (
+            held_bytes if measured.peak_allocated_bytes is None else measured.peak_allocated_bytes - before_bytes
+        )
+        limits = [limit for limit in (self.limit_bytes, _less(measured.limit_bytes, before_bytes)) if limit is not None]
+        ratio = live_bytes / max(1, predicted_bytes)
+        could_be = None
+        if limits:
+            each = max(OFF, (live_bytes - self.base_bytes) / max(1, predicted_bytes - self.base_bytes))
+            room_bytes = min(limits) / (1 + self.margin) - self.base_bytes - (held_bytes - live_bytes)
+            could_be = max(0, int(room_bytes / each))
+        self.learned = replace(self.learned, ratio=ratio, could_be=could_be)
+        return Verdict(
+            predicted_bytes=predicted_bytes,
+            measured_bytes=live_bytes,
+            ratio=ratio,
+            limit_bytes=min(limits, default=None),
+            could_be=could_be,
+            budget=self.budget if could_be is None else max(self.largest, min(self.budget, could_be)),
+            is_off=abs(ratio - 1.0) > self.margin,
+            fits=could_be is None or could_be >= self.largest,
+        )
+
+    def admit(self, costs: Sequence[int]) -> list[slice]:
+        """Return how to cut a micro-batch, whose items cost so much, before it runs: as few pieces as fit, and even."""
+        return admitted(costs, self.budget, padded=self.padded)
+
+    def ran(self, cost: int) -> None:
+        """Hear that a micro-batch of some cost ran."""
+        self._step_cost = max(self._step_cost, cost)
+        if cost > self.learned.ran:
+            self.learned = replace(self.learned, ran=cost)
+
+    def out_of_memory(self, cost: int) -> None:
+        """Hear that a micro-batch of some cost did not fit."""
+        ran = self.learned.ran if self.learned.ran < cost else 0  # what ran once, and larger, says no more
+        self.learned = replace(self.learned, ooms=self.learned.ooms + 1, ran=ran)
+        self._wanted = cost if self._wanted is None else min(self._wanted, cost)
+
+    def climbed(self, cost: int, rung: str) -> None:
+        """Hear that an item of some cost, alone, needed a rung of the ladder."""
+        known = dict(self.learned.rungs)
+        known[rung] = min(cost, known.get(rung, cost))
+        self.learned = replace(self.learned, rungs=tuple(sorted(known.items(), key=lambda one: self._height(one[0]))))
+
+    def rung(self, cost: int) -> str | None:
+        """Return the highest rung that an item of no more than this cost has needed; None: it runs like all others."""
+        needed = [name for name, least in self.learned.rungs if cost >= least]
+        return max(needed, key=self._height, default=None)
+
+    def _height(self, rung: str) -> int:
+        return self.ladder.index(rung) if rung in self.ladder else len(self.ladder)
+
+    def after_step(self, memory: Memory | None = None) -> Want:
+        """Return what this rank wants from the next step on; nothing changes before `adopt`."""
+        failed, cost = self._wanted, self._step_cost
+        self._wanted, self._step_cost = None, 0
+        grown = self._retries_grown(memory)
+        if failed is not None:  # an out-of-memory is a retry of the allocator, too: one reason is enough
+            return self._after_oom(failed)
+        if grown and cost:
+            return self._pressed(cost, f"{grown} retries of the allocator")
+        return self._crowded(memory, cost)
+
+    def _after_oom(self, cost: int) -> Want:
+        budget = self._limited(
+            max(int(self.backoff * cost), self.learned.ran if self.learned.ran < cost else 0), cost - 1
+        )
+        if budget >= self.budget:
+            return Want(self.budget)
+        return Want(budget, why=f"out of memory at a cost of {cost:,}")
+
+    def _retries_grown(self, memory: Memory | None) -> int:
+        """Return how many retries came since the last boundary; the first one only begins to count."""
+        if memory is None:
+            return 0
+        before, self._retries = self._retries, memory.retries
+        return 0 if before is None else max(0, memory.retries - before)
+
+    def _crowded(self, memory: Memory | None, cost: int) -> Want:
+        """Say what a card wants that is full of blocks nobody uses: them given back; the second time, also less."""
+        crowded = memory is not None and is_crowded(memory, self.limit_bytes)
+        again, self._was_crowded = crowded and self._was_crowded, crowded
+        if not crowded:
+            return Want(self.budget)
+        if again and cost:
+            return self._pressed(cost, "the allocator's memory was full of unused blocks twice in a row")
+        return Want(self.budget, empty_cache=True, why="the allocator's memory was full of unused blocks")
+
+    def _pressed(self, cost: int, why: str) -> Want:
+        self.learned = replace(self.learned, retries=self.learned.retries + 1)
+        floor = int(FLOOR * self.learned.ran)
+        budget = self._limited(max(floor, int(PRESSURE * min(cost, self.budget))), self.budget)
+        return Want(budget, empty_cache=True, why=why)
+
+    def _limited(self, budget: int, most: int) -> int:
+        return max(self.largest, min(budget, most))
+
+    def adopt(self, budget: int) -> bool:
+        """Take what all ranks agreed upon; say whether that is a change. Only at the boundary of a step."""
+        budget = max(self.largest, min(budget, self.budget))
+        changed = budget != self.budget
+        self.learned = replace(self.learned, budget=budget)
+        return changed
+
+
+def is_crowded(memory: Memory, limit_bytes: int | None = None) -> bool:
+    """Say whether an allocator was close to its limit at the peak, with much that nobody used."""
+    limits = [limit for limit in (memory.limit_bytes, limit_bytes) if limit]
+    if memory.peak_allocated_bytes is None or not limits:
+        return False
+    limit, idle_bytes = min(limits), memory.peak_reserved_bytes - memory.peak_allocated_bytes
+    return memory.peak_reserved_bytes >= CROWDED * limit and idle_bytes >= IDLE * limit
+
+
+def admitted(costs: Sequence[int], budget: int, *, padded: bool = False) -> list[slice]:
+    """Return consecutive slices within a budget: as few as possible, and then as even as possible."""
+    slices = _packed(costs, budget, padded=padded)
+    if len(slices) < 2 or max(costs) > budget:
+        return slices
+    low, high = max(costs), budget  # every capacity from here on makes as few; the least one makes them even
+    while low < high:
+        middle = (low + high) // 2
+        if len(_packed(costs, middle, padded=padded)) > len(slices):
+            low = middle + 1
+        else:
+            high = middle
+    return _packed(costs, low, padded=padded)
+
+
+def halved(costs: Sequence[int], *, padded: bool = False) -> list[slice]:
+    """Return the two consecutive slices of which the costlier costs least; one, of a single item."""
+    count = len(costs)
+    if count < 2:
+        return [slice(0, count)]
+
+    def worse(at: int) -> int:
+        return max(cost_of(costs[:at], padded=padded), cost_of(costs[at:], padded=padded))
+
+    middle = min(range(1, count), key=lambda at: (worse(at), abs(2 * at - count)))
+    return [slice(0, middle), slice(middle, count)]
+
+
+def cost_of(costs: Sequence[int], *, padded: bool = False) -> int:
+    """Return what items cost together: their sum, or as many times the largest where they are padded."""
+    return len(costs) * max(costs, default=0) if padded else sum(costs)
+
+
+def _less(limit_bytes: int | None, taken_bytes: int) -> int | None:
+    return None if limit_bytes is None else limit_bytes - taken_bytes
+
+
+def _packed(costs: Sequence[int], budget: int, *, padded: bool) -> list[slice]:
+    """Fill slice after slice; an item that is too large is alone."""
+    starts, largest, total = [0], 0, 0
+    for place, cost in enumerate(costs):
+        largest, total = max(largest, cost), total + cost
+        if place > starts[-1] and ((place - starts[-1] + 1) * largest if padded else total) > budget:
+            starts.append(place)
+            largest = total = cost
+    return [slice(start, stop) for start, stop in zip(starts, [*starts[1:], len(costs)], strict=True) if stop > start]

@@ -1,0 +1,309 @@
+"""How much memory there is and how much of it is used, while training runs: of the card, of the process, of the host.
+
+A card's figures are its allocator's own. On the CPU nobody counts tensors: a process's figures are its resident memory.
+What ends a job on the host is its cgroup's limit, where file cache counts but is given up before anything is killed.
+"""
+
+from __future__ import annotations
+
+import gc
+import resource
+import sys
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pipeline.memory.runtime.out_of_memory import free_caches
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import TracebackType
+
+PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+RESET_PEAK = "5"  # man 5 proc_pid_clear_refs: VmHWM becomes VmRSS
+KIB = 1024 if sys.platform != "darwin" else 1  # in what getrusage counts
+NEAR = 0.95  # of its limit is near it
+_NO_LIMIT = 1 << 60  # cgroup v1 writes a number of about 2^63 where there is no limit
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a device's memory is used for; None: nobody knows."""
+
+    allocated_bytes: int | None  # live tensors
+    reserved_bytes: int  # what is held for them; of a process, what is resident
+    peak_allocated_bytes: int | None  # since the peaks were reset
+    peak_reserved_bytes: int
+    outside_bytes: int  # in use by others
+    limit_bytes: int | None  # what may be reserved
+    retries: int = 0  # how often the allocator had to give everything back to serve one block, since the start
+    ooms: int = 0  # how often that did not help, since the start
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON data."""
+        return asdict(self)
+
+
+class Meter(Protocol):
+    """Reads what a device tells."""
+
+    def read(self) -> Memory:
+        """Return the figures of now."""
+
+    def reset_peak(self) -> None:
+        """Let the peaks be what is used now."""
+
+
+def meter_of(device: str) -> Meter:
+    """Return what measures a device."""
+    return ProcessMeter() if device == "cpu" else CardMeter(device)
+
+
+class CardMeter:
+    """A GPU, by torch's allocator; it does not wait for the card."""
+
+    def __init__(self, device: str = "cuda") -> None:
+        import torch
+
+        self._torch: Any = torch
+        found = torch.device(device)
+        self._device = torch.cuda.current_device() if found.index is None else found.index
+        self._torch.cuda.init()
+
+    def read(self) -> Memory:
+        """Return the figures of now."""
+        cuda = self._torch.cuda
+        stats = cuda.memory_stats(self._device)
+        free_bytes, total_bytes = cuda.mem_get_info(self._device)
+        reserved_bytes = stats.get("reserved_bytes.all.current", 0)
+        return Memory(
+            allocated_bytes=stats.get("allocated_bytes.all.current", 0),
+            reserved_bytes=reserved_bytes,
+            peak_allocated_bytes=stats.get("allocated_bytes.all.peak", 0),
+            peak_reserved_bytes=stats.get("reserved_bytes.all.peak", 0),
+            outside_bytes=total_bytes - free_bytes - reserved_bytes,
+            limit_bytes=min(free_bytes + reserved_bytes, int(self._fraction() * total_bytes)),
+            retries=stats.get("num_alloc_retries", 0),
+            ooms=stats.get("num_ooms", 0),
+        )
+
+    def _fraction(self) -> float:
+        """Return what share of the card torch may have; older versions of torch do not tell."""
+        told = getattr(self._torch.cuda, "get_per_process_memory_fraction", None)
+        return 1.0 if told is None else float(told(self._device))
+
+    def reset_peak(self) -> None:
+        """Let the peaks be what is used now."""
+        self._torch.cuda.reset_peak_memory_stats(self._device)
+
+
+class ProcessMeter:
+    """The process that asks, by what is resident."""
+
+    def __init__(self, *, limit_bytes: int | None = None, proc: Path = PROC, cgroups: Path = CGROUPS) -> None:
+        """Look for the limit in the cgroup, unless it is told."""
+        self._proc = proc
+        self._host = HostMeter(limit_bytes=limit_bytes, proc=proc, cgroups=cgroups)
+
+    def read(self) -> Memory:
+        """Return the figures of now; the others' memory is what else counts towards the same limit."""
+        resident_bytes, host = _status(self._proc, "VmRSS"), self._host.read()
+        return Memory(
+            allocated_bytes=None,
+            reserved_bytes=resident_bytes,
+            peak_allocated_bytes=None,
+            peak_reserved_bytes=_status(self._proc, "VmHWM"),
+            outside_bytes=max(0, host.used_bytes - resident_bytes),
+            limit_bytes=host.limit_bytes,
+        )
+
+    def reset_peak(self) -> None:
+        """Let the peak be what is resident now; where the system does not allow that, it stays the highest ever."""
+        _before_resets[0] = highest_bytes()
+        with suppress(OSError):
+            (self._proc / "self" / "clear_refs").write_text(RESET_PEAK)
+
+
+_before_resets = [0]  # the highest peak that a reset took back: the kernel's own figure falls with it
+
+
+def highest_bytes() -> int:
+    """Return the most memory that this process has ever had, whatever was reset meanwhile."""
+    told = _status(PROC, "VmHWM")  # getrusage's begins with that of the process which started this one
+    return max(_before_resets[0], told or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB)
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """The memory that the kernel, or whoever watches the job, counts before it kills."""
+
+    used_bytes: int
+    limit_bytes: int | None  # None: there is none
+
+    @property
+    def share(self) -> float:
+        """Return how much of the limit is used."""
+        return self.used_bytes / self.limit_bytes if self.limit_bytes else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON data."""
+        return asdict(self)
+
+
+class HostMeter:
+    """The cgroup of this process with those above it: the one that is nearest its limit counts."""
+
+    def __init__(self, *, limit_bytes: int | None = None, proc: Path = PROC, cgroups: Path = CGROUPS) -> None:
+        """Take the limits of the cgroups; `limit_bytes` is what somebody allows this process besides."""
+        self._limit_bytes, self._proc = limit_bytes, proc
+        self._groups = [group for folder in _folders(proc, cgroups) if (group := _Group.found(folder)) is not None]
+
+    def read(self) -> Host:
+        """Return what is used, and of how much."""
+        hosts = [host for group in self._groups if (host := group.read()) is not None]
+        if self._limit_bytes is not None or not hosts:
+            hosts.append(Host(_own_bytes(self._proc), self._limit_bytes))
+        return max(hosts, key=lambda host: host.share)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A cgroup with a limit, in one of the two versions."""
+
+    folder: Path
+    usage: str
+    limit: str
+    cached: tuple[str, str]  # file cache, which is given up before anything is killed
+
+    @classmethod
+    def found(cls, folder: Path) -> _Group | None:
+        """Return a folder's cgroup, if it limits memory."""
+        v2 = cls(folder, "memory.current", "memory.max", ("inactive_file", "active_file"))
+        v1 = cls(folder, "memory.usage_in_bytes", "memory.limit_in_bytes", ("total_inactive_file", "total_active_file"))
+        return next((group for group in (v2, v1) if group.limit_bytes() is not None), None)
+
+    def limit_bytes(self) -> int | None:
+        """Return the limit of now: it can be changed while the job runs."""
+        limit = _number(self.folder / self.limit)  # v2 writes "max" where there is none
+        return None if limit is None or limit >= _NO_LIMIT else limit
+
+    def read(self) -> Host | None:
+        """Return what is used without the file cache that would be given up first."""
+        limit_bytes, usage_bytes = self.limit_bytes(), _number(self.folder / self.usage)
+        if limit_bytes is None or usage_bytes is None:
+            return None
+        cached_bytes = sum(_line(self.folder / "memory.stat", name, " ") or 0 for name in self.cached)
+        return Host(max(0, usage_bytes - cached_bytes), limit_bytes)
+
+
+def _folders(proc: Path, cgroups: Path) -> Iterator[Path]:
+    """Yield the memory cgroup of this process and those above it, in both versions; some may not be mounted here."""
+    with suppress(OSError):
+        for line in (proc / "self" / "cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if "memory" in controllers.split(",") or not controllers:
+                root = cgroups / controllers
+                own = root / path.lstrip("/")
+                yield from (own, *(folder for folder in own.parents if folder.is_relative_to(root)))
+
+
+def _own_bytes(proc: Path) -> int:
+    """Return what this process holds and the kernel cannot drop: all but files that are mapped."""
+    return _status(proc, "RssAnon") + _status(proc, "RssShmem") or _status(proc, "VmRSS")
+
+
+def _status(proc: Path, name: str) -> int:
+    """Return a line of this process's status, in bytes; 0 where there is none."""
+    kilobytes = _line(proc / "self" / "status", f"{name}:", "kB")
+    return 0 if kilobytes is None else kilobytes << 10
+
+
+def _line(path: Path, name: str, unit: str) -> int | None:
+    """Return the number beside a name."""
+    with suppress(OSError, ValueError):
+        for line in path.read_text().splitlines():
+            if line.startswith(name) and line[len(name) :][:1].isspace():
+                return int(line[len(name) :].replace(unit, ""))
+    return None
+
+
+def _number(path: Path) -> int | None:
+    with suppress(OSError, ValueError):
+        return int(path.read_text())
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """What a loop does besides training."""
+
+    memory_fraction: float | None = None  # of a card that may be used; None: all of it
+    empty_cache_every: int | None = None  # micro-batches; None: never
+    collect_every: int | None = None  # steps between collections of garbage; None: whenever Python wants to
+    synchronise: bool = False  # after every micro-batch: for measuring
+
+
+class Upkeep:
+    """Keeps habits between `with` and its end; then Python's collector is as it was before."""
+
+    def __init__(self, habits: Habits, device: str) -> None:
+        self.habits, self._device = habits, device
+        self._is_card = device != "cpu"
+        self._micro_batches = self._steps = 0
+        self._was_collecting, self._had_frozen = True, 0
+
+    def __enter__(self) -> Upkeep:
+        self.begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+    def begin(self) -> None:
+        """Set the card's share, and collect garbage by count from now on."""
+        self._was_collecting, self._had_frozen = gc.isenabled(), gc.get_freeze_count()
+        if self._is_card and self.habits.memory_fraction is not None:
+            import torch
+
+            torch.cuda.set_per_process_memory_fraction(self.habits.memory_fraction, torch.device(self._device))
+        if self.habits.collect_every is not None:
+            gc.disable()
+
+    def end(self) -> None:
+        """Let Python collect garbage as before."""
+        if self.habits.collect_every is not None:
+            if not self._had_frozen:  # there is no telling whose they are
+                gc.unfreeze()
+            if self._was_collecting:
+                gc.enable()
+
+    def after_micro_batch(self) -> None:
+        """Wait for the card, and empty its cache, where that is a habit."""
+        self._micro_batches += 1
+        every = self.habits.empty_cache_every
+        if self._is_card and self.habits.synchronise:
+            import torch
+
+            torch.cuda.synchronize(self._device)
+        if every is not None and self._micro_batches % every == 0:
+            self._empty_cache()
+
+    def after_step(self, *, empty_cache: bool = False) -> None:
+        """Collect garbage, if it is time; what is there after the first step stays, and is not looked at again."""
+        self._steps += 1
+        every = self.habits.collect_every
+        if every is not None and (self._steps == 1 or self._steps % every == 0):
+            gc.collect()
+            if self._steps == 1:
+                gc.freeze()
+        if empty_cache:
+            free_caches(self._device)
+
+    def _empty_cache(self) -> None:
+        if self._is_card:
+            import torch
+
+            torch.cuda.empty_cache()

@@ -1,0 +1,414 @@
+"""Records every storage that torch makes and drops while code runs on fake tensors: its size, when, where in the code.
+
+Active dispatch modes turn off the engine's adding of gradients in place; here it is done as on a real device. What a
+kernel takes within itself is charged by whoever knows it.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import threading
+import weakref
+from array import array
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules import module as hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from pipeline.memory.footprint import Category, Part
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from torch import Tensor, nn
+
+    Charge = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], int]
+    from collections import Counter
+
+SCRATCH = "scratch"  # the phase of what kernels take within themselves
+_ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
+_DEVICE = torch.ops.prim.device.default
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
+_ENGINE = "_engine_run_backward"  # the Python function under which only the engine itself calls operators
+
+
+@dataclass(slots=True)
+class Block:
+    """A storage, and where it was made."""
+
+    number: int
+    bytes: int
+    phase: str
+    module: str  # the innermost module that was running; empty: none
+    born: int  # the event; below 0: before all of them
+    died: int = -1  # below 0: it lives
+    node: int = -1  # of the autograd graph, where no module was running
+    terms: tuple[str, ...] = ()  # of the loss that need it
+
+
+@dataclass(slots=True)
+class Recording:
+    """What happened while something ran."""
+
+    before: tuple[Block, ...] = ()  # what was live when it began
+    blocks: list[Block] = field(default_factory=list)  # what was made since
+    block_E: array[int] = field(default_factory=lambda: array("q"))
+    bytes_E: array[int] = field(default_factory=lambda: array("q"))
+    flops: float = 0.0
+    kernels: int = 0
+    moved_bytes: float = 0.0  # read and written by kernels
+    host_bytes: int = 0  # away on the host at most
+
+    def add(self, block: Block, signed_bytes: int) -> None:
+        """Note that a block was allocated, or released."""
+        self.block_E.append(block.number)
+        self.bytes_E.append(signed_bytes)
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Open it inside the mode that makes tensors fake; it watches a step (`training.step.Watch`)."""
+
+    def __init__(self, scratch: Charge = lambda *_: 0, hidden: Charge = lambda *_: 0) -> None:
+        """Take what kernels hold while they run, and what they keep behind their result as long as that lives."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recording = Recording()
+        self.part = "idle"
+        self.modules: list[str] = []
+        self.added: dict[int, list[Block]] = {}  # in backward, to the block of a number
+        self._scratch, self._hidden = scratch, hidden
+        self._known: dict[int, tuple[weakref.ref[Any], Block | None]] = {}  # no block: it is on the host
+        self._live: dict[int, Block] = {}
+        self._made = 0
+        self._on_host = False
+        self._host_bytes = 0
+        self._alone = _counts_alone()
+
+    def begin(self) -> Recording:
+        """Start a new recording; what the last one had is forgotten but for what still lives."""
+        for block in self._live.values():
+            block.born, block.node = -1, -1
+        self.added.clear()
+        self.recording = Recording(tuple(self._live.values()), host_bytes=self._host_bytes)
+        return self.recording
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and the wrapper that would see to it is slow
+
+    def phase(self, name: str) -> None:
+        """Hear that a part begins."""
+        self.part = name
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, and note the storages that are new."""
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked for again and again, and answered at length
+        if any(kind not in _PLAIN for kind in types):
+            return NotImplemented  # a tensor made of others, which are seen when it has come apart
+        kwargs = kwargs or {}
+        if func is _ADD and _engine_adds(args, kwargs) and self._is_alone(args[0]):
+            func = _ADD_IN_PLACE
+        if func is _ADD_IN_PLACE and self.part == "backward":
+            self._added(*args[:2])
+        out = func(*args, **kwargs)
+        hidden = self._hidden(func, args, kwargs, out)
+        made = [self.see(one, hidden) for one in _tensors(out)]
+        if any(made) or func._schema.is_mutable:
+            self._count(func, args, kwargs, out)
+        return out
+
+    def _is_alone(self, tensor: Tensor) -> bool:
+        """Tell whether the engine holds all of a gradient, so that it may write into it."""
+        return _counts(tensor) == self._alone and _is_dense(tensor)
+
+    def _added(self, into: Any, one: Any) -> None:
+        """Note that a block is added to another, as gradients are to those of earlier micro-batches."""
+        target, source = self.block_of(into), self.block_of(one) if isinstance(one, torch.Tensor) else None
+        if target is not None and source is not None:
+            self.added.setdefault(target.number, []).append(source)
+
+    def see(self, tensor: Tensor, hidden: int = 0) -> bool:
+        """Note the storage of a tensor, and what is hidden behind it; return whether it is new."""
+        storage = _storage(tensor)
+        if storage._cdata in self._known:
+            return False
+        self._note(storage, hidden)
+        return True
+
+    def _note(self, storage: Any, hidden: int = 0) -> None:
+        key = storage._cdata
+        block = None if self._on_host else self._born(storage.nbytes() + hidden)
+        size = storage.nbytes() if self._on_host else 0
+        self._host_bytes += size
+        self.recording.host_bytes = max(self.recording.host_bytes, self._host_bytes)
+
+        def gone(reference: Any) -> None:
+            if self._known.get(key, (None,))[0] is reference:
+                del self._known[key]
+                self._host_bytes -= size
+                if block is not None:
+                    self._dies(block)
+
+        self._known[key] = weakref.ref(storage, gone), block
+
+    def _born(self, size: int, phase: str = "") -> Block:
+        recording, module = self.recording, self.modules[-1] if self.modules else ""
+        block = Block(self._made, size, phase or self.part, module, len(recording.block_E))
+        self._made += 1
+        self._live[block.number] = block
+        recording.blocks.append(block)
+        recording.add(block, size)
+        return block
+
+    def _dies(self, block: Block) -> None:
+        del self._live[block.number]
+        block.died = len(self.recording.block_E)
+        self.recording.add(block, -block.bytes)
+
+    def block_of(self, tensor: Tensor) -> Block | None:
+        """Return the block that holds a tensor; None where it is on the host, or was not made here."""
+        _, block = self._known.get(_storage(tensor)._cdata, (None, None))
+        return block
+
+    @contextmanager
+    def resizes(self) -> Iterator[None]:
+        """Follow storages that are emptied and filled again while they live, as those of sharded parameters are."""
+        resize = torch.UntypedStorage.resize_
+
+        def follow(storage: Any, size: int) -> Any:
+            done = resize(storage, size)
+            alive, block = self._known.get(storage._cdata, (None, None))
+            if alive is not None and block is not None and block.bytes != size:
+                self._dies(block)
+                del self._known[storage._cdata]
+                self._note(storage)
+            return done
+
+        torch.UntypedStorage.resize_ = follow  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Take what is made meanwhile to be in the host's memory."""
+        self._on_host = True
+        try:
+            yield
+        finally:
+            self._on_host = False
+
+    def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Count a kernel's work, and what it takes within itself."""
+        recording = self.recording
+        recording.kernels += 1
+        recording.moved_bytes += sum(one.nbytes for one in (*_tensors(args), *_tensors(out)))
+        if func.overloadpacket in flop_registry:
+            recording.flops += flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
+        if size := self._scratch(func, args, kwargs, out):
+            self._dies(self._born(size, SCRATCH))
+
+    def terms(self, terms: Mapping[str, Tensor]) -> None:
+        """Find out which blocks only the terms of the loss need, and which terms."""
+        blocks = {block.node: block for block in self.recording.blocks if block.node >= 0 and block.died < 0}
+        lowest = min(blocks, default=0)
+        needed: dict[int, list[str]] = {}
+        for name, total in terms.items():
+            for node in _behind(total.grad_fn, lowest):
+                needed.setdefault(node, []).append(name)
+        for block in self.recording.blocks:
+            block.terms, block.node = block.terms or tuple(needed.get(block.node, ())), -1
+
+    @contextmanager
+    def inside(self, model: nn.Module) -> Iterator[None]:
+        """While this is open, what is made is known by the module of a model, or the operation of the loss."""
+        names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
+
+        here = threading.get_ident()  # hooks are of the whole process
+
+        def enter(module: nn.Module, _: Any) -> None:
+            if threading.get_ident() == here:
+                self.modules.append(names.get(id(module), self.modules[-1] if self.modules else ""))
+
+        def leave(*_: Any) -> None:
+            if threading.get_ident() == here and self.modules:
+                self.modules.pop()
+
+        before = hooks.register_module_forward_pre_hook(enter)
+        after = hooks.register_module_forward_hook(leave, always_call=True)
+        try:
+            with _Outside(self):
+                yield
+        finally:
+            before.remove()
+            after.remove()
+            self.modules.clear()
+
+
+class OnHost:
+    """Carries offloaded tensors out of the books and back (`training.offload.Carrier`)."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        """Take the books."""
+        self._recorder = recorder
+
+    def away(self, tensor: Tensor) -> Tensor:
+        """Return what stands for it on the host."""
+        with self._recorder.on_host():
+            return torch.empty_like(tensor)
+
+    def back(self, kept: Tensor, _: torch.device) -> Tensor:
+        """Return a copy in the books."""
+        return torch.empty_like(kept)
+
+
+class _Outside(TorchFunctionMode):
+    """Remembers by which node of the autograd graph a block was made, where no module is running."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        blocks = self._recorder.recording.blocks
+        before = len(blocks)
+        out = func(*args, **(kwargs or {}))
+        if len(blocks) > before and not self._recorder.modules and self._recorder.part == "forward":
+            nodes = [node for one in tree_leaves(out) if (node := getattr(one, "grad_fn", None)) is not None]
+            for block in blocks[before:] if nodes else ():
+                block.node = nodes[0]._sequence_nr()
+        return out
+
+
+def _behind(node: Any, lowest: int) -> Iterable[int]:
+    """Yield the numbers of the nodes that a node depends on, itself included, down to the lowest of interest."""
+    seen: set[Any] = set()
+    open_ = [node]
+    while open_:
+        node = open_.pop()
+        if node is not None and node not in seen and (number := node._sequence_nr()) >= lowest:
+            seen.add(node)
+            yield number
+            open_ += [below for below, _ in node.next_functions]
+
+
+def _storage(tensor: Any) -> Any:
+    """Return where a tensor's numbers are; of a shard, that of its own part."""
+    while is_traceable_wrapper_subclass(tensor):
+        tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
+    return tensor.untyped_storage()
+
+
+def _tensors(value: Any) -> Iterator[Any]:
+    """Yield the tensors among what an operator took or returned."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _tensors(one)
+
+
+def _engine_adds(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether the engine is adding two gradients, which it does in place where no mode is active."""
+    if kwargs or torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
+        return False
+    one, other = args[:2]
+    alike = isinstance(other, torch.Tensor) and one.shape == other.shape and one.dtype == other.dtype
+    return alike and _caller() == _ENGINE
+
+
+def _is_dense(tensor: Any) -> bool:
+    """Tell whether a tensor's numbers lie side by side, in whatever order, each at a place of its own."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _counts(tensor: Any) -> tuple[int, int]:
+    """Return how many hold a tensor, and how many its storage."""
+    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+@functools.cache
+def _counts_alone() -> tuple[int, int]:
+    """Return the counts of a gradient that nobody holds but the engine: only to such a one it adds in place.
+
+    torch 2.13, csrc/autograd/input_buffer.cpp: `can_accumulate_inplace`. How many more hold a fake one is up to torch.
+    """
+    seen: list[tuple[int, int]] = []
+
+    class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            return False
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            if func is _ADD and _engine_adds(args, kwargs):
+                seen.append(_counts(args[0]))
+            return func(*args, **kwargs)
+
+    with FakeTensorMode(), Probe():  # type: ignore[no-untyped-call]
+        one = torch.ones(2, requires_grad=True)
+        (one.exp().exp() + one.exp().exp()).sum().backward()  # type: ignore[no-untyped-call]
+    return seen[0]
+
+
+def _caller() -> str:
+    """Return the name of the Python function that runs the operator, behind the modes."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_MODES):
+        frame = frame.f_back
+    return frame.f_code.co_name
+
+
+_MODES = (__name__, "torch._subclasses", "torch.utils._python_dispatch", "torch._compile", "torch._dynamo")
+
+
+UNREGISTERED = "kept by the model, not registered"
+
+
+def kind_of(block: Block, backward: int) -> tuple[Category, str]:
+    """Return what a block is for: what forward leaves for backward, or what is soon gone."""
+    if block.born < 0:
+        return Category.BUFFERS, UNREGISTERED
+    if block.phase == SCRATCH:
+        return Category.SCRATCH, ""
+    if block.phase == "inputs":
+        return Category.INPUTS, ""
+    if block.phase == "forward" and (block.died < 0 or block.died > backward):
+        if block.module:
+            return Category.ACTIVATIONS, family(block.module)
+        return Category.LOSS, " and ".join(block.terms)
+    return Category.TEMPORARIES, block.phase
+
+
+def outermost(name: str) -> str:
+    """Return the block that a parameter is of: layers.3, or the module where nothing is counted."""
+    counted = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", name)
+    return counted[0] if counted else name.partition(".")[0]
+
+
+def family(name: str) -> str:
+    """Return what repeated blocks have alike in their names: layers.*.attention."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def as_parts(sums: Counter[tuple[Category, str]]) -> tuple[Part, ...]:
+    """Return sums of bytes by what they are for, in the order of a plan."""
+    order = list(Category)
+    parts = [Part(category, name, size) for (category, name), size in sums.items() if size]
+    return tuple(sorted(parts, key=lambda part: (order.index(part.category), -part.bytes, part.name)))

@@ -1,0 +1,245 @@
+"""What a configuration means to the rooms below: specifications, recipes and stores."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from pipeline.cluster.local import LocalExecutor
+from pipeline.cluster.machine import Machine
+from pipeline.encoder.checkpoints.weights import Weights, find, identify
+from pipeline.encoder.embedding_recipe import Recipe as EmbeddingRecipe
+from pipeline.encoder.engine.embed_engine import Settings
+from pipeline.errors import ConfigError
+from pipeline.graphs.item_graph import Recipe as GraphRecipe
+from pipeline.project.restriction import EVERYTHING, Only
+from pipeline.stages import embed
+from pipeline.stages.graph import Verifier
+from pipeline.stages.scan import Shelves
+from pipeline.store.cache_folder import Cache
+from pipeline.structures.inventory import Recipe
+from pipeline.structures.parsing.read_structure import Reading
+from pipeline.structures.policy import Policy
+from pipeline.structures.sources import SourceSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Container
+    from pathlib import Path
+    from typing import Any
+
+    from pipeline.cluster.job_spec import Executor
+    from pipeline.config.schema import Config
+    from pipeline.config.schema_cluster import Resources, Slots
+    from pipeline.store.store import Store
+
+log = logging.getLogger(__name__)
+
+
+def source_spec(config: Config) -> SourceSpec:
+    """Return where the items come from."""
+    data = config.data
+    return SourceSpec(
+        source=data.source,
+        path=data.path,
+        pattern=data.pattern,
+        structures_dir=data.structures_dir,
+        splits=data.splits,
+        state=data.state,
+        receptor_chains=data.receptor_chains,
+        ligand_chains=data.ligand_chains,
+        labels=data.labels,
+        partners=data.partners,
+        limit=data.limit,
+    )
+
+
+def recipe_of(config: Config) -> Recipe:
+    """Return how structures become inventories."""
+    chosen = config.structures
+    return Recipe(
+        reading=Reading(chosen.model, chosen.chain_names, chosen.assembly, seqres=chosen.sequence == "seqres"),
+        policy=Policy(chosen.altlocs, chosen.modified, chosen.require, chosen.incomplete, chosen.ligands),
+        max_residues=chosen.max_residues,
+        max_file_bytes=chosen.max_file_bytes,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """What the section `embed` means: which weights, what is made with them, how, and where it is kept."""
+
+    weights: Weights
+    recipe: EmbeddingRecipe
+    settings: Settings
+    shelves: embed.Shelves
+    verify_bytes: int
+    named: Container[bytes] = ()  # what a damage list names
+
+    def verifier(self) -> embed.Verifier:
+        """Return what looks texts up, and reads what it finds."""
+        return embed.Verifier(self.recipe, self.shelves.embeddings, self.verify_bytes, self.named)
+
+    @classmethod
+    def open(cls, config: Config, cache: Cache, *, remember: bool, named: Container[bytes] = ()) -> Encoding:
+        """Find the weights and say what will be made with them."""
+        weights = identify(find(config.embed.weights), cache.kind("weights"), remember=remember)
+        shelves = embed.Shelves(
+            embeddings=cache.kind("embed"),
+            weights=cache.kind("weights"),
+            parity=cache.kind("parity"),
+            limits=cache.kind("limits"),
+            shard_bytes=config.cache.shard_bytes,
+        )
+        recipe, settings = embedding_recipe(config, weights), settings_of(config)
+        return cls(weights, recipe, settings, shelves, config.cache.verify_bytes, named)
+
+
+@dataclass(frozen=True, slots=True)
+class Graphs:
+    """What the section `graph` means, and where graphs are kept."""
+
+    recipe: GraphRecipe
+    store: Store
+    verify_bytes: int
+    named: Container[bytes] = ()  # what a damage list names
+
+    def verifier(self, *, limited: bool) -> Verifier:
+        """Return what looks graphs up, and reads what it finds."""
+        return Verifier(self.store, self.verify_bytes if limited else None, self.named)
+
+
+def graph_recipe(config: Config) -> GraphRecipe:
+    """Return how structures become graphs."""
+    chosen = config.graph
+    return GraphRecipe(
+        nodes=chosen.nodes,
+        neighbours=chosen.neighbours,
+        radius=chosen.radius,
+        cross_neighbours=chosen.cross_neighbours,
+        cross_radius=chosen.cross_radius,
+        contacts=chosen.contacts,
+        atom_radius=chosen.atom.radius,
+        hops=chosen.atom.hops,
+        hydrogens=chosen.atom.hydrogens,
+    )
+
+
+def embedding_recipe(config: Config, weights: Weights) -> EmbeddingRecipe:
+    """Return how sequences become embeddings, every `auto` resolved."""
+    chosen = config.embed
+    precision = chosen.precision
+    if precision == "auto":
+        precision = "fp16" if device_of(config) == "cuda" else "fp32"
+    layer = weights.layers if chosen.layer == "auto" else int(chosen.layer)
+    if layer > weights.layers:
+        what = f"embed.layer is {layer}, but these weights have {weights.layers} layers"
+        raise ConfigError(what, where=weights.path, remedy=f"--set embed.layer={weights.layers}, or auto")
+    return EmbeddingRecipe(
+        weights=weights.digest,
+        layer=layer,
+        context=chosen.context,
+        precision=precision,
+        storage=precision if chosen.storage == "auto" else chosen.storage,
+        long=chosen.long.policy,
+        length=chosen.long.length,
+        overlap=chosen.long.overlap,
+        on_oom=chosen.on_oom,
+        half_fallback=chosen.half_fallback == "fp32",
+    )
+
+
+def device_of(config: Config) -> str:
+    """Return what embeddings are computed on."""
+    if config.embed.device != "auto":
+        return config.embed.device
+    return "cuda" if config.cluster.embed.gpus else "cpu"
+
+
+def settings_of(config: Config) -> Settings:
+    """Return what changes the speed of embedding and never a result."""
+    batch, resources = config.embed.batch, config.cluster.embed
+    return Settings(
+        policy=batch.policy,
+        cap=batch.cap,
+        budget=batch.budget,
+        device=device_of(config),
+        threads=max(1, resources.cpus // max(1, resources.gpus)),
+    )
+
+
+def asked_bytes(resources: Resources, planned_bytes: int) -> int:
+    """Return the memory that a task gets: what is pinned, for the task or for each GPU, else what was planned."""
+    if resources.mem_per_gpu is not None:
+        return int(resources.mem_per_gpu) * resources.gpus
+    return planned_bytes if resources.mem == "auto" else int(resources.mem)
+
+
+@dataclass(frozen=True)
+class Project:
+    """A configuration, what it means, and its cache."""
+
+    config: Config
+    source: SourceSpec
+    recipe: Recipe
+    shelves: Shelves
+    cache: Cache
+    remember: bool  # whether looking at something may leave a record of it
+    beside: Path | None = None  # a folder of the user's own modules
+    memo: dict[str, Any] = field(default_factory=dict)  # what was found out about it and does not change
+    only: Only = EVERYTHING  # what may be made anew
+
+    @classmethod
+    def open(
+        cls,
+        config: Config,
+        *,
+        remember: bool = True,
+        beside: Path | None = None,
+        strict: bool = False,
+        only: Only = EVERYTHING,
+    ) -> Project:
+        """Open the cache of a configuration; it is made when something is first stored.
+
+        A cache that cannot be under it is refused where people are asked (`strict`), and left out where work goes on.
+        """
+        cache = Cache.over(config.cache.root, config.cache.under)
+        for error in cache.left_out:
+            if strict:
+                raise error
+            log.warning("%s: %s: it is left out", error.where, error.what)
+        shelves = Shelves(cache.kind("scan"), cache.kind("files"), config.cache.shard_bytes)
+        source, recipe = source_spec(config), recipe_of(config)
+        return cls(config, source, recipe, shelves, cache, remember, beside, only=only)
+
+    @cached_property
+    def graphs(self) -> Graphs:
+        """How graphs are built, and where they are kept."""
+        verify_bytes, named = self.config.cache.verify_bytes, self.only.of("graph")
+        return Graphs(graph_recipe(self.config), self.cache.kind("graph"), verify_bytes, named)
+
+    @cached_property
+    def encoding(self) -> Encoding:
+        """What is embedded with; the weights are looked at when this is first asked for."""
+        return Encoding.open(self.config, self.cache, remember=self.remember, named=self.only.of("embed"))
+
+
+def local_machine(slots: Slots) -> Machine:
+    """Return what the configuration lends of this machine."""
+    given = {"cpus": slots.cpus, "gpus": slots.gpus, "mem_bytes": slots.mem}
+    return Machine.detect(**{name: value for name, value in given.items() if value != "auto"})
+
+
+def stays(config: Config) -> bool:
+    """Tell whether a supervisor is a process that stays until its run has ended; else it is jobs that pay visits."""
+    return config.cluster.executor == "local" or config.cluster.supervisor.where == "login"
+
+
+def open_executor(config: Config, poll_s: float | None = None) -> Executor:
+    """Return what runs the tasks of a configuration; `poll_s` is how often a cluster is asked, if not as configured."""
+    if config.cluster.executor == "slurm":
+        from pipeline.cluster.slurm import SlurmExecutor
+
+        return SlurmExecutor(config.cluster.slurm, poll_s=poll_s)
+    return LocalExecutor(local_machine(config.cluster.slots))

@@ -1,0 +1,162 @@
+"""What a run that regenerates is confined to: the records that a damage list calls lost, frozen in its folder."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, overload
+
+from pipeline.errors import CacheDamaged, ConfigError
+from pipeline.journal.run_folder import writing
+from pipeline.keys import KEY_BYTES
+from pipeline.store.key_lists import in_chunks, sorted_pairs
+from pipeline.store.maintenance.damage_report import Fault, read_report, refuse_of_another
+
+if TYPE_CHECKING:
+    from pipeline.journal.run_folder import RunFolder
+    from pipeline.store.cache_folder import Cache
+    from pipeline.store.maintenance.damage_report import Finding
+    from pipeline.store.store import Store
+
+# Of what is wrong with a shard as a whole: then nobody may know what it held, and whatever its kind lacks is meant.
+UNTOLD = frozenset({Fault.TABLE, Fault.UNREADABLE, Fault.GONE})
+AT_ONCE = 4096  # findings whose records are looked up together
+ABOUT, SUFFIX = "about.json", ".keys"
+
+
+@dataclass(frozen=True, slots=True)
+class Keys(Sequence[bytes]):
+    """Keys, sorted, each once; 16 bytes each, however many there are."""
+
+    packed: bytes = b""
+
+    def __len__(self) -> int:
+        return len(self.packed) // KEY_BYTES
+
+    @overload
+    def __getitem__(self, at: int) -> bytes: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[bytes]: ...
+
+    def __getitem__(self, at: int | slice) -> bytes | list[bytes]:
+        if isinstance(at, slice):
+            return [self[one] for one in range(*at.indices(len(self)))]
+        if not 0 <= at < len(self):
+            raise IndexError(at)
+        return self.packed[at * KEY_BYTES : (at + 1) * KEY_BYTES]
+
+    def __contains__(self, key: object) -> bool:
+        if not isinstance(key, bytes):
+            return False
+        at = bisect_left(self, key)
+        return at < len(self) and self[at] == key
+
+    def __iter__(self) -> Iterator[bytes]:
+        return (self.packed[at : at + KEY_BYTES] for at in range(0, len(self.packed), KEY_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class Only:
+    """Which records a run may make anew; without a list, all."""
+
+    source: str = ""  # the list
+    keys: Mapping[str, Keys] = field(default_factory=dict)  # kind → what the list names
+    untold: frozenset[str] = frozenset()  # kinds with a shard of which nobody knows what it held
+
+    @property
+    def is_all(self) -> bool:
+        """Say whether nothing confines the run."""
+        return not self.source
+
+    @property
+    def kinds(self) -> set[str]:
+        """Return the kinds that the list is about."""
+        return {*self.keys, *self.untold}
+
+    @property
+    def records(self) -> int:
+        """Count the records that the list names."""
+        return sum(map(len, self.keys.values()))
+
+    def of(self, kind: str) -> Keys:
+        """Return what the list names of a kind."""
+        return self.keys.get(kind, Keys())
+
+    def names(self, kind: str, key: bytes) -> bool:
+        """Say whether a record may be made."""
+        return self.is_all or kind in self.untold or key in self.of(kind)
+
+    def write(self, folder: RunFolder) -> None:
+        """Freeze this in the folder of a run."""
+        about = {"source": self.source, "kinds": sorted(self.keys), "untold": sorted(self.untold)}
+        with writing(folder.only):
+            folder.only.mkdir()
+            for kind, keys in self.keys.items():
+                (folder.only / f"{kind}{SUFFIX}").write_bytes(keys.packed)
+            (folder.only / ABOUT).write_text(json.dumps(about))
+
+
+EVERYTHING = Only()
+
+
+def only_of(folder: RunFolder) -> Only:
+    """Return what a run is confined to."""
+    if not folder.only.exists():
+        return EVERYTHING
+    about = json.loads((folder.only / ABOUT).read_text())
+    keys = {kind: Keys((folder.only / f"{kind}{SUFFIX}").read_bytes()) for kind in about["kinds"]}
+    return Only(about["source"], keys, frozenset(about["untold"]))
+
+
+def read_list(path: Path, cache: Cache) -> Only:
+    """Return what a damage list, or a list of what a repair left missing, calls lost."""
+    packed, untold, in_place = dict[str, bytearray](), set[str](), 0
+    stores: dict[str, Store] = {}
+    report = read_report(path)
+    refuse_of_another(report, cache.root)
+    for some in in_chunks(report.findings(), AT_ONCE):
+        for finding in some:
+            _open(path, finding.kind, cache, stores)
+            if finding.key and finding.lost:
+                packed.setdefault(finding.kind, bytearray()).extend(_key(path, finding))
+            elif not finding.key and finding.fault in UNTOLD and not finding.forbidden:
+                untold.add(finding.kind)
+        in_place += sum(_count_in_place(some, store) for store in stores.values())
+    if in_place:
+        what = f"{in_place:,} of the records that it names can be read, and what they say is wrong: they are in the way"
+        raise CacheDamaged(what, where=str(path), remedy=f"pipeline cache repair --list {shlex.quote(str(path))}")
+    keys = {kind: Keys(sorted_pairs(some).astype(">u8").tobytes()) for kind, some in packed.items()}
+    return Only(str(path.absolute()), keys, frozenset(untold))
+
+
+def _count_in_place(findings: Sequence[Finding], store: Store) -> int:
+    """Count the records of a kind that say what cannot be, and are still where they were found."""
+    wrong = [one for one in findings if one.kind == store.kind and one.fault is Fault.MEANING and one.key and one.lost]
+    places = store.locate([bytes.fromhex(one.key) for one in wrong]) if wrong else []
+    return sum(any(place.shard == one.shard for place in some) for one, some in zip(wrong, places, strict=True))
+
+
+def _open(path: Path, kind: str, cache: Cache, stores: dict[str, Store]) -> None:
+    """Open the store of a kind, once; refuse a name that cannot be one: it becomes the name of a file."""
+    try:
+        if kind not in stores:
+            stores[kind] = cache.kind(kind)
+    except ValueError:
+        raise _unusable(path, f"{kind!r} is no kind of records") from None
+
+
+def _key(path: Path, finding: Finding) -> bytes:
+    """Return the key of a finding."""
+    key = bytes.fromhex(finding.key)
+    if len(key) != KEY_BYTES:
+        raise _unusable(path, f"{finding.key!r} is no key of a record")
+    return key
+
+
+def _unusable(path: Path, what: str) -> ConfigError:
+    return ConfigError(what, where=str(path), remedy="pipeline cache validate --full   (writes a new list)")

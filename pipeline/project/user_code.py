@@ -1,0 +1,196 @@
+"""The user's own code, a task or a reader, loaded by name: `package.module:Name`."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import sys
+import traceback
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import ConfigError, PipelineError
+from pipeline.project.frozen_code import PACKAGE, digest_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from pipeline.protocol import Reader, Task
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What users implement, and where they name it."""
+
+    name: str
+    where: str
+    needed: tuple[str, ...]  # methods
+
+
+READERS = PACKAGE / "readers"
+TASK = Kind("task", "train.task", ("model", "cost", "collate", "loss"))
+READER = Kind("reader", "data.reader", ("files", "entries", "read"))
+
+
+def load_task(name: str | None, options: Mapping[str, Any] | None = None, *, beside: Path | None = None) -> Task:
+    """Return a task; modules are looked for in a folder first, mostly that of the configuration."""
+    if not name:
+        remedy = "--set train.task=package.module:Name   (what it must have: pipeline/protocol.py)"
+        raise ConfigError("no task is named: there is nothing to plan or to train", where=TASK.where, remedy=remedy)
+    return _load(TASK, name, options or {}, beside)  # type: ignore[no-any-return]
+
+
+def load_reader(name: str, path: Path, options: Mapping[str, Any], *, beside: Path | None = None) -> Reader:
+    """Return a reader of what is at a path; its module is looked for as a task's is."""
+    return _load(READER, name, {**options, "path": path}, beside)  # type: ignore[no-any-return]
+
+
+def _load(kind: Kind, name: str, options: Mapping[str, Any], beside: Path | None) -> Any:
+    """Return an object of the class of that name, called with its options."""
+    module_name, _, class_name = name.partition(":")
+    if beside is not None and str(beside) not in sys.path:
+        sys.path.insert(0, str(beside))  # a frozen copy counts more than what it was made of
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise failed(f"importing {module_name}", error, kind) from error
+        remedy = f"PYTHONPATH=FOLDER where FOLDER holds {error.name}, or install it into this environment"
+        raise ConfigError(f"there is no module {error.name!r}", where=f"{kind.where}: {name}", remedy=remedy) from None
+    except (Exception, SystemExit) as error:
+        raise failed(f"importing {module_name}", error, kind) from error
+    found = getattr(module, class_name, None)
+    if found is None:
+        needed = f"{', '.join(kind.needed[:-1])} and {kind.needed[-1]}"
+        known = ", ".join(sorted(_kind_in(module, kind))) or f"no class with {needed}"
+        what = f"{module_name} has no {class_name!r}; it has {known}"
+        raise ConfigError(what, where=f"{kind.where}: {name}", remedy="pipeline config check")
+    _refuse_unknown(found, options, kind)
+    try:
+        made = found(**options) if callable(found) else found
+    except PipelineError:  # which says itself what is wrong, and where
+        raise
+    except (Exception, SystemExit) as error:
+        raise failed(f"{name}()", error, kind) from error
+    if missing := [method for method in kind.needed if not callable(getattr(made, method, None))]:
+        what = f"the {kind.name} has no {', '.join(f'{method}()' for method in missing)}"
+        remedy = f"what a {kind.name} must have: pipeline/protocol.py"
+        raise ConfigError(what, where=f"{kind.where}: {name}", remedy=remedy)
+    return made
+
+
+def _refuse_unknown(found: Any, options: Mapping[str, Any], kind: Kind) -> None:
+    """Refuse options that a class does not take, with the nearest that it does."""
+    try:
+        taken = inspect.signature(found).parameters
+    except (TypeError, ValueError):  # nothing that is called, or nobody knows how
+        return
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values()):
+        return
+    for name in options:
+        if name not in taken:
+            close = get_close_matches(name, taken, n=1)
+            meant = f"; did you mean {close[0]}?" if close else f"; there are {', '.join(taken) or 'none'}"
+            what = f"{found.__name__} takes no option {name!r}{meant}"
+            section = kind.where.partition(".")[0]
+            raise ConfigError(what, where=f"{section}.options.{name}", remedy="correct it, then: pipeline config check")
+
+
+def sources(own: Task | Reader) -> list[tuple[str, Path]]:
+    """Return the user's own files that a task or a reader is made of, by name below the folder that imports begin at.
+
+    They are its module, or all of its package, and what these import from beside them.
+    """
+    module = sys.modules[type(own).__module__]
+    file = Path(inspect.getfile(module)).resolve()
+    if PACKAGE in file.parents or "site-packages" in file.parts:
+        return []  # ours is frozen anyway; what is installed has a version
+    root = file.parents[module.__name__.count(".")]
+    found: dict[str, Path] = {}
+    waiting = [module.__name__]
+    while waiting:
+        for path in _files_of(root, waiting.pop()):
+            name = str(path.relative_to(root))
+            if name not in found:
+                found[name] = path
+                waiting += _imported(path)
+    return sorted(found.items())
+
+
+def _files_of(root: Path, module: str) -> list[Path]:
+    """Return the files of a module, or of the package that it is in; none where it is from elsewhere."""
+    top = root / module.partition(".")[0]
+    if (top / "__init__.py").is_file() or (top.is_dir() and "." in module):
+        return sorted(path for path in top.rglob("*.py") if "__pycache__" not in path.parts)
+    single = top.with_suffix(".py")
+    return [single] if single.is_file() else []
+
+
+def _imported(path: Path) -> list[str]:
+    """Return the names of the modules that a file imports by their full names."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            names += [one.name for one in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names.append(node.module)
+    return [name for name in dict.fromkeys(names) if name.partition(".")[0] != "pipeline"]
+
+
+def source_digest(own: Task | Reader) -> str:
+    """Return the digest of the user's own code; empty where it is ours."""
+    files = sources(own)
+    return digest_of(files) if files else ""
+
+
+def reading_digest(reader: Reader) -> str:
+    """Return the digest of a reader's code and of our own readers', of which it may make use."""
+    own = sources(reader) or [("", Path(inspect.getfile(type(reader))))]
+    ours = [(str(path.relative_to(READERS.parent)), path) for path in sorted(READERS.glob("*.py"))]
+    return digest_of([*own, *ours])
+
+
+@contextmanager
+def blamed(task: Task) -> Iterator[None]:
+    """Let what a task's own code raises be told as such; what is raised elsewhere is a bug of ours."""
+    try:
+        yield
+    except PipelineError:
+        raise
+    except (Exception, SystemExit) as error:
+        own = inspect.getfile(type(task))
+        if any(frame.filename == own for frame in traceback.extract_tb(error.__traceback__)):
+            raise failed("running the task", error) from error
+        raise
+
+
+def failed(doing: str, error: BaseException, kind: Kind = TASK) -> ConfigError:
+    """Return an error that says where in the user's code theirs was raised."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(frame.filename)]
+    place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    own = next((frame for frame in reversed(frames) if "site-packages" not in frame.filename), None)
+    if own is not None and own is not frames[-1]:
+        place += f", called from {own.filename}:{own.lineno}"
+    what = f"{doing} failed with {type(error).__name__}: {_first_line(error)}{place}"
+    return ConfigError(what, where=kind.where, remedy=f"correct the {kind.name}; --debug shows where it came from")
+
+
+def _is_ours(file: str) -> bool:
+    return Path(__file__).parents[1] in Path(file).parents or "importlib" in file
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or "no message"
+
+
+def _kind_in(module: Any, kind: Kind) -> Iterator[str]:
+    """Yield the names of what could be a task, or a reader."""
+    for name, value in vars(module).items():
+        if isinstance(value, type) and all(hasattr(value, method) for method in kind.needed):
+            yield name

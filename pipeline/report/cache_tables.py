@@ -1,0 +1,259 @@
+"""What a cache holds, and what cleaning it gives back, as text."""
+
+from __future__ import annotations
+
+import sys
+import time
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import Progress as Bars
+
+from pipeline.report.tables import age, duration, plural, size, table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from rich.console import RenderableType
+    from rich.progress import TaskID
+
+    from pipeline.encoder.checkpoints.download import Progress
+    from pipeline.store.cache_folder import RecipeStat
+    from pipeline.store.store import StoreStat
+
+DIGEST_LETTERS = (32, 64)  # of a digest, the first few of which say enough
+NAMED = 5
+DAY_S = 86_400
+NOT_KNOWN = "pipeline submit --stage all"
+TO_LOOK = "(or --dry-run: only looks)"
+INDEXES = {
+    "behind": "newer files are read by their own tables; the next run brings it up to date",
+    "none": "every file is read by its own table; the next run makes one",
+    "damaged": "every file is read by its own table; `pipeline cache repair` or the next run makes it anew",
+}
+
+
+def store_table(stats: Sequence[StoreStat]) -> RenderableType:
+    """Show what each kind of record takes."""
+    if not stats:
+        return "empty: nothing was stored yet"
+    now = datetime.now(tz=timezone.utc)
+    rows = [
+        (
+            one.kind,
+            f"{one.records:,}",
+            size(one.bytes),
+            size(one.bytes / one.records) if one.records else "",
+            one.shards,
+            len(one.unreadable),
+            one.index.value,
+            " to ".join(dict.fromkeys(age(now, moment) for moment in (one.newest, one.oldest) if moment)),
+        )
+        for one in stats
+    ]
+    columns = ("kind", "items", "size", "per item", "files", "unreadable", "index", "age")
+    shown = table(columns, rows, right="items size per item files unreadable")
+    notes = [f"index {name}: {what}" for name, what in INDEXES.items() if name in {one.index.value for one in stats}]
+    broken = [(one.kind, name, reason) for one in stats for name, reason in one.unreadable]
+    tables: list[RenderableType] = ["", table(("kind", "unreadable file", "why"), broken)] if broken else []
+    return Group(shown, *notes, *tables)
+
+
+def recipe_table(recipes: Mapping[str, Sequence[RecipeStat]], undescribed: Mapping[str, int]) -> RenderableType:
+    """Show by which recipes records were made; of several, only where they differ."""
+    rows = []
+    for kind, known in recipes.items():
+        shared = {name for name in known[0].recipe if _alike(known, name)} if len(known) > 1 else set[str]()
+        for one in known:
+            words = (f"{name} {_short(value)}" for name, value in one.recipe.items() if name not in shared)
+            rows.append((kind, f"{one.records:,}", size(one.bytes), ", ".join(words)))
+        if count := undescribed.get(kind):
+            rows.append((kind, f"{count:,}", "", "recipes that cannot be read: the next run describes its own anew"))
+    return table(("recipes of", "items", "size", "made with"), rows, right="items size") if rows else ""
+
+
+def _alike(known: Sequence[RecipeStat], name: str) -> bool:
+    """Say whether recipes agree in one choice."""
+    return all(one.recipe.get(name) == known[0].recipe[name] for one in known)
+
+
+def _short(value: Any) -> str:
+    """Return a choice as people read it; digests by their beginning."""
+    if isinstance(value, dict):
+        return "(" + ", ".join(f"{name} {_short(one)}" for name, one in value.items()) + ")"
+    if isinstance(value, list):
+        return ".".join(map(_short, value))
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "yes", False: "no"}[value]
+    return value[:8] if isinstance(value, str) and len(value) in DIGEST_LETTERS else str(value)
+
+
+def holdings_lines(told: Mapping[str, Any]) -> list[RenderableType]:
+    """Say what the data set misses, what the last validation found, who uses the cache, and what was put aside."""
+    if not told["is_there"]:
+        return [f"no cache is there yet: {NOT_KNOWN}   (makes it)", *_layer_lines(told)]
+    now = datetime.now(tz=timezone.utc)
+    shown: list[RenderableType] = [_missing_line(one, now) for one in told["missing"]]
+    if told["missing"]:
+        shown += [f"{kind}: not known yet: pipeline submit --stage {kind}   {TO_LOOK}" for kind in told["not_known"]]
+    elif told["not_known"]:  # what a reader gives needs nothing
+        shown.append(f"what this data set needs is not known yet: {NOT_KNOWN}   {TO_LOOK}")
+    if last := told["last_validation"]:
+        shown += _validation_lines(last, now)
+    elif told["kinds"]:
+        shown.append("never validated: pipeline cache validate --full")
+    if told["users"]:
+        names = list(dict.fromkeys(user["config"] or user["runs"] for user in told["users"]))
+        shown.append(f"used by {_named(names)}")
+    if told["quarantine"]["files"]:
+        files, kept = told["quarantine"]["files"], size(told["quarantine"]["bytes"])
+        shown.append(f"quarantine: {plural(files, 'damaged file')}, {kept}: pipeline cache clean")
+    return [*shown, *_layer_lines(told)]
+
+
+def _layer_lines(told: Mapping[str, Any]) -> Iterator[str]:
+    """Say from which other caches this one reads, and why not from others."""
+    if told["under"]:
+        yield f"reads also from {_named(told['under'])}"
+    for one in told["left_out"]:
+        yield f"left out of cache.under: {one['path']}: {one['why']}"
+        yield f"  next: {one['remedy']}"
+
+
+def _missing_line(one: Mapping[str, Any], now: datetime) -> str:
+    """Say how much of a kind is missing, and as of when that is known."""
+    when = age(now, datetime.fromtimestamp(one["at"], timezone.utc))
+    changed = "; it has changed since" if one["changed"] else ""
+    found = f"{one['missing']:,} of {one['needed']:,} missing" if one["missing"] else f"all {one['needed']:,} are there"
+    again = f": pipeline submit --stage {one['kind']}" if one["missing"] or changed else ""
+    return f"{one['kind']}: {found}, by the data set of {when} ago{changed}{again}"
+
+
+def _validation_lines(last: Mapping[str, Any], now: datetime) -> list[str]:
+    """Say when a cache was last validated, how, what was found, and what is to be done about it."""
+    when = age(now, datetime.fromtimestamp(last["begun"], timezone.utc))
+    found = f"{plural(last['findings'], 'finding')}, {plural(last['lost'], 'record')} lost"
+    found = found if last["findings"] else "all well"
+    part = f", of kind {_named(last['only'])}" if last["only"] else ""
+    part += "" if last["subset"] == "1/1" else f", part {last['subset']}"
+    said = f"last validated {when} ago ({last['how']}{part}): {found}   ({last['path']})"
+    return [said, *([f"  next: {last['remedy']}"] if last["remedy"] else [])]
+
+
+def cleaning_lines(told: Mapping[str, Any]) -> list[RenderableType]:
+    """Show what cleaning would remove, what stays although nobody needs it, and why."""
+    shown: list[RenderableType] = []
+    if told["dead"]:
+        dead = [(one["kind"], f"{one['items']:,}", size(one["bytes"]), one["why"], _made(one)) for one in told["dead"]]
+        shown += [table(("dead", "items", "size", "because", "made with"), dead, right="items size"), ""]
+    if told["leftovers"]:
+        rows = [(what, f"{files:,}", size(taken)) for what, (files, taken) in _by_what(told["leftovers"]).items()]
+        shown += [table(("left over", "files", "size"), rows, right="files size"), ""]
+    shown += [*_staying(told), *(line for note in told["notes"] for line in _note(note))]
+    return shown[:-1] if shown and shown[-1] == "" else shown
+
+
+def _staying(told: Mapping[str, Any]) -> Iterator[str]:
+    """Say what stays although nobody needs it."""
+    dead: dict[str, tuple[int, int]] = {}
+    for kind in told["kinds"]:
+        for fate, one in kind["dead"].items():
+            items, taken = dead.get(fate, (0, 0))
+            dead[fate] = items + one["items"], taken + one["bytes"]
+    span = _span(told["older_than_s"])
+    reasons = {
+        "young": f"in files that are younger than {span} (--older-than)",
+        "sparse": "in files that hold much more of what is needed: pipeline cache compact",
+        "foreign": "in files that are not as this program makes them",
+    }
+    for fate, why in reasons.items():
+        items, taken = dead.get(fate, (0, 0))
+        if items:
+            yield f"stays: {plural(items, 'dead item')}, {size(taken)}, {why}"
+    for seconds in sorted({one["older_than_s"] for one in told["young"]}):
+        option = " (--older-than)" if seconds == told["older_than_s"] else ""
+        young = [one for one in told["young"] if one["older_than_s"] == seconds]
+        for what, (files, taken) in _by_what(young).items():
+            yield f"stays: {what}: {plural(files, 'file')}, {size(taken)}, younger than {_span(seconds)}{option}"
+    if told["damaged"]:
+        names = [f"{one['kind']}/{one['shard']}" for one in told["damaged"]]
+        yield f"stays: cannot be read: {_named(names)}: pipeline cache repair"
+    if told["left_alone"]:
+        yield f"left alone, not made by this program: {_named(told['left_alone'])}"
+    if told["used_by"]:
+        then = "what they need goes, too" if told["all"] else "all that is made by their recipes stays"
+        yield f"used also by {_named(dict.fromkeys(told['used_by']))}: {then}"
+
+
+def _span(seconds: float) -> str:
+    """Return a time as people say it."""
+    return plural(round(seconds / DAY_S), "day") if seconds % DAY_S == 0 else duration(seconds)
+
+
+def _note(note: Mapping[str, Any]) -> list[str]:
+    return [f"note: {note['what']}", *([f"  next: {note['remedy']}"] if note["remedy"] else [])]
+
+
+def _by_what(files: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, int]]:
+    """Count files and bytes by what they are."""
+    found: dict[str, tuple[int, int]] = {}
+    for one in files:
+        name = f"{one['what']} of {one['kind']}" if one["kind"] else one["what"]
+        count, taken = found.get(name, (0, 0))
+        found[name] = count + 1, taken + one["bytes"]
+    return found
+
+
+def _made(one: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {_short(value)}" for name, value in (one["recipe"] or {}).items())
+
+
+def _named(names: Iterable[str]) -> str:
+    """Return the first few of some names, and how many more there are."""
+    known = list(names)
+    more = f" and {len(known) - NAMED:,} more" if len(known) > NAMED else ""
+    return ", ".join(known[:NAMED]) + more
+
+
+LINE_EVERY_S = 10.0
+
+
+class Download:
+    """Shows a download on stderr, so that stdout stays a document."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._console = name, Console(file=sys.stderr, highlight=False)
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
+        self._bars = Bars(*columns, TransferSpeedColumn(), TimeRemainingColumn(), console=self._console)
+        self._task: TaskID | None = None
+        self._told_at = time.monotonic()
+
+    def __enter__(self) -> Download:
+        if self._console.is_terminal:
+            self._bars.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._console.is_terminal:
+            self._bars.stop()
+
+    def show(self, progress: Progress) -> None:
+        """Show how far it is."""
+        if self._console.is_terminal:
+            if self._task is None:  # only now: what an earlier command brought must not count as speed
+                self._task = self._bars.add_task(self._name, total=progress.total, completed=progress.bytes)
+            self._bars.update(self._task, completed=progress.bytes, total=progress.total)
+        elif progress.bytes == progress.total or time.monotonic() - self._told_at > LINE_EVERY_S:
+            self._told_at = time.monotonic()
+            self._console.print(f"{self._name}: {said(progress)}", soft_wrap=True)
+
+
+def said(progress: Progress) -> str:
+    """Say how far a download is, and how long it will take."""
+    if progress.total is None:
+        return f"{size(progress.bytes)}, {size(progress.rate)}/s"
+    left = (progress.total - progress.bytes) / max(progress.rate, 1e-9)
+    ends = f", {duration(left)} left" if left else ""
+    return f"{size(progress.bytes)} of {size(progress.total)}, {size(progress.rate)}/s{ends}"

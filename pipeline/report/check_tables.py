@@ -1,0 +1,214 @@
+"""What checking, repairing and compacting a cache found and did, as text for a terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+
+from pipeline.report.tables import plural, size, table
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rich.console import RenderableType
+    from rich.progress import TaskID
+
+    from pipeline.store.maintenance.compact import Compacted
+    from pipeline.store.maintenance.scrub import Checked
+    from pipeline.store.maintenance.shard_repair import Mend, Repaired
+
+LINE_EVERY_S = 10.0
+SHOWN = 20  # shards of which each has a line
+FAULTS = {  # what of it there can be several, and what is wrong with each
+    "index": ("fault", "of the index"),
+    "header": ("header", "damaged"),
+    "table": ("table", "damaged"),
+    "record": ("record", "damaged"),
+    "gone": ("record", "gone"),
+    "newer": ("file", "of a later version"),
+    "foreign": ("file", "that no pipeline wrote"),
+    "unreadable": ("place", "that cannot be read"),
+    "meaning": ("record", "meaningless"),
+}
+
+
+@dataclass(slots=True)
+class KindTally:
+    """What was found in one kind."""
+
+    shards: int = 0
+    bytes: int = 0
+    records: int = 0
+    whole: int = 0
+    listed: int = 0
+    lost: int = 0
+    faults: dict[str, int] = field(default_factory=dict)
+
+    def take(self, checked: Checked) -> None:
+        """Count what was found in one file."""
+        self.shards += bool(checked.shard)
+        self.bytes += checked.read_bytes
+        self.records += checked.judged
+        self.whole += len(checked.whole)
+        self.listed += len(checked.listed)
+        self.lost += sum(one.lost for one in checked.findings)
+        for one in checked.findings:
+            self.faults[one.fault.value] = self.faults.get(one.fault.value, 0) + 1
+
+
+class Progress:
+    """Shows how far it is: a bar on a terminal, else a line now and then; on stderr: stdout stays a document."""
+
+    def __init__(self, name: str, total: int | None) -> None:
+        self._console = Console(file=sys.stderr, highlight=False)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("files"))
+        self._bars = Bars(*columns, TimeRemainingColumn(), TextColumn("{task.fields[said]}"), console=self._console)
+        self._name, self._total, self._bytes, self._wrong = name, total, 0, 0
+        self._task: TaskID | None = None
+        self._files, self._begun = 0, time.monotonic()
+        self._told_at = self._begun
+
+    def __enter__(self) -> Progress:
+        if self._console.is_terminal:
+            self._task = self._bars.add_task(self._name, total=self._total, said="")
+            self._bars.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._task is not None:
+            self._bars.stop()
+
+    def take(self, checked: Checked) -> None:
+        """Show that one more file was looked at."""
+        self._bytes += checked.read_bytes
+        self._wrong += len(checked.findings)
+        self._files += bool(checked.shard)
+        now = time.monotonic()
+        rate = self._bytes / max(1e-3, now - self._begun)
+        said = f"{size(self._bytes)}, {size(rate)}/s, {self._wrong:,} wrong"
+        if self._task is not None:
+            self._bars.update(self._task, advance=bool(checked.shard), said=said)
+        elif now - self._told_at > LINE_EVERY_S:
+            self._told_at = now
+            of = "" if self._total is None else f" of {self._total:,}"
+            self._console.print(f"{self._name}: {self._files:,}{of} files, {said}", soft_wrap=True)
+
+
+def check_table(kinds: Mapping[str, KindTally]) -> RenderableType:
+    """Show what was found in each kind."""
+    if not kinds:
+        return "empty: nothing was stored yet"
+    listed = any(one.listed for one in kinds.values())  # of records that nobody read, nobody says that they are whole
+    rows = [
+        (
+            kind,
+            f"{one.shards:,}",
+            size(one.bytes),
+            f"{one.records:,}",
+            f"{one.listed if listed else one.whole:,}",
+            f"{one.lost:,}",
+            ", ".join(_fault(*fault) for fault in sorted(one.faults.items())) or "nothing",
+        )
+        for kind, one in kinds.items()
+    ]
+    columns = ("kind", "shards", "read", "records", "listed" if listed else "whole", "lost", "what is wrong")
+    return table(columns, rows, right="shards read records listed whole lost")
+
+
+def whole_line(kinds: Mapping[str, KindTally]) -> str:
+    """Say that nothing is wrong, and with how much."""
+    records, listed = (sum(getattr(one, name) for one in kinds.values()) for name in ("records", "listed"))
+    files = plural(sum(one.shards for one in kinds.values()), "file")
+    unread = "   (--full reads the records, too)" if listed else ""
+    return f"nothing is wrong: {plural(records, 'record')} in {files}{unread}"
+
+
+def _fault(fault: str, count: int) -> str:
+    noun, wrong = FAULTS[fault]
+    return f"{plural(count, noun)} {wrong}"
+
+
+def mend_table(mends: Sequence[Mend], more: int) -> list[RenderableType]:
+    """Show what would be done about each shard, the first of them."""
+    if not mends:
+        return []
+    rows = [(one.kind, one.shard or "(index)", one.why, one.salvaged, _lost(one), _fate(one)) for one in mends]
+    columns = ("kind", "file", "what is wrong", "salvaged", "lost", "what becomes of it")
+    shown: list[RenderableType] = [table(columns, rows, right="salvaged lost")]
+    return [*shown, f"… and {plural(more, 'file')} more (--json names all)"] if more else shown
+
+
+def mended_table(kinds: Mapping[str, Repaired]) -> list[RenderableType]:
+    """Show what was done in each kind."""
+    if not kinds:
+        return []
+    columns = ("kind", "put into quarantine", "left alone", "salvaged", "lost")
+    rows = [(kind, *_counts(one.quarantined, one.stay, one.salvaged, one.lost)) for kind, one in kinds.items()]
+    return [table(columns, rows, right=" ".join(columns[1:]))]
+
+
+def _counts(*numbers: int) -> tuple[str, ...]:
+    return tuple(f"{number:,}" for number in numbers)
+
+
+def _lost(mend: Mend) -> str:
+    return "not known" if mend.unknown else f"{len(mend.lost):,}"
+
+
+def _fate(mend: Mend) -> str:
+    """Say what becomes of a shard or an index."""
+    if mend.stays:
+        return f"left alone: {mend.stays}"
+    if not mend.shard:
+        return "made anew from the shards"
+    return "the index forgets it" if mend.gone else "put into quarantine"
+
+
+def repaired_lines(told: Repaired, *, did: bool) -> list[str]:
+    """Say in all what was done, or would be."""
+    if not (told.quarantined or told.indexes or told.stay or told.lost):
+        return ["nothing is damaged"]
+    would = "" if did else "would be "
+    lines = [
+        f"{plural(told.salvaged, 'record')} ({size(told.salvaged_bytes)}) {would}carried over to new shards, "
+        f"{plural(told.quarantined, 'shard')} {would}put into quarantine, "
+        f"{told.indexes:,} {'index' if told.indexes == 1 else 'indexes'} {would}made anew"
+    ]
+    if told.lost:
+        lines.append(f"{plural(told.lost, 'record')} {'is' if told.lost == 1 else 'are'} lost, to be computed again")
+    if told.unknown:
+        lines.append(f"of {plural(told.unknown, 'shard')} nobody knows what was in it: `pipeline submit` computes it")
+    if told.stay:
+        lines.append(f"{plural(told.stay, 'file')} left alone")
+    return lines
+
+
+def compact_table(kinds: Sequence[Compacted], *, did: bool) -> RenderableType:
+    """Show what compaction does for each kind."""
+    rows = [
+        (one.kind, f"{one.shards:,}", f"{len(one.small):,}", f"{one.records:,}", size(one.size_bytes), _after(one, did))
+        for one in kinds
+    ]
+    columns = ("kind", "files", "small", "records in them", "size", "after" if did else "what would be done")
+    return table(columns, rows, right="files small records size")
+
+
+def compacted_line(kinds: Sequence[Compacted]) -> str:
+    """Say in all what a compaction did."""
+    before, after = sum(one.shards for one in kinds), sum(one.after for one in kinds)
+    return f"{plural(before, 'file')} became {after:,}" if any(one.gone for one in kinds) else "nothing was changed"
+
+
+def _after(one: Compacted, did: bool) -> str:  # noqa: FBT001 - a fact about the table
+    """Say what became, or would become, of the small files of a kind."""
+    if not one.small:
+        return "nothing to do"
+    damaged = f"; {plural(len(one.damaged), 'damaged file')} left alone" if one.damaged else ""
+    taken = f"; {plural(len(one.taken), 'file')} gone meanwhile" if one.taken else ""
+    return f"{plural(one.after, 'file')}{damaged}{taken}" if did else "small files made into few"

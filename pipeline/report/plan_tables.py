@@ -1,0 +1,321 @@
+"""The plan of a training, for people: what it takes, of what, on what, and how far each number is to be trusted."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pipeline.report.census_tables import named_records, unit_of
+from pipeline.report.tables import duration, plural, size, table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from rich.console import RenderableType
+    from rich.table import Table
+
+MOST_ROWS = 12  # of activations by module
+LEAST_SHARE = 0.002  # of the peak: smaller parts are told together
+NAMED = 5
+NOT_NEEDED = "not needed"
+WORDS = {
+    "parameters": "parameters",
+    "buffers": "buffers",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "ema": "moving averages",
+    "inputs": "inputs",
+    "activations": "activations",
+    "loss": "loss",
+    "temporaries": "temporaries",
+    "scratch": "kernels' own",
+}
+
+
+def training_report(plan: Mapping[str, Any]) -> list[RenderableType]:
+    """Show a training's outlook, as JSON data."""
+    parts = (_verdict, _stages, _components, _configurations, _tried, _alternatives, _job, _probes, _words)
+    shown: list[RenderableType] = []
+    for part in parts:
+        lines = list(part(plan))
+        shown += ["", *lines] if lines and shown else lines
+    return shown
+
+
+def _main(plan: Mapping[str, Any]) -> Mapping[str, Any]:
+    chosen: Mapping[str, Any] = list(plan["plans"].values())[-1]
+    return chosen
+
+
+def _verdict(plan: Mapping[str, Any]) -> Iterator[str]:
+    """Say in a few lines what will be done."""
+    one = _main(plan)
+    cards = ", ".join(one["cards"])
+    where = cards if one["ranks"] == 1 else f"{one['ranks']} x {cards}"
+    yield f"train: {plan['task']}, {plural(plan['items'], 'item')}, {plan['parameters']:,} parameters on {where}"
+    total, limit = one["total"]["value"], one["limit_bytes"]
+    yield (
+        f"  fits: {size(total)} of the {size(limit)} that torch may have there ({total / limit:.0%}), "
+        f"with a probability of {one['probability']['value']:.0%} ({one['probability']['origin']})"
+    )
+    if one["batch"] > plan["items"]:
+        yield f"  there are only {plan['items']:,} items: a step has them all, not {one['batch']:,}"
+    step = min(one["batch"], plan["items"])
+    yield (
+        f"  a step of {step} items is {one['accumulation_mean']:.1f} micro-batches a GPU, at most "
+        f"{one['accumulation_most']}; a micro-batch is {one['items_median']:g} items, at most {one['items_most']}"
+    )
+    yield f"  micro-batches are not larger because {one['filled']}"
+    if one["remedies"]:
+        yield f"  saves memory by {' and '.join(one['remedies'])}"
+    if one["allocator"]["settings"]:
+        yield f"  PYTORCH_CUDA_ALLOC_CONF={one['allocator']['settings']}"
+    yield from _oversize(one)
+
+
+def _oversize(one: Mapping[str, Any]) -> Iterator[str]:
+    """Name the items that are left out or cut."""
+    items = one["oversize"]
+    if items:
+        named = ", ".join(item["id"] for item in items[:NAMED])
+        yield f"  {plural(len(items), 'item')} too large for any plan, such as {named}: left out or cropped"
+    if one["crop"]:
+        yield f"  items are cropped to {', '.join(f'{most:,} {name}' for name, most in one['crop'].items())}"
+
+
+def _stages(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """Show the batch plan of each stage of a curriculum."""
+    if len(plan["plans"]) < 2:
+        return
+    columns = ("curriculum", "items", "at most", "micro-batches", "live", "total", "epoch")
+    rows = [
+        (
+            name,
+            f"{one['items_median']:g}",
+            str(one["items_most"]),
+            f"{one['accumulation_mean']:.1f}",
+            size(one["live"]["value"]),
+            size(one["total"]["value"]),
+            duration(one["epoch_s"]["value"]),
+        )
+        for name, one in plan["plans"].items()
+    ]
+    yield table(columns, rows, right=" ".join(columns[1:]) + " most")
+
+
+def _components(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """Show what the memory at the peak of a step is for."""
+    one = _main(plan)
+    live = sum(part["bytes"] for part in one["parts"])
+    rows = [(label, size(count), f"{count / live:.1%}", origin) for label, count, origin in _parts(one, live)]
+    rows.append(("live at the peak of a step", size(live), "100.0%", one["live"]["origin"]))
+    if plan["evaluation_bytes"] is not None:
+        rows.append(("  (evaluating such a micro-batch)", size(plan["evaluation_bytes"]), "", one["live"]["origin"]))
+    rows.append(("held by torch's allocator", size(one["reserved"]["value"]), "", one["reserved"]["origin"]))
+    factor = f"margin x {one['margin']['factor']:.3f}"
+    rows.append((f"with the {factor}", size(one["total"]["value"]), "", one["margin"]["origin"]))
+    yield table(("component", "memory", "share", "from"), rows, right="memory share")
+
+
+def _parts(one: Mapping[str, Any], live: int) -> Iterator[tuple[str, int, str]]:
+    """Yield the components, the largest activations by module, small ones together."""
+    origin = one["live"]["origin"]
+    groups: dict[str, list[tuple[str, int]]] = defaultdict(list)
+    for part in one["parts"]:
+        groups[part["category"]].append((part["name"], part["bytes"]))
+    for category, parts in groups.items():
+        told = sorted(parts, key=lambda part: -part[1])
+        kept = [part for part in told[:MOST_ROWS] if part[1] >= LEAST_SHARE * live]
+        rest = sum(count for _, count in told) - sum(count for _, count in kept)
+        for name, count in kept:
+            yield f"{WORDS[category]}{f' of {name}' if name else ''}", count, origin
+        if rest:
+            yield f"{WORDS[category]}{', others' if kept else ''}", rest, origin
+
+
+def _configurations(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """Show which batch configurations fit on which cards."""
+    if not plan["configurations"]:
+        return
+    cards = list(plan["configurations"][0]["fits"])
+    item = ", ".join(f"{count:,} {name}" for name, count in plan["item"].items())
+    yield f"micro-batches of items with {item} (95 of 100 items have less):"
+    columns = ("items x micro-batches", "live", "held", "total", *cards)
+    rows = [
+        (
+            f"{one['items']} x {one['accumulation']}",
+            size(one["live"]["value"]),
+            size(one["reserved"]["value"]),
+            size(one["total"]["value"]),
+            *("fits" if one["fits"][card] else "-" for card in cards),
+        )
+        for one in plan["configurations"]
+    ]
+    yield table(columns, rows, right="live held total")
+
+
+def _tried(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """Show the remedies in their order, and what came of each."""
+    rows = [
+        (
+            trial["remedy"],
+            trial["verdict"],
+            size(trial["total"]["value"]) if trial["total"] else "",
+            duration(trial["epoch_s"]["value"]) if trial["epoch_s"] else "",
+            trial["why"],
+        )
+        for trial in _main(plan)["trials"]
+        if trial["verdict"] != NOT_NEEDED
+    ]
+    yield table(("remedy", "verdict", "total", "epoch", ""), rows, right="total epoch")
+    others = sum(trial["verdict"] == NOT_NEEDED for trial in _main(plan)["trials"])
+    if others:
+        yield f"{plural(others, 'other combination')} of remedies would not be faster"
+
+
+def _alternatives(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """Show what other GPUs would cost."""
+    if not plan["alternatives"]:
+        return
+    rows = [
+        (
+            one["offer"],
+            f"{one['gpu_hours']:.3g}" if one["gpu_hours"] is not None else "",
+            duration(3600 * one["hours"]) if one["hours"] is not None else "",
+            duration(one["waits_s"]) if one["waits_s"] is not None else "",
+            ", ".join(one["remedies"]) or one["why"] or "as it is",
+        )
+        for one in plan["alternatives"]
+    ]
+    yield table(("alternative", "GPU-hours", "takes", "waits", "how"), rows, right="GPU-hours takes waits")
+
+
+def _job(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """Show what a job asks for, and where its memory goes."""
+    one, job, host = _main(plan), plan["job"], plan["host"]
+    rows = [(part["name"], size(part["bytes"]), part["origin"], part["why"]) for part in host["parts"]]
+    each = f"{plural(job['gpus'], 'GPU')}, {plural(job['cpus'], 'cpu')}, --mem {size(host['mem_bytes'])}"
+    yield f"job: {plural(job['nodes'], 'node')}, each with {each}"
+    yield f"  --mem: {host['why']}"
+    yield (
+        f"  an epoch takes about {duration(one['epoch_s']['value'])}, all {duration(plan['train_s'])} "
+        f"({one['epoch_s']['origin']}), {one['gpu_hours']['value']:.3g} GPU-hours; "
+        f"a job may take {duration(job['time_s'])}"
+    )
+    yield table(("host memory", "a node", "from", ""), rows, right="node")
+
+
+def _probes(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """Show what probes measured."""
+    if not plan["probed"]:
+        return
+    rows = [
+        (
+            one["card"],
+            one["outcome"],
+            size(one["predicted_bytes"]),
+            size(one["measured_bytes"]) if one["measured_bytes"] else "",
+            f"{one['ratio']:.3f}" if one["measured_bytes"] else "",
+            f"{one['step_s']:.3g} s" if one["step_s"] else "",
+            one["why"] or one["log"],
+        )
+        for one in plan["probed"]
+    ]
+    yield table(
+        ("probe", "outcome", "predicted", "measured", "ratio", "step", ""), rows, right="predicted measured ratio step"
+    )
+
+
+def _words(plan: Mapping[str, Any]) -> Iterator[str]:
+    """Say how far to trust the plan, and what the linter found."""
+    one = _main(plan)
+    if plan["ignores_sizes"]:
+        yield "warning: memory does not grow with the sizes: does example() make batches as large as it is told to?"
+    notes: Sequence[str] = list(dict.fromkeys((one["margin"]["why"], *one["notes"], *one["allocator"]["notes"])))
+    yield from (f"note: {note}" for note in notes)
+    for found in plan["findings"]:
+        yield f"{found['severity']}: {found['what']}: {found['why']}"
+        yield f"    {found['remedy']}   ({found['source']})"
+
+
+PLANNED = ("items", "refused", "unusable", "cached", "missing", "tasks")
+REFUSED = {"scan": "refused by the source", "embed": "that cannot be encoded", "graph": "left out before"}
+LATER = {"train": "planned when its graphs are there"}
+
+
+class Asked(Protocol):
+    """What a task gets."""
+
+    @property
+    def mem_bytes(self) -> int:
+        """Memory."""
+
+    @property
+    def time_s(self) -> int:
+        """The time limit."""
+
+
+def stage_line(name: str, counts: Mapping[str, int]) -> str:
+    """Say what a stage found when it was submitted: what is done already, and what is not."""
+    parts = [f"{counts['cached']:,} cached", f"{counts['missing']:,} to do"]
+    if name == "validate":
+        parts = parts[1:]
+    if name == "regenerate":
+        return f"regenerate: {named_records(counts['items'])}"
+    if counts.get("unplanned"):
+        return f"{name}: {LATER.get(name, 'counted when the model is trained')}"
+    if counts["refused"]:
+        parts.append(f"{counts['refused']:,} {REFUSED[name]}")
+    if counts["unusable"]:
+        parts.append(f"{counts['unusable']:,} missing or unreadable")
+    tasks = f" in {plural(counts['tasks'], 'task')}" if counts["tasks"] else ""
+    residues = f" ({counts['residues']:,} residues)" if counts.get("residues") else ""
+    if counts.get("unnamed"):
+        parts.append(f"{counts['unnamed']:,} missing that the list does not name")
+    waiting = f"; {plural(counts['waiting'], 'item')} still to scan" if counts.get("waiting") else ""
+    if counts.get("unkept"):
+        parts = ["built when they are read (graph.cache: false)"]
+    return f"{name}: {plural(counts['items'], unit_of(name, counts))}: {', '.join(parts)}{tasks}{residues}{waiting}"
+
+
+def plan_table(plans: Iterable[tuple[str, Mapping[str, int], int, int, Asked | None]]) -> Table:
+    """Show what would be submitted."""
+    rows = []
+    for name, counts, made_bytes, cpus, ask in plans:
+        asks = ("", "", "") if ask is None else (cpus, size(ask.mem_bytes), duration(ask.time_s))
+        disk = size(made_bytes) if made_bytes else ""
+        rows.append((name, f"{unit_of(name, counts)}s", *(f"{counts[column]:,}" for column in PLANNED), *asks, disk))
+    columns = ("stage", "of", *PLANNED, "cpus", "mem", "time limit", "disk")
+    return table(columns, rows, right=" ".join((*PLANNED, "cpus", "mem", "disk")))
+
+
+def estimate_report(stages: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
+    """Show what each stage would take, and where the numbers are from."""
+    columns = ("stage", "to do", "cached", "tasks", "cpus", "gpus", "mem", "limit", "disk", "about")
+    shown: list[RenderableType] = [table(columns, map(_estimate_row, stages), right=" ".join(columns[1:]))]
+    waiting = {stage["stage"]: stage["counts"].get("waiting", 0) for stage in stages}
+    unknown = "not scanned yet, and what they hold is not counted"
+    shown += [f"{name}: {plural(count, 'item')} {unknown}" for name, count in waiting.items() if count]
+    for stage in stages:
+        if stage["tasks"]:
+            shown += ["", f"{stage['stage']}: where the numbers are from"]
+            shown += [f"  {name}: {source}" for name, source in stage["sources"].items()]
+    return shown
+
+
+def _estimate_row(stage: Mapping[str, Any]) -> tuple[str, ...]:
+    counts = stage["counts"]
+    if not stage["tasks"]:
+        return (stage["stage"], f"{counts['missing']:,}", f"{counts['cached']:,}", "0", *[""] * 6)
+    return (
+        stage["stage"],
+        f"{counts['missing']:,}",
+        f"{counts['cached']:,}",
+        f"{stage['tasks']:,}",
+        str(stage["cpus"]),
+        str(stage["gpus"]),
+        size(stage["mem_bytes"]),
+        duration(stage["time_s"]),
+        size(stage["disk_bytes"]) if stage["disk_bytes"] else "",
+        "unknown" if stage["all_s"] is None else duration(stage["all_s"]),
+    )

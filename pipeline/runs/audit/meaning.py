@@ -1,0 +1,401 @@
+"""Does what a cache holds mean anything? Every record is judged by itself, and beside those that it goes with.
+
+A record is first judged by what it says alone; what is in order by itself is then compared: a graph with the inventory
+of its item, where the item is of the current data set, and a sample of records with what is made anew from the source
+files, or by the encoder. The sample depends on keys alone, so that it is the same however a validation is cut.
+
+What a second parser reads otherwise is a finding, too, but no loss: made anew the record would be the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.encoder.checkpoints.weights import examine, key_as_it_stands
+from pipeline.errors import CacheDamaged, PipelineError, RecordMissing
+from pipeline.graphs.build_graph import encoded
+from pipeline.keys import TAG_BYTES, content_digest, recipe_tag
+from pipeline.records import Inventory, Item, Role
+from pipeline.runs.audit.known_items import ODD, KnownItems, Widths, in_sample
+from pipeline.stages.graph_records import beside, wrong
+from pipeline.stages.made_again import differences, read_again, same_bits
+from pipeline.stages.scan_records import (
+    allowed,
+    distance,
+    wrong_embedding,
+    wrong_file,
+    wrong_inventory,
+    wrong_limit,
+    wrong_parity,
+    wrong_weights,
+)
+from pipeline.stages.table_records import sampled_sizes, wrong_recipe, wrong_table
+from pipeline.store.maintenance import scrub
+from pipeline.store.maintenance.damage_report import Fault, Finding
+from pipeline.store.maintenance.scrub import WHOLE, Checked, Wrong
+from pipeline.structures.atoms import Unusable
+from pipeline.structures.inventory import plain
+from pipeline.structures.parsing.read_structure import format_of, read_file
+from pipeline.structures.parsing.second_parser import NotComparable, disagreements, read_second, second_parser
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from pipeline.project.project import Project
+    from pipeline.records import Part
+    from pipeline.stages.encoded_again import EncodedAgain
+    from pipeline.stages.made_again import Anew
+    from pipeline.store.format.record import Record
+    from pipeline.store.maintenance.scrub import Named, Subset
+    from pipeline.store.store import Store
+    from pipeline.structures.inventory import Side
+
+DEFAULT_SAMPLE = 0.0  # what is made anew takes the source files, the encoder and their time, so it must be asked for
+TOLD = 3  # things that are wrong with one record
+WHOLE_COSINE, HALF_COSINE = 0.99999, 0.999  # those of the gate (encoder/parity.py): of a row in fp32, of all in half
+
+
+def semantic(project: Project, sample: float = DEFAULT_SAMPLE, subset: Subset | Named = WHOLE) -> Iterator[Checked]:
+    """Judge what every record of a project's cache says, kind by kind."""
+    judge = Semantic(project, sample)
+    for kind in project.cache.kinds():
+        yield from judge.check(project.cache.kind(kind), subset)
+
+
+class Semantic:
+    """Judges what records say; what it must know besides, it looks up when it first needs it."""
+
+    def __init__(self, project: Project, sample: float = DEFAULT_SAMPLE) -> None:
+        self._project, self._sample = project, sample
+        self._notes: Counter[str] = Counter()
+        self._contradicted: dict[bytes, str] = {}  # inventories that a graph and the files contradict → why
+        self._widths = Widths(project.cache)
+
+    def check(self, store: Store, part: Subset | Named = WHOLE) -> Iterator[Checked]:
+        """Judge some shards of one kind."""
+
+        def judge(record: Record) -> Wrong | None:
+            return self._judge(store.kind, record)
+
+        known = len(self._contradicted)
+        for checked in scrub.meaning(store, judge, part):
+            yield replace(self._once(checked), notes=dict(self._notes))
+            self._notes.clear()
+        if more := list(islice(self._contradicted, known, None)):
+            yield self._inventories(more)
+
+    def _once(self, checked: Checked) -> Checked:
+        """Return what was found in a file, less the inventories that have been told of."""
+        if checked.kind != "scan" or not self._contradicted:
+            return checked
+        known = {key.hex() for key in self._contradicted}
+        findings = tuple(one for one in checked.findings if one.fault is not Fault.MEANING or one.key not in known)
+        return replace(checked, whole=tuple(key for key in checked.whole if key.hex() not in known), findings=findings)
+
+    def _inventories(self, keys: Sequence[bytes]) -> Checked:
+        """Return what was found of inventories, wherever they are, while graphs were judged: of no file in all."""
+        findings = [
+            Finding("scan", Fault.MEANING, self._contradicted[key], shard, key.hex(), lost=True)
+            for key, places in zip(keys, self._project.shelves.inventories.locate(keys), strict=True)
+            for shard in dict.fromkeys(place.shard for place in places)
+        ]
+        return Checked("scan", "", 0, findings=tuple(findings))
+
+    def _judge(self, kind: str, record: Record) -> Wrong | None:
+        """Return what is wrong with what a record says; it is lost where that is nothing by itself."""
+        self._learn(kind)
+        try:
+            wrong = self._alone(kind, record)
+        except ODD as error:
+            return Wrong(f"it cannot be understood: {type(error).__name__} {error}")
+        try:
+            return wrong or self._compared(kind, record)
+        except ODD as error:
+            return Wrong(f"it cannot be compared: {type(error).__name__} {error}", lost=False)
+
+    def _learn(self, kind: str) -> None:
+        """Look up what is needed for this kind before a record is judged: where that fails no record is to blame."""
+        _ = self._recipes
+        if kind == "graph" or (self._sample and kind in ("scan", "files")):
+            _ = self._data_set
+
+    def _alone(self, kind: str, record: Record) -> Wrong | None:
+        """Return what is wrong with a record by itself; a recipe of which too little is known is left out."""
+        recipe = self._recipes.get((kind, record.key[:TAG_BYTES]))
+        try:
+            return _told(self._wrong(kind, record, recipe))
+        except ODD:
+            if recipe is None or recipe == self._mine.get(kind):
+                raise
+        wrong = _told(self._wrong(kind, record, None))
+        self._notes[f"records of the kind {kind} judged without their recipe, which another version made"] += not wrong
+        return wrong
+
+    def _wrong(self, kind: str, record: Record, recipe: Mapping[str, Any] | None) -> Iterable[str]:
+        """Yield what is wrong with a record by itself."""
+        if kind == "graph":
+            return wrong(record, recipe)
+        if kind == "scan":
+            return wrong_inventory(record, recipe)
+        if kind == "embed":
+            return wrong_embedding(record, recipe, self._widths.of(record.meta["weights"]))
+        judge = _ALONE.get(kind)
+        if judge is None:
+            self._notes[f"records of the kind {kind}, which is not known here: only their bytes were judged"] += 1
+            return ()
+        return judge(record)
+
+    def _compared(self, kind: str, record: Record) -> Wrong | None:
+        """Return what is wrong with a record beside others, and beside what is made anew."""
+        if kind == "graph":
+            return self._beside(record) or self._graph_again(record)
+        is_sampled = in_sample(record.key, self._sample)
+        if kind == "weights":
+            return _told(self._widths.wrong(record)) or (self._weights_again(record) if is_sampled else None)
+        if kind == "scan" and is_sampled:
+            return self._inventory_again(record)
+        if kind == "files" and is_sampled:
+            return self._file_again(record)
+        if kind == "embed" and is_sampled:
+            return self._embedding_again(record)
+        if kind == "sets" and self._sample:
+            return _told(sampled_sizes(record, self._project.graphs.store, lambda key: in_sample(key, self._sample)))
+        return None
+
+    # Beside others
+
+    def _beside(self, graph: Record) -> Wrong | None:
+        """Return what is wrong with a graph beside its inventory; who of the two is, the files say."""
+        key = self._data_set.inventories.get(graph.key)
+        if key is None:
+            self._notes["graphs that are not of this data set: judged by themselves"] += 1
+            return None
+        try:
+            inventory = self._project.shelves.inventories.get(bytes.fromhex(key))
+        except (CacheDamaged, RecordMissing):
+            return None
+        if not _can_be(inventory):  # that is found where inventories are judged
+            return None
+        recipe = self._project.graphs.recipe.plain()
+        found = _told(beside(graph, Inventory.from_json(inventory.meta), inventory.arrays, recipe))
+        return self._settled(graph, inventory, found) if found else None
+
+    def _settled(self, graph: Record, inventory: Record, found: Wrong) -> Wrong | None:
+        """Return what is wrong with a graph that its inventory contradicts, unless that one is wrong."""
+        anew = self._anew(inventory.key)
+        if anew is None or _told(self._graph_differences(graph, anew)):
+            return found
+        why = _told(_inventory_differences(inventory, anew))
+        if why is None:
+            return found
+        self._contradicted[inventory.key] = why.what
+        return None
+
+    # Made anew
+
+    def _anew(self, inventory_key: bytes) -> Anew | None:
+        """Return the item of an inventory as its files are now; None where it is unknown, or they are others."""
+        line = self._data_set.items.get(inventory_key)
+        if line is None:
+            self._notes["not made anew: records that are not of this data set"] += 1
+            return None
+        anew = read_again(Item.from_json(json.loads(line)), self._project.recipe)
+        if anew is None or anew.key != inventory_key:
+            self._notes["not made anew: a source file is gone, or another now"] += 1
+            return None
+        return anew
+
+    def _inventory_again(self, record: Record) -> Wrong | None:
+        """Return where an inventory is not what its files give, or what a second parser reads in them."""
+        anew = self._anew(record.key)
+        if anew is None:
+            return None
+        self._notes["inventories made anew"] += 1
+        if why := _told(_inventory_differences(record, anew)):
+            return why
+        said = _told(self._second_opinion(record.key, anew))
+        return said and Wrong(said.what, lost=False)
+
+    def _graph_again(self, record: Record) -> Wrong | None:
+        """Return where a graph is not what is built of the files of its item."""
+        key = self._data_set.inventories.get(record.key)
+        if key is None or not in_sample(bytes.fromhex(key), self._sample):
+            return None
+        anew = self._anew(bytes.fromhex(key))
+        return None if anew is None else _told(self._graph_differences(record, anew, count=True))
+
+    def _graph_differences(self, record: Record, anew: Anew, *, count: bool = False) -> Iterator[str]:
+        """Yield where a graph is not what is built anew."""
+        if anew.read is None:
+            yield f"there is a graph; made anew, there is none ({anew.inventory.reason})"
+            return
+        arrays, meta = encoded(anew.read, self._project.graphs.recipe)
+        if count:
+            self._notes["graphs made anew"] += 1
+            self._notes["graphs made anew that are not the same bit for bit"] += not same_bits(record, arrays)
+        yield from differences(record, arrays, json.loads(json.dumps(meta)))
+
+    def _file_again(self, record: Record) -> Wrong | None:
+        """Return why a file does not hold what is remembered of it."""
+        path = self._data_set.paths.get(record.key)
+        if path is None:
+            self._notes["not read again: files that are not of this data set, or have changed"] += 1
+            return None
+        self._notes["files read again"] += 1
+        try:
+            data = read_file(Path(path), self._project.recipe.max_file_bytes)
+        except Unusable as problem:
+            told = record.meta.get("reason")
+            what = f"{path}: {problem.reason.value}; {told or 'its content'} is remembered"
+            return None if told == problem.reason.value else Wrong(what)
+        told = {"content": content_digest(data).hex(), "bytes": len(data)}
+        return None if told == record.meta else Wrong(f"{path} holds {told}; {dict(record.meta)} is remembered")
+
+    def _weights_again(self, record: Record) -> Wrong | None:
+        """Return why a checkpoint is not what is remembered of it; one that has changed since is not looked at."""
+        place = Path(record.meta["path"])
+        try:
+            if key_as_it_stands(place) != record.key:
+                raise FileNotFoundError
+            found = examine(place).to_json()
+        except (OSError, PipelineError):
+            self._notes["not read again: weights that are gone, or others now"] += 1
+            return None
+        self._notes["weights read again"] += 1
+        unlike = [name for name in found if name not in ("path", "name") and found[name] != record.meta[name]]
+        return _told(f"{name} is {record.meta[name]!r}; read again, {found[name]!r}" for name in unlike)
+
+    def _embedding_again(self, record: Record) -> Wrong | None:
+        """Return how far an embedding is from what the encoder computes."""
+        from pipeline.stages.encoded_again import as_floats
+
+        encoder, meta = self._encoder, record.meta
+        if encoder is None or encoder[0] != meta["weights"]:
+            self._notes["not computed again: embeddings whose weights are not here"] += 1
+            return None
+        made_LD = encoder[1].rows(record)
+        if made_LD is None:
+            self._notes["not computed again: embeddings too long for the memory here"] += 1
+            return None
+        kept_LD = record.arrays["rows"]
+        self._notes["embeddings computed again"] += 1
+        self._notes["embeddings computed again that are not the same bit for bit"] += (
+            made_LD.tobytes() != kept_LD.tobytes()
+        )
+        is_full = meta["precision"] == "fp32"
+        most = allowed(WHOLE_COSINE if is_full else HALF_COSINE)
+        if made_LD.shape != kept_LD.shape:
+            return Wrong(f"rows is {list(kept_LD.shape)}; computed again, {list(made_LD.shape)}")
+        away = distance(as_floats(kept_LD), as_floats(made_LD), by_row=is_full)
+        return (
+            Wrong(f"rows are {away:.2g} of their length from what the encoder computes; {most:.2g} will do")
+            if away > most
+            else None
+        )
+
+    def _second_opinion(self, key: bytes, anew: Anew) -> Iterator[str]:
+        """Yield where a second parser reads something else in the files of an item."""
+        if anew.read is None:
+            return
+        name = second_parser()
+        if name is None:
+            self._notes["not compared: no second parser is installed (pip install 'pipeline[bcif]')"] += 1
+            return
+        line = self._data_set.items.get(key)
+        item = Item.from_json(json.loads(line or ""))
+        for parts, sides in ((item.parts, anew.read.sides), (item.bound, anew.read.bound)):
+            for part, side in _pieces(parts, sides):
+                reading = self._project.recipe.reading
+                reading = reading if part.model is None else replace(reading, model=part.model)
+                try:
+                    atoms = read_second(anew.files[part.path].data, format_of(Path(part.path)), reading)
+                except NotComparable as why:
+                    self._notes[f"not compared with {name}: {why}"] += 1
+                    continue
+                self._notes[f"partners compared with {name}"] += 1
+                for chain in side.chains:
+                    for what in disagreements(atoms, side.structure, chain):
+                        yield f"{Path(part.path).name}: {what}"
+
+    # What must be known besides
+
+    @cached_property
+    def _recipes(self) -> Mapping[tuple[str, bytes], Mapping[str, Any]]:
+        """The recipes that are known: those that were described, and those of this configuration."""
+        known = {
+            (kind, recipe_tag(kind, one.recipe)): one.recipe
+            for kind in ("scan", "graph", "embed")
+            for one in self._project.cache.recipes(kind)
+        }
+        return known | {(kind, recipe_tag(kind, recipe)): recipe for kind, recipe in self._mine.items()}
+
+    @cached_property
+    def _mine(self) -> Mapping[str, Mapping[str, Any]]:
+        """The recipes of this configuration, by kind: these lack nothing."""
+        return {"scan": plain(self._project.recipe), "graph": self._project.graphs.recipe.plain()}
+
+    @cached_property
+    def _encoder(self) -> tuple[str, EncodedAgain] | None:
+        """The digest of the weights of this configuration, and what computes with them, if they are here."""
+        from pipeline.stages.encoded_again import EncodedAgain
+
+        try:
+            encoding = self._project.encoding
+        except PipelineError:
+            return None
+        digest = encoding.weights.digest
+        return digest, EncodedAgain(Path(encoding.weights.path), digest, encoding.settings.threads)
+
+    @cached_property
+    def _data_set(self) -> KnownItems:
+        """The items of the current data set, by the keys of what is made of them."""
+        found = KnownItems()
+        try:
+            found.read(self._project, self._sample)
+        except PipelineError as error:
+            self._notes[f"the data set cannot be listed, so nothing is compared with it: {error.what}"] += 1
+        return found
+
+
+def _told(found: Iterable[str]) -> Wrong | None:
+    """Return the first few things that are wrong as one."""
+    some = list(islice(found, TOLD + 1))
+    if not some:
+        return None
+    return Wrong("; ".join(some[:TOLD]) + ("; and more" if len(some) > TOLD else ""))
+
+
+def _can_be(inventory: Record) -> bool:
+    """Say whether an inventory is in order by itself."""
+    try:
+        return not _told(wrong_inventory(inventory))
+    except ODD:
+        return False
+
+
+def _inventory_differences(record: Record, anew: Anew) -> Iterator[str]:
+    """Yield where an inventory is not what is made of its files."""
+    maps = anew.read.maps if anew.read else {}
+    return differences(record, maps, json.loads(json.dumps(anew.inventory.to_json())))
+
+
+def _pieces(parts: Sequence[Part], sides: Mapping[Role, Side]) -> Iterator[tuple[Part, Side]]:
+    """Yield each side with the part of the item that it was read for."""
+    for role, side in sides.items():
+        yield next(part for part in parts if part.role in (role, Role.COMPLEX)), side
+
+
+_ALONE = {
+    "files": wrong_file,
+    "weights": wrong_weights,
+    "parity": wrong_parity,
+    "limits": wrong_limit,
+    "sets": wrong_table,
+    "recipes": wrong_recipe,
+}

@@ -1,0 +1,127 @@
+"""From a configuration to a loader: what training reads, and what people use in loops of their own."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.config.load import find_config, from_resolved, load
+from pipeline.errors import CacheDamaged, ConfigError, PipelineError, RecordMissing
+from pipeline.journal.run_folder import runs_in
+from pipeline.keys import content_digest
+from pipeline.project.project import Project, graph_recipe, recipe_of, source_spec
+from pipeline.runs.workflow import reader_stage
+from pipeline.training.items.item_source import Built, Cached, Entered
+from pipeline.training.items.item_table import Table
+from pipeline.training.items.residue_embeddings import Embeddings
+from pipeline.training.sampling.sampler import Sampler
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pipeline.config.schema import Config
+    from pipeline.training.items.item_source import Graphs
+    from pipeline.training.items.loader import Loader
+    from pipeline.training.sampling.sampler import Settings
+
+
+def open_loader(
+    config: str | Path | None,
+    settings: Settings,
+    *,
+    split: str | None = None,
+    embed: bool = True,
+    rank: int = 0,
+    ranks: int = 1,
+    sets: Sequence[str] = (),
+    **options: Any,
+) -> Loader:
+    """Return a loader of the graphs, and unless `embed` is false the embeddings, of a configuration's data set.
+
+    The data set is that of the newest run that made graphs with this configuration, or read what a reader gives. `sets`
+    are as for --set, `options` those of the loader: slots, threads, collate, reject, seed.
+    """
+    from pipeline.training.items.loader import Loader  # which waits for torch
+
+    sets = [sets] if isinstance(sets, str) else list(sets)
+    file = find_config(Path(config) if config else None)
+    loaded = load(file, sets)
+    project = Project.open(loaded.config, remember=False, beside=loaded.base_dir.absolute())
+    table = table_of(project, again=graph_command(config, sets, loaded.config))
+    table = table if split is None else table.of_split(split)
+    rows = rows_of(project) if embed else None
+    data = content_digest(table.key_N16.tobytes()).hex()
+    sampler = Sampler(table.sizes, settings, rank=rank, ranks=ranks, data=data)
+    return Loader(source_of(project, table), rows, sampler, **options)
+
+
+def source_of(project: Project, table: Table) -> Graphs:
+    """Return where items come from."""
+    if reader_stage.is_reader(project.config):
+        return Entered(reader_stage.reader_of(project), table)
+    graphs = project.graphs
+    if project.config.graph.cache:
+        return Cached(graphs.store, table)
+    return Built(table, project.recipe, graphs.recipe)
+
+
+def rows_of(project: Project) -> Embeddings | None:
+    """Return where embeddings come from; what a reader gives has none."""
+    if reader_stage.is_reader(project.config):
+        return None
+    return Embeddings(project.encoding.shelves.embeddings, project.encoding.recipe)
+
+
+def graph_command(config: str | Path | None, sets: Sequence[str], loaded: Config) -> str:
+    """Return the command that makes graphs with this configuration, or reads what a reader gives."""
+    stage = "scan" if reader_stage.is_reader(loaded) else "graph"
+    words = ["pipeline", "submit", "--stage", stage, *(["--config", str(config)] if config else [])]
+    return shlex.join([*words, *(word for one in sets for word in ("--set", one))])
+
+
+def made_table(project: Project) -> str | None:
+    """Return the key, in hex, of the table that `table_of` returns; None where there is none, or none any more."""
+    try:
+        return next((key.hex() for key, _ in _tables(project)), None)
+    except (CacheDamaged, RecordMissing):  # the cache was cleaned: stage graph writes it anew
+        return None
+
+
+def _tables(project: Project) -> Iterator[tuple[bytes, Table]]:
+    """Yield the tables of the runs that made these graphs of this data set and went well, newest first."""
+    if reader_stage.is_reader(project.config):
+        for folder, entered, table in reader_stage.tables(project):
+            if folder.table.exists():  # its check let it pass
+                yield entered, table
+        return
+    wanted, lost = _made_from(project.config), None
+    for folder in reversed(runs_in(project.config.cluster.runs)):
+        try:
+            key, frozen = bytes.fromhex(folder.table.read_text()), from_resolved(folder.config.read_text())
+        except (PipelineError, OSError, ValueError):  # a run of other stages, of another version, or half of one
+            continue
+        if key and _made_from(frozen) == wanted:
+            try:
+                yield key, Table.read(project.cache.kind("sets"), key)
+            except (CacheDamaged, RecordMissing) as error:
+                lost = lost or error
+    if lost:
+        raise lost
+
+
+def table_of(project: Project, again: str) -> Table:
+    """Return the table of the newest run that made these graphs of this data set, and went well."""
+    try:
+        for _, table in _tables(project):
+            return table
+    except (CacheDamaged, RecordMissing) as error:
+        raise type(error)(error.what, where=error.where, remedy=again) from error
+    what = "no run has made graphs of this data set with this configuration"
+    what = reader_stage.unmade(project.config) if reader_stage.is_reader(project.config) else what
+    raise ConfigError(what, where=str(project.config.cluster.runs), remedy=again)
+
+
+def _made_from(config: Config) -> tuple[object, ...]:
+    """Return what decides which items there are and what their graphs are."""
+    return source_spec(config), recipe_of(config), graph_recipe(config).plain(), config.graph.cache

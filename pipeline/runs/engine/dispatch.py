@@ -1,0 +1,323 @@
+"""Between a run and its executor: which tasks are due, the jobs that carry them, and what became of each attempt."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TYPE_CHECKING, TypeAlias
+
+from pipeline.cluster.job_spec import TaskState
+from pipeline.cluster.verdict import Cause, judge
+from pipeline.errors import SubmissionRefused
+from pipeline.journal.attempts import Attempt, bad_nodes, leave_out, numbers, ranges
+from pipeline.journal.ledger import read_notes
+from pipeline.journal.run_status import Job
+from pipeline.memory.history.task_history import Measured
+from pipeline.records import EventKind
+from pipeline.runs.dataset import worklist
+from pipeline.runs.engine.create import (
+    choose_cards,
+    cluster_name,
+    first_ask,
+    job_spec,
+    profiles_of,
+    recipe_name,
+    shaped,
+    spec_of,
+)
+from pipeline.runs.engine.repair import GiveUp, LeaveOut, Means, Split, decide
+from pipeline.runs.workflow import train_stage
+from pipeline.store.key_lists import in_chunks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from pipeline.cluster.job_spec import Executor, JobSpec, Limits, TaskStatus
+    from pipeline.config.schema import Config
+    from pipeline.journal.attempts import Ask, Task
+    from pipeline.journal.run_folder import RunFolder
+    from pipeline.journal.run_status import StageStatus
+    from pipeline.project.project import Project
+    from pipeline.runs.workflow.table import Stage
+
+    Emit: TypeAlias = Callable[..., None]
+
+LOG_END_BYTES = 8192
+FOR_SUPERVISORS = 3  # places in the queue
+MANY = 1 << 30
+MOST_EXCLUDED = 4  # nodes, where nobody knows how many there are
+
+
+@dataclass(frozen=True, slots=True)
+class Next:
+    """The next attempt at a task; those that are alike go into one job."""
+
+    attempt: int
+    ask: Ask
+    why: str
+
+
+class Dispatch:
+    """Sends tasks out and takes down how they end; it keeps nothing that the ledger does not hold."""
+
+    def __init__(self, folder: RunFolder, config: Config, executor: Executor, emit: Emit) -> None:
+        self._folder, self._config, self._executor, self._emit = folder, config, executor, emit
+        self._profiles = profiles_of(config)
+
+    def adopt(self, stage: StageStatus) -> None:
+        """Take over what an earlier supervisor submitted, also where it died before it heard the job's id."""
+        for live in stage.live:
+            self._executor.adopt(live, spec_of(self._folder, self._config, stage.jobs[live]))
+        for job in list(stage.intents.values()):
+            self._submit(job, self._bad_nodes(stage))
+
+    def collect(self, project: Project, stage: Stage, status: StageStatus, changed: Sequence[TaskStatus]) -> int:
+        """Take down how attempts ended; return how many did."""
+        over = [one for one in changed if is_over(one) and status.task(one.task).job == one.job]
+        host_peaks, gpu_peaks = (_peaks(status, f"{name}_peak_bytes") if over else {} for name in ("host", "device"))
+        on_node = stage.processes(project) // getattr(stage.resources(project.config), "nodes", 1)
+        attempts = [self._judged(status, one, host_peaks, gpu_peaks, on_node) for one in over]
+        for attempt in attempts:
+            self._emit(EventKind.TASK_ENDED, stage=stage.name, **attempt.to_event())
+        if attempts:
+            self._remember(project, stage, attempts)
+        return len(attempts)
+
+    @staticmethod
+    def unheard(status: StageStatus, changed: Sequence[TaskStatus]) -> bool:
+        """Tell whether a task has completed whose worker did not say so yet: some file systems show it late."""
+        return any(
+            one.state is TaskState.COMPLETED and not status.task(one.task).word.finished
+            for one in changed
+            if status.task(one.task).job == one.job
+        )
+
+    def _judged(
+        self,
+        stage: StageStatus,
+        one: TaskStatus,
+        host_peaks: Mapping[int, int],
+        gpu_peaks: Mapping[int, int],
+        on_node: int = 1,
+    ) -> Attempt:
+        """Return how an attempt ended; its memory is that of so many processes, which share a node's."""
+        task = stage.task(one.task)
+        assert task.ask is not None
+        done, on = read_notes(self._folder, stage.name, one.task, task.attempt)
+        word = replace(task.word, done=done)
+        verdict = judge(one, word, log_end(one.stderr), asked_bytes=task.ask.mem_bytes)
+        cause = verdict.cause
+        never_began = cause is Cause.CANCELLED and one.started is None and not one.node
+        if cause in (Cause.ACTIVE, Cause.HELD) or (never_began and word.started):  # its end is on no record
+            cause = Cause.LOST
+        return Attempt(
+            task=one.task,
+            number=task.attempt,
+            ask=task.ask,
+            cause=cause,
+            reason=verdict.reason,
+            state=one.state.value,
+            job=one.job,
+            node=verdict.node or one.node,
+            log=one.stderr,
+            exit_code=one.exit_code,
+            peak_rss_bytes=max(verdict.peak_bytes or 0, on_node * host_peaks.get(one.task, 0)) or None,
+            gpu_peak_bytes=gpu_peaks.get(one.task),
+            ended_at=one.ended or time.time(),
+            elapsed_s=(one.ended or 0.0) - (one.started or one.ended or 0.0),
+            cpu_s=one.cpu_s,
+            done=done,
+            on=() if cause is Cause.DONE else on,
+            said=task.word.what,
+        )
+
+    def _remember(self, project: Project, stage: Stage, attempts: Sequence[Attempt]) -> None:
+        """Remember what was measured, for the next run."""
+        cluster, recipe = cluster_name(self._config), recipe_name(project, stage)
+        shards = worklist.read_shards(self._folder, stage.name)
+        measured = [
+            Measured(
+                stage=stage.name,
+                recipe=recipe,
+                cluster=cluster,
+                attempt=one.number,
+                task=one.task,
+                items=one.done if one.cause is Cause.DONE else 0,
+                size=shards[one.task].largest,
+                cpus=stage.resources(project.config).cpus,
+                asked_bytes=one.ask.mem_bytes,
+                peak_bytes=one.peak_rss_bytes,
+                gpu_peak_bytes=one.gpu_peak_bytes,
+                killed=one.cause is Cause.HOST_OOM,
+                elapsed_s=one.elapsed_s,
+                cpu_s=one.cpu_s or 0.0,
+                node=one.node,
+                at=one.ended_at,
+            )
+            for one in attempts
+            if one.cause in (Cause.DONE, Cause.HOST_OOM)
+        ]
+        self._profiles.record(self._folder.name, str(os.getpid()), measured)
+
+    def send(self, project: Project, stage: Stage, status: StageStatus) -> None:
+        """Decide what to do about every task that is due, and submit as much as the queue takes."""
+        asks: dict[int, Next] = {}
+        for number, ask in self._repaired(stage, status):
+            if ask is None:  # the stage will fail: what is under way may end, nothing more begins
+                return
+            asks[number] = ask
+        first = first_ask(project, stage, self._profiles, self._limits(stage, status))
+        for task in status.work.values():
+            if task.open and not task.ended and task.job is None:
+                asks[task.number] = Next(1, task.first or first.ask, first.why)
+        room = self._room(status)
+        for job in self._jobs(project, stage, status, asks):
+            room -= len(numbers(job.tasks))
+            if room < 0:
+                return
+            self._emit(EventKind.JOB_SUBMITTING, **job.to_json())
+            self._submit(job, self._bad_nodes(status))
+
+    def _repaired(self, stage: Stage, status: StageStatus) -> Iterator[tuple[int, Next | None]]:
+        """Yield the next attempt of each task whose last one failed, None where there is none; split what is to be."""
+        shards, splits = worklist.read_shards(self._folder, stage.name), dict[int, Split]()
+        limits = self._limits(stage, status)
+        for task in [task for task in status.work.values() if task.open and task.ended]:
+            tries = self._config.cluster.supervisor.tries
+            items, is_whole = shards[task.number].items, stage.name == train_stage.NAME
+            means = Means(limits, items, tries, is_read_once=status.sets > 0, is_whole=is_whole)
+            decision = decide(task.ended, means)
+            if isinstance(decision, Split):
+                splits[task.number] = decision
+                continue
+            if isinstance(decision, LeaveOut):
+                self._leave_out(stage, status, task, decision)
+            if isinstance(decision, GiveUp) and task.attempt not in task.then:
+                given_up = {"stage": stage.name, "task": task.number, "attempt": task.attempt, "why": decision.why}
+                self._emit(EventKind.TASK_GIVEN_UP, **given_up)
+            yield (
+                task.number,
+                None if isinstance(decision, GiveUp) else Next(task.attempt + 1, decision.ask, decision.why),
+            )
+        yield from self._split(stage, status, splits)
+
+    def _split(self, stage: Stage, status: StageStatus, splits: Mapping[int, Split]) -> Iterator[tuple[int, Next]]:
+        """Put two tasks in the place of each."""
+        made = worklist.split_shards(self._folder, stage.name, list(splits), stage.halve) if splits else {}
+        for number, into in made.items():
+            ask, why = splits[number].ask, splits[number].why
+            self._emit(EventKind.TASK_SPLIT, stage=stage.name, task=number, into=into, ask=ask.to_json(), why=why)
+            status.split(number, into, ask, why)
+            yield from ((one, Next(1, ask, why)) for one in into)
+
+    def _leave_out(self, stage: Stage, status: StageStatus, task: Task, decision: LeaveOut) -> None:
+        """Go on without what a task died of."""
+        assert task.last is not None
+        known = {name for one in status.left_out for name in one["names"]}
+        names = [name for name in decision.names if name not in known]
+        if not names:  # decided before, and not sent yet
+            return
+        detail = f"task {task.number} died of it: {task.last.reason}"
+        leave_out(self._folder, stage.name, names, decision.reason, detail)
+        self._emit(EventKind.LEFT_OUT, stage=stage.name, names=names, reason=decision.reason.value, why=detail)
+
+    def _limits(self, stage: Stage, status: StageStatus) -> Limits:
+        """Return what the partition that this stage's jobs go to can give."""
+        resources = stage.resources(self._config)
+        chosen = next(iter(status.jobs.values())).partition if status.jobs else ""
+        return self._executor.limits_of(chosen or resources.partition or "", resources.cpus, resources.gpus)
+
+    def _room(self, status: StageStatus) -> int:
+        """Return how many tasks the queue still takes."""
+        most = self._executor.limits.queued_tasks
+        if most is None:
+            return len(status.work)
+        live = sum(task.job is not None for task in status.work.values())
+        return max(0 if live else 1, most - live - FOR_SUPERVISORS)
+
+    def _jobs(self, project: Project, stage: Stage, status: StageStatus, asks: Mapping[int, Next]) -> Iterator[Job]:
+        """Yield jobs: of tasks that ask for the same, in pieces that an array can hold and the queue can take."""
+        resources, limits = stage.resources(project.config), self._limits(stage, status)
+        sequence = len(status.jobs) + len(status.intents)
+        shape = self._shape(project, stage, status)
+        alike: dict[Next, list[int]] = {}
+        for number in sorted(asks):
+            alike.setdefault(asks[number], []).append(number)
+        room = self._room(status)
+        cut = [(following, piece) for following, due in alike.items() for piece in pieces(due, limits, room)]
+        for following, piece in cut:
+            yield Job(
+                parallel=max(1, resources.parallel // len(cut)),
+                partition=shape.partition,
+                constraint=shape.constraint,
+                card=shape.card,
+                tag=f"{self._folder.name}-{stage.name}-{sequence}",
+                stage=stage.name,
+                tasks=ranges(piece),
+                attempt=following.attempt,
+                ask=following.ask,
+                cpus=resources.cpus,
+                gpus=resources.gpus,
+                why=following.why,
+            )
+            sequence += 1
+
+    def _shape(self, project: Project, stage: Stage, status: StageStatus) -> JobSpec:
+        """Return the cards that this stage's jobs ask for: those of its first job, or those on which it ends first."""
+        if status.jobs:
+            return spec_of(self._folder, self._config, next(iter(status.jobs.values())))
+        spec = job_spec(project, stage, 1, self._limits(stage, status), self._folder)
+        choice = choose_cards(project, stage, spec, self._executor)
+        return shaped(spec, choice.shape) if choice else spec
+
+    def _bad_nodes(self, status: StageStatus) -> tuple[str, ...]:
+        """Return the nodes to avoid; where more than a quarter look bad, it is something that they share."""
+        there = self._executor.limits.nodes
+        most = max(1, there // 4) if there else MOST_EXCLUDED
+        bad = bad_nodes(status.work.values())
+        return bad if len(bad) <= most else ()
+
+    def _submit(self, job: Job, exclude: tuple[str, ...]) -> None:
+        """Submit a job; who comes after a death in between finds it by its tag."""
+        spec = replace(spec_of(self._folder, self._config, job), exclude=exclude)
+        try:
+            found = self._executor.submit(spec)
+        except SubmissionRefused:
+            self._emit(EventKind.JOB_REFUSED, **job.to_json())
+            raise
+        self._emit(EventKind.JOB_SUBMITTED, **replace(job, id=found).to_json())
+
+
+def is_over(task: TaskStatus) -> bool:
+    """Tell whether a verdict on a task is due: it has ended, or nobody knows of it any more."""
+    return task.state.ended or task.state is TaskState.UNKNOWN
+
+
+def pieces(due: Sequence[int], limits: Limits, room: int) -> Iterator[list[int]]:
+    """Cut ascending task numbers into what one array can hold: its indexes, how many they are, and the queue's room."""
+    span = (MANY if limits.highest_task is None else limits.highest_task) + 1
+    most = max(1, min(limits.job_tasks or MANY, room))
+    for _, group in groupby(due, key=lambda number: number // span):
+        yield from in_chunks(group, most)
+
+
+def log_end(path: str) -> str:
+    """Return the end of a log, as far as there is one."""
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123 - 10,000 of them
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - LOG_END_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _peaks(stage: StageStatus, figure: str) -> dict[int, int]:
+    """Return the most memory of a kind that a process of each task has told of."""
+    peaks: dict[int, int] = {}
+    for one in stage.figures.values():
+        if peak := int(one.get(figure, 0)):
+            peaks[int(one["task"])] = max(peak, peaks.get(int(one["task"]), 0))
+    return peaks

@@ -1,0 +1,127 @@
+"""Supervisors that are jobs: each visit claims its number, and hands over to the next and to a standby for that one.
+
+The next begins when all jobs that are under way have ended; the standby only if the next does not end well, whatever
+became of it. A number is claimed by a file that only one can make, so that no two supervisors pay the same visit.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+import subprocess
+from typing import TYPE_CHECKING
+
+from pipeline.cluster.job_spec import JobSpec
+from pipeline.cluster.slurm_facts import SUPERVISE
+from pipeline.config.masking import MASK, hidden, hidden_in
+from pipeline.errors import SubmissionRefused
+from pipeline.journal.run_folder import writing
+from pipeline.project.frozen_code import module_command
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pipeline.cluster.job_spec import Executor, JobId
+    from pipeline.config.schema import Config
+    from pipeline.config.schema_cluster import Notify
+    from pipeline.journal.run_folder import RunFolder
+
+MODULE = "pipeline.runs.supervisor"
+
+
+def claim(folder: RunFolder, number: int) -> int:
+    """Claim the visit of that number, or the first after it that nobody has; return its number."""
+    who = f"{socket.gethostname()} {os.getpid()} {own_job()}\n"
+    while True:
+        path = folder.claims / f"{number:06d}"
+        with writing(path):
+            try:
+                with path.open("x") as file:
+                    file.write(who)
+            except FileExistsError:
+                number += 1
+            else:
+                return number
+
+
+def claimed_after(folder: RunFolder, number: int) -> bool:
+    """Tell whether somebody has claimed a later visit; a listing is not cached as a look for one name may be."""
+    return any(int(path.name) > number for path in folder.claims.iterdir())
+
+
+def own_job() -> JobId:
+    """Return the job that this process is of, empty where it is of none."""
+    return os.environ.get("SLURM_JOB_ID", "")
+
+
+def hand_over(folder: RunFolder, config: Config, executor: Executor, number: int, jobs: Sequence[JobId]) -> list[JobId]:
+    """Submit the next visit and its standby; return their jobs."""
+    coming = supervisor_spec(folder, config, f"{number + 1}", after_any=tuple(jobs))
+    following = executor.submit(coming)
+    try:
+        standby = executor.submit(supervisor_spec(folder, config, f"{number + 1}-standby", after_not_ok=(following,)))
+    except SubmissionRefused:  # a full queue: without a standby the run goes on, and `pipeline resume` takes its place
+        return [following]
+    return [following, standby]
+
+
+def supervisor_spec(
+    folder: RunFolder | None,
+    config: Config,
+    visit: str,
+    *,
+    after_any: tuple[JobId, ...] = (),
+    after_not_ok: tuple[JobId, ...] = (),
+) -> JobSpec:
+    """Return the job of a visit."""
+    wanted = config.cluster.supervisor
+    return JobSpec(
+        name=SUPERVISE,
+        argv=(*module_command(MODULE, folder), str(folder.path) if folder else "RUN", "--visit"),
+        tasks=range(1),
+        mem_bytes=int(wanted.mem),
+        time_s=int(wanted.time),
+        log_dir=str(folder.logs) if folder else "logs",
+        after_any=after_any,
+        after_not_ok=after_not_ok,
+        tag=f"{folder.name if folder else 'RUN'}-{SUPERVISE}-{visit}",
+        partition=wanted.partition or "",
+        qos=wanted.qos or "",
+    )
+
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 20.0
+SENDMAIL = ("/usr/sbin/sendmail", "/usr/lib/sendmail")
+
+
+def notify(wanted: Notify, folder: RunFolder, stage: str, state: str, error: str) -> None:
+    """Run the command and send the mail that the configuration asks for."""
+    message = error or f"{stage} of run {folder.name} is {state}"
+    if wanted.command:
+        _run([*wanted.command, folder.name, stage, state, message], "")
+    if wanted.mail:
+        program = shutil.which("sendmail") or next(filter(shutil.which, SENDMAIL), "")
+        subject = f"Subject: pipeline: {stage} {state} ({folder.name})".replace("\n", " ")
+        _run([program or "sendmail", wanted.mail], f"{subject}\nTo: {wanted.mail}\n\n{message}\n{folder.path}\n")
+
+
+def _run(command: list[str], text: str) -> None:
+    """Run a command that has something to read, and a while for it."""
+    try:
+        done = subprocess.run(command, input=text, text=True, timeout=PATIENCE_S, capture_output=True, check=False)
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        log.warning("nobody was told, as %s could not be run: %s", command[0], error)
+        return
+    if done.returncode:
+        log.warning("%s ended with %d: %s", command[0], done.returncode, _unquoted(done.stderr.strip(), command))
+
+
+def _unquoted(said: str, command: list[str]) -> str:
+    """Return what a command said, without the secrets among its words."""
+    for word, shown in zip(command, hidden_in(command), strict=True):
+        said = said.replace(word, shown) if shown == MASK else said
+    return hidden(said)

@@ -1,0 +1,191 @@
+"""What to do about a task that has not ended well: a pure function of its attempts and of what there is to give.
+
+Memory that the kernel ended  → more of it, up to the largest node; then halves; then the item is left out.
+A GPU's memory                → smaller batches, which change no result; then halves; then the item is left out.
+A time limit                  → what is finished is kept: go on if it came further, with more time if there is more.
+A node, preemption, no word   → again; a node that failed twice is left out (attempts.bad_nodes).
+A signal that nobody sent     → again, one thing at a time; twice on the same thing: that is left out.
+Anything else                 → the stage ends with the cause.
+
+A training is one task: it is never split, and one thing at a time makes other numbers of it. So it is begun again as it
+was, until it has died twice without coming further.
+
+Attempts are bounded only while nothing progresses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeAlias
+
+from pipeline.cluster.verdict import Cause
+from pipeline.journal.attempts import progressed, stuck
+from pipeline.records import Reason
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pipeline.cluster.job_spec import Limits
+    from pipeline.journal.attempts import Ask, Attempt
+
+GROWTH = 2  # of memory and time: few attempts matter more than a tight fit, which the next run has from the peaks
+ROUND_BYTES = 64 << 20
+MOST_SHRINKS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """Try once more."""
+
+    ask: Ask
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Put two tasks of half the size in its place."""
+
+    ask: Ask
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveOut:
+    """Go on without what the task died of."""
+
+    names: tuple[str, ...]
+    reason: Reason
+    ask: Ask
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """End the stage when the other tasks have ended."""
+
+    why: str
+
+
+Decision: TypeAlias = Again | Split | LeaveOut | GiveUp
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What there is to give."""
+
+    limits: Limits
+    items: int  # of the task
+    tries: int  # attempts that may come no further
+    is_read_once: bool = False  # by a reader from beginning to end: nothing can be left out, nor is anything kept
+    is_whole: bool = False  # a training: it has no halves, and its numbers are of all items, put together as they were
+
+
+def decide(history: Sequence[Attempt], means: Means) -> Decision:
+    """Return what to do after the last of the attempts at a task."""
+    last = history[-1]
+    if last.cause is Cause.HOST_OOM:
+        return _after_host_oom(history, means)
+    if last.cause is Cause.GPU_OOM:
+        return _after_gpu_oom(history, means)
+    if last.cause is Cause.TIMEOUT:
+        return _after_timeout(history, means)
+    if last.cause is Cause.INTERRUPTED and not progressed(history):  # told to end before it came any further
+        return _after_timeout(history, means)
+    if last.cause is Cause.CRASHED:
+        return _after_crash(history, means)
+    if last.cause in AGAIN:
+        return _bounded(history, means, Again(last.ask, AGAIN[last.cause]))
+    return GiveUp("not tried again")
+
+
+AGAIN = {
+    Cause.NODE: "again, its node failed",
+    Cause.PREEMPTED: "again, it was preempted",
+    Cause.INTERRUPTED: "it goes on where it stopped",
+    Cause.LOST: "again, nobody knows what became of it",
+}
+
+
+def more_memory(ask: Ask, peak_bytes: int | None, limits: Limits) -> int:
+    """Return what to ask for next: twice the better of the old limit and the peak, and no more than there is."""
+    wanted = GROWTH * max(ask.mem_bytes, peak_bytes or 0)
+    rounded = -(-wanted // ROUND_BYTES) * ROUND_BYTES
+    return min(rounded, limits.mem_bytes) if limits.mem_bytes else rounded
+
+
+def _after_host_oom(history: Sequence[Attempt], means: Means) -> Decision:
+    last = history[-1]
+    grown = more_memory(last.ask, last.peak_rss_bytes, means.limits)
+    if grown > last.ask.mem_bytes:
+        return Again(replace(last.ask, mem_bytes=grown), f"again with {_mib(grown)} of memory")
+    return _smaller(history, means, f"it does not fit {_mib(last.ask.mem_bytes)}, the most there is")
+
+
+def _after_gpu_oom(history: Sequence[Attempt], means: Means) -> Decision:
+    last = history[-1]
+    if last.ask.shrink < MOST_SHRINKS:
+        return Again(replace(last.ask, shrink=last.ask.shrink + 1), "again with batches of half the size")
+    return _smaller(history, means, "its smallest batch does not fit the GPU")
+
+
+def _after_timeout(history: Sequence[Attempt], means: Means) -> Decision:
+    last, longest_s = history[-1], means.limits.time_s
+    grown_s = min(GROWTH * last.ask.time_s, longest_s) if longest_s else GROWTH * last.ask.time_s
+    if grown_s > last.ask.time_s and stuck(history) < means.tries:
+        return Again(replace(last.ask, time_s=grown_s), f"it goes on with {grown_s // 60} min")
+    if progressed(history):
+        return Again(last.ask, "it goes on where it stopped")
+    if means.is_whole and last.cause is Cause.INTERRUPTED:  # it may have been preempted while it began
+        return _bounded(history, means, Again(last.ask, "again, it was told to end before it came any further"))
+    if means.is_whole:
+        return GiveUp(f"it came no further in {last.ask.time_s // 60} min, the longest there is")
+    if means.items > 1:
+        return Split(last.ask, "in halves: it came no further in the longest time there is")
+    return GiveUp(f"one item takes longer than {last.ask.time_s // 60} min, the longest there is")
+
+
+def _after_crash(history: Sequence[Attempt], means: Means) -> Decision:
+    last = history[-1]
+    if means.is_read_once:
+        again = _bounded(history, means, Again(last.ask, "again, from the beginning"))
+        return replace(again, why=f"{again.why}; it was on {last.on[0]}") if last.on else again
+    if means.is_whole and (len(history) < 2 or progressed(history)):
+        return Again(replace(last.ask, careful=False), "again, from its last checkpoint")
+    culprit = _culprit(history)
+    if len(culprit) == 1:
+        what = f"without {culprit[0]}, on which it died twice"
+        return LeaveOut(culprit, Reason.KILLED_ITS_TASK, replace(last.ask, careful=False), what)
+    why = "again, one thing at a time" if last.on else "again"
+    return _bounded(history, means, Again(replace(last.ask, careful=bool(last.on)), why))
+
+
+def _smaller(history: Sequence[Attempt], means: Means, why: str) -> Decision:
+    """Return what is left when no more can be given: less at once, or without what does not fit."""
+    last, culprit = history[-1], _culprit(history)
+    if means.is_whole or means.is_read_once:
+        return GiveUp(why)
+    if not last.on:
+        return GiveUp(f"{why}, and it does not even begin")
+    if len(culprit) == 1 or means.items == 1:
+        names = culprit or last.on
+        return LeaveOut(names, Reason.DOES_NOT_FIT, last.ask, f"without {', '.join(names)}: {why}")
+    return Split(last.ask, f"in halves: {why}")
+
+
+def _culprit(history: Sequence[Attempt]) -> tuple[str, ...]:
+    """Return what the last two attempts both were on when they died in the same way."""
+    if len(history) < 2 or history[-1].cause is not history[-2].cause:
+        return ()
+    return tuple(name for name in history[-1].on if name in history[-2].on)
+
+
+def _bounded(history: Sequence[Attempt], means: Means, decision: Decision) -> Decision:
+    """Return a decision, unless too many attempts have come no further."""
+    count = stuck(history)
+    if count >= means.tries:
+        return GiveUp(f"{count} attempts came no further; the last: {history[-1].reason}")
+    return decision
+
+
+def _mib(count: int) -> str:
+    return f"{count >> 20}MiB"

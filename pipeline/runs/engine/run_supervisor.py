@@ -1,0 +1,420 @@
+"""Looks after a run: submits each stage, judges every task that ended, repairs what can be, judges the store.
+
+python -m pipeline.runs.supervisor RUN            stays until the run has ended
+python -m pipeline.runs.supervisor RUN --visit    does what there is to do, and hands over to the next visit
+
+Everything it knows is in the ledger: whoever comes next, after whatever death, goes on from there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import logging
+import math
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.cluster.child import mebibytes
+from pipeline.cluster.verdict import Cause
+from pipeline.config.load import from_resolved
+from pipeline.config.masking import hidden
+from pipeline.config.site_profiles import shipped
+from pipeline.errors import CacheFull, CacheUnusable, PipelineError, SubmissionRefused
+from pipeline.journal.ledger import Ledger, Reader
+from pipeline.journal.run_folder import RunFolder
+from pipeline.journal.run_status import ENDED, RunState, RunStatus, fold
+from pipeline.project.project import Project, open_executor
+from pipeline.project.restriction import only_of
+from pipeline.records import EventKind
+from pipeline.runs.engine.create import Plan, plan, refuse_unfit_disk
+from pipeline.runs.engine.dispatch import Dispatch, is_over
+from pipeline.runs.engine.handover import claim, claimed_after, hand_over, notify, own_job
+from pipeline.runs.views.run_page import Page
+from pipeline.runs.workflow import table
+from pipeline.runs.workflow.table import Trouble
+from pipeline.store.cache_folder import RECIPES
+from pipeline.store.indexing import bring_up
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from pipeline.cluster.job_spec import Executor, TaskStatus
+    from pipeline.journal.attempts import Attempt, Task
+    from pipeline.journal.run_status import StageStatus
+    from pipeline.runs.workflow.table import Judged, Stage
+
+log = logging.getLogger(__name__)
+
+STEP_S, CLUSTER_STEP_S = 0.1, 2.0  # between looks at the ledger
+LISTEN_EVERY_S = 0.2
+PATIENCE_S, VISIT_POLL_S = 30.0, 1.0
+FAILURES_SHOWN = 3
+TROUBLESHOOTING = "docs/troubleshooting.md"  # which has an entry for every cause
+STOPPED_CODE = 130
+
+
+class Stopped(BaseException):
+    """Somebody asked this process to end."""
+
+
+class TakenOver(BaseException):
+    """Another supervisor has begun a later visit: the run is its now."""
+
+
+class Supervisor:
+    """Looks after one run, in one process."""
+
+    def __init__(
+        self, folder: RunFolder, executor: Executor, watch: Callable[[RunStatus], None] = lambda _status: None
+    ) -> None:
+        self.folder, self.executor, self.watch = folder, executor, watch
+        self.config = from_resolved(folder.config.read_text(), str(folder.config))
+        self.reader, self.status, self.page = Reader(folder), RunStatus(folder.name), Page(folder, self.config)
+        self._catch_up()
+        self.number = claim(folder, self.status.visits + 1)
+        self.ledger = Ledger(folder, f"supervisor-{self.number:06d}")
+        self.stages = [table.stage(name) for name in json.loads(folder.stages.read_text())]
+        self.dispatch = Dispatch(folder, self.config, executor, self._emit)
+        self.until = math.inf
+
+    def run(self) -> None:
+        """Stay until the run has ended."""
+        self._guarded(self._stay)
+
+    def visit(self, patience_s: float = 0.0, until_s: float = math.inf) -> bool:
+        """Do what there is to do now, and hand over; return whether the run has ended.
+
+        Who comes because all jobs have ended has some patience until the scheduler tells how. After `until_s` no
+        other stage is begun: that is left to the next visit.
+        """
+        self.until = time.monotonic() + until_s
+        return self._guarded(lambda: self._advance(self._poll(patience_s)) or self._leave())
+
+    def _stay(self) -> bool:
+        changed = self._poll()
+        while not self._advance(changed):
+            changed = self.executor.step(CLUSTER_STEP_S if self.executor.outlives else STEP_S)
+            self._catch_up()
+        return True
+
+    def _poll(self, patience_s: float = 0.0) -> Sequence[TaskStatus]:
+        """Ask how all jobs stand that are under way, with patience for those that the queue has no more."""
+        until, live = time.monotonic() + patience_s, self._live()
+        self.executor.step(0)
+        while (left_s := until - time.monotonic()) > 0:
+            gone = {*live} - self.executor.queued(live)
+            if all(map(is_over, self.executor.status(gone))):
+                break
+            self.executor.step(left_s)
+        self._catch_up()
+        return self.executor.status(live)
+
+    def _leave(self) -> bool:
+        """Hand over to a visit that comes when the jobs have ended, unless another supervisor has taken over."""
+        if claimed_after(self.folder, self.number):
+            raise TakenOver
+        live = self._live()
+        jobs = hand_over(self.folder, self.config, self.executor, self.number, live)
+        self._emit(EventKind.HANDED_OVER, jobs=jobs)
+        self._catch_up()
+        self.page.refresh(self.status, at_once=True)
+        return False
+
+    def _guarded(self, work: Callable[[], bool]) -> bool:
+        """Look after the run; whatever ends it is written down before it is raised."""
+        try:
+            self._begin()
+            ended = work()
+        except PipelineError as error:
+            self._let_go()
+            self._end(RunState.FAILED, str(error), error.exit_code)
+            raise
+        except TakenOver:
+            raise
+        except (KeyboardInterrupt, Stopped):
+            self._interrupted()
+            raise
+        except BaseException as error:
+            self._let_go()
+            self._end(RunState.FAILED, f"a bug: {type(error).__name__}: {error}", 1)
+            raise
+        if ended:
+            self._end(RunState.DONE, "", 0)
+        return ended
+
+    def _let_go(self) -> None:
+        """End the jobs of a run that fails: nobody would judge them, and the next run does the same beside them."""
+        try:
+            self.executor.cancel(self._live())
+        except SubmissionRefused as error:
+            log.warning("its jobs go on: %s", error)
+
+    def _interrupted(self) -> None:
+        """Say goodbye, unless the jobs go on without this process; then the next supervisor goes on."""
+        if not self.executor.outlives:
+            self._end(RunState.STOPPED, "stopped by a signal; finished work is kept", STOPPED_CODE)
+
+    def _begin(self) -> None:
+        """Say who looks after the run, and take over the jobs that an earlier supervisor submitted."""
+        about = {"host": socket.gethostname(), "pid": os.getpid(), "job": own_job()}
+        if self.status.state is RunState.WAITING:
+            self._emit(EventKind.RUN_STARTED, stages=[stage.name for stage in self.stages], **about)
+        self._emit(EventKind.VISIT, number=self.number, **about)
+        self._catch_up()
+        remember, only = not all(stage.only_looks for stage in self.stages), only_of(self.folder)
+        self.project = Project.open(self.config, remember=remember, beside=self.folder.task_root, only=only)
+        for status in self.status.stages.values():
+            self.dispatch.adopt(status)
+        self._catch_up()
+
+    def _advance(self, changed: Sequence[TaskStatus]) -> bool:
+        """Do what can be done now; return whether all stages are done."""
+        for stage in self.stages:
+            status = self.status.stages.get(stage.name)
+            if status is not None and status.state is RunState.DONE:
+                continue
+            if status is None or not status.submitted:
+                status = self._open(stage)
+            else:
+                self._look_after(stage, status, changed)
+            if status.live:
+                return False
+            self._close(stage, status)
+            if stage is not self.stages[-1] and time.monotonic() > self.until:
+                return False
+        return True
+
+    def _open(self, stage: Stage) -> StageStatus:
+        """Begin a stage: see what is missing, and submit it."""
+        planned = plan(self.project, stage, self.executor, self.folder)
+        self._emit(EventKind.STAGE_SUBMITTED, stage=stage.name, cost=planned.found.cost, **planned.counts())
+        self._catch_up()
+        status = self.status.stages[stage.name]
+        if planned.found.shards:
+            self._failing_ends(stage, lambda: self._send_first(stage, planned, status))
+        return status
+
+    def _send_first(self, stage: Stage, planned: Plan, status: StageStatus) -> None:
+        if not stage.only_looks:
+            refuse_unfit_disk(self.project, planned.found)
+        self._send(stage, status)
+
+    def _look_after(self, stage: Stage, status: StageStatus, changed: Sequence[TaskStatus]) -> None:
+        """Take down which tasks have ended, and send what there is to send."""
+        over = [task for task in changed if is_over(task)]
+        self._listen(status, over)
+        ended = self.dispatch.collect(self.project, stage, status, over)
+        self._catch_up()
+        if self._too_many_rejected(stage, status):
+            self.executor.cancel(status.live)
+        elif ended or not status.live:
+            self._failing_ends(stage, lambda: self._send(stage, status))
+
+    def _listen(self, status: StageStatus, over: Sequence[TaskStatus]) -> None:
+        """Give the words of workers whose tasks have completed some time to appear."""
+        deadline = time.monotonic() + self.config.cache.visibility_s
+        while self.dispatch.unheard(status, over) and time.monotonic() < deadline:
+            time.sleep(LISTEN_EVERY_S)
+            self._catch_up()
+
+    def _send(self, stage: Stage, status: StageStatus) -> None:
+        """Submit what is due, as much as the queue takes, unless another supervisor has taken over."""
+        if claimed_after(self.folder, self.number):
+            raise TakenOver
+        try:
+            self.dispatch.send(self.project, stage, status)
+        except SubmissionRefused as error:
+            self._catch_up()
+            if not status.live:
+                raise
+            log.warning("the rest of %s waits until what is queued has ended: %s", stage.name, error)
+        self._catch_up()
+
+    def _close(self, stage: Stage, status: StageStatus) -> None:
+        """End a stage: judge it by what is in the store, never by what its tasks say."""
+        self._failing_ends(stage, lambda: self._judge(stage, status))
+
+    def _judge(self, stage: Stage, status: StageStatus) -> None:
+        hopeless = status.waiting or any(task.open for task in status.work.values())  # that does not come by waiting
+        patience_s = 0.0 if hopeless else self.config.cache.visibility_s
+        if not stage.only_looks:
+            bring_up(self.project.cache, stage.kinds)  # so that what is looked up now need not be in memory
+        judged = stage.judge(self.project, self.folder, patience_s)
+        self._index(stage, judged)
+        try:
+            warnings = table.check(stage, self.project, self.folder, judged, self._trouble(stage, status))
+        except PipelineError as error:
+            self._end_stage(stage, RunState.FAILED, judged.to_json(), [], str(error))
+            raise
+        self._end_stage(stage, RunState.DONE, judged.to_json(), warnings, "")
+
+    def _failing_ends(self, stage: Stage, work: Callable[[], None]) -> None:
+        """Do something for a stage; what goes wrong ends it."""
+        try:
+            work()
+        except PipelineError as error:
+            if self.status.stages[stage.name].state is not RunState.FAILED:
+                self._end_stage(stage, RunState.FAILED, None, [], str(error))
+            raise
+
+    def _index(self, stage: Stage, judged: Judged) -> None:
+        """Bring indexes up to date and describe the recipe; as neither is needed, not being able to is no failure."""
+        if stage.only_looks:
+            return
+        try:
+            if judged.accepted and stage.kinds:
+                self.project.cache.describe(stage.name, stage.recipe(self.project))
+        except (CacheUnusable, CacheFull) as error:
+            log.warning("the recipe of %s is not described: %s", stage.name, error.what)
+        bring_up(self.project.cache, {*stage.kinds, RECIPES})
+
+    def _trouble(self, stage: Stage, status: StageStatus) -> Trouble:
+        """Return how tasks of a stage failed for good."""
+        open_ = [task for task in status.work.values() if task.open]
+        given_up = [task.last for task in open_ if task.last]
+        again = self.folder.again.read_text()
+        return Trouble(
+            _describe(open_), status.waiting, again, _remedy(stage, given_up, again, stage.mem_bytes(self.project))
+        )
+
+    def _live(self) -> list[str]:
+        """Return the jobs that have not ended."""
+        return [job for status in self.status.stages.values() for job in status.live]
+
+    def _too_many_rejected(self, stage: Stage, status: StageStatus) -> bool:
+        """Say whether more items are already rejected than the configuration lets pass."""
+        if not stage.counts_items:
+            return False
+        rejected = status.reasons.total() + status.refused
+        return table.too_many(rejected, status.items, self.config.data.max_rejected_fraction)
+
+    def _catch_up(self) -> None:
+        """Take the news of the ledger into account and show them."""
+        for event in self.reader.fresh():
+            self.status.apply(event)
+            self.page.take(event)
+        self.watch(self.status)
+        self.page.refresh(self.status)
+
+    def _emit(self, kind: EventKind, **data: Any) -> None:
+        """Write an event down."""
+        self.ledger.emit(kind, **data)
+
+    def _end_stage(
+        self, stage: Stage, state: RunState, census: dict[str, Any] | None, warnings: list[str], error: str
+    ) -> None:
+        """Write down how a stage ended, and tell who wants to know."""
+        self._emit(
+            EventKind.STAGE_ENDED, stage=stage.name, state=state.value, census=census, warnings=warnings, error=error
+        )
+        self._catch_up()
+        notify(self.config.cluster.notify, self.folder, stage.name, state.value, error)
+
+    def _end(self, state: RunState, error: str, exit_code: int) -> None:
+        """Write down how the run ended."""
+        self._emit(EventKind.RUN_ENDED, state=state.value, error=error, exit_code=exit_code)
+        self._catch_up()
+        self.ledger.close()
+        self.page.refresh(self.status, at_once=True)
+
+
+def _describe(tasks: Sequence[Task]) -> list[str]:
+    """Say which tasks failed and why, the first few in full."""
+    lines = []
+    failures = [(task, task.last) for task in tasks if task.last]
+    for task, one in failures[:FAILURES_SHOWN]:
+        tries = f" (attempt {one.number})" if one.number > 1 else ""
+        own_words = f"\n    {one.said}" if one.said and one.said not in one.reason else ""
+        why = f"; {task.then[one.number]}" if task.then.get(one.number) else ""
+        lines.append(f"  task {one.task}{tries}: {one.state}: {one.reason}{why}{own_words}\n    log: {one.log}")
+        lines.append(f"    more: {_page()}#{one.cause.value}")
+    more = len(failures) - FAILURES_SHOWN
+    return lines + ([f"  and {more} more tasks"] if more > 0 else [])
+
+
+def _page() -> str:
+    """Return the page on what went wrong as it is found here; the copy of a checkout's code has none beside it."""
+    page = shipped(TROUBLESHOOTING)
+    return str(page) if page.is_file() else TROUBLESHOOTING
+
+
+def _remedy(stage: Stage, failures: Sequence[Attempt], again: str, planned_bytes: int) -> str:
+    """Return the command that helps; doing the same again does not help a task that hit a limit."""
+    for one in failures:
+        if one.cause is Cause.HOST_OOM:
+            enough = mebibytes(max(2 * one.ask.mem_bytes, planned_bytes))
+            return f"{table.with_setting(again, f'cluster.{stage.name}.mem', enough)}   (finished work is kept)"
+        if one.cause is Cause.TIMEOUT:
+            enough = f"{math.ceil(2 * one.ask.time_s / 60)}m"
+            return f"{table.with_setting(again, f'cluster.{stage.name}.time', enough)}   (finished work is kept)"
+    return f"{again}   (does only what is missing)"
+
+
+def main(words: Sequence[str]) -> int:
+    """Look after a run in the background, or pay it one visit."""
+    atexit.register(gc.freeze)  # at its end torch is not looked through once more, for half a second
+    stop_on_signals()
+    folder, visiting = RunFolder(Path(words[0])), "--visit" in words[1:]
+    config = from_resolved(folder.config.read_text(), str(folder.config))
+    if visiting and not _is_expected(folder, config.cache.visibility_s):
+        return 0
+    try:
+        with open_executor(config, poll_s=VISIT_POLL_S if visiting else None) as executor:
+            supervisor = Supervisor(folder, executor)
+            supervisor.visit(0.0 if "--now" in words else PATIENCE_S) if visiting else supervisor.run()
+    except PipelineError as error:
+        print(hidden(f"error: {error}"), file=sys.stderr)  # noqa: T201 - the supervisor's stderr is its log
+        return 0 if visiting and _has_ended(folder) else error.exit_code  # a visit that went well needs no standby
+    except TakenOver:
+        return 0
+    except Stopped:
+        return STOPPED_CODE
+    except Exception:  # noqa: BLE001 - a bug, of which the ledger knows
+        print(hidden(traceback.format_exc()), file=sys.stderr)  # noqa: T201
+        return 1
+    return 0
+
+
+def _has_ended(folder: RunFolder) -> bool:
+    """Tell whether the ledger knows that the run has ended."""
+    return fold(folder.name, Reader(folder).news()).state in ENDED
+
+
+def _is_expected(folder: RunFolder, patience_s: float) -> bool:
+    """Tell whether a visit is due: not of a run that was cancelled meanwhile, nor by a job that was never announced.
+
+    Of such a one nobody knows: who submitted it died before it could say so, and its standby handed over anew. The
+    announcement itself may be late to appear.
+    """
+    until, reader, status = time.monotonic() + patience_s, Reader(folder), RunStatus(folder.name)
+    while True:
+        for event in reader.news():
+            status.apply(event)
+        if status.state in ENDED:
+            return False
+        if not status.successors or own_job() in ("", *status.successors):
+            return True
+        if time.monotonic() > until:
+            return False
+        time.sleep(LISTEN_EVERY_S)
+
+
+def stop_on_signals() -> None:
+    """Let what asks this process to end bring an orderly end; a hang-up that `nohup` has it ignore stays ignored."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, stop)
+
+
+def stop(_signal: int, _frame: FrameType | None) -> None:
+    """Turn a signal into an orderly end."""
+    raise Stopped

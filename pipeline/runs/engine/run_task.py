@@ -1,0 +1,296 @@
+"""What a job executes: one task of one stage of a run, named by three words.
+
+python -m pipeline.runs.worker RUN STAGE TASK [--attempt N --mem BYTES --shrink K --careful]
+
+A task with several GPUs is one process for each of them: it starts this again for each, with --part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import errno
+import gc
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from pipeline.config.load import from_resolved
+from pipeline.config.masking import hidden
+from pipeline.errors import CacheFull, PipelineError
+from pipeline.journal.ledger import Ledger, Note
+from pipeline.journal.run_folder import RunFolder
+from pipeline.memory.runtime.meters import highest_bytes
+from pipeline.project.frozen_code import module_command
+from pipeline.project.project import Project
+from pipeline.project.restriction import only_of
+from pipeline.records import EventKind, Tell
+from pipeline.runs.workflow import script_stage, table
+from pipeline.stages.read_entries import ITEMS_READ
+from pipeline.store.indexing import relieve
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from types import FrameType
+    from typing import Any
+
+    from pipeline.records import Reason
+    from pipeline.training.ranks.rendezvous import Place
+
+WORKER = "pipeline.runs.worker"
+PROGRESS_EVERY_S = 0.5
+SIGNALLED = 128  # and the signal's number: how a shell reports a program that was killed
+GO_ON = 75  # it finished in order, before its time was up, and has more to do: begin it again
+ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # a cancellation or preemption; what comes before a limit
+GPUS = "CUDA_VISIBLE_DEVICES"
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Stopped(BaseException):
+    """Somebody asked this process to end; what is finished is published on the way out."""
+
+    came_further: ClassVar[bool] = False  # whether this start has done something that none before it had
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+    @property
+    def exit_code(self) -> int:
+        """Ask for another start where time is up; without progress a supervisor has to find more of it.
+
+        What was cancelled or preempted is the scheduler's to begin again.
+        """
+        if self.number == signal.SIGTERM:
+            return SIGNALLED + self.number
+        return GO_ON if self.came_further else SIGNALLED + signal.SIGTERM
+
+
+def main(words: Sequence[str]) -> int:
+    """Do one task, or one process's part of it, and report on it."""
+    atexit.register(gc.freeze)  # at its end torch is not looked through once more, for half a second
+    for number in ENDING:
+        signal.signal(number, _stop)
+    given = _parse(words)
+    folder, row = RunFolder(Path(given.run)), table.stage(given.stage)
+    place = _place(given) if row.together else None
+    part = (place.rank, place.world) if place else _part(given.part) if given.part else None
+    writer = f"{given.stage}-{given.task:06d}" + (f"-{part[0]}" if part else "")
+    facts: dict[str, Any] = {"stage": given.stage, "task": given.task, "attempt": given.attempt}
+    ledger = Ledger(folder, writer)
+    try:
+        leads = part is None or (part[0] == 0 and not given.part)  # it speaks for the task: nobody started it as a part
+        if leads:
+            ledger.emit(EventKind.TASK_STARTED, **facts, host=socket.gethostname())
+        config = from_resolved(folder.config.read_text())
+        remember, only = not row.only_looks, only_of(folder)
+        project = Project.open(config, remember=remember, beside=folder.task_root, only=only)
+        if leads and row.kinds:
+            relieve(project.cache, table.kinds_of(json.loads(folder.stages.read_text())))
+        processes = row.processes(project)
+        if part is None and processes > 1:
+            if script_stage.is_script(
+                project.config, row.name
+            ):  # each of its processes sees all GPUs, as under torchrun
+                words = [*words, "--lent", os.environ.get(GPUS, "")]
+            return (_together if row.together else _fan_out)(words, folder, processes, ledger, facts)
+        if row.together:
+            for number in ENDING:
+                signal.signal(number, _hear)
+        if given.lent is not None:
+            os.environ[GPUS] = given.lent
+        work(project, folder, given, part, News(ledger, facts), place=place, leads=leads)
+    except script_stage.Ended as ended:
+        if not ended.quiet:
+            about = {"what": ended.what, "exit_code": ended.code, "trouble": ended.trouble}
+            ledger.emit(EventKind.TASK_FAILED, **facts, **about)
+            print(hidden(ended.what), file=sys.stderr)  # noqa: T201 - a task's stderr is its log
+        return ended.code
+    except Stopped as stopped:
+        ledger.emit(EventKind.TASK_FAILED, **facts, what="stopped by a signal", exit_code=stopped.exit_code, trouble="")
+        return stopped.exit_code
+    except PipelineError as error:
+        _tell(ledger, facts, error, str(error), error.exit_code)
+        print(hidden(f"error: {error}"), file=sys.stderr)  # noqa: T201 - a task's stderr is its log
+        return error.exit_code
+    except Exception as error:  # noqa: BLE001 - whatever it is, the supervisor is to read it
+        print(hidden(traceback.format_exc()), file=sys.stderr)  # noqa: T201
+        _tell(ledger, facts, error, f"{type(error).__name__}: {error}", 1)
+        return 1
+    return 0
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    """Read what the task was told."""
+    parser = argparse.ArgumentParser(WORKER)
+    parser.add_argument("run")
+    parser.add_argument("stage")
+    parser.add_argument("task", type=int)
+    parser.add_argument("--attempt", type=int, default=1)
+    parser.add_argument("--mem", type=int, default=0, help="bytes that this attempt has")
+    parser.add_argument("--shrink", type=int, default=0, help="how often to halve the budget of a batch")
+    parser.add_argument("--careful", action="store_true", help="one thing at a time")
+    parser.add_argument("--part", help="which of how many processes this is, as in 0/2")
+    parser.add_argument("--meeting", default="", help="the name of the start, of processes that work together")
+    parser.add_argument("--lent", help="the GPUs of all processes of this node, where each is to see them all")
+    return parser.parse_args(words)
+
+
+def _tell(ledger: Ledger, facts: dict[str, Any], error: Exception, what: str, exit_code: int) -> None:
+    """Report a failure, if the disk still takes it."""
+    try:
+        ledger.emit(EventKind.TASK_FAILED, **facts, what=what, exit_code=exit_code, trouble=trouble_of(error))
+    except PipelineError as refused:
+        print(hidden(f"error: {refused}"), file=sys.stderr)  # noqa: T201 - a task's stderr is its log
+
+
+def trouble_of(error: BaseException | None) -> str:
+    """Return what kind of want was behind a failure: gpu_oom, host_oom, disk_full, or nothing that is known."""
+    while error is not None:
+        if type(error).__name__ == "OutOfMemoryError":  # torch's; it may never have been imported here
+            return "gpu_oom"
+        if isinstance(error, MemoryError):
+            return "host_oom"
+        if isinstance(error, CacheFull) or (isinstance(error, OSError) and error.errno in FULL):
+            return "disk_full"
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+class News:
+    """What the ledger is told of a task: what is refused, and how far it is, at most twice a second."""
+
+    def __init__(self, ledger: Ledger, facts: dict[str, Any]) -> None:
+        self._ledger, self._facts, self._told_s = ledger, facts, 0.0
+        self._rejected = Counter[str]()
+        self.done = 0
+
+    def refuse(self, key: str, reason: Reason, detail: str) -> None:
+        """Tell of something that cannot be made."""
+        self._ledger.emit(EventKind.REFUSED, **self._facts, key=key, reason=reason.value, detail=detail)
+
+    def add(self, reason: Reason | None) -> None:
+        """Count one more that is done, or rejected for a reason."""
+        self.done += 1
+        if reason is not None:
+            self._rejected[reason.value] += 1
+
+    def tell(self, kind: EventKind, figures: Mapping[str, float]) -> None:
+        """Tell how far the task is, and what it says of itself."""
+        told = {"host_peak_bytes": highest_bytes(), **figures}
+        self._ledger.emit(kind, **self._facts, done=self.done, rejected=dict(self._rejected), figures=told)
+
+    def go_on(self, figures: Mapping[str, float]) -> None:
+        """Tell the same, unless it was told just now."""
+        if time.monotonic() - self._told_s > PROGRESS_EVERY_S:
+            self.tell(EventKind.PROGRESS, figures)
+            self._told_s = time.monotonic()
+
+
+def work(
+    project: Project,
+    folder: RunFolder,
+    given: argparse.Namespace,
+    part: tuple[int, int] | None,
+    news: News,
+    *,
+    place: Place | None = None,
+    leads: bool = True,
+) -> None:
+    """Work through a task, telling the ledger how far it is, and a note that outlives a kill at every step."""
+
+    def turn_to(names: Sequence[str]) -> None:
+        note.write(news.done or int(tell.figures.get(script_stage.PROGRESS, 0)), names)
+        if script_stage.PROGRESS in tell.figures or ITEMS_READ in tell.figures:  # which yield nothing until they end
+            news.go_on(tell.figures)
+
+    with closing(Note(folder.on(given.stage, given.task, part[0] if part else 0), given.attempt)) as note:
+        tell = Tell(news.refuse, {}, turn_to, given.mem, given.shrink, given.careful)
+        tell.place, tell.ending = place, lambda: _heard[0]
+        outcomes = table.stage(given.stage).work(project, folder, given.task, tell, part or (0, 1))
+        try:
+            with closing(outcomes):  # closing publishes what is finished
+                for reason in outcomes:
+                    news.add(reason)
+                    Stopped.came_further = news.done > note.done_before
+                    news.go_on(tell.figures)
+        except script_stage.Ended as ended:
+            if ended.code == GO_ON:  # of a script that tells no figures, another attempt is all that shows
+                note.write(ended.step or given.attempt, ())
+            news.tell(EventKind.PROGRESS, tell.figures)
+            raise
+        if tell.ended_by:
+            news.tell(EventKind.PROGRESS, tell.figures)
+            Stopped.came_further = tell.moved
+            raise Stopped(tell.ended_by)
+        note.write(news.done, ())
+    news.tell(EventKind.TASK_FINISHED if leads else EventKind.PROGRESS, tell.figures)
+
+
+def _fan_out(words: Sequence[str], folder: RunFolder, processes: int, ledger: Ledger, facts: dict[str, Any]) -> int:
+    """Start a process for each GPU and wait for all; what one of them cannot do does not stop the others."""
+    lent = [name for name in os.environ.get(GPUS, "").split(",") if name] or list(map(str, range(processes)))
+    command = [*module_command(WORKER, folder), *words]
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for number in range(processes):
+            environment = {**os.environ, GPUS: lent[number % len(lent)]}
+            started.append(subprocess.Popen([*command, "--part", f"{number}/{processes}"], env=environment))
+        codes = [process.wait() for process in started]
+    except Stopped as stopped:
+        for process in started:
+            process.send_signal(stopped.number)
+        codes = [process.wait() for process in started] or [stopped.exit_code]
+    failed = [SIGNALLED - code if code < 0 else code for code in codes if code]
+    if not failed:
+        ledger.emit(EventKind.TASK_FINISHED, **facts, done=0, rejected={}, figures={})  # the processes tell theirs
+    return failed[0] if failed else 0
+
+
+def _together(words: Sequence[str], folder: RunFolder, processes: int, ledger: Ledger, facts: dict[str, Any]) -> int:
+    """Start the ranks of a task and wait for all; one that dies ends them all."""
+    from pipeline.training.ranks.launch import launch
+
+    code = launch([*module_command(WORKER, folder), *words], processes)
+    if code == 0:
+        ledger.emit(EventKind.TASK_FINISHED, **facts, done=0, rejected={}, figures={})  # the first rank tells
+    return code
+
+
+def _place(given: argparse.Namespace) -> Place | None:
+    """Return which rank of how many this process is; None where it is to start them."""
+    from pipeline.training.ranks.rendezvous import Place
+
+    if given.part:
+        return Place.told(given.part, given.meeting)
+    return Place.by_slurm(os.environ, given.attempt)
+
+
+def _part(word: str) -> tuple[int, int]:
+    """Return which of how many processes this is."""
+    number, _, processes = word.partition("/")
+    return int(number), int(processes)
+
+
+_heard = [0]  # the signal by which this process was told to end, where its work looks for that by itself
+
+
+def _hear(number: int, _frame: FrameType | None) -> None:
+    """Remember a signal: the work ends where it can be taken up again."""
+    _heard[0] = number
+
+
+def _stop(number: int, _frame: FrameType | None) -> None:
+    """Turn the first signal into an orderly end."""
+    for one in ENDING:
+        signal.signal(one, signal.SIG_IGN)
+    raise Stopped(number)

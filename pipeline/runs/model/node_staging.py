@@ -1,0 +1,153 @@
+"""Training from a node's own disk: the first rank of each node copies what the items need, then all of it read there.
+
+Nothing depends on it: what does not fit, comes too late or is damaged is read from the cache, as without it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipeline.config.site_profiles import anchored
+from pipeline.errors import PipelineError
+from pipeline.keys import KEY_BYTES, content_digest, recipe_key
+from pipeline.report.tables import duration, size
+from pipeline.runs.workflow.reader_stage import is_reader
+from pipeline.stages.graph import HEADER_BYTES
+from pipeline.store.cache_folder import CACHE_FORMAT, Cache
+from pipeline.store.format.shard import DEFAULT_HEADER_BYTES
+from pipeline.store.maintenance.staging import Staging, Unfit, open_scratch
+from pipeline.training.items.residue_embeddings import Embeddings, proteins
+from pipeline.training.ranks.rank_protocol import RankLost
+from pipeline.training.ranks.rendezvous import Place
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from pipeline.project.project import Project
+    from pipeline.records import Tell
+    from pipeline.store.format.record import Record
+    from pipeline.store.maintenance.staging import Keys
+    from pipeline.training.items.item_table import Table
+    from pipeline.training.ranks.rank_protocol import Ranks
+
+WITHIN_S = 1800.0  # after which the rest is left to the cache
+TELL_EVERY_S = 1.0
+AT_ONCE = 256  # graphs whose sequences are looked up together
+KEY = np.dtype(f"V{KEY_BYTES}")
+
+
+def staged(project: Project, tables: Sequence[Table], ranks: Ranks, tell: Tell, say: Callable[[str], None]) -> Project:
+    """Return the project as this node is to read it, once what these items need is on the node's own disk."""
+    if project.config.cache.stage is None or is_reader(project.config):  # whose files are not in the cache
+        return project
+    place = tell.place or Place(0, 1)
+    with ranks.patient("staging"):
+        folder = _Stager(project, tables, ranks, tell, say).stage() if place.local_rank == 0 else ""
+        told = ranks.exchange({"host": place.host, "folder": folder})  # which waits for all nodes
+    folder = next((one["folder"] for one in told if one["host"] == place.host and one["folder"]), "")
+    return replace(project, cache=project.cache.behind(Cache(Path(folder)))) if folder else project
+
+
+@dataclass
+class _Stager:
+    """The first rank of a node."""
+
+    project: Project
+    tables: Sequence[Table]
+    ranks: Ranks
+    tell: Tell
+    say: Callable[[str], None]
+    begun: float = 0.0
+    told: float = 0.0
+
+    def stage(self) -> str:
+        """Copy what there is time and room for; return the folder, if anything is there, and say what came of it."""
+        self.begun, scratch = time.monotonic(), None
+        try:
+            scratch = open_scratch(self._place(), self._name(), self.project.cache.disk)
+            self.say(self._copy(scratch))
+        except RankLost:
+            raise
+        except (Unfit, PipelineError, OSError) as error:
+            what = error.what if isinstance(error, PipelineError) else str(error)
+            self.say(f"not all is staged: {what}; the rest is read from {self.project.cache.root}")
+        return str(scratch.root) if scratch is not None and scratch.kinds() else ""
+
+    def _copy(self, scratch: Cache) -> str:
+        """Copy graphs, and the embeddings of their sequences; say what came of it."""
+        config = self.project.config
+        staging = Staging(
+            self.project.cache, scratch, shard_bytes=config.cache.shard_bytes, goes_on=lambda: self._goes_on()
+        )
+        if staging.is_done():
+            return f"staged in {scratch.root} by an earlier job: nothing is to be copied"
+        try:
+            embeddings = self._embeddings_of(staging.take("graph", self._graphs(), HEADER_BYTES))
+            for _ in staging.take("embed", embeddings, DEFAULT_HEADER_BYTES):
+                pass
+        finally:
+            staging.finish()
+            took_s = time.monotonic() - self.begun
+            self.tell.figures |= {"staged_bytes": float(staging.bytes), "staged_s": took_s}
+        kinds = ", ".join(f"{count:,} of {kind}" for kind, count in staging.records.items())
+        rest = "" if staging.is_whole else f"; the rest is read from {self.project.cache.root}"
+        return f"staged in {scratch.root}: {kinds}; {size(staging.bytes)} copied in {duration(took_s)}{rest}"
+
+    def _place(self) -> Path:
+        """Return the folder that the configuration means on this node."""
+        if not self.project.config.graph.cache:
+            raise Unfit("graphs are not kept (graph.cache: false)")
+        try:
+            return Path(anchored(str(self.project.config.cache.stage), Path("/")))
+        except ValueError as error:
+            raise Unfit(f"cache.stage: {error}") from error
+
+    def _name(self) -> str:
+        """Return a name for what is copied: which graphs, which embeddings, and whose it is."""
+        content: dict[str, Any] = {
+            "format": CACHE_FORMAT,
+            "user": os.geteuid(),
+            "graphs": content_digest(self._graphs().tobytes()).hex(),
+            "embeddings": asdict(self.project.encoding.recipe),
+        }
+        return recipe_key("stage", content).hex()
+
+    def _graphs(self) -> Keys:
+        """Return the keys of the graphs of all items."""
+        keys: Keys = np.unique(
+            np.concatenate([np.ascontiguousarray(one.key_N16).view(KEY)[:, 0] for one in self.tables])
+        )
+        return keys
+
+    def _embeddings_of(self, graphs: Iterator[Record]) -> Keys:
+        """Return the keys of the embeddings that some graphs need, as far as there are any."""
+        embeddings = Embeddings(self.project.cache.kind("embed"), self.project.encoding.recipe)
+        keys = bytearray()
+        while some := list(islice(graphs, AT_ONCE)):
+            texts = dict.fromkeys(text for graph in some for text in _texts(embeddings, graph))
+            keys += b"".join(copy.key for copy in embeddings.look_up(texts)[0].values())
+        found: Keys = np.unique(np.frombuffer(bytes(keys), KEY))
+        return found
+
+    def _goes_on(self) -> bool:
+        """Say whether there is time for more; who waits for this rank hears that it is at work."""
+        now = time.monotonic()
+        if now - self.told > TELL_EVERY_S:
+            self.told = now
+            self.ranks.progress("staging")
+        return now - self.begun < WITHIN_S and not self.tell.ending()
+
+
+def _texts(embeddings: Embeddings, graph: Record) -> Iterable[str]:
+    """Yield what is encoded of a graph's partners; a record in the place of one that cannot be built has none."""
+    with suppress(KeyError):
+        for partner in graph.meta["partners"]:
+            yield from embeddings.texts(proteins(partner["chains"]))

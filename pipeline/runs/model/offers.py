@@ -1,0 +1,151 @@
+"""On what training may run: the cards that were named, or that the cluster has, or the memory of a node without any."""
+
+from __future__ import annotations
+
+import re
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import TYPE_CHECKING
+
+from pipeline.cluster.job_spec import JobSpec
+from pipeline.errors import ConfigError, PlanInfeasible, SubmissionRefused
+from pipeline.memory.footprint import LIVE_ONLY, Origin
+from pipeline.memory.hardware.gpus import device
+from pipeline.memory.hardware.host_memory import STEP_SLACK, Training, measured_baseline, train_need
+from pipeline.memory.planning.comparison import Offer
+from pipeline.memory.planning.request import Card
+from pipeline.runs.model.training_work import host_card
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from pipeline.cluster.job_spec import Executor
+    from pipeline.config.schema import Config
+    from pipeline.config.schema_cluster import Card as SiteCard
+    from pipeline.project.project import Project
+
+NAME = "train"
+_OFFER = re.compile(r"(?:(\d+)\s*[x×*]\s*)?(.+)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked: a configuration, its items, and what may run it."""
+
+    config: Config
+    project: Project
+    executor: Executor
+    gpus: Sequence[str] = ()  # as typed
+    beside: Path | None = None  # where the task's modules may be
+    again: str = "pipeline submit --stage graph"
+    tell: Callable[[str], None] = lambda _: None
+
+
+def offers_of(question: Question, *, on_cpu: bool) -> list[Offer]:
+    """Return the cards that were named, or that the cluster has; the first is planned for, the others are compared."""
+    config = question.config
+    resources = config.cluster.train
+    ranks = resources.world
+    if question.gpus:
+        return [_offer(text, ranks, config.train.memory_fraction) for text in question.gpus]
+    if on_cpu:
+        site = config.cluster.slurm.cards
+        hosts = tuple(_host_card(question, one.partition or one.feature or "", one.mem) for one in site)
+        hosts = hosts or (_host_card(question),)
+        return [Offer("memory of a node", ranks, hosts)]
+    if config.cluster.slurm.cards:
+        fraction = config.train.memory_fraction
+        named = ((one.gres or one.feature or "", one.mem) for one in config.cluster.slurm.cards)
+        cards = tuple(_card(name, mem_bytes, ranks, fraction) for name, mem_bytes in named)
+        return [Offer(", ".join(card.name for card in cards), ranks, cards)]
+    what = "which GPU is it for? None was named, and cluster.slurm.cards is empty"
+    remedy = (
+        "pipeline plan --stage train --gpu a100-80gb   (or a size: 24GiB); without GPUs: --set cluster.train.gpus=0"
+    )
+    raise ConfigError(what, where="--gpu", remedy=remedy)
+
+
+def _offer(text: str, ranks: int, fraction: float | None = None) -> Offer:
+    """Read what was typed: 3xa100-40gb, or a100-40gb,v100-32gb for a job that may land on either."""
+    found = _OFFER.fullmatch(text.strip())
+    count, names = (found[1], found[2]) if found else (None, text)
+    ranks = int(count) if count else ranks
+    if ranks < 1:
+        raise ConfigError(f"{text!r} asks for no GPU", where="--gpu", remedy="write 2xa100-80gb, a100-80gb or 24GiB")
+    cards = tuple(Card.of(device(name), ranks, fraction=fraction) for name in names.split(","))
+    return Offer(f"{ranks} x {', '.join(card.name for card in cards)}", ranks, cards)
+
+
+def _card(name: str, mem_bytes: int, ranks: int, fraction: float | None = None) -> Card:
+    """Return a card of the cluster: what its name says of speed, what the configuration says of memory."""
+    try:
+        known = device(name)
+    except ConfigError:
+        known = replace(device(f"{mem_bytes >> 20}MiB"), name=name or f"{mem_bytes >> 30} GiB")
+    return Card.of(replace(known, usable_bytes=min(known.usable_bytes, mem_bytes)), ranks, fraction=fraction)
+
+
+def site_card(config: Config, card: Card) -> SiteCard | None:
+    """Return how the cluster's configuration asks for a card."""
+    if not card.caching:
+        return next((one for one in config.cluster.slurm.cards if card.name in (one.partition, one.feature)), None)
+    named = {one.gres or one.feature or "": one for one in config.cluster.slurm.cards}
+    return next((one for name, one in named.items() if name and _card(name, one.mem, 1).name == card.name), None)
+
+
+def waits(question: Question, offers: Sequence[Offer], mem_bytes: int) -> Iterator[tuple[str, float]]:
+    """Yield how long a job of each offer would wait on this cluster, where it has such cards and says so."""
+    resources = question.config.cluster.train
+    for offer in offers:
+        site = site_card(question.config, offer.cards[0])
+        if site is None:
+            continue
+        spec = JobSpec(
+            name=NAME,
+            argv=("true",),
+            tasks=range(1),
+            log_dir=str(question.config.cluster.runs),
+            cpus=resources.cpus,
+            gpus=ceil(offer.ranks / resources.nodes),
+            mem_bytes=mem_bytes,
+            time_s=int(resources.time),
+            partition=site.partition or resources.partition or "",
+            constraint=site.feature or resources.constraint or "",
+            card=site.gres or "",
+        )
+        with suppress(SubmissionRefused):
+            starts = question.executor.starts(spec)
+            if starts is not None:
+                yield offer.name, max(0.0, starts - time.time())
+
+
+def _host_card(question: Question, name: str = "", mem_bytes: int | None = None) -> Card:
+    """Return what a node without GPUs leaves for a step: its memory less everything else."""
+    resources = question.config.cluster.train
+    if resources.mem != "auto":
+        mem_bytes = resources.mem
+    elif mem_bytes is None:
+        mem_bytes = question.executor.limits_of(resources.partition or "", resources.cpus, 0).mem_bytes
+    if mem_bytes is None:
+        what = "nobody knows the memory of a node"
+        raise ConfigError(what, where="cluster.train.mem", remedy="--set cluster.train.mem=16GiB, or --gpu NAME")
+    mem_bytes //= resources.ranks_per_node
+    rest = train_need(Training(gpu=False), measured_baseline()).total_bytes
+    budget = int((mem_bytes - rest) / (1 + STEP_SLACK + LIVE_ONLY[Origin.ASSUMED] / 2))
+    if budget <= 0:
+        what = f"{mem_bytes >> 20} MiB do not hold Python and torch alone, which take {rest >> 20} MiB"
+        raise PlanInfeasible(what, where="cluster.train.mem", remedy="--set cluster.train.mem=4GiB")
+    card = host_card(budget)
+    return replace(card, name=name) if name else card
+
+
+def is_known(card: Card) -> bool:
+    """Tell whether a card is one that is known by its name."""
+    try:
+        device(card.name)
+    except ConfigError:
+        return False
+    return True

@@ -1,0 +1,308 @@
+"""Before a training: what decides its outcome, and its plan, which is made once and remembered."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+
+from pipeline.errors import CacheDamaged, DataError, RecordMissing, WeightsUnusable
+from pipeline.journal.run_folder import writing
+from pipeline.keys import content_digest, recipe_tag
+from pipeline.project.frozen_code import package_digest
+from pipeline.project.project import open_executor
+from pipeline.project.user_code import load_task, source_digest
+from pipeline.runs.dataset.loading import made_table, rows_of, source_of
+from pipeline.runs.model.task_contract import GRAPH
+from pipeline.runs.model.training_work import Work, sizes_of
+from pipeline.runs.workflow.reader_stage import inspect as inspect_entries
+from pipeline.runs.workflow.reader_stage import is_reader
+from pipeline.training.items.item_source import NUMBERS
+from pipeline.training.items.item_table import Table
+from pipeline.training.prepared import ModelFolder, Prepared, likeness, stretch_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from pipeline.config.schema import Config
+    from pipeline.project.project import Project
+    from pipeline.runs.views.training_outlook import TrainOutlook
+    from pipeline.stages.train import Items
+
+PLANS = ".plans"
+NAME_DIGITS = 8
+# What decides the numbers that come out; what only decides speed, memory or how it is told, is not there.
+DECISIVE = (
+    "task", "options", "split", "effective_batch", "batching", "seed", "optimizer", "learning_rate", "weight_decay",
+    "clip", "ema", "frozen", "curriculum", "oversize", "pretrained_partial",
+)  # fmt: skip
+
+UNPLANNED = {"preset", "validation", "checkpoints", "log_every", "trackers", "models", "evaluate", "predict"}
+
+
+def prepare(project: Project) -> Prepared | None:
+    """Return the plan of the training that a configuration asks for; None while its graphs are not there."""
+    table = made_table(project)
+    if table is None:
+        return None
+    key = _plan_key(project, table)
+    if key not in project.memo:
+        path = project.config.cluster.runs / PLANS / f"{key}.json"
+        prepared = _remembered(path)
+        if prepared is None:
+            prepared = _planned(project, table)
+            _remember(path, prepared)
+        project.memo[key] = prepared
+    made: Prepared = project.memo[key]
+    return made
+
+
+def is_planned(project: Project) -> bool:
+    """Tell whether nothing has to be traced: the plan is remembered, or it cannot be made yet."""
+    table = made_table(project)
+    return table is None or (project.config.cluster.runs / PLANS / f"{_plan_key(project, table)}.json").exists()
+
+
+def _remembered(path: Path) -> Prepared | None:
+    """Read a plan; one of another version is made anew."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        return Prepared.from_json(json.loads(path.read_text()))
+    return None
+
+
+def _remember(path: Path, prepared: Prepared) -> None:
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(prepared.to_json()))
+        partial.replace(path)
+
+
+def _plan_key(project: Project, table: str) -> str:
+    """Return what a plan is remembered under: everything that it follows from."""
+    config = project.config
+    train = config.train.model_dump(mode="json", exclude=UNPLANNED)
+    asked = {
+        "train": train,
+        "resources": config.cluster.train.model_dump(mode="json", exclude={"time", "partition", "constraint"}),
+        "cards": [card.model_dump(mode="json") for card in config.cluster.slurm.cards],
+        "executor": config.cluster.executor,
+        "slots": config.cluster.slots.model_dump(mode="json") if config.cluster.executor == "local" else None,
+        "task": task_digest(project),
+        "embeddings": _embeddings(project),
+        "table": table,
+        "code": package_digest(),
+    }
+    return recipe_tag("plan", asked).hex() + content_digest(json.dumps(asked, sort_keys=True).encode()).hex()[:16]
+
+
+def _planned(project: Project, table: str) -> Prepared:
+    """Plan a training."""
+    from pipeline.runs.model.offers import Question
+    from pipeline.runs.views.training_outlook import outlook
+
+    with open_executor(project.config) as executor:
+        question = Question(config=project.config, project=project, executor=executor, beside=project.beside)
+        return _prepared(project, table, outlook(question))
+
+
+def _prepared(project: Project, table: str, found: TrainOutlook) -> Prepared:
+    train, plan = project.config.train, found.plan
+    largest = {f"stage {number}": stage.largest for number, stage in enumerate(train.curriculum, 1)}
+    epochs = {f"stage {number}": stage.epochs for number, stage in enumerate(train.curriculum, 1)}
+    rest = train.epochs - sum(epochs.values())
+    stretches = tuple(
+        stretch_of(name, epochs.get(name, rest), one, largest.get(name, {})) for name, one in found.plans.items()
+    )
+    skipped = tuple(one.item for one in plan.oversize) if train.oversize == "skip" else ()
+    recipe = recipe_of(project, table, plan.choice.precision)
+    if plan.crop or skipped:  # another plan would train on other items
+        recipe |= {"crop": dict(plan.crop), "skipped": sorted(skipped)}
+    return Prepared(
+        name=name_of(train.task or "", recipe),
+        recipe=recipe,
+        table=table,
+        precision=plan.choice.precision,
+        checkpointing=plan.choice.checkpointing,
+        offload=plan.choice.offload,
+        sharded=plan.choice.shards > 1,
+        stretches=stretches,
+        limit_bytes=plan.limit_bytes,
+        margin=plan.margin.factor - 1,
+        ranks=plan.ranks,
+        cpus=project.config.cluster.train.cpus,
+        mem_bytes=found.mem.mem_bytes,
+        mem_why=found.mem.why,
+        allocator=plan.allocator.settings,
+        step_s=plan.step_s.value,
+        remedies=plan.remedies,
+        crop=plan.crop,
+        skipped=skipped,
+        notes=plan.notes,
+    )
+
+
+def recipe_of(project: Project, table: str, precision: str) -> dict[str, Any]:
+    """Return everything that decides the outcome of a training, as JSON data."""
+    train = project.config.train
+    decided = train.model_dump(mode="json", include=set(DECISIVE))
+    constant = train.schedule.kind == "constant"
+    return {
+        **decided,
+        "precision": precision,
+        "schedule": train.schedule.model_dump(mode="json"),
+        "epochs": None if constant and not train.curriculum else train.epochs,  # more of them is a longer training
+        "pretrained": _digest(train.pretrained),
+        "code": task_digest(project),
+        "embeddings": _embeddings(project),
+        "table": table,
+    }
+
+
+def _digest(path: Path | None) -> str | None:
+    """Return what tells weights from others: of a file its bytes, of a folder its name."""
+    if path is None or not path.is_file():
+        return None if path is None else str(path)
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 24):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def name_of(task: str, recipe: Mapping[str, Any]) -> str:
+    """Return the name of the folder of a training."""
+    digest = content_digest(json.dumps(recipe, sort_keys=True).encode()).hex()
+    return f"{task.rpartition(':')[2].lower()}-{digest[:NAME_DIGITS]}"
+
+
+def task_digest(project: Project) -> str:
+    """Return the digest of the user's own code, which is another training when it changes."""
+    if "task" not in project.memo:
+        task = load_task(project.config.train.task, project.config.train.options, beside=project.beside)
+        project.memo["task"] = source_digest(task)
+    digest: str = project.memo["task"]
+    return digest
+
+
+def _embeddings(project: Project) -> Mapping[str, Any]:
+    """Return by which recipe the embeddings are made that a batch carries."""
+    if is_reader(project.config):
+        return {}
+    if "embeddings" not in project.memo:
+        encoding = project.encoding
+        project.memo["embeddings"] = encoding.recipe.plain(encoding.recipe.wanted(0))
+    found: Mapping[str, Any] = project.memo["embeddings"]
+    return found
+
+
+def folder_of(project: Project, prepared: Prepared) -> ModelFolder:
+    """Return where the files of a training are."""
+    return ModelFolder(project.config.train.models / prepared.name)
+
+
+def items_of(project: Project, table: str, split: str | None) -> Table:
+    """Return the items of a split, or all of them where a data set has no splits."""
+    whole = Table.read(project.cache.kind("sets"), bytes.fromhex(table))
+    return whole if split is None or not any(whole.splits) else whole.of_split(split)
+
+
+def with_task(config: Config) -> bool:
+    """Tell whether anything is to be trained."""
+    return config.train.task is not None or config.train.command is not None
+
+
+def trained_table(project: Project, prepared: Prepared) -> Table:
+    """Return the items that are trained on."""
+    table = items_of(project, prepared.table, project.config.train.split)
+    if prepared.skipped:
+        table = table.take(np.setdiff1d(np.arange(len(table)), np.array(prepared.skipped, np.int64)))
+    return table
+
+
+def tables_of(project: Project, prepared: Prepared) -> list[Table]:
+    """Return all items that are read in a training."""
+    looked_at = validation_items(project, prepared)
+    return [trained_table(project, prepared), *([looked_at.table] if looked_at else [])]
+
+
+def task_sizes(project: Project, prepared: Prepared, table: Table) -> dict[str, Any]:
+    """Return the sizes of items as the task says them, cropped as planned."""
+    found = sizes_of(Work.of(project.config, beside=project.beside).task, table.sizes)
+    return {name: np.minimum(size_N, prepared.crop.get(name, size_N.max(initial=0))) for name, size_N in found.items()}
+
+
+def steps_of(project: Project, prepared: Prepared) -> int:
+    """Return how many steps a training has in all."""
+    table = trained_table(project, prepared)
+    sizes = task_sizes(project, prepared, table)
+    batch = project.config.train.effective_batch
+    return sum(-(-int(one.keeps(sizes).sum()) // batch) * one.epochs for one in prepared.stretches)
+
+
+def stretch_items(table: Table, sizes: Mapping[str, Any], stretch: Any) -> Items:
+    """Return the items of a stretch and what they cost."""
+    from pipeline.stages.train import Items
+
+    keep_N = np.flatnonzero(stretch.keeps(sizes))
+    kept = {name: size_N[keep_N] for name, size_N in sizes.items()}
+    return Items(table if len(keep_N) == len(table) else table.take(keep_N), stretch.cost(kept), likeness(kept))
+
+
+def validation_items(project: Project, prepared: Prepared) -> Items | None:
+    """Return the items that the model is looked at on while it is trained: always the same, where not all."""
+    settings = project.config.train.validation
+    if settings.split is None:
+        return None
+    whole = items_of(project, prepared.table, None)
+    if settings.split not in whole.splits:
+        return None
+    return evaluated_items(project, prepared, whole.of_split(settings.split), settings.limit)
+
+
+def evaluated_items(project: Project, prepared: Prepared, table: Table, limit: int | None = None) -> Items:
+    """Return items and what they cost under the plan of the last stretch; so many of them at most."""
+    from pipeline.stages.train import Items
+
+    if limit is not None and limit < len(table):
+        chosen = np.random.default_rng(project.config.train.seed).choice(len(table), limit, replace=False)
+        table = table.take(np.sort(chosen))
+    sizes = task_sizes(project, prepared, table)
+    return Items(table, prepared.stretches[-1].cost(sizes), likeness(sizes))
+
+
+def told_sizes(project: Project) -> list[str]:
+    """Return the names of the sizes that a task is told of an item: of a graph, or of the first that a reader gives."""
+    if not is_reader(project.config):
+        return list(GRAPH)
+    taken = inspect_entries(project)
+    if not len(taken.table):
+        what = f"none of the first {taken.entries} items can be used"
+        raise DataError(what, where=str(project.config.data.path), remedy="pipeline submit --stage scan   (says why)")
+    return list(taken.table.sizes)
+
+
+def some_items(project: Project, most: int = 3) -> list[Any]:
+    """Return a few items as a task gets them, small ones; none while their graphs are not there."""
+    from pipeline.runs.dataset.loading import made_table
+    from pipeline.training.items.loader import Loader
+    from pipeline.training.sampling.sampler import Micro, Sampler, Settings
+
+    key = made_table(project)
+    if key is None:
+        return []
+    table = items_of(project, key, None)
+    by = "nodes" if "nodes" in table.sizes else NUMBERS
+    table = table.take(np.argsort(table.sizes[by], kind="stable")[:most])
+    sampler = Sampler(table.sizes, Settings(batch=len(table), by=(by,)))
+    try:
+        loader = Loader(source_of(project, table), rows_of(project), sampler, slots=2, threads=1, pin=False)
+        batch = loader.fetch(range(len(table)), Micro(0, 0, 0, 1, np.arange(len(table))))
+    except (CacheDamaged, RecordMissing, WeightsUnusable):  # it may be tried later: the plan does not need them
+        return []
+    return list(batch.items)

@@ -1,0 +1,376 @@
+"""Probing: a job of minutes on each card runs the worst bucket of a plan through the real step, before any queueing.
+
+Each job writes its measurement down itself (`probing`), so that it corrects later plans also if nobody waited for it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import time
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.cluster.job_spec import JobSpec, TaskState
+from pipeline.cluster.verdict import Cause, Word, judge
+from pipeline.config.load import dump_resolved
+from pipeline.errors import ConfigError, JobFailed, PipelineError, SubmissionRefused
+from pipeline.journal import run_folder as folders
+from pipeline.journal.run_folder import RunFolder
+from pipeline.journal.run_logs import end_of
+from pipeline.memory.footprint import Category
+from pipeline.memory.hardware.host_memory import STATED, Training, train_need
+from pipeline.memory.history.step_history import fingerprint, ratios_of_all
+from pipeline.memory.planning.comparison import pace_of, update_s
+from pipeline.memory.planning.request import Cards
+from pipeline.memory.planning.reserved_memory import SETTINGS, reserve
+from pipeline.project.frozen_code import freeze, module_command
+from pipeline.project.project import asked_bytes
+from pipeline.protocol import Example
+from pipeline.runs.model.probe_job import (
+    DIED,
+    FAILED,
+    MODULE,
+    STEPS,
+    Errand,
+    ProbeFolder,
+    Result,
+    death,
+    peaks_of,
+    read,
+    remember,
+    result_of,
+    write,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pipeline.cluster.job_spec import Executor, JobId, TaskStatus
+    from pipeline.config.schema import Config
+    from pipeline.config.schema_cluster import Card as SiteCard
+    from pipeline.memory.footprint import Choice, Oracle
+    from pipeline.memory.planning.memory_plan import Plan
+    from pipeline.memory.planning.request import Card
+    from pipeline.runs.model.training_work import Work
+
+NAME = "probe"
+FOLDER = ".probes"
+TIME_S = 900  # a probe takes less: what imports and builds takes long on a slow disk
+LOOK_S = 60.0
+LOG_LINES = 25
+SEEN_AGAIN_S = 0.2
+AGAIN = "pipeline plan --stage train --probe"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A card as the plan has it, and how a job asks for it."""
+
+    card: Card
+    gres: str = ""
+    partition: str = ""
+    constraint: str = ""
+
+    @classmethod
+    def of(cls, card: Card, site: SiteCard | None = None) -> Place:
+        """Return where the site has it."""
+        if site is None:
+            return cls(card)
+        return cls(card, site.gres or "", site.partition or "", site.feature or "")
+
+
+class Outcome(str, Enum):
+    """What came of a probe."""
+
+    MEASURED = "measured"
+    DIED = "died of memory"
+    REFUSED = "not submitted"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """What came of the probe of a card."""
+
+    card: str
+    outcome: Outcome
+    predicted_bytes: int
+    measured_bytes: int  # of one that died: it needs more than this
+    predicted_s: float
+    step_s: float
+    log: str
+    why: str = ""
+    notes: tuple[str, ...] = ()
+    error: PipelineError | None = None  # for whoever wants to end with its exit code
+
+    @property
+    def ratio(self) -> float:
+        """Return how much of its prediction it took."""
+        return self.measured_bytes / self.predicted_bytes if self.predicted_bytes else 0.0
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A probe that is under way."""
+
+    number: int  # of the card, in the order in which they were named
+    folder: ProbeFolder
+    errand: Errand
+    spec: JobSpec
+    id: JobId
+
+    def log(self) -> str:
+        """Return where it writes what went wrong."""
+        return self.spec.log_paths(self.id, 0)[1]
+
+
+def probe(
+    config: Config,
+    work: Work,
+    plan: Plan,
+    oracle: Oracle,
+    places: Sequence[Place],
+    executor: Executor,
+    tell: Callable[[str], None],
+    *,
+    beside: Path | None = None,
+) -> tuple[Probed, ...]:
+    """Run the worst bucket of a plan on each card and return what it took; `beside` is a folder of the task's modules.
+
+    What is measured is remembered, and `measured_ratios` then has it for the next plan.
+    """
+    refuse_unprobed(work, plan)
+    found: dict[int, Probed] = {}
+    jobs: list[_Job] = []
+    for number, place in enumerate(places):
+        errand = errand_of(config, work, plan, oracle, place, executor, beside)
+        try:
+            jobs.append(_submitted(number, config, errand, place, plan, executor))
+        except SubmissionRefused as error:
+            found[number] = _without(errand, Outcome.REFUSED, error)
+            tell(f"probe of {errand.card}: not submitted: {error.what}")
+        else:
+            tell(f"probe of {errand.card}: job {jobs[-1].id}")
+    for job, status in _followed(jobs, executor, tell):
+        one = found[job.number] = _concluded(job, status, config)
+        tell(f"probe of {one.card}: {one.outcome.value}{f': {one.why}' if one.why else ''}")
+    return tuple(found[number] for number in range(len(places)))
+
+
+def refuse_unprobed(work: Work, plan: Plan) -> None:
+    """Refuse what a process without data, alone, cannot show."""
+    if not isinstance(work.task, Example):
+        what = "the task has no example(sizes): a probe has no batch to run"
+        raise ConfigError(what, where="train.task", remedy="add one, or plan without --probe")
+    if plan.choice.shards > 1:
+        what = f"this plan spreads the model over {plan.choice.shards} GPUs; a probe is one process on one"
+        raise ConfigError(what, where="train.sharding", remedy="pipeline plan   (without --probe)")
+
+
+def model_name(work: Work, choice: Choice) -> str:
+    """Return the name under which measurements of a model with these options are remembered."""
+    return fingerprint(work.model(), work.settings, choice)
+
+
+def measured_ratios(config: Config, work: Work, choice: Choice, cards: Sequence[str]) -> tuple[float, ...]:
+    """Return measured/predicted bytes for a plan of this choice that holds on all these cards, for `Request.ratios`."""
+    return ratios_of_all(peaks_of(config), model_name(work, choice), cards)
+
+
+def measured_pace(config: Config, work: Work, choice: Choice, cards: Sequence[str]) -> float | None:
+    """Return measured/predicted seconds of such a plan, of the card that is worst; None: one was not measured."""
+    peaks, model = peaks_of(config), model_name(work, choice)
+    newest = [seconds[0] for card in cards if (seconds := peaks.seconds(model, card))]
+    return max(newest) if len(newest) == len(cards) and newest else None
+
+
+def errand_of(
+    config: Config,
+    work: Work,
+    plan: Plan,
+    oracle: Oracle,
+    place: Place,
+    executor: Executor,
+    beside: Path | None = None,
+) -> Errand:
+    """Return what a probe of a card is to run, with what is predicted of exactly that."""
+    worst = max(plan.buckets, key=lambda bucket: bucket.live.value)
+    standing, micro = oracle.standing(plan.choice), oracle.micro(plan.choice, worst.sizes)
+    micros = 2 if plan.accumulation_most > 1 else 1  # every further one is like the second
+    predicted_bytes = int(worst.live.value)
+    if place.card.caching:
+        said = [one for one in SETTINGS if one.settings.text == plan.allocator.settings]
+        predicted_bytes = reserve(standing, [[micro] * micros] * STEPS, said or SETTINGS).bytes
+    cards = Cards.of([place.card])
+    step_s = micros * pace_of(micro, standing, plan.choice, cards).total_s + update_s(standing, plan.choice, cards, 1)
+    model_bytes = sum(part.bytes for part in standing.parts if part.category is Category.PARAMETERS)
+    mem_bytes, time_s = _limits(config, work, place, executor, model_bytes + micro.host_bytes)
+    return Errand(
+        card=place.card.name,
+        device=work.device,
+        model=model_name(work, plan.choice),
+        choice=asdict(plan.choice),
+        sizes=dict(worst.sizes),
+        micros=micros,
+        allocator=plan.allocator.settings,
+        predicted_bytes=predicted_bytes,
+        predicted_s=step_s,
+        mem_bytes=mem_bytes,
+        time_s=time_s,
+        beside=str(beside.absolute()) if beside else "",
+    )
+
+
+def _limits(config: Config, work: Work, place: Place, executor: Executor, host_bytes: int) -> tuple[int, int]:
+    """Return the memory and the time of a probe's job: as configured, else all that the plan may use, within limits."""
+    resources = config.cluster.train
+    on_card = work.device != "cpu"
+    beside = train_need(Training(gpu=on_card, model_bytes=host_bytes if on_card else 0), STATED).total_bytes
+    planned = beside if on_card else place.card.memory_bytes + beside
+    partition = place.partition or resources.partition or ""
+    limits = executor.limits_of(partition, resources.cpus, _gpus(work))
+    mem_bytes, time_s = asked_bytes(resources, planned), min(int(resources.time), TIME_S)
+    return min(mem_bytes, limits.mem_bytes or mem_bytes), min(time_s, limits.time_s or time_s)
+
+
+def _gpus(work: Work | Errand) -> int:
+    return 0 if work.device == "cpu" else 1
+
+
+def _submitted(number: int, config: Config, errand: Errand, place: Place, plan: Plan, executor: Executor) -> _Job:
+    """Write down what a probe needs, and submit it; one that is refused leaves nothing behind."""
+    folder = drafted(config, errand)
+    resources = config.cluster.train
+    spec = JobSpec(
+        name=NAME,
+        argv=(*module_command(MODULE, folder), str(folder.path)),
+        tasks=range(1),
+        log_dir=str(folder.logs),
+        cpus=resources.cpus,
+        gpus=_gpus(errand),
+        mem_bytes=errand.mem_bytes,
+        time_s=errand.time_s,
+        env={"PYTORCH_CUDA_ALLOC_CONF": plan.allocator.settings} if plan.allocator.settings else {},
+        tag=folder.name,
+        partition=place.partition or resources.partition or "",
+        constraint="&".join(filter(None, [resources.constraint or "", place.constraint])),
+        card=place.gres,
+    )
+    try:
+        return _Job(number, ProbeFolder(folder.path), errand, spec, executor.submit(spec))
+    except SubmissionRefused as error:
+        shutil.rmtree(folder.path, ignore_errors=True)
+        remedy = error.remedy.replace(f"pipeline submit --stage {NAME}", AGAIN)
+        remedy = remedy.replace(f"cluster.{NAME}.", "cluster.train.")
+        raise SubmissionRefused(error.what, where=f"probe of {errand.card}", remedy=remedy) from error
+
+
+def drafted(config: Config, errand: Errand) -> RunFolder:
+    """Make the folder of a probe, with the code and the configuration frozen."""
+    runs, now = config.cluster.runs, datetime.now(tz=timezone.utc)
+    path = runs / FOLDER / f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}-{NAME}"
+    folder = RunFolder(path)
+    mode = folders.PRIVATE if config.cluster.private else folders.SHARED
+    try:
+        with folders.writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=mode)
+            folder.logs.mkdir()
+            folder.code.write_text(str(freeze(runs)))
+            folder.config.write_text(dump_resolved(config))
+            write(ProbeFolder(path).errand, errand)
+    except JobFailed as error:
+        raise SubmissionRefused(error.what, where=error.where, remedy=f"{AGAIN} --set cluster.runs=FOLDER") from error
+    return folder
+
+
+def _followed(
+    jobs: Sequence[_Job], executor: Executor, tell: Callable[[str], None]
+) -> list[tuple[_Job, TaskStatus | None]]:
+    """Wait until every probe has said what came of it, or has ended without a word; return how each stands."""
+    waiting: dict[JobId, _Job] = {job.id: job for job in jobs}
+    done: list[tuple[_Job, TaskStatus | None]] = []
+    try:
+        while waiting:
+            for change in executor.step(LOOK_S):
+                if change.job in waiting and not change.state.ended:
+                    tell(f"probe of {waiting[change.job].errand.card}: {change.state.value.lower()}")
+            for job in list(waiting.values()):
+                status = next(iter(executor.status([job.id])), None)
+                if _is_over(job, status):
+                    done.append((waiting.pop(job.id), status))
+    except KeyboardInterrupt:
+        if executor.outlives and waiting:
+            names = " ".join(waiting)
+            tell(f"the probes go on and the next plan will know what they measured; to end them: scancel {names}")
+        raise
+    return done
+
+
+def _is_over(job: _Job, status: TaskStatus | None) -> bool:
+    lost = status is not None and status.state is TaskState.UNKNOWN
+    return lost or (status is not None and status.state.ended) or result_of(job.folder) is not None
+
+
+def _concluded(job: _Job, status: TaskStatus | None, config: Config) -> Probed:
+    """Return what came of a probe: as it says, else as its end tells."""
+    result = _patiently(job, status, config.cache.visibility_s)
+    if result is None:
+        result = _from_outside(job, status)
+    errand = job.errand
+    if result.state == FAILED:
+        remedy = f"cat {job.log()}"
+        error = JobFailed(f"the probe of {errand.card} failed: {result.why}", where=job.log(), remedy=remedy)
+        return replace(_without(errand, Outcome.FAILED, error), why=result.why, log=job.log())
+    died = result.state == DIED
+    why = _why_it_died(result, errand) if died else ""
+    unheard = () if result.remembered else ("it could not be written down for later plans",)
+    return Probed(
+        card=errand.card,
+        outcome=Outcome.DIED if died else Outcome.MEASURED,
+        predicted_bytes=errand.predicted_bytes,
+        measured_bytes=result.bytes,
+        predicted_s=errand.predicted_s,
+        step_s=result.step_s,
+        log=job.log(),
+        why=why,
+        notes=(*result.notes, *unheard),
+    )
+
+
+def _why_it_died(result: Result, errand: Errand) -> str:
+    if result.bytes >= errand.predicted_bytes:
+        return f"it needs more than {result.bytes:,} bytes; {errand.predicted_bytes:,} were predicted"
+    had = f"it had {result.bytes:,} bytes, fewer than the {errand.predicted_bytes:,} that were predicted"
+    return had if errand.device != "cpu" else f"{had}: raise cluster.train.mem, {errand.mem_bytes:,} now"
+
+
+def _without(errand: Errand, outcome: Outcome, error: PipelineError) -> Probed:
+    """Return a probe that measured nothing."""
+    log = ""
+    return Probed(errand.card, outcome, errand.predicted_bytes, 0, errand.predicted_s, 0.0, log, error.what, (), error)
+
+
+def _patiently(job: _Job, status: TaskStatus | None, patience_s: float) -> Result | None:
+    """Return what a probe says of itself; of one that ended well, another node's file may be seen late."""
+    deadline = time.monotonic() + (patience_s if status is not None and status.state.ok else 0.0)
+    while (result := result_of(job.folder)) is None and time.monotonic() < deadline:
+        time.sleep(SEEN_AGAIN_S)
+    return result
+
+
+def _from_outside(job: _Job, status: TaskStatus | None) -> Result:
+    """Return what the executor knows of a probe that could say nothing; a death of memory is remembered even so."""
+    if status is None:
+        return Result(FAILED, why="nobody knows what became of its job")
+    verdict = judge(status, Word(), end_of(job.log(), LOG_LINES) or "", asked_bytes=job.spec.mem_bytes)
+    if verdict.cause not in (Cause.HOST_OOM, Cause.GPU_OOM):
+        return Result(FAILED, why=verdict.reason or status.state.value)
+    config, errand = read(job.folder)
+    result = remember(job.folder, config, errand, death(job.folder, errand, verdict.peak_bytes or 0))
+    write(job.folder.result, result)
+    return result

@@ -1,0 +1,257 @@
+"""What a probe's job executes: `python -m pipeline.runs.model.probe_job FOLDER` runs the worst bucket for a few steps.
+
+The step runs in a child, so that somebody is left to say it when the kernel ends the step for its memory. The job
+itself remembers what it measured: whoever waited for it may be gone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pipeline.cluster.machine import count_oom_kills
+from pipeline.config.load import from_resolved
+from pipeline.config.masking import hidden
+from pipeline.errors import ConfigError
+from pipeline.journal.run_folder import RunFolder
+from pipeline.memory.footprint import Choice
+from pipeline.memory.history.step_history import Peak, Peaks, sizes_text, torch_version
+from pipeline.memory.runtime.gauges import Start, gauge_of, peak_of
+from pipeline.project.frozen_code import module_command
+from pipeline.runs.model.training_work import Work
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pipeline.config.schema import Config
+    from pipeline.memory.runtime.gauges import Gauge
+
+MODULE = "pipeline.runs.model.probe_job"
+STEPS = 4  # the first makes the optimizer's state, the second is the first that has it, two more for the time
+ENOUGH_S = 120.0  # after which no further step begins, once there were two
+LARGE_SHARE = 0.5  # of its limit a killed step had reached at least, where no counter tells why it was killed
+STEP = "--step"  # the word by which the child knows that it is one
+MEASURED, DIED, FAILED = "measured", "died", "failed"
+
+Told = TypeVar("Told")
+
+
+@dataclass(frozen=True, slots=True)
+class Errand:
+    """What a probe is to run, and what was predicted of it."""
+
+    card: str
+    device: str
+    model: str  # its fingerprint
+    choice: Mapping[str, Any]
+    sizes: Mapping[str, int]
+    micros: int  # micro-batches of a step
+    allocator: str
+    predicted_bytes: int
+    predicted_s: float
+    mem_bytes: int  # the limit of the job
+    time_s: int
+    beside: str  # a folder of modules
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What came of it."""
+
+    state: str  # measured, died (of memory), failed
+    bytes: int = 0  # of one that died: what it could have at most
+    live_bytes: int = 0
+    outside_bytes: int = 0
+    step_s: float = 0.0
+    why: str = ""
+    notes: tuple[str, ...] = ()
+    remembered: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeFolder:
+    """The files of one probe."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The frozen configuration."""
+        return self.path / "config.json"
+
+    @property
+    def errand(self) -> Path:
+        """What is to be run."""
+        return self.path / "errand.json"
+
+    @property
+    def start(self) -> Path:
+        """What there was before the step."""
+        return self.path / "start.json"
+
+    @property
+    def result(self) -> Path:
+        """What came of it."""
+        return self.path / "result.json"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a probe; return 0 also where it died of memory, which is what was asked."""
+    atexit.register(gc.freeze)  # at its end torch is not looked through once more, for half a second
+    folder = ProbeFolder(Path(argv[0]))
+    if argv[1:] == [STEP]:
+        return told(folder)
+    kills = count_oom_kills()
+    command = [*module_command(MODULE, RunFolder(folder.path)), str(folder.path), STEP]
+    child = os.posix_spawn(sys.executable, command, os.environ)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # the time is nearly over: the child ends of it
+    _, status, used = os.wait4(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else killed(folder, -code, peak_of(used), counted=count_oom_kills() > kills)
+
+
+def told(folder: ProbeFolder) -> int:
+    """Run the step in this process and write down what came of it; return an exit code."""
+    try:
+        config, errand = read(folder)
+        result = run(errand, config, folder)
+    except BaseException as error:  # noqa: BLE001 - whatever a task raises is what the plan has to say
+        print(hidden(traceback.format_exc()), file=sys.stderr)  # noqa: T201 - its stderr is its log
+        result = Result(FAILED, why=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+    else:
+        result = remember(folder, config, errand, result)
+    write(folder.result, result)
+    return 1 if result.state == FAILED else 0
+
+
+def killed(folder: ProbeFolder, number: int, peak_bytes: int, *, counted: bool) -> int:
+    """Say why the step was killed: for its memory if the kernel counted that, or it had come near its limit."""
+    config, errand = read(folder)
+    if number == signal.SIGKILL and (counted or peak_bytes >= LARGE_SHARE * errand.mem_bytes):
+        result = remember(folder, config, errand, death(folder, errand, peak_bytes))
+        write(folder.result, result)
+        return 1 if result.state == FAILED else 0
+    why = "its time was over" if number == signal.SIGUSR2 else f"killed by {signal.Signals(number).name}"
+    write(folder.result, Result(FAILED, why=why))
+    return 1
+
+
+def run(errand: Errand, config: Config, folder: ProbeFolder) -> Result:
+    """Run the bucket and measure it."""
+    work = Work.of(config, beside=Path(errand.beside) if errand.beside else None)
+    gauge = gauge_of(errand.device)
+    write(folder.start, gauge.start(errand.mem_bytes))
+    try:
+        step_s = median(times(work, errand, gauge)[1:])
+    except Exception as error:
+        at_most = gauge.died_at(error)
+        if at_most is None:
+            raise
+        sys.stderr.write(f"{error}\n")
+        return Result(DIED, at_most, why=str(error).partition("\n")[0])
+    reading = gauge.read()
+    return Result(
+        MEASURED, reading.bytes, reading.live_bytes, reading.outside_bytes, step_s, "", reading.notes, remembered=False
+    )
+
+
+def times(work: Work, errand: Errand, gauge: Gauge) -> list[float]:
+    """Return the seconds of each step."""
+    step = work.step(Choice(**errand.choice), device=errand.device)
+    batch = work.example(errand.sizes)
+    taken: list[float] = []
+    while len(taken) < STEPS and (len(taken) < 2 or sum(taken) < ENOUGH_S):
+        began = time.perf_counter()
+        step.run([batch] * errand.micros)
+        gauge.wait()
+        taken.append(time.perf_counter() - began)
+    return taken
+
+
+def death(folder: ProbeFolder, errand: Errand, peak_bytes: int = 0) -> Result:
+    """Return what is known of a step that was killed for its memory."""
+    start = start_of(folder)
+    taken = start.taken_bytes if start else 0
+    available = start.available_bytes if start else errand.mem_bytes
+    return Result(DIED, max(available, peak_bytes - taken), outside_bytes=taken, why="killed for its memory")
+
+
+def remember(folder: ProbeFolder, config: Config, errand: Errand, result: Result) -> Result:
+    """Add a measurement to those of earlier ones; return it, with whether that could be done."""
+    start = start_of(folder)
+    if start is None:  # it died before the step began: that says nothing of the step
+        return Result(FAILED, why=f"{result.why}, before the step began")
+    peak = Peak(
+        model=errand.model,
+        card=errand.card,
+        gpu=start.gpu,
+        torch=torch_version(),
+        driver=start.driver,
+        allocator=errand.allocator,
+        sizes=f"{errand.micros} x {sizes_text(errand.sizes)}",
+        predicted_bytes=errand.predicted_bytes,
+        measured_bytes=result.bytes,
+        died=result.state == DIED,
+        outside_bytes=result.outside_bytes,
+        predicted_s=errand.predicted_s,
+        step_s=result.step_s,
+        at=time.time(),
+    )
+    done = peaks_of(config).record(folder.path.name, f"{socket.gethostname()}-{os.getpid()}", [peak])
+    return Result(**{**asdict(result), "remembered": done})
+
+
+def peaks_of(config: Config) -> Peaks:
+    """Return what was measured of training steps."""
+    return Peaks(config.cluster.runs / ".profiles" / "peaks")
+
+
+def read(folder: ProbeFolder) -> tuple[Config, Errand]:
+    """Return what a probe is about."""
+    config = from_resolved(folder.config.read_text(), str(folder.config))
+    errand = loaded(folder.errand, Errand)
+    if errand is None:
+        what = "it does not say what is to be probed, or says it for another version"
+        raise ConfigError(what, where=str(folder.errand), remedy="pipeline plan --stage train --probe")
+    return config, errand
+
+
+def start_of(folder: ProbeFolder) -> Start | None:
+    """Return what there was before the step; None: it never began."""
+    return loaded(folder.start, Start)
+
+
+def result_of(folder: ProbeFolder) -> Result | None:
+    """Return what came of a probe; None: nothing yet."""
+    return loaded(folder.result, Result)
+
+
+def loaded(path: Path, kind: type[Told]) -> Told | None:
+    """Return a value as it was written; None while there is none."""
+    try:
+        return kind(**json.loads(path.read_text()))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+
+
+def write(path: Path, value: Any) -> None:
+    """Write a value so that a reader finds all of it or nothing."""
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    partial.write_text(json.dumps(asdict(value), indent=1))
+    partial.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,219 @@
+"""What a task must keep to, tried out: on tensors without data, and on a few items where there are any.
+
+    from pipeline.runs.model.task_contract import breaches
+
+    def test_my_task_keeps_the_contract():
+        assert list(breaches(Task(), sizes={"nodes": 20, "pairs": 90})) == []
+
+`pipeline config check` does the same for the task of a configuration.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from pipeline.errors import PipelineError
+from pipeline.memory.footprint import Choice
+from pipeline.project.user_code import failed
+from pipeline.protocol import ITEMS, Contrastive, Example, Outputs, ParameterGroups, Weights
+from pipeline.runs.model.training_work import sizes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import nn
+
+    from pipeline.memory.tracing.recorder import Recorder
+    from pipeline.protocol import Batch, Task
+    from pipeline.training.step.step import Step
+
+GRAPH = ("nodes", "edges", "receptor", "ligand", "pairs", "cross", "residues", "contacts")
+ITEM_SIZE, TRIED = 24, 3  # of the items that are made up: each of these sizes, and how many
+CLOSE = 1e-3  # sums in single precision, added up in another order
+IN_BATCH = (
+    "the loss compares items within a batch? give the task embed() and contrast() (Contrastive in"
+    " pipeline/protocol.py): a step then makes two passes over any micro-batches"
+)
+
+
+def breaches(
+    task: Task,
+    sizes: Mapping[str, int] | None = None,
+    items: Sequence[Any] = (),
+    *,
+    seed: int = 0,
+    told: Sequence[str] = GRAPH,
+    padded: bool = False,
+) -> Iterator[str]:
+    """Yield in words what a task does not keep to; nothing if all is well.
+
+    `sizes` are those of a small batch, as `cost` names them; `items` are what a loader gives to `collate`; `told` are
+    the sizes of an item that `cost` is told; a batch that is `padded` has the size of its largest item.
+    """
+    names = [name for name in dict.fromkeys((*told, *_axes(items), *(sizes or ()))) if name != ITEMS]
+    try:
+        yield from _costs(task, names)
+        with _seeded(seed):
+            model = task.model()
+        yield from _models(task, model, seed)
+        if isinstance(task, Example):
+            yield from _without_data(task, sizes or _made_up(task, names, padded=padded))
+        if items:
+            yield from _with_data(task, model, items)
+    except PipelineError as error:
+        yield error.what
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a user's code raises is what is to be told
+        yield failed("trying the task", error).what
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Draw the same random numbers each time, and leave others' alone."""
+    import torch
+
+    with torch.random.fork_rng([]):
+        torch.manual_seed(seed)
+        yield
+
+
+def _axes(items: Sequence[Any]) -> list[str]:
+    """Return the names of what a reader's arrays lie along: `peaks` of `peaks.mz`."""
+    given = [one for item in items if isinstance(one := getattr(item, "values", None), Mapping)]
+    return [name.partition(".")[0] for values in given for name in values if "." in name]
+
+
+def _made_up(task: Task, names: Iterable[str], *, padded: bool) -> dict[str, int]:
+    """Return the sizes of a small batch, by the names that `cost` gives."""
+    costs = sizes_of(task, {name: np.full(TRIED, ITEM_SIZE, np.int64) for name in names})
+    return {ITEMS: TRIED, **{name: int(size_N.max() if padded else size_N.sum()) for name, size_N in costs.items()}}
+
+
+def _costs(task: Task, names: Iterable[str]) -> Iterator[str]:
+    """Costs grow with items, and are told of many at once."""
+    small = {name: np.ones(2, np.int64) for name in names}  # a limit of the task, such as max_peaks, may be low
+    large = {name: 2 * ITEM_SIZE * size_N for name, size_N in small.items()}
+    before, after = sizes_of(task, small), sizes_of(task, large)
+    if before.keys() != after.keys():
+        yield f"cost() names {', '.join(before)} of some items and {', '.join(after)} of others"
+    elif all((after[name] <= before[name]).all() for name in before):
+        yield f"cost() is no larger for an item of size {2 * ITEM_SIZE} than for one of size 1"
+
+
+def _models(task: Task, model: nn.Module, seed: int) -> Iterator[str]:
+    """Every rank builds its own model: with one seed they must be the same."""
+    import torch
+
+    with _seeded(seed):
+        again = task.model()
+    mine, its = dict(model.named_parameters()), dict(again.named_parameters())
+    if mine.keys() != its.keys() or any(mine[name].shape != its[name].shape for name in mine):
+        yield "model() returns other parameters each time it is called"
+    elif odd := [name for name in mine if not torch.equal(mine[name], its[name])]:
+        yield f"model() draws {odd[0]} from other random numbers than torch's: ranks would begin with different models"
+    if isinstance(task, ParameterGroups):
+        groups = list(task.parameter_groups(model))
+        inner = [one for group in groups for one in (group["params"] if isinstance(group, dict) else [group])]
+        known = {id(one) for one in model.parameters()}
+        if any(id(one) not in known for each in inner for one in (each if _is_many(each) else [each])):
+            yield "parameter_groups() returns a parameter that is not the model's"
+
+
+def _is_many(one: Any) -> bool:
+    import torch
+
+    return isinstance(one, Iterable) and not isinstance(one, torch.Tensor)
+
+
+def _without_data(task: Task, sizes: Mapping[str, int]) -> Iterator[str]:
+    """Make a step on tensors without data: it says at once what would fail on a card hours later."""
+    from pipeline.memory.tracing.tracer import CPU, CannotTrace, Tracer
+    from pipeline.training.step.step import Settings, Step
+
+    assert isinstance(task, Example)
+    example = task.example
+
+    def build(choice: Choice, watch: Recorder, model: nn.Module | None) -> Step:
+        return Step(task, Settings(precision=choice.precision), watch=watch, model=model)
+
+    try:
+        tracer = Tracer(build, task.model, example, dict(sizes), CPU)
+        tracer.micro(Choice(), dict(sizes))
+    except CannotTrace:
+        yield from _real_step(task, example(sizes))
+
+
+def _real_step(task: Task, batch: Batch) -> Iterator[str]:
+    """Make a real step, where fake tensors do not do."""
+    from pipeline.training.step.step import Settings, Step
+
+    step = Step(task, Settings())
+    step.run([batch])
+    yield from ()
+
+
+def _with_data(task: Task, model: nn.Module, items: Sequence[Any]) -> Iterator[str]:
+    """See whether a batch's sums are those of its items, which micro-batches rest on, and weights known beforehand."""
+    import torch
+
+    rng = np.random.default_rng(0)
+    model.eval()
+    with torch.no_grad():
+        whole = task.loss(model, _collated(task, items, rng))
+        parts = [task.loss(model, _collated(task, [item], rng)) for item in items]
+        weights = task.weights(_collated(task, items, rng)) if isinstance(task, Weights) else None
+    for name, (total, weight) in whole.items():
+        found = math.fsum(float(part[name][0]) for part in parts if name in part)
+        weighed = math.fsum(float(part[name][1]) for part in parts if name in part)
+        if not (isinstance(task, Contrastive) or math.isclose(found, float(total), rel_tol=CLOSE, abs_tol=1e-6)):
+            what = f"the sum of {name!r} over {len(items)} items is {float(total):.6g}, and {found:.6g} one by one"
+            what += ": micro-batches would train another model (a mean in place of a sum? a batch norm?"
+            yield f"{what} {IN_BATCH})"
+        if not math.isclose(weighed, float(weight), rel_tol=CLOSE, abs_tol=1e-6):
+            yield f"the weight of {name!r} over {len(items)} items is {float(weight):.6g}, and {weighed:.6g} one by one"
+        if weights is not None and name not in weights:
+            yield f"weights() does not name {name!r}, which loss() returns"
+        elif weights is not None and not math.isclose(float(weights[name]), float(weight), rel_tol=CLOSE, abs_tol=1e-6):
+            yield f"weights() says {float(weights[name]):.6g} of {name!r}, and loss() {float(weight):.6g}"
+    if isinstance(task, Contrastive):
+        yield from _embedded(task, model, items)
+    if isinstance(task, Outputs):
+        yield from _outputs(task, model, items)
+
+
+def _collated(task: Task, items: Sequence[Any], rng: np.random.Generator) -> Batch:
+    """Collate items as if for the first time: what they draw from stands where it stood."""
+    return task.collate([replace(one, rng=deepcopy(one.rng)) if hasattr(one, "rng") else one for one in items], rng)
+
+
+def _embedded(task: Contrastive, model: nn.Module, items: Sequence[Any]) -> Iterator[str]:
+    """Rows of a batch are those of its items, alone."""
+    import torch
+
+    rng = np.random.default_rng(0)
+    with torch.no_grad():
+        whole = task.embed(model, _collated(cast("Task", task), items, rng))
+        parts = [task.embed(model, _collated(cast("Task", task), [item], rng)) for item in items]
+    for name, rows in whole.items():
+        alone = torch.cat([part[name] for part in parts])
+        if alone.shape != rows.shape:
+            yield f"embed(): {name!r} has {len(rows)} rows for {len(items)} items, and {len(alone)} one by one"
+        elif not torch.allclose(rows, alone, rtol=CLOSE, atol=CLOSE):
+            yield f"embed(): {name!r} of an item is another in a batch than alone: it must not see other items"
+
+
+def _outputs(task: Outputs, model: nn.Module, items: Sequence[Any]) -> Iterator[str]:
+    """Predictions have an entry for each item."""
+    import torch
+
+    with torch.no_grad():
+        said = task.outputs(model, _collated(cast("Task", task), items, np.random.default_rng(0)))
+    for name, entries in said.items():
+        if len(entries) != len(items):
+            yield f"outputs(): {name!r} has {len(entries)} entries for {len(items)} items"

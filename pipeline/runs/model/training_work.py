@@ -1,0 +1,291 @@
+"""What training would take: a task, a data set and cards → a plan, on a machine that has none of them but the task.
+
+Puts the rooms together: `training.step` is what is traced, `training.sampler` is what cuts, `memory` does the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipeline.errors import ConfigError
+from pipeline.memory.estimating.fallback_oracle import Counts, Formula, Ladder
+from pipeline.memory.planning.request import Card, Data, Micros, Oversize, Request
+from pipeline.project.user_code import failed, load_task
+from pipeline.protocol import ITEMS, Contrastive, Example
+from pipeline.training.prepared import COST, LIKENESS, likeness, sampling
+from pipeline.training.sampling.sampler import Sampler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+    from torch import nn
+
+    from pipeline.config.schema import Config
+    from pipeline.config.schema_train import Train
+    from pipeline.memory.footprint import Choice, Oracle, Sizes
+    from pipeline.memory.planning.memory_plan import Plan
+    from pipeline.memory.tracing.recorder import Recorder
+    from pipeline.memory.tracing.tracer import Target
+    from pipeline.protocol import Task
+    from pipeline.training.ranks.rank_protocol import Ranks
+    from pipeline.training.step.step import Settings, Step
+
+    Integers = NDArray[np.int64]
+
+ITEMS_CUT = 1 << 16  # of an epoch, to see what micro-batches there are; the planner bounds the others
+
+
+@dataclass(frozen=True)
+class Work:
+    """A task as it is to be trained; what a plan may still decide is a `Choice`."""
+
+    task: Task
+    settings: Settings
+    device: str = "cuda"  # cpu: for a machine without cards
+
+    @classmethod
+    def of(cls, config: Config, *, beside: Path | None = None, on_gpu: bool = False) -> Work:
+        """Return what a configuration says; a GPU may be meant although it names none."""
+        task = load_task(config.train.task, config.train.options, beside=beside)
+        device = "cuda" if config.cluster.train.gpus or on_gpu else "cpu"
+        return cls(task, step_settings(config.train, device, task), device)
+
+    def step(self, choice: Choice, *, device: str = "cpu", **given: Any) -> Step:
+        """Build a training step under a choice."""
+        from pipeline.training.step.step import Step
+
+        return Step(self.task, self.under(choice), device=device, **given)
+
+    def begun(self, choice: Choice, *, device: str, begin: Callable[[nn.Module], None]) -> Step:
+        """Build a step whose model has been given the weights to begin with."""
+        model = self.task.model()
+        if hasattr(model, "parameters"):  # else the step says what it is
+            begin(model)
+        return self.step(choice, device=device, scaled=True, model=model)
+
+    def spread(self, choice: Choice, ranks: Ranks, *, device: str, begin: Callable[[nn.Module], None]) -> Step:
+        """Build a step whose model is spread over ranks."""
+        from pipeline.training.step.fsdp import ShardedStep
+
+        self._refuse_sharding()
+        return ShardedStep(self.task, self.under(choice), ranks, device=device, scaled=True, begin=begin)
+
+    @property
+    def is_contrastive(self) -> bool:
+        """Say whether a step makes two passes, as its loss compares all its items."""
+        return isinstance(self.task, Contrastive)
+
+    @property
+    def is_in_batch(self) -> bool:
+        """Say whether the loss compares the items of a batch, as far as the task tells."""
+        return bool(getattr(self.task, "in_batch", False)) or self.is_contrastive
+
+    def request(self, train: Train, ranks: int, ratios: Sequence[float] = ()) -> Request:
+        """Return what is asked of the planner for this task."""
+        request = request_of(train, ranks, ratios)
+        if not self.is_contrastive:
+            return request
+        if request.shards is not None and request.shards > 1:
+            self._refuse_sharding()
+        return replace(request, shards=1)
+
+    def _refuse_sharding(self) -> None:
+        if self.is_contrastive:
+            what = (
+                "a loss over all items of a step takes two passes, which a model that is spread over ranks cannot make"
+            )
+            raise ConfigError(what, where="train.sharding", remedy="--set train.sharding=false")
+
+    def under(self, choice: Choice) -> Settings:
+        """Return the settings of a step under a choice."""
+        return replace(
+            self.settings,
+            precision=choice.precision,
+            checkpointing=choice.checkpointing,
+            offload=choice.offload,
+        )
+
+    def build(self, choice: Choice, watch: Recorder, model: nn.Module | None) -> Step:
+        """Build what is traced: on the CPU, whatever it imitates."""
+        return self.step(choice, watch=watch, model=model)
+
+    def example(self, sizes: Sizes) -> Any:
+        """Make a batch."""
+        assert isinstance(self.task, Example)
+        return self.task.example(sizes)
+
+    def oracle(self, least: Sizes, target: Target, *, padded: bool) -> Ladder:
+        """Return what answers for the model: traced, else rehearsed, else by a formula."""
+        from pipeline.memory.estimating.small_steps import MeasuredSmall
+        from pipeline.memory.tracing.tracer import Tracer
+
+        def formula() -> Formula:
+            states = {"adamw": 2, "adam": 2, "sgd": 1}[self.settings.optimizer]
+            averages = int(self.settings.ema is not None)
+            return Formula(Counts.of(self.model()), states=states, averages=averages, padded=padded)
+
+        if not isinstance(self.task, Example):
+            ladder = Ladder([formula])
+            ladder.reasons.append("the task has no example(sizes): with one, every allocation would be traced")
+            return ladder
+        return Ladder(
+            [
+                lambda: Tracer(self.build, self.model, self.example, least, target),
+                lambda: MeasuredSmall(self.step, self.example, least),
+                formula,
+            ]
+        )
+
+    def model(self) -> nn.Module:
+        """Build the model alone, on a device without memory where that works."""
+        import torch
+
+        from pipeline.memory.tracing.fake_cuda import cuda_calls
+
+        with cuda_calls() if self.device == "cuda" and not torch.cuda.is_available() else nullcontext():
+            try:
+                with torch.device("meta"):
+                    return self.task.model()
+            except Exception:  # noqa: BLE001 - whatever a model does with values that are not there
+                return self.task.model()
+
+
+def step_settings(train: Train, device: str, task: Task | None = None) -> Settings:
+    """Return what a configuration says of a step; of a task that compares all items of one, how many these are."""
+    from pipeline.training.step.step import Settings
+
+    way = train.way if train.way != "auto" else "foreach" if device == "cuda" else "loop"
+    return Settings(
+        optimizer=train.optimizer,
+        learning_rate=train.learning_rate,
+        weight_decay=train.weight_decay,
+        way=way,
+        clip=train.clip,
+        ema=train.ema,
+        frozen=train.frozen,
+        batch=train.effective_batch if isinstance(task, Contrastive) else None,
+    )
+
+
+def target_of(capability: tuple[int, int] | None) -> Target:
+    """Return what a trace imitates: a card of a compute capability, or this processor."""
+    from contextlib import ExitStack, contextmanager
+
+    from pipeline.memory.tracing.tracer import CPU, Target
+
+    if capability is None:
+        return CPU
+    from pipeline.memory.tracing.autocast import cuda_casts, cuda_composites
+    from pipeline.memory.tracing.fake_cuda import cuda_calls
+    from pipeline.memory.tracing.kernel_workspace import scratch_bytes
+    from pipeline.memory.tracing.sdpa_choice import cuda_attention
+
+    @contextmanager
+    def imitate() -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(cuda_calls(capability))
+            stack.enter_context(cuda_casts())
+            stack.enter_context(cuda_composites())
+            stack.enter_context(cuda_attention(capability))
+            yield
+
+    return Target(imitate, scratch_bytes)
+
+
+def sizes_of(task: Task, item_sizes: Mapping[str, Integers]) -> dict[str, Integers]:
+    """Return what drives memory, of every item, as the task says it."""
+    items = len(next(iter(item_sizes.values()), ()))
+    try:
+        told = task.cost(item_sizes)
+        if not isinstance(told, Mapping):
+            raise TypeError(f"it must return {{name: size}}, got {type(told).__name__}")
+        said: Mapping[str, Any] = dict(told)
+        for name, values in said.items():
+            if not np.isfinite(values).all():
+                raise ValueError(f"{name} is not finite")
+        sizes = {name: np.broadcast_to(np.asarray(values, np.int64), items) for name, values in said.items()}
+    except Exception as error:
+        blame = failed(f"cost() of all items at once, whose sizes are arrays ({', '.join(item_sizes)}),", error)
+        blame.remedy = "write cost() with numpy: item['nodes'] * 2, np.maximum(item['edges'], 10), np.where(...)"
+        raise blame from error
+    if not sizes:
+        raise ConfigError("cost() names no size", where="train.task", remedy="return at least one, such as nodes")
+    if ITEMS in sizes:
+        raise ConfigError(f"cost() names a size {ITEMS!r}, which counts a batch's items", where="train.task")
+    for name, values_N in sizes.items():
+        if items and values_N.min() < 0:
+            what = f"cost() says {int(values_N.min())} {name} of item {int(values_N.argmin()):,}"
+            raise ConfigError(what, where="train.task", remedy="a size is a whole number from 0")
+    if items and not any(values_N.any() for values_N in sizes.values()):
+        raise ConfigError("cost() is 0 for every item", where="train.task", remedy="return sizes that drive memory")
+    return sizes
+
+
+def cutter(batch: int, *, padded: bool, seed: int = 0, micro_batch: int | None = None) -> Any:
+    """Return what cuts an epoch into micro-batches, as training will."""
+
+    def cut(sizes: Mapping[str, Integers], cost_N: Integers, budget_bytes: int, ranks: int) -> Micros:
+        settings = sampling(batch, budget_bytes, padded=padded, seed=seed, micro_batch=micro_batch)
+        sampler = Sampler({COST: cost_N, LIKENESS: likeness(sizes)}, settings, ranks=ranks)
+        rows, steps, owners = [], [], []
+        names = tuple(sizes)
+        sizes_NS = np.stack([sizes[name] for name in names], axis=1)
+        for step in range(min(sampler.steps, -(-ITEMS_CUT // batch))):
+            for rank, parts in enumerate(sampler.shares(0, step)):
+                for part in parts:
+                    taken_KS = sizes_NS[part]
+                    rows.append((len(part), *(taken_KS.max(axis=0) if padded else taken_KS.sum(axis=0)).tolist()))
+                    steps.append(step)
+                    owners.append(rank)
+        epochs = (steps[-1] + 1) / sampler.steps
+        return Micros((ITEMS, *names), np.array(rows, np.int64), np.array(steps), np.array(owners), epochs)
+
+    return cut
+
+
+def host_card(memory_bytes: int) -> Card:
+    """Return a machine's own memory as a card: nothing stands between a tensor and its bytes."""
+    rates = {"fp32": 5e10, "bf16": 5e10}  # a core or two; only ratios matter
+    return Card("cpu", memory_bytes, memory_bytes, rates, 1e10, caching=False)
+
+
+def request_of(train: Train, ranks: int, ratios: Sequence[float] = ()) -> Request:
+    """Return what is asked of the planner."""
+    precisions = ("fp32", "bf16", "fp16") if train.precision == "auto" else (train.precision,)
+    return Request(
+        batch=train.effective_batch,
+        ranks=ranks,
+        epochs=train.epochs,
+        precisions=precisions,
+        checkpointing=None if train.checkpointing == "auto" else train.checkpointing,
+        offload=None if train.offload == "auto" else train.offload,
+        shards=None if train.sharding == "auto" else ranks if train.sharding else 1,
+        micro_batch=None if train.micro_batch == "auto" else train.micro_batch,
+        oversize=Oversize(train.oversize),
+        ratios=tuple(ratios),
+        compiled=train.compile,
+    )
+
+
+def least_of(sizes: Mapping[str, Integers]) -> dict[str, int]:
+    """Return the sizes of a batch of one item, the smallest of each size, but of something."""
+    return {ITEMS: 1, **{name: max(1, int(values_N.min())) for name, values_N in sizes.items()}}
+
+
+def plan_training(
+    work: Work, train: Train, sizes: Mapping[str, Integers], cards: Sequence[Card], target: Target, request: Request
+) -> tuple[Plan, Oracle]:
+    """Plan, and return what answered as well: it remembers."""
+    from pipeline.memory.planning.planner import plan  # every task of every stage imports this module, and few plan
+
+    padded = train.batching == "padded"
+    oracle = work.oracle(least_of(sizes), target, padded=padded)
+    cut = cutter(train.effective_batch, padded=padded, micro_batch=request.micro_batch)
+    return plan(oracle, Data(sizes, cut, padded), request, cards), oracle

@@ -1,0 +1,1 @@
+"""`pipeline replay`: one recorded training step, made again on this machine."""

@@ -1,0 +1,185 @@
+"""A step that went wrong: its bundle, its run, and the parts of the share that is to be run again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipeline.config.load import from_resolved
+from pipeline.errors import ConfigError, DataError
+from pipeline.journal.attempts import left_out
+from pipeline.project.project import Project
+from pipeline.runs.model.prepare import folder_of, task_sizes, trained_table
+from pipeline.runs.workflow.train_stage import NAME
+from pipeline.training.prepared import COST, Prepared
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from pipeline.journal.run_folder import RunFolder
+    from pipeline.stages.train import Job
+    from pipeline.training.forensics.rerun import Part
+    from pipeline.training.forensics.step_bundle import Bundle
+    from pipeline.training.prepared import ModelFolder
+    from pipeline.training.step.micro_batches import Piece
+
+ORDER = ("nan", "poison", "oom")  # what ended a run comes before what it survived
+
+
+@dataclass(frozen=True)
+class Case:
+    """A bundle, and what it is about."""
+
+    folder: RunFolder
+    project: Project
+    made: ModelFolder
+    where: Path  # the bundle
+    bundle: Bundle
+    prepared: Prepared  # when it went wrong
+    others: tuple[str, ...]  # bundles of the same step
+
+
+def find_case(folder: RunFolder, step: int, rank: int | None = None) -> Case:
+    """Return the bundle of a step of a run: of several, that of what ended it, and of the rank that is named."""
+    from pipeline.training.forensics import step_bundle
+
+    if not folder.plan(NAME).exists():
+        what = f"run {folder.name} has trained nothing: there is no step to replay"
+        raise ConfigError(what, where=str(folder.path), remedy="pipeline submit --stage train")
+    project, made = made_by(folder)
+    found = [(path, step_bundle.read(path)) for path in step_bundle.find(made.bundles, step, rank)]
+    found.sort(key=lambda one: _preference(one[1]))
+    (where, bundle), *rest = found
+    others = tuple(path.name for path, _ in rest)
+    return Case(folder, project, made, where, bundle, prepared_of(bundle.plan, where), others)
+
+
+def prepared_of(plan: Mapping[str, Any], where: Path) -> Prepared:
+    """Read a plan; one of another version of this program cannot be replayed with this one."""
+    try:
+        return Prepared.from_json(plan)
+    except (KeyError, TypeError, AttributeError) as error:
+        what = f"the plan is of another version of pipeline ({error})"
+        raise DataError(what, where=str(where), remedy="replay it with the version of pipeline that trained") from error
+
+
+def _preference(bundle: Bundle) -> tuple[int, bool, int]:
+    """Put first what ended the run, and the rank that has an item which the message names."""
+    names = {name for cut in bundle.cuts for name in cut.ids}
+    named = any(word.strip("(),:") in names for word in bundle.message.split())
+    return ORDER.index(bundle.kind.value), not named, bundle.rank
+
+
+def steps_of(folder: RunFolder) -> list[int]:
+    """Return the steps of a run's training that have left a bundle."""
+    from pipeline.training.forensics import step_bundle
+
+    if not folder.plan(NAME).exists():
+        return []
+    made = made_by(folder)[1]
+    return sorted({step_bundle.read(path).step for path in step_bundle.all_of(made.bundles)})
+
+
+def made_by(folder: RunFolder) -> tuple[Project, ModelFolder]:
+    """Return a run's project, as it was frozen, and the folder of what it trains."""
+    config = from_resolved(folder.config.read_text(), str(folder.config))
+    project = Project.open(config, beside=folder.task_root, remember=False)
+    plan = folder.plan(NAME)
+    return project, folder_of(project, prepared_of(json.loads(plan.read_text()), plan))
+
+
+# The share
+
+
+class Share:
+    """The parts of a rank's share, and their items."""
+
+    def __init__(self, case: Case, job: Job) -> None:
+        self.notes: list[str] = []
+        self._case, self._bundle = case, case.bundle
+        place = _course(case.prepared, self._bundle.epoch)
+        stretch, self._items = job.stretches[place]
+        self.sizes = _sizes(case, place)
+        self.padded = job.train.batching == "padded"
+        self._loader = job.loader(
+            self._items, stretch.budget_bytes, shuffle=True, batch=job.train.effective_batch, threads=1
+        )
+        cuts = self._bundle.cuts
+        self._ids = {number: name for cut in cuts for name, number in zip(cut.ids, cut.numbers, strict=True)}
+        begun = list(self._begun())
+        self.parts = [*begun, *self._rest(1 + max((part.micro for part in begun), default=-1))]
+
+    def read(self, part: Part) -> Piece:
+        """Return the items of a part, which must still be those."""
+        from pipeline.training.sampling.sampler import Micro
+        from pipeline.training.step.micro_batches import Piece
+
+        bundle = self._bundle
+        micro = Micro(
+            bundle.epoch, bundle.epoch_step, part.micro, max(1, len(bundle.cuts)), np.array(part.numbers, np.int64)
+        )
+        batch = self._loader.fetch(list(part.numbers), micro)
+        if batch.ids != part.ids:
+            lost = sorted(set(part.ids) - set(batch.ids)) or list(part.ids)
+            what = f"{', '.join(lost[:3])} cannot be read as it was then"
+            raise DataError(what, where="the cache", remedy="pipeline submit --stage graph   (makes what is missing)")
+        return Piece(batch, 0, len(batch), part.rung)
+
+    def cost(self, numbers: tuple[int, ...]) -> int:
+        """Return what items cost together, as planned."""
+        costs = self._items.cost_N[list(numbers)]
+        return int(costs.max() * len(costs) if self.padded else costs.sum())
+
+    def _part(self, micro: int, numbers: tuple[int, ...], rung: int = 0) -> Part:
+        from pipeline.training.forensics.rerun import Part
+
+        ids = tuple(self._ids.get(number, self._items.table.ids[number]) for number in numbers)
+        sizes = {name: int(self._together(size_N[list(numbers)])) for name, size_N in self.sizes.items()}
+        return Part(micro, ids, numbers, rung, self.cost(numbers), sizes)
+
+    def _together(self, size_K: Any) -> Any:
+        return size_K.max() if self.padded else size_K.sum()
+
+    def _begun(self) -> Iterator[Part]:
+        """Yield the parts that had begun when it went wrong; of a bundle that does not tell them, what it has."""
+        bundle = self._bundle
+        told = bundle.state.get("pieces") or [{"numbers": cut.numbers, "rung": 0} for cut in bundle.cuts]
+        for one in told:
+            numbers = tuple(one["numbers"])
+            micro = next((at for at, cut in enumerate(bundle.cuts) if set(numbers) <= set(cut.numbers)), 0)
+            if numbers:
+                yield self._part(micro, numbers, one["rung"])
+
+    def _rest(self, begun: int) -> Iterator[Part]:
+        """Yield the micro-batches after those that had begun, cut as they would have been."""
+        bundle, sampler = self._bundle, self._loader.sampler
+        if begun >= int(bundle.state.get("micro_batches", 0)):
+            return
+        budget = max(int(bundle.budget.get(COST, 0)), int(self._items.cost_N.max()))
+        sampler.adjust(budget={COST: budget}, micro_batch=sampler.settings.micro_batch)
+        micros = sampler.micros(bundle.epoch, bundle.epoch_step)
+        if any(not set(cut.numbers) <= set(one.items.tolist()) for cut, one in zip(bundle.cuts, micros, strict=False)):
+            self.notes.append("the micro-batches after it cannot be told any more: they are left out")
+            return
+        out, ids = left_out(self._case.folder, NAME), self._items.table.ids
+        for one in micros[begun:]:
+            numbers = tuple(number for number in one.items.tolist() if ids[number] not in out)
+            if numbers:
+                yield self._part(one.index, numbers)
+
+
+def _course(prepared: Prepared, epoch: int) -> int:
+    """Return in which stretch of a training an epoch is."""
+    ends = np.cumsum([stretch.epochs for stretch in prepared.stretches])
+    return min(int(np.searchsorted(ends, epoch, side="right")), len(ends) - 1)
+
+
+def _sizes(case: Case, place: int) -> Mapping[str, Any]:
+    """Return the sizes of the items of a stretch, as the task says them."""
+    sizes = task_sizes(case.project, case.prepared, trained_table(case.project, case.prepared))
+    keep_N = case.prepared.stretches[place].keeps(sizes)
+    return {name: size_N[keep_N] for name, size_N in sizes.items()}

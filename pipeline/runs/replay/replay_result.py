@@ -1,0 +1,208 @@
+"""What came of a step that was run again: as JSON data, and in a sentence."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pipeline.memory.hardware.caching_allocator import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pipeline.training.forensics.nan_search import Suspect
+    from pipeline.training.forensics.rerun import Rerun, Result
+    from pipeline.training.forensics.step_bundle import Bundle
+
+_SHOWN = 3  # items of a part
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """What a step of such micro-batches takes, by a trace on fake tensors."""
+
+    ids: tuple[str, ...]
+    live_bytes: int  # at the peak
+    card: str  # for which
+    limit_bytes: int  # what torch may take of it, as planned
+    origin: str  # traced, or how else it is known
+
+    @property
+    def fits(self) -> bool:
+        """Say whether it is within the limit; what an allocator holds besides is not in it."""
+        return self.live_bytes <= self.limit_bytes
+
+    def words(self) -> str:
+        """Say it for people."""
+        verdict = "it would fit" if self.fits else "it does not fit"
+        taken = f"{format_bytes(self.live_bytes)} live at the peak ({self.origin})"
+        return f"on {self.card}: {taken}, of {format_bytes(self.limit_bytes)}: {verdict}"
+
+
+@dataclass(slots=True)
+class Replayed:
+    """A step that was run again."""
+
+    run: str
+    bundle: Bundle
+    where: str  # the bundle's folder
+    device: str  # here
+    weights: str  # where they are from, and what that means
+    is_exact: bool  # they are those of that moment
+    notes: list[str] = field(default_factory=list)
+    rerun: Rerun | None = None  # none: it took the process with it
+    suspects: list[Suspect] = field(default_factory=list)
+    traced: Traced | None = None
+    died: str = ""  # how the process ended that ran it
+    on: tuple[str, ...] = ()  # the items that it was on
+
+    @property
+    def is_reproduced(self) -> bool:
+        """Say whether the same went wrong."""
+        if self.rerun is None:
+            return bool(self.died) and self.bundle.kind.value == "poison"
+        if self.bundle.kind.value == "oom":
+            return bool(self._results("out of memory"))
+        return self.bundle.kind.value == "nan" and self._is_strange
+
+    @property
+    def _is_strange(self) -> bool:
+        """Say whether a loss or a gradient is not finite."""
+        assert self.rerun is not None
+        norm = self.rerun.norm
+        return bool(self._results("not finite") or self.rerun.gradients or (norm is not None and not _finite(norm)))
+
+    def _results(self, outcome: str) -> list[Result]:
+        return [one for one in self.rerun.results if one.outcome.value == outcome] if self.rerun else []
+
+    @property
+    def verdict(self) -> str:
+        """Say in a sentence what came of it."""
+        if self.rerun is None:
+            return f"{self._head}: the process {self.died} while it was on {_names(self.on) or 'nothing yet'}"
+        if self._results("out of memory"):
+            return f"{self._head}: {self._out_of_memory()}"
+        if self._is_strange:
+            return f"{self._head}: {self._not_finite()}"
+        kind = self.bundle.kind.value
+        if kind == "oom":
+            return f"{self._head}: {self._room()}"
+        if kind == "nan":
+            return f"{self._head}: {self._all_finite()}"
+        return f"{self._head}: the process has come through it"
+
+    @property
+    def _head(self) -> str:
+        return "reproduced" if self.is_reproduced else "not reproduced"
+
+    def _out_of_memory(self) -> str:
+        (result, *_) = self._results("out of memory")
+        return f"memory ended at micro-batch {result.part.micro + 1}, {_names(result.part.ids)}: {result.error}"
+
+    def _not_finite(self) -> str:
+        assert self.rerun is not None
+        if self.suspects:
+            more = f" (and {len(self.suspects) - 1} more)" if len(self.suspects) > 1 else ""
+            return self.suspects[0].words() + more
+        if bad := self._results("not finite"):
+            return f"{_names(bad[0].part.ids)} together; one by one and once more, they are finite"
+        if self.rerun.gradients:
+            return f"the gradients of {', '.join(self.rerun.gradients[:_SHOWN])}, all micro-batches added up"
+        return f"every gradient is finite, but the norm of them all is {self.rerun.norm}"
+
+    def _room(self) -> str:
+        assert self.rerun is not None
+        rerun, limit = self.rerun, int(self.bundle.plan["limit_bytes"])
+        if not rerun.is_counted:
+            grown = max((one.grown_bytes for one in rerun.results), default=0)
+            said = (
+                f"this machine has room for it; nobody counts tensors here, the process grew by {format_bytes(grown)}"
+            )
+            return f"{said}; {self.traced.words()}" if self.traced else said
+        peak = max((one.peak_bytes for one in rerun.results), default=0)
+        taken = f"{format_bytes(rerun.reserved_bytes)} reserved and {format_bytes(peak)} live at the peak"
+        if rerun.reserved_bytes > limit:
+            return f"this device has room for it: {taken}; the limit of the run's was {format_bytes(limit)}, too little"
+        return (
+            f"{taken}, within the {format_bytes(limit)} that the run's device allowed:"
+            " what else was on it then is not here (fragments, other processes)"
+        )
+
+    def _all_finite(self) -> str:
+        why = [] if self.is_exact else ["the weights are not those of that step"]
+        if self.bundle.world > 1:
+            why.append(f"it may be another rank's: --rank N, of {self.bundle.world}")
+        if self.device != self.bundle.device:
+            why.append(f"it ran on {self.bundle.device}, this is {self.device}")
+        reasons = f" ({'; '.join(why)})" if why else ""
+        return f"every loss and gradient of rank {self.bundle.rank}'s share is finite here{reasons}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON data; numbers that are not finite are words."""
+        bundle, rerun = self.bundle, self.rerun
+        found = {
+            "run": self.run,
+            "step": bundle.step,
+            "epoch": bundle.epoch,
+            "kind": bundle.kind.value,
+            "rank": bundle.rank,
+            "world": bundle.world,
+            "bundle": self.where,
+            "message": bundle.message,
+            "ran_on": bundle.state.get("card") or bundle.device,
+            "device": self.device,
+            "weights": self.weights,
+            "weights_are_exact": self.is_exact,
+            "notes": self.notes,
+            "is_reproduced": self.is_reproduced,
+            "verdict": self.verdict,
+            "limit_bytes": bundle.plan["limit_bytes"],
+            "counted": rerun.is_counted if rerun else None,
+            "reserved_bytes": rerun.reserved_bytes if rerun else None,
+            "micro_batches": [_plain(one) for one in rerun.results] if rerun else [],
+            "suspects": [{**one.to_json(), "words": one.words()} for one in self.suspects],
+            "gradients_not_finite": rerun.gradients if rerun else [],
+            "gradient_norm": rerun.norm if rerun else None,
+            "traced": {**asdict(self.traced), "fits": self.traced.fits, "words": self.traced.words()}
+            if self.traced
+            else None,
+            "died": self.died,
+            "on": list(self.on),
+        }
+        plain: dict[str, Any] = _worded(found)
+        return plain
+
+
+def _plain(result: Result) -> dict[str, Any]:
+    part = result.part
+    return {
+        "micro_batch": part.micro + 1,
+        "items": list(part.ids),
+        "sizes": dict(part.sizes),
+        "rung": part.rung,
+        "planned_bytes": part.cost_bytes,
+        "peak_bytes": result.peak_bytes,
+        "grown_bytes": result.grown_bytes,
+        "terms": {name: list(term) for name, term in result.terms.items()},
+        "outcome": result.outcome.value,
+        "error": result.error,
+    }
+
+
+def _worded(value: Any) -> Any:
+    """Return JSON data that every reader takes: what is not finite as text."""
+    if isinstance(value, float) and not _finite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {name: _worded(one) for name, one in value.items()}
+    return [_worded(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _finite(value: float) -> bool:
+    return math.isfinite(value)
+
+
+def _names(ids: Sequence[str]) -> str:
+    more = f" and {len(ids) - _SHOWN} more" if len(ids) > _SHOWN else ""
+    return ", ".join(ids[:_SHOWN]) + more

@@ -1,0 +1,319 @@
+"""A step that went wrong, made again on this machine, from the bundle that it has left behind.
+
+What is run is one rank's share, as it was cut, with the random numbers of that moment, under the plan of that moment.
+Nothing of the run or the model's folder is changed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import ConfigError, JobFailed, PipelineError, PlanInfeasible
+from pipeline.journal.run_folder import RunFolder
+from pipeline.project.frozen_code import module_command, package_digest
+from pipeline.project.user_code import blamed
+from pipeline.records import Tell
+from pipeline.runs.model.training_work import Work, least_of, target_of
+from pipeline.runs.replay.replay_case import Case, Share, made_by, prepared_of
+from pipeline.runs.replay.replay_result import Replayed, Traced
+from pipeline.runs.workflow.train_stage import ALLOCATOR, job_of
+from pipeline.training.ranks.rank_protocol import Alone
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch import nn
+
+    from pipeline.memory.footprint import Choice
+    from pipeline.memory.runtime.meters import Meter
+    from pipeline.stages.train import Job
+    from pipeline.training.forensics.rerun import Part, Rerun
+    from pipeline.training.prepared import Prepared
+    from pipeline.training.step.step import Step
+
+DEFAULT_CAPABILITY = (8, 0)
+RUNGS_TRACED = 2  # of the ladder: what runs on the processor takes nothing of a card
+
+
+class Apart(Alone):
+    """One rank of several, without the others."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world
+
+
+def played(case: Case, *, device: str | None = None) -> dict[str, Any]:
+    """Return as JSON data what came of a step that was run again; what kills runs in a process of its own."""
+    if case.bundle.kind.value != "poison":
+        return replay(case, device=device).to_json()
+    chosen = here(device)
+    command = [*module_command(__name__), str(case.folder.path), str(case.where), chosen]
+    on: tuple[str, ...] = ()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            told = _heard(line)
+            if "found" in told:
+                found: dict[str, Any] = told["found"]
+                return found
+            if "error" in told:
+                raise JobFailed(told["error"], where=str(case.where), remedy=told["remedy"])
+            on = tuple(told.get("on", on))
+    if child.returncode == 1:  # an exception: its traceback is above
+        raise JobFailed("replaying failed", where=str(case.where), remedy="pipeline --debug replay …, and report it")
+    died = f"was ended by {_ending(child.returncode)}"
+    return Replayed(
+        case.folder.name, case.bundle, str(case.where), chosen, "", is_exact=False, died=died, on=on
+    ).to_json()
+
+
+def _heard(line: str) -> dict[str, Any]:
+    """Read what a child has told; what a library has printed says nothing."""
+    try:
+        told = json.loads(line)
+    except ValueError:
+        return {}
+    return told if isinstance(told, dict) else {}
+
+
+def _ending(code: int) -> str:
+    """Say how a process ended."""
+    return signal.Signals(-code).name if code < 0 else f"itself, with exit code {code}"
+
+
+def main(words: Sequence[str]) -> int:
+    """Run a step again in this process, and tell of it on stdout, a line of JSON each."""
+    atexit.register(gc.freeze)  # at its end torch is not looked through once more, for half a second
+    from pipeline.training.forensics import step_bundle
+
+    folder, where, device = RunFolder(Path(words[0])), Path(words[1]), words[2]
+    out, sys.stdout = sys.stdout, sys.stderr  # what a task prints is none of it
+
+    def tell(told: Mapping[str, Any]) -> None:
+        print(json.dumps(told), file=out, flush=True)
+
+    try:
+        project, made = made_by(folder)
+        bundle = step_bundle.read(where)
+        case = Case(folder, project, made, where, bundle, prepared_of(bundle.plan, where), ())
+        tell({"found": replay(case, device=device, begin=lambda part: tell({"on": part.ids})).to_json()})
+    except PipelineError as error:
+        tell({"error": error.what, "remedy": error.remedy})
+    return 0
+
+
+def here(device: str | None) -> str:
+    """Return the device to run on: a GPU where there is one."""
+    import torch
+
+    if device in (None, "auto"):
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    assert device is not None
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError("there is no GPU that torch can use", where="--device", remedy="--device cpu")
+    return device
+
+
+def replay(
+    case: Case,
+    *,
+    device: str | None = None,
+    meter: Meter | None = None,
+    begin: Callable[[Part], None] = lambda _: None,
+) -> Replayed:
+    """Run a rank's share of a step again, and look where it goes wrong."""
+    from pipeline.memory.runtime.meters import meter_of
+    from pipeline.training.forensics import step_bundle
+    from pipeline.training.forensics.rerun import rerun
+
+    chosen = here(device)
+    if case.prepared.allocator and chosen != "cpu":
+        os.environ.setdefault(ALLOCATOR, case.prepared.allocator)  # before torch looks at a card
+    work = Work.of(case.project.config, beside=case.project.beside)
+    with blamed(work.task):
+        job = _job(case, work, chosen)
+        step, weights, is_exact = _ready(case, job)
+        found = Replayed(case.folder.name, case.bundle, str(case.where), chosen, weights, is_exact)
+        found.notes += _notes(case)
+        if work.is_contrastive and case.bundle.world > 1:
+            found.notes.append("the items of this share are compared with each other, not with those of other ranks")
+        share = Share(case, job)
+        found.notes += share.notes
+        rng = step_bundle.read_rng(case.where)
+        measured = meter or meter_of(chosen)
+        found.rerun = rerun(step, share.parts, share.read, rng, measured, begin=begin)
+        found.suspects = _suspects(step, found.rerun, share)
+        if case.bundle.kind is step_bundle.Kind.OOM:
+            found.traced = _traced(case, share, found.notes)
+    return found
+
+
+def _job(case: Case, work: Work, device: str) -> Job:
+    """Return what that rank was given, on this device."""
+    bundle = case.bundle
+    tell = Tell(lambda _key, _reason, _detail: None, careful=bool(bundle.state.get("careful")))
+    nobody = Apart(-1, 1)  # who is no rank writes nothing into the model's folder
+    job: Job = job_of(case.project, case.folder, case.prepared, tell, nobody)
+    ranks, choice = Apart(bundle.rank, bundle.world), _choice(case.prepared)
+
+    def made(begin: Callable[[nn.Module], None]) -> Step:
+        return work.begun(choice, device=device, begin=begin)
+
+    return replace(job, ranks=ranks, make_step=made, validation=None)
+
+
+def _choice(prepared: Prepared, rung: int = 0) -> Choice:
+
+    from pipeline.memory.footprint import Choice
+
+    return Choice(
+        precision=prepared.precision,
+        checkpointing=prepared.checkpointing or rung >= 1,
+        offload=prepared.offload or rung >= 2,
+    )
+
+
+def _ready(case: Case, job: Job) -> tuple[Step, str, bool]:
+    """Return a step with its weights, and what is known of these; the optimizer's state is there in every step."""
+    from pipeline.memory.runtime.recovery import said_out_of_memory
+    from pipeline.stages.train import fresh_step
+
+    made: list[tuple[Step, str, bool]] = []
+
+    def make(_: None) -> None:
+        step = fresh_step(job)
+        words, is_exact = _load(case, step)
+        step.make_state()
+        made.append((step, words, is_exact))
+
+    if said_out_of_memory(make, None) is not None:
+        what = "the model and its optimizer alone do not fit on this device"
+        raise PlanInfeasible(what, where="--device", remedy="--device cpu")
+    return made[0]
+
+
+# The weights
+
+
+def _load(case: Case, step: Step) -> tuple[str, bool]:
+    """Load the weights that are nearest to those of the step; say which, and whether they are the same."""
+    from pipeline.training.checkpoints.checkpoint_reader import open_checkpoint
+    from pipeline.training.checkpoints.tensor_file import CheckpointDamaged
+    from pipeline.training.checkpoints.training_state import by_name, model_key, unpack
+
+    before, recorded = case.bundle.step - 1, case.bundle.checkpoint
+    named = Path(recorded.path).name if recorded else ""
+    gone: list[str] = []
+    for told in _usable(case):
+        identity = {"model": model_key(step.model), "recipe": case.prepared.name}
+        try:
+            loaded = open_checkpoint(case.made.checkpoints / told, identity)
+        except CheckpointDamaged:
+            gone.append(f"{told} is damaged")
+            continue
+        averages = by_name(step.model, step.trained, step.averages) if step.averages else None
+        unpack(loaded, loaded.data, step.model, step.optimizer, averages=averages, scaler=step.scaler)
+        if named and told != named and loaded.step != before and not gone:
+            gone.append(f"{named} is gone")
+        return _about(f"checkpoint {told}", loaded.step, before, gone)
+    if recorded is not None and not gone:
+        gone.append(f"{named} is gone")
+    return _about("fresh ones", 0, before, gone)
+
+
+def _usable(case: Case) -> Iterator[str]:
+    """Yield the names of checkpoints of no later step: that right before it, the recorded one, and the older ones."""
+    from pipeline.store.format.disk import Disk
+    from pipeline.training.checkpoints import checkpoint_reader
+    from pipeline.training.checkpoints.tensor_file import CheckpointDamaged
+
+    before, recorded = case.bundle.step - 1, case.bundle.checkpoint
+    named = Path(recorded.path).name if recorded else ""
+    known = []
+    for name in Disk().list_folder(case.made.checkpoints):
+        if name.startswith("step-"):
+            try:
+                known.append(checkpoint_reader.read(Disk(), case.made.checkpoints / name))
+            except CheckpointDamaged:
+                continue
+    older = [told for told in known if told.step <= before]
+    older.sort(key=lambda told: (told.step == before, told.name == named, told.step, told.serial), reverse=True)
+    yield from (told.name for told in older)
+
+
+def _about(what: str, step: int, before: int, gone: list[str]) -> tuple[str, bool]:
+    """Say what weights mean for a replay."""
+    lost = f"{'; '.join(gone)}; " if gone else ""
+    if step == before:
+        return f"{lost}{what}, as they were before that step", True
+    after = f", after step {step:,}" if step else ", as before the first step"
+    return f"{lost}{what}{after}, not {before:,}: memory is the same, numbers are not", False
+
+
+def _notes(case: Case) -> list[str]:
+    """Say what is not as it was."""
+    bundle, notes = case.bundle, []
+    if case.folder.code.exists() and Path(case.folder.code.read_text()).name != package_digest():
+        notes.append("this is not the version of pipeline that the run has: numbers and memory may differ a little")
+    if case.project.config.train.compile:
+        notes.append("the run's model was compiled; here it is not, which takes more memory")
+    if case.prepared.sharded:
+        notes.append("the run's model was sharded over its ranks; here it is whole, which takes more memory")
+    if bundle.world > 1:
+        notes.append(f"only rank {bundle.rank}'s share of {bundle.world}: losses are weighed by its own items alone")
+    if case.others:
+        notes.append(f"this step has left other bundles, too: {', '.join(case.others)} (--rank chooses)")
+    return notes
+
+
+# Where it goes wrong
+
+
+def _suspects(step: Step, found: Rerun, share: Share) -> list[Any]:
+    """Look into what is not finite."""
+    from pipeline.training.forensics.nan_search import suspects
+    from pipeline.training.forensics.rerun import Outcome
+
+    bad = found.of(Outcome.NOT_FINITE)
+    if bad:
+        return suspects(step, bad, share.read)
+    return suspects(step, found.of(Outcome.FITS), share.read, backward=True) if found.gradients else []
+
+
+def _traced(case: Case, share: Share, notes: list[str]) -> Traced | None:
+    """Trace the part that did not fit, for the card that the run was on."""
+    from pipeline.memory.footprint import live_peak_bytes
+    from pipeline.protocol import ITEMS
+
+    bundle = case.bundle
+    failed = [part for part in share.parts if list(part.numbers) == bundle.state.get("items")]
+    part = failed[0] if failed else max(share.parts, key=lambda one: one.cost_bytes, default=None)
+    if part is None or part.rung > RUNGS_TRACED:
+        return None
+    card = bundle.state.get("card") or {}
+    on_card = bundle.device != "cpu"
+    capability = tuple(card.get("capability") or DEFAULT_CAPABILITY) if on_card else None
+    meant = Work.of(case.project.config, beside=case.project.beside, on_gpu=on_card)
+    oracle = meant.oracle(least_of(share.sizes), target_of(capability), padded=share.padded)
+    choice, sizes = _choice(case.prepared, part.rung), {ITEMS: len(part.ids), **part.sizes}
+    try:
+        standing, micro = oracle.standing(choice), oracle.micro(choice, sizes)
+    except PlanInfeasible as error:
+        notes.append(error.what)
+        return None
+    return Traced(
+        ids=part.ids,
+        live_bytes=live_peak_bytes(standing, micro, accumulate=len(share.parts) > 1),
+        card=str(card.get("name") or ("the run's card" if on_card else "a processor")),
+        limit_bytes=case.prepared.limit_bytes,
+        origin=micro.origin.value,
+    )

@@ -1,0 +1,1 @@
+"""What a cache is used for and what may go: `cache stat` and `cache clean`."""

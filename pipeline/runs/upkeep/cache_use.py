@@ -1,0 +1,210 @@
+"""What a project uses of a cache: by which recipes its records are made; and telling others of it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from pipeline.errors import PipelineError
+from pipeline.keys import recipe_tag
+from pipeline.runs.dataset import outcome
+from pipeline.runs.workflow import embed_stage, graph_stage, scan_stage, table
+from pipeline.runs.workflow.reader_stage import is_reader
+from pipeline.store.cache_folder import Cache, RecipeStat
+from pipeline.store.format.cache_layout import KindLayout
+from pipeline.store.key_lists import tally
+from pipeline.store.maintenance.damage_report import damage_found, last_report
+from pipeline.store.maintenance.leftovers import User, register, registered, who_am_i
+from pipeline.structures.inventory import plain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from pathlib import Path
+    from typing import Any
+
+    from pipeline.config.schema import Config
+    from pipeline.encoder.embedding_recipe import Recipe
+    from pipeline.errors import CacheUnusable
+    from pipeline.project.project import Project
+    from pipeline.store.maintenance.damage_report import Report
+    from pipeline.store.store import StoreStat
+
+log = logging.getLogger(__name__)
+
+RECIPE_KINDS = (scan_stage.NAME, embed_stage.NAME, graph_stage.NAME)  # of records whose keys begin with a recipe's tag
+Recipes = dict[tuple[str, bytes], "Mapping[str, Any]"]  # kind and tag → the recipe
+
+
+def recipes_of(project: Project, kinds: Iterable[str] = RECIPE_KINDS) -> Recipes:
+    """Return every recipe by which records of some kinds are made that a project reads."""
+    if is_reader(project.config):  # which makes no such records
+        return {}
+    of_kind: dict[str, Callable[[], list[Mapping[str, Any]]]] = {
+        scan_stage.NAME: lambda: [plain(project.recipe)],
+        embed_stage.NAME: lambda: list(embeddings(project.encoding.recipe)),
+        graph_stage.NAME: lambda: [project.graphs.recipe.plain()],
+    }
+    return {(kind, recipe_tag(kind, recipe)): recipe for kind in kinds for recipe in of_kind[kind]()}
+
+
+def embeddings(recipe: Recipe) -> Iterator[Mapping[str, Any]]:
+    """Yield the recipe that is wanted, and those of what will do in its place, for short sequences and for long."""
+    for residues in (1, recipe.length + 1):
+        for variant in recipe.accepted(residues):
+            yield recipe.plain(variant)
+
+
+def tell(project: Project, stages: Iterable[str], file: Path | None) -> None:
+    """Leave word in the cache that a configuration uses it, before anything relies on what is there."""
+    config, tags, stages = project.config, set[tuple[str, bytes]](), list(stages)
+    fills = any(table.stage(stage).kinds for stage in stages)
+    by_reader = is_reader(config)
+    wanted = set[str]() if by_reader else {name for stage in stages for name in table.up_to(stage, config)}
+    for kind in RECIPE_KINDS:
+        with suppress(PipelineError):  # what cannot be told is not used either: a script may do without weights
+            tags |= recipes_of(project, [kind] if kind in wanted else ()).keys()
+    if not tags and not by_reader:  # whose tables are kept for the runs that name them
+        return
+    user = user_of(config_name(file), str(config.cluster.runs.absolute()), tags)
+    for cache in (project.cache, *project.cache.under):
+        is_there = fills or cache.root.is_dir()  # what is not there, and stays so, has nothing to keep
+        if is_there and not register(cache.disk, cache.root, user):
+            what = "it cannot be written down that this project uses the cache: who cleans it does not know"
+            log.warning("%s: %s", cache.root, what)
+
+
+def user_of(config: str, runs: str, tags: Iterable[tuple[str, bytes]]) -> User:
+    """Return a project as others are told of it."""
+    return User(config, runs, frozenset((kind, tag.hex()) for kind, tag in tags), time.time(), who_am_i())
+
+
+def config_name(file: Path | None) -> str:
+    """Return the name of a configuration, wherever it is typed."""
+    return str(file.absolute()) if file else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """How much of what the data set needs of a kind was not there, by what was known of it at some time."""
+
+    kind: str
+    needed: int
+    missing: int
+    at: float  # when the data set was last looked at, in seconds since 1970
+    changed: bool  # the data set since, as far as the times of its file or folder tell
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """What a cache holds."""
+
+    root: Path
+    is_there: bool
+    stats: tuple[StoreStat, ...]
+    recipes: Mapping[str, list[RecipeStat]]
+    undescribed: Mapping[str, int]  # kind → records made by recipes of which nobody can read what they say
+    missing: tuple[Missing, ...]
+    unknown: tuple[str, ...]  # kinds of which nobody has looked what the data set needs
+    report: Report | None  # of the last validation
+    users: tuple[User, ...]
+    quarantine: Mapping[str, tuple[int, int]]  # kind → files, bytes
+    under: tuple[Path, ...]
+    left_out: tuple[CacheUnusable, ...]  # why other caches that were to be under it are not
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON data."""
+        recipes = {kind: [asdict(one) for one in known] for kind, known in self.recipes.items()}
+        files, kept_bytes = (sum(column) for column in zip((0, 0), *self.quarantine.values(), strict=True))
+        return {
+            "root": str(self.root),
+            "is_there": self.is_there,
+            "kinds": [
+                asdict(one) | {"recipes": recipes[one.kind], "undescribed": self.undescribed.get(one.kind, 0)}
+                for one in self.stats
+            ],
+            "missing": [asdict(one) for one in self.missing],
+            "not_known": list(self.unknown),
+            "last_validation": self._last_validation(),
+            "users": [user.to_json() for user in self.users],
+            "quarantine": {"files": files, "bytes": kept_bytes, "kinds": dict(self.quarantine)},
+            "under": [str(path) for path in self.under],
+            "left_out": [{"path": one.where, "why": one.what, "remedy": one.remedy} for one in self.left_out],
+        }
+
+    def _last_validation(self) -> dict[str, Any] | None:
+        """Return what the last validation found, and what is to be done about it."""
+        if self.report is None:
+            return None
+        summary, path = self.report.summary, self.report.path
+        remedy = damage_found(summary, self.root, path).remedy if summary.findings else ""
+        return {"path": str(path), **asdict(summary), "remedy": remedy}
+
+
+def holdings(config: Config) -> Holdings:
+    """Return what the cache of a configuration holds."""
+    cache = Cache.over(config.cache.root, config.cache.under)
+    described: dict[str, list[Mapping[str, Any]]] = {}
+    for _, kind, recipe in cache.described():
+        described.setdefault(kind, []).append(recipe)
+    stats, missing, recipes, undescribed = [], [], {}, {}
+    unknown = list(_needed_kinds(config))
+    for kind in dict.fromkeys([*cache.kinds(), *unknown]):
+        tags = {recipe_tag(kind, recipe): recipe for recipe in described.get(kind, ())}
+        wanted = outcome.known(cache, config, kind) if kind in outcome.KINDS else None
+        found = tally(cache.own(kind), list(tags), *([wanted.pairs] if wanted else []))
+        if found.stat.shards or found.stat.unreadable:
+            stats.append(found.stat)
+        counted = (RecipeStat(recipe, *found.tagged[tag]) for tag, recipe in tags.items())
+        recipes[kind] = sorted((one for one in counted if one.records), key=lambda one: -one.records)
+        if kind in outcome.KINDS:
+            undescribed[kind] = found.stat.records - sum(one.records for one in recipes[kind])
+        if wanted is not None:
+            unknown = [one for one in unknown if one != kind]
+            absent = found.absent
+            for layer in cache.under if len(absent) else ():
+                absent = tally(layer.own(kind), (), absent).absent
+            changed = _changed(config.data.path) > wanted.at
+            missing.append(Missing(kind, len(wanted.pairs), len(absent), wanted.at, changed))
+    return Holdings(
+        root=cache.root,
+        is_there=cache.is_there,
+        stats=tuple(stats),
+        recipes=recipes,
+        undescribed=undescribed,
+        missing=tuple(missing),
+        unknown=tuple(unknown),
+        report=last_report(cache.disk, cache.root),
+        users=tuple(registered(cache.disk, cache.root)[0]),
+        quarantine=_quarantine(cache),
+        under=tuple(layer.root for layer in cache.under),
+        left_out=cache.left_out,
+    )
+
+
+def _needed_kinds(config: Config) -> tuple[str, ...]:
+    """Return the kinds that a data set needs: of sequences alone no graphs are made, of what a reader gives nothing."""
+    if is_reader(config):
+        return ()
+    has_graphs = config.graph.cache and config.data.source != "fasta"
+    return tuple(kind for kind in outcome.KINDS if kind != "graph" or has_graphs)
+
+
+def _changed(path: Path) -> float:
+    """Return when a file or folder was last changed; 0 where it is not there."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _quarantine(cache: Cache) -> dict[str, tuple[int, int]]:
+    """Return how many damaged shards of each kind were put aside, and their bytes."""
+    found = {}
+    for kind in cache.kinds():
+        folder = KindLayout(cache.root / kind).quarantine
+        if sizes := [cache.disk.size_of(folder / name) for name in cache.disk.list_folder(folder)]:
+            found[kind] = (len(sizes), sum(sizes))
+    return found

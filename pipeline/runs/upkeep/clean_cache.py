@@ -1,0 +1,409 @@
+"""Cleaning a cache: what nobody needs any more, said first, and then given back.
+
+What stays: what the data set of this project needs by its recipes of today; every record of the recipes of other
+projects that use the cache, and of runs that go on; and what is younger than a grace period.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import time
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.errors import CacheUnusable, ConfigError
+from pipeline.journal.active_runs import going_on, hidden
+from pipeline.keys import recipe_tag
+from pipeline.runs.upkeep.cache_use import config_name, user_of
+from pipeline.runs.upkeep.retention import EVERYTHING, LIMITS, NOTHING, Note, Staying, described
+from pipeline.store.cache_folder import RECIPES, Cache
+from pipeline.store.format.cache_layout import MARKER, USERS, refuse_links_out
+from pipeline.store.format.disk import remove
+from pipeline.store.key_lists import sorted_pairs
+from pipeline.store.maintenance.leftovers import (
+    USER_NAME,
+    Left,
+    beside,
+    forget,
+    refuse_links,
+    register,
+    registered,
+    who_am_i,
+)
+from pipeline.store.maintenance.sweep import Fate, Live, mark, now_of, sweep
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from typing import Any
+
+    from pipeline.journal.active_runs import Going
+    from pipeline.project.project import Project
+    from pipeline.runs.upkeep.cache_use import Recipes
+    from pipeline.store.maintenance.leftovers import Leftover, User
+    from pipeline.store.maintenance.sweep import Marked
+
+DAY_S = 86_400
+GRACE_S = DAY_S
+UNASKED_S = 8 * DAY_S  # budgets that were learned are asked for within a week
+FORGOTTEN_S = 30 * DAY_S
+AGAIN = "pipeline cache clean"
+EVERYTHING_GOES = "everything goes"
+BECAUSE = {
+    "files": "of files that are not as they were, or not in the data set",
+    "limits": "older than a week",
+    "sets": "of no run that is there",
+    "recipes": "nothing is made by them",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What was asked for."""
+
+    keep_recipes: bool = False
+    all: bool = False
+    older_than_s: float | None = None
+
+    @property
+    def grace_s(self) -> float:
+        """How old what is removed must be."""
+        if self.older_than_s is not None:
+            return self.older_than_s
+        return 0 if self.all else GRACE_S
+
+    def grace_of(self, what: Left) -> float:
+        """Return how old a file that holds no records must be."""
+        if self.all:
+            return self.grace_s
+        longer_s = {Left.MEMORY: FORGOTTEN_S, Left.TEMPORARY: GRACE_S}  # a writer may not have closed it yet
+        return max(self.grace_s, longer_s.get(what, 0))
+
+
+@dataclass(slots=True)
+class Cleaning:
+    """What would be removed from a cache, and what not, and why."""
+
+    cache: Cache
+    asked: Asked
+    now: float
+    users: dict[str, tuple[float, float]]  # the files that say who uses the cache, and their times
+    others: tuple[User, ...] = ()
+    forgotten: tuple[User, ...] = ()  # who is there no more, or has said something else since
+    own: User | None = None  # what this project uses today
+    settle_s: float = 0.0  # that others' hosts have to see new files before old ones go
+    live: dict[str, Live] = field(default_factory=dict)
+    marked: dict[str, Marked] = field(default_factory=dict)
+    recipes: Recipes = field(default_factory=dict)  # that are known
+    wanted: frozenset[tuple[str, bytes]] = frozenset()  # those of this project today
+    leftovers: tuple[Leftover, ...] = ()  # that go
+    young: tuple[Leftover, ...] = ()  # that do not go yet
+    foreign: tuple[Path, ...] = ()
+    notes: list[Note] = field(default_factory=list)
+
+    @property
+    def freed_bytes(self) -> int:
+        """How many bytes are given back."""
+        return sum(one.freed_bytes for one in self.marked.values()) + sum(one.bytes for one in self.leftovers)
+
+    @property
+    def files(self) -> int:
+        """How many files go."""
+        return len(self.leftovers) + sum(len(one.of(Fate.GOES, Fate.REWRITTEN)) for one in self.marked.values())
+
+    def dead(self) -> Iterator[Dead]:
+        """Yield what is dead of each kind and recipe."""
+        for kind, marked in self.marked.items():
+            items, size_bytes = marked.dead(*Fate)
+            for tag, (some, some_bytes) in marked.tags.items():
+                items, size_bytes = items - some, size_bytes - some_bytes
+                if some:
+                    why = "not in the data set" if (kind, tag) in self.wanted else "of a recipe that is not used"
+                    why = EVERYTHING_GOES if self.asked.all else why
+                    yield Dead(kind, why, self.recipes.get((kind, tag)), some, some_bytes)
+            if items:
+                why = BECAUSE.get(kind, "of no recipe that is known")
+                yield Dead(kind, EVERYTHING_GOES if self.asked.all else why, None, items, size_bytes)
+
+    def stays(self, *fates: Fate) -> tuple[int, int]:
+        """Return how many dead records stay for a reason, and their bytes."""
+        found = [marked.dead(*fates) for marked in self.marked.values()]
+        return sum(items for items, _ in found), sum(size_bytes for _, size_bytes in found)
+
+    def damaged(self) -> list[tuple[str, str, str]]:
+        """Return the shards that cannot be read: kind, name and why."""
+        return [(kind, *one) for kind, marked in self.marked.items() for one in marked.damaged]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON data."""
+        return {
+            "root": str(self.cache.root),
+            "all": self.asked.all,
+            "older_than_s": self.asked.grace_s,
+            "bytes": self.freed_bytes,
+            "files": self.files,
+            "kinds": [_plain(one) for one in self.marked.values()],
+            "dead": [asdict(one) for one in self.dead()],
+            "leftovers": [_plain_leftover(one) for one in self.leftovers],
+            "young": [_plain_leftover(one) | {"older_than_s": self.asked.grace_of(one.what)} for one in self.young],
+            "left_alone": [str(path) for path in self.foreign],
+            "damaged": [{"kind": kind, "shard": shard, "why": why} for kind, shard, why in self.damaged()],
+            "used_by": [user.config or user.runs for user in self.others],
+            "notes": [{"what": note.what, "remedy": note.remedy} for note in self.notes],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Dead:
+    """What is dead of one kind, by its recipe, if that is known."""
+
+    kind: str
+    why: str
+    recipe: Mapping[str, Any] | None
+    items: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """What was removed, or has to stay after all."""
+
+    name: str
+    bytes: int
+    stays: str = ""  # why
+
+
+def _plain(marked: Marked) -> dict[str, Any]:
+    shards = {fate.value: dict(zip(("items", "bytes"), marked.dead(fate), strict=True)) for fate in Fate}
+    files = {fate.value: len(marked.of(fate)) for fate in Fate}
+    return {
+        "kind": marked.kind,
+        "items": marked.records,
+        "bytes": marked.total_bytes,
+        "freed_bytes": marked.freed_bytes,
+        "dead": {name: one | {"files": files[name]} for name, one in shards.items()},
+    }
+
+
+def _plain_leftover(one: Leftover) -> dict[str, Any]:
+    return {"path": str(one.path), "what": one.what.value, "kind": one.kind, "bytes": one.bytes}
+
+
+def foresee(
+    project: Project, file: Path | None, asked: Asked, *, on: Callable[[int], None] = lambda _items: None
+) -> Cleaning:
+    """Say what would be removed; nothing is changed. `on` is told how many items of the data set were looked at."""
+    cache = open_marked(project.config.cache.root)
+    try:
+        return _foresee(project, cache, file, asked, on)
+    except PermissionError as error:
+        what = f"the cache cannot be read: {error.strerror}"
+        remedy = f"ls -ld {error.filename}   (and ask its owner to clean it)"
+        raise CacheUnusable(what, where=str(error.filename), remedy=remedy) from error
+
+
+def _foresee(project: Project, cache: Cache, file: Path | None, asked: Asked, on: Callable[[int], None]) -> Cleaning:
+    refuse_links(cache)
+    refuse_links_out(cache)
+    signs = _signs(cache)
+    users, strangers = registered(cache.disk, cache.root)
+    cleaning = Cleaning(cache, asked, _now(cache), signs)
+    mine = [user for user in users if file and (user.config, user.who) == (config_name(file), who_am_i())]
+    ours = dict.fromkeys([project.config.cluster.runs, *(Path(user.runs) for user in mine)])
+    runs = ours | dict.fromkeys(Path(user.runs) for user in users)  # a run needs no configuration file to go on
+    going = [run for folder in runs for run in going_on(folder, cache.root)]
+    _tell_apart(cleaning, [user for user in users if user not in mine], strangers, going)
+    if asked.all:
+        _refuse_going(cache, going, [*ours, *(Path(user.runs) for user in cleaning.others)])
+    staying = Staying(project, cache, cleaning.others, mine, bool(strangers), going, asked.keep_recipes)
+    live = dict.fromkeys(cache.kinds(), NOTHING) if asked.all else staying.live(on)
+    cleaning.live = {kind: live.get(kind, EVERYTHING) for kind in cache.kinds()}
+    cleaning.notes += staying.notes
+    cleaning.recipes = staying.recipes or described(cache)
+    cleaning.wanted = frozenset() if asked.all else frozenset(staying.wanted)
+    if going or cleaning.others:
+        cleaning.settle_s = project.config.cache.visibility_s
+    if mine and not (asked.keep_recipes or going):
+        today = user_of(mine[0].config, str(project.config.cluster.runs.absolute()), staying.wanted)
+        cleaning.forgotten += tuple(user for user in mine if asked.all or not user.tags <= today.tags)
+        cleaning.own = None if asked.all else today
+    _mark(cleaning)
+    _find_leftovers(cleaning)
+    _refuse_unwritable(cleaning)
+    return cleaning
+
+
+def open_marked(root: Path) -> Cache:
+    """Open a cache that says that it is one; nothing else is ever cleaned."""
+    cache = Cache(root)
+    if not cache.disk.exists(root / MARKER):
+        what = f"this is no cache: it has no {MARKER}" if cache.disk.exists(root) else "there is no such folder"
+        remedy = "pipeline config show   (cache.root is to be the folder of a cache, or --set cache.root=FOLDER)"
+        raise CacheUnusable(what, where=str(root), remedy=remedy)
+    return cache
+
+
+def _now(cache: Cache) -> float:
+    """Return what time it is for a cache; where it cannot be written, its file system does not say."""
+    try:
+        return now_of(cache.disk, cache.root)
+    except OSError:
+        return time.time()
+
+
+def _signs(cache: Cache) -> dict[str, tuple[float, float]]:
+    """Return the files that say who uses a cache, with their times: they change when anybody begins to use it."""
+    folder, found = cache.root / USERS, {}
+    for name in cache.disk.list_folder(folder):
+        if USER_NAME.fullmatch(name):
+            found[name] = cache.disk.times_of(folder / name)
+    return found
+
+
+def _tell_apart(cleaning: Cleaning, users: list[User], strangers: list[str], going: list[Going]) -> None:
+    """Take down who else uses the cache, and who does no more: nobody has gone whose run goes on."""
+    busy = {run.folder.path.parent for run in going}
+    idle = [user for user in users if Path(user.runs) not in busy]
+    vanished = [user for user in idle if has_vanished(user, cleaning.now, cleaning.asked.grace_s)]
+    cleaning.forgotten = tuple(vanished)
+    cleaning.others = tuple(user for user in users if user not in vanished)
+    for place in dict.fromkeys(user.config or user.runs for user in vanished):
+        cleaning.notes.append(Note(f"{place} is there no more: nothing stays for it"))
+    cleaning.notes += _notes_of_gone([user for user in cleaning.others if _is_gone(_place(user))], cleaning)
+    for name in strangers:
+        remedy = f"ls -l {cleaning.cache.root / USERS / name}"
+        cleaning.notes.append(
+            Note(f"{name} cannot be read: somebody uses the cache, and nobody knows for what", remedy)
+        )
+
+
+def has_vanished(user: User, now: float, grace_s: float) -> bool:
+    """Say whether a configuration is gone for good.
+
+    Where its folder is gone too, a disk may only not be mounted; and a run may go on that only its owner can see.
+    """
+    return _is_gone(_place(user)) and now > _counts_until(user, grace_s)
+
+
+def _place(user: User) -> Path:
+    return Path(user.config or user.runs)
+
+
+def _counts_until(user: User, grace_s: float) -> float:
+    """Return until when a configuration counts that is not there."""
+    certain = not _is_gone(_place(user).parent) and not hidden(Path(user.runs))
+    return user.last + (grace_s if certain else max(grace_s, FORGOTTEN_S))
+
+
+def _notes_of_gone(gone: list[User], cleaning: Cleaning) -> Iterator[Note]:
+    """Say of whom nothing is there any more, until when they count all the same, and how not to wait for that."""
+    for place in dict.fromkeys(map(_place, gone)):
+        mine = [user for user in gone if _place(user) == place]
+        last = max(user.last for user in mine)
+        until = max(_counts_until(user, cleaning.asked.grace_s) for user in mine)
+        then = f"counts until {_day(until)}" if until > cleaning.now else "counts while its run goes on"
+        files = shlex.join(str(cleaning.cache.root / USERS / user.name) for user in mine)
+        what = f"{place} is there no more; it was last used {_day(last)}, and {then}"
+        yield Note(what, f"rm {files}   (if it is gone for good)")
+
+
+def _day(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds).astimezone():%Y-%m-%d %H:%M}"
+
+
+def _is_gone(path: Path) -> bool:
+    """Say whether there is nothing of a name; in a folder that is private to others that cannot be told."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _refuse_going(cache: Cache, going: list[Going], folders: list[Path]) -> None:
+    """Raise where everything is to go while a run goes on, or where nobody can tell whether one does."""
+    if going:
+        name = going[0].folder.name
+        what = f"run {name} goes on, and needs what is in this cache"
+        raise ConfigError(what, where=str(cache.root), remedy=f"pipeline status {name}   or   pipeline cancel {name}")
+    if closed := next(filter(hidden, folders), None):
+        what = f"others use this cache, and it cannot be told whether their runs go on: {closed}"
+        raise ConfigError(what, where=str(cache.root), remedy=f"{AGAIN}   (without --all)   or ask whose {closed} is")
+
+
+def _mark(cleaning: Cleaning) -> None:
+    """Mark what is dead; which recipes are described to no purpose shows when the rest is marked."""
+    before = cleaning.now - cleaning.asked.grace_s
+    rest = [kind for kind in cleaning.live if kind != RECIPES]
+    for kind in rest:
+        live, tags = cleaning.live[kind], [tag for one, tag in cleaning.recipes if one == kind]
+        if not live.everything:
+            oldest = cleaning.now - UNASKED_S if kind == LIMITS and not cleaning.asked.all else before
+            cleaning.marked[kind] = mark(cleaning.cache.own(kind), live, min(before, oldest), tags)
+    if RECIPES in cleaning.live:
+        if not cleaning.asked.all:
+            cleaning.live[RECIPES] = _described_to_some_purpose(cleaning)
+        cleaning.marked[RECIPES] = mark(cleaning.cache.own(RECIPES), cleaning.live[RECIPES], before)
+
+
+def _described_to_some_purpose(cleaning: Cleaning) -> Live:
+    """Return the descriptions of the recipes of which anything stays."""
+    if cleaning.asked.keep_recipes:
+        return EVERYTHING
+    keys = bytearray()
+    for key, kind, recipe in cleaning.cache.described():
+        marked, tag = cleaning.marked.get(kind), recipe_tag(kind, recipe)
+        if marked is None or marked.left.get(tag, 1) or marked.of(Fate.YOUNG, Fate.SPARSE, Fate.FOREIGN):
+            keys += key
+    return Live(pairs=sorted_pairs(keys))
+
+
+def _find_leftovers(cleaning: Cleaning) -> None:
+    """Find what holds no records and is old enough; lists of keys are wanted for some time."""
+    found, asked = beside(cleaning.cache), cleaning.asked
+    old = [cleaning.now - one.since > asked.grace_of(one.what) for one in found.leftovers]
+    cleaning.leftovers = tuple(one for one, goes in zip(found.leftovers, old, strict=True) if goes)
+    cleaning.young = tuple(
+        one for one, goes in zip(found.leftovers, old, strict=True) if not goes and one.what is not Left.MEMORY
+    )
+    cleaning.foreign = found.foreign
+
+
+def _refuse_unwritable(cleaning: Cleaning) -> None:
+    """Raise where this user may not remove what is to go."""
+    folders = {one.path.parent for one in cleaning.leftovers}
+    for kind, marked in cleaning.marked.items():
+        if marked.of(Fate.GOES, Fate.REWRITTEN):
+            folders.add(cleaning.cache.own(kind).layout.shards)
+    for folder in sorted(folders):
+        if not os.access(folder, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+            what = "you may not remove files here: it is another user's, or read-only"
+            raise CacheUnusable(what, where=str(folder), remedy=f"ls -ld {folder}   (and ask its owner to clean it)")
+
+
+def carry_out(cleaning: Cleaning) -> Iterator[Removed]:
+    """Remove what was foreseen, and yield what has gone; stop when anybody begins to use the cache meanwhile."""
+    cache, check = cleaning.cache, partial(_refuse_newcomers, cleaning)
+    for one in cleaning.leftovers:
+        check()
+        remove(cache.disk, one.path)
+        yield Removed(str(one.path.relative_to(cache.root)), one.bytes)
+    for kind, marked in cleaning.marked.items():
+        for swept in sweep(cache.own(kind), marked, cleaning.live[kind], settle_s=cleaning.settle_s, check=check):
+            yield Removed(f"{kind}/shards/{swept.shard}", swept.bytes, swept.stays)
+    check()
+    forget(cache.disk, cache.root, cleaning.forgotten)
+    if cleaning.own is not None:
+        register(cache.disk, cache.root, cleaning.own)
+
+
+def _refuse_newcomers(cleaning: Cleaning) -> None:
+    """Raise where somebody has said since that they use the cache: what they need was not asked for."""
+    if _signs(cleaning.cache) != cleaning.users:
+        what = "a run was submitted while the cache was being cleaned; nothing more was removed"
+        raise ConfigError(what, where=str(cleaning.cache.root), remedy=AGAIN)

@@ -1,0 +1,238 @@
+"""What of each kind of record stays when a cache is cleaned, and why."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.encoder.tokens import texts
+from pipeline.errors import ConfigError, DataError, PipelineError
+from pipeline.journal.active_runs import hidden
+from pipeline.journal.run_folder import runs_in
+from pipeline.keys import recipe_tag
+from pipeline.project.project import Project
+from pipeline.records import Item, Reason
+from pipeline.runs.dataset import worklist
+from pipeline.runs.upkeep.cache_use import RECIPE_KINDS, recipes_of
+from pipeline.runs.workflow import embed_stage, graph_stage, scan_stage
+from pipeline.runs.workflow.reader_stage import is_reader, told_by
+from pipeline.stages.scan import glance, look_up
+from pipeline.store.key_lists import in_chunks, sorted_pairs
+from pipeline.store.maintenance.sweep import Live
+from pipeline.structures.parsing.structure_files import paths
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from pipeline.encoder.embedding_recipe import Recipe
+    from pipeline.journal.active_runs import Going
+    from pipeline.records import Rejection
+    from pipeline.runs.upkeep.cache_use import Recipes
+    from pipeline.stages.scan import Seen
+    from pipeline.store.cache_folder import Cache
+    from pipeline.store.maintenance.leftovers import User
+
+EVERYTHING, NOTHING = Live(everything=True), Live()
+# Of the other kinds, `weights` (which checkpoint a file is) and `parity` (how close an encoder comes) stay: they are
+# few, and took minutes each.
+FILES, LIMITS, SETS = "files", "limits", "sets"
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Why something is kept, and what helps where anything does."""
+
+    what: str
+    remedy: str = ""
+
+
+@dataclass(slots=True)
+class Staying:
+    """What is known of who needs what."""
+
+    project: Project
+    cache: Cache
+    others: Sequence[User]  # that use the cache, too
+    own: Sequence[User]  # what this project once said that it uses
+    strangers: bool  # whether there are users of whom nothing can be read
+    going: Sequence[Going]
+    keep_recipes: bool
+    recipes: Recipes = field(default_factory=dict)  # every one that is known
+    notes: list[Note] = field(default_factory=list)
+    wanted: Recipes = field(default_factory=dict)  # by which this project's records are made today
+
+    def live(self, on: Callable[[int], None]) -> dict[str, Live]:
+        """Return what of each kind stays."""
+        self.recipes = described(self.cache)
+        known = frozenset(self.recipes)
+        has_weights = self._find_wanted()
+        kept = _tags_of(self.others)
+        for run in self.going:
+            kept |= recipes_of_run(run).keys()
+            self.notes.append(Note(f"run {run.folder.name} goes on: all that is made by its recipes stays"))
+        found, certain = Needed(), False
+        if self.keep_recipes:
+            kept |= {
+                *known,
+                *self.wanted,
+                *((kind, bytes.fromhex(tag)) for user in self.own for kind, tag in user.tags),
+            }
+        else:
+            found = needed(self.project, embeddings=has_weights, on=on)
+            certain = not found.unknown
+            if not self.project.config.graph.cache:
+                found.graph.clear()  # nobody reads them
+            kept |= {*self.wanted} if not certain else set()
+            self._say_doubt(found)
+        live = dict.fromkeys(self.cache.kinds(), EVERYTHING)
+        for kind in RECIPE_KINDS:
+            live[kind] = Live(
+                tags=frozenset(tag for one, tag in kept if one == kind),
+                pairs=sorted_pairs(getattr(found, kind) if certain else b""),
+            )
+        if not has_weights:
+            live[embed_stage.NAME] = EVERYTHING
+        if certain and not (self.others or self.going):
+            live[FILES] = Live(pairs=sorted_pairs(found.files))
+        if self.strangers:
+            live |= dict.fromkeys((*RECIPE_KINDS, FILES), EVERYTHING)
+        live |= {LIMITS: NOTHING, SETS: self._tables()}
+        return live
+
+    def _find_wanted(self) -> bool:
+        """Find out by which recipes this project's records are made; return whether its weights are known."""
+        kinds = [scan_stage.NAME, *([graph_stage.NAME] if self.project.config.graph.cache else [])]
+        self.wanted = recipes_of(self.project, kinds)
+        try:
+            self.wanted |= recipes_of(self.project, [embed_stage.NAME])
+        except PipelineError as error:
+            what = f"which embeddings are needed cannot be told, so all stay: {error.what.splitlines()[0]}"
+            self.notes.append(Note(what, error.remedy))
+            return False
+        finally:
+            self.recipes |= self.wanted
+        return True
+
+    def _say_doubt(self, found: Needed) -> None:
+        if found.unknown:
+            what = "what the data set needs cannot be told today, so all that is made by its recipes stays"
+            self.notes.append(Note(f"{what}: {found.unknown}", found.remedy))
+
+    def _tables(self) -> Live:
+        """Return which tables of data sets stay: those that runs name."""
+        keys = bytearray()
+        folders = {self.project.config.cluster.runs, *(Path(user.runs) for user in (*self.others, *self.own))}
+        for runs in folders | {run.folder.path.parent for run in self.going}:
+            if self.strangers or hidden(runs):
+                return EVERYTHING
+            for folder in runs_in(runs):
+                with suppress(OSError, ValueError):  # a run of other stages, or half of one
+                    keys += bytes.fromhex(folder.table.read_text())
+                keys += bytes.fromhex(told_by(folder).get("table", ""))  # which may not be checked yet
+        return Live(pairs=sorted_pairs(keys))
+
+
+def _tags_of(users: Iterable[User]) -> set[tuple[str, bytes]]:
+    return {(kind, bytes.fromhex(tag)) for user in users for kind, tag in user.tags}
+
+
+def described(cache: Cache) -> Recipes:
+    """Return the recipes that the cache itself describes."""
+    return {(kind, recipe_tag(kind, recipe)): recipe for _, kind, recipe in cache.described()}
+
+
+def recipes_of_run(run: Going) -> Recipes:
+    """Return by which recipes the records are made that a run needs."""
+    name = run.folder.name
+    try:
+        if run.config is None:
+            raise ConfigError("its configuration is of another version")
+        return recipes_of(Project.open(run.config, remember=False, beside=run.folder.task_root))
+    except PipelineError as error:
+        what = f"run {name} goes on, and what it needs cannot be told: {error.what.splitlines()[0]}"
+        remedy = f"pipeline status {name}   or   pipeline cancel {name}"
+        raise ConfigError(what, where=str(run.folder.path), remedy=remedy) from error
+
+
+SCAN_FIRST = "pipeline submit --stage scan"
+AWAY = (Reason.MISSING_FILE, Reason.UNREADABLE_FILE)  # today; its disk may be mounted again tomorrow
+
+
+@dataclass(slots=True)
+class Needed:
+    """The keys of the records that a data set needs, of each kind 16 bytes each."""
+
+    scan: bytearray = field(default_factory=bytearray)
+    files: bytearray = field(default_factory=bytearray)
+    embed: bytearray = field(default_factory=bytearray)
+    graph: bytearray = field(default_factory=bytearray)
+    items: int = 0
+    unknown: str = ""  # why it cannot be told what is needed
+    remedy: str = ""
+
+    def doubt(self, what: str, remedy: str) -> None:
+        """Take down why it cannot be told; the first reason is as good as any."""
+        if not self.unknown:
+            self.unknown, self.remedy = what, remedy
+
+
+def needed(project: Project, *, embeddings: bool = True, on: Callable[[int], None] = lambda _items: None) -> Needed:
+    """Return what a data set needs; where anything of it is not there or not known today, say so.
+
+    A data set of which some seems to be missing, because a disk is not mounted or a manifest is half written, must
+    never make records seem useless that took days.
+    """
+    found = Needed()
+    if is_reader(project.config):
+        return found  # the tables of what a reader gives stay for the runs that name them
+    recipe = project.encoding.recipe if embeddings else None
+    if project.config.data.limit is not None:
+        what = f"data.limit takes {project.config.data.limit:,} items of the data set only"
+        found.doubt(what, "take data.limit out of the configuration, or --set data.limit=null")
+        return found
+    try:
+        for chunk in in_chunks(worklist.list_items(project), worklist.LOOKED_UP_AT_ONCE):
+            _take(project, chunk, recipe, found)
+            on(found.items)
+    except (ConfigError, DataError) as error:
+        found.doubt(f"{error.where}: {error.what}", error.remedy)
+    if not found.items:
+        found.doubt("the data set is empty", f"ls -l {project.config.data.path}")
+    return found
+
+
+def _take(project: Project, chunk: Sequence[Item | Rejection], recipe: Recipe | None, found: Needed) -> None:
+    """Add what some entries of a data set need."""
+    for entry in chunk:
+        if not isinstance(entry, Item) and entry.reason in AWAY:
+            found.doubt(f"{entry.id}: {entry.detail}", _see_to_it(project))
+    items = [entry for entry in chunk if isinstance(entry, Item)]
+    found.items += len(items)
+    for path in dict.fromkeys(path for item in items for path in paths(item)):
+        mark = glance(path, project.recipe)
+        found.files += mark if isinstance(mark, bytes) else b""
+    wanted: dict[str, None] = {}
+    for item, seen in zip(items, look_up(items, project.recipe, project.shelves), strict=True):
+        _add(project, item, seen, found)
+        if recipe is not None and seen.inventory is not None and seen.inventory.reason is None:
+            wanted |= dict.fromkeys(texts(seen.inventory, recipe.context))
+    for text in wanted:
+        for variant in recipe.accepted(len(text)) if recipe else ():
+            found.embed += recipe.key(text, variant) if recipe else b""
+
+
+def _add(project: Project, item: Item, seen: Seen, found: Needed) -> None:
+    """Add what one item needs, besides embeddings."""
+    if seen.key is not None:
+        found.scan += seen.key
+        found.graph += project.graphs.recipe.key(seen.key)
+    if seen.inventory is None:
+        found.doubt(f"{item.id} is not scanned yet, or has just been changed", SCAN_FIRST)
+    elif seen.key is None and seen.inventory.reason in AWAY:
+        found.doubt(f"{item.id}: {seen.inventory.detail}", _see_to_it(project))
+
+
+def _see_to_it(project: Project) -> str:
+    return f"ls -l {project.config.data.path}   (mount the data, or take what is gone out of the data set)"

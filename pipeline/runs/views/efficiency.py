@@ -1,0 +1,284 @@
+"""What the stages of a run have used of what they asked for, and what the next run should ask for."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass
+from math import ceil
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from pipeline.cluster.verdict import Cause
+from pipeline.config.load import from_resolved
+from pipeline.config.schema_cluster import StageResources
+from pipeline.errors import PipelineError
+from pipeline.project.project import Project
+from pipeline.runs.engine.create import cluster_name, plan, profiles_of, recipe_name, tasks_at_once
+from pipeline.runs.model.prepare import is_planned
+from pipeline.runs.workflow import table, train_stage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from pipeline.cluster.job_spec import Executor
+    from pipeline.config.schema import Config
+    from pipeline.journal.attempts import Attempt
+    from pipeline.journal.run_folder import RunFolder
+    from pipeline.journal.run_status import Job, RunStatus, StageStatus
+    from pipeline.memory.history.task_history import Suggestion
+    from pipeline.runs.engine.create import Plan
+    from pipeline.runs.workflow.table import Stage
+
+TIME_MARGIN = 1.5
+TIME_STEP_S = 300
+SPARE_CPUS = 0.5  # efficiency below which fewer cores are suggested
+TELLING_S = 30.0  # of shorter tasks most is their start
+
+
+@dataclass(frozen=True, slots=True)
+class Suggested:
+    """A value for the next run."""
+
+    key: str
+    was: int
+    value: int  # bytes, seconds or cores
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """What the attempts at a stage's tasks were given and have used; None is what nobody measured."""
+
+    stage: str
+    tasks: int
+    attempts: int
+    items: int
+    causes: dict[str, int]
+    cpus: int
+    gpus: int
+    asked_bytes: int | None  # the most that an attempt was given
+    first_bytes: int | None  # what the first attempts were given
+    peak_bytes: int | None  # the highest of all attempts
+    median_peak_bytes: int | None
+    mem_used: float | None  # of the memory asked for, weighted by time
+    cpu_used: float | None
+    limit_s: int | None
+    longest_s: float | None
+    median_s: float | None
+    time_used: float | None  # by the longest
+    gpu_peak_bytes: int | None
+    items_per_s: float | None  # of one task
+    core_hours: float
+    planned_bytes: int | None
+    why: str  # where the memory of the first attempts was from
+    suggested: tuple[Suggested, ...]
+    note: str = ""  # why something is missing
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON data."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What is thought of a stage's memory: planned, and by what was measured."""
+
+    planned_bytes: int | None
+    mem: Suggestion | None
+    note: str = ""
+
+
+def efficiency(folder: RunFolder, status: RunStatus) -> list[Used]:
+    """Return what each stage with tasks has used."""
+    config = from_resolved(folder.config.read_text(), str(folder.config))
+    stages = [stage for stage in status.in_order() if any(task.ended for task in stage.work.values())]
+    return [used(stage, config, outlook(config, stage.name, folder)) for stage in stages]
+
+
+def outlook(config: Config, name: str, folder: RunFolder) -> Outlook:
+    """Return what a stage's next tasks are thought to need; what they read may be gone since."""
+    try:
+        project = Project.open(config, remember=False)
+        stage = table.stage(name)
+        planned = _planned_bytes(project, stage, folder)
+        if planned is None:
+            return Outlook(None, None, "no plan: it would have to be made anew (pipeline plan --stage train)")
+        recipe, cluster = recipe_name(project, stage), cluster_name(config)
+        return Outlook(planned, profiles_of(config).suggest(name, recipe, cluster, planned_bytes=planned))
+    except PipelineError as error:
+        return Outlook(None, None, f"no plan: {error.what.splitlines()[0]}")
+
+
+def _planned_bytes(project: Project, stage: Stage, folder: RunFolder) -> int | None:
+    """Return the planned memory of a task: of a training as its run planned it, and nothing is traced anew to tell."""
+    if not stage.together or project.config.train.task is None:
+        return stage.mem_bytes(project)
+    if stage.name == train_stage.NAME and folder.plan(stage.name).exists():
+        planned: int = json.loads(folder.plan(stage.name).read_text())["mem_bytes"]
+        return planned
+    return stage.mem_bytes(project) if is_planned(project) else None
+
+
+def used(stage: StageStatus, config: Config, thought: Outlook) -> Used:
+    """Return what a stage has used."""
+    ended = [one for task in stage.work.values() for one in task.ended]
+    jobs = stage.jobs
+    peaks = [one.peak_rss_bytes for one in ended if one.peak_rss_bytes]
+    took = [one.elapsed_s for one in ended if one.elapsed_s > 0]
+    limit = max((one.ask.time_s for one in ended), default=0) or None
+    done = [one for one in ended if one.cause is Cause.DONE]
+    first = next(iter(jobs.values()), None)
+    return Used(
+        stage=stage.name,
+        tasks=sum(not task.split for task in stage.work.values()),
+        attempts=len(ended),
+        items=sum(one.done for one in done),
+        causes=dict(Counter(one.cause.value for one in ended)),
+        cpus=first.cpus if first else 1,
+        gpus=first.gpus if first else 0,
+        asked_bytes=max((one.ask.mem_bytes for one in ended), default=0) or None,
+        first_bytes=_asked(ended) or None,
+        peak_bytes=max(peaks, default=None),
+        median_peak_bytes=int(median(peaks)) if peaks else None,
+        mem_used=_share((one.peak_rss_bytes, one.ask.mem_bytes, one.elapsed_s) for one in ended),
+        cpu_used=_share((one.cpu_s, _cpus(jobs.get(one.job)) * one.elapsed_s, 1.0) for one in ended),
+        limit_s=limit,
+        longest_s=max(took, default=None),
+        median_s=median(took) if took else None,
+        time_used=max(took) / limit if took and limit else None,
+        gpu_peak_bytes=max((one.gpu_peak_bytes for one in ended if one.gpu_peak_bytes), default=None),
+        items_per_s=_share((one.done, one.elapsed_s, 1.0) for one in done),
+        core_hours=sum(_cpus(jobs.get(one.job)) * one.elapsed_s for one in ended) / 3600,
+        planned_bytes=thought.planned_bytes,
+        why=first.why if first else "",
+        suggested=tuple(_suggestions(stage.name, config, ended, jobs, thought)),
+        note=thought.note,
+    )
+
+
+def _cpus(job: Job | None) -> int:
+    return job.cpus if job else 1
+
+
+def _share(parts: Iterable[tuple[float | None, float, float]]) -> float | None:
+    """Return used of given, each by its weight; what was not measured, or not given, does not count."""
+    known = [(had, given, weight) for had, given, weight in parts if had is not None and given > 0]
+    total = sum(given * weight for _, given, weight in known)
+    return sum(had * weight for had, _, weight in known) / total if total else None
+
+
+def _suggestions(
+    name: str, config: Config, ended: Sequence[Attempt], jobs: dict[str, Job], thought: Outlook
+) -> list[Suggested]:
+    """Return what the next run should ask for, where that differs from what is configured."""
+    key, resources = f"cluster.{name}", getattr(config.cluster, name)
+    found = []
+    if thought.mem is not None and thought.mem.tasks:
+        found.append(Suggested(f"{key}.mem", _asked(ended), thought.mem.mem_bytes, thought.mem.why))
+    if (longest := max((one.elapsed_s for one in ended), default=0.0)) > 0:
+        time_s = max(1, ceil(TIME_MARGIN * longest / TIME_STEP_S)) * TIME_STEP_S
+        found.append(Suggested(f"{key}.time", int(resources.time), time_s, _why_time(longest)))
+    if (cores := _cores(ended, jobs)) and cores < resources.cpus:
+        why = f"the busiest task kept {cores} of {resources.cpus} busy"
+        found.append(Suggested(f"{key}.cpus", resources.cpus, cores, why))
+    return [one for one in found if one.value != one.was]
+
+
+def _why_time(longest_s: float) -> str:
+    return f"the longest took {ceil(longest_s)} s; {TIME_MARGIN:g} times that, in steps of {TIME_STEP_S // 60} min"
+
+
+def _asked(ended: Sequence[Attempt]) -> int:
+    """Return what first attempts were given."""
+    return max((one.ask.mem_bytes for one in ended if one.number == 1), default=0)
+
+
+def _cores(ended: Sequence[Attempt], jobs: dict[str, Job]) -> int | None:
+    """Return how many cores are enough, where less than half of the time of those there were was used."""
+    telling = [one for one in ended if one.cpu_s is not None and one.elapsed_s >= TELLING_S]
+    share = _share((one.cpu_s, _cpus(jobs.get(one.job)) * one.elapsed_s, 1.0) for one in telling)
+    if share is None or share >= SPARE_CPUS:
+        return None
+    return max(1, ceil(max((one.cpu_s or 0.0) / one.elapsed_s for one in telling)))
+
+
+DEFAULT = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What one stage would take; None is what nobody knows."""
+
+    stage: str
+    counts: Mapping[str, int]
+    tasks: int
+    at_once: int
+    cpus: int
+    gpus: int
+    mem_bytes: int
+    time_s: int
+    disk_bytes: int
+    task_s: float | None
+    all_s: float | None
+    sources: Mapping[str, str]  # what a number is called → where it is from
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON data."""
+        return asdict(self)
+
+
+def estimates(
+    project: Project, names: Sequence[str], executor: Executor, origins: Mapping[str, str]
+) -> Iterator[Estimate]:
+    """Yield what each stage would take."""
+    for stage in map(table.stage, names):
+        yield _estimate(project, stage, plan(project, stage, executor, folder=None), executor, origins)
+
+
+def _estimate(
+    project: Project, stage: Stage, planned: Plan, executor: Executor, origins: Mapping[str, str]
+) -> Estimate:
+    tasks, missing = len(planned.found.shards), planned.counts()["missing"]
+    abreast = min(tasks, tasks_at_once(project.config, stage, executor)) or 1
+    pace = profiles_of(project.config).pace(stage.name, recipe_name(project, stage), cluster_name(project.config))
+    task_s = missing / tasks / pace if tasks and pace else None
+    ask = planned.first.ask
+    return Estimate(
+        stage=stage.name,
+        counts=planned.counts(),
+        tasks=tasks,
+        at_once=abreast,
+        cpus=planned.cpus,
+        gpus=planned.gpus,
+        mem_bytes=ask.mem_bytes,
+        time_s=ask.time_s,
+        disk_bytes=planned.found.bytes,
+        task_s=task_s,
+        all_s=task_s * ceil(tasks / abreast) if task_s is not None else 0.0 if not tasks else None,
+        sources=_sources(project, planned, origins, pace),
+    )
+
+
+def _sources(project: Project, planned: Plan, origins: Mapping[str, str], pace: float | None) -> dict[str, str]:
+    """Return where each number is from."""
+    key, resources = f"cluster.{planned.stage.name}", planned.stage.resources(project.config)
+
+    def said(name: str) -> str:
+        """Return where a setting was made."""
+        return origins.get(f"{key}.{name}", DEFAULT)
+
+    assert isinstance(resources, StageResources)  # training is planned apart
+    by = "minutes_per_task" if resources.items_per_task == "auto" else "items_per_task"
+    mem = "mem" if resources.mem_per_gpu is None else "mem_per_gpu"
+    pinned = resources.mem != "auto" or resources.mem_per_gpu is not None
+    sources = {
+        "tasks": f"by {key}.{by}: {getattr(resources, by)} ({said(by)})",
+        "cpus": f"{key}.cpus ({said('cpus')})",
+        "gpus": f"{key}.gpus ({said('gpus')})",
+        "mem": f"{key}.{mem} ({said(mem)})" if pinned else planned.first.why,
+        "limit": f"{key}.time ({said('time')})",
+        "disk": "planned" if planned.found.bytes else "not planned for this stage",
+    }
+    about = f"measured here: {pace:,.1f} a second and task" if pace else "no task of this recipe was measured here"
+    return sources | {"about": about}

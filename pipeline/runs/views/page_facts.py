@@ -1,0 +1,329 @@
+"""What a report says of a run, as one plain document of bounded size, from what its ledger adds up to."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import Enum
+from itertools import accumulate, islice
+from typing import TYPE_CHECKING, Any
+
+from pipeline.cluster.verdict import Cause
+from pipeline.journal.active_runs import left_s, use
+from pipeline.journal.run_status import COUNTED, RunState
+from pipeline.records import EventKind
+from pipeline.report.live_status import found_so_far, read_so_far, script_figures
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from pipeline.journal.attempts import Attempt
+    from pipeline.journal.run_folder import RunFolder
+    from pipeline.journal.run_status import RunStatus, StageStatus
+    from pipeline.records import Event
+
+ATTEMPTS = 200  # that did not end well, of which each has a row
+REJECTIONS = 200
+LINE_MOST = 600  # characters of a message
+LIST_MOST = 40
+DICT_MOST = 200
+GOES_ON = (RunState.WAITING, RunState.RUNNING)
+
+
+def run_facts(folder: RunFolder, status: RunStatus, now: float) -> dict[str, Any]:
+    """Return what is known of the run as a whole."""
+    return {
+        "name": status.name,
+        "folder": str(folder.path),
+        "state": status.state.value,
+        "goes_on": status.state in GOES_ON,
+        "made_at": now,
+        "started_at": status.started_at,
+        "ended_at": status.ended_at,
+        "error": clip(status.error, 10 * LINE_MOST),
+        "exit_code": status.exit_code,
+        "host": status.host,
+        "visits": status.visits,
+        "planned": list(status.planned),
+        "again": _text(folder),
+        "rejected_file": str(folder.rejected),
+    }
+
+
+def _text(folder: RunFolder) -> str:
+    try:
+        return clip(folder.again.read_text().strip())
+    except OSError:
+        return ""
+
+
+def stage_facts(stage: StageStatus, now: float) -> dict[str, Any]:
+    """Return what is known of a stage, however many tasks it has."""
+    counts = {name: getattr(stage, name) for name in COUNTED}
+    return counts | {
+        "name": stage.name,
+        "state": stage.state.value,
+        "started_at": stage.started_at,
+        "first_task_at": first_start(stage),
+        "ended_at": stage.ended_at,
+        "items_done": stage.items_done,
+        "task_states": stage.task_states(),
+        "attempts": sum(len(task.ended) for task in stage.work.values()),
+        "failed": len(stage.failures),
+        "reasons": dict(stage.reasons),
+        "measured": stage.measured(),
+        "use": use(stage),
+        "left_s": left_s(stage, now),
+        "error": clip(stage.error, 10 * LINE_MOST),
+        "warnings": bounded(stage.warnings),
+        "census": bounded(stage.census),
+        "told": _told(stage),
+    }
+
+
+def _told(stage: StageStatus) -> list[str]:
+    """Say what a script tells of itself, and how far those are who have found or read something but not ended."""
+    so_far = [] if stage.census else [*found_so_far(stage.figures), *read_so_far(stage.figures)]
+    return [clip(line) for line in (*script_figures(stage.figures), *so_far)]
+
+
+def trouble_facts(status: RunStatus) -> dict[str, Any]:
+    """Return which attempts did not end well, how often by which cause, and what was done about each."""
+    failures = [(stage, one) for stage in status.in_order() for one in stage.failures]
+    causes = Counter((stage.name, one.cause.value) for stage, one in failures)
+    shown = _first_of_each(failures)
+    return {
+        "total": len(failures),
+        "causes": [{"stage": stage, "cause": cause, "times": times} for (stage, cause), times in causes.most_common()],
+        "attempts": [_attempt(stage, one) for stage, one in shown],
+        "more": len(failures) - len(shown),
+        "survived": sum(stage.task(one.task).good for stage, one in failures),
+        "open": sum(1 for stage in status.in_order() for task in stage.work.values() if task.ended and task.open),
+        "left_out": [_left_out(stage, one) for stage in status.in_order() for one in stage.left_out[:LIST_MOST]],
+    }
+
+
+def _first_of_each(failures: Sequence[tuple[StageStatus, Attempt]]) -> list[tuple[StageStatus, Attempt]]:
+    """Return as many failures as are shown: where there are more, each stage and cause is among them."""
+    if len(failures) <= ATTEMPTS:
+        return list(failures)
+    known: dict[tuple[str, str], list[tuple[StageStatus, Attempt]]] = {}
+    for stage, one in failures:
+        known.setdefault((stage.name, one.cause.value), []).append((stage, one))
+    share = max(1, ATTEMPTS // len(known))
+    return [pair for group in known.values() for pair in group[:share]][:ATTEMPTS]
+
+
+def _attempt(stage: StageStatus, one: Attempt) -> dict[str, Any]:
+    """Return what is said of an attempt that did not end well."""
+    task = stage.task(one.task)
+    after = "done" if task.good else "running again" if task.job is not None else "not done"
+    return {
+        "stage": stage.name,
+        "task": one.task,
+        "attempt": one.number,
+        "cause": one.cause.value,
+        "is_memory": one.cause in (Cause.HOST_OOM, Cause.GPU_OOM),
+        "reason": clip(one.reason),
+        "said": clip(one.said) if one.said not in one.reason else "",
+        "then": clip(task.then.get(one.number, "")),
+        "now": after,
+        "asked_bytes": one.ask.mem_bytes,
+        "peak_bytes": one.peak_rss_bytes,
+        "gpu_peak_bytes": one.gpu_peak_bytes,
+        "limit_s": one.ask.time_s,
+        "elapsed_s": one.elapsed_s or None,
+        "ended_at": one.ended_at or None,
+        "node": clip(one.node),
+        "job": clip(one.job),
+        "log": clip(one.log),
+        "exit_code": one.exit_code,
+        "on": bounded(list(one.on[:5])),
+    }
+
+
+def _left_out(stage: StageStatus, told: Mapping[str, Any]) -> dict[str, Any]:
+    names = [clip(str(name)) for name in told.get("names", ())]
+    return {"stage": stage.name, "names": names[:5], "more": max(0, len(names) - 5), "why": clip(told.get("why", ""))}
+
+
+def rejection_facts(folder: RunFolder, status: RunStatus) -> dict[str, Any]:
+    """Return why items were left out: by reason from the newest census or, while stages run, as told so far."""
+    judged = [stage for stage in status.in_order() if stage.census and stage.census.get("rejected")]
+    so_far = [stage for stage in status.in_order() if not stage.census and stage.reasons]
+    rows = [row for stage in _telling(judged) for row in _by_census(stage)]
+    rows += [
+        {"stage": stage.name, "reason": reason, "items": items, "example": "", "so_far": True}
+        for stage in so_far
+        for reason, items in stage.reasons.most_common()
+    ]
+    items, more = _listed(folder)
+    return {"rows": rows, "items": items, "more": more, "file": str(folder.rejected) if items else ""}
+
+
+def _telling(stages: Sequence[StageStatus]) -> Iterator[StageStatus]:
+    """Yield stages that left out other items than the one before: what was left out stays left out."""
+    before: Mapping[str, int] = {}
+    for stage in stages:
+        assert stage.census is not None
+        if stage.census["rejected"] != before:
+            yield stage
+        before = stage.census["rejected"]
+
+
+def _by_census(stage: StageStatus) -> Iterator[dict[str, Any]]:
+    census = stage.census or {}
+    for reason, items in list(census["rejected"].items())[:LIST_MOST]:
+        example = clip(str(census.get("examples", {}).get(reason, "")))
+        yield {"stage": stage.name, "reason": reason, "items": items, "example": example, "so_far": False}
+
+
+def _listed(folder: RunFolder) -> tuple[list[dict[str, str]], int]:
+    """Return the first items that were left out, and how many more there are in the list."""
+    rows: list[dict[str, str]] = []
+    try:
+        with folder.rejected.open("rb") as file:
+            for line in islice(file, REJECTIONS):
+                told = json.loads(line)
+                rows.append(
+                    {name: clip(str(told.get(name, ""))) for name in ("id", "reason", "detail", "origin", "split")}
+                )
+            more = sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
+    except (OSError, ValueError):
+        return rows, 0
+    return rows, more
+
+
+def clip(text: str, most: int = LINE_MOST) -> str:
+    """Return text of bounded length, which says what it leaves out."""
+    return text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} more characters)"
+
+
+def bounded(value: Any) -> Any:
+    """Return JSON data of bounded size; what is left out is counted where people read it."""
+    if isinstance(value, Enum):
+        return bounded(value.value)
+    if isinstance(value, str):
+        return clip(value)
+    if isinstance(value, dict):
+        return {clip(str(name), 200): bounded(one) for name, one in islice(value.items(), DICT_MOST)}
+    if isinstance(value, list | tuple):
+        more = [f"… and {len(value) - LIST_MOST:,} more"] if len(value) > LIST_MOST else []
+        return [*map(bounded, value[:LIST_MOST]), *more]
+    if isinstance(value, datetime):
+        return value.timestamp()
+    return value if value is None or isinstance(value, int | float) else clip(str(value))
+
+
+MOST_SLOTS = 400  # in which the work of a stage is counted
+SPANS = 240  # into which a run is cut to count the tasks that run at once
+TELLING = (EventKind.PROGRESS, EventKind.TASK_FINISHED)
+
+
+@dataclass(slots=True)
+class Slots:
+    """Counts over time; events come in any order, and slots become wider before they become too many."""
+
+    width_s: int = 1
+    counts: Counter[int] = field(default_factory=Counter)
+
+    def add(self, at: float, count: int) -> None:
+        """Count something that was done by a time."""
+        self.counts[int(at) // self.width_s] += count
+        while len(self.counts) > MOST_SLOTS:
+            wider = Counter[int]()
+            for slot, known in self.counts.items():
+                wider[slot // 2] += known
+            self.width_s, self.counts = 2 * self.width_s, wider
+
+    def points(self, until: float) -> list[tuple[float, float]]:
+        """Return time and count a second, slot by slot; where nothing was told for long, it is 0."""
+        if not self.counts:
+            return []
+        first, last = min(self.counts), max(self.counts)
+        step = max(1, -(-(last - first + 1) // MOST_SLOTS))
+        found = []
+        for start in range(first, last + 1, step):
+            begin, end = start * self.width_s, min((start + step) * self.width_s, max(until, start * self.width_s + 1))
+            total = sum(self.counts[slot] for slot in range(start, start + step))
+            found.append(((begin + end) / 2, total / (end - begin)))
+        return found
+
+
+class Pace:
+    """How much tasks have worked through over time; what was done again counts again: it is a speed."""
+
+    def __init__(self) -> None:
+        self.stages: dict[str, Slots] = {}
+        self._done: dict[str, int] = {}  # by process, in its present attempt
+
+    def take(self, event: Event) -> None:
+        """Take one event into account."""
+        if event.kind is EventKind.TASK_STARTED:
+            self._done[event.writer] = 0
+        elif event.kind in TELLING and (more := event.data["done"] - self._done.get(event.writer, 0)) > 0:
+            self._done[event.writer] = event.data["done"]
+            self.stages.setdefault(event.data["stage"], Slots()).add(event.at, more)
+
+
+def span_of(status: RunStatus, now: float) -> tuple[float, float]:
+    """Return when a run began, and when it ended or what time it is."""
+    begun = status.started_at or min((one.started_at for one in status.stages.values()), default=now)
+    ends = [one.ended_at for stage in status.stages.values() for task in stage.work.values() for one in task.ended]
+    last = max([status.ended_at, *(stage.ended_at for stage in status.stages.values()), *ends], default=0.0)
+    end = max(last, begun) if status.ended_at else now
+    return begun, max(end, begun + 1e-3)
+
+
+def first_start(stage: StageStatus) -> float | None:
+    """Return when the first task of a stage began to run."""
+    return min((begin for begin, _ in _times(stage, 0.0)), default=None)
+
+
+def at_once(status: RunStatus, begun: float, end: float) -> dict[str, list[tuple[float, int]]]:
+    """Return for each stage how many of its tasks ran, at the beginning of each span of the run."""
+    width = (end - begun) / SPANS
+    found = {}
+    for stage in status.in_order():
+        changes = [0] * (SPANS + 1)
+        for start, stop in _times(stage, end):
+            first, last = (min(SPANS - 1, max(0, int((at - begun) / width))) for at in (start, stop))
+            changes[first] += 1
+            changes[last + 1] -= 1
+        if any(changes):
+            running = accumulate(changes[:SPANS])
+            found[stage.name] = [(begun + place * width, count) for place, count in enumerate(running)]
+    return found
+
+
+def _times(stage: StageStatus, now: float) -> Iterator[tuple[float, float]]:
+    """Yield when each attempt at a task of a stage began and ended, as far as that is known."""
+    for task in stage.work.values():
+        for one in task.ended:
+            if one.ended_at and one.elapsed_s > 0:
+                yield one.ended_at - one.elapsed_s, one.ended_at
+        word = task.word
+        if task.job is not None and word.began:  # nobody has judged it yet, or nobody will: of a run that was stopped
+            yield word.began, word.at if word.finished or word.exit_code is not None else now
+
+
+def failures_over_time(status: RunStatus, begun: float, end: float) -> list[dict[str, Any]]:
+    """Return what did not end well by stage, cause and span of time, with how often it was so."""
+    width = (end - begun) / SPANS
+    counted = Counter[tuple[str, str, int]]()
+    for stage in status.in_order():
+        for task in stage.work.values():
+            for one in task.ended:
+                if one.cause is not Cause.DONE and one.ended_at:
+                    counted[stage.name, one.cause.value, int((one.ended_at - begun) / width)] += 1
+    return [
+        {"stage": stage, "cause": cause, "at": begun + (place + 0.5) * width, "times": times}
+        for (stage, cause, place), times in sorted(counted.items())
+    ]
+
+
+def paces(pace: Mapping[str, Slots], until: float) -> dict[str, list[tuple[float, float]]]:
+    """Return the speed of each stage over time."""
+    return {name: slots.points(until) for name, slots in pace.items()}

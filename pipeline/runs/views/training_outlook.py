@@ -1,0 +1,393 @@
+"""What `pipeline plan --stage train` tells: the plan, tables to decide by, the job, and what deserves a word."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipeline.errors import ConfigError
+from pipeline.memory.footprint import Category
+from pipeline.memory.hardware.caching_allocator import format_bytes
+from pipeline.memory.hardware.gpus import device
+from pipeline.memory.hardware.host_memory import Training, measured_baseline, train_need
+from pipeline.memory.history.task_history import Suggestion
+from pipeline.memory.lint.training_rules import Facts, lint
+from pipeline.memory.planning.comparison import Offer, alternatives, table
+from pipeline.memory.planning.memory_plan import plain
+from pipeline.memory.planning.planner import Stage, plan_stages
+from pipeline.memory.planning.request import Card, Data
+from pipeline.memory.planning.reserved_memory import SETTINGS, reserve
+from pipeline.project.project import asked_bytes
+from pipeline.project.user_code import blamed
+from pipeline.runs.dataset.loading import table_of
+from pipeline.runs.engine.create import cluster_name, profiles_of
+from pipeline.runs.model.offers import NAME, Question, is_known, offers_of, site_card, waits
+from pipeline.runs.model.probe import Place, measured_pace, measured_ratios, probe
+from pipeline.runs.model.training_work import Work, cutter, least_of, sizes_of, target_of
+from pipeline.runs.workflow.reader_stage import refuse_crop
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from pipeline.config.schema import Config
+    from pipeline.memory.estimating.fallback_oracle import Ladder
+    from pipeline.memory.footprint import Choice, Standing
+    from pipeline.memory.hardware.host_memory import HostNeed
+    from pipeline.memory.lint.training_rules import Finding
+    from pipeline.memory.planning.comparison import Alternative, Configuration
+    from pipeline.memory.planning.memory_plan import Plan
+    from pipeline.memory.planning.request import Request
+    from pipeline.memory.planning.reserved_memory import Reserve
+    from pipeline.runs.model.probe import Probed
+    from pipeline.training.items.item_table import Table
+
+    Integers = NDArray[np.int64]
+
+EVERY = "all items"  # the stage of a curriculum that has them
+COMPARED = ("24GiB", "a100-40gb", "a100-80gb-sxm", "h200-141gb-sxm")  # 24, 40, 80 and 141 GB
+TYPICAL = 95  # percentile of each size: the item of the table of configurations
+READERS = 2  # threads that read
+
+
+@dataclass(frozen=True)
+class TrainOutlook:
+    """What training would take."""
+
+    task: str
+    items: int
+    offer: Offer
+    plans: Mapping[str, Plan]  # by the stage of the curriculum, the last with all items
+    standing: Standing
+    evaluation_bytes: int | None  # live, of the largest micro-batch without gradients; None: nobody can tell
+    configurations: Sequence[Configuration]
+    item: Mapping[str, int]  # of the configurations
+    alternatives: Sequence[Alternative]
+    waits_s: Mapping[str, float]  # until a job of an offer would start, as the scheduler says it, where it does
+    host: HostNeed
+    mem: Suggestion
+    cpus: int  # of a node
+    gpus: int
+    nodes: int
+    time_s: int  # that a job may ask for, as configured
+    findings: Sequence[Finding]
+    probed: Sequence[Probed] = ()
+    ignores_sizes: bool = False  # larger batches take no more: example() may not do what it is told
+    pace: float | None = None  # measured/planned seconds of a step; None: nobody measured it
+
+    @property
+    def plan(self) -> Plan:
+        """Return the plan for all items."""
+        return self.plans[EVERY]
+
+    @property
+    def train_s(self) -> float:
+        """Return how long all epochs take, as far as is known."""
+        hours = sum(plan.gpu_hours.value for plan in self.plans.values())
+        return hours * 3600 / self.offer.ranks * (self.pace or 1.0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON data."""
+        return {
+            "stage": NAME,
+            "task": self.task,
+            "items": self.items,
+            "cards": [card.name for card in self.offer.cards],
+            "ranks": self.offer.ranks,
+            "plans": {name: plan.to_json() for name, plan in self.plans.items()},
+            "parameters": self.standing.parameters,
+            "trained": self.standing.trained,
+            "standing": plain(self.standing.parts),
+            "evaluation_bytes": self.evaluation_bytes,
+            "item": dict(self.item),
+            "configurations": plain(list(self.configurations)),
+            "alternatives": [
+                {**_alternative(one), "waits_s": self.waits_s.get(one.offer.name)} for one in self.alternatives
+            ],
+            "host": {"parts": plain(self.host.parts), "mem_bytes": self.mem.mem_bytes, "why": self.mem.why},
+            "job": {"cpus": self.cpus, "gpus": self.gpus, "nodes": self.nodes, "time_s": self.time_s},
+            "train_s": self.train_s,
+            "gpu_hours": self.train_s * self.offer.ranks / 3600,
+            "pace": self.pace,
+            "ignores_sizes": self.ignores_sizes,
+            "findings": [{**asdict(one), "severity": one.severity.value} for one in self.findings],
+            "probed": [_probed(one) for one in self.probed],
+        }
+
+
+def _alternative(one: Alternative) -> dict[str, Any]:
+    """Return an alternative as JSON data."""
+    return {
+        "offer": one.offer.name,
+        "ranks": one.offer.ranks,
+        "gpu_hours": one.gpu_hours.value if one.gpu_hours else None,
+        "hours": one.hours.value if one.hours else None,
+        "remedies": list(one.plan.remedies) if one.plan else [],
+        "why": one.why,
+    }
+
+
+def _probed(one: Probed) -> dict[str, Any]:
+    """Return a probe as JSON data."""
+    kept = ("card", "predicted_bytes", "measured_bytes", "predicted_s", "step_s", "log", "why", "notes")
+    return {**{name: getattr(one, name) for name in kept}, "outcome": one.outcome.value, "ratio": one.ratio}
+
+
+def outlook(question: Question, *, probing: bool = False) -> TrainOutlook:
+    """Plan training; a probe runs the worst bucket on every card first."""
+    work = Work.of(question.config, beside=question.beside, on_gpu=bool(question.gpus))
+    with blamed(work.task):
+        return _outlook(question, work, probing=probing)
+
+
+def _outlook(question: Question, work: Work, *, probing: bool) -> TrainOutlook:
+    case = _case(question, work)
+    config, offer, oracle = question.config, case.offers[0], case.oracle
+    plans = case.plans()
+    probed: tuple[Probed, ...] = ()
+    if probing:
+        places = [Place.of(card, site_card(config, card)) for card in offer.cards]
+        worst = max(plans.values(), key=lambda plan: plan.live.value)
+        probed = probe(config, work, worst, oracle, places, question.executor, question.tell, beside=question.beside)
+        plans = case.plans()
+    plan = plans[EVERY]
+    standing = oracle.standing(plan.choice)
+    host = _host(question, plan, standing, offer, case.table)
+    mem = _mem(config, host)
+    return TrainOutlook(
+        task=str(config.train.task),
+        items=len(case.table),
+        offer=offer,
+        plans=plans,
+        standing=standing,
+        evaluation_bytes=_evaluation_bytes(oracle, plan, standing),
+        configurations=case.configurations(plan),
+        item=case.typical,
+        alternatives=case.side_by_side(),
+        waits_s=dict(waits(question, case.offers, mem.mem_bytes)) if len(case.offers) > 1 else {},
+        host=host,
+        mem=mem,
+        cpus=max(config.cluster.train.cpus, host.ranks * (1 + READERS)),
+        gpus=offer.ranks // config.cluster.train.nodes if work.device == "cuda" else 0,
+        nodes=config.cluster.train.nodes,
+        time_s=int(config.cluster.train.time),
+        findings=lint(_facts(config, work, plan, offer)),
+        probed=probed,
+        ignores_sizes=_ignores_sizes(oracle, plan, least_of(case.sizes)),
+        pace=measured_pace(config, work, plan.choice, [card.name for card in offer.cards]),
+    )
+
+
+def _evaluation_bytes(oracle: Ladder, plan: Plan, standing: Standing) -> int | None:
+    """Return what is live while the largest micro-batch is evaluated between two steps."""
+    worst = max(plan.buckets, key=lambda bucket: bucket.live.value)
+    found = oracle.evaluation(plan.choice, worst.sizes)
+    return standing.bytes + found.again.peak_bytes if found else None
+
+
+def _ignores_sizes(oracle: Ladder, plan: Plan, least: Mapping[str, int]) -> bool:
+    """Tell whether the worst micro-batch takes no more than the least one although its sizes are twice as large."""
+    worst = max(plan.buckets, key=lambda bucket: bucket.live.value).sizes
+    if any(worst[name] < 2 * size for name, size in least.items()):
+        return False
+    least_peak = oracle.micro(plan.choice, least).again.peak_bytes
+    return oracle.micro(plan.choice, worst).again.peak_bytes <= least_peak
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What plans are made of."""
+
+    config: Config
+    work: Work
+    table: Table
+    sizes: Mapping[str, Integers]
+    offers: Sequence[Offer]
+    oracle: Ladder
+
+    @property
+    def padded(self) -> bool:
+        return self.config.train.batching == "padded"
+
+    @property
+    def request(self) -> Request:
+        return self.work.request(self.config.train, self.offers[0].ranks)
+
+    @property
+    def data(self) -> Data:
+        request = self.request
+        cut = cutter(request.batch, padded=self.padded, seed=self.config.train.seed, micro_batch=request.micro_batch)
+        return Data(self.sizes, cut, self.padded, self.table.ids)
+
+    @property
+    def reserve(self) -> Reserve:
+        """Return how much an allocator holds, with the settings that are allowed."""
+        wanted = self.config.train.allocator
+        allowed = [one for one in SETTINGS if wanted == "auto" or one.settings.expandable == (wanted == "expandable")]
+        return partial(reserve, alternatives=allowed)
+
+    @property
+    def typical(self) -> dict[str, int]:
+        """Return the sizes that nearly all items have at most."""
+        return {name: int(np.percentile(values_N, TYPICAL)) for name, values_N in self.sizes.items()}
+
+    def compared(self) -> list[Card]:
+        """Return cards of the usual sizes."""
+        if self.work.device != "cuda":
+            return []
+        fraction = self.config.train.memory_fraction
+        return [Card.of(device(name), self.offers[0].ranks, fraction=fraction) for name in COMPARED]
+
+    def plans(self) -> dict[str, Plan]:
+        """Plan every stage of the curriculum, and once more with what was measured of such a model on such cards."""
+        cards, stages = self.offers[0].cards, list(_stages(self.config, self.data))
+
+        def planned(ratios: tuple[float, ...] = (), measured: Choice | None = None) -> dict[str, Plan]:
+            request = replace(self.request, ratios=ratios, measured=measured)
+            return plan_stages(self.oracle, stages, request, cards, reserve=self.reserve, others=self.compared())
+
+        plans = planned()
+        names = [card.name for card in cards]
+        choice = plans[EVERY].choice
+        ratios = measured_ratios(self.config, self.work, choice, names)
+        return planned(ratios, choice) if ratios else plans
+
+    def configurations(self, plan: Plan) -> list[Configuration]:
+        """Return what a rank's share takes whole, halved, … and one by one."""
+        batch = min(self.config.train.effective_batch, len(self.table))
+        share = ceil(batch / self.offers[0].ranks)
+        counts = [1, 2]
+        while counts[-1] < share:
+            counts.append(2 * counts[-1])
+        items = sorted({ceil(share / count) for count in counts}, reverse=True)
+        shares = [(one, ceil(share / one)) for one in items]
+        cards = self.compared() or self.offers[0].cards
+        return table(
+            self.oracle,
+            shares,
+            cards,
+            self.typical,
+            padded=self.padded,
+            choice=plan.choice,
+            ratios=measured_ratios(self.config, self.work, plan.choice, plan.cards),
+            is_compiled=self.config.train.compile,
+            reserve=self.reserve,
+        )
+
+    def side_by_side(self) -> list[Alternative]:
+        """Return what the offers cost; nothing to compare where there is one."""
+        if len(self.offers) < 2:
+            return []
+        return alternatives(self.oracle, self.data, self.request, self.offers, reserve=self.reserve)
+
+
+def _case(question: Question, work: Work) -> _Case:
+    """Look up the items, and who answers for the model: the weakest card decides how attention is imitated."""
+    config = question.config
+    refuse_crop(config)
+    table_ = _items(question)
+    sizes = sizes_of(work.task, table_.sizes)
+    offers = offers_of(question, on_cpu=work.device == "cpu")
+    cards = [device(card.name) for offer in offers for card in offer.cards if is_known(card)]
+    capability = min((card.capability for card in cards), default=(8, 0)) if work.device == "cuda" else None
+    padded = config.train.batching == "padded"
+    oracle = work.oracle(least_of(sizes), target_of(capability), padded=padded)
+    return _Case(config, work, table_, sizes, offers, oracle)
+
+
+def _items(question: Question) -> Table:
+    """Return the items that are trained on."""
+    table = table_of(question.project, question.again)
+    split = question.config.train.split
+    if split is None or not any(table.splits):  # a data set without splits is trained on as a whole
+        return table
+    return table.of_split(split)
+
+
+def _stages(config: Config, data: Data) -> Iterator[Stage]:
+    """Yield the stages of the curriculum; the last has all items."""
+    left = config.train.epochs
+    for number, stage in enumerate(config.train.curriculum, 1):
+        unknown = [name for name in stage.largest if name not in data.sizes]
+        if unknown:
+            what = f"no size is called {unknown[0]!r}; the task's cost() names {', '.join(data.sizes)}"
+            raise ConfigError(what, where=f"train.curriculum, stage {number}", remedy="name one of these")
+        keep_N = np.all([data.sizes[name] <= most for name, most in stage.largest.items()], axis=0)
+        if not keep_N.any():
+            what = f"no item is as small as {', '.join(f'{most:,} {name}' for name, most in stage.largest.items())}"
+            raise ConfigError(what, where=f"train.curriculum, stage {number}", remedy="raise `largest`")
+        left -= stage.epochs
+        yield Stage(f"stage {number}", data.only(keep_N), stage.epochs)
+    yield Stage(EVERY, data, left)
+
+
+def _host(question: Question, plan: Plan, standing: Standing, offer: Offer, table: Table) -> HostNeed:
+    """Return what a node's processes take."""
+    config = question.config
+    gpu = offer.cards[0].caching
+    inputs = sum(part.bytes for part in plan.parts if part.category is Category.INPUTS)
+    parameters = sum(part.bytes for part in standing.parts if part.category in (Category.PARAMETERS, Category.BUFFERS))
+    run = Training(
+        ranks=ceil(offer.ranks / config.cluster.train.nodes),
+        gpu=gpu,
+        several=offer.ranks > 1,
+        model_bytes=parameters,
+        step_bytes=0 if gpu else int(plan.live.value),
+        resumed_bytes=standing.bytes,
+        staged_bytes=standing.bytes,
+        batch_bytes=max(inputs, 1),
+        slots=config.train.slots,
+        sized=True,
+        threads=READERS,
+        offloaded_bytes=plan.host_bytes,
+        items=len(table),
+        sizes=len(table.sizes),
+        compile_workers=config.cluster.train.cpus if config.train.compile else 0,
+    )
+    return train_need(run, measured_baseline())
+
+
+def _mem(config: Config, host: HostNeed) -> Suggestion:
+    """Return what a job asks for: as configured; else as planned, corrected by what such jobs were measured to take."""
+    resources = config.cluster.train
+    pinned = asked_bytes(resources, 0)
+    if pinned:
+        planned = format_bytes(host.total_bytes)
+        fits = "enough" if pinned >= host.total_bytes else f"less than the {planned} that are planned"
+        return Suggestion(pinned, f"pinned by cluster.train: {fits}", 0)
+    task, where = str(config.train.task), cluster_name(config)
+    return profiles_of(config).suggest(NAME, task, where, planned_bytes=host.total_bytes)
+
+
+def _facts(config: Config, work: Work, plan: Plan, offer: Offer) -> Facts:
+    """Return what is known of the run, for the linter."""
+    train = config.train
+    cards = [device(card.name) for card in offer.cards if is_known(card)]
+    model = work.model()
+    return Facts(
+        environment=dict(os.environ),
+        to_save_gpu_memory=frozenset(),
+        empty_cache_every=train.empty_cache_every,
+        memory_fraction=train.memory_fraction,
+        batch=train.effective_batch,
+        accumulation=plan.accumulation_most,
+        gpus=offer.ranks,
+        module_types=frozenset(type(module).__name__ for module in model.modules()),
+        in_batch_contrastive=work.is_in_batch or None,
+        two_passes=work.is_contrastive or None,
+        parameter_bytes=sum(one.numel() * one.element_size() for one in model.parameters()),
+        gpu_bytes=min(card.memory_bytes for card in offer.cards) if work.device == "cuda" else None,
+        variable_shapes=len({tuple(bucket.sizes.values()) for bucket in plan.buckets}) > 1,
+        precision=plan.choice.precision,
+        loss_scaling=plan.choice.precision == "fp16" or None,
+        native_bf16=all(card.has_bf16 for card in cards) if cards else None,
+        optimizer_way=work.settings.way,
+        compile_mode="default" if train.compile else None,
+        cpus=config.cluster.train.cpus,
+    )

@@ -1,0 +1,366 @@
+"""Stage train with a script of the user's in place of a task: what a run makes of `train.command`.
+
+It is one task, which runs whenever it is asked for: only the script knows what it did before, from what it left in
+{output}. Its success is its exit code 0. Nothing of it can be traced, so the first attempt has memory and micro-batches
+by measurement of earlier runs of the same command, or as stated here; the ladder of attempts finds the rest.
+
+It runs where it lies, and is not frozen: an edit reaches the next attempt. What a command may say, what it is told and
+how its end is judged: see `own_script` and `script_process`; of several processes: `script_peers`.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import secrets
+import shlex
+import signal
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.cluster.verdict import GO_ON, SIGNALLED, Cause
+from pipeline.errors import ConfigError, PlanInfeasible
+from pipeline.journal.ledger import Reader
+from pipeline.journal.run_folder import RunFolder, writing
+from pipeline.journal.run_status import StageStatus, fold
+from pipeline.memory.runtime.gauges import peak_of
+from pipeline.project.project import asked_bytes
+from pipeline.runs.dataset.worklist import Found, Shard
+from pipeline.runs.model.prepare import name_of
+from pipeline.runs.workflow.train_stage import NAME, Trained
+from pipeline.script.command import (
+    End,
+    Peers,
+    Script,
+    Values,
+    batches,
+    culprit,
+    environment,
+    meeting,
+    parse,
+    refuse_blind,
+    refuse_other_batch,
+    words,
+)
+from pipeline.script.script_process import STEP, run
+from pipeline.training.ranks.rank_protocol import LOST
+from pipeline.training.ranks.rendezvous import Place
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Mapping
+
+    from pipeline.config.schema import Config
+    from pipeline.config.schema_cluster import TrainResources
+    from pipeline.project.project import Project
+    from pipeline.records import Reason, Tell
+    from pipeline.script.script_process import Outcome
+
+STATED_BYTES = 8 << 30  # of a process: torch with CUDA, and its data workers, seldom take more
+STATED = "stated: nobody knows what a script takes until it has run (cluster.train.mem)"
+FIGURE = "script."  # before the names of its figures: what it calls them may be what we call ours
+PROGRESS = FIGURE + STEP
+BATCH_NAMES = frozenset({"micro_batch", "accumulation", "effective_batch"})
+EXPANDABLE = "expandable_segments:True"
+LINES_SHOWN, LINE_MOST = 6, 300
+OUT_OF_MEMORY = frozenset({Cause.GPU_OOM, Cause.HOST_OOM})
+
+
+def is_script(config: Config, stage: str = NAME) -> bool:
+    """Tell whether a stage runs a script."""
+    return stage == NAME and config.train.command is not None
+
+
+def script_of(config: Config) -> Script:
+    """Return the command of a configuration."""
+    return parse(config.train.command or "")
+
+
+def starts_on_node(config: Config, stage: str) -> int:
+    """Return how many processes we start on each node; a command that starts processes itself is one."""
+    resources: TrainResources = getattr(config.cluster, stage)
+    return 1 if is_script(config, stage) and script_of(config).launches else resources.ranks_per_node
+
+
+def inspect(project: Project) -> None:
+    """Refuse a command that cannot be meant, or that would take another batch than it should."""
+    first_words(project)
+
+
+def first_words(project: Project, shrink: int = 0) -> list[str]:
+    """Return the words that the first process runs, after so many deaths of a GPU's memory."""
+    config = project.config
+    micro, accumulation = batches_of(config, shrink)
+    values = values_of(config, Place(0, 1), micro, accumulation, RunFolder(config.cluster.runs / "RUN"))
+    return words(script_of(config), values)
+
+
+def batches_of(config: Config, shrink: int) -> tuple[int, int]:
+    """Return micro_batch and accumulation of an attempt; they are nobody's business where the command names neither."""
+    script, train = script_of(config), config.train
+    refuse_blind(script, shrink)
+    if not script.names & BATCH_NAMES:
+        return train.effective_batch, 1
+    return batches(train.effective_batch, config.cluster.train.world, train.micro_batch, shrink)
+
+
+def values_of(config: Config, place: Place, micro_batch: int, accumulation: int, folder: RunFolder) -> Values:
+    """Return what the placeholders stand for, in one process of the first attempt."""
+    train, resources = config.train, config.cluster.train
+    starts, processes = starts_on_node(config, NAME), resources.ranks_per_node
+    node = place.rank // starts
+    return Values(
+        effective_batch=train.effective_batch,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        ranks=resources.world,
+        rank=place.rank if starts == processes else node * processes,
+        local_rank=place.local_rank,
+        processes=processes,
+        gpus=resources.gpus,
+        nodes=resources.nodes,
+        node=node,
+        precision="fp32" if train.precision == "auto" else train.precision,
+        seed=train.seed,
+        epochs=train.epochs,
+        run=folder.path,
+        output=output_of(config),
+        config=folder.config,
+    )
+
+
+def output_of(config: Config) -> Path:
+    """Return where checkpoints belong: the same for every attempt and run of a command that means the same."""
+    train = config.train
+    decisive = train.model_dump(mode="json", include={"command", "effective_batch", "seed", "precision"})
+    return train.models / name_of("script", decisive)
+
+
+def survey(_project: Project, _folder: RunFolder | None, _at_once: int) -> Found:
+    """Return the one task there is: it runs whenever it is asked for."""
+    counts = {"items": 1, "refused": 0, "unusable": 0, "cached": 0, "missing": 1, "waiting": 0}
+    return Found(counts, (Shard(0, 1, 1),), cost=1.0)
+
+
+def mem_bytes(project: Project) -> int:
+    """Return the memory of a node's processes: as pinned, else as stated."""
+    resources = project.config.cluster.train
+    return asked_bytes(resources, STATED_BYTES * resources.ranks_per_node)
+
+
+def gpu_bytes(_project: Project) -> int:
+    """Return 0: nobody knows which card is enough."""
+    return 0
+
+
+def recipe(project: Project) -> Mapping[str, Any]:
+    """Return under what measurements of such jobs are remembered."""
+    train, resources = project.config.train, project.config.cluster.train
+    return {
+        "command": train.command,
+        "batch": train.effective_batch,
+        "micro_batch": train.micro_batch,
+        "processes": resources.ranks_per_node,
+    }
+
+
+class Ended(Exception):
+    """A script has ended, and is not done: with what the task is to exit, and what is to be said of it."""
+
+    def __init__(self, code: int, what: str = "", trouble: str = "", *, step: int = 0, quiet: bool = False) -> None:
+        super().__init__(what)
+        self.code, self.what, self.trouble = code, what, trouble
+        self.step = step  # how far it said that it came; 0: it never said
+        self.quiet = quiet  # another process was the reason, and says so
+
+    @classmethod
+    def of(cls, outcome: Outcome) -> Ended:
+        """Return what is said of an end; where nothing is known of the reason, its last lines."""
+        what = outcome.what
+        if not (outcome.reason or outcome.goes_on) and len(outcome.last_lines) > 1:
+            what += "".join(f"\n    | {line[:LINE_MOST]}" for line in outcome.last_lines[-LINES_SHOWN:])
+        return cls(outcome.code, what, outcome.trouble, step=outcome.step)
+
+
+def work(
+    project: Project, folder: RunFolder, _task: int, tell: Tell, _part: tuple[int, int] = (0, 1)
+) -> Generator[Reason | None, None, None]:
+    """Run the script, or one of its processes, to its end; raise Ended where it is not done."""
+    config, place = project.config, tell.place or Place(0, 1)
+    script = script_of(config)
+    micro, accumulation = batches_of(config, tell.shrink)
+    name = f"script-{place.meeting or secrets.token_hex(8)}"
+    with writing(folder.meetings):
+        folder.meetings.mkdir(exist_ok=True)
+    with meeting(folder.meetings / name, place.rank, place.nodes) as master:
+        values = replace(
+            values_of(config, place, micro, accumulation, folder),
+            attempt=newest_attempt(folder),
+            master_address=master[0],
+            master_port=master[1],
+        )
+        with writing(values.output):
+            values.output.mkdir(parents=True, exist_ok=True)
+        if number := tell.ending():
+            tell.ended_by = number
+            return
+        outcome = _run(project, script, values, tell)
+        _settle(outcome, Peers(folder.meetings, name, place), tell.ending)
+    yield None
+
+
+def _run(project: Project, script: Script, values: Values, tell: Tell) -> Outcome:
+    """Run the script; what it tells of itself goes to the ledger."""
+    train, resources = project.config.train, project.config.cluster.train
+
+    def hear(figures: Mapping[str, float]) -> None:
+        tell.figures.update({FIGURE + name: value for name, value in figures.items()})
+        tell.on(())
+
+    allocator = EXPANDABLE if train.allocator == "expandable" else ""
+    outcome = run(
+        words(script, values),
+        environment=environment(script, values, os.environ, threads=resources.cpus, allocator=allocator),
+        cwd=project.beside or Path.cwd(),
+        tell=hear,
+        mem_bytes=tell.mem_bytes,
+    )
+    # Of its node, which the memory that is asked for is for: its other processes are thought to take as much.
+    own_bytes = peak_of(resource.getrusage(resource.RUSAGE_SELF))
+    tell.figures["host_peak_bytes"] = (outcome.peak_rss_bytes + own_bytes) * starts_on_node(project.config, NAME)
+    return outcome
+
+
+def newest_attempt(folder: RunFolder) -> int:
+    """Return the number of the newest attempt that was submitted."""
+    stage = stage_of(folder)
+    return max((job.attempt for job in (*stage.jobs.values(), *stage.intents.values())), default=1)
+
+
+def stage_of(folder: RunFolder) -> StageStatus:
+    """Return what the ledger knows of the stage."""
+    return fold(folder.name, Reader(folder).news()).stages.get(NAME) or StageStatus(NAME)
+
+
+def _settle(outcome: Outcome, peers: Peers, ending: Callable[[], int]) -> None:
+    """Return when all processes are done; raise Ended where that will not be."""
+    own = Ended.of(outcome)
+    if peers.place.world > 1:
+        end = End(own.code, outcome.told is not None, own.what, own.trouble, time.time())
+        peers.say(end)
+        ends = peers.await_ends(ending, well=outcome.finished)
+        first = culprit(ends)
+        if first not in (None, peers.place.rank):
+            raise Ended(LOST, f"process {first} of {peers.place.world}: {ends[first].what}", quiet=True)
+        if outcome.finished and len(ends) < peers.place.world:
+            raise Ended(SIGNALLED + signal.SIGTERM, "told to end while others go on", step=own.step, quiet=True)
+        if outcome.finished and any(one.code for one in ends.values()):
+            raise Ended(GO_ON, "other processes of the script have more to do", step=own.step)
+    if not outcome.finished:
+        raise own
+
+
+@dataclass(slots=True)
+class Scripted(Trained):
+    """What came of a script."""
+
+    command: str = ""
+    attempts: int = 0
+    micro_batch: int = 0
+    figures: dict[str, float] = field(default_factory=dict)  # that it told last
+
+
+def judge(project: Project, folder: RunFolder, _patience_s: float) -> Scripted:
+    """Say what came of the script, by its exit code, which is in the ledger: there is nothing else of it to judge."""
+    stage, config = stage_of(folder), project.config
+    task = stage.task(0)
+    done = task.good or task.word.finished
+    judged = Scripted(folder=str(output_of(config)), command=config.train.command or "", attempts=len(task.ended))
+    judged.items, judged.undone, judged.first_undone = int(done), int(not done), "" if done else "the script"
+    judged.ooms = sum(one.cause in OUT_OF_MEMORY for one in task.ended)
+    for told in stage.figures.values():
+        judged.figures |= {name.removeprefix(FIGURE): value for name, value in told.items() if name.startswith(FIGURE)}
+    judged.steps = int(judged.figures.get(STEP, 0))
+    with suppress(ConfigError, PlanInfeasible):
+        judged.micro_batch = batches_of(config, task.last.ask.shrink if task.last else 0)[0]
+    return judged
+
+
+def check(_project: Project, _folder: RunFolder, _judged: Trained) -> list[str]:
+    """Return nothing: what deserves a word, a script says itself."""
+    return []
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What is known of a script before it has run."""
+
+    words: tuple[str, ...]  # of the first process
+    processes: int
+    effective_batch: int
+    micro_batch: int
+    accumulation: int
+    smaller: tuple[int, ...]  # micro-batches of the attempts after a GPU's memory ended
+    why_none: str  # why there are none
+    mem_bytes: int
+    mem_why: str
+    most_bytes: int | None  # that a node gives
+    output: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON data."""
+        return {"stage": NAME, "script": True, **asdict(self)}
+
+    def lines(self) -> list[str]:
+        """Say it."""
+        of = "1 process" if self.processes == 1 else f"each of {self.processes} processes"
+        batch = f"micro-batches of {self.micro_batch}, {self.accumulation} a step, in {of}"
+        smaller = f"micro-batches of {', then '.join(map(str, self.smaller))}" if self.smaller else self.why_none
+        most = f", up to {_mib(self.most_bytes)}" if self.most_bytes else ""
+        return [
+            "train: a script, which cannot be traced: run whenever asked, and its exit code 0 is success",
+            f"  runs: {shlex.join(self.words)}",
+            f"  first: {batch} (effective batch {self.effective_batch}); {_mib(self.mem_bytes)} of memory",
+            f"  memory: {self.mem_why}",
+            f"  if a GPU's memory ends: {smaller}",
+            f"  if the host's memory ends: twice as much{most}",
+            f"  output: {self.output}",
+        ]
+
+
+def outline(project: Project, mem_bytes: int, mem_why: str, most_bytes: int | None = None) -> Outline:
+    """Return what is known of the script before it has run."""
+    config = project.config
+    micro, accumulation = batches_of(config, 0)
+    smaller, why_none = _smaller(config)
+    return Outline(
+        words=tuple(first_words(project)),
+        processes=config.cluster.train.world,
+        effective_batch=config.train.effective_batch,
+        micro_batch=micro,
+        accumulation=accumulation,
+        smaller=smaller,
+        why_none=why_none,
+        mem_bytes=mem_bytes,
+        mem_why=mem_why,
+        most_bytes=most_bytes,
+        output=str(output_of(config)),
+    )
+
+
+def _smaller(config: Config) -> tuple[tuple[int, ...], str]:
+    """Return the micro-batches of later attempts; where there are none, why the run then ends."""
+    script, found = script_of(config), list[int]()
+    while True:
+        try:
+            micro, accumulation = batches_of(config, len(found) + 1)
+            refuse_other_batch(script, micro, accumulation)
+        except (ConfigError, PlanInfeasible) as error:
+            return tuple(found), f"the run ends: {error.what}"
+        found.append(micro)
+
+
+def _mib(count: int) -> str:
+    return f"{count >> 20:,} MiB"

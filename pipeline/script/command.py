@@ -1,0 +1,350 @@
+"""A script of the user's in place of a task: what `train.command` says, and what each process of it is given.
+
+The command is split into words as a shell would, and no shell is ever used: what is filled into a word stays in it.
+Placeholders are the fields of `Values`; `{{` and `}}` are braces.
+
+Processes. As torchrun starts them: one for each GPU, each of which sees all GPUs of its node and is told its place by
+RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (a single process is told nothing, as if it were started by
+hand). So a script that runs under torchrun runs here as it is. A command that names {processes} or {gpus} starts its
+processes itself (torchrun, accelerate, Lightning, DataParallel): then it is started once on each node.
+
+Batches. micro_batch * accumulation * ranks is effective_batch, always. Nobody can predict what a foreign script takes,
+so the first attempt has train.micro_batch where it is a number, else all of a rank's share of the step; after a GPU ran
+out of memory the next has the largest divisor of the share that is at most half, and more accumulation. So a command
+has to name {accumulation} (or {effective_batch}) beside {micro_batch}.
+
+Folder. It runs in the folder of the configuration, and relative paths mean what they mean there. {output} is where its
+checkpoints belong: it is the same for every attempt, so a script that looks there for its last checkpoint goes on.
+
+How it ends, and is told to end: see `script_process`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import secrets
+import shlex
+import signal
+import socket
+import time
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.cluster.verdict import GO_ON
+from pipeline.errors import ConfigError, JobFailed, PlanInfeasible
+from pipeline.journal.run_folder import writing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from pipeline.training.ranks.rendezvous import Place
+
+WHERE = "train.command"
+PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
+ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+OPERATORS = frozenset({"|", "||", "&", "&&", ";", ">", ">>", "<", "2>", "2>&1", "&>"})
+LAUNCHING = frozenset({"processes", "gpus"})  # who names one of them starts the processes of a node itself
+RANK_NAMES = (  # what torchrun sets
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
+)
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+MEET_S, LOOK_EVERY_S = 300.0, 0.1  # file systems show new files late
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A command, in words with placeholders."""
+
+    words: tuple[str, ...]
+    names: frozenset[str]  # of the placeholders in it
+
+    @property
+    def launches(self) -> bool:
+        """Tell whether it starts the processes of a node itself."""
+        return bool(self.names & LAUNCHING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Values:
+    """What the placeholders of a command stand for, in one process of one attempt."""
+
+    effective_batch: int
+    micro_batch: int
+    accumulation: int
+    ranks: int = 1  # over all nodes
+    rank: int = 0
+    local_rank: int = 0  # on its node
+    processes: int = 1  # of a node
+    gpus: int = 0  # of a node
+    nodes: int = 1
+    node: int = 0
+    master_address: str = LOOPBACK
+    master_port: int = 0
+    precision: str = "fp32"
+    seed: int = 0
+    epochs: int = 1
+    attempt: int = 1
+    run: Path  # the folder of the run
+    output: Path  # where checkpoints belong
+    config: Path  # the configuration, resolved and frozen
+
+
+KNOWN = tuple(field.name for field in fields(Values))
+
+
+def parse(command: str) -> Script:
+    """Read a command; refuse what it cannot mean."""
+    try:
+        words = tuple(shlex.split(command))
+    except ValueError as error:
+        raise _refused(f"cannot be split into words: {error}") from error
+    if not words:
+        raise _refused("is empty")
+    _refuse_shell(words)
+    return Script(words, frozenset(name for word in words for name in _names(word)))
+
+
+def _refuse_shell(words: tuple[str, ...]) -> None:
+    """Refuse what only a shell understands: as words for a program it would mean something else."""
+    for word in words:
+        if word in OPERATORS:
+            raise _refused(f"has {word!r}, which only a shell understands, and none is used", "bash -c '…'")
+    if ASSIGNMENT.match(words[0]):
+        raise _refused(f"begins with {words[0]!r}, which only a shell understands", f"env {words[0]} …")
+
+
+def _names(word: str) -> Iterator[str]:
+    """Yield the placeholders in a word."""
+    for match in PLACEHOLDER.finditer(word):
+        if match[0] in ("{", "}"):
+            raise _refused(f"has a single {match[0]!r} in {word!r}", f"{match[0] * 2} for a brace")
+        name = match[1]
+        if name is not None and name not in KNOWN:
+            known = ", ".join(f"{{{one}}}" for one in KNOWN)
+            raise _refused(f"has {{{name}}}, which is not known; known are {known}", "{{ and }} for braces")
+        if name is not None:
+            yield name
+
+
+def words(script: Script, values: Values) -> list[str]:
+    """Return the words of one process; refuse a command that would take another batch than it should."""
+    refuse_other_batch(script, values.micro_batch, values.accumulation)
+    texts = {name: _text(value) for name, value in asdict(values).items()}
+    return [PLACEHOLDER.sub(lambda match: _filled(match, texts), word) for word in script.words]
+
+
+def _text(value: str | float | Path) -> str:
+    """Write a value as a word; paths hold wherever the script runs."""
+    return str(value.absolute()) if isinstance(value, Path) else str(value)
+
+
+def _filled(match: re.Match[str], texts: Mapping[str, str]) -> str:
+    """Return what a placeholder stands for."""
+    return texts[match[1]] if match[1] is not None else match[0][0]
+
+
+def refuse_other_batch(script: Script, micro_batch: int, accumulation: int) -> None:
+    """Refuse a command that is not told of accumulation where there is some: its steps would have fewer items."""
+    if accumulation > 1 and "micro_batch" in script.names and not script.names & {"accumulation", "effective_batch"}:
+        what = f"names {{micro_batch}} (now {micro_batch}) and not {{accumulation}} (now {accumulation})"
+        raise _refused(what, "… --accumulate {accumulation}   (or {effective_batch})")
+
+
+def batches(effective_batch: int, ranks: int, micro_batch: int | str, shrink: int = 0) -> tuple[int, int]:
+    """Return micro_batch and accumulation with which a step has exactly `effective_batch` items.
+
+    `shrink` counts how often a GPU's memory was too small: each time it is the largest divisor of a rank's share that
+    is at most half of what it was.
+    """
+    share, rest = divmod(effective_batch, ranks)
+    if rest:
+        near = _around(effective_batch, ranks)
+        what = f"{effective_batch} items cannot be shared equally by {ranks} processes, as a script of your own needs"
+        raise ConfigError(what, where="train.effective_batch", remedy=_either("train.effective_batch", near))
+    items = share if isinstance(micro_batch, str) else micro_batch
+    if share % items:
+        near = [one for one in (_divisor(share, items), _divisor_above(share, items)) if one]
+        what = f"micro-batches of {items} items never add up to {share}, a process's share of train.effective_batch"
+        raise ConfigError(what, where="train.micro_batch", remedy=_either("train.micro_batch", near))
+    for _ in range(shrink):
+        if items == 1:
+            what = "its GPU has no room for a micro-batch of a single item"
+            raise PlanInfeasible(what, where=WHERE, remedy="a GPU with more memory: cluster.train.constraint")
+        items = _divisor(share, items // 2)
+    return items, share // items
+
+
+def refuse_blind(script: Script, shrink: int) -> None:
+    """Refuse to repeat what cannot end otherwise: a GPU was too small for a command that names no micro-batch."""
+    if shrink and "micro_batch" not in script.names:
+        what = "its GPU's memory was too small, and the command names no {micro_batch} that could be smaller"
+        raise PlanInfeasible(what, where=WHERE, remedy="… --batch_size {micro_batch} --accumulate {accumulation}")
+
+
+def environment(
+    script: Script, values: Values, base: Mapping[str, str], *, threads: int = 1, allocator: str = ""
+) -> dict[str, str]:
+    """Return the environment of a script: ours, with its place among the processes as torchrun tells it."""
+    kept = {name: value for name, value in base.items() if name not in RANK_NAMES}
+    told = {
+        "PYTHONUNBUFFERED": "1",  # what it prints is seen when it prints it
+        "PIPELINE_RUN": _text(values.run),
+        "PIPELINE_OUTPUT": _text(values.output),
+        "PIPELINE_CONFIG": _text(values.config),
+        "PIPELINE_ATTEMPT": str(values.attempt),
+        **dict.fromkeys(THREADS, str(threads)),
+        **({ALLOCATOR: allocator} if allocator else {}),
+    }
+    return {**kept, **told, **({} if script.launches or values.ranks == 1 else _place(values))}
+
+
+def _place(values: Values) -> dict[str, str]:
+    """Return what torchrun tells a process; by the last of these Lightning knows that others start its processes."""
+    told = (
+        *(values.rank, values.ranks, values.local_rank, values.processes, values.node, values.nodes),
+        *(values.master_address, values.master_port, f"{values.run.name}-{values.attempt}"),
+    )
+    return dict(zip(RANK_NAMES, map(str, told), strict=True))
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """Keep a free port of this machine for a script's rank 0, until the script has ended.
+
+    The socket is bound and does not listen: nobody is given the port by the system, and torch's store, which also sets
+    SO_REUSEADDR, can listen on it.
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("", 0))
+        yield int(held.getsockname()[1])
+
+
+@contextmanager
+def meeting(path: Path, rank: int, nodes: int, timeout_s: float = MEET_S) -> Iterator[tuple[str, int]]:
+    """Agree on address and port: rank 0 writes them into a file, whose name is new for every start of the job."""
+    if rank:
+        yield _read_meeting(path, timeout_s)
+        return
+    with reserved_port() as port:
+        address = LOOPBACK if nodes == 1 else socket.gethostname()
+        partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
+        partial.write_text(json.dumps([address, port]))
+        partial.replace(path)
+        try:
+            yield address, port
+        finally:
+            with suppress(OSError):
+                path.unlink()
+
+
+def _read_meeting(path: Path, timeout_s: float) -> tuple[str, int]:
+    """Wait for what rank 0 writes."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            address, port = json.loads(path.read_text())
+        except FileNotFoundError:
+            time.sleep(LOOK_EVERY_S)
+        else:
+            return str(address), int(port)
+    what = f"rank 0 did not say within {timeout_s:.0f} s where to meet"
+    raise JobFailed(what, where=os.fspath(path), remedy="pipeline logs   (did rank 0 start?)")
+
+
+def _divisor(share: int, most: int) -> int:
+    """Return the largest divisor of a share that is at most this."""
+    return next((one for one in range(min(most, share), 0, -1) if share % one == 0), 1)
+
+
+def _divisor_above(share: int, least: int) -> int | None:
+    """Return the smallest divisor of a share that is at least this."""
+    return next((one for one in range(least, share + 1) if share % one == 0), None)
+
+
+def _around(number: int, step: int) -> list[int]:
+    """Return the multiples of a step just below and above a number."""
+    below = number // step * step
+    return [one for one in (below, below + step) if one]
+
+
+def _either(key: str, values: list[int]) -> str:
+    """Write the values that a setting can have."""
+    return "   or   ".join(f"--set {key}={value}" for value in values)
+
+
+def _refused(what: str, remedy: str = "") -> ConfigError:
+    hint = remedy or "python scripts/train.py --batch_size {micro_batch} --accumulate {accumulation}"
+    return ConfigError(what, where=WHERE, remedy=hint)
+
+
+PEERS_S, LOOK_EVERY_S = 3.0, 0.2  # for the words of another process, whose end may be why this one failed
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How one of the processes ended."""
+
+    code: int
+    told: bool  # to end
+    what: str
+    trouble: str
+    at: float
+
+    @property
+    def failed(self) -> bool:
+        """Tell whether it failed by itself."""
+        return self.code not in (0, GO_ON) and (not self.told or bool(self.trouble))
+
+
+class Peers:
+    """The processes of a script: how each of them ended, a file each."""
+
+    def __init__(self, folder: Path, name: str, place: Place) -> None:
+        self._folder, self._name, self.place = folder, name, place
+
+    def say(self, end: End) -> None:
+        """Write down how this one ended."""
+        path = self._path(self.place.rank)
+        partial = path.with_name(f"{path.name}.partial")
+        with writing(path):
+            partial.write_text(json.dumps(asdict(end)))
+            partial.replace(path)
+
+    def ends(self) -> dict[int, End]:
+        """Return how those ended that have."""
+        found = {}
+        os.listdir(self._folder)  # noqa: PTH208 - NFS remembers that a name is not there, but asks for a list
+        for rank in range(self.place.world):
+            with suppress(OSError, ValueError):
+                found[rank] = End(**json.loads(self._path(rank).read_text()))
+        return found
+
+    def await_ends(self, ending: Callable[[], int], *, well: bool) -> dict[int, End]:
+        """Wait until all have ended, or it is clear why one failed: who ended well, however long that takes."""
+        until = math.inf if well else time.monotonic() + PEERS_S
+        while True:
+            ends = self.ends()
+            is_clear = any(one.failed and one.trouble for one in ends.values())
+            if is_clear or len(ends) == self.place.world or time.monotonic() > until or ending() == signal.SIGTERM:
+                return ends
+            if until == math.inf and any(one.failed for one in ends.values()):
+                until = time.monotonic() + PEERS_S
+            time.sleep(LOOK_EVERY_S)
+
+    def _path(self, rank: int) -> Path:
+        return self._folder / f"{self._name}.{rank}.end"
+
+
+def culprit(ends: Mapping[int, End]) -> int | None:
+    """Return the process for whose sake the others failed: one whose memory ended, else the first."""
+    failed = [rank for rank, end in ends.items() if end.failed]
+    return min(failed, key=lambda rank: (not ends[rank].trouble, ends[rank].at, rank), default=None)

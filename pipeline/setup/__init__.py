@@ -1,0 +1,1 @@
+"""Before the first run: `pipeline init`, `pipeline doctor` and `pipeline demo`."""

@@ -1,0 +1,251 @@
+"""`pipeline doctor`: checks of everything a run will need, each with its remedy."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.config.load import check, find_config, load
+from pipeline.encoder.checkpoints.weights import find, identify
+from pipeline.errors import ConfigError, PipelineError
+from pipeline.memory.lint.training_rules import Facts, Severity, lint
+from pipeline.project.project import Project, local_machine, recipe_of, source_spec
+from pipeline.project.user_code import load_task
+from pipeline.records import Inventory, Item, Rejection
+from pipeline.report.tables import size
+from pipeline.runs.workflow.reader_stage import is_reader, reader_of, tried
+from pipeline.runs.workflow.script_stage import inspect
+from pipeline.setup import finding, slurm_checks
+from pipeline.setup.finding import Finding, Verdict, failed
+from pipeline.stages.scan import glance
+from pipeline.store.cache_folder import Cache
+from pipeline.structures.parsing.structure_files import paths
+from pipeline.structures.sources import items
+
+if TYPE_CHECKING:
+    from pipeline.config.load import Loaded
+    from pipeline.config.schema import Config
+
+LOOKED_AT = 100  # items of the data set that are listed
+LITTLE_BYTES = 5 << 30
+LITTLE_INODES = 100_000
+PACKAGE_NAME = re.compile(r"[\w.-]+")
+EXTRAS = {"bcif": ("biotite", "BinaryCIF files are rejected")}
+
+
+def examine(config_file: Path | None, sets: Sequence[str]) -> list[Finding]:
+    """Return the findings of every check; a check that fails never hides the next one."""
+    findings = [_python(), *_packages()]
+    try:
+        loaded = load(find_config(config_file), sets)
+    except PipelineError as error:
+        findings.append(failed("config", error))
+        return findings
+    findings.append(Finding("config", Verdict.OK, str(loaded.path)))
+    checks: tuple[tuple[str, Callable[[Loaded], Iterator[Finding]]], ...] = (
+        ("data", _data),
+        ("weights", _weights),
+        ("cache", _cache),
+        ("runs", _runs),
+        ("machine", _machine),
+        ("settings", settings_findings),
+        ("cluster", slurm_checks.check),
+    )
+    for name, look in checks:
+        try:
+            findings += look(loaded)
+        except PipelineError as error:
+            findings.append(failed(name, error))
+    return findings
+
+
+def _python() -> Finding:
+    """Look at the interpreter."""
+    return Finding("python", Verdict.OK, f"{sys.version.split()[0]} ({sys.executable})")
+
+
+def _packages() -> Iterator[Finding]:
+    """Look for the packages that this one declares, without importing any."""
+    missing = [name for name in _required() if not _installed(name)]
+    if missing:
+        remedy = f"pip install {' '.join(missing)}"
+        yield Finding("packages", Verdict.BAD, f"missing: {', '.join(missing)}", remedy, exit_code=2)
+    else:
+        yield Finding("packages", Verdict.OK, f"pipeline {version('pipeline')} and all it needs")
+    for extra, (module, without) in EXTRAS.items():
+        if find_spec(module) is None:
+            yield Finding(
+                f"extra {extra}", Verdict.NOTE, f"not installed: {without}", f"pip install 'pipeline[{extra}]'"
+            )
+
+
+def _required() -> list[str]:
+    """Return the names of the packages that this one needs without extras."""
+    lines = [line for line in requires("pipeline") or () if "extra ==" not in line]
+    return [name.group() for line in lines if (name := PACKAGE_NAME.match(line))]
+
+
+def _installed(name: str) -> bool:
+    """Say whether a package is installed."""
+    try:
+        version(name)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def _data(loaded: Loaded) -> Iterator[Finding]:
+    """List the beginning of the data set, and see whether its files are there."""
+    for missing in check(loaded):
+        yield Finding("data", Verdict.BAD, missing, f"edit {loaded.path}", exit_code=2)
+        return
+    config = loaded.config
+    if is_reader(config):
+        yield _entries(Project.open(config, remember=False, beside=loaded.base_dir.absolute()))
+        return
+    found = list(islice(items(source_spec(config)), LOOKED_AT))
+    good = [one for one in found if isinstance(one, Item)]
+    bad = [one for one in found if isinstance(one, Rejection)]
+    absent = [path for item in good for path in paths(item) if isinstance(glance(path, recipe_of(config)), Inventory)]
+    if not good:
+        what = f"no usable item at {config.data.path}" + (f"; {bad[0].id}: {bad[0].detail}" if bad else "")
+        yield Finding("data", Verdict.BAD, what, "pipeline config show   (see data.*)", exit_code=3)
+    elif absent:
+        what = f"{len(absent)} files of the first {len(good)} items are missing or unreadable, such as {absent[0]}"
+        yield Finding("data", Verdict.BAD, what, "see data.path and data.structures_dir", exit_code=3)
+    else:
+        count = f"the first {LOOKED_AT}" if len(found) == LOOKED_AT else f"all {len(found)}"
+        refused = f", {len(bad)} refused ({bad[0].id}: {bad[0].detail})" if bad else ""
+        yield Finding("data", Verdict.NOTE if bad else Verdict.OK, f"{config.data.path}: {count} items listed{refused}")
+
+
+def _entries(project: Project) -> Finding:
+    """See what a reader makes of the beginning of its data set."""
+    taken, path = tried(reader_of(project), LOOKED_AT), project.config.data.path
+    if not len(taken.table):
+        what = f"no usable item among the first {taken.entries} at {path}"
+        return Finding("data", Verdict.BAD, what, "pipeline config show   (see data.*)", exit_code=3)
+    verdict = Verdict.OK if len(taken.table) == taken.entries else Verdict.NOTE
+    return Finding("data", verdict, f"{path}: {len(taken.table)} of the first {taken.entries} items can be used")
+
+
+def _weights(loaded: Loaded) -> Iterator[Finding]:
+    """See whether the checkpoint is there and is one of ESM-2; nothing but embedding needs it."""
+    config = loaded.config
+    if is_reader(config):
+        return
+    try:
+        path = find(config.embed.weights)
+    except ConfigError as error:
+        yield Finding("weights", Verdict.NOTE, f"{error.what}; needed from the stage embed on", error.remedy)
+        return
+    weights = identify(path, _opened(config).kind("weights"), remember=False)
+    found = f"{weights.path}: {weights.layers} layers of {weights.dim}, {weights.precision}, {size(weights.bytes)}"
+    yield Finding("weights", Verdict.OK, found)
+
+
+def _cache(loaded: Loaded) -> Iterator[Finding]:
+    """See whether the cache is one, can be written, and has room."""
+    root, cache = loaded.config.cache.root, _opened(loaded.config)
+    broken = [f"{kind}/{name}: {why}" for kind in cache.kinds() for name, why in cache.kind(kind).stat().unreadable]
+    if broken:
+        what = f"{len(broken)} unreadable files, such as {broken[0]}; what they held is made anew"
+        yield Finding("cache", Verdict.NOTE, what, "pipeline cache stat")
+    else:
+        yield Finding("cache", Verdict.OK, f"{root}" if _existing(root) == root else f"{root} (made when first used)")
+    for error in cache.left_out:
+        yield failed("cache under it", error)
+    for layer in cache.under:
+        records = sum(layer.own(kind).stat().records for kind in layer.kinds())
+        yield Finding("cache under it", Verdict.OK, f"{layer.root}: {records:,} records, only read")
+    yield _writable("cache folder", root)
+    yield _room(root)
+
+
+def _opened(config: Config) -> Cache:
+    """Open the cache of a configuration."""
+    return Cache.over(config.cache.root, config.cache.under)
+
+
+def _runs(loaded: Loaded) -> Iterator[Finding]:
+    """See whether run folders can be made."""
+    yield _writable("run folders", loaded.config.cluster.runs)
+
+
+def _existing(path: Path) -> Path:
+    """Return a folder, or the nearest one above it that exists."""
+    return next(one for one in (path, *path.parents) if os.path.exists(one))  # noqa: PTH110 - which never raises
+
+
+def _writable(what: str, folder: Path) -> Finding:
+    """Try to make a file where results will be."""
+    place = _existing(folder)
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            return Finding(what, Verdict.OK, f"{folder} can be written")
+    except OSError as error:
+        remedy = "choose another folder in the configuration, or ask for write permission"
+        return Finding(what, Verdict.BAD, f"{folder} cannot be written: {error.strerror}", remedy, exit_code=2)
+
+
+def _room(root: Path) -> Finding:
+    """Look at free bytes and file numbers; a quota below them is not visible from here."""
+    place = _existing(root)
+    free_bytes, inodes = shutil.disk_usage(place).free, os.statvfs(place).f_favail
+    found = f"{size(free_bytes)} free, {inodes:,} files can be made"
+    if free_bytes < LITTLE_BYTES or 0 < inodes < LITTLE_INODES:
+        return Finding("disk", Verdict.NOTE, found, "make room, or set cache.root to a larger disk")
+    return Finding("disk", Verdict.OK, found)
+
+
+def _machine(loaded: Loaded) -> Iterator[Finding]:
+    """Say what the local executor would use."""
+    slots = loaded.config.cluster.slots
+    machine = local_machine(slots)
+    found = f"{machine.cpus} cores, {size(machine.mem_bytes)} memory, {len(machine.gpus)} GPUs for local tasks"
+    yield Finding("machine", Verdict.OK, found)
+
+
+def settings_findings(loaded: Loaded) -> Iterator[Finding]:
+    """Name every setting that is known to do harm, and load the task if one is named."""
+    for found in lint(facts_of(loaded.config)):
+        bad = found.severity is Severity.ERROR
+        verdict, remedy = Verdict.BAD if bad else Verdict.NOTE, f"{found.remedy}   ({found.source})"
+        yield Finding("settings", verdict, f"{found.what}: {found.why}", remedy, exit_code=2 if bad else 0)
+    if loaded.config.train.task is not None:
+        try:
+            load_task(loaded.config.train.task, loaded.config.train.options, beside=loaded.base_dir)
+        except PipelineError as error:
+            yield finding.failed("task", error)
+        else:
+            yield finding.good("task", loaded.config.train.task)
+    if loaded.config.train.command is not None:
+        try:
+            inspect(Project.open(loaded.config, remember=False))
+        except PipelineError as error:
+            yield finding.failed("script", error)
+        else:
+            yield finding.good("script", loaded.config.train.command)
+
+
+def facts_of(config: Config) -> Facts:
+    """Return what is known before a model is built."""
+    train, resources = config.train, config.cluster.train
+    return Facts(
+        environment=dict(os.environ),
+        empty_cache_every=train.empty_cache_every,
+        memory_fraction=train.memory_fraction,
+        batch=train.effective_batch,
+        micro_batch=None if train.micro_batch == "auto" else train.micro_batch,
+        gpus=max(1, resources.gpus) * resources.nodes,
+        compile_mode="default" if train.compile else None,
+    )

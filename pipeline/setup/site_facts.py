@@ -1,0 +1,334 @@
+"""What a cluster is like, as its own commands tell it; every version and every site prints a little differently.
+
+Nothing here runs a command by itself: `look` asks through the function it is given, the rest only reads text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from pipeline.cluster.accounting import CommandFailed
+from pipeline.cluster.slurm_commands import limit_of
+from pipeline.memory.hardware.gpus import SizesGib, names_a_model, nearest, sizes_gib, sizes_said
+
+Ask: TypeAlias = Callable[[Sequence[str], float], str]  # arguments and seconds → stdout; raises CommandFailed
+
+PATIENCE_S = 20.0
+CONFIG = ("scontrol", "show", "config")
+PARTITIONS = ("scontrol", "show", "partition", "--oneliner")
+NODES = ("sinfo", "--noheader", "--exact", "--format=%R|%D|%c|%m|%G|%f")  # --exact: 3 nodes of 64 GB are no "64000+"
+NOTHING = ("", "(null)", "N/A", "n/a", "NONE", "none", "UNLIMITED", "INFINITE", "infinite", "ALL")
+MIB = 1 << 20
+
+_FIELD = re.compile(r"(?:^|\s)([A-Za-z][\w/:-]*)=(\S*)")
+_SETTING = re.compile(r"\s*([\w/\[\]-]+)\s*=\s?(.*)")
+_GRES = re.compile(r"gpu(?::(?P<type>[^:()]*))??(?::no_consume)?(?::(?P<count>\d+)[KMGT]?)?(?:\(.*\))?")
+_SOCKETS = re.compile(r"\([^()]*\)")
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """The GPUs of one type in a node."""
+
+    type: str  # empty: the site names none
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """Nodes of a partition that are alike."""
+
+    partition: str
+    count: int
+    cpus: int | None
+    mem_bytes: int | None
+    gpus: tuple[Gpus, ...]
+    features: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """A partition, as scontrol shows it."""
+
+    name: str
+    is_default: bool
+    is_up: bool
+    time_s: int | None  # None: no limit
+    preempt_mode: str  # empty: not told
+    grace_s: int
+    accounts: tuple[str, ...]  # empty: all
+    qos: tuple[str, ...]  # empty: all
+    nodes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Association:
+    """An account that one may charge, and where."""
+
+    account: str
+    partition: str
+    qos: tuple[str, ...]
+    max_submit: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """All that was found out."""
+
+    settings: Mapping[str, str]
+    partitions: tuple[Partition, ...] = ()
+    nodes: tuple[Nodes, ...] = ()
+    associations: tuple[Association, ...] = ()
+    default_account: str = ""
+    qos_max_submit: Mapping[str, int | None] = field(default_factory=dict)  # of every QOS there is
+    silent: tuple[str, ...] = ()  # what could not be asked, and why
+
+    @property
+    def name(self) -> str:
+        """The cluster's own name."""
+        return self.settings.get("ClusterName", "") or "slurm"
+
+    @property
+    def version(self) -> str:
+        """The version of the scheduler."""
+        return self.settings.get("SLURM_VERSION", "") or "of unknown version"
+
+    @property
+    def default(self) -> Partition | None:
+        """Where jobs go that name no partition."""
+        return next((one for one in self.partitions if one.is_default), None)
+
+    @property
+    def max_array_size(self) -> int | None:
+        """One more than the highest number of a task in an array."""
+        return number(self.settings.get("MaxArraySize", ""))
+
+    @property
+    def counts_memory(self) -> bool | None:
+        """Tell whether the scheduler gives memory out as it does cores; None: not told."""
+        how = self.settings.get("SelectTypeParameters")
+        return None if how is None else "MEMORY" in how.upper()
+
+    @property
+    def limits_memory(self) -> bool | None:
+        """Tell whether a job that uses more than it asked for is stopped; None: not told."""
+        if self.setting("JobAcctGatherParams").lower().find("overmemorykill") >= 0:
+            return True
+        if not self.settings.get("TaskPlugin"):
+            return None
+        if "cgroup" not in self.setting("TaskPlugin") or self.counts_memory is False:
+            return False
+        constrained = self.settings.get("ConstrainRAMSpace")  # which not every version shows
+        return None if constrained is None else constrained.lower() in ("yes", "true", "1")
+
+    def setting(self, key: str) -> str:
+        """Return a setting of the scheduler, empty where it has none."""
+        return "" if self.settings.get(key, "") in ("(null)", "N/A") else self.settings.get(key, "")
+
+    def partition(self, name: str) -> Partition | None:
+        """Return a partition by its name."""
+        return next((one for one in self.partitions if one.name == name), None)
+
+    def bars(self, partition: str) -> str:
+        """Say why one's jobs would not run in a partition now; empty where nothing is known against it."""
+        known = self.partition(partition)
+        mine = {one.account for one in self.associations}
+        if known is None:
+            return ""
+        if known.accounts and mine.isdisjoint(known.accounts):
+            return f"{partition} takes no account of yours, but {join(known.accounts)}"
+        return "" if known.is_up else f"{partition} is not up"
+
+    def nodes_of(self, partition: str) -> list[Nodes]:
+        """Return what a partition consists of."""
+        return [one for one in self.nodes if one.partition == partition]
+
+
+def look(ask: Ask, user: str) -> Site:
+    """Ask the cluster about itself; only a controller that does not answer is an error, anything else stays unknown."""
+    settings = parse_settings(ask(CONFIG, PATIENCE_S))
+    silent: list[str] = []
+
+    def told(*command: str) -> str:
+        try:
+            return ask(command, PATIENCE_S)
+        except CommandFailed as error:
+            silent.append(f"{command[0]}: {last_line(error.what).removeprefix(f'{command[0]}: ')}")
+            return ""
+
+    return Site(
+        settings=settings,
+        partitions=parse_partitions(told(*PARTITIONS)),
+        nodes=parse_nodes(told(*NODES)),
+        associations=parse_associations(told(*associations_of(user)), settings.get("ClusterName", "")),
+        default_account=parse_default_account(told(*default_account_of(user))),
+        qos_max_submit=parse_qos(told("sacctmgr", "-nP", "show", "qos", "format=Name,MaxSubmitPU")),
+        silent=tuple(dict.fromkeys(silent)),
+    )
+
+
+def associations_of(user: str) -> tuple[str, ...]:
+    """Return the command that lists what a user may charge."""
+    return ("sacctmgr", "-nP", "show", "assoc", f"user={user}", "format=Cluster,Account,Partition,QOS,MaxSubmit")
+
+
+def default_account_of(user: str) -> tuple[str, ...]:
+    """Return the command that tells what a user's jobs are charged to."""
+    return ("sacctmgr", "-nP", "show", "user", user, "format=DefaultAccount")
+
+
+def parse_settings(text: str) -> dict[str, str]:
+    """Read `scontrol show config`."""
+    found = (_SETTING.fullmatch(line) for line in text.splitlines())
+    return {match[1]: match[2].strip() for match in found if match}
+
+
+def parse_partitions(text: str) -> tuple[Partition, ...]:
+    """Read `scontrol show partition --oneliner`."""
+    lines = (dict(_FIELD.findall(line)) for line in text.splitlines())
+    return tuple(_partition(line) for line in lines if line.get("PartitionName"))
+
+
+def parse_nodes(text: str) -> tuple[Nodes, ...]:
+    """Read the answer to NODES; a line that is none is left out."""
+    rows = (line.strip().split("|") for line in text.splitlines())
+    return tuple(
+        Nodes(
+            partition=row[0].rstrip("*"),
+            count=number(row[1]) or 0,
+            cpus=number(row[2]),
+            mem_bytes=(number(row[3]) or 0) * MIB or None,
+            gpus=parse_gres(row[4]),
+            features=_list(row[5]),
+        )
+        for row in rows
+        if len(row) == 6 and row[0]
+    )
+
+
+def parse_gres(text: str) -> tuple[Gpus, ...]:
+    """Read what a node has, such as gpu:a100:4(S:0-1),nvme:1; only its GPUs count."""
+    matches = (_GRES.fullmatch(part.strip()) for part in _SOCKETS.sub("", text).split(","))
+    return tuple(Gpus(match["type"] or "", int(match["count"] or 1)) for match in matches if match)
+
+
+def parse_associations(text: str, cluster: str = "") -> tuple[Association, ...]:
+    """Read the answer to `associations_of`; of another cluster nothing is taken."""
+    rows = (line.split("|") for line in text.splitlines())
+    return tuple(
+        Association(row[1], row[2], _list(row[3]), number(row[4]))
+        for row in rows
+        if len(row) >= 5 and row[1] and cluster.lower() in ("", row[0].lower())
+    )
+
+
+def parse_default_account(text: str) -> str:
+    """Read the answer to `default_account_of`."""
+    return next((line.split("|")[0].strip() for line in text.splitlines() if line.strip()), "")
+
+
+def parse_qos(text: str) -> dict[str, int | None]:
+    """Read the names of all QOS, and how many jobs of one user each takes."""
+    rows = (line.split("|") for line in text.splitlines())
+    return {row[0]: number(row[1]) for row in rows if len(row) >= 2 and row[0]}
+
+
+def number(text: str) -> int | None:
+    """Return the whole number that a text begins with, such as 6000+."""
+    match = re.match(r"\d+", text.strip())
+    return int(match.group()) if match else None
+
+
+def _partition(line: Mapping[str, str]) -> Partition:
+    return Partition(
+        name=line["PartitionName"],
+        is_default=line.get("Default") == "YES",
+        is_up=line.get("State", "UP").upper() == "UP",
+        time_s=limit_of(line.get("MaxTime", "")),
+        preempt_mode=line.get("PreemptMode", ""),
+        grace_s=number(line.get("GraceTime", "")) or 0,
+        accounts=_list(line.get("AllowAccounts", "")),
+        qos=_list(line.get("AllowQos", "")),
+        nodes=number(line.get("TotalNodes", "")),
+    )
+
+
+def _list(text: str) -> tuple[str, ...]:
+    """Return the words of a list; what stands for all, or for none, is empty."""
+    return tuple(part for part in (part.strip() for part in text.split(",")) if part not in NOTHING)
+
+
+def last_line(text: str) -> str:
+    """Return the last thing that a command has said: the one that ended it."""
+    return next((line for line in reversed(text.splitlines()) if line.strip()), "")
+
+
+def join(words: Iterable[str], most: int = 12) -> str:
+    """Return words as a list for people, the first few of many."""
+    every = list(words)
+    return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
+
+
+@dataclass(slots=True)
+class Kind:
+    """GPUs that are alike, and where they are."""
+
+    gres: str
+    feature: str
+    sizes_gib: SizesGib  # one: known; several: it may be any; none: nobody knows
+    partitions: list[str] = field(default_factory=list)
+    count: int = 0
+
+
+def kinds(site: Site) -> list[Kind]:
+    """Return the kinds of GPU of a cluster, told apart by type and, where that is not enough, by feature."""
+    found: dict[tuple[str, str, SizesGib], Kind] = {}
+    for nodes in site.nodes:
+        for kind in _of_nodes(nodes):
+            same = found.setdefault((kind.gres, kind.feature, kind.sizes_gib), kind)
+            same.count = max(same.count, kind.count)
+            if nodes.partition not in same.partitions:
+                same.partitions.append(nodes.partition)
+    every = sorted(found.values(), key=lambda kind: (kind.gres, kind.feature))
+    for kind in every:
+        if kind.gres and sum(other.gres == kind.gres for other in every) == 1:
+            kind.feature = ""  # the type alone says it
+    return every
+
+
+def best_partition(site: Site, names: Sequence[str]) -> str:
+    """Return where a job fares best: where it may run, is not preempted, and has the longest time."""
+    known = [partition for name in names if (partition := site.partition(name)) is not None]
+    return max(known, key=lambda one: _merit(site, one)).name if known else names[0]
+
+
+def _merit(site: Site, partition: Partition) -> tuple[bool, bool, bool, float]:
+    is_left_alone = partition.preempt_mode.upper() in ("", "OFF")
+    time_s = float("inf") if partition.time_s is None else partition.time_s
+    return (not site.bars(partition.name), partition.is_default, is_left_alone, time_s)
+
+
+def _of_nodes(nodes: Nodes) -> Iterator[Kind]:
+    """Yield the kinds of GPU that nodes have."""
+    for gpus in nodes.gpus:
+        sizes, feature = sizes_gib(gpus.type), ""
+        if not gpus.type:
+            feature = next((one for one in nodes.features if names_a_model(one)), "")
+            sizes = sizes_gib(feature)
+        elif len(sizes) > 1:
+            feature, sizes = _told_by_feature(nodes.features, sizes)
+        yield Kind(gpus.type, feature, sizes, count=gpus.count)
+
+
+def _told_by_feature(features: Sequence[str], sold: SizesGib) -> tuple[str, SizesGib]:
+    """Return the feature that says which of several sizes it is, and that size."""
+    for feature in features:
+        named = sizes_gib(feature) if names_a_model(feature) else ()
+        said = sizes_said(feature)
+        near = tuple(size for size in sold if size in named) or nearest(sold, said)
+        if len(near) == 1:
+            return feature, near
+    return "", sold

@@ -1,0 +1,351 @@
+"""The rows of `pipeline doctor` about a cluster: would it take the jobs, and what of it is worth knowing."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from datetime import datetime, timezone
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.cluster import slurm_commands
+from pipeline.cluster.accounting import CommandFailed
+from pipeline.config.schema_parts import format_duration
+from pipeline.errors import PipelineError, SubmissionRefused
+from pipeline.project.project import Project
+from pipeline.runs.engine.create import job_spec
+from pipeline.runs.engine.handover import supervisor_spec
+from pipeline.runs.workflow import table
+from pipeline.setup.finding import Finding, good, note, refused
+from pipeline.setup.site_facts import Partition, Site, join, last_line, look
+
+if TYPE_CHECKING:
+    from pipeline.cluster.job_spec import JobSpec
+    from pipeline.cluster.slurm import SlurmExecutor
+    from pipeline.config.load import Loaded
+    from pipeline.config.schema import Config
+    from pipeline.config.schema_cluster import Slurm
+
+COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo")
+SACCT = ("sacct", "--noheader", "--parsable2", "--allocations", "--starttime=now-1minute", "--format=JobID")
+STATES = ("sinfo", "--noheader", "--format=%R|%D|%T")
+SACCT_S = 20.0
+UP = ("idle", "alloc", "mix", "comp", "planned", "reserved")  # and what a state begins with that ends in ~ or #
+MOUNTS = Path("/proc/mounts")
+OWN_PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/local")  # noqa: S108 - nothing is written there
+NETWORKED = (
+    "nfs",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "ceph",
+    "fuse",
+    "weka",
+    "panfs",
+    "pvfs",
+    "afs",
+    "cifs",
+    "smb",
+    "gluster",
+)
+IN_MEMORY = ("tmpfs", "ramfs", "overlay")
+SETUP_S = 60.0
+EDIT = "edit the profile or the configuration, or: --set"
+
+
+def check(loaded: Loaded) -> Iterator[Finding]:
+    """Look at the cluster if jobs go there; the first thing that nothing works without ends it."""
+    if loaded.config.cluster.executor != "slurm":
+        if slurm_commands.is_there():
+            remedy = "--set cluster.executor=slurm; `pipeline init DIR` writes a profile of the cluster"
+            yield note("cluster", "Slurm is here, but cluster.executor is local", remedy)
+        return
+    if missing := [name for name in COMMANDS if shutil.which(name) is None]:
+        remedy = "log in to a machine that submits jobs, or load its module; or --set cluster.executor=local"
+        yield refused("slurm", f"not on the PATH: {join(missing)}", remedy)
+        return
+    try:
+        site = look(slurm_commands.run, whoami())
+    except CommandFailed as error:
+        remedy = "scontrol ping   (if it is down, ask the site); or --set cluster.executor=local"
+        yield refused("slurm", f"the controller does not answer: {last_line(error.what)}", remedy)
+        return
+    yield good("slurm", f"{site.name}, Slurm {site.version}")
+    for rows in (partitions, charging, setup, jobs, accounting, memory, preemption, limits, folders):
+        yield from rows(loaded.config, site)
+
+
+def whoami() -> str:
+    """Return the name under which the cluster knows this user."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
+
+
+def partitions(config: Config, site: Site) -> Iterator[Finding]:
+    """See whether every partition that is named exists, is up, and gives the time that is asked for."""
+    states = _states()
+    for name, keys in _wanted(config).items():
+        partition = site.partition(name) if name else site.default
+        if not site.partitions:
+            yield note("partition", "the cluster tells of none: unknown whether it is there", "sinfo")
+            return
+        if partition is None:
+            yield _no_partition(name, keys, site)
+            continue
+        yield _standing(partition, states.get(partition.name, ()))
+        yield from _too_long(config, partition, name)
+
+
+def charging(config: Config, site: Site) -> Iterator[Finding]:
+    """See whether the account and the QOS are ones that this user may ask for."""
+    slurm = config.cluster.slurm
+    accounts = sorted({one.account for one in site.associations})
+    qos = sorted({name for one in site.associations for name in one.qos})
+    enforced = any(word in site.setting("AccountingStorageEnforce").lower() for word in ("associations", "all", "1"))
+    asked = ", ".join(filter(None, (slurm.account and f"account {slurm.account}", slurm.qos and f"QOS {slurm.qos}")))
+    if not site.associations and (enforced or asked):
+        what = f"{asked or 'the default account'}: the accounting tells of no account that you may charge"
+        yield note("account", what, "sacctmgr show assoc user=$USER   (the rows below ask the scheduler itself)")
+    elif slurm.account and slurm.account not in accounts:
+        yield _not_yours("account", slurm.account, accounts)
+    elif slurm.qos and qos and slurm.qos not in qos:
+        yield _not_yours("qos", slurm.qos, qos)
+    elif site.associations:
+        yield good("account", asked or f"your default, {site.default_account or accounts[0]}")
+
+
+def setup(config: Config, _site: Site) -> Iterator[Finding]:
+    """Run the lines that every job runs first, here; where nodes differ from this machine they may still be right."""
+    lines = config.cluster.slurm.setup
+    if not lines:
+        return
+    try:
+        words = ["bash", "-eo", "pipefail", "-c", "\n".join(lines)]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=SETUP_S, check=False)
+    except subprocess.TimeoutExpired:
+        yield note("setup", f"its lines take longer than {SETUP_S:.0f} s here", "cluster.slurm.setup")
+        return
+    if done.returncode:
+        said = last_line(done.stderr) or f"exit code {done.returncode}"
+        yield note("setup", f"its lines fail here, and every job begins with them: {said}", "cluster.slurm.setup")
+    else:
+        yield good("setup", f"{len(lines)} lines run here")
+
+
+def jobs(config: Config, _site: Site) -> Iterator[Finding]:
+    """Let the scheduler say of each stage's job whether it would take it; nothing is submitted."""
+    from pipeline.cluster.slurm import SlurmExecutor  # which local runs need not wait for
+
+    project = Project.open(config, remember=False)
+    executor = SlurmExecutor(config.cluster.slurm)
+    for name in table.everything(config):
+        try:
+            spec = job_spec(project, table.stage(name), 1, executor.limits)
+        except PipelineError as error:
+            why = error.what.splitlines()[0].rstrip(":")
+            yield note(f"job {name}", f"cannot be planned yet: {why}", error.remedy)
+        else:
+            yield _tested(executor, spec)
+    if config.cluster.supervisor.where == "job":
+        yield _tested(executor, supervisor_spec(None, config, "1"))
+
+
+def accounting(_config: Config, site: Site) -> Iterator[Finding]:
+    """See whether sacct answers, from which peaks of memory and ends of tasks are known."""
+    without = "how tasks end is told by the queue and by the tasks themselves; memory they used is not"
+    if "none" in site.setting("AccountingStorageType"):
+        yield note("accounting", f"this cluster keeps none: {without}")
+        return
+    try:
+        slurm_commands.run(SACCT, SACCT_S)
+        yield good("accounting", "sacct answers")
+    except CommandFailed as error:
+        yield note("accounting", f"{error.what}; {without}", "sacct   (try it; runs go on without)")
+
+
+def memory(config: Config, site: Site) -> Iterator[Finding]:
+    """Say whether a task that uses more than it asked for is stopped."""
+    asked = config.cluster.slurm.memory != "none"
+    if site.counts_memory is False and asked:
+        what = f"memory is not given out here (SelectTypeParameters={site.setting('SelectTypeParameters') or 'none'})"
+        yield note("memory", f"{what}: tasks of one node share it", f"{EDIT} cluster.slurm.memory=none")
+    elif site.limits_memory is False or not asked:
+        what = "a task that uses more than it asks for is not stopped, but may fill its node"
+        yield note("memory", what, "leave room: cluster.STAGE.mem")
+    elif site.limits_memory is None:
+        yield note("memory", "whether a task over its memory is stopped was not told")
+    else:
+        yield good("memory", "a task over its memory is stopped, and tried again with more")
+
+
+def preemption(config: Config, site: Site) -> Iterator[Finding]:
+    """Say what becomes of tasks that have to make room."""
+    if site.setting("JobRequeue") == "0":
+        yield note("requeue", "JobRequeue=0: jobs are not requeued of themselves; ours ask for it (--requeue)")
+    if site.setting("PreemptType") in ("", "preempt/none"):
+        return
+    used = [site.partition(name) if name else site.default for name in _wanted(config)]
+    signalled = "send_user_signal" in site.setting("PreemptParameters")
+    for partition in dict.fromkeys(filter(None, used)):
+        mode = (partition.preempt_mode or site.setting("PreemptMode")).upper()
+        if mode in ("", "OFF"):
+            continue
+        told = "are told by the signal we ask for" if signalled else "are told by SIGTERM"
+        what = f"{partition.name}: {mode}: tasks that have to make room {told}, and have {partition.grace_s} s"
+        remedy = "what they have not finished is done again" if partition.grace_s < config.cluster.slurm.grace else ""
+        yield note("preemption", what, remedy)
+
+
+def limits(config: Config, site: Site) -> Iterator[Finding]:
+    """Say how many tasks fit in an array, and in the queue."""
+    slurm = config.cluster.slurm
+    size = site.max_array_size if slurm.max_array_size == "auto" else slurm.max_array_size
+    arrays = f"arrays of {size:,} tasks" if size else "the size of arrays was not told"
+    most = _most_queued(slurm)
+    queue = "no limit on tasks in the queue is known" if most is None else f"{most:,} tasks of yours in the queue"
+    yield good("limits", f"{arrays}; {queue}; larger stages are cut, or go in waves")
+
+
+def folders(config: Config, _site: Site) -> Iterator[Finding]:
+    """Say on what kind of disk the folders are that the nodes must see too, which cannot be proven from here."""
+    places = {
+        "run folders": config.cluster.runs,
+        "cache": config.cache.root,
+        **{f"cache {path}": path for path in config.cache.under},
+        "data": config.data.path,
+        "interpreter": Path(sys.executable),
+    }
+    mounts = _mounts()
+    own = {name: why for name, path in places.items() if (why := _only_here(path, mounts))}
+    if not own:
+        yield good("shared folders", f"{join(places)} are on disks of the network")
+    for why in dict.fromkeys(own.values()):
+        names = [name for name in own if own[name] == why]
+        remedy = "the nodes must have it at the same path; else choose a folder on a shared disk"
+        yield note("shared folders", f"{join(names)}: {why}", remedy)
+
+
+def _most_queued(slurm: Slurm) -> int | None:
+    if slurm.max_submit != "auto":
+        return int(slurm.max_submit)
+    try:
+        return slurm_commands.most_queued(slurm.account, slurm.qos, slurm.partition)
+    except CommandFailed:
+        return None
+
+
+def _wanted(config: Config) -> dict[str, list[str]]:
+    """Return the partitions that jobs go to, empty for the default, each with the keys that say so."""
+    cluster, wanted = config.cluster, dict[str, list[str]]()
+    sections = [*table.everything(config), *(["supervisor"] if cluster.supervisor.where == "job" else [])]
+    named = {f"cluster.{section}.partition": getattr(cluster, section).partition for section in sections}
+    common = cluster.slurm.partition or ""
+    for key, names in named.items():
+        for name in (names or common).split(","):
+            wanted.setdefault(name, []).append(key if names else "cluster.slurm.partition")
+    for card in cluster.slurm.cards:
+        if card.partition:
+            wanted.setdefault(card.partition, []).append("cluster.slurm.cards")
+    return wanted
+
+
+def _no_partition(name: str, keys: list[str], site: Site) -> Finding:
+    """Return the row of a partition that is not there."""
+    names = [partition.name for partition in site.partitions]
+    if not name:
+        what = f"none is named, and the cluster has no default; there are {join(names)}"
+        return refused("partition", what, f"{EDIT} cluster.slurm.partition={names[0]}")
+    close = get_close_matches(name, names, n=1)
+    meant = f"; did you mean {close[0]}?" if close else ";"
+    what = f"{name} ({keys[0]}) does not exist or is hidden from you{meant} there are {join(names)}"
+    return refused("partition", what, f"{EDIT} {keys[0]}={close[0] if close else names[0]}")
+
+
+def _states() -> dict[str, list[tuple[int, str]]]:
+    """Return how many nodes of each partition are in which state; nothing where that is not told."""
+    try:
+        rows = [line.split("|") for line in slurm_commands.run(STATES, SACCT_S).splitlines()]
+    except CommandFailed:
+        return {}
+    states: dict[str, list[tuple[int, str]]] = {}
+    for name, count, state in (row for row in rows if len(row) == 3 and row[1].isdecimal()):
+        states.setdefault(name, []).append((int(count), state))
+    return states
+
+
+def _standing(partition: Partition, nodes: Sequence[tuple[int, str]]) -> Finding:
+    """Return the row of a partition that is there."""
+    if not partition.is_up:
+        what = f"{partition.name} takes no jobs to run now (its State is not UP): they would wait"
+        return note("partition", what, f"scontrol show partition {partition.name}")
+    if nodes and not any(state.startswith(UP) for _, state in nodes):
+        found = join(f"{count} {state}" for count, state in nodes)
+        return note(
+            "partition", f"{partition.name}: none of its nodes can run jobs now ({found})", "sinfo --list-reasons"
+        )
+    longest = "any time" if partition.time_s is None else f"at most {format_duration(partition.time_s)}"
+    count = sum(count for count, _ in nodes) or partition.nodes or 0
+    return good("partition", f"{partition.name} is up: {count} nodes, {longest}")
+
+
+def _too_long(config: Config, partition: Partition, name: str) -> Iterator[Finding]:
+    """Yield the stages that ask for more time than a partition gives."""
+    for stage in table.everything(config):
+        resources = getattr(config.cluster, stage)
+        where = resources.partition or config.cluster.slurm.partition or ""
+        if where == name and partition.time_s is not None and resources.time > partition.time_s:
+            most = format_duration(partition.time_s)
+            what = f"{stage} asks for {format_duration(resources.time)}, and {partition.name} gives at most {most}"
+            yield refused("time", what, f"{EDIT} cluster.{stage}.time={most}")
+
+
+def _not_yours(kind: str, name: str, known: list[str]) -> Finding:
+    close = get_close_matches(name, known, n=1)
+    what = f"{kind} {name} is not among yours: {join(known)}"
+    return refused("account", what, f"{EDIT} cluster.slurm.{kind}={close[0] if close else known[0]}")
+
+
+def _tested(executor: SlurmExecutor, spec: JobSpec) -> Finding:
+    """Return what the scheduler says of a job."""
+    try:
+        start = executor.test(spec)
+    except SubmissionRefused as error:
+        change = error.remedy.removeprefix(f"pipeline submit --stage {spec.name} ")
+        return refused(f"job {spec.name}", error.what, change)
+    except CommandFailed as error:
+        return note(f"job {spec.name}", f"could not be asked about: {error.what}", "scontrol ping")
+    if start.at is None:
+        return good(f"job {spec.name}", "the scheduler would take it")
+    when = datetime.fromtimestamp(start.at, tz=timezone.utc).astimezone()
+    return good(f"job {spec.name}", f"the scheduler would take it, and start it about {when:%Y-%m-%d %H:%M}")
+
+
+def _mounts() -> list[tuple[Path, str]]:
+    """Return where disks are mounted and of which kind they are, the innermost first."""
+    try:
+        rows = [line.split() for line in MOUNTS.read_text().splitlines()]
+    except OSError:
+        return []
+    found = [(Path(row[1].replace("\\040", " ")), row[2]) for row in rows if len(row) > 2]
+    return sorted(found, key=lambda one: len(one[0].parts), reverse=True)
+
+
+def _only_here(path: Path, mounts: list[tuple[Path, str]]) -> str:
+    """Say why other machines may not see a path; empty for a disk of the network."""
+    real = Path(os.path.realpath(path))
+    own = [*OWN_PLACES, *filter(None, (os.environ.get("TMPDIR"),))]
+    if place := next((place for place in own if real.is_relative_to(place)), ""):
+        return f"below {place}, which every machine has for itself"
+    kind = next((kind for folder, kind in mounts if real.is_relative_to(folder)), "")
+    if kind.startswith(NETWORKED):
+        return ""
+    if kind in IN_MEMORY:
+        return f"on {kind}, which every machine has for itself"
+    return f"on {kind}, a disk of this machine" if kind else "on a disk of which nothing is known"

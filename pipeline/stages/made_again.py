@@ -1,0 +1,94 @@
+"""What is made anew, against what is kept: an item's inventory and graph, array by array.
+
+Whole numbers, names and texts must be the same. Coordinates and distances may differ by `CLOSE`, which no digit of a
+file is: the same numbers on another processor differ by less. Whether they are the same bit for bit is told, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipeline.keys import content_digest
+from pipeline.structures.atoms import Unusable
+from pipeline.structures.inventory import File, examine, item_key
+from pipeline.structures.parsing.read_structure import read_file
+from pipeline.structures.parsing.structure_files import paths
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from pipeline.records import Inventory, Item
+    from pipeline.store.format.record import Array, Record
+    from pipeline.structures.inventory import Complex, Recipe
+
+CLOSE = 1e-4  # Å
+CLOSE_SHARE = 1e-6  # and of the number itself: far from the origin float32 has fewer decimals
+
+
+@dataclass(frozen=True, slots=True)
+class Anew:
+    """An item as its files are read now."""
+
+    key: bytes
+    inventory: Inventory
+    read: Complex | None
+    files: Mapping[str, File]
+
+
+def read_again(item: Item, recipe: Recipe) -> Anew | None:
+    """Read an item from its files; None where they cannot be read, which says nothing of what is kept."""
+    try:
+        data = {path: read_file(Path(path), recipe.max_file_bytes) for path in paths(item)}
+    except Unusable:
+        return None
+    files = {path: File(content, content_digest(content).hex()) for path, content in data.items()}
+    key = item_key(item, recipe, {path: file.digest for path, file in files.items()})
+    return Anew(key, *examine(item, files, recipe), files)
+
+
+def differences(record: Record, arrays: Mapping[str, Array], meta: Mapping[str, Any]) -> Iterator[str]:
+    """Yield where a record is not what was made anew."""
+    kept = record.meta
+    if kept.get("reason") != meta.get("reason"):
+        yield f"it says {kept.get('reason') or 'that all is well'}; made anew, {meta.get('reason') or 'all is well'}"
+        return
+    for name in sorted((kept.keys() | meta.keys()) - {"detail"}):
+        if kept.get(name) != meta.get(name):
+            yield f"{name} is {_short(kept.get(name))}; made anew, {_short(meta.get(name))}"
+    for name in sorted(record.arrays.keys() ^ arrays.keys()):
+        yield f"{name} is {'there' if name in record.arrays else 'not there'}; made anew, it is not so"
+    for name in sorted(record.arrays.keys() & arrays.keys()):
+        yield from _array(name, record.arrays[name], arrays[name])
+
+
+def same_bits(record: Record, arrays: Mapping[str, Array]) -> bool:
+    """Say whether the arrays are the same bit for bit."""
+    return record.arrays.keys() == arrays.keys() and all(
+        array.tobytes() == np.ascontiguousarray(arrays[name]).tobytes() for name, array in record.arrays.items()
+    )
+
+
+def _array(name: str, kept: Array, made: Array) -> Iterator[str]:
+    """Yield where two arrays differ."""
+    if kept.dtype != made.dtype or kept.shape != made.shape:
+        yield f"{name} is {kept.dtype} {list(kept.shape)}; made anew, {made.dtype} {list(made.shape)}"
+        return
+    if kept.dtype.kind == "f":
+        unlike = ~np.isclose(kept, made, rtol=CLOSE_SHARE, atol=CLOSE, equal_nan=True)
+    else:
+        unlike = kept != made
+    if np.any(unlike):
+        at = np.unravel_index(int(np.argmax(unlike)), unlike.shape)
+        count = int(np.count_nonzero(unlike)) - 1
+        more = f" (and {count} more)" if count else ""
+        place = ", ".join(str(int(one)) for one in at)
+        yield f"{name}[{place}] is {kept[at]}; made anew, {made[at]}{more}"
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

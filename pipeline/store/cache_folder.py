@@ -1,0 +1,344 @@
+"""Several stores of one kind, looked through one after the other; only one of them, the own, is ever written.
+
+What is asked of a layer is only what no layer before it has. A layer that goes away counts as absent: it may be on a
+disk that others purge, or unmount.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import logging
+import re
+import shlex
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipeline.errors import CacheDamaged, CacheUnusable, RecordMissing
+from pipeline.keys import recipe_key, recipe_tag
+from pipeline.store.format.cache_layout import (
+    EXPORT,
+    MANIFEST,
+    MARKER,
+    PARTIAL_SUFFIX,
+    REPORTS,
+    STAGED,
+    USERS,
+    KindLayout,
+)
+from pipeline.store.format.disk import Disk, Draft
+from pipeline.store.store import Place, Store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    import numpy.typing as npt
+
+    from pipeline.store.format.record import Record
+    from pipeline.store.store import Room
+
+log = logging.getLogger(__name__)
+
+
+class Layered(Store):
+    """A store that looks in others, too: in those `ahead` of itself, in itself, then in those `under` it.
+
+    Whoever looks something up need not know. What is written, indexed or counted (`stat`, `tagged`) is its own.
+    """
+
+    def __init__(
+        self,
+        disk: Disk,
+        layout: KindLayout,
+        prepare: Callable[[], None],
+        *,
+        ahead: Sequence[Store] = (),
+        under: Sequence[Store] = (),
+    ) -> None:
+        super().__init__(disk, layout, prepare)
+        self._layers: tuple[Store | None, ...] = (*ahead, None, *under)  # None: itself
+        self._away: set[int] = set()  # layers that were said to be
+
+    def locate(self, keys: Sequence[bytes]) -> list[list[Place]]:
+        """Return for each key where its copies are, in the first layer that has any."""
+        found: list[list[Place]] = [[] for _ in keys]
+        for number, store in enumerate(self._stores()):
+            absent = [at for at, places in enumerate(found) if not places]
+            if absent:
+                with self._may_be_away(number):
+                    for at, places in zip(absent, Store.locate(store, [keys[at] for at in absent]), strict=True):
+                        found[at] = [place._replace(layer=number) for place in places]
+        return found
+
+    def present(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        """Say of each key whether any layer has it."""
+        present = np.zeros(len(keys), bool)
+        for number, store in enumerate(self._stores()):
+            absent = np.flatnonzero(~present)
+            if len(absent):
+                with self._may_be_away(number):
+                    present[absent] = Store.present(store, [keys[at] for at in absent.tolist()])
+        return present
+
+    def keys(self) -> Iterator[bytes]:
+        """Yield every key of any layer once, sorted."""
+        merged = heapq.merge(*(self._keys_of(number, store) for number, store in enumerate(self._stores())))
+        return (key for key, _ in groupby(merged))
+
+    def whole_at(self, key: bytes, place: Place, room: Room | None = None) -> Record | None:
+        """Return the copy of a record that is at a place, if it is whole; one that is damaged is never named again."""
+        return Store.whole_at(self._stores()[place.layer], key, place, room)
+
+    def is_whole_beside(self, key: bytes, shards: Container[str]) -> bool:
+        """Say whether there is a whole copy of a record in another shard, or another layer, by reading it."""
+        if super().is_whole_beside(key, shards):
+            return True
+        for number, layer in enumerate(self._layers):
+            with self._may_be_away(number):
+                if layer is not None and layer.has_whole(key):
+                    return True
+        return False
+
+    def refresh(self) -> None:
+        """Look at the disk anew; at the other layers when they are next asked."""
+        super().refresh()
+        for layer in filter(None, self._layers):
+            layer.forget()
+
+    def why_not(self, key: bytes) -> CacheDamaged | RecordMissing:
+        """Return the error for a record of which no layer has a whole copy."""
+        reasons = [Store.why_not(store, key) for store in (self, *self._stores())]
+        return next((one for one in reasons if isinstance(one, CacheDamaged)), reasons[0])
+
+    def _first_whole(self, key: bytes, places: Sequence[Place], room: Room | None = None) -> Record | None:
+        """Return the first whole copy of those at some places, else of those in the layers after these."""
+        record = super()._first_whole(key, places, room)
+        after = places[-1].layer + 1 if places else len(self._layers)
+        for number, store in list(enumerate(self._stores()))[after:]:
+            if record is None:
+                with self._may_be_away(number):
+                    copies = [place._replace(layer=number) for place in Store.locate(store, [key])[0]]
+                    record = super()._first_whole(key, copies, room)
+        return record
+
+    def _stores(self) -> list[Store]:
+        """Return the layers in order; no reference to itself is kept, so that open files close at once."""
+        return [layer or self for layer in self._layers]
+
+    def _keys_of(self, number: int, store: Store) -> Iterator[bytes]:
+        with self._may_be_away(number):
+            yield from Store.keys(store)
+
+    @contextmanager
+    def _may_be_away(self, number: int) -> Iterator[None]:
+        """Take a layer that cannot be read for an empty one, unless it is our own."""
+        try:
+            yield
+        except (CacheUnusable, OSError) as error:
+            layer = self._layers[number]
+            if layer is None:
+                raise
+            layer.forget()
+            if number not in self._away:
+                self._away.add(number)
+                log.warning("%s cannot be read, and counts as empty: %s", layer.layout.folder, error)
+
+
+CACHE_FORMAT = 1
+RECIPES = "recipes"  # the kind of the records that describe recipes
+_MAY_BE_THERE = {"README.md", ".gitignore", "lost+found", REPORTS, USERS, MANIFEST, EXPORT, STAGED}
+_KIND = re.compile(r"[a-z][a-z0-9_-]*")
+_MARKER_BYTES = 4096
+_MARKED = {"format": CACHE_FORMAT, "made_by": "pipeline"}
+ELSEWHERE = "pipeline submit --stage all --set cache.root=FOLDER"
+WITHOUT = "pipeline config show   (cache.under: name caches that are there, or --set cache.under=[])"
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeStat:
+    """A recipe, and what was made by it."""
+
+    recipe: Mapping[str, Any]
+    records: int
+    bytes: int
+
+
+class Cache:
+    """A folder that holds stores, one per kind of record.
+
+    Opening it changes nothing; the first write makes the folder and its marker. It can be laid over other caches: what
+    is looked up is looked for `ahead` of it, in it, and `under` it; what is written, counted and removed is its own.
+    """
+
+    def __init__(
+        self, root: Path, disk: Disk | None = None, *, ahead: Sequence[Cache] = (), under: Sequence[Cache] = ()
+    ) -> None:
+        self.root = root
+        self.disk = disk or Disk()
+        self.ahead, self.under = tuple(ahead), tuple(under)
+        self.left_out: tuple[CacheUnusable, ...] = ()  # why caches that were to be under this one are not
+        self._marked = self._is_cache()
+
+    @classmethod
+    def over(cls, root: Path, under: Iterable[Path], disk: Disk | None = None) -> Cache:
+        """Open a cache laid over others, which are only read; those that cannot be used are `left_out`."""
+        found, left_out = list[Cache](), list[CacheUnusable]()
+        for path in under:
+            try:
+                found.append(cls._beneath(path, root, disk))
+            except CacheUnusable as error:
+                left_out.append(error)
+        cache = cls(root, disk, under=found)
+        cache.left_out = tuple(left_out)
+        return cache
+
+    def behind(self, first: Cache) -> Cache:
+        """Return this cache with another one ahead of it: what that one has is read from there."""
+        return Cache(self.root, self.disk, ahead=(first, *self.ahead), under=self.under)
+
+    def kind(self, kind: str) -> Store:
+        """Return the store of this kind's records."""
+        if not (self.ahead or self.under):
+            return self.own(kind)
+        self._check_kind(kind)
+        ahead, under = ([layer.own(kind) for layer in layers] for layers in (self.ahead, self.under))
+        return Layered(self.disk, KindLayout(self.root / kind), self.prepare, ahead=ahead, under=under)
+
+    def own(self, kind: str) -> Store:
+        """Return the store of this kind's records in this very folder, whatever it is laid over."""
+        self._check_kind(kind)
+        return Store(self.disk, KindLayout(self.root / kind), self.prepare)
+
+    def describe(self, kind: str, recipe: Mapping[str, Any]) -> None:
+        """Remember by what recipe records of a kind are made, so that people can be told."""
+        key, store = recipe_key("recipe", {"kind": kind, "recipe": recipe}), self.own(RECIPES)
+        if not store.has_whole(key):
+            with store.writer() as writer:
+                writer.put(key, {}, {"kind": kind, "recipe": dict(recipe)})
+
+    def described(self) -> Iterator[tuple[bytes, str, Mapping[str, Any]]]:
+        """Yield each recipe that was described: the key of its description, of which kind it is, and what it says."""
+        store = self.own(RECIPES)
+        for key in store.keys():  # noqa: SIM118 - a store is no mapping
+            try:
+                meta = store.get(key).meta
+            except (CacheDamaged, RecordMissing):  # it is described anew by the next run
+                continue
+            kind, recipe = meta.get("kind"), meta.get("recipe")
+            if isinstance(kind, str) and isinstance(recipe, dict):  # else a validation of what records say names it
+                yield key, kind, recipe
+
+    def recipes(self, kind: str) -> list[RecipeStat]:
+        """Return what there is of each recipe of a kind that was described, most records first."""
+        found = [
+            RecipeStat(recipe, *self.own(kind).tagged(recipe_tag(kind, recipe)))
+            for _, of_kind, recipe in self.described()
+            if of_kind == kind
+        ]
+        return sorted((one for one in found if one.records), key=lambda one: -one.records)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether a cache is in the folder already, be it an empty one."""
+        return self._marked or bool(self.kinds())
+
+    def kinds(self) -> list[str]:
+        """Return the kinds that have a folder."""
+        try:
+            names = self.disk.list_folder(self.root)
+            return sorted(name for name in names if _KIND.fullmatch(name) and (self.root / name).is_dir())
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    @classmethod
+    def _beneath(cls, path: Path, root: Path, disk: Disk | None) -> Cache:
+        """Open a cache that is only read; refuse what is none."""
+        try:
+            if path.resolve() == root.resolve():
+                raise CacheUnusable("a cache cannot be under itself", where=str(path), remedy=WITHOUT)
+            cache = cls(path, disk)
+            if not (cache._marked or cache.kinds()):
+                raise cache._unusable("there is no cache")
+        except CacheUnusable as error:
+            remedy = WITHOUT if error.remedy == ELSEWHERE else error.remedy
+            raise CacheUnusable(error.what, where=error.where, remedy=remedy) from error
+        return cache
+
+    def _check_kind(self, kind: str) -> None:
+        if not _KIND.fullmatch(kind):
+            raise ValueError(f"{kind!r} cannot name a kind of records")
+
+    def _is_cache(self) -> bool:
+        """Say whether the folder is marked as a cache; if not, it must be one that can become one."""
+        try:
+            if self._read_marker():
+                return True
+            if self._is_free(self.disk.list_folder(self.root)):
+                return False
+            return self._read_marker(required=True)
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    def _is_free(self, names: Iterable[str]) -> bool:
+        """Say whether nothing else is here: the folder is empty, or a purge has taken only the marker of a cache."""
+        return all(name in _MAY_BE_THERE or name.endswith(PARTIAL_SUFFIX) or self._is_kind(name) for name in names)
+
+    def _is_kind(self, name: str) -> bool:
+        """Say whether an entry looks like the folder of a kind."""
+        layout = KindLayout(self.root / name)
+        return bool(_KIND.fullmatch(name)) and (layout.shards.is_dir() or layout.index.is_file())
+
+    def _read_marker(self, *, required: bool = False) -> bool:
+        try:
+            fd = self.disk.open_read(self.root / MARKER)
+        except FileNotFoundError:
+            if required:
+                raise self._unusable("the folder is not a cache, and not empty") from None
+            return False
+        try:
+            self._check_format(self.disk.read_at(fd, _MARKER_BYTES, 0))
+        finally:
+            self.disk.close(fd)
+        return True
+
+    def _check_format(self, text: bytes) -> None:
+        try:
+            version = json.loads(text)["format"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            version = None
+        if type(version) is not int:
+            raise self._unmarked()
+        if version > CACHE_FORMAT:
+            what = f"the cache was written by a newer pipeline (format {version})"
+            raise self._unusable(what, "pip install --upgrade pipeline")
+
+    def _unmarked(self) -> CacheUnusable:
+        """Return what is to be done about a marker that says nothing: where records are, none needs to be made anew."""
+        names = [name for name in self.disk.list_folder(self.root) if name != MARKER]
+        if not any(self._is_kind(name) for name in names):
+            return self._unusable(f"{MARKER} cannot be read, so the folder may be no cache")
+        marker = shlex.quote(str(self.root / MARKER))
+        remedy = f"rm {marker}   (the next run writes it again; nothing is computed anew)"
+        if not self._is_free(names):  # beside files that are not of a cache, only its marker makes the folder one
+            remedy = f"rm -f {marker} && echo '{json.dumps(_MARKED)}' > {marker}   (nothing is computed anew)"
+        return self._unusable(f"{MARKER} is damaged; else the folder looks like a cache", remedy)
+
+    def prepare(self) -> None:
+        """Make the folder a cache, unless it is one; several processes may do so at once."""
+        if self._marked:
+            return
+        draft = Draft(self.disk, self.root)
+        draft.write(json.dumps(_MARKED).encode(), 0)
+        draft.publish(self.root / MARKER, replace=True)  # all write the same
+        self._marked = True
+
+    def _unreadable(self, error: OSError) -> CacheUnusable:
+        return self._unusable(f"the cache cannot be read: {error.strerror or error}", f"ls -ld {self.root}")
+
+    def _unusable(self, what: str, remedy: str = ELSEWHERE) -> CacheUnusable:
+        return CacheUnusable(what, where=str(self.root), remedy=remedy)

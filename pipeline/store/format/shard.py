@@ -1,0 +1,342 @@
+"""The shard: an ordinary safetensors file of records, with a table of digests and a trailer behind them.
+
+    u64 header length | header JSON, spaces | record | record | … | __table__: rows, trailer
+
+Any safetensors reader opens it. The store reads it by the table: one row per record, and a trailer of fixed size at the
+very end that vouches for the file's size, the header, the table and itself. A record vouches for nothing: its row does.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from pipeline.errors import SUBMIT_AGAIN, CacheDamaged
+from pipeline.keys import KEY_BYTES
+from pipeline.store.format.cache_layout import SHARD_SUFFIX
+from pipeline.store.format.disk import Draft
+from pipeline.store.format.record import ALIGNMENT, EncodedRecord, Tensor, descriptor_bytes, is_descriptor_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    import numpy.typing as npt
+
+    from pipeline.store.format.disk import Disk
+
+SHARD_FORMAT = 1
+# A key is two numbers that sort as its bytes do. One byte order throughout: numpy changes others behind one's back.
+TABLE_ROW = np.dtype([("hi", "<u8"), ("lo", "<u8"), ("digest", "V16"), ("offset", "<u8"), ("length", "<u8")])
+DEFAULT_HEADER_BYTES = 512 * 1024
+TAIL_BYTES = 64 * 1024  # holds the table of most shards, so that it is read at once
+BAD_HEADER = "the header is damaged"
+_TABLE = "__table__"
+_METADATA = f'{{"__metadata__":{{"pipeline_shard":"{SHARD_FORMAT}"}}'
+_FORMAT = re.compile(rb'.{8}\{"__metadata__":\{"pipeline_shard":"([0-9]{1,9})"', re.DOTALL)
+_FORMAT_BYTES = 64
+_LENGTH = struct.Struct("<Q")
+_EMPTY_HEADER_BYTES = _LENGTH.size + len(_METADATA) + 128  # more than the table's own entry needs
+_TRAILER = struct.Struct("<8sIIQQQQ16s16s")  # and 16 bytes, the digest of these
+_MAGIC = b"PIPESHRD"
+TRAILER_BYTES = _TRAILER.size + 16
+_TIGHTEN_BYTES = 4 * 1024 * 1024
+_CHUNK_BYTES = 1024 * 1024  # stays in the processor's cache between read and hash
+
+
+class ShardNewer(CacheDamaged):
+    """A shard that a later version wrote: nothing is known to be wrong with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardTable:
+    """What a shard says it holds: rows of TABLE_ROW in file order, offsets from the start of the file."""
+
+    name: str
+    size_bytes: int
+    data_start: int
+    table_start: int
+    header_digest: bytes
+    rows: npt.NDArray[Any]
+
+
+class _Placed(NamedTuple):
+    """A record that was written into the shard."""
+
+    digest: bytes
+    end: int  # from the start of the data
+    header_end: int  # header bytes used up to here
+    entries: str
+
+
+class ShardWriter:
+    """Appends records to a shard in the making; its memory is one record, whatever the shard's size.
+
+    The header comes first in the file but is known last, so room is reserved for it.
+    """
+
+    def __init__(self, disk: Disk, partials: Path, header_bytes: int = DEFAULT_HEADER_BYTES) -> None:
+        self._draft = Draft(disk, partials)
+        self._reserved = _aligned(header_bytes)
+        self._placed: dict[bytes, _Placed] = {}
+        self._sealed = False
+        self._small: bytes | None = None
+
+    def __contains__(self, key: bytes) -> bool:
+        """Say whether the shard holds the key."""
+        return key in self._placed
+
+    @property
+    def keys(self) -> list[bytes]:
+        """The keys in it, in the order they came."""
+        return list(self._placed)
+
+    @property
+    def open(self) -> bool:
+        """Whether it can still be added to and published."""
+        return self._draft.open
+
+    def add(self, record: EncodedRecord, shard_bytes: int) -> bool:
+        """Append a record, if it fits the reserved header and the target size; the first always does.
+
+        Interrupted before the last line, this leaves bytes that the next record overwrites.
+        """
+        entries = _entries(record, self._data_end)
+        header_end = self._header_end + len(entries)
+        fits = header_end <= self._reserved and self._data_end + len(record.blob) <= shard_bytes
+        if self._placed and (self._sealed or not fits):
+            return False
+        if not self._placed:
+            self._reserved = max(self._reserved, _aligned(header_end))
+        self._draft.write(record.blob, self._reserved + self._data_end)
+        digest = xxhash.xxh3_128_digest(record.blob)
+        self._placed[record.key] = _Placed(digest, self._data_end + len(record.blob), header_end, entries)
+        return True
+
+    def publish(self, shards: Path) -> ShardTable:
+        """Finish the file and publish it. Interrupted, it can be called again, and writes the same bytes."""
+        self._sealed = True
+        data_start = self._tightened()
+        table_start = data_start + self._data_end
+        rows = self._rows(data_start)
+        size = table_start + rows.nbytes + TRAILER_BYTES
+        header = self._header(data_start, size)
+        self._draft.write(header, 0)
+        self._draft.write(rows.tobytes() + _trailer(header, rows, table_start, size), table_start)
+        self._draft.truncate(size)
+        name = self._draft.stem + SHARD_SUFFIX
+        self._draft.publish(shards / name)
+        return ShardTable(name, size, data_start, table_start, xxhash.xxh3_128_digest(header), rows)
+
+    def discard(self) -> None:
+        """Leave nothing behind."""
+        self._draft.discard()
+
+    @property
+    def _data_end(self) -> int:
+        return next(reversed(self._placed.values())).end if self._placed else 0
+
+    @property
+    def _header_end(self) -> int:
+        return next(reversed(self._placed.values())).header_end if self._placed else _EMPTY_HEADER_BYTES
+
+    def _tightened(self) -> int:
+        """Return where the data begins, having moved a small shard's data down over header room it did not need."""
+        needed = _aligned(self._header_end)
+        if self._data_end > _TIGHTEN_BYTES or needed >= self._reserved:
+            return self._reserved
+        if self._small is None:  # read only once: after an interruption the bytes may have been written over
+            self._small = self._draft.read(self._data_end, self._reserved)
+        self._draft.write(self._small, needed)
+        return needed
+
+    def _rows(self, data_start: int) -> npt.NDArray[Any]:
+        rows = np.empty(len(self._placed), TABLE_ROW)
+        placed = self._placed.values()
+        ends = np.array([record.end for record in placed], np.uint64)
+        starts = np.concatenate([np.zeros(1, np.uint64), ends[:-1]])
+        rows["hi"], rows["lo"] = key_pairs(self.keys).T
+        rows["digest"] = np.frombuffer(b"".join(record.digest for record in placed), "V16")
+        rows["offset"], rows["length"] = starts + np.uint64(data_start), ends - starts
+        return rows
+
+    def _header(self, data_start: int, size: int) -> bytes:
+        table = Tensor(_TABLE, "U8", (size - data_start - self._data_end,), self._data_end, size - data_start)
+        text = "".join([_METADATA, *(record.entries for record in self._placed.values()), _entry("", table, 0), "}"])
+        length = data_start - _LENGTH.size
+        return _LENGTH.pack(length) + text.encode().ljust(length)
+
+
+def read_table(disk: Disk, path: Path, tail_bytes: int = TAIL_BYTES) -> ShardTable:
+    """Read what a shard holds, from its end, and verify the trailer and the table."""
+    fd = disk.open_read(path)
+    try:
+        return _read_table(disk, fd, path, tail_bytes)
+    except OSError:  # of a bad place before the table, perhaps: then of no more than is needed
+        return _read_table(disk, fd, path, TRAILER_BYTES)
+    finally:
+        disk.close(fd)
+
+
+def header_fault(disk: Disk, path: Path, table: ShardTable) -> str:
+    """Read what stands before the records, and say what is wrong with it."""
+    fd = disk.open_read(path)
+    try:
+        header = disk.read_at(fd, table.data_start, 0)
+    finally:
+        disk.close(fd)
+    return "" if xxhash.xxh3_128_digest(header) == table.header_digest else BAD_HEADER
+
+
+def read_through(
+    disk: Disk, path: Path, table: ShardTable, also: Callable[[memoryview], object] | None = None
+) -> tuple[bool, npt.NDArray[np.bool_]]:
+    """Read a shard from front to back; say whether its header is as it was written, and of each row its record.
+
+    A whole record says, too, that it is of its key; what else it says is not looked at. `also` is given every byte of
+    the file, in order.
+    """
+    rows = table.rows
+    whole_N = np.zeros(len(rows), bool)
+    ends = [table.data_start, *(rows["offset"] + rows["length"]).tolist()]
+    fd = disk.open_read(path)
+    try:
+        stretches = _stretches(disk, fd, [*ends, table.size_bytes] if also else ends, also)
+        header_digest, _ = next(stretches, (b"", b""))
+        expected = zip(row_keys(rows), rows["digest"].tolist(), rows["length"].tolist(), ends[1:], strict=True)
+        for at, (stretch, wanted) in enumerate(zip(stretches, expected, strict=False)):  # fewer, if it was cut since
+            whole_N[at] = stretch[0] == wanted[1] and _is_of_key(disk, fd, stretch[1], wanted)
+        for _ in stretches:  # the table, which was verified before
+            pass
+    finally:
+        disk.close(fd)
+    return header_digest == table.header_digest, whole_N
+
+
+def _is_of_key(disk: Disk, fd: int, tail: memoryview, wanted: tuple[bytes, bytes, int, int]) -> bool:
+    """Say whether a record whose bytes are right is one, and of this key; `tail` is what is in memory of its end."""
+    key, _, length, end = wanted
+    needed = descriptor_bytes(tail)
+    if needed > len(tail):  # it begins in what was read before
+        needed = min(descriptor_bytes(disk.read_at(fd, _LENGTH.size, end - _LENGTH.size)), length)
+        tail = memoryview(disk.read_at(fd, needed, end - needed))
+    return is_descriptor_of(key, tail[-needed:])
+
+
+def key_pairs(keys: Sequence[bytes]) -> npt.NDArray[np.uint64]:
+    """Return keys as pairs of numbers that sort as the keys do."""
+    if set(map(len, keys)) - {KEY_BYTES}:
+        raise ValueError(f"a key is {KEY_BYTES} bytes")
+    return np.frombuffer(b"".join(keys), ">u8").reshape(-1, 2).astype(np.uint64)
+
+
+def row_keys(rows: npt.NDArray[Any]) -> list[bytes]:
+    """Return the keys of table or index rows."""
+    pairs = np.stack([rows["hi"], rows["lo"]], axis=1).astype(">u8")
+    keys: list[bytes] = pairs.view(f"V{KEY_BYTES}").reshape(-1).tolist()
+    return keys
+
+
+def _aligned(length: int) -> int:
+    return length + -length % ALIGNMENT
+
+
+def _entries(record: EncodedRecord, base: int) -> str:
+    prefix = f"{record.key.hex()}/"
+    return "".join(_entry(prefix, tensor, base) for tensor in record.tensors)
+
+
+def _entry(prefix: str, tensor: Tensor, base: int) -> str:
+    """Return a tensor's part of the header; no name in it needs escaping."""
+    offsets = f'"data_offsets":[{base + tensor.start},{base + tensor.end}]'
+    return f',"{prefix}{tensor.name}":{{"dtype":"{tensor.tag}","shape":{_sides(tensor.shape)},{offsets}}}'
+
+
+def _sides(shape: tuple[int, ...]) -> str:
+    """Return a shape as JSON; to write it so takes a quarter of the time of `json.dumps`."""
+    return f"[{','.join(map(str, shape))}]"
+
+
+def _trailer(header: bytes, rows: npt.NDArray[Any], table_start: int, size: int) -> bytes:
+    digests = xxhash.xxh3_128_digest(header), xxhash.xxh3_128_digest(rows.tobytes())
+    body = _TRAILER.pack(_MAGIC, SHARD_FORMAT, 0, len(rows), len(header), table_start, size, *digests)
+    return body + xxhash.xxh3_128_digest(body)
+
+
+def _read_table(disk: Disk, fd: int, path: Path, tail_bytes: int) -> ShardTable:
+    def damaged(what: str) -> CacheDamaged:
+        return CacheDamaged(what, where=str(path), remedy=SUBMIT_AGAIN)
+
+    size = disk.size_of_open(fd)
+    tail_start = max(0, size - max(tail_bytes, TRAILER_BYTES))
+    tail = disk.read_at(fd, size - tail_start, tail_start)
+    trailer = tail[-TRAILER_BYTES:]
+    if xxhash.xxh3_128_digest(trailer[: _TRAILER.size]) != trailer[_TRAILER.size :]:
+        if (told := _told_format(disk.read_at(fd, _FORMAT_BYTES, 0))) > SHARD_FORMAT:  # whose end may be another
+            raise _newer(path, told)
+        raise damaged("the shard's end is damaged or missing")
+    magic, version, _, count, data_start, table_start, true_size, header_digest, digest = _TRAILER.unpack_from(trailer)
+    if magic != _MAGIC or version > SHARD_FORMAT:
+        raise _newer(path, version)
+    if true_size != size or table_start + count * TABLE_ROW.itemsize + TRAILER_BYTES != size:
+        raise damaged(f"the shard has {size} bytes where {true_size} were written")
+    if table_start >= tail_start:
+        table = tail[table_start - tail_start : -TRAILER_BYTES]
+    else:
+        table = disk.read_at(fd, count * TABLE_ROW.itemsize, table_start)
+    if xxhash.xxh3_128_digest(table) != digest:
+        raise damaged("the shard's table is damaged")
+    rows = np.frombuffer(table, TABLE_ROW)
+    if not _tiles(rows, data_start, table_start):
+        raise damaged("the shard's table contradicts itself")
+    return ShardTable(path.name, size, data_start, table_start, header_digest, rows)
+
+
+def _told_format(header: bytes) -> int:
+    """Return the format that a header begins with; 0 where none is told."""
+    found = _FORMAT.match(header)
+    return int(found[1]) if found else 0
+
+
+def _newer(path: Path, version: int) -> ShardNewer:
+    what = f"the shard is of a format that this version does not know ({version})"
+    return ShardNewer(what, where=str(path), remedy="pip install --upgrade pipeline")
+
+
+def _tiles(rows: npt.NDArray[Any], start: int, end: int) -> bool:
+    """Say whether the rows cover the data from start to end without gap or overlap."""
+    edges = np.append(rows["offset"], np.uint64(end))
+    return bool(edges[0] == start and np.all(edges[1:] - edges[:-1] == rows["length"]) and np.all(edges <= end))
+
+
+def _stretches(
+    disk: Disk, fd: int, ends: list[int], also: Callable[[memoryview], object] | None
+) -> Iterator[tuple[bytes, memoryview]]:
+    """Read the file from front to back, and yield the digest of each stretch that ends at one of `ends`.
+
+    With it comes what is in memory of its end, until the next is asked for.
+    """
+    buffer = bytearray(_CHUNK_BYTES)
+    view = memoryview(buffer)
+    hasher = xxhash.xxh3_128()
+    start = stop = 0  # of the file's bytes that are in the buffer
+    position = 0
+    for end in ends:
+        first = position
+        while position < end:
+            if position == stop:
+                start, stop = stop, stop + disk.read_into(fd, buffer, stop)
+                if start == stop:
+                    return
+                if also:
+                    also(view[: stop - start])
+            upto = min(end, stop)
+            hasher.update(view[position - start : upto - start])
+            position = upto
+        yield hasher.digest(), view[max(first, start) - start : position - start]
+        hasher.reset()

@@ -1,0 +1,200 @@
+"""Sets of keys as sorted pairs of numbers: 16 bytes a key, and looked up a million at a time."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+import time
+import weakref
+from array import array
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import xxhash
+
+from pipeline.errors import CacheFull, CacheUnusable
+from pipeline.keys import KEY_BYTES, content_digest
+from pipeline.store.format.cache_layout import USERS
+from pipeline.store.format.disk import Draft
+from pipeline.store.shard_index import ranges
+from pipeline.store.store import StoreStat, first_of_key, stat_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+    from typing import Any
+
+    import numpy.typing as npt
+    from numpy.typing import NDArray
+
+    from pipeline.store.format.disk import Disk
+    from pipeline.store.shard_index import Integers
+    from pipeline.store.snapshot import Snapshot
+    from pipeline.store.store import Store
+
+NO_KEYS = np.zeros((0, 2), np.uint64)
+
+
+def sorted_pairs(keys: bytes | bytearray) -> Integers:
+    """Return keys that follow each other as sorted pairs of numbers, each once."""
+    if len(keys) % KEY_BYTES:
+        raise ValueError(f"a key is {KEY_BYTES} bytes")
+    pairs = np.frombuffer(keys, ">u8").reshape(-1, 2).astype("<u8")
+    pairs = pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))]
+    first = np.ones(len(pairs), bool)
+    first[1:] = (pairs[1:] != pairs[:-1]).any(axis=1)
+    return pairs if first.all() else pairs[first]
+
+
+def are_among(hi: Integers, lo: Integers, known_hi: Integers, known_lo: Integers) -> npt.NDArray[np.bool_]:
+    """Say of each key whether it is among others, which are sorted; a key is two numbers, in two columns."""
+    if not len(known_hi):
+        return np.zeros(len(hi), bool)
+    left = known_hi.searchsorted(hi, "left")
+    at = np.minimum(left, len(known_hi) - 1)
+    alike = known_hi[at] == hi
+    among: npt.NDArray[np.bool_] = alike & (known_lo[at] == lo)
+    rest = np.flatnonzero(alike & ~among)  # a million keys of one recipe share their first number now and then
+    counts = known_hi.searchsorted(hi[rest], "right") - left[rest]
+    asked, found = rest.repeat(counts), ranges(left[rest], counts)
+    among[asked[known_lo[found] == lo[asked]]] = True
+    return among
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """What a store holds."""
+
+    stat: StoreStat
+    tagged: Mapping[bytes, tuple[int, int]]  # how a key begins → records, bytes
+    absent: Integers  # of the keys that were asked for
+
+
+def tally(store: Store, tags: Sequence[bytes] = (), wanted: Integers = NO_KEYS) -> Tally:
+    """Count a store's records and those of each tag, and find which of some keys are not there."""
+    return store.ask(lambda snapshot: _tally(store.kind, snapshot, tags, wanted))
+
+
+def _tally(kind: str, snapshot: Snapshot, tags: Sequence[bytes], wanted: Integers) -> Tally:
+    bounds = {tag: [np.uint64(int.from_bytes(tag.ljust(8, fill), "big")) for fill in (b"\0", b"\xff")] for tag in tags}
+    tagged = dict.fromkeys(tags, (0, 0))
+    is_there = np.zeros(len(wanted), bool)
+    wanted_hi, wanted_lo = (np.ascontiguousarray(wanted[:, half]) for half in (0, 1))
+    records, before = 0, None  # the last key of the piece before
+    for rows in filter(len, snapshot.pieces_in_order()):
+        hi, lo, length = (np.ascontiguousarray(rows[name]) for name in ("hi", "lo", "length"))
+        once = first_of_key(rows, at_start=before != (hi[0], lo[0]))
+        before = hi[-1], lo[-1]
+        records += int(once.sum())
+        for tag, (first, last) in bounds.items():
+            mine = slice(hi.searchsorted(first), hi.searchsorted(last, "right"))
+            some, size_bytes = tagged[tag]
+            tagged[tag] = some + int(once[mine].sum()), size_bytes + int(length[mine][once[mine]].sum())
+        asked = slice(wanted_hi.searchsorted(hi[0]), wanted_hi.searchsorted(hi[-1], "right"))
+        is_there[asked] |= are_among(wanted_hi[asked], wanted_lo[asked], hi, lo)
+    return Tally(stat_of(kind, snapshot, records), tagged, wanted[~is_there])
+
+
+FORMAT = 1
+SUFFIX = ".keys"
+WANTED_NAME = re.compile(r"[0-9a-f]{32}-[a-z0-9_-]+\.keys")
+_HEAD_BYTES = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a data set wants of a kind."""
+
+    kind: str
+    at: float  # seconds since 1970
+    pairs: Integers  # sorted, each once
+
+
+def name_of(kind: str, asked: Any) -> str:
+    """Return the name of the file for what was asked, which is plain JSON data."""
+    return f"{content_digest(json.dumps([kind, asked], sort_keys=True).encode()).hex()}-{kind}{SUFFIX}"
+
+
+def remember(disk: Disk, root: Path, kind: str, asked: Any, keys: bytearray) -> bool:
+    """Write down what is wanted, keys one after the other; return whether that was possible."""
+    data = sorted_pairs(keys).reshape(-1).view(np.uint8).data
+    head = {"wanted": FORMAT, "kind": kind, "at": time.time(), "digest": xxhash.xxh3_128_hexdigest(data)}
+    try:
+        draft = Draft(disk, root / USERS)
+        draft.write(json.dumps(head).encode().ljust(_HEAD_BYTES - 1) + b"\n", 0)
+        draft.write(data, _HEAD_BYTES)
+        draft.publish(root / USERS / name_of(kind, asked), replace=True)
+    except (CacheUnusable, CacheFull):
+        return False
+    return True
+
+
+def recall(disk: Disk, root: Path, kind: str, asked: Any) -> Wanted | None:
+    """Return what was written down; None where nothing was, or nothing that can be believed."""
+    try:
+        path = root / USERS / name_of(kind, asked)
+        fd = disk.open_read(path)
+    except OSError:
+        return None
+    try:
+        size = disk.size_of_open(fd)
+        head = json.loads(disk.read_at(fd, min(size, _HEAD_BYTES), 0))
+        data = disk.read_at(fd, size - _HEAD_BYTES, _HEAD_BYTES) if size > _HEAD_BYTES else b""
+        if head["wanted"] == FORMAT and head["digest"] == xxhash.xxh3_128_hexdigest(data):
+            return Wanted(kind, float(head["at"]), np.frombuffer(data, "<u8").reshape(-1, KEY_BYTES // 8))
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        pass
+    finally:
+        disk.close(fd)
+    return None
+
+
+class KeyedLines:
+    """Takes keys with a line of text each, then gives the text of a key."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - it goes when this does
+        weakref.finalize(self, self._file.close)
+        self._keys, self._offsets = bytearray(), array("Q")
+        self._sorted: tuple[NDArray[np.bytes_], NDArray[np.int64]] | None = None
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def add(self, key: bytes, text: str) -> None:
+        """Keep the text of a key; of a key that comes again, one of its texts."""
+        self._keys += key
+        self._offsets.append(self._file.seek(0, 2))
+        self._file.write(text.encode() + b"\n")
+        self._sorted = None
+
+    def get(self, key: bytes) -> str | None:
+        """Return the text of a key."""
+        if not len(self):
+            return None
+        keys, order = self._in_order()
+        at = int(np.searchsorted(keys, np.frombuffer(key, f"S{KEY_BYTES}")[0]))
+        if at == len(keys) or keys[at].ljust(KEY_BYTES, b"\0") != key:  # numpy drops zeros at the end
+            return None
+        self._file.seek(self._offsets[int(order[at])])
+        return self._file.readline()[:-1].decode()
+
+    def _in_order(self) -> tuple[NDArray[np.bytes_], NDArray[np.int64]]:
+        if self._sorted is None:
+            keys = np.frombuffer(bytes(self._keys), f"S{KEY_BYTES}")
+            order = np.argsort(keys, kind="stable")
+            self._sorted = keys[order], order
+        return self._sorted
+
+
+T = TypeVar("T")
+
+
+def in_chunks(values: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Yield lists of at most `size` values."""
+    rest = iter(values)
+    while chunk := list(islice(rest, size)):
+        yield chunk

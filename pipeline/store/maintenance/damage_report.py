@@ -1,0 +1,327 @@
+"""What a validation found, as values and as a file: a summary line, then a line for each thing that is wrong.
+
+The summary is known last and read first, so room is kept for it; nothing here grows with what is found.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import time
+from dataclasses import asdict, dataclass, field, fields
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import CacheDamaged, ConfigError
+from pipeline.store.format.cache_layout import REPORTS
+from pipeline.store.format.disk import Draft
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from pipeline.store.format.disk import Disk
+    from pipeline.store.maintenance.scrub import Checked
+
+REPORT_FORMAT = 1
+REPORT_SUFFIX = ".jsonl"
+SUMMARY_BYTES = 4096
+REPAIR = "repair"  # how a list of what a repair could not save came about
+# Why a repair leaves a file alone.
+NEWER = "a later version of the pipeline wrote it"
+FOREIGN = "no pipeline wrote a file of this name"
+FORBIDDEN = "it cannot be read by you"
+REFUSED = "its disk refuses to give it"
+UNREAD = "records in it that were whole could not be read again"
+_WAYS_ON = {
+    NEWER: "pip install --upgrade pipeline   (for {file})",
+    FOREIGN: "mv {file} elsewhere   (no pipeline wrote it)",
+    FORBIDDEN: "ls -l {file}   (ask its owner: chmod a+r {file})",
+    REFUSED: "mv {file} {file}.unreadable   (then: pipeline cache repair --yes)",
+    UNREAD: "pipeline cache repair --yes   (again, for {file})",
+}
+_HOPELESS = {NEWER, FOREIGN, FORBIDDEN}  # a repair need not be tried
+_NAMED = 5  # such files are named in a summary
+_LONGEST_SUMMARY = 1 << 16
+_NOTE_CHARACTERS = 200
+_NEWEST = 100  # of so many reports, by their names, the last one is found; each takes a read
+_WRITE_BYTES = 1 << 20
+
+
+class Fault(str, Enum):
+    """What is wrong, by what it costs."""
+
+    INDEX = "index"  # damaged, or not what the shards say: look-ups are slow or wrong until it is rebuilt
+    HEADER = "header"  # of a shard: other readers cannot open it; the store reads it by its table
+    TABLE = "table"  # of a shard: what it holds is known from the index alone, if from anywhere
+    RECORD = "record"  # its bytes are not those that were written
+    GONE = "gone"  # named by the index, but its shard is not there
+    NEWER = "newer"  # of a shard: a later version wrote it; nothing is known to be wrong with it, and it is left alone
+    FOREIGN = "foreign"  # a file among the shards that no pipeline wrote
+    UNREADABLE = "unreadable"  # the disk or its permissions refuse it
+    MEANING = "meaning"  # its bytes are as they were written, but what they say cannot be
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong: with a record, or with a file around records."""
+
+    kind: str
+    fault: Fault
+    what: str
+    shard: str = ""  # empty: the index
+    key: str = ""  # of the record, in hex; empty: the file
+    lost: bool = False  # no whole copy of the record is left
+
+    @property
+    def forbidden(self) -> bool:
+        """Whether nothing is known to be wrong, but that this user may not read it."""
+        return self.fault is Fault.UNREADABLE and self.what.startswith(FORBIDDEN)
+
+    @property
+    def stays(self) -> str:
+        """Why a repair leaves this shard alone; empty: it need not, or this is about a record or the index."""
+        if self.key or not self.shard:
+            return ""
+        if self.fault is Fault.UNREADABLE:
+            return FORBIDDEN if self.forbidden else REFUSED
+        return {Fault.NEWER: NEWER, Fault.FOREIGN: FOREIGN}.get(self.fault, "")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON data."""
+        return asdict(self) | {"fault": self.fault.value}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Finding:
+        """Return what `to_json` wrote; raise ValueError or TypeError for anything else."""
+        finding = cls(**{**data, "fault": Fault(data["fault"])})
+        texts = finding.kind, finding.what, finding.shard, finding.key
+        if not all(isinstance(text, str) for text in texts) or not isinstance(finding.lost, bool):
+            raise TypeError("a finding is made of texts")
+        bytes.fromhex(finding.key)
+        return finding
+
+
+@dataclass(slots=True)
+class Summary:
+    """What was looked at, and how often what was found."""
+
+    how: str  # quick, full, semantic; or repair, of a list of what is lost
+    subset: str = "1/1"
+    begun: float = 0.0  # seconds since 1970
+    seconds: float = 0.0
+    bytes: int = 0  # that were read
+    shards: int = 0
+    records: int = 0  # judged
+    whole: int = 0
+    listed: int = 0  # of which nobody has read more than the table that names them
+    findings: int = 0
+    lost: int = 0  # records
+    faults: dict[str, int] = field(default_factory=dict)
+    kinds: dict[str, dict[str, int]] = field(default_factory=dict)  # kind → records, whole, lost
+    notes: dict[str, int] = field(default_factory=dict)  # what else was done, or could not be → how often
+    only: list[str] = field(default_factory=list)  # the kinds that were asked for; empty: all
+    root: str = ""  # of which cache; empty: an earlier version did not say
+    hopeless: int = 0  # findings that no repair can do anything about
+    stay: dict[str, str] = field(default_factory=dict)  # some files that such are about → why a repair leaves them
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Summary:
+        """Return what was written; raise ValueError or TypeError for anything else."""
+        summary = cls(**data)
+        for one in fields(cls):
+            value, wanted = getattr(summary, one.name), type(getattr(cls(""), one.name))
+            if not isinstance(value, (int, float) if wanted is float else wanted):
+                raise TypeError(f"{one.name} is no {wanted.__name__}")
+        if not (math.isfinite(summary.begun) and 0 <= summary.begun < 1 << 40 and math.isfinite(summary.seconds)):
+            raise ValueError("there is no such time")
+        return summary
+
+    def note(self, notes: Mapping[str, int]) -> None:
+        """Count what is no finding; of each note the beginning is kept, for there is little room."""
+        for text, number in notes.items():
+            what = text.partition("\n")[0][:_NOTE_CHARACTERS]
+            self.notes[what] = self.notes.get(what, 0) + number
+
+    def count(self, finding: Finding) -> None:
+        """Count one finding."""
+        self.findings += 1
+        self.lost += finding.lost
+        self.faults[finding.fault.value] = self.faults.get(finding.fault.value, 0) + 1
+        self.hopeless += finding.forbidden or finding.stays in _HOPELESS
+        if finding.stays in _HOPELESS and len(self.stay) < _NAMED:
+            self.stay[f"{finding.kind}/shards/{finding.shard}"] = finding.stays
+
+    def take(self, checked: Checked) -> None:
+        """Count what was found in one file."""
+        self.bytes += checked.read_bytes
+        self.shards += bool(checked.shard)
+        self.listed += len(checked.listed)
+        lost = sum(one.lost for one in checked.findings)
+        self.of_kind(checked.kind, records=checked.judged, whole=len(checked.whole), lost=lost)
+        self.note(checked.notes)
+        for one in checked.findings:
+            self.count(one)
+
+    def of_kind(self, kind: str, *, records: int, whole: int, lost: int) -> None:
+        """Count what was judged of one kind."""
+        self.records += records
+        self.whole += whole
+        known = self.kinds.setdefault(kind, {"records": 0, "whole": 0, "lost": 0})
+        for name, number in (("records", records), ("whole", whole), ("lost", lost)):
+            known[name] += number
+
+    def add(self, other: Summary) -> None:
+        """Take in what another part of the same validation found."""
+        for name in ("bytes", "shards", "records", "whole", "listed", "findings", "lost", "hopeless"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for fault, number in other.faults.items():
+            self.faults[fault] = self.faults.get(fault, 0) + number
+        self.note(other.notes)
+        self.root = self.root or other.root
+        self.stay = dict([*self.stay.items(), *other.stay.items()][:_NAMED])
+        for kind, counts in other.kinds.items():
+            known = self.kinds.setdefault(kind, dict.fromkeys(counts, 0))
+            for name, number in counts.items():
+                known[name] = known.get(name, 0) + number
+        self.begun = min(filter(None, (self.begun, other.begun)), default=0.0)
+
+
+class ReportWriter:
+    """Writes a report aside, and publishes it with its summary; its memory is a buffer."""
+
+    def __init__(self, disk: Disk, folder: Path) -> None:
+        self._draft, self._folder = Draft(disk, folder), folder
+        self._end, self._lines = SUMMARY_BYTES, bytearray()
+
+    def add(self, *findings: Finding) -> None:
+        """Write down findings."""
+        for finding in findings:
+            self._lines += json.dumps(finding.to_json(), separators=(",", ":")).encode() + b"\n"
+            if len(self._lines) >= _WRITE_BYTES:
+                self._flush()
+
+    def publish(self, summary: Summary, name: str = "") -> Path:
+        """Finish the report; `name` replaces one of the same name, else it gets a name of its own."""
+        self._flush()
+        self._draft.write(_fitting(summary).ljust(SUMMARY_BYTES - 1) + b"\n", 0)
+        path = self._folder / (name or self._draft.stem + REPORT_SUFFIX)
+        self._draft.publish(path, replace=bool(name))
+        return path
+
+    def discard(self) -> None:
+        """Leave nothing behind."""
+        self._draft.discard()
+
+    def _flush(self) -> None:
+        self._draft.write(bytes(self._lines), self._end)
+        self._end += len(self._lines)
+        self._lines.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A report on disk."""
+
+    path: Path
+    summary: Summary
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield what was found, one at a time."""
+        with self.path.open("rb") as file:
+            file.readline()
+            for line in file:
+                yield _parsed(self.path, line)
+
+
+def read_report(path: Path) -> Report:
+    """Open a report; only its summary is read."""
+    try:
+        with path.open("rb") as file:
+            text = file.readline(_LONGEST_SUMMARY)
+        told = json.loads(text)
+        if told.pop("report") == REPORT_FORMAT:
+            return Report(path, Summary.from_json(told))
+    except OSError as error:
+        raise _no_report(path, error.strerror or str(error)) from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        pass
+    raise _no_report(path, "this is no damage list of this version")
+
+
+def refuse_of_another(report: Report, root: Path) -> None:
+    """Raise where a list is of another cache: what it names would be looked for in vain, and nothing be found wrong."""
+    of = report.summary.root
+    if of and of != str(root.resolve()):
+        what = f"this damage list is of the cache {of}, and not of {root.resolve()}"
+        remedy = "pipeline cache validate --full   (writes a list of this cache; so, too, if it was moved here)"
+        raise ConfigError(what, where=str(report.path), remedy=remedy)
+
+
+def last_report(disk: Disk, root: Path) -> Report | None:
+    """Return what the newest validation of a cache has found, if it can be read."""
+    return next((report for report in reports(disk, root) if report.summary.how != REPAIR), None)
+
+
+def reports(disk: Disk, root: Path) -> list[Report]:
+    """Return the newest reports of a cache that can be read, the newest first; of a clock that runs ahead, the last."""
+    names = sorted((name for name in disk.list_folder(root / REPORTS) if name.endswith(REPORT_SUFFIX)), reverse=True)
+    found: list[Report] = []
+    for name in names[:_NEWEST]:  # they begin with the time
+        try:
+            found.append(read_report(root / REPORTS / name))
+        except ConfigError:
+            continue
+    now = time.time()
+    return sorted(found, key=lambda one: (one.summary.begun <= now, one.summary.begun), reverse=True)
+
+
+def damage_found(summary: Summary, root: Path, path: Path | None) -> CacheDamaged:
+    """Return what a person should read when a validation has found anything wrong."""
+    found, gone = summary.findings, summary.lost
+    lost = f"; {gone:,} {'record has' if gone == 1 else 'records have'} no whole copy left" if gone else ""
+    stay = {root / file: why for file, why in summary.stay.items() if why in _HOPELESS}
+    what = "\n  ".join((f"found {found:,} {'fault' if found == 1 else 'faults'}{lost}", *_said_of(stay)))
+    remedy = f"pipeline cache repair{f' --list {shlex.quote(str(path))}' if path else ''}"
+    if stay and summary.hopeless == found:
+        remedy = ways_on(stay)
+    return CacheDamaged(what, where=str(root), remedy=remedy)
+
+
+def ways_on(stay: Mapping[Path, str]) -> str:
+    """Return a line for each file that a repair leaves alone: what a person can do about it."""
+    return "\n        ".join(_WAYS_ON[why].format(file=shlex.quote(str(file))) for file, why in stay.items())
+
+
+def stays_left(stay: Mapping[Path, str], count: int, root: Path) -> CacheDamaged:
+    """Return what a person should read when a repair has left files alone; `stay` are the first of them."""
+    some = f"{count:,} {'file is' if count == 1 else 'files are'} left alone, and damage to whoever validates"
+    return CacheDamaged("\n  ".join((some, *_said_of(stay))), where=str(root), remedy=ways_on(stay))
+
+
+def _said_of(stay: Mapping[Path, str]) -> Iterator[str]:
+    return (f"{file}: {why}" for file, why in stay.items())
+
+
+def _fitting(summary: Summary) -> bytes:
+    """Return a summary as it is written: without what there is no room for."""
+    told = {"report": REPORT_FORMAT, **asdict(summary)}
+    for left_out in ("", "notes", "only", "kinds", "stay", "root"):
+        told.pop(left_out, None)
+        text = json.dumps(told, separators=(",", ":")).encode()
+        if len(text) < SUMMARY_BYTES:
+            break
+    return text
+
+
+def _parsed(path: Path, line: bytes) -> Finding:
+    """Return the finding that a line tells."""
+    try:
+        return Finding.from_json(json.loads(line))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise _no_report(path, "a line of it cannot be read") from error
+
+
+def _no_report(path: Path, what: str) -> ConfigError:
+    return ConfigError(what, where=str(path), remedy="pipeline cache validate --full   (writes a new one)")

@@ -1,0 +1,155 @@
+"""An export as a folder: what its files are called, its manifest, and what it says of itself; read as a stranger's.
+
+MANIFEST.sha256          a line for each shard; written last, so that an export without it is not finished
+pipeline-export.json     what is in it, by kind
+pipeline-cache.json      an export is a cache itself: `cache.under` can name it
+KIND/shards/NAME.safetensors
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pipeline.errors import CacheDamaged, CacheUnusable, ConfigError
+from pipeline.store.cache_folder import CACHE_FORMAT
+from pipeline.store.format.cache_layout import EXPORT, MANIFEST, KindLayout
+from pipeline.store.format.disk import Draft
+from pipeline.store.snapshot import GONE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from pathlib import Path
+
+    from pipeline.store.format.disk import Disk
+
+EXPORT_FORMAT = 1
+MANIFEST_BYTES = 64 << 20  # at most: of some 400,000 shards
+_LINE = re.compile(r"([0-9a-f]{64})  ([a-z][a-z0-9_-]*)/shards/([A-Za-z0-9][A-Za-z0-9._-]*\.safetensors)")
+_EXPORT_AGAIN = "pipeline cache export DIR   (again, where it is from: it does what is missing)"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFile:
+    """A shard by its place in a cache or an export."""
+
+    kind: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}/shards/{self.name}"
+
+    def below(self, root: Path) -> Path:
+        """Return its path."""
+        return KindLayout(root / self.kind).shard(self.name)
+
+
+def can_be_named(file: ShardFile) -> bool:
+    """Say whether a manifest can name a file."""
+    return bool(_LINE.fullmatch(f"{'0' * 64}  {file}"))
+
+
+def sizes_of(disk: Disk, folder: Path, files: Iterable[ShardFile]) -> dict[ShardFile, int]:
+    """Return the sizes of some files of an export."""
+    return {file: disk.size_of(file.below(folder)) for file in files}
+
+
+def size_of_plain(disk: Disk, folder: Path, file: ShardFile) -> int:
+    """Return a file's size; refuse one that is, or lies behind, a symbolic link."""
+    path = file.below(folder)
+    if disk.is_link(path.parent) or disk.is_link(path.parent.parent) or not disk.is_plain_file(path):
+        raise CacheDamaged("it is no plain file, or behind a symbolic link")
+    return disk.size_of(path)
+
+
+def describe(disk: Disk, folder: Path, files: Mapping[ShardFile, int]) -> None:
+    """Write down what an export has, or will have, by kind."""
+    kinds: dict[str, dict[str, int]] = {}
+    for file, size in files.items():
+        told = kinds.setdefault(file.kind, {"shards": 0, "bytes": 0})
+        told["shards"] += 1
+        told["bytes"] += size
+    content = {"export": EXPORT_FORMAT, "format": CACHE_FORMAT, "made_by": "pipeline", "kinds": kinds}
+    _publish(disk, folder / EXPORT, json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def write_manifest(disk: Disk, folder: Path, lines: Mapping[ShardFile, str]) -> None:
+    """Write down the SHA-256 of each file, last of all: an export without that is not finished."""
+    _publish(disk, folder / MANIFEST, "".join(f"{lines[file]}  {file}\n" for file in sorted(lines, key=str)))
+
+
+def _publish(disk: Disk, path: Path, text: str) -> None:
+    draft = Draft(disk, path.parent)
+    draft.write(text.encode(), 0)
+    draft.publish(path, replace=True)
+
+
+def read_description(disk: Disk, folder: Path) -> dict[str, int]:
+    """Return how many shards of each kind an export has; refuse a folder that is none, or one of a later version."""
+    try:
+        told = json.loads(_read_plain(disk, folder / EXPORT))
+        versions = int(told["export"]), int(told["format"])
+        kinds = {str(kind): int(one["shards"]) for kind, one in told["kinds"].items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+        raise CacheDamaged("it cannot be read", where=str(folder / EXPORT), remedy=_EXPORT_AGAIN) from error
+    except (FileNotFoundError, NotADirectoryError) as error:
+        what = "the folder is no export of a cache"
+        raise ConfigError(what, where=str(folder), remedy="pipeline cache export DIR   (makes one)") from error
+    if versions[0] > EXPORT_FORMAT or versions[1] > CACHE_FORMAT:
+        what = f"the export was made by a newer pipeline (formats {versions[0]} and {versions[1]})"
+        raise CacheUnusable(what, where=str(folder), remedy="pip install --upgrade pipeline")
+    return kinds
+
+
+def read_manifest(disk: Disk, folder: Path) -> Iterator[tuple[ShardFile, str]]:
+    """Yield the files of an export with their SHA-256; refuse a manifest that names anything else."""
+    path = folder / MANIFEST
+    try:
+        text = _read_plain(disk, path).decode("ascii", "replace")
+    except FileNotFoundError as error:
+        what = "the export is not finished: it has no manifest"
+        raise CacheDamaged(what, where=str(folder), remedy=_EXPORT_AGAIN) from error
+    *lines, rest = text.split("\n")
+    for number, line in enumerate([*lines, *filter(None, [rest])], 1):
+        named = _LINE.fullmatch(line)
+        if named is None or (rest and number > len(lines)):
+            what = f"line {number} names no file of an export: {line[:120]!r}"
+            raise CacheDamaged(what, where=str(path), remedy=_EXPORT_AGAIN)
+        yield ShardFile(named[2], named[3]), named[1]
+
+
+def refuse_unfinished(folder: Path, about: Mapping[str, int], files: Iterable[ShardFile]) -> None:
+    """Refuse an export whose manifest does not name all that was to be in it."""
+    named = Counter(file.kind for file in files)
+    if dict(named) != {kind: shards for kind, shards in about.items() if shards}:
+        what = f"the export is not finished, or was not copied whole: its manifest names {named.total():,} files"
+        what += f" where {sum(about.values()):,} were to be"
+        raise CacheDamaged(what, where=str(folder), remedy=_EXPORT_AGAIN)
+
+
+def _read_plain(disk: Disk, path: Path) -> bytes:
+    """Read a small file; what is a link or a device is refused."""
+    try:
+        if not disk.is_plain_file(path):
+            raise CacheDamaged("it is no plain file", where=str(path), remedy=_EXPORT_AGAIN)
+        fd = disk.open_read(path)
+        try:
+            if (size_bytes := disk.size_of_open(fd)) > MANIFEST_BYTES:
+                raise CacheDamaged("it is too large to be one", where=str(path), remedy=_EXPORT_AGAIN)
+            return disk.read_at(fd, size_bytes, 0)
+        finally:
+            disk.close(fd)
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        raise CacheUnusable(reason(error), where=str(path), remedy=f"ls -ld {path}") from error
+
+
+def reason(error: CacheDamaged | OSError) -> str:
+    """Return in a few words why a file was not read or written."""
+    if isinstance(error, CacheDamaged):
+        return error.what
+    return "it is not there" if error.errno in GONE else error.strerror or str(error)

@@ -1,0 +1,398 @@
+"""Looks for damage in the shards and the index of a kind: what is there, against what was written.
+
+`quick` reads the ends and headers of shards, and the index; `full` reads every byte once, from front to back; `meaning`
+reads records one by one, and has somebody judge what they say. None changes anything, and all may run beside writers: a
+shard that appears meanwhile is not judged, one that goes away because it was swept or repaired is not missed. What
+cannot be judged by itself alone comes last: by then the index was read for all such shards, in one go.
+"""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import compress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import xxhash
+
+from pipeline.errors import CacheDamaged, ConfigError
+from pipeline.store.format.cache_layout import written_at
+from pipeline.store.format.record import BadRecord, decode
+from pipeline.store.format.shard import (
+    BAD_HEADER,
+    TABLE_ROW,
+    TAIL_BYTES,
+    TRAILER_BYTES,
+    ShardNewer,
+    ShardTable,
+    header_fault,
+    read_table,
+    read_through,
+    row_keys,
+)
+from pipeline.store.maintenance.damage_report import FORBIDDEN, FOREIGN, Fault, Finding
+from pipeline.store.maintenance.index_view import IndexView, index_rows
+from pipeline.store.shard_index import Index, IndexDamaged
+from pipeline.store.snapshot import GONE, shard_names
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    from pipeline.store.format.record import Record
+    from pipeline.store.shard_index import Rows
+    from pipeline.store.store import Store
+
+    Judge = Callable[[Record], "Wrong | None"]
+    Looked = tuple["Checked | None", ShardTable | None]  # nothing, of what is judged last
+    Look = Callable[["_Known", str], Looked]
+
+# So that the table of any shard comes with the first read, whatever is known of it; a table row takes 48 bytes, and
+# what the header says of a record more than twice that.
+WHOLE_TAIL_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Subset:
+    """The n-th of t parts of all shards: a shard is always in the same one, whatever else comes and goes."""
+
+    part: int = 1
+    of: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Subset:
+        """Read "2/8"."""
+        part, slash, of = text.partition("/")
+        if slash and part.isdecimal() and of.isdecimal() and 1 <= int(part) <= int(of):
+            return cls(int(part), int(of))
+        what = f"{text!r} is no part of a whole"
+        raise ConfigError(what, where="--subset", remedy="n/t with 1 <= n <= t, such as --subset 1/8")
+
+    def __contains__(self, shard: str) -> bool:
+        return xxhash.xxh3_64_intdigest(shard.encode()) % self.of == self.part - 1
+
+    def on(self, shard: str) -> None:
+        """Take note that a shard is looked at now."""
+
+    def __str__(self) -> str:
+        """Return it as it is typed."""
+        return f"{self.part}/{self.of}"
+
+    @property
+    def with_index(self) -> bool:
+        """Say whether the index is judged with these shards: it is, once."""
+        return self.part == 1
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """Some shards by their names, with the index or without."""
+
+    names: frozenset[str]
+    with_index: bool = False
+    on: Callable[[str], object] = lambda _shard: None  # told of each that is looked at now; empty: the index
+
+    def __contains__(self, shard: str) -> bool:
+        return shard in self.names
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What was found in one file: a shard, or the index (whose name is empty)."""
+
+    kind: str
+    shard: str
+    read_bytes: int
+    whole: tuple[bytes, ...] = ()  # the keys of records that are as they were written
+    findings: tuple[Finding, ...] = ()
+    notes: Mapping[str, int] = field(default_factory=dict)  # what else there is to tell → how often
+    listed: tuple[bytes, ...] = ()  # the keys of records that the table names, and nobody has read
+
+    @property
+    def judged(self) -> int:
+        """How many records were looked for, at least in a table."""
+        return len(self.whole) + len(self.listed) + sum(bool(one.key) for one in self.findings)
+
+
+class Wrong(NamedTuple):
+    """What is wrong with what a record says."""
+
+    what: str
+    lost: bool = True  # whether the record must be made anew
+
+
+WHOLE = Subset()
+
+
+def quick(store: Store, subset: Subset | Named = WHOLE) -> Iterator[Checked]:
+    """Judge the structure of every shard, in two reads each, and the index."""
+    yield from _scrub(store, subset, _structure)
+
+
+def full(store: Store, subset: Subset | Named = WHOLE) -> Iterator[Checked]:
+    """Judge every byte of every shard, and the index."""
+    yield from _scrub(store, subset, _every_byte)
+
+
+def meaning(store: Store, judge: Judge, subset: Subset | Named = WHOLE) -> Iterator[Checked]:
+    """Judge every byte of every shard, what each record says, and the index."""
+    yield from _scrub(store, subset, partial(_every_record, judge))
+
+
+def rows_of(store: Store, shard: str) -> Rows | None:
+    """Return the rows of what a shard holds: as it says itself, else as the index says; None where nobody knows."""
+    try:
+        return read_table(store.disk, store.layout.shard(shard)).rows
+    except (CacheDamaged, OSError):
+        return index_rows(store.disk, store.layout, {shard}).get(shard)
+
+
+def shards_of(store: Store) -> list[str]:
+    """Return the names of all shards that there are to judge: those in the folder, and those that the index names."""
+    try:
+        indexed = Index(store.disk, store.layout.index).names
+    except (IndexDamaged, OSError):
+        indexed = []
+    return sorted({*shard_names(store.disk, store.layout), *indexed})
+
+
+def _scrub(store: Store, subset: Subset | Named, look: Look) -> Iterator[Checked]:
+    """Judge the shards of a subset, what the index says of them, and with one of all subsets the index itself."""
+    known = _Known(store, IndexView.read(store.disk, store.layout))
+    names = sorted(name for name in {*shard_names(store.disk, store.layout), *known.view.shards} if name in subset)
+    odd: dict[str, ShardTable] = {}  # shards of which the index says something else; few, or it is of another cache
+    for last in (False, True):
+        if last:  # a sweep or a repair that took one of these has had time to say so in the index
+            names = known.look_again()
+        for name in names:
+            subset.on(name)
+            checked, table = look(known, name)
+            if checked is None:
+                known.later.append(name)
+                continue
+            yield checked
+            if table is not None and known.view.contradicts(table):
+                odd[name] = table
+    if subset.with_index or odd or known.copied:
+        subset.on("")
+        yield _judged_index(known, odd)
+
+
+def _structure(known: _Known, name: str) -> Looked:
+    """Judge what is around the records of a shard."""
+    kind, disk, path = known.store.kind, known.store.disk, known.store.layout.shard(name)
+    indexed = known.view.shards.get(name)
+    tail_bytes = max(TAIL_BYTES, _end_bytes(indexed.records)) if indexed else WHOLE_TAIL_BYTES
+    try:
+        table = read_table(disk, path, tail_bytes)
+        fault = header_fault(disk, path, table)
+    except CacheDamaged as error:
+        return Checked(kind, name, tail_bytes, (), (_about(known, name, error),)), None
+    except OSError as error:
+        return _refused(known, name, error), None
+    findings = (Finding(kind, Fault.HEADER, fault, name),) if fault else ()
+    end_bytes = max(min(tail_bytes, table.size_bytes), _end_bytes(len(table.rows)))
+    listed = tuple(row_keys(table.rows))
+    return Checked(kind, name, table.data_start + end_bytes, (), findings, listed=listed), table
+
+
+def _end_bytes(records: int) -> int:
+    """Return how many bytes stand behind so many records."""
+    return records * TABLE_ROW.itemsize + TRAILER_BYTES
+
+
+def _every_byte(known: _Known, name: str) -> Looked:
+    """Judge every record of a shard, and what is around them; what looks bad at first is read once more, by itself."""
+    kind, disk, path = known.store.kind, known.store.disk, known.store.layout.shard(name)
+    try:
+        table = read_table(disk, path)
+        header_is_whole, whole_N = read_through(disk, path, table)
+    except CacheDamaged as error:
+        return _by_index(_intact, known, name, error), None
+    except OSError as error:
+        if error.errno in GONE:
+            return _refused(known, name, error), None
+        return _every_record(_intact, known, name)  # of one place in it, perhaps
+    header = () if header_is_whole else (Finding(kind, Fault.HEADER, BAD_HEADER, name),)
+    try:
+        again, findings = _judged_rows(_intact, known, name, table.rows[~whole_N]) if not whole_N.all() else ((), ())
+    except OSError as error:
+        return _refused(known, name, error), None
+    whole = (*compress(row_keys(table.rows), whole_N), *again)
+    return Checked(kind, name, table.size_bytes, whole, header + findings), table
+
+
+def _every_record(judge: Judge, known: _Known, name: str) -> Looked:
+    """Judge every record of a shard and what it says, one at a time, and what is around them."""
+    store = known.store
+    path = store.layout.shard(name)
+    try:
+        table = read_table(store.disk, path)
+        header = _header(store, path, table)
+        whole, findings = _judged_rows(judge, known, name, table.rows)
+    except CacheDamaged as error:
+        return _by_index(judge, known, name, error), None
+    except OSError as error:
+        return _refused(known, name, error), None
+    return Checked(store.kind, name, table.size_bytes, whole, header + findings), table
+
+
+def _header(store: Store, path: Path, table: ShardTable) -> tuple[Finding, ...]:
+    """Judge what stands before the records."""
+    try:
+        fault = header_fault(store.disk, path, table)
+    except OSError as error:
+        if error.errno in GONE:
+            raise
+        fault = f"the header cannot be read: {error.strerror or error}"
+    return (Finding(store.kind, Fault.HEADER, fault, path.name),) if fault else ()
+
+
+def _by_index(judge: Judge, known: _Known, name: str, error: CacheDamaged) -> Checked | None:
+    """Judge a shard that does not say itself what it holds by what the index says."""
+    about, kind = _about(known, name, error), known.store.kind
+    if about.fault is Fault.NEWER:
+        return Checked(kind, name, TAIL_BYTES, (), (about,))
+    if known.tables is None:
+        return None
+    rows = known.tables.get(name)
+    if rows is None:
+        return Checked(kind, name, TAIL_BYTES, (), (about,))
+    try:
+        whole, findings = _judged_rows(judge, known, name, rows)
+    except OSError as refusal:
+        return _refused(known, name, refusal)
+    return Checked(kind, name, TAIL_BYTES + int(rows["length"].sum()), whole, (about, *findings))
+
+
+def _about(known: _Known, name: str, error: CacheDamaged) -> Finding:
+    """Return what is wrong with a shard as a whole."""
+    if not isinstance(error, ShardNewer) and written_at(name) is None and name not in known.view.shards:
+        return Finding(known.store.kind, Fault.FOREIGN, FOREIGN, name)
+    fault = Fault.NEWER if isinstance(error, ShardNewer) else Fault.TABLE
+    return Finding(known.store.kind, fault, error.what, name)
+
+
+def _judged_rows(judge: Judge, known: _Known, name: str, rows: Rows) -> tuple[tuple[bytes, ...], tuple[Finding, ...]]:
+    """Judge records one by one; only one is in memory."""
+    whole: list[bytes] = []
+    findings: list[Finding] = []
+    store = known.store
+    fd = store.disk.open_read(store.layout.shard(name))
+    try:
+        for key, place in zip(row_keys(rows), rows[["offset", "length", "digest"]].tolist(), strict=True):
+            found = _judged_record(judge, known, name, fd, key, *place)
+            if found is None:
+                whole.append(key)
+            else:
+                findings.append(found)
+    finally:
+        store.disk.close(fd)
+    return tuple(whole), tuple(findings)
+
+
+def _judged_record(judge: Judge, known: _Known, name: str, fd: int, key: bytes, *place: Any) -> Finding | None:
+    """Return what is wrong with a record: with its bytes, or with what they say."""
+    offset, length, digest = place
+    try:
+        blob = known.store.disk.read_at(fd, length, offset)
+        if xxhash.xxh3_128_digest(blob) != digest:
+            return known.damaged(name, key, Fault.RECORD, "the bytes are not those that were written")
+        record = decode(blob)
+    except OSError as error:
+        return known.damaged(name, key, Fault.UNREADABLE, error.strerror or str(error))
+    except BadRecord as error:
+        return known.damaged(name, key, Fault.RECORD, str(error))
+    if record.key != key:
+        return known.damaged(name, key, Fault.RECORD, "another record is in its place")
+    wrong = judge(record)
+    return wrong and Finding(known.store.kind, Fault.MEANING, wrong.what, name, key.hex(), wrong.lost)
+
+
+def _intact(_: Record) -> Wrong | None:
+    """Judge nothing of what a record says."""
+    return None
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known beside a shard itself while shards are judged."""
+
+    store: Store
+    view: IndexView
+    tables: dict[str, Rows] | None = None  # what the index says that shards hold which are judged last; none: not yet
+    later: list[str] = field(default_factory=list)  # what is to be judged last
+    copied: dict[str, int] = field(default_factory=dict)  # shards that are gone → how many records others have, too
+    fresh: bool = False  # whether the store has looked at what was written in the meantime
+
+    def look_again(self) -> list[str]:
+        """Read once what the index says now of all shards that are judged last, and return their names."""
+        names, self.later = self.later, []
+        self.tables = index_rows(self.store.disk, self.store.layout, frozenset(names))
+        self.fresh = False
+        return names
+
+    def damaged(self, name: str, key: bytes, fault: Fault, what: str) -> Finding:
+        """Return the finding that a record is damaged, and whether it is lost."""
+        if not self.fresh:
+            self.store.refresh()
+            self.fresh = True
+        lost = not self.store.is_whole_beside(key, {name})
+        return Finding(self.store.kind, fault, what, name, key.hex(), lost)
+
+    def all_damaged(self, name: str, fault: Fault, what: str) -> tuple[Finding, ...]:
+        """Return a finding for each record that the index says a shard holds."""
+        rows = (self.tables or {}).get(name)
+        return () if rows is None else tuple(self.damaged(name, key, fault, what) for key in row_keys(rows))
+
+
+def _refused(known: _Known, name: str, error: OSError) -> Checked | None:
+    """Return what is known of a shard that cannot be read at all, or is not there, once it was looked at again."""
+    if known.tables is None:
+        return None
+    if error.errno == errno.ENOENT:
+        return _missed(known, name)
+    kind, reason = known.store.kind, error.strerror or str(error)
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return _forbidden(known, name)
+    about = Finding(kind, Fault.UNREADABLE, reason, name)
+    return Checked(kind, name, 0, (), (about, *known.all_damaged(name, Fault.UNREADABLE, reason)))
+
+
+def _forbidden(known: _Known, name: str) -> Checked:
+    """Return that this user may not read a shard: nothing of it is lost, for its owner may."""
+    kind, rows = known.store.kind, (known.tables or {}).get(name)
+    keys = row_keys(rows) if rows is not None else []
+    known.store.refresh()
+    copied = bool(keys) and all(known.store.is_whole_beside(key, {name}) for key in keys)
+    what = f"{FORBIDDEN}; nothing is missing, for others have its records" if copied else FORBIDDEN
+    records = (Finding(kind, Fault.UNREADABLE, FORBIDDEN, name, key.hex()) for key in keys)
+    return Checked(kind, name, 0, (), (Finding(kind, Fault.UNREADABLE, what, name), *records))
+
+
+def _missed(known: _Known, name: str) -> Checked:
+    """Judge a shard that is not there by the index of now, which does not name what was swept or repaired.
+
+    What others have, too, is no damage but to the index: that it names the shard.
+    """
+    findings = known.all_damaged(name, Fault.GONE, "its shard is gone: purged or deleted")
+    lost = tuple(one for one in findings if one.lost)
+    if len(lost) < len(findings):
+        known.copied[name] = len(findings) - len(lost)
+    return Checked(known.store.kind, name, 0, (), lost)
+
+
+def _judged_index(known: _Known, odd: Mapping[str, ShardTable]) -> Checked:
+    """Judge the index as a file; what was wrong with it counts only if it still is, for anybody may swap it."""
+    view, kind = known.view, known.store.kind
+    if view.fault or odd:
+        view = IndexView.read(known.store.disk, known.store.layout)
+    findings = [Finding(kind, Fault.INDEX, view.fault)] if view.fault else []
+    told = ((name, view.contradicts(table)) for name, table in odd.items())
+    findings += [Finding(kind, Fault.INDEX, why, name) for name, why in told if why]
+    findings += [
+        Finding(kind, Fault.INDEX, f"it names a shard that is gone; others have {copies} of its records", name)
+        for name, copies in known.copied.items()
+    ]
+    return Checked(kind, "", view.bytes, (), tuple(findings))

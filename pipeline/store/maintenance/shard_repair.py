@@ -1,0 +1,318 @@
+"""Brings a damaged cache back to what can be proven: intact records move to new shards, damaged shards aside.
+
+Never in place, and in this order: the intact records of damaged shards are published anew; the list of what is lost is
+published; only then the index forgets the damaged shards and they are moved to `quarantine/`. A crash at any moment
+loses nothing, not what the list says either, and repairing again finishes.
+
+What cannot be judged here stays where it is: a shard of a later version, one that the disk or its permissions refuse,
+a file that no pipeline wrote. No copy is left out because another shard has it: that one may be going now, too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pipeline.store.format.cache_layout import REPORTS
+from pipeline.store.format.disk import write_refused
+from pipeline.store.format.shard import TABLE_ROW, row_keys
+from pipeline.store.maintenance import scrub
+from pipeline.store.maintenance.damage_report import (
+    REFUSED,
+    REPAIR,
+    UNREAD,
+    Fault,
+    Finding,
+    ReportWriter,
+    Summary,
+    refuse_of_another,
+)
+from pipeline.store.snapshot import GONE
+from pipeline.store.writer import Going, Source, all_retired, carried
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from pipeline.store.cache_folder import Cache
+    from pipeline.store.maintenance.damage_report import Report
+    from pipeline.store.maintenance.scrub import Checked
+    from pipeline.store.shard_index import Rows
+    from pipeline.store.store import Store
+    from pipeline.store.writer import Carried
+
+    Seen = Callable[[Checked], None]
+
+SHARD_GONE = "the shard is gone: purged or deleted"
+OUT_OF_DATE = "the index names shards that go"
+_NO_ROWS = np.zeros(0, TABLE_ROW)
+
+
+@dataclass(frozen=True, slots=True)
+class Mend:
+    """What is done about one shard, or about the index (whose name is empty)."""
+
+    kind: str
+    shard: str
+    why: str
+    salvaged: int = 0  # records that are carried over to a new shard
+    salvaged_bytes: int = 0
+    lost: tuple[Finding, ...] = ()  # records of which no whole copy is left
+    unknown: bool = False  # nobody knows what it held
+    stays: str = ""  # why nothing is done about it
+    gone: bool = False  # it is not there any more
+
+    @property
+    def goes(self) -> bool:
+        """Whether there is a shard that is moved aside."""
+        return bool(self.shard) and not self.stays and not self.gone
+
+
+@dataclass(slots=True)
+class Repaired:
+    """What was done about a cache, or would be."""
+
+    quarantined: int = 0  # shards
+    salvaged: int = 0  # records
+    salvaged_bytes: int = 0
+    lost: int = 0  # records
+    unknown: int = 0  # shards of which nobody knows what they held
+    stay: int = 0  # shards about which nothing is done
+    indexes: int = 0  # that are made anew
+    missing: Path | None = None  # the list of the lost records
+
+    def count(self, mend: Mend) -> None:
+        """Count what is done about one shard or index."""
+        self.lost += len(mend.lost)
+        self.unknown += mend.unknown
+        self.salvaged += mend.salvaged
+        self.salvaged_bytes += mend.salvaged_bytes
+        if mend.stays:
+            self.stay += 1
+        elif not mend.shard:
+            self.indexes += 1
+        self.quarantined += mend.goes
+
+
+@dataclass(slots=True)
+class _Named:
+    """What a damage list names of one kind."""
+
+    shards: set[str] = field(default_factory=set)
+    meaningless: dict[str, dict[bytes, Finding]] = field(default_factory=dict)  # shard → key → what is wrong
+
+    def add(self, finding: Finding) -> None:
+        """Take in one finding; on what a record means, whoever made the list has the last word."""
+        self.shards.add(finding.shard)
+        if finding.fault is Fault.MEANING and finding.key and finding.lost:
+            self.meaningless.setdefault(finding.shard, {})[bytes.fromhex(finding.key)] = finding
+
+
+@dataclass(frozen=True, slots=True)
+class _Todo:
+    """What is to be done about a shard, with the rows that are kept."""
+
+    mend: Mend
+    rows: Rows = field(default_factory=lambda: _NO_ROWS)
+    odd: frozenset[str] = frozenset()  # shards of which the index says something else; the empty name is its own
+
+
+def plan(cache: Cache, report: Report | None = None, *, seen: Seen = lambda _: None) -> Iterator[Mend]:
+    """Say what `repair` would do, having looked again at the shards that a damage list names, or at all of them."""
+    for store, named in _kinds(cache, report):
+        for todo in _todo(store, named, seen):
+            yield todo.mend
+
+
+def repair(
+    cache: Cache,
+    report: Report | None = None,
+    *,
+    done: Callable[[Mend], None] = lambda _: None,
+    seen: Seen = lambda _: None,
+    settle_s: float = 0.0,
+    waits: Callable[[], object] = lambda: None,
+) -> Repaired:
+    """Repair what is damaged, and leave a list of the records that are lost.
+
+    Each shard is told of when its intact records are safe. Other hosts have `settle_s` to see the new index before
+    shards are moved aside, once for all kinds; `waits` is called before.
+    """
+    repaired, begun = Repaired(), time.time()
+    missing, mendings = _Missing(cache), list[_Mending]()
+    try:
+        for store, named in _kinds(cache, report):
+            mendings.append(_Mending(store))
+            for mend in mendings[-1].carry(_todo(store, named, seen)):
+                repaired.count(mend)
+                missing.add(mend)
+                done(mend)
+        repaired.missing = missing.publish(begun)
+        all_retired([mending.finish() for mending in mendings], settle_s, waits)
+    finally:
+        missing.discard()
+    return repaired
+
+
+def _kinds(cache: Cache, report: Report | None) -> Iterator[tuple[Store, _Named | None]]:
+    """Yield the stores to look at, with what the list names of each."""
+    told: dict[str, _Named] = {}
+    if report:
+        refuse_of_another(report, cache.root)
+    for finding in report.findings() if report else ():
+        told.setdefault(finding.kind, _Named()).add(finding)
+    for kind in cache.kinds():
+        if report is None or kind in told:
+            yield cache.kind(kind), told.get(kind)
+
+
+def _todo(store: Store, named: _Named | None, seen: Seen) -> Iterator[_Todo]:
+    """Judge shards anew and say what is to be done about each, and about the index."""
+    subset = scrub.Named(frozenset(named.shards), with_index=True) if named else scrub.WHOLE
+    outdated, odd = "", frozenset[str]()
+    for checked in scrub.full(store, subset):
+        seen(checked)
+        meaningless = named.meaningless.get(checked.shard, {}) if named else {}
+        meant_wrong = tuple(meaningless[key] for key in checked.whole if key in meaningless)
+        if not checked.shard:
+            outdated = next((finding.what for finding in checked.findings), outdated)
+            odd = frozenset(finding.shard for finding in checked.findings)
+        elif checked.findings or meant_wrong:
+            todo = _decided(store, checked, meant_wrong)
+            outdated = outdated or (OUT_OF_DATE if not todo.mend.stays else "")
+            yield todo
+    if outdated:
+        yield _Todo(Mend(store.kind, "", outdated), odd=odd)
+
+
+def _decided(store: Store, checked: Checked, meant_wrong: tuple[Finding, ...]) -> _Todo:
+    """Decide what becomes of a shard with something wrong in it."""
+    about = {finding.fault: finding.what for finding in checked.findings if not finding.key}
+    bad = checked.judged - len(checked.whole) + len(meant_wrong)
+    forbidden = any(finding.forbidden for finding in checked.findings)
+    records = [f"{bad:,} damaged {'record' if bad == 1 else 'records'}"] if bad and not forbidden else []
+    why = "; ".join((*about.values(), *records))
+    lost = (*(finding for finding in checked.findings if finding.lost), *meant_wrong)
+    mend = Mend(store.kind, checked.shard, why, lost=lost)
+    if {finding.fault for finding in checked.findings} == {Fault.GONE}:
+        return _Todo(replace(mend, why=SHARD_GONE, gone=True))
+    rows = scrub.rows_of(store, checked.shard)
+    reason = next(filter(None, (finding.stays for finding in checked.findings)), "")
+    unread = not checked.whole and any(finding.fault is Fault.UNREADABLE for finding in checked.findings)
+    if reason := reason or (REFUSED if unread else ""):
+        return _Todo(replace(mend, stays=reason))
+    if rows is None:
+        return _Todo(replace(mend, stays=UNREAD) if checked.whole else replace(mend, unknown=True))
+    kept = set(checked.whole) - {bytes.fromhex(finding.key) for finding in meant_wrong}
+    rows = rows[[key in kept for key in row_keys(rows)]]
+    return _Todo(replace(mend, salvaged=len(rows), salvaged_bytes=int(rows["length"].sum())), rows)
+
+
+class _Mending:
+    """One kind under repair: first its intact records are carried over, and last of all damaged shards go."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._mends: list[Mend] = []
+        self._read: deque[int] = deque()  # which of these are being carried over
+        self._going: dict[str, None] = {}  # in order
+        self._index: _Todo | None = None
+
+    def carry(self, todo: Iterator[_Todo]) -> Iterator[Mend]:
+        """Carry over what is kept of each shard; yield what becomes of all of them, and of the index.
+
+        What was saved of one shard may be what another has lost, so that this is known at the end.
+        """
+        for one in carried(self._store, self._sources(todo)):
+            at = self._read.popleft()
+            self._mends[at] = _with_refused(self._store, self._mends[at], one)
+        self._going = dict.fromkeys(mend.shard for mend in self._mends if mend.goes)
+        self._store.refresh()
+        for mend in self._mends:
+            yield replace(mend, lost=tuple(one for one in mend.lost if self._is_lost(one)))
+        self._mends = []
+
+    def finish(self) -> Going:
+        """Make the index anew if it is damaged or out of date, and return what is to be put aside.
+
+        What the index alone knows of a shard that stays is kept where the index can be read.
+        """
+        odd = self._index.odd if self._index else ()
+        if "" in odd:
+            self._store.rebuild_index()
+        elif odd:  # these say themselves what is in them
+            self._store.write_index(without=odd)
+            self._store.write_index()
+        elif self._index and not self._going:
+            self._store.write_index()
+        return Going(self._store, list(self._going), partial(_quarantine, self._store))
+
+    def _sources(self, todo: Iterator[_Todo]) -> Iterator[Source]:
+        """Yield the shards that go; note the rest."""
+        for one in todo:
+            self._mends.append(one.mend)
+            if one.mend.goes:
+                self._read.append(len(self._mends) - 1)
+                yield Source(one.mend.shard, one.rows)
+            elif not one.mend.shard:
+                self._index = one
+
+    def _is_lost(self, finding: Finding) -> bool:
+        return not self._store.is_whole_beside(bytes.fromhex(finding.key), self._going)
+
+
+def _with_refused(store: Store, mend: Mend, one: Carried) -> Mend:
+    """Add what is lost because the shard went meanwhile; one that cannot be read again stays, to be judged anew."""
+    if one.refused and store.disk.exists(store.layout.shard(mend.shard)):
+        return replace(mend, salvaged=one.records, salvaged_bytes=one.size_bytes, stays=UNREAD)
+    went = (Finding(store.kind, Fault.RECORD, why, mend.shard, key.hex(), lost=True) for key, why in one.refused)
+    return replace(mend, salvaged=one.records, salvaged_bytes=one.size_bytes, lost=(*mend.lost, *went))
+
+
+def _quarantine(store: Store, shard: str) -> None:
+    """Move a shard aside, durably; another repair may have done so."""
+    disk, layout = store.disk, store.layout
+    path = layout.shard(shard)
+    try:
+        disk.make_folder(layout.quarantine)
+        disk.rename(path, layout.quarantine / shard)
+        disk.fsync_folder(layout.quarantine)
+        disk.fsync_folder(layout.shards)
+    except OSError as error:
+        if error.errno not in GONE:
+            raise write_refused(disk, path, error) from error
+
+
+class _Missing:
+    """The list of what is lost in the making; there is none while nothing is."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._writer: ReportWriter | None = None
+        self._summary = Summary(REPAIR, root=str(cache.root.resolve()))
+
+    def add(self, mend: Mend) -> None:
+        """Write down the records that a shard has lost; the shard itself, where nobody knows what it held."""
+        nobody_knows = (Finding(mend.kind, Fault.TABLE, mend.why, mend.shard),) if mend.unknown else ()
+        for finding in (*mend.lost, *nobody_knows):
+            if self._writer is None:
+                self._writer = ReportWriter(self._cache.disk, self._cache.root / REPORTS)
+            self._writer.add(finding)
+            self._summary.count(finding)
+        self._summary.of_kind(mend.kind, records=len(mend.lost), whole=0, lost=len(mend.lost))
+        self._summary.shards += bool(mend.shard)
+
+    def publish(self, begun: float) -> Path | None:
+        """Finish the list and return where it is, if anything is lost."""
+        self._summary.begun, self._summary.seconds = begun, time.time() - begun
+        return self._writer.publish(self._summary) if self._writer else None
+
+    def discard(self) -> None:
+        """Leave no unfinished list behind."""
+        if self._writer:
+            self._writer.discard()

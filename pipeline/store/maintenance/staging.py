@@ -1,0 +1,144 @@
+"""A cache on a node's own disk, ahead of the one that it is copied from: of what one job will read, again and again.
+
+It is an ordinary cache, in a folder that is named by what is to be in it. What a killed job has left of it is used by
+the next. Nothing depends on it: what it does not have, or has damaged, is read from where it was copied from.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import CacheDamaged, RecordMissing
+from pipeline.store.cache_folder import Cache
+from pipeline.store.format.cache_layout import STAGED
+from pipeline.store.format.disk import Draft
+from pipeline.store.snapshot import IndexState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from pipeline.store.format.disk import Disk
+    from pipeline.store.format.record import Record
+    from pipeline.store.store import Store
+
+    Keys = npt.NDArray[np.void]  # of 16 bytes each
+
+BATCH = 32_768  # keys, of which all places are in memory
+KEPT_FREE = 0.02  # of what is copied, for what shards have besides records
+_MARKER_BYTES = 1 << 16
+
+
+class Unfit(Exception):
+    """A folder in which nothing can be staged; the message says why."""
+
+
+def open_scratch(place: Path, name: str, disk: Disk) -> Cache:
+    """Open the cache of that name on a node's own disk; it is nobody else's, and on a disk."""
+    folder = place / f"pipeline-{name}"
+    try:
+        disk.make_private_folder(folder)
+        if disk.in_memory(folder):
+            raise Unfit(f"{place} is memory, which would be taken from the job's own")
+        if not disk.is_private(folder):  # what others could write there would be read as ours
+            raise Unfit(f"{folder} is not this user's alone")
+    except OSError as error:
+        raise Unfit(f"{folder}: {error.strerror or error}") from error
+    return Cache(folder, disk)
+
+
+class Staging:
+    """Copies records to a node's own disk; `goes_on` is asked after each whether there is time for the next."""
+
+    def __init__(self, source: Cache, scratch: Cache, *, shard_bytes: int, goes_on: Callable[[], bool]) -> None:
+        self.source, self.scratch = source, scratch
+        self.bytes = 0  # copied
+        self.records: dict[str, int] = {}  # that are there, by kind
+        self.is_whole = True  # whether all that was asked for is
+        self._shard_bytes, self._goes_on = shard_bytes, goes_on
+
+    def is_done(self) -> bool:
+        """Say whether an earlier job has copied everything, and it is there still."""
+        try:
+            fd = self.scratch.disk.open_read(self.scratch.root / STAGED)
+            try:
+                text = self.scratch.disk.read_at(fd, _MARKER_BYTES, 0)
+            finally:
+                self.scratch.disk.close(fd)
+            told = json.loads(text)
+        except (OSError, ValueError, RecursionError):
+            return False
+        return bool(told) and told == self._stat()
+
+    def take(self, kind: str, keys: Keys, header_bytes: int) -> Iterator[Record]:
+        """Copy records, and yield every one that can be read; refuse what does not fit before anything is copied."""
+        own, both = self.scratch.own(kind), self.source.behind(self.scratch).kind(kind)
+        before, self.is_whole = self.is_whole, False
+        self._refuse_no_room(sum(size for batch in _batches(keys) for size in _absent(own, both, batch).values()))
+        self.records[kind] = 0
+        with own.writer(shard_bytes=self._shard_bytes, header_bytes=header_bytes) as writer:
+            for batch in _batches(keys):
+                absent = _absent(own, both, batch)
+                for record in _readable(both, _in_file_order(both, batch)):
+                    if not self._goes_on():
+                        return
+                    if record.key in absent:
+                        writer.put(record.key, record.arrays, record.meta, bfloat16=record.bfloat16)
+                        self.bytes += absent[record.key]
+                    self.records[kind] += 1
+                    yield record
+        self.is_whole = before and self.records[kind] == len(keys)
+
+    def finish(self) -> None:
+        """Bring the indexes up to date, and say what is there, if it is all."""
+        for kind in self.scratch.kinds():
+            if (own := self.scratch.own(kind)).stat().index is not IndexState.CURRENT:
+                own.write_index()
+        if self.is_whole:
+            draft = Draft(self.scratch.disk, self.scratch.root)
+            draft.write(json.dumps(self._stat()).encode(), 0)
+            draft.publish(self.scratch.root / STAGED, replace=True)
+
+    def _stat(self) -> dict[str, Any]:
+        """Return what is there, by kind: records and bytes."""
+        told = {kind: self.scratch.own(kind).stat() for kind in self.scratch.kinds()}
+        return {kind: [one.records, one.bytes] for kind, one in told.items()}
+
+    def _refuse_no_room(self, needed_bytes: int) -> None:
+        free_bytes = self.scratch.disk.free_bytes(self.scratch.root)
+        if needed_bytes * (1 + KEPT_FREE) > free_bytes:
+            free = f"where {free_bytes / 1e6:,.1f} are free"
+            raise Unfit(f"{needed_bytes / 1e6:,.1f} MB do not fit in {self.scratch.root}, {free}")
+
+
+def _batches(keys: Keys) -> Iterator[list[bytes]]:
+    for start in range(0, len(keys), BATCH):
+        yield keys[start : start + BATCH].tolist()
+
+
+def _absent(own: Store, both: Store, keys: Sequence[bytes]) -> dict[bytes, int]:
+    """Return the sizes of those records that are still to be copied."""
+    absent = own.missing(keys)
+    return {key: copies[0].length for key, copies in zip(absent, both.locate(absent), strict=True) if copies}
+
+
+def _in_file_order(store: Store, keys: Sequence[bytes]) -> list[bytes]:
+    """Return the keys of records in the order in which they lie in files."""
+    places = {key: copies[0] for key, copies in zip(keys, store.locate(keys), strict=True) if copies}
+    return sorted(places, key=lambda key: (places[key].layer, places[key].shard, places[key].offset))
+
+
+def _readable(store: Store, keys: Sequence[bytes]) -> Iterator[Record]:
+    """Yield the records that are whole: who needs another one is told when it is read."""
+    at = 0
+    while at < len(keys):
+        try:
+            for record in store.read(keys[at:]):
+                at += 1
+                yield record
+        except (CacheDamaged, RecordMissing):
+            at += 1

@@ -1,0 +1,324 @@
+"""Mark and sweep: which records of a kind nobody needs, and giving back the space that they take.
+
+What is needed is handed in. `mark` goes by the index, in pieces, and reads no shard; `sweep` believes only the table of
+a shard itself. A shard of nothing but dead records goes; one that holds too many of them is written anew without them,
+and goes when the new one is published and the index names it. So a crash at any moment costs no record that is needed.
+
+A shard that is younger than a grace period stays as it is: whoever is writing now is not in the way, and is not known.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pipeline.errors import CacheDamaged, CacheFull
+from pipeline.store.format.cache_layout import SHARD_NAME, written_at
+from pipeline.store.format.disk import remove
+from pipeline.store.format.shard import read_table
+from pipeline.store.key_lists import NO_KEYS, are_among
+from pipeline.store.snapshot import GONE
+from pipeline.store.writer import Source, carried, retired
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    import numpy.typing as npt
+
+    from pipeline.store.format.disk import Disk
+    from pipeline.store.shard_index import Integers, Rows
+    from pipeline.store.snapshot import Snapshot
+    from pipeline.store.store import Store
+
+WORTHWHILE = 1 / 3  # of a shard that must be dead before the rest is written anew
+BATCH_BYTES = 8 << 30  # that are written anew before the old ones go: so much room is needed for a while
+_TAG_BITS = np.uint64(32)
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """What of a kind stays: everything, or what begins with one of some tags, and some keys."""
+
+    everything: bool = False
+    tags: frozenset[bytes] = frozenset()
+    pairs: Integers = field(default_factory=lambda: NO_KEYS)  # sorted
+
+    @property
+    def nothing(self) -> bool:
+        """Whether nothing stays, so that it does not matter what a damaged shard holds."""
+        return not (self.everything or self.tags or len(self.pairs))
+
+    def holds(self, hi: Integers, lo: Integers) -> npt.NDArray[np.bool_]:
+        """Say of each key, as two columns of numbers, whether it stays."""
+        if self.everything:
+            return np.ones(len(hi), bool)
+        tags = np.array([int.from_bytes(tag, "big") for tag in self.tags], np.uint64)
+        stays: npt.NDArray[np.bool_] = np.isin(hi >> _TAG_BITS, tags)
+        rest = np.flatnonzero(~stays)
+        stays[rest] = are_among(hi[rest], lo[rest], self.pairs[:, 0], self.pairs[:, 1])
+        return stays
+
+
+class Fate(str, Enum):
+    """What becomes of a shard that holds dead records."""
+
+    GOES = "goes"
+    REWRITTEN = "rewritten"
+    YOUNG = "young"  # not before its grace period is over
+    SPARSE = "sparse"  # too few of them are dead to be worth it
+    FOREIGN = "foreign"  # it is not named or made as we do
+
+
+@dataclass(frozen=True, slots=True)
+class DeadShard:
+    """A shard, and what of it is dead."""
+
+    shard: str
+    fate: Fate
+    size_bytes: int
+    records: int
+    bytes: int  # of records
+    dead: int
+    dead_bytes: int
+
+    @property
+    def freed_bytes(self) -> int:
+        """How many bytes are given back."""
+        return {Fate.GOES: self.size_bytes, Fate.REWRITTEN: self.dead_bytes}.get(self.fate, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """What of a kind is dead."""
+
+    kind: str
+    records: int
+    total_bytes: int  # of records
+    shards: tuple[DeadShard, ...]  # those with dead records
+    tags: Mapping[bytes, tuple[int, int]]  # of those asked for → dead records, their bytes
+    left: Mapping[bytes, int]  # of those asked for → records that are not dead
+    damaged: tuple[tuple[str, str], ...]  # shards that cannot be read, and why: `repair` sees to them
+
+    def of(self, *fates: Fate) -> list[DeadShard]:
+        """Return the shards of some fates."""
+        return [one for one in self.shards if one.fate in fates]
+
+    def dead(self, *fates: Fate) -> tuple[int, int]:
+        """Return how many records are dead in shards of some fates, and their bytes."""
+        found = self.of(*fates)
+        return sum(one.dead for one in found), sum(one.dead_bytes for one in found)
+
+    @property
+    def freed_bytes(self) -> int:
+        """How many bytes a sweep gives back."""
+        return sum(one.freed_bytes for one in self.shards)
+
+
+@dataclass(slots=True)
+class _Counts:
+    """What is counted of each shard, and of each tag."""
+
+    shards: int
+    tags: Integers  # as numbers, sorted
+    by_shard: list[npt.NDArray[np.float64]] = field(init=False)  # records, bytes, dead, dead bytes
+    by_tag: list[npt.NDArray[np.float64]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.by_shard = [np.zeros(self.shards) for _ in range(4)]
+        self.by_tag = [np.zeros(len(self.tags)) for _ in range(4)]
+
+    def add(self, rows: Rows, live: Live) -> None:
+        """Count some rows."""
+        hi, lo = (np.ascontiguousarray(rows[name]) for name in ("hi", "lo"))
+        dead = ~live.holds(hi, lo)
+        length = rows["length"].astype(np.float64)  # exact up to 2**53
+        weights = (None, length, dead, dead * length)
+        for total, weight in zip(self.by_shard, weights, strict=True):
+            total += np.bincount(rows["shard"], weight, minlength=self.shards)
+        if len(self.tags):
+            tag = hi >> _TAG_BITS
+            at = np.minimum(self.tags.searchsorted(tag), len(self.tags) - 1)
+            ours = self.tags[at] == tag
+            for total, weight in zip(self.by_tag, weights, strict=True):
+                total += np.bincount(at[ours], None if weight is None else weight[ours], minlength=len(self.tags))
+
+
+def mark(store: Store, live: Live, before: float, tags: Sequence[bytes] = ()) -> Marked:
+    """Say what of a kind is dead, and what would become of each shard, by the index and the tables it does not know.
+
+    Shards that were written after the time `before` are young. DeadShard records are counted apart for each of `tags`.
+    """
+    numbers = np.array(sorted(int.from_bytes(tag, "big") for tag in {*tags}), np.uint64)
+
+    def count(snapshot: Snapshot) -> tuple[Snapshot, _Counts]:
+        counts = _Counts(len(snapshot.names), numbers)
+        for rows in snapshot.pieces():
+            counts.add(rows, live)
+        return snapshot, counts
+
+    snapshot, counts = store.ask(count)
+    columns = (column.astype(np.int64).tolist() for column in counts.by_shard)
+    shards = []
+    for name, size, *numbers_of in zip(snapshot.names, snapshot.sizes.tolist(), *columns, strict=True):
+        if numbers_of[2]:
+            fate = _fate(store.disk, store.layout.shard(name), before, *numbers_of)
+            shards.append(DeadShard(name, fate, size, *numbers_of))
+    damaged = {name: why for name, why in snapshot.unreadable.items() if SHARD_NAME.fullmatch(name)}
+    for name in sorted(damaged) if live.nothing else ():
+        fate = _fate(store.disk, store.layout.shard(name), before, 0, 0, 0, 0)
+        if fate is not Fate.FOREIGN:
+            shards.append(DeadShard(name, fate, store.disk.size_of(store.layout.shard(name)), 0, 0, 0, 0))
+            del damaged[name]
+    names = [int(number).to_bytes(4, "big") for number in numbers]
+    records, _, dead, dead_bytes = (column.astype(np.int64).tolist() for column in counts.by_tag)
+    return Marked(
+        kind=store.kind,
+        records=int(counts.by_shard[0].sum()),
+        total_bytes=int(counts.by_shard[1].sum()),
+        shards=tuple(shards),
+        tags=dict(zip(names, zip(dead, dead_bytes, strict=True), strict=True)),
+        left={name: one - gone for name, one, gone in zip(names, records, dead, strict=True)},
+        damaged=tuple(sorted(damaged.items())),
+    )
+
+
+def _fate(disk: Disk, path: Path, before: float, records: int, bytes_: int, dead: int, dead_bytes: int) -> Fate:
+    """Say what becomes of a shard that holds dead records."""
+    try:
+        if not (SHARD_NAME.fullmatch(path.name) and disk.is_plain_file(path)):
+            return Fate.FOREIGN
+        if youngest(disk, path) > before:
+            return Fate.YOUNG
+    except OSError:  # it went away meanwhile
+        return Fate.FOREIGN
+    if dead == records:
+        return Fate.GOES
+    return Fate.REWRITTEN if dead_bytes >= WORTHWHILE * bytes_ else Fate.SPARSE
+
+
+def youngest(disk: Disk, path: Path, *, changed: bool = False) -> float:
+    """Return when a file was written: the latest of what its name and its times say, as any of the clocks may be wrong.
+
+    When its name or its folder was last changed counts for what was put aside.
+    """
+    named = written_at(path.name)
+    modified, changed_at = disk.times_of(path)
+    return max(modified, changed_at if changed else 0.0, named.timestamp() if named else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """A shard that has gone, or that has to stay."""
+
+    kind: str
+    shard: str
+    bytes: int  # that are given back
+    stays: str = ""  # why
+
+
+def sweep(
+    store: Store, marked: Marked, live: Live, *, settle_s: float = 0.0, check: Callable[[], None] = lambda: None
+) -> Iterator[Swept]:
+    """Give back what is dead, and yield what has gone; `check` is called before each shard goes, to keep it by raising.
+
+    No index names a shard any more when it goes; other hosts have `settle_s` to see that, and the new shards.
+    """
+    yield from _retired(store, _useless(store, marked.of(Fate.GOES), live), settle_s, check)
+    for batch in _batches(marked.of(Fate.REWRITTEN)):
+        yield from _retired(store, _rewritten(store, batch, live), settle_s, check)
+
+
+def _retired(store: Store, found: Sequence[Swept], settle_s: float, check: Callable[[], None]) -> Iterator[Swept]:
+    """Remove shards; yield what has gone also where something goes wrong on the way."""
+    going = {one.shard: one for one in found if not one.stays}
+    gone: dict[str, Swept] = {}
+
+    def remove_one(shard: str) -> None:
+        check()
+        remove(store.disk, store.layout.shard(shard))
+        gone[shard] = going[shard]
+
+    yield from (one for one in found if one.stays)
+    try:
+        _retire(store, going, remove_one, settle_s)
+    finally:
+        yield from gone.values()
+
+
+def _retire(store: Store, shards: Collection[str], remove_one: Callable[[str], None], settle_s: float) -> None:
+    """Let shards go as others do; where there is no room for an index that does not name them, they go to make room."""
+    try:
+        retired(store, list(shards), remove_one, settle_s)
+    except CacheFull:
+        store.disk.wait(settle_s)
+        for shard in shards:
+            remove_one(shard)
+        store.write_index()
+
+
+def _useless(store: Store, shards: Sequence[DeadShard], live: Live) -> list[Swept]:
+    """Return shards with nothing that is needed by what they say themselves, and those that have to stay."""
+    found = []
+    for dead in shards:
+        rows, why = (None, "") if live.nothing else _own_rows(store, dead.shard)
+        if rows is not None and _holds(live, rows).any():
+            why = "is needed after all"
+        found.append(Swept(store.kind, dead.shard, 0 if why else dead.size_bytes, why))
+    return found
+
+
+def _rewritten(store: Store, batch: Sequence[DeadShard], live: Live) -> list[Swept]:
+    """Write shards anew without what is dead in them; return those that may go, and those that cannot."""
+    stay: dict[str, str] = {}
+
+    def sources() -> Iterator[Source]:
+        for dead in batch:
+            rows, why = _own_rows(store, dead.shard)
+            if rows is None:
+                stay[dead.shard] = why
+            else:
+                yield Source(dead.shard, rows[_holds(live, rows)])
+
+    for one in carried(store, sources()):
+        if one.refused:
+            stay[one.shard] = f"{len(one.refused)} of its records are damaged"
+    return [
+        Swept(store.kind, dead.shard, 0 if dead.shard in stay else dead.dead_bytes, stay.get(dead.shard, ""))
+        for dead in batch
+    ]
+
+
+def _own_rows(store: Store, shard: str) -> tuple[Rows | None, str]:
+    """Return what a shard itself says that it holds; or why nobody can tell."""
+    try:
+        return read_table(store.disk, store.layout.shard(shard)).rows, ""
+    except CacheDamaged as error:
+        return None, error.what
+    except OSError as error:
+        return None, "gone already" if error.errno in GONE else error.strerror or str(error)
+
+
+def _holds(live: Live, rows: Rows) -> npt.NDArray[np.bool_]:
+    return live.holds(np.ascontiguousarray(rows["hi"]), np.ascontiguousarray(rows["lo"]))
+
+
+def _batches(shards: Sequence[DeadShard]) -> Iterator[list[DeadShard]]:
+    """Yield shards, so many at once as there is to be room for."""
+    batch: list[DeadShard] = []
+    for one in shards:
+        if batch and sum(other.bytes - other.dead_bytes for other in (*batch, one)) > BATCH_BYTES:
+            yield batch
+            batch = []
+        batch.append(one)
+    if batch:
+        yield batch
+
+
+def now_of(disk: Disk, folder: Path) -> float:
+    """Return what time it is, by the earlier of this host's clock and the file system's."""
+    return min(time.time(), disk.time_in(folder))

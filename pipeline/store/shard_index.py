@@ -1,0 +1,278 @@
+"""Sorted rows as streams of pieces: two of them are merged in little more memory than a piece of each."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+
+from pipeline.store.format.disk import Draft
+from pipeline.store.format.shard import TABLE_ROW
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
+
+    import numpy.typing as npt
+
+    from pipeline.store.format.cache_layout import KindLayout
+    from pipeline.store.format.disk import Disk
+
+    Integers = npt.NDArray[Any]
+    Rows = npt.NDArray[Any]
+
+PIECE_ROWS = 16_384
+
+
+def merged(first: Iterable[Rows], second: Iterable[Rows]) -> Iterator[Rows]:
+    """Yield the rows of two sorted streams as one, sorted by key."""
+    streams = _whole_runs(first), _whole_runs(second)
+    heads = [next(stream, None) for stream in streams]
+    while heads[0] is not None and heads[1] is not None:
+        last = min(rows["hi"][-1] for rows in heads if rows is not None)  # nothing up to it is still to come
+        cuts = [int(rows["hi"].searchsorted(last, "right")) for rows in heads if rows is not None]
+        yield sort_in_place(
+            np.concatenate([rows[:cut] for rows, cut in zip(heads, cuts, strict=True) if rows is not None])
+        )
+        heads = [
+            rows[cut:] if rows is not None and cut < len(rows) else next(stream, None)
+            for rows, cut, stream in zip(heads, cuts, streams, strict=True)
+        ]
+    for head, stream in zip(heads, streams, strict=True):
+        if head is not None:
+            yield head
+            yield from stream
+
+
+def in_pieces(rows: Rows) -> Iterator[Rows]:
+    """Yield rows some at a time."""
+    for start in range(0, len(rows), PIECE_ROWS):
+        yield rows[start : start + PIECE_ROWS]
+
+
+def sort_in_place(rows: Rows) -> Rows:
+    """Sort rows by key, a column after the other, which takes a third of the memory of a sorted copy; return them."""
+    order = np.lexsort((rows["lo"], rows["hi"]))
+    for name in rows.dtype.names or ():
+        rows[name] = rows[name][order]
+    return rows
+
+
+def _whole_runs(pieces: Iterable[Rows]) -> Iterator[Rows]:
+    """Yield the pieces cut so that rows with the same first number are never in two of them."""
+    rest: Rows | None = None
+    for piece in pieces:
+        if len(piece):
+            rows = piece if rest is None else np.concatenate([rest, piece])
+            cut = int(rows["hi"].searchsorted(rows["hi"][-1], "left"))
+            rest = rows[cut:].copy()
+            if cut:
+                yield rows[:cut]
+    if rest is not None:
+        yield rest
+
+
+INDEX_FORMAT = 1
+ROW = np.dtype([*TABLE_ROW.descr, ("shard", "<u4"), ("spare", "<u4")])
+BLOCK_ROWS = 32
+_BLOCK_BYTES = BLOCK_ROWS * ROW.itemsize
+_HEAD = struct.Struct("<8sIIQQQ16s")  # and 16 bytes, the digest of these
+_HEAD_BYTES = _HEAD.size + 16
+_MAGIC = b"PIPEINDX"
+_BATCH_KEYS = 65_536
+_PIECE_BLOCKS = 512
+
+
+class IndexDamaged(Exception):
+    """The index cannot be believed; the shards can."""
+
+
+class Index:
+    """An open index."""
+
+    def __init__(self, disk: Disk, path: Path) -> None:
+        self._disk = disk
+        self._fd = disk.open_read(path)
+        try:
+            self._read_directory()
+        except BaseException:
+            self.close()
+            raise
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file; what was found stays valid."""
+        fd, self._fd = getattr(self, "_fd", -1), -1
+        if fd >= 0:
+            self._disk.close(fd)
+
+    def find(self, keys: Integers) -> tuple[Integers, Rows]:
+        """Return which of the keys were found (by position; once for each copy) and the rows that hold them.
+
+        Keys come as pairs of numbers, see `key_pairs`.
+        """
+        if len(keys) == 1:
+            return self._find_one(*keys[0])
+        if len(keys) <= _BATCH_KEYS:
+            return self._find_batch(keys)
+        order = np.lexsort((keys[:, 1], keys[:, 0]))  # sorted, each batch reads a stretch of the file of its own
+        parts = [order[start : start + _BATCH_KEYS] for start in range(0, len(order), _BATCH_KEYS)]
+        found = [(part, *self._find_batch(keys[part])) for part in parts]
+        asked = np.concatenate([part[positions] for part, positions, _ in found])
+        return asked, np.concatenate([rows for _, _, rows in found])
+
+    def __len__(self) -> int:
+        return int(self._rows_bytes // ROW.itemsize)
+
+    def rows(self) -> Rows:
+        """Return every row."""
+        return self._read_range(0, len(self._first))
+
+    def pieces(self) -> Iterator[Rows]:
+        """Yield every row, some at a time."""
+        for start in range(0, len(self._first), _PIECE_BLOCKS):
+            yield self._read_range(start, min(start + _PIECE_BLOCKS, len(self._first)))
+
+    def _find_one(self, hi: np.uint64, lo: np.uint64) -> tuple[Integers, Rows]:
+        """Do as `_find_batch` does, with few steps: a single record is read in less than a millisecond."""
+        start = max(int(self._first.searchsorted(hi, "left")) - 1, 0)
+        rows = self._read_range(start, int(self._first.searchsorted(hi, "right")))
+        found = rows[(rows["hi"] == hi) & (rows["lo"] == lo)]
+        return np.zeros(len(found), np.intp), found
+
+    def _find_batch(self, keys: Integers) -> tuple[Integers, Rows]:
+        left = self._first.searchsorted(keys[:, 0], "left")
+        right = self._first.searchsorted(keys[:, 0], "right")
+        start = np.maximum(left - 1, 0)  # a key's copies may begin in the block before the one that begins with it
+        blocks = ranges(start, right - start)
+        return match(self._read_blocks(np.unique(blocks) if len(blocks) > 1 else blocks), keys)
+
+    def _read_range(self, start: int, stop: int) -> Rows:
+        """Read and verify the blocks from start to stop."""
+        begin, end = start * _BLOCK_BYTES, min(stop * _BLOCK_BYTES, self._rows_bytes)
+        data = self._disk.read_at(self._fd, max(0, end - begin), self._rows_start + begin)
+        self._verify(data, range(start, stop), self._digests[start:stop].tolist())
+        return np.frombuffer(data, ROW)
+
+    def _read_blocks(self, blocks: Integers) -> Rows:
+        """Read and verify these blocks, given in ascending order; neighbours are read together."""
+        apart = np.ones(len(blocks) + 1, bool)  # whether a stretch begins before, or ends with, each place
+        apart[1:-1] = blocks[1:] != blocks[:-1] + 1
+        begins = blocks[apart[: len(blocks)]] * _BLOCK_BYTES
+        ends = np.minimum((blocks[apart[1:]] + 1) * _BLOCK_BYTES, self._rows_bytes)
+        read, fd, start = self._disk.read_at, self._fd, self._rows_start
+        stretches = zip(begins.tolist(), ends.tolist(), strict=True)
+        data = b"".join([read(fd, end - begin, start + begin) for begin, end in stretches])
+        self._verify(data, blocks.tolist(), self._digests[blocks].tolist())
+        return np.frombuffer(data, ROW)
+
+    def _verify(self, data: bytes, blocks: Sequence[int], digests: list[int]) -> None:
+        view = memoryview(data)
+        starts = range(0, len(blocks) * _BLOCK_BYTES, _BLOCK_BYTES)
+        for start, block, digest in zip(starts, blocks, digests, strict=True):
+            if xxhash.xxh3_64_intdigest(view[start : start + _BLOCK_BYTES], block) != digest:
+                raise IndexDamaged("a block of the index is damaged")
+
+    def _read_directory(self) -> None:
+        head = self._disk.read_at(self._fd, _HEAD_BYTES, 0)
+        if xxhash.xxh3_128_digest(head[: _HEAD.size]) != head[_HEAD.size :]:
+            raise IndexDamaged("the index's head is damaged")
+        magic, version, _, shards, rows, names_bytes, digest = _HEAD.unpack_from(head)
+        if magic != _MAGIC or version != INDEX_FORMAT:
+            raise IndexDamaged("the index is of another format")
+        blocks = -(-rows // BLOCK_ROWS)
+        sizes = [8 * shards, 8 * blocks, 8 * blocks, names_bytes]
+        self._rows_start = _HEAD_BYTES + sum(sizes)
+        self._rows_bytes = rows * ROW.itemsize
+        if self._disk.size_of_open(self._fd) != self._rows_start + self._rows_bytes:
+            raise IndexDamaged("the index has another size than was written")
+        body = self._disk.read_at(self._fd, sum(sizes), _HEAD_BYTES)
+        if xxhash.xxh3_128_digest(body) != digest:
+            raise IndexDamaged("the index's directory is damaged")
+        self._unpack(body, shards, blocks)
+
+    def _unpack(self, body: bytes, shards: int, blocks: int) -> None:
+        numbers = np.frombuffer(body, "<u8", shards + 2 * blocks)
+        self.sizes, self._first, self._digests = np.split(numbers, [shards, shards + blocks])
+        text = body[numbers.nbytes :].decode(errors="replace")
+        self.names = text.split("\n") if text else []
+        if len(self.names) != shards or "/" in text or "\0" in text:
+            raise IndexDamaged("the index's shard names are damaged")
+
+
+def indexed(disk: Disk, layout: KindLayout) -> list[str]:
+    """Return the names of the shards that the index names; none where it cannot be read."""
+    try:
+        return Index(disk, layout.index).names
+    except (IndexDamaged, OSError):
+        return []
+
+
+def write_index(
+    disk: Disk, layout: KindLayout, names: Sequence[str], sizes: Integers, rows: Iterable[Rows], count: int
+) -> None:
+    """Publish an index, in place of the one that is there, of so many rows by key, whose `shard` counts into `names`.
+
+    They come in pieces, and no more than a few of these are in memory.
+    """
+    text, blocks = "\n".join(names).encode(), -(-count // BLOCK_ROWS)
+    first, digests = np.zeros(blocks, "<u8"), np.zeros(blocks, "<u8")
+    start = _HEAD_BYTES + sizes.astype("<u8").nbytes + first.nbytes + digests.nbytes + len(text)
+    draft, block = Draft(disk, layout.partials), 0
+    try:
+        for piece in _in_blocks(rows):
+            data = memoryview(piece.tobytes())
+            draft.write(data, start + block * _BLOCK_BYTES)
+            upto = block + -(-len(piece) // BLOCK_ROWS)
+            first[block:upto] = piece["hi"][::BLOCK_ROWS]
+            cuts = range(0, len(data), _BLOCK_BYTES)
+            digests[block:upto] = [
+                xxhash.xxh3_64_intdigest(data[cut : cut + _BLOCK_BYTES], number)
+                for number, cut in enumerate(cuts, block)
+            ]
+            block = upto
+    except BaseException:  # what the rows are read from may fail
+        draft.discard()
+        raise
+    body = sizes.astype("<u8").tobytes() + first.tobytes() + digests.tobytes() + text
+    head = _HEAD.pack(_MAGIC, INDEX_FORMAT, 0, len(names), count, len(text), xxhash.xxh3_128_digest(body))
+    draft.write(head + xxhash.xxh3_128_digest(head) + body, 0)
+    draft.publish(layout.index, replace=True)
+
+
+def _in_blocks(pieces: Iterable[Rows]) -> Iterator[Rows]:
+    """Yield the rows of pieces in whole blocks; only the last may be short."""
+    rest = np.zeros(0, ROW)
+    for piece in pieces:
+        rows = np.concatenate([rest, piece])
+        whole = len(rows) - len(rows) % BLOCK_ROWS
+        rest = rows[whole:].copy()
+        if whole:
+            yield rows[:whole]
+    if len(rest):
+        yield rest
+
+
+def match(rows: Rows, keys: Integers, hi: Integers | None = None) -> tuple[Integers, Rows]:
+    """Find keys in sorted rows: for each copy of each key that is there, the key's position and the row.
+
+    `hi` is that column of the rows, where somebody asks often.
+    """
+    hi = np.ascontiguousarray(rows["hi"]) if hi is None else hi
+    left = hi.searchsorted(keys[:, 0], "left")
+    counts = hi.searchsorted(keys[:, 0], "right") - left
+    asked, found = np.arange(len(keys)).repeat(counts), ranges(left, counts)
+    same = rows["lo"][found] == keys[asked, 1]
+    return asked[same], rows[found[same]]
+
+
+def ranges(starts: Integers, counts: Integers) -> Integers:
+    """Return the integers start, start+1, … of each range, one range after the other."""
+    ends = counts.cumsum()
+    total = int(ends[-1]) if len(ends) else 0
+    concatenated: Integers = np.arange(total) + (starts - ends + counts).repeat(counts)
+    return concatenated

@@ -1,0 +1,1 @@
+"""The bytes of structure files to one table of atoms."""

@@ -1,0 +1,168 @@
+"""What another parser reads of a file, against what ours does: biotite, where it is installed.
+
+Only what both define is compared. Of each protein chain: every residue that we read is one to biotite, of that name;
+every standard amino acid of an ATOM record with a CA is one to us, with the letter of its name; and the CA atoms are at
+one place. Not compared are the letters of modified residues (a matter of policy), the CA of a residue with alternatives
+(which is kept is one, too), residues whose number and insertion code another of their chain has as well, assemblies and
+label names; atoms behind the last model; AMBER topologies and small molecules; and BinaryCIF, which we read by biotite
+ourselves.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipeline.records import Kind
+from pipeline.structures.atoms import BLANK_CHAIN, text
+from pipeline.structures.parsing.read_structure import HAS_BIOTITE
+from pipeline.structures.policy import BACKBONE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from numpy.typing import NDArray
+
+    from pipeline.structures.parsing.read_structure import Reading
+    from pipeline.structures.policy import Chain, Structure
+
+    Place = tuple[int, str]  # a residue's number and insertion code
+
+APART = 2e-3  # Å; biotite keeps float32, and files have three decimals
+LETTERS = {
+    "ALA": "A", "ARG": "R", "ASN": "N", "ASP": "D", "CYS": "C", "GLN": "Q", "GLU": "E", "GLY": "G", "HIS": "H",
+    "ILE": "I", "LEU": "L", "LYS": "K", "MET": "M", "PHE": "F", "PRO": "P", "SER": "S", "THR": "T", "TRP": "W",
+    "TYR": "Y", "VAL": "V",
+}  # fmt: skip
+CA = BACKBONE.index("CA")
+APART_FORMS = {  # and why the second parser says nothing of them
+    "bcif": "BinaryCIF, which both read by the same parser",
+    "amber": "AMBER topologies, which have no chains to go by",
+    "sdf": "small molecules",
+    "mol2": "small molecules",
+}
+
+
+class NotComparable(Exception):
+    """Two parsers would not say of the same thing what they say, or the second says nothing."""
+
+
+@dataclass(slots=True)
+class _Residue:
+    """A residue as the second parser has it."""
+
+    names: set[str] = field(default_factory=set)
+    ca: list[Any] = field(default_factory=list)
+    is_atom: bool = False
+    has_alternatives: bool = False
+
+    @property
+    def letter(self) -> str | None:
+        """Return its letter, where it can be nothing else than a standard amino acid of a chain."""
+        return LETTERS.get(next(iter(self.names))) if len(self.names) == 1 and self.is_atom and self.ca else None
+
+
+def second_parser() -> str | None:
+    """Name the second parser, if there is one."""
+    return "biotite" if HAS_BIOTITE else None
+
+
+def read_second(data: bytes, form: str, reading: Reading) -> Any:
+    """Return the atoms of a file by the second parser; raise NotComparable where it has none to compare."""
+    if form in APART_FORMS:
+        raise NotComparable(APART_FORMS[form])
+    if reading.assembly is not None or reading.chain_names != "author":
+        raise NotComparable("assemblies and label names")
+    from biotite.structure.io import pdb, pdbx
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            if form == "pdb":
+                _refuse_open_models(data)
+                file = pdb.PDBFile.read(io.StringIO(data.decode("latin-1")))
+                return file.get_structure(model=reading.model, altloc="all", extra_fields=["occupancy"])
+            return pdbx.get_structure(pdbx.CIFFile.read(io.StringIO(data.decode())), model=reading.model, altloc="all")
+        except NotComparable:
+            raise
+        except Exception as error:
+            raise NotComparable("files that the second parser refuses") from error
+
+
+def _refuse_open_models(data: bytes) -> None:
+    """Refuse atoms behind the last model: biotite takes them for the first one's."""
+    end = data.rfind(b"\nENDMDL")
+    if end >= 0 and (data.find(b"\nATOM", end) >= 0 or data.find(b"\nHETATM", end) >= 0):
+        raise NotComparable("files with atoms outside of their models")
+
+
+def disagreements(atoms: Any, structure: Structure, chain: Chain) -> Iterator[str]:
+    """Yield where the second parser reads something else of a chain than we do; of what is no protein, nothing."""
+    if chain.kind is not Kind.PROTEIN:
+        return
+    theirs, ours = _theirs(atoms, chain.name), _ours(structure, chain)
+    twice = {place for place, count in Counter(place for place, _ in ours).items() if count > 1}
+    for place, residue in ours:
+        if place not in twice:
+            yield from _residue(chain, structure, residue, theirs.get(place), place)
+    known = {place for place, _ in ours}
+    for place, other in theirs.items():
+        if other.letter and place not in known:
+            yield f"chain {chain.name}: {_name(other, place)} is there to biotite, and not to us"
+
+
+def _residue(chain: Chain, structure: Structure, residue: int, other: _Residue | None, place: Place) -> Iterator[str]:
+    """Yield where two parsers differ about a residue."""
+    name, letter = text(structure.name_R[residue]), chain.sequence[residue - chain.first]
+    if other is None or name not in other.names:
+        theirs = "none" if other is None else _name(other, place)
+        yield f"chain {chain.name}: residue {place[0]}{place[1]} is {name} to us, {theirs} to biotite"
+        return
+    if other.letter and letter != other.letter:
+        yield f"chain {chain.name}: {_name(other, place)} has the letter {letter}"
+    if other.has_alternatives:
+        return
+    atom = int(structure.backbone_R5[residue, CA])
+    if (atom >= 0) != bool(other.ca):
+        yield f"chain {chain.name}: {_name(other, place)} has {'a' if atom >= 0 else 'no'} CA to us, and not to biotite"
+    elif atom >= 0 and len(other.ca) == 1:
+        apart = float(np.abs(structure.pos_A3[atom] - other.ca[0]).max())
+        if apart > APART + float(np.spacing(np.float32(np.abs(other.ca[0]).max()))):
+            yield f"chain {chain.name}: the CA of {_name(other, place)} is {apart:.3f} Å from where biotite has it"
+
+
+def _ours(structure: Structure, chain: Chain) -> list[tuple[Place, int]]:
+    """Return the residues of a chain as we have them, by number and insertion code."""
+    icodes = [chr(code).strip("\0 ") for code in structure.icode_R[chain.first : chain.last].tolist()]
+    numbers = structure.number_R[chain.first : chain.last].tolist()
+    return list(zip(zip(numbers, icodes, strict=True), range(chain.first, chain.last), strict=True))
+
+
+def _theirs(atoms: Any, name: str) -> Mapping[Place, _Residue]:
+    """Return the residues of a chain as the second parser has them."""
+    mine: NDArray[np.bool_] = atoms.chain_id == name
+    if name == BLANK_CHAIN:
+        mine |= np.isin(atoms.chain_id, ["", " "])
+    some = atoms[mine]
+    found: dict[Place, _Residue] = {}
+    # In old files other things stand where elements do now; calcium has its own in any.
+    is_ca = (some.atom_name == "CA") & (some.element != "CA")
+    columns = (some.res_id, some.ins_code, some.res_name, some.hetero, some.altloc_id, is_ca)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    for at, (number, icode, residue, is_het, altloc, ca) in enumerate(rows):
+        one = found.setdefault((number, icode.strip()), _Residue())
+        one.names.add(residue)
+        one.is_atom |= not is_het
+        one.has_alternatives |= altloc.strip() not in ("", ".", "?")
+        if ca:
+            one.ca.append(some.coord[at].astype(np.float64))
+    return found
+
+
+def _name(residue: _Residue, place: Place) -> str:
+    return f"{'/'.join(sorted(residue.names))} {place[0]}{place[1]}"

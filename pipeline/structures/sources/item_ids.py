@@ -1,0 +1,137 @@
+"""What may be an item's id, and which ids were met already."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import xxhash
+
+from pipeline.records import Reason
+from pipeline.structures.atoms import Unusable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from pipeline.records import Item
+
+MAX_ID_LENGTH = 200
+SHOWN_LENGTH = 80
+MERGE_AT, MERGE_SHARE = 1 << 12, 1 / 32  # of the latest ids, in a table of 150 bytes an id
+SLASHES = re.compile(r"[/\\]")
+
+
+def id_problem(name: str, *, names_files: bool = True) -> str:
+    """Say what keeps `name` from being an id, or return nothing; only ids that never name a file may hold slashes."""
+    if not name:
+        return "is empty"
+    if len(name) > MAX_ID_LENGTH:
+        return f"has {len(name)} characters, {MAX_ID_LENGTH} are allowed"
+    if " " in name or not name.isprintable():
+        odd = next(letter for letter in name if letter == " " or not letter.isprintable())
+        return "contains white space" if odd.isspace() else f"contains the unprintable character U+{ord(odd):04X}"
+    if names_files and SLASHES.search(name):
+        return "contains a slash, which would make it a path"
+    if name[0] in ".-":
+        return f"starts with {name[0]!r}"
+    return ""
+
+
+def checked_id(name: str) -> str:
+    """Return `name`, which may now become part of a file name."""
+    if problem := id_problem(name):
+        raise Unusable(Reason.BAD_ID, f"the id {problem}")
+    return name
+
+
+def shown(text: str) -> str:
+    """Return text from outside as it may be printed: no control characters, not long."""
+    cut = text if len(text) <= SHOWN_LENGTH else text[: SHOWN_LENGTH - 1] + "…"
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in cut)
+
+
+class SeenIds:
+    """Where each id was met first, in 12 bytes an id: sorted arrays, and a small table of the latest.
+
+    Ids are told apart by 64-bit digests: in a million ids, the chance that any two collide is 3e-8.
+    """
+
+    def __init__(self) -> None:
+        self._latest: dict[int, int] = {}
+        self._digests = np.empty(0, dtype=np.uint64)
+        self._lines = np.empty(0, dtype=np.uint32)
+
+    def first_line(self, name: str, line: int) -> int | None:
+        """Return the line that had this id before; if none had, remember `line`."""
+        digest = xxhash.xxh3_64_intdigest(name.encode())
+        if digest in self._latest:
+            return self._latest[digest]
+        spot = int(np.searchsorted(self._digests, np.uint64(digest)))
+        if spot < len(self._digests) and int(self._digests[spot]) == digest:
+            return int(self._lines[spot])
+        self._latest[digest] = line
+        if len(self._latest) >= max(MERGE_AT, MERGE_SHARE * len(self._digests)):
+            self._merge()
+        return None
+
+    def _merge(self) -> None:
+        """Move the latest ids into the sorted arrays."""
+        digests = np.concatenate([self._digests, np.fromiter(self._latest, dtype=np.uint64)])
+        lines = np.concatenate([self._lines, np.fromiter(self._latest.values(), dtype=np.uint32)])
+        order = np.argsort(digests, kind="stable")
+        self._digests, self._lines = digests[order], lines[order]
+        self._latest.clear()
+
+
+UNKNOWN = frozenset({"", "na", "n/a", "nan", "none", "null"})  # as tables write what nobody has measured
+WORDS = {"true": 1.0, "false": 0.0}
+LARGEST = 3.4e38  # of the single precision in which tasks have it
+
+
+def value_of(text: str) -> float:
+    """Return a label as a number, NaN where it is unknown; whatever else it is, is a ValueError."""
+    word = text.strip().lower()
+    if word in UNKNOWN:
+        return math.nan
+    if word in WORDS:
+        return WORDS[word]
+    value = float(word) if word.isascii() and "_" not in word else math.nan
+    if not abs(value) <= LARGEST:  # NaN, too
+        raise ValueError(text)
+    return value
+
+
+def label_problem(item: Item, names: Iterable[str]) -> str:
+    """Say which label of an item is no number; nothing where all are."""
+    for name in names:
+        try:
+            value_of(item.labels[name])
+        except ValueError:
+            return f"the label {name} is {shown(item.labels[name])!r}, not a number"
+    return ""
+
+
+def values_of(item: Item, names: Iterable[str]) -> dict[str, float]:
+    """Return labels of an item that was accepted."""
+    return {name: value_of(item.labels[name]) for name in names}
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSpec:
+    """One data source, as the `data` section of the configuration describes it."""
+
+    source: str
+    path: Path
+    pattern: tuple[str, ...] = ()
+    structures_dir: Path | None = None
+    splits: Path | None = None
+    state: Literal["bound", "unbound"] = "bound"
+    receptor_chains: tuple[str, ...] = ()
+    ligand_chains: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()  # columns of numbers
+    partners: Literal["auto", "none"] = "auto"
+    limit: int | None = None

@@ -1,0 +1,308 @@
+"""Rows of CSV, TSV and JSON-lines files, by suffix, each also gzipped; one at a time, whatever their number."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+from contextlib import closing
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cached_property
+from shlex import quote
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from pipeline.errors import ConfigError, DataError
+from pipeline.records import Item, Part, Reason, Rejection, Role
+from pipeline.structures.atoms import Unusable
+from pipeline.structures.sources.item_ids import checked_id, shown
+from pipeline.structures.sources.lines import text_lines
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from pipeline.structures.sources.item_ids import SourceSpec
+
+DELIMITERS = {".csv": ",", ".tsv": "\t", ".tab": "\t"}
+JSON_LINES = (".jsonl", ".ndjson")
+LIKELY, NEARLY_CERTAIN = 0.6, 0.9  # how alike two names are when one of them must be, or may be, a typing error
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row: the columns that have names, and where it stands."""
+
+    values: Mapping[str, str]
+    origin: str
+
+    def __getitem__(self, column: str) -> str:
+        return self.values.get(column, "")
+
+    def others(self, used: Sequence[str]) -> dict[str, str]:
+        """Return the columns that are not among these: labels."""
+        return {name: value for name, value in self.values.items() if name not in used}
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns that have a meaning; names match in any case, and every other column is a label.
+
+    A column that is nearly one of these is an error: as a label it would be overlooked in silence.
+    """
+
+    required: tuple[str, ...]
+    one_of: tuple[str, ...] = ()  # at least one of these is there too
+    optional: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)  # another spelling, taken as it is
+    foreign: Mapping[str, str] = field(default_factory=dict)  # what other programs call it: worth a hint, not a guess
+    labels: tuple[str, ...] = ()  # that are asked for by name
+
+    @cached_property
+    def known(self) -> tuple[str, ...]:
+        """Every column that has a meaning."""
+        return (*self.required, *self.one_of, *self.optional)
+
+    @cached_property
+    def spoken_for(self) -> tuple[str, ...]:
+        """Every column that is no label: a column with a meaning may be asked for as a label, too."""
+        return tuple(name for name in self.known if name not in self.labels)
+
+    @cached_property
+    def _spellings(self) -> dict[str, str]:
+        return {**self.aliases, **{name.lower(): name for name in (*self.labels, *self.known)}}
+
+    def canonical(self, name: str) -> str:
+        """Return a column's name as it is written here."""
+        return self._spellings.get(name.strip().lower(), name.strip())
+
+    def problem(self, present: Sequence[str], path: Path) -> DataError | None:
+        """Say what is wrong with the columns of a file: one twice, one missing, or one that is nearly another."""
+        for name in present:
+            if name and present.count(name) > 1:
+                what = f"two columns are called {shown(name)!r}"
+                return DataError(what, where=str(path), remedy=show_header(path))
+        spare = {name.lower(): name for name in present if name not in (*self.known, *self.labels)}
+        for column in self._missing(present):
+            foreign = [name for name in spare if self.foreign.get(name) == column]
+            near = foreign or get_close_matches(column.lower(), spare, n=1, cutoff=LIKELY)
+            meant = spare[near[0]] if near else ""
+            return _absent(column, meant, present, path, said_by="data.labels" if column in self.labels else "")
+        for column in self.known:
+            if column not in present and (near := get_close_matches(column.lower(), spare, n=1, cutoff=NEARLY_CERTAIN)):
+                return _absent(column, spare[near[0]], present, path)
+        return None
+
+    def _missing(self, present: Sequence[str]) -> tuple[str, ...]:
+        absent = tuple(name for name in (*self.required, *self.labels) if name not in present)
+        return absent if any(name in present for name in self.one_of) else (*absent, *self.one_of[:1])
+
+
+def _absent(column: str, meant: str, present: Sequence[str], path: Path, said_by: str = "") -> DataError:
+    """Describe a column that is not there, and how to name it rightly: in the file, or in the setting that names it."""
+    found = ", ".join(shown(each) for each in present[:12] if each)
+    what = f"no column {column!r}{said_by and f' ({said_by})'}; found: {found}"
+    if meant:
+        what += f"; did you mean {shown(meant)!r}?"
+    if len(present) == 1 and re.search(r"[;,\t]", present[0]):
+        what += " (a .csv is separated by commas, a .tsv by tabs)"
+    renamable = meant.isidentifier() and path.suffix in DELIMITERS and not said_by
+    rename = f"sed -i '1s/\\b{meant}\\b/{column}/' {quote(str(path))}"
+    return DataError(what, where=str(path), remedy=rename if renamable else show_header(path))
+
+
+def show_header(path: Path) -> str:
+    """Return the command that shows the first line of a file."""
+    name = quote(str(path))
+    return f"gzip -dc {name} | head -n 1" if path.suffix == ".gz" else f"head -n 1 {name}"
+
+
+def read_rows(path: Path, columns: Columns, *, quoted: bool = True) -> Iterator[Row | Rejection]:
+    """Yield the rows of a table; a row that cannot be read is a rejection, a table that cannot be is an error."""
+    suffix = path.with_suffix("").suffix.lower() if path.suffix == ".gz" else path.suffix.lower()
+    if suffix in JSON_LINES:
+        yield from _json_rows(path, columns)
+    elif suffix in DELIMITERS:
+        with closing(text_lines(path)) as lines:  # at once, not when an error that holds it is forgotten
+            yield from _separated_rows(path, lines, columns, DELIMITERS[suffix], quoted=quoted)
+    else:
+        raise _wrong_kind(path, suffix)
+
+
+def _wrong_kind(path: Path, suffix: str) -> ConfigError:
+    known = " ".join((*DELIMITERS, *JSON_LINES))
+    what = f"a table is one of {known} (or these with .gz), not {suffix!r}"
+    remedy = "pipeline config show   (says where this path comes from)"
+    if os.path.isdir(path):  # noqa: PTH112  # Path.is_dir raises where a folder above is closed to us
+        what, remedy = "a folder, where a table is wanted", f"ls {quote(str(path))}   (then name one of these)"
+    elif suffix == ".parquet":
+        code = "import pandas, sys; pandas.read_parquet(sys.argv[1]).to_csv(sys.argv[2], index=False)"
+        remedy = f"python -c {quote(code)} {quote(str(path))} {quote(str(path.with_suffix('.csv')))}"
+    return ConfigError(what, where=str(path), remedy=remedy)
+
+
+def _separated_rows(
+    path: Path, lines: Iterator[str], columns: Columns, delimiter: str, *, quoted: bool
+) -> Iterator[Row | Rejection]:
+    quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE
+    reader = csv.reader(lines, delimiter=delimiter, quoting=quoting, skipinitialspace=True, strict=True)
+    header: list[str] = []
+    while True:
+        origin = f"{path.name}:{reader.line_num + 1}"
+        try:
+            cells = _next_cells(reader, path)
+        except csv.Error as error:
+            if not header:
+                raise DataError(f"no header: {error}", where=str(path), remedy=show_header(path)) from error
+            yield Rejection("", Reason.BAD_ROW, str(error), origin)
+            continue
+        if cells is None:
+            return
+        if not any(cells):
+            continue
+        if header:
+            yield _row(header, cells, origin)
+        else:
+            header = [columns.canonical(cell) for cell in cells]
+            if problem := columns.problem(header, path):
+                raise problem
+
+
+def _next_cells(reader: Any, path: Path) -> list[str] | None:
+    """Return the next row's cells, or None after the last; a quote that swallows lines is an error of the file."""
+    start = reader.line_num + 1
+    try:
+        return [cell.strip() for cell in next(reader)]
+    except StopIteration:
+        return None
+    except csv.Error as error:
+        if reader.line_num <= start:
+            raise
+        what = "a quote opened here is not closed as it should be, so where the next row starts is unknown"
+        raise DataError(what, where=f"{path}:{start}", remedy=f"sed -n {start}p {quote(str(path))}") from error
+
+
+def _row(header: Sequence[str], cells: Sequence[str], origin: str) -> Row | Rejection:
+    """Pair cells with column names; columns without a name are dropped, and so are empty cells beyond the last."""
+    if len(cells) < len(header) or any(cells[len(header) :]):
+        name = shown(cells[header.index("id")]) if "id" in header[: len(cells)] else ""
+        return Rejection(name, Reason.BAD_ROW, f"{len(cells)} fields, the header has {len(header)}", origin)
+    return Row({name: cell for name, cell in zip(header, cells, strict=False) if name}, origin)
+
+
+def _json_rows(path: Path, columns: Columns) -> Iterator[Row | Rejection]:
+    checked: tuple[str, ...] = ()
+    for number, line in enumerate(text_lines(path), 1):
+        if not line.strip():
+            continue
+        origin = f"{path.name}:{number}"
+        try:
+            row = Row(_json_values(line, columns), origin)
+        except (ValueError, RecursionError) as error:
+            yield Rejection("", Reason.BAD_ROW, f"not a JSON object on one line: {error}"[:200], origin)
+            continue
+        present = tuple(row.values)
+        problem = None if present == checked else columns.problem(present, path)
+        if problem is not None and not checked:
+            raise problem
+        if problem is None:
+            checked = present
+            yield row
+        else:
+            yield Rejection(shown(row["id"]), Reason.BAD_ROW, problem.what, origin)
+
+
+def _json_values(line: str, columns: Columns) -> dict[str, str]:
+    loaded = json.loads(line)
+    if not isinstance(loaded, dict):
+        raise ValueError(f"it is a {type(loaded).__name__}")
+    values = {columns.canonical(name): _json_text(value) for name, value in loaded.items()}
+    if len(values) < len(loaded):
+        raise ValueError("it names a column twice")
+    "".join((*values, *values.values())).encode()  # half a surrogate pair could be written nowhere later
+    return values
+
+
+def _json_text(value: object) -> str:
+    """Return a JSON value as the text a CSV cell would hold."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value.strip()
+    if isinstance(value, list) and all(isinstance(each, str) for each in value):
+        return ",".join(value)
+    return json.dumps(value)
+
+
+BETWEEN_CHAINS = re.compile(r"[,;|\s]+")
+CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+class Files(NamedTuple):
+    """What an item is made of, and where its labels come from when that is unbound."""
+
+    parts: tuple[Part, ...]
+    bound: tuple[Part, ...] = ()
+
+
+def build_items(
+    rows: Iterator[Row | Rejection],
+    columns: Columns,
+    id_of: Callable[[Row], str],
+    files_of: Callable[[str, Row], Files],
+) -> Generator[Item | Rejection, None, None]:
+    """Turn rows into items; `files_of` sees checked ids only, and what it refuses is a rejection of that row."""
+    for row in rows:
+        if isinstance(row, Rejection):
+            yield row
+            continue
+        name = id_of(row)
+        try:
+            files = files_of(checked_id(name), row)
+        except Unusable as error:
+            yield Rejection(shown(name), error.reason, error.detail, row.origin)
+        else:
+            yield Item(
+                id=name,
+                parts=files.parts,
+                bound=files.bound,
+                split=row["split"],
+                cluster=row["cluster"],
+                labels=row.others(columns.spoken_for),
+                origin=row.origin,
+            )
+
+
+def split_chains(names: str) -> tuple[str, ...]:
+    """Divide chain names at commas, semicolons, bars and spaces only: `AB` is one chain, as mmCIF may name it."""
+    return tuple(dict.fromkeys(name for name in BETWEEN_CHAINS.split(names) if name))
+
+
+def model_number(text: str, first: int = 1) -> int | None:
+    """Return the ordinal of a model, from 1, as given in a cell that counts from `first`; None for an empty cell."""
+    if not text:
+        return None
+    if not (text.isascii() and text.isdecimal() and int(text[:9]) >= first):
+        raise Unusable(Reason.BAD_ROW, f"the model {shown(text)!r} is not a number from {first}")
+    return int(text[:9]) - first + 1
+
+
+def clean_path(text: str) -> str:
+    """Return a path from a cell, or refuse one that no file can have."""
+    if CONTROL.search(text):
+        raise Unusable(Reason.BAD_ROW, f"the path {shown(text)!r} contains a control character")
+    return text
+
+
+def one_file_parts(
+    spec: SourceSpec, path: str, receptor: tuple[str, ...], ligand: tuple[str, ...], model: int | None = None
+) -> tuple[Part, ...]:
+    """Return the partners in one file: as their chains say, or a file that is divided when it is read, or never."""
+    if receptor and ligand:
+        return (Part(Role.RECEPTOR, path, receptor, model), Part(Role.LIGAND, path, ligand, model))
+    if (receptor or ligand) and spec.partners == "auto":
+        given, absent = ("receptor", "ligand") if receptor else ("ligand", "receptor")
+        raise Unusable(Reason.BAD_ROW, f"chains of the {given} are named, but none of the {absent}")
+    role = Role.COMPLEX if spec.partners == "auto" else Role.WHOLE
+    return (Part(role, path, receptor or ligand, model),)

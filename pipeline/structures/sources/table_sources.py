@@ -1,0 +1,243 @@
+"""`manifest`: a CSV, TSV or JSON-lines table with a row for each complex.
+
+Columns: id, path (or receptor_path and ligand_path, or neither when data.structures_dir holds `<id>.pdb`, `.cif`, …),
+receptor_chains, ligand_chains, split, cluster, model (the first is 1); every other column is a label, kept as text;
+those that data.labels names are numbers.
+Relative paths start at data.structures_dir, or else at the manifest's folder; whether such a file is there shows when
+it is read. A file is one of `read.FORMATS`: also a topology of AMBER (.prmtop, .parm7), whose coordinates are beside it
+under the same name (.inpcrd, .rst7, .crd), and a small molecule of its own (.sdf, .mol, .mol2), which has no chains.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.records import Part, Reason, Role
+from pipeline.structures.atoms import Unusable
+from pipeline.structures.sources.item_ids import checked_id, id_problem, shown
+from pipeline.structures.sources.source_folder import StructureFolder, in_order, listing, split_suffix
+from pipeline.structures.sources.source_rows import (
+    Columns,
+    Files,
+    Row,
+    build_items,
+    clean_path,
+    model_number,
+    one_file_parts,
+    read_rows,
+    split_chains,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator
+
+    from pipeline.records import Item, Rejection
+    from pipeline.structures.sources.item_ids import SourceSpec
+
+PATHS = ("path", "receptor_path", "ligand_path")
+OTHERS = ("receptor_chains", "ligand_chains", "split", "cluster", "model")
+FOREIGN = {
+    "complex_name": "id",
+    "name": "id",
+    "pdb": "id",
+    "pdb_id": "id",
+    "protein_path": "path",
+    "file": "path",
+    "filename": "path",
+    "pdb_path": "path",
+}
+
+
+def manifest_items(spec: SourceSpec) -> Generator[Item | Rejection, None, None]:
+    """Yield the complexes of a manifest."""
+    columns = Columns(
+        required=("id",),
+        labels=spec.labels,
+        one_of=() if spec.structures_dir else PATHS,
+        optional=(*PATHS, *OTHERS) if spec.structures_dir else OTHERS,
+        aliases={"cluster_id": "cluster"},
+        foreign=FOREIGN,
+    )
+    folder = StructureFolder(spec.structures_dir or spec.path.parent)
+
+    def files_of(name: str, row: Row) -> Files:
+        return Files(_manifest_parts(spec, name, row, folder))
+
+    return build_items(read_rows(spec.path, columns), columns, lambda row: row["id"], files_of)
+
+
+def _manifest_parts(spec: SourceSpec, name: str, row: Row, folder: StructureFolder) -> tuple[Part, ...]:
+    receptor = split_chains(row["receptor_chains"]) or spec.receptor_chains
+    ligand = split_chains(row["ligand_chains"]) or spec.ligand_chains
+    model = model_number(row["model"])
+    one, *two = (folder.join(clean_path(row[column])) if row[column] else "" for column in PATHS)
+    if one and not any(two):
+        return one_file_parts(spec, one, receptor, ligand, model)
+    if all(two) and not one:
+        return (Part(Role.RECEPTOR, two[0], receptor, model), Part(Role.LIGAND, two[1], ligand, model))
+    if one or any(two):
+        raise Unusable(Reason.BAD_ROW, "give either path, or both receptor_path and ligand_path")
+    return one_file_parts(spec, _found(spec, name, folder), receptor, ligand, model)
+
+
+def _found(spec: SourceSpec, name: str, folder: StructureFolder) -> str:
+    """Return the file that is named after its id."""
+    if spec.structures_dir is None:
+        raise Unusable(Reason.BAD_ROW, "no path")
+    path = folder.find(name)
+    if path is None:
+        raise Unusable(Reason.MISSING_FILE, f"no {name}.pdb, .cif, … in {folder.path}")
+    return path
+
+
+PAIRS_COLUMNS = Columns(
+    required=("path",), optional=("split", "cluster"), aliases={"id": "path", "cluster_id": "cluster"}
+)
+STEM = re.compile(r"(.+)_[rl]_[bu]")
+ROLES = {Role.RECEPTOR: "r", Role.LIGAND: "l"}
+
+
+def pair_items(spec: SourceSpec) -> Generator[Item | Rejection, None, None]:
+    """Yield the pairs that the CSV lists, or that the folder holds."""
+    folder = StructureFolder(spec.path)
+
+    def files_of(name: str, row: Row) -> Files:  # noqa: ARG001  # the id says it all
+        bound = _pairs_parts(folder, name, "b")
+        return Files(_pairs_parts(folder, name, "u"), bound) if spec.state == "unbound" else Files(bound)
+
+    rows = read_rows(spec.splits, PAIRS_COLUMNS) if spec.splits else _rows_of_folder(spec)
+    return build_items(rows, PAIRS_COLUMNS, lambda row: row["path"], files_of)
+
+
+def _rows_of_folder(spec: SourceSpec) -> Iterator[Row | Rejection]:
+    stems = (split_suffix(entry.name) for entry in listing(spec.path))
+    matches = (STEM.fullmatch(stem) for stem, suffix in stems if suffix)
+    for name in in_order(match[1] for match in matches if match):
+        yield Row({"path": name}, f"{spec.path.name}/{shown(name)}")
+
+
+def _pairs_parts(folder: StructureFolder, name: str, state: str) -> tuple[Part, ...]:
+    paths = {role: folder.find(f"{name}_{letter}_{state}") for role, letter in ROLES.items()}
+    missing = [f"{name}_{ROLES[role]}_{state}.pdb" for role, path in paths.items() if path is None]
+    if missing:
+        raise Unusable(Reason.MISSING_FILE, f"no {' and no '.join(missing)} in {folder.path}")
+    return tuple(Part(role, path) for role, path in paths.items() if path is not None)
+
+
+APO = {Role.RECEPTOR: "apo_R_pdb", Role.LIGAND: "apo_L_pdb"}
+PINDER_SUBFOLDERS = ("pdbs", "test_set_pdbs")
+
+
+def pinder_items(spec: SourceSpec) -> Generator[Item | Rejection, None, None]:
+    """Yield the pairs of an index."""
+    unbound = spec.state == "unbound"
+    columns = Columns(
+        required=("id", *APO.values()) if unbound else ("id",),
+        labels=spec.labels,
+        optional=("split", "cluster"),
+        aliases={"cluster_id": "cluster"},
+    )
+    folder = StructureFolder(spec.structures_dir or spec.path.parent, PINDER_SUBFOLDERS)
+
+    def files_of(name: str, row: Row) -> Files:
+        bound = _bound(folder, name)
+        return Files(tuple(_apo(folder, role, row) for role in APO), bound) if unbound else Files(bound)
+
+    return build_items(read_rows(spec.path, columns), columns, lambda row: row["id"], files_of)
+
+
+def _bound(folder: StructureFolder, name: str) -> tuple[Part, ...]:
+    receptor, dashes, ligand = name.partition("--")
+    if not (receptor and dashes and ligand):
+        raise Unusable(Reason.BAD_ID, "the id is not of the form RECEPTOR--LIGAND")
+    return (
+        _part(folder, Role.RECEPTOR, checked_id(f"{receptor}-R")),
+        _part(folder, Role.LIGAND, checked_id(f"{ligand}-L")),
+    )
+
+
+def _apo(folder: StructureFolder, role: Role, row: Row) -> Part:
+    name = row[APO[role]]
+    if not name:
+        raise Unusable(Reason.MISSING_FILE, f"the index names no unbound {role.value}")
+    stem, _suffix = split_suffix(name)
+    if problem := id_problem(stem):
+        raise Unusable(Reason.BAD_ROW, f"the file name {shown(name)!r} {problem}")
+    return _part(folder, role, stem)
+
+
+def _part(folder: StructureFolder, role: Role, stem: str) -> Part:
+    path = folder.find(stem)
+    if path is None:
+        where = f"{folder.path} or its {', '.join(PINDER_SUBFOLDERS)}"
+        raise Unusable(Reason.MISSING_FILE, f"no {shown(stem)}.pdb in {where}")
+    return Part(role, path)
+
+
+SABDAB_COLUMNS = Columns(
+    required=("pdb", "Hchain", "Lchain", "antigen_chain"),
+    optional=("model", "split", "cluster"),
+    aliases={"cluster_id": "cluster"},
+)
+NOTHING = frozenset({"", "na", "none", "nan"})
+RENUMBERED = ("chothia", "imgt")
+SABDAB_SUBFOLDERS = ("raw", *RENUMBERED)
+
+
+def sabdab_items(spec: SourceSpec) -> Generator[Item | Rejection, None, None]:
+    """Yield the antibody-antigen complexes of a summary table."""
+    folder = StructureFolder(spec.structures_dir or spec.path.parent, SABDAB_SUBFOLDERS)
+    # The database joins its fields with tabs and quotes nothing, though names hold quotes.
+    columns = replace(SABDAB_COLUMNS, labels=spec.labels)
+    rows = read_rows(spec.path, columns, quoted=".csv" in spec.path.suffixes)
+    return build_items(rows, columns, _id_of, lambda _name, row: Files(_sabdab_parts(folder, row)))
+
+
+def _id_of(row: Row) -> str:
+    """Return an id that only rows about the same chains of the same model share."""
+    heavy, light = _named(row["Hchain"]), _named(row["Lchain"])
+    antibody = f"{heavy}+{light}" if light and light != heavy else heavy
+    model = _named(row["model"]) or "0"
+    return f"{row['pdb']}_{antibody}_{'+'.join(_antigens(row))}" + (f"_m{model}" if model != "0" else "")
+
+
+def _named(cell: str) -> str:
+    """Return what a cell names, which may be nothing."""
+    return "" if cell.lower() in NOTHING else cell
+
+
+def _antigens(row: Row) -> tuple[str, ...]:
+    return tuple(name for name in split_chains(row["antigen_chain"]) if _named(name))
+
+
+def _sabdab_parts(folder: StructureFolder, row: Row) -> tuple[Part, ...]:
+    heavy, light, antigens = _named(row["Hchain"]), _named(row["Lchain"]), _antigens(row)
+    if not antigens:
+        raise Unusable(Reason.BAD_ROW, "no antigen")
+    if not (heavy or light):
+        raise Unusable(Reason.BAD_ROW, "no antibody chain")
+    model = model_number(_named(row["model"]), first=0)
+    path = _file(folder, row["pdb"])
+    antibody = _antibody(heavy, light, renumbered=Path(path).parent.name.lower() in RENUMBERED)
+    twin = tuple(name for name in antibody[1:] if name != heavy and name == heavy.lower())
+    return (Part(Role.RECEPTOR, path, antibody, model, optional=twin), Part(Role.LIGAND, path, antigens, model))
+
+
+def _antibody(heavy: str, light: str, *, renumbered: bool) -> tuple[str, ...]:
+    """Return the antibody's chains; a single-chain Fv that was divided has a lower-case twin."""
+    if heavy == light and renumbered:
+        light = heavy.lower()
+    return tuple(dict.fromkeys(chain for chain in (heavy, light) if chain))
+
+
+def _file(folder: StructureFolder, pdb: str) -> str:
+    checked_id(pdb)
+    path = folder.find(pdb, pdb.lower(), pdb.upper(), f"pdb{pdb.lower()}")
+    if path is None:
+        raise Unusable(
+            Reason.MISSING_FILE, f"no {pdb}.pdb, .cif, … in {folder.path} or its {', '.join(SABDAB_SUBFOLDERS)}"
+        )
+    return path

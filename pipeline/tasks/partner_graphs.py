@@ -1,0 +1,266 @@
+"""What is thought of each partner by itself: messages along the edges within it, and a glance at the other's mean.
+
+Shapes: N residues of all partners, E edges, S partners (two an item), A pairs of atoms of two residues, K distances
+that one is compared with, D features.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from pipeline.errors import ConfigError
+from pipeline.graphs.residue_graph import LETTERS
+from pipeline.protocol import ITEMS
+from pipeline.tasks.task_parts import WHERE
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pipeline.tasks import complex_docking, interface
+
+    Partners: TypeAlias = interface.Batch | complex_docking.Batch  # the columns of `partners` are in both
+    from collections.abc import Sequence
+
+    from pipeline.protocol import Sizes
+    from pipeline.training.items.batch import Graph, Side
+
+FLAGS = 3  # bits of a node's flags
+APART = 8  # so many places along the chain are told from each other; the last stands for more
+STEPS = 2 * APART + 2  # from so many before to so many behind, and another chain
+CENTRES = 12  # distances that one is compared with, in Å
+CLOSEST, FARTHEST = 2.0, 24.0
+ATOMS = ((1, 1), (3, 3), (4, 4), (1, 4), (4, 1), (0, 2))  # whose distances: of N, CA, C, CB and the side chain's middle
+ANGLES = 3
+NEAREST = 1e-6  # Å², so that nothing is divided by 0
+
+
+class Geometry(nn.Module):
+    """Positions to numbers that do not change when all of them are moved."""
+
+    centres_K: Tensor
+    sender_A: Tensor
+    receiver_A: Tensor
+
+    def __init__(self, atoms: tuple[tuple[int, int], ...] = ATOMS, farthest: float = FARTHEST) -> None:
+        super().__init__()
+        self.register_buffer("centres_K", torch.linspace(CLOSEST, farthest, CENTRES), persistent=False)
+        for name, places in zip(("sender_A", "receiver_A"), zip(*atoms, strict=True), strict=True):
+            self.register_buffer(name, torch.tensor(places), persistent=False)
+        self.gap = (farthest - CLOSEST) / (CENTRES - 1)
+        self.width = CENTRES * len(atoms) + ANGLES
+
+    def forward(self, pos_NA3: Tensor, from_E: Tensor, to_E: Tensor) -> Tensor:
+        """Return how far the atoms of each edge's ends are apart, and how their side chains point."""
+        from_EA3, to_EA3 = pos_NA3.index_select(0, from_E), pos_NA3.index_select(0, to_E)
+        apart_EA3 = from_EA3.index_select(1, self.sender_A) - to_EA3.index_select(1, self.receiver_A)
+        apart_EA = apart_EA3.square().sum(-1).sqrt()
+        near_EAK = (-((apart_EA.unsqueeze(-1) - self.centres_K) / self.gap).square()).exp()
+        across_E3 = direction(from_EA3[:, 1] - to_EA3[:, 1])
+        side_E3, other_E3 = (direction(one[:, 4] - one[:, 1]) for one in (to_EA3, from_EA3))
+        pairs = ((side_E3, across_E3), (other_E3, across_E3), (side_E3, other_E3))
+        angles_E3 = torch.stack([(one * other).sum(-1) for one, other in pairs], -1)
+        return torch.cat([near_EAK.flatten(1), angles_E3], -1)
+
+
+class Embedded(nn.Module):
+    """Embeddings, whose numbers may be of any size, to features."""
+
+    def __init__(self, embedding_dim: int, width: int) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(embedding_dim), nn.Linear(embedding_dim, width)
+
+    def forward(self, embedding_ND: Tensor) -> Tensor:
+        """Return features."""
+        features_ND: Tensor = self.linear(self.norm(embedding_ND))
+        return features_ND
+
+
+class Layer(nn.Module):
+    """Messages along edges, and a glance at the other partner."""
+
+    def __init__(self, width: int, edge_width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.of_sender, self.of_receiver = nn.Linear(width, width), nn.Linear(width, width, bias=False)
+        self.of_edge, self.of_step = nn.Linear(edge_width, width, bias=False), nn.Embedding(STEPS, width)
+        self.message = nn.Linear(width, width)
+        self.of_other = nn.Linear(width, width)
+        self.update = nn.Sequential(nn.Linear(3 * width, 2 * width), nn.SiLU(), nn.Linear(2 * width, width))
+        self.dropout = dropout
+
+    def forward(self, x_ND: Tensor, edge_ED: Tensor, batch: Partners) -> Tensor:
+        """Return the residues' features with what they heard."""
+        normed_ND = self.norm(x_ND)
+        sent_ED = self.of_sender(normed_ND).index_select(0, batch.from_E)
+        sent_ED = sent_ED + self.of_receiver(normed_ND).index_select(0, batch.to_E)
+        sent_ED = functional.silu(sent_ED + self.of_edge(edge_ED) + self.of_step(batch.step_E))
+        heard_ND = means(self.message(sent_ED).to(x_ND.dtype), batch.to_E, len(x_ND))  # half precision sums badly
+        partner_SD = means(normed_ND.to(x_ND.dtype), batch.partner_N, len(batch.other_S))
+        other_ND = self.of_other(partner_SD.index_select(0, batch.other_S)).index_select(0, batch.partner_N)
+        change_ND = self.update(torch.cat([normed_ND, heard_ND, other_ND], -1))
+        return x_ND + functional.dropout(change_ND, self.dropout, self.training)
+
+
+class Encoder(nn.Module):
+    """Residues to features, by the same layers for both partners."""
+
+    def __init__(self, *, embedding_dim: int, width: int, layers: int, dropout: float) -> None:
+        super().__init__()
+        self.geometry = Geometry()
+        self.of_type, self.of_role = nn.Embedding(len(LETTERS), width), nn.Embedding(2, width)
+        self.of_flags = nn.Linear(FLAGS, width, bias=False)
+        self.of_embedding = Embedded(embedding_dim, width) if embedding_dim else None
+        self.layers = nn.ModuleList(Layer(width, self.geometry.width, dropout) for _ in range(layers))
+
+    def encode(self, batch: Partners) -> Tensor:
+        """Return the features of all residues."""
+        x_ND: Tensor = self.of_type(batch.type_N) + self.of_role(batch.partner_N % 2) + self.of_flags(batch.flags_NF)
+        if self.of_embedding is not None:
+            x_ND = x_ND + self.of_embedding(batch.embedding_ND)
+        edge_ED = self.geometry(batch.pos_NA3, batch.from_E, batch.to_E)
+        for layer in self.layers:
+            x_ND = layer(x_ND, edge_ED, batch)
+        return x_ND
+
+
+def direction(way_E3: Tensor) -> Tensor:
+    """Return vectors of length 1, or of 0 where there is no way to go."""
+    return way_E3 * (way_E3.square().sum(-1, keepdim=True) + NEAREST).rsqrt()
+
+
+def means(values_ED: Tensor, index_E: Tensor, count: int) -> Tensor:
+    """Return the means of rows by index; 0 where there are none."""
+    sums_ND = values_ED.new_zeros(count, values_ED.shape[1]).index_add(0, index_E, values_ED)
+    number_N = values_ED.new_zeros(count).index_add(0, index_E, values_ED.new_ones(len(index_E)))
+    return sums_ND / number_N.clamp(min=1).unsqueeze(-1)
+
+
+NEAR, CA = "near", 1
+PLACES = 5  # N, CA, C, CB and the middle of the side chain stand for a residue
+OTHER_CHAIN = STEPS - 1
+
+
+def columns(sides: Sequence[tuple[Side, Side | None]], embedding_dim: int) -> dict[str, Any]:
+    """Concatenate the partners of items: a receptor, its ligand, the next receptor and so on."""
+    flat = [side for pair in sides for side in pair if side is not None]
+    sizes = tuple((size_of(receptor), size_of(ligand)) for receptor, ligand in sides)
+    first_S = _firsts([count for pair in sizes for count in pair])
+    owner = [place for place, count in enumerate(count for pair in sizes for count in pair) if count]
+    from_E, to_E = _edges(flat, [first_S[at] for at in owner])
+    receptor_P, ligand_P = _pairs(sizes, first_S)
+    return {
+        "pos_NA3": torch.cat([_positions(side) for side in flat]),
+        "type_N": torch.cat([side.nodes["type"] for side in flat]).long(),
+        "flags_NF": _bits(torch.cat([side.nodes["flags"] for side in flat])),
+        "embedding_ND": torch.cat([_embedding(side, embedding_dim) for side in flat]),
+        "partner_N": torch.cat([torch.full((size_of(side),), at) for side, at in zip(flat, owner, strict=True)]),
+        "other_S": torch.arange(2 * len(sides)) ^ 1,
+        "from_E": from_E,
+        "to_E": to_E,
+        "step_E": torch.cat([_steps(side) for side in flat]),
+        "receptor_P": receptor_P,
+        "ligand_P": ligand_P,
+        "sizes": sizes,
+    }
+
+
+def made_up(sizes: Sizes, embedding_dim: int) -> dict[str, Any]:
+    """Return columns of these sizes; how they are spread over the items makes no difference."""
+    nodes, edges, pairs, items = (sizes[name] for name in ("nodes", "edges", "pairs", ITEMS))
+    return {
+        "pos_NA3": 10 * torch.randn(nodes, PLACES, 3),
+        "type_N": torch.zeros(nodes, dtype=torch.long),
+        "flags_NF": torch.zeros(nodes, FLAGS),
+        "embedding_ND": torch.randn(nodes, embedding_dim),
+        "partner_N": torch.arange(nodes) * 2 * items // max(nodes, 1),
+        "other_S": torch.arange(2 * items) ^ 1,
+        "from_E": torch.randint(nodes, (edges,)),
+        "to_E": torch.randint(nodes, (edges,)),
+        "step_E": torch.randint(STEPS, (edges,)),
+        "receptor_P": torch.randint(nodes, (pairs,)),
+        "ligand_P": torch.randint(nodes, (pairs,)),
+        "sizes": tuple(zip(*[iter(shares(nodes, 2 * items))] * 2, strict=True)),
+    }
+
+
+def partners_of(item: Graph) -> tuple[Side, Side | None]:
+    """Return the receptor, or whatever stands alone, and the ligand."""
+    first, *rest = item.sides.values()
+    if first.residues or NEAR not in first.edges:
+        what = f"the task reads residue graphs; the nodes of {item.id} are atoms"
+        raise ConfigError(what, where="graph.nodes", remedy="--set graph.nodes=residue")
+    return first, rest[0] if rest else None
+
+
+def size_of(side: Side | None) -> int:
+    """Count the residues of a partner, or of none."""
+    return len(side.nodes["pos"]) if side is not None else 0
+
+
+def shares(total: int, count: int) -> list[int]:
+    """Return so many numbers of about a size that make a sum."""
+    return [total * (place + 1) // count - total * place // count for place in range(count)]
+
+
+def _embedding(side: Side, embedding_dim: int) -> Tensor:
+    """Return a partner's embeddings; the configuration must fit them."""
+    if not embedding_dim:
+        return torch.zeros(size_of(side), 0)
+    if side.embedding is None:
+        what = f"the task expects embeddings of {embedding_dim} numbers, and the data set has none"
+        remedy = "pipeline submit --stage embed, or --set train.options.embedding_dim=0"
+        raise ConfigError(what, where=f"{WHERE}.embedding_dim", remedy=remedy)
+    if (found := side.embedding.shape[1]) != embedding_dim:
+        what = f"the task expects embeddings of {embedding_dim} numbers, those of the data set have {found}"
+        remedy = f"--set train.options.embedding_dim={found}"
+        raise ConfigError(what, where=f"{WHERE}.embedding_dim", remedy=remedy)
+    return side.embedding.float()
+
+
+def _firsts(counts: Sequence[int]) -> list[int]:
+    """Return where the rows of each partner begin."""
+    firsts = [0]
+    for count in counts:
+        firsts.append(firsts[-1] + count)
+    return firsts[:-1]
+
+
+def _positions(side: Side) -> Tensor:
+    """Return the atoms that stand for each residue [N, 5, 3]; where one is missing, CA stands for it."""
+    pos_N43 = side.nodes["pos"]
+    ca_N13 = pos_N43[:, CA : CA + 1]
+    pos_N53 = torch.cat([pos_N43, ca_N13 + side.nodes["side"].unsqueeze(1)], 1)
+    return torch.where(pos_N53.isnan(), ca_N13, pos_N53)
+
+
+def _bits(flags_N: Tensor) -> Tensor:
+    """Return flags as numbers [N, F]."""
+    bits_NF = flags_N.unsqueeze(-1).bitwise_right_shift(torch.arange(FLAGS, dtype=flags_N.dtype)) & 1
+    return bits_NF.float()
+
+
+def _edges(sides: Sequence[Side], firsts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return where the edges of all partners come from and where they go."""
+    edges = [side.edges[NEAR] + first for side, first in zip(sides, firsts, strict=True)]
+    return torch.cat([one[0] for one in edges]), torch.cat([one[1] for one in edges])
+
+
+def _steps(side: Side) -> Tensor:
+    """Return how far the ends of each edge are apart along the chain, up to a number, or that they are of two."""
+    (from_E, to_E), row_N, chain_N = side.edges[NEAR], side.nodes["row"].long(), side.nodes["chain"]
+    steps_E = (row_N[from_E] - row_N[to_E]).clamp(-APART, APART) + APART
+    is_one_chain_E = (chain_N[from_E] == chain_N[to_E]) & (row_N[from_E] >= 0) & (row_N[to_E] >= 0)
+    return torch.where(is_one_chain_E, steps_E, OTHER_CHAIN)
+
+
+def _pairs(sizes: Sequence[tuple[int, int]], first_S: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return the receptor's and the ligand's residue of every pair, item by item."""
+    receptors, ligands = [], []
+    for item, (receptor, ligand) in enumerate(sizes):
+        receptors.append((torch.arange(receptor) + first_S[2 * item]).repeat_interleave(ligand))
+        ligands.append((torch.arange(ligand) + first_S[2 * item + 1]).repeat(receptor))
+    return torch.cat(receptors), torch.cat(ligands)

@@ -1,0 +1,1 @@
+"""What stands between two steps, written and read: whole or not at all."""

@@ -1,0 +1,242 @@
+"""Between a training and its checkpoints: what of it is saved, by all ranks together, and how it is taken up again."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from pipeline.errors import JobFailed, PipelineError
+from pipeline.training.checkpoints.async_saver import Saver, staging_bytes
+from pipeline.training.checkpoints.checkpoint_folder import NotSaved, State
+from pipeline.training.checkpoints.training_state import (
+    by_name,
+    model_state,
+    pack,
+    plain_name,
+    rng_state,
+    set_rng_state,
+    unpack,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from pipeline.memory.runtime.meters import HostMeter
+    from pipeline.training.checkpoints.checkpoint_folder import Checkpoints, Loaded
+    from pipeline.training.ranks.rank_protocol import Ranks
+    from pipeline.training.step.step import Step
+
+
+ROOM = 0.8  # of the host's memory limit may be in use once a checkpoint is copied there
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a training stands, as JSON data."""
+
+    epoch: int = 0
+    done: int = 0  # steps
+    sampler: Mapping[str, Any] = field(default_factory=dict)
+    best: float | None = None
+    stale: int = 0
+    monitor: str = ""  # the figure that these two are of
+    finished: bool = False
+    tally: Mapping[str, Any] = field(default_factory=dict)
+    poisoned: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What was taken up: where it stands, and what this rank knew."""
+
+    place: Place
+    own: Mapping[str, Any]
+    step: int = 0
+
+
+class Keeper:
+    """Saves and takes up a training; every rank calls the same.
+
+    `behind` says whether training goes on while a checkpoint is written: always, never, or where the host has room for
+    copies (`auto`). Then each rank writes its share in a thread; once all have (`is_written`, at the boundary of a
+    step), they `hand_in` their receipts, and the first rank publishes, also in its thread.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        ranks: Ranks,
+        *,
+        fresh: Callable[[Step], None],
+        tell: Callable[[str], None],
+        behind: bool | Literal["auto"] = False,
+        host: HostMeter | None = None,
+    ) -> None:
+        """Take where checkpoints are; `fresh` puts a step back to the beginning of its training."""
+        self.checkpoints, self.ranks = checkpoints, ranks
+        self._fresh, self._tell, self._behind, self._host = fresh, tell, behind, host
+        self._saver: Saver | None = None
+        self._is_open = False  # a checkpoint is under way, of which not all receipts are handed in
+
+    @property
+    def folder(self) -> Path:
+        """Return where checkpoints are."""
+        return self.checkpoints.folder
+
+    @property
+    def is_written(self) -> bool:
+        """Say whether this rank has written its share of a checkpoint that is under way."""
+        return self._is_open and self._saver is not None and self._saver.receipt() is not None
+
+    def save(
+        self,
+        place: Place,
+        step: Step,
+        done: int,
+        *,
+        own: Mapping[str, Any],
+        figure: float | None,
+        lower: bool = True,
+        wait: bool = True,
+    ) -> bool:
+        """Save a checkpoint; return whether that could be done, or was begun, unless one is to `wait`.
+
+        What cannot be saved is said, loudly.
+        """
+        self.finish()
+        packed = pack(step.model, step.optimizer, averages=_averages(step), scaler=step.scaler)
+        data = {**packed.data, "place": asdict(place), "finished": place.finished}
+        mine = _buffers(step) if self.ranks.rank else {}  # the first rank's are in what all have alike
+        tensors = packed.tensors
+        parts: dict[str, Tensor] = {}
+        told: dict[str, Any] = {}
+        if step.is_spread:
+            from pipeline.training.checkpoints.sharded_checkpoint import divided  # which is slow to import
+
+            tensors, parts, told = divided(packed.tensors)
+        everything = {**rng_state(step.device), **mine, **parts}
+        state = State(tensors=tensors, data=data, own=everything, own_data={**own, **told})
+        if wait or not self._goes_behind(state):
+            return self._saved(state, done, figure, lower=lower)
+        if self._saver is None:
+            self._saver = Saver(self.checkpoints, rank=self.ranks.rank)
+        self._saver.begin(state, done, figure=figure, lower_is_better=lower)
+        self._is_open = True
+        return True
+
+    def _saved(self, state: State, done: int, figure: float | None, *, lower: bool) -> bool:
+        """Save a checkpoint before this returns."""
+        receipts = self.ranks.exchange(self.checkpoints.write(state, done, rank=self.ranks.rank))
+        why = ""
+        if self.ranks.rank == 0:
+            try:
+                self.checkpoints.publish(receipts, state.data, done, figure=figure, lower_is_better=lower)
+            except NotSaved as error:
+                why = self._warn(error)
+        return not self.ranks.exchange({"why": why})[0]["why"]
+
+    def _goes_behind(self, state: State) -> bool:
+        """Say whether all ranks have room for copies of what they save."""
+        if self._behind is False:
+            return False
+        return all(one["room"] for one in self.ranks.exchange({"room": self._behind is True or self._has_room(state)}))
+
+    def _has_room(self, state: State) -> bool:
+        host = self._host.read() if self._host is not None else None
+        if host is None or host.limit_bytes is None:
+            return False  # nobody knows
+        needed = staging_bytes(state.own) + (staging_bytes(state.tensors) if self.ranks.rank == 0 else 0)
+        needed -= self._saver.staged_bytes if self._saver is not None else 0
+        return host.used_bytes + max(0, needed) <= ROOM * host.limit_bytes
+
+    def hand_in(self) -> None:
+        """Let the first rank publish what all ranks have written; nothing is waited for but words."""
+        if not self._is_open or self._saver is None:
+            return
+        self._is_open = False
+        receipt = self._saver.receipt(wait=True)
+        assert receipt is not None
+        receipts = self.ranks.exchange(receipt)
+        if self.ranks.rank == 0:
+            self._saver.publish(receipts)
+
+    def finish(self) -> None:
+        """Wait until what is under way is saved; what could not be is said."""
+        if self._saver is None:
+            return
+        self.hand_in()
+        self.listen(wait=True)
+
+    def listen(self, *, wait: bool = False) -> None:
+        """Say what could not be saved behind the training's back."""
+        if self._saver is None or self.ranks.rank:
+            return
+        for one in self._saver.outcomes(wait=wait):
+            if isinstance(one, NotSaved):
+                self._warn(one)
+
+    def close(self) -> None:
+        """Let threads and copies go; what is under way on this rank is waited for, but no other rank."""
+        if self._saver is not None:
+            self._saver.close()
+            self._saver = None
+
+    def _warn(self, error: NotSaved) -> str:
+        self._tell(f"WARNING: {error}; training goes on, and the last good checkpoint stays")
+        return str(error)
+
+    def take_up(self, step: Step) -> Found:
+        """Bring a step to where the newest whole checkpoint was taken, or to its beginning."""
+        self.finish()
+        loaded = self._newest() if self.ranks.rank == 0 else None
+        told = self.ranks.exchange({"name": loaded.name if loaded else ""})[0]
+        if told.get("error"):
+            raise JobFailed(f"rank 0 found no checkpoint to go on with: {told['error']}", where=str(self.folder))
+        if not told["name"]:
+            self._fresh(step)
+            return Found(Place(), {})
+        return self._restore(loaded or self.checkpoints.open(told["name"], verified=True), step)
+
+    def _newest(self) -> Loaded | None:
+        """Return the newest whole checkpoint; an error is told to the others, too."""
+        try:
+            return self.checkpoints.newest()
+        except PipelineError as error:
+            self.ranks.exchange({"error": str(error)})
+            raise
+
+    def _restore(self, loaded: Loaded, step: Step) -> Found:
+        if step.is_spread or loaded.is_divided:
+            from pipeline.training.checkpoints.sharded_checkpoint import assembled
+
+            loaded = assembled(loaded)
+        unpack(loaded, loaded.data, step.model, step.optimizer, averages=_averages(step), scaler=step.scaler)
+        own = loaded.own(self.ranks.rank)
+        if own is not None:
+            set_rng_state(own.tensors, step.device)
+            with torch.no_grad():
+                for name, buffer in _buffers(step).items():
+                    if name in own.tensors:
+                        buffer.copy_(own.tensors[name])
+        elif (first := loaded.own(0)) is not None:  # a rank that was not there: what all have learned
+            own = first
+        if loaded.world != self.ranks.world:
+            self._tell(
+                f"{loaded.name} is of {loaded.world} ranks, now there are {self.ranks.world}: steps stay the same"
+            )
+        return Found(Place(**loaded.data["place"]), own.data if own else {}, loaded.step)
+
+
+def _buffers(step: Step) -> dict[str, Tensor]:
+    """Return what a rank's own items have moved, such as running means, by names of their own."""
+    parameters = {plain_name(name) for name, _ in step.model.named_parameters(remove_duplicate=False)}
+    return {f"buffer.{name}": one for name, one in model_state(step.model).items() if name not in parameters}
+
+
+def _averages(step: Step) -> dict[str, Any] | None:
+    return by_name(step.model, step.trained, step.averages) if step.averages else None

@@ -1,0 +1,241 @@
+"""Weights to begin with: read from whatever form they are in, held against the model, and copied into it.
+
+A file of torch.save (.pt, .pth, .ckpt; nothing in it is executed), a .safetensors file, a Hugging Face folder with one
+or several, or a checkpoint of ours; of that the moving averages, where it has them, as those are what was judged.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pipeline.encoder.checkpoints.weight_containers import read_pt, read_safetensors
+from pipeline.errors import ConfigError, DataError, WeightsUnusable
+from pipeline.training.checkpoints.checkpoint_reader import MANIFEST, STATE, open_checkpoint
+from pipeline.training.checkpoints.tensor_file import distinct
+from pipeline.training.checkpoints.training_state import model_state, plain_name
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from torch import nn
+
+WHERE = "train.pretrained"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+NESTED = ("state_dict", "model_state_dict", "model")  # where training scripts put the weights
+PARTIAL = "name weights of this model, or load only what fits: train.pretrained_partial: true"
+UNTRUSTED = "bring the weights as .safetensors, or as a state dict alone: torch.save(model.state_dict(), FILE)"
+FORMS = "name a .pt, .pth, .ckpt or .safetensors file, a Hugging Face folder, or a step-… folder of ours"
+_MOST_LINES = 5  # of each group
+_MOST_COMPARED = 2_000  # names; beyond them looking for near ones takes too long
+_NEAR = 0.6
+
+
+@dataclass(frozen=True)
+class Report:
+    """What weights were loaded, and which were not."""
+
+    path: str
+    loaded: int  # tensors of the model
+    missing: tuple[str, ...] = ()  # in the model, not in the file
+    unexpected: tuple[str, ...] = ()  # in the file, not in the model
+    reshaped: Mapping[str, str] = field(default_factory=dict)  # in both, not alike: what each has
+    converted: int = 0  # of another precision in the file
+    averages: int = 0  # moving averages among what was loaded
+    prefix: str = ""  # what every name in the file began with, and the model's do not
+
+    @property
+    def is_whole(self) -> bool:
+        """Say whether the model has got all of its tensors, and all of the file's were its."""
+        return not (self.missing or self.unexpected or self.reshaped)
+
+    def lines(self) -> list[str]:
+        """Return the difference, for people: a few names of each kind, with the nearest where one is unknown."""
+        near = _nearest(self.missing, self.unexpected)
+        missing = [f"{name}   (the file has {near[name]})" if name in near else name for name in self.missing]
+        reshaped = [f"{name}: {how}" for name, how in self.reshaped.items()]
+        groups = {"not in the file": missing, "not in the model": self.unexpected, "not alike": reshaped}
+        return [line for title, names in groups.items() for line in _group(title, names)]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a file holds: tensors by name, mapped where the form allows."""
+
+    tensors: Mapping[str, Tensor]
+    averages: frozenset[str] = frozenset()  # names of those that are moving averages
+
+
+def load_pretrained(model: nn.Module, path: Path, *, partial: bool = False) -> Report:
+    """Copy weights into a model: all of them or, if partial, those that fit. Nothing is changed where it fails.
+
+    A tensor of another floating precision is converted; of tied parameters the file needs one.
+    """
+    stored = stored_weights(path)
+    state = model_state(model)
+    prefix = _common_prefix(stored.tensors, state)
+    tensors = {name.removeprefix(prefix): one for name, one in stored.tensors.items()}
+    report, fitting = _compared(state, tensors, path, prefix, stored.averages)
+    if not report.is_whole and not partial:
+        raise _misfit(f"are not of this model: {len(fitting)} of its {len(state)} tensors fit", report)
+    if not fitting:
+        raise _misfit("are not of this model: none of its tensors fits", report)
+    with torch.no_grad():
+        for name in fitting:
+            state[name].copy_(tensors[name])
+    return report
+
+
+def stored_weights(path: Path) -> Stored:
+    """Return every tensor of a file or a folder by its name, without what wraps parts of a model."""
+    if not path.exists():
+        raise ConfigError("there are no such weights", where=f"{WHERE}: {path}", remedy=f"ls -ldL {path}")
+    if (path / MANIFEST).is_file():
+        return _of_checkpoint(path)
+    try:
+        if path.is_dir():
+            tensors = read_safetensors(_files_of(path))
+        else:
+            tensors = read_safetensors([path]) if path.suffix == ".safetensors" else _state_dict(read_pt(path), path)
+    except WeightsUnusable as error:
+        remedy = UNTRUSTED if "run code" in error.what else FORMS
+        raise DataError(error.what, where=f"{WHERE}: {error.where or path}", remedy=remedy) from error
+    return Stored({plain_name(name): one for name, one in tensors.items()})
+
+
+def _of_checkpoint(path: Path) -> Stored:
+    """Return a model of a checkpoint of ours, whose bytes are all read and found right before."""
+    loaded = open_checkpoint(path)
+    held = read_safetensors([path / STATE])
+    held |= {alias: held[name] for alias, name in loaded.same.items()}
+    model = {name.removeprefix("model."): one for name, one in held.items() if name.startswith("model.")}
+    averages = {name.removeprefix("ema."): one for name, one in held.items() if name.startswith("ema.")}
+    return Stored(model | averages, frozenset(averages))
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """Return the parts of a Hugging Face model."""
+    if (folder / INDEX).is_file():
+        return _parts(folder)
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    found = sorted(path.name for path in folder.iterdir())
+    what = f"the folder holds neither {SINGLE} nor {INDEX}; it holds {', '.join(found[:8]) or 'nothing'}"
+    raise ConfigError(what, where=f"{WHERE}: {folder}", remedy=FORMS)
+
+
+def _parts(folder: Path) -> list[Path]:
+    index = folder / INDEX
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        is_plain = all(name.endswith(".safetensors") and "/" not in name and "\0" not in name for name in names)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError("is no index of parts", where=f"{WHERE}: {index}", remedy=FORMS) from error
+    if not names or not is_plain:
+        raise DataError("names no parts in its folder", where=f"{WHERE}: {index}", remedy=FORMS)
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        what = f"{len(missing)} of its {len(names)} parts are missing: {', '.join(missing[:4])}"
+        raise DataError(what, where=f"{WHERE}: {folder}", remedy="bring the whole folder")
+    return [folder / name for name in names]
+
+
+def _state_dict(content: Any, path: Path) -> dict[str, Tensor]:
+    """Return the tensors of what torch.save wrote: a state dict, or one within what a training script saves."""
+    for name in NESTED:
+        if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
+            content = content[name]
+            break
+    named = content.items() if isinstance(content, Mapping) else ()
+    tensors = {name: one for name, one in named if isinstance(name, str) and isinstance(one, Tensor)}
+    if tensors:
+        return tensors
+    held = (
+        f"a dict of {', '.join(map(str, list(content)[:8]))}"
+        if isinstance(content, Mapping)
+        else type(content).__name__
+    )
+    what = f"holds no weights, but {held}; looked for tensors by name, also under {', '.join(NESTED)}"
+    raise DataError(what, where=f"{WHERE}: {path}", remedy=UNTRUSTED)
+
+
+def _common_prefix(stored: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> str:
+    """Return what wraps a whole model (`module.` of DDP, `model.` of Lightning), where no name fits as it is."""
+    prefix, names = "", list(stored)
+    while names and not any(name in state for name in names):
+        first = names[0].partition(".")[0] + "."
+        if not all(name.startswith(first) and name != first for name in names):
+            return ""
+        prefix, names = prefix + first, [name.removeprefix(first) for name in names]
+    return prefix
+
+
+def _compared(
+    state: Mapping[str, Tensor], stored: Mapping[str, Tensor], path: Path, prefix: str, averages: frozenset[str]
+) -> tuple[Report, list[str]]:
+    """Return the difference between a model and a file, and the names that fit."""
+    _, same = distinct(state)
+    there = {same.get(name, name) for name in state if name in stored}
+    reshaped = {name: how for name, one in state.items() if name in stored and (how := _unlike(one, stored[name]))}
+    reshaped |= _untied(same, stored, reshaped)
+    fitting = [name for name in state if name in stored and name not in reshaped]
+    report = Report(
+        path=str(path),
+        loaded=len({same.get(name, name) for name in fitting}),
+        missing=tuple(name for name in state if same.get(name, name) not in there),
+        unexpected=tuple(name for name in stored if name not in state),
+        reshaped=reshaped,
+        converted=sum(stored[name].dtype != state[name].dtype for name in fitting),
+        averages=len(averages.intersection(fitting)),
+        prefix=prefix,
+    )
+    return report, fitting
+
+
+def _unlike(mine: Tensor, stored: Tensor) -> str:
+    """Say in what two tensors differ, so that one cannot take the other's values."""
+    is_convertible = mine.is_floating_point() and stored.is_floating_point()
+    if mine.shape == stored.shape and (is_convertible or mine.dtype == stored.dtype):
+        return ""
+    return f"{_words(stored)} in the file, {_words(mine)} in the model"
+
+
+def _untied(same: Mapping[str, str], stored: Mapping[str, Tensor], reshaped: Mapping[str, str]) -> dict[str, str]:
+    """Return names that are one tensor in the model, and have different values in the file."""
+    pairs = {alias: first for alias, first in same.items() if alias in stored and first in stored}
+    return {
+        alias: f"is tied to {first} in the model, and has other values in the file"
+        for alias, first in pairs.items()
+        if not {alias, first} & set(reshaped) and not torch.equal(stored[alias], stored[first])
+    }
+
+
+def _misfit(what: str, report: Report) -> ConfigError:
+    text = "\n  ".join([f"the weights {what}", *report.lines()])
+    return ConfigError(text, where=f"{WHERE}: {report.path}", remedy=PARTIAL)
+
+
+def _nearest(missing: Sequence[str], unexpected: Sequence[str]) -> dict[str, str]:
+    """Return for the names that are shown which of the file's is the most alike."""
+    near: dict[str, str] = {}
+    for name in missing[:_MOST_LINES]:
+        found = difflib.get_close_matches(name, unexpected[:_MOST_COMPARED], 1, _NEAR)
+        near |= {name: found[0]} if found else {}
+    return near
+
+
+def _group(title: str, names: Sequence[str]) -> list[str]:
+    if not names:
+        return []
+    more = [f"  … and {len(names) - _MOST_LINES:,} more"] if len(names) > _MOST_LINES else []
+    return [f"{title} ({len(names):,}):", *(f"  {name}" for name in names[:_MOST_LINES]), *more]
+
+
+def _words(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

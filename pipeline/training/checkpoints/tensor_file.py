@@ -1,0 +1,321 @@
+"""One file of tensors in safetensors' form: written as a stream, read into tensors that are there, digested on the way.
+
+Neither way holds more than one tensor beside those it is given, and none where they are contiguous and on the CPU.
+Tensors that are one and the same (tied parameters) are written once; the others are named in the file's metadata.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+
+from pipeline.errors import ConfigError, JobFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from pipeline.store.format.disk import Disk
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+PIECE_BYTES = 8 << 20  # what is digested and written at once
+_LENGTH_BYTES = 8
+_MOST_HEADER_BYTES = 100_000_000  # what safetensors itself reads
+_METADATA = "__metadata__"
+_MOST_NAMED = 6
+ANOTHER = "name a checkpoint that is whole, or train again"
+OTHER_MODEL = "train the model that it was made of, or begin in a new folder: another name in train.models"
+
+
+class CheckpointDamaged(JobFailed):
+    """The bytes of a checkpoint are not there, or are not the bytes that were written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a file must be."""
+
+    bytes: int
+    digest: str  # xxh3-128, as hexadecimal digits
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A tensor in a file: what it is, and where it lies."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def write(disk: Disk, path: Path, tensors: Mapping[str, Tensor]) -> Written:
+    """Write a new file and wait until it is on the disk."""
+    digest, offset = xxhash.xxh3_128(), 0
+    fd = disk.open_new(path)
+    try:
+        for piece in _pieces(tensors):
+            digest.update(piece)
+            disk.write_at(fd, piece, offset)
+            offset += len(piece)
+            del piece  # or a copy of a tensor would be held while the next one is made
+        disk.make_published(fd)
+        disk.fsync(fd)
+    finally:
+        disk.close(fd)
+    return Written(offset, digest.hexdigest())
+
+
+def check(disk: Disk, path: Path, written: Written) -> None:
+    """Read a file to its end, whatever is in it; raise unless its bytes are those that were written."""
+    fd = _opened(disk, path, written)
+    try:
+        digest = xxhash.xxh3_128()
+        _skim(disk, fd, path, 0, written.bytes, digest.update)
+    finally:
+        disk.close(fd)
+    _compare(path, digest, written)
+
+
+class TensorFile:
+    """A file of tensors; only its header is read before it is asked for more."""
+
+    def __init__(self, disk: Disk, path: Path, written: Written) -> None:
+        self.disk, self.path, self.written = disk, path, written
+        fd = _opened(disk, path, written)
+        try:
+            head = disk.read_at(fd, _LENGTH_BYTES, 0)
+            self._start = _LENGTH_BYTES + int.from_bytes(head, "little")
+            if not _LENGTH_BYTES < self._start <= min(written.bytes, _MOST_HEADER_BYTES):
+                raise damaged(path, "its header is damaged")
+            header = disk.read_at(fd, self._start - _LENGTH_BYTES, _LENGTH_BYTES)
+        except OSError as error:
+            raise unreadable(path, error) from error
+        finally:
+            disk.close(fd)
+        self._stored, self.same = self._parsed(header)
+        aliases = {alias: self._stored[name] for alias, name in self.same.items()}
+        self.specs: Mapping[str, Spec] = self._stored | aliases
+
+    def load_into(self, targets: Mapping[str, Tensor]) -> None:
+        """Fill tensors by name, of exactly these types and shapes; every byte of the file is read and digested.
+
+        All is checked before anything is written, but the digest: where that is wrong, the tensors are spoiled.
+        """
+        refuse_misfits(self.specs, targets, self.path)
+        wanted: dict[str, list[Tensor]] = {}
+        for name, target in targets.items():
+            wanted.setdefault(self.same.get(name, name), []).append(target.detach())
+        digest = xxhash.xxh3_128()
+        fd = _opened(self.disk, self.path, self.written)
+        try:
+            self._read(fd, wanted, digest.update)
+        finally:
+            self.disk.close(fd)
+        _compare(self.path, digest, self.written)
+
+    def load(self) -> dict[str, Tensor]:
+        """Return every tensor, on the CPU."""
+        stored = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in self._stored.items()}
+        self.load_into(stored)
+        return stored | {alias: stored[name] for alias, name in self.same.items()}
+
+    def _read(self, fd: int, wanted: Mapping[str, list[Tensor]], digest: Callable[[Any], None]) -> None:
+        end = 0
+        for name, spec in sorted(self._stored.items(), key=lambda item: (item[1].begin, item[1].end)):
+            if spec.begin < end:
+                raise damaged(self.path, "its header is damaged: tensors overlap")
+            _skim(self.disk, fd, self.path, end, spec.begin, digest)
+            if name in wanted:
+                self._fill(fd, spec, wanted[name], digest)
+            else:
+                _skim(self.disk, fd, self.path, spec.begin, spec.end, digest)
+            end = spec.end
+        _skim(self.disk, fd, self.path, end, self.written.bytes, digest)
+
+    def _fill(self, fd: int, spec: Spec, targets: list[Tensor], digest: Callable[[Any], None]) -> None:
+        """Read one tensor: straight into the first target where it lies in the CPU's memory as in the file."""
+        first = targets[0]
+        is_direct = first.device.type == "cpu" and first.is_contiguous() and not (first.is_conj() or first.is_neg())
+        read = first if is_direct else torch.empty(spec.shape, dtype=spec.dtype)
+        _read_exactly(self.disk, fd, self.path, raw(read), spec.begin, digest)
+        for target in targets[is_direct:]:
+            if target.data_ptr() != read.data_ptr() or target.device != read.device:
+                target.copy_(read)
+
+    def _parsed(self, header: bytes) -> tuple[dict[str, Spec], dict[str, str]]:
+        """Return what tensors a header tells of, and which other names they have."""
+        try:
+            parsed = json.loads(header)
+            same = dict(json.loads(parsed.pop(_METADATA, {}).get("same", "{}")))
+            specs = {str(name): self._spec(**entry) for name, entry in parsed.items()}
+            if not all(name in specs for name in same.values()):
+                raise ValueError
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+            raise damaged(self.path, "its header is damaged") from error
+        return specs, same
+
+    def _spec(self, dtype: str, shape: list[int], data_offsets: list[int]) -> Spec:
+        begin, end = (self._start + int(offset) for offset in data_offsets)
+        spec = Spec(DTYPES[dtype], tuple(int(length) for length in shape), begin, end)
+        is_right = min(spec.shape, default=0) >= 0 and end - begin == math.prod(spec.shape) * spec.dtype.itemsize
+        if not is_right or not self._start <= begin <= end <= self.written.bytes:
+            raise ValueError
+        return spec
+
+
+def distinct(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return each tensor under its first name only, and which other names it has."""
+    kept: dict[str, Tensor] = {}
+    same: dict[str, str] = {}
+    seen: dict[Any, str] = {}
+    for name, tensor in tensors.items():
+        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj())
+        key = place if tensor.numel() and tensor.data_ptr() else id(tensor)
+        if (first := seen.setdefault(key, name)) == name:
+            kept[name] = tensor
+        else:
+            same[name] = first
+    return kept, same
+
+
+def raw(tensor: Tensor) -> memoryview:
+    """Return a tensor's bytes: its own where it is contiguous and on the CPU, else a copy's."""
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    whole = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+    flat = whole.as_strided((whole.numel(),), (1,))  # where there is only one value, its stride may be anything
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # the stubs of 3.10 lack it
+
+
+def nbytes(tensor: Tensor) -> int:
+    """Return how many bytes a tensor's values have, not what its storage has."""
+    return tensor.numel() * tensor.element_size()
+
+
+def damaged(path: Path, what: str) -> CheckpointDamaged:
+    """Say what is wrong with a file."""
+    return CheckpointDamaged(what, where=str(path), remedy=ANOTHER)
+
+
+def unreadable(path: Path, error: OSError) -> CheckpointDamaged:
+    """Say why a file could not be read."""
+    what = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror or error}"
+    return damaged(path, what)
+
+
+def refuse_strange(tensors: Mapping[str, Tensor]) -> None:
+    """Raise where a tensor is of a kind that this file cannot hold."""
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided or tensor.dtype not in NAMES:
+            kind = tensor.layout if tensor.layout != torch.strided else tensor.dtype
+            what = f"{name} is of a kind that no checkpoint can hold: {kind}"
+            raise ConfigError(what, where="train.task", remedy="keep it in plain tensors, or out of the model's state")
+
+
+def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
+    """Yield what a file is made of, a little at a time."""
+    kept, same = distinct(tensors)
+    # The widest first, so that each lies at a multiple of its width, without gaps: safetensors maps them as they are.
+    order = sorted(kept, key=lambda name: (-kept[name].element_size(), name))
+    yield memoryview(_header(kept, order, same))
+    for name in order:
+        data = raw(kept[name])
+        for start in range(0, len(data), PIECE_BYTES):
+            yield data[start : start + PIECE_BYTES]
+        del data
+
+
+def _header(kept: Mapping[str, Tensor], order: list[str], same: Mapping[str, str]) -> bytes:
+    header: dict[str, Any] = {_METADATA: {"format": "pt", "same": json.dumps(same)}}
+    offset = 0
+    for name in order:
+        tensor, begin = kept[name], offset
+        offset += nbytes(tensor)
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, offset]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _LENGTH_BYTES)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def _opened(disk: Disk, path: Path, written: Written) -> int:
+    """Open a file for reading, unless its size already tells that it is not whole."""
+    try:
+        fd = disk.open_read(path)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    size = os.fstat(fd).st_size
+    if size == written.bytes:
+        return fd
+    disk.close(fd)
+    what = "is cut short" if size < written.bytes else "is longer than it was"
+    raise damaged(path, f"{what}: {size:,} bytes, {written.bytes:,} were written")
+
+
+def _skim(disk: Disk, fd: int, path: Path, begin: int, end: int, digest: Callable[[Any], None]) -> None:
+    """Read bytes that nobody wants but the digest."""
+    scratch = memoryview(bytearray(min(PIECE_BYTES, end - begin)))
+    for start in range(begin, end, PIECE_BYTES):
+        _read_exactly(disk, fd, path, scratch[: min(PIECE_BYTES, end - start)], start, digest)
+
+
+def _read_exactly(
+    disk: Disk, fd: int, path: Path, into: memoryview, offset: int, digest: Callable[[Any], None]
+) -> None:
+    for start in range(0, len(into), PIECE_BYTES):
+        piece = into[start : start + PIECE_BYTES]
+        try:
+            came = disk.fill(fd, [piece], offset + start)
+        except OSError as error:
+            raise unreadable(path, error) from error
+        if came < len(piece):
+            raise damaged(path, "was cut short while it was read")
+        digest(piece)
+
+
+def _compare(path: Path, digest: Any, written: Written) -> None:
+    if digest.hexdigest() != written.digest:
+        raise damaged(path, "has other bytes than were written (their digest differs)")
+
+
+def refuse_misfits(specs: Mapping[str, Spec], targets: Mapping[str, Tensor], path: Path) -> None:
+    """Raise unless tensors are there under all names, each of the type and shape of what is to be filled."""
+    wrong = [f"{name} is not in it" for name in targets if name not in specs]
+    for name, target in targets.items():
+        spec = specs.get(name)
+        if spec is not None and (spec.shape, spec.dtype) != (tuple(target.shape), target.dtype):
+            wrong.append(f"{name} is {_words(spec)}, not {_words(target)}")
+    if wrong:
+        rest = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
+        what = f"this is a checkpoint of another model: {'; '.join(wrong[:_MOST_NAMED])}{rest}"
+        raise ConfigError(what, where=str(path), remedy=OTHER_MODEL)
+
+
+def _words(one: Spec | Tensor) -> str:
+    return f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}"

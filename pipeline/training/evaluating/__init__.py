@@ -1,0 +1,1 @@
+"""A trained model applied to a split: losses, metrics, outputs, tables of predictions."""

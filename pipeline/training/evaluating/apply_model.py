@@ -1,0 +1,207 @@
+"""A trained model is applied to the items of a split: what evaluating and predicting share, as one rank of several.
+
+What earlier starts have done is not done again. Every rank yields once for each of its items.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from pipeline.keys import content_digest
+from pipeline.memory.runtime.meters import Habits, Upkeep
+from pipeline.records import Reason, Rejection
+from pipeline.training.checkpoints.checkpoint_choice import load
+from pipeline.training.evaluating.evaluator import Evaluation
+from pipeline.training.evaluating.outputs import Writer
+from pipeline.training.items.loader import Loader
+from pipeline.training.prepared import COST, LIKENESS, sampling, shrunk
+from pipeline.training.sampling.sampler import Sampler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from pipeline.config.schema_train import Train
+    from pipeline.records import Tell
+    from pipeline.training.checkpoints.checkpoint_choice import Chosen
+    from pipeline.training.items.item_source import Graphs
+    from pipeline.training.items.item_table import Table
+    from pipeline.training.items.residue_embeddings import Embeddings
+    from pipeline.training.prepared import Prepared
+    from pipeline.training.ranks.rank_protocol import Ranks
+    from pipeline.training.step.step import Step
+
+    Integers = NDArray[np.int64]
+
+STEP_ITEMS = 64  # of a rank: what the sampler cuts into micro-batches at once
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """Everything that the application of a model is given."""
+
+    train: Train
+    prepared: Prepared
+    table: Table
+    cost_N: Integers  # bytes, as planned
+    made: str  # the digest of the table
+    make_step: Callable[[], Step]
+    source: Callable[[Table], Graphs]
+    embeddings: Callable[[], Embeddings | None]
+    choose: Callable[[Collection[str]], Chosen]  # a checkpoint; told of those that proved unusable
+    parts: Callable[[Chosen], Path]  # where what was done so far is
+    known_N: Integers  # items that were done before the run
+    ranks: Ranks
+    tell: Tell
+    say: Callable[[str], None]
+    left_out: Mapping[str, tuple[Reason, str]] = field(default_factory=dict)
+    with_loss: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What came of it, on this rank."""
+
+    evaluation: Evaluation
+    chosen: Chosen
+    parts: Path
+    of: str  # what the parts are of
+    rejected: Mapping[str, int]  # over all ranks: reason → items
+    examples: Mapping[str, str]  # reason → an item and the details
+
+
+def digest_of(table: Table) -> str:
+    """Return a digest of which items there are, in which order, with which graphs."""
+    names = "\n".join(table.ids[number] for number in range(len(table)))
+    return content_digest(table.key_N16.tobytes() + names.encode()).hex()
+
+
+def name_of(chosen: Chosen, made: str) -> str:
+    """Return what outputs are of: a checkpoint, and the items."""
+    return f"{chosen.digest}-{made}"
+
+
+def apply(job: Job) -> Generator[Reason | None, None, Applied | None]:
+    """Run a model over all items that are left; return nothing where a signal ended it."""
+    ranks, train = job.ranks, job.train
+    torch.manual_seed(train.seed)
+    step = job.make_step()
+    upkeep = Upkeep(Habits(train.memory_fraction), step.device)
+    upkeep.begin()
+    with ranks.patient("loading the model"):
+        chosen = load(step, ranks, job.choose, job.say)
+    job.say(f"checkpoint {chosen.path}, step {chosen.step:,}" + (f" ({chosen.note})" if chosen.note else ""))
+    if train.compile:
+        step.model.compile(mode=train.compile_mode)
+    folder, of = job.parts(chosen), name_of(chosen, job.made)
+    done_N = _done(job, folder, of)
+    refused = Refused(job)
+    rest_N = np.setdiff1d(np.arange(len(job.table)), done_N)
+    kept_N = np.array([number for number in rest_N.tolist() if job.table.ids[number] not in job.left_out], np.int64)
+    if ranks.rank == 0:
+        yield from [None] * len(np.setdiff1d(done_N, job.known_N))  # by earlier attempts of this run
+        yield from refused.all_of(np.setdiff1d(rest_N, kept_N))
+    evaluation = Evaluation(
+        step,
+        _loader(job, kept_N) if len(kept_N) else None,
+        ranks,
+        folder,
+        of=of,
+        numbers=kept_N,
+        cost_N=job.cost_N[kept_N],
+        with_loss=job.with_loss,
+        too_large=train.too_large,
+        flush_s=60 * train.checkpoints.minutes,
+        begin=lambda piece: job.tell.on(piece.ids),
+        reject=refused,
+        ending=job.tell.ending,
+    )
+    with ranks.patient("compiling") if train.compile else nullcontext():
+        for reason in evaluation.run():
+            job.tell.moved = job.tell.moved or reason is None
+            yield reason
+    if step.device != "cpu":
+        job.tell.figures["device_peak_bytes"] = float(torch.cuda.max_memory_reserved())
+    told = ranks.exchange({"ended_by": evaluation.ended_by, "rejected": refused.counts, "examples": refused.examples})
+    job.tell.ended_by = max(one["ended_by"] for one in told)
+    if job.tell.ended_by:
+        return None
+    rejected = {reason: sum(one["rejected"].get(reason, 0) for one in told) for reason in _reasons(told)}
+    examples = {reason: text for one in reversed(told) for reason, text in one["examples"].items()}
+    return Applied(evaluation, chosen, folder, of, rejected, examples)
+
+
+def _reasons(told: list[Any]) -> list[str]:
+    return sorted({reason for one in told for reason in one["rejected"]})
+
+
+def _done(job: Job, folder: Path, of: str) -> Integers:
+    """Return what was done before, as the first rank sees it; nobody has begun to write."""
+    mine = Writer(folder, 0, of=of).done_numbers().tolist() if job.ranks.rank == 0 else []
+    told = job.ranks.exchange({"done": spans(mine)})[0]["done"]
+    return np.concatenate([np.zeros(0, np.int64), *(np.arange(first, stop) for first, stop in told)])
+
+
+def spans(numbers: Collection[int]) -> list[list[int]]:
+    """Return ascending numbers as [first, stop] of what is without gaps."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][1] == number:
+            found[-1][1] = number + 1
+        else:
+            found.append([number, number + 1])
+    return found
+
+
+class Refused:
+    """Counts the items that are left out, and tells of each."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.counts: dict[str, int] = {}
+        self.examples: dict[str, str] = {}
+
+    def __call__(self, rejection: Rejection) -> None:
+        """Take one down; it is told of by every rank, for its own items."""
+        reason = rejection.reason.value
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+        self.examples.setdefault(reason, f"{rejection.id}: {rejection.detail}")
+        self._job.tell.refuse(rejection.id, rejection.reason, rejection.detail)
+
+    def all_of(self, numbers: Integers) -> Iterator[Reason]:
+        """Leave out what killed its task before."""
+        for number in numbers.tolist():
+            reason, detail = self._job.left_out[self._job.table.ids[number]]
+            self(Rejection(self._job.table.ids[number], reason, detail))
+            yield reason
+
+
+def _loader(job: Job, numbers_K: Integers) -> Loader:
+    """Return a loader of some items, cut as planned."""
+    train, table = job.train, job.table.take(numbers_K)
+    budget = shrunk(job.prepared.stretches[-1].budget_bytes, job.tell.shrink)
+    settings = sampling(
+        STEP_ITEMS * job.ranks.world,
+        budget,
+        padded=train.batching == "padded",
+        micro_batch=1 if job.tell.careful else None if train.micro_batch == "auto" else train.micro_batch,
+        shuffle=False,
+    )
+    cost_K = np.minimum(job.cost_N[numbers_K], budget)
+    sampler = Sampler({COST: cost_K, LIKENESS: cost_K}, settings, rank=job.ranks.rank, ranks=job.ranks.world)
+    return Loader(
+        job.source(table),
+        job.embeddings(),
+        sampler,
+        slots=train.slots,
+        threads=train.threads,
+        pin=None if train.pin == "auto" else train.pin,
+        seed=train.seed,
+    )

@@ -1,0 +1,386 @@
+"""A model is run over a split: its loss, and what it says of every item, whatever ranks and memory there are.
+
+What was said goes to files at once (`outputs`), and so, where it is to outlive a kill, does the loss: the sums and
+weights of a piece's terms stand beside its first item, and a part of the files never ends within a piece.
+
+A loss that compares items is not of a piece: what items are embedded to goes to the files, and the first rank takes the
+loss of as many at a time as a step has (`Settings.batch`), in the order of their numbers; the last are fewer. So it is
+the same however the split is cut, over whatever ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import quote, unquote
+
+import numpy as np
+import torch
+
+from pipeline.errors import PlanInfeasible
+from pipeline.memory.runtime.out_of_memory import free_caches
+from pipeline.memory.runtime.recovery import forget_failed_backward, said_out_of_memory
+from pipeline.records import Reason, Rejection
+from pipeline.training.evaluating.outputs import PART_BYTES, Gathered, Writer
+from pipeline.training.step import contrastive
+from pipeline.training.step.checkpointing import twin
+from pipeline.training.step.micro_batches import Piece
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from pipeline.protocol import Batch, Contrastive
+    from pipeline.training.items.loader import Loader
+    from pipeline.training.ranks.rank_protocol import Ranks
+    from pipeline.training.step.step import Step
+
+LOSS = "loss"
+SUM, WEIGHT = "sum of term ", "weight of term "  # columns of files: a name with spaces is hardly a task's own
+EMBEDDED = "embedded as "  # another
+WHOLE = 1 << 62  # bytes: a part ends where it is told to
+HOST, ERROR = "cpu", "error"
+
+
+class Evaluation:
+    """Runs a model over the items of a loader; every rank calls the same."""
+
+    def __init__(
+        self,
+        step: Step,
+        loader: Loader | None,
+        ranks: Ranks,
+        folder: Path,
+        *,
+        of: str = "",
+        numbers: NDArray[Any] | None = None,
+        cost_N: NDArray[Any] | None = None,
+        with_loss: bool = True,
+        too_large: str = ERROR,
+        flush_s: float = math.inf,
+        begin: Callable[[Piece], None] = lambda _: None,
+        reject: Callable[[Rejection], None] = lambda _: None,
+        ending: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """Take whose model it is, and a folder that all ranks see, for what it says of items; no loader: no items left.
+
+        With `of`, a name of the model and the items, all that is done outlives a kill; at most `flush_s` of work is
+        lost. `numbers` are those of the loader's items in all there are, where it has only some; `cost_N` is what they
+        take. `too_large` is what becomes of an item that the device does not hold: cpu, skip or error.
+        """
+        self.step, self.loader, self.ranks, self.folder, self._of = step, loader, ranks, folder, of
+        self._numbers, self._cost_N, self._with_loss = numbers, cost_N, with_loss
+        self._too_large, self._flush_s = too_large, flush_s
+        self._begin, self._reject, self._ending = begin, reject, ending
+        self.rejected = 0
+        self.ended_by = 0  # the signal after which it did not go on
+        self._says = callable(getattr(step.task, "outputs", None))
+        self._writer: Writer | None = None
+        self._pending_bytes, self._flushed_s = 0, 0.0
+        self._too_much = math.inf  # what a piece costs that did not fit
+        self._terms: dict[str, list[float]] = {}
+
+    def figures(self) -> dict[str, float] | int:
+        """Return the loss and the metrics of the split, or the signal that ended it; nothing of it stays."""
+        self.clear()
+        self._too_much = math.inf
+        for _ in self.run():
+            pass
+        ended_by = max(one["ended_by"] for one in self.ranks.exchange({"ended_by": self.ended_by}))
+        if ended_by:
+            self.clear()
+            return int(ended_by)
+        found = self.losses() | self.metrics()
+        self.clear()
+        return found
+
+    def clear(self) -> None:
+        """Remove what the model said, once every rank is done with it."""
+        self.ranks.exchange({})
+        if self.ranks.rank == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self.ranks.exchange({})
+
+    def run(self) -> Iterator[Reason | None]:
+        """Run over this rank's items, and yield for each whether it was left out, and why."""
+        if self.loader is None:
+            return
+        self._writer = Writer(self.folder, self.ranks.rank, of=self._of, part_bytes=WHOLE) if self._writes else None
+        self._flushed_s = time.monotonic()
+        self.loader.set_epoch(0)
+        try:
+            yield from self._all_together() if self.step.is_spread else self._apart()
+        finally:
+            self._flush()
+            self._writer = None
+
+    def _apart(self) -> Iterator[Reason | None]:
+        """Run without a word to other ranks."""
+        assert self.loader is not None
+        for batch in self.loader:
+            self.ranks.progress("evaluation")
+            yield from map(self._left_out, batch.rejected)
+            if len(batch):
+                yield from self._in_parts(Piece(batch, 0, len(batch)))
+            if signal := self._ending():
+                self.ended_by = signal
+                return
+
+    def _all_together(self) -> Iterator[Reason | None]:
+        """Run passes at the same time as all ranks, as a model needs it that is spread over them."""
+        from pipeline.training.sampling.sampler import Micro
+        from pipeline.training.step.local_sharded import turns
+
+        loader, refused = self.loader, list[Rejection]()
+        assert loader is not None
+
+        def pieces() -> Iterator[Piece]:
+            for batch in loader:
+                refused.extend(batch.rejected)
+                if len(batch):
+                    yield Piece(batch, 0, len(batch))
+
+        def fetch(number: int) -> Batch:
+            return loader.fetch((number,), Micro(0, 0, 0, 1, np.array([number])))
+
+        for turn in turns(pieces(), self.ranks, fetch):
+            self.ranks.progress("evaluation")
+            if turn.counts:
+                self._evaluate(turn.piece)
+                yield from [None] * len(turn.piece)
+            else:
+                self._accompany(turn.piece)
+        yield from map(self._left_out, refused)
+
+    def _accompany(self, piece: Piece) -> None:
+        """Make the passes of another rank's piece."""
+        batch = self.step.moved(self.step.task.collate(piece.items, piece.rng))
+        if self._with_loss:
+            self._terms_of(self.step.model, batch, on_host=False)
+        if self._says:
+            with self.step.evaluating(), self.step.cast():
+                self.step.task.outputs(self.step.model, batch)  # type: ignore[attr-defined]
+
+    @property
+    def _writes(self) -> bool:
+        return self._says or bool(self._of) or self._contrasts
+
+    @property
+    def _contrasts(self) -> bool:
+        """Say whether the loss is of many items together."""
+        return self._with_loss and self.step.contrasts
+
+    def _left_out(self, rejection: Rejection) -> Reason:
+        self.rejected += 1
+        self._reject(rejection)
+        return rejection.reason
+
+    def _in_parts(self, piece: Piece) -> Iterator[Reason | None]:
+        """Evaluate a piece, halving what does not fit, or costs as much as what did not."""
+        if len(piece) < 2 or self._cost(piece) < self._too_much:
+            said = said_out_of_memory(self._evaluate, piece)
+            if said is None:
+                yield from [None] * len(piece)
+                return
+            forget_failed_backward()
+            free_caches(self.step.device)
+            if len(piece) < 2:
+                yield self._climb(piece, said)
+                return
+            self._too_much = min(self._too_much, self._cost(piece))
+        for half in piece.halves():
+            yield from self._in_parts(half)
+
+    def _cost(self, piece: Piece) -> float:
+        return 0.0 if self._cost_N is None else float(self._cost_N[list(piece.numbers)].sum())
+
+    def _climb(self, piece: Piece, said: str) -> Reason | None:
+        """Do what is configured about a single item that does not fit."""
+        name = piece.ids[0]
+        if self._too_large == ERROR:
+            what = f"{name} does not fit in memory, not even alone and without gradients: {said}"
+            remedy = "a larger card   or   --set train.too_large=skip"
+            raise PlanInfeasible(what, where="evaluation", remedy=remedy)
+        on_card = self.step.device != "cpu"
+        if self._too_large == HOST and on_card:
+            on_host = said_out_of_memory(lambda one: self._evaluate(one, on_host=True), piece)
+            if on_host is None:
+                return None
+            said = on_host
+        return self._left_out(Rejection(name, Reason.DOES_NOT_FIT, f"not even alone: {said}"))
+
+    def _evaluate(self, piece: Piece, *, on_host: bool = False) -> None:
+        """Evaluate a piece; one that fails has added nothing."""
+        self._begin(piece)
+        task = self.step.task
+        batch = task.collate(piece.items, piece.rng)
+        batch = batch if on_host else self.step.moved(batch)
+        model = twin(self.step.model).eval() if on_host else self.step.model
+        is_of_piece = self._with_loss and not self._contrasts
+        terms = self._terms_of(model, batch, on_host=on_host) if is_of_piece else {}
+        said: dict[str, Any] = {}
+        with self.step.evaluating(), nullcontext() if on_host else self.step.cast():
+            if self._says:
+                said = dict(task.outputs(model, batch))  # type: ignore[attr-defined]
+            if self._contrasts:
+                rows = contrastive.embedded(cast("Contrastive", task), model, batch)
+                said |= {EMBEDDED + _escaped(name): one for name, one in rows.items()}
+        if self._writer is not None:
+            self._write(piece, said, terms)
+        for name, (total, weight) in terms.items():
+            kept = self._terms.setdefault(name, [0.0, 0.0])
+            kept[0] += total
+            kept[1] += weight
+
+    def _terms_of(self, model: torch.nn.Module, batch: Batch, *, on_host: bool) -> dict[str, tuple[float, float]]:
+        """Return the sums and weights of the terms of a loss."""
+        if on_host:
+            with torch.no_grad():
+                terms = self.step.task.loss(model, batch)
+        else:
+            terms = self.step.evaluate(batch)
+        return {name: (float(total), float(weight)) for name, (total, weight) in terms.items()}
+
+    def _write(self, piece: Piece, said: dict[str, Any], terms: Mapping[str, tuple[float, float]]) -> None:
+        """Write what was said of a piece, and its terms beside its first item."""
+        assert self._writer is not None
+        if self._of:
+            rest = [None] * (len(piece) - 1)
+            for name, values in terms.items():
+                for prefix, value in zip((SUM, WEIGHT), values, strict=True):
+                    said[prefix + _escaped(name)] = [value, *rest]
+        numbers = [int(one) for one in (piece.numbers if self._numbers is None else self._numbers[list(piece.numbers)])]
+        self._writer.add(piece.ids, numbers, said)
+        self._pending_bytes += sum(map(_nbytes, said.values()))
+        if self._pending_bytes >= PART_BYTES or time.monotonic() - self._flushed_s >= self._flush_s:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._writer is not None:
+            self._writer.flush()
+            self._pending_bytes, self._flushed_s = 0, time.monotonic()
+
+    def losses(self) -> dict[str, float]:
+        """Return the means of all terms over all ranks, of earlier starts, too, and their sum."""
+        if self._contrasts:
+            self.ranks.exchange({})  # all have written
+        if self._of or self._contrasts:
+            sums = self._kept_terms() if self.ranks.rank == 0 else {}
+            told = self.ranks.exchange({"terms": sums})[:1]
+        else:
+            told = self.ranks.exchange({"terms": self._terms})
+        self._terms = {}
+        names = list(dict.fromkeys(name for one in told for name in one["terms"]))
+        means = {name: _mean([one["terms"][name] for one in told if name in one["terms"]]) for name in names}
+        found = {LOSS: math.fsum(means.values())} if means else {}
+        return found | ({f"{LOSS}.{name}": mean for name, mean in means.items()} if len(means) > 1 else {})
+
+    def _kept_terms(self) -> dict[str, list[float]]:
+        """Return the sums and weights that stand in the files."""
+        gathered = Gathered(self.folder, of=self._of)
+        if self._contrasts:
+            return self._contrasted(gathered)
+        names = [name.removeprefix(SUM) for name in gathered if name.startswith(SUM)]
+        return {
+            unquote(name): [math.fsum(map(float, gathered[prefix + name])) for prefix in (SUM, WEIGHT)]
+            for name in names
+        }
+
+    def _contrasted(self, gathered: Gathered) -> dict[str, list[float]]:
+        """Return the sums and weights of the loss of as many items at a time as a step has."""
+        columns = {
+            unquote(name.removeprefix(EMBEDDED)): gathered[name]
+            for name in gathered
+            if name[: len(EMBEDDED)] == EMBEDDED
+        }
+        items = min(map(len, columns.values()), default=0)
+        sums: dict[str, list[float]] = {}
+        for start in range(0, items, size := self.step.settings.batch or max(items, 1)):
+            rows = {name: one[start : start + size] for name, one in columns.items()}
+            for name, values in self._contrast(rows).items():
+                sums[name] = [kept + value for kept, value in zip(sums.get(name, [0.0, 0.0]), values, strict=True)]
+        return sums
+
+    def _contrast(self, rows: Mapping[str, list[Any]]) -> dict[str, tuple[float, float]]:
+        """Return the sums and weights of the loss of some items: in the host's memory, where the card's ends."""
+        found: list[dict[str, tuple[float, float]]] = []
+
+        def take(on_host: bool) -> None:  # noqa: FBT001 - one of two ways
+            device = "cpu" if on_host else self.step.device
+            stacked = {name: _stacked(one, device) for name, one in rows.items()}
+            found.append(contrastive.evaluated(self.step, stacked, on_host=on_host))
+
+        may_host = self._too_large == HOST and self.step.device != "cpu"
+        said: str | None = None
+        for on_host in (False, True) if may_host else (False,):
+            said = said_out_of_memory(take, on_host)
+            if said is None:
+                return found[0]
+            free_caches(self.step.device)
+        items = len(next(iter(rows.values())))
+        what = f"the loss of {items:,} items together does not fit in memory, though each of them does: {said}"
+        remedy = "a smaller train.effective_batch, or a larger card"
+        raise PlanInfeasible(what, where="evaluation", remedy=remedy)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the task's metrics over all items; the first rank computes them."""
+        task = self.step.task
+        if not self._says or not callable(getattr(task, "metrics", None)):
+            return {}
+        self.ranks.exchange({})  # all have written
+        said: dict[str, Any] = {}
+        if self.ranks.rank == 0:
+            gathered = Outputs(Gathered(self.folder, of=self._of))
+            found = task.metrics(gathered) if len(gathered) else {}  # type: ignore[attr-defined]
+            said = {name: float(value) for name, value in found.items()}
+        told: Mapping[str, float] = self.ranks.exchange(said)[0]
+        return dict(told)
+
+
+class Outputs(Mapping[str, Any]):
+    """What was gathered, without the terms of the loss."""
+
+    def __init__(self, gathered: Gathered) -> None:
+        self._gathered = gathered
+        self._names = [name for name in gathered if not name.startswith((SUM, WEIGHT, EMBEDDED))]
+
+    def __getitem__(self, name: str) -> Any:
+        """Return what items have under a name."""
+        if name not in self._names:
+            raise KeyError(name)
+        return self._gathered[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _stacked(rows: list[Any], device: str) -> Tensor:
+    """Return what items are embedded to as one tensor."""
+    return torch.from_numpy(np.stack(rows)).to(device)
+
+
+def _escaped(name: str) -> str:
+    """Return the name of a term as a column can have it: without dots."""
+    return quote(name, safe=" ").replace(".", "%2E")
+
+
+def _nbytes(values: Any) -> int:
+    """Return about how many bytes the entries of an output take."""
+    if hasattr(values, "nbytes"):
+        return int(values.nbytes)
+    return sum(int(getattr(one, "nbytes", 8)) for one in values) if hasattr(values, "__iter__") else 8
+
+
+def _mean(totals: list[list[float]]) -> float:
+    weight = math.fsum(weight for _, weight in totals)
+    return math.fsum(total for total, _ in totals) / weight if weight else 0.0

@@ -1,0 +1,218 @@
+"""One part of what a model says of some items: its two files, written and read.
+
+    part-00001-000003.safetensors    the values: one run of numbers for each name and type
+    part-00001-000003.json           whose they are: items, names, shapes, and the digest of the values
+
+The JSON comes last: without it there is no part. Its first line is the digest of the second.
+
+Shapes: N items, K entries of a column, D dimensions of all their shapes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import weakref
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipeline.errors import ConfigError, DataError, JobFailed
+from pipeline.keys import content_digest
+from pipeline.training.checkpoints import tensor_file
+from pipeline.training.checkpoints.tensor_file import TensorFile, Written
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from pipeline.store.format.disk import Disk
+
+    Array = NDArray[Any]
+    Integers = NDArray[np.int64]
+
+FORMAT = 1
+OPEN_FILES = 128
+VALUES, INDEX = ".safetensors", ".json"
+_NAME = re.compile(r"part-(\d{5,})-(\d{6,})\.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The entries of one name and type in a part."""
+
+    name: str
+    dtype: np.dtype[Any]
+    item_K: Integers  # by their place in the part
+    length_D: Integers
+    first_K: Integers  # [K + 1]: where each shape begins
+    start_K: Integers  # [K + 1]: in bytes, from the beginning of the file
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any], begin: int) -> Stored:
+        """Read what an index says of values that begin somewhere."""
+        shapes = data["shapes"]
+        dtype = np.dtype(data["dtype"])
+        counts_K = np.array([math.prod(shape) for shape in shapes], np.int64)
+        return cls(
+            name=data["name"],
+            dtype=dtype,
+            item_K=np.array(data["items"], np.int64),
+            length_D=np.array([length for shape in shapes for length in shape], np.int64),
+            first_K=np.cumsum([0, *map(len, shapes)]),
+            start_K=begin + dtype.itemsize * np.concatenate([[0], np.cumsum(counts_K)]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part that was verified."""
+
+    path: Path  # of the values
+    ids: list[str]
+    numbers_N: Integers
+    columns: list[Stored]
+
+    @classmethod
+    def read(cls, disk: Disk, path: Path, of: str) -> Part:
+        """Read an index, and verify the values."""
+        index = read_index(path, of)
+        values, written = path.with_suffix(VALUES), Written(**index["values"])
+        try:
+            tensor_file.check(disk, values, written)
+            specs = TensorFile(disk, values, written).specs
+        except JobFailed as error:  # it speaks of checkpoints
+            raise DataError(error.what, where=error.where, remedy=again(path)) from error
+        columns = [Stored.of(one, specs[str(place)].begin) for place, one in enumerate(index["columns"])]
+        return cls(values, index["ids"], np.array(index["numbers"], np.int64), columns)
+
+    def entry(self, files: Files, column: int, entry: int) -> Array:
+        """Read one item's array."""
+        mine = self.columns[column]
+        begin, end = mine.start_K[entry : entry + 2].tolist()
+        shape = mine.length_D[mine.first_K[entry] : mine.first_K[entry + 1]]
+        array = np.empty(shape, mine.dtype)
+        if array.nbytes:
+            files.read(self.path, array.reshape(-1).view(np.uint8).data, begin)
+        assert array.nbytes == end - begin
+        return array
+
+
+class Files:
+    """Files that are open for reading, the ones used last."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, int] = {}
+        weakref.finalize(self, _close_all, self._open)
+
+    def read(self, path: Path, into: memoryview, offset: int) -> None:
+        """Fill memory from a file."""
+        came = os.preadv(self._file(path), [into], offset)
+        while came < len(into):
+            more = os.preadv(self._file(path), [into[came:]], offset + came)
+            if not more:
+                raise DataError("was cut short while it was read", where=str(path), remedy=again(path))
+            came += more
+
+    def _file(self, path: Path) -> int:
+        file = self._open.pop(path, None)
+        if file is None:
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            if len(self._open) >= OPEN_FILES:
+                os.close(self._open.pop(next(iter(self._open))))
+        self._open[path] = file
+        return file
+
+
+def _close_all(files: dict[Path, int]) -> None:
+    for file in files.values():
+        os.close(file)
+    files.clear()
+
+
+def publish_tensors(disk: Disk, path: Path, tensors: Mapping[str, Tensor]) -> Written:
+    """Write a file of tensors, which appears whole; one of that name is replaced."""
+    partial = start_partial(disk, path)
+    with refusals(path, partial):
+        written = tensor_file.write(disk, partial, tensors)
+        disk.rename(partial, path)
+        disk.fsync_folder(path.parent)
+    return written
+
+
+def publish_text(disk: Disk, path: Path, text: str) -> None:
+    """Write a text, which appears whole; one of that name is replaced."""
+    partial = start_partial(disk, path)
+    with refusals(path, partial), partial.open("x", encoding="utf-8", newline="") as file:
+        file.write(text)
+        file.flush()
+        disk.fsync(file.fileno())
+        disk.rename(partial, path)
+        disk.fsync_folder(path.parent)
+
+
+@contextmanager
+def refusals(path: Path, *partials: Path) -> Iterator[None]:
+    """Say for people why the disk would not take a file; what was begun goes, so that there is room again."""
+    try:
+        yield
+    except BaseException as error:
+        for partial in partials:
+            partial.unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
+        remedy = f"df -h {path.parent}   then the same command   (does only what is missing)"
+        raise JobFailed(f"cannot be written: {error.strerror}", where=str(path), remedy=remedy) from error
+
+
+def start_partial(disk: Disk, path: Path) -> Path:
+    """Return where a file is written first; what a kill has left there is removed."""
+    partial = path.with_name(f".{path.name}.partial")
+    if disk.exists(partial):
+        disk.unlink(partial)
+    return partial
+
+
+def parts_in(disk: Disk, folder: Path) -> list[tuple[int, int]]:
+    """Return the rank and the number of each part."""
+    found = map(_NAME.fullmatch, disk.list_folder(folder))
+    return sorted((int(match[1]), int(match[2])) for match in found if match)
+
+
+def paths_in(disk: Disk, folder: Path) -> list[Path]:
+    """Return where the index of each part is."""
+    return [folder / f"part-{rank:05d}-{part:06d}{INDEX}" for rank, part in parts_in(disk, folder)]
+
+
+def again(path: Path) -> str:
+    """Say how to have a part made once more, given either of its files."""
+    return f"rm {path.with_suffix(INDEX)}   then the same command   (does only what is missing)"
+
+
+def signed(text: str) -> str:
+    """Put a text's digest before it."""
+    return f"{content_digest(text.encode()).hex()}\n{text}"
+
+
+def read_index(path: Path, of: str) -> dict[str, Any]:
+    """Read whose a part's values are."""
+    try:
+        digest, _, body = path.read_bytes().partition(b"\n")
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror}", where=str(path), remedy=again(path)) from error
+    if digest != content_digest(body).hex().encode():
+        raise DataError("its bytes are not those that were written", where=str(path), remedy=again(path))
+    index: dict[str, Any] = json.loads(body)
+    if index["format"] != FORMAT:
+        raise DataError(f"outputs of format {index['format']}, not {FORMAT}", where=str(path), remedy=again(path))
+    if index["of"] != of:
+        what = f"these are outputs of {index['of'] or 'nothing named'}, not of {of or 'nothing named'}"
+        raise ConfigError(what, where=str(path), remedy=f"use another folder, or   rm -r {path.parent}")
+    return index

@@ -1,0 +1,290 @@
+"""What a model says of each item, gathered over ranks through files: nobody holds the outputs of a whole split.
+
+Every rank writes parts of bounded size, each of which appears whole or not at all. So an evaluation that was
+ended goes on with the items that no part has, on any number of ranks.
+
+Shapes: N items of all parts, M of them that have a name.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+import torch
+
+from pipeline.errors import ConfigError, DataError, JobFailed
+from pipeline.store.format.disk import Disk
+from pipeline.training.checkpoints.tensor_file import TensorFile, Written
+from pipeline.training.evaluating.output_parts import (
+    FORMAT,
+    INDEX,
+    VALUES,
+    Files,
+    Part,
+    again,
+    parts_in,
+    paths_in,
+    publish_tensors,
+    publish_text,
+    read_index,
+    signed,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+    from types import TracebackType
+
+    from numpy.typing import NDArray
+
+    Array = NDArray[Any]
+    Integers = NDArray[np.int64]
+
+log = logging.getLogger(__name__)
+
+PART_BYTES = 64 << 20
+INDEX_BYTES = 64  # about what an entry takes in the index
+SEE = "what outputs() returns: pipeline/protocol.py"
+
+
+class Writer:
+    """Writes what one rank's items come to."""
+
+    def __init__(self, folder: Path, rank: int, *, of: str = "", part_bytes: int = PART_BYTES) -> None:
+        """Go on in a folder; `of` says what made the outputs, such as a checkpoint's digest: others are refused.
+
+        Memory is twice the bytes of a part, or of an item that is larger alone.
+        """
+        self._folder, self._rank, self._of, self._part_bytes = folder, rank, of, part_bytes
+        self._disk = Disk()
+        self._disk.make_folder(folder)
+        self._part = 1 + max((part for owner, part in parts_in(self._disk, folder) if owner == rank), default=-1)
+        self._pending = _Pending()
+
+    def done_numbers(self) -> Integers:
+        """Return the items that need not be done again, of all ranks; a part that is damaged is set aside.
+
+        While others write, two ranks may hear different answers: each leaves out of its own share what is done.
+        """
+        done: list[int] = []
+        for path in paths_in(self._disk, self._folder):
+            try:
+                index = read_index(path, self._of)
+                TensorFile(self._disk, path.with_suffix(VALUES), Written(**index["values"]))
+                done += index["numbers"]
+            except (DataError, JobFailed) as error:
+                log.warning("%s: %s; its items are done again", error.where, error.what)
+                path.replace(path.with_suffix(".damaged"))
+        return np.unique(np.array(done, np.int64))
+
+    def add(self, ids: Sequence[str], numbers: Sequence[int], outputs: Mapping[str, Any]) -> None:
+        """Take the outputs of some items: for each name an entry for each item, None where it has none."""
+        if len(numbers) != len(ids):
+            raise ValueError(f"{len(ids)} ids and {len(numbers)} numbers of items")
+        entries = {_checked_name(name): _entries(name, values, len(ids)) for name, values in outputs.items()}
+        for place, (id_, number) in enumerate(zip(ids, numbers, strict=True)):
+            self._pending.add(id_, int(number), {name: values[place] for name, values in entries.items()})
+            if self._pending.bytes >= self._part_bytes:
+                self.flush()
+
+    def flush(self) -> None:
+        """Publish what was added so far."""
+        if not self._pending.ids:
+            return
+        pending, self._pending = self._pending, _Pending()
+        stem = f"part-{self._rank:05d}-{self._part:06d}"
+        head = {"format": FORMAT, "of": self._of, "ids": pending.ids, "numbers": pending.numbers}
+        columns = [column.to_json(name, dtype) for (name, dtype), column in pending.columns.items()]
+        values = {str(place): column.joined() for place, column in enumerate(pending.columns.values())}
+        written = publish_tensors(self._disk, self._folder / f"{stem}{VALUES}", values)
+        head |= {"values": {"bytes": written.bytes, "digest": written.digest}, "columns": columns}
+        publish_text(self._disk, self._folder / f"{stem}{INDEX}", signed(json.dumps(head)))
+        self._part += 1
+
+    close = flush
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+
+
+@dataclass(slots=True)
+class _Gathering:
+    """The entries of one name and type in the making."""
+
+    items: list[int] = field(default_factory=list)  # by their place in the part
+    arrays: list[Array] = field(default_factory=list)
+
+    def to_json(self, name: str, dtype: str) -> dict[str, Any]:
+        shapes = [list(array.shape) for array in self.arrays]
+        return {"name": name, "dtype": dtype, "items": self.items, "shapes": shapes}
+
+    def joined(self) -> torch.Tensor:
+        """Return all values in a row, and let go of the arrays."""
+        flat = np.concatenate([array.reshape(-1) for array in self.arrays])
+        self.arrays.clear()
+        return torch.from_numpy(flat)
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A part in the making."""
+
+    ids: list[str] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    columns: dict[tuple[str, str], _Gathering] = field(default_factory=dict)
+    bytes: int = 0
+
+    def add(self, id_: str, number: int, outputs: Mapping[str, Array | None]) -> None:
+        for name, array in outputs.items():
+            if array is not None:
+                column = self.columns.setdefault((name, str(array.dtype)), _Gathering())
+                column.items.append(len(self.ids))
+                column.arrays.append(array)
+                self.bytes += array.nbytes + INDEX_BYTES
+        self.ids.append(id_)
+        self.numbers.append(number)
+        self.bytes += len(id_) + INDEX_BYTES
+
+
+class Gathered(Mapping[str, "Column"]):
+    """The outputs of all ranks: for each name the items that have it, by their numbers; values are read when wanted."""
+
+    def __init__(self, folder: Path, *, of: str = "") -> None:
+        """Read what there is, and verify every byte."""
+        disk = Disk()
+        self._files = Files()
+        self._parts = [Part.read(disk, path, of) for path in paths_in(disk, folder)]
+        sizes = [len(part.numbers_N) for part in self._parts]
+        part_N = np.repeat(np.arange(len(sizes)), sizes)
+        place_N = np.concatenate([np.zeros(0, np.int64), *(np.arange(size) for size in sizes)])
+        number_N = np.concatenate([np.zeros(0, np.int64), *(part.numbers_N for part in self._parts)])
+        order_N = np.argsort(number_N, kind="stable")
+        self.numbers, self._part_N, self._place_N = number_N[order_N], part_N[order_N], place_N[order_N]
+        self._refuse_twice()
+        names = sorted({column.name for part in self._parts for column in part.columns})
+        self._columns = {name: Column(name, self._parts, self._files) for name in names}
+
+    def id(self, place: int) -> str:
+        """Return the id of an item, by its place among all."""
+        return self._parts[int(self._part_N[place])].ids[int(self._place_N[place])]
+
+    def __getitem__(self, name: str) -> Column:
+        """Return what items have under a name."""
+        return self._columns[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    def _refuse_twice(self) -> None:
+        twice = np.flatnonzero(np.diff(self.numbers) == 0)
+        if len(twice):
+            at = int(twice[0])
+            first, second = (self._parts[int(self._part_N[one])].path for one in (at, at + 1))
+            what = (
+                f"{self.id(at)} (item {self.numbers[at]:,}) is in it, and in {first.name}; so are {len(twice)} in all"
+            )
+            raise DataError(what, where=str(second), remedy=again(second))
+
+
+class Column(Sequence[Any]):
+    """What items have under a name, in the order of their numbers: arrays, each read when it is asked for."""
+
+    def __init__(self, name: str, parts: Sequence[Part], files: Files) -> None:
+        """Take the parts; `name` is in some."""
+        self.name, self._files, self._parts = name, files, parts
+        there = [
+            (part, place, column)
+            for part, one in enumerate(parts)
+            for place, column in enumerate(one.columns)
+            if column.name == name
+        ]
+        sizes = [len(column.item_K) for _, _, column in there]
+        numbers_M = np.concatenate([parts[part].numbers_N[column.item_K] for part, _, column in there])
+        order_M = np.argsort(numbers_M, kind="stable")
+        self.numbers: Integers = numbers_M[order_M]
+        self._part_M = np.repeat([part for part, _, _ in there], sizes)[order_M]
+        self._column_M = np.repeat([place for _, place, _ in there], sizes)[order_M]
+        self._entry_M = np.concatenate([np.arange(size) for size in sizes])[order_M]
+        self._ndim_M = np.concatenate([np.diff(column.first_K) for _, _, column in there])[order_M]
+
+    @property
+    def has_scalars(self) -> bool:
+        """Say whether some item has a single number."""
+        return bool((self._ndim_M == 0).any())
+
+    @property
+    def has_arrays(self) -> bool:
+        """Say whether some item has more than a number."""
+        return bool((self._ndim_M > 0).any())
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @overload
+    def __getitem__(self, place: int) -> Array: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Array]: ...
+    def __getitem__(self, place: int | slice) -> Array | list[Array]:
+        """Read the entry of one item, or of some."""
+        if isinstance(place, slice):
+            return [self._read(at) for at in range(*place.indices(len(self)))]
+        if not -len(self) <= place < len(self):
+            raise IndexError(f"entry {place} of {len(self)}")
+        return self._read(place)
+
+    def _read(self, place: int) -> Array:
+        part = self._parts[int(self._part_M[place])]
+        return part.entry(self._files, int(self._column_M[place]), int(self._entry_M[place]))
+
+    def id(self, place: int) -> str:
+        """Return the id of an item."""
+        part = self._parts[int(self._part_M[place])]
+        column = part.columns[int(self._column_M[place])]
+        return part.ids[int(column.item_K[self._entry_M[place]])]
+
+
+def _checked_name(name: Any) -> str:
+    if not isinstance(name, str) or not name or "." in name or not name.isprintable() or name == "id":
+        what = f"outputs() returned {name!r}: a name is a text without dots, and not id"
+        raise ConfigError(what, where="train.task", remedy=SEE)
+    return name
+
+
+def _entries(name: str, values: Any, items: int) -> list[Array | None]:
+    """Return an array for each item, in memory of its own on the CPU, or None."""
+    if isinstance(values, torch.Tensor):  # of all items: one transfer
+        values = _array(name, values) if values.ndim else values
+    is_single = isinstance(values, str | bytes) or (isinstance(values, np.ndarray) and values.ndim == 0)
+    if is_single or not isinstance(values, np.ndarray | Sequence):
+        what = f"outputs(): {name!r} must have an entry for each item, got {type(values).__name__}"
+        raise ConfigError(what, where="train.task", remedy=SEE)
+    if len(values) != items:
+        what = f"outputs(): {name!r} has {len(values)} entries where the batch has {items} items"
+        raise ConfigError(what, where="train.task", remedy=SEE)
+    return [None if value is None else _array(name, value) for value in values]
+
+
+def _array(name: str, value: Any) -> Array:
+    """Return numbers as numpy has them; bfloat16, which it has not, as float32."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().to("cpu")
+        value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+    array = np.array(value)
+    if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
+        what = f"outputs(): {name!r} must be numbers, got {array.dtype}"
+        raise ConfigError(what, where="train.task", remedy=SEE)
+    return np.ascontiguousarray(array).reshape(array.shape)

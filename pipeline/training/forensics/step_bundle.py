@@ -1,0 +1,244 @@
+"""What a step that went wrong leaves behind: a small folder with all it takes to make it again on one machine.
+
+    bundles/step-00000123-oom-rank-0/
+        bundle.json        what happened, to which items, under which cuts, plan and checkpoint
+        rng.safetensors    random numbers as they were when the step began
+
+A folder appears whole or not at all. The first one is kept, and the newest; a full disk costs a bundle, not the run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime, timezone
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import ConfigError, DataError, JobFailed
+from pipeline.memory.hardware.caching_allocator import format_bytes
+from pipeline.store.format.disk import Disk
+from pipeline.training.checkpoints.tensor_file import TensorFile, Written
+from pipeline.training.checkpoints.tensor_file import write as write_tensors
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+KEPT = 20  # the newest, besides the first
+BUNDLE, RNG = "bundle.json", "rng.safetensors"
+_NAME = re.compile(r"step-(\d{8,})-([a-z]+)-rank-(\d+)(?:-(\d+))?")
+_PARTIAL = ".partial-rank-"
+_ITEMS_SHOWN = 4
+
+
+class Kind(str, Enum):
+    """What went wrong."""
+
+    OOM = "oom"
+    NAN = "nan"
+    POISON = "poison"  # it took the process with it, more than once
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A micro-batch of this rank."""
+
+    ids: tuple[str, ...]
+    numbers: tuple[int, ...]  # in the table
+    sizes: Mapping[str, int] = field(default_factory=dict)  # of all its items together
+    cost: int | None = None  # as predicted; in bytes
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Cut:
+        """Read it back."""
+        return cls(tuple(data["ids"]), tuple(data["numbers"]), data["sizes"], data["cost"])
+
+    def words(self) -> str:
+        """Say it for people."""
+        shown = ", ".join(self.ids[:_ITEMS_SHOWN]) + (", …" if len(self.ids) > _ITEMS_SHOWN else "")
+        sizes = "".join(f", {value:,} {name}" for name, value in self.sizes.items())
+        cost = f", {format_bytes(self.cost)} predicted" if self.cost is not None else ""
+        return f"{len(self.ids)} items ({shown}){sizes}{cost}"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The checkpoint from which the step is reached."""
+
+    path: str
+    digest: str  # of its manifest
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A step that went wrong on one rank."""
+
+    kind: Kind
+    epoch: int
+    step: int  # optimizer steps since training began: this would have been the next
+    epoch_step: int  # the sampler's
+    rank: int
+    world: int
+    cuts: tuple[Cut, ...]  # the micro-batches of this rank in this step, in order
+    failed: int | None  # which of them; None: none by itself
+    budget: Mapping[str, int]
+    choice: Mapping[str, Any]
+    plan: Mapping[str, Any]
+    seed: int
+    message: str
+    checkpoint: Checkpoint | None
+    time_s: float  # since 1970
+    torch: str
+    device: str
+    state: Mapping[str, Any] = field(default_factory=dict)  # what else replaying needs, as JSON data
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON data."""
+        return asdict(self) | {"kind": self.kind.value, "format": FORMAT}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Bundle:
+        """Read it back; what a later version has added is passed over."""
+        if data["format"] != FORMAT:
+            raise ValueError(f"of format {data['format']}, not {FORMAT}")
+        known = {one.name: data[one.name] for one in fields(cls)}
+        known["kind"] = Kind(data["kind"])
+        known["cuts"] = tuple(Cut.from_json(cut) for cut in data["cuts"])
+        known["checkpoint"] = Checkpoint(**data["checkpoint"]) if data["checkpoint"] else None
+        return cls(**known)
+
+    def words(self) -> str:
+        """Say for people what happened."""
+        when = datetime.fromtimestamp(self.time_s, timezone.utc)
+        lines = [f"{self.kind.value} in step {self.step:,}, epoch {self.epoch}, on rank {self.rank} of {self.world}"]
+        lines += [f"  {self.message}", f"  {when:%Y-%m-%d %H:%M:%S} UTC, torch {self.torch}, {self.device}"]
+        for place, cut in enumerate(self.cuts):
+            mark = " ← this one" if place == self.failed else ""
+            lines.append(f"  micro-batch {place + 1} of {len(self.cuts)}: {cut.words()}{mark}")
+        lines.append(f"  budget {', '.join(f'{most:,} {name}' for name, most in self.budget.items()) or 'none'}")
+        lines.append(
+            f"  from checkpoint {self.checkpoint.path}" if self.checkpoint else "  before the first checkpoint"
+        )
+        return "\n".join(lines)
+
+
+def write(folder: Path, bundle: Bundle, rng: Mapping[str, Tensor]) -> Path | None:
+    """Leave a bundle in a folder of bundles; return where, or None where the disk would not take it."""
+    disk = Disk()
+    partial = folder / f"{_PARTIAL}{bundle.rank}"
+    try:
+        shutil.rmtree(partial, ignore_errors=True)  # what a kill has left
+        disk.make_folder(partial)
+        _fill(disk, partial, bundle, rng)
+        made = _published(disk, partial, bundle)
+        _prune(folder, bundle.rank)
+    except OSError as error:
+        log.warning("%s: no bundle of step %d is left behind: %s", folder, bundle.step, error.strerror or error)
+        shutil.rmtree(partial, ignore_errors=True)
+        return None
+    return made
+
+
+def read(path: Path) -> Bundle:
+    """Return the bundle in a folder."""
+    try:
+        return Bundle.from_json(_json(path))
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise _damaged(path, error) from error
+
+
+def read_rng(path: Path) -> dict[str, Tensor]:
+    """Return the random numbers' states as they were when the step began."""
+    try:
+        written = Written(**_json(path)["rng"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise _damaged(path, error) from error
+    try:
+        return TensorFile(Disk(), path / RNG, written).load()
+    except JobFailed as error:  # it speaks of checkpoints
+        raise DataError(error.what, where=error.where, remedy="replay another bundle, or train again") from error
+
+
+def all_of(folder: Path) -> list[Path]:
+    """Return the bundles in a folder, by step."""
+    found = {name: _NAME.fullmatch(name) for name in Disk().list_folder(folder)}
+    order = {name: _order(match) for name, match in found.items() if match}
+    return [folder / name for name in sorted(order, key=order.__getitem__)]
+
+
+def find(folder: Path, step: int, rank: int | None = None) -> list[Path]:
+    """Return the bundles of a step, of one rank or of all; where there is none, say which there are."""
+    there = [(path, match) for path in all_of(folder) if (match := _NAME.fullmatch(path.name))]
+    found = [path for path, match in there if int(match[1]) == step and rank in (None, int(match[3]))]
+    if not found:
+        steps = ", ".join(dict.fromkeys(str(int(match[1])) for _, match in there))
+        whose = "" if rank is None else f" of rank {rank}"
+        have = f"there are bundles of the steps {steps}" if steps else "no step has left one"
+        raise ConfigError(f"there is no bundle of step {step}{whose}: {have}", where=str(folder), remedy=f"ls {folder}")
+    return found
+
+
+def _fill(disk: Disk, partial: Path, bundle: Bundle, rng: Mapping[str, Tensor]) -> None:
+    written = write_tensors(disk, partial / RNG, rng)
+    text = json.dumps(bundle.to_json() | {"rng": asdict(written)}, indent=1, default=_plain)
+    fd = disk.open_new(partial / BUNDLE)
+    try:
+        disk.write_at(fd, text.encode(), 0)
+        disk.fsync(fd)
+    finally:
+        disk.close(fd)
+    disk.fsync_folder(partial)
+
+
+def _plain(value: Any) -> Any:
+    """Return a number of numpy's or torch's as JSON has it, anything else in words."""
+    return value.item() if hasattr(value, "item") else str(value)
+
+
+def _published(disk: Disk, partial: Path, bundle: Bundle) -> Path:
+    """Give a folder its name: a number comes behind where the step went wrong before."""
+    name = f"step-{bundle.step:08d}-{bundle.kind.value}-rank-{bundle.rank}"
+    target, number = partial.parent / name, 1
+    while disk.exists(target):
+        number += 1
+        target = partial.parent / f"{name}-{number}"
+    disk.rename(partial, target)
+    disk.fsync_folder(target.parent)
+    return target
+
+
+def _prune(folder: Path, rank: int) -> None:
+    """Remove bundles that are neither the first nor among the newest; other ranks may be about the same."""
+    for path in all_of(folder)[1:-KEPT]:
+        aside = folder / f"{_PARTIAL}{rank}"  # whoever reads sees it whole, or not at all
+        try:
+            path.rename(aside)
+        except OSError:
+            continue
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _order(match: re.Match[str]) -> tuple[int, int, str, int]:
+    return int(match[1]), int(match[4] or 1), match[2], int(match[3])
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads((path / BUNDLE).read_bytes())
+    except OSError as error:
+        remedy = f"ls {path.parent}"
+        raise ConfigError(f"is no bundle: {error.strerror}", where=str(path), remedy=remedy) from error
+
+
+def _damaged(path: Path, error: Exception) -> DataError:
+    what = f"the bundle cannot be read: {type(error).__name__}: {error}"
+    return DataError(what, where=str(path / BUNDLE), remedy="replay another bundle, or train again")

@@ -1,0 +1,273 @@
+"""A batch as training sees it: the fields of its graphs as tensors over one run of bytes, joined or item by item.
+
+Shapes: B items, N rows of all items along an axis, M rows of the item that has most, E edges, R residues, D numbers of
+an embedded residue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+import torch
+import xxhash
+
+from pipeline.graphs import item_graph as graphs
+from pipeline.graphs import pyg_view
+from pipeline.graphs.item_graph import CROSS, EDGE, LABEL, NODE, PATH, RESIDUE
+from pipeline.records import Role
+from pipeline.training.items.batch_layout import CENTRE, EMBEDDING, ENCODED, OF_GRAPHS, PTR, nodes_axis
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from pipeline.records import Rejection
+    from pipeline.training.items.batch_layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One partner's graph, of one item or of all of a batch; the names are those of a graph's part."""
+
+    role: str
+    centre: Tensor
+    nodes: Mapping[str, Tensor]
+    edges: Mapping[str, Tensor]  # each [2, E]
+    residues: Mapping[str, Tensor]
+    paths: Mapping[str, Tensor]
+    embedding: Tensor | None = None  # [R, D]
+    encoded: Tensor | None = None  # [R]: whether a residue has an embedding; those without have zeros
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """The graph of one item as tensors; edges and labels have the item's own numbers of nodes."""
+
+    id: str
+    number: int  # in the table
+    sides: Mapping[str, Side]
+    cross: Mapping[str, Tensor]
+    labels: Mapping[str, Tensor]
+    rng: np.random.Generator  # the item's own in this epoch, whatever batch it is in
+    values: Mapping[str, Tensor] = field(default_factory=dict)  # what a reader gave, or data.labels, by name
+
+    def pyg(self) -> Any:
+        """Return the item as PyTorch Geometric has it, embeddings as `x`, over the same memory, which is the host's."""
+        parts = tuple(_part(side) for side in self.sides.values())
+        shown = pyg_view.data(graphs.Graph(parts, _arrays(self.cross), _arrays(self.labels)))
+        for side in self.sides.values():
+            if side.embedding is not None:
+                residues = f"{side.role}_{RESIDUE}" if side.residues else side.role
+                (shown if len(parts) == 1 and not side.residues else shown[residues]).x = side.embedding
+        return shown
+
+
+def _part(side: Side) -> graphs.Part:
+    """Return a partner as a graph's part, over the same memory."""
+    return graphs.Part(
+        role=Role(side.role),
+        chains=(),
+        centre_3=side.centre.numpy(),
+        nodes=_arrays(side.nodes),
+        edges=_arrays(side.edges),
+        residues=_arrays(side.residues),
+        paths=_arrays(side.paths),
+    )
+
+
+def _arrays(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return tensors as numpy has them."""
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Which batch it is."""
+
+    epoch: int
+    step: int
+    index: int
+    of: int  # micro-batches of this rank in this step
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some items' graphs; empty where a rank has no items in a step.
+
+    Its memory, and that of every view of it, is its own while anything refers to it. A loop that keeps as many batches
+    as the loader has slots must keep clones.
+    """
+
+    memory: Tensor  # uint8
+    layout: Layout
+    numbers: tuple[int, ...]  # of the items in the table
+    ids: tuple[str, ...]
+    origin: Origin
+    rejected: tuple[Rejection, ...] = ()  # items that were asked for and have no graph
+    copies: list[torch.cuda.Event] = field(default_factory=list, repr=False, compare=False)  # to a device, of its slot
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.layout.places
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return a field by its name, `receptor.node.pos`."""
+        return self.fields[name]
+
+    @cached_property
+    def fields(self) -> dict[str, Tensor]:
+        """Return every field by its name; they are views."""
+        return {name: self._view(name) for name in self.layout.places}
+
+    def _view(self, name: str) -> Tensor:
+        place = self.layout.places[name]
+        dtype: torch.dtype = getattr(torch, place.dtype)
+        return self.memory[place.start : place.start + place.bytes].view(dtype).view(place.shape)
+
+    @property
+    def sides(self) -> dict[str, Side]:
+        """Return the graphs of each role, joined."""
+        return {role: _side(role, self.fields) for role in self.layout.roles()}
+
+    @property
+    def cross(self) -> dict[str, Tensor]:
+        """Return what runs between the partners: from the ligand (row 0) to the receptor."""
+        return _below(self.fields, CROSS)
+
+    @property
+    def labels(self) -> dict[str, Tensor]:
+        """Return what is known of the interfaces."""
+        return _below(self.fields, LABEL)
+
+    @property
+    def items(self) -> Items:
+        """Return the graphs of the items, one by one."""
+        return Items(self)
+
+    @property
+    def rng(self) -> np.random.Generator:
+        """Return what to draw from for the batch as a whole; for an item, draw from its own."""
+        return rng_of(self.origin, "\n".join(self.ids))
+
+    def ptr(self, axis: str) -> Tensor:
+        """Return where the rows of each item begin along an axis [B + 1], as PyG has it."""
+        return self[f"{PTR}.{axis}"]
+
+    def owner(self, axis: str) -> Tensor:
+        """Return for each row along an axis [N] the item it belongs to, as PyG's `batch`."""
+        ptr = self.ptr(axis)
+        total = int(self.layout.bounds[axis][-1])
+        return torch.arange(len(self), device=ptr.device).repeat_interleave(ptr.diff(), output_size=total)
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Batch:
+        """Return the batch on a device: one transfer, however many fields."""
+        waits = torch.device(device).type == "cpu"  # what comes back is read at once
+        memory = self.memory.to(device, non_blocking=non_blocking and not waits)
+        if memory.is_cuda and not self.memory.is_cuda:  # the slot is not filled anew before the copy has ended
+            self.copies.append(torch.cuda.current_stream(memory.device).record_event())
+        return replace(self, memory=memory, copies=[])
+
+    def clone(self) -> Batch:
+        """Return the batch in memory of its own."""
+        return replace(self, memory=self.memory.clone())
+
+    def pin_memory(self) -> Batch:
+        """Return the batch in pinned memory, where a loader with `pin` has it already."""
+        return self if self.memory.is_pinned() else replace(self, memory=self.memory.pin_memory())
+
+
+class Items(Sequence[Graph]):
+    """The graphs of a batch, each made when it is asked for; they are views, but for edges and other node numbers."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+
+    def __len__(self) -> int:
+        return len(self._batch)
+
+    @overload
+    def __getitem__(self, place: int) -> Graph: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Graph]: ...
+    def __getitem__(self, place: int | slice) -> Graph | list[Graph]:
+        """Return the graph of one item, or of some."""
+        if isinstance(place, slice):
+            return [self[at] for at in range(*place.indices(len(self)))]
+        if not -len(self) <= place < len(self):
+            raise IndexError(f"item {place} of a batch of {len(self)}")
+        return self._graph(place % len(self))
+
+    def _graph(self, place: int) -> Graph:
+        batch = self._batch
+        names = [name for name in batch.layout.places if not name.startswith(f"{PTR}.")]
+        mine = {name: self._rows(name, place) for name in names}
+        roles = [role for role in batch.layout.roles() if batch.layout.count(nodes_axis(role), place)]
+        return Graph(
+            id=batch.ids[place],
+            number=batch.numbers[place],
+            sides={role: _side(role, mine) for role in roles},
+            cross=_below(mine, CROSS),
+            labels=_below(mine, LABEL),
+            rng=rng_of(batch.origin, batch.ids[place]),
+            values={name: tensor for name, tensor in mine.items() if name.partition(".")[0] not in OF_GRAPHS},
+        )
+
+    def _rows(self, name: str, place: int) -> Tensor:
+        """Return an item's rows of a field, nodes numbered as in the item."""
+        layout, values = self._batch.layout, self._batch[name]
+        axis, points_to, are_edges = layout.places[name][3:]
+        if not axis:
+            return values[place]
+        rows = layout.rows(axis, place)
+        values = values[:, rows] if are_edges else values[rows]
+        if not points_to:
+            return values
+        first = torch.tensor([layout.rows(target, place).start for target in points_to], device=values.device)
+        return values - (first[:, None] if are_edges else first)
+
+
+def padded(batch: Batch, name: str, fill: float = 0) -> tuple[Tensor, Tensor]:
+    """Return a field as [B, M, …], item by item, and which of that is real [B, M]."""
+    place = batch.layout.places[name]
+    if not place.axis or place.are_edges:
+        raise ValueError(f"{name} has no rows to pad")
+    ptr, owner_N = batch.ptr(place.axis), batch.owner(place.axis)
+    most = batch.layout.most(place.axis)
+    row_N = torch.arange(len(owner_N), device=ptr.device) - ptr[owner_N]
+    dense = batch[name].new_full((len(batch), most, *place.shape[1:]), fill)
+    dense[owner_N, row_N] = batch[name]
+    real = torch.arange(most, device=ptr.device) < ptr.diff()[:, None]
+    return dense, real
+
+
+def rng_of(origin: Origin, name: str) -> np.random.Generator:
+    """Return random numbers that only the seed, the epoch and a name decide."""
+    return np.random.default_rng([origin.seed, origin.epoch, xxhash.xxh3_64_intdigest(name.encode())])
+
+
+def _side(role: str, fields: Mapping[str, Tensor]) -> Side:
+    mine = _below(fields, role)
+    return Side(
+        role=role,
+        centre=mine[CENTRE],
+        nodes=_below(mine, NODE),
+        edges=_below(mine, EDGE),
+        residues=_below(mine, RESIDUE),
+        paths=_below(mine, PATH),
+        embedding=mine.get(EMBEDDING),
+        encoded=mine.get(ENCODED),
+    )
+
+
+def _below(fields: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the fields whose names begin with a prefix and a dot, under the rest of their names."""
+    start = f"{prefix}."
+    return {name[len(start) :]: tensor for name, tensor in fields.items() if name.startswith(start)}

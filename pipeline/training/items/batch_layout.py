@@ -1,0 +1,325 @@
+"""What the names of a graph's arrays say: along which axis each lies, and what the numbers in it stand for.
+
+A field of a batch has the name of the array, `receptor.node.pos`, but for edges: `receptor.edge.near` and `cross.near`
+are pairs. An axis is what has as many rows in all its fields: `receptor.node`, `receptor.edge.near`, `label.contact`.
+
+What a reader gives (`protocol.Reader`) is named more simply: `peaks.mz` lies along `peaks`, `precursor` is one an item.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from pipeline.graphs.item_graph import CROSS, DEGREE, EDGE, LABEL, NODE, PATH, RESIDUE
+from pipeline.records import Role
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from pipeline.training.items.item_source import Found
+
+    Array = NDArray[Any]
+    Integers = NDArray[np.int64]
+    Bytes = NDArray[np.uint8]
+
+EMBEDDING, ENCODED, PTR = "embedding", "encoded", "ptr"
+RECEPTOR, LIGAND = Role.RECEPTOR.value, Role.LIGAND.value
+CENTRE = "centre"  # what ends so is one vector an item
+PAIRS = "pairs"  # a label that ends so holds nodes: of the receptor, of the ligand
+OF_GRAPHS = frozenset(
+    {*(role.value for role in Role), CROSS, LABEL, PTR}
+)  # with which the names of a graph's arrays begin
+
+
+class Form(Enum):
+    """How an array becomes part of a batch."""
+
+    ROWS = "rows"  # joined along its axis
+    ITEM = "item"  # stacked: one vector an item
+    DEGREE = "degree"  # how many edges each node has
+    NEIGHBOUR = "neighbour"  # the other ends of the edges
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """What the name of an array in a graph's record says."""
+
+    name: str  # in a batch
+    form: Form
+    axis: str = ""
+    points_to: tuple[str, ...] = ()  # axes whose rows the numbers are: one for all columns, or one for each
+
+
+@lru_cache(maxsize=4096)
+def parse(name: str) -> Field:
+    """Take the name of an array apart."""
+    first, *rest = name.split(".")
+    if first not in OF_GRAPHS:
+        return Field(name, Form.ROWS, first) if rest else Field(name, Form.ITEM)
+    if rest[-1].endswith(CENTRE):
+        return Field(name, Form.ITEM)
+    if first == CROSS:
+        return _edges(f"{CROSS}.{rest[0]}", rest[1], nodes_axis(RECEPTOR), nodes_axis(LIGAND))
+    if first == LABEL:
+        nodes = (nodes_axis(RECEPTOR), nodes_axis(LIGAND)) if rest[0].endswith(PAIRS) else ()
+        return Field(name, Form.ROWS, f"{LABEL}.{rest[0].partition('_')[0]}", nodes)
+    if rest[0] == EDGE:
+        return _edges(f"{first}.{EDGE}.{rest[1]}", rest[2], nodes_axis(first), nodes_axis(first))
+    if rest[0] == PATH:
+        return Field(name, Form.ROWS, name, (nodes_axis(first),))
+    return Field(name, Form.ROWS, f"{first}.{rest[0]}", (residues_axis(first),) if rest[1] == RESIDUE else ())
+
+
+def nodes_axis(role: str) -> str:
+    """Return the axis of a partner's nodes."""
+    return f"{role}.{NODE}"
+
+
+def residues_axis(role: str) -> str:
+    """Return the axis of a partner's residues where its nodes are atoms."""
+    return f"{role}.{RESIDUE}"
+
+
+def _edges(name: str, last: str, heads: str, tails: str) -> Field:
+    """Return what one of the two arrays is that edges are encoded as: their heads by number, their tails by name."""
+    if last == DEGREE:
+        return Field(name, Form.DEGREE, heads)
+    return Field(name, Form.NEIGHBOUR, name, (tails, heads))
+
+
+ALIGNMENT = 64
+BFLOAT16 = "bfloat16"
+# torch computes with few unsigned types, and a record's type may be narrower in one item than in the next.
+_WIDER: dict[str, np.dtype[Any]] = {
+    "uint16": np.dtype(np.int32),
+    "uint32": np.dtype(np.int64),
+    "uint64": np.dtype(np.int64),
+}
+_ANY_WIDTH: dict[str, np.dtype[Any]] = {"chain": np.dtype(np.int32)}
+
+
+class Place(NamedTuple):
+    """Where a field lies."""
+
+    start: int
+    dtype: str  # as numpy names it, or bfloat16
+    shape: tuple[int, ...]
+    axis: str = ""  # along which it lies; empty for one vector an item
+    points_to: tuple[str, ...] = ()  # axes whose rows its numbers are: one for all, or one for each of a pair
+    are_edges: bool = False  # [2, E]: the axis is the second dimension
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of the field."""
+        return math.prod(self.shape) * _held_as(self.dtype).itemsize
+
+
+class Encoding(NamedTuple):
+    """What an embedded residue is."""
+
+    dtype: str
+    width: int
+
+
+@dataclass(slots=True)
+class Layout:
+    """Where everything of a batch lies."""
+
+    items: int
+    places: dict[str, Place] = field(default_factory=dict)
+    bounds: dict[str, Integers] = field(default_factory=dict)  # axis → [B + 1]
+    used: int = 0  # bytes
+
+    def add(self, name: str, dtype: str, shape: tuple[int, ...], axis: str = "", **what: Any) -> None:
+        """Give a field its place behind the others."""
+        place = Place(self.used, dtype, shape, axis, **what)
+        self.places[name] = place
+        self.used += place.bytes + -place.bytes % ALIGNMENT
+
+    def view(self, name: str, memory: Bytes) -> Array:
+        """Return a field as an array over the batch's memory; bfloat16 as its bits."""
+        place = self.places[name]
+        return memory[place.start : place.start + place.bytes].view(_held_as(place.dtype)).reshape(place.shape)
+
+    def rows(self, axis: str, item: int) -> slice:
+        """Return which rows along an axis are an item's."""
+        start, stop = self.bounds[axis][item : item + 2].tolist()
+        return slice(start, stop)
+
+    def count(self, axis: str, item: int) -> int:
+        """Return how many rows along an axis are an item's."""
+        rows = self.rows(axis, item)
+        return rows.stop - rows.start  # type: ignore[no-any-return]  # both are numbers
+
+    def most(self, axis: str) -> int:
+        """Return how many rows the item has that has most."""
+        return int(np.diff(self.bounds[axis]).max(initial=0))
+
+    def roles(self) -> list[str]:
+        """Return the partners that some item has."""
+        return [role.value for role in Role if nodes_axis(role.value) in self.bounds]
+
+    def residues(self, role: str) -> str:
+        """Return the axis of a partner's residues: of nodes, where nodes are residues."""
+        return residues_axis(role) if residues_axis(role) in self.bounds else nodes_axis(role)
+
+
+class Sheet:
+    """The graphs of a batch, field by field: lays them out, then writes them."""
+
+    def __init__(self, found: Sequence[Found], encoding: Encoding | None = None) -> None:
+        for one in found:
+            _check_roles(one)
+        self.layout = Layout(len(found))
+        names = sorted({name for one in found for name in (*one.arrays, *one.values)})  # a record has another order
+        columns = [(parse(name), [one.arrays.get(name, one.values.get(name)) for one in found]) for name in names]
+        self._bind(columns)
+        self._fields = {(entry.name, entry.form): (entry, self._complete(entry, column)) for entry, column in columns}
+        for entry, arrays in self._fields.values():
+            self._place(entry, arrays)
+        self._place_embeddings(encoding)
+        for axis, bounds in self.layout.bounds.items():
+            self.layout.add(f"{PTR}.{axis}", "int64", bounds.shape)
+
+    def _bind(self, columns: Sequence[tuple[Field, list[Array | None]]]) -> None:
+        """Count the rows of every item along every axis, and see that its fields agree."""
+        counts: dict[str, list[int]] = {}
+        for entry, column in columns:
+            if entry.axis and entry.form is not Form.DEGREE:
+                mine = [-1 if array is None else len(array) for array in column]
+                known = counts.setdefault(entry.axis, mine)
+                if known != mine:
+                    counts[entry.axis] = [_agreed(entry, *both) for both in zip(known, mine, strict=True)]
+        for axis, counts_B in counts.items():
+            self.layout.bounds[axis] = np.cumsum([0, *(max(count, 0) for count in counts_B)])
+
+    def _complete(self, entry: Field, column: list[Array | None]) -> list[Array]:
+        """Put in what some items do not have: unknown where a number can be, no where a yes can be, else nothing."""
+        if all(array is not None for array in column):
+            return column  # type: ignore[return-value]  # none is missing
+        sample = next(array for array in column if array is not None)
+        if entry.form is Form.ITEM:
+            return [np.full_like(sample, np.nan) if array is None else array for array in column]
+        rows_B = np.diff(self.layout.bounds[entry.axis])
+        return [
+            _filler(entry, sample, rows) if array is None else array
+            for array, rows in zip(column, rows_B.tolist(), strict=True)
+        ]
+
+    def _place(self, entry: Field, arrays: Sequence[Array]) -> None:
+        """Give a field its place."""
+        name, axis, shape = entry.name, entry.axis, arrays[0].shape
+        points_to = tuple(target for target in entry.points_to if target in self.layout.bounds)
+        if entry.form is Form.ITEM:
+            self.layout.add(name, _name(_dtype(name, arrays)), (len(arrays), *shape))
+        elif entry.form is Form.NEIGHBOUR:
+            self.layout.add(name, "int64", (2, self._total(axis)), axis, points_to=points_to, are_edges=True)
+        elif entry.form is Form.ROWS:
+            dtype = "int64" if points_to else _name(_dtype(name, arrays))
+            self.layout.add(name, dtype, (self._total(axis), *shape[1:]), axis, points_to=points_to)
+
+    def _place_embeddings(self, encoding: Encoding | None) -> None:
+        if encoding is None:
+            return
+        for role in self.layout.roles():
+            axis = self.layout.residues(role)
+            self.layout.add(f"{role}.{EMBEDDING}", encoding.dtype, (self._total(axis), encoding.width), axis)
+            self.layout.add(f"{role}.{ENCODED}", "bool", (self._total(axis),), axis)
+
+    def _total(self, axis: str) -> int:
+        return int(self.layout.bounds[axis][-1])
+
+    def write(self, memory: Bytes) -> None:
+        """Write everything but the embeddings."""
+        for entry, arrays in self._fields.values():
+            if entry.form is Form.NEIGHBOUR:
+                self._write_edges(entry, arrays, memory)
+            elif entry.form is Form.ITEM:
+                np.stack(arrays, out=self.layout.view(entry.name, memory))
+            elif entry.form is Form.ROWS:
+                self._write_rows(entry, arrays, memory)
+        for axis, bounds in self.layout.bounds.items():
+            self.layout.view(f"{PTR}.{axis}", memory)[:] = bounds
+
+    def _write_rows(self, entry: Field, arrays: Sequence[Array], memory: Bytes) -> None:
+        """Join arrays; numbers of nodes or residues become the batch's."""
+        out = self.layout.view(entry.name, memory)
+        np.concatenate(arrays, out=out, casting="same_kind")
+        points_to = self.layout.places[entry.name].points_to
+        if len(points_to) == 1:
+            out += self._offsets(points_to[0], entry.axis).reshape(-1, *[1] * (out.ndim - 1))
+        for column, target in enumerate(points_to[: len(points_to) // 2 * 2]):
+            out[:, column] += self._offsets(target, entry.axis)
+
+    def _write_edges(self, entry: Field, neighbours: Sequence[Array], memory: Bytes) -> None:
+        """Write edges as pairs: tails as they are numbered, heads as often as each node has edges."""
+        tails_E, heads_E = self.layout.view(entry.name, memory)
+        degree, degrees = self._fields[entry.name, Form.DEGREE]
+        np.concatenate(neighbours, out=tails_E, casting="same_kind")
+        tails_E += self._offsets(entry.points_to[0], entry.axis)
+        degree_N = np.concatenate(degrees)
+        if len(degree_N) != self._total(degree.axis):
+            raise ValueError(f"{entry.name} is of {len(degree_N)} nodes where there are {self._total(degree.axis)}")
+        heads_E[:] = np.repeat(np.arange(len(degree_N)), degree_N)
+
+    def _offsets(self, target: str, axis: str) -> Integers:
+        """Return, for each row along one axis, how many rows of another axis the items before it have."""
+        return np.repeat(self.layout.bounds[target][:-1], np.diff(self.layout.bounds[axis]))
+
+    def row_map(self, found: Found, role: str) -> NDArray[np.int32]:
+        """Return the embedding's row of each residue of an item's partner."""
+        kind = RESIDUE if residues_axis(role) in self.layout.bounds else NODE
+        rows_R: NDArray[np.int32] = found.arrays[f"{role}.{kind}.row"]
+        return rows_R
+
+
+def _check_roles(found: Found) -> None:
+    """See that what joins two partners joins the receptor, first, and the ligand."""
+    roles = [partner["role"] for partner in found.meta["partners"]]
+    if len(roles) > 1 and roles != [RECEPTOR, LIGAND]:
+        raise ValueError(f"the graph of {found.id} has the partners {', '.join(roles)}")
+
+
+def _agreed(entry: Field, known: int, mine: int) -> int:
+    """Return how many rows an item has along an axis, by two of its fields; -1 stands for one that it does not have."""
+    if known != mine and min(known, mine) >= 0:
+        raise ValueError(f"{entry.name} has {mine} rows where {entry.axis} has {known}")
+    return max(known, mine)
+
+
+def _filler(entry: Field, sample: Array, rows: int) -> Array:
+    """Return what stands for an array that an item does not have."""
+    shape = (rows, *sample.shape[1:])
+    if rows == 0 or sample.dtype.kind == "b" or entry.form is Form.DEGREE:
+        return np.zeros(shape, sample.dtype)
+    if sample.dtype.kind == "f":
+        return np.full(shape, np.nan, sample.dtype)
+    raise ValueError(f"some graphs of a batch have {entry.name} and others have not: they are of different recipes")
+
+
+def _dtype(name: str, arrays: Sequence[Array]) -> np.dtype[Any]:
+    """Return a type that is the same in every batch."""
+    dtypes = {array.dtype for array in arrays}
+    found = np.dtype(np.result_type(*dtypes)) if len(dtypes) > 1 else dtypes.pop()
+    wider = _WIDER.get(_name(found), found)
+    return _ANY_WIDTH.get(name.rpartition(".")[2], wider) if name.partition(".")[0] in OF_GRAPHS else wider
+
+
+@lru_cache(maxsize=64)
+def _name(dtype: np.dtype[Any]) -> str:
+    """Return the name of a type, which numpy puts together anew each time."""
+    return str(dtype.name)
+
+
+@lru_cache(maxsize=64)
+def _held_as(name: str) -> np.dtype[Any]:
+    """Return the type as which numpy holds numbers of that name: bfloat16 as its bits."""
+    return np.dtype(np.uint16 if name == BFLOAT16 else name)

@@ -1,0 +1,278 @@
+"""Where graphs come from: the cache, or the structure files, from which they are built when they are wanted.
+
+Both give a graph as the arrays and the JSON of its record, so that a batch is the same bit for bit. What a reader gives
+is no graph, and comes the same way.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+import xxhash
+
+from pipeline.errors import CacheDamaged, DataError, PipelineError, RecordMissing
+from pipeline.graphs import item_graph as graphs
+from pipeline.graphs.build_graph import build
+from pipeline.protocol import ITEMS
+from pipeline.records import Reason, Rejection
+from pipeline.structures import inventory
+from pipeline.structures.atoms import Unusable
+from pipeline.structures.parsing.structure_files import paths
+from pipeline.structures.parsing.structure_files import read as read_one
+from pipeline.training.items.batch_layout import OF_GRAPHS, Form, parse
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from pipeline.graphs.item_graph import Recipe
+    from pipeline.protocol import Reader
+    from pipeline.records import Item
+    from pipeline.store.store import Store
+    from pipeline.structures.inventory import File
+    from pipeline.training.items.item_table import Table
+
+    Array = NDArray[Any]
+
+log = logging.getLogger(__name__)
+
+GONE = frozenset({Reason.MISSING_FILE, Reason.UNREADABLE_FILE})  # it was there when the data set was prepared
+GRAPH_AGAIN = "pipeline submit --stage graph   (does only what is missing)"
+SCAN_AGAIN = "pipeline submit --stage scan   (touch the file first if that finds nothing to do)"
+
+
+class Found(NamedTuple):
+    """An item's graph as `graphs.graph.encode` lays it out; the arrays may be views that last as long as the batch."""
+
+    number: int
+    id: str
+    arrays: Mapping[str, Array]
+    meta: Mapping[str, Any]
+    values: Mapping[str, Array] = MappingProxyType({})  # labels of the data set, which are no part of a graph
+
+
+class Graphs(Protocol):
+    """Gives the graphs of items; several threads ask at once."""
+
+    def read(self, numbers: Sequence[int]) -> Iterator[Found | Rejection]:
+        """Yield the graph of each item, by its number in the table, in the order asked; or why it has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cached:
+    """Graphs that are in the cache; each is verified when it is read."""
+
+    store: Store
+    table: Table
+
+    def read(self, numbers: Sequence[int]) -> Iterator[Found | Rejection]:
+        """Yield the graph of each item."""
+        keys = [self.table.key(number) for number in numbers]
+        for number, key, places in zip(numbers, keys, self.store.locate(keys), strict=True):
+            id_ = self.table.ids[number]
+            try:
+                record = self.store.get_at(key, places)
+            except (CacheDamaged, RecordMissing) as error:
+                raise type(error)(f"the graph of {id_}: {error.what}", where=error.where, remedy=GRAPH_AGAIN) from error
+            yield _checked(Found(number, id_, record.arrays, record.meta, self.table.values(number)))
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """Graphs that are built from the files of their items, every time anew."""
+
+    table: Table
+    reading: inventory.Recipe
+    recipe: Recipe
+
+    def read(self, numbers: Sequence[int]) -> Iterator[Found | Rejection]:
+        """Yield the graph of each item; one that cannot be built costs this item, not the run."""
+        for number in numbers:
+            item = self.table.item(number)
+            try:
+                yield self._build(number, item)
+            except Unusable as problem:
+                if problem.reason in GONE:
+                    what = f"{item.id}: {problem.detail}"
+                    raise DataError(what, where=problem.reason.value, remedy=GRAPH_AGAIN) from problem
+                yield _rejected(item, problem.reason, problem.detail)
+            except (DataError, MemoryError):
+                raise
+            except Exception as error:  # a bug of ours or of a parser
+                log.exception("%s could not be made a graph", item.id)
+                yield _rejected(item, Reason.GRAPH_FAILED, f"{type(error).__name__}: {error}"[:200])
+
+    def _build(self, number: int, item: Item) -> Found:
+        files = {path: read_one(path, self.reading.max_file_bytes) for path in paths(item)}
+        self._check_key(number, item, files)
+        taken, read = inventory.examine(item, files, self.reading)
+        if taken.reason is not None:
+            raise Unusable(taken.reason, taken.detail)
+        if read is None:
+            raise Unusable(Reason.NO_NODES, "a bare sequence has no structure to make a graph of")
+        return Found(number, item.id, *graphs.encode(build(read, self.recipe)), self.table.values(number))
+
+    def _check_key(self, number: int, item: Item, files: Mapping[str, File]) -> None:
+        """Refuse files that are no longer what the table is of: sizes, splits and labels may be others."""
+        digests = {path: file.digest for path, file in files.items()}
+        if self.recipe.key(inventory.item_key(item, self.reading, digests)) != self.table.key(number):
+            what = f"{item.id}: its files or the configuration changed after the data set was prepared"
+            raise DataError(what, where=", ".join(files), remedy=GRAPH_AGAIN)
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """What a reader gives, read from its files every time; it is what the scan saw, or an error."""
+
+    reader: Reader
+    table: Table
+
+    def read(self, numbers: Sequence[int]) -> Iterator[Found | Rejection]:
+        """Yield the arrays of each item."""
+        for number in numbers:
+            id_ = self.table.ids[number]
+            arrays = self._arrays(number, id_)
+            if digest_of(arrays) != self.table.key(number):
+                raise DataError(f"{id_} is not what it was when the data set was scanned", remedy=SCAN_AGAIN)
+            yield Found(number, id_, arrays, {"partners": [], "sizes": sizes_of(arrays)})
+
+    def _arrays(self, number: int, id_: str) -> dict[str, Array]:
+        try:
+            return as_arrays(self.reader.read(self.table.place(number)))
+        except MemoryError:
+            raise
+        except PipelineError as error:
+            raise DataError(f"{id_} cannot be read: {error.what}", where=error.where, remedy=SCAN_AGAIN) from error
+        except Exception as error:  # whatever a user's code raises
+            what = f"{id_} cannot be read: {type(error).__name__}: {error}"
+            raise DataError(what, remedy=SCAN_AGAIN) from error
+
+
+def _checked(found: Found) -> Found | Rejection:
+    """Return a stored graph, or the reason that is stored in its place."""
+    if "reason" in found.meta:
+        return Rejection(found.id, Reason(found.meta["reason"]), found.meta["detail"])
+    if found.meta["format"] != graphs.FORMAT:
+        raise ValueError(f"the graph of {found.id} is of format {found.meta['format']}, not {graphs.FORMAT}")
+    return found
+
+
+def _rejected(item: Item, reason: Reason, detail: str) -> Rejection:
+    return Rejection(item.id, reason, detail, item.origin, item.split)
+
+
+NUMBERS = "numbers"  # the size that every item has: how many numbers it is of in all
+TAKEN = {ITEMS, NUMBERS, *OF_GRAPHS}
+_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*", re.ASCII)
+_WIDEST = 8  # bytes of a number
+
+
+def digest_of(arrays: Mapping[str, Array]) -> bytes:
+    """Return the 16-byte digest of arrays: of their names, types, shapes and bytes."""
+    digest = xxhash.xxh3_128()
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{name}\0{array.dtype.str}\0{array.shape}\0".encode())
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.digest()
+
+
+def as_arrays(values: Mapping[str, Any]) -> dict[str, Array]:
+    """Return what a reader gave as arrays: a number alone may be one."""
+    return {name: np.asarray(value) for name, value in values.items()}
+
+
+def sizes_of(arrays: Mapping[str, Array]) -> dict[str, int]:
+    """Return how many rows an item has along each axis, and how many numbers in all."""
+    rows = {parse(name).axis: len(array) for name, array in arrays.items() if parse(name).axis}
+    return {NUMBERS: sum(array.size for array in arrays.values()), **rows}
+
+
+@dataclass(slots=True)
+class Forms:
+    """What the arrays of a data set are like, by the items that came first; a batch joins those of any items."""
+
+    known: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = field(default_factory=dict)  # of one item, or of a row
+    most: dict[str, int] = field(default_factory=dict)  # rows of any item along each axis
+    items: int = 0
+
+    def wrong(self, arrays: Mapping[str, Array]) -> str:
+        """Say what is wrong with the arrays of an item; nothing where they can be joined with those before."""
+        if not arrays:
+            return "it has no arrays"
+        return next((what for name, array in arrays.items() if (what := _wrong(name, array))), "") or (
+            _odd_rows(arrays) or self._other(arrays) or self._absent(arrays) or self._late(arrays)
+        )
+
+    def take(self, arrays: Mapping[str, Array]) -> None:
+        """Let the items to come be like this one."""
+        self.items += 1
+        for name, array in arrays.items():
+            self.known.setdefault(name, _form(name, array))
+        for axis, rows in sizes_of(arrays).items():
+            self.most[axis] = max(rows, self.most.get(axis, 0))
+
+    def _other(self, arrays: Mapping[str, Array]) -> str:
+        for name, array in arrays.items():
+            mine, first = _form(name, array), self.known.get(name)
+            if first is not None and mine != first:
+                return f"{name} is {_said(mine)}, and {_said(first)} in the items before"
+        return ""
+
+    def _absent(self, arrays: Mapping[str, Array]) -> str:
+        """Say what it lacks for which nothing can stand: a whole number, and a row of them."""
+        rows = sizes_of(arrays)
+        for name, (dtype, _) in self.known.items():
+            if name not in arrays and not _may_lack(name, dtype, rows):
+                return f"it has no {name}, which the items before have ({dtype.name}: nothing can stand for it)"
+        return ""
+
+    def _late(self, arrays: Mapping[str, Array]) -> str:
+        """Say what it has that the items before lack, and for which nothing can stand."""
+        for name, array in arrays.items():
+            if self.items and name not in self.known and not _may_lack(name, array.dtype, self.most):
+                return f"the items before have no {name} ({array.dtype.name}: nothing can stand for it)"
+        return ""
+
+
+def _wrong(name: str, array: Array) -> str:
+    """Say what is wrong with an array by itself."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        return f"{name!r} is no name of an array: letters, digits, _ and dots"
+    if (first := name.partition(".")[0]) in TAKEN:
+        return f"{name}: the name {first} is taken"
+    if array.dtype.kind not in "biuf" or array.dtype.itemsize > _WIDEST or not array.dtype.isnative:
+        return f"{name} is of {array.dtype}, not of numbers that torch knows"
+    if parse(name).axis and not array.ndim:
+        return f"{name} is one number, but lies along {parse(name).axis}"
+    return ""
+
+
+def _odd_rows(arrays: Mapping[str, Array]) -> str:
+    """Say which array is not as long as another along its axis."""
+    first: dict[str, tuple[str, int]] = {}
+    for name, array in arrays.items():
+        if axis := parse(name).axis:
+            other, rows = first.setdefault(axis, (name, len(array)))
+            if rows != len(array):
+                return f"{name} has {len(array)} rows, and {other} has {rows}"
+    return ""
+
+
+def _form(name: str, array: Array) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    return array.dtype, array.shape[1:] if parse(name).form is Form.ROWS else array.shape
+
+
+def _said(form: tuple[np.dtype[Any], tuple[int, ...]]) -> str:
+    return f"{form[0].name} {list(form[1])}"
+
+
+def _may_lack(name: str, dtype: np.dtype[Any], rows: Mapping[str, int]) -> bool:
+    """Tell whether something stands for an array that an item lacks: no rows, unknown numbers, or no for a yes."""
+    is_rows = parse(name).form is Form.ROWS
+    return dtype.kind == "f" or (is_rows and (dtype.kind == "b" or not rows.get(parse(name).axis)))

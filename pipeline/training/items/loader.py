@@ -1,0 +1,285 @@
+"""Batches for training: threads read the graphs and embeddings of the next ones into a fixed ring of memory.
+
+    for batch in Loader(Cached(graphs, table), Embeddings(embeddings, recipe), sampler):
+        loss = model(batch.to(device))
+
+Host memory is the slots times the largest batch. A batch stays what it is while anything refers to it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from pipeline.records import Rejection
+from pipeline.training.items.batch import Batch, Items, Origin
+from pipeline.training.items.batch_layout import EMBEDDING, ENCODED, Encoding, Layout, Sheet
+from pipeline.training.items.crop import cropped, rng_of
+from pipeline.training.items.read_ahead import Reading, Ring
+from pipeline.training.items.residue_embeddings import proteins
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from pipeline.training.items.crop import Measure
+    from pipeline.training.items.item_source import Found, Graphs
+    from pipeline.training.items.read_ahead import Read, Slot
+    from pipeline.training.items.residue_embeddings import Copy, Embeddings
+    from pipeline.training.sampling.sampler import Micro, Sampler
+
+    Bytes = NDArray[np.uint8]
+
+
+@dataclass(slots=True)
+class Stats:
+    """What a loader did so far."""
+
+    batches: int = 0
+    items: int = 0
+    rejected: int = 0
+    cropped: int = 0
+    bytes: int = 0  # of all batches
+    wait_s: float = 0.0  # of the loop, for batches
+    largest_bytes: int = 0
+    slots_bytes: int = 0
+    grown: int = 0  # how often the slots became larger
+
+
+class _Filled(NamedTuple):
+    """What is known of a slot's content."""
+
+    layout: Layout
+    numbers: tuple[int, ...]
+    ids: tuple[str, ...]
+    rejected: tuple[Rejection, ...]
+    cropped: int
+
+
+class Loader:
+    """Yields the batches of an epoch, as often as it is iterated over; one loop at a time.
+
+    It stands where a `DataLoader` is expected: it has a length, a `sampler` with `set_epoch`, and a state.
+    """
+
+    def __init__(
+        self,
+        graphs: Graphs,
+        embeddings: Embeddings | None,
+        sampler: Sampler,
+        *,
+        slots: int = 4,
+        threads: int = 2,
+        pin: bool | None = None,
+        slot_bytes: int = 0,
+        seed: int = 0,
+        crop: Mapping[str, int] | None = None,
+        measure: Measure = dict,
+        collate: Callable[[Items, np.random.Generator], Any] | None = None,
+        reject: Callable[[Rejection], None] = lambda _: None,
+    ) -> None:
+        """Take where graphs and embeddings come from; `pin` is for copies to a GPU, by default where there is one.
+
+        `collate(items, rng)` makes what is yielded of a batch's items, each with random numbers of its own; `reject` is
+        told of items that have no graph after all. `crop` is the largest an item may have of each size: of its graph,
+        or of what `measure` makes of these.
+        """
+        if threads < 1:
+            raise ValueError(f"{threads} threads: one at least reads")
+        self.sampler = self.batch_sampler = sampler
+        self.stats = Stats()
+        self._graphs, self._embeddings, self._collate, self._reject = graphs, embeddings, collate, reject
+        self._ring = Ring(slots, pin=torch.cuda.is_available() if pin is None else pin, slot_bytes=slot_bytes)
+        self._threads, self._seed = threads, seed
+        self._crop, self._measure = crop or {}, measure
+        self._memory = _Memory()
+        self._reading: Reading[Micro, _Filled] | None = None
+        self._start: Mapping[str, Any] = {}  # where the present loop began
+        self._moves = 0  # of the sampler, then
+        self._last: Micro | None = None  # what it yielded last
+
+    def __len__(self) -> int:
+        """Count the batches of an epoch on this rank."""
+        return self.sampler.count(self._start["epoch"] if self._reading else self.sampler.epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches from where the sampler stands to the end of the epoch; another loop ends with this."""
+        self.close()
+        self._start, self._last, self._moves = self.sampler.state_dict(), None, self.sampler.moves
+        reading = self._reading = Reading(iter(self.sampler), self._fill, self._ring, self._threads)
+        try:
+            while read := self._next(reading):
+                yield self._yielded(read)
+            self._reading = self._last = None
+        finally:
+            reading.close()
+            if self._reading is reading:
+                self.close()
+
+    def close(self) -> None:
+        """End the loop that is under way, as leaving it does; the next one begins where it began."""
+        if self._reading is not None:
+            reading, self._reading = self._reading, None
+            reading.close()
+            if self.sampler.moves == self._moves:  # else somebody has told the sampler itself where to go
+                self.sampler.load_state_dict(self._start)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to an epoch."""
+        self.close()
+        self._last = None
+        self.sampler.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return, as JSON data, where to go on: after the last batch that was yielded, not the last that was read."""
+        if self._last is not None:
+            return self.sampler.state_dict(after=self._last)
+        return dict(self._start) if self._reading else self.sampler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next loop begin where a state says."""
+        self.close()
+        self._last = None
+        self.sampler.load_state_dict(state)
+
+    def _next(self, reading: Reading[Micro, _Filled]) -> Read[Micro, _Filled] | None:
+        """Wait for the next batch, and count how long."""
+        if reading is not self._reading:
+            raise ValueError("another loop over this loader began, which ended this one")
+        begun = time.perf_counter()
+        read = reading.next()
+        self.stats.wait_s += time.perf_counter() - begun
+        return read
+
+    def _yielded(self, read: Read[Micro, _Filled]) -> Any:
+        """Return what is yielded of a batch that was read."""
+        micro, filled = read.micro, read.filled
+        self._last = micro
+        self._count(filled)
+        memory = self._ring.hand_out(read.slot, filled.layout.used)
+        batch = self._batch(micro, filled, memory, read.slot.copies)
+        for rejection in filled.rejected:
+            self._reject(rejection)
+        return batch if self._collate is None else self._collate(batch.items, batch.rng)
+
+    def fetch(self, items: Sequence[int], micro: Micro) -> Batch:
+        """Return some items of a micro-batch again, in memory of their own; nothing is counted, and nobody is told."""
+        filled, memory = self._read(items, micro.epoch, lambda used: torch.empty(used, dtype=torch.uint8).numpy())
+        return self._batch(micro, filled, torch.from_numpy(memory), [])
+
+    def _batch(self, micro: Micro, filled: _Filled, memory: Tensor, copies: list[torch.cuda.Event]) -> Batch:
+        return Batch(
+            memory=memory,
+            layout=filled.layout,
+            numbers=filled.numbers,
+            ids=filled.ids,
+            origin=Origin(micro.epoch, micro.step, micro.index, micro.of, self._seed),
+            rejected=filled.rejected,
+            copies=copies,
+        )
+
+    def _count(self, filled: _Filled) -> None:
+        stats = self.stats
+        stats.batches += 1
+        stats.items += len(filled.ids)
+        stats.rejected += len(filled.rejected)
+        stats.cropped += filled.cropped
+        stats.bytes += filled.layout.used
+        stats.largest_bytes = max(stats.largest_bytes, filled.layout.used)
+        stats.slots_bytes, stats.grown = self._ring.bytes, self._ring.grown
+
+    def _fill(self, micro: Micro, slot: Slot) -> _Filled:
+        """Read a micro-batch into a slot; any thread does."""
+        return self._read(micro.items.tolist(), micro.epoch, lambda used: self._ring.room(slot, used))[0]
+
+    def _read(self, items: Sequence[int], epoch: int, room: Callable[[int], Bytes]) -> tuple[_Filled, Bytes]:
+        """Read items into memory that is asked for when its size is known."""
+        read = list(self._graphs.read(items))
+        whole = [one for one in read if not isinstance(one, Rejection)]
+        found = [self._cropped(one, epoch) for one in whole]
+        sides = self._sides(found)
+        sheet = Sheet(found, self._encoding(sides))
+        memory = room(sheet.layout.used)
+        sheet.write(memory)
+        if sides:
+            self._join(sheet, sides, memory)
+        filled = _Filled(
+            layout=sheet.layout,
+            numbers=tuple(one.number for one in found),
+            ids=tuple(one.id for one in found),
+            rejected=tuple(one for one in read if isinstance(one, Rejection)),
+            cropped=sum(one is not before for one, before in zip(found, whole, strict=True)),
+        )
+        return filled, memory
+
+    def _cropped(self, found: Found, epoch: int) -> Found:
+        """Return an item as large as it may be."""
+        if not self._crop:
+            return found
+        return cropped(found, self._crop, rng_of(self._seed, epoch, found.id), self._measure)
+
+    def _sides(self, found: Sequence[Found]) -> list[_Side]:
+        """Return the partners of all items, and their embeddings."""
+        if self._embeddings is None:
+            return []
+        texts = [
+            (place, one, partner["role"], self._embeddings.texts(proteins(partner["chains"])))
+            for place, one in enumerate(found)
+            for partner in one.meta["partners"]
+        ]
+        copies = self._embeddings.find({text: one.id for _, one, _, mine in texts for text in mine})
+        return [_Side(place, one, role, [(text, copies[text]) for text in mine]) for place, one, role, mine in texts]
+
+    def _encoding(self, sides: Sequence[_Side]) -> Encoding | None:
+        if self._embeddings is None:
+            return None
+        copies = (copy for side in sides for _, copy in side.copies)
+        return Encoding(self._embeddings.dtype, self._embeddings.width(copies))
+
+    def _join(self, sheet: Sheet, sides: Sequence[_Side], memory: Bytes) -> None:
+        """Read the embeddings of all partners to where they belong."""
+        assert self._embeddings is not None
+        layout = sheet.layout
+        out = {
+            role: (
+                layout.bounds[layout.residues(role)].tolist(),
+                layout.view(f"{role}.{EMBEDDING}", memory),
+                layout.view(f"{role}.{ENCODED}", memory),
+            )
+            for role in layout.roles()
+        }
+        for side in sides:
+            bounds, embedding_RD, encoded_R = out[side.role]
+            rows = slice(bounds[side.place], bounds[side.place + 1])
+            row_R = sheet.row_map(side.found, side.role)
+            self._embeddings.join(
+                side.copies, row_R, embedding_RD[rows], encoded_R[rows], side.found.id, self._memory.scratch
+            )
+
+
+class _Side(NamedTuple):
+    """A partner of an item, and the embeddings of its texts."""
+
+    place: int  # of the item in the batch
+    found: Found
+    role: str
+    copies: Sequence[tuple[str, Copy]]
+
+
+class _Memory(threading.local):
+    """Memory of each thread, for one embedding at a time."""
+
+    bytes_T: NDArray[np.uint8] = np.empty(0, np.uint8)
+
+    def scratch(self, length: int) -> memoryview:
+        """Return so many bytes."""
+        if length > len(self.bytes_T):
+            self.bytes_T = np.empty(length * 5 // 4, np.uint8)
+        return self.bytes_T[:length].data

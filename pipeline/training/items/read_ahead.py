@@ -1,0 +1,220 @@
+"""A fixed ring of memory that batches are read into, again and again.
+
+A slot that was handed out comes back when nothing refers to its memory any more: no batch, no tensor, no view of one.
+So what a loop keeps stays what it was; a loop that keeps as many batches as there are slots is told so.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import threading
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
+import torch
+
+from pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Bytes = NDArray[np.uint8]
+    from collections.abc import Callable, Iterator
+
+GROWTH = 9 / 8  # batches of one budget differ a little: room for the next one too
+UNIT = 1 << 20
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """Memory for one batch, and the copies of it to a device that may not have ended."""
+
+    memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    copies: list[torch.cuda.Event] = field(default_factory=list)
+
+
+class Ring:
+    """All the slots there are; readers take them from `free`, where None sends one home."""
+
+    def __init__(self, slots: int, *, pin: bool, slot_bytes: int = 0) -> None:
+        if slots < 2:
+            raise ValueError(f"{slots} slots: one batch is used while the next is read, so 2 at least")
+        self.slots = tuple(Slot() for _ in range(slots))
+        self.free: SimpleQueue[Slot | None] = SimpleQueue()
+        self.grown = 0  # how often a batch was larger than all before it
+        self._pin, self._slot_bytes = pin, slot_bytes
+        self._lent: set[Slot] = set()
+        for slot in self.slots:
+            self.free.put(slot)
+
+    @property
+    def bytes(self) -> int:
+        """Return the memory of all slots."""
+        return sum(len(slot.memory) for slot in self.slots)
+
+    def room(self, slot: Slot, used: int) -> Bytes:
+        """Return so many bytes of a free slot, to write to."""
+        for copy in slot.copies:
+            copy.synchronize()
+        slot.copies.clear()
+        if used > len(slot.memory) or len(slot.memory) == 0:
+            slot.memory = torch.empty(0, dtype=torch.uint8)  # the old memory goes before the new one comes
+            slot.memory = torch.empty(self._larger(used), dtype=torch.uint8, pin_memory=self._pin)
+        memory: Bytes = slot.memory.numpy()[:used]
+        return memory
+
+    def _larger(self, used: int) -> int:
+        """Return the bytes of a new slot: no fewer than any has so far, so that all are of one size in the end."""
+        if used > self._slot_bytes:
+            self.grown += 1
+            self._slot_bytes = -(-int(used * GROWTH) // UNIT) * UNIT
+        return max(self._slot_bytes, UNIT)
+
+    def hand_out(self, slot: Slot, used: int) -> torch.Tensor:
+        """Return what was written; when nothing refers to it any more, the slot is free again."""
+        self._lent.add(slot)
+        return torch.from_numpy(np.asarray(_Lease(self, slot, used)))
+
+    def take_back(self, slot: Slot) -> None:
+        """Free a slot; called wherever the last reference to its memory ends, in any thread."""
+        self._lent.discard(slot)
+        self.free.put(slot)
+
+    def all_lent(self) -> bool:
+        """Say whether no slot can come free unless the loop lets go of a batch."""
+        if len(self._lent) < len(self.slots):
+            return False
+        gc.collect()  # what only refers to itself is let go of
+        return len(self._lent) == len(self.slots)
+
+
+class _Lease:
+    """The memory of a slot while it is handed out, as numpy asks for it; arrays over it keep this alive."""
+
+    def __init__(self, ring: Ring, slot: Slot, used: int) -> None:
+        self._ring, self._slot = ring, slot
+        self.__array_interface__: dict[str, Any] = {
+            "version": 3,
+            "data": (slot.memory.data_ptr(), False),
+            "shape": (used,),
+            "typestr": "|u1",
+        }
+
+    def __del__(self) -> None:
+        self._ring.take_back(self._slot)
+
+
+Micro = TypeVar("Micro")
+Filled = TypeVar("Filled")
+
+
+@dataclass(frozen=True, slots=True)
+class Read(Generic[Micro, Filled]):
+    """A micro-batch that was read."""
+
+    slot: Slot
+    micro: Micro
+    filled: Filled
+
+
+class Reading(Generic[Micro, Filled]):
+    """One pass over some micro-batches. What `fill` made is asked for with `next`; `close` ends the threads."""
+
+    def __init__(
+        self, micros: Iterator[Micro], fill: Callable[[Micro, Slot], Filled], ring: Ring, threads: int
+    ) -> None:
+        self._micros, self._fill, self._ring = micros, fill, ring
+        self._changed = threading.Condition()  # guards what follows
+        self._done: dict[int, Read[Micro, Filled] | BaseException] = {}
+        self._drawn = 0  # micro-batches that threads have taken
+        self._given = 0  # those that `next` has returned
+        self._ended: BaseException | None = None  # why no more are drawn
+        self._threads = [threading.Thread(target=self._work, name=f"reader-{n}", daemon=True) for n in range(threads)]
+        atexit.register(self.close)  # threads that are still at work when the interpreter goes would take it down
+        for thread in self._threads:
+            thread.start()
+
+    def next(self) -> Read[Micro, Filled] | None:
+        """Return what was made of the next micro-batch, or None at the end; raise what went wrong with it."""
+        if self._ring.all_lent():
+            self._expect_end()
+        with self._changed:
+            self._changed.wait_for(lambda: self._given in self._done or (self._ended and self._given >= self._drawn))
+            read = self._done.pop(self._given, self._ended)
+            self._given += read is not self._ended
+        if isinstance(read, StopIteration):
+            return None
+        if isinstance(read, BaseException):
+            raise read
+        return read
+
+    def close(self) -> None:
+        """End the threads, and free the slots of what nobody asked for."""
+        atexit.unregister(self.close)
+        with self._changed:
+            self._ended = self._ended or StopIteration()
+        others = [thread for thread in self._threads if thread is not threading.current_thread()]
+        for _ in others:
+            self._ring.free.put(None)
+        for thread in others:
+            thread.join()
+        unused = [read.slot for read in self._done.values() if not isinstance(read, BaseException)]
+        self._done.clear()
+        try:
+            while True:
+                if slot := self._ring.free.get_nowait():
+                    unused.append(slot)
+        except Empty:
+            pass
+        for slot in unused:
+            self._ring.free.put(slot)
+
+    def _work(self) -> None:
+        while (slot := self._ring.free.get()) and self._fill_next(slot):
+            pass
+
+    def _fill_next(self, slot: Slot) -> bool:
+        """Fill a slot with what comes next; say whether anything did."""
+        with self._changed:
+            number = self._drawn
+            try:
+                micro = self._draw()
+            except BaseException as error:  # noqa: BLE001 - the loop is told, after what comes before: StopIteration, or worse
+                self._ended = self._ended or error
+                self._ring.free.put(slot)
+                self._changed.notify_all()
+                return False
+        read: Read[Micro, Filled] | BaseException
+        try:
+            read = Read(slot, micro, self._fill(micro, slot))
+        except BaseException as error:  # noqa: BLE001 - the loop is told, in this one's place
+            self._ring.free.put(slot)
+            read = error
+        with self._changed:
+            self._done[number] = read
+            self._changed.notify_all()
+        return True
+
+    def _draw(self) -> Micro:
+        """Take the next micro-batch; nothing comes after an end."""
+        if self._ended:
+            raise self._ended
+        micro = next(self._micros)
+        self._drawn += 1
+        return micro
+
+    def _expect_end(self) -> None:
+        """See that nothing is left to read, when there is no slot left to read it into."""
+        with self._changed:
+            if self._ended:
+                return
+            try:
+                self._draw()
+            except StopIteration as error:
+                self._ended = error
+                return
+        what = f"the loop still holds the last {len(self._ring.slots)} batches, and the loader has no more slots"
+        raise ConfigError(what, remedy="keep batch.clone() instead of the batch, or give the loader more slots")

@@ -1,0 +1,241 @@
+"""The embeddings of a partner's residues, read and verified when they are wanted, joined by the graph's row map.
+
+Shapes: R residues of a partner, L residues of a text, D numbers a residue.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from functools import lru_cache
+from itertools import chain
+from threading import Lock
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import xxhash
+
+from pipeline.errors import SUBMIT_AGAIN, CacheDamaged, DataError, RecordMissing
+from pipeline.keys import TAG_BYTES
+from pipeline.records import Kind
+from pipeline.store.cache_folder import ELSEWHERE
+from pipeline.structures.partners import NO_ROW
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from typing import Any
+
+    from numpy.typing import NDArray
+
+    from pipeline.encoder.embedding_recipe import Recipe
+    from pipeline.store.format.record import Record
+    from pipeline.store.store import Place, Room, Store
+
+    Rows = NDArray[Any]
+
+EMBED_AGAIN = "pipeline submit --stage embed   (does only what is missing)"
+REMEMBERED = 32_768  # places of embeddings: less than a kilobyte each
+_NO_ROWS: Rows = np.empty(0)  # of a record that has none
+_DTYPES = {"fp32": ("float32", np.float32), "fp16": ("float16", np.float16), "bf16": ("bfloat16", np.uint16)}
+
+
+class Copy(NamedTuple):
+    """An embedding that the store has."""
+
+    key: bytes
+    places: Sequence[Place]
+
+
+class Embeddings:
+    """Finds and reads embeddings; several threads use it at once."""
+
+    def __init__(self, store: Store, recipe: Recipe) -> None:
+        self._store, self._recipe = store, recipe
+        self.dtype, self._numpy = _DTYPES[recipe.storage]  # the name of the numbers' type, and what numpy holds them as
+        self._width = 0
+        self._found: dict[bytes, Copy] = {}  # by the digest of the text
+        self._lock = Lock()
+
+    @property
+    def itemsize(self) -> int:
+        """Return the bytes of a number."""
+        return np.dtype(self._numpy).itemsize
+
+    def texts(self, sequences: Sequence[str]) -> tuple[str, ...]:
+        """Return what is encoded of a partner, given the sequences of its protein chains."""
+        if self._recipe.context == "partner":
+            return ("".join(sequences),) if sequences else ()
+        return tuple(sequences)
+
+    def find(self, wanted: Mapping[str, str]) -> dict[str, Copy]:
+        """Find the best embedding of each text that the configuration accepts; the text's item is named if none is."""
+        found, absent = self.look_up(wanted)
+        for text, key in absent.items():
+            raise self._missing(text, key, wanted[text])
+        return found
+
+    def look_up(self, texts: Iterable[str]) -> tuple[dict[str, Copy], dict[str, bytes]]:
+        """Return the best embedding of each text that the configuration accepts, and the keys of those without any."""
+        texts, absent = list(texts), dict[str, bytes]()
+        found = self._find_remembered(texts)
+        open_ = {text: self._recipe.accepted(len(text)) for text in texts if text not in found}
+        while open_:
+            keys = [self._recipe.key(text, variants[0]) for text, variants in open_.items()]
+            for text, key, places in zip(list(open_), keys, self._store.locate(keys), strict=True):
+                if places:
+                    found[text] = Copy(key, places)
+                    del open_[text]
+                elif not (rest := open_[text][1:]):
+                    absent[text] = key
+                    del open_[text]
+                else:
+                    open_[text] = rest
+        self._remember(found)
+        return found, absent
+
+    def width(self, copies: Iterable[Copy]) -> int:
+        """Return how many numbers a residue has: as in the first embedding that is met, and never another."""
+        for copy in () if self._width else chain(copies, self._any()):
+            with suppress(CacheDamaged, RecordMissing):  # whoever needs it is told
+                rows_LD = self._store.get_at(copy.key, copy.places).arrays.get("rows", _NO_ROWS)
+                self._width = rows_LD.shape[-1]
+                break
+        return self._width
+
+    def join(
+        self,
+        copies: Sequence[tuple[str, Copy]],
+        row_R: NDArray[np.int32],
+        out_RD: Rows,
+        encoded_R: NDArray[np.bool_],
+        item: str,
+        scratch: Callable[[int], memoryview],
+    ) -> None:
+        """Write the rows of a partner's residues, and which of them have one.
+
+        What has none (DNA, RNA, small molecules) is zeros, and `encoded` says so. `copies` are of the partner's texts.
+        """
+        straight = _straight([len(text) for text, _ in copies], row_R, out_RD)
+        if sum(map(len, straight)) < len(row_R):
+            self._check_rows(copies, row_R, item)
+            np.not_equal(row_R, NO_ROW, out=encoded_R)
+            out_RD[~encoded_R] = 0
+        else:
+            encoded_R[:] = True
+        first = 0
+        for (text, copy), into_LD in zip(copies, straight, strict=True):
+            rows_LD = self._rows(text, copy, out_RD.shape[1], item, _room(into_LD, scratch))
+            if not len(into_LD):
+                _gather(rows_LD, row_R, first, out_RD)
+            first += len(text)
+
+    def _check_rows(self, copies: Sequence[tuple[str, Copy]], row_R: NDArray[np.int32], item: str) -> None:
+        """Refuse rows that the embeddings do not have."""
+        total = sum(len(text) for text, _ in copies)
+        if row_R.max() >= total or row_R.min() < NO_ROW:
+            what = f"residues of {item} have rows {row_R.min()} to {row_R.max()}; its embeddings have {total}"
+            keys = ", ".join(copy.key.hex() for _, copy in copies) or "none"
+            raise CacheDamaged(what, where=f"embeddings {keys}", remedy=SUBMIT_AGAIN)
+
+    def _rows(self, text: str, copy: Copy, width: int, item: str, room: Room) -> Rows:
+        """Return the verified rows of a text [L, D]."""
+        try:
+            record = self._store.get_at(copy.key, copy.places, room)
+        except (CacheDamaged, RecordMissing) as error:
+            self._forget(text)
+            what = f"the embedding of a sequence of {item}: {error.what}"
+            raise type(error)(what, where=error.where, remedy=EMBED_AGAIN) from error
+        rows_LD: Rows = record.arrays.get("rows", _NO_ROWS)
+        if rows_LD.shape != (len(text), width) or rows_LD.dtype != self._numpy or not self._is_bits(record):
+            raise self._unfit(text, copy.key, record, width, item)
+        return rows_LD
+
+    def _is_bits(self, record: Record) -> bool:
+        """Say whether a record has bfloat16 where it should, and only there."""
+        return ("rows" in record.bfloat16) == (self.dtype == "bfloat16")
+
+    def _unfit(self, text: str, key: bytes, record: Record, width: int, item: str) -> CacheDamaged | DataError:
+        rows_LD, cut = record.arrays.get("rows", _NO_ROWS), record.meta.get("cut")
+        shape = list(rows_LD.shape)
+        where = f"embedding {key.hex()} of {item}"
+        variants = self._recipe.accepted(len(text))
+        truncated = [one.cut for one in variants if one.cut and one.cut.policy == "truncate"]
+        if truncated and shape == [truncated[0].length, width]:
+            what = f"a sequence of {len(text):,} residues was truncated to {shape[0]:,}: the others have no embedding"
+            return DataError(what, where=where, remedy="pipeline submit --stage embed --set embed.long.policy=windows")
+        what = f"rows are {rows_LD.dtype} {shape}{f', cut {cut}' if cut else ''}"
+        what += f"; of {len(text):,} residues, {self.dtype} [{len(text)}, {width}] was expected"
+        return CacheDamaged(what, where=where, remedy=ELSEWHERE)
+
+    def _missing(self, text: str, key: bytes, item: str) -> RecordMissing:
+        what = f"a sequence of {item} ({len(text):,} residues) has no embedding: record {key.hex()} is not in the cache"
+        return RecordMissing(what, where=self._store.kind, remedy=EMBED_AGAIN)
+
+    def _find_remembered(self, texts: Iterable[str]) -> dict[str, Copy]:
+        """Return those of the texts whose embeddings were found before."""
+        with self._lock:
+            return {text: copy for text in texts if (copy := self._found.get(_digest(text)))}
+
+    def _remember(self, found: Mapping[str, Copy]) -> None:
+        with self._lock:
+            self._found |= {_digest(text): copy for text, copy in found.items()}
+            while len(self._found) > REMEMBERED:
+                del self._found[next(iter(self._found))]
+
+    def _forget(self, text: str) -> None:
+        with self._lock:
+            self._found.pop(_digest(text), None)
+
+    def _any(self) -> Iterable[Copy]:
+        """Yield embeddings that a key of this recipe can be of, for when nothing of a batch is encoded."""
+        tags = {self._recipe.key("", variant)[:TAG_BYTES] for variant in self._recipe.accepted(sys.maxsize)}
+        for key in self._store.keys():  # noqa: SIM118 - a store is no mapping
+            if key[:TAG_BYTES] in tags:
+                yield Copy(key, self._store.locate([key])[0])
+
+
+def proteins(chains: Sequence[tuple[str, str, str]]) -> list[str]:
+    """Return the sequences that are encoded of a partner's chains, as the record of a graph names them."""
+    return [sequence for _, kind, sequence in chains if kind == Kind.PROTEIN.value]
+
+
+def _straight(lengths: Sequence[int], row_R: NDArray[np.int32], out_RD: Rows) -> list[Rows]:
+    """Return, for each text, where its rows belong if every one does, in order: mostly so. Else nothing of `out`."""
+    found, first, start = [], 0, 0
+    for length in lengths:
+        stop = start + length
+        counting = row_R[start:stop] - first
+        if len(counting) == length and length and counting[-1] == length - 1 and (counting == _count(length)).all():
+            found.append(out_RD[start:stop])
+            start = stop
+        else:
+            found.append(out_RD[:0])
+        first += length
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _count(length: int) -> NDArray[np.int32]:
+    """Return 0 … length - 1."""
+    return np.arange(length, dtype=np.int32)
+
+
+def _room(into_LD: Rows, scratch: Callable[[int], memoryview]) -> Room:
+    """Return memory for a record: its rows straight to where they belong, as far as there is room, and what follows."""
+
+    def room(length: int) -> tuple[memoryview, memoryview]:
+        if not len(into_LD) or length <= into_LD.nbytes:
+            return scratch(length), memoryview(b"")
+        return into_LD.reshape(-1).view(np.uint8).data, scratch(length - into_LD.nbytes)
+
+    return room
+
+
+def _gather(rows_LD: Rows, row_R: NDArray[np.int32], first: int, out_RD: Rows) -> None:
+    """Write the rows that lie in one text, whose first row has the number `first`, to where its residues are."""
+    here = np.flatnonzero((row_R >= first) & (row_R < first + len(rows_LD)))
+    out_RD[here] = rows_LD[row_R[here] - first]
+
+
+def _digest(text: str) -> bytes:
+    return xxhash.xxh3_128_digest(text.encode())

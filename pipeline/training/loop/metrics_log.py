@@ -1,0 +1,246 @@
+"""What training measured, for people and programs: a line an epoch, a line every few steps, in files of JSON lines.
+
+A line that a kill has torn is no line. A run that goes on from a checkpoint first cuts off what was written after it,
+so no step appears twice. Only the first rank writes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+    from types import TracebackType
+
+    from pipeline.training.loop.trackers import Tracker
+
+log = logging.getLogger(__name__)
+
+EPOCHS, FIGURES = "epochs.jsonl", "figures.jsonl"
+STEP = "step"
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_KILO = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How large something was over an epoch."""
+
+    least: float
+    mean: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Return the spread of at least one value."""
+        return cls(min(values), math.fsum(values) / len(values), max(values))
+
+    def words(self) -> str:
+        """Say it for people."""
+        if self.least == self.most:
+            return f"{self.least:,g} exactly"
+        return f"{self.least:,g} to {self.most:,g}, {self.mean:,.4g} on average"
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """What an epoch came to, over all ranks; memory is of the rank that took most."""
+
+    epoch: int
+    step: int  # optimizer steps since training began
+    steps: int  # of this epoch
+    loss: Mapping[str, float | None]  # each term's mean; None: not finite
+    learning_rate: float
+    batch: Spread  # items in an optimizer step
+    items: int
+    items_per_s: float
+    wait_share: float  # of the time, for data
+    allocated_bytes: int  # at the end of the epoch
+    reserved_bytes: int
+    peak_bytes: int
+    ooms: int
+    micro_batches: int
+    rejected: int
+    cropped: int
+    wall_s: float
+    remedied: Mapping[str, int] = field(default_factory=dict)  # items that ran on a rung of the ladder, by its name
+    validation: Mapping[str, float | None] = field(default_factory=dict)
+    more: Mapping[str, float | None] = field(default_factory=dict)
+    planned_bytes: int = 0  # for that peak; 0: nobody knows
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON data."""
+        found: dict[str, Any] = finite(asdict(self))
+        return found
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Epoch:
+        """Read it back; what a later version has added is passed over."""
+        known = {one.name for one in fields(cls)}
+        return cls(
+            **{name: value for name, value in data.items() if name in known} | {"batch": Spread(**data["batch"])}
+        )
+
+    def words(self) -> str:
+        """Say it for people, in a line."""
+        said = [f"epoch {self.epoch}", *self._loss()]
+        said += [f"val {name} {_number(value)}" for name, value in self.validation.items()]
+        said += [self._memory(), f"batch {self.batch.words()}", f"{self.items_per_s:,.3g} items/s"]
+        said.append(f"wait {100 * self.wait_share:.1f}%")
+        said += [f"{count:,} {name}" for name, count in self._events().items() if count]
+        return "  ".join(said)
+
+    def _loss(self) -> list[str]:
+        if len(self.loss) == 1:
+            return [f"loss {_number(value)}" for value in self.loss.values()]
+        return [f"{name} {_number(value)}" for name, value in self.loss.items()]
+
+    def _memory(self) -> str:
+        """Say how much was allocated, reserved and taken at most, in the unit of the last."""
+        power = int(math.log(max(self.peak_bytes, 1), _KILO))
+        shown = [f"{one / _KILO**power:.1f}" for one in (self.allocated_bytes, self.reserved_bytes, self.peak_bytes)]
+        return f"allocated {shown[0]} / reserved {shown[1]} / peak {shown[2]} {_UNITS[power]}"
+
+    def _events(self) -> dict[str, int]:
+        climbed = {f"by {rung}": items for rung, items in self.remedied.items()}
+        return {"out of memory": self.ooms, **climbed, "rejected": self.rejected, "cropped": self.cropped}
+
+    def scalars(self) -> dict[str, float]:
+        """Return its numbers by name, as trackers show them."""
+        skipped = ("epoch", "step", "loss", "validation", "batch", "more", "remedied")
+        plain = {f"epoch/{one.name}": getattr(self, one.name) for one in fields(self) if one.name not in skipped}
+        plain |= {f"epoch/batch_{name}": value for name, value in asdict(self.batch).items()}
+        plain |= {f"epoch/by_{rung}": items for rung, items in self.remedied.items()}
+        plain |= {f"loss/{name}": value for name, value in self.loss.items()}
+        plain |= {f"validation/{name}": value for name, value in self.validation.items()}
+        plain |= {f"epoch/{name}": value for name, value in self.more.items()}
+        return {name: float(value) for name, value in plain.items() if value is not None}
+
+
+class Figures:
+    """Writes the figures of a model's training into its folder, and tells trackers."""
+
+    def __init__(self, folder: Path, *, step: int = 0, trackers: Sequence[Tracker] = ()) -> None:
+        """Go on after a step: what is known of later ones is cut off."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._trackers = trackers
+        self._epochs, self._figures = _Lines(folder / EPOCHS, step), _Lines(folder / FIGURES, step)
+
+    def epoch(self, epoch: Epoch) -> None:
+        """Note what an epoch came to."""
+        self._epochs.append(epoch.to_json())
+        self._tell(epoch.step, epoch.scalars())
+
+    def log(self, step: int, figures: Mapping[str, float | None]) -> None:
+        """Note some figures of a step."""
+        self._figures.append({STEP: step, **finite(dict(figures))})
+        self._tell(step, {name: float(value) for name, value in figures.items() if value is not None})
+
+    def close(self) -> None:
+        """Close the files and the trackers."""
+        self._epochs.close()
+        self._figures.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+    def __enter__(self) -> Figures:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _tell(self, step: int, figures: Mapping[str, float]) -> None:
+        for tracker in self._trackers:
+            tracker.scalars(step, figures)
+
+
+class _Lines:
+    """A file that lines are appended to, each in one write; a disk that is full costs lines, not the training."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self._path = path
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        end = _end(path, step)
+        if end < os.fstat(self._file).st_size:
+            os.ftruncate(self._file, end)
+
+    def append(self, data: Mapping[str, Any]) -> None:
+        """Add a line, or nothing of it."""
+        line = json.dumps(data, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+        before = os.fstat(self._file).st_size
+        try:
+            written = os.write(self._file, line)
+        except OSError as error:
+            log.warning("%s: a line of figures is lost: %s", self._path, error.strerror)
+            return
+        if written < len(line):
+            log.warning("%s: a line of figures is lost: the disk is full", self._path)
+            os.ftruncate(self._file, before)
+
+    def close(self) -> None:
+        """Close the file; once is enough."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def read_epochs(folder: Path) -> list[Epoch]:
+    """Return what is known of each epoch, in order."""
+    return [Epoch.from_json(line) for line, _ in _read(folder / EPOCHS)]
+
+
+def read_figures(folder: Path) -> list[dict[str, Any]]:
+    """Return what was noted every few steps, each with its `step`."""
+    return [line for line, _ in _read(folder / FIGURES)]
+
+
+def finite(value: Any) -> Any:
+    """Return JSON data with None for what is no number: JSON has no other word for it."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: finite(one) for name, one in value.items()}
+    return [finite(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _end(path: Path, step: int) -> int:
+    """Return where the whole lines of steps up to one end."""
+    last = 0
+    for line, end in _read(path):
+        if line[STEP] > step:
+            break
+        last = end
+    return last
+
+
+def _read(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield each whole line, and where it ends; a torn one is none, and nothing after it is believed."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        end = 0
+        for line in file:
+            end += len(line)
+            try:
+                found = json.loads(line)
+                whole = line.endswith(b"\n") and isinstance(found[STEP], int)
+            except (ValueError, KeyError, TypeError):
+                return
+            if not whole:
+                return
+            yield found, end
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None or not math.isfinite(value) else f"{value:.3g}"

@@ -1,0 +1,217 @@
+"""A stretch of epochs as it runs: its items come from a loader, and cost so much."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipeline.errors import DataError
+from pipeline.training.checkpoints.keeper import Place
+from pipeline.training.sampling.sampler import Micro
+from pipeline.training.step.micro_batches import Share
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from pipeline.config.schema_train import Validation
+    from pipeline.training.items.batch import Batch, Origin
+    from pipeline.training.items.loader import Loader
+    from pipeline.training.prepared import Stretch
+    from pipeline.training.step.global_step import Heard
+
+
+@dataclass(frozen=True, eq=False)
+class Course:
+    """A stretch of epochs, its loader, and what each of its items costs."""
+
+    stretch: Stretch
+    loader: Loader
+    cost_N: NDArray[Any]
+    first_epoch: int
+
+    @property
+    def epochs(self) -> range:
+        """Return the numbers of its epochs."""
+        return range(self.first_epoch, self.first_epoch + self.stretch.epochs)
+
+    @property
+    def steps(self) -> int:
+        """Return how many steps an epoch has."""
+        return self.loader.sampler.steps
+
+    def at(self, epoch: int, step: int) -> dict[str, Any]:
+        """Return the sampler's state at a step of an epoch."""
+        return {**self.loader.sampler.state_dict(), "epoch": epoch, "step": step}
+
+    def go_to(self, state: Mapping[str, Any]) -> None:
+        """Let the loader begin where a sampler's state says."""
+        self.loader.load_state_dict(state)
+
+    def cut_by(self, budget: int) -> None:
+        """Let the sampler cut by a budget, where it has one."""
+        sampler = self.loader.sampler
+        if sampler.settings.budget:
+            sampler.adjust(budget={**sampler.settings.budget, "cost": budget}, micro_batch=sampler.settings.micro_batch)
+
+    def shares(self, *, hold: int, leave_out: Collection[str]) -> Iterator[Share]:
+        """Yield this rank's share of each step from where the loader stands, to the end of the epoch."""
+        batches = iter(self.loader)
+        while True:
+            share = Share(batches, self._fetch, hold=hold, leave_out=leave_out)
+            if share.is_over:
+                return
+            yield share
+
+    def _fetch(self, numbers: Sequence[int], origin: Origin) -> Batch:
+        """Read items again that were a micro-batch."""
+        items = np.array(numbers, dtype=np.int64)
+        return self.loader.fetch(numbers, Micro(origin.epoch, origin.step, origin.index, origin.of, items))
+
+
+class Standing:
+    """Counts steps and epochs, and judges what validations find; checkpoints have it as a `Place`."""
+
+    def __init__(self, validation: Validation, epochs: int) -> None:
+        """Take how validations are judged, and how many epochs there are in all."""
+        self.epochs = epochs
+        self.done = 0  # steps
+        self.epoch = 0
+        self.next = 0  # the step of the epoch that comes
+        self.best: float | None = None
+        self.stale = 0  # validations without a better one
+        self.is_finished = False
+        self.tally = Tally(0)
+        self.poisoned: set[int] = set()  # steps that are left out after a rollback
+        self._validation = validation
+
+    @property
+    def is_in_last_epoch(self) -> bool:
+        """Say whether no epoch follows."""
+        return self.epoch + 1 == self.epochs
+
+    def count(self, heard: Heard, took_s: float) -> None:
+        """Count a step that was made."""
+        self.done += 1
+        self.next += 1
+        self.tally.add(heard, took_s)
+
+    def leave_out_step(self) -> None:
+        """Count a step that was not made."""
+        self.done += 1
+        self.next += 1
+        self.tally.left_out += 1
+
+    def end_epoch(self) -> None:
+        """Go on to the next epoch, unless this was the last, or no validation becomes better."""
+        self.is_finished = self.is_in_last_epoch or self._is_stale()
+        self.epoch += 1
+        self.next = 0
+
+    def judge(self, figures: Mapping[str, float]) -> float | None:
+        """Return the figure that is watched, and count how long none was better."""
+        settings = self._validation
+        figure = figures.get(settings.monitor)
+        if figures and figure is None:
+            known = ", ".join(figures)
+            what = f"no figure of the validation is called {settings.monitor!r}; there are {known}"
+            raise DataError(what, where="train.validation.monitor", remedy="name one of these")
+        if figure is None:
+            return None
+        if not math.isfinite(figure):
+            self.stale += 1
+            return None
+        better = self.best is None or (figure < self.best if settings.lower_is_better else figure > self.best)
+        self.best, self.stale = (figure, 0) if better else (self.best, self.stale + 1)
+        return figure
+
+    def _is_stale(self) -> bool:
+        patience = self._validation.patience
+        return patience is not None and self.stale >= patience
+
+    def refuse_nothing_learned(self) -> None:
+        """Raise after an epoch of which no item had anything to learn from: only the weight decay moved the model."""
+        weights = [weight for _, weight in self.tally.terms.values()]
+        if weights and not any(weights):
+            what = f"nothing was learned in an epoch of {self.tally.items:,} items: every term of the loss has weight 0"
+            remedy = "see that the items have what is to be learned: labels, targets, peptides"
+            raise DataError(what, where="train.task", remedy=remedy)
+
+    def place(self, sampler: Mapping[str, Any]) -> Place:
+        """Return all of it for a checkpoint."""
+        return Place(
+            epoch=self.epoch,
+            done=self.done,
+            sampler=sampler,
+            best=self.best,
+            stale=self.stale,
+            monitor=self._validation.monitor,
+            finished=self.is_finished,
+            tally=self.tally.to_json(),
+            poisoned=sorted(self.poisoned),
+        )
+
+    def take_up(self, place: Place) -> None:
+        """Stand where a checkpoint was taken."""
+        self.epoch, self.done, self.next = place.epoch, place.done, int(place.sampler.get("step", 0))
+        is_alike = place.monitor == self._validation.monitor  # of another figure it says nothing
+        self.best, self.stale = (place.best, place.stale) if is_alike else (None, 0)
+        self.poisoned = set(place.poisoned)
+        self.is_finished = self.epoch >= self.epochs or self._is_stale()
+        self.tally = Tally.from_json(place.tally) if place.tally else Tally(self.epoch)
+
+
+@dataclass(slots=True)
+class Tally:
+    """The sums of an epoch so far, over all ranks."""
+
+    epoch: int
+    steps: int = 0
+    items: int = 0
+    fewest: int = 0  # items of a step
+    most: int = 0
+    micros: int = 0
+    ooms: int = 0
+    rejected: int = 0
+    skipped: int = 0  # items that fit nowhere
+    cropped: int = 0
+    remedied: dict[str, int] = field(default_factory=dict)  # items on each rung of the ladder
+    left_out: int = 0  # steps
+    wall_s: float = 0.0
+    wait_s: float = 0.0  # of the first rank, for data
+    waited_before_s: float = 0.0  # by the loader, before this epoch
+    terms: dict[str, list[float]] = field(default_factory=dict)  # sums and weights
+
+    def add(self, heard: Heard, took_s: float) -> None:
+        """Count a step."""
+        items = heard.sum_of("items")
+        self.fewest = min(self.fewest, items) if self.steps else items
+        self.most = max(self.most, items)
+        self.steps += 1
+        self.items += items
+        for name in ("micros", "ooms", "rejected", "skipped", "cropped"):
+            setattr(self, name, getattr(self, name) + heard.sum_of(name))
+        for rung, items in heard.remedied.items():
+            self.remedied[rung] = self.remedied.get(rung, 0) + items
+        self.wall_s += took_s
+        for name, (total, weight) in heard.totals.items():
+            kept = self.terms.get(name, [0.0, 0.0])
+            self.terms[name] = [kept[0] + total, kept[1] + weight]
+
+    @property
+    def losses(self) -> dict[str, float | None]:
+        """Return each term's mean."""
+        return {name: total / weight if weight else None for name, (total, weight) in self.terms.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON data."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Tally:
+        """Read what `to_json` wrote."""
+        return cls(**data)

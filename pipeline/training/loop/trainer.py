@@ -1,0 +1,384 @@
+"""Training: epochs of exact steps, over all ranks, from wherever it was left to its end.
+
+A step is made by all ranks together (`whole_step`). Budgets change, checkpoints are taken and signals are heeded only
+between steps; a step that is not finite, or that tore a rank's parameters, is left out or leads back to a checkpoint.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from pipeline.errors import DataError, JobFailed
+from pipeline.memory.runtime.meters import NEAR
+from pipeline.training.loop.preflight import make_state, rehearse
+from pipeline.training.loop.progress import Standing, Tally
+from pipeline.training.step.global_step import WholeStep
+from pipeline.training.step.optimizers import factor, set_rate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pipeline.config.schema_train import Train
+    from pipeline.memory.runtime.governor import Governor
+    from pipeline.memory.runtime.meters import HostMeter, Meter
+    from pipeline.training.checkpoints.keeper import Keeper
+    from pipeline.training.evaluating.evaluator import Evaluation
+    from pipeline.training.items.loader import Loader
+    from pipeline.training.loop.observer import Watch
+    from pipeline.training.loop.progress import Course
+    from pipeline.training.ranks.rank_protocol import Ranks
+    from pipeline.training.step.global_step import Heard, Words
+    from pipeline.training.step.local_step import Stepper
+    from pipeline.training.step.micro_batches import Piece, Share
+    from pipeline.training.step.step import Step
+
+WORTH_SAVING_S = 60.0  # of work, before a validation
+ROLLBACKS = 3  # without a step in between that went well
+LOSS = "loss"
+
+
+class Trainer:
+    """Trains a model to its end; `run` yields after every step how many there were so far."""
+
+    def __init__(
+        self,
+        train: Train,
+        step: Step,
+        stepper: Stepper,
+        courses: list[Course],
+        ranks: Ranks,
+        keeper: Keeper,
+        watcher: Watch,
+        *,
+        validation: Evaluation | None = None,
+        meter: Meter | None = None,
+        host: HostMeter | None = None,
+        ending: Callable[[], int] = lambda: 0,
+        governor_of: Callable[[Course], Governor],
+        leave_out: frozenset[str] = frozenset(),
+    ) -> None:
+        """Take everything ready: `ending` says by which signal it was told to end, 0 for none."""
+        self.train, self.step, self.stepper, self.courses, self.ranks = train, step, stepper, courses, ranks
+        self.keeper, self.watcher, self.validation, self.meter, self.host = keeper, watcher, validation, meter, host
+        self.standing = Standing(train.validation, courses[-1].epochs.stop)
+        self.whole = WholeStep(step, stepper, ranks, meter=meter, complete=self._complete, say=watcher.say)
+        self.ended_by = 0  # a signal
+        self._ending, self._governor_of, self._leave_out = ending, governor_of, leave_out
+        self._entered: Course | None = None
+        self._planned = 1  # the budget of its plan
+        self._share: Share | None = None
+        self._rollbacks = 0  # without getting further
+        self._furthest = 0  # step to which training had come before the last of them
+        self._saved_s = time.monotonic()
+        self._since_s = time.monotonic()  # the last step ended
+        self._cropped = 0  # items, as the loader counts them
+        self._again = False  # the loader has to begin anew: budgets have changed, or there was a rollback
+
+    @property
+    def done(self) -> int:
+        """Return how many steps there were."""
+        return self.standing.done
+
+    @property
+    def governor(self) -> Governor:
+        """Return who knows the budget."""
+        return self.stepper.governor
+
+    @property
+    def loaders(self) -> list[Loader]:
+        """Return all loaders, that of the validation last."""
+        found = [course.loader for course in self.courses]
+        return [*found, *([self.validation.loader] if self.validation and self.validation.loader else [])]
+
+    @property
+    def steps(self) -> int:
+        """Return how many steps there are in all."""
+        return sum(course.steps * course.stretch.epochs for course in self.courses)
+
+    def run(self) -> Iterator[int]:
+        """Train; go on where the newest checkpoint was taken."""
+        self._take_up()
+        yield self.done
+        if not self.standing.is_finished:
+            self._verify(self._course())
+        while not (self.standing.is_finished or self.ended_by):
+            yield from self._epoch(self._course())
+
+    def _course(self) -> Course:
+        return next(course for course in self.courses if self.standing.epoch in course.epochs)
+
+    # One epoch
+
+    def _epoch(self, course: Course) -> Iterator[int]:
+        """Go on with an epoch, to its end or to where the loader has to begin anew."""
+        self._enter(course)
+        self._again = False
+        if not self._is_at_end(course):
+            yield from self._steps(course)
+        if not (self.ended_by or self._again or self._gone_back()):
+            if self._saves_before_validation():
+                self._save(None)
+            self._end_epoch(course)
+
+    def _saves_before_validation(self) -> bool:
+        """Say whether so much was done since the last checkpoint that a long validation must not put it at risk."""
+        is_due = self.validation is not None and time.monotonic() - self._saved_s > WORTH_SAVING_S
+        return bool(self.ranks.exchange({"due": is_due})[0]["due"])
+
+    def _is_at_end(self, course: Course) -> bool:
+        return self.standing.next >= course.steps
+
+    def _steps(self, course: Course) -> Iterator[int]:
+        course.go_to(course.at(self.standing.epoch, self.standing.next))
+        self._since_s = time.monotonic()
+        for share in course.shares(hold=max(0, self.train.slots - 2), leave_out=self._leave_out):
+            self._step(course, share)
+            yield self.done
+            if self.ended_by or self._again:
+                course.loader.close()
+                return
+
+    def _enter(self, course: Course) -> None:
+        """Let budgets and costs be those of a stretch; what was learned of its share carries over."""
+        if course is self._entered:
+            return
+        share = self.governor.budget / self._planned
+        governor = self._governor_of(course)
+        planned = governor.budget
+        if share < 1:
+            governor.adopt(int(planned * share))
+        self._go_by(governor, planned, course)
+
+    def _go_by(self, governor: Governor, planned: int, course: Course) -> None:
+        self._entered, self._planned = course, planned
+        self.stepper.governor, self.stepper.cost_N = governor, course.cost_N
+        self._cropped = course.loader.stats.cropped
+        course.cut_by(governor.budget)
+
+    def _end_epoch(self, course: Course) -> None:
+        """Validate, tell, save."""
+        standing = self.standing
+        standing.refuse_nothing_learned()
+        figures: dict[str, float] = {}
+        is_due = standing.is_in_last_epoch or (standing.epoch + 1) % self.train.validation.every == 0
+        if self.validation is not None and is_due:
+            with self.ranks.patient("validation"), self.step.averaged():
+                found = self.validation.figures()
+            if isinstance(found, int):  # the signal that ended it
+                self._save(None, wait=True)
+                self.ended_by = found
+                return
+            figures = found
+        self._count_waiting(course)
+        self.watcher.epoch(standing.tally, self.done, figures, self.step.optimizer.param_groups[0]["lr"])
+        figure = standing.judge(figures)
+        standing.end_epoch()
+        if not standing.is_finished:
+            course = self._course()
+            self._enter(course)
+        standing.tally = Tally(standing.epoch, waited_before_s=course.loader.stats.wait_s)
+        self._save(figure)
+
+    def _count_waiting(self, course: Course) -> None:
+        tally = self.standing.tally
+        tally.wait_s = course.loader.stats.wait_s - tally.waited_before_s
+
+    # One step
+
+    def _step(self, course: Course, share: Share) -> None:
+        """Make one step, or leave it out; then what is to be done between two."""
+        number = self.done + 1
+        self.ranks.progress(f"step {number}")
+        self._share = share  # the one before is let go of, with the slots that it holds
+        if number in self.standing.poisoned:
+            share.drain()
+            self.standing.leave_out_step()
+            self.watcher.say(f"step {number} is left out: it was not finite before")
+            return
+        rate = set_rate(self.step.optimizer, factor(self.train.schedule, self.done, self.steps))
+        with self.watcher.watching():
+            heard = self.whole.accumulate(share, number)
+            norm = None if heard.lost or heard.not_finite else self.whole.take(heard)
+        if heard.lost:
+            self._roll_back(heard.lost, self.done - 1, frugal=True)
+            return
+        if self.done > self._furthest:
+            self._rollbacks = 0
+        if norm is None:
+            self._poison(share, heard)
+        else:
+            self.standing.count(heard, time.monotonic() - self._since_s)
+        if not self._again:
+            self._between(course, heard, None if norm is None else {"learning_rate": rate, "gradient_norm": norm})
+
+    def _complete(self, words: Words) -> None:
+        """Add to this rank's words of a step what stands between steps."""
+        checkpoints = self.train.checkpoints
+        is_late = (time.monotonic() - self._saved_s) / 60 >= checkpoints.minutes
+        words.cropped = self._newly_cropped()
+        words.ending = self._ending()
+        words.is_due = is_late or bool(checkpoints.every and (self.done + 1) % checkpoints.every == 0)
+        words.host_share = self.host.read().share if self.host else 0.0
+        words.is_written = self.keeper.is_written
+
+    def _newly_cropped(self) -> int:
+        """Return how many items were cropped since the last call."""
+        assert self._entered is not None
+        before, self._cropped = self._cropped, self._entered.loader.stats.cropped
+        return self._cropped - before
+
+    # What goes wrong
+
+    def oom(self, piece: Piece, error: str) -> None:
+        """Hear that a piece did not fit."""
+        if self._share is not None:
+            self.watcher.oom(self.done + 1, self._share, piece, error)
+
+    def _poison(self, share: Share, heard: Heard) -> None:
+        """Deal with a step that is not finite, as configured."""
+        number, kind = self.done + 1, "loss" if heard.not_finite else "gradient"
+        items = self._culprits(share, heard)
+        named = f"of {', '.join(items[:5])}" if items else "of no single item alone"
+        what = f"the {kind} of step {number} is not finite ({named})"
+        policy = self.train.nan
+        if policy == "stop":
+            self._save(None, wait=True)
+        self.watcher.poison(number, share, what)
+        if policy == "stop":
+            remedy = f"pipeline replay RUN --step {number}   or   --set train.nan=skip"
+            raise DataError(what, where=f"epoch {self.standing.epoch}", remedy=remedy)
+        if policy == "skip":
+            self.watcher.say(f"{what}: left out")
+            self.standing.leave_out_step()
+            return
+        self.standing.poisoned.add(number)
+        self._roll_back(what, number)
+
+    def _culprits(self, share: Share, heard: Heard) -> list[str]:
+        """Return which items of all ranks are not finite alone; the step is undone."""
+        self.stepper.go_back()
+        everyone = self.step.is_spread or self.stepper.is_joint or not heard.not_finite
+        mine = everyone or self.ranks.rank in heard.not_finite
+        own = self.stepper.not_finite(share) if mine else []
+        items = [item for one in self.ranks.exchange({"items": own}) for item in one["items"]]
+        self.stepper.go_back()
+        return items
+
+    def _gone_back(self) -> bool:
+        """Go back if any rank has lost its parameters in the step that was the last; say whether it was so."""
+        lost = self.whole.lost_by()
+        if lost:
+            self._roll_back(lost, self.done - 1, frugal=True)
+        return bool(lost)
+
+    def _roll_back(self, why: str, furthest: int, *, frugal: bool = False) -> None:
+        """Go back to the newest checkpoint, with every rank; `frugal` lets the optimizer take less memory then.
+
+        `furthest` is the step beyond which training must come before it counts as having gone on.
+        """
+        self._rollbacks += 1
+        self._furthest = max(self._furthest, furthest)
+        if self._rollbacks > ROLLBACKS:
+            less = "a card with more memory, or --set train.way=loop"
+            remedy = less if frugal else "a lower train.learning_rate, or --set train.nan=skip"
+            raise JobFailed(f"{why}; going back to the last checkpoint did not help", where="training", remedy=remedy)
+        self.watcher.say(f"{why}: back to the last checkpoint")
+        self.stepper.go_back()  # gradients that nobody has taken are gone
+        if frugal:
+            for group in self.step.optimizer.param_groups:  # its way with the least memory of its own
+                group["foreach"], group["fused"] = False, None
+        poisoned = set(self.standing.poisoned)
+        self.whole.lost = ""
+        for course in self.courses:
+            course.loader.close()
+        self._take_up()
+        make_state(self.step)  # at the beginning there is none
+        self.standing.poisoned |= poisoned
+        self._again = True
+
+    # Between steps
+
+    def _between(self, course: Course, heard: Heard, figures: dict[str, float | None] | None) -> None:
+        """Do what is done between steps; there are no figures of one that was left out."""
+        if self.governor.adopt(heard.budget):
+            self.watcher.say(f"step {self.done}: micro-batches cost {self.governor.budget:,} at most from now on")
+            course.cut_by(self.governor.budget)
+            self._again = True  # what was read ahead is cut for another budget
+        self.stepper.upkeep.after_step(empty_cache=self.whole.empty_cache)
+        self.watcher.between(max((one.micros for one in heard.words), default=0))
+        if figures is not None and self.ranks.rank == 0 and self.done % self.train.log_every == 0:
+            losses = {f"{LOSS}.{name}": _mean(total) for name, total in heard.totals.items()}
+            self.watcher.step(self.done, {**losses, **figures, "items": float(heard.sum_of("items"))})
+        if heard.is_written:
+            self.keeper.hand_in()
+        self.keeper.listen()
+        self.ended_by = heard.ending
+        is_full = heard.host_share >= NEAR  # left in order, and taken up with more
+        ends = bool(heard.ending) or is_full
+        if ends or (heard.is_due and not self._is_at_end(course)):  # an epoch ends with one anyway
+            self._save(None, wait=ends)
+        self._since_s = time.monotonic()
+        if is_full and not heard.ending:
+            what = f"the host's memory is used to {heard.host_share:.0%}: saved, to go on with more"
+            raise JobFailed(what, where="training", remedy="pipeline resume") from MemoryError(what)
+
+    # Where training stands
+
+    def _save(self, figure: float | None, *, wait: bool = False) -> None:
+        """Save everything; a disk that is full is told of, and training goes on."""
+        if self.whole.lost_by():
+            return  # the next step goes back
+        standing = self.standing
+        course = self.courses[-1] if standing.is_finished else self._course()
+        self._count_waiting(course)
+        with self.ranks.patient("saving"):
+            saved = self.keeper.save(
+                standing.place(course.at(standing.epoch, standing.next)),
+                self.step,
+                self.done,
+                own={"governor": self.governor.state()},
+                figure=figure,
+                lower=self.train.validation.lower_is_better,
+                wait=wait or standing.is_finished,
+            )
+        self._saved_s = time.monotonic()
+        if not saved and standing.is_finished:
+            what = "the trained model could not be saved"
+            raise JobFailed(what, where=str(self.keeper.folder), remedy="make room, and submit again")
+
+    def _take_up(self) -> None:
+        """Go to where the newest checkpoint was taken, or to the beginning."""
+        with self.ranks.patient("taking up"):
+            found = self.keeper.take_up(self.step)
+        standing, place, own = self.standing, found.place, found.own
+        standing.take_up(place)
+        self.watcher.taken_up(self.done)
+        if standing.is_finished:
+            return
+        course = self._course()
+        governor = self._governor_of(course)
+        planned = governor.budget
+        if own.get("governor"):
+            governor.load(own["governor"])
+        governor.adopt(min(one["budget"] for one in self.ranks.exchange({"budget": governor.budget})))
+        self._go_by(governor, planned, course)
+        first = min(standing.next, course.steps - 1)
+        at = course.at(standing.epoch, first)
+        course.go_to({**(place.sampler or at), "epoch": standing.epoch, "step": first})
+        standing.tally.waited_before_s = course.loader.stats.wait_s - standing.tally.wait_s
+
+    def _verify(self, course: Course) -> None:
+        """Before the first step: make the optimizer's state, run the worst micro-batch, and compare with the plan."""
+        learned = self.governor.learned
+        with self.ranks.patient("the first run"):
+            wanted = rehearse(self.step, self.stepper, course, self.meter, self.watcher.say, leave_out=self._leave_out)
+        if self.done and wanted == self.governor.budget:  # what was learned before is what a run without a stop knows
+            self.governor.learned = learned
+        agreed = min(one["budget"] for one in self.ranks.exchange({"budget": wanted}))
+        if self.governor.adopt(agreed):
+            course.cut_by(self.governor.budget)
+
+
+def _mean(total: tuple[float, float]) -> float | None:
+    return total[0] / total[1] if total[1] else None

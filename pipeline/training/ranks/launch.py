@@ -1,0 +1,161 @@
+"""Starts the ranks of a training on this machine, a process each, and waits for all of them.
+
+A rank is the given command with `--part 1/3 --meeting NAME`: which it is, of how many, and a name that all of this
+start have and no other. Signals go on to all. When one fails, the others have some time to end by themselves (they
+notice, see `training/vigil.py`), then they are told to, then they are killed; all are waited for.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pipeline.cluster.verdict import GO_ON, SIGNALLED
+from pipeline.training.ranks.rank_protocol import LOST
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from types import FrameType
+
+GPUS = "CUDA_VISIBLE_DEVICES"
+FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+LOOK_EVERY_S = 0.05
+
+
+@dataclass(frozen=True)
+class Graces:
+    """How long ranks may go on after one of them has failed."""
+
+    alone_s: float = 25.0  # more than the vigil takes
+    told_s: float = 15.0  # after SIGTERM
+
+
+def launch(
+    command: Sequence[str], world: int, environment: Mapping[str, str] | None = None, graces: Graces | None = None
+) -> int:
+    """Run a command as so many ranks; return the exit code that stands for all.
+
+    It is that of the first that failed by its own fault; 75 where some have more to do; else 0.
+    """
+    crew = _Crew(graces or Graces())
+    with _forwarding(crew):
+        try:
+            meeting = secrets.token_hex(8)
+            for rank, its in enumerate(environments(world, environment)):
+                words = [*command, "--part", f"{rank}/{world}", "--meeting", meeting]
+                crew.start(words, its)
+            return crew.wait()
+        except BaseException:
+            crew.graces = Graces(0.0, crew.graces.told_s)
+            crew.end()
+            raise
+
+
+def environments(world: int, environment: Mapping[str, str] | None = None) -> list[dict[str, str]]:
+    """Return each rank's environment: its own GPU, of those that are lent to this process."""
+    all_have = dict(os.environ if environment is None else environment)
+    lent = [name for name in all_have.get(GPUS, "").split(",") if name] or list(map(str, range(world)))
+    return [{**all_have, GPUS: lent[rank % len(lent)]} for rank in range(world)]
+
+
+@dataclass
+class _Crew:
+    """The processes of a start."""
+
+    graces: Graces
+    ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    signals: list[int] = field(default_factory=list)  # that were sent on
+    ended: dict[int, int] = field(default_factory=dict)  # codes by rank, the first to end first
+
+    def start(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start a rank; a signal that came before it was there reaches it, too."""
+        before = len(self.signals)
+        rank = subprocess.Popen(words, env=environment)
+        self.ranks.append(rank)
+        for number in self.signals[:before]:
+            rank.send_signal(number)
+
+    def forward(self, number: int, _frame: FrameType | None) -> None:
+        """Send a signal on."""
+        self.signals.append(number)
+        self._send(number)
+
+    def wait(self) -> int:
+        """Wait for all; when one has failed, end the others step by step."""
+        while not self._all_ended() and not self.failed:
+            time.sleep(LOOK_EVERY_S)
+        self.end()
+        return self._code()
+
+    def end(self) -> None:
+        """Wait for all, but not for long."""
+        if not self._ended_within(self.graces.alone_s):
+            self._send(signal.SIGTERM)
+            if not self._ended_within(self.graces.told_s):
+                self._send(signal.SIGKILL)
+                self._ended_within(float("inf"))
+
+    @property
+    def failed(self) -> list[int]:
+        """Return the codes of those that did not end in order, in the order in which they ended."""
+        orderly = {0, GO_ON, *(SIGNALLED + number for number in self.signals)}
+        return [code for code in self.ended.values() if code not in orderly]
+
+    def _ended_within(self, grace_s: float) -> bool:
+        """Wait for all, and tell whether they came to an end."""
+        until = time.monotonic() + grace_s
+        while not (over := self._all_ended()) and time.monotonic() < until:
+            time.sleep(LOOK_EVERY_S)
+        return over
+
+    def _all_ended(self) -> bool:
+        """Look who has ended."""
+        for rank, process in enumerate(self.ranks):
+            if rank not in self.ended and (code := process.poll()) is not None:
+                self._note(rank, process.pid, code)
+        return len(self.ended) == len(self.ranks)
+
+    def _note(self, rank: int, pid: int, code: int) -> None:
+        """Take down how a rank ended, and name the first that failed."""
+        had_failed = bool(self.failed)
+        self.ended[rank] = SIGNALLED - code if code < 0 else code
+        if self.failed and not had_failed:
+            how = f"was killed by {_name(-code)}" if code < 0 else f"ended with exit code {code}"
+            line = f"rank {rank} of {len(self.ranks)} (process {pid}) {how}: the others are ended"
+            print(line, file=sys.stderr, flush=True)  # noqa: T201 - a task's stderr is its log
+
+    def _send(self, number: int) -> None:
+        for process in self.ranks:
+            process.send_signal(number)  # to those that have not ended
+
+    def _code(self) -> int:
+        """Return the code that stands for all: a fault's, before those of who ended for its sake."""
+        failed = sorted(self.failed, key=lambda code: code == LOST)
+        rest = sorted(self.ended.values(), key=lambda code: (code != GO_ON, -code))
+        return [*failed, *rest][0]
+
+
+def _name(number: int) -> str:
+    """Return what a signal is called."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time one
+        return f"signal {number}"
+
+
+@contextmanager
+def _forwarding(crew: _Crew) -> Iterator[None]:
+    """Have signals reach all ranks."""
+    before = {number: signal.signal(number, crew.forward) for number in FORWARDED}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

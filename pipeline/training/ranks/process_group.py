@@ -1,0 +1,289 @@
+"""Several processes, one model: `Ranks` over torch.distributed.
+
+Words go over gloo, sums over NCCL where tensors are on GPUs. Whoever waits in one of them looks once a second whether
+a rank was lost, and can be interrupted by a signal.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import struct
+import threading
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is documented there
+
+from pipeline.memory.planning.request import REDUCED_BYTES
+from pipeline.training.ranks.rank_protocol import Alone
+from pipeline.training.ranks.rendezvous import COME_WITHIN_S, Met, Place, meet
+from pipeline.training.ranks.watchdog import Doing, Patience, Vigil
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from pipeline.training.ranks.rank_protocol import Ranks, Said
+
+PIECE_BYTES = REDUCED_BYTES // 2  # tensors are added up in pieces of it; the plan has room for two
+LETTER_BYTES = 4096  # of what each rank says; where one says more, a second round follows
+LENGTH_BYTES = 8
+LOOK_EVERY_S = 1.0
+NEVER = timedelta(days=7)  # the vigil finds who is lost, and says who; a timeout of torch would not
+INTERFACE = "GLOO_SOCKET_IFNAME"  # gloo has no other way to be told
+SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
+
+
+def gather(
+    place: Place,
+    folder: Path,
+    *,
+    device: str = "cpu",
+    patience: Patience | None = None,
+    within_s: float = COME_WITHIN_S,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Ranks:
+    """Return this process as one of its ranks, once all have come; `tell` hears of a rank that is lost.
+
+    `folder` is one that all ranks see. A GPU must have been made the current device before.
+    """
+    if place.world == 1:
+        return Alone()
+    store = _store("localhost", 0, place) if place.rank == 0 else None
+    met = meet(place, folder, {"store": store.port} if store else {}, within_s)
+    vigil = Vigil(place, met, patience or Patience(), tell)
+    try:
+        store = store or _store(met.keeper, met.said["store"], place)
+        with _on(interface_of(met.address)):
+            backend = "gloo" if torch.device(device).type == "cpu" else "cpu:gloo,cuda:nccl"
+            dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=NEVER)
+    except Exception as error:
+        lost = vigil.blame(str(error)) if isinstance(error, (RuntimeError, OSError)) else None
+        vigil.leave(str(lost or error))
+        vigil.close()
+        raise (lost or error) from error
+    return Group(place, met, vigil, patience or Patience())
+
+
+def _store(host: str, port: int, place: Place) -> TCPStore:
+    """Open the store by which torch's process groups meet, on a port of the kernel's choice, or connect to it."""
+    within = timedelta(seconds=60)
+    return TCPStore(host, port, None, place.rank == 0, timeout=within, wait_for_workers=False)
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the network interface that has an address, where that can be known."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no address
+                answer = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None
+
+
+@contextmanager
+def _on(interface: str | None) -> Iterator[None]:
+    """Have gloo use an interface: it would take the one that this host's name leads to, often the loopback."""
+    if interface is None or INTERFACE in os.environ:
+        yield
+        return
+    os.environ[INTERFACE] = interface
+    try:
+        yield
+    finally:
+        del os.environ[INTERFACE]
+
+
+class Group:
+    """One of several processes."""
+
+    def __init__(self, place: Place, met: Met, vigil: Vigil, patience: Patience) -> None:
+        self.place, self.hosts = place, met.hosts
+        self._vigil, self._patience = vigil, patience
+        self._slow = 1  # reasons to be patient; the first step is one
+        self._has_stepped = False
+        self._calls = 0
+        self._letter_bytes = LETTER_BYTES
+        self._is_open = True
+
+    @property
+    def rank(self) -> int:
+        """Which of them this is."""
+        return self.place.rank
+
+    @property
+    def world(self) -> int:
+        """How many there are."""
+        return self.place.world
+
+    def exchange(self, said: Said) -> list[Said]:
+        """Return what every rank says, by rank; returns when all have spoken."""
+        text = json.dumps(said).encode()
+        with self._waiting():
+            letters = self._all_gather(_letter(text, self._letter_bytes))
+            lengths = [int.from_bytes(letter[:LENGTH_BYTES], "little") for letter in letters]
+            if (longest := LENGTH_BYTES + max(lengths)) > self._letter_bytes:
+                letters = self._all_gather(_letter(text, longest))
+        return [json.loads(letter[LENGTH_BYTES:][:length]) for letter, length in zip(letters, lengths, strict=True)]
+
+    def add_up(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors, of the same shapes on every rank, by their sums over all ranks."""
+        with self._waiting():
+            reduce_in_pieces(tensors, self._all_reduce)
+        if not self._has_stepped:
+            self._has_stepped = True
+            self._slow -= 1
+            self.progress(self._vigil.doing.what)
+
+    def progress(self, what: str) -> None:
+        """Say what this rank does now; raise if another was lost meanwhile."""
+        self._vigil.check()
+        self._vigil.doing = Doing(what, self._allowance_s, self._calls)
+
+    @contextmanager
+    def patient(self, what: str) -> Iterator[None]:
+        """Say that what comes may take long without being a hang, such as `compiling`."""
+        before = self._vigil.doing.what
+        self._slow += 1
+        self.progress(what)
+        try:
+            yield
+        finally:
+            self._slow -= 1
+            self._vigil.doing = Doing(before, self._allowance_s, self._calls)
+
+    def close(self, why: str = "") -> None:
+        """Leave; with a reason where this rank cannot go on, which ends the others."""
+        if self._is_open:
+            self._is_open = False
+            self._vigil.leave(why)
+            if self._vigil.has_lost:
+                _abort()
+            dist.destroy_process_group()
+            self._vigil.close()
+
+    @property
+    def _allowance_s(self) -> float:
+        return self._patience.slow_s if self._slow else self._patience.hang_s
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Do something that all ranks do, and that none can do before all have begun it."""
+        self._vigil.check()
+        self._calls += 1
+        before = self._vigil.doing
+        self._vigil.doing = Doing(before.what, self._allowance_s, self._calls, waits=True)
+        try:
+            yield
+        finally:
+            self._vigil.doing = Doing(before.what, self._allowance_s, self._calls)
+
+    def _all_gather(self, letter: Tensor) -> list[bytes]:
+        """Return every rank's letter."""
+        all_B = [torch.empty_like(letter) for _ in range(self.world)]
+        self._await(lambda: dist.all_gather(all_B, letter, async_op=True))
+        return [one.numpy().tobytes() for one in all_B]
+
+    def _all_reduce(self, flat: Tensor) -> None:
+        """Add up one piece; on a GPU it only takes its place in the stream, whoever reads the sum waits."""
+        self._await(lambda: dist.all_reduce(flat, async_op=True), in_stream=flat.is_cuda)
+
+    def _await(self, begin: Callable[[], dist.Work], *, in_stream: bool = False) -> None:
+        """Wait until all ranks have done it, or one of them is lost."""
+        done = threading.Event()
+        try:
+            work = begin()
+            if not in_stream:
+                work.get_future().add_done_callback(lambda _: done.set())
+                while not done.wait(LOOK_EVERY_S):
+                    self._vigil.check()
+            work.wait()
+        except RuntimeError as error:  # torch tells only by text what it was; a peer's death breaks a connection
+            raise self._vigil.blame(str(error).partition("\n")[0]) from error
+
+
+def _abort() -> None:
+    """Break off what is still under way: a rank that is lost will never take part, and leaving would wait for it."""
+    with suppress(RuntimeError, AttributeError):  # it is broken already; older versions of torch cannot
+        dist.group.WORLD.abort()  # type: ignore[union-attr]
+
+
+def _letter(text: bytes, size: int) -> Tensor:
+    """Return a text's length and as much of it as there is room for."""
+    content = bytearray(size)
+    written = (len(text).to_bytes(LENGTH_BYTES, "little") + text)[:size]
+    content[: len(written)] = written
+    return torch.frombuffer(content, dtype=torch.uint8)
+
+
+def reduce_in_pieces(
+    tensors: Iterable[Tensor], reduce: Callable[[Tensor], Any], piece_bytes: int = PIECE_BYTES
+) -> None:
+    """Have tensors reduced in place, as flat ones of one type and at most so many bytes.
+
+    What is in a piece depends on shapes and types alone: it must be the same on every rank.
+    """
+    for parts in pieces(tensors, piece_bytes):
+        if len(parts) == 1 and parts[0].is_contiguous():
+            reduce(parts[0].view(-1))
+        else:
+            _reduce_packed(parts, reduce)
+
+
+def _reduce_packed(parts: list[Tensor], reduce: Callable[[Tensor], Any]) -> None:
+    """Reduce some tensors as a flat one."""
+    sizes = [part.numel() for part in parts]
+    packed = parts[0].new_empty(sum(sizes))
+    places = [place.view(part.shape) for place, part in zip(torch.split(packed, sizes), parts, strict=True)]
+    torch._foreach_copy_(places, parts)  # one call for all, as in torch's own FSDP
+    reduce(packed)
+    torch._foreach_copy_(parts, places)
+
+
+def pieces(tensors: Iterable[Tensor], piece_bytes: int) -> Iterator[list[Tensor]]:
+    """Yield tensors, or parts of them, together as long as they have room in a piece, by type."""
+    for alike in _by_type(tensors).values():
+        piece: list[Tensor] = []
+        room = piece_bytes
+        for tensor in alike:
+            for part in _parts(tensor, max(1, piece_bytes // tensor.element_size())):
+                if part.nbytes > room and piece:
+                    yield piece
+                    piece, room = [], piece_bytes
+                piece.append(part)
+                room -= part.nbytes
+        if piece:
+            yield piece
+
+
+def _by_type(tensors: Iterable[Tensor]) -> Mapping[tuple[torch.device, torch.dtype], list[Tensor]]:
+    """Group tensors by where and what they are, in the order in which these come first."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        plain = tensor.detach()
+        real = torch.view_as_real(plain) if plain.is_complex() else plain
+        if real.numel():
+            groups.setdefault((real.device, real.dtype), []).append(real)
+    return groups
+
+
+def _parts(tensor: Tensor, most: int) -> Iterator[Tensor]:
+    """Yield a tensor in parts of at most so many values, which are views of it."""
+    if tensor.numel() <= most:
+        yield tensor
+        return
+    rows = most // (tensor.numel() // tensor.shape[0])
+    if rows:
+        yield from torch.split(tensor, rows)
+    else:
+        for row in tensor:
+            yield from _parts(row, most)

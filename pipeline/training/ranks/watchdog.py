@@ -1,0 +1,311 @@
+"""Ranks watch over each other, so that none waits for one that will not come.
+
+A thread in each rank talks over a connection of its own to rank 0, twice a second. Three things can go wrong:
+
+- a process dies: the kernel closes its connection at once (or finds, within 25 s, that the node is gone);
+- it hangs: its own thread sees that it neither says `progress` nor waits for others, shows where it is, and ends it;
+- it hangs so that no thread of it runs: then the others hear nothing from it for as long.
+
+Who waits for others is not hung, unless all wait. Time is counted in beats, so that a job that was suspended and goes
+on is not hung either. What is found goes to all, with the name of the rank: the next call of `check` raises it, and
+where the program does not come to that, because it computes or is stuck in a library, the thread ends the process.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import selectors
+import socket
+import threading
+import time
+import weakref
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+from pipeline.training.ranks.rank_protocol import HUNG, LOST, RankLost
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from pipeline.training.ranks.json_connection import Wire
+    from pipeline.training.ranks.rendezvous import Met, Place
+
+BEAT_S = 0.5
+GRACE_S = 10.0  # for a program to end in order once a rank is lost; and as much again to finish that
+CLOSE_S = 3.0  # for leaving, once a rank is lost: gloo waits for one that is stopped, or whose network is gone
+LINGER_S = 10.0  # rank 0 leaves last, but does not wait longer
+TELL_S = 3.0  # a ledger on a file system that hangs must not keep a process alive
+STDERR = 2
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What a rank does, as it said last."""
+
+    what: str
+    allowance_s: float  # how long that may take
+    calls: int = 0  # how many things all ranks do together it has begun
+    waits: bool = False  # for the others
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A rank that is no more with us."""
+
+    rank: int
+    host: str
+    how: str
+    last: str = ""
+
+    def __str__(self) -> str:
+        """Name it."""
+        return f"rank {self.rank} ({self.host}) {self.how}" + (f"; the last it did: {self.last}" if self.last else "")
+
+
+@dataclass
+class Peer:
+    """A rank at the other end of a wire, as it is known here."""
+
+    rank: int
+    host: str
+    wire: Wire
+    doing: Doing
+    idle_s: float = 0.0  # since it said something new, by its own count
+    silent_s: float = 0.0  # since it was heard
+    is_here: bool = True
+
+    def silence(self) -> Loss | None:
+        """Tell whether it has been silent for longer than what it does may take."""
+        if self.silent_s <= self.doing.allowance_s:
+            return None
+        return Loss(self.rank, self.host, f"has not been heard for {self.silent_s:.0f} s", self.doing.what)
+
+
+def stuck(ranks: Mapping[int, tuple[str, Doing, float]]) -> Loss | None:
+    """Tell whether all ranks wait for each other, by hosts, what they do and for how long; name the one behind."""
+    if not all(doing.waits and idle_s > doing.allowance_s for _, doing, idle_s in ranks.values()):
+        return None
+    behind = min(ranks, key=lambda rank: (ranks[rank][1].calls, rank))
+    host, doing, _ = ranks[behind]
+    ahead = max(other.calls for _, other, _ in ranks.values())
+    how = "waits for the others, and they for it: "
+    how += f"it is in call {doing.calls}, others in call {ahead}" if ahead > doing.calls else "the network is stuck"
+    return Loss(behind, host, how, doing.what)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long things may take."""
+
+    hang_s: float = 600.0  # without a word of progress
+    slow_s: float = 3600.0  # of what is known to be slow: the first step, compilation
+    grace_s: float = GRACE_S
+
+
+def _close(wires: Iterable[Wire]) -> None:
+    for wire in wires:
+        wire.close()
+
+
+class Vigil:
+    """Watches the other ranks, and is watched by them; `doing` is for this rank to set."""
+
+    def __init__(self, place: Place, met: Met, patience: Patience, tell: Callable[[str], None]) -> None:
+        self.place, self._patience, self._tell_ledger = place, patience, tell
+        self.doing = Doing("starting", patience.slow_s)
+        self._judged, self._idle_s = self.doing, 0.0
+        self._peers = {rank: Peer(rank, met.hosts[rank], wire, self.doing) for rank, wire in met.wires.items()}
+        self._ready = selectors.DefaultSelector()
+        self._bell, self._rung = socket.socketpair()
+        self._ready.register(self._rung, selectors.EVENT_READ)
+        for peer in self._peers.values():
+            self._ready.register(peer.wire, selectors.EVENT_READ, peer)
+        self._loss: Loss | None = None
+        self._suspect: Loss | None = None
+        self._lost, self._raised, self._leaving, self._left = (threading.Event() for _ in range(4))
+        self._said_why = ""
+        self._end_at = self._close_at = float("inf")
+        wires = weakref.WeakSet(met.wires.values())
+        os.register_at_fork(after_in_child=lambda: _close(wires))  # there they would hide the death of the parent
+        self._thread = threading.Thread(target=self._watch, name="vigil", daemon=True)
+        self._thread.start()
+
+    @property
+    def has_lost(self) -> bool:
+        """Tell whether a rank is lost."""
+        return self._lost.is_set()
+
+    def check(self) -> None:
+        """Raise what has been found."""
+        if self._lost.is_set():
+            raise self._error()
+
+    def blame(self, trouble: str) -> RankLost:
+        """Return who is behind a broken connection, after some time to hear of it."""
+        soon_s = self._patience.grace_s / 4
+        if not self._lost.wait(soon_s if self.place.rank == 0 else 2 * soon_s):  # rank 0 hears of all
+            self._suspect = self._suspected(trouble)
+            self._bell.send(b".")
+            self._lost.wait(soon_s)
+        return self._error()
+
+    def _suspected(self, trouble: str) -> Loss:
+        """Return who may be the cause."""
+        for peer in self._peers.values():
+            if not peer.is_here:
+                return Loss(peer.rank, peer.host, "left while others wait for it", peer.doing.what)
+        return Loss(self.place.rank, self.place.host, f"lost its connection to another: {trouble}", self.doing.what)
+
+    def leave(self, why: str = "") -> None:
+        """Say good-bye; nobody is watched any more."""
+        self._said_why = why
+        if self.has_lost:
+            self._close_at = time.monotonic() + CLOSE_S
+        self._leaving.set()
+        self._bell.send(b".")
+
+    def close(self) -> None:
+        """Wait until the thread has ended; rank 0 ends last."""
+        self._left.set()
+        self._thread.join(LINGER_S + 1)
+        for peer in self._peers.values():
+            peer.wire.close()
+        self._bell.close()
+        self._rung.close()
+        self._ready.close()
+
+    def _error(self) -> RankLost:
+        self._raised.set()
+        what = f"one of {self.place.world} ranks is lost: {self._loss or self._suspect}"
+        return RankLost(what, remedy="pipeline logs   (what that rank said); the run goes on from its last checkpoint")
+
+    def _watch(self) -> None:
+        """Hear, judge and speak until this rank leaves."""
+        beaten = time.monotonic()
+        while not self._leaving.is_set():
+            self._listen(BEAT_S)
+            if self._suspect:
+                self._find(self._suspect)
+            now = time.monotonic()
+            if now - beaten >= BEAT_S:
+                self._beat(min(now - beaten, 2 * BEAT_S))  # longer: this process was suspended, or swapped out
+                beaten = now
+            self._end_if_late()
+        faulthandler.cancel_dump_traceback_later()
+        self._part()
+
+    def _end_if_late(self) -> None:
+        """End the process if it does not end by itself once a rank is lost, more patiently once it has noticed."""
+        more_s = self._patience.grace_s if self._raised.is_set() else 0.0
+        if time.monotonic() > min(self._end_at + more_s, self._close_at):
+            os._exit(LOST)
+
+    def _listen(self, within_s: float) -> None:
+        """Take in what comes, if something comes soon."""
+        for key, _ in self._ready.select(within_s):
+            if key.data:
+                self._hear(key.data)
+            else:
+                self._rung.recv(1)
+
+    def _hear(self, peer: Peer) -> None:
+        """Take in what a rank says."""
+        messages, is_open = peer.wire.hear()
+        for message in messages:
+            peer.silent_s = 0.0
+            if "doing" in message:
+                peer.doing, peer.idle_s = Doing(**message["doing"]), message["idle_s"]
+            if "loss" in message:
+                self._find(Loss(**message["loss"]))
+            if "why" in message:
+                self._bid_farewell(peer, message["why"])
+        if not is_open:
+            if peer.is_here:
+                self._find(Loss(peer.rank, peer.host, "died without a word", peer.doing.what))
+            peer.is_here = False
+            self._ready.unregister(peer.wire)
+
+    def _bid_farewell(self, peer: Peer, why: str) -> None:
+        """Let a rank go, unless it must go."""
+        peer.is_here = False
+        if why:
+            self._find(Loss(peer.rank, peer.host, f"gave up: {why}", peer.doing.what))
+
+    def _beat(self, passed_s: float) -> None:
+        """Say what this rank does, and judge all, when some time has passed."""
+        doing = self.doing
+        self._idle_s = self._idle_s + passed_s if doing is self._judged else 0.0
+        self._judged = doing
+        for peer in self._here():
+            peer.silent_s += passed_s
+            if not peer.wire.is_clogged:
+                peer.wire.send({"doing": asdict(doing), "idle_s": self._idle_s})
+        if not self._lost.is_set():
+            self._judge(doing)
+            with suppress(Exception):  # where stderr is closed; it shows stacks also if no thread runs any more
+                faulthandler.dump_traceback_later(doing.allowance_s, file=STDERR)
+
+    def _here(self) -> list[Peer]:
+        return [peer for peer in self._peers.values() if peer.is_here]
+
+    def _judge(self, doing: Doing) -> None:
+        """Look for who hangs."""
+        if not doing.waits and self._idle_s > doing.allowance_s:
+            self._hang(doing)
+        for peer in self._here():
+            if loss := peer.silence():
+                self._find(loss)
+        if self.place.rank == 0 and len(here := self._here()) == self.place.world - 1:
+            ranks = {peer.rank: (peer.host, peer.doing, peer.idle_s) for peer in here}
+            if loss := stuck({0: (self.place.host, doing, self._idle_s), **ranks}):
+                self._find(loss)
+
+    def _hang(self, doing: Doing) -> NoReturn:
+        """Show where this process stands, and end it."""
+        how = f"made no progress for {self._idle_s:.0f} s"
+        with suppress(Exception):
+            faulthandler.dump_traceback(file=STDERR, all_threads=True)
+        self._find(Loss(self.place.rank, self.place.host, how, doing.what))
+        self._linger(BEAT_S)  # an end with words unread would reset the connections, and take these words with it
+        os._exit(HUNG)
+
+    def _linger(self, for_s: float) -> None:
+        """Take in what comes for some time."""
+        until = time.monotonic() + for_s
+        while (left_s := until - time.monotonic()) > 0:
+            self._listen(left_s)
+
+    def _find(self, loss: Loss) -> None:
+        """Let everybody know of a loss; the first is the cause of the others."""
+        if self._lost.is_set() or self._leaving.is_set():
+            return
+        self._loss = loss
+        for peer in self._here():
+            peer.wire.send({"loss": asdict(loss)})
+        self._end_at = time.monotonic() + self._patience.grace_s
+        self._lost.set()
+        line = f"rank {self.place.rank} of {self.place.world} ({self.place.host}) ends: {loss}"
+        with suppress(OSError):
+            os.write(STDERR, line.encode() + b"\n")
+        teller = threading.Thread(target=self._tell, args=(line,), daemon=True)
+        teller.start()
+        teller.join(TELL_S)
+
+    def _tell(self, line: str) -> None:
+        with suppress(Exception):  # whatever it is, it must not keep this process alive
+            self._tell_ledger(line)
+
+    def _part(self) -> None:
+        """Say good-bye; rank 0, on whom all rely, leaves last."""
+        for peer in self._here():
+            peer.wire.send({"why": self._said_why})
+        until = time.monotonic() + LINGER_S
+        while not self._left.is_set() or (self._must_stay() and time.monotonic() < until):
+            self._listen(BEAT_S / 10)
+            self._end_if_late()
+
+    def _must_stay(self) -> bool:
+        """Tell whether others still rely on this rank: rank 0 keeps what they meet by."""
+        return self.place.rank == 0 and not self.has_lost and len(self._ready.get_map()) > 1  # the bell

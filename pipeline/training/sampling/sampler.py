@@ -1,0 +1,312 @@
+"""Which items are trained on when, where and together.
+
+A step holds exactly `batch` items, whatever the ranks and the memory: `order` draws them. A rank's share of a step and
+its micro-batches follow from the step's items alone: `packing` cuts them. So a run that is resumed on other ranks, or
+whose budget was halved after an OOM, makes the same steps; only the cuts change.
+
+Sizes are named, one value an item. A product of sizes is written `receptor*ligand`: what it costs in memory is the
+largest receptor times the largest ligand, which may be in different items.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipeline.errors import ConfigError, DataError, PlanInfeasible
+from pipeline.keys import content_digest
+from pipeline.training.sampling.epoch_order import ORDER_VERSION, Limits, Order, Share, cut, deal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    Integers = NDArray[np.int64]
+    Sizes = Mapping[str, NDArray[np.int64]]
+
+WINDOW = 4096
+BRICK = 8  # dealt evenly to 1, 2, 4 or 8 ranks; steps of 24 then vary in size as random ones of 3 do
+SHOWN = 3  # so many oversize items are named in an error
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides the steps (batch … drop_last) and, below, what decides only how they are cut."""
+
+    batch: int  # items in a step, over all ranks
+    seed: int = 0
+    by: tuple[str, ...] = ("nodes",)  # the sizes that are padded: items alike in them come together
+    window: int = WINDOW  # items that are arranged together: more of them are more alike, fewer mix better
+    brick: int = BRICK  # items alike that enter a step together: more make fewer micro-batches, fewer mix better
+    shuffle: bool = True  # without: windows in the order of the data, largest items of each first
+    drop_last: bool = False
+    cost: str | None = None  # what the ranks shall have alike; default: the product of `by`
+    budget: Mapping[str, int] = field(default_factory=dict)  # of a micro-batch: its items times their largest size
+    micro_batch: int | None = None  # items in a micro-batch at most
+    padding: float | None = 1.03  # padded/real of a micro-batch at most; None: concatenated, budgets are of sums
+    padded: tuple[str, ...] = ()  # the sizes of which that is; default: `by`
+
+    def __post_init__(self) -> None:
+        counts = {"batch": self.batch, "window": self.window, "brick": self.brick, "micro_batch": self.micro_batch}
+        counts |= {f"budget of {name}": most for name, most in self.budget.items()}
+        for name, value in counts.items():
+            if value is not None and value < 1:
+                raise ValueError(f"the sampler's {name} is {value}; at least 1")
+        if self.seed < 0:
+            raise ValueError(f"the sampler's seed is {self.seed}; at least 0")
+        if self.padding is not None and not self.padding >= 1:
+            raise ValueError(f"the sampler's padding is {self.padding}; padded/real is at least 1, None is no padding")
+        if not self.by:
+            raise ValueError("the sampler needs the name of a size to pack by")
+
+
+@dataclass(frozen=True, eq=False)
+class Micro:
+    """A micro-batch: some items of a rank's share of a step; none where the rank has no share."""
+
+    epoch: int
+    step: int
+    index: int
+    of: int  # micro-batches of this rank in this step, at least one
+    items: Integers
+
+    @property
+    def is_last(self) -> bool:
+        """Say whether the rank's share of the step ends with this one."""
+        return self.index + 1 == self.of
+
+
+class Sampler:
+    """The micro-batches of one rank; every rank makes its own from the same sizes and settings.
+
+    A loop goes over one epoch, from its start or from where a loaded state says. Once its last micro-batch has been
+    handed out, the next loop goes over the next epoch.
+    """
+
+    def __init__(self, sizes: Sizes, settings: Settings, *, rank: int = 0, ranks: int = 1, data: str = "") -> None:
+        """Take the sizes of all items; `data` says of which items they are, in words or as a digest."""
+        if not 0 <= rank < ranks:
+            raise ValueError(f"there is no rank {rank} among {ranks}")
+        check_sizes(sizes, settings)
+        check_budget(sizes, settings)
+        self.settings = settings
+        self.rank, self.ranks = rank, ranks
+        self.epoch = 0
+        self.moves = 0  # how often somebody has said where to go
+        self._sizes, self._data = sizes, data
+        self._order = Order(
+            [sizes[name] for name in settings.by],
+            batch=settings.batch,
+            brick=settings.brick,
+            window=settings.window,
+            seed=settings.seed,
+            shuffle=settings.shuffle,
+            short=not settings.drop_last,
+        )
+        self._first = 0  # the step at which a loop over the epoch begins
+        self._next = (0, 0)  # the epoch and the step that follow what was handed out
+
+    @property
+    def steps(self) -> int:
+        """Return the steps of an epoch."""
+        return self._order.steps
+
+    def __iter__(self) -> Iterator[Micro]:
+        """Hand out this rank's micro-batches of the epoch; a step in which it has no items is one empty micro-batch."""
+        epoch = self.epoch
+        self._next = (epoch, self._first)
+        for step in range(self._first, self.steps):
+            for micro in self.micros(epoch, step):
+                if micro.is_last:
+                    self._hand_out(epoch, step)
+                yield micro
+
+    def _hand_out(self, epoch: int, step: int) -> None:
+        """Note that a step has been handed out; after the last one comes the next epoch."""
+        self._next = (epoch, step + 1) if step + 1 < self.steps else (epoch + 1, 0)
+        if self._next[0] != epoch:
+            self.epoch, self._first = self._next
+
+    def step_items(self, epoch: int, step: int) -> Integers:
+        """Return the items of a step over all ranks."""
+        self._check_place(epoch, step)
+        return self._order.items(epoch, step)
+
+    def _check_place(self, epoch: int, step: int) -> None:
+        """Refuse a step that is not there."""
+        if epoch < 0 or not 0 <= step < self.steps:
+            raise ValueError(f"there is no step {step} in epoch {epoch}: an epoch has {self.steps:,} steps")
+
+    def shares(self, epoch: int, step: int) -> list[list[Integers]]:
+        """Return, for each rank, the items of each of its micro-batches of a step; for some ranks there may be none."""
+        return [self._cut(items_K) for items_K in self._dealt(epoch, step)]
+
+    def micros(self, epoch: int, step: int) -> list[Micro]:
+        """Return this rank's micro-batches of a step, at least one, under the present budget."""
+        parts = self._cut(self._dealt(epoch, step)[self.rank]) or [np.zeros(0, np.int64)]
+        return [Micro(epoch, step, index, len(parts), part) for index, part in enumerate(parts)]
+
+    def count(self, epoch: int) -> int:
+        """Return how many micro-batches this rank has in an epoch; all its steps are cut for that.
+
+        There is no `len`, because `list` would ask for it and pay for every step twice.
+        """
+        return sum(len(self.micros(epoch, step)) for step in range(self.steps))
+
+    def _dealt(self, epoch: int, step: int) -> list[Integers]:
+        """Return each rank's items of a step."""
+        items_E = self.step_items(epoch, step)
+        wanted = factors_of(self.settings.cost, self._sizes) if self.settings.cost else self.settings.by
+        costs_E = gather(self._sizes, wanted, items_E).prod(axis=0)
+        return [items_E[places] for places in deal(costs_E, self.ranks)]
+
+    def _cut(self, items_K: Integers) -> list[Integers]:
+        """Return a share's items in micro-batches."""
+        if len(items_K) == 0:
+            return []
+        settings, sizes = self.settings, self._sizes
+        budgets = {factors_of(name, sizes): float(budget) for name, budget in settings.budget.items()}
+        share = Share(
+            gather(sizes, settings.padded or settings.by, items_K),
+            tuple(gather(sizes, factors, items_K) for factors in budgets),
+        )
+        limits = Limits(tuple(budgets.values()), settings.micro_batch, settings.padding)
+        return [items_K[places] for places in cut(share, limits)]
+
+    def adjust(self, *, budget: Mapping[str, int], micro_batch: int | None) -> None:
+        """Cut under other limits from the next step on, or when a step is cut again; the steps stay what they are."""
+        settings = replace(self.settings, budget=budget, micro_batch=micro_batch)
+        check_sizes(self._sizes, settings)
+        check_budget(self._sizes, settings)
+        self.settings = settings
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch; in the present one, stay where a loaded state has put the sampler."""
+        if epoch < 0:
+            raise ValueError(f"there is no epoch {epoch}")
+        self.moves += 1
+        if epoch != self.epoch:
+            self._go(epoch, 0)
+
+    def state_dict(self, after: Micro | None = None) -> dict[str, Any]:
+        """Return, as JSON data, where to go on: after what was handed out, or after a micro-batch that was used.
+
+        A loader that reads ahead must say which. A step that has not been used to its end is begun again.
+        """
+        epoch, step = self._next
+        if after is not None:
+            epoch, step = after.epoch, after.step + after.is_last
+        if step == self.steps:
+            epoch, step = epoch + 1, 0
+        return {"epoch": epoch, "step": step, **self._identity}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to where a state says, if it is of the same order; ranks and budgets may have changed."""
+        mine = self._identity
+        changed = [
+            f"{name} {state.get(name, 'nothing')!r} then, {value!r} now"
+            for name, value in mine.items()
+            if state.get(name) != value
+        ]
+        if changed:
+            raise ConfigError(
+                f"the sampler's state is of another order of items: {'; '.join(changed)}",
+                remedy="set back what changed, or begin a new run from the checkpoint's weights",
+            )
+        self._check_place(state["epoch"], state["step"])
+        self.moves += 1
+        self._go(state["epoch"], state["step"])
+
+    def _go(self, epoch: int, step: int) -> None:
+        """Let the next loop begin at a step."""
+        self.epoch, self._first = epoch, step
+        self._next = (epoch, step)
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        """Return what decides the order, as JSON data: settings, sizes, and how an order is drawn from them."""
+        settings = self.settings
+        digests = [content_digest(np.ascontiguousarray(self._sizes[name], np.int64).data) for name in settings.by]
+        return {
+            "version": ORDER_VERSION,
+            "data": self._data,
+            "items": len(self._sizes[settings.by[0]]),
+            "sizes": content_digest(b"".join(digests)).hex(),
+            "by": list(settings.by),
+            "batch": settings.batch,
+            "brick": settings.brick,
+            "window": settings.window,
+            "seed": settings.seed,
+            "shuffle": settings.shuffle,
+            "drop_last": settings.drop_last,
+        }
+
+
+def factors_of(name: str, sizes: Sizes) -> tuple[str, ...]:
+    """Return the sizes of which a name is the product."""
+    return (name,) if name in sizes else tuple(name.split("*"))
+
+
+def gather(sizes: Sizes, names: Sequence[str], items_K: Integers | list[int]) -> NDArray[np.float64]:
+    """Return some sizes of some items [names, K]."""
+    return np.array([sizes[name][items_K] for name in names], np.float64)
+
+
+def product(sizes: Sizes, name: str) -> NDArray[np.float64]:
+    """Return a size, or a product of sizes, of every item."""
+    first, *others = factors_of(name, sizes)
+    values_N = sizes[first].astype(np.float64)
+    for factor in others:
+        values_N *= sizes[factor]
+    return values_N
+
+
+def check_sizes(sizes: Sizes, settings: Settings) -> None:
+    """Refuse sizes that are not there, that are not one whole number an item, or that are of no items at all."""
+    named = (*settings.budget, *([settings.cost] if settings.cost else []))
+    names = (*settings.by, *settings.padded, *(factor for name in named for factor in factors_of(name, sizes)))
+    missing = [name for name in names if name not in sizes]
+    if missing:
+        raise ValueError(f"no size is called {missing[0]!r}; there are {', '.join(sorted(sizes)) or 'none'}")
+    items = len(sizes[settings.by[0]])
+    for name in names:
+        values_N = sizes[name]
+        if values_N.shape != (items,) or values_N.dtype.kind not in "iu":
+            raise ValueError(
+                f"{name!r} is {values_N.dtype}{list(values_N.shape)}; one whole number for {items:,} items"
+            )
+        if items and values_N.min() < 0:
+            raise ValueError(f"item {int(values_N.argmin()):,} has a {name!r} of {int(values_N.min()):,}")
+    if items < (settings.batch if settings.drop_last else 1):
+        least = f"; drop_last wants at least a step of {settings.batch}" if items else ""
+        raise DataError(
+            f"{items} items to draw from{least}", remedy="pipeline status   (says what was rejected, and why)"
+        )
+
+
+def oversize(sizes: Sizes, budget: Mapping[str, int]) -> Integers:
+    """Return the items that exceed a budget on their own."""
+    over = [np.flatnonzero(product(sizes, name) > most) for name, most in budget.items()]
+    return np.unique(np.concatenate(over)) if over else np.zeros(0, np.int64)
+
+
+def check_budget(sizes: Sizes, settings: Settings) -> None:
+    """Refuse a budget that some items exceed on their own, and say by how much."""
+    over = oversize(sizes, settings.budget)
+    if len(over) == 0:
+        return
+    texts = []
+    for item in over[:SHOWN].tolist():
+        of = {name: int(gather(sizes, factors_of(name, sizes), [item]).prod()) for name in settings.budget}
+        beyond = [f"{size:,} {name}" for name, size in of.items() if size > settings.budget[name]]
+        texts.append(f"item {item:,} has {' and '.join(beyond)}")
+    limits = ", ".join(f"{most:,} {name}" for name, most in settings.budget.items())
+    raise PlanInfeasible(
+        f"{len(over):,} of {len(sizes[settings.by[0]]):,} items exceed the budget of a micro-batch ({limits}) alone: "
+        f"{'; '.join(texts)}{'; …' if len(over) > SHOWN else ''}",
+        remedy="raise the budget, or leave these items out (pipeline.training.sampling.sampler.oversize lists them)",
+    )

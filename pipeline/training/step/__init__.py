@@ -1,0 +1,1 @@
+"""One exact optimizer step: what is traced, how a rank survives running it, what all ranks agree on."""

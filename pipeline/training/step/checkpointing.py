@@ -1,0 +1,118 @@
+"""Activation checkpointing of any model: the repeated blocks of it run again in backward."""
+
+from __future__ import annotations
+
+import copy
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+
+class Recomputing:
+    """Lets the repeated blocks of a model keep only their inputs for backward, as long as it is on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.blocks: list[str] | None = None  # that are prepared for it, once it was on
+        self.on = False
+
+    def turn(self, *, on: bool) -> None:
+        """Begin with it, or end it; what runs meanwhile is not meant."""
+        if on and self.blocks is None:
+            blocks = repeated(self._model)
+            for block in blocks.values():
+                block.forward = self._again(block.forward)
+            self.blocks = list(blocks)
+        self.on = on
+
+    def _again(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs) if self.on else forward(*args, **kwargs)
+
+        run.runs_again = True  # type: ignore[attr-defined]  # a copy of the block must not run the block itself
+        return run
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """Return a copy of a model in the host's memory; the card holds no second one meanwhile."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        copied = parameter.detach().to("cpu", copy=True)
+        memo[id(parameter)] = nn.Parameter(copied, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.detach().to("cpu", copy=True)
+    made = copy.deepcopy(model, memo)
+    for module in made.modules():
+        if getattr(module.__dict__.get("forward"), "runs_again", False):
+            del module.forward
+    return made
+
+
+def repeated(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the blocks that a model has several of: children of one kind in a list, the outermost of each."""
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        if any(path.startswith(f"{outer}.") for outer in found):
+            continue
+        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+            kinds = [type(child) for child in module]
+            for name, child in module.named_children():
+                if kinds.count(type(child)) > 1 and any(True for _ in child.parameters()):
+                    found[f"{path}.{name}" if path else name] = child
+    return found
+
+
+SMALLEST_BYTES = 1 << 16  # below, a copy costs more than the memory is worth
+
+
+class Carrier(Protocol):
+    """Brings tensors to the host and back."""
+
+    def away(self, tensor: Tensor) -> Tensor:
+        """Return a copy in the host's memory."""
+
+    def back(self, kept: Tensor, device: torch.device) -> Tensor:
+        """Return a copy on the device."""
+
+
+class Pinned:
+    """Copies to memory that a GPU reads by itself."""
+
+    def away(self, tensor: Tensor) -> Tensor:
+        """Return a copy in the host's memory."""
+        kept = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)  # in the same order: channels last
+        return kept.copy_(tensor)
+
+    def back(self, kept: Tensor, device: torch.device) -> Tensor:
+        """Return a copy on the device."""
+        return kept.to(device, non_blocking=True, copy=True)
+
+
+def offloaded(model: nn.Module, carrier: Carrier) -> torch.autograd.graph.saved_tensors_hooks:
+    """Return a context whose forward keeps nothing large on the device but parameters, which are there anyway."""
+    own = {_place(one) for one in model.parameters()}
+
+    def away(tensor: Tensor) -> Any:
+        if tensor.nbytes < SMALLEST_BYTES or _place(tensor) in own:
+            return tensor.detach()  # as it is, an output would hold the graph that holds it: never released
+        return carrier.away(tensor), tensor.device
+
+    def back(kept: Any) -> Tensor:
+        return kept if isinstance(kept, torch.Tensor) else carrier.back(*kept)
+
+    return torch.autograd.graph.saved_tensors_hooks(away, back)
+
+
+def _place(tensor: Tensor) -> int:
+    """Return what tells the memory of a tensor from other memory, of fake ones too."""
+    place: int = tensor.untyped_storage()._cdata  # noqa: SLF001 - fake storages have no data pointer
+    return place

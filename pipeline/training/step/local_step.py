@@ -1,0 +1,282 @@
+"""A rank's own part of a step: its micro-batches forward and backward, through every out-of-memory, with no other rank.
+
+When memory ends the step begins again with the failed micro-batch halved (`memory.recovery`). A single item that does
+not fit climbs a ladder: blocks computed again in backward, activations in the host's memory, then the processor, or the
+item is left out, as configured. What was learned is applied from the next step on.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import DataError, PlanInfeasible
+from pipeline.memory.runtime.out_of_memory import free_caches
+from pipeline.memory.runtime.recovery import Snapshot, replayed, rewind, said_out_of_memory
+from pipeline.protocol import Weights
+from pipeline.training.checkpoints.training_state import rng_state, set_rng_state
+from pipeline.training.step.optimizers import summed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from pipeline.memory.runtime.governor import Governor
+    from pipeline.memory.runtime.meters import Upkeep
+    from pipeline.memory.runtime.recovery import Oom
+    from pipeline.protocol import Batch
+    from pipeline.training.step.micro_batches import Piece, Share
+    from pipeline.training.step.step import Step
+
+CHECKPOINTING, OFFLOAD, HOST, SKIP = "checkpointing", "offload", "cpu", "skip"
+RUNGS = (CHECKPOINTING, OFFLOAD, HOST, SKIP)  # a piece's `rung` counts those that it has climbed
+
+
+@dataclass(slots=True)
+class Local:
+    """What a rank did in a step."""
+
+    terms: dict[str, tuple[float, float]] = field(default_factory=dict)  # sums and weights
+    items: int = 0
+    micros: int = 0
+    costs: list[int] = field(default_factory=list)  # of the micro-batches that ran
+    ooms: int = 0
+    skipped: list[str] = field(default_factory=list)  # items that fit nowhere
+    remedied: dict[str, int] = field(default_factory=dict)  # items that ran on a rung of the ladder, by its name
+    again: bool = False  # it came to no end: all ranks begin the step again, this one as it has learned
+
+
+class Stepper:
+    """Runs a rank's part of steps."""
+
+    is_joint = False  # its loss is of the items of all ranks together
+
+    def __init__(
+        self,
+        step: Step,
+        governor: Governor,
+        cost_N: NDArray[Any],
+        upkeep: Upkeep,
+        *,
+        too_large: str = HOST,
+        begin: Callable[[Piece], None] = lambda _: None,
+        failed: Callable[[Piece, Oom], None] = lambda _piece, _oom: None,
+    ) -> None:
+        """Take a step, who knows the budget, and what every item costs; `begin` and `failed` hear of each piece.
+
+        `too_large` is where an item goes that no rung of a card holds: cpu, skip or error.
+        """
+        self.step, self.governor, self.cost_N, self.upkeep, self.too_large = step, governor, cost_N, upkeep, too_large
+        self._begin, self._failed = begin, failed
+        self._snapshot: Snapshot | None = None
+        self._is_several: bool | None = True if isinstance(step.task, Weights) else None  # terms; None: not known yet
+        self.ladder = tuple(RUNGS[: RUNGS.index(SKIP)]) if self._on_card else RUNGS[:2]
+
+    @property
+    def _on_card(self) -> bool:
+        return self.step.device != "cpu"
+
+    @property
+    def needs_weights(self) -> bool:
+        """Say whether the weights of terms must be known before a step: where there are several, or nobody knows."""
+        return self._is_several is not False
+
+    def weights(self, share: Share) -> dict[str, float]:
+        """Return the weights of this rank's terms; no random number is used up."""
+        found: list[Mapping[str, Any]] = []
+        numbers = rng_state(self.step.device)
+        for piece in share:
+            self._in_parts(piece, lambda one: found.append(self._weights_of(one)), share)
+        set_rng_state(numbers, self.step.device)
+        return {name: float(value) for name, value in summed(found).items()}
+
+    def learn_terms(self, names: int) -> None:
+        """Hear how many terms a loss has, over all ranks."""
+        if names:
+            self._is_several = names > 1 or isinstance(self.step.task, Weights)
+
+    def _weights_of(self, piece: Piece) -> Mapping[str, Any]:
+        """Return the weights of a piece's terms: as the task says, else by running the model."""
+        batch = self._collated(piece)
+        task = self.step.task
+        if isinstance(task, Weights):
+            return task.weights(batch)
+        self._begin(piece)
+        terms = self.step.aside(batch, on_host=bool(piece.rung))
+        return {name: weight for name, (_, weight) in terms.items()}
+
+    def _in_parts(self, piece: Piece, run: Callable[[Piece], Any], share: Share) -> None:
+        """Run something that adds nothing up before it ends, halving what does not fit."""
+        if said_out_of_memory(run, piece) is None:
+            return
+        free_caches(self.step.device)
+        if len(piece) > 1:
+            for half in piece.halves():
+                self._in_parts(half, run, share)
+        elif self.too_large == HOST and self._on_card and piece.rung == 0:
+            self._in_parts(replace(piece, rung=len(self.ladder)), run, share)
+        elif self.too_large == SKIP:
+            share.leave_out(piece.ids)
+        else:
+            raise self._too_large(piece)
+
+    def run(self, share: Share, weights: Mapping[str, float] | None) -> Local:
+        """Run this rank's share forward and backward; gradients are in the parameters afterwards."""
+        self._snapshot = Snapshot.take(
+            self.step.model, device=self.step.device, scaler=self.step.scaler, before=self._snapshot
+        )
+        local, climbed = Local(), list[tuple[int, str]]()
+
+        def again() -> None:
+            local.items = local.micros = 0
+            local.costs.clear()
+            local.remedied.clear()
+            self.go_back()
+
+        done = replayed(
+            _Started(share, self._ready),
+            partial(self._run, local=local, weights=weights),
+            again=again,
+            halve=lambda piece: piece.halves(),
+            cannot=lambda piece, _: self._climb(piece, local, climbed),
+            note=self._heard,
+            cost=self._height,
+        )
+        for piece_cost, rung in climbed:
+            self.governor.climbed(piece_cost, rung)
+        for piece_cost in local.costs:
+            self.governor.ran(piece_cost)
+        share.leave_out(local.skipped)
+        local.ooms = len(done.ooms)
+        local.terms = self.step.totals
+        return local
+
+    def rehearse(self, share: Share) -> None:
+        """Run a share as part of a step, before there is any."""
+        self.run(share, self.weights(share) if self.needs_weights else None)
+
+    def _heard(self, piece: Piece, oom: Oom) -> None:
+        """Hear that a piece did not fit."""
+        if not oom.is_single:
+            self.governor.out_of_memory(self.cost(piece))
+        self._failed(piece, oom)
+
+    def _ready(self, piece: Piece) -> list[Piece]:
+        """Return a micro-batch as it begins: cut where it is over the budget, on the rung that such an item needed."""
+        costs = self._costs(piece)
+        slices = self.governor.admit(costs)
+        pieces = [replace(piece, start=piece.start + one.start, stop=piece.start + one.stop) for one in slices]
+        return [replace(one, rung=self._known_rung(one)) if len(one) == 1 else one for one in pieces]
+
+    def _known_rung(self, piece: Piece) -> int:
+        rung = self.governor.rung(self.cost(piece))
+        return 0 if rung is None else self.ladder.index(rung) + 1 if rung in self.ladder else 0
+
+    def _costs(self, piece: Piece) -> list[int]:
+        return [int(self.cost_N[number]) for number in piece.numbers]
+
+    def cost(self, piece: Piece) -> int:
+        """Return what a piece costs."""
+        costs = self._costs(piece)
+        return max(costs) * len(costs) if self.governor.padded else sum(costs)
+
+    def _height(self, piece: Piece) -> float:
+        """Return by what pieces are compared: one on a rung is no example for others, however little it costs."""
+        return math.inf if piece.rung else float(self.cost(piece))
+
+    def _run(self, piece: Piece, *, local: Local, weights: Mapping[str, float] | None) -> None:
+        """Run a piece forward and backward."""
+        self._begin(piece)
+        on_host = piece.rung > self.ladder.index(OFFLOAD) + 1
+        batch = self._collated(piece)
+        if on_host:
+            self.step.accumulate_on_host(batch, weights)
+        else:
+            with self.step.remedied(checkpointing=piece.rung >= 1, offload=piece.rung >= 2):
+                self.step.accumulate(batch, weights)
+        self._count(piece, local)
+
+    def _count(self, piece: Piece, local: Local) -> None:
+        """Count a piece that ran."""
+        local.items += len(piece)
+        local.micros += 1
+        if piece.rung:
+            rung = self.ladder[piece.rung - 1]
+            local.remedied[rung] = local.remedied.get(rung, 0) + len(piece)
+        else:
+            local.costs.append(self.cost(piece))
+        self.upkeep.after_micro_batch()
+
+    def _collated(self, piece: Piece) -> Batch:
+        return self.step.task.collate(piece.items, piece.rng)
+
+    def _climb(self, piece: Piece, local: Local, climbed: list[tuple[int, str]]) -> Callable[[Piece], Sequence[Piece]]:
+        """Return what becomes of a single item that did not fit."""
+        if piece.rung < len(self.ladder) and self._allowed(self.ladder[piece.rung]):
+            climbed.append((self.cost(piece), self.ladder[piece.rung]))
+            rung = piece.rung + 1  # the piece itself is let go of: its batch is in one of few slots
+            return lambda one: [replace(one, rung=rung)]
+        if self.too_large != SKIP:
+            raise self._too_large(piece)
+        local.skipped += piece.ids
+        return lambda _: []
+
+    def _allowed(self, rung: str) -> bool:
+        return rung != HOST or self.too_large == HOST
+
+    def _too_large(self, piece: Piece) -> PlanInfeasible:
+        sizes = f"{self.cost(piece) / 2**20:,.0f} MiB beside the model, as planned"
+        what = f"{piece.ids[0]} does not fit in memory, not even alone and with every remedy ({sizes})"
+        remedy = "--set train.too_large=skip   or a larger card   or --set train.oversize=crop"
+        return PlanInfeasible(what, where="training", remedy=remedy)
+
+    def go_back(self) -> None:
+        """Bring everything to the start of the step: its gradients are gone."""
+        assert self._snapshot is not None
+        self.step.release()
+        rewind(self._snapshot, self.step.model.parameters(), self.step.device)
+
+    def not_finite(self, share: Share) -> list[str]:
+        """Return which items of a share alone have a loss that is not finite."""
+        found: list[str] = []
+        for piece in share:
+            for one in piece.singles():
+                found += [] if self._is_finite(one) else one.ids
+        return found
+
+    def _is_finite(self, piece: Piece) -> bool:
+        """Say whether an item's loss is finite, as far as it can be computed."""
+        losses: list[float] = []
+
+        def evaluate(one: Piece) -> None:
+            losses.extend(float(total) for total, _ in self.step.evaluate(self._collated(one)).values())
+
+        said_out_of_memory(evaluate, piece)
+        return all(map(math.isfinite, losses))
+
+
+class _Started:
+    """The pieces of a share as they begin, from the start each time."""
+
+    def __init__(self, share: Share, ready: Callable[[Piece], list[Piece]]) -> None:
+        self._share, self._ready = share, ready
+
+    def __iter__(self) -> Iterator[Piece]:
+        for piece in self._share:
+            yield from self._ready(piece)
+
+
+def refuse_unequal(names: Sequence[Sequence[str]]) -> None:
+    """Raise where ranks that had items had terms of different names."""
+    spoken = [(rank, tuple(one)) for rank, one in enumerate(names) if one]
+    for rank, one in spoken:
+        if set(one) != set(spoken[0][1]):
+            what = (
+                f"loss() returned {', '.join(sorted(spoken[0][1]))} on rank {spoken[0][0]}"
+                f" and {', '.join(sorted(one))} on rank {rank}"
+            )
+            remedy = "return every term for every batch; one that no item has is (sum of nothing, 0)"
+            raise DataError(what, where="train.task", remedy=remedy)

@@ -1,0 +1,146 @@
+"""A rank's share of a step: its micro-batches, as often as they are asked for, and pieces of them.
+
+A step may have to be run again from its start. By then most of its batches are gone from the loader's ring: those are
+read again, into memory of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from pipeline.training.items.batch import rng_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Sequence
+
+    import numpy as np
+
+    from pipeline.training.items.batch import Batch, Graph, Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some items of a micro-batch, and what is done about their memory beyond what the settings say."""
+
+    batch: Batch
+    start: int
+    stop: int
+    rung: int = 0
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Return what its items are called."""
+        return self.batch.ids[self.start : self.stop]
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Return the numbers of its items in the table."""
+        return self.batch.numbers[self.start : self.stop]
+
+    @property
+    def items(self) -> list[Graph]:
+        """Return the graphs of its items."""
+        return self.batch.items[self.start : self.stop]
+
+    @property
+    def rng(self) -> np.random.Generator:
+        """Return what to draw from for these items together."""
+        return rng_of(self.batch.origin, "\n".join(self.ids))
+
+    def halves(self) -> list[Piece]:
+        """Return it in two, or alone where it is one item."""
+        if len(self) < 2:
+            return [self]
+        middle = (self.start + self.stop) // 2
+        return [replace(self, stop=middle), replace(self, start=middle)]
+
+    def singles(self) -> list[Piece]:
+        """Return its items one by one."""
+        return [replace(self, start=place, stop=place + 1) for place in range(self.start, self.stop)]
+
+
+class Share:
+    """Goes over a rank's pieces of a step from the start each time; the first time they come from the loader."""
+
+    def __init__(
+        self,
+        batches: Iterator[Batch],
+        fetch: Callable[[Sequence[int], Origin], Batch],
+        *,
+        hold: int,
+        leave_out: Collection[str] = (),
+    ) -> None:
+        """Take the step's first batch, to see which step it is; `hold` batches at most are kept for another time."""
+        self._batches, self._fetch, self._hold, self._leave_out = batches, fetch, hold, set(leave_out)
+        self.skipped: list[str] = []  # items that were to be left out since
+        self._seen: list[tuple[tuple[int, ...], Origin]] = []
+        self._ids: list[tuple[str, ...]] = []
+        self._held: dict[int, Batch] = {}
+        self.rejected = 0
+        self.is_over = False  # there was no further step
+        self._next = self._take()
+
+    def leave_out(self, ids: Sequence[str]) -> None:
+        """Go on without some items: they fit nowhere."""
+        self._leave_out.update(ids)
+        self.skipped += ids
+
+    @property
+    def origin(self) -> Origin:
+        """Return which step it is."""
+        return self._seen[0][1]
+
+    @property
+    def cuts(self) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
+        """Return the ids and numbers of the micro-batches so far."""
+        return [(ids, numbers) for ids, (numbers, _) in zip(self._ids, self._seen, strict=True)]
+
+    def _take(self) -> Batch | None:
+        """Take the next batch of the step from the loader."""
+        if self._seen and self._seen[-1][1].index + 1 == self._seen[-1][1].of:
+            return None
+        batch = next(self._batches, None)
+        if batch is None:
+            self.is_over = True
+            return None
+        if len(self._held) < self._hold:
+            self._held[len(self._seen)] = batch
+        self.rejected += len(batch.rejected)
+        self._seen.append((batch.numbers, batch.origin))
+        self._ids.append(batch.ids)
+        return batch
+
+    def __iter__(self) -> Iterator[Piece]:
+        """Yield a piece for each micro-batch that has items."""
+        place = 0
+        while True:
+            if place < len(self._seen) and not (place == len(self._seen) - 1 and self._next is not None):
+                held = self._held.get(place)  # an empty batch counts as nothing, but is one
+                batch: Batch | None = self._fetch(*self._seen[place]) if held is None else held
+            else:
+                batch, self._next = self._next, None
+                batch = self._take() if batch is None else batch
+            if batch is None:
+                return
+            place += 1
+            yield from self._pieces(batch)
+
+    def _pieces(self, batch: Batch) -> Iterator[Piece]:
+        """Yield a batch as one piece, or the runs of it between items that are left out."""
+        start = 0
+        for place, name in enumerate((*batch.ids, "")):
+            if place == len(batch.ids) or name in self._leave_out:
+                if place > start:
+                    yield Piece(batch, start, place)
+                start = place + 1
+
+    def drain(self) -> None:
+        """Take what the loader still has of the step, and hold nothing of it."""
+        self._next, self._hold = None, 0
+        self._held.clear()
+        while self._take() is not None:
+            pass
