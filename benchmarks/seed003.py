@@ -147,7 +147,7 @@ def _measured(name: str) -> dict[str, Any]:
     """Return planned and real peaks on this CPU, of the model at its real size."""
     from pipeline.memory.footprint import Choice, live_peak_bytes
     from pipeline.tasks.denovo_recursive import DenovoRecursive
-    from tests.memory.traced import tracer, true_peak
+    from tests.memory.tracing.traced import tracer, true_peak
 
     changes: dict[str, Any] = EVERY if name == "every bin" else {}
     settings: dict[str, Any] = {"ema": 0.999, "clip": 1.0}

@@ -15,10 +15,14 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.command import Command
+from tests.projects import filled as filled
+from tests.projects import make_project as make_project
 
 ROOT = Path(__file__).resolve().parent.parent
 NOBODY = 65534
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` has it ignored, in every process that a test starts, too
+# `nohup` has the one ignored, a shell that starts things in the background the other; so would every process of a test.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 SHARED = ROOT.parent / "shared" / "structures"
 
 # Tests on the cluster wait more than they work: they begin first, in two shares, each with a cluster of its own.

@@ -89,7 +89,7 @@ class StandIn:
     def step(self, work: Any, choice: Choice) -> Any:
         """Build a training step whose batches are copied to it."""
         from tests.limited.device import HostCarrier
-        from tests.memory.planned import OnDevice
+        from tests.memory.planning.planned import OnDevice
 
         given = {name: getattr(choice, name) for name in ("precision", "checkpointing", "offload")}
         step = OnDevice(work.task, replace(work.settings, **given))

@@ -21,7 +21,7 @@ BATCHES, CUTS, MOST_ITEMS = 2, 2.5, 8192  # steps of an epoch, micro-batches tha
 
 def work_for(case: Mapping[str, Any]) -> Any:
     """Return a member of the zoo as it is trained on a card."""
-    from tests.memory.planned import work_of
+    from tests.memory.planning.planned import work_of
     from tests.zoo import ZOO
 
     return replace(work_of(ZOO[case["member"]]), device="cpu" if case["dry"] else "cuda")

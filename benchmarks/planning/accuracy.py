@@ -16,7 +16,7 @@ from pipeline.memory.planning.planner import Questions
 from pipeline.protocol import ITEMS
 from pipeline.runs.model.training_work import Work, target_of
 from tests.limited.device import LimitedDevice
-from tests.memory.planned import work_of
+from tests.memory.planning.planned import work_of
 from tests.zoo import ZOO, Member
 
 REACH = 0.01

@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.errors import PipelineError
 from pipeline.memory.planning.memory_plan import Filled
-from tests.memory.planned import BATCH, Ground, epoch, fewer_cuts, limits, one_more, sampler_under
+from tests.memory.planning.planned import BATCH, Ground, epoch, fewer_cuts, limits, one_more, sampler_under
 from tests.zoo import Member
 
 ITEMS, LEVELS = 128, 5

@@ -16,7 +16,7 @@ from pipeline.store.maintenance.damage_report import Fault, last_report, read_re
 from pipeline.store.store import Store
 from tests.command import Command
 from tests.store.content import key_of
-from tests.store.damage import fill, flip, listed, overwrite
+from tests.store.maintenance.damage import fill, flip, listed, overwrite
 
 VALIDATE, REPAIR, COMPACT = (("cache", verb) for verb in ("validate", "repair", "compact"))
 

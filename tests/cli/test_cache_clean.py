@@ -11,8 +11,8 @@ import pytest
 from pipeline.store.cache_folder import Cache
 from pipeline.store.maintenance.damage_report import ReportWriter, Summary
 from tests.command import Command
-from tests.runs import cached
-from tests.runs.cached import ITEMS, Copy
+from tests.runs.upkeep import cached
+from tests.runs.upkeep.cached import ITEMS, Copy
 
 CLEAN = ("cache", "clean", "--older-than", "0")
 FEWER = ("--set", "graph.neighbours=3")

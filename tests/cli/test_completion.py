@@ -13,7 +13,7 @@ from typer.main import get_command
 
 from pipeline.cli.completion import SCRIPTS, Shell, answer
 from pipeline.cli.main import app
-from tests.runs.ledgers import Told
+from tests.journal.ledgers import Told
 
 PIPELINE = Path(sys.executable).with_name("pipeline")
 ROOT = get_command(app)

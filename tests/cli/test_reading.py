@@ -14,7 +14,7 @@ from typer.main import get_command
 
 from pipeline.cli.main import app
 from tests.command import Command
-from tests.runs.conftest import settle, write_complex
+from tests.projects import settle, write_complex
 
 PIPELINE = Path(sys.executable).with_name("pipeline")
 # Each verb that only reads, as it is typed in a project that has been scanned, and its exit code there.

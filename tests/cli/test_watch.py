@@ -26,7 +26,7 @@ from pipeline.report import live_status
 from pipeline.report.live_status import Pace, memory_line, watched
 from pipeline.report.screen import Screen, screen, sparkline
 from tests.cli.told import NOON, beginning, event, seen, training
-from tests.runs.ledgers import Told
+from tests.journal.ledgers import Told
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

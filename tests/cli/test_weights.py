@@ -16,8 +16,8 @@ from pipeline.encoder.checkpoints.download import Progress
 from pipeline.encoder.checkpoints.weights import Published
 from pipeline.report.cache_tables import said
 from tests.command import Command
-from tests.encoder import file_server as web
-from tests.encoder.file_server import File, Server
+from tests.encoder.checkpoints import file_server as web
+from tests.encoder.checkpoints.file_server import File, Server
 
 TINY = "esm2_t2_tiny"
 SIZES = ("--layers", "2", "--dim", "32", "--heads", "4")

@@ -22,7 +22,7 @@ from pipeline.store.maintenance.leftovers import User, register, registered
 from tests.faults.judged import KIND, HastyDisk, complaints
 from tests.faults.works import NAME, fill
 from tests.store.content import key_of, put
-from tests.store.damage import overwrite
+from tests.store.maintenance.damage import overwrite
 
 pytestmark = pytest.mark.fault
 KEYS = [key_of(number) for number in range(3)]

@@ -23,8 +23,8 @@ from pipeline.structures.parsing.structure_files import paths
 from pipeline.structures.policy import Policy
 from pipeline.structures.sources import SourceSpec, items
 from tests.stages.test_scan import settle
-from tests.structures.amber_text import write_complex
-from tests.structures.molecule_text import ACETAMIDE, THEOPHYLLINE, moved
+from tests.structures.parsing.amber_text import write_complex
+from tests.structures.parsing.molecule_text import ACETAMIDE, THEOPHYLLINE, moved
 from tests.structures.pdb_text import atom as line
 
 STRUCTURES = Structures(policy=Policy(ligands="keep"))

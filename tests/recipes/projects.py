@@ -26,8 +26,8 @@ from pipeline.structures.made_rna import pocket_pdb
 from pipeline.structures.synthetic import complex_pdb
 from tests.command import Command
 from tests.conftest import ROOT
-from tests.memory.traced import tracer
-from tests.runs.conftest import settle
+from tests.memory.tracing.traced import tracer
+from tests.projects import settle
 
 RECIPES = ROOT / "configs" / "recipes"
 SPLITS = ("train", "train", "train", "train", "val", "test")

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.command import Command
+from tests.projects import settle
 from tests.recipes.conftest import Scanned
 from tests.recipes.projects import RNA, SPECTRA, ran, write
-from tests.runs.conftest import settle
-from tests.structures.molecule_text import THEOPHYLLINE
+from tests.structures.parsing.molecule_text import THEOPHYLLINE
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -12,7 +12,7 @@ from pipeline.journal.attempts import Ask, Attempt
 from pipeline.records import EventKind
 from pipeline.training.loop.metrics_log import Epoch, Figures, Spread
 from pipeline.training.prepared import ModelFolder, Prepared, Stretch
-from tests.runs.ledgers import Told
+from tests.journal.ledgers import Told
 
 GIB = 1 << 30
 SMALL, LARGE = Ask(4 * GIB, 3600), Ask(8 * GIB, 3600)

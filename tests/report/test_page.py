@@ -17,8 +17,8 @@ from pipeline.report.html.html_page import _busiest
 from pipeline.runs.views.run_page import now_of, write
 from tests.command import Command
 from tests.docs.conftest import Demo, demo
+from tests.journal.ledgers import Told
 from tests.report.runs_told import HOSTILE, failed, trained
-from tests.runs.ledgers import Told
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

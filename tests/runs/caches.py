@@ -21,7 +21,7 @@ from pipeline.store.cache_folder import Cache
 from pipeline.store.format.cache_layout import REPORTS
 from pipeline.store.maintenance.damage_report import Finding, Report, ReportWriter, Summary, last_report
 from tests.command import Outcome
-from tests.runs.conftest import settle
+from tests.projects import settle
 from tests.slurm.runs import content
 
 PIPELINE = Path(sys.executable).with_name("pipeline")

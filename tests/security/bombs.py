@@ -36,7 +36,7 @@ from pipeline.structures.parsing.read_structure import Reading, format_of, parse
 from pipeline.structures.sources import items
 from pipeline.structures.sources.item_ids import SourceSpec
 from pipeline.training.checkpoints.tensor_file import TensorFile, Written
-from tests.structures.amber_text import complex_files
+from tests.structures.parsing.amber_text import complex_files
 
 GIB = 1 << 30
 ALLOWED_BYTES = 3 * GIB  # of address space beyond what there is: a bomb that goes off ends as MemoryError

@@ -17,7 +17,7 @@ from pipeline.training.evaluating.outputs import Gathered, Writer
 from pipeline.training.evaluating.prediction_tables import write_tables
 from pipeline.training.forensics import step_bundle
 from tests.command import Command
-from tests.training.test_bundles import BUNDLE_OF, RNG_OF
+from tests.training.forensics.test_bundles import BUNDLE_OF, RNG_OF
 
 HOSTILE = {
     "climbing": "../../outside",

@@ -1,7 +1,7 @@
 """A link in a cache or an export that leads elsewhere: nothing there is read as ours, changed or removed.
 
-Each command alone is tried beside its own tests (tests/cli/test_cache_*.py, tests/store/test_sweep.py,
-tests/store/test_transfer.py); here every command meets a link in every place.
+Each command alone is tried beside its own tests (tests/cli/test_cache_*.py, tests/store/maintenance/test_sweep.py,
+tests/store/maintenance/test_transfer.py); here every command meets a link in every place.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A pickle that runs code when it is read, in the place of every file that the program reads: nothing of it runs.
 
-Checkpoints of ESM-2 and weights to begin with are tested beside their readers, too (tests/encoder/test_checkpoint.py,
-tests/training/test_pretrained.py), in all forms of torch.save; here each goes in by its command.
+Checkpoints of ESM-2 and weights to begin with are tested beside their readers, too (test_checkpoint.py of the encoder,
+test_pretrained.py of training), in all forms of torch.save; here each goes in by its command.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pipeline.training.checkpoints.checkpoint_reader import open_checkpoint
 from pipeline.training.evaluating.outputs import Gathered
 from pipeline.training.forensics import step_bundle
 from tests.conftest import ROOT
-from tests.training.saved import checkpoints, state_at
+from tests.training.checkpoints.saved import checkpoints, state_at
 
 KEY = b"sixteen bytes..."
 
@@ -142,7 +142,7 @@ def test_every_file_of_a_training_checkpoint(tmp_path: Path, evil: bytes) -> Non
 
 @pytest.mark.parametrize("name", ["bundle.json", "rng.safetensors"])
 def test_every_file_of_a_bundle_for_replaying(tmp_path: Path, evil: bytes, name: str) -> None:
-    from tests.training.test_bundles import BUNDLE_OF, RNG_OF
+    from tests.training.forensics.test_bundles import BUNDLE_OF, RNG_OF
 
     written = step_bundle.write(tmp_path / "bundles", BUNDLE_OF, RNG_OF)
     assert written is not None

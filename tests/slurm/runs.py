@@ -21,7 +21,7 @@ from pipeline.journal.run_status import RunState, RunStatus, status_of
 from pipeline.store.cache_folder import Cache
 from pipeline.store.format.record import Record
 from pipeline.structures.synthetic import complex_pdb
-from tests.runs.conftest import settle
+from tests.projects import settle
 from tests.slurm.cluster import Cluster, processes
 from tests.slurm.cluster.cluster import SEARCH_PATH
 

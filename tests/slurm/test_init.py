@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.config.load import load
 from tests.command import Command
-from tests.runs.conftest import write_complex
+from tests.projects import write_complex
 from tests.slurm.cluster import Cluster
 from tests.slurm.cluster import config as cluster_config
 

@@ -12,7 +12,7 @@ from pipeline.memory.footprint import Origin
 from pipeline.memory.history.step_history import Peak
 from pipeline.runs.model.probe import Outcome, Place, Probed, measured_ratios, model_name, probe
 from pipeline.runs.model.probe_job import peaks_of
-from tests.runs.probes import GIB, Prepared, card, prepare
+from tests.runs.model.probes import GIB, Prepared, card, prepare
 from tests.slurm.cluster import Cluster
 from tests.slurm.cluster.config import SHORT_LIMIT_MINUTES
 

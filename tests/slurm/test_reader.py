@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.runs.conftest import settle
-from tests.runs.reader_project import CODE, SPLITS, write_spectrum
+from tests.projects import settle
+from tests.runs.workflow.reader_project import CODE, SPLITS, write_spectrum
 from tests.slurm.runs import make_project
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("healthy"), pytest.mark.timeout(900)]

@@ -4,7 +4,7 @@ import pytest
 
 from pipeline.store.cache_folder import Cache
 from tests.store.content import put
-from tests.store.damage import fill
+from tests.store.maintenance.damage import fill
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from pipeline.tasks.complex_docking import ComplexDocking, arms, turns
 from pipeline.training.step.checkpointing import repeated
 from pipeline.training.step.step import Settings, Step
 from tests.limited import device
-from tests.memory.traced import tracer, true_peak
+from tests.memory.tracing.traced import tracer, true_peak
 from tests.tasks.docking_items import (
     CA,
     DRAWS,

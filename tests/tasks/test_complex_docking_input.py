@@ -17,7 +17,7 @@ from pipeline.structures.synthetic import complex_pdb
 from pipeline.tasks.complex_docking import ComplexDocking
 from pipeline.training.checkpoints.pretrained import load_pretrained
 from pipeline.training.sampling.sampler import Settings as Sampling
-from tests.runs.conftest import settle
+from tests.projects import settle
 from tests.tasks.docking_items import (
     RNG,
     SMALL,

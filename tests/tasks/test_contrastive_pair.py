@@ -21,7 +21,7 @@ from pipeline.tasks.contrastive_pair import ContrastivePair
 from pipeline.training.step.checkpointing import repeated
 from pipeline.training.step.step import Settings, Step
 from tests.limited import device
-from tests.memory.traced import tracer, true_peak
+from tests.memory.tracing.traced import tracer, true_peak
 from tests.tasks.reader_items import batch_of
 
 RNG = np.random.default_rng(0)

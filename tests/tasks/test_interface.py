@@ -23,7 +23,7 @@ from pipeline.tasks.interface import Interface
 from pipeline.training.step.checkpointing import repeated
 from pipeline.training.step.step import Settings, Step
 from tests.limited import device
-from tests.memory.traced import tracer, true_peak
+from tests.memory.tracing.traced import tracer, true_peak
 from tests.tasks.items import DIM, batch_of, graph_of, made, real
 
 RNG = np.random.default_rng(0)

@@ -14,7 +14,7 @@ from pipeline.protocol import ITEMS
 from pipeline.training.step.step import Settings, Step
 from tests.limited import device
 from tests.limited.device import LimitedDevice
-from tests.memory.traced import tracer, true_peak
+from tests.memory.tracing.traced import tracer, true_peak
 from tests.tasks.rna_items import made
 from tests.tasks.rna_models import (
     IDS,

@@ -20,7 +20,7 @@ from pipeline.tasks.spectra_finetune import SpectraFinetune
 from pipeline.training.step.checkpointing import repeated
 from pipeline.training.step.step import Settings, Step
 from tests.limited import device
-from tests.memory.traced import of, tracer, true_peak
+from tests.memory.tracing.traced import of, tracer, true_peak
 from tests.tasks.reader_items import batch_of
 
 RNG = np.random.default_rng(0)

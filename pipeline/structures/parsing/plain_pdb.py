@@ -1,8 +1,8 @@
 """The quick way into plain PDB files: ATOM lines of one length, of standard residues in standard columns.
 
 Files that were prepared for learning are mostly plain. Whatever is not, down to one odd character, is left to gemmi;
-of what is, every column is bit for bit what gemmi makes of it (tests/structures/test_plain_pdb.py has them side by
-side). The rules are gemmi's, narrowed. Shapes: A atoms, R residues, N numbers, B bytes.
+of what is, every column is bit for bit what gemmi makes of it (test_plain_pdb.py has them side by side). The rules
+are gemmi's, narrowed. Shapes: A atoms, R residues, N numbers, B bytes.
 """
 
 from __future__ import annotations

@@ -1,0 +1,473 @@
+"""From texts to arrays: whatever the batches, whatever goes wrong, what was computed arrives and nothing else does."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import os
+import resource
+import signal
+import threading
+import weakref
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.encoder.checkpoints.esm_checkpoint import load
+from pipeline.encoder.embedding_recipe import Cut, Variant, windows
+from pipeline.encoder.engine import embed_engine, token_batches, token_budget
+from pipeline.encoder.engine.embed_engine import Done, Engine, Refused
+from pipeline.encoder.engine.io_threads import Writer
+from pipeline.encoder.forward.esm2 import TILE
+from pipeline.encoder.forward.parity import Reference
+from pipeline.errors import PlanInfeasible
+from pipeline.records import Reason
+from tests.encoder.engine.stand_ins import CHECKPOINT, DIM, Shelf, Workshop, lengths_of, recipe, run, settings, texts
+
+
+class Stopped(BaseException):
+    """What the worker raises when a signal asks it to end."""
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left_behind():
+    before = threading.active_count()
+    yield
+    assert threading.active_count() == before
+
+
+@pytest.fixture
+def checkpoint(tiny):
+    return load(tiny)
+
+
+def embed(checkpoint, sequences, the_recipe=None, **changes):
+    """Embed with the real encoder; return what became of the sequences, and what was stored."""
+    shelf = Shelf()
+    engine = Engine(checkpoint, the_recipe or recipe(layer=3, length=1022), settings(**changes))
+    return run(engine, sequences, shelf), shelf
+
+
+def stood_in(workshop, the_recipe=None, **changes):
+    return Engine(CHECKPOINT, the_recipe or recipe(), settings(**changes), build=workshop)
+
+
+def test_rows_are_those_of_the_reference(checkpoint):
+    sequences = texts(1, 2, 300, 40, 41)
+    _, shelf = embed(checkpoint, sequences)
+    for index, wanted in enumerate(Reference(checkpoint, 3, torch.device("cpu"))(sequences)):
+        np.testing.assert_allclose(shelf.taken[index].rows_LD, wanted, rtol=0, atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{"cap": 1}, {"cap": 64}, {"policy": "tokens"}, {"budget": 90}, {"cap": "auto"}])
+def test_rows_are_the_same_bits_whatever_the_batches(checkpoint, changes):
+    sequences = texts(*range(1, 60), 300, 200)
+    _, plain = embed(checkpoint, sequences)
+    _, other = embed(checkpoint, sequences, **changes)
+    assert len(plain.taken) == len(sequences)
+    assert other.rows() == plain.rows()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("storage", "dtype"), [("fp32", "f4"), ("fp16", "f2"), ("bf16", "u2")])
+def test_rows_are_stored_in_the_precision_that_is_asked_for(checkpoint, storage, dtype):
+    sequences = texts(30, 20)
+    _, full = embed(checkpoint, sequences)
+    _, shelf = embed(checkpoint, sequences, recipe(layer=3, storage=storage))
+    as_torch = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[storage]
+    for index, made in shelf.taken.items():
+        wanted = torch.from_numpy(full.taken[index].rows_LD).to(as_torch)
+        assert made.rows_LD.dtype == dtype
+        assert made.rows_LD.tobytes() == wanted.view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bad", ["", "ACj", "AC DE", "A*", "M.", "AC<mask>", "é", "😀A"])
+def test_a_sequence_that_cannot_be_read_is_refused_and_the_others_are_not(checkpoint, bad):
+    outcomes, shelf = embed(checkpoint, ["ACDE", bad, "MK"])
+    assert outcomes[1].reason is Reason.BAD_SEQUENCE
+    assert sorted(shelf.taken) == [0, 2]
+
+
+def test_what_is_too_long_is_refused_without_being_read():
+    sequences = texts(51, 50, 200)
+    shelf, seen = Shelf(), []
+
+    def read(places):
+        seen.extend(places)
+        return [sequences[at] for at in places]
+
+    engine = stood_in(Workshop(), recipe(long="error"))
+    outcomes = {one.index: one.reason for one in engine.run(lengths_of(sequences), read, shelf)}
+    assert outcomes == {0: Reason.SEQUENCE_TOO_LONG, 1: None, 2: Reason.SEQUENCE_TOO_LONG}
+    assert seen == [1]
+    assert (engine.figures.refused, engine.figures.sequences) == (2, 1)
+
+
+def test_a_truncated_sequence_has_the_rows_of_its_beginning_and_says_so(checkpoint):
+    (sequence,) = texts(80)
+    outcomes, shelf = embed(checkpoint, [sequence], recipe(layer=3, long="truncate"))
+    _, beginning = embed(checkpoint, [sequence[:50]])
+    assert shelf.rows() == beginning.rows()
+    assert outcomes[0].variant == Variant("fp32", Cut("truncate", 50))
+    cut = {"policy": "truncate", "length": 50, "overlap": 0}
+    assert shelf.taken[0].meta == {"residues": 80, "rows": 50, "precision": "fp32", "cut": cut}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget_tokens", [20, 110, 10_000])
+def test_a_sequence_in_windows_has_the_rows_of_its_windows(checkpoint, budget_tokens):
+    (sequence,) = texts(131)
+    outcomes, shelf = embed(checkpoint, [sequence, "AC"], recipe(layer=3, long="windows"), budget=budget_tokens)
+    spans = windows(131, 50, 10)
+    _, pieces = embed(checkpoint, [sequence[start:stop] for start, stop in spans])
+    found = shelf.taken[0].rows_LD
+    assert outcomes[0].variant.cut == Cut("windows", 50, 10)
+    assert outcomes[1].variant.cut is None
+    assert len(found) == 131
+    for number, place in ((0, 44), (1, 45), (1, 84), (2, 85), (3, 130)):
+        assert found[place].tolist() == pieces.taken[number].rows_LD[place - spans[number][0]].tolist()
+
+
+def test_meta_of_a_whole_sequence_is_plain(checkpoint):
+    _, shelf = embed(checkpoint, ["ACDE"])
+    assert shelf.taken[0].meta == {"residues": 4, "rows": 4, "precision": "fp32", "cut": None}
+
+
+def test_the_longest_is_read_first_and_reading_never_runs_far_ahead():
+    sequences = texts(*range(1, 51))
+    read, ahead, workshop = [], [], Workshop()
+
+    def fetch(places):
+        read.extend(places)
+        ahead.append(len(read) - sum(map(len, workshop.calls())))
+        return [sequences[at] for at in places]
+
+    assert len(list(stood_in(workshop, cap=1).run(lengths_of(sequences), fetch, Shelf()))) == 50
+    assert read == list(range(49, -1, -1))
+    assert workshop.calls() == [[length] for length in range(50, 0, -1)]
+    assert max(ahead) <= embed_engine.AHEAD + 1
+
+
+def test_rows_that_wait_to_be_written_are_bounded(monkeypatch):
+    monkeypatch.setattr(embed_engine, "QUEUE_BYTES", 5000)
+    workshop, waiting, written = Workshop(), [], 0
+
+    def sink(made):
+        nonlocal written
+        computed = sum(sum(call) for call in list(workshop.calls())) * DIM * 4
+        waiting.append(computed - written)
+        written += made.rows_LD.nbytes
+
+    sequences = texts(*[50] * 100)
+    assert (
+        len(list(stood_in(workshop, cap=2).run(lengths_of(sequences), lambda at: [sequences[i] for i in at], sink)))
+        == 100
+    )
+    batch = 2 * 50 * DIM * 4
+    assert max(waiting) <= 5000 + 2 * batch  # what waits, what is being written, what was just computed
+
+
+def test_half_precision_that_is_not_finite_is_done_again_in_full():
+    sequences = [*texts(20, 30, 40), "AAWAA"]
+    workshop, shelf = Workshop(spoiled="W"), Shelf()
+    engine = stood_in(workshop, recipe(precision="bf16", storage="fp16"))
+    outcomes = run(engine, sequences, shelf)
+    assert outcomes[3] == Done(3, Variant("fp32"))
+    assert {outcomes[index].variant for index in range(3)} == {Variant("bf16")}
+    assert workshop.calls("cpu", "fp32") == [[5]]
+    assert engine.figures.again == 1
+
+
+def test_without_the_fallback_what_is_not_finite_is_refused():
+    shelf = Shelf()
+    engine = stood_in(Workshop(spoiled="W"), recipe(precision="fp16", half_fallback=False))
+    outcomes = run(engine, ["AAWAA", "ACDE"], shelf)
+    assert outcomes[0].reason is Reason.NOT_FINITE
+    assert list(shelf.taken) == [1]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_what_is_not_finite_in_full_precision_is_refused(precision):
+    shelf = Shelf()
+    outcomes = run(stood_in(Workshop(hopeless="W"), recipe(precision=precision)), ["ACDE", "W"], shelf)
+    assert outcomes[1].reason is Reason.NOT_FINITE
+    assert list(shelf.taken) == [0]
+
+
+@pytest.mark.parametrize("storage", ["fp16", "bf16"])
+def test_numbers_that_storage_cannot_hold_are_refused(checkpoint, storage):
+    tensors = dict(checkpoint.tensors)
+    tensors["emb_layer_norm_after.weight"] = torch.full((32,), {"fp16": 1e6, "bf16": 3.4e38}[storage])
+    outcomes, shelf = embed(replace(checkpoint, tensors=tensors), texts(40), recipe(layer=3, storage=storage))
+    assert outcomes[0].reason is Reason.NOT_FINITE
+    assert not shelf.taken
+
+
+def test_a_sink_that_fails_is_heard():
+    taken = []
+
+    def sink(made):
+        if len(taken) == 5:
+            raise OSError("the disk is full")
+        taken.append(made.index)
+
+    sequences = texts(*range(1, 51))
+    outcomes = []
+    with pytest.raises(OSError, match="the disk is full"):
+        outcomes.extend(stood_in(Workshop()).run(lengths_of(sequences), lambda at: [sequences[i] for i in at], sink))
+    assert len(taken) == 5
+
+
+def test_a_sink_that_fails_while_all_is_being_ended_is_heard():
+    allowed = threading.Event()
+
+    def sink(made):
+        if made.index != 49:
+            allowed.wait()
+            raise OSError("the disk is full")
+
+    sequences = texts(*range(1, 51))
+    work = stood_in(Workshop(), cap=1).run(lengths_of(sequences), lambda at: [sequences[i] for i in at], sink)
+    assert next(work).index == 49
+    allowed.set()
+    with pytest.raises(OSError, match="the disk is full"):
+        work.close()
+
+
+def test_a_reader_that_fails_is_heard():
+    with pytest.raises(OSError, match="gone"):
+        list(stood_in(Workshop()).run(np.array([3, 4]), lambda at: (_ for _ in ()).throw(OSError("gone")), Shelf()))
+
+
+def test_a_text_of_another_length_than_was_said_is_an_error():
+    with pytest.raises(ValueError, match="sequence 0 has 4 residues, not 5"):
+        list(stood_in(Workshop()).run(np.array([5]), lambda at: ["ACDE"], Shelf()))
+
+
+@pytest.mark.parametrize("end", ["throw", "close"])
+def test_what_was_computed_is_stored_when_the_work_is_ended(end, monkeypatch):
+    monkeypatch.setattr(embed_engine, "QUEUE_BYTES", 0)
+    sequences, shelf, workshop = texts(*range(1, 51)), Shelf(), Workshop()
+    work = stood_in(workshop).run(lengths_of(sequences), lambda at: [sequences[i] for i in at], shelf)
+    seen = [next(work).index for _ in range(6)]
+    if end == "close":
+        work.close()
+    else:
+        with pytest.raises(Stopped):
+            work.throw(Stopped)
+    computed = sorted(length for call in workshop.calls() for length in call)
+    assert 6 <= len(computed) < 50
+    assert sorted(len(made.text) for made in shelf.taken.values()) == computed
+    assert set(seen) <= set(shelf.taken)
+
+
+@pytest.mark.parametrize("where", ["computing", "writing", "reading"])
+def test_a_signal_at_any_moment_loses_at_most_the_batch_under_way(where, monkeypatch):
+    monkeypatch.setattr(embed_engine, "QUEUE_BYTES", 0)
+    sequences, shelf, counts = texts(*range(1, 51)), Shelf(), {"computing": 0, "writing": 0, "reading": 0}
+
+    def moment(name):
+        counts[name] += 1
+        if name == where and counts[name] == 5:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    def sink(made):
+        moment("writing")
+        shelf(made)
+
+    def read(places):
+        moment("reading")
+        return [sequences[at] for at in places]
+
+    def stop(_number, _frame):
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        raise Stopped
+
+    workshop = Workshop(before=lambda _: moment("computing"))
+    before = signal.signal(signal.SIGUSR1, stop)
+    try:
+        with pytest.raises(Stopped):
+            for _ in stood_in(workshop).run(lengths_of(sequences), read, sink):
+                pass
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    calls = workshop.calls()
+    computed = [sorted(itertools.chain(*some)) for some in (calls, calls[:-1])]
+    assert sorted(len(made.text) for made in shelf.taken.values()) in computed
+    assert len(shelf.taken) < 50
+
+
+def is_waiting_for_the_writer(frame):
+    """Say whether the main thread is interrupted where it waits for the end of the writer."""
+    (line,) = inspect.getframeinfo(frame, context=1).code_context or [""]
+    return isinstance(frame.f_locals.get("self"), Writer) and "self._ended.get()" in line
+
+
+def test_a_signal_at_the_end_of_a_failed_run_waits_for_what_is_being_stored():
+    sequences, taken, early = texts(*range(1, 51)), [], []
+    interrupted, left = threading.Event(), threading.Event()
+
+    def read(places):
+        if 49 not in places:
+            raise OSError("the disk is gone")
+        return [sequences[at] for at in places]
+
+    def sink(made):
+        while not interrupted.wait(0.01):
+            os.kill(os.getpid(), signal.SIGUSR1)
+        early.append(left.wait(0.05))
+        taken.append(made.index)
+
+    def stop(number, frame):
+        if not interrupted.is_set() and is_waiting_for_the_writer(frame):
+            interrupted.set()
+            raise Stopped
+
+    before = signal.signal(signal.SIGUSR1, stop)
+    try:
+        with pytest.raises(Stopped) as raised:
+            list(stood_in(Workshop()).run(lengths_of(sequences), read, sink))
+        left.set()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert early == [False] * 4
+    assert taken == [49, 48, 47, 46]
+    assert isinstance(raised.value.__context__, OSError)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "limit", "budget_tokens", "forwards"),
+    [([131, 20, 20, 20, 20], 1000, 60, 4 + 2), ([20, 20, 20, 20], 60, 200, 1 + 2)],
+    ids=["windows, then batches", "halves of a batch"],
+)
+def test_rows_are_gone_from_the_device_before_the_next_forward(monkeypatch, lengths, limit, budget_tokens, forwards):
+    monkeypatch.setattr(embed_engine, "QUEUE_BYTES", 0)
+    alive, rows = [], []
+
+    class Watched(Workshop):
+        def __call__(self, *arguments, **more):
+            made = super().__call__(*arguments, **more)
+            return Watch(made)
+
+    class Watch:
+        dim, fill = DIM, 1
+
+        def __init__(self, encode):
+            self._encode, self.bytes_per_token = encode, encode.bytes_per_token
+
+        def __call__(self, tokens):
+            alive.append(sum(one() is not None for one in rows))
+            rows_RD = self._encode(tokens)
+            rows.append(weakref.ref(rows_RD))
+            return rows_RD
+
+    engine = Engine(CHECKPOINT, recipe(long="windows"), settings(budget=budget_tokens), build=Watched({"cpu": limit}))
+    sequences = texts(*lengths)
+    outcomes = engine.run(lengths_of(sequences), lambda at: [sequences[i] for i in at], lambda _: None)
+    assert all(one.reason is None for one in outcomes)
+    assert alive == [0] * len(alive)
+    assert len(alive) == forwards
+
+
+def test_figures_add_up():
+    sequences = [*texts(10, 20, 120), "J"]
+    engine = stood_in(Workshop(), recipe(long="windows"))
+    assert len(run(engine, sequences, Shelf())) == 4
+    figures = engine.figures
+    assert (figures.sequences, figures.refused, figures.residues) == (3, 1, 150)
+    assert figures.tokens == 12 + 22 + 3 * 52
+    assert figures.batches == 2
+    assert figures.cost_done == pytest.approx(token_batches.cost(np.array([10, 20, 50, 50, 50, 1]), 2, DIM).sum())
+    assert figures.tokens / figures.residues == pytest.approx(190 / 150)
+    assert figures.host_peak_bytes > 1 << 20
+    assert figures.forward_s > 0
+
+
+def test_thousands_of_sequences_take_no_more_memory_than_a_few(checkpoint):
+    engine = Engine(checkpoint, recipe(layer=3, storage="fp16"), settings(cap=16))
+
+    def grown(count):
+        lengths = np.arange(count) % 47 + 3
+        for _ in engine.run(lengths, lambda at: [("MKV" * 17)[: i % 47 + 3] for i in at], lambda _: None):
+            pass
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+    few = grown(500)
+    assert grown(5000) - few < 8 << 20
+
+
+def test_nothing_to_do_builds_nothing():
+    workshop = Workshop()
+    assert list(stood_in(workshop).run(np.zeros(0, np.int64), lambda at: [], Shelf())) == []
+    assert not workshop.built
+
+
+def test_another_precision_must_be_one_that_the_recipe_accepts():
+    Engine(CHECKPOINT, recipe(precision="fp16"), settings(), precision="fp32", build=Workshop())
+    with pytest.raises(ValueError, match="does not accept fp32"):
+        Engine(
+            CHECKPOINT, recipe(precision="fp16", half_fallback=False), settings(), precision="fp32", build=Workshop()
+        )
+
+
+def test_weights_that_do_not_fit_are_said_to_be_too_large():
+    def build(checkpoint, **_):
+        raise MemoryError
+
+    with pytest.raises(PlanInfeasible, match="the weights of stand-in do not fit"):
+        list(Engine(CHECKPOINT, recipe(), settings(), build=build).run(np.array([1]), lambda at: ["A"], Shelf()))
+
+
+def test_a_budget_is_a_share_of_what_is_free():
+    assert token_budget.fitting(1 << 30, 1 << 20, 10_000) == 819
+    assert token_budget.fitting(1 << 40, 1 << 20, 10_000) == 10_000
+    assert token_budget.fitting(-5, 1 << 20, 10_000) == 1
+
+
+def test_bytes_of_a_token_are_what_a_larger_batch_takes_more():
+    assert token_budget.bytes_per_token(lambda tokens: 7_000_000 + 300 * tokens) == 300
+    assert token_budget.bytes_per_token(lambda tokens: None) is None
+    assert token_budget.bytes_per_token(lambda tokens: 5) is None
+
+
+def automatic_budget(mem_bytes):
+    engine = stood_in(Workshop(bytes_per_token=1 << 20), budget="auto", mem_bytes=mem_bytes)
+    run(engine, texts(20, 30), Shelf())
+    return engine.figures.budget_tokens
+
+
+@pytest.mark.slow
+def test_an_automatic_budget_follows_the_memory_of_the_allocation():
+    free_bytes = -token_budget.host_free_bytes(0) + token_budget.QUEUE_BYTES  # with so much, nothing is left
+    for tokens in (100, 1000, 8000):
+        mem_bytes = free_bytes + int((tokens + TILE) * (1 << 20) / token_budget.SHARE)
+        assert automatic_budget(mem_bytes) == pytest.approx(tokens, abs=60)  # this process grows and shrinks meanwhile
+    assert automatic_budget(1 << 50) == token_budget.CPU_TOKENS
+    assert automatic_budget(1 << 20) == 1
+
+
+def test_memory_that_only_holds_mapped_files_is_free(tmp_path):
+    before = token_budget.host_free_bytes(4 << 30)
+    file = tmp_path / "mapped"
+    file.write_bytes(bytes(256 << 20))
+    mapped = np.memmap(file, np.uint8)
+    assert int(mapped[::4096].sum()) == 0
+    assert before - token_budget.host_free_bytes(4 << 30) < 64 << 20
+    taken = np.ones(256 << 20, np.uint8)
+    assert before - token_budget.host_free_bytes(4 << 30) > taken.nbytes - (64 << 20)
+
+
+def test_a_budget_never_exceeds_what_an_earlier_run_learned():
+    engine = Engine(CHECKPOINT, recipe(), settings(), ceiling=70, build=(workshop := Workshop()))
+    run(engine, texts(30, 30, 30, 30), Shelf())
+    assert engine.figures.budget_tokens == 70
+    assert [len(call) for call in workshop.calls()] == [2, 2]
+
+
+def test_refusals_and_results_are_told_apart_by_their_reason():
+    assert Done(1, Variant("fp32")).reason is None
+    assert Refused(1, Reason.NOT_FINITE, "").reason is Reason.NOT_FINITE

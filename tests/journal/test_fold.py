@@ -1,0 +1,167 @@
+"""What a run's events add up to, in whatever order its files are read, and the small files beside them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from datetime import datetime, timezone
+from pathlib import Path
+
+import pytest
+
+from pipeline.cluster.verdict import Cause
+from pipeline.config.load import load
+from pipeline.journal import run_folder as folders
+from pipeline.journal.attempts import Ask, Attempt, leave_out, left_out
+from pipeline.journal.ledger import Note, read_notes
+from pipeline.journal.run_folder import RunFolder
+from pipeline.journal.run_status import Job, RunStatus, fold
+from pipeline.project.project import Project
+from pipeline.records import Event, EventKind, Reason
+from pipeline.runs.dataset import worklist
+from pipeline.runs.dataset.worklist import Shard
+from tests.projects import MakeProject
+
+ASK = Ask(1 << 30, 600)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return folders.create(tmp_path, "scan", datetime(2026, 1, 2, tzinfo=timezone.utc))
+
+
+def event(kind: EventKind, at: float, writer: str = "supervisor-000001", **data: object) -> Event:
+    return Event(kind, at, writer, {"stage": "scan", **data})
+
+
+def submitted(at: float, tasks: str, job: str, attempt: int = 1) -> Event:
+    data = Job(f"t{job}", "scan", tasks, attempt, ASK, id=job).to_json()
+    return Event(EventKind.JOB_SUBMITTED, at, "supervisor-000001", data)
+
+
+def ended(at: float, task: int, job: str, cause: Cause, attempt: int = 1) -> Event:
+    return event(EventKind.TASK_ENDED, at, **Attempt(task, attempt, ASK, cause, job=job).to_event())
+
+
+def begun(tasks: int) -> list[Event]:
+    counts = {"items": 10, "missing": 10, "tasks": tasks, "cost": 0.0}
+    return [event(EventKind.STAGE_SUBMITTED, 1.0, **counts), submitted(2.0, f"0-{tasks - 1}", "7")]
+
+
+def scan(events: list[Event]) -> RunStatus:
+    return fold("r", events)
+
+
+def test_an_end_that_two_supervisors_tell_counts_once() -> None:
+    crash = ended(5.0, 0, "7", Cause.CRASHED)
+    status = scan([*begun(1), crash, crash])
+    assert len(status.stages["scan"].task(0).ended) == 1
+
+
+def test_words_of_several_processes_mean_the_same_in_whatever_order_their_files_are_read() -> None:
+    parent, part = "scan-000000", "scan-000000-0"
+    facts = {"task": 0, "attempt": 1}
+    told = {"done": 4, "rejected": {}, "figures": {}}
+    files = [
+        [event(EventKind.TASK_STARTED, 3.0, parent, **facts, host="n1")],
+        [
+            event(EventKind.PROGRESS, 4.0, part, **facts, **told),
+            event(EventKind.TASK_FAILED, 5.0, part, **facts, what="full", exit_code=7, trouble="disk_full"),
+        ],
+        begun(1),
+    ]
+    words = set()
+    for order in itertools.permutations(files):
+        status = scan([one for file in order for one in file])
+        words.add(status.stages["scan"].task(0).word)
+    (word,) = words
+    assert (word.exit_code, word.kind, word.what) == (7, "disk_full", "full")
+
+
+def test_a_start_over_makes_what_was_said_before_it_void() -> None:
+    facts = {"task": 0, "attempt": 1}
+    failed = event(EventKind.TASK_FAILED, 4.0, "scan-000000", **facts, what="stopped", exit_code=75)
+    again = event(EventKind.TASK_STARTED, 9.0, "scan-000000", **facts, host="n2")
+    assert scan([*begun(1), failed, again]).stages["scan"].task(0).word.exit_code is None
+
+
+def test_what_a_task_counted_goes_when_its_halves_count_it_again() -> None:
+    told = {"task": 0, "attempt": 1, "done": 6, "rejected": {"no_atoms": 2}, "figures": {"host_peak_bytes": 5}}
+    split = event(EventKind.TASK_SPLIT, 9.0, task=0, into=[1, 2], ask=ASK.to_json(), why="in halves")
+    stage = scan([*begun(1), event(EventKind.PROGRESS, 4.0, "scan-000000", **told), split]).stages["scan"]
+    assert (stage.items_done, stage.reasons.total(), stage.figures, stage.tasks) == (0, 0, {}, 2)
+    assert stage.task_states() == {"waiting": 2}
+
+
+def test_tasks_stand_where_their_last_attempt_left_them() -> None:
+    events = [
+        *begun(3),
+        ended(5.0, 0, "7", Cause.DONE),
+        ended(5.0, 1, "7", Cause.HOST_OOM),
+        submitted(6.0, "1", "8", 2),
+    ]
+    stage = scan(events).stages["scan"]
+    assert stage.live == ["8", "7"] or stage.live == ["7", "8"]
+    assert stage.task_states() == {"done": 1, "waiting": 2}
+    assert [one.task for one in stage.failures] == [1]
+
+
+class TestNotes:
+    def test_say_what_this_attempt_was_on(self, run: RunFolder) -> None:
+        for part, name in enumerate("ab"):
+            note = Note(run.on("embed", 3, part), 2)
+            note.write(5, [name])
+            note.close()
+        assert read_notes(run, "embed", 3, 2) == (10, ("a", "b"))
+
+    def test_of_another_attempt_or_never_written_say_nothing(self, run: RunFolder) -> None:
+        note = Note(run.on("scan", 0), 1)
+        note.write(5, ["x"])
+        note.close()
+        assert read_notes(run, "scan", 0, 2) == (0, ())
+        Note(run.on("scan", 0), 2).close()  # which died before its first word
+        assert read_notes(run, "scan", 0, 2) == (0, ())
+        assert read_notes(run, "scan", 1, 1) == (0, ())
+
+    def test_that_cannot_be_read_end_the_look(self, run: RunFolder) -> None:
+        run.on("scan", 0).mkdir()
+        assert read_notes(run, "scan", 0, 1) == (0, ())
+
+    def test_tell_a_start_over_how_far_the_attempt_had_come(self, run: RunFolder) -> None:
+        note = Note(run.on("scan", 0), 1)
+        note.write(5, ["x"])
+        note.close()
+        again = Note(run.on("scan", 0), 1)
+        assert again.done_before == 5
+        again.close()
+
+
+def test_a_torn_line_of_what_is_left_out_is_skipped(run: RunFolder) -> None:
+    leave_out(run, "scan", ["a"], Reason.KILLED_ITS_TASK, "why")
+    with run.left_out.open("a") as file:
+        file.write('{"stage": "sc')
+    assert left_out(run, "scan") == {"a": (Reason.KILLED_ITS_TASK, "why")}
+    assert left_out(run, "embed") == {}
+
+
+def test_splitting_twice_is_splitting_once(run: RunFolder) -> None:
+    run.todo("scan").write_text("".join(json.dumps(number) + "\n" for number in range(7)))
+    whole = [Shard(0, 8, 4), Shard(8, 14, 3)]
+    worklist._write_shards(run, "scan", whole)
+
+    def halve(folder: RunFolder, shard: Shard) -> tuple[Shard, Shard]:
+        return worklist.halve_lines(folder.todo("scan"), shard)
+
+    first = worklist.split_shards(run, "scan", [0, 1], halve)
+    assert first == {0: [2, 3], 1: [4, 5]}
+    assert worklist.split_shards(run, "scan", [0, 1], halve) == first
+    shards = worklist.read_shards(run, "scan")
+    assert [(one.start, one.end, one.items) for one in shards[2:]] == [(0, 4, 2), (4, 8, 2), (8, 10, 1), (10, 14, 2)]
+
+
+def test_a_list_of_the_data_set_that_was_cut_short_is_not_taken_for_the_whole(make_project: MakeProject) -> None:
+    folder = make_project(3)
+    config = load(folder / "pipeline.yaml").config
+    run = folders.create(folder / "runs", "graph", datetime(2026, 1, 2, tzinfo=timezone.utc))
+    run.items.with_suffix(".partial").write_text('{"id": "c0"}\n')  # who wrote it died
+    assert len(list(worklist.frozen_items(Project.open(config), run))) == 3

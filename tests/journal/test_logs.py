@@ -1,0 +1,252 @@
+"""Logs are found by the ledger, shown by their ends, and cannot harm a terminal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.cluster.verdict import Cause
+from pipeline.journal.attempts import Attempt
+from pipeline.journal.ledger import Reader
+from pipeline.journal.run_logs import Follower, Wanted, end_of, harmless, wanted_logs, whole
+from pipeline.journal.run_status import fold
+from pipeline.records import EventKind
+from tests.journal.ledgers import ASK, Told
+
+PIPELINE = Path(sys.executable).with_name("pipeline")
+SOON_S = 30.0
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> Told:
+    """Return a run of two tasks, of which the second failed once and runs again."""
+    told = Told(tmp_path)
+    told.job("7", [0, 1])
+    for task in (0, 1):
+        told.log(f"7_{task}.out", "")
+        told.log(f"7_{task}.err", f"task {task}\n")
+    told.ended(Attempt(0, 1, ASK, Cause.DONE, state="COMPLETED", job="7", log=str(told.folder.logs / "7_0.err")))
+    path = str(told.folder.logs / "7_1.err")
+    told.ended(Attempt(1, 1, ASK, Cause.HOST_OOM, state="OUT_OF_MEMORY", job="7", log=path))
+    told.job("8", [1], attempt=2)
+    told.log("8_1.err", "again\n")
+    return told
+
+
+def logs(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run `pipeline logs`."""
+    return subprocess.run([str(PIPELINE), "logs", *words], capture_output=True, text=True, check=False)
+
+
+def named(told: Told, wanted: Wanted) -> list[tuple[int | None, int]]:
+    """Return the task and attempt of each log that was found."""
+    return [(log.task, log.attempt) for log in wanted_logs(told.folder, told.status, wanted)]
+
+
+class TestFinding:
+    def test_without_options_the_failed_attempts_are_shown(self, told: Told) -> None:
+        assert named(told, Wanted()) == [(1, 1)]
+
+    def test_every_attempt_at_a_task_is_found(self, told: Told) -> None:
+        assert named(told, Wanted(task=1)) == [(1, 1), (1, 2)]
+        assert named(told, Wanted(task=1, attempt=2)) == [(1, 2)]
+        assert named(told, Wanted(failed=True)) == [(1, 1)]
+        assert named(told, Wanted(stage="graph")) == []
+
+    def test_a_supervisor_that_failed_by_itself_comes_before_its_tasks(self, told: Told) -> None:
+        told.folder.supervisor_log.write_text("Traceback\n")
+        told.over("failed", exit_code=1, error="a bug")
+        assert [log.stage for log in wanted_logs(told.folder, told.status, Wanted())] == ["supervise"]
+
+    def test_the_log_of_a_supervisor_that_was_a_job_is_the_one_that_no_task_has(self, told: Told) -> None:
+        told.log("9_0.err", "visit\n")
+        told.log("10_0.err", "later visit\n")
+        states = [log.state for log in wanted_logs(told.folder, told.status, Wanted(stage="supervise"))]
+        assert states == ["job 9", "job 10"]
+
+    def test_the_offset_of_an_array_is_heeded(self, told: Told) -> None:
+        told.job("11", [6, 7])
+        told.log("11.sbatch", "#!/bin/bash\noffset=6\n")
+        (log,) = wanted_logs(told.folder, told.status, Wanted(task=7))
+        assert log.paths[1].endswith("11_1.err")
+
+
+class TestReading:
+    @pytest.mark.parametrize("lines", [1, 2, 3, 200])
+    @pytest.mark.parametrize("text", ["", "one", "one\n", "one\ntwo\n", "one\ntwo\nthree", "\n\n\n", "a\n" * 100_000])
+    def test_the_end_is_the_last_lines(self, tmp_path: Path, text: str, lines: int) -> None:
+        (tmp_path / "log").write_text(text)
+        assert end_of(str(tmp_path / "log"), lines) == "".join(text.splitlines(keepends=True)[-lines:])
+
+    def test_a_log_that_is_not_there_has_no_end(self, tmp_path: Path) -> None:
+        assert end_of(str(tmp_path / "none")) is None
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("line", [b"x" * 200, b"x" * (1 << 26)])
+    def test_memory_does_not_grow_with_a_log(self, tmp_path: Path, line: bytes) -> None:
+        with (tmp_path / "log").open("wb") as file:
+            for _ in range((1 << 26) // len(line)):
+                file.write(line + b"\n")
+        tracemalloc.start()
+        end_of(str(tmp_path / "log"))
+        for _ in whole(str(tmp_path / "log")):
+            pass
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+        tracemalloc.stop()
+
+    def test_nothing_in_a_log_gives_orders_to_a_terminal(self) -> None:
+        hostile = "\x1b[2J\x1b]0;title\x07\x1b]52;c;cm0gLXJm\x1b\\red\x9b31m\x08\x00\u202eok\x1bc\r\nbar\rbar2\tend\n"
+        shown = harmless(hostile)
+        assert shown == "red31mok\nbar\nbar2\tend\n"
+
+
+class TestFollowing:
+    def test_new_lines_new_files_and_replaced_files_are_all_shown(self, told: Told) -> None:
+        follower = Follower(told.folder, Wanted())
+        log = told.folder.logs / "8_1.err"
+
+        def news() -> str:
+            return "".join(text for _, path, text in follower.news() if path == str(log))
+
+        assert news() == "again\n"
+        with log.open("a") as file:
+            file.write("more\nhal")
+        assert news() == "more\n"
+        with log.open("a") as file:
+            file.write("f\n")
+        assert news() == "half\n"
+        log.write_text("cut\n")
+        assert news() == "cut\n"
+        log.unlink()
+        assert news() == ""
+        log.write_text("a new file\n")
+        assert news() == "a new file\n"
+
+    def test_what_a_task_printed_last_is_shown_though_it_has_ended_meanwhile(self, told: Told) -> None:
+        follower = Follower(told.folder, Wanted())
+        list(follower.news())
+        log = told.log("8_1.err", "again\nlast words")
+        told.ended(Attempt(1, 2, ASK, Cause.DONE, state="COMPLETED", job="8", log=str(log)))
+        told.over()
+        assert "".join(text for _, _, text in follower.news()) == "last words"
+        assert follower.ended
+        assert not list(follower.news())
+
+    def test_a_log_that_comes_late_is_shown_from_its_beginning(self, told: Told) -> None:
+        follower = Follower(told.folder, Wanted())
+        list(follower.news())
+        told.job("9", [0], attempt=2)
+        list(follower.news())
+        told.log("9_0.out", "".join(f"{number}\n" for number in range(100)))
+        assert sum(1 for _, path, _ in follower.news() if path.endswith("9_0.out")) == 100
+
+    def test_it_ends_when_the_run_has(self, told: Told) -> None:
+        with following(told) as process:
+            until(lambda: process.stdout.readline() == "again\n")
+            told.over()
+            _, err = process.communicate(timeout=SOON_S)
+        assert (process.returncode, err) == (0, f"run {told.folder.name}: done\n")
+
+    def test_ctrl_c_leaves_without_a_traceback(self, told: Told) -> None:
+        with following(told) as process:
+            until(lambda: process.stdout.readline() == "again\n")
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=SOON_S)
+        assert process.returncode == 130
+        assert "Traceback" not in err
+
+
+def following(told: Told) -> subprocess.Popen[str]:
+    """Start `pipeline logs -f`."""
+    words = [str(PIPELINE), "logs", "-f", str(told.folder.path)]
+    return subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"}
+    )
+
+
+def until(there: Callable[[], bool]) -> None:
+    """Wait for something that comes soon."""
+    deadline = time.monotonic() + SOON_S
+    while not there():
+        assert time.monotonic() < deadline
+
+
+class TestTheVerb:
+    def test_each_log_stands_below_whose_it_is(self, told: Told) -> None:
+        shown = logs(str(told.folder.path))
+        head, text = shown.stdout.splitlines()
+        assert head.startswith("==> scan task 1, attempt 1: OUT_OF_MEMORY (host_oom)  ")
+        assert head.endswith("7_1.err")
+        assert text == "task 1"
+
+    @pytest.mark.parametrize(
+        ("words", "says"),
+        [
+            (["--stage", "graph"], "stage graph has not begun (begun: scan)"),
+            (["--task", "99"], "the highest task of each stage: scan 1"),
+            (["--attempt", "5"], "there is no such log"),
+            (["--rank", "1"], "tasks here have 1 process: 0"),
+            (["--task", "0", "--failed"], "no such attempt has failed"),
+            (["-f", "--json"], "cannot be followed"),
+        ],
+    )
+    def test_a_log_that_is_not_there_is_refused_with_what_there_is(
+        self, told: Told, words: list[str], says: str
+    ) -> None:
+        done = logs(str(told.folder.path), *words)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert says in done.stderr
+        assert "next: " in done.stderr
+
+    def test_the_processes_of_a_task_with_several_gpus_share_a_log(self, tmp_path: Path) -> None:
+        told = Told(tmp_path, "embed")
+        told.job("7", [0, 1], gpus=2)
+        done = logs(str(told.folder.path), "--rank", "1")
+        assert done.returncode == 2
+        assert "the 2 processes of a task write into one log" in done.stderr
+
+    def test_rank_0_of_a_task_with_one_process_is_its_log(self, told: Told) -> None:
+        assert logs(str(told.folder.path), "--task", "0", "--rank", "0").stdout.endswith("task 0\n")
+
+    def test_of_many_logs_the_newest_are_shown(self, tmp_path: Path) -> None:
+        told = Told(tmp_path, tasks=50)
+        told.job("7", list(range(50)))
+        done = logs(str(told.folder.path))
+        assert done.stdout.count("==>") == 10
+        assert "the newest 10 of 50" in done.stderr
+
+
+def test_a_worker_that_said_it_has_finished_counts_as_done_before_it_is_judged(told: Told) -> None:
+    from pipeline.journal.active_runs import shown
+
+    told.worker(1, EventKind.TASK_STARTED, attempt=2, host="n1")
+    told.worker(1, EventKind.TASK_FINISHED, attempt=2, done=10, rejected={}, figures={})
+    (stage,) = shown(told.folder, told.status, "here", lambda: None)["stages"]
+    assert stage["task_states"] == {"done": 2}
+
+
+@pytest.mark.parametrize("figures", [({}, {}), ({"a": 1.0}, {}), ({}, {"a": 1.0}), ({"a": 1.0}, {"a": 2.0})])
+@pytest.mark.parametrize("end", [EventKind.TASK_FINISHED, EventKind.TASK_FAILED, None])
+def test_what_a_worker_has_overtaken_changes_nothing(
+    told: Told, figures: tuple[dict[str, float], dict[str, float]], end: EventKind | None
+) -> None:
+    for attempt in (1, 2):
+        told.worker(1, EventKind.TASK_STARTED, attempt=attempt, host="n1")
+        for done, measured in enumerate(figures):
+            told.worker(1, EventKind.PROGRESS, attempt=attempt, done=done, rejected={}, figures=measured)
+        if end is not None:
+            said = {"what": "", "exit_code": 1} if end is EventKind.TASK_FAILED else {}
+            told.worker(1, end, attempt=attempt, done=9, rejected={}, figures={}, **said)
+    read = Reader(told.folder)
+    left_out = len(list(Reader(told.folder).fresh())) - len(list(read.news()))
+    assert left_out > 0 or figures == ({"a": 1.0}, {})
+    assert list(read.news()) == []
+    assert fold("run", Reader(told.folder).news()) == fold("run", Reader(told.folder).fresh())

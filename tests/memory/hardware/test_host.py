@@ -1,0 +1,224 @@
+"""What a node must have for training: arithmetic against the real things, predictions against real processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.keys import recipe_key
+from pipeline.memory.footprint import Origin
+from pipeline.memory.hardware import host_memory
+from pipeline.memory.hardware.host_memory import (
+    STATED,
+    Baseline,
+    HostNeed,
+    HostPart,
+    Phase,
+    Training,
+    held_bytes,
+    measured_baseline,
+    pinned_bytes,
+    ring_bytes,
+    train_need,
+)
+from pipeline.memory.history.task_history import Profiles
+from pipeline.records import Item, Part, Role
+from pipeline.store.cache_folder import Cache
+from pipeline.training.items import read_ahead
+from pipeline.training.items.item_table import Table, TableBuilder
+from tests.memory.history.tasks import GIB, MIB, measured
+
+BASE = Baseline(200 * MIB, Origin.MEASURED, "made up")
+TRAINED = """
+import torch
+torch.set_num_threads(1)
+model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, bias=False) for _ in range(2)))
+optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+for _ in range(10):
+    optimizer.zero_grad()
+    model(torch.ones(1, 2048)).sum().backward()
+    optimizer.step()
+"""
+TRAINED_BYTES = 10 * 2048 * 2048 * 4  # two matrices, their gradients, two moments of each; two temporaries
+IMPORTED = "import torch, torch._dynamo"
+TOLD = '\nprint(open("/proc/self/status").read())'
+
+
+@pytest.fixture(scope="module")
+def baseline() -> Baseline:
+    return measured_baseline()
+
+
+def part(need: HostNeed, name: str) -> int:
+    return sum(one.bytes for one in need.parts if one.name == name)
+
+
+def taken(make: Callable[[], Any]) -> tuple[Any, int]:
+    """Return what is made, and the memory that it keeps."""
+    tracemalloc.start()
+    made = make()
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return made, kept
+
+
+def status_of(script: str, name: str) -> int:
+    """Return the bytes that the kernel tells of a process under a name, at the end of its script."""
+    ran = subprocess.run([sys.executable, "-c", script + TOLD], capture_output=True, text=True, check=True)
+    return int(ran.stdout.partition(f"{name}:")[2].split()[0]) << 10
+
+
+@pytest.mark.parametrize(
+    ("asked", "limit", "got"),
+    [(0, None, 0), (1, None, 1), (3, None, 4), (GIB, None, GIB), (GIB + 1, None, 2 * GIB), (5 * MIB, 4 * MIB, 5 * MIB)],
+)
+def test_pinned_memory_comes_in_powers_of_two_up_to_a_limit(asked: int, limit: int | None, got: int) -> None:
+    assert pinned_bytes(asked, limit) == got
+
+
+def test_the_ring_is_predicted_as_it_grows() -> None:
+    assert (host_memory.RING_GROWTH, host_memory.RING_UNIT) == (read_ahead.GROWTH, read_ahead.UNIT)
+    for batch in (1, MIB, 3 * MIB + 17):
+        ring = read_ahead.Ring(3, pin=False)
+        for slot in ring.slots:
+            ring.room(slot, batch)
+        assert ring.bytes == ring_bytes(3, batch, pin=False)
+
+
+def test_a_ring_that_begins_with_the_largest_batch_pins_half_as_much() -> None:
+    assert ring_bytes(4, 100 * MIB, pin=True, sized=True) == 4 * 128 * MIB
+    assert ring_bytes(4, 100 * MIB, pin=True) == 2 * 4 * 128 * MIB  # the slots that were too small stay pinned
+    assert ring_bytes(4, 100 * MIB, pin=True, sized=True, limit=64 * MIB) == 4 * 100 * MIB
+    assert ring_bytes(4, 0, pin=True) == 0
+
+
+@pytest.mark.parametrize("with_items", [False, True])
+def test_the_table_of_a_data_set_takes_what_is_predicted(tmp_path: Path, with_items: bool) -> None:
+    store, builder, count = Cache(tmp_path / "cache").kind("sets"), TableBuilder(), 5000
+    for number in range(count):
+        name = f"complex-{number:08d}"
+        item = Item(name, parts=(Part(Role.COMPLEX, f"/data/{name}.pdb"),), split="train") if with_items else None
+        builder.add(name, recipe_key("t", {"n": number}), "train", {"nodes": number, "edges": 20 * number}, item)
+    item_bytes = len(builder.items.bytes_T) // count
+    key = builder.write(store)
+    Table.read(store, key)  # what is imported and opened once is not the table's
+    _, kept = taken(lambda: [whole := Table.read(store, key), whole.of_split("train")])
+    predicted = host_memory.table_bytes(count, 2, 16, item_bytes) - count * host_memory.DRAWN_BYTES
+    assert kept == pytest.approx(predicted, rel=0.1)
+
+
+def test_the_index_of_a_cache_takes_what_is_predicted(tmp_path: Path) -> None:
+    keys, store = [recipe_key("t", {"n": number}) for number in range(3000)], Cache(tmp_path / "cache").kind("sets")
+    with store.writer() as writer:
+        for key in keys:
+            writer.put(key, {"a": np.zeros(1)}, {})
+    fresh, fresh_bytes = taken(lambda: opened(tmp_path, keys[0]))
+    assert 0.5 * host_memory.index_bytes(0, len(keys)) < fresh_bytes < host_memory.index_bytes(0, len(keys)) + 64 * 1024
+    fresh.rebuild_index()
+    _, indexed_bytes = taken(lambda: opened(tmp_path, keys[0]))
+    assert host_memory.index_bytes(len(keys)) < indexed_bytes < host_memory.index_bytes(len(keys)) + 64 * 1024
+
+
+def opened(folder: Path, key: bytes) -> Any:
+    store = Cache(folder / "cache").kind("sets")
+    assert key in store
+    return store
+
+
+def test_only_the_larger_phase_is_asked_for() -> None:
+    kept = HostPart("kept", 100, Origin.MEASURED, "")
+    start, train = HostPart("s", 60, Origin.TRACED, "", Phase.START), HostPart("t", 50, Origin.TRACED, "", Phase.TRAIN)
+    need = HostNeed((kept, start, train))
+    assert (need.bytes, need.total_bytes, need.margin_bytes) == (160, 168, 8)
+    assert HostNeed((kept, start, replace(train, origin=Origin.ASSUMED))).bytes == 150  # with its margin it is larger
+
+
+def test_what_is_assumed_has_a_wider_margin_than_what_was_measured() -> None:
+    margins = [HostPart("", 1000, origin, "").margin_bytes for origin in Origin]
+    assert margins == sorted(margins)
+    assert margins[0] >= 50
+    assert margins[-1] >= 200
+
+
+def test_every_rank_has_its_own_of_everything_but_files() -> None:
+    run = Training(
+        model_bytes=GIB, batch_bytes=10 * MIB, staged_bytes=3 * GIB, items=10**6, sizes=3, tmpfs_bytes=5 * GIB
+    )
+    one, four = train_need(run, BASE), train_need(replace(run, ranks=4), BASE)
+    for each in one.parts:
+        assert part(four, each.name) == each.bytes * (1 if each.name in {"page cache", "tmpfs"} else 4)
+
+
+def test_a_tmpfs_counts_in_full_and_the_page_cache_does_not_grow() -> None:
+    less, more = (train_need(Training(tmpfs_bytes=size), BASE) for size in (0, 7 * GIB))
+    assert more.bytes - less.bytes == 7 * GIB
+    assert part(less, "page cache") == part(more, "page cache") == host_memory.PAGE_CACHE_BYTES
+
+
+def test_a_checkpoint_is_staged_while_the_ring_is_full_but_the_model_was_given_back() -> None:
+    run = Training(
+        gpu=False, model_bytes=2 * GIB, resumed_bytes=GIB, staged_bytes=GIB, slots=2, batch_bytes=GIB, sized=True
+    )
+    need = train_need(run, BASE)
+    starts, trains = (sum(one.bytes for one in need.during(phase)) for phase in (Phase.START, Phase.TRAIN))
+    always = sum(one.bytes for one in need.parts if one.phase is Phase.ALWAYS)
+    assert (starts - always, trains - always) == (3 * GIB, 5 * GIB)  # the ring is 2, batches 2, the checkpoint 1
+
+
+def test_a_gpu_brings_its_context_and_pinned_memory_and_a_cpu_its_step() -> None:
+    run = Training(batch_bytes=MIB, offloaded_bytes=GIB, step_bytes=9 * GIB, several=True, slots=2, sized=True)
+    gpu, cpu = train_need(run, BASE), train_need(replace(run, gpu=False), BASE)
+    assert part(gpu, host_memory.CONTEXT) == host_memory.CUDA_CONTEXT_BYTES
+    assert (part(gpu, "offloaded"), part(gpu, "training step")) == (2 * GIB, 0)
+    assert (part(cpu, "offloaded"), part(cpu, "training step")) == (GIB, 9 * GIB)
+    assert part(cpu, host_memory.CONTEXT) == part(cpu, "communicator") == 0 < part(gpu, "communicator")
+
+
+def test_inductor_is_paid_for_only_where_it_compiles() -> None:
+    eager, compiled = (train_need(Training(compile_workers=workers), BASE) for workers in (0, 8))
+    assert part(eager, "compiler") == 0
+    assert part(compiled, "compiler") == 8 * host_memory.COMPILE_WORKER_BYTES + host_memory.COMPILER_BYTES
+
+
+def test_shared_pages_count_in_proportion_and_those_of_files_in_full() -> None:
+    told = "Rss: 900 kB\nPss: 60 kB\nPss_Anon: 30 kB\nPss_File: 20 kB\nPss_Shmem: 10 kB\nRssFile: 70 kB\n"
+    assert held_bytes(told) == 110 << 10
+    assert held_bytes("Rss: 900 kB\nPss: 60 kB\nRssFile: 70 kB\n") == 130 << 10  # kernels that tell no parts
+
+
+@pytest.mark.slow
+def test_the_measured_baseline_is_what_a_process_with_torch_takes(baseline: Baseline) -> None:
+    assert baseline.origin is Origin.MEASURED
+    assert status_of(IMPORTED, "VmRSS") == pytest.approx(baseline.bytes, rel=0.1)
+
+
+def test_without_the_modules_the_baseline_is_a_stated_figure() -> None:
+    assert measured_baseline("no_such_module") == STATED
+
+
+@pytest.mark.slow
+def test_a_training_step_on_the_cpu_fits_what_is_predicted_and_nearly_fills_it(baseline: Baseline) -> None:
+    need = train_need(Training(gpu=False, step_bytes=TRAINED_BYTES, threads=0), baseline)
+    predicted = need.total_bytes - int(1.3 * host_memory.PAGE_CACHE_BYTES)  # which belongs to no process
+    peak = status_of(TRAINED, "VmHWM")
+    assert 0.7 * predicted < peak < predicted
+
+
+def test_a_plan_that_was_measured_often_gives_way_to_what_was_measured(tmp_path: Path) -> None:
+    need = train_need(Training(model_bytes=GIB, batch_bytes=200 * MIB, staged_bytes=3 * GIB), BASE)
+    profiles = Profiles(tmp_path)
+    first = profiles.suggest("train", "ab12", "north", planned_bytes=need.total_bytes)
+    assert first.mem_bytes >= need.total_bytes
+    past = [measured(task, stage="train", peak_bytes=2 * GIB, asked_bytes=first.mem_bytes) for task in range(5)]
+    assert profiles.record("run", "supervisor", past)
+    again = profiles.suggest("train", "ab12", "north", planned_bytes=need.total_bytes)
+    assert 2 * GIB < again.mem_bytes < need.total_bytes
+    assert again.tasks == 5

@@ -1,0 +1,324 @@
+"""What is remembered in a folder: many writers, torn lines, damaged and foreign indices, folders that refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from pipeline.memory.history import task_records as journal_module
+from pipeline.memory.history.task_history import Profiles, Suggestion
+from pipeline.memory.history.task_records import Journal, line_of
+from tests.memory.history.tasks import GIB, MIB, measured
+
+ROOT = Path(__file__).parents[3]
+WRITER = """
+import sys; from pathlib import Path
+from pipeline.memory.history.task_history import Profiles; from tests.memory.history.tasks import *
+folder, name = Path(sys.argv[1]), sys.argv[2]
+for number in range(20):
+    profiles = Profiles(folder)
+    assert profiles.record("run", name, [measured(number, cluster=name), measured(number, recipe=name)])
+    assert profiles.suggest("embed", name, "north", planned_bytes=GIB).tasks == number + 1
+"""
+
+
+def ask(folder: Path, recipe: str = "ab12", cluster: str = "north", size: int = 0) -> Suggestion:
+    return Profiles(folder).suggest("embed", recipe, cluster, size=size, planned_bytes=GIB)
+
+
+def remember(folder: Path, tasks: range, writer: str = "supervisor", run: str = "run") -> None:
+    assert Profiles(folder).record(run, writer, [measured(task) for task in tasks])
+
+
+def record_files(folder: Path) -> list[Path]:
+    return sorted((folder / "records").iterdir())
+
+
+def test_nothing_remembered_means_what_was_planned(tmp_path: Path) -> None:
+    assert ask(tmp_path) == Suggestion(GIB, "no task of this recipe was measured here: planned", 0)
+    assert Profiles(tmp_path / "nowhere").pace("embed", "ab12", "north") is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_one_run_measured_the_next_one_asks_for(tmp_path: Path) -> None:
+    remember(tmp_path, range(41))
+    assert ask(tmp_path) == Suggestion(640 * MIB, "from 41 tasks: 99th percentile 500 MiB + 20%", 41)
+    assert Profiles(tmp_path).pace("embed", "ab12", "north") == 0.25
+
+
+def test_the_same_recipe_elsewhere_counts_before_other_recipes_here(tmp_path: Path) -> None:
+    profiles = Profiles(tmp_path)
+    profiles.record("a", "w", [measured(task, cluster="south", peak_bytes=4 * GIB) for task in range(9)])
+    assert "of other recipes on other clusters" in ask(tmp_path, recipe="other").why
+    profiles.record("b", "w", [measured(task, recipe="cd34", peak_bytes=3 * GIB) for task in range(9)])
+    assert ask(tmp_path).why == "from 9 tasks on other clusters: 99th percentile 4.0 GiB + 20%"
+    assert "from 9 tasks of other recipes: 99th percentile 3.0 GiB" in ask(tmp_path, recipe="other").why
+    assert profiles.suggest("graph", "ab12", "north", planned_bytes=GIB).tasks == 0
+    assert profiles.pace("embed", "ab12", "north") is None
+
+
+def test_sizes_are_looked_for_beyond_the_newest_tasks_that_count(tmp_path: Path) -> None:
+    profiles = Profiles(tmp_path)
+    profiles.record("a", "w", [measured(task, size=5000, peak_bytes=8 * GIB) for task in range(9)])
+    profiles.record("b", "w", [measured(task, size=50, at=9000.0 + task) for task in range(300)])
+    assert ask(tmp_path, size=5000).mem_bytes == 9856 * MIB
+
+
+def test_a_task_told_twice_counts_once_and_with_its_larger_peak(tmp_path: Path) -> None:
+    for writer in ("one", "two"):
+        remember(tmp_path, range(9), writer)
+    Profiles(tmp_path).record("run", "three", [measured(0, peak_bytes=600 * MIB), measured(0, peak_bytes=MIB)])
+    assert ask(tmp_path) == Suggestion(768 * MIB, "from 9 tasks: 99th percentile 600 MiB + 20%", 9)
+
+
+def test_processes_record_and_ask_at_once_and_nothing_is_lost(tmp_path: Path) -> None:
+    children = [subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), name], cwd=ROOT) for name in "abcd"]
+    assert [child.wait() for child in children] == [0] * 4
+    for name in "abcd":
+        assert ask(tmp_path, cluster=name).tasks == ask(tmp_path, recipe=name).tasks == 20
+    assert [path for path in tmp_path.iterdir() if "partial" in path.name] == []
+
+
+def test_two_writers_of_one_name_never_share_a_file(tmp_path: Path) -> None:
+    one, other = Profiles(tmp_path), Profiles(tmp_path)
+    for task in range(0, 10, 2):
+        one.record("run", "supervisor", [measured(task)])
+        other.record("run", "supervisor", [measured(task + 1)])
+    assert len(record_files(tmp_path)) == 2
+    assert ask(tmp_path).tasks == 10
+
+
+def test_a_forked_child_writes_a_file_of_its_own(tmp_path: Path) -> None:
+    profiles = Profiles(tmp_path)
+    profiles.record("run", "w", [measured(0)])
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if profiles.record("run", "w", [measured(1)]) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(record_files(tmp_path)) == 2
+
+
+def test_a_line_that_is_still_being_written_counts_when_it_is_whole(tmp_path: Path) -> None:
+    remember(tmp_path, range(6))
+    (path,) = record_files(tmp_path)
+    lines = path.read_bytes()
+    profiles = Profiles(tmp_path)
+    for length in range(len(lines) - 600, len(lines), 97):
+        path.write_bytes(lines[:length])
+        assert profiles.suggest("embed", "ab12", "north", planned_bytes=GIB).tasks == lines[:length].count(b"\n")
+    path.write_bytes(lines)
+    assert profiles.suggest("embed", "ab12", "north", planned_bytes=GIB).tasks == 6
+
+
+@pytest.mark.parametrize("hole", [slice(500, 900), slice(-100, None)])
+def test_bytes_still_to_come_are_looked_for_again_although_the_size_is_the_same(tmp_path: Path, hole: slice) -> None:
+    remember(tmp_path, range(6))
+    (path,) = record_files(tmp_path)
+    lines = path.read_bytes()
+    holed = bytearray(lines)
+    holed[hole] = bytes(len(holed[hole]))
+    path.write_bytes(holed)
+    assert ask(tmp_path).tasks < 6
+    path.write_bytes(lines)
+    assert ask(tmp_path).tasks == 6
+
+
+def test_a_line_that_a_crash_has_torn_for_ever_costs_no_new_index(tmp_path: Path) -> None:
+    remember(tmp_path, range(6))
+    (path,) = record_files(tmp_path)
+    path.write_bytes(path.read_bytes()[:-40])
+    assert ask(tmp_path).tasks == 5
+    before = (tmp_path / "index.sqlite").stat().st_ino
+    assert ask(tmp_path).tasks == 5
+    assert (tmp_path / "index.sqlite").stat().st_ino == before
+
+
+LINE = json.loads(line_of("other", measured(77)))
+FOREIGN = [
+    b"\xff\xfe garbage",
+    b"[]",
+    b"{}",
+    b"[" * 100_000,
+    json.dumps({**LINE, "peak_bytes": "12"}).encode(),
+    json.dumps({**LINE, "peak_bytes": -1}).encode(),
+    json.dumps({**LINE, "peak_bytes": 1 << 80}).encode(),
+    json.dumps({**LINE, "killed": 1}).encode(),
+    json.dumps({**LINE, "at": float("nan")}).encode(),
+    json.dumps({**LINE, "at": float("inf")}).encode(),
+    json.dumps({**LINE, "at": 0}).encode().replace(b'"at": 0', b'"at": 1e999'),
+    json.dumps({**LINE, "run": "\ud800"}).encode(),
+]
+
+
+@pytest.mark.parametrize("line", FOREIGN)
+def test_foreign_lines_are_passed_over(tmp_path: Path, line: bytes) -> None:
+    remember(tmp_path, range(6))
+    (path,) = record_files(tmp_path)
+    path.write_bytes(path.read_bytes() + line + b"\n" + line_of("run", measured(6)))
+    assert ask(tmp_path).tasks == 7
+
+
+def test_what_a_newer_version_adds_to_a_line_does_not_hide_it(tmp_path: Path) -> None:
+    remember(tmp_path, range(1))
+    (path,) = record_files(tmp_path)
+    path.write_text(json.dumps({**LINE, "energy_j": 7}) + "\n")
+    assert ask(tmp_path).tasks == 1
+
+
+def test_a_full_disk_is_told_and_the_torn_line_spoils_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    profiles, real = Profiles(tmp_path), os.write
+    profiles.record("run", "w", [measured(0)])
+
+    def full(descriptor: int, data: bytes) -> int:
+        if len(data) < 100:
+            raise OSError(28, "No space left on device")
+        return real(descriptor, data[:200])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal_module.os, "write", full)
+        assert not profiles.record("run", "w", [measured(1)])
+    assert profiles.record("run", "w", [measured(2)])
+    assert ask(tmp_path).tasks == 2
+
+
+DAMAGE = {
+    "cut": lambda data: data[: len(data) // 2],
+    "empty": lambda data: b"",
+    "garbage": lambda data: b"no index at all" * 1000,
+    "wrong inside": lambda data: data[:4096] + b"\xa5" * (len(data) - 4096),
+    "wrong at its end": lambda data: data[: len(data) // 2] + b"\xa5" * (len(data) - len(data) // 2),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_index_is_made_anew(tmp_path: Path, damage: str) -> None:
+    remember(tmp_path, range(150))
+    before = ask(tmp_path)
+    index = tmp_path / "index.sqlite"
+    index.write_bytes(DAMAGE[damage](index.read_bytes()))
+    assert ask(tmp_path) == before
+    remember(tmp_path, range(150, 160))
+    assert ask(tmp_path).tasks == 160
+    with closing(sqlite3.connect(index)) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+def test_an_index_of_another_program_or_format_is_made_anew(tmp_path: Path) -> None:
+    remember(tmp_path, range(9))
+    before = ask(tmp_path)
+    for statement in ("PRAGMA user_version = 99", "PRAGMA application_id = 1", "DROP TABLE tasks"):
+        with closing(sqlite3.connect(tmp_path / "index.sqlite")) as connection:
+            connection.execute(statement)
+        wrong = (tmp_path / "index.sqlite").read_bytes()
+        assert ask(tmp_path) == before
+        assert (tmp_path / "index.sqlite").read_bytes() != wrong
+
+
+def test_a_folder_in_the_place_of_the_index_is_lived_with(tmp_path: Path) -> None:
+    (tmp_path / "index.sqlite").mkdir()
+    remember(tmp_path, range(9))
+    assert ask(tmp_path).tasks == 9
+
+
+def test_records_that_were_removed_no_longer_count(tmp_path: Path) -> None:
+    for run in "ab":
+        remember(tmp_path, range(9), run=run)
+    assert ask(tmp_path).tasks == 18
+    record_files(tmp_path)[0].unlink()
+    assert ask(tmp_path).tasks == 9
+
+
+def test_growth_reads_only_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for run in range(20):
+        remember(tmp_path, range(9), run=str(run))
+    ask(tmp_path)
+    remember(tmp_path, range(9), run="new")
+    read: list[str] = []
+    real = Journal.read
+
+    def noted(journal: Journal, name: str, taken: int) -> object:
+        read.append(name)
+        return real(journal, name, taken)
+
+    monkeypatch.setattr(Journal, "read", noted)
+    assert ask(tmp_path).tasks == 189
+    assert [name.split("~")[0] for name in read] == ["new"]
+    assert ask(tmp_path).tasks == 189
+    assert len(read) == 1
+
+
+def test_drafts_of_dead_processes_are_swept_but_not_those_of_the_living(tmp_path: Path) -> None:
+    dead, living = (tmp_path / f".index-{name}.partial" for name in ("dead", "living"))
+    for path in (dead, living):
+        path.touch()
+    os.utime(dead, (0, 0))
+    remember(tmp_path, range(9))
+    ask(tmp_path)
+    assert (dead.exists(), living.exists()) == (False, True)
+
+
+def test_names_cannot_leave_the_folder(tmp_path: Path) -> None:
+    assert Profiles(tmp_path / "memory").record("../../run", "a/b~c" * 99, [measured()])
+    assert [path.name for path in tmp_path.iterdir()] == ["memory"]
+    assert ask(tmp_path / "memory").tasks == 1
+
+
+def test_folders_with_odd_names_work(tmp_path: Path) -> None:
+    folder = tmp_path / "50% of it? #1 \udce9"
+    remember(folder, range(9))
+    assert ask(folder).tasks == 9
+    assert (folder / "index.sqlite").is_file()
+
+
+def test_a_folder_that_cannot_be_written_is_read_all_the_same(unprivileged: Path) -> None:
+    folder = unprivileged / "memory"
+    remember(folder, range(9))
+    profiles = Profiles(folder)
+    for path in (folder / "records", folder):
+        path.chmod(0o555)
+    assert [profiles.suggest("embed", "ab12", "north", planned_bytes=GIB).tasks for _ in range(2)] == [9, 9]
+    assert not profiles.record("run", "supervisor", [measured(50)])
+    assert [path.name for path in folder.iterdir()] == ["records"]
+    folder.chmod(0o755)  # so that it can be removed
+    (folder / "records").chmod(0o755)
+
+
+def test_records_that_others_keep_to_themselves_do_not_count_and_cost_no_new_index(unprivileged: Path) -> None:
+    remember(unprivileged, range(9), run="mine")
+    remember(unprivileged, range(9), run="theirs")
+    record_files(unprivileged)[1].chmod(0)
+    assert ask(unprivileged).tasks == 9
+    before = (unprivileged / "index.sqlite").stat().st_ino
+    assert ask(unprivileged).tasks == 9
+    assert (unprivileged / "index.sqlite").stat().st_ino == before
+
+
+def test_a_look_up_costs_the_same_however_much_is_remembered(tmp_path: Path) -> None:
+    def steps(folder: Path, tasks: int) -> int:
+        taken: list[None] = []
+        remember(folder, range(tasks))
+        profiles = Profiles(folder)
+        profiles.suggest("embed", "ab12", "north", planned_bytes=GIB)
+        connection = profiles._index._connection
+        assert connection is not None
+        connection.set_progress_handler(lambda: taken.append(None), 100)
+        profiles.suggest("embed", "ab12", "north", planned_bytes=GIB)
+        return len(taken)
+
+    assert 0 < steps(tmp_path / "more", 8000) <= 1.1 * steps(tmp_path / "less", 2000)
+
+
+def test_another_thread_may_let_go_of_what_was_measured_as_whoever_collects_garbage_does(tmp_path: Path) -> None:
+    remember(tmp_path, range(3))
+    profiles = Profiles(tmp_path)
+    assert profiles.pace("embed", "ab12", "north") == 0.25
+    with ThreadPoolExecutor(1) as other:
+        other.submit(profiles._index.close).result()

@@ -1,0 +1,430 @@
+"""The planner on models whose memory is known for every micro-batch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.errors import ConfigError, DataError, PlanInfeasible
+from pipeline.memory.footprint import Choice, Origin, margin_of
+from pipeline.memory.hardware.gpus import device
+from pipeline.memory.planning.comparison import Offer, alternatives, table
+from pipeline.memory.planning.memory_plan import Filled, Plan, Verdict
+from pipeline.memory.planning.planner import Stage, plan, plan_stages, rounded_up
+from pipeline.memory.planning.request import Card, Data, Micros, Oversize, Request
+from pipeline.training.sampling.sampler import Sampler, Settings
+from tests.memory.planning.oracles import GIB, MIB, Integers, Model, card, data, greedy, heavy
+
+BATCH = 24
+
+
+def affine(sizes: Mapping[str, int]) -> float:
+    return 20_000 * sizes["nodes"] + 3_000 * sizes["edges"] + 100_000 * sizes["items"]
+
+
+def quadratic(sizes: Mapping[str, int]) -> float:
+    return 10_000 * sizes["nodes"] + 8 * sizes["nodes"] ** 2 + 1_000 * sizes["edges"]
+
+
+def two_branches(sizes: Mapping[str, int]) -> float:
+    """Whichever of two parts takes more: convex, and no plane fits it."""
+    return max(90_000 * sizes["nodes"], 4_500 * sizes["edges"])
+
+
+def padded(sizes: Mapping[str, int]) -> float:
+    return sizes["items"] * (2_000 * sizes["length"] + 400 * sizes["length"] ** 2)
+
+
+def lengths(count: int = 500) -> dict[str, Integers]:
+    return {"length": np.random.default_rng(1).integers(20, 400, count)}
+
+
+def sampled(batch: int, *, by: str, padding: float | None, epoch: int = 0) -> Callable[..., Micros]:
+    """Return a cut by the sampler that training uses."""
+
+    def cut(sizes: Mapping[str, Integers], cost_N: Integers, budget: int, ranks: int) -> Micros:
+        settings = Settings(batch, by=(by,), budget={"cost": budget}, padding=padding)
+        sampler = Sampler({**sizes, "cost": cost_N}, settings, ranks=ranks)
+        rows, steps, of = [], [], []
+        for step in range(sampler.steps):
+            for rank, parts in enumerate(sampler.shares(epoch, step)):
+                for items in parts:
+                    reduced = [values[items].max() if padding else values[items].sum() for values in sizes.values()]
+                    rows.append([len(items), *reduced])
+                    steps.append(step)
+                    of.append(rank)
+        return Micros(("items", *sizes), np.array(rows, np.int64), np.array(steps), np.array(of))
+
+    return cut
+
+
+CASES: dict[str, tuple[Callable[[Mapping[str, int]], float], dict[str, Integers], bool]] = {
+    "affine": (affine, heavy(600), False),
+    "quadratic": (quadratic, heavy(600), False),
+    "two branches": (two_branches, heavy(600), False),
+    "a long tail": (affine, heavy(600, spread=1.0), False),
+    "padded": (padded, lengths(), True),
+}
+
+
+def micros_of(made: Plan, items: Data, cut: Callable[..., Micros] | None = None) -> Micros:
+    """Return an epoch under a plan."""
+    cost = made.cost(items.sizes)
+    return (cut or items.cut)(items.sizes, cost, made.budget["cost"], made.ranks)
+
+
+def peaks_of(model: Model, made: Plan, micros: Micros) -> list[int]:
+    rows = [dict(zip(micros.names, row, strict=True)) for row in micros.sizes_MS.tolist()]
+    return [model.peak(made.choice, row) for row in rows]
+
+
+def planned(model: Model, items: Data, budget: int, **about: Any) -> Plan:
+    return plan(model, items, Request(batch=BATCH, **about), [card(budget)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [150, 300, 700])
+@pytest.mark.parametrize("name", CASES)
+def test_no_micro_batch_of_an_epoch_is_over_the_limit_and_at_least_80_percent_is_used(name: str, budget: int) -> None:
+    activations, sizes, is_padded = CASES[name]
+    model, items = Model(activations), data(sizes, BATCH, padded=is_padded)
+    made = planned(model, items, budget * MIB)
+    worst = max(peaks_of(model, made, micros_of(made, items)))
+    assert worst <= budget * MIB
+    assert made.filled is Filled.WHOLE_SHARE or worst >= 0.8 * budget * MIB
+    assert made.live.value >= worst, "what the plan says is what was measured, or more"
+    assert len(set(model.asked)) == len(model.asked) == made.questions <= 40, "and none is asked twice"
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "two branches"])
+def test_a_plan_for_every_order_holds_in_epochs_that_were_never_cut(name: str) -> None:
+    activations, sizes, is_padded = CASES[name]
+    model, items = Model(activations), data(sizes, BATCH, padded=is_padded)
+    made = planned(model, items, 300 * MIB)
+    assert made.every_order
+    for seed in range(1, 20):
+        cut = greedy(BATCH, padded=is_padded, seed=seed)
+        assert max(peaks_of(model, made, micros_of(made, items, cut))) <= 300 * MIB
+
+
+def test_a_plan_for_one_order_says_so_and_is_half_as_sure() -> None:
+    items = data(heavy(600), BATCH)
+    made = planned(Model(two_branches), items, 300 * MIB)
+    assert not made.every_order
+    assert made.probability.value == made.margin.probability / 2
+    assert any("another order" in note for note in made.notes)
+    assert max(peaks_of(Model(two_branches), made, micros_of(made, items))) <= 300 * MIB
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("name", ["affine", "padded"])
+def test_the_sampler_of_training_stays_within_the_plan(name: str, ranks: int) -> None:
+    activations, sizes, is_padded = CASES[name]
+    by, padding = ("length", 1.5) if is_padded else ("nodes", None)
+    items = Data(sizes, sampled(BATCH, by=by, padding=padding), is_padded)
+    model = Model(activations)
+    made = planned(model, items, 200 * MIB, ranks=ranks)
+    for epoch in range(3):
+        micros = micros_of(made, items, sampled(BATCH, by=by, padding=padding, epoch=epoch))
+        assert max(peaks_of(model, made, micros)) <= 200 * MIB
+        assert int(micros.items_M.sum()) == len(next(iter(sizes.values()))), "every item is trained on"
+    assert len(model.asked) <= 40
+
+
+def test_a_step_that_fits_at_once_is_not_cut() -> None:
+    made = planned(Model(affine), data(heavy(200), BATCH), 8 * GIB)
+    assert made.filled is Filled.WHOLE_SHARE
+    assert (made.accumulation_most, made.items_most) == (1, BATCH)
+    assert made.remedies == ()
+
+
+def test_the_same_question_gets_the_same_plan() -> None:
+    made = [planned(Model(affine), data(heavy(300), BATCH), 200 * MIB, ranks=2).to_json() for _ in range(2)]
+    assert made[0] == made[1]
+    assert json.loads(json.dumps(made[0]))["budget"] == made[0]["budget"]
+
+
+@pytest.mark.slow
+def test_more_memory_never_makes_a_slower_plan() -> None:
+    items = data(heavy(400), BATCH)
+    times = [
+        planned(Model(affine), items, budget * MIB, precisions=("fp32", "bf16")).epoch_s.value
+        for budget in (80, 120, 200, 320, 500, 1000, 4000)
+    ]
+    slower = [later / earlier for earlier, later in pairwise(times)]
+    assert max(slower) <= 1.05, "by so much an earlier remedy may be slower than a later one"
+    assert times[-1] < times[0]
+
+
+def single(size: int, count: int = 48) -> dict[str, Integers]:
+    return {"nodes": np.full(count, size, np.int64)}
+
+
+@pytest.mark.parametrize(
+    ("largest", "remedies"),
+    [
+        (70, ()),
+        (200, ("checkpointing",)),
+        (350, ("checkpointing", "precision bf16")),
+        (800, ("checkpointing", "precision bf16", "offload")),
+    ],
+)
+def test_remedies_are_taken_in_their_order_as_far_as_an_item_needs_them(
+    largest: int, remedies: tuple[str, ...]
+) -> None:
+    model = Model(lambda sizes: MIB * sizes["nodes"], flops_a_byte=100, kernels=0)
+    # a card whose half precision is as slow as fp32, so that nothing but memory asks for it
+    slow_half = replace(card(100 * MIB), flops_per_s={"fp32": 20e12, "bf16": 20e12})
+    request = Request(batch=BATCH, precisions=("fp32", "bf16"))
+    made = plan(model, data(single(largest), BATCH), request, [slow_half])
+    assert made.remedies == remedies
+    assert [trial.verdict for trial in made.trials].count(Verdict.CHOSEN) == 1
+    tried = [trial.verdict for trial in made.trials]
+    assert set(tried[: tried.index(Verdict.CHOSEN)]) <= {Verdict.TOO_LARGE, Verdict.SLOWER}
+
+
+def test_sharding_is_the_last_remedy_and_is_said_to_be_assumed() -> None:
+    model = Model(lambda sizes: 10_000 * sizes["nodes"], parameters=100 * MIB)
+    items, request = data(single(10), BATCH), Request(batch=BATCH, ranks=4, shards=None)
+    with pytest.raises(PlanInfeasible, match="the model alone"):
+        plan(model, items, replace(request, shards=1), [card(250 * MIB)])
+    assert plan(model, items, request, [card(700 * MIB)]).choice.shards == 1
+    spread = plan(model, items, request, [card(250 * MIB)])
+    assert spread.choice.shards == 4
+    assert spread.live.origin is Origin.ASSUMED
+    assert spread.remedies[-1] == "sharding over 4 ranks"
+    assert any("formula" in note for note in spread.notes)
+
+
+def test_half_precision_is_taken_where_it_is_faster_and_only_where_every_card_has_it() -> None:
+    items, request = data(heavy(200), BATCH), Request(batch=BATCH, precisions=("fp32", "bf16"))
+    able, unable = card(GIB, "new"), card(2 * GIB, "old", half=False)
+    assert plan(Model(affine, flops_a_byte=50_000), items, request, [able]).choice.precision == "bf16"
+    made = plan(Model(affine, flops_a_byte=50_000), items, request, [able, unable])
+    assert made.choice.precision == "fp32"
+    assert {trial.verdict for trial in made.trials if trial.choice.precision == "bf16"} == {Verdict.UNSUPPORTED}
+    with pytest.raises(ConfigError, match="old does not compute in bf16"):
+        plan(Model(affine), items, replace(request, precisions=("bf16",)), [able, unable])
+
+
+def test_a_plan_for_several_cards_fits_the_smallest() -> None:
+    items = data(heavy(300), BATCH)
+    small = plan(Model(affine), items, Request(batch=BATCH), [card(150 * MIB)])
+    both = plan(Model(affine), items, Request(batch=BATCH), [card(GIB, "large"), card(150 * MIB, "small")])
+    assert (both.budget, both.limit_bytes, both.cards) == (small.budget, 150 * MIB, ("large", "small"))
+
+
+def test_the_allocator_is_part_of_the_total() -> None:
+    model, items = Model(affine, parameters=64 * MIB), data(heavy(300), BATCH)
+    made = plan(model, items, Request(batch=BATCH), [card(2 * GIB, caching=True)])
+    assert made.reserved.value >= made.live.value
+    assert made.reserved.value * 1.08 <= made.total.value + 1
+    assert made.total.value <= 2 * GIB
+    assert made.reserved.value == min(held for _, held in made.allocator.compared) or made.allocator.settings == ""
+    assert max(peaks_of(model, made, micros_of(made, items))) <= 2 * GIB
+
+
+def test_pinned_settings_are_kept() -> None:
+    made = planned(Model(affine), data(heavy(200), BATCH), 400 * MIB, micro_batch=4, checkpointing=True, offload=False)
+    assert (made.items_most, made.filled, made.choice) == (4, Filled.PINNED, Choice(checkpointing=True))
+    assert set(micros_of(made, data(heavy(200), BATCH)).items_M.tolist()) == {4}
+
+
+def test_a_pinned_micro_batch_that_does_not_fit_is_refused_with_one_that_does() -> None:
+    items = data(single(10, 96), BATCH)
+    pinned = {"micro_batch": 24, "checkpointing": False, "offload": False}
+    with pytest.raises(ConfigError, match="micro-batches of 24 items") as refused:
+        planned(Model(lambda sizes: MIB * sizes["nodes"]), items, 120 * MIB, **pinned)
+    fits = int(refused.value.remedy.split(" fit:")[0])
+    model = Model(lambda sizes: MIB * sizes["nodes"])
+    assert planned(model, items, 120 * MIB, **{**pinned, "micro_batch": fits}).items_most == fits
+
+
+def with_giants() -> dict[str, Integers]:
+    sizes = {name: values.copy() for name, values in heavy(300).items()}
+    for item, nodes in ((17, 60_000), (230, 45_000)):
+        sizes["nodes"][item], sizes["edges"][item] = nodes, 20 * nodes
+    return sizes
+
+
+def test_items_that_can_never_fit_are_named_with_what_they_take_and_a_card_that_would_do() -> None:
+    cards = [Card.of(device(name), 1) for name in ("a100-80", "a100-40", "h200")]
+    with pytest.raises(PlanInfeasible) as refused:
+        plan(Model(affine), data(with_giants(), BATCH), Request(batch=BATCH), [card(200 * MIB)], others=cards)
+    assert refused.value.exit_code == 5
+    assert "2 of 300 items" in refused.value.what
+    assert "item 17 (60,000 nodes, 1,200,000 edges)" in refused.value.what
+    assert "item 230" in refused.value.what
+    assert "a100-40" in refused.value.remedy
+    assert "skip or crop" in refused.value.remedy
+
+
+def test_oversize_items_are_left_out_where_that_is_wanted() -> None:
+    model, items = Model(affine), data(with_giants(), BATCH)
+    made = planned(model, items, 200 * MIB, oversize=Oversize.SKIP)
+    assert [one.item for one in made.oversize] == [17, 230]
+    kept = items.only(~np.isin(np.arange(300), [17, 230]))
+    assert max(peaks_of(model, made, micros_of(made, kept))) <= 200 * MIB
+    alone = model.peak(Choice(checkpointing=True, offload=True), {"items": 1, **made.oversize[0].sizes})
+    assert made.oversize[0].total.value >= alone > made.oversize[0].budget_bytes
+
+
+def test_oversize_items_are_cropped_to_sizes_that_fit() -> None:
+    model, items = Model(affine), data(with_giants(), BATCH)
+    made = planned(model, items, 200 * MIB, oversize=Oversize.CROP)
+    cropped = items.cropped(made.crop)
+    worst = max(peaks_of(model, made, micros_of(made, cropped)))
+    assert worst <= 200 * MIB
+    assert made.crop["nodes"] < 45_000
+    assert model.peak(Choice(checkpointing=True, offload=True), {"items": 1, **made.crop}) > 0.7 * 200 * MIB
+
+
+@pytest.mark.parametrize(
+    ("about", "says"),
+    [
+        ({"batch": 2, "ranks": 3}, "batch of 2 items cannot be shared by 3 ranks"),
+        ({"batch": 24, "micro_batch": 25}, "micro-batch of 25 items"),
+        ({"batch": 24, "ranks": 3, "shards": 2}, "2 shards do not divide 3 ranks"),
+        ({"batch": 24, "precisions": ()}, "no precision"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(about: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as refused:
+        plan(Model(affine), data(heavy(50), BATCH), Request(**about), [card(GIB)])
+    assert refused.value.remedy
+
+
+def test_an_empty_data_set_is_refused() -> None:
+    with pytest.raises(DataError, match="no items"):
+        planned(Model(affine), data({"nodes": np.zeros(0, np.int64)}, BATCH), GIB)
+
+
+def test_a_card_smaller_than_the_model_is_refused() -> None:
+    with pytest.raises(PlanInfeasible, match=r"at least 192\.0 MiB") as refused:
+        planned(Model(affine, parameters=64 * MIB), data(heavy(50), BATCH), 100 * MIB)
+    assert "sharding" in refused.value.remedy
+
+
+def test_a_curriculum_has_a_plan_for_each_stage_in_one_precision() -> None:
+    short, long = heavy(200), {name: 4 * values for name, values in heavy(200).items()}
+    stages = [Stage("short", data(short, BATCH), epochs=10), Stage("long", data(long, BATCH), epochs=2)]
+    slow_half = replace(card(220 * MIB), flops_per_s={"fp32": 20e12, "bf16": 20e12})
+    request = Request(batch=BATCH, precisions=("fp32", "bf16"), checkpointing=False, offload=False)
+    plans = plan_stages(Model(affine), stages, request, [slow_half])
+    assert plans["short"].items_median > plans["long"].items_median
+    assert {one.choice.precision for one in plans.values()} == {"bf16"}, "the long stage needs it"
+    for stage in stages:
+        worst = max(peaks_of(Model(affine), plans[stage.name], micros_of(plans[stage.name], stage.data)))
+        assert worst <= 220 * MIB
+
+
+def test_parts_add_up_to_the_live_peak() -> None:
+    made = planned(Model(affine), data(heavy(200), BATCH), 300 * MIB)
+    assert sum(part.bytes for part in made.parts) == made.live.value
+
+
+def test_what_is_not_traced_has_a_larger_margin() -> None:
+    traced = planned(Model(affine), data(heavy(200), BATCH), 300 * MIB)
+    guessed = planned(Model(affine, origin=Origin.ASSUMED), data(heavy(200), BATCH), 300 * MIB)
+    assert guessed.budget["cost"] < traced.budget["cost"]
+    assert guessed.live.origin is Origin.ASSUMED
+    assert guessed.margin.factor == 1.30
+
+
+def test_after_runs_the_margin_is_their_worst_and_the_chance_is_counted() -> None:
+    margin = margin_of(Origin.TRACED, (0.95, 1.01, 0.97))
+    assert margin.factor == pytest.approx(1.01 * 1.02)
+    assert margin.probability == 0.95  # of three runs alone it would be 3/4: the rest is assumed
+    assert margin.trust is Origin.ASSUMED
+    assert "a chance of 3/4" in margin.why
+    many = margin_of(Origin.TRACED, (1.0,) * 40)
+    assert many.probability == pytest.approx(40 / 41)
+    assert many.trust is Origin.MEASURED
+    assert margin.origin is Origin.MEASURED
+    assert margin_of(Origin.TRACED).origin is Origin.ASSUMED
+    assert margin_of(Origin.TRACED).factor == 1.08
+    assert margin_of(Origin.TRACED, caching=False).factor == 1.02
+
+
+def test_the_table_of_configurations_says_which_fit_on_which_card() -> None:
+    cards = [card(size * GIB, f"{size}") for size in (24, 40, 80)]
+    model = Model(lambda sizes: 0.3 * GIB * sizes["items"], parameters=50 * MIB)
+    rows = table(model, [(96, 1), (48, 2), (64, 2)], cards, {"peaks": 100})
+    assert [(row.items, row.accumulation, row.effective) for row in rows] == [(96, 1, 96), (48, 2, 96), (64, 2, 128)]
+    assert rows[1].fits == {"24": True, "40": True, "80": True}
+    assert rows[0].fits == {"24": False, "40": True, "80": True}
+    assert rows[0].total.value > rows[2].total.value > rows[1].total.value
+
+
+def test_offers_are_compared_in_gpu_hours_and_one_that_does_not_fit_says_why() -> None:
+    items, request = data(heavy(400), BATCH), Request(batch=BATCH, epochs=100)
+    small, large, tiny = card(200 * MIB, "small"), card(400 * MIB, "large", speed=2.0), card(MIB, "tiny")
+    offers = [Offer("1 tiny", 1, (tiny,)), Offer("3 small", 3, (small,)), Offer("1 large", 1, (large,))]
+    made = alternatives(Model(affine), items, request, offers)
+    assert made[-1].plan is None
+    assert "the model alone" in made[-1].why
+    costs = {one.offer.name: one.gpu_hours.value for one in made if one.gpu_hours}
+    assert list(costs.values()) == sorted(costs.values())
+    assert costs["1 large"] < costs["3 small"]
+    assert made[0].hours is not None
+
+
+def test_a_question_is_rounded_up_by_at_most_a_64th_and_never_above_what_can_be() -> None:
+    rows = np.random.default_rng(0).integers(1, 10**7, (500, 2))
+    up = rounded_up(rows, np.array([10**8, 10**6 * 9]))
+    assert (up >= rows).all()
+    assert (up <= rows * 65 / 64 + 1).all()
+    assert len(np.unique(up)) < len(np.unique(rows)) / 2
+    assert (rounded_up(np.array([[1000, 1001]]), np.array([1000, 1001])) == [1000, 1001]).all()
+
+
+def test_what_was_measured_of_one_choice_says_nothing_of_another() -> None:
+    items = data(heavy(200), BATCH)
+    limit = 300 * MIB
+    before = planned(Model(affine), items, limit)
+    lucky = planned(
+        Model(affine), items, limit, ratios=(0.85,), measured=Choice(checkpointing=not before.choice.checkpointing)
+    )
+    assert lucky.choice != before.choice or lucky.margin.factor == before.margin.factor
+    told = {one.choice: one.margin.factor for one in (before, lucky)}
+    assert all(factor >= 1.0 or choice != before.choice for choice, factor in told.items())
+
+
+def test_a_compiled_model_gets_more_also_after_an_eager_measurement() -> None:
+    items = data(heavy(100), BATCH)
+    eager = planned(Model(affine), items, GIB, ratios=(1.0,))
+    fused = planned(Model(affine), items, GIB, ratios=(1.0,), compiled=True)
+    assert fused.margin.factor == pytest.approx(1.1 * eager.margin.factor)
+    assert "compiled" in fused.margin.why
+
+
+def test_an_epoch_that_was_cut_in_part_is_as_long_as_it_is() -> None:
+    whole = data(heavy(400), BATCH)
+
+    def a_quarter(sizes: Any, cost_N: Any, budget_bytes: int, ranks: int) -> Micros:
+        found = whole.cut(sizes, cost_N, budget_bytes, ranks)
+        kept = found.step_M < np.unique(found.step_M).size // 4
+        steps = np.unique(found.step_M[kept]).size
+        return Micros(
+            found.names,
+            found.sizes_MS[kept],
+            found.step_M[kept],
+            found.rank_M[kept],
+            steps / np.unique(found.step_M).size,
+        )
+
+    all_s = planned(Model(affine), whole, GIB).epoch_s.value
+    some_s = planned(Model(affine), replace(whole, cut=a_quarter), GIB).epoch_s.value
+    assert some_s == pytest.approx(all_s, rel=0.3)
+
+
+def test_a_share_of_a_card_includes_what_cublas_holds() -> None:
+    half = Card.of(device("h100"), 1, fraction=0.5)
+    assert half.budget_bytes == device("h100").usable_bytes // 2 - device("h100").workspace_bytes
+    assert Card.of(device("h100"), 1, fraction=1.0) == Card.of(device("h100"), 1)

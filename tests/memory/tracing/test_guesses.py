@@ -1,0 +1,98 @@
+"""Branches on values are guessed, and the guesses are told."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline.memory.footprint import Choice
+from pipeline.memory.tracing.tracer import CannotTrace
+from tests.memory.tracing.traced import LARGE, WIDTH, Small, play, tracer
+
+PLAIN = Choice()
+
+
+class Branching(nn.Module):
+    """Goes one way or the other, as the values are."""
+
+    def __init__(self, yes, no):
+        super().__init__()
+        self.layer, self.yes, self.no = nn.Linear(WIDTH, WIDTH), yes, no
+
+    def forward(self, x):
+        y = self.layer(x)
+        if (y > 0).any():
+            return self.yes(y)
+        return self.no(y)
+
+
+def micro(yes, no):
+    return tracer(Small(lambda: Branching(yes, no))).micro(PLAIN, LARGE)
+
+
+def wide(y):
+    return torch.cat([y, y, y, y], 1).exp().exp()
+
+
+def refused(y):
+    raise ValueError("not this way")
+
+
+def test_a_branch_is_taken_to_be_taken_and_told():
+    taken = micro(wide, torch.relu)
+    assert taken.again.peak_bytes == pytest.approx(micro(wide, wide).again.peak_bytes, rel=0.001)
+    assert taken.again.peak_bytes > 2 * micro(torch.relu, wide).again.peak_bytes
+    (note,) = taken.notes
+    assert note.startswith("guessed that the condition at test_guesses.py:")
+    assert "is true" in note
+
+
+def test_where_that_ends_in_an_error_it_is_taken_not_to_be():
+    other = micro(refused, torch.relu)
+    assert "is false" in other.notes[0]
+    assert other.again.peak_bytes == pytest.approx(micro(torch.relu, refused).again.peak_bytes, abs=64)
+
+
+def test_where_both_ways_end_in_an_error_it_cannot_be_traced():
+    with pytest.raises(CannotTrace, match="not this way"):
+        micro(refused, refused)
+
+
+def test_two_branches_are_guessed_apart():
+    class Twice(Branching):
+        def forward(self, x):
+            y = self.layer(x)
+            if (y > 0).all():
+                y = torch.relu(y)
+            if (y > 1).all():
+                return refused(y)
+            return y
+
+    found = tracer(Small(lambda: Twice(None, None))).micro(PLAIN, LARGE)
+    assert ["is true" in note for note in found.notes] == [True, False]
+
+
+def test_a_guess_that_fails_later_leaves_tapes_that_can_be_played():
+    class Later(Branching):
+        def forward(self, x):
+            y = self.layer(x)
+            if len(x) == LARGE["items"] and (y > 0).all():
+                return refused(y)
+            return y
+
+    traced = tracer(Small(lambda: Later(None, None)))
+    standing, found = traced.standing(PLAIN), traced.micro(PLAIN, LARGE)
+    live: dict[int, int] = {}
+    for tape in (standing.setup, found.first, standing.first_update, found.first, found.again, standing.update):
+        play(live, tape)
+    assert sum(live.values()) == standing.bytes
+    assert "is false" in found.notes[0]
+
+
+def test_no_guess_is_needed_for_what_is_known_without_data():
+    class Known(Branching):
+        def forward(self, x):
+            return self.layer(x) if x.shape[0] > 1 and x.requires_grad is False else refused(x)
+
+    assert tracer(Small(lambda: Known(None, None))).micro(PLAIN, LARGE).notes == ()

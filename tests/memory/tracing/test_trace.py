@@ -1,0 +1,501 @@
+"""A trace is what a real step allocates, and it says what for."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
+from torch.nn.modules import module as hooks
+
+from pipeline.memory.estimating.fallback_oracle import Ladder
+from pipeline.memory.footprint import Category, Choice, Step, live_peak_bytes, parts_at_peak
+from pipeline.memory.hardware.caching_allocator import Allocator, AllocatorSettings
+from pipeline.memory.tracing.tracer import CannotTrace
+from pipeline.training.step.step import Settings
+from pipeline.training.step.step import Step as TrainingStep
+from tests.limited import device
+from tests.memory.tracing.traced import LARGE, SIZES, WIDTH, Small, layers, of, play, tracer, true_peak
+from tests.zoo import ZOO
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+FLOAT = 4
+STATES = 2  # of AdamW, for each parameter
+SMALLER = {"width": 48, "heads": 2, "encoder_layers": 1, "decoder_layers": 2, "steps": 3, "latent": 2}
+NAMES = sorted(set(ZOO) - {"data_dependent"})
+TRACED: dict[str, Any] = {}
+PLAIN = Choice()
+
+
+@pytest.fixture
+def _limited():
+    device.need()
+
+
+def member(name):
+    """Return a task of the zoo, its tracer, its smallest size and its settings."""
+    found = ZOO[name]
+    found = replace(found, small=SMALLER) if name == "recurrent_depth" else found
+    settings = dict(found.settings)
+    settings["way"] = "foreach" if settings.pop("foreach", None) else "loop"
+    if name not in TRACED:
+        TRACED[name] = found.build(), tracer(found.build(), least=found.sizes[0], **settings)
+    return *TRACED[name], found.sizes[0], settings
+
+
+def answers(task, sizes=SIZES, choice=PLAIN, **settings):
+    traced = tracer(task, **settings)
+    return traced.standing(choice), traced.micro(choice, sizes)
+
+
+# ---- the zoo ----
+
+
+LONG = {"equivariant", "recurrent_depth", "contrastive", "transformer_post", "transformer_frozen"}  # half of the time
+
+
+@pytest.mark.usefixtures("_limited")
+@pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.slow if one in LONG else ()) for one in NAMES])
+def test_the_peak_of_a_step_is_that_of_a_real_one(name):
+    task, traced, sizes, settings = member(name)
+    standing, micro = traced.standing(PLAIN), traced.micro(PLAIN, sizes)
+    for times in (1, 2):
+        predicted = live_peak_bytes(standing, micro, accumulate=times > 1)
+        assert predicted == pytest.approx(true_peak(task, sizes, times, **settings), rel=0.002)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_live_at_the_peak_adds_up_to_it(name):
+    _, traced, sizes, _ = member(name)
+    standing, micro = traced.standing(PLAIN), traced.micro(PLAIN, sizes)
+    parts = parts_at_peak(standing, micro)
+    assert sum(part.bytes for part in parts) == live_peak_bytes(standing, micro, accumulate=True)
+    assert all(part.bytes > 0 for part in parts)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tapes_can_be_played_in_turn_and_leave_what_stands(name):
+    _, traced, sizes, _ = member(name)
+    standing, micro = traced.standing(PLAIN), traced.micro(PLAIN, sizes)
+    live: dict[int, int] = {}
+    allocator = Allocator(AllocatorSettings())
+    for tape in (standing.setup, micro.first, micro.again, standing.first_update):
+        play(live, tape)
+        allocator.play(tape)
+    level = allocator.allocated_bytes
+    for step in [Step.of(standing, [micro] * times) for times in (1, 3, 2)]:
+        highest = max(play(live, tape) for tape in step.tapes)
+        for tape in step.tapes:
+            allocator.play(tape)
+        assert highest == step.peak_bytes(standing.bytes)
+        assert sum(live.values()) == standing.bytes
+        assert allocator.allocated_bytes == level
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "recurrent_depth"])
+def test_the_first_micro_batch_is_as_when_it_is_traced(name):
+    _, traced, sizes, _ = member(name)
+    micro = traced.micro(PLAIN, sizes)
+    really, parts = traced._session(PLAIN)._traced_first(sizes)
+    assert micro.first.left_bytes == really.left_bytes
+    assert micro.first.peak_bytes == pytest.approx(really.peak_bytes, rel=1e-4)
+    standing = traced.standing(PLAIN).bytes
+    assert sum(part.bytes for part in micro.first_parts) == standing + micro.first.peak_bytes
+    assert sum(part.bytes for part in parts) == standing + really.peak_bytes
+
+
+def test_a_member_whose_shapes_depend_on_data_cannot_be_traced():
+    found = ZOO["data_dependent"]
+    with pytest.raises(CannotTrace, match="nonzero"):
+        tracer(found.build(), least=found.sizes[0]).standing(PLAIN)
+
+
+@pytest.mark.slow
+def test_fair_esm_itself_is_traced_with_its_branches_guessed():
+    found = ZOO["esm2_finetune"]
+    pytest.importorskip("esm")
+    sizes = {"length": 200, "items": 3}
+    stock, ours = (tracer(found.task(stock=stock), least=found.sizes[0]) for stock in (True, False))
+    micro = stock.micro(PLAIN, sizes)
+    assert any("esm2.py" in note and "guessed" in note for note in micro.notes)
+    peaks = [live_peak_bytes(one.standing(PLAIN), one.micro(PLAIN, sizes), accumulate=False) for one in (stock, ours)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.05)
+
+
+def test_a_model_that_needs_values_to_be_built_is_built_real_and_then_faked():
+    pytest.importorskip("e3nn")
+    _, traced, sizes, _ = member("equivariant")
+    traced.standing(PLAIN)
+    model = traced._session(PLAIN)._training.model
+    assert all(isinstance(one, FakeTensor) for one in (*model.parameters(), *model.buffers()))
+    assert traced.micro(PLAIN, sizes).kernels > 100
+
+
+# ---- what it is for ----
+
+
+def test_state_is_what_the_model_and_its_optimizer_really_have():
+    task = Small(layers)
+    standing, _ = answers(task, ema=0.9)
+    real = TrainingStep(task, Settings(ema=0.9))
+    real.run([task.example(SIZES)])
+    sums: dict[str, int] = {}
+    for what, _, tensor in real.owned():
+        sums[what] = sums.get(what, 0) + tensor.nbytes
+    assert {part.category.value: part.bytes for part in standing.parts} == sums
+    assert standing.parameters == standing.trained == sum(one.numel() for one in real.model.parameters())
+
+
+def test_gradients_are_live_at_the_peak_and_gone_between_steps():
+    standing, micro = answers(Small(layers))
+    (size,) = of(standing.parts, Category.PARAMETERS).values()
+    assert of(standing.parts, Category.GRADIENTS) == {}
+    assert of(micro.parts, Category.GRADIENTS) == {"": size}
+    assert micro.first.left_bytes == size
+    assert micro.again.left_bytes == 0
+
+
+def test_activations_are_known_by_their_module():
+    _, micro = answers(Small(layers), LARGE)
+    one = LARGE["items"] * WIDTH * FLOAT
+    # linear keeps its result for GELU, whose own is kept by the next layer, or the loss
+    assert of(micro.parts, Category.ACTIVATIONS) == {"*.*": 6 * one}
+    assert of(micro.parts, Category.INPUTS) == {"": one}
+
+
+def test_each_term_of_the_loss_is_known_by_its_name_also_what_two_of_them_share():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return self.layer(x)
+
+    def terms(model, batch):
+        y = model(batch)
+        shared = y.exp()
+        return {
+            "wide": ((torch.cat([y, y, y], 1).sin() + 1).exp().sum(), 1.0),
+            "one": ((shared * 2).sin().sum(), 1.0),
+            "other": ((shared * 3).exp().sum(), 1.0),
+        }
+
+    _, micro = answers(Small(Twice, terms=terms), LARGE)
+    found = of(micro.parts, Category.LOSS)
+    one = LARGE["items"] * WIDTH * FLOAT
+    assert set(found) >= {"wide", "one and other", "one", "other"}
+    assert found["wide"] == pytest.approx(3 * one, abs=64)  # exp's result; the rest is gone by then
+    assert found["one and other"] == one
+
+
+def test_what_is_soon_gone_is_told_by_the_part_of_the_step():
+    task = Small(lambda: nn.Linear(2048, 2048, bias=False), width=2048)
+    standing, _ = answers(task)
+    size = 2048 * 2048 * FLOAT
+    assert of(standing.update_parts, Category.GRADIENTS) == {"": size}
+    assert of(standing.update_parts, Category.TEMPORARIES)["optimizer"] == pytest.approx(size, rel=0.01)
+
+
+def test_frozen_parameters_have_no_gradients_and_no_state():
+    standing, micro = answers(Small(layers), frozen=("0.", "1."))
+    third = (WIDTH + 1) * WIDTH * FLOAT
+    assert of(standing.parts, Category.PARAMETERS) == {"": 3 * third}
+    assert of(standing.parts, Category.OPTIMIZER)[""] == pytest.approx(STATES * third, abs=16)
+    assert micro.first.left_bytes == third
+    assert standing.trained * 3 == standing.parameters
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enter, self.leave = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.leave.weight = self.enter.weight
+
+    def forward(self, x):
+        return self.leave(self.enter(x).relu())
+
+
+@pytest.mark.parametrize(
+    "make", [Tied, lambda: Tied().to("cpu"), lambda: copy.deepcopy(Tied()), lambda: copy.deepcopy(Tied().float())]
+)
+def test_tied_weights_count_once(make):
+    standing, micro = answers(Small(make))
+    assert of(standing.parts, Category.PARAMETERS) == {"": WIDTH * WIDTH * FLOAT}
+    assert micro.first.left_bytes == WIDTH * WIDTH * FLOAT
+    assert standing.parameters == WIDTH * WIDTH
+
+
+def test_a_model_in_another_type_takes_as_much_as_it_really_does():
+    standing, micro = answers(Small(lambda: layers().to(torch.float64).float().half().to(torch.float32)))
+    plain, same = answers(Small(layers))
+    assert standing.parts == plain.parts
+    assert micro.parts == same.parts
+
+
+@pytest.mark.usefixtures("_limited")
+def test_checkpointing_keeps_less_and_computes_more():
+    task, choice = Small(lambda: nn.Sequential(layers(depth=6))), Choice(checkpointing=True)
+    plain, again = (answers(task, LARGE, one) for one in (PLAIN, choice))
+    kept = [sum(of(micro.parts, Category.ACTIVATIONS).values()) for _, micro in (plain, again)]
+    assert kept[1] < 0.6 * kept[0]
+    assert plain[1].flops < again[1].flops < 1.5 * plain[1].flops
+    peak = live_peak_bytes(*again, accumulate=False)
+    assert peak == pytest.approx(true_peak(task, LARGE, choice=choice), rel=0.01)
+
+
+class Doubled(torch.autograd.Function):
+    """Saves what it need not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.exp(), x.sin())
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        one, other = ctx.saved_tensors
+        return grad * 2 + 0 * one * other
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return Doubled.apply(self.layer(x))
+
+
+@pytest.mark.usefixtures("_limited")
+def test_what_an_autograd_function_of_ones_own_saves_is_seen():
+    task = Small(Own)
+    standing, micro = answers(task, LARGE)
+    peak = live_peak_bytes(standing, micro, accumulate=False)
+    assert peak == pytest.approx(true_peak(task, LARGE), rel=0.001)
+    assert sum(of(micro.parts, Category.ACTIVATIONS).values()) >= 2 * LARGE["items"] * WIDTH * FLOAT
+
+
+@pytest.mark.usefixtures("_limited")
+def test_several_types_under_autocast_are_followed():
+    task, choice = Small(lambda: layers(depth=4)), Choice(precision="bf16")
+    predicted = live_peak_bytes(*answers(task, LARGE, choice), accumulate=True)
+    assert predicted == pytest.approx(true_peak(task, LARGE, 2, choice), rel=0.05)  # oneDNN packs: not charged
+    assert predicted < 0.8 * live_peak_bytes(*answers(task, LARGE), accumulate=True)
+
+
+def test_evaluation_takes_less_and_is_answered_at_once_when_asked_again():
+    traced = tracer(Small(lambda: layers(depth=6)))
+    evaluated = traced.evaluation(PLAIN, LARGE)
+    assert evaluated.again.peak_bytes < 0.5 * traced.micro(PLAIN, LARGE).again.peak_bytes
+    assert evaluated.again.left_bytes == 0
+    assert 2.5 * evaluated.flops < traced.micro(PLAIN, LARGE).flops <= 3 * evaluated.flops
+    assert traced.evaluation(PLAIN, LARGE) is evaluated
+    assert traced.micro(PLAIN, LARGE) is traced.micro(PLAIN, dict(LARGE))
+
+
+@pytest.mark.usefixtures("_limited")
+def test_offloaded_activations_are_counted_as_the_hosts():
+    task, choice = Small(lambda: layers(depth=6)), Choice(offload=True)
+    plain, away = answers(task, LARGE), answers(task, LARGE, choice)
+    kept = [sum(of(micro.parts, Category.ACTIVATIONS).values()) for _, micro in (plain, away)]
+    assert kept[1] < 0.2 * kept[0]
+    assert away[1].host_bytes >= 0.8 * kept[0]
+    assert plain[1].host_bytes == 0
+    peak = live_peak_bytes(*away, accumulate=False)
+    assert peak == pytest.approx(true_peak(task, LARGE, choice=choice), rel=0.01)
+
+
+class Remembering(nn.Module):
+    """Keeps a table from one batch to the next, as ESM-2 keeps its rotary embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.plain, self.table = nn.Linear(WIDTH, WIDTH), torch.ones(500), None
+
+    def forward(self, x):
+        if self.table is None or self.table.shape != x.shape:
+            self.table = torch.zeros_like(x)
+        return self.layer(x) + self.table + self.plain[0]
+
+
+@pytest.mark.usefixtures("_limited")
+def test_a_table_that_the_model_keeps_counts_in_every_batch():
+    task = Small(Remembering)
+    traced = tracer(task)
+    for sizes in (SIZES, LARGE, SIZES):
+        standing, micro = traced.standing(PLAIN), traced.micro(PLAIN, sizes)
+        peak = live_peak_bytes(standing, micro, accumulate=True)
+        assert peak == pytest.approx(true_peak(task, sizes, 2), rel=0.002)
+    kept = of(traced.micro(PLAIN, LARGE).parts, Category.BUFFERS)
+    assert sum(kept.values()) == pytest.approx(500 * FLOAT, abs=64)
+
+
+# ---- what cannot be traced ----
+
+
+class Refusing(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.layer, self.how = nn.Linear(WIDTH, WIDTH), how
+
+    def forward(self, x):
+        return self.how(self.layer(x))
+
+
+@pytest.mark.parametrize("how", [lambda y: y * y.sum().item(), lambda y: y[y > 0], lambda y: y * float(y.max())])
+def test_a_model_that_asks_for_values_cannot_be_traced(how):
+    with pytest.raises(CannotTrace):
+        tracer(Small(lambda: Refusing(how))).standing(PLAIN)
+
+
+def test_the_ladder_goes_down_when_a_model_cannot_be_traced():
+    standing, _ = answers(Small(layers))
+
+    class Lower:
+        def standing(self, choice):
+            return standing
+
+    ladder = Ladder([lambda: tracer(Small(lambda: Refusing(lambda y: y * y.sum().item()))), Lower])
+    assert ladder.standing(PLAIN).bytes == standing.bytes
+    assert "item" in ladder.standing(PLAIN).notes[0] or "_local_scalar_dense" in ladder.standing(PLAIN).notes[0]
+
+
+def test_an_error_of_model_itself_is_told_as_it_is():
+    def make():
+        raise KeyError("no such weights")
+
+    with pytest.raises(KeyError, match="no such weights"):
+        tracer(Small(make)).standing(PLAIN)
+
+
+def test_after_an_error_the_tracer_still_answers():
+    def fussy(y):
+        if len(y) == 7:
+            raise ValueError("seven")
+        return y
+
+    task = Small(lambda: Refusing(fussy))
+    traced = tracer(task)
+    before = traced.micro(PLAIN, LARGE)
+    with pytest.raises(CannotTrace, match="seven"):
+        traced.micro(PLAIN, {"items": 7})
+    again = tracer(task).micro(PLAIN, {"items": 100})
+    after = traced.micro(PLAIN, {"items": 100})
+    assert before.again.left_bytes == after.again.left_bytes == 0
+    assert after.again.peak_bytes == pytest.approx(again.again.peak_bytes, abs=64)  # the loss so far
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # torch's compiler uses what torch gave up
+def test_what_is_compiled_is_traced_as_it_is_written():
+    class Compiled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+            self.run = torch.compile(self.layer)
+
+        def forward(self, x):
+            return self.run(x).relu()
+
+    standing, micro = answers(Small(Compiled))
+    assert of(standing.parts, Category.PARAMETERS) == {"": (WIDTH + 1) * WIDTH * FLOAT}
+    assert micro.flops > 0
+
+
+# ---- what it leaves ----
+
+
+def test_nothing_stays_changed_after_a_trace():
+    def state():
+        return (
+            nn.Module._apply,
+            torch.UntypedStorage.resize_,
+            len(hooks._global_forward_hooks),
+            len(hooks._global_forward_pre_hooks),
+            torch.is_autocast_enabled("cpu"),
+            torch.overrides._get_current_function_mode_stack(),
+            torch.utils._python_dispatch._get_current_dispatch_mode_stack(),
+            torch.is_grad_enabled(),
+        )
+
+    before = state()
+    traced = tracer(Small(layers))
+    traced.micro(Choice(precision="bf16", checkpointing=True, offload=True), SIZES)
+    with pytest.raises(CannotTrace):
+        tracer(Small(lambda: Refusing(lambda y: y[y > 0]))).standing(PLAIN)
+    assert state() == before
+
+
+def test_training_is_the_same_before_and_after_a_trace():
+    def trained():
+        torch.manual_seed(0)
+        step = TrainingStep(Small(layers), Settings(clip=1.0))
+        for _ in range(2):
+            step.run([torch.ones(4, WIDTH)])
+        return [one.detach().clone() for one in step.model.parameters()]
+
+    before = trained()
+    tracer(Small(layers), clip=1.0).micro(PLAIN, SIZES)
+    assert all(torch.equal(one, other) for one, other in zip(before, trained(), strict=True))
+
+
+def test_two_threads_may_trace_at_once():
+    expected = tracer(Small(layers)).micro(PLAIN, LARGE)
+    found: dict[int, Any] = {}
+
+    def run(number):
+        found[number] = tracer(Small(layers)).micro(PLAIN, LARGE)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[number].parts for number in range(3)] == [expected.parts] * 3
+    assert not hooks._global_forward_hooks
+
+
+@pytest.mark.slow
+def test_a_tracer_does_not_grow_with_what_it_was_asked():
+    traced = tracer(Small(lambda: layers(depth=2)))
+    recorder = traced._session(PLAIN)._recorder
+    traced.micro(PLAIN, {"items": 1})
+    gc.collect()
+    events = len(recorder.recording.block_E)
+    for items in range(2, 60):
+        traced.micro(PLAIN, {"items": items})
+    recording = recorder.recording
+    assert len(recording.block_E) <= events + 4  # the loss so far
+    assert len(traced._session(PLAIN)._shared) < 40
+    assert len(recording.before) + len(recording.blocks) < 200
+
+
+# ---- shards ----
+
+
+def test_shards_that_are_gathered_and_emptied_are_followed():
+    """Storages are emptied and filled again while they live, as FSDP2 does with what it gathers."""
+
+    class Gathered(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            y = self.layer(x)
+            for _ in range(3):
+                whole = torch.zeros(1 << 20)
+                whole.untyped_storage().resize_(0)
+                y = y + functional.relu(y)
+                self.kept = whole
+            return y
+
+    _, micro = answers(Small(Gathered))
+    assert (1 << 20) * FLOAT < micro.again.peak_bytes < 1.2 * (1 << 20) * FLOAT

@@ -1,0 +1,115 @@
+"""What a step is planned to take that makes two passes for a loss of all its items is what it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pipeline.config.schema_train import Train
+from pipeline.errors import ConfigError
+from pipeline.memory.footprint import Choice
+from pipeline.memory.footprint import Step as Tapes
+from pipeline.memory.lint.lint_facts import Facts
+from pipeline.memory.lint.training_rules import lint
+from pipeline.memory.tracing.tracer import Tracer
+from pipeline.runs.model.training_work import Work, step_settings
+from pipeline.tasks.contrastive_pair import Batch, ContrastivePair, Rows
+from pipeline.training.step.step import Settings, Step
+from tests.limited import device
+from tests.limited.device import LimitedDevice
+from tests.training.step.towers import Pairs
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+ITEMS = 128
+WITHIN = 0.01
+SIZES = [(32, 2, 16), (48, 2, 24), (64, 2, 32)]  # width, layers, tokens
+
+
+def pairs(width: int, layers: int, tokens: int) -> ContrastivePair:
+    return ContrastivePair(width=width, layers=layers, heads=4, out=64, left_most=tokens, right_most=tokens)
+
+
+def planned(task: ContrastivePair, settings: Settings, micro: int, tokens: int) -> int:
+    """Return the planned peak of a step of 128 items."""
+    tracer = Tracer(Work(task, settings, "cpu").build, task.model, task.example, {"items": 1, "left": 1, "right": 1})
+    standing = tracer.standing(Choice())
+    one = tracer.micro(Choice(), {"items": micro, "left": tokens, "right": tokens})
+    return Tapes.of(standing, [one] * (ITEMS // micro)).peak_bytes(standing.bytes)
+
+
+def measured(task: ContrastivePair, settings: Settings, micro: int, tokens: int) -> int:
+    """Return the most that was really live in the second step; its batches are in the host's memory."""
+    device.need()
+    with LimitedDevice() as limited:
+        step = Step(task, settings)
+        for _ in range(2):
+            with limited.host():
+                whole = task.example({"items": ITEMS, "left": tokens, "right": tokens})
+                batches = cut(whole, [micro] * (ITEMS // micro))
+            limited.reset_peak()
+            step.run(batches)
+        return limited.peak_bytes
+
+
+def cut(batch: Any, sizes: Sequence[int]) -> list[Batch]:
+    def parts(rows: Rows) -> list[Rows]:
+        masks = [None] * len(sizes) if rows.real_BL is None else rows.real_BL.split(sizes)
+        return [Rows(*one) for one in zip(rows.values.split(sizes), masks, strict=True)]
+
+    return [Batch(*sides) for sides in zip(parts(batch.left), parts(batch.right), strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("micro", [16, ITEMS])
+@pytest.mark.parametrize("size", SIZES)
+def test_128_items_are_planned_within_a_percent_in_one_batch_or_8(size: tuple[int, int, int], micro: int) -> None:
+    task, settings = pairs(*size), Settings(batch=ITEMS, clip=1.0)
+    true = measured(task, settings, micro, size[2])
+    assert planned(task, settings, micro, size[2]) == pytest.approx(true, rel=WITHIN)
+
+
+def test_what_the_loss_of_all_items_takes_is_planned() -> None:
+    """Of so many items, and so little to embed, that it is the peak."""
+    task = Pairs(double=False)
+
+    def peak(items: int) -> int:
+        tracer = Tracer(Work(task, Settings(batch=items), "cpu").build, task.model, task.example, {"items": 1})
+        return tracer.micro(Choice(), {"items": 16}).first.peak_bytes
+
+    assert peak(2048) > 4 * 2048**2
+    assert peak(1024) < peak(2048) / 3
+
+
+def test_a_plan_spreads_no_model_whose_loss_is_of_all_items() -> None:
+    work = Work(Pairs(), Settings(), "cpu")
+    train = Train.model_validate({"effective_batch": 8})
+    assert work.request(train, 2).shards == 1
+    with pytest.raises(ConfigError, match="two passes"):
+        work.request(train.model_copy(update={"sharding": True}), 2)
+
+
+def test_a_step_knows_how_many_items_it_compares() -> None:
+    train = Train.model_validate({"effective_batch": 8})
+    assert step_settings(train, "cpu", Pairs()).batch == 8
+    assert step_settings(train, "cpu").batch is None
+
+
+def test_a_name_alone_says_nothing_of_a_loss() -> None:
+    class LowContrastImages:
+        pass
+
+    assert not Work(LowContrastImages(), Settings(), "cpu").is_in_batch  # type: ignore[arg-type]
+
+
+def test_only_who_compares_items_without_two_passes_is_warned() -> None:
+    class Alone:
+        in_batch = True
+
+    facts = Facts(batch=128, micro_batch=16, accumulation=8)
+    works = [Work(one, Settings(), "cpu") for one in (Pairs(), Alone())]  # type: ignore[arg-type]
+    told = [replace(facts, in_batch_contrastive=work.is_in_batch, two_passes=work.is_contrastive) for work in works]
+    found = [[one.code for one in lint(each)] for each in told]
+    assert ["accumulated-contrast" in codes for codes in found] == [False, True]

@@ -1,0 +1,139 @@
+"""Indexes follow what is published: a late task and a judgement do not read the tables of all tasks before them."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import tracemalloc
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+
+from pipeline.journal.run_folder import runs_in
+from pipeline.keys import content_digest
+from pipeline.runs.engine import run_task
+from pipeline.runs.engine.run_supervisor import Supervisor
+from pipeline.store import shard_index, store
+from pipeline.store.cache_folder import Cache
+from pipeline.store.indexing import bring_up, relieve
+from pipeline.structures.synthetic import complex_pdb
+from tests.projects import settle
+from tests.store.faulty_disks import FailingDisk
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.command import Command
+
+
+def put(cache: Cache, kind: str, first: int, count: int) -> None:
+    """Publish a shard."""
+    with cache.kind(kind).writer() as writer:
+        for number in range(first, first + count):
+            writer.put(content_digest(number.to_bytes(16, "big")), {"a": np.zeros(2, np.float32)}, {})
+
+
+def counts(cache: Cache, kind: str) -> tuple[int, int]:
+    """Return how many records an index has, and how many it lacks."""
+    return cache.kind(kind).ask(lambda snapshot: snapshot.counts())
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "_UNINDEXED_RECORDS", 10)
+    monkeypatch.setattr(store, "_UNINDEXED_SHARE", 0.5)
+
+
+@pytest.mark.usefixtures("few")
+def test_an_index_is_written_when_it_lacks_much_and_ever_more_rarely_as_it_grows(tmp_path: Path) -> None:
+    cache, seen = Cache(tmp_path / "cache"), []
+    for turn in range(8):
+        put(cache, "scan", 10 * turn, 10)
+        relieve(cache, ["scan", "graph"])
+        seen.append(counts(cache, "scan"))
+    assert seen == [(0, 10), (20, 0), (20, 10), (40, 0), (40, 10), (40, 20), (70, 0), (70, 10)]
+    assert not (tmp_path / "cache/graph").exists(), "of what nobody has made nothing is made"
+    bring_up(cache, ["scan"])
+    assert counts(cache, "scan") == (80, 0)
+
+
+def test_an_index_that_lacks_nothing_is_not_written_again(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "cache")
+    put(cache, "scan", 0, 5)
+    bring_up(cache, ["scan"])
+    before = cache.kind("scan").layout.index.stat()
+    bring_up(cache, ["scan"])
+    relieve(cache, ["scan"])
+    after = cache.kind("scan").layout.index.stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EIO, errno.ESTALE])
+def test_that_an_index_cannot_be_written_is_no_failure(
+    tmp_path: Path, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(Cache(tmp_path / "cache"), "scan", 0, 5)
+    put(Cache(tmp_path / "cache"), "graph", 0, 5)
+    cache = Cache(tmp_path / "cache", FailingDisk("write_at", number))
+    with caplog.at_level(logging.WARNING):
+        bring_up(cache, ["graph", "scan"])
+    assert [record.args[0] for record in caplog.records if record.args] == ["graph", "scan"]
+    assert counts(cache, "scan") == (0, 5)
+
+
+def test_a_stage_is_judged_once_its_indexes_are_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, seen = Cache(tmp_path / "cache"), []
+    put(cache, "scan", 0, 5)
+
+    def judge(*_given: object) -> SimpleNamespace:
+        seen.append(counts(cache, "scan"))
+        return SimpleNamespace(to_json=dict)
+
+    nothing = SimpleNamespace(waiting=0, work={})
+    stage = SimpleNamespace(name="scan", kinds=("scan", "files"), only_looks=False, judge=judge)
+    monkeypatch.setattr("pipeline.runs.workflow.table.check", lambda *_given: [])
+    one = Mock(
+        spec=Supervisor,
+        project=SimpleNamespace(cache=cache),
+        folder=tmp_path,
+        config=SimpleNamespace(cache=SimpleNamespace(visibility_s=0.0)),
+    )
+    Supervisor._judge(one, stage, nothing)
+    assert seen == [(5, 0)]
+
+
+def test_a_worker_brings_an_index_up_to_date_that_lacks_much(
+    pipeline: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/a.pdb").write_bytes(complex_pdb(1, 20, 20))
+    settle(tmp_path / "data")
+    (tmp_path / "pipeline.yaml").write_text("data: {source: glob, path: data}\n")
+    assert pipeline("submit", "--stage", "scan", "--executor", "local", "--follow").code == 0
+    index = tmp_path / "cache/scan/index.bin"
+    index.unlink()
+    words = [str(runs_in(tmp_path / "runs")[-1].path), "scan", "0"]
+    monkeypatch.setattr("pipeline.runs.engine.run_task.ENDING", ())
+    assert run_task.main(words) == 0
+    assert not index.exists(), "it lacks little"
+    monkeypatch.setattr(store, "_UNINDEXED_RECORDS", 0)
+    assert run_task.main(words) == 0
+    assert counts(Cache(tmp_path / "cache"), "scan") == (1, 0)
+
+
+def test_writing_an_index_takes_little_beside_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_index, "PIECE_ROWS", 1024)
+    count, shards = 2000, 10
+    for shard in range(shards):
+        put(Cache(tmp_path / "cache"), "scan", shard * count, count)
+    fresh = Cache(tmp_path / "cache").kind("scan")
+    tracemalloc.start()
+    try:
+        fresh.write_index()
+        taken_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert taken_bytes < 160 * shards * count  # 48 as the tables have them, 64 sorted, 24 while they are being sorted

@@ -1,0 +1,156 @@
+"""Runs that go on, stop, and are taken up again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.load import load
+from pipeline.journal.run_folder import RunFolder, runs_in
+from pipeline.project.frozen_code import freeze
+from pipeline.runs.engine.create import new_run
+from pipeline.runs.engine.handover import claim, claimed_after
+from tests.command import Command
+from tests.projects import MakeProject
+from tests.runs.engine.test_submit import PIPELINE, newest_status, wait_for
+
+SUBMIT = ("submit", "--stage", "scan")
+ONE_BY_ONE = ("--set", "cluster.scan.items_per_task=20", "--set", "cluster.slots.cpus=1")
+
+
+def begin(folder: Path) -> RunFolder:
+    """Start a run of many tasks in the background, and wait until the first of them has published something."""
+    subprocess.run([PIPELINE, *SUBMIT, *ONE_BY_ONE], cwd=folder, check=True, capture_output=True)
+    wait_for("a first shard", lambda: any((folder / "cache/scan").glob("shards/*")))
+    return runs_in(folder / "runs")[-1]
+
+
+def pid_of(folder: Path) -> int:
+    return int(newest_status(folder)["pid"])
+
+
+@pytest.mark.slow
+def test_a_run_whose_supervisor_was_killed_is_named_and_resumed(pipeline: Command, make_project: MakeProject) -> None:
+    folder = make_project(400)
+    begin(folder)
+    os.kill(pid_of(folder), signal.SIGKILL)
+    wait_for("the run to be abandoned", lambda: newest_status(folder)["state"] == "abandoned")
+    assert "pipeline resume" in pipeline("status").out
+    assert pipeline("resume").code == 0
+    wait_for("the run to end", lambda: newest_status(folder)["state"] == "done")
+    assert newest_status(folder)["stages"][0]["census"]["accepted"] == 400
+    assert len(runs_in(folder / "runs")) == 1
+
+
+@pytest.mark.slow
+def test_a_run_that_is_looked_after_or_has_ended_is_not_resumed(pipeline: Command, make_project: MakeProject) -> None:
+    folder = make_project(300)
+    begin(folder)
+    assert "is looked after: nothing to do" in pipeline("resume").out
+    wait_for("the run to end", lambda: newest_status(folder)["state"] == "done")
+    done = pipeline("resume")
+    assert done.code == 2
+    assert "has ended: it is done" in done.err
+    assert "next: pipeline submit --stage scan" in done.err
+
+
+@pytest.mark.slow
+def test_cancel_says_what_it_would_end_and_ends_it_when_told(pipeline: Command, make_project: MakeProject) -> None:
+    folder = make_project(400)
+    run = begin(folder)
+    shown = pipeline("cancel")
+    assert shown.code == 0
+    assert f"its supervisor (process {pid_of(folder)})" in shown.out
+    assert f"next: pipeline cancel {run.name} --yes" in shown.out
+    assert newest_status(folder)["state"] == "running"
+    assert pipeline("cancel", "--yes").code == 0
+    wait_for("the run to stop", lambda: newest_status(folder)["state"] == "stopped")
+    assert "nothing to cancel" in pipeline("cancel").out
+    again = subprocess.run([PIPELINE, *SUBMIT, "--follow"], cwd=folder, capture_output=True, text=True, check=False)
+    assert "400 accepted" in again.stdout, again.stderr
+    assert " 0 cached" not in again.stderr
+
+
+def test_one_stage_of_a_local_run_is_not_cancelled_alone(pipeline: Command, make_project: MakeProject) -> None:
+    folder = make_project(400)
+    run = begin(folder)
+    done = pipeline("cancel", "--stage", "scan", "--yes")
+    assert done.code == 2
+    assert f"next: pipeline cancel {run.name}" in done.err
+    assert pipeline("cancel", "--yes").code == 0
+    wait_for("the run to stop", lambda: newest_status(folder)["state"] == "stopped")
+    assert f"next: pipeline resume {run.name}" in pipeline("status").out
+
+
+def test_cancelling_a_stage_that_is_not_there_names_those_that_are(
+    pipeline: Command, make_project: MakeProject
+) -> None:
+    make_project(2)
+    pipeline(*SUBMIT, "--follow")
+    done = pipeline("cancel", "--stage", "embed")
+    assert done.code == 2
+    assert "has no stage 'embed' (scan)" in done.err
+
+
+def test_a_second_submission_joins_a_run_that_does_the_same(pipeline: Command, make_project: MakeProject) -> None:
+    folder = make_project(400)
+    run = begin(folder)
+    second = pipeline(*SUBMIT, *ONE_BY_ONE)
+    assert second.code == 0
+    assert f"run {run.name} is doing this already" in second.out
+    assert len(runs_in(folder / "runs")) == 1
+
+
+def test_a_second_submission_that_would_do_the_work_twice_is_refused(
+    pipeline: Command, make_project: MakeProject
+) -> None:
+    folder = make_project(400)
+    run = begin(folder)
+    second = pipeline(*SUBMIT, "--set", "cluster.scan.items_per_task=50")
+    assert second.code == 6
+    assert f"run {run.name} is working on this data set with the same settings already" in second.err
+    assert f"pipeline cancel {run.name}" in second.err
+    assert len(runs_in(folder / "runs")) == 1
+
+
+@pytest.mark.slow
+def test_other_work_may_be_submitted_beside_a_run(pipeline: Command, make_project: MakeProject) -> None:
+    folder = make_project(400)
+    begin(folder)
+    assert pipeline(*SUBMIT, "--follow", "--set", "structures.max_residues=100").code == 0
+    wait_for("the first run to end", lambda: all(newest(one) for one in runs_in(folder / "runs")))
+
+
+def newest(run: RunFolder) -> bool:
+    """Tell whether a run has ended."""
+    return any("run_ended" in path.read_text() for path in run.events.glob("supervisor-*"))
+
+
+def test_a_visit_is_paid_once(make_project: MakeProject) -> None:
+    run = new_run(load(make_project(1) / "pipeline.yaml").config, ["scan"])
+    assert [claim(run, 1), claim(run, 1), claim(run, 2)] == [1, 2, 3]
+    assert claimed_after(run, 2)
+    assert not claimed_after(run, 3)
+
+
+def test_a_run_keeps_the_code_it_was_submitted_with(make_project: MakeProject) -> None:
+    run = new_run(load(make_project(1) / "pipeline.yaml").config, ["scan"])
+    copy = Path(run.code.read_text())
+    assert (copy / "pipeline" / "runs" / "worker.py").is_file()
+    assert (copy / "sbatch" / "scan.sbatch").is_file()
+    assert freeze(run.path.parent) == copy
+    assert not list(copy.parent.glob("*.partial"))
+    assert not list(copy.rglob("*.pyc"))
+
+
+@pytest.mark.parametrize(("private", "mode"), [(True, 0o700), (False, 0o755)])
+def test_run_folders_are_private_unless_they_are_not_meant_to_be(
+    make_project: MakeProject, private: bool, mode: int
+) -> None:
+    config = load(make_project(1) / "pipeline.yaml", [f"cluster.private={json.dumps(private)}"]).config
+    assert new_run(config, ["scan"]).path.stat().st_mode & 0o777 == mode

@@ -1,0 +1,49 @@
+"""What is taken down of an attempt that has ended."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.cluster.job_spec import TaskState, TaskStatus
+from pipeline.config.load import load
+from pipeline.journal.ledger import Ledger
+from pipeline.project.project import Project, open_executor
+from pipeline.records import EventKind
+from pipeline.runs.dataset.worklist import Found, Shard
+from pipeline.runs.engine.dispatch import Dispatch
+from pipeline.runs.workflow import table
+from tests.journal.ledgers import Told
+
+MIB = 1 << 20
+CONFIG = """\
+data: {source: glob, path: data}
+train: {task: "pipeline.tasks.interface:Interface"}
+cluster: {train: {nodes: 2, ranks: 3}}
+"""
+
+
+def test_memory_of_ranks_is_that_of_all_on_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pipeline.yaml").write_text(CONFIG)
+    config = load(tmp_path / "pipeline.yaml").config
+    told = Told(config.cluster.runs, "train", tasks=1)
+    told.job("7", [0])
+    Found({}, (Shard(0, 9, 9),)).write_shards(told.folder, "train")
+    for rank, peak in enumerate((300, 400, 350, 300, 300, 300)):
+        with closing(Ledger(told.folder, f"train-000000-{rank}")) as ledger:
+            figures = {"host_peak_bytes": peak * MIB}
+            ledger.emit(
+                EventKind.PROGRESS, stage="train", task=0, attempt=1, done=9 * (rank == 0), rejected={}, figures=figures
+            )
+    emitted = list[dict[str, Any]]()
+    ended = TaskStatus(
+        "7", 0, TaskState.COMPLETED, "", "", exit_code=0, peak_rss_bytes=390 * MIB, started=1.0, ended=9.0
+    )
+    with open_executor(config) as executor:
+        dispatch = Dispatch(told.folder, config, executor, lambda _kind, **data: emitted.append(data))
+        dispatch.collect(Project.open(config), table.stage("train"), told.status.stages["train"], [ended])
+    assert [one["peak_rss_bytes"] for one in emitted] == [3 * 400 * MIB]

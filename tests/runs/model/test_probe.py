@@ -1,0 +1,219 @@
+"""Probes on this machine: what they measure, how they fail, and that the next plan knows."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipeline.cluster.local import LocalExecutor
+from pipeline.cluster.machine import Machine
+from pipeline.errors import ConfigError, JobFailed, SubmissionRefused
+from pipeline.memory.footprint import Origin
+from pipeline.memory.hardware.gpus import device
+from pipeline.memory.history.step_history import DIED_GROWTH
+from pipeline.memory.planning.request import Card
+from pipeline.memory.runtime.gauges import RSS_IS_MEANT, Start
+from pipeline.runs.model.probe import (
+    FOLDER,
+    Outcome,
+    Place,
+    Probed,
+    drafted,
+    errand_of,
+    measured_pace,
+    measured_ratios,
+    model_name,
+    probe,
+)
+from pipeline.runs.model.probe_job import (
+    DIED,
+    FAILED,
+    MEASURED,
+    ProbeFolder,
+    Result,
+    killed,
+    peaks_of,
+    result_of,
+    told,
+    write,
+)
+from tests.runs.model.probes import GIB, Prepared, card, prepare
+
+
+def probed(prepared: Prepared, place: Place, said: list[str] | None = None) -> Probed:
+    tell = (said if said is not None else []).append
+    with LocalExecutor(Machine(1, (), 8 * GIB)) as executor:
+        asked = (prepared.config, prepared.work, prepared.plan, prepared.oracle, [place], executor, tell)
+        (found,) = probe(*asked, beside=prepared.folder)
+    return found
+
+
+def ratios(prepared: Prepared, *cards: str) -> tuple[float, ...]:
+    return measured_ratios(prepared.config, prepared.work, prepared.plan.choice, cards)
+
+
+@pytest.mark.slow
+def test_a_probe_measures_the_worst_bucket_and_the_next_plan_is_corrected(tmp_path: Path) -> None:
+    prepared, said = prepare(tmp_path), list[str]()
+    assert prepared.plan.margin.origin is Origin.ASSUMED
+    found = probed(prepared, Place(card("cpu")), said)
+    assert found.outcome is Outcome.MEASURED, found
+    assert found.predicted_bytes == max(bucket.live.value for bucket in prepared.plan.buckets)
+    assert 0.95 < found.ratio < 1.5
+    assert found.step_s > 0
+    assert RSS_IS_MEANT in found.notes
+    assert said[-1] == "probe of cpu: measured"
+    assert ratios(prepared, "cpu") == (found.ratio,)
+    pace = measured_pace(prepared.config, prepared.work, prepared.plan.choice, ["cpu"])
+    assert pace == found.step_s / found.predicted_s
+    assert ratios(prepared, "cpu", "another") == ()
+    averaging = replace(prepared, work=replace(prepared.work, settings=replace(prepared.work.settings, ema=0.9)))
+    assert ratios(averaging, "cpu") == ()
+    after = prepared.planned(*measured_ratios(prepared.config, prepared.work, prepared.plan.choice, ["cpu"]))
+    assert after.margin.origin is Origin.MEASURED
+    assert after.margin.factor == pytest.approx(max(found.ratio, 0.9) * 1.02)
+
+
+def test_a_probe_that_takes_all_memory_says_that_it_needs_more_than_it_had(tmp_path: Path) -> None:
+    prepared = prepare(tmp_path, "held = [b'x' * 2**24 for _ in range(200)]", cluster__train__mem="1GiB")
+    found = probed(prepared, Place(card("cpu")))
+    assert found.outcome is Outcome.DIED, found
+    assert found.why == f"it needs more than {found.measured_bytes:,} bytes; {found.predicted_bytes:,} were predicted"
+    assert found.error is None
+    assert found.measured_bytes > 0.3 * GIB
+    assert ratios(prepared, "cpu") == (found.ratio * DIED_GROWTH,)
+    (peak,) = peaks_of(prepared.config).of(model_name(prepared.work, prepared.plan.choice), "cpu")
+    assert peak.died
+    assert prepared.planned(*ratios(prepared, "cpu")).margin.factor > found.ratio
+
+
+@pytest.mark.slow
+def test_a_probe_that_fails_says_why_and_which_log(tmp_path: Path) -> None:
+    found = probed(prepare(tmp_path, "oops"), Place(card("cpu")))
+    assert found.outcome is Outcome.FAILED, found
+    assert isinstance(found.error, JobFailed)
+    assert "NameError" in found.why
+    assert "NameError" in Path(found.log).read_text()
+    assert found.error.remedy == f"cat {found.log}"
+
+
+def test_a_probe_that_cannot_be_submitted_says_what_to_change(tmp_path: Path) -> None:
+    prepared = prepare(tmp_path, cluster__train__cpus=2)
+    found = probed(prepared, Place(card("cpu")))
+    assert found.outcome is Outcome.REFUSED
+    assert isinstance(found.error, SubmissionRefused)
+    assert "2 cores" in found.why
+    assert found.error.remedy == "pipeline plan --stage train --probe --set cluster.train.cpus=1"
+    assert list((tmp_path / "runs" / FOLDER).iterdir()) == []
+
+
+def test_every_card_is_tried_and_told_in_turn_though_all_refuse(tmp_path: Path) -> None:
+    prepared, said = prepare(tmp_path), list[str]()
+    with LocalExecutor(Machine(1, (), 0)) as executor:
+        places = [Place(card("small")), Place(card("large"))]
+        asked = (prepared.config, prepared.work, prepared.plan, prepared.oracle, places, executor, said.append)
+        found = probe(*asked, beside=prepared.folder)
+    assert [(one.card, one.outcome) for one in found] == [("small", Outcome.REFUSED), ("large", Outcome.REFUSED)]
+    assert [words.partition(": ")[0] for words in said] == ["probe of small", "probe of large"]
+
+
+def test_a_task_without_examples_cannot_be_probed(tmp_path: Path) -> None:
+    prepared = prepare(tmp_path)
+    bare = replace(prepared, work=replace(prepared.work, task=object()))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="no example"):
+        probed(bare, Place(card("cpu")))
+
+
+def test_a_plan_that_shards_cannot_be_probed_on_one_card(tmp_path: Path) -> None:
+    prepared = prepare(tmp_path)
+    sharded = replace(prepared.plan, choice=replace(prepared.plan.choice, shards=2))
+    with pytest.raises(ConfigError, match="2 GPUs"):
+        probed(replace(prepared, plan=sharded), Place(card("cpu")))
+
+
+def draft(prepared: Prepared, card_name: str = "cpu") -> ProbeFolder:
+    """Return the folder of a probe as its job finds it."""
+    with LocalExecutor(Machine(1, (), 8 * GIB)) as executor:
+        asked = (prepared.config, prepared.work, prepared.plan, prepared.oracle, Place(card(card_name)), executor)
+        return ProbeFolder(drafted(prepared.config, errand_of(*asked, prepared.folder)).path)
+
+
+def test_a_probe_nobody_waited_for_has_written_down_what_it_measured(tmp_path: Path) -> None:
+    prepared = prepare(tmp_path)
+    folder = draft(prepared)
+    assert told(folder) == 0
+    result = result_of(folder)
+    assert result is not None
+    assert (result.state, result.remembered) == (MEASURED, True)
+    assert ratios(prepared, "cpu") == (result.bytes / max(bucket.live.value for bucket in prepared.plan.buckets),)
+
+
+def test_torchs_own_out_of_memory_error_is_a_measurement(tmp_path: Path) -> None:
+    prepared = prepare(tmp_path, "torch.empty(2**58)")
+    folder = draft(prepared)
+    assert told(folder) == 0
+    result = result_of(folder)
+    assert result is not None
+    assert result.state == DIED
+    assert "can't allocate memory" in result.why
+
+
+KILLS = [
+    (signal.SIGKILL, 0, True, Result(DIED, 2 * GIB, outside_bytes=1000, why="killed for its memory", remembered=True)),
+    (
+        signal.SIGKILL,
+        GIB * 5 // 4,
+        False,
+        Result(DIED, 2 * GIB, outside_bytes=1000, why="killed for its memory", remembered=True),
+    ),
+    (signal.SIGKILL, GIB // 4, False, Result(FAILED, why="killed by SIGKILL")),
+    (signal.SIGUSR2, GIB, False, Result(FAILED, why="its time was over")),
+    (signal.SIGSEGV, GIB, True, Result(FAILED, why="killed by SIGSEGV")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "peak_bytes", "counted", "result"), KILLS)
+def test_a_killed_step_died_of_memory_where_the_kernel_or_its_size_says_so(
+    tmp_path: Path, number: int, peak_bytes: int, counted: bool, result: Result
+) -> None:
+    folder = draft(prepare(tmp_path))
+    write(folder.start, Start("cpu", "", 1000, 2 * GIB))
+    assert killed(folder, number, peak_bytes, counted=counted) == (0 if result.state == DIED else 1)
+    assert result_of(folder) == replace(result, notes=[])  # type: ignore[arg-type]
+
+
+def test_a_probe_that_dies_before_its_step_says_nothing_of_the_step(tmp_path: Path) -> None:
+    prepared = prepare(tmp_path)
+    folder = draft(prepared)
+    assert killed(folder, signal.SIGKILL, GIB, counted=True) == 1
+    result = result_of(folder)
+    assert result is not None
+    assert (result.state, result.why) == (FAILED, "killed for its memory, before the step began")
+    assert ratios(prepared, "cpu") == ()
+
+
+@pytest.mark.slow
+def test_a_step_that_is_killed_leaves_its_job_to_say_so(tmp_path: Path) -> None:
+    crime = "import os, signal; held = b'x' * (3 << 28); os.kill(os.getpid(), signal.SIGKILL)"
+    found = probed(prepare(tmp_path, crime), Place(card("cpu")))
+    assert found.outcome is Outcome.DIED, found
+    assert found.measured_bytes >= GIB // 2
+
+
+def test_on_a_gpu_what_is_predicted_is_what_the_allocator_reserves_for_the_probes_own_steps(tmp_path: Path) -> None:
+    prepared = prepare(tmp_path)
+    gpu = replace(Card.of(device("a100-40gb"), 1), name="a100")
+    on_gpu = replace(prepared.work, device="cuda")
+    with LocalExecutor(Machine(1, ("0",), 64 * GIB)) as executor:
+        asked = (prepared.config, on_gpu, prepared.plan, prepared.oracle, Place(gpu), executor)
+        errand = errand_of(*asked)
+    live = max(bucket.live.value for bucket in prepared.plan.buckets)
+    assert live <= errand.predicted_bytes < 1.3 * live
+    assert errand.predicted_bytes % (2 << 20) == 0  # segments are of whole 2 MiB
+    assert (errand.device, errand.card) == ("cuda", "a100")
+    assert errand.mem_bytes > 2 * GIB  # a CUDA context's worth of the node, not the card's memory
+    assert errand.mem_bytes < 8 * GIB

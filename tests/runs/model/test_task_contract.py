@@ -1,0 +1,166 @@
+"""What a task must keep to, tried on those that do and on those that do not; and `pipeline config check` with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from pipeline.errors import ConfigError
+from pipeline.project.user_code import load_reader, load_task
+from pipeline.runs.model.task_contract import breaches
+from pipeline.tasks.interface import Interface
+from tests.command import Command
+from tests.projects import MakeProject
+from tests.tasks.items import DIM, batch_of, made
+from tests.zoo import ZOO
+
+WIDTH = 4
+
+
+class Right:
+    """A task that keeps to everything: the mean of a node's embedding is to be 0."""
+
+    def model(self) -> nn.Module:
+        return nn.Linear(DIM, WIDTH)
+
+    def cost(self, item: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"nodes": item["nodes"]}
+
+    def collate(self, items: Sequence[Any], rng: np.random.Generator) -> Any:
+        return torch.cat([side.embedding.float() for item in items for side in item.sides.values()])
+
+    def loss(self, model: nn.Module, batch: Any) -> dict[str, tuple[torch.Tensor, float]]:
+        return {"square": (model(batch).square().sum(), float(len(batch)))}
+
+    def example(self, sizes: Mapping[str, int]) -> Any:
+        return torch.randn(sizes["nodes"], DIM)
+
+
+class MeanInPlaceOfSum(Right):
+    def loss(self, model: nn.Module, batch: Any) -> dict[str, tuple[torch.Tensor, float]]:
+        return {"square": (model(batch).square().mean(), 1.0)}
+
+
+class WrongWeights(Right):
+    def weights(self, batch: Any) -> dict[str, float]:
+        return {"square": 1.0}
+
+
+class OtherRandomNumbers(Right):
+    def model(self) -> nn.Module:
+        model = super().model()
+        with torch.no_grad():
+            model.weight.copy_(torch.from_numpy(np.random.default_rng().normal(size=(WIDTH, DIM))))  # type: ignore[operator]
+        return model
+
+
+class NoTerms(Right):
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return model(batch).square().mean()
+
+
+class NeverLarger(Right):
+    def cost(self, item: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"nodes": np.minimum(item["nodes"], 1)}
+
+
+class OneEntryForAll(Right):
+    def outputs(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        return {"score": [model(batch)]}
+
+    def metrics(self, outputs: Mapping[str, Any]) -> dict[str, float]:
+        return {}
+
+
+class Raises(Right):
+    def loss(self, model: nn.Module, batch: Any) -> dict[str, tuple[torch.Tensor, float]]:
+        raise ZeroDivisionError("no items")
+
+
+class Foreign(Right):
+    def parameter_groups(self, model: nn.Module) -> list[Any]:
+        return [nn.Parameter(torch.zeros(1))]
+
+
+class Drawing(Right):
+    def collate(self, items: Sequence[Any], rng: np.random.Generator) -> Any:
+        return torch.cat([super(Drawing, self).collate([item], rng) + item.rng.normal() for item in items])
+
+
+class InBatch(Right):
+    def loss(self, model: nn.Module, batch: Any) -> dict[str, tuple[torch.Tensor, float]]:
+        return {"likeness": ((model(batch) @ model(batch).T).logsumexp(1).sum(), float(len(batch)))}
+
+
+BREACHES = {
+    InBatch: "give the task embed() and contrast()",
+    MeanInPlaceOfSum: "one by one: micro-batches would train another model",
+    WrongWeights: "weights() says 1 of 'square'",
+    OtherRandomNumbers: "ranks would begin with different models",
+    NoTerms: "loss() must return {term: (sum, weight)}",
+    NeverLarger: "cost() is no larger for an item of size 48 than for one of size 1",
+    OneEntryForAll: "outputs(): 'score' has 1 entries for 2 items",
+    Raises: "ZeroDivisionError: no items",
+    Foreign: "parameter_groups() returns a parameter that is not the model's",
+}
+
+
+@pytest.fixture(scope="module")
+def items() -> Sequence[Any]:
+    return list(batch_of([made(1), made(2, 40, 30)]).items)
+
+
+@pytest.mark.parametrize(
+    "task",
+    [Right(), Drawing(), Interface(embedding_dim=DIM, width=8, layers=1, pair_width=4)],
+    ids=lambda task: type(task).__name__,
+)
+def test_a_task_that_keeps_to_it_has_no_breach(task: Any, items: Sequence[Any]) -> None:
+    assert list(breaches(task, items=items)) == []
+
+
+@pytest.mark.parametrize("kind", BREACHES, ids=lambda kind: kind.__name__)
+def test_a_breach_is_told_in_words(kind: type[Right], items: Sequence[Any]) -> None:
+    found = list(breaches(kind(), items=items))
+    assert any(BREACHES[kind] in one for one in found), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mlp", "transformer_post", "gnn"])
+def test_models_of_the_zoo_are_tried_on_tensors_without_data(name: str) -> None:
+    member = ZOO[name]
+    sizes = member.items(3, np.random.default_rng(0))
+    found = list(breaches(member.build(), {"items": 1, **{key: int(values[0]) for key, values in sizes.items()}}))
+    assert [one for one in found if "cost()" not in one] == []  # the zoo's items are not graphs
+
+
+def test_config_check_tries_the_task_out(pipeline: Command, make_project: MakeProject, tmp_path: Path) -> None:
+    make_project(1)
+    (tmp_path / "wronglab.py").write_text(
+        "from torch import nn\n"
+        "class Task:\n"
+        "    def model(self): return nn.Linear(2, 2)\n"
+        "    def cost(self, item): return {'nodes': item['nodes']}\n"
+        "    def collate(self, items, rng): return None\n"
+        "    def example(self, sizes): return None\n"
+        "    def loss(self, model, batch): raise KeyError('label')\n"
+    )
+    done = pipeline("config", "check", "--set", "train.task=wronglab:Task")
+    assert done.code == 2
+    assert "KeyError: 'label'" in done.err
+    assert "wronglab.py" in done.err
+
+
+def test_an_option_that_a_class_does_not_take_is_told_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"takes no option 'widht'; did you mean width\?") as caught:
+        load_task("pipeline.tasks.interface:Interface", {"widht": 3})
+    assert caught.value.where == "train.options.widht"
+    with pytest.raises(ConfigError, match="did you mean max_peaks") as caught:
+        load_reader("pipeline.readers.spectra:Spectra", Path("x.mgf"), {"max_peak": 3})
+    assert caught.value.where == "data.options.max_peak"

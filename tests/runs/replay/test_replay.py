@@ -1,0 +1,395 @@
+"""`pipeline replay`: a step that went wrong is made again from its bundle, on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.encoder.checkpoints.synth import synth
+from pipeline.errors import ConfigError
+from pipeline.journal.run_folder import RunFolder, find
+from pipeline.memory.runtime.meters import Memory
+from pipeline.records import Tell
+from pipeline.runs.replay.replay_case import Case, find_case
+from pipeline.runs.replay.replay_result import Replayed
+from pipeline.runs.replay.replay_step import replay
+from pipeline.runs.workflow.train_stage import job_of
+from pipeline.stages.train import Job, train
+from pipeline.structures.synthetic import complex_pdb
+from pipeline.training.forensics import step_bundle
+from pipeline.training.prepared import ModelFolder
+from pipeline.training.ranks.rank_protocol import Alone
+from tests.command import Command
+from tests.limited import device as limited
+from tests.limited.device import LimitedDevice
+from tests.projects import settle
+
+pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
+
+ITEMS = 8
+PIPELINE = Path(sys.executable).with_name("pipeline")
+CONFIG = """\
+data: {source: glob, path: data}
+embed: {weights: weights/esm2_tiny.pt}
+cache: {root: cache}
+cluster: {executor: local, runs: runs}
+train:
+  task: "replaylab:Task"
+  split: null
+  effective_batch: 4
+  epochs: 2
+  validation: {split: null}
+"""
+TASK = '''
+import os, signal
+import torch
+from torch import nn
+
+BAD = "c2"
+WIDTH = 1024
+
+class Bend(nn.Module):
+    def forward(self, x, sign):
+        return (x.square() * sign + 1e-3 * sign).log()
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enter, self.bend, self.drop, self.out = nn.Linear(16, WIDTH), Bend(), nn.Dropout(0.1), nn.Linear(WIDTH, 1)
+
+    def forward(self, x, sign):
+        return self.out(self.drop(self.bend(self.enter(x), sign)))
+
+class Task:
+    """The loss of one item is no number, and it is the module `bend` that makes it so."""
+
+    def model(self):
+        return Net()
+
+    def cost(self, item):
+        return {"nodes": item["nodes"]}
+
+    def collate(self, items, rng):
+        if any(item.id == BAD for item in items) and os.environ.get("REPLAYLAB_DIES"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        rows = [torch.cat([side.embedding for side in item.sides.values()]) for item in items]
+        signs = [torch.full((len(x), 1), -1.0 if item.id == BAD else 1.0) for item, x in zip(items, rows)]
+        return torch.cat(rows), torch.cat(signs)
+
+    def loss(self, model, batch):
+        y = model(*batch)
+        return {"square": (y.square().sum(), float(len(y)))}
+
+    def example(self, sizes):
+        return torch.randn(sizes["nodes"], 16), torch.ones(sizes["nodes"], 1)
+'''
+
+
+@dataclass(frozen=True)
+class Lab:
+    """A project in which a training has failed."""
+
+    root: Path
+    run: RunFolder
+    code: int
+    said: str
+
+    @property
+    def case(self) -> Case:
+        return find_case(self.run, self.bundle.step)
+
+    @property
+    def bundle(self) -> step_bundle.Bundle:
+        """The bundle that the training has left."""
+        (made,) = (self.root / "models").iterdir()
+        (path,) = step_bundle.all_of(made / "bundles")
+        return step_bundle.read(path)
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """Train once, to where a loss is no number."""
+    root = tmp_path_factory.mktemp("lab")
+    (root / "data").mkdir()
+    for number in range(ITEMS):
+        (root / "data" / f"c{number}.pdb").write_bytes(complex_pdb(number, 30 + number, 30))
+    settle(root / "data")
+    (root / "pipeline.yaml").write_text(CONFIG)
+    (root / "replaylab.py").write_text(TASK)
+    (root / "weights").mkdir()
+    synth(root / "weights" / "esm2_tiny.pt", layers=1, dim=16, heads=2)
+    words = [str(PIPELINE), "submit", "--stage", "train", "--follow"]
+    done = subprocess.run(words, cwd=root, capture_output=True, text=True, check=False)
+    yield Lab(root, find(root / "runs", None), done.returncode, done.stdout + done.stderr)
+    sys.modules.pop("replaylab", None)
+
+
+@pytest.fixture(scope="module")
+def found(lab: Lab) -> Replayed:
+    """Replay what it has left."""
+    before = content(lab.case.made.path)
+    replayed = replay(lab.case, device="cpu")
+    assert content(lab.case.made.path) == before, "replaying changes nothing in the folder of the model"
+    return replayed
+
+
+def content(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Return what is in a folder, and when that was written."""
+    return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def beside(lab: Lab, tmp_path: Path) -> ModelFolder:
+    """A copy of the folder of the model, to be spoiled."""
+    shutil.copytree(lab.case.made.path, tmp_path / "model")
+    return ModelFolder(tmp_path / "model")
+
+
+def test_a_run_with_a_loss_that_is_no_number_fails_and_names_item_step_and_command(lab: Lab) -> None:
+    assert lab.code == 7, lab.said
+    assert "is not finite (of c2)" in lab.said
+    assert f"pipeline replay RUN --step {lab.bundle.step}" in lab.said
+
+
+class TestNotFinite:
+    def test_is_reproduced_with_item_term_and_module(self, found: Replayed) -> None:
+        assert found.is_reproduced
+        assert found.is_exact
+        (suspect,) = found.suspects
+        assert (suspect.ids, suspect.terms, suspect.module, suspect.kind) == (("c2",), ("square",), "bend", "Bend")
+        assert not suspect.was_given
+        assert not suspect.fields
+        assert found.rerun is not None
+        assert any(name.startswith("enter") for name in found.rerun.gradients)
+
+    def test_is_told_on_the_command_line(self, lab: Lab, pipeline: Command) -> None:
+        ended = pipeline("replay", str(lab.run.path), "--step", str(lab.bundle.step), "--device", "cpu")
+        assert ended.code == 0, ended.err
+        assert "← this one" not in ended.out, "a loss that is not finite blames no micro-batch by itself"
+        assert ended.out.rstrip().endswith(
+            "reproduced: c2 alone; the term square of the loss; first in the output of bend (Bend)"
+        )
+
+    def test_is_told_as_json_that_every_reader_takes(self, lab: Lab, pipeline: Command) -> None:
+        step = str(lab.bundle.step)
+        ended = pipeline("replay", str(lab.run.path), "--step", step, "--rank", "0", "--device", "cpu", "--json")
+        found = json.loads(ended.out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+        assert found["is_reproduced"]
+        assert found["kind"] == "nan"
+        assert "nan" in {micro["terms"]["square"][0] for micro in found["micro_batches"]}
+        assert sorted(item for micro in found["micro_batches"] for item in micro["items"]) == sorted(
+            name for cut in lab.bundle.cuts for name in cut.ids
+        )
+
+    def test_goes_by_the_random_numbers_of_the_bundle_and_needs_its_item(self, lab: Lab, tmp_path: Path) -> None:
+        case = replace(lab.case, bundle=without(lab.bundle, "c2"))
+        first = replay(case, device="cpu")
+        torch.rand(7)
+        second = replay(case, device="cpu")
+        assert terms(first) == terms(second)
+        assert not first.is_reproduced
+        assert "is finite here" in first.verdict
+        rng = step_bundle.read_rng(case.where)
+        other = rng | {"rng.torch": torch.Generator().manual_seed(99).get_state()}
+        where = step_bundle.write(tmp_path, case.bundle, other)
+        assert where is not None
+        assert terms(replay(replace(case, where=where), device="cpu")) != terms(first)
+
+
+class TestCheckpoint:
+    def test_that_is_gone_is_said_with_what_it_means(self, lab: Lab, beside: ModelFolder) -> None:
+        shutil.rmtree(beside.checkpoints)
+        found = replay(replace(lab.case, made=beside), device="cpu")
+        assert not found.is_exact
+        assert "is gone; fresh ones" in found.weights
+        assert "memory is the same, numbers are not" in found.weights
+
+    def test_that_is_damaged_is_passed_over(self, lab: Lab, beside: ModelFolder) -> None:
+        for path in beside.checkpoints.glob("*/state.safetensors"):
+            path.write_bytes(path.read_bytes()[:-8])
+        found = replay(replace(lab.case, made=beside), device="cpu")
+        assert "is damaged" in found.weights
+        assert not found.is_exact
+
+    def test_of_a_later_step_is_not_taken(self, lab: Lab, beside: ModelFolder) -> None:
+        earlier = replace(lab.bundle, step=lab.bundle.step - 1)
+        found = replay(replace(lab.case, made=beside, bundle=earlier), device="cpu")
+        assert "fresh ones" in found.weights
+
+
+class TestNoBundle:
+    def test_of_that_step_says_of_which_there_are(self, lab: Lab, pipeline: Command) -> None:
+        ended = pipeline("replay", str(lab.run.path), "--step", "77")
+        assert ended.code == 2
+        assert f"there are bundles of the steps {lab.bundle.step}" in ended.err
+
+    def test_of_that_rank_is_said(self, lab: Lab) -> None:
+        with pytest.raises(ConfigError, match="of rank 3"):
+            find_case(lab.run, lab.bundle.step, 3)
+
+    def test_and_no_step_says_what_to_type(self, lab: Lab, pipeline: Command) -> None:
+        ended = pipeline("replay", str(lab.run.path))
+        assert ended.code == 2
+        assert f"--step N   (there are bundles of the steps {lab.bundle.step})" in ended.err
+
+    def test_in_a_run_that_trained_nothing_is_said(self, lab: Lab, tmp_path: Path) -> None:
+        shutil.copytree(lab.run.path, tmp_path / lab.run.name)
+        other = RunFolder(tmp_path / lab.run.name)
+        other.plan("train").unlink()
+        with pytest.raises(ConfigError, match="has trained nothing"):
+            find_case(other, 1)
+
+
+class Counted:
+    """Reads a limited device as a card would be read."""
+
+    def __init__(self, device: LimitedDevice) -> None:
+        self._device = device
+
+    def read(self) -> Memory:
+        live, peak = self._device.live_bytes, self._device.peak_bytes
+        return Memory(live, live, peak, peak, 0, self._device.limit_bytes)
+
+    def reset_peak(self) -> None:
+        self._device.reset_peak()
+
+
+@pytest.fixture(scope="module")
+def starved(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """Train where whole micro-batches do not fit; return the case of the first of them."""
+    limited.need()
+    with LimitedDevice() as device:
+        run_to_end(job(lab, ModelFolder(tmp_path_factory.mktemp("roomy"))))
+    made = ModelFolder(tmp_path_factory.mktemp("starved"))
+    with LimitedDevice(int(0.75 * device.peak_bytes)):
+        run_to_end(job(lab, made))
+    where = next(path for path in step_bundle.all_of(made.bundles) if "-oom-" in path.name)
+    return replace(lab.case, made=made, where=where, bundle=step_bundle.read(where))
+
+
+def allowed(case: Case, limit_bytes: int) -> Case:
+    """Return a case whose run was allowed so much memory."""
+    plan = {**case.bundle.plan, "limit_bytes": limit_bytes}
+    prepared = replace(case.prepared, limit_bytes=limit_bytes)
+    return replace(case, bundle=replace(case.bundle, plan=plan), prepared=prepared)
+
+
+class TestOutOfMemory:
+    @pytest.mark.slow
+    def test_is_measured_where_there_is_room_and_reproduced_where_there_is_not(self, starved: Case) -> None:
+        with LimitedDevice() as device:
+            found = replay(allowed(starved, 1 << 20), device="cpu", meter=Counted(device))
+        assert not found.is_reproduced
+        assert "of the run's was 1.0 MiB, too little" in found.verdict
+        assert found.rerun is not None
+        taken = found.rerun.reserved_bytes
+        assert found.traced is not None
+        assert abs(found.traced.live_bytes / taken - 1) < 0.1, "the trace says what is measured"
+        with LimitedDevice(int(0.8 * taken)) as device:
+            found = replay(starved, device="cpu", meter=Counted(device))
+        assert found.is_reproduced, found.verdict
+        (failed,) = [one for one in found.to_json()["micro_batches"] if one["outcome"] == "out of memory"]
+        assert starved.bundle.failed is not None
+        assert failed["items"] == list(starved.bundle.cuts[starved.bundle.failed].ids)
+        assert "memory ended at micro-batch 1" in found.verdict
+
+    @pytest.mark.slow
+    def test_on_a_processor_where_nobody_counts_is_answered_by_a_trace(self, starved: Case) -> None:
+        found = replay(allowed(starved, 1000), device="cpu")
+        assert not found.is_reproduced
+        assert found.traced is not None
+        assert not found.traced.fits
+        assert "it does not fit" in found.verdict
+        assert "nobody counts tensors here" in found.verdict
+
+
+class TestPoison:
+    @pytest.mark.slow
+    def test_what_kills_its_process_twice_leaves_a_bundle_at_the_next_start(self, lab: Lab, tmp_path: Path) -> None:
+        made = ModelFolder(tmp_path / "model")
+        made.path.mkdir()
+        assert [die(lab, made, tmp_path), step_bundle.all_of(made.bundles)] == [-9, []]
+        assert [die(lab, made, tmp_path), step_bundle.all_of(made.bundles)] == [-9, []]
+        run_to_end(job(lab, made))  # this start finds what the two before have died of
+        where = next(path for path in step_bundle.all_of(made.bundles) if "-poison-" in path.name)
+        bundle = step_bundle.read(where)
+        assert bundle.kind is step_bundle.Kind.POISON
+        assert "c2" in bundle.cuts[0].ids
+        assert bundle.step == lab.bundle.step
+        assert "died 2 times" in bundle.message
+        found = replay(replace(lab.case, made=made, where=where, bundle=bundle), device="cpu")
+        assert not found.is_reproduced, "nothing kills it now"
+
+    @pytest.mark.slow
+    def test_that_still_kills_is_told_by_who_started_it(
+        self, lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipeline: Command
+    ) -> None:
+        made = lab.case.made
+        bundle = replace(lab.bundle, kind=step_bundle.Kind.POISON, step=500)
+        where = step_bundle.write(made.bundles, bundle, step_bundle.read_rng(lab.case.where))
+        assert where is not None
+        try:
+            monkeypatch.setenv("REPLAYLAB_DIES", "1")
+            ended = pipeline("replay", str(lab.run.path), "--step", "500", "--device", "cpu", "--json")
+            found: dict[str, Any] = json.loads(ended.out)
+            assert found["is_reproduced"]
+            assert "SIGKILL" in found["verdict"]
+            assert "c2" in found["on"]
+        finally:
+            shutil.rmtree(where)
+
+
+def without(bundle: step_bundle.Bundle, name: str) -> step_bundle.Bundle:
+    """Return a bundle without an item."""
+    cuts = []
+    for cut in bundle.cuts:
+        kept = [(one, number) for one, number in zip(cut.ids, cut.numbers, strict=True) if one != name]
+        ids, numbers = zip(*kept, strict=True)
+        cuts.append(step_bundle.Cut(ids, numbers))
+    return replace(bundle, cuts=tuple(cuts), state={})
+
+
+def terms(found: Replayed) -> list[Any]:
+    """Return what the losses came to."""
+    return [micro["terms"] for micro in found.to_json()["micro_batches"]]
+
+
+def job(lab: Lab, made: ModelFolder) -> Job:
+    """Return a training like that of the run in another folder, which leaves out what is not finite."""
+    case = lab.case
+    tell = Tell(lambda _key, _reason, _detail: None)
+    found: Job = job_of(case.project, lab.run, case.prepared, tell, Alone())
+    return replace(found, folder=made, train=found.train.model_copy(update={"nan": "skip"}), validation=None)
+
+
+def run_to_end(work: Job) -> None:
+    """Train."""
+    for _ in train(work):
+        pass
+
+
+def die(lab: Lab, made: ModelFolder, tmp_path: Path) -> int:
+    """Train in a process of its own that the bad item kills; return how it ended."""
+    code = (
+        "import sys, pathlib\n"
+        "sys.path.insert(0, sys.argv[4])\n"
+        "from tests.runs import test_replay as t\n"
+        "from pipeline.journal.run_folder import RunFolder\n"
+        "from pipeline.training.prepared import ModelFolder\n"
+        "lab = t.Lab(pathlib.Path(sys.argv[1]), RunFolder(pathlib.Path(sys.argv[2])), 0, '')\n"
+        "t.run_to_end(t.job(lab, ModelFolder(pathlib.Path(sys.argv[3]))))\n"
+    )
+    root = str(Path(__file__).parents[3])
+    words = [sys.executable, "-c", code, str(lab.root), str(lab.run.path), str(made.path), root]
+    environment = {**os.environ, "REPLAYLAB_DIES": "1"}
+    return subprocess.run(words, cwd=tmp_path, env=environment, check=False).returncode

@@ -1,0 +1,105 @@
+"""Which records a data set needs: exactly those that its stages made; and never less because a disk is away."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.load import load
+from pipeline.project.project import Project
+from pipeline.runs.upkeep.retention import Needed, needed
+from tests.runs.upkeep import cached
+from tests.runs.upkeep.cached import ITEMS, Copy, write_manifest
+
+KINDS = ("scan", "files", "embed", "graph")
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cached.made(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture
+def copy(made: Path, tmp_path: Path) -> Copy:
+    return Copy.of(made, tmp_path)
+
+
+def keys_of(found: Needed, kind: str) -> set[bytes]:
+    keys = bytes(getattr(found, kind))
+    return {keys[at : at + 16] for at in range(0, len(keys), 16)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_data_set_needs_exactly_what_its_stages_have_made(copy: Copy, kind: str) -> None:
+    found = needed(copy.project())
+    assert found.unknown == ""
+    assert found.items == ITEMS
+    assert keys_of(found, kind) == copy.keys(kind)
+
+
+def test_an_item_that_is_no_more_in_the_data_set_needs_nothing(copy: Copy) -> None:
+    write_manifest(copy.folder / "items.csv", range(1, ITEMS))
+    found = needed(copy.project())
+    assert found.unknown == ""
+    for kind in KINDS:
+        assert keys_of(found, kind) < copy.keys(kind)
+    assert len(keys_of(found, "graph")) == ITEMS - 1
+
+
+def test_an_embedding_that_may_stand_in_for_the_wanted_one_is_needed_too(copy: Copy) -> None:
+    wanted = keys_of(needed(copy.project()), "embed")
+    found = keys_of(needed(copy.project("embed.precision=fp16", "embed.storage=fp32")), "embed")
+    assert wanted < found
+    assert len(found) == 2 * len(wanted)
+    strict = needed(copy.project("embed.precision=fp16", "embed.storage=fp32", "embed.half_fallback=none"))
+    assert not keys_of(strict, "embed") & wanted
+
+
+@pytest.fixture
+def own(made: Path, tmp_path: Path) -> Project:
+    """Return a project whose structures can be taken away."""
+    shutil.copytree(made / "data", tmp_path / "data", copy_function=shutil.copy2)
+    copy = Copy.of(made, tmp_path)
+    text = copy.file.read_text().replace(str(made / "data"), str(tmp_path / "data"))
+    copy.file.write_text(text)
+    return Project.open(load(copy.file).config, remember=False)
+
+
+def test_files_that_nobody_has_read_leave_it_open_what_is_needed(own: Project) -> None:
+    found = needed(own)  # the same bytes, but copies: only a scan can tell
+    assert "c0 is not scanned yet" in found.unknown
+    assert found.remedy == "pipeline submit --stage scan"
+
+
+def test_a_disk_that_is_not_mounted_leaves_it_open_what_is_needed(copy: Copy, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for settings in ([f"data.structures_dir={empty}"], [f"data.structures_dir={tmp_path / 'nothing'}"]):
+        assert needed(copy.project(*settings)).unknown
+    for path in (empty, tmp_path / "nothing"):
+        found = needed(copy.project("data.source=glob", f"data.path={path}", "data.structures_dir=null"))
+        assert found.unknown
+        assert found.remedy
+
+
+def test_one_file_that_is_away_is_enough_to_leave_it_open(copy: Copy) -> None:
+    with (copy.folder / "items.csv").open("a") as file:
+        file.write("gone,gone.pdb\n")
+    found = needed(copy.project())
+    assert "gone" in found.unknown
+    assert "mount the data" in found.remedy
+
+
+def test_a_trial_of_a_few_items_says_nothing_of_the_rest(copy: Copy) -> None:
+    found = needed(copy.project("data.limit=2"))
+    assert "data.limit" in found.unknown
+    assert not found.graph
+
+
+def test_without_weights_the_rest_is_told(copy: Copy) -> None:
+    found = needed(copy.project("embed.weights=nothing.pt"), embeddings=False)
+    assert found.unknown == ""
+    assert keys_of(found, "graph") == copy.keys("graph")

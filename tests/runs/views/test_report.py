@@ -1,0 +1,140 @@
+"""A report is what attempts were given beside what they have used, and what follows from that."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.cluster.verdict import Cause
+from pipeline.config.schema import Config
+from pipeline.journal.attempts import Ask, Attempt
+from pipeline.memory.history.task_history import Suggestion
+from pipeline.report.run_tables import efficiency_report
+from pipeline.runs.views.efficiency import Outlook, Used, used
+from tests.journal.ledgers import Told
+from tests.projects import MakeProject
+
+PIPELINE = Path(sys.executable).with_name("pipeline")
+GIB = 1 << 30
+ASK = Ask(4 * GIB, 3600)
+NO_OUTLOOK = Outlook(None, None)
+
+
+def attempt(task: int, **more: Any) -> Attempt:
+    """Return an attempt that ended well."""
+    given: dict[str, Any] = {"number": 1, "ask": ASK, "cause": Cause.DONE, "state": "COMPLETED", "job": "7", "done": 10}
+    return Attempt(task, **given | more)
+
+
+def report_of(tmp_path: Path, attempts: list[Attempt], outlook: Outlook = NO_OUTLOOK, cpus: int = 1) -> Used:
+    """Return what a run with such attempts has used."""
+    told = Told(tmp_path, tasks=len({one.task for one in attempts}))
+    told.job("7", sorted({one.task for one in attempts}), ask=ASK, cpus=cpus, why="planned")
+    for one in attempts:
+        told.ended(one)
+    config = Config.model_validate({"data": {"source": "glob", "path": tmp_path}, "cluster": {"scan": {"cpus": cpus}}})
+    return used(told.status.stages["scan"], config, outlook)
+
+
+def suggested(found: Used) -> dict[str, int]:
+    """Return the suggestions by their keys."""
+    return {one.key: one.value for one in found.suggested}
+
+
+def test_used_memory_is_weighted_by_time(tmp_path: Path) -> None:
+    found = report_of(
+        tmp_path,
+        [attempt(0, peak_rss_bytes=4 * GIB, elapsed_s=100.0), attempt(1, peak_rss_bytes=1 * GIB, elapsed_s=300.0)],
+    )
+    assert found.mem_used == pytest.approx((4 * 100 + 1 * 300) / (4 * 400))
+    assert (found.peak_bytes, found.median_peak_bytes) == (4 * GIB, int(2.5 * GIB))
+
+
+def test_what_was_not_measured_is_unknown_and_not_nothing(tmp_path: Path) -> None:
+    found = report_of(tmp_path, [attempt(0)])
+    unknown = (found.peak_bytes, found.mem_used, found.cpu_used, found.longest_s, found.time_used, found.gpu_peak_bytes)
+    assert set(unknown) == {None}
+    assert suggested(found) == {}
+
+
+def test_an_attempt_without_a_peak_does_not_count_as_one_that_used_nothing(tmp_path: Path) -> None:
+    found = report_of(tmp_path, [attempt(0, peak_rss_bytes=2 * GIB, elapsed_s=10.0), attempt(1, elapsed_s=1000.0)])
+    assert found.mem_used == pytest.approx(0.5)
+
+
+def test_cores_that_idled_are_suggested_away(tmp_path: Path) -> None:
+    found = report_of(tmp_path, [attempt(0, cpu_s=110.0, elapsed_s=100.0)], cpus=8)
+    assert found.cpu_used == pytest.approx(110 / 800)
+    assert suggested(found)["cluster.scan.cpus"] == 2
+
+
+@pytest.mark.parametrize(("cpu_s", "elapsed_s"), [(500.0, 100.0), (1.0, 5.0)])
+def test_busy_cores_and_short_tasks_say_nothing_of_cores(tmp_path: Path, cpu_s: float, elapsed_s: float) -> None:
+    found = report_of(tmp_path, [attempt(0, cpu_s=cpu_s, elapsed_s=elapsed_s)], cpus=8)
+    assert "cluster.scan.cpus" not in suggested(found)
+
+
+@pytest.mark.parametrize(("longest_s", "time_s"), [(1.0, 300), (200.0, 300), (201.0, 600), (3600.0, 5400)])
+def test_the_next_limit_is_half_more_than_the_longest_task_took(tmp_path: Path, longest_s: float, time_s: int) -> None:
+    found = report_of(tmp_path, [attempt(0, elapsed_s=longest_s), attempt(1, elapsed_s=1.0)])
+    assert suggested(found)["cluster.scan.time"] == time_s
+
+
+def test_memory_is_suggested_from_what_is_remembered_and_never_from_a_plan_alone(tmp_path: Path) -> None:
+    remembered = Outlook(2 * GIB, Suggestion(GIB, "from 41 tasks", 41))
+    plan_alone = Outlook(2 * GIB, Suggestion(2 * GIB, "planned", 0))
+    (tmp_path / "a").mkdir()
+    assert suggested(report_of(tmp_path / "a", [attempt(0)], remembered)) == {"cluster.scan.mem": GIB}
+    assert suggested(report_of(tmp_path, [attempt(0)], plan_alone)) == {}
+
+
+def test_the_report_tells_what_failed_alike_in_one_go(tmp_path: Path) -> None:
+    killed = [attempt(task, cause=Cause.HOST_OOM, reason="killed", state="OUT_OF_MEMORY", done=0) for task in range(9)]
+    found = report_of(tmp_path, killed)
+    run = {"name": "r", "state": "failed"}
+    failures = [one.to_json() | {"then": "again with 8 GiB"} for one in killed]
+    stages = [{"name": "scan", "failures": failures}]
+    lines = [str(line) for line in efficiency_report(run | {"stages": stages}, [found.to_json()])]
+    (story,) = (line for line in lines if "host_oom" in line)
+    assert story.splitlines() == [
+        "  tasks 0, 1, 2, 3, 4, …, attempt 1: host_oom with 4.0 GiB: killed",
+        "    then: again with 8 GiB",
+        "    log: ",
+    ]
+
+
+class TestTheVerb:
+    @pytest.mark.slow
+    def test_a_real_run_is_reported(self, make_project: MakeProject) -> None:
+        folder = make_project(3)
+        run("submit", "--stage", "scan", "--executor", "local", "--follow", cwd=folder)
+        shown = run("report", cwd=folder).stdout
+        assert "scan: 3 items" in shown
+        document = json.loads(run("report", "--json", cwd=folder).stdout)
+        (stage,) = document["stages"]
+        assert (stage["tasks"], stage["items"], stage["causes"]) == (1, 3, {"done": 1})
+        assert stage["planned_bytes"] > 0
+        assert document["state"] == "done"
+
+    def test_a_run_in_which_nothing_has_ended_says_so(self, tmp_path: Path, make_project: MakeProject) -> None:
+        folder = make_project(1)
+        told = Told(folder / "runs")
+        from pipeline.config.load import dump_resolved, load
+
+        told.folder.config.write_text(dump_resolved(load(folder / "pipeline.yaml").config))
+        assert "nothing was measured" in run("report", cwd=folder).stdout
+
+    def test_an_unknown_run_is_refused(self, make_project: MakeProject) -> None:
+        done = run("report", "nonsense", cwd=make_project(1), check=False)
+        assert done.returncode == 2
+        assert "no run 'nonsense'" in done.stderr
+
+
+def run(*words: str, cwd: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run a verb."""
+    return subprocess.run([str(PIPELINE), *words], capture_output=True, text=True, check=check, cwd=cwd)

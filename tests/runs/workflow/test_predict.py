@@ -1,0 +1,113 @@
+"""`pipeline submit --stage predict` as people type it: what is written, what is not written again, what is refused."""
+
+from __future__ import annotations
+
+import csv
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.command import Command
+from tests.runs.workflow.trained import SPLITS, Trained, trained_project
+
+pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
+
+SUBMIT = ("submit", "--stage", "predict", "--only", "--follow")
+
+
+@pytest.fixture
+def project(tmp_path_factory: pytest.TempPathFactory, pipeline: Command, monkeypatch: pytest.MonkeyPatch) -> Trained:
+    return trained_project(tmp_path_factory, pipeline, monkeypatch)
+
+
+def arrays(folder: Path) -> dict[str, Any]:
+    """Return all arrays of a folder of predictions."""
+    return {
+        name: array for path in sorted(folder.glob("arrays-*.safetensors")) for name, array in load_file(path).items()
+    }
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "predictions.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_every_item_is_predicted_once_and_then_cached(pipeline: Command, project: Trained) -> None:
+    done = pipeline(*SUBMIT)
+    assert done.code == 0, done.err
+    (folder,) = (project.folder / "predictions").iterdir()
+    assert folder.name.startswith("own-")
+    assert folder.name.endswith("-all")
+    assert [row["id"] for row in rows(folder)] == [f"c{number}" for number in range(len(SPLITS))]
+    lines = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
+    assert lines[3]["contacts.shape"] == [20, 23]
+    found = arrays(folder)
+    assert found["c3.contacts"].shape == (20, 23)
+    assert ((found["c3.contacts"] > 0) & (found["c3.contacts"] < 1)).all()
+    told = json.loads((folder / "predictions.json").read_text())
+    assert told["items"] == len(SPLITS)
+    assert told["checkpoint"].startswith("step-")
+    assert set(told["files"]) == {path.name for path in folder.iterdir()} - {"predictions.json"}
+    assert str(folder) in done.out
+    assert rows(folder)[0]["id"] in done.out
+    again = pipeline(*SUBMIT)
+    assert again.code == 0
+    assert f"predict: {len(SPLITS)} items: {len(SPLITS)} cached, 0 to do" in again.err
+    assert len(project.asked()) == len(SPLITS)
+
+
+@pytest.mark.slow
+def test_two_ranks_predict_the_same_as_one(pipeline: Command, project: Trained) -> None:
+    words = (*SUBMIT, "--set", "train.predict.split=test")
+    assert pipeline(*words).code == 0
+    assert pipeline(*words, "--set", "cluster.predict.ranks=2", "--set", "train.predict.folder=other").code == 0
+    (one,), (two,) = (project.folder / "predictions").iterdir(), (project.folder / "other").iterdir()
+    assert one.name == two.name
+    assert rows(one) == rows(two)
+    first, second = arrays(one), arrays(two)
+    assert list(first) == list(second)
+    for name, array in first.items():
+        np.testing.assert_allclose(second[name], array, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_killed_prediction_goes_on_with_the_items_that_are_left(pipeline: Command, project: Trained) -> None:
+    project.tell_to_die(signal.SIGKILL)
+    done = pipeline(*SUBMIT)
+    assert done.code == 0, done.err
+    (folder,) = (project.folder / "predictions").iterdir()
+    assert [row["id"] for row in rows(folder)] == [f"c{number}" for number in range(len(SPLITS))]
+    assert len(project.asked()) == len(SPLITS) + 1
+    assert not list(folder.glob(".parts-*"))
+
+
+@pytest.mark.slow
+def test_a_damaged_table_is_written_anew(pipeline: Command, project: Trained) -> None:
+    words = (*SUBMIT, "--set", "train.predict.split=val")
+    assert pipeline(*words).code == 0
+    (folder,) = (project.folder / "predictions").iterdir()
+    table = folder / "predictions.csv"
+    whole = table.read_text()
+    table.write_text(whole.replace("c2", "cX"))
+    done = pipeline(*words)
+    assert "predict: 2 items: 0 cached, 2 to do" in done.err
+    assert table.read_text() == whole
+
+
+def test_a_task_without_outputs_is_refused_with_what_to_implement(
+    pipeline: Command, project: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mute_task.py").write_text(
+        "from pipeline.tasks.interface import Interface\nclass Mute(Interface):\n    outputs = None\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    done = pipeline(*SUBMIT, "--set", "train.task=mute_task:Mute")
+    assert done.code == 2
+    assert "the task has no outputs()" in done.err
+    assert "outputs(self, model, batch)" in done.err
+    assert not (project.folder / "predictions").exists()

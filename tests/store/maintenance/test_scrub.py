@@ -1,0 +1,504 @@
+"""Damage anywhere is found, with the right record named, and nothing else is."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import xxhash
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from pipeline.errors import CacheUnusable, ConfigError
+from pipeline.store.cache_folder import Cache
+from pipeline.store.format.disk import Disk
+from pipeline.store.format.record import encode
+from pipeline.store.format.shard import TAIL_BYTES, TRAILER_BYTES, read_table, row_keys
+from pipeline.store.maintenance import scrub
+from pipeline.store.maintenance.damage_report import Fault
+from pipeline.store.maintenance.scrub import Named, Subset
+from pipeline.store.shard_index import Index, write_index
+from tests.store.content import arrays_of, key_of
+from tests.store.faulty_disks import os_error
+from tests.store.maintenance.damage import (
+    BadSectorDisk,
+    CountingDisk,
+    MeddlingDisk,
+    another,
+    fill,
+    flip,
+    listed,
+    no_record,
+    overwrite,
+    published,
+    record_place,
+)
+
+LOOKS = {"quick": scrub.quick, "full": scrub.full, "meaning": lambda store: scrub.meaning(store, lambda _: None)}
+every_look = pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+
+
+def found(checks):
+    """Return what is wrong as (fault, shard, key)."""
+    return [(one.fault, one.shard, one.key) for checked in checks for one in checked.findings]
+
+
+def whole(checks):
+    return {(checked.shard, key) for checked in checks for key in checked.whole}
+
+
+def told(checks):
+    """Return what is whole, or at least in a table."""
+    return whole(checks) | {(checked.shard, key) for checked in checks for key in checked.listed}
+
+
+class Truth:
+    """What every shard held when it was whole; after damage, which of its records have changed."""
+
+    def __init__(self, store):
+        self.store = store
+        self.content = {name: self.path(name).read_bytes() for name in listed(store)}
+        self.rows = {name: read_table(Disk(), self.path(name)).rows for name in self.content}
+        self.start = {name: read_table(Disk(), self.path(name)).data_start for name in self.content}
+
+    def path(self, name):
+        return self.store.layout.shard(name)
+
+    def records(self):
+        for name, rows in self.rows.items():
+            spans = zip(rows["offset"].tolist(), (rows["offset"] + rows["length"]).tolist(), strict=True)
+            yield from ((name, key, *span) for key, span in zip(row_keys(rows), spans, strict=True))
+
+    def changed(self):
+        now = {name: self.path(name).read_bytes() for name in self.content}
+        return {
+            (name, key)
+            for name, key, start, end in self.records()
+            if now[name][start:end] != self.content[name][start:end]
+        }
+
+    def touched(self):
+        return {name for name, content in self.content.items() if self.path(name).read_bytes() != content}
+
+    def structural(self):
+        """Return the shards of which something else than records has changed."""
+        touched = set()
+        for name in self.touched():
+            was, now = self.content[name], self.path(name).read_bytes()
+            data = slice(self.start[name], int((self.rows[name]["offset"] + self.rows[name]["length"])[-1]))
+            if len(was) != len(now) or was[: data.start] != now[: data.start] or was[data.stop :] != now[data.stop :]:
+                touched.add(name)
+        return touched
+
+    def posing(self):
+        """Return the shards that have the end of another, and so are whole, or damaged, as that one."""
+        ends = {name: content[-TRAILER_BYTES:] for name, content in self.content.items()}
+        now = {name: self.path(name).read_bytes()[-TRAILER_BYTES:] for name in ends}
+        return [name for name in now if any(now[name] == end for other, end in ends.items() if other != name)]
+
+    def ends(self):
+        """Return the shards whose own table cannot be read."""
+        tables = {name: int((rows["offset"] + rows["length"])[-1]) for name, rows in self.rows.items()}
+        return {
+            name
+            for name, start in tables.items()
+            if self.path(name).read_bytes()[start:] != self.content[name][start:]
+            or self.path(name).stat().st_size != len(self.content[name])
+        }
+
+
+BLOWS = st.tuples(
+    st.sampled_from(["flip", "cut", "zero", "swap", "grow", "exchange"]),
+    st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    st.tuples(st.integers(0, 1 << 20), st.integers(0, 1 << 20)),
+    st.sampled_from([1, 64, 500, 1 << 20]),
+)
+
+
+def strike(paths, blow):
+    """Do one thing to one or two of the files."""
+    how, (first, second), (place, at), length = blow
+    path, other = paths[first], paths[second if how == "exchange" else first]
+    content = bytearray(path.read_bytes())
+    place %= len(content) or 1
+    if how == "flip" and content:
+        content[place] ^= 1 << at % 8
+    elif how == "cut":
+        del content[place:]
+    elif how == "zero":
+        content[place : place + length] = bytes(len(content[place : place + length]))
+    elif how == "grow":
+        content += bytes(length)
+    elif content:
+        theirs = content if other == path else bytearray(other.read_bytes())
+        at %= len(theirs) or 1
+        apart = abs(place - at) if other == path else length
+        mine, yours = (slice(start, start + min(length, apart)) for start in (place, at))
+        content[mine], theirs[yours] = theirs[yours], content[mine]
+        overwrite(other, bytes(theirs))
+    overwrite(path, bytes(content))
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(BLOWS, max_size=3), st.booleans())
+def test_any_damage_anywhere_is_found_and_the_right_records_are_named(blows, indexed):
+    root = Path(tempfile.mkdtemp())
+    try:
+        store = Cache(root / "cache").kind("scan")
+        names = fill(store, range(6), range(6, 12), [0, *range(12, 16)])
+        if indexed:
+            store.write_index()
+        truth = Truth(store)
+        for blow in blows:
+            strike([store.layout.shard(name) for name in names], blow)
+        assume(not truth.posing())
+        for look in (scrub.full, LOOKS["meaning"]):
+            checks = list(look(Cache(root / "cache").kind("scan")))
+            wrong = found(checks)
+            named = {(shard, bytes.fromhex(key)) for _, shard, key in wrong if key}
+            dumb = set() if indexed else truth.ends()  # nobody can say what these held
+            assert named == {one for one in truth.changed() if one[0] not in dumb}
+            assert whole(checks) == {one[:2] for one in truth.records() if one[0] not in dumb} - named
+            assert {shard for _, shard, _ in wrong} == truth.touched()
+            assert {shard for fault, shard, _ in wrong if fault is Fault.TABLE} == truth.ends()
+        assert {shard for _, shard, _ in found(scrub.quick(store))} == truth.structural()
+    finally:
+        shutil.rmtree(root)
+
+
+def test_a_record_is_lost_only_if_no_other_shard_has_it_whole(store, shards):
+    for number in (0, 1):
+        flip(store.layout.shard(shards[0]), record_place(store, shards[0], number)[0])
+    lost = {one.key: one.lost for checked in scrub.full(store) for one in checked.findings}
+    assert lost == {key_of(0).hex(): False, key_of(1).hex(): True}
+
+
+def test_a_record_computed_again_since_the_store_looked_is_not_lost(store, shards, tmp_path):
+    flip(store.layout.shard(shards[1]), record_place(store, shards[1], 7)[0])
+    assert store.missing([key_of(7)]) == []  # it has looked
+    fill(Cache(tmp_path / "cache").kind("scan"), [7])
+    (finding,) = [one for checked in scrub.full(store) for one in checked.findings]
+    assert not finding.lost
+
+
+def test_quick_takes_at_most_two_reads_of_a_shard_whatever_is_wrong(cache, shards, store):
+    flip(store.layout.shard(shards[0]), store.layout.shard(shards[0]).stat().st_size - 1)
+    flip(store.layout.shard(shards[1]), 100)
+    disk = CountingDisk()
+    checks = list(scrub.quick(Cache(cache.root, disk).kind("scan")))
+    assert {shard for _, shard, _ in found(checks)} == set(shards[:2])
+    assert max(disk.reads[name] for name in shards) == 2
+
+
+def test_quick_takes_two_reads_of_the_shard_with_the_most_records(cache, store):
+    with store.writer(header_bytes=2 << 20) as writer:
+        for number in range(19_000):
+            writer.put(key_of(number), {})
+    (name,) = listed(store)
+    disk = CountingDisk()
+    (checked, _) = scrub.quick(Cache(cache.root, disk).kind("scan"))
+    assert (len(checked.listed), checked.whole) == (19_000, ())
+    assert disk.reads[name] == 2
+
+
+def test_full_reads_every_byte_once(cache, shards):
+    disk = CountingDisk()
+    checks = list(scrub.full(Cache(cache.root, disk).kind("scan")))
+    assert found(checks) == []
+    assert {disk.reads[name] for name in shards} == {2}  # its table, and all of it at once
+    assert sum(checked.judged for checked in checks) == 17
+
+
+@every_look
+def test_an_empty_cache_and_a_kind_without_shards_are_whole(cache, look):
+    store = cache.kind("scan")
+    assert [(checked.shard, checked.findings) for checked in look(store)] == [("", ())]
+    store.writer().__exit__(None, None, None)
+    store.layout.shards.mkdir(parents=True)
+    assert found(look(store)) == []
+
+
+@every_look
+def test_a_shard_of_a_later_version_is_named_as_such(store, shards, look):
+    path = store.layout.shard(shards[0])
+    content = path.read_bytes()
+    trailer = bytearray(content[-TRAILER_BYTES:-16])
+    trailer[8:12] = struct.pack("<I", 99)
+    overwrite(path, content[:-TRAILER_BYTES] + bytes(trailer) + xxhash.xxh3_128_digest(bytes(trailer)))
+    assert found(look(store)) == [(Fault.NEWER, shards[0], "")]
+
+
+@every_look
+def test_a_shard_of_a_later_version_with_another_end_is_named_as_such(store, shards, look):
+    path = store.layout.shard(shards[0])
+    content = path.read_bytes().replace(b'"pipeline_shard":"1"', b'"pipeline_shard":"2"')
+    overwrite(path, content[:-TRAILER_BYTES])
+    assert found(look(store)) == [(Fault.NEWER, shards[0], "")]
+
+
+@every_look
+def test_a_shard_that_went_away_and_is_forgotten_is_no_damage(cache, store, shards, look):
+    last = store.layout.shard(max(shards))
+
+    def sweep():
+        last.unlink()
+        Cache(cache.root).kind("scan").write_index()
+
+    disk = MeddlingDisk("open_read", sweep, after=2)  # the marker and the index come first
+    checks = list(look(Cache(cache.root, disk).kind("scan")))
+    assert found(checks) == []
+    assert not last.exists()
+
+
+@every_look
+def test_a_shard_that_the_index_names_and_is_gone_is_missed(cache, store, shards, look):
+    store.layout.shard(shards[2]).unlink()
+    checks = list(look(cache.kind("scan")))
+    lost = [(Fault.GONE, shards[2], key_of(number).hex()) for number in range(12, 16)]
+    assert sorted(found(checks)) == sorted([*lost, (Fault.INDEX, shards[2], "")])
+    assert all(one.lost == bool(one.key) for checked in checks for one in checked.findings)
+
+
+@every_look
+def test_an_index_that_names_a_file_of_whose_records_others_have_copies_is_a_fault_of_the_index(cache, store, look):
+    name, _ = fill(store, range(4), range(4))
+    store.write_index()
+    store.layout.shard(name).unlink()
+    assert found(look(cache.kind("scan"))) == [(Fault.INDEX, name, "")]
+
+
+class StaleDisk(Disk):
+    """An old handle of a network file system: opening one file fails, for a while or for good."""
+
+    def __init__(self, name, times):
+        self.name, self.left = name, times
+
+    def open_read(self, path):
+        if path.name == self.name and self.left:
+            self.left -= 1
+            raise os_error(errno.ESTALE)
+        return super().open_read(path)
+
+
+@every_look
+def test_a_file_that_is_stale_for_a_moment_is_judged_again(cache, shards, look):
+    checks = list(look(Cache(cache.root, StaleDisk(shards[1], 1)).kind("scan")))
+    assert found(checks) == []
+    assert {shard for shard, _ in told(checks)} == set(shards)
+
+
+@every_look
+def test_a_file_that_stays_stale_is_unreadable_and_not_gone(cache, shards, look):
+    wrong = found(look(Cache(cache.root, StaleDisk(shards[1], 1000)).kind("scan")))
+    assert {(fault, shard) for fault, shard, _ in wrong} == {(Fault.UNREADABLE, shards[1])}
+
+
+@every_look
+def test_however_many_files_are_gone_or_cut_the_index_is_read_few_times(cache, store, look):
+    names = fill(store, *([number] for number in range(30)))
+    store.write_index()
+    for name in names[:10]:
+        store.layout.shard(name).unlink()
+    for name in names[10:20]:
+        overwrite(store.layout.shard(name), store.layout.shard(name).read_bytes()[:-3])
+    disk = OpenCountingDisk("index.bin")
+    assert len({shard for _, shard, _ in found(look(Cache(cache.root, disk).kind("scan")))}) == 20
+    assert disk.opened <= 5
+
+
+class OpenCountingDisk(Disk):
+    """Counts how often files of one name are opened."""
+
+    def __init__(self, name):
+        self.name, self.opened = name, 0
+
+    def open_read(self, path):
+        self.opened += path.name == self.name
+        return super().open_read(path)
+
+
+def test_quick_reads_no_more_than_the_index_says_is_needed_and_tells_what_it_read(cache, store, shards):
+    fill(store, range(20, 3000))
+    checks = [one for one in scrub.quick(store) if one.shard]
+    sizes = {one.shard: store.layout.shard(one.shard).stat().st_size for one in checks}
+    start = {name: read_table(Disk(), store.layout.shard(name)).data_start for name in sizes}
+    for one in checks:
+        tail = min(sizes[one.shard], TAIL_BYTES if one.shard in shards else scrub.WHOLE_TAIL_BYTES)
+        assert one.read_bytes == start[one.shard] + tail
+
+
+def test_each_file_is_told_before_it_is_read(store, shards):
+    store.layout.shard(shards[0]).unlink()
+    on = []
+    for checked in scrub.full(store, Named(frozenset(shards), with_index=True, on=on.append)):
+        assert on[-1] == checked.shard
+    assert on == [*sorted(shards), shards[0], ""]
+
+
+@every_look
+def test_a_shard_published_meanwhile_is_not_judged(cache, store, shards, look):
+    disk = MeddlingDisk("open_read", lambda: fill(Cache(cache.root).kind("scan"), [50]), after=2)
+    checks = list(look(Cache(cache.root, disk).kind("scan")))
+    assert found(checks) == []
+    assert {shard for shard, _ in told(checks)} == set(shards)
+
+
+def test_a_bad_sector_costs_the_records_on_it_and_no_other(cache, store, shards):
+    start, end = record_place(store, shards[0], 3)
+    disk = BadSectorDisk(shards[0], start + 10, end - 10)
+    checks = list(scrub.full(Cache(cache.root, disk).kind("scan")))
+    assert found(checks) == [(Fault.UNREADABLE, shards[0], key_of(3).hex())]
+    assert len(whole(checks)) == 16
+
+
+def test_a_bad_sector_beside_flipped_bits_each_gets_its_name(cache, store, shards):
+    start, end = record_place(store, shards[0], 3)
+    flip(store.layout.shard(shards[0]), record_place(store, shards[0], 1)[0])
+    flip(store.layout.shard(shards[0]), 20)
+    disk = BadSectorDisk(shards[0], start + 10, end - 10)
+    assert sorted(found(scrub.full(Cache(cache.root, disk).kind("scan")))) == sorted(
+        [
+            (Fault.HEADER, shards[0], ""),
+            (Fault.RECORD, shards[0], key_of(1).hex()),
+            (Fault.UNREADABLE, shards[0], key_of(3).hex()),
+        ]
+    )
+
+
+@every_look
+def test_a_shard_that_may_not_be_read_is_unreadable_with_all_that_the_index_says_it_holds(unprivileged, look):
+    store = Cache(unprivileged / "cache").kind("scan")
+    first, _ = fill(store, range(3), range(3, 6))
+    store.write_index()
+    store.layout.shard(first).chmod(0)
+    wrong = found(look(store))
+    assert wrong[0] == (Fault.UNREADABLE, first, "")
+    assert {key for _, _, key in wrong[1:]} == {key_of(number).hex() for number in range(3)}
+
+
+@every_look
+def test_a_folder_that_may_not_be_read_is_refused(unprivileged, look):
+    store = Cache(unprivileged / "cache").kind("scan")
+    fill(store, range(3))
+    store.layout.shards.chmod(0)
+    with pytest.raises(CacheUnusable, match="Permission denied"):
+        list(look(store))
+    store.layout.shards.chmod(0o755)
+
+
+@pytest.mark.parametrize("look", [scrub.full, LOOKS["meaning"]], ids=["full", "meaning"])
+@pytest.mark.parametrize("odd", [another, no_record])
+def test_bytes_that_are_as_they_were_written_but_no_record_of_their_key_are_damage(cache, store, look, odd):
+    cache.prepare()
+    store.disk.make_folder(store.layout.shards)
+    good = [encode(key_of(number), arrays_of(key_of(number)), {}) for number in (1, 2)]
+    name = published(store, good[0], odd(5), good[1])
+    assert found(look(store)) == [(Fault.RECORD, name, key_of(5).hex())]
+
+
+def test_a_large_record_of_another_key_is_damage_too(cache, store):
+    import numpy as np
+
+    cache.prepare()
+    large = encode(key_of(1), {"x": np.zeros((1 << 20) - 3, np.uint8)}, {"text": "x" * 70_000})
+    name = published(store, large, type(large)(key_of(2), large.blob, large.tensors))
+    assert found(scrub.full(store)) == [(Fault.RECORD, name, key_of(2).hex())]
+
+
+@every_look
+def test_an_index_that_says_something_else_is_named_with_the_shard(store, shards, look):
+    index = Index(Disk(), store.layout.index)
+    rows = index.rows().copy()
+    rows["length"][0] += 1
+    write_index(Disk(), store.layout, index.names, index.sizes, [rows], len(rows))
+    wrong = index.names[rows["shard"][0]]
+    assert found(look(store)) == [(Fault.INDEX, wrong, "")]
+    parts = [one for part in (1, 2, 3) for one in found(scrub.quick(store, Subset(part, 3)))]
+    assert parts == [(Fault.INDEX, wrong, "")]
+
+
+@every_look
+def test_an_index_that_is_behind_is_no_damage(store, shards, look):
+    fill(store, [100])
+    assert found(look(store)) == []
+
+
+@every_look
+@pytest.mark.parametrize("cut", [0, 1, 50, -1])
+def test_a_damaged_index_is_named(store, shards, look, cut):
+    overwrite(store.layout.index, store.layout.index.read_bytes()[:cut])
+    assert found(look(store)) == [(Fault.INDEX, "", "")]
+
+
+def test_an_index_made_anew_while_we_looked_is_judged_as_it_is_now(cache, store, shards):
+    overwrite(store.layout.index, b"nothing")
+    disk = MeddlingDisk("read_into", lambda: Cache(cache.root).kind("scan").rebuild_index())
+    assert found(scrub.full(Cache(cache.root, disk).kind("scan"))) == []
+
+
+def test_shards_that_took_each_others_place_are_named_by_the_index(store, shards):
+    one, other = (store.layout.shard(name) for name in shards[:2])
+    content = one.read_bytes()
+    overwrite(one, other.read_bytes())
+    overwrite(other, content)
+    assert {(fault, shard) for fault, shard, _ in found(scrub.full(store))} == {
+        (Fault.INDEX, name) for name in shards[:2]
+    }
+
+
+def test_parts_are_the_whole_and_share_nothing(store, shards):
+    fill(store, *([number] for number in range(100, 130)))
+    for of in (1, 2, 7):
+        parts = [list(scrub.full(store, Subset(part, of))) for part in range(1, of + 1)]
+        names = [checked.shard for part in parts for checked in part if checked.shard]
+        assert sorted(names) == listed(store)
+        assert sum(not checked.shard for part in parts for checked in part) == 1
+
+
+def test_shards_can_be_asked_for_by_name(store, shards):
+    looked = [checked.shard for checked in scrub.full(store, Named(frozenset(shards[1:]), with_index=True))]
+    assert looked == [*sorted(shards[1:]), ""]
+
+
+@pytest.mark.parametrize("text", ["", "1", "0/3", "4/3", "a/b", "1/2/3", "-1/2", "1/0"])
+def test_what_is_no_part_is_refused(text):
+    with pytest.raises(ConfigError, match="--subset"):
+        Subset.parse(text)
+
+
+def test_memory_does_not_grow_with_the_cache(tmp_path):
+    """A cache of more bytes than the limit, in shards each of which would fit; the index says a lot of records."""
+    root = tmp_path / "cache"
+    code = f"""
+import resource, sys
+import numpy as np
+from pathlib import Path
+from pipeline.store import scrub
+from pipeline.store.cache_folder import Cache
+from tests.store.content import key_of
+store = Cache(Path({str(root)!r})).kind("scan")
+if sys.argv[1] == "fill":
+    noise = np.random.default_rng(0).integers(0, 255, 4 << 20, np.uint8)
+    with store.writer(shard_bytes=64 << 20) as writer:
+        for number in range(50):
+            writer.put(key_of(number), {{"noise": noise}})
+        for number in range(50, 60_000):
+            writer.put(key_of(number), {{}})
+    store.write_index()
+else:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert sum(checked.judged for checked in scrub.full(store)) == 60_000
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    run = [sys.executable, "-c", code]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    subprocess.run([*run, "fill"], check=True, env=environment)
+    done = subprocess.run([*run, "scrub"], check=True, env=environment, capture_output=True, text=True)
+    assert int(done.stdout) < 40_000  # KiB above what the interpreter and its modules take

@@ -1,0 +1,277 @@
+"""Topologies of AMBER: atoms, chains and bonds as they are told, what is refused, and the file beside them."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import parmed
+import pytest
+from scipy.io import netcdf_file
+
+from pipeline.graphs import atom_graph
+from pipeline.graphs.item_graph import Recipe as GraphRecipe
+from pipeline.keys import content_digest, tagged_key
+from pipeline.records import Inventory, Item, Kind, Part, Reason, Role
+from pipeline.structures.atoms import Unusable, text
+from pipeline.structures.inventory import Complex, Recipe, examine, item_key, plain
+from pipeline.structures.parsing.amber import candidates
+from pipeline.structures.parsing.read_structure import Reading, parse, parser_of
+from pipeline.structures.parsing.second_parser import NotComparable, read_second
+from pipeline.structures.parsing.structure_files import paths, plain_files
+from pipeline.structures.policy import Policy, Structure, apply
+from tests.structures.parsing.amber_text import complex_files, edited, write_complex
+from tests.structures.pdb_text import chain
+
+KEEP = Recipe(policy=Policy(ligands="keep"))
+LIMIT = 1 << 20
+
+
+def structure(topology: bytes | None = None, coordinates: bytes | None = None, **policy: str) -> Structure:
+    own, beside = complex_files()
+    table = parse(topology or own, "amber", Reading(), beside=coordinates or beside)
+    return apply(table, Policy(**policy))  # type: ignore[arg-type]
+
+
+def refused(topology: bytes | None = None, coordinates: bytes | None = None) -> Unusable:
+    with pytest.raises(Unusable) as caught:
+        structure(topology, coordinates, ligands="keep")
+    return caught.value
+
+
+def item_of(path: Path, *chains: str) -> Item:
+    sides = zip((Role.RECEPTOR, Role.LIGAND), chains, strict=False)
+    parts = tuple(Part(role, str(path), tuple(names.split(","))) for role, names in sides)
+    return Item("x", parts=parts or (Part(Role.WHOLE, str(path)),))
+
+
+def read(item: Item, recipe: Recipe = KEEP) -> tuple[Inventory, Complex | None]:
+    return examine(item, plain_files(LIMIT).of(item), recipe)
+
+
+def key(item: Item) -> bytes:
+    files = plain_files(LIMIT).of(item)
+    return item_key(item, KEEP, {path: file.digest for path, file in files.items()})
+
+
+def test_strands_are_chains_and_all_else_is_in_the_chain_without_a_name() -> None:
+    found = structure(ligands="keep").chains
+    assert [(one.name, one.kind, one.sequence) for one in found] == [
+        ("A", Kind.RNA, "AGU"),
+        ("B", Kind.RNA, "CG"),
+        ("_:LIG:6", Kind.OTHER, ""),
+        ("_:Na+:7", Kind.OTHER, ""),
+    ]
+
+
+def test_waters_are_dropped_always_and_molecules_by_policy() -> None:
+    dropped = structure()
+    assert [one.name for one in dropped.chains] == ["A", "B"]
+    assert (dropped.notes["waters"], dropped.notes["ligands"]) == (2, 2)
+    assert structure(ligands="keep").notes["waters"] == 2
+
+
+def test_every_bond_of_every_atom_that_is_kept_is_the_one_parmed_has(tmp_path: Path) -> None:
+    theirs = parmed.load_file(str(write_complex(tmp_path)))
+    wanted = {frozenset((bond.atom1.idx, bond.atom2.idx)) for bond in theirs.bonds if bond.atom1.residue.name != "WAT"}
+    ours = structure(ligands="keep")
+    names = [(one.residue.idx + 1, one.name) for one in theirs.atoms]
+    label = [
+        (int(ours.number_R[residue]), text(name)) for residue, name in zip(ours.residue_A, ours.name_A, strict=True)
+    ]
+    links = ours.links()
+    assert links.is_complete
+    assert {frozenset(label[one] for one in pair) for pair in links.atoms_L2.tolist()} == {
+        frozenset(names[one] for one in pair) for pair in wanted
+    }
+    assert len(links.atoms_L2) == len(wanted) == 5 * 8 + 3 + 3
+
+
+def test_the_graph_has_those_bonds_and_what_follows_from_them(tmp_path: Path) -> None:
+    _, found = read(item_of(write_complex(tmp_path), "A,B", "_:LIG"))
+    assert found is not None
+    graph = atom_graph.build(found, GraphRecipe(nodes="atom", hydrogens=True, contacts=None))
+    rna, ligand = graph.parts
+    assert rna.edges["bond"].shape[1] == 2 * (5 * 8 + 3)
+    assert ligand.edges["bond"].T.tolist() == [[1, 0], [3, 0], [0, 1], [2, 1], [1, 2], [0, 3]]
+    assert ligand.paths["angle"].tolist() == [[0, 1, 2], [1, 0, 3]]
+    assert ligand.paths["dihedral"].tolist() == [[2, 1, 0, 3]]
+    assert ligand.nodes["element"].tolist() == [6, 7, 17, 1]
+    without = atom_graph.build(found, GraphRecipe(nodes="atom", contacts=None)).parts
+    assert [part.edges["bond"].shape[1] for part in without] == [2 * (5 * 7 + 3), 4]
+    assert {bytes(name).rstrip(b"\0") for name in rna.residues["name"]} == {b"A", b"C", b"G", b"U"}
+
+
+def test_a_bond_longer_than_any_is_refused_by_the_graph_and_named(tmp_path: Path) -> None:
+    path = write_complex(tmp_path)
+    beside = path.with_suffix(".inpcrd")
+    lines = beside.read_text().splitlines()
+    lines[2] = f"{99:12.7f}" + lines[2][12:]
+    beside.write_text("\n".join(lines))
+    _, found = read(item_of(path))
+    assert found is not None
+    with pytest.raises(Unusable, match=r"P of A 1 in chain A and O5' of A 1 in chain A are bonded, .* 98\.\d+ Å apart"):
+        atom_graph.build(found, GraphRecipe(nodes="atom", contacts=None))
+
+
+def test_coordinates_are_read_from_netcdf_as_from_text() -> None:
+    packed = io.BytesIO()
+    own = structure().pos_A3
+    all_A3 = parse(complex_files()[0], "amber", Reading(), beside=complex_files()[1]).pos_A3
+    file = netcdf_file(packed, "w")
+    file.createDimension("atom", len(all_A3))
+    file.createDimension("spatial", 3)
+    file.createVariable("coordinates", "f8", ("atom", "spatial"))[:] = all_A3
+    file.flush()
+    assert np.array_equal(structure(coordinates=packed.getvalue()).pos_A3, own)
+    told = refused(coordinates=packed.getvalue()[:200])
+    assert told.reason is Reason.PARSE_ERROR
+    assert "NetCDF" in told.detail or "coordinates" in told.detail
+
+
+def test_without_atomic_numbers_masses_tell_the_elements() -> None:
+    old = structure(edited("ATOMIC_NUMBER", None), ligands="keep")
+    assert np.array_equal(old.element_A, structure(ligands="keep").element_A)
+
+
+@pytest.mark.parametrize(
+    ("topology", "told"),
+    [
+        (b"hello\n", "not an AMBER topology"),
+        (edited("BONDS_INC_HYDROGEN", None), "no %FLAG BONDS_INC_HYDROGEN"),
+        (edited("BONDS_WITHOUT_HYDROGEN", lambda body: body.rsplit("\n", 2)[0] + "\n"), "and POINTERS say"),
+        (edited("ATOM_NAME", lambda body: body[:40] + "\n"), "%FLAG ATOM_NAME holds 10 values"),
+        (
+            edited("RESIDUE_POINTER", lambda body: body.replace("      10", "       x", 1)),
+            "%FLAG RESIDUE_POINTER: invalid",
+        ),
+        (edited("RESIDUE_POINTER", lambda body: body.replace("      10", "      99", 1)), "do not follow each other"),
+        (edited("BONDS_INC_HYDROGEN", lambda body: " 9999999" + body[8:]), "a bond between the atoms"),
+        (edited("ATOMIC_NUMBER", lambda body: "       0" + body[8:]), r"atom 1 \(P of A5 1\) is of no element \(0\)"),
+        (edited("ATOMIC_NUMBER", lambda body: body.replace("      17", "     170")), "CL1 of LIG 6"),
+        (complex_files()[0].replace(b"%FORMAT(20a4)", b"%FORMAT(20a0)"), "%FLAG ATOM_NAME"),
+        (complex_files()[0][:3000], "the topology has no %FLAG|POINTERS say"),
+    ],
+)
+def test_a_broken_topology_is_refused_with_what_is_wrong(topology: bytes, told: str) -> None:
+    problem = refused(topology)
+    assert problem.reason is Reason.PARSE_ERROR
+    assert re.search(told, problem.detail)
+
+
+def change(line: int, text: str) -> bytes:
+    lines = complex_files()[1].decode().splitlines()
+    return "\n".join([*lines[:line], text, *lines[line + 1 :]]).encode()
+
+
+@pytest.mark.parametrize(
+    ("coordinates", "told"),
+    [
+        (change(1, "   12"), "of 12 atoms, the topology of 56"),
+        (change(1, "  0.123   4.567"), "no AMBER restart"),
+        (b"one line", "no AMBER restart"),
+        (complex_files()[1][:400], "the coordinates of 56 atoms are"),
+        (change(2, " " * 36 + "*" * 36), "or one is none"),
+        (change(2, " " * 9 + "nan" + "   0.1000000" * 5), "not a finite number"),
+    ],
+)
+def test_broken_coordinates_are_refused_with_what_is_wrong(coordinates: bytes, told: str) -> None:
+    problem = refused(coordinates=coordinates)
+    assert problem.reason is Reason.PARSE_ERROR
+    assert told in problem.detail
+
+
+def test_the_coordinates_are_part_of_the_item_and_of_its_key(tmp_path: Path) -> None:
+    item = item_of(write_complex(tmp_path), "A", "B")
+    beside = tmp_path / "x.inpcrd"
+    assert paths(item) == [str(tmp_path / "x.prmtop"), str(beside)]
+    before = key(item)
+    contents = {one.content for one in read(item)[0].partners}
+    beside.write_bytes(beside.read_bytes().replace(b"0.4000000", b"0.4000001", 1))
+    assert key(item) != before
+    assert {one.content for one in read(item)[0].partners}.isdisjoint(contents)
+
+
+@pytest.mark.parametrize("ending", [".rst7", ".crd"])
+def test_other_names_of_coordinates_are_found(tmp_path: Path, ending: str) -> None:
+    assert read(item_of(write_complex(tmp_path, ending)))[0].reason is None
+
+
+def test_a_topology_without_coordinates_misses_a_file(tmp_path: Path) -> None:
+    path = write_complex(tmp_path)
+    path.with_suffix(".inpcrd").unlink()
+    with pytest.raises(Unusable, match=r"no such file: .*x\.inpcrd, nor one ending in \.rst7 \.crd") as caught:
+        plain_files(LIMIT).of(item_of(path))
+    assert caught.value.reason is Reason.MISSING_FILE
+
+
+def test_the_parser_is_part_of_the_key_of_a_topology_and_of_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pdb = tmp_path / "y.pdb"
+    pdb.write_text(chain("A", "ALA", "GLY"))
+    items = (item_of(write_complex(tmp_path)), item_of(pdb))
+    before = [key(one) for one in items]
+    monkeypatch.setattr("pipeline.structures.parsing.read_structure._version", lambda _name: "0")
+    parser_of.cache_clear()
+    assert [key(one) == was for one, was in zip(items, before, strict=True)] == [False, True]
+    parser_of.cache_clear()
+
+
+@pytest.mark.parametrize("form", ["pdb", "mmcif"])
+def test_a_key_without_topologies_is_of_what_it_always_was(form: str) -> None:
+    path, digest = f"k.{form}", content_digest(b"k").hex()
+    item = Item("k", parts=(Part(Role.COMPLEX, path),))
+    parts = [[Role.COMPLEX, digest, form, parser_of(form), (), (), None]]
+    wanted = tagged_key("scan", plain(KEEP), {"parts": parts, "bound": []})
+    assert item_key(item, KEEP, {path: digest, "k.inpcrd": digest}) == wanted
+
+
+def test_without_parmed_the_command_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_complex(tmp_path)
+    monkeypatch.setitem(sys.modules, "parmed", None)
+    with pytest.raises(Unusable, match=r"pip install 'pipeline\[molecules\]'") as caught:
+        plain_files(LIMIT).of(item_of(path))
+    assert caught.value.reason is Reason.NEEDS_EXTRA
+
+
+def test_a_second_model_or_an_assembly_is_not_there() -> None:
+    for reading, reason in (
+        (Reading(model=2), Reason.MISSING_MODEL),
+        (Reading(assembly="1"), Reason.MISSING_ASSEMBLY),
+    ):
+        with pytest.raises(Unusable) as caught:
+            parse(complex_files()[0], "amber", reading, beside=complex_files()[1])
+        assert caught.value.reason is reason
+
+
+def test_the_second_parser_says_that_it_has_nothing_to_say() -> None:
+    with pytest.raises(NotComparable, match="AMBER"):
+        read_second(complex_files()[0], "amber", Reading())
+
+
+@pytest.mark.parametrize(
+    ("path", "stem"),
+    [
+        ("a.b/x.prmtop", "a.b/x"),
+        ("a/x.y.parm7", "a/x.y"),
+        ("x.PRMTOP.gz", "x"),
+        ("x.top", None),
+        ("prmtop", None),
+        ("x.prmtop/y.pdb", None),
+    ],
+)
+def test_coordinates_are_named_like_their_topology(path: str, stem: str | None) -> None:
+    endings = [ending + packed for packed in ("", ".gz") for ending in (".inpcrd", ".rst7", ".crd")]
+    assert list(candidates(path)) == ([] if stem is None else [stem + ending for ending in endings])
+
+
+def test_packed_files_are_read_like_plain_ones(tmp_path: Path) -> None:
+    for name, data in zip(("x.prmtop.gz", "x.rst7.gz"), complex_files(), strict=True):
+        (tmp_path / name).write_bytes(gzip.compress(data))
+    inventory, _ = read(item_of(tmp_path / "x.prmtop.gz", "A,B", "_:LIG"))
+    assert [one.residues for one in inventory.partners] == [5, 1]

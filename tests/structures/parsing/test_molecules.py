@@ -1,0 +1,348 @@
+"""Ligands in SDF, MOL and MOL2: atoms and bonds as the file tells, and what is refused by name."""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rdkit import Chem, rdBase
+from rdkit.Chem import rdDistGeom
+
+from pipeline.graphs import atom_graph
+from pipeline.graphs.item_graph import Recipe as GraphRecipe
+from pipeline.records import Inventory, Item, Kind, Part, Reason, Role
+from pipeline.structures.atoms import AtomTable, Unusable, text
+from pipeline.structures.inventory import Complex, Recipe, examine
+from pipeline.structures.parsing.read_structure import Reading, format_of, parse, parser_of
+from pipeline.structures.parsing.second_parser import NotComparable, read_second
+from pipeline.structures.parsing.structure_files import plain_files
+from tests.structures.parsing.molecule_text import ACETAMIDE, THEOPHYLLINE
+from tests.structures.pdb_text import chain
+
+LIMIT = 1 << 20
+ATOMS = GraphRecipe(nodes="atom", contacts=None)
+
+
+def table(block: str, form: str = "sdf") -> AtomTable:
+    return parse(block.encode(), form, Reading())
+
+
+def refused(block: str, form: str = "sdf") -> Unusable:
+    with pytest.raises(Unusable) as caught:
+        table(block, form)
+    return caught.value
+
+
+def bonds(one: AtomTable) -> set[tuple[int, ...]]:
+    assert one.links().is_complete
+    return {tuple(pair) for pair in one.links().atoms_L2.tolist()}
+
+
+def bonds_of(molecule: Any) -> set[tuple[int, ...]]:
+    return {tuple(sorted((bond.GetBeginAtomIdx(), bond.GetEndAtomIdx()))) for bond in molecule.GetBonds()}
+
+
+def made(smiles: str) -> Any:
+    molecule = Chem.AddHs(Chem.MolFromSmiles(smiles))
+    assert rdDistGeom.EmbedMolecule(molecule, randomSeed=7) == 0
+    return molecule
+
+
+def read(folder: Path, name: str, content: str | bytes) -> tuple[Inventory, Complex | None]:
+    """Return what is read of a file that is one side, beside a chain of protein."""
+    (folder / "r.pdb").write_text(chain("A", "ALA", "GLY", "SER"))
+    path = folder / name
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    parts = (Part(Role.RECEPTOR, str(folder / "r.pdb")), Part(Role.LIGAND, str(path)))
+    item = Item("x", parts=parts)
+    return examine(item, plain_files(LIMIT).of(item), Recipe())
+
+
+def test_theophylline_has_the_atoms_and_bonds_of_its_lines() -> None:
+    one = table(THEOPHYLLINE)
+    lines = THEOPHYLLINE.splitlines()
+    wanted = {tuple(sorted((int(line[:3]) - 1, int(line[3:6]) - 1))) for line in lines[4 + 21 : 4 + 21 + 22]}
+    assert bonds(one) == wanted
+    assert len(wanted) == 22
+    assert one.element_A.tolist() == [{"C": 6, "N": 7, "O": 8, "H": 1}[line[31]] for line in lines[4 : 4 + 21]]
+    assert one.pos_A3[0].tolist() == [-2.9147, -0.3889, -0.0322]
+    assert [text(name) for name in one.name_A[:5]] == ["C1", "N1", "C2", "O1", "C3"]
+    assert not one.notes
+
+
+@pytest.mark.parametrize(
+    "smiles", ["Cn1c(=O)c2[nH]cnc2n(C)c1=O", "O=C([O-])c1ccc(Br)cc1I", "C[N+](C)(C)CCOP(=O)([O-])O"]
+)
+@pytest.mark.parametrize("version", ["V2000", "V3000"])
+def test_a_molecule_has_the_bonds_that_rdkit_has(smiles: str, version: str) -> None:
+    molecule = made(smiles)
+    block = Chem.MolToMolBlock(molecule) if version == "V2000" else Chem.MolToV3KMolBlock(molecule)
+    assert version in block
+    one = table(block)
+    assert bonds(one) == bonds_of(molecule)
+    assert one.element_A.tolist() == [each.GetAtomicNum() for each in molecule.GetAtoms()]
+    assert np.abs(one.pos_A3 - molecule.GetConformer().GetPositions()).max() < 1e-4
+
+
+def test_a_mol2_file_has_the_names_and_bonds_of_its_lines() -> None:
+    one = table(ACETAMIDE, "mol2")
+    assert [text(name) for name in one.name_A] == ["CT", "C", "O", "N", "H1", "H2", "H3", "HN1", "HN2"]
+    assert bonds(one) == {(0, 1), (1, 2), (1, 3), (0, 4), (0, 5), (0, 6), (3, 7), (3, 8)}
+    assert one.element_A.tolist() == [6, 6, 8, 7, 1, 1, 1, 1, 1]
+    apart = table(ACETAMIDE.replace("     3     2     4   am", "     3     2     4   nc"), "mol2")
+    assert bonds(one) - bonds(apart) == {(1, 3)}
+
+
+def test_line_ends_and_data_behind_a_molecule_change_nothing() -> None:
+    for block in (THEOPHYLLINE.replace("\n", "\r\n"), THEOPHYLLINE + ">  <affinity>\n6.5\n\n$$$$\n"):
+        assert bonds(table(block)) == bonds(table(THEOPHYLLINE))
+
+
+@pytest.mark.parametrize("name", ["l.sdf", "l.mol", "l.SDF", "l.sdf.gz", "l.mol2"])
+def test_a_ligand_of_its_own_file_is_kept_whatever_is_done_with_molecules(tmp_path: Path, name: str) -> None:
+    content = (ACETAMIDE if "mol2" in name else THEOPHYLLINE).encode()
+    inventory, found = read(tmp_path, name, gzip.compress(content) if name.endswith(".gz") else content)
+    assert found is not None, inventory
+    (one,) = found.partners[Role.LIGAND].chains
+    assert (one.name, one.kind, one.atoms) == ("_:LIG:1", Kind.OTHER, 9 if "mol2" in name else 21)
+
+
+def test_the_graph_has_those_bonds_with_hydrogens_or_without(tmp_path: Path) -> None:
+    _, found = read(tmp_path, "l.sdf", THEOPHYLLINE)
+    assert found is not None
+    ligand = atom_graph.build(found, ATOMS).parts[1]
+    heavy = {pair for pair in bonds(table(THEOPHYLLINE)) if max(pair) < 13}
+    assert {tuple(sorted(pair)) for pair in ligand.edges["bond"].T.tolist()} == heavy
+    assert (ligand.size, len(heavy)) == (13, 14)
+    full = atom_graph.build(found, GraphRecipe(nodes="atom", contacts=None, hydrogens=True)).parts[1]
+    assert {tuple(sorted(pair)) for pair in full.edges["bond"].T.tolist()} == bonds(table(THEOPHYLLINE))
+
+
+def test_no_distance_makes_or_breaks_a_bond_that_the_file_tells_of(tmp_path: Path) -> None:
+    squeezed = THEOPHYLLINE.replace("   -2.9147   -0.3889   -0.0322", "   -0.4000   -0.9000    0.9000")
+    _, found = read(tmp_path, "l.sdf", squeezed)
+    assert found is not None
+    ligand = atom_graph.build(found, ATOMS).parts[1]
+    assert ligand.edges["bond"].shape[1] == 2 * 14
+    far = THEOPHYLLINE.replace("   -2.9147", "   -9.9147")
+    _, found = read(tmp_path, "l.sdf", far)
+    assert found is not None
+    with pytest.raises(Unusable, match=r"C1 of LIG 1 in chain _:LIG:1 and N1 .* 8\.44 Å apart"):
+        atom_graph.build(found, ATOMS)
+
+
+@pytest.mark.parametrize("symbol", ["R#", "*", "LP", "A", "Q", "L"])
+def test_an_atom_of_no_element_is_refused_by_its_number(symbol: str) -> None:
+    problem = refused(THEOPHYLLINE.replace(" C  ", f" {symbol:<3}", 1))
+    assert problem.reason is Reason.PARSE_ERROR
+    assert "atom 1 is " in problem.detail
+    assert problem.detail.endswith("no element")
+
+
+@pytest.mark.parametrize(
+    ("block", "reason", "told"),
+    [
+        (THEOPHYLLINE.replace(" C  ", " Xx ", 1), Reason.PARSE_ERROR, "Element 'Xx' not found"),
+        (THEOPHYLLINE.replace("   -2.9147", "   -2.x147"), Reason.PARSE_ERROR, "coordinates on line 5"),
+        (THEOPHYLLINE.replace("  1  2  1  0", "  1 99  1  0"), Reason.PARSE_ERROR, "98 < 21"),
+        (THEOPHYLLINE.replace("  1  2  1  0", "  1  1  1  0"), Reason.PARSE_ERROR, "self-bond"),
+        (THEOPHYLLINE[:700], Reason.PARSE_ERROR, "EOF hit while reading atoms"),
+        (THEOPHYLLINE.replace("M  END\n", ""), Reason.PARSE_ERROR, "line 48"),
+        (THEOPHYLLINE.replace(" 21 22 ", " 21 20 "), Reason.PARSE_ERROR, "line 46"),
+        ("hello\n", Reason.PARSE_ERROR, "Counts line too short"),
+        ("$$$$\n", Reason.NO_ATOMS, "no molecule"),
+        ("x\n\n\n  0  0  0  0  0  0  0  0  0  0999 V2000\nM  END\n", Reason.NO_ATOMS, "no atoms"),
+        ((THEOPHYLLINE + "$$$$\n") * 3, Reason.AMBIGUOUS_PARTNERS, "3 molecules"),
+    ],
+)
+def test_a_broken_sdf_is_refused_with_what_rdkit_says(
+    block: str, reason: Reason, told: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    problem = refused(block)
+    assert (problem.reason, told in problem.detail) == (reason, True), problem.detail
+    assert len(problem.detail) < 300
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("C.3 ", "c3  ", "Element 'c3' not found; a MOL2 file has SYBYL's atom types"),
+        ("O.2", "LP ", "atom 3 (O) has the type LP, no element"),
+        ("O.2", "Du ", "atom 3 (O) has the type Du, no element"),
+        (" 9 8 1", " 8 8 1", "says 8 atoms and has 9"),
+        (" 9 8 1", " 9 7 1", "says 7 bonds and has 8"),
+        ("     2     2     3    2", "     2     2     3    x", "bond 2 (atoms 2 and 3) has the type x"),
+        ("     2     2     3    2", "     2     2    33    2", "no whole molecule"),
+    ],
+)
+def test_a_broken_mol2_is_refused_and_nothing_is_left_out_in_silence(
+    old: str, new: str, told: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert old in ACETAMIDE
+    problem = refused(ACETAMIDE.replace(old, new), "mol2")
+    assert problem.reason is Reason.PARSE_ERROR
+    assert told in problem.detail
+    assert capfd.readouterr().err == ""
+
+
+def test_a_mol2_of_two_molecules_or_none_is_refused() -> None:
+    assert refused(ACETAMIDE * 2, "mol2").reason is Reason.AMBIGUOUS_PARTNERS
+    assert refused("hello\n", "mol2").reason is Reason.NO_ATOMS
+
+
+def flat(block: str, *, keep: bool) -> str:
+    """Return a block with every z, or every coordinate, 0."""
+    lines = block.splitlines()
+    for at in range(4, 25):
+        lines[at] = (lines[at][:20] if keep else f"{0:10.4f}" * 2) + f"{0:10.4f}" + lines[at][30:]
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("letter", ["\xe9", "\N{GREEK SMALL LETTER ALPHA}"])
+def test_letters_beyond_ascii_are_refused_where_they_count_and_no_matter_elsewhere(letter: str) -> None:
+    assert bonds(table(THEOPHYLLINE.replace("theophylline", f"th{letter}ophylline"))) == bonds(table(THEOPHYLLINE))
+    assert refused(THEOPHYLLINE.replace("   -2.9147", f"   -2.{letter}147")).reason is Reason.PARSE_ERROR
+
+
+@pytest.mark.parametrize(("keep", "told"), [(True, "as in a drawing"), (False, "all coordinates are 0")])
+def test_a_drawing_is_no_structure(keep: bool, told: str) -> None:
+    for block in (flat(THEOPHYLLINE, keep=keep), flat(THEOPHYLLINE, keep=keep).replace("3D", "2D")):
+        problem = refused(block)
+        assert problem.reason is Reason.PARSE_ERROR
+        assert told in problem.detail
+
+
+def test_coordinates_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    inventory, _ = read(tmp_path, "l.mol2", ACETAMIDE.replace("0.5200", "   nan"))
+    assert inventory.reason is Reason.PARSE_ERROR
+    assert "not a finite number" in inventory.detail
+
+
+def aromatic(block: str) -> str:
+    """Return a block all of whose bonds are aromatic, which none of its hydrogens can have."""
+    lines = block.splitlines()
+    return "\n".join(line[:6] + "  4" + line[9:] if 25 <= at < 47 else line for at, line in enumerate(lines)) + "\n"
+
+
+@pytest.mark.parametrize("block", [aromatic(THEOPHYLLINE), THEOPHYLLINE.replace("  1  2  1  0", "  1  2  3  0")])
+def test_what_cannot_be_sanitised_is_read_and_counted(
+    block: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert bonds(table(block)) == bonds(table(THEOPHYLLINE))
+    inventory, _ = read(tmp_path, "l.sdf", block)
+    assert inventory.partners[1].notes["unsanitised"] == 1
+    assert capfd.readouterr().err == ""
+    assert "unsanitised" not in read(tmp_path, "m.sdf", THEOPHYLLINE)[0].partners[1].notes
+
+
+def test_deuterium_is_hydrogen_and_a_hydrogen_bond_is_no_bond() -> None:
+    assert table(THEOPHYLLINE.replace(" H  ", " D  ", 1)).element_A[13] == 1
+    block = Chem.MolToV3KMolBlock(made("CCO"))
+    first = "M  V30 1 1 1 2"
+    assert bonds(table(block)) - bonds(table(block.replace(first, "M  V30 1 10 1 2"))) == {(0, 1)}
+
+
+def test_rdkit_speaks_as_before_once_a_file_is_read(capfd: pytest.CaptureFixture[str]) -> None:
+    refused(THEOPHYLLINE.replace(" C  ", " Xx ", 1))
+    assert capfd.readouterr().err == ""
+    assert Chem.MolFromSmiles("C1CC") is None
+    assert "unclosed ring" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_an_unbound_molecule_whose_atoms_are_in_another_order_is_refused(tmp_path: Path, is_same: bool) -> None:
+    bound = THEOPHYLLINE if is_same else THEOPHYLLINE.replace("  1  2  1  0", "  1  4  1  0")
+    (tmp_path / "r.pdb").write_text(chain("A", "ALA", "GLY", "SER"))
+    (tmp_path / "u.sdf").write_text(THEOPHYLLINE)
+    (tmp_path / "b.sdf").write_text(bound)
+    receptor = Part(Role.RECEPTOR, str(tmp_path / "r.pdb"))
+    ligand, there = (Part(Role.LIGAND, str(tmp_path / name)) for name in ("u.sdf", "b.sdf"))
+    item = Item("x", parts=(receptor, ligand), bound=(receptor, there))
+    inventory, found = examine(item, plain_files(LIMIT).of(item), Recipe())
+    assert found is not None, inventory
+    recipe = GraphRecipe(nodes="atom", contacts=9.0)
+    if is_same:
+        assert atom_graph.build(found, recipe).parts[1].nodes["labelled"].all()
+        return
+    with pytest.raises(Unusable, match=r"C1 of LIG 1 .* give both files their atoms in one order") as caught:
+        atom_graph.build(found, recipe)
+    assert caught.value.reason is Reason.SEQUENCE_MISMATCH
+
+
+def test_without_rdkit_the_command_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rdkit", None)
+    for name in ("x.sdf", "x.mol2.gz"):
+        (tmp_path / name).write_text(THEOPHYLLINE)
+        item = Item("x", parts=(Part(Role.WHOLE, str(tmp_path / name)),))
+        with pytest.raises(Unusable, match=r"pip install 'pipeline\[molecules\]'") as caught:
+            plain_files(LIMIT).of(item)
+        assert caught.value.reason is Reason.NEEDS_EXTRA
+
+
+def test_a_file_beyond_the_limit_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "x.sdf").write_text(THEOPHYLLINE)
+    item = Item("x", parts=(Part(Role.WHOLE, str(tmp_path / "x.sdf")),))
+    with pytest.raises(Unusable) as caught:
+        plain_files(100).of(item)
+    assert caught.value.reason is Reason.FILE_TOO_LARGE
+
+
+def test_a_model_an_assembly_and_a_second_opinion_are_not_to_be_had() -> None:
+    for reading, reason in (
+        (Reading(model=2), Reason.MISSING_MODEL),
+        (Reading(assembly="1"), Reason.MISSING_ASSEMBLY),
+    ):
+        with pytest.raises(Unusable) as caught:
+            parse(THEOPHYLLINE.encode(), "sdf", reading)
+        assert caught.value.reason is reason
+    for form in ("sdf", "mol2"):
+        with pytest.raises(NotComparable, match="small molecules"):
+            read_second(THEOPHYLLINE.encode(), form, Reading())
+
+
+def test_formats_and_their_parsers_have_names() -> None:
+    names = ("x.sdf", "x.MOL", "x.mol2.gz", "x.prmtop", "x.parm7")
+    assert [format_of(Path(name)) for name in names] == ["sdf", "sdf", "mol2", "amber", "amber"]
+    assert parser_of("sdf").startswith("rdkit-20")
+    assert parser_of("amber").startswith("parmed-")
+
+
+def test_two_threads_hear_of_their_own_molecules_alone() -> None:
+    blocks = [
+        (THEOPHYLLINE.replace("  1  2  1  0", "  1 99  1  0"), "sdf"),
+        (ACETAMIDE.replace("C.3 ", "c3  "), "mol2"),
+    ]
+    alone = [refused(*one).detail for one in blocks]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            heard = [*threads.map(lambda number: refused(*blocks[number % 2]).detail, range(200))]
+    finally:
+        sys.setswitchinterval(before)
+    assert heard == alone * 100
+
+
+def test_the_log_of_rdkit_is_left_as_it_was() -> None:
+    logger = logging.getLogger("rdkit")
+    mine, before = logging.NullHandler(), (logger.handlers, logger.propagate, logger.level)
+    logger.handlers, logger.propagate = [mine], True
+    logger.setLevel(logging.CRITICAL)
+    rdBase.DisableLog("rdApp.error")
+    rdBase.EnableLog("rdApp.info")
+    state = rdBase.LogStatus()
+    try:
+        assert "Counts line too short" in refused("hello\n").detail
+        assert (logger.handlers, logger.propagate, logger.level) == ([mine], True, logging.CRITICAL)
+        assert rdBase.LogStatus() == state
+    finally:
+        rdBase.LogToCppStreams()
+        logger.handlers, logger.propagate, level = before
+        logger.setLevel(level)

@@ -1,0 +1,322 @@
+"""Weights to begin with: from any form, held against the model, and nothing in them is executed."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import zipfile
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from pipeline.errors import ConfigError, DataError
+from pipeline.training.checkpoints.checkpoint_folder import State
+from pipeline.training.checkpoints.pretrained import load_pretrained
+from pipeline.training.checkpoints.training_state import pack
+from tests.training.checkpoints.saved import checkpoints, spoil
+
+
+class Net(nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width))
+        self.head = nn.Linear(width, 2)
+
+
+def weights(width=4):
+    torch.manual_seed(7)
+    return {name: torch.rand_like(one.float()).to(one.dtype) for name, one in Net(width).state_dict().items()}
+
+
+def is_filled(model, wanted):
+    return all(torch.equal(one, wanted[name].to(one.dtype)) for name, one in model.state_dict().items())
+
+
+def copies(model):
+    return {name: one.clone() for name, one in model.state_dict().items()}
+
+
+def write_hugging_face(folder, parts):
+    folder.mkdir()
+    names, where = sorted(weights()), {}
+    for part in range(parts):
+        file = f"model-{part + 1:05d}-of-{parts:05d}.safetensors" if parts > 1 else "model.safetensors"
+        where |= dict.fromkeys(names[part::parts], file)
+        save_file({name: weights()[name] for name in names[part::parts]}, folder / file)
+    if parts > 1:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    return folder
+
+
+def write_checkpoint(folder, model, averages=None):
+    packed = pack(model, averages=averages)
+    made = checkpoints(folder)
+    made.save(State(packed.tensors, packed.data), 5)
+    return folder / "step-00000005"
+
+
+@pytest.mark.parametrize("suffix", ["pt", "pth", "ckpt", "bin"])
+@pytest.mark.parametrize("nested", [None, "state_dict", "model", "model_state_dict"])
+def test_a_file_of_torch_is_loaded_wherever_the_weights_are_in_it(tmp_path, suffix, nested):
+    content = weights() if nested is None else {"epoch": 3, nested: weights(), "optimizer": {"state": {}}}
+    torch.save(content, path := tmp_path / f"w.{suffix}")
+    model = Net()
+    report = load_pretrained(model, path)
+    assert is_filled(model, weights())
+    assert report.is_whole
+    assert (report.loaded, report.converted, report.prefix) == (9, 0, "")
+
+
+def test_the_old_form_of_torchs_files_is_loaded_too(tmp_path):
+    torch.save(weights(), path := tmp_path / "w.pt", _use_new_zipfile_serialization=False)
+    load_pretrained(model := Net(), path)
+    assert is_filled(model, weights())
+
+
+@pytest.mark.parametrize(
+    "prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "model.", "net."]
+)
+def test_what_wraps_a_whole_model_is_taken_off(tmp_path, prefix):
+    torch.save({f"{prefix}{name}": one for name, one in weights().items()}, path := tmp_path / "w.pt")
+    report = load_pretrained(model := Net(), path)
+    assert is_filled(model, weights())
+    assert report.prefix == prefix.replace("_orig_mod.", "")
+
+
+def test_what_wraps_a_part_is_taken_off(tmp_path):
+    torch.save(
+        {name.replace("encoder.", "encoder._orig_mod."): one for name, one in weights().items()}, tmp_path / "w.pt"
+    )
+    load_pretrained(model := Net(), tmp_path / "w.pt")
+    assert is_filled(model, weights())
+
+
+def test_a_model_whose_names_begin_like_a_wrapper_keeps_them(tmp_path):
+    outer = nn.Module()
+    outer.module = Net()
+    torch.save({f"module.{name}": one for name, one in weights().items()}, tmp_path / "w.pt")
+    assert load_pretrained(outer, tmp_path / "w.pt").prefix == ""
+    assert is_filled(outer.module, weights())
+
+
+def test_a_safetensors_file_is_loaded(tmp_path):
+    save_file(weights(), path := tmp_path / "w.safetensors")
+    load_pretrained(model := Net(), path)
+    assert is_filled(model, weights())
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_hugging_face_folder_is_loaded_from_one_file_or_from_parts(tmp_path, parts):
+    load_pretrained(model := Net(), write_hugging_face(tmp_path / "f", parts))
+    assert is_filled(model, weights())
+
+
+def test_a_folder_with_a_part_missing_says_which(tmp_path):
+    folder = write_hugging_face(tmp_path / "f", 3)
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(DataError, match="1 of its 3 parts are missing: model-00002-of-00003"):
+        load_pretrained(Net(), folder)
+
+
+def test_an_index_that_leads_out_of_its_folder_is_refused(tmp_path):
+    folder = write_hugging_face(tmp_path / "f", 3)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../x.safetensors"}}))
+    with pytest.raises(DataError, match="names no parts in its folder"):
+        load_pretrained(Net(), folder)
+
+
+def test_of_our_own_checkpoints_the_averages_are_taken_and_the_rest_from_the_model(tmp_path):
+    source = Net()
+    source.load_state_dict(weights())
+    averages = {name: one.detach() + 1 for name, one in source.named_parameters()}
+    report = load_pretrained(model := Net(), write_checkpoint(tmp_path, source, averages))
+    assert is_filled(model, weights() | averages)
+    assert report.averages == len(averages) == 6
+    assert report.loaded == 9
+
+
+def test_our_own_checkpoint_without_averages_gives_the_model(tmp_path):
+    source = Net()
+    source.load_state_dict(weights())
+    report = load_pretrained(model := Net(), write_checkpoint(tmp_path, source))
+    assert is_filled(model, weights())
+    assert report.averages == 0
+
+
+def test_a_damaged_checkpoint_of_ours_is_refused(tmp_path):
+    path = write_checkpoint(tmp_path, Net())
+    spoil(path / "state.safetensors", lambda content: content.__setitem__(-1, content[-1] ^ 1))
+    before = copies(model := Net())
+    with pytest.raises(Exception, match="has other bytes than were written"):
+        load_pretrained(model, path)
+    assert is_filled(model, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_another_precision_is_converted_and_counted(tmp_path, dtype):
+    other = {name: one.to(dtype) if one.is_floating_point() else one for name, one in weights().items()}
+    torch.save(other, tmp_path / "w.pt")
+    report = load_pretrained(model := Net(), tmp_path / "w.pt")
+    assert is_filled(model, other)
+    assert {one.dtype for one in model.parameters()} == {torch.float32}
+    assert report.converted == 8
+
+
+def other_weights():
+    """Return weights with something missing, something unknown, something of another shape and of another type."""
+    changed = weights()
+    changed["head.wieght"] = changed.pop("head.weight")
+    changed["encoder.0.weight"] = torch.zeros(5, 3)
+    changed["encoder.1.num_batches_tracked"] = torch.tensor(1.0)
+    return changed
+
+
+def test_what_does_not_fit_is_refused_with_the_difference_and_changes_nothing(tmp_path):
+    torch.save(other_weights(), path := tmp_path / "w.pt")
+    before = copies(model := Net())
+    with pytest.raises(ConfigError) as caught:
+        load_pretrained(model, path)
+    assert is_filled(model, before)
+    assert str(caught.value) == (
+        f"train.pretrained: {path}: the weights are not of this model: 6 of its 9 tensors fit\n"
+        "  not in the file (1):\n"
+        "    head.weight   (the file has head.wieght)\n"
+        "  not in the model (1):\n"
+        "    head.wieght\n"
+        "  not alike (2):\n"
+        "    encoder.0.weight: float32[5, 3] in the file, float32[4, 3] in the model\n"
+        "    encoder.1.num_batches_tracked: float32[] in the file, int64[] in the model\n"
+        "  next: name weights of this model, or load only what fits: train.pretrained_partial: true"
+    )
+
+
+def test_partial_loads_what_fits_and_tells_the_rest(tmp_path):
+    torch.save(other_weights(), path := tmp_path / "w.pt")
+    before = copies(model := Net())
+    report = load_pretrained(model, path, partial=True)
+    assert (report.loaded, report.missing, report.unexpected) == (6, ("head.weight",), ("head.wieght",))
+    assert set(report.reshaped) == {"encoder.0.weight", "encoder.1.num_batches_tracked"}
+    kept = {name: before[name] for name in (*report.missing, *report.reshaped)}
+    assert is_filled(model, weights() | kept)
+
+
+def test_weights_of_which_nothing_fits_are_refused_even_partially(tmp_path):
+    torch.save({"x": torch.zeros(1), "y": torch.zeros(2)}, path := tmp_path / "w.pt")
+    with pytest.raises(ConfigError, match="none of its tensors fits"):
+        load_pretrained(Net(), path, partial=True)
+
+
+def test_a_large_difference_is_told_in_a_few_lines(tmp_path):
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(200)))
+    torch.save({f"other.{name}.x": one for name, one in model.state_dict().items()}, path := tmp_path / "w.pt")
+    with pytest.raises(ConfigError) as caught:
+        load_pretrained(model, path)
+    assert len(str(caught.value).splitlines()) <= 20
+    assert "… and 395 more" in str(caught.value)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        self.last.weight = self.first.weight
+
+
+def test_of_tied_parameters_one_is_enough_and_two_must_agree(tmp_path):
+    values, path = torch.rand(3, 3), tmp_path / "w.pt"
+    for name in ("first.weight", "last.weight"):
+        torch.save({name: values}, path)
+        assert load_pretrained(model := Tied(), path).is_whole
+        assert torch.equal(model.first.weight, values)
+    torch.save({"first.weight": values, "last.weight": values + 1}, path)
+    with pytest.raises(ConfigError, match=r"last\.weight: is tied to first\.weight in the model, and has other values"):
+        load_pretrained(Tied(), path)
+
+
+def test_tied_parameters_of_our_checkpoint_fill_a_model_that_does_not_tie_them(tmp_path):
+    source = Tied()
+    free = nn.ModuleDict({"first": nn.Linear(3, 3, bias=False), "last": nn.Linear(3, 3, bias=False)})
+    load_pretrained(free, write_checkpoint(tmp_path, source))
+    assert torch.equal(free["first"].weight, source.first.weight)
+    assert torch.equal(free["last"].weight, source.first.weight)
+
+
+class Evil:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("form", ["zip", "old", "bare pickle"])
+def test_a_malicious_pickle_is_refused_and_not_run(tmp_path, form, partial):
+    content, path = {"state_dict": weights(), "x": Evil(tmp_path / "owned")}, tmp_path / "w.ckpt"
+    if form == "bare pickle":
+        path.write_bytes(pickle.dumps(content["x"]))
+    else:
+        torch.save(content, path, _use_new_zipfile_serialization=form == "zip")
+    before = copies(model := Net())
+    with pytest.raises(DataError) as caught:
+        load_pretrained(model, path, partial=partial)
+    assert not (tmp_path / "owned").exists()
+    assert is_filled(model, before)
+    assert str(path) in caught.value.where
+    assert "ESM" not in str(caught.value)
+    if form != "bare pickle":
+        assert "wants to run code when it is read: its pickle asks for posix.system" in caught.value.what
+        assert "torch.save(model.state_dict(), FILE)" in caught.value.remedy
+        os.system("true")  # the same call would have worked
+
+
+def test_a_whole_pickled_model_is_refused_with_what_to_do(tmp_path):
+    torch.save(Net(), path := tmp_path / "w.pt")
+    with pytest.raises(DataError) as caught:
+        load_pretrained(Net(), path)
+    assert "torch.save(model.state_dict(), FILE)" in str(caught.value)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def without_weights(path):
+    torch.save({"epoch": 3, "lr": 0.1}, path)
+
+
+def archive_of_something_else(path):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a.txt", "hello")
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "words"),
+    [
+        (cut, "truncated"),
+        (empty, "empty"),
+        (without_weights, "holds no weights, but a dict of epoch, lr"),
+        (archive_of_something_else, "torch can read"),
+    ],
+)
+def test_a_file_that_is_no_weights_says_so(tmp_path, spoiled, words):
+    torch.save(weights(), path := tmp_path / "w.pt")
+    spoiled(path)
+    with pytest.raises(DataError, match=words):
+        load_pretrained(Net(), path)
+
+
+def test_paths_that_lead_nowhere_say_what_to_name(tmp_path):
+    with pytest.raises(ConfigError, match="there are no such weights"):
+        load_pretrained(Net(), tmp_path / "none.pt")
+    (tmp_path / "f/step-00000001").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="it holds step-00000001") as caught:
+        load_pretrained(Net(), tmp_path / "f")
+    assert "a step-… folder of ours" in caught.value.remedy

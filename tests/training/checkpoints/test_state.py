@@ -1,0 +1,280 @@
+"""What stands between two steps, taken apart by name and put together again, bit for bit."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from pipeline.errors import ConfigError
+from pipeline.training.checkpoints.checkpoint_folder import State
+from pipeline.training.checkpoints.training_state import (
+    by_name,
+    model_key,
+    model_state,
+    optimizer_state,
+    pack,
+    rng_state,
+    set_rng_state,
+    unpack,
+)
+from tests.training.checkpoints.saved import checkpoints, same_bits
+
+OPTIMIZERS = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, 0.01, betas=(0.8, 0.99), foreach=False),
+    "adamw amsgrad": lambda groups: torch.optim.AdamW(groups, 0.01, amsgrad=True),
+    "adam fused": lambda groups: torch.optim.Adam(groups, 0.01, fused=True),
+    "adam with a tensor as rate": lambda groups: torch.optim.Adam(groups, torch.tensor(0.01), foreach=False),
+    "sgd": lambda groups: torch.optim.SGD(groups, 0.01),
+    "sgd momentum": lambda groups: torch.optim.SGD(groups, 0.01, 0.9, nesterov=True),
+    "adagrad": lambda groups: torch.optim.Adagrad(groups, 0.01),
+}
+
+
+class Net(nn.Module):
+    """A net with everything that is awkward: tied, frozen, unused, 0-dim, statistics, several precisions."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.last.weight = self.first.weight
+        self.norm, self.drop = nn.BatchNorm1d(6), nn.Dropout(0.3)
+        self.frozen, self.unused = nn.Linear(6, 6), nn.Linear(2, 2)
+        self.frozen.requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+        self.turned = nn.Parameter(torch.randn(6, 4).T)
+        self.low = nn.Parameter(torch.randn(6, dtype=torch.bfloat16))
+        self.register_buffer("mask", torch.tensor([True, False]))
+        self.register_buffer("empty", torch.zeros(0, 3))
+
+    def forward(self, x):
+        x = self.drop(self.norm(self.first(x))) * self.scale.float() + self.low.float()
+        return self.last(self.frozen(x)) @ self.turned.T
+
+
+class Training:
+    """A loop in miniature, with averages; all that happens in it comes from its state."""
+
+    def __init__(self, kind="adamw", seed=0):
+        torch.manual_seed(seed)
+        self.model = Net()
+        trained = [one for one in self.model.parameters() if one.requires_grad]
+        groups = [{"params": trained[:2], "weight_decay": 0.1}, {"params": trained[2:]}]
+        self.optimizer = OPTIMIZERS[kind](groups)
+        self.averages = by_name(self.model, trained, [one.detach().clone() for one in trained])
+
+    def steps(self, count):
+        for _ in range(count):
+            x = torch.randn(8, 6) * random.random() + float(np.random.rand())  # noqa: NPY002
+            self.model(x).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            for name, parameter in self.model.named_parameters():
+                if name in self.averages:
+                    self.averages[name].lerp_(parameter.detach(), 0.1)
+        return self
+
+    def packed(self):
+        return pack(self.model, self.optimizer, averages=self.averages)
+
+    def save(self, made, step):
+        packed = self.packed()
+        made.save(State(packed.tensors, {"loop": packed.data}, rng_state()), step)
+
+    def load(self, loaded):
+        unpack(loaded, loaded.data["loop"], self.model, self.optimizer, averages=self.averages)
+        set_rng_state(loaded.own(0).tensors)
+        return self
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_resumed_training_is_bitwise_the_uninterrupted_one(tmp_path, kind, steps_before):
+    made = checkpoints(tmp_path)
+    training = Training(kind).steps(3)
+    training.save(made, 3)
+    wanted = training.steps(3).packed()
+    resumed = Training(kind, seed=5).steps(steps_before).load(made.newest()).steps(3).packed()
+    assert resumed.data == wanted.data
+    assert list(resumed.tensors) == list(wanted.tensors)
+    assert all(same_bits(one, wanted.tensors[name]) for name, one in resumed.tensors.items())
+
+
+def test_names_are_the_models_and_tied_frozen_and_unused_ones_are_as_they_are(tmp_path):
+    training = Training().steps(1)
+    names = set(training.packed().tensors)
+    assert {"model.first.weight", "model.last.weight", "model.frozen.weight", "model.empty"} <= names
+    assert {"optimizer.first.weight.exp_avg", "optimizer.scale.step", "ema.low"} <= names
+    assert not {"optimizer.last.weight.exp_avg", "optimizer.frozen.weight.step", "optimizer.unused.weight.step"} & names
+    training.save(made := checkpoints(tmp_path), 1)
+    assert made.newest().same == {"model.last.weight": "model.first.weight"}
+
+
+def test_how_the_optimizer_goes_about_it_is_not_in_a_checkpoint(tmp_path):
+    Training("adamw").steps(2).save(made := checkpoints(tmp_path), 2)
+    training = Training("adamw")
+    for group in training.optimizer.param_groups:
+        group |= {"foreach": True, "lr": 7.0, "betas": (0.1, 0.2)}
+    training.load(made.newest())
+    assert [group["foreach"] for group in training.optimizer.param_groups] == [True, True]
+    assert [group["weight_decay"] for group in training.optimizer.param_groups] == [0.1, 0.01]
+    assert [(group["lr"], group["betas"]) for group in training.optimizer.param_groups] == [(0.01, (0.8, 0.99))] * 2
+
+
+def test_state_that_is_there_is_filled_and_not_made_anew(tmp_path):
+    Training().steps(2).save(made := checkpoints(tmp_path), 2)
+    training = Training().steps(1)
+    places = {id(one) for state in training.optimizer.state.values() for one in state.values()}
+    training.load(made.newest())
+    assert {id(one) for state in training.optimizer.state.values() for one in state.values()} == places
+
+
+def test_what_wraps_a_model_is_no_part_of_a_name():
+    class Wrapped(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self._orig_mod = inner
+
+    model = Net()
+    names = list(model_state(model))
+    model.first, model.unused = Wrapped(model.first), Wrapped(Wrapped(model.unused))
+    assert sorted(model_state(Wrapped(model))) == sorted(names)
+    optimizer = torch.optim.SGD(model.first.parameters(), 0.1)
+    assert optimizer_state(model, optimizer).data["groups"][0]["parameters"] == ["first.weight", "first.bias"]
+
+
+def test_the_models_key_changes_with_a_name_a_shape_or_a_type_and_not_with_values():
+    keys = {
+        model_key(model) for model in (nn.Linear(2, 3), nn.Linear(3, 2), nn.Linear(2, 3).double(), nn.Bilinear(1, 2, 3))
+    }
+    assert len(keys) == 4
+    assert model_key(nn.Linear(2, 3)) in keys
+
+
+def test_another_optimizer_is_refused(tmp_path):
+    Training("adamw").steps(1).save(made := checkpoints(tmp_path), 1)
+    with pytest.raises(ConfigError, match="the checkpoint's optimizer is AdamW, this one is SGD"):
+        Training("sgd").load(made.newest())
+
+
+def test_other_frozen_parameters_are_refused_by_name(tmp_path):
+    Training().steps(1).save(made := checkpoints(tmp_path), 1)
+    other = Training()
+    other.optimizer = torch.optim.AdamW([one for name, one in other.model.named_parameters() if "unused" in name])
+    with pytest.raises(ConfigError, match=r"only one of them trains .*first\.bias.* and \d+ more"):
+        other.load(made.newest())
+
+
+def test_averages_that_nobody_takes_are_refused_and_those_that_are_not_there_too(tmp_path):
+    Training().steps(1).save(made := checkpoints(tmp_path), 1)
+    other = Training()
+    other.averages = {}
+    with pytest.raises(ConfigError, match=r"nothing here takes: ema\."):
+        other.load(made.newest())
+    other.save(made, 2)
+    with pytest.raises(ConfigError, match=r"ema\..* is not in it"):
+        Training().load(made.newest())
+
+
+def test_a_refusal_leaves_everything_as_it_was(tmp_path):
+    Training("adamw").steps(1).save(made := checkpoints(tmp_path), 1)
+    training = Training("adamw").steps(2)
+    before = {name: one.clone() for name, one in training.packed().tensors.items()}
+    training.averages["strange"] = torch.zeros(3)
+    with pytest.raises(ConfigError, match=r"ema\.strange is not in it"):
+        training.load(made.newest())
+    del training.averages["strange"]
+    assert all(same_bits(one, before[name]) for name, one in training.packed().tensors.items())
+
+
+def test_a_parameter_that_is_not_the_models_is_refused():
+    model = nn.Linear(2, 2)
+    stray = nn.Parameter(torch.zeros(7))
+    with pytest.raises(ConfigError, match=r"a parameter of shape \[7\] that the model does not have"):
+        optimizer_state(model, torch.optim.SGD([*model.parameters(), stray], 0.1))
+
+
+def test_an_optimizer_whose_state_is_more_than_tensors_is_refused_by_name():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.LBFGS(model.parameters())
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 2)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    with pytest.raises(ConfigError, match="the optimizer keeps a list as"):
+        optimizer_state(model, optimizer)
+
+
+def test_a_scaler_goes_on_where_it_was(tmp_path):
+    model = nn.Linear(2, 2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    packed = pack(model, scaler=scaler)
+    made = checkpoints(tmp_path)
+    made.save(State(packed.tensors, packed.data), 3)
+    again = torch.amp.GradScaler("cpu", growth_interval=9)
+    unpack(made.newest(), made.newest().data, nn.Linear(2, 2), scaler=again)
+    assert again.state_dict() == scaler.state_dict()
+    assert again.state_dict()["scale"] == 2048.0
+    off = pack(model, scaler=torch.amp.GradScaler("cpu", enabled=False))
+    made.save(State(off.tensors, off.data), 4)
+    unpack(made.newest(), made.newest().data, model, scaler=again)
+
+
+def drawn():
+    gauss = random.gauss(0, 1), float(np.random.standard_normal())  # noqa: NPY002
+    return torch.rand(3).tolist(), random.random(), gauss, np.random.rand(2).tolist()  # noqa: NPY002
+
+
+@pytest.mark.parametrize("gauss", [False, True])
+def test_random_numbers_go_on_where_they_were(tmp_path, gauss):
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)  # noqa: NPY002
+    if gauss:  # both keep the second number of a pair
+        drawn()
+    made = checkpoints(tmp_path)
+    made.save(State(own=rng_state()), 1)
+    wanted = [drawn() for _ in range(3)]
+    drawn()
+    set_rng_state(made.newest().own(0).tensors)
+    assert [drawn() for _ in range(3)] == wanted
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_cards_random_numbers_and_tensors_go_on_where_they_were(tmp_path):
+    from pipeline.training.checkpoints.async_saver import Saver
+
+    model = nn.Linear(300, 300).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model(torch.randn(3, 300, device="cuda")).sum().backward()
+    optimizer.step()
+    made, packed = checkpoints(tmp_path), pack(model, optimizer)
+    wanted = {name: one.cpu() for name, one in packed.tensors.items()}
+    saver = Saver(made)
+    saver.save(State(packed.tensors, packed.data, rng_state("cuda")), 1)
+    numbers = torch.rand(4, device="cuda")
+    for tensor in packed.tensors.values():
+        tensor.fill_(5)
+    assert len(saver.outcomes(wait=True)) == 1
+    saver.close()
+    loaded = made.newest()
+    other = nn.Linear(300, 300).cuda()
+    fresh = torch.optim.AdamW(other.parameters(), fused=True)
+    unpack(loaded, loaded.data, other, fresh)
+    set_rng_state(loaded.own(0).tensors, "cuda")
+    assert torch.equal(torch.rand(4, device="cuda"), numbers)
+    got = pack(other, fresh).tensors
+    assert {one.device.type for one in got.values()} == {"cuda"}
+    assert all(same_bits(one.cpu(), wanted[name]) for name, one in got.items())

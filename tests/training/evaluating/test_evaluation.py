@@ -1,0 +1,439 @@
+"""A model is run over items whatever memory there is and whenever it is ended: the same figures, nothing done twice."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeline.config.schema_train import Train
+from pipeline.errors import PlanInfeasible
+from pipeline.records import Reason, Tell
+from pipeline.training.checkpoints.checkpoint_choice import choose, load
+from pipeline.training.checkpoints.checkpoint_folder import Checkpoints, State
+from pipeline.training.checkpoints.training_state import model_key, pack
+from pipeline.training.evaluating.apply_model import Applied, Job, apply, digest_of, spans
+from pipeline.training.evaluating.evaluator import Evaluation, twin
+from pipeline.training.evaluating.outputs import Gathered
+from pipeline.training.items.item_table import Table
+from pipeline.training.prepared import ModelFolder, Prepared, Stretch
+from pipeline.training.ranks.rank_protocol import Alone, Ranks
+from pipeline.training.step.step import Settings, Step
+from tests.limited.device import LimitedDevice
+from tests.training.items.content import graph_of
+from tests.training.loop.loops import Memory, table_of
+from tests.training.ranks.crews import crew
+
+ITEMS = 9
+
+
+class Mute:
+    """A number for each residue of the receptor; says nothing of its items."""
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Linear(12, 1).double()
+
+    def cost(self, item: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"nodes": item["nodes"]}
+
+    def collate(self, items: Sequence[Any], rng: np.random.Generator) -> dict[str, Any]:
+        sides = [item.sides["receptor"] for item in items]
+        return {
+            "x": torch.cat([side.nodes["pos"].reshape(-1, 12).double() for side in sides]),
+            "y": torch.cat([side.nodes["type"].double() for side in sides]),
+            "sizes": [len(side.nodes["type"]) for side in sides],
+        }
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, tuple[Tensor, float]]:
+        error_N = model(batch["x"]).squeeze(-1) - batch["y"]
+        return {
+            "squares": (error_N.square().sum(), float(len(error_N))),
+            "of.items": (torch.stack([one.mean() for one in error_N.split(batch["sizes"])]).sum(), len(batch["sizes"])),
+        }
+
+
+class Speaking(Mute):
+    """Says a value of each residue, and their mean."""
+
+    def __init__(self, before: Callable[[], None] = lambda: None) -> None:
+        self.before = before
+
+    def outputs(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+        self.before()
+        values = list(model(batch["x"]).squeeze(-1).split(batch["sizes"]))
+        return {"value": values, "mean": [one.mean() for one in values]}
+
+    def metrics(self, outputs: Mapping[str, Any]) -> dict[str, float]:
+        assert set(outputs) == {"value", "mean"}
+        return {"largest": max(float(np.max(one)) for one in outputs["value"])}
+
+
+def step_of(task: Any, device: str = "cpu") -> Step:
+    return Step(task, Settings(way="loop"), device=device)
+
+
+def prepared(budget: int) -> Prepared:
+    stretch = Stretch("all", 1, budget, 0, budget, budget, {"nodes": 1.0})
+    return Prepared(
+        name="made",
+        recipe={},
+        table="",
+        precision="fp32",
+        checkpointing=False,
+        offload=False,
+        sharded=False,
+        stretches=(stretch,),
+        limit_bytes=1 << 30,
+        margin=0.05,
+        ranks=1,
+        cpus=1,
+        mem_bytes=1 << 30,
+        mem_why="",
+        allocator="",
+        step_s=1.0,
+    )
+
+
+def save(folder: Path, *figures: float | None) -> Checkpoints:
+    """Save a checkpoint for each figure, of steps 1, 2 …, whose parameters are the step."""
+    kept = Checkpoints(folder, last=9, best=9, identity=identity(), tell=lambda _: None)
+    for number, figure in enumerate(figures, 1):
+        model = Mute().model()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(number)
+        kept.save(State(pack(model).tensors, {}), number, figure=figure)
+    return kept
+
+
+def identity() -> dict[str, Any]:
+    return {"model": model_key(Mute().model()), "recipe": "made"}
+
+
+def job(
+    folder: Path,
+    task: Any,
+    *,
+    budget: int = 90,
+    ranks: Ranks | None = None,
+    source: Any = Memory,
+    ending: Callable[[], int] = lambda: 0,
+    refused: list[tuple[str, Reason]] | None = None,
+    said: list[str] | None = None,
+    known: Sequence[int] = (),
+    left_out: Mapping[str, tuple[Reason, str]] | None = None,
+    **train: Any,
+) -> Job:
+    table = table_of(ITEMS)
+    plan = prepared(max(budget, int(table.sizes["nodes"].max())))
+    made = ModelFolder(folder / "model")
+    if not made.checkpoints.exists():
+        save(made.checkpoints, 0.5)
+    refused, said = [] if refused is None else refused, [] if said is None else said
+
+    def selected(without: Any) -> Any:
+        found = choose(made.checkpoints, "best", without)
+        assert found is not None
+        return found
+
+    return Job(
+        train=Train.model_validate({"checkpoints": {"minutes": 1e-6}, **train}),
+        prepared=plan,
+        table=table,
+        cost_N=plan.stretches[0].cost({"nodes": table.sizes["nodes"]}),
+        made=digest_of(table),
+        make_step=lambda: step_of(task),
+        source=source,
+        embeddings=lambda: None,
+        choose=selected,
+        parts=lambda _: folder / "parts",
+        known_N=np.array(known, np.int64),
+        ranks=ranks or Alone(),
+        tell=Tell(refuse=lambda key, reason, _: refused.append((key, reason)), ending=ending),
+        say=said.append,
+        left_out=left_out or {},
+    )
+
+
+def run(one: Job) -> tuple[list[Reason | None], Applied | None]:
+    """Apply a model; return what was yielded and what came of it."""
+    yielded: list[Reason | None] = []
+    applying = apply(one)
+    while True:
+        try:
+            yielded.append(next(applying))
+        except StopIteration as end:
+            return yielded, end.value
+
+
+def figures(applied: Applied | None) -> dict[str, float]:
+    assert applied is not None
+    return applied.evaluation.losses() | applied.evaluation.metrics()
+
+
+def wanted(number: int = 1) -> dict[str, float]:
+    """Return the figures of the model whose parameters are a number, item by item, without any of our code."""
+    squares, means, values = [], [], []
+    for item in range(ITEMS):
+        part = graph_of(item).parts[0]
+        value_N = part.nodes["pos"].reshape(-1, 12).astype(np.float64).sum(1) * number + number
+        error_N = value_N - part.nodes["type"]
+        squares += (error_N**2).tolist()
+        means.append(float(error_N.mean()))
+        values.append(float(value_N.max()))
+    terms = {"loss.squares": math.fsum(squares) / len(squares), "loss.of.items": math.fsum(means) / ITEMS}
+    return {"loss": math.fsum(terms.values()), **terms, "largest": max(values)}
+
+
+def test_figures_are_those_of_all_items_however_they_are_cut(tmp_path: Path) -> None:
+    for budget in (1, 90, 10_000):
+        yielded, applied = run(job(tmp_path / str(budget), Speaking(), budget=budget))
+        assert yielded == [None] * ITEMS
+        assert figures(applied) == pytest.approx(wanted(), rel=1e-12)
+
+
+def test_a_task_without_outputs_has_a_loss_and_no_metric(tmp_path: Path) -> None:
+    _, applied = run(job(tmp_path, Mute()))
+    expected = wanted()
+    del expected["largest"]
+    assert figures(applied) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("task", [Mute, Speaking])
+def test_one_that_was_ended_goes_on_with_the_rest_and_has_the_same_loss(tmp_path: Path, task: Any) -> None:
+    asked = iter(range(3))
+    ended = job(tmp_path, task(), budget=1, ending=lambda: 0 if next(asked, None) is not None else 15)
+    yielded, applied = run(ended)
+    assert applied is None
+    assert ended.tell.ended_by == 15
+    assert ended.tell.moved
+    done = len(yielded)
+    assert 0 < done < ITEMS
+    later = job(tmp_path, task(), known=())
+    yielded, applied = run(later)
+    assert yielded == [None] * ITEMS  # those of an attempt before are told, and not done
+    assert figures(applied)["loss"] == pytest.approx(wanted()["loss"], rel=1e-12)
+    seen: list[str] = []
+    begun = job(tmp_path, task(), known=range(ITEMS))
+    begun.tell.on = lambda names: seen.extend(names)
+    assert run(begun)[0] == []  # all was done before the run
+    assert not seen
+
+
+def test_items_of_another_checkpoint_are_not_taken_for_ours(tmp_path: Path) -> None:
+    first = job(tmp_path, Speaking())
+    run(first)
+    save(tmp_path / "model" / "checkpoints", 0.1)
+    with pytest.raises(Exception, match="these are outputs of"):
+        run(job(tmp_path, Speaking()))
+
+
+def _rank(group: Any, folder: str) -> dict[str, Any]:
+    yielded, applied = run(job(Path(folder), Speaking(), ranks=group))
+    return {"yielded": len(yielded), "figures": figures(applied)}
+
+
+def test_two_ranks_share_the_items_and_agree_on_the_figures_of_all(tmp_path: Path) -> None:
+    save(tmp_path / "model" / "checkpoints", 0.5)
+    both = crew(tmp_path / "crew", 2, _rank, str(tmp_path))
+    assert both.wait() == [0, 0], both.err(0) + both.err(1)
+    results = [both.result(rank) for rank in range(2)]
+    assert sum(one["yielded"] for one in results) == ITEMS
+    assert min(one["yielded"] for one in results) > 0
+    for one in results:
+        assert one["figures"] == pytest.approx(wanted(), rel=1e-12)
+
+
+class Refusing:
+    """Has no graph for one item."""
+
+    def __init__(self, table: Table) -> None:
+        self._memory = Memory(table)
+
+    def read(self, numbers: Sequence[int]) -> Any:
+        from pipeline.records import Rejection
+
+        for found in self._memory.read(numbers):
+            yield Rejection(found.id, Reason.NO_EDGES, "made so") if found.id == "item4" else found
+
+
+def test_items_without_a_graph_and_those_that_killed_their_task_are_counted_with_reasons(tmp_path: Path) -> None:
+    refused: list[tuple[str, Reason]] = []
+    killers = {"item7": (Reason.KILLED_ITS_TASK, "it died twice")}
+    yielded, applied = run(job(tmp_path, Speaking(), source=Refusing, refused=refused, left_out=killers))
+    assert applied is not None
+    assert applied.rejected == {"no_edges": 1, "killed_its_task": 1}
+    assert applied.examples == {"no_edges": "item4: made so", "killed_its_task": "item7: it died twice"}
+    assert sorted(refused) == [("item4", Reason.NO_EDGES), ("item7", Reason.KILLED_ITS_TASK)]
+    assert len(yielded) == ITEMS
+    assert len(Gathered(applied.parts, of=applied.of).numbers) == ITEMS - 2
+
+
+class Hungry(Speaking):
+    """Takes so many bytes for each residue of a batch at once, and more for one item."""
+
+    PER_RESIDUE = 20 << 20  # never written to; beside them the loader's few megabytes count as well
+    LARGE, MORE = "item3", 20
+
+    def collate(self, items: Sequence[Any], rng: np.random.Generator) -> dict[str, Any]:
+        more = self.MORE * any(item.id == self.LARGE for item in items)
+        return super().collate(items, rng) | {"more": more}
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, tuple[Tensor, float]]:
+        torch.empty(self.PER_RESIDUE * (len(batch["x"]) + batch["more"]), dtype=torch.uint8)
+        return super().loss(model, batch)
+
+
+def limit_for(residues: int) -> int:
+    return Hungry.PER_RESIDUE * residues + Hungry.PER_RESIDUE // 2
+
+
+def receptors() -> list[int]:
+    return [len(graph_of(item).parts[0].nodes["type"]) for item in range(ITEMS)]
+
+
+def test_what_does_not_fit_is_halved_and_nothing_is_counted_twice(tmp_path: Path) -> None:
+    with LimitedDevice(limit_for(max(receptors()) + Hungry.MORE)) as device:
+        yielded, applied = run(job(tmp_path, Hungry(), budget=10_000))
+        found = figures(applied)
+    assert device.refused > 0
+    assert yielded == [None] * ITEMS
+    assert found == pytest.approx(wanted(), rel=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["skip", "cpu"])
+def test_an_item_that_fits_nowhere_is_left_out_with_a_record(tmp_path: Path, policy: str) -> None:
+    refused: list[tuple[str, Reason]] = []
+    with LimitedDevice(limit_for(max(receptors()))):
+        yielded, applied = run(job(tmp_path, Hungry(), budget=10_000, refused=refused, too_large=policy))
+    assert applied is not None
+    assert applied.rejected == {"does_not_fit": 1}
+    assert refused == [(Hungry.LARGE, Reason.DOES_NOT_FIT)]
+    assert sorted(map(str, yielded)) == sorted([*["None"] * (ITEMS - 1), str(Reason.DOES_NOT_FIT)])
+
+
+def test_an_item_that_fits_nowhere_is_an_error_where_that_is_configured(tmp_path: Path) -> None:
+    with LimitedDevice(limit_for(max(receptors()))), pytest.raises(PlanInfeasible, match="item3 does not fit"):
+        run(job(tmp_path, Hungry(), too_large="error"))
+
+
+@pytest.mark.slow
+def test_an_item_that_no_card_holds_is_done_by_a_copy_of_the_model_on_the_processor(tmp_path: Path) -> None:
+    class Card(Step):
+        """Plays a card: `device` says so, tensors stay where they are."""
+
+    asked: list[nn.Module] = []
+
+    class Once(Speaking):
+        def loss(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, tuple[Tensor, float]]:
+            asked.append(model)
+            if model is step.model:
+                raise torch.OutOfMemoryError("made so")
+            return super().loss(model, batch)
+
+    step = Card(Once(), Settings(way="loop"))
+    one = job(tmp_path, Speaking(), budget=1)
+    evaluation = Evaluation(step, _loader(one), Alone(), tmp_path / "out", of="x", too_large="cpu")
+    evaluation.step.device = "meta"
+    evaluation.step.moved = lambda batch: batch  # type: ignore[method-assign]
+    assert list(evaluation.run()) == [None] * ITEMS
+    assert sum(model is not step.model for model in asked) == ITEMS
+    assert len(Gathered(tmp_path / "out", of="x").numbers) == ITEMS
+
+
+def _loader(one: Job) -> Any:
+    from pipeline.training.evaluating.apply_model import _loader
+
+    return _loader(one, np.arange(len(one.table)))
+
+
+def test_a_copy_on_the_host_has_the_same_parameters_and_shares_none() -> None:
+    linear, norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+    model = nn.ModuleDict({"linear": linear, "norm": norm, "tied": linear})
+    other = twin(model)
+    before = other.state_dict()
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    kept = {name: value.clone() for name, value in before.items()}
+    with torch.no_grad():
+        for value in model.state_dict().values():
+            value.fill_(7)
+    assert all(torch.equal(other.state_dict()[name], value) for name, value in kept.items())
+    assert other["tied"] is other["linear"]  # type: ignore[index]
+
+
+# Which checkpoint
+
+
+def test_the_best_is_chosen_and_where_none_has_a_figure_the_last_which_is_said(tmp_path: Path) -> None:
+    save(tmp_path / "a", 0.5, 0.1, 0.3)
+    save(tmp_path / "b", None, None)
+    best, last, fallen = choose(tmp_path / "a", "best"), choose(tmp_path / "a", "last"), choose(tmp_path / "b", "best")
+    assert best is not None
+    assert last is not None
+    assert fallen is not None
+    assert (best.step, best.note, best.model) == (2, "", "made")
+    assert last.step == 3
+    assert (fallen.step, "the last one is used" in fallen.note) == (2, True)
+    assert choose(tmp_path / "nothing", "best") is None
+
+
+def test_a_checkpoint_can_be_named_and_one_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    save(tmp_path / "a", 0.5, 0.1)
+    by_name, by_path = (
+        choose(tmp_path / "a", "step-00000001"),
+        choose(tmp_path / "b", str(tmp_path / "a/step-00000001")),
+    )
+    assert by_name == by_path
+    assert by_name is not None
+    assert by_name.step == 1
+    with pytest.raises(Exception, match="there is no such checkpoint"):
+        choose(tmp_path / "a", "step-7")
+
+
+@pytest.mark.parametrize("harm", ["removed", "damaged"])
+def test_a_checkpoint_that_goes_while_it_is_read_is_passed_over_and_said_so(tmp_path: Path, harm: str) -> None:
+    kept = save(tmp_path, 0.5, 0.1, 0.3)
+    said: list[str] = []
+
+    def selected(without: Any) -> Any:
+        found = choose(tmp_path, "best", without)
+        assert found is not None
+        if not without:
+            state = found.path / "state.safetensors"
+            content = state.read_bytes()
+            state.unlink()
+            if harm == "removed":
+                (found.path / "manifest.json").unlink()
+            else:
+                state.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        return found
+
+    step = step_of(Mute())
+    chosen = load(step, Alone(), selected, said.append)
+    assert kept.folder == tmp_path
+    assert chosen.step == 3
+    assert all(bool((one == 3).all()) for one in step.model.parameters())
+    assert "step-00000002 is passed over" in said[0]
+
+
+def test_moving_averages_are_what_is_used_where_there_are_any(tmp_path: Path) -> None:
+    model = Mute().model()
+    tensors = dict(pack(model).tensors)
+    tensors |= {f"ema.{name}": torch.full_like(one, 5.0) for name, one in model.named_parameters()}
+    Checkpoints(tmp_path, last=2, best=0, identity=identity(), tell=lambda _: None).save(State(tensors, {}), 1)
+    step = step_of(Mute())
+    load(step, Alone(), lambda without: choose(tmp_path, "last", without), [].append)  # type: ignore[arg-type,return-value]
+    assert all(bool((one == 5).all()) for one in step.model.parameters())
+
+
+def test_spans_say_which_numbers_there_are() -> None:
+    assert spans([]) == []
+    assert spans([0, 1, 2, 5, 7, 8]) == [[0, 3], [5, 6], [7, 9]]

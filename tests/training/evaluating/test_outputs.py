@@ -1,0 +1,427 @@
+"""What a model says of each item comes together from all ranks, once and whole, in little memory."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+
+from pipeline.errors import ConfigError, DataError
+from pipeline.training.evaluating.outputs import Gathered, Writer
+from pipeline.training.evaluating.prediction_tables import write_tables
+
+
+def name_of(number):
+    return f"item {number}"
+
+
+def outputs_of(numbers):
+    """A number, a map whose size differs, and something that only every third item has."""
+    return {
+        "score": torch.tensor([number / 7 for number in numbers], dtype=torch.float32),
+        "map": [torch.full((number % 4, 3), number, dtype=torch.float64) for number in numbers],
+        "some": [number if number % 3 == 0 else None for number in numbers],
+    }
+
+
+def write(folder, rank, numbers, size=3, **options):
+    with Writer(folder, rank, **options) as writer:
+        for first in range(0, len(numbers), size):
+            part = numbers[first : first + size]
+            writer.add([name_of(number) for number in part], part, outputs_of(part))
+
+
+def check(gathered, numbers):
+    numbers = sorted(numbers)
+    assert gathered.numbers.tolist() == numbers
+    assert [gathered.id(place) for place in range(len(numbers))] == [name_of(number) for number in numbers]
+    assert list(gathered) == ["map", "score", "some"]
+    score, maps, some = gathered["score"], gathered["map"], gathered["some"]
+    assert (len(score), len(maps)) == (len(numbers), len(numbers))
+    for place, number in enumerate(numbers):
+        assert score[place].shape == ()
+        assert score[place] == np.float32(number / 7)
+        assert score[place].dtype == np.float32
+        np.testing.assert_array_equal(maps[place], np.full((number % 4, 3), number, np.float64))
+    thirds = [number for number in numbers if number % 3 == 0]
+    assert some.numbers.tolist() == thirds
+    assert [int(value) for value in some] == thirds
+    assert [some.id(place) for place in range(len(some))] == [name_of(number) for number in thirds]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    numbers=st.lists(st.integers(0, 10_000), min_size=3, max_size=40, unique=True),
+    ranks=st.integers(1, 4),
+    part_bytes=st.sampled_from([1, 1000, 1 << 20]),
+)
+def test_whatever_the_ranks_and_parts_items_come_in_the_order_of_their_numbers(
+    tmp_path_factory, numbers, ranks, part_bytes
+):
+    folder = tmp_path_factory.mktemp("outputs")
+    numbers = [3, *(number for number in numbers if number != 3)]
+    for rank in range(ranks):
+        write(folder, rank, numbers[rank::ranks], part_bytes=part_bytes)
+    check(Gathered(folder), numbers)
+
+
+def test_a_column_is_a_sequence(tmp_path):
+    write(tmp_path, 0, list(range(5)))
+    score = Gathered(tmp_path)["score"]
+    assert score[-1] == score[4]
+    assert [float(one) for one in score[1:3]] == [float(score[1]), float(score[2])]
+    assert np.stack(score).shape == (5,)
+    with pytest.raises(IndexError):
+        score[5]
+
+
+def test_parts_stay_below_their_size(tmp_path):
+    write(tmp_path, 0, list(range(200)), part_bytes=2000)
+    sizes = [path.stat().st_size for path in tmp_path.glob("*.safetensors")]
+    assert len(sizes) > 10
+    assert max(sizes) < 2000 + 1000  # a header, and the item that passes the bound
+
+
+def test_memory_goes_by_a_part_and_not_by_the_split(tmp_path):
+    values = np.zeros((1000, 100))
+
+    def peak(call):
+        tracemalloc.start()
+        made = call()
+        found = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return found, made
+
+    def written():
+        with Writer(tmp_path, 0, part_bytes=2 << 20) as writer:
+            for number in range(100):
+                writer.add([f"{number}"], [number], {"map": [values]})
+
+    assert 100 * values.nbytes == 80_000_000
+    assert peak(written)[0] < 10 << 20
+    used, gathered = peak(lambda: Gathered(tmp_path))
+    assert used < 10 << 20
+    used, total = peak(lambda: sum(array.size for array in gathered["map"]))
+    assert (used < 3 << 20, total) == (True, 100 * values.size)
+    used, tables = peak(lambda: write_tables(gathered, tmp_path / "tables", part_bytes=2 << 20))
+    assert used < 10 << 20
+    assert len(tables.arrays) > 20
+
+
+def test_many_files_are_not_open_at_once(tmp_path):
+    write(tmp_path, 0, list(range(150)), part_bytes=1)
+    gathered = Gathered(tmp_path)
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    list(gathered["score"])
+    assert len(os.listdir("/proc/self/fd")) - before <= 128  # noqa: PTH208
+    del gathered
+    assert len(os.listdir("/proc/self/fd")) <= before  # noqa: PTH208
+
+
+def test_what_was_added_is_a_copy(tmp_path):
+    values, rows = torch.ones(2), [np.ones(3), torch.ones(3)]
+    with Writer(tmp_path, 0) as writer:
+        writer.add(["a", "b"], [0, 1], {"one": values, "row": rows})
+        values.zero_()
+        rows[0][:] = 0
+        rows[1].zero_()
+    gathered = Gathered(tmp_path)
+    assert [array.sum() for name in gathered for array in gathered[name]] == [1, 1, 3, 3]
+
+
+def test_numbers_keep_their_types_but_for_bfloat16(tmp_path):
+    given_ = {
+        "flag": [True],
+        "count": [3],
+        "share": [0.25],
+        "half": torch.ones(1, dtype=torch.float16),
+        "brain": torch.ones(1, 2, dtype=torch.bfloat16),
+        "word": torch.ones(1, dtype=torch.uint8),
+        "list": [[1, 2, 3]],
+        "nothing": torch.zeros(1, 0, 5),
+    }
+    with Writer(tmp_path, 0) as writer:
+        writer.add(["a"], [0], given_)
+    gathered = Gathered(tmp_path)
+    assert {name: (str(column[0].dtype), column[0].shape) for name, column in gathered.items()} == {
+        "flag": ("bool", ()),
+        "count": ("int64", ()),
+        "share": ("float64", ()),
+        "half": ("float16", ()),
+        "brain": ("float32", (2,)),
+        "word": ("uint8", ()),
+        "list": ("int64", (3,)),
+        "nothing": ("float32", (0, 5)),
+    }
+
+
+def test_a_name_may_have_another_type_in_another_item(tmp_path):
+    with Writer(tmp_path, 0) as writer:
+        writer.add(["a", "b"], [0, 1], {"x": [1, 2.5]})
+        writer.add(["c"], [2], {"x": [np.ones(2, np.float32)]})
+    column = Gathered(tmp_path)["x"]
+    assert [array.tolist() for array in column] == [1, 2.5, [1.0, 1.0]]
+    assert (column.has_scalars, column.has_arrays) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "what"),
+    [
+        ({"x": torch.ones(3)}, "'x' has 3 entries where the batch has 2 items"),
+        ({"x": torch.tensor(1.0)}, "'x' must have an entry for each item, got Tensor"),
+        ({"x": 1.0}, "'x' must have an entry for each item, got float"),
+        ({"x": "no"}, "'x' must have an entry for each item, got str"),
+        ({"x": ["a", "b"]}, "'x' must be numbers, got <U1"),
+        ({"x": torch.ones(2, dtype=torch.complex64)}, "'x' must be numbers, got complex64"),
+        ({"x.y": torch.ones(2)}, "'x.y': a name is a text without dots"),
+        ({"id": torch.ones(2)}, "'id': a name is a text without dots, and not id"),
+        ({3: torch.ones(2)}, "3: a name is a text"),
+    ],
+)
+def test_what_is_no_output_is_refused_and_leaves_nothing(tmp_path, outputs, what):
+    writer = Writer(tmp_path, 0)
+    with pytest.raises(ConfigError) as refused:
+        writer.add(["a", "b"], [0, 1], {"good": torch.ones(2), **outputs})
+    assert what in str(refused.value)
+    assert "pipeline/protocol.py" in refused.value.remedy
+    writer.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_items_are_no_outputs(tmp_path):
+    write(tmp_path, 0, [])
+    gathered = Gathered(tmp_path)
+    assert (len(gathered), gathered.numbers.tolist()) == (0, [])
+    assert Gathered(tmp_path / "not there").numbers.tolist() == []
+
+
+def test_an_item_without_outputs_is_done_all_the_same(tmp_path):
+    with Writer(tmp_path, 0) as writer:
+        writer.add(["a"], [4], {})
+    assert Gathered(tmp_path).numbers.tolist() == [4]
+    assert Writer(tmp_path, 0).done_numbers().tolist() == [4]
+
+
+def test_what_is_done_is_not_done_again_on_other_ranks(tmp_path):
+    items = list(range(40))
+    for rank in range(3):
+        write(tmp_path, rank, items[:25][rank::3], part_bytes=500)
+    for rank in range(2):
+        writer = Writer(tmp_path, rank)
+        done = set(writer.done_numbers().tolist())
+        assert done >= set(items[:25])
+        write(tmp_path, rank, [number for number in items[rank::2] if number not in done])
+    check(Gathered(tmp_path), items)
+
+
+def test_an_error_in_the_loop_publishes_nothing_more(tmp_path):
+    def loop():
+        with Writer(tmp_path, 0) as writer:
+            writer.add(["a"], [0], {"x": [1]})
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        loop()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_item_that_is_there_twice_is_refused(tmp_path):
+    write(tmp_path, 0, [1, 2])
+    write(tmp_path, 1, [2, 3])
+    with pytest.raises(DataError, match=r"part-00001-000000.*item 2 \(item 2\) is in it, and in part-00000-000000"):
+        Gathered(tmp_path)
+
+
+def spoil(path, change):
+    path.chmod(0o600)
+    path.write_bytes(change(path.read_bytes()))
+
+
+CHANGES = [
+    lambda data: data[:-1],
+    lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+    lambda data: b"",
+    lambda data: data * 2,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("suffix", [".json", ".safetensors"])
+def test_a_damaged_part_is_named_and_what_is_advised_helps(tmp_path, change, suffix):
+    write(tmp_path, 0, list(range(9)), part_bytes=1)
+    path = tmp_path / f"part-00000-000004{suffix}"
+    spoil(path, change)
+    with pytest.raises(
+        DataError, match=rf"part-00000-000004\{suffix}: .*\n  next: rm .*part-00000-000004.json"
+    ) as refused:
+        Gathered(tmp_path)
+    (tmp_path / refused.value.remedy.split()[1]).unlink()
+    writer = Writer(tmp_path, 0)
+    assert writer.done_numbers().tolist() == [0, 1, 2, 3, 5, 6, 7, 8]
+    write(tmp_path, 0, [4])
+    check(Gathered(tmp_path), range(9))
+
+
+@pytest.mark.parametrize("suffix", [".json", ".safetensors"])
+def test_a_truncated_part_is_set_aside_and_its_items_are_done_again(tmp_path, suffix, caplog):
+    write(tmp_path, 0, list(range(9)), part_bytes=1)
+    spoil(tmp_path / f"part-00000-000004{suffix}", lambda data: data[:-1])
+    assert Writer(tmp_path, 1).done_numbers().tolist() == [0, 1, 2, 3, 5, 6, 7, 8]
+    assert "part-00000-000004" in caplog.text
+    write(tmp_path, 1, [4])
+    check(Gathered(tmp_path), range(9))
+
+
+def test_values_that_are_gone_are_done_again(tmp_path):
+    write(tmp_path, 0, list(range(3)), part_bytes=1)
+    (tmp_path / "part-00000-000001.safetensors").unlink()
+    assert Writer(tmp_path, 0).done_numbers().tolist() == [0, 2]
+
+
+def test_outputs_of_another_checkpoint_do_not_mix(tmp_path):
+    write(tmp_path, 0, [1], of="one")
+    with pytest.raises(ConfigError, match=r"outputs of one, not of two.*\n.*rm -r"):
+        Writer(tmp_path, 0, of="two").done_numbers()
+    with pytest.raises(ConfigError, match="outputs of one, not of two"):
+        Gathered(tmp_path, of="two")
+    assert Gathered(tmp_path, of="one").numbers.tolist() == [1]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from pipeline.store.format.disk import Disk
+from tests.training.evaluating.test_outputs import write
+calls, last = 0, 0
+for name in ("open_new", "write_at", "fsync", "fsync_folder", "rename"):
+    def step(*args, real=getattr(Disk, name)):
+        global calls
+        calls += 1
+        if calls == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args)
+    setattr(Disk, name, step)
+for last in range(1, 40):
+    if not (child := os.fork()):
+        write(Path(sys.argv[1]) / str(last), 0, list(range(6)), part_bytes=700)
+        os._exit(0)
+    print(last, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.fault
+def test_a_kill_at_any_moment_costs_only_what_was_not_published(tmp_path):
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    ends = [line.split() for line in done.stdout.splitlines()]
+    assert {status for _, status in ends} == {str(-signal.SIGKILL), "0"}
+    known = set()
+    for name, _ in ends:
+        folder = tmp_path / name
+        there = Writer(folder, 0).done_numbers().tolist()
+        known.add(len(there))
+        write(folder, 0, [number for number in range(6) if number not in there])
+        check(Gathered(folder), range(6))
+    assert len(known) > 2
+
+
+FULL = """
+import resource, sys
+from pathlib import Path
+from pipeline.errors import JobFailed
+from tests.training.evaluating.test_outputs import write
+resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+try:
+    write(Path(sys.argv[1]), 0, list(range(300)))
+except JobFailed as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_is_said_so(tmp_path):
+    command = [sys.executable, "-c", FULL, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "part-00000-000000" in done.stdout
+    assert "cannot be written: File too large" in done.stdout
+    assert Writer(tmp_path, 0).done_numbers().tolist() == []
+    assert list(tmp_path.iterdir()) == []
+
+
+IDS = [
+    "plain",
+    "../../etc/passwd",
+    "/root",
+    "a,b",
+    'say "x"',
+    "two\nlines",
+    "ü.é",
+    "map",
+    "x.map",
+    "=1+1",
+    " ",
+    "nul\0",
+]
+
+
+def test_tables_have_every_number_and_arrays_whatever_the_ids(tmp_path):
+    folder = tmp_path / "in" / "deep"
+    with Writer(tmp_path / "parts", 0) as writer:
+        for number, id_ in enumerate(IDS):
+            values = {"affinity": [np.float32(0.1) * number], "map": [np.full((number, 2), number, np.int32)]}
+            writer.add([id_], [number], values | ({"mixed": [number]} if number % 2 else {"mixed": [[number]]}))
+    tables = write_tables(Gathered(tmp_path / "parts"), folder, part_bytes=300)
+    assert tables.items == len(IDS)
+    with tables.csv.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["id"] for row in rows] == IDS
+    assert list(rows[0]) == ["id", "affinity", "map.shape", "mixed", "mixed.shape"]
+    assert [row["affinity"] for row in rows][:2] == ["0.0", "0.1"]
+    assert [row["map.shape"] for row in rows] == [f"{number}x2" for number in range(len(IDS))]
+    assert [row["mixed"] for row in rows] == [str(number) if number % 2 else "" for number in range(len(IDS))]
+    lines = [json.loads(line) for line in tables.jsonl.read_text(encoding="utf-8").split("\n")[:-1]]
+    assert [line["id"] for line in lines] == IDS
+    assert lines[1] == {"id": IDS[1], "affinity": 0.1, "map.shape": [1, 2], "mixed": 1, "mixed.shape": None}
+    assert len(tables.arrays) > 1
+    arrays = [load_file(path) for path in tables.arrays]
+    found = {name: array for file in arrays for name, array in file.items()}
+    assert len(found) == sum(map(len, arrays))
+    for number, id_ in enumerate(IDS):
+        np.testing.assert_array_equal(found[f"{id_}.map"], np.full((number, 2), number))
+        assert (f"{id_}.mixed" in found) == (number % 2 == 0)
+    everywhere = {path.parent for path in tmp_path.rglob("*") if path.is_file()}
+    assert everywhere == {tmp_path / "parts", folder}
+
+
+def test_what_is_not_finite_is_null_in_json_and_itself_in_the_table(tmp_path):
+    with Writer(tmp_path / "parts", 0) as writer:
+        writer.add(["a", "b", "c"], [0, 1, 2], {"x": [math.nan, math.inf, 1.0], "flag": [True, False, True]})
+    tables = write_tables(Gathered(tmp_path / "parts"), tmp_path)
+    assert tables.csv.read_text().splitlines() == ["id,flag,x", "a,True,nan", "b,False,inf", "c,True,1.0"]
+    assert tables.jsonl.read_text().splitlines()[0] == '{"id": "a", "flag": true, "x": null}'
+
+
+def test_tables_replace_those_of_an_earlier_time(tmp_path):
+    write(tmp_path / "many", 0, list(range(20)))
+    write(tmp_path / "few", 0, [1, 2])
+    assert len(write_tables(Gathered(tmp_path / "many"), tmp_path / "out", part_bytes=200).arrays) > 2
+    tables = write_tables(Gathered(tmp_path / "few"), tmp_path / "out")
+    assert sorted((tmp_path / "out").iterdir()) == sorted([tables.csv, tables.jsonl, *tables.arrays])
+    assert len(tables.csv.read_text().splitlines()) == 3
+
+
+def test_a_table_of_nothing_is_a_header(tmp_path):
+    tables = write_tables(Gathered(tmp_path / "nothing"), tmp_path / "out")
+    assert tables.csv.read_text().splitlines() == ["id"]
+    assert (tables.jsonl.read_text(), tables.arrays, tables.items) == ("", (), 0)

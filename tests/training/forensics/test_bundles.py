@@ -1,0 +1,203 @@
+"""A step that went wrong can be told from what it left behind, and made again."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.errors import ConfigError, DataError
+from pipeline.training.forensics.step_bundle import (
+    BUNDLE,
+    KEPT,
+    RNG,
+    Bundle,
+    Checkpoint,
+    Cut,
+    Kind,
+    all_of,
+    find,
+    read,
+    read_rng,
+    write,
+)
+
+BUNDLE_OF = Bundle(
+    kind=Kind.OOM,
+    epoch=2,
+    step=123,
+    epoch_step=23,
+    rank=0,
+    world=2,
+    cuts=(
+        Cut(("a", "b/../c"), (7, 3), {"nodes": 900, "edges": 18_000}, 3 << 30),
+        Cut(("d", "e", "f", "g", "ü"), (1, 2, 4, 5, 6)),
+    ),
+    failed=0,
+    budget={"cost": 4 << 30},
+    choice={"precision": "fp32", "checkpointing": False},
+    plan={"batch": 24, "crop": {"nodes": 500}},
+    seed=11,
+    message="CUDA out of memory. Tried to allocate 2.00 GiB",
+    checkpoint=Checkpoint("checkpoints/step-00000100", "ab" * 16),
+    time_s=1_800_000_000.5,
+    torch="2.13.0",
+    device="cpu",
+    state={"numpy": {"state": [1, 2**70]}, "scale": 65536.0},
+)
+RNG_OF = {"cpu": torch.get_rng_state(), "cuda:0": torch.arange(16, dtype=torch.uint8)}
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_bundle_is_read_as_it_was_written(tmp_path):
+    path = write(tmp_path / "bundles", BUNDLE_OF, RNG_OF)
+    assert path.name == "step-00000123-oom-rank-0"
+    assert names_in(path) == [BUNDLE, RNG]
+    assert read(path) == BUNDLE_OF
+    states = read_rng(path)
+    assert states.keys() == RNG_OF.keys()
+    assert all(torch.equal(states[name], state) for name, state in RNG_OF.items())
+
+
+def test_random_numbers_go_on_from_what_a_bundle_has(tmp_path):
+    torch.manual_seed(3)
+    path = write(tmp_path, BUNDLE_OF, {"cpu": torch.get_rng_state()})
+    wanted = torch.rand(4)
+    torch.set_rng_state(read_rng(path)["cpu"])
+    assert torch.equal(torch.rand(4), wanted)
+
+
+def test_a_bundle_may_be_of_a_step_without_a_checkpoint_or_a_micro_batch_to_blame(tmp_path):
+    bare = replace(BUNDLE_OF, kind=Kind.NAN, checkpoint=None, failed=None, cuts=())
+    path = write(tmp_path, bare, {})
+    assert read(path) == bare
+    assert read_rng(path) == {}
+    assert "before the first checkpoint" in bare.words()
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path):
+    path = write(tmp_path, replace(BUNDLE_OF, budget={"cost": np.int64(7)}), RNG_OF)
+    assert read(path).budget == {"cost": 7}
+
+
+def test_a_bundle_says_for_people_what_happened():
+    assert BUNDLE_OF.words() == (
+        "oom in step 123, epoch 2, on rank 0 of 2\n"
+        "  CUDA out of memory. Tried to allocate 2.00 GiB\n"
+        "  2027-01-15 08:00:00 UTC, torch 2.13.0, cpu\n"
+        "  micro-batch 1 of 2: 2 items (a, b/../c), 900 nodes, 18,000 edges, 3.00 GiB predicted ← this one\n"
+        "  micro-batch 2 of 2: 5 items (d, e, f, g, …)\n"
+        "  budget 4,294,967,296 cost\n"
+        "  from checkpoint checkpoints/step-00000100"
+    )
+
+
+def test_the_same_step_may_go_wrong_again(tmp_path):
+    paths = [write(tmp_path, BUNDLE_OF, RNG_OF) for _ in range(3)]
+    assert [path.name.removeprefix("step-00000123-oom-rank-0") for path in paths] == ["", "-2", "-3"]
+    assert all_of(tmp_path) == paths
+
+
+def test_the_first_bundle_is_kept_and_the_newest(tmp_path):
+    for step in range(1, 2 * KEPT + 5):
+        path = write(tmp_path, replace(BUNDLE_OF, step=step, rank=step % 3), {})
+        assert path.exists()
+    steps = [read(path).step for path in all_of(tmp_path)]
+    assert steps == [1, *range(KEPT + 5, 2 * KEPT + 5)]
+    assert len(names_in(tmp_path)) == KEPT + 1
+
+
+def test_bundles_are_found_by_step_and_rank(tmp_path):
+    for step, rank in ((5, 0), (5, 1), (5, 11), (12, 0)):
+        write(tmp_path, replace(BUNDLE_OF, step=step, rank=rank), {})
+    assert [read(path).rank for path in find(tmp_path, 5)] == [0, 1, 11]
+    assert [read(path).rank for path in find(tmp_path, 5, rank=1)] == [1]
+    with pytest.raises(ConfigError, match=r"no bundle of step 7: there are bundles of the steps 5, 12"):
+        find(tmp_path, 7)
+    with pytest.raises(ConfigError, match=r"no bundle of step 12 of rank 1"):
+        find(tmp_path, 12, rank=1)
+    with pytest.raises(ConfigError, match="no step has left one"):
+        find(tmp_path / "empty", 7)
+
+
+def test_a_damaged_bundle_is_named(tmp_path):
+    path = write(tmp_path, BUNDLE_OF, RNG_OF)
+    for name in (BUNDLE, RNG):
+        (path / name).chmod(0o600)
+    whole = (path / RNG).read_bytes()
+    for spoiled in (whole[:-3], whole[:-3] + b"xyz", b""):
+        (path / RNG).write_bytes(spoiled)
+        with pytest.raises(DataError, match=r"rng\.safetensors"):
+            read_rng(path)
+    text = (path / BUNDLE).read_text()
+    for broken in (text[:-9], "[]", "{}", json.dumps(json.loads(text) | {"kind": "bad weather"})):
+        (path / BUNDLE).write_text(broken)
+        with pytest.raises(DataError, match=r"bundle\.json"):
+            read(path)
+    with pytest.raises(ConfigError, match="is no bundle"):
+        read(tmp_path / "nothing")
+
+
+FULL = """
+import resource, sys
+from pathlib import Path
+from tests.training.forensics.test_bundles import BUNDLE_OF, RNG_OF, write
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+print(write(Path(sys.argv[1]), BUNDLE_OF, RNG_OF))
+"""
+
+
+def test_a_full_disk_costs_the_bundle_and_not_the_run(tmp_path):
+    command = [sys.executable, "-c", FULL, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "None\n"
+    assert "no bundle of step 123 is left behind" in done.stderr
+    assert names_in(tmp_path) == []
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from pipeline.store.format.disk import Disk
+from tests.training.forensics.test_bundles import BUNDLE_OF, RNG_OF, write
+calls, last = 0, 0
+for name in ("write_at", "fsync", "fsync_folder", "rename"):
+    def step(*args, real=getattr(Disk, name)):
+        global calls
+        calls += 1
+        if calls == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args)
+    setattr(Disk, name, step)
+for last in range(1, 20):
+    if not (child := os.fork()):
+        write(Path(sys.argv[1]) / str(last), BUNDLE_OF, RNG_OF)
+        os._exit(0)
+    print(last, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.fault
+def test_a_kill_at_any_moment_leaves_a_whole_bundle_or_none(tmp_path):
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    ends = [line.split() for line in done.stdout.splitlines()]
+    assert {status for _, status in ends} == {str(-signal.SIGKILL), "0"}
+    left = set()
+    for name, _ in ends:
+        folder = tmp_path / name
+        there = all_of(folder)
+        assert all(read(path) == BUNDLE_OF and read_rng(path) for path in there)
+        left.add(len(there))
+        again = write(folder, replace(BUNDLE_OF, step=124), RNG_OF)
+        assert sorted(folder.iterdir()) == [*there, again]
+    assert left == {0, 1}

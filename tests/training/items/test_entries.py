@@ -1,0 +1,210 @@
+"""What a reader may give, and that it is the same when it is read again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.errors import DataError
+from pipeline.records import Entry, Reason, Rejection
+from pipeline.stages.read_entries import Taken, read
+from pipeline.store.cache_folder import Cache
+from pipeline.training.items.batch import Batch
+from pipeline.training.items.item_source import NUMBERS, Entered, digest_of
+from pipeline.training.items.item_table import Table
+from pipeline.training.items.loader import Loader
+from tests.training.items.content import Micros
+
+FLOAT, INT, BOOL = np.float32, np.int64, np.bool_
+
+
+class Given:
+    """A reader of what it is given."""
+
+    def __init__(self, *items: dict[str, Any]) -> None:
+        self.items = list(items)
+
+    def files(self) -> list[Path]:
+        return []
+
+    def entries(self) -> Iterator[Entry]:
+        for number, arrays in enumerate(self.items):
+            yield Entry(f"i{number}", [number], arrays, "train", f"line {number}")
+
+    def read(self, place: Any) -> dict[str, Any]:
+        found: dict[str, Any] = self.items[place[0]]
+        return found
+
+
+def taken(*items: dict[str, Any]) -> tuple[Taken, list[Rejection]]:
+    found = Taken()
+    return found, list(read(Given(*items).entries(), found))
+
+
+def loaded(reader: Given, table: Table, *numbers: int) -> Batch:
+    """Return some items as one batch."""
+    sampler: Any = Micros([list(numbers)])
+    (batch,) = Loader(Entered(reader, table), None, sampler)
+    assert isinstance(batch, Batch)
+    return batch
+
+
+def peaks(count: int, dtype: Any = FLOAT) -> dict[str, Any]:
+    return {"peaks.mz": np.arange(count).astype(dtype)}
+
+
+def test_items_have_the_rows_along_each_axis_and_all_their_numbers_as_sizes() -> None:
+    found, rejected = taken({**peaks(3), "ions.kind": np.zeros((2, 4), INT), "mass": FLOAT(1.0)}, peaks(5))
+    assert not rejected
+    sizes = {name: list(values) for name, values in found.table.sizes.items()}
+    assert sizes == {NUMBERS: [12, 5], "peaks": [3, 5], "ions": [2, 0]}
+
+
+def test_an_axis_that_comes_late_has_no_rows_in_the_items_before() -> None:
+    found, rejected = taken(peaks(3), {**peaks(1), "ions.mz": np.zeros(2, FLOAT)})
+    assert not rejected
+    assert list(found.table.sizes["ions"]) == [0, 2]
+
+
+def test_items_without_axes_have_a_size_all_the_same() -> None:
+    found, _ = taken({"mass": FLOAT(1)}, {"mass": FLOAT(2)})
+    assert {name: list(values) for name, values in found.table.sizes.items()} == {NUMBERS: [1, 1]}
+
+
+@pytest.mark.parametrize(
+    ("items", "said"),
+    [
+        ([{}], "it has no arrays"),
+        ([{"peaks.mz": np.zeros(3, FLOAT), "peaks.of": np.zeros(2, FLOAT)}], "peaks.of has 2 rows, and peaks.mz has 3"),
+        ([{"peaks.mz": FLOAT(1)}], "peaks.mz is one number, but lies along peaks"),
+        ([{"peaks mz": np.zeros(3, FLOAT)}], "'peaks mz' is no name of an array"),
+        ([{"receptor.mz": np.zeros(3, FLOAT)}], "the name receptor is taken"),
+        ([{"items.mz": np.zeros(3, FLOAT)}], "the name items is taken"),
+        ([{"name": np.array("text")}], "not of numbers that torch knows"),
+        ([{"peaks.mz": np.zeros(3, np.complex64)}], "not of numbers that torch knows"),
+        ([{"peaks.mz": np.zeros(3, ">f4")}], "not of numbers that torch knows"),
+        ([peaks(2), peaks(2, np.float64)], "peaks.mz is float64 [], and float32 [] in the items before"),
+        ([{"mass": FLOAT(1)}, {"mass": np.zeros(2, FLOAT)}], "mass is float32 [2], and float32 [] in the items before"),
+        ([{**peaks(1), "charge": INT(1)}, peaks(1)], "it has no charge, which the items before have"),
+        ([peaks(1), {**peaks(1), "charge": INT(1)}], "the items before have no charge"),
+        ([{**peaks(1), "peaks.kind": np.zeros(1, INT)}, peaks(2)], "it has no peaks.kind"),
+    ],
+)
+def test_arrays_that_cannot_be_joined_are_rejected_with_the_reason(items: list[dict[str, Any]], said: str) -> None:
+    found, rejected = taken(*items)
+    assert len(found.table) == len(items) - 1
+    (one,) = rejected
+    assert (one.id, one.reason, one.origin, one.split) == (
+        f"i{len(items) - 1}",
+        Reason.BAD_ENTRY,
+        f"line {len(items) - 1}",
+        "train",
+    )
+    assert said in one.detail
+
+
+def test_what_something_can_stand_for_may_be_absent() -> None:
+    whole = {**peaks(2), "peaks.kept": np.ones(2, BOOL), "ions.kind": np.zeros(1, INT), "mass": FLOAT(1)}
+    found, rejected = taken(whole, peaks(3), whole)
+    assert not rejected
+    table = found.table.table()
+    batch = loaded(Given(whole, peaks(3), whole), table, 0, 1, 2)
+    assert batch["peaks.kept"].tolist() == [True, True, False, False, False, True, True]
+    assert batch["ions.kind"].tolist() == [0, 0]
+    assert batch["mass"].isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason", "said"),
+    [
+        (Entry("", 0, peaks(1)), Reason.BAD_ID, "is empty"),
+        (Entry("a\nb", 0, peaks(1)), Reason.BAD_ID, "white space"),
+        (Entry(7, 0, peaks(1)), Reason.BAD_ID, "is no text"),  # type: ignore[arg-type]
+        (Entry("a", None, peaks(1)), Reason.BAD_ENTRY, "it has no place"),
+        (Entry("a", np.int64(3), peaks(1)), Reason.BAD_ENTRY, "its place is no JSON data"),
+        (Entry("a", 0, peaks(1), 3), Reason.BAD_ENTRY, "its split is 3"),  # type: ignore[arg-type]
+    ],
+)
+def test_an_item_that_could_not_be_found_again_is_rejected(entry: Entry, reason: Reason, said: str) -> None:
+    (one,) = read([entry], Taken())
+    assert one.reason is reason
+    assert said in one.detail
+
+
+def test_no_more_is_read_than_the_limit() -> None:
+    asked = []
+
+    def entries() -> Iterator[Entry]:
+        for number in range(10):
+            asked.append(number)
+            yield Entry(f"i{number}", number, peaks(1))
+
+    found = Taken()
+    assert list(read(entries(), found, limit=4)) == []
+    assert len(found.table) == 4
+    assert asked == [0, 1, 2, 3]
+
+
+def test_a_table_comes_back_with_the_places(tmp_path: Path) -> None:
+    found, _ = taken(peaks(2), peaks(3))
+    store = Cache(tmp_path / "cache").kind("sets")
+    table = Table.read(store, found.table.write(store))
+    assert [table.place(number) for number in range(2)] == [[0], [1]]
+    assert table.key(1) == digest_of(peaks(3))
+    assert json.loads(table.take(np.array([1])).items[0]) == [1]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [peaks(3, np.float64), peaks(4), {"peaks.m": np.arange(3).astype(FLOAT)}, {"peaks.mz": np.array([0, 1, 3], FLOAT)}],
+    ids=["type", "length", "name", "a number"],
+)
+def test_arrays_that_are_not_what_they_were_are_an_error_that_names_the_item(changed: dict[str, Any]) -> None:
+    reader = Given(peaks(2), peaks(3))
+    found, _ = taken(*reader.items)
+    source = Entered(reader, found.table.table())
+    assert [one.id for one in source.read([1, 0])] == ["i1", "i0"]
+    reader.items[1] = changed
+    with pytest.raises(DataError, match="i1 is not what it was") as caught:
+        list(source.read([0, 1]))
+    assert "pipeline submit --stage scan" in caught.value.remedy
+
+
+@pytest.mark.parametrize("error", [OSError("the disk is gone"), KeyError(3), DataError("no such peak")])
+def test_what_a_reader_raises_names_the_item(error: Exception) -> None:
+    class Failing(Given):
+        def read(self, place: Any) -> dict[str, Any]:
+            raise error
+
+    found, _ = taken(peaks(2))
+    with pytest.raises(DataError, match="i0 cannot be read: ") as caught:
+        list(Entered(Failing(), found.table.table()).read([0]))
+    assert "pipeline submit --stage scan" in caught.value.remedy
+
+
+def test_unsigned_numbers_become_those_that_torch_computes_with() -> None:
+    item = {"peaks.kind": np.array([1, 65535], np.uint16), "charge": np.uint16(3)}
+    found, _ = taken(item)
+    batch = loaded(Given(item), found.table.table(), 0)
+    assert batch["peaks.kind"].tolist() == [1, 65535]
+    assert str(batch["peaks.kind"].dtype) == str(batch["charge"].dtype) == "torch.int32"
+
+
+def test_a_name_that_ends_like_one_of_a_graph_is_not_taken_for_it() -> None:
+    item = {"peaks.chain": np.array([0.5], FLOAT)}
+    found, _ = taken(item)
+    batch = loaded(Given(item), found.table.table(), 0)
+    assert batch["peaks.chain"].tolist() == [0.5]
+
+
+def test_an_item_that_is_rejected_has_no_id_that_another_could_double_and_no_split() -> None:
+    bad = Entry("a", 0, {}, "test")
+    found = Taken()
+    rejected = list(read([bad, Entry("a", 0, peaks(1), "train"), bad, Entry("b", 0, {}, "val")], found))
+    assert [one.reason for one in rejected] == [Reason.BAD_ENTRY] * 3
+    assert (found.leaks, len(found.table), list(found.table.splits)) == (0, 1, ["train"])

@@ -1,0 +1,436 @@
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.errors import CacheDamaged, ConfigError, RecordMissing
+from pipeline.records import Reason, Rejection, Role
+from pipeline.store.cache_folder import Cache
+from pipeline.training.items.batch import padded
+from pipeline.training.items.loader import Loader
+from pipeline.training.sampling.sampler import Sampler, Settings
+from tests.training.items.content import ALONE, ENCODER, PRECISION, WIDTH, graph_of, made
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    graphs = [graph_of(seed) for seed in range(24)]
+    return made(Cache(tmp_path_factory.mktemp("loader") / "cache"), graphs)
+
+
+def lists_of(items, size):
+    return [list(range(first, min(first + size, items))) for first in range(0, items, size)]
+
+
+def check_item(data, item):
+    """Compare everything of an item in a batch with the graph it came from."""
+    graph = data.graphs[item.number]
+    assert list(item.sides) == [part.role.value for part in graph.parts]
+    for part in graph.parts:
+        side = item.sides[part.role.value]
+        np.testing.assert_array_equal(side.centre, part.centre_3)
+        for mine, theirs in ((side.nodes, part.nodes), (side.residues, part.residues), (side.paths, part.paths)):
+            for name, array in theirs.items():
+                np.testing.assert_array_equal(mine[name], array, err_msg=name)
+        for name, edges in part.edges.items():
+            np.testing.assert_array_equal(side.edges[name], edges, err_msg=name)
+        wanted, encoded = data.wanted_rows(part)
+        np.testing.assert_array_equal(side.embedding.view(torch.int16), wanted.view(np.int16))
+        np.testing.assert_array_equal(side.encoded, encoded)
+    for name, edges in graph.cross.items():
+        np.testing.assert_array_equal(item.cross[name], edges)
+    for name, array in graph.labels.items():
+        np.testing.assert_array_equal(item.labels[name], array)
+
+
+def test_every_item_of_every_batch_is_the_graph_that_was_stored(data):
+    seen = []
+    for batch in data.loader(lists_of(24, 5)):
+        assert len(batch.items) == len(batch)
+        for item in batch.items:
+            check_item(data, item)
+            seen.append(item.number)
+    assert seen == list(range(24))
+
+
+def test_edges_and_labels_of_a_batch_join_the_nodes_that_they_join_in_its_items(data):
+    (batch,) = data.loader([[3, 1, 4, 1]])
+    for role, place in (("receptor", 0), ("ligand", 1)):
+        edges, ptr = batch.sides[role].edges["near"], batch.ptr(f"{role}.node")
+        owner = batch.owner(f"{role}.node")
+        assert torch.equal(owner[edges[0]], owner[edges[1]])
+        for at, number in enumerate(batch.numbers):
+            mine = edges[:, owner[edges[0]] == at] - ptr[at]
+            np.testing.assert_array_equal(mine, data.graphs[number].parts[place].edges["near"])
+    pairs, owner = batch.labels["contact_pairs"], batch.owner("label.contact")
+    for at, number in enumerate(batch.numbers):
+        first = torch.stack([batch.ptr("receptor.node")[at], batch.ptr("ligand.node")[at]])
+        np.testing.assert_array_equal(pairs[owner == at] - first, data.graphs[number].labels["contact_pairs"])
+
+
+def test_padding_puts_every_row_where_it_belongs(data):
+    (batch,) = data.loader([[0, 1, 2]])
+    for name in ("receptor.node.pos", "ligand.embedding", "receptor.node.type"):
+        dense, real = padded(batch, name, fill=9)
+        assert real.sum(dim=1).tolist() == batch.ptr(batch.layout.places[name].axis).diff().tolist()
+        assert torch.equal(dense[real], batch[name])
+        assert (dense[~real] == 9).all()
+    with pytest.raises(ValueError, match="no rows to pad"):
+        padded(batch, "receptor.edge.near")
+
+
+def test_items_of_all_sorts_share_a_batch(tmp_path):
+    """Atoms and paths, RNA that is not encoded, no partner, bound labels for one item and none for the next."""
+    graphs = [
+        graph_of(0, atoms=True),
+        graph_of(1, ALONE, atoms=True),
+        graph_of(2, rna=True, atoms=True, bound=True),
+    ]
+    data = made(Cache(tmp_path / "cache"), graphs)
+    (batch,) = data.loader([[0, 1, 2]])
+    for item in batch.items:
+        check_item(data, item)
+    encoded = batch.sides["receptor"].encoded
+    assert not encoded.all()
+    assert (batch.sides["receptor"].embedding[~encoded] == 0).all()
+    nodes = batch.sides["receptor"].nodes
+    assert nodes["bound"][: graphs[0].parts[0].size].isnan().all()
+    assert not nodes["labelled"][: graphs[0].parts[0].size].any()
+    assert batch.labels["bound_centre"][:2].isnan().all()
+    assert batch.sides["receptor"].paths["angle"].dtype == torch.int64
+
+
+def test_types_are_the_same_in_every_batch_however_narrow_the_record(tmp_path):
+    small, large = (graph_of(seed) for seed in (1, 2))
+    large.parts[0].nodes["chain"] = large.parts[0].nodes["chain"].astype(np.uint16)
+    data = made(Cache(tmp_path / "cache"), [small, large])
+    types = [{name: tensor.dtype for name, tensor in batch.fields.items()} for batch in data.loader([[0], [1], [0, 1]])]
+    assert types[0] == types[1] == types[2]
+
+
+def test_a_rank_without_items_gets_an_empty_batch_in_its_place(data):
+    batches = [(len(batch), batch.origin.step, list(batch.fields)) for batch in data.loader([[0], [], [1]])]
+    assert [size for size, _, _ in batches] == [1, 0, 1]
+    assert batches[1] == (0, 1, [])
+
+
+def test_without_embeddings_there_are_none(data):
+    (batch,) = data.loader([[0, 1]], embeddings=None)
+    assert batch.sides["receptor"].embedding is None
+    assert batch.items[0].sides["ligand"].encoded is None
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_batches_come_in_the_samplers_order_whoever_is_done_first(data, threads):
+    lists = [[number] * (1 + 9 * (number % 3 == 0)) for number in range(24)]
+    got = [list(batch.numbers) for batch in data.loader(lists, threads=threads, slots=3)]
+    assert got == lists
+
+
+def test_a_kept_batch_stays_what_it_was(data):
+    lists = lists_of(24, 2)
+    loader = data.loader(lists, slots=4)
+    kept = []
+    for batch in loader:
+        kept = [*kept[-1:], (batch, batch.memory.clone())]
+        assert all(torch.equal(one.memory, copy) for one, copy in kept)
+        del batch
+
+
+def test_a_loop_that_keeps_more_batches_than_slots_is_told_so(data):
+    loader = data.loader(lists_of(24, 4), slots=3)
+    batches = iter(loader)
+    kept = [next(batches) for _ in range(3)]
+    with pytest.raises(ConfigError, match=r"still holds the last 3 batches.*\n.*clone"):
+        next(batches)
+    del kept
+    assert len([batch.clone() for batch in loader]) == 6
+
+
+def test_as_many_batches_as_slots_can_be_kept_to_the_end(data):
+    kept = list(islice(iter(data.loader(lists_of(24, 8), slots=3)), 9))
+    assert [len(batch) for batch in kept] == [8, 8, 8]
+
+
+def test_what_goes_wrong_comes_in_its_place_and_what_came_before_is_whole(data, tmp_path):
+    loader = data.loader([[0], [1], [99], [2]], threads=3)
+    got = []
+    with pytest.raises(IndexError):
+        got.extend(list(batch.numbers) for batch in loader)
+    assert got == [[0], [1]]
+    assert threads_left() == 0
+
+
+def threads_left():
+    return sum(thread.name.startswith("reader-") for thread in threading.enumerate())
+
+
+@pytest.mark.slow
+def test_a_loop_that_is_left_leaves_no_threads_and_can_begin_again(data):
+    loader = data.loader(lists_of(24, 2))
+    for stop in (0, 1, 5, 12):
+        numbers = [list(batch.numbers) for batch in islice(loader, stop)]
+        assert numbers == lists_of(24, 2)[:stop]
+        gc.collect()
+        assert threads_left() == 0
+    assert loader.sampler.epoch == 0
+
+
+def test_an_interrupt_in_the_loop_ends_the_threads(data):
+    def loop():
+        for _ in data.loader(lists_of(24, 2)):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        loop()
+    assert threads_left() == 0
+
+
+def test_a_new_loop_ends_the_one_under_way(data):
+    loader = data.loader(lists_of(24, 6))
+    first = iter(loader)
+    next(first)
+    assert [list(batch.numbers) for batch in loader] == lists_of(24, 6)
+    with pytest.raises(ValueError, match="another loop"):
+        next(first)
+    assert threads_left() == 0
+
+
+def test_a_loader_that_is_dropped_frees_its_memory(data):
+    loader = data.loader(lists_of(24, 6))
+    list(islice(loader, 2))
+    memory = weakref.ref(loader._ring)
+    del loader
+    gc.collect()
+    assert memory() is None
+
+
+def test_the_state_is_after_what_was_yielded_not_after_what_was_read(data):
+    settings = Settings(batch=6, seed=5, micro_batch=4, padding=None)
+
+    def loader():
+        return data.loader([], sampler=Sampler(data.table.sizes, settings), slots=4)
+
+    whole = loader()
+    wanted = [list(batch.numbers) for _ in range(2) for batch in whole]
+    for stop in range(len(wanted)):
+        first = loader()
+        got = [first.state_dict() and list(batch.numbers) for batch in islice(endless(first), stop)]
+        state = first.state_dict()
+        done = sum(map(len, got)) // 6 * 6  # a step that was begun is begun again
+        second = loader()
+        second.load_state_dict(state)
+        rest = [number for batch in islice(endless(second), len(wanted)) for number in batch.numbers]
+        flat = [number for numbers in wanted for number in numbers]
+        assert flat[:done] + rest[: len(flat) - done] == flat
+
+
+def endless(loader):
+    while True:
+        yield from loader
+
+
+def test_a_second_epoch_has_another_order_and_the_loader_counts_its_batches(data):
+    sampler = Sampler(data.table.sizes, Settings(batch=4, padding=None))
+    loader = data.loader([], sampler=sampler)
+    epochs = [[number for batch in loader for number in batch.numbers] for _ in range(2)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(24))
+    assert epochs[0] != epochs[1]
+    loader.set_epoch(0)
+    assert [number for batch in loader for number in batch.numbers] == epochs[0]
+    assert len(loader) == 6
+    assert (loader.stats.batches, loader.stats.items) == (18, 72)
+
+
+def test_random_numbers_are_an_items_own_whatever_batch_it_is_in(data):
+    def drawn(lists, **options):
+        loader = data.loader(
+            lists, collate=lambda items, rng: {item.number: item.rng.random() for item in items}, **options
+        )
+        return {number: value for batch in loader for number, value in batch.items()}
+
+    once = drawn(lists_of(24, 24))
+    assert drawn(lists_of(24, 5)) == once
+    assert len(set(once.values())) == 24
+    assert drawn(lists_of(24, 24), seed=1) != once
+    sampler = data.loader(lists_of(24, 24)).sampler
+    sampler.set_epoch(1)
+    assert drawn([], sampler=sampler) != once
+
+
+def test_what_collate_makes_is_yielded(data):
+    loader = data.loader(lists_of(24, 5), collate=lambda items, rng: [item.id for item in items])
+    assert [name for batch in loader for name in batch] == [f"item{number}" for number in range(24)]
+
+
+def test_a_plain_training_loop_learns(data):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(WIDTH, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    loader = data.loader(lists_of(24, 6))
+    losses = []
+    for _ in range(5):
+        total = 0.0
+        for batch in loader:
+            side = batch.sides["receptor"]
+            loss = (model(side.embedding.float())[:, 0] - side.embedding.float().sum(dim=1)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            total += loss.item()
+        losses.append(total)
+    assert losses[-1] < 0.1 * losses[0]
+
+
+def test_a_batch_goes_to_a_device_in_one_piece(data):
+    (batch,) = (one.clone() for one in data.loader([[0, 1]]))
+    there = batch.to("meta")
+    assert there["receptor.embedding"].device.type == "meta"
+    assert there["receptor.embedding"].shape == batch["receptor.embedding"].shape
+    assert batch.to("cpu").memory is batch.memory
+
+
+def test_an_embedding_that_is_missing_names_the_item_and_what_to_type(data, tmp_path):
+    lost = made(Cache(tmp_path / "cache"), [graph_of(0)])
+    text = lost.graphs[0].parts[1].texts[0]
+    empty = Cache(tmp_path / "other").kind("embed")
+    with empty.writer() as writer:
+        for other in lost.rows.keys() - {text}:
+            writer.put(ENCODER.key(other, PRECISION), {"rows": lost.rows[other]}, {})
+    lost.embed_store = empty
+    with pytest.raises(RecordMissing, match=rf"item0 \({len(text)} residues\).*\n.*submit --stage embed"):
+        list(lost.loader([[0]]))
+
+
+@pytest.mark.parametrize(
+    ("rows", "bfloat16", "what"),
+    [
+        (lambda rows: rows[:-1], (), r"rows are float16 \[\d+, 6\].*was expected"),
+        (lambda rows: rows[:, :-1], (), r"rows are float16 \[\d+, 5\]"),
+        (lambda rows: np.tile(rows, 3), (), r"rows are float16 \[\d+, 18\]"),
+        (lambda rows: rows.astype(np.float32), (), "rows are float32"),
+        (lambda rows: rows.view(np.uint16), ("rows",), "rows are uint16"),
+    ],
+)
+def test_an_embedding_that_does_not_fit_names_key_and_item(tmp_path, rows, bfloat16, what):
+    data = made(Cache(tmp_path / "cache"), [graph_of(0)])
+    text = data.graphs[0].parts[1].texts[-1]
+    key = ENCODER.key(text, PRECISION)
+    data.embed_store = Cache(tmp_path / "other").kind("embed")
+    with data.embed_store.writer() as writer:
+        for one, right in data.rows.items():
+            if one != text:
+                writer.put(ENCODER.key(one, PRECISION), {"rows": right}, {})
+        writer.put(key, {"rows": rows(data.rows[text])}, {}, bfloat16=bfloat16)
+    with pytest.raises(CacheDamaged, match=rf"{key.hex()} of item0: {what}"):
+        list(data.loader([[0]]))
+
+
+def test_a_row_beyond_the_embedding_is_an_error_that_names_the_item(tmp_path):
+    graph = graph_of(0)
+    graph.parts[0].nodes["row"][-1] += 20
+    data = made(Cache(tmp_path / "cache"), [graph])
+    with pytest.raises(CacheDamaged, match=r"residues of item0 have rows .*; its embeddings have"):
+        list(data.loader([[0]]))
+
+
+def test_a_damaged_embedding_is_never_yielded(tmp_path):
+    data = made(Cache(tmp_path / "cache"), [graph_of(0)])
+    (path,) = (tmp_path / "cache/embed/shards").iterdir()
+    key = ENCODER.key(data.graphs[0].parts[0].texts[0], PRECISION)
+    offset = data.embed_store.locate([key])[0][0].offset
+    path.chmod(0o600)
+    with path.open("r+b") as file:
+        file.seek(offset + 3)
+        byte = file.read(1)
+        file.seek(offset + 3)
+        file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(CacheDamaged, match="the embedding of a sequence of item0"):
+        list(data.loader([[0]]))
+
+
+def test_a_missing_graph_names_the_item_and_what_to_type(data, tmp_path):
+    loader = data.loader([[0]])
+    loader._graphs = type(loader._graphs)(Cache(tmp_path / "empty").kind("graph"), data.table)
+    with pytest.raises(RecordMissing, match=r"the graph of item0: .*\n.*submit --stage graph"):
+        list(loader)
+
+
+def test_a_record_that_says_why_there_is_no_graph_is_a_rejection(data, tmp_path):
+    store = Cache(tmp_path / "cache").kind("graph")
+    with store.writer() as writer:
+        writer.put(data.table.key(1), {}, {"reason": "no_contacts", "detail": "too far apart"})
+        for number in (0, 2):
+            record = data.graph_store.get(data.table.key(number))
+            writer.put(record.key, record.arrays, record.meta)
+    told = []
+    loader = data.loader([[0, 1], [1], [2]], reject=told.append)
+    loader._graphs = type(loader._graphs)(store, data.table)
+    got = [(list(batch.numbers), len(batch.rejected)) for batch in loader]
+    assert got == [([0], 1), ([], 1), ([2], 0)]
+    assert told == [Rejection("item1", Reason.NO_CONTACTS, "too far apart")] * 2
+    assert loader.stats.rejected == 2
+
+
+LEFT_OPEN = """
+import sys
+from pathlib import Path
+from pipeline.store.cache_folder import Cache
+from tests.training.items.content import graph_of, made
+data = made(Cache(Path(sys.argv[1])), [graph_of(seed) for seed in range(8)])
+batches = iter(data.loader([[number] for number in range(8)]))
+print(next(batches).ids)
+"""
+
+
+def test_a_program_that_ends_in_the_middle_of_a_loop_ends(tmp_path):
+    command = [sys.executable, "-c", LEFT_OPEN, str(tmp_path / "cache")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "('item0',)\n", "")
+
+
+def test_roles_out_of_order_are_refused(tmp_path):
+    data = made(Cache(tmp_path / "cache"), [graph_of(0, (Role.LIGAND, Role.RECEPTOR))])
+    with pytest.raises(ValueError, match="has the partners ligand, receptor"):
+        list(data.loader([[0]]))
+
+
+class Refusing:
+    """Graphs that there are none of."""
+
+    def read(self, numbers):
+        return (Rejection(f"i{number}", Reason.NO_CONTACTS, "far") for number in numbers)
+
+
+def refused(**options):
+    sampler = Sampler({"nodes": np.arange(1, 41)}, Settings(batch=4, padding=None))
+    return Loader(Refusing(), None, sampler, slots=2, threads=1, pin=False, **options)
+
+
+@pytest.mark.timeout(60)
+def test_a_loop_that_its_own_callback_ends_loses_no_memory():
+    def stop(rejection):
+        raise RuntimeError(rejection.id)
+
+    loader = refused(reject=stop)
+    for _ in range(4):  # twice as often as there are slots
+        with pytest.raises(RuntimeError):
+            next(iter(loader))
+    assert len(loader._ring._lent) == 0
+
+
+def test_the_samplers_own_set_epoch_is_heard_while_an_earlier_loop_is_open():
+    loader, got, loops = refused(), [], []
+    for epoch in range(3):
+        loader.sampler.set_epoch(epoch)
+        loops.append(iter(loader))
+        got.append(next(loops[-1]).origin.epoch)
+    assert got == [0, 1, 2]

@@ -1,0 +1,616 @@
+"""Whole trainings of one process: exact, through every out-of-memory, taken up wherever they ended."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import resource
+import signal
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as some
+from torch import Tensor, nn
+
+from pipeline.errors import DataError, JobFailed
+from pipeline.training.checkpoints.checkpoint_folder import Checkpoints
+from pipeline.training.items.batch import Batch
+from pipeline.training.loop.metrics_log import read_epochs
+from pipeline.training.step.step import Step
+from tests.limited import device as limited
+from tests.limited.device import LimitedDevice
+from tests.training.checkpoints.saved import forked, spoil
+from tests.training.loop.loops import (
+    Aimed,
+    Judged,
+    Plot,
+    Refuse,
+    Run,
+    Tiny,
+    batch_of,
+    big_batch,
+    furthest,
+    signals_after,
+    state_of,
+    table_of,
+    task_of,
+    warm,
+)
+
+pytestmark = pytest.mark.usefixtures("quick")
+EXACT = 1e-10
+ADAM = {"optimizer": "adamw", "ema": 0.9, "clip": 1.0, "weight_decay": 0.1}
+WARM = {"schedule": {"kind": "cosine", "warmup": 3, "least": 0.1}}
+
+
+def one_step(plot: Plot, folder: Path) -> dict[str, list[float]]:
+    """Return what the parameters lost in one step of plain descent at a rate of one: the gradients."""
+    run = Run(plot, folder)
+    before = run.state()
+    after = run.to_end().state()
+    trained = [name for name, one in run.trainer.step.model.named_parameters() if not name.startswith("unused")]
+    return {name: [old - new for old, new in zip(before[name], after[name], strict=True)] for name in trained}
+
+
+@pytest.mark.slow
+@given(
+    items=some.integers(1, 14),
+    budget=some.integers(1, 120),
+    micro=some.sampled_from([None, 1, 2, 3]),
+    terms=some.sampled_from(["one", "several", "weighted"]),
+)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_step_of_any_micro_batches_has_the_gradient_of_one_batch(
+    tmp_path_factory: pytest.TempPathFactory, items: int, budget: int, micro: int | None, terms: str
+) -> None:
+    train = {"effective_batch": items, "epochs": 1, "learning_rate": 1.0} | (
+        {"micro_batch": min(micro, items)} if micro else {}
+    )
+    plot = Plot(train=train, items=items, budget=budget, terms=terms)
+    got = one_step(plot, tmp_path_factory.mktemp("step"))
+    assert furthest(got, big_batch(plot, range(items))) < EXACT
+
+
+# Memory ends
+
+
+def interrupted(plot: Plot, folder: Path, at: dict[int, int]) -> tuple[Run, Aimed]:
+    """Train while some blocks are refused: of a call of `accumulate`, which one."""
+    run = Run(plot, folder, make=Aimed)
+    step = run.trainer.step
+    assert isinstance(step, Aimed)
+    warm(run)
+    step.refuse, step.at = Refuse(), at
+    with LimitedDevice(through=step.refuse):
+        run.to_end()
+    return run, step
+
+
+def several(plot: Plot, folder: Path) -> dict[int, int]:
+    """Return a block of the first micro-batch of several items after the rehearsal."""
+    _, step = interrupted(plot, folder, {})
+    return {next(call for call, ids in enumerate(step.tried) if call and len(ids) > 1): 5}
+
+
+def plain(plot: Plot, run: Run, cuts: list[list[tuple[str, ...]]]) -> dict[str, list[float]]:
+    """Train by a plain loop over micro-batches that are told, with a model of its own."""
+    from pipeline.stages.train import fresh_step
+    from pipeline.training.step.optimizers import factor, set_rate
+
+    step = fresh_step(run.made)
+    step.make_state()
+    steps = run.trainer.courses[0].loader.sampler.steps
+    for number, step_cuts in enumerate(cuts):
+        set_rate(step.optimizer, factor(plot.config().schedule, number, len(cuts)))
+        weight = 0.0
+        for ids in step_cuts:
+            batch = batch_of(plot, step.task, [int(name[4:]) for name in ids], number // steps)
+            step.accumulate(batch)
+            weight += float(len(batch["y"]))
+        step.settle(weight)
+        step.clip()
+        step.apply()
+    return state_of(step)
+
+
+def test_wherever_memory_ends_the_run_is_the_one_that_was_cut_so_from_the_start(tmp_path: Path) -> None:
+    limited.need()
+    plot = Plot(train={**ADAM, **WARM, "epochs": 1}, items=9, budget=60, dropout=0.3)
+    undisturbed, step = interrupted(plot, tmp_path / "undisturbed", {})
+    calls = list(step.blocks)
+    assert len(calls) >= 5  # the rehearsal among them
+    assert plain(plot, undisturbed, step.cuts) == undisturbed.state()
+    ooms = 0
+    for call, blocks in enumerate(calls):
+        for block in sorted({1, blocks // 3, 2 * blocks // 3, blocks}):
+            run, step = interrupted(plot, tmp_path / f"{call}-{block}", {call: block})
+            assert sum(map(len, step.cuts)) >= len(calls) - 1
+            assert plain(plot, run, step.cuts) == run.state(), (call, block)
+            assert run.trainer.done == run.trainer.steps
+            ooms += read_epochs(run.made.folder.path)[0].ooms
+    assert ooms == 4 * (len(calls) - 1)
+
+
+def test_many_ends_of_memory_change_no_weight_beyond_rounding(tmp_path: Path) -> None:
+    limited.need()
+    plot = Plot(train={**ADAM, "epochs": 3}, items=9, budget=60)
+    undisturbed, step = interrupted(plot, tmp_path / "undisturbed", {})
+    every = {call: 1 + call * 7 % min(step.blocks) for call in (1, 6, 14, 27, 43)}
+    run, step = interrupted(plot, tmp_path / "run", every)
+    assert sum(one.ooms for one in read_epochs(run.made.folder.path)) >= 3
+    assert furthest(run.state(), undisturbed.state()) < EXACT
+    assert run.trainer.governor.budget < plot.budget
+    assert any("micro-batches cost" in line for line in run.said)
+
+
+def test_terms_whose_weights_are_asked_for_survive_the_end_of_memory(tmp_path: Path) -> None:
+    limited.need()
+    for terms in ("several", "weighted"):
+        plot = Plot(items=9, budget=60, terms=terms)
+        undisturbed, step = interrupted(plot, tmp_path / f"{terms}-undisturbed", {})
+        at = {call: step.blocks[call] // 2 for call in range(1, len(step.blocks), 4)}
+        run, _ = interrupted(plot, tmp_path / terms, at)
+        assert furthest(run.state(), undisturbed.state()) < EXACT
+
+
+# Ends, and is taken up
+
+
+FULL = Plot(train={**ADAM, **WARM, "epochs": 3, "checkpoints": {"every": 2}}, items=14, budget=60, dropout=0.3)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_told_to_end_after_any_step_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
+    whole = Run(FULL, tmp_path / "whole").to_end()
+    for steps in range(1, whole.trainer.steps + 1):
+        folder = tmp_path / str(steps)
+        first = Run(FULL, folder, ending=signals_after(steps)).to_end()
+        assert (first.trainer.done, first.trainer.ended_by) == (steps, signal.SIGTERM)
+        then = Run(FULL, folder).to_end()
+        assert then.trainer.done == whole.trainer.done
+        assert then.state() == whole.state()
+        lines = [read_epochs(one.made.folder.path) for one in (then, whole)]
+        assert [[(one.epoch, one.loss, one.items, one.steps) for one in told] for told in lines[:1]] == [
+            [(one.epoch, one.loss, one.items, one.steps) for one in told] for told in lines[1:]
+        ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_run_that_is_killed_at_random_goes_on_as_if_it_had_not_been(tmp_path: Path, *, behind: bool) -> None:
+    checkpoints = {"every": 1, "asynchronous": behind}
+    plot = replace(FULL, train={**FULL.train, "checkpoints": checkpoints})
+    whole = Run(plot, tmp_path / "whole").to_end()
+    steps = whole.trainer.steps
+    killed_at = random.Random(3 + behind)
+    done, kills = 0, 0
+    while done < steps and kills < 12:
+        last = done + killed_at.randint(1, 3)
+
+        def work(last: int = last) -> None:
+            torch.set_num_threads(1)
+            run = Run(plot, tmp_path / "killed")
+            for number in run.trainer.run():
+                if number == last:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        _, status = os.waitpid(forked(work), 0)
+        if os.WIFEXITED(status):
+            assert os.WEXITSTATUS(status) == 0
+            break
+        kills += 1
+        done = last if not behind else done + 1
+    assert kills >= 2
+    assert Run(plot, tmp_path / "killed").to_end().state() == whole.state()
+
+
+def test_a_budget_that_was_learned_is_taken_up(tmp_path: Path) -> None:
+    limited.need()
+    at = several(FULL, tmp_path / "look")
+    whole, _ = interrupted(FULL, tmp_path / "whole", at)
+    assert whole.trainer.governor.budget < FULL.budget
+    for stop in (3, 5):
+        part = Run(FULL, tmp_path / str(stop), make=Aimed)
+        step = part.trainer.step
+        assert isinstance(step, Aimed)
+        warm(part)
+        step.refuse, step.at = Refuse(), at
+        with LimitedDevice(through=step.refuse):
+            part.to_end(stop=stop)
+        rest = Run(FULL, tmp_path / str(stop)).to_end()
+        assert rest.trainer.governor.learned == whole.trainer.governor.learned
+        assert rest.state() == whole.state()
+
+
+def test_random_numbers_of_users_are_where_they_would_be(tmp_path: Path) -> None:
+    """A loss that draws from Python and NumPy, with terms whose weights take a forward of their own to know."""
+    import numpy as np
+
+    class Drawing(type(task_of(Plot()))):  # type: ignore[misc]
+        def loss(self, model: Any, batch: Any) -> Any:
+            terms = super().loss(model, batch)
+            scale = 1 + random.random() + np.random.rand()  # noqa: NPY002 - as users do
+            return {name: (total * scale, weight) for name, (total, weight) in terms.items()}
+
+    plot = replace(FULL, terms="one")
+    whole = Run(plot, tmp_path / "whole", task=Drawing(plot)).to_end()
+    for steps in (1, 4):
+        Run(plot, tmp_path / str(steps), task=Drawing(plot), ending=signals_after(steps)).to_end()
+        assert Run(plot, tmp_path / str(steps), task=Drawing(plot)).to_end().state() == whole.state()
+
+
+def test_a_truncated_checkpoint_is_passed_over_and_said_so(tmp_path: Path) -> None:
+    whole = Run(FULL, tmp_path / "whole").to_end()
+    Run(FULL, tmp_path / "run").to_end(stop=5)
+    newest = sorted((tmp_path / "run/model/checkpoints").glob("step-*"))[-1]
+    spoil(newest / "state.safetensors", lambda content: content.__delitem__(slice(len(content) // 2, None)))
+    run = Run(FULL, tmp_path / "run").to_end()
+    assert run.state() == whole.state()
+    assert any(f"{newest.name} is passed over" in line for line in run.said)
+    assert any("is used instead" in line for line in run.said)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    Run(Plot(), tmp_path).to_end(stop=4)
+    from pipeline.errors import ConfigError
+
+    class Wider(type(task_of(Plot()))):  # type: ignore[misc]
+        def model(self) -> Any:
+            model = super().model()
+            model.more = torch.nn.Linear(2, 2).double()
+            return model
+
+    with pytest.raises(ConfigError, match="model"):
+        Run(Plot(), tmp_path, task=Wider(Plot())).to_end()
+
+
+# A full disk
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_full_disk_is_said_and_training_goes_on(tmp_path: Path, *, behind: bool) -> None:
+    plot = replace(FULL, train={**FULL.train, "checkpoints": {"every": 2, "asynchronous": behind}})
+    whole = Run(plot, tmp_path / "whole").to_end()
+    run = Run(plot, tmp_path / "run")
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for done in run.trainer.run():
+        if done == 2:  # a checkpoint is there
+            run.trainer.keeper.finish()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+        elif done == 5:
+            run.trainer.keeper.finish()
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert run.state() == whole.state()
+    warnings = [line for line in run.said if line.startswith("WARNING")]
+    assert len(warnings) == 2  # after step 4 and at the epoch's end
+    assert all("could not be saved" in line and "step-00000002" in line for line in warnings)
+
+
+# What is not finite
+
+
+def poisoned(policy: str, **more: Any) -> Plot:
+    return Plot(
+        train={"epochs": 1, "nan": policy, "effective_batch": 3, "checkpoints": {"every": 1}}, nan={7: 0}, **more
+    )
+
+
+def test_a_loss_that_is_not_finite_ends_with_the_item_and_the_step(tmp_path: Path) -> None:
+    run = Run(poisoned("stop"), tmp_path)
+    with pytest.raises(DataError, match=r"the loss of step (\d) is not finite \(of item7\)") as raised:
+        run.to_end()
+    number = int(str(raised.value).partition("step ")[2][0])
+    assert "pipeline replay" in str(raised.value)
+    (bundle,) = (run.made.folder.bundles).iterdir()
+    told = json.loads((bundle / "bundle.json").read_text())
+    assert told["step"] == number
+    checkpoints = Checkpoints(run.made.folder.checkpoints, last=1, best=0, identity={}, tell=print)
+    latest = checkpoints.latest()
+    assert latest is not None
+    assert latest.step == number - 1
+    assert told["checkpoint"]["path"].endswith(latest.name)
+    # taken up, it comes to the same step
+    with pytest.raises(DataError, match=f"step {number} is not finite"):
+        Run(poisoned("stop"), tmp_path).to_end()
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_a_loss_that_is_not_finite_costs_its_step_alone(tmp_path: Path, policy: str) -> None:
+    run = Run(poisoned(policy), tmp_path / "run").to_end()
+    (epoch,) = read_epochs(run.made.folder.path)
+    assert run.trainer.done == run.trainer.steps
+    assert epoch.more["left_out_steps"] == 1
+    assert all(value == value and value is not None for value in epoch.loss.values())
+    finite = run.state()
+    assert all(value == value for one in finite.values() for value in one)
+    lines = [line for line in run.said if "not finite" in line]
+    assert "item7" in lines[0]
+    # what a run makes of it that has no such item in any other step
+    again = Run(poisoned(policy), tmp_path / "run")
+    assert again.to_end().state() == finite
+
+
+def test_a_rollback_trains_again_from_the_checkpoint_without_the_poisoned_step(tmp_path: Path) -> None:
+    skip, back = (Run(poisoned(policy), tmp_path / policy).to_end() for policy in ("skip", "rollback"))
+    assert skip.state() == back.state()  # a checkpoint after every step: nothing else is lost
+
+
+def test_many_rollbacks_without_a_good_step_end_the_run(tmp_path: Path) -> None:
+    plot = replace(poisoned("rollback"), nan=dict.fromkeys(range(14), 0))
+    with pytest.raises(JobFailed, match="did not help"):
+        Run(plot, tmp_path).to_end()
+
+
+def test_a_gradient_that_is_not_finite_is_seen_where_the_loss_is(tmp_path: Path) -> None:
+    plot = replace(poisoned("skip"), nan={}, outgrown=True)
+    run = Run(plot, tmp_path).to_end()
+    assert any("the gradient of step" in line for line in run.said)
+    assert read_epochs(run.made.folder.path)[0].more["left_out_steps"] == 1
+    assert all(value == value for one in run.state().values() for value in one)
+
+
+# Memory ends where no micro-batch can be halved: in the optimizer
+
+
+class Tearing(Step):
+    """Memory ends in its optimizer at some calls, with some parameters taken and others not."""
+
+    calls, at = 0, frozenset[int]()
+
+    def apply(self) -> None:
+        """Take the gradients, or half of them."""
+        self.calls += 1
+        if self.calls in self.at:
+            self.trained[0].data.add_(1000.0)
+            raise torch.OutOfMemoryError("memory is full")
+        super().apply()
+
+
+def torn(plot: Plot, folder: Path, at: set[int]) -> Run:
+    run = Run(plot, folder, make=Tearing)
+    run.trainer.step.at = frozenset(at)  # type: ignore[attr-defined]
+    return run
+
+
+@pytest.mark.parametrize("at", [{1}, {4}, {3}, {9}, {2, 6}])
+def test_memory_that_ends_in_the_optimizer_takes_training_back_to_the_checkpoint(tmp_path: Path, at: set[int]) -> None:
+    """At the very first step, in an epoch, at its last step, at the last of all."""
+    whole = Run(FULL, tmp_path / "whole").to_end()
+    run = torn(FULL, tmp_path / "run", at).to_end()
+    assert run.state() == whole.state()
+    assert sum("memory ended within the optimizer" in line for line in run.said) == len(at)
+    assert [one.epoch for one in read_epochs(run.made.folder.path)] == [1, 2, 3]
+
+
+def test_memory_that_always_ends_in_the_optimizer_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(JobFailed, match="did not help"):
+        torn(FULL, tmp_path, set(range(4, 100))).to_end()
+
+
+# Epochs and their ends
+
+
+def test_an_average_is_validated_and_the_best_is_kept(tmp_path: Path) -> None:
+    train = {**ADAM, "epochs": 4, "validation": {"split": "val", "every": 2, "monitor": "mean", "better": "higher"}}
+    plot = Plot(train=train, validated=5)
+    run = Run(plot, tmp_path, task=Judged(plot)).to_end()
+    epochs = read_epochs(run.made.folder.path)
+    assert [bool(one.validation) for one in epochs] == [False, True, False, True]
+    checkpoints = run.trainer.keeper.checkpoints
+    figures = [one.validation["mean"] for one in epochs if one.validation]
+    best = checkpoints.best()
+    assert best is not None
+    assert best.figure == max(figures)
+    step = run.trainer.step
+    table = table_of(plot.items + plot.validated)
+    batch = batch_of(replace(plot, items=len(table)), step.task, range(plot.items, len(table)), 0)
+    with step.averaged(), torch.no_grad():
+        value = [one.mean().item() for one in step.model.eval()(batch["x"]).split(batch["sizes"].tolist())]
+    assert sum(value) / len(value) == pytest.approx(figures[-1], abs=1e-12)
+
+
+def test_training_ends_early_where_nothing_becomes_better(tmp_path: Path) -> None:
+    train = {"epochs": 9, "learning_rate": 1e-12, "validation": {"split": "val", "patience": 2, "better": "higher"}}
+    run = Run(Plot(train=train, validated=4), tmp_path).to_end()
+    assert run.trainer.standing.is_finished
+    assert 3 <= run.trainer.standing.epoch < 9
+    assert run.trainer.standing.stale == 2
+    assert Run(Plot(train=train, validated=4), tmp_path).to_end().trainer.done == run.trainer.done
+
+
+def test_a_figure_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
+    train = {"validation": {"split": "val", "monitor": "auroc"}}
+    with pytest.raises(DataError, match=r"auroc.*loss"):
+        Run(Plot(train=train, validated=3), tmp_path).to_end()
+
+
+CURRICULUM = Plot(
+    train={**ADAM, "epochs": 4, "checkpoints": {"every": 2}},
+    items=14,
+    dropout=0.3,
+    stretches=((2, 30, 50), (2, 999, 100)),
+)
+
+
+def test_a_curriculum_trains_smaller_items_first_and_goes_on_from_anywhere(tmp_path: Path) -> None:
+    limited.need()
+    at = several(CURRICULUM, tmp_path / "look")
+    whole, step = interrupted(CURRICULUM, tmp_path / "whole", at)
+    small = {f"item{n}" for n, nodes in enumerate(table_of(14).sizes["nodes"]) if nodes <= 30}
+    assert 4 <= len(small) < 14
+    first = whole.trainer.courses[0]
+    per = first.loader.sampler.steps
+    seen = [{name for cut in one for name in cut} for one in step.cuts]
+    assert set().union(*seen[: 2 * per]) == small
+    assert set().union(*seen[2 * per :]) == {f"item{n}" for n in range(14)}
+    # each epoch has its own order and its own random numbers
+    assert seen[2 * per : 2 * per + 3] != seen[-3:]
+    # what was learned of the first budget holds for the second in proportion
+    assert whole.trainer.governor.budget < 100
+    for stop in (2 * per - 1, 2 * per, 2 * per + 1):
+        run = Run(CURRICULUM, tmp_path / str(stop), make=Aimed)
+        part = run.trainer.step
+        assert isinstance(part, Aimed)
+        warm(run)
+        part.refuse, part.at = Refuse(), at
+        with LimitedDevice(through=part.refuse):
+            run.to_end(stop=stop)
+        rest = Run(CURRICULUM, tmp_path / str(stop)).to_end()
+        assert rest.state() == whole.state(), stop
+        assert rest.trainer.governor.budget == whole.trainer.governor.budget
+
+
+# Settings
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_trains_and_goes_on_as_if_it_had_not_ended(tmp_path: Path, precision: str) -> None:
+    plot = replace(FULL, train={**FULL.train, "precision": precision}, dropout=0.0)
+
+    def scaled(task: Any, given: Any) -> Step:
+        return Step(task, given, scaled=True)
+
+    whole = Run(plot, tmp_path / "whole", make=scaled).to_end()
+    assert whole.trainer.step.scaler.is_enabled() == (precision == "fp16")
+    Run(plot, tmp_path / "run", make=scaled, ending=signals_after(4)).to_end()
+    run = Run(plot, tmp_path / "run", make=scaled).to_end()
+    assert run.state() == whole.state()
+    exact = Run(replace(FULL, dropout=0.0), tmp_path / "exact").to_end()
+    weights = {name: one for name, one in exact.state().items() if name.endswith("weight") and "optim" not in name}
+    assert 0 < furthest(weights, {name: run.state()[name] for name in weights}) < 0.05
+
+
+def test_a_scale_that_is_too_large_leaves_steps_out_and_shrinks(tmp_path: Path) -> None:
+    plot = Plot(train={"precision": "fp16", "epochs": 2})
+    run = Run(plot, tmp_path, make=lambda task, given: Step(task, given, scaled=True))
+    run.trainer.step.scaler.load_state_dict({**run.trainer.step.scaler.state_dict(), "scale": 1e38})
+    before = run.state()
+    for done in run.trainer.run():
+        if done == 1:
+            assert run.state()["first.weight"] == before["first.weight"]
+    assert run.trainer.step.scaler.get_scale() < 1e38
+    assert run.trainer.done == run.trainer.steps
+
+
+def test_frozen_layers_stay_and_long_gradients_are_cut(tmp_path: Path) -> None:
+    plot = Plot(train={"frozen": ("first",), "clip": 1e-3, "epochs": 1, "effective_batch": 14, "learning_rate": 1.0})
+    run = Run(plot, tmp_path)
+    before = run.state()
+    after = run.to_end().state()
+    assert before["first.weight"] == after["first.weight"]
+    moved = sum(
+        (old - new) ** 2
+        for name in before
+        if "seen" not in name
+        for old, new in zip(before[name], after[name], strict=True)
+    )
+    assert moved**0.5 == pytest.approx(1e-3, rel=1e-4)
+
+
+def test_items_are_cropped_and_counted(tmp_path: Path) -> None:
+    train = {"epochs": 2, "effective_batch": 5}
+    run = Run(Plot(train=train, crop={"nodes": 20}), tmp_path).to_end()
+    larger = int((table_of(14).sizes["nodes"] > 20).sum())
+    assert larger >= 3
+    assert [one.cropped for one in read_epochs(run.made.folder.path)] == [larger, larger]
+
+
+def test_items_that_are_left_out_are_never_seen(tmp_path: Path) -> None:
+    run = Run(Plot(leave_out=("item3", "item7")), tmp_path, make=Aimed)
+    run.to_end()
+    step = run.trainer.step
+    assert isinstance(step, Aimed)
+    seen = {name for cuts in step.cuts for cut in cuts for name in cut}
+    assert seen == {f"item{n}" for n in range(14)} - {"item3", "item7"}
+
+
+def test_a_step_without_any_item_changes_nothing(tmp_path: Path) -> None:
+    left = tuple(f"item{n}" for n in range(14) if n != 5)
+    plot = Plot(train={"effective_batch": 1, "epochs": 1, "precision": "fp16"}, leave_out=left)
+    run = Run(plot, tmp_path, make=lambda task, given: Step(task, given, scaled=True)).to_end()
+    assert run.trainer.done == 14
+    assert read_epochs(run.made.folder.path)[0].items == 1
+
+
+def test_a_batch_whose_items_were_all_rejected_is_run_once_and_no_other_twice(tmp_path: Path) -> None:
+    from tests.training.step.test_share import empty, share_of, some_batch
+
+    share = share_of([empty(0, 3), some_batch(1, 3), some_batch(2, 3)])
+    assert [piece.ids for piece in share] == [("a1", "b1"), ("a2", "b2")]
+
+
+def test_learning_rates_are_the_same_function_of_the_step(tmp_path: Path) -> None:
+    run = Run(FULL, tmp_path).to_end()
+    lines = [json.loads(line) for line in (run.made.folder.path / "figures.jsonl").read_text().splitlines()]
+    rates = [line["learning_rate"] for line in lines]
+    assert len(rates) == 9
+    assert rates[:4] == pytest.approx([0.05 * share for share in (1 / 4, 2 / 4, 3 / 4, 1.0)])
+    assert rates[3:] == sorted(rates[3:], reverse=True)
+    assert rates[-1] == pytest.approx(0.005)
+
+
+def test_checkpoints_are_written_behind_where_the_host_is_known_to_have_room(tmp_path: Path) -> None:
+    plot = replace(FULL, train={**FULL.train, "checkpoints": {"every": 2, "asynchronous": "auto"}})
+    whole = Run(plot, tmp_path / "whole", mem_bytes=1 << 40).to_end()
+    for mem_bytes, is_behind in ((1 << 40, True), (0, False)):
+        run = Run(plot, tmp_path / str(mem_bytes), mem_bytes=mem_bytes)
+        if not mem_bytes and run.trainer.host and run.trainer.host.read().limit_bytes is not None:
+            continue  # this machine has a limit of its own
+        for done in run.trainer.run():
+            if done == 3:
+                assert (run.trainer.keeper._saver is not None) == is_behind
+        assert run.state() == whole.state()
+
+
+def test_a_host_whose_memory_is_nearly_used_up_ends_the_run_in_order(tmp_path: Path) -> None:
+    run = Run(FULL, tmp_path, mem_bytes=1 << 20)
+    with pytest.raises(JobFailed, match="the host's memory is used") as raised:
+        run.to_end()
+    assert isinstance(raised.value.__cause__, MemoryError)
+    assert run.trainer.done == 1
+    rest = Run(FULL, tmp_path)
+    assert next(rest.trainer.run()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # within torch's own compiler
+def test_a_compiled_model_trains_the_same(tmp_path: Path) -> None:
+    if limited.why_not():
+        pytest.skip("no C++ compiler is installed, which torch.compile needs on the CPU")
+    plot = Plot(train={"epochs": 3, "effective_batch": 1}, items=1, terms="weighted")  # one shape: compiled once
+    eager = Run(plot, tmp_path / "eager").to_end()
+    compiled = Run(replace(plot, train={**plot.train, "compile": True}), tmp_path / "compiled").to_end()
+    assert compiled.trainer.step.model._compiled_call_impl is not None
+    assert furthest(eager.state(), compiled.state()) < EXACT
+
+
+def test_nothing_of_a_batch_is_kept_after_training(tmp_path: Path) -> None:
+    import weakref
+
+    run = Run(Plot(), tmp_path)
+    kept: list[weakref.ref[Batch]] = []
+    stepper = run.trainer.stepper
+    begin = stepper._begin
+    stepper._begin = lambda piece: (kept.append(weakref.ref(piece.batch)), begin(piece))[1]
+    run.to_end()
+    run.trainer._share = None
+    gc.collect()
+    assert kept
+    assert not [one for one in kept if one() is not None]
+
+
+def test_an_epoch_in_which_nothing_could_be_learned_ends_the_training(tmp_path: Path) -> None:
+    class Unlabelled(Tiny):
+        def loss(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, tuple[Tensor, float]]:
+            return {name: (total * 0, 0.0) for name, (total, _) in super().loss(model, batch).items()}
+
+    with pytest.raises(DataError, match="nothing was learned in an epoch of 14 items"):
+        Run(Plot(), tmp_path, task=Unlabelled(Plot())).to_end()
