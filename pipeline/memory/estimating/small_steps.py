@@ -19,7 +19,7 @@ from pipeline.memory.estimating.cpu_profile import counted_flops, record
 from pipeline.memory.estimating.extrapolate import FEWEST, Extrapolated, enlarged, extrapolate, longest_alike
 from pipeline.memory.estimating.fallback_oracle import Unmeasurable
 from pipeline.memory.footprint import Category, Choice, Micro, Origin, Part, Standing, Tape
-from pipeline.memory.hardware.caching_allocator import format_bytes
+from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

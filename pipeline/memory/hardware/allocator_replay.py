@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipeline.memory.hardware.caching_allocator import Allocator, AllocatorSettings, SimulatedOutOfMemory, format_bytes
+from pipeline.memory.hardware.caching_allocator import Allocator, AllocatorSettings, SimulatedOutOfMemory
+from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

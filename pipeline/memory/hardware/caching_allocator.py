@@ -14,20 +14,20 @@ import numpy as np
 
 from pipeline.errors import ConfigError
 from pipeline.memory.hardware.allocator_blocks import CACHED, LIVE, UNMAPPED, Block, Pool, free_from, growable, merge
+from pipeline.units import MIB, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pipeline.memory.footprint import Integers, Tape
 
-_MIB, _GIB = 1 << 20, 1 << 30
 _LEAST = 512  # kMinBlockSize: what sizes are rounded up to
-_SMALL = _MIB  # kSmallSize: the largest that the small pool serves
-_SMALL_SEGMENT = 2 * _MIB  # kSmallBuffer
-_LARGE_SEGMENT = 20 * _MIB  # kLargeBuffer; large_segment_size() in newer ones
-_OWN_SEGMENT = 10 * _MIB  # kMinLargeAlloc: from here on a request gets a segment of its own size
-_LARGE_ROUND = 2 * _MIB  # kRoundLarge
-_NON_SPLIT_ROUND = 20 * _MIB  # max_non_split_rounding_size()
+_SMALL = MIB  # kSmallSize: the largest that the small pool serves
+_SMALL_SEGMENT = 2 * MIB  # kSmallBuffer
+_LARGE_SEGMENT = 20 * MIB  # kLargeBuffer; large_segment_size() in newer ones
+_OWN_SEGMENT = 10 * MIB  # kMinLargeAlloc: from here on a request gets a segment of its own size
+_LARGE_ROUND = 2 * MIB  # kRoundLarge
+_NON_SPLIT_ROUND = 20 * MIB  # max_non_split_rounding_size()
 
 _ENDLESS = 1 << 54  # how many addresses an expandable segment has; nobody gets to their end
 
@@ -44,7 +44,7 @@ class AllocatorSettings:
     def __post_init__(self) -> None:
         """Refuse what torch refuses when it reads the variable."""
         split, divisions = self.max_split_bytes, self.roundup_power2_divisions
-        if split is not None and (split < _LARGE_SEGMENT or split % _MIB):
+        if split is not None and (split < _LARGE_SEGMENT or split % MIB):
             raise ConfigError("max_split_size_mb wants whole MiB, at least 20", where="the allocator's settings")
         if divisions < 0 or divisions & (divisions - 1):
             raise ConfigError("roundup_power2_divisions wants a power of 2", where="the allocator's settings")
@@ -56,7 +56,7 @@ class AllocatorSettings:
         """Return the variable's value; empty: leave it unset."""
         said = {
             "expandable_segments": self.expandable,
-            "max_split_size_mb": (self.max_split_bytes or 0) // _MIB,
+            "max_split_size_mb": (self.max_split_bytes or 0) // MIB,
             "roundup_power2_divisions": self.roundup_power2_divisions,
             "garbage_collection_threshold": self.garbage_collection_threshold,
         }
@@ -333,8 +333,3 @@ def _known(block: Block | None, number: int) -> Block:
     if block is None:
         raise ValueError(f"block {number} is released and not in use")
     return block
-
-
-def format_bytes(size: float) -> str:
-    """Write a size for people."""
-    return f"{size / _GIB:.2f} GiB" if size >= _GIB else f"{size / _MIB:.1f} MiB"

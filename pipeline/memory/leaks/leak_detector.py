@@ -23,8 +23,8 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from pipeline.memory.hardware.caching_allocator import format_bytes
 from pipeline.memory.leaks import inspection
+from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -40,7 +40,7 @@ EXPLAINED = 0.5  # of what grows must be found, or a longer look follows
 LEAST_SHARE = 0.05  # of what was found, to be told
 NEAR = 20  # within an epoch: the limit is so many times as far as the run has come, or nearer
 WITHOUT_LIMIT = 0.25  # of what is live, as growth, where there is no limit
-_NOT_FOUND = "what grows was not found: neither operators nor Python code allocate it within a step"
+NOT_FOUND = "what grows was not found: it is allocated by no operator and no Python code"
 REST = 4  # times the steps so far are made after a look in vain, before the next
 AGAIN = 2.0  # a leak is told again when it has taken so many times as much
 
@@ -60,22 +60,16 @@ class Leak:
 
     def words(self) -> str:
         """Say it."""
-        epoch = "" if self.bytes_per_epoch is None else f", {_size(self.bytes_per_epoch)} an epoch"
-        grows = "grows" if self.memory == HOST else "grow"
-        growth = (
-            f"{self.memory} {grows} by {_size(self.bytes_per_step)} a step{epoch}, {_size(self.total_bytes)} so far"
-        )
-        said = []
-        said.append(
-            ", ".join(self.types) or "what grows was not found: it is allocated by no operator and no Python code"
-        )
+        epoch = "" if self.bytes_per_epoch is None else f", {format_bytes(self.bytes_per_epoch)} an epoch"
+        rate = f"by {format_bytes(self.bytes_per_step)} a step{epoch}, {format_bytes(self.total_bytes)} so far"
+        said = [", ".join(self.types) or NOT_FOUND]
         if self.sites:
             said.append(f"made at {'; '.join(self.sites)}")
         if self.holder:
             said.append(f"kept by {self.holder}")
         if self.steps_left is not None:
             said.append(f"out of memory in about {self.steps_left} steps")
-        return f"{growth}: {', '.join(said)}"
+        return f"{self.memory} {'grows' if self.memory == HOST else 'grow'} {rate}: {', '.join(said)}"
 
 
 class Leaks:
@@ -245,10 +239,6 @@ def _found(window: Window, expected: float) -> list[Found]:
             return window.found(expected)
         except Exception:  # noqa: BLE001 - it looks at all objects there are, and some are built to object
             return []
-
-
-def _size(size: int) -> str:
-    return format_bytes(size) if size >= 1 << 20 else f"{size / 1024:.1f} KiB"
 
 
 def _is_due(series: Series, step: int) -> bool:

@@ -16,7 +16,6 @@ import numpy as np
 
 from pipeline.errors import ConfigError, PlanInfeasible
 from pipeline.memory.footprint import Origin, Step, least_sure, live_peak_bytes, parts_at_peak
-from pipeline.memory.hardware.caching_allocator import format_bytes
 from pipeline.memory.planning.budget_search import Search
 from pipeline.memory.planning.memory_plan import Bucket, Figure, Plan, Trial, Verdict
 from pipeline.memory.planning.remedies import (
@@ -34,6 +33,7 @@ from pipeline.memory.planning.request import Cards, Oversize
 from pipeline.memory.planning.reserved_memory import reserve as reserve_by_simulation
 from pipeline.memory.planning.reserved_memory import sharded_micro, sharded_standing
 from pipeline.protocol import ITEMS
+from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -12,12 +12,12 @@ import numpy as np
 
 from pipeline.errors import PlanInfeasible
 from pipeline.memory.footprint import Choice, Margin, Origin, compiled, least_sure, margin_of
-from pipeline.memory.hardware.caching_allocator import format_bytes
 from pipeline.memory.planning.budget_search import Found, Ground, Search
 from pipeline.memory.planning.comparison import Pace, epoch_s, pace_of, transfer_again_s, update_s
 from pipeline.memory.planning.memory_plan import Figure, OversizeItem, Reserved, Trial, Verdict
 from pipeline.memory.planning.reserved_memory import live_only, sample
 from pipeline.memory.planning.size_groups import fit
+from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

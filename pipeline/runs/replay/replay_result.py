@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pipeline.memory.hardware.caching_allocator import format_bytes
+from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

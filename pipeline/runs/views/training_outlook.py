@@ -12,7 +12,6 @@ import numpy as np
 
 from pipeline.errors import ConfigError
 from pipeline.memory.footprint import Category
-from pipeline.memory.hardware.caching_allocator import format_bytes
 from pipeline.memory.hardware.gpus import device
 from pipeline.memory.hardware.host_memory import Training, measured_baseline, train_need
 from pipeline.memory.history.task_history import Suggestion
@@ -30,6 +29,7 @@ from pipeline.runs.model.offers import NAME, Question, is_known, offers_of, site
 from pipeline.runs.model.probe import Place, measured_pace, measured_ratios, probe
 from pipeline.runs.model.training_work import Work, cutter, least_of, sizes_of, target_of
 from pipeline.runs.workflow.reader_stage import refuse_crop
+from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -20,10 +20,10 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError, DataError, JobFailed
-from pipeline.memory.hardware.caching_allocator import format_bytes
 from pipeline.store.format.disk import Disk
 from pipeline.training.checkpoints.tensor_file import TensorFile, Written
 from pipeline.training.checkpoints.tensor_file import write as write_tensors
+from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
