@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.memory.footprint import Choice
 from pipeline.memory.hardware.caching_allocator import Allocator
-from pipeline.memory.planning.reserved_memory import SETTINGS
+from pipeline.memory.planning.step_estimates import SETTINGS
 
 MOST_EVENTS = 1 << 20
 

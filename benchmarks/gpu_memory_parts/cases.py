@@ -12,7 +12,7 @@ from benchmarks.gpu_memory_parts.processes import Bench
 from pipeline.memory.hardware.gpus import Device, device
 from pipeline.memory.history.step_history import torch_version
 from pipeline.memory.planning.request import Card
-from pipeline.memory.planning.reserved_memory import SETTINGS
+from pipeline.memory.planning.step_estimates import SETTINGS
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 SOLD = {"24 GB": "rtx-3090", "40 GB": "a100-40gb", "80 GB": "a100-80gb-sxm"}  # cards that are played

@@ -12,7 +12,7 @@ import numpy as np
 from pipeline.memory.footprint import Choice
 from pipeline.memory.hardware.gpus import Device
 from pipeline.memory.planning.request import Card
-from pipeline.memory.planning.reserved_memory import reserve
+from pipeline.memory.planning.step_estimates import reserve
 from pipeline.protocol import ITEMS
 
 STEPS, MICROS = 4, 2  # as a probe: the first makes the optimizer's state

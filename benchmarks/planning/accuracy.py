@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pipeline.memory.footprint import Choice, Oracle
-from pipeline.memory.planning.planner import Questions
+from pipeline.memory.planning.oracle_cache import Questions
 from pipeline.protocol import ITEMS
 from pipeline.runs.model.training_work import Work, target_of
 from tests.limited.device import LimitedDevice

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.recipes_parts.bench import NAMES, Bench, train
 from pipeline.memory.footprint import Choice, Oracle
-from pipeline.memory.planning.planner import Questions
+from pipeline.memory.planning.oracle_cache import Questions
 
 RECIPES = NAMES
 REACH = 0.01

@@ -11,8 +11,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipeline.memory.planning.memory_plan import Filled
-from pipeline.memory.planning.planner import rounded_up
-from pipeline.memory.planning.size_groups import MOST_BUCKETS, NEAR, CostModel, Group, Terms, extremes, fit, grouped
+from pipeline.memory.planning.size_groups import (
+    MOST_BUCKETS,
+    NEAR,
+    CostModel,
+    Group,
+    Terms,
+    extremes,
+    fit,
+    grouped,
+    rounded_up,
+)
 from pipeline.protocol import ITEMS
 
 if TYPE_CHECKING:
@@ -21,7 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pipeline.memory.footprint import Choice
-    from pipeline.memory.planning.planner import Questions
+    from pipeline.memory.planning.oracle_cache import Questions
     from pipeline.memory.planning.request import Data, Micros, Request
 
     Integers = NDArray[np.int64]

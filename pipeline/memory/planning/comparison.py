@@ -11,9 +11,10 @@ import numpy as np
 from pipeline.errors import PipelineError
 from pipeline.memory.footprint import Category, Choice, Origin, Part, compiled, least_sure, margin_of, parts_at_peak
 from pipeline.memory.planning.memory_plan import Figure
-from pipeline.memory.planning.planner import Questions, plan
-from pipeline.memory.planning.reserved_memory import live_only
-from pipeline.memory.planning.reserved_memory import reserve as reserve_by_simulation
+from pipeline.memory.planning.oracle_cache import Questions
+from pipeline.memory.planning.planner import plan
+from pipeline.memory.planning.step_estimates import live_only
+from pipeline.memory.planning.step_estimates import reserve as reserve_by_simulation
 from pipeline.protocol import ITEMS
 
 if TYPE_CHECKING:
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
     from pipeline.memory.footprint import Margin, Micro, Oracle, Standing
     from pipeline.memory.planning.memory_plan import Plan
-    from pipeline.memory.planning.request import Card, Cards, Data, Micros, Request
-    from pipeline.memory.planning.reserved_memory import Reserve
+    from pipeline.memory.planning.request import Card, Data, Request
+    from pipeline.memory.planning.step_estimates import Reserve
 
     Floats = NDArray[np.float64]
 
@@ -162,69 +163,3 @@ def _alternative(oracle: Oracle, data: Data, request: Request, offer: Offer, res
         return Alternative(offer, plan(oracle, data, wanted, offer.cards, reserve=reserve))
     except PipelineError as error:
         return Alternative(offer, None, error.what)
-
-
-EFFICIENCY = 0.4  # of the best rate: what well-tuned training reaches (40-60% MFU: PaLM, arXiv:2204.02311, table 3)
-BANDWIDTH = 0.7  # of the memory's
-LAUNCH_S = 7e-6  # between two kernels of eager torch
-_TOUCHED = 2  # times an allocated byte is moved at least: written and read
-_UPDATE_TOUCHED = 7  # of an optimizer with two moments: reads four tensors, writes three
-_REDUCED = 2.0  # times the gradients pass the wire in an all-reduce
-_GATHERED = 3.0  # times the parameters pass it for a micro-batch: gathered twice, gradients scattered once
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """Where the time of a micro-batch goes."""
-
-    compute_s: float
-    memory_s: float
-    launch_s: float
-    transfer_s: float = 0.0
-
-    @property
-    def total_s(self) -> float:
-        """Return all of it; nothing is taken to overlap."""
-        return self.compute_s + self.memory_s + self.launch_s + self.transfer_s
-
-    def times(self, count: float) -> Pace:
-        """Return the time of so many."""
-        parts = (self.compute_s, self.memory_s, self.launch_s, self.transfer_s)
-        return Pace(*(count * part for part in parts))
-
-
-def pace_of(micro: Micro, standing: Standing, choice: Choice, cards: Cards) -> Pace:
-    """Return the time of a micro-batch on the slowest of the cards."""
-    moved = micro.moved_bytes or _TOUCHED * float(np.maximum(micro.again.bytes_E, 0).sum())
-    transfer = 2 * micro.host_bytes / cards.slowest("link_bytes_per_s") + transfer_again_s(standing, choice, cards)
-    return Pace(
-        micro.flops / (cards.flops_per_s(choice.precision) * EFFICIENCY),
-        moved / (cards.slowest("bytes_per_s") * BANDWIDTH),
-        micro.kernels * LAUNCH_S,
-        transfer,
-    )
-
-
-def transfer_again_s(standing: Standing, choice: Choice, cards: Cards) -> float:
-    """Return what one more micro-batch costs in transfers, whatever is in it: a spread model is gathered for each."""
-    if choice.shards == 1:
-        return 0.0
-    whole = choice.shards * sum(part.bytes for part in standing.parts if part.category is Category.PARAMETERS)
-    return _GATHERED * whole / cards.slowest("peer_bytes_per_s")
-
-
-def update_s(standing: Standing, choice: Choice, cards: Cards, ranks: int) -> float:
-    """Return the time of a step beside its micro-batches: the optimizer, and adding up the ranks' gradients."""
-    trained = 4.0 * standing.trained
-    update = _UPDATE_TOUCHED * trained / choice.shards / (cards.slowest("bytes_per_s") * BANDWIDTH)
-    reduce = _REDUCED * trained / cards.slowest("peer_bytes_per_s") if ranks > choice.shards else 0.0
-    return update + reduce
-
-
-def epoch_s(micros: Micros, time_M: Floats, step_s: float) -> tuple[float, float]:
-    """Return the mean time of a step and that of an epoch: in each step all wait for the slowest rank."""
-    steps, step_M = np.unique(micros.step_M, return_inverse=True)
-    ranks = int(micros.rank_M.max(initial=0)) + 1
-    busy = np.bincount(step_M.ravel() * ranks + micros.rank_M, time_M, len(steps) * ranks).reshape(-1, ranks)
-    total = float(busy.max(axis=1).sum()) + step_s * len(steps)
-    return total / len(steps), total / micros.epochs

@@ -13,19 +13,26 @@ import numpy as np
 from pipeline.errors import PlanInfeasible
 from pipeline.memory.footprint import Choice, Margin, Origin, compiled, least_sure, margin_of
 from pipeline.memory.planning.budget_search import Found, Ground, Search
-from pipeline.memory.planning.comparison import Pace, epoch_s, pace_of, transfer_again_s, update_s
 from pipeline.memory.planning.memory_plan import Figure, OversizeItem, Reserved, Trial, Verdict
-from pipeline.memory.planning.reserved_memory import live_only, sample
 from pipeline.memory.planning.size_groups import fit
+from pipeline.memory.planning.step_estimates import (
+    Pace,
+    epoch_s,
+    live_only,
+    pace_of,
+    sample,
+    transfer_again_s,
+    update_s,
+)
 from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pipeline.memory.footprint import Micro
-    from pipeline.memory.planning.planner import Questions
+    from pipeline.memory.planning.oracle_cache import Questions
     from pipeline.memory.planning.request import Cards, Data, Request
-    from pipeline.memory.planning.reserved_memory import Reserve
+    from pipeline.memory.planning.step_estimates import Reserve
 
     Floats = NDArray[np.float64]
     from collections.abc import Mapping, Sequence

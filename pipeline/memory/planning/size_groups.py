@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy.optimize import nnls
 
-from pipeline.memory.planning.planner import rounded_up
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -207,3 +205,17 @@ def fit(terms: Terms, rows_PS: Sequence[Sequence[int]], values: Sequence[float])
     weights_T, _ = nnls(matrix_PT / scale_T * row_P[:, None], target_P * row_P)
     weights_T = weights_T / scale_T * unit
     return CostModel(terms, weights_T[1:], float(weights_T[0]))
+
+
+_DIGITS = 7  # of a size, in binary, are kept: it is at most 1/64 larger
+
+
+def rounded_up(rows_MS: Integers, most_S: Integers) -> Integers:
+    """Return sizes of few leading digits that are not below the given ones, and not above what can be.
+
+    A query answers for all sizes below it; sizes nobody has are never asked about, because a model may refuse them.
+    """
+    bits = np.floor(np.log2(np.maximum(rows_MS, 1))).astype(np.int64) + 1
+    step = np.left_shift(1, np.maximum(bits - _DIGITS, 0))
+    up = -(-rows_MS // step) * step
+    return np.asarray(np.maximum(np.minimum(up, most_S), rows_MS))

@@ -24,9 +24,8 @@ from pipeline.journal.run_logs import end_of
 from pipeline.memory.footprint import Category
 from pipeline.memory.hardware.host_memory import STATED, Training, train_need
 from pipeline.memory.history.step_history import fingerprint, ratios_of_all
-from pipeline.memory.planning.comparison import pace_of, update_s
 from pipeline.memory.planning.request import Cards
-from pipeline.memory.planning.reserved_memory import SETTINGS, reserve
+from pipeline.memory.planning.step_estimates import SETTINGS, pace_of, reserve, update_s
 from pipeline.project.frozen_code import freeze, module_command
 from pipeline.project.project import asked_bytes
 from pipeline.protocol import Example

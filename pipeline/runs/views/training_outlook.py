@@ -20,7 +20,7 @@ from pipeline.memory.planning.comparison import Offer, alternatives, table
 from pipeline.memory.planning.memory_plan import plain
 from pipeline.memory.planning.planner import Stage, plan_stages
 from pipeline.memory.planning.request import Card, Data
-from pipeline.memory.planning.reserved_memory import SETTINGS, reserve
+from pipeline.memory.planning.step_estimates import SETTINGS, reserve
 from pipeline.project.project import asked_bytes
 from pipeline.project.user_code import blamed
 from pipeline.runs.dataset.loading import table_of
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from pipeline.memory.planning.comparison import Alternative, Configuration
     from pipeline.memory.planning.memory_plan import Plan
     from pipeline.memory.planning.request import Request
-    from pipeline.memory.planning.reserved_memory import Reserve
+    from pipeline.memory.planning.step_estimates import Reserve
     from pipeline.runs.model.probe import Probed
     from pipeline.training.items.item_table import Table
 

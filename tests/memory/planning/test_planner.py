@@ -16,8 +16,9 @@ from pipeline.memory.footprint import Choice, Origin, margin_of
 from pipeline.memory.hardware.gpus import device
 from pipeline.memory.planning.comparison import Offer, alternatives, table
 from pipeline.memory.planning.memory_plan import Filled, Plan, Verdict
-from pipeline.memory.planning.planner import Stage, plan, plan_stages, rounded_up
+from pipeline.memory.planning.planner import Stage, plan, plan_stages
 from pipeline.memory.planning.request import Card, Data, Micros, Oversize, Request
+from pipeline.memory.planning.size_groups import rounded_up
 from pipeline.training.sampling.sampler import Sampler, Settings
 from tests.memory.planning.oracles import GIB, MIB, Integers, Model, card, data, greedy, heavy
 

@@ -1,0 +1,149 @@
+"""What steps are expected to take: what an allocator holds for them, by simulation, and how much time they need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from pipeline.memory.footprint import Category, Origin, Step
+from pipeline.memory.hardware.allocator_replay import Alternative, recommend
+from pipeline.memory.hardware.caching_allocator import AllocatorSettings
+from pipeline.memory.planning.memory_plan import Reserved
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from pipeline.memory.footprint import Choice, Micro, Standing
+    from pipeline.memory.planning.budget_search import Found
+    from pipeline.memory.planning.request import Cards, Micros
+
+    Floats = NDArray[np.float64]
+
+EFFICIENCY = 0.4  # of the best rate: what well-tuned training reaches (40-60% MFU: PaLM, arXiv:2204.02311, table 3)
+BANDWIDTH = 0.7  # of the memory's
+LAUNCH_S = 7e-6  # between two kernels of eager torch
+_TOUCHED = 2  # times an allocated byte is moved at least: written and read
+_UPDATE_TOUCHED = 7  # of an optimizer with two moments: reads four tensors, writes three
+_REDUCED = 2.0  # times the gradients pass the wire in an all-reduce
+_GATHERED = 3.0  # times the parameters pass it for a micro-batch: gathered twice, gradients scattered once
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Where the time of a micro-batch goes."""
+
+    compute_s: float
+    memory_s: float
+    launch_s: float
+    transfer_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """Return all of it; nothing is taken to overlap."""
+        return self.compute_s + self.memory_s + self.launch_s + self.transfer_s
+
+    def times(self, count: float) -> Pace:
+        """Return the time of so many."""
+        parts = (self.compute_s, self.memory_s, self.launch_s, self.transfer_s)
+        return Pace(*(count * part for part in parts))
+
+
+def pace_of(micro: Micro, standing: Standing, choice: Choice, cards: Cards) -> Pace:
+    """Return the time of a micro-batch on the slowest of the cards."""
+    moved = micro.moved_bytes or _TOUCHED * float(np.maximum(micro.again.bytes_E, 0).sum())
+    transfer = 2 * micro.host_bytes / cards.slowest("link_bytes_per_s") + transfer_again_s(standing, choice, cards)
+    return Pace(
+        micro.flops / (cards.flops_per_s(choice.precision) * EFFICIENCY),
+        moved / (cards.slowest("bytes_per_s") * BANDWIDTH),
+        micro.kernels * LAUNCH_S,
+        transfer,
+    )
+
+
+def transfer_again_s(standing: Standing, choice: Choice, cards: Cards) -> float:
+    """Return what one more micro-batch costs in transfers, whatever is in it: a spread model is gathered for each."""
+    if choice.shards == 1:
+        return 0.0
+    whole = choice.shards * sum(part.bytes for part in standing.parts if part.category is Category.PARAMETERS)
+    return _GATHERED * whole / cards.slowest("peer_bytes_per_s")
+
+
+def update_s(standing: Standing, choice: Choice, cards: Cards, ranks: int) -> float:
+    """Return the time of a step beside its micro-batches: the optimizer, and adding up the ranks' gradients."""
+    trained = 4.0 * standing.trained
+    update = _UPDATE_TOUCHED * trained / choice.shards / (cards.slowest("bytes_per_s") * BANDWIDTH)
+    reduce = _REDUCED * trained / cards.slowest("peer_bytes_per_s") if ranks > choice.shards else 0.0
+    return update + reduce
+
+
+def epoch_s(micros: Micros, time_M: Floats, step_s: float) -> tuple[float, float]:
+    """Return the mean time of a step and that of an epoch: in each step all wait for the slowest rank."""
+    steps, step_M = np.unique(micros.step_M, return_inverse=True)
+    ranks = int(micros.rank_M.max(initial=0)) + 1
+    busy = np.bincount(step_M.ravel() * ranks + micros.rank_M, time_M, len(steps) * ranks).reshape(-1, ranks)
+    total = float(busy.max(axis=1).sum()) + step_s * len(steps)
+    return total / len(steps), total / micros.epochs
+
+
+SETTINGS = (Alternative(AllocatorSettings()), Alternative(AllocatorSettings(expandable=True)))
+_MOST_EVENTS = 300_000  # that are played, a few seconds
+_MOST_SHARES = 64
+
+
+class Reserve(Protocol):
+    """Says what is held while steps are made."""
+
+    def __call__(self, standing: Standing, steps: Sequence[Sequence[Micro]]) -> Reserved:
+        """Return what is held at most; each step is given by its micro-batches."""
+
+
+def reserve(
+    standing: Standing, steps: Sequence[Sequence[Micro]], alternatives: Sequence[Alternative] = SETTINGS
+) -> Reserved:
+    """Return what torch's caching allocator holds with the best settings."""
+    played = [Step.of(standing, micros, first=place == 0) for place, micros in enumerate(steps)]
+    advice = recommend(standing.setup, played, alternatives)
+    assert advice.chosen is not None, "without a limit nothing runs out of memory"
+    assert advice.chosen.replay is not None
+    compared = tuple((trial.alternative.name, trial.replay.reserved_bytes) for trial in advice.trials if trial.replay)
+    settings = advice.chosen.alternative.settings.text
+    return Reserved(advice.chosen.replay.reserved_bytes, settings, compared, notes=(advice.reason,))
+
+
+def live_only(live: int) -> Reserved:
+    """Return what is held where no allocator keeps what is free."""
+    return Reserved(live, origin=Origin.TRACED)
+
+
+def sample(found: Found, micro_of: Sequence[Micro], seed: int) -> list[list[Micro]]:
+    """Return shares of steps, drawn at random, with the buckets' micro-batches in place of their own.
+
+    Every bucket has its turn, also those that only another order would bring.
+    """
+    group_M = np.zeros(len(found.rows_MS) + len(found.possible_MS), np.int64)
+    for number, group in enumerate(found.groups):
+        group_M[group.places] = number
+    group_M = group_M[: len(found.rows_MS)]
+    ranks = int(found.micros.rank_M.max(initial=0)) + 1
+    share_M = found.micros.step_M * ranks + found.micros.rank_M
+    generator = np.random.default_rng(seed)
+    shares = generator.permutation(np.unique(share_M)).tolist()
+    steps = [[micro_of[number] for number in group_M[share_M == share].tolist()] for share in shares[:_MOST_SHARES]]
+    repeat = 2 if found.accumulate else 1
+    return _limited([[micro] * repeat for micro in micro_of], steps, generator)
+
+
+def _limited(buckets: list[list[Micro]], steps: list[list[Micro]], generator: np.random.Generator) -> list[list[Micro]]:
+    """Return a step of every bucket, and as many others as can be played in time, in random order."""
+    kept = list(buckets)
+    events = sum(len(micro.again.bytes_E) for micros in kept for micro in micros)
+    for micros in steps:
+        events += sum(len(micro.again.bytes_E) for micro in micros)
+        if events > _MOST_EVENTS:
+            break
+        kept.append(micros)
+    return [kept[place] for place in generator.permutation(len(kept)).tolist()]
