@@ -104,13 +104,13 @@ def planned(case: Mapping[str, Any]) -> dict[str, Any]:
     from dataclasses import replace
 
     from pipeline.memory.hardware.gpus import device
-    from pipeline.memory.planning.request import Card
+    from pipeline.memory.planning.request import CardSpec
     from pipeline.runs.model.training_work import host_card, plan_training, request_of, sizes_of, target_of
 
     train, on_card = settings(case), case["device"] == "cuda"
     work = replace(work_of(train), device=case["device"])
     sizes = sizes_of(work.task, table_of(Path(case["root"]), bytes.fromhex(case["key"])).sizes)
-    card = Card.of(device(PLAYED), 1) if on_card else host_card(HOST_BYTES)
+    card = CardSpec.of(device(PLAYED), 1) if on_card else host_card(HOST_BYTES)
     target = target_of(tuple(case["capability"])) if on_card else target_of(None)
     plan, _ = plan_training(work, train, sizes, [card], target, request_of(train, 1))
     prepared = prepared_of(plan, case["key"], case["epochs"], 1)
@@ -121,7 +121,7 @@ def job_of(case: Mapping[str, Any]) -> tuple[Any, int]:
     """Return a case's training, and the complexes of an epoch."""
     from dataclasses import replace
 
-    from pipeline.memory.footprint import Choice
+    from pipeline.memory.footprint import MemoryChoice
     from pipeline.records import Tell
     from pipeline.stages.train import Job
     from pipeline.training.items.item_source import Cached
@@ -134,7 +134,7 @@ def job_of(case: Mapping[str, Any]) -> tuple[Any, int]:
     prepared = Prepared.from_json(case["prepared"])
     prepared = replace(prepared, stretches=(replace(prepared.stretches[0], epochs=case["epochs"]),))
     work = replace(work_of(settings(case)), device=case["device"])
-    choice = Choice(prepared.precision, prepared.checkpointing, prepared.offload)
+    choice = MemoryChoice(prepared.precision, prepared.checkpointing, prepared.offload)
     folder = ModelFolder(Path(case["folder"]))
     folder.path.mkdir(parents=True)
     job = Job(

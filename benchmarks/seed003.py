@@ -116,19 +116,19 @@ def _traced(
 ) -> dict[str, Any]:
     """Return what batches take on the guide's card."""
     from benchmarks.planning.guides import components
-    from pipeline.memory.footprint import Choice
+    from pipeline.memory.footprint import MemoryChoice
     from pipeline.memory.hardware.gpus import device
-    from pipeline.memory.planning.comparison import table
-    from pipeline.memory.planning.request import Card
+    from pipeline.memory.planning.comparison import compare_configurations
+    from pipeline.memory.planning.request import CardSpec
     from pipeline.runs.model.training_work import Work, target_of
     from pipeline.tasks.denovo_recursive import DenovoRecursive
     from pipeline.training.step.step import Settings
 
     start, own = time.perf_counter(), device(CARD)
-    card = Card.of(own, 1)
+    card = CardSpec.of(own, 1)
     work = Work(DenovoRecursive(**changes), Settings(way="foreach", ema=0.999, clip=1.0))
     oracle = work.oracle(LEAST, target_of(own.capability), padded=True)
-    rows = table(oracle, batches, [card], ITEM, padded=True, choice=Choice(**choice))
+    rows = compare_configurations(oracle, batches, [card], ITEM, padded=True, choice=MemoryChoice(**choice))
     print(f"{name}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
     return {
         _name((row.items, row.accumulation)): {
@@ -145,13 +145,13 @@ def _traced(
 
 def _measured(name: str) -> dict[str, Any]:
     """Return planned and real peaks on this CPU, of the model at its real size."""
-    from pipeline.memory.footprint import Choice, live_peak_bytes
+    from pipeline.memory.footprint import MemoryChoice, live_peak_bytes
     from pipeline.tasks.denovo_recursive import DenovoRecursive
     from tests.memory.tracing.traced import tracer, true_peak
 
     changes: dict[str, Any] = EVERY if name == "every bin" else {}
     settings: dict[str, Any] = {"ema": 0.999, "clip": 1.0}
-    task, choice = DenovoRecursive(**changes), Choice(checkpointing=name == "checkpointing")
+    task, choice = DenovoRecursive(**changes), MemoryChoice(checkpointing=name == "checkpointing")
     traced = tracer(task, least=LEAST, **settings)
     rows = {}
     for items in SMALLEST:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from pipeline.memory.footprint import Choice
+from pipeline.memory.footprint import MemoryChoice
 from pipeline.memory.hardware.caching_allocator import Allocator
 from pipeline.memory.planning.step_estimates import SETTINGS
 
@@ -36,7 +36,7 @@ class OnCard:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def step(self, work: Any, choice: Choice) -> Any:
+    def step(self, work: Any, choice: MemoryChoice) -> Any:
         """Build a training step on it."""
         return work.step(choice, device="cuda")
 
@@ -86,7 +86,7 @@ class StandIn:
     def __exit__(self, *raised: object) -> None:
         self._device.__exit__(*raised)
 
-    def step(self, work: Any, choice: Choice) -> Any:
+    def step(self, work: Any, choice: MemoryChoice) -> Any:
         """Build a training step whose batches are copied to it."""
         from tests.limited.device import HostCarrier
         from tests.memory.planning.planned import OnDevice

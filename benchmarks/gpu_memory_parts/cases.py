@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.gpu_memory_parts.processes import Bench
 from pipeline.memory.hardware.gpus import Device, device
 from pipeline.memory.history.step_history import torch_version
-from pipeline.memory.planning.request import Card
+from pipeline.memory.planning.request import CardSpec
 from pipeline.memory.planning.step_estimates import SETTINGS
 
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -45,7 +45,7 @@ def common(bench: Bench, member: str, precision: str) -> dict[str, Any]:
 def compare_cases(bench: Bench, member: str, precision: str) -> Iterator[Callable[[], dict[str, Any]]]:
     """Predict the sizes of a model, then yield what measures each."""
     cards, case = played(bench), common(bench, member, precision)
-    targets = [(name, int(share * Card.of(card, 1).budget_bytes)) for share, (name, card) in _shared(cards)]
+    targets = [(name, int(share * CardSpec.of(card, 1).budget_bytes)) for share, (name, card) in _shared(cards)]
     told = bench.ask({**case, "kind": "predict", "targets": targets})
     failed = [{"card": "", "error": told["error"]}] if "error" in told else []
     for one in told.get("rows", failed):

@@ -75,9 +75,9 @@ def _corrected(bench: Bench, peaks: Peaks, group: Sequence[dict[str, Any]]) -> N
 
 
 def _origin(row: Mapping[str, Any]) -> Any:
-    from pipeline.memory.footprint import Origin
+    from pipeline.memory.footprint import Provenance
 
-    return Origin(row["origin"])
+    return Provenance(row["origin"])
 
 
 def _name(row: Mapping[str, Any]) -> str:

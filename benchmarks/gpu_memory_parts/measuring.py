@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.gpu_memory_parts.cards import opened
 from benchmarks.gpu_memory_parts.predicting import MICROS, STEPS, member_of, work_for
-from pipeline.memory.footprint import Choice
+from pipeline.memory.footprint import MemoryChoice
 
 EPOCH_S = 30.0  # may take
 
@@ -20,7 +20,7 @@ def compared(case: Mapping[str, Any], ready: Callable[[], None]) -> dict[str, An
     import torch
 
     torch.manual_seed(0)
-    work, choice = work_for(case), Choice(**case["choice"])
+    work, choice = work_for(case), MemoryChoice(**case["choice"])
     batch = work.example(case["sizes"])
     ready()
     began, died = time.perf_counter(), ""
@@ -70,7 +70,7 @@ def trained(case: Mapping[str, Any], ready: Callable[[], None]) -> dict[str, Any
     ready()
     began, ooms, done = time.perf_counter(), 0, 0
     with opened(case) as card:
-        step = card.step(work, Choice(**case["choice"]))
+        step = card.step(work, MemoryChoice(**case["choice"]))
         for cuts in steps:
             if time.perf_counter() - began > EPOCH_S:
                 break

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.memory.footprint import Choice
+from pipeline.memory.footprint import MemoryChoice
 from pipeline.memory.hardware.gpus import Device
-from pipeline.memory.planning.request import Card
+from pipeline.memory.planning.request import CardSpec
 from pipeline.memory.planning.step_estimates import reserve
 from pipeline.protocol import ITEMS
 
@@ -33,9 +33,9 @@ def member_of(case: Mapping[str, Any]) -> Any:
     return ZOO[case["member"]]
 
 
-def choice_of(case: Mapping[str, Any]) -> Choice:
+def choice_of(case: Mapping[str, Any]) -> MemoryChoice:
     checkpointing = bool(member_of(case).settings.get("checkpointing"))
-    return Choice(precision=case["precision"], checkpointing=checkpointing)
+    return MemoryChoice(precision=case["precision"], checkpointing=checkpointing)
 
 
 def target_for(case: Mapping[str, Any]) -> Any:
@@ -63,7 +63,9 @@ def predicted(case: Mapping[str, Any], _: Callable[[], None]) -> dict[str, Any]:
     return {"model": model, "choice": asdict(choice), "rows": rows}
 
 
-def grown(oracle: Any, choice: Choice, sizes: Mapping[str, int], target_bytes: int, *, padded: bool) -> dict[str, Any]:
+def grown(
+    oracle: Any, choice: MemoryChoice, sizes: Mapping[str, int], target_bytes: int, *, padded: bool
+) -> dict[str, Any]:
     """Return the prediction for so many times the items that about the target is reserved, not more."""
     standing = oracle.standing(choice)
     known: dict[int, dict[str, Any]] = {}
@@ -99,10 +101,10 @@ def grown(oracle: Any, choice: Choice, sizes: Mapping[str, int], target_bytes: i
 
 def live_of(standing: Any, micro: Any, *, first: bool) -> int:
     """Return what is live at most in a step, the first or a later one."""
-    from pipeline.memory.footprint import Step
+    from pipeline.memory.footprint import StepTapes
 
     before = standing.setup.left_bytes if first else standing.bytes
-    return Step.of(standing, [micro] * MICROS, first=first).peak_bytes(before)
+    return StepTapes.of(standing, [micro] * MICROS, first=first).peak_bytes(before)
 
 
 def planned(case: Mapping[str, Any], _: Callable[[], None]) -> dict[str, Any]:
@@ -123,7 +125,7 @@ def planned(case: Mapping[str, Any], _: Callable[[], None]) -> dict[str, Any]:
 
     given, member, choice, target = work_for(case), member_of(case), choice_of(case), target_for(case)
     work = Remembering(given.task, given.settings, given.device)
-    card = Card.of(Device(**{**case["device"], "capability": tuple(case["capability"])}), 1)
+    card = CardSpec.of(Device(**{**case["device"], "capability": tuple(case["capability"])}), 1)
     some = member.items(256, np.random.default_rng(0))
     oracle = work.oracle(least_of(some), target, padded=member.padded)
     batch = batch_for(oracle, choice, some, card.budget_bytes, padded=member.padded)
@@ -160,7 +162,7 @@ def _told(made: Any) -> dict[str, Any]:
     }
 
 
-def batch_for(oracle: Any, choice: Choice, items: Mapping[str, Any], budget_bytes: int, *, padded: bool) -> int:
+def batch_for(oracle: Any, choice: MemoryChoice, items: Mapping[str, Any], budget_bytes: int, *, padded: bool) -> int:
     """Return the items of a step that needs several micro-batches."""
     mean = {name: max(1, int(values_N.mean())) for name, values_N in items.items()}
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from pipeline.memory.footprint import Choice, Oracle
-from pipeline.memory.planning.oracle_cache import Questions
+from pipeline.memory.footprint import MemoryChoice, Oracle
+from pipeline.memory.planning.oracle_cache import OracleCache
 from pipeline.protocol import ITEMS
 from pipeline.runs.model.training_work import Work, target_of
 from tests.limited.device import LimitedDevice
@@ -50,7 +50,7 @@ def _beside(members: Sequence[Member]) -> list[Member]:
 
 def rows_of(member: Member) -> list[dict[str, Any]]:
     """Compare one model at its sizes."""
-    work, choice = work_of(member), Choice(checkpointing=bool(member.settings.get("checkpointing")))
+    work, choice = work_of(member), MemoryChoice(checkpointing=bool(member.settings.get("checkpointing")))
     least = min(member.sizes, key=lambda sizes: sizes[ITEMS])
     oracle = work.oracle(least, target_of(None), padded=member.padded)
     return [
@@ -61,10 +61,10 @@ def rows_of(member: Member) -> list[dict[str, Any]]:
 
 
 def _row(
-    member: Member, work: Work, oracle: Oracle, choice: Choice, sizes: Mapping[str, int], *, accumulate: bool
+    member: Member, work: Work, oracle: Oracle, choice: MemoryChoice, sizes: Mapping[str, int], *, accumulate: bool
 ) -> dict[str, Any]:
     start = time.perf_counter()
-    questions = Questions(oracle, tuple(sizes))
+    questions = OracleCache(oracle, tuple(sizes))
     predicted = questions.peak_bytes(choice, tuple(sizes.values()), accumulate=accumulate)
     took = time.perf_counter() - start
     origin = questions.micro(choice, tuple(sizes.values())).origin.value
@@ -84,7 +84,7 @@ def _row(
     return row
 
 
-def real_peak(work: Work, choice: Choice, sizes: Mapping[str, int], micros: int) -> int:
+def real_peak(work: Work, choice: MemoryChoice, sizes: Mapping[str, int], micros: int) -> int:
     """Train some steps of such micro-batches; return the most that was live, the making of the model included."""
     torch.manual_seed(0)
     gc.collect()

@@ -9,10 +9,10 @@ from typing import Any
 
 from benchmarks.circumstances import write
 from pipeline.errors import PipelineError
-from pipeline.memory.footprint import Category, Choice, Oracle, Part
+from pipeline.memory.footprint import Category, MemoryChoice, MemoryPart, Oracle
 from pipeline.memory.hardware.gpus import Device, device
-from pipeline.memory.planning.comparison import Configuration, table
-from pipeline.memory.planning.request import Card
+from pipeline.memory.planning.comparison import Configuration, compare_configurations
+from pipeline.memory.planning.request import CardSpec
 from pipeline.protocol import ITEMS
 from pipeline.runs.model.training_work import Work, target_of
 from pipeline.training.step.step import Settings
@@ -52,7 +52,7 @@ def told(_: object) -> dict[str, Any]:
 def _guide(guide: Guide) -> dict[str, Any]:
     start = time.perf_counter()
     card = device(guide.device)
-    choice = Choice(precision=guide.precision)
+    choice = MemoryChoice(precision=guide.precision)
     oracle = oracle_of(guide, card)
     batches = [_batch(guide, oracle, choice, place) for place in range(len(guide.batches))]
     took = round(time.perf_counter() - start, 1)
@@ -78,7 +78,7 @@ def oracle_of(guide: Guide, card: Device) -> Oracle:
     return work.oracle(least, target_of(card.capability), padded=guide.padded)
 
 
-def _batch(guide: Guide, oracle: Oracle, choice: Choice, place: int) -> dict[str, Any]:
+def _batch(guide: Guide, oracle: Oracle, choice: MemoryChoice, place: int) -> dict[str, Any]:
     batch = guide.batches[place]
     cards = {name: device(card) for name, card in CARDS.items()}
     told = {
@@ -89,10 +89,10 @@ def _batch(guide: Guide, oracle: Oracle, choice: Choice, place: int) -> dict[str
         "says": batch.says,
     }
     try:
-        (row,) = table(
+        (row,) = compare_configurations(
             oracle,
             [(batch.micro, batch.accumulation)],
-            [Card.of(card, batch.gpus) for card in cards.values()],
+            [CardSpec.of(card, batch.gpus) for card in cards.values()],
             guide.item,
             padded=guide.padded,
             choice=choice,
@@ -109,7 +109,7 @@ def _batch(guide: Guide, oracle: Oracle, choice: Choice, place: int) -> dict[str
         "parts": components(row, own, batch.gpus),
         "modules": modules(row.parts),
         "fits": fits,
-        "fits_its_card": row.total.value <= Card.of(own, batch.gpus).budget_bytes,
+        "fits_its_card": row.total.value <= CardSpec.of(own, batch.gpus).budget_bytes,
     }
 
 
@@ -124,11 +124,11 @@ def components(row: Configuration, card: Device, gpus: int) -> dict[str, int]:
         "allocator: blocks and segments that are not full": int(row.reserved.value) - live,
         "margin": int(row.total.value - row.reserved.value),
         f"outside torch on {card.name}: context, cuBLAS, NCCL, reserve": card.usable_bytes
-        - Card.of(card, gpus).budget_bytes,
+        - CardSpec.of(card, gpus).budget_bytes,
     }
 
 
-def modules(parts: Sequence[Part]) -> dict[str, int]:
+def modules(parts: Sequence[MemoryPart]) -> dict[str, int]:
     """Return the activations of the modules that keep most."""
     kept = sorted((part for part in parts if part.category is Category.ACTIVATIONS), key=lambda part: -part.bytes)
     rest = sum(part.bytes for part in kept[SHOWN:])

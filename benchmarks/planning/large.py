@@ -67,7 +67,7 @@ def plan_it() -> dict[str, Any]:
     start = time.perf_counter()
     from pipeline.config.schema_train import Train
     from pipeline.memory.hardware.gpus import device
-    from pipeline.memory.planning.request import Card
+    from pipeline.memory.planning.request import CardSpec
     from pipeline.runs.model.training_work import Work, plan_training, request_of, target_of
     from pipeline.training.step.step import Settings
     from tests.zoo.esm2 import Esm2
@@ -78,7 +78,7 @@ def plan_it() -> dict[str, Any]:
     work = Work(Esm2(**MODEL), Settings(clip=1.0))
     sizes = lengths(ITEMS, np.random.default_rng(0), median=300, most=1022)
     made, oracle = plan_training(
-        work, train, sizes, [Card.of(card, 1)], target_of(card.capability), request_of(train, 1)
+        work, train, sizes, [CardSpec.of(card, 1)], target_of(card.capability), request_of(train, 1)
     )
     return {
         "plan_s": round(time.perf_counter() - start, 1),

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.recipes_parts.bench import NAMES, Bench, train
-from pipeline.memory.footprint import Choice, Oracle
-from pipeline.memory.planning.oracle_cache import Questions
+from pipeline.memory.footprint import MemoryChoice, Oracle
+from pipeline.memory.planning.oracle_cache import OracleCache
 
 RECIPES = NAMES
 REACH = 0.01
@@ -77,7 +77,7 @@ def told(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def rows_of(recipe: str, case: Case) -> Iterator[dict[str, Any]]:
     """Compare a case at its sizes."""
     bench = Bench.of(recipe, case.sets, case.what)
-    choice = Choice(precision=case.precision)
+    choice = MemoryChoice(precision=case.precision)
     oracle = None if bench.work.is_contrastive else bench.oracle()
     for numbers in case.micros:
         for micros in (1, 2):
@@ -91,12 +91,12 @@ def _of_step(bench: Bench, items: int) -> Bench:
 
 
 def _row(
-    bench: Bench, case: Case, choice: Choice, numbers: Sequence[int], micros: int, oracle: Oracle
+    bench: Bench, case: Case, choice: MemoryChoice, numbers: Sequence[int], micros: int, oracle: Oracle
 ) -> dict[str, Any]:
     if bench.work.is_contrastive:
         bench = _of_step(bench, len(numbers) * micros)
     start, sizes = time.perf_counter(), bench.batch_sizes(numbers)
-    questions = Questions(oracle, tuple(sizes))
+    questions = OracleCache(oracle, tuple(sizes))
     planned = questions.peak_bytes(choice, tuple(sizes.values()), accumulate=micros > 1)
     asked_s = round(time.perf_counter() - start, 2)
     start = time.perf_counter()

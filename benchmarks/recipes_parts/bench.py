@@ -41,7 +41,7 @@ from tests.tasks.rna_items import by_row
 
 if TYPE_CHECKING:
     from pipeline.config.schema import Config
-    from pipeline.memory.footprint import Choice, Oracle
+    from pipeline.memory.footprint import MemoryChoice, Oracle
 
 RECIPES = Path(__file__).resolve().parents[2] / "configs" / "recipes"
 FOLDER = Path(tempfile.mkdtemp(prefix="recipes-"))  # of made files; gone with the machine's temporary files
@@ -132,7 +132,7 @@ class Bench:
         fold = np.max if self.padded else np.sum
         return {ITEMS: len(numbers), **{name: int(fold(one[list(numbers)])) for name, one in self.sizes.items()}}
 
-    def step(self, choice: Choice, device: LimitedDevice) -> OnDevice:
+    def step(self, choice: MemoryChoice, device: LimitedDevice) -> OnDevice:
         """Build a step whose batches, and what it offloads, are in the host's memory."""
         step = OnDevice(self.work.task, self.work.under(choice))
         step.carrier = HostCarrier(device)
@@ -167,7 +167,9 @@ class Trained:
     micros: int
 
 
-def train(bench: Bench, choice: Choice, steps: Sequence[Sequence[Sequence[int]]], limit: int | None = None) -> Trained:
+def train(
+    bench: Bench, choice: MemoryChoice, steps: Sequence[Sequence[Sequence[int]]], limit: int | None = None
+) -> Trained:
     """Make real steps of micro-batches of items, from the making of the model on."""
     torch.manual_seed(0)
     gc.collect()

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.recipes_parts.bench import Bench, Entries
 from benchmarks.recipes_parts.limited import planned
-from pipeline.memory.planning.memory_plan import Plan
+from pipeline.memory.planning.memory_plan import MemoryPlan
 from pipeline.records import Tell
 from pipeline.runs.model.training_work import sizes_of
 from pipeline.stages.train import Items, Job, close, trainer_of
@@ -71,7 +71,7 @@ def told(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def trained(bench: Bench, made: Plan, case: Case, folder: Path) -> tuple[Trainer, dict[int, list[int]]]:
+def trained(bench: Bench, made: MemoryPlan, case: Case, folder: Path) -> tuple[Trainer, dict[int, list[int]]]:
     """Train on the device; return what was live after each step, by epoch."""
     live: dict[int, list[int]] = {}
     trainer = trainer_of(job(bench, made, case, folder))
@@ -91,7 +91,7 @@ def trained(bench: Bench, made: Plan, case: Case, folder: Path) -> tuple[Trainer
     return trainer, live
 
 
-def job(bench: Bench, made: Plan, case: Case, folder: Path) -> Job:
+def job(bench: Bench, made: MemoryPlan, case: Case, folder: Path) -> Job:
     """Return what the stage is given."""
     assert isinstance(bench.data, Entries)
     data, train = bench.data, bench.config.train
@@ -123,7 +123,7 @@ def job(bench: Bench, made: Plan, case: Case, folder: Path) -> Job:
     )
 
 
-def _prepared(bench: Bench, made: Plan, stretch: Any) -> Prepared:
+def _prepared(bench: Bench, made: MemoryPlan, stretch: Any) -> Prepared:
     return Prepared(
         name=bench.name,
         recipe={},
@@ -144,7 +144,7 @@ def _prepared(bench: Bench, made: Plan, stretch: Any) -> Prepared:
     )
 
 
-def _row(case: Case, made: Plan, trainer: Trainer, live: Mapping[int, list[int]], folder: Path) -> dict[str, Any]:
+def _row(case: Case, made: MemoryPlan, trainer: Trainer, live: Mapping[int, list[int]], folder: Path) -> dict[str, Any]:
     places = list(zip(*[live[epoch] for epoch in sorted(live) if epoch], strict=True))
     values = [sorted(set(of_place)) for of_place in places]
     epochs = read_epochs(folder / "model")

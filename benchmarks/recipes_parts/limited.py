@@ -11,10 +11,10 @@ import numpy as np
 
 from benchmarks.recipes_parts.bench import NAMES, Bench, Trained, cuts_of, train
 from pipeline.errors import PipelineError
-from pipeline.memory.footprint import Choice, Oracle, live_peak_bytes
-from pipeline.memory.planning.memory_plan import Filled, Plan
-from pipeline.memory.planning.planner import plan
-from pipeline.memory.planning.request import Data
+from pipeline.memory.footprint import MemoryChoice, Oracle, live_peak_bytes
+from pipeline.memory.planning.memory_plan import Filled, MemoryPlan
+from pipeline.memory.planning.planner import plan_memory
+from pipeline.memory.planning.request import DataSizes
 from pipeline.protocol import ITEMS
 from pipeline.runs.model.training_work import cutter, host_card
 from pipeline.training.prepared import COST, LIKENESS, likeness, sampling
@@ -125,19 +125,19 @@ def _least(bench: Bench, oracle: Oracle) -> int:
     largest = int(np.argmax(np.sum([*bench.sizes.values()], axis=0)))
     sizes = {ITEMS: 1, **{name: int(one[largest]) for name, one in bench.sizes.items()}}
     *_, precision = bench.work.request(bench.config.train, 1).precisions[:2]
-    choices = [Choice(precision=precision, checkpointing=one, offload=True) for one in (False, True)]
+    choices = [MemoryChoice(precision=precision, checkpointing=one, offload=True) for one in (False, True)]
     return min(live_peak_bytes(oracle.standing(one), oracle.micro(one, sizes), accumulate=True) for one in choices)
 
 
-def planned(bench: Bench, oracle: Oracle, limit: int) -> Plan:
+def planned(bench: Bench, oracle: Oracle, limit: int) -> MemoryPlan:
     """Plan as `plan_training` does, but for an oracle that remembers for all limits."""
     config, padded = bench.config.train, bench.padded
     request = bench.work.request(config, 1)
     cut = cutter(config.effective_batch, padded=padded, micro_batch=request.micro_batch)
-    return plan(oracle, Data(bench.sizes, cut, padded), request, [host_card(limit)])
+    return plan_memory(oracle, DataSizes(bench.sizes, cut, padded), request, [host_card(limit)])
 
 
-def sampler_of(bench: Bench, made: Plan) -> Sampler:
+def sampler_of(bench: Bench, made: MemoryPlan) -> Sampler:
     """Return the sampler of training under a plan."""
     sizes, batch = bench.sizes, bench.config.train.effective_batch
     settings = sampling(batch, made.budget[COST], padded=bench.padded, micro_batch=made.micro_batch)
@@ -170,7 +170,7 @@ def _row(bench: Bench, case: Case, oracle: Oracle, limit: int, *, must_refuse: b
     return row
 
 
-def _figures(made: Plan, trained: Trained, limit: int) -> dict[str, Any]:
+def _figures(made: MemoryPlan, trained: Trained, limit: int) -> dict[str, Any]:
     return {
         "ooms": trained.ooms,
         "used": round(trained.peak_bytes / limit, 4),
@@ -189,7 +189,7 @@ def _figures(made: Plan, trained: Trained, limit: int) -> dict[str, Any]:
     }
 
 
-def one_more(bench: Bench, made: Plan, cuts: Sequence[Sequence[int]], limit: int) -> bool | None:
+def one_more(bench: Bench, made: MemoryPlan, cuts: Sequence[Sequence[int]], limit: int) -> bool | None:
     """Tell whether a step goes with one more item in its costliest micro-batch; None: there is none to take.
 
     It is the item of the step's other micro-batches that is most like those it has, by its cost.

@@ -52,14 +52,14 @@ def table_of(root: Path, key: bytes) -> Any:
 
 def plan(root: Path, key: bytes, ranks: int) -> dict[str, Any]:
     """Plan the training, as it is done before a submission."""
-    from pipeline.memory.footprint import Choice
+    from pipeline.memory.footprint import MemoryChoice
     from pipeline.runs.model.training_work import host_card, plan_training, request_of, sizes_of, target_of
 
     train = settings()
     work = work_of(train)
     sizes = sizes_of(work.task, table_of(root, key).sizes)
     made, _ = plan_training(work, train, sizes, [host_card(LIMIT_BYTES)], target_of(None), request_of(train, ranks))
-    assert made.choice == Choice(precision="fp32"), made.choice
+    assert made.choice == MemoryChoice(precision="fp32"), made.choice
     return prepared_of(made, key.hex(), EPOCHS, ranks)
 
 
@@ -89,7 +89,7 @@ def prepared_of(made: Any, key: str, epochs: int, ranks: int) -> dict[str, Any]:
 
 def ours(root: Path, key: bytes, prepared: dict[str, Any], part: str, folder: Path) -> dict[str, Any]:
     """Train, as one rank of those that there are; return what the first of them measured."""
-    from pipeline.memory.footprint import Choice
+    from pipeline.memory.footprint import MemoryChoice
     from pipeline.records import Tell
     from pipeline.stages.train import Job, train
     from pipeline.training.items.item_source import Cached
@@ -111,7 +111,7 @@ def ours(root: Path, key: bytes, prepared: dict[str, Any], part: str, folder: Pa
             train=settings(),
             prepared=planned,
             folder=made,
-            make_step=lambda begin: work.begun(Choice(precision="fp32"), device="cpu", begin=begin),
+            make_step=lambda begin: work.begun(MemoryChoice(precision="fp32"), device="cpu", begin=begin),
             source=lambda one: Cached(stores.kind("graph"), one),
             embeddings=lambda: Embeddings(stores.kind("embed"), ENCODER),
             stretches=[(planned.stretches[0], items_of(table, work, planned))],

@@ -58,7 +58,7 @@ def calling_site() -> tuple[CodeType, int] | None:
     return (frame.f_code, frame.f_lineno) if frame is not None else None
 
 
-def said(site: tuple[CodeType, int] | None) -> str:
+def site_text(site: tuple[CodeType, int] | None) -> str:
     """Write a site; empty: it is unknown."""
     return place(site[0].co_filename, site[1], site[0].co_name) if site else ""
 

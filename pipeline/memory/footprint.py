@@ -37,7 +37,7 @@ class Category(str, Enum):
     SCRATCH = "scratch"  # of kernels: no tensor, from a table
 
 
-class Origin(str, Enum):
+class Provenance(str, Enum):
     """Where a number is from, the surest first."""
 
     MEASURED = "measured"  # on such a card
@@ -73,7 +73,7 @@ EMPTY = Tape(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MemoryPart:
     """A share of the memory at the peak."""
 
     category: Category
@@ -82,7 +82,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class MemoryChoice:
     """What a plan may decide that changes a tape; all other settings are the same in every plan of a run."""
 
     precision: str = "fp32"  # fp32, or autocast to bf16 or fp16
@@ -92,19 +92,19 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class StandingFootprint:
     """What a model takes whatever the batch: its state, and the parts of a step that are alike in every step."""
 
     setup: Tape  # parameters, buffers, moving averages
     first_update: Tape  # clipping, the optimizer's first step, which makes its state; releases the gradients
     update: Tape  # every later one
-    parts: tuple[Part, ...]  # what is live between two steps
+    parts: tuple[MemoryPart, ...]  # what is live between two steps
     parameters: int  # how many numbers
     trained: int  # how many of them are trained
-    origin: Origin = Origin.TRACED
+    origin: Provenance = Provenance.TRACED
     notes: tuple[str, ...] = ()  # how far to trust it, in words
     largest_block_bytes: int = 0  # parameters that are whole at once where the model is sharded; 0: nobody knows
-    update_parts: tuple[Part, ...] = ()  # what is live at the peak of an update, `parts` included
+    update_parts: tuple[MemoryPart, ...] = ()  # what is live at the peak of an update, `parts` included
 
     @property
     def bytes(self) -> int:
@@ -113,29 +113,29 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class Micro:
+class MicroFootprint:
     """What one micro-batch takes: forward, losses, backward; its input is allocated and released within."""
 
     sizes: Sizes
     first: Tape  # of a step: it allocates the gradients, which are blocks below 0
     again: Tape  # later ones add to the gradients
-    parts: tuple[Part, ...]  # of the peak of `again`, the standing ones and gradients included
+    parts: tuple[MemoryPart, ...]  # of the peak of `again`, the standing ones and gradients included
     flops: float
     kernels: int
     moved_bytes: float = 0.0  # read and written by its kernels
-    origin: Origin = Origin.TRACED
+    origin: Provenance = Provenance.TRACED
     notes: tuple[str, ...] = ()
     host_bytes: int = 0  # offloaded at most
-    first_parts: tuple[Part, ...] = ()  # of the peak of `first`; empty: nobody knows
+    first_parts: tuple[MemoryPart, ...] = ()  # of the peak of `first`; empty: nobody knows
 
 
 class Oracle(Protocol):
     """Says what a model takes, by tracing or otherwise."""
 
-    def standing(self, choice: Choice) -> Standing:
+    def standing(self, choice: MemoryChoice) -> StandingFootprint:
         """Return what it takes whatever the batch."""
 
-    def micro(self, choice: Choice, sizes: Sizes) -> Micro:
+    def micro(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint:
         """Return what a micro-batch of these sizes takes; the same question is answered at once."""
 
 
@@ -143,28 +143,28 @@ class Oracle(Protocol):
 class Evaluates(Protocol):
     """An oracle that can say what a batch takes without gradients, too."""
 
-    def evaluation(self, choice: Choice, sizes: Sizes) -> Micro:
+    def evaluation(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint:
         """Return what a batch takes that is only evaluated."""
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepTapes:
     """A training step as the tapes to play in turn."""
 
     tapes: tuple[Tape, ...] = field(default=())
 
     @classmethod
-    def of(cls, standing: Standing, micros: Sequence[Micro], *, first: bool = False) -> Step:
+    def of(cls, standing: StandingFootprint, micros: Sequence[MicroFootprint], *, first: bool = False) -> StepTapes:
         """Return the step of these micro-batches; the first of a run makes the optimizer's state."""
         play = [micro.again if place else micro.first for place, micro in enumerate(micros)]
         return cls((*play, standing.first_update if first else standing.update))
 
     def peak_bytes(self, live: int) -> int:
         """Return the most that is live when so much was before."""
-        return peak_bytes(self.tapes, live)
+        return tapes_peak_bytes(self.tapes, live)
 
 
-def peak_bytes(tapes: Iterable[Tape], live: int = 0) -> int:
+def tapes_peak_bytes(tapes: Iterable[Tape], live: int = 0) -> int:
     """Return the most that is live while tapes are played, when so much was before."""
     highest = live
     for tape in tapes:
@@ -173,30 +173,32 @@ def peak_bytes(tapes: Iterable[Tape], live: int = 0) -> int:
     return highest
 
 
-def live_peak_bytes(standing: Standing, micro: Micro, *, accumulate: bool) -> int:
+def live_peak_bytes(standing: StandingFootprint, micro: MicroFootprint, *, accumulate: bool) -> int:
     """Return the live peak of a step of such micro-batches, one or several."""
-    return Step.of(standing, [micro, micro] if accumulate else [micro]).peak_bytes(standing.bytes)
+    return StepTapes.of(standing, [micro, micro] if accumulate else [micro]).peak_bytes(standing.bytes)
 
 
-def parts_at_peak(standing: Standing, micro: Micro, *, accumulate: bool = True) -> tuple[Part, ...]:
+def parts_at_peak(
+    standing: StandingFootprint, micro: MicroFootprint, *, accumulate: bool = True
+) -> tuple[MemoryPart, ...]:
     """Return what is live at the peak of a step of such micro-batches, one or several."""
     told = micro.parts if accumulate or not micro.first_parts else micro.first_parts
     return max(standing.update_parts, told, key=lambda parts: sum(part.bytes for part in parts))
 
 
 FIRST_CONTACT = {  # what is added to a prediction for the caching allocator of a card, by where it is from
-    Origin.MEASURED: 0.02,
-    Origin.TRACED: 0.08,
-    Origin.SIMULATED: 0.08,
-    Origin.EXTRAPOLATED: 0.15,
-    Origin.ASSUMED: 0.30,
+    Provenance.MEASURED: 0.02,
+    Provenance.TRACED: 0.08,
+    Provenance.SIMULATED: 0.08,
+    Provenance.EXTRAPOLATED: 0.15,
+    Provenance.ASSUMED: 0.30,
 }
-LIVE_ONLY = {**FIRST_CONTACT, Origin.TRACED: 0.02, Origin.SIMULATED: 0.02}  # no allocator stands between
+LIVE_ONLY = {**FIRST_CONTACT, Provenance.TRACED: 0.02, Provenance.SIMULATED: 0.02}  # no allocator stands between
 ASSUMED_PROBABILITY = 0.95
 REPEATED = 0.02  # how far a run that is repeated is from itself
 COMPILED = 0.10  # fusing mostly saves memory; its buffers, autotuning and CUDA graphs may take some: assumed
 LEAST = 0.9  # of a prediction is kept, whatever was measured
-_SUREST_FIRST = tuple(Origin)
+_SUREST_FIRST = tuple(Provenance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,32 +207,36 @@ class Margin:
 
     factor: float
     probability: float  # that a run fits
-    origin: Origin  # of the factor
+    origin: Provenance  # of the factor
     why: str
-    trust: Origin = Origin.ASSUMED  # of the probability
+    trust: Provenance = Provenance.ASSUMED  # of the probability
 
 
-def margin_of(origin: Origin, ratios: Sequence[float] = (), *, caching: bool = True) -> Margin:
+def margin_of(origin: Provenance, ratios: Sequence[float] = (), *, caching: bool = True) -> Margin:
     """Return the margin for a prediction of some origin, after runs with these ratios measured/predicted."""
     if ratios:
         return _after(ratios)
     extra = (FIRST_CONTACT if caching else LIVE_ONLY)[origin]
     why = f"nothing measured yet: {extra:.0%} on what is {origin.value}, assumed to do in {ASSUMED_PROBABILITY:.0%}"
-    return Margin(1.0 + extra, ASSUMED_PROBABILITY, Origin.ASSUMED, why)
+    return Margin(1.0 + extra, ASSUMED_PROBABILITY, Provenance.ASSUMED, why)
 
 
 def _after(ratios: Sequence[float]) -> Margin:
     """Return the margin after measurements: what they show alone is little while they are few, and is said so."""
     worst, runs = max(ratios), len(ratios)
     shown = runs / (runs + 1)
-    trust = Origin.MEASURED if shown >= ASSUMED_PROBABILITY else Origin.ASSUMED
-    assumed = f"; with these {REPEATED:.0%}, {ASSUMED_PROBABILITY:.0%} is assumed" if trust is Origin.ASSUMED else ""
+    trust = Provenance.MEASURED if shown >= ASSUMED_PROBABILITY else Provenance.ASSUMED
+    assumed = (
+        f"; with these {REPEATED:.0%}, {ASSUMED_PROBABILITY:.0%} is assumed" if trust is Provenance.ASSUMED else ""
+    )
     why = (
         f"the worst of {runs} measured run{'s' if runs > 1 else ''} was {worst:.3f} of its prediction, "
         f"{REPEATED:.0%} are added; the next run is no worse than {'all' if runs > 1 else 'that one'} "
         f"with a chance of {runs}/{runs + 1}{assumed}"
     )
-    return Margin(max(worst, LEAST) * (1.0 + REPEATED), max(shown, ASSUMED_PROBABILITY), Origin.MEASURED, why, trust)
+    return Margin(
+        max(worst, LEAST) * (1.0 + REPEATED), max(shown, ASSUMED_PROBABILITY), Provenance.MEASURED, why, trust
+    )
 
 
 def compiled(margin: Margin) -> Margin:
@@ -239,6 +245,6 @@ def compiled(margin: Margin) -> Margin:
     return replace(margin, factor=margin.factor * (1.0 + COMPILED), why=why)
 
 
-def least_sure(origins: Iterable[Origin]) -> Origin:
+def least_sure(origins: Iterable[Provenance]) -> Provenance:
     """Return the origin of what is made of several numbers."""
-    return max(origins, key=_SUREST_FIRST.index, default=Origin.TRACED)
+    return max(origins, key=_SUREST_FIRST.index, default=Provenance.TRACED)

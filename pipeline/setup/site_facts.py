@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from pipeline.cluster.accounting import CommandFailed
 from pipeline.cluster.slurm_commands import limit_of
-from pipeline.memory.hardware.gpus import SizesGib, names_a_model, nearest, sizes_gib, sizes_said
+from pipeline.memory.hardware.gpus import SizesGib, names_a_model, nearest_sizes, sizes_gib, sizes_said
 
 Ask: TypeAlias = Callable[[Sequence[str], float], str]  # arguments and seconds → stdout; raises CommandFailed
 
@@ -328,7 +328,7 @@ def _told_by_feature(features: Sequence[str], sold: SizesGib) -> tuple[str, Size
     for feature in features:
         named = sizes_gib(feature) if names_a_model(feature) else ()
         said = sizes_said(feature)
-        near = tuple(size for size in sold if size in named) or nearest(sold, said)
+        near = tuple(size for size in sold if size in named) or nearest_sizes(sold, said)
         if len(near) == 1:
             return feature, near
     return "", sold

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pipeline.memory.planning.memory_plan import Plan
+    from pipeline.memory.planning.memory_plan import MemoryPlan
 
     Integers = NDArray[np.int64]
 
@@ -136,7 +136,7 @@ def shrunk(budget: int, times: int) -> int:
     return max(1, budget >> min(times, MOST_SHRUNK))
 
 
-def stretch_of(name: str, epochs: int, plan: Plan, largest: Mapping[str, int]) -> Stretch:
+def stretch_of(name: str, epochs: int, plan: MemoryPlan, largest: Mapping[str, int]) -> Stretch:
     """Return what a plan means for training."""
     return Stretch(
         name=name,

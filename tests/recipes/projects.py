@@ -19,7 +19,7 @@ import yaml
 from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.encoder.checkpoints.synth import synth
-from pipeline.memory.footprint import Choice, live_peak_bytes
+from pipeline.memory.footprint import MemoryChoice, live_peak_bytes
 from pipeline.readers import made
 from pipeline.setup import checkup
 from pipeline.structures.made_rna import pocket_pdb
@@ -218,7 +218,7 @@ def settings_of(recipe: Recipe, *settings: str) -> dict[str, str]:
         return {one.found: one.remedy for one in checkup.settings_findings(loaded) if one.what == "settings"}
 
 
-def peak(task: Any, sizes: Mapping[str, int], choice: Choice = Choice(), **settings: Any) -> int:  # noqa: B008
+def peak(task: Any, sizes: Mapping[str, int], choice: MemoryChoice = MemoryChoice(), **settings: Any) -> int:  # noqa: B008
     """Return what a step of one micro-batch takes, as it is planned."""
     traced = tracer(task, least=sizes, **settings)
     return live_peak_bytes(traced.standing(choice), traced.micro(choice, sizes), accumulate=False)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.memory.footprint import Choice
+from pipeline.memory.footprint import MemoryChoice
 from pipeline.memory.runtime.lightning_callback import GovernorCallback
 from pipeline.memory.runtime.meters import Habits
 from pipeline.tasks.spectra_finetune import SpectraFinetune
@@ -38,7 +38,7 @@ def test_frozen_layers_save_memory() -> None:
 
 
 def test_layers_one_after_another_save_memory() -> None:
-    assert peak(TASK, SIZES, Choice(checkpointing=True)) < 0.9 * peak(TASK, SIZES)
+    assert peak(TASK, SIZES, MemoryChoice(checkpointing=True)) < 0.9 * peak(TASK, SIZES)
 
 
 def test_fewer_peaks_and_narrower_features_save_memory() -> None:
@@ -50,7 +50,7 @@ def test_fewer_peaks_and_narrower_features_save_memory() -> None:
 
 def test_mixed_precision_saves_memory() -> None:
     sizes = {"items": 16, "peaks": 100}
-    assert peak(TASK, sizes, Choice(precision="bf16")) < peak(TASK, sizes)
+    assert peak(TASK, sizes, MemoryChoice(precision="bf16")) < peak(TASK, sizes)
 
 
 def test_validation_is_limited_and_thinned(pipeline: Command, scanned: Scanned) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.config.load import load
 from pipeline.errors import ConfigError
-from pipeline.memory.footprint import Choice
+from pipeline.memory.footprint import MemoryChoice
 from pipeline.tasks.denovo_recursive import DenovoRecursive
 from tests.command import Command
 from tests.recipes.conftest import Scanned
@@ -97,4 +97,4 @@ def test_amp_is_on_in_the_recipe_and_its_plan_says_so(pipeline: Command, scanned
 
 def test_checkpointing_saves_memory() -> None:
     task, sizes = replace(TASK, render_reach=8.0, latent_steps=6), {**SIZES, "items": 16}
-    assert peak(task, sizes, Choice(checkpointing=True)) < peak(task, sizes)
+    assert peak(task, sizes, MemoryChoice(checkpointing=True)) < peak(task, sizes)

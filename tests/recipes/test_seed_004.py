@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.memory.footprint import Choice
+from pipeline.memory.footprint import MemoryChoice
 from pipeline.memory.lint.training_rules import Facts, lint
 from pipeline.project.user_code import load_task
 from pipeline.protocol import Contrastive
@@ -82,7 +82,7 @@ def test_a_fraction_of_95_percent_is_a_setting_with_a_warning() -> None:
 
 def test_mixed_precision_saves_memory() -> None:
     sizes = {"items": 16, "left": 64, "right": 64}
-    assert peak(TASK, sizes, Choice(precision="bf16")) < peak(TASK, sizes)
+    assert peak(TASK, sizes, MemoryChoice(precision="bf16")) < peak(TASK, sizes)
 
 
 def test_allocated_and_peak_and_the_batch_are_in_the_figures_of_every_epoch(

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.cluster.slurm import SlurmExecutor
 from pipeline.errors import SubmissionRefused
-from pipeline.memory.footprint import Origin
+from pipeline.memory.footprint import Provenance
 from pipeline.memory.history.step_history import Peak
 from pipeline.runs.model.probe import Outcome, Place, Probed, measured_ratios, model_name, probe
 from pipeline.runs.model.probe_job import peaks_of
@@ -53,7 +53,7 @@ def test_every_kind_of_card_gets_a_job_and_the_next_plan_is_corrected(healthy: C
     assert ratios(prepared, "main", "short") == tuple(one.ratio for one in found)
     known = measured_ratios(prepared.config, prepared.work, prepared.plan.choice, ["main", "short"])
     after = prepared.planned(*known)
-    assert (prepared.plan.margin.origin, after.margin.origin) == (Origin.ASSUMED, Origin.MEASURED)
+    assert (prepared.plan.margin.origin, after.margin.origin) == (Provenance.ASSUMED, Provenance.MEASURED)
     assert after.margin.factor == pytest.approx(max(*(one.ratio for one in found), 0.9) * 1.02)
 
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from pipeline.graphs.item_graph import Graph
-from pipeline.memory.footprint import Choice, live_peak_bytes
+from pipeline.memory.footprint import MemoryChoice, live_peak_bytes
 from pipeline.protocol import ITEMS, Example, Outputs, Weights
 from pipeline.records import Role
 from pipeline.runs.model.task_contract import breaches
@@ -252,11 +252,11 @@ def test_half_precision_sums_the_loss_in_single():
 @pytest.mark.parametrize(
     ("task", "choice", "size"),
     [
-        (SMALL, Choice(), 0),
-        (SMALL, Choice(), 1),
-        (SMALL, Choice(), 2),
-        (SMALL, Choice(checkpointing=True), 2),
-        (replace(SMALL, pairs_at_once=10_000), Choice(), 2),
+        (SMALL, MemoryChoice(), 0),
+        (SMALL, MemoryChoice(), 1),
+        (SMALL, MemoryChoice(), 2),
+        (SMALL, MemoryChoice(checkpointing=True), 2),
+        (replace(SMALL, pairs_at_once=10_000), MemoryChoice(), 2),
     ],
     ids=["small", "middle", "large", "checkpointing", "pieces"],
 )
@@ -272,8 +272,8 @@ def test_in_pieces_memory_hardly_grows_with_pairs():
     least = replace(SMALL, layers=1, cross_layers=1)
     for task in (least, replace(least, pairs_at_once=10_000)):
         traced = tracer(task, least=SIZES[0])
-        tapes = [traced.micro(Choice(), size) for size in sizes]
-        low, high = (live_peak_bytes(traced.standing(Choice()), tape, accumulate=False) for tape in tapes)
+        tapes = [traced.micro(MemoryChoice(), size) for size in sizes]
+        low, high = (live_peak_bytes(traced.standing(MemoryChoice()), tape, accumulate=False) for tape in tapes)
         grown.append((high - low) / 40_000)
     assert grown[0] > 250  # bytes a pair
     assert grown[1] < 20  # its two ends, of 8 bytes each

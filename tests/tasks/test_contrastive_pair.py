@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipeline.errors import ConfigError
-from pipeline.memory.footprint import Choice, live_peak_bytes
+from pipeline.memory.footprint import MemoryChoice, live_peak_bytes
 from pipeline.protocol import ITEMS, Contrastive, Example, Outputs
 from pipeline.readers import made
 from pipeline.readers.pairs import Pairs
@@ -28,7 +28,7 @@ RNG = np.random.default_rng(0)
 SMALL = ContrastivePair(
     right="vectors", right_dim=6, left_most=20, right_most=12, width=16, layers=2, heads=2, feedforward=2, out=8
 )
-CHOICE = Choice()
+CHOICE = MemoryChoice()
 SIZES = (
     {"left": 5, "right": 3, ITEMS: 1},
     {"left": 12, "right": 12, ITEMS: 6},

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipeline.errors import ConfigError
-from pipeline.memory.footprint import Choice, live_peak_bytes
+from pipeline.memory.footprint import MemoryChoice, live_peak_bytes
 from pipeline.protocol import ITEMS, Example, Outputs, Weights
 from pipeline.readers import peptides
 from pipeline.runs.model.task_contract import breaches
@@ -292,13 +292,13 @@ def test_the_plan_is_within_a_hundredth_of_what_it_takes(changes):
     task, given = replace(SHALLOW, **changes), {"ema": 0.99, "clip": 1.0}
     traced = tracer(task, least=SIZES[0], **given)
     for sizes in SIZES[1:]:
-        planned = live_peak_bytes(traced.standing(Choice()), traced.micro(Choice(), sizes), accumulate=True)
+        planned = live_peak_bytes(traced.standing(MemoryChoice()), traced.micro(MemoryChoice(), sizes), accumulate=True)
         assert planned == pytest.approx(true_peak(task, sizes, 2, **given), rel=0.01)
 
 
 def test_longer_peptides_take_more():
     traced = tracer(SHALLOW, least=SIZES[0])
-    short, long = (traced.micro(Choice(), {"peaks": 20, "residues": size, ITEMS: 8}) for size in (8, 16))
+    short, long = (traced.micro(MemoryChoice(), {"peaks": 20, "residues": size, ITEMS: 8}) for size in (8, 16))
     assert long.again.peak_bytes > 1.3 * short.again.peak_bytes
 
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipeline.errors import ConfigError
 from pipeline.graphs.item_graph import Graph, Recipe
-from pipeline.memory.footprint import Choice, live_peak_bytes
+from pipeline.memory.footprint import MemoryChoice, live_peak_bytes
 from pipeline.protocol import ITEMS, Example, Outputs, Weights
 from pipeline.records import Role
 from pipeline.structures.synthetic import complex_pdb
@@ -28,7 +28,7 @@ from tests.tasks.items import DIM, batch_of, graph_of, made, real
 
 RNG = np.random.default_rng(0)
 SMALL = Interface(embedding_dim=DIM, width=16, layers=2, pair_width=8, pair_layers=2)
-CHOICE = Choice()
+CHOICE = MemoryChoice()
 OVERFIT = 8
 SIZES = (
     {"nodes": 100, "edges": 2000, "pairs": 2400, ITEMS: 1},

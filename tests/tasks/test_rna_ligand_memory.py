@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from pipeline.memory.footprint import Choice, live_peak_bytes
+from pipeline.memory.footprint import MemoryChoice, live_peak_bytes
 from pipeline.protocol import ITEMS
 from pipeline.training.step.step import Settings, Step
 from tests.limited import device
@@ -28,7 +28,7 @@ from tests.tasks.rna_models import (
 pytest.importorskip("e3nn")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-PLAIN = Choice()
+PLAIN = MemoryChoice()
 
 
 # ---- what each switch saves ----
@@ -92,7 +92,7 @@ def test_the_planner_traces_it_to_two_thousandths_of_what_it_takes(task, size):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("choice", [Choice(checkpointing=True), Choice(precision="bf16")])
+@pytest.mark.parametrize("choice", [MemoryChoice(checkpointing=True), MemoryChoice(precision="bf16")])
 def test_remedies_are_planned_as_well(choice):
     device.need()
     truth = true_peak(SMALL, SIZES[1], choice=choice, clip=1.0)

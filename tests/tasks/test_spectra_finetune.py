@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipeline.errors import ConfigError
-from pipeline.memory.footprint import Category, Choice, live_peak_bytes
+from pipeline.memory.footprint import Category, MemoryChoice, live_peak_bytes
 from pipeline.protocol import ITEMS, Example, Outputs, Weights
 from pipeline.readers import made
 from pipeline.readers.spectra import Spectra
@@ -27,7 +27,7 @@ RNG = np.random.default_rng(0)
 SMALL = SpectraFinetune(
     targets=2, layers=3, heads=2, d_fourier=24, d_peak=8, finest=1e-2, fourier_width=16, max_peaks=60
 )
-CHOICE = Choice()
+CHOICE = MemoryChoice()
 SIZES = ({"peaks": 12, ITEMS: 1}, {"peaks": 40, ITEMS: 6}, {"peaks": 60, ITEMS: 24})
 
 
@@ -327,7 +327,7 @@ def test_frozen_parameters_have_no_gradient():
 
 
 def test_checkpointing_keeps_less():
-    plain, again = kept(()), kept((), Choice(checkpointing=True))
+    plain, again = kept(()), kept((), MemoryChoice(checkpointing=True))
     assert again[0] < 0.4 * plain[0]
     assert again[1] < 0.85 * plain[1]
 

@@ -16,7 +16,7 @@ from pipeline.cluster.processes import used_bytes
 from pipeline.encoder.forward.esm2 import TILE
 from pipeline.encoder.tokens import ENDS, tokenize
 from pipeline.errors import JobFailed
-from pipeline.memory.runtime.meters import highest_bytes
+from pipeline.memory.runtime.meters import highest_resident_bytes
 from pipeline.memory.runtime.out_of_memory import free_caches, unless_out_of_memory
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def _address_space_bytes() -> int:
 def peak_bytes(device: str) -> int:
     """Return the most memory that was ever taken, of the host or of the card."""
     if device == "cpu":
-        return highest_bytes()
+        return highest_resident_bytes()
     return torch.cuda.max_memory_allocated()
 
 

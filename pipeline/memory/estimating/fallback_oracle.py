@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from pipeline.errors import PlanInfeasible
-from pipeline.memory.footprint import Category, Choice, Evaluates, Micro, Origin, Part, Standing, Tape
+from pipeline.memory.footprint import (
+    Category,
+    Evaluates,
+    MemoryChoice,
+    MemoryPart,
+    MicroFootprint,
+    Provenance,
+    StandingFootprint,
+    Tape,
+)
 from pipeline.protocol import ITEMS
 
 if TYPE_CHECKING:
@@ -28,7 +37,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-Answer = TypeVar("Answer", Standing, Micro)
+Answer = TypeVar("Answer", StandingFootprint, MicroFootprint)
 
 
 class Unmeasurable(Exception):
@@ -47,15 +56,15 @@ class Ladder:
         self.reasons: list[str] = []
         self.oracle: Oracle | None = None
 
-    def standing(self, choice: Choice) -> Standing:
+    def standing(self, choice: MemoryChoice) -> StandingFootprint:
         """Return what it takes whatever the batch."""
         return self.answer(lambda oracle: oracle.standing(choice))
 
-    def micro(self, choice: Choice, sizes: Sizes) -> Micro:
+    def micro(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint:
         """Return what a micro-batch of these sizes takes."""
         return self.answer(lambda oracle: oracle.micro(choice, sizes))
 
-    def evaluation(self, choice: Choice, sizes: Sizes) -> Micro | None:
+    def evaluation(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint | None:
         """Return what a batch takes without gradients; None where the present rung cannot tell."""
         return self.oracle.evaluation(choice, sizes) if isinstance(self.oracle, Evaluates) else None
 
@@ -139,7 +148,7 @@ class Formula:
         self.averages = averages
         self.padded = padded
 
-    def standing(self, choice: Choice) -> Standing:  # noqa: ARG002 - all choices stand alike
+    def standing(self, choice: MemoryChoice) -> StandingFootprint:  # noqa: ARG002 - all choices stand alike
         """Return what it takes whatever the batch."""
         counts = self.counts
         model, gradient = FLOAT_BYTES * counts.parameters, FLOAT_BYTES * counts.trained
@@ -154,7 +163,7 @@ class Formula:
         )
         # Optimizers that take all tensors at once need about a copy of them on the way (torch.optim, `foreach`).
         passing = [(0, gradient), (0, -gradient), (-1, -gradient)]
-        return Standing(
+        return StandingFootprint(
             setup=tape([(-2, model), (-3, counts.buffer_bytes), (-4, average)]),
             first_update=tape([(-5, state), *passing]),
             update=tape(passing),
@@ -162,17 +171,17 @@ class Formula:
             update_parts=(*parts, *parts_of({Category.GRADIENTS: gradient, Category.TEMPORARIES: gradient})),
             parameters=counts.parameters,
             trained=counts.trained,
-            origin=Origin.ASSUMED,
+            origin=Provenance.ASSUMED,
             notes=(TRUST,),
         )
 
-    def micro(self, choice: Choice, sizes: Sizes) -> Micro:
+    def micro(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint:
         """Return what a micro-batch of these sizes takes."""
         kept = FLOAT_BYTES * COPIES * self.rows(sizes) * self.counts.widths
         gradient = FLOAT_BYTES * self.counts.trained
         live = kept + self.passing_bytes(choice)
         play = [(0, live), (0, -live)]
-        return Micro(
+        return MicroFootprint(
             sizes=dict(sizes),
             first=tape([play[0], (-1, gradient), play[1]]),
             again=tape(play),
@@ -183,7 +192,7 @@ class Formula:
             flops=float(FLOPS_A_PARAMETER * self.counts.parameters * self.rows(sizes)),
             kernels=KERNELS_A_TENSOR * self.counts.tensors,
             moved_bytes=float(MOVED * live),
-            origin=Origin.ASSUMED,
+            origin=Provenance.ASSUMED,
             notes=(TRUST, *ignored(choice)),
         )
 
@@ -192,18 +201,18 @@ class Formula:
         largest = max((value for name, value in sizes.items() if name != ITEMS), default=1)
         return largest * sizes.get(ITEMS, 1) if self.padded else max(largest, sizes.get(ITEMS, 1))
 
-    def passing_bytes(self, choice: Choice) -> int:
+    def passing_bytes(self, choice: MemoryChoice) -> int:
         """Return what a micro-batch makes of parameters: a gradient on its way, and casts."""
         casts = 0 if choice.precision == "fp32" else HALF_BYTES * self.counts.parameters
         return FLOAT_BYTES * self.counts.largest + casts
 
 
-def parts_of(sizes: Mapping[Category, int]) -> tuple[Part, ...]:
+def parts_of(sizes: Mapping[Category, int]) -> tuple[MemoryPart, ...]:
     """Return the parts that are there."""
-    return tuple(Part(category, "", size) for category, size in sizes.items() if size)
+    return tuple(MemoryPart(category, "", size) for category, size in sizes.items() if size)
 
 
-def ignored(choice: Choice) -> tuple[str, ...]:
+def ignored(choice: MemoryChoice) -> tuple[str, ...]:
     """Say what the formula does not know to save."""
     asked = {"checkpointing": choice.checkpointing, "offloading": choice.offload}
     return tuple(f"what {name} saves is not in the formula" for name, is_asked in asked.items() if is_asked)

@@ -18,7 +18,15 @@ import numpy as np
 from pipeline.memory.estimating.cpu_profile import counted_flops, record
 from pipeline.memory.estimating.extrapolate import FEWEST, Extrapolated, enlarged, extrapolate, longest_alike
 from pipeline.memory.estimating.fallback_oracle import Unmeasurable
-from pipeline.memory.footprint import Category, Choice, Micro, Origin, Part, Standing, Tape
+from pipeline.memory.footprint import (
+    Category,
+    MemoryChoice,
+    MemoryPart,
+    MicroFootprint,
+    Provenance,
+    StandingFootprint,
+    Tape,
+)
 from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
@@ -85,7 +93,7 @@ class MeasuredSmall:
 
     def __init__(
         self,
-        build: Callable[[Choice], Training],
+        build: Callable[[MemoryChoice], Training],
         example: Callable[[Sizes], Any],
         least: Sizes,
         allowance: Allowance | None = None,
@@ -101,15 +109,15 @@ class MeasuredSmall:
         self.allowance = allowance or Allowance()
         self.state_bytes = state_bytes
         self.smaller = smaller or proportional
-        self.stages: dict[Choice, Stage] = {}
-        self.answers: dict[tuple[Choice, tuple[tuple[str, int], ...]], Micro] = {}
+        self.stages: dict[MemoryChoice, Stage] = {}
+        self.answers: dict[tuple[MemoryChoice, tuple[tuple[str, int], ...]], MicroFootprint] = {}
 
-    def standing(self, choice: Choice) -> Standing:
+    def standing(self, choice: MemoryChoice) -> StandingFootprint:
         """Return what it takes whatever the batch."""
         standing = self.stage(choice).standing
         return replace(standing, notes=(*standing.notes, *not_rehearsed(choice)))
 
-    def micro(self, choice: Choice, sizes: Sizes) -> Micro:
+    def micro(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint:
         """Return what a micro-batch of these sizes takes."""
         question = (rehearsed(choice), tuple(sorted(sizes.items())))
         if question not in self.answers:
@@ -118,7 +126,7 @@ class MeasuredSmall:
         answer = self.answers[question]
         return replace(answer, notes=(*answer.notes, *not_rehearsed(choice)))
 
-    def stage(self, choice: Choice) -> Stage:
+    def stage(self, choice: MemoryChoice) -> Stage:
         """Return the built step."""
         asked = rehearsed(choice)
         if asked not in self.stages:
@@ -187,7 +195,7 @@ class Stage:
 
     training: Training
     example: Callable[[Sizes], Any]
-    standing: Standing
+    standing: StandingFootprint
     numbers: Numbers
 
     def point(self, sizes: Sizes) -> Point:
@@ -206,7 +214,9 @@ class Stage:
         return Point(dict(sizes), first.tape, again.tape, first.kernels, flops, time.monotonic() - begun_s)
 
 
-def staged(build: Callable[[Choice], Training], choice: Choice, example: Callable[[Sizes], Any], least: Sizes) -> Stage:
+def staged(
+    build: Callable[[MemoryChoice], Training], choice: MemoryChoice, example: Callable[[Sizes], Any], least: Sizes
+) -> Stage:
     """Build the training and run two steps: the first makes the optimizer's state."""
     with same_numbers():
         training = build(choice)
@@ -219,7 +229,7 @@ def staged(build: Callable[[Choice], Training], choice: Choice, example: Callabl
     parts = tuple(summed((what, size) for (what, _), _, size in live))
     gradient_bytes = micro.tape.left_bytes
     parameters = list(training.model.parameters())
-    standing = Standing(
+    standing = StandingFootprint(
         setup=Tape(np.array([number for _, number, _ in setup]), np.array([size for _, _, size in setup])),
         first_update=first.tape,
         update=later.tape,
@@ -227,7 +237,7 @@ def staged(build: Callable[[Choice], Training], choice: Choice, example: Callabl
         update_parts=(*parts, *parts_of(later.tape, gradient_bytes, Category.TEMPORARIES, "optimizer")),
         parameters=sum(one.numel() for one in parameters),
         trained=sum(one.numel() for one in parameters if one.requires_grad),
-        origin=Origin.EXTRAPOLATED,
+        origin=Provenance.EXTRAPOLATED,
         notes=("the model's state and the optimizer's step were measured in real steps on the CPU",),
     )
     return Stage(training, example, standing, numbers)
@@ -260,30 +270,30 @@ class Numbers:
         }
 
 
-def summed(sizes: Iterable[tuple[Category, int]]) -> list[Part]:
+def summed(sizes: Iterable[tuple[Category, int]]) -> list[MemoryPart]:
     """Return the parts that blocks make up, in the order of categories."""
     sums: dict[Category, int] = {}
     for category, size_bytes in sizes:
         sums[category] = sums.get(category, 0) + size_bytes
-    return [Part(category, "", sums[category]) for category in Category if category in sums]
+    return [MemoryPart(category, "", sums[category]) for category in Category if category in sums]
 
 
-def parts_of(tape: Tape, gradient_bytes: int, kind: Category, name: str) -> list[Part]:
+def parts_of(tape: Tape, gradient_bytes: int, kind: Category, name: str) -> list[MemoryPart]:
     """Return what is live at the peak of a tape, above what stands: gradients, and all else as one kind."""
     live_E = np.cumsum(tape.bytes_E)
     peak = int(live_E.argmax()) + 1 if live_E.max(initial=0) > 0 else 0
     own = int(tape.bytes_E[:peak][tape.block_E[:peak] >= 0].sum())
     gradients = gradient_bytes + int(live_E[peak - 1] if peak else 0) - own
-    parts = (Part(Category.GRADIENTS, "", gradients), Part(kind, name, own))
+    parts = (MemoryPart(Category.GRADIENTS, "", gradients), MemoryPart(kind, name, own))
     return [part for part in parts if part.bytes]
 
 
-def answered(points: Sequence[Point], wanted: Sizes, standing: Standing) -> Micro:
+def answered(points: Sequence[Point], wanted: Sizes, standing: StandingFootprint) -> MicroFootprint:
     """Return what a micro-batch takes, from smaller ones, the largest last."""
     first, thought, _ = enlarged([(point.sizes, point.first) for point in points], wanted)
     again, thought_again, how = enlarged([(point.sizes, point.again) for point in points], wanted)
     worse = max(thought, thought_again, key=lambda one: one.margin)
-    return Micro(
+    return MicroFootprint(
         sizes=dict(wanted),
         first=first,
         again=again,
@@ -291,7 +301,7 @@ def answered(points: Sequence[Point], wanted: Sizes, standing: Standing) -> Micr
         flops=float(likely([(point.sizes, point.flops) for point in points], wanted)),
         kernels=likely([(point.sizes, point.kernels) for point in points], wanted),
         moved_bytes=float(MOVED * again.bytes_E[again.bytes_E > 0].sum()),
-        origin=Origin.EXTRAPOLATED,
+        origin=Provenance.EXTRAPOLATED,
         notes=(words(points, worse), how, "inputs and temporaries are counted among the activations"),
     )
 
@@ -350,12 +360,12 @@ def same_numbers() -> Iterator[None]:
         yield
 
 
-def rehearsed(choice: Choice) -> Choice:
+def rehearsed(choice: MemoryChoice) -> MemoryChoice:
     """Return the part of a choice that one machine without a GPU can rehearse."""
-    return Choice(precision=choice.precision, checkpointing=choice.checkpointing)
+    return MemoryChoice(precision=choice.precision, checkpointing=choice.checkpointing)
 
 
-def not_rehearsed(choice: Choice) -> tuple[str, ...]:
+def not_rehearsed(choice: MemoryChoice) -> tuple[str, ...]:
     """Say what of a choice was not rehearsed: its numbers are those without it, which are higher."""
     return ("offloading could not be rehearsed: planned as without",) if choice.offload else ()
 

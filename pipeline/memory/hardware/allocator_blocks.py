@@ -8,23 +8,23 @@ _ADDRESS_BITS = 56  # of a key, below the size
 LIVE, CACHED, UNMAPPED = 0, 1, 2
 
 
-class Block:
+class SegmentBlock:
     """A range of addresses that is used, cached, or not backed by memory."""
 
     __slots__ = ("address", "after", "before", "born", "bytes", "pool", "state")
 
-    def __init__(self, pool: Pool, address: int, size: int, state: int) -> None:
+    def __init__(self, pool: BlockPool, address: int, size: int, state: int) -> None:
         self.pool = pool
         self.address = address
         self.bytes = size
         self.state = state
-        self.before: Block | None = None  # neighbours in the segment
-        self.after: Block | None = None
+        self.before: SegmentBlock | None = None  # neighbours in the segment
+        self.after: SegmentBlock | None = None
         self.born = 0  # which search it was when it came into the cache
 
-    def cut(self, size: int) -> Block:
+    def cut(self, size: int) -> SegmentBlock:
         """Make a block of what is beyond so many bytes."""
-        rest = Block(self.pool, self.address + size, self.bytes - size, self.state)
+        rest = SegmentBlock(self.pool, self.address + size, self.bytes - size, self.state)
         rest.before, rest.after = self, self.after
         if self.after is not None:
             self.after.before = rest
@@ -32,7 +32,7 @@ class Block:
         self.bytes = size
         return rest
 
-    def absorb(self, other: Block) -> None:
+    def absorb(self, other: SegmentBlock) -> None:
         """Take a neighbour's range."""
         if other is self.before:
             self.address = other.address
@@ -46,7 +46,7 @@ class Block:
         self.bytes += other.bytes
 
 
-class Pool:
+class BlockPool:
     """The cached blocks of small or of large requests, by size, then by address."""
 
     __slots__ = ("blocks", "keys", "least_rest", "page_bytes", "searches", "start", "unmapped")
@@ -56,11 +56,11 @@ class Pool:
         self.start = start  # where its expandable segment begins
         self.least_rest = least_rest  # a rest as large as this is split off
         self.keys: list[int] = []
-        self.blocks: list[Block] = []
-        self.unmapped: list[Block] = []  # by address
+        self.blocks: list[SegmentBlock] = []
+        self.unmapped: list[SegmentBlock] = []  # by address
         self.searches = 0
 
-    def add(self, block: Block) -> None:
+    def add(self, block: SegmentBlock) -> None:
         """Put a cached block in its place."""
         key = block.bytes << _ADDRESS_BITS | block.address
         place = bisect_left(self.keys, key)
@@ -68,7 +68,7 @@ class Pool:
         self.blocks.insert(place, block)
         block.born = self.searches
 
-    def remove(self, block: Block) -> None:
+    def remove(self, block: SegmentBlock) -> None:
         """Take a cached block out."""
         place = bisect_left(self.keys, block.bytes << _ADDRESS_BITS | block.address)
         del self.keys[place]
@@ -78,13 +78,13 @@ class Pool:
         """Return the place of the smallest block that is large enough."""
         return bisect_left(self.keys, size << _ADDRESS_BITS)
 
-    def add_unmapped(self, block: Block) -> None:
+    def add_unmapped(self, block: SegmentBlock) -> None:
         """Keep a block without memory, by its address."""
         self.unmapped.append(block)
         self.unmapped.sort(key=lambda one: one.address)
 
 
-def merge(block: Block) -> None:
+def merge(block: SegmentBlock) -> None:
     """Put a block and its neighbours of the same state together (`try_merge_blocks`)."""
     for other in (block.before, block.after):
         if other is not None and other.state == block.state:
@@ -95,13 +95,13 @@ def merge(block: Block) -> None:
             block.absorb(other)
 
 
-def growable(block: Block) -> int:
+def growable(block: SegmentBlock) -> int:
     """Return how large a block is, or can become."""
     after = block.after
     return block.bytes + (after.bytes if after is not None and after.state == UNMAPPED else 0)
 
 
-def free_from(block: Block | None, enough: int) -> int:
+def free_from(block: SegmentBlock | None, enough: int) -> int:
     """Return how many addresses from a block on are in nobody's use, counting no further than enough."""
     free = 0
     while block is not None and block.state != LIVE and free < enough:

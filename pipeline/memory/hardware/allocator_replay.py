@@ -11,7 +11,7 @@ from pipeline.units import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from pipeline.memory.footprint import Step, Tape
+    from pipeline.memory.footprint import StepTapes, Tape
 
 WITHIN = 1.02  # what reserves so little more than the least is as good, and the plainest of them is taken
 
@@ -38,7 +38,9 @@ class Replay:
         return self.reserved_bytes / max(1, self.allocated_bytes)
 
 
-def replay(steps: Iterable[Step], settings: AllocatorSettings, setup: Tape, limit_bytes: int | None = None) -> Replay:
+def replay_steps(
+    steps: Iterable[StepTapes], settings: AllocatorSettings, setup: Tape, limit_bytes: int | None = None
+) -> Replay:
     """Play steps after a model's setup; where the limit is too small, raise SimulatedOutOfMemory."""
     allocator = Allocator(settings, limit_bytes)
     allocator.play(setup)
@@ -56,7 +58,7 @@ def replay(steps: Iterable[Step], settings: AllocatorSettings, setup: Tape, limi
     )
 
 
-def worst_first(steps: Sequence[Step]) -> list[Step]:
+def worst_first(steps: Sequence[StepTapes]) -> list[StepTapes]:
     """Return the steps with the largest first: segments made for it serve all others.
 
     The last tape of a step, its update, keeps its place: that of a run's first step makes the optimizer's state.
@@ -72,7 +74,7 @@ def worst_first(steps: Sequence[Step]) -> list[Step]:
 
 
 @dataclass(frozen=True, slots=True)
-class Alternative:
+class AllocatorVariant:
     """A way to run an epoch."""
 
     settings: AllocatorSettings
@@ -84,18 +86,18 @@ class Alternative:
         return (self.settings.text or "default") + (", worst shape first" if self.is_worst_first else "")
 
 
-ALTERNATIVES = (
-    Alternative(AllocatorSettings()),
-    Alternative(AllocatorSettings(expandable=True)),  # before an order: it needs to know nothing of shapes
-    Alternative(AllocatorSettings(), is_worst_first=True),
+VARIANTS = (
+    AllocatorVariant(AllocatorSettings()),
+    AllocatorVariant(AllocatorSettings(expandable=True)),  # before an order: it needs to know nothing of shapes
+    AllocatorVariant(AllocatorSettings(), is_worst_first=True),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class VariantTrial:
     """An alternative and what came of it; without a replay it ran out of memory."""
 
-    alternative: Alternative
+    alternative: AllocatorVariant
     replay: Replay | None
     failure: str = ""
 
@@ -104,15 +106,15 @@ class Trial:
 class Recommendation:
     """The alternative to take, all that were tried, and why; none: each of them runs out of memory."""
 
-    chosen: Trial | None
-    trials: tuple[Trial, ...]
+    chosen: VariantTrial | None
+    trials: tuple[VariantTrial, ...]
     reason: str
 
 
 def recommend(
     setup: Tape,
-    steps: Sequence[Step],
-    alternatives: Sequence[Alternative] = ALTERNATIVES,
+    steps: Sequence[StepTapes],
+    alternatives: Sequence[AllocatorVariant] = VARIANTS,
     limit_bytes: int | None = None,
 ) -> Recommendation:
     """Try alternatives, the plainest first, on a shuffled epoch, and choose by what they reserve."""
@@ -125,15 +127,17 @@ def recommend(
     return Recommendation(chosen, trials, _reason(chosen.alternative, replayed, trials))
 
 
-def _trial(setup: Tape, steps: Sequence[Step], alternative: Alternative, limit_bytes: int | None) -> Trial:
+def _trial(
+    setup: Tape, steps: Sequence[StepTapes], alternative: AllocatorVariant, limit_bytes: int | None
+) -> VariantTrial:
     ordered = worst_first(steps) if alternative.is_worst_first else steps
     try:
-        return Trial(alternative, replay(ordered, alternative.settings, setup, limit_bytes))
+        return VariantTrial(alternative, replay_steps(ordered, alternative.settings, setup, limit_bytes))
     except SimulatedOutOfMemory as failure:
-        return Trial(alternative, None, str(failure))
+        return VariantTrial(alternative, None, str(failure))
 
 
-def _reason(chosen: Alternative, replayed: Replay, trials: Iterable[Trial]) -> str:
+def _reason(chosen: AllocatorVariant, replayed: Replay, trials: Iterable[VariantTrial]) -> str:
     """Say what the choice reserves, and what the others would."""
     others = [
         f"{trial.alternative.name}: {format_bytes(trial.replay.reserved_bytes) if trial.replay else 'out of memory'}"

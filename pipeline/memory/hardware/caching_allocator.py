@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipeline.errors import ConfigError
-from pipeline.memory.hardware.allocator_blocks import CACHED, LIVE, UNMAPPED, Block, Pool, free_from, growable, merge
+from pipeline.memory.hardware.allocator_blocks import (
+    CACHED,
+    LIVE,
+    UNMAPPED,
+    BlockPool,
+    SegmentBlock,
+    free_from,
+    growable,
+    merge,
+)
 from pipeline.units import MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -97,15 +106,15 @@ class Allocator:
         self._most_bytes = _ENDLESS if limit_bytes is None else limit_bytes
         self._split_below = settings.max_split_bytes or _ENDLESS
         expandable = settings.expandable
-        self._small = Pool(_SMALL_SEGMENT, 0, _LEAST)
-        self._large = Pool(_LARGE_SEGMENT, _ENDLESS, _LEAST if expandable else _SMALL + 1)
+        self._small = BlockPool(_SMALL_SEGMENT, 0, _LEAST)
+        self._large = BlockPool(_LARGE_SEGMENT, _ENDLESS, _LEAST if expandable else _SMALL + 1)
         self._next_address = 0
-        self._blocks: dict[int, Block] = {}  # by number
-        self._left: list[Block] = []  # by tapes, which alone knew their numbers
+        self._blocks: dict[int, SegmentBlock] = {}  # by number
+        self._left: list[SegmentBlock] = []  # by tapes, which alone knew their numbers
 
     def play(self, tape: Tape) -> None:
         """Follow a tape; what it leaves of its own blocks stays in use."""
-        shared, own = self._blocks, dict[int, Block]()
+        shared, own = self._blocks, dict[int, SegmentBlock]()
         take, give = self._take, self._give
         try:
             for number, size in zip(tape.block_E.tolist(), self._round_all(tape.bytes_E), strict=True):
@@ -150,7 +159,7 @@ class Allocator:
         rounded: list[int] = np.where(bytes_E > 0, -(-bytes_E // _LEAST) * _LEAST, bytes_E).tolist()
         return rounded
 
-    def _take(self, size: int) -> Block:
+    def _take(self, size: int) -> SegmentBlock:
         pool = self._small if size <= _SMALL else self._large
         block = self._find(pool, size) or self._make(pool, size)
         rest = block.bytes - size
@@ -162,13 +171,13 @@ class Allocator:
             self.peak_allocated_bytes = allocated
         return block
 
-    def _give(self, block: Block) -> None:
+    def _give(self, block: SegmentBlock) -> None:
         self.allocated_bytes -= block.bytes
         block.state = CACHED
         merge(block)
         block.pool.add(block)
 
-    def _find(self, pool: Pool, size: int) -> Block | None:
+    def _find(self, pool: BlockPool, size: int) -> SegmentBlock | None:
         """Take the cached block that fits best, if any may be taken (`get_free_block`)."""
         pool.searches += 1
         place = pool.first(size)
@@ -185,7 +194,7 @@ class Allocator:
         del blocks[place], pool.keys[place]
         return block
 
-    def _make(self, pool: Pool, size: int) -> Block:
+    def _make(self, pool: BlockPool, size: int) -> SegmentBlock:
         """Get memory from the driver, giving back what is cached where it has no more (`malloc`)."""
         self._collect_garbage()
         block = self._extend(pool, size)
@@ -199,7 +208,7 @@ class Allocator:
             raise SimulatedOutOfMemory(size, self.allocated_bytes, self.reserved_bytes, self._most_bytes)
         return block
 
-    def _extend(self, pool: Pool, size: int) -> Block | None:
+    def _extend(self, pool: BlockPool, size: int) -> SegmentBlock | None:
         """Return a block that is new, or grown; none: the driver refused (`alloc_block`)."""
         segment = _segment_bytes(size)
         if self._fraction_bytes is not None and self.reserved_bytes + segment > self._fraction_bytes:
@@ -208,7 +217,7 @@ class Allocator:
             return self._grow(pool, size)
         if not self._reserve(segment):
             return None
-        block = Block(pool, self._next_address, segment, CACHED)
+        block = SegmentBlock(pool, self._next_address, segment, CACHED)
         self._next_address += segment
         return block
 
@@ -220,7 +229,7 @@ class Allocator:
         self.segments_made += 1
         return True
 
-    def _grow(self, pool: Pool, size: int) -> Block | None:
+    def _grow(self, pool: BlockPool, size: int) -> SegmentBlock | None:
         """Back addresses with memory, from the lowest on where it fits (`try_allocate_expandable_block`)."""
         block = self._room(pool, size)
         if block.state == UNMAPPED and not self._map(block, min(block.bytes, size)):
@@ -234,17 +243,17 @@ class Allocator:
         pool.remove(block)
         return block
 
-    def _room(self, pool: Pool, size: int) -> Block:
+    def _room(self, pool: BlockPool, size: int) -> SegmentBlock:
         """Return where enough free addresses begin (`find_expandable_block`)."""
         if not pool.unmapped:
-            pool.unmapped.append(Block(pool, pool.start, _ENDLESS, UNMAPPED))
+            pool.unmapped.append(SegmentBlock(pool, pool.start, _ENDLESS, UNMAPPED))
         for block in pool.unmapped:
             first = block.before if block.before is not None and block.before.state == CACHED else block
             if free_from(first, size) >= size:
                 return first
         raise AssertionError("the last unmapped block has no end")
 
-    def _map(self, block: Block, size: int) -> bool:
+    def _map(self, block: SegmentBlock, size: int) -> bool:
         """Back the beginning of a block with whole pages (`map_block`)."""
         pool = block.pool
         mapped = -(-size // pool.page_bytes) * pool.page_bytes
@@ -258,7 +267,7 @@ class Allocator:
         pool.add(block)
         return True
 
-    def _unmap(self, block: Block) -> None:
+    def _unmap(self, block: SegmentBlock) -> None:
         """Give back the pages that lie wholly in a cached block (`unmap_block`)."""
         pool, page = block.pool, block.pool.page_bytes
         offset = block.address - pool.start
@@ -278,13 +287,13 @@ class Allocator:
         self.reserved_bytes -= size
         self.segments_freed += 1
 
-    def _free(self, block: Block) -> None:
+    def _free(self, block: SegmentBlock) -> None:
         """Give a whole segment back (`release_block`)."""
         block.pool.remove(block)
         self.reserved_bytes -= block.bytes
         self.segments_freed += 1
 
-    def _free_oversize(self, pool: Pool, size: int) -> bool:
+    def _free_oversize(self, pool: BlockPool, size: int) -> bool:
         """Give back blocks that may not be split, until as much is free (`release_available_cached_blocks`)."""
         if self._split_below == _ENDLESS or self.settings.expandable:
             return False
@@ -329,7 +338,7 @@ def _segment_bytes(size: int) -> int:
     return _LARGE_SEGMENT if size < _OWN_SEGMENT else -(-size // _LARGE_ROUND) * _LARGE_ROUND
 
 
-def _known(block: Block | None, number: int) -> Block:
+def _known(block: SegmentBlock | None, number: int) -> SegmentBlock:
     if block is None:
         raise ValueError(f"block {number} is released and not in use")
     return block

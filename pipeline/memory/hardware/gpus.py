@@ -245,7 +245,7 @@ def sizes_gib(name: str) -> SizesGib:
     if sold and said and said[-1] < min(sold):  # a part of one, such as h200.35gb
         return (_usable_gib(said[-1]),)
     if len(sold) > 1:
-        return nearest(sold, _sizes_said(text)) or sold
+        return nearest_sizes(sold, _sizes_said(text)) or sold
     return sold or tuple(_usable_gib(size) for size in said[-1:])
 
 
@@ -254,7 +254,7 @@ def sizes_said(text: str) -> list[int]:
     return [int(size) for size in _SIZE.findall(_beside_name(_plain(text)))]
 
 
-def nearest(sold: SizesGib, said: list[int]) -> SizesGib:
+def nearest_sizes(sold: SizesGib, said: list[int]) -> SizesGib:
     """Return the sizes that a name can mean by its number: 80 means 79."""
     return tuple(size for size in sold if any(size <= number <= 1.1 * size + 1 for number in said))
 
@@ -285,7 +285,7 @@ def _usable_gib(said_gib: int) -> int:
 
 def _meant(text: str, names: tuple[str, ...], said: list[int]) -> list[str]:
     """Return the cards that a name can mean, the least first: the smallest, then the slowest."""
-    sizes = nearest(tuple(_CARDS[one].size_gib for one in names), said)
+    sizes = nearest_sizes(tuple(_CARDS[one].size_gib for one in names), said)
     left = [one for one in names if not sizes or _CARDS[one].size_gib in sizes]
     worded = [one for one in left if _CARDS[one].words and re.search(_CARDS[one].words, text)]
     return sorted(worded or left, key=lambda one: (_CARDS[one].usable_gib, _CARDS[one].half, _CARDS[one].bandwidth))

@@ -21,7 +21,7 @@ from enum import Enum
 from functools import cache
 from typing import TYPE_CHECKING
 
-from pipeline.memory.footprint import LIVE_ONLY, Origin
+from pipeline.memory.footprint import LIVE_ONLY, Provenance
 from pipeline.store.format.shard import TABLE_ROW
 from pipeline.store.shard_index import BLOCK_ROWS, ROW
 
@@ -65,7 +65,7 @@ class HostPart:
 
     name: str
     bytes: int
-    origin: Origin
+    origin: Provenance
     why: str
     phase: Phase = Phase.ALWAYS
 
@@ -106,7 +106,7 @@ class HostNeed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
+class TrainingJob:
     """What decides the memory of a training job on a node; bytes are of one rank unless it says so."""
 
     ranks: int = 1  # on the node
@@ -133,7 +133,7 @@ class Training:
     tmpfs_bytes: int = 0  # on the node: what is copied to a $TMPDIR that is memory
 
 
-def train_need(run: Training, baseline: Baseline) -> HostNeed:
+def train_need(run: TrainingJob, baseline: Baseline) -> HostNeed:
     """Return what a training job needs on a node."""
     parts = (*_process(run, baseline), *_data(run), *_start(run), *_train(run), *_files(run))
     return HostNeed(tuple(part for part in parts if part.bytes), run.ranks)
@@ -173,61 +173,63 @@ def table_bytes(items: int, sizes: int, id_bytes: int, item_bytes: int = 0) -> i
     return items * (record + starts + SIZE_BYTES * sizes + split + DRAWN_BYTES)
 
 
-def _process(run: Training, baseline: Baseline) -> Iterable[HostPart]:
+def _process(run: TrainingJob, baseline: Baseline) -> Iterable[HostPart]:
     """Yield what every process takes."""
     each = f"of each of {run.ranks} processes"
     yield HostPart(BASELINE, run.ranks * baseline.bytes, baseline.origin, f"{baseline.why}, {each}")
     if run.gpu:
-        yield HostPart(CONTEXT, run.ranks * CUDA_CONTEXT_BYTES, Origin.ASSUMED, f"pytorch#113326, {each}")
+        yield HostPart(CONTEXT, run.ranks * CUDA_CONTEXT_BYTES, Provenance.ASSUMED, f"pytorch#113326, {each}")
     if run.several and run.gpu:
-        yield HostPart("communicator", run.ranks * COMMUNICATOR_BYTES, Origin.ASSUMED, f"NCCL's buffers, {each}")
+        yield HostPart("communicator", run.ranks * COMMUNICATOR_BYTES, Provenance.ASSUMED, f"NCCL's buffers, {each}")
     threads = run.threads + 1
     arenas = run.ranks * (threads * ARENA_BYTES + (0 if run.gpu else int(STEP_SLACK * run.step_bytes)))
-    yield HostPart("malloc", arenas, Origin.ASSUMED, f"what glibc may keep for {threads} threads, {each}")
+    yield HostPart("malloc", arenas, Provenance.ASSUMED, f"what glibc may keep for {threads} threads, {each}")
 
 
-def _data(run: Training) -> Iterable[HostPart]:
+def _data(run: TrainingJob) -> Iterable[HostPart]:
     """Yield what every process knows of the data."""
     index = run.ranks * index_bytes(run.records, run.fresh_records)
-    yield HostPart("index of the cache", index, Origin.TRACED, f"{run.records} records and {run.fresh_records} since")
+    yield HostPart(
+        "index of the cache", index, Provenance.TRACED, f"{run.records} records and {run.fresh_records} since"
+    )
     table = run.ranks * table_bytes(run.items, run.sizes, run.id_bytes, run.item_bytes)
-    yield HostPart("table of the data set", table, Origin.TRACED, f"{run.items} items with {run.sizes} sizes each")
+    yield HostPart("table of the data set", table, Provenance.TRACED, f"{run.items} items with {run.sizes} sizes each")
 
 
-def _start(run: Training) -> Iterable[HostPart]:
+def _start(run: TrainingJob) -> Iterable[HostPart]:
     """Yield what is needed until the first step."""
     built = "parameters are built on the CPU"
-    yield HostPart("model", run.ranks * run.model_bytes, Origin.TRACED, built, Phase.START)
+    yield HostPart("model", run.ranks * run.model_bytes, Provenance.TRACED, built, Phase.START)
     read = "a checkpoint that is read"
-    yield HostPart("resumed state", run.ranks * run.resumed_bytes, Origin.TRACED, read, Phase.START)
+    yield HostPart("resumed state", run.ranks * run.resumed_bytes, Provenance.TRACED, read, Phase.START)
 
 
-def _train(run: Training) -> Iterable[HostPart]:
+def _train(run: TrainingJob) -> Iterable[HostPart]:
     """Yield what is needed from the first step on."""
     ranks, phase = run.ranks, Phase.TRAIN
     if not run.gpu:
-        yield HostPart("training step", ranks * run.step_bytes, Origin.TRACED, "it runs on the CPU", phase)
+        yield HostPart("training step", ranks * run.step_bytes, Provenance.TRACED, "it runs on the CPU", phase)
     ring = ring_bytes(run.slots, run.batch_bytes, pin=run.gpu, sized=run.sized, limit=run.pinned_limit_bytes)
     kind = "pinned: powers of two" if run.gpu else "not pinned"
-    yield HostPart("ring", ranks * ring, Origin.TRACED, f"{run.slots} slots of the largest batch, {kind}", phase)
+    yield HostPart("ring", ranks * ring, Provenance.TRACED, f"{run.slots} slots of the largest batch, {kind}", phase)
     collated = ranks * COLLATED * run.batch_bytes
-    yield HostPart("collated batches", collated, Origin.ASSUMED, "as large as what they are made of", phase)
+    yield HostPart("collated batches", collated, Provenance.ASSUMED, "as large as what they are made of", phase)
     scratch = ranks * run.threads * run.scratch_bytes * 5 // 4
-    yield HostPart("scratch", scratch, Origin.TRACED, f"an embedding for each of {run.threads} threads", phase)
+    yield HostPart("scratch", scratch, Provenance.TRACED, f"an embedding for each of {run.threads} threads", phase)
     # Of tensors of any sizes nobody knows how far each is from a power of two; twice is the worst.
     offloaded = ranks * run.offloaded_bytes * (2 if run.gpu else 1)
-    yield HostPart("offloaded", offloaded, Origin.ASSUMED, "activations, pinned: powers of two", phase)
+    yield HostPart("offloaded", offloaded, Provenance.ASSUMED, "activations, pinned: powers of two", phase)
     yield HostPart(
-        "checkpoint", ranks * run.staged_bytes, Origin.TRACED, "a copy of the state while it is saved", phase
+        "checkpoint", ranks * run.staged_bytes, Provenance.TRACED, "a copy of the state while it is saved", phase
     )
     workers = ranks * (run.compile_workers * COMPILE_WORKER_BYTES + COMPILER_BYTES) if run.compile_workers else 0
-    yield HostPart("compiler", workers, Origin.ASSUMED, f"{run.compile_workers} processes of Inductor", phase)
+    yield HostPart("compiler", workers, Provenance.ASSUMED, f"{run.compile_workers} processes of Inductor", phase)
 
 
-def _files(run: Training) -> Iterable[HostPart]:
+def _files(run: TrainingJob) -> Iterable[HostPart]:
     """Yield what files take."""
-    yield HostPart("page cache", PAGE_CACHE_BYTES, Origin.ASSUMED, "the rest of it is given up under pressure")
-    yield HostPart("tmpfs", run.tmpfs_bytes, Origin.TRACED, "files in memory count in full")
+    yield HostPart("page cache", PAGE_CACHE_BYTES, Provenance.ASSUMED, "the rest of it is given up under pressure")
+    yield HostPart("tmpfs", run.tmpfs_bytes, Provenance.TRACED, "files in memory count in full")
 
 
 def _with_margin(parts: Iterable[HostPart]) -> int:
@@ -253,11 +255,11 @@ class Baseline:
     """What a process takes before it does anything."""
 
     bytes: int
-    origin: Origin
+    origin: Provenance
     why: str
 
 
-STATED = Baseline(IMPORT_BYTES, Origin.ASSUMED, "as others measured it (pytorch#113326)")
+STATED = Baseline(IMPORT_BYTES, Provenance.ASSUMED, "as others measured it (pytorch#113326)")
 
 
 @cache  # it takes seconds
@@ -271,7 +273,7 @@ def measured_baseline(*modules: str) -> Baseline:
     except (OSError, subprocess.SubprocessError):
         return STATED
     size = held_bytes(ran.stdout)
-    return Baseline(size, Origin.MEASURED, f"a process that imported {', '.join(modules)}") if size else STATED
+    return Baseline(size, Provenance.MEASURED, f"a process that imported {', '.join(modules)}") if size else STATED
 
 
 def held_bytes(text: str) -> int:

@@ -20,7 +20,14 @@ import numpy as np
 import torch
 
 from pipeline.memory.code_sites import place, traced_site
-from pipeline.memory.leaks.referrers import Look, Made, Search, all_containers, lengths, visible
+from pipeline.memory.leaks.referrers import (
+    MadeStorage,
+    ReferrerSearch,
+    StorageWatch,
+    all_containers,
+    container_lengths,
+    visible_tensors,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +45,7 @@ _HIDDEN = "nothing that Python shows: a cycle through autograd (an output kept o
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Leftover:
     """What was left behind, by one holder."""
 
     bytes_per_step: float
@@ -47,18 +54,18 @@ class Found:
     holder: str
 
 
-class Window:
+class InspectionWindow:
     """Looks at so many steps, and waits a few more."""
 
     def __init__(self, steps: int, *, with_objects: bool) -> None:
         """Begin; with objects: Python's own and numpy's too, which makes Python slower meanwhile."""
         self.steps, self.with_objects = steps, with_objects
-        self._look = Look()
-        self._later: list[Made] = []  # seen at a boundary, while nobody saw where they were made
+        self._look = StorageWatch()
+        self._later: list[MadeStorage] = []  # seen at a boundary, while nobody saw where they were made
         self._snapshot: tracemalloc.Snapshot | None = None
         self._starts_tracing = with_objects and not tracemalloc.is_tracing()
-        self._lengths = lengths(all_containers())
-        self._known = {number for number, _ in visible()}
+        self._lengths = container_lengths(all_containers())
+        self._known = {number for number, _ in visible_tensors()}
         if self._starts_tracing:
             tracemalloc.start(_FRAMES)
 
@@ -74,7 +81,7 @@ class Window:
         if look.step == 1 and self.with_objects:
             self._snapshot = tracemalloc.take_snapshot()
         if look.step == self.steps:
-            unseen = ((number, one) for number, one in visible() if number not in self._known)
+            unseen = ((number, one) for number, one in visible_tensors() if number not in self._known)
             self._later = [_unseen(one) for number, one in unseen if number not in look.made]
         return look.step >= self.steps + SETTLED
 
@@ -84,7 +91,7 @@ class Window:
             tracemalloc.stop()
         self._starts_tracing = False
 
-    def found(self, expected_rate: float = 0.0) -> list[Found]:
+    def found(self, expected_rate: float = 0.0) -> list[Leftover]:
         """Return what the steps have left behind, the largest first."""
         groups, containers = self._tensors()
         found = [_of_tensors(made, holder, self.steps) for holder, made in groups.items() if self._recurs(made)]
@@ -92,16 +99,16 @@ class Window:
             found += self._objects(containers, expected_rate - sum(one.bytes_per_step for one in found))
         return sorted(found, key=lambda one: -one.bytes_per_step)
 
-    def _tensors(self) -> tuple[dict[str, list[Made]], set[int]]:
+    def _tensors(self) -> tuple[dict[str, list[MadeStorage]], set[int]]:
         """Return the storages that survived by who holds them, and the ids of the containers that do."""
         made = {one.number: one for one in (*self._later, *self._look.made.values()) if not one.is_gone}
         containers: set[int] = set()
-        groups: dict[str, list[Made]] = defaultdict(list)
+        groups: dict[str, list[MadeStorage]] = defaultdict(list)
         if not made:
             return groups, containers
         shown: dict[int, Any] = {}
         roots: list[Any] = []  # of graphs: a step that has ended leaves hardly any
-        for number, tensor in visible():
+        for number, tensor in visible_tensors():
             if number in made:
                 shown[number] = tensor
             if number not in self._known and tensor.grad_fn is not None:
@@ -124,7 +131,7 @@ class Window:
 
     def _holder(self, tensors: list[Any], containers: set[int], ours: Sequence[object]) -> str | None:
         """Return who holds some tensors; none: what holds them does not grow."""
-        search = Search(_SEARCH_S)
+        search = ReferrerSearch(_SEARCH_S)
         search.ignore(tensors, *ours)
         container = search.container_of(tensors)
         if container is None:
@@ -136,22 +143,22 @@ class Window:
         containers.add(id(container))
         return search.name_of(container)
 
-    def _recurs(self, made: Sequence[Made]) -> bool:
+    def _recurs(self, made: Sequence[MadeStorage]) -> bool:
         """Tell whether something was left behind more than once; what nobody saw made, at most steps."""
         seen = sum(bool(one.site) for one in made)
         return seen > 1 or len(made) - seen >= max(3, self.steps // 2)
 
-    def _without_garbage(self, groups: dict[str, list[Made]]) -> dict[str, list[Made]]:
+    def _without_garbage(self, groups: dict[str, list[MadeStorage]]) -> dict[str, list[MadeStorage]]:
         """Say of what a garbage collection frees that it does."""
         gc.collect()
-        told: dict[str, list[Made]] = defaultdict(list)
+        told: dict[str, list[MadeStorage]] = defaultdict(list)
         for holder, many in groups.items():
             freed = [one for one in many if one.is_gone]
             told[holder] += [one for one in many if not one.is_gone]
             told[f"{holder or 'a cycle of references'}; only garbage collection frees it"] += freed
         return told
 
-    def _objects(self, containers: set[int], missing: float) -> list[Found]:
+    def _objects(self, containers: set[int], missing: float) -> list[Leftover]:
         """Return containers of Python that grew, and what was allocated for them."""
         seen = set(containers)
         weighed: list[tuple[_Weighed, Any]] = []
@@ -166,13 +173,13 @@ class Window:
         found = []
         for sizes, container in weighed:
             if sizes.bytes > _LEAST_SHARE * weighed[0][0].bytes:
-                search = Search(_SEARCH_S)
+                search = ReferrerSearch(_SEARCH_S)
                 search.ignore(everything, *weighed)
                 found.append(sizes.found(search.name_of(container), self._look.step))
         enough = sum(one.bytes_per_step for one in found) >= missing / 2
         return found if enough else [*found, *self._by_site()]
 
-    def _by_site(self) -> list[Found]:
+    def _by_site(self) -> list[Leftover]:
         """Return where more is allocated than after the first step, whoever holds it."""
         if self._snapshot is None:
             return []
@@ -182,7 +189,7 @@ class Window:
             if one.size_diff > 0 and site:
                 gained[site] += one.size_diff
         steps, most = self._look.step - 1, gained.most_common(_MOST_SITES)
-        return [Found(size / steps, ("Python objects",), (place(*site),), "") for site, size in most]
+        return [Leftover(size / steps, ("Python objects",), (place(*site),), "") for site, size in most]
 
 
 def _newest(container: Any, count: int) -> list[Any]:
@@ -232,12 +239,14 @@ class _Weighed:
             if issubclass(type(one), np.ndarray) and one.base is not None:
                 waiting.append(one.base)
 
-    def found(self, holder: str, steps: int) -> Found:
+    def found(self, holder: str, steps: int) -> Leftover:
         """Return the largest kinds and sites, over so many steps."""
         kinds = tuple(
             f"{round(self.scale * self.counts[kind])} x {kind}" for kind, _ in self.kinds.most_common(_MOST_KINDS)
         )
-        return Found(self.bytes / steps, kinds, tuple(site for site, _ in self.sites.most_common(_MOST_SITES)), holder)
+        return Leftover(
+            self.bytes / steps, kinds, tuple(site for site, _ in self.sites.most_common(_MOST_SITES)), holder
+        )
 
 
 def _kind(one: Any) -> str:
@@ -247,15 +256,15 @@ def _kind(one: Any) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _of_tensors(made: Sequence[Made], holder: str, steps: int) -> Found:
+def _of_tensors(made: Sequence[MadeStorage], holder: str, steps: int) -> Leftover:
     weighed = _Weighed()
     for one in made:
         weighed.count(one.kind, one.bytes, one.site)
     return weighed.found(holder, steps)
 
 
-def _unseen(tensor: Any) -> Made:
-    return Made.of(tensor, "")
+def _unseen(tensor: Any) -> MadeStorage:
+    return MadeStorage.of(tensor, "")
 
 
 BLOCK_BYTES = 48  # of a small object of Python's, as it usually is: only their number is told

@@ -29,7 +29,7 @@ from pipeline.units import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-    from pipeline.memory.leaks.inspection import Found, Window
+    from pipeline.memory.leaks.inspection import InspectionWindow, Leftover
 
 TENSORS, HOST, OBJECTS = "tensors", "host memory", "Python objects"
 # What may come in an epoch without being a leak: records of the epoch, free lists, malloc's bookkeeping.
@@ -46,7 +46,7 @@ AGAIN = 2.0  # a leak is told again when it has taken so many times as much
 
 
 @dataclass(frozen=True, slots=True)
-class Leak:
+class MemoryLeak:
     """Something that grows."""
 
     memory: str  # whose: tensors, host memory or Python objects
@@ -80,7 +80,7 @@ class Leaks:
         *,
         device: str,
         live: Callable[[], int] | None = None,
-        tell: Callable[[Leak], None],
+        tell: Callable[[MemoryLeak], None],
         limit_bytes: int | None,
         step_bytes: int = 0,
     ) -> None:
@@ -93,11 +93,11 @@ class Leaks:
         self._series = _series(self._tensors, shared=on_cpu)
         self._step = self._epoch_began = 0
         self._epoch_steps: int | None = None
-        self._window: Window | None = None
+        self._window: InspectionWindow | None = None
         self._tries = 0
         self._searched = False  # in vain
         self._rests_until = 0  # the step before which no further look is taken
-        self._leaks: dict[tuple[str, ...], Leak] = {}
+        self._leaks: dict[tuple[str, ...], MemoryLeak] = {}
         self._told: dict[tuple[str, ...], int] = {}
         self._rates: dict[str, float] = {}  # that are looked into, in bytes per step
 
@@ -114,7 +114,7 @@ class Leaks:
         elif lap:
             self._consider([one for one, _ in self._series if self._is_grave(one)], by_epochs=False)
 
-    def epoch(self) -> list[Leak]:
+    def epoch(self) -> list[MemoryLeak]:
         """Hear that an epoch has ended; return the leaks that are known, as they are now."""
         self._epoch_steps, self._epoch_began = self._step - self._epoch_began, self._step
         for series, _ in self._series:
@@ -165,12 +165,12 @@ class Leaks:
             self._open()
 
     def _open(self) -> None:
-        from pipeline.memory.leaks.inspection import Window
+        from pipeline.memory.leaks.inspection import InspectionWindow
 
         steps = WINDOWS[min(self._tries, len(WINDOWS) - 1)]
-        self._window = Window(steps, with_objects=set(self._rates) != {TENSORS})
+        self._window = InspectionWindow(steps, with_objects=set(self._rates) != {TENSORS})
 
-    def _look(self, window: Window) -> None:
+    def _look(self, window: InspectionWindow) -> None:
         """Let a look go on; judge when it has seen enough."""
         if not window.boundary():
             return
@@ -190,7 +190,7 @@ class Leaks:
         self._tries = 0
         self._name(found, explained, expected)
 
-    def _name(self, found: Sequence[Found], explained: float, expected: float) -> None:
+    def _name(self, found: Sequence[Leftover], explained: float, expected: float) -> None:
         """Report what was found."""
         # Items differ in size, and some steps are few; where only tensors and arrays grow, the long run is exact.
         scale = expected / explained if explained and OBJECTS not in self._rates else 1.0
@@ -203,11 +203,11 @@ class Leaks:
             if share >= LEAST_SHARE:
                 self._report(self._leak(memory, scale * one.bytes_per_step, round(share * gained), one))
 
-    def _leak(self, memory: str, rate: float, total: int, found: Found | None) -> Leak:
+    def _leak(self, memory: str, rate: float, total: int, found: Leftover | None) -> MemoryLeak:
         epoch = None if self._epoch_steps is None else round(rate * self._epoch_steps)
         left = self._steps_left(memory, max(rate, sum(self._rates.values())))
         what = (found.kinds, found.sites, found.holder) if found else ((), (), "")
-        return Leak(memory, round(rate), epoch, total, *what, left)
+        return MemoryLeak(memory, round(rate), epoch, total, *what, left)
 
     def _refresh(self, rates: dict[str, float], suspected: Sequence[Series]) -> None:
         """Bring what is known up to date, and tell it again where it has become much."""
@@ -221,7 +221,7 @@ class Leaks:
             total = round(share * gained)
             self._report(replace(one, bytes_per_epoch=epoch, total_bytes=total, steps_left=left))
 
-    def _report(self, leak: Leak) -> None:
+    def _report(self, leak: MemoryLeak) -> None:
         """Keep a leak; tell it if it is new, or has become much."""
         key = (leak.memory, leak.holder, *leak.sites)
         known = self._leaks.get(key)
@@ -231,7 +231,7 @@ class Leaks:
             self._tell(leak)
 
 
-def _found(window: Window, expected: float) -> list[Found]:
+def _found(window: InspectionWindow, expected: float) -> list[Leftover]:
     """Return what a look has found; a search that fails has found nothing, and ends no run."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -269,7 +269,7 @@ LAPS, LAST_LAPS = 16, 6  # kept at most; and how many must all have grown
 LAP_STEPS = 8  # at first: 56 steps are the earliest at which anything is suspected
 
 
-def note(marks: Marks, bucket: Hashable, live: int, step: int) -> None:
+def note_least(marks: Marks, bucket: Hashable, live: int, step: int) -> None:
     """Keep the least of a bucket, and of all."""
     for one in (bucket, ANY):
         known = marks.get(one)
@@ -318,10 +318,10 @@ class Series:
     def add(self, bucket: Hashable, live: int, step: int) -> bool:
         """Note what is live after a step; return whether a lap ended."""
         self.live_bytes = live
-        note(self._epoch, bucket, live, step)
+        note_least(self._epoch, bucket, live, step)
         if step <= LAP_STEPS:  # optimizer state, workspaces, compiled kernels
             return False
-        note(self._lap, bucket, live, step)
+        note_least(self._lap, bucket, live, step)
         if step < self._lap_end:
             return False
         self._end_lap(step)
@@ -363,5 +363,5 @@ class Series:
 def _merged(first: Marks, second: Marks) -> Marks:
     both = dict(first)
     for bucket, (live, step) in second.items():
-        note(both, bucket, live, step)
+        note_least(both, bucket, live, step)
     return both

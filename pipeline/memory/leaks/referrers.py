@@ -37,7 +37,7 @@ _DEPTH, _WIDTH = 6, 24
 # Asked is the type of an object, not `isinstance`, which asks the object itself: some raise, or warn.
 
 
-class Search:
+class ReferrerSearch:
     """A search through all objects, which takes no longer than so many seconds."""
 
     def __init__(self, time_s: float = 1.0) -> None:
@@ -151,7 +151,7 @@ class Search:
                     yield f"`{name}` in a closure of {function.__module__}.{function.__qualname__}"
 
 
-def lengths(objects: Iterable[object]) -> dict[int, int]:
+def container_lengths(objects: Iterable[object]) -> dict[int, int]:
     """Return how many elements each container has, by its id."""
     return {id(one): len(one) for one in objects if type(one) in CONTAINERS}  # type: ignore[arg-type]
 
@@ -233,7 +233,7 @@ _BEGUN = frozenset(("lift_fresh", "lift_fresh_copy"))  # torch.tensor([...]): wh
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class MadeStorage:
     """A storage, and where it was made."""
 
     reference: Any
@@ -242,10 +242,10 @@ class Made:
     site: str
 
     @classmethod
-    def of(cls, tensor: Tensor, site: str) -> Made:
+    def of(cls, tensor: Tensor, site: str) -> MadeStorage:
         """Note what a tensor stores."""
         storage = tensor.untyped_storage()
-        return cls(_REFERENCE(storage), storage.nbytes(), kind_of(tensor), site)
+        return cls(_REFERENCE(storage), storage.nbytes(), tensor_text(tensor), site)
 
     @property
     def number(self) -> int:
@@ -258,12 +258,12 @@ class Made:
         return bool(self.reference.expired())
 
 
-class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes every new storage, while it is entered."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.made: dict[int, Made] = {}
+        self.made: dict[int, MadeStorage] = {}
         self.step = 0
         self._lines: dict[int, tuple[CodeType, int]] = {}  # of forward, by the node that goes back from there
 
@@ -293,7 +293,7 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note(self, tensor: Tensor, site: str) -> None:
         storage = _storage(tensor)
         if storage is not None and storage.nbytes():
-            made = Made.of(tensor, site)
+            made = MadeStorage.of(tensor, site)
             self.made[made.number] = made
 
     def _site(self) -> str:
@@ -304,19 +304,19 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if site is not None and len(self._lines) < _MOST_LINES:
                 # Below autograd: the operator's node has been made, and has taken the number before this one.
                 self._lines[torch.autograd._get_sequence_nr() - 1] = site  # noqa: SLF001
-            return code_sites.said(site)
+            return code_sites.site_text(site)
         made = self._lines.get(node._sequence_nr())  # noqa: SLF001
         if site is None and made is not None:
-            return f"{code_sites.said(made)}, in its backward"
-        return code_sites.said(site) or "in backward"
+            return f"{code_sites.site_text(made)}, in its backward"
+        return code_sites.site_text(site) or "in backward"
 
 
-def kind_of(tensor: Tensor) -> str:
+def tensor_text(tensor: Tensor) -> str:
     """Write what a tensor is."""
     return f"{type(tensor).__name__} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def visible() -> Iterator[tuple[int, Tensor]]:
+def visible_tensors() -> Iterator[tuple[int, Tensor]]:
     """Yield all tensors that Python has an object for, and the number of what each stores."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -15,7 +15,7 @@ from pipeline.memory.planning.size_groups import (
     MOST_BUCKETS,
     NEAR,
     CostModel,
-    Group,
+    SizeGroup,
     Terms,
     extremes,
     fit,
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pipeline.memory.footprint import Choice
-    from pipeline.memory.planning.oracle_cache import Questions
-    from pipeline.memory.planning.request import Data, Micros, Request
+    from pipeline.memory.footprint import MemoryChoice
+    from pipeline.memory.planning.oracle_cache import OracleCache
+    from pipeline.memory.planning.request import DataSizes, Micros, PlanRequest
 
     Integers = NDArray[np.int64]
     Floats = NDArray[np.float64]
@@ -51,7 +51,7 @@ _SHRINKS = 6
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class FoundBudget:
     """A budget, and what the worst micro-batch under it takes."""
 
     model: CostModel
@@ -65,7 +65,7 @@ class Found:
     worst_cut: int  # the live peak of the worst that was cut
     every_order: bool
     filled: Filled = Filled.FULL
-    groups: tuple[Group, ...] = ()
+    groups: tuple[SizeGroup, ...] = ()
 
     @property
     def accumulate(self) -> bool:
@@ -73,10 +73,10 @@ class Found:
         return bool(self.micros.per_share().max() > 1)
 
 
-class Ground:
+class DataBounds:
     """What is known of a data set before any question."""
 
-    def __init__(self, data: Data, request: Request) -> None:
+    def __init__(self, data: DataSizes, request: PlanRequest) -> None:
         self.data, self.request = data, request
         self.terms = Terms((ITEMS, *data.names), data.padded)
         self.sizes_NS = data.sizes_NS
@@ -113,10 +113,10 @@ class Ground:
         return tuple(self.rounded(row_S[None])[0].tolist())
 
 
-class Search:
+class BudgetSearch:
     """Looks for the budget of one choice."""
 
-    def __init__(self, questions: Questions, ground: Ground, choice: Choice) -> None:
+    def __init__(self, questions: OracleCache, ground: DataBounds, choice: MemoryChoice) -> None:
         self.ground = ground
         self._questions, self._choice = questions, choice
         self._data, self._request = ground.data, ground.request
@@ -132,7 +132,7 @@ class Search:
         rows = self._questions.rows(self._choice)
         return fit(self.ground.terms, rows, [float(self.live(row)) for row in rows])
 
-    def find(self, limit: int, before: Found | None = None) -> Found | None:
+    def find(self, limit: int, before: FoundBudget | None = None) -> FoundBudget | None:
         """Return the largest budget under which all fits below a live peak, or None.
 
         Where one was found for another limit, the search goes on from it.
@@ -155,7 +155,7 @@ class Search:
             return tighter
         return self._settled(loose, limit) or tighter
 
-    def _all_at_once(self, limit: int) -> Found | None:
+    def _all_at_once(self, limit: int) -> FoundBudget | None:
         """Return the plan that cuts nothing, if the largest micro-batch that could ever be still fits."""
         accumulate = bool(self.ground.whole.per_share().max() > 1)
         middling, largest = self.ground.mean(self._share), self.ground.rounded_row(self.ground.most_S)
@@ -184,7 +184,7 @@ class Search:
         for row in np.unique(self.ground.rounded(rows_MS[few]), axis=0).tolist():
             self.live(row)
 
-    def _try(self, model: CostModel, cost_N: Integers, budget: int, *, every_order: bool) -> Found:
+    def _try(self, model: CostModel, cost_N: Integers, budget: int, *, every_order: bool) -> FoundBudget:
         """Cut under a budget and ask about the micro-batches that look worst."""
         cost_N = np.minimum(cost_N, budget)
         micros = self._data.cut(self._data.sizes, cost_N, budget, self._request.ranks)
@@ -195,7 +195,7 @@ class Search:
         cut_live = live
         if every_order:
             live, worst = max((live, worst), self._worst(model, possible_MS, accumulate=accumulate))
-        return Found(model, cost_N, budget, micros, rows_MS, possible_MS, live, worst, cut_live, every_order)
+        return FoundBudget(model, cost_N, budget, micros, rows_MS, possible_MS, live, worst, cut_live, every_order)
 
     def _worst(self, model: CostModel, rows_MS: Integers, *, accumulate: bool) -> tuple[int, tuple[int, ...]]:
         """Ask about the micro-batches that are predicted to take most."""
@@ -204,7 +204,7 @@ class Search:
         rows = [tuple(row) for row in distinct_MS[order].tolist()]
         return max((self.live(row, accumulate=accumulate), row) for row in rows)
 
-    def _settled(self, found: Found, limit: int, least: float = 0.0) -> Found | None:
+    def _settled(self, found: FoundBudget, limit: int, least: float = 0.0) -> FoundBudget | None:
         """Verify all micro-batches; give less where one does not fit after all.
 
         Where those that were cut then take less than `least`, the rest is not asked about: there are no groups.
@@ -224,14 +224,14 @@ class Search:
         verified = self._verified(self._try(found.model, found.cost_N, 1, every_order=found.every_order), limit)
         return verified if verified.live <= limit else None
 
-    def _largest(self, limit: int, before: Found | None, *, every_order: bool) -> Found:
+    def _largest(self, limit: int, before: FoundBudget | None, *, every_order: bool) -> FoundBudget:
         """Narrow the budget between one that fits and one that does not."""
         model = before.model if before else self.model()
         cost_N, enough = model.cost(self._sizes_NS), ENOUGH if every_order else _ENOUGH_FOR_ONE
         budget, above = max(int(limit - model.base), 1), 0.0
         if before is not None and before.budget > 1:
             budget = max(int(before.budget * max(limit - model.base, 1.0) / max(before.live - model.base, 1.0)), 1)
-        best: Found | None = None
+        best: FoundBudget | None = None
         for turn in range(_ROUNDS if every_order else _FEWER_ROUNDS):
             found = self._try(model, cost_N, budget, every_order=every_order)
             if found.live <= limit:
@@ -252,7 +252,7 @@ class Search:
         is_full = above > 0 or best.live >= enough * limit
         return replace(best, filled=Filled.FULL if is_full else Filled.EVEN)
 
-    def _uncut(self, found: Found) -> bool:
+    def _uncut(self, found: FoundBudget) -> bool:
         """Tell whether no budget would make fewer micro-batches: padded items must also be alike."""
         return len(found.micros.step_M) <= self._fewest(found.model)
 
@@ -266,11 +266,11 @@ class Search:
             self._fewest_of = model, len(cut.step_M)
         return self._fewest_of[1]
 
-    def _verified(self, found: Found, limit: int) -> Found:
+    def _verified(self, found: FoundBudget, limit: int) -> FoundBudget:
         """Ask about the corners that answer for every micro-batch, up to the first that is above the limit."""
         rows_MS = np.concatenate((found.rows_MS, found.possible_MS)) if found.every_order else found.rows_MS
         model = self.model()
-        groups: list[Group] = []
+        groups: list[SizeGroup] = []
         live, worst = 0, found.worst
         most = min(max(_QUESTIONS - self._questions.asked, _LEAST_BUCKETS), MOST_BUCKETS)
         for made in grouped(rows_MS, model.predict, self.ground.most_S, limit, most):
@@ -281,7 +281,7 @@ class Search:
                 break
         return replace(found, live=live, worst=worst, groups=tuple(groups), filled=self._filled(found))
 
-    def _answered(self, group: Group, model: CostModel, limit: int) -> Group:
+    def _answered(self, group: SizeGroup, model: CostModel, limit: int) -> SizeGroup:
         """Return the group with a corner that was asked about and is hardly larger, where there is one."""
         asked = np.array(self._questions.rows(self._choice))
         over = asked[(asked >= np.array(group.corner)).all(axis=1)]
@@ -290,16 +290,16 @@ class Search:
         nearest = tuple(over[int(np.argmin(model.predict(over)))].tolist())
         gap = float(np.diff(model.predict(np.array([group.corner, nearest])))[0])
         is_near = gap <= NEAR * limit and self.live(nearest) <= limit
-        return Group(nearest, group.places) if is_near else group
+        return SizeGroup(nearest, group.places) if is_near else group
 
-    def _filled(self, found: Found) -> Filled:
+    def _filled(self, found: FoundBudget) -> Filled:
         if self._request.micro_batch is not None:
             return Filled.PINNED
         if len(found.micros.step_M) <= len(self.ground.whole.step_M):
             return Filled.WHOLE_SHARE
         return Filled.PADDING if self._uncut(found) else found.filled
 
-    def _pinned(self, limit: int) -> Found | None:
+    def _pinned(self, limit: int) -> FoundBudget | None:
         """Return the micro-batches of as many items as the settings say, if they fit."""
         wanted = min(self._request.micro_batch or 1, self._share)
         self.live(self.ground.mean(wanted))

@@ -9,10 +9,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipeline.errors import PipelineError
-from pipeline.memory.footprint import Category, Choice, Origin, Part, compiled, least_sure, margin_of, parts_at_peak
+from pipeline.memory.footprint import (
+    Category,
+    MemoryChoice,
+    MemoryPart,
+    Provenance,
+    compiled,
+    least_sure,
+    margin_of,
+    parts_at_peak,
+)
 from pipeline.memory.planning.memory_plan import Figure
-from pipeline.memory.planning.oracle_cache import Questions
-from pipeline.memory.planning.planner import plan
+from pipeline.memory.planning.oracle_cache import OracleCache
+from pipeline.memory.planning.planner import plan_memory
 from pipeline.memory.planning.step_estimates import live_only
 from pipeline.memory.planning.step_estimates import reserve as reserve_by_simulation
 from pipeline.protocol import ITEMS
@@ -22,9 +31,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pipeline.memory.footprint import Margin, Micro, Oracle, Standing
-    from pipeline.memory.planning.memory_plan import Plan
-    from pipeline.memory.planning.request import Card, Data, Request
+    from pipeline.memory.footprint import Margin, MicroFootprint, Oracle, StandingFootprint
+    from pipeline.memory.planning.memory_plan import MemoryPlan
+    from pipeline.memory.planning.request import CardSpec, DataSizes, PlanRequest
     from pipeline.memory.planning.step_estimates import Reserve
 
     Floats = NDArray[np.float64]
@@ -41,7 +50,7 @@ class Configuration:
     live: Figure
     reserved: Figure
     total: Figure
-    parts: tuple[Part, ...]
+    parts: tuple[MemoryPart, ...]
     fits: Mapping[str, bool]  # by card
 
     @property
@@ -50,23 +59,23 @@ class Configuration:
         return self.items * self.accumulation
 
 
-def table(
+def compare_configurations(
     oracle: Oracle,
     configurations: Sequence[tuple[int, int]],
-    cards: Sequence[Card],
+    cards: Sequence[CardSpec],
     item: Mapping[str, int],
     *,
     padded: bool = True,
-    choice: Choice | None = None,
+    choice: MemoryChoice | None = None,
     ratios: Sequence[float] = (),
     is_compiled: bool = False,
     reserve: Reserve = reserve_by_simulation,
 ) -> list[Configuration]:
     """Return what each configuration of items of one size takes."""
-    choice = choice or Choice()
-    questions = Questions(oracle, (ITEMS, *item))
+    choice = choice or MemoryChoice()
+    questions = OracleCache(oracle, (ITEMS, *item))
 
-    def margin(origin: Origin) -> Margin:
+    def margin(origin: Provenance) -> Margin:
         plain = margin_of(origin, ratios, caching=any(card.caching for card in cards))
         return compiled(plain) if is_compiled else plain
 
@@ -74,13 +83,13 @@ def table(
 
 
 def _row(
-    questions: Questions,
-    choice: Choice,
+    questions: OracleCache,
+    choice: MemoryChoice,
     configuration: tuple[int, int],
-    cards: Sequence[Card],
+    cards: Sequence[CardSpec],
     item: Mapping[str, int],
     padded: bool,  # noqa: FBT001 - of the table
-    margin_for: Callable[[Origin], Margin],
+    margin_for: Callable[[Provenance], Margin],
     reserve: Reserve,
 ) -> Configuration:
     items, accumulation = configuration
@@ -103,12 +112,14 @@ def _row(
     )
 
 
-def _parts(standing: Standing, micro: Micro, live: int, *, accumulate: bool) -> tuple[Part, ...]:
+def _parts(
+    standing: StandingFootprint, micro: MicroFootprint, live: int, *, accumulate: bool
+) -> tuple[MemoryPart, ...]:
     """Return what a live peak is made of; in a step's only micro-batch not all gradients are there at the peak."""
     parts = parts_at_peak(standing, micro, accumulate=accumulate)
     more = live - sum(part.bytes for part in parts)
     if more > 0:
-        return (*parts, Part(Category.TEMPORARIES, "of a run's first update", more))
+        return (*parts, MemoryPart(Category.TEMPORARIES, "of a run's first update", more))
     gradients = next((part for part in parts if part.category is Category.GRADIENTS and part.bytes > -more), None)
     return tuple(replace(part, bytes=part.bytes + more) if part is gradients else part for part in parts)
 
@@ -119,15 +130,15 @@ class Offer:
 
     name: str
     ranks: int
-    cards: tuple[Card, ...]
+    cards: tuple[CardSpec, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Alternative:
+class PlannedOffer:
     """An offer and its plan, or why there is none."""
 
     offer: Offer
-    plan: Plan | None
+    plan: MemoryPlan | None
     why: str = ""
 
     @property
@@ -140,26 +151,26 @@ class Alternative:
         """Return how long it runs once it has started."""
         if self.plan is None:
             return None
-        return Figure(self.plan.gpu_hours.value / self.offer.ranks, Origin.ASSUMED)
+        return Figure(self.plan.gpu_hours.value / self.offer.ranks, Provenance.ASSUMED)
 
 
-def alternatives(
+def compare_offers(
     oracle: Oracle,
-    data: Data,
-    request: Request,
+    data: DataSizes,
+    request: PlanRequest,
     offers: Sequence[Offer],
     *,
     reserve: Reserve = reserve_by_simulation,
-) -> list[Alternative]:
+) -> list[PlannedOffer]:
     """Return offers with their plans, the cheapest in GPU-hours first, those without one last."""
     made = [_alternative(oracle, data, request, offer, reserve) for offer in offers]
     return sorted(made, key=lambda one: one.plan.gpu_hours.value if one.plan else float("inf"))
 
 
-def _alternative(oracle: Oracle, data: Data, request: Request, offer: Offer, reserve: Reserve) -> Alternative:
+def _alternative(oracle: Oracle, data: DataSizes, request: PlanRequest, offer: Offer, reserve: Reserve) -> PlannedOffer:
     shards = request.shards if request.shards in (None, 1) else offer.ranks
     try:
         wanted = replace(request, ranks=offer.ranks, shards=shards)
-        return Alternative(offer, plan(oracle, data, wanted, offer.cards, reserve=reserve))
+        return PlannedOffer(offer, plan_memory(oracle, data, wanted, offer.cards, reserve=reserve))
     except PipelineError as error:
-        return Alternative(offer, None, error.what)
+        return PlannedOffer(offer, None, error.what)

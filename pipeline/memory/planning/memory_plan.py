@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.memory.footprint import Origin
+from pipeline.memory.footprint import Provenance
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pipeline.memory.footprint import Choice, Margin, Part
+    from pipeline.memory.footprint import Margin, MemoryChoice, MemoryPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +21,10 @@ class Figure:
     """A number and where it is from."""
 
     value: float
-    origin: Origin
+    origin: Provenance
 
 
-class Verdict(str, Enum):
+class RemedyVerdict(str, Enum):
     """What came of trying a remedy."""
 
     CHOSEN = "chosen"
@@ -45,12 +45,12 @@ class Filled(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class RemedyTrial:
     """A remedy, and what came of it."""
 
     remedy: str
-    choice: Choice
-    verdict: Verdict
+    choice: MemoryChoice
+    verdict: RemedyVerdict
     why: str
     total: Figure | None = None  # bytes, with its margin
     epoch_s: Figure | None = None
@@ -84,15 +84,15 @@ class Reserved:
     bytes: int
     settings: str = ""  # for PYTORCH_CUDA_ALLOC_CONF; empty: leave it unset
     compared: tuple[tuple[str, int], ...] = ()  # settings and what they hold
-    origin: Origin = Origin.SIMULATED
+    origin: Provenance = Provenance.SIMULATED
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MemoryPlan:
     """How to train so that everything fits."""
 
-    choice: Choice
+    choice: MemoryChoice
     remedies: tuple[str, ...]  # what it does beside smaller micro-batches, in words
     cards: tuple[str, ...]
     limit_bytes: int  # what torch may reserve of the smallest card
@@ -114,7 +114,7 @@ class Plan:
     used: float  # of the limit, by what is expected to be reserved
     filled: Filled
     every_order: bool  # it holds for the most one-sided micro-batches of any epoch, not only for the one that was cut
-    parts: tuple[Part, ...]  # at the live peak
+    parts: tuple[MemoryPart, ...]  # at the live peak
     margin: Margin
     probability: Figure  # that the whole data set fits
     allocator: Reserved
@@ -122,7 +122,7 @@ class Plan:
     epoch_s: Figure
     gpu_hours: Figure
     host_bytes: int  # that are offloaded
-    trials: tuple[Trial, ...]
+    trials: tuple[RemedyTrial, ...]
     oversize: tuple[OversizeItem, ...]
     crop: Mapping[str, int]  # the largest size of an item; empty: nothing is cropped
     buckets: tuple[Bucket, ...]
@@ -136,7 +136,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON data."""
-        return {field.name: plain(getattr(self, field.name)) for field in fields(self)}
+        return {field.name: json_data(getattr(self, field.name)) for field in fields(self)}
 
 
 def _term(term: str, sizes: Mapping[str, Any]) -> Any:
@@ -147,14 +147,14 @@ def _term(term: str, sizes: Mapping[str, Any]) -> Any:
     return value
 
 
-def plain(value: Any) -> Any:
+def json_data(value: Any) -> Any:
     """Return what JSON can say of a value."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {name: plain(each) for name, each in asdict(value).items()}
+        return {name: json_data(each) for name, each in asdict(value).items()}
     if isinstance(value, dict):
-        return {str(name): plain(each) for name, each in value.items()}
+        return {str(name): json_data(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
+        return [json_data(each) for each in value]
     if isinstance(value, Enum):
         return value.value
     return value.item() if isinstance(value, np.generic) else value

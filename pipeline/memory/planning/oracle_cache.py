@@ -7,26 +7,26 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipeline.memory.footprint import Category, Origin, Part, Step, Tape, live_peak_bytes
+from pipeline.memory.footprint import Category, MemoryPart, Provenance, StepTapes, Tape, live_peak_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pipeline.memory.footprint import Choice, Micro, Oracle, Standing
+    from pipeline.memory.footprint import MemoryChoice, MicroFootprint, Oracle, StandingFootprint
 
 
-class Questions:
+class OracleCache:
     """Asks an oracle about rows of sizes, which have one order here."""
 
     def __init__(self, oracle: Oracle, names: tuple[str, ...]) -> None:
         self.names = names
         self.asked = 0  # micro-batches that the oracle was asked about
         self._oracle = oracle
-        self._standing: dict[Choice, Standing] = {}
-        self._micro: dict[tuple[Choice, tuple[int, ...]], Micro] = {}
-        self._peak: dict[tuple[Choice, tuple[int, ...], bool], int] = {}
+        self._standing: dict[MemoryChoice, StandingFootprint] = {}
+        self._micro: dict[tuple[MemoryChoice, tuple[int, ...]], MicroFootprint] = {}
+        self._peak: dict[tuple[MemoryChoice, tuple[int, ...], bool], int] = {}
 
-    def standing(self, choice: Choice) -> Standing:
+    def standing(self, choice: MemoryChoice) -> StandingFootprint:
         """Return what a model takes whatever the batch."""
         if choice not in self._standing:
             whole = replace(choice, shards=1)
@@ -36,40 +36,40 @@ class Questions:
                 self._standing[choice] = self._oracle.standing(choice)
         return self._standing[choice]
 
-    def micro(self, choice: Choice, row: Sequence[int]) -> Micro:
+    def micro(self, choice: MemoryChoice, row: Sequence[int]) -> MicroFootprint:
         """Return what a micro-batch of exactly these sizes takes."""
         key = (choice, tuple(int(size) for size in row))
         if key not in self._micro:
             self._micro[key] = self._answer(*key)
         return self._micro[key]
 
-    def _answer(self, choice: Choice, row: tuple[int, ...]) -> Micro:
+    def _answer(self, choice: MemoryChoice, row: tuple[int, ...]) -> MicroFootprint:
         if choice.shards > 1:
             whole = replace(choice, shards=1)
             return sharded_micro(self.micro(whole, row), self.standing(whole), choice.shards)
         self.asked += 1
         return self._oracle.micro(choice, dict(zip(self.names, row, strict=True)))
 
-    def rows(self, choice: Choice) -> list[tuple[int, ...]]:
+    def rows(self, choice: MemoryChoice) -> list[tuple[int, ...]]:
         """Return what was asked about a choice."""
         return [row for of, row in self._micro if of == choice]
 
-    def origins(self, choice: Choice) -> set[Origin]:
+    def origins(self, choice: MemoryChoice) -> set[Provenance]:
         """Return where the answers so far are from."""
         return {micro.origin for (of, _), micro in self._micro.items() if of == choice}
 
-    def notes(self, choice: Choice) -> tuple[str, ...]:
+    def notes(self, choice: MemoryChoice) -> tuple[str, ...]:
         """Return what the oracle said about its answers, each once."""
         said = [note for (of, _), micro in self._micro.items() if of == choice for note in micro.notes]
         return tuple(dict.fromkeys((*self.standing(choice).notes, *said)))
 
-    def peak_bytes(self, choice: Choice, row: Sequence[int], *, accumulate: bool) -> int:
+    def peak_bytes(self, choice: MemoryChoice, row: Sequence[int], *, accumulate: bool) -> int:
         """Return the live peak of a step of such micro-batches, the first step of a run included."""
         key = (choice, tuple(int(size) for size in row), accumulate)
         if key not in self._peak:
             standing, micro = self.standing(choice), self.micro(choice, row)
             micros = [micro, micro] if accumulate else [micro]
-            first = Step.of(standing, micros, first=True).peak_bytes(standing.setup.left_bytes)
+            first = StepTapes.of(standing, micros, first=True).peak_bytes(standing.setup.left_bytes)
             self._peak[key] = max(first, live_peak_bytes(standing, micro, accumulate=accumulate))
         return self._peak[key]
 
@@ -80,7 +80,7 @@ _NOTE = "sharded by a formula: nobody traced it"
 _OWN = 1 << 40  # a block number that no tape of a model has
 
 
-def sharded_standing(standing: Standing, shards: int) -> Standing:
+def sharded_standing(standing: StandingFootprint, shards: int) -> StandingFootprint:
     """Return what of a model's state is left on one of several ranks."""
     parts = tuple(_share(part, shards) for part in standing.parts)
     setup = _spread(standing.setup, shards, only_shared=False)
@@ -91,32 +91,35 @@ def sharded_standing(standing: Standing, shards: int) -> Standing:
         first_update=_spread(standing.first_update, shards, only_shared=False),
         update=_spread(standing.update, shards, only_shared=False),
         parts=parts,
-        origin=Origin.ASSUMED,
+        origin=Provenance.ASSUMED,
         notes=(*standing.notes, f"{_NOTE}, over {shards} ranks"),
     )
 
 
-def sharded_micro(micro: Micro, standing: Standing, shards: int) -> Micro:
+def sharded_micro(micro: MicroFootprint, standing: StandingFootprint, shards: int) -> MicroFootprint:
     """Return what a micro-batch takes where the model (whose whole state is given) is spread."""
     gathered = gathered_bytes(standing)
-    parts = (*(_share(part, shards) for part in micro.parts), Part(Category.PARAMETERS, "gathered blocks", gathered))
+    parts = (
+        *(_share(part, shards) for part in micro.parts),
+        MemoryPart(Category.PARAMETERS, "gathered blocks", gathered),
+    )
     return replace(
         micro,
         first=_around(_spread(micro.first, shards), gathered),
         again=_around(_spread(micro.again, shards), gathered),
         parts=parts,
-        origin=Origin.ASSUMED,
+        origin=Provenance.ASSUMED,
         notes=(*micro.notes, _NOTE),
     )
 
 
-def gathered_bytes(standing: Standing) -> int:
+def gathered_bytes(standing: StandingFootprint) -> int:
     """Return what the largest block takes while it is whole: parameters, those fetched ahead, and gradients."""
     every = sum(part.bytes for part in standing.parts if part.category is Category.PARAMETERS)
     return (GATHERED + 1) * (standing.largest_block_bytes or every)
 
 
-def _share(part: Part, shards: int) -> Part:
+def _share(part: MemoryPart, shards: int) -> MemoryPart:
     return replace(part, bytes=-(-part.bytes // shards)) if part.category in _SPREAD else part
 
 

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipeline.errors import ConfigError, PlanInfeasible
-from pipeline.memory.footprint import Origin, least_sure, parts_at_peak
-from pipeline.memory.planning.budget_search import Search
-from pipeline.memory.planning.memory_plan import Bucket, Figure, Plan, Trial, Verdict
-from pipeline.memory.planning.oracle_cache import Questions
+from pipeline.memory.footprint import Provenance, least_sure, parts_at_peak
+from pipeline.memory.planning.budget_search import BudgetSearch
+from pipeline.memory.planning.memory_plan import Bucket, Figure, MemoryPlan, RemedyTrial, RemedyVerdict
+from pipeline.memory.planning.oracle_cache import OracleCache
 from pipeline.memory.planning.remedies import (
     WORTH,
-    Outcome,
+    ChoiceOutcome,
     Outsized,
     Trying,
     choices,
@@ -30,7 +30,7 @@ from pipeline.memory.planning.remedies import (
     remedies,
     remedy_text,
 )
-from pipeline.memory.planning.request import Cards, Oversize
+from pipeline.memory.planning.request import CardSpecs, Oversize
 from pipeline.memory.planning.step_estimates import reserve as reserve_by_simulation
 from pipeline.protocol import ITEMS
 from pipeline.units import format_bytes
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pipeline.memory.footprint import Oracle, Part
-    from pipeline.memory.planning.request import Card, Data, Request
+    from pipeline.memory.footprint import MemoryPart, Oracle
+    from pipeline.memory.planning.request import CardSpec, DataSizes, PlanRequest
     from pipeline.memory.planning.step_estimates import Reserve
 
     Integers = NDArray[np.int64]
@@ -50,20 +50,20 @@ _TURNS = 3  # times more items are given up because those that were kept did not
 _LOWER = 0.95  # of the limit, each time
 
 
-def plan(
+def plan_memory(
     oracle: Oracle,
-    data: Data,
-    request: Request,
-    cards: Sequence[Card],
+    data: DataSizes,
+    request: PlanRequest,
+    cards: Sequence[CardSpec],
     *,
     reserve: Reserve = reserve_by_simulation,
-    others: Sequence[Card] = (),
-) -> Plan:
+    others: Sequence[CardSpec] = (),
+) -> MemoryPlan:
     """Return the plan for all the cards a job may land on; `others` are named where only they would do."""
     request.check(data)
     with _old_objects_left_alone():
-        questions = Questions(oracle, (ITEMS, *data.names))
-        return _planned(Trying(questions, data, request, Cards.of(cards), reserve), others)
+        questions = OracleCache(oracle, (ITEMS, *data.names))
+        return _planned(Trying(questions, data, request, CardSpecs.of(cards), reserve), others)
 
 
 @contextmanager
@@ -77,7 +77,7 @@ def _old_objects_left_alone() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _planned(trying: Trying, others: Sequence[Card]) -> Plan:
+def _planned(trying: Trying, others: Sequence[CardSpec]) -> MemoryPlan:
     best, outcomes = _best(trying)
     if best is not None:
         return _plan(trying, best, outcomes)
@@ -85,11 +85,11 @@ def _planned(trying: Trying, others: Sequence[Card]) -> Plan:
     return _without_oversize(trying, outcomes, others)
 
 
-def _best(trying: Trying) -> tuple[Outcome | None, list[Outcome | Trial]]:
+def _best(trying: Trying) -> tuple[ChoiceOutcome | None, list[ChoiceOutcome | RemedyTrial]]:
     """Search the choice that is estimated to be the fastest; where it does not fit after all, the next one."""
     tried = _estimates(trying)
     while True:
-        open_ = [one for one in tried if isinstance(one, Outcome) and one.verdict is Verdict.SLOWER]
+        open_ = [one for one in tried if isinstance(one, ChoiceOutcome) and one.verdict is RemedyVerdict.SLOWER]
         if not open_:
             return None, tried
         fastest = reduce(lambda best, one: one if one.epoch_s * WORTH < best.epoch_s else best, open_)
@@ -99,25 +99,27 @@ def _best(trying: Trying) -> tuple[Outcome | None, list[Outcome | Trial]]:
             return searched, tried
 
 
-def _estimates(trying: Trying) -> list[Outcome | Trial]:
+def _estimates(trying: Trying) -> list[ChoiceOutcome | RemedyTrial]:
     """Estimate the choices in order, leaving out those that could not be faster than one that may fit."""
-    best: Outcome | None = None
-    tried: list[Outcome | Trial] = []
+    best: ChoiceOutcome | None = None
+    tried: list[ChoiceOutcome | RemedyTrial] = []
     for choice in choices(trying.request):
         if best is not None and trying.cards.supports(choice.precision):
             least_s = trying.least_s(best, choice)
             if least_s * WORTH >= best.epoch_s:
                 why = f"not faster: {least_s:.3g} s an epoch at least, {best.epoch_s:.3g} s without"
-                tried.append(Trial(remedy_text(choice, trying.request), choice, Verdict.NOT_NEEDED, why))
+                tried.append(RemedyTrial(remedy_text(choice, trying.request), choice, RemedyVerdict.NOT_NEEDED, why))
                 continue
         outcome = trying.estimate(choice)
         tried.append(outcome)
-        if outcome.verdict is Verdict.SLOWER and (best is None or outcome.epoch_s * WORTH < best.epoch_s):
+        if outcome.verdict is RemedyVerdict.SLOWER and (best is None or outcome.epoch_s * WORTH < best.epoch_s):
             best = outcome
     return tried
 
 
-def _plan(trying: Trying, best: Outcome, tried: Sequence[Outcome | Trial], **about: object) -> Plan:
+def _plan(
+    trying: Trying, best: ChoiceOutcome, tried: Sequence[ChoiceOutcome | RemedyTrial], **about: object
+) -> MemoryPlan:
     """Put together what a report wants to know."""
     found, reserved, request, choice = best.found, best.reserved, trying.request, best.choice
     assert found is not None
@@ -127,7 +129,7 @@ def _plan(trying: Trying, best: Outcome, tried: Sequence[Outcome | Trial], **abo
     per_share = found.micros.per_share()
     hours = best.epoch_s * request.epochs * request.ranks / 3600
     of_order = 1.0 if found.every_order else found.micros.epochs / (found.micros.epochs + 1)
-    made = Plan(
+    made = MemoryPlan(
         choice=choice,
         remedies=remedies(choice, request),
         cards=tuple(card.name for card in trying.cards.cards),
@@ -137,7 +139,7 @@ def _plan(trying: Trying, best: Outcome, tried: Sequence[Outcome | Trial], **abo
         padded=trying.data.padded,
         budget={"cost": found.budget},
         cost_weights={"item": 1.0} if request.micro_batch is not None else found.model.named(),
-        base=Figure(found.model.base, Origin.ASSUMED),
+        base=Figure(found.model.base, Provenance.ASSUMED),
         micro_batch=request.micro_batch,
         items_median=float(np.median(found.micros.items_M)),
         items_most=int(found.micros.items_M.max()),
@@ -154,9 +156,9 @@ def _plan(trying: Trying, best: Outcome, tried: Sequence[Outcome | Trial], **abo
         margin=best.margin,
         probability=Figure(best.margin.probability * of_order, best.margin.trust),
         allocator=reserved,
-        step_s=Figure(best.step_s, Origin.ASSUMED),
-        epoch_s=Figure(best.epoch_s, Origin.ASSUMED),
-        gpu_hours=Figure(hours, Origin.ASSUMED),
+        step_s=Figure(best.step_s, Provenance.ASSUMED),
+        epoch_s=Figure(best.epoch_s, Provenance.ASSUMED),
+        gpu_hours=Figure(hours, Provenance.ASSUMED),
         host_bytes=max(micro.host_bytes for micro in best.micros),
         trials=tuple(_trial(trying, one) for one in tried),
         oversize=(),
@@ -168,13 +170,13 @@ def _plan(trying: Trying, best: Outcome, tried: Sequence[Outcome | Trial], **abo
     return replace(made, **about)  # type: ignore[arg-type]
 
 
-def _trial(trying: Trying, one: Outcome | Trial) -> Trial:
-    if isinstance(one, Trial):
+def _trial(trying: Trying, one: ChoiceOutcome | RemedyTrial) -> RemedyTrial:
+    if isinstance(one, RemedyTrial):
         return one
     return one.trial(remedy_text(one.choice, trying.request))
 
 
-def _buckets(trying: Trying, best: Outcome) -> tuple[Bucket, ...]:
+def _buckets(trying: Trying, best: ChoiceOutcome) -> tuple[Bucket, ...]:
     found = best.found
     assert found is not None
     cut = len(found.rows_MS)
@@ -188,7 +190,7 @@ def _buckets(trying: Trying, best: Outcome) -> tuple[Bucket, ...]:
     )
 
 
-def _notes(trying: Trying, best: Outcome) -> tuple[str, ...]:
+def _notes(trying: Trying, best: ChoiceOutcome) -> tuple[str, ...]:
     """Return what people must know to trust the numbers."""
     found = best.found
     assert found is not None
@@ -204,10 +206,10 @@ def _notes(trying: Trying, best: Outcome) -> tuple[str, ...]:
     return (best.margin.why, *order, *trying.questions.notes(best.choice), *cards)
 
 
-def _refuse(trying: Trying, outcomes: Sequence[Outcome | Trial]) -> None:
+def _refuse(trying: Trying, outcomes: Sequence[ChoiceOutcome | RemedyTrial]) -> None:
     """Refuse what no choice of items would mend: the standing memory, or a pinned micro-batch."""
-    tried = [one for one in outcomes if not isinstance(one, Trial)]
-    able = [one for one in tried if one.verdict is not Verdict.UNSUPPORTED]
+    tried = [one for one in outcomes if not isinstance(one, RemedyTrial)]
+    able = [one for one in tried if one.verdict is not RemedyVerdict.UNSUPPORTED]
     limit = f"{', '.join(card.name for card in trying.cards.cards)} lets torch have {format_bytes(trying.limit)}"
     if not able:
         raise ConfigError(
@@ -239,11 +241,13 @@ def _pinned_too_large(trying: Trying, limit: str) -> ConfigError:
     )
 
 
-def _without_oversize(trying: Trying, outcomes: Sequence[Outcome | Trial], others: Sequence[Card]) -> Plan:
+def _without_oversize(
+    trying: Trying, outcomes: Sequence[ChoiceOutcome | RemedyTrial], others: Sequence[CardSpec]
+) -> MemoryPlan:
     """Name the items that fit under no choice, and plan for the others where the request wants that."""
-    able = [one for one in outcomes if not isinstance(one, Trial) and one.alone]
+    able = [one for one in outcomes if not isinstance(one, RemedyTrial) and one.alone]
     frugal = min(able, key=lambda one: one.total)
-    search = Search(trying.questions, trying.ground, frugal.choice)
+    search = BudgetSearch(trying.questions, trying.ground, frugal.choice)
     live = int(trying.limit / frugal.margin.factor)
     first: Outsized | None = None
     for _ in range(_TURNS):
@@ -267,15 +271,15 @@ def _without_oversize(trying: Trying, outcomes: Sequence[Outcome | Trial], other
 
 
 @dataclass(frozen=True, eq=False)
-class Stage:
+class CurriculumStage:
     """A stage of a curriculum: its items, and for how many epochs."""
 
     name: str
-    data: Data
+    data: DataSizes
     epochs: int = 1
 
 
-def _parts(best: Outcome, questions: Questions) -> tuple[Part, ...]:
+def _parts(best: ChoiceOutcome, questions: OracleCache) -> tuple[MemoryPart, ...]:
     """Return what the live peak is made of."""
     assert best.found is not None
     standing, micro = questions.standing(best.choice), questions.micro(best.choice, best.found.worst)
@@ -284,20 +288,20 @@ def _parts(best: Outcome, questions: Questions) -> tuple[Part, ...]:
 
 def plan_stages(
     oracle: Oracle,
-    stages: Sequence[Stage],
-    request: Request,
-    cards: Sequence[Card],
+    stages: Sequence[CurriculumStage],
+    request: PlanRequest,
+    cards: Sequence[CardSpec],
     *,
     reserve: Reserve = reserve_by_simulation,
-    others: Sequence[Card] = (),
-) -> dict[str, Plan]:
+    others: Sequence[CardSpec] = (),
+) -> dict[str, MemoryPlan]:
     """Return a plan for each stage; precision and sharding, which a run cannot change, are those of the neediest."""
     if not stages:
         raise ConfigError("a curriculum without stages", remedy="name at least one stage")
 
-    def made(wanted: Request) -> dict[str, Plan]:
+    def made(wanted: PlanRequest) -> dict[str, MemoryPlan]:
         return {
-            stage.name: plan(
+            stage.name: plan_memory(
                 oracle, stage.data, replace(wanted, epochs=stage.epochs), cards, reserve=reserve, others=others
             )
             for stage in stages

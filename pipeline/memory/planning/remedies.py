@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipeline.errors import PlanInfeasible
-from pipeline.memory.footprint import Choice, Margin, Origin, compiled, least_sure, margin_of
-from pipeline.memory.planning.budget_search import Found, Ground, Search
-from pipeline.memory.planning.memory_plan import Figure, OversizeItem, Reserved, Trial, Verdict
+from pipeline.memory.footprint import Margin, MemoryChoice, Provenance, compiled, least_sure, margin_of
+from pipeline.memory.planning.budget_search import BudgetSearch, DataBounds, FoundBudget
+from pipeline.memory.planning.memory_plan import Figure, OversizeItem, RemedyTrial, RemedyVerdict, Reserved
 from pipeline.memory.planning.size_groups import fit
 from pipeline.memory.planning.step_estimates import (
-    Pace,
+    MicroTime,
     epoch_s,
     live_only,
-    pace_of,
-    sample,
+    micro_time,
+    sample_steps,
     transfer_again_s,
     update_s,
 )
@@ -29,22 +29,22 @@ from pipeline.units import format_bytes
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from pipeline.memory.footprint import Micro
-    from pipeline.memory.planning.oracle_cache import Questions
-    from pipeline.memory.planning.request import Cards, Data, Request
+    from pipeline.memory.footprint import MicroFootprint
+    from pipeline.memory.planning.oracle_cache import OracleCache
+    from pipeline.memory.planning.request import CardSpecs, DataSizes, PlanRequest
     from pipeline.memory.planning.step_estimates import Reserve
 
     Floats = NDArray[np.float64]
     from collections.abc import Mapping, Sequence
 
-    from pipeline.memory.planning.request import Card
+    from pipeline.memory.planning.request import CardSpec
 
     Integers = NDArray[np.int64]
 
 WORTH = 1.05  # a later remedy must be so many times as fast
 
 
-def choices(request: Request) -> list[Choice]:
+def choices(request: PlanRequest) -> list[MemoryChoice]:
     """Return what may be chosen; who needs only earlier remedies comes first.
 
     The order is that of counting, the first remedy changing fastest: none, checkpointing, precision, both, offload, …
@@ -52,7 +52,7 @@ def choices(request: Request) -> list[Choice]:
     shards = (1, request.ranks) if request.shards is None and request.ranks > 1 else (request.shards or 1,)
     options = product(shards, _either(request.offload), request.precisions, _either(request.checkpointing))
     return [
-        Choice(precision, checkpointing=checkpointing, offload=offload, shards=parts)
+        MemoryChoice(precision, checkpointing=checkpointing, offload=offload, shards=parts)
         for parts, offload, precision, checkpointing in options
     ]
 
@@ -61,7 +61,7 @@ def _either(wanted: bool | None) -> tuple[bool, ...]:  # noqa: FBT001 - a settin
     return (False, True) if wanted is None else (wanted,)
 
 
-def remedies(choice: Choice, request: Request) -> tuple[str, ...]:
+def remedies(choice: MemoryChoice, request: PlanRequest) -> tuple[str, ...]:
     """Return what a choice does beside smaller micro-batches, in words and in order."""
     said = (
         (choice.checkpointing, "checkpointing"),
@@ -72,7 +72,7 @@ def remedies(choice: Choice, request: Request) -> tuple[str, ...]:
     return tuple(text for is_so, text in said if is_so)
 
 
-def remedy_text(choice: Choice, request: Request) -> str:
+def remedy_text(choice: MemoryChoice, request: PlanRequest) -> str:
     """Return the remedies of a choice as one text."""
     return " + ".join(("smaller micro-batches", *remedies(choice, request)))
 
@@ -82,18 +82,18 @@ _FRAGMENTED = 1.02  # what is expected of it at first
 
 
 @dataclass(frozen=True, eq=False)
-class Outcome:
+class ChoiceOutcome:
     """What came of a choice; without a budget it does not fit."""
 
-    choice: Choice
-    verdict: Verdict
+    choice: MemoryChoice
+    verdict: RemedyVerdict
     why: str
     margin: Margin
     alone: int = 0  # the live peak of the item that takes most alone; 0: nobody asked
-    found: Found | None = None
+    found: FoundBudget | None = None
     reserved: Reserved | None = None
-    micros: tuple[Micro, ...] = ()  # of the buckets
-    pace: Pace | None = None  # of an epoch of middling shares: an estimate
+    micros: tuple[MicroFootprint, ...] = ()  # of the buckets
+    pace: MicroTime | None = None  # of an epoch of middling shares: an estimate
     cuts: int = 1  # of such a share
     step_s: float = 0.0
     epoch_s: float = 0.0
@@ -104,22 +104,22 @@ class Outcome:
         held = self.reserved.bytes if self.reserved else self.alone
         return int(np.ceil(held * self.margin.factor))
 
-    def trial(self, remedy: str) -> Trial:
+    def trial(self, remedy: str) -> RemedyTrial:
         """Return it for a report; the total of what did not fit is that of the largest item alone."""
-        looked = self.reserved is not None or self.verdict is Verdict.TOO_LARGE
+        looked = self.reserved is not None or self.verdict is RemedyVerdict.TOO_LARGE
         total = Figure(self.total, self.margin.origin) if looked and self.total else None
-        time = Figure(self.epoch_s, Origin.ASSUMED) if self.epoch_s else None
-        return Trial(remedy, self.choice, self.verdict, self.why, total, time)
+        time = Figure(self.epoch_s, Provenance.ASSUMED) if self.epoch_s else None
+        return RemedyTrial(remedy, self.choice, self.verdict, self.why, total, time)
 
 
 @dataclass(frozen=True, eq=False)
 class Trying:
     """Tries choices on one data set."""
 
-    questions: Questions
-    data: Data
-    request: Request
-    cards: Cards
+    questions: OracleCache
+    data: DataSizes
+    request: PlanRequest
+    cards: CardSpecs
     reserve: Reserve
 
     @property
@@ -127,7 +127,7 @@ class Trying:
         """Return what torch may reserve of any card."""
         return self.cards.smallest.budget_bytes
 
-    def margin(self, choice: Choice) -> Margin:
+    def margin(self, choice: MemoryChoice) -> Margin:
         """Return the margin for what was said of a choice so far."""
         standing = self.questions.standing(choice)
         origins = {standing.origin, *self.questions.origins(choice)}
@@ -137,37 +137,39 @@ class Trying:
         return compiled(margin) if request.compiled else margin
 
     @cached_property
-    def ground(self) -> Ground:
+    def ground(self) -> DataBounds:
         """Return what is known of the data."""
-        return Ground(self.data, self.request)
+        return DataBounds(self.data, self.request)
 
-    def estimate(self, choice: Choice) -> Outcome:
+    def estimate(self, choice: MemoryChoice) -> ChoiceOutcome:
         """Ask two questions: what the largest item takes alone, and how long a share of middling items takes."""
         if not self.cards.supports(choice.precision):
             lacking = [card.name for card in self.cards.cards if choice.precision not in card.flops_per_s]
             why = f"{', '.join(lacking)} does not compute in {choice.precision}"
-            return Outcome(choice, Verdict.UNSUPPORTED, why, margin_of(Origin.TRACED))
+            return ChoiceOutcome(choice, RemedyVerdict.UNSUPPORTED, why, margin_of(Provenance.TRACED))
         standing, margin = self.questions.standing(choice), self.margin(choice)
         if standing.bytes * margin.factor > self.limit:
             why = f"what stands between two steps takes {format_bytes(standing.bytes)}, whatever the batch"
-            return Outcome(choice, Verdict.TOO_LARGE, why, margin)
+            return ChoiceOutcome(choice, RemedyVerdict.TOO_LARGE, why, margin)
         item = self.ground.largest()
         alone = self._peak(choice, self.ground.alone(item))
         margin = self.margin(choice)
         if alone * margin.factor > self.limit:
             why = f"{self.data.called(item)} alone takes {format_bytes(alone)}"
-            return Outcome(choice, Verdict.TOO_LARGE, why, margin, alone)
+            return ChoiceOutcome(choice, RemedyVerdict.TOO_LARGE, why, margin, alone)
         pace, cuts = self._share_pace(choice, self.limit / margin.factor)
         steps = self.ground.whole.steps
         update = update_s(standing, choice, self.cards, self.request.ranks)
         why = f"about {cuts} micro-batches for a rank's share of a step"
         time_s = steps * (pace.total_s + update)
-        return Outcome(choice, Verdict.SLOWER, why, margin, alone, pace=pace.times(steps), epoch_s=time_s, cuts=cuts)
+        return ChoiceOutcome(
+            choice, RemedyVerdict.SLOWER, why, margin, alone, pace=pace.times(steps), epoch_s=time_s, cuts=cuts
+        )
 
-    def _peak(self, choice: Choice, row: tuple[int, ...]) -> int:
+    def _peak(self, choice: MemoryChoice, row: tuple[int, ...]) -> int:
         return self.questions.peak_bytes(choice, row, accumulate=True)
 
-    def _share_pace(self, choice: Choice, limit: float) -> tuple[Pace, int]:
+    def _share_pace(self, choice: MemoryChoice, limit: float) -> tuple[MicroTime, int]:
         """Return the time of a middling share, and into how many micro-batches it is cut."""
         row = self.ground.mean(self.ground.share)
         standing, micro = self.questions.standing(choice), self.questions.micro(choice, row)
@@ -176,16 +178,16 @@ class Trying:
         if self.request.micro_batch is not None:
             cuts = ceil(self.ground.share / self.request.micro_batch)
         cuts = min(max(cuts, 1), self.ground.share)
-        whole = pace_of(micro, standing, choice, self.cards)
+        whole = micro_time(micro, standing, choice, self.cards)
         again = transfer_again_s(standing, choice, self.cards) * (cuts - 1)
-        return Pace(whole.compute_s, whole.memory_s, whole.launch_s * cuts, whole.transfer_s + again), cuts
+        return MicroTime(whole.compute_s, whole.memory_s, whole.launch_s * cuts, whole.transfer_s + again), cuts
 
-    def search(self, estimate: Outcome) -> Outcome:
+    def search(self, estimate: ChoiceOutcome) -> ChoiceOutcome:
         """Look for the best budget of a choice, and correct it until what the allocator holds fits too."""
         choice, alone = estimate.choice, estimate.alone
         margin, fragmented = self.margin(choice), _FRAGMENTED if self.cards.caching else 1.0
-        search = Search(self.questions, self.ground, choice)
-        found: Found | None = None
+        search = BudgetSearch(self.questions, self.ground, choice)
+        found: FoundBudget | None = None
         for _ in range(_TURNS):
             found = search.find(int(self.limit / margin.factor / fragmented), found)
             if found is None:
@@ -193,29 +195,31 @@ class Trying:
             margin = self.margin(choice)
             micros = tuple(self.questions.micro(choice, group.corner) for group in found.groups)
             reserved = self._reserved(choice, found, micros)
-            outcome = Outcome(choice, Verdict.CHOSEN, found.filled.value, margin, alone, found, reserved, micros)
+            outcome = ChoiceOutcome(
+                choice, RemedyVerdict.CHOSEN, found.filled.value, margin, alone, found, reserved, micros
+            )
             if outcome.total <= self.limit:
                 return self._timed(outcome)
             fragmented = max(reserved.bytes / found.live, fragmented) * 1.002
         why = "no micro-batch that the settings allow fits, with what the allocator holds beside"
-        return Outcome(choice, Verdict.TOO_LARGE, why, margin, alone)
+        return ChoiceOutcome(choice, RemedyVerdict.TOO_LARGE, why, margin, alone)
 
-    def _reserved(self, choice: Choice, found: Found, micros: tuple[Micro, ...]) -> Reserved:
+    def _reserved(self, choice: MemoryChoice, found: FoundBudget, micros: tuple[MicroFootprint, ...]) -> Reserved:
         if not self.cards.caching:
             return live_only(found.live)
-        return self.reserve(self.questions.standing(choice), sample(found, micros, self.request.seed))
+        return self.reserve(self.questions.standing(choice), sample_steps(found, micros, self.request.seed))
 
-    def _timed(self, outcome: Outcome) -> Outcome:
+    def _timed(self, outcome: ChoiceOutcome) -> ChoiceOutcome:
         """Add the time: fitted to what was asked about, for all micro-batches that were cut."""
         found, choice = outcome.found, outcome.choice
         assert found is not None
         standing, rows = self.questions.standing(choice), self.questions.rows(choice)
-        times = [pace_of(self.questions.micro(choice, row), standing, choice, self.cards).total_s for row in rows]
+        times = [micro_time(self.questions.micro(choice, row), standing, choice, self.cards).total_s for row in rows]
         time_M = fit(self.ground.terms, rows, times).predict(found.rows_MS)
         step, epoch = epoch_s(found.micros, time_M, update_s(standing, choice, self.cards, self.request.ranks))
         return replace(outcome, step_s=step, epoch_s=epoch)
 
-    def least_s(self, best: Outcome, choice: Choice) -> float:
+    def least_s(self, best: ChoiceOutcome, choice: MemoryChoice) -> float:
         """Return a time below which a choice cannot come, from what another takes; no question is asked."""
         assert best.pace is not None
         rates = self.cards.flops_per_s(best.choice.precision) / self.cards.flops_per_s(choice.precision)
@@ -251,7 +255,7 @@ class Outsized:
         )
 
 
-def outsized(search: Search, limit: int, margin: Margin, budget: int, others: Sequence[Card]) -> Outsized:
+def outsized(search: BudgetSearch, limit: int, margin: Margin, budget: int, others: Sequence[CardSpec]) -> Outsized:
     """Return the items whose live peak alone is above a limit.
 
     Items are put in the order of their predicted peaks, and the oracle is asked where in it the limit is passed.
@@ -287,25 +291,25 @@ def outsized(search: Search, limit: int, margin: Margin, budget: int, others: Se
 
 
 def _named(
-    search: Search,
+    search: BudgetSearch,
     item: int,
     asked: Mapping[int, int],
     predicted: float | None,
     margin: Margin,
     budget: int,
-    others: Sequence[Card],
+    others: Sequence[CardSpec],
 ) -> OversizeItem:
     sure = predicted is None or item in asked
     live = search.live(search.ground.alone(item)) if sure else float(predicted or 0.0)
     total = int(live * margin.factor)
     names = search.ground.data.names
     sizes = dict(zip(names, search.ground.sizes_NS[item].tolist(), strict=True))
-    origin = margin.origin if sure else Origin.ASSUMED
+    origin = margin.origin if sure else Provenance.ASSUMED
     called = search.ground.data.called(item)
     return OversizeItem(item, called, sizes, Figure(total, origin), budget, _remedy(total, others))
 
 
-def _remedy(total: int, others: Sequence[Card]) -> str:
+def _remedy(total: int, others: Sequence[CardSpec]) -> str:
     """Say which card would take an item."""
     enough = sorted((card for card in others if card.budget_bytes >= total), key=lambda card: card.budget_bytes)
     if enough:
@@ -313,7 +317,7 @@ def _remedy(total: int, others: Sequence[Card]) -> str:
     return f"use a card that lets torch have {format_bytes(total)}"
 
 
-def crop_limits(search: Search, limit: int) -> dict[str, int]:
+def crop_limits(search: BudgetSearch, limit: int) -> dict[str, int]:
     """Return for each size the largest that an item may have, so that one with all of them still fits alone."""
     most_S = search.ground.sizes_NS.max(axis=0)
     below, above = 0.0, 1.0

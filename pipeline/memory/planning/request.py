@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pipeline.memory.footprint import Choice
+    from pipeline.memory.footprint import MemoryChoice
     from pipeline.memory.hardware.gpus import Device
 
     Integers = NDArray[np.int64]
@@ -66,7 +66,7 @@ class Names(Protocol):
         """Return the names of some."""
 
 
-class Cut(Protocol):
+class Cutter(Protocol):
     """Cuts epochs into micro-batches, as training will."""
 
     def __call__(self, sizes: Table, cost_N: Integers, budget_bytes: int, ranks: int) -> Micros:
@@ -74,11 +74,11 @@ class Cut(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Data:
+class DataSizes:
     """The sizes of all items and how they become micro-batches."""
 
     sizes: Table
-    cut: Cut
+    cut: Cutter
     padded: bool = False
     ids: Names | None = None
 
@@ -102,12 +102,12 @@ class Data:
         columns = [np.asarray(values_N, np.int64) for values_N in self.sizes.values()]
         return np.stack(columns, axis=1) if columns else np.zeros((0, 0), np.int64)
 
-    def only(self, keep_N: NDArray[np.bool_]) -> Data:
+    def only(self, keep_N: NDArray[np.bool_]) -> DataSizes:
         """Return some of the items."""
         ids = self.ids.take(np.flatnonzero(keep_N)) if self.ids is not None else None
         return replace(self, sizes={name: values_N[keep_N] for name, values_N in self.sizes.items()}, ids=ids)
 
-    def cropped(self, limits: Mapping[str, int]) -> Data:
+    def cropped(self, limits: Mapping[str, int]) -> DataSizes:
         """Return the items with no size above its limit."""
         sizes = {name: np.minimum(values_N, limits.get(name, values_N)) for name, values_N in self.sizes.items()}
         return replace(self, sizes=sizes)
@@ -122,7 +122,7 @@ class Oversize(str, Enum):
 
 
 @dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """What training shall be, and what the planner may decide; what is None is the planner's choice."""
 
     batch: int  # items in a step, over all ranks
@@ -135,11 +135,11 @@ class Request:
     micro_batch: int | None = None  # items in a micro-batch
     oversize: Oversize = Oversize.ERROR
     ratios: tuple[float, ...] = ()  # measured/predicted of past runs of this model on such a card
-    measured: Choice | None = None  # what these runs had chosen; None: they hold for every choice
+    measured: MemoryChoice | None = None  # what these runs had chosen; None: they hold for every choice
     compiled: bool = False
     seed: int = 0
 
-    def check(self, data: Data) -> None:
+    def check(self, data: DataSizes) -> None:
         """Refuse what no plan could answer."""
         if self.ranks < 1 or self.batch < self.ranks:
             raise ConfigError(
@@ -168,7 +168,7 @@ REDUCED_BYTES = 2 * 64 << 20  # gradients are added up over the ranks in pieces 
 
 
 @dataclass(frozen=True)
-class Card:
+class CardSpec:
     """What a plan must know of a device."""
 
     name: str
@@ -182,7 +182,7 @@ class Card:
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, device: Device, ranks: int, *, tf32: bool = False, fraction: float | None = None) -> Card:
+    def of(cls, device: Device, ranks: int, *, tf32: bool = False, fraction: float | None = None) -> CardSpec:
         """Return a known GPU as one of several; what cuBLAS and the reduction hold is taken from what models can have.
 
         `fraction` is the share of the card's memory that a process may use.
@@ -197,20 +197,20 @@ class Card:
 
 
 @dataclass(frozen=True)
-class Cards:
+class CardSpecs:
     """All cards that a job may land on, as the one that has least of everything."""
 
-    cards: tuple[Card, ...] = field(default=())
+    cards: tuple[CardSpec, ...] = field(default=())
 
     @classmethod
-    def of(cls, cards: Sequence[Card]) -> Cards:
+    def of(cls, cards: Sequence[CardSpec]) -> CardSpecs:
         """Take at least one card."""
         if not cards:
             raise ConfigError("no card to plan for", remedy="name one, such as `a100-40`, or a size, such as 24GiB")
         return cls(tuple(cards))
 
     @property
-    def smallest(self) -> Card:
+    def smallest(self) -> CardSpec:
         """Return the card with the smallest budget."""
         return min(self.cards, key=lambda card: card.budget_bytes)
 

@@ -29,7 +29,7 @@ NEAR = 0.10  # of the limit: a corner so near its group is no reason for one mor
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class SizeGroup:
     """Some micro-batches; `places` are theirs in the table they are from."""
 
     corner: tuple[int, ...]
@@ -38,7 +38,7 @@ class Group:
 
 def grouped(
     rows_MS: Integers, predict: Predict, most_S: Integers, limit: float, most: int = MOST_BUCKETS
-) -> list[Group]:
+) -> list[SizeGroup]:
     """Return at most so many groups, that of the costliest corner first.
 
     Again and again a group is halved: the one whose corner is predicted furthest above the limit, because only the
@@ -59,7 +59,7 @@ def grouped(
     of_M = of_U[which_M.ravel()]
     corners = np.array([_corner(distinct_US[group], most_S) for group in groups])
     order = np.argsort(-predict(corners), kind="stable").tolist()
-    return [Group(tuple(corners[number].tolist()), np.flatnonzero(of_M == number)) for number in order]
+    return [SizeGroup(tuple(corners[number].tolist()), np.flatnonzero(of_M == number)) for number in order]
 
 
 def _corner(rows_MS: Integers, most_S: Integers) -> Integers:

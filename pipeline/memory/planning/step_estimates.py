@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from pipeline.memory.footprint import Category, Origin, Step
-from pipeline.memory.hardware.allocator_replay import Alternative, recommend
+from pipeline.memory.footprint import Category, Provenance, StepTapes
+from pipeline.memory.hardware.allocator_replay import AllocatorVariant, recommend
 from pipeline.memory.hardware.caching_allocator import AllocatorSettings
 from pipeline.memory.planning.memory_plan import Reserved
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pipeline.memory.footprint import Choice, Micro, Standing
-    from pipeline.memory.planning.budget_search import Found
-    from pipeline.memory.planning.request import Cards, Micros
+    from pipeline.memory.footprint import MemoryChoice, MicroFootprint, StandingFootprint
+    from pipeline.memory.planning.budget_search import FoundBudget
+    from pipeline.memory.planning.request import CardSpecs, Micros
 
     Floats = NDArray[np.float64]
 
@@ -33,7 +33,7 @@ _GATHERED = 3.0  # times the parameters pass it for a micro-batch: gathered twic
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class MicroTime:
     """Where the time of a micro-batch goes."""
 
     compute_s: float
@@ -46,17 +46,17 @@ class Pace:
         """Return all of it; nothing is taken to overlap."""
         return self.compute_s + self.memory_s + self.launch_s + self.transfer_s
 
-    def times(self, count: float) -> Pace:
+    def times(self, count: float) -> MicroTime:
         """Return the time of so many."""
         parts = (self.compute_s, self.memory_s, self.launch_s, self.transfer_s)
-        return Pace(*(count * part for part in parts))
+        return MicroTime(*(count * part for part in parts))
 
 
-def pace_of(micro: Micro, standing: Standing, choice: Choice, cards: Cards) -> Pace:
+def micro_time(micro: MicroFootprint, standing: StandingFootprint, choice: MemoryChoice, cards: CardSpecs) -> MicroTime:
     """Return the time of a micro-batch on the slowest of the cards."""
     moved = micro.moved_bytes or _TOUCHED * float(np.maximum(micro.again.bytes_E, 0).sum())
     transfer = 2 * micro.host_bytes / cards.slowest("link_bytes_per_s") + transfer_again_s(standing, choice, cards)
-    return Pace(
+    return MicroTime(
         micro.flops / (cards.flops_per_s(choice.precision) * EFFICIENCY),
         moved / (cards.slowest("bytes_per_s") * BANDWIDTH),
         micro.kernels * LAUNCH_S,
@@ -64,7 +64,7 @@ def pace_of(micro: Micro, standing: Standing, choice: Choice, cards: Cards) -> P
     )
 
 
-def transfer_again_s(standing: Standing, choice: Choice, cards: Cards) -> float:
+def transfer_again_s(standing: StandingFootprint, choice: MemoryChoice, cards: CardSpecs) -> float:
     """Return what one more micro-batch costs in transfers, whatever is in it: a spread model is gathered for each."""
     if choice.shards == 1:
         return 0.0
@@ -72,7 +72,7 @@ def transfer_again_s(standing: Standing, choice: Choice, cards: Cards) -> float:
     return _GATHERED * whole / cards.slowest("peer_bytes_per_s")
 
 
-def update_s(standing: Standing, choice: Choice, cards: Cards, ranks: int) -> float:
+def update_s(standing: StandingFootprint, choice: MemoryChoice, cards: CardSpecs, ranks: int) -> float:
     """Return the time of a step beside its micro-batches: the optimizer, and adding up the ranks' gradients."""
     trained = 4.0 * standing.trained
     update = _UPDATE_TOUCHED * trained / choice.shards / (cards.slowest("bytes_per_s") * BANDWIDTH)
@@ -89,7 +89,7 @@ def epoch_s(micros: Micros, time_M: Floats, step_s: float) -> tuple[float, float
     return total / len(steps), total / micros.epochs
 
 
-SETTINGS = (Alternative(AllocatorSettings()), Alternative(AllocatorSettings(expandable=True)))
+SETTINGS = (AllocatorVariant(AllocatorSettings()), AllocatorVariant(AllocatorSettings(expandable=True)))
 _MOST_EVENTS = 300_000  # that are played, a few seconds
 _MOST_SHARES = 64
 
@@ -97,15 +97,17 @@ _MOST_SHARES = 64
 class Reserve(Protocol):
     """Says what is held while steps are made."""
 
-    def __call__(self, standing: Standing, steps: Sequence[Sequence[Micro]]) -> Reserved:
+    def __call__(self, standing: StandingFootprint, steps: Sequence[Sequence[MicroFootprint]]) -> Reserved:
         """Return what is held at most; each step is given by its micro-batches."""
 
 
 def reserve(
-    standing: Standing, steps: Sequence[Sequence[Micro]], alternatives: Sequence[Alternative] = SETTINGS
+    standing: StandingFootprint,
+    steps: Sequence[Sequence[MicroFootprint]],
+    alternatives: Sequence[AllocatorVariant] = SETTINGS,
 ) -> Reserved:
     """Return what torch's caching allocator holds with the best settings."""
-    played = [Step.of(standing, micros, first=place == 0) for place, micros in enumerate(steps)]
+    played = [StepTapes.of(standing, micros, first=place == 0) for place, micros in enumerate(steps)]
     advice = recommend(standing.setup, played, alternatives)
     assert advice.chosen is not None, "without a limit nothing runs out of memory"
     assert advice.chosen.replay is not None
@@ -116,10 +118,10 @@ def reserve(
 
 def live_only(live: int) -> Reserved:
     """Return what is held where no allocator keeps what is free."""
-    return Reserved(live, origin=Origin.TRACED)
+    return Reserved(live, origin=Provenance.TRACED)
 
 
-def sample(found: Found, micro_of: Sequence[Micro], seed: int) -> list[list[Micro]]:
+def sample_steps(found: FoundBudget, micro_of: Sequence[MicroFootprint], seed: int) -> list[list[MicroFootprint]]:
     """Return shares of steps, drawn at random, with the buckets' micro-batches in place of their own.
 
     Every bucket has its turn, also those that only another order would bring.
@@ -137,7 +139,9 @@ def sample(found: Found, micro_of: Sequence[Micro], seed: int) -> list[list[Micr
     return _limited([[micro] * repeat for micro in micro_of], steps, generator)
 
 
-def _limited(buckets: list[list[Micro]], steps: list[list[Micro]], generator: np.random.Generator) -> list[list[Micro]]:
+def _limited(
+    buckets: list[list[MicroFootprint]], steps: list[list[MicroFootprint]], generator: np.random.Generator
+) -> list[list[MicroFootprint]]:
     """Return a step of every bucket, and as many others as can be played in time, in random order."""
     kept = list(buckets)
     events = sum(len(micro.again.bytes_E) for micros in kept for micro in micros)

@@ -22,7 +22,7 @@ from pipeline.errors import ConfigError, JobFailed, PlanInfeasible
 from pipeline.memory.runtime.governor import UNPLANNED, Governor, halved
 from pipeline.memory.runtime.meters import CardMeter
 from pipeline.memory.runtime.out_of_memory import free_caches, unless_out_of_memory
-from pipeline.memory.runtime.recovery import Oom, Snapshot, replayed, rewind, said_out_of_memory
+from pipeline.memory.runtime.recovery import Oom, StepSnapshot, out_of_memory_error, replay_until_it_fits, rewind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +38,7 @@ BACKOFF = 0.75  # nobody has planned: all that is known of what fits is that hal
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class GovernedEvent:
     """Something that happened in a step."""
 
     step: int
@@ -65,7 +65,7 @@ class Governed:
         clip: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
         backward: Callable[[Tensor], Any] = torch.autograd.backward,
-        heard: Callable[[Event], None] = lambda event: None,  # noqa: ARG005
+        heard: Callable[[GovernedEvent], None] = lambda event: None,  # noqa: ARG005
     ) -> None:
         """Take what trains a model.
 
@@ -79,11 +79,11 @@ class Governed:
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.device = str(next(model.parameters()).device)
         self.governor = Governor(budget=UNPLANNED if budget is None else budget, backoff=BACKOFF)
-        self.events: list[Event] = []
+        self.events: list[GovernedEvent] = []
         self.steps = 0
         self._cost, self._too_large, self._clip, self._backward, self._heard = cost, too_large, clip, backward, heard
         self._meter = None if self.device == "cpu" else CardMeter(self.device)
-        self._snapshot: Snapshot | None = None
+        self._snapshot: StepSnapshot | None = None
         self._guess: Tensor | float | None = None  # what gradients were divided by, as the weight is not known yet
         self._total: Tensor | float = 0.0
         self._weight: Tensor | float = 0.0
@@ -116,7 +116,7 @@ class Governed:
             return self._alone(part.start, cost_of(part), oom)
 
         parts = [range(len(items))[piece] for piece in self.governor.admit(costs)]
-        replayed(parts, run, again=again, halve=halve, cannot=cannot, note=note, cost=cost_of)
+        replay_until_it_fits(parts, run, again=again, halve=halve, cannot=cannot, note=note, cost=cost_of)
         loss = self._update()
         self._end()
         return loss
@@ -130,11 +130,11 @@ class Governed:
         self.governor.load(state["learned"])
         self.steps = int(state["steps"])
 
-    def _take(self) -> Snapshot:
+    def _take(self) -> StepSnapshot:
         """Keep what a step may change; where memory ends even for that, once more without what is held for reuse."""
 
-        def take() -> Snapshot:
-            return Snapshot.take(self.model, device=self.device, scaler=self.scaler, before=self._snapshot)
+        def take() -> StepSnapshot:
+            return StepSnapshot.take(self.model, device=self.device, scaler=self.scaler, before=self._snapshot)
 
         taken = unless_out_of_memory(take)
         if taken is None:
@@ -157,7 +157,7 @@ class Governed:
         if self._guess is None:  # every item was skipped
             return torch.zeros((), device=self.device)
         values: list[Tensor] = []
-        error = said_out_of_memory(self._make_step, values)
+        error = out_of_memory_error(self._make_step, values)
         if error is not None:
             raise JobFailed(
                 f"memory ended within the optimizer, whose parameters may be half updated now: {error}",
@@ -218,7 +218,7 @@ class Governed:
         return [one for group in self.optimizer.param_groups for one in group["params"]]
 
     def _tell(self, what: Literal["out of memory", "skipped", "budget"], cost: int, detail: str) -> None:
-        event = Event(self.steps, what, cost, detail)
+        event = GovernedEvent(self.steps, what, cost, detail)
         self.events.append(event)
         self._heard(event)
 

@@ -62,7 +62,7 @@ class Learned:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class PredictionCheck:
     """What the worst bucket took, beside what was predicted."""
 
     predicted_bytes: int
@@ -132,7 +132,7 @@ class Governor:
         told = Learned.from_json(state)
         self.learned = replace(told, budget=max(min(told.budget, self.budget), self.largest))
 
-    def verified(self, measured: Memory, predicted_bytes: int, *, before_bytes: int = 0) -> Verdict:
+    def verified(self, measured: Memory, predicted_bytes: int, *, before_bytes: int = 0) -> PredictionCheck:
         """Compare the worst bucket's peak with its prediction, before step 1, and remember both.
 
         Where tensors are counted, the prediction is of what they take, else of what is resident; `before_bytes` was
@@ -151,7 +151,7 @@ class Governor:
             room_bytes = min(limits) / (1 + self.margin) - self.base_bytes - (held_bytes - live_bytes)
             could_be = max(0, int(room_bytes / each))
         self.learned = replace(self.learned, ratio=ratio, could_be=could_be)
-        return Verdict(
+        return PredictionCheck(
             predicted_bytes=predicted_bytes,
             measured_bytes=live_bytes,
             ratio=ratio,

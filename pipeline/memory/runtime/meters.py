@@ -120,7 +120,7 @@ class ProcessMeter:
 
     def reset_peak(self) -> None:
         """Let the peak be what is resident now; where the system does not allow that, it stays the highest ever."""
-        _before_resets[0] = highest_bytes()
+        _before_resets[0] = highest_resident_bytes()
         with suppress(OSError):
             (self._proc / "self" / "clear_refs").write_text(RESET_PEAK)
 
@@ -128,7 +128,7 @@ class ProcessMeter:
 _before_resets = [0]  # the highest peak that a reset took back: the kernel's own figure falls with it
 
 
-def highest_bytes() -> int:
+def highest_resident_bytes() -> int:
     """Return the most memory that this process has ever had, whatever was reset meanwhile."""
     told = _status(PROC, "VmHWM")  # getrusage's begins with that of the process which started this one
     return max(_before_resets[0], told or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB)

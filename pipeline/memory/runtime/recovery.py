@@ -41,7 +41,7 @@ class Oom:
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
+class ReplayedStep:
     """How a step came to its end."""
 
     ooms: tuple[Oom, ...]
@@ -94,7 +94,7 @@ class _Cuts(Generic[Part]):
         return halves if len(halves) > 1 else None
 
 
-def replayed(
+def replay_until_it_fits(
     parts: Iterable[Part],
     run: Callable[[Part], None],
     *,
@@ -103,7 +103,7 @@ def replayed(
     cannot: Callable[[Part, Oom], Callable[[Part], Sequence[Part]]],
     note: Callable[[Part, Oom], None] = lambda part, oom: None,  # noqa: ARG005
     cost: Callable[[Part], float] | None = None,
-) -> Replayed:
+) -> ReplayedStep:
     """Run parts in order; whenever memory ends, begin again with the failed one halved. Other errors pass through.
 
     `parts` is gone through from its start each time: a list, or what reads again. A part holds nothing of the device.
@@ -118,7 +118,7 @@ def replayed(
         ran: list[Path] = []
         failure = _first_failure(cuts.of(parts), run, ran)
         if failure is None:
-            return Replayed(tuple(ooms), tuple(ran))
+            return ReplayedStep(tuple(ooms), tuple(ran))
         is_single = len(halve(failure.part)) < 2
         oom = Oom(failure.path, len(ooms), failure.error, is_single)
         ooms.append(oom)
@@ -134,14 +134,14 @@ def _first_failure(
     """Run parts until memory ends, note those that ran."""
     with closing(leaves):  # type: ignore[type-var]  # a generator
         for path, part in leaves:
-            error = said_out_of_memory(run, part)
+            error = out_of_memory_error(run, part)
             if error is not None:
                 return _Failure(path, part, error)
             ran.append(path)
     return None
 
 
-def said_out_of_memory(run: Callable[[Part], object], part: Part) -> str | None:
+def out_of_memory_error(run: Callable[[Part], object], part: Part) -> str | None:
     """Run a part; return what was said when memory did not suffice, else None.
 
     The error is gone when this returns: its traceback holds the tensors of the call, and the next one needs their room.
@@ -155,7 +155,7 @@ def said_out_of_memory(run: Callable[[Part], object], part: Part) -> str | None:
     return None
 
 
-def rewind(snapshot: Snapshot, parameters: Iterable[Tensor], device: str) -> None:
+def rewind(snapshot: StepSnapshot, parameters: Iterable[Tensor], device: str) -> None:
     """Go back to the start of a step: no gradients, nothing left of the failed pass, everything else as it was."""
     for parameter in parameters:
         parameter.grad = None
@@ -173,7 +173,7 @@ def forget_failed_backward() -> None:
     torch.autograd.backward(torch.zeros((), requires_grad=True).clone())
 
 
-class Snapshot:
+class StepSnapshot:
     """Everything that a forward pass may change besides gradients: random numbers, buffers, the scaler.
 
     What a module keeps elsewhere, in a plain attribute, is not seen.
@@ -189,8 +189,8 @@ class Snapshot:
         *,
         device: str,
         scaler: torch.amp.GradScaler | None = None,
-        before: Snapshot | None = None,
-    ) -> Snapshot:
+        before: StepSnapshot | None = None,
+    ) -> StepSnapshot:
         """Keep what there is now; `before`, taken a step ago, knows which buffers never change and need no new copy."""
         known = {} if before is None else {(id(one.module), one.name): one for one in before._buffers}  # noqa: SLF001
         buffers = [

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from pipeline.memory.footprint import Category, Part
+from pipeline.memory.footprint import Category, MemoryPart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -407,8 +407,8 @@ def family(name: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
-def as_parts(sums: Counter[tuple[Category, str]]) -> tuple[Part, ...]:
+def as_parts(sums: Counter[tuple[Category, str]]) -> tuple[MemoryPart, ...]:
     """Return sums of bytes by what they are for, in the order of a plan."""
     order = list(Category)
-    parts = [Part(category, name, size) for (category, name), size in sums.items() if size]
+    parts = [MemoryPart(category, name, size) for (category, name), size in sums.items() if size]
     return tuple(sorted(parts, key=lambda part: (order.index(part.category), -part.bytes, part.name)))

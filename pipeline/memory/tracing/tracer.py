@@ -20,7 +20,7 @@ from torch import nn
 
 from pipeline.errors import PipelineError
 from pipeline.memory.estimating.fallback_oracle import Unmeasurable
-from pipeline.memory.footprint import Category, Micro, Standing, Tape
+from pipeline.memory.footprint import Category, MicroFootprint, StandingFootprint, Tape
 from pipeline.memory.tracing.fake_mode import FakeMode, Guesses, conversions, eagerly, faked, unlogged
 from pipeline.memory.tracing.kernel_workspace import hidden_bytes
 from pipeline.memory.tracing.kernel_workspace_cpu import scratch_bytes_cpu
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pipeline.memory.footprint import Choice, Part, Sizes
+    from pipeline.memory.footprint import MemoryChoice, MemoryPart, Sizes
     from pipeline.memory.tracing.recorder import Block, Recording
 
 _WORTH_COLLECTING = 1 << 16  # bytes that may be garbage: to look takes longer than a small trace
@@ -65,7 +65,7 @@ class Training(Protocol):
 class Build(Protocol):
     """Makes what is traced."""
 
-    def __call__(self, choice: Choice, watch: Recorder, model: nn.Module | None) -> Training:
+    def __call__(self, choice: MemoryChoice, watch: Recorder, model: nn.Module | None) -> Training:
         """Return a training of the model, or of a new one, that tells the watch of its parts."""
 
 
@@ -98,21 +98,21 @@ class Tracer:
         """Take how to make a training, its model and a batch, and the sizes of a batch to make a first step with."""
         self._build, self._model, self._example, self._smallest = build, model, example, smallest
         self._target = target
-        self._sessions: dict[Choice, _Session] = {}
+        self._sessions: dict[MemoryChoice, _Session] = {}
 
-    def standing(self, choice: Choice) -> Standing:
+    def standing(self, choice: MemoryChoice) -> StandingFootprint:
         """Return what the model takes whatever the batch."""
         return self._session(choice).standing()
 
-    def micro(self, choice: Choice, sizes: Sizes) -> Micro:
+    def micro(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint:
         """Return what a micro-batch of these sizes takes."""
         return self._session(choice).micro(sizes)
 
-    def evaluation(self, choice: Choice, sizes: Sizes) -> Micro:
+    def evaluation(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint:
         """Return what a batch without gradients takes."""
         return self._session(choice).evaluation(sizes)
 
-    def _session(self, choice: Choice) -> _Session:
+    def _session(self, choice: MemoryChoice) -> _Session:
         if choice not in self._sessions:
             build = lambda watch, model: self._build(choice, watch, model)  # noqa: E731 - one line says it
             self._sessions[choice] = _Session(build, self._model, self._example, self._smallest, self._target)
@@ -133,8 +133,8 @@ class _Session:
         self._example, self._smallest, self._target = example, smallest, target
         self._recorder, self._guesses = Recorder(target.scratch, hidden_bytes), Guesses()
         self._mode = FakeMode(allow_non_fake_inputs=True)
-        self._micros: dict[tuple[object, ...], Micro] = {}
-        self._standing: Standing | None = None
+        self._micros: dict[tuple[object, ...], MicroFootprint] = {}
+        self._standing: StandingFootprint | None = None
         self._shared: dict[int, tuple[Category, str, int]] = {}  # block → what for, whose, its number in every tape
         self._numbers: dict[tuple[Category, str], int] = {}
         self._training = self._built(build, model)
@@ -187,7 +187,7 @@ class _Session:
             stack.enter_context(self._guesses)
             yield
 
-    def standing(self) -> Standing:
+    def standing(self) -> StandingFootprint:
         """Trace what happens whatever the batch: the state, the first update and later ones."""
         if self._standing is None:
             training = self._training
@@ -199,7 +199,7 @@ class _Session:
             update, recording = self._taped(training.update)
             standing, update_parts = self._parts_of(self._own()), self._parts(recording)
             self._make_gradients(with_gradients)  # from now on there are some
-            self._standing = Standing(
+            self._standing = StandingFootprint(
                 setup=self._allocated(setup),
                 first_update=first_update,
                 update=update,
@@ -211,7 +211,7 @@ class _Session:
             )
         return self._standing
 
-    def micro(self, sizes: Sizes) -> Micro:
+    def micro(self, sizes: Sizes) -> MicroFootprint:
         """Trace a later micro-batch of a step, and derive from it what it is as the first."""
         key = tuple(sorted(sizes.items()))
         if key not in self._micros:
@@ -229,7 +229,7 @@ class _Session:
             self._micros[key] = replace(micro, first_parts=first_parts)
         return self._micros[key]
 
-    def evaluation(self, sizes: Sizes) -> Micro:
+    def evaluation(self, sizes: Sizes) -> MicroFootprint:
         """Trace a batch without gradients."""
         key = ("evaluation", *sorted(sizes.items()))
         if key not in self._micros:
@@ -238,8 +238,8 @@ class _Session:
             self._micros[key] = self._micro(sizes, tape, tape, recording)
         return self._micros[key]
 
-    def _micro(self, sizes: Sizes, first: Tape, again: Tape, recording: Recording) -> Micro:
-        return Micro(
+    def _micro(self, sizes: Sizes, first: Tape, again: Tape, recording: Recording) -> MicroFootprint:
+        return MicroFootprint(
             sizes=sizes,
             first=first,
             again=again,
@@ -267,7 +267,7 @@ class _Session:
         gradients = sum(1 for place in self._numbers if place[0] is Category.GRADIENTS)
         return becomes if len(becomes) == gradients else None
 
-    def _traced_first(self, sizes: Sizes) -> tuple[Tape, tuple[Part, ...]]:
+    def _traced_first(self, sizes: Sizes) -> tuple[Tape, tuple[MemoryPart, ...]]:
         self._taped(self._training.release)
         tape, recording = self._accumulate(sizes)
         return tape, self._parts(recording)
@@ -354,7 +354,7 @@ class _Session:
         """Return a block's number in a tape: below 0, and the same in all of them, if it stays."""
         return self._shared[block][2] if block in self._shared else becomes.get(block, block)
 
-    def _parts(self, recording: Recording, becomes: Mapping[int, int] | None = None) -> tuple[Part, ...]:
+    def _parts(self, recording: Recording, becomes: Mapping[int, int] | None = None) -> tuple[MemoryPart, ...]:
         """Return what was live at the peak of a recording; what becomes gradients stays, and there were none before."""
         becomes = becomes or {}
         events = zip(recording.block_E, recording.bytes_E, strict=True)
@@ -382,7 +382,7 @@ class _Session:
         pairs = [(self._shared[block.number][2], block.bytes) for block in blocks]
         return Tape(*np.array(pairs, np.int64).reshape(-1, 2).T)
 
-    def _parts_of(self, blocks: Iterable[Block]) -> tuple[Part, ...]:
+    def _parts_of(self, blocks: Iterable[Block]) -> tuple[MemoryPart, ...]:
         sums: Counter[tuple[Category, str]] = Counter()
         for block in blocks:
             sums[self._shared[block.number][0], ""] += block.bytes

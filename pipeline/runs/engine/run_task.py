@@ -29,7 +29,7 @@ from pipeline.config.masking import hidden
 from pipeline.errors import CacheFull, PipelineError
 from pipeline.journal.ledger import Ledger, Note
 from pipeline.journal.run_folder import RunFolder
-from pipeline.memory.runtime.meters import highest_bytes
+from pipeline.memory.runtime.meters import highest_resident_bytes
 from pipeline.project.frozen_code import module_command
 from pipeline.project.project import Project
 from pipeline.project.restriction import only_of
@@ -186,7 +186,7 @@ class News:
 
     def tell(self, kind: EventKind, figures: Mapping[str, float]) -> None:
         """Tell how far the task is, and what it says of itself."""
-        told = {"host_peak_bytes": highest_bytes(), **figures}
+        told = {"host_peak_bytes": highest_resident_bytes(), **figures}
         self._ledger.emit(kind, **self._facts, done=self.done, rejected=dict(self._rejected), figures=told)
 
     def go_on(self, figures: Mapping[str, float]) -> None:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from pipeline.cluster.job_spec import JobSpec
 from pipeline.errors import ConfigError, PlanInfeasible, SubmissionRefused
-from pipeline.memory.footprint import LIVE_ONLY, Origin
+from pipeline.memory.footprint import LIVE_ONLY, Provenance
 from pipeline.memory.hardware.gpus import device
-from pipeline.memory.hardware.host_memory import STEP_SLACK, Training, measured_baseline, train_need
+from pipeline.memory.hardware.host_memory import STEP_SLACK, TrainingJob, measured_baseline, train_need
 from pipeline.memory.planning.comparison import Offer
-from pipeline.memory.planning.request import Card
+from pipeline.memory.planning.request import CardSpec
 from pipeline.runs.model.training_work import host_card
 
 if TYPE_CHECKING:
@@ -75,20 +75,20 @@ def _offer(text: str, ranks: int, fraction: float | None = None) -> Offer:
     ranks = int(count) if count else ranks
     if ranks < 1:
         raise ConfigError(f"{text!r} asks for no GPU", where="--gpu", remedy="write 2xa100-80gb, a100-80gb or 24GiB")
-    cards = tuple(Card.of(device(name), ranks, fraction=fraction) for name in names.split(","))
+    cards = tuple(CardSpec.of(device(name), ranks, fraction=fraction) for name in names.split(","))
     return Offer(f"{ranks} x {', '.join(card.name for card in cards)}", ranks, cards)
 
 
-def _card(name: str, mem_bytes: int, ranks: int, fraction: float | None = None) -> Card:
+def _card(name: str, mem_bytes: int, ranks: int, fraction: float | None = None) -> CardSpec:
     """Return a card of the cluster: what its name says of speed, what the configuration says of memory."""
     try:
         known = device(name)
     except ConfigError:
         known = replace(device(f"{mem_bytes >> 20}MiB"), name=name or f"{mem_bytes >> 30} GiB")
-    return Card.of(replace(known, usable_bytes=min(known.usable_bytes, mem_bytes)), ranks, fraction=fraction)
+    return CardSpec.of(replace(known, usable_bytes=min(known.usable_bytes, mem_bytes)), ranks, fraction=fraction)
 
 
-def site_card(config: Config, card: Card) -> SiteCard | None:
+def site_card(config: Config, card: CardSpec) -> SiteCard | None:
     """Return how the cluster's configuration asks for a card."""
     if not card.caching:
         return next((one for one in config.cluster.slurm.cards if card.name in (one.partition, one.feature)), None)
@@ -122,7 +122,7 @@ def waits(question: Question, offers: Sequence[Offer], mem_bytes: int) -> Iterat
                 yield offer.name, max(0.0, starts - time.time())
 
 
-def _host_card(question: Question, name: str = "", mem_bytes: int | None = None) -> Card:
+def _host_card(question: Question, name: str = "", mem_bytes: int | None = None) -> CardSpec:
     """Return what a node without GPUs leaves for a step: its memory less everything else."""
     resources = question.config.cluster.train
     if resources.mem != "auto":
@@ -133,8 +133,8 @@ def _host_card(question: Question, name: str = "", mem_bytes: int | None = None)
         what = "nobody knows the memory of a node"
         raise ConfigError(what, where="cluster.train.mem", remedy="--set cluster.train.mem=16GiB, or --gpu NAME")
     mem_bytes //= resources.ranks_per_node
-    rest = train_need(Training(gpu=False), measured_baseline()).total_bytes
-    budget = int((mem_bytes - rest) / (1 + STEP_SLACK + LIVE_ONLY[Origin.ASSUMED] / 2))
+    rest = train_need(TrainingJob(gpu=False), measured_baseline()).total_bytes
+    budget = int((mem_bytes - rest) / (1 + STEP_SLACK + LIVE_ONLY[Provenance.ASSUMED] / 2))
     if budget <= 0:
         what = f"{mem_bytes >> 20} MiB do not hold Python and torch alone, which take {rest >> 20} MiB"
         raise PlanInfeasible(what, where="cluster.train.mem", remedy="--set cluster.train.mem=4GiB")
@@ -142,7 +142,7 @@ def _host_card(question: Question, name: str = "", mem_bytes: int | None = None)
     return replace(card, name=name) if name else card
 
 
-def is_known(card: Card) -> bool:
+def is_known(card: CardSpec) -> bool:
     """Tell whether a card is one that is known by its name."""
     try:
         device(card.name)

@@ -22,10 +22,10 @@ from pipeline.journal import run_folder as folders
 from pipeline.journal.run_folder import RunFolder
 from pipeline.journal.run_logs import end_of
 from pipeline.memory.footprint import Category
-from pipeline.memory.hardware.host_memory import STATED, Training, train_need
+from pipeline.memory.hardware.host_memory import STATED, TrainingJob, train_need
 from pipeline.memory.history.step_history import fingerprint, ratios_of_all
-from pipeline.memory.planning.request import Cards
-from pipeline.memory.planning.step_estimates import SETTINGS, pace_of, reserve, update_s
+from pipeline.memory.planning.request import CardSpecs
+from pipeline.memory.planning.step_estimates import SETTINGS, micro_time, reserve, update_s
 from pipeline.project.frozen_code import freeze, module_command
 from pipeline.project.project import asked_bytes
 from pipeline.protocol import Example
@@ -51,9 +51,9 @@ if TYPE_CHECKING:
     from pipeline.cluster.job_spec import Executor, JobId, TaskStatus
     from pipeline.config.schema import Config
     from pipeline.config.schema_cluster import Card as SiteCard
-    from pipeline.memory.footprint import Choice, Oracle
-    from pipeline.memory.planning.memory_plan import Plan
-    from pipeline.memory.planning.request import Card
+    from pipeline.memory.footprint import MemoryChoice, Oracle
+    from pipeline.memory.planning.memory_plan import MemoryPlan
+    from pipeline.memory.planning.request import CardSpec
     from pipeline.runs.model.training_work import Work
 
 NAME = "probe"
@@ -69,13 +69,13 @@ AGAIN = "pipeline plan --stage train --probe"
 class Place:
     """A card as the plan has it, and how a job asks for it."""
 
-    card: Card
+    card: CardSpec
     gres: str = ""
     partition: str = ""
     constraint: str = ""
 
     @classmethod
-    def of(cls, card: Card, site: SiteCard | None = None) -> Place:
+    def of(cls, card: CardSpec, site: SiteCard | None = None) -> Place:
         """Return where the site has it."""
         if site is None:
             return cls(card)
@@ -130,7 +130,7 @@ class _Job:
 def probe(
     config: Config,
     work: Work,
-    plan: Plan,
+    plan: MemoryPlan,
     oracle: Oracle,
     places: Sequence[Place],
     executor: Executor,
@@ -160,7 +160,7 @@ def probe(
     return tuple(found[number] for number in range(len(places)))
 
 
-def refuse_unprobed(work: Work, plan: Plan) -> None:
+def refuse_unprobed(work: Work, plan: MemoryPlan) -> None:
     """Refuse what a process without data, alone, cannot show."""
     if not isinstance(work.task, Example):
         what = "the task has no example(sizes): a probe has no batch to run"
@@ -170,17 +170,17 @@ def refuse_unprobed(work: Work, plan: Plan) -> None:
         raise ConfigError(what, where="train.sharding", remedy="pipeline plan   (without --probe)")
 
 
-def model_name(work: Work, choice: Choice) -> str:
+def model_name(work: Work, choice: MemoryChoice) -> str:
     """Return the name under which measurements of a model with these options are remembered."""
     return fingerprint(work.model(), work.settings, choice)
 
 
-def measured_ratios(config: Config, work: Work, choice: Choice, cards: Sequence[str]) -> tuple[float, ...]:
+def measured_ratios(config: Config, work: Work, choice: MemoryChoice, cards: Sequence[str]) -> tuple[float, ...]:
     """Return measured/predicted bytes for a plan of this choice that holds on all these cards, for `Request.ratios`."""
     return ratios_of_all(peaks_of(config), model_name(work, choice), cards)
 
 
-def measured_pace(config: Config, work: Work, choice: Choice, cards: Sequence[str]) -> float | None:
+def measured_pace(config: Config, work: Work, choice: MemoryChoice, cards: Sequence[str]) -> float | None:
     """Return measured/predicted seconds of such a plan, of the card that is worst; None: one was not measured."""
     peaks, model = peaks_of(config), model_name(work, choice)
     newest = [seconds[0] for card in cards if (seconds := peaks.seconds(model, card))]
@@ -190,7 +190,7 @@ def measured_pace(config: Config, work: Work, choice: Choice, cards: Sequence[st
 def errand_of(
     config: Config,
     work: Work,
-    plan: Plan,
+    plan: MemoryPlan,
     oracle: Oracle,
     place: Place,
     executor: Executor,
@@ -204,8 +204,10 @@ def errand_of(
     if place.card.caching:
         said = [one for one in SETTINGS if one.settings.text == plan.allocator.settings]
         predicted_bytes = reserve(standing, [[micro] * micros] * STEPS, said or SETTINGS).bytes
-    cards = Cards.of([place.card])
-    step_s = micros * pace_of(micro, standing, plan.choice, cards).total_s + update_s(standing, plan.choice, cards, 1)
+    cards = CardSpecs.of([place.card])
+    step_s = micros * micro_time(micro, standing, plan.choice, cards).total_s + update_s(
+        standing, plan.choice, cards, 1
+    )
     model_bytes = sum(part.bytes for part in standing.parts if part.category is Category.PARAMETERS)
     mem_bytes, time_s = _limits(config, work, place, executor, model_bytes + micro.host_bytes)
     return Errand(
@@ -228,7 +230,7 @@ def _limits(config: Config, work: Work, place: Place, executor: Executor, host_b
     """Return the memory and the time of a probe's job: as configured, else all that the plan may use, within limits."""
     resources = config.cluster.train
     on_card = work.device != "cpu"
-    beside = train_need(Training(gpu=on_card, model_bytes=host_bytes if on_card else 0), STATED).total_bytes
+    beside = train_need(TrainingJob(gpu=on_card, model_bytes=host_bytes if on_card else 0), STATED).total_bytes
     planned = beside if on_card else place.card.memory_bytes + beside
     partition = place.partition or resources.partition or ""
     limits = executor.limits_of(partition, resources.cpus, _gpus(work))
@@ -240,7 +242,7 @@ def _gpus(work: Work | Errand) -> int:
     return 0 if work.device == "cpu" else 1
 
 
-def _submitted(number: int, config: Config, errand: Errand, place: Place, plan: Plan, executor: Executor) -> _Job:
+def _submitted(number: int, config: Config, errand: Errand, place: Place, plan: MemoryPlan, executor: Executor) -> _Job:
     """Write down what a probe needs, and submit it; one that is refused leaves nothing behind."""
     folder = drafted(config, errand)
     resources = config.cluster.train

@@ -26,7 +26,7 @@ from pipeline.config.load import from_resolved
 from pipeline.config.masking import hidden
 from pipeline.errors import ConfigError
 from pipeline.journal.run_folder import RunFolder
-from pipeline.memory.footprint import Choice
+from pipeline.memory.footprint import MemoryChoice
 from pipeline.memory.history.step_history import Peak, Peaks, sizes_text, torch_version
 from pipeline.memory.runtime.gauges import Start, gauge_of, peak_of
 from pipeline.project.frozen_code import module_command
@@ -169,7 +169,7 @@ def run(errand: Errand, config: Config, folder: ProbeFolder) -> Result:
 
 def times(work: Work, errand: Errand, gauge: Gauge) -> list[float]:
     """Return the seconds of each step."""
-    step = work.step(Choice(**errand.choice), device=errand.device)
+    step = work.step(MemoryChoice(**errand.choice), device=errand.device)
     batch = work.example(errand.sizes)
     taken: list[float] = []
     while len(taken) < STEPS and (len(taken) < 2 or sum(taken) < ENOUGH_S):

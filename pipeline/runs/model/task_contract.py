@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from pipeline.errors import PipelineError
-from pipeline.memory.footprint import Choice
+from pipeline.memory.footprint import MemoryChoice
 from pipeline.project.user_code import failed
 from pipeline.protocol import ITEMS, Contrastive, Example, Outputs, ParameterGroups, Weights
 from pipeline.runs.model.training_work import sizes_of
@@ -139,12 +139,12 @@ def _without_data(task: Task, sizes: Mapping[str, int]) -> Iterator[str]:
     assert isinstance(task, Example)
     example = task.example
 
-    def build(choice: Choice, watch: Recorder, model: nn.Module | None) -> Step:
+    def build(choice: MemoryChoice, watch: Recorder, model: nn.Module | None) -> Step:
         return Step(task, Settings(precision=choice.precision), watch=watch, model=model)
 
     try:
         tracer = Tracer(build, task.model, example, dict(sizes), CPU)
-        tracer.micro(Choice(), dict(sizes))
+        tracer.micro(MemoryChoice(), dict(sizes))
     except CannotTrace:
         yield from _real_step(task, example(sizes))
 

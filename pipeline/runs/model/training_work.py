@@ -14,7 +14,7 @@ import numpy as np
 
 from pipeline.errors import ConfigError
 from pipeline.memory.estimating.fallback_oracle import Counts, Formula, Ladder
-from pipeline.memory.planning.request import Card, Data, Micros, Oversize, Request
+from pipeline.memory.planning.request import CardSpec, DataSizes, Micros, Oversize, PlanRequest
 from pipeline.project.user_code import failed, load_task
 from pipeline.protocol import ITEMS, Contrastive, Example
 from pipeline.training.prepared import COST, LIKENESS, likeness, sampling
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from pipeline.config.schema import Config
     from pipeline.config.schema_train import Train
-    from pipeline.memory.footprint import Choice, Oracle, Sizes
-    from pipeline.memory.planning.memory_plan import Plan
+    from pipeline.memory.footprint import MemoryChoice, Oracle, Sizes
+    from pipeline.memory.planning.memory_plan import MemoryPlan
     from pipeline.memory.tracing.recorder import Recorder
     from pipeline.memory.tracing.tracer import Target
     from pipeline.protocol import Task
@@ -44,7 +44,7 @@ ITEMS_CUT = 1 << 16  # of an epoch, to see what micro-batches there are; the pla
 
 @dataclass(frozen=True)
 class Work:
-    """A task as it is to be trained; what a plan may still decide is a `Choice`."""
+    """A task as it is to be trained; what a plan may still decide is a `MemoryChoice`."""
 
     task: Task
     settings: Settings
@@ -57,20 +57,20 @@ class Work:
         device = "cuda" if config.cluster.train.gpus or on_gpu else "cpu"
         return cls(task, step_settings(config.train, device, task), device)
 
-    def step(self, choice: Choice, *, device: str = "cpu", **given: Any) -> Step:
+    def step(self, choice: MemoryChoice, *, device: str = "cpu", **given: Any) -> Step:
         """Build a training step under a choice."""
         from pipeline.training.step.step import Step
 
         return Step(self.task, self.under(choice), device=device, **given)
 
-    def begun(self, choice: Choice, *, device: str, begin: Callable[[nn.Module], None]) -> Step:
+    def begun(self, choice: MemoryChoice, *, device: str, begin: Callable[[nn.Module], None]) -> Step:
         """Build a step whose model has been given the weights to begin with."""
         model = self.task.model()
         if hasattr(model, "parameters"):  # else the step says what it is
             begin(model)
         return self.step(choice, device=device, scaled=True, model=model)
 
-    def spread(self, choice: Choice, ranks: Ranks, *, device: str, begin: Callable[[nn.Module], None]) -> Step:
+    def spread(self, choice: MemoryChoice, ranks: Ranks, *, device: str, begin: Callable[[nn.Module], None]) -> Step:
         """Build a step whose model is spread over ranks."""
         from pipeline.training.step.fsdp import ShardedStep
 
@@ -87,7 +87,7 @@ class Work:
         """Say whether the loss compares the items of a batch, as far as the task tells."""
         return bool(getattr(self.task, "in_batch", False)) or self.is_contrastive
 
-    def request(self, train: Train, ranks: int, ratios: Sequence[float] = ()) -> Request:
+    def request(self, train: Train, ranks: int, ratios: Sequence[float] = ()) -> PlanRequest:
         """Return what is asked of the planner for this task."""
         request = request_of(train, ranks, ratios)
         if not self.is_contrastive:
@@ -103,7 +103,7 @@ class Work:
             )
             raise ConfigError(what, where="train.sharding", remedy="--set train.sharding=false")
 
-    def under(self, choice: Choice) -> Settings:
+    def under(self, choice: MemoryChoice) -> Settings:
         """Return the settings of a step under a choice."""
         return replace(
             self.settings,
@@ -112,7 +112,7 @@ class Work:
             offload=choice.offload,
         )
 
-    def build(self, choice: Choice, watch: Recorder, model: nn.Module | None) -> Step:
+    def build(self, choice: MemoryChoice, watch: Recorder, model: nn.Module | None) -> Step:
         """Build what is traced: on the CPU, whatever it imitates."""
         return self.step(choice, watch=watch, model=model)
 
@@ -250,16 +250,16 @@ def cutter(batch: int, *, padded: bool, seed: int = 0, micro_batch: int | None =
     return cut
 
 
-def host_card(memory_bytes: int) -> Card:
+def host_card(memory_bytes: int) -> CardSpec:
     """Return a machine's own memory as a card: nothing stands between a tensor and its bytes."""
     rates = {"fp32": 5e10, "bf16": 5e10}  # a core or two; only ratios matter
-    return Card("cpu", memory_bytes, memory_bytes, rates, 1e10, caching=False)
+    return CardSpec("cpu", memory_bytes, memory_bytes, rates, 1e10, caching=False)
 
 
-def request_of(train: Train, ranks: int, ratios: Sequence[float] = ()) -> Request:
+def request_of(train: Train, ranks: int, ratios: Sequence[float] = ()) -> PlanRequest:
     """Return what is asked of the planner."""
     precisions = ("fp32", "bf16", "fp16") if train.precision == "auto" else (train.precision,)
-    return Request(
+    return PlanRequest(
         batch=train.effective_batch,
         ranks=ranks,
         epochs=train.epochs,
@@ -280,12 +280,19 @@ def least_of(sizes: Mapping[str, Integers]) -> dict[str, int]:
 
 
 def plan_training(
-    work: Work, train: Train, sizes: Mapping[str, Integers], cards: Sequence[Card], target: Target, request: Request
-) -> tuple[Plan, Oracle]:
+    work: Work,
+    train: Train,
+    sizes: Mapping[str, Integers],
+    cards: Sequence[CardSpec],
+    target: Target,
+    request: PlanRequest,
+) -> tuple[MemoryPlan, Oracle]:
     """Plan, and return what answered as well: it remembers."""
-    from pipeline.memory.planning.planner import plan  # every task of every stage imports this module, and few plan
+    from pipeline.memory.planning.planner import (
+        plan_memory,  # every task of every stage imports this module, and few plan
+    )
 
     padded = train.batching == "padded"
     oracle = work.oracle(least_of(sizes), target, padded=padded)
     cut = cutter(train.effective_batch, padded=padded, micro_batch=request.micro_batch)
-    return plan(oracle, Data(sizes, cut, padded), request, cards), oracle
+    return plan_memory(oracle, DataSizes(sizes, cut, padded), request, cards), oracle

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from pipeline.memory.footprint import Choice
+    from pipeline.memory.footprint import MemoryChoice
     from pipeline.memory.runtime.meters import Meter
     from pipeline.stages.train import Job
     from pipeline.training.forensics.rerun import Part, Rerun
@@ -171,11 +171,11 @@ def _job(case: Case, work: Work, device: str) -> Job:
     return replace(job, ranks=ranks, make_step=made, validation=None)
 
 
-def _choice(prepared: Prepared, rung: int = 0) -> Choice:
+def _choice(prepared: Prepared, rung: int = 0) -> MemoryChoice:
 
-    from pipeline.memory.footprint import Choice
+    from pipeline.memory.footprint import MemoryChoice
 
-    return Choice(
+    return MemoryChoice(
         precision=prepared.precision,
         checkpointing=prepared.checkpointing or rung >= 1,
         offload=prepared.offload or rung >= 2,
@@ -184,7 +184,7 @@ def _choice(prepared: Prepared, rung: int = 0) -> Choice:
 
 def _ready(case: Case, job: Job) -> tuple[Step, str, bool]:
     """Return a step with its weights, and what is known of these; the optimizer's state is there in every step."""
-    from pipeline.memory.runtime.recovery import said_out_of_memory
+    from pipeline.memory.runtime.recovery import out_of_memory_error
     from pipeline.stages.train import fresh_step
 
     made: list[tuple[Step, str, bool]] = []
@@ -195,7 +195,7 @@ def _ready(case: Case, job: Job) -> tuple[Step, str, bool]:
         step.make_state()
         made.append((step, words, is_exact))
 
-    if said_out_of_memory(make, None) is not None:
+    if out_of_memory_error(make, None) is not None:
         what = "the model and its optimizer alone do not fit on this device"
         raise PlanInfeasible(what, where="--device", remedy="--device cpu")
     return made[0]

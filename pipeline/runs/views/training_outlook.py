@@ -13,13 +13,13 @@ import numpy as np
 from pipeline.errors import ConfigError
 from pipeline.memory.footprint import Category
 from pipeline.memory.hardware.gpus import device
-from pipeline.memory.hardware.host_memory import Training, measured_baseline, train_need
+from pipeline.memory.hardware.host_memory import TrainingJob, measured_baseline, train_need
 from pipeline.memory.history.task_history import Suggestion
 from pipeline.memory.lint.training_rules import Facts, lint
-from pipeline.memory.planning.comparison import Offer, alternatives, table
-from pipeline.memory.planning.memory_plan import plain
-from pipeline.memory.planning.planner import Stage, plan_stages
-from pipeline.memory.planning.request import Card, Data
+from pipeline.memory.planning.comparison import Offer, compare_configurations, compare_offers
+from pipeline.memory.planning.memory_plan import json_data
+from pipeline.memory.planning.planner import CurriculumStage, plan_stages
+from pipeline.memory.planning.request import CardSpec, DataSizes
 from pipeline.memory.planning.step_estimates import SETTINGS, reserve
 from pipeline.project.project import asked_bytes
 from pipeline.project.user_code import blamed
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
     from pipeline.config.schema import Config
     from pipeline.memory.estimating.fallback_oracle import Ladder
-    from pipeline.memory.footprint import Choice, Standing
+    from pipeline.memory.footprint import MemoryChoice, StandingFootprint
     from pipeline.memory.hardware.host_memory import HostNeed
     from pipeline.memory.lint.training_rules import Finding
-    from pipeline.memory.planning.comparison import Alternative, Configuration
-    from pipeline.memory.planning.memory_plan import Plan
-    from pipeline.memory.planning.request import Request
+    from pipeline.memory.planning.comparison import Configuration, PlannedOffer
+    from pipeline.memory.planning.memory_plan import MemoryPlan
+    from pipeline.memory.planning.request import PlanRequest
     from pipeline.memory.planning.step_estimates import Reserve
     from pipeline.runs.model.probe import Probed
     from pipeline.training.items.item_table import Table
@@ -63,12 +63,12 @@ class TrainOutlook:
     task: str
     items: int
     offer: Offer
-    plans: Mapping[str, Plan]  # by the stage of the curriculum, the last with all items
-    standing: Standing
+    plans: Mapping[str, MemoryPlan]  # by the stage of the curriculum, the last with all items
+    standing: StandingFootprint
     evaluation_bytes: int | None  # live, of the largest micro-batch without gradients; None: nobody can tell
     configurations: Sequence[Configuration]
     item: Mapping[str, int]  # of the configurations
-    alternatives: Sequence[Alternative]
+    alternatives: Sequence[PlannedOffer]
     waits_s: Mapping[str, float]  # until a job of an offer would start, as the scheduler says it, where it does
     host: HostNeed
     mem: Suggestion
@@ -82,7 +82,7 @@ class TrainOutlook:
     pace: float | None = None  # measured/planned seconds of a step; None: nobody measured it
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> MemoryPlan:
         """Return the plan for all items."""
         return self.plans[EVERY]
 
@@ -103,14 +103,14 @@ class TrainOutlook:
             "plans": {name: plan.to_json() for name, plan in self.plans.items()},
             "parameters": self.standing.parameters,
             "trained": self.standing.trained,
-            "standing": plain(self.standing.parts),
+            "standing": json_data(self.standing.parts),
             "evaluation_bytes": self.evaluation_bytes,
             "item": dict(self.item),
-            "configurations": plain(list(self.configurations)),
+            "configurations": json_data(list(self.configurations)),
             "alternatives": [
                 {**_alternative(one), "waits_s": self.waits_s.get(one.offer.name)} for one in self.alternatives
             ],
-            "host": {"parts": plain(self.host.parts), "mem_bytes": self.mem.mem_bytes, "why": self.mem.why},
+            "host": {"parts": json_data(self.host.parts), "mem_bytes": self.mem.mem_bytes, "why": self.mem.why},
             "job": {"cpus": self.cpus, "gpus": self.gpus, "nodes": self.nodes, "time_s": self.time_s},
             "train_s": self.train_s,
             "gpu_hours": self.train_s * self.offer.ranks / 3600,
@@ -121,7 +121,7 @@ class TrainOutlook:
         }
 
 
-def _alternative(one: Alternative) -> dict[str, Any]:
+def _alternative(one: PlannedOffer) -> dict[str, Any]:
     """Return an alternative as JSON data."""
     return {
         "offer": one.offer.name,
@@ -184,14 +184,14 @@ def _outlook(question: Question, work: Work, *, probing: bool) -> TrainOutlook:
     )
 
 
-def _evaluation_bytes(oracle: Ladder, plan: Plan, standing: Standing) -> int | None:
+def _evaluation_bytes(oracle: Ladder, plan: MemoryPlan, standing: StandingFootprint) -> int | None:
     """Return what is live while the largest micro-batch is evaluated between two steps."""
     worst = max(plan.buckets, key=lambda bucket: bucket.live.value)
     found = oracle.evaluation(plan.choice, worst.sizes)
     return standing.bytes + found.again.peak_bytes if found else None
 
 
-def _ignores_sizes(oracle: Ladder, plan: Plan, least: Mapping[str, int]) -> bool:
+def _ignores_sizes(oracle: Ladder, plan: MemoryPlan, least: Mapping[str, int]) -> bool:
     """Tell whether the worst micro-batch takes no more than the least one although its sizes are twice as large."""
     worst = max(plan.buckets, key=lambda bucket: bucket.live.value).sizes
     if any(worst[name] < 2 * size for name, size in least.items()):
@@ -216,14 +216,14 @@ class _Case:
         return self.config.train.batching == "padded"
 
     @property
-    def request(self) -> Request:
+    def request(self) -> PlanRequest:
         return self.work.request(self.config.train, self.offers[0].ranks)
 
     @property
-    def data(self) -> Data:
+    def data(self) -> DataSizes:
         request = self.request
         cut = cutter(request.batch, padded=self.padded, seed=self.config.train.seed, micro_batch=request.micro_batch)
-        return Data(self.sizes, cut, self.padded, self.table.ids)
+        return DataSizes(self.sizes, cut, self.padded, self.table.ids)
 
     @property
     def reserve(self) -> Reserve:
@@ -237,18 +237,18 @@ class _Case:
         """Return the sizes that nearly all items have at most."""
         return {name: int(np.percentile(values_N, TYPICAL)) for name, values_N in self.sizes.items()}
 
-    def compared(self) -> list[Card]:
+    def compared(self) -> list[CardSpec]:
         """Return cards of the usual sizes."""
         if self.work.device != "cuda":
             return []
         fraction = self.config.train.memory_fraction
-        return [Card.of(device(name), self.offers[0].ranks, fraction=fraction) for name in COMPARED]
+        return [CardSpec.of(device(name), self.offers[0].ranks, fraction=fraction) for name in COMPARED]
 
-    def plans(self) -> dict[str, Plan]:
+    def plans(self) -> dict[str, MemoryPlan]:
         """Plan every stage of the curriculum, and once more with what was measured of such a model on such cards."""
         cards, stages = self.offers[0].cards, list(_stages(self.config, self.data))
 
-        def planned(ratios: tuple[float, ...] = (), measured: Choice | None = None) -> dict[str, Plan]:
+        def planned(ratios: tuple[float, ...] = (), measured: MemoryChoice | None = None) -> dict[str, MemoryPlan]:
             request = replace(self.request, ratios=ratios, measured=measured)
             return plan_stages(self.oracle, stages, request, cards, reserve=self.reserve, others=self.compared())
 
@@ -258,7 +258,7 @@ class _Case:
         ratios = measured_ratios(self.config, self.work, choice, names)
         return planned(ratios, choice) if ratios else plans
 
-    def configurations(self, plan: Plan) -> list[Configuration]:
+    def configurations(self, plan: MemoryPlan) -> list[Configuration]:
         """Return what a rank's share takes whole, halved, … and one by one."""
         batch = min(self.config.train.effective_batch, len(self.table))
         share = ceil(batch / self.offers[0].ranks)
@@ -268,7 +268,7 @@ class _Case:
         items = sorted({ceil(share / count) for count in counts}, reverse=True)
         shares = [(one, ceil(share / one)) for one in items]
         cards = self.compared() or self.offers[0].cards
-        return table(
+        return compare_configurations(
             self.oracle,
             shares,
             cards,
@@ -280,11 +280,11 @@ class _Case:
             reserve=self.reserve,
         )
 
-    def side_by_side(self) -> list[Alternative]:
+    def side_by_side(self) -> list[PlannedOffer]:
         """Return what the offers cost; nothing to compare where there is one."""
         if len(self.offers) < 2:
             return []
-        return alternatives(self.oracle, self.data, self.request, self.offers, reserve=self.reserve)
+        return compare_offers(self.oracle, self.data, self.request, self.offers, reserve=self.reserve)
 
 
 def _case(question: Question, work: Work) -> _Case:
@@ -310,7 +310,7 @@ def _items(question: Question) -> Table:
     return table.of_split(split)
 
 
-def _stages(config: Config, data: Data) -> Iterator[Stage]:
+def _stages(config: Config, data: DataSizes) -> Iterator[CurriculumStage]:
     """Yield the stages of the curriculum; the last has all items."""
     left = config.train.epochs
     for number, stage in enumerate(config.train.curriculum, 1):
@@ -323,17 +323,17 @@ def _stages(config: Config, data: Data) -> Iterator[Stage]:
             what = f"no item is as small as {', '.join(f'{most:,} {name}' for name, most in stage.largest.items())}"
             raise ConfigError(what, where=f"train.curriculum, stage {number}", remedy="raise `largest`")
         left -= stage.epochs
-        yield Stage(f"stage {number}", data.only(keep_N), stage.epochs)
-    yield Stage(EVERY, data, left)
+        yield CurriculumStage(f"stage {number}", data.only(keep_N), stage.epochs)
+    yield CurriculumStage(EVERY, data, left)
 
 
-def _host(question: Question, plan: Plan, standing: Standing, offer: Offer, table: Table) -> HostNeed:
+def _host(question: Question, plan: MemoryPlan, standing: StandingFootprint, offer: Offer, table: Table) -> HostNeed:
     """Return what a node's processes take."""
     config = question.config
     gpu = offer.cards[0].caching
     inputs = sum(part.bytes for part in plan.parts if part.category is Category.INPUTS)
     parameters = sum(part.bytes for part in standing.parts if part.category in (Category.PARAMETERS, Category.BUFFERS))
-    run = Training(
+    run = TrainingJob(
         ranks=ceil(offer.ranks / config.cluster.train.nodes),
         gpu=gpu,
         several=offer.ranks > 1,
@@ -365,7 +365,7 @@ def _mem(config: Config, host: HostNeed) -> Suggestion:
     return profiles_of(config).suggest(NAME, task, where, planned_bytes=host.total_bytes)
 
 
-def _facts(config: Config, work: Work, plan: Plan, offer: Offer) -> Facts:
+def _facts(config: Config, work: Work, plan: MemoryPlan, offer: Offer) -> Facts:
     """Return what is known of the run, for the linter."""
     train = config.train
     cards = [device(card.name) for card in offer.cards if is_known(card)]

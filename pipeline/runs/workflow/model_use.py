@@ -230,7 +230,7 @@ def job_of(
     project: Project, folder: RunFolder, name: str, tell: Tell, ranks: Ranks, parts: Parts, *, with_loss: bool
 ) -> Job:
     """Return everything that a rank is given."""
-    from pipeline.memory.footprint import Choice
+    from pipeline.memory.footprint import MemoryChoice
     from pipeline.training.evaluating.apply_model import Job
 
     ahead = Ahead.read(folder.plan(name))
@@ -238,7 +238,7 @@ def job_of(
     work = Work.of(project.config, beside=project.beside)
     device = "cuda" if resources(project, name).gpus else "cpu"
     table = items_of(project, prepared, name)
-    choice: Choice = Choice(precision=prepared.precision, shards=1)
+    choice: MemoryChoice = MemoryChoice(precision=prepared.precision, shards=1)
 
     def select(without: Collection[str]) -> Chosen:
         """Return the checkpoint that was found, or the next one; the judge is to know which."""

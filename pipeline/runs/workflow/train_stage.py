@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from pipeline.config.schema import Config
     from pipeline.journal.run_folder import RunFolder
-    from pipeline.memory.footprint import Choice
+    from pipeline.memory.footprint import MemoryChoice
     from pipeline.project.project import Project
     from pipeline.records import Reason, Tell
     from pipeline.training.checkpoints.checkpoint_reader import Manifest
@@ -185,12 +185,12 @@ def device_for(project: Project, local_rank: int, prepared: Prepared) -> str:
 
 def job_of(project: Project, folder: RunFolder, prepared: Prepared, tell: Tell, ranks: Ranks) -> Any:
     """Return everything that training is given."""
-    from pipeline.memory.footprint import Choice
+    from pipeline.memory.footprint import MemoryChoice
     from pipeline.stages.train import Job
 
     config = project.config
     work = Work.of(config, beside=project.beside)
-    choice: Choice = Choice(
+    choice: MemoryChoice = MemoryChoice(
         precision=prepared.precision, checkpointing=prepared.checkpointing, offload=prepared.offload, shards=1
     )
     table = trained_table(project, prepared)
@@ -258,7 +258,7 @@ def misfits(project: Project) -> list[str]:
 
 
 def _step(
-    work: Work, choice: Choice, ranks: Ranks, device: str, begin: Callable[[nn.Module], None], *, is_spread: bool
+    work: Work, choice: MemoryChoice, ranks: Ranks, device: str, begin: Callable[[nn.Module], None], *, is_spread: bool
 ) -> Step:
     """Return the step that is trained; `begin` gives its model the weights to begin with."""
     if is_spread and ranks.world > 1:
@@ -271,7 +271,7 @@ def remember(
     folder: RunFolder,
     work: Work,
     prepared: Prepared,
-    choice: Choice,
+    choice: MemoryChoice,
     peak_bytes: int,
     step_s: float,
 ) -> None:

@@ -23,7 +23,7 @@ import torch
 
 from pipeline.errors import PlanInfeasible
 from pipeline.memory.runtime.out_of_memory import free_caches
-from pipeline.memory.runtime.recovery import forget_failed_backward, said_out_of_memory
+from pipeline.memory.runtime.recovery import forget_failed_backward, out_of_memory_error
 from pipeline.records import Reason, Rejection
 from pipeline.training.evaluating.outputs import PART_BYTES, Gathered, Writer
 from pipeline.training.step import contrastive
@@ -185,7 +185,7 @@ class Evaluation:
     def _in_parts(self, piece: Piece) -> Iterator[Reason | None]:
         """Evaluate a piece, halving what does not fit, or costs as much as what did not."""
         if len(piece) < 2 or self._cost(piece) < self._too_much:
-            said = said_out_of_memory(self._evaluate, piece)
+            said = out_of_memory_error(self._evaluate, piece)
             if said is None:
                 yield from [None] * len(piece)
                 return
@@ -210,7 +210,7 @@ class Evaluation:
             raise PlanInfeasible(what, where="evaluation", remedy=remedy)
         on_card = self.step.device != "cpu"
         if self._too_large == HOST and on_card:
-            on_host = said_out_of_memory(lambda one: self._evaluate(one, on_host=True), piece)
+            on_host = out_of_memory_error(lambda one: self._evaluate(one, on_host=True), piece)
             if on_host is None:
                 return None
             said = on_host
@@ -320,7 +320,7 @@ class Evaluation:
         may_host = self._too_large == HOST and self.step.device != "cpu"
         said: str | None = None
         for on_host in (False, True) if may_host else (False,):
-            said = said_out_of_memory(take, on_host)
+            said = out_of_memory_error(take, on_host)
             if said is None:
                 return found[0]
             free_caches(self.step.device)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from pipeline.memory.runtime.recovery import Snapshot, forget_failed_backward, rewind, said_out_of_memory
+from pipeline.memory.runtime.recovery import StepSnapshot, forget_failed_backward, out_of_memory_error, rewind
 from pipeline.training.checkpoints.training_state import plain_name, set_rng_state
 from pipeline.training.forensics.rerun import not_finite
 from pipeline.training.items.batch import Batch
@@ -81,7 +81,7 @@ def suspects(
     step: Step, results: Iterable[Result], read: Callable[[Part], Piece], *, backward: bool = False
 ) -> list[Suspect]:
     """Look at the items of parts one by one, and together where none is to blame alone; `backward`: at gradients."""
-    snapshot = Snapshot.take(step.model, device=step.device, scaler=step.scaler)
+    snapshot = StepSnapshot.take(step.model, device=step.device, scaler=step.scaler)
     found: list[Suspect] = []
     for result in results:
         piece = read(result.part)
@@ -96,7 +96,7 @@ def suspects(
 
 
 def _looked_at(
-    step: Step, piece: Piece, rng: Mapping[str, Tensor], snapshot: Snapshot, *, backward: bool
+    step: Step, piece: Piece, rng: Mapping[str, Tensor], snapshot: StepSnapshot, *, backward: bool
 ) -> Suspect | None:
     """Run some items with an eye on every module; None: all is finite, or does not fit."""
     found: list[Suspect | None] = []
@@ -110,7 +110,7 @@ def _looked_at(
         again()
         found.append(_forward(step, one) or (_backward(step, one, again) if backward else None))
 
-    if said_out_of_memory(look, piece) is not None:
+    if out_of_memory_error(look, piece) is not None:
         rewind(snapshot, step.model.parameters(), step.device)
     again()
     return found[0] if found else None

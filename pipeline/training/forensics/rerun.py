@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeline.memory.runtime.recovery import Snapshot, rewind, said_out_of_memory
+from pipeline.memory.runtime.recovery import StepSnapshot, out_of_memory_error, rewind
 from pipeline.protocol import Weights
 from pipeline.training.checkpoints.training_state import plain_name, rng_state, set_rng_state
 from pipeline.training.step import contrastive
@@ -95,7 +95,7 @@ def rerun(
     begin: Callable[[Part], None] = lambda _: None,
 ) -> Rerun:
     """Run parts in order, to the first for which memory does not suffice."""
-    snapshot = Snapshot.take(step.model, device=step.device, scaler=step.scaler)
+    snapshot = StepSnapshot.take(step.model, device=step.device, scaler=step.scaler)
     weights = None if step.contrasts else _weights(step, parts, read)
     first = meter.read()
     found = Rerun([Result(part) for part in parts], is_counted=first.allocated_bytes is not None)
@@ -141,7 +141,7 @@ def _run(step: Step, result: Result, read: Callable[[Part], Piece], run: Callabl
     step.watch = sums
     piece = read(result.part)
     meter.reset_peak()
-    error = said_out_of_memory(run, piece)
+    error = out_of_memory_error(run, piece)
     step.watch = Unwatched()
     if error is not None:
         result.outcome, result.error = Outcome.OOM, error
@@ -200,7 +200,7 @@ class _Joint:
             self._cached = contrastive.contrast(self.step, rows)
 
         with contrastive.as_drawn(self.step.device):
-            said = said_out_of_memory(take, None)
+            said = out_of_memory_error(take, None)
         if said is not None:
             last.outcome, last.error = Outcome.OOM, f"the loss of all {sum(items)} items: {said}"
             return False
@@ -253,7 +253,7 @@ def _weights(step: Step, parts: Sequence[Part], read: Callable[[Part], Piece]) -
             found.append({name: weight for name, (_, weight) in step.aside(batch).items()})
 
     def in_parts(piece: Piece) -> None:  # an item that does not fit even so has no weight here
-        if said_out_of_memory(ask, piece) is not None and len(piece) > 1:
+        if out_of_memory_error(ask, piece) is not None and len(piece) > 1:
             for half in piece.halves():
                 in_parts(half)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeline.memory.leaks.leak_detector import Leak, Leaks
+from pipeline.memory.leaks.leak_detector import Leaks, MemoryLeak
 from pipeline.memory.runtime.meters import HostMeter
 from pipeline.training.checkpoints.training_state import rng_state
 from pipeline.training.forensics import step_bundle
@@ -270,7 +270,7 @@ class Watch:
             self._is_in_step = False
             self._breath.off()
 
-    def _leaking(self, leak: Leak) -> None:
+    def _leaking(self, leak: MemoryLeak) -> None:
         self.say(f"WARNING: memory leaks: {leak.words()}")
 
     def close(self) -> None:

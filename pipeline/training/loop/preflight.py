@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipeline.errors import PlanInfeasible
-from pipeline.memory.runtime.recovery import Snapshot, rewind, said_out_of_memory
+from pipeline.memory.runtime.recovery import StepSnapshot, out_of_memory_error, rewind
 from pipeline.training.sampling.sampler import Micro
 from pipeline.training.step.micro_batches import Piece, Share
 
@@ -32,7 +32,7 @@ def rehearse(
     leave_out: Collection[str] = (),
 ) -> int:
     """Run the worst micro-batch of this rank; leave everything as it was; return the budget that it speaks for."""
-    snapshot = Snapshot.take(step.model, device=step.device, scaler=step.scaler)
+    snapshot = StepSnapshot.take(step.model, device=step.device, scaler=step.scaler)
     make_state(step)
     worst = worst_of(course)
     if worst is None:
@@ -63,7 +63,7 @@ def rehearse(
 
 def make_state(step: Step) -> None:
     """Let the optimizer have its state before it is needed, or say that there is no room for it."""
-    if said_out_of_memory(lambda _: step.make_state(), None) is not None:
+    if out_of_memory_error(lambda _: step.make_state(), None) is not None:
         what = "the state of the optimizer does not fit in memory"
         raise PlanInfeasible(what, where="training", remedy="pipeline plan --stage train   (or a larger card)")
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from pipeline.errors import ConfigError
-from pipeline.memory.runtime.recovery import Snapshot
+from pipeline.memory.runtime.recovery import StepSnapshot
 from pipeline.training.checkpoints.training_state import rng_state, set_rng_state
 from pipeline.training.step.checkpointing import twin
 from pipeline.training.step.optimizers import checked, whole_loss
@@ -245,7 +245,7 @@ def accumulate_all(step: Step, batches: Sequence[Batch]) -> None:
     if len(batches) == 1:
         at_once(step, batches[0])
         return
-    snapshot = Snapshot.take(step.model, device=step.device, scaler=step.scaler)
+    snapshot = StepSnapshot.take(step.model, device=step.device, scaler=step.scaler)
     parts = [first_pass(step, batch) for batch in batches]
     sizes = [len(next(iter(part.values()))) for part in parts]
     snapshot.restore()

@@ -20,7 +20,7 @@ import torch
 
 from pipeline.errors import DataError, PlanInfeasible
 from pipeline.memory.runtime.out_of_memory import free_caches
-from pipeline.memory.runtime.recovery import Oom, Snapshot, forget_failed_backward, said_out_of_memory
+from pipeline.memory.runtime.recovery import Oom, StepSnapshot, forget_failed_backward, out_of_memory_error
 from pipeline.training.step import contrastive
 from pipeline.training.step.local_step import HOST, OFFLOAD, SKIP, Local, Stepper
 
@@ -72,7 +72,7 @@ class ContrastiveStepper(Stepper):
     def run(self, share: Share, weights: Mapping[str, float] | None) -> Local:  # noqa: ARG002 - see `weights`
         """Run this rank's share; gradients are in the parameters afterwards, unless it is to be run again."""
         self._begin_step(share)
-        self._snapshot = Snapshot.take(
+        self._snapshot = StepSnapshot.take(
             self.step.model, device=self.step.device, scaler=self.step.scaler, before=self._snapshot
         )
         local = Local()
@@ -119,7 +119,7 @@ class ContrastiveStepper(Stepper):
     ) -> bool:
         """Run pieces in order; say whether memory sufficed, else what did not fit is learned."""
         for piece in pieces:
-            error = said_out_of_memory(partial(self._remedied, run=run, local=local), piece)
+            error = out_of_memory_error(partial(self._remedied, run=run, local=local), piece)
             if error is not None:
                 self._learn(piece, error, share, local)
                 return False
@@ -198,7 +198,7 @@ class ContrastiveStepper(Stepper):
             found.append(contrastive.contrast(self.step, dict(rows), counts=counts, on_host=on_host))
 
         for on_host in (False, False, True) if self._on_card and self.too_large == HOST else (False, False):
-            said = said_out_of_memory(take, on_host)
+            said = out_of_memory_error(take, on_host)
             if said is None:
                 return found[0]
             forget_failed_backward()
@@ -245,7 +245,7 @@ class ContrastiveStepper(Stepper):
                 rows = contrastive.first_pass(self.step, self._collated(one))
             found.extend(bool(torch.isfinite(row).all()) for row in rows.values())
 
-        said_out_of_memory(look, piece)
+        out_of_memory_error(look, piece)
         return all(found)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import JobFailed
 from pipeline.memory.runtime.out_of_memory import is_out_of_memory
-from pipeline.memory.runtime.recovery import Snapshot
+from pipeline.memory.runtime.recovery import StepSnapshot
 from pipeline.protocol import Weights
 from pipeline.training.step.local_step import CHECKPOINTING, OFFLOAD, Local, Stepper
 from pipeline.training.step.micro_batches import Piece
@@ -101,7 +101,7 @@ class ShardedStepper(Stepper):
     def run(self, share: Share, weights: Mapping[str, float] | None) -> Local:
         """Run this rank's share forward and backward, and others' items where they have more passes to make."""
         step, local = self.step, Local()
-        self._snapshot = Snapshot.take(step.model, device=step.device, scaler=step.scaler, before=self._snapshot)
+        self._snapshot = StepSnapshot.take(step.model, device=step.device, scaler=step.scaler, before=self._snapshot)
         step.spread.begin_step()
         for turn in self._turns(share):
             step.agreed = power_of_two(turn.items)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import DataError, PlanInfeasible
 from pipeline.memory.runtime.out_of_memory import free_caches
-from pipeline.memory.runtime.recovery import Snapshot, replayed, rewind, said_out_of_memory
+from pipeline.memory.runtime.recovery import StepSnapshot, out_of_memory_error, replay_until_it_fits, rewind
 from pipeline.protocol import Weights
 from pipeline.training.checkpoints.training_state import rng_state, set_rng_state
 from pipeline.training.step.optimizers import summed
@@ -71,7 +71,7 @@ class Stepper:
         """
         self.step, self.governor, self.cost_N, self.upkeep, self.too_large = step, governor, cost_N, upkeep, too_large
         self._begin, self._failed = begin, failed
-        self._snapshot: Snapshot | None = None
+        self._snapshot: StepSnapshot | None = None
         self._is_several: bool | None = True if isinstance(step.task, Weights) else None  # terms; None: not known yet
         self.ladder = tuple(RUNGS[: RUNGS.index(SKIP)]) if self._on_card else RUNGS[:2]
 
@@ -110,7 +110,7 @@ class Stepper:
 
     def _in_parts(self, piece: Piece, run: Callable[[Piece], Any], share: Share) -> None:
         """Run something that adds nothing up before it ends, halving what does not fit."""
-        if said_out_of_memory(run, piece) is None:
+        if out_of_memory_error(run, piece) is None:
             return
         free_caches(self.step.device)
         if len(piece) > 1:
@@ -125,7 +125,7 @@ class Stepper:
 
     def run(self, share: Share, weights: Mapping[str, float] | None) -> Local:
         """Run this rank's share forward and backward; gradients are in the parameters afterwards."""
-        self._snapshot = Snapshot.take(
+        self._snapshot = StepSnapshot.take(
             self.step.model, device=self.step.device, scaler=self.step.scaler, before=self._snapshot
         )
         local, climbed = Local(), list[tuple[int, str]]()
@@ -136,7 +136,7 @@ class Stepper:
             local.remedied.clear()
             self.go_back()
 
-        done = replayed(
+        done = replay_until_it_fits(
             _Started(share, self._ready),
             partial(self._run, local=local, weights=weights),
             again=again,
@@ -254,7 +254,7 @@ class Stepper:
         def evaluate(one: Piece) -> None:
             losses.extend(float(total) for total, _ in self.step.evaluate(self._collated(one)).values())
 
-        said_out_of_memory(evaluate, piece)
+        out_of_memory_error(evaluate, piece)
         return all(map(math.isfinite, losses))
 
 

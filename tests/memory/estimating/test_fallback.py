@@ -17,12 +17,20 @@ from pipeline.memory.estimating.cpu_profile import measure, record
 from pipeline.memory.estimating.extrapolate import stretched
 from pipeline.memory.estimating.fallback_oracle import Counts, Formula, Ladder, Unmeasurable
 from pipeline.memory.estimating.small_steps import Allowance, MeasuredSmall, proportional, rising
-from pipeline.memory.footprint import Category, Choice, Micro, Origin, Standing, Step, Tape
+from pipeline.memory.footprint import (
+    Category,
+    MemoryChoice,
+    MicroFootprint,
+    Provenance,
+    StandingFootprint,
+    StepTapes,
+    Tape,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-CHOICE = Choice()
+CHOICE = MemoryChoice()
 FLOAT = 4
 
 
@@ -250,7 +258,7 @@ def test_a_plan_from_small_batches_holds_when_the_large_one_is_run(kind: str, mo
     assert max(training.ran) <= most * wanted["nodes"]
     for micros in (1, 2):
         real = real_step(kind, wanted, micros).peak_bytes
-        planned = Step.of(standing, [micro] * micros).peak_bytes(0)
+        planned = StepTapes.of(standing, [micro] * micros).peak_bytes(0)
         assert 0.99 * real <= planned <= MOST_ABOVE[kind] * real, (real, planned, micro.notes)
 
 
@@ -300,13 +308,13 @@ def test_every_tape_releases_only_what_it_or_an_earlier_one_allocated() -> None:
 def test_notes_say_what_was_run_how_far_it_was_taken_and_with_which_margin() -> None:
     oracle, _ = measured("masked", 1 / 8)
     micro = oracle.micro(CHOICE, KINDS["masked"][2])
-    assert micro.origin is Origin.EXTRAPOLATED
+    assert micro.origin is Provenance.EXTRAPOLATED
     assert micro.notes[0].startswith(
         "measured on small real batches on the CPU (6 sizes up to 1/8 of this one), extrapolated ×8: leave-one-out"
     )
     assert "planned with +" in micro.notes[0]
-    assert oracle.standing(CHOICE).origin is Origin.EXTRAPOLATED
-    offloaded = oracle.micro(Choice(offload=True), KINDS["masked"][2])
+    assert oracle.standing(CHOICE).origin is Provenance.EXTRAPOLATED
+    offloaded = oracle.micro(MemoryChoice(offload=True), KINDS["masked"][2])
     assert offloaded.notes[-1] == "offloading could not be rehearsed: planned as without"
 
 
@@ -330,7 +338,7 @@ def test_the_same_question_is_answered_at_once_and_random_numbers_of_others_stay
     state = torch.get_rng_state()
     one = oracle.micro(CHOICE, {"nodes": 400})
     runs = len(training.ran)
-    assert oracle.micro(Choice(shards=8), {"nodes": 400}) == one
+    assert oracle.micro(MemoryChoice(shards=8), {"nodes": 400}) == one
     assert len(training.ran) == runs
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -389,8 +397,8 @@ def test_the_formula_is_above_what_is_really_needed_and_says_that_it_is_crude(ki
     formula = Formula(counts, states=2, averages=0, padded=False)
     standing, micro = formula.standing(CHOICE), formula.micro(CHOICE, wanted)
     for micros in (1, 2):
-        assert Step.of(standing, [micro] * micros).peak_bytes(0) >= real_step(kind, wanted, micros).peak_bytes
-    assert micro.origin is standing.origin is Origin.ASSUMED
+        assert StepTapes.of(standing, [micro] * micros).peak_bytes(0) >= real_step(kind, wanted, micros).peak_bytes
+    assert micro.origin is standing.origin is Provenance.ASSUMED
     assert "trust is low" in micro.notes[0]
     assert footprint.live_peak_bytes(standing, micro, accumulate=True) >= sum(part.bytes for part in micro.parts)
 
@@ -414,11 +422,11 @@ class Fails:
         self.why = why
         self.asked = 0
 
-    def standing(self, choice: Choice) -> Standing:
+    def standing(self, choice: MemoryChoice) -> StandingFootprint:
         self.asked += 1
         raise Unmeasurable(self.why)
 
-    def micro(self, choice: Choice, sizes: Mapping[str, int]) -> Micro:
+    def micro(self, choice: MemoryChoice, sizes: Mapping[str, int]) -> MicroFootprint:
         self.asked += 1
         raise Unmeasurable(self.why)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeline.memory.footprint import EMPTY, Step, Tape
-from pipeline.memory.hardware.allocator_replay import ALTERNATIVES, Alternative, recommend, replay, worst_first
+from pipeline.memory.footprint import EMPTY, StepTapes, Tape
+from pipeline.memory.hardware.allocator_replay import VARIANTS, AllocatorVariant, recommend, replay_steps, worst_first
 from pipeline.memory.hardware.caching_allocator import AllocatorSettings, SimulatedOutOfMemory
 
 MIB = 1 << 20
@@ -44,15 +44,17 @@ def micro(tokens: int, layers: int = 8) -> Tape:
     return tape(*events)
 
 
-def shuffled(count: int = 40) -> list[Step]:
-    return [Step((micro(tokens), EMPTY)) for tokens in np.random.default_rng(3).integers(300, 2500, count).tolist()]
+def shuffled(count: int = 40) -> list[StepTapes]:
+    return [
+        StepTapes((micro(tokens), EMPTY)) for tokens in np.random.default_rng(3).integers(300, 2500, count).tolist()
+    ]
 
 
 SETUP = tape((-1, 50 * MIB), (-2, 7 * MIB))
 
 
 def test_a_replay_tells_peaks_and_what_the_driver_did() -> None:
-    played = replay([Step((tape((0, 30 * MIB), (0, -30 * MIB)),))] * 3, DEFAULT, SETUP)
+    played = replay_steps([StepTapes((tape((0, 30 * MIB), (0, -30 * MIB)),))] * 3, DEFAULT, SETUP)
     assert (played.allocated_bytes, played.reserved_bytes) == (87 * MIB, 100 * MIB)
     assert (played.driver_calls, played.retries, played.steps) == (3, 0, 3)
     assert played.fragmentation == pytest.approx(100 / 87)
@@ -60,14 +62,14 @@ def test_a_replay_tells_peaks_and_what_the_driver_did() -> None:
 
 def test_a_limit_that_is_too_small_fails() -> None:
     with pytest.raises(SimulatedOutOfMemory):
-        replay(shuffled(3), DEFAULT, SETUP, limit_bytes=100 * MIB)
+        replay_steps(shuffled(3), DEFAULT, SETUP, limit_bytes=100 * MIB)
 
 
 def test_shapes_that_vary_fragment_the_default_most() -> None:
     steps = shuffled()
-    plain = replay(steps, DEFAULT, SETUP)
-    expandable = replay(steps, AllocatorSettings(expandable=True), SETUP)
-    ordered = replay(worst_first(steps), DEFAULT, SETUP)
+    plain = replay_steps(steps, DEFAULT, SETUP)
+    expandable = replay_steps(steps, AllocatorSettings(expandable=True), SETUP)
+    ordered = replay_steps(worst_first(steps), DEFAULT, SETUP)
     assert plain.fragmentation > 2
     assert expandable.fragmentation < 1.1
     assert ordered.fragmentation < 1.1
@@ -76,7 +78,7 @@ def test_shapes_that_vary_fragment_the_default_most() -> None:
 
 def test_the_worst_step_comes_first_and_updates_keep_their_places() -> None:
     first, later = tape((-5, 512)), tape((-6, 512), (-6, -512))
-    steps = [Step((micro(3), first)), Step((micro(9), micro(2), later)), Step((micro(4), later))]
+    steps = [StepTapes((micro(3), first)), StepTapes((micro(9), micro(2), later)), StepTapes((micro(4), later))]
     ordered = worst_first(steps)
     assert ordered[0].tapes[-1] is first
     assert ordered[0].tapes[:-1] == steps[1].tapes[:-1]
@@ -85,7 +87,7 @@ def test_the_worst_step_comes_first_and_updates_keep_their_places() -> None:
 
 
 def test_where_the_worst_step_is_first_or_none_is_there_nothing_changes() -> None:
-    steps = [Step((micro(9), EMPTY)), Step((micro(3), EMPTY))]
+    steps = [StepTapes((micro(9), EMPTY)), StepTapes((micro(3), EMPTY))]
     assert worst_first(steps) == steps
     assert worst_first([]) == []
 
@@ -94,7 +96,7 @@ def test_what_reserves_least_is_recommended_with_all_that_were_tried() -> None:
     found = recommend(SETUP, shuffled())
     assert found.chosen is not None
     assert found.chosen.alternative.settings.expandable
-    assert [trial.alternative for trial in found.trials] == list(ALTERNATIVES)
+    assert [trial.alternative for trial in found.trials] == list(VARIANTS)
     least = min(trial.replay.reserved_bytes for trial in found.trials if trial.replay)
     assert found.chosen.replay is not None
     assert found.chosen.replay.reserved_bytes <= 1.02 * least
@@ -103,7 +105,7 @@ def test_what_reserves_least_is_recommended_with_all_that_were_tried() -> None:
 
 
 def test_where_nothing_is_gained_the_plainest_is_recommended() -> None:
-    same = [Step((tape((0, 64 * MIB), (0, -64 * MIB)), EMPTY))] * 5
+    same = [StepTapes((tape((0, 64 * MIB), (0, -64 * MIB)), EMPTY))] * 5
     found = recommend(EMPTY, same)
     assert found.chosen is not None
     assert found.chosen.alternative.name == "default"
@@ -111,9 +113,9 @@ def test_where_nothing_is_gained_the_plainest_is_recommended() -> None:
 
 def test_what_runs_out_of_memory_is_not_recommended() -> None:
     steps = shuffled()
-    most = replay(steps, AllocatorSettings(expandable=True), SETUP).reserved_bytes
-    plain, expandable = Alternative(DEFAULT), Alternative(AllocatorSettings(expandable=True))
-    never = Alternative(AllocatorSettings(roundup_power2_divisions=1))
+    most = replay_steps(steps, AllocatorSettings(expandable=True), SETUP).reserved_bytes
+    plain, expandable = AllocatorVariant(DEFAULT), AllocatorVariant(AllocatorSettings(expandable=True))
+    never = AllocatorVariant(AllocatorSettings(roundup_power2_divisions=1))
     found = recommend(SETUP, steps, (never, expandable), limit_bytes=most)
     assert found.chosen is not None
     assert found.chosen.replay is not None
@@ -125,7 +127,7 @@ def test_what_runs_out_of_memory_is_not_recommended() -> None:
 
 
 def test_alternatives_are_named_for_tables() -> None:
-    assert [one.name for one in ALTERNATIVES] == [
+    assert [one.name for one in VARIANTS] == [
         "default",
         "expandable_segments:True",
         "default, worst shape first",

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from pipeline.keys import recipe_key
-from pipeline.memory.footprint import Origin
+from pipeline.memory.footprint import Provenance
 from pipeline.memory.hardware import host_memory
 from pipeline.memory.hardware.host_memory import (
     STATED,
@@ -22,7 +22,7 @@ from pipeline.memory.hardware.host_memory import (
     HostNeed,
     HostPart,
     Phase,
-    Training,
+    TrainingJob,
     held_bytes,
     measured_baseline,
     pinned_bytes,
@@ -36,7 +36,7 @@ from pipeline.training.items import read_ahead
 from pipeline.training.items.item_table import Table, TableBuilder
 from tests.memory.history.tasks import GIB, MIB, measured
 
-BASE = Baseline(200 * MIB, Origin.MEASURED, "made up")
+BASE = Baseline(200 * MIB, Provenance.MEASURED, "made up")
 TRAINED = """
 import torch
 torch.set_num_threads(1)
@@ -134,22 +134,27 @@ def opened(folder: Path, key: bytes) -> Any:
 
 
 def test_only_the_larger_phase_is_asked_for() -> None:
-    kept = HostPart("kept", 100, Origin.MEASURED, "")
-    start, train = HostPart("s", 60, Origin.TRACED, "", Phase.START), HostPart("t", 50, Origin.TRACED, "", Phase.TRAIN)
+    kept = HostPart("kept", 100, Provenance.MEASURED, "")
+    start, train = (
+        HostPart("s", 60, Provenance.TRACED, "", Phase.START),
+        HostPart("t", 50, Provenance.TRACED, "", Phase.TRAIN),
+    )
     need = HostNeed((kept, start, train))
     assert (need.bytes, need.total_bytes, need.margin_bytes) == (160, 168, 8)
-    assert HostNeed((kept, start, replace(train, origin=Origin.ASSUMED))).bytes == 150  # with its margin it is larger
+    assert (
+        HostNeed((kept, start, replace(train, origin=Provenance.ASSUMED))).bytes == 150
+    )  # with its margin it is larger
 
 
 def test_what_is_assumed_has_a_wider_margin_than_what_was_measured() -> None:
-    margins = [HostPart("", 1000, origin, "").margin_bytes for origin in Origin]
+    margins = [HostPart("", 1000, origin, "").margin_bytes for origin in Provenance]
     assert margins == sorted(margins)
     assert margins[0] >= 50
     assert margins[-1] >= 200
 
 
 def test_every_rank_has_its_own_of_everything_but_files() -> None:
-    run = Training(
+    run = TrainingJob(
         model_bytes=GIB, batch_bytes=10 * MIB, staged_bytes=3 * GIB, items=10**6, sizes=3, tmpfs_bytes=5 * GIB
     )
     one, four = train_need(run, BASE), train_need(replace(run, ranks=4), BASE)
@@ -158,13 +163,13 @@ def test_every_rank_has_its_own_of_everything_but_files() -> None:
 
 
 def test_a_tmpfs_counts_in_full_and_the_page_cache_does_not_grow() -> None:
-    less, more = (train_need(Training(tmpfs_bytes=size), BASE) for size in (0, 7 * GIB))
+    less, more = (train_need(TrainingJob(tmpfs_bytes=size), BASE) for size in (0, 7 * GIB))
     assert more.bytes - less.bytes == 7 * GIB
     assert part(less, "page cache") == part(more, "page cache") == host_memory.PAGE_CACHE_BYTES
 
 
 def test_a_checkpoint_is_staged_while_the_ring_is_full_but_the_model_was_given_back() -> None:
-    run = Training(
+    run = TrainingJob(
         gpu=False, model_bytes=2 * GIB, resumed_bytes=GIB, staged_bytes=GIB, slots=2, batch_bytes=GIB, sized=True
     )
     need = train_need(run, BASE)
@@ -174,7 +179,7 @@ def test_a_checkpoint_is_staged_while_the_ring_is_full_but_the_model_was_given_b
 
 
 def test_a_gpu_brings_its_context_and_pinned_memory_and_a_cpu_its_step() -> None:
-    run = Training(batch_bytes=MIB, offloaded_bytes=GIB, step_bytes=9 * GIB, several=True, slots=2, sized=True)
+    run = TrainingJob(batch_bytes=MIB, offloaded_bytes=GIB, step_bytes=9 * GIB, several=True, slots=2, sized=True)
     gpu, cpu = train_need(run, BASE), train_need(replace(run, gpu=False), BASE)
     assert part(gpu, host_memory.CONTEXT) == host_memory.CUDA_CONTEXT_BYTES
     assert (part(gpu, "offloaded"), part(gpu, "training step")) == (2 * GIB, 0)
@@ -183,7 +188,7 @@ def test_a_gpu_brings_its_context_and_pinned_memory_and_a_cpu_its_step() -> None
 
 
 def test_inductor_is_paid_for_only_where_it_compiles() -> None:
-    eager, compiled = (train_need(Training(compile_workers=workers), BASE) for workers in (0, 8))
+    eager, compiled = (train_need(TrainingJob(compile_workers=workers), BASE) for workers in (0, 8))
     assert part(eager, "compiler") == 0
     assert part(compiled, "compiler") == 8 * host_memory.COMPILE_WORKER_BYTES + host_memory.COMPILER_BYTES
 
@@ -196,7 +201,7 @@ def test_shared_pages_count_in_proportion_and_those_of_files_in_full() -> None:
 
 @pytest.mark.slow
 def test_the_measured_baseline_is_what_a_process_with_torch_takes(baseline: Baseline) -> None:
-    assert baseline.origin is Origin.MEASURED
+    assert baseline.origin is Provenance.MEASURED
     assert status_of(IMPORTED, "VmRSS") == pytest.approx(baseline.bytes, rel=0.1)
 
 
@@ -206,14 +211,14 @@ def test_without_the_modules_the_baseline_is_a_stated_figure() -> None:
 
 @pytest.mark.slow
 def test_a_training_step_on_the_cpu_fits_what_is_predicted_and_nearly_fills_it(baseline: Baseline) -> None:
-    need = train_need(Training(gpu=False, step_bytes=TRAINED_BYTES, threads=0), baseline)
+    need = train_need(TrainingJob(gpu=False, step_bytes=TRAINED_BYTES, threads=0), baseline)
     predicted = need.total_bytes - int(1.3 * host_memory.PAGE_CACHE_BYTES)  # which belongs to no process
     peak = status_of(TRAINED, "VmHWM")
     assert 0.7 * predicted < peak < predicted
 
 
 def test_a_plan_that_was_measured_often_gives_way_to_what_was_measured(tmp_path: Path) -> None:
-    need = train_need(Training(model_bytes=GIB, batch_bytes=200 * MIB, staged_bytes=3 * GIB), BASE)
+    need = train_need(TrainingJob(model_bytes=GIB, batch_bytes=200 * MIB, staged_bytes=3 * GIB), BASE)
     profiles = Profiles(tmp_path)
     first = profiles.suggest("train", "ab12", "north", planned_bytes=need.total_bytes)
     assert first.mem_bytes >= need.total_bytes

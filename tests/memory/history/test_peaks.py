@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pipeline.memory.footprint import Choice, Origin, margin_of
+from pipeline.memory.footprint import MemoryChoice, Provenance, margin_of
 from pipeline.memory.history.step_history import Peak, Peaks, fingerprint, ratios_of_all
 
 ONE = Peak(
@@ -79,10 +79,10 @@ def test_a_plan_for_several_cards_is_corrected_once_all_were_measured(tmp_path: 
 
 def test_margins_are_from_measurements_once_there_are_some(tmp_path: Path) -> None:
     found = Peaks(tmp_path, "2.13.0")
-    assert margin_of(Origin.TRACED, found.ratios("m", "a100")).origin is Origin.ASSUMED
+    assert margin_of(Provenance.TRACED, found.ratios("m", "a100")).origin is Provenance.ASSUMED
     peaks(tmp_path, replace(ONE, measured_bytes=1010))
-    margin = margin_of(Origin.TRACED, found.ratios("m", "a100"))
-    assert (margin.origin, round(margin.factor, 4)) == (Origin.MEASURED, round(1.01 * 1.02, 4))
+    margin = margin_of(Provenance.TRACED, found.ratios("m", "a100"))
+    assert (margin.origin, round(margin.factor, 4)) == (Provenance.MEASURED, round(1.01 * 1.02, 4))
 
 
 def test_writers_share_no_file_and_a_torn_line_hides_no_other(tmp_path: Path) -> None:
@@ -118,17 +118,17 @@ def model(heads: int = 2, *, second: type[nn.Module] = nn.ReLU, width: int = 8) 
 
 
 def test_a_model_has_one_fingerprint_real_fake_or_on_the_meta_device() -> None:
-    real = fingerprint(model(), Options(), Choice())
+    real = fingerprint(model(), Options(), MemoryChoice())
     with torch.device("meta"):
-        assert fingerprint(model(), Options(), Choice()) == real
+        assert fingerprint(model(), Options(), MemoryChoice()) == real
     with FakeTensorMode():
-        assert fingerprint(model(), Options(), Choice()) == real
-    assert fingerprint(model().eval(), Options(learning_rate=1.0), Choice()) == real
+        assert fingerprint(model(), Options(), MemoryChoice()) == real
+    assert fingerprint(model().eval(), Options(learning_rate=1.0), MemoryChoice()) == real
 
 
 def test_what_changes_memory_changes_the_fingerprint() -> None:
     models = [model(), model(heads=4), model(second=nn.GELU), model(width=9), model().half()]
-    options = [Options(ema=0.9), Choice(precision="bf16"), Choice(checkpointing=True)]
+    options = [Options(ema=0.9), MemoryChoice(precision="bf16"), MemoryChoice(checkpointing=True)]
     prints = {fingerprint(one, Options()) for one in models}
-    prints |= {fingerprint(model(), Options(), one) for one in (*options, Choice())}
+    prints |= {fingerprint(model(), Options(), one) for one in (*options, MemoryChoice())}
     assert len(prints) == len(models) + len(options) + 1

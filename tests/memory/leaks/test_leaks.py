@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.memory.leaks import inspection
-from pipeline.memory.leaks.leak_detector import HOST, LAPS, OBJECTS, TENSORS, Leak, Leaks, Series, leaking
+from pipeline.memory.leaks.leak_detector import HOST, LAPS, OBJECTS, TENSORS, Leaks, MemoryLeak, Series, leaking
 from tests.limited import device
 
 HERE = Path(__file__)
@@ -180,7 +180,7 @@ class Run:
     """A plain loop, with averages and evaluation, watched."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
-        self.told: list[Leak] = []
+        self.told: list[MemoryLeak] = []
         self.model = model
         self.optimizer = torch.optim.AdamW(model.parameters())
         self.averages = [one.detach().clone() for one in model.parameters()]
@@ -201,8 +201,10 @@ class Run:
         self.leaks.step(rows // 32)
         return loss.item()
 
-    def epochs(self, count: int = EPOCHS, steps: int = STEPS, rows: Callable[[], int] = lambda: ROWS) -> list[Leak]:
-        found: list[Leak] = []
+    def epochs(
+        self, count: int = EPOCHS, steps: int = STEPS, rows: Callable[[], int] = lambda: ROWS
+    ) -> list[MemoryLeak]:
+        found: list[MemoryLeak] = []
         for _ in range(count):
             for _ in range(steps):
                 self.step(rows())
@@ -216,13 +218,13 @@ class Run:
         return self.random.randint(*NODES)
 
 
-def limited(model: Callable[[], nn.Module], **options: Any) -> tuple[list[Leak], Run]:
+def limited(model: Callable[[], nn.Module], **options: Any) -> tuple[list[MemoryLeak], Run]:
     with device.LimitedDevice() as card:
         run = Run(model(), live=lambda: card.live_bytes)
         return run.epochs(**options), run
 
 
-def only(leaks: list[Leak]) -> Leak:
+def only(leaks: list[MemoryLeak]) -> MemoryLeak:
     assert len(leaks) == 1, [leak.words() for leak in leaks]
     return leaks[0]
 
@@ -396,11 +398,11 @@ def _compiled(x: Tensor) -> Tensor:
 def test_a_look_does_not_compile_anew() -> None:
     from torch._dynamo.testing import CompileCounter
 
-    from pipeline.memory.leaks.referrers import Look
+    from pipeline.memory.leaks.referrers import StorageWatch
 
     counter = CompileCounter()
     function = torch.compile(_compiled, backend=counter)
-    for look in (nullcontext(), Look(), nullcontext()):
+    for look in (nullcontext(), StorageWatch(), nullcontext()):
         with look:
             function(torch.ones(5, requires_grad=True)).backward()
     assert counter.frame_count == 1

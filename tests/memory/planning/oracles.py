@@ -8,8 +8,16 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.memory.footprint import Category, Choice, Micro, Origin, Part, Standing, Tape
-from pipeline.memory.planning.request import Card, Data, Micros
+from pipeline.memory.footprint import (
+    Category,
+    MemoryChoice,
+    MemoryPart,
+    MicroFootprint,
+    Provenance,
+    StandingFootprint,
+    Tape,
+)
+from pipeline.memory.planning.request import CardSpec, DataSizes, Micros
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -32,45 +40,49 @@ class Model:
     kept: float = 0.3  # of the activations, with checkpointing
     flops_a_byte: float = 2000.0
     kernels: int = 200
-    origin: Origin = Origin.TRACED
-    asked: list[tuple[Choice, tuple[tuple[str, int], ...]]] = field(default_factory=list)
+    origin: Provenance = Provenance.TRACED
+    asked: list[tuple[MemoryChoice, tuple[tuple[str, int], ...]]] = field(default_factory=list)
 
-    def standing(self, choice: Choice) -> Standing:
+    def standing(self, choice: MemoryChoice) -> StandingFootprint:
         assert choice.shards == 1, "sharding is the planner's own formula"
         size = self.parameters
         update = ((0, size), (0, -size))
-        blocks = tuple(Part(Category.PARAMETERS, f"block {block}", size // LAYERS) for block in range(LAYERS))
-        parts = (*blocks, Part(Category.OPTIMIZER, "", 2 * size))
-        return Standing(
+        blocks = tuple(MemoryPart(Category.PARAMETERS, f"block {block}", size // LAYERS) for block in range(LAYERS))
+        parts = (*blocks, MemoryPart(Category.OPTIMIZER, "", 2 * size))
+        return StandingFootprint(
             setup=tape((_PARAMETERS, size)),
             first_update=tape((_MOMENTS, 2 * size), *update, (_GRADIENTS, -size)),
             update=tape(*update, (_GRADIENTS, -size)),
             parts=parts,
-            update_parts=(*parts, Part(Category.GRADIENTS, "", size), Part(Category.TEMPORARIES, "", size)),
+            update_parts=(*parts, MemoryPart(Category.GRADIENTS, "", size), MemoryPart(Category.TEMPORARIES, "", size)),
             parameters=size // 4,
             trained=size // 4,
             largest_block_bytes=size // LAYERS,
             origin=self.origin,
         )
 
-    def live(self, choice: Choice, sizes: Mapping[str, int]) -> int:
+    def live(self, choice: MemoryChoice, sizes: Mapping[str, int]) -> int:
         """Return what is kept from forward to backward."""
         kept = self.activations(sizes) * (0.5 if choice.precision != "fp32" else 1.0)
         kept *= self.kept if choice.checkpointing else 1.0
         return int(kept * (0.5 if choice.offload else 1.0))
 
-    def peak(self, choice: Choice, sizes: Mapping[str, int]) -> int:
+    def peak(self, choice: MemoryChoice, sizes: Mapping[str, int]) -> int:
         """Return the live peak of a step of several such micro-batches: the truth, told without tapes."""
         return max(4 * self.parameters + self.live(choice, sizes), 5 * self.parameters)
 
-    def micro(self, choice: Choice, sizes: Mapping[str, int]) -> Micro:
+    def micro(self, choice: MemoryChoice, sizes: Mapping[str, int]) -> MicroFootprint:
         self.asked.append((choice, tuple(sizes.items())))
         live, size = self.live(choice, sizes), self.parameters
         kept = [(block, live * (block + 1) // LAYERS - live * block // LAYERS) for block in range(LAYERS)]
         gone = [(block, -bytes_) for block, bytes_ in reversed(kept)]
-        parts = (*self.standing(choice).parts, Part(Category.GRADIENTS, "", size), Part(Category.ACTIVATIONS, "", live))
+        parts = (
+            *self.standing(choice).parts,
+            MemoryPart(Category.GRADIENTS, "", size),
+            MemoryPart(Category.ACTIVATIONS, "", live),
+        )
         whole = self.activations(sizes)
-        return Micro(
+        return MicroFootprint(
             sizes=sizes,
             first=tape(*kept, (_GRADIENTS, size), *gone),
             again=tape(*kept, *gone),
@@ -83,9 +95,9 @@ class Model:
         )
 
 
-def card(budget: int, name: str = "card", *, half: bool = True, caching: bool = False, speed: float = 1.0) -> Card:
+def card(budget: int, name: str = "card", *, half: bool = True, caching: bool = False, speed: float = 1.0) -> CardSpec:
     rates = {"fp32": 20e12 * speed} | ({"bf16": 40e12 * speed} if half else {})
-    return Card(name, budget, budget, rates, 1e12 * speed, caching=caching)
+    return CardSpec(name, budget, budget, rates, 1e12 * speed, caching=caching)
 
 
 def greedy(batch: int, *, padded: bool = False, seed: int = 0) -> Callable[..., Micros]:
@@ -118,8 +130,8 @@ def greedy(batch: int, *, padded: bool = False, seed: int = 0) -> Callable[..., 
     return cut
 
 
-def data(sizes: Mapping[str, Integers], batch: int, *, padded: bool = False, seed: int = 0) -> Data:
-    return Data(sizes, greedy(batch, padded=padded, seed=seed), padded)
+def data(sizes: Mapping[str, Integers], batch: int, *, padded: bool = False, seed: int = 0) -> DataSizes:
+    return DataSizes(sizes, greedy(batch, padded=padded, seed=seed), padded)
 
 
 def heavy(count: int, seed: int = 0, spread: float = 0.6) -> dict[str, Integers]:

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from torch.utils._pytree import tree_map_only
 
 from pipeline.config.schema_train import Train
-from pipeline.memory.footprint import Choice, Oracle, live_peak_bytes, margin_of
-from pipeline.memory.planning.memory_plan import Filled, Plan
-from pipeline.memory.planning.planner import plan
-from pipeline.memory.planning.request import Data, Micros, Request
+from pipeline.memory.footprint import MemoryChoice, Oracle, live_peak_bytes, margin_of
+from pipeline.memory.planning.memory_plan import Filled, MemoryPlan
+from pipeline.memory.planning.planner import plan_memory
+from pipeline.memory.planning.request import DataSizes, Micros, PlanRequest
 from pipeline.protocol import ITEMS
 from pipeline.runs.model.training_work import Work, cutter, host_card, least_of, plan_training, target_of
 from pipeline.training.prepared import COST, LIKENESS, likeness, sampling
@@ -78,10 +78,10 @@ def train_of(member: Member) -> Train:
     return Train(effective_batch=BATCH, batching="padded" if member.padded else "concatenated")
 
 
-def request_for(member: Member, **given: Any) -> Request:
+def request_for(member: Member, **given: Any) -> PlanRequest:
     """Return what is asked of the planner: checkpointing where the member has it, else as it is needed."""
     checkpointing = member.settings.get("checkpointing")
-    return Request(**{"batch": BATCH, "checkpointing": checkpointing, "offload": None, **given})
+    return PlanRequest(**{"batch": BATCH, "checkpointing": checkpointing, "offload": None, **given})
 
 
 @dataclass(frozen=True)
@@ -100,35 +100,35 @@ class Ground:
         work = work_of(member)
         return cls(member, work, made, work.oracle(least_of(made), target_of(None), padded=member.padded))
 
-    def planned(self, limit: int, request: Request | None = None) -> Plan:
+    def planned(self, limit: int, request: PlanRequest | None = None) -> MemoryPlan:
         """Plan as `plan_training` does, but for one oracle that remembers for all limits."""
         cut = cutter(BATCH, padded=self.member.padded)
-        data = Data(self.sizes, cut, self.member.padded)
-        return plan(self.oracle, data, request or request_for(self.member), [host_card(limit)])
+        data = DataSizes(self.sizes, cut, self.member.padded)
+        return plan_memory(self.oracle, data, request or request_for(self.member), [host_card(limit)])
 
-    def planned_alone(self, limit: int) -> Plan:
+    def planned_alone(self, limit: int) -> MemoryPlan:
         """Plan with an oracle of its own."""
         train, request = train_of(self.member), request_for(self.member)
         return plan_training(self.work, train, self.sizes, [host_card(limit)], target_of(None), request)[0]
 
-    def choice(self, **changes: Any) -> Choice:
+    def choice(self, **changes: Any) -> MemoryChoice:
         """Return what a member is without any remedy."""
-        return Choice(checkpointing=bool(self.member.settings.get("checkpointing")), **changes)
+        return MemoryChoice(checkpointing=bool(self.member.settings.get("checkpointing")), **changes)
 
-    def live(self, choice: Choice, micros: Micros, *, accumulate: bool) -> int:
+    def live(self, choice: MemoryChoice, micros: Micros, *, accumulate: bool) -> int:
         """Return the highest peak that is predicted of micro-batches of which none is larger in all sizes."""
         standing = self.oracle.standing(choice)
         rows = largest(micros.sizes_MS)
         asked = [self.oracle.micro(choice, dict(zip(micros.names, row, strict=True))) for row in rows.tolist()]
         return max(live_peak_bytes(standing, micro, accumulate=accumulate) for micro in asked)
 
-    def alone(self, choice: Choice) -> int:
+    def alone(self, choice: MemoryChoice) -> int:
         """Return what the item that takes most takes alone, one of several micro-batches."""
         columns = [np.ones(self.items, np.int64), *self.sizes.values()]
         micros = Micros((ITEMS, *self.sizes), np.stack(columns, axis=1), columns[0], columns[0])
         return self.live(choice, micros, accumulate=True)
 
-    def uncut(self, choice: Choice) -> int:
+    def uncut(self, choice: MemoryChoice) -> int:
         """Return what steps take that no budget cuts: padded items are cut where they differ too much all the same."""
         cut, padded = cutter(BATCH, padded=self.member.padded), self.member.padded
         cost_N = np.prod([*self.sizes.values()], axis=0) if padded else np.ones(self.items, np.int64)
@@ -154,12 +154,12 @@ def sampler_of(member: Member, sizes: Sizes, cost_N: Integers, budget: int, micr
     return Sampler({COST: cost_N, LIKENESS: likeness(sizes)}, settings)
 
 
-def sampler_under(made: Plan, member: Member, sizes: Sizes) -> Sampler:
+def sampler_under(made: MemoryPlan, member: Member, sizes: Sizes) -> Sampler:
     """Return the sampler of a plan."""
     return sampler_of(member, sizes, made.cost(sizes), made.budget["cost"], made.micro_batch)
 
 
-def epoch(ground: Ground, choice: Choice, sampler: Sampler, limit: int) -> Trained:
+def epoch(ground: Ground, choice: MemoryChoice, sampler: Sampler, limit: int) -> Trained:
     """Train one epoch, from the making of the model on; count the steps that ran out of memory."""
     ooms, peak, worst, micros = 0, 0, (0, 0), 0
     torch.manual_seed(0)
@@ -183,7 +183,7 @@ def epoch(ground: Ground, choice: Choice, sampler: Sampler, limit: int) -> Train
     return Trained(ooms, max(peak, top), worst, sampler.steps, micros)
 
 
-def fits(ground: Ground, choice: Choice, micros: Sequence[Integers], limit: int) -> bool:
+def fits(ground: Ground, choice: MemoryChoice, micros: Sequence[Integers], limit: int) -> bool:
     """Tell whether two steps of some micro-batches get through."""
     torch.manual_seed(0)
     gc.collect()
@@ -201,7 +201,7 @@ def fits(ground: Ground, choice: Choice, micros: Sequence[Integers], limit: int)
     return is_fitting
 
 
-def _built(work: Work, choice: Choice, device: LimitedDevice) -> OnDevice:
+def _built(work: Work, choice: MemoryChoice, device: LimitedDevice) -> OnDevice:
     from dataclasses import replace
 
     given = {"precision": choice.precision, "checkpointing": choice.checkpointing, "offload": choice.offload}
@@ -215,7 +215,7 @@ def _costliest(ground: Ground, cuts: Sequence[Integers]) -> int:
     return int(np.argmax(sums))
 
 
-def one_more(ground: Ground, made: Plan, trained: Trained, limit: int) -> bool | None:
+def one_more(ground: Ground, made: MemoryPlan, trained: Trained, limit: int) -> bool | None:
     """Tell whether the worst step goes with one more item in its worst micro-batch; None: there is none to take.
 
     It is the item of the step's other micro-batches that is most like those it has, by its cost.
@@ -231,7 +231,7 @@ def one_more(ground: Ground, made: Plan, trained: Trained, limit: int) -> bool |
     return fits(ground, made.choice, [cut for cut in grown if len(cut)], limit)
 
 
-def fewer_cuts(ground: Ground, made: Plan, limit: int) -> bool | None:
+def fewer_cuts(ground: Ground, made: MemoryPlan, limit: int) -> bool | None:
     """Tell whether an epoch goes with the next larger budget that makes fewer micro-batches; None: there is none."""
     now = _count(sampler_under(made, ground.member, ground.sizes))
     cost_N, budget = made.cost(ground.sizes), made.budget["cost"]
@@ -251,7 +251,7 @@ def _count(sampler: Sampler) -> int:
     return sampler.count(0)
 
 
-def is_cut(made: Plan) -> bool:
+def is_cut(made: MemoryPlan) -> bool:
     """Tell whether memory has something to do with how large micro-batches are."""
     return made.filled is not Filled.WHOLE_SHARE
 
@@ -262,7 +262,7 @@ def limits(ground: Ground, count: int) -> list[int]:
     The others go in equal ratios from just above what it takes without remedies to what uncut steps take.
     """
     plain = ground.choice()
-    frugal = [Choice(checkpointing=plain.checkpointing or one, offload=True) for one in (False, True)]
+    frugal = [MemoryChoice(checkpointing=plain.checkpointing or one, offload=True) for one in (False, True)]
     least = min(ground.alone(choice) for choice in (plain, *frugal))
     low, high = ground.alone(plain), ground.uncut(plain)
     room = margin_of(ground.oracle.standing(plain).origin, caching=False).factor + 0.01

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.memory.planning.memory_plan import Filled, Plan
+from pipeline.memory.planning.memory_plan import Filled, MemoryPlan
 from tests.limited import device
 from tests.memory.planning.planned import Ground, Trained, epoch, sampler_of, sampler_under
 from tests.zoo import ZOO
@@ -26,7 +26,7 @@ def limit_of(ground: Ground, times: float) -> int:
     return int(times * ground.alone(ground.choice()))
 
 
-def trained(ground: Ground, made: Plan) -> Trained:
+def trained(ground: Ground, made: MemoryPlan) -> Trained:
     return epoch(ground, made.choice, sampler_under(made, ground.member, ground.sizes), made.limit_bytes)
 
 

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from pipeline.errors import ConfigError, DataError, PlanInfeasible
-from pipeline.memory.footprint import Choice, Origin, margin_of
+from pipeline.memory.footprint import MemoryChoice, Provenance, margin_of
 from pipeline.memory.hardware.gpus import device
-from pipeline.memory.planning.comparison import Offer, alternatives, table
-from pipeline.memory.planning.memory_plan import Filled, Plan, Verdict
-from pipeline.memory.planning.planner import Stage, plan, plan_stages
-from pipeline.memory.planning.request import Card, Data, Micros, Oversize, Request
+from pipeline.memory.planning.comparison import Offer, compare_configurations, compare_offers
+from pipeline.memory.planning.memory_plan import Filled, MemoryPlan, RemedyVerdict
+from pipeline.memory.planning.planner import CurriculumStage, plan_memory, plan_stages
+from pipeline.memory.planning.request import CardSpec, DataSizes, Micros, Oversize, PlanRequest
 from pipeline.memory.planning.size_groups import rounded_up
 from pipeline.training.sampling.sampler import Sampler, Settings
 from tests.memory.planning.oracles import GIB, MIB, Integers, Model, card, data, greedy, heavy
@@ -74,19 +74,19 @@ CASES: dict[str, tuple[Callable[[Mapping[str, int]], float], dict[str, Integers]
 }
 
 
-def micros_of(made: Plan, items: Data, cut: Callable[..., Micros] | None = None) -> Micros:
+def micros_of(made: MemoryPlan, items: DataSizes, cut: Callable[..., Micros] | None = None) -> Micros:
     """Return an epoch under a plan."""
     cost = made.cost(items.sizes)
     return (cut or items.cut)(items.sizes, cost, made.budget["cost"], made.ranks)
 
 
-def peaks_of(model: Model, made: Plan, micros: Micros) -> list[int]:
+def peaks_of(model: Model, made: MemoryPlan, micros: Micros) -> list[int]:
     rows = [dict(zip(micros.names, row, strict=True)) for row in micros.sizes_MS.tolist()]
     return [model.peak(made.choice, row) for row in rows]
 
 
-def planned(model: Model, items: Data, budget: int, **about: Any) -> Plan:
-    return plan(model, items, Request(batch=BATCH, **about), [card(budget)])
+def planned(model: Model, items: DataSizes, budget: int, **about: Any) -> MemoryPlan:
+    return plan_memory(model, items, PlanRequest(batch=BATCH, **about), [card(budget)])
 
 
 @pytest.mark.slow
@@ -128,7 +128,7 @@ def test_a_plan_for_one_order_says_so_and_is_half_as_sure() -> None:
 def test_the_sampler_of_training_stays_within_the_plan(name: str, ranks: int) -> None:
     activations, sizes, is_padded = CASES[name]
     by, padding = ("length", 1.5) if is_padded else ("nodes", None)
-    items = Data(sizes, sampled(BATCH, by=by, padding=padding), is_padded)
+    items = DataSizes(sizes, sampled(BATCH, by=by, padding=padding), is_padded)
     model = Model(activations)
     made = planned(model, items, 200 * MIB, ranks=ranks)
     for epoch in range(3):
@@ -182,48 +182,48 @@ def test_remedies_are_taken_in_their_order_as_far_as_an_item_needs_them(
     model = Model(lambda sizes: MIB * sizes["nodes"], flops_a_byte=100, kernels=0)
     # a card whose half precision is as slow as fp32, so that nothing but memory asks for it
     slow_half = replace(card(100 * MIB), flops_per_s={"fp32": 20e12, "bf16": 20e12})
-    request = Request(batch=BATCH, precisions=("fp32", "bf16"))
-    made = plan(model, data(single(largest), BATCH), request, [slow_half])
+    request = PlanRequest(batch=BATCH, precisions=("fp32", "bf16"))
+    made = plan_memory(model, data(single(largest), BATCH), request, [slow_half])
     assert made.remedies == remedies
-    assert [trial.verdict for trial in made.trials].count(Verdict.CHOSEN) == 1
+    assert [trial.verdict for trial in made.trials].count(RemedyVerdict.CHOSEN) == 1
     tried = [trial.verdict for trial in made.trials]
-    assert set(tried[: tried.index(Verdict.CHOSEN)]) <= {Verdict.TOO_LARGE, Verdict.SLOWER}
+    assert set(tried[: tried.index(RemedyVerdict.CHOSEN)]) <= {RemedyVerdict.TOO_LARGE, RemedyVerdict.SLOWER}
 
 
 def test_sharding_is_the_last_remedy_and_is_said_to_be_assumed() -> None:
     model = Model(lambda sizes: 10_000 * sizes["nodes"], parameters=100 * MIB)
-    items, request = data(single(10), BATCH), Request(batch=BATCH, ranks=4, shards=None)
+    items, request = data(single(10), BATCH), PlanRequest(batch=BATCH, ranks=4, shards=None)
     with pytest.raises(PlanInfeasible, match="the model alone"):
-        plan(model, items, replace(request, shards=1), [card(250 * MIB)])
-    assert plan(model, items, request, [card(700 * MIB)]).choice.shards == 1
-    spread = plan(model, items, request, [card(250 * MIB)])
+        plan_memory(model, items, replace(request, shards=1), [card(250 * MIB)])
+    assert plan_memory(model, items, request, [card(700 * MIB)]).choice.shards == 1
+    spread = plan_memory(model, items, request, [card(250 * MIB)])
     assert spread.choice.shards == 4
-    assert spread.live.origin is Origin.ASSUMED
+    assert spread.live.origin is Provenance.ASSUMED
     assert spread.remedies[-1] == "sharding over 4 ranks"
     assert any("formula" in note for note in spread.notes)
 
 
 def test_half_precision_is_taken_where_it_is_faster_and_only_where_every_card_has_it() -> None:
-    items, request = data(heavy(200), BATCH), Request(batch=BATCH, precisions=("fp32", "bf16"))
+    items, request = data(heavy(200), BATCH), PlanRequest(batch=BATCH, precisions=("fp32", "bf16"))
     able, unable = card(GIB, "new"), card(2 * GIB, "old", half=False)
-    assert plan(Model(affine, flops_a_byte=50_000), items, request, [able]).choice.precision == "bf16"
-    made = plan(Model(affine, flops_a_byte=50_000), items, request, [able, unable])
+    assert plan_memory(Model(affine, flops_a_byte=50_000), items, request, [able]).choice.precision == "bf16"
+    made = plan_memory(Model(affine, flops_a_byte=50_000), items, request, [able, unable])
     assert made.choice.precision == "fp32"
-    assert {trial.verdict for trial in made.trials if trial.choice.precision == "bf16"} == {Verdict.UNSUPPORTED}
+    assert {trial.verdict for trial in made.trials if trial.choice.precision == "bf16"} == {RemedyVerdict.UNSUPPORTED}
     with pytest.raises(ConfigError, match="old does not compute in bf16"):
-        plan(Model(affine), items, replace(request, precisions=("bf16",)), [able, unable])
+        plan_memory(Model(affine), items, replace(request, precisions=("bf16",)), [able, unable])
 
 
 def test_a_plan_for_several_cards_fits_the_smallest() -> None:
     items = data(heavy(300), BATCH)
-    small = plan(Model(affine), items, Request(batch=BATCH), [card(150 * MIB)])
-    both = plan(Model(affine), items, Request(batch=BATCH), [card(GIB, "large"), card(150 * MIB, "small")])
+    small = plan_memory(Model(affine), items, PlanRequest(batch=BATCH), [card(150 * MIB)])
+    both = plan_memory(Model(affine), items, PlanRequest(batch=BATCH), [card(GIB, "large"), card(150 * MIB, "small")])
     assert (both.budget, both.limit_bytes, both.cards) == (small.budget, 150 * MIB, ("large", "small"))
 
 
 def test_the_allocator_is_part_of_the_total() -> None:
     model, items = Model(affine, parameters=64 * MIB), data(heavy(300), BATCH)
-    made = plan(model, items, Request(batch=BATCH), [card(2 * GIB, caching=True)])
+    made = plan_memory(model, items, PlanRequest(batch=BATCH), [card(2 * GIB, caching=True)])
     assert made.reserved.value >= made.live.value
     assert made.reserved.value * 1.08 <= made.total.value + 1
     assert made.total.value <= 2 * GIB
@@ -233,7 +233,7 @@ def test_the_allocator_is_part_of_the_total() -> None:
 
 def test_pinned_settings_are_kept() -> None:
     made = planned(Model(affine), data(heavy(200), BATCH), 400 * MIB, micro_batch=4, checkpointing=True, offload=False)
-    assert (made.items_most, made.filled, made.choice) == (4, Filled.PINNED, Choice(checkpointing=True))
+    assert (made.items_most, made.filled, made.choice) == (4, Filled.PINNED, MemoryChoice(checkpointing=True))
     assert set(micros_of(made, data(heavy(200), BATCH)).items_M.tolist()) == {4}
 
 
@@ -255,9 +255,11 @@ def with_giants() -> dict[str, Integers]:
 
 
 def test_items_that_can_never_fit_are_named_with_what_they_take_and_a_card_that_would_do() -> None:
-    cards = [Card.of(device(name), 1) for name in ("a100-80", "a100-40", "h200")]
+    cards = [CardSpec.of(device(name), 1) for name in ("a100-80", "a100-40", "h200")]
     with pytest.raises(PlanInfeasible) as refused:
-        plan(Model(affine), data(with_giants(), BATCH), Request(batch=BATCH), [card(200 * MIB)], others=cards)
+        plan_memory(
+            Model(affine), data(with_giants(), BATCH), PlanRequest(batch=BATCH), [card(200 * MIB)], others=cards
+        )
     assert refused.value.exit_code == 5
     assert "2 of 300 items" in refused.value.what
     assert "item 17 (60,000 nodes, 1,200,000 edges)" in refused.value.what
@@ -272,7 +274,7 @@ def test_oversize_items_are_left_out_where_that_is_wanted() -> None:
     assert [one.item for one in made.oversize] == [17, 230]
     kept = items.only(~np.isin(np.arange(300), [17, 230]))
     assert max(peaks_of(model, made, micros_of(made, kept))) <= 200 * MIB
-    alone = model.peak(Choice(checkpointing=True, offload=True), {"items": 1, **made.oversize[0].sizes})
+    alone = model.peak(MemoryChoice(checkpointing=True, offload=True), {"items": 1, **made.oversize[0].sizes})
     assert made.oversize[0].total.value >= alone > made.oversize[0].budget_bytes
 
 
@@ -283,7 +285,7 @@ def test_oversize_items_are_cropped_to_sizes_that_fit() -> None:
     worst = max(peaks_of(model, made, micros_of(made, cropped)))
     assert worst <= 200 * MIB
     assert made.crop["nodes"] < 45_000
-    assert model.peak(Choice(checkpointing=True, offload=True), {"items": 1, **made.crop}) > 0.7 * 200 * MIB
+    assert model.peak(MemoryChoice(checkpointing=True, offload=True), {"items": 1, **made.crop}) > 0.7 * 200 * MIB
 
 
 @pytest.mark.parametrize(
@@ -297,7 +299,7 @@ def test_oversize_items_are_cropped_to_sizes_that_fit() -> None:
 )
 def test_settings_that_contradict_each_other_are_refused(about: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says) as refused:
-        plan(Model(affine), data(heavy(50), BATCH), Request(**about), [card(GIB)])
+        plan_memory(Model(affine), data(heavy(50), BATCH), PlanRequest(**about), [card(GIB)])
     assert refused.value.remedy
 
 
@@ -314,9 +316,12 @@ def test_a_card_smaller_than_the_model_is_refused() -> None:
 
 def test_a_curriculum_has_a_plan_for_each_stage_in_one_precision() -> None:
     short, long = heavy(200), {name: 4 * values for name, values in heavy(200).items()}
-    stages = [Stage("short", data(short, BATCH), epochs=10), Stage("long", data(long, BATCH), epochs=2)]
+    stages = [
+        CurriculumStage("short", data(short, BATCH), epochs=10),
+        CurriculumStage("long", data(long, BATCH), epochs=2),
+    ]
     slow_half = replace(card(220 * MIB), flops_per_s={"fp32": 20e12, "bf16": 20e12})
-    request = Request(batch=BATCH, precisions=("fp32", "bf16"), checkpointing=False, offload=False)
+    request = PlanRequest(batch=BATCH, precisions=("fp32", "bf16"), checkpointing=False, offload=False)
     plans = plan_stages(Model(affine), stages, request, [slow_half])
     assert plans["short"].items_median > plans["long"].items_median
     assert {one.choice.precision for one in plans.values()} == {"bf16"}, "the long stage needs it"
@@ -332,31 +337,31 @@ def test_parts_add_up_to_the_live_peak() -> None:
 
 def test_what_is_not_traced_has_a_larger_margin() -> None:
     traced = planned(Model(affine), data(heavy(200), BATCH), 300 * MIB)
-    guessed = planned(Model(affine, origin=Origin.ASSUMED), data(heavy(200), BATCH), 300 * MIB)
+    guessed = planned(Model(affine, origin=Provenance.ASSUMED), data(heavy(200), BATCH), 300 * MIB)
     assert guessed.budget["cost"] < traced.budget["cost"]
-    assert guessed.live.origin is Origin.ASSUMED
+    assert guessed.live.origin is Provenance.ASSUMED
     assert guessed.margin.factor == 1.30
 
 
 def test_after_runs_the_margin_is_their_worst_and_the_chance_is_counted() -> None:
-    margin = margin_of(Origin.TRACED, (0.95, 1.01, 0.97))
+    margin = margin_of(Provenance.TRACED, (0.95, 1.01, 0.97))
     assert margin.factor == pytest.approx(1.01 * 1.02)
     assert margin.probability == 0.95  # of three runs alone it would be 3/4: the rest is assumed
-    assert margin.trust is Origin.ASSUMED
+    assert margin.trust is Provenance.ASSUMED
     assert "a chance of 3/4" in margin.why
-    many = margin_of(Origin.TRACED, (1.0,) * 40)
+    many = margin_of(Provenance.TRACED, (1.0,) * 40)
     assert many.probability == pytest.approx(40 / 41)
-    assert many.trust is Origin.MEASURED
-    assert margin.origin is Origin.MEASURED
-    assert margin_of(Origin.TRACED).origin is Origin.ASSUMED
-    assert margin_of(Origin.TRACED).factor == 1.08
-    assert margin_of(Origin.TRACED, caching=False).factor == 1.02
+    assert many.trust is Provenance.MEASURED
+    assert margin.origin is Provenance.MEASURED
+    assert margin_of(Provenance.TRACED).origin is Provenance.ASSUMED
+    assert margin_of(Provenance.TRACED).factor == 1.08
+    assert margin_of(Provenance.TRACED, caching=False).factor == 1.02
 
 
 def test_the_table_of_configurations_says_which_fit_on_which_card() -> None:
     cards = [card(size * GIB, f"{size}") for size in (24, 40, 80)]
     model = Model(lambda sizes: 0.3 * GIB * sizes["items"], parameters=50 * MIB)
-    rows = table(model, [(96, 1), (48, 2), (64, 2)], cards, {"peaks": 100})
+    rows = compare_configurations(model, [(96, 1), (48, 2), (64, 2)], cards, {"peaks": 100})
     assert [(row.items, row.accumulation, row.effective) for row in rows] == [(96, 1, 96), (48, 2, 96), (64, 2, 128)]
     assert rows[1].fits == {"24": True, "40": True, "80": True}
     assert rows[0].fits == {"24": False, "40": True, "80": True}
@@ -364,10 +369,10 @@ def test_the_table_of_configurations_says_which_fit_on_which_card() -> None:
 
 
 def test_offers_are_compared_in_gpu_hours_and_one_that_does_not_fit_says_why() -> None:
-    items, request = data(heavy(400), BATCH), Request(batch=BATCH, epochs=100)
+    items, request = data(heavy(400), BATCH), PlanRequest(batch=BATCH, epochs=100)
     small, large, tiny = card(200 * MIB, "small"), card(400 * MIB, "large", speed=2.0), card(MIB, "tiny")
     offers = [Offer("1 tiny", 1, (tiny,)), Offer("3 small", 3, (small,)), Offer("1 large", 1, (large,))]
-    made = alternatives(Model(affine), items, request, offers)
+    made = compare_offers(Model(affine), items, request, offers)
     assert made[-1].plan is None
     assert "the model alone" in made[-1].why
     costs = {one.offer.name: one.gpu_hours.value for one in made if one.gpu_hours}
@@ -390,7 +395,11 @@ def test_what_was_measured_of_one_choice_says_nothing_of_another() -> None:
     limit = 300 * MIB
     before = planned(Model(affine), items, limit)
     lucky = planned(
-        Model(affine), items, limit, ratios=(0.85,), measured=Choice(checkpointing=not before.choice.checkpointing)
+        Model(affine),
+        items,
+        limit,
+        ratios=(0.85,),
+        measured=MemoryChoice(checkpointing=not before.choice.checkpointing),
     )
     assert lucky.choice != before.choice or lucky.margin.factor == before.margin.factor
     told = {one.choice: one.margin.factor for one in (before, lucky)}
@@ -426,6 +435,6 @@ def test_an_epoch_that_was_cut_in_part_is_as_long_as_it_is() -> None:
 
 
 def test_a_share_of_a_card_includes_what_cublas_holds() -> None:
-    half = Card.of(device("h100"), 1, fraction=0.5)
+    half = CardSpec.of(device("h100"), 1, fraction=0.5)
     assert half.budget_bytes == device("h100").usable_bytes // 2 - device("h100").workspace_bytes
-    assert Card.of(device("h100"), 1, fraction=1.0) == Card.of(device("h100"), 1)
+    assert CardSpec.of(device("h100"), 1, fraction=1.0) == CardSpec.of(device("h100"), 1)

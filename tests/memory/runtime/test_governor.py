@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import ConfigError, JobFailed, PlanInfeasible
 from pipeline.memory.runtime import governed as governed_module
-from pipeline.memory.runtime.governed import Event, Governed
+from pipeline.memory.runtime.governed import Governed, GovernedEvent
 from pipeline.memory.runtime.governor import Governor, admitted, halved, is_crowded
 from pipeline.memory.runtime.meters import NEAR, CardMeter, Habits, HostMeter, Memory, ProcessMeter, Upkeep
 from tests.limited import device as limited
@@ -527,7 +527,7 @@ def test_it_trains_where_the_plain_loop_dies() -> None:
     items.model.zero_grad()
     limited.forget_failed_backward()
     items.calls.clear()
-    heard: list[Event] = []
+    heard: list[GovernedEvent] = []
     governed = items.governed(cost=len, heard=heard.append)
     with LimitedDevice(limit_bytes) as device:
         for _ in range(3):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.memory.runtime.recovery import Oom, Path, Replayed, Snapshot, replayed, rewind
+from pipeline.memory.runtime.recovery import Oom, Path, ReplayedStep, StepSnapshot, replay_until_it_fits, rewind
 from tests.limited import device as limited
 from tests.limited.device import LimitedDevice, RefuseOne
 
@@ -53,16 +53,16 @@ class World:
 
     network: Network
     rows_BD: Tensor
-    snapshot: Snapshot
+    snapshot: StepSnapshot
 
     @classmethod
     def new(cls) -> World:
         torch.manual_seed(0), random.seed(0), np.random.seed(0)  # noqa: NPY002
         network, rows_BD = Network(), torch.randn(ROWS, 24)
-        first = Snapshot.take(network, device="cpu")
+        first = StepSnapshot.take(network, device="cpu")
         network(rows_BD).backward()
         network.zero_grad()
-        return cls(network, rows_BD, Snapshot.take(network, device="cpu", before=first))
+        return cls(network, rows_BD, StepSnapshot.take(network, device="cpu", before=first))
 
     def run(self, part: range) -> None:
         self.network(self.rows_BD[part.start : part.stop]).backward()
@@ -122,7 +122,7 @@ def assert_same(left: dict[str, object], right: dict[str, object]) -> None:
         assert torch.equal(torch.as_tensor(value), torch.as_tensor(right[name])), name
 
 
-def stepped(place: int) -> tuple[dict[str, object], Replayed, int]:
+def stepped(place: int) -> tuple[dict[str, object], ReplayedStep, int]:
     """Make a step of which one block is refused; return what it leaves, and how many blocks it took in all."""
     refuse_one = RefuseOne()
     with LimitedDevice(through=refuse_one) as device:
@@ -134,7 +134,7 @@ def stepped(place: int) -> tuple[dict[str, object], Replayed, int]:
             world.again()
             assert device.live_bytes == before_bytes  # nothing of the failed pass, nor of those before it
 
-        done = replayed(Steps(), world.run, again=again, halve=halve, cannot=refuse)
+        done = replay_until_it_fits(Steps(), world.run, again=again, halve=halve, cannot=refuse)
         taken = place - refuse_one.after
         left = {name: torch.as_tensor(value).clone() for name, value in world.left().items()}
         world.again()
@@ -185,7 +185,7 @@ def test_under_a_real_limit_a_step_runs_that_would_die() -> None:
     torch.manual_seed(0)
     network, rows_BD = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 1)), torch.randn(64, 64)
     with LimitedDevice() as device:
-        snapshot = Snapshot.take(network, device="cpu")
+        snapshot = StepSnapshot.take(network, device="cpu")
 
         def run(part: range) -> None:
             network(rows_BD[part.start : part.stop]).sum().backward()
@@ -197,7 +197,7 @@ def test_under_a_real_limit_a_step_runs_that_would_die() -> None:
         with pytest.raises(torch.OutOfMemoryError):
             run(range(64))
         rewind(snapshot, network.parameters(), "cpu")
-        done = replayed(
+        done = replay_until_it_fits(
             [range(64)],
             run,
             again=lambda: rewind(snapshot, network.parameters(), "cpu"),
@@ -234,10 +234,10 @@ class Trials:
         self.noted.append((part, oom))
 
 
-def tried(fits: int, parts: Sequence[range], **more: object) -> tuple[Trials, Replayed]:
+def tried(fits: int, parts: Sequence[range], **more: object) -> tuple[Trials, ReplayedStep]:
     trials = Trials(fits)
     options = {"halve": halve, "cannot": refuse, "note": trials.note, **more}
-    return trials, replayed(parts, trials.run, again=trials.again, **options)
+    return trials, replay_until_it_fits(parts, trials.run, again=trials.again, **options)
 
 
 def test_only_the_part_that_failed_is_halved() -> None:
@@ -271,7 +271,7 @@ def test_what_ran_before_is_not_cut_for_what_failed_after_it() -> None:
             raise MemoryError
         runs.append(part)
 
-    done = replayed([range(4), range(4, 8)], run, again=runs.clear, halve=halve, cannot=refuse, cost=len)
+    done = replay_until_it_fits([range(4), range(4, 8)], run, again=runs.clear, halve=halve, cannot=refuse, cost=len)
     assert runs == [range(4), range(4, 6), range(6, 8)]
     assert done.ooms[0].error == "MemoryError"
 
@@ -295,7 +295,9 @@ def test_parts_are_asked_for_anew_and_not_kept() -> None:
         if len(part) > 4:
             raise MemoryError
 
-    done = replayed(Read(), run, again=lambda: None, halve=lambda part: np.array_split(part.copy(), 2), cannot=refuse)
+    done = replay_until_it_fits(
+        Read(), run, again=lambda: None, halve=lambda part: np.array_split(part.copy(), 2), cannot=refuse
+    )
     assert done.ran == ((0, 0), (0, 1), (1,), (2,))
     assert steps.begun == 2
 
@@ -317,7 +319,7 @@ def test_an_item_that_does_not_fit_climbs_until_it_fits_or_is_left_out() -> None
 
     ran = []
     parts = [("small", "plain"), ("large", "plain"), ("huge", "plain")]
-    done = replayed(
+    done = replay_until_it_fits(
         parts,
         lambda part: (run(part), ran.append(part)),
         again=ran.clear,
@@ -344,7 +346,7 @@ def test_other_errors_pass_through(error: BaseException) -> None:
         raise error
 
     with pytest.raises(type(error)):
-        replayed([range(4)], run, again=lambda: pytest.fail("began again"), halve=halve, cannot=refuse)
+        replay_until_it_fits([range(4)], run, again=lambda: pytest.fail("began again"), halve=halve, cannot=refuse)
 
 
 def test_nothing_of_a_failed_part_is_alive_when_the_step_begins_again() -> None:
@@ -359,30 +361,30 @@ def test_nothing_of_a_failed_part_is_alive_when_the_step_begins_again() -> None:
     def again() -> None:
         assert all(one() is None for one in alive)
 
-    assert len(replayed([range(4)], run, again=again, halve=halve, cannot=refuse).ooms) == 3
+    assert len(replay_until_it_fits([range(4)], run, again=again, halve=halve, cannot=refuse).ooms) == 3
 
 
 def test_buffers_that_never_change_are_copied_once_and_not_where_the_model_is() -> None:
     network = Network()
-    first = Snapshot.take(network, device="cpu")
+    first = StepSnapshot.take(network, device="cpu")
     assert first.copied_bytes == 0
     network(torch.randn(8, 24)).backward()
-    second = Snapshot.take(network, device="cpu", before=first)
+    second = StepSnapshot.take(network, device="cpu", before=first)
     moving = sum(one.nbytes for name, one in network.named_buffers() if name != "constant")
     assert second.copied_bytes == moving
     for _ in range(3):
         network(torch.randn(8, 24)).backward()
-        second = Snapshot.take(network, device="cpu", before=second)
+        second = StepSnapshot.take(network, device="cpu", before=second)
     assert second.copied_bytes == moving
 
 
 def test_an_oom_in_the_first_step_makes_no_buffer_a_changing_one() -> None:
     network = Network()
-    first = Snapshot.take(network, device="cpu")
+    first = StepSnapshot.take(network, device="cpu")
     for _ in range(2):
         first.restore()
         network(torch.randn(8, 24)).backward()
-    second = Snapshot.take(network, device="cpu", before=first)
+    second = StepSnapshot.take(network, device="cpu", before=first)
     assert second.copied_bytes == sum(one.nbytes for name, one in network.named_buffers() if name != "constant")
 
 
@@ -394,12 +396,12 @@ def test_a_buffer_that_changes_late_is_brought_back_too() -> None:
 
     module, snapshot = Rare(), None
     for _ in range(3):
-        snapshot = Snapshot.take(module, device="cpu", before=snapshot)
+        snapshot = StepSnapshot.take(module, device="cpu", before=snapshot)
     module.count.add_(5)
     snapshot.restore()
     assert module.count.tolist() == [0, 0, 0]
     module.count.add_(1)
-    snapshot = Snapshot.take(module, device="cpu", before=snapshot)
+    snapshot = StepSnapshot.take(module, device="cpu", before=snapshot)
     module.count.add_(1)
     snapshot.restore()
     snapshot.restore()
@@ -425,7 +427,7 @@ def test_the_scale_of_half_precision_goes_back_too() -> None:
     scaler.scale(weight.sum()).backward()
     scaler.step(optimizer)
     scaler.update()
-    snapshot = Snapshot.take(model, device="cpu", scaler=scaler)
+    snapshot = StepSnapshot.take(model, device="cpu", scaler=scaler)
     for _ in range(2):
         optimizer.zero_grad()
         scaler.scale(weight.sum()).backward()

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.memory.footprint import Choice
+from pipeline.memory.footprint import MemoryChoice
 from pipeline.memory.tracing.tracer import CannotTrace
 from tests.memory.tracing.traced import LARGE, WIDTH, Small, play, tracer
 
-PLAIN = Choice()
+PLAIN = MemoryChoice()
 
 
 class Branching(nn.Module):

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.nn.modules import module as hooks
 
 from pipeline.memory.estimating.fallback_oracle import Ladder
-from pipeline.memory.footprint import Category, Choice, Step, live_peak_bytes, parts_at_peak
+from pipeline.memory.footprint import Category, MemoryChoice, StepTapes, live_peak_bytes, parts_at_peak
 from pipeline.memory.hardware.caching_allocator import Allocator, AllocatorSettings
 from pipeline.memory.tracing.tracer import CannotTrace
 from pipeline.training.step.step import Settings
@@ -31,7 +31,7 @@ STATES = 2  # of AdamW, for each parameter
 SMALLER = {"width": 48, "heads": 2, "encoder_layers": 1, "decoder_layers": 2, "steps": 3, "latent": 2}
 NAMES = sorted(set(ZOO) - {"data_dependent"})
 TRACED: dict[str, Any] = {}
-PLAIN = Choice()
+PLAIN = MemoryChoice()
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_tapes_can_be_played_in_turn_and_leave_what_stands(name):
         play(live, tape)
         allocator.play(tape)
     level = allocator.allocated_bytes
-    for step in [Step.of(standing, [micro] * times) for times in (1, 3, 2)]:
+    for step in [StepTapes.of(standing, [micro] * times) for times in (1, 3, 2)]:
         highest = max(play(live, tape) for tape in step.tapes)
         for tape in step.tapes:
             allocator.play(tape)
@@ -242,7 +242,7 @@ def test_a_model_in_another_type_takes_as_much_as_it_really_does():
 
 @pytest.mark.usefixtures("_limited")
 def test_checkpointing_keeps_less_and_computes_more():
-    task, choice = Small(lambda: nn.Sequential(layers(depth=6))), Choice(checkpointing=True)
+    task, choice = Small(lambda: nn.Sequential(layers(depth=6))), MemoryChoice(checkpointing=True)
     plain, again = (answers(task, LARGE, one) for one in (PLAIN, choice))
     kept = [sum(of(micro.parts, Category.ACTIVATIONS).values()) for _, micro in (plain, again)]
     assert kept[1] < 0.6 * kept[0]
@@ -285,7 +285,7 @@ def test_what_an_autograd_function_of_ones_own_saves_is_seen():
 
 @pytest.mark.usefixtures("_limited")
 def test_several_types_under_autocast_are_followed():
-    task, choice = Small(lambda: layers(depth=4)), Choice(precision="bf16")
+    task, choice = Small(lambda: layers(depth=4)), MemoryChoice(precision="bf16")
     predicted = live_peak_bytes(*answers(task, LARGE, choice), accumulate=True)
     assert predicted == pytest.approx(true_peak(task, LARGE, 2, choice), rel=0.05)  # oneDNN packs: not charged
     assert predicted < 0.8 * live_peak_bytes(*answers(task, LARGE), accumulate=True)
@@ -303,7 +303,7 @@ def test_evaluation_takes_less_and_is_answered_at_once_when_asked_again():
 
 @pytest.mark.usefixtures("_limited")
 def test_offloaded_activations_are_counted_as_the_hosts():
-    task, choice = Small(lambda: layers(depth=6)), Choice(offload=True)
+    task, choice = Small(lambda: layers(depth=6)), MemoryChoice(offload=True)
     plain, away = answers(task, LARGE), answers(task, LARGE, choice)
     kept = [sum(of(micro.parts, Category.ACTIVATIONS).values()) for _, micro in (plain, away)]
     assert kept[1] < 0.2 * kept[0]
@@ -427,7 +427,7 @@ def test_nothing_stays_changed_after_a_trace():
 
     before = state()
     traced = tracer(Small(layers))
-    traced.micro(Choice(precision="bf16", checkpointing=True, offload=True), SIZES)
+    traced.micro(MemoryChoice(precision="bf16", checkpointing=True, offload=True), SIZES)
     with pytest.raises(CannotTrace):
         tracer(Small(lambda: Refusing(lambda y: y[y > 0]))).standing(PLAIN)
     assert state() == before

@@ -10,8 +10,8 @@ import pytest
 
 from pipeline.config.schema_train import Train
 from pipeline.errors import ConfigError
-from pipeline.memory.footprint import Choice
-from pipeline.memory.footprint import Step as Tapes
+from pipeline.memory.footprint import MemoryChoice
+from pipeline.memory.footprint import StepTapes as Tapes
 from pipeline.memory.lint.lint_facts import Facts
 from pipeline.memory.lint.training_rules import lint
 from pipeline.memory.tracing.tracer import Tracer
@@ -35,8 +35,8 @@ def pairs(width: int, layers: int, tokens: int) -> ContrastivePair:
 def planned(task: ContrastivePair, settings: Settings, micro: int, tokens: int) -> int:
     """Return the planned peak of a step of 128 items."""
     tracer = Tracer(Work(task, settings, "cpu").build, task.model, task.example, {"items": 1, "left": 1, "right": 1})
-    standing = tracer.standing(Choice())
-    one = tracer.micro(Choice(), {"items": micro, "left": tokens, "right": tokens})
+    standing = tracer.standing(MemoryChoice())
+    one = tracer.micro(MemoryChoice(), {"items": micro, "left": tokens, "right": tokens})
     return Tapes.of(standing, [one] * (ITEMS // micro)).peak_bytes(standing.bytes)
 
 
@@ -77,7 +77,7 @@ def test_what_the_loss_of_all_items_takes_is_planned() -> None:
 
     def peak(items: int) -> int:
         tracer = Tracer(Work(task, Settings(batch=items), "cpu").build, task.model, task.example, {"items": 1})
-        return tracer.micro(Choice(), {"items": 16}).first.peak_bytes
+        return tracer.micro(MemoryChoice(), {"items": 16}).first.peak_bytes
 
     assert peak(2048) > 4 * 2048**2
     assert peak(1024) < peak(2048) / 3

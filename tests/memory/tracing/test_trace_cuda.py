@@ -7,14 +7,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipeline.memory.footprint import Category, Choice, live_peak_bytes, parts_at_peak
+from pipeline.memory.footprint import Category, MemoryChoice, live_peak_bytes, parts_at_peak
 from pipeline.memory.tracing.tracer import CannotTrace
 from pipeline.runs.model.training_work import target_of
 from tests.memory.tracing.traced import LARGE, SIZES, WIDTH, Small, of, tracer
 from tests.zoo import ZOO
 
 AMPERE, VOLTA = target_of((8, 0)), target_of((7, 0))
-HALF, FULL = Choice(precision="bf16"), Choice()
+HALF, FULL = MemoryChoice(precision="bf16"), MemoryChoice()
 N, W = LARGE["items"], WIDTH
 
 
@@ -28,7 +28,7 @@ def member(name, choice):
 @pytest.mark.parametrize("name", ["transformer_pre", "contrastive", "gnn"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_keeps_less_and_its_parameters_stay_whole(name, precision):
-    (full, kept), (half, halved) = member(name, FULL), member(name, Choice(precision=precision))
+    (full, kept), (half, halved) = member(name, FULL), member(name, MemoryChoice(precision=precision))
     assert 0.5 < halved.again.peak_bytes / kept.again.peak_bytes < 0.95
     assert half.parts == full.parts
     assert halved.first.left_bytes == kept.first.left_bytes
@@ -132,7 +132,7 @@ def test_what_only_a_card_can_do_is_told_as_such(early):
 
 def test_everything_is_as_it_was_afterwards():
     before = torch.cuda.is_available, torch.autocast.__init__, torch.nn.Module.to, torch.Generator
-    tracer(Small(Chain), VOLTA).micro(Choice(precision="fp16"), SIZES)
+    tracer(Small(Chain), VOLTA).micro(MemoryChoice(precision="fp16"), SIZES)
     assert (torch.cuda.is_available, torch.autocast.__init__, torch.nn.Module.to, torch.Generator) == before
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.ones(3, 3).softmax(-1).dtype == torch.float32

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from pipeline.memory.footprint import Category, Choice, live_peak_bytes
+from pipeline.memory.footprint import Category, MemoryChoice, live_peak_bytes
 from tests.limited import device
 from tests.memory.tracing.traced import Small, of, tracer, true_peak
 
@@ -41,7 +41,7 @@ def sharded():
 @pytest.mark.filterwarnings("ignore")  # of torch's, about CPU meshes
 def test_the_peak_of_a_sharded_step_is_that_of_a_real_one():
     traced = tracer(Small(sharded, width=WIDTH))
-    standing, micro = traced.standing(Choice()), traced.micro(Choice(), SIZES)
+    standing, micro = traced.standing(MemoryChoice()), traced.micro(MemoryChoice(), SIZES)
     for times in (1, 2):
         truth = true_peak(Small(sharded, width=WIDTH), SIZES, times)
         assert live_peak_bytes(standing, micro, accumulate=times > 1) == pytest.approx(truth, rel=0.005)

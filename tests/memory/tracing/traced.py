@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.memory.footprint import Category, Choice, Part, Tape
+from pipeline.memory.footprint import Category, MemoryChoice, MemoryPart, Tape
 from pipeline.memory.tracing.tracer import CPU, Target, Tracer
 from pipeline.training.step.step import Settings, Step
 from tests.limited.device import HostCarrier, LimitedDevice
@@ -46,23 +46,23 @@ def layers(*, depth: int = 3, width: int = WIDTH) -> nn.Module:
 def tracer(task: Any, target: Target = CPU, least: Mapping[str, int] = SIZES, **settings: Any) -> Tracer:
     """Return what traces a task; a choice decides the rest."""
 
-    def build(choice: Choice, watch: Any, model: nn.Module | None) -> Step:
+    def build(choice: MemoryChoice, watch: Any, model: nn.Module | None) -> Step:
         return Step(task, chosen(choice, settings), model=model, watch=watch)
 
     return Tracer(build, task.model, task.example, least, target)
 
 
-def chosen(choice: Choice, settings: Mapping[str, Any]) -> Settings:
+def chosen(choice: MemoryChoice, settings: Mapping[str, Any]) -> Settings:
     own = {"precision": choice.precision, "offload": choice.offload, "checkpointing": choice.checkpointing}
     return Settings(**{"way": "foreach", **own, **settings})
 
 
 def true_peak(
-    task: Any, sizes: Mapping[str, int], times: int = 1, choice: Choice | None = None, **settings: Any
+    task: Any, sizes: Mapping[str, int], times: int = 1, choice: MemoryChoice | None = None, **settings: Any
 ) -> int:
     """Return the most that is allocated in the second step and later, of so many micro-batches."""
     with LimitedDevice() as device:
-        step = Step(task, chosen(choice or Choice(), settings))
+        step = Step(task, chosen(choice or MemoryChoice(), settings))
         step.carrier = HostCarrier(device)
         for turn in range(3):
             for _ in range(times):
@@ -90,6 +90,6 @@ def play(live: dict[int, int], tape: Tape) -> int:
     return most
 
 
-def of(parts: tuple[Part, ...], category: Category) -> dict[str, int]:
+def of(parts: tuple[MemoryPart, ...], category: Category) -> dict[str, int]:
     """Return the bytes of a category, by name."""
     return {part.name: part.bytes for part in parts if part.category is category}

@@ -13,9 +13,9 @@ import numpy as np
 from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.memory.footprint import Oracle
-from pipeline.memory.planning.memory_plan import Plan
-from pipeline.memory.planning.planner import plan
-from pipeline.memory.planning.request import Card, Data
+from pipeline.memory.planning.memory_plan import MemoryPlan
+from pipeline.memory.planning.planner import plan_memory
+from pipeline.memory.planning.request import CardSpec, DataSizes
 from pipeline.memory.tracing.tracer import CPU
 from pipeline.runs.model.training_work import Work, cutter, host_card, least_of, request_of
 from tests.slurm.runs import nested
@@ -53,11 +53,11 @@ class Prepared:
 
     config: Config
     work: Work
-    plan: Plan
+    plan: MemoryPlan
     oracle: Oracle
     folder: Path
 
-    def planned(self, *ratios: float) -> Plan:
+    def planned(self, *ratios: float) -> MemoryPlan:
         """Plan again, after measurements."""
         return planned(self.config, self.oracle, *ratios)
 
@@ -82,12 +82,12 @@ def prepare(folder: Path, crime: str = "", width: int = 256, **settings: Any) ->
     return Prepared(config, work, planned(config, oracle), oracle, folder)
 
 
-def planned(config: Config, oracle: Oracle, *ratios: float) -> Plan:
+def planned(config: Config, oracle: Oracle, *ratios: float) -> MemoryPlan:
     """Plan for a machine with a GiB."""
-    data = Data({"rows": ROWS_N}, cutter(config.train.effective_batch, padded=False))
-    return plan(oracle, data, request_of(config.train, 1, ratios), [card("cpu")])
+    data = DataSizes({"rows": ROWS_N}, cutter(config.train.effective_batch, padded=False))
+    return plan_memory(oracle, data, request_of(config.train, 1, ratios), [card("cpu")])
 
 
-def card(name: str, memory_bytes: int = GIB) -> Card:
+def card(name: str, memory_bytes: int = GIB) -> CardSpec:
     """Return this machine's memory as a card of a name."""
     return replace(host_card(memory_bytes), name=name)

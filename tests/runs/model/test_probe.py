@@ -11,10 +11,10 @@ import pytest
 from pipeline.cluster.local import LocalExecutor
 from pipeline.cluster.machine import Machine
 from pipeline.errors import ConfigError, JobFailed, SubmissionRefused
-from pipeline.memory.footprint import Origin
+from pipeline.memory.footprint import Provenance
 from pipeline.memory.hardware.gpus import device
 from pipeline.memory.history.step_history import DIED_GROWTH
-from pipeline.memory.planning.request import Card
+from pipeline.memory.planning.request import CardSpec
 from pipeline.memory.runtime.gauges import RSS_IS_MEANT, Start
 from pipeline.runs.model.probe import (
     FOLDER,
@@ -58,7 +58,7 @@ def ratios(prepared: Prepared, *cards: str) -> tuple[float, ...]:
 @pytest.mark.slow
 def test_a_probe_measures_the_worst_bucket_and_the_next_plan_is_corrected(tmp_path: Path) -> None:
     prepared, said = prepare(tmp_path), list[str]()
-    assert prepared.plan.margin.origin is Origin.ASSUMED
+    assert prepared.plan.margin.origin is Provenance.ASSUMED
     found = probed(prepared, Place(card("cpu")), said)
     assert found.outcome is Outcome.MEASURED, found
     assert found.predicted_bytes == max(bucket.live.value for bucket in prepared.plan.buckets)
@@ -73,7 +73,7 @@ def test_a_probe_measures_the_worst_bucket_and_the_next_plan_is_corrected(tmp_pa
     averaging = replace(prepared, work=replace(prepared.work, settings=replace(prepared.work.settings, ema=0.9)))
     assert ratios(averaging, "cpu") == ()
     after = prepared.planned(*measured_ratios(prepared.config, prepared.work, prepared.plan.choice, ["cpu"]))
-    assert after.margin.origin is Origin.MEASURED
+    assert after.margin.origin is Provenance.MEASURED
     assert after.margin.factor == pytest.approx(max(found.ratio, 0.9) * 1.02)
 
 
@@ -206,7 +206,7 @@ def test_a_step_that_is_killed_leaves_its_job_to_say_so(tmp_path: Path) -> None:
 
 def test_on_a_gpu_what_is_predicted_is_what_the_allocator_reserves_for_the_probes_own_steps(tmp_path: Path) -> None:
     prepared = prepare(tmp_path)
-    gpu = replace(Card.of(device("a100-40gb"), 1), name="a100")
+    gpu = replace(CardSpec.of(device("a100-40gb"), 1), name="a100")
     on_gpu = replace(prepared.work, device="cuda")
     with LocalExecutor(Machine(1, ("0",), 64 * GIB)) as executor:
         asked = (prepared.config, on_gpu, prepared.plan, prepared.oracle, Place(gpu), executor)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pipeline.errors import PlanInfeasible
-from pipeline.memory.footprint import Choice
+from pipeline.memory.footprint import MemoryChoice
 from pipeline.stages.train import Items
 from pipeline.training.loop.metrics_log import Epoch, read_epochs
 from pipeline.training.prepared import Stretch, likeness, stretch_of
@@ -60,7 +60,7 @@ class Lent:
 
 
 def trained(
-    ground: Ground, folder: Path, stretch: Stretch, choice: Choice, limit: int, **train: Any
+    ground: Ground, folder: Path, stretch: Stretch, choice: MemoryChoice, limit: int, **train: Any
 ) -> tuple[Run, LimitedDevice]:
     """Train under a stretch on a device of so many bytes."""
     member = ground.member
