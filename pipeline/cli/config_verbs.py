@@ -35,7 +35,7 @@ def check(config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -
     from pipeline.config import load
     from pipeline.errors import ConfigError
     from pipeline.project.project import Project, source_spec
-    from pipeline.runs.workflow import reader_stage
+    from pipeline.runs.dataset import reader_items
     from pipeline.runs.workflow.script_stage import inspect
     from pipeline.structures.sources import items
 
@@ -49,9 +49,9 @@ def check(config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -
     project = Project.open(loaded.config, remember=False, beside=beside, strict=True)  # which refuses caches under it
     if loaded.config.train.command is not None:
         inspect(project)  # which refuses a command that cannot be meant
-    if reader_stage.is_reader(loaded.config):
-        reader_stage.inspect(project)
-        reader_stage.refuse_crop(loaded.config)
+    if reader_items.is_reader(loaded.config):
+        reader_items.refuse_unreadable(project)
+        reader_items.refuse_crop(loaded.config)
     else:
         next(items(source_spec(loaded.config)), None)  # which refuses settings that the source would not heed
     if loaded.config.train.task is not None:

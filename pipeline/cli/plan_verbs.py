@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pipeline.cluster.job_spec import Executor
     from pipeline.config.load import Loaded
     from pipeline.project.project import Project
-    from pipeline.runs.views.training_outlook import TrainOutlook
+    from pipeline.runs.model.training_outlook import TrainOutlook
 
 UNTOLD = "note: the cluster does not tell its limits here (no Slurm answers): they are not counted in"
 
@@ -113,7 +113,7 @@ def _training(
 ) -> TrainOutlook:
     """Plan training."""
     from pipeline.runs.model.offers import Question
-    from pipeline.runs.views.training_outlook import outlook
+    from pipeline.runs.model.training_outlook import outlook
 
     typer.echo("planning: the training step is run on tensors without data ...", err=True)
     question = Question(

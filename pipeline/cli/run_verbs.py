@@ -28,7 +28,7 @@ WATCH_EVERY_S = 0.5
 INLINE_S = 5.0  # what takes longer is left to the first supervisor job
 
 
-class StageName(str, Enum):
+class SubmitTarget(str, Enum):
     """What can be submitted."""
 
     SCAN = "scan"
@@ -58,7 +58,7 @@ class ExecutorName(str, Enum):
 
 
 def submit(
-    stage: Annotated[StageName, one_of(StageName, "--stage", "The stage to run, with what it needs before it.")],
+    stage: Annotated[SubmitTarget, one_of(SubmitTarget, "--stage", "The stage to run, with what it needs before it.")],
     executor: Annotated[
         ExecutorName | None, one_of(ExecutorName, "--executor", "Where to run it; else cluster.executor.")
     ] = None,
@@ -87,22 +87,22 @@ def submit(
     if as_json and (not dry_run or emit is not None):
         what = "a document is printed of what would be done"
         raise ConfigError(what, where="--json", remedy=f"pipeline submit --stage {stage.value} --dry-run --json")
-    if damage_list is not None and stage is not StageName.REGENERATE:
+    if damage_list is not None and stage is not SubmitTarget.REGENERATE:
         what = f"a list says what to regenerate, but --stage is {stage.value}"
         raise ConfigError(what, where="--list", remedy="pipeline submit --stage regenerate --list FILE")
     sets = [*(sets or ()), *([f"cluster.executor={executor.value}"] if executor else ())]
     loaded = load_config(config, sets)
     chosen, beside = loaded.config, loaded.base_dir.absolute()
-    if only and stage in (StageName.ALL, StageName.REGENERATE):
+    if only and stage in (SubmitTarget.ALL, SubmitTarget.REGENERATE):
         raise ConfigError(
             "several stages are not one alone", where="--only", remedy=f"pipeline submit --stage {stage.value}"
         )
     idle = dry_run or emit is not None
     project = Project.open(chosen, remember=not idle, beside=beside, strict=True)
-    if stage is StageName.REGENERATE:
+    if stage is SubmitTarget.REGENERATE:
         project, stages = to_regenerate(project, damage_list)
     else:
-        stages = everything(chosen) if stage is StageName.ALL else up_to(stage.value, chosen)
+        stages = everything(chosen) if stage is SubmitTarget.ALL else up_to(stage.value, chosen)
         stages = stages[-1:] if only else stages
     if not stages:
         nothing = f"nothing to regenerate: {damage_list} names no record that is lost"
@@ -127,8 +127,8 @@ def _refuse_unplanned(project: Project, stages: list[str]) -> None:
     """Refuse a stage alone whose graphs are not there."""
     from pipeline.errors import ConfigError
     from pipeline.runs.dataset.loading import made_table
+    from pipeline.runs.dataset.reader_items import unmade
     from pipeline.runs.workflow import table
-    from pipeline.runs.workflow.reader_stage import unmade
 
     for stage in map(table.stage, stages):
         if stage.together and project.config.train.task is not None and made_table(project) is None:
@@ -211,7 +211,7 @@ def _status_of(folder: RunFolder) -> str:
     return f"pipeline status {shlex.quote(os.path.relpath(folder.path))} --watch"
 
 
-def typed_command(stage: StageName, config: Path | None, sets: list[str], damage_list: Path | None = None) -> str:
+def typed_command(stage: SubmitTarget, config: Path | None, sets: list[str], damage_list: Path | None = None) -> str:
     """Return the command that does what is missing: the one that was typed, with what the stage needs before it."""
     words = ["pipeline", "submit", "--stage", stage.value, *(["--config", str(config)] if config else [])]
     words += [word for one in sets for word in ("--set", one)]
@@ -246,7 +246,7 @@ def _say_planning(stage: Stage, project: Project) -> None:
         return
     if not is_planned(project):
         typer.echo("planning: the training step is run on tensors without data ...", err=True)
-    for line in novelty(project) if stage.name == StageName.TRAIN.value else ():
+    for line in novelty(project) if stage.name == SubmitTarget.TRAIN.value else ():
         typer.echo(line, err=True)
 
 
@@ -349,5 +349,5 @@ def demo(
     from pipeline.setup.demo_project import make_project, what_to_look_at
 
     config_file = make_project(folder)
-    submit(StageName.ALL, ExecutorName.LOCAL, follow=True, config=config_file)
+    submit(SubmitTarget.ALL, ExecutorName.LOCAL, follow=True, config=config_file)
     typer.echo(what_to_look_at(folder))

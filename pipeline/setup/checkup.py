@@ -22,7 +22,7 @@ from pipeline.project.project import Project, local_machine, recipe_of, source_s
 from pipeline.project.user_code import load_task
 from pipeline.records import Inventory, Item, Rejection
 from pipeline.report.tables import size
-from pipeline.runs.workflow.reader_stage import is_reader, reader_of, tried
+from pipeline.runs.dataset.reader_items import is_reader, read_first, reader_of
 from pipeline.runs.workflow.script_stage import inspect
 from pipeline.setup import finding, slurm_checks
 from pipeline.setup.finding import Finding, Verdict, failed
@@ -130,7 +130,7 @@ def _data(loaded: Loaded) -> Iterator[Finding]:
 
 def _entries(project: Project) -> Finding:
     """See what a reader makes of the beginning of its data set."""
-    taken, path = tried(reader_of(project), LOOKED_AT), project.config.data.path
+    taken, path = read_first(reader_of(project), LOOKED_AT), project.config.data.path
     if not len(taken.table):
         what = f"no usable item among the first {taken.entries} at {path}"
         return Finding("data", Verdict.BAD, what, "pipeline config show   (see data.*)", exit_code=3)

@@ -11,7 +11,7 @@ from pipeline.errors import CacheDamaged, ConfigError, PipelineError, RecordMiss
 from pipeline.journal.run_folder import runs_in
 from pipeline.keys import content_digest
 from pipeline.project.project import Project, graph_recipe, recipe_of, source_spec
-from pipeline.runs.workflow import reader_stage
+from pipeline.runs.dataset import reader_items
 from pipeline.training.items.item_source import Built, Cached, Entered
 from pipeline.training.items.item_table import Table
 from pipeline.training.items.residue_embeddings import Embeddings
@@ -58,8 +58,8 @@ def open_loader(
 
 def source_of(project: Project, table: Table) -> Graphs:
     """Return where items come from."""
-    if reader_stage.is_reader(project.config):
-        return Entered(reader_stage.reader_of(project), table)
+    if reader_items.is_reader(project.config):
+        return Entered(reader_items.reader_of(project), table)
     graphs = project.graphs
     if project.config.graph.cache:
         return Cached(graphs.store, table)
@@ -68,14 +68,14 @@ def source_of(project: Project, table: Table) -> Graphs:
 
 def rows_of(project: Project) -> Embeddings | None:
     """Return where embeddings come from; what a reader gives has none."""
-    if reader_stage.is_reader(project.config):
+    if reader_items.is_reader(project.config):
         return None
     return Embeddings(project.encoding.shelves.embeddings, project.encoding.recipe)
 
 
 def graph_command(config: str | Path | None, sets: Sequence[str], loaded: Config) -> str:
     """Return the command that makes graphs with this configuration, or reads what a reader gives."""
-    stage = "scan" if reader_stage.is_reader(loaded) else "graph"
+    stage = "scan" if reader_items.is_reader(loaded) else "graph"
     words = ["pipeline", "submit", "--stage", stage, *(["--config", str(config)] if config else [])]
     return shlex.join([*words, *(word for one in sets for word in ("--set", one))])
 
@@ -90,8 +90,8 @@ def made_table(project: Project) -> str | None:
 
 def _tables(project: Project) -> Iterator[tuple[bytes, Table]]:
     """Yield the tables of the runs that made these graphs of this data set and went well, newest first."""
-    if reader_stage.is_reader(project.config):
-        for folder, entered, table in reader_stage.tables(project):
+    if reader_items.is_reader(project.config):
+        for folder, entered, table in reader_items.reader_tables(project):
             if folder.table.exists():  # its check let it pass
                 yield entered, table
         return
@@ -118,7 +118,7 @@ def table_of(project: Project, again: str) -> Table:
     except (CacheDamaged, RecordMissing) as error:
         raise type(error)(error.what, where=error.where, remedy=again) from error
     what = "no run has made graphs of this data set with this configuration"
-    what = reader_stage.unmade(project.config) if reader_stage.is_reader(project.config) else what
+    what = reader_items.unmade(project.config) if reader_items.is_reader(project.config) else what
     raise ConfigError(what, where=str(project.config.cluster.runs), remedy=again)
 
 

@@ -19,7 +19,7 @@ from pipeline.config.site_profiles import anchored
 from pipeline.errors import PipelineError
 from pipeline.keys import KEY_BYTES, content_digest, recipe_key
 from pipeline.report.tables import duration, size
-from pipeline.runs.workflow.reader_stage import is_reader
+from pipeline.runs.dataset.reader_items import is_reader
 from pipeline.stages.graph import HEADER_BYTES
 from pipeline.store.cache_folder import CACHE_FORMAT, Cache
 from pipeline.store.format.shard import DEFAULT_HEADER_BYTES

@@ -17,10 +17,10 @@ from pipeline.project.frozen_code import package_digest
 from pipeline.project.project import open_executor
 from pipeline.project.user_code import load_task, source_digest
 from pipeline.runs.dataset.loading import made_table, rows_of, source_of
+from pipeline.runs.dataset.reader_items import is_reader
+from pipeline.runs.dataset.reader_items import refuse_unreadable as inspect_entries
 from pipeline.runs.model.task_contract import GRAPH
 from pipeline.runs.model.training_work import Work, sizes_of
-from pipeline.runs.workflow.reader_stage import inspect as inspect_entries
-from pipeline.runs.workflow.reader_stage import is_reader
 from pipeline.training.items.item_source import NUMBERS
 from pipeline.training.items.item_table import Table
 from pipeline.training.prepared import ModelFolder, Prepared, likeness, stretch_of
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from pipeline.config.schema import Config
     from pipeline.project.project import Project
-    from pipeline.runs.views.training_outlook import TrainOutlook
+    from pipeline.runs.model.training_outlook import TrainOutlook
     from pipeline.stages.train import Items
 
 PLANS = ".plans"
@@ -104,7 +104,7 @@ def _plan_key(project: Project, table: str) -> str:
 def _planned(project: Project, table: str) -> Prepared:
     """Plan a training."""
     from pipeline.runs.model.offers import Question
-    from pipeline.runs.views.training_outlook import outlook
+    from pipeline.runs.model.training_outlook import outlook
 
     with open_executor(project.config) as executor:
         question = Question(config=project.config, project=project, executor=executor, beside=project.beside)

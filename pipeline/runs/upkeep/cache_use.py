@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from pipeline.errors import PipelineError
 from pipeline.keys import recipe_tag
 from pipeline.runs.dataset import outcome
+from pipeline.runs.dataset.reader_items import is_reader
 from pipeline.runs.workflow import embed_stage, graph_stage, scan_stage, table
-from pipeline.runs.workflow.reader_stage import is_reader
 from pipeline.store.cache_folder import Cache, RecipeStat
 from pipeline.store.format.cache_layout import KindLayout
 from pipeline.store.key_lists import tally

@@ -15,9 +15,9 @@ from pipeline.keys import recipe_tag
 from pipeline.project.project import Project
 from pipeline.records import Item, Reason
 from pipeline.runs.dataset import worklist
+from pipeline.runs.dataset.reader_items import is_reader, read_by_run
 from pipeline.runs.upkeep.cache_use import RECIPE_KINDS, recipes_of
 from pipeline.runs.workflow import embed_stage, graph_stage, scan_stage
-from pipeline.runs.workflow.reader_stage import is_reader, told_by
 from pipeline.stages.scan import glance, look_up
 from pipeline.store.key_lists import in_chunks, sorted_pairs
 from pipeline.store.maintenance.sweep import Live
@@ -130,7 +130,7 @@ class Staying:
             for folder in runs_in(runs):
                 with suppress(OSError, ValueError):  # a run of other stages, or half of one
                     keys += bytes.fromhex(folder.table.read_text())
-                keys += bytes.fromhex(told_by(folder).get("table", ""))  # which may not be checked yet
+                keys += bytes.fromhex(read_by_run(folder).get("table", ""))  # which may not be checked yet
         return Live(pairs=sorted_pairs(keys))
 
 

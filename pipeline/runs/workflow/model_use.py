@@ -18,10 +18,10 @@ from pipeline.journal.run_folder import writing
 from pipeline.project.user_code import load_task
 from pipeline.runs.dataset.loading import rows_of, source_of
 from pipeline.runs.dataset.outcome import Judged
+from pipeline.runs.dataset.reader_items import unmade
 from pipeline.runs.dataset.worklist import Found, Shard
 from pipeline.runs.model.prepare import folder_of, prepare
 from pipeline.runs.model.training_work import Work, sizes_of
-from pipeline.runs.workflow.reader_stage import unmade
 from pipeline.runs.workflow.train_stage import UNPLANNED_BYTES, said
 from pipeline.training.items.item_table import Table
 from pipeline.training.prepared import ModelFolder, Prepared

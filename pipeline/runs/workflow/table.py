@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeAlias, T
 from pipeline.config.schema_cluster import TrainResources
 from pipeline.errors import ConfigError, DataError, JobFailed, PipelineError
 from pipeline.records import Reason, Tell
-from pipeline.runs.dataset import worklist
+from pipeline.runs.dataset import reader_items, worklist
+from pipeline.runs.dataset.reader_items import is_reader
 from pipeline.runs.dataset.worklist import Halve
 from pipeline.runs.model import prepare
 from pipeline.runs.workflow import (
@@ -28,7 +29,6 @@ from pipeline.runs.workflow import (
     train_stage,
     validate_stage,
 )
-from pipeline.runs.workflow.reader_stage import is_reader
 from pipeline.store.cache_folder import RECIPES
 from pipeline.structures.inventory import plain
 
@@ -194,7 +194,7 @@ def _of(structures: OfProject[P, T], entries: OfProject[P, T]) -> OfProject[P, T
 WORKFLOW = (
     Stage(
         name=scan_stage.NAME,
-        inspect=_of(lambda project: next(worklist.list_items(project), None), reader_stage.inspect),
+        inspect=_of(lambda project: next(worklist.list_items(project), None), reader_items.refuse_unreadable),
         survey=_of(scan_stage.survey, reader_stage.survey),
         mem_bytes=_of(scan_stage.mem_bytes, reader_stage.mem_bytes),
         gpu_bytes=lambda _project: 0,

@@ -17,6 +17,7 @@ from pipeline.journal.run_folder import writing
 from pipeline.project.user_code import blamed
 from pipeline.runs.dataset.loading import rows_of, source_of
 from pipeline.runs.dataset.outcome import Judged
+from pipeline.runs.dataset.reader_items import refuse_crop, unmade
 from pipeline.runs.dataset.worklist import Found, Shard, read_shard
 from pipeline.runs.model.node_staging import staged
 from pipeline.runs.model.prepare import (
@@ -31,7 +32,6 @@ from pipeline.runs.model.prepare import (
     validation_items,
 )
 from pipeline.runs.model.training_work import Work
-from pipeline.runs.workflow.reader_stage import refuse_crop, unmade
 from pipeline.training.prepared import ModelFolder, Prepared
 
 if TYPE_CHECKING:

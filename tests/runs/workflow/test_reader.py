@@ -20,10 +20,11 @@ from pipeline.project import user_code
 from pipeline.project.project import Project
 from pipeline.records import Tell
 from pipeline.runs.dataset.loading import made_table, open_loader, table_of
+from pipeline.runs.dataset.reader_items import reader_of, reader_state
 from pipeline.runs.engine.create import new_run
 from pipeline.runs.model.prepare import name_of, recipe_of
 from pipeline.runs.workflow import reader_stage
-from pipeline.runs.workflow.reader_stage import Entered, check, judge, made_from, reader_of, survey, work
+from pipeline.runs.workflow.reader_stage import Entered, check, judge, survey, work
 from pipeline.runs.workflow.table import everything, up_to
 from pipeline.training.sampling.sampler import Settings
 from tests.command import Command
@@ -360,7 +361,7 @@ def test_the_frozen_copy_of_the_code_is_the_same_reader(folder: Path) -> None:
     run, _, _ = scan(opened())
     sys.modules.pop("spectra")
     frozen = Project.open(opened().config, beside=run.task_root)
-    assert made_from(frozen) == json.loads(run.entered.read_text())["made"]
+    assert reader_state(frozen) == json.loads(run.entered.read_text())["made"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,148 @@
+"""A data set that a reader gives: its reader, whether its files are as they were, what runs have read of it.
+
+What a run read is in its folder: from which files, by which reader, and the key of the table. So a data set is read
+again when any of that has changed, and what is made of a table stays as long as its items do.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager, suppress
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import CacheDamaged, ConfigError, DataError, PipelineError, RecordMissing
+from pipeline.journal.run_folder import runs_in
+from pipeline.keys import content_digest, is_settled
+from pipeline.project.user_code import READER, failed, load_reader, reading_digest
+from pipeline.stages.read_entries import Taken, read
+from pipeline.training.items.item_source import as_arrays, digest_of
+from pipeline.training.items.item_table import KIND, Table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pipeline.config.schema import Config
+    from pipeline.journal.run_folder import RunFolder
+    from pipeline.project.project import Project
+    from pipeline.protocol import Reader
+
+TRIED = 3  # items, before all are read
+TRIED_MOST = 100  # where none of the first can be used
+FORMAT = 1  # of what a run's folder says of it
+
+
+def is_reader(config: Config) -> bool:
+    """Tell whether the items are what a reader gives, and no structures."""
+    return config.data.source == "reader"
+
+
+def reader_of(project: Project) -> Reader:
+    """Return the reader of a configuration."""
+    data = project.config.data
+    if READER.name not in project.memo:
+        project.memo[READER.name] = load_reader(data.reader or "", data.path, data.options, beside=project.beside)
+    reader: Reader = project.memo[READER.name]
+    return reader
+
+
+def refuse_unreadable(project: Project) -> Taken:
+    """Refuse what cannot be read: no class, no file, or one whose items are not found again; return the first few."""
+    reader = reader_of(project)
+    look_at_files(reader)
+    taken = read_first(reader, TRIED)
+    return taken if len(taken.table) or taken.entries < TRIED else read_first(reader, TRIED_MOST)
+
+
+def refuse_crop(config: Config) -> None:
+    """Refuse to cut items out of which nobody knows what may be cut."""
+    if is_reader(config) and config.train.oversize == "crop":
+        what = "only graphs can be cropped: what may be cut out of a reader's items is not known"
+        raise ConfigError(what, where="train.oversize is crop", remedy="--set train.oversize=skip   (or error)")
+
+
+def read_first(reader: Reader, most: int) -> Taken:
+    """Return what comes of the first few items, each of which is read again where it is said to be."""
+    taken = Taken()
+    with blaming_reader():
+        for entry in islice(reader.entries(), most):
+            before = len(taken.table)
+            list(read([entry], taken))
+            if len(taken.table) > before:
+                table = taken.table.table()
+                if digest_of(as_arrays(reader.read(table.place(before)))) != table.key(before):
+                    what = f"read() of the reader gives other arrays of {table.ids[before]} than entries()"
+                    raise ConfigError(what, where=READER.where, remedy="what a reader must have: pipeline/protocol.py")
+    return taken
+
+
+@contextmanager
+def blaming_reader() -> Iterator[None]:
+    """Let what a reader's code raises be told as its own."""
+    try:
+        yield
+    except (PipelineError, MemoryError):
+        raise
+    except (Exception, SystemExit) as error:
+        raise failed("reading the items", error, READER) from error
+
+
+def reader_state(project: Project, files: str | None = None) -> dict[str, Any]:
+    """Return what decides which items there are: the reader and its options, its code, its files as they stand."""
+    data, reader = project.config.data, reader_of(project)
+    return {
+        "reader": data.reader,
+        "path": str(data.path),
+        "options": json.loads(json.dumps(data.options)),  # as a run's folder has them: lists, no tuples
+        "limit": data.limit,
+        "code": reading_digest(reader),
+        "files": look_at_files(reader)[0] if files is None else files,
+    }
+
+
+def look_at_files(reader: Reader) -> tuple[str, bool]:
+    """Return the digest of the reader's files by name, size and times, and whether their next change would show."""
+    digests, is_still = list[bytes](), True
+    with blaming_reader():
+        for path in reader.files():
+            try:
+                state = Path(path).stat()
+            except OSError as error:
+                what = f"cannot be read: {error.strerror}"
+                raise DataError(what, where=str(path), remedy="ls -l   (see data.path)") from error
+            is_still = is_still and is_settled(state.st_mtime_ns, state.st_ctime_ns)
+            line = json.dumps([str(path), state.st_size, state.st_mtime_ns, state.st_ctime_ns])
+            digests.append(content_digest(line.encode()))
+    return content_digest(b"".join(sorted(digests))).hex(), is_still
+
+
+def read_by_run(folder: RunFolder) -> dict[str, Any]:
+    """Return what a run has read of a data set; nothing where it has read none to the end, or tells it otherwise."""
+    with suppress(OSError, ValueError):
+        told = json.loads(folder.entered.read_text())
+        if isinstance(told, dict) and told.get("format") == FORMAT:
+            return told
+    return {}
+
+
+def reader_tables(project: Project) -> Iterator[tuple[RunFolder, bytes, Table]]:
+    """Yield what runs have read of the data set as it stands, newest first; one that is lost is an error in the end."""
+    wanted, lost = reader_state(project), None
+    for folder in reversed(runs_in(project.config.cluster.runs)):
+        told = read_by_run(folder)
+        if told.get("made") == wanted:
+            key = bytes.fromhex(told["table"])
+            try:
+                yield folder, key, Table.read(project.cache.kind(KIND), key)
+            except (CacheDamaged, RecordMissing) as error:
+                lost = lost or error
+    if lost:
+        raise lost
+
+
+def unmade(config: Config) -> str:
+    """Say that what a training reads is not there."""
+    if is_reader(config):
+        return "this data set was not read as it stands"
+    return "the graphs of this data set are not made with this configuration"
