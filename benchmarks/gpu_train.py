@@ -124,10 +124,10 @@ def job_of(case: Mapping[str, Any]) -> tuple[Any, int]:
     from pipeline.memory.footprint import MemoryChoice
     from pipeline.records import Tell
     from pipeline.stages.train import Job
-    from pipeline.training.items.item_source import Cached
+    from pipeline.training.items.item_source import CachedGraphs
     from pipeline.training.items.residue_embeddings import Embeddings
     from pipeline.training.prepared import ModelFolder, Prepared
-    from pipeline.training.ranks.rank_protocol import Alone
+    from pipeline.training.ranks.rank_protocol import SingleRank
 
     root = Path(case["root"])
     table, stores = table_of(root, bytes.fromhex(case["key"])), cache_of(root)
@@ -142,11 +142,11 @@ def job_of(case: Mapping[str, Any]) -> tuple[Any, int]:
         prepared=prepared,
         folder=folder,
         make_step=lambda begin: work.begun(choice, device=case["device"], begin=begin),
-        source=lambda one: Cached(stores.kind("graph"), one),
+        source=lambda one: CachedGraphs(stores.kind("graph"), one),
         embeddings=lambda: Embeddings(stores.kind("embed"), ENCODER),
         stretches=[(prepared.stretches[0], items_of(table, work, prepared))],
         validation=None,
-        ranks=Alone(),
+        ranks=SingleRank(),
         tell=Tell(lambda *_: None),
         say=lambda line: print(line, file=sys.stderr),
         measure=work.task.cost,

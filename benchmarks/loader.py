@@ -38,7 +38,7 @@ from pipeline.records import Item, Part, Role
 from pipeline.store.cache_folder import Cache
 from pipeline.structures import inventory
 from pipeline.structures.synthetic import complex_pdb
-from pipeline.training.items.item_table import Table, TableBuilder
+from pipeline.training.items.item_table import ItemTable, TableBuilder
 
 STRUCTURES = 100
 WIDTH = 1280
@@ -103,17 +103,19 @@ def generate(root: Path, items: int, compared: int) -> bytes:
 
 def loader_of(root: Path, key: bytes, numbers: range | None = None, **options: Any) -> Any:
     """Return the loader of a cache, or of some of its items in order."""
-    from pipeline.training.items.item_source import Cached
+    from pipeline.training.items.item_source import CachedGraphs
     from pipeline.training.items.loader import Loader
     from pipeline.training.items.residue_embeddings import Embeddings
-    from pipeline.training.sampling.sampler import Sampler, Settings
+    from pipeline.training.sampling.sampler import Sampler, SamplerSettings
 
     cache = Cache(root)
-    table = Table.read(cache.kind("sets"), key)
+    table = ItemTable.read(cache.kind("sets"), key)
     if numbers is not None:
         table = table.take(np.array(numbers))
-    sampler = Sampler(table.sizes, Settings(batch=BATCH, padding=None))
-    return Loader(Cached(cache.kind("graph"), table), Embeddings(cache.kind("embed"), ENCODER), sampler, **options)
+    sampler = Sampler(table.sizes, SamplerSettings(batch=BATCH, padding=None))
+    return Loader(
+        CachedGraphs(cache.kind("graph"), table), Embeddings(cache.kind("embed"), ENCODER), sampler, **options
+    )
 
 
 def write_files(folder: Path, root: Path, key: bytes, compared: int) -> None:

@@ -26,7 +26,7 @@ from pipeline.keys import content_digest
 from pipeline.records import Item, Part, Role
 from pipeline.structures.inventory import File, Recipe, examine
 from pipeline.structures.parsing.read_structure import read_file
-from pipeline.training.sampling.sampler import Sampler, Settings
+from pipeline.training.sampling.sampler import Sampler, SamplerSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared" / "structures" / "complexes"
@@ -76,7 +76,7 @@ def padding(sizes: Sizes, by: tuple[str, ...], batches: Iterable[NDArray[np.int6
 def padding_row(sizes: Sizes, by: tuple[str, ...]) -> dict[str, float]:
     """Return padded/real of the sampler and of plain batches, and how many items a micro-batch had."""
     items = len(sizes["nodes"])
-    micros = [micro.items for micro in Sampler(sizes, Settings(batch=BATCH, by=by, micro_batch=MICRO))]
+    micros = [micro.items for micro in Sampler(sizes, SamplerSettings(batch=BATCH, by=by, micro_batch=MICRO))]
     assert np.array_equal(np.sort(np.concatenate(micros)), np.arange(items))
     plain = np.arange(items)
     shuffled = np.random.default_rng(0).permutation(items)
@@ -93,7 +93,7 @@ def balance_row(sizes: Sizes, by: tuple[str, ...], ranks: int) -> dict[str, floa
     """Return the cost of the costliest rank over the mean of all: of an epoch's whole steps, and of shuffled ones."""
     items = len(sizes["nodes"])
     cost = np.prod([sizes[name] for name in by], axis=0)
-    sampler = Sampler(sizes, Settings(batch=BATCH, by=by, drop_last=True), ranks=ranks)
+    sampler = Sampler(sizes, SamplerSettings(batch=BATCH, by=by, drop_last=True), ranks=ranks)
     loads = np.array([
         [sum(int(cost[part].sum()) for part in share) for share in sampler.shares(0, step)]
         for step in range(sampler.steps)
@@ -112,14 +112,14 @@ def times(real: NDArray[np.int64], items: int) -> dict[str, float]:
     """Return the time of construction, of an epoch's order, and of a step's cut on one of several ranks."""
     sizes = varied(real, items)
     begin = time.perf_counter()
-    sampler = Sampler(sizes, Settings(batch=BATCH, micro_batch=MICRO, budget={"nodes": MICRO * 3000}))
+    sampler = Sampler(sizes, SamplerSettings(batch=BATCH, micro_batch=MICRO, budget={"nodes": MICRO * 3000}))
     built = time.perf_counter() - begin
     begin = time.perf_counter()
     sampler.step_items(0, 0)
     result = {"construct_ms": round(1e3 * built, 2), "order_ms": round(1e3 * (time.perf_counter() - begin), 2)}
     for name, by in WAYS.items():
         for ranks in (1, 8):
-            sampler = Sampler(sizes, Settings(batch=BATCH, by=by, micro_batch=MICRO), ranks=ranks)
+            sampler = Sampler(sizes, SamplerSettings(batch=BATCH, by=by, micro_batch=MICRO), ranks=ranks)
             sampler.step_items(0, 0)
             spent = []
             for step in range(400):

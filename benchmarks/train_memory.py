@@ -212,12 +212,12 @@ def write_pickles(folder: Path, cache_root: Path, count: int) -> int:
     from pipeline.graphs import item_graph as graphs
     from pipeline.journal.run_folder import runs_in
     from pipeline.store.cache_folder import Cache
-    from pipeline.training.items.item_table import Table
+    from pipeline.training.items.item_table import ItemTable
 
     folder.mkdir()
     store = Cache(cache_root)
     keys = [run.table.read_text() for run in runs_in(cache_root.parent / "runs") if run.table.exists()]
-    table = Table.read(store.kind("sets"), bytes.fromhex(keys[-1]))
+    table = ItemTable.read(store.kind("sets"), bytes.fromhex(keys[-1]))
     written = 0
     for number in range(count):
         record = store.kind("graph").get(table.key(number))

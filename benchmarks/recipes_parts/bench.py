@@ -29,8 +29,8 @@ from pipeline.runs.model.training_work import Work, least_of, sizes_of, target_o
 from pipeline.stages.read_entries import Taken, read
 from pipeline.structures.made_rna import pocket_pdb
 from pipeline.structures.synthetic import complex_pdb
-from pipeline.training.items.item_source import Entered
-from pipeline.training.items.item_table import Table
+from pipeline.training.items.item_source import ReaderItems
+from pipeline.training.items.item_table import ItemTable
 from pipeline.training.sampling.sampler import Sampler
 from pipeline.training.step.step import Step
 from tests.graphs.complexes import examined, side
@@ -72,8 +72,8 @@ class Graphs:
 class Entries:
     """What the recipe's reader gives of a made file."""
 
-    source: Entered
-    table: Table
+    source: ReaderItems
+    table: ItemTable
 
     @property
     def sizes(self) -> Mapping[str, Integers]:
@@ -223,7 +223,7 @@ def made_file(kind: str, count: int) -> Path:
     return path
 
 
-def entered(config: Config, path: Path) -> tuple[Entered, Table]:
+def entered(config: Config, path: Path) -> tuple[ReaderItems, ItemTable]:
     """Let the recipe's reader read a file."""
     options = config.data.options
     if "target" in options:
@@ -232,7 +232,7 @@ def entered(config: Config, path: Path) -> tuple[Entered, Table]:
     refused = list(read(reader.entries(), taken))
     assert not refused, refused[0]
     table = taken.table.table()
-    return Entered(reader, table), table
+    return ReaderItems(reader, table), table
 
 
 def _targets(name: str, sets: Sequence[str], what: Any) -> list[str]:

@@ -15,12 +15,12 @@ from pipeline.memory.planning.memory_plan import MemoryPlan
 from pipeline.records import Tell
 from pipeline.runs.model.training_work import sizes_of
 from pipeline.stages.train import Items, Job, close, trainer_of
-from pipeline.training.items.item_source import Entered
-from pipeline.training.items.item_table import Table
+from pipeline.training.items.item_source import ReaderItems
+from pipeline.training.items.item_table import ItemTable
 from pipeline.training.loop.metrics_log import read_epochs
 from pipeline.training.loop.trainer import Trainer
 from pipeline.training.prepared import ModelFolder, Prepared, likeness, stretch_of
-from pipeline.training.ranks.rank_protocol import Alone
+from pipeline.training.ranks.rank_protocol import SingleRank
 from tests.limited.device import LimitedDevice
 
 SMALL = ["train.validation.limit=null", "train.checkpoints.asynchronous=false", "train.log_every=1"]
@@ -102,8 +102,8 @@ def job(bench: Bench, made: MemoryPlan, case: Case, folder: Path) -> Job:
         sizes = sizes_of(bench.work.task, table.sizes)
         return Items(table, stretch.cost(sizes), likeness(sizes))
 
-    def source(table: Table) -> Any:
-        return Entered(data.source.reader, table)
+    def source(table: ItemTable) -> Any:
+        return ReaderItems(data.source.reader, table)
 
     path = folder / "model"
     path.mkdir(parents=True)
@@ -116,7 +116,7 @@ def job(bench: Bench, made: MemoryPlan, case: Case, folder: Path) -> Job:
         embeddings=lambda: None,
         stretches=[(stretch, items("train"))],
         validation=items("val"),
-        ranks=Alone(),
+        ranks=SingleRank(),
         tell=Tell(refuse=lambda *_: None),
         say=lambda _line: None,
         measure=bench.work.task.cost,

@@ -17,7 +17,7 @@ from pipeline.memory.planning.planner import plan_memory
 from pipeline.memory.planning.request import DataSizes
 from pipeline.protocol import ITEMS
 from pipeline.runs.model.training_work import cutter, host_card
-from pipeline.training.prepared import COST, LIKENESS, likeness, sampling
+from pipeline.training.prepared import COST, LIKENESS, likeness, sampler_settings
 from pipeline.training.sampling.sampler import Sampler
 
 RECIPES = NAMES
@@ -140,7 +140,7 @@ def planned(bench: Bench, oracle: Oracle, limit: int) -> MemoryPlan:
 def sampler_of(bench: Bench, made: MemoryPlan) -> Sampler:
     """Return the sampler of training under a plan."""
     sizes, batch = bench.sizes, bench.config.train.effective_batch
-    settings = sampling(batch, made.budget[COST], padded=bench.padded, micro_batch=made.micro_batch)
+    settings = sampler_settings(batch, made.budget[COST], padded=bench.padded, micro_batch=made.micro_batch)
     return Sampler({COST: made.cost(sizes), LIKENESS: likeness(sizes)}, settings)
 
 

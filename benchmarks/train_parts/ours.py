@@ -45,9 +45,9 @@ def work_of(train: Any) -> Any:
 
 def table_of(root: Path, key: bytes) -> Any:
     from pipeline.store.cache_folder import Cache
-    from pipeline.training.items.item_table import Table
+    from pipeline.training.items.item_table import ItemTable
 
-    return Table.read(Cache(root).kind("sets"), key)
+    return ItemTable.read(Cache(root).kind("sets"), key)
 
 
 def plan(root: Path, key: bytes, ranks: int) -> dict[str, Any]:
@@ -92,12 +92,12 @@ def ours(root: Path, key: bytes, prepared: dict[str, Any], part: str, folder: Pa
     from pipeline.memory.footprint import MemoryChoice
     from pipeline.records import Tell
     from pipeline.stages.train import Job, train
-    from pipeline.training.items.item_source import Cached
+    from pipeline.training.items.item_source import CachedGraphs
     from pipeline.training.items.residue_embeddings import Embeddings
     from pipeline.training.loop.metrics_log import read_epochs
     from pipeline.training.prepared import ModelFolder, Prepared
-    from pipeline.training.ranks.process_group import gather
-    from pipeline.training.ranks.rendezvous import Place
+    from pipeline.training.ranks.process_group import join_process_group
+    from pipeline.training.ranks.rendezvous import RankPlace
 
     table, planned = table_of(root, key), Prepared.from_json(prepared)
     work = work_of(settings())
@@ -106,13 +106,13 @@ def ours(root: Path, key: bytes, prepared: dict[str, Any], part: str, folder: Pa
     made.path.mkdir(parents=True, exist_ok=True)
     tell = Tell(lambda *_: None)
     clock = Clock()
-    with closing(gather(Place.told(part, folder.name), folder)) as ranks:
+    with closing(join_process_group(RankPlace.told(part, folder.name), folder)) as ranks:
         job = Job(
             train=settings(),
             prepared=planned,
             folder=made,
             make_step=lambda begin: work.begun(MemoryChoice(precision="fp32"), device="cpu", begin=begin),
-            source=lambda one: Cached(stores.kind("graph"), one),
+            source=lambda one: CachedGraphs(stores.kind("graph"), one),
             embeddings=lambda: Embeddings(stores.kind("embed"), ENCODER),
             stretches=[(planned.stretches[0], items_of(table, work, planned))],
             validation=None,

@@ -41,15 +41,15 @@ def copies(tensors: Any) -> dict[str, Any]:
 
 def unpickled(path: Path) -> Any:
     """Return a complex, made anew."""
-    from pipeline.training.items.batch import Graph, Side
+    from pipeline.training.items.batch import ItemTensors, PartnerTensors
 
     with path.open("rb") as file:
         data = pickle.load(file)  # this script has written it
     sides = {
-        role: Side(role, one["centre"], one["nodes"], one["edges"], {}, {}, one["x"], one["encoded"])
+        role: PartnerTensors(role, one["centre"], one["nodes"], one["edges"], {}, {}, one["x"], one["encoded"])
         for role, one in data["sides"].items()
     }
-    return Graph(data["id"], data["number"], sides, {}, data["labels"], np.random.default_rng(data["number"]))
+    return ItemTensors(data["id"], data["number"], sides, {}, data["labels"], np.random.default_rng(data["number"]))
 
 
 def theirs(folder: Path, way: str) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from pipeline.journal.run_folder import writing
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from pipeline.training.ranks.rendezvous import Place
+    from pipeline.training.ranks.rendezvous import RankPlace
 
 WHERE = "train.command"
 PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
@@ -308,7 +308,7 @@ class End:
 class Peers:
     """The processes of a script: how each of them ended, a file each."""
 
-    def __init__(self, folder: Path, name: str, place: Place) -> None:
+    def __init__(self, folder: Path, name: str, place: RankPlace) -> None:
         self._folder, self._name, self.place = folder, name, place
 
     def say(self, end: End) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from pipeline.records import Reason
     from pipeline.training.checkpoints.checkpoint_choice import Chosen
-    from pipeline.training.evaluating.apply_model import Job
+    from pipeline.training.evaluating.apply_model import ApplyJob
 
 LETTERS = 12  # of digests, in names
 FORMAT = 1
@@ -72,11 +72,11 @@ def _digest(told: Mapping[str, Any]) -> str:
     return content_digest(json.dumps(told, sort_keys=True).encode()).hex()
 
 
-def evaluate(job: Job, folder: Path, split: str | None) -> Generator[Reason | None, None, None]:
+def evaluate(job: ApplyJob, folder: Path, split: str | None) -> Generator[Reason | None, None, None]:
     """Evaluate a checkpoint on a split, as one rank; yield once for every item of this rank."""
-    from pipeline.training.evaluating.apply_model import apply
+    from pipeline.training.evaluating.apply_model import apply_model
 
-    applied = yield from apply(job)
+    applied = yield from apply_model(job)
     if applied is None:
         return
     with job.ranks.patient("metrics"):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from pipeline.records import Reason
     from pipeline.training.checkpoints.checkpoint_choice import Chosen
-    from pipeline.training.evaluating.apply_model import Applied, Job
+    from pipeline.training.evaluating.apply_model import ApplyJob, ApplyResult
 
 LETTERS = 12  # of digests, in names
 FORMAT = 1
@@ -77,11 +77,11 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def predict(job: Job, folder: Path, model: str, split: str | None) -> Generator[Reason | None, None, None]:
+def predict(job: ApplyJob, folder: Path, model: str, split: str | None) -> Generator[Reason | None, None, None]:
     """Predict the items of a split, as one rank; yield once for every item of this rank."""
-    from pipeline.training.evaluating.apply_model import apply
+    from pipeline.training.evaluating.apply_model import apply_model
 
-    applied = yield from apply(job)
+    applied = yield from apply_model(job)
     if applied is None:
         return
     with job.ranks.patient("writing predictions"):
@@ -96,13 +96,13 @@ def remove_parts(folder: Path) -> None:
         shutil.rmtree(parts, ignore_errors=True)
 
 
-def _write(job: Job, applied: Applied, folder: Path, model: str, split: str | None) -> None:
+def _write(job: ApplyJob, applied: ApplyResult, folder: Path, model: str, split: str | None) -> None:
     from pipeline.training.evaluating.output_parts import publish_text
-    from pipeline.training.evaluating.outputs import Gathered
+    from pipeline.training.evaluating.outputs import GatheredOutputs
     from pipeline.training.evaluating.prediction_tables import write_tables
 
     (folder / TOLD).unlink(missing_ok=True)  # what it tells of is about to be replaced
-    tables = write_tables(Gathered(applied.parts, of=applied.of), folder)
+    tables = write_tables(GatheredOutputs(applied.parts, of=applied.of), folder)
     files = (tables.csv, tables.jsonl, *tables.arrays)
     told = Predictions(
         model=model,

@@ -15,7 +15,7 @@ import numpy as np
 
 from pipeline.records import Entry, Reason, Rejection
 from pipeline.structures.sources.item_ids import SeenIds, id_problem, shown
-from pipeline.training.items.item_source import Forms, as_arrays, digest_of, sizes_of
+from pipeline.training.items.item_source import ArrayForms, array_sizes, arrays_digest, as_arrays
 from pipeline.training.items.item_table import TableBuilder
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Taken:
     """What has come of the items so far."""
 
     table: TableBuilder = field(default_factory=TableBuilder)
-    forms: Forms = field(default_factory=Forms)
+    forms: ArrayForms = field(default_factory=ArrayForms)
     seen: SeenIds = field(default_factory=SeenIds)
     entries: int = 0  # so far, those that cannot be used among them
     splits: Counter[str] = field(default_factory=Counter)
@@ -60,11 +60,11 @@ class Taken:
         return None
 
     def _add(self, entry: Entry, arrays: Mapping[str, Array]) -> None:
-        sizes = sizes_of(arrays)
+        sizes = array_sizes(arrays)
         self.forms.take(arrays)
         self.table.also(sizes)
         sizes = {**dict.fromkeys(self.table.sizes, 0), **sizes}
-        self.table.add(entry.id, digest_of(arrays), entry.split, sizes, place=entry.place)
+        self.table.add(entry.id, arrays_digest(arrays), entry.split, sizes, place=entry.place)
         self.splits[entry.split] += 1
 
     def _double(self, entry: Entry, split: str) -> Rejection:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeline.keys import content_digest
-from pipeline.training.prepared import COST, LIKENESS, sampling, shrunk
+from pipeline.training.prepared import COST, LIKENESS, sampler_settings, shrunk_budget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from pipeline.memory.runtime.recovery import Oom
     from pipeline.records import Reason, Tell
     from pipeline.training.checkpoints.checkpoint_folder import Checkpoints
-    from pipeline.training.evaluating.evaluator import Evaluation
+    from pipeline.training.evaluating.evaluator import Evaluator
     from pipeline.training.forensics.step_bundle import Checkpoint as Reference
-    from pipeline.training.items.item_source import Graphs
-    from pipeline.training.items.item_table import Table
+    from pipeline.training.items.item_source import ItemSource
+    from pipeline.training.items.item_table import ItemTable
     from pipeline.training.items.loader import Loader
     from pipeline.training.items.residue_embeddings import Embeddings
-    from pipeline.training.loop.observer import Watch
-    from pipeline.training.loop.progress import Course
+    from pipeline.training.loop.observer import TrainingObserver
+    from pipeline.training.loop.progress import RunningStretch
     from pipeline.training.loop.trainer import Trainer
     from pipeline.training.prepared import ModelFolder, Prepared, Stretch
     from pipeline.training.ranks.rank_protocol import Ranks
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 class Items:
     """Items that a loader reads, and what they cost under a plan."""
 
-    table: Table
+    table: ItemTable
     cost_N: Integers
     likeness_N: Integers  # by which they are put in order, under any plan
 
@@ -59,7 +59,7 @@ class Job:
     prepared: Prepared
     folder: ModelFolder
     make_step: Callable[[Callable[[nn.Module], None]], Step]
-    source: Callable[[Table], Graphs]
+    source: Callable[[ItemTable], ItemSource]
     embeddings: Callable[[], Embeddings | None]
     stretches: Sequence[tuple[Stretch, Items]]
     validation: Items | None
@@ -76,7 +76,7 @@ class Job:
         from pipeline.training.items.loader import Loader
         from pipeline.training.sampling.sampler import Sampler
 
-        settings = sampling(
+        settings = sampler_settings(
             batch,
             max(self.budget_of(budget), int(items.cost_N.max(initial=1))),
             padded=self.train.batching == "padded",
@@ -101,7 +101,7 @@ class Job:
 
     def budget_of(self, budget: int) -> int:
         """Return what is left of a budget after a card's memory has ended so often."""
-        return shrunk(budget, self.tell.shrink)
+        return shrunk_budget(budget, self.tell.shrink)
 
 
 def pinned(value: Any) -> Any:
@@ -181,19 +181,19 @@ def trainer_of(job: Job) -> Trainer:
     return trainer
 
 
-def _courses(job: Job) -> list[Course]:
+def _courses(job: Job) -> list[RunningStretch]:
     """Return the stretches of a training with their loaders."""
-    from pipeline.training.loop.progress import Course
+    from pipeline.training.loop.progress import RunningStretch
 
-    courses, first = list[Course](), 0
+    courses, first = list[RunningStretch](), 0
     for stretch, items in job.stretches:
         loader = job.loader(items, stretch.budget_bytes, shuffle=True, batch=job.train.effective_batch)
-        courses.append(Course(stretch, loader, items.cost_N, first))
+        courses.append(RunningStretch(stretch, loader, items.cost_N, first))
         first += stretch.epochs
     return courses
 
 
-def _governor(job: Job, step: Step, course: Course, ladder: Sequence[str]) -> Governor:
+def _governor(job: Job, step: Step, course: RunningStretch, ladder: Sequence[str]) -> Governor:
     """Return who knows the budget of a stretch, as planned."""
     from pipeline.memory.runtime.governor import Governor
 
@@ -227,12 +227,12 @@ def _checkpoints(job: Job, step: Step) -> Checkpoints:
     return checkpoints
 
 
-def _watch(job: Job, step: Step, checkpoints: Checkpoints) -> Watch:
+def _watch(job: Job, step: Step, checkpoints: Checkpoints) -> TrainingObserver:
     """Return who is told what happens."""
     from pipeline.memory.runtime.meters import meter_of
-    from pipeline.training.loop.observer import Watch
+    from pipeline.training.loop.observer import TrainingObserver
 
-    return Watch(
+    return TrainingObserver(
         job.train,
         job.prepared,
         job.folder,
@@ -247,7 +247,9 @@ def _watch(job: Job, step: Step, checkpoints: Checkpoints) -> Watch:
     )
 
 
-def _stepper(job: Job, step: Step, course: Course, watch: Watch, failed: Callable[[Piece, Oom], None]) -> Stepper:
+def _stepper(
+    job: Job, step: Step, course: RunningStretch, watch: TrainingObserver, failed: Callable[[Piece, Oom], None]
+) -> Stepper:
     """Return what runs this rank's part of steps."""
     from pipeline.memory.runtime.governor import Governor
     from pipeline.memory.runtime.meters import Habits, Upkeep
@@ -270,14 +272,14 @@ def _stepper(job: Job, step: Step, course: Course, watch: Watch, failed: Callabl
     )
 
 
-def _evaluation(job: Job, step: Step, watch: Watch) -> Evaluation | None:
+def _evaluation(job: Job, step: Step, watch: TrainingObserver) -> Evaluator | None:
     """Return what looks at the model between epochs."""
-    from pipeline.training.evaluating.evaluator import Evaluation
+    from pipeline.training.evaluating.evaluator import Evaluator
 
     if job.validation is None:
         return None
     budget, batch = job.stretches[-1][0].budget_bytes, max(job.train.effective_batch, job.ranks.world)
-    return Evaluation(
+    return Evaluator(
         step,
         job.loader(job.validation, budget, shuffle=False, batch=batch),
         job.ranks,

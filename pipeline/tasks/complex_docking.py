@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pipeline.protocol import Sizes
-    from pipeline.training.items.batch import Graph, Side
+    from pipeline.training.items.batch import ItemTensors, PartnerTensors
 
 CA_ONLY = ((CA, CA),)  # whose distances are told of a pair: there are too many pairs for more
 FARTHEST = 46.0  # Å; pairs further apart than this are told only which way they point
@@ -244,7 +244,7 @@ class ComplexDocking:
         """Return what memory goes by: mostly by pairs, n_rec × n_lig."""
         return {name: item[name] for name in ("nodes", "edges", "pairs")}
 
-    def collate(self, items: Sequence[Graph], rng: np.random.Generator) -> Batch:  # noqa: ARG002 - items have their own
+    def collate(self, items: Sequence[ItemTensors], rng: np.random.Generator) -> Batch:  # noqa: ARG002 - items have their own
         """Concatenate items, each ligand moved away by what the item's own random numbers say."""
         sides = [_complex(item) for item in items]
         noises = [self._noise(item.rng) for item in items]
@@ -313,7 +313,7 @@ class ComplexDocking:
         return Batch(**made_up(sizes, self.embedding_dim), **back)
 
 
-def _complex(item: Graph) -> tuple[Side, Side]:
+def _complex(item: ItemTensors) -> tuple[PartnerTensors, PartnerTensors]:
     """Return the two partners of an item that stands as it was found."""
     receptor, ligand = partners_of(item)
     if ligand is None:
@@ -331,7 +331,7 @@ def _complex(item: Graph) -> tuple[Side, Side]:
     return receptor, ligand
 
 
-def _moved(pos_NA3: Tensor, sides: tuple[Side, Side], noise: Noise) -> Tensor:
+def _moved(pos_NA3: Tensor, sides: tuple[PartnerTensors, PartnerTensors], noise: Noise) -> Tensor:
     """Return the atoms of a ligand, turned about the mean of its CA atoms and shifted, in the receptor's frame."""
     receptor, ligand = sides
     there_3 = ligand.centre.double() - receptor.centre.double()  # sides have their own origins

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pipeline.protocol import Sizes
-    from pipeline.training.items.batch import Graph
+    from pipeline.training.items.batch import ItemTensors
 
     Floats = NDArray[np.float32]
     Counts = NDArray[np.int64]
@@ -162,18 +162,18 @@ class ContrastivePair:
         """Return how many rows of each side are read."""
         return {side: np.minimum(item[side], getattr(self, f"{side}_most")) for side in SIDES}
 
-    def collate(self, items: Sequence[Graph], rng: np.random.Generator) -> Batch:  # noqa: ARG002 - the protocol has it
+    def collate(self, items: Sequence[ItemTensors], rng: np.random.Generator) -> Batch:  # noqa: ARG002 - the protocol has it
         """Pad items; nothing is drawn."""
         return Batch(*(self._rows(side, items) for side in SIDES))
 
-    def _rows(self, side: str, items: Sequence[Graph]) -> Rows:
+    def _rows(self, side: str, items: Sequence[ItemTensors]) -> Rows:
         """Return one side of items."""
         taken = [self._taken(side, item) for item in items]
         values, real_BL = padded(taken)
         whole = None if real_BL is None else functional.pad(real_BL, (1, 0), value=True)
         return Rows(values.long() if getattr(self, side) == TOKENS else values.float(), whole)
 
-    def _taken(self, side: str, item: Graph) -> Tensor:
+    def _taken(self, side: str, item: ItemTensors) -> Tensor:
         """Return the rows of one side that are read; the configuration must fit them."""
         name = f"{side}.{FIELD[getattr(self, side)]}"
         if name not in item.values:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from pipeline.protocol import Sizes
-    from pipeline.training.items.batch import Graph
+    from pipeline.training.items.batch import ItemTensors
 
 TERMS = (PEPTIDE, SPECTRUM, PRECURSOR) = ("peptide", "spectrum", "precursor")
 RESIDUE = "peptide.residue"
@@ -110,7 +110,7 @@ class DenovoRecursive:
         peaks = np.minimum(item["peaks"], self.max_peaks)
         return {"peaks": peaks, "residues": item.get("peptide", 0 * peaks)}  # none has one: spectra to be told of
 
-    def collate(self, items: Sequence[Graph], rng: np.random.Generator) -> Batch:  # noqa: ARG002 - the protocol has it
+    def collate(self, items: Sequence[ItemTensors], rng: np.random.Generator) -> Batch:  # noqa: ARG002 - the protocol has it
         """Pad items; nothing is drawn from random numbers."""
         spectra = [self._highest(item) for item in items]
         codes = [self._codes(item) for item in items]
@@ -135,12 +135,12 @@ class DenovoRecursive:
             ),
         )
 
-    def _highest(self, item: Graph) -> tuple[Tensor, Tensor]:
+    def _highest(self, item: ItemTensors) -> tuple[Tensor, Tensor]:
         """Return the highest peaks of a spectrum in their order, the highest with intensity 1."""
         mz_P, intensity_P = most_intense(item, self.max_peaks)
         return mz_P, intensity_P / intensity_P.max() if len(mz_P) else intensity_P
 
-    def _codes(self, item: Graph) -> Tensor:
+    def _codes(self, item: ItemTensors) -> Tensor:
         """Return the codes of an item's peptide; of none where it is not known."""
         residue_R = item.values.get(RESIDUE, torch.zeros(0)).long()
         if len(residue_R) > self.longest:
@@ -246,7 +246,7 @@ def fragments(mass_BR: Tensor, residues_B: Tensor) -> Peaks:
     return Peaks(mz_BF, torch.cat([is_there_BF, is_there_BF], 1))
 
 
-def _precursor(item: Graph) -> tuple[float, int]:
+def _precursor(item: ItemTensors) -> tuple[float, int]:
     """Return the mass of an item's peptide, 0 where it is not known, and its charge."""
     mz = float(item.values.get("precursor_mz", math.nan))
     charge = int(item.values.get("charge", 0))

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pipeline.protocol import Sizes
-    from pipeline.training.items.batch import Graph, Side
+    from pipeline.training.items.batch import ItemTensors, PartnerTensors
 
 USUAL_INTERFACE, USUAL_CONTACT = -1.5, -5.5  # logits of what is usual, to begin with: one in 6, one in 250
 
@@ -159,7 +159,7 @@ class Interface:
         """Return what memory goes by."""
         return {name: item[name] for name in ("nodes", "edges", "pairs")}
 
-    def collate(self, items: Sequence[Graph], rng: np.random.Generator) -> Batch:  # noqa: ARG002 - the protocol has it
+    def collate(self, items: Sequence[ItemTensors], rng: np.random.Generator) -> Batch:  # noqa: ARG002 - the protocol has it
         """Concatenate items; nothing is drawn."""
         sides = [partners_of(item) for item in items]
         taken = columns(sides, self.embedding_dim)
@@ -235,7 +235,7 @@ class Interface:
         )
 
 
-def _labels(item: Graph, sides: tuple[Side, Side | None], size: tuple[int, int]) -> Labels:
+def _labels(item: ItemTensors, sides: tuple[PartnerTensors, PartnerTensors | None], size: tuple[int, int]) -> Labels:
     """Return what is known of an item: of one without contacts nothing, as a complex has some."""
     receptor, ligand = size
     contact_C2 = item.labels.get("contact_pairs")
@@ -253,7 +253,7 @@ def _labels(item: Graph, sides: tuple[Side, Side | None], size: tuple[int, int])
     )
 
 
-def _are_known(side: Side | None) -> Tensor:
+def _are_known(side: PartnerTensors | None) -> Tensor:
     """Return which residues the contacts tell of: on unbound input, those that the bound structure has."""
     assert side is not None, "contacts are of two partners"
     is_known_N = side.nodes.get("labelled")

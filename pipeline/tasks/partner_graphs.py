@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pipeline.protocol import Sizes
-    from pipeline.training.items.batch import Graph, Side
+    from pipeline.training.items.batch import ItemTensors, PartnerTensors
 
 FLAGS = 3  # bits of a node's flags
 APART = 8  # so many places along the chain are told from each other; the last stands for more
@@ -144,7 +144,7 @@ PLACES = 5  # N, CA, C, CB and the middle of the side chain stand for a residue
 OTHER_CHAIN = STEPS - 1
 
 
-def columns(sides: Sequence[tuple[Side, Side | None]], embedding_dim: int) -> dict[str, Any]:
+def columns(sides: Sequence[tuple[PartnerTensors, PartnerTensors | None]], embedding_dim: int) -> dict[str, Any]:
     """Concatenate the partners of items: a receptor, its ligand, the next receptor and so on."""
     flat = [side for pair in sides for side in pair if side is not None]
     sizes = tuple((size_of(receptor), size_of(ligand)) for receptor, ligand in sides)
@@ -187,7 +187,7 @@ def made_up(sizes: Sizes, embedding_dim: int) -> dict[str, Any]:
     }
 
 
-def partners_of(item: Graph) -> tuple[Side, Side | None]:
+def partners_of(item: ItemTensors) -> tuple[PartnerTensors, PartnerTensors | None]:
     """Return the receptor, or whatever stands alone, and the ligand."""
     first, *rest = item.sides.values()
     if first.residues or NEAR not in first.edges:
@@ -196,7 +196,7 @@ def partners_of(item: Graph) -> tuple[Side, Side | None]:
     return first, rest[0] if rest else None
 
 
-def size_of(side: Side | None) -> int:
+def size_of(side: PartnerTensors | None) -> int:
     """Count the residues of a partner, or of none."""
     return len(side.nodes["pos"]) if side is not None else 0
 
@@ -206,7 +206,7 @@ def shares(total: int, count: int) -> list[int]:
     return [total * (place + 1) // count - total * place // count for place in range(count)]
 
 
-def _embedding(side: Side, embedding_dim: int) -> Tensor:
+def _embedding(side: PartnerTensors, embedding_dim: int) -> Tensor:
     """Return a partner's embeddings; the configuration must fit them."""
     if not embedding_dim:
         return torch.zeros(size_of(side), 0)
@@ -229,7 +229,7 @@ def _firsts(counts: Sequence[int]) -> list[int]:
     return firsts[:-1]
 
 
-def _positions(side: Side) -> Tensor:
+def _positions(side: PartnerTensors) -> Tensor:
     """Return the atoms that stand for each residue [N, 5, 3]; where one is missing, CA stands for it."""
     pos_N43 = side.nodes["pos"]
     ca_N13 = pos_N43[:, CA : CA + 1]
@@ -243,13 +243,13 @@ def _bits(flags_N: Tensor) -> Tensor:
     return bits_NF.float()
 
 
-def _edges(sides: Sequence[Side], firsts: Sequence[int]) -> tuple[Tensor, Tensor]:
+def _edges(sides: Sequence[PartnerTensors], firsts: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Return where the edges of all partners come from and where they go."""
     edges = [side.edges[NEAR] + first for side, first in zip(sides, firsts, strict=True)]
     return torch.cat([one[0] for one in edges]), torch.cat([one[1] for one in edges])
 
 
-def _steps(side: Side) -> Tensor:
+def _steps(side: PartnerTensors) -> Tensor:
     """Return how far the ends of each edge are apart along the chain, up to a number, or that they are of two."""
     (from_E, to_E), row_N, chain_N = side.edges[NEAR], side.nodes["row"].long(), side.nodes["chain"]
     steps_E = (row_N[from_E] - row_N[to_E]).clamp(-APART, APART) + APART

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from pipeline.protocol import Sizes
-    from pipeline.training.items.batch import Graph, Side
+    from pipeline.training.items.batch import ItemTensors, PartnerTensors
 
 BOND, *MULTI_HOP = NAMES
 NEAR = KINDS[-1]
@@ -121,7 +121,7 @@ class RnaLigand:
         edges = item.get(BOND, item["edges"]) + sum(item.get(kind, 0) for kind in self.kinds[1:])
         return {"nodes": item["nodes"], "edges": edges + cross}
 
-    def collate(self, items: Sequence[Graph], rng: np.random.Generator) -> Batch:  # noqa: ARG002 - the protocol has it
+    def collate(self, items: Sequence[ItemTensors], rng: np.random.Generator) -> Batch:  # noqa: ARG002 - the protocol has it
         """Concatenate items; nothing is drawn."""
         sides = [side for item in items for side in _sides(item)]
         sizes = [sum(len(side.nodes["pos"]) for side in item.sides.values()) for item in items]
@@ -142,7 +142,7 @@ class RnaLigand:
             known=tuple(one is not None for one in targets),
         )
 
-    def _edges(self, items: Sequence[Graph], sizes: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _edges(self, items: Sequence[ItemTensors], sizes: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the edges of a partner or between two, of one kind, by the atoms' places in the batch; and the kind."""
         first = 0
         for item, size in zip(items, sizes, strict=True):
@@ -216,7 +216,7 @@ def _absolute(path: str) -> str:
     return str(found)
 
 
-def _sides(item: Graph) -> list[Side]:
+def _sides(item: ItemTensors) -> list[PartnerTensors]:
     """Return the partners of an item, whose nodes must be atoms."""
     sides = list(item.sides.values())
     if not all(side.residues for side in sides):
@@ -225,7 +225,7 @@ def _sides(item: Graph) -> list[Side]:
     return sides
 
 
-def _positions(item: Graph) -> Tensor:
+def _positions(item: ItemTensors) -> Tensor:
     """Return where the atoms of an item are, from the first partner's centre."""
     sides = list(item.sides.values())
     ways = [(side.centre - sides[0].centre).to(side.nodes["pos"].dtype) for side in sides]
@@ -237,7 +237,7 @@ def _told(edges_2E: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     return edges_2E.long(), torch.full((edges_2E.shape[1],), KINDS.index(kind))
 
 
-def _both_ways(item: Graph) -> Tensor:
+def _both_ways(item: ItemTensors) -> Tensor:
     """Return the edges between the partners by the atoms' places in the item; the receptor is first."""
     ligand_E, receptor_E = item.cross[NEAR].long()
     receptor = next(iter(item.sides.values()))

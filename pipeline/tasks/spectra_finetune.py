@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pipeline.protocol import Sizes
-    from pipeline.training.items.batch import Graph
+    from pipeline.training.items.batch import ItemTensors
 
 PEAKS, PRECURSOR, TARGET = "peaks", "precursor_mz", "target"
 PREDICTION = "prediction"
@@ -167,7 +167,7 @@ class SpectraFinetune:
         """Return how many peaks are taken."""
         return {PEAKS: np.minimum(item[PEAKS], self.max_peaks)}
 
-    def collate(self, items: Sequence[Graph], rng: np.random.Generator) -> Batch:  # noqa: ARG002 - the protocol has it
+    def collate(self, items: Sequence[ItemTensors], rng: np.random.Generator) -> Batch:  # noqa: ARG002 - the protocol has it
         """Pad items; nothing is drawn."""
         taken = [self._taken(item) for item in items]
         mz_BL, real_BL = padded([mz for mz, _ in taken])
@@ -183,13 +183,13 @@ class SpectraFinetune:
             has_targets=any(TARGET in item.values for item in items),
         )
 
-    def _taken(self, item: Graph) -> tuple[Tensor, Tensor]:
+    def _taken(self, item: ItemTensors) -> tuple[Tensor, Tensor]:
         """Return m/z and intensity of the precursor and the most intense peaks."""
         mz_P, intensity_P = most_intense(item, self.max_peaks)
         precursor = item.values.get(PRECURSOR, mz_P.new_zeros(())).reshape(1).to(mz_P.dtype).nan_to_num(0.0)
         return torch.cat([precursor, mz_P]), torch.cat([intensity_P.new_tensor([OF_PRECURSOR]), intensity_P])
 
-    def _target(self, item: Graph) -> Tensor:
+    def _target(self, item: ItemTensors) -> Tensor:
         """Return what is known of an item [K], NaN where it is not; the configuration must fit it."""
         if TARGET not in item.values:
             return torch.full((self.targets,), math.nan)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pipeline.training.items.batch import Graph
+    from pipeline.training.items.batch import ItemTensors
 
 WHERE = "train.options"
 
@@ -52,7 +52,7 @@ def _refuse_unless(is_good: bool, task: object, name: str, must: str) -> None:  
 MZ, INTENSITY = "peaks.mz", "peaks.intensity"
 
 
-def most_intense(item: Graph, most: int) -> tuple[Tensor, Tensor]:
+def most_intense(item: ItemTensors, most: int) -> tuple[Tensor, Tensor]:
     """Return m/z and intensity of the most intense peaks in their order, the first of those that are alike."""
     if MZ not in item.values or INTENSITY not in item.values:
         what = f"the task reads {MZ} and {INTENSITY}; {item.id} has {', '.join(sorted(item.values)) or 'no arrays'}"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.training.sampling.sampler import Settings
+from pipeline.training.sampling.sampler import SamplerSettings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -108,7 +108,7 @@ def likeness(sizes: Mapping[str, Integers]) -> Integers:
     return found
 
 
-def sampling(
+def sampler_settings(
     batch: int,
     budget_bytes: int,
     *,
@@ -116,9 +116,9 @@ def sampling(
     seed: int = 0,
     micro_batch: int | None = None,
     shuffle: bool = True,
-) -> Settings:
+) -> SamplerSettings:
     """Return how an epoch is cut, for those who plan and for those who train: items have a COST and a LIKENESS."""
-    return Settings(
+    return SamplerSettings(
         batch=batch,
         seed=seed,
         by=(LIKENESS,),
@@ -131,7 +131,7 @@ def sampling(
     )
 
 
-def shrunk(budget: int, times: int) -> int:
+def shrunk_budget(budget: int, times: int) -> int:
     """Return what is left of a budget after a card's memory has ended so often."""
     return max(1, budget >> min(times, MOST_SHRUNK))
 

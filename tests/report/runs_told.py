@@ -10,7 +10,7 @@ from pipeline.cluster.verdict import Cause
 from pipeline.config.load import dump_resolved, load
 from pipeline.journal.attempts import Ask, Attempt
 from pipeline.records import EventKind
-from pipeline.training.loop.metrics_log import Epoch, Figures, Spread
+from pipeline.training.loop.metrics_log import Epoch, MetricRange, MetricsLog
 from pipeline.training.prepared import ModelFolder, Prepared, Stretch
 from tests.journal.ledgers import Told
 
@@ -85,7 +85,7 @@ def trained(folder: Path, *, gpus: int = 1, epochs: int = 30) -> Told:
     told.folder.plan("train").write_text(json.dumps(asdict(prepared)))
     config = load(folder / "pipeline.yaml").config
     made = ModelFolder(config.train.models / prepared.name)
-    with Figures(made.path) as figures:
+    with MetricsLog(made.path) as figures:
         for step in range(1, 10 * epochs + 1):
             figures.log(step, {"loss.distance": 10.0 / step, "learning_rate": 1e-3})
             if step % 10 == 0:
@@ -98,7 +98,7 @@ def _epoch(number: int) -> Epoch:
     """Return what an epoch of ten steps came to."""
     return Epoch(
         epoch=number, step=10 * number, steps=10, loss={"distance": 1.0 / number}, learning_rate=1e-3,
-        batch=Spread(8, 8, 8), items=80, items_per_s=100.0 - number, wait_share=0.01, allocated_bytes=4 * GIB,
+        batch=MetricRange(8, 8, 8), items=80, items_per_s=100.0 - number, wait_share=0.01, allocated_bytes=4 * GIB,
         reserved_bytes=9 * GIB, peak_bytes=(9 * GIB if number != 3 else 11 * GIB), ooms=int(number == 3),
         micro_batches=2, rejected=0, cropped=0, wall_s=1.0, remedied={"smaller": 5} if number == 3 else {},
         validation={"loss.distance": None if number == 5 else 1.1 / number, "auroc": 0.5 + number / 100},

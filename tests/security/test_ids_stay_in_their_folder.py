@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pipeline.structures.synthetic import complex_pdb
-from pipeline.training.evaluating.outputs import Gathered, Writer
+from pipeline.training.evaluating.outputs import GatheredOutputs, OutputWriter
 from pipeline.training.evaluating.prediction_tables import write_tables
 from pipeline.training.forensics import step_bundle
 from tests.command import Command
@@ -85,9 +85,9 @@ def test_a_data_set_of_hostile_ids_leaves_its_project_alone_and_is_counted(
 
 def test_outputs_and_predictions_of_hostile_ids_are_rows_and_no_files(tmp_path: Path) -> None:
     ids = list(HOSTILE.values())
-    with Writer(tmp_path / "a/outputs", 0) as writer:
+    with OutputWriter(tmp_path / "a/outputs", 0) as writer:
         writer.add(ids, range(len(ids)), {"score": [np.float32(0.5)] * len(ids), "map": [np.zeros(3)] * len(ids)})
-    write_tables(Gathered(tmp_path / "a/outputs"), tmp_path / "a/predictions")
+    write_tables(GatheredOutputs(tmp_path / "a/outputs"), tmp_path / "a/predictions")
     assert {path.name for path in tmp_path.iterdir()} == {"a"}
     assert {path.name for path in (tmp_path / "a").iterdir()} == {"outputs", "predictions"}
     assert not [name for name in tree(tmp_path) if "outside" in name or name.count("/") > 2]

@@ -32,7 +32,7 @@ from pipeline.store.maintenance.transfer import export, take_in
 from pipeline.structures.atoms import Unusable
 from pipeline.structures.parsing.read_structure import FORMATS, Reading, format_of, parse, read_file
 from pipeline.training.checkpoints.checkpoint_reader import open_checkpoint
-from pipeline.training.evaluating.outputs import Gathered
+from pipeline.training.evaluating.outputs import GatheredOutputs
 from pipeline.training.forensics import step_bundle
 from tests.conftest import ROOT
 from tests.training.checkpoints.saved import checkpoints, state_at
@@ -204,7 +204,7 @@ def test_outputs_of_an_evaluation(tmp_path: Path, evil: bytes) -> None:
     (tmp_path / "outputs").mkdir()
     for name in ("rank-0-0.safetensors", "rank-0-0.json", "part-000000.safetensors"):
         (tmp_path / "outputs" / name).write_bytes(evil)
-    refused(lambda: list(Gathered(tmp_path / "outputs")))
+    refused(lambda: list(GatheredOutputs(tmp_path / "outputs")))
     assert not (tmp_path / "made").exists()
 
 

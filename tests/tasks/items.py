@@ -17,18 +17,18 @@ from pipeline.structures import inventory
 from pipeline.structures.parsing.read_structure import read_file
 from pipeline.structures.synthetic import complex_pdb
 from pipeline.training.items import batch
-from pipeline.training.items.batch_layout import EMBEDDING, ENCODED, Encoding, Sheet
-from pipeline.training.items.item_source import Found
+from pipeline.training.items.batch_layout import EMBEDDING, ENCODED, BatchBuilder, EmbeddingForm
+from pipeline.training.items.item_source import ItemArrays
 
 DIM = 16
 LIMIT = 64 << 20
 
 
-def batch_of(graphs: Sequence[Graph], dim: int | None = DIM, ids: Sequence[str] = ()) -> batch.Batch:
+def batch_of(graphs: Sequence[Graph], dim: int | None = DIM, ids: Sequence[str] = ()) -> batch.ItemBatch:
     """Lay graphs out as the loader does; every residue has numbers of its own for an embedding."""
     names = list(ids) or [f"item{place}" for place in range(len(graphs))]
-    found = [Found(place, names[place], *encode(graph)) for place, graph in enumerate(graphs)]
-    sheet = Sheet(found, Encoding("float32", dim) if dim else None)
+    found = [ItemArrays(place, names[place], *encode(graph)) for place, graph in enumerate(graphs)]
+    sheet = BatchBuilder(found, EmbeddingForm("float32", dim) if dim else None)
     memory = np.zeros(sheet.layout.used, np.uint8)
     sheet.write(memory)
     layout = sheet.layout
@@ -40,7 +40,7 @@ def batch_of(graphs: Sequence[Graph], dim: int | None = DIM, ids: Sequence[str] 
             drawn = layout.view(f"{role}.{EMBEDDING}", memory)[rows]
             drawn[:] = rng.normal(size=drawn.shape)
     numbers = tuple(range(len(graphs)))
-    return batch.Batch(torch.from_numpy(memory), layout, numbers, tuple(names), batch.Origin(0, 0, 0, 1))
+    return batch.ItemBatch(torch.from_numpy(memory), layout, numbers, tuple(names), batch.BatchOrigin(0, 0, 0, 1))
 
 
 def graph_of(data: bytes, *, recipe: Recipe | None = None) -> Graph:

@@ -10,20 +10,21 @@ import torch
 from numpy.typing import NDArray
 
 from pipeline.training.items import batch
-from pipeline.training.items.batch_layout import Sheet
-from pipeline.training.items.item_source import Found
+from pipeline.training.items.batch_layout import BatchBuilder
+from pipeline.training.items.item_source import ItemArrays
 
 META: dict[str, Any] = {"partners": [], "sizes": {}}
 
 
-def batch_of(values: Sequence[Mapping[str, NDArray[Any]]], ids: Sequence[str] = ()) -> batch.Batch:
+def batch_of(values: Sequence[Mapping[str, NDArray[Any]]], ids: Sequence[str] = ()) -> batch.ItemBatch:
     """Lay the arrays of some items out as the loader does; what an item lacks is filled in as it does."""
     names = tuple(ids) or tuple(f"item{place}" for place in range(len(values)))
     found = [
-        Found(place, name, dict(arrays), META) for place, (name, arrays) in enumerate(zip(names, values, strict=True))
+        ItemArrays(place, name, dict(arrays), META)
+        for place, (name, arrays) in enumerate(zip(names, values, strict=True))
     ]
-    sheet = Sheet(found)
+    sheet = BatchBuilder(found)
     memory = np.zeros(sheet.layout.used, np.uint8)
     sheet.write(memory)
     numbers = tuple(range(len(found)))
-    return batch.Batch(torch.from_numpy(memory), sheet.layout, numbers, names, batch.Origin(0, 0, 0, 1))
+    return batch.ItemBatch(torch.from_numpy(memory), sheet.layout, numbers, names, batch.BatchOrigin(0, 0, 0, 1))

@@ -30,7 +30,7 @@ def made(seed: int, nucleotides: int = 3, ligand_atoms: int = 6, *, recipe: Reci
     return build(read, recipe)
 
 
-def items_of(graphs: Sequence[Graph], ids: Sequence[str] = ()) -> list[batch.Graph]:
+def items_of(graphs: Sequence[Graph], ids: Sequence[str] = ()) -> list[batch.ItemTensors]:
     """Lay graphs out as the loader does."""
     return items.batch_of(graphs, None, ids).items[:]
 

@@ -12,8 +12,8 @@ from pipeline.journal.run_folder import runs_in
 from pipeline.keys import content_digest
 from pipeline.project.project import Project, graph_recipe, recipe_of, source_spec
 from pipeline.runs.dataset import reader_items
-from pipeline.training.items.item_source import Built, Cached, Entered
-from pipeline.training.items.item_table import Table
+from pipeline.training.items.item_source import BuiltGraphs, CachedGraphs, ReaderItems
+from pipeline.training.items.item_table import ItemTable
 from pipeline.training.items.residue_embeddings import Embeddings
 from pipeline.training.sampling.sampler import Sampler
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pipeline.config.schema import Config
-    from pipeline.training.items.item_source import Graphs
+    from pipeline.training.items.item_source import ItemSource
     from pipeline.training.items.loader import Loader
-    from pipeline.training.sampling.sampler import Settings
+    from pipeline.training.sampling.sampler import SamplerSettings
 
 
 def open_loader(
     config: str | Path | None,
-    settings: Settings,
+    settings: SamplerSettings,
     *,
     split: str | None = None,
     embed: bool = True,
@@ -56,14 +56,14 @@ def open_loader(
     return Loader(source_of(project, table), rows, sampler, **options)
 
 
-def source_of(project: Project, table: Table) -> Graphs:
+def source_of(project: Project, table: ItemTable) -> ItemSource:
     """Return where items come from."""
     if reader_items.is_reader(project.config):
-        return Entered(reader_items.reader_of(project), table)
+        return ReaderItems(reader_items.reader_of(project), table)
     graphs = project.graphs
     if project.config.graph.cache:
-        return Cached(graphs.store, table)
-    return Built(table, project.recipe, graphs.recipe)
+        return CachedGraphs(graphs.store, table)
+    return BuiltGraphs(table, project.recipe, graphs.recipe)
 
 
 def rows_of(project: Project) -> Embeddings | None:
@@ -88,7 +88,7 @@ def made_table(project: Project) -> str | None:
         return None
 
 
-def _tables(project: Project) -> Iterator[tuple[bytes, Table]]:
+def _tables(project: Project) -> Iterator[tuple[bytes, ItemTable]]:
     """Yield the tables of the runs that made these graphs of this data set and went well, newest first."""
     if reader_items.is_reader(project.config):
         for folder, entered, table in reader_items.reader_tables(project):
@@ -103,14 +103,14 @@ def _tables(project: Project) -> Iterator[tuple[bytes, Table]]:
             continue
         if key and _made_from(frozen) == wanted:
             try:
-                yield key, Table.read(project.cache.kind("sets"), key)
+                yield key, ItemTable.read(project.cache.kind("sets"), key)
             except (CacheDamaged, RecordMissing) as error:
                 lost = lost or error
     if lost:
         raise lost
 
 
-def table_of(project: Project, again: str) -> Table:
+def table_of(project: Project, again: str) -> ItemTable:
     """Return the table of the newest run that made these graphs of this data set, and went well."""
     try:
         for _, table in _tables(project):

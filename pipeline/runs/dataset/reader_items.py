@@ -17,8 +17,8 @@ from pipeline.journal.run_folder import runs_in
 from pipeline.keys import content_digest, is_settled
 from pipeline.project.user_code import READER, failed, load_reader, reading_digest
 from pipeline.stages.read_entries import Taken, read
-from pipeline.training.items.item_source import as_arrays, digest_of
-from pipeline.training.items.item_table import KIND, Table
+from pipeline.training.items.item_source import arrays_digest, as_arrays
+from pipeline.training.items.item_table import KIND, ItemTable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -71,7 +71,7 @@ def read_first(reader: Reader, most: int) -> Taken:
             list(read([entry], taken))
             if len(taken.table) > before:
                 table = taken.table.table()
-                if digest_of(as_arrays(reader.read(table.place(before)))) != table.key(before):
+                if arrays_digest(as_arrays(reader.read(table.place(before)))) != table.key(before):
                     what = f"read() of the reader gives other arrays of {table.ids[before]} than entries()"
                     raise ConfigError(what, where=READER.where, remedy="what a reader must have: pipeline/protocol.py")
     return taken
@@ -126,7 +126,7 @@ def read_by_run(folder: RunFolder) -> dict[str, Any]:
     return {}
 
 
-def reader_tables(project: Project) -> Iterator[tuple[RunFolder, bytes, Table]]:
+def reader_tables(project: Project) -> Iterator[tuple[RunFolder, bytes, ItemTable]]:
     """Yield what runs have read of the data set as it stands, newest first; one that is lost is an error in the end."""
     wanted, lost = reader_state(project), None
     for folder in reversed(runs_in(project.config.cluster.runs)):
@@ -134,7 +134,7 @@ def reader_tables(project: Project) -> Iterator[tuple[RunFolder, bytes, Table]]:
         if told.get("made") == wanted:
             key = bytes.fromhex(told["table"])
             try:
-                yield folder, key, Table.read(project.cache.kind(KIND), key)
+                yield folder, key, ItemTable.read(project.cache.kind(KIND), key)
             except (CacheDamaged, RecordMissing) as error:
                 lost = lost or error
     if lost:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from pipeline.records import Reason
-    from pipeline.training.ranks.rendezvous import Place
+    from pipeline.training.ranks.rendezvous import RankPlace
 
 WORKER = "pipeline.runs.worker"
 PROGRESS_EVERY_S = 0.5
@@ -203,7 +203,7 @@ def work(
     part: tuple[int, int] | None,
     news: News,
     *,
-    place: Place | None = None,
+    place: RankPlace | None = None,
     leads: bool = True,
 ) -> None:
     """Work through a task, telling the ledger how far it is, and a note that outlives a kill at every step."""
@@ -258,21 +258,21 @@ def _fan_out(words: Sequence[str], folder: RunFolder, processes: int, ledger: Le
 
 def _together(words: Sequence[str], folder: RunFolder, processes: int, ledger: Ledger, facts: dict[str, Any]) -> int:
     """Start the ranks of a task and wait for all; one that dies ends them all."""
-    from pipeline.training.ranks.launch import launch
+    from pipeline.training.ranks.launch import launch_ranks
 
-    code = launch([*module_command(WORKER, folder), *words], processes)
+    code = launch_ranks([*module_command(WORKER, folder), *words], processes)
     if code == 0:
         ledger.emit(EventKind.TASK_FINISHED, **facts, done=0, rejected={}, figures={})  # the first rank tells
     return code
 
 
-def _place(given: argparse.Namespace) -> Place | None:
+def _place(given: argparse.Namespace) -> RankPlace | None:
     """Return which rank of how many this process is; None where it is to start them."""
-    from pipeline.training.ranks.rendezvous import Place
+    from pipeline.training.ranks.rendezvous import RankPlace
 
     if given.part:
-        return Place.told(given.part, given.meeting)
-    return Place.by_slurm(os.environ, given.attempt)
+        return RankPlace.told(given.part, given.meeting)
+    return RankPlace.by_slurm(os.environ, given.attempt)
 
 
 def _part(word: str) -> tuple[int, int]:

@@ -26,7 +26,7 @@ from pipeline.store.format.shard import DEFAULT_HEADER_BYTES
 from pipeline.store.maintenance.staging import Staging, Unfit, open_scratch
 from pipeline.training.items.residue_embeddings import Embeddings, proteins
 from pipeline.training.ranks.rank_protocol import RankLost
-from pipeline.training.ranks.rendezvous import Place
+from pipeline.training.ranks.rendezvous import RankPlace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pipeline.records import Tell
     from pipeline.store.format.record import Record
     from pipeline.store.maintenance.staging import Keys
-    from pipeline.training.items.item_table import Table
+    from pipeline.training.items.item_table import ItemTable
     from pipeline.training.ranks.rank_protocol import Ranks
 
 WITHIN_S = 1800.0  # after which the rest is left to the cache
@@ -44,11 +44,13 @@ AT_ONCE = 256  # graphs whose sequences are looked up together
 KEY = np.dtype(f"V{KEY_BYTES}")
 
 
-def staged(project: Project, tables: Sequence[Table], ranks: Ranks, tell: Tell, say: Callable[[str], None]) -> Project:
+def staged(
+    project: Project, tables: Sequence[ItemTable], ranks: Ranks, tell: Tell, say: Callable[[str], None]
+) -> Project:
     """Return the project as this node is to read it, once what these items need is on the node's own disk."""
     if project.config.cache.stage is None or is_reader(project.config):  # whose files are not in the cache
         return project
-    place = tell.place or Place(0, 1)
+    place = tell.place or RankPlace(0, 1)
     with ranks.patient("staging"):
         folder = _Stager(project, tables, ranks, tell, say).stage() if place.local_rank == 0 else ""
         told = ranks.exchange({"host": place.host, "folder": folder})  # which waits for all nodes
@@ -61,7 +63,7 @@ class _Stager:
     """The first rank of a node."""
 
     project: Project
-    tables: Sequence[Table]
+    tables: Sequence[ItemTable]
     ranks: Ranks
     tell: Tell
     say: Callable[[str], None]

@@ -22,7 +22,7 @@ from pipeline.runs.dataset.reader_items import refuse_unreadable as inspect_entr
 from pipeline.runs.model.task_contract import GRAPH
 from pipeline.runs.model.training_work import Work, sizes_of
 from pipeline.training.items.item_source import NUMBERS
-from pipeline.training.items.item_table import Table
+from pipeline.training.items.item_table import ItemTable
 from pipeline.training.prepared import ModelFolder, Prepared, likeness, stretch_of
 
 if TYPE_CHECKING:
@@ -206,9 +206,9 @@ def folder_of(project: Project, prepared: Prepared) -> ModelFolder:
     return ModelFolder(project.config.train.models / prepared.name)
 
 
-def items_of(project: Project, table: str, split: str | None) -> Table:
+def items_of(project: Project, table: str, split: str | None) -> ItemTable:
     """Return the items of a split, or all of them where a data set has no splits."""
-    whole = Table.read(project.cache.kind("sets"), bytes.fromhex(table))
+    whole = ItemTable.read(project.cache.kind("sets"), bytes.fromhex(table))
     return whole if split is None or not any(whole.splits) else whole.of_split(split)
 
 
@@ -217,7 +217,7 @@ def with_task(config: Config) -> bool:
     return config.train.task is not None or config.train.command is not None
 
 
-def trained_table(project: Project, prepared: Prepared) -> Table:
+def trained_table(project: Project, prepared: Prepared) -> ItemTable:
     """Return the items that are trained on."""
     table = items_of(project, prepared.table, project.config.train.split)
     if prepared.skipped:
@@ -225,13 +225,13 @@ def trained_table(project: Project, prepared: Prepared) -> Table:
     return table
 
 
-def tables_of(project: Project, prepared: Prepared) -> list[Table]:
+def tables_of(project: Project, prepared: Prepared) -> list[ItemTable]:
     """Return all items that are read in a training."""
     looked_at = validation_items(project, prepared)
     return [trained_table(project, prepared), *([looked_at.table] if looked_at else [])]
 
 
-def task_sizes(project: Project, prepared: Prepared, table: Table) -> dict[str, Any]:
+def task_sizes(project: Project, prepared: Prepared, table: ItemTable) -> dict[str, Any]:
     """Return the sizes of items as the task says them, cropped as planned."""
     found = sizes_of(Work.of(project.config, beside=project.beside).task, table.sizes)
     return {name: np.minimum(size_N, prepared.crop.get(name, size_N.max(initial=0))) for name, size_N in found.items()}
@@ -245,7 +245,7 @@ def steps_of(project: Project, prepared: Prepared) -> int:
     return sum(-(-int(one.keeps(sizes).sum()) // batch) * one.epochs for one in prepared.stretches)
 
 
-def stretch_items(table: Table, sizes: Mapping[str, Any], stretch: Any) -> Items:
+def stretch_items(table: ItemTable, sizes: Mapping[str, Any], stretch: Any) -> Items:
     """Return the items of a stretch and what they cost."""
     from pipeline.stages.train import Items
 
@@ -265,7 +265,7 @@ def validation_items(project: Project, prepared: Prepared) -> Items | None:
     return evaluated_items(project, prepared, whole.of_split(settings.split), settings.limit)
 
 
-def evaluated_items(project: Project, prepared: Prepared, table: Table, limit: int | None = None) -> Items:
+def evaluated_items(project: Project, prepared: Prepared, table: ItemTable, limit: int | None = None) -> Items:
     """Return items and what they cost under the plan of the last stretch; so many of them at most."""
     from pipeline.stages.train import Items
 
@@ -291,7 +291,7 @@ def some_items(project: Project, most: int = 3) -> list[Any]:
     """Return a few items as a task gets them, small ones; none while their graphs are not there."""
     from pipeline.runs.dataset.loading import made_table
     from pipeline.training.items.loader import Loader
-    from pipeline.training.sampling.sampler import Micro, Sampler, Settings
+    from pipeline.training.sampling.sampler import MicroBatch, Sampler, SamplerSettings
 
     key = made_table(project)
     if key is None:
@@ -299,10 +299,10 @@ def some_items(project: Project, most: int = 3) -> list[Any]:
     table = items_of(project, key, None)
     by = "nodes" if "nodes" in table.sizes else NUMBERS
     table = table.take(np.argsort(table.sizes[by], kind="stable")[:most])
-    sampler = Sampler(table.sizes, Settings(batch=len(table), by=(by,)))
+    sampler = Sampler(table.sizes, SamplerSettings(batch=len(table), by=(by,)))
     try:
         loader = Loader(source_of(project, table), rows_of(project), sampler, slots=2, threads=1, pin=False)
-        batch = loader.fetch(range(len(table)), Micro(0, 0, 0, 1, np.arange(len(table))))
+        batch = loader.fetch(range(len(table)), MicroBatch(0, 0, 0, 1, np.arange(len(table))))
     except (CacheDamaged, RecordMissing, WeightsUnusable):  # it may be tried later: the plan does not need them
         return []
     return list(batch.items)

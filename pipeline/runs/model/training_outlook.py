@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from pipeline.memory.planning.request import PlanRequest
     from pipeline.memory.planning.step_estimates import Reserve
     from pipeline.runs.model.probe import Probed
-    from pipeline.training.items.item_table import Table
+    from pipeline.training.items.item_table import ItemTable
 
     Integers = NDArray[np.int64]
 
@@ -206,7 +206,7 @@ class _Case:
 
     config: Config
     work: Work
-    table: Table
+    table: ItemTable
     sizes: Mapping[str, Integers]
     offers: Sequence[Offer]
     oracle: Ladder
@@ -301,7 +301,7 @@ def _case(question: Question, work: Work) -> _Case:
     return _Case(config, work, table_, sizes, offers, oracle)
 
 
-def _items(question: Question) -> Table:
+def _items(question: Question) -> ItemTable:
     """Return the items that are trained on."""
     table = table_of(question.project, question.again)
     split = question.config.train.split
@@ -327,7 +327,9 @@ def _stages(config: Config, data: DataSizes) -> Iterator[CurriculumStage]:
     yield CurriculumStage(EVERY, data, left)
 
 
-def _host(question: Question, plan: MemoryPlan, standing: StandingFootprint, offer: Offer, table: Table) -> HostNeed:
+def _host(
+    question: Question, plan: MemoryPlan, standing: StandingFootprint, offer: Offer, table: ItemTable
+) -> HostNeed:
     """Return what a node's processes take."""
     config = question.config
     gpu = offer.cards[0].caching

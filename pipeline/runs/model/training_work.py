@@ -17,7 +17,7 @@ from pipeline.memory.estimating.fallback_oracle import Counts, Formula, Ladder
 from pipeline.memory.planning.request import CardSpec, DataSizes, Micros, Oversize, PlanRequest
 from pipeline.project.user_code import failed, load_task
 from pipeline.protocol import ITEMS, Contrastive, Example
-from pipeline.training.prepared import COST, LIKENESS, likeness, sampling
+from pipeline.training.prepared import COST, LIKENESS, likeness, sampler_settings
 from pipeline.training.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ def cutter(batch: int, *, padded: bool, seed: int = 0, micro_batch: int | None =
     """Return what cuts an epoch into micro-batches, as training will."""
 
     def cut(sizes: Mapping[str, Integers], cost_N: Integers, budget_bytes: int, ranks: int) -> Micros:
-        settings = sampling(batch, budget_bytes, padded=padded, seed=seed, micro_batch=micro_batch)
+        settings = sampler_settings(batch, budget_bytes, padded=padded, seed=seed, micro_batch=micro_batch)
         sampler = Sampler({COST: cost_N, LIKENESS: likeness(sizes)}, settings, ranks=ranks)
         rows, steps, owners = [], [], []
         names = tuple(sizes)

@@ -115,11 +115,11 @@ class Share:
 
     def read(self, part: Part) -> Piece:
         """Return the items of a part, which must still be those."""
-        from pipeline.training.sampling.sampler import Micro
+        from pipeline.training.sampling.sampler import MicroBatch
         from pipeline.training.step.micro_batches import Piece
 
         bundle = self._bundle
-        micro = Micro(
+        micro = MicroBatch(
             bundle.epoch, bundle.epoch_step, part.micro, max(1, len(bundle.cuts)), np.array(part.numbers, np.int64)
         )
         batch = self._loader.fetch(list(part.numbers), micro)

@@ -26,7 +26,7 @@ from pipeline.runs.model.training_work import Work, least_of, target_of
 from pipeline.runs.replay.replay_case import Case, Share, made_by, prepared_of
 from pipeline.runs.replay.replay_result import Replayed, Traced
 from pipeline.runs.workflow.train_stage import ALLOCATOR, job_of
-from pipeline.training.ranks.rank_protocol import Alone
+from pipeline.training.ranks.rank_protocol import SingleRank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,7 +44,7 @@ DEFAULT_CAPABILITY = (8, 0)
 RUNGS_TRACED = 2  # of the ladder: what runs on the processor takes nothing of a card
 
 
-class Apart(Alone):
+class Apart(SingleRank):
     """One rank of several, without the others."""
 
     def __init__(self, rank: int, world: int) -> None:

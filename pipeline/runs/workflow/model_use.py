@@ -23,7 +23,7 @@ from pipeline.runs.dataset.worklist import Found, Shard
 from pipeline.runs.model.prepare import folder_of, prepare
 from pipeline.runs.model.training_work import Work, sizes_of
 from pipeline.runs.workflow.train_stage import UNPLANNED_BYTES, said
-from pipeline.training.items.item_table import Table
+from pipeline.training.items.item_table import ItemTable
 from pipeline.training.prepared import ModelFolder, Prepared
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pipeline.project.project import Project
     from pipeline.records import Tell
     from pipeline.training.checkpoints.checkpoint_choice import Chosen
-    from pipeline.training.evaluating.apply_model import Job
+    from pipeline.training.evaluating.apply_model import ApplyJob
     from pipeline.training.ranks.rank_protocol import Ranks
 
     Integers = NDArray[np.int64]
@@ -155,10 +155,10 @@ def is_for_all(folder: RunFolder) -> bool:
     return FOR_ALL in folder.again.read_text()
 
 
-def _ahead(prepared: Prepared, chosen: Chosen, split: str | None, table: Table) -> Ahead:
-    from pipeline.training.evaluating.apply_model import digest_of
+def _ahead(prepared: Prepared, chosen: Chosen, split: str | None, table: ItemTable) -> Ahead:
+    from pipeline.training.evaluating.apply_model import table_digest
 
-    return Ahead(prepared, chosen, split, digest_of(table), len(table), [])
+    return Ahead(prepared, chosen, split, table_digest(table), len(table), [])
 
 
 def choose(project: Project, prepared: Prepared, name: str, without: Collection[str] = ()) -> Chosen | None:
@@ -168,9 +168,9 @@ def choose(project: Project, prepared: Prepared, name: str, without: Collection[
     return of_folder(folder_of(project, prepared).checkpoints, settings(project, name).checkpoint, without)
 
 
-def items_of(project: Project, prepared: Prepared, name: str, *, may_miss: bool = False) -> Table:
+def items_of(project: Project, prepared: Prepared, name: str, *, may_miss: bool = False) -> ItemTable:
     """Return the items of a stage's split; where it `may_miss`, none."""
-    whole = Table.read(project.cache.kind("sets"), bytes.fromhex(prepared.table))
+    whole = ItemTable.read(project.cache.kind("sets"), bytes.fromhex(prepared.table))
     split = settings(project, name).split
     if split is None or split in whole.splits:
         return whole if split is None else whole.of_split(split)
@@ -185,15 +185,15 @@ def items_of(project: Project, prepared: Prepared, name: str, *, may_miss: bool 
 
 def _done(folder: Path, ahead: Ahead) -> list[list[int]]:
     """Return what a run that was ended has left, if anything."""
-    from pipeline.training.evaluating.apply_model import name_of, spans
-    from pipeline.training.evaluating.outputs import Writer
+    from pipeline.training.evaluating.apply_model import outputs_name, spans
+    from pipeline.training.evaluating.outputs import OutputWriter
 
     if not folder.is_dir():
         return []
-    return spans(Writer(folder, 0, of=name_of(ahead.chosen, ahead.made)).done_numbers().tolist())
+    return spans(OutputWriter(folder, 0, of=outputs_name(ahead.chosen, ahead.made)).done_numbers().tolist())
 
 
-def costs(project: Project, prepared: Prepared, table: Table, *, limited: bool = True) -> Integers:
+def costs(project: Project, prepared: Prepared, table: ItemTable, *, limited: bool = True) -> Integers:
     """Return what items take, as planned: as if they were trained on, and not cropped."""
     stretch = prepared.stretches[-1]
     sizes = sizes_of(Work.of(project.config, beside=project.beside).task, table.sizes)
@@ -228,10 +228,10 @@ def lent(project: Project, name: str) -> Project:
 
 def job_of(
     project: Project, folder: RunFolder, name: str, tell: Tell, ranks: Ranks, parts: Parts, *, with_loss: bool
-) -> Job:
+) -> ApplyJob:
     """Return everything that a rank is given."""
     from pipeline.memory.footprint import MemoryChoice
-    from pipeline.training.evaluating.apply_model import Job
+    from pipeline.training.evaluating.apply_model import ApplyJob
 
     ahead = Ahead.read(folder.plan(name))
     prepared = ahead.prepared
@@ -251,7 +251,7 @@ def job_of(
         replace(ahead, chosen=chosen, done=[]).write(folder.plan(name))
         return chosen
 
-    return Job(
+    return ApplyJob(
         train=project.config.train,
         prepared=prepared,
         table=table,

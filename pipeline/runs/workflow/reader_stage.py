@@ -28,7 +28,7 @@ from pipeline.runs.dataset.reader_items import (
 from pipeline.runs.dataset.worklist import Found, Shard
 from pipeline.stages.read_entries import ITEMS_READ, Taken, read
 from pipeline.structures.sources.item_ids import shown
-from pipeline.training.items.item_table import KIND, Table
+from pipeline.training.items.item_table import KIND, ItemTable
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator, Mapping
@@ -155,7 +155,7 @@ def judge(project: Project, folder: RunFolder, patience_s: float) -> Entered:
         told = read_by_run(folder)
         with suppress(CacheDamaged, RecordMissing):
             if told:
-                Table.read(store, bytes.fromhex(told["table"]))
+                ItemTable.read(store, bytes.fromhex(told["table"]))
                 return Entered(**told["judged"])
         return Entered(undone=1, first_undone=str(project.config.data.path))
 

@@ -47,7 +47,7 @@ from pipeline.script.command import (
 )
 from pipeline.script.script_process import STEP, run
 from pipeline.training.ranks.rank_protocol import LOST
-from pipeline.training.ranks.rendezvous import Place
+from pipeline.training.ranks.rendezvous import RankPlace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
@@ -93,7 +93,7 @@ def first_words(project: Project, shrink: int = 0) -> list[str]:
     """Return the words that the first process runs, after so many deaths of a GPU's memory."""
     config = project.config
     micro, accumulation = batches_of(config, shrink)
-    values = values_of(config, Place(0, 1), micro, accumulation, RunFolder(config.cluster.runs / "RUN"))
+    values = values_of(config, RankPlace(0, 1), micro, accumulation, RunFolder(config.cluster.runs / "RUN"))
     return words(script_of(config), values)
 
 
@@ -106,7 +106,7 @@ def batches_of(config: Config, shrink: int) -> tuple[int, int]:
     return batches(train.effective_batch, config.cluster.train.world, train.micro_batch, shrink)
 
 
-def values_of(config: Config, place: Place, micro_batch: int, accumulation: int, folder: RunFolder) -> Values:
+def values_of(config: Config, place: RankPlace, micro_batch: int, accumulation: int, folder: RunFolder) -> Values:
     """Return what the placeholders stand for, in one process of the first attempt."""
     train, resources = config.train, config.cluster.train
     starts, processes = starts_on_node(config, NAME), resources.ranks_per_node
@@ -188,7 +188,7 @@ def work(
     project: Project, folder: RunFolder, _task: int, tell: Tell, _part: tuple[int, int] = (0, 1)
 ) -> Generator[Reason | None, None, None]:
     """Run the script, or one of its processes, to its end; raise Ended where it is not done."""
-    config, place = project.config, tell.place or Place(0, 1)
+    config, place = project.config, tell.place or RankPlace(0, 1)
     script = script_of(config)
     micro, accumulation = batches_of(config, tell.shrink)
     name = f"script-{place.meeting or secrets.token_hex(8)}"

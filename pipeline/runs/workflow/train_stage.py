@@ -159,16 +159,16 @@ def work(
 
 def together(project: Project, folder: RunFolder, prepared: Prepared, tell: Tell) -> Ranks:
     """Return this process among its ranks, on the device that it has."""
-    from pipeline.training.ranks.process_group import gather
-    from pipeline.training.ranks.rendezvous import Place
-    from pipeline.training.ranks.watchdog import Patience
+    from pipeline.training.ranks.process_group import join_process_group
+    from pipeline.training.ranks.rendezvous import RankPlace
+    from pipeline.training.ranks.watchdog import HangLimits
 
-    place = tell.place or Place(0, 1)
+    place = tell.place or RankPlace(0, 1)
     device = device_for(project, place.local_rank, prepared)
     hang_s = float(project.config.train.hang)
     folder.meetings.mkdir(exist_ok=True)
-    patience = Patience(hang_s=hang_s, slow_s=max(2 * hang_s, 3600.0))
-    return gather(place, folder.meetings, device=device, patience=patience, tell=said)
+    patience = HangLimits(hang_s=hang_s, slow_s=max(2 * hang_s, 3600.0))
+    return join_process_group(place, folder.meetings, device=device, patience=patience, tell=said)
 
 
 def device_for(project: Project, local_rank: int, prepared: Prepared) -> str:

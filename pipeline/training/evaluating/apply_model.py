@@ -16,10 +16,10 @@ from pipeline.keys import content_digest
 from pipeline.memory.runtime.meters import Habits, Upkeep
 from pipeline.records import Reason, Rejection
 from pipeline.training.checkpoints.checkpoint_choice import load
-from pipeline.training.evaluating.evaluator import Evaluation
-from pipeline.training.evaluating.outputs import Writer
+from pipeline.training.evaluating.evaluator import Evaluator
+from pipeline.training.evaluating.outputs import OutputWriter
 from pipeline.training.items.loader import Loader
-from pipeline.training.prepared import COST, LIKENESS, sampling, shrunk
+from pipeline.training.prepared import COST, LIKENESS, sampler_settings, shrunk_budget
 from pipeline.training.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from pipeline.config.schema_train import Train
     from pipeline.records import Tell
     from pipeline.training.checkpoints.checkpoint_choice import Chosen
-    from pipeline.training.items.item_source import Graphs
-    from pipeline.training.items.item_table import Table
+    from pipeline.training.items.item_source import ItemSource
+    from pipeline.training.items.item_table import ItemTable
     from pipeline.training.items.residue_embeddings import Embeddings
     from pipeline.training.prepared import Prepared
     from pipeline.training.ranks.rank_protocol import Ranks
@@ -44,16 +44,16 @@ STEP_ITEMS = 64  # of a rank: what the sampler cuts into micro-batches at once
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class ApplyJob:
     """Everything that the application of a model is given."""
 
     train: Train
     prepared: Prepared
-    table: Table
+    table: ItemTable
     cost_N: Integers  # bytes, as planned
     made: str  # the digest of the table
     make_step: Callable[[], Step]
-    source: Callable[[Table], Graphs]
+    source: Callable[[ItemTable], ItemSource]
     embeddings: Callable[[], Embeddings | None]
     choose: Callable[[Collection[str]], Chosen]  # a checkpoint; told of those that proved unusable
     parts: Callable[[Chosen], Path]  # where what was done so far is
@@ -66,10 +66,10 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Applied:
+class ApplyResult:
     """What came of it, on this rank."""
 
-    evaluation: Evaluation
+    evaluation: Evaluator
     chosen: Chosen
     parts: Path
     of: str  # what the parts are of
@@ -77,18 +77,18 @@ class Applied:
     examples: Mapping[str, str]  # reason → an item and the details
 
 
-def digest_of(table: Table) -> str:
+def table_digest(table: ItemTable) -> str:
     """Return a digest of which items there are, in which order, with which graphs."""
     names = "\n".join(table.ids[number] for number in range(len(table)))
     return content_digest(table.key_N16.tobytes() + names.encode()).hex()
 
 
-def name_of(chosen: Chosen, made: str) -> str:
+def outputs_name(chosen: Chosen, made: str) -> str:
     """Return what outputs are of: a checkpoint, and the items."""
     return f"{chosen.digest}-{made}"
 
 
-def apply(job: Job) -> Generator[Reason | None, None, Applied | None]:
+def apply_model(job: ApplyJob) -> Generator[Reason | None, None, ApplyResult | None]:
     """Run a model over all items that are left; return nothing where a signal ended it."""
     ranks, train = job.ranks, job.train
     torch.manual_seed(train.seed)
@@ -100,15 +100,15 @@ def apply(job: Job) -> Generator[Reason | None, None, Applied | None]:
     job.say(f"checkpoint {chosen.path}, step {chosen.step:,}" + (f" ({chosen.note})" if chosen.note else ""))
     if train.compile:
         step.model.compile(mode=train.compile_mode)
-    folder, of = job.parts(chosen), name_of(chosen, job.made)
+    folder, of = job.parts(chosen), outputs_name(chosen, job.made)
     done_N = _done(job, folder, of)
-    refused = Refused(job)
+    refused = RejectionCounts(job)
     rest_N = np.setdiff1d(np.arange(len(job.table)), done_N)
     kept_N = np.array([number for number in rest_N.tolist() if job.table.ids[number] not in job.left_out], np.int64)
     if ranks.rank == 0:
         yield from [None] * len(np.setdiff1d(done_N, job.known_N))  # by earlier attempts of this run
         yield from refused.all_of(np.setdiff1d(rest_N, kept_N))
-    evaluation = Evaluation(
+    evaluation = Evaluator(
         step,
         _loader(job, kept_N) if len(kept_N) else None,
         ranks,
@@ -135,16 +135,16 @@ def apply(job: Job) -> Generator[Reason | None, None, Applied | None]:
         return None
     rejected = {reason: sum(one["rejected"].get(reason, 0) for one in told) for reason in _reasons(told)}
     examples = {reason: text for one in reversed(told) for reason, text in one["examples"].items()}
-    return Applied(evaluation, chosen, folder, of, rejected, examples)
+    return ApplyResult(evaluation, chosen, folder, of, rejected, examples)
 
 
 def _reasons(told: list[Any]) -> list[str]:
     return sorted({reason for one in told for reason in one["rejected"]})
 
 
-def _done(job: Job, folder: Path, of: str) -> Integers:
+def _done(job: ApplyJob, folder: Path, of: str) -> Integers:
     """Return what was done before, as the first rank sees it; nobody has begun to write."""
-    mine = Writer(folder, 0, of=of).done_numbers().tolist() if job.ranks.rank == 0 else []
+    mine = OutputWriter(folder, 0, of=of).done_numbers().tolist() if job.ranks.rank == 0 else []
     told = job.ranks.exchange({"done": spans(mine)})[0]["done"]
     return np.concatenate([np.zeros(0, np.int64), *(np.arange(first, stop) for first, stop in told)])
 
@@ -160,10 +160,10 @@ def spans(numbers: Collection[int]) -> list[list[int]]:
     return found
 
 
-class Refused:
+class RejectionCounts:
     """Counts the items that are left out, and tells of each."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: ApplyJob) -> None:
         self._job = job
         self.counts: dict[str, int] = {}
         self.examples: dict[str, str] = {}
@@ -183,11 +183,11 @@ class Refused:
             yield reason
 
 
-def _loader(job: Job, numbers_K: Integers) -> Loader:
+def _loader(job: ApplyJob, numbers_K: Integers) -> Loader:
     """Return a loader of some items, cut as planned."""
     train, table = job.train, job.table.take(numbers_K)
-    budget = shrunk(job.prepared.stretches[-1].budget_bytes, job.tell.shrink)
-    settings = sampling(
+    budget = shrunk_budget(job.prepared.stretches[-1].budget_bytes, job.tell.shrink)
+    settings = sampler_settings(
         STEP_ITEMS * job.ranks.world,
         budget,
         padded=train.batching == "padded",

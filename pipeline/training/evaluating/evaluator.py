@@ -25,7 +25,7 @@ from pipeline.errors import PlanInfeasible
 from pipeline.memory.runtime.out_of_memory import free_caches
 from pipeline.memory.runtime.recovery import forget_failed_backward, out_of_memory_error
 from pipeline.records import Reason, Rejection
-from pipeline.training.evaluating.outputs import PART_BYTES, Gathered, Writer
+from pipeline.training.evaluating.outputs import PART_BYTES, GatheredOutputs, OutputWriter
 from pipeline.training.step import contrastive
 from pipeline.training.step.checkpointing import twin
 from pipeline.training.step.micro_batches import Piece
@@ -49,7 +49,7 @@ WHOLE = 1 << 62  # bytes: a part ends where it is told to
 HOST, ERROR = "cpu", "error"
 
 
-class Evaluation:
+class Evaluator:
     """Runs a model over the items of a loader; every rank calls the same."""
 
     def __init__(
@@ -82,7 +82,7 @@ class Evaluation:
         self.rejected = 0
         self.ended_by = 0  # the signal after which it did not go on
         self._says = callable(getattr(step.task, "outputs", None))
-        self._writer: Writer | None = None
+        self._writer: OutputWriter | None = None
         self._pending_bytes, self._flushed_s = 0, 0.0
         self._too_much = math.inf  # what a piece costs that did not fit
         self._terms: dict[str, list[float]] = {}
@@ -112,7 +112,9 @@ class Evaluation:
         """Run over this rank's items, and yield for each whether it was left out, and why."""
         if self.loader is None:
             return
-        self._writer = Writer(self.folder, self.ranks.rank, of=self._of, part_bytes=WHOLE) if self._writes else None
+        self._writer = (
+            OutputWriter(self.folder, self.ranks.rank, of=self._of, part_bytes=WHOLE) if self._writes else None
+        )
         self._flushed_s = time.monotonic()
         self.loader.set_epoch(0)
         try:
@@ -135,7 +137,7 @@ class Evaluation:
 
     def _all_together(self) -> Iterator[Reason | None]:
         """Run passes at the same time as all ranks, as a model needs it that is spread over them."""
-        from pipeline.training.sampling.sampler import Micro
+        from pipeline.training.sampling.sampler import MicroBatch
         from pipeline.training.step.local_sharded import turns
 
         loader, refused = self.loader, list[Rejection]()
@@ -148,7 +150,7 @@ class Evaluation:
                     yield Piece(batch, 0, len(batch))
 
         def fetch(number: int) -> Batch:
-            return loader.fetch((number,), Micro(0, 0, 0, 1, np.array([number])))
+            return loader.fetch((number,), MicroBatch(0, 0, 0, 1, np.array([number])))
 
         for turn in turns(pieces(), self.ranks, fetch):
             self.ranks.progress("evaluation")
@@ -284,7 +286,7 @@ class Evaluation:
 
     def _kept_terms(self) -> dict[str, list[float]]:
         """Return the sums and weights that stand in the files."""
-        gathered = Gathered(self.folder, of=self._of)
+        gathered = GatheredOutputs(self.folder, of=self._of)
         if self._contrasts:
             return self._contrasted(gathered)
         names = [name.removeprefix(SUM) for name in gathered if name.startswith(SUM)]
@@ -293,7 +295,7 @@ class Evaluation:
             for name in names
         }
 
-    def _contrasted(self, gathered: Gathered) -> dict[str, list[float]]:
+    def _contrasted(self, gathered: GatheredOutputs) -> dict[str, list[float]]:
         """Return the sums and weights of the loss of as many items at a time as a step has."""
         columns = {
             unquote(name.removeprefix(EMBEDDED)): gathered[name]
@@ -337,17 +339,17 @@ class Evaluation:
         self.ranks.exchange({})  # all have written
         said: dict[str, Any] = {}
         if self.ranks.rank == 0:
-            gathered = Outputs(Gathered(self.folder, of=self._of))
+            gathered = TaskOutputs(GatheredOutputs(self.folder, of=self._of))
             found = task.metrics(gathered) if len(gathered) else {}  # type: ignore[attr-defined]
             said = {name: float(value) for name, value in found.items()}
         told: Mapping[str, float] = self.ranks.exchange(said)[0]
         return dict(told)
 
 
-class Outputs(Mapping[str, Any]):
+class TaskOutputs(Mapping[str, Any]):
     """What was gathered, without the terms of the loss."""
 
-    def __init__(self, gathered: Gathered) -> None:
+    def __init__(self, gathered: GatheredOutputs) -> None:
         self._gathered = gathered
         self._names = [name for name in gathered if not name.startswith((SUM, WEIGHT, EMBEDDED))]
 

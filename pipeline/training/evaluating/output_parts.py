@@ -45,7 +45,7 @@ _NAME = re.compile(r"part-(\d{5,})-(\d{6,})\.json")
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredColumn:
     """The entries of one name and type in a part."""
 
     name: str
@@ -56,7 +56,7 @@ class Stored:
     start_K: Integers  # [K + 1]: in bytes, from the beginning of the file
 
     @classmethod
-    def of(cls, data: Mapping[str, Any], begin: int) -> Stored:
+    def of(cls, data: Mapping[str, Any], begin: int) -> StoredColumn:
         """Read what an index says of values that begin somewhere."""
         shapes = data["shapes"]
         dtype = np.dtype(data["dtype"])
@@ -72,16 +72,16 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class OutputPart:
     """A part that was verified."""
 
     path: Path  # of the values
     ids: list[str]
     numbers_N: Integers
-    columns: list[Stored]
+    columns: list[StoredColumn]
 
     @classmethod
-    def read(cls, disk: Disk, path: Path, of: str) -> Part:
+    def read(cls, disk: Disk, path: Path, of: str) -> OutputPart:
         """Read an index, and verify the values."""
         index = read_index(path, of)
         values, written = path.with_suffix(VALUES), Written(**index["values"])
@@ -89,11 +89,11 @@ class Part:
             tensor_file.check(disk, values, written)
             specs = TensorFile(disk, values, written).specs
         except JobFailed as error:  # it speaks of checkpoints
-            raise DataError(error.what, where=error.where, remedy=again(path)) from error
-        columns = [Stored.of(one, specs[str(place)].begin) for place, one in enumerate(index["columns"])]
+            raise DataError(error.what, where=error.where, remedy=remove_part(path)) from error
+        columns = [StoredColumn.of(one, specs[str(place)].begin) for place, one in enumerate(index["columns"])]
         return cls(values, index["ids"], np.array(index["numbers"], np.int64), columns)
 
-    def entry(self, files: Files, column: int, entry: int) -> Array:
+    def entry(self, files: OpenFiles, column: int, entry: int) -> Array:
         """Read one item's array."""
         mine = self.columns[column]
         begin, end = mine.start_K[entry : entry + 2].tolist()
@@ -105,7 +105,7 @@ class Part:
         return array
 
 
-class Files:
+class OpenFiles:
     """Files that are open for reading, the ones used last."""
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class Files:
         while came < len(into):
             more = os.preadv(self._file(path), [into[came:]], offset + came)
             if not more:
-                raise DataError("was cut short while it was read", where=str(path), remedy=again(path))
+                raise DataError("was cut short while it was read", where=str(path), remedy=remove_part(path))
             came += more
 
     def _file(self, path: Path) -> int:
@@ -191,7 +191,7 @@ def paths_in(disk: Disk, folder: Path) -> list[Path]:
     return [folder / f"part-{rank:05d}-{part:06d}{INDEX}" for rank, part in parts_in(disk, folder)]
 
 
-def again(path: Path) -> str:
+def remove_part(path: Path) -> str:
     """Say how to have a part made once more, given either of its files."""
     return f"rm {path.with_suffix(INDEX)}   then the same command   (does only what is missing)"
 
@@ -206,12 +206,12 @@ def read_index(path: Path, of: str) -> dict[str, Any]:
     try:
         digest, _, body = path.read_bytes().partition(b"\n")
     except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror}", where=str(path), remedy=again(path)) from error
+        raise DataError(f"cannot be read: {error.strerror}", where=str(path), remedy=remove_part(path)) from error
     if digest != content_digest(body).hex().encode():
-        raise DataError("its bytes are not those that were written", where=str(path), remedy=again(path))
+        raise DataError("its bytes are not those that were written", where=str(path), remedy=remove_part(path))
     index: dict[str, Any] = json.loads(body)
     if index["format"] != FORMAT:
-        raise DataError(f"outputs of format {index['format']}, not {FORMAT}", where=str(path), remedy=again(path))
+        raise DataError(f"outputs of format {index['format']}, not {FORMAT}", where=str(path), remedy=remove_part(path))
     if index["of"] != of:
         what = f"these are outputs of {index['of'] or 'nothing named'}, not of {of or 'nothing named'}"
         raise ConfigError(what, where=str(path), remedy=f"use another folder, or   rm -r {path.parent}")

@@ -24,14 +24,14 @@ from pipeline.training.evaluating.output_parts import (
     FORMAT,
     INDEX,
     VALUES,
-    Files,
-    Part,
-    again,
+    OpenFiles,
+    OutputPart,
     parts_in,
     paths_in,
     publish_tensors,
     publish_text,
     read_index,
+    remove_part,
     signed,
 )
 
@@ -52,7 +52,7 @@ INDEX_BYTES = 64  # about what an entry takes in the index
 SEE = "what outputs() returns: pipeline/protocol.py"
 
 
-class Writer:
+class OutputWriter:
     """Writes what one rank's items come to."""
 
     def __init__(self, folder: Path, rank: int, *, of: str = "", part_bytes: int = PART_BYTES) -> None:
@@ -108,7 +108,7 @@ class Writer:
 
     close = flush
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> OutputWriter:
         return self
 
     def __exit__(
@@ -157,14 +157,14 @@ class _Pending:
         self.bytes += len(id_) + INDEX_BYTES
 
 
-class Gathered(Mapping[str, "Column"]):
+class GatheredOutputs(Mapping[str, "OutputColumn"]):
     """The outputs of all ranks: for each name the items that have it, by their numbers; values are read when wanted."""
 
     def __init__(self, folder: Path, *, of: str = "") -> None:
         """Read what there is, and verify every byte."""
         disk = Disk()
-        self._files = Files()
-        self._parts = [Part.read(disk, path, of) for path in paths_in(disk, folder)]
+        self._files = OpenFiles()
+        self._parts = [OutputPart.read(disk, path, of) for path in paths_in(disk, folder)]
         sizes = [len(part.numbers_N) for part in self._parts]
         part_N = np.repeat(np.arange(len(sizes)), sizes)
         place_N = np.concatenate([np.zeros(0, np.int64), *(np.arange(size) for size in sizes)])
@@ -173,13 +173,13 @@ class Gathered(Mapping[str, "Column"]):
         self.numbers, self._part_N, self._place_N = number_N[order_N], part_N[order_N], place_N[order_N]
         self._refuse_twice()
         names = sorted({column.name for part in self._parts for column in part.columns})
-        self._columns = {name: Column(name, self._parts, self._files) for name in names}
+        self._columns = {name: OutputColumn(name, self._parts, self._files) for name in names}
 
     def id(self, place: int) -> str:
         """Return the id of an item, by its place among all."""
         return self._parts[int(self._part_N[place])].ids[int(self._place_N[place])]
 
-    def __getitem__(self, name: str) -> Column:
+    def __getitem__(self, name: str) -> OutputColumn:
         """Return what items have under a name."""
         return self._columns[name]
 
@@ -197,13 +197,13 @@ class Gathered(Mapping[str, "Column"]):
             what = (
                 f"{self.id(at)} (item {self.numbers[at]:,}) is in it, and in {first.name}; so are {len(twice)} in all"
             )
-            raise DataError(what, where=str(second), remedy=again(second))
+            raise DataError(what, where=str(second), remedy=remove_part(second))
 
 
-class Column(Sequence[Any]):
+class OutputColumn(Sequence[Any]):
     """What items have under a name, in the order of their numbers: arrays, each read when it is asked for."""
 
-    def __init__(self, name: str, parts: Sequence[Part], files: Files) -> None:
+    def __init__(self, name: str, parts: Sequence[OutputPart], files: OpenFiles) -> None:
         """Take the parts; `name` is in some."""
         self.name, self._files, self._parts = name, files, parts
         there = [

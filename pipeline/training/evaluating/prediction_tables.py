@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pipeline.training.evaluating.outputs import Gathered
+    from pipeline.training.evaluating.outputs import GatheredOutputs
 
     Array = NDArray[Any]
 
@@ -39,7 +39,7 @@ _ARRAYS = re.compile(r"arrays-\d{5,}\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
-class Tables:
+class PredictionTables:
     """What was written."""
 
     csv: Path
@@ -74,7 +74,7 @@ class _Arrays:
             self.pending, self.bytes = {}, 0
 
 
-def write_tables(gathered: Gathered, folder: Path, *, part_bytes: int = PART_BYTES) -> Tables:
+def write_tables(gathered: GatheredOutputs, folder: Path, *, part_bytes: int = PART_BYTES) -> PredictionTables:
     """Write tables of all items, and their arrays, into a folder; what was there of an earlier time is replaced."""
     disk = Disk()
     disk.make_folder(folder)
@@ -96,10 +96,10 @@ def write_tables(gathered: Gathered, folder: Path, *, part_bytes: int = PART_BYT
     disk.rename(partial_csv, folder / CSV)
     disk.rename(partial_lines, folder / LINES)
     disk.fsync_folder(folder)
-    return Tables(folder / CSV, folder / LINES, tuple(arrays.paths), len(gathered.numbers))
+    return PredictionTables(folder / CSV, folder / LINES, tuple(arrays.paths), len(gathered.numbers))
 
 
-def _write_rows(gathered: Gathered, csv_file: io.TextIOBase, lines_file: io.TextIOBase, arrays: _Arrays) -> None:
+def _write_rows(gathered: GatheredOutputs, csv_file: io.TextIOBase, lines_file: io.TextIOBase, arrays: _Arrays) -> None:
     """Write the rows of both tables, item by item."""
     rows = csv.writer(csv_file)
     columns = _columns(gathered)
@@ -116,7 +116,7 @@ def _write_rows(gathered: Gathered, csv_file: io.TextIOBase, lines_file: io.Text
         lines_file.write(json.dumps({name: _json(row.get(name)) for name in columns}, ensure_ascii=False) + "\n")
 
 
-def _columns(gathered: Gathered) -> list[str]:
+def _columns(gathered: GatheredOutputs) -> list[str]:
     """Return what the tables have."""
     found = ["id"]
     for name, column in gathered.items():
@@ -124,7 +124,7 @@ def _columns(gathered: Gathered) -> list[str]:
     return found
 
 
-def _items(gathered: Gathered) -> Iterator[tuple[str, dict[str, Array]]]:
+def _items(gathered: GatheredOutputs) -> Iterator[tuple[str, dict[str, Array]]]:
     """Yield each item's id, and what it has."""
     at = dict.fromkeys(gathered, 0)
     for place, number in enumerate(gathered.numbers.tolist()):

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from pipeline.memory.runtime.recovery import StepSnapshot, forget_failed_backward, out_of_memory_error, rewind
 from pipeline.training.checkpoints.training_state import plain_name, set_rng_state
 from pipeline.training.forensics.rerun import not_finite
-from pipeline.training.items.batch import Batch
+from pipeline.training.items.batch import ItemBatch
 from pipeline.training.step import contrastive
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def _fields(batch: Any) -> tuple[str, ...]:
     """Return which fields of a batch are not finite; where nobody can name them, `batch`."""
     named = getattr(batch, "_asdict", lambda: batch)()
-    if isinstance(batch, Batch):
+    if isinstance(batch, ItemBatch):
         named = batch.fields
     if is_dataclass(named) and not isinstance(named, type):
         named = {one.name: getattr(named, one.name) for one in fields(named)}

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pipeline.records import Rejection
-    from pipeline.training.items.batch_layout import Layout
+    from pipeline.training.items.batch_layout import BatchLayout
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class PartnerTensors:
     """One partner's graph, of one item or of all of a batch; the names are those of a graph's part."""
 
     role: str
@@ -45,12 +45,12 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
-class Graph:
+class ItemTensors:
     """The graph of one item as tensors; edges and labels have the item's own numbers of nodes."""
 
     id: str
     number: int  # in the table
-    sides: Mapping[str, Side]
+    sides: Mapping[str, PartnerTensors]
     cross: Mapping[str, Tensor]
     labels: Mapping[str, Tensor]
     rng: np.random.Generator  # the item's own in this epoch, whatever batch it is in
@@ -67,7 +67,7 @@ class Graph:
         return shown
 
 
-def _part(side: Side) -> graphs.Part:
+def _part(side: PartnerTensors) -> graphs.Part:
     """Return a partner as a graph's part, over the same memory."""
     return graphs.Part(
         role=Role(side.role),
@@ -86,7 +86,7 @@ def _arrays(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class BatchOrigin:
     """Which batch it is."""
 
     epoch: int
@@ -97,7 +97,7 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Batch:
+class ItemBatch:
     """Some items' graphs; empty where a rank has no items in a step.
 
     Its memory, and that of every view of it, is its own while anything refers to it. A loop that keeps as many batches
@@ -105,10 +105,10 @@ class Batch:
     """
 
     memory: Tensor  # uint8
-    layout: Layout
+    layout: BatchLayout
     numbers: tuple[int, ...]  # of the items in the table
     ids: tuple[str, ...]
-    origin: Origin
+    origin: BatchOrigin
     rejected: tuple[Rejection, ...] = ()  # items that were asked for and have no graph
     copies: list[torch.cuda.Event] = field(default_factory=list, repr=False, compare=False)  # to a device, of its slot
 
@@ -133,7 +133,7 @@ class Batch:
         return self.memory[place.start : place.start + place.bytes].view(dtype).view(place.shape)
 
     @property
-    def sides(self) -> dict[str, Side]:
+    def sides(self) -> dict[str, PartnerTensors]:
         """Return the graphs of each role, joined."""
         return {role: _side(role, self.fields) for role in self.layout.roles()}
 
@@ -148,14 +148,14 @@ class Batch:
         return _below(self.fields, LABEL)
 
     @property
-    def items(self) -> Items:
+    def items(self) -> BatchItems:
         """Return the graphs of the items, one by one."""
-        return Items(self)
+        return BatchItems(self)
 
     @property
     def rng(self) -> np.random.Generator:
         """Return what to draw from for the batch as a whole; for an item, draw from its own."""
-        return rng_of(self.origin, "\n".join(self.ids))
+        return item_rng(self.origin, "\n".join(self.ids))
 
     def ptr(self, axis: str) -> Tensor:
         """Return where the rows of each item begin along an axis [B + 1], as PyG has it."""
@@ -167,7 +167,7 @@ class Batch:
         total = int(self.layout.bounds[axis][-1])
         return torch.arange(len(self), device=ptr.device).repeat_interleave(ptr.diff(), output_size=total)
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Batch:
+    def to(self, device: torch.device | str, *, non_blocking: bool = True) -> ItemBatch:
         """Return the batch on a device: one transfer, however many fields."""
         waits = torch.device(device).type == "cpu"  # what comes back is read at once
         memory = self.memory.to(device, non_blocking=non_blocking and not waits)
@@ -175,29 +175,29 @@ class Batch:
             self.copies.append(torch.cuda.current_stream(memory.device).record_event())
         return replace(self, memory=memory, copies=[])
 
-    def clone(self) -> Batch:
+    def clone(self) -> ItemBatch:
         """Return the batch in memory of its own."""
         return replace(self, memory=self.memory.clone())
 
-    def pin_memory(self) -> Batch:
+    def pin_memory(self) -> ItemBatch:
         """Return the batch in pinned memory, where a loader with `pin` has it already."""
         return self if self.memory.is_pinned() else replace(self, memory=self.memory.pin_memory())
 
 
-class Items(Sequence[Graph]):
+class BatchItems(Sequence[ItemTensors]):
     """The graphs of a batch, each made when it is asked for; they are views, but for edges and other node numbers."""
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: ItemBatch) -> None:
         self._batch = batch
 
     def __len__(self) -> int:
         return len(self._batch)
 
     @overload
-    def __getitem__(self, place: int) -> Graph: ...
+    def __getitem__(self, place: int) -> ItemTensors: ...
     @overload
-    def __getitem__(self, place: slice) -> list[Graph]: ...
-    def __getitem__(self, place: int | slice) -> Graph | list[Graph]:
+    def __getitem__(self, place: slice) -> list[ItemTensors]: ...
+    def __getitem__(self, place: int | slice) -> ItemTensors | list[ItemTensors]:
         """Return the graph of one item, or of some."""
         if isinstance(place, slice):
             return [self[at] for at in range(*place.indices(len(self)))]
@@ -205,18 +205,18 @@ class Items(Sequence[Graph]):
             raise IndexError(f"item {place} of a batch of {len(self)}")
         return self._graph(place % len(self))
 
-    def _graph(self, place: int) -> Graph:
+    def _graph(self, place: int) -> ItemTensors:
         batch = self._batch
         names = [name for name in batch.layout.places if not name.startswith(f"{PTR}.")]
         mine = {name: self._rows(name, place) for name in names}
         roles = [role for role in batch.layout.roles() if batch.layout.count(nodes_axis(role), place)]
-        return Graph(
+        return ItemTensors(
             id=batch.ids[place],
             number=batch.numbers[place],
             sides={role: _side(role, mine) for role in roles},
             cross=_below(mine, CROSS),
             labels=_below(mine, LABEL),
-            rng=rng_of(batch.origin, batch.ids[place]),
+            rng=item_rng(batch.origin, batch.ids[place]),
             values={name: tensor for name, tensor in mine.items() if name.partition(".")[0] not in OF_GRAPHS},
         )
 
@@ -234,7 +234,7 @@ class Items(Sequence[Graph]):
         return values - (first[:, None] if are_edges else first)
 
 
-def padded(batch: Batch, name: str, fill: float = 0) -> tuple[Tensor, Tensor]:
+def padded_field(batch: ItemBatch, name: str, fill: float = 0) -> tuple[Tensor, Tensor]:
     """Return a field as [B, M, …], item by item, and which of that is real [B, M]."""
     place = batch.layout.places[name]
     if not place.axis or place.are_edges:
@@ -248,14 +248,14 @@ def padded(batch: Batch, name: str, fill: float = 0) -> tuple[Tensor, Tensor]:
     return dense, real
 
 
-def rng_of(origin: Origin, name: str) -> np.random.Generator:
+def item_rng(origin: BatchOrigin, name: str) -> np.random.Generator:
     """Return random numbers that only the seed, the epoch and a name decide."""
     return np.random.default_rng([origin.seed, origin.epoch, xxhash.xxh3_64_intdigest(name.encode())])
 
 
-def _side(role: str, fields: Mapping[str, Tensor]) -> Side:
+def _side(role: str, fields: Mapping[str, Tensor]) -> PartnerTensors:
     mine = _below(fields, role)
-    return Side(
+    return PartnerTensors(
         role=role,
         centre=mine[CENTRE],
         nodes=_below(mine, NODE),

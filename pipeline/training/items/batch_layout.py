@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pipeline.training.items.item_source import Found
+    from pipeline.training.items.item_source import ItemArrays
 
     Array = NDArray[Any]
     Integers = NDArray[np.int64]
@@ -39,7 +39,7 @@ OF_GRAPHS = frozenset(
 )  # with which the names of a graph's arrays begin
 
 
-class Form(Enum):
+class FieldForm(Enum):
     """How an array becomes part of a batch."""
 
     ROWS = "rows"  # joined along its axis
@@ -49,33 +49,33 @@ class Form(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class ArrayField:
     """What the name of an array in a graph's record says."""
 
     name: str  # in a batch
-    form: Form
+    form: FieldForm
     axis: str = ""
     points_to: tuple[str, ...] = ()  # axes whose rows the numbers are: one for all columns, or one for each
 
 
 @lru_cache(maxsize=4096)
-def parse(name: str) -> Field:
+def parse_field(name: str) -> ArrayField:
     """Take the name of an array apart."""
     first, *rest = name.split(".")
     if first not in OF_GRAPHS:
-        return Field(name, Form.ROWS, first) if rest else Field(name, Form.ITEM)
+        return ArrayField(name, FieldForm.ROWS, first) if rest else ArrayField(name, FieldForm.ITEM)
     if rest[-1].endswith(CENTRE):
-        return Field(name, Form.ITEM)
+        return ArrayField(name, FieldForm.ITEM)
     if first == CROSS:
         return _edges(f"{CROSS}.{rest[0]}", rest[1], nodes_axis(RECEPTOR), nodes_axis(LIGAND))
     if first == LABEL:
         nodes = (nodes_axis(RECEPTOR), nodes_axis(LIGAND)) if rest[0].endswith(PAIRS) else ()
-        return Field(name, Form.ROWS, f"{LABEL}.{rest[0].partition('_')[0]}", nodes)
+        return ArrayField(name, FieldForm.ROWS, f"{LABEL}.{rest[0].partition('_')[0]}", nodes)
     if rest[0] == EDGE:
         return _edges(f"{first}.{EDGE}.{rest[1]}", rest[2], nodes_axis(first), nodes_axis(first))
     if rest[0] == PATH:
-        return Field(name, Form.ROWS, name, (nodes_axis(first),))
-    return Field(name, Form.ROWS, f"{first}.{rest[0]}", (residues_axis(first),) if rest[1] == RESIDUE else ())
+        return ArrayField(name, FieldForm.ROWS, name, (nodes_axis(first),))
+    return ArrayField(name, FieldForm.ROWS, f"{first}.{rest[0]}", (residues_axis(first),) if rest[1] == RESIDUE else ())
 
 
 def nodes_axis(role: str) -> str:
@@ -88,11 +88,11 @@ def residues_axis(role: str) -> str:
     return f"{role}.{RESIDUE}"
 
 
-def _edges(name: str, last: str, heads: str, tails: str) -> Field:
+def _edges(name: str, last: str, heads: str, tails: str) -> ArrayField:
     """Return what one of the two arrays is that edges are encoded as: their heads by number, their tails by name."""
     if last == DEGREE:
-        return Field(name, Form.DEGREE, heads)
-    return Field(name, Form.NEIGHBOUR, name, (tails, heads))
+        return ArrayField(name, FieldForm.DEGREE, heads)
+    return ArrayField(name, FieldForm.NEIGHBOUR, name, (tails, heads))
 
 
 ALIGNMENT = 64
@@ -106,7 +106,7 @@ _WIDER: dict[str, np.dtype[Any]] = {
 _ANY_WIDTH: dict[str, np.dtype[Any]] = {"chain": np.dtype(np.int32)}
 
 
-class Place(NamedTuple):
+class FieldPlace(NamedTuple):
     """Where a field lies."""
 
     start: int
@@ -122,7 +122,7 @@ class Place(NamedTuple):
         return math.prod(self.shape) * _held_as(self.dtype).itemsize
 
 
-class Encoding(NamedTuple):
+class EmbeddingForm(NamedTuple):
     """What an embedded residue is."""
 
     dtype: str
@@ -130,17 +130,17 @@ class Encoding(NamedTuple):
 
 
 @dataclass(slots=True)
-class Layout:
+class BatchLayout:
     """Where everything of a batch lies."""
 
     items: int
-    places: dict[str, Place] = field(default_factory=dict)
+    places: dict[str, FieldPlace] = field(default_factory=dict)
     bounds: dict[str, Integers] = field(default_factory=dict)  # axis → [B + 1]
     used: int = 0  # bytes
 
     def add(self, name: str, dtype: str, shape: tuple[int, ...], axis: str = "", **what: Any) -> None:
         """Give a field its place behind the others."""
-        place = Place(self.used, dtype, shape, axis, **what)
+        place = FieldPlace(self.used, dtype, shape, axis, **what)
         self.places[name] = place
         self.used += place.bytes + -place.bytes % ALIGNMENT
 
@@ -172,15 +172,15 @@ class Layout:
         return residues_axis(role) if residues_axis(role) in self.bounds else nodes_axis(role)
 
 
-class Sheet:
+class BatchBuilder:
     """The graphs of a batch, field by field: lays them out, then writes them."""
 
-    def __init__(self, found: Sequence[Found], encoding: Encoding | None = None) -> None:
+    def __init__(self, found: Sequence[ItemArrays], encoding: EmbeddingForm | None = None) -> None:
         for one in found:
             _check_roles(one)
-        self.layout = Layout(len(found))
+        self.layout = BatchLayout(len(found))
         names = sorted({name for one in found for name in (*one.arrays, *one.values)})  # a record has another order
-        columns = [(parse(name), [one.arrays.get(name, one.values.get(name)) for one in found]) for name in names]
+        columns = [(parse_field(name), [one.arrays.get(name, one.values.get(name)) for one in found]) for name in names]
         self._bind(columns)
         self._fields = {(entry.name, entry.form): (entry, self._complete(entry, column)) for entry, column in columns}
         for entry, arrays in self._fields.values():
@@ -189,11 +189,11 @@ class Sheet:
         for axis, bounds in self.layout.bounds.items():
             self.layout.add(f"{PTR}.{axis}", "int64", bounds.shape)
 
-    def _bind(self, columns: Sequence[tuple[Field, list[Array | None]]]) -> None:
+    def _bind(self, columns: Sequence[tuple[ArrayField, list[Array | None]]]) -> None:
         """Count the rows of every item along every axis, and see that its fields agree."""
         counts: dict[str, list[int]] = {}
         for entry, column in columns:
-            if entry.axis and entry.form is not Form.DEGREE:
+            if entry.axis and entry.form is not FieldForm.DEGREE:
                 mine = [-1 if array is None else len(array) for array in column]
                 known = counts.setdefault(entry.axis, mine)
                 if known != mine:
@@ -201,12 +201,12 @@ class Sheet:
         for axis, counts_B in counts.items():
             self.layout.bounds[axis] = np.cumsum([0, *(max(count, 0) for count in counts_B)])
 
-    def _complete(self, entry: Field, column: list[Array | None]) -> list[Array]:
+    def _complete(self, entry: ArrayField, column: list[Array | None]) -> list[Array]:
         """Put in what some items do not have: unknown where a number can be, no where a yes can be, else nothing."""
         if all(array is not None for array in column):
             return column  # type: ignore[return-value]  # none is missing
         sample = next(array for array in column if array is not None)
-        if entry.form is Form.ITEM:
+        if entry.form is FieldForm.ITEM:
             return [np.full_like(sample, np.nan) if array is None else array for array in column]
         rows_B = np.diff(self.layout.bounds[entry.axis])
         return [
@@ -214,19 +214,19 @@ class Sheet:
             for array, rows in zip(column, rows_B.tolist(), strict=True)
         ]
 
-    def _place(self, entry: Field, arrays: Sequence[Array]) -> None:
+    def _place(self, entry: ArrayField, arrays: Sequence[Array]) -> None:
         """Give a field its place."""
         name, axis, shape = entry.name, entry.axis, arrays[0].shape
         points_to = tuple(target for target in entry.points_to if target in self.layout.bounds)
-        if entry.form is Form.ITEM:
+        if entry.form is FieldForm.ITEM:
             self.layout.add(name, _name(_dtype(name, arrays)), (len(arrays), *shape))
-        elif entry.form is Form.NEIGHBOUR:
+        elif entry.form is FieldForm.NEIGHBOUR:
             self.layout.add(name, "int64", (2, self._total(axis)), axis, points_to=points_to, are_edges=True)
-        elif entry.form is Form.ROWS:
+        elif entry.form is FieldForm.ROWS:
             dtype = "int64" if points_to else _name(_dtype(name, arrays))
             self.layout.add(name, dtype, (self._total(axis), *shape[1:]), axis, points_to=points_to)
 
-    def _place_embeddings(self, encoding: Encoding | None) -> None:
+    def _place_embeddings(self, encoding: EmbeddingForm | None) -> None:
         if encoding is None:
             return
         for role in self.layout.roles():
@@ -240,16 +240,16 @@ class Sheet:
     def write(self, memory: Bytes) -> None:
         """Write everything but the embeddings."""
         for entry, arrays in self._fields.values():
-            if entry.form is Form.NEIGHBOUR:
+            if entry.form is FieldForm.NEIGHBOUR:
                 self._write_edges(entry, arrays, memory)
-            elif entry.form is Form.ITEM:
+            elif entry.form is FieldForm.ITEM:
                 np.stack(arrays, out=self.layout.view(entry.name, memory))
-            elif entry.form is Form.ROWS:
+            elif entry.form is FieldForm.ROWS:
                 self._write_rows(entry, arrays, memory)
         for axis, bounds in self.layout.bounds.items():
             self.layout.view(f"{PTR}.{axis}", memory)[:] = bounds
 
-    def _write_rows(self, entry: Field, arrays: Sequence[Array], memory: Bytes) -> None:
+    def _write_rows(self, entry: ArrayField, arrays: Sequence[Array], memory: Bytes) -> None:
         """Join arrays; numbers of nodes or residues become the batch's."""
         out = self.layout.view(entry.name, memory)
         np.concatenate(arrays, out=out, casting="same_kind")
@@ -259,10 +259,10 @@ class Sheet:
         for column, target in enumerate(points_to[: len(points_to) // 2 * 2]):
             out[:, column] += self._offsets(target, entry.axis)
 
-    def _write_edges(self, entry: Field, neighbours: Sequence[Array], memory: Bytes) -> None:
+    def _write_edges(self, entry: ArrayField, neighbours: Sequence[Array], memory: Bytes) -> None:
         """Write edges as pairs: tails as they are numbered, heads as often as each node has edges."""
         tails_E, heads_E = self.layout.view(entry.name, memory)
-        degree, degrees = self._fields[entry.name, Form.DEGREE]
+        degree, degrees = self._fields[entry.name, FieldForm.DEGREE]
         np.concatenate(neighbours, out=tails_E, casting="same_kind")
         tails_E += self._offsets(entry.points_to[0], entry.axis)
         degree_N = np.concatenate(degrees)
@@ -274,31 +274,31 @@ class Sheet:
         """Return, for each row along one axis, how many rows of another axis the items before it have."""
         return np.repeat(self.layout.bounds[target][:-1], np.diff(self.layout.bounds[axis]))
 
-    def row_map(self, found: Found, role: str) -> NDArray[np.int32]:
+    def row_map(self, found: ItemArrays, role: str) -> NDArray[np.int32]:
         """Return the embedding's row of each residue of an item's partner."""
         kind = RESIDUE if residues_axis(role) in self.layout.bounds else NODE
         rows_R: NDArray[np.int32] = found.arrays[f"{role}.{kind}.row"]
         return rows_R
 
 
-def _check_roles(found: Found) -> None:
+def _check_roles(found: ItemArrays) -> None:
     """See that what joins two partners joins the receptor, first, and the ligand."""
     roles = [partner["role"] for partner in found.meta["partners"]]
     if len(roles) > 1 and roles != [RECEPTOR, LIGAND]:
         raise ValueError(f"the graph of {found.id} has the partners {', '.join(roles)}")
 
 
-def _agreed(entry: Field, known: int, mine: int) -> int:
+def _agreed(entry: ArrayField, known: int, mine: int) -> int:
     """Return how many rows an item has along an axis, by two of its fields; -1 stands for one that it does not have."""
     if known != mine and min(known, mine) >= 0:
         raise ValueError(f"{entry.name} has {mine} rows where {entry.axis} has {known}")
     return max(known, mine)
 
 
-def _filler(entry: Field, sample: Array, rows: int) -> Array:
+def _filler(entry: ArrayField, sample: Array, rows: int) -> Array:
     """Return what stands for an array that an item does not have."""
     shape = (rows, *sample.shape[1:])
-    if rows == 0 or sample.dtype.kind == "b" or entry.form is Form.DEGREE:
+    if rows == 0 or sample.dtype.kind == "b" or entry.form is FieldForm.DEGREE:
         return np.zeros(shape, sample.dtype)
     if sample.dtype.kind == "f":
         return np.full(shape, np.nan, sample.dtype)

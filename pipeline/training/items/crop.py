@@ -18,12 +18,12 @@ import xxhash
 
 from pipeline.errors import PlanInfeasible
 from pipeline.graphs.item_graph import LABEL, Graph, Part, decode, encode
-from pipeline.training.items.batch_layout import PAIRS, Form, parse
+from pipeline.training.items.batch_layout import PAIRS, FieldForm, parse_field
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from pipeline.training.items.item_source import Found
+    from pipeline.training.items.item_source import ItemArrays
 
     Array = NDArray[Any]
     Integers = NDArray[np.int64]
@@ -36,12 +36,12 @@ CA = 1  # of a residue node's positions: N, CA, C, CB
 _STREAM = 1  # of random numbers: others than those that the item draws in training
 
 
-def rng_of(seed: int, epoch: int, id_: str) -> np.random.Generator:
+def crop_rng(seed: int, epoch: int, id_: str) -> np.random.Generator:
     """Return random numbers that only the seed, the epoch and the item decide."""
     return np.random.default_rng([seed, epoch, xxhash.xxh3_64_intdigest(id_.encode()), _STREAM])
 
 
-def cropped(found: Found, limits: Sizes, rng: np.random.Generator, measure: Measure = dict) -> Found:
+def crop_item(found: ItemArrays, limits: Sizes, rng: np.random.Generator, measure: Measure = dict) -> ItemArrays:
     """Return an item with no size above its limit: itself, if it has none.
 
     `measure` makes of the sizes of a graph what the limits are of: a task's `cost`.
@@ -218,7 +218,7 @@ def _cut_part(part: Part, new_N: Integers) -> Part:
 
 def _cut_labels(labels: Mapping[str, Array], new: Sequence[Integers]) -> dict[str, Array]:
     """Return the labels of the pairs of nodes that stay, and those that are of no pair."""
-    fields = {name: parse(f"{LABEL}.{name}") for name in labels}
+    fields = {name: parse_field(f"{LABEL}.{name}") for name in labels}
     stays = {
         fields[name].axis: np.logical_and.reduce([mine[nodes] >= 0 for mine, nodes in zip(new, pairs.T, strict=True)])
         for name, pairs in labels.items()
@@ -226,7 +226,7 @@ def _cut_labels(labels: Mapping[str, Array], new: Sequence[Integers]) -> dict[st
     }
     found: dict[str, Array] = {}
     for name, array in labels.items():
-        kept_P = stays.get(fields[name].axis) if fields[name].form is Form.ROWS else None
+        kept_P = stays.get(fields[name].axis) if fields[name].form is FieldForm.ROWS else None
         rows = array if kept_P is None else array[kept_P]
         if name.endswith(PAIRS):
             rows = np.stack([mine[nodes] for mine, nodes in zip(new, rows.T, strict=True)], axis=1).astype(array.dtype)

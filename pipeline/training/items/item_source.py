@@ -24,7 +24,7 @@ from pipeline.structures import inventory
 from pipeline.structures.atoms import Unusable
 from pipeline.structures.parsing.structure_files import paths
 from pipeline.structures.parsing.structure_files import read as read_one
-from pipeline.training.items.batch_layout import OF_GRAPHS, Form, parse
+from pipeline.training.items.batch_layout import OF_GRAPHS, FieldForm, parse_field
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pipeline.records import Item
     from pipeline.store.store import Store
     from pipeline.structures.inventory import File
-    from pipeline.training.items.item_table import Table
+    from pipeline.training.items.item_table import ItemTable
 
     Array = NDArray[Any]
 
@@ -47,7 +47,7 @@ GRAPH_AGAIN = "pipeline submit --stage graph   (does only what is missing)"
 SCAN_AGAIN = "pipeline submit --stage scan   (touch the file first if that finds nothing to do)"
 
 
-class Found(NamedTuple):
+class ItemArrays(NamedTuple):
     """An item's graph as `graphs.graph.encode` lays it out; the arrays may be views that last as long as the batch."""
 
     number: int
@@ -57,21 +57,21 @@ class Found(NamedTuple):
     values: Mapping[str, Array] = MappingProxyType({})  # labels of the data set, which are no part of a graph
 
 
-class Graphs(Protocol):
+class ItemSource(Protocol):
     """Gives the graphs of items; several threads ask at once."""
 
-    def read(self, numbers: Sequence[int]) -> Iterator[Found | Rejection]:
+    def read(self, numbers: Sequence[int]) -> Iterator[ItemArrays | Rejection]:
         """Yield the graph of each item, by its number in the table, in the order asked; or why it has none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cached:
+class CachedGraphs:
     """Graphs that are in the cache; each is verified when it is read."""
 
     store: Store
-    table: Table
+    table: ItemTable
 
-    def read(self, numbers: Sequence[int]) -> Iterator[Found | Rejection]:
+    def read(self, numbers: Sequence[int]) -> Iterator[ItemArrays | Rejection]:
         """Yield the graph of each item."""
         keys = [self.table.key(number) for number in numbers]
         for number, key, places in zip(numbers, keys, self.store.locate(keys), strict=True):
@@ -80,18 +80,18 @@ class Cached:
                 record = self.store.get_at(key, places)
             except (CacheDamaged, RecordMissing) as error:
                 raise type(error)(f"the graph of {id_}: {error.what}", where=error.where, remedy=GRAPH_AGAIN) from error
-            yield _checked(Found(number, id_, record.arrays, record.meta, self.table.values(number)))
+            yield _checked(ItemArrays(number, id_, record.arrays, record.meta, self.table.values(number)))
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class BuiltGraphs:
     """Graphs that are built from the files of their items, every time anew."""
 
-    table: Table
+    table: ItemTable
     reading: inventory.Recipe
     recipe: Recipe
 
-    def read(self, numbers: Sequence[int]) -> Iterator[Found | Rejection]:
+    def read(self, numbers: Sequence[int]) -> Iterator[ItemArrays | Rejection]:
         """Yield the graph of each item; one that cannot be built costs this item, not the run."""
         for number in numbers:
             item = self.table.item(number)
@@ -108,7 +108,7 @@ class Built:
                 log.exception("%s could not be made a graph", item.id)
                 yield _rejected(item, Reason.GRAPH_FAILED, f"{type(error).__name__}: {error}"[:200])
 
-    def _build(self, number: int, item: Item) -> Found:
+    def _build(self, number: int, item: Item) -> ItemArrays:
         files = {path: read_one(path, self.reading.max_file_bytes) for path in paths(item)}
         self._check_key(number, item, files)
         taken, read = inventory.examine(item, files, self.reading)
@@ -116,7 +116,7 @@ class Built:
             raise Unusable(taken.reason, taken.detail)
         if read is None:
             raise Unusable(Reason.NO_NODES, "a bare sequence has no structure to make a graph of")
-        return Found(number, item.id, *graphs.encode(build(read, self.recipe)), self.table.values(number))
+        return ItemArrays(number, item.id, *graphs.encode(build(read, self.recipe)), self.table.values(number))
 
     def _check_key(self, number: int, item: Item, files: Mapping[str, File]) -> None:
         """Refuse files that are no longer what the table is of: sizes, splits and labels may be others."""
@@ -127,20 +127,20 @@ class Built:
 
 
 @dataclass(frozen=True, slots=True)
-class Entered:
+class ReaderItems:
     """What a reader gives, read from its files every time; it is what the scan saw, or an error."""
 
     reader: Reader
-    table: Table
+    table: ItemTable
 
-    def read(self, numbers: Sequence[int]) -> Iterator[Found | Rejection]:
+    def read(self, numbers: Sequence[int]) -> Iterator[ItemArrays | Rejection]:
         """Yield the arrays of each item."""
         for number in numbers:
             id_ = self.table.ids[number]
             arrays = self._arrays(number, id_)
-            if digest_of(arrays) != self.table.key(number):
+            if arrays_digest(arrays) != self.table.key(number):
                 raise DataError(f"{id_} is not what it was when the data set was scanned", remedy=SCAN_AGAIN)
-            yield Found(number, id_, arrays, {"partners": [], "sizes": sizes_of(arrays)})
+            yield ItemArrays(number, id_, arrays, {"partners": [], "sizes": array_sizes(arrays)})
 
     def _arrays(self, number: int, id_: str) -> dict[str, Array]:
         try:
@@ -154,7 +154,7 @@ class Entered:
             raise DataError(what, remedy=SCAN_AGAIN) from error
 
 
-def _checked(found: Found) -> Found | Rejection:
+def _checked(found: ItemArrays) -> ItemArrays | Rejection:
     """Return a stored graph, or the reason that is stored in its place."""
     if "reason" in found.meta:
         return Rejection(found.id, Reason(found.meta["reason"]), found.meta["detail"])
@@ -173,7 +173,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*", re.ASCII)
 _WIDEST = 8  # bytes of a number
 
 
-def digest_of(arrays: Mapping[str, Array]) -> bytes:
+def arrays_digest(arrays: Mapping[str, Array]) -> bytes:
     """Return the 16-byte digest of arrays: of their names, types, shapes and bytes."""
     digest = xxhash.xxh3_128()
     for name, array in sorted(arrays.items()):
@@ -187,14 +187,14 @@ def as_arrays(values: Mapping[str, Any]) -> dict[str, Array]:
     return {name: np.asarray(value) for name, value in values.items()}
 
 
-def sizes_of(arrays: Mapping[str, Array]) -> dict[str, int]:
+def array_sizes(arrays: Mapping[str, Array]) -> dict[str, int]:
     """Return how many rows an item has along each axis, and how many numbers in all."""
-    rows = {parse(name).axis: len(array) for name, array in arrays.items() if parse(name).axis}
+    rows = {parse_field(name).axis: len(array) for name, array in arrays.items() if parse_field(name).axis}
     return {NUMBERS: sum(array.size for array in arrays.values()), **rows}
 
 
 @dataclass(slots=True)
-class Forms:
+class ArrayForms:
     """What the arrays of a data set are like, by the items that came first; a batch joins those of any items."""
 
     known: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = field(default_factory=dict)  # of one item, or of a row
@@ -214,7 +214,7 @@ class Forms:
         self.items += 1
         for name, array in arrays.items():
             self.known.setdefault(name, _form(name, array))
-        for axis, rows in sizes_of(arrays).items():
+        for axis, rows in array_sizes(arrays).items():
             self.most[axis] = max(rows, self.most.get(axis, 0))
 
     def _other(self, arrays: Mapping[str, Array]) -> str:
@@ -226,7 +226,7 @@ class Forms:
 
     def _absent(self, arrays: Mapping[str, Array]) -> str:
         """Say what it lacks for which nothing can stand: a whole number, and a row of them."""
-        rows = sizes_of(arrays)
+        rows = array_sizes(arrays)
         for name, (dtype, _) in self.known.items():
             if name not in arrays and not _may_lack(name, dtype, rows):
                 return f"it has no {name}, which the items before have ({dtype.name}: nothing can stand for it)"
@@ -248,8 +248,8 @@ def _wrong(name: str, array: Array) -> str:
         return f"{name}: the name {first} is taken"
     if array.dtype.kind not in "biuf" or array.dtype.itemsize > _WIDEST or not array.dtype.isnative:
         return f"{name} is of {array.dtype}, not of numbers that torch knows"
-    if parse(name).axis and not array.ndim:
-        return f"{name} is one number, but lies along {parse(name).axis}"
+    if parse_field(name).axis and not array.ndim:
+        return f"{name} is one number, but lies along {parse_field(name).axis}"
     return ""
 
 
@@ -257,7 +257,7 @@ def _odd_rows(arrays: Mapping[str, Array]) -> str:
     """Say which array is not as long as another along its axis."""
     first: dict[str, tuple[str, int]] = {}
     for name, array in arrays.items():
-        if axis := parse(name).axis:
+        if axis := parse_field(name).axis:
             other, rows = first.setdefault(axis, (name, len(array)))
             if rows != len(array):
                 return f"{name} has {len(array)} rows, and {other} has {rows}"
@@ -265,7 +265,7 @@ def _odd_rows(arrays: Mapping[str, Array]) -> str:
 
 
 def _form(name: str, array: Array) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    return array.dtype, array.shape[1:] if parse(name).form is Form.ROWS else array.shape
+    return array.dtype, array.shape[1:] if parse_field(name).form is FieldForm.ROWS else array.shape
 
 
 def _said(form: tuple[np.dtype[Any], tuple[int, ...]]) -> str:
@@ -274,5 +274,5 @@ def _said(form: tuple[np.dtype[Any], tuple[int, ...]]) -> str:
 
 def _may_lack(name: str, dtype: np.dtype[Any], rows: Mapping[str, int]) -> bool:
     """Tell whether something stands for an array that an item lacks: no rows, unknown numbers, or no for a yes."""
-    is_rows = parse(name).form is Form.ROWS
-    return dtype.kind == "f" or (is_rows and (dtype.kind == "b" or not rows.get(parse(name).axis)))
+    is_rows = parse_field(name).form is FieldForm.ROWS
+    return dtype.kind == "f" or (is_rows and (dtype.kind == "b" or not rows.get(parse_field(name).axis)))

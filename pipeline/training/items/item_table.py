@@ -37,7 +37,7 @@ LABEL = "label."
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
+class PackedTexts:
     """Many short texts in one run of bytes."""
 
     bytes_T: NDArray[np.uint8]
@@ -50,21 +50,21 @@ class Texts:
     def __getitem__(self, number: int) -> str:
         return self.bytes_T[self.start_N[number] : self.end_N[number]].tobytes().decode()
 
-    def take(self, numbers: Integers) -> Texts:
+    def take(self, numbers: Integers) -> PackedTexts:
         """Return some of them; the bytes are shared."""
-        return Texts(self.bytes_T, self.start_N[numbers], self.end_N[numbers])
+        return PackedTexts(self.bytes_T, self.start_N[numbers], self.end_N[numbers])
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class ItemTable:
     """The items of a data set, or of one split of it; an item is known by its number here."""
 
-    ids: Texts
+    ids: PackedTexts
     key_N16: NDArray[np.uint8]  # of graphs, or the digests of what a reader gives
     split_N: NDArray[np.uint8]
     splits: tuple[str, ...]
     sizes: Mapping[str, Integers]  # each [N]
-    items: Texts | None = None  # or places, as JSON
+    items: PackedTexts | None = None  # or places, as JSON
     labels: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)  # each [N]; NaN where it is unknown
 
     def __len__(self) -> int:
@@ -91,7 +91,7 @@ class Table:
         """Return the labels of an item, as arrays of one number."""
         return {name: label_N[number : number + 1].reshape(()) for name, label_N in self.labels.items()}
 
-    def of_split(self, name: str) -> Table:
+    def of_split(self, name: str) -> ItemTable:
         """Return the items of one split, in order; they have new numbers."""
         if name not in self.splits:
             named = ", ".join(repr(split) for split in self.splits if split)
@@ -99,9 +99,9 @@ class Table:
             raise ConfigError(f"no item is in split {name!r}; {have}", remedy="pipeline status")
         return self.take(np.flatnonzero(self.split_N == self.splits.index(name)))
 
-    def take(self, numbers: Integers) -> Table:
+    def take(self, numbers: Integers) -> ItemTable:
         """Return some of the items, in the order asked; they have new numbers."""
-        return Table(
+        return ItemTable(
             ids=self.ids.take(numbers),
             key_N16=self.key_N16[numbers],
             split_N=self.split_N[numbers],
@@ -112,7 +112,7 @@ class Table:
         )
 
     @classmethod
-    def read(cls, store: Store, key: bytes) -> Table:
+    def read(cls, store: Store, key: bytes) -> ItemTable:
         """Read what `TableBuilder.write` wrote."""
         record = store.get(key)
         arrays, meta = record.arrays, record.meta
@@ -181,7 +181,7 @@ class TableBuilder:
             if name not in self.sizes:  # or every item would make as many zeros as there are items
                 self.sizes[name] = array("i", bytes(4 * len(self)))
 
-    def table(self) -> Table:
+    def table(self) -> ItemTable:
         """Return the table so far."""
         table = deepcopy(self).views()
         return replace(table, sizes={name: size_N.astype(np.int64) for name, size_N in table.sizes.items()})
@@ -203,9 +203,9 @@ class TableBuilder:
         except OverflowError:
             self.sizes[name] = array("q", [*sizes, size])
 
-    def views(self) -> Table:
+    def views(self) -> ItemTable:
         """Return the table so far without copying it: while it is used, nothing can be added."""
-        return Table(
+        return ItemTable(
             ids=self.ids.texts(),
             key_N16=np.frombuffer(self.keys, np.uint8).reshape(-1, KEY_BYTES),
             split_N=np.frombuffer(self.split_N, np.uint8),
@@ -230,16 +230,16 @@ class _Joined:
         self.bytes_T += text.encode()
         self.ends.append(len(self.bytes_T))
 
-    def texts(self) -> Texts:
+    def texts(self) -> PackedTexts:
         """Return them without copying them."""
         return _texts(np.frombuffer(self.bytes_T, np.uint8), np.frombuffer(self.ends, np.int64))
 
 
-def _texts(bytes_T: NDArray[np.uint8], end_N: Integers) -> Texts:
-    return Texts(bytes_T, np.concatenate([np.zeros(min(1, len(end_N)), np.int64), end_N[:-1]]), end_N)
+def _texts(bytes_T: NDArray[np.uint8], end_N: Integers) -> PackedTexts:
+    return PackedTexts(bytes_T, np.concatenate([np.zeros(min(1, len(end_N)), np.int64), end_N[:-1]]), end_N)
 
 
-def _encode(table: Table) -> tuple[dict[str, Array], dict[str, Any]]:
+def _encode(table: ItemTable) -> tuple[dict[str, Array], dict[str, Any]]:
     """Return a whole table as the arrays and the JSON of a record; sizes in the fewest bytes."""
     arrays: dict[str, Array] = {"key": table.key_N16, "split": table.split_N}
     for name, texts in (("id", table.ids), ("item", table.items)):
@@ -252,7 +252,7 @@ def _encode(table: Table) -> tuple[dict[str, Array], dict[str, Any]]:
     return arrays, {**meta, "labels": list(table.labels)} if table.labels else meta
 
 
-def _read_texts(arrays: Mapping[str, Array], name: str) -> Texts:
+def _read_texts(arrays: Mapping[str, Array], name: str) -> PackedTexts:
     return _texts(arrays[f"{name}.bytes"], arrays[f"{name}.end"])
 
 

@@ -1,6 +1,6 @@
 """Batches for training: threads read the graphs and embeddings of the next ones into a fixed ring of memory.
 
-    for batch in Loader(Cached(graphs, table), Embeddings(embeddings, recipe), sampler):
+    for batch in Loader(CachedGraphs(graphs, table), Embeddings(embeddings, recipe), sampler):
         loss = model(batch.to(device))
 
 Host memory is the slots times the largest batch. A batch stays what it is while anything refers to it.
@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from pipeline.records import Rejection
-from pipeline.training.items.batch import Batch, Items, Origin
-from pipeline.training.items.batch_layout import EMBEDDING, ENCODED, Encoding, Layout, Sheet
-from pipeline.training.items.crop import cropped, rng_of
-from pipeline.training.items.read_ahead import Reading, Ring
+from pipeline.training.items.batch import BatchItems, BatchOrigin, ItemBatch
+from pipeline.training.items.batch_layout import EMBEDDING, ENCODED, BatchBuilder, BatchLayout, EmbeddingForm
+from pipeline.training.items.crop import crop_item, crop_rng
+from pipeline.training.items.read_ahead import ReadAhead, Ring
 from pipeline.training.items.residue_embeddings import proteins
 
 if TYPE_CHECKING:
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pipeline.training.items.crop import Measure
-    from pipeline.training.items.item_source import Found, Graphs
-    from pipeline.training.items.read_ahead import Read, Slot
-    from pipeline.training.items.residue_embeddings import Copy, Embeddings
-    from pipeline.training.sampling.sampler import Micro, Sampler
+    from pipeline.training.items.item_source import ItemArrays, ItemSource
+    from pipeline.training.items.read_ahead import ReadBatch, Slot
+    from pipeline.training.items.residue_embeddings import Embeddings, StoredEmbedding
+    from pipeline.training.sampling.sampler import MicroBatch, Sampler
 
     Bytes = NDArray[np.uint8]
 
 
 @dataclass(slots=True)
-class Stats:
+class LoaderStats:
     """What a loader did so far."""
 
     batches: int = 0
@@ -56,7 +56,7 @@ class Stats:
 class _Filled(NamedTuple):
     """What is known of a slot's content."""
 
-    layout: Layout
+    layout: BatchLayout
     numbers: tuple[int, ...]
     ids: tuple[str, ...]
     rejected: tuple[Rejection, ...]
@@ -71,7 +71,7 @@ class Loader:
 
     def __init__(
         self,
-        graphs: Graphs,
+        graphs: ItemSource,
         embeddings: Embeddings | None,
         sampler: Sampler,
         *,
@@ -82,7 +82,7 @@ class Loader:
         seed: int = 0,
         crop: Mapping[str, int] | None = None,
         measure: Measure = dict,
-        collate: Callable[[Items, np.random.Generator], Any] | None = None,
+        collate: Callable[[BatchItems, np.random.Generator], Any] | None = None,
         reject: Callable[[Rejection], None] = lambda _: None,
     ) -> None:
         """Take where graphs and embeddings come from; `pin` is for copies to a GPU, by default where there is one.
@@ -94,16 +94,16 @@ class Loader:
         if threads < 1:
             raise ValueError(f"{threads} threads: one at least reads")
         self.sampler = self.batch_sampler = sampler
-        self.stats = Stats()
+        self.stats = LoaderStats()
         self._graphs, self._embeddings, self._collate, self._reject = graphs, embeddings, collate, reject
         self._ring = Ring(slots, pin=torch.cuda.is_available() if pin is None else pin, slot_bytes=slot_bytes)
         self._threads, self._seed = threads, seed
         self._crop, self._measure = crop or {}, measure
         self._memory = _Memory()
-        self._reading: Reading[Micro, _Filled] | None = None
+        self._reading: ReadAhead[MicroBatch, _Filled] | None = None
         self._start: Mapping[str, Any] = {}  # where the present loop began
         self._moves = 0  # of the sampler, then
-        self._last: Micro | None = None  # what it yielded last
+        self._last: MicroBatch | None = None  # what it yielded last
 
     def __len__(self) -> int:
         """Count the batches of an epoch on this rank."""
@@ -113,7 +113,7 @@ class Loader:
         """Yield the batches from where the sampler stands to the end of the epoch; another loop ends with this."""
         self.close()
         self._start, self._last, self._moves = self.sampler.state_dict(), None, self.sampler.moves
-        reading = self._reading = Reading(iter(self.sampler), self._fill, self._ring, self._threads)
+        reading = self._reading = ReadAhead(iter(self.sampler), self._fill, self._ring, self._threads)
         try:
             while read := self._next(reading):
                 yield self._yielded(read)
@@ -149,7 +149,7 @@ class Loader:
         self._last = None
         self.sampler.load_state_dict(state)
 
-    def _next(self, reading: Reading[Micro, _Filled]) -> Read[Micro, _Filled] | None:
+    def _next(self, reading: ReadAhead[MicroBatch, _Filled]) -> ReadBatch[MicroBatch, _Filled] | None:
         """Wait for the next batch, and count how long."""
         if reading is not self._reading:
             raise ValueError("another loop over this loader began, which ended this one")
@@ -158,7 +158,7 @@ class Loader:
         self.stats.wait_s += time.perf_counter() - begun
         return read
 
-    def _yielded(self, read: Read[Micro, _Filled]) -> Any:
+    def _yielded(self, read: ReadBatch[MicroBatch, _Filled]) -> Any:
         """Return what is yielded of a batch that was read."""
         micro, filled = read.micro, read.filled
         self._last = micro
@@ -169,18 +169,18 @@ class Loader:
             self._reject(rejection)
         return batch if self._collate is None else self._collate(batch.items, batch.rng)
 
-    def fetch(self, items: Sequence[int], micro: Micro) -> Batch:
+    def fetch(self, items: Sequence[int], micro: MicroBatch) -> ItemBatch:
         """Return some items of a micro-batch again, in memory of their own; nothing is counted, and nobody is told."""
         filled, memory = self._read(items, micro.epoch, lambda used: torch.empty(used, dtype=torch.uint8).numpy())
         return self._batch(micro, filled, torch.from_numpy(memory), [])
 
-    def _batch(self, micro: Micro, filled: _Filled, memory: Tensor, copies: list[torch.cuda.Event]) -> Batch:
-        return Batch(
+    def _batch(self, micro: MicroBatch, filled: _Filled, memory: Tensor, copies: list[torch.cuda.Event]) -> ItemBatch:
+        return ItemBatch(
             memory=memory,
             layout=filled.layout,
             numbers=filled.numbers,
             ids=filled.ids,
-            origin=Origin(micro.epoch, micro.step, micro.index, micro.of, self._seed),
+            origin=BatchOrigin(micro.epoch, micro.step, micro.index, micro.of, self._seed),
             rejected=filled.rejected,
             copies=copies,
         )
@@ -195,7 +195,7 @@ class Loader:
         stats.largest_bytes = max(stats.largest_bytes, filled.layout.used)
         stats.slots_bytes, stats.grown = self._ring.bytes, self._ring.grown
 
-    def _fill(self, micro: Micro, slot: Slot) -> _Filled:
+    def _fill(self, micro: MicroBatch, slot: Slot) -> _Filled:
         """Read a micro-batch into a slot; any thread does."""
         return self._read(micro.items.tolist(), micro.epoch, lambda used: self._ring.room(slot, used))[0]
 
@@ -205,7 +205,7 @@ class Loader:
         whole = [one for one in read if not isinstance(one, Rejection)]
         found = [self._cropped(one, epoch) for one in whole]
         sides = self._sides(found)
-        sheet = Sheet(found, self._encoding(sides))
+        sheet = BatchBuilder(found, self._encoding(sides))
         memory = room(sheet.layout.used)
         sheet.write(memory)
         if sides:
@@ -219,13 +219,13 @@ class Loader:
         )
         return filled, memory
 
-    def _cropped(self, found: Found, epoch: int) -> Found:
+    def _cropped(self, found: ItemArrays, epoch: int) -> ItemArrays:
         """Return an item as large as it may be."""
         if not self._crop:
             return found
-        return cropped(found, self._crop, rng_of(self._seed, epoch, found.id), self._measure)
+        return crop_item(found, self._crop, crop_rng(self._seed, epoch, found.id), self._measure)
 
-    def _sides(self, found: Sequence[Found]) -> list[_Side]:
+    def _sides(self, found: Sequence[ItemArrays]) -> list[_Side]:
         """Return the partners of all items, and their embeddings."""
         if self._embeddings is None:
             return []
@@ -237,13 +237,13 @@ class Loader:
         copies = self._embeddings.find({text: one.id for _, one, _, mine in texts for text in mine})
         return [_Side(place, one, role, [(text, copies[text]) for text in mine]) for place, one, role, mine in texts]
 
-    def _encoding(self, sides: Sequence[_Side]) -> Encoding | None:
+    def _encoding(self, sides: Sequence[_Side]) -> EmbeddingForm | None:
         if self._embeddings is None:
             return None
         copies = (copy for side in sides for _, copy in side.copies)
-        return Encoding(self._embeddings.dtype, self._embeddings.width(copies))
+        return EmbeddingForm(self._embeddings.dtype, self._embeddings.width(copies))
 
-    def _join(self, sheet: Sheet, sides: Sequence[_Side], memory: Bytes) -> None:
+    def _join(self, sheet: BatchBuilder, sides: Sequence[_Side], memory: Bytes) -> None:
         """Read the embeddings of all partners to where they belong."""
         assert self._embeddings is not None
         layout = sheet.layout
@@ -268,9 +268,9 @@ class _Side(NamedTuple):
     """A partner of an item, and the embeddings of its texts."""
 
     place: int  # of the item in the batch
-    found: Found
+    found: ItemArrays
     role: str
-    copies: Sequence[tuple[str, Copy]]
+    copies: Sequence[tuple[str, StoredEmbedding]]
 
 
 class _Memory(threading.local):

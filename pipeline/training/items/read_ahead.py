@@ -112,7 +112,7 @@ Filled = TypeVar("Filled")
 
 
 @dataclass(frozen=True, slots=True)
-class Read(Generic[Micro, Filled]):
+class ReadBatch(Generic[Micro, Filled]):
     """A micro-batch that was read."""
 
     slot: Slot
@@ -120,7 +120,7 @@ class Read(Generic[Micro, Filled]):
     filled: Filled
 
 
-class Reading(Generic[Micro, Filled]):
+class ReadAhead(Generic[Micro, Filled]):
     """One pass over some micro-batches. What `fill` made is asked for with `next`; `close` ends the threads."""
 
     def __init__(
@@ -128,7 +128,7 @@ class Reading(Generic[Micro, Filled]):
     ) -> None:
         self._micros, self._fill, self._ring = micros, fill, ring
         self._changed = threading.Condition()  # guards what follows
-        self._done: dict[int, Read[Micro, Filled] | BaseException] = {}
+        self._done: dict[int, ReadBatch[Micro, Filled] | BaseException] = {}
         self._drawn = 0  # micro-batches that threads have taken
         self._given = 0  # those that `next` has returned
         self._ended: BaseException | None = None  # why no more are drawn
@@ -137,7 +137,7 @@ class Reading(Generic[Micro, Filled]):
         for thread in self._threads:
             thread.start()
 
-    def next(self) -> Read[Micro, Filled] | None:
+    def next(self) -> ReadBatch[Micro, Filled] | None:
         """Return what was made of the next micro-batch, or None at the end; raise what went wrong with it."""
         if self._ring.all_lent():
             self._expect_end()
@@ -187,9 +187,9 @@ class Reading(Generic[Micro, Filled]):
                 self._ring.free.put(slot)
                 self._changed.notify_all()
                 return False
-        read: Read[Micro, Filled] | BaseException
+        read: ReadBatch[Micro, Filled] | BaseException
         try:
-            read = Read(slot, micro, self._fill(micro, slot))
+            read = ReadBatch(slot, micro, self._fill(micro, slot))
         except BaseException as error:  # noqa: BLE001 - the loop is told, in this one's place
             self._ring.free.put(slot)
             read = error

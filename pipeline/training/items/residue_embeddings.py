@@ -39,7 +39,7 @@ _NO_ROWS: Rows = np.empty(0)  # of a record that has none
 _DTYPES = {"fp32": ("float32", np.float32), "fp16": ("float16", np.float16), "bf16": ("bfloat16", np.uint16)}
 
 
-class Copy(NamedTuple):
+class StoredEmbedding(NamedTuple):
     """An embedding that the store has."""
 
     key: bytes
@@ -53,7 +53,7 @@ class Embeddings:
         self._store, self._recipe = store, recipe
         self.dtype, self._numpy = _DTYPES[recipe.storage]  # the name of the numbers' type, and what numpy holds them as
         self._width = 0
-        self._found: dict[bytes, Copy] = {}  # by the digest of the text
+        self._found: dict[bytes, StoredEmbedding] = {}  # by the digest of the text
         self._lock = Lock()
 
     @property
@@ -67,14 +67,14 @@ class Embeddings:
             return ("".join(sequences),) if sequences else ()
         return tuple(sequences)
 
-    def find(self, wanted: Mapping[str, str]) -> dict[str, Copy]:
+    def find(self, wanted: Mapping[str, str]) -> dict[str, StoredEmbedding]:
         """Find the best embedding of each text that the configuration accepts; the text's item is named if none is."""
         found, absent = self.look_up(wanted)
         for text, key in absent.items():
             raise self._missing(text, key, wanted[text])
         return found
 
-    def look_up(self, texts: Iterable[str]) -> tuple[dict[str, Copy], dict[str, bytes]]:
+    def look_up(self, texts: Iterable[str]) -> tuple[dict[str, StoredEmbedding], dict[str, bytes]]:
         """Return the best embedding of each text that the configuration accepts, and the keys of those without any."""
         texts, absent = list(texts), dict[str, bytes]()
         found = self._find_remembered(texts)
@@ -83,7 +83,7 @@ class Embeddings:
             keys = [self._recipe.key(text, variants[0]) for text, variants in open_.items()]
             for text, key, places in zip(list(open_), keys, self._store.locate(keys), strict=True):
                 if places:
-                    found[text] = Copy(key, places)
+                    found[text] = StoredEmbedding(key, places)
                     del open_[text]
                 elif not (rest := open_[text][1:]):
                     absent[text] = key
@@ -93,7 +93,7 @@ class Embeddings:
         self._remember(found)
         return found, absent
 
-    def width(self, copies: Iterable[Copy]) -> int:
+    def width(self, copies: Iterable[StoredEmbedding]) -> int:
         """Return how many numbers a residue has: as in the first embedding that is met, and never another."""
         for copy in () if self._width else chain(copies, self._any()):
             with suppress(CacheDamaged, RecordMissing):  # whoever needs it is told
@@ -104,7 +104,7 @@ class Embeddings:
 
     def join(
         self,
-        copies: Sequence[tuple[str, Copy]],
+        copies: Sequence[tuple[str, StoredEmbedding]],
         row_R: NDArray[np.int32],
         out_RD: Rows,
         encoded_R: NDArray[np.bool_],
@@ -129,7 +129,7 @@ class Embeddings:
                 _gather(rows_LD, row_R, first, out_RD)
             first += len(text)
 
-    def _check_rows(self, copies: Sequence[tuple[str, Copy]], row_R: NDArray[np.int32], item: str) -> None:
+    def _check_rows(self, copies: Sequence[tuple[str, StoredEmbedding]], row_R: NDArray[np.int32], item: str) -> None:
         """Refuse rows that the embeddings do not have."""
         total = sum(len(text) for text, _ in copies)
         if row_R.max() >= total or row_R.min() < NO_ROW:
@@ -137,7 +137,7 @@ class Embeddings:
             keys = ", ".join(copy.key.hex() for _, copy in copies) or "none"
             raise CacheDamaged(what, where=f"embeddings {keys}", remedy=SUBMIT_AGAIN)
 
-    def _rows(self, text: str, copy: Copy, width: int, item: str, room: Room) -> Rows:
+    def _rows(self, text: str, copy: StoredEmbedding, width: int, item: str, room: Room) -> Rows:
         """Return the verified rows of a text [L, D]."""
         try:
             record = self._store.get_at(copy.key, copy.places, room)
@@ -171,12 +171,12 @@ class Embeddings:
         what = f"a sequence of {item} ({len(text):,} residues) has no embedding: record {key.hex()} is not in the cache"
         return RecordMissing(what, where=self._store.kind, remedy=EMBED_AGAIN)
 
-    def _find_remembered(self, texts: Iterable[str]) -> dict[str, Copy]:
+    def _find_remembered(self, texts: Iterable[str]) -> dict[str, StoredEmbedding]:
         """Return those of the texts whose embeddings were found before."""
         with self._lock:
             return {text: copy for text in texts if (copy := self._found.get(_digest(text)))}
 
-    def _remember(self, found: Mapping[str, Copy]) -> None:
+    def _remember(self, found: Mapping[str, StoredEmbedding]) -> None:
         with self._lock:
             self._found |= {_digest(text): copy for text, copy in found.items()}
             while len(self._found) > REMEMBERED:
@@ -186,12 +186,12 @@ class Embeddings:
         with self._lock:
             self._found.pop(_digest(text), None)
 
-    def _any(self) -> Iterable[Copy]:
+    def _any(self) -> Iterable[StoredEmbedding]:
         """Yield embeddings that a key of this recipe can be of, for when nothing of a batch is encoded."""
         tags = {self._recipe.key("", variant)[:TAG_BYTES] for variant in self._recipe.accepted(sys.maxsize)}
         for key in self._store.keys():  # noqa: SIM118 - a store is no mapping
             if key[:TAG_BYTES] in tags:
-                yield Copy(key, self._store.locate([key])[0])
+                yield StoredEmbedding(key, self._store.locate([key])[0])
 
 
 def proteins(chains: Sequence[tuple[str, str, str]]) -> list[str]:

@@ -30,7 +30,7 @@ _KILO = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class MetricRange:
     """How large something was over an epoch."""
 
     least: float
@@ -38,7 +38,7 @@ class Spread:
     most: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
+    def of(cls, values: Sequence[float]) -> MetricRange:
         """Return the spread of at least one value."""
         return cls(min(values), math.fsum(values) / len(values), max(values))
 
@@ -58,7 +58,7 @@ class Epoch:
     steps: int  # of this epoch
     loss: Mapping[str, float | None]  # each term's mean; None: not finite
     learning_rate: float
-    batch: Spread  # items in an optimizer step
+    batch: MetricRange  # items in an optimizer step
     items: int
     items_per_s: float
     wait_share: float  # of the time, for data
@@ -85,7 +85,7 @@ class Epoch:
         """Read it back; what a later version has added is passed over."""
         known = {one.name for one in fields(cls)}
         return cls(
-            **{name: value for name, value in data.items() if name in known} | {"batch": Spread(**data["batch"])}
+            **{name: value for name, value in data.items() if name in known} | {"batch": MetricRange(**data["batch"])}
         )
 
     def words(self) -> str:
@@ -124,7 +124,7 @@ class Epoch:
         return {name: float(value) for name, value in plain.items() if value is not None}
 
 
-class Figures:
+class MetricsLog:
     """Writes the figures of a model's training into its folder, and tells trackers."""
 
     def __init__(self, folder: Path, *, step: int = 0, trackers: Sequence[Tracker] = ()) -> None:
@@ -150,7 +150,7 @@ class Figures:
         for tracker in self._trackers:
             tracker.close()
 
-    def __enter__(self) -> Figures:
+    def __enter__(self) -> MetricsLog:
         return self
 
     def __exit__(

@@ -16,8 +16,8 @@ from pipeline.training.checkpoints.training_state import rng_state
 from pipeline.training.forensics import step_bundle
 from pipeline.training.forensics.crash_note import Breath, On
 from pipeline.training.forensics.step_bundle import Bundle, Cut, Kind
-from pipeline.training.loop.metrics_log import Epoch, Figures, Spread
-from pipeline.training.loop.trackers import opened
+from pipeline.training.loop.metrics_log import Epoch, MetricRange, MetricsLog
+from pipeline.training.loop.trackers import open_trackers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from pipeline.config.schema_train import Train
     from pipeline.memory.runtime.meters import Memory, Meter
     from pipeline.records import Tell
-    from pipeline.training.items.batch import Origin
-    from pipeline.training.loop.progress import Tally
+    from pipeline.training.items.batch import BatchOrigin
+    from pipeline.training.loop.progress import EpochTotals
     from pipeline.training.prepared import ModelFolder, Prepared
     from pipeline.training.ranks.rank_protocol import Ranks
     from pipeline.training.step.micro_batches import Piece, Share
     from pipeline.training.step.step import Step
 
 
-class Watch:
+class TrainingObserver:
     """Tells files, trackers, the run and people; the first rank speaks for all, but of what went wrong on each."""
 
     def __init__(
@@ -56,7 +56,7 @@ class Watch:
         self._step, self._say = step, say
         self._meter, self._checkpoint, self._config = meter, checkpoint, config
         self._remember = remember
-        self._figures: Figures | None = None
+        self._figures: MetricsLog | None = None
         self._rng: Mapping[str, torch.Tensor] = {}
         self._begun: list[tuple[tuple[int, ...], int]] = []  # numbers and rungs of the pieces of the present pass
         self._seen: set[int] = set()  # their numbers
@@ -65,7 +65,7 @@ class Watch:
         self._breath = Breath(folder.path / f".on-rank-{ranks.rank}")
         self._now = 0  # the step, since training began
         self._ooms = self._ooms_before = 0  # since this process began: so far, and up to the last epoch's end
-        self._origin: Origin | None = None  # of the last piece of a step
+        self._origin: BatchOrigin | None = None  # of the last piece of a step
         self._is_in_step = False
 
     def taken_up(self, step: int) -> None:
@@ -76,10 +76,10 @@ class Watch:
             return
         if self._figures is not None:
             self._figures.close()
-        trackers = opened(
+        trackers = open_trackers(
             self.train.trackers, self.folder.path, step=step, name=self.prepared.name, config=self._config
         )
-        self._figures = Figures(self.folder.path, step=step, trackers=trackers)
+        self._figures = MetricsLog(self.folder.path, step=step, trackers=trackers)
         self.tell.figures["epochs"] = float(self.prepared.epochs)
         if self._step.device != "cpu":
             self.tell.figures["planned_bytes"] = float(self._planned_bytes(0))
@@ -211,7 +211,7 @@ class Watch:
             self._figures.log(step, {**figures, "reserved_bytes": float(memory.reserved_bytes)})
         self.tell.figures |= {name: float(value) for name, value in figures.items() if value is not None}
 
-    def epoch(self, tally: Tally, step: int, figures: Mapping[str, float | None], rate: float) -> None:
+    def epoch(self, tally: EpochTotals, step: int, figures: Mapping[str, float | None], rate: float) -> None:
         """Note what an epoch came to, and say it."""
         memories = [_sizes(self._meter.read())]
         if self.ranks.world > 1:
@@ -227,7 +227,7 @@ class Watch:
             steps=tally.steps,
             loss=tally.losses,
             learning_rate=rate,
-            batch=Spread(tally.fewest, tally.items / max(1, tally.steps), tally.most),
+            batch=MetricRange(tally.fewest, tally.items / max(1, tally.steps), tally.most),
             items=tally.items,
             items_per_s=tally.items / tally.wall_s if tally.wall_s else 0.0,
             wait_share=tally.wait_s / tally.wall_s if tally.wall_s else 0.0,

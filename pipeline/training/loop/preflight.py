@@ -8,14 +8,14 @@ import numpy as np
 
 from pipeline.errors import PlanInfeasible
 from pipeline.memory.runtime.recovery import StepSnapshot, out_of_memory_error, rewind
-from pipeline.training.sampling.sampler import Micro
+from pipeline.training.sampling.sampler import MicroBatch
 from pipeline.training.step.micro_batches import Piece, Share
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from pipeline.memory.runtime.meters import Meter
-    from pipeline.training.loop.progress import Course
+    from pipeline.training.loop.progress import RunningStretch
     from pipeline.training.step.local_step import Stepper
     from pipeline.training.step.step import Step
 
@@ -25,7 +25,7 @@ LOOKED_AT = 4096  # steps of an epoch, among which the worst micro-batch is look
 def rehearse(
     step: Step,
     stepper: Stepper,
-    course: Course,
+    course: RunningStretch,
     meter: Meter | None,
     say: Callable[[str], None],
     *,
@@ -39,7 +39,7 @@ def rehearse(
         if not step.is_spread:
             return stepper.governor.budget
         nothing = np.zeros(0, np.int64)
-        worst = Micro(course.loader.sampler.epoch, 0, 0, 1, nothing)  # it makes the passes of those who have one
+        worst = MicroBatch(course.loader.sampler.epoch, 0, 0, 1, nothing)  # it makes the passes of those who have one
     if meter is not None:
         meter.reset_peak()
     batch = course.loader.fetch(worst.items.tolist(), worst)
@@ -68,7 +68,7 @@ def make_state(step: Step) -> None:
         raise PlanInfeasible(what, where="training", remedy="pipeline plan --stage train   (or a larger card)")
 
 
-def worst_of(course: Course) -> Micro | None:
+def worst_of(course: RunningStretch) -> MicroBatch | None:
     """Return the micro-batch that costs most, of this rank, in the epoch that comes."""
     sampler = course.loader.sampler
     worst, most = None, -1

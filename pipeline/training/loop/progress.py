@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeline.errors import DataError
 from pipeline.training.checkpoints.keeper import Place
-from pipeline.training.sampling.sampler import Micro
+from pipeline.training.sampling.sampler import MicroBatch
 from pipeline.training.step.micro_batches import Share
 
 if TYPE_CHECKING:
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pipeline.config.schema_train import Validation
-    from pipeline.training.items.batch import Batch, Origin
+    from pipeline.training.items.batch import BatchOrigin, ItemBatch
     from pipeline.training.items.loader import Loader
     from pipeline.training.prepared import Stretch
     from pipeline.training.step.global_step import Heard
 
 
 @dataclass(frozen=True, eq=False)
-class Course:
+class RunningStretch:
     """A stretch of epochs, its loader, and what each of its items costs."""
 
     stretch: Stretch
@@ -67,13 +67,13 @@ class Course:
                 return
             yield share
 
-    def _fetch(self, numbers: Sequence[int], origin: Origin) -> Batch:
+    def _fetch(self, numbers: Sequence[int], origin: BatchOrigin) -> ItemBatch:
         """Read items again that were a micro-batch."""
         items = np.array(numbers, dtype=np.int64)
-        return self.loader.fetch(numbers, Micro(origin.epoch, origin.step, origin.index, origin.of, items))
+        return self.loader.fetch(numbers, MicroBatch(origin.epoch, origin.step, origin.index, origin.of, items))
 
 
-class Standing:
+class TrainingProgress:
     """Counts steps and epochs, and judges what validations find; checkpoints have it as a `Place`."""
 
     def __init__(self, validation: Validation, epochs: int) -> None:
@@ -85,7 +85,7 @@ class Standing:
         self.best: float | None = None
         self.stale = 0  # validations without a better one
         self.is_finished = False
-        self.tally = Tally(0)
+        self.tally = EpochTotals(0)
         self.poisoned: set[int] = set()  # steps that are left out after a rollback
         self._validation = validation
 
@@ -162,11 +162,11 @@ class Standing:
         self.best, self.stale = (place.best, place.stale) if is_alike else (None, 0)
         self.poisoned = set(place.poisoned)
         self.is_finished = self.epoch >= self.epochs or self._is_stale()
-        self.tally = Tally.from_json(place.tally) if place.tally else Tally(self.epoch)
+        self.tally = EpochTotals.from_json(place.tally) if place.tally else EpochTotals(self.epoch)
 
 
 @dataclass(slots=True)
-class Tally:
+class EpochTotals:
     """The sums of an epoch so far, over all ranks."""
 
     epoch: int
@@ -212,6 +212,6 @@ class Tally:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Tally:
+    def from_json(cls, data: Mapping[str, Any]) -> EpochTotals:
         """Read what `to_json` wrote."""
         return cls(**data)

@@ -40,7 +40,7 @@ class Tracker(Protocol):
         """Hand on what is not yet written."""
 
 
-def opened(
+def open_trackers(
     names: Sequence[str], folder: Path, *, step: int = 0, name: str = "", config: Mapping[str, Any] | None = None
 ) -> list[Tracker]:
     """Return trackers that go on after a step; `name` is what people call the run, `config` what it was made with."""
@@ -48,10 +48,10 @@ def opened(
         TENSORBOARD: lambda: TensorBoard(folder / TENSORBOARD, step),
         WANDB: lambda: Wandb(folder, name or folder.name, config or {}),
     }
-    return [Harmless(one, made[one]) for one in names]
+    return [FailsafeTracker(one, made[one]) for one in names]
 
 
-class Harmless:
+class FailsafeTracker:
     """A tracker that may fail."""
 
     def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
@@ -162,7 +162,7 @@ HEADER_BYTES, BLOCK_BYTES = 7, 1 << 15  # of a file and of a piece alike; a piec
 WHOLE, LAST = 1, 4  # kinds of pieces: a record, or the end of one
 
 
-def history(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
+def wandb_history(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
     """Yield each step that was kept, with its figures by name; nothing after a torn record is believed."""
     protocol: Any = import_module("wandb.proto.wandb_internal_pb2")
     for data in _records(path.read_bytes()):
@@ -176,7 +176,7 @@ def history(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
 def last_step(folder: Path, run: str) -> int:
     """Return the last step that any file of a run in this folder has kept; 0: none."""
     files = sorted(folder.glob(f"wandb/*run-*/run-{run}.wandb"))
-    return max((step for path in files for step, _ in history(path)), default=0)
+    return max((step for path in files for step, _ in wandb_history(path)), default=0)
 
 
 def _records(data: bytes) -> Iterator[bytes]:

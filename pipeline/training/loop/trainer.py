@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pipeline.errors import DataError, JobFailed
 from pipeline.memory.runtime.meters import NEAR
 from pipeline.training.loop.preflight import make_state, rehearse
-from pipeline.training.loop.progress import Standing, Tally
+from pipeline.training.loop.progress import EpochTotals, TrainingProgress
 from pipeline.training.step.global_step import WholeStep
 from pipeline.training.step.optimizers import factor, set_rate
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from pipeline.memory.runtime.governor import Governor
     from pipeline.memory.runtime.meters import HostMeter, Meter
     from pipeline.training.checkpoints.keeper import Keeper
-    from pipeline.training.evaluating.evaluator import Evaluation
+    from pipeline.training.evaluating.evaluator import Evaluator
     from pipeline.training.items.loader import Loader
-    from pipeline.training.loop.observer import Watch
-    from pipeline.training.loop.progress import Course
+    from pipeline.training.loop.observer import TrainingObserver
+    from pipeline.training.loop.progress import RunningStretch
     from pipeline.training.ranks.rank_protocol import Ranks
     from pipeline.training.step.global_step import Heard, Words
     from pipeline.training.step.local_step import Stepper
@@ -46,26 +46,26 @@ class Trainer:
         train: Train,
         step: Step,
         stepper: Stepper,
-        courses: list[Course],
+        courses: list[RunningStretch],
         ranks: Ranks,
         keeper: Keeper,
-        watcher: Watch,
+        watcher: TrainingObserver,
         *,
-        validation: Evaluation | None = None,
+        validation: Evaluator | None = None,
         meter: Meter | None = None,
         host: HostMeter | None = None,
         ending: Callable[[], int] = lambda: 0,
-        governor_of: Callable[[Course], Governor],
+        governor_of: Callable[[RunningStretch], Governor],
         leave_out: frozenset[str] = frozenset(),
     ) -> None:
         """Take everything ready: `ending` says by which signal it was told to end, 0 for none."""
         self.train, self.step, self.stepper, self.courses, self.ranks = train, step, stepper, courses, ranks
         self.keeper, self.watcher, self.validation, self.meter, self.host = keeper, watcher, validation, meter, host
-        self.standing = Standing(train.validation, courses[-1].epochs.stop)
+        self.standing = TrainingProgress(train.validation, courses[-1].epochs.stop)
         self.whole = WholeStep(step, stepper, ranks, meter=meter, complete=self._complete, say=watcher.say)
         self.ended_by = 0  # a signal
         self._ending, self._governor_of, self._leave_out = ending, governor_of, leave_out
-        self._entered: Course | None = None
+        self._entered: RunningStretch | None = None
         self._planned = 1  # the budget of its plan
         self._share: Share | None = None
         self._rollbacks = 0  # without getting further
@@ -105,12 +105,12 @@ class Trainer:
         while not (self.standing.is_finished or self.ended_by):
             yield from self._epoch(self._course())
 
-    def _course(self) -> Course:
+    def _course(self) -> RunningStretch:
         return next(course for course in self.courses if self.standing.epoch in course.epochs)
 
     # One epoch
 
-    def _epoch(self, course: Course) -> Iterator[int]:
+    def _epoch(self, course: RunningStretch) -> Iterator[int]:
         """Go on with an epoch, to its end or to where the loader has to begin anew."""
         self._enter(course)
         self._again = False
@@ -126,10 +126,10 @@ class Trainer:
         is_due = self.validation is not None and time.monotonic() - self._saved_s > WORTH_SAVING_S
         return bool(self.ranks.exchange({"due": is_due})[0]["due"])
 
-    def _is_at_end(self, course: Course) -> bool:
+    def _is_at_end(self, course: RunningStretch) -> bool:
         return self.standing.next >= course.steps
 
-    def _steps(self, course: Course) -> Iterator[int]:
+    def _steps(self, course: RunningStretch) -> Iterator[int]:
         course.go_to(course.at(self.standing.epoch, self.standing.next))
         self._since_s = time.monotonic()
         for share in course.shares(hold=max(0, self.train.slots - 2), leave_out=self._leave_out):
@@ -139,7 +139,7 @@ class Trainer:
                 course.loader.close()
                 return
 
-    def _enter(self, course: Course) -> None:
+    def _enter(self, course: RunningStretch) -> None:
         """Let budgets and costs be those of a stretch; what was learned of its share carries over."""
         if course is self._entered:
             return
@@ -150,13 +150,13 @@ class Trainer:
             governor.adopt(int(planned * share))
         self._go_by(governor, planned, course)
 
-    def _go_by(self, governor: Governor, planned: int, course: Course) -> None:
+    def _go_by(self, governor: Governor, planned: int, course: RunningStretch) -> None:
         self._entered, self._planned = course, planned
         self.stepper.governor, self.stepper.cost_N = governor, course.cost_N
         self._cropped = course.loader.stats.cropped
         course.cut_by(governor.budget)
 
-    def _end_epoch(self, course: Course) -> None:
+    def _end_epoch(self, course: RunningStretch) -> None:
         """Validate, tell, save."""
         standing = self.standing
         standing.refuse_nothing_learned()
@@ -177,16 +177,16 @@ class Trainer:
         if not standing.is_finished:
             course = self._course()
             self._enter(course)
-        standing.tally = Tally(standing.epoch, waited_before_s=course.loader.stats.wait_s)
+        standing.tally = EpochTotals(standing.epoch, waited_before_s=course.loader.stats.wait_s)
         self._save(figure)
 
-    def _count_waiting(self, course: Course) -> None:
+    def _count_waiting(self, course: RunningStretch) -> None:
         tally = self.standing.tally
         tally.wait_s = course.loader.stats.wait_s - tally.waited_before_s
 
     # One step
 
-    def _step(self, course: Course, share: Share) -> None:
+    def _step(self, course: RunningStretch, share: Share) -> None:
         """Make one step, or leave it out; then what is to be done between two."""
         number = self.done + 1
         self.ranks.progress(f"step {number}")
@@ -299,7 +299,7 @@ class Trainer:
 
     # Between steps
 
-    def _between(self, course: Course, heard: Heard, figures: dict[str, float | None] | None) -> None:
+    def _between(self, course: RunningStretch, heard: Heard, figures: dict[str, float | None] | None) -> None:
         """Do what is done between steps; there are no figures of one that was left out."""
         if self.governor.adopt(heard.budget):
             self.watcher.say(f"step {self.done}: micro-batches cost {self.governor.budget:,} at most from now on")
@@ -368,7 +368,7 @@ class Trainer:
         course.go_to({**(place.sampler or at), "epoch": standing.epoch, "step": first})
         standing.tally.waited_before_s = course.loader.stats.wait_s - standing.tally.wait_s
 
-    def _verify(self, course: Course) -> None:
+    def _verify(self, course: RunningStretch) -> None:
         """Before the first step: make the optimizer's state, run the worst micro-batch, and compare with the plan."""
         learned = self.governor.learned
         with self.ranks.patient("the first run"):

@@ -21,7 +21,7 @@ ALIVE = {  # the kernel asks the other kernel: a node that is gone is known with
 }
 
 
-class Wire:
+class JsonConnection:
     """One end of a connection."""
 
     def __init__(self, connection: socket.socket) -> None:

@@ -2,7 +2,7 @@
 
 A rank is the given command with `--part 1/3 --meeting NAME`: which it is, of how many, and a name that all of this
 start have and no other. Signals go on to all. When one fails, the others have some time to end by themselves (they
-notice, see `training/vigil.py`), then they are told to, then they are killed; all are waited for.
+notice, see `watchdog`), then they are told to, then they are killed; all are waited for.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ LOOK_EVERY_S = 0.05
 
 
 @dataclass(frozen=True)
-class Graces:
+class GracePeriods:
     """How long ranks may go on after one of them has failed."""
 
     alone_s: float = 25.0  # more than the vigil takes
     told_s: float = 15.0  # after SIGTERM
 
 
-def launch(
-    command: Sequence[str], world: int, environment: Mapping[str, str] | None = None, graces: Graces | None = None
+def launch_ranks(
+    command: Sequence[str], world: int, environment: Mapping[str, str] | None = None, graces: GracePeriods | None = None
 ) -> int:
     """Run a command as so many ranks; return the exit code that stands for all.
 
     It is that of the first that failed by its own fault; 75 where some have more to do; else 0.
     """
-    crew = _Crew(graces or Graces())
+    crew = _Crew(graces or GracePeriods())
     with _forwarding(crew):
         try:
             meeting = secrets.token_hex(8)
-            for rank, its in enumerate(environments(world, environment)):
+            for rank, its in enumerate(rank_environments(world, environment)):
                 words = [*command, "--part", f"{rank}/{world}", "--meeting", meeting]
                 crew.start(words, its)
             return crew.wait()
         except BaseException:
-            crew.graces = Graces(0.0, crew.graces.told_s)
+            crew.graces = GracePeriods(0.0, crew.graces.told_s)
             crew.end()
             raise
 
 
-def environments(world: int, environment: Mapping[str, str] | None = None) -> list[dict[str, str]]:
+def rank_environments(world: int, environment: Mapping[str, str] | None = None) -> list[dict[str, str]]:
     """Return each rank's environment: its own GPU, of those that are lent to this process."""
     all_have = dict(os.environ if environment is None else environment)
     lent = [name for name in all_have.get(GPUS, "").split(",") if name] or list(map(str, range(world)))
@@ -69,7 +69,7 @@ def environments(world: int, environment: Mapping[str, str] | None = None) -> li
 class _Crew:
     """The processes of a start."""
 
-    graces: Graces
+    graces: GracePeriods
     ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
     signals: list[int] = field(default_factory=list)  # that were sent on
     ended: dict[int, int] = field(default_factory=dict)  # codes by rank, the first to end first

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is documented there
 
 from pipeline.memory.planning.request import REDUCED_BYTES
-from pipeline.training.ranks.rank_protocol import Alone
-from pipeline.training.ranks.rendezvous import COME_WITHIN_S, Met, Place, meet
-from pipeline.training.ranks.watchdog import Doing, Patience, Vigil
+from pipeline.training.ranks.rank_protocol import SingleRank
+from pipeline.training.ranks.rendezvous import COME_WITHIN_S, Meeting, RankPlace, meet
+from pipeline.training.ranks.watchdog import Activity, HangLimits, Watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,12 +42,12 @@ INTERFACE = "GLOO_SOCKET_IFNAME"  # gloo has no other way to be told
 SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
 
 
-def gather(
-    place: Place,
+def join_process_group(
+    place: RankPlace,
     folder: Path,
     *,
     device: str = "cpu",
-    patience: Patience | None = None,
+    patience: HangLimits | None = None,
     within_s: float = COME_WITHIN_S,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Ranks:
@@ -56,10 +56,10 @@ def gather(
     `folder` is one that all ranks see. A GPU must have been made the current device before.
     """
     if place.world == 1:
-        return Alone()
+        return SingleRank()
     store = _store("localhost", 0, place) if place.rank == 0 else None
     met = meet(place, folder, {"store": store.port} if store else {}, within_s)
-    vigil = Vigil(place, met, patience or Patience(), tell)
+    vigil = Watchdog(place, met, patience or HangLimits(), tell)
     try:
         store = store or _store(met.keeper, met.said["store"], place)
         with _on(interface_of(met.address)):
@@ -70,10 +70,10 @@ def gather(
         vigil.leave(str(lost or error))
         vigil.close()
         raise (lost or error) from error
-    return Group(place, met, vigil, patience or Patience())
+    return ProcessGroup(place, met, vigil, patience or HangLimits())
 
 
-def _store(host: str, port: int, place: Place) -> TCPStore:
+def _store(host: str, port: int, place: RankPlace) -> TCPStore:
     """Open the store by which torch's process groups meet, on a port of the kernel's choice, or connect to it."""
     within = timedelta(seconds=60)
     return TCPStore(host, port, None, place.rank == 0, timeout=within, wait_for_workers=False)
@@ -103,10 +103,10 @@ def _on(interface: str | None) -> Iterator[None]:
         del os.environ[INTERFACE]
 
 
-class Group:
+class ProcessGroup:
     """One of several processes."""
 
-    def __init__(self, place: Place, met: Met, vigil: Vigil, patience: Patience) -> None:
+    def __init__(self, place: RankPlace, met: Meeting, vigil: Watchdog, patience: HangLimits) -> None:
         self.place, self.hosts = place, met.hosts
         self._vigil, self._patience = vigil, patience
         self._slow = 1  # reasons to be patient; the first step is one
@@ -147,7 +147,7 @@ class Group:
     def progress(self, what: str) -> None:
         """Say what this rank does now; raise if another was lost meanwhile."""
         self._vigil.check()
-        self._vigil.doing = Doing(what, self._allowance_s, self._calls)
+        self._vigil.doing = Activity(what, self._allowance_s, self._calls)
 
     @contextmanager
     def patient(self, what: str) -> Iterator[None]:
@@ -159,7 +159,7 @@ class Group:
             yield
         finally:
             self._slow -= 1
-            self._vigil.doing = Doing(before, self._allowance_s, self._calls)
+            self._vigil.doing = Activity(before, self._allowance_s, self._calls)
 
     def close(self, why: str = "") -> None:
         """Leave; with a reason where this rank cannot go on, which ends the others."""
@@ -181,11 +181,11 @@ class Group:
         self._vigil.check()
         self._calls += 1
         before = self._vigil.doing
-        self._vigil.doing = Doing(before.what, self._allowance_s, self._calls, waits=True)
+        self._vigil.doing = Activity(before.what, self._allowance_s, self._calls, waits=True)
         try:
             yield
         finally:
-            self._vigil.doing = Doing(before.what, self._allowance_s, self._calls)
+            self._vigil.doing = Activity(before.what, self._allowance_s, self._calls)
 
     def _all_gather(self, letter: Tensor) -> list[bytes]:
         """Return every rank's letter."""
@@ -232,7 +232,7 @@ def reduce_in_pieces(
 
     What is in a piece depends on shapes and types alone: it must be the same on every rank.
     """
-    for parts in pieces(tensors, piece_bytes):
+    for parts in tensor_pieces(tensors, piece_bytes):
         if len(parts) == 1 and parts[0].is_contiguous():
             reduce(parts[0].view(-1))
         else:
@@ -249,7 +249,7 @@ def _reduce_packed(parts: list[Tensor], reduce: Callable[[Tensor], Any]) -> None
     torch._foreach_copy_(parts, places)
 
 
-def pieces(tensors: Iterable[Tensor], piece_bytes: int) -> Iterator[list[Tensor]]:
+def tensor_pieces(tensors: Iterable[Tensor], piece_bytes: int) -> Iterator[list[Tensor]]:
     """Yield tensors, or parts of them, together as long as they have room in a piece, by type."""
     for alike in _by_type(tensors).values():
         piece: list[Tensor] = []

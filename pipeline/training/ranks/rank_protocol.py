@@ -57,7 +57,7 @@ class Ranks(Protocol):
         """Leave; with a reason where this rank cannot go on, which ends the others."""
 
 
-class Alone:
+class SingleRank:
     """One process."""
 
     rank, world = 0, 1

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError, JobFailed
-from pipeline.training.ranks.json_connection import Wire
+from pipeline.training.ranks.json_connection import JsonConnection
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -32,7 +32,7 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Which rank this process is, and of which start."""
 
     rank: int
@@ -43,7 +43,7 @@ class Place:
     host: str = field(default_factory=socket.gethostname)
 
     @classmethod
-    def told(cls, part: str, meeting: str) -> Place:
+    def told(cls, part: str, meeting: str) -> RankPlace:
         """Return what our launcher says: `1/3`, all on this node, and a name for the start."""
         rank, _, world = part.partition("/")
         if not (rank.isdigit() and world.isdigit() and int(rank) < int(world)):
@@ -51,7 +51,7 @@ class Place:
         return cls(int(rank), int(world), int(rank), 1, meeting)
 
     @classmethod
-    def by_slurm(cls, environment: Mapping[str, str], attempt: int = 1) -> Place | None:
+    def by_slurm(cls, environment: Mapping[str, str], attempt: int = 1) -> RankPlace | None:
         """Return what srun says, if this is a task of a step of several.
 
         The words of a step are read, not those of the job: these reach processes that no srun has started.
@@ -70,7 +70,7 @@ class Place:
         )
 
     @classmethod
-    def of(cls, part: str | None, meeting: str, environment: Mapping[str, str], attempt: int = 1) -> Place:
+    def of(cls, part: str | None, meeting: str, environment: Mapping[str, str], attempt: int = 1) -> RankPlace:
         """Return what is known, the launcher's words first: srun's are inherited by all that its tasks start."""
         if part is not None:
             return cls.told(part, meeting)
@@ -78,23 +78,23 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Met:
+class Meeting:
     """All ranks have come."""
 
-    wires: dict[int, Wire]  # rank 0: to every other; the others: to rank 0
+    wires: dict[int, JsonConnection]  # rank 0: to every other; the others: to rank 0
     hosts: tuple[str, ...]  # by rank
     said: Mapping[str, Any]  # what rank 0 lets everybody know
     keeper: str  # the address of rank 0, as this rank reaches it
     address: str  # the address of this rank, as others reach it
 
 
-def meet(place: Place, folder: Path, said: Mapping[str, Any], within_s: float = COME_WITHIN_S) -> Met:
+def meet(place: RankPlace, folder: Path, said: Mapping[str, Any], within_s: float = COME_WITHIN_S) -> Meeting:
     """Find the other ranks; what rank 0 says reaches all."""
     file = folder / f"ranks-{place.meeting}.json"
     return _keep(place, file, said, within_s) if place.rank == 0 else _join(place, file, within_s)
 
 
-def _keep(place: Place, file: Path, said: Mapping[str, Any], within_s: float) -> Met:
+def _keep(place: RankPlace, file: Path, said: Mapping[str, Any], within_s: float) -> Meeting:
     """Be the one whom the others look for."""
     with socket.create_server(("" if place.nodes > 1 else LOOPBACK, 0), backlog=place.world) as listener:
         token, answer = secrets.token_hex(16), secrets.token_hex(16)
@@ -115,7 +115,7 @@ def _keep(place: Place, file: Path, said: Mapping[str, Any], within_s: float) ->
     address = outward[0] if outward else LOOPBACK
     for wire, _ in came.values():
         wire.send({"hosts": hosts, "said": said, "address": address})
-    return Met({rank: wire for rank, (wire, _) in came.items()}, hosts, said, LOOPBACK, address)
+    return Meeting({rank: wire for rank, (wire, _) in came.items()}, hosts, said, LOOPBACK, address)
 
 
 def _publish(file: Path, content: Mapping[str, Any]) -> None:
@@ -129,7 +129,7 @@ def _publish(file: Path, content: Mapping[str, Any]) -> None:
     partial.replace(file)
 
 
-def _addresses(place: Place) -> Iterable[str]:
+def _addresses(place: RankPlace) -> Iterable[str]:
     """Return by what names this node may be reached, the likeliest first."""
     if place.nodes == 1:
         return (LOOPBACK,)
@@ -151,10 +151,10 @@ class _Reception:
 
     def __init__(self, listener: socket.socket, world: int, token: str, answer: str) -> None:
         self._listener, self._world, self._token, self._answer = listener, world, token, answer
-        self._came: dict[int, tuple[Wire, str]] = {}
+        self._came: dict[int, tuple[JsonConnection, str]] = {}
         self._ready = selectors.DefaultSelector()
 
-    def wait(self, within_s: float) -> dict[int, tuple[Wire, str]]:
+    def wait(self, within_s: float) -> dict[int, tuple[JsonConnection, str]]:
         """Return who came, with their hosts."""
         until = time.monotonic() + within_s
         self._listener.settimeout(0)
@@ -167,17 +167,17 @@ class _Reception:
 
     def _accept(self) -> None:
         with suppress(OSError):  # it may have gone again
-            wire = Wire(self._listener.accept()[0])
+            wire = JsonConnection(self._listener.accept()[0])
             self._ready.register(wire, selectors.EVENT_READ, wire)
 
-    def _hear(self, wire: Wire) -> None:
+    def _hear(self, wire: JsonConnection) -> None:
         messages, is_open = wire.hear()
         if messages or not is_open:
             self._ready.unregister(wire)
             if not (messages and is_open and self._admit(wire, messages[0])):
                 wire.close()
 
-    def _admit(self, wire: Wire, said: Mapping[str, Any]) -> bool:
+    def _admit(self, wire: JsonConnection, said: Mapping[str, Any]) -> bool:
         """Let a rank in, once more if it lost its connection."""
         rank, word = said.get("rank"), str(said.get("token"))
         if (
@@ -201,7 +201,7 @@ class _Reception:
         self._ready.close()
 
 
-def _join(place: Place, file: Path, within_s: float) -> Met:
+def _join(place: RankPlace, file: Path, within_s: float) -> Meeting:
     """Look for rank 0 until it is found."""
     until = time.monotonic() + within_s
     pause_s, trouble = LOOK_EVERY_S[0], f"it has not written {file}"
@@ -226,7 +226,7 @@ def _read(file: Path) -> dict[str, Any]:
     return dict(content)
 
 
-def _attempt(place: Place, content: Mapping[str, Any], until: float) -> Met:
+def _attempt(place: RankPlace, content: Mapping[str, Any], until: float) -> Meeting:
     """Join whom a file tells of; an OSError if it is nobody, or somebody else."""
     address, wire = _connect(content["addresses"], int(content["port"]))
     try:
@@ -238,18 +238,18 @@ def _attempt(place: Place, content: Mapping[str, Any], until: float) -> Met:
         if "missing" in said:
             raise _did_not_come(said["missing"], place.world)
         own = said["address"] if _is_loopback(wire.address) else wire.address
-        return Met({0: wire}, tuple(said["hosts"]), said["said"], address, own)
+        return Meeting({0: wire}, tuple(said["hosts"]), said["said"], address, own)
     except BaseException:
         wire.close()
         raise
 
 
-def _connect(addresses: Iterable[str], port: int) -> tuple[str, Wire]:
+def _connect(addresses: Iterable[str], port: int) -> tuple[str, JsonConnection]:
     """Connect to the first address that answers."""
     error: OSError = ConnectionError("no address is given")
     for address in addresses:
         try:
-            return address, Wire(socket.create_connection((address, port), timeout=CONNECT_WITHIN_S))
+            return address, JsonConnection(socket.create_connection((address, port), timeout=CONNECT_WITHIN_S))
         except OSError as refused:
             error = OSError(f"{address}:{port}: {refused}")
     raise error

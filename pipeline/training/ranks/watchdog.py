@@ -29,8 +29,8 @@ from pipeline.training.ranks.rank_protocol import HUNG, LOST, RankLost
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from pipeline.training.ranks.json_connection import Wire
-    from pipeline.training.ranks.rendezvous import Met, Place
+    from pipeline.training.ranks.json_connection import JsonConnection
+    from pipeline.training.ranks.rendezvous import Meeting, RankPlace
 
 BEAT_S = 0.5
 GRACE_S = 10.0  # for a program to end in order once a rank is lost; and as much again to finish that
@@ -41,7 +41,7 @@ STDERR = 2
 
 
 @dataclass(frozen=True)
-class Doing:
+class Activity:
     """What a rank does, as it said last."""
 
     what: str
@@ -51,7 +51,7 @@ class Doing:
 
 
 @dataclass(frozen=True)
-class Loss:
+class LostRank:
     """A rank that is no more with us."""
 
     rank: int
@@ -65,25 +65,25 @@ class Loss:
 
 
 @dataclass
-class Peer:
+class WatchedRank:
     """A rank at the other end of a wire, as it is known here."""
 
     rank: int
     host: str
-    wire: Wire
-    doing: Doing
+    wire: JsonConnection
+    doing: Activity
     idle_s: float = 0.0  # since it said something new, by its own count
     silent_s: float = 0.0  # since it was heard
     is_here: bool = True
 
-    def silence(self) -> Loss | None:
+    def silence(self) -> LostRank | None:
         """Tell whether it has been silent for longer than what it does may take."""
         if self.silent_s <= self.doing.allowance_s:
             return None
-        return Loss(self.rank, self.host, f"has not been heard for {self.silent_s:.0f} s", self.doing.what)
+        return LostRank(self.rank, self.host, f"has not been heard for {self.silent_s:.0f} s", self.doing.what)
 
 
-def stuck(ranks: Mapping[int, tuple[str, Doing, float]]) -> Loss | None:
+def stuck_rank(ranks: Mapping[int, tuple[str, Activity, float]]) -> LostRank | None:
     """Tell whether all ranks wait for each other, by hosts, what they do and for how long; name the one behind."""
     if not all(doing.waits and idle_s > doing.allowance_s for _, doing, idle_s in ranks.values()):
         return None
@@ -92,11 +92,11 @@ def stuck(ranks: Mapping[int, tuple[str, Doing, float]]) -> Loss | None:
     ahead = max(other.calls for _, other, _ in ranks.values())
     how = "waits for the others, and they for it: "
     how += f"it is in call {doing.calls}, others in call {ahead}" if ahead > doing.calls else "the network is stuck"
-    return Loss(behind, host, how, doing.what)
+    return LostRank(behind, host, how, doing.what)
 
 
 @dataclass(frozen=True)
-class Patience:
+class HangLimits:
     """How long things may take."""
 
     hang_s: float = 600.0  # without a word of progress
@@ -104,26 +104,26 @@ class Patience:
     grace_s: float = GRACE_S
 
 
-def _close(wires: Iterable[Wire]) -> None:
+def _close(wires: Iterable[JsonConnection]) -> None:
     for wire in wires:
         wire.close()
 
 
-class Vigil:
+class Watchdog:
     """Watches the other ranks, and is watched by them; `doing` is for this rank to set."""
 
-    def __init__(self, place: Place, met: Met, patience: Patience, tell: Callable[[str], None]) -> None:
+    def __init__(self, place: RankPlace, met: Meeting, patience: HangLimits, tell: Callable[[str], None]) -> None:
         self.place, self._patience, self._tell_ledger = place, patience, tell
-        self.doing = Doing("starting", patience.slow_s)
+        self.doing = Activity("starting", patience.slow_s)
         self._judged, self._idle_s = self.doing, 0.0
-        self._peers = {rank: Peer(rank, met.hosts[rank], wire, self.doing) for rank, wire in met.wires.items()}
+        self._peers = {rank: WatchedRank(rank, met.hosts[rank], wire, self.doing) for rank, wire in met.wires.items()}
         self._ready = selectors.DefaultSelector()
         self._bell, self._rung = socket.socketpair()
         self._ready.register(self._rung, selectors.EVENT_READ)
         for peer in self._peers.values():
             self._ready.register(peer.wire, selectors.EVENT_READ, peer)
-        self._loss: Loss | None = None
-        self._suspect: Loss | None = None
+        self._loss: LostRank | None = None
+        self._suspect: LostRank | None = None
         self._lost, self._raised, self._leaving, self._left = (threading.Event() for _ in range(4))
         self._said_why = ""
         self._end_at = self._close_at = float("inf")
@@ -151,12 +151,12 @@ class Vigil:
             self._lost.wait(soon_s)
         return self._error()
 
-    def _suspected(self, trouble: str) -> Loss:
+    def _suspected(self, trouble: str) -> LostRank:
         """Return who may be the cause."""
         for peer in self._peers.values():
             if not peer.is_here:
-                return Loss(peer.rank, peer.host, "left while others wait for it", peer.doing.what)
-        return Loss(self.place.rank, self.place.host, f"lost its connection to another: {trouble}", self.doing.what)
+                return LostRank(peer.rank, peer.host, "left while others wait for it", peer.doing.what)
+        return LostRank(self.place.rank, self.place.host, f"lost its connection to another: {trouble}", self.doing.what)
 
     def leave(self, why: str = "") -> None:
         """Say good-bye; nobody is watched any more."""
@@ -210,28 +210,28 @@ class Vigil:
             else:
                 self._rung.recv(1)
 
-    def _hear(self, peer: Peer) -> None:
+    def _hear(self, peer: WatchedRank) -> None:
         """Take in what a rank says."""
         messages, is_open = peer.wire.hear()
         for message in messages:
             peer.silent_s = 0.0
             if "doing" in message:
-                peer.doing, peer.idle_s = Doing(**message["doing"]), message["idle_s"]
+                peer.doing, peer.idle_s = Activity(**message["doing"]), message["idle_s"]
             if "loss" in message:
-                self._find(Loss(**message["loss"]))
+                self._find(LostRank(**message["loss"]))
             if "why" in message:
                 self._bid_farewell(peer, message["why"])
         if not is_open:
             if peer.is_here:
-                self._find(Loss(peer.rank, peer.host, "died without a word", peer.doing.what))
+                self._find(LostRank(peer.rank, peer.host, "died without a word", peer.doing.what))
             peer.is_here = False
             self._ready.unregister(peer.wire)
 
-    def _bid_farewell(self, peer: Peer, why: str) -> None:
+    def _bid_farewell(self, peer: WatchedRank, why: str) -> None:
         """Let a rank go, unless it must go."""
         peer.is_here = False
         if why:
-            self._find(Loss(peer.rank, peer.host, f"gave up: {why}", peer.doing.what))
+            self._find(LostRank(peer.rank, peer.host, f"gave up: {why}", peer.doing.what))
 
     def _beat(self, passed_s: float) -> None:
         """Say what this rank does, and judge all, when some time has passed."""
@@ -247,10 +247,10 @@ class Vigil:
             with suppress(Exception):  # where stderr is closed; it shows stacks also if no thread runs any more
                 faulthandler.dump_traceback_later(doing.allowance_s, file=STDERR)
 
-    def _here(self) -> list[Peer]:
+    def _here(self) -> list[WatchedRank]:
         return [peer for peer in self._peers.values() if peer.is_here]
 
-    def _judge(self, doing: Doing) -> None:
+    def _judge(self, doing: Activity) -> None:
         """Look for who hangs."""
         if not doing.waits and self._idle_s > doing.allowance_s:
             self._hang(doing)
@@ -259,15 +259,15 @@ class Vigil:
                 self._find(loss)
         if self.place.rank == 0 and len(here := self._here()) == self.place.world - 1:
             ranks = {peer.rank: (peer.host, peer.doing, peer.idle_s) for peer in here}
-            if loss := stuck({0: (self.place.host, doing, self._idle_s), **ranks}):
+            if loss := stuck_rank({0: (self.place.host, doing, self._idle_s), **ranks}):
                 self._find(loss)
 
-    def _hang(self, doing: Doing) -> NoReturn:
+    def _hang(self, doing: Activity) -> NoReturn:
         """Show where this process stands, and end it."""
         how = f"made no progress for {self._idle_s:.0f} s"
         with suppress(Exception):
             faulthandler.dump_traceback(file=STDERR, all_threads=True)
-        self._find(Loss(self.place.rank, self.place.host, how, doing.what))
+        self._find(LostRank(self.place.rank, self.place.host, how, doing.what))
         self._linger(BEAT_S)  # an end with words unread would reset the connections, and take these words with it
         os._exit(HUNG)
 
@@ -277,7 +277,7 @@ class Vigil:
         while (left_s := until - time.monotonic()) > 0:
             self._listen(left_s)
 
-    def _find(self, loss: Loss) -> None:
+    def _find(self, loss: LostRank) -> None:
         """Let everybody know of a loss; the first is the cause of the others."""
         if self._lost.is_set() or self._leaving.is_set():
             return

@@ -26,7 +26,7 @@ ORDER_VERSION = 1  # another one whenever the same seed comes to give another or
 SHUFFLE = 0  # streams of random numbers: that of all items, and from here on one for each window
 
 
-class Order:
+class EpochOrder:
     """The steps of every epoch; an epoch is shuffled, and a window arranged, when first asked for."""
 
     def __init__(
@@ -90,7 +90,7 @@ class Order:
         places_W = arrange([sizes_N[items_W] for sizes_N in self._sizes_DN], starts_B)
         which = np.tile(np.arange(steps), (bricks, 1))
         if self._shuffle:
-            keys = raw(steps * bricks, self._seed, epoch, SHUFFLE + 1 + window)
+            keys = random_bits(steps * bricks, self._seed, epoch, SHUFFLE + 1 + window)
             which = np.argsort(keys.reshape(bricks, steps), axis=1, kind="stable")
         firsts = starts_B[which * bricks + np.arange(bricks)[:, None]]
         columns = [firsts[brick][:, None] + np.arange(length) for brick, length in enumerate(lengths.tolist())]
@@ -102,7 +102,7 @@ def near_equal(total: int, parts: int) -> Integers:
     return np.asarray(np.diff(np.arange(parts + 1) * total // parts))
 
 
-def raw(count: int, seed: int, epoch: int, stream: int) -> NDArray[np.uint64]:
+def random_bits(count: int, seed: int, epoch: int, stream: int) -> NDArray[np.uint64]:
     """Return random bits. numpy promises the bits of a generator for ever, but not what it makes of them."""
     generator = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(epoch, stream)))
     return np.asarray(generator.random_raw(count), dtype=np.uint64)
@@ -111,7 +111,7 @@ def raw(count: int, seed: int, epoch: int, stream: int) -> NDArray[np.uint64]:
 def shuffled(count: int, seed: int, epoch: int) -> Integers:
     """Return 0 … count-1 in random order: random numbers with their place in the last bits, sorted."""
     mask = np.uint64((1 << count.bit_length()) - 1)
-    keys_N = raw(count, seed, epoch, SHUFFLE) & ~mask | np.arange(count, dtype=np.uint64)
+    keys_N = random_bits(count, seed, epoch, SHUFFLE) & ~mask | np.arange(count, dtype=np.uint64)
     keys_N.sort()
     return np.asarray(keys_N & mask, np.int64)
 
@@ -149,7 +149,7 @@ MOST_SWAPPED = 512  # so many items are even enough when dealt, and too many to 
 
 
 @dataclass(frozen=True)
-class Limits:
+class MicroBatchLimits:
     """What a micro-batch may hold."""
 
     budgets_B: tuple[float, ...] = ()
@@ -158,18 +158,18 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Share:
+class ShareSizes:
     """The sizes of a rank's items in a step: those that are padded, and for each budget the factors it limits."""
 
     padded_DK: Floats
     factors_B: tuple[Floats, ...]  # each [factors, K]
 
-    def take(self, places: Integers) -> Share:
+    def take(self, places: Integers) -> ShareSizes:
         """Return the sizes of some of the items."""
-        return Share(self.padded_DK[:, places], tuple(factors[:, places] for factors in self.factors_B))
+        return ShareSizes(self.padded_DK[:, places], tuple(factors[:, places] for factors in self.factors_B))
 
 
-def deal(costs_E: Floats, ranks: int) -> list[Integers]:
+def deal_to_ranks(costs_E: Floats, ranks: int) -> list[Integers]:
     """Return the places that each rank gets, of about equal cost; with fewer items than ranks some get none."""
     owner_E = np.zeros(len(costs_E), np.int64)
     loads = [(0.0, 0, rank) for rank in range(ranks)]
@@ -205,7 +205,7 @@ def _improve(owner_E: Integers, costs_E: Floats, ranks: int) -> None:
         loads_R[partner[take]] += change[give, take]
 
 
-def cut(share: Share, limits: Limits) -> list[Integers]:
+def cut_micro_batches(share: ShareSizes, limits: MicroBatchLimits) -> list[Integers]:
     """Return a share's places in as few micro-batches as the limits allow, of about equal cost, the costliest first.
 
     The costliest comes first because an allocator can serve the smaller ones from what it left.
@@ -221,7 +221,7 @@ def cut(share: Share, limits: Limits) -> list[Integers]:
     return [parts[place] for place in np.argsort(-np.array(costs), kind="stable")]
 
 
-def _cut_sums(share: Share, limits: Limits) -> list[Integers]:
+def _cut_sums(share: ShareSizes, limits: MicroBatchLimits) -> list[Integers]:
     """Deal the items to more and more micro-batches until all fit: what is concatenated costs its sum."""
     count = share.padded_DK.shape[1]
     budgets_B = np.array(limits.budgets_B)
@@ -229,14 +229,14 @@ def _cut_sums(share: Share, limits: Limits) -> list[Integers]:
     costs_K = np.max(sizes_BK / budgets_B[:, None], axis=0, initial=1.0 / (limits.most or count))
     least = np.ceil(sizes_BK.sum(axis=1) / budgets_B).max(initial=np.ceil(count / (limits.most or count)))
     for number in range(int(least), count + 1):
-        parts = [part for part in deal(costs_K, number) if len(part)]
+        parts = [part for part in deal_to_ranks(costs_K, number) if len(part)]
         most = max(len(part) for part in parts)
         if most <= (limits.most or count) and all((sizes_BK[:, part].sum(axis=1) <= budgets_B).all() for part in parts):
             return parts
     raise ValueError("an item exceeds the budget of a micro-batch alone")
 
 
-def _cut_padded(places_K: Integers, share: Share, limits: Limits) -> list[Integers]:
+def _cut_padded(places_K: Integers, share: ShareSizes, limits: MicroBatchLimits) -> list[Integers]:
     """Cut an arranged share where that makes fewest micro-batches, and among those the most even."""
     costs_KK = _costs(share, limits)
     best: list[tuple[float, int]] = [(0.0, 0)]
@@ -254,7 +254,7 @@ def _cut_padded(places_K: Integers, share: Share, limits: Limits) -> list[Intege
     return parts
 
 
-def _costs(share: Share, limits: Limits) -> Floats:
+def _costs(share: ShareSizes, limits: MicroBatchLimits) -> Floats:
     """Return the cost of every micro-batch from one place to another [K, K]: 1 and a little more the larger it is."""
     count = share.padded_DK.shape[1]
     upper_KK = np.triu(np.ones((count, count), bool))

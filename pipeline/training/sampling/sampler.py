@@ -18,7 +18,14 @@ import numpy as np
 
 from pipeline.errors import ConfigError, DataError, PlanInfeasible
 from pipeline.keys import content_digest
-from pipeline.training.sampling.epoch_order import ORDER_VERSION, Limits, Order, Share, cut, deal
+from pipeline.training.sampling.epoch_order import (
+    ORDER_VERSION,
+    EpochOrder,
+    MicroBatchLimits,
+    ShareSizes,
+    cut_micro_batches,
+    deal_to_ranks,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +41,7 @@ SHOWN = 3  # so many oversize items are named in an error
 
 
 @dataclass(frozen=True)
-class Settings:
+class SamplerSettings:
     """What decides the steps (batch … drop_last) and, below, what decides only how they are cut."""
 
     batch: int  # items in a step, over all ranks
@@ -65,7 +72,7 @@ class Settings:
 
 
 @dataclass(frozen=True, eq=False)
-class Micro:
+class MicroBatch:
     """A micro-batch: some items of a rank's share of a step; none where the rank has no share."""
 
     epoch: int
@@ -87,7 +94,9 @@ class Sampler:
     handed out, the next loop goes over the next epoch.
     """
 
-    def __init__(self, sizes: Sizes, settings: Settings, *, rank: int = 0, ranks: int = 1, data: str = "") -> None:
+    def __init__(
+        self, sizes: Sizes, settings: SamplerSettings, *, rank: int = 0, ranks: int = 1, data: str = ""
+    ) -> None:
         """Take the sizes of all items; `data` says of which items they are, in words or as a digest."""
         if not 0 <= rank < ranks:
             raise ValueError(f"there is no rank {rank} among {ranks}")
@@ -98,7 +107,7 @@ class Sampler:
         self.epoch = 0
         self.moves = 0  # how often somebody has said where to go
         self._sizes, self._data = sizes, data
-        self._order = Order(
+        self._order = EpochOrder(
             [sizes[name] for name in settings.by],
             batch=settings.batch,
             brick=settings.brick,
@@ -115,7 +124,7 @@ class Sampler:
         """Return the steps of an epoch."""
         return self._order.steps
 
-    def __iter__(self) -> Iterator[Micro]:
+    def __iter__(self) -> Iterator[MicroBatch]:
         """Hand out this rank's micro-batches of the epoch; a step in which it has no items is one empty micro-batch."""
         epoch = self.epoch
         self._next = (epoch, self._first)
@@ -145,10 +154,10 @@ class Sampler:
         """Return, for each rank, the items of each of its micro-batches of a step; for some ranks there may be none."""
         return [self._cut(items_K) for items_K in self._dealt(epoch, step)]
 
-    def micros(self, epoch: int, step: int) -> list[Micro]:
+    def micros(self, epoch: int, step: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of a step, at least one, under the present budget."""
         parts = self._cut(self._dealt(epoch, step)[self.rank]) or [np.zeros(0, np.int64)]
-        return [Micro(epoch, step, index, len(parts), part) for index, part in enumerate(parts)]
+        return [MicroBatch(epoch, step, index, len(parts), part) for index, part in enumerate(parts)]
 
     def count(self, epoch: int) -> int:
         """Return how many micro-batches this rank has in an epoch; all its steps are cut for that.
@@ -161,8 +170,8 @@ class Sampler:
         """Return each rank's items of a step."""
         items_E = self.step_items(epoch, step)
         wanted = factors_of(self.settings.cost, self._sizes) if self.settings.cost else self.settings.by
-        costs_E = gather(self._sizes, wanted, items_E).prod(axis=0)
-        return [items_E[places] for places in deal(costs_E, self.ranks)]
+        costs_E = sizes_of_items(self._sizes, wanted, items_E).prod(axis=0)
+        return [items_E[places] for places in deal_to_ranks(costs_E, self.ranks)]
 
     def _cut(self, items_K: Integers) -> list[Integers]:
         """Return a share's items in micro-batches."""
@@ -170,12 +179,12 @@ class Sampler:
             return []
         settings, sizes = self.settings, self._sizes
         budgets = {factors_of(name, sizes): float(budget) for name, budget in settings.budget.items()}
-        share = Share(
-            gather(sizes, settings.padded or settings.by, items_K),
-            tuple(gather(sizes, factors, items_K) for factors in budgets),
+        share = ShareSizes(
+            sizes_of_items(sizes, settings.padded or settings.by, items_K),
+            tuple(sizes_of_items(sizes, factors, items_K) for factors in budgets),
         )
-        limits = Limits(tuple(budgets.values()), settings.micro_batch, settings.padding)
-        return [items_K[places] for places in cut(share, limits)]
+        limits = MicroBatchLimits(tuple(budgets.values()), settings.micro_batch, settings.padding)
+        return [items_K[places] for places in cut_micro_batches(share, limits)]
 
     def adjust(self, *, budget: Mapping[str, int], micro_batch: int | None) -> None:
         """Cut under other limits from the next step on, or when a step is cut again; the steps stay what they are."""
@@ -192,7 +201,7 @@ class Sampler:
         if epoch != self.epoch:
             self._go(epoch, 0)
 
-    def state_dict(self, after: Micro | None = None) -> dict[str, Any]:
+    def state_dict(self, after: MicroBatch | None = None) -> dict[str, Any]:
         """Return, as JSON data, where to go on: after what was handed out, or after a micro-batch that was used.
 
         A loader that reads ahead must say which. A step that has not been used to its end is begun again.
@@ -251,7 +260,7 @@ def factors_of(name: str, sizes: Sizes) -> tuple[str, ...]:
     return (name,) if name in sizes else tuple(name.split("*"))
 
 
-def gather(sizes: Sizes, names: Sequence[str], items_K: Integers | list[int]) -> NDArray[np.float64]:
+def sizes_of_items(sizes: Sizes, names: Sequence[str], items_K: Integers | list[int]) -> NDArray[np.float64]:
     """Return some sizes of some items [names, K]."""
     return np.array([sizes[name][items_K] for name in names], np.float64)
 
@@ -265,7 +274,7 @@ def product(sizes: Sizes, name: str) -> NDArray[np.float64]:
     return values_N
 
 
-def check_sizes(sizes: Sizes, settings: Settings) -> None:
+def check_sizes(sizes: Sizes, settings: SamplerSettings) -> None:
     """Refuse sizes that are not there, that are not one whole number an item, or that are of no items at all."""
     named = (*settings.budget, *([settings.cost] if settings.cost else []))
     names = (*settings.by, *settings.padded, *(factor for name in named for factor in factors_of(name, sizes)))
@@ -294,14 +303,14 @@ def oversize(sizes: Sizes, budget: Mapping[str, int]) -> Integers:
     return np.unique(np.concatenate(over)) if over else np.zeros(0, np.int64)
 
 
-def check_budget(sizes: Sizes, settings: Settings) -> None:
+def check_budget(sizes: Sizes, settings: SamplerSettings) -> None:
     """Refuse a budget that some items exceed on their own, and say by how much."""
     over = oversize(sizes, settings.budget)
     if len(over) == 0:
         return
     texts = []
     for item in over[:SHOWN].tolist():
-        of = {name: int(gather(sizes, factors_of(name, sizes), [item]).prod()) for name in settings.budget}
+        of = {name: int(sizes_of_items(sizes, factors_of(name, sizes), [item]).prod()) for name in settings.budget}
         beyond = [f"{size:,} {name}" for name, size in of.items() if size > settings.budget[name]]
         texts.append(f"item {item:,} has {' and '.join(beyond)}")
     limits = ", ".join(f"{most:,} {name}" for name, most in settings.budget.items())

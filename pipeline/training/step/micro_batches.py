@@ -9,21 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pipeline.training.items.batch import rng_of
+from pipeline.training.items.batch import item_rng
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
     import numpy as np
 
-    from pipeline.training.items.batch import Batch, Graph, Origin
+    from pipeline.training.items.batch import BatchOrigin, ItemBatch, ItemTensors
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Some items of a micro-batch, and what is done about their memory beyond what the settings say."""
 
-    batch: Batch
+    batch: ItemBatch
     start: int
     stop: int
     rung: int = 0
@@ -42,14 +42,14 @@ class Piece:
         return self.batch.numbers[self.start : self.stop]
 
     @property
-    def items(self) -> list[Graph]:
+    def items(self) -> list[ItemTensors]:
         """Return the graphs of its items."""
         return self.batch.items[self.start : self.stop]
 
     @property
     def rng(self) -> np.random.Generator:
         """Return what to draw from for these items together."""
-        return rng_of(self.batch.origin, "\n".join(self.ids))
+        return item_rng(self.batch.origin, "\n".join(self.ids))
 
     def halves(self) -> list[Piece]:
         """Return it in two, or alone where it is one item."""
@@ -68,8 +68,8 @@ class Share:
 
     def __init__(
         self,
-        batches: Iterator[Batch],
-        fetch: Callable[[Sequence[int], Origin], Batch],
+        batches: Iterator[ItemBatch],
+        fetch: Callable[[Sequence[int], BatchOrigin], ItemBatch],
         *,
         hold: int,
         leave_out: Collection[str] = (),
@@ -77,9 +77,9 @@ class Share:
         """Take the step's first batch, to see which step it is; `hold` batches at most are kept for another time."""
         self._batches, self._fetch, self._hold, self._leave_out = batches, fetch, hold, set(leave_out)
         self.skipped: list[str] = []  # items that were to be left out since
-        self._seen: list[tuple[tuple[int, ...], Origin]] = []
+        self._seen: list[tuple[tuple[int, ...], BatchOrigin]] = []
         self._ids: list[tuple[str, ...]] = []
-        self._held: dict[int, Batch] = {}
+        self._held: dict[int, ItemBatch] = {}
         self.rejected = 0
         self.is_over = False  # there was no further step
         self._next = self._take()
@@ -90,7 +90,7 @@ class Share:
         self.skipped += ids
 
     @property
-    def origin(self) -> Origin:
+    def origin(self) -> BatchOrigin:
         """Return which step it is."""
         return self._seen[0][1]
 
@@ -99,7 +99,7 @@ class Share:
         """Return the ids and numbers of the micro-batches so far."""
         return [(ids, numbers) for ids, (numbers, _) in zip(self._ids, self._seen, strict=True)]
 
-    def _take(self) -> Batch | None:
+    def _take(self) -> ItemBatch | None:
         """Take the next batch of the step from the loader."""
         if self._seen and self._seen[-1][1].index + 1 == self._seen[-1][1].of:
             return None
@@ -120,7 +120,7 @@ class Share:
         while True:
             if place < len(self._seen) and not (place == len(self._seen) - 1 and self._next is not None):
                 held = self._held.get(place)  # an empty batch counts as nothing, but is one
-                batch: Batch | None = self._fetch(*self._seen[place]) if held is None else held
+                batch: ItemBatch | None = self._fetch(*self._seen[place]) if held is None else held
             else:
                 batch, self._next = self._next, None
                 batch = self._take() if batch is None else batch
@@ -129,7 +129,7 @@ class Share:
             place += 1
             yield from self._pieces(batch)
 
-    def _pieces(self, batch: Batch) -> Iterator[Piece]:
+    def _pieces(self, batch: ItemBatch) -> Iterator[Piece]:
         """Yield a batch as one piece, or the runs of it between items that are left out."""
         start = 0
         for place, name in enumerate((*batch.ids, "")):

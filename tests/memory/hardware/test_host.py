@@ -33,7 +33,7 @@ from pipeline.memory.history.task_history import Profiles
 from pipeline.records import Item, Part, Role
 from pipeline.store.cache_folder import Cache
 from pipeline.training.items import read_ahead
-from pipeline.training.items.item_table import Table, TableBuilder
+from pipeline.training.items.item_table import ItemTable, TableBuilder
 from tests.memory.history.tasks import GIB, MIB, measured
 
 BASE = Baseline(200 * MIB, Provenance.MEASURED, "made up")
@@ -109,8 +109,8 @@ def test_the_table_of_a_data_set_takes_what_is_predicted(tmp_path: Path, with_it
         builder.add(name, recipe_key("t", {"n": number}), "train", {"nodes": number, "edges": 20 * number}, item)
     item_bytes = len(builder.items.bytes_T) // count
     key = builder.write(store)
-    Table.read(store, key)  # what is imported and opened once is not the table's
-    _, kept = taken(lambda: [whole := Table.read(store, key), whole.of_split("train")])
+    ItemTable.read(store, key)  # what is imported and opened once is not the table's
+    _, kept = taken(lambda: [whole := ItemTable.read(store, key), whole.of_split("train")])
     predicted = host_memory.table_bytes(count, 2, 16, item_bytes) - count * host_memory.DRAWN_BYTES
     assert kept == pytest.approx(predicted, rel=0.1)
 

@@ -19,7 +19,7 @@ from pipeline.memory.planning.planner import plan_memory
 from pipeline.memory.planning.request import DataSizes, Micros, PlanRequest
 from pipeline.protocol import ITEMS
 from pipeline.runs.model.training_work import Work, cutter, host_card, least_of, plan_training, target_of
-from pipeline.training.prepared import COST, LIKENESS, likeness, sampling
+from pipeline.training.prepared import COST, LIKENESS, likeness, sampler_settings
 from pipeline.training.sampling.sampler import Sampler
 from pipeline.training.step.step import Settings, Step
 from tests.limited.device import HostCarrier, LimitedDevice, forget_failed_backward
@@ -150,7 +150,7 @@ def largest(rows_MS: Integers) -> Integers:
 
 def sampler_of(member: Member, sizes: Sizes, cost_N: Integers, budget: int, micro_batch: int | None = None) -> Sampler:
     """Return the sampler of training, as `planning.cutter` sets it."""
-    settings = sampling(BATCH, budget, padded=member.padded, micro_batch=micro_batch)
+    settings = sampler_settings(BATCH, budget, padded=member.padded, micro_batch=micro_batch)
     return Sampler({COST: cost_N, LIKENESS: likeness(sizes)}, settings)
 
 

@@ -19,7 +19,7 @@ from pipeline.memory.planning.memory_plan import Filled, MemoryPlan, RemedyVerdi
 from pipeline.memory.planning.planner import CurriculumStage, plan_memory, plan_stages
 from pipeline.memory.planning.request import CardSpec, DataSizes, Micros, Oversize, PlanRequest
 from pipeline.memory.planning.size_groups import rounded_up
-from pipeline.training.sampling.sampler import Sampler, Settings
+from pipeline.training.sampling.sampler import Sampler, SamplerSettings
 from tests.memory.planning.oracles import GIB, MIB, Integers, Model, card, data, greedy, heavy
 
 BATCH = 24
@@ -50,7 +50,7 @@ def sampled(batch: int, *, by: str, padding: float | None, epoch: int = 0) -> Ca
     """Return a cut by the sampler that training uses."""
 
     def cut(sizes: Mapping[str, Integers], cost_N: Integers, budget: int, ranks: int) -> Micros:
-        settings = Settings(batch, by=(by,), budget={"cost": budget}, padding=padding)
+        settings = SamplerSettings(batch, by=(by,), budget={"cost": budget}, padding=padding)
         sampler = Sampler({**sizes, "cost": cost_N}, settings, ranks=ranks)
         rows, steps, of = [], [], []
         for step in range(sampler.steps):

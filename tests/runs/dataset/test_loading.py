@@ -18,7 +18,7 @@ from pipeline.errors import CacheDamaged, ConfigError, DataError, RecordMissing
 from pipeline.journal.run_folder import runs_in
 from pipeline.runs.dataset.loading import open_loader
 from pipeline.structures.synthetic import write_demo
-from pipeline.training.sampling.sampler import Settings
+from pipeline.training.sampling.sampler import SamplerSettings
 from tests.command import Command
 from tests.projects import settle
 
@@ -28,7 +28,7 @@ with warnings.catch_warnings():
 
 PIPELINE = str(Path(sys.executable).with_name("pipeline"))
 GRAPH = ("submit", "--stage", "graph", "--executor", "local", "--follow")
-FOUR = Settings(batch=4, padding=None)
+FOUR = SamplerSettings(batch=4, padding=None)
 
 
 def make(folder: Path, n: int) -> None:
@@ -115,7 +115,7 @@ def test_a_batch_is_shown_as_pyg_has_it(here: Path) -> None:
 
 def arrays(*sets: str) -> dict[str, dict[str, torch.Tensor]]:
     """Return everything that is loaded of each graph."""
-    loader = open_loader("pipeline.yaml", Settings(batch=1, padding=None), embed=False, sets=sets)
+    loader = open_loader("pipeline.yaml", SamplerSettings(batch=1, padding=None), embed=False, sets=sets)
     return {batch.ids[0]: {name: field.clone() for name, field in batch.fields.items()} for batch in loader}
 
 

@@ -19,8 +19,8 @@ from pipeline.runs.model import node_staging as staging
 from pipeline.runs.model.node_staging import staged
 from pipeline.store.cache_folder import Cache
 from pipeline.store.format.disk import Disk
-from pipeline.training.ranks.rank_protocol import Alone
-from pipeline.training.ranks.rendezvous import Place
+from pipeline.training.ranks.rank_protocol import SingleRank
+from pipeline.training.ranks.rendezvous import RankPlace
 from tests.command import Command
 from tests.runs.workflow.trained import Trained, trained_project
 
@@ -49,7 +49,7 @@ def opened(*sets: str) -> Project:
 
 def tell(rank: int = 0, world: int = 1) -> Tell:
     told = Tell(lambda *_: None)
-    told.place = Place(rank, world, rank)
+    told.place = RankPlace(rank, world, rank)
     return told
 
 
@@ -57,7 +57,7 @@ def put_on_node(project: Project, told: Tell | None = None) -> tuple[Project, li
     """Stage all items of the data set; return the project as it is read then, and what was said."""
     said: list[str] = []
     table = table_of(project, "again")
-    return staged(project, [table.of_split("train"), table], Alone(), told or tell(), said.append), said
+    return staged(project, [table.of_split("train"), table], SingleRank(), told or tell(), said.append), said
 
 
 def figures_of(pipeline: Command) -> Any:
@@ -123,7 +123,7 @@ def test_what_cannot_be_staged_is_said_once_and_read_from_the_cache(
     project = opened(*sets)
     table = table_of(opened(), "again")
     said: list[str] = []
-    found = staged(project, [table], Alone(), tell(), said.append)
+    found = staged(project, [table], SingleRank(), tell(), said.append)
     assert found is project
     assert len(said) == 1
     assert said[0].startswith("not all is staged: ")
@@ -182,7 +182,7 @@ def test_the_first_rank_of_a_node_copies_and_the_others_read_what_it_copied(trai
 
     def rank(number: int, local_rank: int, host: str, sets: list[str]) -> None:
         told = Tell(lambda *_: None)
-        told.place = Place(number, 3, local_rank, 2, host=host)
+        told.place = RankPlace(number, 3, local_rank, 2, host=host)
         own = opened(*sets)
         found[number] = staged(own, [table], together.as_rank(number), told, said[number].append)
 
@@ -208,7 +208,7 @@ class Together:
     def as_rank(self, number: int) -> Any:
         together = self
 
-        class Rank(Alone):
+        class Rank(SingleRank):
             rank, world = number, len(together.said)
 
             def exchange(self, said: Any) -> list[Any]:

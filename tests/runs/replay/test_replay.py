@@ -28,7 +28,7 @@ from pipeline.stages.train import Job, train
 from pipeline.structures.synthetic import complex_pdb
 from pipeline.training.forensics import step_bundle
 from pipeline.training.prepared import ModelFolder
-from pipeline.training.ranks.rank_protocol import Alone
+from pipeline.training.ranks.rank_protocol import SingleRank
 from tests.command import Command
 from tests.limited import device as limited
 from tests.limited.device import LimitedDevice
@@ -368,7 +368,7 @@ def job(lab: Lab, made: ModelFolder) -> Job:
     """Return a training like that of the run in another folder, which leaves out what is not finite."""
     case = lab.case
     tell = Tell(lambda _key, _reason, _detail: None)
-    found: Job = job_of(case.project, lab.run, case.prepared, tell, Alone())
+    found: Job = job_of(case.project, lab.run, case.prepared, tell, SingleRank())
     return replace(found, folder=made, train=found.train.model_copy(update={"nan": "skip"}), validation=None)
 
 

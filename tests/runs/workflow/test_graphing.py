@@ -20,7 +20,7 @@ from pipeline.records import EventKind
 from pipeline.runs.workflow import graph_stage
 from pipeline.store.cache_folder import Cache
 from pipeline.structures.synthetic import complex_pdb
-from pipeline.training.items.item_table import Table
+from pipeline.training.items.item_table import ItemTable
 from tests.command import Command
 from tests.projects import settle
 
@@ -220,7 +220,7 @@ def test_the_run_leaves_a_table_of_what_can_be_trained_on(
 ) -> None:
     folder = make_complexes(3)
     assert pipeline(*SUBMIT).code == 0
-    table = Table.read(Cache(folder / "cache").kind("sets"), bytes.fromhex(judged(folder)["table"]))
+    table = ItemTable.read(Cache(folder / "cache").kind("sets"), bytes.fromhex(judged(folder)["table"]))
     assert [table.ids[number] for number in range(len(table))] == ["c0", "c1", "c2"]
     assert table.sizes["nodes"].tolist() == [2 * RESIDUES + number for number in range(3)]
     assert table.sizes["pairs"].tolist() == [RESIDUES * (RESIDUES + number) for number in range(3)]
@@ -233,7 +233,7 @@ def test_graphs_that_are_not_kept_are_promised(pipeline: Command, make_complexes
     assert "graph: 3 graphs: built when they are read (graph.cache: false)" in done.err
     assert not (folder / "cache" / "graph").exists()
     assert judged(folder)["totals"]["nodes"] == 2 * 3 * RESIDUES + 3
-    table = Table.read(Cache(folder / "cache").kind("sets"), bytes.fromhex(judged(folder)["table"]))
+    table = ItemTable.read(Cache(folder / "cache").kind("sets"), bytes.fromhex(judged(folder)["table"]))
     assert table.sizes["nodes"].tolist() == [2 * RESIDUES + number for number in range(3)]
 
 
@@ -279,7 +279,7 @@ def test_another_label_is_another_table_and_no_other_graph(
         outcome = pipeline(*SUBMIT)
         assert outcome.code == 0, outcome.err
         key = bytes.fromhex(newest(folder).table.read_text())
-        return [key, Table.read(Cache(folder / "cache").kind("sets"), key)]
+        return [key, ItemTable.read(Cache(folder / "cache").kind("sets"), key)]
 
     (before, first), (after, second) = tables("-9.5", "NA", "7"), tables("-9.5", "NA", "8")
     np.testing.assert_array_equal(first.labels["affinity"], np.array([-9.5, np.nan, 7], np.float32))

@@ -26,7 +26,7 @@ from pipeline.runs.model.prepare import name_of, recipe_of
 from pipeline.runs.workflow import reader_stage
 from pipeline.runs.workflow.reader_stage import Entered, check, judge, survey, work
 from pipeline.runs.workflow.table import everything, up_to
-from pipeline.training.sampling.sampler import Settings
+from pipeline.training.sampling.sampler import SamplerSettings
 from tests.command import Command
 from tests.projects import settle
 from tests.runs.workflow.reader_project import SPLITS, write_project, write_spectrum
@@ -123,7 +123,7 @@ def test_a_file_that_changed_is_scanned_again_and_trained_on_anew(folder: Path) 
 def test_a_byte_that_changed_after_the_scan_is_an_error_that_names_the_item(folder: Path) -> None:
     project = opened()
     scan(project)
-    loader = open_loader(None, Settings(batch=8, by=("peaks",)), slots=8, threads=1)
+    loader = open_loader(None, SamplerSettings(batch=8, by=("peaks",)), slots=8, threads=1)
     whole = (folder / "data" / "s3.txt").read_text()
     (folder / "data" / "s3.txt").write_text(whole.replace("0.250", "0.251"))
     with pytest.raises(DataError, match="s3 is not what it was when the data set was scanned") as caught:
@@ -133,7 +133,7 @@ def test_a_byte_that_changed_after_the_scan_is_an_error_that_names_the_item(fold
 
 def test_the_values_of_a_batch_are_joined_along_each_axis_and_each_item_has_its_own(folder: Path) -> None:
     scan(opened())
-    loader = open_loader(None, Settings(batch=6, by=("peaks",), padding=None), split="train")
+    loader = open_loader(None, SamplerSettings(batch=6, by=("peaks",), padding=None), split="train")
     (batch,) = list(loader)
     assert sorted(batch.ids) == [f"s{number}" for number in range(6)]
     assert batch["peaks.mz"].shape == (sum(range(1, 7)),)

@@ -18,12 +18,12 @@ from pipeline.records import Reason, Tell
 from pipeline.training.checkpoints.checkpoint_choice import choose, load
 from pipeline.training.checkpoints.checkpoint_folder import Checkpoints, State
 from pipeline.training.checkpoints.training_state import model_key, pack
-from pipeline.training.evaluating.apply_model import Applied, Job, apply, digest_of, spans
-from pipeline.training.evaluating.evaluator import Evaluation, twin
-from pipeline.training.evaluating.outputs import Gathered
-from pipeline.training.items.item_table import Table
+from pipeline.training.evaluating.apply_model import ApplyJob, ApplyResult, apply_model, spans, table_digest
+from pipeline.training.evaluating.evaluator import Evaluator, twin
+from pipeline.training.evaluating.outputs import GatheredOutputs
+from pipeline.training.items.item_table import ItemTable
 from pipeline.training.prepared import ModelFolder, Prepared, Stretch
-from pipeline.training.ranks.rank_protocol import Alone, Ranks
+from pipeline.training.ranks.rank_protocol import Ranks, SingleRank
 from pipeline.training.step.step import Settings, Step
 from tests.limited.device import LimitedDevice
 from tests.training.items.content import graph_of
@@ -130,7 +130,7 @@ def job(
     known: Sequence[int] = (),
     left_out: Mapping[str, tuple[Reason, str]] | None = None,
     **train: Any,
-) -> Job:
+) -> ApplyJob:
     table = table_of(ITEMS)
     plan = prepared(max(budget, int(table.sizes["nodes"].max())))
     made = ModelFolder(folder / "model")
@@ -143,29 +143,29 @@ def job(
         assert found is not None
         return found
 
-    return Job(
+    return ApplyJob(
         train=Train.model_validate({"checkpoints": {"minutes": 1e-6}, **train}),
         prepared=plan,
         table=table,
         cost_N=plan.stretches[0].cost({"nodes": table.sizes["nodes"]}),
-        made=digest_of(table),
+        made=table_digest(table),
         make_step=lambda: step_of(task),
         source=source,
         embeddings=lambda: None,
         choose=selected,
         parts=lambda _: folder / "parts",
         known_N=np.array(known, np.int64),
-        ranks=ranks or Alone(),
+        ranks=ranks or SingleRank(),
         tell=Tell(refuse=lambda key, reason, _: refused.append((key, reason)), ending=ending),
         say=said.append,
         left_out=left_out or {},
     )
 
 
-def run(one: Job) -> tuple[list[Reason | None], Applied | None]:
+def run(one: ApplyJob) -> tuple[list[Reason | None], ApplyResult | None]:
     """Apply a model; return what was yielded and what came of it."""
     yielded: list[Reason | None] = []
-    applying = apply(one)
+    applying = apply_model(one)
     while True:
         try:
             yielded.append(next(applying))
@@ -173,7 +173,7 @@ def run(one: Job) -> tuple[list[Reason | None], Applied | None]:
             return yielded, end.value
 
 
-def figures(applied: Applied | None) -> dict[str, float]:
+def figures(applied: ApplyResult | None) -> dict[str, float]:
     assert applied is not None
     return applied.evaluation.losses() | applied.evaluation.metrics()
 
@@ -254,7 +254,7 @@ def test_two_ranks_share_the_items_and_agree_on_the_figures_of_all(tmp_path: Pat
 class Refusing:
     """Has no graph for one item."""
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: ItemTable) -> None:
         self._memory = Memory(table)
 
     def read(self, numbers: Sequence[int]) -> Any:
@@ -273,7 +273,7 @@ def test_items_without_a_graph_and_those_that_killed_their_task_are_counted_with
     assert applied.examples == {"no_edges": "item4: made so", "killed_its_task": "item7: it died twice"}
     assert sorted(refused) == [("item4", Reason.NO_EDGES), ("item7", Reason.KILLED_ITS_TASK)]
     assert len(yielded) == ITEMS
-    assert len(Gathered(applied.parts, of=applied.of).numbers) == ITEMS - 2
+    assert len(GatheredOutputs(applied.parts, of=applied.of).numbers) == ITEMS - 2
 
 
 class Hungry(Speaking):
@@ -341,15 +341,15 @@ def test_an_item_that_no_card_holds_is_done_by_a_copy_of_the_model_on_the_proces
 
     step = Card(Once(), Settings(way="loop"))
     one = job(tmp_path, Speaking(), budget=1)
-    evaluation = Evaluation(step, _loader(one), Alone(), tmp_path / "out", of="x", too_large="cpu")
+    evaluation = Evaluator(step, _loader(one), SingleRank(), tmp_path / "out", of="x", too_large="cpu")
     evaluation.step.device = "meta"
     evaluation.step.moved = lambda batch: batch  # type: ignore[method-assign]
     assert list(evaluation.run()) == [None] * ITEMS
     assert sum(model is not step.model for model in asked) == ITEMS
-    assert len(Gathered(tmp_path / "out", of="x").numbers) == ITEMS
+    assert len(GatheredOutputs(tmp_path / "out", of="x").numbers) == ITEMS
 
 
-def _loader(one: Job) -> Any:
+def _loader(one: ApplyJob) -> Any:
     from pipeline.training.evaluating.apply_model import _loader
 
     return _loader(one, np.arange(len(one.table)))
@@ -417,7 +417,7 @@ def test_a_checkpoint_that_goes_while_it_is_read_is_passed_over_and_said_so(tmp_
         return found
 
     step = step_of(Mute())
-    chosen = load(step, Alone(), selected, said.append)
+    chosen = load(step, SingleRank(), selected, said.append)
     assert kept.folder == tmp_path
     assert chosen.step == 3
     assert all(bool((one == 3).all()) for one in step.model.parameters())
@@ -430,7 +430,7 @@ def test_moving_averages_are_what_is_used_where_there_are_any(tmp_path: Path) ->
     tensors |= {f"ema.{name}": torch.full_like(one, 5.0) for name, one in model.named_parameters()}
     Checkpoints(tmp_path, last=2, best=0, identity=identity(), tell=lambda _: None).save(State(tensors, {}), 1)
     step = step_of(Mute())
-    load(step, Alone(), lambda without: choose(tmp_path, "last", without), [].append)  # type: ignore[arg-type,return-value]
+    load(step, SingleRank(), lambda without: choose(tmp_path, "last", without), [].append)  # type: ignore[arg-type,return-value]
     assert all(bool((one == 5).all()) for one in step.model.parameters())
 
 

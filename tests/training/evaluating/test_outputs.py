@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.training.evaluating.outputs import Gathered, Writer
+from pipeline.training.evaluating.outputs import GatheredOutputs, OutputWriter
 from pipeline.training.evaluating.prediction_tables import write_tables
 
 
@@ -37,7 +37,7 @@ def outputs_of(numbers):
 
 
 def write(folder, rank, numbers, size=3, **options):
-    with Writer(folder, rank, **options) as writer:
+    with OutputWriter(folder, rank, **options) as writer:
         for first in range(0, len(numbers), size):
             part = numbers[first : first + size]
             writer.add([name_of(number) for number in part], part, outputs_of(part))
@@ -74,12 +74,12 @@ def test_whatever_the_ranks_and_parts_items_come_in_the_order_of_their_numbers(
     numbers = [3, *(number for number in numbers if number != 3)]
     for rank in range(ranks):
         write(folder, rank, numbers[rank::ranks], part_bytes=part_bytes)
-    check(Gathered(folder), numbers)
+    check(GatheredOutputs(folder), numbers)
 
 
 def test_a_column_is_a_sequence(tmp_path):
     write(tmp_path, 0, list(range(5)))
-    score = Gathered(tmp_path)["score"]
+    score = GatheredOutputs(tmp_path)["score"]
     assert score[-1] == score[4]
     assert [float(one) for one in score[1:3]] == [float(score[1]), float(score[2])]
     assert np.stack(score).shape == (5,)
@@ -105,13 +105,13 @@ def test_memory_goes_by_a_part_and_not_by_the_split(tmp_path):
         return found, made
 
     def written():
-        with Writer(tmp_path, 0, part_bytes=2 << 20) as writer:
+        with OutputWriter(tmp_path, 0, part_bytes=2 << 20) as writer:
             for number in range(100):
                 writer.add([f"{number}"], [number], {"map": [values]})
 
     assert 100 * values.nbytes == 80_000_000
     assert peak(written)[0] < 10 << 20
-    used, gathered = peak(lambda: Gathered(tmp_path))
+    used, gathered = peak(lambda: GatheredOutputs(tmp_path))
     assert used < 10 << 20
     used, total = peak(lambda: sum(array.size for array in gathered["map"]))
     assert (used < 3 << 20, total) == (True, 100 * values.size)
@@ -122,7 +122,7 @@ def test_memory_goes_by_a_part_and_not_by_the_split(tmp_path):
 
 def test_many_files_are_not_open_at_once(tmp_path):
     write(tmp_path, 0, list(range(150)), part_bytes=1)
-    gathered = Gathered(tmp_path)
+    gathered = GatheredOutputs(tmp_path)
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     list(gathered["score"])
     assert len(os.listdir("/proc/self/fd")) - before <= 128  # noqa: PTH208
@@ -132,12 +132,12 @@ def test_many_files_are_not_open_at_once(tmp_path):
 
 def test_what_was_added_is_a_copy(tmp_path):
     values, rows = torch.ones(2), [np.ones(3), torch.ones(3)]
-    with Writer(tmp_path, 0) as writer:
+    with OutputWriter(tmp_path, 0) as writer:
         writer.add(["a", "b"], [0, 1], {"one": values, "row": rows})
         values.zero_()
         rows[0][:] = 0
         rows[1].zero_()
-    gathered = Gathered(tmp_path)
+    gathered = GatheredOutputs(tmp_path)
     assert [array.sum() for name in gathered for array in gathered[name]] == [1, 1, 3, 3]
 
 
@@ -152,9 +152,9 @@ def test_numbers_keep_their_types_but_for_bfloat16(tmp_path):
         "list": [[1, 2, 3]],
         "nothing": torch.zeros(1, 0, 5),
     }
-    with Writer(tmp_path, 0) as writer:
+    with OutputWriter(tmp_path, 0) as writer:
         writer.add(["a"], [0], given_)
-    gathered = Gathered(tmp_path)
+    gathered = GatheredOutputs(tmp_path)
     assert {name: (str(column[0].dtype), column[0].shape) for name, column in gathered.items()} == {
         "flag": ("bool", ()),
         "count": ("int64", ()),
@@ -168,10 +168,10 @@ def test_numbers_keep_their_types_but_for_bfloat16(tmp_path):
 
 
 def test_a_name_may_have_another_type_in_another_item(tmp_path):
-    with Writer(tmp_path, 0) as writer:
+    with OutputWriter(tmp_path, 0) as writer:
         writer.add(["a", "b"], [0, 1], {"x": [1, 2.5]})
         writer.add(["c"], [2], {"x": [np.ones(2, np.float32)]})
-    column = Gathered(tmp_path)["x"]
+    column = GatheredOutputs(tmp_path)["x"]
     assert [array.tolist() for array in column] == [1, 2.5, [1.0, 1.0]]
     assert (column.has_scalars, column.has_arrays) == (True, True)
 
@@ -191,7 +191,7 @@ def test_a_name_may_have_another_type_in_another_item(tmp_path):
     ],
 )
 def test_what_is_no_output_is_refused_and_leaves_nothing(tmp_path, outputs, what):
-    writer = Writer(tmp_path, 0)
+    writer = OutputWriter(tmp_path, 0)
     with pytest.raises(ConfigError) as refused:
         writer.add(["a", "b"], [0, 1], {"good": torch.ones(2), **outputs})
     assert what in str(refused.value)
@@ -202,16 +202,16 @@ def test_what_is_no_output_is_refused_and_leaves_nothing(tmp_path, outputs, what
 
 def test_no_items_are_no_outputs(tmp_path):
     write(tmp_path, 0, [])
-    gathered = Gathered(tmp_path)
+    gathered = GatheredOutputs(tmp_path)
     assert (len(gathered), gathered.numbers.tolist()) == (0, [])
-    assert Gathered(tmp_path / "not there").numbers.tolist() == []
+    assert GatheredOutputs(tmp_path / "not there").numbers.tolist() == []
 
 
 def test_an_item_without_outputs_is_done_all_the_same(tmp_path):
-    with Writer(tmp_path, 0) as writer:
+    with OutputWriter(tmp_path, 0) as writer:
         writer.add(["a"], [4], {})
-    assert Gathered(tmp_path).numbers.tolist() == [4]
-    assert Writer(tmp_path, 0).done_numbers().tolist() == [4]
+    assert GatheredOutputs(tmp_path).numbers.tolist() == [4]
+    assert OutputWriter(tmp_path, 0).done_numbers().tolist() == [4]
 
 
 def test_what_is_done_is_not_done_again_on_other_ranks(tmp_path):
@@ -219,16 +219,16 @@ def test_what_is_done_is_not_done_again_on_other_ranks(tmp_path):
     for rank in range(3):
         write(tmp_path, rank, items[:25][rank::3], part_bytes=500)
     for rank in range(2):
-        writer = Writer(tmp_path, rank)
+        writer = OutputWriter(tmp_path, rank)
         done = set(writer.done_numbers().tolist())
         assert done >= set(items[:25])
         write(tmp_path, rank, [number for number in items[rank::2] if number not in done])
-    check(Gathered(tmp_path), items)
+    check(GatheredOutputs(tmp_path), items)
 
 
 def test_an_error_in_the_loop_publishes_nothing_more(tmp_path):
     def loop():
-        with Writer(tmp_path, 0) as writer:
+        with OutputWriter(tmp_path, 0) as writer:
             writer.add(["a"], [0], {"x": [1]})
             raise KeyError
 
@@ -241,7 +241,7 @@ def test_an_item_that_is_there_twice_is_refused(tmp_path):
     write(tmp_path, 0, [1, 2])
     write(tmp_path, 1, [2, 3])
     with pytest.raises(DataError, match=r"part-00001-000000.*item 2 \(item 2\) is in it, and in part-00000-000000"):
-        Gathered(tmp_path)
+        GatheredOutputs(tmp_path)
 
 
 def spoil(path, change):
@@ -266,37 +266,37 @@ def test_a_damaged_part_is_named_and_what_is_advised_helps(tmp_path, change, suf
     with pytest.raises(
         DataError, match=rf"part-00000-000004\{suffix}: .*\n  next: rm .*part-00000-000004.json"
     ) as refused:
-        Gathered(tmp_path)
+        GatheredOutputs(tmp_path)
     (tmp_path / refused.value.remedy.split()[1]).unlink()
-    writer = Writer(tmp_path, 0)
+    writer = OutputWriter(tmp_path, 0)
     assert writer.done_numbers().tolist() == [0, 1, 2, 3, 5, 6, 7, 8]
     write(tmp_path, 0, [4])
-    check(Gathered(tmp_path), range(9))
+    check(GatheredOutputs(tmp_path), range(9))
 
 
 @pytest.mark.parametrize("suffix", [".json", ".safetensors"])
 def test_a_truncated_part_is_set_aside_and_its_items_are_done_again(tmp_path, suffix, caplog):
     write(tmp_path, 0, list(range(9)), part_bytes=1)
     spoil(tmp_path / f"part-00000-000004{suffix}", lambda data: data[:-1])
-    assert Writer(tmp_path, 1).done_numbers().tolist() == [0, 1, 2, 3, 5, 6, 7, 8]
+    assert OutputWriter(tmp_path, 1).done_numbers().tolist() == [0, 1, 2, 3, 5, 6, 7, 8]
     assert "part-00000-000004" in caplog.text
     write(tmp_path, 1, [4])
-    check(Gathered(tmp_path), range(9))
+    check(GatheredOutputs(tmp_path), range(9))
 
 
 def test_values_that_are_gone_are_done_again(tmp_path):
     write(tmp_path, 0, list(range(3)), part_bytes=1)
     (tmp_path / "part-00000-000001.safetensors").unlink()
-    assert Writer(tmp_path, 0).done_numbers().tolist() == [0, 2]
+    assert OutputWriter(tmp_path, 0).done_numbers().tolist() == [0, 2]
 
 
 def test_outputs_of_another_checkpoint_do_not_mix(tmp_path):
     write(tmp_path, 0, [1], of="one")
     with pytest.raises(ConfigError, match=r"outputs of one, not of two.*\n.*rm -r"):
-        Writer(tmp_path, 0, of="two").done_numbers()
+        OutputWriter(tmp_path, 0, of="two").done_numbers()
     with pytest.raises(ConfigError, match="outputs of one, not of two"):
-        Gathered(tmp_path, of="two")
-    assert Gathered(tmp_path, of="one").numbers.tolist() == [1]
+        GatheredOutputs(tmp_path, of="two")
+    assert GatheredOutputs(tmp_path, of="one").numbers.tolist() == [1]
 
 
 KILLED = """
@@ -330,10 +330,10 @@ def test_a_kill_at_any_moment_costs_only_what_was_not_published(tmp_path):
     known = set()
     for name, _ in ends:
         folder = tmp_path / name
-        there = Writer(folder, 0).done_numbers().tolist()
+        there = OutputWriter(folder, 0).done_numbers().tolist()
         known.add(len(there))
         write(folder, 0, [number for number in range(6) if number not in there])
-        check(Gathered(folder), range(6))
+        check(GatheredOutputs(folder), range(6))
     assert len(known) > 2
 
 
@@ -355,7 +355,7 @@ def test_a_full_disk_is_said_so(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert "part-00000-000000" in done.stdout
     assert "cannot be written: File too large" in done.stdout
-    assert Writer(tmp_path, 0).done_numbers().tolist() == []
+    assert OutputWriter(tmp_path, 0).done_numbers().tolist() == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -377,11 +377,11 @@ IDS = [
 
 def test_tables_have_every_number_and_arrays_whatever_the_ids(tmp_path):
     folder = tmp_path / "in" / "deep"
-    with Writer(tmp_path / "parts", 0) as writer:
+    with OutputWriter(tmp_path / "parts", 0) as writer:
         for number, id_ in enumerate(IDS):
             values = {"affinity": [np.float32(0.1) * number], "map": [np.full((number, 2), number, np.int32)]}
             writer.add([id_], [number], values | ({"mixed": [number]} if number % 2 else {"mixed": [[number]]}))
-    tables = write_tables(Gathered(tmp_path / "parts"), folder, part_bytes=300)
+    tables = write_tables(GatheredOutputs(tmp_path / "parts"), folder, part_bytes=300)
     assert tables.items == len(IDS)
     with tables.csv.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
@@ -405,9 +405,9 @@ def test_tables_have_every_number_and_arrays_whatever_the_ids(tmp_path):
 
 
 def test_what_is_not_finite_is_null_in_json_and_itself_in_the_table(tmp_path):
-    with Writer(tmp_path / "parts", 0) as writer:
+    with OutputWriter(tmp_path / "parts", 0) as writer:
         writer.add(["a", "b", "c"], [0, 1, 2], {"x": [math.nan, math.inf, 1.0], "flag": [True, False, True]})
-    tables = write_tables(Gathered(tmp_path / "parts"), tmp_path)
+    tables = write_tables(GatheredOutputs(tmp_path / "parts"), tmp_path)
     assert tables.csv.read_text().splitlines() == ["id,flag,x", "a,True,nan", "b,False,inf", "c,True,1.0"]
     assert tables.jsonl.read_text().splitlines()[0] == '{"id": "a", "flag": true, "x": null}'
 
@@ -415,13 +415,13 @@ def test_what_is_not_finite_is_null_in_json_and_itself_in_the_table(tmp_path):
 def test_tables_replace_those_of_an_earlier_time(tmp_path):
     write(tmp_path / "many", 0, list(range(20)))
     write(tmp_path / "few", 0, [1, 2])
-    assert len(write_tables(Gathered(tmp_path / "many"), tmp_path / "out", part_bytes=200).arrays) > 2
-    tables = write_tables(Gathered(tmp_path / "few"), tmp_path / "out")
+    assert len(write_tables(GatheredOutputs(tmp_path / "many"), tmp_path / "out", part_bytes=200).arrays) > 2
+    tables = write_tables(GatheredOutputs(tmp_path / "few"), tmp_path / "out")
     assert sorted((tmp_path / "out").iterdir()) == sorted([tables.csv, tables.jsonl, *tables.arrays])
     assert len(tables.csv.read_text().splitlines()) == 3
 
 
 def test_a_table_of_nothing_is_a_header(tmp_path):
-    tables = write_tables(Gathered(tmp_path / "nothing"), tmp_path / "out")
+    tables = write_tables(GatheredOutputs(tmp_path / "nothing"), tmp_path / "out")
     assert tables.csv.read_text().splitlines() == ["id"]
     assert (tables.jsonl.read_text(), tables.arrays, tables.items) == ("", (), 0)

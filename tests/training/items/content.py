@@ -11,11 +11,11 @@ from pipeline.encoder.embedding_recipe import Recipe, Variant
 from pipeline.graphs.item_graph import ChainText, Graph, Part, encode
 from pipeline.keys import recipe_key
 from pipeline.records import Kind, Role
-from pipeline.training.items.item_source import Cached
-from pipeline.training.items.item_table import Table, TableBuilder
+from pipeline.training.items.item_source import CachedGraphs
+from pipeline.training.items.item_table import ItemTable, TableBuilder
 from pipeline.training.items.loader import Loader
 from pipeline.training.items.residue_embeddings import Embeddings
-from pipeline.training.sampling.sampler import Micro
+from pipeline.training.sampling.sampler import MicroBatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -100,12 +100,12 @@ class Micros:
     first: int = 0
     moves: int = 0
 
-    def __iter__(self) -> Iterator[Micro]:
+    def __iter__(self) -> Iterator[MicroBatch]:
         epoch = self.epoch
         for step in range(self.first, len(self.lists)):
             if step + 1 == len(self.lists):
                 self.epoch, self.first = epoch + 1, 0
-            yield Micro(epoch, step, 0, 1, np.array(self.lists[step], np.int64))
+            yield MicroBatch(epoch, step, 0, 1, np.array(self.lists[step], np.int64))
 
     def count(self, epoch: int) -> int:
         return len(self.lists)
@@ -115,7 +115,7 @@ class Micros:
         if epoch != self.epoch:
             self.epoch, self.first = epoch, 0
 
-    def state_dict(self, after: Micro | None = None) -> dict[str, Any]:
+    def state_dict(self, after: MicroBatch | None = None) -> dict[str, Any]:
         return {"epoch": after.epoch, "step": after.step + 1} if after else {"epoch": self.epoch, "step": self.first}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -129,14 +129,14 @@ class Made:
 
     root: Path
     graphs: dict[int, Graph]
-    table: Table
+    table: ItemTable
     graph_store: Store
     embed_store: Store
     rows: dict[str, np.ndarray]  # text → what its embedding is
 
     def loader(self, lists: Sequence[Sequence[int]], **options: Any) -> Loader:
         embeddings = options.pop("embeddings", Embeddings(self.embed_store, ENCODER))
-        graphs = options.pop("graphs", Cached(self.graph_store, self.table))
+        graphs = options.pop("graphs", CachedGraphs(self.graph_store, self.table))
         sampler = options.pop("sampler", None) or Micros(lists)
         return Loader(graphs, embeddings, sampler, **options)
 

@@ -16,20 +16,20 @@ from pipeline.graphs.item_graph import Recipe, decode, encode
 from pipeline.records import Item, Part, Reason, Rejection, Role
 from pipeline.store.cache_folder import Cache
 from pipeline.structures import inventory
-from pipeline.training.items.batch_layout import Sheet
-from pipeline.training.items.crop import cropped, rng_of
-from pipeline.training.items.item_source import Cached, Found
+from pipeline.training.items.batch_layout import BatchBuilder
+from pipeline.training.items.crop import crop_item, crop_rng
+from pipeline.training.items.item_source import CachedGraphs, ItemArrays
 from tests.training.items.content import ALONE, PAIR, graph_of, made
 
 
 def found_of(graph, name="item"):
-    return Found(0, name, *encode(graph))
+    return ItemArrays(0, name, *encode(graph))
 
 
 def cut(graph, limits, seed=0, **options):
     found = found_of(graph)
-    small = cropped(found, limits, np.random.default_rng(seed), **options)
-    Sheet([small])  # the loader's own checks: every field has the rows of its axis
+    small = crop_item(found, limits, np.random.default_rng(seed), **options)
+    BatchBuilder([small])  # the loader's own checks: every field has the rows of its axis
     return decode(small.arrays, small.meta), small
 
 
@@ -107,8 +107,8 @@ def test_whatever_is_cut_is_within_its_limits_and_otherwise_as_it_was(seed, role
 def test_an_item_that_fits_is_the_very_same():
     found = found_of(graph_of(0))
     rng = np.random.default_rng(0)
-    assert cropped(found, found.meta["sizes"], rng) is found
-    assert cropped(found, {}, rng) is found
+    assert crop_item(found, found.meta["sizes"], rng) is found
+    assert crop_item(found, {}, rng) is found
 
 
 def test_what_stays_is_what_is_nearest_to_a_native_contact():
@@ -189,12 +189,12 @@ def test_the_cut_follows_from_seed_epoch_and_item_alone():
     found = found_of(graph_of(3))
 
     def at(*origin):
-        return cropped(found, {"nodes": 9}, rng_of(*origin)).arrays["receptor.node.pos"].tobytes()
+        return crop_item(found, {"nodes": 9}, crop_rng(*origin)).arrays["receptor.node.pos"].tobytes()
 
     assert at(0, 0, "a") == at(0, 0, "a")
     others = {at(seed, epoch, name) for seed in range(3) for epoch in range(4) for name in "ab"}
     assert len(others) > 3
-    one, other = rng_of(1, 2, "a"), rng_of(2, 1, "a")
+    one, other = crop_rng(1, 2, "a"), crop_rng(2, 1, "a")
     assert one.random() != other.random()
 
 
@@ -242,7 +242,7 @@ def test_every_residue_that_stays_has_its_own_embedding(data):
 
 def test_labels_come_with_their_items_cut_or_whole_in_any_batch(data):
     told = np.array([number / 2 if number != 3 else np.nan for number in range(8)], np.float32)
-    graphs = Cached(data.graph_store, replace(data.table, labels={"affinity": told}))
+    graphs = CachedGraphs(data.graph_store, replace(data.table, labels={"affinity": told}))
     for options in ({}, {"crop": LIMITS}):
         for batch in data.loader([[4, 3, 0], [7]], graphs=graphs, **options):
             np.testing.assert_array_equal(batch["affinity"], told[list(batch.numbers)])

@@ -13,7 +13,7 @@ from pipeline.keys import recipe_key
 from pipeline.records import Item, Part, Role
 from pipeline.stages.table_records import wrong_table
 from pipeline.store.cache_folder import Cache
-from pipeline.training.items.item_table import Table, TableBuilder
+from pipeline.training.items.item_table import ItemTable, TableBuilder
 
 ROWS = st.lists(
     st.tuples(
@@ -57,7 +57,7 @@ def test_a_table_holds_what_was_added(rows):
 def test_a_table_is_read_as_it_was_written(store):
     rows = [(f"ü{number}", recipe_key("t", {"n": number}), "ab"[number % 2], number << 30) for number in range(50)]
     key = builder_of(rows, items=True).write(store)
-    table = Table.read(store, key)
+    table = ItemTable.read(store, key)
     assert rows_of(table) == rows
     assert table.sizes["nodes"].dtype == np.int64
     assert table.of_split("b").item(3) == Item("ü7", parts=(Part(Role.COMPLEX, "/data/ü7.pdb"),), split="b")
@@ -80,7 +80,7 @@ def test_the_same_table_is_stored_once_and_another_under_another_key(store):
 
 
 def test_a_table_of_nothing_is_a_table(store):
-    table = Table.read(store, TableBuilder().write(store))
+    table = ItemTable.read(store, TableBuilder().write(store))
     assert len(table) == 0
     with pytest.raises(ConfigError, match="no item is in split 'train'; this data set has no splits"):
         table.of_split("train")
@@ -122,7 +122,7 @@ def test_more_splits_than_a_table_can_name_are_refused():
 
 def test_a_table_that_is_gone_is_missing(store):
     with pytest.raises(RecordMissing):
-        Table.read(store, bytes(16))
+        ItemTable.read(store, bytes(16))
 
 
 def test_a_large_table_is_a_few_bytes_an_item_and_read_at_once(store):
@@ -134,7 +134,7 @@ def test_a_large_table_is_a_few_bytes_an_item_and_read_at_once(store):
     key = builder.write(store)
     assert store.stat().bytes < 56 * count
     start = time.perf_counter()
-    train = Table.read(store, key).of_split("train")
+    train = ItemTable.read(store, key).of_split("train")
     assert time.perf_counter() - start < 1.0  # it takes some milliseconds
     assert (train.ids[count - 1], train.key(7)) == (f"item{count - 1:08d}", keys[112:128])
 
@@ -158,7 +158,7 @@ def labelled(labels):
 
 def test_labels_are_read_as_they_were_written_and_make_another_table(store):
     key = labelled([-9.5, float("nan"), 2.0]).write(store)
-    table = Table.read(store, key).of_split("train")
+    table = ItemTable.read(store, key).of_split("train")
     np.testing.assert_array_equal(table.labels["affinity"], np.array([-9.5, np.nan, 2.0], np.float32))
     assert table.take(np.array([2, 0])).values(0) == {"affinity": 2.0}
     assert labelled([-9.5, float("nan"), 2.5]).write(store) != key

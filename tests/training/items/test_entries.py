@@ -14,9 +14,9 @@ from pipeline.errors import DataError
 from pipeline.records import Entry, Reason, Rejection
 from pipeline.stages.read_entries import Taken, read
 from pipeline.store.cache_folder import Cache
-from pipeline.training.items.batch import Batch
-from pipeline.training.items.item_source import NUMBERS, Entered, digest_of
-from pipeline.training.items.item_table import Table
+from pipeline.training.items.batch import ItemBatch
+from pipeline.training.items.item_source import NUMBERS, ReaderItems, arrays_digest
+from pipeline.training.items.item_table import ItemTable
 from pipeline.training.items.loader import Loader
 from tests.training.items.content import Micros
 
@@ -46,11 +46,11 @@ def taken(*items: dict[str, Any]) -> tuple[Taken, list[Rejection]]:
     return found, list(read(Given(*items).entries(), found))
 
 
-def loaded(reader: Given, table: Table, *numbers: int) -> Batch:
+def loaded(reader: Given, table: ItemTable, *numbers: int) -> ItemBatch:
     """Return some items as one batch."""
     sampler: Any = Micros([list(numbers)])
-    (batch,) = Loader(Entered(reader, table), None, sampler)
-    assert isinstance(batch, Batch)
+    (batch,) = Loader(ReaderItems(reader, table), None, sampler)
+    assert isinstance(batch, ItemBatch)
     return batch
 
 
@@ -153,9 +153,9 @@ def test_no_more_is_read_than_the_limit() -> None:
 def test_a_table_comes_back_with_the_places(tmp_path: Path) -> None:
     found, _ = taken(peaks(2), peaks(3))
     store = Cache(tmp_path / "cache").kind("sets")
-    table = Table.read(store, found.table.write(store))
+    table = ItemTable.read(store, found.table.write(store))
     assert [table.place(number) for number in range(2)] == [[0], [1]]
-    assert table.key(1) == digest_of(peaks(3))
+    assert table.key(1) == arrays_digest(peaks(3))
     assert json.loads(table.take(np.array([1])).items[0]) == [1]  # type: ignore[index]
 
 
@@ -167,7 +167,7 @@ def test_a_table_comes_back_with_the_places(tmp_path: Path) -> None:
 def test_arrays_that_are_not_what_they_were_are_an_error_that_names_the_item(changed: dict[str, Any]) -> None:
     reader = Given(peaks(2), peaks(3))
     found, _ = taken(*reader.items)
-    source = Entered(reader, found.table.table())
+    source = ReaderItems(reader, found.table.table())
     assert [one.id for one in source.read([1, 0])] == ["i1", "i0"]
     reader.items[1] = changed
     with pytest.raises(DataError, match="i1 is not what it was") as caught:
@@ -183,7 +183,7 @@ def test_what_a_reader_raises_names_the_item(error: Exception) -> None:
 
     found, _ = taken(peaks(2))
     with pytest.raises(DataError, match="i0 cannot be read: ") as caught:
-        list(Entered(Failing(), found.table.table()).read([0]))
+        list(ReaderItems(Failing(), found.table.table()).read([0]))
     assert "pipeline submit --stage scan" in caught.value.remedy
 
 

@@ -14,9 +14,9 @@ import torch
 from pipeline.errors import CacheDamaged, ConfigError, RecordMissing
 from pipeline.records import Reason, Rejection, Role
 from pipeline.store.cache_folder import Cache
-from pipeline.training.items.batch import padded
+from pipeline.training.items.batch import padded_field
 from pipeline.training.items.loader import Loader
-from pipeline.training.sampling.sampler import Sampler, Settings
+from pipeline.training.sampling.sampler import Sampler, SamplerSettings
 from tests.training.items.content import ALONE, ENCODER, PRECISION, WIDTH, graph_of, made
 
 
@@ -79,12 +79,12 @@ def test_edges_and_labels_of_a_batch_join_the_nodes_that_they_join_in_its_items(
 def test_padding_puts_every_row_where_it_belongs(data):
     (batch,) = data.loader([[0, 1, 2]])
     for name in ("receptor.node.pos", "ligand.embedding", "receptor.node.type"):
-        dense, real = padded(batch, name, fill=9)
+        dense, real = padded_field(batch, name, fill=9)
         assert real.sum(dim=1).tolist() == batch.ptr(batch.layout.places[name].axis).diff().tolist()
         assert torch.equal(dense[real], batch[name])
         assert (dense[~real] == 9).all()
     with pytest.raises(ValueError, match="no rows to pad"):
-        padded(batch, "receptor.edge.near")
+        padded_field(batch, "receptor.edge.near")
 
 
 def test_items_of_all_sorts_share_a_batch(tmp_path):
@@ -214,7 +214,7 @@ def test_a_loader_that_is_dropped_frees_its_memory(data):
 
 
 def test_the_state_is_after_what_was_yielded_not_after_what_was_read(data):
-    settings = Settings(batch=6, seed=5, micro_batch=4, padding=None)
+    settings = SamplerSettings(batch=6, seed=5, micro_batch=4, padding=None)
 
     def loader():
         return data.loader([], sampler=Sampler(data.table.sizes, settings), slots=4)
@@ -239,7 +239,7 @@ def endless(loader):
 
 
 def test_a_second_epoch_has_another_order_and_the_loader_counts_its_batches(data):
-    sampler = Sampler(data.table.sizes, Settings(batch=4, padding=None))
+    sampler = Sampler(data.table.sizes, SamplerSettings(batch=4, padding=None))
     loader = data.loader([], sampler=sampler)
     epochs = [[number for batch in loader for number in batch.numbers] for _ in range(2)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(24))
@@ -411,7 +411,7 @@ class Refusing:
 
 
 def refused(**options):
-    sampler = Sampler({"nodes": np.arange(1, 41)}, Settings(batch=4, padding=None))
+    sampler = Sampler({"nodes": np.arange(1, 41)}, SamplerSettings(batch=4, padding=None))
     return Loader(Refusing(), None, sampler, slots=2, threads=1, pin=False, **options)
 
 

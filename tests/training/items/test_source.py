@@ -15,7 +15,7 @@ from pipeline.store.cache_folder import Cache
 from pipeline.structures import inventory
 from pipeline.structures.atoms import Unusable
 from pipeline.structures.synthetic import complex_pdb
-from pipeline.training.items.item_source import Built, Cached
+from pipeline.training.items.item_source import BuiltGraphs, CachedGraphs
 from pipeline.training.items.item_table import TableBuilder
 from pipeline.training.items.loader import Loader
 from tests.training.items.content import Micros
@@ -48,7 +48,7 @@ def batches(graphs, **options):
 
 def test_a_graph_built_on_the_fly_is_the_one_in_the_cache_bit_for_bit(prepared):
     store, table = prepared
-    both = zip(batches(Cached(store, table)), batches(Built(table, READING, RECIPE)), strict=True)
+    both = zip(batches(CachedGraphs(store, table)), batches(BuiltGraphs(table, READING, RECIPE)), strict=True)
     for cached, built in both:
         assert cached.ids == built.ids
         assert cached.layout.places == built.layout.places
@@ -61,20 +61,20 @@ def test_a_file_that_changed_after_the_table_was_made_is_an_error(prepared):
     path = Path(table.item(1).parts[0].path)
     path.write_bytes(complex_pdb(9, 30, 25))
     with pytest.raises(DataError, match=r"c1: its files or the configuration changed.*\n.*submit --stage graph"):
-        list(batches(Built(table, READING, RECIPE)))
+        list(batches(BuiltGraphs(table, READING, RECIPE)))
 
 
 def test_another_recipe_than_the_tables_is_an_error(prepared):
     _, table = prepared
     with pytest.raises(DataError, match="the configuration changed"):
-        list(batches(Built(table, READING, Recipe(neighbours=3))))
+        list(batches(BuiltGraphs(table, READING, Recipe(neighbours=3))))
 
 
 def test_a_file_that_is_gone_after_the_table_was_made_is_an_error(prepared):
     _, table = prepared
     Path(table.item(0).parts[0].path).unlink()
     with pytest.raises(DataError, match=r"missing_file: c0: no such file.*\n.*submit --stage graph"):
-        list(batches(Built(table, READING, RECIPE)))
+        list(batches(BuiltGraphs(table, READING, RECIPE)))
 
 
 def test_an_item_that_has_no_graph_is_left_out_and_told(prepared, monkeypatch):
@@ -88,7 +88,7 @@ def test_an_item_that_has_no_graph_is_left_out_and_told(prepared, monkeypatch):
 
     monkeypatch.setattr("pipeline.training.items.item_source.build", sometimes)
     told = []
-    got = [list(batch.numbers) for batch in batches(Built(table, READING, RECIPE), reject=told.append)]
+    got = [list(batch.numbers) for batch in batches(BuiltGraphs(table, READING, RECIPE), reject=told.append)]
     assert got == [[2], [1]]
     assert [(one.id, one.reason, one.split) for one in told] == [("c0", Reason.NO_CONTACTS, "train")]
 
@@ -104,7 +104,7 @@ def test_a_bug_in_the_building_costs_one_item(prepared, monkeypatch, caplog):
 
     monkeypatch.setattr("pipeline.training.items.item_source.build", sometimes)
     told = []
-    got = [list(batch.numbers) for batch in batches(Built(table, READING, RECIPE), reject=told.append)]
+    got = [list(batch.numbers) for batch in batches(BuiltGraphs(table, READING, RECIPE), reject=told.append)]
     assert got == [[2, 0], []]
     assert (told[0].id, told[0].reason) == ("c1", Reason.GRAPH_FAILED)
     assert "as bugs do" in told[0].detail
@@ -112,6 +112,6 @@ def test_a_bug_in_the_building_costs_one_item(prepared, monkeypatch, caplog):
 
 def test_the_order_of_items_asked_for_is_kept(prepared):
     store, table = prepared
-    found = list(Cached(store, table).read([2, 0, 1, 2]))
+    found = list(CachedGraphs(store, table).read([2, 0, 1, 2]))
     assert [one.id for one in found] == ["c2", "c0", "c1", "c2"]
     assert np.array_equal(found[0].arrays["receptor.node.pos"], found[3].arrays["receptor.node.pos"])

@@ -20,12 +20,12 @@ from pipeline.graphs.item_graph import encode
 from pipeline.keys import recipe_key
 from pipeline.records import Tell
 from pipeline.stages.train import Items, Job, close, trainer_of
-from pipeline.training.items.item_source import Found
-from pipeline.training.items.item_table import Table, TableBuilder
+from pipeline.training.items.item_source import ItemArrays
+from pipeline.training.items.item_table import ItemTable, TableBuilder
 from pipeline.training.loop.trainer import Trainer
 from pipeline.training.prepared import ModelFolder, Prepared, Stretch, likeness
-from pipeline.training.ranks.rank_protocol import Alone, Ranks
-from pipeline.training.sampling.sampler import Micro
+from pipeline.training.ranks.rank_protocol import Ranks, SingleRank
+from pipeline.training.sampling.sampler import MicroBatch
 from pipeline.training.step.step import Settings, Step
 from tests.training.items.content import graph_of
 
@@ -166,18 +166,18 @@ def drawn(number: int) -> tuple[Any, Any, dict[str, int]]:
 class Memory:
     """Graphs that are in memory."""
 
-    table: Table
+    table: ItemTable
 
-    def read(self, numbers: Sequence[int]) -> Iterator[Found]:
+    def read(self, numbers: Sequence[int]) -> Iterator[ItemArrays]:
         """Yield the graph of each item."""
         for number in numbers:
             name = self.table.ids[number]
             arrays, meta, _ = drawn(int(name[4:]))
-            yield Found(number, name, arrays, meta)
+            yield ItemArrays(number, name, arrays, meta)
 
 
 @cache
-def table_of(items: int) -> Table:
+def table_of(items: int) -> ItemTable:
     """Return a table of so many made graphs."""
     builder = TableBuilder()
     for number in range(items):
@@ -204,7 +204,7 @@ class Run:
 
     plot: Plot
     folder: Path
-    ranks: Ranks = field(default_factory=Alone)
+    ranks: Ranks = field(default_factory=SingleRank)
     make: Callable[[Any, Settings], Step] = Step
     ending: Callable[[], int] = lambda: 0
     task: Any = None
@@ -385,10 +385,10 @@ def batch_of(plot: Plot, task: Any, numbers: Sequence[int], epoch: int) -> Any:
     """Return some items as a task's batch."""
     from pipeline.training.items.loader import Loader
     from pipeline.training.sampling.sampler import Sampler
-    from pipeline.training.sampling.sampler import Settings as Sampling
+    from pipeline.training.sampling.sampler import SamplerSettings as Sampling
 
     table = table_of(plot.items)
     sampler = Sampler({"nodes": table.sizes["nodes"]}, Sampling(batch=1))
     loader = Loader(Memory(table), None, sampler, slots=2, threads=1, pin=False, seed=plot.config().seed)
-    batch = loader.fetch(list(numbers), Micro(epoch, 0, 0, 1, np.array(numbers, np.int64)))
+    batch = loader.fetch(list(numbers), MicroBatch(epoch, 0, 0, 1, np.array(numbers, np.int64)))
     return task.collate(batch.items, batch.rng)

@@ -11,8 +11,16 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.training.loop.metrics_log import EPOCHS, FIGURES, Epoch, Figures, Spread, read_epochs, read_figures
-from pipeline.training.loop.trackers import Harmless, opened, run_id
+from pipeline.training.loop.metrics_log import (
+    EPOCHS,
+    FIGURES,
+    Epoch,
+    MetricRange,
+    MetricsLog,
+    read_epochs,
+    read_figures,
+)
+from pipeline.training.loop.trackers import FailsafeTracker, open_trackers, run_id
 
 GIB = 1 << 30
 EPOCH = Epoch(
@@ -21,7 +29,7 @@ EPOCH = Epoch(
     steps=10,
     loss={"contacts": 0.41234},
     learning_rate=1e-4,
-    batch=Spread(24, 24, 24),
+    batch=MetricRange(24, 24, 24),
     items=240,
     items_per_s=12.13,
     wait_share=0.004,
@@ -48,7 +56,7 @@ def test_the_line_says_what_went_wrong_and_how_the_batch_varied():
     worse = replace(
         EPOCH,
         loss={"contacts": math.nan, "distance": 1.5},
-        batch=Spread.of([24, 24, 12]),
+        batch=MetricRange.of([24, 24, 12]),
         allocated_bytes=31 << 20,
         reserved_bytes=0,
         peak_bytes=42 << 20,
@@ -63,7 +71,7 @@ def test_the_line_says_what_went_wrong_and_how_the_batch_varied():
 
 
 def test_an_epoch_is_read_as_it_was_written(tmp_path):
-    with Figures(tmp_path) as figures:
+    with MetricsLog(tmp_path) as figures:
         figures.epoch(EPOCH)
         figures.epoch(replace(EPOCH, epoch=4, step=50, loss={"contacts": math.inf}))
     first, second = read_epochs(tmp_path)
@@ -85,11 +93,11 @@ def test_nothing_was_measured_where_there_is_no_file(tmp_path):
 
 @pytest.mark.parametrize("resumed", range(0, 55, 5))
 def test_a_step_never_appears_twice_after_resuming(tmp_path, resumed):
-    with Figures(tmp_path) as figures:
+    with MetricsLog(tmp_path) as figures:
         for step in range(10, 51, 10):
             figures.log(step, {"loss": step})
             figures.epoch(replace(EPOCH, epoch=step // 10, step=step))
-    with Figures(tmp_path, step=resumed) as figures:
+    with MetricsLog(tmp_path, step=resumed) as figures:
         for step in range(10, 61, 10):
             if step > resumed:
                 figures.log(step, {"loss": step + 0.5})
@@ -102,7 +110,7 @@ def test_a_step_never_appears_twice_after_resuming(tmp_path, resumed):
 
 
 def test_a_torn_line_is_none_at_whatever_byte_it_was_torn(tmp_path):
-    with Figures(tmp_path) as figures:
+    with MetricsLog(tmp_path) as figures:
         for step in (1, 2):
             figures.log(step, {"loss": 0.25})
     path = tmp_path / FIGURES
@@ -111,7 +119,7 @@ def test_a_torn_line_is_none_at_whatever_byte_it_was_torn(tmp_path):
     for end in range(first, len(whole)):
         path.write_bytes(whole[:end])
         assert [line["step"] for line in read_figures(tmp_path)] == [1]
-        with Figures(tmp_path, step=9) as figures:
+        with MetricsLog(tmp_path, step=9) as figures:
             figures.log(3, {})
         assert [line["step"] for line in read_figures(tmp_path)] == [1, 3]
 
@@ -119,8 +127,8 @@ def test_a_torn_line_is_none_at_whatever_byte_it_was_torn(tmp_path):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from pipeline.training.loop.metrics_log import Figures
-figures = Figures(Path(sys.argv[1]))
+from pipeline.training.loop.metrics_log import MetricsLog
+figures = MetricsLog(Path(sys.argv[1]))
 for step in range(1, 1000):
     figures.log(step, {"loss": 1 / step})
     if step == 321:
@@ -137,9 +145,9 @@ def test_what_was_noted_before_a_kill_is_there(tmp_path):
 FULL = """
 import resource, sys
 from pathlib import Path
-from pipeline.training.loop.metrics_log import Figures
+from pipeline.training.loop.metrics_log import MetricsLog
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
-with Figures(Path(sys.argv[1])) as figures:
+with MetricsLog(Path(sys.argv[1])) as figures:
     for step in range(1, 9):
         figures.log(step, {"loss": 0.123456789})
 """
@@ -162,10 +170,10 @@ def points(folder):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:tensorboard")
 def test_tensorboard_shows_each_step_once_after_resuming(tmp_path):
-    with Figures(tmp_path, trackers=opened(["tensorboard"], tmp_path)) as figures:
+    with MetricsLog(tmp_path, trackers=open_trackers(["tensorboard"], tmp_path)) as figures:
         for step in (10, 20, 30, 40):
             figures.log(step, {"loss": 1.0, "broken": None})
-    with Figures(tmp_path, step=20, trackers=opened(["tensorboard"], tmp_path, step=20)) as figures:
+    with MetricsLog(tmp_path, step=20, trackers=open_trackers(["tensorboard"], tmp_path, step=20)) as figures:
         figures.log(30, {"loss": 0.5})
         figures.epoch(EPOCH)
     seen = points(tmp_path)
@@ -179,10 +187,10 @@ def test_tensorboard_shows_each_step_once_after_resuming(tmp_path):
 OFFLINE = """
 import sys
 from pathlib import Path
-from pipeline.training.loop.trackers import opened
+from pipeline.training.loop.trackers import open_trackers
 folder = Path(sys.argv[1])
 for step in (1, 2):
-    (tracker,) = opened(["wandb"], folder, name="mine", config={"rate": 0.5})
+    (tracker,) = open_trackers(["wandb"], folder, name="mine", config={"rate": 0.5})
     tracker.scalars(step, {"loss": 1 / step})
     tracker.close()
 """
@@ -214,8 +222,8 @@ class Failing:
 
 def test_a_tracker_that_fails_is_one_warning_and_nothing_more(tmp_path, caplog):
     failing = Failing()
-    tracker = Harmless("wandb", lambda: failing)
-    with Figures(tmp_path, trackers=[tracker]) as figures:
+    tracker = FailsafeTracker("wandb", lambda: failing)
+    with MetricsLog(tmp_path, trackers=[tracker]) as figures:
         for step in range(5):
             figures.log(step, {"loss": 1.0})
     assert failing.asked == 1
@@ -228,7 +236,7 @@ def test_a_tracker_that_fails_is_one_warning_and_nothing_more(tmp_path, caplog):
 def test_a_tracker_that_is_not_installed_says_how_it_would_be(tmp_path, caplog, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with caplog.at_level(logging.WARNING):
-        (tracker,) = opened(["wandb"], tmp_path)
+        (tracker,) = open_trackers(["wandb"], tmp_path)
         tracker.scalars(1, {"loss": 1.0})
     assert len(caplog.records) == 1
     assert "pip install 'pipeline[wandb]'" in caplog.text

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import DataError, JobFailed
 from pipeline.training.checkpoints.checkpoint_folder import Checkpoints
-from pipeline.training.items.batch import Batch
+from pipeline.training.items.batch import ItemBatch
 from pipeline.training.loop.metrics_log import read_epochs
 from pipeline.training.step.step import Step
 from tests.limited import device as limited
@@ -596,7 +596,7 @@ def test_nothing_of_a_batch_is_kept_after_training(tmp_path: Path) -> None:
     import weakref
 
     run = Run(Plot(), tmp_path)
-    kept: list[weakref.ref[Batch]] = []
+    kept: list[weakref.ref[ItemBatch]] = []
     stepper = run.trainer.stepper
     begin = stepper._begin
     stepper._begin = lambda piece: (kept.append(weakref.ref(piece.batch)), begin(piece))[1]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pipeline.training.loop.metrics_log import read_epochs
-from pipeline.training.ranks.process_group import Group
+from pipeline.training.ranks.process_group import ProcessGroup
 from pipeline.training.ranks.rank_protocol import LOST
 from tests.limited import device as limited
 from tests.limited.device import LimitedDevice
@@ -69,7 +69,7 @@ def done(world: int, folder: Path, part: Any, *words: Any) -> list[Any]:
     return [made.result(rank) for rank in range(world)]
 
 
-def one_steps(group: Group, folder: Path, plots: list[Plot]) -> list[dict[str, list[float]]]:
+def one_steps(group: ProcessGroup, folder: Path, plots: list[Plot]) -> list[dict[str, list[float]]]:
     """Return the gradients of one step of each plot."""
     found = []
     for number, plot in enumerate(plots):
@@ -99,7 +99,7 @@ def test_a_step_of_several_ranks_has_the_gradient_of_one_batch(tmp_path: Path, w
 
 
 def trained(
-    group: Group, folder: Path, plot: Plot, stop: int | None = None, told: Mapping[str, int] | None = None
+    group: ProcessGroup, folder: Path, plot: Plot, stop: int | None = None, told: Mapping[str, int] | None = None
 ) -> dict[str, Any]:
     """Train to the end, until a rank kills itself after a step, or until one is told to end."""
     told = told or {}
@@ -150,7 +150,7 @@ def test_ranks_of_which_one_is_killed_go_on_bitwise_as_if_it_had_not_been(tmp_pa
 # Memory ends on one rank
 
 
-def interrupted(group: Group, folder: Path, plot: Plot, at: list[Mapping[int, int]]) -> list[dict[str, Any]]:
+def interrupted(group: ProcessGroup, folder: Path, plot: Plot, at: list[Mapping[int, int]]) -> list[dict[str, Any]]:
     """Train some times, while blocks are refused on one rank: of a call, which one."""
     found = []
     for number, one in enumerate(at):
@@ -234,7 +234,7 @@ def test_without_dropout_memory_that_ends_on_one_rank_changes_nothing_beyond_rou
 # What all must decide alike
 
 
-def tearing(group: Group, folder: Path, plot: Plot, at: list[int]) -> dict[str, Any]:
+def tearing(group: ProcessGroup, folder: Path, plot: Plot, at: list[int]) -> dict[str, Any]:
     """Train while memory ends in the optimizer of the second rank."""
     run = Run(plot, folder, ranks=group, make=Tearing)
     if group.rank == 1:
@@ -257,7 +257,7 @@ def test_memory_that_always_ends_in_one_optimizer_ends_all_ranks(tmp_path: Path)
     assert all("did not help" in made.err(rank) for rank in range(2))
 
 
-def ended(group: Group, folder: Path, plot: Plot) -> None:
+def ended(group: ProcessGroup, folder: Path, plot: Plot) -> None:
     """Train to what is expected to be an error."""
     Run(plot, folder, ranks=group).to_end()
 

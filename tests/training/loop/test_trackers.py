@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pipeline.training.loop.metrics_log import Epoch, read_epochs, read_figures
-from pipeline.training.loop.trackers import history, last_step, run_id
+from pipeline.training.loop.trackers import last_step, run_id, wandb_history
 
 ROOT = Path(__file__).parents[3]
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -61,7 +61,7 @@ def of_tensorboard(model: Path) -> Curves:
 def of_wandb(model: Path) -> Curves:
     curves: Curves = {}
     for path in sorted(model.glob("wandb/*run-*/run-*.wandb")):
-        for step, figures in history(path):
+        for step, figures in wandb_history(path):
             for name, value in figures.items():
                 curves.setdefault(name, []).append((step, value))
     return curves
@@ -98,7 +98,7 @@ def test_a_training_taken_up_again_goes_on_in_the_same_run(model: Path) -> None:
     name = run_id(model, "wandb")
     files = sorted(model.glob("wandb/*run-*/run-*.wandb"))
     assert [path.name for path in files] == [f"run-{name}.wandb"] * 2
-    steps = [[step for step, _ in history(path)] for path in files]
+    steps = [[step for step, _ in wandb_history(path)] for path in files]
     assert steps == [[1, 2, 3, 4, 5], [6, 7, 8, 9]]
     assert last_step(model, name) == 9
     assert last_step(model, "another") == 0
@@ -112,14 +112,14 @@ def test_the_key_of_an_account_is_in_no_file(model: Path) -> None:
 
 def test_nothing_after_a_torn_record_is_believed(model: Path, tmp_path: Path) -> None:
     whole = sorted(model.glob("wandb/*run-*/run-*.wandb"))[0]
-    data, steps = whole.read_bytes(), list(history(whole))
+    data, steps = whole.read_bytes(), list(wandb_history(whole))
     torn = tmp_path / "run-torn.wandb"
     for end in range(0, len(data), 97):
         torn.write_bytes(data[:end])
-        assert list(history(torn)) == steps[: len(list(history(torn)))]
+        assert list(wandb_history(torn)) == steps[: len(list(wandb_history(torn)))]
     at = data.index(b"loss.squares")
     torn.write_bytes(data[:at] + b"?" + data[at + 1 :])
-    assert list(history(torn)) == []
+    assert list(wandb_history(torn)) == []
 
 
 def test_what_was_planned_and_every_rung_is_among_the_figures_of_an_epoch() -> None:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipeline.errors import PipelineError
-from pipeline.training.ranks.process_group import Group, gather
-from pipeline.training.ranks.rendezvous import Place
-from pipeline.training.ranks.watchdog import Patience
+from pipeline.training.ranks.process_group import ProcessGroup, join_process_group
+from pipeline.training.ranks.rendezvous import RankPlace
+from pipeline.training.ranks.watchdog import HangLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,7 +76,7 @@ def crew(
     world: int,
     part: Callable[..., Any],
     *words: Any,
-    patience: Patience | None = None,
+    patience: HangLimits | None = None,
     meeting: str = "test",
     meeting_folder: Path | None = None,
     nodes: int = 1,
@@ -109,12 +109,12 @@ def _be(
     folder: Path,
     where: Path,
     meeting: str,
-    patience: Patience | None,
+    patience: HangLimits | None,
     do: Callable[..., Any],
     words: tuple[Any, ...],
 ) -> None:
     """Be a rank: like a worker, but for what it does."""
-    place = replace(Place.told(part, meeting), nodes=nodes)
+    place = replace(RankPlace.told(part, meeting), nodes=nodes)
     os.dup2(os.open(folder / f"{place.rank}.err", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), 2)
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     warnings.simplefilter("error")
@@ -122,10 +122,10 @@ def _be(
     why = ""
     group = None
     try:
-        group = gather(
+        group = join_process_group(
             place, where, patience=patience, within_s=30, tell=folder.joinpath(f"{place.rank}.told").write_text
         )
-        assert isinstance(group, Group)
+        assert isinstance(group, ProcessGroup)
         result = do(group, *words)
         folder.joinpath(f"{place.rank}.json").write_text(json.dumps(result))
     except PipelineError as error:

@@ -20,27 +20,27 @@ from pipeline.memory.planning.request import REDUCED_BYTES
 from pipeline.training.ranks.process_group import (
     LETTER_BYTES,
     PIECE_BYTES,
-    Group,
+    ProcessGroup,
     interface_of,
-    pieces,
     reduce_in_pieces,
+    tensor_pieces,
 )
-from pipeline.training.ranks.rank_protocol import HUNG, LOST, Alone
-from pipeline.training.ranks.rendezvous import Place, _addresses
-from pipeline.training.ranks.watchdog import Doing, Loss, Patience, stuck
+from pipeline.training.ranks.rank_protocol import HUNG, LOST, SingleRank
+from pipeline.training.ranks.rendezvous import RankPlace, _addresses
+from pipeline.training.ranks.watchdog import Activity, HangLimits, LostRank, stuck_rank
 from tests.limited.device import LimitedDevice
 from tests.training.ranks.crews import Crew, await_file, crew
 
 SOON_S = 20.0
-QUICK = Patience(hang_s=2.0, slow_s=120.0, grace_s=3.0)
-SHORT = Patience(hang_s=1.2, slow_s=120.0)
+QUICK = HangLimits(hang_s=2.0, slow_s=120.0, grace_s=3.0)
+SHORT = HangLimits(hang_s=1.2, slow_s=120.0)
 WORLD = 3
 DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8", "complex64")
 SHAPES = ((), (5,), (3, 7), (0, 4), (2, 3, 4))
 SAID = {"a": 0.1 + 0.2, "nan": math.nan, "inf": -math.inf, "tiny": 5e-324, "text": "Å\n", "list": [1, None, True]}
 
 
-def everything(group: Group) -> dict[str, Any]:
+def everything(group: ProcessGroup) -> dict[str, Any]:
     """Exchange and add up all kinds of things; return what came of it."""
     rank = group.rank
     long = "x" * (rank * LETTER_BYTES)
@@ -122,7 +122,7 @@ def test_the_exit_code_is_the_one_that_verdicts_know() -> None:
 @pytest.mark.parametrize("piece_bytes", [1, 8, 100, 1000, 10**6])
 def test_pieces_hold_every_value_once_and_no_more_than_fits(piece_bytes: int) -> None:
     tensors = [torch.ones(3, 5, 7), torch.ones(40), torch.ones(2, 9).t(), torch.ones(6, dtype=torch.float64)]
-    for piece in pieces(tensors, piece_bytes):
+    for piece in tensor_pieces(tensors, piece_bytes):
         assert sum(part.nbytes for part in piece) <= max(piece_bytes, 8)
         assert len({part.dtype for part in piece}) == 1
     reduce_in_pieces(tensors, lambda flat: flat.mul_(2), piece_bytes)
@@ -141,7 +141,7 @@ def test_adding_up_takes_no_more_than_one_piece_of_memory() -> None:
 
 
 def test_one_process_hears_itself_as_others_would() -> None:
-    assert Alone().exchange({"pair": (1, 2)}) == [{"pair": [1, 2]}]
+    assert SingleRank().exchange({"pair": (1, 2)}) == [{"pair": [1, 2]}]
 
 
 def test_gloo_is_told_the_interface_of_an_address() -> None:
@@ -149,14 +149,14 @@ def test_gloo_is_told_the_interface_of_an_address() -> None:
     assert interface_of("203.0.113.7") is None
 
 
-def await_word_of(group: Group, rank: int, what: str) -> None:
+def await_word_of(group: ProcessGroup, rank: int, what: str) -> None:
     """Wait until the vigil of this rank has heard what another does, where it hears of it directly."""
     peer = group._vigil._peers.get(rank)
     while peer is not None and peer.doing.what != what:
         time.sleep(0.005)
 
 
-def lose(group: Group, folder: Path, victim: int, doing: str) -> None:
+def lose(group: ProcessGroup, folder: Path, victim: int, doing: str) -> None:
     """Wait to be killed, or for who is, which comes in three ways: in a call, between calls, or stuck in a library."""
     group.exchange({})
     group.progress("step 7, micro-batch 2")
@@ -188,7 +188,7 @@ def test_a_killed_rank_is_named_by_all_others(tmp_path: Path, victim: int, doing
         assert (f"error: one of 3 ranks is lost: {name}" in started.err(rank)) == (doing != "is stuck")
 
 
-def be_survived(group: Group, folder: Path) -> None:
+def be_survived(group: ProcessGroup, folder: Path) -> None:
     """Have rank 1 fork a child that outlives it, as loaders' workers may."""
     group.exchange({})
     if group.rank == 1:
@@ -211,7 +211,7 @@ def test_a_child_that_outlives_a_killed_rank_does_not_hide_its_death(tmp_path: P
     assert f"rank 1 ({socket.gethostname()}) died without a word" in started.told(0)
 
 
-def add_one(group: Group) -> list[float]:
+def add_one(group: ProcessGroup) -> list[float]:
     """Add something up."""
     ones = torch.ones(3)
     group.add_up([ones])
@@ -219,14 +219,14 @@ def add_one(group: Group) -> list[float]:
 
 
 def test_ranks_on_several_nodes_reach_each_other_by_an_address_that_is_no_loopback(tmp_path: Path) -> None:
-    if not list(_addresses(Place(0, 2, nodes=2))):
+    if not list(_addresses(RankPlace(0, 2, nodes=2))):
         pytest.skip("this machine has no address but the loopback's")
     started = crew(tmp_path, 2, add_one, nodes=2)
     assert started.wait() == [0, 0], started.err(1)
     assert started.result(1) == [2.0, 2.0, 2.0, 2]
 
 
-def hang(group: Group, victim: int) -> None:
+def hang(group: ProcessGroup, victim: int) -> None:
     """Make the first step; then one of all does nothing any more, and the others wait for it."""
     group.add_up([torch.zeros(1)])
     group.progress("step 2, micro-batch 1")
@@ -252,7 +252,7 @@ def test_a_hung_rank_shows_where_it_is_and_is_named(tmp_path: Path, victim: int)
     assert "fall_asleep" not in started.err(1 - victim)
 
 
-def stop(group: Group, folder: Path) -> None:
+def stop(group: ProcessGroup, folder: Path) -> None:
     """Make the first step; then no thread of rank 1 runs any more."""
     group.add_up([torch.zeros(1)])
     group.progress("step 2")
@@ -276,7 +276,7 @@ def test_a_process_of_which_no_thread_runs_is_named_by_the_others(tmp_path: Path
     assert f"rank 1 ({socket.gethostname()}) has not been heard for 2 s; the last it did: step 2" in started.told(0)
 
 
-def be_slow(group: Group) -> list[Any]:
+def be_slow(group: ProcessGroup) -> list[Any]:
     """Let rank 1 be slow in all ways that are allowed, each longer than a hang may be."""
     passed = threading.Event()
     if group.rank == 1:
@@ -297,7 +297,7 @@ def test_what_is_slow_is_not_a_hang(tmp_path: Path) -> None:
     assert started.result(0) == [{}, {}]
 
 
-def give_up(group: Group, why: str) -> None:
+def give_up(group: ProcessGroup, why: str) -> None:
     """Have rank 1 leave, with a reason or without, while the others wait for it."""
     group.exchange({})
     if group.rank == 1:
@@ -314,7 +314,7 @@ def test_who_leaves_others_alone_is_named(tmp_path: Path, why: str, how: str) ->
         assert f"rank 1 ({socket.gethostname()}) {how}" in started.err(rank)
 
 
-def interrupt(group: Group, folder: Path) -> str:
+def interrupt(group: ProcessGroup, folder: Path) -> str:
     """Wait for another until a signal comes."""
     group.exchange({})
     if group.rank == 1:
@@ -343,10 +343,10 @@ def test_a_signal_is_handled_while_others_are_waited_for(tmp_path: Path) -> None
 
 
 def test_ranks_that_wait_for_each_other_are_stuck_and_the_one_behind_is_named() -> None:
-    ahead, behind = Doing("step 4", 10.0, calls=12, waits=True), Doing("step 3", 10.0, calls=11, waits=True)
-    found = stuck({0: ("n1", ahead, 11.0), 1: ("n2", behind, 11.0)})
+    ahead, behind = Activity("step 4", 10.0, calls=12, waits=True), Activity("step 3", 10.0, calls=11, waits=True)
+    found = stuck_rank({0: ("n1", ahead, 11.0), 1: ("n2", behind, 11.0)})
     how = "waits for the others, and they for it: it is in call 11, others in call 12"
-    assert found == Loss(1, "n2", how, "step 3")
+    assert found == LostRank(1, "n2", how, "step 3")
     assert str(found) == f"rank 1 (n2) {how}; the last it did: step 3"
-    assert stuck({0: ("n1", ahead, 11.0), 1: ("n2", behind, 9.0)}) is None
-    assert stuck({0: ("n1", ahead, 11.0), 1: ("n2", Doing("step 3", 10.0, 11), 11.0)}) is None
+    assert stuck_rank({0: ("n1", ahead, 11.0), 1: ("n2", behind, 9.0)}) is None
+    assert stuck_rank({0: ("n1", ahead, 11.0), 1: ("n2", Activity("step 3", 10.0, 11), 11.0)}) is None

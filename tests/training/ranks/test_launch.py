@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.training.ranks.launch import GPUS, Graces, environments, launch
+from pipeline.training.ranks.launch import GPUS, GracePeriods, launch_ranks, rank_environments
 from tests.cluster.programs import await_true, is_running
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -35,7 +35,7 @@ import time
 while len(list(folder.glob("*.up"))) < int(part.partition("/")[2]):
     time.sleep(0.005)
 """
-SHORT = Graces(0.2, 0.3)
+SHORT = GracePeriods(0.2, 0.3)
 
 
 def command(folder: Path, then: str, what: str = "-") -> list[str]:
@@ -51,7 +51,7 @@ def are_gone(folder: Path, world: int) -> bool:
 
 
 def test_every_rank_knows_which_it_is_and_has_a_gpu_of_its_own(tmp_path: Path) -> None:
-    assert launch(command(tmp_path, ""), 3, {**os.environ, GPUS: "4,GPU-5,6"}) == 0
+    assert launch_ranks(command(tmp_path, ""), 3, {**os.environ, GPUS: "4,GPU-5,6"}) == 0
     told = [up(tmp_path, rank)[1:] for rank in range(3)]
     assert [words[0] for words in told] == ["0/3", "1/3", "2/3"]
     assert [words[2] for words in told] == ["4", "GPU-5", "6"]
@@ -61,13 +61,13 @@ def test_every_rank_knows_which_it_is_and_has_a_gpu_of_its_own(tmp_path: Path) -
 def test_two_launches_have_different_names(tmp_path: Path) -> None:
     names = set()
     for _ in range(2):
-        assert launch(command(tmp_path, ""), 1) == 0
+        assert launch_ranks(command(tmp_path, ""), 1) == 0
         names.add(up(tmp_path, 0)[2])
     assert len(names) == 2
 
 
 def test_gpus_are_numbered_where_none_are_named() -> None:
-    assert [its[GPUS] for its in environments(2, {})] == ["0", "1"]
+    assert [its[GPUS] for its in rank_environments(2, {})] == ["0", "1"]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_the_first_that_fails_is_named_and_the_others_are_ended(
     tmp_path: Path, how: str, code: int, said: str, what: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     then = f"if rank == 1: {how}\nwhile True: signal.pause()"
-    assert launch(command(tmp_path, then, what), 3, graces=SHORT) == code
+    assert launch_ranks(command(tmp_path, then, what), 3, graces=SHORT) == code
     assert f"rank 1 of 3 (process {up(tmp_path, 1)[0]}) {said}" in capfd.readouterr().err
     assert are_gone(tmp_path, 3)
     assert tmp_path.joinpath("0.15").exists() == (what == "-")
@@ -96,11 +96,11 @@ if rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 sys.exit(76)
 """
-    assert launch(command(tmp_path, then), 3, graces=Graces(20.0, 1.0)) == 137
+    assert launch_ranks(command(tmp_path, then), 3, graces=GracePeriods(20.0, 1.0)) == 137
 
 
 def test_ranks_that_all_lost_another_say_so(tmp_path: Path) -> None:
-    assert launch(command(tmp_path, "sys.exit(76)"), 2, graces=SHORT) == 76
+    assert launch_ranks(command(tmp_path, "sys.exit(76)"), 2, graces=SHORT) == 76
 
 
 def test_a_finished_rank_does_not_end_the_others(tmp_path: Path) -> None:
@@ -111,12 +111,12 @@ if rank == 1:
     time.sleep(1.0)  # longer than all graces
     folder.joinpath("done").touch()
 """
-    assert launch(command(tmp_path, then), 2, graces=SHORT) == 0
+    assert launch_ranks(command(tmp_path, then), 2, graces=SHORT) == 0
     assert tmp_path.joinpath("done").exists()
 
 
 def test_ranks_that_want_to_go_on_make_a_task_that_does(tmp_path: Path) -> None:
-    assert launch(command(tmp_path, "sys.exit(75)"), 2) == 75
+    assert launch_ranks(command(tmp_path, "sys.exit(75)"), 2) == 75
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 75), (signal.SIGUSR2, 75)])
@@ -137,6 +137,6 @@ def test_signals_reach_every_rank(tmp_path: Path, number: signal.Signals, code: 
 def test_nothing_is_left_where_a_rank_cannot_be_started(tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(FileNotFoundError):
-        launch([str(tmp_path / "no-such-program")], 2)
+        launch_ranks([str(tmp_path / "no-such-program")], 2)
     assert time.monotonic() - began < 10
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pipeline.errors import ConfigError, JobFailed
-from pipeline.training.ranks.json_connection import LONGEST_LINE, Wire
-from pipeline.training.ranks.rendezvous import Met, Place, meet
+from pipeline.training.ranks.json_connection import LONGEST_LINE, JsonConnection
+from pipeline.training.ranks.rendezvous import Meeting, RankPlace, meet
 from tests.training.ranks.crews import await_file
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ STEP = {
 }
 
 
-def ranks(world: int, meeting: str = "m", nodes: int = 1) -> list[Place]:
-    return [Place(rank, world, rank, nodes, meeting, f"host{rank}") for rank in range(world)]
+def ranks(world: int, meeting: str = "m", nodes: int = 1) -> list[RankPlace]:
+    return [RankPlace(rank, world, rank, nodes, meeting, f"host{rank}") for rank in range(world)]
 
 
 @pytest.fixture
@@ -43,13 +43,15 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield threads
 
 
-def part(*all_met: Met) -> None:
+def part(*all_met: Meeting) -> None:
     for met in all_met:
         for wire in met.wires.values():
             wire.close()
 
 
-def begin(pool: ThreadPoolExecutor, places: list[Place], folder: Path, within_s: float = WITHIN_S) -> list[Future[Met]]:
+def begin(
+    pool: ThreadPoolExecutor, places: list[RankPlace], folder: Path, within_s: float = WITHIN_S
+) -> list[Future[Meeting]]:
     return [pool.submit(meet, place, folder, {"store": place.meeting}, within_s) for place in places]
 
 
@@ -97,7 +99,7 @@ def test_a_file_that_was_left_behind_is_not_joined(tmp_path: Path, pool: ThreadP
         tmp_path.joinpath("ranks-m.json").write_text(json.dumps(left))
         later = begin(pool, ranks(2)[1:], tmp_path)
         connection, _ = somebody_else.accept()
-        with closing(Wire(connection)) as wire:
+        with closing(JsonConnection(connection)) as wire:
             assert wire.next(WITHIN_S)["token"] == "old"
             wire.send({"answer": "something"})
         first = begin(pool, ranks(2)[:1], tmp_path)
@@ -148,25 +150,25 @@ def test_rank_0_that_does_not_come_is_named_with_the_file_it_should_write(tmp_pa
 
 
 def test_srun_says_who_a_process_is() -> None:
-    assert Place.of(None, "", STEP) == Place(3, 4, 1, 2, "41-2-0-1", "n2")
-    assert Place.of(None, "", STEP, attempt=3).meeting == "41-2-0-3"
+    assert RankPlace.of(None, "", STEP) == RankPlace(3, 4, 1, 2, "41-2-0-1", "n2")
+    assert RankPlace.of(None, "", STEP, attempt=3).meeting == "41-2-0-3"
 
 
 def test_our_launcher_says_who_a_process_is_whatever_srun_said_to_its_parents() -> None:
-    place = Place.of("1/3", "name", STEP)
+    place = RankPlace.of("1/3", "name", STEP)
     assert (place.rank, place.world, place.local_rank, place.nodes, place.meeting) == (1, 3, 1, 1, "name")
 
 
 @pytest.mark.parametrize("gone", ["SLURM_STEP_NUM_TASKS", "SLURM_PROCID"])
 def test_a_process_that_no_srun_started_is_alone(gone: str) -> None:
     words = {name: word for name, word in STEP.items() if name != gone} | {"SLURM_NTASKS": "4"}
-    assert (Place.of(None, "", words).rank, Place.of(None, "", words).world) == (0, 1)
+    assert (RankPlace.of(None, "", words).rank, RankPlace.of(None, "", words).world) == (0, 1)
 
 
 @pytest.mark.parametrize("word", ["", "1", "3/3", "-1/2", "a/b"])
 def test_a_part_that_is_none_is_refused(word: str) -> None:
     with pytest.raises(ConfigError, match="not a rank"):
-        Place.told(word, "m")
+        RankPlace.told(word, "m")
 
 
 def connected() -> tuple[socket.socket, socket.socket]:
@@ -176,7 +178,7 @@ def connected() -> tuple[socket.socket, socket.socket]:
         return one, listener.accept()[0]
 
 
-def hear(wire: Wire) -> tuple[list[dict[str, Any]], bool]:
+def hear(wire: JsonConnection) -> tuple[list[dict[str, Any]], bool]:
     """Wait until something comes, and hear it."""
     with selectors.DefaultSelector() as ready:
         ready.register(wire, selectors.EVENT_READ)
@@ -186,7 +188,7 @@ def hear(wire: Wire) -> tuple[list[dict[str, Any]], bool]:
 
 def test_a_wire_takes_messages_in_pieces_and_ends_at_nonsense() -> None:
     one, other = connected()
-    with one, closing(Wire(other)) as wire:
+    with one, closing(JsonConnection(other)) as wire:
         one.sendall(b'{"a": 1}\n{"b"')
         assert hear(wire) == ([{"a": 1}], True)
         one.sendall(b": 2}\n")
@@ -197,7 +199,7 @@ def test_a_wire_takes_messages_in_pieces_and_ends_at_nonsense() -> None:
 
 def test_a_wire_never_waits_for_who_does_not_read() -> None:
     one, other = connected()
-    with one, closing(Wire(other)) as wire:
+    with one, closing(JsonConnection(other)) as wire:
         while not wire.is_clogged:
             wire.send({"x": "y" * LONGEST_LINE})
         one.settimeout(WITHIN_S)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pipeline.errors import ConfigError, DataError, PlanInfeasible
 from pipeline.training.sampling.epoch_order import arrange
-from pipeline.training.sampling.sampler import Sampler, Settings, oversize
+from pipeline.training.sampling.sampler import Sampler, SamplerSettings, oversize
 
 relaxed = settings(deadline=None, max_examples=50)  # other work may share the machine
 RANKS = (1, 2, 3, 8)
@@ -46,7 +46,7 @@ def real(sizes: dict[str, np.ndarray], names: tuple[str, ...], items: np.ndarray
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[dict[str, np.ndarray], Settings]:
+def cases(draw: st.DrawFn) -> tuple[dict[str, np.ndarray], SamplerSettings]:
     """Draw sizes, some of them zero and many of them equal, and settings that can be met."""
     items = draw(st.integers(1, 90))
     size = st.lists(st.one_of(st.integers(0, 6), st.integers(0, 900)), min_size=items, max_size=items)
@@ -57,7 +57,7 @@ def cases(draw: st.DrawFn) -> tuple[dict[str, np.ndarray], Settings]:
         "receptor*ligand": max(1, int((sizes["receptor"] * sizes["ligand"]).max())),
     }
     limited = draw(st.lists(st.sampled_from(sorted(budgets)), unique=True))
-    return sizes, Settings(
+    return sizes, SamplerSettings(
         batch=draw(st.integers(1, 40)),
         seed=draw(st.integers(0, 3)),
         by=by,
@@ -145,7 +145,7 @@ def test_without_the_short_step_all_others_stay_what_they_are(case):
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_run_resumed_after_any_step_does_exactly_the_rest(ranks):
-    sizes, chosen = made(100), Settings(batch=12, by=("receptor", "ligand"), window=48, micro_batch=3)
+    sizes, chosen = made(100), SamplerSettings(batch=12, by=("receptor", "ligand"), window=48, micro_batch=3)
     for rank in range(ranks):
         whole = micros_of(Sampler(sizes, chosen, rank=rank, ranks=ranks))
         first = Sampler(sizes, chosen, rank=rank, ranks=ranks)
@@ -163,7 +163,7 @@ def test_a_run_resumed_after_any_step_does_exactly_the_rest(ranks):
 
 def test_a_run_resumed_on_other_ranks_and_half_the_memory_does_the_rest_of_the_same_steps():
     sizes = made(200)
-    chosen = Settings(batch=24, budget={"nodes": 2 * int(sizes["nodes"].max())})
+    chosen = SamplerSettings(batch=24, budget={"nodes": 2 * int(sizes["nodes"].max())})
     before = Sampler(sizes, chosen, rank=1, ranks=2)
     for micro in before:
         if micro.step == 3 and micro.is_last:
@@ -180,7 +180,7 @@ def test_a_run_resumed_on_other_ranks_and_half_the_memory_does_the_rest_of_the_s
 
 
 def test_a_reader_ahead_says_what_was_used():
-    sampler = Sampler(made(100), Settings(batch=10))
+    sampler = Sampler(made(100), SamplerSettings(batch=10))
     ahead = [micro for micro in sampler if micro.is_last]
     assert (sampler.state_dict()["epoch"], sampler.state_dict()["step"]) == (1, 0)
     states = [sampler.state_dict(after=micro) for micro in ahead]
@@ -188,8 +188,8 @@ def test_a_reader_ahead_says_what_was_used():
 
 
 def test_a_loop_that_was_left_begins_where_it_began():
-    sampler = Sampler(made(100), Settings(batch=10))
-    begun = micros_of(Sampler(made(100), Settings(batch=10)))
+    sampler = Sampler(made(100), SamplerSettings(batch=10))
+    begun = micros_of(Sampler(made(100), SamplerSettings(batch=10)))
     for _ in range(2):
         assert next(iter(sampler)).items.tolist() == begun[0][-1]
     assert micros_of(sampler) == begun
@@ -200,7 +200,7 @@ def test_a_loop_that_was_left_begins_where_it_began():
 
 
 def test_a_finished_loop_moves_on_and_naming_the_epoch_keeps_the_place_in_it():
-    sampler = Sampler(made(100), Settings(batch=10))
+    sampler = Sampler(made(100), SamplerSettings(batch=10))
     first, second = micros_of(sampler), micros_of(sampler)
     assert [epoch for epoch, *_ in (first[0], second[0])] == [0, 1]
     sampler.load_state_dict(sampler.state_dict() | {"epoch": 5, "step": 7})
@@ -212,7 +212,7 @@ def test_a_finished_loop_moves_on_and_naming_the_epoch_keeps_the_place_in_it():
 
 @pytest.mark.parametrize("by", [("nodes",), ("receptor", "ligand")])
 def test_another_epoch_and_another_seed_are_other_orders(by):
-    sizes, chosen = made(500), Settings(batch=8, by=by)
+    sizes, chosen = made(500), SamplerSettings(batch=8, by=by)
     sampler = Sampler(sizes, chosen)
     orders = [epoch_of(sampler, 0), epoch_of(sampler, 1), epoch_of(Sampler(sizes, replace(chosen, seed=1)))]
     flat = [np.concatenate(order).tolist() for order in orders]
@@ -225,7 +225,7 @@ def test_another_epoch_and_another_seed_are_other_orders(by):
 def test_steps_mix_all_sizes_while_their_bricks_do_not():
     sizes = made(4_800)
     deviation = np.log(sizes["nodes"]).std()
-    steps = np.array(epoch_of(Sampler(sizes, Settings(batch=24, brick=4))))
+    steps = np.array(epoch_of(Sampler(sizes, SamplerSettings(batch=24, brick=4))))
     logs = np.log(sizes["nodes"][steps])
     assert logs.reshape(-1, 4).std(axis=1).mean() < 0.03 * deviation
     assert 0.7 < logs.mean(axis=1).std() / (deviation / 6**0.5) < 1.3  # as if 6 items had been drawn at random
@@ -233,7 +233,7 @@ def test_steps_mix_all_sizes_while_their_bricks_do_not():
 
 def test_the_first_half_of_an_epoch_is_no_smaller_than_the_second():
     sizes = made(9_600)
-    steps = epoch_of(Sampler(sizes, Settings(batch=24, window=1200)))
+    steps = epoch_of(Sampler(sizes, SamplerSettings(batch=24, window=1200)))
     halves = [np.log(sizes["nodes"][np.array(half)]).mean() for half in (steps[:200], steps[200:])]
     assert abs(halves[0] - halves[1]) < 0.05
 
@@ -247,13 +247,13 @@ def test_the_order_of_a_seed_is_what_it_was(by, digest):
     index = np.arange(1000)
     sizes = {"receptor": 50 + index * 7919 % 701, "ligand": 30 + index * 104_729 % 307}
     sizes["nodes"] = sizes["receptor"] + sizes["ligand"]
-    order = epoch_of(Sampler(sizes, Settings(batch=24, seed=7, by=by, window=400)), epoch=2)
+    order = epoch_of(Sampler(sizes, SamplerSettings(batch=24, seed=7, by=by, window=400)), epoch=2)
     assert hashlib.sha256(json.dumps(order).encode()).hexdigest()[:16] == digest
 
 
 def test_without_shuffling_each_window_comes_in_file_order_largest_items_first():
     sizes = made(40)
-    steps = epoch_of(Sampler(sizes, Settings(batch=5, window=20, shuffle=False)))
+    steps = epoch_of(Sampler(sizes, SamplerSettings(batch=5, window=20, shuffle=False)))
     for window, first in ((steps[:4], 0), (steps[4:], 20)):
         items = np.concatenate(window).tolist()
         assert sorted(items) == list(range(first, first + 20))
@@ -261,7 +261,7 @@ def test_without_shuffling_each_window_comes_in_file_order_largest_items_first()
 
 
 def test_ranks_without_items_get_an_empty_micro_batch():
-    samplers = [Sampler(made(2), Settings(batch=24), rank=rank, ranks=8) for rank in range(8)]
+    samplers = [Sampler(made(2), SamplerSettings(batch=24), rank=rank, ranks=8) for rank in range(8)]
     micros = [list(sampler) for sampler in samplers]
     assert [len(some) for some in micros] == [1] * 8
     assert sorted(len(some[0].items) for some in micros) == [0] * 6 + [1] * 2
@@ -269,14 +269,14 @@ def test_ranks_without_items_get_an_empty_micro_batch():
 
 
 def test_one_item_is_an_epoch():
-    assert micros_of(Sampler(made(1), Settings(batch=24))) == [(0, 0, 0, 1, [0])]
+    assert micros_of(Sampler(made(1), SamplerSettings(batch=24))) == [(0, 0, 0, 1, [0])]
 
 
 def test_ranks_have_about_the_same_to_do():
     sizes = made(10_000)
     for by in (("nodes",), ("receptor", "ligand")):
         for ranks in (2, 3, 6, 8):
-            sampler = Sampler(sizes, Settings(batch=4 * ranks, by=by), ranks=ranks)
+            sampler = Sampler(sizes, SamplerSettings(batch=4 * ranks, by=by), ranks=ranks)
             ratios = []
             for step in range(100):
                 loads = [sum(real(sizes, by, part) for part in share) for share in sampler.shares(0, step)]
@@ -286,7 +286,7 @@ def test_ranks_have_about_the_same_to_do():
 
 def test_a_swap_evens_out_what_dealing_does_not():
     """Dealt largest first, 3 3 2 2 2 makes 7 and 5; the best is 6 and 6."""
-    sampler = Sampler({"nodes": np.array([3, 3, 2, 2, 2])}, Settings(batch=5), ranks=2)
+    sampler = Sampler({"nodes": np.array([3, 3, 2, 2, 2])}, SamplerSettings(batch=5), ranks=2)
     sizes = np.array([3, 3, 2, 2, 2])
     assert [sum(int(sizes[part].sum()) for part in share) for share in sampler.shares(0, 0)] == [6, 6]
 
@@ -294,20 +294,20 @@ def test_a_swap_evens_out_what_dealing_does_not():
 def test_the_memory_of_a_dense_pair_tensor_is_counted_with_the_largest_of_both_partners():
     """100 × 10 and 10 × 100 cost 2 × 100 × 100 together, not 2 × 1,000."""
     sizes = {"receptor": np.array([100, 10]), "ligand": np.array([10, 100]), "pairs": np.array([1000, 1000])}
-    chosen = Settings(batch=2, by=("pairs",), budget={"receptor*ligand": 2000})
+    chosen = SamplerSettings(batch=2, by=("pairs",), budget={"receptor*ligand": 2000})
     assert [len(micro.items) for micro in Sampler(sizes, chosen)] == [1, 1]
     assert len(list(Sampler(sizes, replace(chosen, budget={"pairs": 2000})))) == 1
 
 
 def test_as_few_micro_batches_as_the_budget_allows_and_about_even():
-    sampler = Sampler({"nodes": np.full(24, 100)}, Settings(batch=24, budget={"nodes": 1000}))
+    sampler = Sampler({"nodes": np.full(24, 100)}, SamplerSettings(batch=24, budget={"nodes": 1000}))
     assert [len(micro.items) for micro in sampler] == [8, 8, 8]
 
 
 @relaxed
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.integers(60, 200), st.sampled_from([1.0, 1.1, 1.5]))
 def test_no_other_way_to_cut_a_sorted_share_makes_fewer_micro_batches(sizes, budget, padding):
-    chosen = Settings(batch=8, budget={"nodes": budget}, padding=padding)
+    chosen = SamplerSettings(batch=8, budget={"nodes": budget}, padding=padding)
     micros = Sampler({"nodes": np.array(sizes)}, chosen).micros(0, 0)
     order = sorted(sizes, reverse=True)
 
@@ -326,7 +326,7 @@ def test_no_other_way_to_cut_a_sorted_share_makes_fewer_micro_batches(sizes, bud
 def test_a_share_of_hundreds_of_items_is_cut_within_its_limits(by):
     sizes = made(1000)
     most = 8 * int(sizes["nodes"].max())
-    micros = list(Sampler(sizes, Settings(batch=500, by=by, budget={"nodes": most})))
+    micros = list(Sampler(sizes, SamplerSettings(batch=500, by=by, budget={"nodes": most})))
     assert sorted(np.concatenate([micro.items for micro in micros]).tolist()) == list(range(1000))
     assert all(padded(sizes, ("nodes",), micro.items) <= most for micro in micros)
     assert all(padded(sizes, by, micro.items) <= 1.03 * real(sizes, by, micro.items) for micro in micros)
@@ -334,14 +334,14 @@ def test_a_share_of_hundreds_of_items_is_cut_within_its_limits(by):
 
 def test_what_is_concatenated_shares_a_budget_by_sums():
     sizes = {"nodes": np.array([600, 400, 600, 400])}
-    chosen = Settings(batch=4, padding=None, budget={"nodes": 1000})
+    chosen = SamplerSettings(batch=4, padding=None, budget={"nodes": 1000})
     assert sorted(int(sizes["nodes"][micro.items].sum()) for micro in Sampler(sizes, chosen)) == [1000, 1000]
 
 
 def test_the_costliest_micro_batch_comes_first():
     sizes = made(48)
     for step in range(2):
-        micros = Sampler(sizes, Settings(batch=24)).micros(0, step)
+        micros = Sampler(sizes, SamplerSettings(batch=24)).micros(0, step)
         costs = [padded(sizes, ("nodes",), micro.items) for micro in micros]
         assert costs == sorted(costs, reverse=True)
 
@@ -349,7 +349,7 @@ def test_the_costliest_micro_batch_comes_first():
 def test_a_step_is_cut_again_after_memory_ran_out():
     sizes = made(48)
     largest = int(sizes["nodes"].max())
-    sampler = Sampler(sizes, Settings(batch=24, padding=None, budget={"nodes": 4 * largest}))
+    sampler = Sampler(sizes, SamplerSettings(batch=24, padding=None, budget={"nodes": 4 * largest}))
     before = sampler.micros(0, 0)
     sampler.adjust(budget={"nodes": largest}, micro_batch=None)
     after = sampler.micros(0, 0)
@@ -358,7 +358,7 @@ def test_a_step_is_cut_again_after_memory_ran_out():
 
 
 def test_limits_adjusted_within_an_epoch_hold_from_the_next_step_on():
-    sampler = Sampler({"nodes": np.full(30, 10)}, Settings(batch=10, micro_batch=10))
+    sampler = Sampler({"nodes": np.full(30, 10)}, SamplerSettings(batch=10, micro_batch=10))
     lengths = []
     for micro in sampler:
         lengths.append((micro.step, len(micro.items)))
@@ -368,7 +368,7 @@ def test_limits_adjusted_within_an_epoch_hold_from_the_next_step_on():
 
 def test_items_too_large_for_the_budget_are_named_with_their_sizes():
     sizes = {"receptor": np.array([10, 900, 20, 30, 40, 50]), "ligand": np.array([5, 6, 700, 800, 900, 1000])}
-    chosen = Settings(batch=2, by=("receptor",), budget={"receptor": 500, "receptor*ligand": 10_000})
+    chosen = SamplerSettings(batch=2, by=("receptor",), budget={"receptor": 500, "receptor*ligand": 10_000})
     with pytest.raises(PlanInfeasible) as caught:
         Sampler(sizes, chosen)
     assert str(caught.value) == (
@@ -385,7 +385,7 @@ def test_items_too_large_for_the_budget_are_named_with_their_sizes():
 
 
 def test_the_state_of_another_order_is_refused_with_what_changed():
-    sizes, chosen = made(100), Settings(batch=10)
+    sizes, chosen = made(100), SamplerSettings(batch=10)
     sampler = Sampler(sizes, chosen, data="train")
     state = sampler.state_dict()
     others = {
@@ -407,8 +407,8 @@ def test_the_state_of_another_order_is_refused_with_what_changed():
 def test_a_state_does_not_care_for_the_type_of_its_sizes():
     sizes = made(100)
     narrow = {name: values.astype(np.int32) for name, values in sizes.items()}
-    Sampler(narrow, Settings(batch=10)).load_state_dict(Sampler(sizes, Settings(batch=10)).state_dict())
-    assert epoch_of(Sampler(narrow, Settings(batch=10))) == epoch_of(Sampler(sizes, Settings(batch=10)))
+    Sampler(narrow, SamplerSettings(batch=10)).load_state_dict(Sampler(sizes, SamplerSettings(batch=10)).state_dict())
+    assert epoch_of(Sampler(narrow, SamplerSettings(batch=10))) == epoch_of(Sampler(sizes, SamplerSettings(batch=10)))
 
 
 @pytest.mark.parametrize(
@@ -423,7 +423,7 @@ def test_a_state_does_not_care_for_the_type_of_its_sizes():
 )  # fmt: skip
 def test_settings_that_mean_nothing_are_refused(change, text):
     with pytest.raises(ValueError, match=text):
-        Sampler(made(10), replace(Settings(batch=4), **change))
+        Sampler(made(10), replace(SamplerSettings(batch=4), **change))
 
 
 @pytest.mark.parametrize(
@@ -435,20 +435,20 @@ def test_settings_that_mean_nothing_are_refused(change, text):
 )  # fmt: skip
 def test_sizes_that_are_not_one_whole_number_an_item_are_refused(sizes, text):
     with pytest.raises(ValueError, match=text):
-        Sampler(sizes, Settings(batch=4))
+        Sampler(sizes, SamplerSettings(batch=4))
 
 
 def test_sizes_of_unequal_length_a_rank_too_many_and_no_items_are_refused():
     with pytest.raises(ValueError, match="one whole number for 3 items"):
-        Sampler({"nodes": np.arange(3), "edges": np.arange(2)}, Settings(batch=4, cost="edges"))
+        Sampler({"nodes": np.arange(3), "edges": np.arange(2)}, SamplerSettings(batch=4, cost="edges"))
     with pytest.raises(ValueError, match="no rank 2 among 2"):
-        Sampler(made(3), Settings(batch=4), rank=2, ranks=2)
+        Sampler(made(3), SamplerSettings(batch=4), rank=2, ranks=2)
     with pytest.raises(DataError, match="0 items to draw from"):
-        Sampler(made(0), Settings(batch=4))
+        Sampler(made(0), SamplerSettings(batch=4))
 
 
 def test_the_number_of_micro_batches_of_an_epoch_can_be_asked_for():
-    sampler = Sampler(made(300), Settings(batch=24), rank=1, ranks=2)
+    sampler = Sampler(made(300), SamplerSettings(batch=24), rank=1, ranks=2)
     assert sampler.count(0) == len(micros_of(sampler))
     assert sampler.count(1) == len(micros_of(sampler))
 

@@ -17,8 +17,8 @@ from pipeline.memory.runtime.meters import Habits, Upkeep
 from pipeline.training.checkpoints.checkpoint_folder import Checkpoints, State
 from pipeline.training.checkpoints.sharded_checkpoint import Assembled, assembled, divided
 from pipeline.training.checkpoints.training_state import by_name, pack, unpack
-from pipeline.training.items.batch import Origin
-from pipeline.training.ranks.process_group import Group
+from pipeline.training.items.batch import BatchOrigin
+from pipeline.training.ranks.process_group import ProcessGroup
 from pipeline.training.ranks.rank_protocol import Ranks
 from pipeline.training.step.fsdp import ShardedStep
 from pipeline.training.step.local_sharded import ShardedStepper
@@ -99,7 +99,7 @@ class Given:
     """A micro-batch, as far as a step looks at it."""
 
     numbers: tuple[int, ...]
-    origin: Origin
+    origin: BatchOrigin
     rejected: tuple[Any, ...] = ()
     items: list[dict[str, int]] = field(init=False)
 
@@ -117,7 +117,9 @@ class Given:
 def share_of(micros: Sequence[Sequence[int]]) -> Share:
     """Return a rank's share of a step."""
     given = [tuple(one) for one in micros] or [()]
-    batches: list[Any] = [Given(numbers, Origin(0, 0, index, len(given), 0)) for index, numbers in enumerate(given)]
+    batches: list[Any] = [
+        Given(numbers, BatchOrigin(0, 0, index, len(given), 0)) for index, numbers in enumerate(given)
+    ]
     return Share(iter(batches), lambda numbers, origin: Given(tuple(numbers), origin), hold=9)  # type: ignore[arg-type,return-value]
 
 
@@ -154,7 +156,7 @@ def values(step: Step) -> list[float]:
     return [one for tensor in (*step.trained, *step.averages) for one in whole(tensor).flatten().tolist()]
 
 
-def step_of(group: Group, task: str, settings: Mapping[str, Any]) -> ShardedStep:
+def step_of(group: ProcessGroup, task: str, settings: Mapping[str, Any]) -> ShardedStep:
     """Return a step of a model that is spread, the same as that of `alone`."""
     torch.manual_seed(7)
     return ShardedStep(TASKS[task](), Settings(**settings), group)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from pipeline.errors import ConfigError, DataError, PlanInfeasible
 from pipeline.stages.train import fresh_step
-from pipeline.training.ranks.process_group import Group
-from pipeline.training.ranks.rank_protocol import LOST, Alone
+from pipeline.training.ranks.process_group import ProcessGroup
+from pipeline.training.ranks.rank_protocol import LOST, SingleRank
 from pipeline.training.step import contrastive
 from pipeline.training.step.local_contrastive import ContrastiveStepper, _Embedded, gathered
 from pipeline.training.step.micro_batches import Piece
@@ -464,7 +464,7 @@ def apart(one: Mapping[str, list[float]], other: Mapping[str, list[float]]) -> f
     return furthest({**one, "seen": []}, {**other, "seen": []})
 
 
-def trained(group: Group, folder: Path, plots: list[Plot]) -> list[Any]:
+def trained(group: ProcessGroup, folder: Path, plots: list[Plot]) -> list[Any]:
     """Train each plot; say where that ended."""
     torch.set_num_threads(1)
     return [made(plot, folder / str(place), ranks=group).to_end().state() for place, plot in enumerate(plots)]
@@ -483,7 +483,7 @@ def test_ranks_train_what_one_does(tmp_path: Path, world: int) -> None:
         assert all(apart(states[0], one) == 0 for one in states)
 
 
-def starved(group: Group, folder: Path, phase: str) -> dict[str, list[float]]:
+def starved(group: ProcessGroup, folder: Path, phase: str) -> dict[str, list[float]]:
     """Train while a block of one rank is refused."""
     torch.set_num_threads(1)
     run = made(PLOT, folder, ranks=group)
@@ -510,7 +510,7 @@ def test_a_rank_that_runs_out_of_memory_keeps_no_other_waiting(tmp_path: Path, p
     assert apart(first, second) == 0
 
 
-def torn(group: Group, folder: Path, at: int) -> dict[str, Any]:
+def torn(group: ProcessGroup, folder: Path, at: int) -> dict[str, Any]:
     """Train while memory ends in the optimizer of one rank."""
     torch.set_num_threads(1)
 
@@ -538,7 +538,7 @@ class Broken(Pairs):
         raise ValueError("no")
 
 
-def broken(group: Group, folder: Path) -> None:
+def broken(group: ProcessGroup, folder: Path) -> None:
     try:
         made(PLOT, folder, Broken() if group.rank == 1 else None, ranks=group).to_end()
     except ValueError as error:
@@ -553,7 +553,7 @@ def test_a_rank_that_fails_between_the_passes_ends_the_others(tmp_path: Path) ->
     assert codes[1] not in (0, None)
 
 
-class Said(Alone):
+class Said(SingleRank):
     """One of two ranks; the other's words are told."""
 
     def __init__(self, other: Mapping[str, Any]) -> None:

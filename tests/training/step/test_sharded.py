@@ -26,9 +26,9 @@ from pipeline.training.checkpoints import checkpoint_reader
 from pipeline.training.checkpoints.checkpoint_reader import Loaded
 from pipeline.training.checkpoints.sharded_checkpoint import Assembled, assembled
 from pipeline.training.checkpoints.tensor_file import CheckpointDamaged
-from pipeline.training.items.batch import Origin
-from pipeline.training.ranks.process_group import Group
-from pipeline.training.ranks.rank_protocol import LOST, Alone, RankLost
+from pipeline.training.items.batch import BatchOrigin
+from pipeline.training.ranks.process_group import ProcessGroup
+from pipeline.training.ranks.rank_protocol import LOST, RankLost, SingleRank
 from pipeline.training.step.fsdp import ShardedStep, built, local, shard
 from pipeline.training.step.local_sharded import ShardedStepper, power_of_two
 from pipeline.training.step.local_step import RUNGS
@@ -49,7 +49,7 @@ SHARES: dict[str, list[list[list[int]]]] = {
 }
 
 
-def gradients(group: Group, cases: list[tuple[str, str, bool]]) -> list[Any]:
+def gradients(group: ProcessGroup, cases: list[tuple[str, str, bool]]) -> list[Any]:
     """Return the gradients of some steps."""
     found = []
     for task, shares, keeps_whole in cases:
@@ -86,7 +86,7 @@ def test_gradients_are_those_of_one_big_batch(tmp_path: Path, world: int, cases:
     assert [started.result(rank) for rank in range(world)] == [started.result(0)] * world
 
 
-def train(group: Group, folder: str) -> dict[str, Any]:
+def train(group: ProcessGroup, folder: str) -> dict[str, Any]:
     """Train, look at the averages between two steps, and save."""
     found: dict[str, Any] = {}
     for way in ("loop", "foreach"):
@@ -105,7 +105,7 @@ def train(group: Group, folder: str) -> dict[str, Any]:
     return {"found": found, "placed": sorted(placed), "saved": spread.everything(step), "poisoned": poisoned}
 
 
-def poison(group: Group) -> list[Any]:
+def poison(group: ProcessGroup) -> list[Any]:
     """Let a gradient of one rank alone be infinite, in half precision."""
     step = spread.step_of(group, "one", {"precision": "fp16", "clip": 1.0})
     stepper = stepper_of(step)
@@ -120,7 +120,7 @@ def poison(group: Group) -> list[Any]:
     return [norm, spread.values(step) == before, step.scaler.get_scale()]
 
 
-def resume(group: Group, folder: str) -> dict[str, Any]:
+def resume(group: ProcessGroup, folder: str) -> dict[str, Any]:
     """Take a training up with another number of ranks, make a step."""
     torch.manual_seed(group.rank)
     step = ShardedStep(spread.OneTerm(), Settings(**SETTINGS), group)
@@ -188,7 +188,7 @@ def test_other_numbers_of_ranks_take_up_the_same_bits(trained: Crew, saved: Path
 def test_what_one_process_has_saved_is_taken_up_spread(tmp_path: Path) -> None:
     step = alone("one", SETTINGS)
     spread.train_alone(step, 2)
-    spread.save(checkpoints(tmp_path / "checkpoints"), step, Alone(), 2)
+    spread.save(checkpoints(tmp_path / "checkpoints"), step, SingleRank(), 2)
     started = crew(tmp_path, 2, resume, str(tmp_path / "checkpoints"))
     assert started.wait() == [0, 0], [started.err(rank) for rank in range(2)]
     assert started.result(1)["taken up"] == spread.everything(step)
@@ -245,7 +245,7 @@ def load_all(loaded: Loaded) -> None:
     found.load_into({name: torch.zeros(spec.shape, dtype=spec.dtype) for name, spec in found.specs.items()})
 
 
-def build(group: Group, folder: Path) -> dict[str, Any]:
+def build(group: ProcessGroup, folder: Path) -> dict[str, Any]:
     """Build a model, one rank after the other, no two whole ones at the same time."""
 
     def make() -> nn.Module:
@@ -284,7 +284,7 @@ class Full(spread.OneTerm):
         return terms
 
 
-def run_out(group: Group) -> None:
+def run_out(group: ProcessGroup) -> None:
     """Let memory end in the second pass of rank 0, while rank 1 waits for it in the midst of its own."""
     from pipeline.runs.engine.run_task import trouble_of  # here, as it takes seconds that only this part needs
 
@@ -306,7 +306,7 @@ def test_memory_that_ends_on_one_rank_ends_the_step_on_all(tmp_path: Path) -> No
     assert f"rank 0 ({socket.gethostname()}) gave up: memory ended within a pass of 2 items" in started.err(1)
 
 
-def die(group: Group, folder: Path) -> None:
+def die(group: ProcessGroup, folder: Path) -> None:
     """Let rank 1 be killed within a pass."""
     step = spread.step_of(group, "one", {})
     if group.rank == 1:
@@ -324,9 +324,9 @@ def test_what_cannot_be_spread_is_refused() -> None:
     model = nn.Linear(2, 2)
     model.scale = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ConfigError, match="the parameter scale is a single number"):
-        shard(model, Alone(), "cpu")
+        shard(model, SingleRank(), "cpu")
     with pytest.raises(ConfigError, match=r"several types: float32 \(0.bias\) and float64 \(1.bias\)"):
-        shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), Alone(), "cpu")
+        shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), SingleRank(), "cpu")
 
 
 def test_divisors_change_no_digit() -> None:
@@ -339,5 +339,5 @@ def test_an_item_over_the_budget_is_run_with_remedies() -> None:
             self.cost_N, self.governor = np.array([5, 10, 11, 20, 21]), Governor(budget=10)
             self.ladder = RUNGS[:3]
 
-    sizes: Any = [spread.Given((number,), Origin(0, 0, 0, 1, 0)) for number in range(5)]
+    sizes: Any = [spread.Given((number,), BatchOrigin(0, 0, 0, 1, 0)) for number in range(5)]
     assert [Sized()._known_rung(Piece(one, 0, 1)) for one in sizes] == [0, 0, 1, 1, 2]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.training.items.batch import Origin
+from pipeline.training.items.batch import BatchOrigin
 from pipeline.training.step.micro_batches import Piece, Share
 
 
@@ -17,7 +17,7 @@ class Items:
 
     ids: tuple[str, ...]
     numbers: tuple[int, ...]
-    origin: Origin
+    origin: BatchOrigin
     rejected: tuple[Any, ...] = ()
 
     def __len__(self) -> int:
@@ -25,11 +25,11 @@ class Items:
 
 
 def some_batch(index: int, of: int, step: int = 0) -> Any:
-    return Items((f"a{index}", f"b{index}"), (2 * index, 2 * index + 1), Origin(0, step, index, of))
+    return Items((f"a{index}", f"b{index}"), (2 * index, 2 * index + 1), BatchOrigin(0, step, index, of))
 
 
 def empty(index: int, of: int) -> Any:
-    return Items((), (), Origin(0, 0, index, of), rejected=("gone", "gone"))
+    return Items((), (), BatchOrigin(0, 0, index, of), rejected=("gone", "gone"))
 
 
 def share_of(
@@ -37,7 +37,7 @@ def share_of(
 ) -> Share:
     by_index = {one.origin.index: one for one in batches}
 
-    def fetch(_: Any, origin: Origin) -> Any:
+    def fetch(_: Any, origin: BatchOrigin) -> Any:
         (read if read is not None else []).append(origin.index)
         return by_index[origin.index]
 
@@ -101,7 +101,7 @@ def test_a_drained_share_can_still_be_gone_through() -> None:
 
 
 def test_pieces_are_halved_down_to_single_items() -> None:
-    batch = Items(tuple("abcde"), tuple(range(5)), Origin(0, 0, 0, 1))
+    batch = Items(tuple("abcde"), tuple(range(5)), BatchOrigin(0, 0, 0, 1))
     whole = Piece(batch, 0, 5)  # type: ignore[arg-type]
     assert [piece.ids for piece in whole.halves()] == [("a", "b"), ("c", "d", "e")]
     assert [piece.ids for piece in whole.singles()] == [(name,) for name in "abcde"]
