@@ -65,15 +65,15 @@ REACH = {"speed": "as fast as the seeds' settings at least", "epochs": "flat", "
 
 def settings(case: Mapping[str, Any]) -> Any:
     """Return what a configuration would say."""
-    from pipeline.config.schema_train import Train, Validation
+    from pipeline.config.schema_train import TrainSection, ValidationSection
 
-    return Train(
+    return TrainSection(
         task=TASK,
         options=case["options"],
         effective_batch=case["batch"],
         epochs=case["epochs"],
         split=None,
-        validation=Validation(split=None),
+        validation=ValidationSection(split=None),
         empty_cache_every=case.get("every"),
         memory_fraction=case["fraction"],
     )

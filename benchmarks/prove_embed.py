@@ -25,7 +25,7 @@ import torch
 from safetensors import safe_open
 
 from benchmarks.circumstances import write
-from pipeline.config.load import load
+from pipeline.config.load import read_config
 from pipeline.encoder.checkpoints.esm_checkpoint import load as load_weights
 from pipeline.encoder.checkpoints.synth import synth
 from pipeline.encoder.forward.parity import Reference
@@ -55,7 +55,7 @@ def make_project(folder: Path) -> tuple[Project, RunFolder]:
     texts = [draw_sequence(draw, int(draw.integers(50, 300))) for _ in range(SEQUENCES)]
     (folder / "data.fasta").write_text("".join(f">s{number}\n{text}\n" for number, text in enumerate(texts)))
     subprocess.run([PIPELINE, "submit", "--stage", "scan", "--follow"], cwd=folder, check=True, capture_output=True)
-    config = load(folder / "pipeline.yaml").config
+    config = read_config(folder / "pipeline.yaml").config
     project, run = Project.open(config), new_run(config, ["embed"])
     embed_stage.survey(project, run, at_once=1).write_shards(run, "embed")
     return project, run

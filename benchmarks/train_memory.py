@@ -94,10 +94,10 @@ def write_complex(folder: Path, number: int) -> tuple[str, str]:
 
 def embed(config: Path, texts: list[str]) -> int:
     """Put embeddings where the stage embed would put them; return their bytes."""
-    from pipeline.config.load import load
+    from pipeline.config.load import read_config
     from pipeline.project.project import Project
 
-    project = Project.open(load(config, []).config)
+    project = Project.open(read_config(config, []).config)
     recipe, store = project.encoding.recipe, project.encoding.shelves.embeddings
     numbers = np.random.default_rng(0).normal(size=(4000, WIDTH)).astype(np.float16)
     written = 0

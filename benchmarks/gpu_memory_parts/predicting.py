@@ -109,7 +109,7 @@ def live_of(standing: Any, micro: Any, *, first: bool) -> int:
 
 def planned(case: Mapping[str, Any], _: Callable[[], None]) -> dict[str, Any]:
     """Plan a data set whose steps need several micro-batches on a card."""
-    from pipeline.config.schema_train import Train
+    from pipeline.config.schema_train import TrainSection
     from pipeline.runs.model.training_work import Work, least_of, plan_training, request_of
 
     @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def planned(case: Mapping[str, Any], _: Callable[[], None]) -> dict[str, Any]:
     oracle = work.oracle(least_of(some), target, padded=member.padded)
     batch = batch_for(oracle, choice, some, card.budget_bytes, padded=member.padded)
     sizes = member.items(BATCHES * batch, np.random.default_rng(0))
-    train = Train(
+    train = TrainSection(
         effective_batch=batch,
         batching="padded" if member.padded else "concatenated",
         precision=case["precision"],

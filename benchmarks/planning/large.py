@@ -65,7 +65,7 @@ def plan_it() -> dict[str, Any]:
     import numpy as np
 
     start = time.perf_counter()
-    from pipeline.config.schema_train import Train
+    from pipeline.config.schema_train import TrainSection
     from pipeline.memory.hardware.gpus import device
     from pipeline.memory.planning.request import CardSpec
     from pipeline.runs.model.training_work import Work, plan_training, request_of, target_of
@@ -73,7 +73,7 @@ def plan_it() -> dict[str, Any]:
     from tests.zoo.esm2 import Esm2
     from tests.zoo.spread import lengths
 
-    train = Train(effective_batch=BATCH, batching="padded", precision="auto")
+    train = TrainSection(effective_batch=BATCH, batching="padded", precision="auto")
     card = device(CARD)
     work = Work(Esm2(**MODEL), Settings(clip=1.0))
     sizes = lengths(ITEMS, np.random.default_rng(0), median=300, most=1022)

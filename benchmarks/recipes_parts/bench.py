@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils._pytree import tree_map_only
 
-from pipeline.config.load import load
+from pipeline.config.load import read_config
 from pipeline.graphs.build_graph import build
 from pipeline.graphs.item_graph import Graph
 from pipeline.project.project import graph_recipe
@@ -109,7 +109,7 @@ class Bench:
     @classmethod
     def of(cls, name: str, sets: Sequence[str], what: Any) -> Bench:
         """Read a recipe, with some settings laid over it, and make items: see `made_items`."""
-        config = load(RECIPES / f"{name}.yaml", [*sets, *_targets(name, sets, what)]).config
+        config = read_config(RECIPES / f"{name}.yaml", [*sets, *_targets(name, sets, what)]).config
         work = replace(Work.of(config), device="cpu")
         return cls(name, config, work, made_items(name, config, what))
 
@@ -239,7 +239,7 @@ def _targets(name: str, sets: Sequence[str], what: Any) -> list[str]:
     """Return where the targets of pockets are, drawn at random."""
     if name != "rna_ligand":
         return []
-    dim = load(RECIPES / f"{name}.yaml", sets).config.train.options["output_dim"]
+    dim = read_config(RECIPES / f"{name}.yaml", sets).config.train.options["output_dim"]
     rng, path = np.random.default_rng(0), FOLDER / f"targets-{dim}-{len(what)}.h5"
     if not path.exists():
         by_row(path, {f"item{number}": rng.normal(size=dim).astype(np.float32) for number in range(len(what))})

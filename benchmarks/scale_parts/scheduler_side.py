@@ -66,12 +66,12 @@ def write_data(folder: Path, items: int) -> None:
 
 def plan_scan(folder: Path) -> tuple[dict[str, int], int, int, dict[str, int]]:
     """Do what a submission does before it asks the scheduler for anything; return counts, tasks, and sizes of lists."""
-    from pipeline.config.load import load
+    from pipeline.config.load import read_config
     from pipeline.journal import run_folder as folders
     from pipeline.project.project import Project
     from pipeline.runs.workflow import scan_stage
 
-    project = Project.open(load(folder / "pipeline.yaml", []).config)
+    project = Project.open(read_config(folder / "pipeline.yaml", []).config)
     run: RunFolder = folders.create(folder / "runs", scan_stage.NAME, datetime.now(tz=timezone.utc))
     found = scan_stage.survey(project, run, AT_ONCE)
     found.write_shards(run, scan_stage.NAME)

@@ -23,15 +23,15 @@ SEED = 0
 
 def settings() -> Any:
     """Return what a configuration would say of the training."""
-    from pipeline.config.schema_train import Train, Validation
+    from pipeline.config.schema_train import TrainSection, ValidationSection
 
-    return Train(
+    return TrainSection(
         task=TASK,
         options={**OPTIONS},
         effective_batch=BATCH,
         epochs=EPOCHS,
         split=None,
-        validation=Validation(split=None),
+        validation=ValidationSection(split=None),
     )
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from typing import IO
 
-    from pipeline.config.load import Loaded
+    from pipeline.config.load import LoadedConfig
     from pipeline.report.check_tables import KindTally
     from pipeline.store.cache_folder import Cache
     from pipeline.store.maintenance.damage_report import ReportWriter, Summary
@@ -43,7 +43,7 @@ class How(str, Enum):
     SEMANTIC = "semantic"
 
 
-def validate(
+def validate_command(
     quick: Annotated[
         bool, typer.Option("--quick", help="Look at the structure alone: two reads a file, and the index.")
     ] = False,
@@ -113,7 +113,7 @@ def _how(sample: float, *, quick: bool, full: bool, semantic: bool) -> How:
     return How.QUICK if quick else How.SEMANTIC if semantic else How.FULL
 
 
-def repair(
+def repair_command(
     damage: Annotated[
         Path | None,
         typer.Option("--list", metavar="FILE", help="Look at what this damage list names alone; else at every byte."),
@@ -149,7 +149,7 @@ def repair(
         print_json({"root": cache.root, "done": yes, **asdict(told), "files": [_mend_json(one) for one in shown.mends]})
     else:
         table = check_tables.mended_table(shown.kinds) if yes else check_tables.mend_table(shown.mends, shown.more)
-        tables.show(*table, *check_tables.repaired_lines(told, did=yes))
+        tables.show_parts(*table, *check_tables.repaired_lines(told, did=yes))
         _say_next(told, damage, yes=yes)
     if told.stay and (yes or not (told.quarantined or told.indexes)):
         raise stays_left(shown.stay, told.stay, cache.root)
@@ -196,7 +196,7 @@ def _waits(settle_s: float) -> Callable[[], None]:
     return lambda: typer.echo(said, err=True)
 
 
-def compact(yes: Yes = False, config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
+def compact_command(yes: Yes = False, config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
     """Make few files of many small ones; records are verified and stay as they are."""
     from pipeline.report import check_tables, tables
     from pipeline.store.format.disk import ask_owner
@@ -215,14 +215,14 @@ def compact(yes: Yes = False, config: ConfigFile = None, sets: Sets = None, as_j
         kinds = [asdict(replace(one, twice=frozenset())) | {"twice": len(one.twice)} for one in told]
         print_json({"root": cache.root, "done": yes, "kinds": kinds})
         return
-    tables.show(check_tables.compact_table(told, did=yes) if told else "empty: nothing was stored yet")
+    tables.show_parts(check_tables.compact_table(told, did=yes) if told else "empty: nothing was stored yet")
     if yes and told:
         typer.echo(check_tables.compacted_line(told))
     elif any(one.small for one in told):
         typer.echo("nothing was changed\n  next: " + as_typed("pipeline cache compact --yes"))
 
 
-def _look(loaded: Loaded, how: How, sample: float) -> Look:
+def _look(loaded: LoadedConfig, how: How, sample: float) -> Look:
     """Return what judges the files of one kind."""
     from pipeline.store.maintenance import scrub
 
@@ -234,7 +234,7 @@ def _look(loaded: Loaded, how: How, sample: float) -> Look:
     return {How.QUICK: scrub.quick, How.FULL: scrub.full}[how]
 
 
-def _open(loaded: Loaded) -> Cache:
+def _open(loaded: LoadedConfig) -> Cache:
     """Open a cache that is there, and lies in one folder."""
     from pipeline.store.cache_folder import Cache
     from pipeline.store.format.cache_layout import refuse_unusable
@@ -378,7 +378,7 @@ def _show_found(found: _Found, *, as_json: bool) -> None:
         summary = asdict(found.summary) | {"kinds": kinds}
         print_json({"root": found.cache.root, "list": found.path, "unwritten": found.unwritten, **summary})
         return
-    tables.show(check_tables.check_table(found.kinds))
+    tables.show_parts(check_tables.check_table(found.kinds))
     for what, count in found.summary.notes.items():
         typer.echo(f"{what}: {count:,}")
     if not found.summary.findings:

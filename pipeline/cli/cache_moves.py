@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipeline.cli.options import ConfigFile, Json, Sets, as_typed, load_config, print_json
-from pipeline.cli.run_verbs import DamageList, SubmitTarget, run_to_its_end, tables_of, to_regenerate, typed_command
+from pipeline.cli.run_verbs import (
+    DamageList,
+    SubmitTarget,
+    print_run_tables,
+    run_to_its_end,
+    to_regenerate,
+    typed_command,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from pipeline.journal.run_status import RunStatus
-    from pipeline.runs.upkeep.clean_cache import Asked, Cleaning
+    from pipeline.runs.upkeep.clean_cache import Cleaning, CleanRequest
     from pipeline.store.maintenance.transfer import Moved, Told
 
 SHOWN = 5
@@ -27,7 +34,7 @@ SHOWN = 5
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of the export.")]
 
 
-def export(
+def export_command(
     folder: Folder,
     kinds: Annotated[
         list[str] | None, typer.Option("--kind", metavar="KIND", help="Only such records; may be given several times.")
@@ -53,7 +60,7 @@ def export(
     _refuse(moved, cache.root, "pipeline cache validate --full   (then repair it, and export again)", "exported")
 
 
-def import_(folder: Folder, config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
+def import_cache_command(folder: Folder, config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
     """Take an export into the cache; every file is verified, and nothing is overwritten."""
     from pipeline.store.cache_folder import Cache
     from pipeline.store.format.cache_layout import refuse_links_out
@@ -108,7 +115,7 @@ def _refuse(moved: Moved, where: Path, remedy: str, done: str) -> None:
     raise CacheDamaged("\n".join(lines), where=str(where), remedy=remedy)
 
 
-def regenerate(
+def regenerate_command(
     damage_list: DamageList = None, config: ConfigFile = None, sets: Sets = None, as_json: Json = False
 ) -> None:
     """Make lost records anew, here and now; on a cluster: pipeline submit --stage regenerate."""
@@ -132,7 +139,7 @@ def regenerate(
 def _in_short(status: RunStatus) -> None:
     """Print how a run ended: in a line, where there was nothing to do."""
     if status.state.value != "done" or any(stage.missing or stage.warnings for stage in status.stages.values()):
-        tables_of(status)
+        print_run_tables(status)
         return
     last = status.stages.get(SubmitTarget.REGENERATE.value)
     what = "what the list names" if last and last.items else "everything that this data set needs"
@@ -147,7 +154,7 @@ def _as_document(status: RunStatus) -> None:
 TOLD_EVERY_S = 5.0
 
 
-def stat(config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
+def stat_command(config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
     """Print what the cache holds, from its index alone."""
     import gc
 
@@ -162,13 +169,13 @@ def stat(config: ConfigFile = None, sets: Sets = None, as_json: Json = False) ->
 
     lines = _typed(cache_tables.holdings_lines(found.to_json()))
     if not found.is_there:
-        tables.show(f"cache {found.root}", *lines)
+        tables.show_parts(f"cache {found.root}", *lines)
         return
     stores, recipes = cache_tables.store_table(found.stats), cache_tables.recipe_table(found.recipes, found.undescribed)
-    tables.show(f"cache {found.root}", "", stores, "", *([recipes, ""] if recipes else []), *lines)
+    tables.show_parts(f"cache {found.root}", "", stores, "", *([recipes, ""] if recipes else []), *lines)
 
 
-def clean(
+def clean_command(
     keep_recipes: Annotated[
         bool, typer.Option("--keep-recipes", help="Keep every record of every recipe that is known.")
     ] = False,
@@ -185,18 +192,18 @@ def clean(
     from pipeline.errors import ConfigError
     from pipeline.project.project import Project
     from pipeline.report import cache_tables, tables
-    from pipeline.runs.upkeep.clean_cache import Asked, foresee
+    from pipeline.runs.upkeep.clean_cache import CleanRequest, foresee_cleaning
 
     if keep_recipes and everything:
         raise ConfigError("either keeps recipes, or removes all", where="--all", remedy="pipeline cache clean --all")
-    asked = Asked(keep_recipes, everything, None if older_than is None else _seconds(older_than))
+    asked = CleanRequest(keep_recipes, everything, None if older_than is None else _seconds(older_than))
     loaded = load_config(config, sets)
     project = Project.open(loaded.config, remember=False, beside=loaded.base_dir.absolute())
-    found = foresee(project, loaded.path, asked, on=_counter())
+    found = foresee_cleaning(project, loaded.path, asked, on=_counter())
     told = found.to_json()
     if not as_json:
         lines = list(_typed(cache_tables.cleaning_lines(told)))
-        tables.show(*lines, *([""] if lines else []), _headline(found))
+        tables.show_parts(*lines, *([""] if lines else []), _headline(found))
     if yes and found.files:
         told["removed"] = _carry_out(found)
     if as_json:
@@ -278,7 +285,7 @@ def _seconds(text: str) -> float:
         ) from None
 
 
-def _again(asked: Asked, older_than: str | None, config: object, sets: list[str] | None) -> str:
+def _again(asked: CleanRequest, older_than: str | None, config: object, sets: list[str] | None) -> str:
     """Return the command that does it."""
     import shlex
 

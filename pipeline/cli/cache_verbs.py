@@ -7,16 +7,16 @@ import typer
 from pipeline.cli import cache_check, cache_moves
 
 app = typer.Typer(help="Look at the cache, mend it, clean it, move it.", no_args_is_help=True)
-app.command()(cache_moves.stat)
-app.command()(cache_check.validate)
-app.command()(cache_check.repair)
-app.command()(cache_moves.regenerate)
-app.command()(cache_moves.clean)
-app.command()(cache_check.compact)
-app.command("export")(cache_moves.export)
-app.command("import")(cache_moves.import_)
+app.command("stat")(cache_moves.stat_command)
+app.command("validate")(cache_check.validate_command)
+app.command("repair")(cache_check.repair_command)
+app.command("regenerate")(cache_moves.regenerate_command)
+app.command("clean")(cache_moves.clean_command)
+app.command("compact")(cache_check.compact_command)
+app.command("export")(cache_moves.export_command)
+app.command("import")(cache_moves.import_cache_command)
 
 
 @app.callback()
-def options() -> None:
+def cache_options() -> None:
     """Look at the cache, mend it, clean it, move it."""

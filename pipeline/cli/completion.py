@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipeline.cli.options import named
+from pipeline.cli.options import name_parser
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -65,11 +65,11 @@ class Shell(str, Enum):
 SCRIPTS = {Shell.BASH: BASH, Shell.ZSH: ZSH, Shell.FISH: FISH}
 
 
-_parser, _shells = named(Shell)
+_parser, _shells = name_parser(Shell)
 _Shell = Annotated[Shell, typer.Argument(parser=_parser, metavar="|".join(_shells), help="Your shell.")]
 
 
-def completion(shell: _Shell) -> None:
+def completion_command(shell: _Shell) -> None:
     """Print what lets your shell complete commands: source <(pipeline completion bash), in ~/.bashrc.
 
     zsh: the same in ~/.zshrc, below compinit. fish: pipeline completion fish | source

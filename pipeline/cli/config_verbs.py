@@ -10,27 +10,27 @@ import typer
 from pipeline.cli.options import ConfigFile, Json, Sets, load_config, print_json
 
 if TYPE_CHECKING:
-    from pipeline.config.load import Loaded
+    from pipeline.config.load import LoadedConfig
 
 app = typer.Typer(help="Show, check and describe the configuration.", no_args_is_help=True)
 
 
-@app.command()
-def show(config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
+@app.command("show")
+def show_command(config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
     """Print every value and where it comes from."""
     from pipeline.config import load
     from pipeline.report import tables
 
-    settings = load.show(load_config(config, sets))
+    settings = load.settings_shown(load_config(config, sets))
     if as_json:
         print_json([asdict(setting) for setting in settings])
         return
     rows = [(one.key, _plain(one.value), one.origin) for one in settings]
-    tables.show(tables.table(("key", "value", "from"), rows))
+    tables.show_parts(tables.text_table(("key", "value", "from"), rows))
 
 
-@app.command()
-def check(config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
+@app.command("check")
+def check_command(config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
     """Say whether the configuration is valid and what it names exists."""
     from pipeline.config import load
     from pipeline.errors import ConfigError
@@ -40,7 +40,7 @@ def check(config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -
     from pipeline.structures.sources import items
 
     loaded = load_config(config, sets)
-    missing = load.check(loaded)
+    missing = load.missing_inputs(loaded)
     if as_json:
         print_json({"config": str(loaded.path), "missing": missing})
     if missing:
@@ -60,7 +60,7 @@ def check(config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -
         typer.echo(f"{loaded.path}: valid")
 
 
-def _check_task(loaded: Loaded) -> None:
+def _check_task(loaded: LoadedConfig) -> None:
     """Try the task out: its model and a batch on tensors without data, and on a few items where graphs are there."""
     from pipeline.errors import ConfigError
     from pipeline.project.project import Project
@@ -80,8 +80,8 @@ def _check_task(loaded: Loaded) -> None:
         raise ConfigError("\n".join(found), where=f"train.task: {train.task}", remedy=remedy)
 
 
-@app.command()
-def schema() -> None:
+@app.command("schema")
+def schema_command() -> None:
     """Print the JSON Schema of the configuration, for editors."""
     from pipeline.config.load import json_schema
 

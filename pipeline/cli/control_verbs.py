@@ -38,7 +38,7 @@ class Cancelled(str, Enum):
 Yes = Annotated[bool, typer.Option("--yes", help="Do it; else only say what would be done.")]
 
 
-def resume(run: Run = None, config: ConfigFile = None, sets: Sets = None) -> None:
+def resume_command(run: Run = None, config: ConfigFile = None, sets: Sets = None) -> None:
     """Take up a run that nobody looks after any more: its supervisor or its login process died."""
     from pipeline.errors import ConfigError
     from pipeline.journal.ledger import Reader
@@ -64,7 +64,7 @@ def resume(run: Run = None, config: ConfigFile = None, sets: Sets = None) -> Non
     typer.echo(f"run {folder.name} goes on\n  watch it: pipeline status {folder.name} --watch")
 
 
-def cancel(
+def cancel_command(
     run: Run = None,
     only: Annotated[Cancelled | None, one_of(Cancelled, "--stage", "Only the jobs of this stage.")] = None,
     yes: Yes = False,
@@ -127,7 +127,7 @@ def _words(what: Cancellation) -> str:
     return " and ".join([*jobs, *watch, *([f"its supervisor (process {what.process})"] if what.process else [])])
 
 
-def status(
+def status_command(
     run: Run = None,
     watch: Annotated[bool, typer.Option("--watch", help="Go on showing it until it has ended.")] = False,
     config: ConfigFile = None,
@@ -154,7 +154,7 @@ def status(
     if as_json:
         print_json(now())
     else:
-        tables.show(*run_report(now()))
+        tables.show_parts(*run_report(now()))
 
 
 def _looks(folder: RunFolder, *, watch: bool) -> tuple[Callable[[], dict[str, Any]], Callable[[], bool]]:

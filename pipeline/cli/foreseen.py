@@ -25,7 +25,7 @@ def show_plan(project: Project, stages: list[str], executor: Executor, emit: Pat
     from pipeline.runs.workflow import script_stage, table
 
     plans = [plan(project, table.stage(name), executor, folder=None) for name in stages]
-    tables.show(plan_table([one.row() for one in plans]))
+    tables.show_parts(plan_table([one.row() for one in plans]))
     for one in plans:
         if waiting := one.counts().get("waiting"):
             typer.echo(f"{one.stage.name}: {waiting:,} items are not scanned yet; what they hold is not counted")

@@ -37,7 +37,7 @@ class Logged(str, Enum):
     SUPERVISE = "supervise"
 
 
-def logs(
+def logs_command(
     run: Run = None,
     stage: Annotated[Logged | None, one_of(Logged, "--stage", "Of one stage, or of the supervisors.")] = None,
     task: Annotated[int | None, typer.Option("--task", min=0, help="Of that task, every line.")] = None,

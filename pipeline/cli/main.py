@@ -28,7 +28,7 @@ from pipeline.cli import (
     weights_verbs,
 )
 from pipeline.cli.options import as_typed
-from pipeline.config.masking import hidden
+from pipeline.config.masking import without_secrets
 from pipeline.errors import PipelineError
 
 if TYPE_CHECKING:
@@ -48,18 +48,18 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(run_verbs.demo)
-app.command()(setup_verbs.init)
-app.command()(setup_verbs.doctor)
-app.command()(plan_verbs.plan)
-app.command()(run_verbs.submit)
-app.command()(control_verbs.status)
-app.command()(log_verbs.logs)
-app.command()(report_verbs.report)
-app.command()(report_verbs.replay)
-app.command()(control_verbs.resume)
-app.command()(control_verbs.cancel)
-app.command()(completion.completion)
+app.command("demo")(run_verbs.demo_command)
+app.command("init")(setup_verbs.init_command)
+app.command("doctor")(setup_verbs.doctor_command)
+app.command("plan")(plan_verbs.plan_command)
+app.command("submit")(run_verbs.submit_command)
+app.command("status")(control_verbs.status_command)
+app.command("logs")(log_verbs.logs_command)
+app.command("report")(report_verbs.report_command)
+app.command("replay")(report_verbs.replay_command)
+app.command("resume")(control_verbs.resume_command)
+app.command("cancel")(control_verbs.cancel_command)
+app.command("completion")(completion.completion_command)
 app.add_typer(cache_verbs.app, name="cache")
 app.add_typer(weights_verbs.app, name="weights")
 app.add_typer(config_verbs.app, name="config")
@@ -72,7 +72,7 @@ def _print_version(wanted: bool) -> None:
 
 
 @app.callback()
-def options(
+def pipeline_options(
     _version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
@@ -89,12 +89,12 @@ class _Hiding(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return a line."""
-        return hidden(super().format(record))
+        return without_secrets(super().format(record))
 
 
 def _of_a_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print the traceback of what nobody has thought of, without the secrets in it."""
-    typer.echo(hidden("".join(traceback.format_exception(kind, error, trace))), err=True, nl=False)
+    typer.echo(without_secrets("".join(traceback.format_exception(kind, error, trace))), err=True, nl=False)
 
 
 def _answer() -> None:
@@ -127,8 +127,8 @@ def main() -> None:
         app()
     except PipelineError as error:
         if "--debug" in sys.argv:
-            typer.echo(hidden(traceback.format_exc()), err=True, nl=False)
-        typer.echo(f"error: {hidden(as_typed(str(error)))}", err=True)
+            typer.echo(without_secrets(traceback.format_exc()), err=True, nl=False)
+        typer.echo(f"error: {without_secrets(as_typed(str(error)))}", err=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)

@@ -15,7 +15,7 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pipeline.config.load import Loaded
+    from pipeline.config.load import LoadedConfig
 
 ConfigFile: TypeAlias = Annotated[
     Path | None,
@@ -33,11 +33,11 @@ _Name = TypeVar("_Name", bound=Enum)
 
 def one_of(names: type[_Name], option: str, help: str) -> Any:  # noqa: A002 - typer's word for it
     """Return an option that is one of some names, and says which was meant where it is none of them."""
-    parser, known = named(names)
+    parser, known = name_parser(names)
     return typer.Option(option, parser=parser, metavar=f"[{'|'.join(known)}]", help=help)
 
 
-def named(names: type[_Name]) -> tuple[Callable[[str | _Name], _Name], list[str]]:
+def name_parser(names: type[_Name]) -> tuple[Callable[[str | _Name], _Name], list[str]]:
     """Return what reads one of some names, and says which was meant where it is none of them; and the names."""
     known = [str(one.value) for one in names]
 
@@ -82,11 +82,11 @@ def _given(words: Sequence[str]) -> dict[str, str]:
     return given
 
 
-def load_config(file: Path | None, sets: Sequence[str] | None) -> Loaded:
+def load_config(file: Path | None, sets: Sequence[str] | None) -> LoadedConfig:
     """Return the configuration that a command line asks for."""
-    from pipeline.config.load import find_config, load
+    from pipeline.config.load import find_config, read_config
 
-    return load(find_config(file), sets or ())
+    return read_config(find_config(file), sets or ())
 
 
 def print_json(document: object) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pipeline.cluster.job_spec import Executor
-    from pipeline.config.load import Loaded
+    from pipeline.config.load import LoadedConfig
     from pipeline.project.project import Project
     from pipeline.runs.model.training_outlook import TrainOutlook
 
@@ -34,7 +34,7 @@ class Planned(str, Enum):
     ALL = "all"
 
 
-def plan(
+def plan_command(
     stage: Annotated[
         Planned, one_of(Planned, "--stage", "The stage to plan, with what it needs before it; train: alone.")
     ] = Planned.ALL,
@@ -86,7 +86,7 @@ def plan(
     if as_json:
         print_json(found)
     else:
-        tables.show(*estimate_report(found), columns=tables.MESSAGE)
+        tables.show_parts(*estimate_report(found), columns=tables.MESSAGE)
         if stage is Planned.ALL and loaded.config.train.task is not None:
             typer.echo("training is planned apart: pipeline plan --stage train --gpu a100-80gb")
 
@@ -109,11 +109,11 @@ def _show_script(project: Project, executor: Executor, *, measured: bool, as_jso
 
 
 def _training(
-    loaded: Loaded, project: Project, executor: Executor, *, gpus: Sequence[str], probing: bool, again: str
+    loaded: LoadedConfig, project: Project, executor: Executor, *, gpus: Sequence[str], probing: bool, again: str
 ) -> TrainOutlook:
     """Plan training."""
     from pipeline.runs.model.offers import Question
-    from pipeline.runs.model.training_outlook import outlook
+    from pipeline.runs.model.training_outlook import plan_training
 
     typer.echo("planning: the training step is run on tensors without data ...", err=True)
     question = Question(
@@ -126,7 +126,7 @@ def _training(
         tell=lambda line: typer.echo(line, err=True),
     )
     with _stdout_to_stderr():
-        return outlook(question, probing=probing)
+        return plan_training(question, probing=probing)
 
 
 @contextmanager
@@ -152,7 +152,7 @@ def _show_training(found: TrainOutlook, *, as_json: bool) -> None:
     if as_json:
         print_json([document])
     else:
-        tables.show(*training_report(document), columns=tables.MESSAGE)
+        tables.show_parts(*training_report(document), columns=tables.MESSAGE)
     for one in found.probed:
         if one.error is not None:
             raise one.error

@@ -24,7 +24,7 @@ Page = Annotated[
 ]
 
 
-def report(
+def report_command(
     run: Run = None, html: Page = None, config: ConfigFile = None, sets: Sets = None, as_json: Json = False
 ) -> None:
     """Show what a run used of the memory, cores and time it asked for, and what to ask for next time."""
@@ -33,33 +33,33 @@ def report(
     from pipeline.journal.run_status import status_of
     from pipeline.report import tables
     from pipeline.report.run_tables import efficiency_report
-    from pipeline.runs.views.efficiency import efficiency
+    from pipeline.runs.views.efficiency import stage_uses
 
     folder = run_folder(run, config, sets)
     if html is not None:
         _write_page(folder, html, as_json=as_json)
         return
     status = status_of(folder, socket.gethostname())
-    stages = [stage.to_json() for stage in efficiency(folder, status)]
+    stages = [stage.to_json() for stage in stage_uses(folder, status)]
     if as_json:
         failures = {stage.name: stage.to_json()["failures"] for stage in status.in_order()}
         print_json({"run": folder.name, "state": status.state.value, "stages": stages, "failures": failures})
         return
-    tables.show(*efficiency_report(status.to_json(), stages))
+    tables.show_parts(*efficiency_report(status.to_json(), stages))
 
 
 def _write_page(folder: RunFolder, file: Path, *, as_json: bool) -> None:
     """Write the page of a run as it stands now."""
     from pipeline.errors import ConfigError
-    from pipeline.runs.views.run_page import now_of, write_to
+    from pipeline.runs.views.run_page import page_now, write_page_where_asked
 
     if as_json and file == PRINTED:
         raise ConfigError("two documents cannot be printed at once", where="--html -", remedy="leave --json out")
-    page, status, told = now_of(folder)
+    page, status, told = page_now(folder)
     if file == PRINTED:
         typer.echo(page.html(status, told))
         return
-    write_to(file, page.html(status, told))
+    write_page_where_asked(file, page.html(status, told))
     file = file.parent.resolve() / file.name
     if as_json:
         print_json({"run": folder.name, "state": status.state.value, "html": str(file)})
@@ -73,7 +73,7 @@ SHOWN = 2  # items of a micro-batch
 RUNGS = ("", "checkpointing", "offload", "cpu")
 
 
-def replay(
+def replay_command(
     run: Run = None,
     step: Annotated[int | None, typer.Option("--step", min=1, help="The step that went wrong.")] = None,
     rank: Annotated[
@@ -90,7 +90,7 @@ def replay(
     from pipeline.errors import ConfigError
     from pipeline.report import tables
     from pipeline.runs.replay.replay_case import find_case
-    from pipeline.runs.replay.replay_step import played
+    from pipeline.runs.replay.replay_step import replay_document
 
     folder = run_folder(run, config, sets)
     if step is None:
@@ -99,17 +99,17 @@ def replay(
     case = find_case(folder, step, rank)
     if not as_json:
         typer.echo(case.bundle.words())
-    found = played(case, device=device)
+    found = replay_document(case, device=device)
     if as_json:
         print_json(found)
         return
-    tables.show(*_shown(found))
+    tables.show_parts(*_shown(found))
 
 
 def _known(folder: Any) -> str:
-    from pipeline.runs.replay.replay_case import steps_of
+    from pipeline.runs.replay.replay_case import steps_with_bundles
 
-    steps = steps_of(folder)
+    steps = steps_with_bundles(folder)
     return f"there are bundles of the steps {', '.join(map(str, steps))}" if steps else "no step has left a bundle"
 
 
@@ -123,7 +123,7 @@ def _shown(found: Mapping[str, Any]) -> Iterator[RenderableType]:
     if found["micro_batches"]:
         yield ""
         rows = [_row(one, counted=found["counted"]) for one in found["micro_batches"]]
-        yield tables.table([_NAMES.get(name, name) if not found["counted"] else name for name in COLUMNS], rows)
+        yield tables.text_table([_NAMES.get(name, name) if not found["counted"] else name for name in COLUMNS], rows)
     if found["counted"]:
         allowed = tables.size(found["limit_bytes"])
         yield f"{tables.size(found['reserved_bytes'])} reserved at the peak; the run's device allowed {allowed}"

@@ -57,7 +57,7 @@ class ExecutorName(str, Enum):
     SLURM = "slurm"
 
 
-def submit(
+def submit_command(
     stage: Annotated[SubmitTarget, one_of(SubmitTarget, "--stage", "The stage to run, with what it needs before it.")],
     executor: Annotated[
         ExecutorName | None, one_of(ExecutorName, "--executor", "Where to run it; else cluster.executor.")
@@ -81,7 +81,7 @@ def submit(
     from pipeline.cli.foreseen import print_plan, show_plan
     from pipeline.errors import ConfigError, SubmissionRefused
     from pipeline.project.project import Project, open_executor
-    from pipeline.runs.upkeep.cache_use import tell
+    from pipeline.runs.upkeep.cache_use import register_use
     from pipeline.runs.workflow.table import as_typed, everything, up_to
 
     if as_json and (not dry_run or emit is not None):
@@ -117,7 +117,7 @@ def submit(
                 return
             if only:
                 _refuse_unplanned(project, stages)
-            tell(project, stages, loaded.path)
+            register_use(project, stages, loaded.path)
             _start(project, stages, typed, opened, follow=follow)
         except SubmissionRefused as error:
             raise as_typed(error, typed) from None
@@ -166,11 +166,11 @@ def _start(
     from pipeline.runs.engine.create import new_run, refuse_double, start_supervisor
     from pipeline.runs.engine.run_supervisor import Supervisor
 
-    config, ended = project.config, ended or tables_of
+    config, ended = project.config, ended or print_run_tables
     same = refuse_double(config, stages, executor, project.only)
     if same is not None:
         said = f"run {same.name} is doing this already\n  watch it: {_status_of(same)}"
-        typer.echo(said, err=ended is not tables_of)
+        typer.echo(said, err=ended is not print_run_tables)
         if follow:
             _watch(same, ended)
         return
@@ -194,13 +194,13 @@ def run_to_its_end(
     """Run stages of a configuration of a file, and stay until they have ended."""
     from pipeline.errors import SubmissionRefused
     from pipeline.project.project import open_executor
-    from pipeline.runs.upkeep.cache_use import tell
+    from pipeline.runs.upkeep.cache_use import register_use
     from pipeline.runs.workflow.table import as_typed
 
     with open_executor(project.config) as opened:
         try:
             _check_first(project, stages, opened)
-            tell(project, stages, file)
+            register_use(project, stages, file)
             _start(project, stages, typed, opened, follow=True, ended=ended)
         except SubmissionRefused as error:
             raise as_typed(error, typed) from None
@@ -287,12 +287,12 @@ def _after_stop(folder: RunFolder, executor: Executor) -> str:
     return "stopped; what is finished is kept: run the same command again to go on"
 
 
-def tables_of(status: RunStatus) -> None:
+def print_run_tables(status: RunStatus) -> None:
     """Print how a run ended; `main` says the error."""
     from pipeline.report import tables
     from pipeline.report.run_tables import run_report
 
-    tables.show(*run_report(status.to_json() | {"error": ""}))
+    tables.show_parts(*run_report(status.to_json() | {"error": ""}))
 
 
 def _shown(live: LiveLines) -> Callable[[RunStatus], None]:
@@ -306,7 +306,7 @@ def _shown(live: LiveLines) -> Callable[[RunStatus], None]:
         for stage in status.in_order():
             if stage.name not in announced and stage.submitted:
                 announced.add(stage.name)
-                tables.show(stage_line(stage.name, stage.counts()), to_stderr=True)
+                tables.show_parts(stage_line(stage.name, stage.counts()), to_stderr=True)
             live.show(stage)
 
     return watch
@@ -340,7 +340,7 @@ def _watch(folder: RunFolder, ended: Callable[[RunStatus], None]) -> None:
         raise failed
 
 
-def demo(
+def demo_command(
     folder: Annotated[
         Path, typer.Argument(metavar="[DIR]", help="Where to make it; must not exist or be empty.")
     ] = Path("demo"),
@@ -349,5 +349,5 @@ def demo(
     from pipeline.setup.demo_project import make_project, what_to_look_at
 
     config_file = make_project(folder)
-    submit(SubmitTarget.ALL, ExecutorName.LOCAL, follow=True, config=config_file)
+    submit_command(SubmitTarget.ALL, ExecutorName.LOCAL, follow=True, config=config_file)
     typer.echo(what_to_look_at(folder))

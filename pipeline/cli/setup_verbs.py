@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pipeline.setup.site_facts import Site
 
 
-def doctor(config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
+def doctor_command(config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
     """Check configuration, data, disk and packages, and say what to do."""
     from dataclasses import asdict
 
@@ -27,13 +27,13 @@ def doctor(config: ConfigFile = None, sets: Sets = None, as_json: Json = False) 
         print_json([asdict(finding) for finding in findings])
     else:
         rows = [(one.verdict.value, one.what, one.found, one.remedy) for one in findings]
-        tables.show(tables.table(("", "check", "found", "what to do"), rows))
+        tables.show_parts(tables.text_table(("", "check", "found", "what to do"), rows))
     code = max((one.exit_code for one in findings), default=0)
     if code:
         raise typer.Exit(code)
 
 
-def init(
+def init_command(
     folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where to write.")] = Path(),
     recipe: Annotated[
         str | None,

@@ -24,8 +24,8 @@ app = typer.Typer(help="Bring, check and make the encoder's checkpoints.", no_ar
 Force = Annotated[bool, typer.Option("--force", help="Replace what is there.")]
 
 
-@app.command()
-def fetch(
+@app.command("fetch")
+def fetch_command(
     name: Annotated[
         str | None, typer.Argument(metavar="[NAME]", help="A published model; else the configured.")
     ] = None,
@@ -56,7 +56,7 @@ def fetch(
 
 
 @app.command("import")
-def import_(
+def import_weights_command(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A .pt file, or a Hugging Face folder.")],
     out: Annotated[
         Path | None, typer.Option("--out", metavar="PATH", help="Where to put it; else as configured.")
@@ -80,8 +80,8 @@ def import_(
     _say_how_to_use(target, configured)
 
 
-@app.command()
-def check(
+@app.command("check")
+def check_weights_command(
     path: Annotated[
         Path | None, typer.Argument(metavar="[PATH]", help="A checkpoint; else the configured one.")
     ] = None,
@@ -98,12 +98,12 @@ def check(
     if as_json:
         print_json(found.to_json())
     else:
-        tables.show(tables.table(("name", found.weights.name), _rows(found)))
+        tables.show_parts(tables.text_table(("name", found.weights.name), _rows(found)))
     found.accepted()
 
 
-@app.command()
-def synth(
+@app.command("synth")
+def synth_command(
     layers: Annotated[int, typer.Option("--layers", help="How many layers.")],
     dim: Annotated[int, typer.Option("--dim", help="Width of an embedding.")],
     heads: Annotated[int, typer.Option("--heads", help="Attention heads; they divide the width.")],
@@ -123,10 +123,10 @@ def synth(
 def _configured(config: Path | None, sets: Sequence[str] | None) -> Path:
     """Return embed.weights of the configuration; where there is none, its default: weights may come first."""
     from pipeline.config.load import ENVIRONMENT, PLACES
-    from pipeline.config.schema_data import Embed
+    from pipeline.config.schema_data import EmbedSection
 
     if config is None and not sets and ENVIRONMENT not in os.environ and not any(place.is_file() for place in PLACES):
-        return Path(Embed().weights)
+        return Path(EmbedSection().weights)
     return load_config(config, sets).config.embed.weights
 
 

@@ -14,7 +14,7 @@ from pipeline.errors import PlanInfeasible
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from pipeline.config.schema_cluster import Card
+    from pipeline.config.schema_cluster import CardSection
 
 _TIE_S = 60.0  # estimates of ends that lie closer than this are no reason to take a larger card
 _REMEDY = (
@@ -49,7 +49,7 @@ class Choice:
     why: str
 
 
-def eligible(cards: Sequence[Card], need_bytes: int, gpus: int) -> list[Shape]:
+def eligible(cards: Sequence[CardSection], need_bytes: int, gpus: int) -> list[Shape]:
     """Return the requests that admit only cards with so much memory; without any, raise PlanInfeasible."""
     if not cards or not gpus:
         return [Shape("", "", "", gpus)]
@@ -71,12 +71,14 @@ def choose(shapes: Sequence[Shape], start_of: Callable[[Shape], float | None], n
     return Choice(best, starts[best], _why(best, ends, together, now))
 
 
-def _admitted(cards: Iterable[Card], partition: str | None, gres: str | None) -> Iterator[Card]:
+def _admitted(cards: Iterable[CardSection], partition: str | None, gres: str | None) -> Iterator[CardSection]:
     """Yield the cards that a request gets: one that names no type gets those of every type."""
     return (card for card in cards if card.partition == partition and gres in (None, card.gres))
 
 
-def _shape(admitted: Sequence[Card], partition: str | None, gres: str | None, need: int, gpus: int) -> Shape | None:
+def _shape(
+    admitted: Sequence[CardSection], partition: str | None, gres: str | None, need: int, gpus: int
+) -> Shape | None:
     """Return the request, with a constraint where it would admit cards that are too small."""
     constraint = ""
     if any(card.mem < need for card in admitted):
@@ -88,7 +90,7 @@ def _shape(admitted: Sequence[Card], partition: str | None, gres: str | None, ne
     return Shape(gres or "", partition or "", constraint, gpus, mem_bytes=min(card.mem for card in admitted))
 
 
-def _shortage(cards: Sequence[Card], need_bytes: int) -> str:
+def _shortage(cards: Sequence[CardSection], need_bytes: int) -> str:
     largest = max(cards, key=lambda card: card.mem)
     name = largest.gres or largest.feature or "GPU"
     if largest.mem < need_bytes:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from pipeline.cluster.job_spec import JobSpec
-    from pipeline.config.schema_cluster import Slurm
+    from pipeline.config.schema_cluster import SlurmSection
 
 GENERIC = "scan"  # the script of a job that has none of its own
 GENERIC_RANKS = "train"  # the same, of a job of several processes
@@ -43,7 +43,7 @@ def template(name: str, *, ranks: int = 0) -> str:
     return path.read_text("utf-8")
 
 
-def render(text: str, spec: JobSpec, site: Slurm, *, highest_task: int | None = None) -> str:
+def render(text: str, spec: JobSpec, site: SlurmSection, *, highest_task: int | None = None) -> str:
     """Return a script for sbatch: `text` with the header, the site's setup and the command of a job.
 
     `highest_task` is the highest number that the cluster gives to a task of an array.
@@ -82,7 +82,7 @@ def job_name(spec: JobSpec) -> str:
     return f"{re.sub('[^A-Za-z0-9._+-]', '_', name)[:100]}-{digest}"
 
 
-def options(spec: JobSpec, site: Slurm, offset: int = 0) -> list[str]:
+def options(spec: JobSpec, site: SlurmSection, offset: int = 0) -> list[str]:
     """Return the options of a job, as a header takes them."""
     out, err = (log_pattern(spec, end) for end in ("out", "err"))
     pairs: list[tuple[str, str | None]] = [
@@ -160,7 +160,7 @@ def _refuse_lines(spec: JobSpec, name: str, value: str) -> None:
         raise _refused(spec, what, remedy)
 
 
-def setup_lines(site: Slurm) -> list[str]:
+def setup_lines(site: SlurmSection) -> list[str]:
     """Return what a script runs first: the site's lines, and where its scratch folder is."""
     return [*site.setup, f"scratch={_expanding(site.scratch or '')}"]
 
@@ -204,7 +204,7 @@ def _quoted(text: str) -> str:
     return shell_word(text) if text else ""
 
 
-def _gpus(spec: JobSpec, site: Slurm) -> tuple[str, str | None]:
+def _gpus(spec: JobSpec, site: SlurmSection) -> tuple[str, str | None]:
     """Return how a job asks for its GPUs here."""
     kind = f"{spec.card}:" if spec.card else ""
     if not spec.gpus:
@@ -212,7 +212,7 @@ def _gpus(spec: JobSpec, site: Slurm) -> tuple[str, str | None]:
     return ("gres", f"gpu:{kind}{spec.gpus}") if site.gpus == "gres" else ("gpus-per-node", f"{kind}{spec.gpus}")
 
 
-def _memory(spec: JobSpec, site: Slurm) -> tuple[str, str | None]:
+def _memory(spec: JobSpec, site: SlurmSection) -> tuple[str, str | None]:
     """Return how a job asks for its memory here."""
     if spec.mem_bytes is None or site.memory == "none":
         return "mem", None
@@ -220,7 +220,7 @@ def _memory(spec: JobSpec, site: Slurm) -> tuple[str, str | None]:
     return site.memory, f"{-(-spec.mem_bytes // (MIB * shares))}M"
 
 
-def _signal(spec: JobSpec, site: Slurm) -> str | None:
+def _signal(spec: JobSpec, site: SlurmSection) -> str | None:
     """Return when a task is told to finish: before its limit, but never at once."""
     grace_s = int(site.grace)
     if spec.time_s is not None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from pipeline.cluster.following import Queued
     from pipeline.cluster.job_spec import JobId, JobSpec, Limits, TaskStatus
-    from pipeline.config.schema_cluster import Slurm
+    from pipeline.config.schema_cluster import SlurmSection
 
 TRIES_S = (2.0, 5.0, 10.0, 20.0, 30.0, 60.0)  # waits between tries at a submission that the cluster was too busy for
 PATIENCE_S = 15.0  # how long the queue and the accounting may disagree before that is what is told
@@ -49,7 +49,7 @@ class Start:
 class SlurmExecutor:
     """Submits to a cluster and asks it; jobs live on without it."""
 
-    def __init__(self, site: Slurm, *, poll_s: float | None = None, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, site: SlurmSection, *, poll_s: float | None = None, patience_s: float = PATIENCE_S) -> None:
         """Look at jobs every `poll_s`, by default as the site says."""
         self.site = site
         self.facts = Facts(site)

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
     from pipeline.cluster.job_spec import JobSpec
     from pipeline.cluster.slurm_commands import Partition
-    from pipeline.config.schema_cluster import Slurm
+    from pipeline.config.schema_cluster import SlurmSection
 
 
 class Facts:
     """The figures of one site; what nobody tells is None."""
 
-    def __init__(self, site: Slurm) -> None:
+    def __init__(self, site: SlurmSection) -> None:
         self.site = site
 
     def limits(self, partition: str | None = None, *, cpus: int = 1, gpus: int = 0) -> Limits:

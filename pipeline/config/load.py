@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from pipeline.config import site_profiles
-from pipeline.config.masking import hidden_in
+from pipeline.config.masking import without_secrets_in
 from pipeline.config.schema import LEAVES, PATH_LISTS, PATHS, SECTIONS, Config, value_at
 from pipeline.config.schema_parts import CONFLICT
 from pipeline.config.site_profiles import PRESET, SITE, anchored
-from pipeline.config.yaml_document import MAX_BYTES, REMEDY, Document, Entry, Problem, explain
+from pipeline.config.yaml_document import MAX_BYTES, REMEDY, Document, Problem, WrittenValue, explain
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ UNDER = ("cache", "under")
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedConfig:
     """A configuration, and where it is from."""
 
     config: Config
@@ -68,7 +68,7 @@ def find_config(explicit: Path | None) -> Path:
     raise ConfigError(what, where=str(Path.cwd()), remedy=remedy)
 
 
-def load(path: Path | None, sets: Sequence[str] = ()) -> Loaded:
+def read_config(path: Path | None, sets: Sequence[str] = ()) -> LoadedConfig:
     """Read a file (none: the defaults) and lay `--set` over it; relative paths start from where they are written."""
     here = Path.cwd()
     base_dir = here if path is None else path.absolute().parent
@@ -88,21 +88,21 @@ def load(path: Path | None, sets: Sequence[str] = ()) -> Loaded:
         raise _refusal(problems)
     said = {key: entry.origin for key, entry in entries.items() if entry.line}
     origins = {".".join(key): said.get(key, "default") for key in LEAVES}
-    return Loaded(config, path, origins, base_dir)
+    return LoadedConfig(config, path, origins, base_dir)
 
 
-def show(loaded: Loaded) -> list[Setting]:
+def settings_shown(loaded: LoadedConfig) -> list[Setting]:
     """Return every key with its value, secrets masked, and where that came from."""
     plain = loaded.config.model_dump(mode="json")
     settings = []
     for key, info in LEAVES.items():
         name = ".".join(key)
-        value = hidden_in(reduce(getitem, key, plain), name)
+        value = without_secrets_in(reduce(getitem, key, plain), name)
         settings.append(Setting(name, value, loaded.origins[name], info.description or ""))
     return settings
 
 
-def check(loaded: Loaded) -> list[str]:
+def missing_inputs(loaded: LoadedConfig) -> list[str]:
     """Return what a valid configuration names that this machine does not have."""
     missing = []
     named = [(key, value_at(loaded.config, key)) for key in INPUTS]
@@ -196,24 +196,24 @@ def _preset(written: Sequence[tuple[Document, Path]], config_dir: Path) -> list[
     return [(found, config_dir)] if found else []
 
 
-def _named(written: Sequence[tuple[Document, Path]], key: KeyPath) -> Entry | None:
+def _named(written: Sequence[tuple[Document, Path]], key: KeyPath) -> WrittenValue | None:
     """Return what was written at a key, by whoever comes last."""
-    entries: dict[KeyPath, Entry] = {}
+    entries: dict[KeyPath, WrittenValue] = {}
     for document, _ in written:
         for one, entry in document.entries.items():
             _lay_over(entries, one, entry)
     return entries.get(key)
 
 
-def _defaults(base: Path, name: str) -> dict[KeyPath, Entry]:
+def _defaults(base: Path, name: str) -> dict[KeyPath, WrittenValue]:
     """Return every section, still empty, and the folders that have a default, below `base`."""
     folders = {key: info.default for key, info in LEAVES.items() if isinstance(info.default, Path)}
     values: dict[KeyPath, Any] = {key: {} for key in SECTIONS}
     values |= {key: str(base / folder) for key, folder in folders.items()}
-    return {key: Entry(value, name, line=0) for key, value in values.items()}
+    return {key: WrittenValue(value, name, line=0) for key, value in values.items()}
 
 
-def _add(document: Document, base: Path, entries: dict[KeyPath, Entry], problems: list[Problem]) -> None:
+def _add(document: Document, base: Path, entries: dict[KeyPath, WrittenValue], problems: list[Problem]) -> None:
     """Lay a document over what was read before it."""
     problems += document.problems
     for key, entry in document.entries.items():
@@ -228,7 +228,7 @@ def _add(document: Document, base: Path, entries: dict[KeyPath, Entry], problems
         _lay_over(entries, key, replace(entry, value=value))
 
 
-def _lay_over(entries: dict[KeyPath, Entry], key: KeyPath, entry: Entry) -> None:
+def _lay_over(entries: dict[KeyPath, WrittenValue], key: KeyPath, entry: WrittenValue) -> None:
     """Put an entry in the place of what was there; a section adds to a section, anything else replaces."""
     both_sections = entry.value == {} and key in entries and entries[key].value == {}
     for other in [] if both_sections else list(entries):
@@ -239,7 +239,7 @@ def _lay_over(entries: dict[KeyPath, Entry], key: KeyPath, entry: Entry) -> None
     entries[key] = entry
 
 
-def _nested(entries: Mapping[KeyPath, Entry]) -> dict[str, Any]:
+def _nested(entries: Mapping[KeyPath, WrittenValue]) -> dict[str, Any]:
     """Return the entries as nested mappings."""
     root: dict[str, Any] = {}
     for key in sorted(entries, key=len):
@@ -250,7 +250,7 @@ def _nested(entries: Mapping[KeyPath, Entry]) -> dict[str, Any]:
     return root
 
 
-def _problem(detail: ErrorDetails, entries: Mapping[KeyPath, Entry]) -> Problem:
+def _problem(detail: ErrorDetails, entries: Mapping[KeyPath, WrittenValue]) -> Problem:
     """Say where and why a value was refused."""
     names = tuple(part for part in detail["loc"] if isinstance(part, str))
     key = (*names, detail["ctx"]["key"]) if detail["type"] == CONFLICT else names
@@ -261,7 +261,7 @@ def _problem(detail: ErrorDetails, entries: Mapping[KeyPath, Entry]) -> Problem:
     return Problem(entry.line, text)
 
 
-def _nearest(entries: Mapping[KeyPath, Entry], key: KeyPath) -> Entry:
+def _nearest(entries: Mapping[KeyPath, WrittenValue], key: KeyPath) -> WrittenValue:
     """Return what was written at a key, else below it, else above it."""
     at = [key] if key in entries else [other for other in entries if other[: len(key)] == key]
     above = (key[:length] for length in range(len(key) - 1, 0, -1) if key[:length] in entries)

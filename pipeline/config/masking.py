@@ -23,7 +23,7 @@ _ENDS_SO = re.compile(rf"{_NAME}$", re.IGNORECASE)
 _VARIABLE = re.compile(r"(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$")
 
 
-def hidden(text: str) -> str:
+def without_secrets(text: str) -> str:
     """Return a text without the secrets in it."""
     for value in _in_the_environment():
         text = text.replace(value, MASK)
@@ -31,16 +31,16 @@ def hidden(text: str) -> str:
     return _SAID.sub(rf"\1{MASK}", text)
 
 
-def hidden_in(value: Any, name: str = "") -> Any:
+def without_secrets_in(value: Any, name: str = "") -> Any:
     """Return plain JSON data without the secrets in it."""
     if isinstance(value, dict):
-        return {key: hidden_in(one, str(key)) for key, one in value.items()}
+        return {key: without_secrets_in(one, str(key)) for key, one in value.items()}
     if isinstance(value, list | tuple):
         before = ["", *value]  # of a command: what follows --token is one
-        return [hidden_in(one, _option(word) or name) for word, one in zip(before, value, strict=False)]
+        return [without_secrets_in(one, _option(word) or name) for word, one in zip(before, value, strict=False)]
     if not isinstance(value, str):
         return value
-    return MASK if value and _ENDS_SO.search(name) else hidden(value)
+    return MASK if value and _ENDS_SO.search(name) else without_secrets(value)
 
 
 def _option(word: Any) -> str:

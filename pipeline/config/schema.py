@@ -11,15 +11,15 @@ from typing import Any, Literal, TypeAlias
 from pydantic import BaseModel, Field, model_validator
 from pydantic.fields import FieldInfo
 
-from pipeline.config.schema_cluster import Cluster
-from pipeline.config.schema_data import Data, Embed, Graph, Structures
+from pipeline.config.schema_cluster import ClusterSection
+from pipeline.config.schema_data import DataSection, EmbedSection, GraphSection, StructuresSection
 from pipeline.config.schema_parts import NodeFolder, Section, Size, SizeOrNone, conflict
-from pipeline.config.schema_train import Train
+from pipeline.config.schema_train import TrainSection
 
 KeyPath: TypeAlias = tuple[str, ...]
 
 
-class Cache(Section):
+class CacheSection(Section):
     """Where results are kept."""
 
     root: Path = Field(default=Path("cache"), description="Folder of the cache; share it between runs.")
@@ -55,13 +55,13 @@ class Cache(Section):
 class Config(Section):
     """Everything that a run is told."""
 
-    data: Data
-    structures: Structures = Structures()
-    embed: Embed = Embed()
-    graph: Graph = Graph()
-    train: Train = Train()
-    cache: Cache = Cache()
-    cluster: Cluster = Cluster()
+    data: DataSection
+    structures: StructuresSection = StructuresSection()
+    embed: EmbedSection = EmbedSection()
+    graph: GraphSection = GraphSection()
+    train: TrainSection = TrainSection()
+    cache: CacheSection = CacheSection()
+    cluster: ClusterSection = ClusterSection()
 
     @model_validator(mode="after")
     def _a_gpu_to_compute_on(self) -> Config:

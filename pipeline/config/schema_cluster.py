@@ -20,10 +20,10 @@ from pipeline.config.schema_parts import (
 )
 
 # A stage is called as a method of pydantic's models is, which is deprecated and which nobody calls.
-warnings.filterwarnings("ignore", 'Field name "validate" in "Cluster"', UserWarning)
+warnings.filterwarnings("ignore", 'Field name "validate" in "ClusterSection"', UserWarning)
 
 
-class Slots(Section):
+class SlotsSection(Section):
     """What the local executor may use of this machine."""
 
     cpus: AutoCount = Field(
@@ -109,7 +109,7 @@ class TrainResources(Resources):
         return self
 
 
-class Card(Section):
+class CardSection(Section):
     """A kind of GPU that a cluster has."""
 
     gres: Name | None = Field(default=None, description="Its type in a request, as in gpu:a100:1; null: none is named.")
@@ -118,7 +118,7 @@ class Card(Section):
     mem: Memory = Field(description="Memory of one.")
 
 
-class Slurm(Section):
+class SlurmSection(Section):
     """What a cluster is like; a profile in configs/sites/ holds these keys, and this section overrides it."""
 
     name: Name = Field(default="slurm", description="What measurements of this cluster are remembered under.")
@@ -144,12 +144,14 @@ class Slurm(Section):
     longest_time: Duration | None = Field(
         default=None, description="The longest a job may ask for; null: as sinfo says."
     )
-    cards: tuple[Card, ...] = Field(default=(), description="Kinds of GPU, for choosing one; none: whatever comes.")
+    cards: tuple[CardSection, ...] = Field(
+        default=(), description="Kinds of GPU, for choosing one; none: whatever comes."
+    )
     grace: Duration = Field(default=90, description="How long before its time limit a task is told to finish in order.")
     poll: Duration = Field(default=15, description="How often a supervisor that stays looks at its jobs.")
 
 
-class Supervisor(Section):
+class SupervisorSection(Section):
     """What judges and repairs a run between its jobs."""
 
     where: Literal["job", "login"] = Field(
@@ -162,7 +164,7 @@ class Supervisor(Section):
     tries: int = Field(default=3, ge=1, description="Attempts at a task that make no progress, before the stage fails.")
 
 
-class Notify(Section):
+class NotifySection(Section):
     """Who is told when a stage has ended."""
 
     command: tuple[Name, ...] = Field(
@@ -175,7 +177,7 @@ class Notify(Section):
     )
 
 
-class Cluster(Section):
+class ClusterSection(Section):
     """Where tasks run, and what they may use."""
 
     executor: Literal["local", "slurm"] = Field(
@@ -188,10 +190,10 @@ class Cluster(Section):
         default=Path("runs"), description="Folder of the run folders: logs, events, frozen configurations."
     )
     private: bool = Field(default=True, description="Whether run folders are readable by their owner alone.")
-    slots: Slots = Slots()
-    slurm: Slurm = Slurm()
-    supervisor: Supervisor = Supervisor()
-    notify: Notify = Notify()
+    slots: SlotsSection = SlotsSection()
+    slurm: SlurmSection = SlurmSection()
+    supervisor: SupervisorSection = SupervisorSection()
+    notify: NotifySection = NotifySection()
     scan: StageResources = StageResources()
     embed: StageResources = StageResources()
     graph: StageResources = StageResources()

@@ -20,7 +20,7 @@ STRUCTURE_PATTERNS = tuple(
 )
 
 
-class Data(Section):
+class DataSection(Section):
     """Which items to use, and how the files say what belongs together."""
 
     source: Literal["manifest", "pairs", "sabdab", "pinder", "glob", "fasta", "reader"] = Field(
@@ -71,13 +71,13 @@ class Data(Section):
     )
 
     @model_validator(mode="after")
-    def _partners_share_no_chain(self) -> Data:
+    def _partners_share_no_chain(self) -> DataSection:
         if shared := sorted(set(self.receptor_chains) & set(self.ligand_chains)):
             raise conflict("ligand_chains", f"{', '.join(shared)} is also in receptor_chains: a chain has one side")
         return self
 
     @model_validator(mode="after")
-    def _labels_have_names_of_their_own(self) -> Data:
+    def _labels_have_names_of_their_own(self) -> DataSection:
         if taken := sorted(set(self.labels) & set(TAKEN)):
             raise conflict("labels", f"{taken[0]} is the name of a part of a batch: call the column otherwise")
         if len(set(self.labels)) < len(self.labels):
@@ -85,7 +85,7 @@ class Data(Section):
         return self
 
     @model_validator(mode="after")
-    def _a_reader_is_named(self) -> Data:
+    def _a_reader_is_named(self) -> DataSection:
         if self.source == "reader" and self.reader is None:
             raise conflict("source", "reader needs the name of a class: data.reader: package.module:Name")
         if self.source != "reader" and (self.reader is not None or self.options):
@@ -99,7 +99,7 @@ class Data(Section):
         return self
 
 
-class Structures(Section):
+class StructuresSection(Section):
     """How a structure file becomes residues, wherever it leaves a choice."""
 
     altlocs: Literal["highest", "first"] = Field(
@@ -134,7 +134,7 @@ class Structures(Section):
     )
 
 
-class EmbedBatch(Section):
+class EmbedBatchSection(Section):
     """How sequences are put together for the encoder; changes speed and memory, never a result."""
 
     policy: Literal["divisor", "tokens"] = Field(
@@ -146,7 +146,7 @@ class EmbedBatch(Section):
     )
 
 
-class LongSequences(Section):
+class LongSequencesSection(Section):
     """What becomes of sequences longer than the model saw in training; ESM-2 itself has no limit."""
 
     policy: Literal["full", "windows", "truncate", "error"] = Field(
@@ -156,13 +156,13 @@ class LongSequences(Section):
     overlap: int = Field(default=256, ge=0, description="Residues that neighbouring windows share.")
 
     @model_validator(mode="after")
-    def _windows_advance(self) -> LongSequences:
+    def _windows_advance(self) -> LongSequencesSection:
         if 2 * self.overlap > self.length:
             raise conflict("overlap", "is more than half of length: windows would hardly advance")
         return self
 
 
-class Embed(Section):
+class EmbedSection(Section):
     """How sequences become embeddings."""
 
     weights: Path = Field(
@@ -188,11 +188,11 @@ class Embed(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="What it is computed on; auto: the GPU if cluster.embed.gpus is not 0."
     )
-    batch: EmbedBatch = EmbedBatch()
-    long: LongSequences = LongSequences()
+    batch: EmbedBatchSection = EmbedBatchSection()
+    long: LongSequencesSection = LongSequencesSection()
 
 
-class AtomGraph(Section):
+class AtomGraphSection(Section):
     """What atom graphs have besides; where graph.nodes is atom."""
 
     radius: float | None = Field(
@@ -204,7 +204,7 @@ class AtomGraph(Section):
     hydrogens: bool = Field(default=False, description="Whether hydrogen atoms are nodes.")
 
 
-class Graph(Section):
+class GraphSection(Section):
     """How structures become graphs."""
 
     nodes: Literal["residue", "atom"] = Field(
@@ -230,10 +230,10 @@ class Graph(Section):
         description="Å between heavy atoms of a native contact; null: no labels.",
     )
     cache: bool = Field(default=True, description="Keep graphs on disk; false: built anew whenever they are read.")
-    atom: AtomGraph = AtomGraph()
+    atom: AtomGraphSection = AtomGraphSection()
 
     @model_validator(mode="after")
-    def _some_edges(self) -> Graph:
+    def _some_edges(self) -> GraphSection:
         if self.nodes == "residue" and self.neighbours == 0 and self.radius is None:
             raise conflict("neighbours", "is 0 and radius is null: residues would have no edges")
         return self

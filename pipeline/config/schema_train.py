@@ -10,14 +10,14 @@ from pydantic import Field, model_validator
 from pipeline.config.schema_parts import AutoCount, AutoFlag, Duration, Name, Option, Section, conflict
 
 
-class CurriculumStage(Section):
+class CurriculumSection(Section):
     """Epochs that are trained on the smaller items alone."""
 
     epochs: int = Field(ge=1, description="How many epochs; the rest, with all items, comes after the last stage.")
     largest: dict[Name, int] = Field(min_length=1, description="Sizes of the items that take part, at most, by name.")
 
 
-class Schedule(Section):
+class ScheduleSection(Section):
     """How the learning rate changes, by optimizer steps."""
 
     kind: Literal["constant", "linear", "cosine"] = Field(
@@ -27,7 +27,7 @@ class Schedule(Section):
     least: float = Field(default=0.0, ge=0, le=1, description="Share of the learning rate at the end.")
 
 
-class Validation(Section):
+class ValidationSection(Section):
     """How a model is looked at while it is trained."""
 
     split: Name | None = Field(default="val", description="Which split; null, or one that has no items: none.")
@@ -49,7 +49,7 @@ class Validation(Section):
         return self.monitor == "loss" or self.monitor.startswith("loss.")
 
 
-class Checkpoints(Section):
+class CheckpointsSection(Section):
     """When training is saved, and what is kept."""
 
     every: int | None = Field(default=None, ge=1, description="Steps between checkpoints; null: by time alone.")
@@ -61,14 +61,14 @@ class Checkpoints(Section):
     )
 
 
-class Evaluate(Section):
+class EvaluateSection(Section):
     """Which model is looked at, and on what."""
 
     split: Name | None = Field(default="test", description="Which split; null: every item.")
     checkpoint: Name = Field(default="best", description="best, last, or the folder of a checkpoint.")
 
 
-class Predict(Section):
+class PredictSection(Section):
     """Which model predicts, and where the predictions go."""
 
     split: Name | None = Field(default=None, description="Which split; null: every item.")
@@ -76,7 +76,7 @@ class Predict(Section):
     folder: Path = Field(default=Path("predictions"), description="Folder of predictions, a folder for each set.")
 
 
-class Train(Section):
+class TrainSection(Section):
     """What is trained, and what the planner may decide about it."""
 
     task: Name | None = Field(
@@ -122,7 +122,7 @@ class Train(Section):
     clip: float | None = Field(default=1.0, gt=0, description="The norm of all gradients at most; null: any.")
     ema: float | None = Field(default=None, gt=0, lt=1, description="Decay of moving averages; null: none are kept.")
     frozen: tuple[Name, ...] = Field(default=(), description="Parameters whose names begin so are not trained.")
-    schedule: Schedule = Schedule()
+    schedule: ScheduleSection = ScheduleSection()
     compile: bool = Field(default=False, description="Whether torch.compile is used.")
     compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = Field(
         default="default", description="How hard it tries."
@@ -134,9 +134,9 @@ class Train(Section):
         default="error", description="Items that no plan can hold; error: nothing is submitted."
     )
     epochs: int = Field(default=10, ge=1, description="Epochs in all.")
-    curriculum: tuple[CurriculumStage, ...] = Field(default=(), description="Epochs with the smaller items first.")
-    validation: Validation = Validation()
-    checkpoints: Checkpoints = Checkpoints()
+    curriculum: tuple[CurriculumSection, ...] = Field(default=(), description="Epochs with the smaller items first.")
+    validation: ValidationSection = ValidationSection()
+    checkpoints: CheckpointsSection = CheckpointsSection()
     nan: Literal["stop", "skip", "rollback"] = Field(
         default="stop", description="A loss or a gradient that is not finite: end, leave the step out, or go back."
     )
@@ -161,11 +161,11 @@ class Train(Section):
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(
         default=(), description="Who gets the figures besides the files."
     )
-    evaluate: Evaluate = Evaluate()
-    predict: Predict = Predict()
+    evaluate: EvaluateSection = EvaluateSection()
+    predict: PredictSection = PredictSection()
 
     @model_validator(mode="after")
-    def _a_micro_batch_is_part_of_a_step(self) -> Train:
+    def _a_micro_batch_is_part_of_a_step(self) -> TrainSection:
         if self.micro_batch != "auto" and self.micro_batch > self.effective_batch:
             what = f"{self.micro_batch} is more than effective_batch, {self.effective_batch}: lower it, or raise that"
             raise conflict("micro_batch", what)

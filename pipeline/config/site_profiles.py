@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.config.schema import SECTIONS
-from pipeline.config.schema_cluster import Card, Slurm
+from pipeline.config.schema_cluster import CardSection, SlurmSection
 from pipeline.config.yaml_document import Document, Problem
 from pipeline.errors import ConfigError
 
@@ -120,9 +120,9 @@ def explain_card(detail: ErrorDetails) -> str:
         return ""
     number, name = detail["loc"][len(CARDS)], str(detail["loc"][-1])
     if detail["type"] == "missing":
-        return f"card {int(number) + 1} needs {name}: {Card.model_fields[name].description}"
-    close = get_close_matches(name, Card.model_fields, n=1)
-    meant = f'; did you mean "{close[0]}"?' if close else f"; there are {', '.join(Card.model_fields)}"
+        return f"card {int(number) + 1} needs {name}: {CardSection.model_fields[name].description}"
+    close = get_close_matches(name, CardSection.model_fields, n=1)
+    meant = f'; did you mean "{close[0]}"?' if close else f"; there are {', '.join(CardSection.model_fields)}"
     return f"card {int(number) + 1}: {name}: unknown key{meant}"
 
 
@@ -151,7 +151,7 @@ def _each(folders: tuple[Path, ...]) -> Iterator[str]:
 
 def _misplaced(name: str) -> str:
     """Say what to do with a key that no profile has."""
-    if name in Slurm.model_fields:
+    if name in SlurmSection.model_fields:
         return f"{name}: belongs below slurm:"
     if (*ABOVE, name) in SECTIONS or name in ("executor", "site", "runs", "private"):
         return f"{name}: belongs in the configuration, below cluster: (a profile holds {' and '.join(HELD)})"

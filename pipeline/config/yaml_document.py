@@ -51,7 +51,7 @@ _ADVICE = {
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class WrittenValue:
     """What was written at a key: a value, or an empty mapping for a section."""
 
     value: Any
@@ -83,7 +83,7 @@ class Document:
     name: str
     typed: str = ""
     offset: int = 0  # added to every line, so that what was typed sorts after the file
-    entries: dict[KeyPath, Entry] = field(default_factory=dict)
+    entries: dict[KeyPath, WrittenValue] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     _nodes: int = 0
 
@@ -161,8 +161,8 @@ class Document:
         if node.tag.removeprefix(_TAG) not in (*_SCALARS, "seq", "map"):
             self._problem(self._line(node), key, f"the tag {_short(node.tag)} is not allowed: plain values only")
 
-    def _entry(self, value: Any, line: int) -> Entry:
-        return Entry(value, self.name if self.typed else f"{self.name}:{line}", line, self.typed)
+    def _entry(self, value: Any, line: int) -> WrittenValue:
+        return WrittenValue(value, self.name if self.typed else f"{self.name}:{line}", line, self.typed)
 
     def _problem(self, line: int, key: KeyPath, what: str) -> None:
         self.problems.append(Problem(line, f"{self._entry(None, line).place(key)}: {what}"))

@@ -12,7 +12,7 @@ import time
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.masking import hidden
+from pipeline.config.masking import without_secrets
 from pipeline.errors import ConfigError
 from pipeline.journal.run_folder import writing
 from pipeline.records import Event, EventKind
@@ -48,7 +48,7 @@ class Ledger:
 
     def emit(self, kind: EventKind, **data: Any) -> None:
         """Append one event in one write."""
-        said = {name: hidden(data[name]) for name in SAID if isinstance(data.get(name), str)}
+        said = {name: without_secrets(data[name]) for name in SAID if isinstance(data.get(name), str)}
         event = {"at": round(time.time(), 3), "kind": kind.value, **data, **said}
         line = ("\n" if self._torn else "") + json.dumps(event, separators=(",", ":")) + "\n"
         with writing(self._path):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from pipeline.cluster.job_spec import Executor
     from pipeline.config.schema import Config
-    from pipeline.config.schema_cluster import Resources, Slots
+    from pipeline.config.schema_cluster import Resources, SlotsSection
     from pipeline.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -225,7 +225,7 @@ class Project:
         return Encoding.open(self.config, self.cache, remember=self.remember, named=self.only.of("embed"))
 
 
-def local_machine(slots: Slots) -> Machine:
+def local_machine(slots: SlotsSection) -> Machine:
     """Return what the configuration lends of this machine."""
     given = {"cpus": slots.cpus, "gpus": slots.gpus, "mem_bytes": slots.mem}
     return Machine.detect(**{name: value for name, value in given.items() if value != "auto"})

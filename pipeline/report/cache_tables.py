@@ -11,7 +11,7 @@ from rich.console import Console, Group
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.progress import Progress as Bars
 
-from pipeline.report.tables import age, duration, plural, size, table
+from pipeline.report.tables import age, duration, plural, size, text_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -54,10 +54,10 @@ def store_table(stats: Sequence[StoreStat]) -> RenderableType:
         for one in stats
     ]
     columns = ("kind", "items", "size", "per item", "files", "unreadable", "index", "age")
-    shown = table(columns, rows, right="items size per item files unreadable")
+    shown = text_table(columns, rows, right="items size per item files unreadable")
     notes = [f"index {name}: {what}" for name, what in INDEXES.items() if name in {one.index.value for one in stats}]
     broken = [(one.kind, name, reason) for one in stats for name, reason in one.unreadable]
-    tables: list[RenderableType] = ["", table(("kind", "unreadable file", "why"), broken)] if broken else []
+    tables: list[RenderableType] = ["", text_table(("kind", "unreadable file", "why"), broken)] if broken else []
     return Group(shown, *notes, *tables)
 
 
@@ -71,7 +71,7 @@ def recipe_table(recipes: Mapping[str, Sequence[RecipeStat]], undescribed: Mappi
             rows.append((kind, f"{one.records:,}", size(one.bytes), ", ".join(words)))
         if count := undescribed.get(kind):
             rows.append((kind, f"{count:,}", "", "recipes that cannot be read: the next run describes its own anew"))
-    return table(("recipes of", "items", "size", "made with"), rows, right="items size") if rows else ""
+    return text_table(("recipes of", "items", "size", "made with"), rows, right="items size") if rows else ""
 
 
 def _alike(known: Sequence[RecipeStat], name: str) -> bool:
@@ -147,10 +147,10 @@ def cleaning_lines(told: Mapping[str, Any]) -> list[RenderableType]:
     shown: list[RenderableType] = []
     if told["dead"]:
         dead = [(one["kind"], f"{one['items']:,}", size(one["bytes"]), one["why"], _made(one)) for one in told["dead"]]
-        shown += [table(("dead", "items", "size", "because", "made with"), dead, right="items size"), ""]
+        shown += [text_table(("dead", "items", "size", "because", "made with"), dead, right="items size"), ""]
     if told["leftovers"]:
         rows = [(what, f"{files:,}", size(taken)) for what, (files, taken) in _by_what(told["leftovers"]).items()]
-        shown += [table(("left over", "files", "size"), rows, right="files size"), ""]
+        shown += [text_table(("left over", "files", "size"), rows, right="files size"), ""]
     shown += [*_staying(told), *(line for note in told["notes"] for line in _note(note))]
     return shown[:-1] if shown and shown[-1] == "" else shown
 

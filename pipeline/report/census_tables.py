@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pipeline.report.tables import plural, size, table
+from pipeline.report.tables import plural, size, text_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -53,7 +53,7 @@ def census_lines(census: Mapping[str, Any]) -> list[RenderableType]:
             for name, spread in census["sizes"].items()
             if spread["max"]
         ]
-        shown += ["", table(("size", "median", "p95", "max"), rows, right="median p95 max")]
+        shown += ["", text_table(("size", "median", "p95", "max"), rows, right="median p95 max")]
     return shown
 
 
@@ -87,7 +87,7 @@ def _accepted(counted: Mapping[str, Any]) -> str:
 def rejection_table(rejected: Mapping[str, int], examples: Mapping[str, str]) -> Table:
     """Show why items were left out, most frequent reason first."""
     rows = [(reason, f"{count:,}", examples.get(reason, "")) for reason, count in rejected.items()]
-    return table(("rejected", "items", "for example"), rows, right="items")
+    return text_table(("rejected", "items", "for example"), rows, right="items")
 
 
 def trained_lines(census: Mapping[str, Any]) -> list[str]:
@@ -127,7 +127,7 @@ def evaluated_lines(census: Mapping[str, Any]) -> list[RenderableType]:
     shown: list[RenderableType] = [_accepted(census), _applied(census)]
     if census["figures"]:
         rows = [(name, _figure(value)) for name, value in census["figures"].items()]
-        shown += ["", table((census["split"] or "all items", "figure"), rows, right="figure"), ""]
+        shown += ["", text_table((census["split"] or "all items", "figure"), rows, right="figure"), ""]
     return [*shown, f"kept: {census['file']}"] if census["file"] else shown
 
 
@@ -170,7 +170,7 @@ def validated_lines(census: Mapping[str, Any]) -> list[RenderableType]:
     read = f"{size(found['bytes'])} read ({found['how']})"
     told = f"{plural(found['records'], 'record')}: {found['whole']:,} whole, {found['lost']:,} lost; {read}"
     rows = [(kind, *(f"{counts[name]:,}" for name in VALIDATED)) for kind, counts in found["kinds"].items()]
-    shown: list[RenderableType] = [told, "", table(("kind", *VALIDATED), rows, right=" ".join(VALIDATED)), ""]
+    shown: list[RenderableType] = [told, "", text_table(("kind", *VALIDATED), rows, right=" ".join(VALIDATED)), ""]
     if found["findings"]:
         faults = ", ".join(f"{count:,} {fault}" for fault, count in sorted(found["faults"].items()))
         shown.append(f"{plural(found['findings'], 'thing')} wrong: {faults}")
@@ -185,7 +185,7 @@ def regenerated_lines(census: Mapping[str, Any]) -> list[RenderableType]:
     columns = {"named": named} | {words: census[name] for name, words in REGENERATED.items() if census[name]}
     rows = [(kind, *(f"{counts.get(kind, 0):,}" for counts in columns.values())) for kind in named]
     shown: list[RenderableType] = [f"named by {census['source']}"]
-    shown += ["", table(("kind", *columns), rows, right=tuple(columns)), ""] if rows else []
+    shown += ["", text_table(("kind", *columns), rows, right=tuple(columns)), ""] if rows else []
     if census["untold"]:
         kinds = ", ".join(census["untold"])
         shown.append(f"a damaged file does not say what it held: whatever was missing was made of {kinds}")

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from pipeline.report.tables import plural, size, table
+from pipeline.report.tables import plural, size, text_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -118,7 +118,7 @@ def check_table(kinds: Mapping[str, KindTally]) -> RenderableType:
         for kind, one in kinds.items()
     ]
     columns = ("kind", "shards", "read", "records", "listed" if listed else "whole", "lost", "what is wrong")
-    return table(columns, rows, right="shards read records listed whole lost")
+    return text_table(columns, rows, right="shards read records listed whole lost")
 
 
 def whole_line(kinds: Mapping[str, KindTally]) -> str:
@@ -140,7 +140,7 @@ def mend_table(mends: Sequence[Mend], more: int) -> list[RenderableType]:
         return []
     rows = [(one.kind, one.shard or "(index)", one.why, one.salvaged, _lost(one), _fate(one)) for one in mends]
     columns = ("kind", "file", "what is wrong", "salvaged", "lost", "what becomes of it")
-    shown: list[RenderableType] = [table(columns, rows, right="salvaged lost")]
+    shown: list[RenderableType] = [text_table(columns, rows, right="salvaged lost")]
     return [*shown, f"… and {plural(more, 'file')} more (--json names all)"] if more else shown
 
 
@@ -150,7 +150,7 @@ def mended_table(kinds: Mapping[str, Repaired]) -> list[RenderableType]:
         return []
     columns = ("kind", "put into quarantine", "left alone", "salvaged", "lost")
     rows = [(kind, *_counts(one.quarantined, one.stay, one.salvaged, one.lost)) for kind, one in kinds.items()]
-    return [table(columns, rows, right=" ".join(columns[1:]))]
+    return [text_table(columns, rows, right=" ".join(columns[1:]))]
 
 
 def _counts(*numbers: int) -> tuple[str, ...]:
@@ -196,7 +196,7 @@ def compact_table(kinds: Sequence[Compacted], *, did: bool) -> RenderableType:
         for one in kinds
     ]
     columns = ("kind", "files", "small", "records in them", "size", "after" if did else "what would be done")
-    return table(columns, rows, right="files small records size")
+    return text_table(columns, rows, right="files small records size")
 
 
 def compacted_line(kinds: Sequence[Compacted]) -> str:

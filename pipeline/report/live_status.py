@@ -23,7 +23,7 @@ from rich.text import Text
 from pipeline.report.census_tables import UNIT, found_damage
 from pipeline.report.run_tables import run_report
 from pipeline.report.screen import Screen, screen
-from pipeline.report.tables import duration, plural, show, size
+from pipeline.report.tables import duration, plural, show_parts, size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -180,7 +180,7 @@ GLANCE_S = 0.2  # how soon a terminal's new size is seen
 CHANGES = 30  # by which a pace is told
 
 
-class Pace:
+class PaceMeter:
     """How fast stages go: by their last changes, so that it follows, and falls when nothing comes any more."""
 
     def __init__(self) -> None:
@@ -221,12 +221,12 @@ def watched(now: Callable[[], Mapping[str, Any]], goes_on: Callable[[], bool]) -
     except KeyboardInterrupt:  # to leave is no failure, and what was seen last is what stays
         pass
     if last:
-        show(*run_report(last["report"]))
+        show_parts(*run_report(last["report"]))
 
 
 def _on_screen(console: Console, look: Callable[[], Mapping[str, Any] | None]) -> None:
     """Fill the terminal; it is written to only when there is something else to see."""
-    pace, drawn, glanced = Pace(), list[Text](), None
+    pace, drawn, glanced = PaceMeter(), list[Text](), None
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while run := look():
             paces, due = pace.take(run, time.time()), time.monotonic() + EVERY_S
@@ -245,7 +245,7 @@ def _as_lines(look: Callable[[], Mapping[str, Any] | None]) -> None:
     while report := look():
         told = {**report, "stages": [{**stage, "left_s": None} for stage in report["stages"]]}  # a clock is no change
         if told != before:
-            show(*run_report(report), "")
+            show_parts(*run_report(report), "")
             sys.stdout.flush()
         before = told
         time.sleep(EVERY_S)

@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline.report.census_tables import named_records, unit_of
-from pipeline.report.tables import duration, plural, size, table
+from pipeline.report.tables import duration, plural, size, text_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -100,7 +100,7 @@ def _stages(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
         )
         for name, one in plan["plans"].items()
     ]
-    yield table(columns, rows, right=" ".join(columns[1:]) + " most")
+    yield text_table(columns, rows, right=" ".join(columns[1:]) + " most")
 
 
 def _components(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
@@ -114,7 +114,7 @@ def _components(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
     rows.append(("held by torch's allocator", size(one["reserved"]["value"]), "", one["reserved"]["origin"]))
     factor = f"margin x {one['margin']['factor']:.3f}"
     rows.append((f"with the {factor}", size(one["total"]["value"]), "", one["margin"]["origin"]))
-    yield table(("component", "memory", "share", "from"), rows, right="memory share")
+    yield text_table(("component", "memory", "share", "from"), rows, right="memory share")
 
 
 def _parts(one: Mapping[str, Any], live: int) -> Iterator[tuple[str, int, str]]:
@@ -151,7 +151,7 @@ def _configurations(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
         )
         for one in plan["configurations"]
     ]
-    yield table(columns, rows, right="live held total")
+    yield text_table(columns, rows, right="live held total")
 
 
 def _tried(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
@@ -167,7 +167,7 @@ def _tried(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
         for trial in _main(plan)["trials"]
         if trial["verdict"] != NOT_NEEDED
     ]
-    yield table(("remedy", "verdict", "total", "epoch", ""), rows, right="total epoch")
+    yield text_table(("remedy", "verdict", "total", "epoch", ""), rows, right="total epoch")
     others = sum(trial["verdict"] == NOT_NEEDED for trial in _main(plan)["trials"])
     if others:
         yield f"{plural(others, 'other combination')} of remedies would not be faster"
@@ -187,7 +187,7 @@ def _alternatives(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
         )
         for one in plan["alternatives"]
     ]
-    yield table(("alternative", "GPU-hours", "takes", "waits", "how"), rows, right="GPU-hours takes waits")
+    yield text_table(("alternative", "GPU-hours", "takes", "waits", "how"), rows, right="GPU-hours takes waits")
 
 
 def _job(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
@@ -202,7 +202,7 @@ def _job(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
         f"({one['epoch_s']['origin']}), {one['gpu_hours']['value']:.3g} GPU-hours; "
         f"a job may take {duration(job['time_s'])}"
     )
-    yield table(("host memory", "a node", "from", ""), rows, right="node")
+    yield text_table(("host memory", "a node", "from", ""), rows, right="node")
 
 
 def _probes(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
@@ -221,7 +221,7 @@ def _probes(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
         )
         for one in plan["probed"]
     ]
-    yield table(
+    yield text_table(
         ("probe", "outcome", "predicted", "measured", "ratio", "step", ""), rows, right="predicted measured ratio step"
     )
 
@@ -286,13 +286,13 @@ def plan_table(plans: Iterable[tuple[str, Mapping[str, int], int, int, Asked | N
         disk = size(made_bytes) if made_bytes else ""
         rows.append((name, f"{unit_of(name, counts)}s", *(f"{counts[column]:,}" for column in PLANNED), *asks, disk))
     columns = ("stage", "of", *PLANNED, "cpus", "mem", "time limit", "disk")
-    return table(columns, rows, right=" ".join((*PLANNED, "cpus", "mem", "disk")))
+    return text_table(columns, rows, right=" ".join((*PLANNED, "cpus", "mem", "disk")))
 
 
 def estimate_report(stages: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
     """Show what each stage would take, and where the numbers are from."""
     columns = ("stage", "to do", "cached", "tasks", "cpus", "gpus", "mem", "limit", "disk", "about")
-    shown: list[RenderableType] = [table(columns, map(_estimate_row, stages), right=" ".join(columns[1:]))]
+    shown: list[RenderableType] = [text_table(columns, map(_estimate_row, stages), right=" ".join(columns[1:]))]
     waiting = {stage["stage"]: stage["counts"].get("waiting", 0) for stage in stages}
     unknown = "not scanned yet, and what they hold is not counted"
     shown += [f"{name}: {plural(count, 'item')} {unknown}" for name, count in waiting.items() if count]

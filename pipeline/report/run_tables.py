@@ -15,7 +15,7 @@ from pipeline.report.census_tables import (
     validated_files,
 )
 from pipeline.report.live_status import found_so_far, memory_line, read_so_far, script_figures, speed, tasks_line
-from pipeline.report.tables import duration, plural, size, table
+from pipeline.report.tables import duration, plural, size, text_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -105,7 +105,7 @@ def efficiency_report(run: Mapping[str, Any], stages: Sequence[Mapping[str, Any]
     shown: list[RenderableType] = [f"run {run['name']}: {run['state']}"]
     if not stages:
         return [*shown, "no task has ended yet; nothing was measured"]
-    shown += ["", table(USED, map(_row, stages), right=" ".join(USED[1:]))]
+    shown += ["", text_table(USED, map(_row, stages), right=" ".join(USED[1:]))]
     shown += ["", *(line for stage in stages for line in _lines(stage))]
     failures = {stage["name"]: stage["failures"] for stage in run["stages"] if stage["failures"]}
     for name, failed in failures.items():

@@ -22,7 +22,7 @@ KILO = 1024
 MINUTE, HOUR = 60, 3600
 
 
-def show(*parts: RenderableType, to_stderr: bool = False, columns: int = 0) -> None:
+def show_parts(*parts: RenderableType, to_stderr: bool = False, columns: int = 0) -> None:
     """Print for a person; without a terminal there is no colour, and a line as long as it needs to be, or `columns`."""
     stream = sys.stderr if to_stderr else sys.stdout
     console = Console(file=stream, highlight=False, soft_wrap=not stream.isatty())
@@ -46,7 +46,7 @@ def _wrapped(text: str, columns: int) -> str:
     return "\n".join(lines)
 
 
-def table(
+def text_table(
     columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str = "", right: str | Sequence[str] = ""
 ) -> Table:
     """Return a plain table; the columns named in `right` (a text: space-separated) hold numbers."""

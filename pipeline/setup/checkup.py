@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.config.load import check, find_config, load
+from pipeline.config.load import find_config, missing_inputs, read_config
 from pipeline.encoder.checkpoints.weights import find, identify
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.memory.lint.training_rules import Facts, Severity, lint
@@ -32,7 +32,7 @@ from pipeline.structures.parsing.structure_files import paths
 from pipeline.structures.sources import items
 
 if TYPE_CHECKING:
-    from pipeline.config.load import Loaded
+    from pipeline.config.load import LoadedConfig
     from pipeline.config.schema import Config
 
 LOOKED_AT = 100  # items of the data set that are listed
@@ -46,12 +46,12 @@ def examine(config_file: Path | None, sets: Sequence[str]) -> list[Finding]:
     """Return the findings of every check; a check that fails never hides the next one."""
     findings = [_python(), *_packages()]
     try:
-        loaded = load(find_config(config_file), sets)
+        loaded = read_config(find_config(config_file), sets)
     except PipelineError as error:
         findings.append(failed("config", error))
         return findings
     findings.append(Finding("config", Verdict.OK, str(loaded.path)))
-    checks: tuple[tuple[str, Callable[[Loaded], Iterator[Finding]]], ...] = (
+    checks: tuple[tuple[str, Callable[[LoadedConfig], Iterator[Finding]]], ...] = (
         ("data", _data),
         ("weights", _weights),
         ("cache", _cache),
@@ -103,9 +103,9 @@ def _installed(name: str) -> bool:
     return True
 
 
-def _data(loaded: Loaded) -> Iterator[Finding]:
+def _data(loaded: LoadedConfig) -> Iterator[Finding]:
     """List the beginning of the data set, and see whether its files are there."""
-    for missing in check(loaded):
+    for missing in missing_inputs(loaded):
         yield Finding("data", Verdict.BAD, missing, f"edit {loaded.path}", exit_code=2)
         return
     config = loaded.config
@@ -138,7 +138,7 @@ def _entries(project: Project) -> Finding:
     return Finding("data", verdict, f"{path}: {len(taken.table)} of the first {taken.entries} items can be used")
 
 
-def _weights(loaded: Loaded) -> Iterator[Finding]:
+def _weights(loaded: LoadedConfig) -> Iterator[Finding]:
     """See whether the checkpoint is there and is one of ESM-2; nothing but embedding needs it."""
     config = loaded.config
     if is_reader(config):
@@ -153,7 +153,7 @@ def _weights(loaded: Loaded) -> Iterator[Finding]:
     yield Finding("weights", Verdict.OK, found)
 
 
-def _cache(loaded: Loaded) -> Iterator[Finding]:
+def _cache(loaded: LoadedConfig) -> Iterator[Finding]:
     """See whether the cache is one, can be written, and has room."""
     root, cache = loaded.config.cache.root, _opened(loaded.config)
     broken = [f"{kind}/{name}: {why}" for kind in cache.kinds() for name, why in cache.kind(kind).stat().unreadable]
@@ -176,7 +176,7 @@ def _opened(config: Config) -> Cache:
     return Cache.over(config.cache.root, config.cache.under)
 
 
-def _runs(loaded: Loaded) -> Iterator[Finding]:
+def _runs(loaded: LoadedConfig) -> Iterator[Finding]:
     """See whether run folders can be made."""
     yield _writable("run folders", loaded.config.cluster.runs)
 
@@ -207,7 +207,7 @@ def _room(root: Path) -> Finding:
     return Finding("disk", Verdict.OK, found)
 
 
-def _machine(loaded: Loaded) -> Iterator[Finding]:
+def _machine(loaded: LoadedConfig) -> Iterator[Finding]:
     """Say what the local executor would use."""
     slots = loaded.config.cluster.slots
     machine = local_machine(slots)
@@ -215,7 +215,7 @@ def _machine(loaded: Loaded) -> Iterator[Finding]:
     yield Finding("machine", Verdict.OK, found)
 
 
-def settings_findings(loaded: Loaded) -> Iterator[Finding]:
+def settings_findings(loaded: LoadedConfig) -> Iterator[Finding]:
     """Name every setting that is known to do harm, and load the task if one is named."""
     for found in lint(facts_of(loaded.config)):
         bad = found.severity is Severity.ERROR

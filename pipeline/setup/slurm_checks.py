@@ -27,9 +27,9 @@ from pipeline.setup.site_facts import Partition, Site, join, last_line, look
 if TYPE_CHECKING:
     from pipeline.cluster.job_spec import JobSpec
     from pipeline.cluster.slurm import SlurmExecutor
-    from pipeline.config.load import Loaded
+    from pipeline.config.load import LoadedConfig
     from pipeline.config.schema import Config
-    from pipeline.config.schema_cluster import Slurm
+    from pipeline.config.schema_cluster import SlurmSection
 
 COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo")
 SACCT = ("sacct", "--noheader", "--parsable2", "--allocations", "--starttime=now-1minute", "--format=JobID")
@@ -58,7 +58,7 @@ SETUP_S = 60.0
 EDIT = "edit the profile or the configuration, or: --set"
 
 
-def check(loaded: Loaded) -> Iterator[Finding]:
+def check(loaded: LoadedConfig) -> Iterator[Finding]:
     """Look at the cluster if jobs go there; the first thing that nothing works without ends it."""
     if loaded.config.cluster.executor != "slurm":
         if slurm_commands.is_there():
@@ -232,7 +232,7 @@ def folders(config: Config, _site: Site) -> Iterator[Finding]:
         yield note("shared folders", f"{join(names)}: {why}", remedy)
 
 
-def _most_queued(slurm: Slurm) -> int | None:
+def _most_queued(slurm: SlurmSection) -> int | None:
     if slurm.max_submit != "auto":
         return int(slurm.max_submit)
     try:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import nn
 
-    from pipeline.config.schema_train import Train
+    from pipeline.config.schema_train import TrainSection
     from pipeline.memory.runtime.governor import Governor
     from pipeline.memory.runtime.recovery import Oom
     from pipeline.records import Reason, Tell
@@ -55,7 +55,7 @@ class Items:
 class Job:
     """Everything that training is given."""
 
-    train: Train
+    train: TrainSection
     prepared: Prepared
     folder: ModelFolder
     make_step: Callable[[Callable[[nn.Module], None]], Step]

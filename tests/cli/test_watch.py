@@ -23,7 +23,7 @@ import pytest
 from pipeline.cli.control_verbs import _looks
 from pipeline.records import EventKind
 from pipeline.report import live_status
-from pipeline.report.live_status import Pace, memory_line, watched
+from pipeline.report.live_status import PaceMeter, memory_line, watched
 from pipeline.report.screen import Screen, screen, sparkline
 from tests.cli.told import NOON, beginning, event, seen, training
 from tests.journal.ledgers import Told
@@ -111,7 +111,7 @@ def test_memory_is_what_ended_tasks_used_and_before_that_what_a_process_says_of_
 
 
 def test_a_pace_is_first_that_since_the_beginning_and_then_that_of_the_last_changes() -> None:
-    pace = Pace()
+    pace = PaceMeter()
     assert pace.take(at(50), 110.0) == {"scan": 5.0}
     for second in range(live_status.CHANGES):
         latest = pace.take(at(50 + 20 * (second + 1)), 111.0 + second)
@@ -119,7 +119,7 @@ def test_a_pace_is_first_that_since_the_beginning_and_then_that_of_the_last_chan
 
 
 def test_a_pace_falls_when_nothing_comes_any_more_and_begins_anew_when_work_does() -> None:
-    pace = Pace()
+    pace = PaceMeter()
     pace.take(at(100), 110.0)
     assert pace.take(at(100), 1100.0)["scan"] == pytest.approx(0.1)
     assert pace.take(at(10), 1101.0) == {"scan": 0.0}

@@ -9,7 +9,7 @@ import pytest
 from pipeline.cluster.local import LocalExecutor
 from pipeline.cluster.machine import Machine
 from pipeline.cluster.slurm import SlurmExecutor
-from pipeline.config.schema_cluster import Slurm
+from pipeline.config.schema_cluster import SlurmSection
 from tests.slurm.conftest import cluster  # noqa: F401 - a fixture
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def open_local() -> LocalExecutor:
 
 def open_slurm() -> SlurmExecutor:
     """Return an executor on the cluster that SLURM_CONF names, which looks often."""
-    return SlurmExecutor(Slurm(), poll_s=0.1)
+    return SlurmExecutor(SlurmSection(), poll_s=0.1)
 
 
 EXECUTORS: dict[str, Callable[[], Executor]] = {"local": open_local, "slurm": open_slurm}

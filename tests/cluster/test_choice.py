@@ -9,17 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.cluster.card_choice import Shape, choose, eligible
-from pipeline.config.schema_cluster import Card
+from pipeline.config.schema_cluster import CardSection
 from pipeline.errors import PlanInfeasible
 
 GIB = 1 << 30
 NOW = 1000.0
-L4 = Card(gres="l4", partition="gpu", mem=24 * GIB)
-A100 = Card(gres="a100", partition="gpu", mem=40 * GIB)
-H100 = Card(gres="h100", partition="big", mem=80 * GIB)
+L4 = CardSection(gres="l4", partition="gpu", mem=24 * GIB)
+A100 = CardSection(gres="a100", partition="gpu", mem=40 * GIB)
+H100 = CardSection(gres="h100", partition="big", mem=80 * GIB)
 
 
-def fits(shape: Shape, card: Card) -> bool:
+def fits(shape: Shape, card: CardSection) -> bool:
     """Tell whether a scheduler might put the request on a card."""
     return (
         (card.partition or "") == shape.partition
@@ -36,25 +36,25 @@ def test_only_cards_that_the_plan_fits_are_asked_for() -> None:
 
 
 def test_cards_told_apart_by_feature_are_asked_for_together() -> None:
-    cards = [Card(feature=name, mem=gib * GIB) for name, gib in (("v100", 16), ("h100", 80), ("a100", 40))]
+    cards = [CardSection(feature=name, mem=gib * GIB) for name, gib in (("v100", 16), ("h100", 80), ("a100", 40))]
     assert eligible(cards, 30 * GIB, 1) == [Shape("", "", "a100|h100", 1, mem_bytes=40 * GIB)]
     assert eligible(cards, 10 * GIB, 1) == [Shape("", "", "", 1, mem_bytes=16 * GIB)]
 
 
 def test_a_feature_that_a_smaller_card_has_too_is_no_constraint() -> None:
-    cards = [Card(feature="ampere", mem=24 * GIB), Card(feature="ampere", mem=80 * GIB)]
+    cards = [CardSection(feature="ampere", mem=24 * GIB), CardSection(feature="ampere", mem=80 * GIB)]
     with pytest.raises(PlanInfeasible, match=r"30\.0 GiB: ampere has 80\.0 GiB, but no request tells it") as caught:
         eligible(cards, 30 * GIB, 1)
     assert "config show" in caught.value.remedy
 
 
 def test_one_type_with_two_memories_is_told_apart_by_feature() -> None:
-    cards = [Card(gres="a100", feature=f"a100-{gib}", mem=gib * GIB) for gib in (40, 80)]
+    cards = [CardSection(gres="a100", feature=f"a100-{gib}", mem=gib * GIB) for gib in (40, 80)]
     assert eligible(cards, 60 * GIB, 1) == [Shape("a100", "", "a100-80", 1, mem_bytes=80 * GIB)]
 
 
 def test_a_request_without_a_type_admits_the_cards_of_every_type() -> None:
-    untyped = Card(partition="gpu", mem=80 * GIB)
+    untyped = CardSection(partition="gpu", mem=80 * GIB)
     assert eligible([untyped, L4, A100], 30 * GIB, 1) == [Shape("a100", "gpu", "", 1, mem_bytes=40 * GIB)]
 
 
@@ -98,7 +98,7 @@ def test_an_unknown_start_comes_last_and_without_any_the_smallest_card_is_taken(
 
 CARDS = st.lists(
     st.builds(
-        Card,
+        CardSection,
         gres=st.sampled_from([None, "a", "b"]),
         feature=st.sampled_from([None, "x", "y", "z"]),
         partition=st.sampled_from([None, "p"]),
@@ -110,7 +110,7 @@ CARDS = st.lists(
 
 
 @given(CARDS, st.integers(1, 9))
-def test_no_request_ever_admits_a_card_that_is_too_small(cards: list[Card], need: int) -> None:
+def test_no_request_ever_admits_a_card_that_is_too_small(cards: list[CardSection], need: int) -> None:
     try:
         shapes = eligible(cards, need * GIB, 1)
     except PlanInfeasible:
@@ -121,7 +121,7 @@ def test_no_request_ever_admits_a_card_that_is_too_small(cards: list[Card], need
 
 
 @given(CARDS, st.data())
-def test_the_choice_does_not_depend_on_the_order_of_shapes(cards: list[Card], data: st.DataObject) -> None:
+def test_the_choice_does_not_depend_on_the_order_of_shapes(cards: list[CardSection], data: st.DataObject) -> None:
     shapes = [replace(shape, seconds=data.draw(st.sampled_from([60.0, 600.0]))) for shape in eligible(cards, GIB, 1)]
     starts = {shape: data.draw(st.sampled_from([None, NOW, NOW + 550])) for shape in shapes}
     other = data.draw(st.permutations(shapes))

@@ -10,7 +10,7 @@ from pipeline.cluster.accounting import Row
 from pipeline.cluster.following import Followed, Queued, Views
 from pipeline.cluster.job_spec import JobSpec, TaskState
 from pipeline.cluster.slurm import SlurmExecutor
-from pipeline.config.schema_cluster import Slurm
+from pipeline.config.schema_cluster import SlurmSection
 from pipeline.errors import SubmissionRefused
 
 
@@ -39,7 +39,7 @@ def test_a_job_that_already_ends_need_not_be_cancelled(tmp_path, monkeypatch, co
     (tmp_path / "scancel").write_text(f"#!/bin/sh\nexit {code}\n")
     (tmp_path / "scancel").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    with SlurmExecutor(Slurm()) as executor:
+    with SlurmExecutor(SlurmSection()) as executor:
         if refused:
             with pytest.raises(SubmissionRefused, match="scancel exited with 1"):
                 executor.cancel(["7"])

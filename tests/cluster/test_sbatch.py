@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from pipeline.cluster import sbatch
 from pipeline.cluster.job_spec import TASK, JobSpec
-from pipeline.config.load import load
-from pipeline.config.schema_cluster import Slurm
+from pipeline.config.load import read_config
+from pipeline.config.schema_cluster import SlurmSection
 from pipeline.errors import SubmissionRefused
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -58,7 +58,7 @@ RANKS = JobSpec(
     time_s=86_400,
     tag="train-2026-1",
 )
-SITE = Slurm(
+SITE = SlurmSection(
     partition="gpu,long",
     account="lab",
     qos="normal",
@@ -68,7 +68,7 @@ SITE = Slurm(
     scratch="/scratch/$USER/it's here",
 )
 RENDERED = {
-    "scan.sbatch": lambda: sbatch.render(sbatch.template("scan"), PLAIN, Slurm()),
+    "scan.sbatch": lambda: sbatch.render(sbatch.template("scan"), PLAIN, SlurmSection()),
     "embed.sbatch": lambda: sbatch.render(sbatch.template("embed"), RICH, SITE, highest_task=1000),
     "train.sbatch": lambda: sbatch.render(sbatch.template("train"), RANKS, SITE),
     "supervise.sbatch": lambda: sbatch.render(sbatch.template("supervise"), VISIT, SITE),
@@ -130,13 +130,13 @@ def node(tmp_path: Path) -> Node:
     return Node(tmp_path)
 
 
-def render(spec: JobSpec = PLAIN, site: Slurm | None = None) -> str:
-    return sbatch.render(sbatch.template(spec.name), spec, site or Slurm())
+def render(spec: JobSpec = PLAIN, site: SlurmSection | None = None) -> str:
+    return sbatch.render(sbatch.template(spec.name), spec, site or SlurmSection())
 
 
 def header(spec: JobSpec = PLAIN, **site: object) -> list[str]:
     """Return the options in the header of a job."""
-    text = sbatch.render(sbatch.template(spec.name), spec, Slurm(**site))  # type: ignore[arg-type]
+    text = sbatch.render(sbatch.template(spec.name), spec, SlurmSection(**site))  # type: ignore[arg-type]
     return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
 
 
@@ -260,7 +260,9 @@ class TestShell:
 
     def test_task_is_its_index_and_the_offset(self, node: Node) -> None:
         node.run(
-            sbatch.render(sbatch.template("scan"), replace(PLAIN, tasks=range(1000, 1004)), Slurm(), highest_task=9)
+            sbatch.render(
+                sbatch.template("scan"), replace(PLAIN, tasks=range(1000, 1004)), SlurmSection(), highest_task=9
+            )
         )
         assert node.said("srun")[-1] == "1002"
 
@@ -274,28 +276,28 @@ class TestShell:
         assert node.environment()["OMP_NUM_THREADS"] == "1"
 
     def test_site_setup_may_use_what_is_not_set(self, node: Node) -> None:
-        assert node.run(render(site=Slurm(setup=("export MADE=a$NOT_SET",)))).returncode == 0
+        assert node.run(render(site=SlurmSection(setup=("export MADE=a$NOT_SET",)))).returncode == 0
         assert node.environment()["MADE"] == "a"
 
     def test_failed_setup_ends_the_job(self, node: Node) -> None:
-        assert node.run(render(site=Slurm(setup=("(exit 9)",)))).returncode == 9
+        assert node.run(render(site=SlurmSection(setup=("(exit 9)",)))).returncode == 9
         assert node.said("srun") == []
 
     def test_scratch_is_a_folder_of_the_tasks_own_that_goes_with_it(self, node: Node, tmp_path: Path) -> None:
         (tmp_path / "it's here").mkdir()
-        site = Slurm(scratch="$SOMEWHERE/it's here")
+        site = SlurmSection(scratch="$SOMEWHERE/it's here")
         assert node.run(render(site=site), SOMEWHERE=str(tmp_path)).returncode == 0
         temporary = Path(node.environment()["TMPDIR"])
         assert temporary.parent == tmp_path / "it's here"
         assert not temporary.exists()
 
     def test_missing_scratch_is_told_and_done_without(self, node: Node) -> None:
-        done = node.run(render(site=Slurm(scratch="/no/such")), TMPDIR="/not/here/either")
+        done = node.run(render(site=SlurmSection(scratch="/no/such")), TMPDIR="/not/here/either")
         assert (done.returncode, node.environment()["TMPDIR"]) == (0, "/tmp")
         assert b"/no/such" in done.stderr
 
     def test_scratch_runs_nothing(self, node: Node, tmp_path: Path) -> None:
-        node.run(render(site=Slurm(scratch=f"$(touch {tmp_path}/ran)`touch {tmp_path}/ran`")))
+        node.run(render(site=SlurmSection(scratch=f"$(touch {tmp_path}/ran)`touch {tmp_path}/ran`")))
         assert not (tmp_path / "ran").exists()
 
     @pytest.mark.parametrize("code", [0, 1, 137])
@@ -340,7 +342,7 @@ class TestShell:
 
     @pytest.mark.parametrize("nodes", ["1", "2"])
     def test_scratch_of_one_node_is_not_the_place_of_several(self, node: Node, tmp_path: Path, nodes: str) -> None:
-        site = Slurm(scratch=str(tmp_path))
+        site = SlurmSection(scratch=str(tmp_path))
         assert node.run(render(RANKS, site), SLURM_JOB_NUM_NODES=nodes, TMPDIR=str(tmp_path)).returncode == 0
         temporary = node.environment()["TMPDIR"]
         assert (temporary == "/tmp") == (nodes == "2")
@@ -385,7 +387,7 @@ class TestByHand:
     @pytest.mark.parametrize("stage", OF_RANKS)
     def test_what_is_set_is_a_configuration(self, given: Callable[..., dict[str, str]], stage: str) -> None:
         settings = given(stage, SLURM_GPUS_ON_NODE="2", SLURM_CPUS_PER_TASK="8")
-        config = load(None, ["data.path=x", *(f"{key}={value}" for key, value in settings.items())]).config
+        config = read_config(None, ["data.path=x", *(f"{key}={value}" for key, value in settings.items())]).config
         asked = getattr(config.cluster, stage)
         assert (asked.nodes, asked.gpus, asked.ranks, asked.cpus, asked.time) == (1, 2, "auto", 4, 30 * 86_400)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pipeline.config.load import Loaded, load
+from pipeline.config.load import LoadedConfig, read_config
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,19 +23,19 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def loaded(project: Path) -> Callable[..., Loaded]:
+def loaded(project: Path) -> Callable[..., LoadedConfig]:
     """Load a YAML text that stands in ./pipeline.yaml."""
 
-    def load_text(text: str | bytes, *sets: str) -> Loaded:
+    def load_text(text: str | bytes, *sets: str) -> LoadedConfig:
         path = project / "pipeline.yaml"
         path.write_bytes(text.encode() if isinstance(text, str) else text)
-        return load(path.relative_to(project), sets)
+        return read_config(path.relative_to(project), sets)
 
     return load_text
 
 
 @pytest.fixture
-def complaint(loaded: Callable[..., Loaded]) -> Callable[..., str]:
+def complaint(loaded: Callable[..., LoadedConfig]) -> Callable[..., str]:
     """Load a YAML text that must be refused, and return what the person reads."""
 
     def refuse(text: str | bytes, *sets: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.load import check, dump_resolved, from_resolved, load
+from pipeline.config.load import dump_resolved, from_resolved, missing_inputs, read_config
 
 DATA = "data: {path: data/manifest.csv}\n"
 
@@ -22,23 +22,23 @@ def test_caches_under_it_are_paths_from_where_they_are_written(project: Path, mo
     monkeypatch.setenv("GROUP", "/group")
     path = write("cache: {under: [shared, ../theirs, $GROUP/cache, /abs]}\n")
     here = project.absolute()
-    found = load(path).config.cache.under
+    found = read_config(path).config.cache.under
     assert found == (here / "shared", here.parent / "theirs", Path("/group/cache"), Path("/abs"))
-    assert load(path, ["cache.under=[]"]).config.cache.under == ()
-    assert from_resolved(dump_resolved(load(path).config)) == load(path).config
+    assert read_config(path, ["cache.under=[]"]).config.cache.under == ()
+    assert from_resolved(dump_resolved(read_config(path).config)) == read_config(path).config
 
 
 def test_the_folder_of_a_node_is_not_looked_up_here(project: Path) -> None:
-    config = load(write("cache: {stage: $NOT_SET_HERE/x}\n")).config
+    config = read_config(write("cache: {stage: $NOT_SET_HERE/x}\n")).config
     assert config.cache.stage == "$NOT_SET_HERE/x"
     assert from_resolved(dump_resolved(config)) == config
-    assert load(write("cache: {stage: null}\n")).config.cache.stage is None
+    assert read_config(write("cache: {stage: null}\n")).config.cache.stage is None
 
 
 def test_a_cache_under_it_that_is_not_there_is_named(project: Path) -> None:
     (project / "there").mkdir()
-    loaded = load(write("cache:\n  under: [there, gone]\n"))
-    assert [line for line in check(loaded) if "cache.under" in line] == [
+    loaded = read_config(write("cache:\n  under: [there, gone]\n"))
+    assert [line for line in missing_inputs(loaded) if "cache.under" in line] == [
         f"pipeline.yaml:3: cache.under: {project.absolute() / 'gone'} does not exist, or may not be read"
     ]
 

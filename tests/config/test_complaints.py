@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.load import load
+from pipeline.config.load import read_config
 from pipeline.errors import ConfigError
 
 EVERYTHING_WRONG = """\
@@ -179,7 +179,7 @@ def test_hostile_file_is_refused_soon_and_briefly(complaint: Any, text: str) -> 
 def test_missing_or_unreadable_file_is_a_configuration_error(project: Path) -> None:
     for path in (Path("gone.yaml"), project):
         with pytest.raises(ConfigError, match="cannot read it"):
-            load(path)
+            read_config(path)
 
 
 def test_text_that_is_no_unicode_is_refused_without_a_traceback(complaint: Any) -> None:
@@ -190,5 +190,5 @@ def test_text_that_is_no_unicode_is_refused_without_a_traceback(complaint: Any) 
 
 def test_quotes_that_a_shell_would_take_away_are_shown_with_the_shells_own() -> None:
     with pytest.raises(ConfigError, match=r"""put it in quotes: --set 'structures.assembly="1"'"""):
-        load(None, ["data.path=x", "structures.assembly=1"])
-    assert load(None, ["data.path=x", 'structures.assembly="1"']).config.structures.assembly == "1"
+        read_config(None, ["data.path=x", "structures.assembly=1"])
+    assert read_config(None, ["data.path=x", 'structures.assembly="1"']).config.structures.assembly == "1"

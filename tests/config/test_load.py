@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.load import check, dump_resolved, find_config, from_resolved, load, show
+from pipeline.config.load import dump_resolved, find_config, from_resolved, missing_inputs, read_config, settings_shown
 from pipeline.errors import ConfigError
 
 
@@ -51,7 +51,7 @@ def test_every_value_knows_its_origin(loaded: Any) -> None:
 
 
 def test_show_prints_sizes_and_times_as_people_write_them(loaded: Any) -> None:
-    rows = {row.key: row for row in show(loaded("data: {path: a}\n", "cluster.scan.time=90m"))}
+    rows = {row.key: row for row in settings_shown(loaded("data: {path: a}\n", "cluster.scan.time=90m"))}
     assert rows["cluster.scan.time"].value == "01:30:00"
     assert rows["cache.shard_bytes"].value == "256MiB"
     assert rows["cluster.scan.time"].origin == "--set"
@@ -61,7 +61,7 @@ def test_show_prints_sizes_and_times_as_people_write_them(loaded: Any) -> None:
 def test_paths_of_the_file_start_from_its_folder_and_typed_ones_from_here(project: Path) -> None:
     (project / "configs").mkdir()
     (project / "configs/pipeline.yaml").write_text("data: {path: ../data/m.csv, splits: s.csv}\n")
-    data = load(Path("configs/pipeline.yaml"), ["data.splits=s.csv"]).config.data
+    data = read_config(Path("configs/pipeline.yaml"), ["data.splits=s.csv"]).config.data
     assert data.path == project / "data/m.csv"
     assert data.splits == project / "s.csv"
 
@@ -108,7 +108,7 @@ def test_anchors_are_followed(loaded: Any) -> None:
 
 
 def test_nothing_but_the_command_line_is_a_configuration(project: Path) -> None:
-    loaded = load(None, ["data.path=a", "cluster.slots={cpus: 2, mem: 4G}"])
+    loaded = read_config(None, ["data.path=a", "cluster.slots={cpus: 2, mem: 4G}"])
     assert loaded.config.data.path == project / "a"
     assert loaded.config.cluster.slots.mem == 4 << 30
     assert loaded.path is None
@@ -136,7 +136,7 @@ def test_configuration_cannot_be_changed(loaded: Any) -> None:
 
 def test_check_names_inputs_that_are_missing_and_where_they_were_written(loaded: Any, project: Path) -> None:
     (project / "m.csv").touch()
-    missing = check(loaded("data:\n  path: m.csv\n  splits: gone.csv\n", "data.structures_dir=pdbs"))
+    missing = missing_inputs(loaded("data:\n  path: m.csv\n  splits: gone.csv\n", "data.structures_dir=pdbs"))
     assert missing == [
         f"--set: data.structures_dir: {project}/pdbs does not exist, or may not be read",
         f"pipeline.yaml:3: data.splits: {project}/gone.csv does not exist, or may not be read",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from pipeline.config.load import json_schema, load
+from pipeline.config.load import json_schema, read_config
 from pipeline.config.schema import LEAVES, PATHS, Config, value_at
 from pipeline.config.schema_data import TAKEN
 from pipeline.config.schema_parts import format_duration, format_size, parse_duration, parse_size
@@ -24,9 +24,9 @@ YOURS = {("data", "path")}
 def test_commented_file_writes_every_key_with_its_default(project: Path) -> None:
     (project / "configs").mkdir()
     shutil.copy(BASE, project / "configs")
-    loaded = load(Path("configs/pipeline.yaml"))
+    loaded = read_config(Path("configs/pipeline.yaml"))
     assert [key for key, origin in loaded.origins.items() if origin == "default"] == []
-    defaults = load(None, ["data.path=data/manifest.csv"]).config  # ../cache in configs/ is cache/ beside it
+    defaults = read_config(None, ["data.path=data/manifest.csv"]).config  # ../cache in configs/ is cache/ beside it
     assert loaded.config == defaults
 
 
@@ -74,7 +74,7 @@ def test_editor_schema_knows_every_key_and_refuses_others() -> None:
 
 
 def test_editor_schema_offers_sizes_as_text_and_numbers() -> None:
-    size = json_schema()["$defs"]["Cache"]["properties"]["shard_bytes"]
+    size = json_schema()["$defs"]["CacheSection"]["properties"]["shard_bytes"]
     pattern = next(choice["pattern"] for choice in size["anyOf"] if choice["type"] == "string")
     assert all(re.search(pattern, text) for text in ("24GiB", "400G", "512 M", "1.5t"))
     assert not re.search(pattern, "24 parsecs")

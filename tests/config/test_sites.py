@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.schema_cluster import Card, Slurm, Supervisor
+from pipeline.config.schema_cluster import CardSection, SlurmSection, SupervisorSection
 from pipeline.config.site_profiles import shipped
 from pipeline.config.yaml_document import Document
 
@@ -57,9 +57,9 @@ def test_the_site_may_be_typed_and_typed_away(loaded: Any, profile: Any) -> None
 
 def test_a_cluster_that_says_nothing_else_may_be_all_comments(loaded: Any, profile: Any) -> None:
     profile("here", "# nothing yet\n")
-    assert loaded(DATA + "cluster: {site: here}\n").config.cluster.slurm == Slurm()
+    assert loaded(DATA + "cluster: {site: here}\n").config.cluster.slurm == SlurmSection()
     profile("here", "slurm:\n  # partition: gpu\n")
-    assert loaded(DATA + "cluster: {site: here}\n").config.cluster.slurm == Slurm()
+    assert loaded(DATA + "cluster: {site: here}\n").config.cluster.slurm == SlurmSection()
 
 
 def test_a_name_is_looked_up_beside_the_configuration_then_here_then_in_the_package(loaded: Any, profile: Any) -> None:
@@ -157,15 +157,17 @@ def test_every_example_loads_and_knows_its_own_name(loaded: Any, path: Path) -> 
 
 def test_the_examples_write_every_key_of_a_profile_and_every_key_of_a_card() -> None:
     generic = Document("generic").read(next(path for path in EXAMPLES if path.stem == "generic").read_text())
-    assert {key[1] for key in generic.entries if key[:1] == ("slurm",) and key[1:]} == set(Slurm.model_fields)
-    assert {key[1] for key in generic.entries if key[:1] == ("supervisor",) and key[1:]} == set(Supervisor.model_fields)
+    assert {key[1] for key in generic.entries if key[:1] == ("slurm",) and key[1:]} == set(SlurmSection.model_fields)
+    assert {key[1] for key in generic.entries if key[:1] == ("supervisor",) and key[1:]} == set(
+        SupervisorSection.model_fields
+    )
     text = "".join(path.read_text() for path in EXAMPLES)
-    assert all(re.search(rf"[{{ ]{key}: ", text) for key in Card.model_fields)
+    assert all(re.search(rf"[{{ ]{key}: ", text) for key in CardSection.model_fields)
 
 
 def test_the_generic_example_says_the_defaults_and_explains_each(loaded: Any) -> None:
     cluster = loaded(DATA, "cluster.site=generic", "cluster.slurm.name=slurm").config.cluster
-    assert (cluster.slurm, cluster.supervisor) == (Slurm(), Supervisor())
+    assert (cluster.slurm, cluster.supervisor) == (SlurmSection(), SupervisorSection())
 
 
 def test_every_example_is_in_the_list_for_people() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from pipeline.config.load import load
+from pipeline.config.load import read_config
 from tests.docs.blocks import Block, Page
 from tests.docs.shown import is_shown
 
@@ -69,5 +69,5 @@ class Reader:
         part = yaml.safe_load(block.body)
         path = self.folder / "settings-of-a-page.yaml"
         path.write_text(yaml.safe_dump({**part, "data": {"path": ".", **part.get("data", {})}}))
-        load(path)
+        read_config(path)
         path.unlink()

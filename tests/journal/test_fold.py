@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.cluster.verdict import Cause
-from pipeline.config.load import load
+from pipeline.config.load import read_config
 from pipeline.journal import run_folder as folders
 from pipeline.journal.attempts import Ask, Attempt, leave_out, left_out
 from pipeline.journal.ledger import Note, read_notes
@@ -161,7 +161,7 @@ def test_splitting_twice_is_splitting_once(run: RunFolder) -> None:
 
 def test_a_list_of_the_data_set_that_was_cut_short_is_not_taken_for_the_whole(make_project: MakeProject) -> None:
     folder = make_project(3)
-    config = load(folder / "pipeline.yaml").config
+    config = read_config(folder / "pipeline.yaml").config
     run = folders.create(folder / "runs", "graph", datetime(2026, 1, 2, tzinfo=timezone.utc))
     run.items.with_suffix(".partial").write_text('{"id": "c0"}\n')  # who wrote it died
     assert len(list(worklist.frozen_items(Project.open(config), run))) == 3

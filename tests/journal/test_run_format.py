@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.load import load
+from pipeline.config.load import read_config
 from pipeline.errors import ConfigError, SubmissionRefused
 from pipeline.journal import run_folder as folders
 from pipeline.journal.active_runs import going_on, hidden
@@ -96,7 +96,7 @@ def test_work_goes_on_beside_a_run_of_a_newer_format_and_nothing_is_emptied_that
 
 def test_the_work_of_a_run_is_known_though_a_setting_was_added_since(make_project: MakeProject) -> None:
     """Before, who upgraded while a run went on could begin the same work beside it."""
-    config = load(make_project(1) / "pipeline.yaml").config
+    config = read_config(make_project(1) / "pipeline.yaml").config
     run = new_run(config, ["scan"])
     frozen = json.loads(run.config.read_text())
     del frozen["data"]["labels"]

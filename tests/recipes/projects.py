@@ -16,7 +16,7 @@ import h5py
 import numpy as np
 import yaml
 
-from pipeline.config.load import load
+from pipeline.config.load import read_config
 from pipeline.config.schema import Config
 from pipeline.encoder.checkpoints.synth import synth
 from pipeline.memory.footprint import MemoryChoice, live_peak_bytes
@@ -208,12 +208,12 @@ def done_again(said: str) -> Mapping[str, int]:
 
 def config_of(recipe: Recipe, *settings: str) -> Config:
     """Return the configuration of a recipe as it stands, with settings of a command line."""
-    return load(RECIPES / f"{recipe.name}.yaml", settings).config
+    return read_config(RECIPES / f"{recipe.name}.yaml", settings).config
 
 
 def settings_of(recipe: Recipe, *settings: str) -> dict[str, str]:
     """Return what `pipeline doctor` says of settings that do harm: each thing found, and what to do."""
-    loaded = load(RECIPES / f"{recipe.name}.yaml", settings)
+    loaded = read_config(RECIPES / f"{recipe.name}.yaml", settings)
     with patch.dict(os.environ, OMP_NUM_THREADS="1"):  # else that is warned of, too
         return {one.found: one.remedy for one in checkup.settings_findings(loaded) if one.what == "settings"}
 

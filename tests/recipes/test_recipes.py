@@ -62,11 +62,11 @@ def test_a_recipe_as_it_stands_fits_the_card_of_its_guide(pipeline: Command, sca
 
 
 def test_a_recipe_names_no_setting_that_is_not_there(tmp_path: Path) -> None:
-    from pipeline.config.load import load
+    from pipeline.config.load import read_config
 
     for recipe in ALL.values():
         path = tmp_path / "pipeline.yaml"
         path.write_text((Path(__file__).parents[2] / "configs" / "recipes" / f"{recipe.name}.yaml").read_text())
-        config = load(path).config
+        config = read_config(path).config
         assert config.train.task is not None, recipe.name
-    assert load(path).config.train.effective_batch == written(PAIR)["train"]["effective_batch"]
+    assert read_config(path).config.train.effective_batch == written(PAIR)["train"]["effective_batch"]

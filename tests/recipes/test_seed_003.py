@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from pipeline.config.load import load
+from pipeline.config.load import read_config
 from pipeline.errors import ConfigError
 from pipeline.memory.footprint import MemoryChoice
 from pipeline.tasks.denovo_recursive import DenovoRecursive
@@ -85,7 +85,7 @@ def test_compile_modes_are_settings(mode: str) -> None:
 
 def test_a_compile_mode_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match="compile_mode"):
-        load(RECIPES / "denovo_recursive.yaml", ["train.compile_mode=fast"])
+        read_config(RECIPES / "denovo_recursive.yaml", ["train.compile_mode=fast"])
 
 
 def test_amp_is_on_in_the_recipe_and_its_plan_says_so(pipeline: Command, scanned: Scanned) -> None:

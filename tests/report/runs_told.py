@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from pipeline.cluster.verdict import Cause
-from pipeline.config.load import dump_resolved, load
+from pipeline.config.load import dump_resolved, read_config
 from pipeline.journal.attempts import Ask, Attempt
 from pipeline.records import EventKind
 from pipeline.training.loop.metrics_log import Epoch, MetricRange, MetricsLog
@@ -28,7 +28,7 @@ def begun(folder: Path, stage: str = "embed", tasks: int = 4) -> Told:
     (folder / "data").mkdir(parents=True, exist_ok=True)
     (folder / "pipeline.yaml").write_text(CONFIG)
     told = Told(folder / "runs", stage, tasks)
-    told.folder.config.write_text(dump_resolved(load(folder / "pipeline.yaml").config))
+    told.folder.config.write_text(dump_resolved(read_config(folder / "pipeline.yaml").config))
     told.folder.again.write_text(f"pipeline submit --stage {stage}\n")
     return told
 
@@ -83,7 +83,7 @@ def trained(folder: Path, *, gpus: int = 1, epochs: int = 30) -> Told:
         "own-0123", {}, "00", "bf16", False, False, False, (stretch,), 20 * GIB, 0.02, 1, 4, 8 * GIB, "planned", ""
     )  # fmt: skip
     told.folder.plan("train").write_text(json.dumps(asdict(prepared)))
-    config = load(folder / "pipeline.yaml").config
+    config = read_config(folder / "pipeline.yaml").config
     made = ModelFolder(config.train.models / prepared.name)
     with MetricsLog(made.path) as figures:
         for step in range(1, 10 * epochs + 1):

@@ -14,7 +14,7 @@ import pytest
 
 from pipeline.journal.run_folder import RunFolder
 from pipeline.report.html.html_page import _busiest
-from pipeline.runs.views.run_page import now_of, write
+from pipeline.runs.views.run_page import page_now, write_page
 from tests.command import Command
 from tests.docs.conftest import Demo, demo
 from tests.journal.ledgers import Told
@@ -107,9 +107,9 @@ def show(browser: Browser, tmp_path: Path) -> Iterator[Open]:
     contexts = []
 
     def opened(run: RunFolder, *, width: int = DESK, scheme: Any = "light", **more: Any) -> Opened:
-        page, status, told = now_of(run)
+        page, status, told = page_now(run)
         file = tmp_path / f"page-{len(contexts)}.html"
-        write(file, page.html(status, told))
+        write_page(file, page.html(status, told))
         contexts.append(browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme, **more))
         return Opened(contexts[-1].new_page(), file)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.load import load
+from pipeline.config.load import read_config
 from pipeline.errors import JobFailed
 from pipeline.project.frozen_code import COPIES, freeze_files
 from pipeline.runs.engine.create import new_run
@@ -99,7 +99,7 @@ def test_the_cache_is_read_by_the_group_and_changed_by_nobody(pipeline: Command,
 
 def test_a_group_that_wants_to_see_its_runs_can_say_so(project: Path) -> None:
     os.umask(0o027)
-    config = load(project / "pipeline.yaml", ["cluster.private=false"]).config
+    config = read_config(project / "pipeline.yaml", ["cluster.private=false"]).config
     run = new_run(config, ["scan"])
     assert stat.S_IMODE(run.path.stat().st_mode) == 0o750
     assert stat.S_IMODE(run.events.stat().st_mode) == 0o750

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.load import load
-from pipeline.config.masking import MASK, hidden, hidden_in
+from pipeline.config.load import read_config
+from pipeline.config.masking import MASK, without_secrets, without_secrets_in
 from pipeline.errors import JobFailed
 from pipeline.journal.ledger import Ledger, Reader
 from pipeline.journal.run_folder import RunFolder
@@ -63,7 +63,7 @@ def found(text: str) -> list[str]:
 
 
 def test_the_secrets_are_there_to_be_found(project: Path) -> None:
-    config = load(project / "pipeline.yaml").config
+    config = read_config(project / "pipeline.yaml").config
     assert set(found(config.model_dump_json())) == {PASSWORD, TOKEN, OPTION}
     assert found(str(dict(os.environ))) == list(SECRETS.values())
 
@@ -119,13 +119,13 @@ def test_a_hook_that_fails_is_logged_without_them(
     project: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(project)
-    notify(load(project / "pipeline.yaml").config.cluster.notify, RunFolder(project / "run"), "scan", "done", "")
+    notify(read_config(project / "pipeline.yaml").config.cluster.notify, RunFolder(project / "run"), "scan", "done", "")
     assert "cannot reach https://me:***@hooks/x" in caplog.text
     assert found(caplog.text) == []
 
 
 def test_an_exception_that_quotes_one_is_an_event_without_it(project: Path) -> None:
-    run = new_run(load(project / "pipeline.yaml").config, ["scan"], f"pipeline submit --set x.token={TOKEN}")
+    run = new_run(read_config(project / "pipeline.yaml").config, ["scan"], f"pipeline submit --set x.token={TOKEN}")
     ledger = Ledger(run, "supervisor-1")
     what = f"ConnectionError: https://me:{PASSWORD}@host: key {SECRETS['WANDB_API_KEY']} refused"
     ledger.emit(EventKind.TASK_FAILED, stage="train", task=0, what=what, exit_code=1, trouble="")
@@ -145,7 +145,7 @@ def test_what_a_job_and_a_supervisor_print_when_they_fail_is_without_them(
     def fail(*_given: object, **_named: object) -> None:
         raise error(f"cannot reach https://me:{PASSWORD}@host with api_key={OPTION} nor {os.environ['HF_TOKEN']}")
 
-    run = new_run(load(project / "pipeline.yaml").config, ["scan"])
+    run = new_run(read_config(project / "pipeline.yaml").config, ["scan"])
     monkeypatch.setattr(run_task, "ENDING", ())
     monkeypatch.setattr(run_task, "work", fail)
     monkeypatch.setattr(run_supervisor, "stop_on_signals", lambda: None)
@@ -175,7 +175,7 @@ def test_a_log_line_of_a_library_is_written_without_them(
     ],
 )  # fmt: skip
 def test_what_is_no_secret_is_left_as_it_is(text: str) -> None:
-    assert hidden(text) == text
+    assert without_secrets(text) == text
 
 
 @pytest.mark.parametrize(
@@ -192,12 +192,12 @@ def test_what_is_no_secret_is_left_as_it_is(text: str) -> None:
     ],
 )
 def test_a_secret_is_told_by_its_name_or_its_place(text: str, shown: str) -> None:
-    assert hidden(text) == shown
+    assert without_secrets(text) == shown
 
 
 def test_nested_settings_are_masked_by_the_name_above_them() -> None:
     told = {"options": {"api_token": "x", "many": ["https://a:b@c", 3]}, "password": ["one", "two"], "n": None}
-    assert hidden_in(told) == {
+    assert without_secrets_in(told) == {
         "options": {"api_token": MASK, "many": ["https://a:***@c", 3]}, "password": [MASK, MASK], "n": None
     }  # fmt: skip
 
@@ -206,5 +206,5 @@ def test_a_text_of_long_words_is_gone_through_at_once() -> None:
     """An error may quote a sequence of thousands of letters: what looks for names in it must not begin at each."""
     long, option = "A" * 30_000, "--" + "a-" * 15_000
     begun = time.process_time()
-    assert hidden(f"{long} {option} api_key={OPTION}") == f"{long} {option} api_key={MASK}"
+    assert without_secrets(f"{long} {option} api_key={OPTION}") == f"{long} {option} api_key={MASK}"
     assert time.process_time() - begun < 2

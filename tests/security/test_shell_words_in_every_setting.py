@@ -21,9 +21,9 @@ from pydantic import BaseModel
 
 from pipeline.cluster import sbatch
 from pipeline.cluster.job_spec import TASK
-from pipeline.config.load import load
+from pipeline.config.load import read_config
 from pipeline.config.schema import LEAVES, Config
-from pipeline.config.schema_cluster import Card, Notify
+from pipeline.config.schema_cluster import CardSection, NotifySection
 from pipeline.errors import ConfigError, SubmissionRefused
 from pipeline.journal import run_folder as folders
 from pipeline.journal.attempts import Ask
@@ -70,7 +70,7 @@ def slots(annotation: Any, text: str) -> Iterator[Any]:
 
 def slots_of(model: type[BaseModel], text: str) -> Iterator[dict[str, Any]]:
     """Yield values of a section in a list, a text in each place."""
-    needed = {"mem": "1GiB"} if model is Card else {"epochs": 1, "largest": {"nodes": 1}}
+    needed = {"mem": "1GiB"} if model is CardSection else {"epochs": 1, "largest": {"nodes": 1}}
     for name, info in model.model_fields.items():
         yield from ({**needed, name: value} for value in slots(info.annotation, text))
 
@@ -100,7 +100,7 @@ def configured(folder: Path, key: tuple[str, ...], value: Any) -> Config:
             section = section.setdefault(part, {})
         section[last] = one
     (folder / "pipeline.yaml").write_text(json.dumps(content))  # JSON is YAML
-    return load(folder / "pipeline.yaml").config
+    return read_config(folder / "pipeline.yaml").config
 
 
 def scripts(config: Config) -> Iterator[str]:
@@ -200,7 +200,7 @@ def test_who_is_notified_is_a_word_to_the_command_and_no_option_to_sendmail(
     program(tmp_path / "bin", "sendmail", f'printf "%s\\0" "$@" >"{tmp_path}/mailed"; cat >/dev/null')
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
     hostile = text.replace("MADE", MADE)
-    notify(Notify(command=(str(told), hostile)), RunFolder(tmp_path / "run"), "scan", "failed", hostile)
+    notify(NotifySection(command=(str(told), hostile)), RunFolder(tmp_path / "run"), "scan", "failed", hostile)
     assert (tmp_path / "told").read_text().split("\0") == [hostile, "run", "scan", "failed", hostile, ""]
     with pytest.raises(ConfigError, match="mail"):  # an address has no space and no dash before it
         configured(tmp_path, ("cluster", "notify", "mail"), hostile)

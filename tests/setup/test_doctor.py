@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.load import load
+from pipeline.config.load import read_config
 from pipeline.config.schema import Config
 from pipeline.setup import slurm_checks
 from pipeline.setup.finding import Verdict
@@ -138,7 +138,7 @@ def config(tmp_path: Path) -> Callable[..., Config]:
     """Return what a command line on a cluster would have."""
 
     def read(*sets: str) -> Config:
-        return load(None, [f"data.path={tmp_path}", "cluster.executor=slurm", *sets]).config
+        return read_config(None, [f"data.path={tmp_path}", "cluster.executor=slurm", *sets]).config
 
     return read
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.load import load
+from pipeline.config.load import read_config
 from pipeline.config.schema import Config
-from pipeline.config.schema_cluster import Card, Slurm
+from pipeline.config.schema_cluster import CardSection, SlurmSection
 from pipeline.config.site_profiles import shipped
 from pipeline.setup import site_facts
 from pipeline.setup.init_files import config_text, file_name, profile_text, word, write
@@ -27,7 +27,7 @@ def started(tmp_path: Path) -> Any:
     """Start a project on a cluster and load what was written."""
 
     def start(printed: dict[str, str]) -> Config:
-        return load(write(tmp_path / "project", site_of(printed)).config).config
+        return read_config(write(tmp_path / "project", site_of(printed)).config).config
 
     return start
 
@@ -131,12 +131,12 @@ def test_what_is_written_loads_on_every_cluster(started: Any, printed: dict[str,
     assert config.cluster.executor == "slurm"
     assert config.cluster.slurm.name == file_name(site_of(printed).name)
     assert config.cluster.slurm.model_copy(update={"name": "", "partition": None, "cards": (), "memory": "mem"}) == (
-        Slurm().model_copy(update={"name": ""})
+        SlurmSection().model_copy(update={"name": ""})
     )
 
 
 def test_a_plain_cluster_needs_nothing_but_its_name(started: Any) -> None:
-    assert started(PLAIN).cluster.slurm == Slurm(name="plain")
+    assert started(PLAIN).cluster.slurm == SlurmSection(name="plain")
     text = profile_text(site_of(PLAIN))
     assert "# main*      3      4      5.9 GiB  2 gpu  1-00:00:00" in text
     assert "your default, lab. You may charge lab, root." in text
@@ -148,11 +148,11 @@ def test_a_plain_cluster_needs_nothing_but_its_name(started: Any) -> None:
 def test_mixed_cards_are_told_apart_by_type_feature_and_partition(started: Any) -> None:
     config = started(MIXED)
     assert config.cluster.slurm.cards == (
-        Card(gres="1g.10gb", partition="slices", mem=9 * GIB),
-        Card(gres="3g.40gb", partition="slices", mem=37 * GIB),
-        Card(gres="a100", feature="a100-40g", partition="gpu", mem=39 * GIB),
-        Card(gres="a100", feature="a100-80g", partition="gpu", mem=79 * GIB),
-        Card(gres="tesla_v100-sxm2-32gb", partition="scavenge", mem=31 * GIB),
+        CardSection(gres="1g.10gb", partition="slices", mem=9 * GIB),
+        CardSection(gres="3g.40gb", partition="slices", mem=37 * GIB),
+        CardSection(gres="a100", feature="a100-40g", partition="gpu", mem=39 * GIB),
+        CardSection(gres="a100", feature="a100-80g", partition="gpu", mem=79 * GIB),
+        CardSection(gres="tesla_v100-sxm2-32gb", partition="scavenge", mem=31 * GIB),
     )
     text = profile_text(site_of(MIXED))
     assert "# - {gres: p100, partition: old, mem: 11GiB}   # or 15GiB: which of them is not told; old is not up" in text
@@ -186,7 +186,7 @@ def test_without_a_default_partition_one_is_named_and_names_that_yaml_would_misr
 @pytest.mark.parametrize("name", ["null", "true", "3", "1e3", "😀", "a b", "é", "a: b", "- x", "#x", '"', "~", "{}"])
 def test_any_name_survives_yaml(tmp_path: Path, name: str) -> None:
     (tmp_path / "pipeline.yaml").write_text(f"data: {{path: a}}\ncluster: {{slurm: {{partition: {word(name)}}}}}\n")
-    assert load(tmp_path / "pipeline.yaml").config.cluster.slurm.partition == name
+    assert read_config(tmp_path / "pipeline.yaml").config.cluster.slurm.partition == name
 
 
 @pytest.mark.parametrize("name", ["../../etc/x", "/", "..", "a\nb", "", "β"])
@@ -201,7 +201,7 @@ def test_a_comment_cannot_be_broken_out_of(tmp_path: Path, key: str) -> None:
     evil = "22\nslurm: {account: evil}\n#"
     site = replace(site, settings={**site.settings, key: evil}, silent=(evil,), default_account=evil)
     site = replace(site, partitions=tuple(replace(one, name=evil) for one in site.partitions))
-    assert load(write(tmp_path, site).config).config.cluster.slurm.account is None
+    assert read_config(write(tmp_path, site).config).config.cluster.slurm.account is None
 
 
 def test_what_is_written_is_short_enough_to_read_and_no_line_is_too_long() -> None:
@@ -220,7 +220,7 @@ def test_without_slurm_jobs_run_here_and_it_says_so(
     assert (done.code, "not on the PATH" in done.err) == (0, True)
     assert "cd 'new project'" in done.out
     folder = tmp_path / "new project"
-    assert load(folder / "pipeline.yaml").config.cluster.executor == "local"
+    assert read_config(folder / "pipeline.yaml").config.cluster.executor == "local"
     assert [path.name for path in folder.iterdir()] == ["pipeline.yaml"]
 
 
@@ -235,7 +235,7 @@ def test_a_controller_that_does_not_answer_leaves_a_project_for_this_machine(
     monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
     done = pipeline("init")
     assert (done.code, "Unable to contact slurm controller" in done.err) == (0, True)
-    assert load(tmp_path / "pipeline.yaml").config.cluster.executor == "local"
+    assert read_config(tmp_path / "pipeline.yaml").config.cluster.executor == "local"
 
 
 def test_nothing_is_ever_written_over(pipeline: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_with_a_remedy(
 @pytest.mark.parametrize("name", sorted(path.stem for path in shipped("configs/recipes").glob("*.yaml")))
 def test_a_recipe_makes_a_project_that_only_lacks_its_data(pipeline: Command, tmp_path: Path, name: str) -> None:
     assert pipeline("init", name, "--recipe", name).code == 0
-    loaded = load(tmp_path / name / "pipeline.yaml")
+    loaded = read_config(tmp_path / name / "pipeline.yaml")
     assert loaded.config.train.task is not None
     assert "pipeline.yaml:" in loaded.origins["cluster.executor"], "where its jobs run is said"
 

@@ -19,7 +19,7 @@ from pipeline.cluster import slurm as module
 from pipeline.cluster import slurm_commands
 from pipeline.cluster.job_spec import TASK, JobSpec, TaskState
 from pipeline.cluster.slurm import SlurmExecutor
-from pipeline.config.schema_cluster import Slurm
+from pipeline.config.schema_cluster import SlurmSection
 from pipeline.errors import SubmissionRefused
 from tests.cluster.programs import AWAIT, EATS, IGNORES_TERM, MIB, WAITS, finish, python, step_until
 from tests.slurm.cluster import Cluster
@@ -52,7 +52,7 @@ class opened:  # noqa: N801 - reads as a function
     """An executor that looks often, and whose jobs end with the test."""
 
     def __init__(self, **site: object) -> None:
-        self.executor = SlurmExecutor(Slurm(**site), poll_s=0.1, patience_s=3)  # type: ignore[arg-type]
+        self.executor = SlurmExecutor(SlurmSection(**site), poll_s=0.1, patience_s=3)  # type: ignore[arg-type]
 
     def __enter__(self) -> SlurmExecutor:
         return self.executor
@@ -181,9 +181,11 @@ class TestNumbers:
         limits = executor.limits
         assert (limits.mem_bytes, limits.time_s, limits.highest_task) == (6000 * MIB, 86_400, MAX_ARRAY_SIZE - 1)
         assert limits.queued_tasks is None
-        assert SlurmExecutor(Slurm(qos="tiny", account="lab")).limits.queued_tasks == TINY_MAX_SUBMIT
-        assert SlurmExecutor(Slurm(partition="short")).limits.time_s == 120
-        said = SlurmExecutor(Slurm(max_array_size=9, max_submit=7, largest_mem=1 << 30, longest_time="1h")).limits
+        assert SlurmExecutor(SlurmSection(qos="tiny", account="lab")).limits.queued_tasks == TINY_MAX_SUBMIT
+        assert SlurmExecutor(SlurmSection(partition="short")).limits.time_s == 120
+        said = SlurmExecutor(
+            SlurmSection(max_array_size=9, max_submit=7, largest_mem=1 << 30, longest_time="1h")
+        ).limits
         assert (said.mem_bytes, said.time_s, said.job_tasks, said.queued_tasks) == (1 << 30, 3600, 9, 7)
 
 
@@ -370,7 +372,7 @@ class TestRefusals:
     def test_machine_without_slurm_is_told_so(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PATH", str(tmp_path))
         with pytest.raises(SubmissionRefused, match="sbatch") as refused:
-            SlurmExecutor(Slurm()).submit(python(tmp_path, "pass"))
+            SlurmExecutor(SlurmSection()).submit(python(tmp_path, "pass"))
         assert "--executor local" in refused.value.remedy
 
     def test_folder_of_logs_that_cannot_be_made_is_told(self, executor: SlurmExecutor, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.load import load
+from pipeline.config.load import read_config
 from tests.command import Command
 from tests.projects import write_complex
 from tests.slurm.cluster import Cluster
@@ -33,7 +33,7 @@ def rows(pipeline: Command, *sets: str) -> tuple[int, dict[str, dict[str, Any]]]
 
 
 def test_what_was_found_is_what_the_cluster_is(project: Path) -> None:
-    loaded = load(project / "pipeline.yaml")
+    loaded = read_config(project / "pipeline.yaml")
     (profile,) = (project / "sites").iterdir()
     assert (loaded.config.cluster.executor, loaded.config.cluster.site) == ("slurm", profile.stem)
     assert (loaded.config.cluster.slurm.memory, loaded.config.cluster.slurm.cards) == ("mem", ())

@@ -17,7 +17,7 @@ from pipeline.cluster.job_spec import JobSpec, TaskState, TaskStatus
 from pipeline.cluster.peers import PEER_LOST
 from pipeline.cluster.slurm import SlurmExecutor
 from pipeline.cluster.verdict import GO_ON, Cause, Verdict, Word, judge
-from pipeline.config.schema_cluster import Slurm
+from pipeline.config.schema_cluster import SlurmSection
 from pipeline.errors import SubmissionRefused
 from tests.cluster.programs import MIB, finish, python, step_until
 from tests.slurm.cluster import Cluster
@@ -86,7 +86,7 @@ def judged(task: TaskStatus, spec: JobSpec) -> Verdict:
 def test_ranks_know_who_they_are_and_see_all_gpus_of_their_node(
     executor: SlurmExecutor, tmp_path: Path, site: dict[str, Any]
 ) -> None:
-    executor.site = Slurm(**site)
+    executor.site = SlurmSection(**site)
     body = "write('knows', json.dumps({**os.environ, 'cores': len(os.sched_getaffinity(0))}))"
     spec = ranks(tmp_path, body, gpus=GPUS_PER_NODE, cpus=2, mem_bytes=100 * MIB)
     (task,) = finish(executor, executor.submit(spec))

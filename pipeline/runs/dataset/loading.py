@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.load import find_config, from_resolved, load
+from pipeline.config.load import find_config, from_resolved, read_config
 from pipeline.errors import CacheDamaged, ConfigError, PipelineError, RecordMissing
 from pipeline.journal.run_folder import runs_in
 from pipeline.keys import content_digest
@@ -46,7 +46,7 @@ def open_loader(
 
     sets = [sets] if isinstance(sets, str) else list(sets)
     file = find_config(Path(config) if config else None)
-    loaded = load(file, sets)
+    loaded = read_config(file, sets)
     project = Project.open(loaded.config, remember=False, beside=loaded.base_dir.absolute())
     table = table_of(project, again=graph_command(config, sets, loaded.config))
     table = table if split is None else table.of_split(split)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from pipeline.cluster.card_choice import choose, eligible
 from pipeline.cluster.job_spec import TASK, JobSpec
 from pipeline.config.load import dump_resolved, from_resolved
-from pipeline.config.masking import hidden
+from pipeline.config.masking import without_secrets
 from pipeline.config.schema_cluster import TrainResources
 from pipeline.errors import CacheUnusable, ConfigError, JobFailed, PlanInfeasible, SubmissionRefused
 from pipeline.journal import run_folder as folders
@@ -230,7 +230,7 @@ def new_run(
             folder.stages.write_text(json.dumps(list(stages)))
             if not only.is_all:
                 only.write(folder)
-            folder.again.write_text(hidden(again) or f"pipeline submit --stage {stages[-1]}")
+            folder.again.write_text(without_secrets(again) or f"pipeline submit --stage {stages[-1]}")
     except JobFailed as error:
         if folder is not None:
             shutil.rmtree(folder.path, ignore_errors=True)

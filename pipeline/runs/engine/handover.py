@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.cluster.job_spec import JobSpec
 from pipeline.cluster.slurm_facts import SUPERVISE
-from pipeline.config.masking import MASK, hidden, hidden_in
+from pipeline.config.masking import MASK, without_secrets, without_secrets_in
 from pipeline.errors import SubmissionRefused
 from pipeline.journal.run_folder import writing
 from pipeline.project.frozen_code import module_command
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from pipeline.cluster.job_spec import Executor, JobId
     from pipeline.config.schema import Config
-    from pipeline.config.schema_cluster import Notify
+    from pipeline.config.schema_cluster import NotifySection
     from pipeline.journal.run_folder import RunFolder
 
 MODULE = "pipeline.runs.supervisor"
@@ -98,7 +98,7 @@ PATIENCE_S = 20.0
 SENDMAIL = ("/usr/sbin/sendmail", "/usr/lib/sendmail")
 
 
-def notify(wanted: Notify, folder: RunFolder, stage: str, state: str, error: str) -> None:
+def notify(wanted: NotifySection, folder: RunFolder, stage: str, state: str, error: str) -> None:
     """Run the command and send the mail that the configuration asks for."""
     message = error or f"{stage} of run {folder.name} is {state}"
     if wanted.command:
@@ -122,6 +122,6 @@ def _run(command: list[str], text: str) -> None:
 
 def _unquoted(said: str, command: list[str]) -> str:
     """Return what a command said, without the secrets among its words."""
-    for word, shown in zip(command, hidden_in(command), strict=True):
+    for word, shown in zip(command, without_secrets_in(command), strict=True):
         said = said.replace(word, shown) if shown == MASK else said
-    return hidden(said)
+    return without_secrets(said)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.cluster.child import mebibytes
 from pipeline.cluster.verdict import Cause
 from pipeline.config.load import from_resolved
-from pipeline.config.masking import hidden
+from pipeline.config.masking import without_secrets
 from pipeline.config.site_profiles import shipped
 from pipeline.errors import CacheFull, CacheUnusable, PipelineError, SubmissionRefused
 from pipeline.journal.ledger import Ledger, Reader
@@ -372,14 +372,14 @@ def main(words: Sequence[str]) -> int:
             supervisor = Supervisor(folder, executor)
             supervisor.visit(0.0 if "--now" in words else PATIENCE_S) if visiting else supervisor.run()
     except PipelineError as error:
-        print(hidden(f"error: {error}"), file=sys.stderr)  # noqa: T201 - the supervisor's stderr is its log
+        print(without_secrets(f"error: {error}"), file=sys.stderr)  # noqa: T201 - the supervisor's stderr is its log
         return 0 if visiting and _has_ended(folder) else error.exit_code  # a visit that went well needs no standby
     except TakenOver:
         return 0
     except Stopped:
         return STOPPED_CODE
     except Exception:  # noqa: BLE001 - a bug, of which the ledger knows
-        print(hidden(traceback.format_exc()), file=sys.stderr)  # noqa: T201
+        print(without_secrets(traceback.format_exc()), file=sys.stderr)  # noqa: T201
         return 1
     return 0
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from pipeline.config.load import from_resolved
-from pipeline.config.masking import hidden
+from pipeline.config.masking import without_secrets
 from pipeline.errors import CacheFull, PipelineError
 from pipeline.journal.ledger import Ledger, Note
 from pipeline.journal.run_folder import RunFolder
@@ -113,17 +113,17 @@ def main(words: Sequence[str]) -> int:
         if not ended.quiet:
             about = {"what": ended.what, "exit_code": ended.code, "trouble": ended.trouble}
             ledger.emit(EventKind.TASK_FAILED, **facts, **about)
-            print(hidden(ended.what), file=sys.stderr)  # noqa: T201 - a task's stderr is its log
+            print(without_secrets(ended.what), file=sys.stderr)  # noqa: T201 - a task's stderr is its log
         return ended.code
     except Stopped as stopped:
         ledger.emit(EventKind.TASK_FAILED, **facts, what="stopped by a signal", exit_code=stopped.exit_code, trouble="")
         return stopped.exit_code
     except PipelineError as error:
         _tell(ledger, facts, error, str(error), error.exit_code)
-        print(hidden(f"error: {error}"), file=sys.stderr)  # noqa: T201 - a task's stderr is its log
+        print(without_secrets(f"error: {error}"), file=sys.stderr)  # noqa: T201 - a task's stderr is its log
         return error.exit_code
     except Exception as error:  # noqa: BLE001 - whatever it is, the supervisor is to read it
-        print(hidden(traceback.format_exc()), file=sys.stderr)  # noqa: T201
+        print(without_secrets(traceback.format_exc()), file=sys.stderr)  # noqa: T201
         _tell(ledger, facts, error, f"{type(error).__name__}: {error}", 1)
         return 1
     return 0
@@ -150,7 +150,7 @@ def _tell(ledger: Ledger, facts: dict[str, Any], error: Exception, what: str, ex
     try:
         ledger.emit(EventKind.TASK_FAILED, **facts, what=what, exit_code=exit_code, trouble=trouble_of(error))
     except PipelineError as refused:
-        print(hidden(f"error: {refused}"), file=sys.stderr)  # noqa: T201 - a task's stderr is its log
+        print(without_secrets(f"error: {refused}"), file=sys.stderr)  # noqa: T201 - a task's stderr is its log
 
 
 def trouble_of(error: BaseException | None) -> str:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from pipeline.cluster.job_spec import Executor
     from pipeline.config.schema import Config
-    from pipeline.config.schema_cluster import Card as SiteCard
+    from pipeline.config.schema_cluster import CardSection as SiteCard
     from pipeline.project.project import Project
 
 NAME = "train"

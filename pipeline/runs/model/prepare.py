@@ -104,11 +104,11 @@ def _plan_key(project: Project, table: str) -> str:
 def _planned(project: Project, table: str) -> Prepared:
     """Plan a training."""
     from pipeline.runs.model.offers import Question
-    from pipeline.runs.model.training_outlook import outlook
+    from pipeline.runs.model.training_outlook import plan_training
 
     with open_executor(project.config) as executor:
         question = Question(config=project.config, project=project, executor=executor, beside=project.beside)
-        return _prepared(project, table, outlook(question))
+        return _prepared(project, table, plan_training(question))
 
 
 def _prepared(project: Project, table: str, found: TrainOutlook) -> Prepared:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from pipeline.cluster.job_spec import Executor, JobId, TaskStatus
     from pipeline.config.schema import Config
-    from pipeline.config.schema_cluster import Card as SiteCard
+    from pipeline.config.schema_cluster import CardSection as SiteCard
     from pipeline.memory.footprint import MemoryChoice, Oracle
     from pipeline.memory.planning.memory_plan import MemoryPlan
     from pipeline.memory.planning.request import CardSpec

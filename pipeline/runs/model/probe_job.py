@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeline.cluster.machine import count_oom_kills
 from pipeline.config.load import from_resolved
-from pipeline.config.masking import hidden
+from pipeline.config.masking import without_secrets
 from pipeline.errors import ConfigError
 from pipeline.journal.run_folder import RunFolder
 from pipeline.memory.footprint import MemoryChoice
@@ -128,7 +128,7 @@ def told(folder: ProbeFolder) -> int:
         config, errand = read(folder)
         result = run(errand, config, folder)
     except BaseException as error:  # noqa: BLE001 - whatever a task raises is what the plan has to say
-        print(hidden(traceback.format_exc()), file=sys.stderr)  # noqa: T201 - its stderr is its log
+        print(without_secrets(traceback.format_exc()), file=sys.stderr)  # noqa: T201 - its stderr is its log
         result = Result(FAILED, why=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
     else:
         result = remember(folder, config, errand, result)

@@ -139,7 +139,7 @@ def _probed(one: Probed) -> dict[str, Any]:
     return {**{name: getattr(one, name) for name in kept}, "outcome": one.outcome.value, "ratio": one.ratio}
 
 
-def outlook(question: Question, *, probing: bool = False) -> TrainOutlook:
+def plan_training(question: Question, *, probing: bool = False) -> TrainOutlook:
     """Plan training; a probe runs the worst bucket on every card first."""
     work = Work.of(question.config, beside=question.beside, on_gpu=bool(question.gpus))
     with blamed(work.task):
@@ -201,7 +201,7 @@ def _ignores_sizes(oracle: Ladder, plan: MemoryPlan, least: Mapping[str, int]) -
 
 
 @dataclass(frozen=True)
-class _Case:
+class _PlanningCase:
     """What plans are made of."""
 
     config: Config
@@ -287,7 +287,7 @@ class _Case:
         return compare_offers(self.oracle, self.data, self.request, self.offers, reserve=self.reserve)
 
 
-def _case(question: Question, work: Work) -> _Case:
+def _case(question: Question, work: Work) -> _PlanningCase:
     """Look up the items, and who answers for the model: the weakest card decides how attention is imitated."""
     config = question.config
     refuse_crop(config)
@@ -298,7 +298,7 @@ def _case(question: Question, work: Work) -> _Case:
     capability = min((card.capability for card in cards), default=(8, 0)) if work.device == "cuda" else None
     padded = config.train.batching == "padded"
     oracle = work.oracle(least_of(sizes), target_of(capability), padded=padded)
-    return _Case(config, work, table_, sizes, offers, oracle)
+    return _PlanningCase(config, work, table_, sizes, offers, oracle)
 
 
 def _items(question: Question) -> ItemTable:

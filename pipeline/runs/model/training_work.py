@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pipeline.config.schema import Config
-    from pipeline.config.schema_train import Train
+    from pipeline.config.schema_train import TrainSection
     from pipeline.memory.footprint import MemoryChoice, Oracle, Sizes
     from pipeline.memory.planning.memory_plan import MemoryPlan
     from pipeline.memory.tracing.recorder import Recorder
@@ -87,7 +87,7 @@ class Work:
         """Say whether the loss compares the items of a batch, as far as the task tells."""
         return bool(getattr(self.task, "in_batch", False)) or self.is_contrastive
 
-    def request(self, train: Train, ranks: int, ratios: Sequence[float] = ()) -> PlanRequest:
+    def request(self, train: TrainSection, ranks: int, ratios: Sequence[float] = ()) -> PlanRequest:
         """Return what is asked of the planner for this task."""
         request = request_of(train, ranks, ratios)
         if not self.is_contrastive:
@@ -157,7 +157,7 @@ class Work:
                 return self.task.model()
 
 
-def step_settings(train: Train, device: str, task: Task | None = None) -> Settings:
+def step_settings(train: TrainSection, device: str, task: Task | None = None) -> Settings:
     """Return what a configuration says of a step; of a task that compares all items of one, how many these are."""
     from pipeline.training.step.step import Settings
 
@@ -256,7 +256,7 @@ def host_card(memory_bytes: int) -> CardSpec:
     return CardSpec("cpu", memory_bytes, memory_bytes, rates, 1e10, caching=False)
 
 
-def request_of(train: Train, ranks: int, ratios: Sequence[float] = ()) -> PlanRequest:
+def request_of(train: TrainSection, ranks: int, ratios: Sequence[float] = ()) -> PlanRequest:
     """Return what is asked of the planner."""
     precisions = ("fp32", "bf16", "fp16") if train.precision == "auto" else (train.precision,)
     return PlanRequest(
@@ -281,7 +281,7 @@ def least_of(sizes: Mapping[str, Integers]) -> dict[str, int]:
 
 def plan_training(
     work: Work,
-    train: Train,
+    train: TrainSection,
     sizes: Mapping[str, Integers],
     cards: Sequence[CardSpec],
     target: Target,

@@ -31,7 +31,7 @@ ORDER = ("nan", "poison", "oom")  # what ended a run comes before what it surviv
 
 
 @dataclass(frozen=True)
-class Case:
+class ReplayCase:
     """A bundle, and what it is about."""
 
     folder: RunFolder
@@ -43,22 +43,22 @@ class Case:
     others: tuple[str, ...]  # bundles of the same step
 
 
-def find_case(folder: RunFolder, step: int, rank: int | None = None) -> Case:
+def find_case(folder: RunFolder, step: int, rank: int | None = None) -> ReplayCase:
     """Return the bundle of a step of a run: of several, that of what ended it, and of the rank that is named."""
     from pipeline.training.forensics import step_bundle
 
     if not folder.plan(NAME).exists():
         what = f"run {folder.name} has trained nothing: there is no step to replay"
         raise ConfigError(what, where=str(folder.path), remedy="pipeline submit --stage train")
-    project, made = made_by(folder)
+    project, made = project_of_run(folder)
     found = [(path, step_bundle.read(path)) for path in step_bundle.find(made.bundles, step, rank)]
     found.sort(key=lambda one: _preference(one[1]))
     (where, bundle), *rest = found
     others = tuple(path.name for path, _ in rest)
-    return Case(folder, project, made, where, bundle, prepared_of(bundle.plan, where), others)
+    return ReplayCase(folder, project, made, where, bundle, read_training_plan(bundle.plan, where), others)
 
 
-def prepared_of(plan: Mapping[str, Any], where: Path) -> Prepared:
+def read_training_plan(plan: Mapping[str, Any], where: Path) -> Prepared:
     """Read a plan; one of another version of this program cannot be replayed with this one."""
     try:
         return Prepared.from_json(plan)
@@ -74,31 +74,31 @@ def _preference(bundle: Bundle) -> tuple[int, bool, int]:
     return ORDER.index(bundle.kind.value), not named, bundle.rank
 
 
-def steps_of(folder: RunFolder) -> list[int]:
+def steps_with_bundles(folder: RunFolder) -> list[int]:
     """Return the steps of a run's training that have left a bundle."""
     from pipeline.training.forensics import step_bundle
 
     if not folder.plan(NAME).exists():
         return []
-    made = made_by(folder)[1]
+    made = project_of_run(folder)[1]
     return sorted({step_bundle.read(path).step for path in step_bundle.all_of(made.bundles)})
 
 
-def made_by(folder: RunFolder) -> tuple[Project, ModelFolder]:
+def project_of_run(folder: RunFolder) -> tuple[Project, ModelFolder]:
     """Return a run's project, as it was frozen, and the folder of what it trains."""
     config = from_resolved(folder.config.read_text(), str(folder.config))
     project = Project.open(config, beside=folder.task_root, remember=False)
     plan = folder.plan(NAME)
-    return project, folder_of(project, prepared_of(json.loads(plan.read_text()), plan))
+    return project, folder_of(project, read_training_plan(json.loads(plan.read_text()), plan))
 
 
 # The share
 
 
-class Share:
+class ReplayedShare:
     """The parts of a rank's share, and their items."""
 
-    def __init__(self, case: Case, job: Job) -> None:
+    def __init__(self, case: ReplayCase, job: Job) -> None:
         self.notes: list[str] = []
         self._case, self._bundle = case, case.bundle
         place = _course(case.prepared, self._bundle.epoch)
@@ -178,7 +178,7 @@ def _course(prepared: Prepared, epoch: int) -> int:
     return min(int(np.searchsorted(ends, epoch, side="right")), len(ends) - 1)
 
 
-def _sizes(case: Case, place: int) -> Mapping[str, Any]:
+def _sizes(case: ReplayCase, place: int) -> Mapping[str, Any]:
     """Return the sizes of the items of a stretch, as the task says them."""
     sizes = task_sizes(case.project, case.prepared, trained_table(case.project, case.prepared))
     keep_N = case.prepared.stretches[place].keeps(sizes)

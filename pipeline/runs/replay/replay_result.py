@@ -41,7 +41,7 @@ class Traced:
 
 
 @dataclass(slots=True)
-class Replayed:
+class ReplayResult:
     """A step that was run again."""
 
     run: str

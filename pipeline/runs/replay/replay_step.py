@@ -23,8 +23,8 @@ from pipeline.project.frozen_code import module_command, package_digest
 from pipeline.project.user_code import blamed
 from pipeline.records import Tell
 from pipeline.runs.model.training_work import Work, least_of, target_of
-from pipeline.runs.replay.replay_case import Case, Share, made_by, prepared_of
-from pipeline.runs.replay.replay_result import Replayed, Traced
+from pipeline.runs.replay.replay_case import ReplayCase, ReplayedShare, project_of_run, read_training_plan
+from pipeline.runs.replay.replay_result import ReplayResult, Traced
 from pipeline.runs.workflow.train_stage import ALLOCATOR, job_of
 from pipeline.training.ranks.rank_protocol import SingleRank
 
@@ -51,10 +51,10 @@ class Apart(SingleRank):
         self.rank, self.world = rank, world
 
 
-def played(case: Case, *, device: str | None = None) -> dict[str, Any]:
+def replay_document(case: ReplayCase, *, device: str | None = None) -> dict[str, Any]:
     """Return as JSON data what came of a step that was run again; what kills runs in a process of its own."""
     if case.bundle.kind.value != "poison":
-        return replay(case, device=device).to_json()
+        return replay_here(case, device=device).to_json()
     chosen = here(device)
     command = [*module_command(__name__), str(case.folder.path), str(case.where), chosen]
     on: tuple[str, ...] = ()
@@ -71,7 +71,7 @@ def played(case: Case, *, device: str | None = None) -> dict[str, Any]:
     if child.returncode == 1:  # an exception: its traceback is above
         raise JobFailed("replaying failed", where=str(case.where), remedy="pipeline --debug replay …, and report it")
     died = f"was ended by {_ending(child.returncode)}"
-    return Replayed(
+    return ReplayResult(
         case.folder.name, case.bundle, str(case.where), chosen, "", is_exact=False, died=died, on=on
     ).to_json()
 
@@ -102,10 +102,10 @@ def main(words: Sequence[str]) -> int:
         print(json.dumps(told), file=out, flush=True)
 
     try:
-        project, made = made_by(folder)
+        project, made = project_of_run(folder)
         bundle = step_bundle.read(where)
-        case = Case(folder, project, made, where, bundle, prepared_of(bundle.plan, where), ())
-        tell({"found": replay(case, device=device, begin=lambda part: tell({"on": part.ids})).to_json()})
+        case = ReplayCase(folder, project, made, where, bundle, read_training_plan(bundle.plan, where), ())
+        tell({"found": replay_here(case, device=device, begin=lambda part: tell({"on": part.ids})).to_json()})
     except PipelineError as error:
         tell({"error": error.what, "remedy": error.remedy})
     return 0
@@ -123,13 +123,13 @@ def here(device: str | None) -> str:
     return device
 
 
-def replay(
-    case: Case,
+def replay_here(
+    case: ReplayCase,
     *,
     device: str | None = None,
     meter: Meter | None = None,
     begin: Callable[[Part], None] = lambda _: None,
-) -> Replayed:
+) -> ReplayResult:
     """Run a rank's share of a step again, and look where it goes wrong."""
     from pipeline.memory.runtime.meters import meter_of
     from pipeline.training.forensics import step_bundle
@@ -142,11 +142,11 @@ def replay(
     with blamed(work.task):
         job = _job(case, work, chosen)
         step, weights, is_exact = _ready(case, job)
-        found = Replayed(case.folder.name, case.bundle, str(case.where), chosen, weights, is_exact)
+        found = ReplayResult(case.folder.name, case.bundle, str(case.where), chosen, weights, is_exact)
         found.notes += _notes(case)
         if work.is_contrastive and case.bundle.world > 1:
             found.notes.append("the items of this share are compared with each other, not with those of other ranks")
-        share = Share(case, job)
+        share = ReplayedShare(case, job)
         found.notes += share.notes
         rng = step_bundle.read_rng(case.where)
         measured = meter or meter_of(chosen)
@@ -157,7 +157,7 @@ def replay(
     return found
 
 
-def _job(case: Case, work: Work, device: str) -> Job:
+def _job(case: ReplayCase, work: Work, device: str) -> Job:
     """Return what that rank was given, on this device."""
     bundle = case.bundle
     tell = Tell(lambda _key, _reason, _detail: None, careful=bool(bundle.state.get("careful")))
@@ -182,7 +182,7 @@ def _choice(prepared: Prepared, rung: int = 0) -> MemoryChoice:
     )
 
 
-def _ready(case: Case, job: Job) -> tuple[Step, str, bool]:
+def _ready(case: ReplayCase, job: Job) -> tuple[Step, str, bool]:
     """Return a step with its weights, and what is known of these; the optimizer's state is there in every step."""
     from pipeline.memory.runtime.recovery import out_of_memory_error
     from pipeline.stages.train import fresh_step
@@ -204,7 +204,7 @@ def _ready(case: Case, job: Job) -> tuple[Step, str, bool]:
 # The weights
 
 
-def _load(case: Case, step: Step) -> tuple[str, bool]:
+def _load(case: ReplayCase, step: Step) -> tuple[str, bool]:
     """Load the weights that are nearest to those of the step; say which, and whether they are the same."""
     from pipeline.training.checkpoints.checkpoint_reader import open_checkpoint
     from pipeline.training.checkpoints.tensor_file import CheckpointDamaged
@@ -230,7 +230,7 @@ def _load(case: Case, step: Step) -> tuple[str, bool]:
     return _about("fresh ones", 0, before, gone)
 
 
-def _usable(case: Case) -> Iterator[str]:
+def _usable(case: ReplayCase) -> Iterator[str]:
     """Yield the names of checkpoints of no later step: that right before it, the recorded one, and the older ones."""
     from pipeline.store.format.disk import Disk
     from pipeline.training.checkpoints import checkpoint_reader
@@ -259,7 +259,7 @@ def _about(what: str, step: int, before: int, gone: list[str]) -> tuple[str, boo
     return f"{lost}{what}{after}, not {before:,}: memory is the same, numbers are not", False
 
 
-def _notes(case: Case) -> list[str]:
+def _notes(case: ReplayCase) -> list[str]:
     """Say what is not as it was."""
     bundle, notes = case.bundle, []
     if case.folder.code.exists() and Path(case.folder.code.read_text()).name != package_digest():
@@ -278,7 +278,7 @@ def _notes(case: Case) -> list[str]:
 # Where it goes wrong
 
 
-def _suspects(step: Step, found: Rerun, share: Share) -> list[Any]:
+def _suspects(step: Step, found: Rerun, share: ReplayedShare) -> list[Any]:
     """Look into what is not finite."""
     from pipeline.training.forensics.nan_search import suspects
     from pipeline.training.forensics.rerun import Outcome
@@ -289,7 +289,7 @@ def _suspects(step: Step, found: Rerun, share: Share) -> list[Any]:
     return suspects(step, found.of(Outcome.FITS), share.read, backward=True) if found.gradients else []
 
 
-def _traced(case: Case, share: Share, notes: list[str]) -> Traced | None:
+def _traced(case: ReplayCase, share: ReplayedShare, notes: list[str]) -> Traced | None:
     """Trace the part that did not fit, for the card that the run was on."""
     from pipeline.memory.footprint import live_peak_bytes
     from pipeline.protocol import ITEMS

@@ -57,7 +57,7 @@ def embeddings(recipe: Recipe) -> Iterator[Mapping[str, Any]]:
             yield recipe.plain(variant)
 
 
-def tell(project: Project, stages: Iterable[str], file: Path | None) -> None:
+def register_use(project: Project, stages: Iterable[str], file: Path | None) -> None:
     """Leave word in the cache that a configuration uses it, before anything relies on what is there."""
     config, tags, stages = project.config, set[tuple[str, bytes]](), list(stages)
     fills = any(table.stage(stage).kinds for stage in stages)

@@ -19,7 +19,7 @@ from pipeline.errors import CacheUnusable, ConfigError
 from pipeline.journal.active_runs import going_on, hidden
 from pipeline.keys import recipe_tag
 from pipeline.runs.upkeep.cache_use import config_name, user_of
-from pipeline.runs.upkeep.retention import EVERYTHING, LIMITS, NOTHING, Note, Staying, described
+from pipeline.runs.upkeep.retention import EVERYTHING, LIMITS, NOTHING, CleanNote, Staying, described
 from pipeline.store.cache_folder import RECIPES, Cache
 from pipeline.store.format.cache_layout import MARKER, USERS, refuse_links_out
 from pipeline.store.format.disk import remove
@@ -61,7 +61,7 @@ BECAUSE = {
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CleanRequest:
     """What was asked for."""
 
     keep_recipes: bool = False
@@ -88,7 +88,7 @@ class Cleaning:
     """What would be removed from a cache, and what not, and why."""
 
     cache: Cache
-    asked: Asked
+    asked: CleanRequest
     now: float
     users: dict[str, tuple[float, float]]  # the files that say who uses the cache, and their times
     others: tuple[User, ...] = ()
@@ -102,7 +102,7 @@ class Cleaning:
     leftovers: tuple[Leftover, ...] = ()  # that go
     young: tuple[Leftover, ...] = ()  # that do not go yet
     foreign: tuple[Path, ...] = ()
-    notes: list[Note] = field(default_factory=list)
+    notes: list[CleanNote] = field(default_factory=list)
 
     @property
     def freed_bytes(self) -> int:
@@ -192,20 +192,22 @@ def _plain_leftover(one: Leftover) -> dict[str, Any]:
     return {"path": str(one.path), "what": one.what.value, "kind": one.kind, "bytes": one.bytes}
 
 
-def foresee(
-    project: Project, file: Path | None, asked: Asked, *, on: Callable[[int], None] = lambda _items: None
+def foresee_cleaning(
+    project: Project, file: Path | None, asked: CleanRequest, *, on: Callable[[int], None] = lambda _items: None
 ) -> Cleaning:
     """Say what would be removed; nothing is changed. `on` is told how many items of the data set were looked at."""
     cache = open_marked(project.config.cache.root)
     try:
-        return _foresee(project, cache, file, asked, on)
+        return _foresee_readable(project, cache, file, asked, on)
     except PermissionError as error:
         what = f"the cache cannot be read: {error.strerror}"
         remedy = f"ls -ld {error.filename}   (and ask its owner to clean it)"
         raise CacheUnusable(what, where=str(error.filename), remedy=remedy) from error
 
 
-def _foresee(project: Project, cache: Cache, file: Path | None, asked: Asked, on: Callable[[int], None]) -> Cleaning:
+def _foresee_readable(
+    project: Project, cache: Cache, file: Path | None, asked: CleanRequest, on: Callable[[int], None]
+) -> Cleaning:
     refuse_links(cache)
     refuse_links_out(cache)
     signs = _signs(cache)
@@ -271,12 +273,12 @@ def _tell_apart(cleaning: Cleaning, users: list[User], strangers: list[str], goi
     cleaning.forgotten = tuple(vanished)
     cleaning.others = tuple(user for user in users if user not in vanished)
     for place in dict.fromkeys(user.config or user.runs for user in vanished):
-        cleaning.notes.append(Note(f"{place} is there no more: nothing stays for it"))
+        cleaning.notes.append(CleanNote(f"{place} is there no more: nothing stays for it"))
     cleaning.notes += _notes_of_gone([user for user in cleaning.others if _is_gone(_place(user))], cleaning)
     for name in strangers:
         remedy = f"ls -l {cleaning.cache.root / USERS / name}"
         cleaning.notes.append(
-            Note(f"{name} cannot be read: somebody uses the cache, and nobody knows for what", remedy)
+            CleanNote(f"{name} cannot be read: somebody uses the cache, and nobody knows for what", remedy)
         )
 
 
@@ -298,7 +300,7 @@ def _counts_until(user: User, grace_s: float) -> float:
     return user.last + (grace_s if certain else max(grace_s, FORGOTTEN_S))
 
 
-def _notes_of_gone(gone: list[User], cleaning: Cleaning) -> Iterator[Note]:
+def _notes_of_gone(gone: list[User], cleaning: Cleaning) -> Iterator[CleanNote]:
     """Say of whom nothing is there any more, until when they count all the same, and how not to wait for that."""
     for place in dict.fromkeys(map(_place, gone)):
         mine = [user for user in gone if _place(user) == place]
@@ -307,7 +309,7 @@ def _notes_of_gone(gone: list[User], cleaning: Cleaning) -> Iterator[Note]:
         then = f"counts until {_day(until)}" if until > cleaning.now else "counts while its run goes on"
         files = shlex.join(str(cleaning.cache.root / USERS / user.name) for user in mine)
         what = f"{place} is there no more; it was last used {_day(last)}, and {then}"
-        yield Note(what, f"rm {files}   (if it is gone for good)")
+        yield CleanNote(what, f"rm {files}   (if it is gone for good)")
 
 
 def _day(seconds: float) -> str:

@@ -41,7 +41,7 @@ FILES, LIMITS, SETS = "files", "limits", "sets"
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class CleanNote:
     """Why something is kept, and what helps where anything does."""
 
     what: str
@@ -60,7 +60,7 @@ class Staying:
     going: Sequence[Going]
     keep_recipes: bool
     recipes: Recipes = field(default_factory=dict)  # every one that is known
-    notes: list[Note] = field(default_factory=list)
+    notes: list[CleanNote] = field(default_factory=list)
     wanted: Recipes = field(default_factory=dict)  # by which this project's records are made today
 
     def live(self, on: Callable[[int], None]) -> dict[str, Live]:
@@ -71,7 +71,7 @@ class Staying:
         kept = _tags_of(self.others)
         for run in self.going:
             kept |= recipes_of_run(run).keys()
-            self.notes.append(Note(f"run {run.folder.name} goes on: all that is made by its recipes stays"))
+            self.notes.append(CleanNote(f"run {run.folder.name} goes on: all that is made by its recipes stays"))
         found, certain = Needed(), False
         if self.keep_recipes:
             kept |= {
@@ -109,7 +109,7 @@ class Staying:
             self.wanted |= recipes_of(self.project, [embed_stage.NAME])
         except PipelineError as error:
             what = f"which embeddings are needed cannot be told, so all stay: {error.what.splitlines()[0]}"
-            self.notes.append(Note(what, error.remedy))
+            self.notes.append(CleanNote(what, error.remedy))
             return False
         finally:
             self.recipes |= self.wanted
@@ -118,7 +118,7 @@ class Staying:
     def _say_doubt(self, found: Needed) -> None:
         if found.unknown:
             what = "what the data set needs cannot be told today, so all that is made by its recipes stays"
-            self.notes.append(Note(f"{what}: {found.unknown}", found.remedy))
+            self.notes.append(CleanNote(f"{what}: {found.unknown}", found.remedy))
 
     def _tables(self) -> Live:
         """Return which tables of data sets stay: those that runs name."""

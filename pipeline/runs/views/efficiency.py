@@ -47,7 +47,7 @@ class Suggested:
 
 
 @dataclass(frozen=True, slots=True)
-class Used:
+class StageUse:
     """What the attempts at a stage's tasks were given and have used; None is what nobody measured."""
 
     stage: str
@@ -81,7 +81,7 @@ class Used:
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class MemoryOutlook:
     """What is thought of a stage's memory: planned, and by what was measured."""
 
     planned_bytes: int | None
@@ -89,25 +89,25 @@ class Outlook:
     note: str = ""
 
 
-def efficiency(folder: RunFolder, status: RunStatus) -> list[Used]:
+def stage_uses(folder: RunFolder, status: RunStatus) -> list[StageUse]:
     """Return what each stage with tasks has used."""
     config = from_resolved(folder.config.read_text(), str(folder.config))
     stages = [stage for stage in status.in_order() if any(task.ended for task in stage.work.values())]
-    return [used(stage, config, outlook(config, stage.name, folder)) for stage in stages]
+    return [used(stage, config, memory_outlook(config, stage.name, folder)) for stage in stages]
 
 
-def outlook(config: Config, name: str, folder: RunFolder) -> Outlook:
+def memory_outlook(config: Config, name: str, folder: RunFolder) -> MemoryOutlook:
     """Return what a stage's next tasks are thought to need; what they read may be gone since."""
     try:
         project = Project.open(config, remember=False)
         stage = table.stage(name)
         planned = _planned_bytes(project, stage, folder)
         if planned is None:
-            return Outlook(None, None, "no plan: it would have to be made anew (pipeline plan --stage train)")
+            return MemoryOutlook(None, None, "no plan: it would have to be made anew (pipeline plan --stage train)")
         recipe, cluster = recipe_name(project, stage), cluster_name(config)
-        return Outlook(planned, profiles_of(config).suggest(name, recipe, cluster, planned_bytes=planned))
+        return MemoryOutlook(planned, profiles_of(config).suggest(name, recipe, cluster, planned_bytes=planned))
     except PipelineError as error:
-        return Outlook(None, None, f"no plan: {error.what.splitlines()[0]}")
+        return MemoryOutlook(None, None, f"no plan: {error.what.splitlines()[0]}")
 
 
 def _planned_bytes(project: Project, stage: Stage, folder: RunFolder) -> int | None:
@@ -120,7 +120,7 @@ def _planned_bytes(project: Project, stage: Stage, folder: RunFolder) -> int | N
     return stage.mem_bytes(project) if is_planned(project) else None
 
 
-def used(stage: StageStatus, config: Config, thought: Outlook) -> Used:
+def used(stage: StageStatus, config: Config, thought: MemoryOutlook) -> StageUse:
     """Return what a stage has used."""
     ended = [one for task in stage.work.values() for one in task.ended]
     jobs = stage.jobs
@@ -129,7 +129,7 @@ def used(stage: StageStatus, config: Config, thought: Outlook) -> Used:
     limit = max((one.ask.time_s for one in ended), default=0) or None
     done = [one for one in ended if one.cause is Cause.DONE]
     first = next(iter(jobs.values()), None)
-    return Used(
+    return StageUse(
         stage=stage.name,
         tasks=sum(not task.split for task in stage.work.values()),
         attempts=len(ended),
@@ -169,7 +169,7 @@ def _share(parts: Iterable[tuple[float | None, float, float]]) -> float | None:
 
 
 def _suggestions(
-    name: str, config: Config, ended: Sequence[Attempt], jobs: dict[str, Job], thought: Outlook
+    name: str, config: Config, ended: Sequence[Attempt], jobs: dict[str, Job], thought: MemoryOutlook
 ) -> list[Suggested]:
     """Return what the next run should ask for, where that differs from what is configured."""
     key, resources = f"cluster.{name}", getattr(config.cluster, name)

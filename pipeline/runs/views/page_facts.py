@@ -223,7 +223,7 @@ TELLING = (EventKind.PROGRESS, EventKind.TASK_FINISHED)
 
 
 @dataclass(slots=True)
-class Slots:
+class TimeSlots:
     """Counts over time; events come in any order, and slots become wider before they become too many."""
 
     width_s: int = 1
@@ -252,11 +252,11 @@ class Slots:
         return found
 
 
-class Pace:
+class WorkOverTime:
     """How much tasks have worked through over time; what was done again counts again: it is a speed."""
 
     def __init__(self) -> None:
-        self.stages: dict[str, Slots] = {}
+        self.stages: dict[str, TimeSlots] = {}
         self._done: dict[str, int] = {}  # by process, in its present attempt
 
     def take(self, event: Event) -> None:
@@ -265,7 +265,7 @@ class Pace:
             self._done[event.writer] = 0
         elif event.kind in TELLING and (more := event.data["done"] - self._done.get(event.writer, 0)) > 0:
             self._done[event.writer] = event.data["done"]
-            self.stages.setdefault(event.data["stage"], Slots()).add(event.at, more)
+            self.stages.setdefault(event.data["stage"], TimeSlots()).add(event.at, more)
 
 
 def span_of(status: RunStatus, now: float) -> tuple[float, float]:
@@ -282,7 +282,7 @@ def first_start(stage: StageStatus) -> float | None:
     return min((begin for begin, _ in _times(stage, 0.0)), default=None)
 
 
-def at_once(status: RunStatus, begun: float, end: float) -> dict[str, list[tuple[float, int]]]:
+def running_over_time(status: RunStatus, begun: float, end: float) -> dict[str, list[tuple[float, int]]]:
     """Return for each stage how many of its tasks ran, at the beginning of each span of the run."""
     width = (end - begun) / SPANS
     found = {}
@@ -324,6 +324,6 @@ def failures_over_time(status: RunStatus, begun: float, end: float) -> list[dict
     ]
 
 
-def paces(pace: Mapping[str, Slots], until: float) -> dict[str, list[tuple[float, float]]]:
+def paces(pace: Mapping[str, TimeSlots], until: float) -> dict[str, list[tuple[float, float]]]:
     """Return the speed of each stage over time."""
     return {name: slots.points(until) for name, slots in pace.items()}

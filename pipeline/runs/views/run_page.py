@@ -24,13 +24,13 @@ from pipeline.journal.active_runs import shown
 from pipeline.journal.ledger import Reader
 from pipeline.journal.run_status import RunStatus
 from pipeline.runs.views.page_facts import (
-    Pace,
-    at_once,
+    WorkOverTime,
     bounded,
     failures_over_time,
     paces,
     rejection_facts,
     run_facts,
+    running_over_time,
     span_of,
     stage_facts,
     trouble_facts,
@@ -58,7 +58,7 @@ class Page:
     """The page of one run, made from what its reader hears."""
 
     def __init__(self, folder: RunFolder, config: Config) -> None:
-        self.folder, self.config, self.pace = folder, config, Pace()
+        self.folder, self.config, self.pace = folder, config, WorkOverTime()
         self._next = time.monotonic() + EVERY_S
 
     def take(self, event: Event) -> None:
@@ -84,7 +84,7 @@ class Page:
             "time": {
                 "from": begun,
                 "to": end,
-                "at_once": at_once(status, begun, end),
+                "at_once": running_over_time(status, begun, end),
                 "failures": failures_over_time(status, begun, end),
                 "pace": paces(self.pace.stages, end),
             },
@@ -102,9 +102,9 @@ class Page:
         return training_facts(self.folder, self.config, status.stages.get("train"))
 
     def _efficiency(self, status: RunStatus) -> list[dict[str, Any]]:
-        from pipeline.runs.views.efficiency import efficiency
+        from pipeline.runs.views.efficiency import stage_uses
 
-        return [one.to_json() for one in efficiency(self.folder, status)]
+        return [one.to_json() for one in stage_uses(self.folder, status)]
 
     def _cache(self) -> dict[str, Any]:
         from pipeline.runs.upkeep.cache_use import holdings
@@ -126,7 +126,7 @@ class Page:
         if not at_once and begun < self._next:
             return
         try:
-            write(self.folder.report, self.html(status))
+            write_page(self.folder.report, self.html(status))
         except Exception as error:  # noqa: BLE001 - whatever is wrong with a picture, the run goes on
             log.warning("%s is not up to date: %s: %s", self.folder.report, type(error).__name__, error)
         took = time.monotonic() - begun
@@ -149,7 +149,7 @@ def renew(folder: RunFolder) -> None:
     page.refresh(status, at_once=True)
 
 
-def now_of(folder: RunFolder) -> tuple[Page, RunStatus, dict[str, Any]]:
+def page_now(folder: RunFolder) -> tuple[Page, RunStatus, dict[str, Any]]:
     """Return the page of a run, how the run stands, and what the queue says of it."""
     page, status, reader = of_run(folder), RunStatus(folder.name), Reader(folder)
     _hear(reader, page, status)
@@ -164,7 +164,7 @@ def _hear(reader: Reader, page: Page, status: RunStatus) -> None:
         page.take(event)
 
 
-def write(path: Path, text: str) -> None:
+def write_page(path: Path, text: str) -> None:
     """Write a page aside and move it into place; it names files and people, so it is the user's alone."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
@@ -177,10 +177,10 @@ def write(path: Path, text: str) -> None:
             partial.unlink()
 
 
-def write_to(path: Path, text: str) -> None:
+def write_page_where_asked(path: Path, text: str) -> None:
     """Write a page where somebody wants it."""
     try:
-        write(path, text)
+        write_page(path, text)
     except OSError as error:
         what, there = f"the page cannot be written: {error.strerror or error}", path.parent.exists()
         remedy = "pipeline report --html FILE   (where you may write)" if there else f"mkdir -p {path.parent}"
@@ -209,7 +209,7 @@ _BUNDLE = re.compile(r"step-(?P<step>\d{8,})-(?P<kind>[a-z]+)-rank-(?P<rank>\d+)
 
 def training_facts(folder: RunFolder, config: Config, stage: StageStatus | None) -> dict[str, Any] | None:
     """Return what is known of the training of a run; None where it has none that tells."""
-    prepared = prepared_of(folder)
+    prepared = training_plan_of(folder)
     if prepared is None:
         return None
     made = ModelFolder(config.train.models / prepared.name)
@@ -233,7 +233,7 @@ def training_facts(folder: RunFolder, config: Config, stage: StageStatus | None)
     }
 
 
-def prepared_of(folder: RunFolder) -> Prepared | None:
+def training_plan_of(folder: RunFolder) -> Prepared | None:
     """Return the plan that a run's training follows, if it has one that this version can read."""
     with suppress(OSError, ValueError, TypeError, KeyError):
         return Prepared.from_json(json.loads(folder.plan(TRAIN).read_text()))

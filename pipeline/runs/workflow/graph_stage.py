@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pipeline.config.schema_data import Graph
+    from pipeline.config.schema_data import GraphSection
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
     from pipeline.records import Inventory, Tell
@@ -201,7 +201,7 @@ def _said(
         yield next(found) if key else None
 
 
-def promised(inventory: Inventory, graph: Graph) -> dict[str, int]:
+def promised(inventory: Inventory, graph: GraphSection) -> dict[str, int]:
     """Return those sizes of a graph that are known before it is built; nodes of atom graphs are at most so many."""
     if graph.nodes == "atom":
         nodes = [partner.atoms for partner in inventory.partners]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pipeline.config.schema_cluster import TrainResources
-    from pipeline.config.schema_train import Evaluate, Predict
+    from pipeline.config.schema_train import EvaluateSection, PredictSection
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
     from pipeline.records import Tell
@@ -90,9 +90,9 @@ IsDone: TypeAlias = "Callable[[Project, Ahead], bool]"
 Parts: TypeAlias = "Callable[[Project, Ahead], Path]"
 
 
-def settings(project: Project, name: str) -> Evaluate | Predict:
+def settings(project: Project, name: str) -> EvaluateSection | PredictSection:
     """Return which model and which items a stage is about."""
-    found: Evaluate | Predict = getattr(project.config.train, name)
+    found: EvaluateSection | PredictSection = getattr(project.config.train, name)
     return found
 
 

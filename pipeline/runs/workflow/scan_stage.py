@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator
     from typing import Any
 
-    from pipeline.config.schema_data import Graph
+    from pipeline.config.schema_data import GraphSection
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
     from pipeline.records import Inventory, Tell
@@ -113,7 +113,7 @@ def mem_bytes(project: Project) -> int:
     return BASE_BYTES + BYTES_PER_FILE_BYTE * structures.max_file_bytes + graph_bytes
 
 
-def edges_of_atom(graph: Graph) -> int:
+def edges_of_atom(graph: GraphSection) -> int:
     """Return about how many edges an atom has in an atom graph: of proteins, 6 heavy atoms are in 100 cubic Å."""
     return 20 + int(0.06 * 4.2 * (graph.atom.radius or 0) ** 3)
 

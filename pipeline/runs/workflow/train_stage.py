@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.masking import hidden_in
+from pipeline.config.masking import without_secrets_in
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.journal.attempts import left_out
 from pipeline.journal.run_folder import writing
@@ -217,7 +217,7 @@ def job_of(project: Project, folder: RunFolder, prepared: Prepared, tell: Tell, 
         remember=lambda peak_bytes, step_s: remember(config, folder, work, prepared, choice, peak_bytes, step_s),
         measure=work.task.cost,
         leave_out=frozenset(left_out(folder, NAME)),
-        settings=hidden_in(config.model_dump(mode="json")),
+        settings=without_secrets_in(config.model_dump(mode="json")),
     )
 
 

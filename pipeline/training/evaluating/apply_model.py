@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pipeline.config.schema_train import Train
+    from pipeline.config.schema_train import TrainSection
     from pipeline.records import Tell
     from pipeline.training.checkpoints.checkpoint_choice import Chosen
     from pipeline.training.items.item_source import ItemSource
@@ -47,7 +47,7 @@ STEP_ITEMS = 64  # of a rank: what the sampler cuts into micro-batches at once
 class ApplyJob:
     """Everything that the application of a model is given."""
 
-    train: Train
+    train: TrainSection
     prepared: Prepared
     table: ItemTable
     cost_N: Integers  # bytes, as planned

@@ -22,7 +22,7 @@ from pipeline.training.loop.trackers import open_trackers
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from pipeline.config.schema_train import Train
+    from pipeline.config.schema_train import TrainSection
     from pipeline.memory.runtime.meters import Memory, Meter
     from pipeline.records import Tell
     from pipeline.training.items.batch import BatchOrigin
@@ -38,7 +38,7 @@ class TrainingObserver:
 
     def __init__(
         self,
-        train: Train,
+        train: TrainSection,
         prepared: Prepared,
         folder: ModelFolder,
         step: Step,

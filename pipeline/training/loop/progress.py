@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pipeline.config.schema_train import Validation
+    from pipeline.config.schema_train import ValidationSection
     from pipeline.training.items.batch import BatchOrigin, ItemBatch
     from pipeline.training.items.loader import Loader
     from pipeline.training.prepared import Stretch
@@ -76,7 +76,7 @@ class RunningStretch:
 class TrainingProgress:
     """Counts steps and epochs, and judges what validations find; checkpoints have it as a `Place`."""
 
-    def __init__(self, validation: Validation, epochs: int) -> None:
+    def __init__(self, validation: ValidationSection, epochs: int) -> None:
         """Take how validations are judged, and how many epochs there are in all."""
         self.epochs = epochs
         self.done = 0  # steps

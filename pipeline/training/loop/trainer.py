@@ -19,7 +19,7 @@ from pipeline.training.step.optimizers import factor, set_rate
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pipeline.config.schema_train import Train
+    from pipeline.config.schema_train import TrainSection
     from pipeline.memory.runtime.governor import Governor
     from pipeline.memory.runtime.meters import HostMeter, Meter
     from pipeline.training.checkpoints.keeper import Keeper
@@ -43,7 +43,7 @@ class Trainer:
 
     def __init__(
         self,
-        train: Train,
+        train: TrainSection,
         step: Step,
         stepper: Stepper,
         courses: list[RunningStretch],

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from pipeline.config.schema_train import Schedule
+    from pipeline.config.schema_train import ScheduleSection
     from pipeline.protocol import Task
     from pipeline.training.step.step import Settings
 
@@ -139,7 +139,7 @@ def step_in_place(optimizer: Optimizer) -> None:
             state["step"].zero_()
 
 
-def factor(schedule: Schedule, step: int, steps: int) -> float:
+def factor(schedule: ScheduleSection, step: int, steps: int) -> float:
     """Return the share of the learning rate at a step, counted from 0, of so many in all."""
     if step < schedule.warmup:
         return (step + 1) / (schedule.warmup + 1)

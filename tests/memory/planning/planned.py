@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils._pytree import tree_map_only
 
-from pipeline.config.schema_train import Train
+from pipeline.config.schema_train import TrainSection
 from pipeline.memory.footprint import MemoryChoice, Oracle, live_peak_bytes, margin_of
 from pipeline.memory.planning.memory_plan import Filled, MemoryPlan
 from pipeline.memory.planning.planner import plan_memory
@@ -73,9 +73,9 @@ def work_of(member: Member) -> Work:
     return Work(member.build(), Settings(way=way, **settings), device="cpu")
 
 
-def train_of(member: Member) -> Train:
+def train_of(member: Member) -> TrainSection:
     """Return what a configuration would say."""
-    return Train(effective_batch=BATCH, batching="padded" if member.padded else "concatenated")
+    return TrainSection(effective_batch=BATCH, batching="padded" if member.padded else "concatenated")
 
 
 def request_for(member: Member, **given: Any) -> PlanRequest:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.schema_train import Train
+from pipeline.config.schema_train import TrainSection
 from pipeline.errors import ConfigError
 from pipeline.memory.footprint import MemoryChoice
 from pipeline.memory.footprint import StepTapes as Tapes
@@ -85,14 +85,14 @@ def test_what_the_loss_of_all_items_takes_is_planned() -> None:
 
 def test_a_plan_spreads_no_model_whose_loss_is_of_all_items() -> None:
     work = Work(Pairs(), Settings(), "cpu")
-    train = Train.model_validate({"effective_batch": 8})
+    train = TrainSection.model_validate({"effective_batch": 8})
     assert work.request(train, 2).shards == 1
     with pytest.raises(ConfigError, match="two passes"):
         work.request(train.model_copy(update={"sharding": True}), 2)
 
 
 def test_a_step_knows_how_many_items_it_compares() -> None:
-    train = Train.model_validate({"effective_batch": 8})
+    train = TrainSection.model_validate({"effective_batch": 8})
     assert step_settings(train, "cpu", Pairs()).batch == 8
     assert step_settings(train, "cpu").batch is None
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.config.load import load
+from pipeline.config.load import read_config
 from pipeline.encoder.checkpoints.synth import synth
 from pipeline.keys import tagged_key
 from pipeline.project.project import Project
@@ -63,7 +63,7 @@ def project(filled: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def opened(folder: Path, *sets: str) -> Project:
-    return Project.open(load(folder / "pipeline.yaml", list(sets)).config, remember=False)
+    return Project.open(read_config(folder / "pipeline.yaml", list(sets)).config, remember=False)
 
 
 def validated(folder: Path, sample: float = 0.0, subset: Subset | None = None, *sets: str) -> list[Checked]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.load import load
+from pipeline.config.load import read_config
 from pipeline.encoder.checkpoints.synth import synth
 from pipeline.errors import CacheUnusable
 from pipeline.project.project import Project
@@ -149,7 +149,7 @@ def test_a_shared_cache_that_is_gone_is_refused_when_asked(group: Path, pipeline
 def test_a_shared_cache_that_goes_away_while_a_run_goes_on_counts_as_empty(
     group: Path, pipeline: Command, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = load(Path("pipeline.yaml")).config
+    config = read_config(Path("pipeline.yaml")).config
     assert survey(Project.open(config, strict=True)) == 0
     (group / "first").rename(group / "away")
     assert survey(Project.open(config)) == 3

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.load import load
+from pipeline.config.load import read_config
 from pipeline.journal.run_folder import RunFolder, runs_in
 from pipeline.project.frozen_code import freeze
 from pipeline.runs.engine.create import new_run
@@ -132,14 +132,14 @@ def newest(run: RunFolder) -> bool:
 
 
 def test_a_visit_is_paid_once(make_project: MakeProject) -> None:
-    run = new_run(load(make_project(1) / "pipeline.yaml").config, ["scan"])
+    run = new_run(read_config(make_project(1) / "pipeline.yaml").config, ["scan"])
     assert [claim(run, 1), claim(run, 1), claim(run, 2)] == [1, 2, 3]
     assert claimed_after(run, 2)
     assert not claimed_after(run, 3)
 
 
 def test_a_run_keeps_the_code_it_was_submitted_with(make_project: MakeProject) -> None:
-    run = new_run(load(make_project(1) / "pipeline.yaml").config, ["scan"])
+    run = new_run(read_config(make_project(1) / "pipeline.yaml").config, ["scan"])
     copy = Path(run.code.read_text())
     assert (copy / "pipeline" / "runs" / "worker.py").is_file()
     assert (copy / "sbatch" / "scan.sbatch").is_file()
@@ -152,5 +152,5 @@ def test_a_run_keeps_the_code_it_was_submitted_with(make_project: MakeProject) -
 def test_run_folders_are_private_unless_they_are_not_meant_to_be(
     make_project: MakeProject, private: bool, mode: int
 ) -> None:
-    config = load(make_project(1) / "pipeline.yaml", [f"cluster.private={json.dumps(private)}"]).config
+    config = read_config(make_project(1) / "pipeline.yaml", [f"cluster.private={json.dumps(private)}"]).config
     assert new_run(config, ["scan"]).path.stat().st_mode & 0o777 == mode

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.cluster.job_spec import TaskState, TaskStatus
-from pipeline.config.load import load
+from pipeline.config.load import read_config
 from pipeline.journal.ledger import Ledger
 from pipeline.project.project import Project, open_executor
 from pipeline.records import EventKind
@@ -29,7 +29,7 @@ cluster: {train: {nodes: 2, ranks: 3}}
 def test_memory_of_ranks_is_that_of_all_on_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pipeline.yaml").write_text(CONFIG)
-    config = load(tmp_path / "pipeline.yaml").config
+    config = read_config(tmp_path / "pipeline.yaml").config
     told = Told(config.cluster.runs, "train", tasks=1)
     told.job("7", [0])
     Found({}, (Shard(0, 9, 9),)).write_shards(told.folder, "train")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.schema_cluster import Notify
+from pipeline.config.schema_cluster import NotifySection
 from pipeline.journal.run_folder import RunFolder
 from pipeline.runs.engine.handover import notify
 from tests.command import Command
@@ -20,14 +20,14 @@ HOSTILE = "it's $(id) `id` \n; rm -rf /"
 
 def test_a_command_is_run_with_what_happened_and_no_shell_reads_it(tmp_path: Path) -> None:
     told = tmp_path / "told"
-    wanted = Notify(command=(sys.executable, "-c", TELLS, str(told)))
+    wanted = NotifySection(command=(sys.executable, "-c", TELLS, str(told)))
     notify(wanted, RunFolder(tmp_path / "r"), "scan", "failed", HOSTILE)
     assert json.loads(told.read_text()) == ["r", "scan", "failed", HOSTILE]
 
 
 @pytest.mark.parametrize("command", ["/no/such/program", "false"])
 def test_a_command_that_fails_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture, command: str) -> None:
-    notify(Notify(command=(command,)), RunFolder(tmp_path / "r"), "scan", "done", "")
+    notify(NotifySection(command=(command,)), RunFolder(tmp_path / "r"), "scan", "done", "")
     assert command in caplog.text
 
 
@@ -36,7 +36,7 @@ def test_a_mail_says_what_happened_and_where(tmp_path: Path, monkeypatch: pytest
     sendmail.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/to\ncat > {tmp_path}/mail\n')
     sendmail.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    notify(Notify(mail="lab@example.org"), RunFolder(tmp_path / "r"), "scan", "done", "")
+    notify(NotifySection(mail="lab@example.org"), RunFolder(tmp_path / "r"), "scan", "done", "")
     assert (tmp_path / "to").read_text() == "lab@example.org\n"
     lines = (tmp_path / "mail").read_text().splitlines()
     assert lines[0] == "Subject: pipeline: scan done (r)"

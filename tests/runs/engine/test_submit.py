@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.load import load
+from pipeline.config.load import read_config
 from pipeline.journal.run_folder import runs_in
 from pipeline.project.project import Project
 from pipeline.records import Tell
@@ -324,7 +324,7 @@ def test_fresh_files_that_appear_late_are_waited_for(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_project(3)
-    config = load(folder / "pipeline.yaml").config
+    config = read_config(folder / "pipeline.yaml").config
     run = new_run(config, ["scan"])
     project = Project.open(config)
     scan_stage.survey(project, run, at_once=1).write_shards(run, "scan")

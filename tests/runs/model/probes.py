@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.config.load import load
+from pipeline.config.load import read_config
 from pipeline.config.schema import Config
 from pipeline.memory.footprint import Oracle
 from pipeline.memory.planning.memory_plan import MemoryPlan
@@ -76,7 +76,7 @@ def prepare(folder: Path, crime: str = "", width: int = 256, **settings: Any) ->
         **settings,
     }
     (folder / "pipeline.yaml").write_text(json.dumps(nested(given)))
-    config = load(folder / "pipeline.yaml", []).config
+    config = read_config(folder / "pipeline.yaml", []).config
     work = Work.of(config, beside=folder)
     oracle = work.oracle(least_of({"rows": ROWS_N}), CPU, padded=False)
     return Prepared(config, work, planned(config, oracle), oracle, folder)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.load import load
+from pipeline.config.load import read_config
 from pipeline.project.project import Project
 from pipeline.records import Tell
 from pipeline.runs.dataset.loading import table_of
@@ -44,7 +44,9 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def opened(*sets: str) -> Project:
     """Open the project in the current folder."""
-    return Project.open(load(Path("pipeline.yaml"), sets or ["cache.stage=$NODE_SCRATCH"]).config, remember=False)
+    return Project.open(
+        read_config(Path("pipeline.yaml"), sets or ["cache.stage=$NODE_SCRATCH"]).config, remember=False
+    )
 
 
 def tell(rank: int = 0, world: int = 1) -> Tell:

@@ -20,9 +20,9 @@ from pipeline.errors import ConfigError
 from pipeline.journal.run_folder import RunFolder, find
 from pipeline.memory.runtime.meters import Memory
 from pipeline.records import Tell
-from pipeline.runs.replay.replay_case import Case, find_case
-from pipeline.runs.replay.replay_result import Replayed
-from pipeline.runs.replay.replay_step import replay
+from pipeline.runs.replay.replay_case import ReplayCase, find_case
+from pipeline.runs.replay.replay_result import ReplayResult
+from pipeline.runs.replay.replay_step import replay_here
 from pipeline.runs.workflow.train_stage import job_of
 from pipeline.stages.train import Job, train
 from pipeline.structures.synthetic import complex_pdb
@@ -105,7 +105,7 @@ class Lab:
     said: str
 
     @property
-    def case(self) -> Case:
+    def case(self) -> ReplayCase:
         return find_case(self.run, self.bundle.step)
 
     @property
@@ -135,10 +135,10 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 
 @pytest.fixture(scope="module")
-def found(lab: Lab) -> Replayed:
+def found(lab: Lab) -> ReplayResult:
     """Replay what it has left."""
     before = content(lab.case.made.path)
-    replayed = replay(lab.case, device="cpu")
+    replayed = replay_here(lab.case, device="cpu")
     assert content(lab.case.made.path) == before, "replaying changes nothing in the folder of the model"
     return replayed
 
@@ -162,7 +162,7 @@ def test_a_run_with_a_loss_that_is_no_number_fails_and_names_item_step_and_comma
 
 
 class TestNotFinite:
-    def test_is_reproduced_with_item_term_and_module(self, found: Replayed) -> None:
+    def test_is_reproduced_with_item_term_and_module(self, found: ReplayResult) -> None:
         assert found.is_reproduced
         assert found.is_exact
         (suspect,) = found.suspects
@@ -193,9 +193,9 @@ class TestNotFinite:
 
     def test_goes_by_the_random_numbers_of_the_bundle_and_needs_its_item(self, lab: Lab, tmp_path: Path) -> None:
         case = replace(lab.case, bundle=without(lab.bundle, "c2"))
-        first = replay(case, device="cpu")
+        first = replay_here(case, device="cpu")
         torch.rand(7)
-        second = replay(case, device="cpu")
+        second = replay_here(case, device="cpu")
         assert terms(first) == terms(second)
         assert not first.is_reproduced
         assert "is finite here" in first.verdict
@@ -203,13 +203,13 @@ class TestNotFinite:
         other = rng | {"rng.torch": torch.Generator().manual_seed(99).get_state()}
         where = step_bundle.write(tmp_path, case.bundle, other)
         assert where is not None
-        assert terms(replay(replace(case, where=where), device="cpu")) != terms(first)
+        assert terms(replay_here(replace(case, where=where), device="cpu")) != terms(first)
 
 
 class TestCheckpoint:
     def test_that_is_gone_is_said_with_what_it_means(self, lab: Lab, beside: ModelFolder) -> None:
         shutil.rmtree(beside.checkpoints)
-        found = replay(replace(lab.case, made=beside), device="cpu")
+        found = replay_here(replace(lab.case, made=beside), device="cpu")
         assert not found.is_exact
         assert "is gone; fresh ones" in found.weights
         assert "memory is the same, numbers are not" in found.weights
@@ -217,13 +217,13 @@ class TestCheckpoint:
     def test_that_is_damaged_is_passed_over(self, lab: Lab, beside: ModelFolder) -> None:
         for path in beside.checkpoints.glob("*/state.safetensors"):
             path.write_bytes(path.read_bytes()[:-8])
-        found = replay(replace(lab.case, made=beside), device="cpu")
+        found = replay_here(replace(lab.case, made=beside), device="cpu")
         assert "is damaged" in found.weights
         assert not found.is_exact
 
     def test_of_a_later_step_is_not_taken(self, lab: Lab, beside: ModelFolder) -> None:
         earlier = replace(lab.bundle, step=lab.bundle.step - 1)
-        found = replay(replace(lab.case, made=beside, bundle=earlier), device="cpu")
+        found = replay_here(replace(lab.case, made=beside, bundle=earlier), device="cpu")
         assert "fresh ones" in found.weights
 
 
@@ -265,7 +265,7 @@ class Counted:
 
 
 @pytest.fixture(scope="module")
-def starved(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Case:
+def starved(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> ReplayCase:
     """Train where whole micro-batches do not fit; return the case of the first of them."""
     limited.need()
     with LimitedDevice() as device:
@@ -277,7 +277,7 @@ def starved(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Case:
     return replace(lab.case, made=made, where=where, bundle=step_bundle.read(where))
 
 
-def allowed(case: Case, limit_bytes: int) -> Case:
+def allowed(case: ReplayCase, limit_bytes: int) -> ReplayCase:
     """Return a case whose run was allowed so much memory."""
     plan = {**case.bundle.plan, "limit_bytes": limit_bytes}
     prepared = replace(case.prepared, limit_bytes=limit_bytes)
@@ -286,9 +286,9 @@ def allowed(case: Case, limit_bytes: int) -> Case:
 
 class TestOutOfMemory:
     @pytest.mark.slow
-    def test_is_measured_where_there_is_room_and_reproduced_where_there_is_not(self, starved: Case) -> None:
+    def test_is_measured_where_there_is_room_and_reproduced_where_there_is_not(self, starved: ReplayCase) -> None:
         with LimitedDevice() as device:
-            found = replay(allowed(starved, 1 << 20), device="cpu", meter=Counted(device))
+            found = replay_here(allowed(starved, 1 << 20), device="cpu", meter=Counted(device))
         assert not found.is_reproduced
         assert "of the run's was 1.0 MiB, too little" in found.verdict
         assert found.rerun is not None
@@ -296,7 +296,7 @@ class TestOutOfMemory:
         assert found.traced is not None
         assert abs(found.traced.live_bytes / taken - 1) < 0.1, "the trace says what is measured"
         with LimitedDevice(int(0.8 * taken)) as device:
-            found = replay(starved, device="cpu", meter=Counted(device))
+            found = replay_here(starved, device="cpu", meter=Counted(device))
         assert found.is_reproduced, found.verdict
         (failed,) = [one for one in found.to_json()["micro_batches"] if one["outcome"] == "out of memory"]
         assert starved.bundle.failed is not None
@@ -304,8 +304,8 @@ class TestOutOfMemory:
         assert "memory ended at micro-batch 1" in found.verdict
 
     @pytest.mark.slow
-    def test_on_a_processor_where_nobody_counts_is_answered_by_a_trace(self, starved: Case) -> None:
-        found = replay(allowed(starved, 1000), device="cpu")
+    def test_on_a_processor_where_nobody_counts_is_answered_by_a_trace(self, starved: ReplayCase) -> None:
+        found = replay_here(allowed(starved, 1000), device="cpu")
         assert not found.is_reproduced
         assert found.traced is not None
         assert not found.traced.fits
@@ -327,7 +327,7 @@ class TestPoison:
         assert "c2" in bundle.cuts[0].ids
         assert bundle.step == lab.bundle.step
         assert "died 2 times" in bundle.message
-        found = replay(replace(lab.case, made=made, where=where, bundle=bundle), device="cpu")
+        found = replay_here(replace(lab.case, made=made, where=where, bundle=bundle), device="cpu")
         assert not found.is_reproduced, "nothing kills it now"
 
     @pytest.mark.slow
@@ -359,7 +359,7 @@ def without(bundle: step_bundle.Bundle, name: str) -> step_bundle.Bundle:
     return replace(bundle, cuts=tuple(cuts), state={})
 
 
-def terms(found: Replayed) -> list[Any]:
+def terms(found: ReplayResult) -> list[Any]:
     """Return what the losses came to."""
     return [micro["terms"] for micro in found.to_json()["micro_batches"]]
 

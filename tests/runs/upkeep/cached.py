@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.config.load import load
+from pipeline.config.load import read_config
 from pipeline.encoder.checkpoints.synth import synth
 from pipeline.project.project import Project
 from pipeline.store.cache_folder import Cache
@@ -78,7 +78,7 @@ class Copy:
 
     def config(self, *sets: str) -> Config:
         """Return its configuration."""
-        return load(self.file, sets).config
+        return read_config(self.file, sets).config
 
     def project(self, *sets: str) -> Project:
         """Return it as it is opened."""

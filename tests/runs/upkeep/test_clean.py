@@ -18,7 +18,7 @@ from pipeline.records import EventKind
 from pipeline.runs.dataset.loading import made_table
 from pipeline.runs.engine.create import new_run
 from pipeline.runs.upkeep import cache_use
-from pipeline.runs.upkeep.clean_cache import DAY_S, Asked, Cleaning, carry_out, foresee, has_vanished
+from pipeline.runs.upkeep.clean_cache import DAY_S, Cleaning, CleanRequest, carry_out, foresee_cleaning, has_vanished
 from pipeline.store.cache_folder import Cache
 from pipeline.store.maintenance.leftovers import User, register, registered
 from pipeline.store.maintenance.sweep import Fate
@@ -29,7 +29,7 @@ from tests.store.faulty_disks import FailingDisk
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-NOW = Asked(older_than_s=0)
+NOW = CleanRequest(older_than_s=0)
 FEWER = "graph.neighbours=3"
 KINDS = ("scan", "files", "embed", "graph", "sets", "weights", "parity", "recipes")
 
@@ -44,11 +44,11 @@ def copy(made: Path, tmp_path: Path) -> Copy:
     return Copy.of(made, tmp_path)
 
 
-def look(copy: Copy, asked: Asked = NOW, *sets: str) -> Cleaning:
-    return foresee(copy.project(*sets), copy.file, asked)
+def look(copy: Copy, asked: CleanRequest = NOW, *sets: str) -> Cleaning:
+    return foresee_cleaning(copy.project(*sets), copy.file, asked)
 
 
-def clean(copy: Copy, asked: Asked = NOW, *sets: str) -> Cleaning:
+def clean(copy: Copy, asked: CleanRequest = NOW, *sets: str) -> Cleaning:
     found = look(copy, asked, *sets)
     freed = sum(one.bytes for one in carry_out(found))
     assert freed == found.freed_bytes
@@ -95,7 +95,7 @@ def test_what_is_looked_at_first_is_left_as_it_is(copy: Copy) -> None:
 
 
 def test_what_is_younger_than_the_grace_stays(copy: Copy) -> None:
-    found = clean(copy, Asked(), FEWER)
+    found = clean(copy, CleanRequest(), FEWER)
     assert found.stays(Fate.YOUNG)[0] == ITEMS
     assert len(copy.keys("graph")) == ITEMS
 
@@ -150,7 +150,7 @@ def test_what_another_project_uses_stays_as_long_as_that_is_there(copy: Copy, tm
     assert [user.config for user in found.others] == [str(config)]
     assert content(copy) == before
     config.unlink()
-    (waits,) = look(copy, Asked(older_than_s=9 * DAY_S), FEWER).notes
+    (waits,) = look(copy, CleanRequest(older_than_s=9 * DAY_S), FEWER).notes
     assert f"{config} is there no more; it was last used " in waits.what
     assert "and counts until " in waits.what
     assert waits.remedy.startswith(f"rm {copy.folder / 'cache' / '_users'}/")
@@ -169,7 +169,7 @@ def test_a_project_whose_configuration_was_moved_has_not_gone_while_its_run_goes
     assert found.others == (user,)
     assert content(copy) == before
     with pytest.raises(ConfigError, match="goes on"):
-        look(copy, Asked(all=True))
+        look(copy, CleanRequest(all=True))
     ledger.emit(EventKind.RUN_ENDED, state="done", error="", exit_code=0)
     assert look(copy, NOW, FEWER).forgotten == (user,)
 
@@ -248,7 +248,7 @@ def test_the_table_of_a_run_that_goes_on_stays_wherever_its_folder_is(copy: Copy
     ledger = going_run(copy, elsewhere)
     (going,) = (tmp_path / "elsewhere").glob("2*")
     (run / "table.txt").rename(going / "table.txt")
-    cache_use.tell(copy.project(elsewhere), ["graph"], copy.file)
+    cache_use.register_use(copy.project(elsewhere), ["graph"], copy.file)
     assert dead(clean(copy)) == {}
     ledger.emit(EventKind.RUN_ENDED, state="done", error="", exit_code=0)
     assert dead(clean(copy)) == {}  # as that of one that has ended
@@ -273,9 +273,9 @@ def test_a_run_whose_needs_cannot_be_told_is_named(copy: Copy) -> None:
 def test_all_is_refused_while_a_run_goes_on(copy: Copy) -> None:
     ledger = going_run(copy)
     with pytest.raises(ConfigError, match="goes on"):
-        look(copy, Asked(all=True))
+        look(copy, CleanRequest(all=True))
     ledger.emit(EventKind.RUN_ENDED, state="done", error="", exit_code=0)
-    assert look(copy, Asked(all=True)).files
+    assert look(copy, CleanRequest(all=True)).files
 
 
 @pytest.mark.slow
@@ -283,7 +283,7 @@ def test_after_all_is_gone_the_same_is_made_again(copy: Copy) -> None:
     before = content(copy)
     foreign = copy.store.root / "graph" / "notes.txt"
     foreign.write_text("mine")
-    clean(copy, Asked(all=True))
+    clean(copy, CleanRequest(all=True))
     assert content(copy) == {kind: set() for kind in KINDS}
     assert foreign.exists()
     assert made_table(copy.project()) is None  # its table went, too: that is no damage
@@ -331,7 +331,7 @@ def test_leftovers_that_are_old_go_and_young_ones_stay(copy: Copy) -> None:
     temporary = root / "graph" / "tmp" / shard.replace(".safetensors", ".partial")
     for path in (temporary, root / "graph" / "quarantine" / shard):
         path.write_bytes(b"12345")
-    found = look(copy, Asked())
+    found = look(copy, CleanRequest())
     assert [one.path.name for one in found.leftovers] == []
     assert len(found.young) == 2
     found = clean(copy)
@@ -352,7 +352,7 @@ def test_a_writer_that_has_not_closed_its_file_is_not_in_the_way_however_young_i
     assert b"sixteen letters." in copy.keys("graph")
     temporary.touch()
     os.utime(temporary, (0, 0))
-    assert temporary in {one.path for one in look(copy, Asked(all=True)).leftovers}
+    assert temporary in {one.path for one in look(copy, CleanRequest(all=True)).leftovers}
 
 
 def test_a_cache_that_cannot_be_told_of_its_readers_is_named(
@@ -362,11 +362,11 @@ def test_a_cache_that_cannot_be_told_of_its_readers_is_named(
     with under.kind("graph").writer() as writer:
         writer.put(b"sixteen letters.", {})
     project = copy.project(f"cache.under=[{under.root}]")
-    cache_use.tell(project, ["graph"], copy.file)
+    cache_use.register_use(project, ["graph"], copy.file)
     assert caplog.messages == []
     for refusing in (project.cache.under[0], project.cache):
         refusing.disk = FailingDisk("open_new", errno.EROFS)
-    cache_use.tell(project, ["graph"], copy.file)
+    cache_use.register_use(project, ["graph"], copy.file)
     assert [message.split(":")[0] for message in caplog.messages] == [str(copy.store.root), str(under.root)]
 
 
@@ -375,8 +375,8 @@ def test_this_project_says_anew_what_it_uses(copy: Copy) -> None:
         users = registered(copy.store.disk, copy.store.root)[0]
         return {tag for user in users if user.config == str(copy.file) for tag in user.tags}
 
-    cache_use.tell(copy.project(), ["graph"], copy.file)
-    cache_use.tell(copy.project(FEWER), ["graph"], copy.file)
+    cache_use.register_use(copy.project(), ["graph"], copy.file)
+    cache_use.register_use(copy.project(FEWER), ["graph"], copy.file)
     assert sum(kind == "graph" for kind, _ in tags()) == 2
     clean(copy, NOW, FEWER)
     assert {(kind, bytes.fromhex(tag)) for kind, tag in tags()} == set(cache_use.recipes_of(copy.project(FEWER)))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.load import load
+from pipeline.config.load import read_config
 from pipeline.project.project import Project
 from pipeline.runs.upkeep.retention import Needed, needed
 from tests.runs.upkeep import cached
@@ -65,7 +65,7 @@ def own(made: Path, tmp_path: Path) -> Project:
     copy = Copy.of(made, tmp_path)
     text = copy.file.read_text().replace(str(made / "data"), str(tmp_path / "data"))
     copy.file.write_text(text)
-    return Project.open(load(copy.file).config, remember=False)
+    return Project.open(read_config(copy.file).config, remember=False)
 
 
 def test_files_that_nobody_has_read_leave_it_open_what_is_needed(own: Project) -> None:

@@ -17,8 +17,18 @@ from pipeline.project.project import open_executor
 from pipeline.records import Event, EventKind
 from pipeline.runs.engine.cancel import Cancellation, cancel
 from pipeline.runs.views import run_page as pages
-from pipeline.runs.views.page_facts import MOST_SLOTS, SPANS, Pace, Slots, at_once, bounded, clip, first_start, span_of
-from pipeline.runs.views.run_page import _BUNDLE, POINTS, Page, now_of, of_run, thinned, training_facts
+from pipeline.runs.views.page_facts import (
+    MOST_SLOTS,
+    SPANS,
+    TimeSlots,
+    WorkOverTime,
+    bounded,
+    clip,
+    first_start,
+    running_over_time,
+    span_of,
+)
+from pipeline.runs.views.run_page import _BUNDLE, POINTS, Page, of_run, page_now, thinned, training_facts
 from pipeline.training.forensics import step_bundle
 from tests.command import Command
 from tests.journal.ledgers import Told
@@ -42,7 +52,7 @@ class TestWhileARunGoesOn:
         folder, seen = make_project(3), list[str]()
         monkeypatch.setattr(pages, "EVERY_S", 0.0)
         monkeypatch.setattr(pages, "COST_SHARE", 0)
-        write = pages.write
+        write = pages.write_page
 
         def noticed(path: Path, text: str) -> None:
             write(path, text)
@@ -86,7 +96,7 @@ class TestWhileARunGoesOn:
         with caplog.at_level(logging.WARNING):
             assert pipeline("submit", "--stage", "scan", "--executor", "local", "--follow").code == 0
         run = the_run(folder)
-        assert now_of(run)[1].state is RunState.DONE
+        assert page_now(run)[1].state is RunState.DONE
         assert not run.report.exists()
         assert f"{run.report} is not up to date: ZeroDivisionError" in caplog.text
 
@@ -118,7 +128,7 @@ class TestBounds:
         monkeypatch.chdir(tmp_path)
         told = many(tmp_path, TASKS)
         begin = time.process_time()
-        page, status, queued = now_of(told.folder)
+        page, status, queued = page_now(told.folder)
         text = page.html(status, queued)
         assert time.process_time() - begin < MOST_S
         assert len(text.encode()) < MOST_BYTES
@@ -158,7 +168,7 @@ class TestBounds:
 
 class TestTime:
     def test_work_is_counted_in_slots_that_become_wider_and_lose_nothing(self) -> None:
-        slots = Slots()
+        slots = TimeSlots()
         for at in range(100_000, 100_000 + 50 * MOST_SLOTS, 7):
             slots.add(at, 2)
         points = slots.points(100_000.0 + 50 * MOST_SLOTS)
@@ -167,7 +177,7 @@ class TestTime:
         assert sorted(value for _, value in points)[len(points) // 2] == pytest.approx(2 / 7, rel=0.3)
 
     def test_a_second_attempt_counts_from_its_own_beginning(self) -> None:
-        pace = Pace()
+        pace = WorkOverTime()
         for kind, done in ((EventKind.TASK_STARTED, 0), (EventKind.PROGRESS, 5), (EventKind.TASK_STARTED, 0),
                            (EventKind.PROGRESS, 3), (EventKind.TASK_FINISHED, 10)):  # fmt: skip
             pace.take(Event(kind, 50.0, "scan-000000", {"stage": "scan", "done": done}))
@@ -180,7 +190,7 @@ class TestTime:
         status = many(tmp_path, 40).status
         status.started_at, status.ended_at = 1000.0, 1048.0
         begin, end = span_of(status, 5000.0)
-        counts = [count for _, count in at_once(status, begin, end)["scan"]]
+        counts = [count for _, count in running_over_time(status, begin, end)["scan"]]
         assert len(counts) == SPANS
         assert max(counts) in (9, 10)
         assert counts[0] == 1
@@ -196,7 +206,7 @@ def test_a_task_that_ended_while_nobody_looked_began_when_it_did_and_not_when_it
     told.over("stopped", 130)
     status = told.status
     assert abs((first_start(status.stages["scan"]) or 0.0) - began) < 0.1
-    ran = [at for at, count in at_once(status, began - 1, began + 9)["scan"] if count]
+    ran = [at for at, count in running_over_time(status, began - 1, began + 9)["scan"] if count]
     assert max(ran) - began < 1  # nor does it still run
 
 

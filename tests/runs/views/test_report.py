@@ -15,14 +15,14 @@ from pipeline.config.schema import Config
 from pipeline.journal.attempts import Ask, Attempt
 from pipeline.memory.history.task_history import Suggestion
 from pipeline.report.run_tables import efficiency_report
-from pipeline.runs.views.efficiency import Outlook, Used, used
+from pipeline.runs.views.efficiency import MemoryOutlook, StageUse, used
 from tests.journal.ledgers import Told
 from tests.projects import MakeProject
 
 PIPELINE = Path(sys.executable).with_name("pipeline")
 GIB = 1 << 30
 ASK = Ask(4 * GIB, 3600)
-NO_OUTLOOK = Outlook(None, None)
+NO_OUTLOOK = MemoryOutlook(None, None)
 
 
 def attempt(task: int, **more: Any) -> Attempt:
@@ -31,7 +31,7 @@ def attempt(task: int, **more: Any) -> Attempt:
     return Attempt(task, **given | more)
 
 
-def report_of(tmp_path: Path, attempts: list[Attempt], outlook: Outlook = NO_OUTLOOK, cpus: int = 1) -> Used:
+def report_of(tmp_path: Path, attempts: list[Attempt], outlook: MemoryOutlook = NO_OUTLOOK, cpus: int = 1) -> StageUse:
     """Return what a run with such attempts has used."""
     told = Told(tmp_path, tasks=len({one.task for one in attempts}))
     told.job("7", sorted({one.task for one in attempts}), ask=ASK, cpus=cpus, why="planned")
@@ -41,7 +41,7 @@ def report_of(tmp_path: Path, attempts: list[Attempt], outlook: Outlook = NO_OUT
     return used(told.status.stages["scan"], config, outlook)
 
 
-def suggested(found: Used) -> dict[str, int]:
+def suggested(found: StageUse) -> dict[str, int]:
     """Return the suggestions by their keys."""
     return {one.key: one.value for one in found.suggested}
 
@@ -86,8 +86,8 @@ def test_the_next_limit_is_half_more_than_the_longest_task_took(tmp_path: Path, 
 
 
 def test_memory_is_suggested_from_what_is_remembered_and_never_from_a_plan_alone(tmp_path: Path) -> None:
-    remembered = Outlook(2 * GIB, Suggestion(GIB, "from 41 tasks", 41))
-    plan_alone = Outlook(2 * GIB, Suggestion(2 * GIB, "planned", 0))
+    remembered = MemoryOutlook(2 * GIB, Suggestion(GIB, "from 41 tasks", 41))
+    plan_alone = MemoryOutlook(2 * GIB, Suggestion(2 * GIB, "planned", 0))
     (tmp_path / "a").mkdir()
     assert suggested(report_of(tmp_path / "a", [attempt(0)], remembered)) == {"cluster.scan.mem": GIB}
     assert suggested(report_of(tmp_path, [attempt(0)], plan_alone)) == {}
@@ -124,9 +124,9 @@ class TestTheVerb:
     def test_a_run_in_which_nothing_has_ended_says_so(self, tmp_path: Path, make_project: MakeProject) -> None:
         folder = make_project(1)
         told = Told(folder / "runs")
-        from pipeline.config.load import dump_resolved, load
+        from pipeline.config.load import dump_resolved, read_config
 
-        told.folder.config.write_text(dump_resolved(load(folder / "pipeline.yaml").config))
+        told.folder.config.write_text(dump_resolved(read_config(folder / "pipeline.yaml").config))
         assert "nothing was measured" in run("report", cwd=folder).stdout
 
     def test_an_unknown_run_is_refused(self, make_project: MakeProject) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.config.load import load
+from pipeline.config.load import read_config
 from pipeline.encoder.checkpoints.synth import synth
 from pipeline.errors import CacheUnusable
 from pipeline.journal.ledger import Reader
@@ -118,7 +118,7 @@ def test_a_sequence_that_many_items_share_is_embedded_once(fasta: Path, pipeline
 
 def missing(folder: Path, *sets: str) -> int:
     """Return how many sequences would be embedded with these settings."""
-    project = Project.open(load(folder / "pipeline.yaml", sets).config)
+    project = Project.open(read_config(folder / "pipeline.yaml", sets).config)
     return embed_stage.survey(project, None, at_once=1).counts["missing"]
 
 
@@ -261,7 +261,7 @@ def test_a_task_with_two_gpus_is_two_processes_that_share_it_by_cost(fasta: Path
 @pytest.mark.slow
 def test_a_prime_number_of_sequences_is_cut_into_tasks_of_whole_batches(fasta: Path) -> None:
     write_fasta(fasta, natural(101))
-    config = load(fasta / "pipeline.yaml", ["cluster.embed.items_per_task=10"]).config
+    config = read_config(fasta / "pipeline.yaml", ["cluster.embed.items_per_task=10"]).config
     subprocess.run([PIPELINE, "submit", "--stage", "scan", "--follow"], cwd=fasta, check=True, capture_output=True)
     run = new_run(config, ["embed"])
     found = embed_stage.survey(Project.open(config), run, at_once=2)
@@ -281,7 +281,7 @@ def test_a_prime_number_of_sequences_is_cut_into_tasks_of_whole_batches(fasta: P
 )
 def test_a_task_that_is_told_to_end_keeps_what_is_finished(fasta: Path, number: signal.Signals, code: int) -> None:
     write_fasta(fasta, natural(600, shortest=300, longest=400))
-    config = load(fasta / "pipeline.yaml").config
+    config = read_config(fasta / "pipeline.yaml").config
     subprocess.run([PIPELINE, "submit", "--stage", "scan", "--follow"], cwd=fasta, check=True, capture_output=True)
     run = new_run(config, ["embed"])
     project = Project.open(config)
@@ -493,7 +493,7 @@ def test_weights_with_numbers_that_are_none_are_refused(fasta: Path, pipeline: C
 
 
 def test_a_cache_that_cannot_be_written_is_found_before_anything_is_computed(fasta: Path) -> None:
-    project = Project.open(load(fasta / "pipeline.yaml", [f"cache.root={fasta}/cache/here"]).config)
+    project = Project.open(read_config(fasta / "pipeline.yaml", [f"cache.root={fasta}/cache/here"]).config)
     refuse_unfit_disk(project, Found({}, (), bytes=1))
     (fasta / "cache").write_text("not a folder")
     with pytest.raises(CacheUnusable, match="the cache cannot be written: Not a directory"):
@@ -504,7 +504,7 @@ def test_the_memory_of_a_task_is_that_of_all_its_processes(fasta: Path) -> None:
     write_fasta(fasta, natural(1))
 
     def asked(*sets: str) -> int:
-        project = Project.open(load(fasta / "pipeline.yaml", sets).config)
+        project = Project.open(read_config(fasta / "pipeline.yaml", sets).config)
         return asked_bytes(project.config.cluster.embed, embed_stage.mem_bytes(project))
 
     assert asked("cluster.embed.gpus=4") == 4 * asked() == 4 * asked("cluster.embed.gpus=1")
@@ -517,7 +517,7 @@ def test_tasks_are_as_many_as_can_run_at_once_and_no_more_where_more_would_not_p
     subprocess.run([PIPELINE, "submit", "--stage", "scan", "--follow"], cwd=fasta, check=True, capture_output=True)
 
     def tasks(cost: float, at_once: int, *sets: str) -> int:
-        project = Project.open(load(fasta / "pipeline.yaml", sets).config)
+        project = Project.open(read_config(fasta / "pipeline.yaml", sets).config)
         return embed_stage._tasks(project, 10_000, cost, at_once)
 
     minute = 60 * embed_stage.RATE_OF_CORE
@@ -543,7 +543,7 @@ def test_the_time_left_is_by_the_processes_that_still_run(running: int, left_s: 
 def test_a_process_that_was_killed_is_reported_as_a_shell_would(fasta: Path, tmp_path: Path) -> None:
     write_fasta(fasta, natural(8))
     settings = ["cluster.embed.gpus=2", "embed.device=cpu", "cluster.embed.mem=4GiB"]
-    config = load(fasta / "pipeline.yaml", settings).config
+    config = read_config(fasta / "pipeline.yaml", settings).config
     subprocess.run([PIPELINE, "submit", "--stage", "scan", "--follow"], cwd=fasta, check=True, capture_output=True)
     run = new_run(config, ["embed"])
     embed_stage.survey(Project.open(config), run, at_once=1).write_shards(run, "embed")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.config.load import load
+from pipeline.config.load import read_config
 from pipeline.graphs.item_graph import decode
 from pipeline.journal.ledger import Reader
 from pipeline.journal.run_folder import RunFolder, runs_in
@@ -119,7 +119,7 @@ def test_a_second_submit_builds_nothing_and_a_new_structure_costs_one_graph(
 
 def missing(folder: Path, *sets: str) -> int:
     """Return how many graphs would be built with these settings."""
-    project = Project.open(load(folder / "pipeline.yaml", sets).config)
+    project = Project.open(read_config(folder / "pipeline.yaml", sets).config)
     return graph_stage.survey(project, None, at_once=1).counts["missing"]
 
 
@@ -207,7 +207,7 @@ def test_tasks_are_cut_by_cost(pipeline: Command, make_complexes: Callable[..., 
 
 
 def test_the_cost_of_an_item_decides_where_tasks_are_cut(make_complexes: Callable[..., Path]) -> None:
-    project = Project.open(load(make_complexes(1) / "pipeline.yaml", []).config)
+    project = Project.open(read_config(make_complexes(1) / "pipeline.yaml", []).config)
     from array import array
 
     costs = np.array([1, 1, 1, 1, 96, 50, 50]) * graph_stage.ATOMS_PER_S * 600 // 100

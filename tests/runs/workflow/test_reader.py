@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.load import load
+from pipeline.config.load import read_config
 from pipeline.errors import ConfigError, DataError
 from pipeline.journal.run_folder import RunFolder
 from pipeline.project import user_code
@@ -51,7 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def opened(*sets: str) -> Project:
-    loaded = load(Path("pipeline.yaml"), sets)
+    loaded = read_config(Path("pipeline.yaml"), sets)
     return Project.open(loaded.config, beside=loaded.base_dir.absolute())
 
 
@@ -385,4 +385,4 @@ def test_the_frozen_copy_of_the_code_is_the_same_reader(folder: Path) -> None:
 )
 def test_settings_that_do_not_go_together_are_errors(folder: Path, sets: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
-        load(Path("pipeline.yaml"), sets)
+        read_config(Path("pipeline.yaml"), sets)

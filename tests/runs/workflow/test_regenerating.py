@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config.load import load
+from pipeline.config.load import read_config
 from pipeline.errors import CacheDamaged, ConfigError, SubmissionRefused
 from pipeline.keys import KEY_BYTES
 from pipeline.project.project import open_executor
@@ -322,7 +322,7 @@ class TestList:
 
     def test_a_run_is_confined_to_what_it_was_given(self, cache: Cache, tmp_path: Path) -> None:
         (tmp_path / "pipeline.yaml").write_text("data: {source: glob, path: nowhere}\n")
-        config = load(tmp_path / "pipeline.yaml", [f"cluster.runs={tmp_path / 'runs'}"]).config
+        config = read_config(tmp_path / "pipeline.yaml", [f"cluster.runs={tmp_path / 'runs'}"]).config
         only = Only("/a/list", {"scan": Keys(key_of(1)), "embed": Keys(key_of(2))}, frozenset({"graph"}))
         assert only_of(new_run(config, ["scan", "regenerate"], only=only)) == only
         assert only_of(new_run(config, ["scan"])) == EVERYTHING
@@ -331,7 +331,7 @@ class TestList:
 
     def test_a_run_that_is_confined_is_not_joined(self, cache: Cache, tmp_path: Path) -> None:
         (tmp_path / "pipeline.yaml").write_text("data: {source: glob, path: nowhere}\n")
-        config = load(tmp_path / "pipeline.yaml", [f"cluster.runs={tmp_path / 'runs'}"]).config
+        config = read_config(tmp_path / "pipeline.yaml", [f"cluster.runs={tmp_path / 'runs'}"]).config
         new_run(config, ["scan", "regenerate"], only=Only("/a/list", {"scan": Keys(key_of(1))}))
         with open_executor(config) as executor, pytest.raises(SubmissionRefused, match="already"):
             refuse_double(config, ["scan"], executor)
@@ -354,6 +354,6 @@ def test_only_the_stages_that_make_what_is_named_are_run(
     tmp_path: Path, source: str, kinds: set[str] | None, stages: list[str]
 ) -> None:
     (tmp_path / "pipeline.yaml").write_text(f"data: {{source: {source}, path: nowhere}}\n")
-    config = load(tmp_path / "pipeline.yaml", []).config
+    config = read_config(tmp_path / "pipeline.yaml", []).config
     assert table.regenerated(config, kinds) == [*stages, "regenerate"]
     assert set(table.everything(config)).isdisjoint({"validate", "regenerate"})

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from pipeline.cluster.job_spec import Limits
-from pipeline.config.load import load
+from pipeline.config.load import read_config
 from pipeline.errors import ConfigError, PlanInfeasible
 from pipeline.journal.run_folder import RunFolder, runs_in
 from pipeline.memory.history.task_history import Measured
@@ -59,7 +59,7 @@ def told(pipeline: Command) -> dict[str, Any]:
 
 
 def project_of(folder: Path) -> Project:
-    return Project.open(load(folder / "pipeline.yaml").config, remember=False, beside=folder)
+    return Project.open(read_config(folder / "pipeline.yaml").config, remember=False, beside=folder)
 
 
 class TestARun:
@@ -205,7 +205,7 @@ class TestSeveralProcesses:
         assert sorted(path.name for path in tmp_path.glob("rank-*")) == ["rank-alone"]
         assert (tmp_path / "rank-alone").read_text() == "- - 0,1 -"
         assert (tmp_path / "asked").read_text() == "2"
-        config = load(tmp_path / "pipeline.yaml").config
+        config = read_config(tmp_path / "pipeline.yaml").config
         (job,) = told(pipeline)["jobs"]
         spec = spec_of(None, config, scripted_job(job))
         assert (spec.cpus, spec.gpus, spec.ranks) == (4, 2, 0)
@@ -286,7 +286,7 @@ class TestBeforeARun:
         found = []
         for command, epochs in (("a {micro_batch}", 1), ("a {micro_batch}", 2), ("b {micro_batch}", 1)):
             configure(tmp_path, command, {"epochs": epochs})
-            found.append(script_stage.output_of(load(tmp_path / "pipeline.yaml").config))
+            found.append(script_stage.output_of(read_config(tmp_path / "pipeline.yaml").config))
         assert found[0] == found[1] != found[2]
         assert found[0].parent == tmp_path / "models"
 
@@ -354,7 +354,7 @@ class TestMemory:
 
 def test_a_refusal_of_the_ladder_names_the_next_step(tmp_path: Path) -> None:
     configure(tmp_path, f"x {BATCH}", {"effective_batch": 2})
-    config = load(tmp_path / "pipeline.yaml").config
+    config = read_config(tmp_path / "pipeline.yaml").config
     assert [script_stage.batches_of(config, shrink) for shrink in (0, 1)] == [(2, 1), (1, 2)]
     with pytest.raises(PlanInfeasible, match="a single item"):
         script_stage.batches_of(config, 2)

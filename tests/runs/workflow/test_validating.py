@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.load import load
+from pipeline.config.load import read_config
 from pipeline.errors import CacheDamaged, SubmissionRefused
 from pipeline.journal.attempts import leave_out
 from pipeline.journal.run_folder import RunFolder
@@ -74,7 +74,7 @@ def stage(tmp_path: Path, cache: Cache) -> Callable[..., Stage]:
     def made(*sets: str) -> Stage:
         (tmp_path / "pipeline.yaml").write_text("data: {source: glob, path: nowhere}\n")
         sets = (f"cluster.runs={tmp_path / 'runs'}", "cluster.validate.items_per_task=3", *sets)
-        config = load(tmp_path / "pipeline.yaml", [f"cache.root={cache.root}", *sets]).config
+        config = read_config(tmp_path / "pipeline.yaml", [f"cache.root={cache.root}", *sets]).config
         return Stage(Project.open(config), new_run(config, [validate_stage.NAME]))
 
     return made

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.config.schema_train import Train
+from pipeline.config.schema_train import TrainSection
 from pipeline.errors import PlanInfeasible
 from pipeline.records import Reason, Tell
 from pipeline.training.checkpoints.checkpoint_choice import choose, load
@@ -144,7 +144,7 @@ def job(
         return found
 
     return ApplyJob(
-        train=Train.model_validate({"checkpoints": {"minutes": 1e-6}, **train}),
+        train=TrainSection.model_validate({"checkpoints": {"minutes": 1e-6}, **train}),
         prepared=plan,
         table=table,
         cost_N=plan.stretches[0].cost({"nodes": table.sizes["nodes"]}),

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipeline.config.schema_train import Train
+from pipeline.config.schema_train import TrainSection
 from pipeline.graphs.item_graph import encode
 from pipeline.keys import recipe_key
 from pipeline.records import Tell
@@ -59,13 +59,13 @@ class Plot:
     outgrown: bool = False  # gradients overflow, the loss does not
     leave_out: tuple[str, ...] = ()
 
-    def config(self) -> Train:
+    def config(self) -> TrainSection:
         """Return what a configuration would say."""
         given = {name: value for name, value in self.train.items() if name != "nested"}
         for name in ("validation", "checkpoints"):
             if name in given:
                 given[name] = {**TRAIN[name], **given[name]}  # type: ignore[dict-item]
-        return Train.model_validate({**TRAIN, **given})
+        return TrainSection.model_validate({**TRAIN, **given})
 
 
 class Network(nn.Module):

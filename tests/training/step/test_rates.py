@@ -9,16 +9,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as some
 
-from pipeline.config.schema_train import Schedule
+from pipeline.config.schema_train import ScheduleSection
 from pipeline.training.step.optimizers import factor, set_rate
 
 
 def test_a_constant_rate_is_constant() -> None:
-    assert [factor(Schedule(), step, 5) for step in range(5)] == [1.0] * 5
+    assert [factor(ScheduleSection(), step, 5) for step in range(5)] == [1.0] * 5
 
 
 def test_the_rate_grows_from_near_zero_and_reaches_its_height_after_the_warm_up() -> None:
-    shares = [factor(Schedule(warmup=4), step, 9) for step in range(6)]
+    shares = [factor(ScheduleSection(warmup=4), step, 9) for step in range(6)]
     assert shares == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
 
 
@@ -26,7 +26,7 @@ def test_the_rate_grows_from_near_zero_and_reaches_its_height_after_the_warm_up(
     ("kind", "middle"), [("linear", 0.55), ("cosine", 0.1 + 0.9 * (1 + math.cos(math.pi / 2)) / 2)]
 )
 def test_a_falling_rate_ends_at_its_least(kind: str, middle: float) -> None:
-    schedule = Schedule.model_validate({"kind": kind, "least": 0.1})
+    schedule = ScheduleSection.model_validate({"kind": kind, "least": 0.1})
     assert factor(schedule, 0, 11) == 1.0
     assert factor(schedule, 5, 11) == pytest.approx(middle)
     assert factor(schedule, 10, 11) == pytest.approx(0.1)
@@ -43,7 +43,7 @@ def test_a_falling_rate_ends_at_its_least(kind: str, middle: float) -> None:
 def test_a_share_is_never_above_one_nor_below_its_least_after_the_warm_up(
     kind: str, warmup: int, least: float, step: int, steps: int
 ) -> None:
-    share = factor(Schedule.model_validate({"kind": kind, "warmup": warmup, "least": least}), step, steps)
+    share = factor(ScheduleSection.model_validate({"kind": kind, "warmup": warmup, "least": least}), step, steps)
     assert 0 < share <= 1 or (share == 0 and least == 0)
     if step >= warmup:
         assert share >= least - 1e-12
