@@ -1,3 +1,7 @@
-"""Train protein-structure models on a SLURM cluster without ever dying of memory."""
+"""Train protein-structure models on a SLURM cluster without ever dying of memory. Your code imports `pipeline.api`."""
+
+from pipeline.moved import install
 
 __version__ = "0.1.0"
+
+install()

@@ -1,0 +1,62 @@
+"""What your own code may import. Everything else in this package may change from version to version.
+
+Tasks and readers: the protocols that yours can be checked against, what a reader yields, and `breaches`, which
+tries a task out. Loops of your own: `open_loader` with its `SamplerSettings`, `Governed` for plain PyTorch and
+`GovernorCallback` for Lightning. Nothing here imports torch before it is asked for.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from pipeline.graphs.residue_graph import LETTERS as RESIDUE_LETTERS
+    from pipeline.memory.runtime.governed import Governed
+    from pipeline.memory.runtime.lightning_callback import GovernorCallback
+    from pipeline.protocol import Reader, Task
+    from pipeline.records import Entry, Reason, Rejection
+    from pipeline.runs.dataset.loading import open_loader
+    from pipeline.runs.model.task_contract import breaches
+    from pipeline.training.items.batch import padded_field as padded
+    from pipeline.training.sampling.sampler import SamplerSettings
+
+__all__ = [
+    "RESIDUE_LETTERS",
+    "Entry",
+    "Governed",
+    "GovernorCallback",
+    "Reader",
+    "Reason",
+    "Rejection",
+    "SamplerSettings",
+    "Task",
+    "breaches",
+    "open_loader",
+    "padded",
+]
+
+PLACES = {
+    "RESIDUE_LETTERS": "pipeline.graphs.residue_graph.LETTERS",
+    "Entry": "pipeline.records.Entry",
+    "Governed": "pipeline.memory.runtime.governed.Governed",
+    "GovernorCallback": "pipeline.memory.runtime.lightning_callback.GovernorCallback",
+    "Reader": "pipeline.protocol.Reader",
+    "Reason": "pipeline.records.Reason",
+    "Rejection": "pipeline.records.Rejection",
+    "SamplerSettings": "pipeline.training.sampling.sampler.SamplerSettings",
+    "Task": "pipeline.protocol.Task",
+    "breaches": "pipeline.runs.model.task_contract.breaches",
+    "open_loader": "pipeline.runs.dataset.loading.open_loader",
+    "padded": "pipeline.training.items.batch.padded_field",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for."""
+    if name not in PLACES:
+        raise AttributeError(f"module 'pipeline.api' has no attribute {name!r}")
+    module, _, attribute = PLACES[name].rpartition(".")
+    return getattr(import_module(module), attribute)
