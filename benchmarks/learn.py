@@ -35,14 +35,14 @@ from scipy import stats  # noqa: E402
 from benchmarks.circumstances import write  # noqa: E402 - the project is found only now
 from pipeline.graphs.item_graph import Graph  # noqa: E402
 from pipeline.structures.sources import SourceSpec, items  # noqa: E402
-from pipeline.tasks.interface import Batch, Interface  # noqa: E402
-from pipeline.training.step.step import Settings, Step  # noqa: E402
+from pipeline.tasks.interface import Interface, InterfaceBatch  # noqa: E402
+from pipeline.training.step.step import Step, StepSettings  # noqa: E402
 from tests.graphs.conftest import read_item  # noqa: E402
 from tests.tasks.items import batch_of, real  # noqa: E402
 
 SHARED = ROOT.parent / "shared" / "structures"
 TASK = Interface(embedding_dim=0, width=32, layers=3, pair_width=16, pair_layers=1, dropout=0.1)
-STEP = Settings(learning_rate=3e-3, clip=1.0)
+STEP = StepSettings(learning_rate=3e-3, clip=1.0)
 BATCH = 4
 CONFIDENCE = 0.95
 WAYS = ("true labels", "shuffled labels")
@@ -69,7 +69,7 @@ def shuffled(graph: Graph, rng: np.random.Generator) -> Graph:
     return replace(graph, labels={"contact_pairs": np.stack(columns, 1)})
 
 
-def collated(graphs: Sequence[Graph], rng: np.random.Generator) -> Batch:
+def collated(graphs: Sequence[Graph], rng: np.random.Generator) -> InterfaceBatch:
     return TASK.collate(batch_of(graphs, None).items[:], rng)
 
 

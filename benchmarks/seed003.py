@@ -122,11 +122,11 @@ def _traced(
     from pipeline.memory.planning.request import CardSpec
     from pipeline.runs.model.training_work import Work, target_of
     from pipeline.tasks.denovo_recursive import DenovoRecursive
-    from pipeline.training.step.step import Settings
+    from pipeline.training.step.step import StepSettings
 
     start, own = time.perf_counter(), device(CARD)
     card = CardSpec.of(own, 1)
-    work = Work(DenovoRecursive(**changes), Settings(way="foreach", ema=0.999, clip=1.0))
+    work = Work(DenovoRecursive(**changes), StepSettings(way="foreach", ema=0.999, clip=1.0))
     oracle = work.oracle(LEAST, target_of(own.capability), padded=True)
     rows = compare_configurations(oracle, batches, [card], ITEM, padded=True, choice=MemoryChoice(**choice))
     print(f"{name}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)

@@ -15,7 +15,7 @@ from pipeline.memory.planning.comparison import Configuration, compare_configura
 from pipeline.memory.planning.request import CardSpec
 from pipeline.protocol import ITEMS
 from pipeline.runs.model.training_work import Work, target_of
-from pipeline.training.step.step import Settings
+from pipeline.training.step.step import StepSettings
 from tests.zoo.guides import GUIDES, Guide
 
 CARDS = {"24 GB": "rtx-4090", "40 GB": "a100-40gb", "80 GB": "a100-80gb", "141 GB": "h200-141gb"}
@@ -73,7 +73,7 @@ def _guide(guide: Guide) -> dict[str, Any]:
 def oracle_of(guide: Guide, card: Device) -> Oracle:
     """Return what answers for a guide's step on its card."""
     settings = {name: value for name, value in guide.settings.items() if name != "foreach"}
-    work = Work(guide.build(), Settings(way="foreach", **settings))
+    work = Work(guide.build(), StepSettings(way="foreach", **settings))
     least = {name: max(1, size // 8) for name, size in guide.item.items()} | {ITEMS: 1}
     return work.oracle(least, target_of(card.capability), padded=guide.padded)
 

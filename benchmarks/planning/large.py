@@ -69,13 +69,13 @@ def plan_it() -> dict[str, Any]:
     from pipeline.memory.hardware.gpus import device
     from pipeline.memory.planning.request import CardSpec
     from pipeline.runs.model.training_work import Work, plan_training, request_of, target_of
-    from pipeline.training.step.step import Settings
+    from pipeline.training.step.step import StepSettings
     from tests.zoo.esm2 import Esm2
     from tests.zoo.spread import lengths
 
     train = TrainSection(effective_batch=BATCH, batching="padded", precision="auto")
     card = device(CARD)
-    work = Work(Esm2(**MODEL), Settings(clip=1.0))
+    work = Work(Esm2(**MODEL), StepSettings(clip=1.0))
     sizes = lengths(ITEMS, np.random.default_rng(0), median=300, most=1022)
     made, oracle = plan_training(
         work, train, sizes, [CardSpec.of(card, 1)], target_of(card.capability), request_of(train, 1)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pipeline.records import Reason
-    from pipeline.training.checkpoints.checkpoint_choice import Chosen
+    from pipeline.training.checkpoints.checkpoint_choice import ChosenCheckpoint
     from pipeline.training.evaluating.apply_model import ApplyJob
 
 LETTERS = 12  # of digests, in names
@@ -39,7 +39,7 @@ class Figures:
     note: str = ""
 
 
-def path_of(folder: Path, split: str | None, chosen: Chosen, made: str) -> Path:
+def path_of(folder: Path, split: str | None, chosen: ChosenCheckpoint, made: str) -> Path:
     """Return where figures are: in a name all that they are of."""
     return folder / f"{split or 'all'}-{chosen.digest[:LETTERS]}-{made[:LETTERS]}.json"
 
@@ -49,7 +49,7 @@ def parts_of(path: Path) -> Path:
     return path.with_suffix(".parts")
 
 
-def read(path: Path, chosen: Chosen, made: str) -> Figures | None:
+def read(path: Path, chosen: ChosenCheckpoint, made: str) -> Figures | None:
     """Return the figures of a file, if they are of this, and its bytes are those that were written."""
     try:
         data = json.loads(path.read_text())

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pipeline.records import Reason
-    from pipeline.training.checkpoints.checkpoint_choice import Chosen
+    from pipeline.training.checkpoints.checkpoint_choice import ChosenCheckpoint
     from pipeline.training.evaluating.apply_model import ApplyJob, ApplyResult
 
 LETTERS = 12  # of digests, in names
@@ -47,12 +47,12 @@ class Predictions:
     format: int = FORMAT
 
 
-def parts_of(folder: Path, chosen: Chosen, made: str) -> Path:
+def parts_of(folder: Path, chosen: ChosenCheckpoint, made: str) -> Path:
     """Return where the outputs are while predictions are in the making."""
     return folder / f"{PARTS}{chosen.digest[:LETTERS]}-{made[:LETTERS]}"
 
 
-def read(folder: Path, chosen: Chosen, made: str, verify_bytes: int | None = None) -> Predictions | None:
+def read(folder: Path, chosen: ChosenCheckpoint, made: str, verify_bytes: int | None = None) -> Predictions | None:
     """Return what is said of a folder, if it is of this, and its files are whole: up to so many bytes they are read."""
     try:
         found = Predictions(**json.loads((folder / TOLD).read_text()))

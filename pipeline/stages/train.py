@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from pipeline.memory.runtime.governor import Governor
     from pipeline.memory.runtime.recovery import Oom
     from pipeline.records import Reason, Tell
-    from pipeline.training.checkpoints.checkpoint_folder import Checkpoints
+    from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder
     from pipeline.training.evaluating.evaluator import Evaluator
-    from pipeline.training.forensics.step_bundle import Checkpoint as Reference
+    from pipeline.training.forensics.step_bundle import BundleCheckpoint as Reference
     from pipeline.training.items.item_source import ItemSource
     from pipeline.training.items.item_table import ItemTable
     from pipeline.training.items.loader import Loader
@@ -208,12 +208,12 @@ def _governor(job: Job, step: Step, course: RunningStretch, ladder: Sequence[str
     )
 
 
-def _checkpoints(job: Job, step: Step) -> Checkpoints:
+def _checkpoints(job: Job, step: Step) -> CheckpointFolder:
     """Return where the training is saved, cleared of what dead starts have left."""
-    from pipeline.training.checkpoints.checkpoint_folder import Checkpoints, new_token
+    from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder, new_token
     from pipeline.training.checkpoints.training_state import model_key
 
-    checkpoints = Checkpoints(
+    checkpoints = CheckpointFolder(
         job.folder.checkpoints,
         last=job.train.checkpoints.last,
         best=job.train.checkpoints.best,
@@ -227,7 +227,7 @@ def _checkpoints(job: Job, step: Step) -> Checkpoints:
     return checkpoints
 
 
-def _watch(job: Job, step: Step, checkpoints: Checkpoints) -> TrainingObserver:
+def _watch(job: Job, step: Step, checkpoints: CheckpointFolder) -> TrainingObserver:
     """Return who is told what happens."""
     from pipeline.memory.runtime.meters import meter_of
     from pipeline.training.loop.observer import TrainingObserver
@@ -291,9 +291,9 @@ def _evaluation(job: Job, step: Step, watch: TrainingObserver) -> Evaluator | No
     )
 
 
-def _reference(checkpoints: Checkpoints) -> Reference | None:
+def _reference(checkpoints: CheckpointFolder) -> Reference | None:
     """Return the checkpoint from which a step is reached."""
-    from pipeline.training.forensics.step_bundle import Checkpoint as Reference
+    from pipeline.training.forensics.step_bundle import BundleCheckpoint as Reference
 
     told = checkpoints.latest()
     if told is None:

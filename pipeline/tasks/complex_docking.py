@@ -22,7 +22,16 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeline.errors import ConfigError
 from pipeline.protocol import ITEMS
-from pipeline.tasks.partner_graphs import CA, Encoder, Geometry, columns, direction, made_up, means, partners_of
+from pipeline.tasks.partner_graphs import (
+    CA,
+    PartnerEncoder,
+    PartnerGeometry,
+    columns,
+    direction,
+    made_up,
+    means,
+    partners_of,
+)
 from pipeline.tasks.task_parts import above_zero, at_least, dropout_of
 
 if TYPE_CHECKING:
@@ -39,12 +48,12 @@ FARTHEST = 46.0  # Å; pairs further apart than this are told only which way the
 NOTHING = 1e-6  # added to weights, so that nothing is divided by 0
 
 
-class Pairs(nn.Module):
+class PairFeatures(nn.Module):
     """Two residues, and how they stand to each other in the noised pose, to features of the pair."""
 
     def __init__(self, width: int, pair_width: int) -> None:
         super().__init__()
-        self.geometry = Geometry(CA_ONLY, FARTHEST)
+        self.geometry = PartnerGeometry(CA_ONLY, FARTHEST)
         self.of_receptor, self.of_ligand = nn.Linear(width, pair_width), nn.Linear(width, pair_width, bias=False)
         self.of_geometry = nn.Linear(self.geometry.width, pair_width, bias=False)
         self.inner = nn.Linear(pair_width, pair_width)
@@ -69,11 +78,11 @@ class CrossLayer(nn.Module):
     def __init__(self, width: int, pair_width: int, dropout: float, pairs_at_once: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.pairs, self.gate = Pairs(width, pair_width), nn.Linear(pair_width, 1)
+        self.pairs, self.gate = PairFeatures(width, pair_width), nn.Linear(pair_width, 1)
         self.update = nn.Sequential(nn.Linear(width + pair_width, 2 * width), nn.SiLU(), nn.Linear(2 * width, width))
         self.dropout, self.pairs_at_once = dropout, pairs_at_once
 
-    def forward(self, x_ND: Tensor, batch: Batch) -> Tensor:
+    def forward(self, x_ND: Tensor, batch: DockingBatch) -> Tensor:
         """Return the residues' features with what they heard."""
         normed_ND = self.norm(x_ND)
         ends = self.pairs.ends(normed_ND)
@@ -84,7 +93,7 @@ class CrossLayer(nn.Module):
             said = (weight_P1 * pair_PD, weight_P1)  # apart: joined, they would be in memory twice
             return torch.cat([_at_both(one.to(x_ND.dtype), receptor_P, ligand_P, len(x_ND)) for one in said], -1)
 
-        sums_NC = summed(heard, batch, self.pairs_at_once)
+        sums_NC = sum_over_pairs(heard, batch, self.pairs_at_once)
         heard_ND = sums_NC[:, :-1] / (sums_NC[:, -1:] + NOTHING)
         change_ND = self.update(torch.cat([normed_ND, heard_ND], -1))
         return x_ND + functional.dropout(change_ND, self.dropout, self.training)
@@ -96,10 +105,10 @@ class Pull(nn.Module):
     def __init__(self, width: int, pair_width: int, pairs_at_once: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.pairs, self.outer = Pairs(width, pair_width), nn.Linear(pair_width, 3)
+        self.pairs, self.outer = PairFeatures(width, pair_width), nn.Linear(pair_width, 3)
         self.pairs_at_once = pairs_at_once
 
-    def forward(self, x_ND: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def forward(self, x_ND: Tensor, batch: DockingBatch) -> tuple[Tensor, Tensor]:
         """Return the translation and the rotation vector about the ligand's centre [B, 3] each."""
         ends = self.pairs.ends(self.norm(x_ND))
         ca_N3 = batch.pos_NA3[:, CA]
@@ -112,7 +121,7 @@ class Pull(nn.Module):
             said_PC = torch.cat([weight_P1 * shift_P1 * way_P3, weight_P1 * turn_P1 * way_P3, weight_P1], -1)
             return x_ND.new_zeros(len(x_ND), said_PC.shape[1]).index_add(0, ligand_P, said_PC)
 
-        sums_NC = summed(pulled, batch, self.pairs_at_once)
+        sums_NC = sum_over_pairs(pulled, batch, self.pairs_at_once)
         shift_N3, turn_N3, weight_N1 = torch.split_with_sizes(sums_NC, [3, 3, 1], -1)
         arm_N3 = arms(batch)
         long_S1 = means(arm_N3.square().sum(-1, keepdim=True), batch.partner_N, len(batch.other_S))
@@ -125,7 +134,7 @@ class Pull(nn.Module):
         return asked_B6[:, :3], asked_B6[:, 3:]
 
 
-class Network(Encoder):
+class DockingNetwork(PartnerEncoder):
     """Two partners in a noised pose to what brings the ligand back."""
 
     def __init__(
@@ -145,7 +154,7 @@ class Network(Encoder):
         )
         self.pull = Pull(width, pair_width, pairs_at_once)
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: DockingBatch) -> tuple[Tensor, Tensor]:
         """Return the translation and the rotation vector of each ligand [B, 3], in units of the noise."""
         x_ND = self.encode(batch)
         for layer in self.cross_layers:
@@ -154,7 +163,7 @@ class Network(Encoder):
         return translation_B3, rotation_B3
 
 
-def summed(run: Callable[[Tensor, Tensor], Tensor], batch: Batch, pairs_at_once: int) -> Tensor:
+def sum_over_pairs(run: Callable[[Tensor, Tensor], Tensor], batch: DockingBatch, pairs_at_once: int) -> Tensor:
     """Return a sum over all pairs; of so many at once, if that is asked for, nothing is kept for backward."""
     ends = batch.receptor_P, batch.ligand_P
     if not pairs_at_once:
@@ -170,7 +179,7 @@ def _at_both(of_PD: Tensor, receptor_P: Tensor, ligand_P: Tensor, count: int) ->
     return of_PD.new_zeros(count, of_PD.shape[1]).index_add(0, receptor_P, of_PD).index_add(0, ligand_P, of_PD)
 
 
-def arms(batch: Batch) -> Tensor:
+def arms(batch: DockingBatch) -> Tensor:
     """Return where each residue is from the centre of its partner."""
     ca_N3 = batch.pos_NA3[:, CA]
     centre_S3 = means(ca_N3, batch.partner_N, len(batch.other_S))
@@ -183,7 +192,7 @@ BEFORE, AFTER = "rmsd_before", "rmsd_after"  # Å, of the ligand's CA atoms, fro
 LEAST = {"width": 1, "layers": 0, "cross_layers": 0, "pair_width": 1, "embedding_dim": 0, "pairs_at_once": 0}
 
 
-class Batch(NamedTuple):
+class DockingBatch(NamedTuple):
     """Some items' partners, concatenated: see `partners`."""
 
     pos_NA3: Tensor  # the ligands' where the noise has moved them
@@ -230,7 +239,7 @@ class ComplexDocking:
 
     def model(self) -> nn.Module:
         """Return the network."""
-        return Network(
+        return DockingNetwork(
             embedding_dim=self.embedding_dim,
             width=self.width,
             layers=self.layers,
@@ -244,7 +253,7 @@ class ComplexDocking:
         """Return what memory goes by: mostly by pairs, n_rec × n_lig."""
         return {name: item[name] for name in ("nodes", "edges", "pairs")}
 
-    def collate(self, items: Sequence[ItemTensors], rng: np.random.Generator) -> Batch:  # noqa: ARG002 - items have their own
+    def collate(self, items: Sequence[ItemTensors], rng: np.random.Generator) -> DockingBatch:  # noqa: ARG002 - items have their own
         """Concatenate items, each ligand moved away by what the item's own random numbers say."""
         sides = [_complex(item) for item in items]
         noises = [self._noise(item.rng) for item in items]
@@ -252,7 +261,7 @@ class ComplexDocking:
         pos = list(taken["pos_NA3"].split([count for pair in taken["sizes"] for count in pair]))
         pos[1::2] = [_moved(one, pair, noise) for one, pair, noise in zip(pos[1::2], sides, noises, strict=True)]
         back = (_stacked([-one.translation_3 for one in noises]), _stacked([-one.rotation_3 for one in noises]))
-        return Batch(**taken | {"pos_NA3": torch.cat(pos)}, translation_B3=back[0], rotation_B3=back[1])
+        return DockingBatch(**taken | {"pos_NA3": torch.cat(pos)}, translation_B3=back[0], rotation_B3=back[1])
 
     def _noise(self, rng: np.random.Generator) -> Noise:
         """Draw a turn, whose angle is never more than half of a full one, and a shift."""
@@ -260,12 +269,12 @@ class ComplexDocking:
         angle = (self.rotation_sigma * rng.normal() + np.pi) % (2 * np.pi) - np.pi
         return Noise(angle * axis_3 / np.linalg.norm(axis_3), self.translation_sigma * rng.normal(size=3))
 
-    def predict(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    def predict(self, model: nn.Module, batch: DockingBatch) -> tuple[Tensor, Tensor]:
         """Return the translation in Å and the rotation vector in radians [B, 3] each."""
         translation_B3, rotation_B3 = model(batch)
         return self.translation_sigma * translation_B3, self.rotation_sigma * rotation_B3
 
-    def loss(self, model: nn.Module, batch: Batch) -> dict[str, tuple[Tensor, float]]:
+    def loss(self, model: nn.Module, batch: DockingBatch) -> dict[str, tuple[Tensor, float]]:
         """Return the squared errors of translations and of rotation vectors, in units of the noise."""
         translation_B3, rotation_B3 = model(batch)
         weights = self.weights(batch)
@@ -274,11 +283,11 @@ class ComplexDocking:
         errors = dict(zip(TERMS, (away_B3, turned_B3), strict=True))
         return {name: (error_B3.square().sum(), weights[name]) for name, error_B3 in errors.items()}
 
-    def weights(self, batch: Batch) -> dict[str, float]:
+    def weights(self, batch: DockingBatch) -> dict[str, float]:
         """Return how many items there are."""
         return dict.fromkeys(TERMS, float(len(batch.translation_B3)))
 
-    def outputs(self, model: nn.Module, batch: Batch) -> dict[str, list[Tensor]]:
+    def outputs(self, model: nn.Module, batch: DockingBatch) -> dict[str, list[Tensor]]:
         """Return each item's translation and rotation [3], what would be right, and the RMSD before and after [1]."""
         translation_B3, rotation_B3 = self.predict(model, batch)
         right_N3 = _rigid(batch, batch.translation_B3, batch.rotation_B3)
@@ -299,18 +308,18 @@ class ComplexDocking:
         rmsd = {name: np.array([float(one[0]) for one in outputs[name]]) for name in (BEFORE, AFTER)}
         pairs = {name: zip(outputs[name], outputs[f"{name}_{LABEL}"], strict=True) for name in TERMS}
         shifts = [float(np.linalg.norm(one - right)) for one, right in pairs[TRANSLATION]]
-        turns = [_degrees_between(one, right) for one, right in pairs[ROTATION]]
-        if not turns:
+        angles = [_degrees_between(one, right) for one, right in pairs[ROTATION]]
+        if not angles:
             return {}
         figures = {f"{name}_mean": float(values_B.mean()) for name, values_B in rmsd.items()}
         figures |= {f"{name}_median": float(np.median(values_B)) for name, values_B in rmsd.items()}
-        return figures | {"translation_error": float(np.mean(shifts)), "rotation_error": float(np.mean(turns))}
+        return figures | {"translation_error": float(np.mean(shifts)), "rotation_error": float(np.mean(angles))}
 
-    def example(self, sizes: Sizes) -> Batch:
+    def example(self, sizes: Sizes) -> DockingBatch:
         """Return a batch of these sizes; how they are spread over its items makes no difference."""
         items = sizes[ITEMS]
         back: dict[str, Any] = {"translation_B3": torch.randn(items, 3), "rotation_B3": torch.randn(items, 3)}
-        return Batch(**made_up(sizes, self.embedding_dim), **back)
+        return DockingBatch(**made_up(sizes, self.embedding_dim), **back)
 
 
 def _complex(item: ItemTensors) -> tuple[PartnerTensors, PartnerTensors]:
@@ -336,7 +345,7 @@ def _moved(pos_NA3: Tensor, sides: tuple[PartnerTensors, PartnerTensors], noise:
     receptor, ligand = sides
     there_3 = ligand.centre.double() - receptor.centre.double()  # sides have their own origins
     centre_3 = pos_NA3[:, CA].double().mean(0)
-    turn_33 = turns(torch.from_numpy(noise.rotation_3))
+    turn_33 = rotation_matrices(torch.from_numpy(noise.rotation_3))
     moved_NA3 = (pos_NA3 - centre_3) @ turn_33.T + centre_3 + there_3 + torch.from_numpy(noise.translation_3)
     return moved_NA3.to(pos_NA3.dtype)
 
@@ -345,7 +354,7 @@ def _stacked(vectors: Sequence[NDArray[np.float64]]) -> Tensor:
     return torch.from_numpy(np.stack(vectors)).float()
 
 
-def turns(vector_3: Tensor) -> Tensor:
+def rotation_matrices(vector_3: Tensor) -> Tensor:
     """Return the matrices of rotation vectors [..., 3, 3]."""
     x, y, z = vector_3.unbind(-1)
     nought = torch.zeros_like(x)
@@ -354,16 +363,16 @@ def turns(vector_3: Tensor) -> Tensor:
     return matrices
 
 
-def _rigid(batch: Batch, translation_B3: Tensor, rotation_B3: Tensor) -> Tensor:
+def _rigid(batch: DockingBatch, translation_B3: Tensor, rotation_B3: Tensor) -> Tensor:
     """Return where residues would be, from the present centre of their partner, if it were turned and shifted so."""
     item_N, arm_N3 = batch.partner_N // 2, arms(batch)
     with torch.autocast(arm_N3.device.type, enabled=False):  # in half precision, tenths of an Å would be lost
-        turn_N33 = turns(rotation_B3.to(arm_N3.dtype)).index_select(0, item_N)
+        turn_N33 = rotation_matrices(rotation_B3.to(arm_N3.dtype)).index_select(0, item_N)
         turned_N3 = (turn_N33 @ arm_N3.unsqueeze(-1)).squeeze(-1)
     return turned_N3 + translation_B3.index_select(0, item_N)
 
 
-def _rmsd(batch: Batch, one_N3: Tensor, other_N3: Tensor) -> Tensor:
+def _rmsd(batch: DockingBatch, one_N3: Tensor, other_N3: Tensor) -> Tensor:
     """Return how far the residues of each item's ligand are from where they are to be compared with [B]."""
     apart_N = (one_N3 - other_N3).square().sum(-1)
     of_partners = torch.split_with_sizes(apart_N, [count for pair in batch.sizes for count in pair])
@@ -372,6 +381,8 @@ def _rmsd(batch: Batch, one_N3: Tensor, other_N3: Tensor) -> Tensor:
 
 def _degrees_between(one_3: NDArray[Any], other_3: NDArray[Any]) -> float:
     """Return the angle of the turn that leads from one to the other."""
-    one_33, other_33 = (turns(torch.from_numpy(np.asarray(vector_3, np.float64))) for vector_3 in (one_3, other_3))
+    one_33, other_33 = (
+        rotation_matrices(torch.from_numpy(np.asarray(vector_3, np.float64))) for vector_3 in (one_3, other_3)
+    )
     cosine = float((torch.trace(one_33.T @ other_33) - 1) / 2)
     return float(np.degrees(np.arccos(np.clip(cosine, -1, 1))))

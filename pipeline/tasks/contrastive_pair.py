@@ -26,7 +26,15 @@ from torch.nn import functional
 
 from pipeline.errors import ConfigError
 from pipeline.protocol import ITEMS
-from pipeline.tasks.task_parts import WHERE, Layer, at_least, at_least_single, dropout_of, example_mask, padded
+from pipeline.tasks.task_parts import (
+    WHERE,
+    AttentionLayer,
+    at_least,
+    at_least_single,
+    dropout_of,
+    example_mask,
+    padded_rows,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -61,7 +69,7 @@ class Rows(NamedTuple):
     real_BL: Tensor | None  # which are real, the one that stands for the item first; None: all are
 
 
-class Batch(NamedTuple):
+class PairBatch(NamedTuple):
     """Both sides of some items."""
 
     left: Rows
@@ -78,7 +86,7 @@ class Tower(nn.Module):
         self.place_LD = nn.Parameter(SPREAD * torch.randn(most, task.width))
         inner = task.feedforward * task.width
         self.layers = nn.ModuleList(
-            Layer(task.width, task.heads, inner, task.dropout, functional.gelu) for _ in range(task.layers)
+            AttentionLayer(task.width, task.heads, inner, task.dropout, functional.gelu) for _ in range(task.layers)
         )
         self.norm, self.out = nn.LayerNorm(task.width), nn.Linear(task.width, task.out, bias=False)
 
@@ -101,7 +109,7 @@ class Towers(nn.Module):
         self.right = Tower(task, task.right, task.right_dim, task.right_most)
         self.log_scale = nn.Parameter(torch.tensor(-math.log(task.temperature)))
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: PairBatch) -> tuple[Tensor, Tensor]:
         """Return the vectors of both sides of each item."""
         return self.left(batch.left), self.right(batch.right)
 
@@ -162,14 +170,14 @@ class ContrastivePair:
         """Return how many rows of each side are read."""
         return {side: np.minimum(item[side], getattr(self, f"{side}_most")) for side in SIDES}
 
-    def collate(self, items: Sequence[ItemTensors], rng: np.random.Generator) -> Batch:  # noqa: ARG002 - the protocol has it
+    def collate(self, items: Sequence[ItemTensors], rng: np.random.Generator) -> PairBatch:  # noqa: ARG002 - the protocol has it
         """Pad items; nothing is drawn."""
-        return Batch(*(self._rows(side, items) for side in SIDES))
+        return PairBatch(*(self._rows(side, items) for side in SIDES))
 
     def _rows(self, side: str, items: Sequence[ItemTensors]) -> Rows:
         """Return one side of items."""
         taken = [self._taken(side, item) for item in items]
-        values, real_BL = padded(taken)
+        values, real_BL = padded_rows(taken)
         whole = None if real_BL is None else functional.pad(real_BL, (1, 0), value=True)
         return Rows(values.long() if getattr(self, side) == TOKENS else values.float(), whole)
 
@@ -186,7 +194,7 @@ class ContrastivePair:
             raise ConfigError(what, where=f"{WHERE}.{side}_dim", remedy=f"--set {WHERE}.{side}_dim={rows.shape[-1]}")
         return rows
 
-    def embed(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    def embed(self, model: nn.Module, batch: PairBatch) -> dict[str, Tensor]:
         """Return the vectors of both sides of each item; no item sees another."""
         return dict(zip(SIDES, model(batch), strict=True))
 
@@ -198,11 +206,11 @@ class ContrastivePair:
             missed_B = (logits_BB.logsumexp(0) + logits_BB.logsumexp(1)) / 2 - logits_BB.diagonal()
         return {PAIRS: (missed_B.sum(), float(len(left_BD)))}
 
-    def loss(self, model: nn.Module, batch: Batch) -> dict[str, tuple[Tensor, float]]:
+    def loss(self, model: nn.Module, batch: PairBatch) -> dict[str, tuple[Tensor, float]]:
         """Return the loss of a batch alone, which is a step's where that has no other."""
         return self.contrast(model, self.embed(model, batch))
 
-    def outputs(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    def outputs(self, model: nn.Module, batch: PairBatch) -> dict[str, Tensor]:
         """Return the vectors of each item."""
         return self.embed(model, batch)
 
@@ -221,9 +229,9 @@ class ContrastivePair:
             figures[f"{way}_mean_rank"] = float((1 + nearer_N + tied_N / 2).mean())
         return figures
 
-    def example(self, sizes: Sizes) -> Batch:
+    def example(self, sizes: Sizes) -> PairBatch:
         """Return a batch of these sizes."""
-        return Batch(*(self._example(side, sizes[ITEMS], sizes[side]) for side in SIDES))
+        return PairBatch(*(self._example(side, sizes[ITEMS], sizes[side]) for side in SIDES))
 
     def _example(self, side: str, items: int, length: int) -> Rows:
         real_BL = example_mask(items, 1 + length)

@@ -27,14 +27,14 @@ from pipeline.readers.peptides import LETTERS
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pipeline.tasks.denovo_recursive import Batch
+    from pipeline.tasks.denovo_recursive import DenovoBatch
 
     Memory: TypeAlias = "tuple[Tensor, Tensor]"  # keys and values of what is attended to
 
 NOTHING = 1e-12  # an empty spectrum is like no other, and nothing is divided by 0
 
 
-class Peaks(NamedTuple):
+class DrawnPeaks(NamedTuple):
     """The peaks of spectra; where there is none, its height is 0."""
 
     mz_BP: Tensor
@@ -57,7 +57,7 @@ class Grid:
         return max(1, round(self.max_mz / self.bin_size))
 
 
-def similarity(predicted: Peaks, seen: Peaks, grid: Grid) -> Tensor:
+def similarity(predicted: DrawnPeaks, seen: DrawnPeaks, grid: Grid) -> Tensor:
     """Return the cosine between two spectra of each item [B]: 1 where they are alike, 0 where one is empty."""
     if grid.reach:
         products_3B = _products(_near(predicted, grid), _near(seen, grid))
@@ -70,7 +70,7 @@ def similarity(predicted: Peaks, seen: Peaks, grid: Grid) -> Tensor:
     return cosine_B
 
 
-def _chunked(predicted: Peaks, seen: Peaks, grid: Grid) -> Tensor:
+def _chunked(predicted: DrawnPeaks, seen: DrawnPeaks, grid: Grid) -> Tensor:
     """Return the products of two spectra, chunk by chunk; backward draws each chunk again."""
     products_3B = predicted.mz_BP.new_zeros(3, len(predicted.mz_BP))
     for first in range(0, grid.bins, grid.chunk):
@@ -82,7 +82,7 @@ def _chunked(predicted: Peaks, seen: Peaks, grid: Grid) -> Tensor:
     return products_3B
 
 
-def _between(predicted: Peaks, seen: Peaks, grid: Grid, first: int, last: int) -> Tensor:
+def _between(predicted: DrawnPeaks, seen: DrawnPeaks, grid: Grid, first: int, last: int) -> Tensor:
     """Return the products of two spectra over some bins."""
     return _products(_at(predicted, grid, first, last), _at(seen, grid, first, last))
 
@@ -93,14 +93,14 @@ def _products(drawn_BG: Tensor, other_BG: Tensor) -> Tensor:
     return torch.stack([(one * other).sum(1) for one, other in pairs])
 
 
-def _at(peaks: Peaks, grid: Grid, first: int, last: int) -> Tensor:
+def _at(peaks: DrawnPeaks, grid: Grid, first: int, last: int) -> Tensor:
     """Return the spectra at some bins, to which every peak adds."""
     bins_G = grid.bin_size * torch.arange(first, last, device=peaks.mz_BP.device, dtype=peaks.mz_BP.dtype)
     drawn_BPG = _gaussians(peaks.mz_BP.unsqueeze(-1) - bins_G, grid)
     return (peaks.height_BP.unsqueeze(1) @ drawn_BPG).squeeze(1)
 
 
-def _near(peaks: Peaks, grid: Grid) -> Tensor:
+def _near(peaks: DrawnPeaks, grid: Grid) -> Tensor:
     """Return the spectra at all bins, to each of which only the peaks near it add."""
     reach = ceil(grid.reach * grid.sigma / grid.bin_size)
     steps_W = torch.arange(-reach, reach + 1, device=peaks.mz_BP.device)
@@ -124,7 +124,7 @@ MOST_CHARGE = 10
 ROLES = (LATENT, ANSWER) = (0, 1)  # what a run of the layers is for
 
 
-class Masses(nn.Module):
+class DenovoMasses(nn.Module):
     """Masses to numbers by which near ones can be told apart, and far ones too."""
 
     frequency_K: Tensor
@@ -140,7 +140,7 @@ class Masses(nn.Module):
         return torch.cat([phase.sin(), phase.cos()], -1)
 
 
-class Attention(nn.Module):
+class DenovoAttention(nn.Module):
     """Attention of several heads to what is remembered."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -164,13 +164,13 @@ class Attention(nn.Module):
         return x_BLD.view(*x_BLD.shape[:-1], self.heads, -1).transpose(1, 2)
 
 
-class Encoder(nn.Module):
+class DenovoEncoderLayer(nn.Module):
     """A layer over the peaks of a spectrum."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
-        self.own, self.feed = Attention(width, heads), _feed(width)
+        self.own, self.feed = DenovoAttention(width, heads), _feed(width)
 
     def forward(self, x_BMD: Tensor, mask: Tensor) -> Tensor:
         """Return the peaks' features with what they saw of each other."""
@@ -180,13 +180,13 @@ class Encoder(nn.Module):
         return changed_BMD
 
 
-class Decoder(nn.Module):
+class DenovoDecoderLayer(nn.Module):
     """A layer over the places of the answer: they look at each other and at the spectrum."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.norms = nn.ModuleList([nn.LayerNorm(width) for _ in range(3)])
-        self.own, self.cross, self.feed = Attention(width, heads), Attention(width, heads), _feed(width)
+        self.own, self.cross, self.feed = DenovoAttention(width, heads), DenovoAttention(width, heads), _feed(width)
 
     def forward(self, x_BLD: Tensor, spectrum: Memory, mask: Tensor) -> Tensor:
         """Return the places' features, changed."""
@@ -197,7 +197,7 @@ class Decoder(nn.Module):
         return changed_BLD
 
 
-class Network(nn.Module):
+class DenovoNetwork(nn.Module):
     """Spectra to the logits of each place's letter, after every supervision step."""
 
     def __init__(
@@ -214,17 +214,17 @@ class Network(nn.Module):
     ) -> None:
         super().__init__()
         self.latent_steps, self.supervision_steps, self.detach = latent_steps, supervision_steps, detach
-        self.masses = Masses()
+        self.masses = DenovoMasses()
         self.peak, self.precursor = nn.Linear(2 * FREQUENCIES + 1, width), nn.Linear(2 * FREQUENCIES, width)
         self.charge, self.place = nn.Embedding(MOST_CHARGE + 1, width), nn.Embedding(places, width)
         self.role = nn.Embedding(len(ROLES), width)
         self.first_latent, self.first_answer = (nn.Parameter(0.02 * torch.randn(width)) for _ in ROLES)
-        self.encoder = nn.ModuleList(Encoder(width, heads) for _ in range(encoder_layers))
+        self.encoder = nn.ModuleList(DenovoEncoderLayer(width, heads) for _ in range(encoder_layers))
         self.context_norm = nn.LayerNorm(width)
-        self.decoder = nn.ModuleList(Decoder(width, heads) for _ in range(decoder_layers))
+        self.decoder = nn.ModuleList(DenovoDecoderLayer(width, heads) for _ in range(decoder_layers))
         self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, END + 1)
 
-    def forward(self, batch: Batch, places: int) -> Tensor:
+    def forward(self, batch: DenovoBatch, places: int) -> Tensor:
         """Return logits [T, B, L, V] of so many places."""
         mask = functional.pad(batch.is_peak_BP, (1, 0), value=True)[:, None, None, :]
         spectrum = self._read(batch, mask)
@@ -241,7 +241,7 @@ class Network(nn.Module):
                 latent_BLD, answer_BLD = latent_BLD.detach(), answer_BLD.detach()
         return torch.stack(told)
 
-    def _read(self, batch: Batch, mask: Tensor) -> list[Memory]:
+    def _read(self, batch: DenovoBatch, mask: Tensor) -> list[Memory]:
         """Return what each layer of the decoder remembers of the spectrum."""
         peak_BPD = self.peak(torch.cat([self.masses(batch.mz_BP), batch.intensity_BP.unsqueeze(-1)], -1))
         precursor_BD = self.precursor(self.masses(batch.mass_B)) + self.charge(batch.charge_B)
@@ -249,7 +249,7 @@ class Network(nn.Module):
         for layer in self.encoder:
             x_BMD = layer(x_BMD, mask)
         x_BMD = self.context_norm(x_BMD)
-        return [cast("Decoder", layer).cross.remembered(x_BMD) for layer in self.decoder]
+        return [cast("DenovoDecoderLayer", layer).cross.remembered(x_BMD) for layer in self.decoder]
 
     def _thought(self, x_BLD: Tensor, role: int, spectrum: list[Memory], mask: Tensor) -> Tensor:
         """Run all layers once."""

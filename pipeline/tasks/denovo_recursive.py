@@ -25,8 +25,8 @@ from torch.nn import functional
 from pipeline.errors import ConfigError
 from pipeline.protocol import ITEMS
 from pipeline.readers import peptides
-from pipeline.tasks.denovo_model import END, MOST_CHARGE, Grid, Network, Peaks, similarity
-from pipeline.tasks.task_parts import WHERE, above_zero, at_least, at_least_single, most_intense, padded
+from pipeline.tasks.denovo_model import END, MOST_CHARGE, DenovoNetwork, DrawnPeaks, Grid, similarity
+from pipeline.tasks.task_parts import WHERE, above_zero, at_least, at_least_single, most_intense, padded_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -46,7 +46,7 @@ POSITIVE = (
 )  # fmt: skip
 
 
-class Batch(NamedTuple):
+class DenovoBatch(NamedTuple):
     """Some items' spectra and peptides, padded."""
 
     mz_BP: Tensor
@@ -94,7 +94,7 @@ class DenovoRecursive:
 
     def model(self) -> nn.Module:
         """Return the network."""
-        return Network(
+        return DenovoNetwork(
             width=self.width,
             heads=self.heads,
             encoder_layers=self.encoder_layers,
@@ -110,7 +110,7 @@ class DenovoRecursive:
         peaks = np.minimum(item["peaks"], self.max_peaks)
         return {"peaks": peaks, "residues": item.get("peptide", 0 * peaks)}  # none has one: spectra to be told of
 
-    def collate(self, items: Sequence[ItemTensors], rng: np.random.Generator) -> Batch:  # noqa: ARG002 - the protocol has it
+    def collate(self, items: Sequence[ItemTensors], rng: np.random.Generator) -> DenovoBatch:  # noqa: ARG002 - the protocol has it
         """Pad items; nothing is drawn from random numbers."""
         spectra = [self._highest(item) for item in items]
         codes = [self._codes(item) for item in items]
@@ -120,9 +120,9 @@ class DenovoRecursive:
         for row_L, code_R in zip(residue_BL, codes, strict=True):
             row_L[: len(code_R)] = code_R
             row_L[len(code_R)] = END if len(code_R) else NOTHING
-        return Batch(
-            mz_BP=padded([mz_P for mz_P, _ in spectra])[0],
-            intensity_BP=padded([intensity_P for _, intensity_P in spectra])[0],
+        return DenovoBatch(
+            mz_BP=padded_rows([mz_P for mz_P, _ in spectra])[0],
+            intensity_BP=padded_rows([intensity_P for _, intensity_P in spectra])[0],
             is_peak_BP=torch.arange(max(peaks_B)) < torch.tensor(peaks_B).unsqueeze(1),
             mass_B=torch.tensor([mass for mass, _ in masses]),
             charge_B=torch.tensor([charge for _, charge in masses]),
@@ -148,7 +148,7 @@ class DenovoRecursive:
             raise ConfigError(what, where=f"{WHERE}.longest", remedy=f"--set {WHERE}.longest={len(residue_R)}")
         return residue_R
 
-    def loss(self, model: nn.Module, batch: Batch) -> dict[str, tuple[Tensor, float]]:
+    def loss(self, model: nn.Module, batch: DenovoBatch) -> dict[str, tuple[Tensor, float]]:
         """Return the loss of each term that has a weight, and how much is known for it."""
         logits_TBLV = model(batch, batch.residue_BL.shape[1])
         with torch.autocast(logits_TBLV.device.type, enabled=False):
@@ -161,7 +161,7 @@ class DenovoRecursive:
                 losses[PRECURSOR] = self.precursor_weight * _off(mass_BR, batch)
         return {name: (total, self.weights(batch)[name]) for name, total in losses.items()}
 
-    def weights(self, batch: Batch) -> dict[str, float]:
+    def weights(self, batch: DenovoBatch) -> dict[str, float]:
         """Return how many letters, spectra and masses are known."""
         of_terms = (1.0, self.spectrum_weight, self.precursor_weight)
         told = zip(TERMS, batch.known, of_terms, strict=True)
@@ -173,15 +173,15 @@ class DenovoRecursive:
         mass_BR = logits_BLV[:, :-1, :END].softmax(-1) @ each_V
         return mass_BR * (torch.arange(mass_BR.shape[1], device=mass_BR.device) < residues_B.unsqueeze(1))
 
-    def _spectra(self, mass_BR: Tensor, batch: Batch) -> Tensor:
+    def _spectra(self, mass_BR: Tensor, batch: DenovoBatch) -> Tensor:
         """Return how unlike the spectra to expect and those observed are: the sum of 1 - cosine."""
         grid = Grid(self.bin_size, self.max_mz, self.sigma, self.render_reach, self.render_chunk)
-        seen = Peaks(batch.mz_BP, batch.intensity_BP)
+        seen = DrawnPeaks(batch.mz_BP, batch.intensity_BP)
         alike_B = similarity(fragments(mass_BR, batch.residues_B), seen, grid)
         is_known_B = (batch.residues_B > 1) & batch.is_peak_BP.any(1)
         return ((1 - alike_B) * is_known_B).sum()
 
-    def outputs(self, model: nn.Module, batch: Batch) -> dict[str, list[Tensor]]:
+    def outputs(self, model: nn.Module, batch: DenovoBatch) -> dict[str, list[Tensor]]:
         """Return each item's peptide, how sure each residue is, and the true peptide; -1 behind their ends.
 
         The model finds the end by itself: it answers at as many places as a peptide may have, and is not told more.
@@ -219,12 +219,12 @@ class DenovoRecursive:
             "peptide_accuracy": right / items,
         }
 
-    def example(self, sizes: Sizes) -> Batch:
+    def example(self, sizes: Sizes) -> DenovoBatch:
         """Return a batch of these sizes, every item as large as the largest."""
         items, peaks, residues = (sizes[name] for name in (ITEMS, "peaks", "residues"))
         residue_BL = torch.randint(END, (items, residues + 1))
         residue_BL[:, residues] = END if residues else NOTHING
-        return Batch(
+        return DenovoBatch(
             mz_BP=self.max_mz * torch.rand(items, peaks),
             intensity_BP=torch.rand(items, peaks),
             is_peak_BP=torch.ones(items, peaks, dtype=torch.bool),
@@ -236,14 +236,14 @@ class DenovoRecursive:
         )
 
 
-def fragments(mass_BR: Tensor, residues_B: Tensor) -> Peaks:
+def fragments(mass_BR: Tensor, residues_B: Tensor) -> DrawnPeaks:
     """Return the b ions, then the y ions of peptides whose residues have these masses, each with one charge."""
     prefix_BF = mass_BR.cumsum(1)[:, :-1]
     suffix_BF = mass_BR.sum(1, keepdim=True) - prefix_BF
     places_F = torch.arange(prefix_BF.shape[1], device=mass_BR.device)
     is_there_BF = (places_F < residues_B.unsqueeze(1) - 1).to(mass_BR.dtype)
     mz_BF = torch.cat([prefix_BF, suffix_BF + peptides.WATER], 1) + peptides.PROTON
-    return Peaks(mz_BF, torch.cat([is_there_BF, is_there_BF], 1))
+    return DrawnPeaks(mz_BF, torch.cat([is_there_BF, is_there_BF], 1))
 
 
 def _precursor(item: ItemTensors) -> tuple[float, int]:
@@ -263,7 +263,7 @@ def _letters(logits_TBLV: Tensor, residue_BL: Tensor) -> Tensor:
     return total / len(logits_TBLV)
 
 
-def _off(mass_BR: Tensor, batch: Batch) -> Tensor:
+def _off(mass_BR: Tensor, batch: DenovoBatch) -> Tensor:
     """Return how far the masses to expect are from those of the precursors: the sum of log(1 + Da)."""
     off_B = (mass_BR.sum(1) + peptides.WATER - batch.mass_B).abs()
     return (off_B.log1p() * ((batch.mass_B > 0) & (batch.residues_B > 0))).sum()

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from pipeline.protocol import ITEMS
-from pipeline.tasks.partner_graphs import Encoder, columns, made_up, partners_of, shares, size_of
+from pipeline.tasks.partner_graphs import PartnerEncoder, columns, even_shares, made_up, partners_of, size_of
 from pipeline.tasks.task_parts import at_least, at_least_single, dropout_of
 from pipeline.training.evaluating.ranking_scores import Ranking, logits, precision_at
 from pipeline.training.items.batch_layout import LIGAND, RECEPTOR
@@ -61,7 +61,7 @@ class PairLayer(nn.Module):
         return changed_PD
 
 
-class Network(Encoder):
+class InterfaceNetwork(PartnerEncoder):
     """Two partners' graphs to a logit for each residue and for each pair of residues between them."""
 
     def __init__(
@@ -76,7 +76,7 @@ class Network(Encoder):
         nn.init.constant_(self.residue.outer.bias, USUAL_INTERFACE)
         nn.init.constant_(self.pair.bias, USUAL_CONTACT)
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: InterfaceBatch) -> tuple[Tensor, Tensor]:
         """Return the logits of residues and of pairs."""
         x_ND = self.norm(self.encode(batch))
         receptor_PD = self.receptor(x_ND).index_select(0, batch.receptor_P)
@@ -95,7 +95,7 @@ LEAST = {
 }  # fmt: skip
 
 
-class Batch(NamedTuple):
+class InterfaceBatch(NamedTuple):
     """Some items' partners, concatenated: a receptor, its ligand, the next receptor and so on."""
 
     pos_NA3: Tensor
@@ -146,7 +146,7 @@ class Interface:
 
     def model(self) -> nn.Module:
         """Return the network."""
-        return Network(
+        return InterfaceNetwork(
             embedding_dim=self.embedding_dim,
             width=self.width,
             layers=self.layers,
@@ -159,13 +159,13 @@ class Interface:
         """Return what memory goes by."""
         return {name: item[name] for name in ("nodes", "edges", "pairs")}
 
-    def collate(self, items: Sequence[ItemTensors], rng: np.random.Generator) -> Batch:  # noqa: ARG002 - the protocol has it
+    def collate(self, items: Sequence[ItemTensors], rng: np.random.Generator) -> InterfaceBatch:  # noqa: ARG002 - the protocol has it
         """Concatenate items; nothing is drawn."""
         sides = [partners_of(item) for item in items]
         taken = columns(sides, self.embedding_dim)
         labels = [_labels(item, pair, size) for item, pair, size in zip(items, sides, taken["sizes"], strict=True)]
         known = Labels(*(torch.cat(values) for values in zip(*labels, strict=True)))
-        return Batch(
+        return InterfaceBatch(
             **taken,
             **known._asdict(),
             shapes=taken["sizes"],
@@ -173,18 +173,18 @@ class Interface:
             known=(float(known.is_known_N.sum()), float(known.is_known_P.sum())),
         )
 
-    def loss(self, model: nn.Module, batch: Batch) -> dict[str, tuple[Tensor, float]]:
+    def loss(self, model: nn.Module, batch: InterfaceBatch) -> dict[str, tuple[Tensor, float]]:
         """Return the cross entropy of residues and of pairs, and how many are known."""
         residue_N, pair_P = model(batch)
         of_residues = _entropy(residue_N, batch.interface_N, batch.is_known_N, 1.0)
         of_pairs = _entropy(pair_P, batch.contact_P, batch.is_known_P, self.contact_weight)
         return dict(zip(TERMS, zip((of_residues, of_pairs), batch.known, strict=True), strict=True))
 
-    def weights(self, batch: Batch) -> dict[str, float]:
+    def weights(self, batch: InterfaceBatch) -> dict[str, float]:
         """Return how many residues and pairs are known."""
         return dict(zip(TERMS, batch.known, strict=True))
 
-    def outputs(self, model: nn.Module, batch: Batch) -> dict[str, list[Tensor]]:
+    def outputs(self, model: nn.Module, batch: InterfaceBatch) -> dict[str, list[Tensor]]:
         """Return probabilities and labels of each item: of both partners' residues [R], [L], and of pairs [R, L]."""
         residue_N, pair_P = (torch.sigmoid(at_least_single(one)) for one in model(batch))
         label_N = _told(batch.interface_N, batch.is_known_N)
@@ -220,16 +220,16 @@ class Interface:
         }
         return {name: value for name, value in figures.items() if not math.isnan(value)}
 
-    def example(self, sizes: Sizes) -> Batch:
+    def example(self, sizes: Sizes) -> InterfaceBatch:
         """Return a batch of these sizes; how they are spread over its items makes no difference."""
         nodes, pairs, items = (sizes[name] for name in ("nodes", "pairs", ITEMS))
-        return Batch(
+        return InterfaceBatch(
             **made_up(sizes, self.embedding_dim),
             interface_N=torch.zeros(nodes, dtype=torch.bool),
             is_known_N=torch.ones(nodes, dtype=torch.bool),
             contact_P=torch.zeros(pairs, dtype=torch.bool),
             is_known_P=torch.ones(pairs, dtype=torch.bool),
-            shapes=tuple((share, 1) for share in shares(pairs, items)),
+            shapes=tuple((share, 1) for share in even_shares(pairs, items)),
             has_labels=(True,) * items,
             known=(float(nodes), float(pairs)),
         )
@@ -276,7 +276,7 @@ def _told(label_N: Tensor, is_known_N: Tensor) -> Tensor:
     return torch.where(is_known_N, label_N.to(torch.int8), NOT_KNOWN)
 
 
-def _split(of_N: Tensor, of_P: Tensor, batch: Batch) -> dict[str, list[Tensor]]:
+def _split(of_N: Tensor, of_P: Tensor, batch: InterfaceBatch) -> dict[str, list[Tensor]]:
     """Return rows of residues and of pairs item by item."""
     of_partners = torch.split_with_sizes(of_N, [count for pair in batch.sizes for count in pair])
     of_items = torch.split_with_sizes(of_P, [rows * columns for rows, columns in batch.shapes])

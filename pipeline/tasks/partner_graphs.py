@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
     from pipeline.tasks import complex_docking, interface
 
-    Partners: TypeAlias = interface.Batch | complex_docking.Batch  # the columns of `partners` are in both
+    Partners: TypeAlias = (
+        interface.InterfaceBatch | complex_docking.DockingBatch
+    )  # the columns of `partners` are in both
     from collections.abc import Sequence
 
     from pipeline.protocol import Sizes
@@ -38,7 +40,7 @@ ANGLES = 3
 NEAREST = 1e-6  # Å², so that nothing is divided by 0
 
 
-class Geometry(nn.Module):
+class PartnerGeometry(nn.Module):
     """Positions to numbers that do not change when all of them are moved."""
 
     centres_K: Tensor
@@ -66,7 +68,7 @@ class Geometry(nn.Module):
         return torch.cat([near_EAK.flatten(1), angles_E3], -1)
 
 
-class Embedded(nn.Module):
+class EmbeddingFeatures(nn.Module):
     """Embeddings, whose numbers may be of any size, to features."""
 
     def __init__(self, embedding_dim: int, width: int) -> None:
@@ -79,7 +81,7 @@ class Embedded(nn.Module):
         return features_ND
 
 
-class Layer(nn.Module):
+class PartnerLayer(nn.Module):
     """Messages along edges, and a glance at the other partner."""
 
     def __init__(self, width: int, edge_width: int, dropout: float) -> None:
@@ -105,16 +107,16 @@ class Layer(nn.Module):
         return x_ND + functional.dropout(change_ND, self.dropout, self.training)
 
 
-class Encoder(nn.Module):
+class PartnerEncoder(nn.Module):
     """Residues to features, by the same layers for both partners."""
 
     def __init__(self, *, embedding_dim: int, width: int, layers: int, dropout: float) -> None:
         super().__init__()
-        self.geometry = Geometry()
+        self.geometry = PartnerGeometry()
         self.of_type, self.of_role = nn.Embedding(len(LETTERS), width), nn.Embedding(2, width)
         self.of_flags = nn.Linear(FLAGS, width, bias=False)
-        self.of_embedding = Embedded(embedding_dim, width) if embedding_dim else None
-        self.layers = nn.ModuleList(Layer(width, self.geometry.width, dropout) for _ in range(layers))
+        self.of_embedding = EmbeddingFeatures(embedding_dim, width) if embedding_dim else None
+        self.layers = nn.ModuleList(PartnerLayer(width, self.geometry.width, dropout) for _ in range(layers))
 
     def encode(self, batch: Partners) -> Tensor:
         """Return the features of all residues."""
@@ -183,7 +185,7 @@ def made_up(sizes: Sizes, embedding_dim: int) -> dict[str, Any]:
         "step_E": torch.randint(STEPS, (edges,)),
         "receptor_P": torch.randint(nodes, (pairs,)),
         "ligand_P": torch.randint(nodes, (pairs,)),
-        "sizes": tuple(zip(*[iter(shares(nodes, 2 * items))] * 2, strict=True)),
+        "sizes": tuple(zip(*[iter(even_shares(nodes, 2 * items))] * 2, strict=True)),
     }
 
 
@@ -201,7 +203,7 @@ def size_of(side: PartnerTensors | None) -> int:
     return len(side.nodes["pos"]) if side is not None else 0
 
 
-def shares(total: int, count: int) -> list[int]:
+def even_shares(total: int, count: int) -> list[int]:
     """Return so many numbers of about a size that make a sum."""
     return [total * (place + 1) // count - total * place // count for place in range(count)]
 

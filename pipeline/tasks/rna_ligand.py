@@ -27,7 +27,7 @@ from pipeline.errors import ConfigError
 from pipeline.graphs.atom_graph import ROLES
 from pipeline.graphs.hops import NAMES
 from pipeline.protocol import ITEMS
-from pipeline.tasks.rna_ligand_model import CLOSEST, KINDS, USUAL, Network, checked
+from pipeline.tasks.rna_ligand_model import CLOSEST, KINDS, USUAL, RnaLigandNetwork, checked_irreps
 from pipeline.tasks.rna_ligand_targets import targets_of
 from pipeline.tasks.task_parts import WHERE, at_least, at_least_single
 
@@ -46,7 +46,7 @@ SIDES = [role.value for role in ROLES]
 LEAST = {"layers": 1, "output_dim": 1, "radial_width": 1, "head_width": 1, "cosine": 0}
 
 
-class Batch(NamedTuple):
+class RnaLigandBatch(NamedTuple):
     """The atoms of some items, concatenated."""
 
     pos_N3: Tensor
@@ -82,7 +82,7 @@ class RnaLigand:
     cosine: float = 0.0  # how much 1 - cosine counts beside the mean squared error
 
     def __post_init__(self) -> None:
-        checked(self.hidden_irreps)
+        checked_irreps(self.hidden_irreps)
         at_least(self, LEAST)
         if not CLOSEST < self.reach < math.inf:
             raise ConfigError(f"reach is {self.reach}: it must be more than {CLOSEST} Å", where=f"{WHERE}.reach")
@@ -95,7 +95,7 @@ class RnaLigand:
 
     def model(self) -> nn.Module:
         """Return the network."""
-        return Network(
+        return RnaLigandNetwork(
             self.hidden_irreps,
             layers=self.layers,
             output_dim=self.output_dim,
@@ -121,14 +121,14 @@ class RnaLigand:
         edges = item.get(BOND, item["edges"]) + sum(item.get(kind, 0) for kind in self.kinds[1:])
         return {"nodes": item["nodes"], "edges": edges + cross}
 
-    def collate(self, items: Sequence[ItemTensors], rng: np.random.Generator) -> Batch:  # noqa: ARG002 - the protocol has it
+    def collate(self, items: Sequence[ItemTensors], rng: np.random.Generator) -> RnaLigandBatch:  # noqa: ARG002 - the protocol has it
         """Concatenate items; nothing is drawn."""
         sides = [side for item in items for side in _sides(item)]
         sizes = [sum(len(side.nodes["pos"]) for side in item.sides.values()) for item in items]
         edges = [torch.cat(columns, -1) for columns in zip(*self._edges(items, sizes), strict=True)]
         targets = [self._target(item.id) for item in items]
         nothing_D = np.zeros(self.output_dim, np.float32)
-        return Batch(
+        return RnaLigandBatch(
             pos_N3=torch.cat([_positions(item) for item in items]),
             element_N=torch.cat([side.nodes["element"] for side in sides]).long(),
             type_N=torch.cat([side.residues["type"][side.nodes["residue"].long()] for side in sides]).long(),
@@ -166,7 +166,7 @@ class RnaLigand:
             raise targets.missing(name)
         return found
 
-    def loss(self, model: nn.Module, batch: Batch) -> dict[str, tuple[Tensor, float]]:
+    def loss(self, model: nn.Module, batch: RnaLigandBatch) -> dict[str, tuple[Tensor, float]]:
         """Return how far the items' vectors are from their targets, and how many have one."""
         if self.targets is None and not any(batch.known):
             what = "there is nothing to learn: no targets are named"
@@ -178,7 +178,7 @@ class RnaLigand:
             far_B = far_B + self.cosine * (1 - functional.cosine_similarity(vector_BD, target_BD, -1))
         return {TARGET: ((far_B * batch.has_target_B).sum(), float(sum(batch.known)))}
 
-    def outputs(self, model: nn.Module, batch: Batch) -> dict[str, list[Tensor]]:
+    def outputs(self, model: nn.Module, batch: RnaLigandBatch) -> dict[str, list[Tensor]]:
         """Return each item's vector [D], and its target; the latter of no size where there is none."""
         targets = [one if has else one[:0] for one, has in zip(batch.target_BD.unbind(), batch.known, strict=True)]
         return {EMBEDDING: list(at_least_single(model(batch)).unbind()), TARGET: targets}
@@ -189,10 +189,10 @@ class RnaLigand:
         figures = [_figures(np.float64(one), np.float64(target)) for one, target in pairs if target.size]
         return {} if not figures else dict(zip(("cosine", "mse"), np.mean(figures, axis=0).tolist(), strict=True))
 
-    def example(self, sizes: Sizes) -> Batch:
+    def example(self, sizes: Sizes) -> RnaLigandBatch:
         """Return a batch of these sizes; how they are spread over its items makes no difference."""
         nodes, edges, items = (sizes[name] for name in ("nodes", "edges", ITEMS))
-        return Batch(
+        return RnaLigandBatch(
             pos_N3=torch.randn(nodes, 3),
             element_N=torch.zeros(nodes, dtype=torch.long),
             type_N=torch.zeros(nodes, dtype=torch.long),

@@ -22,7 +22,7 @@ from pipeline.graphs.atom_graph import RESIDUE_TYPES, ROLES
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pipeline.tasks.rna_ligand import Batch
+    from pipeline.tasks.rna_ligand import RnaLigandBatch
 
 WHERE = "train.options.hidden_irreps"
 USUAL = "32x0e+16x1o+8x2e"
@@ -35,7 +35,7 @@ TINY = 1e-6
 _PART = re.compile(r"(?:([1-9]\d*)\s*x\s*)?(\d+)\s*[eo]")
 
 
-def checked(irreps: str) -> str:
+def checked_irreps(irreps: str) -> str:
     """Return irreps that can be had; e3nn is not asked, which need not be installed to check a configuration."""
     remedy = f"--set {WHERE}={USUAL}   (32 scalars, 16 vectors, 8 of degree 2)"
     parts = [part.strip() for part in irreps.split("+")]
@@ -63,7 +63,7 @@ def e3nn() -> Any:
     return e3nn
 
 
-class Geometry(nn.Module):
+class AtomGeometry(nn.Module):
     """Positions to what products are taken with, and to what their weights are made of."""
 
     centres_K: Tensor
@@ -83,7 +83,7 @@ class Geometry(nn.Module):
         return self.harmonics(way_E3), (-((apart_E1 - self.centres_K) / self.gap).square()).exp()
 
 
-class Norm(nn.Module):
+class IrrepsNorm(nn.Module):
     """Fields of each kind divided by how long they are on average; scalars also less their mean."""
 
     def __init__(self, irreps: Any) -> None:
@@ -110,13 +110,13 @@ class Norm(nn.Module):
         return normed_NMC.flatten(-2)
 
 
-class Layer(nn.Module):
+class EquivariantLayer(nn.Module):
     """Messages along edges: a neighbour's features times the direction to it, by weights of length and kind."""
 
     def __init__(self, irreps: Any, *, degree: int, width: int, full: bool, gate: bool, norm: bool) -> None:
         super().__init__()
         o3 = e3nn().o3
-        self.norm = Norm(irreps) if norm else nn.Identity()
+        self.norm = IrrepsNorm(irreps) if norm else nn.Identity()
         self.act = _gate(irreps) if gate else _activation(irreps)
         harmonics = o3.Irreps.spherical_harmonics(degree)
         self.inner = o3.Linear(irreps, irreps)
@@ -128,7 +128,9 @@ class Layer(nn.Module):
         self.of_length, self.of_kind = nn.Linear(CENTRES, width), nn.Embedding(len(KINDS), width)
         self.weigh = nn.Linear(width, self.product.weight_numel)
 
-    def forward(self, x_NF: Tensor, harmonics_EH: Tensor, near_EK: Tensor, share_N1: Tensor, batch: Batch) -> Tensor:
+    def forward(
+        self, x_NF: Tensor, harmonics_EH: Tensor, near_EK: Tensor, share_N1: Tensor, batch: RnaLigandBatch
+    ) -> Tensor:
         """Return the atoms' features with what they heard."""
         with torch.autocast(x_NF.device.type, enabled=False):
             normed_NF = self.norm(x_NF)
@@ -143,7 +145,7 @@ class Layer(nn.Module):
         return changed_NF
 
 
-class Pool(nn.Module):
+class AtomPool(nn.Module):
     """What of the atoms' features does not turn with them, to a vector for each item."""
 
     def __init__(self, irreps: Any, width: int, output_dim: int) -> None:
@@ -165,7 +167,7 @@ class Pool(nn.Module):
         return vector_BD
 
 
-class Network(nn.Module):
+class RnaLigandNetwork(nn.Module):
     """Atoms and edges of several kinds to a vector for each item."""
 
     def __init__(
@@ -188,15 +190,15 @@ class Network(nn.Module):
         self.of_element = nn.Embedding(ELEMENTS, self.scalars)
         self.of_type = nn.Embedding(len(RESIDUE_TYPES), self.scalars)
         self.of_side = nn.Embedding(len(ROLES), self.scalars)
-        self.geometry = Geometry(irreps.lmax, reach)
+        self.geometry = AtomGeometry(irreps.lmax, reach)
         self.layers = nn.ModuleList(
-            Layer(irreps, degree=irreps.lmax, width=radial_width, full=full, gate=gate, norm=norm)
+            EquivariantLayer(irreps, degree=irreps.lmax, width=radial_width, full=full, gate=gate, norm=norm)
             for _ in range(layers)
         )
-        self.norm = Norm(irreps) if norm else nn.Identity()
-        self.pool = Pool(irreps, head_width, output_dim)
+        self.norm = IrrepsNorm(irreps) if norm else nn.Identity()
+        self.pool = AtomPool(irreps, head_width, output_dim)
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: RnaLigandBatch) -> Tensor:
         """Return the vectors [B, D]."""
         scalar_NM = self.of_element(batch.element_N) + self.of_type(batch.type_N) + self.of_side(batch.side_N)
         x_NF = functional.pad(scalar_NM, self.others)

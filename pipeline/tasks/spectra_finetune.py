@@ -28,13 +28,13 @@ from pipeline.errors import ConfigError
 from pipeline.protocol import ITEMS
 from pipeline.tasks.task_parts import (
     WHERE,
-    Layer,
+    AttentionLayer,
     at_least,
     at_least_single,
     dropout_of,
     example_mask,
     most_intense,
-    padded,
+    padded_rows,
 )
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ FINEST, COARSEST = 1e-5, 0.25  # Da: 50,000 waves, and 1
 COUNTS = ("targets", "max_peaks", "layers", "heads", "d_fourier", "d_peak", "feedforward", "fourier_width")
 
 
-class Batch(NamedTuple):
+class SpectraBatch(NamedTuple):
     """Some spectra, padded: of each the precursor, then its peaks."""
 
     mz_BL: Tensor
@@ -65,7 +65,7 @@ class Batch(NamedTuple):
     has_targets: bool = True  # whether the reader gave any, known or not
 
 
-class Masses(nn.Module):
+class MassWaves(nn.Module):
     """m/z to features: waves of many periods, from a fraction of a dalton to the heaviest mass, and a small network."""
 
     frequency_Q: Tensor
@@ -93,12 +93,12 @@ class Masses(nn.Module):
         return waves_BLQ2.mul_(2 * math.pi).sin_().flatten(-2)
 
 
-class Peaks(nn.Module):
+class PeakFeatures(nn.Module):
     """m/z and intensity to features."""
 
     def __init__(self, task: SpectraFinetune) -> None:
         super().__init__()
-        self.masses = Masses(task.d_fourier, task.fourier_width, task.finest)
+        self.masses = MassWaves(task.d_fourier, task.fourier_width, task.finest)
         self.peak = nn.Linear(2, task.d_peak)
 
     def forward(self, mz_BL: Tensor, intensity_BL: Tensor) -> Tensor:
@@ -107,19 +107,19 @@ class Peaks(nn.Module):
         return torch.cat([peak_BLD, self.masses(mz_BL)], -1)
 
 
-class Network(nn.Module):
+class SpectraNetwork(nn.Module):
     """Spectra to numbers, told from where the precursor stands."""
 
     def __init__(self, task: SpectraFinetune) -> None:
         super().__init__()
-        self.embed = Peaks(task)
+        self.embed = PeakFeatures(task)
         self.layers = nn.ModuleList(
-            Layer(task.width, task.heads, task.feedforward * task.width, task.dropout, functional.relu)
+            AttentionLayer(task.width, task.heads, task.feedforward * task.width, task.dropout, functional.relu)
             for _ in range(task.layers)
         )
         self.norm, self.head = nn.LayerNorm(task.width), nn.Linear(task.width, task.targets)
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: SpectraBatch) -> Tensor:
         """Return the numbers of each spectrum [B, K]."""
         x_BLD = self.embed(batch.mz_BL, batch.intensity_BL)
         for layer in self.layers:
@@ -161,21 +161,21 @@ class SpectraFinetune:
 
     def model(self) -> nn.Module:
         """Return the network."""
-        return Network(self)
+        return SpectraNetwork(self)
 
     def cost(self, item: Mapping[str, Any]) -> dict[str, Any]:
         """Return how many peaks are taken."""
         return {PEAKS: np.minimum(item[PEAKS], self.max_peaks)}
 
-    def collate(self, items: Sequence[ItemTensors], rng: np.random.Generator) -> Batch:  # noqa: ARG002 - the protocol has it
+    def collate(self, items: Sequence[ItemTensors], rng: np.random.Generator) -> SpectraBatch:  # noqa: ARG002 - the protocol has it
         """Pad items; nothing is drawn."""
         taken = [self._taken(item) for item in items]
-        mz_BL, real_BL = padded([mz for mz, _ in taken])
+        mz_BL, real_BL = padded_rows([mz for mz, _ in taken])
         target_BK = torch.stack([self._target(item) for item in items])
         is_known_BK = ~target_BK.isnan()
-        return Batch(
+        return SpectraBatch(
             mz_BL=mz_BL,
-            intensity_BL=padded([intensity for _, intensity in taken])[0],
+            intensity_BL=padded_rows([intensity for _, intensity in taken])[0],
             real_BL=real_BL,
             target_BK=target_BK.nan_to_num(0.0),
             is_known_BK=is_known_BK,
@@ -199,7 +199,7 @@ class SpectraFinetune:
             raise ConfigError(what, where=f"{WHERE}.targets", remedy=f"--set {WHERE}.targets={len(target_K)}")
         return target_K.float()
 
-    def loss(self, model: nn.Module, batch: Batch) -> dict[str, tuple[Tensor, float]]:
+    def loss(self, model: nn.Module, batch: SpectraBatch) -> dict[str, tuple[Tensor, float]]:
         """Return the sum of squared errors, and how many numbers are known."""
         if not batch.has_targets:
             what = "there is nothing to learn: no spectrum of a batch has a target"
@@ -207,11 +207,11 @@ class SpectraFinetune:
         error_BK = torch.where(batch.is_known_BK, model(batch) - batch.target_BK, 0.0)
         return {TARGET: (error_BK.square().sum(), batch.known)}
 
-    def weights(self, batch: Batch) -> dict[str, float]:
+    def weights(self, batch: SpectraBatch) -> dict[str, float]:
         """Return how many numbers are known."""
         return {TARGET: batch.known}
 
-    def outputs(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    def outputs(self, model: nn.Module, batch: SpectraBatch) -> dict[str, Tensor]:
         """Return what was told of each item, and what is known of it [B, K]: NaN where nothing is."""
         known_BK = torch.where(batch.is_known_BK, batch.target_BK, math.nan)
         return {PREDICTION: model(batch), TARGET: known_BK}
@@ -238,10 +238,10 @@ class SpectraFinetune:
         is_spread = spread > 1e-12 * squares_K.sum()  # of equal numbers, rounding is left
         return figures | ({"r2": 1 - float(error_K.sum()) / spread} if is_spread else {})
 
-    def example(self, sizes: Sizes) -> Batch:
+    def example(self, sizes: Sizes) -> SpectraBatch:
         """Return a batch of these sizes."""
         items, length = sizes[ITEMS], sizes[PEAKS] + 1
-        return Batch(
+        return SpectraBatch(
             mz_BL=HEAVIEST * torch.rand(items, length),
             intensity_BL=torch.rand(items, length),
             real_BL=example_mask(items, length),

@@ -69,7 +69,7 @@ def at_least_single(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-class Layer(nn.Module):
+class AttentionLayer(nn.Module):
     """Attention among an item's rows, then the same network for each of them; both on normed features, both added."""
 
     def __init__(
@@ -100,7 +100,7 @@ class Layer(nn.Module):
         return functional.dropout(x_BLD, self.dropout, self.training)
 
 
-def padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+def padded_rows(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
     """Return the rows of items as [B, L, …], zeros behind shorter ones, and which are real, unless all are."""
     lengths = [len(one) for one in rows]
     together = nn.utils.rnn.pad_sequence(list(rows), batch_first=True)

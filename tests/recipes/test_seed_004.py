@@ -13,7 +13,7 @@ from pipeline.memory.lint.training_rules import Facts, lint
 from pipeline.project.user_code import load_task
 from pipeline.protocol import Contrastive
 from pipeline.tasks.contrastive_pair import ContrastivePair
-from pipeline.training.step.step import Settings, Step
+from pipeline.training.step.step import Step, StepSettings
 from tests.command import Command
 from tests.recipes.conftest import Scanned
 from tests.recipes.projects import PAIR, config_of, epochs_of, peak, planned, ran, settings_of
@@ -37,7 +37,7 @@ def test_16_times_8_really_is_128_negatives() -> None:
 def gradients(cuts: list[list[dict[str, NDArray[np.uint8]]]]) -> dict[str, Tensor]:
     """Return what a step of micro-batches takes off each parameter at a learning rate of 1."""
     torch.manual_seed(0)
-    settings = Settings(optimizer="sgd", learning_rate=1.0, weight_decay=0.0, momentum=0.0)
+    settings = StepSettings(optimizer="sgd", learning_rate=1.0, weight_decay=0.0, momentum=0.0)
     step = Step(TASK, settings, model=TASK.model().double())
     before = {name: one.detach().clone() for name, one in step.model.named_parameters()}
     step.run([TASK.collate(list(batch_of(one).items), rng=np.random.default_rng(0)) for one in cuts])

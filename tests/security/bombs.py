@@ -35,7 +35,7 @@ from pipeline.structures.atoms import Unusable
 from pipeline.structures.parsing.read_structure import Reading, format_of, parse, read_file
 from pipeline.structures.sources import items
 from pipeline.structures.sources.item_ids import SourceSpec
-from pipeline.training.checkpoints.tensor_file import TensorFile, Written
+from pipeline.training.checkpoints.tensor_file import TensorFile, WrittenFile
 from tests.structures.parsing.amber_text import complex_files
 
 GIB = 1 << 30
@@ -253,7 +253,7 @@ def weights_tensor(folder: Path) -> object:
 @bomb
 def checkpoint_header(folder: Path) -> object:
     path = hollow(folder / "a.safetensors", struct.pack("<Q", 2 * GIB - 16), size=2 * GIB)
-    return TensorFile(Disk(), path, Written(2 * GIB, "0" * 32))
+    return TensorFile(Disk(), path, WrittenFile(2 * GIB, "0" * 32))
 
 
 @bomb

@@ -100,9 +100,11 @@ def test_a_bundle_that_names_other_places_is_written_and_read_in_its_own(tmp_pat
     from dataclasses import replace
 
     cuts = (replace(BUNDLE_OF.cuts[0], ids=("../../outside", "/outside")),)
-    made = step_bundle.write(tmp_path / "a/bundles", replace(BUNDLE_OF, cuts=cuts, message="../x\n\x1b[2J"), RNG_OF)
+    made = step_bundle.write_bundle(
+        tmp_path / "a/bundles", replace(BUNDLE_OF, cuts=cuts, message="../x\n\x1b[2J"), RNG_OF
+    )
     assert made is not None
-    assert step_bundle.read(made).cuts[0].ids == ("../../outside", "/outside")
+    assert step_bundle.read_bundle(made).cuts[0].ids == ("../../outside", "/outside")
     assert {path.name for path in tmp_path.iterdir()} == {"a"}
     assert {path.name for path in made.iterdir()} == {step_bundle.BUNDLE, step_bundle.RNG}
 

@@ -144,13 +144,13 @@ def test_every_file_of_a_training_checkpoint(tmp_path: Path, evil: bytes) -> Non
 def test_every_file_of_a_bundle_for_replaying(tmp_path: Path, evil: bytes, name: str) -> None:
     from tests.training.forensics.test_bundles import BUNDLE_OF, RNG_OF
 
-    written = step_bundle.write(tmp_path / "bundles", BUNDLE_OF, RNG_OF)
+    written = step_bundle.write_bundle(tmp_path / "bundles", BUNDLE_OF, RNG_OF)
     assert written is not None
     assert {path.name for path in written.iterdir()} == {step_bundle.BUNDLE, step_bundle.RNG}
     path = written / (step_bundle.BUNDLE if name.endswith("json") else step_bundle.RNG)
     path.unlink()
     path.write_bytes(evil)
-    assert refused(lambda: (step_bundle.read(written), step_bundle.read_rng(written)))
+    assert refused(lambda: (step_bundle.read_bundle(written), step_bundle.read_rng(written)))
     assert not (tmp_path / "made").exists()
 
 

@@ -17,9 +17,9 @@ from pipeline.memory.footprint import MemoryChoice, live_peak_bytes
 from pipeline.protocol import ITEMS, Example, Outputs, Weights
 from pipeline.records import Role
 from pipeline.runs.model.task_contract import breaches
-from pipeline.tasks.complex_docking import ComplexDocking, arms, turns
+from pipeline.tasks.complex_docking import ComplexDocking, arms, rotation_matrices
 from pipeline.training.step.checkpointing import repeated
-from pipeline.training.step.step import Settings, Step
+from pipeline.training.step.step import Step, StepSettings
 from tests.limited import device
 from tests.memory.tracing.traced import tracer, true_peak
 from tests.tasks.docking_items import (
@@ -95,7 +95,7 @@ def brought_back(batch):
     native = batch.pos_NA3[:, CA].clone()
     is_ligand, item = batch.partner_N % 2 == 1, batch.partner_N // 2
     centre = native - arms(batch)
-    turned = (turns(batch.rotation_B3)[item] @ arms(batch).unsqueeze(-1)).squeeze(-1)
+    turned = (rotation_matrices(batch.rotation_B3)[item] @ arms(batch).unsqueeze(-1)).squeeze(-1)
     native[is_ligand] = (centre + turned + batch.translation_B3[item])[is_ligand]
     return native.numpy()
 
@@ -144,7 +144,9 @@ def test_noise_is_as_wide_as_the_options_say_and_no_turn_is_more_than_half_a_cir
 
 def test_rotation_vectors_are_those_of_other_libraries():
     vectors = np.random.default_rng(0).normal(size=(7, 3))
-    assert np.allclose(turns(torch.from_numpy(vectors)), Rotation.from_rotvec(vectors).as_matrix(), atol=1e-12)
+    assert np.allclose(
+        rotation_matrices(torch.from_numpy(vectors)), Rotation.from_rotvec(vectors).as_matrix(), atol=1e-12
+    )
 
 
 # ---- what it says ----
@@ -195,7 +197,7 @@ def test_atoms_that_are_missing_leave_every_number_finite():
 
 
 def gradients(task, batches, **settings):
-    step = Step(task, Settings(optimizer="sgd", **settings), model=model_of(task).train())
+    step = Step(task, StepSettings(optimizer="sgd", **settings), model=model_of(task).train())
     weights = step.weights(batches)
     for batch in batches:
         step.accumulate(batch, weights)
@@ -356,7 +358,7 @@ def test_it_learns_the_way_back_of_a_few_complexes():
     task = replace(SMALL, width=32, pair_width=16)
     batch = collated(*(made(seed, 30, 20) for seed in range(4)), task=task, ids=("e", "f", "g", "h"))
     torch.manual_seed(0)
-    step = Step(task, Settings(learning_rate=5e-3, clip=1.0))
+    step = Step(task, StepSettings(learning_rate=5e-3, clip=1.0))
     before = task.metrics(outputs_of(task, step.model, batch))
     for _ in range(60):
         step.run([batch])

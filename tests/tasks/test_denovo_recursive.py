@@ -19,7 +19,7 @@ from pipeline.runs.model.task_contract import breaches
 from pipeline.tasks.denovo_model import END
 from pipeline.tasks.denovo_recursive import DenovoRecursive, fragments
 from pipeline.training.step.checkpointing import repeated
-from pipeline.training.step.step import Settings, Step
+from pipeline.training.step.step import Step, StepSettings
 from tests.limited import device
 from tests.memory.tracing.traced import tracer, true_peak
 from tests.tasks.reader_items import batch_of
@@ -77,7 +77,7 @@ def model_of(task=SMALL, dtype=torch.float64):
 
 
 def gradients(task, batches, **settings):
-    step = Step(task, Settings(optimizer="sgd", **settings), model=model_of(task).train())
+    step = Step(task, StepSettings(optimizer="sgd", **settings), model=model_of(task).train())
     weights = step.weights(batches)
     for batch in batches:
         step.accumulate(batch, weights)
@@ -270,7 +270,7 @@ def test_half_precision_is_finite_and_near_single(precision):
     for name, (total, _) in half.items():
         assert total.dtype == torch.float32
         assert float(total.detach()) == pytest.approx(float(plain[name][0].detach()), rel=0.03)
-    step = Step(SMALL, Settings(precision=precision), model=model.train())
+    step = Step(SMALL, StepSettings(precision=precision), model=model.train())
     step.accumulate(batch, step.weights([batch]))
     assert all(torch.isfinite(one.grad).all() for one in step.trained)
 
@@ -309,7 +309,7 @@ def test_longer_peptides_take_more():
 def test_it_learns_a_handful_of_peptides():
     task = replace(SMALL, precursor_weight=0.02, spectrum_weight=0.2, latent_steps=1, supervision_steps=2)
     torch.manual_seed(0)
-    step = Step(task, Settings(learning_rate=4e-3))
+    step = Step(task, StepSettings(learning_rate=4e-3))
     batch = collated(*PEPTIDES)
     values = [step.run([batch]) for _ in range(60)]
     figures = task.metrics(said(task, step.model.eval(), batch))

@@ -21,7 +21,7 @@ from pipeline.records import Role
 from pipeline.structures.synthetic import complex_pdb
 from pipeline.tasks.interface import Interface
 from pipeline.training.step.checkpointing import repeated
-from pipeline.training.step.step import Settings, Step
+from pipeline.training.step.step import Step, StepSettings
 from tests.limited import device
 from tests.memory.tracing.traced import tracer, true_peak
 from tests.tasks.items import DIM, batch_of, graph_of, made, real
@@ -191,7 +191,7 @@ def test_an_item_has_the_same_outputs_alone_and_in_a_batch(dtype, tolerance):
 
 
 def gradients(task, batches, **settings):
-    step = Step(task, Settings(optimizer="sgd", **settings), model=model_of(task).train())
+    step = Step(task, StepSettings(optimizer="sgd", **settings), model=model_of(task).train())
     weights = step.weights(batches)
     for batch in batches:
         step.accumulate(batch, weights)
@@ -400,7 +400,7 @@ def test_it_overfits_eight_real_complexes(shared_structures):
     graphs, names = smallest_real(shared_structures, OVERFIT)
     batches = [collated(*graphs[at : at + 4], task=task, ids=names[at : at + 4]) for at in range(0, OVERFIT, 4)]
     torch.manual_seed(0)
-    step = Step(task, Settings(learning_rate=1e-2, clip=1.0))
+    step = Step(task, StepSettings(learning_rate=1e-2, clip=1.0))
     figures = {}
     for turn in range(1, 161):
         step.run(batches)

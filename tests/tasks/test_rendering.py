@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.tasks.denovo_model import Grid, Peaks, similarity
+from pipeline.tasks.denovo_model import DrawnPeaks, Grid, similarity
 from tests.limited.device import LimitedDevice, need
 
 WHOLE = Grid(bin_size=0.1, max_mz=50.0, sigma=0.07)
@@ -23,7 +23,7 @@ WAYS = {
 def peaks(items, count, seed, most=WHOLE.max_mz):
     generator = torch.Generator().manual_seed(seed)
     mz_BP = most * torch.rand(items, count, generator=generator, dtype=torch.float64)
-    return Peaks(mz_BP, torch.rand(items, count, generator=generator, dtype=torch.float64))
+    return DrawnPeaks(mz_BP, torch.rand(items, count, generator=generator, dtype=torch.float64))
 
 
 def near_pair(items=3):
@@ -31,7 +31,7 @@ def near_pair(items=3):
     seen = peaks(items, 9, 1)
     mz_BP = seen.mz_BP[:, :7] + 0.1 * peaks(items, 7, 2, most=1.0).mz_BP
     mz_BP[0, 0], mz_BP[1, 0], mz_BP[2, 0], mz_BP[2, 1] = 0.02, 49.99, 50.05, 400.0
-    return Peaks(mz_BP, torch.ones_like(mz_BP)), seen
+    return DrawnPeaks(mz_BP, torch.ones_like(mz_BP)), seen
 
 
 def written_out(predicted, seen, grid):
@@ -49,7 +49,7 @@ def written_out(predicted, seen, grid):
 
 def with_gradient(predicted, seen, grid):
     mz_BP = predicted.mz_BP.clone().requires_grad_()
-    alike_B = similarity(Peaks(mz_BP, predicted.height_BP), seen, grid)
+    alike_B = similarity(DrawnPeaks(mz_BP, predicted.height_BP), seen, grid)
     (gradient,) = torch.autograd.grad((alike_B * torch.tensor([1.0, 2.0, 3.0])).sum(), mz_BP)
     return alike_B.detach(), gradient
 
@@ -75,7 +75,7 @@ def test_every_way_has_the_gradients_of_the_whole_table(way):
 def test_gradients_are_those_of_finite_differences(way):
     predicted, seen = near_pair(3)
     assert torch.autograd.gradcheck(
-        lambda mz_BP: similarity(Peaks(mz_BP, predicted.height_BP), seen, WAYS[way]),
+        lambda mz_BP: similarity(DrawnPeaks(mz_BP, predicted.height_BP), seen, WAYS[way]),
         predicted.mz_BP.clone().requires_grad_(),
     )
 
@@ -83,8 +83,8 @@ def test_gradients_are_those_of_finite_differences(way):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_spectrum_is_itself_and_like_no_empty_one(way):
     seen = peaks(2, 5, 0)
-    nothing = Peaks(seen.mz_BP.clone().requires_grad_(), torch.zeros_like(seen.height_BP))
-    no_peaks = Peaks(seen.mz_BP[:, :0], seen.height_BP[:, :0])
+    nothing = DrawnPeaks(seen.mz_BP.clone().requires_grad_(), torch.zeros_like(seen.height_BP))
+    no_peaks = DrawnPeaks(seen.mz_BP[:, :0], seen.height_BP[:, :0])
     assert similarity(seen, seen, WAYS[way]).tolist() == pytest.approx([1.0, 1.0])
     empty_B = similarity(nothing, seen, WAYS[way])
     empty_B.sum().backward()
@@ -96,7 +96,7 @@ def test_a_spectrum_is_itself_and_like_no_empty_one(way):
 @pytest.mark.parametrize("way", WAYS)
 def test_heights_that_are_zero_are_no_peaks(way):
     predicted, seen = near_pair()
-    more = Peaks(
+    more = DrawnPeaks(
         torch.cat([predicted.mz_BP, torch.full((3, 4), 13.0, dtype=torch.float64)], 1),
         torch.cat([predicted.height_BP, torch.zeros(3, 4, dtype=torch.float64)], 1),
     )
@@ -112,8 +112,8 @@ def test_a_table_of_all_bins_takes_many_times_what_chunks_and_near_bins_take():
     for name, one in {"whole": grid, "chunked": replace(grid, chunk=100), "near": replace(grid, reach=8.0)}.items():
         with LimitedDevice() as device:
             mz_BP = (500 * torch.rand(items, count)).requires_grad_()
-            seen = Peaks(500 * torch.rand(items, count), torch.rand(items, count))
-            similarity(Peaks(mz_BP, torch.ones(items, count)), seen, one).sum().backward()
+            seen = DrawnPeaks(500 * torch.rand(items, count), torch.rand(items, count))
+            similarity(DrawnPeaks(mz_BP, torch.ones(items, count)), seen, one).sum().backward()
             taken[name] = device.peak_bytes
     assert taken["whole"] > 2 * table
     assert taken["chunked"] < 0.15 * table

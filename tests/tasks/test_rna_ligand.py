@@ -16,7 +16,7 @@ from pipeline.protocol import ITEMS, Example, Outputs
 from pipeline.records import Role
 from pipeline.runs.model.task_contract import breaches
 from pipeline.training.step.checkpointing import repeated
-from pipeline.training.step.step import Settings, Step
+from pipeline.training.step.step import Step, StepSettings
 from tests.graphs.complexes import moved, shared_complex
 from tests.tasks.rna_items import RECIPE, by_item, made
 from tests.tasks.rna_models import (
@@ -201,7 +201,7 @@ def test_an_item_has_the_same_outputs_alone_and_in_a_batch(dtype, tolerance):
 def gradients(task, batches, **settings):
     step = Step(
         task,
-        Settings(optimizer="sgd", **settings),
+        StepSettings(optimizer="sgd", **settings),
         model=new_model(task, torch.float64) if settings else model_of(task, torch.float64),
     )
     made_batches = [double(task.collate(items, RNG)) for items in batches]
@@ -241,7 +241,7 @@ def test_half_precision_leaves_what_turns_in_single(learned):
 def test_it_overfits_three_pockets(learned):
     task = replace(TINY, targets=learned.targets)
     torch.manual_seed(0)
-    step = Step(task, Settings(learning_rate=1e-2, clip=1.0))
+    step = Step(task, StepSettings(learning_rate=1e-2, clip=1.0))
     batch = task.collate(three(), RNG)
     for _ in range(40):
         step.run([batch])

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.memory.footprint import MemoryChoice, live_peak_bytes
 from pipeline.protocol import ITEMS
-from pipeline.training.step.step import Settings, Step
+from pipeline.training.step.step import Step, StepSettings
 from tests.limited import device
 from tests.limited.device import LimitedDevice
 from tests.memory.tracing.traced import tracer, true_peak
@@ -106,7 +106,7 @@ def test_memory_between_steps_is_the_same_after_three_epochs_of_batches_of_many_
     gc.disable()  # nothing waits for the collector either
     try:
         with LimitedDevice() as limited:
-            step = Step(task, Settings(clip=1.0))
+            step = Step(task, StepSettings(clip=1.0))
             levels = []
             for epoch in range(3):
                 for count in (1 + np.random.default_rng(epoch).permutation(len(graphs))).tolist():

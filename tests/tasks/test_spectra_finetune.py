@@ -18,7 +18,7 @@ from pipeline.readers.spectra import Spectra
 from pipeline.runs.model.task_contract import breaches
 from pipeline.tasks.spectra_finetune import SpectraFinetune
 from pipeline.training.step.checkpointing import repeated
-from pipeline.training.step.step import Settings, Step
+from pipeline.training.step.step import Step, StepSettings
 from tests.limited import device
 from tests.memory.tracing.traced import of, tracer, true_peak
 from tests.tasks.reader_items import batch_of
@@ -55,7 +55,7 @@ def model_of(task=SMALL, dtype=torch.float64):
 
 
 def gradients(batches, task=SMALL, **settings):
-    step = Step(task, Settings(optimizer="sgd", **settings), model=model_of(task).train())
+    step = Step(task, StepSettings(optimizer="sgd", **settings), model=model_of(task).train())
     weights = step.weights(batches)
     for batch in batches:
         step.accumulate(batch, weights)
@@ -378,7 +378,7 @@ def test_it_learns_what_is_made_to_be_learned():
     for one in spectra:
         one["target"] = np.array([one["precursor_mz"] / 500 - 1, one["peaks.intensity"].mean()], np.float32)
     torch.manual_seed(0)
-    step = Step(SMALL, Settings(learning_rate=3e-3, clip=1.0))
+    step = Step(SMALL, StepSettings(learning_rate=3e-3, clip=1.0))
     batches = [collated(*spectra[at : at + 6]) for at in (0, 6)]
     losses = [float(step.run(batches)["target"]) for _ in range(40)]
     assert losses[-1] < 0.2 * losses[0]

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pipeline.memory.tracing.tracer import Target
     from pipeline.protocol import Task
     from pipeline.training.ranks.rank_protocol import Ranks
-    from pipeline.training.step.step import Settings, Step
+    from pipeline.training.step.step import Step, StepSettings
 
     Integers = NDArray[np.int64]
 
@@ -47,7 +47,7 @@ class Work:
     """A task as it is to be trained; what a plan may still decide is a `MemoryChoice`."""
 
     task: Task
-    settings: Settings
+    settings: StepSettings
     device: str = "cuda"  # cpu: for a machine without cards
 
     @classmethod
@@ -103,7 +103,7 @@ class Work:
             )
             raise ConfigError(what, where="train.sharding", remedy="--set train.sharding=false")
 
-    def under(self, choice: MemoryChoice) -> Settings:
+    def under(self, choice: MemoryChoice) -> StepSettings:
         """Return the settings of a step under a choice."""
         return replace(
             self.settings,
@@ -157,12 +157,12 @@ class Work:
                 return self.task.model()
 
 
-def step_settings(train: TrainSection, device: str, task: Task | None = None) -> Settings:
+def step_settings(train: TrainSection, device: str, task: Task | None = None) -> StepSettings:
     """Return what a configuration says of a step; of a task that compares all items of one, how many these are."""
-    from pipeline.training.step.step import Settings
+    from pipeline.training.step.step import StepSettings
 
     way = train.way if train.way != "auto" else "foreach" if device == "cuda" else "loop"
-    return Settings(
+    return StepSettings(
         optimizer=train.optimizer,
         learning_rate=train.learning_rate,
         weight_decay=train.weight_decay,

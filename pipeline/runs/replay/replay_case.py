@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from pipeline.journal.run_folder import RunFolder
     from pipeline.stages.train import Job
-    from pipeline.training.forensics.rerun import Part
+    from pipeline.training.forensics.rerun import RerunPart
     from pipeline.training.forensics.step_bundle import Bundle
     from pipeline.training.prepared import ModelFolder
     from pipeline.training.step.micro_batches import Piece
@@ -51,7 +51,7 @@ def find_case(folder: RunFolder, step: int, rank: int | None = None) -> ReplayCa
         what = f"run {folder.name} has trained nothing: there is no step to replay"
         raise ConfigError(what, where=str(folder.path), remedy="pipeline submit --stage train")
     project, made = project_of_run(folder)
-    found = [(path, step_bundle.read(path)) for path in step_bundle.find(made.bundles, step, rank)]
+    found = [(path, step_bundle.read_bundle(path)) for path in step_bundle.find_bundles(made.bundles, step, rank)]
     found.sort(key=lambda one: _preference(one[1]))
     (where, bundle), *rest = found
     others = tuple(path.name for path, _ in rest)
@@ -81,7 +81,7 @@ def steps_with_bundles(folder: RunFolder) -> list[int]:
     if not folder.plan(NAME).exists():
         return []
     made = project_of_run(folder)[1]
-    return sorted({step_bundle.read(path).step for path in step_bundle.all_of(made.bundles)})
+    return sorted({step_bundle.read_bundle(path).step for path in step_bundle.bundles_in(made.bundles)})
 
 
 def project_of_run(folder: RunFolder) -> tuple[Project, ModelFolder]:
@@ -113,7 +113,7 @@ class ReplayedShare:
         begun = list(self._begun())
         self.parts = [*begun, *self._rest(1 + max((part.micro for part in begun), default=-1))]
 
-    def read(self, part: Part) -> Piece:
+    def read(self, part: RerunPart) -> Piece:
         """Return the items of a part, which must still be those."""
         from pipeline.training.sampling.sampler import MicroBatch
         from pipeline.training.step.micro_batches import Piece
@@ -134,17 +134,17 @@ class ReplayedShare:
         costs = self._items.cost_N[list(numbers)]
         return int(costs.max() * len(costs) if self.padded else costs.sum())
 
-    def _part(self, micro: int, numbers: tuple[int, ...], rung: int = 0) -> Part:
-        from pipeline.training.forensics.rerun import Part
+    def _part(self, micro: int, numbers: tuple[int, ...], rung: int = 0) -> RerunPart:
+        from pipeline.training.forensics.rerun import RerunPart
 
         ids = tuple(self._ids.get(number, self._items.table.ids[number]) for number in numbers)
         sizes = {name: int(self._together(size_N[list(numbers)])) for name, size_N in self.sizes.items()}
-        return Part(micro, ids, numbers, rung, self.cost(numbers), sizes)
+        return RerunPart(micro, ids, numbers, rung, self.cost(numbers), sizes)
 
     def _together(self, size_K: Any) -> Any:
         return size_K.max() if self.padded else size_K.sum()
 
-    def _begun(self) -> Iterator[Part]:
+    def _begun(self) -> Iterator[RerunPart]:
         """Yield the parts that had begun when it went wrong; of a bundle that does not tell them, what it has."""
         bundle = self._bundle
         told = bundle.state.get("pieces") or [{"numbers": cut.numbers, "rung": 0} for cut in bundle.cuts]
@@ -154,7 +154,7 @@ class ReplayedShare:
             if numbers:
                 yield self._part(micro, numbers, one["rung"])
 
-    def _rest(self, begun: int) -> Iterator[Part]:
+    def _rest(self, begun: int) -> Iterator[RerunPart]:
         """Yield the micro-batches after those that had begun, cut as they would have been."""
         bundle, sampler = self._bundle, self._loader.sampler
         if begun >= int(bundle.state.get("micro_batches", 0)):

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pipeline.training.forensics.nan_search import Suspect
-    from pipeline.training.forensics.rerun import Rerun, Result
+    from pipeline.training.forensics.rerun import PartResult, Rerun
     from pipeline.training.forensics.step_bundle import Bundle
 
 _SHOWN = 3  # items of a part
@@ -73,7 +73,7 @@ class ReplayResult:
         norm = self.rerun.norm
         return bool(self._results("not finite") or self.rerun.gradients or (norm is not None and not _finite(norm)))
 
-    def _results(self, outcome: str) -> list[Result]:
+    def _results(self, outcome: str) -> list[PartResult]:
         return [one for one in self.rerun.results if one.outcome.value == outcome] if self.rerun else []
 
     @property
@@ -174,7 +174,7 @@ class ReplayResult:
         return plain
 
 
-def _plain(result: Result) -> dict[str, Any]:
+def _plain(result: PartResult) -> dict[str, Any]:
     part = result.part
     return {
         "micro_batch": part.micro + 1,

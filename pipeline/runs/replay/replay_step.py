@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pipeline.memory.footprint import MemoryChoice
     from pipeline.memory.runtime.meters import Meter
     from pipeline.stages.train import Job
-    from pipeline.training.forensics.rerun import Part, Rerun
+    from pipeline.training.forensics.rerun import Rerun, RerunPart
     from pipeline.training.prepared import Prepared
     from pipeline.training.step.step import Step
 
@@ -103,7 +103,7 @@ def main(words: Sequence[str]) -> int:
 
     try:
         project, made = project_of_run(folder)
-        bundle = step_bundle.read(where)
+        bundle = step_bundle.read_bundle(where)
         case = ReplayCase(folder, project, made, where, bundle, read_training_plan(bundle.plan, where), ())
         tell({"found": replay_here(case, device=device, begin=lambda part: tell({"on": part.ids})).to_json()})
     except PipelineError as error:
@@ -128,7 +128,7 @@ def replay_here(
     *,
     device: str | None = None,
     meter: Meter | None = None,
-    begin: Callable[[Part], None] = lambda _: None,
+    begin: Callable[[RerunPart], None] = lambda _: None,
 ) -> ReplayResult:
     """Run a rank's share of a step again, and look where it goes wrong."""
     from pipeline.memory.runtime.meters import meter_of
@@ -152,7 +152,7 @@ def replay_here(
         measured = meter or meter_of(chosen)
         found.rerun = rerun(step, share.parts, share.read, rng, measured, begin=begin)
         found.suspects = _suspects(step, found.rerun, share)
-        if case.bundle.kind is step_bundle.Kind.OOM:
+        if case.bundle.kind is step_bundle.BundleKind.OOM:
             found.traced = _traced(case, share, found.notes)
     return found
 
@@ -242,7 +242,7 @@ def _usable(case: ReplayCase) -> Iterator[str]:
     for name in Disk().list_folder(case.made.checkpoints):
         if name.startswith("step-"):
             try:
-                known.append(checkpoint_reader.read(Disk(), case.made.checkpoints / name))
+                known.append(checkpoint_reader.read_manifest(Disk(), case.made.checkpoints / name))
             except CheckpointDamaged:
                 continue
     older = [told for told in known if told.step <= before]
@@ -281,12 +281,12 @@ def _notes(case: ReplayCase) -> list[str]:
 def _suspects(step: Step, found: Rerun, share: ReplayedShare) -> list[Any]:
     """Look into what is not finite."""
     from pipeline.training.forensics.nan_search import suspects
-    from pipeline.training.forensics.rerun import Outcome
+    from pipeline.training.forensics.rerun import PartOutcome
 
-    bad = found.of(Outcome.NOT_FINITE)
+    bad = found.of(PartOutcome.NOT_FINITE)
     if bad:
         return suspects(step, bad, share.read)
-    return suspects(step, found.of(Outcome.FITS), share.read, backward=True) if found.gradients else []
+    return suspects(step, found.of(PartOutcome.FITS), share.read, backward=True) if found.gradients else []
 
 
 def _traced(case: ReplayCase, share: ReplayedShare, notes: list[str]) -> Traced | None:

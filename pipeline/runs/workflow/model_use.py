@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
     from pipeline.records import Tell
-    from pipeline.training.checkpoints.checkpoint_choice import Chosen
+    from pipeline.training.checkpoints.checkpoint_choice import ChosenCheckpoint
     from pipeline.training.evaluating.apply_model import ApplyJob
     from pipeline.training.ranks.rank_protocol import Ranks
 
@@ -53,7 +53,7 @@ class Ahead:
     """What a model is to be applied to, as it was found when the stage began."""
 
     prepared: Prepared
-    chosen: Chosen
+    chosen: ChosenCheckpoint
     split: str | None
     made: str  # the digest of the items
     items: int
@@ -66,11 +66,15 @@ class Ahead:
     @classmethod
     def read(cls, path: Path) -> Ahead:
         """Read what a survey wrote."""
-        from pipeline.training.checkpoints.checkpoint_choice import Chosen
+        from pipeline.training.checkpoints.checkpoint_choice import ChosenCheckpoint
 
         data = json.loads(path.read_text())
         return cls(
-            **{**data, "prepared": Prepared.from_json(data["prepared"]), "chosen": Chosen.from_json(data["chosen"])}
+            **{
+                **data,
+                "prepared": Prepared.from_json(data["prepared"]),
+                "chosen": ChosenCheckpoint.from_json(data["chosen"]),
+            }
         )
 
     def write(self, path: Path) -> None:
@@ -155,15 +159,15 @@ def is_for_all(folder: RunFolder) -> bool:
     return FOR_ALL in folder.again.read_text()
 
 
-def _ahead(prepared: Prepared, chosen: Chosen, split: str | None, table: ItemTable) -> Ahead:
+def _ahead(prepared: Prepared, chosen: ChosenCheckpoint, split: str | None, table: ItemTable) -> Ahead:
     from pipeline.training.evaluating.apply_model import table_digest
 
     return Ahead(prepared, chosen, split, table_digest(table), len(table), [])
 
 
-def choose(project: Project, prepared: Prepared, name: str, without: Collection[str] = ()) -> Chosen | None:
+def choose(project: Project, prepared: Prepared, name: str, without: Collection[str] = ()) -> ChosenCheckpoint | None:
     """Return the checkpoint that a stage is to use, of the training that this configuration asks for."""
-    from pipeline.training.checkpoints.checkpoint_choice import choose as of_folder
+    from pipeline.training.checkpoints.checkpoint_choice import choose_checkpoint as of_folder
 
     return of_folder(folder_of(project, prepared).checkpoints, settings(project, name).checkpoint, without)
 
@@ -240,7 +244,7 @@ def job_of(
     table = items_of(project, prepared, name)
     choice: MemoryChoice = MemoryChoice(precision=prepared.precision, shards=1)
 
-    def select(without: Collection[str]) -> Chosen:
+    def select(without: Collection[str]) -> ChosenCheckpoint:
         """Return the checkpoint that was found, or the next one; the judge is to know which."""
         if not without:
             return ahead.chosen

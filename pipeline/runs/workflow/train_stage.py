@@ -93,9 +93,9 @@ class Progress:
 
 def latest(folder: ModelFolder) -> Manifest | None:
     """Return what the newest checkpoint of a training tells of itself."""
-    from pipeline.training.checkpoints.checkpoint_folder import Checkpoints
+    from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder
 
-    return Checkpoints(folder.checkpoints, last=1, best=0, identity={}, tell=lambda _: None).latest()
+    return CheckpointFolder(folder.checkpoints, last=1, best=0, identity={}, tell=lambda _: None).latest()
 
 
 def survey(project: Project, folder: RunFolder | None, _at_once: int) -> Found:
@@ -326,13 +326,13 @@ class Trained(Judged):
 
 def judge(project: Project, folder: RunFolder, _patience_s: float) -> Trained:
     """Say what has been trained, by the newest checkpoint that is whole, every byte of which is read."""
-    from pipeline.training.checkpoints.checkpoint_folder import Checkpoints
+    from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder
     from pipeline.training.loop.metrics_log import read_epochs
 
     prepared = Prepared.from_json(json.loads(folder.plan(NAME).read_text()))
     made, settings = folder_of(project, prepared), project.config.train.validation
     identity = latest(made)
-    checkpoints = Checkpoints(
+    checkpoints = CheckpointFolder(
         made.checkpoints, last=1, best=0, identity=identity.identity if identity else {}, tell=said
     )
     found = checkpoints.newest()

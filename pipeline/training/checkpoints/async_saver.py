@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipeline.training.checkpoints.checkpoint_folder import NotSaved, State
-from pipeline.training.checkpoints.checkpoint_reader import plain
+from pipeline.training.checkpoints.checkpoint_reader import plain_json
 from pipeline.training.checkpoints.tensor_file import distinct, nbytes
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pipeline.training.checkpoints.checkpoint_folder import Checkpoints, Receipt
+    from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder, Receipt
 
 
 def staging_bytes(tensors: Mapping[str, Tensor]) -> int:
@@ -33,7 +33,7 @@ def staging_bytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(map(nbytes, distinct(tensors)[0].values()))
 
 
-class Staging:
+class StagingBuffers:
     """Copies of tensors in the host's memory, made into buffers that are used again."""
 
     def __init__(self) -> None:
@@ -64,10 +64,10 @@ class Staging:
 class Saver:
     """Saves the checkpoints of one rank, one at a time."""
 
-    def __init__(self, checkpoints: Checkpoints, *, rank: int = 0, asynchronous: bool = True) -> None:
+    def __init__(self, checkpoints: CheckpointFolder, *, rank: int = 0, asynchronous: bool = True) -> None:
         self.checkpoints, self.rank, self.asynchronous = checkpoints, rank, asynchronous
         self._thread = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
-        self._shared, self._own = Staging(), Staging()
+        self._shared, self._own = StagingBuffers(), StagingBuffers()
         self._receipt: Future[Receipt] | None = None
         self._publishing: Future[Path | NotSaved] | None = None
         self._outcomes: list[Path | NotSaved] = []
@@ -85,7 +85,7 @@ class Saver:
         if self.rank != 0:
             state = State(own=state.own, own_data=state.own_data)
         staged = self._staged(state) if self.asynchronous else state
-        self._data = plain(state.data, "data")
+        self._data = plain_json(state.data, "data")
         self._publish_with = {"step": step, "figure": figure, "lower_is_better": lower_is_better}
         self._receipt = self._started(lambda: self.checkpoints.write(staged, step, rank=self.rank))
 
@@ -132,10 +132,10 @@ class Saver:
         self.wait()
         if self._thread is not None:
             self._thread.shutdown()
-        self._shared, self._own = Staging(), Staging()
+        self._shared, self._own = StagingBuffers(), StagingBuffers()
 
     def _staged(self, state: State) -> State:
-        own_data = plain(state.own_data, "own_data")
+        own_data = plain_json(state.own_data, "own_data")
         return State(self._shared.copied(state.tensors), {}, self._own.copied(state.own), own_data)
 
     def _started(self, work: Callable[[], Any]) -> Future[Any]:

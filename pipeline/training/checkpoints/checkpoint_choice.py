@@ -27,7 +27,7 @@ TRIES = 5  # checkpoints that are gone or damaged when they are read
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ChosenCheckpoint:
     """A checkpoint that is to be used."""
 
     path: Path
@@ -41,12 +41,12 @@ class Chosen:
         return asdict(self) | {"path": str(self.path)}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Chosen:
+    def from_json(cls, data: Mapping[str, Any]) -> ChosenCheckpoint:
         """Read what `to_json` wrote."""
         return cls(**{**data, "path": Path(data["path"])})
 
 
-def choose(folder: Path, wanted: str, without: Collection[str] = ()) -> Chosen | None:
+def choose_checkpoint(folder: Path, wanted: str, without: Collection[str] = ()) -> ChosenCheckpoint | None:
     """Return a checkpoint of a training by what is said of each, of its tensors none is read; None: there is none.
 
     `wanted` is best, last, or the name or the path of a folder; `without` are names of those that proved unusable.
@@ -63,7 +63,7 @@ def choose(folder: Path, wanted: str, without: Collection[str] = ()) -> Chosen |
     return _chosen(folder / newest.name, note="no checkpoint has a figure of a validation: the last one is used")
 
 
-def _named(folder: Path, wanted: str, without: Collection[str]) -> Chosen:
+def _named(folder: Path, wanted: str, without: Collection[str]) -> ChosenCheckpoint:
     path = folder / wanted if (folder / wanted).is_dir() else Path(wanted).absolute()
     if path.name in without:
         raise JobFailed("is damaged, or no longer there", where=str(path), remedy=ANOTHER)
@@ -79,22 +79,24 @@ def _all(folder: Path) -> list[Manifest]:
     for name in disk.list_folder(folder):
         if name.startswith("step-"):
             try:
-                known.append(checkpoint_reader.read(disk, folder / name))
+                known.append(checkpoint_reader.read_manifest(disk, folder / name))
             except CheckpointDamaged:  # or removed meanwhile, for newer ones
                 continue
     return known
 
 
-def _chosen(path: Path, note: str = "") -> Chosen:
-    told = checkpoint_reader.read(Disk(), path)
-    return Chosen(path, told.step, str(told.identity.get("recipe", "")), _digest(path), note)
+def _chosen(path: Path, note: str = "") -> ChosenCheckpoint:
+    told = checkpoint_reader.read_manifest(Disk(), path)
+    return ChosenCheckpoint(path, told.step, str(told.identity.get("recipe", "")), _digest(path), note)
 
 
 def _digest(path: Path) -> str:
     return content_digest((path / MANIFEST).read_bytes()).hex()
 
 
-def load(step: Step, ranks: Ranks, select: Callable[[Collection[str]], Chosen], say: Callable[[str], None]) -> Chosen:
+def load_checkpoint(
+    step: Step, ranks: Ranks, select: Callable[[Collection[str]], ChosenCheckpoint], say: Callable[[str], None]
+) -> ChosenCheckpoint:
     """Bring the checkpoint that the first rank selects into the model of every rank; moving averages where it has any.
 
     One that is damaged, or that a training removes meanwhile, is passed over; `select` is told of those.
@@ -102,7 +104,7 @@ def load(step: Step, ranks: Ranks, select: Callable[[Collection[str]], Chosen], 
     without: list[str] = []
     for _ in range(TRIES):
         mine = select(without).to_json() if ranks.rank == 0 else {}
-        chosen = Chosen.from_json(ranks.exchange(mine)[0])
+        chosen = ChosenCheckpoint.from_json(ranks.exchange(mine)[0])
         told = ranks.exchange({"why": _load(step, chosen)})
         whys = [one["why"] for one in told if one["why"]]
         if not whys:
@@ -113,13 +115,13 @@ def load(step: Step, ranks: Ranks, select: Callable[[Collection[str]], Chosen], 
     raise JobFailed(what, where=str(chosen.path.parent), remedy=ANOTHER)
 
 
-def _load(step: Step, chosen: Chosen) -> str:
+def _load(step: Step, chosen: ChosenCheckpoint) -> str:
     """Fill a model; return why that could not be, where another checkpoint may do."""
     try:
         if _digest(chosen.path) != chosen.digest:
             return "it is another one by now"
         identity = {
-            **checkpoint_reader.read(Disk(), chosen.path).identity,
+            **checkpoint_reader.read_manifest(Disk(), chosen.path).identity,
             "model": model_key(step.model),
         }  # of any training
         loaded = open_checkpoint(chosen.path, identity, verified=True)  # by what is read now, every byte

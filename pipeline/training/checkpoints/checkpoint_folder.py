@@ -26,13 +26,13 @@ from pipeline.training.checkpoints import checkpoint_reader, tensor_file
 from pipeline.training.checkpoints.checkpoint_reader import (
     MANIFEST,
     STATE,
+    LoadedCheckpoint,
     Manifest,
     open_checkpoint,
     rank_file,
     verified_checkpoint,
 )
-from pipeline.training.checkpoints.checkpoint_reader import Loaded as Loaded  # for those who look for it here
-from pipeline.training.checkpoints.tensor_file import CheckpointDamaged, Written
+from pipeline.training.checkpoints.tensor_file import CheckpointDamaged, WrittenFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -62,7 +62,7 @@ class State:
     own_data: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Checkpoints:
+class CheckpointFolder:
     """A folder of checkpoints of one training.
 
     All ranks have one; `token` is what rank 0 has drawn for this attempt (`new_token`) and told the others, so that
@@ -81,7 +81,7 @@ class Checkpoints:
         disk: Disk | None = None,
     ) -> None:
         self.folder, self.last, self.best_kept, self.tell = folder, max(last, 1), best, tell
-        self.identity = checkpoint_reader.plain(identity, "identity")
+        self.identity = checkpoint_reader.plain_json(identity, "identity")
         self.token = token or new_token(secrets.token_hex(4))
         self.disk = disk or Disk()
         self._damaged: set[str] = set()
@@ -95,7 +95,7 @@ class Checkpoints:
         """
         partial = self._partial(step)
         files = {rank_file(rank): state.own} | ({STATE: state.tensors} if rank == 0 else {})
-        data = checkpoint_reader.plain(state.own_data, "own_data")
+        data = checkpoint_reader.plain_json(state.own_data, "own_data")
         for tensors in files.values():
             tensor_file.refuse_strange(tensors)
         try:
@@ -150,7 +150,7 @@ class Checkpoints:
 
     # Reading
 
-    def newest(self) -> Loaded | None:
+    def newest(self) -> LoadedCheckpoint | None:
         """Return the checkpoint saved last, of those that are whole; nothing only where none was ever saved.
 
         Every byte of it was read. Damaged ones are passed over and told of; one of another model is an error.
@@ -171,20 +171,20 @@ class Checkpoints:
         """Return what the newest checkpoint tells of itself; none of its tensors is read."""
         return max(self._manifests([]), key=lambda told: told.serial, default=None)
 
-    def best(self) -> Loaded | None:
+    def best(self) -> LoadedCheckpoint | None:
         """Return the checkpoint with the best figure, of those that are whole; nothing where none has a figure."""
         passed: list[str] = []
         known = list(self._manifests(passed))
         return self._first_whole(by_figure(known), passed)
 
-    def open(self, path: Path | str, *, verified: bool = False) -> Loaded:
+    def open(self, path: Path | str, *, verified: bool = False) -> LoadedCheckpoint:
         """Return a checkpoint by its name or its folder, all its bytes read, unless another rank has just done that.
 
         Bytes are digested again wherever they are loaded, so that it is safe either way, but then the targets are lost.
         """
         return open_checkpoint(self.folder / path, self.identity, verified=verified, disk=self.disk)
 
-    def _first_whole(self, known: Sequence[Manifest], passed: list[str]) -> Loaded | None:
+    def _first_whole(self, known: Sequence[Manifest], passed: list[str]) -> LoadedCheckpoint | None:
         for told in known:
             checkpoint_reader.refuse_stranger(told, self.identity, self.folder / told.name)
             try:
@@ -205,7 +205,7 @@ class Checkpoints:
         """Yield what is told of each checkpoint; those of which nothing can be known are passed over."""
         for name in sorted(filter(_NAME.fullmatch, self.disk.list_folder(self.folder)), key=_order, reverse=True):
             try:
-                yield checkpoint_reader.read(self.disk, self.folder / name)
+                yield checkpoint_reader.read_manifest(self.disk, self.folder / name)
             except CheckpointDamaged as error:
                 passed.append(self._pass_over(name, error))
 
@@ -214,10 +214,10 @@ class Checkpoints:
     def _partial(self, step: int) -> Path:
         return self.folder / f".step-{step:08d}.partial-{self.token}"
 
-    def _written(self, path: Path, tensors: Mapping[str, Tensor]) -> Written:
+    def _written(self, path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
         if self.disk.exists(path):  # an attempt of the same name was killed here
             self.disk.unlink(path)
-        return tensor_file.write(self.disk, path, tensors)
+        return tensor_file.write_tensors(self.disk, path, tensors)
 
     def _manifest(
         self,
@@ -240,9 +240,9 @@ class Checkpoints:
             identity=self.identity,
             figure=None if figure is None or math.isnan(figure) else float(figure),
             lower_is_better=lower_is_better,
-            files={name: Written(*told) for receipt in receipts for name, told in receipt["files"].items()},
+            files={name: WrittenFile(*told) for receipt in receipts for name, told in receipt["files"].items()},
             ranks=[receipt["data"] for receipt in receipts],
-            data=checkpoint_reader.plain(data, "data"),
+            data=checkpoint_reader.plain_json(data, "data"),
         )
 
     def _free_name(self, step: int) -> str:
@@ -256,7 +256,7 @@ class Checkpoints:
     def _publish(self, partial: Path, told: Manifest) -> Path:
         for stray in set(filter(_OURS.fullmatch, self.disk.list_folder(partial))) - set(told.files):
             self.disk.unlink(partial / stray)
-        checkpoint_reader.write(self.disk, partial, told)
+        checkpoint_reader.write_manifest(self.disk, partial, told)
         self.disk.fsync_folder(partial)
         self.disk.rename(partial, path := self.folder / told.name)
         self.disk.fsync_folder(self.folder)

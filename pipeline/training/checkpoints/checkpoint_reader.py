@@ -16,14 +16,20 @@ from pipeline.errors import ConfigError
 from pipeline.keys import content_digest
 from pipeline.store.format.disk import Disk
 from pipeline.training.checkpoints import tensor_file
-from pipeline.training.checkpoints.tensor_file import OTHER_MODEL, TensorFile, Written, damaged, unreadable
+from pipeline.training.checkpoints.tensor_file import (
+    OTHER_MODEL,
+    TensorFile,
+    WrittenFile,
+    damaged_file,
+    unreadable_file,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
 
-    from pipeline.training.checkpoints.tensor_file import Spec
+    from pipeline.training.checkpoints.tensor_file import TensorSpec
 
 FORMAT = 1
 MANIFEST, STATE = "manifest.json", "state.safetensors"
@@ -40,7 +46,7 @@ class Manifest:
     identity: Mapping[str, Any]
     figure: float | None
     lower_is_better: bool
-    files: Mapping[str, Written]
+    files: Mapping[str, WrittenFile]
     ranks: Sequence[Mapping[str, Any]]
     data: Mapping[str, Any]
 
@@ -55,7 +61,7 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:04d}.safetensors"
 
 
-def write(disk: Disk, folder: Path, told: Manifest) -> None:
+def write_manifest(disk: Disk, folder: Path, told: Manifest) -> None:
     """Write a new manifest and wait until it is on the disk."""
     body = {
         "step": told.step,
@@ -78,14 +84,14 @@ def write(disk: Disk, folder: Path, told: Manifest) -> None:
         disk.close(fd)
 
 
-def read(disk: Disk, folder: Path) -> Manifest:
+def read_manifest(disk: Disk, folder: Path) -> Manifest:
     """Return what a checkpoint says of itself, if not a byte of that has changed."""
     path = folder / MANIFEST
     content = _content(disk, path)
     head, line, text = content.partition(b"\n")
     match = _HEAD.fullmatch(head + line)
     if match is None or _digest(int(match[1]), text) != match[2].decode():
-        raise damaged(path, f"is damaged: its {len(content):,} bytes are not those that were written")
+        raise damaged_file(path, f"is damaged: its {len(content):,} bytes are not those that were written")
     if int(match[1]) > FORMAT:
         what = f"is of format {int(match[1])}; this version of pipeline reads up to {FORMAT}"
         raise ConfigError(what, where=str(path), remedy="use the version of pipeline that wrote it, or a newer one")
@@ -104,7 +110,7 @@ def refuse_stranger(told: Manifest, identity: Mapping[str, Any], path: Path) -> 
     )
 
 
-def plain(value: Any, where: str) -> Any:
+def plain_json(value: Any, where: str) -> Any:
     """Return a copy of JSON data as it will come back; anything else is a bug of whoever made it."""
     if value is None or isinstance(value, str | bool | int | float):
         if type(value) in (str, bool, int, float, type(None)):
@@ -113,9 +119,9 @@ def plain(value: Any, where: str) -> Any:
     if isinstance(value, Mapping):
         if strange := [key for key in value if type(key) is not str]:
             raise TypeError(f"{where} has a key that is no text: {strange[0]!r}")
-        return {key: plain(one, f"{where}.{key}") for key, one in value.items()}
+        return {key: plain_json(one, f"{where}.{key}") for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(one, f"{where}[{place}]") for place, one in enumerate(value)]
+        return [plain_json(one, f"{where}[{place}]") for place, one in enumerate(value)]
     raise TypeError(f"{where} is a {type(value).__name__}, which JSON cannot hold")
 
 
@@ -127,12 +133,12 @@ def _content(disk: Disk, path: Path) -> bytes:
         finally:
             disk.close(fd)
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise unreadable_file(path, error) from error
 
 
 def _parsed(name: str, body: Mapping[str, Any]) -> Manifest:
     """Return a manifest whose digest was right, so that it is as it was written."""
-    files = {file: Written(one["bytes"], one["digest"]) for file, one in body["files"].items()}
+    files = {file: WrittenFile(one["bytes"], one["digest"]) for file, one in body["files"].items()}
     rest = {key: body[key] for key in ("step", "serial", "identity", "figure", "lower_is_better", "ranks", "data")}
     return Manifest(name=name, files=files, **rest)
 
@@ -154,7 +160,7 @@ class Own:
     data: Mapping[str, Any]
 
 
-class Loaded:
+class LoadedCheckpoint:
     """A checkpoint that is there: its data in memory, its tensors still in their files."""
 
     def __init__(self, disk: Disk, path: Path, told: Manifest) -> None:
@@ -174,7 +180,7 @@ class Loaded:
         return any("parts" in one for one in self._told.ranks)
 
     @property
-    def specs(self) -> Mapping[str, Spec]:
+    def specs(self) -> Mapping[str, TensorSpec]:
         """Return the type and shape of every tensor that all ranks have alike."""
         return self._state.specs
 
@@ -198,21 +204,21 @@ class Loaded:
 
 def open_checkpoint(
     path: Path, identity: Mapping[str, Any] | None = None, *, verified: bool = False, disk: Disk | None = None
-) -> Loaded:
+) -> LoadedCheckpoint:
     """Return the checkpoint of a folder; of any model, unless an identity is given."""
     disk = disk or Disk()
     if not path.is_dir():
         there = sorted(name for name in disk.list_folder(path.parent) if name.startswith("step-"))
         what = f"there is no such checkpoint; there is: {', '.join(there[-8:]) or 'none'}"
         raise ConfigError(what, where=str(path), remedy=f"ls {path.parent}")
-    told = read(disk, path)
+    told = read_manifest(disk, path)
     if identity is not None:
         refuse_stranger(told, identity, path)
-    return Loaded(disk, path, told) if verified else verified_checkpoint(disk, path, told)
+    return LoadedCheckpoint(disk, path, told) if verified else verified_checkpoint(disk, path, told)
 
 
-def verified_checkpoint(disk: Disk, path: Path, told: Manifest) -> Loaded:
+def verified_checkpoint(disk: Disk, path: Path, told: Manifest) -> LoadedCheckpoint:
     """Return a checkpoint all of whose bytes were read and found right."""
     for name, written in told.files.items():
-        tensor_file.check(disk, path / name, written)
-    return Loaded(disk, path, told)
+        tensor_file.verify_file(disk, path / name, written)
+    return LoadedCheckpoint(disk, path, told)

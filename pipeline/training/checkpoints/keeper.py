@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pipeline.memory.runtime.meters import HostMeter
-    from pipeline.training.checkpoints.checkpoint_folder import Checkpoints, Loaded
+    from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder
+    from pipeline.training.checkpoints.checkpoint_reader import LoadedCheckpoint
     from pipeline.training.ranks.rank_protocol import Ranks
     from pipeline.training.step.step import Step
 
@@ -36,7 +37,7 @@ ROOM = 0.8  # of the host's memory limit may be in use once a checkpoint is copi
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SavedProgress:
     """Where a training stands, as JSON data."""
 
     epoch: int = 0
@@ -51,10 +52,10 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ResumedTraining:
     """What was taken up: where it stands, and what this rank knew."""
 
-    place: Place
+    place: SavedProgress
     own: Mapping[str, Any]
     step: int = 0
 
@@ -69,7 +70,7 @@ class Keeper:
 
     def __init__(
         self,
-        checkpoints: Checkpoints,
+        checkpoints: CheckpointFolder,
         ranks: Ranks,
         *,
         fresh: Callable[[Step], None],
@@ -95,7 +96,7 @@ class Keeper:
 
     def save(
         self,
-        place: Place,
+        place: SavedProgress,
         step: Step,
         done: int,
         *,
@@ -190,7 +191,7 @@ class Keeper:
         self._tell(f"WARNING: {error}; training goes on, and the last good checkpoint stays")
         return str(error)
 
-    def take_up(self, step: Step) -> Found:
+    def take_up(self, step: Step) -> ResumedTraining:
         """Bring a step to where the newest whole checkpoint was taken, or to its beginning."""
         self.finish()
         loaded = self._newest() if self.ranks.rank == 0 else None
@@ -199,10 +200,10 @@ class Keeper:
             raise JobFailed(f"rank 0 found no checkpoint to go on with: {told['error']}", where=str(self.folder))
         if not told["name"]:
             self._fresh(step)
-            return Found(Place(), {})
+            return ResumedTraining(SavedProgress(), {})
         return self._restore(loaded or self.checkpoints.open(told["name"], verified=True), step)
 
-    def _newest(self) -> Loaded | None:
+    def _newest(self) -> LoadedCheckpoint | None:
         """Return the newest whole checkpoint; an error is told to the others, too."""
         try:
             return self.checkpoints.newest()
@@ -210,7 +211,7 @@ class Keeper:
             self.ranks.exchange({"error": str(error)})
             raise
 
-    def _restore(self, loaded: Loaded, step: Step) -> Found:
+    def _restore(self, loaded: LoadedCheckpoint, step: Step) -> ResumedTraining:
         if step.is_spread or loaded.is_divided:
             from pipeline.training.checkpoints.sharded_checkpoint import assembled
 
@@ -229,7 +230,7 @@ class Keeper:
             self._tell(
                 f"{loaded.name} is of {loaded.world} ranks, now there are {self.ranks.world}: steps stay the same"
             )
-        return Found(Place(**loaded.data["place"]), own.data if own else {}, loaded.step)
+        return ResumedTraining(SavedProgress(**loaded.data["place"]), own.data if own else {}, loaded.step)
 
 
 def _buffers(step: Step) -> dict[str, Tensor]:

@@ -39,7 +39,7 @@ _NEAR = 0.6
 
 
 @dataclass(frozen=True)
-class Report:
+class PretrainedReport:
     """What weights were loaded, and which were not."""
 
     path: str
@@ -66,14 +66,14 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredWeights:
     """What a file holds: tensors by name, mapped where the form allows."""
 
     tensors: Mapping[str, Tensor]
     averages: frozenset[str] = frozenset()  # names of those that are moving averages
 
 
-def load_pretrained(model: nn.Module, path: Path, *, partial: bool = False) -> Report:
+def load_pretrained(model: nn.Module, path: Path, *, partial: bool = False) -> PretrainedReport:
     """Copy weights into a model: all of them or, if partial, those that fit. Nothing is changed where it fails.
 
     A tensor of another floating precision is converted; of tied parameters the file needs one.
@@ -93,7 +93,7 @@ def load_pretrained(model: nn.Module, path: Path, *, partial: bool = False) -> R
     return report
 
 
-def stored_weights(path: Path) -> Stored:
+def stored_weights(path: Path) -> StoredWeights:
     """Return every tensor of a file or a folder by its name, without what wraps parts of a model."""
     if not path.exists():
         raise ConfigError("there are no such weights", where=f"{WHERE}: {path}", remedy=f"ls -ldL {path}")
@@ -107,17 +107,17 @@ def stored_weights(path: Path) -> Stored:
     except WeightsUnusable as error:
         remedy = UNTRUSTED if "run code" in error.what else FORMS
         raise DataError(error.what, where=f"{WHERE}: {error.where or path}", remedy=remedy) from error
-    return Stored({plain_name(name): one for name, one in tensors.items()})
+    return StoredWeights({plain_name(name): one for name, one in tensors.items()})
 
 
-def _of_checkpoint(path: Path) -> Stored:
+def _of_checkpoint(path: Path) -> StoredWeights:
     """Return a model of a checkpoint of ours, whose bytes are all read and found right before."""
     loaded = open_checkpoint(path)
     held = read_safetensors([path / STATE])
     held |= {alias: held[name] for alias, name in loaded.same.items()}
     model = {name.removeprefix("model."): one for name, one in held.items() if name.startswith("model.")}
     averages = {name.removeprefix("ema."): one for name, one in held.items() if name.startswith("ema.")}
-    return Stored(model | averages, frozenset(averages))
+    return StoredWeights(model | averages, frozenset(averages))
 
 
 def _files_of(folder: Path) -> list[Path]:
@@ -178,14 +178,14 @@ def _common_prefix(stored: Mapping[str, Tensor], state: Mapping[str, Tensor]) ->
 
 def _compared(
     state: Mapping[str, Tensor], stored: Mapping[str, Tensor], path: Path, prefix: str, averages: frozenset[str]
-) -> tuple[Report, list[str]]:
+) -> tuple[PretrainedReport, list[str]]:
     """Return the difference between a model and a file, and the names that fit."""
     _, same = distinct(state)
     there = {same.get(name, name) for name in state if name in stored}
     reshaped = {name: how for name, one in state.items() if name in stored and (how := _unlike(one, stored[name]))}
     reshaped |= _untied(same, stored, reshaped)
     fitting = [name for name in state if name in stored and name not in reshaped]
-    report = Report(
+    report = PretrainedReport(
         path=str(path),
         loaded=len({same.get(name, name) for name in fitting}),
         missing=tuple(name for name in state if same.get(name, name) not in there),
@@ -216,7 +216,7 @@ def _untied(same: Mapping[str, str], stored: Mapping[str, Tensor], reshaped: Map
     }
 
 
-def _misfit(what: str, report: Report) -> ConfigError:
+def _misfit(what: str, report: PretrainedReport) -> ConfigError:
     text = "\n  ".join([f"the weights {what}", *report.lines()])
     return ConfigError(text, where=f"{WHERE}: {report.path}", remedy=PARTIAL)
 

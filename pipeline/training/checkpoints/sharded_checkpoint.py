@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from pipeline.store.format.disk import Disk
 from pipeline.training.checkpoints import checkpoint_reader
-from pipeline.training.checkpoints.checkpoint_reader import STATE, Loaded, Manifest, Own, rank_file
-from pipeline.training.checkpoints.tensor_file import Spec, TensorFile, damaged, refuse_misfits
+from pipeline.training.checkpoints.checkpoint_reader import STATE, LoadedCheckpoint, Manifest, Own, rank_file
+from pipeline.training.checkpoints.tensor_file import TensorFile, TensorSpec, damaged_file, refuse_misfits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -64,13 +64,13 @@ def divided(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
     return whole, parts, {PARTS: told} if told else {}
 
 
-def assembled(loaded: Loaded, disk: Disk | None = None) -> Assembled:
+def assembled(loaded: LoadedCheckpoint, disk: Disk | None = None) -> Assembled:
     """Return a checkpoint whose tensors are read from all its files, by whichever division they are needed."""
     disk = disk or Disk()
-    return Assembled(disk, loaded.path, checkpoint_reader.read(disk, loaded.path))
+    return Assembled(disk, loaded.path, checkpoint_reader.read_manifest(disk, loaded.path))
 
 
-class Assembled(Loaded):
+class Assembled(LoadedCheckpoint):
     """A checkpoint, whether ranks wrote parts of it or not; what it is loaded into may be spread, or whole."""
 
     def __init__(self, disk: Disk, path: Path, told: Manifest) -> None:
@@ -82,7 +82,7 @@ class Assembled(Loaded):
         _refuse_gaps(path, self._places)
 
     @property
-    def specs(self) -> Mapping[str, Spec]:
+    def specs(self) -> Mapping[str, TensorSpec]:
         """Return the type and shape of every tensor that is the training's, not a rank's own; they lie nowhere."""
         return self._specs
 
@@ -99,7 +99,7 @@ class Assembled(Loaded):
             offset = item.storage_index.offset
             assert offset is not None
             place = next(one for one in self._places[item.storage_index.fqn] if one.offset == tuple(offset))
-            takers[place.file][place.name].append(_Taker(planner, item))
+            takers[place.file][place.name].append(_PartTaker(planner, item))
         with torch.no_grad():
             for file, wanted in takers.items():
                 self._files[file].visit(wanted)
@@ -114,15 +114,17 @@ class Assembled(Loaded):
         file.load_into(tensors)
         return Own(tensors, {name: one for name, one in self._told.ranks[rank].items() if name != PARTS})
 
-    def _found(self) -> Iterator[tuple[str, list[_Place]]]:
+    def _found(self) -> Iterator[tuple[str, list[_PartPlace]]]:
         """Yield every tensor and where it lies: whole, or in parts."""
         for name, spec in self._files[STATE].specs.items():
-            yield name, [_Place(STATE, name, spec, spec.shape, (0,) * len(spec.shape))]
-        parts: dict[str, list[_Place]] = defaultdict(list)
+            yield name, [_PartPlace(STATE, name, spec, spec.shape, (0,) * len(spec.shape))]
+        parts: dict[str, list[_PartPlace]] = defaultdict(list)
         for rank, data in enumerate(self._told.ranks):
             specs = self._files[file := rank_file(rank)].specs
             for name, one in data.get(PARTS, {}).items():
-                place = _Place(file, f"{PART}{name}", specs[f"{PART}{name}"], tuple(one["shape"]), tuple(one["offset"]))
+                place = _PartPlace(
+                    file, f"{PART}{name}", specs[f"{PART}{name}"], tuple(one["shape"]), tuple(one["offset"])
+                )
                 parts[name].append(place)
         yield from parts.items()
 
@@ -138,12 +140,12 @@ class Assembled(Loaded):
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _PartPlace:
     """Where a part of a tensor lies."""
 
     file: str
     name: str
-    spec: Spec
+    spec: TensorSpec
     shape: tuple[int, ...]  # of the whole
     offset: tuple[int, ...]
 
@@ -156,7 +158,7 @@ class _Place:
         return torch.Size(self.shape).numel()
 
 
-class _Taker:
+class _PartTaker:
     """Copies what is needed of a part to where it belongs."""
 
     def __init__(self, planner: DefaultLoadPlanner, item: Any) -> None:
@@ -171,11 +173,11 @@ class _Taker:
 class _Parts(TensorFile):
     """A file whose tensors are shown one at a time, so that no more than one is in memory."""
 
-    _takers: Mapping[Spec, list[Callable[[Tensor], None]]] = {}
+    _takers: Mapping[TensorSpec, list[Callable[[Tensor], None]]] = {}
 
     def visit(self, takers: Mapping[str, list[Callable[[Tensor], None]]]) -> None:
         """Show tensors by name to those who take them; the whole file is read and digested."""
-        by_spec: dict[Spec, list[Callable[[Tensor], None]]] = defaultdict(list)
+        by_spec: dict[TensorSpec, list[Callable[[Tensor], None]]] = defaultdict(list)
         for name, those in takers.items():
             by_spec[self.specs[name]] += those
         self._takers = by_spec
@@ -183,7 +185,7 @@ class _Parts(TensorFile):
         self.load_into({name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in shapes.items()})
         self._takers = {}
 
-    def _fill(self, fd: int, spec: Spec, targets: list[Tensor], digest: Callable[[Any], None]) -> None:
+    def _fill(self, fd: int, spec: TensorSpec, targets: list[Tensor], digest: Callable[[Any], None]) -> None:
         if not self._takers:
             super()._fill(fd, spec, targets, digest)
             return
@@ -193,15 +195,15 @@ class _Parts(TensorFile):
             take(read)
 
 
-def _whole(places: list[_Place]) -> Spec:
+def _whole(places: list[_PartPlace]) -> TensorSpec:
     """Return the type and shape of a tensor that lies in parts."""
     first = places[0]
-    return Spec(first.spec.dtype, first.shape, 0, 0)
+    return TensorSpec(first.spec.dtype, first.shape, 0, 0)
 
 
-def _refuse_gaps(path: Path, places: Mapping[str, list[_Place]]) -> None:
+def _refuse_gaps(path: Path, places: Mapping[str, list[_PartPlace]]) -> None:
     """Raise where parts do not make a whole: no checkpoint that was written like this is whole."""
     for name, parts in places.items():
         is_one = len({(one.shape, one.spec.dtype) for one in parts}) == 1
         if not is_one or sum(one.numel for one in parts) != parts[0].whole_numel:
-            raise damaged(path, f"has not all parts of {name}")
+            raise damaged_file(path, f"has not all parts of {name}")

@@ -58,7 +58,7 @@ class CheckpointDamaged(JobFailed):
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenFile:
     """What a file must be."""
 
     bytes: int
@@ -66,7 +66,7 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
+class TensorSpec:
     """A tensor in a file: what it is, and where it lies."""
 
     dtype: torch.dtype
@@ -75,7 +75,7 @@ class Spec:
     end: int
 
 
-def write(disk: Disk, path: Path, tensors: Mapping[str, Tensor]) -> Written:
+def write_tensors(disk: Disk, path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
     """Write a new file and wait until it is on the disk."""
     digest, offset = xxhash.xxh3_128(), 0
     fd = disk.open_new(path)
@@ -89,10 +89,10 @@ def write(disk: Disk, path: Path, tensors: Mapping[str, Tensor]) -> Written:
         disk.fsync(fd)
     finally:
         disk.close(fd)
-    return Written(offset, digest.hexdigest())
+    return WrittenFile(offset, digest.hexdigest())
 
 
-def check(disk: Disk, path: Path, written: Written) -> None:
+def verify_file(disk: Disk, path: Path, written: WrittenFile) -> None:
     """Read a file to its end, whatever is in it; raise unless its bytes are those that were written."""
     fd = _opened(disk, path, written)
     try:
@@ -106,22 +106,22 @@ def check(disk: Disk, path: Path, written: Written) -> None:
 class TensorFile:
     """A file of tensors; only its header is read before it is asked for more."""
 
-    def __init__(self, disk: Disk, path: Path, written: Written) -> None:
+    def __init__(self, disk: Disk, path: Path, written: WrittenFile) -> None:
         self.disk, self.path, self.written = disk, path, written
         fd = _opened(disk, path, written)
         try:
             head = disk.read_at(fd, _LENGTH_BYTES, 0)
             self._start = _LENGTH_BYTES + int.from_bytes(head, "little")
             if not _LENGTH_BYTES < self._start <= min(written.bytes, _MOST_HEADER_BYTES):
-                raise damaged(path, "its header is damaged")
+                raise damaged_file(path, "its header is damaged")
             header = disk.read_at(fd, self._start - _LENGTH_BYTES, _LENGTH_BYTES)
         except OSError as error:
-            raise unreadable(path, error) from error
+            raise unreadable_file(path, error) from error
         finally:
             disk.close(fd)
         self._stored, self.same = self._parsed(header)
         aliases = {alias: self._stored[name] for alias, name in self.same.items()}
-        self.specs: Mapping[str, Spec] = self._stored | aliases
+        self.specs: Mapping[str, TensorSpec] = self._stored | aliases
 
     def load_into(self, targets: Mapping[str, Tensor]) -> None:
         """Fill tensors by name, of exactly these types and shapes; every byte of the file is read and digested.
@@ -150,7 +150,7 @@ class TensorFile:
         end = 0
         for name, spec in sorted(self._stored.items(), key=lambda item: (item[1].begin, item[1].end)):
             if spec.begin < end:
-                raise damaged(self.path, "its header is damaged: tensors overlap")
+                raise damaged_file(self.path, "its header is damaged: tensors overlap")
             _skim(self.disk, fd, self.path, end, spec.begin, digest)
             if name in wanted:
                 self._fill(fd, spec, wanted[name], digest)
@@ -159,17 +159,17 @@ class TensorFile:
             end = spec.end
         _skim(self.disk, fd, self.path, end, self.written.bytes, digest)
 
-    def _fill(self, fd: int, spec: Spec, targets: list[Tensor], digest: Callable[[Any], None]) -> None:
+    def _fill(self, fd: int, spec: TensorSpec, targets: list[Tensor], digest: Callable[[Any], None]) -> None:
         """Read one tensor: straight into the first target where it lies in the CPU's memory as in the file."""
         first = targets[0]
         is_direct = first.device.type == "cpu" and first.is_contiguous() and not (first.is_conj() or first.is_neg())
         read = first if is_direct else torch.empty(spec.shape, dtype=spec.dtype)
-        _read_exactly(self.disk, fd, self.path, raw(read), spec.begin, digest)
+        _read_exactly(self.disk, fd, self.path, tensor_bytes(read), spec.begin, digest)
         for target in targets[is_direct:]:
             if target.data_ptr() != read.data_ptr() or target.device != read.device:
                 target.copy_(read)
 
-    def _parsed(self, header: bytes) -> tuple[dict[str, Spec], dict[str, str]]:
+    def _parsed(self, header: bytes) -> tuple[dict[str, TensorSpec], dict[str, str]]:
         """Return what tensors a header tells of, and which other names they have."""
         try:
             parsed = json.loads(header)
@@ -178,12 +178,12 @@ class TensorFile:
             if not all(name in specs for name in same.values()):
                 raise ValueError
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
-            raise damaged(self.path, "its header is damaged") from error
+            raise damaged_file(self.path, "its header is damaged") from error
         return specs, same
 
-    def _spec(self, dtype: str, shape: list[int], data_offsets: list[int]) -> Spec:
+    def _spec(self, dtype: str, shape: list[int], data_offsets: list[int]) -> TensorSpec:
         begin, end = (self._start + int(offset) for offset in data_offsets)
-        spec = Spec(DTYPES[dtype], tuple(int(length) for length in shape), begin, end)
+        spec = TensorSpec(DTYPES[dtype], tuple(int(length) for length in shape), begin, end)
         is_right = min(spec.shape, default=0) >= 0 and end - begin == math.prod(spec.shape) * spec.dtype.itemsize
         if not is_right or not self._start <= begin <= end <= self.written.bytes:
             raise ValueError
@@ -205,7 +205,7 @@ def distinct(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str
     return kept, same
 
 
-def raw(tensor: Tensor) -> memoryview:
+def tensor_bytes(tensor: Tensor) -> memoryview:
     """Return a tensor's bytes: its own where it is contiguous and on the CPU, else a copy's."""
     if tensor.numel() == 0:
         return memoryview(b"")
@@ -219,15 +219,15 @@ def nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def damaged(path: Path, what: str) -> CheckpointDamaged:
+def damaged_file(path: Path, what: str) -> CheckpointDamaged:
     """Say what is wrong with a file."""
     return CheckpointDamaged(what, where=str(path), remedy=ANOTHER)
 
 
-def unreadable(path: Path, error: OSError) -> CheckpointDamaged:
+def unreadable_file(path: Path, error: OSError) -> CheckpointDamaged:
     """Say why a file could not be read."""
     what = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror or error}"
-    return damaged(path, what)
+    return damaged_file(path, what)
 
 
 def refuse_strange(tensors: Mapping[str, Tensor]) -> None:
@@ -246,7 +246,7 @@ def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
     order = sorted(kept, key=lambda name: (-kept[name].element_size(), name))
     yield memoryview(_header(kept, order, same))
     for name in order:
-        data = raw(kept[name])
+        data = tensor_bytes(kept[name])
         for start in range(0, len(data), PIECE_BYTES):
             yield data[start : start + PIECE_BYTES]
         del data
@@ -264,18 +264,18 @@ def _header(kept: Mapping[str, Tensor], order: list[str], same: Mapping[str, str
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
-def _opened(disk: Disk, path: Path, written: Written) -> int:
+def _opened(disk: Disk, path: Path, written: WrittenFile) -> int:
     """Open a file for reading, unless its size already tells that it is not whole."""
     try:
         fd = disk.open_read(path)
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise unreadable_file(path, error) from error
     size = os.fstat(fd).st_size
     if size == written.bytes:
         return fd
     disk.close(fd)
     what = "is cut short" if size < written.bytes else "is longer than it was"
-    raise damaged(path, f"{what}: {size:,} bytes, {written.bytes:,} were written")
+    raise damaged_file(path, f"{what}: {size:,} bytes, {written.bytes:,} were written")
 
 
 def _skim(disk: Disk, fd: int, path: Path, begin: int, end: int, digest: Callable[[Any], None]) -> None:
@@ -293,18 +293,18 @@ def _read_exactly(
         try:
             came = disk.fill(fd, [piece], offset + start)
         except OSError as error:
-            raise unreadable(path, error) from error
+            raise unreadable_file(path, error) from error
         if came < len(piece):
-            raise damaged(path, "was cut short while it was read")
+            raise damaged_file(path, "was cut short while it was read")
         digest(piece)
 
 
-def _compare(path: Path, digest: Any, written: Written) -> None:
+def _compare(path: Path, digest: Any, written: WrittenFile) -> None:
     if digest.hexdigest() != written.digest:
-        raise damaged(path, "has other bytes than were written (their digest differs)")
+        raise damaged_file(path, "has other bytes than were written (their digest differs)")
 
 
-def refuse_misfits(specs: Mapping[str, Spec], targets: Mapping[str, Tensor], path: Path) -> None:
+def refuse_misfits(specs: Mapping[str, TensorSpec], targets: Mapping[str, Tensor], path: Path) -> None:
     """Raise unless tensors are there under all names, each of the type and shape of what is to be filled."""
     wrong = [f"{name} is not in it" for name in targets if name not in specs]
     for name, target in targets.items():
@@ -317,5 +317,5 @@ def refuse_misfits(specs: Mapping[str, Spec], targets: Mapping[str, Tensor], pat
         raise ConfigError(what, where=str(path), remedy=OTHER_MODEL)
 
 
-def _words(one: Spec | Tensor) -> str:
+def _words(one: TensorSpec | Tensor) -> str:
     return f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}"

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
     from torch.optim import Optimizer
 
-    from pipeline.training.checkpoints.checkpoint_reader import Loaded
-    from pipeline.training.checkpoints.tensor_file import Spec
+    from pipeline.training.checkpoints.checkpoint_reader import LoadedCheckpoint
+    from pipeline.training.checkpoints.tensor_file import TensorSpec
 
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module)\.")
 _MOST_NAMED = 6
@@ -69,7 +69,7 @@ def pack(
 
 
 def unpack(
-    loaded: Loaded,
+    loaded: LoadedCheckpoint,
     data: Mapping[str, Any],
     model: nn.Module,
     optimizer: Optimizer | None = None,
@@ -110,7 +110,7 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def model_targets(model: nn.Module, specs: Mapping[str, Spec], *, averages: bool = True) -> dict[str, Tensor]:
+def model_targets(model: nn.Module, specs: Mapping[str, TensorSpec], *, averages: bool = True) -> dict[str, Tensor]:
     """Return where a model takes its tensors from: moving averages, where they are wanted and there are any."""
     state = model_state(model)
     averaged = {name for name in state if averages and f"ema.{name}" in specs}
@@ -151,7 +151,7 @@ class OptimizerPlaces:
     """Where an optimizer's saved state belongs: `targets` are to be filled by name, then `fill` puts all in place."""
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, data: Mapping[str, Any], specs: Mapping[str, Spec]
+        self, model: nn.Module, optimizer: Optimizer, data: Mapping[str, Any], specs: Mapping[str, TensorSpec]
     ) -> None:
         """Find or make every tensor; change nothing yet."""
         self.optimizer, self._data = optimizer, data
@@ -178,7 +178,7 @@ class OptimizerPlaces:
         for group, hyper in zip(self.optimizer.param_groups, self._hyper, strict=True):
             group.update(hyper)
 
-    def _find(self, name: str, parameter: Tensor, group: Mapping[str, Any], specs: Mapping[str, Spec]) -> None:
+    def _find(self, name: str, parameter: Tensor, group: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> None:
         saved = self._data["state"].get(name)
         if saved is None:
             return
@@ -193,7 +193,7 @@ class OptimizerPlaces:
             self.targets[f"{name}.{what}"] = state[what] = there
         self._states.append((parameter, state))
 
-    def _held(self, name: str, group: Mapping[str, Any], what: str, specs: Mapping[str, Spec]) -> Tensor | None:
+    def _held(self, name: str, group: Mapping[str, Any], what: str, specs: Mapping[str, TensorSpec]) -> Tensor | None:
         """Return where a hyperparameter that was a tensor goes."""
         if what == "params" or name not in specs:
             return None
@@ -283,7 +283,7 @@ def _as_before(now: Any, saved: Any) -> Any:
     return tuple(saved) if isinstance(now, tuple) and isinstance(saved, list) else saved
 
 
-def _like(parameter: Tensor, spec: Spec, *, on_cpu: bool) -> Tensor:
+def _like(parameter: Tensor, spec: TensorSpec, *, on_cpu: bool) -> Tensor:
     """Return an unfilled tensor on a parameter's device, laid out as the parameter where it has its shape."""
     if on_cpu:
         return torch.empty(spec.shape, dtype=spec.dtype)
@@ -307,7 +307,7 @@ def _refuse_other_optimizer(model: nn.Module, optimizer: Optimizer, data: Mappin
         raise ConfigError(what, where="train.frozen", remedy=OTHER_MODEL)
 
 
-def _refuse_rest(loaded: Loaded, targets: Mapping[str, Tensor], *, optimizer: bool) -> None:
+def _refuse_rest(loaded: LoadedCheckpoint, targets: Mapping[str, Tensor], *, optimizer: bool) -> None:
     """Raise where a checkpoint has tensors that nothing here takes: it is of another model, or with averages."""
     kinds = ("model.", "ema.", "optimizer.") if optimizer else ("model.",)
     left = [name for name in loaded.specs if name.startswith(kinds) and name not in targets]
@@ -321,5 +321,5 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMED]) + more
 
 
-def _under(prefix: str, specs: Mapping[str, Spec]) -> dict[str, Spec]:
+def _under(prefix: str, specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
     return {name.removeprefix(prefix): spec for name, spec in specs.items() if name.startswith(prefix)}

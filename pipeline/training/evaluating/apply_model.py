@@ -15,7 +15,7 @@ import torch
 from pipeline.keys import content_digest
 from pipeline.memory.runtime.meters import Habits, Upkeep
 from pipeline.records import Reason, Rejection
-from pipeline.training.checkpoints.checkpoint_choice import load
+from pipeline.training.checkpoints.checkpoint_choice import load_checkpoint
 from pipeline.training.evaluating.evaluator import Evaluator
 from pipeline.training.evaluating.outputs import OutputWriter
 from pipeline.training.items.loader import Loader
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from pipeline.config.schema_train import TrainSection
     from pipeline.records import Tell
-    from pipeline.training.checkpoints.checkpoint_choice import Chosen
+    from pipeline.training.checkpoints.checkpoint_choice import ChosenCheckpoint
     from pipeline.training.items.item_source import ItemSource
     from pipeline.training.items.item_table import ItemTable
     from pipeline.training.items.residue_embeddings import Embeddings
@@ -55,8 +55,8 @@ class ApplyJob:
     make_step: Callable[[], Step]
     source: Callable[[ItemTable], ItemSource]
     embeddings: Callable[[], Embeddings | None]
-    choose: Callable[[Collection[str]], Chosen]  # a checkpoint; told of those that proved unusable
-    parts: Callable[[Chosen], Path]  # where what was done so far is
+    choose: Callable[[Collection[str]], ChosenCheckpoint]  # a checkpoint; told of those that proved unusable
+    parts: Callable[[ChosenCheckpoint], Path]  # where what was done so far is
     known_N: Integers  # items that were done before the run
     ranks: Ranks
     tell: Tell
@@ -70,7 +70,7 @@ class ApplyResult:
     """What came of it, on this rank."""
 
     evaluation: Evaluator
-    chosen: Chosen
+    chosen: ChosenCheckpoint
     parts: Path
     of: str  # what the parts are of
     rejected: Mapping[str, int]  # over all ranks: reason → items
@@ -83,7 +83,7 @@ def table_digest(table: ItemTable) -> str:
     return content_digest(table.key_N16.tobytes() + names.encode()).hex()
 
 
-def outputs_name(chosen: Chosen, made: str) -> str:
+def outputs_name(chosen: ChosenCheckpoint, made: str) -> str:
     """Return what outputs are of: a checkpoint, and the items."""
     return f"{chosen.digest}-{made}"
 
@@ -96,7 +96,7 @@ def apply_model(job: ApplyJob) -> Generator[Reason | None, None, ApplyResult | N
     upkeep = Upkeep(Habits(train.memory_fraction), step.device)
     upkeep.begin()
     with ranks.patient("loading the model"):
-        chosen = load(step, ranks, job.choose, job.say)
+        chosen = load_checkpoint(step, ranks, job.choose, job.say)
     job.say(f"checkpoint {chosen.path}, step {chosen.step:,}" + (f" ({chosen.note})" if chosen.note else ""))
     if train.compile:
         step.model.compile(mode=train.compile_mode)

@@ -138,7 +138,7 @@ class Evaluator:
     def _all_together(self) -> Iterator[Reason | None]:
         """Run passes at the same time as all ranks, as a model needs it that is spread over them."""
         from pipeline.training.sampling.sampler import MicroBatch
-        from pipeline.training.step.local_sharded import turns
+        from pipeline.training.step.local_sharded import joint_turns
 
         loader, refused = self.loader, list[Rejection]()
         assert loader is not None
@@ -152,7 +152,7 @@ class Evaluator:
         def fetch(number: int) -> Batch:
             return loader.fetch((number,), MicroBatch(0, 0, 0, 1, np.array([number])))
 
-        for turn in turns(pieces(), self.ranks, fetch):
+        for turn in joint_turns(pieces(), self.ranks, fetch):
             self.ranks.progress("evaluation")
             if turn.counts:
                 self._evaluate(turn.piece)

@@ -24,7 +24,7 @@ import numpy as np
 from pipeline.errors import ConfigError, DataError, JobFailed
 from pipeline.keys import content_digest
 from pipeline.training.checkpoints import tensor_file
-from pipeline.training.checkpoints.tensor_file import TensorFile, Written
+from pipeline.training.checkpoints.tensor_file import TensorFile, WrittenFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -84,9 +84,9 @@ class OutputPart:
     def read(cls, disk: Disk, path: Path, of: str) -> OutputPart:
         """Read an index, and verify the values."""
         index = read_index(path, of)
-        values, written = path.with_suffix(VALUES), Written(**index["values"])
+        values, written = path.with_suffix(VALUES), WrittenFile(**index["values"])
         try:
-            tensor_file.check(disk, values, written)
+            tensor_file.verify_file(disk, values, written)
             specs = TensorFile(disk, values, written).specs
         except JobFailed as error:  # it speaks of checkpoints
             raise DataError(error.what, where=error.where, remedy=remove_part(path)) from error
@@ -137,11 +137,11 @@ def _close_all(files: dict[Path, int]) -> None:
     files.clear()
 
 
-def publish_tensors(disk: Disk, path: Path, tensors: Mapping[str, Tensor]) -> Written:
+def publish_tensors(disk: Disk, path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
     """Write a file of tensors, which appears whole; one of that name is replaced."""
     partial = start_partial(disk, path)
     with refusals(path, partial):
-        written = tensor_file.write(disk, partial, tensors)
+        written = tensor_file.write_tensors(disk, partial, tensors)
         disk.rename(partial, path)
         disk.fsync_folder(path.parent)
     return written

@@ -19,7 +19,7 @@ import torch
 
 from pipeline.errors import ConfigError, DataError, JobFailed
 from pipeline.store.format.disk import Disk
-from pipeline.training.checkpoints.tensor_file import TensorFile, Written
+from pipeline.training.checkpoints.tensor_file import TensorFile, WrittenFile
 from pipeline.training.evaluating.output_parts import (
     FORMAT,
     INDEX,
@@ -75,7 +75,7 @@ class OutputWriter:
         for path in paths_in(self._disk, self._folder):
             try:
                 index = read_index(path, self._of)
-                TensorFile(self._disk, path.with_suffix(VALUES), Written(**index["values"]))
+                TensorFile(self._disk, path.with_suffix(VALUES), WrittenFile(**index["values"]))
                 done += index["numbers"]
             except (DataError, JobFailed) as error:
                 log.warning("%s: %s; its items are done again", error.where, error.what)

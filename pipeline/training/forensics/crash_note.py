@@ -20,7 +20,7 @@ _SIZE = 1 << 16  # a longer note is not written: it would have to be cut
 
 
 @dataclass(frozen=True, slots=True)
-class On:
+class PieceInFlight:
     """A piece of a step."""
 
     step: int  # since training began
@@ -32,16 +32,16 @@ class On:
     budget: int
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> On:
+    def from_json(cls, data: Mapping[str, Any]) -> PieceInFlight:
         """Read it back."""
         return cls(**{**data, "ids": tuple(data["ids"]), "numbers": tuple(data["numbers"])})
 
-    def is_before(self, other: On) -> bool:
+    def is_before(self, other: PieceInFlight) -> bool:
         """Say whether it is of an earlier step."""
         return (self.epoch, self.epoch_step) < (other.epoch, other.epoch_step)
 
 
-class Breath:
+class CrashNote:
     """One rank's note; what the disk refuses costs the note, not the run."""
 
     def __init__(self, path: Path) -> None:
@@ -56,7 +56,7 @@ class Breath:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
         self._write(None)
 
-    def on(self, piece: On) -> None:
+    def on(self, piece: PieceInFlight) -> None:
         """Note what comes now; what has been passed since is forgotten."""
         self.deaths = [one for one in self.deaths if not one.is_before(piece)]
         self._write(piece)
@@ -76,7 +76,7 @@ class Breath:
             with suppress(OSError):
                 self._path.unlink()
 
-    def _write(self, piece: On | None) -> None:
+    def _write(self, piece: PieceInFlight | None) -> None:
         """Write the note in one go: a kill leaves this one or the last."""
         if self._file is None:
             return
@@ -86,16 +86,16 @@ class Breath:
                 os.pwrite(self._file, text, 0)
 
 
-def _read(path: Path) -> tuple[list[On], On | None]:
+def _read(path: Path) -> tuple[list[PieceInFlight], PieceInFlight | None]:
     """Return the deaths of earlier starts, and what the last was on; a note that was cut says nothing."""
     try:
         deaths, last = json.loads(path.read_bytes().partition(b"\n")[0])
-        return [On.from_json(one) for one in deaths], On.from_json(last) if last else None
+        return [PieceInFlight.from_json(one) for one in deaths], PieceInFlight.from_json(last) if last else None
     except (OSError, ValueError, TypeError, KeyError):
         return [], None
 
 
-def _poison(deaths: list[On], last: On | None) -> On | None:
+def _poison(deaths: list[PieceInFlight], last: PieceInFlight | None) -> PieceInFlight | None:
     if last is None or all(set(last.ids).isdisjoint(one.ids) for one in deaths):
         return None
     return last

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from pipeline.training.forensics.rerun import Part, Result
+    from pipeline.training.forensics.rerun import PartResult, RerunPart
     from pipeline.training.step.micro_batches import Piece
     from pipeline.training.step.step import Step
 
@@ -78,7 +78,7 @@ class Suspect:
 
 
 def suspects(
-    step: Step, results: Iterable[Result], read: Callable[[Part], Piece], *, backward: bool = False
+    step: Step, results: Iterable[PartResult], read: Callable[[RerunPart], Piece], *, backward: bool = False
 ) -> list[Suspect]:
     """Look at the items of parts one by one, and together where none is to blame alone; `backward`: at gradients."""
     snapshot = StepSnapshot.take(step.model, device=step.device, scaler=step.scaler)
@@ -142,7 +142,7 @@ def _backward(step: Step, piece: Piece, again: Any) -> Suspect | None:
 
 def _accumulate(step: Step, piece: Piece) -> None:
     """Add the gradients of some items' own loss."""
-    accumulate = contrastive.at_once if step.contrasts else step.__class__.accumulate
+    accumulate = contrastive.accumulate_at_once if step.contrasts else step.__class__.accumulate
     accumulate(step, step.task.collate(piece.items, piece.rng))
 
 

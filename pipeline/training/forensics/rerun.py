@@ -20,7 +20,7 @@ from pipeline.protocol import Weights
 from pipeline.training.checkpoints.training_state import plain_name, rng_state, set_rng_state
 from pipeline.training.step import contrastive
 from pipeline.training.step.local_step import CHECKPOINTING, OFFLOAD, RUNGS
-from pipeline.training.step.optimizers import summed
+from pipeline.training.step.optimizers import sums_by_name
 from pipeline.training.step.step import Unwatched
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     Numbers = Mapping[str, Tensor]  # states of random numbers
 
 
-class Outcome(str, Enum):
+class PartOutcome(str, Enum):
     """What came of a part."""
 
     FITS = "fits"
@@ -46,7 +46,7 @@ class Outcome(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RerunPart:
     """Items that run forward and backward together."""
 
     micro: int  # of which micro-batch of the share, from 0
@@ -58,11 +58,11 @@ class Part:
 
 
 @dataclass(slots=True)
-class Result:
+class PartResult:
     """What came of a part, and what it took."""
 
-    part: Part
-    outcome: Outcome = Outcome.NOT_RUN
+    part: RerunPart
+    outcome: PartOutcome = PartOutcome.NOT_RUN
     terms: dict[str, tuple[float, float]] = field(default_factory=dict)  # sums and weights
     peak_bytes: int = 0  # live tensors, the model and all; where nobody counts these, what is resident
     grown_bytes: int = 0  # above what there was when the step began
@@ -74,43 +74,43 @@ class Result:
 class Rerun:
     """What came of a share."""
 
-    results: list[Result]
+    results: list[PartResult]
     is_counted: bool  # whether a device counts tensors; else figures are of the process
     reserved_bytes: int = 0  # at the peak
     gradients: list[str] = field(default_factory=list)  # parameters whose gradients are not finite
     norm: float | None = None  # of all gradients, where every part ran
 
-    def of(self, outcome: Outcome) -> list[Result]:
+    def of(self, outcome: PartOutcome) -> list[PartResult]:
         """Return the parts that ended so."""
         return [one for one in self.results if one.outcome is outcome]
 
 
 def rerun(
     step: Step,
-    parts: Sequence[Part],
-    read: Callable[[Part], Piece],
+    parts: Sequence[RerunPart],
+    read: Callable[[RerunPart], Piece],
     rng: Numbers,
     meter: Meter,
     *,
-    begin: Callable[[Part], None] = lambda _: None,
+    begin: Callable[[RerunPart], None] = lambda _: None,
 ) -> Rerun:
     """Run parts in order, to the first for which memory does not suffice."""
     snapshot = StepSnapshot.take(step.model, device=step.device, scaler=step.scaler)
     weights = None if step.contrasts else _weights(step, parts, read)
     first = meter.read()
-    found = Rerun([Result(part) for part in parts], is_counted=first.allocated_bytes is not None)
+    found = Rerun([PartResult(part) for part in parts], is_counted=first.allocated_bytes is not None)
     joint = _Joint(step) if step.contrasts and len(parts) > 1 else None
 
     def all_fit(run: Callable[[Piece], None]) -> bool:
         set_rng_state(rng, step.device)
         for result in found.results:
-            result.outcome = Outcome.NOT_RUN
+            result.outcome = PartOutcome.NOT_RUN
         for result in found.results:
             begin(result.part)
             result.rng = rng_state(step.device)
             _run(step, result, read, run, meter)
             _measure(found, result, meter.read(), first)
-            if result.outcome is Outcome.OOM:
+            if result.outcome is PartOutcome.OOM:
                 return False
         return True
 
@@ -128,14 +128,16 @@ def rerun(
     return found
 
 
-def _measure(found: Rerun, result: Result, memory: Memory, first: Memory) -> None:
+def _measure(found: Rerun, result: PartResult, memory: Memory, first: Memory) -> None:
     """Note what a part took, in the more costly of its passes."""
     found.reserved_bytes = max(found.reserved_bytes, memory.peak_reserved_bytes)
     result.peak_bytes = max(result.peak_bytes, _peak(memory))
     result.grown_bytes = max(0, result.peak_bytes - _live(first))
 
 
-def _run(step: Step, result: Result, read: Callable[[Part], Piece], run: Callable[[Piece], None], meter: Meter) -> None:
+def _run(
+    step: Step, result: PartResult, read: Callable[[RerunPart], Piece], run: Callable[[Piece], None], meter: Meter
+) -> None:
     """Run a pass of a part; note how that ended."""
     before, sums = step.totals, _Sums()
     step.watch = sums
@@ -144,13 +146,13 @@ def _run(step: Step, result: Result, read: Callable[[Part], Piece], run: Callabl
     error = out_of_memory_error(run, piece)
     step.watch = Unwatched()
     if error is not None:
-        result.outcome, result.error = Outcome.OOM, error
+        result.outcome, result.error = PartOutcome.OOM, error
         return
     for name, (total, weight) in step.totals.items():
         earlier = before.get(name, (0.0, 0.0))
         result.terms[name] = (sums.sums.get(name, total - earlier[0]), weight - earlier[1])
     finite = all(math.isfinite(total) and math.isfinite(weight) for total, weight in result.terms.values())
-    result.outcome = Outcome.FITS if finite else Outcome.NOT_FINITE
+    result.outcome = PartOutcome.FITS if finite else PartOutcome.NOT_FINITE
 
 
 def accumulate(step: Step, piece: Piece, weights: Mapping[str, float] | None) -> None:
@@ -161,7 +163,7 @@ def accumulate(step: Step, piece: Piece, weights: Mapping[str, float] | None) ->
         return
     with _remedied(step, piece):
         if step.contrasts:
-            contrastive.at_once(step, batch)
+            contrastive.accumulate_at_once(step, batch)
         else:
             step.accumulate(batch, weights)
 
@@ -182,7 +184,7 @@ class _Joint:
         self.step = step
         self._rows: list[dict[str, Tensor]] = []  # of each part; then their gradients
         self._finite: list[bool] = []
-        self._cached = contrastive.Cached()
+        self._cached = contrastive.CachedGradients()
 
     def embed(self, piece: Piece) -> None:
         """Embed a part without a trace."""
@@ -191,10 +193,10 @@ class _Joint:
         self._finite.append(all(bool(torch.isfinite(one).all()) for one in rows.values()))
         self._rows.append(rows)
 
-    def contrast(self, last: Result) -> bool:
+    def contrast(self, last: PartResult) -> bool:
         """Take the loss of all items; say whether memory sufficed, else the last part has what was said."""
         items = [len(next(iter(one.values()))) for one in self._rows]
-        rows = contrastive.joined(self._rows)
+        rows = contrastive.joined_rows(self._rows)
 
         def take(_: None) -> None:
             self._cached = contrastive.contrast(self.step, rows)
@@ -202,7 +204,7 @@ class _Joint:
         with contrastive.as_drawn(self.step.device):
             said = out_of_memory_error(take, None)
         if said is not None:
-            last.outcome, last.error = Outcome.OOM, f"the loss of all {sum(items)} items: {said}"
+            last.outcome, last.error = PartOutcome.OOM, f"the loss of all {sum(items)} items: {said}"
             return False
         split = {name: torch.split(one, items) for name, one in self._cached.rows.items()}
         self._rows = [{name: one[place] for name, one in split.items()} for place in range(len(items))]
@@ -219,15 +221,15 @@ class _Joint:
         if not self._rows:
             contrastive.finish(self._cached)
 
-    def judge(self, results: Sequence[Result]) -> None:
+    def judge(self, results: Sequence[PartResult]) -> None:
         """Let the first part have the terms of all; those are to blame that were not embedded to numbers, if any."""
         totals = self.step.totals
         is_finite = all(map(math.isfinite, (value for one in totals.values() for value in one)))
         for place, result in enumerate(results):
             result.terms = {} if place else totals
-            if result.outcome in (Outcome.FITS, Outcome.NOT_FINITE):
+            if result.outcome in (PartOutcome.FITS, PartOutcome.NOT_FINITE):
                 fits = self._finite[place] if not all(self._finite) else is_finite
-                result.outcome = Outcome.FITS if fits else Outcome.NOT_FINITE
+                result.outcome = PartOutcome.FITS if fits else PartOutcome.NOT_FINITE
 
 
 class _Sums(Unwatched):
@@ -241,7 +243,7 @@ class _Sums(Unwatched):
         self.sums = {name: float(total.detach()) for name, total in terms.items()}
 
 
-def _weights(step: Step, parts: Sequence[Part], read: Callable[[Part], Piece]) -> dict[str, float] | None:
+def _weights(step: Step, parts: Sequence[RerunPart], read: Callable[[RerunPart], Piece]) -> dict[str, float] | None:
     """Return the weights of the share's terms, where they must be known before; of one term they need not."""
     found: list[Mapping[str, Any]] = []
 
@@ -263,7 +265,7 @@ def _weights(step: Step, parts: Sequence[Part], read: Callable[[Part], Piece]) -
         in_parts(read(part))
         if not isinstance(step.task, Weights) and found and len(found[0]) == 1:
             return None
-    return {name: float(value) for name, value in summed(found).items()} or None
+    return {name: float(value) for name, value in sums_by_name(found).items()} or None
 
 
 def _look_at_gradients(step: Step, found: Rerun, weights: Mapping[str, float] | None) -> None:

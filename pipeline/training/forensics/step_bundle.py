@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError, DataError, JobFailed
 from pipeline.store.format.disk import Disk
-from pipeline.training.checkpoints.tensor_file import TensorFile, Written
-from pipeline.training.checkpoints.tensor_file import write as write_tensors
+from pipeline.training.checkpoints.tensor_file import TensorFile, WrittenFile
+from pipeline.training.checkpoints.tensor_file import write_tensors as write_tensors
 from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ _PARTIAL = ".partial-rank-"
 _ITEMS_SHOWN = 4
 
 
-class Kind(str, Enum):
+class BundleKind(str, Enum):
     """What went wrong."""
 
     OOM = "oom"
@@ -49,7 +49,7 @@ class Kind(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class BundleCut:
     """A micro-batch of this rank."""
 
     ids: tuple[str, ...]
@@ -58,7 +58,7 @@ class Cut:
     cost: int | None = None  # as predicted; in bytes
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Cut:
+    def from_json(cls, data: Mapping[str, Any]) -> BundleCut:
         """Read it back."""
         return cls(tuple(data["ids"]), tuple(data["numbers"]), data["sizes"], data["cost"])
 
@@ -71,7 +71,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class BundleCheckpoint:
     """The checkpoint from which the step is reached."""
 
     path: str
@@ -82,20 +82,20 @@ class Checkpoint:
 class Bundle:
     """A step that went wrong on one rank."""
 
-    kind: Kind
+    kind: BundleKind
     epoch: int
     step: int  # optimizer steps since training began: this would have been the next
     epoch_step: int  # the sampler's
     rank: int
     world: int
-    cuts: tuple[Cut, ...]  # the micro-batches of this rank in this step, in order
+    cuts: tuple[BundleCut, ...]  # the micro-batches of this rank in this step, in order
     failed: int | None  # which of them; None: none by itself
     budget: Mapping[str, int]
     choice: Mapping[str, Any]
     plan: Mapping[str, Any]
     seed: int
     message: str
-    checkpoint: Checkpoint | None
+    checkpoint: BundleCheckpoint | None
     time_s: float  # since 1970
     torch: str
     device: str
@@ -111,9 +111,9 @@ class Bundle:
         if data["format"] != FORMAT:
             raise ValueError(f"of format {data['format']}, not {FORMAT}")
         known = {one.name: data[one.name] for one in fields(cls)}
-        known["kind"] = Kind(data["kind"])
-        known["cuts"] = tuple(Cut.from_json(cut) for cut in data["cuts"])
-        known["checkpoint"] = Checkpoint(**data["checkpoint"]) if data["checkpoint"] else None
+        known["kind"] = BundleKind(data["kind"])
+        known["cuts"] = tuple(BundleCut.from_json(cut) for cut in data["cuts"])
+        known["checkpoint"] = BundleCheckpoint(**data["checkpoint"]) if data["checkpoint"] else None
         return cls(**known)
 
     def words(self) -> str:
@@ -131,7 +131,7 @@ class Bundle:
         return "\n".join(lines)
 
 
-def write(folder: Path, bundle: Bundle, rng: Mapping[str, Tensor]) -> Path | None:
+def write_bundle(folder: Path, bundle: Bundle, rng: Mapping[str, Tensor]) -> Path | None:
     """Leave a bundle in a folder of bundles; return where, or None where the disk would not take it."""
     disk = Disk()
     partial = folder / f"{_PARTIAL}{bundle.rank}"
@@ -148,7 +148,7 @@ def write(folder: Path, bundle: Bundle, rng: Mapping[str, Tensor]) -> Path | Non
     return made
 
 
-def read(path: Path) -> Bundle:
+def read_bundle(path: Path) -> Bundle:
     """Return the bundle in a folder."""
     try:
         return Bundle.from_json(_json(path))
@@ -159,7 +159,7 @@ def read(path: Path) -> Bundle:
 def read_rng(path: Path) -> dict[str, Tensor]:
     """Return the random numbers' states as they were when the step began."""
     try:
-        written = Written(**_json(path)["rng"])
+        written = WrittenFile(**_json(path)["rng"])
     except (KeyError, TypeError, ValueError) as error:
         raise _damaged(path, error) from error
     try:
@@ -168,16 +168,16 @@ def read_rng(path: Path) -> dict[str, Tensor]:
         raise DataError(error.what, where=error.where, remedy="replay another bundle, or train again") from error
 
 
-def all_of(folder: Path) -> list[Path]:
+def bundles_in(folder: Path) -> list[Path]:
     """Return the bundles in a folder, by step."""
     found = {name: _NAME.fullmatch(name) for name in Disk().list_folder(folder)}
     order = {name: _order(match) for name, match in found.items() if match}
     return [folder / name for name in sorted(order, key=order.__getitem__)]
 
 
-def find(folder: Path, step: int, rank: int | None = None) -> list[Path]:
+def find_bundles(folder: Path, step: int, rank: int | None = None) -> list[Path]:
     """Return the bundles of a step, of one rank or of all; where there is none, say which there are."""
-    there = [(path, match) for path in all_of(folder) if (match := _NAME.fullmatch(path.name))]
+    there = [(path, match) for path in bundles_in(folder) if (match := _NAME.fullmatch(path.name))]
     found = [path for path, match in there if int(match[1]) == step and rank in (None, int(match[3]))]
     if not found:
         steps = ", ".join(dict.fromkeys(str(int(match[1])) for _, match in there))
@@ -218,7 +218,7 @@ def _published(disk: Disk, partial: Path, bundle: Bundle) -> Path:
 
 def _prune(folder: Path, rank: int) -> None:
     """Remove bundles that are neither the first nor among the newest; other ranks may be about the same."""
-    for path in all_of(folder)[1:-KEPT]:
+    for path in bundles_in(folder)[1:-KEPT]:
         aside = folder / f"{_PARTIAL}{rank}"  # whoever reads sees it whole, or not at all
         try:
             path.rename(aside)

@@ -14,8 +14,8 @@ from pipeline.memory.leaks.leak_detector import Leaks, MemoryLeak
 from pipeline.memory.runtime.meters import HostMeter
 from pipeline.training.checkpoints.training_state import rng_state
 from pipeline.training.forensics import step_bundle
-from pipeline.training.forensics.crash_note import Breath, On
-from pipeline.training.forensics.step_bundle import Bundle, Cut, Kind
+from pipeline.training.forensics.crash_note import CrashNote, PieceInFlight
+from pipeline.training.forensics.step_bundle import Bundle, BundleCut, BundleKind
 from pipeline.training.loop.metrics_log import Epoch, MetricRange, MetricsLog
 from pipeline.training.loop.trackers import open_trackers
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pipeline.training.loop.progress import EpochTotals
     from pipeline.training.prepared import ModelFolder, Prepared
     from pipeline.training.ranks.rank_protocol import Ranks
-    from pipeline.training.step.micro_batches import Piece, Share
+    from pipeline.training.step.micro_batches import Piece, RankShare
     from pipeline.training.step.step import Step
 
 
@@ -47,7 +47,7 @@ class TrainingObserver:
         say: Callable[[str], None],
         *,
         meter: Meter,
-        checkpoint: Callable[[], step_bundle.Checkpoint | None],
+        checkpoint: Callable[[], step_bundle.BundleCheckpoint | None],
         config: Mapping[str, Any] | None = None,
         remember: Callable[[int, float], None] = lambda _bytes, _s: None,
     ) -> None:
@@ -62,7 +62,7 @@ class TrainingObserver:
         self._seen: set[int] = set()  # their numbers
         self._leaks = Leaks(device=step.device, tell=self._leaking, limit_bytes=_limit(prepared, step.device))
         self._items = 0
-        self._breath = Breath(folder.path / f".on-rank-{ranks.rank}")
+        self._breath = CrashNote(folder.path / f".on-rank-{ranks.rank}")
         self._now = 0  # the step, since training began
         self._ooms = self._ooms_before = 0  # since this process began: so far, and up to the last epoch's end
         self._origin: BatchOrigin | None = None  # of the last piece of a step
@@ -120,36 +120,38 @@ class TrainingObserver:
         else:
             self._now += origin.step - last.step  # 0 in a step; more than 1 where some were left out
         self._origin = origin
-        self._breath.on(On(self._now, origin.epoch, origin.step, piece.ids, piece.numbers, piece.rung, self.budget()))
+        self._breath.on(
+            PieceInFlight(self._now, origin.epoch, origin.step, piece.ids, piece.numbers, piece.rung, self.budget())
+        )
 
     def step_begins(self) -> None:
         """Keep where random numbers stand, for a bundle."""
         self._rng = rng_state(self._step.device)
         self._forget_pieces()
 
-    def oom(self, step: int, share: Share, piece: Piece, error: str) -> None:
+    def oom(self, step: int, share: RankShare, piece: Piece, error: str) -> None:
         """Leave a bundle, and say so."""
         self._ooms += 1
         self.tell.figures["ooms"] = float(self._ooms)
         self.say(f"step {step}: out of memory at {len(piece)} items ({', '.join(piece.ids[:3])}): {error}")
-        self._bundle(Kind.OOM, step, share, piece, error)
+        self._bundle(BundleKind.OOM, step, share, piece, error)
 
-    def poison(self, step: int, share: Share, what: str) -> None:
+    def poison(self, step: int, share: RankShare, what: str) -> None:
         """Leave a bundle."""
-        self._bundle(Kind.NAN, step, share, None, what)
+        self._bundle(BundleKind.NAN, step, share, None, what)
 
-    def _bundle(self, kind: Kind, step: int, share: Share, piece: Piece | None, message: str) -> None:
+    def _bundle(self, kind: BundleKind, step: int, share: RankShare, piece: Piece | None, message: str) -> None:
         numbers = piece.numbers if piece else ()
-        cuts = tuple(Cut(ids, seen) for ids, seen in share.cuts)
+        cuts = tuple(BundleCut(ids, seen) for ids, seen in share.cuts)
         failed = next((place for place, one in enumerate(cuts) if numbers and set(numbers) <= set(one.numbers)), None)
         at = {"epoch": share.origin.epoch, "step": step, "epoch_step": share.origin.step}
         self._write(kind, at, cuts, failed, self.budget(), message, self._state(share, piece))
 
     def _write(
         self,
-        kind: Kind,
+        kind: BundleKind,
         at: Mapping[str, int],
-        cuts: tuple[Cut, ...],
+        cuts: tuple[BundleCut, ...],
         failed: int | None,
         budget: int,
         message: str,
@@ -173,7 +175,7 @@ class TrainingObserver:
             device=self._step.device,
             state=state,
         )
-        where = step_bundle.write(self.folder.bundles, bundle, self._rng)
+        where = step_bundle.write_bundle(self.folder.bundles, bundle, self._rng)
         self.say(
             f"to make it again: pipeline replay RUN --step {bundle.step}" if where else "no bundle: the disk is full"
         )
@@ -184,16 +186,16 @@ class TrainingObserver:
         if on is None:
             return
         times = sum(not set(on.ids).isdisjoint(one.ids) for one in self._breath.deaths)
-        cut = Cut(on.ids, on.numbers)
+        cut = BundleCut(on.ids, on.numbers)
         message = f"the process died {times} times while it was on these items: it crashed, or was killed"
         state = {"items": list(on.numbers), "rung": on.rung, "micro_batches": 1, "card": _card(self._step.device)}
         state["pieces"] = [{"numbers": list(on.numbers), "rung": on.rung}]
         at = {"epoch": on.epoch, "step": on.step, "epoch_step": on.epoch_step}
         self._rng = rng_state(self._step.device)
-        self._write(Kind.POISON, at, (cut,), 0, on.budget, message, state)
+        self._write(BundleKind.POISON, at, (cut,), 0, on.budget, message, state)
         self.say(f"step {on.step}, {', '.join(on.ids[:3])}: {message}")
 
-    def _state(self, share: Share, piece: Piece | None) -> dict[str, Any]:
+    def _state(self, share: RankShare, piece: Piece | None) -> dict[str, Any]:
         """Return what else replaying needs: how this pass was cut, and which card it was."""
         return {
             "items": list(piece.numbers) if piece else [],

@@ -9,7 +9,7 @@ import numpy as np
 from pipeline.errors import PlanInfeasible
 from pipeline.memory.runtime.recovery import StepSnapshot, out_of_memory_error, rewind
 from pipeline.training.sampling.sampler import MicroBatch
-from pipeline.training.step.micro_batches import Piece, Share
+from pipeline.training.step.micro_batches import Piece, RankShare
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -43,7 +43,9 @@ def rehearse(
     if meter is not None:
         meter.reset_peak()
     batch = course.loader.fetch(worst.items.tolist(), worst)
-    share = Share(iter([batch]), lambda numbers, _: course.loader.fetch(numbers, worst), hold=1, leave_out=leave_out)
+    share = RankShare(
+        iter([batch]), lambda numbers, _: course.loader.fetch(numbers, worst), hold=1, leave_out=leave_out
+    )
     stepper.rehearse(share)
     memory = meter.read() if meter is not None else None
     cost = stepper.cost(Piece(batch, 0, len(batch))) if len(batch) else 0

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeline.errors import DataError
-from pipeline.training.checkpoints.keeper import Place
+from pipeline.training.checkpoints.keeper import SavedProgress
 from pipeline.training.sampling.sampler import MicroBatch
-from pipeline.training.step.micro_batches import Share
+from pipeline.training.step.micro_batches import RankShare
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pipeline.training.items.batch import BatchOrigin, ItemBatch
     from pipeline.training.items.loader import Loader
     from pipeline.training.prepared import Stretch
-    from pipeline.training.step.global_step import Heard
+    from pipeline.training.step.global_step import StepReport
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,11 +58,11 @@ class RunningStretch:
         if sampler.settings.budget:
             sampler.adjust(budget={**sampler.settings.budget, "cost": budget}, micro_batch=sampler.settings.micro_batch)
 
-    def shares(self, *, hold: int, leave_out: Collection[str]) -> Iterator[Share]:
+    def shares(self, *, hold: int, leave_out: Collection[str]) -> Iterator[RankShare]:
         """Yield this rank's share of each step from where the loader stands, to the end of the epoch."""
         batches = iter(self.loader)
         while True:
-            share = Share(batches, self._fetch, hold=hold, leave_out=leave_out)
+            share = RankShare(batches, self._fetch, hold=hold, leave_out=leave_out)
             if share.is_over:
                 return
             yield share
@@ -94,7 +94,7 @@ class TrainingProgress:
         """Say whether no epoch follows."""
         return self.epoch + 1 == self.epochs
 
-    def count(self, heard: Heard, took_s: float) -> None:
+    def count(self, heard: StepReport, took_s: float) -> None:
         """Count a step that was made."""
         self.done += 1
         self.next += 1
@@ -141,9 +141,9 @@ class TrainingProgress:
             remedy = "see that the items have what is to be learned: labels, targets, peptides"
             raise DataError(what, where="train.task", remedy=remedy)
 
-    def place(self, sampler: Mapping[str, Any]) -> Place:
+    def place(self, sampler: Mapping[str, Any]) -> SavedProgress:
         """Return all of it for a checkpoint."""
-        return Place(
+        return SavedProgress(
             epoch=self.epoch,
             done=self.done,
             sampler=sampler,
@@ -155,7 +155,7 @@ class TrainingProgress:
             poisoned=sorted(self.poisoned),
         )
 
-    def take_up(self, place: Place) -> None:
+    def take_up(self, place: SavedProgress) -> None:
         """Stand where a checkpoint was taken."""
         self.epoch, self.done, self.next = place.epoch, place.done, int(place.sampler.get("step", 0))
         is_alike = place.monitor == self._validation.monitor  # of another figure it says nothing
@@ -186,7 +186,7 @@ class EpochTotals:
     waited_before_s: float = 0.0  # by the loader, before this epoch
     terms: dict[str, list[float]] = field(default_factory=dict)  # sums and weights
 
-    def add(self, heard: Heard, took_s: float) -> None:
+    def add(self, heard: StepReport, took_s: float) -> None:
         """Count a step."""
         items = heard.sum_of("items")
         self.fewest = min(self.fewest, items) if self.steps else items

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from pipeline.training.loop.observer import TrainingObserver
     from pipeline.training.loop.progress import RunningStretch
     from pipeline.training.ranks.rank_protocol import Ranks
-    from pipeline.training.step.global_step import Heard, Words
+    from pipeline.training.step.global_step import RankReport, StepReport
     from pipeline.training.step.local_step import Stepper
-    from pipeline.training.step.micro_batches import Piece, Share
+    from pipeline.training.step.micro_batches import Piece, RankShare
     from pipeline.training.step.step import Step
 
 WORTH_SAVING_S = 60.0  # of work, before a validation
@@ -67,7 +67,7 @@ class Trainer:
         self._ending, self._governor_of, self._leave_out = ending, governor_of, leave_out
         self._entered: RunningStretch | None = None
         self._planned = 1  # the budget of its plan
-        self._share: Share | None = None
+        self._share: RankShare | None = None
         self._rollbacks = 0  # without getting further
         self._furthest = 0  # step to which training had come before the last of them
         self._saved_s = time.monotonic()
@@ -186,7 +186,7 @@ class Trainer:
 
     # One step
 
-    def _step(self, course: RunningStretch, share: Share) -> None:
+    def _step(self, course: RunningStretch, share: RankShare) -> None:
         """Make one step, or leave it out; then what is to be done between two."""
         number = self.done + 1
         self.ranks.progress(f"step {number}")
@@ -212,7 +212,7 @@ class Trainer:
         if not self._again:
             self._between(course, heard, None if norm is None else {"learning_rate": rate, "gradient_norm": norm})
 
-    def _complete(self, words: Words) -> None:
+    def _complete(self, words: RankReport) -> None:
         """Add to this rank's words of a step what stands between steps."""
         checkpoints = self.train.checkpoints
         is_late = (time.monotonic() - self._saved_s) / 60 >= checkpoints.minutes
@@ -235,7 +235,7 @@ class Trainer:
         if self._share is not None:
             self.watcher.oom(self.done + 1, self._share, piece, error)
 
-    def _poison(self, share: Share, heard: Heard) -> None:
+    def _poison(self, share: RankShare, heard: StepReport) -> None:
         """Deal with a step that is not finite, as configured."""
         number, kind = self.done + 1, "loss" if heard.not_finite else "gradient"
         items = self._culprits(share, heard)
@@ -255,7 +255,7 @@ class Trainer:
         self.standing.poisoned.add(number)
         self._roll_back(what, number)
 
-    def _culprits(self, share: Share, heard: Heard) -> list[str]:
+    def _culprits(self, share: RankShare, heard: StepReport) -> list[str]:
         """Return which items of all ranks are not finite alone; the step is undone."""
         self.stepper.go_back()
         everyone = self.step.is_spread or self.stepper.is_joint or not heard.not_finite
@@ -299,7 +299,7 @@ class Trainer:
 
     # Between steps
 
-    def _between(self, course: RunningStretch, heard: Heard, figures: dict[str, float | None] | None) -> None:
+    def _between(self, course: RunningStretch, heard: StepReport, figures: dict[str, float | None] | None) -> None:
         """Do what is done between steps; there are no figures of one that was left out."""
         if self.governor.adopt(heard.budget):
             self.watcher.say(f"step {self.done}: micro-batches cost {self.governor.budget:,} at most from now on")

@@ -22,7 +22,7 @@ from pipeline.errors import ConfigError
 from pipeline.memory.runtime.recovery import StepSnapshot
 from pipeline.training.checkpoints.training_state import rng_state, set_rng_state
 from pipeline.training.step.checkpointing import twin
-from pipeline.training.step.optimizers import checked, whole_loss
+from pipeline.training.step.optimizers import checked_terms, whole_loss
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -39,7 +39,7 @@ SEE = "what embed() returns: Contrastive in pipeline/protocol.py"
 
 
 @dataclass
-class Cached:
+class CachedGradients:
     """What came of the loss of all items."""
 
     rows: dict[str, Tensor] = field(default_factory=dict)  # gradients of embeddings; of some there is none
@@ -88,7 +88,7 @@ def first_pass(step: Step, batch: Batch, items: int | None = None, *, on_host: b
     return {name: one.detach().to(step.device, copy=True) for name, one in told.items()}  # a graph's memory is reused
 
 
-def joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def joined_rows(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Return the rows of some micro-batches together, and let go of them."""
     if len(parts) == 1:
         return parts.pop()
@@ -111,7 +111,7 @@ def as_drawn(device: str) -> Iterator[None]:
         set_rng_state(numbers, device)
 
 
-def contrast(step: Step, rows: dict[str, Tensor], *, counts: bool = True, on_host: bool = False) -> Cached:
+def contrast(step: Step, rows: dict[str, Tensor], *, counts: bool = True, on_host: bool = False) -> CachedGradients:
     """Take the loss of all items, and its gradients, scaled as those of any loss; `rows` are let go of.
 
     The model's own gradients, and the terms, are one rank's to count (`counts`): all ranks find the same.
@@ -135,7 +135,7 @@ def contrast(step: Step, rows: dict[str, Tensor], *, counts: bool = True, on_hos
         raise ConfigError(what, where=WHERE, remedy="do not detach what embed() returned")
     mine = [one for one in step.model.parameters() if one.requires_grad]
     gradients = zip(mine, found[len(asked) :], strict=counts)
-    return Cached(
+    return CachedGradients(
         {name: one.to(step.device) for name, one in cached.items()},
         [(one, gradient.to(one.device)) for one, gradient in gradients if gradient is not None],
     )
@@ -144,9 +144,9 @@ def contrast(step: Step, rows: dict[str, Tensor], *, counts: bool = True, on_hos
 def _terms(step: Step, model: nn.Module, rows: Rows, *, on_host: bool = False) -> Mapping[str, Any]:
     task = cast("Contrastive", step.task)
     if on_host:
-        return checked(task.contrast(model, rows))
+        return checked_terms(task.contrast(model, rows))
     with step.cast():
-        return checked(task.contrast(model, rows))
+        return checked_terms(task.contrast(model, rows))
 
 
 def _leaf(rows: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ def _back(told: dict[str, Tensor], rows: Rows) -> None:
         torch.autograd.backward([told.pop(name) for name in ends], gradients)
 
 
-def finish(cached: Cached) -> None:
+def finish(cached: CachedGradients) -> None:
     """Add the model's own gradients in the loss, once all others are there: a pass that failed has not changed them."""
     for parameter, gradient in cached.own:
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
@@ -217,7 +217,7 @@ def finish(cached: Cached) -> None:
 # A step, and part of one
 
 
-def at_once(step: Step, batch: Batch) -> None:
+def accumulate_at_once(step: Step, batch: Batch) -> None:
     """Add the gradients of all items of a step, in one pass."""
     step.watch.phase("inputs")
     batch = step.moved(batch)
@@ -243,14 +243,14 @@ def _go_back(step: Step, rows: dict[str, Tensor]) -> None:
 def accumulate_all(step: Step, batches: Sequence[Batch]) -> None:
     """Add the gradients of all items of a step."""
     if len(batches) == 1:
-        at_once(step, batches[0])
+        accumulate_at_once(step, batches[0])
         return
     snapshot = StepSnapshot.take(step.model, device=step.device, scaler=step.scaler)
     parts = [first_pass(step, batch) for batch in batches]
     sizes = [len(next(iter(part.values()))) for part in parts]
     snapshot.restore()
     with as_drawn(step.device):
-        cached = contrast(step, joined(parts))
+        cached = contrast(step, joined_rows(parts))
     start = 0
     for batch, items in zip(batches, sizes, strict=True):
         second_pass(step, batch, {name: one[start : start + items] for name, one in cached.rows.items()})
@@ -285,7 +285,7 @@ def accumulate_one(step: Step, batch: Batch) -> None:
     parts = [{name: one.detach() for name, one in told.items()}]
     del told
     parts.append({name: one[:1].expand(others, *one.shape[1:]).clone() for name, one in parts[0].items()})
-    cached = contrast(step, joined(parts))
+    cached = contrast(step, joined_rows(parts))
     if not (step.row_of or cached.own):
         what = "neither embed() nor contrast() depends on a parameter that is trained: nothing would be learned"
         raise ConfigError(what, where=WHERE, remedy="do not detach what they return, or freeze fewer parameters")

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from pipeline.errors import ConfigError
 from pipeline.training.step.checkpointing import repeated
-from pipeline.training.step.optimizers import freeze
+from pipeline.training.step.optimizers import freeze_parameters
 from pipeline.training.step.step import Step
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pipeline.protocol import Batch, Task
     from pipeline.training.ranks.rank_protocol import Ranks
     from pipeline.training.step.optimizers import Terms
-    from pipeline.training.step.step import Settings, Watch
+    from pipeline.training.step.step import StepSettings, StepWatch
 
 WHERE = "train.sharding"
 TINY = 1e-6  # beside the norm, as in torch.nn.utils.clip_grad_norm_
@@ -43,7 +43,7 @@ def local(tensor: Tensor) -> Tensor:
 # Spreading a model
 
 
-def built(make: Callable[[], nn.Module], ranks: Ranks, device: str) -> tuple[nn.Module, Spread]:
+def built(make: Callable[[], nn.Module], ranks: Ranks, device: str) -> tuple[nn.Module, SpreadModel]:
     """Build a model in the host's memory and spread it, one rank of a host after the other.
 
     So each has what one process alone would draw, and a host never holds more than one whole model.
@@ -51,7 +51,7 @@ def built(make: Callable[[], nn.Module], ranks: Ranks, device: str) -> tuple[nn.
     hosts = [str(one["host"]) for one in ranks.exchange({"host": socket.gethostname()})]
     turns = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
     mesh = mesh_of(ranks, device)
-    done: tuple[nn.Module, Spread] | None = None
+    done: tuple[nn.Module, SpreadModel] | None = None
     for turn in range(max(turns) + 1):
         if turns[ranks.rank] == turn:
             model = make()
@@ -68,7 +68,7 @@ def mesh_of(ranks: Ranks, device: str) -> DeviceMesh:
     return init_device_mesh(torch.device(device).type, (ranks.world,))
 
 
-def shard(model: nn.Module, ranks: Ranks, device: str, *, mesh: DeviceMesh | None = None) -> Spread:
+def shard(model: nn.Module, ranks: Ranks, device: str, *, mesh: DeviceMesh | None = None) -> SpreadModel:
     """Spread a model over all ranks: its repeated blocks each by itself, and what is left together."""
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         what = f"torch {torch.__version__} cannot spread models whose ranks use different parameters"
@@ -81,7 +81,7 @@ def shard(model: nn.Module, ranks: Ranks, device: str, *, mesh: DeviceMesh | Non
         # Kept whole after forward, the outermost would miss what is written into its shards between two passes.
         fully_shard(part, mesh=mesh, reshard_after_forward=True)
     model.to(device)
-    return Spread(model, cast("list[FSDPModule]", parts), ranks)
+    return SpreadModel(model, cast("list[FSDPModule]", parts), ranks)
 
 
 def _own_memory(_: nn.Module, __: Any, output: Any) -> Any:
@@ -121,7 +121,7 @@ def _refuse_unspreadable(model: nn.Module) -> None:
         raise ConfigError(what, where=WHERE, remedy=f"make them one type   or {NOT_SHARDED}")
 
 
-class Spread:
+class SpreadModel:
     """A model that is spread over ranks."""
 
     def __init__(self, model: nn.Module, parts: list[FSDPModule], ranks: Ranks) -> None:
@@ -226,11 +226,11 @@ class ShardedStep(Step):
     def __init__(
         self,
         task: Task,
-        settings: Settings,
+        settings: StepSettings,
         ranks: Ranks,
         *,
         device: str = "cpu",
-        watch: Watch | None = None,
+        watch: StepWatch | None = None,
         scaled: bool | None = None,
         begin: Callable[[nn.Module], None] = lambda _: None,
     ) -> None:
@@ -239,7 +239,7 @@ class ShardedStep(Step):
         def make() -> nn.Module:
             model = task.model()
             begin(model)
-            freeze(model, settings.frozen)
+            freeze_parameters(model, settings.frozen)
             return model
 
         self.ranks = ranks

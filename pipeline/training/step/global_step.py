@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from pipeline.memory.runtime.meters import Meter
     from pipeline.training.ranks.rank_protocol import Ranks
     from pipeline.training.step.local_step import Local, Stepper
-    from pipeline.training.step.micro_batches import Share
+    from pipeline.training.step.micro_batches import RankShare
     from pipeline.training.step.step import Step
 
 
 @dataclass(slots=True)
-class Words:
+class RankReport:
     """What a rank has done in a step, and wants."""
 
     terms: Mapping[str, Sequence[float]] = field(default_factory=dict)  # sums and weights
@@ -49,7 +49,7 @@ class Words:
         """Return plain JSON data."""
         return asdict(self)
 
-    def carry(self, first: Words) -> None:
+    def carry(self, first: RankReport) -> None:
         """Add what was learned and counted before the step began again; what ran then has come to nothing."""
         self.budget = min(self.budget, first.budget)
         self.ooms += first.ooms
@@ -57,15 +57,15 @@ class Words:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class StepReport:
     """The words of all ranks."""
 
-    words: tuple[Words, ...]
+    words: tuple[RankReport, ...]
 
     @classmethod
-    def of(cls, said: Sequence[Mapping[str, Any]]) -> Heard:
+    def of(cls, said: Sequence[Mapping[str, Any]]) -> StepReport:
         """Read what ranks said; terms of unequal names are refused."""
-        words = tuple(Words(**one) for one in said)
+        words = tuple(RankReport(**one) for one in said)
         refuse_unequal([list(one.terms) for one in words])
         return cls(words)
 
@@ -150,7 +150,7 @@ class WholeStep:
         ranks: Ranks,
         *,
         meter: Meter | None,
-        complete: Callable[[Words], None],
+        complete: Callable[[RankReport], None],
         say: Callable[[str], None],
     ) -> None:
         """Take what runs this rank's part; `complete` adds to its words what is not of the step itself."""
@@ -159,16 +159,16 @@ class WholeStep:
         self.empty_cache = False  # is wanted once the step has ended
         self._complete, self._say = complete, say
 
-    def accumulate(self, share: Share, number: int) -> Heard:
+    def accumulate(self, share: RankShare, number: int) -> StepReport:
         """Run this rank's share; return what all ranks did."""
         weights, is_lost = self._weights(share)
         if is_lost:
             share.drain()
-            words = Words(lost=self.lost)
+            words = RankReport(lost=self.lost)
         else:
             local = self.stepper.run(share, weights)
             words = self._words(share, local, number)
-        heard = Heard.of(self.ranks.exchange(words.to_json()))
+        heard = StepReport.of(self.ranks.exchange(words.to_json()))
         self.stepper.learn_terms(len(heard.names))
         are_more = weights is None and len(heard.names) > 1  # terms than ever before: they were divided by a guess
         are_less = weights is not None and heard.sum_of("just_skipped")  # items than were weighed
@@ -183,7 +183,7 @@ class WholeStep:
             self.step.settle(weight)
         return heard
 
-    def _weights(self, share: Share) -> tuple[dict[str, float] | None, bool]:
+    def _weights(self, share: RankShare) -> tuple[dict[str, float] | None, bool]:
         """Return the weights of the whole step, where they must be known beforehand, and whether it cannot be run."""
         if not self.stepper.needs_weights:
             return None, bool(self.lost)
@@ -196,13 +196,13 @@ class WholeStep:
             return None, is_lost
         return {name: math.fsum(one.get(name, 0.0) for one in told) for name in names}, is_lost
 
-    def _words(self, share: Share, local: Local, number: int) -> Words:
+    def _words(self, share: RankShare, local: Local, number: int) -> RankReport:
         memory = self.meter.read() if self.meter else None
         want = self.stepper.governor.after_step(memory)
         self.empty_cache = want.empty_cache
         if want.why:
             self._say(f"step {number}: {want.why}")
-        words = Words(
+        words = RankReport(
             terms=local.terms,
             items=local.items,
             micros=local.micros,
@@ -222,7 +222,7 @@ class WholeStep:
         absent = [number for number, one in enumerate(self.step.trained) if one.grad is None]
         return None if len(absent) == len(self.step.trained) else absent
 
-    def take(self, heard: Heard) -> float | None:
+    def take(self, heard: StepReport) -> float | None:
         """Let the optimizer take the gradients of all ranks; return their norm; None where it is not finite."""
         if not heard.names:  # no rank has any item
             self.step.release()
@@ -238,7 +238,7 @@ class WholeStep:
         self.lost = "" if lost is None else f"memory ended within the optimizer: {lost}"
         return norm
 
-    def _add_up(self, heard: Heard) -> None:
+    def _add_up(self, heard: StepReport) -> None:
         """Give every rank the gradients of all."""
         if self.ranks.world == 1 or self.step.is_spread:  # then they are sums already
             return

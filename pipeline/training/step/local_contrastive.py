@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pipeline.training.ranks.rank_protocol import Ranks
-    from pipeline.training.step.contrastive import Cached
-    from pipeline.training.step.micro_batches import Piece, Share
+    from pipeline.training.step.contrastive import CachedGradients
+    from pipeline.training.step.micro_batches import Piece, RankShare
 
 
 @dataclass(slots=True)
@@ -58,18 +58,18 @@ class ContrastiveStepper(Stepper):
         self._of: tuple[int, int] | None = None  # the step that was learned of: its epoch and number
         self._too_much = math.inf  # what a piece of it costs that did not fit
 
-    def weights(self, share: Share) -> dict[str, float]:  # noqa: ARG002 - it is any stepper's
+    def weights(self, share: RankShare) -> dict[str, float]:  # noqa: ARG002 - it is any stepper's
         """Return nothing: weights are told with the loss of all items."""
         return {}
 
     def learn_terms(self, names: int) -> None:
         """Learn nothing: a step is the same however many terms there are."""
 
-    def rehearse(self, share: Share) -> None:
+    def rehearse(self, share: RankShare) -> None:
         """Run a share with the step's other items made up; no other rank takes part."""
         super().run(share, None)
 
-    def run(self, share: Share, weights: Mapping[str, float] | None) -> Local:  # noqa: ARG002 - see `weights`
+    def run(self, share: RankShare, weights: Mapping[str, float] | None) -> Local:  # noqa: ARG002 - see `weights`
         """Run this rank's share; gradients are in the parameters afterwards, unless it is to be run again."""
         self._begin_step(share)
         self._snapshot = StepSnapshot.take(
@@ -86,7 +86,7 @@ class ContrastiveStepper(Stepper):
         local.terms = self.step.totals if self.ranks.rank == 0 else {}
         return local
 
-    def _begin_step(self, share: Share) -> None:
+    def _begin_step(self, share: RankShare) -> None:
         """Forget what was learned of another step."""
         of = share.origin.epoch, share.origin.step
         if of != self._of:
@@ -104,7 +104,7 @@ class ContrastiveStepper(Stepper):
             return [piece]
         return [part for half in piece.halves() for part in self._small(half)]
 
-    def _whole(self, share: Share) -> Piece | None:
+    def _whole(self, share: RankShare) -> Piece | None:
         """Return the one piece that is the whole step, if it is."""
         if self.ranks.world > 1 or share.origin.of > 1:
             return None
@@ -115,7 +115,7 @@ class ContrastiveStepper(Stepper):
         return piece.rung > self.ladder.index(OFFLOAD) + 1
 
     def _through(
-        self, pieces: Iterable[Piece], run: Callable[[Piece, Local], None], share: Share, local: Local
+        self, pieces: Iterable[Piece], run: Callable[[Piece, Local], None], share: RankShare, local: Local
     ) -> bool:
         """Run pieces in order; say whether memory sufficed, else what did not fit is learned."""
         for piece in pieces:
@@ -130,7 +130,7 @@ class ContrastiveStepper(Stepper):
         with self.step.remedied(checkpointing=piece.rung >= 1, offload=piece.rung >= 2):
             run(piece, local)
 
-    def _learn(self, piece: Piece, error: str, share: Share, local: Local) -> None:
+    def _learn(self, piece: Piece, error: str, share: RankShare, local: Local) -> None:
         """See to it that the same does not happen again."""
         oom = Oom((), local.ooms, error, is_single=len(piece) == 1)
         local.ooms += 1
@@ -148,10 +148,10 @@ class ContrastiveStepper(Stepper):
 
     def _at_once(self, piece: Piece, local: Local) -> None:
         """Run all items of a step in one pass."""
-        contrastive.at_once(self.step, self._collated(piece))
+        contrastive.accumulate_at_once(self.step, self._collated(piece))
         self._count(piece, local)
 
-    def _two_passes(self, share: Share, local: Local) -> None:
+    def _two_passes(self, share: RankShare, local: Local) -> None:
         done = self._embed_all(share, local)
         assert self._snapshot is not None
         self._snapshot.restore()  # the second pass draws the same numbers, and statistics move once
@@ -164,7 +164,7 @@ class ContrastiveStepper(Stepper):
         if not local.again:
             contrastive.finish(cached)
 
-    def _embed_all(self, share: Share, local: Local) -> list[_Embedded]:
+    def _embed_all(self, share: RankShare, local: Local) -> list[_Embedded]:
         """Embed all pieces; where memory ends, all of them again, in smaller ones."""
         done: list[_Embedded] = []
 
@@ -178,19 +178,19 @@ class ContrastiveStepper(Stepper):
             self.go_back()
         return done
 
-    def _exchanged(self, done: list[_Embedded]) -> tuple[Cached | None, int]:
+    def _exchanged(self, done: list[_Embedded]) -> tuple[CachedGradients | None, int]:
         """Return the gradients of all embeddings and where this rank's begin; None: no rank has any."""
         items = sum(one.stop - one.start for one in done)
         parts = [one.rows for one in done if one.rows is not None]
         for one in done:
             one.rows = None
-        rows, start = gathered(self.ranks, contrastive.joined(parts), items, self.step.device)
+        rows, start = gathered(self.ranks, contrastive.joined_rows(parts), items, self.step.device)
         with contrastive.as_drawn(self.step.device):
             return (self._contrasted(rows) if rows else None), start
 
-    def _contrasted(self, rows: dict[str, Tensor]) -> Cached:
+    def _contrasted(self, rows: dict[str, Tensor]) -> CachedGradients:
         """Take the loss of all items: no smaller parts would help it, but free caches may, and the host's memory."""
-        found: list[Cached] = []
+        found: list[CachedGradients] = []
         items = len(next(iter(rows.values())))
 
         def take(on_host: bool) -> None:  # noqa: FBT001 - one of two ways
@@ -214,7 +214,7 @@ class ContrastiveStepper(Stepper):
             start += one.stop - one.start
         return places
 
-    def _as_embedded(self, share: Share, done: list[_Embedded]) -> Iterator[Piece]:
+    def _as_embedded(self, share: RankShare, done: list[_Embedded]) -> Iterator[Piece]:
         """Yield a share's pieces as they were embedded; a batch that was read again must have the same items."""
         left = list(done)
         for piece in share:

@@ -19,7 +19,7 @@ from pipeline.memory.runtime.recovery import StepSnapshot
 from pipeline.protocol import Weights
 from pipeline.training.step.local_step import CHECKPOINTING, OFFLOAD, Local, Stepper
 from pipeline.training.step.micro_batches import Piece
-from pipeline.training.step.optimizers import summed
+from pipeline.training.step.optimizers import sums_by_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pipeline.protocol import Batch
     from pipeline.training.ranks.rank_protocol import Ranks
     from pipeline.training.step.fsdp import ShardedStep
-    from pipeline.training.step.micro_batches import Share
+    from pipeline.training.step.micro_batches import RankShare
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Turn:
     items: int  # of the first turn, over all ranks
 
 
-def turns(
+def joint_turns(
     pieces: Iterable[Piece], ranks: Ranks, fetch: Callable[[int], Batch], cost: Callable[[Piece], int] = len
 ) -> Iterator[Turn]:
     """Yield this rank's pieces, then others' for as long as any rank has pieces; one is looked ahead.
@@ -87,7 +87,7 @@ class ShardedStepper(Stepper):
         """Return the ranks."""
         return self.step.ranks
 
-    def weights(self, share: Share) -> dict[str, float]:
+    def weights(self, share: RankShare) -> dict[str, float]:
         """Return the weights of this rank's terms; where the model must run for that, all ranks run it."""
         if isinstance(self.step.task, Weights):
             return super().weights(share)
@@ -96,9 +96,9 @@ class ShardedStepper(Stepper):
             told = self._together(turn.piece, lambda piece: self.step.aside(self._collated(piece)))
             if turn.counts:
                 found.append({name: weight for name, (_, weight) in told.items()})
-        return {name: float(value) for name, value in summed(found).items()}
+        return {name: float(value) for name, value in sums_by_name(found).items()}
 
-    def run(self, share: Share, weights: Mapping[str, float] | None) -> Local:
+    def run(self, share: RankShare, weights: Mapping[str, float] | None) -> Local:
         """Run this rank's share forward and backward, and others' items where they have more passes to make."""
         step, local = self.step, Local()
         self._snapshot = StepSnapshot.take(step.model, device=step.device, scaler=step.scaler, before=self._snapshot)
@@ -116,21 +116,21 @@ class ShardedStepper(Stepper):
         local.terms = step.totals
         return local
 
-    def not_finite(self, share: Share) -> list[str]:
+    def not_finite(self, share: RankShare) -> list[str]:
         """Return which items of this rank's share alone have a loss that is not finite; all ranks must look."""
         found: list[str] = []
         singles = (one for piece in share for one in piece.singles())
-        for turn in turns(singles, self.ranks, self._fetch(share), self.cost):
+        for turn in joint_turns(singles, self.ranks, self._fetch(share), self.cost):
             terms = self._together(turn.piece, lambda piece: self.step.evaluate(self._collated(piece)))
             if turn.counts and not all(math.isfinite(float(total)) for total, _ in terms.values()):
                 found += turn.piece.ids
         return found
 
-    def _turns(self, share: Share) -> Iterator[Turn]:
+    def _turns(self, share: RankShare) -> Iterator[Turn]:
         pieces = (one for piece in share for one in self._ready(piece))
-        return turns(pieces, self.ranks, self._fetch(share), self.cost)
+        return joint_turns(pieces, self.ranks, self._fetch(share), self.cost)
 
-    def _fetch(self, share: Share) -> Callable[[int], Batch]:
+    def _fetch(self, share: RankShare) -> Callable[[int], Batch]:
         return lambda number: share._fetch((number,), share.origin)  # noqa: SLF001
 
     def _known_rung(self, piece: Piece) -> int:

@@ -17,7 +17,7 @@ from pipeline.memory.runtime.out_of_memory import free_caches
 from pipeline.memory.runtime.recovery import StepSnapshot, out_of_memory_error, replay_until_it_fits, rewind
 from pipeline.protocol import Weights
 from pipeline.training.checkpoints.training_state import rng_state, set_rng_state
-from pipeline.training.step.optimizers import summed
+from pipeline.training.step.optimizers import sums_by_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pipeline.memory.runtime.meters import Upkeep
     from pipeline.memory.runtime.recovery import Oom
     from pipeline.protocol import Batch
-    from pipeline.training.step.micro_batches import Piece, Share
+    from pipeline.training.step.micro_batches import Piece, RankShare
     from pipeline.training.step.step import Step
 
 CHECKPOINTING, OFFLOAD, HOST, SKIP = "checkpointing", "offload", "cpu", "skip"
@@ -84,14 +84,14 @@ class Stepper:
         """Say whether the weights of terms must be known before a step: where there are several, or nobody knows."""
         return self._is_several is not False
 
-    def weights(self, share: Share) -> dict[str, float]:
+    def weights(self, share: RankShare) -> dict[str, float]:
         """Return the weights of this rank's terms; no random number is used up."""
         found: list[Mapping[str, Any]] = []
         numbers = rng_state(self.step.device)
         for piece in share:
             self._in_parts(piece, lambda one: found.append(self._weights_of(one)), share)
         set_rng_state(numbers, self.step.device)
-        return {name: float(value) for name, value in summed(found).items()}
+        return {name: float(value) for name, value in sums_by_name(found).items()}
 
     def learn_terms(self, names: int) -> None:
         """Hear how many terms a loss has, over all ranks."""
@@ -108,7 +108,7 @@ class Stepper:
         terms = self.step.aside(batch, on_host=bool(piece.rung))
         return {name: weight for name, (_, weight) in terms.items()}
 
-    def _in_parts(self, piece: Piece, run: Callable[[Piece], Any], share: Share) -> None:
+    def _in_parts(self, piece: Piece, run: Callable[[Piece], Any], share: RankShare) -> None:
         """Run something that adds nothing up before it ends, halving what does not fit."""
         if out_of_memory_error(run, piece) is None:
             return
@@ -123,7 +123,7 @@ class Stepper:
         else:
             raise self._too_large(piece)
 
-    def run(self, share: Share, weights: Mapping[str, float] | None) -> Local:
+    def run(self, share: RankShare, weights: Mapping[str, float] | None) -> Local:
         """Run this rank's share forward and backward; gradients are in the parameters afterwards."""
         self._snapshot = StepSnapshot.take(
             self.step.model, device=self.step.device, scaler=self.step.scaler, before=self._snapshot
@@ -154,7 +154,7 @@ class Stepper:
         local.terms = self.step.totals
         return local
 
-    def rehearse(self, share: Share) -> None:
+    def rehearse(self, share: RankShare) -> None:
         """Run a share as part of a step, before there is any."""
         self.run(share, self.weights(share) if self.needs_weights else None)
 
@@ -239,7 +239,7 @@ class Stepper:
         self.step.release()
         rewind(self._snapshot, self.step.model.parameters(), self.step.device)
 
-    def not_finite(self, share: Share) -> list[str]:
+    def not_finite(self, share: RankShare) -> list[str]:
         """Return which items of a share alone have a loss that is not finite."""
         found: list[str] = []
         for piece in share:
@@ -261,7 +261,7 @@ class Stepper:
 class _Started:
     """The pieces of a share as they begin, from the start each time."""
 
-    def __init__(self, share: Share, ready: Callable[[Piece], list[Piece]]) -> None:
+    def __init__(self, share: RankShare, ready: Callable[[Piece], list[Piece]]) -> None:
         self._share, self._ready = share, ready
 
     def __iter__(self) -> Iterator[Piece]:

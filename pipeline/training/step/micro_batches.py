@@ -63,7 +63,7 @@ class Piece:
         return [replace(self, start=place, stop=place + 1) for place in range(self.start, self.stop)]
 
 
-class Share:
+class RankShare:
     """Goes over a rank's pieces of a step from the start each time; the first time they come from the loader."""
 
     def __init__(

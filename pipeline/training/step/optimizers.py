@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
     from pipeline.config.schema_train import ScheduleSection
     from pipeline.protocol import Task
-    from pipeline.training.step.step import Settings
+    from pipeline.training.step.step import StepSettings
 
 SEE = "what a task must have: pipeline/protocol.py"
 
 
-def checked(terms: Terms) -> Terms:
+def checked_terms(terms: Terms) -> Terms:
     """Return the terms of a loss; others than sums and weights are refused."""
     for name, term in _items_of(terms):
         _check_term(name, term)
@@ -63,7 +63,7 @@ def _check_term(name: Any, term: Any) -> None:
         raise ConfigError(what, where="train.task", remedy=SEE)
 
 
-def summed(many: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def sums_by_name(many: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the sums by name."""
     sums: dict[str, Any] = {}
     for one in many:
@@ -95,7 +95,7 @@ def only_trained(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
     return trained
 
 
-def freeze(model: nn.Module, frozen: Sequence[str]) -> None:
+def freeze_parameters(model: nn.Module, frozen: Sequence[str]) -> None:
     """Train no parameter whose name begins with one of some texts, each of which must be the beginning of a name."""
     names = [name for name, _ in model.named_parameters()]
     for beginning in frozen:
@@ -108,7 +108,7 @@ def freeze(model: nn.Module, frozen: Sequence[str]) -> None:
             parameter.requires_grad = False
 
 
-def optimizer_of(task: Task, model: nn.Module, settings: Settings) -> Optimizer:
+def optimizer_of(task: Task, model: nn.Module, settings: StepSettings) -> Optimizer:
     """Return the optimizer of the parameters that are trained."""
     groups: Any = [one for one in model.parameters() if one.requires_grad]
     if isinstance(task, ParameterGroups):

@@ -28,13 +28,13 @@ from pipeline.training.step import contrastive
 from pipeline.training.step.checkpointing import Pinned, Recomputing, offloaded, twin
 from pipeline.training.step.optimizers import (
     SEE,
-    checked,
-    freeze,
+    checked_terms,
+    freeze_parameters,
     only_trained,
     optimizer_of,
     step_in_place,
     sum_of,
-    summed,
+    sums_by_name,
     whole_loss,
 )
 
@@ -52,7 +52,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
-class Settings:
+class StepSettings:
     """What decides what a step computes, and by which way."""
 
     optimizer: str = "adamw"  # adamw, adam or sgd
@@ -69,7 +69,7 @@ class Settings:
     batch: int | None = None  # items of a step, over all ranks, where its loss compares them; None: those of a batch
 
 
-class Watch(Protocol):
+class StepWatch(Protocol):
     """Somebody who is told of a step's parts."""
 
     def phase(self, name: str) -> None:
@@ -100,11 +100,11 @@ class Step:
     def __init__(
         self,
         task: Task,
-        settings: Settings,
+        settings: StepSettings,
         *,
         device: str = "cpu",
         model: nn.Module | None = None,
-        watch: Watch | None = None,
+        watch: StepWatch | None = None,
         scaled: bool | None = None,
     ) -> None:
         """Build the model, unless it is given, and everything that stands between two steps but gradients.
@@ -119,7 +119,7 @@ class Step:
             what = f"model() must return a torch.nn.Module, got {type(made).__name__}"
             raise ConfigError(what, where="train.task", remedy=SEE)
         self.model = made.to(device)
-        freeze(self.model, settings.frozen)
+        freeze_parameters(self.model, settings.frozen)
         self._recomputing = Recomputing(self.model)
         self._offloads = settings.offload
         if settings.checkpointing:
@@ -156,7 +156,7 @@ class Step:
         if self.contrasts:
             return None  # they are told with the loss of all items
         if isinstance(self.task, Weights):
-            return summed(self.task.weights(batch) for batch in batches)
+            return sums_by_name(self.task.weights(batch) for batch in batches)
         if len(batches) <= 1 or self._is_one_term is True:
             return None
         with self._aside():
@@ -165,7 +165,7 @@ class Step:
             if self._is_one_term:
                 return None
             rest = (self._forward(self.moved(batch)) for batch in batches[1:])
-            return summed({name: weight for name, (_, weight) in terms.items()} for terms in (told, *rest))
+            return sums_by_name({name: weight for name, (_, weight) in terms.items()} for terms in (told, *rest))
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
@@ -365,7 +365,7 @@ class Step:
 
     def _forward(self, batch: Batch) -> Terms:
         with self.cast():
-            return checked(self._terms(self.model, batch))
+            return checked_terms(self._terms(self.model, batch))
 
     def _terms(self, model: nn.Module, batch: Batch) -> Terms:
         """Return the loss of a batch as the task has it; of one that compares items, by the same two steps as ever."""

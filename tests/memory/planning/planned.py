@@ -21,7 +21,7 @@ from pipeline.protocol import ITEMS
 from pipeline.runs.model.training_work import Work, cutter, host_card, least_of, plan_training, target_of
 from pipeline.training.prepared import COST, LIKENESS, likeness, sampler_settings
 from pipeline.training.sampling.sampler import Sampler
-from pipeline.training.step.step import Settings, Step
+from pipeline.training.step.step import Step, StepSettings
 from tests.limited.device import HostCarrier, LimitedDevice, forget_failed_backward
 from tests.zoo import Member
 
@@ -70,7 +70,7 @@ def work_of(member: Member) -> Work:
     """Return a member of the zoo as it is trained here."""
     settings = {name: value for name, value in member.settings.items() if name != "foreach"}
     way = "foreach" if member.settings.get("foreach") else "loop"
-    return Work(member.build(), Settings(way=way, **settings), device="cpu")
+    return Work(member.build(), StepSettings(way=way, **settings), device="cpu")
 
 
 def train_of(member: Member) -> TrainSection:

@@ -19,8 +19,8 @@ from pipeline.memory.estimating.fallback_oracle import Ladder
 from pipeline.memory.footprint import Category, MemoryChoice, StepTapes, live_peak_bytes, parts_at_peak
 from pipeline.memory.hardware.caching_allocator import Allocator, AllocatorSettings
 from pipeline.memory.tracing.tracer import CannotTrace
-from pipeline.training.step.step import Settings
 from pipeline.training.step.step import Step as TrainingStep
+from pipeline.training.step.step import StepSettings
 from tests.limited import device
 from tests.memory.tracing.traced import LARGE, SIZES, WIDTH, Small, layers, of, play, tracer, true_peak
 from tests.zoo import ZOO
@@ -144,7 +144,7 @@ def test_a_model_that_needs_values_to_be_built_is_built_real_and_then_faked():
 def test_state_is_what_the_model_and_its_optimizer_really_have():
     task = Small(layers)
     standing, _ = answers(task, ema=0.9)
-    real = TrainingStep(task, Settings(ema=0.9))
+    real = TrainingStep(task, StepSettings(ema=0.9))
     real.run([task.example(SIZES)])
     sums: dict[str, int] = {}
     for what, _, tensor in real.owned():
@@ -436,7 +436,7 @@ def test_nothing_stays_changed_after_a_trace():
 def test_training_is_the_same_before_and_after_a_trace():
     def trained():
         torch.manual_seed(0)
-        step = TrainingStep(Small(layers), Settings(clip=1.0))
+        step = TrainingStep(Small(layers), StepSettings(clip=1.0))
         for _ in range(2):
             step.run([torch.ones(4, WIDTH)])
         return [one.detach().clone() for one in step.model.parameters()]

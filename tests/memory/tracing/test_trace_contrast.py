@@ -16,8 +16,8 @@ from pipeline.memory.lint.lint_facts import Facts
 from pipeline.memory.lint.training_rules import lint
 from pipeline.memory.tracing.tracer import Tracer
 from pipeline.runs.model.training_work import Work, step_settings
-from pipeline.tasks.contrastive_pair import Batch, ContrastivePair, Rows
-from pipeline.training.step.step import Settings, Step
+from pipeline.tasks.contrastive_pair import ContrastivePair, PairBatch, Rows
+from pipeline.training.step.step import Step, StepSettings
 from tests.limited import device
 from tests.limited.device import LimitedDevice
 from tests.training.step.towers import Pairs
@@ -32,7 +32,7 @@ def pairs(width: int, layers: int, tokens: int) -> ContrastivePair:
     return ContrastivePair(width=width, layers=layers, heads=4, out=64, left_most=tokens, right_most=tokens)
 
 
-def planned(task: ContrastivePair, settings: Settings, micro: int, tokens: int) -> int:
+def planned(task: ContrastivePair, settings: StepSettings, micro: int, tokens: int) -> int:
     """Return the planned peak of a step of 128 items."""
     tracer = Tracer(Work(task, settings, "cpu").build, task.model, task.example, {"items": 1, "left": 1, "right": 1})
     standing = tracer.standing(MemoryChoice())
@@ -40,7 +40,7 @@ def planned(task: ContrastivePair, settings: Settings, micro: int, tokens: int) 
     return Tapes.of(standing, [one] * (ITEMS // micro)).peak_bytes(standing.bytes)
 
 
-def measured(task: ContrastivePair, settings: Settings, micro: int, tokens: int) -> int:
+def measured(task: ContrastivePair, settings: StepSettings, micro: int, tokens: int) -> int:
     """Return the most that was really live in the second step; its batches are in the host's memory."""
     device.need()
     with LimitedDevice() as limited:
@@ -54,19 +54,19 @@ def measured(task: ContrastivePair, settings: Settings, micro: int, tokens: int)
         return limited.peak_bytes
 
 
-def cut(batch: Any, sizes: Sequence[int]) -> list[Batch]:
+def cut(batch: Any, sizes: Sequence[int]) -> list[PairBatch]:
     def parts(rows: Rows) -> list[Rows]:
         masks = [None] * len(sizes) if rows.real_BL is None else rows.real_BL.split(sizes)
         return [Rows(*one) for one in zip(rows.values.split(sizes), masks, strict=True)]
 
-    return [Batch(*sides) for sides in zip(parts(batch.left), parts(batch.right), strict=True)]
+    return [PairBatch(*sides) for sides in zip(parts(batch.left), parts(batch.right), strict=True)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("micro", [16, ITEMS])
 @pytest.mark.parametrize("size", SIZES)
 def test_128_items_are_planned_within_a_percent_in_one_batch_or_8(size: tuple[int, int, int], micro: int) -> None:
-    task, settings = pairs(*size), Settings(batch=ITEMS, clip=1.0)
+    task, settings = pairs(*size), StepSettings(batch=ITEMS, clip=1.0)
     true = measured(task, settings, micro, size[2])
     assert planned(task, settings, micro, size[2]) == pytest.approx(true, rel=WITHIN)
 
@@ -76,7 +76,7 @@ def test_what_the_loss_of_all_items_takes_is_planned() -> None:
     task = Pairs(double=False)
 
     def peak(items: int) -> int:
-        tracer = Tracer(Work(task, Settings(batch=items), "cpu").build, task.model, task.example, {"items": 1})
+        tracer = Tracer(Work(task, StepSettings(batch=items), "cpu").build, task.model, task.example, {"items": 1})
         return tracer.micro(MemoryChoice(), {"items": 16}).first.peak_bytes
 
     assert peak(2048) > 4 * 2048**2
@@ -84,7 +84,7 @@ def test_what_the_loss_of_all_items_takes_is_planned() -> None:
 
 
 def test_a_plan_spreads_no_model_whose_loss_is_of_all_items() -> None:
-    work = Work(Pairs(), Settings(), "cpu")
+    work = Work(Pairs(), StepSettings(), "cpu")
     train = TrainSection.model_validate({"effective_batch": 8})
     assert work.request(train, 2).shards == 1
     with pytest.raises(ConfigError, match="two passes"):
@@ -101,7 +101,7 @@ def test_a_name_alone_says_nothing_of_a_loss() -> None:
     class LowContrastImages:
         pass
 
-    assert not Work(LowContrastImages(), Settings(), "cpu").is_in_batch  # type: ignore[arg-type]
+    assert not Work(LowContrastImages(), StepSettings(), "cpu").is_in_batch  # type: ignore[arg-type]
 
 
 def test_only_who_compares_items_without_two_passes_is_warned() -> None:
@@ -109,7 +109,7 @@ def test_only_who_compares_items_without_two_passes_is_warned() -> None:
         in_batch = True
 
     facts = Facts(batch=128, micro_batch=16, accumulation=8)
-    works = [Work(one, Settings(), "cpu") for one in (Pairs(), Alone())]  # type: ignore[arg-type]
+    works = [Work(one, StepSettings(), "cpu") for one in (Pairs(), Alone())]  # type: ignore[arg-type]
     told = [replace(facts, in_batch_contrastive=work.is_in_batch, two_passes=work.is_contrastive) for work in works]
     found = [[one.code for one in lint(each)] for each in told]
     assert ["accumulated-contrast" in codes for codes in found] == [False, True]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pipeline.memory.footprint import Category, MemoryChoice, MemoryPart, Tape
 from pipeline.memory.tracing.tracer import CPU, Target, Tracer
-from pipeline.training.step.step import Settings, Step
+from pipeline.training.step.step import Step, StepSettings
 from tests.limited.device import HostCarrier, LimitedDevice
 
 SIZES = {"items": 32}
@@ -52,9 +52,9 @@ def tracer(task: Any, target: Target = CPU, least: Mapping[str, int] = SIZES, **
     return Tracer(build, task.model, task.example, least, target)
 
 
-def chosen(choice: MemoryChoice, settings: Mapping[str, Any]) -> Settings:
+def chosen(choice: MemoryChoice, settings: Mapping[str, Any]) -> StepSettings:
     own = {"precision": choice.precision, "offload": choice.offload, "checkpointing": choice.checkpointing}
-    return Settings(**{"way": "foreach", **own, **settings})
+    return StepSettings(**{"way": "foreach", **own, **settings})
 
 
 def true_peak(

@@ -112,8 +112,8 @@ class Lab:
     def bundle(self) -> step_bundle.Bundle:
         """The bundle that the training has left."""
         (made,) = (self.root / "models").iterdir()
-        (path,) = step_bundle.all_of(made / "bundles")
-        return step_bundle.read(path)
+        (path,) = step_bundle.bundles_in(made / "bundles")
+        return step_bundle.read_bundle(path)
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +201,7 @@ class TestNotFinite:
         assert "is finite here" in first.verdict
         rng = step_bundle.read_rng(case.where)
         other = rng | {"rng.torch": torch.Generator().manual_seed(99).get_state()}
-        where = step_bundle.write(tmp_path, case.bundle, other)
+        where = step_bundle.write_bundle(tmp_path, case.bundle, other)
         assert where is not None
         assert terms(replay_here(replace(case, where=where), device="cpu")) != terms(first)
 
@@ -273,8 +273,8 @@ def starved(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> ReplayCase:
     made = ModelFolder(tmp_path_factory.mktemp("starved"))
     with LimitedDevice(int(0.75 * device.peak_bytes)):
         run_to_end(job(lab, made))
-    where = next(path for path in step_bundle.all_of(made.bundles) if "-oom-" in path.name)
-    return replace(lab.case, made=made, where=where, bundle=step_bundle.read(where))
+    where = next(path for path in step_bundle.bundles_in(made.bundles) if "-oom-" in path.name)
+    return replace(lab.case, made=made, where=where, bundle=step_bundle.read_bundle(where))
 
 
 def allowed(case: ReplayCase, limit_bytes: int) -> ReplayCase:
@@ -318,12 +318,12 @@ class TestPoison:
     def test_what_kills_its_process_twice_leaves_a_bundle_at_the_next_start(self, lab: Lab, tmp_path: Path) -> None:
         made = ModelFolder(tmp_path / "model")
         made.path.mkdir()
-        assert [die(lab, made, tmp_path), step_bundle.all_of(made.bundles)] == [-9, []]
-        assert [die(lab, made, tmp_path), step_bundle.all_of(made.bundles)] == [-9, []]
+        assert [die(lab, made, tmp_path), step_bundle.bundles_in(made.bundles)] == [-9, []]
+        assert [die(lab, made, tmp_path), step_bundle.bundles_in(made.bundles)] == [-9, []]
         run_to_end(job(lab, made))  # this start finds what the two before have died of
-        where = next(path for path in step_bundle.all_of(made.bundles) if "-poison-" in path.name)
-        bundle = step_bundle.read(where)
-        assert bundle.kind is step_bundle.Kind.POISON
+        where = next(path for path in step_bundle.bundles_in(made.bundles) if "-poison-" in path.name)
+        bundle = step_bundle.read_bundle(where)
+        assert bundle.kind is step_bundle.BundleKind.POISON
         assert "c2" in bundle.cuts[0].ids
         assert bundle.step == lab.bundle.step
         assert "died 2 times" in bundle.message
@@ -335,8 +335,8 @@ class TestPoison:
         self, lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipeline: Command
     ) -> None:
         made = lab.case.made
-        bundle = replace(lab.bundle, kind=step_bundle.Kind.POISON, step=500)
-        where = step_bundle.write(made.bundles, bundle, step_bundle.read_rng(lab.case.where))
+        bundle = replace(lab.bundle, kind=step_bundle.BundleKind.POISON, step=500)
+        where = step_bundle.write_bundle(made.bundles, bundle, step_bundle.read_rng(lab.case.where))
         assert where is not None
         try:
             monkeypatch.setenv("REPLAYLAB_DIES", "1")
@@ -355,7 +355,7 @@ def without(bundle: step_bundle.Bundle, name: str) -> step_bundle.Bundle:
     for cut in bundle.cuts:
         kept = [(one, number) for one, number in zip(cut.ids, cut.numbers, strict=True) if one != name]
         ids, numbers = zip(*kept, strict=True)
-        cuts.append(step_bundle.Cut(ids, numbers))
+        cuts.append(step_bundle.BundleCut(ids, numbers))
     return replace(bundle, cuts=tuple(cuts), state={})
 
 

@@ -211,7 +211,7 @@ def test_a_task_that_ended_while_nobody_looked_began_when_it_did_and_not_when_it
 
 
 def test_recorded_steps_are_found_by_the_names_that_bundles_have() -> None:
-    for kind in step_bundle.Kind:
+    for kind in step_bundle.BundleKind:
         name = f"step-00000023-{kind.value}-rank-1"
         ours, theirs = _BUNDLE.fullmatch(name), step_bundle._NAME.fullmatch(name)
         assert ours

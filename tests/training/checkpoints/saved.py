@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 from pipeline.store.format.disk import Disk
-from pipeline.training.checkpoints.checkpoint_folder import Checkpoints, State
+from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder, State
 
 IDENTITY = {"model": "abc", "recipe": {"rate": 0.1}}
 
 
 def checkpoints(
     folder: Path, *, last: int = 2, best: int = 0, said: list[str] | None = None, disk: Disk | None = None, **more: Any
-) -> Checkpoints:
+) -> CheckpointFolder:
     """Return a folder of checkpoints that appends to `said` what it tells."""
     tell: Callable[[str], None] = [].append if said is None else said.append
-    return Checkpoints(folder, last=last, best=best, tell=tell, disk=disk, **{"identity": IDENTITY} | more)
+    return CheckpointFolder(folder, last=last, best=best, tell=tell, disk=disk, **{"identity": IDENTITY} | more)
 
 
 def state_at(step: int, size: int = 40) -> State:

@@ -71,7 +71,7 @@ def test_any_tensors_come_back_bit_for_bit(tmp_path, named, tie):
         named["tied"] = next(iter(named.values()))
     path = tmp_path / "file.safetensors"
     path.unlink(missing_ok=True)
-    written = tensor_file.write(Disk(), path, named)
+    written = tensor_file.write_tensors(Disk(), path, named)
     got = TensorFile(Disk(), path, written).load()
     assert got.keys() == named.keys()
     assert all(same_bits(one, named[name]) for name, one in got.items())

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeline.store.format.disk import Disk
-from pipeline.training.checkpoints.async_saver import Saver, Staging, staging_bytes
+from pipeline.training.checkpoints.async_saver import Saver, StagingBuffers, staging_bytes
 from pipeline.training.checkpoints.checkpoint_folder import NotSaved, State, new_token
 from tests.store.faulty_disks import FailingDisk
 from tests.training.checkpoints.saved import checkpoints, is_state_at, same_bits, state_at
@@ -81,7 +81,7 @@ def test_the_next_waits_for_the_one_before_and_uses_its_buffers_again(tmp_path, 
 
 
 def test_buffers_are_used_again_where_they_fit():
-    staging = Staging()
+    staging = StagingBuffers()
     first = staging.copied({"a": torch.ones(3), "b": torch.ones(2)})
     again = staging.copied({"a": torch.zeros(3), "b": torch.zeros(5), "c": (tied := torch.ones(1)), "d": tied})
     assert again["a"] is first["a"]

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from pipeline.config.schema_train import TrainSection
 from pipeline.errors import PlanInfeasible
 from pipeline.records import Reason, Tell
-from pipeline.training.checkpoints.checkpoint_choice import choose, load
-from pipeline.training.checkpoints.checkpoint_folder import Checkpoints, State
+from pipeline.training.checkpoints.checkpoint_choice import choose_checkpoint, load_checkpoint
+from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder, State
 from pipeline.training.checkpoints.training_state import model_key, pack
 from pipeline.training.evaluating.apply_model import ApplyJob, ApplyResult, apply_model, spans, table_digest
 from pipeline.training.evaluating.evaluator import Evaluator, twin
@@ -24,7 +24,7 @@ from pipeline.training.evaluating.outputs import GatheredOutputs
 from pipeline.training.items.item_table import ItemTable
 from pipeline.training.prepared import ModelFolder, Prepared, Stretch
 from pipeline.training.ranks.rank_protocol import Ranks, SingleRank
-from pipeline.training.step.step import Settings, Step
+from pipeline.training.step.step import Step, StepSettings
 from tests.limited.device import LimitedDevice
 from tests.training.items.content import graph_of
 from tests.training.loop.loops import Memory, table_of
@@ -76,7 +76,7 @@ class Speaking(Mute):
 
 
 def step_of(task: Any, device: str = "cpu") -> Step:
-    return Step(task, Settings(way="loop"), device=device)
+    return Step(task, StepSettings(way="loop"), device=device)
 
 
 def prepared(budget: int) -> Prepared:
@@ -101,9 +101,9 @@ def prepared(budget: int) -> Prepared:
     )
 
 
-def save(folder: Path, *figures: float | None) -> Checkpoints:
+def save(folder: Path, *figures: float | None) -> CheckpointFolder:
     """Save a checkpoint for each figure, of steps 1, 2 …, whose parameters are the step."""
-    kept = Checkpoints(folder, last=9, best=9, identity=identity(), tell=lambda _: None)
+    kept = CheckpointFolder(folder, last=9, best=9, identity=identity(), tell=lambda _: None)
     for number, figure in enumerate(figures, 1):
         model = Mute().model()
         with torch.no_grad():
@@ -139,7 +139,7 @@ def job(
     refused, said = [] if refused is None else refused, [] if said is None else said
 
     def selected(without: Any) -> Any:
-        found = choose(made.checkpoints, "best", without)
+        found = choose_checkpoint(made.checkpoints, "best", without)
         assert found is not None
         return found
 
@@ -339,7 +339,7 @@ def test_an_item_that_no_card_holds_is_done_by_a_copy_of_the_model_on_the_proces
                 raise torch.OutOfMemoryError("made so")
             return super().loss(model, batch)
 
-    step = Card(Once(), Settings(way="loop"))
+    step = Card(Once(), StepSettings(way="loop"))
     one = job(tmp_path, Speaking(), budget=1)
     evaluation = Evaluator(step, _loader(one), SingleRank(), tmp_path / "out", of="x", too_large="cpu")
     evaluation.step.device = "meta"
@@ -375,27 +375,31 @@ def test_a_copy_on_the_host_has_the_same_parameters_and_shares_none() -> None:
 def test_the_best_is_chosen_and_where_none_has_a_figure_the_last_which_is_said(tmp_path: Path) -> None:
     save(tmp_path / "a", 0.5, 0.1, 0.3)
     save(tmp_path / "b", None, None)
-    best, last, fallen = choose(tmp_path / "a", "best"), choose(tmp_path / "a", "last"), choose(tmp_path / "b", "best")
+    best, last, fallen = (
+        choose_checkpoint(tmp_path / "a", "best"),
+        choose_checkpoint(tmp_path / "a", "last"),
+        choose_checkpoint(tmp_path / "b", "best"),
+    )
     assert best is not None
     assert last is not None
     assert fallen is not None
     assert (best.step, best.note, best.model) == (2, "", "made")
     assert last.step == 3
     assert (fallen.step, "the last one is used" in fallen.note) == (2, True)
-    assert choose(tmp_path / "nothing", "best") is None
+    assert choose_checkpoint(tmp_path / "nothing", "best") is None
 
 
 def test_a_checkpoint_can_be_named_and_one_that_is_not_there_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "a", 0.5, 0.1)
     by_name, by_path = (
-        choose(tmp_path / "a", "step-00000001"),
-        choose(tmp_path / "b", str(tmp_path / "a/step-00000001")),
+        choose_checkpoint(tmp_path / "a", "step-00000001"),
+        choose_checkpoint(tmp_path / "b", str(tmp_path / "a/step-00000001")),
     )
     assert by_name == by_path
     assert by_name is not None
     assert by_name.step == 1
     with pytest.raises(Exception, match="there is no such checkpoint"):
-        choose(tmp_path / "a", "step-7")
+        choose_checkpoint(tmp_path / "a", "step-7")
 
 
 @pytest.mark.parametrize("harm", ["removed", "damaged"])
@@ -404,7 +408,7 @@ def test_a_checkpoint_that_goes_while_it_is_read_is_passed_over_and_said_so(tmp_
     said: list[str] = []
 
     def selected(without: Any) -> Any:
-        found = choose(tmp_path, "best", without)
+        found = choose_checkpoint(tmp_path, "best", without)
         assert found is not None
         if not without:
             state = found.path / "state.safetensors"
@@ -417,7 +421,7 @@ def test_a_checkpoint_that_goes_while_it_is_read_is_passed_over_and_said_so(tmp_
         return found
 
     step = step_of(Mute())
-    chosen = load(step, SingleRank(), selected, said.append)
+    chosen = load_checkpoint(step, SingleRank(), selected, said.append)
     assert kept.folder == tmp_path
     assert chosen.step == 3
     assert all(bool((one == 3).all()) for one in step.model.parameters())
@@ -428,9 +432,9 @@ def test_moving_averages_are_what_is_used_where_there_are_any(tmp_path: Path) ->
     model = Mute().model()
     tensors = dict(pack(model).tensors)
     tensors |= {f"ema.{name}": torch.full_like(one, 5.0) for name, one in model.named_parameters()}
-    Checkpoints(tmp_path, last=2, best=0, identity=identity(), tell=lambda _: None).save(State(tensors, {}), 1)
+    CheckpointFolder(tmp_path, last=2, best=0, identity=identity(), tell=lambda _: None).save(State(tensors, {}), 1)
     step = step_of(Mute())
-    load(step, SingleRank(), lambda without: choose(tmp_path, "last", without), [].append)  # type: ignore[arg-type,return-value]
+    load_checkpoint(step, SingleRank(), lambda without: choose_checkpoint(tmp_path, "last", without), [].append)  # type: ignore[arg-type,return-value]
     assert all(bool((one == 5).all()) for one in step.model.parameters())
 
 

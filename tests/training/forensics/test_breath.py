@@ -9,57 +9,57 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.training.forensics.crash_note import Breath, On
+from pipeline.training.forensics.crash_note import CrashNote, PieceInFlight
 
 
-def on(*ids: str, step: int = 5) -> On:
+def on(*ids: str, step: int = 5) -> PieceInFlight:
     """Return a piece of a step."""
-    return On(step + 1, 0, step, ids, tuple(range(len(ids))), 0, 100)
+    return PieceInFlight(step + 1, 0, step, ids, tuple(range(len(ids))), 0, 100)
 
 
 def test_once_is_no_poison_and_twice_on_the_same_item_is(tmp_path: Path) -> None:
     path = tmp_path / "on"
-    Breath(path).on(on("a", "b", "c"))  # and it is gone
-    second = Breath(path)
+    CrashNote(path).on(on("a", "b", "c"))  # and it is gone
+    second = CrashNote(path)
     assert second.poison is None
     second.on(on("b"))
-    third = Breath(path)
+    third = CrashNote(path)
     assert third.poison == on("b")
     assert [one.ids for one in third.deaths] == [("a", "b", "c"), ("b",)]
 
 
 def test_other_items_are_no_poison(tmp_path: Path) -> None:
     path = tmp_path / "on"
-    Breath(path).on(on("a"))
-    Breath(path).on(on("b"))
-    assert Breath(path).poison is None
+    CrashNote(path).on(on("a"))
+    CrashNote(path).on(on("b"))
+    assert CrashNote(path).poison is None
 
 
 def test_a_death_is_forgotten_once_its_step_has_passed(tmp_path: Path) -> None:
     path = tmp_path / "on"
-    Breath(path).on(on("a"))
-    second = Breath(path)
+    CrashNote(path).on(on("a"))
+    second = CrashNote(path)
     second.on(on("a"))
     second.on(on("a", step=6))
-    assert Breath(path).poison is None
+    assert CrashNote(path).poison is None
 
 
 def test_between_two_steps_and_after_an_orderly_end_nothing_is_blamed(tmp_path: Path) -> None:
     path = tmp_path / "on"
-    Breath(path).on(on("a"))
-    second = Breath(path)
+    CrashNote(path).on(on("a"))
+    second = CrashNote(path)
     second.on(on("a"))
     second.off()
-    third = Breath(path)
+    third = CrashNote(path)
     assert third.poison is None
     third.on(on("a"))
     third.close()
-    assert Breath(path).poison is None
+    assert CrashNote(path).poison is None
 
 
 def test_the_note_is_gone_after_an_end_in_order(tmp_path: Path) -> None:
     path = tmp_path / "on"
-    breath = Breath(path)
+    breath = CrashNote(path)
     breath.on(on("a"))
     breath.close()
     breath.close()
@@ -70,13 +70,13 @@ def test_the_note_is_gone_after_an_end_in_order(tmp_path: Path) -> None:
 def test_a_note_that_was_cut_says_nothing(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "on"
     path.write_bytes(content)
-    breath = Breath(path)
+    breath = CrashNote(path)
     assert breath.poison is None
     assert breath.deaths == []
 
 
 def test_a_folder_that_cannot_be_written_costs_the_note_only(tmp_path: Path) -> None:
-    breath = Breath(tmp_path / "nowhere" / "on")
+    breath = CrashNote(tmp_path / "nowhere" / "on")
     breath.on(on("a"))
     breath.close()
 
@@ -92,4 +92,4 @@ def test_a_real_kill_leaves_it(tmp_path: Path) -> None:
     for _ in range(2):
         done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "on")], check=False)
         assert done.returncode == -signal.SIGKILL
-    assert Breath(tmp_path / "on").poison == on("a")
+    assert CrashNote(tmp_path / "on").poison == on("a")

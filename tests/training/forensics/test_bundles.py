@@ -18,26 +18,26 @@ from pipeline.training.forensics.step_bundle import (
     KEPT,
     RNG,
     Bundle,
-    Checkpoint,
-    Cut,
-    Kind,
-    all_of,
-    find,
-    read,
+    BundleCheckpoint,
+    BundleCut,
+    BundleKind,
+    bundles_in,
+    find_bundles,
+    read_bundle,
     read_rng,
-    write,
+    write_bundle,
 )
 
 BUNDLE_OF = Bundle(
-    kind=Kind.OOM,
+    kind=BundleKind.OOM,
     epoch=2,
     step=123,
     epoch_step=23,
     rank=0,
     world=2,
     cuts=(
-        Cut(("a", "b/../c"), (7, 3), {"nodes": 900, "edges": 18_000}, 3 << 30),
-        Cut(("d", "e", "f", "g", "ü"), (1, 2, 4, 5, 6)),
+        BundleCut(("a", "b/../c"), (7, 3), {"nodes": 900, "edges": 18_000}, 3 << 30),
+        BundleCut(("d", "e", "f", "g", "ü"), (1, 2, 4, 5, 6)),
     ),
     failed=0,
     budget={"cost": 4 << 30},
@@ -45,7 +45,7 @@ BUNDLE_OF = Bundle(
     plan={"batch": 24, "crop": {"nodes": 500}},
     seed=11,
     message="CUDA out of memory. Tried to allocate 2.00 GiB",
-    checkpoint=Checkpoint("checkpoints/step-00000100", "ab" * 16),
+    checkpoint=BundleCheckpoint("checkpoints/step-00000100", "ab" * 16),
     time_s=1_800_000_000.5,
     torch="2.13.0",
     device="cpu",
@@ -59,10 +59,10 @@ def names_in(folder):
 
 
 def test_a_bundle_is_read_as_it_was_written(tmp_path):
-    path = write(tmp_path / "bundles", BUNDLE_OF, RNG_OF)
+    path = write_bundle(tmp_path / "bundles", BUNDLE_OF, RNG_OF)
     assert path.name == "step-00000123-oom-rank-0"
     assert names_in(path) == [BUNDLE, RNG]
-    assert read(path) == BUNDLE_OF
+    assert read_bundle(path) == BUNDLE_OF
     states = read_rng(path)
     assert states.keys() == RNG_OF.keys()
     assert all(torch.equal(states[name], state) for name, state in RNG_OF.items())
@@ -70,23 +70,23 @@ def test_a_bundle_is_read_as_it_was_written(tmp_path):
 
 def test_random_numbers_go_on_from_what_a_bundle_has(tmp_path):
     torch.manual_seed(3)
-    path = write(tmp_path, BUNDLE_OF, {"cpu": torch.get_rng_state()})
+    path = write_bundle(tmp_path, BUNDLE_OF, {"cpu": torch.get_rng_state()})
     wanted = torch.rand(4)
     torch.set_rng_state(read_rng(path)["cpu"])
     assert torch.equal(torch.rand(4), wanted)
 
 
 def test_a_bundle_may_be_of_a_step_without_a_checkpoint_or_a_micro_batch_to_blame(tmp_path):
-    bare = replace(BUNDLE_OF, kind=Kind.NAN, checkpoint=None, failed=None, cuts=())
-    path = write(tmp_path, bare, {})
-    assert read(path) == bare
+    bare = replace(BUNDLE_OF, kind=BundleKind.NAN, checkpoint=None, failed=None, cuts=())
+    path = write_bundle(tmp_path, bare, {})
+    assert read_bundle(path) == bare
     assert read_rng(path) == {}
     assert "before the first checkpoint" in bare.words()
 
 
 def test_numbers_of_numpy_are_numbers(tmp_path):
-    path = write(tmp_path, replace(BUNDLE_OF, budget={"cost": np.int64(7)}), RNG_OF)
-    assert read(path).budget == {"cost": 7}
+    path = write_bundle(tmp_path, replace(BUNDLE_OF, budget={"cost": np.int64(7)}), RNG_OF)
+    assert read_bundle(path).budget == {"cost": 7}
 
 
 def test_a_bundle_says_for_people_what_happened():
@@ -102,35 +102,35 @@ def test_a_bundle_says_for_people_what_happened():
 
 
 def test_the_same_step_may_go_wrong_again(tmp_path):
-    paths = [write(tmp_path, BUNDLE_OF, RNG_OF) for _ in range(3)]
+    paths = [write_bundle(tmp_path, BUNDLE_OF, RNG_OF) for _ in range(3)]
     assert [path.name.removeprefix("step-00000123-oom-rank-0") for path in paths] == ["", "-2", "-3"]
-    assert all_of(tmp_path) == paths
+    assert bundles_in(tmp_path) == paths
 
 
 def test_the_first_bundle_is_kept_and_the_newest(tmp_path):
     for step in range(1, 2 * KEPT + 5):
-        path = write(tmp_path, replace(BUNDLE_OF, step=step, rank=step % 3), {})
+        path = write_bundle(tmp_path, replace(BUNDLE_OF, step=step, rank=step % 3), {})
         assert path.exists()
-    steps = [read(path).step for path in all_of(tmp_path)]
+    steps = [read_bundle(path).step for path in bundles_in(tmp_path)]
     assert steps == [1, *range(KEPT + 5, 2 * KEPT + 5)]
     assert len(names_in(tmp_path)) == KEPT + 1
 
 
 def test_bundles_are_found_by_step_and_rank(tmp_path):
     for step, rank in ((5, 0), (5, 1), (5, 11), (12, 0)):
-        write(tmp_path, replace(BUNDLE_OF, step=step, rank=rank), {})
-    assert [read(path).rank for path in find(tmp_path, 5)] == [0, 1, 11]
-    assert [read(path).rank for path in find(tmp_path, 5, rank=1)] == [1]
+        write_bundle(tmp_path, replace(BUNDLE_OF, step=step, rank=rank), {})
+    assert [read_bundle(path).rank for path in find_bundles(tmp_path, 5)] == [0, 1, 11]
+    assert [read_bundle(path).rank for path in find_bundles(tmp_path, 5, rank=1)] == [1]
     with pytest.raises(ConfigError, match=r"no bundle of step 7: there are bundles of the steps 5, 12"):
-        find(tmp_path, 7)
+        find_bundles(tmp_path, 7)
     with pytest.raises(ConfigError, match=r"no bundle of step 12 of rank 1"):
-        find(tmp_path, 12, rank=1)
+        find_bundles(tmp_path, 12, rank=1)
     with pytest.raises(ConfigError, match="no step has left one"):
-        find(tmp_path / "empty", 7)
+        find_bundles(tmp_path / "empty", 7)
 
 
 def test_a_damaged_bundle_is_named(tmp_path):
-    path = write(tmp_path, BUNDLE_OF, RNG_OF)
+    path = write_bundle(tmp_path, BUNDLE_OF, RNG_OF)
     for name in (BUNDLE, RNG):
         (path / name).chmod(0o600)
     whole = (path / RNG).read_bytes()
@@ -142,9 +142,9 @@ def test_a_damaged_bundle_is_named(tmp_path):
     for broken in (text[:-9], "[]", "{}", json.dumps(json.loads(text) | {"kind": "bad weather"})):
         (path / BUNDLE).write_text(broken)
         with pytest.raises(DataError, match=r"bundle\.json"):
-            read(path)
+            read_bundle(path)
     with pytest.raises(ConfigError, match="is no bundle"):
-        read(tmp_path / "nothing")
+        read_bundle(tmp_path / "nothing")
 
 
 FULL = """
@@ -195,9 +195,9 @@ def test_a_kill_at_any_moment_leaves_a_whole_bundle_or_none(tmp_path):
     left = set()
     for name, _ in ends:
         folder = tmp_path / name
-        there = all_of(folder)
-        assert all(read(path) == BUNDLE_OF and read_rng(path) for path in there)
+        there = bundles_in(folder)
+        assert all(read_bundle(path) == BUNDLE_OF and read_rng(path) for path in there)
         left.add(len(there))
-        again = write(folder, replace(BUNDLE_OF, step=124), RNG_OF)
+        again = write_bundle(folder, replace(BUNDLE_OF, step=124), RNG_OF)
         assert sorted(folder.iterdir()) == [*there, again]
     assert left == {0, 1}

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from pipeline.memory.runtime.meters import meter_of
 from pipeline.training.checkpoints.training_state import rng_state
 from pipeline.training.forensics.nan_search import Suspect, suspects
-from pipeline.training.forensics.rerun import Outcome, Part, Rerun, rerun
+from pipeline.training.forensics.rerun import PartOutcome, Rerun, RerunPart, rerun
 from pipeline.training.step.micro_batches import Piece
-from pipeline.training.step.step import Settings, Step
+from pipeline.training.step.step import Step, StepSettings
 from tests.tasks.items import batch_of, made
 from tests.training.step.towers import Pairs
 
@@ -62,17 +62,17 @@ class Task:
 
 def look(task: Task) -> tuple[Rerun, list[Suspect], Step]:
     """Run a share of one micro-batch, then look for what is not finite."""
-    step = Step(task, Settings(), device="cpu")
+    step = Step(task, StepSettings(), device="cpu")
     piece = Piece(batch_of([made(1, 6, 5)] * 3, None, IDS), 0, 3)
-    part = Part(0, IDS, piece.numbers)
+    part = RerunPart(0, IDS, piece.numbers)
     found = rerun(step, [part], lambda _: piece, rng_state(), meter_of("cpu"))
-    bad = found.of(Outcome.NOT_FINITE)
+    bad = found.of(PartOutcome.NOT_FINITE)
     return found, suspects(step, bad or found.results, lambda _: piece, backward=not bad), step
 
 
 def test_a_module_whose_output_is_not_finite_is_named_with_its_item() -> None:
     found, (suspect,), _ = look(Task(-1.0))
-    assert found.results[0].outcome is Outcome.NOT_FINITE
+    assert found.results[0].outcome is PartOutcome.NOT_FINITE
     assert (suspect.ids, suspect.terms, suspect.module, suspect.kind) == (("bad",), ("mean",), "root", "Root")
     assert not suspect.was_given
 
@@ -91,7 +91,7 @@ def test_a_loss_that_is_no_number_where_every_module_is_well_is_the_losss_own() 
 
 def test_gradients_that_are_not_finite_of_a_finite_loss_are_traced_to_their_operation() -> None:
     found, (suspect,), _ = look(Task(0.0))
-    assert found.results[0].outcome is Outcome.FITS
+    assert found.results[0].outcome is PartOutcome.FITS
     assert found.gradients == ["enter.weight"]
     assert suspect.ids == ("bad",)
     assert suspect.parameters == ("enter.weight",)
@@ -110,20 +110,20 @@ def test_nothing_is_left_of_it(bad: float) -> None:
 def replayed(task: Pairs, sizes: Sequence[int]) -> tuple[Rerun, list[Suspect]]:
     """Run a share of some micro-batches, whose loss compares all items of a step, again."""
     torch.manual_seed(0)
-    step = Step(task, Settings(batch=sum(sizes)), device="cpu")
+    step = Step(task, StepSettings(batch=sum(sizes)), device="cpu")
     ids = tuple(f"item{number}" for number in range(sum(sizes)))
     batch = batch_of([made(seed, 12, 12) for seed in range(len(ids))], None, ids)
     ends = np.cumsum(sizes).tolist()
     parts = [
-        Part(at, ids[end - size : end], tuple(range(end - size, end)))
+        RerunPart(at, ids[end - size : end], tuple(range(end - size, end)))
         for at, (size, end) in enumerate(zip(sizes, ends, strict=True))
     ]
 
-    def read(part: Part) -> Piece:
+    def read(part: RerunPart) -> Piece:
         return Piece(batch, part.numbers[0], part.numbers[-1] + 1)
 
     found = rerun(step, parts, read, rng_state(), meter_of("cpu"))
-    return found, suspects(step, found.of(Outcome.NOT_FINITE), read)
+    return found, suspects(step, found.of(PartOutcome.NOT_FINITE), read)
 
 
 @pytest.mark.slow
@@ -133,10 +133,10 @@ def test_a_replay_compares_all_items_of_the_share() -> None:
     assert whole.norm > 0
     assert parts.norm == pytest.approx(whole.norm, rel=1e-9)
     assert parts.results[0].terms["pairs"] == pytest.approx(whole.results[0].terms["pairs"], rel=1e-9)
-    assert [one.outcome for one in parts.results] == [Outcome.FITS] * 3
+    assert [one.outcome for one in parts.results] == [PartOutcome.FITS] * 3
 
 
 def test_a_replay_names_the_item_that_is_embedded_to_no_number() -> None:
     found, named = replayed(Pairs(nan=(5,)), [4, 3, 2])
-    assert [one.outcome for one in found.results] == [Outcome.FITS, Outcome.NOT_FINITE, Outcome.FITS]
+    assert [one.outcome for one in found.results] == [PartOutcome.FITS, PartOutcome.NOT_FINITE, PartOutcome.FITS]
     assert [one.ids for one in named] == [("item5",)]

@@ -26,7 +26,7 @@ from pipeline.training.loop.trainer import Trainer
 from pipeline.training.prepared import ModelFolder, Prepared, Stretch, likeness
 from pipeline.training.ranks.rank_protocol import Ranks, SingleRank
 from pipeline.training.sampling.sampler import MicroBatch
-from pipeline.training.step.step import Settings, Step
+from pipeline.training.step.step import Step, StepSettings
 from tests.training.items.content import graph_of
 
 TRAIN = {
@@ -205,7 +205,7 @@ class Run:
     plot: Plot
     folder: Path
     ranks: Ranks = field(default_factory=SingleRank)
-    make: Callable[[Any, Settings], Step] = Step
+    make: Callable[[Any, StepSettings], Step] = Step
     ending: Callable[[], int] = lambda: 0
     task: Any = None
     limit_bytes: int = 1 << 30
@@ -221,12 +221,12 @@ class Run:
         self.trainer: Trainer = trainer_of(self.made)
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> StepSettings:
         """Return what a step computes."""
         train = self.plot.config()
         names = ("optimizer", "learning_rate", "weight_decay", "clip", "ema", "frozen", "precision")
         given = {name: getattr(train, name) for name in names}
-        return Settings(**given, momentum=self.plot.momentum, way="loop" if train.way == "auto" else train.way)
+        return StepSettings(**given, momentum=self.plot.momentum, way="loop" if train.way == "auto" else train.way)
 
     def job(self) -> Job:
         """Return what the stage is given."""

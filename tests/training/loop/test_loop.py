@@ -20,7 +20,7 @@ from hypothesis import strategies as some
 from torch import Tensor, nn
 
 from pipeline.errors import DataError, JobFailed
-from pipeline.training.checkpoints.checkpoint_folder import Checkpoints
+from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder
 from pipeline.training.items.batch import ItemBatch
 from pipeline.training.loop.metrics_log import read_epochs
 from pipeline.training.step.step import Step
@@ -312,7 +312,7 @@ def test_a_loss_that_is_not_finite_ends_with_the_item_and_the_step(tmp_path: Pat
     (bundle,) = (run.made.folder.bundles).iterdir()
     told = json.loads((bundle / "bundle.json").read_text())
     assert told["step"] == number
-    checkpoints = Checkpoints(run.made.folder.checkpoints, last=1, best=0, identity={}, tell=print)
+    checkpoints = CheckpointFolder(run.made.folder.checkpoints, last=1, best=0, identity={}, tell=print)
     latest = checkpoints.latest()
     assert latest is not None
     assert latest.step == number - 1

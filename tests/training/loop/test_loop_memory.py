@@ -17,7 +17,7 @@ from pipeline.memory.footprint import MemoryChoice
 from pipeline.stages.train import Items
 from pipeline.training.loop.metrics_log import Epoch, read_epochs
 from pipeline.training.prepared import Stretch, likeness, stretch_of
-from pipeline.training.step.step import Settings, Step
+from pipeline.training.step.step import Step, StepSettings
 from tests.limited import device as limited
 from tests.limited.device import HostCarrier, LimitedDevice
 from tests.memory.planning.planned import BATCH, Ground, OnDevice, limits
@@ -66,7 +66,7 @@ def trained(
     member = ground.member
     device = LimitedDevice()
 
-    def make(task: Any, _: Settings) -> Step:
+    def make(task: Any, _: StepSettings) -> Step:
         given = {"precision": choice.precision, "checkpointing": choice.checkpointing, "offload": choice.offload}
         step = OnDevice(task, replace(ground.work.settings, **given))
         step.carrier = HostCarrier(device)

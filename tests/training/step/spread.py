@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pipeline.memory.runtime.governor import Governor
 from pipeline.memory.runtime.meters import Habits, Upkeep
-from pipeline.training.checkpoints.checkpoint_folder import Checkpoints, State
+from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder, State
 from pipeline.training.checkpoints.sharded_checkpoint import Assembled, assembled, divided
 from pipeline.training.checkpoints.training_state import by_name, pack, unpack
 from pipeline.training.items.batch import BatchOrigin
@@ -22,8 +22,8 @@ from pipeline.training.ranks.process_group import ProcessGroup
 from pipeline.training.ranks.rank_protocol import Ranks
 from pipeline.training.step.fsdp import ShardedStep
 from pipeline.training.step.local_sharded import ShardedStepper
-from pipeline.training.step.micro_batches import Share
-from pipeline.training.step.step import Settings, Step
+from pipeline.training.step.micro_batches import RankShare
+from pipeline.training.step.step import Step, StepSettings
 
 # Ranks are forked from a process that has imported all this: what FSDP needs takes seconds.
 multiprocessing.get_context("forkserver").set_forkserver_preload(
@@ -114,13 +114,13 @@ class Given:
         return tuple(NAMES[number] for number in self.numbers)
 
 
-def share_of(micros: Sequence[Sequence[int]]) -> Share:
+def share_of(micros: Sequence[Sequence[int]]) -> RankShare:
     """Return a rank's share of a step."""
     given = [tuple(one) for one in micros] or [()]
     batches: list[Any] = [
         Given(numbers, BatchOrigin(0, 0, index, len(given), 0)) for index, numbers in enumerate(given)
     ]
-    return Share(iter(batches), lambda numbers, origin: Given(tuple(numbers), origin), hold=9)  # type: ignore[arg-type,return-value]
+    return RankShare(iter(batches), lambda numbers, origin: Given(tuple(numbers), origin), hold=9)  # type: ignore[arg-type,return-value]
 
 
 def stepper_of(step: ShardedStep, *, budget: int = 1 << 30) -> ShardedStepper:
@@ -159,13 +159,13 @@ def values(step: Step) -> list[float]:
 def step_of(group: ProcessGroup, task: str, settings: Mapping[str, Any]) -> ShardedStep:
     """Return a step of a model that is spread, the same as that of `alone`."""
     torch.manual_seed(7)
-    return ShardedStep(TASKS[task](), Settings(**settings), group)
+    return ShardedStep(TASKS[task](), StepSettings(**settings), group)
 
 
 def alone(task: str, settings: Mapping[str, Any]) -> Step:
     """Return the step of one process."""
     torch.manual_seed(7)
-    return Step(TASKS[task](), Settings(**settings))
+    return Step(TASKS[task](), StepSettings(**settings))
 
 
 def accumulate(stepper: ShardedStepper, micros: Sequence[Sequence[int]]) -> None:
@@ -222,7 +222,7 @@ def everything(step: Step) -> dict[str, dict[str, str]]:
     }
 
 
-def save(checkpoints: Checkpoints, step: Step, ranks: Ranks, done: int) -> None:
+def save(checkpoints: CheckpointFolder, step: Step, ranks: Ranks, done: int) -> None:
     """Save a checkpoint by all ranks, as `Keeper` does."""
     packed = pack(step.model, step.optimizer, averages=_averages(step), scaler=step.scaler)
     whole, parts, told = divided(packed.tensors)
@@ -234,7 +234,7 @@ def save(checkpoints: Checkpoints, step: Step, ranks: Ranks, done: int) -> None:
     ranks.exchange({})
 
 
-def take_up(checkpoints: Checkpoints, step: Step) -> Assembled:
+def take_up(checkpoints: CheckpointFolder, step: Step) -> Assembled:
     """Load the newest checkpoint, as `Keeper` does."""
     loaded = checkpoints.newest()
     assert loaded is not None

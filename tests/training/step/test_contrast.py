@@ -20,7 +20,7 @@ from pipeline.training.ranks.rank_protocol import LOST, SingleRank
 from pipeline.training.step import contrastive
 from pipeline.training.step.local_contrastive import ContrastiveStepper, _Embedded, gathered
 from pipeline.training.step.micro_batches import Piece
-from pipeline.training.step.step import Settings, Step, Unwatched
+from pipeline.training.step.step import Step, StepSettings, Unwatched
 from tests.limited import device as limited
 from tests.limited.device import LimitedDevice
 from tests.tasks import items as graphs
@@ -53,7 +53,7 @@ def gradients(
     """Return the gradients of a step of some micro-batches, and the values of its terms."""
     torch.manual_seed(0)
     task = task or Pairs()
-    step = Caught(task, Settings(optimizer="sgd", **settings), scaled=scaled)
+    step = Caught(task, StepSettings(optimizer="sgd", **settings), scaled=scaled)
     told = step.run(cut(drawn(sum(sizes), task.dtype), sizes))
     return step.caught, {name: float(value) for name, value in told.items()}, step
 
@@ -99,13 +99,13 @@ def test_both_passes_draw_the_same_random_numbers() -> None:
     torch.manual_seed(0)
     model = task.model()
     torch.manual_seed(1)
-    rows = contrastive.joined([task.embed(model, batch) for batch in cut(drawn(24), [10, 14])])
+    rows = contrastive.joined_rows([task.embed(model, batch) for batch in cut(drawn(24), [10, 14])])
     ((total, weight),) = task.contrast(model, rows).values()
     (total / weight).backward()
     true = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
     after = torch.get_rng_state()
     torch.manual_seed(0)
-    step = Caught(task, Settings(optimizer="sgd"))
+    step = Caught(task, StepSettings(optimizer="sgd"))
     torch.manual_seed(1)
     step.run(cut(drawn(24), [10, 14]))
     assert error(step.caught, true) < EXACT
@@ -145,7 +145,7 @@ def test_embeddings_in_memory_that_the_next_call_writes_to_are_kept() -> None:
 
 
 def test_a_micro_batch_that_comes_back_with_other_items_is_refused() -> None:
-    step = Step(Pairs(), Settings(optimizer="sgd"))
+    step = Step(Pairs(), StepSettings(optimizer="sgd"))
     rows = contrastive.first_pass(step, drawn(10))
     with pytest.raises(ConfigError, match="'left' has 9 rows, not 10"):
         contrastive.second_pass(step, drawn(9), rows)
@@ -259,7 +259,7 @@ class Aim(Unwatched):
 def made(plot: Plot, folder: Path, task: Pairs | None = None, **more: Any) -> Run:
     """Return a training of the towers."""
 
-    def make(task: Any, settings: Settings) -> Step:
+    def make(task: Any, settings: StepSettings) -> Step:
         return Step(task, replace(settings, batch=plot.config().effective_batch))
 
     return Run(plot, folder, task=task or of(plot), make=make, **more)
@@ -422,7 +422,7 @@ def test_a_validation_is_the_same_however_it_is_cut(tmp_path: Path, budget: int)
     rows = [batch_of(replace(plot, items=17), task, [one], 0) for one in numbers]
     with torch.no_grad():
         for group in (rows[:5], rows[5:10], rows[10:]):
-            embedded = contrastive.joined([task.embed(model, one) for one in group])
+            embedded = contrastive.joined_rows([task.embed(model, one) for one in group])
             totals.append(float(task.contrast(model, embedded)["pairs"][0]))
     assert isinstance(found, dict)
     assert found["loss"] == pytest.approx(math.fsum(totals) / 12, rel=1e-9)
@@ -514,7 +514,7 @@ def torn(group: ProcessGroup, folder: Path, at: int) -> dict[str, Any]:
     """Train while memory ends in the optimizer of one rank."""
     torch.set_num_threads(1)
 
-    def make(task: Any, settings: Settings) -> Step:
+    def make(task: Any, settings: StepSettings) -> Step:
         return Tearing(task, replace(settings, batch=LONG.config().effective_batch))
 
     run = Run(LONG, folder, ranks=group, task=of(LONG), make=make)

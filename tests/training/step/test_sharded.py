@@ -23,7 +23,7 @@ from pipeline.errors import ConfigError, JobFailed, PipelineError
 from pipeline.memory.runtime.governor import Governor
 from pipeline.store.format.disk import Disk
 from pipeline.training.checkpoints import checkpoint_reader
-from pipeline.training.checkpoints.checkpoint_reader import Loaded
+from pipeline.training.checkpoints.checkpoint_reader import LoadedCheckpoint
 from pipeline.training.checkpoints.sharded_checkpoint import Assembled, assembled
 from pipeline.training.checkpoints.tensor_file import CheckpointDamaged
 from pipeline.training.items.batch import BatchOrigin
@@ -33,7 +33,7 @@ from pipeline.training.step.fsdp import ShardedStep, built, local, shard
 from pipeline.training.step.local_sharded import ShardedStepper, power_of_two
 from pipeline.training.step.local_step import RUNGS
 from pipeline.training.step.micro_batches import Piece
-from pipeline.training.step.step import Settings
+from pipeline.training.step.step import StepSettings
 from tests.training.checkpoints.saved import checkpoints
 from tests.training.ranks.crews import Crew, crew
 from tests.training.step import spread
@@ -123,7 +123,7 @@ def poison(group: ProcessGroup) -> list[Any]:
 def resume(group: ProcessGroup, folder: str) -> dict[str, Any]:
     """Take a training up with another number of ranks, make a step."""
     torch.manual_seed(group.rank)
-    step = ShardedStep(spread.OneTerm(), Settings(**SETTINGS), group)
+    step = ShardedStep(spread.OneTerm(), StepSettings(**SETTINGS), group)
     loaded = spread.take_up(checkpoints(Path(folder)), step)
     own = [loaded.own(rank) for rank in range(4)]
     found = spread.everything(step)
@@ -224,7 +224,7 @@ def test_a_damaged_part_is_found_and_the_checkpoint_before_is_used(saved: Path, 
 
 
 def test_a_checkpoint_without_some_parts_is_no_whole_one(saved: Path) -> None:
-    told = checkpoint_reader.read(Disk(), saved / "step-00000003")
+    told = checkpoint_reader.read_manifest(Disk(), saved / "step-00000003")
     with pytest.raises(CheckpointDamaged, match="not all parts of model"):
         Assembled(Disk(), saved / "step-00000003", replace(told, ranks=told.ranks[:1]))
 
@@ -239,7 +239,7 @@ def test_another_model_is_refused_by_name(saved: Path) -> None:
         assembled(loaded).load_into(wrong)
 
 
-def load_all(loaded: Loaded) -> None:
+def load_all(loaded: LoadedCheckpoint) -> None:
     """Load everything."""
     found = assembled(loaded)
     found.load_into({name: torch.zeros(spec.shape, dtype=spec.dtype) for name, spec in found.specs.items()})

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipeline.training.items.batch import BatchOrigin
-from pipeline.training.step.micro_batches import Piece, Share
+from pipeline.training.step.micro_batches import Piece, RankShare
 
 
 @dataclass
@@ -34,17 +34,17 @@ def empty(index: int, of: int) -> Any:
 
 def share_of(
     batches: list[Any], *, hold: int = 0, leave_out: tuple[str, ...] = (), read: list[int] | None = None
-) -> Share:
+) -> RankShare:
     by_index = {one.origin.index: one for one in batches}
 
     def fetch(_: Any, origin: BatchOrigin) -> Any:
         (read if read is not None else []).append(origin.index)
         return by_index[origin.index]
 
-    return Share(iter(batches), fetch, hold=hold, leave_out=leave_out)
+    return RankShare(iter(batches), fetch, hold=hold, leave_out=leave_out)
 
 
-def ids(share: Share) -> list[tuple[str, ...]]:
+def ids(share: RankShare) -> list[tuple[str, ...]]:
     return [piece.ids for piece in share]
 
 
@@ -69,12 +69,12 @@ def test_a_share_that_was_left_midway_begins_again_and_goes_on(stop: int) -> Non
 
 def test_a_share_takes_nothing_of_the_next_step() -> None:
     batches = iter([some_batch(0, 2), some_batch(1, 2), some_batch(0, 1, step=1)])
-    share = Share(batches, lambda *_: None, hold=9)  # type: ignore[arg-type, return-value]
+    share = RankShare(batches, lambda *_: None, hold=9)  # type: ignore[arg-type, return-value]
     assert len(ids(share)) == 2
-    following = Share(batches, lambda *_: None, hold=9)  # type: ignore[arg-type, return-value]
+    following = RankShare(batches, lambda *_: None, hold=9)  # type: ignore[arg-type, return-value]
     assert following.origin.step == 1
     following.drain()
-    assert Share(batches, lambda *_: None, hold=9).is_over  # type: ignore[arg-type, return-value]
+    assert RankShare(batches, lambda *_: None, hold=9).is_over  # type: ignore[arg-type, return-value]
 
 
 def test_an_empty_batch_is_passed_once_wherever_it_stands() -> None:

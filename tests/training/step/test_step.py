@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
 from pipeline.training.step.checkpointing import Pinned, Recomputing, repeated
-from pipeline.training.step.step import Settings, Step
+from pipeline.training.step.step import Step, StepSettings
 
 WIDTH = 8
 
@@ -83,7 +83,9 @@ def cut(batch: Mapping[str, Tensor], sizes: list[int]) -> list[dict[str, Tensor]
     return [{name: parts[name][place] for name in parts} for place in range(len(sizes))]
 
 
-def after(task: Any, batches: list[dict[str, Tensor]], settings: Settings, steps: int = 2) -> tuple[list[Tensor], Any]:
+def after(
+    task: Any, batches: list[dict[str, Tensor]], settings: StepSettings, steps: int = 2
+) -> tuple[list[Tensor], Any]:
     step = Step(task, settings)
     values = [step.run(batches) for _ in range(steps)]
     return [one.detach() for one in step.model.parameters()], values
@@ -93,7 +95,7 @@ def after(task: Any, batches: list[dict[str, Tensor]], settings: Settings, steps
 @pytest.mark.parametrize("sizes", [[12, 12], [1, 23], [5, 7, 2, 10], [1] * 24])
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_any_cut_of_a_step_does_what_the_whole_does(task: Any, sizes: list[int], clip: float | None) -> None:
-    settings = Settings(optimizer="sgd", learning_rate=0.1, clip=clip, ema=0.9)
+    settings = StepSettings(optimizer="sgd", learning_rate=0.1, clip=clip, ema=0.9)
     whole, told = after(task, [data()], settings)
     parts, told_parts = after(task, cut(data(), sizes), settings)
     for one, other in zip(whole, parts, strict=True):
@@ -103,7 +105,7 @@ def test_any_cut_of_a_step_does_what_the_whole_does(task: Any, sizes: list[int],
 
 
 def test_the_mean_of_micro_batches_means_would_be_another_gradient() -> None:
-    whole, _ = after(OneTerm(), [data()], Settings(optimizer="sgd", learning_rate=0.1), steps=1)
+    whole, _ = after(OneTerm(), [data()], StepSettings(optimizer="sgd", learning_rate=0.1), steps=1)
     model = OneTerm().model()
     for part in cut(data(), [1, 23]):
         ((total, weight),) = OneTerm().loss(model, part).values()
@@ -123,9 +125,9 @@ def test_looking_for_weights_leaves_statistics_and_random_numbers_alone() -> Non
         model = Noisy.model
 
     torch.manual_seed(3)
-    looked, _ = after(Noisy(), cut(data(), [12, 12]), Settings())
+    looked, _ = after(Noisy(), cut(data(), [12, 12]), StepSettings())
     torch.manual_seed(3)
-    told, _ = after(NoisyTold(), cut(data(), [12, 12]), Settings())
+    told, _ = after(NoisyTold(), cut(data(), [12, 12]), StepSettings())
     assert all(torch.equal(one, other) for one, other in zip(looked, told, strict=True))
 
 
@@ -137,7 +139,7 @@ def test_a_loss_of_one_term_is_computed_once_a_micro_batch() -> None:
             calls.append(1)
             return super().loss(model, batch)
 
-    step = Step(Counted(), Settings())
+    step = Step(Counted(), StepSettings())
     step.run(cut(data(), [12, 12]))
     calls.clear()
     step.run(cut(data(), [12, 12]))
@@ -147,8 +149,8 @@ def test_a_loss_of_one_term_is_computed_once_a_micro_batch() -> None:
 @pytest.mark.parametrize("way", ["foreach", "loop", "fused"])
 @pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd"])
 def test_every_way_of_an_optimizer_goes_the_same_way(way: str, optimizer: str) -> None:
-    expected, _ = after(OneTerm(), [data()], Settings(optimizer=optimizer, way="loop", learning_rate=0.01))
-    found, _ = after(OneTerm(), [data()], Settings(optimizer=optimizer, way=way, learning_rate=0.01))
+    expected, _ = after(OneTerm(), [data()], StepSettings(optimizer=optimizer, way="loop", learning_rate=0.01))
+    found, _ = after(OneTerm(), [data()], StepSettings(optimizer=optimizer, way=way, learning_rate=0.01))
     for one, other in zip(expected, found, strict=True):
         assert torch.allclose(one, other, rtol=1e-9)
 
@@ -158,8 +160,8 @@ def test_every_way_of_an_optimizer_goes_the_same_way(way: str, optimizer: str) -
 )
 def test_saving_memory_changes_no_gradient(setting: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.training.step.checkpointing.SMALLEST_BYTES", 1)
-    plain, _ = after(OneTerm(), cut(data(), [10, 14]), Settings())
-    saving, _ = after(OneTerm(), cut(data(), [10, 14]), Settings(**setting))
+    plain, _ = after(OneTerm(), cut(data(), [10, 14]), StepSettings())
+    saving, _ = after(OneTerm(), cut(data(), [10, 14]), StepSettings(**setting))
     assert all(torch.equal(one, other) for one, other in zip(plain, saving, strict=True))
 
 
@@ -172,7 +174,7 @@ def test_offloading_leaves_parameters_where_they_are(monkeypatch: pytest.MonkeyP
             carried.append(tensor.untyped_storage().data_ptr())
             return super().away(tensor)
 
-    step = Step(OneTerm(), Settings(offload=True))
+    step = Step(OneTerm(), StepSettings(offload=True))
     step.carrier = Counting()
     step.run([data()])
     own = {one.untyped_storage().data_ptr() for one in step.model.parameters()}
@@ -198,7 +200,7 @@ def test_a_recomputed_block_runs_again_in_backward() -> None:
 
 
 def test_frozen_parameters_stay_and_have_no_state() -> None:
-    step = Step(OneTerm(), Settings(frozen=("blocks.0.", "blocks.1.")))
+    step = Step(OneTerm(), StepSettings(frozen=("blocks.0.", "blocks.1.")))
     before = [one.detach().clone() for one in step.model.parameters()]
     step.run([data()])
     names = [name for name, _ in step.model.named_parameters()]
@@ -211,16 +213,16 @@ def test_frozen_parameters_stay_and_have_no_state() -> None:
 
 def test_freezing_what_is_not_there_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"no parameter's name begins with 'block\.0'; they begin with blocks\."):
-        Step(OneTerm(), Settings(frozen=("block.0",)))
+        Step(OneTerm(), StepSettings(frozen=("block.0",)))
 
 
 def test_a_model_that_is_frozen_as_a_whole_is_refused() -> None:
     with pytest.raises(ConfigError, match="no parameter that is trained"):
-        Step(OneTerm(), Settings(frozen=("blocks", "head")))
+        Step(OneTerm(), StepSettings(frozen=("blocks", "head")))
 
 
 def test_averages_follow_the_parameters() -> None:
-    step = Step(OneTerm(), Settings(ema=0.75))
+    step = Step(OneTerm(), StepSettings(ema=0.75))
     before = [one.detach().clone() for one in step.trained]
     step.run([data()])
     for average, old, new in zip(step.averages, before, step.trained, strict=True):
@@ -228,7 +230,7 @@ def test_averages_follow_the_parameters() -> None:
 
 
 def test_nothing_but_the_state_stays_after_a_step() -> None:
-    step = Step(OneTerm(), Settings(ema=0.9))
+    step = Step(OneTerm(), StepSettings(ema=0.9))
     step.run([data()])
     assert {what for what, _, _ in step.owned()} == {"parameters", "optimizer", "ema"}
     step.accumulate(data())
@@ -252,8 +254,8 @@ def test_a_term_that_nothing_of_a_step_has_changes_nothing(sizes: list[int]) -> 
         def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, tuple[Tensor, Tensor | float]]:
             return {"squared": Rare().loss(model, batch)["squared"]}
 
-    expected, _ = after(Squared(), [data()], Settings())
-    found, values = after(Rare(), cut(data(), sizes), Settings())
+    expected, _ = after(Squared(), [data()], StepSettings())
+    found, values = after(Rare(), cut(data(), sizes), StepSettings())
     assert all(torch.allclose(one, other, rtol=1e-12) for one, other in zip(expected, found, strict=True))
     assert float(values[0]["rare"]) == 0.0
 
@@ -264,7 +266,7 @@ def test_a_step_without_any_weight_moves_nothing_but_by_decay(nothing: Any) -> N
         def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, tuple[Tensor, Tensor | float]]:
             return {"squared": (model(batch["x"]).sum() * 0.0, nothing)}
 
-    step = Step(Empty(), Settings(weight_decay=0.0))
+    step = Step(Empty(), StepSettings(weight_decay=0.0))
     before = [one.detach().clone() for one in step.trained]
     step.run([data()])
     assert all(torch.equal(one, old) for one, old in zip(step.trained, before, strict=True))
@@ -275,7 +277,7 @@ def test_parameters_of_no_group_get_no_gradients() -> None:
         def parameter_groups(self, model: nn.Module) -> Any:
             return [{"params": [*model.head.parameters()], "lr": 0.1}]
 
-    step = Step(Grouped(), Settings())
+    step = Step(Grouped(), StepSettings())
     step.run(cut(data(), [12, 12]))
     assert len(step.trained) == 2
     assert [name for name, one in step.model.named_parameters() if one.requires_grad] == ["head.weight", "head.bias"]
@@ -288,7 +290,7 @@ def test_a_module_that_evaluates_on_purpose_goes_on_to() -> None:
             model.blocks[0].eval()  # type: ignore[index, union-attr]
             return model
 
-    step = Step(Still(), Settings())
+    step = Step(Still(), StepSettings())
     step.evaluate(data())
     step.run(cut(data(), [12, 12]))
     assert [block.training for block in step.model.blocks] == [False, True, True]  # type: ignore[union-attr]
@@ -304,13 +306,13 @@ def test_what_fails_midway_leaves_nothing_to_the_next_step() -> None:
             return super().loss(model, batch)
 
     task = Failing()
-    step = Step(task, Settings(optimizer="sgd", learning_rate=0.1))
+    step = Step(task, StepSettings(optimizer="sgd", learning_rate=0.1))
     task.fails = True
     with pytest.raises(RuntimeError, match="midway"):
         step.run(cut(data(), [20, 4]))
     task.fails = False
     step.run([data()])
-    expected, _ = after(OneTerm(), [data()], Settings(optimizer="sgd", learning_rate=0.1), steps=1)
+    expected, _ = after(OneTerm(), [data()], StepSettings(optimizer="sgd", learning_rate=0.1), steps=1)
     assert all(torch.equal(one, other) for one, other in zip(expected, step.model.parameters(), strict=True))
 
 
@@ -320,13 +322,13 @@ def test_terms_that_come_and_go_need_weights_told_beforehand() -> None:
             terms = dict(super().loss(model, batch))
             return terms if len(batch["y"]) == 4 else {"squared": terms["squared"]}
 
-    step = Step(Sometimes(), Settings())
+    step = Step(Sometimes(), StepSettings())
     with pytest.raises(ConfigError, match=r"weights\(\)"):
         step.run(cut(data(), [20, 4]))
 
 
 def test_evaluation_makes_no_gradient_and_trains_on_afterwards() -> None:
-    step = Step(OneTerm(), Settings())
+    step = Step(OneTerm(), StepSettings())
     terms = step.evaluate(data())
     assert not terms["squared"][0].requires_grad
     assert step.model.training
@@ -344,7 +346,7 @@ def test_half_precision_computes_in_half_precision() -> None:
         def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, tuple[Tensor, Tensor | float]]:
             return super().loss(model, {name: tensor.float() for name, tensor in batch.items()})
 
-    Step(Half(), Settings(precision="bf16")).run([data()])
+    Step(Half(), StepSettings(precision="bf16")).run([data()])
     assert seen == [torch.bfloat16]
 
 
@@ -356,7 +358,7 @@ def test_a_batch_with_a_way_to_move_itself_is_asked_to() -> None:
             moved.append(device)
             return self
 
-    Step(OneTerm(), Settings()).run([Batch(data())])  # type: ignore[list-item]
+    Step(OneTerm(), StepSettings()).run([Batch(data())])  # type: ignore[list-item]
     assert moved == ["cpu"]
 
 
@@ -370,7 +372,7 @@ def test_the_watch_hears_the_parts_of_a_step_in_order() -> None:
         def terms(self, terms: Mapping[str, Tensor]) -> None:
             heard.append("+".join(terms))
 
-    step = Step(OneTerm(), Settings(clip=1.0, ema=0.9), watch=Ears())
+    step = Step(OneTerm(), StepSettings(clip=1.0, ema=0.9), watch=Ears())
     step.run(cut(data(), [12, 12]))
     micro = ["inputs", "forward", "squared", "backward"]
     assert heard == [*micro, *micro, "scale", "clip", "optimizer", "ema", "release", "idle"]

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from pipeline.errors import DataError
-from pipeline.training.step.global_step import Heard, Words
+from pipeline.training.step.global_step import RankReport, StepReport
 
 
-def heard(*said: dict[str, Any]) -> Heard:
+def heard(*said: dict[str, Any]) -> StepReport:
     """Return words as they come from other processes."""
-    return Heard.of([json.loads(json.dumps(Words(**one).to_json())) for one in said])
+    return StepReport.of([json.loads(json.dumps(RankReport(**one).to_json())) for one in said])
 
 
 def test_sums_and_weights_are_added_up_over_the_ranks_that_had_items() -> None:
@@ -34,7 +34,7 @@ def test_terms_of_unequal_names_are_refused_with_both_ranks() -> None:
 
 
 def test_a_step_that_began_again_has_run_out_of_memory_before() -> None:
-    first, second = Words(ooms=2, cropped=1, budget=5, items=3), Words(ooms=1, budget=9, items=4)
+    first, second = RankReport(ooms=2, cropped=1, budget=5, items=3), RankReport(ooms=1, budget=9, items=4)
     second.carry(first)
     assert (second.ooms, second.cropped, second.budget, second.items) == (3, 1, 5, 4)
 
