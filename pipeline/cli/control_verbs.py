@@ -44,7 +44,7 @@ def resume_command(run: Run = None, config: ConfigFile = None, sets: Sets = None
     from pipeline.journal.ledger import Reader
     from pipeline.journal.run_status import ENDED, RunState, fold
     from pipeline.project.project import stays
-    from pipeline.runs.engine.create import pay_visit, start_supervisor
+    from pipeline.runs.engine.handover import pay_visit, start_supervisor
 
     folder, frozen, executor, status = _opened(run, config, sets)
     with executor:

@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
     from pipeline.cluster.job_spec import Executor
     from pipeline.project.project import Project
-    from pipeline.runs.engine.create import Plan
+    from pipeline.runs.workflow.jobs import Plan
 
 
 def show_plan(project: Project, stages: list[str], executor: Executor, emit: Path | None) -> None:
     """Print what each stage would do, and the scripts that would be submitted."""
     from pipeline.report import tables
     from pipeline.report.plan_tables import plan_table
-    from pipeline.runs.engine.create import plan, script_outline
     from pipeline.runs.workflow import script_stage, table
+    from pipeline.runs.workflow.jobs import plan, script_outline
 
     plans = [plan(project, table.stage(name), executor, folder=None) for name in stages]
     tables.show_parts(plan_table([one.row() for one in plans]))
@@ -60,8 +60,9 @@ def _show_scripts(project: Project, plans: Sequence[Plan], executor: Executor, e
 
 def print_plan(project: Project, stages: list[str], executor: Executor) -> None:
     """Print the same as one document."""
-    from pipeline.runs.engine.create import plan, scripts
+    from pipeline.runs.engine.create import scripts
     from pipeline.runs.workflow import table
+    from pipeline.runs.workflow.jobs import plan
 
     plans = [plan(project, table.stage(name), executor, folder=None) for name in stages]
     texts = dict(scripts(project, plans, executor)) if project.config.cluster.executor == "slurm" else {}
@@ -70,8 +71,8 @@ def print_plan(project: Project, stages: list[str], executor: Executor) -> None:
 
 def _stage_json(project: Project, one: Plan, executor: Executor) -> dict[str, Any]:
     """Return what a stage would do as JSON data."""
-    from pipeline.runs.engine.create import script_outline
     from pipeline.runs.workflow import script_stage
+    from pipeline.runs.workflow.jobs import script_outline
 
     told: dict[str, Any] = {"stage": one.stage.name, "counts": one.counts(), "disk_bytes": one.found.bytes}
     if script_stage.is_script(project.config, one.stage.name):

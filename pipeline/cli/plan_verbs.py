@@ -94,7 +94,7 @@ def plan_command(
 def _show_script(project: Project, executor: Executor, *, measured: bool, as_json: bool) -> None:
     """Print what is known of a script before it has run."""
     from pipeline.errors import ConfigError
-    from pipeline.runs.engine.create import script_outline
+    from pipeline.runs.workflow.jobs import script_outline
     from pipeline.runs.workflow.table import STAGES
 
     if measured:

@@ -163,7 +163,8 @@ def _start(
 ) -> None:
     """Begin a run, unless one is doing the same already; `ended` shows how it ended, in place of tables."""
     from pipeline.project.project import stays
-    from pipeline.runs.engine.create import new_run, refuse_double, start_supervisor
+    from pipeline.runs.engine.create import new_run, refuse_double
+    from pipeline.runs.engine.handover import start_supervisor
     from pipeline.runs.engine.run_supervisor import Supervisor
 
     config, ended = project.config, ended or print_run_tables
@@ -221,9 +222,9 @@ def typed_command(stage: SubmitTarget, config: Path | None, sets: list[str], dam
 def _check_first(project: Project, stages: list[str], executor: Executor) -> None:
     """Refuse here what would be refused once nobody is looking: an unusable source, cache, checkpoint or request."""
     from pipeline.project.project import stays
-    from pipeline.runs.engine.create import job_spec, limits_for
     from pipeline.runs.engine.handover import supervisor_spec
     from pipeline.runs.workflow import table
+    from pipeline.runs.workflow.jobs import job_spec, limits_for
 
     for stage in map(table.stage, stages):
         stage.inspect(project)

@@ -24,9 +24,11 @@ from pipeline.journal.run_folder import PRIVATE, RunFolder, writing
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+
 PACKAGE = Path(pipeline.__file__).parent
 BESIDE = ("sbatch", "configs")  # data that lies beside the package in a checkout, and in pipeline/data in a wheel
 COPIES = ".code"
+WORKER, SUPERVISOR = "pipeline.runs.worker", "pipeline.runs.supervisor"  # modules that jobs begin with
 
 
 def freeze(runs: Path) -> Path:

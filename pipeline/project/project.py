@@ -14,6 +14,7 @@ from pipeline.encoder.embedding_recipe import Recipe as EmbeddingRecipe
 from pipeline.encoder.engine.embed_engine import Settings
 from pipeline.errors import ConfigError
 from pipeline.graphs.item_graph import Recipe as GraphRecipe
+from pipeline.memory.history.task_history import Profiles
 from pipeline.project.restriction import EVERYTHING, Only
 from pipeline.stages import embed
 from pipeline.stages.graph import Verifier
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
     from pipeline.config.schema_cluster import Resources, SlotsSection
     from pipeline.store.store import Store
+
 
 log = logging.getLogger(__name__)
 
@@ -243,3 +245,13 @@ def open_executor(config: Config, poll_s: float | None = None) -> Executor:
 
         return SlurmExecutor(config.cluster.slurm, poll_s=poll_s)
     return LocalExecutor(local_machine(config.cluster.slots))
+
+
+def profiles_of(config: Config) -> Profiles:
+    """Return what was measured in earlier runs."""
+    return Profiles(config.cluster.runs / ".profiles")
+
+
+def cluster_name(config: Config) -> str:
+    """Return where tasks run, as measurements are remembered."""
+    return config.cluster.slurm.name if config.cluster.executor == "slurm" else "local"

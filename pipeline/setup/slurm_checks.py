@@ -18,9 +18,9 @@ from pipeline.cluster.accounting import CommandFailed
 from pipeline.config.schema_parts import format_duration
 from pipeline.errors import PipelineError, SubmissionRefused
 from pipeline.project.project import Project
-from pipeline.runs.engine.create import job_spec
 from pipeline.runs.engine.handover import supervisor_spec
 from pipeline.runs.workflow import table
+from pipeline.runs.workflow.jobs import job_spec
 from pipeline.setup.finding import Finding, good, note, refused
 from pipeline.setup.site_facts import Partition, Site, join, last_line, look
 

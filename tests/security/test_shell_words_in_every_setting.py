@@ -29,8 +29,8 @@ from pipeline.journal import run_folder as folders
 from pipeline.journal.attempts import Ask
 from pipeline.journal.run_folder import RunFolder
 from pipeline.journal.run_status import Job
-from pipeline.runs.engine.create import spec_of
 from pipeline.runs.engine.handover import notify, supervisor_spec
+from pipeline.runs.workflow.jobs import spec_of
 from pipeline.script.command import parse
 from tests.stubs import program, silent_slurm
 

@@ -15,20 +15,12 @@ from pipeline.journal.attempts import Attempt, bad_nodes, leave_out, numbers, ra
 from pipeline.journal.ledger import read_notes
 from pipeline.journal.run_status import Job
 from pipeline.memory.history.task_history import Measured
+from pipeline.project.project import cluster_name, profiles_of
 from pipeline.records import EventKind
 from pipeline.runs.dataset import worklist
-from pipeline.runs.engine.create import (
-    choose_cards,
-    cluster_name,
-    first_ask,
-    job_spec,
-    profiles_of,
-    recipe_name,
-    shaped,
-    spec_of,
-)
 from pipeline.runs.engine.repair import GiveUp, LeaveOut, Means, Split, decide
 from pipeline.runs.workflow import train_stage
+from pipeline.runs.workflow.jobs import choose_cards, first_ask, job_spec, recipe_name, shaped, spec_of
 from pipeline.store.key_lists import in_chunks
 
 if TYPE_CHECKING:

@@ -11,14 +11,15 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 from pipeline.cluster.job_spec import JobSpec
 from pipeline.cluster.slurm_facts import SUPERVISE
 from pipeline.config.masking import MASK, without_secrets, without_secrets_in
-from pipeline.errors import SubmissionRefused
+from pipeline.errors import JobFailed, SubmissionRefused
 from pipeline.journal.run_folder import writing
-from pipeline.project.frozen_code import module_command
+from pipeline.project.frozen_code import SUPERVISOR, module_command
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
     from pipeline.config.schema_cluster import NotifySection
     from pipeline.journal.run_folder import RunFolder
-
-MODULE = "pipeline.runs.supervisor"
 
 
 def claim(folder: RunFolder, number: int) -> int:
@@ -79,7 +78,7 @@ def supervisor_spec(
     wanted = config.cluster.supervisor
     return JobSpec(
         name=SUPERVISE,
-        argv=(*module_command(MODULE, folder), str(folder.path) if folder else "RUN", "--visit"),
+        argv=(*module_command(SUPERVISOR, folder), str(folder.path) if folder else "RUN", "--visit"),
         tasks=range(1),
         mem_bytes=int(wanted.mem),
         time_s=int(wanted.time),
@@ -125,3 +124,19 @@ def _unquoted(said: str, command: list[str]) -> str:
     for word, shown in zip(command, without_secrets_in(command), strict=True):
         said = said.replace(word, shown) if shown == MASK else said
     return without_secrets(said)
+
+
+def pay_visit(folder: RunFolder) -> None:
+    """Pay a run a visit, by its own code, without waiting for anything; raise when that fails."""
+    done = subprocess.run([*module_command(SUPERVISOR, folder), str(folder.path), "--visit", "--now"], check=False)
+    if done.returncode:
+        what = f"its supervisor ended with {done.returncode}"
+        raise JobFailed(what, where=folder.name, remedy=f"pipeline status {folder.name}")
+
+
+def start_supervisor(folder: RunFolder) -> int:
+    """Start a supervisor in a session of its own, so that it outlives this process and its terminal; return its pid."""
+    log = (os.POSIX_SPAWN_OPEN, 1, str(folder.supervisor_log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    files = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0), log, (os.POSIX_SPAWN_DUP2, 1, 2)]
+    command = [*module_command(SUPERVISOR, folder), str(folder.path)]
+    return os.posix_spawn(sys.executable, command, os.environ, file_actions=files, setsid=True)

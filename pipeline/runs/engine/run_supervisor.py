@@ -35,11 +35,11 @@ from pipeline.journal.run_status import ENDED, RunState, RunStatus, fold
 from pipeline.project.project import Project, open_executor
 from pipeline.project.restriction import only_of
 from pipeline.records import EventKind
-from pipeline.runs.engine.create import Plan, plan, refuse_unfit_disk
 from pipeline.runs.engine.dispatch import Dispatch, is_over
 from pipeline.runs.engine.handover import claim, claimed_after, hand_over, notify, own_job
 from pipeline.runs.views.run_page import Page
 from pipeline.runs.workflow import table
+from pipeline.runs.workflow.jobs import Plan, plan, refuse_unfit_disk
 from pipeline.runs.workflow.table import Trouble
 from pipeline.store.cache_folder import RECIPES
 from pipeline.store.indexing import bring_up

@@ -30,7 +30,7 @@ from pipeline.errors import CacheFull, PipelineError
 from pipeline.journal.ledger import Ledger, Note
 from pipeline.journal.run_folder import RunFolder
 from pipeline.memory.runtime.meters import highest_resident_bytes
-from pipeline.project.frozen_code import module_command
+from pipeline.project.frozen_code import WORKER, module_command
 from pipeline.project.project import Project
 from pipeline.project.restriction import only_of
 from pipeline.records import EventKind, Tell
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from pipeline.records import Reason
     from pipeline.training.ranks.rendezvous import RankPlace
 
-WORKER = "pipeline.runs.worker"
 PROGRESS_EVERY_S = 0.5
 SIGNALLED = 128  # and the signal's number: how a shell reports a program that was killed
 GO_ON = 75  # it finished in order, before its time was up, and has more to do: begin it again

@@ -21,11 +21,10 @@ from pipeline.memory.planning.memory_plan import json_data
 from pipeline.memory.planning.planner import CurriculumStage, plan_stages
 from pipeline.memory.planning.request import CardSpec, DataSizes
 from pipeline.memory.planning.step_estimates import SETTINGS, reserve
-from pipeline.project.project import asked_bytes
+from pipeline.project.project import asked_bytes, cluster_name, profiles_of
 from pipeline.project.user_code import blamed
 from pipeline.runs.dataset.loading import table_of
 from pipeline.runs.dataset.reader_items import refuse_crop
-from pipeline.runs.engine.create import cluster_name, profiles_of
 from pipeline.runs.model.offers import NAME, Question, is_known, offers_of, site_card, waits
 from pipeline.runs.model.probe import Place, measured_pace, measured_ratios, probe
 from pipeline.runs.model.training_work import Work, cutter, least_of, sizes_of, target_of

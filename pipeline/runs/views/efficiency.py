@@ -13,10 +13,10 @@ from pipeline.cluster.verdict import Cause
 from pipeline.config.load import from_resolved
 from pipeline.config.schema_cluster import StageResources
 from pipeline.errors import PipelineError
-from pipeline.project.project import Project
-from pipeline.runs.engine.create import cluster_name, plan, profiles_of, recipe_name, tasks_at_once
+from pipeline.project.project import Project, cluster_name, profiles_of
 from pipeline.runs.model.prepare import is_planned
 from pipeline.runs.workflow import table, train_stage
+from pipeline.runs.workflow.jobs import plan, recipe_name, tasks_at_once
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pipeline.journal.run_folder import RunFolder
     from pipeline.journal.run_status import Job, RunStatus, StageStatus
     from pipeline.memory.history.task_history import Suggestion
-    from pipeline.runs.engine.create import Plan
+    from pipeline.runs.workflow.jobs import Plan
     from pipeline.runs.workflow.table import Stage
 
 TIME_MARGIN = 1.5

@@ -22,13 +22,14 @@ from pipeline.errors import CacheUnusable
 from pipeline.journal.ledger import Reader
 from pipeline.journal.run_folder import RunFolder, runs_in
 from pipeline.journal.run_status import summary
-from pipeline.project.frozen_code import module_command
+from pipeline.project.frozen_code import WORKER, module_command
 from pipeline.project.project import Project, asked_bytes
 from pipeline.records import EventKind
 from pipeline.runs.dataset.worklist import Found
-from pipeline.runs.engine.create import new_run, refuse_unfit_disk
-from pipeline.runs.engine.run_task import GO_ON, WORKER
+from pipeline.runs.engine.create import new_run
+from pipeline.runs.engine.run_task import GO_ON
 from pipeline.runs.workflow import embed_stage
+from pipeline.runs.workflow.jobs import refuse_unfit_disk
 from pipeline.store.cache_folder import Cache
 from tests.command import Command
 from tests.encoder.sequences import natural

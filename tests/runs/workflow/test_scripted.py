@@ -18,9 +18,9 @@ from pipeline.config.load import read_config
 from pipeline.errors import ConfigError, PlanInfeasible
 from pipeline.journal.run_folder import RunFolder, runs_in
 from pipeline.memory.history.task_history import Measured
-from pipeline.project.project import Project
-from pipeline.runs.engine.create import first_ask, profiles_of, recipe_name, spec_of
+from pipeline.project.project import Project, profiles_of
 from pipeline.runs.workflow import script_stage
+from pipeline.runs.workflow.jobs import first_ask, recipe_name, spec_of
 from pipeline.runs.workflow.script_stage import outline
 from pipeline.runs.workflow.table import stage
 from pipeline.script.command import End, culprit
