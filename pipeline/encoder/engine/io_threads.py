@@ -6,7 +6,6 @@ what bounds the queues is counted by the caller, so that nothing here can wait f
 
 from __future__ import annotations
 
-import time
 from abc import abstractmethod
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 
 from pipeline.encoder.engine import oom_ladder
-from pipeline.encoder.engine.oom_ladder import Computed, Refused, Work
+from pipeline.encoder.engine.oom_ladder import Computed, Refused, Span, Work
 from pipeline.encoder.tokens import BadSequence, tokenize
 from pipeline.memory.runtime.out_of_memory import unless_out_of_memory
 from pipeline.records import Reason
@@ -222,37 +221,6 @@ class Writer(Servant[Computed, Written]):
 
 _EXPONENT = {np.dtype(np.uint16): 0x7F80}  # of bfloat16, whose bits numpy holds as integers
 _LOOKED_AT_ONCE = 1024  # rows
-
-
-class Span:
-    """The time a computation takes: on CUDA, where it goes on after the call, by the card's own clock."""
-
-    def __init__(self, device: str) -> None:
-        self._on_card = device != "cpu" and torch.cuda.is_available()
-        self._begin: Any = self._now()
-        self._end: Any = self._begin
-
-    def stop(self) -> Span:
-        """Mark the end."""
-        self._end = self._now()
-        return self
-
-    def hold(self, stream: torch.cuda.Stream) -> None:
-        """Let what follows on a stream wait for the end."""
-        stream.wait_event(self._end)
-
-    def seconds(self) -> float:
-        """Return how long it took; on CUDA, only once it is over."""
-        if self._on_card:
-            return float(self._begin.elapsed_time(self._end)) / 1e3
-        return float(self._end - self._begin)
-
-    def _now(self) -> Any:
-        if not self._on_card:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
 
 
 class Fetch:

@@ -6,14 +6,14 @@ is not finite leads from half to full precision. Only variants that the recipe a
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from pipeline.encoder.embedding_recipe import Variant, shares, windows
-from pipeline.encoder.engine.io_threads import Span
 from pipeline.encoder.engine.token_budget import Room, peak_bytes
 from pipeline.encoder.tokens import ENDS
 from pipeline.memory.runtime.out_of_memory import free_caches, trim_heap, unless_out_of_memory
@@ -348,3 +348,34 @@ def _refusal(work: Work) -> Refused:
     where = "this process (cluster.embed.mem)" if work.step.device == "cpu" else "the GPU"
     what = f"{len(work.tokens_L):,} residues{how} do not fit the memory of {where}"
     return Refused(work.index, Reason.DOES_NOT_FIT, what)
+
+
+class Span:
+    """The time a computation takes: on CUDA, where it goes on after the call, by the card's own clock."""
+
+    def __init__(self, device: str) -> None:
+        self._on_card = device != "cpu" and torch.cuda.is_available()
+        self._begin: Any = self._now()
+        self._end: Any = self._begin
+
+    def stop(self) -> Span:
+        """Mark the end."""
+        self._end = self._now()
+        return self
+
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        """Let what follows on a stream wait for the end."""
+        stream.wait_event(self._end)
+
+    def seconds(self) -> float:
+        """Return how long it took; on CUDA, only once it is over."""
+        if self._on_card:
+            return float(self._begin.elapsed_time(self._end)) / 1e3
+        return float(self._end - self._begin)
+
+    def _now(self) -> Any:
+        if not self._on_card:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event

@@ -18,8 +18,7 @@ from heapq import nlargest
 from typing import TYPE_CHECKING, Protocol, TypeVar
 from urllib.parse import quote
 
-from pipeline.memory.history.task_history import Past
-from pipeline.memory.history.task_records import TASKS, Mark
+from pipeline.memory.history.task_records import TASKS, Mark, Past
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -29,7 +29,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from pipeline.memory.history.record_index import Source, newest, tasks_index
-from pipeline.memory.history.task_records import Journal, Measured
+from pipeline.memory.history.task_records import Journal, Measured, Past
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -46,32 +46,6 @@ LARGEST_SCALE = 4.0
 FLOOR_BYTES = 256 * _MIB
 BASE_BYTES = 256 * _MIB
 STEP_BYTES = 64 * _MIB
-
-
-@dataclass(frozen=True, slots=True)
-class Past:
-    """What is remembered of a task."""
-
-    at: float
-    run: str
-    task: int
-    attempt: int
-    killed: bool
-    peak_bytes: int | None
-    asked_bytes: int | None
-    size: int
-    items: int
-    elapsed_s: float
-
-    @property
-    def told_bytes(self) -> int:
-        """What it needed at least; 0 where nobody measured it."""
-        return max(self.peak_bytes or 0, (self.asked_bytes or 0) if self.killed else 0)
-
-    @property
-    def lived(self) -> bool:
-        """Tell whether its peak is that of a task that ended well."""
-        return not self.killed and bool(self.peak_bytes)
 
 
 @dataclass(frozen=True, slots=True)

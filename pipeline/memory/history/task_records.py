@@ -197,3 +197,29 @@ def _part(data: bytes, start: int, lines: Lines) -> Part:
     rows = [row for line in whole.decode(errors="replace").split("\n") if (row := lines.row_of(line)) is not None]
     taken = start + len(whole)
     return Part(rows, Mark(taken, start + len(data) if hole < 0 else taken))
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What is remembered of a task."""
+
+    at: float
+    run: str
+    task: int
+    attempt: int
+    killed: bool
+    peak_bytes: int | None
+    asked_bytes: int | None
+    size: int
+    items: int
+    elapsed_s: float
+
+    @property
+    def told_bytes(self) -> int:
+        """What it needed at least; 0 where nobody measured it."""
+        return max(self.peak_bytes or 0, (self.asked_bytes or 0) if self.killed else 0)
+
+    @property
+    def lived(self) -> bool:
+        """Tell whether its peak is that of a task that ended well."""
+        return not self.killed and bool(self.peak_bytes)

@@ -12,12 +12,12 @@ from pipeline.memory.history.task_history import (
     NEWEST,
     STEP_BYTES,
     Bounds,
-    Past,
     Suggestion,
     pace,
     planned,
     suggest,
 )
+from pipeline.memory.history.task_records import Past
 from tests.memory.history.tasks import GIB, MIB, past
 
 
