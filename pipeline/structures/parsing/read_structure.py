@@ -22,7 +22,7 @@ import numpy as np
 
 from pipeline.records import Reason
 from pipeline.structures.atoms import BLANK_CHAIN, NAME_BYTES, AtomTable, Unusable
-from pipeline.structures.parsing import amber, molecules, plain_pdb, structure_files
+from pipeline.structures.parsing import amber, molecules, plain_pdb, unfolding
 from pipeline.structures.parsing.file_bonds import links_of
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ def _structure(data: bytes, form: str) -> gemmi.Structure:
 
 def _made(block: gemmi.cif.Block) -> gemmi.Structure:
     """Return the structure of a block, whose assemblies gemmi writes out at once."""
-    structure_files.check_operations(block.find_values("_pdbx_struct_assembly_gen.oper_expression"))
+    unfolding.check_operations(block.find_values("_pdbx_struct_assembly_gen.oper_expression"))
     return gemmi.make_structure_from_block(block)
 
 
@@ -244,7 +244,7 @@ def _bcif_block(data: bytes) -> gemmi.cif.Block:
 
     try:
         content = msgpack.unpackb(data, use_list=True, raw=False)
-        structure_files.check_columns(content, BCIF_CATEGORIES)
+        unfolding.check_columns(content, BCIF_CATEGORIES)
         source: Any = BinaryCIFFile.deserialize(content).block
         block = gemmi.cif.Block("bcif")
         for name in BCIF_CATEGORIES:
