@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pipeline.report.census_tables import named_records, unit_of
+from pipeline.report.stage_lines import named_records, unit_of
 from pipeline.report.tables import duration, plural, size, text_table
 
 if TYPE_CHECKING:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pipeline.report.census_tables import (
+from pipeline.report.stage_lines import (
     CENSUS,
     DAMAGED,
     UNIT,
     found_damage,
+    found_so_far,
+    memory_line,
     named_records,
+    read_so_far,
     rejection_table,
+    script_figures,
+    speed,
+    tasks_line,
     unit_of,
     validated_files,
 )
-from pipeline.report.live_status import found_so_far, memory_line, read_so_far, script_figures, speed, tasks_line
 from pipeline.report.tables import duration, plural, size, text_table
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from pipeline.report.census_tables import UNIT, found_damage
-from pipeline.report.live_status import TASK_STATES
+from pipeline.report.stage_lines import TASK_STATES, UNIT, found_damage
 from pipeline.report.tables import duration, plural, size
 
 if TYPE_CHECKING:

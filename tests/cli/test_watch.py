@@ -23,8 +23,9 @@ import pytest
 from pipeline.cli.control_verbs import _looks
 from pipeline.records import EventKind
 from pipeline.report import live_status
-from pipeline.report.live_status import PaceMeter, memory_line, watched
+from pipeline.report.live_status import PaceMeter, watched
 from pipeline.report.screen import Screen, screen, sparkline
+from pipeline.report.stage_lines import memory_line
 from tests.cli.told import NOON, beginning, event, seen, training
 from tests.journal.ledgers import Told
 

@@ -8,9 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.report.census_tables import DAMAGED, UNIT, found_damage
 from pipeline.report.html import memory_section, stage_section, training_section, trouble_section
-from pipeline.report.html.html_text import Html, badge, figure, hours, joined, moment, note, section, tag
+from pipeline.report.html.html_text import Html, badge, error_box, figure, hours, joined, moment, note, section, tag
+from pipeline.report.stage_lines import DAMAGED, UNIT, found_damage
 from pipeline.report.tables import duration, plural, size
 
 if TYPE_CHECKING:
@@ -73,7 +73,6 @@ def _digest(name: str) -> str:
     return f"sha256-{base64.b64encode(digest).decode()}"
 
 
-NEXT = "\n  next: "
 CLOCK = "%Y-%m-%d %H:%M:%S UTC"
 
 
@@ -115,13 +114,6 @@ def _banners(facts: Mapping[str, Any]) -> list[Html]:
     shown += [note("the queue could not be asked: ", run["trouble"], kind="warn")] if run["trouble"] else []
     shown += [note("not on this page: ", one, kind="warn") for one in facts["notes"]]
     return shown
-
-
-def error_box(error: str) -> Html:
-    """Show an error, with what to do next set apart."""
-    what, _, command = error.rpartition(NEXT) if NEXT in error else (error, "", "")  # a task's own comes before
-    then = tag("p", tag("b", "Next: "), tag("code", command)) if command else ""
-    return tag("div", tag("pre", what), then, class_="note bad", role="alert")
 
 
 def overview(facts: Mapping[str, Any]) -> Html:

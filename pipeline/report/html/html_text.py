@@ -148,3 +148,13 @@ def section(key: str, title: str, *inside: Any, lead: Any = "") -> Html:
     """Return a part of the page with its title."""
     said = tag("p", lead, class_="lead") if lead else ""
     return tag("section", tag("h2", title), said, *inside, id=key)
+
+
+NEXT = "\n  next: "
+
+
+def error_box(error: str) -> Html:
+    """Show an error, with what to do next set apart."""
+    what, _, command = error.rpartition(NEXT) if NEXT in error else (error, "", "")  # a task's own comes before
+    then = tag("p", tag("b", "Next: "), tag("code", command)) if command else ""
+    return tag("div", tag("pre", what), then, class_="note bad", role="alert")

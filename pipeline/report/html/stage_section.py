@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pipeline.report.census_tables import CENSUS, DAMAGED, UNIT, found_damage
-from pipeline.report.html.html_page import error_box
 from pipeline.report.html.html_text import (  # fmt: skip
     Cell,
     Html,
     badge,
     count,
+    error_box,
     figure,
     joined,
     note,
@@ -21,7 +20,7 @@ from pipeline.report.html.html_text import (  # fmt: skip
     time_cell,
 )
 from pipeline.report.html.plots import Axis, Line, figure_of, legend, numbers, plot, text, times, wholes, x_ticks
-from pipeline.report.live_status import speed
+from pipeline.report.stage_lines import CENSUS, DAMAGED, UNIT, found_damage, speed
 from pipeline.report.tables import duration
 
 if TYPE_CHECKING:

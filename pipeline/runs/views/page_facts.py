@@ -14,7 +14,7 @@ from pipeline.cluster.verdict import Cause
 from pipeline.journal.active_runs import left_s, use
 from pipeline.journal.run_status import COUNTED, RunState
 from pipeline.records import EventKind
-from pipeline.report.live_status import found_so_far, read_so_far, script_figures
+from pipeline.report.stage_lines import found_so_far, read_so_far, script_figures
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
