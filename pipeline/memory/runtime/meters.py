@@ -14,8 +14,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pipeline.memory.runtime.out_of_memory import free_caches
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
@@ -300,6 +298,8 @@ class Upkeep:
             if self._steps == 1:
                 gc.freeze()
         if empty_cache:
+            from pipeline.memory.runtime.out_of_memory import free_caches
+
             free_caches(self._device)
 
     def _empty_cache(self) -> None:
