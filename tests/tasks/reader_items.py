@@ -10,8 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from pipeline.training.items import batch
-from pipeline.training.items.batch_layout import BatchBuilder
-from pipeline.training.items.item_source import ItemArrays
+from pipeline.training.items.batch_layout import BatchBuilder, ItemArrays
 
 META: dict[str, Any] = {"partners": [], "sizes": {}}
 

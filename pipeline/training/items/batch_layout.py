@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -20,11 +21,9 @@ from pipeline.graphs.item_graph import CROSS, DEGREE, EDGE, LABEL, NODE, PATH, R
 from pipeline.records import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
-
-    from pipeline.training.items.item_source import ItemArrays
 
     Array = NDArray[Any]
     Integers = NDArray[np.int64]
@@ -37,6 +36,16 @@ PAIRS = "pairs"  # a label that ends so holds nodes: of the receptor, of the lig
 OF_GRAPHS = frozenset(
     {*(role.value for role in Role), CROSS, LABEL, PTR}
 )  # with which the names of a graph's arrays begin
+
+
+class ItemArrays(NamedTuple):
+    """An item's graph as `item_graph.encode` lays it out; the arrays may be views that last as long as the batch."""
+
+    number: int
+    id: str
+    arrays: Mapping[str, Array]
+    meta: Mapping[str, Any]
+    values: Mapping[str, Array] = MappingProxyType({})  # labels of the data set, which are no part of a graph
 
 
 class FieldForm(Enum):

@@ -9,29 +9,28 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import xxhash
 
 from pipeline.errors import CacheDamaged, DataError, PipelineError, RecordMissing
 from pipeline.graphs import item_graph as graphs
-from pipeline.graphs.build_graph import build_graph
+from pipeline.graphs.build_graph import build
 from pipeline.protocol import ITEMS
 from pipeline.records import Reason, Rejection
 from pipeline.structures import inventory
 from pipeline.structures.atoms import Unusable
 from pipeline.structures.parsing.structure_files import paths
 from pipeline.structures.parsing.structure_files import read as read_one
-from pipeline.training.items.batch_layout import OF_GRAPHS, FieldForm, parse_field
+from pipeline.training.items.batch_layout import OF_GRAPHS, FieldForm, ItemArrays, parse_field
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from pipeline.graphs.item_graph import GraphRecipe
+    from pipeline.graphs.item_graph import Recipe
     from pipeline.protocol import Reader
     from pipeline.records import Item
     from pipeline.store.store import Store
@@ -45,16 +44,6 @@ log = logging.getLogger(__name__)
 GONE = frozenset({Reason.MISSING_FILE, Reason.UNREADABLE_FILE})  # it was there when the data set was prepared
 GRAPH_AGAIN = "pipeline submit --stage graph   (does only what is missing)"
 SCAN_AGAIN = "pipeline submit --stage scan   (touch the file first if that finds nothing to do)"
-
-
-class ItemArrays(NamedTuple):
-    """An item's graph as `graphs.graph.encode` lays it out; the arrays may be views that last as long as the batch."""
-
-    number: int
-    id: str
-    arrays: Mapping[str, Array]
-    meta: Mapping[str, Any]
-    values: Mapping[str, Array] = MappingProxyType({})  # labels of the data set, which are no part of a graph
 
 
 class ItemSource(Protocol):
@@ -89,7 +78,7 @@ class BuiltGraphs:
 
     table: ItemTable
     reading: inventory.Recipe
-    recipe: GraphRecipe
+    recipe: Recipe
 
     def read(self, numbers: Sequence[int]) -> Iterator[ItemArrays | Rejection]:
         """Yield the graph of each item; one that cannot be built costs this item, not the run."""
@@ -116,9 +105,7 @@ class BuiltGraphs:
             raise Unusable(taken.reason, taken.detail)
         if read is None:
             raise Unusable(Reason.NO_NODES, "a bare sequence has no structure to make a graph of")
-        return ItemArrays(
-            number, item.id, *graphs.encode_graph(build_graph(read, self.recipe)), self.table.values(number)
-        )
+        return ItemArrays(number, item.id, *graphs.encode(build(read, self.recipe)), self.table.values(number))
 
     def _check_key(self, number: int, item: Item, files: Mapping[str, File]) -> None:
         """Refuse files that are no longer what the table is of: sizes, splits and labels may be others."""

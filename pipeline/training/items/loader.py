@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from pipeline.training.items.batch_layout import ItemArrays
     from pipeline.training.items.crop import Measure
-    from pipeline.training.items.item_source import ItemArrays, ItemSource
+    from pipeline.training.items.item_source import ItemSource
     from pipeline.training.items.read_ahead import ReadBatch, Slot
     from pipeline.training.items.residue_embeddings import Embeddings, StoredEmbedding
     from pipeline.training.sampling.sampler import MicroBatch, Sampler

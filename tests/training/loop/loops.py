@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config.schema_train import TrainSection
-from pipeline.graphs.item_graph import encode_graph
+from pipeline.graphs.item_graph import encode
 from pipeline.keys import recipe_key
 from pipeline.records import Tell
 from pipeline.stages.train import Items, Job, close, trainer_of
-from pipeline.training.items.item_source import ItemArrays
+from pipeline.training.items.batch_layout import ItemArrays
 from pipeline.training.items.item_table import ItemTable, TableBuilder
 from pipeline.training.loop.trainer import Trainer
 from pipeline.training.prepared import ModelFolder, Prepared, Stretch, likeness
@@ -159,7 +159,7 @@ def task_of(plot: Plot, rank: int = 0) -> Tiny:
 def drawn(number: int) -> tuple[Any, Any, dict[str, int]]:
     """Return a made graph, encoded, and its sizes."""
     graph = graph_of(number)
-    return (*encode_graph(graph), graph.sizes())
+    return (*encode(graph), graph.sizes())
 
 
 @dataclass(frozen=True)
