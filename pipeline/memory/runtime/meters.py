@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from pipeline.memory.runtime.out_of_memory import free_caches
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
@@ -298,8 +300,6 @@ class Upkeep:
             if self._steps == 1:
                 gc.freeze()
         if empty_cache:
-            from pipeline.memory.runtime.out_of_memory import free_caches
-
             free_caches(self._device)
 
     def _empty_cache(self) -> None:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipeline.errors import PlanInfeasible
-from pipeline.memory.runtime.out_of_memory import out_of_memory_error
-from pipeline.memory.runtime.recovery import StepSnapshot
+from pipeline.memory.runtime.recovery import StepSnapshot, out_of_memory_error, rewind
 from pipeline.training.sampling.sampler import MicroBatch
 from pipeline.training.step.micro_batches import Piece, RankShare
 
@@ -51,7 +50,7 @@ def rehearse(
     memory = meter.read() if meter is not None else None
     cost = stepper.cost(Piece(batch, 0, len(batch))) if len(batch) else 0
     step.release()
-    snapshot.rewind()
+    rewind(snapshot, step.model.parameters(), step.device)
     want = stepper.governor.after_step()
     wanted = want.budget
     if want.why:
@@ -66,7 +65,7 @@ def rehearse(
 
 def make_state(step: Step) -> None:
     """Let the optimizer have its state before it is needed, or say that there is no room for it."""
-    if out_of_memory_error(step.make_state) is not None:
+    if out_of_memory_error(lambda _: step.make_state(), None) is not None:
         what = "the state of the optimizer does not fit in memory"
         raise PlanInfeasible(what, where="training", remedy="pipeline plan --stage train   (or a larger card)")
 

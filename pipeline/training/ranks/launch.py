@@ -12,13 +12,13 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pipeline.cluster.verdict import GO_ON, SIGNALLED
 from pipeline.training.ranks.rank_protocol import LOST
+from pipeline.waiting import wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ LOOK_EVERY_S = 0.05
 class GracePeriods:
     """How long ranks may go on after one of them has failed."""
 
-    alone_s: float = 25.0  # more than the vigil takes
+    alone_s: float = 25.0  # more than the watchdog takes
     told_s: float = 15.0  # after SIGTERM
 
 
@@ -44,17 +44,17 @@ def launch_ranks(
 
     It is that of the first that failed by its own fault; 75 where some have more to do; else 0.
     """
-    crew = _Crew(graces or GracePeriods())
-    with _forwarding(crew):
+    processes = _RankProcesses(graces or GracePeriods())
+    with _forwarding(processes):
         try:
             meeting = secrets.token_hex(8)
-            for rank, its in enumerate(rank_environments(world, environment)):
+            for rank, own in enumerate(rank_environments(world, environment)):
                 words = [*command, "--part", f"{rank}/{world}", "--meeting", meeting]
-                crew.start(words, its)
-            return crew.wait()
+                processes.start(words, own)
+            return processes.wait()
         except BaseException:
-            crew.graces = GracePeriods(0.0, crew.graces.told_s)
-            crew.end()
+            processes.graces = GracePeriods(0.0, processes.graces.told_s)
+            processes.end()
             raise
 
 
@@ -66,7 +66,7 @@ def rank_environments(world: int, environment: Mapping[str, str] | None = None) 
 
 
 @dataclass
-class _Crew:
+class _RankProcesses:
     """The processes of a start."""
 
     graces: GracePeriods
@@ -76,10 +76,10 @@ class _Crew:
 
     def start(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start a rank; a signal that came before it was there reaches it, too."""
-        before = len(self.signals)
+        before = self.signals[:]
         rank = subprocess.Popen(words, env=environment)
         self.ranks.append(rank)
-        for number in self.signals[:before]:
+        for number in before:
             rank.send_signal(number)
 
     def forward(self, number: int, _frame: FrameType | None) -> None:
@@ -89,31 +89,23 @@ class _Crew:
 
     def wait(self) -> int:
         """Wait for all; when one has failed, end the others step by step."""
-        while not self._all_ended() and not self.failed:
-            time.sleep(LOOK_EVERY_S)
+        wait_for(lambda: self._all_ended() or self.failed, float("inf"), LOOK_EVERY_S)
         self.end()
         return self._code()
 
     def end(self) -> None:
         """Wait for all, but not for long."""
-        if not self._ended_within(self.graces.alone_s):
-            self._send(signal.SIGTERM)
-            if not self._ended_within(self.graces.told_s):
-                self._send(signal.SIGKILL)
-                self._ended_within(float("inf"))
+        for grace_s, number in ((self.graces.alone_s, signal.SIGTERM), (self.graces.told_s, signal.SIGKILL)):
+            if wait_for(self._all_ended, grace_s, LOOK_EVERY_S):
+                return
+            self._send(number)
+        wait_for(self._all_ended, float("inf"), LOOK_EVERY_S)
 
     @property
     def failed(self) -> list[int]:
         """Return the codes of those that did not end in order, in the order in which they ended."""
         orderly = {0, GO_ON, *(SIGNALLED + number for number in self.signals)}
         return [code for code in self.ended.values() if code not in orderly]
-
-    def _ended_within(self, grace_s: float) -> bool:
-        """Wait for all, and tell whether they came to an end."""
-        until = time.monotonic() + grace_s
-        while not (over := self._all_ended()) and time.monotonic() < until:
-            time.sleep(LOOK_EVERY_S)
-        return over
 
     def _all_ended(self) -> bool:
         """Look who has ended."""
@@ -127,7 +119,8 @@ class _Crew:
         had_failed = bool(self.failed)
         self.ended[rank] = SIGNALLED - code if code < 0 else code
         if self.failed and not had_failed:
-            how = f"was killed by {_name(-code)}" if code < 0 else f"ended with exit code {code}"
+            names = {number.value: number.name for number in signal.Signals}  # real-time ones have none
+            how = f"was killed by {names.get(-code, f'signal {-code}')}" if code < 0 else f"ended with exit code {code}"
             line = f"rank {rank} of {len(self.ranks)} (process {pid}) {how}: the others are ended"
             print(line, file=sys.stderr, flush=True)  # noqa: T201 - a task's stderr is its log
 
@@ -142,18 +135,10 @@ class _Crew:
         return [*failed, *rest][0]
 
 
-def _name(number: int) -> str:
-    """Return what a signal is called."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time one
-        return f"signal {number}"
-
-
 @contextmanager
-def _forwarding(crew: _Crew) -> Iterator[None]:
+def _forwarding(processes: _RankProcesses) -> Iterator[None]:
     """Have signals reach all ranks."""
-    before = {number: signal.signal(number, crew.forward) for number in FORWARDED}
+    before = {number: signal.signal(number, processes.forward) for number in FORWARDED}
     try:
         yield
     finally:

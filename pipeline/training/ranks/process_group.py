@@ -37,7 +37,7 @@ PIECE_BYTES = REDUCED_BYTES // 2  # tensors are added up in pieces of it; the pl
 LETTER_BYTES = 4096  # of what each rank says; where one says more, a second round follows
 LENGTH_BYTES = 8
 LOOK_EVERY_S = 1.0
-NEVER = timedelta(days=7)  # the vigil finds who is lost, and says who; a timeout of torch would not
+NEVER = timedelta(days=7)  # the watchdog finds who is lost, and says who; a timeout of torch would not
 INTERFACE = "GLOO_SOCKET_IFNAME"  # gloo has no other way to be told
 SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
 
@@ -59,18 +59,18 @@ def join_process_group(
         return SingleRank()
     store = _store("localhost", 0, place) if place.rank == 0 else None
     met = meet(place, folder, {"store": store.port} if store else {}, within_s)
-    vigil = Watchdog(place, met, patience or HangLimits(), tell)
+    watchdog = Watchdog(place, met, patience or HangLimits(), tell)
     try:
         store = store or _store(met.keeper, met.said["store"], place)
         with _on(interface_of(met.address)):
             backend = "gloo" if torch.device(device).type == "cpu" else "cpu:gloo,cuda:nccl"
             dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=NEVER)
     except Exception as error:
-        lost = vigil.blame(str(error)) if isinstance(error, (RuntimeError, OSError)) else None
-        vigil.leave(str(lost or error))
-        vigil.close()
+        lost = watchdog.blame(str(error)) if isinstance(error, (RuntimeError, OSError)) else None
+        watchdog.leave(str(lost or error))
+        watchdog.close()
         raise (lost or error) from error
-    return ProcessGroup(place, met, vigil, patience or HangLimits())
+    return ProcessGroup(place, met, watchdog, patience or HangLimits())
 
 
 def _store(host: str, port: int, place: RankPlace) -> TCPStore:
@@ -106,24 +106,14 @@ def _on(interface: str | None) -> Iterator[None]:
 class ProcessGroup:
     """One of several processes."""
 
-    def __init__(self, place: RankPlace, met: Meeting, vigil: Watchdog, patience: HangLimits) -> None:
-        self.place, self.hosts = place, met.hosts
-        self._vigil, self._patience = vigil, patience
+    def __init__(self, place: RankPlace, met: Meeting, watchdog: Watchdog, patience: HangLimits) -> None:
+        self.place, self.hosts, self.rank, self.world = place, met.hosts, place.rank, place.world
+        self._watchdog, self._patience = watchdog, patience
         self._slow = 1  # reasons to be patient; the first step is one
         self._has_stepped = False
         self._calls = 0
         self._letter_bytes = LETTER_BYTES
         self._is_open = True
-
-    @property
-    def rank(self) -> int:
-        """Which of them this is."""
-        return self.place.rank
-
-    @property
-    def world(self) -> int:
-        """How many there are."""
-        return self.place.world
 
     def exchange(self, said: Said) -> list[Said]:
         """Return what every rank says, by rank; returns when all have spoken."""
@@ -138,38 +128,41 @@ class ProcessGroup:
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         """Replace tensors, of the same shapes on every rank, by their sums over all ranks."""
         with self._waiting():
-            reduce_in_pieces(tensors, self._all_reduce)
+            # on a GPU a sum only takes its place in the stream: whoever reads it waits
+            reduce_in_pieces(
+                tensors, lambda flat: self._await(lambda: dist.all_reduce(flat, async_op=True), in_stream=flat.is_cuda)
+            )
         if not self._has_stepped:
             self._has_stepped = True
             self._slow -= 1
-            self.progress(self._vigil.doing.what)
+            self.progress(self._watchdog.doing.what)
 
     def progress(self, what: str) -> None:
         """Say what this rank does now; raise if another was lost meanwhile."""
-        self._vigil.check()
-        self._vigil.doing = Activity(what, self._allowance_s, self._calls)
+        self._watchdog.check()
+        self._watchdog.doing = Activity(what, self._allowance_s, self._calls)
 
     @contextmanager
     def patient(self, what: str) -> Iterator[None]:
         """Say that what comes may take long without being a hang, such as `compiling`."""
-        before = self._vigil.doing.what
+        before = self._watchdog.doing.what
         self._slow += 1
         self.progress(what)
         try:
             yield
         finally:
             self._slow -= 1
-            self._vigil.doing = Activity(before, self._allowance_s, self._calls)
+            self._watchdog.doing = Activity(before, self._allowance_s, self._calls)
 
     def close(self, why: str = "") -> None:
         """Leave; with a reason where this rank cannot go on, which ends the others."""
         if self._is_open:
             self._is_open = False
-            self._vigil.leave(why)
-            if self._vigil.has_lost:
+            self._watchdog.leave(why)
+            if self._watchdog.has_lost:
                 _abort()
             dist.destroy_process_group()
-            self._vigil.close()
+            self._watchdog.close()
 
     @property
     def _allowance_s(self) -> float:
@@ -178,24 +171,20 @@ class ProcessGroup:
     @contextmanager
     def _waiting(self) -> Iterator[None]:
         """Do something that all ranks do, and that none can do before all have begun it."""
-        self._vigil.check()
+        self._watchdog.check()
         self._calls += 1
-        before = self._vigil.doing
-        self._vigil.doing = Activity(before.what, self._allowance_s, self._calls, waits=True)
+        before = self._watchdog.doing
+        self._watchdog.doing = Activity(before.what, self._allowance_s, self._calls, waits=True)
         try:
             yield
         finally:
-            self._vigil.doing = Activity(before.what, self._allowance_s, self._calls)
+            self._watchdog.doing = Activity(before.what, self._allowance_s, self._calls)
 
     def _all_gather(self, letter: Tensor) -> list[bytes]:
         """Return every rank's letter."""
         all_B = [torch.empty_like(letter) for _ in range(self.world)]
         self._await(lambda: dist.all_gather(all_B, letter, async_op=True))
-        return [one.numpy().tobytes() for one in all_B]
-
-    def _all_reduce(self, flat: Tensor) -> None:
-        """Add up one piece; on a GPU it only takes its place in the stream, whoever reads the sum waits."""
-        self._await(lambda: dist.all_reduce(flat, async_op=True), in_stream=flat.is_cuda)
+        return [received.numpy().tobytes() for received in all_B]
 
     def _await(self, begin: Callable[[], dist.Work], *, in_stream: bool = False) -> None:
         """Wait until all ranks have done it, or one of them is lost."""
@@ -205,10 +194,10 @@ class ProcessGroup:
             if not in_stream:
                 work.get_future().add_done_callback(lambda _: done.set())
                 while not done.wait(LOOK_EVERY_S):
-                    self._vigil.check()
+                    self._watchdog.check()
             work.wait()
         except RuntimeError as error:  # torch tells only by text what it was; a peer's death breaks a connection
-            raise self._vigil.blame(str(error).partition("\n")[0]) from error
+            raise self._watchdog.blame(str(error).partition("\n")[0]) from error
 
 
 def _abort() -> None:

@@ -34,12 +34,9 @@ class Ranks(Protocol):
     """All ranks call the same in the same order."""
 
     @property
-    def rank(self) -> int:
-        """Which of them this is."""
-
+    def rank(self) -> int: ...
     @property
-    def world(self) -> int:
-        """How many there are."""
+    def world(self) -> int: ...
 
     def exchange(self, said: Said) -> list[Said]:
         """Return what every rank says, by rank; returns when all have spoken."""
@@ -58,7 +55,7 @@ class Ranks(Protocol):
 
 
 class SingleRank:
-    """One process."""
+    """A training in one process, which needs no agreement."""
 
     rank, world = 0, 1
 
@@ -67,14 +64,13 @@ class SingleRank:
         return [json.loads(json.dumps(said))]
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
-        """Leave everything as it is."""
+        pass
 
     def progress(self, what: str) -> None:
-        """Tell nobody."""
+        pass
 
     def patient(self, what: str) -> AbstractContextManager[None]:  # noqa: ARG002 - it is `Ranks`
-        """Take as long as it takes."""
         return nullcontext()
 
     def close(self, why: str = "") -> None:
-        """Leave nobody."""
+        pass

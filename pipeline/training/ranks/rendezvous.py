@@ -3,6 +3,9 @@
 Rank 0 lets the kernel pick a port, and writes where it is, with two random words, into a file of the run that is named
 after this very start of the ranks. The others look for the file, connect, say the first word and expect the second: a
 file that was left behind, and whoever has its port now, is never joined.
+
+The connections stay for the watchdog. The store of torch.distributed could not take their place: it admits everybody,
+tells nobody that a client's connection broke, and keeps signals waiting for as long as it waits itself.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError, JobFailed
-from pipeline.training.ranks.json_connection import JsonConnection
+from pipeline.files import replacing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -29,6 +32,14 @@ COME_WITHIN_S = 300.0  # all ranks; a node may boot a container first
 LOOK_EVERY_S = (0.02, 1.0)  # at first, and at last
 CONNECT_WITHIN_S = 5.0
 LOOPBACK = "127.0.0.1"
+LONGEST_LINE = 1 << 16
+NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)  # a program may have SIGPIPE end it
+KEEP_ALIVE = {  # the kernel asks the other: a node that is gone is known within 25 s, a busy process is left alone
+    "TCP_KEEPIDLE": 10,
+    "TCP_KEEPINTVL": 5,
+    "TCP_KEEPCNT": 3,
+    "TCP_USER_TIMEOUT": 25_000,
+}
 
 
 @dataclass(frozen=True)
@@ -41,6 +52,13 @@ class RankPlace:
     nodes: int = 1
     meeting: str = ""  # the name of this start: no other of the same run has it
     host: str = field(default_factory=socket.gethostname)
+
+    @classmethod
+    def of(cls, part: str | None, meeting: str, environment: Mapping[str, str], attempt: int = 1) -> RankPlace:
+        """Return what is known, the launcher's words first: srun's are inherited by all that its tasks start."""
+        if part is not None:
+            return cls.told(part, meeting)
+        return cls.by_slurm(environment, attempt) or cls(0, 1)
 
     @classmethod
     def told(cls, part: str, meeting: str) -> RankPlace:
@@ -69,19 +87,83 @@ class RankPlace:
             host=environment.get("SLURMD_NODENAME") or socket.gethostname(),
         )
 
-    @classmethod
-    def of(cls, part: str | None, meeting: str, environment: Mapping[str, str], attempt: int = 1) -> RankPlace:
-        """Return what is known, the launcher's words first: srun's are inherited by all that its tasks start."""
-        if part is not None:
-            return cls.told(part, meeting)
-        return cls.by_slurm(environment, attempt) or cls(0, 1)
+
+class JsonConnection:
+    """One end of a connection between two ranks, which carries JSON, a line a message; only `next` ever waits."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.settimeout(0)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEP_ALIVE.items():
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self._socket, self._received, self._unsent = connection, b"", b""
+        self._messages: list[dict[str, Any]] = []  # that were received and not taken
+        self.fileno, self.close = connection.fileno, connection.close  # selectors ask for the first
+
+    @property
+    def address(self) -> str:
+        """The address of this end."""
+        return str(self._socket.getsockname()[0])
+
+    @property
+    def is_clogged(self) -> bool:
+        """Tell whether the other end does not take what it was sent."""
+        return bool(self._unsent)
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a message, or as much of it as can go; a broken connection is known by `receive`."""
+        self._unsent += json.dumps(message).encode() + b"\n"
+        try:
+            self._unsent = self._unsent[self._socket.send(self._unsent, NO_SIGNAL) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._unsent = b""
+
+    def receive(self) -> tuple[list[dict[str, Any]], bool]:
+        """Return the messages that have come, and whether more may come; nonsense ends a connection."""
+        is_open = self._read() and len(self._received) <= LONGEST_LINE
+        messages, self._messages = self._messages, []
+        return messages, is_open
+
+    def next(self, within_s: float) -> dict[str, Any]:
+        """Wait for a message."""
+        until = time.monotonic() + within_s
+        with selectors.DefaultSelector() as ready:
+            ready.register(self, selectors.EVENT_READ)
+            while not self._messages:
+                if not ready.select(max(0.0, until - time.monotonic())):
+                    raise TimeoutError(f"nothing is said there for {within_s:.0f} s")
+                if not self._read() and not self._messages:
+                    raise ConnectionError("the other end hung up")
+        return self._messages.pop(0)
+
+    def _read(self) -> bool:
+        """Take what is there; tell whether the other end may send more."""
+        is_open = True
+        try:
+            while is_open and len(self._received) <= 2 * LONGEST_LINE:
+                part = self._socket.recv(LONGEST_LINE)
+                self._received += part
+                is_open = bool(part)
+        except BlockingIOError:
+            pass
+        except OSError:
+            is_open = False
+        *lines, self._received = self._received.split(b"\n")
+        try:
+            self._messages += [dict(json.loads(line)) for line in lines]
+        except (ValueError, TypeError):
+            return False
+        return is_open
 
 
 @dataclass(frozen=True)
 class Meeting:
     """All ranks have come."""
 
-    wires: dict[int, JsonConnection]  # rank 0: to every other; the others: to rank 0
+    connections: dict[int, JsonConnection]  # rank 0: to every other; the others: to rank 0
     hosts: tuple[str, ...]  # by rank
     said: Mapping[str, Any]  # what rank 0 lets everybody know
     keeper: str  # the address of rank 0, as this rank reaches it
@@ -97,42 +179,73 @@ def meet(place: RankPlace, folder: Path, said: Mapping[str, Any], within_s: floa
 def _keep(place: RankPlace, file: Path, said: Mapping[str, Any], within_s: float) -> Meeting:
     """Be the one whom the others look for."""
     with socket.create_server(("" if place.nodes > 1 else LOOPBACK, 0), backlog=place.world) as listener:
-        token, answer = secrets.token_hex(16), secrets.token_hex(16)
-        addresses = list(_addresses(place))
-        _publish(file, {"token": token, "answer": answer, "addresses": addresses, "port": listener.getsockname()[1]})
+        words = {"token": secrets.token_hex(16), "answer": secrets.token_hex(16)}
+        with replacing(file) as partial:
+            partial.touch(0o600, exist_ok=False)  # nobody else may read the words
+            partial.write_text(json.dumps({**words, "addresses": _addresses(place), "port": listener.getsockname()[1]}))
         try:
-            came = _Reception(listener, place.world, token, answer).wait(within_s)
+            came = _admit(listener, place.world, words, within_s)
         finally:
             file.unlink(missing_ok=True)
-    missing = sorted(set(range(1, place.world)) - came.keys())
-    if missing:
-        for wire, _ in came.values():
-            wire.send({"missing": missing})
-            wire.close()
-        raise _did_not_come(missing, place.world, within_s)
+    connections = {rank: connection for rank, (connection, _) in came.items()}
+    if missing := sorted(set(range(1, place.world)) - came.keys()):
+        for connection in connections.values():
+            connection.send({"missing": missing})
+            connection.close()
+        raise _did_not_come(missing, place.world, f" within {within_s:.0f} s")
     hosts = (place.host, *(came[rank][1] for rank in range(1, place.world)))
-    outward = [wire.address for wire, _ in came.values() if not _is_loopback(wire.address)]
+    outward = [own for connection in connections.values() if not _is_loopback(own := connection.address)]
     address = outward[0] if outward else LOOPBACK
-    for wire, _ in came.values():
-        wire.send({"hosts": hosts, "said": said, "address": address})
-    return Meeting({rank: wire for rank, (wire, _) in came.items()}, hosts, said, LOOPBACK, address)
+    for connection in connections.values():
+        connection.send({"hosts": hosts, "said": said, "address": address})
+    return Meeting(connections, hosts, said, LOOPBACK, address)
 
 
-def _publish(file: Path, content: Mapping[str, Any]) -> None:
-    """Write a file that is seen whole or not at all, and by nobody else."""
-    partial = file.with_name(f"{file.name}.{secrets.token_hex(4)}.partial")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as opened:
-        json.dump(content, opened)
-        opened.flush()
-        os.fsync(opened.fileno())
-    partial.replace(file)
+def _admit(
+    listener: socket.socket, world: int, words: Mapping[str, str], within_s: float
+) -> dict[int, tuple[JsonConnection, str]]:
+    """Admit ranks that know the first word, and return them with their hosts; whoever else connects is sent away."""
+    came: dict[int, tuple[JsonConnection, str]] = {}
+    until = time.monotonic() + within_s
+    listener.settimeout(0)
+    with selectors.DefaultSelector() as ready:
+        ready.register(listener, selectors.EVENT_READ)
+        while len(came) < world - 1 and (left_s := until - time.monotonic()) > 0:
+            for key, _ in ready.select(left_s):
+                connection: JsonConnection | None = key.data
+                if connection is None:
+                    with suppress(OSError):  # it may have gone again
+                        connection = JsonConnection(listener.accept()[0])
+                        ready.register(connection, selectors.EVENT_READ, connection)
+                    continue
+                messages, is_open = connection.receive()
+                if is_open and not messages:
+                    continue
+                ready.unregister(connection)
+                if not is_open or (rank := _rank_of(messages[0], words["token"], world)) is None:
+                    connection.close()
+                    continue
+                connection.send({"answer": words["answer"]})
+                if rank in came:  # it lost its connection, and comes once more
+                    came[rank][0].close()
+                came[rank] = connection, str(messages[0].get("host"))
+        for key in list(ready.get_map().values()):
+            if key.data:  # it is still undecided
+                key.data.close()
+    return came
 
 
-def _addresses(place: RankPlace) -> Iterable[str]:
+def _rank_of(message: Mapping[str, Any], token: str, world: int) -> int | None:
+    """Return which rank speaks, if it is one that knows the word."""
+    rank, word = message.get("rank"), str(message.get("token"))
+    knows = hmac.compare_digest(word.encode(errors="replace"), token.encode())
+    return rank if knows and isinstance(rank, int) and 0 < rank < world else None
+
+
+def _addresses(place: RankPlace) -> list[str]:
     """Return by what names this node may be reached, the likeliest first."""
     if place.nodes == 1:
-        return (LOOPBACK,)
+        return [LOOPBACK]
     names = [place.host, socket.gethostname(), socket.getfqdn()]
     with suppress(OSError):
         names += socket.gethostbyname_ex(socket.gethostname())[2]
@@ -146,71 +259,17 @@ def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address in ("localhost", "localhost.localdomain", "::1")
 
 
-class _Reception:
-    """Admits ranks that know the word; whoever else connects is sent away."""
-
-    def __init__(self, listener: socket.socket, world: int, token: str, answer: str) -> None:
-        self._listener, self._world, self._token, self._answer = listener, world, token, answer
-        self._came: dict[int, tuple[JsonConnection, str]] = {}
-        self._ready = selectors.DefaultSelector()
-
-    def wait(self, within_s: float) -> dict[int, tuple[JsonConnection, str]]:
-        """Return who came, with their hosts."""
-        until = time.monotonic() + within_s
-        self._listener.settimeout(0)
-        self._ready.register(self._listener, selectors.EVENT_READ)
-        while len(self._came) < self._world - 1 and (left_s := until - time.monotonic()) > 0:
-            for key, _ in self._ready.select(left_s):
-                self._hear(key.data) if key.data else self._accept()
-        self._dismiss()
-        return self._came
-
-    def _accept(self) -> None:
-        with suppress(OSError):  # it may have gone again
-            wire = JsonConnection(self._listener.accept()[0])
-            self._ready.register(wire, selectors.EVENT_READ, wire)
-
-    def _hear(self, wire: JsonConnection) -> None:
-        messages, is_open = wire.hear()
-        if messages or not is_open:
-            self._ready.unregister(wire)
-            if not (messages and is_open and self._admit(wire, messages[0])):
-                wire.close()
-
-    def _admit(self, wire: JsonConnection, said: Mapping[str, Any]) -> bool:
-        """Let a rank in, once more if it lost its connection."""
-        rank, word = said.get("rank"), str(said.get("token"))
-        if (
-            not isinstance(rank, int)
-            or not hmac.compare_digest(word.encode(), self._token.encode())
-            or rank not in range(1, self._world)
-        ):
-            return False
-        wire.send({"answer": self._answer})
-        before = self._came.pop(rank, None)
-        if before:
-            before[0].close()
-        self._came[rank] = wire, str(said.get("host"))
-        return True
-
-    def _dismiss(self) -> None:
-        """Send away who is still undecided."""
-        for key in list(self._ready.get_map().values()):
-            if key.data:
-                key.data.close()
-        self._ready.close()
-
-
 def _join(place: RankPlace, file: Path, within_s: float) -> Meeting:
     """Look for rank 0 until it is found."""
     until = time.monotonic() + within_s
     pause_s, trouble = LOOK_EVERY_S[0], f"it has not written {file}"
     while time.monotonic() < until:
         try:
-            return _attempt(place, _read(file), until)
+            os.listdir(file.parent)  # noqa: PTH208 - NFS remembers that a name is not there, but asks for a list
+            return _attempt(place, json.loads(file.read_text()), until)
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             trouble = f"what {file} says leads nowhere: {error}"
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, LOOK_EVERY_S[1])
@@ -220,27 +279,21 @@ def _join(place: RankPlace, file: Path, within_s: float) -> Meeting:
     )
 
 
-def _read(file: Path) -> dict[str, Any]:
-    os.listdir(file.parent)  # noqa: PTH208 - NFS remembers for a minute that a name is not there, but asks for a list
-    content = json.loads(file.read_text())
-    return dict(content)
-
-
 def _attempt(place: RankPlace, content: Mapping[str, Any], until: float) -> Meeting:
     """Join whom a file tells of; an OSError if it is nobody, or somebody else."""
-    address, wire = _connect(content["addresses"], int(content["port"]))
+    address, connection = _connect(content["addresses"], int(content["port"]))
     try:
-        wire.send({"token": content["token"], "rank": place.rank, "host": place.host})
-        first = wire.next(CONNECT_WITHIN_S)
+        connection.send({"token": content["token"], "rank": place.rank, "host": place.host})
+        first = connection.next(CONNECT_WITHIN_S)
         if not hmac.compare_digest(str(first.get("answer")).encode(), str(content["answer"]).encode()):
             raise ConnectionError("somebody else answers there")
-        said = wire.next(max(0.0, until - time.monotonic()) + CONNECT_WITHIN_S)
-        if "missing" in said:
-            raise _did_not_come(said["missing"], place.world)
-        own = said["address"] if _is_loopback(wire.address) else wire.address
-        return Meeting({0: wire}, tuple(said["hosts"]), said["said"], address, own)
+        told = connection.next(max(0.0, until - time.monotonic()) + CONNECT_WITHIN_S)
+        if "missing" in told:
+            raise _did_not_come(told["missing"], place.world)
+        own = told["address"] if _is_loopback(connection.address) else connection.address
+        return Meeting({0: connection}, tuple(told["hosts"]), told["said"], address, own)
     except BaseException:
-        wire.close()
+        connection.close()
         raise
 
 
@@ -255,9 +308,8 @@ def _connect(addresses: Iterable[str], port: int) -> tuple[str, JsonConnection]:
     raise error
 
 
-def _did_not_come(missing: Iterable[int], world: int, within_s: float | None = None) -> JobFailed:
+def _did_not_come(missing: Iterable[int], world: int, late: str = "") -> JobFailed:
     names = ", ".join(map(str, missing))
-    late = "" if within_s is None else f" within {within_s:.0f} s"
     return JobFailed(
         f"of {world} ranks these did not come{late}: {names}",
         remedy="pipeline logs   (what they say; the others are well)",

@@ -29,8 +29,7 @@ from pipeline.training.ranks.rank_protocol import HUNG, LOST, RankLost
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from pipeline.training.ranks.json_connection import JsonConnection
-    from pipeline.training.ranks.rendezvous import Meeting, RankPlace
+    from pipeline.training.ranks.rendezvous import JsonConnection, Meeting, RankPlace
 
 BEAT_S = 0.5
 GRACE_S = 10.0  # for a program to end in order once a rank is lost; and as much again to finish that
@@ -60,17 +59,16 @@ class LostRank:
     last: str = ""
 
     def __str__(self) -> str:
-        """Name it."""
         return f"rank {self.rank} ({self.host}) {self.how}" + (f"; the last it did: {self.last}" if self.last else "")
 
 
 @dataclass
 class WatchedRank:
-    """A rank at the other end of a wire, as it is known here."""
+    """A rank at the other end of a connection, as it is known here."""
 
     rank: int
     host: str
-    wire: JsonConnection
+    connection: JsonConnection
     doing: Activity
     idle_s: float = 0.0  # since it said something new, by its own count
     silent_s: float = 0.0  # since it was heard
@@ -104,9 +102,9 @@ class HangLimits:
     grace_s: float = GRACE_S
 
 
-def _close(wires: Iterable[JsonConnection]) -> None:
-    for wire in wires:
-        wire.close()
+def _close(connections: Iterable[JsonConnection]) -> None:
+    for connection in connections:
+        connection.close()
 
 
 class Watchdog:
@@ -116,25 +114,27 @@ class Watchdog:
         self.place, self._patience, self._tell_ledger = place, patience, tell
         self.doing = Activity("starting", patience.slow_s)
         self._judged, self._idle_s = self.doing, 0.0
-        self._peers = {rank: WatchedRank(rank, met.hosts[rank], wire, self.doing) for rank, wire in met.wires.items()}
+        self._peers = {
+            rank: WatchedRank(rank, met.hosts[rank], connection, self.doing)
+            for rank, connection in met.connections.items()
+        }
         self._ready = selectors.DefaultSelector()
         self._bell, self._rung = socket.socketpair()
         self._ready.register(self._rung, selectors.EVENT_READ)
         for peer in self._peers.values():
-            self._ready.register(peer.wire, selectors.EVENT_READ, peer)
+            self._ready.register(peer.connection, selectors.EVENT_READ, peer)
         self._loss: LostRank | None = None
         self._suspect: LostRank | None = None
         self._lost, self._raised, self._leaving, self._left = (threading.Event() for _ in range(4))
         self._said_why = ""
         self._end_at = self._close_at = float("inf")
-        wires = weakref.WeakSet(met.wires.values())
-        os.register_at_fork(after_in_child=lambda: _close(wires))  # there they would hide the death of the parent
-        self._thread = threading.Thread(target=self._watch, name="vigil", daemon=True)
+        connections = weakref.WeakSet(met.connections.values())
+        os.register_at_fork(after_in_child=lambda: _close(connections))  # there they would hide the death of the parent
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
     @property
     def has_lost(self) -> bool:
-        """Tell whether a rank is lost."""
         return self._lost.is_set()
 
     def check(self) -> None:
@@ -171,7 +171,7 @@ class Watchdog:
         self._left.set()
         self._thread.join(LINGER_S + 1)
         for peer in self._peers.values():
-            peer.wire.close()
+            peer.connection.close()
         self._bell.close()
         self._rung.close()
         self._ready.close()
@@ -212,7 +212,7 @@ class Watchdog:
 
     def _hear(self, peer: WatchedRank) -> None:
         """Take in what a rank says."""
-        messages, is_open = peer.wire.hear()
+        messages, is_open = peer.connection.receive()
         for message in messages:
             peer.silent_s = 0.0
             if "doing" in message:
@@ -225,7 +225,7 @@ class Watchdog:
             if peer.is_here:
                 self._find(LostRank(peer.rank, peer.host, "died without a word", peer.doing.what))
             peer.is_here = False
-            self._ready.unregister(peer.wire)
+            self._ready.unregister(peer.connection)
 
     def _bid_farewell(self, peer: WatchedRank, why: str) -> None:
         """Let a rank go, unless it must go."""
@@ -240,8 +240,8 @@ class Watchdog:
         self._judged = doing
         for peer in self._here():
             peer.silent_s += passed_s
-            if not peer.wire.is_clogged:
-                peer.wire.send({"doing": asdict(doing), "idle_s": self._idle_s})
+            if not peer.connection.is_clogged:
+                peer.connection.send({"doing": asdict(doing), "idle_s": self._idle_s})
         if not self._lost.is_set():
             self._judge(doing)
             with suppress(Exception):  # where stderr is closed; it shows stacks also if no thread runs any more
@@ -283,7 +283,7 @@ class Watchdog:
             return
         self._loss = loss
         for peer in self._here():
-            peer.wire.send({"loss": asdict(loss)})
+            peer.connection.send({"loss": asdict(loss)})
         self._end_at = time.monotonic() + self._patience.grace_s
         self._lost.set()
         line = f"rank {self.place.rank} of {self.place.world} ({self.place.host}) ends: {loss}"
@@ -300,7 +300,7 @@ class Watchdog:
     def _part(self) -> None:
         """Say good-bye; rank 0, on whom all rely, leaves last."""
         for peer in self._here():
-            peer.wire.send({"why": self._said_why})
+            peer.connection.send({"why": self._said_why})
         until = time.monotonic() + LINGER_S
         while not self._left.is_set() or (self._must_stay() and time.monotonic() < until):
             self._listen(BEAT_S / 10)

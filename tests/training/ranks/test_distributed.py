@@ -150,8 +150,8 @@ def test_gloo_is_told_the_interface_of_an_address() -> None:
 
 
 def await_word_of(group: ProcessGroup, rank: int, what: str) -> None:
-    """Wait until the vigil of this rank has heard what another does, where it hears of it directly."""
-    peer = group._vigil._peers.get(rank)
+    """Wait until the watchdog of this rank has heard what another does, where it hears of it directly."""
+    peer = group._watchdog._peers.get(rank)
     while peer is not None and peer.doing.what != what:
         time.sleep(0.005)
 

@@ -121,7 +121,9 @@ def test_ranks_that_want_to_go_on_make_a_task_that_does(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 75), (signal.SIGUSR2, 75)])
 def test_signals_reach_every_rank(tmp_path: Path, number: signal.Signals, code: int) -> None:
-    program = "import sys; from pipeline.training.ranks.launch import launch; sys.exit(launch(sys.argv[1:], 3))"
+    program = (
+        "import sys; from pipeline.training.ranks.launch import launch_ranks; sys.exit(launch_ranks(sys.argv[1:], 3))"
+    )
     words = command(tmp_path, "while True: signal.pause()")
     with subprocess.Popen([sys.executable, "-c", program, *words], cwd=ROOT, stderr=subprocess.PIPE) as launcher:
         await_true(lambda: len(list(tmp_path.glob("*.up"))) == 3)

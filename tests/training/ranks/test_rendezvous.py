@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pipeline.errors import ConfigError, JobFailed
-from pipeline.training.ranks.json_connection import LONGEST_LINE, JsonConnection
-from pipeline.training.ranks.rendezvous import Meeting, RankPlace, meet
+from pipeline.training.ranks.rendezvous import LONGEST_LINE, JsonConnection, Meeting, RankPlace, meet
 from tests.training.ranks.crews import await_file
 
 if TYPE_CHECKING:
@@ -45,8 +44,8 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 def part(*all_met: Meeting) -> None:
     for met in all_met:
-        for wire in met.wires.values():
-            wire.close()
+        for connection in met.connections.values():
+            connection.close()
 
 
 def begin(
@@ -59,7 +58,7 @@ def test_ranks_meet_and_the_file_is_gone_afterwards(tmp_path: Path, pool: Thread
     all_met = [one.result() for one in begin(pool, ranks(4), tmp_path)]
     assert all(met.hosts == ("host0", "host1", "host2", "host3") for met in all_met)
     assert all(met.said == {"store": "m"} for met in all_met)
-    assert [sorted(met.wires) for met in all_met] == [[1, 2, 3], [0], [0], [0]]
+    assert [sorted(met.connections) for met in all_met] == [[1, 2, 3], [0], [0], [0]]
     assert {met.address for met in all_met} == {"127.0.0.1"}
     assert list(tmp_path.iterdir()) == []
     part(*all_met)
@@ -69,8 +68,8 @@ def test_messages_that_come_with_the_last_word_of_the_meeting_are_kept(
     tmp_path: Path, pool: ThreadPoolExecutor
 ) -> None:
     one, other = begin(pool, ranks(2), tmp_path)
-    one.result().wires[1].send({"first": 1})
-    assert other.result().wires[0].next(WITHIN_S) == {"first": 1}
+    one.result().connections[1].send({"first": 1})
+    assert other.result().connections[0].next(WITHIN_S) == {"first": 1}
     part(one.result(), other.result())
 
 
@@ -98,10 +97,10 @@ def test_a_file_that_was_left_behind_is_not_joined(tmp_path: Path, pool: ThreadP
         left = {"token": "old", "answer": "old", "addresses": ["127.0.0.1"], "port": somebody_else.getsockname()[1]}
         tmp_path.joinpath("ranks-m.json").write_text(json.dumps(left))
         later = begin(pool, ranks(2)[1:], tmp_path)
-        connection, _ = somebody_else.accept()
-        with closing(JsonConnection(connection)) as wire:
-            assert wire.next(WITHIN_S)["token"] == "old"
-            wire.send({"answer": "something"})
+        taken, _ = somebody_else.accept()
+        with closing(JsonConnection(taken)) as connection:
+            assert connection.next(WITHIN_S)["token"] == "old"
+            connection.send({"answer": "something"})
         first = begin(pool, ranks(2)[:1], tmp_path)
         assert later[0].result().said == {"store": "m"}
         part(first[0].result(), later[0].result())
@@ -178,29 +177,29 @@ def connected() -> tuple[socket.socket, socket.socket]:
         return one, listener.accept()[0]
 
 
-def hear(wire: JsonConnection) -> tuple[list[dict[str, Any]], bool]:
+def hear(connection: JsonConnection) -> tuple[list[dict[str, Any]], bool]:
     """Wait until something comes, and hear it."""
     with selectors.DefaultSelector() as ready:
-        ready.register(wire, selectors.EVENT_READ)
+        ready.register(connection, selectors.EVENT_READ)
         assert ready.select(WITHIN_S)
-    return wire.hear()
+    return connection.receive()
 
 
 def test_a_wire_takes_messages_in_pieces_and_ends_at_nonsense() -> None:
     one, other = connected()
-    with one, closing(JsonConnection(other)) as wire:
+    with one, closing(JsonConnection(other)) as connection:
         one.sendall(b'{"a": 1}\n{"b"')
-        assert hear(wire) == ([{"a": 1}], True)
+        assert hear(connection) == ([{"a": 1}], True)
         one.sendall(b": 2}\n")
-        assert hear(wire) == ([{"b": 2}], True)
+        assert hear(connection) == ([{"b": 2}], True)
         one.sendall(b'{"c": 3}\nnonsense\n')
-        assert hear(wire) == ([], False)
+        assert hear(connection) == ([], False)
 
 
 def test_a_wire_never_waits_for_who_does_not_read() -> None:
     one, other = connected()
-    with one, closing(JsonConnection(other)) as wire:
-        while not wire.is_clogged:
-            wire.send({"x": "y" * LONGEST_LINE})
+    with one, closing(JsonConnection(other)) as connection:
+        while not connection.is_clogged:
+            connection.send({"x": "y" * LONGEST_LINE})
         one.settimeout(WITHIN_S)
         assert one.recv(100).startswith(b'{"x": "yyy')
