@@ -18,13 +18,12 @@ class OnCard:
     """The card, of which torch may have a share."""
 
     def __init__(self, case: Mapping[str, Any]) -> None:
-        from pipeline.memory.runtime.gauges import CardGauge
+        from pipeline.memory.runtime.meters import StepGauge
 
-        self._gauge = CardGauge()
-        self._start = self._gauge.start(0)
+        self._gauge = StepGauge("cuda")
         import torch
 
-        self.limit_bytes = case["limit_bytes"] or case["usable_bytes"] - self._start.taken_bytes
+        self.limit_bytes = case["limit_bytes"] or case["usable_bytes"] - self._gauge.before.taken_bytes
         share = self.limit_bytes / torch.cuda.mem_get_info()[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, share))
         if case.get("history"):
@@ -54,7 +53,7 @@ class OnCard:
             "reserved_bytes": reading.bytes,
             "allocated_bytes": reading.live_bytes,
             "outside_bytes": reading.outside_bytes,
-            "taken_before_bytes": self._start.taken_bytes,
+            "taken_before_bytes": self._gauge.before.taken_bytes,
             "limit_bytes": self.limit_bytes,
             "retries": stats.get("num_alloc_retries", 0),
         }
@@ -138,11 +137,11 @@ def card_facts(_: Mapping[str, Any], __: Callable[[], None]) -> dict[str, Any]:
     """Return what the card says of itself."""
     import torch
 
-    from pipeline.memory.runtime.gauges import CardGauge
+    from pipeline.memory.runtime.meters import StepGauge
 
     if not torch.cuda.is_available():
         return {"error": "no CUDA card here"}
-    start = CardGauge().start(0)
+    start = StepGauge("cuda").before
     return {
         "name": torch.cuda.get_device_name(),
         "gpu": start.gpu,

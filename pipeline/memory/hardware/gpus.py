@@ -368,3 +368,11 @@ def _unknown(name: str) -> ConfigError:
 
 def _short(name: str) -> str:
     return name if name.startswith(("rtx", "gtx", "titan")) else name.split("-")[0]
+
+
+def known_name(card: str) -> str:
+    """Return what `devices` calls a card; one that it does not know keeps its name."""
+    try:
+        return device(card).name
+    except ConfigError:
+        return card

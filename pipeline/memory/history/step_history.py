@@ -11,8 +11,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import ConfigError
-from pipeline.memory.hardware.gpus import device
+from pipeline.memory.hardware.gpus import known_name
 from pipeline.memory.history.record_index import Index, Layout
 from pipeline.memory.history.task_records import Journal, Lines
 
@@ -173,14 +172,6 @@ def _options(options: Iterable[Any]) -> Iterator[str]:
 def sizes_text(sizes: Mapping[str, int]) -> str:
     """Return the sizes of a micro-batch as they are remembered."""
     return " ".join(f"{name}={size}" for name, size in sorted(sizes.items()))
-
-
-def known_name(card: str) -> str:
-    """Return what `devices` calls a card; one that it does not know keeps its name."""
-    try:
-        return device(card).name
-    except ConfigError:
-        return card
 
 
 def torch_version() -> str:

@@ -1,6 +1,7 @@
 """How much memory there is and how much of it is used, while training runs: of the card, of the process, of the host.
 
-A card's figures are its allocator's own. On the CPU nobody counts tensors: a process's figures are its resident memory.
+A card's figures are its allocator's own. On the CPU nobody but a profiler counts tensors: a process's figures are its
+resident memory, which also holds what malloc keeps and what libraries allocate at first use: on small models far more.
 What ends a job on the host is its cgroup's limit, where file cache counts but is given up before anything is killed.
 """
 
@@ -14,16 +15,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from pipeline.memory.hardware.gpus import known_name
 from pipeline.memory.runtime.out_of_memory import free_caches
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
 
-PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+PROC, CGROUPS, DRIVER = Path("/proc"), Path("/sys/fs/cgroup"), Path("/sys/module/nvidia/version")
 RESET_PEAK = "5"  # man 5 proc_pid_clear_refs: VmHWM becomes VmRSS
-KIB = 1024 if sys.platform != "darwin" else 1  # in what getrusage counts
 NEAR = 0.95  # of its limit is near it
+RSS_IS_MEANT = "the peak is that of the process's resident memory: live tensors, and what malloc and libraries keep"
+NO_RESET = "the peak of the process could not be reset: it may be older than the step"
 _NO_LIMIT = 1 << 60  # cgroup v1 writes a number of about 2^63 where there is no limit
 
 
@@ -51,8 +54,8 @@ class Meter(Protocol):
     def read(self) -> Memory:
         """Return the figures of now."""
 
-    def reset_peak(self) -> None:
-        """Let the peaks be what is used now."""
+    def reset_peak(self) -> bool:
+        """Let the peaks be what is used now; return whether that was possible."""
 
 
 def meter_of(device: str) -> Meter:
@@ -93,9 +96,9 @@ class CardMeter:
         told = getattr(self._torch.cuda, "get_per_process_memory_fraction", None)
         return 1.0 if told is None else float(told(self._device))
 
-    def reset_peak(self) -> None:
-        """Let the peaks be what is used now."""
+    def reset_peak(self) -> bool:
         self._torch.cuda.reset_peak_memory_stats(self._device)
+        return True
 
 
 class ProcessMeter:
@@ -118,11 +121,14 @@ class ProcessMeter:
             limit_bytes=host.limit_bytes,
         )
 
-    def reset_peak(self) -> None:
+    def reset_peak(self) -> bool:
         """Let the peak be what is resident now; where the system does not allow that, it stays the highest ever."""
         _before_resets[0] = highest_resident_bytes()
-        with suppress(OSError):
+        try:
             (self._proc / "self" / "clear_refs").write_text(RESET_PEAK)
+        except OSError:
+            return False
+        return True
 
 
 _before_resets = [0]  # the highest peak that a reset took back: the kernel's own figure falls with it
@@ -131,7 +137,90 @@ _before_resets = [0]  # the highest peak that a reset took back: the kernel's ow
 def highest_resident_bytes() -> int:
     """Return the most memory that this process has ever had, whatever was reset meanwhile."""
     told = _status(PROC, "VmHWM")  # getrusage's begins with that of the process which started this one
-    return max(_before_resets[0], told or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB)
+    return max(_before_resets[0], told or peak_of(resource.getrusage(resource.RUSAGE_SELF)))
+
+
+def peak_of(used: resource.struct_rusage) -> int:
+    """Return the peak of resident memory, in bytes; its unit is not the same everywhere."""
+    return used.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class BeforeModel:
+    """What there was before the model was built."""
+
+    gpu: str
+    driver: str
+    taken_bytes: int  # by others on the card, or by this process before
+    available_bytes: int  # for the step; 0: nobody knows
+
+
+@dataclass(frozen=True, slots=True)
+class StepReading:
+    """What a step took."""
+
+    bytes: int
+    live_bytes: int  # tensors alone; 0: nobody counted
+    outside_bytes: int
+    notes: tuple[str, ...] = ()
+
+
+class StepGauge:
+    """Measures what a step takes of a device, from before its model is built; the process does nothing else."""
+
+    def __init__(self, device: str, limit_bytes: int = 0) -> None:
+        """Begin; the limit is that of the process, a card has its own."""
+        import torch
+
+        self._is_card = device != "cpu"
+        self._cuda: Any = torch.cuda
+        self._meter = meter_of(device)
+        if not self._is_card:
+            _warm_up()
+        self.notes = () if self._is_card else (RSS_IS_MEANT,)
+        if not self._meter.reset_peak():
+            self.notes = (*self.notes, NO_RESET)
+        memory = self._meter.read()
+        if self._is_card:
+            driver = DRIVER.read_text().strip() if DRIVER.exists() else ""
+            taken, most = memory.outside_bytes + memory.reserved_bytes, memory.limit_bytes or 0
+            free = most - memory.reserved_bytes
+            self.before = BeforeModel(known_name(self._cuda.get_device_name()), driver, taken, free)
+        else:
+            available = max(0, limit_bytes - memory.reserved_bytes) if limit_bytes else 0
+            self.before = BeforeModel("cpu", "", memory.reserved_bytes, available)
+
+    def wait(self) -> None:
+        """Wait until the device has done what it was told."""
+        if self._is_card:
+            self._cuda.synchronize()
+
+    def read(self) -> StepReading:
+        """Return the peak since the start: of a card what was reserved, else by how much the process grew."""
+        memory = self._meter.read()
+        if self._is_card:
+            return StepReading(memory.peak_reserved_bytes, memory.peak_allocated_bytes or 0, memory.outside_bytes)
+        taken = self.before.taken_bytes
+        return StepReading(max(0, memory.peak_reserved_bytes - taken), 0, taken, self.notes)
+
+    def died_at(self, error: BaseException) -> int | None:
+        """Return what there was at most for a step that ended with this error; None: it was not about memory."""
+        from pipeline.memory.runtime.out_of_memory import is_out_of_memory
+
+        if self._is_card:
+            memory = self._meter.read()
+            is_full = isinstance(error, self._cuda.OutOfMemoryError)
+            return max(memory.limit_bytes or 0, memory.peak_reserved_bytes) if is_full else None
+        return max(self.before.available_bytes, self.read().bytes) if is_out_of_memory(error) else None
+
+
+def _warm_up() -> None:
+    """Let torch load and allocate what it does once in a process."""
+    import torch
+
+    layer = torch.nn.Linear(64, 64)
+    layer(torch.ones(64, 64)).square().mean().backward()
+    torch.optim.SGD(layer.parameters(), 0.1).step()
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from pipeline.errors import ConfigError
 from pipeline.journal.run_folder import RunFolder
 from pipeline.memory.footprint import MemoryChoice
 from pipeline.memory.history.step_history import Peak, Peaks, sizes_text, torch_version
-from pipeline.memory.runtime.gauges import Start, gauge_of, peak_of
+from pipeline.memory.runtime.meters import BeforeModel, StepGauge, peak_of
 from pipeline.project.frozen_code import module_command
 from pipeline.runs.model.training_work import Work
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pipeline.config.schema import Config
-    from pipeline.memory.runtime.gauges import Gauge
 
 MODULE = "pipeline.runs.model.probe_job"
 STEPS = 4  # the first makes the optimizer's state, the second is the first that has it, two more for the time
@@ -151,8 +150,8 @@ def killed(folder: ProbeFolder, number: int, peak_bytes: int, *, counted: bool) 
 def run(errand: Errand, config: Config, folder: ProbeFolder) -> Result:
     """Run the bucket and measure it."""
     work = Work.of(config, beside=Path(errand.beside) if errand.beside else None)
-    gauge = gauge_of(errand.device)
-    write(folder.start, gauge.start(errand.mem_bytes))
+    gauge = StepGauge(errand.device, errand.mem_bytes)
+    write(folder.start, gauge.before)
     try:
         step_s = median(times(work, errand, gauge)[1:])
     except Exception as error:
@@ -167,7 +166,7 @@ def run(errand: Errand, config: Config, folder: ProbeFolder) -> Result:
     )
 
 
-def times(work: Work, errand: Errand, gauge: Gauge) -> list[float]:
+def times(work: Work, errand: Errand, gauge: StepGauge) -> list[float]:
     """Return the seconds of each step."""
     step = work.step(MemoryChoice(**errand.choice), device=errand.device)
     batch = work.example(errand.sizes)
@@ -228,9 +227,9 @@ def read(folder: ProbeFolder) -> tuple[Config, Errand]:
     return config, errand
 
 
-def start_of(folder: ProbeFolder) -> Start | None:
+def start_of(folder: ProbeFolder) -> BeforeModel | None:
     """Return what there was before the step; None: it never began."""
-    return loaded(folder.start, Start)
+    return loaded(folder.start, BeforeModel)
 
 
 def result_of(folder: ProbeFolder) -> Result | None:

@@ -26,7 +26,7 @@ from pipeline.errors import ConfigError, PlanInfeasible
 from pipeline.journal.ledger import Reader
 from pipeline.journal.run_folder import RunFolder, writing
 from pipeline.journal.run_status import StageStatus, fold
-from pipeline.memory.runtime.gauges import peak_of
+from pipeline.memory.runtime.meters import peak_of
 from pipeline.project.project import asked_bytes
 from pipeline.runs.dataset.worklist import Found, Shard
 from pipeline.runs.model.prepare import name_of

@@ -278,7 +278,8 @@ def remember(
     """Remember what a card really held in an epoch, for the next plan of such a model."""
     import torch
 
-    from pipeline.memory.history.step_history import Peak, known_name, torch_version
+    from pipeline.memory.hardware.gpus import known_name
+    from pipeline.memory.history.step_history import Peak, torch_version
     from pipeline.runs.model.probe import model_name
     from pipeline.runs.model.probe_job import peaks_of
 

@@ -350,11 +350,11 @@ def test_the_meter_of_this_process_sees_memory_come_and_its_peak_stay() -> None:
 
 def test_what_a_process_had_at_most_is_not_forgotten_when_its_peak_is_reset() -> None:
     code = (
-        "from pipeline.memory.runtime.meters import ProcessMeter, highest_bytes\n"
+        "from pipeline.memory.runtime.meters import ProcessMeter, highest_resident_bytes\n"
         "held = bytearray(b'x') * (200 << 20)\ndel held\n"
-        "meter, before = ProcessMeter(), highest_bytes()\n"
+        "meter, before = ProcessMeter(), highest_resident_bytes()\n"
         "meter.reset_peak()\n"
-        "print(before, highest_bytes(), meter.read().peak_reserved_bytes)"
+        "print(before, highest_resident_bytes(), meter.read().peak_reserved_bytes)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     before, highest, since = map(int, done.stdout.split())
@@ -362,7 +362,7 @@ def test_what_a_process_had_at_most_is_not_forgotten_when_its_peak_is_reset() ->
 
 
 def test_what_a_process_had_at_most_is_nothing_of_what_started_it() -> None:
-    own = "from pipeline.memory.runtime.meters import highest_bytes; print(highest_bytes())"
+    own = "from pipeline.memory.runtime.meters import highest_resident_bytes; print(highest_resident_bytes())"
     code = (
         f"import subprocess, sys\nheld = bytearray(b'x') * (200 << 20)\nsubprocess.run([sys.executable, '-c', {own!r}])"
     )

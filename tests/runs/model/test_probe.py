@@ -15,7 +15,7 @@ from pipeline.memory.footprint import Provenance
 from pipeline.memory.hardware.gpus import device
 from pipeline.memory.history.step_history import DIED_GROWTH
 from pipeline.memory.planning.request import CardSpec
-from pipeline.memory.runtime.gauges import RSS_IS_MEANT, Start
+from pipeline.memory.runtime.meters import RSS_IS_MEANT, BeforeModel
 from pipeline.runs.model.probe import (
     FOLDER,
     Outcome,
@@ -181,7 +181,7 @@ def test_a_killed_step_died_of_memory_where_the_kernel_or_its_size_says_so(
     tmp_path: Path, number: int, peak_bytes: int, counted: bool, result: Result
 ) -> None:
     folder = draft(prepare(tmp_path))
-    write(folder.start, Start("cpu", "", 1000, 2 * GIB))
+    write(folder.start, BeforeModel("cpu", "", 1000, 2 * GIB))
     assert killed(folder, number, peak_bytes, counted=counted) == (0 if result.state == DIED else 1)
     assert result_of(folder) == replace(result, notes=[])  # type: ignore[arg-type]
 
