@@ -14,10 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from pipeline.units import format_bytes
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-    from types import TracebackType
 
     from pipeline.training.loop.trackers import Tracker
 
@@ -25,8 +26,6 @@ log = logging.getLogger(__name__)
 
 EPOCHS, FIGURES = "epochs.jsonl", "figures.jsonl"
 STEP = "step"
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-_KILO = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,45 +76,33 @@ class Epoch:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON data."""
-        found: dict[str, Any] = finite(asdict(self))
-        return found
+        data: dict[str, Any] = finite(asdict(self))
+        return data
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Epoch:
         """Read it back; what a later version has added is passed over."""
-        known = {one.name for one in fields(cls)}
-        return cls(
-            **{name: value for name, value in data.items() if name in known} | {"batch": MetricRange(**data["batch"])}
-        )
+        known = {field.name: data[field.name] for field in fields(cls) if field.name in data}
+        return cls(**known | {"batch": MetricRange(**data["batch"])})
 
     def words(self) -> str:
         """Say it for people, in a line."""
-        said = [f"epoch {self.epoch}", *self._loss()]
-        said += [f"val {name} {_number(value)}" for name, value in self.validation.items()]
-        said += [self._memory(), f"batch {self.batch.words()}", f"{self.items_per_s:,.3g} items/s"]
-        said.append(f"wait {100 * self.wait_share:.1f}%")
-        said += [f"{count:,} {name}" for name, count in self._events().items() if count]
-        return "  ".join(said)
-
-    def _loss(self) -> list[str]:
-        if len(self.loss) == 1:
-            return [f"loss {_number(value)}" for value in self.loss.values()]
-        return [f"{name} {_number(value)}" for name, value in self.loss.items()]
-
-    def _memory(self) -> str:
-        """Say how much was allocated, reserved and taken at most, in the unit of the last."""
-        power = int(math.log(max(self.peak_bytes, 1), _KILO))
-        shown = [f"{one / _KILO**power:.1f}" for one in (self.allocated_bytes, self.reserved_bytes, self.peak_bytes)]
-        return f"allocated {shown[0]} / reserved {shown[1]} / peak {shown[2]} {_UNITS[power]}"
-
-    def _events(self) -> dict[str, int]:
-        climbed = {f"by {rung}": items for rung, items in self.remedied.items()}
-        return {"out of memory": self.ooms, **climbed, "rejected": self.rejected, "cropped": self.cropped}
+        terms = {"loss": next(iter(self.loss.values()))} if len(self.loss) == 1 else self.loss
+        parts = [f"epoch {self.epoch}", *(f"{name} {_number(value)}" for name, value in terms.items())]
+        parts += [f"val {name} {_number(value)}" for name, value in self.validation.items()]
+        held = {"allocated": self.allocated_bytes, "reserved": self.reserved_bytes, "peak": self.peak_bytes}
+        parts.append(" / ".join(f"{name} {format_bytes(size)}" for name, size in held.items()))
+        parts += [f"batch {self.batch.words()}", f"{self.items_per_s:,.3g} items/s", f"wait {self.wait_share:.1%}"]
+        events = {"out of memory": self.ooms, **{f"by {rung}": items for rung, items in self.remedied.items()}}
+        events |= {"rejected": self.rejected, "cropped": self.cropped}
+        return "  ".join([*parts, *(f"{count:,} {name}" for name, count in events.items() if count)])
 
     def scalars(self) -> dict[str, float]:
         """Return its numbers by name, as trackers show them."""
         skipped = ("epoch", "step", "loss", "validation", "batch", "more", "remedied")
-        plain = {f"epoch/{one.name}": getattr(self, one.name) for one in fields(self) if one.name not in skipped}
+        plain = {
+            f"epoch/{field.name}": getattr(self, field.name) for field in fields(self) if field.name not in skipped
+        }
         plain |= {f"epoch/batch_{name}": value for name, value in asdict(self.batch).items()}
         plain |= {f"epoch/by_{rung}": items for rung, items in self.remedied.items()}
         plain |= {f"loss/{name}": value for name, value in self.loss.items()}
@@ -131,7 +118,7 @@ class MetricsLog:
         """Go on after a step: what is known of later ones is cut off."""
         folder.mkdir(parents=True, exist_ok=True)
         self._trackers = trackers
-        self._epochs, self._figures = _Lines(folder / EPOCHS, step), _Lines(folder / FIGURES, step)
+        self._epochs, self._figures = _StepLines(folder / EPOCHS, step), _StepLines(folder / FIGURES, step)
 
     def epoch(self, epoch: Epoch) -> None:
         """Note what an epoch came to."""
@@ -144,7 +131,6 @@ class MetricsLog:
         self._tell(step, {name: float(value) for name, value in figures.items() if value is not None})
 
     def close(self) -> None:
-        """Close the files and the trackers."""
         self._epochs.close()
         self._figures.close()
         for tracker in self._trackers:
@@ -153,9 +139,7 @@ class MetricsLog:
     def __enter__(self) -> MetricsLog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _tell(self, step: int, figures: Mapping[str, float]) -> None:
@@ -163,7 +147,7 @@ class MetricsLog:
             tracker.scalars(step, figures)
 
 
-class _Lines:
+class _StepLines:
     """A file that lines are appended to, each in one write; a disk that is full costs lines, not the training."""
 
     def __init__(self, path: Path, step: int) -> None:
@@ -208,8 +192,8 @@ def finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {name: finite(one) for name, one in value.items()}
-    return [finite(one) for one in value] if isinstance(value, list | tuple) else value
+        return {name: finite(part) for name, part in value.items()}
+    return [finite(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def _end(path: Path, step: int) -> int:
@@ -233,13 +217,13 @@ def _read(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
         for line in file:
             end += len(line)
             try:
-                found = json.loads(line)
-                whole = line.endswith(b"\n") and isinstance(found[STEP], int)
+                data = json.loads(line)
+                is_whole = line.endswith(b"\n") and isinstance(data[STEP], int)
             except (ValueError, KeyError, TypeError):
                 return
-            if not whole:
+            if not is_whole:
                 return
-            yield found, end
+            yield data, end
 
 
 def _number(value: float | None) -> str:

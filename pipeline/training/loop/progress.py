@@ -36,21 +36,16 @@ class RunningStretch:
 
     @property
     def epochs(self) -> range:
-        """Return the numbers of its epochs."""
         return range(self.first_epoch, self.first_epoch + self.stretch.epochs)
 
     @property
     def steps(self) -> int:
-        """Return how many steps an epoch has."""
+        """The steps of an epoch."""
         return self.loader.sampler.steps
 
     def at(self, epoch: int, step: int) -> dict[str, Any]:
         """Return the sampler's state at a step of an epoch."""
         return {**self.loader.sampler.state_dict(), "epoch": epoch, "step": step}
-
-    def go_to(self, state: Mapping[str, Any]) -> None:
-        """Let the loader begin where a sampler's state says."""
-        self.loader.load_state_dict(state)
 
     def cut_by(self, budget: int) -> None:
         """Let the sampler cut by a budget, where it has one."""
@@ -74,7 +69,7 @@ class RunningStretch:
 
 
 class TrainingProgress:
-    """Counts steps and epochs, and judges what validations find; checkpoints have it as a `Place`."""
+    """Counts steps and epochs, and judges what validations find; checkpoints keep it."""
 
     def __init__(self, validation: ValidationSection, epochs: int) -> None:
         """Take how validations are judged, and how many epochs there are in all."""
@@ -91,7 +86,6 @@ class TrainingProgress:
 
     @property
     def is_in_last_epoch(self) -> bool:
-        """Say whether no epoch follows."""
         return self.epoch + 1 == self.epochs
 
     def count(self, heard: StepReport, took_s: float) -> None:
@@ -151,7 +145,7 @@ class TrainingProgress:
             stale=self.stale,
             monitor=self._validation.monitor,
             finished=self.is_finished,
-            tally=self.tally.to_json(),
+            tally=asdict(self.tally),
             poisoned=sorted(self.poisoned),
         )
 
@@ -162,7 +156,7 @@ class TrainingProgress:
         self.best, self.stale = (place.best, place.stale) if is_alike else (None, 0)
         self.poisoned = set(place.poisoned)
         self.is_finished = self.epoch >= self.epochs or self._is_stale()
-        self.tally = EpochTotals.from_json(place.tally) if place.tally else EpochTotals(self.epoch)
+        self.tally = EpochTotals(**place.tally) if place.tally else EpochTotals(self.epoch)
 
 
 @dataclass(slots=True)
@@ -206,12 +200,3 @@ class EpochTotals:
     def losses(self) -> dict[str, float | None]:
         """Return each term's mean."""
         return {name: total / weight if weight else None for name, (total, weight) in self.terms.items()}
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON data."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> EpochTotals:
-        """Read what `to_json` wrote."""
-        return cls(**data)

@@ -16,6 +16,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
+from pipeline.files import write_whole
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
@@ -48,7 +50,7 @@ def open_trackers(
         TENSORBOARD: lambda: TensorBoard(folder / TENSORBOARD, step),
         WANDB: lambda: Wandb(folder, name or folder.name, config or {}),
     }
-    return [FailsafeTracker(one, made[one]) for one in names]
+    return [FailsafeTracker(tracker, made[tracker]) for tracker in names]
 
 
 class FailsafeTracker:
@@ -60,12 +62,10 @@ class FailsafeTracker:
         self._tried(lambda: setattr(self, "_tracker", make()))
 
     def scalars(self, step: int, figures: Mapping[str, float]) -> None:
-        """Take the figures of a step, if the tracker still does."""
         if (tracker := self._tracker) is not None:
             self._tried(lambda: tracker.scalars(step, figures))
 
     def close(self) -> None:
-        """Close the tracker; once is enough."""
         if (tracker := self._tracker) is not None:
             self._tried(tracker.close)
             self._tracker = None
@@ -91,12 +91,10 @@ class TensorBoard:
         self._writer: Any = SummaryWriter(str(folder), purge_step=step + 1, flush_secs=FLUSH_S)
 
     def scalars(self, step: int, figures: Mapping[str, float]) -> None:
-        """Add a point to each curve."""
         for name, value in figures.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Write what is waiting."""
         self._writer.close()
 
 
@@ -128,7 +126,6 @@ class Wandb:
             self._run.log(dict(figures), step=step)
 
     def close(self) -> None:
-        """Finish the run, which can be resumed."""
         self._run.finish()
 
 
@@ -146,14 +143,10 @@ def _has_account() -> bool:
 def run_id(folder: Path, name: str) -> str:
     """Return the id of what is trained in a folder, made up when first asked for."""
     path = folder / IDS
-    known: dict[str, str] = {}
-    if path.exists():
-        known = json.loads(path.read_text())
+    known: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
     if name not in known:
         known[name] = secrets.token_hex(8)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(known))
-        partial.replace(path)
+        write_whole(path, json.dumps(known))
     return known[name]
 
 
@@ -168,9 +161,9 @@ def wandb_history(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
     for data in _records(path.read_bytes()):
         record = protocol.Record.FromString(data)
         if record.WhichOneof("record_type") == "history":
-            told = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-            step = record.history.step.num
-            yield step, {name: value for name, value in told.items() if not name.startswith("_")}
+            named = {item.key or ".".join(item.nested_key): item.value_json for item in record.history.item}
+            figures = {name: json.loads(value) for name, value in named.items() if not name.startswith("_")}
+            yield record.history.step.num, figures
 
 
 def last_step(folder: Path, run: str) -> int:

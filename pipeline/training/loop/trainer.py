@@ -77,19 +77,18 @@ class Trainer:
 
     @property
     def done(self) -> int:
-        """Return how many steps there were."""
+        """The steps made so far."""
         return self.standing.done
 
     @property
     def governor(self) -> Governor:
-        """Return who knows the budget."""
         return self.stepper.governor
 
     @property
     def loaders(self) -> list[Loader]:
-        """Return all loaders, that of the validation last."""
-        found = [course.loader for course in self.courses]
-        return [*found, *([self.validation.loader] if self.validation and self.validation.loader else [])]
+        """All loaders, that of the validation last."""
+        of_validation = self.validation.loader if self.validation else None
+        return [course.loader for course in self.courses] + ([of_validation] if of_validation else [])
 
     @property
     def steps(self) -> int:
@@ -130,7 +129,7 @@ class Trainer:
         return self.standing.next >= course.steps
 
     def _steps(self, course: RunningStretch) -> Iterator[int]:
-        course.go_to(course.at(self.standing.epoch, self.standing.next))
+        course.loader.load_state_dict(course.at(self.standing.epoch, self.standing.next))
         self._since_s = time.monotonic()
         for share in course.shares(hold=max(0, self.train.slots - 2), leave_out=self._leave_out):
             self._step(course, share)
@@ -365,7 +364,7 @@ class Trainer:
         self._go_by(governor, planned, course)
         first = min(standing.next, course.steps - 1)
         at = course.at(standing.epoch, first)
-        course.go_to({**(place.sampler or at), "epoch": standing.epoch, "step": first})
+        course.loader.load_state_dict({**(place.sampler or at), "epoch": standing.epoch, "step": first})
         standing.tally.waited_before_s = course.loader.stats.wait_s - standing.tally.wait_s
 
     def _verify(self, course: RunningStretch) -> None:
