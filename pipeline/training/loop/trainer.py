@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.errors import DataError, JobFailed
 from pipeline.memory.runtime.meters import NEAR
-from pipeline.training.loop.preflight import make_state, rehearse
-from pipeline.training.loop.progress import EpochTotals, TrainingProgress
+from pipeline.training.loop.progress import EpochTotals, TrainingProgress, make_state, rehearse
 from pipeline.training.step.global_step import WholeStep
 from pipeline.training.step.optimizers import factor, set_rate
 

@@ -47,7 +47,8 @@ EPOCH = Epoch(
 
 def test_an_epoch_is_one_line_for_people():
     assert EPOCH.words() == (
-        "epoch 3  loss 0.412  val auroc 0.812  allocated 3.10 GiB / reserved 3.40 GiB / peak 3.90 GiB  batch 24 exactly  "
+        "epoch 3  loss 0.412  val auroc 0.812  "
+        "allocated 3.10 GiB / reserved 3.40 GiB / peak 3.90 GiB  batch 24 exactly  "
         "12.1 items/s  wait 0.4%"
     )
 
@@ -66,7 +67,8 @@ def test_the_line_says_what_went_wrong_and_how_the_batch_varied():
     )
     assert worse.words() == (
         "epoch 3  contacts not finite  distance 1.5  val auroc 0.812  "
-        "allocated 31.0 MiB / reserved 0 B / peak 42.0 MiB  batch 12 to 24, 20 on average  12.1 items/s  wait 0.4%  2 out of memory  1 rejected  1,003 cropped"
+        "allocated 31.0 MiB / reserved 0 B / peak 42.0 MiB  "
+        "batch 12 to 24, 20 on average  12.1 items/s  wait 0.4%  2 out of memory  1 rejected  1,003 cropped"
     )
 
 
