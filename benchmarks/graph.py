@@ -31,8 +31,8 @@ import torch
 
 from benchmarks.circumstances import write
 from pipeline.graphs import residue_graph
-from pipeline.graphs.item_graph import Graph, decode, encode
-from pipeline.graphs.item_graph import Recipe as GraphRecipe
+from pipeline.graphs.item_graph import GraphRecipe as GraphRecipe
+from pipeline.graphs.item_graph import ItemGraph, decode_graph, encode_graph
 from pipeline.keys import content_digest, recipe_key
 from pipeline.records import Item, Part, Role
 from pipeline.stages.graph import open_writer
@@ -141,7 +141,7 @@ def scanned(path: Path) -> Complex:
 
 def check_equal(path: Path) -> None:
     """Stop unless both sides find the same neighbours, but for what float32 cannot tell apart."""
-    graph, theirs = residue_graph.build(scanned(path), RECIPE), original(path)
+    graph, theirs = residue_graph.build_residue_graph(scanned(path), RECIPE), original(path)
     also = vectorised(path)
     for part in graph.parts:
         edges, name = part.edges["near"], part.chains[0].name
@@ -165,8 +165,8 @@ def by_pipeline(writer: StoreWriter) -> Callable[[Path], None]:
     numbers = count()
 
     def work(path: Path) -> None:
-        graph = residue_graph.build(scanned(path), RECIPE)
-        writer.put(recipe_key("benchmark", {"number": next(numbers)}), *encode(graph))
+        graph = residue_graph.build_residue_graph(scanned(path), RECIPE)
+        writer.put(recipe_key("benchmark", {"number": next(numbers)}), *encode_graph(graph))
 
     return work
 
@@ -212,23 +212,24 @@ def _steps_of(path: Path, writer: StoreWriter, number: int, spent: dict[str, flo
     timed("policy", lambda: apply(table, Policy()))
     item = Item(path.stem, parts=(Part(Role.COMPLEX, str(path)),))
     _, read = timed("examine", lambda: examine(item, {str(path): File(data, digest)}, Recipe()))
-    graph = timed("build", lambda: residue_graph.build(read, RECIPE))
+    graph = timed("build", lambda: residue_graph.build_residue_graph(read, RECIPE))
     timed(
-        "build_without_contacts", lambda: residue_graph.build(read, GraphRecipe(neighbours=NEIGHBOURS, contacts=None))
+        "build_without_contacts",
+        lambda: residue_graph.build_residue_graph(read, GraphRecipe(neighbours=NEIGHBOURS, contacts=None)),
     )
     key = recipe_key("benchmark", {"path": str(path), "step": number})
-    arrays, meta = timed("encode", lambda: encode(graph))
+    arrays, meta = timed("encode", lambda: encode_graph(graph))
     timed("put", lambda: writer.put(key, arrays, meta))
-    timed("decode", lambda: decode(arrays, meta))
+    timed("decode", lambda: decode_graph(arrays, meta))
 
 
-def record_bytes(graphs: list[Graph], folder: Path) -> list[int]:
+def record_bytes(graphs: list[ItemGraph], folder: Path) -> list[int]:
     """Return the bytes that each graph takes in the cache."""
     store, sizes = Cache(folder).kind("graph"), []
     for number, graph in enumerate(graphs):
         key = recipe_key("benchmark", {"size": number})
         with store.writer() as one:
-            one.put(key, *encode(graph))
+            one.put(key, *encode_graph(graph))
         sizes.append(store.locate([key])[0][0].length)
     return sizes
 
@@ -264,7 +265,7 @@ def measured(files: list[Path], folder: Path, runs: int) -> dict[str, Any]:
         rounds.append((ours, seconds(original, files), seconds(vectorised, files), seconds(biopython, files)))
     medians = [1000 * statistics.median(column) / len(files) for column in zip(*rounds, strict=True)]
     ratios = [[row[at] / row[0] for row in rounds] for at in (1, 2)]
-    sizes = record_bytes([residue_graph.build(scanned(path), RECIPE) for path in files], folder)
+    sizes = record_bytes([residue_graph.build_residue_graph(scanned(path), RECIPE) for path in files], folder)
     print(f"{len(files)} files, {runs} runs: the same edges")
     for name, each in zip(("pipeline", "original", "vectorised", "Biopython alone"), medians, strict=True):
         print(f"{name:16}{each:8.2f} ms a complex, {1000 / each:6.1f}/s/core")

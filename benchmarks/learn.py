@@ -33,7 +33,7 @@ import torch  # noqa: E402
 from scipy import stats  # noqa: E402
 
 from benchmarks.circumstances import write  # noqa: E402 - the project is found only now
-from pipeline.graphs.item_graph import Graph  # noqa: E402
+from pipeline.graphs.item_graph import ItemGraph  # noqa: E402
 from pipeline.structures.sources import SourceSpec, items  # noqa: E402
 from pipeline.tasks.interface import Interface, InterfaceBatch  # noqa: E402
 from pipeline.training.step.step import Step, StepSettings  # noqa: E402
@@ -48,32 +48,32 @@ CONFIDENCE = 0.95
 WAYS = ("true labels", "shuffled labels")
 
 
-def complexes(folder: Path) -> dict[str, Graph]:
+def complexes(folder: Path) -> dict[str, ItemGraph]:
     """Return every complex by its name, bound, and only once."""
-    from pipeline.graphs.build_graph import build
-    from pipeline.graphs.item_graph import Recipe
+    from pipeline.graphs.build_graph import build_graph
+    from pipeline.graphs.item_graph import GraphRecipe
     from pipeline.records import Item
 
     found = {path.stem: real(path) for path in sorted((folder / "complexes").glob("*.pdb"))}
     pairs = (one for one in items(SourceSpec("pairs", folder / "pairs", state="bound")) if isinstance(one, Item))
     for item in pairs:
         if item.id not in found:
-            found[item.id] = build(read_item(item), Recipe())
+            found[item.id] = build_graph(read_item(item), GraphRecipe())
     return found
 
 
-def shuffled(graph: Graph, rng: np.random.Generator) -> Graph:
+def shuffled(graph: ItemGraph, rng: np.random.Generator) -> ItemGraph:
     """Return a graph whose contacts are between other residues, as many and with as many of each."""
     pairs = graph.labels["contact_pairs"]
     columns = [rng.permutation(part.size)[pairs[:, place]] for place, part in enumerate(graph.parts)]
     return replace(graph, labels={"contact_pairs": np.stack(columns, 1)})
 
 
-def collated(graphs: Sequence[Graph], rng: np.random.Generator) -> InterfaceBatch:
+def collated(graphs: Sequence[ItemGraph], rng: np.random.Generator) -> InterfaceBatch:
     return TASK.collate(batch_of(graphs, None).items[:], rng)
 
 
-def trained(graphs: Sequence[Graph], seed: int, epochs: int) -> Step:
+def trained(graphs: Sequence[ItemGraph], seed: int, epochs: int) -> Step:
     """Train on some complexes."""
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
@@ -85,7 +85,7 @@ def trained(graphs: Sequence[Graph], seed: int, epochs: int) -> Step:
     return step
 
 
-def validated(step: Step, graphs: Sequence[Graph]) -> dict[str, float]:
+def validated(step: Step, graphs: Sequence[ItemGraph]) -> dict[str, float]:
     """Return the figures of some complexes."""
     step.model.eval()
     rng = np.random.default_rng(0)
@@ -94,7 +94,7 @@ def validated(step: Step, graphs: Sequence[Graph]) -> dict[str, float]:
     return TASK.metrics({name: [one[name][0].numpy() for one in found] for name in found[0]})
 
 
-def of_seed(graphs: Mapping[str, Graph], seed: int, epochs: int) -> dict[str, dict[str, float]]:
+def of_seed(graphs: Mapping[str, ItemGraph], seed: int, epochs: int) -> dict[str, dict[str, float]]:
     """Train with true and with shuffled labels; return the figures of both, of training and of validation."""
     rng = np.random.default_rng(1000 + seed)
     names = rng.permutation(sorted(graphs)).tolist()

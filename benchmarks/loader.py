@@ -31,8 +31,8 @@ import numpy as np
 from benchmarks.circumstances import write
 from pipeline.encoder.embedding_recipe import Recipe, Variant
 from pipeline.graphs import item_graph as graphs
-from pipeline.graphs.build_graph import build
-from pipeline.graphs.item_graph import Recipe as GraphRecipe
+from pipeline.graphs.build_graph import build_graph
+from pipeline.graphs.item_graph import GraphRecipe as GraphRecipe
 from pipeline.keys import content_digest, recipe_key
 from pipeline.records import Item, Part, Role
 from pipeline.store.cache_folder import Cache
@@ -52,7 +52,7 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 REACH = {"ratio": 4.0, "first_batch_s": 1.0, "wait_share": 0.02}
 
 
-def structure(number: int) -> graphs.Graph:
+def structure(number: int) -> graphs.ItemGraph:
     """Return the graph of a made complex."""
     rng = np.random.default_rng(number)
     receptor, ligand = (np.clip(rng.lognormal(mean, 0.5), 30, 1000) for mean in (5.6, 5.0))
@@ -61,10 +61,10 @@ def structure(number: int) -> graphs.Graph:
     item = Item("x", parts=(Part(Role.COMPLEX, "x.pdb"),))
     taken, read = inventory.examine(item, {"x.pdb": file}, inventory.Recipe())
     assert read is not None, taken
-    return build(read, GRAPH)
+    return build_graph(read, GRAPH)
 
 
-def shaken(graph: graphs.Graph, number: int, *, own_sequences: bool) -> graphs.Graph:
+def shaken(graph: graphs.ItemGraph, number: int, *, own_sequences: bool) -> graphs.ItemGraph:
     """Return a graph with other coordinates, and with other sequences if they are to be its own."""
     rng = np.random.default_rng(number)
     parts = []
@@ -88,7 +88,7 @@ def generate(root: Path, items: int, compared: int) -> bytes:
         for number in range(items):
             graph = shaken(made[number % STRUCTURES], number, own_sequences=number < compared)
             key = GRAPH.key(recipe_key("made", {"number": number}))
-            writer.put(key, *graphs.encode(graph))
+            writer.put(key, *graphs.encode_graph(graph))
             builder.add(f"item{number:06d}", key, "train", graph.sizes())
             texts |= {text: None for part in graph.parts for text in part.texts}
     numbers = np.random.default_rng(0).normal(size=(2000, WIDTH)).astype(np.float16)

@@ -222,7 +222,7 @@ def write_pickles(folder: Path, cache_root: Path, count: int) -> int:
     for number in range(count):
         record = store.kind("graph").get(table.key(number))
         item = {"name": table.ids[number], "contacts": torch.tensor(0)}
-        for place, part in enumerate(graphs.decode(record.arrays, record.meta).parts):
+        for place, part in enumerate(graphs.decode_graph(record.arrays, record.meta).parts):
             nodes = {name: torch.from_numpy(np.array(array)) for name, array in part.nodes.items()}
             edges = {name: torch.from_numpy(np.array(array)).long() for name, array in part.edges.items()}
             item[f"partner{place}"] = {**nodes, **edges, "x": torch.randn(len(part.nodes["pos"]), WIDTH)}

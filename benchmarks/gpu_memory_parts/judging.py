@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.gpu_memory_parts.predicting import MICROS
 from benchmarks.gpu_memory_parts.processes import Bench
 from pipeline.memory.footprint import REPEATED, margin_of
-from pipeline.memory.history.step_history import Peak, Peaks, sizes_text, torch_version
+from pipeline.memory.history.step_history import Peak, PeakHistory, sizes_text, torch_version
 
 FIRST, PROFILED = 0.08, 0.02  # to reach
 MIB = 1 << 20
@@ -23,7 +23,7 @@ def judge_compare(bench: Bench, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Correct each model's predictions by its largest size, recorded as a profile; return the figures in short."""
     measured = [row for row in rows if "measured_bytes" in row and not row["died"]]
     with tempfile.TemporaryDirectory() as folder:
-        peaks = Peaks(Path(folder))
+        peaks = PeakHistory(Path(folder))
         for key in dict.fromkeys((row["member"], row["precision"]) for row in measured):
             group = [row for row in measured if (row["member"], row["precision"]) == key]
             _corrected(bench, peaks, group)
@@ -44,7 +44,7 @@ def judge_compare(bench: Bench, rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _corrected(bench: Bench, peaks: Peaks, group: Sequence[dict[str, Any]]) -> None:
+def _corrected(bench: Bench, peaks: PeakHistory, group: Sequence[dict[str, Any]]) -> None:
     profile = max(group, key=lambda row: row["measured_bytes"])
     for row in group:
         row["is_profile"] = row is profile

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch.utils._pytree import tree_map_only
 
 from pipeline.config.load import read_config
-from pipeline.graphs.build_graph import build
-from pipeline.graphs.item_graph import Graph
+from pipeline.graphs.build_graph import build_graph
+from pipeline.graphs.item_graph import ItemGraph
 from pipeline.project.project import graph_recipe
 from pipeline.project.user_code import load_reader
 from pipeline.protocol import ITEMS
@@ -53,7 +53,7 @@ Integers = NDArray[np.int64]
 class Graphs:
     """Made structures, built as the recipe says; embeddings are drawn."""
 
-    graphs: Sequence[Graph]
+    graphs: Sequence[ItemGraph]
     dim: int | None
 
     @property
@@ -208,11 +208,11 @@ def made_items(name: str, config: Config, what: Any) -> Data:
     return Entries(*entered(config, made_file(kind, what)))
 
 
-def _graph(pdb: bytes, config: Config, chains: tuple[str, str]) -> Graph:
+def _graph(pdb: bytes, config: Config, chains: tuple[str, str]) -> ItemGraph:
     parts = [side(role, *of_role) for role, of_role in zip((Role.RECEPTOR, Role.LIGAND), chains, strict=True)]
     inventory, found = examined(pdb, *parts)
     assert found is not None, inventory
-    return build(found, graph_recipe(config))
+    return build_graph(found, graph_recipe(config))
 
 
 def made_file(kind: str, count: int) -> Path:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from pipeline.graphs import bonds, hops, neighbours
-from pipeline.graphs.item_graph import ChainText, Graph, Part, lengths
+from pipeline.graphs.item_graph import ChainText, ItemGraph, PartnerGraph, edge_lengths
 from pipeline.graphs.residue_graph import centre
 from pipeline.records import Kind, Reason, Role
 from pipeline.structures.atoms import Unusable, text
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pipeline.graphs.item_graph import Array, Edges, Recipe
+    from pipeline.graphs.item_graph import Array, Edges, GraphRecipe
     from pipeline.structures.inventory import Complex, Side
 
-    Sides: TypeAlias = Mapping[Role, "Chosen"]
+    Sides: TypeAlias = Mapping[Role, "ChosenAtoms"]
 
 PROTEIN_LETTERS, RNA_LETTERS, DNA_LETTERS = "ACDEFGHIKLMNPQRSTVWYX", "ACGUN", "ACGTN"  # the last: any other
 RESIDUE_TYPES = (*PROTEIN_LETTERS, *(f"R{one}" for one in RNA_LETTERS), *(f"D{one}" for one in DNA_LETTERS), "other")
@@ -55,7 +55,7 @@ BOND = hops.NAMES[0]
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ChosenAtoms:
     """The atoms of a side that become nodes."""
 
     side: Side
@@ -85,16 +85,16 @@ class Chosen:
         return f"{text(structure.name_A[self.atom_A[atom]])} of {where} in chain {chain}"
 
 
-def build(read: Complex, recipe: Recipe) -> Graph:
+def build_atom_graph(read: Complex, recipe: GraphRecipe) -> ItemGraph:
     """Return the atom graph of an item; raise Unusable where it cannot have one."""
     sides = {role: _choose(role, read.sides[role], recipe) for role in ROLES if role in read.sides}
     _check_apart(sides, in_one_frame=not read.bound)
     extra, labels = _labels(read, sides, recipe)
     parts = tuple(_part(role, chosen, read, recipe, extra.get(role, {})) for role, chosen in sides.items())
-    return Graph(parts, {} if read.bound else _cross(sides, recipe), labels)
+    return ItemGraph(parts, {} if read.bound else _cross(sides, recipe), labels)
 
 
-def _choose(role: Role, side: Side, recipe: Recipe) -> Chosen:
+def _choose(role: Role, side: Side, recipe: GraphRecipe) -> ChosenAtoms:
     """Return the atoms of a side, residue by residue."""
     structure, residue_R = side.structure, side.residues()
     end_R = np.cumsum(structure.atoms_R)[residue_R]
@@ -107,7 +107,7 @@ def _choose(role: Role, side: Side, recipe: Recipe) -> Chosen:
     if not len(atom_A):
         what = f"the {role.value} has no atoms" if recipe.hydrogens else f"the {role.value} has no atoms but hydrogens"
         raise Unusable(Reason.NO_NODES, what)
-    return Chosen(side, residue_R, atom_A, residue_A)
+    return ChosenAtoms(side, residue_R, atom_A, residue_A)
 
 
 def _check_apart(sides: Sides, *, in_one_frame: bool) -> None:
@@ -122,7 +122,7 @@ def _check_apart(sides: Sides, *, in_one_frame: bool) -> None:
             raise Unusable(Reason.COINCIDENT_ATOMS, f"{one} and {other} are {apart:.3f} Å apart, at one place{more}")
 
 
-def _name(group: list[Chosen], atom: int) -> str:
+def _name(group: list[ChosenAtoms], atom: int) -> str:
     """Name an atom of several sides, counted through."""
     for chosen in group:
         if atom < len(chosen.atom_A):
@@ -131,7 +131,9 @@ def _name(group: list[Chosen], atom: int) -> str:
     raise ValueError("there is no such atom")
 
 
-def _part(role: Role, chosen: Chosen, read: Complex, recipe: Recipe, extra: Mapping[str, Array]) -> Part:
+def _part(
+    role: Role, chosen: ChosenAtoms, read: Complex, recipe: GraphRecipe, extra: Mapping[str, Array]
+) -> PartnerGraph:
     """Return one partner's graph."""
     structure, partner = chosen.side.structure, read.partners[role]
     centre_3 = centre(chosen.pos_A3)
@@ -148,10 +150,10 @@ def _part(role: Role, chosen: Chosen, read: Complex, recipe: Recipe, extra: Mapp
     }
     chains = tuple(ChainText(chain.name, chain.kind, chain.sequence) for chain in partner.chains)
     row_R = joined_rows(partner, read.maps.get(f"rows.{role.value}"))
-    return Part(role, chains, centre_3, nodes, edges, _residues(chosen, row_R), paths)
+    return PartnerGraph(role, chains, centre_3, nodes, edges, _residues(chosen, row_R), paths)
 
 
-def _check_single(role: Role, chosen: Chosen, recipe: Recipe) -> None:
+def _check_single(role: Role, chosen: ChosenAtoms, recipe: GraphRecipe) -> None:
     """Refuse a partner without edges, unless it is of single atoms and there is another partner."""
     if role is Role.WHOLE or np.bincount(chosen.residue_A).max() > 1:
         what = f"no two of the {len(chosen.atom_A)} atoms of the {role.value} are bonded or near each other"
@@ -163,7 +165,7 @@ def _ascii(words: NDArray[np.uint64], width: int) -> NDArray[np.uint8]:
     return np.ascontiguousarray(words.view(np.uint8).reshape(-1, 8)[:, :width])
 
 
-def _residues(chosen: Chosen, row_R: NDArray[np.int32]) -> dict[str, Array]:
+def _residues(chosen: ChosenAtoms, row_R: NDArray[np.int32]) -> dict[str, Array]:
     """Return what is known of each residue."""
     structure, chains = chosen.side.structure, chosen.side.chains
     lengths_C = [chain.last - chain.first for chain in chains]
@@ -188,13 +190,13 @@ def _types(kind: Kind, letters: str, residues: int) -> NDArray[np.uint8]:
     return table[np.frombuffer(letters.encode(), np.uint8)]
 
 
-def _edges(chosen: Chosen, recipe: Recipe) -> tuple[dict[str, Edges], dict[str, Array]]:
+def _edges(chosen: ChosenAtoms, recipe: GraphRecipe) -> tuple[dict[str, Edges], dict[str, Array]]:
     """Return the edges within a partner, each pair in one kind only, and the paths of bonds."""
     size = len(chosen.atom_A)
     edges: dict[str, Edges] = {}
     paths: dict[str, Array] = {}
     found = np.empty(0, np.int64)
-    for name, path in zip(hops.NAMES, hops.paths(_bonds(chosen), size, recipe.hops), strict=False):
+    for name, path in zip(hops.NAMES, hops.bond_paths(_bonds(chosen), size, recipe.hops), strict=False):
         keys = hops.without(hops.pair_keys(path, size), found)
         found = np.sort(np.concatenate([found, keys]))
         edges[name] = hops.both_ways(keys, size)
@@ -208,7 +210,7 @@ def _edges(chosen: Chosen, recipe: Recipe) -> tuple[dict[str, Edges], dict[str, 
     return edges, paths
 
 
-def _bonds(chosen: Chosen) -> NDArray[np.int64]:
+def _bonds(chosen: ChosenAtoms) -> NDArray[np.int64]:
     """Return the bonds between the atoms of a side."""
     structure, side = chosen.side.structure, chosen.side
     links = structure.links()
@@ -216,7 +218,7 @@ def _bonds(chosen: Chosen) -> NDArray[np.int64]:
     place_A[chosen.atom_A] = np.arange(len(chosen.atom_A))
     here = replace(links, atoms_L2=place_A[links.atoms_L2])
     strands = [-1 if chain.kind is Kind.OTHER else number for number, chain in enumerate(side.chains)]
-    found = bonds.find(
+    found = bonds.all_bonds(
         bonds.Atoms(
             pos_A3=chosen.pos_A3,
             name_A=structure.name_A[chosen.atom_A],
@@ -233,9 +235,9 @@ def _bonds(chosen: Chosen) -> NDArray[np.int64]:
     return found
 
 
-def _check_lengths(chosen: Chosen, bonds_B2: NDArray[np.int64]) -> None:
+def _check_lengths(chosen: ChosenAtoms, bonds_B2: NDArray[np.int64]) -> None:
     """Refuse a bond that is told of and cannot be: the coordinates are of something else, or cut by a box."""
-    length_B = lengths(chosen.pos_A3, chosen.pos_A3, bonds_B2.T)
+    length_B = edge_lengths(chosen.pos_A3, chosen.pos_A3, bonds_B2.T)
     if (length_B > bonds.LONGEST).any():
         worst = int(length_B.argmax())
         one, other = (chosen.label(atom) for atom in bonds_B2[worst].tolist())
@@ -243,7 +245,7 @@ def _check_lengths(chosen: Chosen, bonds_B2: NDArray[np.int64]) -> None:
         raise Unusable(Reason.PARSE_ERROR, what)
 
 
-def _cross(sides: Sides, recipe: Recipe) -> dict[str, Edges]:
+def _cross(sides: Sides, recipe: GraphRecipe) -> dict[str, Edges]:
     """Return the edges between the partners, where any are wanted."""
     if Role.LIGAND not in sides or not (recipe.cross_neighbours or recipe.cross_radius):
         return {}
@@ -252,7 +254,7 @@ def _cross(sides: Sides, recipe: Recipe) -> dict[str, Edges]:
     return {"near": found}
 
 
-def _labels(read: Complex, sides: Sides, recipe: Recipe) -> tuple[dict[Role, dict[str, Array]], dict[str, Array]]:
+def _labels(read: Complex, sides: Sides, recipe: GraphRecipe) -> tuple[dict[Role, dict[str, Array]], dict[str, Array]]:
     """Return what each node has of the bound structures, and the native contacts."""
     if recipe.contacts is None:
         return {}, {}
@@ -282,7 +284,7 @@ def _native(sides: Sides, most: float, twins: Mapping[Role, NDArray[np.int64]] |
         nearest = neighbours.closest(receptor[heavy], ligand[heavy_ligand])
         what = f"the nearest heavy atoms of the partners are {nearest:.2f} Å apart{where}"
         raise Unusable(Reason.NO_CONTACTS, f"{what}; graph.contacts is {most:g}")
-    nearest_P = lengths(ligand, receptor, pairs_2P).astype(np.float32)
+    nearest_P = edge_lengths(ligand, receptor, pairs_2P).astype(np.float32)
     if twins:
         pairs_2P, nearest_P = _by_twins(pairs_2P, nearest_P, sides, twins)
     narrow = np.min_scalar_type(max(int(pairs_2P.max()), 256))
@@ -315,7 +317,7 @@ def _inverse(twin_A: NDArray[np.int64], size: int) -> NDArray[np.int64]:
     return node_B
 
 
-def _twins(here: Chosen, there: Chosen, row_R: NDArray[np.int32]) -> NDArray[np.int64]:
+def _twins(here: ChosenAtoms, there: ChosenAtoms, row_R: NDArray[np.int32]) -> NDArray[np.int64]:
     """Return the bound atom of each node, or -1: that of its name in the residue that is its residue's.
 
     A name that a residue has twice is nobody's.
@@ -332,7 +334,7 @@ def _twins(here: Chosen, there: Chosen, row_R: NDArray[np.int32]) -> NDArray[np.
     return np.where(is_one, first[place], -1)
 
 
-def _check_twins(here: Chosen, there: Chosen, twin_A: NDArray[np.int64]) -> None:
+def _check_twins(here: ChosenAtoms, there: ChosenAtoms, twin_A: NDArray[np.int64]) -> None:
     """Refuse a molecule whose names mean other atoms: a file without any gets them by the order of its atoms."""
     if not any(one.side.structure.links().is_complete for one in (here, there)):
         return
@@ -349,7 +351,7 @@ def _check_twins(here: Chosen, there: Chosen, twin_A: NDArray[np.int64]) -> None
         raise Unusable(Reason.SEQUENCE_MISMATCH, f"{what}: give both files their atoms in one order")
 
 
-def _in_bound(twin_A: NDArray[np.int64], there: Chosen, centre_3: NDArray[np.float64]) -> dict[str, Array]:
+def _in_bound(twin_A: NDArray[np.int64], there: ChosenAtoms, centre_3: NDArray[np.float64]) -> dict[str, Array]:
     """Return which nodes have a place in the bound structure, and where it is."""
     labelled = twin_A >= 0
     bound_A3 = np.where(labelled[:, None], there.pos_A3[twin_A] - centre_3, np.nan)

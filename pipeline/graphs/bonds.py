@@ -118,13 +118,13 @@ def _look_up(sorted_M: NDArray[np.uint64], wanted: NDArray[np.uint64]) -> NDArra
     return found
 
 
-def known(resname_R: NDArray[np.uint64]) -> NDArray[np.bool_]:
+def has_template(resname_R: NDArray[np.uint64]) -> NDArray[np.bool_]:
     """Say which residues have a template."""
     known_R: NDArray[np.bool_] = _look_up(templates().residue_T, resname_R) != ABSENT
     return known_R
 
 
-def find_bonds(
+def template_bonds(
     resname_R: NDArray[np.uint64], name_A: NDArray[np.uint64], residue_A: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Return the bonds between atoms whose templates say so, and which atoms the template of their residue knows."""
@@ -184,11 +184,11 @@ class Atoms:
         return pairs_B2[self.apart(*pairs_B2.T) <= most]
 
 
-def find(atoms: Atoms) -> NDArray[np.int64]:
+def all_bonds(atoms: Atoms) -> NDArray[np.int64]:
     """Return every bond once, the lower atom first, sorted."""
     if atoms.links.is_complete:
         return _distinct(atoms.links.atoms_L2, len(atoms.name_A))
-    from_templates, known_A = find_bonds(atoms.resname_R, atoms.name_A, atoms.residue_A)
+    from_templates, known_A = template_bonds(atoms.resname_R, atoms.name_A, atoms.residue_A)
     heavy_A = ~is_hydrogen(atoms.element_A)
     found = [
         from_templates,
@@ -296,7 +296,7 @@ def _may_join(atoms: Atoms, pairs_B2: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Say which pairs may be bonds between residues for their nearness: of what has no template, if no file tells."""
     if atoms.is_told:
         return np.zeros(len(pairs_B2), np.bool_)
-    settled_A = known(atoms.resname_R)[atoms.residue_A]
+    settled_A = has_template(atoms.resname_R)[atoms.residue_A]
     ionic_A = _is_ionic(atoms)
     left, right = pairs_B2.T
     joins_B: NDArray[np.bool_] = ~((settled_A[left] & settled_A[right]) | ionic_A[left] | ionic_A[right])

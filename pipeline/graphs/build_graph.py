@@ -5,20 +5,20 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from pipeline.graphs.item_graph import encode
+from pipeline.graphs.item_graph import encode_graph
 from pipeline.records import Reason
 from pipeline.structures.atoms import Unusable
 
 if TYPE_CHECKING:
     from typing import Any
 
-    from pipeline.graphs.item_graph import Array, Graph, Recipe
+    from pipeline.graphs.item_graph import Array, GraphRecipe, ItemGraph
     from pipeline.structures.inventory import Complex
 
 log = logging.getLogger(__name__)
 
 
-def build(read: Complex, recipe: Recipe) -> Graph:
+def build_graph(read: Complex, recipe: GraphRecipe) -> ItemGraph:
     """Return the graph of an item; raise Unusable where it cannot have one."""
     from pipeline.graphs import (  # scipy is half of the start of a command, and few make graphs
         atom_graph,
@@ -26,14 +26,14 @@ def build(read: Complex, recipe: Recipe) -> Graph:
     )
 
     if recipe.nodes == "atom":
-        return atom_graph.build(read, recipe)
-    return residue_graph.build(read, recipe)
+        return atom_graph.build_atom_graph(read, recipe)
+    return residue_graph.build_residue_graph(read, recipe)
 
 
-def encoded(read: Complex, recipe: Recipe) -> tuple[dict[str, Array], dict[str, Any]]:
+def encoded_graph(read: Complex, recipe: GraphRecipe) -> tuple[dict[str, Array], dict[str, Any]]:
     """Return the graph of an item as the arrays and the JSON of a record, or the reason why it has none."""
     try:
-        return encode(build(read, recipe))
+        return encode_graph(build_graph(read, recipe))
     except Unusable as problem:
         return {}, {"reason": problem.reason.value, "detail": problem.detail}
     except MemoryError:

@@ -35,7 +35,7 @@ class Contacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class InterfaceSide:
     """The residues of one partner."""
 
     bodies: Bodies
@@ -43,11 +43,11 @@ class Side:
     middle_3N: Floats
     reach_N: Floats
 
-    def take(self, nodes: NDArray[np.int64]) -> Side:
+    def take(self, nodes: NDArray[np.int64]) -> InterfaceSide:
         """Return some of them."""
-        return Side(self.bodies, self.residue_N[nodes], self.middle_3N[:, nodes], self.reach_N[nodes])
+        return InterfaceSide(self.bodies, self.residue_N[nodes], self.middle_3N[:, nodes], self.reach_N[nodes])
 
-    def towards(self, others: Side, cutoff: float) -> NDArray[np.int64]:
+    def towards(self, others: InterfaceSide, cutoff: float) -> NDArray[np.int64]:
         """Return the residues that can be near the box that holds all others."""
         reach_N = others.reach_N + (cutoff + SLACK)
         low_3, high_3 = (others.middle_3N - reach_N).min(axis=1), (others.middle_3N + reach_N).max(axis=1)
@@ -62,7 +62,7 @@ class Side:
         row_A = np.arange(len(node_A)) + (self.bodies.first_S[self.residue_N] - np.cumsum(count_N) + count_N)[node_A]
         return self.bodies.pos_3H.take(row_A, axis=1).T, node_A
 
-    def facing(self, others: Side, cutoff: float) -> tuple[Floats, NDArray[np.int64]]:
+    def facing(self, others: InterfaceSide, cutoff: float) -> tuple[Floats, NDArray[np.int64]]:
         """Return the atoms that are near enough to the ball of any other residue, and the residue of each."""
         pos_A3, node_A = self.atoms()
         reach_N = others.reach_N + (cutoff + SLACK)
@@ -71,12 +71,12 @@ class Side:
         return pos_A3[chosen], node_A[chosen]
 
 
-def side(bodies: Bodies, residue_N: NDArray[np.int64]) -> Side:
+def side(bodies: Bodies, residue_N: NDArray[np.int64]) -> InterfaceSide:
     """Return some residues of a structure as one partner."""
-    return Side(bodies, residue_N, bodies.middle_3S[:, residue_N], bodies.reach_S[residue_N])
+    return InterfaceSide(bodies, residue_N, bodies.middle_3S[:, residue_N], bodies.reach_S[residue_N])
 
 
-def find(receptor: Side, ligand: Side, cutoff: float) -> Contacts | None:
+def find_contacts(receptor: InterfaceSide, ligand: InterfaceSide, cutoff: float) -> Contacts | None:
     """Return the contacts, or None where there are none; hydrogens have no part in them."""
     rows, columns = receptor.towards(ligand, cutoff), ligand.towards(receptor, cutoff)
     near_receptor, near_ligand = receptor.take(rows), ligand.take(columns)
@@ -96,7 +96,7 @@ def find(receptor: Side, ligand: Side, cutoff: float) -> Contacts | None:
     return _by_residue(rows[node_A[found_2E[1]]], columns[other_A[found_2E[0]]], nearest_E)
 
 
-def nearest(receptor: Side, ligand: Side) -> float:
+def closest_approach(receptor: InterfaceSide, ligand: InterfaceSide) -> float:
     """Return the smallest distance between heavy atoms of two partners."""
     return neighbours.closest(receptor.atoms()[0], ligand.atoms()[0])
 

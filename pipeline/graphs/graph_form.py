@@ -25,7 +25,7 @@ UNSIGNED, FREE = "u", ""
 ROLES = [role.value for role in atom_graph.ROLES]
 
 
-class Spec(NamedTuple):
+class ArrayForm(NamedTuple):
     """What an array has to be: its type (`u`: unsigned, of any width), and how large besides its first axis."""
 
     dtype: str
@@ -35,23 +35,24 @@ class Spec(NamedTuple):
 class Placed(NamedTuple):
     """What an array has to be, and the axis that its rows are on: a name, a number, or free."""
 
-    spec: Spec
+    spec: ArrayForm
     axis: str = FREE
 
 
+FLOATS, PLACES, BYTES, NUMBERS = ArrayForm("<f4"), ArrayForm("<f4", (3,)), ArrayForm("|u1"), ArrayForm("<i4")
+COUNTS = ArrayForm(UNSIGNED)
 RESIDUE_NODES = {
-    "pos": Spec("<f4", (4, 3)), "side": Spec("<f4", (3,)), "type": Spec("|u1"), "flags": Spec("|u1"),
-    "chain": Spec(UNSIGNED), "row": Spec("<i4"), "number": Spec("<i4"), "icode": Spec("|u1"),
+    "pos": ArrayForm("<f4", (4, 3)), "side": PLACES, "type": BYTES, "flags": BYTES, "chain": COUNTS,
+    "row": NUMBERS, "number": NUMBERS, "icode": BYTES,
 }  # fmt: skip
 ATOM_NODES = {
-    "pos": Spec("<f4", (3,)), "element": Spec("|u1"), "name": Spec("|u1", (atom_graph.ATOM_NAME,)),
-    "residue": Spec(UNSIGNED),
+    "pos": PLACES, "element": BYTES, "name": ArrayForm("|u1", (atom_graph.ATOM_NAME,)), "residue": COUNTS,
 }  # fmt: skip
 ATOM_RESIDUES = {
-    "type": Spec("|u1"), "name": Spec("|u1", (atom_graph.RESIDUE_NAME,)), "kind": Spec("|u1"), "chain": Spec(UNSIGNED),
-    "row": Spec("<i4"), "number": Spec("<i4"), "icode": Spec("|u1"),
+    "type": BYTES, "name": ArrayForm("|u1", (atom_graph.RESIDUE_NAME,)), "kind": BYTES, "chain": COUNTS,
+    "row": NUMBERS, "number": NUMBERS, "icode": BYTES,
 }  # fmt: skip
-BOUND = {"labelled": Spec("|b1"), "bound": Spec("<f4", (3,))}
+BOUND = {"labelled": ArrayForm("|b1"), "bound": PLACES}
 
 
 def is_by_residue(arrays: Mapping[str, Array]) -> bool:
@@ -108,7 +109,7 @@ def _wanted(
     tables = ("node", "N", RESIDUE_NODES if by_residue else ATOM_NODES), ("residue", "R", ATOM_RESIDUES)
     is_bound_input = not any(name.endswith((".bound", ".labelled", ".bound_centre")) for name in arrays)
     for role in roles:
-        wanted[f"{role}.centre"] = Placed(Spec("<f8"), "3")
+        wanted[f"{role}.centre"] = Placed(ArrayForm("<f8"), "3")
         for axis, size, table in tables[: 1 if by_residue else 2]:
             wanted |= {f"{role}.{axis}.{name}": Placed(spec, role + size) for name, spec in table.items()}
         if any(f"{role}.node.{name}" in arrays for name in BOUND):
@@ -116,7 +117,7 @@ def _wanted(
         for edges in _edge_kinds(role, arrays, recipe, by_residue=by_residue):
             wanted |= _edge_arrays(f"{role}.edge.{edges}", f"{role}N")
             if edges in hops.NAMES[1:]:
-                wanted[f"{role}.path.{edges}"] = Placed(Spec(UNSIGNED, (hops.NAMES.index(edges) + 2,)))
+                wanted[f"{role}.path.{edges}"] = Placed(ArrayForm(UNSIGNED, (hops.NAMES.index(edges) + 2,)))
     is_pair = Role.LIGAND.value in roles
     crosses = any(name.startswith("cross.") for name in arrays)
     if recipe and is_bound_input and recipe["contacts"] is not None:
@@ -127,10 +128,10 @@ def _wanted(
     if recipe and (is_bound_input or recipe["contacts"] is None):
         touches = is_pair and recipe["contacts"] is not None
     if touches:
-        wanted |= {"label.contact_pairs": Placed(Spec(UNSIGNED, (2,)), "P")}
-        wanted |= {"label.contact_nearest": Placed(Spec("<f4"), "P")}
-        wanted |= {"label.contact_atoms": Placed(Spec(UNSIGNED), "P")} if by_residue else {}
-    return wanted if is_bound_input else wanted | {"label.bound_centre": Placed(Spec("<f8"), "3")}
+        wanted |= {"label.contact_pairs": Placed(ArrayForm(UNSIGNED, (2,)), "P")}
+        wanted |= {"label.contact_nearest": Placed(FLOATS, "P")}
+        wanted |= {"label.contact_atoms": Placed(COUNTS, "P")} if by_residue else {}
+    return wanted if is_bound_input else wanted | {"label.bound_centre": Placed(ArrayForm("<f8"), "3")}
 
 
 def _edge_kinds(role: str, arrays: Mapping[str, Array], recipe: Plain | None, *, by_residue: bool) -> list[str]:
@@ -144,7 +145,7 @@ def _edge_kinds(role: str, arrays: Mapping[str, Array], recipe: Plain | None, *,
 
 
 def _edge_arrays(name: str, axis: str) -> dict[str, Placed]:
-    return {f"{name}.degree": Placed(Spec(UNSIGNED), axis), f"{name}.neighbour": Placed(Spec(UNSIGNED))}
+    return {f"{name}.degree": Placed(COUNTS, axis), f"{name}.neighbour": Placed(COUNTS)}
 
 
 def _shape(name: str, array: Array, placed: Placed, sizes: dict[str, int]) -> Iterator[str]:

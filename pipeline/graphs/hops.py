@@ -49,7 +49,7 @@ def extend(paths_PX: NDArray[np.int64], bonded: Neighbours) -> NDArray[np.int64]
     return straight
 
 
-def paths(bonds_B2: NDArray[np.int64], nodes: int, hops: int) -> Iterator[NDArray[np.int64]]:
+def bond_paths(bonds_B2: NDArray[np.int64], nodes: int, hops: int) -> Iterator[NDArray[np.int64]]:
     """Yield the paths of one bond, of two and so on, each once: from its lower end, sorted."""
     bonded = neighbours_of(bonds_B2, nodes)
     both_ways = np.stack([np.repeat(np.arange(nodes), bonded.degree_N), bonded.other_E], axis=1)

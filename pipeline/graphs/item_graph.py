@@ -39,7 +39,7 @@ class ChainText:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PartnerGraph:
     """One partner's graph."""
 
     role: Role
@@ -68,10 +68,10 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Graph:
+class ItemGraph:
     """One item's graph: its partners, what runs between them, and what is known of their interface."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[PartnerGraph, ...]
     cross: Mapping[str, Edges] = field(default_factory=dict)  # from the ligand (row 0) to the receptor
     labels: Mapping[str, Array] = field(default_factory=dict)  # each [P, …]
 
@@ -93,14 +93,14 @@ class Graph:
         }
 
 
-def lengths(source_N3: Array, target_N3: Array, edges_2E: Edges) -> NDArray[np.float32]:
+def edge_lengths(source_N3: Array, target_N3: Array, edges_2E: Edges) -> NDArray[np.float32]:
     """Return the length of each edge, from differences of coordinates and nothing else."""
     apart_E3 = source_N3[edges_2E[0]] - target_N3[edges_2E[1]]
     lengths_E: NDArray[np.float32] = np.sqrt(np.einsum("ex,ex->e", apart_E3, apart_E3))
     return lengths_E
 
 
-def encode(graph: Graph) -> tuple[dict[str, Array], dict[str, Any]]:
+def encode_graph(graph: ItemGraph) -> tuple[dict[str, Array], dict[str, Any]]:
     """Return a graph as the arrays and the JSON of a record."""
     arrays: dict[str, Array] = {}
     for part in graph.parts:
@@ -121,7 +121,7 @@ def encode(graph: Graph) -> tuple[dict[str, Array], dict[str, Any]]:
     return arrays, {"format": FORMAT, "partners": partners, "sizes": graph.sizes()}
 
 
-def decode(arrays: Mapping[str, Array], meta: Mapping[str, Any]) -> Graph:
+def decode_graph(arrays: Mapping[str, Array], meta: Mapping[str, Any]) -> ItemGraph:
     """Read back what `encode` made; a record that says why there is no graph raises Unusable."""
     if "reason" in meta:
         raise Unusable(Reason(meta["reason"]), meta["detail"])
@@ -131,7 +131,7 @@ def decode(arrays: Mapping[str, Array], meta: Mapping[str, Any]) -> Graph:
     for partner in meta["partners"]:
         mine = dict(_below(arrays, partner["role"]))
         chains = tuple(ChainText(name, Kind(kind), sequence) for name, kind, sequence in partner["chains"])
-        part = Part(
+        part = PartnerGraph(
             role=Role(partner["role"]),
             chains=chains,
             centre_3=mine["centre"],
@@ -141,7 +141,7 @@ def decode(arrays: Mapping[str, Array], meta: Mapping[str, Any]) -> Graph:
             paths=dict(_below(mine, PATH)),
         )
         parts.append(part)
-    return Graph(tuple(parts), _decode_edges(dict(_below(arrays, CROSS))), dict(_below(arrays, LABEL)))
+    return ItemGraph(tuple(parts), _decode_edges(dict(_below(arrays, CROSS))), dict(_below(arrays, LABEL)))
 
 
 def _below(arrays: Mapping[str, Array], prefix: str) -> Iterator[tuple[str, Array]]:
@@ -179,7 +179,7 @@ GRAPH_VERSION = 1  # raise it when the same recipe gives another graph
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class GraphRecipe:
     """Every choice; distances in Å, None and 0 stand for none."""
 
     nodes: Literal["residue", "atom"] = "residue"

@@ -11,20 +11,20 @@ import numpy as np
 
 from pipeline.graphs import residue_graph
 from pipeline.graphs.atom_graph import HYDROGEN
-from pipeline.graphs.judged_parts import CENTRE_SLACK, SLACK, first
+from pipeline.graphs.judged_parts import CENTRE_SLACK, SLACK, first_bad
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from numpy.typing import NDArray
 
-    from pipeline.graphs.item_graph import Graph, Part
+    from pipeline.graphs.item_graph import ItemGraph, PartnerGraph
 
     Floats = NDArray[np.float64]
     Plain = Mapping[str, Any]  # a recipe, as JSON
 
 
-def bound_centre(graph: Graph, *, by_residue: bool) -> Iterator[str]:
+def bound_centre(graph: ItemGraph, *, by_residue: bool) -> Iterator[str]:
     """Yield what is wrong with the centre of the bound structures: that of the CA atoms that have a node here."""
     if "bound_centre" not in graph.labels:
         return
@@ -38,7 +38,7 @@ def bound_centre(graph: Graph, *, by_residue: bool) -> Iterator[str]:
         yield f"node.bound: the mean of all places is {off_3.round(4).tolist()}, not label.bound_centre"
 
 
-def contacts(graph: Graph, recipe: Plain | None, *, by_residue: bool) -> Iterator[str]:
+def contacts(graph: ItemGraph, recipe: Plain | None, *, by_residue: bool) -> Iterator[str]:
     """Yield what is wrong with the native contacts."""
     if "contact_pairs" not in graph.labels:
         return
@@ -49,28 +49,28 @@ def contacts(graph: Graph, recipe: Plain | None, *, by_residue: bool) -> Iterato
     beyond_P = np.zeros(len(pairs_P2), np.bool_)
     for part, node_P in zip(graph.parts, pairs_P2.T, strict=False):
         beyond_P |= node_P >= part.size
-        yield from first(
+        yield from first_bad(
             "label.contact_pairs", node_P >= part.size, pairs_P2, f"of {part.size} {part.role.value} nodes"
         )
     if beyond_P.any():
         return
     key_P = pairs_P2[:, 0] * graph.parts[1].size + pairs_P2[:, 1]
     back_P = np.append(False, np.diff(key_P) <= 0)
-    yield from first("label.contact_pairs", back_P, pairs_P2, "stands twice or is out of order")
+    yield from first_bad("label.contact_pairs", back_P, pairs_P2, "stands twice or is out of order")
     if by_residue:
         atoms_P = graph.labels["contact_atoms"]
-        yield from first("label.contact_atoms", atoms_P < 1, atoms_P, "pairs of atoms are no contact")
+        yield from first_bad("label.contact_atoms", atoms_P < 1, atoms_P, "pairs of atoms are no contact")
     else:
         elements = (part.nodes["element"][node_P] for part, node_P in zip(graph.parts, pairs_P2.T, strict=True))
         light_P = np.logical_or.reduce([element_P == HYDROGEN for element_P in elements])
-        yield from first("label.contact_pairs", light_P, pairs_P2, "has a hydrogen")
+        yield from first_bad("label.contact_pairs", light_P, pairs_P2, "has a hydrogen")
     most = np.inf if recipe is None else recipe["contacts"] + SLACK
     is_near_P = (nearest_P >= 0) & (nearest_P <= most) & np.isfinite(nearest_P)
-    yield from first("label.contact_nearest", ~is_near_P, nearest_P, "is no distance of a contact")
+    yield from first_bad("label.contact_nearest", ~is_near_P, nearest_P, "is no distance of a contact")
     yield from _contact_lengths(graph, pairs_P2, nearest_P, by_residue=by_residue)
 
 
-def _contact_lengths(graph: Graph, pairs_P2: Any, nearest_P: Any, *, by_residue: bool) -> Iterator[str]:
+def _contact_lengths(graph: ItemGraph, pairs_P2: Any, nearest_P: Any, *, by_residue: bool) -> Iterator[str]:
     """Yield contacts whose distance is not that of their atoms; of residues, one beyond what the main chain allows."""
     is_unbound = "bound_centre" in graph.labels
     sides = [_contact_places(part, is_unbound=is_unbound, by_residue=by_residue) for part in graph.parts[:2]]
@@ -81,10 +81,10 @@ def _contact_lengths(graph: Graph, pairs_P2: Any, nearest_P: Any, *, by_residue:
     off_P = nearest_P > apart_P + SLACK
     if not by_residue:
         off_P |= nearest_P < apart_P - SLACK
-    yield from first("label.contact_nearest", off_P, nearest_P, "is not the distance of its nodes", apart_P)
+    yield from first_bad("label.contact_nearest", off_P, nearest_P, "is not the distance of its nodes", apart_P)
 
 
-def _contact_places(part: Part, *, is_unbound: bool, by_residue: bool) -> Floats:
+def _contact_places(part: PartnerGraph, *, is_unbound: bool, by_residue: bool) -> Floats:
     """Return some heavy atoms of each node, where contacts were found, [N, X, 3]; not a number where none is known."""
     if is_unbound:
         bound_N13: Floats = part.nodes["bound"].astype(np.float64)[:, None]

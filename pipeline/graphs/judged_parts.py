@@ -8,7 +8,7 @@ import numpy as np
 
 from pipeline.graphs import atom_graph, hops, neighbours, residue_graph
 from pipeline.graphs.bonds import LONGEST
-from pipeline.graphs.item_graph import lengths
+from pipeline.graphs.item_graph import edge_lengths
 from pipeline.records import Kind
 from pipeline.structures.partners import NO_ROW
 from pipeline.structures.policy import FARTHEST
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pipeline.graphs.item_graph import Array, Part
+    from pipeline.graphs.item_graph import Array, PartnerGraph
 
     Floats = NDArray[np.float64]
     from collections.abc import Mapping
 
-    from pipeline.graphs.item_graph import Edges, Graph
+    from pipeline.graphs.item_graph import Edges, ItemGraph
 
     Plain = Mapping[str, Any]  # a recipe, as JSON
 
 
-def first(name: str, bad: Any, values: Any, what: str, instead: Any = None) -> Iterator[str]:
+def first_bad(name: str, bad: Any, values: Any, what: str, instead: Any = None) -> Iterator[str]:
     """Yield the first place that is bad, its value and what is wrong, and how many more there are."""
     if not bad.any():
         return
@@ -37,7 +37,7 @@ def first(name: str, bad: Any, values: Any, what: str, instead: Any = None) -> I
     more = f" (and {count - 1} more)" if count > 1 else ""
     place = ", ".join(str(int(one)) for one in at)
     wanted = "" if instead is None else f", {np.round(instead[at], 4)}"
-    yield f"{name}[{place}] is {shown(values[at])}: {what}{wanted}{more}"
+    yield f"{name}[{place}] is {shown_value(values[at])}: {what}{wanted}{more}"
 
 
 def falls(values: Array) -> NDArray[np.bool_]:
@@ -52,7 +52,7 @@ def listed(values: Any) -> str:
     return ", ".join(str(getattr(one, "value", one)) for one in values) or "none"
 
 
-def shown(value: Any) -> str:
+def shown_value(value: Any) -> str:
     """Return a value in few digits."""
     array = np.asarray(value)
     if array.ndim == 0:
@@ -67,25 +67,25 @@ FLAGS = int(residue_graph.VIRTUAL_CB | residue_graph.INCOMPLETE | residue_graph.
 ELEMENTS = 119  # gemmi counts deuterium behind the elements
 
 
-def places(part: Part) -> Floats:
+def places(part: PartnerGraph) -> Floats:
     """Return where nodes are from the centre: the CA of a residue, an atom."""
     pos = part.nodes["pos"]
     places_N3: Floats = (pos if pos.ndim == 2 else pos[:, 1]).astype(np.float64)
     return places_N3
 
 
-def in_file(part: Part) -> Floats:
+def in_file(part: PartnerGraph) -> Floats:
     """Return where nodes are in the file, in three decimals."""
     in_file_N3: Floats = (places(part) + part.centre_3).round(3)
     return in_file_N3
 
 
-def centred(part: Part) -> Iterator[str]:
+def centred(part: PartnerGraph) -> Iterator[str]:
     """Yield what is wrong with where nodes are, as far as that holds for residues and atoms."""
     role, ca_N3 = part.role.value, places(part)
     finite_N = np.isfinite(ca_N3).all(axis=1)
     if not finite_N.all() or not np.isfinite(part.centre_3).all():
-        yield from first(f"{role}.node.pos", ~finite_N, ca_N3, "is no place")
+        yield from first_bad(f"{role}.node.pos", ~finite_N, ca_N3, "is no place")
         if not np.isfinite(part.centre_3).all():
             yield f"{role}.centre is {part.centre_3.tolist()}"
         return
@@ -96,32 +96,34 @@ def centred(part: Part) -> Iterator[str]:
         yield f"{role}.node.pos: the mean of all places is {off_3.round(4).tolist()}, not the centre"
 
 
-def residue_nodes(part: Part) -> Iterator[str]:
+def residue_nodes(part: PartnerGraph) -> Iterator[str]:
     """Yield what is wrong with the nodes of a residue graph."""
     role, nodes = part.role.value, part.nodes
     finite_N4 = np.logical_and.reduce(np.isfinite(nodes["pos"]), axis=2)
     if not finite_N4.all():
-        yield from first(
+        yield from first_bad(
             f"{role}.node.pos", np.isnan(nodes["pos"]).all(axis=2) == finite_N4, nodes["pos"], "is half a place"
         )
         lone_N = ~finite_N4[:, 3] & finite_N4[:, 0] & finite_N4[:, 2]
-        yield from first(f"{role}.node.pos", lone_N, nodes["pos"], "has no CB, which could be had from N, CA and C")
+        yield from first_bad(f"{role}.node.pos", lone_N, nodes["pos"], "has no CB, which could be had from N, CA and C")
     finite_N = np.isfinite(nodes["side"]).all(axis=1)
-    yield from first(f"{role}.node.side", ~finite_N & finite_N4[:, 3], nodes["side"], "is not finite")
-    yield from first(f"{role}.node.type", nodes["type"] >= len(residue_graph.LETTERS), nodes["type"], "is no letter")
-    yield from first(f"{role}.node.flags", nodes["flags"] > FLAGS, nodes["flags"], "is no set of flags")
+    yield from first_bad(f"{role}.node.side", ~finite_N & finite_N4[:, 3], nodes["side"], "is not finite")
+    yield from first_bad(
+        f"{role}.node.type", nodes["type"] >= len(residue_graph.LETTERS), nodes["type"], "is no letter"
+    )
+    yield from first_bad(f"{role}.node.flags", nodes["flags"] > FLAGS, nodes["flags"], "is no set of flags")
     yield from _virtual(part)
     yield from _in_chains(part, nodes["chain"], f"{role}.node")
     is_protein_C = np.array([chain.kind is Kind.PROTEIN for chain in part.chains])
     if nodes["chain"].max() < len(is_protein_C):
-        yield from first(f"{role}.node.chain", ~is_protein_C[nodes["chain"]], nodes["chain"], "is no protein")
+        yield from first_bad(f"{role}.node.chain", ~is_protein_C[nodes["chain"]], nodes["chain"], "is no protein")
         yield from _rows(part, nodes["chain"], nodes["type"], f"{role}.node")
         absent = np.setdiff1d(np.flatnonzero(is_protein_C), nodes["chain"])
         for chain in absent.tolist():
             yield f"chain {part.chains[chain].name} of the {role} has no nodes"
 
 
-def _virtual(part: Part) -> Iterator[str]:
+def _virtual(part: PartnerGraph) -> Iterator[str]:
     """Yield where a CB that was made is not where the main chain puts it."""
     pos_N43 = part.nodes["pos"]
     made = np.flatnonzero(part.nodes["flags"] & residue_graph.VIRTUAL_CB)
@@ -129,24 +131,28 @@ def _virtual(part: Part) -> Iterator[str]:
     off_M = np.abs(residue_graph.virtual_cb(n_3M, ca_3M, c_3M) - cb_3M).max(axis=0, initial=0)
     bad = np.zeros(part.size, np.bool_)
     bad[made[off_M > SLACK]] = True
-    yield from first(f"{part.role.value}.node.pos", bad, pos_N43, "has a made CB that does not follow from N, CA and C")
+    yield from first_bad(
+        f"{part.role.value}.node.pos", bad, pos_N43, "has a made CB that does not follow from N, CA and C"
+    )
 
 
-def atom_nodes(part: Part) -> Iterator[str]:
+def atom_nodes(part: PartnerGraph) -> Iterator[str]:
     """Yield what is wrong with the nodes and the residues of an atom graph."""
     role, nodes, residues = part.role.value, part.nodes, part.residues
     count = len(residues["type"])
-    yield from first(f"{role}.node.element", nodes["element"] > ELEMENTS, nodes["element"], "is no element")
+    yield from first_bad(f"{role}.node.element", nodes["element"] > ELEMENTS, nodes["element"], "is no element")
     yield from _names(f"{role}.node.name", nodes["name"])
     yield from _names(f"{role}.residue.name", residues["name"])
-    yield from first(f"{role}.node.residue", nodes["residue"] >= count, nodes["residue"], f"of {count} residues")
-    yield from first(f"{role}.node.residue", falls(nodes["residue"]), nodes["residue"], "is out of order")
-    yield from first(f"{role}.residue.type", residues["type"] > atom_graph.OTHER_TYPE, residues["type"], "is no type")
+    yield from first_bad(f"{role}.node.residue", nodes["residue"] >= count, nodes["residue"], f"of {count} residues")
+    yield from first_bad(f"{role}.node.residue", falls(nodes["residue"]), nodes["residue"], "is out of order")
+    yield from first_bad(
+        f"{role}.residue.type", residues["type"] > atom_graph.OTHER_TYPE, residues["type"], "is no type"
+    )
     yield from _in_chains(part, residues["chain"], f"{role}.residue")
     if count and residues["chain"].max() < len(part.chains):
         kind_C = np.array([atom_graph.KINDS.index(chain.kind) for chain in part.chains])
         unlike_R = residues["kind"] != kind_C[residues["chain"]]
-        yield from first(f"{role}.residue.kind", unlike_R, residues["kind"], "is not that of its chain")
+        yield from first_bad(f"{role}.residue.kind", unlike_R, residues["kind"], "is not that of its chain")
         yield from _rows(part, residues["chain"], residues["type"], f"{role}.residue")
 
 
@@ -154,50 +160,50 @@ def _names(name: str, text_NX: Array) -> Iterator[str]:
     """Yield the first name that is none: letters, then nothing."""
     ends_NX = text_NX == 0
     bad_N = ends_NX[:, 0] | (ends_NX[:, :-1] & ~ends_NX[:, 1:]).any(axis=1)
-    yield from first(name, bad_N, text_NX, "is no name")
+    yield from first_bad(name, bad_N, text_NX, "is no name")
 
 
-def _in_chains(part: Part, chain_R: Array, name: str) -> Iterator[str]:
+def _in_chains(part: PartnerGraph, chain_R: Array, name: str) -> Iterator[str]:
     """Yield what is wrong with the chain of each residue."""
     count = len(part.chains)
-    yield from first(f"{name}.chain", chain_R >= count, chain_R, f"of {count} chains")
-    yield from first(f"{name}.chain", falls(chain_R), chain_R, "is out of order")
+    yield from first_bad(f"{name}.chain", chain_R >= count, chain_R, f"of {count} chains")
+    yield from first_bad(f"{name}.chain", falls(chain_R), chain_R, "is out of order")
 
 
-def _rows(part: Part, chain_R: Array, type_R: Array, name: str) -> Iterator[str]:
+def _rows(part: PartnerGraph, chain_R: Array, type_R: Array, name: str) -> Iterator[str]:
     """Yield residues whose row in the joined embeddings is not of their chain, or of another letter."""
     is_protein_C = np.array([chain.kind is Kind.PROTEIN for chain in part.chains])
     length_C = np.array([len(chain.sequence) * (chain.kind is Kind.PROTEIN) for chain in part.chains])
     end_C, row_R, own_R = np.cumsum(length_C), part.row_R.astype(np.int64), is_protein_C[chain_R]
     astray_R = (row_R < (end_C - length_C)[chain_R]) | (row_R >= end_C[chain_R])
     astray_R = np.where(own_R, astray_R, row_R != NO_ROW)
-    yield from first(f"{name}.row", astray_R, row_R, "is not within the sequence of its chain")
+    yield from first_bad(f"{name}.row", astray_R, row_R, "is not within the sequence of its chain")
     own = np.flatnonzero(own_R & ~astray_R)
     back = np.zeros(len(row_R), np.bool_)
     back[own[1:]] = np.diff(row_R[own]) <= 0
-    yield from first(f"{name}.row", back, row_R, "does not rise")
+    yield from first_bad(f"{name}.row", back, row_R, "does not rise")
     letters = np.frombuffer("".join(part.texts).encode("latin-1", "replace"), np.uint8)
     unlike = np.zeros(len(row_R), np.bool_)
     unlike[own] = residue_graph.TYPE_OF_LETTER[letters[row_R[own]]] != type_R[own]
-    yield from first(f"{name}.type", unlike, type_R, "is not the letter of the sequence at its row")
+    yield from first_bad(f"{name}.type", unlike, type_R, "is not the letter of the sequence at its row")
     other_R = np.array([chain.kind is Kind.OTHER for chain in part.chains])[chain_R]
     if part.residues:
-        yield from first(
+        yield from first_bad(
             f"{name}.type", other_R & (type_R != atom_graph.OTHER_TYPE), type_R, "is that of no small molecule"
         )
 
 
-def bound(part: Part) -> Iterator[str]:
+def bound(part: PartnerGraph) -> Iterator[str]:
     """Yield places in the bound structure that are not where they should be."""
     if "bound" not in part.nodes:
         return
     bound_N3, labelled_N = part.nodes["bound"], part.nodes["labelled"]
     has_N = np.isfinite(bound_N3).all(axis=1)
     odd_N = np.where(labelled_N, ~has_N, ~np.isnan(bound_N3).all(axis=1))
-    yield from first(f"{part.role.value}.node.bound", odd_N, bound_N3, "is not what `labelled` says")
+    yield from first_bad(f"{part.role.value}.node.bound", odd_N, bound_N3, "is not what `labelled` says")
 
 
-def residue_edges(part: Part, recipe: Plain | None) -> Iterator[str]:
+def residue_edges(part: PartnerGraph, recipe: Plain | None) -> Iterator[str]:
     """Yield what is wrong with the edges of a residue graph."""
     name, edges_2E = f"{part.role.value}.edge.near", part.edges["near"]
     form = list(_edge_form(name, edges_2E, part.size, own=True))
@@ -208,7 +214,7 @@ def residue_edges(part: Part, recipe: Plain | None) -> Iterator[str]:
         yield f"{name}: there are none"
         return
     pos_N3 = places(part)
-    apart_E = lengths(pos_N3, pos_N3, edges_2E)
+    apart_E = edge_lengths(pos_N3, pos_N3, edges_2E)
     if apart_E.min() < neighbours.COINCIDENT - SLACK:
         yield f"{name}: two nodes are at one place, {apart_E.min():.3f} Å apart"
     if recipe:
@@ -220,17 +226,17 @@ def _edge_form(name: str, edges_2E: Edges, sources: int, *, own: bool) -> Iterat
     if not edges_2E.size:
         return
     beyond_E = edges_2E[0] >= sources
-    yield from first(f"{name}.neighbour", beyond_E, edges_2E[0], f"of {sources} nodes")
+    yield from first_bad(f"{name}.neighbour", beyond_E, edges_2E[0], f"of {sources} nodes")
     if own:
-        yield from first(f"{name}.neighbour", edges_2E[0] == edges_2E[1], edges_2E[0], "is the node itself")
+        yield from first_bad(f"{name}.neighbour", edges_2E[0] == edges_2E[1], edges_2E[0], "is the node itself")
     key_E = edges_2E[1] * max(sources, 1) + edges_2E[0]
     if not beyond_E.any():
         back_E = np.append(False, np.diff(key_E) <= 0)
-        yield from first(f"{name}.neighbour", back_E, edges_2E[0], "stands twice or is out of order")
+        yield from first_bad(f"{name}.neighbour", back_E, edges_2E[0], "stands twice or is out of order")
 
 
 def _found_again(
-    name: str, source: Part, target: Part, edges_2E: Edges, nearest: int, radius: float | None
+    name: str, source: PartnerGraph, target: PartnerGraph, edges_2E: Edges, nearest: int, radius: float | None
 ) -> Iterator[str]:
     """Yield edges that the coordinates do not give, and those that they give and that are not there."""
     same = source is target
@@ -245,14 +251,14 @@ def _found_again(
         degree_N = np.bincount(edges_2E[1], minlength=target.size)
         least = min(nearest, source.size - same)
         few_N = degree_N < least if radius is not None else degree_N != least
-        yield from first(f"{name}.degree", few_N, degree_N, f"and {least} is wanted")
+        yield from first_bad(f"{name}.degree", few_N, degree_N, f"and {least} is wanted")
     last_N = np.full(target.size, -np.inf)  # how far the farthest of the nearest is
     if nearest:
         near_2E = found_2E if radius is None else _nearest(source_S3, target_N3, nearest, same=same)
-        np.maximum.at(last_N, near_2E[1], lengths(source_S3, target_N3, near_2E))
+        np.maximum.at(last_N, near_2E[1], edge_lengths(source_S3, target_N3, near_2E))
     reach = -np.inf if radius is None else radius
     for some_2E, what in _difference(edges_2E, found_2E, source.size):
-        apart_E = lengths(source_S3, target_N3, some_2E)
+        apart_E = edge_lengths(source_S3, target_N3, some_2E)
         clear_E = (np.abs(apart_E - last_N[some_2E[1]]) > SLACK) & (np.abs(apart_E - reach) > SLACK)
         for at in np.flatnonzero(clear_E)[:1].tolist():
             more = f" and {int(clear_E.sum()) - 1} more" if clear_E.sum() > 1 else ""
@@ -273,7 +279,7 @@ def _difference(mine_2E: Edges, theirs_2E: Edges, sources: int) -> Iterator[tupl
         yield np.stack(np.divmod(lone, max(sources, 1))[::-1]), what
 
 
-def atom_edges(part: Part, recipe: Plain | None) -> Iterator[str]:
+def atom_edges(part: PartnerGraph, recipe: Plain | None) -> Iterator[str]:
     """Yield what is wrong with the edges and paths of an atom graph."""
     form = [
         what
@@ -287,8 +293,10 @@ def atom_edges(part: Part, recipe: Plain | None) -> Iterator[str]:
     if form:
         return
     pos_N3, bond_2E = places(part), part.edges[atom_graph.BOND]
-    too_long_E = lengths(pos_N3, pos_N3, bond_2E) > LONGEST + SLACK
-    yield from first(f"{part.role.value}.edge.bond.neighbour", too_long_E, bond_2E[0], f"is more than {LONGEST} Å away")
+    too_long_E = edge_lengths(pos_N3, pos_N3, bond_2E) > LONGEST + SLACK
+    yield from first_bad(
+        f"{part.role.value}.edge.bond.neighbour", too_long_E, bond_2E[0], f"is more than {LONGEST} Å away"
+    )
     yield from _paths(part)
     if recipe and recipe["atom_radius"] is not None:
         yield from _near_again(part, recipe["atom_radius"])
@@ -298,17 +306,17 @@ def _one_way(name: str, edges_2E: Edges, nodes: int) -> Iterator[str]:
     """Yield an edge that has no other direction."""
     key_E, back_E = edges_2E[1] * nodes + edges_2E[0], edges_2E[0] * nodes + edges_2E[1]
     lone_E = np.sort(back_E) != key_E
-    yield from first(f"{name}.neighbour", lone_E, edges_2E[0], "has no edge the other way")
+    yield from first_bad(f"{name}.neighbour", lone_E, edges_2E[0], "has no edge the other way")
 
 
-def _paths(part: Part) -> Iterator[str]:
+def _paths(part: PartnerGraph) -> Iterator[str]:
     """Yield the paths of two and three bonds, and pairs so far apart, that do not follow from the bonds."""
     role, size = part.role.value, part.size
     bond_2E = part.edges[atom_graph.BOND]
     bonds_B2 = bond_2E[:, bond_2E[0] < bond_2E[1]].T
     known = np.empty(0, np.int64)
     kinds = [name for name in hops.NAMES if name in part.edges]
-    for name, path in zip(kinds, hops.paths(bonds_B2, size, len(kinds)), strict=True):
+    for name, path in zip(kinds, hops.bond_paths(bonds_B2, size, len(kinds)), strict=True):
         keys = hops.without(hops.pair_keys(path, size), known)
         known = np.sort(np.concatenate([known, keys]))
         if name != atom_graph.BOND and not np.array_equal(part.paths[name], path):
@@ -317,7 +325,7 @@ def _paths(part: Part) -> Iterator[str]:
             yield f"{role}.edge.{name} does not follow from the bonds: {part.edges[name].shape[1]}, not {2 * len(keys)}"
 
 
-def _near_again(part: Part, radius: float) -> Iterator[str]:
+def _near_again(part: PartnerGraph, radius: float) -> Iterator[str]:
     """Yield pairs within the radius that are not there, and those that are and should not be."""
     name, pos_N3, size = f"{part.role.value}.edge.near", in_file(part), part.size
     bonded = [edges_2E for kind, edges_2E in part.edges.items() if kind != "near"]
@@ -328,13 +336,13 @@ def _near_again(part: Part, radius: float) -> Iterator[str]:
     if np.array_equal(part.edges["near"], found_2E):
         return
     for some_2E, what in _difference(part.edges["near"], found_2E, size):
-        apart_E = lengths(pos_N3, pos_N3, some_2E)
+        apart_E = edge_lengths(pos_N3, pos_N3, some_2E)
         is_bonded_E = np.isin(some_2E[1] * size + some_2E[0], bonded_E)
         for at in np.flatnonzero(is_bonded_E | (np.abs(apart_E - radius) > SLACK))[:1].tolist():
             yield f"{name}: from {some_2E[0, at]} to {some_2E[1, at]}, {apart_E[at]:.3f} Å apart, {what}"
 
 
-def cross(graph: Graph, recipe: Plain | None) -> Iterator[str]:
+def cross(graph: ItemGraph, recipe: Plain | None) -> Iterator[str]:
     """Yield what is wrong with the edges between partners."""
     if "near" not in graph.cross:
         return

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from pipeline.errors import ConfigError
-from pipeline.graphs.item_graph import Graph, Part
+from pipeline.graphs.item_graph import ItemGraph, PartnerGraph
 from pipeline.records import Role
 
 if TYPE_CHECKING:
@@ -41,14 +41,14 @@ NEAR, CONTACT, IN = "near", "contact", "in"
 INDICES = frozenset({"type", "chain", "kind", "element", "row"})
 
 
-def data(graph: Graph | Part, embeddings: Embeddings | None = None, *, share: bool = False) -> Any:
+def data(graph: ItemGraph | PartnerGraph, embeddings: Embeddings | None = None, *, share: bool = False) -> Any:
     """Return a partner of residues, or a graph that has no other, as `Data`; any other graph as `HeteroData`."""
     _require()
-    parts = graph.parts if isinstance(graph, Graph) else (graph,)
+    parts = graph.parts if isinstance(graph, ItemGraph) else (graph,)
     view = _View(embeddings or {}, share=share)
     if len(parts) == 1 and not parts[0].residues:
         return view.homogeneous(parts[0])
-    return view.heterogeneous(graph if isinstance(graph, Graph) else Graph(parts))
+    return view.heterogeneous(graph if isinstance(graph, ItemGraph) else ItemGraph(parts))
 
 
 def _require() -> None:
@@ -65,7 +65,7 @@ class _View:
     def __init__(self, embeddings: Embeddings, *, share: bool) -> None:
         self._embeddings, self._share = embeddings, share
 
-    def homogeneous(self, part: Part) -> Any:
+    def homogeneous(self, part: PartnerGraph) -> Any:
         """Return a partner of residues."""
         from torch_geometric.data import Data
 
@@ -74,7 +74,7 @@ class _View:
         one.update(self._embedded(part))
         return one
 
-    def heterogeneous(self, graph: Graph) -> Any:
+    def heterogeneous(self, graph: ItemGraph) -> Any:
         """Return partners and what runs between them."""
         from torch_geometric.data import HeteroData
 
@@ -93,7 +93,7 @@ class _View:
                 store[name.removeprefix(f"{CONTACT}_")] = self._tensor(array)
         return whole
 
-    def _add(self, whole: Any, part: Part) -> None:
+    def _add(self, whole: Any, part: PartnerGraph) -> None:
         """Add a partner: nodes, edges, and of an atom graph its residues and paths."""
         role = part.role.value
         whole[f"{role}_centre"] = self._tensor(part.centre_3[None])
@@ -112,7 +112,7 @@ class _View:
         """Return arrays as tensors, indices as what torch can index by."""
         return {name: self._index(array) if name in INDICES else self._tensor(array) for name, array in arrays.items()}
 
-    def _embedded(self, part: Part) -> dict[str, torch.Tensor]:
+    def _embedded(self, part: PartnerGraph) -> dict[str, torch.Tensor]:
         """Return the embedding of each residue, where they are given."""
         if part.role not in self._embeddings:
             return {}

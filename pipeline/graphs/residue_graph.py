@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from pipeline.graphs import bonds, contacts, neighbours
-from pipeline.graphs.item_graph import ChainText, Graph, Part
+from pipeline.graphs.item_graph import ChainText, ItemGraph, PartnerGraph
 from pipeline.records import Kind, Reason, Role
 from pipeline.structures.atoms import Unusable, text, word
 from pipeline.structures.partners import joined_rows
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
     from collections.abc import Mapping
 
-    from pipeline.graphs.item_graph import Edges, Recipe
+    from pipeline.graphs.item_graph import Edges, GraphRecipe
     from pipeline.structures.inventory import Complex
 
     Sides: TypeAlias = "Mapping[Role, Residues]"
@@ -98,7 +98,7 @@ def centre(pos_N3: Floats) -> Floats:
     return centre_3
 
 
-def describe(residues: Residues, bodies: Bodies, centre_3: Floats) -> dict[str, Array]:
+def node_arrays(residues: Residues, bodies: Bodies, centre_3: Floats) -> dict[str, Array]:
     """Return the arrays that say what each node is and where its atoms are."""
     structure, residue_N = residues.side.structure, residues.residue_N
     atom_5N = structure.backbone_R5[residue_N].T
@@ -212,7 +212,7 @@ class Twins:
         return {"labelled": labelled_N, "bound": bound_N3}
 
 
-def build(read: Complex, recipe: Recipe) -> Graph:
+def build_residue_graph(read: Complex, recipe: GraphRecipe) -> ItemGraph:
     """Return the residue graph of an item; raise Unusable where it cannot have one."""
     sides = {role: select(role, read.sides[role]) for role in ROLES if role in read.sides}
     _check_apart(sides, in_one_frame=not read.bound)
@@ -223,11 +223,11 @@ def build(read: Complex, recipe: Recipe) -> Graph:
     parts = []
     for role, chosen in sides.items():
         partner, centre_3 = read.partners[role], centre(chosen.ca_N3)
-        nodes = describe(chosen, bodies[role], centre_3)
+        nodes = node_arrays(chosen, bodies[role], centre_3)
         nodes["row"] = joined_rows(partner, read.maps.get(f"rows.{role.value}"))[chosen.place_N]
         chains = tuple(ChainText(chain.name, chain.kind, chain.sequence) for chain in partner.chains)
-        parts.append(Part(role, chains, centre_3, nodes | extra.get(role, {}), {NEAR: edges[role]}))
-    return Graph(tuple(parts), {} if read.bound else _cross(sides, recipe), labels)
+        parts.append(PartnerGraph(role, chains, centre_3, nodes | extra.get(role, {}), {NEAR: edges[role]}))
+    return ItemGraph(tuple(parts), {} if read.bound else _cross(sides, recipe), labels)
 
 
 def _bodies(sides: Sides) -> dict[Role, Bodies]:
@@ -262,7 +262,7 @@ def _name(group: list[Residues], node: int) -> str:
     raise ValueError("there is no such node")
 
 
-def _edges(role: Role, chosen: Residues, recipe: Recipe) -> Edges:
+def _edges(role: Role, chosen: Residues, recipe: GraphRecipe) -> Edges:
     """Return the edges within a partner."""
     if len(chosen.ca_N3) == 1:
         what = f"the {role.value} is one residue, {chosen.name(0)}: there is nothing that it could have an edge to"
@@ -274,7 +274,7 @@ def _edges(role: Role, chosen: Residues, recipe: Recipe) -> Edges:
     return edges_2E
 
 
-def _cross(sides: Sides, recipe: Recipe) -> dict[str, Edges]:
+def _cross(sides: Sides, recipe: GraphRecipe) -> dict[str, Edges]:
     """Return the edges between the partners, where any are wanted."""
     if Role.LIGAND not in sides or not (recipe.cross_neighbours or recipe.cross_radius):
         return {}
@@ -315,10 +315,11 @@ def _native(
 ) -> dict[str, Array]:
     """Return the native contacts of two sides, between their nodes or between the nodes whose twins they are."""
     receptor, ligand = (contacts.side(bodies[role], sides[role].residue_N) for role in PAIR)
-    found = contacts.find(receptor, ligand, cutoff)
+    found = contacts.find_contacts(receptor, ligand, cutoff)
     if found is None:
         where = " in the bound structure" if twins else ""
-        what = f"the nearest heavy atoms of the partners are {contacts.nearest(receptor, ligand):.2f} Å apart{where}"
+        apart = contacts.closest_approach(receptor, ligand)
+        what = f"the nearest heavy atoms of the partners are {apart:.2f} Å apart{where}"
         raise Unusable(Reason.NO_CONTACTS, f"{what}; graph.contacts is {cutoff:g}")
     pairs_P2 = np.stack([found.receptor_P, found.ligand_P], axis=1)
     if twins:

@@ -13,7 +13,7 @@ from pipeline.encoder.checkpoints.weights import Weights, find, identify
 from pipeline.encoder.embedding_recipe import Recipe as EmbeddingRecipe
 from pipeline.encoder.engine.embed_engine import Settings
 from pipeline.errors import ConfigError
-from pipeline.graphs.item_graph import Recipe as GraphRecipe
+from pipeline.graphs.item_graph import GraphRecipe as GraphRecipe
 from pipeline.memory.history.task_history import Profiles
 from pipeline.project.restriction import EVERYTHING, Only
 from pipeline.stages import embed

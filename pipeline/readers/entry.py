@@ -19,7 +19,7 @@ MOST_OPEN = 32  # files at a time
 SCAN_AGAIN = "pipeline submit --stage scan   (the file changed since)"
 
 
-class Unusable(Exception):
+class UnusableEntry(Exception):
     """What keeps an entry from being used, and on which line of it, the first being 0."""
 
     def __init__(self, detail: str, line: int = 0) -> None:
@@ -28,30 +28,32 @@ class Unusable(Exception):
         self.line = line
 
 
-def shown(text: str) -> str:
+def printable(text: str) -> str:
     """Return text from a file as it may be printed: no control characters, not long."""
     cut = text if len(text) <= SHOWN_LENGTH else text[: SHOWN_LENGTH - 1] + "…"
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in cut)
 
 
-def number(text: str) -> float:
+def parse_number(text: str) -> float:
     """Return what a text says, without the underscores that Python lets stand in a number."""
     if "_" in text:
         raise ValueError(f"not a number: {text!r}")
     return float(text)
 
 
-def named(text: str, path: Path, number: int) -> str:
+def entry_id(text: str, path: Path, place: int) -> str:
     """Return an id without white space: what the file says, else the file's name and the number in it, from 0."""
-    return "_".join(text.split()) or f"{path.name}-{number}"
+    return "_".join(text.split()) or f"{path.name}-{place}"
 
 
-def rejection(name: str, error: Unusable, split: str, path: Path, line: int) -> Rejection:
+def entry_rejection(name: str, error: UnusableEntry, split: str, path: Path, line: int) -> Rejection:
     """Return why the entry that starts on a line, or is a row, was left out."""
-    return Rejection(shown(name), Reason.BAD_ENTRY, error.detail, f"{path.name}:{line + error.line}", shown(split))
+    return Rejection(
+        printable(name), Reason.BAD_ENTRY, error.detail, f"{path.name}:{line + error.line}", printable(split)
+    )
 
 
-def unreadable(path: Path, error: OSError) -> DataError:
+def cannot_read(path: Path, error: OSError) -> DataError:
     """Say that the system cannot open or read a file."""
     return DataError(f"cannot be read: {error.strerror or error}", where=str(path), remedy=f"ls -l {path}")
 
@@ -105,7 +107,7 @@ class Bytes:
         """Return the bytes there."""
         found = os.pread(self._descriptor, length, offset)
         if len(found) < length:
-            raise Unusable("the file ends before")
+            raise UnusableEntry("the file ends before")
         return found
 
 
@@ -121,7 +123,7 @@ class Opened(Generic[T]):
         try:
             return self._kept(path, os.getpid())
         except OSError as error:
-            raise unreadable(path, error) from error
+            raise cannot_read(path, error) from error
 
     def __reduce__(self) -> tuple[type[Opened[T]], tuple[Callable[[Path], T]]]:
         """Take nothing that is open to another process."""

@@ -35,7 +35,7 @@ def library(path: Path) -> Any:
     return h5py
 
 
-def opened(path: Path) -> Any:
+def open_hdf5(path: Path) -> Any:
     """Open a file without locking it, which some cluster file systems do not know."""
     h5py = library(path)
     try:
@@ -44,7 +44,7 @@ def opened(path: Path) -> Any:
         raise DataError(f"not a readable HDF5 file: {error}", where=str(path), remedy=f"h5ls {path}") from error
 
 
-class Table:
+class Hdf5Table:
     """The datasets of a file by what they mean, all of the same length.
 
     All bytes are those of the file: no link is followed, and no dataset read that is made of other files.
@@ -53,7 +53,7 @@ class Table:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.columns: dict[str, Any] = {}
-        self._file = opened(path)
+        self._file = open_hdf5(path)
         self._names = _names(self._file, path)
 
     def __enter__(self) -> Self:
@@ -158,7 +158,7 @@ def _names(file: Any, path: Path) -> dict[str, str]:
         raise DataError(f"damaged: {error}", where=str(path), remedy=f"h5ls {path}") from error
 
 
-def text(row: Mapping[str, Any], meaning: str) -> str:
+def cell_text(row: Mapping[str, Any], meaning: str) -> str:
     """Return a cell as text, a whole number without a point, empty where there is no such column."""
     value = row.get(meaning, "")
     if isinstance(value, np.floating) and value.is_integer():

@@ -42,7 +42,7 @@ NAMES = (
 )  # fmt: skip
 
 
-class Spectrum(NamedTuple):
+class MadeSpectrum(NamedTuple):
     """A spectrum as files have it; `target` is the mean hydropathy of the peptide."""
 
     id: str
@@ -54,7 +54,7 @@ class Spectrum(NamedTuple):
     peak_P2: NDArray[np.float64]
 
 
-class Pair(NamedTuple):
+class MadePair(NamedTuple):
     """A sequence and what is said of it."""
 
     id: str
@@ -83,17 +83,17 @@ def pairs(path: Path, count: int, seed: int = 0) -> None:
     _write(path, made, {".tsv": _table, ".csv": _table, **dict.fromkeys(hdf5.SUFFIXES, _hdf5_pairs)})
 
 
-def spectrum(seed: int, number: int, peptide_length: tuple[int, int] = (7, 30), peaks: int = 150) -> Spectrum:
+def spectrum(seed: int, number: int, peptide_length: tuple[int, int] = (7, 30), peaks: int = 150) -> MadeSpectrum:
     """Return one spectrum of a tryptic peptide."""
     rng = np.random.default_rng((seed, number))
     residue_L = rng.integers(0, 20, rng.integers(*peptide_length, endpoint=True))
     residue_L[-1] = peptides.LETTERS.index(rng.choice(["K", "R"]))
     charge = int(rng.choice([2, 3], p=[0.7, 0.3]))
     mass = peptides.mass(residue_L)
-    return Spectrum(
+    return MadeSpectrum(
         id=f"made-{number:07d}",
         split=SPLITS[number % len(SPLITS)],
-        peptide=peptides.text(residue_L),
+        peptide=peptides.peptide_text(residue_L),
         precursor_mz=round(mass / charge + peptides.PROTON, 5),
         charge=charge,
         target=round(float(HYDROPATHY[residue_L].mean()), 4),
@@ -101,7 +101,7 @@ def spectrum(seed: int, number: int, peptide_length: tuple[int, int] = (7, 30), 
     )
 
 
-def pair(seed: int, number: int) -> Pair:
+def pair(seed: int, number: int) -> MadePair:
     """Return one sequence, whose composition is its own, and a sentence about it."""
     rng = np.random.default_rng((seed, number))
     residue_L = rng.choice(20, rng.integers(60, 301), p=rng.dirichlet(np.full(20, 0.7)))
@@ -110,7 +110,7 @@ def pair(seed: int, number: int) -> Pair:
     rich = [f"{NAMES[code]} ({share[code]:.0%})" for code in order[:3]]
     poor = [NAMES[code] for code in order[-2:]]
     what = f"{len(residue_L)} residues, rich in {rich[0]}, {rich[1]} and {rich[2]}, poor in {poor[0]} and {poor[1]}"
-    return Pair(f"made-{number:07d}", SPLITS[number % len(SPLITS)], peptides.text(residue_L), what)
+    return MadePair(f"made-{number:07d}", SPLITS[number % len(SPLITS)], peptides.peptide_text(residue_L), what)
 
 
 def _peaks(
@@ -142,7 +142,7 @@ def _write(path: Path, made: Iterator[Any], writers: dict[str, Callable[[Path, I
     writers[suffix](path, made)
 
 
-def _mgf(path: Path, made: Iterable[Spectrum]) -> None:
+def _mgf(path: Path, made: Iterable[MadeSpectrum]) -> None:
     with path.open("w", encoding="ascii", newline="\n") as file:
         for one in made:
             peaks = "%.4f %d\n" * len(one.peak_P2) % tuple(one.peak_P2.ravel().tolist())
@@ -152,7 +152,7 @@ def _mgf(path: Path, made: Iterable[Spectrum]) -> None:
             )
 
 
-def _hdf5_spectra(path: Path, made: Iterator[Spectrum], count: int, longest: int, peaks: int) -> None:
+def _hdf5_spectra(path: Path, made: Iterator[MadeSpectrum], count: int, longest: int, peaks: int) -> None:
     """Write so many spectra in the layout of DreaMS."""
     columns = {
         "spectrum": ("f4", (2, peaks)),
@@ -172,7 +172,7 @@ def _hdf5_spectra(path: Path, made: Iterator[Spectrum], count: int, longest: int
                 file[name][start : start + len(piece)] = values
 
 
-def _columns(piece: Sequence[Spectrum], peaks: int) -> dict[str, NDArray[Any]]:
+def _columns(piece: Sequence[MadeSpectrum], peaks: int) -> dict[str, NDArray[Any]]:
     """Return the columns of some spectra."""
     spectrum_B2P = np.zeros((len(piece), 2, peaks), np.float32)
     for row, one in enumerate(piece):
@@ -188,20 +188,20 @@ def _columns(piece: Sequence[Spectrum], peaks: int) -> dict[str, NDArray[Any]]:
     }
 
 
-def _table(path: Path, made: Iterable[Pair]) -> None:
+def _table(path: Path, made: Iterable[MadePair]) -> None:
     with path.open("w", encoding="ascii", newline="") as file:
         writer = csv.writer(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", lineterminator="\n")
-        writer.writerow(Pair._fields)
+        writer.writerow(MadePair._fields)
         writer.writerows(made)
 
 
-def _hdf5_pairs(path: Path, made: Iterator[Pair]) -> None:
+def _hdf5_pairs(path: Path, made: Iterator[MadePair]) -> None:
     h5py = hdf5.library(path)
     with h5py.File(path, "w") as file:
-        for name in Pair._fields:
+        for name in MadePair._fields:
             file.create_dataset(name, (0,), h5py.string_dtype(), maxshape=(None,), chunks=(PIECE,))
         while piece := list(islice(made, PIECE)):
-            for name, values in zip(Pair._fields, zip(*piece, strict=True), strict=True):
+            for name, values in zip(MadePair._fields, zip(*piece, strict=True), strict=True):
                 column = file[name]
                 column.resize(len(column) + len(piece), axis=0)
                 column[-len(piece) :] = values

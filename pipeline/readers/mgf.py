@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from pipeline.errors import DataError
-from pipeline.readers.entry import Unusable, number, shown, unreadable
+from pipeline.readers.entry import UnusableEntry, cannot_read, parse_number, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -30,7 +30,7 @@ FRAGMENT_CHARGE = re.compile(r"\d{1,3}[+-]?")
 PRECURSOR_CHARGE = re.compile(r"([+-]?)(\d{1,3})([+-]?)")
 
 
-class Block(NamedTuple):
+class MgfBlock(NamedTuple):
     """What follows a BEGIN IONS up to the next, or what stands before the first."""
 
     offset: int
@@ -41,7 +41,7 @@ class Block(NamedTuple):
     def spectrum(self) -> bytes:
         """Return the text between BEGIN IONS and END IONS."""
         if self.end == len(self.text):
-            raise Unusable("no END IONS before the next spectrum or the end of the file: cut short?")
+            raise UnusableEntry("no END IONS before the next spectrum or the end of the file: cut short?")
         return self.text[: self.end]
 
 
@@ -60,17 +60,17 @@ class Sought:
 
     def take_unreadable(self, body: bytes) -> None:
         """Note those of a spectrum that cannot be read."""
-        self.take({key: value for key in self._missing.values() if (value := header(body, key))})
+        self.take({key: value for key in self._missing.values() if (value := header_value(body, key))})
 
     def check(self, path: Path) -> None:
         """Refuse a file whose spectra are all read and have no such header."""
         for option, key in self._missing.items():
-            there = ", ".join(map(shown, self._there)) or "none"
+            there = ", ".join(map(printable, self._there)) or "none"
             remedy = f"data.options.{option} names one of these, or is left out"
             raise DataError(f"no spectrum has the header {key!r}; there are: {there}", where=str(path), remedy=remedy)
 
 
-def blocks(path: Path) -> Iterator[Block]:
+def blocks(path: Path) -> Iterator[MgfBlock]:
     """Yield a file in blocks, of which none is longer than `MOST_BYTES` and a chunk."""
     rest, offset, line, begun = b"\n", -1, 0, False  # as if an empty line stood before the file
     try:
@@ -85,11 +85,11 @@ def blocks(path: Path) -> Iterator[Block]:
                     yield _block(offset, line, text, begun=begun)
                     offset, line, begun = offset + len(text), line + text.count(b"\n"), False
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise cannot_read(path, error) from error
     yield _block(offset, line, rest, begun=begun)
 
 
-def stray(block: Block) -> Unusable | None:
+def stray(block: MgfBlock) -> UnusableEntry | None:
     """Return the first line after a spectrum, or before the first, that belongs to none."""
     start = 0 if block.end < 0 else block.end + len(END)
     text = block.text[start:]
@@ -97,7 +97,7 @@ def stray(block: Block) -> Unusable | None:
         return None
     for at, line in enumerate(_lines(text), block.text.count(b"\n", 0, start)):
         if line and "=" not in line and not line.startswith(COMMENTS):
-            return Unusable(f"outside of BEGIN IONS … END IONS: {shown(line)!r}", at)
+            return UnusableEntry(f"outside of BEGIN IONS … END IONS: {printable(line)!r}", at)
     return None
 
 
@@ -110,7 +110,7 @@ def divide(body: bytes) -> tuple[dict[str, str], NDArray[np.float64]]:
     return _line_by_line(body) if headers is None or peak_P2 is None else (headers, peak_P2)
 
 
-def header(body: bytes, key: str) -> str:
+def header_value(body: bytes, key: str) -> str:
     """Return a header of a spectrum that cannot be read."""
     return next((found[1] for line in _lines(body) if (found := _header(line)) and found[0] == key), "")
 
@@ -121,13 +121,13 @@ def charge(text: str) -> int:
         return 0
     found = PRECURSOR_CHARGE.fullmatch(text)
     if found is None:
-        raise Unusable(f"a charge that does not parse: {shown(text)!r}")
+        raise UnusableEntry(f"a charge that does not parse: {printable(text)!r}")
     return -int(found[2]) if "-" in (found[1], found[3]) else int(found[2])
 
 
-def _block(offset: int, line: int, text: bytes, *, begun: bool) -> Block:
+def _block(offset: int, line: int, text: bytes, *, begun: bool) -> MgfBlock:
     end = text.find(END) if begun else -1
-    return Block(offset, line, text, len(text) if begun and end < 0 else end)
+    return MgfBlock(offset, line, text, len(text) if begun and end < 0 else end)
 
 
 def _lines(text: bytes) -> list[str]:
@@ -182,7 +182,7 @@ def _peak(line: str, at: int) -> tuple[float, float]:
     words = line.split()
     try:
         if len(words) == 2 or (len(words) == 3 and FRAGMENT_CHARGE.fullmatch(words[2])):
-            return number(words[0]), number(words[1])
+            return parse_number(words[0]), parse_number(words[1])
     except ValueError:
         pass
-    raise Unusable(f"not a peak, m/z and intensity: {shown(line)!r}", at)
+    raise UnusableEntry(f"not a peak, m/z and intensity: {printable(line)!r}", at)

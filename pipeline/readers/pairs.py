@@ -21,14 +21,14 @@ from pipeline.readers.entry import (
     SCAN_AGAIN,
     Bytes,
     Opened,
-    Unusable,
+    UnusableEntry,
+    cannot_read,
     check_count,
     check_names,
     checked_file,
-    named,
-    rejection,
-    shown,
-    unreadable,
+    entry_id,
+    entry_rejection,
+    printable,
 )
 from pipeline.records import Entry
 
@@ -48,7 +48,7 @@ SIDES = ("left", "right")
 SUFFIXES = (*PARTED_BY, *hdf5.SUFFIXES)
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """A row of a table, with its end; most are a line."""
 
     offset: int
@@ -73,7 +73,7 @@ class Pairs:
     _header: tuple[str, ...] = field(init=False, repr=False, compare=False, default=())
     _columns: dict[str, str] = field(init=False, repr=False, compare=False, default_factory=dict)  # of it, by option
     _bytes: Opened[Bytes] = field(init=False, repr=False, compare=False, default_factory=lambda: Opened(Bytes))
-    _tables: Opened[hdf5.Table] = field(init=False, repr=False, compare=False)
+    _tables: Opened[hdf5.Hdf5Table] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_count("most", self.most)
@@ -100,7 +100,7 @@ class Pairs:
             if self._header:
                 return self._arrays(self._cells(self._bytes(self.path).at(*place)))
             return self._arrays(self._tables(self.path).rows(place[0], place[0] + 1)[0])
-        except (Unusable, IndexError) as error:
+        except (UnusableEntry, IndexError) as error:
             raise DataError(f"no pair at {place}: {error}", where=str(self.path), remedy=SCAN_AGAIN) from error
 
     def _of_table(self) -> Iterator[Entry | Rejection]:
@@ -112,23 +112,23 @@ class Pairs:
                 cells = self._cells(row.text)
                 arrays, place = self._arrays(cells), [row.offset, len(row.text)]
                 yield Entry(self._name(cells, number), place, arrays, _split(cells), self._origin(row.line))
-            except Unusable as error:
-                yield rejection(self._name(cells, number), error, _split(cells), self.path, row.line)
+            except UnusableEntry as error:
+                yield entry_rejection(self._name(cells, number), error, _split(cells), self.path, row.line)
 
     def _of_hdf5(self) -> Iterator[Entry | Rejection]:
         with _table(self.path, self._given()) as table:
             long = self._too_long(table)
             for number, row in table.all_rows(without=long):
-                cells = {meaning: hdf5.text(row, meaning) for meaning in ("id", "split")}
+                cells = {meaning: hdf5.cell_text(row, meaning) for meaning in ("id", "split")}
                 try:
                     for side, length in long.items():
                         self._check_length(side, length)
                     arrays = self._arrays(row)
                     yield Entry(self._name(cells, number), [number], arrays, _split(cells), self._origin(number))
-                except Unusable as error:
-                    yield rejection(self._name(cells, number), error, _split(cells), self.path, number)
+                except UnusableEntry as error:
+                    yield entry_rejection(self._name(cells, number), error, _split(cells), self.path, number)
 
-    def _too_long(self, table: hdf5.Table) -> dict[str, int]:
+    def _too_long(self, table: hdf5.Hdf5Table) -> dict[str, int]:
         """Return the sides of numbers that are too long in every row: nobody needs to read them."""
         shapes = {side: table.columns[side].shape for side in SIDES}
         return {side: shape[1] for side, shape in shapes.items() if len(shape) == 3 and shape[1] > self.most}
@@ -137,17 +137,17 @@ class Pairs:
         return {"left": self.left, "right": self.right, "id": self.id, "split": self.split}
 
     def _name(self, cells: Mapping[str, str], number: int) -> str:
-        return named(cells.get("id", ""), self.path, number)
+        return entry_id(cells.get("id", ""), self.path, number)
 
     def _origin(self, line: int) -> str:
         return f"{self.path.name}:{line}"
 
     def _checked_header(self) -> tuple[str, ...]:
         """Return the header; each column that is named, and those of the sides, must be in it once."""
-        first = next(_rows(self.path), Row(0, 1, b""))
+        first = next(_rows(self.path), TableRow(0, 1, b""))
         try:
             cells = _parted(first.text.removeprefix(b"\xef\xbb\xbf"), PARTED_BY[_suffix(self.path)])
-        except Unusable as error:
+        except UnusableEntry as error:
             remedy = "write the names of the columns as the first line, in UTF-8"
             raise DataError(f"the header is {error}", where=f"{self.path}:1", remedy=remedy) from error
         header = tuple(cell.strip() for cell in cells)
@@ -160,7 +160,7 @@ class Pairs:
 
     def _checked_name(self, option: str, name: str, header: tuple[str, ...]) -> str:
         if header.count(name) != 1:
-            what = f"the header needs one column {name!r}; it is: {', '.join(map(shown, header)) or 'empty'}"
+            what = f"the header needs one column {name!r}; it is: {', '.join(map(printable, header)) or 'empty'}"
             raise DataError(
                 what, where=f"{self.path}:1", remedy=f"data.options.{option} names a column that is there once"
             )
@@ -170,7 +170,7 @@ class Pairs:
         """Return the cells of a line that matter, by what they mean."""
         cells = _parted(line, PARTED_BY[_suffix(self.path)])
         if len(cells) != len(self._header):
-            raise Unusable(f"{len(cells)} columns, the header has {len(self._header)}")
+            raise UnusableEntry(f"{len(cells)} columns, the header has {len(self._header)}")
         by_name = dict(zip(self._header, cells, strict=True))
         return {meaning: by_name[name] for meaning, name in self._columns.items()}
 
@@ -187,7 +187,7 @@ class Pairs:
     def _check_length(self, side: str, length: int) -> None:
         if not 0 < length <= self.most:
             much = f"is longer than most: {length:,} > {self.most:,}" if length else "is empty"
-            raise Unusable(f"the {side} side {much}")
+            raise UnusableEntry(f"the {side} side {much}")
 
 
 def _suffix(path: Path) -> str:
@@ -198,9 +198,9 @@ def _split(cells: Mapping[str, str]) -> str:
     return cells.get("split", "").strip()
 
 
-def _table(path: Path, given: Mapping[str, str]) -> hdf5.Table:
+def _table(path: Path, given: Mapping[str, str]) -> hdf5.Hdf5Table:
     """Open an HDF5 file of pairs."""
-    table = hdf5.Table(path)
+    table = hdf5.Hdf5Table(path)
     for option, name in given.items():
         remedy = f"data.options.{option} names a dataset that is there"
         table.add(option, name or option, needed=remedy if name or option in SIDES else "")
@@ -214,19 +214,19 @@ def _table(path: Path, given: Mapping[str, str]) -> hdf5.Table:
     return table
 
 
-def _rows(path: Path) -> Iterator[Row]:
+def _rows(path: Path) -> Iterator[TableRow]:
     """Yield the rows of a table; of one that is too long, its beginning."""
     quote = b'"' if _suffix(path) == ".csv" else b"\0\0"
     try:
         with path.open("rb") as file:
             offset, line = 0, 1
             while lines := _row(file, quote):
-                yield Row(offset, line, b"".join(lines))
+                yield TableRow(offset, line, b"".join(lines))
                 while not lines[-1].endswith(b"\n") and (rest := file.readline(MOST_ROW_BYTES)):
                     lines[-1] = rest
                 offset, line = file.tell(), line + len(lines)
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise cannot_read(path, error) from error
 
 
 def _row(file: BinaryIO, quote: bytes) -> list[bytes]:
@@ -243,17 +243,17 @@ def _row(file: BinaryIO, quote: bytes) -> list[bytes]:
 def _parted(line: bytes, by: str) -> list[str]:
     """Return the cells of a line."""
     if len(line) > MOST_ROW_BYTES:
-        raise Unusable(f"a row of more than {MOST_ROW_BYTES:,} bytes: a quote that is not closed?")
+        raise UnusableEntry(f"a row of more than {MOST_ROW_BYTES:,} bytes: a quote that is not closed?")
     try:
         text = line.decode().rstrip("\r\n")
     except UnicodeDecodeError as error:
-        raise Unusable(f"not UTF-8 text: byte {error.start} is 0x{line[error.start]:02x}") from error
+        raise UnusableEntry(f"not UTF-8 text: byte {error.start} is 0x{line[error.start]:02x}") from error
     if by == "\t":
         return text.split(by)
     try:
         return next(csv.reader([text], strict=True), [])
     except csv.Error as error:
-        raise Unusable(f"not a row of CSV: {error}") from error
+        raise UnusableEntry(f"not a row of CSV: {error}") from error
 
 
 def _token(value: Any) -> NDArray[np.uint8]:
@@ -265,5 +265,5 @@ def _vector(value_RD: NDArray[Any], side: str) -> NDArray[np.float32]:
     with np.errstate(over="ignore"):
         vector_RD = value_RD.astype(np.float32)
     if not np.isfinite(vector_RD).all():
-        raise Unusable(f"the {side} side has numbers that are not finite")
+        raise UnusableEntry(f"the {side} side has numbers that are not finite")
     return vector_RD

@@ -36,17 +36,17 @@ def masses(*, carbamidomethyl: bool = False, oxidised: bool = False) -> NDArray[
     return changed
 
 
-def parse(text: str) -> NDArray[np.int8]:
+def residue_codes(letters: str) -> NDArray[np.int8]:
     """Return the codes of a peptide's letters; whatever is none of the 20 is an error that names it."""
-    if not text:
+    if not letters:
         raise ValueError("a peptide needs at least one letter")
     try:
-        return np.array([_CODES[letter] for letter in text], np.int8)
+        return np.array([_CODES[letter] for letter in letters], np.int8)
     except KeyError as unknown:
         raise ValueError(f"{unknown.args[0]!r} is no amino acid of {LETTERS}") from None
 
 
-def text(residue_L: NDArray[np.integer]) -> str:
+def peptide_text(residue_L: NDArray[np.integer]) -> str:
     """Write codes as letters."""
     return "".join(LETTERS[code] for code in residue_L)
 

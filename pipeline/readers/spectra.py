@@ -20,17 +20,17 @@ from pipeline.readers.entry import (
     SCAN_AGAIN,
     Bytes,
     Opened,
-    Unusable,
+    UnusableEntry,
+    cannot_read,
     check_count,
     check_names,
     check_option,
     checked_file,
     checked_path,
-    named,
-    number,
-    rejection,
-    shown,
-    unreadable,
+    entry_id,
+    entry_rejection,
+    parse_number,
+    printable,
 )
 from pipeline.records import Entry, Reason, Rejection
 
@@ -51,7 +51,7 @@ SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32)
 PRECURSORS = ("PEPMASS", "PRECURSOR_MZ")
 
 
-class Column(NamedTuple):
+class SpectrumColumn(NamedTuple):
     """A dataset of an HDF5 file."""
 
     meaning: str
@@ -59,7 +59,7 @@ class Column(NamedTuple):
     needed: str = ""  # what to do where it is not there, if it must be
 
 
-class Spectrum(NamedTuple):
+class RawSpectrum(NamedTuple):
     """A spectrum as a file has it."""
 
     peak_P2: NDArray[Any]
@@ -92,7 +92,7 @@ class Spectra:
     _paths: tuple[Path, ...] = field(init=False, repr=False, compare=False)
     _keys: dict[str, str] = field(init=False, repr=False, compare=False)  # MGF headers of options
     _bytes: Opened[Bytes] = field(init=False, repr=False, compare=False, default_factory=lambda: Opened(Bytes))
-    _tables: Opened[hdf5.Table] = field(init=False, repr=False, compare=False)
+    _tables: Opened[hdf5.Hdf5Table] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._check_options()
@@ -121,20 +121,22 @@ class Spectra:
                 body = self._bytes(path).at(start, length[0])
                 return self._arrays(self._from_mgf(*mgf.divide(body)))
             return self._arrays(self._from_hdf5(self._tables(path).rows(start, start + 1)[0]))
-        except (Unusable, IndexError) as error:
+        except (UnusableEntry, IndexError) as error:
             raise DataError(
                 f"no spectrum at {list(place)}: {error}", where=str(self.path), remedy=SCAN_AGAIN
             ) from error
 
-    def _columns(self) -> tuple[Column, ...]:
+    def _columns(self) -> tuple[SpectrumColumn, ...]:
         """Return the columns of HDF5 files; those that were asked for must be there."""
         return (
-            Column("spectrum", ("spectrum",), "write m/z and intensity as 'spectrum' [N, 2, P], padded with zeros"),
-            Column("precursor_mz", ("precursor_mz",), "write the precursors' m/z as 'precursor_mz' [N]"),
-            Column("charge", ("charge",)),
-            *(Column(option, names) for option, (_, names) in KEYS.items() if option not in self._given()),
-            *(Column(option, (name,), _name_another(option)) for option, name in self._given().items()),
-            *(Column(f"target {name}", (name,), _name_another("target")) for name in self.target),
+            SpectrumColumn(
+                "spectrum", ("spectrum",), "write m/z and intensity as 'spectrum' [N, 2, P], padded with zeros"
+            ),
+            SpectrumColumn("precursor_mz", ("precursor_mz",), "write the precursors' m/z as 'precursor_mz' [N]"),
+            SpectrumColumn("charge", ("charge",)),
+            *(SpectrumColumn(option, names) for option, (_, names) in KEYS.items() if option not in self._given()),
+            *(SpectrumColumn(option, (name,), _name_another(option)) for option, name in self._given().items()),
+            *(SpectrumColumn(f"target {name}", (name,), _name_another("target")) for name in self.target),
         )
 
     def _given(self) -> dict[str, str]:
@@ -164,34 +166,36 @@ class Spectra:
         else:
             sought.check(path)
 
-    def _of_block(self, file: int, path: Path, block: mgf.Block, count: int, sought: mgf.Sought) -> Entry | Rejection:
+    def _of_block(
+        self, file: int, path: Path, block: mgf.MgfBlock, count: int, sought: mgf.Sought
+    ) -> Entry | Rejection:
         name, split, body = "", "", block.text[: block.end]
         try:
             headers, peak_P2 = mgf.divide(block.spectrum())
             sought.take(headers)
             name, split = headers.get(self._keys["id"], ""), headers.get(self._keys["split"], "")
             arrays = self._arrays(self._from_mgf(headers, peak_P2))
-        except Unusable as error:
+        except UnusableEntry as error:
             sought.take_unreadable(body)
-            name = name or mgf.header(body, self._keys["id"])
-            split = split or mgf.header(body, self._keys["split"])
-            return rejection(named(name, path, count), error, split, path, block.line)
+            name = name or mgf.header_value(body, self._keys["id"])
+            split = split or mgf.header_value(body, self._keys["split"])
+            return entry_rejection(entry_id(name, path, count), error, split, path, block.line)
         place = [file, block.offset, len(body)]
-        return Entry(named(name, path, count), place, arrays, split, f"{path.name}:{block.line}")
+        return Entry(entry_id(name, path, count), place, arrays, split, f"{path.name}:{block.line}")
 
     def _of_hdf5(self, file: int, path: Path) -> Iterator[Entry | Rejection]:
         with _table(path, self._columns()) as table:
             for at, row in table.all_rows():
-                name, split = named(hdf5.text(row, "id"), path, at), hdf5.text(row, "split").strip()
+                name, split = entry_id(hdf5.cell_text(row, "id"), path, at), hdf5.cell_text(row, "split").strip()
                 try:
                     arrays = self._arrays(self._from_hdf5(row))
                     yield Entry(name, [file, at], arrays, split, f"{path.name}:{at}")
-                except Unusable as error:
-                    yield rejection(name, error, split, path, at)
+                except UnusableEntry as error:
+                    yield entry_rejection(name, error, split, path, at)
 
-    def _from_mgf(self, headers: Mapping[str, str], peak_P2: NDArray[np.float64]) -> Spectrum:
+    def _from_mgf(self, headers: Mapping[str, str], peak_P2: NDArray[np.float64]) -> RawSpectrum:
         precursor = next((headers[key] for key in PRECURSORS if key in headers), "")
-        return Spectrum(
+        return RawSpectrum(
             peak_P2,
             precursor_mz=_number((precursor.split() or [""])[0], "the precursor's m/z"),
             charge=mgf.charge(headers.get("CHARGE", "")),
@@ -199,24 +203,24 @@ class Spectra:
             peptide=headers.get(self._keys["peptide"], ""),
         )
 
-    def _from_hdf5(self, row: Mapping[str, Any]) -> Spectrum:
+    def _from_hdf5(self, row: Mapping[str, Any]) -> RawSpectrum:
         peak_2P = row["spectrum"]
         charge = _number(row.get("charge", 0), "the charge")
         if not (abs(charge) < 1000 and charge.is_integer()):  # NaN is not less, either
-            raise Unusable(f"the charge is {charge:g}, no whole number or a large one")
-        return Spectrum(
+            raise UnusableEntry(f"the charge is {charge:g}, no whole number or a large one")
+        return RawSpectrum(
             peak_2P[:, (peak_2P != 0).any(axis=0)].T,
             precursor_mz=_number(row["precursor_mz"], "the precursor's m/z"),
             charge=int(charge),
             target=tuple(_number(row[f"target {name}"], name) for name in self.target),
-            peptide=hdf5.text(row, "peptide"),
+            peptide=hdf5.cell_text(row, "peptide"),
         )
 
-    def _arrays(self, raw: Spectrum) -> Arrays:
+    def _arrays(self, raw: RawSpectrum) -> Arrays:
         """Return what an entry has, the same from every kind of file."""
         mz_P, intensity_P = self._peaks(*raw.peak_P2.T)
         if not SMALLEST <= raw.precursor_mz <= LARGEST:
-            raise Unusable(f"the precursor's m/z is {raw.precursor_mz:g}")
+            raise UnusableEntry(f"the precursor's m/z is {raw.precursor_mz:g}")
         return {
             "peaks.mz": mz_P,
             "peaks.intensity": intensity_P,
@@ -229,21 +233,21 @@ class Spectra:
         labels: dict[str, NDArray[Any]] = {}
         for name, value in zip(self.target, target, strict=True):
             if not abs(value) <= LARGEST:
-                raise Unusable(f"{name} is {value:g}")
+                raise UnusableEntry(f"{name} is {value:g}")
             labels["target"] = np.array(target, np.float32)
         if peptide:
             try:
-                labels["peptide.residue"] = peptides.parse(peptide)
+                labels["peptide.residue"] = peptides.residue_codes(peptide)
             except ValueError as error:
-                raise Unusable(f"peptide {shown(peptide)}: {error}") from error
+                raise UnusableEntry(f"peptide {printable(peptide)}: {error}") from error
         return labels
 
     def _peaks(self, mz_P: NDArray[Any], intensity_P: NDArray[Any]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Return the peaks to keep, in order of m/z."""
         if not len(mz_P):
-            raise Unusable("no peaks")
+            raise UnusableEntry("no peaks")
         if len(mz_P) > self.most_peaks:
-            raise Unusable(f"{len(mz_P):,} peaks, most_peaks allows {self.most_peaks:,}: not centroided?")
+            raise UnusableEntry(f"{len(mz_P):,} peaks, most_peaks allows {self.most_peaks:,}: not centroided?")
         _check(mz_P, SMALLEST, "m/z")
         _check(intensity_P, 0.0, "intensity")
         mz_P, relative_P = mz_P.astype(np.float32), _relative(intensity_P)
@@ -260,7 +264,7 @@ def _files(path: Path) -> tuple[Path, ...]:
     try:
         found = sorted(path.iterdir()) if path.is_dir() else [path]
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise cannot_read(path, error) from error
     if packed := [one for one in found if one.name.lower().endswith(".mgf.gz")]:
         remedy = f"gunzip {packed[0]}"
         raise ConfigError("spectra are read at random, which gzip does not allow", where=str(packed[0]), remedy=remedy)
@@ -275,9 +279,9 @@ def _name_another(option: str) -> str:
     return f"data.options.{option} names what is there, or is left out"
 
 
-def _table(path: Path, columns: Sequence[Column]) -> hdf5.Table:
+def _table(path: Path, columns: Sequence[SpectrumColumn]) -> hdf5.Hdf5Table:
     """Open an HDF5 file of spectra."""
-    table = hdf5.Table(path)
+    table = hdf5.Hdf5Table(path)
     for column in columns:
         table.add(column.meaning, *column.names, needed=column.needed)
     spectrum = table.columns["spectrum"]
@@ -292,21 +296,23 @@ def _number(value: Any, name: str) -> float:
     """Return a header or a cell, which may be text, as a number."""
     said = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
     try:
-        return number(said) if isinstance(said, str) else float(said)
+        return parse_number(said) if isinstance(said, str) else float(said)
     except (TypeError, ValueError):
-        raise Unusable(f"{name} is no number: {shown(str(said))!r}" if str(said) else f"{name} is missing") from None
+        raise UnusableEntry(
+            f"{name} is no number: {printable(str(said))!r}" if str(said) else f"{name} is missing"
+        ) from None
 
 
 def _check(value_P: NDArray[Any], least: float, name: str) -> None:
     """Name the first peak whose value cannot be; NaN is in no bounds."""
     if not (value_P.min() >= least and value_P.max() <= LARGEST):
         first = int(np.argmin((value_P >= least) & (value_P <= LARGEST)))
-        raise Unusable(f"the {name} of peak {first + 1} is {value_P[first]:g}")
+        raise UnusableEntry(f"the {name} of peak {first + 1} is {value_P[first]:g}")
 
 
 def _relative(intensity_P: NDArray[Any]) -> NDArray[np.float32]:
     """Return intensities relative to the largest, rounded once."""
     largest = float(intensity_P.max())
     if not largest:
-        raise Unusable("no peaks: every intensity is 0")
+        raise UnusableEntry("no peaks: every intensity is 0")
     return np.asarray(intensity_P.astype(np.float64) / largest, np.float32)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from pipeline.config.load import find_config, missing_inputs, read_config
 from pipeline.encoder.checkpoints.weights import find, identify
 from pipeline.errors import ConfigError, PipelineError
-from pipeline.memory.lint.training_rules import Facts, Severity, lint
+from pipeline.memory.lint.training_rules import RunFacts, Severity, lint
 from pipeline.project.project import Project, local_machine, recipe_of, source_spec
 from pipeline.project.user_code import load_task
 from pipeline.records import Inventory, Item, Rejection
@@ -237,10 +237,10 @@ def settings_findings(loaded: LoadedConfig) -> Iterator[Finding]:
             yield finding.good("script", loaded.config.train.command)
 
 
-def facts_of(config: Config) -> Facts:
+def facts_of(config: Config) -> RunFacts:
     """Return what is known before a model is built."""
     train, resources = config.train, config.cluster.train
-    return Facts(
+    return RunFacts(
         environment=dict(os.environ),
         empty_cache_every=train.empty_cache_every,
         memory_fraction=train.memory_fraction,

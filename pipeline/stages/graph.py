@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from pipeline.errors import CacheDamaged, RecordMissing
-from pipeline.graphs.build_graph import encoded
+from pipeline.graphs.build_graph import encoded_graph
 from pipeline.records import Reason
 from pipeline.structures.atoms import Unusable
 from pipeline.structures.inventory import examine, item_key
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
     from typing import Any
 
-    from pipeline.graphs.item_graph import Recipe
+    from pipeline.graphs.item_graph import GraphRecipe
     from pipeline.records import Item
     from pipeline.store.store import Store
     from pipeline.store.writer import StoreWriter
@@ -40,7 +40,7 @@ class Maker:
 
     def __init__(
         self,
-        recipe: Recipe,
+        recipe: GraphRecipe,
         store: Store,
         writer: StoreWriter,
         is_wanted: Callable[[bytes], bool] = lambda _key: True,
@@ -72,7 +72,7 @@ class Maker:
             self.publish()
 
     def _make(self, key: bytes, read: Complex) -> Reason | None:
-        arrays, meta = encoded(read, self._recipe)
+        arrays, meta = encoded_graph(read, self._recipe)
         self._writer.put(key, arrays, meta)
         return Reason(meta["reason"]) if "reason" in meta else None
 
@@ -114,7 +114,7 @@ class Verifier:
 
 
 def graph(
-    items: Iterable[Item], structures: Structures, recipe: Recipe, store: Store, shard_bytes: int
+    items: Iterable[Item], structures: Structures, recipe: GraphRecipe, store: Store, shard_bytes: int
 ) -> Generator[Reason | None, None, None]:
     """Build what graphs are not in the store yet, and publish them, at the latest every minute."""
     files = plain_files(structures.max_file_bytes)

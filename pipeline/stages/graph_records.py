@@ -12,7 +12,7 @@ import numpy as np
 
 from pipeline.graphs import atom_graph
 from pipeline.graphs.graph_form import form
-from pipeline.graphs.item_graph import FORMAT, Graph, decode
+from pipeline.graphs.item_graph import FORMAT, ItemGraph, decode_graph
 from pipeline.graphs.judged_labels import bound_centre, contacts
 from pipeline.graphs.judged_parts import (
     atom_edges,
@@ -20,7 +20,7 @@ from pipeline.graphs.judged_parts import (
     bound,
     centred,
     cross,
-    first,
+    first_bad,
     in_file,
     listed,
     residue_edges,
@@ -32,7 +32,7 @@ from pipeline.structures.partners import joined_rows
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from pipeline.graphs.item_graph import Array, Part
+    from pipeline.graphs.item_graph import Array, PartnerGraph
     from pipeline.records import Inventory, Partner
     from pipeline.store.format.record import Record
 
@@ -48,10 +48,10 @@ def wrong(record: Record, recipe: Plain | None = None) -> Iterator[str]:
     elif of_form := list(form(record.arrays, record.meta, recipe)):
         yield from of_form  # all that follows relies on it
     else:
-        yield from _wrong(decode(record.arrays, record.meta), record.meta, recipe)
+        yield from _wrong(decode_graph(record.arrays, record.meta), record.meta, recipe)
 
 
-def _wrong(graph: Graph, meta: Mapping[str, Any], recipe: Plain | None) -> Iterator[str]:
+def _wrong(graph: ItemGraph, meta: Mapping[str, Any], recipe: Plain | None) -> Iterator[str]:
     """Yield what is wrong with a graph that has all its arrays."""
     yield from _sizes(graph, meta["sizes"])
     if not all(part.size for part in graph.parts):
@@ -77,7 +77,7 @@ def beside(record: Record, inventory: Inventory, maps: Mapping[str, Array], reci
     if inventory.reason is not None:
         yield f"there is a graph, and the inventory says {inventory.reason.value}"
         return
-    graph = decode(record.arrays, record.meta)
+    graph = decode_graph(record.arrays, record.meta)
     theirs = [partner.role for partner in inventory.partners]
     if sorted(theirs, key=atom_graph.ROLES.index) != [part.role for part in graph.parts]:
         yield f"its partners are {listed(part.role for part in graph.parts)}; the inventory has {listed(theirs)}"
@@ -94,7 +94,7 @@ def beside(record: Record, inventory: Inventory, maps: Mapping[str, Array], reci
             yield from _residues_beside(part, partner)
 
 
-def _residues_beside(part: Part, partner: Partner) -> Iterator[str]:
+def _residues_beside(part: PartnerGraph, partner: Partner) -> Iterator[str]:
     """Yield the chains that have other nodes than their inventory promises."""
     count_C = np.bincount(part.nodes["chain"], minlength=len(part.chains))
     for chain, count in zip(partner.chains, count_C.tolist(), strict=True):
@@ -103,7 +103,7 @@ def _residues_beside(part: Part, partner: Partner) -> Iterator[str]:
             yield f"{part.role.value}: {count} nodes in chain {chain.name}; the inventory has {chain.nodes}"
 
 
-def _atoms_beside(part: Part, partner: Partner, seqres_R: Array | None, recipe: Plain) -> Iterator[str]:
+def _atoms_beside(part: PartnerGraph, partner: Partner, seqres_R: Array | None, recipe: Plain) -> Iterator[str]:
     """Yield where the residues and atoms of a partner are not those of its inventory."""
     role, count_C = part.role.value, np.bincount(part.residues["chain"], minlength=len(part.chains))
     for chain, count in zip(partner.chains, count_C.tolist(), strict=True):
@@ -113,7 +113,7 @@ def _atoms_beside(part: Part, partner: Partner, seqres_R: Array | None, recipe: 
         yield f"{role}: {part.size} nodes; the inventory has {partner.atoms} atoms"
     if len(part.row_R) == partner.residues:
         unlike_R = part.row_R != joined_rows(partner, seqres_R)
-        yield from first(f"{role}.residue.row", unlike_R, part.row_R, "is not that of the inventory")
+        yield from first_bad(f"{role}.residue.row", unlike_R, part.row_R, "is not that of the inventory")
 
 
 def _refusal(record: Record) -> Iterator[str]:
@@ -126,7 +126,7 @@ def _refusal(record: Record) -> Iterator[str]:
         yield f"a reason why there is no graph, and {len(record.arrays)} arrays"
 
 
-def _sizes(graph: Graph, said: Mapping[str, int]) -> Iterator[str]:
+def _sizes(graph: ItemGraph, said: Mapping[str, int]) -> Iterator[str]:
     """Yield the sizes that are not those of the arrays."""
     counted = graph.sizes()
     for name in counted.keys() | said.keys():

@@ -15,7 +15,7 @@ import numpy as np
 from pipeline.encoder.checkpoints.weights import Weights
 from pipeline.encoder.embedding_recipe import ENCODER_VERSION, STORED
 from pipeline.encoder.tokens import BadSequence, tokenize
-from pipeline.graphs.judged_parts import first, listed
+from pipeline.graphs.judged_parts import first_bad, listed
 from pipeline.keys import recipe_key, tagged_key
 from pipeline.records import Inventory, Kind, Reason, Role
 from pipeline.structures.partners import NO_ROW, joined_rows
@@ -161,11 +161,11 @@ def _others(name: str, chains: Sequence[ChainSummary], rows_R: Array) -> Iterato
     for chain in chains:
         here_R, start = rows_R[start : start + chain.residues], start + chain.residues
         if chain.kind is Kind.OTHER:
-            yield from first(name, here_R != NO_ROW, here_R, f"in the sequence of {chain.name}, which has none")
+            yield from first_bad(name, here_R != NO_ROW, here_R, f"in the sequence of {chain.name}, which has none")
         elif chain.kind is not Kind.PROTEIN:
             bad_R = (here_R < 0) | (here_R >= len(chain.sequence))
             bad_R[1:] |= np.diff(here_R) <= 0
-            yield from first(name, bad_R, here_R, f"does not rise within chain {chain.name}")
+            yield from first_bad(name, bad_R, here_R, f"does not rise within chain {chain.name}")
 
 
 def _bound_rows(name: str, rows_R: Array, partner: Partner, bound: Partner) -> Iterator[str]:
@@ -173,11 +173,11 @@ def _bound_rows(name: str, rows_R: Array, partner: Partner, bound: Partner) -> I
     if rows_R.dtype != np.int32 or rows_R.shape != (partner.residues,):
         yield f"{name} is {rows_R.dtype} {list(rows_R.shape)}, not int32 {[partner.residues]}"
         return
-    yield from first(name, (rows_R < -1) | (rows_R >= bound.residues), rows_R, f"of {bound.residues} residues")
+    yield from first_bad(name, (rows_R < -1) | (rows_R >= bound.residues), rows_R, f"of {bound.residues} residues")
     found, count = np.unique(rows_R[rows_R >= 0], return_counts=True)
     if not len(found):
         yield f"{name}: no residue is in the bound structure"
-    yield from first(name, np.isin(rows_R, found[count > 1]), rows_R, "is the same residue as another")
+    yield from first_bad(name, np.isin(rows_R, found[count > 1]), rows_R, "is the same residue as another")
 
 
 PRECISIONS = ("fp32", "fp16", "bf16")

@@ -12,7 +12,7 @@ from scipy.spatial.distance import cdist
 from scipy.spatial.transform import Rotation
 
 from pipeline.graphs import atom_graph
-from pipeline.graphs.item_graph import Graph, Part, Recipe, decode, encode
+from pipeline.graphs.item_graph import GraphRecipe, ItemGraph, PartnerGraph, decode_graph, encode_graph
 from pipeline.records import Item, Kind, Reason, Role
 from pipeline.records import Part as ItemPart
 from pipeline.structures.atoms import Unusable
@@ -22,7 +22,7 @@ from tests.graphs.complexes import KEEP, LIMIT, complex_of, moved, shared_comple
 from tests.structures.pdb_text import atom as line
 from tests.structures.pdb_text import chain
 
-ATOM = Recipe(nodes="atom")
+ATOM = GraphRecipe(nodes="atom")
 BOTH = ItemPart(Role.COMPLEX, "")
 SOME = ["1R0R", "3H2V", "1LFD"]
 RING = 1.4 * np.array([[np.cos(turn), np.sin(turn), 0] for turn in np.arange(6) * np.pi / 3])
@@ -35,19 +35,19 @@ def benzene(shift: float = 0.0, name: str = "BNZ", number: int = 1) -> str:
     )
 
 
-def pairs(part: Part, kind: str) -> set[tuple[int, int]]:
+def pairs(part: PartnerGraph, kind: str) -> set[tuple[int, int]]:
     return set(zip(*part.edges[kind].tolist(), strict=True))
 
 
-def reason(read: Complex, recipe: Recipe = ATOM) -> Reason:
+def reason(read: Complex, recipe: GraphRecipe = ATOM) -> Reason:
     with pytest.raises(Unusable) as raised:
-        atom_graph.build(read, recipe)
+        atom_graph.build_atom_graph(read, recipe)
     assert raised.value.detail
     return raised.value.reason
 
 
 def test_the_pairs_of_a_ring_are_bonds_angles_and_across_it_dihedrals() -> None:
-    (part,) = atom_graph.build(complex_of(benzene()), ATOM).parts
+    (part,) = atom_graph.build_atom_graph(complex_of(benzene()), ATOM).parts
     assert {kind: edges.shape[1] for kind, edges in part.edges.items()} == {
         "bond": 12, "angle": 12, "dihedral": 6, "near": 0,
     }  # fmt: skip
@@ -58,20 +58,20 @@ def test_the_pairs_of_a_ring_are_bonds_angles_and_across_it_dihedrals() -> None:
 
 @pytest.mark.parametrize(("hops", "near"), [(1, 18), (2, 6), (3, 0)])
 def test_what_hops_leaves_out_is_near_where_the_radius_reaches_it(hops: int, near: int) -> None:
-    (part,) = atom_graph.build(complex_of(benzene()), replace(ATOM, hops=hops)).parts
+    (part,) = atom_graph.build_atom_graph(complex_of(benzene()), replace(ATOM, hops=hops)).parts
     assert list(part.edges) == [*["bond", "angle", "dihedral"][:hops], "near"]
     assert list(part.paths) == ["angle", "dihedral"][: hops - 1]
     assert part.edges["near"].shape[1] == near
 
 
 def test_without_a_radius_there_are_only_bonded_kinds() -> None:
-    (part,) = atom_graph.build(complex_of(benzene()), replace(ATOM, atom_radius=None)).parts
+    (part,) = atom_graph.build_atom_graph(complex_of(benzene()), replace(ATOM, atom_radius=None)).parts
     assert list(part.edges) == ["bond", "angle", "dihedral"]
 
 
 def test_nodes_say_element_name_and_residue_and_residues_what_they_are() -> None:
     lines = chain("A", "GLY", "TRP") + line("ZN", "ZN", "A", 90, xyz=(5, 5, 5), element="ZN", record="HETATM")
-    (part,) = atom_graph.build(complex_of(lines), ATOM).parts
+    (part,) = atom_graph.build_atom_graph(complex_of(lines), ATOM).parts
     names = [bytes(name).rstrip(b"\0").decode() for name in part.nodes["name"]]
     assert names == ["N", "CA", "C", "O"] * 2 + ["ZN"]
     assert part.nodes["element"].tolist() == [7, 6, 6, 8] * 2 + [30]
@@ -95,8 +95,8 @@ def test_letters_of_rna_and_dna_are_told_apart_and_an_unknown_one_is_the_last() 
 
 def test_hydrogens_are_nodes_only_when_asked_for_and_deuterium_is_hydrogen() -> None:
     lines = benzene() + line("D0", "BNZ", "A", 1, xyz=(2.48, 0, 0), element="D", record="HETATM")
-    assert atom_graph.build(complex_of(lines), ATOM).parts[0].size == 6
-    (part,) = atom_graph.build(complex_of(lines), replace(ATOM, hydrogens=True)).parts
+    assert atom_graph.build_atom_graph(complex_of(lines), ATOM).parts[0].size == 6
+    (part,) = atom_graph.build_atom_graph(complex_of(lines), replace(ATOM, hydrogens=True)).parts
     assert part.nodes["element"].tolist() == [6] * 6 + [1]
     assert (0, 6) in pairs(part, "bond")
 
@@ -106,7 +106,7 @@ SIDES = (side(Role.RECEPTOR, "A:BNZ:1"), side(Role.LIGAND, "A:BNZ:2"))
 
 def test_contacts_and_cross_edges_run_between_the_partners_by_their_own_cut_offs() -> None:
     read = complex_of(benzene() + benzene(6.0, number=2), *SIDES)
-    graph = atom_graph.build(read, replace(ATOM, contacts=3.3, cross_radius=4.0, cross_neighbours=1))
+    graph = atom_graph.build_atom_graph(read, replace(ATOM, contacts=3.3, cross_radius=4.0, cross_neighbours=1))
     assert graph.labels["contact_pairs"].tolist() == [[0, 3]]
     assert graph.labels["contact_nearest"].tolist() == pytest.approx([3.2], abs=1e-3)
     apart = cdist(RING, RING + np.array([6.0, 0, 0]))
@@ -117,7 +117,7 @@ def test_contacts_and_cross_edges_run_between_the_partners_by_their_own_cut_offs
 
 def test_without_contacts_there_are_no_labels_and_far_partners_are_fine() -> None:
     read = complex_of(benzene() + benzene(60.0, number=2), *SIDES)
-    assert not atom_graph.build(read, replace(ATOM, contacts=None)).labels
+    assert not atom_graph.build_atom_graph(read, replace(ATOM, contacts=None)).labels
     assert reason(read) is Reason.NO_CONTACTS
 
 
@@ -139,7 +139,7 @@ def test_what_has_no_graph_is_a_reason(lines: str, why: Reason) -> None:
 def test_two_atoms_at_one_place_are_named_also_when_they_are_of_two_partners() -> None:
     read = complex_of(benzene() + benzene(2.8, number=2), *SIDES)
     with pytest.raises(Unusable, match=r"C0 of BNZ 1 in chain A:BNZ:1 and C3 of BNZ 2 in chain A:BNZ:2 are 0\.00"):
-        atom_graph.build(read, ATOM)
+        atom_graph.build_atom_graph(read, ATOM)
 
 
 def test_atoms_too_far_apart_for_any_edge_are_no_graph_and_an_ion_beside_a_partner_is() -> None:
@@ -149,12 +149,14 @@ def test_atoms_too_far_apart_for_any_edge_are_no_graph_and_an_ion_beside_a_partn
     ion = line("MG", "MG", "A", 2, xyz=(0, 3, 0), record="HETATM", element="MG")
     sides = side(Role.RECEPTOR, "A:LIG"), side(Role.LIGAND, "A:MG")
     assert reason(complex_of(far + ion, *sides)) is Reason.NO_EDGES
-    graph = atom_graph.build(complex_of(benzene() + ion, side(Role.RECEPTOR, "A:BNZ"), side(Role.LIGAND, "A:MG")), ATOM)
+    graph = atom_graph.build_atom_graph(
+        complex_of(benzene() + ion, side(Role.RECEPTOR, "A:BNZ"), side(Role.LIGAND, "A:MG")), ATOM
+    )
     assert graph.parts[1].size == 1
     assert len(graph.labels["contact_pairs"]) == 6
 
 
-def same(one: Graph, other: Graph) -> None:
+def same(one: ItemGraph, other: ItemGraph) -> None:
     """Compare two graphs array by array."""
     for mine, theirs in zip(one.parts, other.parts, strict=True):
         assert (mine.role, mine.chains) == (theirs.role, theirs.chains)
@@ -174,14 +176,14 @@ def equal(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
 @pytest.mark.shared
 def test_a_graph_comes_back_from_its_record(shared_structures: Path) -> None:
     read = shared_complex(shared_structures / "varied" / "5ugo.pdb", side(Role.RECEPTOR, "A"), side(Role.LIGAND, "T"))
-    graph = atom_graph.build(read, replace(ATOM, cross_radius=6.0))
-    same(decode(*encode(graph)), graph)
+    graph = atom_graph.build_atom_graph(read, replace(ATOM, cross_radius=6.0))
+    same(decode_graph(*encode_graph(graph)), graph)
 
 
 @pytest.mark.shared
 def test_contacts_are_those_of_the_benchmark_atom_by_atom(shared_structures: Path) -> None:
     for path in sorted(shared_structures.glob("complexes/*.pdb")):
-        graph = atom_graph.build(shared_complex(path, BOTH), ATOM)
+        graph = atom_graph.build_atom_graph(shared_complex(path, BOTH), ATOM)
         pairs_P2, apart_P = graph.labels["contact_pairs"], graph.labels["contact_nearest"]
         ours = {(named(graph.parts[0], a), named(graph.parts[1], b)) for a, b in pairs_P2.tolist()}
         rows = [row.split() for row in path.with_suffix(".contacts5.txt").read_text().splitlines()]
@@ -191,7 +193,7 @@ def test_contacts_are_those_of_the_benchmark_atom_by_atom(shared_structures: Pat
         np.testing.assert_allclose(np.sort(apart_P), sorted(float(row[-1]) for row in rows), atol=1e-4)
 
 
-def named(part: Part, node: int) -> tuple[str, str, str]:
+def named(part: PartnerGraph, node: int) -> tuple[str, str, str]:
     """Return chain, number and name of an atom, as the benchmark's tables have them."""
     residue = part.nodes["residue"][node]
     number = f"{part.residues['number'][residue]}{chr(part.residues['icode'][residue]).strip()}"
@@ -203,7 +205,7 @@ def named(part: Part, node: int) -> tuple[str, str, str]:
 @pytest.mark.parametrize("name", SOME)
 def test_every_pair_within_the_radius_is_of_exactly_one_kind(shared_structures: Path, name: str) -> None:
     read = shared_complex(shared_structures / "complexes" / f"{name}.pdb", BOTH)
-    for part in atom_graph.build(read, ATOM).parts:
+    for part in atom_graph.build_atom_graph(read, ATOM).parts:
         pos_A3 = read.sides[part.role].structure.pos_A3[rows_of(read, part.role)]
         is_near = cdist(pos_A3, pos_A3) <= 5.0
         np.fill_diagonal(is_near, val=False)
@@ -226,7 +228,7 @@ def test_moving_a_complex_changes_no_edge_and_no_distance(shared_structures: Pat
     read = shared_complex(shared_structures / "complexes" / f"{name}.pdb", BOTH)
     elsewhere = moved(read, Rotation.from_rotvec([0.3, -1.1, 2.0]).as_matrix(), np.array([31.7, -88.1, 12.9]))
     recipe = replace(ATOM, cross_radius=6.0)
-    here, there = atom_graph.build(read, recipe), atom_graph.build(elsewhere, recipe)
+    here, there = atom_graph.build_atom_graph(read, recipe), atom_graph.build_atom_graph(elsewhere, recipe)
     for one, other in zip(here.parts, there.parts, strict=True):
         for kind, edges_2E in one.edges.items():
             np.testing.assert_array_equal(edges_2E, other.edges[kind])
@@ -261,7 +263,7 @@ def test_unbound_atoms_have_the_contacts_of_their_twins_in_the_bound_structure(
     shared_structures: Path, name: str
 ) -> None:
     read = unbound(shared_structures / "pairs", name)
-    graph = atom_graph.build(read, replace(ATOM, cross_radius=6.0))
+    graph = atom_graph.build_atom_graph(read, replace(ATOM, cross_radius=6.0))
     assert not graph.cross
     pairs_P2, apart_P = graph.labels["contact_pairs"], graph.labels["contact_nearest"]
     receptor, ligand = (part.nodes["bound"].astype(np.float64) for part in graph.parts)
@@ -278,7 +280,7 @@ def test_unbound_atoms_have_the_contacts_of_their_twins_in_the_bound_structure(
 @pytest.mark.shared
 def test_rna_and_its_small_molecules_are_receptor_and_ligand(shared_structures: Path) -> None:
     sides = side(Role.RECEPTOR, "A"), side(Role.LIGAND, "A:SPM")
-    graph = atom_graph.build(shared_complex(shared_structures / "varied" / "4p5j.cif", *sides), ATOM)
+    graph = atom_graph.build_atom_graph(shared_complex(shared_structures / "varied" / "4p5j.cif", *sides), ATOM)
     rna, spermine = graph.parts
     assert spermine.size == 14
     assert {kind: edges.shape[1] // 2 for kind, edges in spermine.edges.items() if kind != "near"} == {
@@ -288,4 +290,4 @@ def test_rna_and_its_small_molecules_are_receptor_and_ligand(shared_structures: 
     assert set(rna.residues["kind"]) == {atom_graph.KINDS.index(Kind.RNA), atom_graph.KINDS.index(Kind.OTHER)}
     assert (rna.row_R == -1).all()
     assert len(graph.labels["contact_pairs"]) > 20
-    same(decode(*encode(graph)), graph)
+    same(decode_graph(*encode_graph(graph)), graph)

@@ -10,7 +10,7 @@ import pytest
 from scipy.spatial import cKDTree
 
 from pipeline.graphs import atom_graph, bonds
-from pipeline.graphs.item_graph import Recipe
+from pipeline.graphs.item_graph import GraphRecipe
 from pipeline.records import Role
 from pipeline.structures.atoms import text
 from pipeline.structures.inventory import Complex
@@ -82,28 +82,28 @@ def test_the_names_of_molecular_dynamics_have_the_template_of_what_they_are() ->
     assert not bonds.bonds_of("PSU")
 
 
-def chosen_of(read: Complex, recipe: Recipe | None = None) -> atom_graph.Chosen:
-    return atom_graph._choose(Role.WHOLE, read.sides[Role.WHOLE], recipe or Recipe(nodes="atom"))
+def chosen_of(read: Complex, recipe: GraphRecipe | None = None) -> atom_graph.ChosenAtoms:
+    return atom_graph._choose(Role.WHOLE, read.sides[Role.WHOLE], recipe or GraphRecipe(nodes="atom"))
 
 
-def label(chosen: atom_graph.Chosen, index: int) -> str:
+def label(chosen: atom_graph.ChosenAtoms, index: int) -> str:
     structure, residue = chosen.side.structure, chosen.residue_R[chosen.residue_A[index]]
     name = text(structure.name_A[chosen.atom_A[index]])
     return f"{text(structure.name_R[residue])}{structure.number_R[residue]}.{name}"
 
 
-def listed(read: Complex, recipe: Recipe | None = None) -> list[str]:
+def listed(read: Complex, recipe: GraphRecipe | None = None) -> list[str]:
     """Return the bonds by name, which say nothing of chains."""
     chosen = chosen_of(read, recipe)
     return ["-".join(label(chosen, one) for one in pair) for pair in atom_graph._bonds(chosen).tolist()]
 
 
-def found(read: Complex, recipe: Recipe | None = None) -> set[str]:
+def found(read: Complex, recipe: GraphRecipe | None = None) -> set[str]:
     """Return the bonds of a single chain by name."""
     return set(listed(read, recipe))
 
 
-def by_radii(chosen: atom_graph.Chosen) -> set[tuple[int, int]]:
+def by_radii(chosen: atom_graph.ChosenAtoms) -> set[tuple[int, int]]:
     """Return all pairs within covalent radii: another way to see bonds, which knows no names."""
     pairs_B2 = np.sort(cKDTree(chosen.pos_A3).query_pairs(3.0, output_type="ndarray"), axis=1)
     radius_A = np.array([gemmi.Element(int(one)).covalent_r for one in chosen.element_A])
@@ -226,7 +226,7 @@ def test_a_hydrogen_is_bonded_to_the_nearest_heavy_atom_of_its_residue() -> None
     for name, xyz in (("HA", (1.9, -0.3, 0.9)), ("H", (-0.4, 0.9, 0.2)), ("HB1", (3.08, -0.7, -1.2))):
         lines += line(name, "ALA", "A", 1, xyz=xyz, element="H")
     lines += line("DB2", "ALA", "A", 1, xyz=(1.6, -1.8, -1.3), element="D")
-    seen = found(complex_of(lines), Recipe(nodes="atom", hydrogens=True)) - found(complex_of(lines))
+    seen = found(complex_of(lines), GraphRecipe(nodes="atom", hydrogens=True)) - found(complex_of(lines))
     assert seen == {"ALA1.N-ALA1.H", "ALA1.CA-ALA1.HA", "ALA1.CB-ALA1.HB1", "ALA1.CB-ALA1.DB2"}
 
 
@@ -281,7 +281,9 @@ def test_nucleotides_are_joined_by_phosphodiesters_within_their_strands(shared_s
 
 @pytest.mark.shared
 def test_every_hydrogen_of_a_real_rna_has_one_bond(shared_structures: Path) -> None:
-    chosen = chosen_of(shared_complex(shared_structures / "varied" / "1gid.cif"), Recipe(nodes="atom", hydrogens=True))
+    chosen = chosen_of(
+        shared_complex(shared_structures / "varied" / "1gid.cif"), GraphRecipe(nodes="atom", hydrogens=True)
+    )
     is_hydrogen_A = bonds.is_hydrogen(chosen.element_A)
     degree_A = np.bincount(atom_graph._bonds(chosen).ravel(), minlength=len(is_hydrogen_A))
     assert is_hydrogen_A.sum() > 1000

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from pipeline.graphs import residue_graph
-from pipeline.graphs.item_graph import FORMAT, ChainText, Graph, Part, Recipe, decode, encode
+from pipeline.graphs.item_graph import (
+    FORMAT,
+    ChainText,
+    GraphRecipe,
+    ItemGraph,
+    PartnerGraph,
+    decode_graph,
+    encode_graph,
+)
 from pipeline.records import Kind, Reason, Role
 from pipeline.store.cache_folder import Cache
 from pipeline.store.format import record
@@ -26,7 +34,7 @@ AB = (side(Role.RECEPTOR, "A"), side(Role.LIGAND, "B"))
 MOST_BYTES = 80_000  # a complex, k = 20; pickles of the same take 598 kB
 
 
-def assert_equal(one: Graph, other: Graph) -> None:
+def assert_equal(one: ItemGraph, other: ItemGraph) -> None:
     assert [(part.role, part.chains) for part in one.parts] == [(part.role, part.chains) for part in other.parts]
     for left, right in zip(one.parts, other.parts, strict=True):
         assert_same({"centre": left.centre_3}, {"centre": right.centre_3})
@@ -44,44 +52,49 @@ def assert_same(one: Any, other: Any) -> None:
         np.testing.assert_array_equal(array, other[name], err_msg=name)
 
 
-def stored(graph: Graph) -> Graph:
-    arrays, meta = encode(graph)
+def stored(graph: ItemGraph) -> ItemGraph:
+    arrays, meta = encode_graph(graph)
     back = record.decode(record.encode(KEY, arrays, meta).blob)
-    return decode(back.arrays, back.meta)
+    return decode_graph(back.arrays, back.meta)
 
 
 @pytest.mark.shared
 def test_every_shared_complex_survives_the_store_in_few_bytes(complexes: dict[str, Complex], tmp_path: Path) -> None:
-    graphs = [residue_graph.build(read, Recipe(cross_neighbours=5)) for read in complexes.values()]
+    graphs = [residue_graph.build_residue_graph(read, GraphRecipe(cross_neighbours=5)) for read in complexes.values()]
     store, keys = Cache(tmp_path / "cache").kind("graph"), [bytes([number]) * 16 for number in range(len(graphs))]
     with store.writer() as writer:
         for key, graph in zip(keys, graphs, strict=True):
-            writer.put(key, *encode(graph))
+            writer.put(key, *encode_graph(graph))
     for key, graph in zip(keys, graphs, strict=True):
         back = store.get(key)
-        assert_equal(decode(back.arrays, back.meta), graph)
-    sizes = [len(record.encode(KEY, *encode(residue_graph.build(read, Recipe()))).blob) for read in complexes.values()]
+        assert_equal(decode_graph(back.arrays, back.meta), graph)
+    sizes = [
+        len(record.encode(KEY, *encode_graph(residue_graph.build_residue_graph(read, GraphRecipe()))).blob)
+        for read in complexes.values()
+    ]
     assert np.mean(sizes) <= MOST_BYTES
 
 
 @pytest.mark.shared
 def test_unbound_graphs_with_bound_labels_survive_the_store(unbound: dict[str, Complex]) -> None:
     for read in unbound.values():
-        graph = residue_graph.build(read, Recipe())
+        graph = residue_graph.build_residue_graph(read, GraphRecipe())
         assert_equal(stored(graph), graph)
 
 
 def test_more_than_256_nodes_and_nodes_without_edges_survive() -> None:
-    graph = residue_graph.build(complex_of(complex_pdb(0, 300, 40).decode(), *AB), Recipe(neighbours=0, radius=4.5))
+    graph = residue_graph.build_residue_graph(
+        complex_of(complex_pdb(0, 300, 40).decode(), *AB), GraphRecipe(neighbours=0, radius=4.5)
+    )
     degrees = np.bincount(graph.parts[0].edges["near"][1], minlength=300)
     assert degrees.min() >= 0
     assert_equal(stored(graph), graph)
     edges = graph.parts[0].edges["near"]
-    lonely = Part(**{**fields_of(graph.parts[0]), "edges": {"near": edges[:, (edges != 7).all(axis=0)]}})
-    assert_equal(stored(Graph((lonely,))), Graph((lonely,)))
+    lonely = PartnerGraph(**{**fields_of(graph.parts[0]), "edges": {"near": edges[:, (edges != 7).all(axis=0)]}})
+    assert_equal(stored(ItemGraph((lonely,))), ItemGraph((lonely,)))
 
 
-def fields_of(part: Part) -> dict[str, Any]:
+def fields_of(part: PartnerGraph) -> dict[str, Any]:
     return {name: getattr(part, name) for name in ("role", "chains", "centre_3", "nodes", "residues", "paths")}
 
 
@@ -96,8 +109,8 @@ def test_any_edges_in_canonical_order_survive(size: int, pairs: Any, path: Any) 
     chains = (ChainText("A", Kind.PROTEIN, "AC"), ChainText("B", Kind.RNA, "ACGU"))
     nodes = {"pos": np.zeros((size, 4, 3), np.float32), "row": np.zeros(size, np.int32)}
     paths = {"angle": np.minimum(path, size - 1).astype(np.uint8 if size <= 256 else np.uint16)}
-    part = Part(Role.WHOLE, chains, np.zeros(3), nodes, {"near": edges, "bond": edges[:, :0]}, {}, paths)
-    back = stored(Graph((part,))).parts[0]
+    part = PartnerGraph(Role.WHOLE, chains, np.zeros(3), nodes, {"near": edges, "bond": edges[:, :0]}, {}, paths)
+    back = stored(ItemGraph((part,))).parts[0]
     for name in ("near", "bond"):
         np.testing.assert_array_equal(back.edges[name], part.edges[name])
     np.testing.assert_array_equal(back.paths["angle"], part.paths["angle"])
@@ -106,9 +119,11 @@ def test_any_edges_in_canonical_order_survive(size: int, pairs: Any, path: Any) 
 
 
 def test_another_format_is_no_graph_and_a_reason_is_that_reason() -> None:
-    arrays, meta = encode(residue_graph.build(complex_of(complex_pdb(0, 20, 20).decode(), *AB), Recipe()))
+    arrays, meta = encode_graph(
+        residue_graph.build_residue_graph(complex_of(complex_pdb(0, 20, 20).decode(), *AB), GraphRecipe())
+    )
     with pytest.raises(ValueError, match="format"):
-        decode(arrays, {**meta, "format": FORMAT + 1})
+        decode_graph(arrays, {**meta, "format": FORMAT + 1})
     with pytest.raises(Unusable) as raised:
-        decode({}, {"reason": Reason.NO_EDGES.value, "detail": "why"})
+        decode_graph({}, {"reason": Reason.NO_EDGES.value, "detail": "why"})
     assert (raised.value.reason, raised.value.detail) == (Reason.NO_EDGES, "why")

@@ -39,7 +39,7 @@ def apart(bonds: Pairs, nodes: int) -> dict[tuple[int, int], int]:
 def by_hops(bonds: Pairs, nodes: int) -> list[Pairs]:
     """Return the pairs of each kind, as atom graphs put them together."""
     found, kinds = np.empty(0, np.int64), []
-    for path in hops.paths(array(bonds), nodes, 3):
+    for path in hops.bond_paths(array(bonds), nodes, 3):
         keys = hops.without(hops.pair_keys(path, nodes), found)
         found = np.sort(np.concatenate([found, keys]))
         kinds.append(set(zip(*hops.both_ways(keys, nodes).tolist(), strict=True)))
@@ -64,7 +64,7 @@ def test_a_pair_is_of_its_shortest_path(molecule: tuple[Pairs, int]) -> None:
 def test_every_path_of_distinct_atoms_is_there_once_and_in_order(molecule: tuple[Pairs, int]) -> None:
     bonds, nodes = molecule
     both = bonds | {(right, left) for left, right in bonds}
-    for length, path in enumerate(hops.paths(array(bonds), nodes, 3), start=2):
+    for length, path in enumerate(hops.bond_paths(array(bonds), nodes, 3), start=2):
         wanted = [
             some
             for some in permutations(range(nodes), length)

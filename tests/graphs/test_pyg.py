@@ -17,7 +17,7 @@ with warnings.catch_warnings():
 
 from pipeline.errors import ConfigError
 from pipeline.graphs import atom_graph, pyg_view, residue_graph
-from pipeline.graphs.item_graph import Graph, Recipe, decode, encode
+from pipeline.graphs.item_graph import GraphRecipe, ItemGraph, decode_graph, encode_graph
 from pipeline.records import Role
 from pipeline.store.cache_folder import Cache
 from pipeline.structures.synthetic import complex_pdb
@@ -28,22 +28,22 @@ KEY = bytes(16)
 
 
 @pytest.fixture(scope="module")
-def graphs() -> list[Graph]:
-    recipe = Recipe(cross_neighbours=4)
+def graphs() -> list[ItemGraph]:
+    recipe = GraphRecipe(cross_neighbours=4)
     reads = [complex_of(complex_pdb(seed, 30 + 9 * seed, 300 - 80 * seed).decode(), *AB) for seed in range(3)]
-    return [residue_graph.build(read, recipe) for read in reads]
+    return [residue_graph.build_residue_graph(read, recipe) for read in reads]
 
 
 @pytest.fixture
-def from_cache(graphs: list[Graph], tmp_path: Path) -> Graph:
+def from_cache(graphs: list[ItemGraph], tmp_path: Path) -> ItemGraph:
     store = Cache(tmp_path).kind("graph")
     with store.writer() as writer:
-        writer.put(KEY, *encode(graphs[0]))
+        writer.put(KEY, *encode_graph(graphs[0]))
     record = store.get(KEY)
-    return decode(record.arrays, record.meta)
+    return decode_graph(record.arrays, record.meta)
 
 
-def test_a_complex_has_a_node_type_per_partner_and_its_contacts_as_edges(graphs: list[Graph]) -> None:
+def test_a_complex_has_a_node_type_per_partner_and_its_contacts_as_edges(graphs: list[ItemGraph]) -> None:
     graph = graphs[0]
     whole = pyg_view.data(graph)
     assert isinstance(whole, HeteroData)
@@ -64,9 +64,9 @@ def test_a_complex_has_a_node_type_per_partner_and_its_contacts_as_edges(graphs:
     np.testing.assert_array_equal(whole["ligand", "near", "receptor"].edge_index, graph.cross["near"])
 
 
-def test_one_partner_is_data(graphs: list[Graph]) -> None:
+def test_one_partner_is_data(graphs: list[ItemGraph]) -> None:
     part = graphs[0].parts[0]
-    for one in (pyg_view.data(part), pyg_view.data(Graph((part,)))):
+    for one in (pyg_view.data(part), pyg_view.data(ItemGraph((part,)))):
         assert isinstance(one, Data)
         assert one.validate()
         assert one.num_nodes == part.size
@@ -74,7 +74,7 @@ def test_one_partner_is_data(graphs: list[Graph]) -> None:
         assert one.type.dtype == one.row.dtype == one.chain.dtype == torch.int64  # uint8 would be taken for a mask
 
 
-def test_batches_of_several_hold_all_nodes_and_edges_and_point_within_their_own(graphs: list[Graph]) -> None:
+def test_batches_of_several_hold_all_nodes_and_edges_and_point_within_their_own(graphs: list[ItemGraph]) -> None:
     wholes = [pyg_view.data(graph) for graph in graphs]
     batch = Batch.from_data_list(wholes)
     for kind in wholes[0].edge_types:
@@ -90,7 +90,7 @@ def test_batches_of_several_hold_all_nodes_and_edges_and_point_within_their_own(
     ]
 
 
-def test_each_residue_gets_the_row_that_is_its_own(graphs: list[Graph]) -> None:
+def test_each_residue_gets_the_row_that_is_its_own(graphs: list[ItemGraph]) -> None:
     part = graphs[0].parts[1]
     rows = torch.arange(part.size * 2, dtype=torch.bfloat16).reshape(part.size, 2)
     whole = pyg_view.data(graphs[0], {Role.LIGAND: rows})
@@ -100,7 +100,9 @@ def test_each_residue_gets_the_row_that_is_its_own(graphs: list[Graph]) -> None:
         pyg_view.data(graphs[0], {Role.LIGAND: rows[:7]})
 
 
-def test_new_arrays_are_shared_and_those_of_a_record_only_if_asked(graphs: list[Graph], from_cache: Graph) -> None:
+def test_new_arrays_are_shared_and_those_of_a_record_only_if_asked(
+    graphs: list[ItemGraph], from_cache: ItemGraph
+) -> None:
     fresh = pyg_view.data(graphs[0])
     assert fresh["receptor"].pos.data_ptr() == graphs[0].parts[0].nodes["pos"].ctypes.data
     stored = from_cache.parts[0].nodes["pos"]
@@ -116,7 +118,7 @@ def test_new_arrays_are_shared_and_those_of_a_record_only_if_asked(graphs: list[
 
 def test_atom_graphs_have_residues_as_nodes_which_batches_count_through() -> None:
     lines = complex_pdb(5, 20, 20).decode()
-    graph = atom_graph.build(complex_of(lines, *AB), Recipe(nodes="atom"))
+    graph = atom_graph.build_atom_graph(complex_of(lines, *AB), GraphRecipe(nodes="atom"))
     whole = pyg_view.data(graph, {Role.RECEPTOR: torch.ones(20, 3)})
     assert whole.validate()
     part = graph.parts[0]
@@ -130,7 +132,7 @@ def test_atom_graphs_have_residues_as_nodes_which_batches_count_through() -> Non
     assert isinstance(pyg_view.data(part), HeteroData)
 
 
-def test_without_pyg_people_are_told_what_to_install(graphs: list[Graph], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pyg_people_are_told_what_to_install(graphs: list[ItemGraph], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_geometric.data", None)
     with pytest.raises(ConfigError, match=r"pip install 'pipeline\[pyg\]'"):
         pyg_view.data(graphs[0])

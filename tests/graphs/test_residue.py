@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from scipy.spatial.transform import Rotation
 
 from pipeline.graphs import residue_graph
-from pipeline.graphs.item_graph import Graph, Part, Recipe, lengths
+from pipeline.graphs.item_graph import GraphRecipe, ItemGraph, PartnerGraph, edge_lengths
 from pipeline.graphs.residue_graph import INCOMPLETE, LETTERS, MODIFIED, VIRTUAL_CB
 from pipeline.records import Item, Kind, Reason, Role
 from pipeline.records import Part as ItemPart
@@ -28,7 +28,7 @@ from tests.structures.pdb_text import residue as residue_lines
 ONLY_CA = ScanRecipe(policy=Policy(require="ca"))
 BOTH = ItemPart(Role.COMPLEX, "")
 AB = (side(Role.RECEPTOR, "A"), side(Role.LIGAND, "B"))
-NO_LABELS = Recipe(contacts=None)
+NO_LABELS = GraphRecipe(contacts=None)
 # Where the tables and the labels differ, and why: (complex, side, residue).
 NOT_A_NODE = {("3R9A", 0, "391")}  # of LYS 391 of chain A only N was observed; a node needs N, CA and C
 
@@ -46,18 +46,18 @@ def strand(name: str, residues: int, y: float = 0.0, apart: float = 3.8, resname
     )
 
 
-def refusal(read: Complex, recipe: Recipe = Recipe()) -> tuple[Reason, str]:  # noqa: B008 - it is frozen
+def refusal(read: Complex, recipe: GraphRecipe = GraphRecipe()) -> tuple[Reason, str]:  # noqa: B008 - it is frozen
     with pytest.raises(Unusable) as raised:
-        residue_graph.build(read, recipe)
+        residue_graph.build_residue_graph(read, recipe)
     return raised.value.reason, raised.value.detail
 
 
-def names(part: Part) -> list[str]:
+def names(part: PartnerGraph) -> list[str]:
     numbers, icodes = part.nodes["number"].tolist(), part.nodes["icode"].tolist()
     return [f"{number}{chr(icode).strip(chr(0) + ' ')}" for number, icode in zip(numbers, icodes, strict=True)]
 
 
-def labelled(graph: Graph) -> Counter[tuple[str, str]]:
+def labelled(graph: ItemGraph) -> Counter[tuple[str, str]]:
     receptor, ligand = map(names, graph.parts)
     pairs, atoms = graph.labels["contact_pairs"].tolist(), graph.labels["contact_atoms"].tolist()
     return Counter({(receptor[one], ligand[other]): count for (one, other), count in zip(pairs, atoms, strict=True)})
@@ -77,7 +77,7 @@ def test_contacts_at_5_angstrom_are_those_of_the_benchmarks_tables(
             if excused:
                 left_out |= excused
                 del theirs[pair]
-        graph = residue_graph.build(read, Recipe())
+        graph = residue_graph.build_residue_graph(read, GraphRecipe())
         assert labelled(graph) == theirs, name  # the pairs of residues, and the pairs of atoms of each
         nearest = min(float(row[6]) for row in rows)
         assert graph.labels["contact_nearest"].min() == pytest.approx(nearest, abs=1e-5)
@@ -86,15 +86,18 @@ def test_contacts_at_5_angstrom_are_those_of_the_benchmarks_tables(
 
 @pytest.mark.shared
 def test_moving_a_complex_changes_no_edge_no_contact_and_no_distance(complexes: dict[str, Complex]) -> None:
-    recipe = Recipe(radius=9.0, cross_neighbours=5, cross_radius=8.0)
+    recipe = GraphRecipe(radius=9.0, cross_neighbours=5, cross_radius=8.0)
     for number, (name, read) in enumerate(complexes.items()):
         rotation = Rotation.random(random_state=number).as_matrix()
         shift = np.random.default_rng(number).uniform(-300, 300, 3)
-        here, there = residue_graph.build(read, recipe), residue_graph.build(moved(read, rotation, shift), recipe)
+        here, there = (
+            residue_graph.build_residue_graph(read, recipe),
+            residue_graph.build_residue_graph(moved(read, rotation, shift), recipe),
+        )
         for one, other in zip(here.parts, there.parts, strict=True):
             np.testing.assert_array_equal(one.edges["near"], other.edges["near"], err_msg=name)
             ca, elsewhere = one.nodes["pos"][:, 1], other.nodes["pos"][:, 1]
-            apart = lengths(ca, ca, one.edges["near"]) - lengths(elsewhere, elsewhere, one.edges["near"])
+            apart = edge_lengths(ca, ca, one.edges["near"]) - edge_lengths(elsewhere, elsewhere, one.edges["near"])
             assert np.abs(apart).max() < 1e-4
             for array in ("side", "pos"):
                 turned = one.nodes[array] @ rotation.T.astype(np.float32)
@@ -110,21 +113,21 @@ def test_moving_a_complex_changes_no_edge_no_contact_and_no_distance(complexes: 
 @pytest.mark.shared
 def test_coordinates_from_the_centre_keep_the_distances_of_the_file(complexes: dict[str, Complex]) -> None:
     for read in complexes.values():
-        graph = residue_graph.build(read, NO_LABELS)
+        graph = residue_graph.build_residue_graph(read, NO_LABELS)
         for part, one in zip(graph.parts, read.sides.values(), strict=True):
             in_file = one.structure.backbone_R5[one.residues(), 1]
             exact = one.structure.pos_A3[in_file[one.structure.node_R[one.residues()]]]
             assert np.abs(part.nodes["pos"][:, 1] + part.centre_3 - exact).max() < 1e-4
             edges = part.edges["near"]
             apart = np.linalg.norm(exact[edges[0]] - exact[edges[1]], axis=1)
-            assert np.abs(lengths(part.nodes["pos"][:, 1], part.nodes["pos"][:, 1], edges) - apart).max() < 1e-4
+            assert np.abs(edge_lengths(part.nodes["pos"][:, 1], part.nodes["pos"][:, 1], edges) - apart).max() < 1e-4
 
 
 @pytest.mark.shared
 def test_side_vectors_are_those_of_a_loop_over_residues_and_atoms(complexes: dict[str, Complex]) -> None:
     main = {"N", "CA", "C", "O", "OXT"}
     for name in ("1AHW", "2OOR", "3R9A"):
-        graph = residue_graph.build(complexes[name], NO_LABELS)
+        graph = residue_graph.build_residue_graph(complexes[name], NO_LABELS)
         for part, one in zip(graph.parts, complexes[name].sides.values(), strict=True):
             structure, nodes = one.structure, iter(range(part.size))
             for number in one.residues()[structure.node_R[one.residues()]].tolist():
@@ -142,7 +145,7 @@ def test_side_vectors_are_those_of_a_loop_over_residues_and_atoms(complexes: dic
 @pytest.mark.shared
 def test_the_rows_letters_and_flags_of_real_chains_fit_their_sequences(complexes: dict[str, Complex]) -> None:
     for name, read in complexes.items():
-        for part in residue_graph.build(read, NO_LABELS).parts:
+        for part in residue_graph.build_residue_graph(read, NO_LABELS).parts:
             letters = "".join(part.texts)
             assert [letters[row] for row in part.row_R] == [LETTERS[code] for code in part.nodes["type"]], name
             glycines = part.nodes["type"] == LETTERS.index("G")
@@ -155,7 +158,9 @@ def test_the_rows_letters_and_flags_of_real_chains_fit_their_sequences(complexes
 def test_a_virtual_cb_is_where_the_real_one_of_ideal_geometry_is() -> None:
     pdb = complex_pdb(1, 40, 40)
     without = b"\n".join(line for line in pdb.split(b"\n") if line[13:15] != b"CB")
-    whole, cut = (residue_graph.build(complex_of(one.decode(), *AB), Recipe()) for one in (pdb, without))
+    whole, cut = (
+        residue_graph.build_residue_graph(complex_of(one.decode(), *AB), GraphRecipe()) for one in (pdb, without)
+    )
     for part, bare in zip(whole.parts, cut.parts, strict=True):
         np.testing.assert_allclose(part.nodes["pos"], bare.nodes["pos"], atol=3e-3)  # files have three decimals
         np.testing.assert_allclose(part.nodes["side"], bare.nodes["side"], atol=3e-3)
@@ -166,7 +171,7 @@ def test_what_a_node_is_can_be_read_from_its_arrays() -> None:
     lines = residue_lines("GLY", "A", 5) + residue_lines("LEU", "A", 6, icode="B")
     lines += residue_lines("MSE", "A", 7, ("N", "CA", "C", "O", "CB", "CG", "SE", "CE"), record="HETATM")
     lines += residue_lines("SER", "A", 8, ("N", "CA", "C", "O", "CB", "OG", "OXT")) + "TER\n" + strand("B", 3, y=30)
-    whole = residue_graph.build(complex_of(lines), NO_LABELS).parts[0]
+    whole = residue_graph.build_residue_graph(complex_of(lines), NO_LABELS).parts[0]
     assert whole.role is Role.WHOLE
     assert "".join(LETTERS[code] for code in whole.nodes["type"]) == "GLMSAAA"
     assert names(whole) == ["5", "6B", "7", "8", "1", "2", "3"]
@@ -186,7 +191,8 @@ def test_hydrogens_are_no_part_of_side_chains_or_contacts() -> None:
             near = atom("HB", "ALA", lines[at][21], int(lines[at][22:26]), xyz=(3.8, 3.0, 0.0), element="H")
             lines.insert(at, near.replace(" H\n", " D\n") if at % 2 else near)
     plain, protonated = (
-        residue_graph.build(complex_of(text, *AB), Recipe(contacts=5.0)) for text in (heavy, "".join(lines))
+        residue_graph.build_residue_graph(complex_of(text, *AB), GraphRecipe(contacts=5.0))
+        for text in (heavy, "".join(lines))
     )
     for label, array in plain.labels.items():
         np.testing.assert_array_equal(array, protonated.labels[label])
@@ -198,20 +204,20 @@ def test_contacts_are_counted_up_to_and_with_the_cutoff_wherever_the_complex_lie
     lines = residue_lines("GLY", "A", 1, ("CA",)) + residue_lines("GLY", "A", 9, ("CA",)) + "TER\n"
     lines += "".join(atom("CA", "GLY", "B", number, xyz=(3.8, 5.0 * number, 0.0)) for number in (1, 2)) + "TER\n"
     read = complex_of(lines, *AB, recipe=ONLY_CA)
-    graph = residue_graph.build(read, Recipe(contacts=5.0))
+    graph = residue_graph.build_residue_graph(read, GraphRecipe(contacts=5.0))
     assert graph.labels["contact_pairs"].tolist() == [[0, 0]]
     assert graph.labels["contact_nearest"].tolist() == [5.0]
     for seed in range(20):
         rotation, shift = Rotation.random(random_state=seed).as_matrix(), np.full(3, 77.7 * seed)
-        again = residue_graph.build(moved(read, rotation, shift), Recipe(contacts=5.0))
+        again = residue_graph.build_residue_graph(moved(read, rotation, shift), GraphRecipe(contacts=5.0))
         assert again.labels["contact_pairs"].tolist() == [[0, 0]]
-    assert refusal(read, Recipe(contacts=4.999))[0] is Reason.NO_CONTACTS
+    assert refusal(read, GraphRecipe(contacts=4.999))[0] is Reason.NO_CONTACTS
 
 
 @pytest.mark.parametrize("cutoff", [3.0, 5.0, 12.0])
 def test_contacts_are_those_of_all_pairs_of_atoms(cutoff: float) -> None:
     read = complex_of(complex_pdb(3, 90, 60).decode(), *AB)
-    graph = residue_graph.build(read, Recipe(contacts=cutoff))
+    graph = residue_graph.build_residue_graph(read, GraphRecipe(contacts=cutoff))
     (rows, atoms), (columns, others) = (
         (np.searchsorted(one.residues(), one.structure.residue_A[kept]), one.structure.pos_A3[kept])
         for one in read.sides.values()
@@ -238,14 +244,14 @@ def test_a_partner_of_one_residue_is_refused_by_name() -> None:
 
 def test_residues_that_are_all_farther_than_the_radius_are_refused_with_the_nearest_distance() -> None:
     read = complex_of(strand("A", 4, apart=9.0) + strand("B", 4, y=4), *AB)
-    reason, detail = refusal(read, Recipe(neighbours=0, radius=8.0))
+    reason, detail = refusal(read, GraphRecipe(neighbours=0, radius=8.0))
     assert reason is Reason.NO_EDGES
     assert "the receptor are nearer than 9.00 Å; graph.radius is 8.0" in detail
 
 
 def test_a_residue_alone_within_the_radius_may_stand_in_the_graph() -> None:
     lines = strand("A", 3) + residue_lines("ALA", "A", 99)
-    part = residue_graph.build(complex_of(lines), Recipe(neighbours=0, radius=8.0)).parts[0]
+    part = residue_graph.build_residue_graph(complex_of(lines), GraphRecipe(neighbours=0, radius=8.0)).parts[0]
     assert set(part.edges["near"][1].tolist()) == {0, 1, 2}
     assert part.size == 4
 
@@ -253,12 +259,18 @@ def test_a_residue_alone_within_the_radius_may_stand_in_the_graph() -> None:
 def test_nearest_and_radius_are_one_set_of_edges_each_once() -> None:
     read = complex_of(strand("A", 9))
     nearest, within, both = (
-        set(map(tuple, residue_graph.build(read, recipe).parts[0].edges["near"].T.tolist()))
-        for recipe in (Recipe(neighbours=2), Recipe(neighbours=0, radius=8.0), Recipe(neighbours=2, radius=8.0))
+        set(map(tuple, residue_graph.build_residue_graph(read, recipe).parts[0].edges["near"].T.tolist()))
+        for recipe in (
+            GraphRecipe(neighbours=2),
+            GraphRecipe(neighbours=0, radius=8.0),
+            GraphRecipe(neighbours=2, radius=8.0),
+        )
     )
     assert both == nearest | within
     assert nearest - within == set()
-    assert residue_graph.build(read, Recipe(neighbours=2, radius=8.0)).parts[0].edges["near"].shape[1] == len(both)
+    assert residue_graph.build_residue_graph(read, GraphRecipe(neighbours=2, radius=8.0)).parts[0].edges["near"].shape[
+        1
+    ] == len(both)
 
 
 def test_coincident_ca_atoms_are_refused_by_name_in_a_partner_and_between_bound_partners() -> None:
@@ -277,7 +289,7 @@ def test_partners_that_do_not_touch_are_refused_with_the_nearest_distance(far: f
     reason, detail = refusal(complex_of(strand("A", 4) + strand("B", 4, y=far), *AB))
     assert reason is Reason.NO_CONTACTS
     assert f"{np.hypot(far - 1.7, 1.2):.2f} Å apart; graph.contacts is 5" in detail
-    residue_graph.build(complex_of(strand("A", 4) + strand("B", 4, y=far), *AB), NO_LABELS)
+    residue_graph.build_residue_graph(complex_of(strand("A", 4) + strand("B", 4, y=far), *AB), NO_LABELS)
 
 
 def test_a_chain_without_ca_is_refused_by_name_beside_one_that_has_them() -> None:
@@ -291,7 +303,7 @@ def test_a_chain_without_ca_is_refused_by_name_beside_one_that_has_them() -> Non
 def test_chains_of_ca_only_are_graphs_where_the_policy_allows_and_say_what_is_missing() -> None:
     lines = "".join(residue_lines("ALA", name, number, ("CA",)) for name in "AB" for number in range(1, 5))
     lines = lines.replace("   0.000   0.000  1.00", "   0.000   4.000  1.00", 4)
-    part = residue_graph.build(complex_of(lines, *AB, recipe=ONLY_CA), Recipe()).parts[0]
+    part = residue_graph.build_residue_graph(complex_of(lines, *AB, recipe=ONLY_CA), GraphRecipe()).parts[0]
     assert np.isfinite(part.nodes["pos"][:, 1]).all()
     assert np.isnan(part.nodes["pos"][:, [0, 2, 3]]).all()
     assert np.isnan(part.nodes["side"]).all()
@@ -303,7 +315,7 @@ def test_nucleotides_are_left_out_and_a_partner_of_nothing_else_is_refused() -> 
     rna = "".join(residue_lines("A", "R", number, sugar) for number in (1, 2, 3)) + "TER\n"
     parts = (side(Role.RECEPTOR, "A", "R"), side(Role.LIGAND, "B"))
     read = complex_of(strand("A", 4) + rna + strand("B", 4, y=4), *parts)
-    receptor = residue_graph.build(read, Recipe()).parts[0]
+    receptor = residue_graph.build_residue_graph(read, GraphRecipe()).parts[0]
     assert receptor.size == 4
     assert [one.kind for one in receptor.chains] == [Kind.PROTEIN, Kind.RNA]
     assert receptor.row_R.tolist() == [0, 1, 2, 3]
@@ -331,7 +343,7 @@ def test_rows_lead_into_full_sequences_where_those_are_encoded() -> None:
 
     recipe = ScanRecipe(reading=Reading(seqres=True))
     read = complex_of(seqres + gapped("A", 0) + gapped("B", 4), *AB, recipe=recipe)
-    for part in residue_graph.build(read, Recipe()).parts:
+    for part in residue_graph.build_residue_graph(read, GraphRecipe()).parts:
         assert part.row_R.tolist() == [0, 1, 3, 4]
         assert part.texts == ("AGSAL",)
         assert "".join(LETTERS[code] for code in part.nodes["type"]) == "AGAL"
@@ -339,7 +351,7 @@ def test_rows_lead_into_full_sequences_where_those_are_encoded() -> None:
 
 def test_the_receptor_comes_first_in_whatever_order_the_sides_were_given() -> None:
     read = complex_of(strand("A", 3) + strand("B", 4, y=4), AB[1], AB[0])
-    graph = residue_graph.build(read, Recipe(cross_neighbours=1))
+    graph = residue_graph.build_residue_graph(read, GraphRecipe(cross_neighbours=1))
     assert [part.role for part in graph.parts] == [Role.RECEPTOR, Role.LIGAND]
     assert graph.cross["near"].tolist() == [[0, 1, 2], [0, 1, 2]]
     assert graph.labels["contact_pairs"].max(axis=0).tolist() == [2, 3]
@@ -353,7 +365,7 @@ def test_labels_are_not_taken_from_bound_partners_that_lie_on_each_other() -> No
     reason, detail = refusal(read)
     assert reason is Reason.COINCIDENT_ATOMS
     assert "ALA 1 of chain C and of ALA 1 of chain D" in detail
-    assert not residue_graph.build(read, NO_LABELS).labels
+    assert not residue_graph.build_residue_graph(read, NO_LABELS).labels
 
 
 def places_of_nodes(read: Complex, role: Role) -> list[int]:
@@ -367,7 +379,10 @@ def test_unbound_graphs_carry_the_contacts_and_places_of_the_bound_structures(
 ) -> None:
     assert len(unbound) >= 8
     for name, read in unbound.items():
-        graph, there = residue_graph.build(read, Recipe(cross_neighbours=3)), residue_graph.build(bound[name], Recipe())
+        graph, there = (
+            residue_graph.build_residue_graph(read, GraphRecipe(cross_neighbours=3)),
+            residue_graph.build_residue_graph(bound[name], GraphRecipe()),
+        )
         assert not graph.cross, "the partners are not in one frame"
         nodes_of_twins = []
         for part, other in zip(graph.parts, there.parts, strict=True):
@@ -395,7 +410,7 @@ def test_unbound_graphs_carry_the_contacts_and_places_of_the_bound_structures(
         assert list(found) == sorted(found)
 
 
-def contacts_of(graph: Graph) -> tuple[NDArray[np.int64], ...]:
+def contacts_of(graph: ItemGraph) -> tuple[NDArray[np.int64], ...]:
     return tuple(graph.labels[f"contact_{name}"] for name in ("pairs", "atoms", "nearest"))
 
 
@@ -412,9 +427,9 @@ def test_a_last_residue_of_hydrogens_only_changes_nothing_of_the_one_before() ->
         np.testing.assert_array_equal(array, with_it.labels[name])
 
 
-def of_lines(lines: list[str]) -> Graph:
+def of_lines(lines: list[str]) -> ItemGraph:
     parts = (ItemPart(Role.RECEPTOR, "x.pdb", ("A",)), ItemPart(Role.LIGAND, "x.pdb", ("B",)))
     file = File(("\n".join([*lines, "END"]) + "\n").encode(), "00")
     taken, read = examine(Item("x", parts=parts), {"x.pdb": file}, ScanRecipe())
     assert read is not None, taken
-    return residue_graph.build(read, Recipe())
+    return residue_graph.build_residue_graph(read, GraphRecipe())

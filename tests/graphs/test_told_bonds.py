@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.graphs import bonds as templates
-from pipeline.graphs.item_graph import Graph, Recipe, decode
+from pipeline.graphs.item_graph import GraphRecipe, ItemGraph, decode_graph
 from pipeline.keys import content_digest
 from pipeline.records import Item, Reason
 from pipeline.stages.graph import Maker, graph, open_writer
@@ -28,7 +28,7 @@ from tests.structures.parsing.molecule_text import ACETAMIDE, THEOPHYLLINE, move
 from tests.structures.pdb_text import atom as line
 
 STRUCTURES = Structures(policy=Policy(ligands="keep"))
-RECIPE = Recipe(nodes="atom", contacts=6.0)
+RECIPE = GraphRecipe(nodes="atom", contacts=6.0)
 MANIFEST = """\
 id,path,receptor_path,ligand_path,receptor_chains,ligand_chains
 sdf,,rna.pdb,l.sdf,A,
@@ -69,7 +69,7 @@ def key(item: Item) -> bytes:
     return item_key(item, STRUCTURES, digests)
 
 
-def graphs_of(data: list[Item], cache: Cache) -> Iterator[Graph]:
+def graphs_of(data: list[Item], cache: Cache) -> Iterator[ItemGraph]:
     """Scan the items, make graphs while they are in hand, and read those back."""
     shelves = Shelves(cache.kind("scan"), cache.kind("files"), 1 << 20)
     store = cache.kind("graph")
@@ -78,10 +78,10 @@ def graphs_of(data: list[Item], cache: Cache) -> Iterator[Graph]:
         assert list(scan(data, STRUCTURES, shelves, maker)) == [None] * len(data)
     for item in data:
         record = store.get(RECIPE.key(key(item)))
-        yield decode(record.arrays, record.meta)
+        yield decode_graph(record.arrays, record.meta)
 
 
-def bonds(of: Graph, part: int) -> int:
+def bonds(of: ItemGraph, part: int) -> int:
     return len(of.parts[part].edges["bond"][0]) // 2
 
 
@@ -108,7 +108,7 @@ def test_the_graph_stage_makes_the_same_and_a_second_look_finds_no_difference(da
     assert list(graph(data, STRUCTURES, RECIPE, store, 1 << 20)) == [None] * len(data)
     for item, made in zip(data, there, strict=True):
         record = store.get(RECIPE.key(key(item)))
-        assert decode(record.arrays, record.meta).sizes() == made.sizes()
+        assert decode_graph(record.arrays, record.meta).sizes() == made.sizes()
         anew = read_again(item, STRUCTURES)
         assert anew is not None
         assert anew.key == key(item)

@@ -13,7 +13,7 @@ PEPTIDE = st.text(peptides.LETTERS, min_size=2, max_size=40)
 
 
 def test_masses_are_those_that_are_published() -> None:
-    residue_L = peptides.parse("PEPTIDE")
+    residue_L = peptides.residue_codes("PEPTIDE")
     assert peptides.mass(residue_L) == pytest.approx(799.35996, abs=1e-5)
     assert peptides.b_ions(residue_L)[1] == pytest.approx(227.10263, abs=1e-5)
     assert peptides.y_ions(residue_L)[0] == pytest.approx(148.06043, abs=1e-5)
@@ -35,12 +35,12 @@ def test_every_letter_has_the_mass_of_its_atoms() -> None:
 
 @given(PEPTIDE)
 def test_letters_and_codes_are_each_other(text: str) -> None:
-    assert peptides.text(peptides.parse(text)) == text
+    assert peptides.peptide_text(peptides.residue_codes(text)) == text
 
 
 @given(PEPTIDE)
 def test_each_beginning_and_its_end_weigh_the_whole_peptide(text: str) -> None:
-    residue_L = peptides.parse(text)
+    residue_L = peptides.residue_codes(text)
     both_F = peptides.b_ions(residue_L) + peptides.y_ions(residue_L)[::-1]
     np.testing.assert_allclose(both_F, peptides.mass(residue_L) + 2 * peptides.PROTON)
 
@@ -49,7 +49,7 @@ def test_fixed_modifications_weigh_on_their_letters_alone() -> None:
     heavier = peptides.masses(carbamidomethyl=True, oxidised=True) - peptides.MASSES
     shifts = dict(zip(peptides.LETTERS, heavier.tolist(), strict=True))
     assert {letter: round(shift, 4) for letter, shift in shifts.items() if shift} == {"C": 57.0215, "M": 15.9949}
-    residue_L = peptides.parse("MC")
+    residue_L = peptides.residue_codes("MC")
     each = peptides.masses(carbamidomethyl=True)
     assert peptides.mass(residue_L, each) - peptides.mass(residue_L) == pytest.approx(57.021464)
 
@@ -59,4 +59,4 @@ def test_fixed_modifications_weigh_on_their_letters_alone() -> None:
 )
 def test_a_letter_that_is_no_amino_acid_is_named(text: str, named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        peptides.parse(text)
+        peptides.residue_codes(text)

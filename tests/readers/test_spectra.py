@@ -69,7 +69,7 @@ def test_keys_of_other_names_are_used_where_they_are_named(tmp_path: Path) -> No
     text = "BEGIN IONS\nSCANS=12\nFOLD=test\nPeptide=MK\nPRECURSOR_MZ=9\n1 1\nEND IONS"
     entry = only(read(tmp_path, text, id="scans", split="fold", peptide="PEPTIDE"))
     assert (entry.id, entry.split) == ("12", "test")
-    assert entry.arrays["peptide.residue"].tolist() == peptides.parse("MK").tolist()
+    assert entry.arrays["peptide.residue"].tolist() == peptides.residue_codes("MK").tolist()
 
 
 def test_a_spectrum_without_title_charge_and_peptide_is_told_by_its_number(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_made_spectra_are_read_as_a_plain_loop_reads_them(tmp_path: Path) -> Non
         assert (entry.id, entry.split) == (plain["TITLE"], plain["SPLIT"])
         assert entry.arrays["peaks.mz"].tolist() == plain["mz"].tolist()
         assert entry.arrays["peaks.intensity"].tolist() == plain["intensity"].tolist()
-        assert peptides.text(entry.arrays["peptide.residue"]) == plain["SEQ"]
+        assert peptides.peptide_text(entry.arrays["peptide.residue"]) == plain["SEQ"]
         assert entry.arrays["target"].tolist() == [np.float32(plain["TARGET"])]
 
 

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from pipeline.memory.lint.training_rules import Facts, lint
+from pipeline.memory.lint.training_rules import RunFacts, lint
 from pipeline.tasks.rna_ligand import RnaLigand
 from tests.command import Command
 from tests.recipes.conftest import Scanned
@@ -46,9 +46,9 @@ def test_allocated_and_reserved_are_in_the_figures_of_every_epoch(pipeline: Comm
 
 def test_the_allocators_settings_of_the_guide_are_warned_of() -> None:
     text = "expandable_segments:True,max_split_size_mb:128"
-    told = lint(Facts(environment={"PYTORCH_CUDA_ALLOC_CONF": text}))
+    told = lint(RunFacts(environment={"PYTORCH_CUDA_ALLOC_CONF": text}))
     assert {found.code for found in told} == {"split-size-of-expandable-segments"}
-    assert not lint(Facts(environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}))
+    assert not lint(RunFacts(environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}))
 
 
 def test_expandable_segments_are_a_setting() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.memory.lint.training_rules import Facts, lint
+from pipeline.memory.lint.training_rules import RunFacts, lint
 from pipeline.tasks.complex_docking import ComplexDocking
 from tests.command import Command
 from tests.recipes.conftest import Scanned
@@ -74,7 +74,7 @@ def test_8_on_each_of_3_gpus_are_24_effective(pipeline: Command, scanned: Scanne
 
 def test_fewer_gpus_keep_24_effective_or_are_warned_of() -> None:
     assert config_of(COMPLEX, "cluster.train.gpus=1").train.effective_batch == 24
-    told = lint(Facts(gpus=1, batch=8, micro_batch=8, before_gpus=3, before_batch=24, before_micro_batch=8))
+    told = lint(RunFacts(gpus=1, batch=8, micro_batch=8, before_gpus=3, before_batch=24, before_micro_batch=8))
     assert "changed-batch" in {found.code for found in told}
 
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeline.memory.footprint import MemoryChoice
-from pipeline.memory.lint.training_rules import Facts, lint
+from pipeline.memory.lint.training_rules import RunFacts, lint
 from pipeline.project.user_code import load_task
 from pipeline.protocol import Contrastive
 from pipeline.tasks.contrastive_pair import ContrastivePair
@@ -45,7 +45,7 @@ def gradients(cuts: list[list[dict[str, NDArray[np.uint8]]]]) -> dict[str, Tenso
 
 
 def test_plain_accumulation_of_in_batch_negatives_is_warned_of() -> None:
-    facts = Facts(batch=128, micro_batch=16, accumulation=8, gpus=1, in_batch_contrastive=True)
+    facts = RunFacts(batch=128, micro_batch=16, accumulation=8, gpus=1, in_batch_contrastive=True)
     (found,) = lint(facts)
     assert "15 negatives, not 127" in found.what
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.graphs import build_graph as build_module
-from pipeline.graphs.item_graph import Recipe, decode
+from pipeline.graphs.item_graph import GraphRecipe, decode_graph
 from pipeline.keys import content_digest
 from pipeline.records import Item, Part, Reason, Role
 from pipeline.stages.graph import Verifier, graph
@@ -17,7 +17,7 @@ from pipeline.structures.inventory import Recipe as Structures
 from pipeline.structures.inventory import item_key
 from pipeline.structures.synthetic import complex_pdb
 
-RECIPE, STRUCTURES = Recipe(neighbours=5), Structures()
+RECIPE, STRUCTURES = GraphRecipe(neighbours=5), Structures()
 
 
 @pytest.fixture
@@ -45,14 +45,14 @@ def test_each_item_has_its_graph_under_its_key(tmp_path: Path, store: Store) -> 
     assert build_all(items, store) == [None] * 3
     for item in items:
         record = store.get(key_of(item))
-        assert decode(record.arrays, record.meta).sizes()["nodes"] == 40
+        assert decode_graph(record.arrays, record.meta).sizes()["nodes"] == 40
 
 
 def test_what_is_there_is_not_built_again(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     items = [make_item(tmp_path, seed) for seed in range(2)]
     build_all(items[:1], store)
     built = []
-    build = build_module.build
+    build = build_module.build_graph
     monkeypatch.setattr(build_module, "build", lambda *given: built.append(1) or build(*given))
     assert build_all([*items, items[1]], store) == [None] * 3
     assert built == [1]
@@ -75,9 +75,9 @@ def test_why_there_is_no_graph_is_remembered_in_its_place(tmp_path: Path, store:
 
 def test_a_bug_costs_one_item(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     items = [make_item(tmp_path, seed) for seed in range(2)]
-    build = build_module.build
+    build = build_module.build_graph
 
-    def choke(read: object, recipe: Recipe) -> object:
+    def choke(read: object, recipe: GraphRecipe) -> object:
         if not list(store.keys()) and not choked:
             choked.append(1)
             raise ZeroDivisionError("deep inside")

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from pipeline.encoder.embedding_recipe import Cut, Variant
 from pipeline.encoder.embedding_recipe import Recipe as Encoding
-from pipeline.graphs.build_graph import encoded
-from pipeline.graphs.item_graph import Recipe
+from pipeline.graphs.build_graph import encoded_graph
+from pipeline.graphs.item_graph import GraphRecipe
 from pipeline.keys import recipe_key
 from pipeline.records import Inventory, Item, Part, Role
 from pipeline.stages.graph_records import beside, wrong
@@ -43,8 +43,8 @@ from pipeline.structures.synthetic import complex_pdb
 from pipeline.training.items.item_table import TableBuilder
 from tests.graphs.complexes import LIMIT
 
-RESIDUES = Recipe(neighbours=6, radius=8.0, cross_neighbours=3, cross_radius=9.0)
-ATOMS = Recipe(nodes="atom", cross_radius=6.0)
+RESIDUES = GraphRecipe(neighbours=6, radius=8.0, cross_neighbours=3, cross_radius=9.0)
+ATOMS = GraphRecipe(nodes="atom", cross_radius=6.0)
 DIGEST = "0123456789abcdef" * 2
 KEY = bytes(16)
 PLAIN = Structures()
@@ -73,8 +73,8 @@ def made(seed: int, structures: Structures = PLAIN, residues: tuple[int, int] = 
     return inventory, read
 
 
-def graph_of(read: Complex, recipe: Recipe) -> Record:
-    return as_read(*encoded(read, recipe))
+def graph_of(read: Complex, recipe: GraphRecipe) -> Record:
+    return as_read(*encoded_graph(read, recipe))
 
 
 def inventory_of(seed: int, structures: Structures = PLAIN) -> Record:
@@ -486,7 +486,7 @@ def test_a_scaled_embedding_is_as_far_as_a_turned_one() -> None:
     seed=st.integers(0, 10_000),
     sizes=st.tuples(st.integers(2, 60), st.integers(2, 60)),
     recipe=st.builds(
-        Recipe,
+        GraphRecipe,
         nodes=st.sampled_from(["residue", "atom"]),
         neighbours=st.integers(1, 30),
         radius=st.none() | st.floats(6, 12),
@@ -500,7 +500,7 @@ def test_a_scaled_embedding_is_as_far_as_a_turned_one() -> None:
     structures=st.builds(Structures, reading=st.builds(Reading, seqres=st.booleans())),
 )
 def test_nothing_that_is_made_by_the_real_code_is_ever_accused(
-    seed: int, sizes: tuple[int, int], recipe: Recipe, structures: Structures
+    seed: int, sizes: tuple[int, int], recipe: GraphRecipe, structures: Structures
 ) -> None:
     inventory, read = made(seed, structures, sizes)
     record, kept = graph_of(read, recipe), as_read(dict(read.maps), inventory.to_json())
@@ -513,9 +513,9 @@ def test_nothing_that_is_made_by_the_real_code_is_ever_accused(
 
 @pytest.mark.slow
 @pytest.mark.shared
-@pytest.mark.parametrize("recipe", [RESIDUES, Recipe(), ATOMS, Recipe(nodes="atom", hydrogens=True, hops=2)])
+@pytest.mark.parametrize("recipe", [RESIDUES, GraphRecipe(), ATOMS, GraphRecipe(nodes="atom", hydrogens=True, hops=2)])
 @pytest.mark.parametrize("source", ["complexes", "bound", "unbound", "varied"])
-def test_nothing_real_is_ever_accused(shared_structures: Path, source: str, recipe: Recipe) -> None:
+def test_nothing_real_is_ever_accused(shared_structures: Path, source: str, recipe: GraphRecipe) -> None:
     structures = Structures(policy=Policy(ligands="keep" if recipe.nodes == "atom" else "drop"))
     spec = {
         "complexes": SourceSpec("glob", shared_structures / "complexes", pattern=("*.pdb",)),

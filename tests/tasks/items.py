@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pipeline.graphs.build_graph import build
-from pipeline.graphs.item_graph import Graph, Recipe, encode
+from pipeline.graphs.build_graph import build_graph
+from pipeline.graphs.item_graph import GraphRecipe, ItemGraph, encode_graph
 from pipeline.keys import content_digest
 from pipeline.records import Item, Part, Role
 from pipeline.structures import inventory
@@ -23,10 +23,10 @@ DIM = 16
 LIMIT = 64 << 20
 
 
-def batch_of(graphs: Sequence[Graph], dim: int | None = DIM, ids: Sequence[str] = ()) -> batch.ItemBatch:
+def batch_of(graphs: Sequence[ItemGraph], dim: int | None = DIM, ids: Sequence[str] = ()) -> batch.ItemBatch:
     """Lay graphs out as the loader does; every residue has numbers of its own for an embedding."""
     names = list(ids) or [f"item{place}" for place in range(len(graphs))]
-    found = [ItemArrays(place, names[place], *encode(graph)) for place, graph in enumerate(graphs)]
+    found = [ItemArrays(place, names[place], *encode_graph(graph)) for place, graph in enumerate(graphs)]
     sheet = BatchBuilder(found, EmbeddingForm("float32", dim) if dim else None)
     memory = np.zeros(sheet.layout.used, np.uint8)
     sheet.write(memory)
@@ -42,22 +42,22 @@ def batch_of(graphs: Sequence[Graph], dim: int | None = DIM, ids: Sequence[str] 
     return batch.ItemBatch(torch.from_numpy(memory), layout, numbers, tuple(names), batch.BatchOrigin(0, 0, 0, 1))
 
 
-def graph_of(data: bytes, *, recipe: Recipe | None = None) -> Graph:
+def graph_of(data: bytes, *, recipe: GraphRecipe | None = None) -> ItemGraph:
     """Return the graph of a complex in PDB text."""
     item = Item("x", parts=(Part(Role.COMPLEX, "x.pdb"),))
     file = inventory.File(data, content_digest(data).hex())
     taken, read = inventory.examine(item, {"x.pdb": file}, inventory.Recipe())
     assert read is not None, taken
-    return build(read, recipe or Recipe())
+    return build_graph(read, recipe or GraphRecipe())
 
 
 @cache
-def made(seed: int, receptor: int = 60, ligand: int = 40) -> Graph:
+def made(seed: int, receptor: int = 60, ligand: int = 40) -> ItemGraph:
     """Return the graph of a made complex."""
     return graph_of(complex_pdb(seed, receptor, ligand))
 
 
 @cache
-def real(path: Path) -> Graph:
+def real(path: Path) -> ItemGraph:
     """Return the graph of a complex in a file."""
     return graph_of(read_file(path, LIMIT))

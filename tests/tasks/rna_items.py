@@ -10,27 +10,27 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.graphs.build_graph import build
-from pipeline.graphs.item_graph import Graph, Recipe
+from pipeline.graphs.build_graph import build_graph
+from pipeline.graphs.item_graph import GraphRecipe, ItemGraph
 from pipeline.records import Role
 from pipeline.structures.made_rna import pocket_pdb
 from pipeline.training.items import batch
 from tests.graphs.complexes import examined, side
 from tests.tasks import items
 
-RECIPE = Recipe(nodes="atom", cross_radius=5.0)
+RECIPE = GraphRecipe(nodes="atom", cross_radius=5.0)
 
 
 @cache
-def made(seed: int, nucleotides: int = 3, ligand_atoms: int = 6, *, recipe: Recipe = RECIPE) -> Graph:
+def made(seed: int, nucleotides: int = 3, ligand_atoms: int = 6, *, recipe: GraphRecipe = RECIPE) -> ItemGraph:
     """Return the graph of a made pocket: two strands and a ligand."""
     parts = side(Role.RECEPTOR, "A", "B"), side(Role.LIGAND, "L")
     inventory, read = examined(pocket_pdb(seed, nucleotides, ligand_atoms), *parts)
     assert read is not None, inventory
-    return build(read, recipe)
+    return build_graph(read, recipe)
 
 
-def items_of(graphs: Sequence[Graph], ids: Sequence[str] = ()) -> list[batch.ItemTensors]:
+def items_of(graphs: Sequence[ItemGraph], ids: Sequence[str] = ()) -> list[batch.ItemTensors]:
     """Lay graphs out as the loader does."""
     return items.batch_of(graphs, None, ids).items[:]
 

@@ -12,7 +12,7 @@ from scipy.spatial.transform import Rotation
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from pipeline.graphs.item_graph import Graph
+from pipeline.graphs.item_graph import ItemGraph
 from pipeline.memory.footprint import MemoryChoice, live_peak_bytes
 from pipeline.protocol import ITEMS, Example, Outputs, Weights
 from pipeline.records import Role
@@ -80,7 +80,7 @@ def test_both_partners_go_through_the_same_layers():
     ]
     labels = graph.labels | {"contact_pairs": graph.labels["contact_pairs"][:, ::-1]}
     model, heard = model_of(), []
-    for batch in (double(collated(one)) for one in (graph, Graph(tuple(parts), labels=labels))):
+    for batch in (double(collated(one)) for one in (graph, ItemGraph(tuple(parts), labels=labels))):
         edge_ED = model.geometry(batch.pos_NA3, batch.from_E, batch.to_E)
         heard.append(model.layers[0](torch.ones(100, 16, dtype=torch.float64), edge_ED, batch))
     assert heard[0].std(0).max() > 1e-3

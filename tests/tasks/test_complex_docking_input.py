@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipeline.errors import ConfigError
-from pipeline.graphs.item_graph import Graph, Recipe
+from pipeline.graphs.item_graph import GraphRecipe, ItemGraph
 from pipeline.records import Role
 from pipeline.runs.dataset.loading import open_loader
 from pipeline.structures.synthetic import complex_pdb
@@ -65,12 +65,12 @@ def test_a_graph_without_contacts_is_refused_as_nothing_shows_one_frame():
 def test_what_stands_alone_is_refused_by_name():
     part = replace(made(0).parts[0], role=Role.WHOLE)
     with pytest.raises(ConfigError, match="docking is of two partners, and lonely has one"):
-        collated(Graph((part,)), ids=["lonely"])
+        collated(ItemGraph((part,)), ids=["lonely"])
 
 
 def test_atom_graphs_are_refused():
     with pytest.raises(ConfigError, match="reads residue graphs"):
-        collated(graph_of(complex_pdb(0, 30, 20), recipe=Recipe(nodes="atom")))
+        collated(graph_of(complex_pdb(0, 30, 20), recipe=GraphRecipe(nodes="atom")))
 
 
 def test_embeddings_of_another_width_are_refused_unless_none_are_wanted():

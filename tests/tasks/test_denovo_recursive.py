@@ -41,7 +41,7 @@ WHOLE, CHUNKED = {"render_reach": 0.0}, {"render_reach": 0.0, "render_chunk": 30
 
 def values_of(sequence, *, charge=2, extra=0):
     """Return what a reader gives of a peptide's b and y ions, and of some peaks that are noise."""
-    residue = peptides.parse(sequence)
+    residue = peptides.residue_codes(sequence)
     rng = np.random.default_rng(len(sequence))
     mz = np.concatenate([peptides.b_ions(residue), peptides.y_ions(residue), rng.uniform(50, 900, extra)])
     intensity = np.concatenate([np.full(2 * len(sequence) - 2, 0.8), rng.uniform(0.1, 0.3, extra)])
@@ -154,7 +154,7 @@ def test_the_highest_peaks_are_read_in_their_order():
 
 
 def test_fragments_are_those_of_the_peptide():
-    residue = peptides.parse("PEPTIDE")
+    residue = peptides.residue_codes("PEPTIDE")
     mass_BR = torch.zeros(2, 9, dtype=torch.float64)
     mass_BR[0, :7] = torch.from_numpy(peptides.MASSES[residue])
     found = fragments(mass_BR, torch.tensor([7, 0]))
@@ -323,7 +323,7 @@ def outcome(sequence, truth, longest=12):
     """Return outputs of an item as they would be for these two peptides."""
     rows = np.full((2, longest), -1, np.int8)
     for row, text in zip(rows, (sequence, truth), strict=True):
-        row[: len(text)] = peptides.parse(text) if text else []
+        row[: len(text)] = peptides.residue_codes(text) if text else []
     return {"residue": [rows[0]], "residue_label": [rows[1]]}
 
 
@@ -357,7 +357,7 @@ def test_nothing_is_said_behind_the_end():
     assert found["residue"][0].tolist() == [3, 3] + 14 * [-1]
     assert found["residue"][1].tolist() == 16 * [3]  # no end was found
     assert not found["confidence"][0][2:].any()
-    assert found["residue_label"][1].tolist() == [*peptides.parse("WYFR"), -1, -1, -1, -1]
+    assert found["residue_label"][1].tolist() == [*peptides.residue_codes("WYFR"), -1, -1, -1, -1]
 
 
 # ---- bad input ----

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipeline.errors import ConfigError
-from pipeline.graphs.item_graph import Graph, Recipe
+from pipeline.graphs.item_graph import GraphRecipe, ItemGraph
 from pipeline.memory.footprint import MemoryChoice, live_peak_bytes
 from pipeline.protocol import ITEMS, Example, Outputs, Weights
 from pipeline.records import Role
@@ -159,7 +159,7 @@ def test_moving_one_residue_changes_its_own_partner_and_what_is_paired_with_it()
 def test_the_other_partner_is_seen():
     model = model_of()
     graph, other = made(0), made(1)
-    swapped = Graph((graph.parts[0], other.parts[1]))
+    swapped = ItemGraph((graph.parts[0], other.parts[1]))
     residues, others = (model(double(collated(one)))[0][:60] for one in (graph, swapped))
     assert (residues - others).abs().max() > 1e-6
 
@@ -294,7 +294,7 @@ def test_residues_that_the_bound_structure_lacks_are_not_known():
 
 def test_what_stands_alone_has_residues_and_no_pairs():
     part = replace(made(0).parts[0], role=Role.WHOLE)
-    found = outputs_of(SMALL, model_of(dtype=torch.float32), collated(Graph((part,))))
+    found = outputs_of(SMALL, model_of(dtype=torch.float32), collated(ItemGraph((part,))))
     assert found["receptor_interface"][0].shape == (60,)
     assert found["ligand_interface"][0].shape == (0,)
     assert found["contacts"][0].shape == (60, 0)
@@ -365,7 +365,7 @@ def test_a_data_set_without_embeddings_is_refused_unless_none_are_wanted():
 
 
 def test_atom_graphs_are_refused():
-    graph = graph_of(complex_pdb(0, 30, 20), recipe=Recipe(nodes="atom"))
+    graph = graph_of(complex_pdb(0, 30, 20), recipe=GraphRecipe(nodes="atom"))
     with pytest.raises(ConfigError, match="reads residue graphs"):
         collated(graph)
 

@@ -11,7 +11,7 @@ from scipy.spatial.transform import Rotation
 from torch.utils._pytree import tree_leaves
 
 from pipeline.errors import ConfigError
-from pipeline.graphs.build_graph import build
+from pipeline.graphs.build_graph import build_graph
 from pipeline.protocol import ITEMS, Example, Outputs
 from pipeline.records import Role
 from pipeline.runs.model.task_contract import breaches
@@ -130,7 +130,7 @@ def test_in_single_precision_it_is_turned_without_harm(shared_structures):
     away = moved(read, Rotation.random(random_state=2).as_matrix(), np.array([30.0, -20.0, 10.0]))
     model = model_of()
     with torch.no_grad():
-        here, there = (model(collated(build(one, RECIPE))) for one in (read, away))
+        here, there = (model(collated(build_graph(one, RECIPE))) for one in (read, away))
     assert torch.allclose(here, there, rtol=0, atol=1e-4)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.graphs.item_graph import Recipe
+from pipeline.graphs.item_graph import GraphRecipe
 from pipeline.structures.synthetic import complex_pdb
 from pipeline.tasks.rna_ligand import RnaLigand
 from tests.tasks.items import graph_of
@@ -168,7 +168,7 @@ def test_options_that_make_no_sense_are_refused(options):
 
 def test_residue_graphs_are_refused():
     with pytest.raises(ConfigError, match="reads atom graphs") as caught:
-        collated(graph_of(complex_pdb(0, 30, 20), recipe=Recipe()))
+        collated(graph_of(complex_pdb(0, 30, 20), recipe=GraphRecipe()))
     assert caught.value.remedy == "--set graph.nodes=atom"
 
 

@@ -44,7 +44,7 @@ class Unmeasurable(Exception):
     """A rung cannot answer; its text says why."""
 
 
-class Ladder:
+class OracleLadder:
     """Asks the highest rung that can answer; one that has failed is not asked again.
 
     What was answered before a rung failed stays true of it: ask again what is to be compared.

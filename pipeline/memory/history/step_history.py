@@ -82,7 +82,7 @@ class _Filing:
         """Nothing is left to do."""
 
 
-class Peaks:
+class PeakHistory:
     """What is remembered in one folder, as this version of torch needs it."""
 
     def __init__(self, folder: Path, torch: str | None = None) -> None:
@@ -130,7 +130,7 @@ def ratios(peaks: Sequence[Peak]) -> tuple[float, ...]:
     return tuple(peak.ratio * (DIED_GROWTH if peak.died else 1.0) for peak in telling)
 
 
-def ratios_of_all(peaks: Peaks, model: str, cards: Sequence[str]) -> tuple[float, ...]:
+def ratios_of_all(peaks: PeakHistory, model: str, cards: Sequence[str]) -> tuple[float, ...]:
     """Return the ratios for a plan that holds on several cards: () while one of them was never measured."""
     each = [peaks.ratios(model, card) for card in cards]
     return tuple(ratio for one in each for ratio in one) if all(each) else ()

@@ -49,7 +49,7 @@ STEP_BYTES = 64 * _MIB
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class SuggestionBounds:
     """How far the past may move what was planned, and how its tasks are called."""
 
     whose: str = ""
@@ -79,7 +79,7 @@ def planned(planned_bytes: int) -> Suggestion:
     return Suggestion(_request(planned_bytes), "no task of this recipe was measured here: planned", 0)
 
 
-def suggest(past: Iterable[Past], bounds: Bounds, *, size: int, planned_bytes: int) -> Suggestion | None:
+def suggest(past: Iterable[Past], bounds: SuggestionBounds, *, size: int, planned_bytes: int) -> Suggestion | None:
     """Return what to ask for, or None where the past says nothing."""
     telling = [task for task in past if task.told_bytes]
     if not telling:
@@ -128,7 +128,7 @@ def _enough(pool: Iterable[Past], size: int) -> bool:
     return sum(not task.size or 2 * task.size >= size for task in sound) >= ENOUGH
 
 
-def _need(pool: Sequence[Past], bounds: Bounds, size: int) -> _Need:
+def _need(pool: Sequence[Past], bounds: SuggestionBounds, size: int) -> _Need:
     """Return the larger of what the living needed and what the dead must get."""
     living = [task for task in pool if task.lived]
     open_deaths = [task for task in pool if task.killed and not _settled(task, living)]
@@ -152,7 +152,7 @@ def _outlives(task: Past, death: Past) -> bool:
     return task.at > death.at and task.size >= death.size > 0
 
 
-def _from_peaks(known: Sequence[Past], bounds: Bounds, size: int) -> _Need:
+def _from_peaks(known: Sequence[Past], bounds: SuggestionBounds, size: int) -> _Need:
     needs = sorted(_scaled(task, size) for task in known)
     at_percentile = needs[ceil(len(needs) * PERCENTILE / 100) - 1]
     tasks = f"{_counted(_tasks(known))}{bounds.whose}"
@@ -160,7 +160,7 @@ def _from_peaks(known: Sequence[Past], bounds: Bounds, size: int) -> _Need:
     return _Need(at_percentile * (100 + MARGIN_PERCENT) // 100, why)
 
 
-def _from_deaths(deaths: Sequence[Past], bounds: Bounds) -> _Need:
+def _from_deaths(deaths: Sequence[Past], bounds: SuggestionBounds) -> _Need:
     limit = max(death.told_bytes for death in deaths)
     upto = "" if all(death.told_bytes == limit for death in deaths) else "up to "
     why = f"{_counted(_tasks(deaths))}{bounds.whose} died at {upto}{_words(limit)}: at least {GROWTH:g} times that"
@@ -196,10 +196,10 @@ __all__ = ["Measured", "Profiles", "Suggestion"]
 
 _LOOKED_AT = 5 * NEWEST  # among which those of about the right size are picked
 _BOUNDS = {
-    Source.RECIPE_HERE: Bounds(),
-    Source.RECIPE_ELSEWHERE: Bounds(" on other clusters", trusted=False),
-    Source.STAGE_HERE: Bounds(" of other recipes", trusted=False, at_most=2),
-    Source.STAGE_ELSEWHERE: Bounds(" of other recipes on other clusters", trusted=False, at_most=2),
+    Source.RECIPE_HERE: SuggestionBounds(),
+    Source.RECIPE_ELSEWHERE: SuggestionBounds(" on other clusters", trusted=False),
+    Source.STAGE_HERE: SuggestionBounds(" of other recipes", trusted=False, at_most=2),
+    Source.STAGE_ELSEWHERE: SuggestionBounds(" of other recipes on other clusters", trusted=False, at_most=2),
 }
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from pipeline.memory.lint.lint_facts import VARIABLES, Rule, Severity, allocator_options, number
+from pipeline.memory.lint.lint_facts import VARIABLES, LintRule, Severity, allocator_options, leading_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pipeline.memory.lint.lint_facts import Facts
+    from pipeline.memory.lint.lint_facts import RunFacts
 
 MIB = 1 << 20
 NCCL_BUFFER_BYTES = 4 * MIB  # the default
@@ -22,99 +22,99 @@ _VARIABLES_DOCS = f"{_DOCS}/cuda_environment_variables.html"
 _NCCL_DOCS = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"
 
 
-def _divisions(facts: Facts) -> list[int]:
+def _divisions(facts: RunFacts) -> list[int]:
     value = facts.allocator.get("roundup_power2_divisions", "")
     return [int(one) for one in re.findall(r"(?:^|:)(\d+)", value)]
 
 
-def _expandable(facts: Facts) -> bool:
+def _expandable(facts: RunFacts) -> bool:
     return facts.allocator.get("expandable_segments") == "True"
 
 
-def _both_variables(facts: Facts) -> str:
+def _both_variables(facts: RunFacts) -> str:
     found = [name for name in VARIABLES if name in facts.environment]
     return f"{' and '.join(found)} are set" if len(found) > 1 else ""
 
 
-def _malformed(facts: Facts) -> str:
+def _malformed(facts: RunFacts) -> str:
     faults = [
         f"{name}: {fault}" for name in VARIABLES for fault in allocator_options(facts.environment.get(name, ""))[1]
     ]
     return "; ".join(faults)
 
 
-def _split_of_expandable(facts: Facts) -> str:
+def _split_of_expandable(facts: RunFacts) -> str:
     size = facts.allocator.get("max_split_size_mb")
     return f"expandable_segments:True with max_split_size_mb:{size}" if size and _expandable(facts) else ""
 
 
-def _collected_expandable(facts: Facts) -> str:
+def _collected_expandable(facts: RunFacts) -> str:
     collects = "garbage_collection_threshold" in facts.allocator and _expandable(facts)
     return "expandable_segments:True with garbage_collection_threshold" if collects else ""
 
 
-def _idle_collector(facts: Facts) -> str:
+def _idle_collector(facts: RunFacts) -> str:
     fraction = facts.memory_fraction is not None or "per_process_memory_fraction" in facts.allocator
     idle = "garbage_collection_threshold" in facts.allocator and not fraction and not _expandable(facts)
     return "garbage_collection_threshold without a memory fraction" if idle else ""
 
 
-def _split_size(facts: Facts) -> str:
+def _split_size(facts: RunFacts) -> str:
     size = facts.allocator.get("max_split_size_mb")
     return f"max_split_size_mb:{size}" if size and not _expandable(facts) else ""
 
 
-def _rounded_up(facts: Facts) -> str:
+def _rounded_up(facts: RunFacts) -> str:
     coarse = [one for one in _divisions(facts) if one > 1 and 1 + 1 / one >= WASTEFUL]
     return f"roundup_power2_divisions of {min(coarse)}: blocks are up to 1/{min(coarse)} too large" if coarse else ""
 
 
-def _rounded_by_one(facts: Facts) -> str:
+def _rounded_by_one(facts: RunFacts) -> str:
     return "roundup_power2_divisions of 1" if 1 in _divisions(facts) else ""
 
 
-def _async_backend(facts: Facts) -> str:
+def _async_backend(facts: RunFacts) -> str:
     ignored = sorted(_NATIVE_ONLY & facts.allocator.keys())
     asked = facts.allocator.get("backend") == "cudaMallocAsync"
     return f"backend:cudaMallocAsync with {', '.join(ignored)}" if asked and ignored else ""
 
 
-def _uncached(facts: Facts) -> str:
+def _uncached(facts: RunFacts) -> str:
     name = "PYTORCH_NO_CUDA_MEMORY_CACHING"
     return f"{name}={facts.environment[name]}" if name in facts.environment else ""
 
 
-def _is_on(name: str, *values: str) -> Callable[[Facts], str]:
-    def found(facts: Facts) -> str:
+def _is_on(name: str, *values: str) -> Callable[[RunFacts], str]:
+    def found(facts: RunFacts) -> str:
         value = facts.environment.get(name, "")
         return f"{name}={value}" if value in values else ""
 
     return found
 
 
-def _emptied(facts: Facts) -> str:
+def _emptied(facts: RunFacts) -> str:
     every = facts.empty_cache_every
     return f"empty_cache() after every {f'{every} micro-batches' if every > 1 else 'micro-batch'}" if every else ""
 
 
-def _fraction(facts: Facts) -> str:
-    told = number(facts.allocator.get("per_process_memory_fraction", ""))
+def _fraction(facts: RunFacts) -> str:
+    told = leading_number(facts.allocator.get("per_process_memory_fraction", ""))
     fraction = told if facts.memory_fraction is None else facts.memory_fraction
     return f"a memory fraction of {fraction:g}" if fraction is not None and fraction < 1 else ""
 
 
-def hoped(name: str, what: str) -> Callable[[Facts], str]:
+def hoped(name: str, what: str) -> Callable[[RunFacts], str]:
     """Return who finds a setting that was made to save GPU memory."""
     return lambda facts: f"{what} to save GPU memory" if name in facts.to_save_gpu_memory else ""
 
 
-def _large_buffers(facts: Facts) -> str:
-    size = number(facts.environment.get("NCCL_BUFFSIZE", "")) or 0
+def _large_buffers(facts: RunFacts) -> str:
+    size = leading_number(facts.environment.get("NCCL_BUFFSIZE", "")) or 0
     return f"NCCL_BUFFSIZE={size:.0f}" if size > NCCL_BUFFER_BYTES else ""
 
 
 ALLOCATOR_RULES = (
-    Rule(
+    LintRule(
         "allocator-malformed",
         Severity.ERROR,
         _malformed,
@@ -122,7 +122,7 @@ ALLOCATOR_RULES = (
         "write option:value,option:value as the page shows",
         _ALLOCATOR_DOCS,
     ),
-    Rule(
+    LintRule(
         "split-size-of-expandable-segments",
         Severity.WARNING,
         _split_of_expandable,
@@ -131,7 +131,7 @@ ALLOCATOR_RULES = (
         "keep expandable_segments:True alone",
         f"{_PYTORCH}/issues/123548 and {_PYTORCH}/pull/193400",
     ),
-    Rule(
+    LintRule(
         "allocator-variables",
         Severity.WARNING,
         _both_variables,
@@ -140,7 +140,7 @@ ALLOCATOR_RULES = (
         "set one of them, and unset the other",
         _ALLOCATOR_DOCS,
     ),
-    Rule(
+    LintRule(
         "collector-of-expandable-segments",
         Severity.INFO,
         _collected_expandable,
@@ -148,7 +148,7 @@ ALLOCATOR_RULES = (
         "leave garbage_collection_threshold out",
         f"{_PYTORCH}/pull/134338",
     ),
-    Rule(
+    LintRule(
         "idle-collector",
         Severity.INFO,
         _idle_collector,
@@ -156,7 +156,7 @@ ALLOCATOR_RULES = (
         "leave it out; expandable_segments:True is what helps against fragmentation",
         f"{_PYTORCH}/blob/v2.13.0/c10/cuda/CUDACachingAllocator.cpp",
     ),
-    Rule(
+    LintRule(
         "split-size",
         Severity.INFO,
         _split_size,
@@ -165,7 +165,7 @@ ALLOCATOR_RULES = (
         "try expandable_segments:True in its place",
         f"{_PYTORCH}/pull/113481",
     ),
-    Rule(
+    LintRule(
         "coarse-rounding",
         Severity.INFO,
         _rounded_up,
@@ -173,7 +173,7 @@ ALLOCATOR_RULES = (
         "8 divisions or more, or expandable_segments:True in its place",
         _ALLOCATOR_DOCS,
     ),
-    Rule(
+    LintRule(
         "rounding-by-one",
         Severity.INFO,
         _rounded_by_one,
@@ -181,7 +181,7 @@ ALLOCATOR_RULES = (
         "leave it out, or take 2 and more",
         f"{_PYTORCH}/issues/161139",
     ),
-    Rule(
+    LintRule(
         "async-backend",
         Severity.WARNING,
         _async_backend,
@@ -189,7 +189,7 @@ ALLOCATOR_RULES = (
         "leave backend out",
         _ALLOCATOR_DOCS,
     ),
-    Rule(
+    LintRule(
         "no-cache",
         Severity.WARNING,
         _uncached,
@@ -197,7 +197,7 @@ ALLOCATOR_RULES = (
         "unset PYTORCH_NO_CUDA_MEMORY_CACHING: it is for memory checkers",
         _VARIABLES_DOCS,
     ),
-    Rule(
+    LintRule(
         "launch-blocking",
         Severity.WARNING,
         _is_on("CUDA_LAUNCH_BLOCKING", "1"),
@@ -205,7 +205,7 @@ ALLOCATOR_RULES = (
         "unset CUDA_LAUNCH_BLOCKING",
         "https://discuss.pytorch.org/t/cuda-launch-blocking-1-reduces-the-training-speed/160924",
     ),
-    Rule(
+    LintRule(
         "eager-modules",
         Severity.WARNING,
         _is_on("CUDA_MODULE_LOADING", "EAGER"),
@@ -213,7 +213,7 @@ ALLOCATOR_RULES = (
         "unset CUDA_MODULE_LOADING",
         f"{_PYTORCH}/issues/107667",
     ),
-    Rule(
+    LintRule(
         "empty-cache",
         Severity.WARNING,
         _emptied,
@@ -222,7 +222,7 @@ ALLOCATOR_RULES = (
         "leave it out; where memory is fragmented, expandable_segments:True",
         f"{_DOCS}/notes/cuda.html#memory-management and https://github.com/huggingface/transformers/issues/31372",
     ),
-    Rule(
+    LintRule(
         "memory-fraction",
         Severity.WARNING,
         _fraction,
@@ -230,7 +230,7 @@ ALLOCATOR_RULES = (
         "leave it out unless others use the card too",
         f"{_DOCS}/generated/torch.cuda.memory.set_per_process_memory_fraction.html",
     ),
-    Rule(
+    LintRule(
         "reset-peak",
         Severity.INFO,
         hoped("reset_peak_memory_stats", "reset_peak_memory_stats()"),
@@ -238,7 +238,7 @@ ALLOCATOR_RULES = (
         "keep it for measuring",
         f"{_DOCS}/generated/torch.cuda.memory.reset_peak_memory_stats.html",
     ),
-    Rule(
+    LintRule(
         "record-streams",
         Severity.WARNING,
         _is_on("TORCH_NCCL_AVOID_RECORD_STREAMS", "0", "false", "False"),
@@ -246,7 +246,7 @@ ALLOCATOR_RULES = (
         "unset TORCH_NCCL_AVOID_RECORD_STREAMS: not to record is the default",
         f"{_PYTORCH}/issues/147168",
     ),
-    Rule(
+    LintRule(
         "communication-buffers",
         Severity.WARNING,
         _large_buffers,
@@ -254,7 +254,7 @@ ALLOCATOR_RULES = (
         "unset NCCL_BUFFSIZE",
         f"{_NCCL_DOCS}#nccl-buffsize",
     ),
-    Rule(
+    LintRule(
         "no-peer-to-peer",
         Severity.INFO,
         _is_on("NCCL_P2P_DISABLE", "1"),

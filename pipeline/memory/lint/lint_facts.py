@@ -20,7 +20,7 @@ class Severity(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class LintFinding:
     """What is wrong with a setting."""
 
     code: str
@@ -32,7 +32,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class RunFacts:
     """What is known of a run."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -84,12 +84,12 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class LintRule:
     """What is looked for: `found` returns what it saw, or nothing."""
 
     code: str
     severity: Severity
-    found: Callable[[Facts], str]
+    found: Callable[[RunFacts], str]
     why: str
     remedy: str
     source: str
@@ -138,15 +138,15 @@ def _value_faults(options: Mapping[str, str]) -> list[str]:
     faults = [
         f"{name} is True or False" for name in _SWITCHES & options.keys() if options[name] not in ("True", "False")
     ]
-    faults += [f"{name} is a number" for name in _MEGABYTES & options.keys() if number(options[name]) is None]
-    sizes = {name: size for name in _MEGABYTES if (size := number(options.get(name, ""))) is not None}
+    faults += [f"{name} is a number" for name in _MEGABYTES & options.keys() if leading_number(options[name]) is None]
+    sizes = {name: size for name in _MEGABYTES if (size := leading_number(options.get(name, ""))) is not None}
     large = sizes.get("large_segment_size_mb", LARGE_SEGMENT_MB)
     least = {"max_split_size_mb": large, "max_non_split_rounding_mb": LARGE_SEGMENT_MB}
     faults += [f"{name} is {most:g} at least" for name, most in least.items() if 0 <= sizes.get(name, most) < most]
     if large <= _SMALLEST_SEGMENT_MB:
         faults.append(f"large_segment_size_mb is more than {_SMALLEST_SEGMENT_MB}")
     threshold = options.get("garbage_collection_threshold")
-    if threshold is not None and not 0 < (number(threshold) or 0.0) < 1:
+    if threshold is not None and not 0 < (leading_number(threshold) or 0.0) < 1:
         faults.append("garbage_collection_threshold is between 0 and 1")
     if options.get("backend", "native") not in ("native", "cudaMallocAsync"):
         faults.append("backend is native or cudaMallocAsync")
@@ -157,17 +157,17 @@ def _division_faults(value: str | None) -> list[str]:
     if value is None:
         return []
     listed = value.startswith("[")
-    numbers = [number(one) for one in re.split(r"[\[\]:,]", value) if one and one != ">"]
+    numbers = [leading_number(one) for one in re.split(r"[\[\]:,]", value) if one and one != ">"]
     good = all(one is not None and _is_power_of_two(one, zero=listed) for one in numbers)
     return [] if good else ["roundup_power2_divisions are powers of two"]
 
 
-def _is_power_of_two(number: float, *, zero: bool) -> bool:
-    whole = int(number)
+def _is_power_of_two(value: float, *, zero: bool) -> bool:
+    whole = int(value)
     return zero if whole == 0 else whole & (whole - 1) == 0
 
 
-def number(text: str) -> float | None:
+def leading_number(text: str) -> float | None:
     """Return the number that a text begins with."""
     found = re.match(r"[+-]?(\d+\.?\d*|\.\d+)", text)
     return float(found[0]) if found else None

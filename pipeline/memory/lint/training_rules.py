@@ -7,7 +7,7 @@ import re
 from pipeline.memory.hardware.host_memory import pinned_bytes
 from pipeline.memory.lint import allocator_rules
 from pipeline.memory.lint.allocator_rules import hoped
-from pipeline.memory.lint.lint_facts import Facts, Finding, Rule, Severity, allocator_options, number
+from pipeline.memory.lint.lint_facts import LintFinding, LintRule, RunFacts, Severity, allocator_options, leading_number
 
 MIB = 1 << 20
 WORTH_SAYING = 0.02  # of a card's memory
@@ -18,19 +18,19 @@ _DOCS, _PYTORCH = "https://docs.pytorch.org/docs/stable", "https://github.com/py
 _VARIABLES_DOCS = f"{_DOCS}/cuda_environment_variables.html"
 
 
-def _read_ahead(facts: Facts) -> str:
+def _read_ahead(facts: RunFacts) -> str:
     ahead = (facts.num_workers or 0) * (facts.prefetch or 2)
     if not facts.batch_bytes or ahead * facts.batch_bytes <= MUCH_READ_AHEAD_BYTES:
         return ""
     return f"{ahead} batches are read ahead: {ahead * facts.batch_bytes / (1024 * MIB):.1f} GiB of the host's memory"
 
 
-def _workers_over_lists(facts: Facts) -> str:
+def _workers_over_lists(facts: RunFacts) -> str:
     copied = facts.data_container in {"list", "dict", "tuple", "set"} and (facts.num_workers or 0) > 0
     return f"{facts.num_workers} worker processes over a data set in a Python {facts.data_container}" if copied else ""
 
 
-def _pinned(facts: Facts) -> str:
+def _pinned(facts: RunFacts) -> str:
     if not facts.pin or not facts.batch_bytes or "pinned_max_round_threshold_mb" in facts.allocator:
         return ""
     taken = pinned_bytes(facts.batch_bytes)
@@ -39,7 +39,7 @@ def _pinned(facts: Facts) -> str:
     return f"a pinned batch of {facts.batch_bytes / MIB:.0f} MiB takes {taken / MIB:.0f} MiB"
 
 
-def _wrong_product(facts: Facts) -> str:
+def _wrong_product(facts: RunFacts) -> str:
     if None in (facts.batch, facts.micro_batch, facts.accumulation, facts.gpus):
         return ""
     micro, times, gpus = facts.micro_batch or 0, facts.accumulation or 0, facts.gpus or 0
@@ -47,13 +47,13 @@ def _wrong_product(facts: Facts) -> str:
     return f"{micro} items × {times} × {gpus} GPUs are {product}, not {facts.batch}" if product != facts.batch else ""
 
 
-def _uneven(facts: Facts) -> str:
+def _uneven(facts: RunFacts) -> str:
     if not facts.batch or not facts.gpus or facts.batch % facts.gpus == 0:
         return ""
     return f"a batch of {facts.batch} on {facts.gpus} GPUs"
 
 
-def _changed_batch(facts: Facts) -> str:
+def _changed_batch(facts: RunFacts) -> str:
     if not facts.before_gpus or not facts.gpus or facts.gpus == facts.before_gpus or facts.micro_batch is None:
         return ""
     times = facts.accumulation or 1
@@ -64,7 +64,7 @@ def _changed_batch(facts: Facts) -> str:
     return f"{gpus} with {facts.micro_batch} items each: {now} a step, not {then}"
 
 
-def _more_each(facts: Facts) -> str:
+def _more_each(facts: RunFacts) -> str:
     if not facts.before_gpus or not facts.gpus or facts.gpus >= facts.before_gpus or not facts.batch:
         return ""
     if facts.batch != facts.before_batch or facts.accumulates:
@@ -73,16 +73,16 @@ def _more_each(facts: Facts) -> str:
     return f"{facts.gpus} GPUs instead of {facts.before_gpus} for the same batch: {now} items each, not {then}"
 
 
-def _accumulated_norm(facts: Facts) -> str:
+def _accumulated_norm(facts: RunFacts) -> str:
     return "accumulation over BatchNorm" if facts.accumulates and facts.has("BatchNorm") else ""
 
 
-def _local_norm(facts: Facts) -> str:
+def _local_norm(facts: RunFacts) -> str:
     local = (facts.gpus or 1) > 1 and facts.has("BatchNorm") and not facts.has("SyncBatchNorm")
     return f"BatchNorm on {facts.gpus} GPUs, each by itself" if local else ""
 
 
-def _accumulated_contrast(facts: Facts) -> str:
+def _accumulated_contrast(facts: RunFacts) -> str:
     if not facts.accumulates or not facts.in_batch_contrastive or facts.two_passes:
         return ""
     micro, times = facts.micro_batch or 0, facts.accumulation or 0
@@ -90,62 +90,62 @@ def _accumulated_contrast(facts: Facts) -> str:
     return f"accumulation over a loss with in-batch negatives{sizes}"
 
 
-def _mean_of_means(facts: Facts) -> str:
+def _mean_of_means(facts: RunFacts) -> str:
     return "the plain mean of the means of micro-batches" if facts.accumulates and facts.mean_of_means else ""
 
 
-def _unscaled(facts: Facts) -> str:
+def _unscaled(facts: RunFacts) -> str:
     return "fp16 without loss scaling" if facts.precision == "fp16" and facts.loss_scaling is False else ""
 
 
-def _emulated(facts: Facts) -> str:
+def _emulated(facts: RunFacts) -> str:
     return "bf16 on a card without it" if facts.precision == "bf16" and facts.native_bf16 is False else ""
 
 
-def _foreach(facts: Facts) -> str:
+def _foreach(facts: RunFacts) -> str:
     size, card = facts.parameter_bytes or 0, facts.gpu_bytes or 0
     worth = facts.optimizer_way == "foreach" and card and size > WORTH_SAYING * card
     return f"a foreach optimizer: its temporaries are about {size / MIB:.0f} MiB" if worth else ""
 
 
-def _convolves(facts: Facts) -> bool:
+def _convolves(facts: RunFacts) -> bool:
     """Say whether cuDNN has convolutions to compute: those of graphs are none."""
     return any(re.search(r"Conv(Transpose)?[123]d", name) for name in facts.module_types)
 
 
-def _benchmarked(facts: Facts) -> str:
+def _benchmarked(facts: RunFacts) -> str:
     searched = facts.cudnn_benchmark and facts.variable_shapes and _convolves(facts)
     return "cudnn.benchmark with inputs of varying shapes" if searched else ""
 
 
-def _plans_kept(facts: Facts) -> str:
+def _plans_kept(facts: RunFacts) -> str:
     kept = facts.variable_shapes and _convolves(facts) and "TORCH_CUDNN_V8_API_LRU_CACHE_LIMIT" not in facts.environment
     return "convolutions over inputs of varying shapes" if kept else ""
 
 
-def _compiled_again(facts: Facts) -> str:
+def _compiled_again(facts: RunFacts) -> str:
     again = facts.compile_mode is not None and facts.variable_shapes and facts.compile_dynamic is False
     return "torch.compile(dynamic=False) with inputs of varying shapes" if again else ""
 
 
-def _graphed(facts: Facts) -> str:
+def _graphed(facts: RunFacts) -> str:
     graphed = facts.compile_mode in GRAPHED and facts.variable_shapes
     return f"torch.compile(mode={facts.compile_mode!r}) with inputs of varying shapes" if graphed else ""
 
 
-def _crowded(facts: Facts) -> str:
-    threads = number(facts.environment.get("OMP_NUM_THREADS", "")) or 0
+def _crowded(facts: RunFacts) -> str:
+    threads = leading_number(facts.environment.get("OMP_NUM_THREADS", "")) or 0
     crowded = facts.cpus and threads > facts.cpus
     return f"OMP_NUM_THREADS={threads:.0f} on {facts.cpus} cores" if crowded else ""
 
 
-def _unlimited(facts: Facts) -> str:
+def _unlimited(facts: RunFacts) -> str:
     unlimited = (facts.gpus or 1) > 1 and not facts.environment.get("OMP_NUM_THREADS")
     return f"OMP_NUM_THREADS is not set for {facts.gpus} processes" if unlimited else ""
 
 
 TRAINING_RULES = (
-    Rule(
+    LintRule(
         "accumulated-contrast",
         Severity.ERROR,
         _accumulated_contrast,
@@ -154,7 +154,7 @@ TRAINING_RULES = (
         "loss is of them all",
         "https://github.com/luyug/GradCache",
     ),
-    Rule(
+    LintRule(
         "accumulated-norm",
         Severity.ERROR,
         _accumulated_norm,
@@ -163,7 +163,7 @@ TRAINING_RULES = (
         "GroupNorm or LayerNorm, or a micro-batch that is the whole share of a GPU",
         f"{_PYTORCH}/issues/46516",
     ),
-    Rule(
+    LintRule(
         "mean-of-means",
         Severity.ERROR,
         _mean_of_means,
@@ -171,7 +171,7 @@ TRAINING_RULES = (
         "return sums and weights, as `Task.loss` does here; the step divides once",
         "https://huggingface.co/blog/gradient_accumulation",
     ),
-    Rule(
+    LintRule(
         "wrong-product",
         Severity.ERROR,
         _wrong_product,
@@ -179,7 +179,7 @@ TRAINING_RULES = (
         "choose batch = micro-batch × accumulation × GPUs, or leave the cuts to the planner",
         "https://lightning.ai/docs/pytorch/latest/accelerators/gpu_faq.html",
     ),
-    Rule(
+    LintRule(
         "changed-batch",
         Severity.ERROR,
         _changed_batch,
@@ -187,7 +187,7 @@ TRAINING_RULES = (
         "keep the batch and let accumulation make up for it",
         "https://lightning.ai/docs/pytorch/latest/accelerators/gpu_faq.html",
     ),
-    Rule(
+    LintRule(
         "unscaled-fp16",
         Severity.ERROR,
         _unscaled,
@@ -195,7 +195,7 @@ TRAINING_RULES = (
         "torch.amp.GradScaler, or bf16 where the cards have it",
         "https://docs.pytorch.org/docs/stable/notes/amp_examples.html",
     ),
-    Rule(
+    LintRule(
         "more-for-each-gpu",
         Severity.WARNING,
         _more_each,
@@ -203,7 +203,7 @@ TRAINING_RULES = (
         "accumulate: more micro-batches of the old size",
         "https://lightning.ai/docs/pytorch/latest/accelerators/gpu_faq.html",
     ),
-    Rule(
+    LintRule(
         "uneven-batch",
         Severity.INFO,
         _uneven,
@@ -211,7 +211,7 @@ TRAINING_RULES = (
         "a multiple of the GPUs",
         "https://lightning.ai/docs/pytorch/latest/accelerators/gpu_faq.html",
     ),
-    Rule(
+    LintRule(
         "norm-of-each-gpu",
         Severity.INFO,
         _local_norm,
@@ -219,7 +219,7 @@ TRAINING_RULES = (
         "torch.nn.SyncBatchNorm.convert_sync_batchnorm, or another norm",
         f"{_DOCS}/generated/torch.nn.SyncBatchNorm.html",
     ),
-    Rule(
+    LintRule(
         "emulated-bf16",
         Severity.WARNING,
         _emulated,
@@ -228,7 +228,7 @@ TRAINING_RULES = (
         "fp16 with loss scaling on these cards, or ask for others",
         f"{_PYTORCH}/pull/148322 and {_PYTORCH}/issues/124996",
     ),
-    Rule(
+    LintRule(
         "foreach-temporaries",
         Severity.INFO,
         _foreach,
@@ -236,7 +236,7 @@ TRAINING_RULES = (
         "optimizer way: fused",
         f"{_DOCS}/generated/torch.optim.AdamW.html",
     ),
-    Rule(
+    LintRule(
         "clipping",
         Severity.INFO,
         hoped("clip", "gradients are clipped"),
@@ -244,7 +244,7 @@ TRAINING_RULES = (
         "keep it for stability",
         f"{_DOCS}/generated/torch.nn.utils.clip_grad_norm_.html",
     ),
-    Rule(
+    LintRule(
         "prefetch",
         Severity.INFO,
         hoped("prefetch", "fewer batches are read ahead"),
@@ -252,7 +252,7 @@ TRAINING_RULES = (
         "leave it as it is; a smaller micro-batch saves GPU memory",
         f"{_PYTORCH}/blob/v2.13.0/torch/utils/data/dataloader.py",
     ),
-    Rule(
+    LintRule(
         "read-ahead",
         Severity.INFO,
         _read_ahead,
@@ -260,7 +260,7 @@ TRAINING_RULES = (
         "fewer workers, or a smaller prefetch_factor",
         f"{_PYTORCH}/blob/v2.13.0/torch/utils/data/dataloader.py",
     ),
-    Rule(
+    LintRule(
         "workers-over-lists",
         Severity.WARNING,
         _workers_over_lists,
@@ -269,7 +269,7 @@ TRAINING_RULES = (
         "arrays (numpy, Arrow) in place of lists, or the loader here, which reads in threads",
         f"{_PYTORCH}/issues/13246 and {_PYTORCH}/issues/20433",
     ),
-    Rule(
+    LintRule(
         "pinned-rounding",
         Severity.INFO,
         _pinned,
@@ -277,7 +277,7 @@ TRAINING_RULES = (
         "pinned_max_round_threshold_mb in PYTORCH_ALLOC_CONF (torch 2.13), or batches just below a power of two",
         f"{_PYTORCH}/issues/95823 and {_PYTORCH}/pull/171662",
     ),
-    Rule(
+    LintRule(
         "cudnn-benchmark",
         Severity.WARNING,
         _benchmarked,
@@ -285,7 +285,7 @@ TRAINING_RULES = (
         "torch.backends.cudnn.benchmark = False",
         f"{_PYTORCH}/issues/50190 and https://discuss.pytorch.org/t/what-does-torch-backends-cudnn-benchmark-do/5936",
     ),
-    Rule(
+    LintRule(
         "cudnn-plans",
         Severity.INFO,
         _plans_kept,
@@ -293,7 +293,7 @@ TRAINING_RULES = (
         "TORCH_CUDNN_V8_API_LRU_CACHE_LIMIT=1000",
         f"{_PYTORCH}/issues/104701 and {_VARIABLES_DOCS}",
     ),
-    Rule(
+    LintRule(
         "compiled-again",
         Severity.WARNING,
         _compiled_again,
@@ -301,7 +301,7 @@ TRAINING_RULES = (
         "dynamic=None or True",
         f"{_DOCS}/compile/programming_model.recompilation.html",
     ),
-    Rule(
+    LintRule(
         "graphed-shapes",
         Severity.WARNING,
         _graphed,
@@ -309,7 +309,7 @@ TRAINING_RULES = (
         "mode 'default' or 'max-autotune-no-cudagraphs'",
         f"{_DOCS}/generated/torch.compile.html",
     ),
-    Rule(
+    LintRule(
         "crowded-cores",
         Severity.WARNING,
         _crowded,
@@ -317,7 +317,7 @@ TRAINING_RULES = (
         "OMP_NUM_THREADS at most the cores of a process",
         f"{_PYTORCH}/blob/v2.13.0/torch/distributed/run.py",
     ),
-    Rule(
+    LintRule(
         "unlimited-threads",
         Severity.INFO,
         _unlimited,
@@ -328,15 +328,15 @@ TRAINING_RULES = (
 )
 
 
-__all__ = ["RULES", "Facts", "Finding", "Rule", "Severity", "allocator_options", "lint"]
+__all__ = ["RULES", "LintFinding", "LintRule", "RunFacts", "Severity", "allocator_options", "lint"]
 
 RULES = (*allocator_rules.ALLOCATOR_RULES, *TRAINING_RULES)
 
 
-def lint(facts: Facts) -> tuple[Finding, ...]:
+def lint(facts: RunFacts) -> tuple[LintFinding, ...]:
     """Return what is wrong, the worst first."""
     seen = ((rule, rule.found(facts)) for rule in RULES)
     findings = [
-        Finding(rule.code, rule.severity, what, rule.why, rule.remedy, rule.source) for rule, what in seen if what
+        LintFinding(rule.code, rule.severity, what, rule.why, rule.remedy, rule.source) for rule, what in seen if what
     ]
     return tuple(sorted(findings, key=lambda finding: tuple(Severity).index(finding.severity)))

@@ -54,7 +54,7 @@ Rule: TypeAlias = "Callable[[Call], int]"
 
 def scratch_bytes(op: Operator, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
     """Return what the operator's CUDA kernel takes beyond its results, at its peak."""
-    rule = _CUDA.get(name_of(op))
+    rule = _CUDA.get(operator_name(op))
     return max(0, rule(Call(args, kwargs, result))) if rule else 0
 
 
@@ -63,17 +63,20 @@ def hidden_bytes(op: Operator, args: Sequence[Any], kwargs: dict[str, Any], resu
 
     Loss.cpp: the mean is written into what was allocated for all the terms; CPU and CUDA alike.
     """
-    if name_of(op) not in ("mse_loss", "smooth_l1_loss") or Call(args, kwargs, result).argument(2, "reduction", 1) == 0:
+    if (
+        operator_name(op) not in ("mse_loss", "smooth_l1_loss")
+        or Call(args, kwargs, result).argument(2, "reduction", 1) == 0
+    ):
         return 0
     return _loss_bytes(args) - int(result.element_size())
 
 
-def name_of(op: Operator) -> str:
+def operator_name(op: Operator) -> str:
     """Return an operator's name, whatever its overload."""
     return str(op._schema.name).removeprefix("aten::")
 
 
-def bytes_of(tensor: Tensor | None) -> int:
+def tensor_bytes(tensor: Tensor | None) -> int:
     """Return what a tensor's numbers take; nothing where there is none."""
     return 0 if tensor is None else tensor.numel() * tensor.element_size()
 
@@ -102,7 +105,7 @@ def reduced_loss(times: int) -> Rule:
 
 def log_sum_exp(call: Call) -> int:
     """ReduceOps.cpp: the exponentials, and the largest of each row."""
-    return bytes_of(call.args[0]) + bytes_of(call.result)
+    return tensor_bytes(call.args[0]) + tensor_bytes(call.result)
 
 
 def distances(call: Call) -> int:
@@ -128,7 +131,7 @@ def group_sums(call: Call) -> int:
 
 def copied_bytes(tensor: Tensor) -> int:
     """Return what a copy of it takes, if its heads are not next to each other."""
-    return 0 if tensor.transpose(1, 2).is_contiguous() else bytes_of(tensor)
+    return 0 if tensor.transpose(1, 2).is_contiguous() else tensor_bytes(tensor)
 
 
 def _flash_backward(call: Call) -> int:
@@ -192,7 +195,7 @@ def _sort(call: Call) -> int:
     dim = call.dim
     if not tensor.dim() or tensor.shape[dim] <= _SORT_IN_PLACE:
         return 0
-    aside = 0 if tensor.stride(dim) == 1 else 3 * bytes_of(tensor)
+    aside = 0 if tensor.stride(dim) == 1 else 3 * tensor_bytes(tensor)
     return aside + INDEX * int(tensor.numel()) + _sorting(tensor.numel(), tensor.element_size())
 
 
@@ -231,7 +234,9 @@ def _weight_sums(call: Call) -> int:
 
 def _convolution_reserve(call: Call) -> int:
     """Return a reserve: cuDNN's workspace is known only on the card; input and output in another layout are assumed."""
-    return bytes_of(call.args[0]) + bytes_of(call.result if isinstance(call.result, torch.Tensor) else call.args[1])
+    return tensor_bytes(call.args[0]) + tensor_bytes(
+        call.result if isinstance(call.result, torch.Tensor) else call.args[1]
+    )
 
 
 _CUDA: dict[str, Rule] = {

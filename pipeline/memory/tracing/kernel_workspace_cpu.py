@@ -14,13 +14,13 @@ from pipeline.memory.tracing.kernel_workspace import (
     FLOAT,
     INDEX,
     Call,
-    bytes_of,
     copied_bytes,
     distances,
     group_sums,
     log_sum_exp,
-    name_of,
+    operator_name,
     reduced_loss,
+    tensor_bytes,
     up,
 )
 
@@ -37,7 +37,7 @@ _JIT_BYTES = 8216  # what a oneDNN convolution of channels_last takes beside its
 
 def scratch_bytes_cpu(op: Operator, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
     """Return what the operator's CPU kernel takes beyond its results, at its peak."""
-    rule = _CPU.get(name_of(op))
+    rule = _CPU.get(operator_name(op))
     return max(0, rule(Call(args, kwargs, result))) if rule else 0
 
 
@@ -70,7 +70,7 @@ def _weight_sums_cpu(call: Call) -> int:
 
 def _batch_norm_backward_cpu(call: Call) -> int:
     """Normalization.cpp: the gradient once more."""
-    return bytes_of(call.args[1])
+    return tensor_bytes(call.args[1])
 
 
 def _sort_cpu(call: Call) -> int:
@@ -101,7 +101,7 @@ def _copied(grad: Tensor, image: Tensor, weight: Tensor) -> int:
     """Return what the output's gradient takes once more where it is not in the input's order: Convolution.cpp."""
     orders = {4: torch.channels_last, 5: torch.channels_last_3d}
     order = orders[image.dim()] if _is_channels_last(image, weight) else torch.contiguous_format
-    return 0 if grad.is_contiguous(memory_format=order) else bytes_of(grad)
+    return 0 if grad.is_contiguous(memory_format=order) else tensor_bytes(grad)
 
 
 def _columns(image: Tensor, weight: Tensor, out: Tensor) -> int:
@@ -125,7 +125,7 @@ def _safe_softmax(call: Call) -> int:
 
 def _entering(image: Tensor) -> int:
     """Return what the input takes in oneDNN's layout: one of few channels is read as it is."""
-    return bytes_of(image) if image.shape[1] >= _BLOCK else 0
+    return tensor_bytes(image) if image.shape[1] >= _BLOCK else 0
 
 
 def _convolution_cpu(call: Call) -> int:
@@ -136,9 +136,9 @@ def _convolution_cpu(call: Call) -> int:
     if _is_product(weight, stride):
         return 0
     if _is_channels_last(image, weight):
-        return bytes_of(weight) + (_blocked(weight, 0) + _JIT_BYTES if call.args[8] == 1 else 0)
+        return tensor_bytes(weight) + (_blocked(weight, 0) + _JIT_BYTES if call.args[8] == 1 else 0)
     leaving = _blocked(call.result, 1)
-    return max(_entering(image) + _blocked(weight, 0) + leaving - bytes_of(call.result), leaving)
+    return max(_entering(image) + _blocked(weight, 0) + leaving - tensor_bytes(call.result), leaving)
 
 
 def _convolution_backward_cpu(call: Call) -> int:
@@ -149,11 +149,11 @@ def _convolution_backward_cpu(call: Call) -> int:
     if _is_product(weight, stride):
         return _copied(grad, image, weight)
     if _is_channels_last(image, weight):
-        return 3 * _blocked(weight, 0) if call.args[9] == 1 else 2 * bytes_of(weight)
+        return 3 * _blocked(weight, 0) if call.args[9] == 1 else 2 * tensor_bytes(weight)
     strided = prod(stride) > 1
-    for_image = 3 * bytes_of(image) if strided else _blocked(grad, 1) + _blocked(weight, 0, 1) + _blocked(image, 1)
-    for_weight = bytes_of(image) + _entering(image) + _blocked(grad, 1) + _blocked(weight, 0)
-    return max(for_image, for_weight) - sum(bytes_of(part) for part in call.result if part is not None)
+    for_image = 3 * tensor_bytes(image) if strided else _blocked(grad, 1) + _blocked(weight, 0, 1) + _blocked(image, 1)
+    for_weight = tensor_bytes(image) + _entering(image) + _blocked(grad, 1) + _blocked(weight, 0)
+    return max(for_image, for_weight) - sum(tensor_bytes(part) for part in call.result if part is not None)
 
 
 _MIXING = "add add_ sub sub_ mul mul_ div div_ eq ne lt le gt ge minimum maximum"

@@ -42,7 +42,7 @@ _ENGINE = "_engine_run_backward"  # the Python function under which only the eng
 
 
 @dataclass(slots=True)
-class Block:
+class RecordedBlock:
     """A storage, and where it was made."""
 
     number: int
@@ -59,8 +59,8 @@ class Block:
 class Recording:
     """What happened while something ran."""
 
-    before: tuple[Block, ...] = ()  # what was live when it began
-    blocks: list[Block] = field(default_factory=list)  # what was made since
+    before: tuple[RecordedBlock, ...] = ()  # what was live when it began
+    blocks: list[RecordedBlock] = field(default_factory=list)  # what was made since
     block_E: array[int] = field(default_factory=lambda: array("q"))
     bytes_E: array[int] = field(default_factory=lambda: array("q"))
     flops: float = 0.0
@@ -68,7 +68,7 @@ class Recording:
     moved_bytes: float = 0.0  # read and written by kernels
     host_bytes: int = 0  # away on the host at most
 
-    def add(self, block: Block, signed_bytes: int) -> None:
+    def add(self, block: RecordedBlock, signed_bytes: int) -> None:
         """Note that a block was allocated, or released."""
         self.block_E.append(block.number)
         self.bytes_E.append(signed_bytes)
@@ -83,10 +83,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recording = Recording()
         self.part = "idle"
         self.modules: list[str] = []
-        self.added: dict[int, list[Block]] = {}  # in backward, to the block of a number
+        self.added: dict[int, list[RecordedBlock]] = {}  # in backward, to the block of a number
         self._scratch, self._hidden = scratch, hidden
-        self._known: dict[int, tuple[weakref.ref[Any], Block | None]] = {}  # no block: it is on the host
-        self._live: dict[int, Block] = {}
+        self._known: dict[int, tuple[weakref.ref[Any], RecordedBlock | None]] = {}  # no block: it is on the host
+        self._live: dict[int, RecordedBlock] = {}
         self._made = 0
         self._on_host = False
         self._host_bytes = 0
@@ -160,21 +160,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         self._known[key] = weakref.ref(storage, gone), block
 
-    def _born(self, size: int, phase: str = "") -> Block:
+    def _born(self, size: int, phase: str = "") -> RecordedBlock:
         recording, module = self.recording, self.modules[-1] if self.modules else ""
-        block = Block(self._made, size, phase or self.part, module, len(recording.block_E))
+        block = RecordedBlock(self._made, size, phase or self.part, module, len(recording.block_E))
         self._made += 1
         self._live[block.number] = block
         recording.blocks.append(block)
         recording.add(block, size)
         return block
 
-    def _dies(self, block: Block) -> None:
+    def _dies(self, block: RecordedBlock) -> None:
         del self._live[block.number]
         block.died = len(self.recording.block_E)
         self.recording.add(block, -block.bytes)
 
-    def block_of(self, tensor: Tensor) -> Block | None:
+    def block_of(self, tensor: Tensor) -> RecordedBlock | None:
         """Return the block that holds a tensor; None where it is on the host, or was not made here."""
         _, block = self._known.get(_storage(tensor)._cdata, (None, None))
         return block
@@ -381,7 +381,7 @@ _MODES = (__name__, "torch._subclasses", "torch.utils._python_dispatch", "torch.
 UNREGISTERED = "kept by the model, not registered"
 
 
-def kind_of(block: Block, backward: int) -> tuple[Category, str]:
+def category_of(block: RecordedBlock, backward: int) -> tuple[Category, str]:
     """Return what a block is for: what forward leaves for backward, or what is soon gone."""
     if block.born < 0:
         return Category.BUFFERS, UNREGISTERED

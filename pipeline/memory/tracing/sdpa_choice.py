@@ -48,7 +48,7 @@ class Backend(str, Enum):
     MATH = "math"
 
 
-class Attention(NamedTuple):
+class AttentionCall(NamedTuple):
     """What attention is asked for."""
 
     query: torch.Tensor
@@ -70,7 +70,7 @@ class Attention(NamedTuple):
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.inputs)
 
 
-def backend(attention: Attention, capability: Capability) -> Backend:
+def attention_backend(attention: AttentionCall, capability: Capability) -> Backend:
     """Return the kernel that a card of this compute capability takes."""
     usable = {Backend.CUDNN: _cudnn_can, Backend.FLASH: _flash_can, Backend.EFFICIENT: _efficient_can}
     if capability[0] not in (9, 10) or capability[1] not in (0, 3):  # check_prefer_cudnn_attention
@@ -80,7 +80,7 @@ def backend(attention: Attention, capability: Capability) -> Backend:
     return next((name for name, can in usable.items() if can(attention, capability)), Backend.MATH)
 
 
-def _is_plain(attention: Attention) -> bool:
+def _is_plain(attention: AttentionCall) -> bool:
     """Tell what all fused kernels ask for: four dimensions, one type, sizes that agree and are not 0."""
     query, key, value = attention.inputs
     if any(tensor.dim() != 4 or tensor.dtype != query.dtype or tensor.stride(-1) != 1 for tensor in attention.inputs):
@@ -93,7 +93,7 @@ def _is_plain(attention: Attention) -> bool:
     return heads == of_key == of_value
 
 
-def _flash_can(attention: Attention, capability: Capability) -> bool:
+def _flash_can(attention: AttentionCall, capability: Capability) -> bool:
     query, key, value = attention.inputs
     head = query.shape[-1]
     if attention.mask is not None or query.dtype not in _HALVES or not _SWITCHES.flash_sdp_enabled():
@@ -108,11 +108,11 @@ def _flash_can(attention: Attention, capability: Capability) -> bool:
     return _OLDEST_FLASH <= capability <= _NEWEST
 
 
-def _requires_grad(attention: Attention) -> bool:
+def _requires_grad(attention: AttentionCall) -> bool:
     return any(tensor.requires_grad for tensor in attention.inputs)
 
 
-def _efficient_can(attention: Attention, capability: Capability) -> bool:
+def _efficient_can(attention: AttentionCall, capability: Capability) -> bool:
     query, key, value = attention.inputs
     types = (torch.float16, torch.float32) + ((torch.bfloat16,) if capability >= (8, 0) else ())
     if query.dtype not in types or not _SWITCHES.mem_efficient_sdp_enabled():
@@ -132,7 +132,7 @@ def _gemm_alignment(dtype: torch.dtype, capability: Capability) -> int:
     return max(least, 16 // dtype.itemsize) if tensor_cores else least
 
 
-def _cudnn_can(attention: Attention, capability: Capability) -> bool:  # noqa: ARG001 - asked like the others
+def _cudnn_can(attention: AttentionCall, capability: Capability) -> bool:  # noqa: ARG001 - asked like the others
     query, key, value = attention.inputs
     if query.dtype not in _HALVES or not _SWITCHES.cudnn_sdp_enabled() or _is_deterministic():
         return False
@@ -171,8 +171,8 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    attention = Attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-    chosen = backend(attention, capability) if isinstance(query, FakeTensor) else None
+    attention = AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    chosen = attention_backend(attention, capability) if isinstance(query, FakeTensor) else None
     mask = _additive(attn_mask, query.dtype)
     if chosen is None and _on_cpu(attention, scale):
         return _first(
@@ -184,7 +184,7 @@ def _attend(
     return _KERNELS[chosen or Backend.MATH](attention, scale)
 
 
-def _on_cpu(attention: Attention, scale: float | None) -> bool:
+def _on_cpu(attention: AttentionCall, scale: float | None) -> bool:
     """Tell whether a CPU takes its flash kernel, as it would without us."""
     query, key, value, mask, dropout, causal, gqa = attention
     choice = torch._fused_sdp_choice(
@@ -200,7 +200,7 @@ def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | N
     return torch.where(mask.logical_not(), float("-inf"), torch.zeros((), dtype=dtype, device=mask.device))
 
 
-def _flash(attention: Attention, scale: float | None) -> torch.Tensor:
+def _flash(attention: AttentionCall, scale: float | None) -> torch.Tensor:
     head = attention.query.shape[-1]
     padded = [_padded(tensor, _HEAD_ALIGNMENT) for tensor in attention.inputs]
     out = torch.ops.aten._scaled_dot_product_flash_attention(
@@ -213,7 +213,7 @@ def _flash(attention: Attention, scale: float | None) -> torch.Tensor:
     return _first(out)[..., :head]
 
 
-def _efficient(attention: Attention, scale: float | None) -> torch.Tensor:
+def _efficient(attention: AttentionCall, scale: float | None) -> torch.Tensor:
     query, key, value = attention.inputs
     return _first(
         torch.ops.aten._scaled_dot_product_efficient_attention(
@@ -222,7 +222,7 @@ def _efficient(attention: Attention, scale: float | None) -> torch.Tensor:
     )
 
 
-def _cudnn(attention: Attention, scale: float | None) -> torch.Tensor:
+def _cudnn(attention: AttentionCall, scale: float | None) -> torch.Tensor:
     query, key, value, mask, dropout, causal, _ = attention
     return _first(
         torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -239,7 +239,7 @@ def _cudnn(attention: Attention, scale: float | None) -> torch.Tensor:
     )
 
 
-def _math(attention: Attention, scale: float | None) -> torch.Tensor:
+def _math(attention: AttentionCall, scale: float | None) -> torch.Tensor:
     query, key, value, mask, dropout, causal, gqa = attention
     return _first(
         torch.ops.aten._scaled_dot_product_attention_math(
@@ -248,7 +248,7 @@ def _math(attention: Attention, scale: float | None) -> torch.Tensor:
     )
 
 
-_KERNELS: dict[Backend, Callable[[Attention, float | None], torch.Tensor]] = {
+_KERNELS: dict[Backend, Callable[[AttentionCall, float | None], torch.Tensor]] = {
     Backend.FLASH: _flash,
     Backend.EFFICIENT: _efficient,
     Backend.CUDNN: _cudnn,
@@ -256,7 +256,7 @@ _KERNELS: dict[Backend, Callable[[Attention, float | None], torch.Tensor]] = {
 }
 
 
-def _mask_for(attention: Attention) -> torch.Tensor | None:
+def _mask_for(attention: AttentionCall) -> torch.Tensor | None:
     """Return the mask as the memory-efficient kernel wants it, copied where its rows are not aligned."""
     mask = attention.mask
     if mask is None:

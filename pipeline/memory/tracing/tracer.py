@@ -24,7 +24,7 @@ from pipeline.memory.footprint import Category, MicroFootprint, StandingFootprin
 from pipeline.memory.tracing.fake_mode import FakeMode, Guesses, conversions, eagerly, faked, unlogged
 from pipeline.memory.tracing.kernel_workspace import hidden_bytes
 from pipeline.memory.tracing.kernel_workspace_cpu import scratch_bytes_cpu
-from pipeline.memory.tracing.recorder import OnHost, Recorder, as_parts, family, kind_of, outermost
+from pipeline.memory.tracing.recorder import OnHost, Recorder, as_parts, category_of, family, outermost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pipeline.memory.footprint import MemoryChoice, MemoryPart, Sizes
-    from pipeline.memory.tracing.recorder import Block, Recording
+    from pipeline.memory.tracing.recorder import RecordedBlock, Recording
 
 _WORTH_COLLECTING = 1 << 16  # bytes that may be garbage: to look takes longer than a small trace
 _ONE_AT_A_TIME = threading.RLock()  # some of what a trace changes is the whole process's
 
 
-class Training(Protocol):
+class TracedTraining(Protocol):
     """What is traced: `training.step.Step`."""
 
     model: nn.Module
@@ -65,7 +65,7 @@ class Training(Protocol):
 class Build(Protocol):
     """Makes what is traced."""
 
-    def __call__(self, choice: MemoryChoice, watch: Recorder, model: nn.Module | None) -> Training:
+    def __call__(self, choice: MemoryChoice, watch: Recorder, model: nn.Module | None) -> TracedTraining:
         """Return a training of the model, or of a new one, that tells the watch of its parts."""
 
 
@@ -124,7 +124,7 @@ class _Session:
 
     def __init__(
         self,
-        build: Callable[[Recorder, nn.Module | None], Training],
+        build: Callable[[Recorder, nn.Module | None], TracedTraining],
         model: Callable[[], nn.Module],
         example: Callable[[Sizes], Any],
         smallest: Sizes,
@@ -141,8 +141,8 @@ class _Session:
         self._training.carrier = OnHost(self._recorder)
 
     def _built(
-        self, build: Callable[[Recorder, nn.Module | None], Training], model: Callable[[], nn.Module]
-    ) -> Training:
+        self, build: Callable[[Recorder, nn.Module | None], TracedTraining], model: Callable[[], nn.Module]
+    ) -> TracedTraining:
         """Build the model fake; one that needs values for that is built real, and its tensors are made fake."""
         try:
             with self._open():
@@ -315,9 +315,9 @@ class _Session:
         self._shared = {number: place for number, place in self._shared.items() if number in live}
         return recording
 
-    def _own(self) -> list[Block]:
+    def _own(self) -> list[RecordedBlock]:
         """Find the blocks that stay, whose they are, and the number that each has in every tape."""
-        kept: dict[int, Block] = {}
+        kept: dict[int, RecordedBlock] = {}
         for what, name, tensor in self._training.owned():
             self._recorder.see(tensor)  # copies of modules are made behind its back
             block = self._recorder.block_of(tensor)
@@ -371,24 +371,24 @@ class _Session:
                 sums[what] += block.bytes
         return as_parts(sums)
 
-    def _what(self, block: Block, backward: int) -> tuple[Category, str]:
+    def _what(self, block: RecordedBlock, backward: int) -> tuple[Category, str]:
         if block.number not in self._shared:
-            return kind_of(block, backward)
+            return category_of(block, backward)
         category, name, _ = self._shared[block.number]
         return category, family(name) if category is Category.BUFFERS else ""
 
-    def _allocated(self, blocks: Iterable[Block]) -> Tape:
+    def _allocated(self, blocks: Iterable[RecordedBlock]) -> Tape:
         """Return the tape that only allocates some blocks that stay."""
         pairs = [(self._shared[block.number][2], block.bytes) for block in blocks]
         return Tape(*np.array(pairs, np.int64).reshape(-1, 2).T)
 
-    def _parts_of(self, blocks: Iterable[Block]) -> tuple[MemoryPart, ...]:
+    def _parts_of(self, blocks: Iterable[RecordedBlock]) -> tuple[MemoryPart, ...]:
         sums: Counter[tuple[Category, str]] = Counter()
         for block in blocks:
             sums[self._shared[block.number][0], ""] += block.bytes
         return as_parts(sums)
 
-    def _largest_block_bytes(self, blocks: Iterable[Block]) -> int:
+    def _largest_block_bytes(self, blocks: Iterable[RecordedBlock]) -> int:
         """Return the parameters of the largest module that sharding would gather as a whole."""
         sums: Counter[str] = Counter()
         for block in blocks:

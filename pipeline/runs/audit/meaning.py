@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.encoder.checkpoints.weights import examine, key_as_it_stands
 from pipeline.errors import CacheDamaged, PipelineError, RecordMissing
-from pipeline.graphs.build_graph import encoded
+from pipeline.graphs.build_graph import encoded_graph
 from pipeline.keys import TAG_BYTES, content_digest, recipe_tag
 from pipeline.records import Inventory, Item, Role
 from pipeline.runs.audit.known_items import ODD, KnownItems, Widths, in_sample
@@ -235,7 +235,7 @@ class Semantic:
         if anew.read is None:
             yield f"there is a graph; made anew, there is none ({anew.inventory.reason})"
             return
-        arrays, meta = encoded(anew.read, self._project.graphs.recipe)
+        arrays, meta = encoded_graph(anew.read, self._project.graphs.recipe)
         if count:
             self._notes["graphs made anew"] += 1
             self._notes["graphs made anew that are not the same bit for bit"] += not same_bits(record, arrays)

@@ -27,7 +27,7 @@ from pipeline.config.masking import without_secrets
 from pipeline.errors import ConfigError
 from pipeline.journal.run_folder import RunFolder
 from pipeline.memory.footprint import MemoryChoice
-from pipeline.memory.history.step_history import Peak, Peaks, sizes_text, torch_version
+from pipeline.memory.history.step_history import Peak, PeakHistory, sizes_text, torch_version
 from pipeline.memory.runtime.meters import BeforeModel, StepGauge, peak_of
 from pipeline.project.frozen_code import module_command
 from pipeline.runs.model.training_work import Work
@@ -212,9 +212,9 @@ def remember(folder: ProbeFolder, config: Config, errand: Errand, result: Result
     return Result(**{**asdict(result), "remembered": done})
 
 
-def peaks_of(config: Config) -> Peaks:
+def peaks_of(config: Config) -> PeakHistory:
     """Return what was measured of training steps."""
-    return Peaks(config.cluster.runs / ".profiles" / "peaks")
+    return PeakHistory(config.cluster.runs / ".profiles" / "peaks")
 
 
 def read(folder: ProbeFolder) -> tuple[Config, Errand]:

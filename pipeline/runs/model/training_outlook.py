@@ -15,7 +15,7 @@ from pipeline.memory.footprint import Category
 from pipeline.memory.hardware.gpus import device
 from pipeline.memory.hardware.host_memory import TrainingJob, measured_baseline, train_need
 from pipeline.memory.history.task_history import Suggestion
-from pipeline.memory.lint.training_rules import Facts, lint
+from pipeline.memory.lint.training_rules import RunFacts, lint
 from pipeline.memory.planning.comparison import Offer, compare_configurations, compare_offers
 from pipeline.memory.planning.memory_plan import json_data
 from pipeline.memory.planning.planner import CurriculumStage, plan_stages
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pipeline.config.schema import Config
-    from pipeline.memory.estimating.fallback_oracle import Ladder
+    from pipeline.memory.estimating.fallback_oracle import OracleLadder
     from pipeline.memory.footprint import MemoryChoice, StandingFootprint
     from pipeline.memory.hardware.host_memory import HostNeed
-    from pipeline.memory.lint.training_rules import Finding
+    from pipeline.memory.lint.training_rules import LintFinding
     from pipeline.memory.planning.comparison import Configuration, PlannedOffer
     from pipeline.memory.planning.memory_plan import MemoryPlan
     from pipeline.memory.planning.request import PlanRequest
@@ -75,7 +75,7 @@ class TrainOutlook:
     gpus: int
     nodes: int
     time_s: int  # that a job may ask for, as configured
-    findings: Sequence[Finding]
+    findings: Sequence[LintFinding]
     probed: Sequence[Probed] = ()
     ignores_sizes: bool = False  # larger batches take no more: example() may not do what it is told
     pace: float | None = None  # measured/planned seconds of a step; None: nobody measured it
@@ -183,14 +183,14 @@ def _outlook(question: Question, work: Work, *, probing: bool) -> TrainOutlook:
     )
 
 
-def _evaluation_bytes(oracle: Ladder, plan: MemoryPlan, standing: StandingFootprint) -> int | None:
+def _evaluation_bytes(oracle: OracleLadder, plan: MemoryPlan, standing: StandingFootprint) -> int | None:
     """Return what is live while the largest micro-batch is evaluated between two steps."""
     worst = max(plan.buckets, key=lambda bucket: bucket.live.value)
     found = oracle.evaluation(plan.choice, worst.sizes)
     return standing.bytes + found.again.peak_bytes if found else None
 
 
-def _ignores_sizes(oracle: Ladder, plan: MemoryPlan, least: Mapping[str, int]) -> bool:
+def _ignores_sizes(oracle: OracleLadder, plan: MemoryPlan, least: Mapping[str, int]) -> bool:
     """Tell whether the worst micro-batch takes no more than the least one although its sizes are twice as large."""
     worst = max(plan.buckets, key=lambda bucket: bucket.live.value).sizes
     if any(worst[name] < 2 * size for name, size in least.items()):
@@ -208,7 +208,7 @@ class _PlanningCase:
     table: ItemTable
     sizes: Mapping[str, Integers]
     offers: Sequence[Offer]
-    oracle: Ladder
+    oracle: OracleLadder
 
     @property
     def padded(self) -> bool:
@@ -366,12 +366,12 @@ def _mem(config: Config, host: HostNeed) -> Suggestion:
     return profiles_of(config).suggest(NAME, task, where, planned_bytes=host.total_bytes)
 
 
-def _facts(config: Config, work: Work, plan: MemoryPlan, offer: Offer) -> Facts:
+def _facts(config: Config, work: Work, plan: MemoryPlan, offer: Offer) -> RunFacts:
     """Return what is known of the run, for the linter."""
     train = config.train
     cards = [device(card.name) for card in offer.cards if is_known(card)]
     model = work.model()
-    return Facts(
+    return RunFacts(
         environment=dict(os.environ),
         to_save_gpu_memory=frozenset(),
         empty_cache_every=train.empty_cache_every,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeline.errors import ConfigError
-from pipeline.memory.estimating.fallback_oracle import Counts, Formula, Ladder
+from pipeline.memory.estimating.fallback_oracle import Counts, Formula, OracleLadder
 from pipeline.memory.planning.request import CardSpec, DataSizes, Micros, Oversize, PlanRequest
 from pipeline.project.user_code import failed, load_task
 from pipeline.protocol import ITEMS, Contrastive, Example
@@ -121,7 +121,7 @@ class Work:
         assert isinstance(self.task, Example)
         return self.task.example(sizes)
 
-    def oracle(self, least: Sizes, target: Target, *, padded: bool) -> Ladder:
+    def oracle(self, least: Sizes, target: Target, *, padded: bool) -> OracleLadder:
         """Return what answers for the model: traced, else rehearsed, else by a formula."""
         from pipeline.memory.estimating.small_steps import MeasuredSmall
         from pipeline.memory.tracing.tracer import Tracer
@@ -132,10 +132,10 @@ class Work:
             return Formula(Counts.of(self.model()), states=states, averages=averages, padded=padded)
 
         if not isinstance(self.task, Example):
-            ladder = Ladder([formula])
+            ladder = OracleLadder([formula])
             ladder.reasons.append("the task has no example(sizes): with one, every allocation would be traced")
             return ladder
-        return Ladder(
+        return OracleLadder(
             [
                 lambda: Tracer(self.build, self.model, self.example, least, target),
                 lambda: MeasuredSmall(self.step, self.example, least),

@@ -59,7 +59,7 @@ class ItemTensors:
     def pyg(self) -> Any:
         """Return the item as PyTorch Geometric has it, embeddings as `x`, over the same memory, which is the host's."""
         parts = tuple(_part(side) for side in self.sides.values())
-        shown = pyg_view.data(graphs.Graph(parts, _arrays(self.cross), _arrays(self.labels)))
+        shown = pyg_view.data(graphs.ItemGraph(parts, _arrays(self.cross), _arrays(self.labels)))
         for side in self.sides.values():
             if side.embedding is not None:
                 residues = f"{side.role}_{RESIDUE}" if side.residues else side.role
@@ -67,9 +67,9 @@ class ItemTensors:
         return shown
 
 
-def _part(side: PartnerTensors) -> graphs.Part:
+def _part(side: PartnerTensors) -> graphs.PartnerGraph:
     """Return a partner as a graph's part, over the same memory."""
-    return graphs.Part(
+    return graphs.PartnerGraph(
         role=Role(side.role),
         chains=(),
         centre_3=side.centre.numpy(),

@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from pipeline.errors import PlanInfeasible
-from pipeline.graphs.item_graph import LABEL, Graph, Part, decode, encode
+from pipeline.graphs.item_graph import LABEL, ItemGraph, PartnerGraph, decode_graph, encode_graph
 from pipeline.training.items.batch_layout import PAIRS, FieldForm, parse_field
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def crop_item(found: ItemArrays, limits: Sizes, rng: np.random.Generator, measur
     """
     if _fits(measure(found.meta["sizes"]), limits):
         return found
-    graph = decode(found.arrays, found.meta)
+    graph = decode_graph(found.arrays, found.meta)
     sides = [_Side.around(part, node) for part, node in zip(graph.parts, _anchors(graph, rng), strict=True)]
 
     def fits(most: Sequence[int]) -> bool:
@@ -59,7 +59,7 @@ def crop_item(found: ItemArrays, limits: Sizes, rng: np.random.Generator, measur
         asked = ", ".join(f"{most:,} {name}" for name, most in limits.items())
         remedy = "set train.oversize to skip, or use a larger card"
         raise PlanInfeasible(f"it cannot be cropped to {asked}", where=found.id, remedy=remedy)
-    arrays, meta = encode(_cut(graph, sides, kept))
+    arrays, meta = encode_graph(_cut(graph, sides, kept))
     return found._replace(arrays=arrays, meta={**found.meta, **meta})
 
 
@@ -67,7 +67,7 @@ def _fits(sizes: Mapping[str, Any], limits: Sizes) -> bool:
     return all(sizes[name] <= most for name, most in limits.items())
 
 
-def _anchors(graph: Graph, rng: np.random.Generator) -> list[int]:
+def _anchors(graph: ItemGraph, rng: np.random.Generator) -> list[int]:
     """Return a node of each partner: those of a native contact, or else near each other, or else any."""
     pairs_P2 = graph.labels.get(CONTACTS, np.zeros((0, 2), np.int64))
     if not len(pairs_P2) and graph.cross:
@@ -81,12 +81,12 @@ def _anchors(graph: Graph, rng: np.random.Generator) -> list[int]:
 class _Side:
     """A partner, its nodes in the order in which they stay: the nearest unit first, each unit's nodes in a row."""
 
-    part: Part
+    part: PartnerGraph
     order_N: Integers
     start_U: Integers  # where each unit begins in that order
 
     @classmethod
-    def around(cls, part: Part, node: int) -> _Side:
+    def around(cls, part: PartnerGraph, node: int) -> _Side:
         """Order a partner's nodes by how far they, or the nearest of their residue, are from one of them."""
         pos_N3 = part.nodes["pos"].astype(np.float64)
         pos_N3 = pos_N3[:, CA] if pos_N3.ndim > 2 else pos_N3
@@ -147,7 +147,7 @@ def _bisect(fits: Callable[[int], bool], most: int) -> int:
     return below
 
 
-def _outline(graph: Graph, sides: Sequence[_Side], counts: Sequence[int]) -> Graph:
+def _outline(graph: ItemGraph, sides: Sequence[_Side], counts: Sequence[int]) -> ItemGraph:
     """Return what has the sizes of the cut graph and nothing else, which costs no memory."""
     parts = []
     for side, count in zip(sides, counts, strict=True):
@@ -159,7 +159,7 @@ def _outline(graph: Graph, sides: Sequence[_Side], counts: Sequence[int]) -> Gra
     }
     pairs = graph.labels.get(CONTACTS)
     contacts = 0 if pairs is None else int(_stays(sides, counts, pairs.T).sum())
-    return Graph(tuple(parts), cross, {CONTACTS: _nothing(contacts)})
+    return ItemGraph(tuple(parts), cross, {CONTACTS: _nothing(contacts)})
 
 
 def _nothing(*shape: int) -> Array:
@@ -173,10 +173,10 @@ def _stays(sides: Sequence[_Side], counts: Sequence[int], ends: Array) -> NDArra
     return both
 
 
-def _cut(graph: Graph, sides: Sequence[_Side], counts: Sequence[int]) -> Graph:
+def _cut(graph: ItemGraph, sides: Sequence[_Side], counts: Sequence[int]) -> ItemGraph:
     """Return the graph of what stays; nodes and residues keep their order, and so do edges and labels."""
     places = [_places(np.sort(side.order_N[:count]), side.part.size) for side, count in zip(sides, counts, strict=True)]
-    return Graph(
+    return ItemGraph(
         parts=tuple(_cut_part(side.part, new_N) for side, new_N in zip(sides, places, strict=True)),
         cross={name: _kept(places[::-1], edges_2E) for name, edges_2E in graph.cross.items()},
         labels=_cut_labels(graph.labels, places),
@@ -196,7 +196,7 @@ def _kept(new: Sequence[Integers], ends: Array) -> Array:
     return moved[:, (moved >= 0).all(axis=0)]
 
 
-def _cut_part(part: Part, new_N: Integers) -> Part:
+def _cut_part(part: PartnerGraph, new_N: Integers) -> PartnerGraph:
     """Return what stays of a partner."""
     kept_N = np.flatnonzero(new_N >= 0)
     if len(kept_N) == part.size:

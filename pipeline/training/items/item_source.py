@@ -16,7 +16,7 @@ import xxhash
 
 from pipeline.errors import CacheDamaged, DataError, PipelineError, RecordMissing
 from pipeline.graphs import item_graph as graphs
-from pipeline.graphs.build_graph import build
+from pipeline.graphs.build_graph import build_graph
 from pipeline.protocol import ITEMS
 from pipeline.records import Reason, Rejection
 from pipeline.structures import inventory
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pipeline.graphs.item_graph import Recipe
+    from pipeline.graphs.item_graph import GraphRecipe
     from pipeline.protocol import Reader
     from pipeline.records import Item
     from pipeline.store.store import Store
@@ -78,7 +78,7 @@ class BuiltGraphs:
 
     table: ItemTable
     reading: inventory.Recipe
-    recipe: Recipe
+    recipe: GraphRecipe
 
     def read(self, numbers: Sequence[int]) -> Iterator[ItemArrays | Rejection]:
         """Yield the graph of each item; one that cannot be built costs this item, not the run."""
@@ -105,7 +105,9 @@ class BuiltGraphs:
             raise Unusable(taken.reason, taken.detail)
         if read is None:
             raise Unusable(Reason.NO_NODES, "a bare sequence has no structure to make a graph of")
-        return ItemArrays(number, item.id, *graphs.encode(build(read, self.recipe)), self.table.values(number))
+        return ItemArrays(
+            number, item.id, *graphs.encode_graph(build_graph(read, self.recipe)), self.table.values(number)
+        )
 
     def _check_key(self, number: int, item: Item, files: Mapping[str, File]) -> None:
         """Refuse files that are no longer what the table is of: sizes, splits and labels may be others."""

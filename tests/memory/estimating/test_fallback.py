@@ -15,7 +15,7 @@ from pipeline.errors import PlanInfeasible
 from pipeline.memory import footprint
 from pipeline.memory.estimating.cpu_profile import measure, record
 from pipeline.memory.estimating.extrapolate import stretched
-from pipeline.memory.estimating.fallback_oracle import Counts, Formula, Ladder, Unmeasurable
+from pipeline.memory.estimating.fallback_oracle import Counts, Formula, OracleLadder, Unmeasurable
 from pipeline.memory.estimating.small_steps import Allowance, MeasuredSmall, proportional, rising
 from pipeline.memory.footprint import (
     Category,
@@ -434,7 +434,7 @@ class Fails:
 def test_the_ladder_goes_down_once_and_says_why() -> None:
     fails = Fails("aten.nonzero needs values")
     formula = Formula(Counts.of(Masked(16, 8)), states=2, averages=0, padded=False)
-    ladder = Ladder([lambda: fails, lambda: formula])
+    ladder = OracleLadder([lambda: fails, lambda: formula])
     assert ladder.standing(CHOICE).notes[0] == "aten.nonzero needs values"
     assert ladder.micro(CHOICE, {"nodes": 10}).notes[0] == "aten.nonzero needs values"
     assert fails.asked == 1
@@ -442,4 +442,4 @@ def test_the_ladder_goes_down_once_and_says_why() -> None:
 
 def test_a_ladder_without_rungs_left_names_all_reasons_and_the_remedy() -> None:
     with pytest.raises(PlanInfeasible, match="nothing can tell what the model takes: one; two\n  next: pipeline plan"):
-        Ladder([lambda: Fails("one"), lambda: Fails("two")]).standing(CHOICE)
+        OracleLadder([lambda: Fails("one"), lambda: Fails("two")]).standing(CHOICE)

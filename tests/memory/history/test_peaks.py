@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipeline.memory.footprint import MemoryChoice, Provenance, margin_of
-from pipeline.memory.history.step_history import Peak, Peaks, fingerprint, ratios_of_all
+from pipeline.memory.history.step_history import Peak, PeakHistory, fingerprint, ratios_of_all
 
 ONE = Peak(
     model="m",
@@ -31,8 +31,8 @@ ONE = Peak(
 )
 
 
-def peaks(folder: Path, *many: Peak) -> Peaks:
-    found = Peaks(folder, "2.13.0")
+def peaks(folder: Path, *many: Peak) -> PeakHistory:
+    found = PeakHistory(folder, "2.13.0")
     assert found.record("run", "writer", many)
     return found
 
@@ -45,7 +45,7 @@ def test_ratios_are_of_this_model_on_this_card_newest_first(tmp_path: Path) -> N
 
 
 def test_nothing_remembered_is_no_ratio_and_makes_no_folder(tmp_path: Path) -> None:
-    assert Peaks(tmp_path / "none", "2.13.0").ratios("m", "a100") == ()
+    assert PeakHistory(tmp_path / "none", "2.13.0").ratios("m", "a100") == ()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -78,7 +78,7 @@ def test_a_plan_for_several_cards_is_corrected_once_all_were_measured(tmp_path: 
 
 
 def test_margins_are_from_measurements_once_there_are_some(tmp_path: Path) -> None:
-    found = Peaks(tmp_path, "2.13.0")
+    found = PeakHistory(tmp_path, "2.13.0")
     assert margin_of(Provenance.TRACED, found.ratios("m", "a100")).origin is Provenance.ASSUMED
     peaks(tmp_path, replace(ONE, measured_bytes=1010))
     margin = margin_of(Provenance.TRACED, found.ratios("m", "a100"))
@@ -90,10 +90,10 @@ def test_writers_share_no_file_and_a_torn_line_hides_no_other(tmp_path: Path) ->
     peaks(tmp_path, replace(ONE, at=2.0), replace(ONE, at=3.0))
     first, second = sorted((tmp_path / "records").iterdir(), key=lambda path: path.stat().st_size)
     second.write_bytes(second.read_bytes()[:-20])
-    assert len(Peaks(tmp_path, "2.13.0").of("m", "a100")) == 2
+    assert len(PeakHistory(tmp_path, "2.13.0").of("m", "a100")) == 2
     (tmp_path / "index.sqlite").write_bytes(b"no index")
     first.unlink()
-    assert [one.at for one in Peaks(tmp_path, "2.13.0").of("m", "a100")] == [2.0]
+    assert [one.at for one in PeakHistory(tmp_path, "2.13.0").of("m", "a100")] == [2.0]
 
 
 @pytest.mark.parametrize("change", [{"predicted_bytes": -1}, {"died": 1}, {"at": float("inf")}, {"gpu": 5}])

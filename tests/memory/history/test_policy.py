@@ -11,8 +11,8 @@ from pipeline.memory.history.task_history import (
     FLOOR_BYTES,
     NEWEST,
     STEP_BYTES,
-    Bounds,
     Suggestion,
+    SuggestionBounds,
     pace,
     planned,
     suggest,
@@ -21,8 +21,10 @@ from pipeline.memory.history.task_records import Past
 from tests.memory.history.tasks import GIB, MIB, past
 
 
-def ask(tasks: list[Past], *, size: int = 0, planned_bytes: int = GIB, bounds: Bounds | None = None) -> Suggestion:
-    suggestion = suggest(tasks, bounds or Bounds(), size=size, planned_bytes=planned_bytes)
+def ask(
+    tasks: list[Past], *, size: int = 0, planned_bytes: int = GIB, bounds: SuggestionBounds | None = None
+) -> Suggestion:
+    suggestion = suggest(tasks, bounds or SuggestionBounds(), size=size, planned_bytes=planned_bytes)
     assert suggestion is not None
     return suggestion
 
@@ -59,7 +61,7 @@ def test_a_kill_counts_with_its_limit_although_its_sampled_peak_is_lower() -> No
 def test_a_kill_whose_limit_nobody_knows_counts_with_its_peak() -> None:
     kill = past(killed=True, asked_bytes=None, peak_bytes=2 * GIB)
     assert ask([kill]).mem_bytes == 3 * GIB
-    assert suggest([replace(kill, peak_bytes=None)], Bounds(), size=0, planned_bytes=GIB) is None
+    assert suggest([replace(kill, peak_bytes=None)], SuggestionBounds(), size=0, planned_bytes=GIB) is None
 
 
 def test_a_kill_that_a_later_attempt_outlived_is_one_need_among_others() -> None:
@@ -116,7 +118,7 @@ def test_only_the_newest_tasks_count() -> None:
 
 
 def test_other_recipes_neither_go_below_the_plan_nor_far_above_it() -> None:
-    others = Bounds(" of other recipes", trusted=False, at_most=2)
+    others = SuggestionBounds(" of other recipes", trusted=False, at_most=2)
     tasks = [past(task) for task in range(50)]
     assert ask(tasks, bounds=others).mem_bytes == GIB
     huge = ask([replace(task, peak_bytes=40 * GIB) for task in tasks], bounds=others)
@@ -125,8 +127,8 @@ def test_other_recipes_neither_go_below_the_plan_nor_far_above_it() -> None:
 
 
 def test_without_measurements_the_plan_is_asked_for_in_whole_steps() -> None:
-    assert suggest([], Bounds(), size=0, planned_bytes=GIB) is None
-    assert suggest([past(peak_bytes=None)], Bounds(), size=0, planned_bytes=GIB) is None
+    assert suggest([], SuggestionBounds(), size=0, planned_bytes=GIB) is None
+    assert suggest([past(peak_bytes=None)], SuggestionBounds(), size=0, planned_bytes=GIB) is None
     assert planned(GIB + 1).mem_bytes == GIB + 64 * MIB
     assert planned(1).mem_bytes == 256 * MIB
 
@@ -170,7 +172,7 @@ def test_a_larger_peak_never_lowers_the_suggestion(
     tasks: list[Past], size: int, plan: int, data: st.DataObject
 ) -> None:
     chosen = data.draw(st.integers(0, len(tasks) - 1))
-    before = suggest(tasks, Bounds(), size=size, planned_bytes=plan)
+    before = suggest(tasks, SuggestionBounds(), size=size, planned_bytes=plan)
     if before is None or tasks[chosen].peak_bytes is None:
         return
     more = tasks[chosen].peak_bytes + data.draw(BYTES)
@@ -182,7 +184,7 @@ def test_a_larger_peak_never_lowers_the_suggestion(
 
 @given(TASKS, BYTES)
 def test_never_at_or_below_a_limit_that_killed_while_nothing_later_lived(tasks: list[Past], plan: int) -> None:
-    suggestion = suggest(tasks, Bounds(), size=0, planned_bytes=plan)
+    suggestion = suggest(tasks, SuggestionBounds(), size=0, planned_bytes=plan)
     for kill in tasks:
         if not kill.killed or kill.asked_bytes is None:
             continue
@@ -195,7 +197,7 @@ def test_never_at_or_below_a_limit_that_killed_while_nothing_later_lived(tasks: 
 @given(TASKS, SIZES, BYTES, st.randoms(use_true_random=False))
 def test_the_order_of_records_does_not_matter(tasks: list[Past], size: int, plan: int, random) -> None:
     shuffled = random.sample(tasks, len(tasks))
-    one, other = (suggest(order, Bounds(), size=size, planned_bytes=plan) for order in (tasks, shuffled))
+    one, other = (suggest(order, SuggestionBounds(), size=size, planned_bytes=plan) for order in (tasks, shuffled))
     assert one == other
     assert pace(tasks) == pace(shuffled)
 
@@ -204,7 +206,7 @@ def test_the_order_of_records_does_not_matter(tasks: list[Past], size: int, plan
 def test_every_suggestion_is_whole_steps_above_the_floor_and_within_its_bounds(
     tasks: list[Past], size: int, plan: int, at_most: float
 ) -> None:
-    suggestion = suggest(tasks, Bounds(trusted=False, at_most=at_most), size=size, planned_bytes=plan)
+    suggestion = suggest(tasks, SuggestionBounds(trusted=False, at_most=at_most), size=size, planned_bytes=plan)
     if suggestion is not None:
         assert suggestion.mem_bytes % STEP_BYTES == 0
         assert suggestion.mem_bytes >= max(FLOOR_BYTES, plan)

@@ -13,27 +13,27 @@ import torch
 
 from pipeline.memory.lint.allocator_rules import NCCL_BUFFER_BYTES
 from pipeline.memory.lint.lint_facts import VARIABLES
-from pipeline.memory.lint.training_rules import RULES, Facts, Finding, Severity, allocator_options, lint
+from pipeline.memory.lint.training_rules import RULES, LintFinding, RunFacts, Severity, allocator_options, lint
 
 MIB = 1 << 20
 GIB = 1 << 30
 CONVOLUTION = frozenset({"Conv1d", "ReLU"})
 
 
-def env(**variables: str) -> Facts:
-    return Facts(environment=variables)
+def env(**variables: str) -> RunFacts:
+    return RunFacts(environment=variables)
 
 
-def conf(text: str, **known: float) -> Facts:
-    return Facts(environment={"PYTORCH_ALLOC_CONF": text}, **known)
+def conf(text: str, **known: float) -> RunFacts:
+    return RunFacts(environment={"PYTORCH_ALLOC_CONF": text}, **known)
 
 
-def cut(micro_batch: int, accumulation: int, **known: object) -> Facts:
-    return Facts(micro_batch=micro_batch, accumulation=accumulation, **known)  # type: ignore[arg-type]
+def cut(micro_batch: int, accumulation: int, **known: object) -> RunFacts:
+    return RunFacts(micro_batch=micro_batch, accumulation=accumulation, **known)  # type: ignore[arg-type]
 
 
 NORM = frozenset({"Linear", "BatchNorm1d"})
-CASES: dict[str, tuple[Facts, Facts]] = {  # what fires, and the nearest that does not
+CASES: dict[str, tuple[RunFacts, RunFacts]] = {  # what fires, and the nearest that does not
     "allocator-malformed": (conf("expandable_segments:true"), conf("expandable_segments:True")),
     "split-size-of-expandable-segments": (
         env(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True,max_split_size_mb:128"),
@@ -61,11 +61,11 @@ CASES: dict[str, tuple[Facts, Facts]] = {  # what fires, and the nearest that do
     "no-cache": (env(PYTORCH_NO_CUDA_MEMORY_CACHING="0"), env()),
     "launch-blocking": (env(CUDA_LAUNCH_BLOCKING="1"), env(CUDA_LAUNCH_BLOCKING="0")),
     "eager-modules": (env(CUDA_MODULE_LOADING="EAGER"), env(CUDA_MODULE_LOADING="LAZY")),
-    "empty-cache": (Facts(empty_cache_every=10), Facts(empty_cache_every=0)),
-    "memory-fraction": (Facts(memory_fraction=0.95), Facts(memory_fraction=1.0)),
+    "empty-cache": (RunFacts(empty_cache_every=10), RunFacts(empty_cache_every=0)),
+    "memory-fraction": (RunFacts(memory_fraction=0.95), RunFacts(memory_fraction=1.0)),
     "reset-peak": (
-        Facts(to_save_gpu_memory=frozenset({"reset_peak_memory_stats"})),
-        Facts(to_save_gpu_memory=frozenset({"checkpointing"})),
+        RunFacts(to_save_gpu_memory=frozenset({"reset_peak_memory_stats"})),
+        RunFacts(to_save_gpu_memory=frozenset({"checkpointing"})),
     ),
     "record-streams": (env(TORCH_NCCL_AVOID_RECORD_STREAMS="0"), env(TORCH_NCCL_AVOID_RECORD_STREAMS="1")),
     "communication-buffers": (env(NCCL_BUFFSIZE="67108864"), env(NCCL_BUFFSIZE=str(NCCL_BUFFER_BYTES))),
@@ -78,55 +78,55 @@ CASES: dict[str, tuple[Facts, Facts]] = {  # what fires, and the nearest that do
         cut(8, 1, gpus=1, before_gpus=3, before_micro_batch=8, before_batch=24),
         cut(8, 3, gpus=1, before_gpus=3, before_micro_batch=8, before_batch=24),
     ),
-    "unscaled-fp16": (Facts(precision="fp16", loss_scaling=False), Facts(precision="bf16", loss_scaling=False)),
+    "unscaled-fp16": (RunFacts(precision="fp16", loss_scaling=False), RunFacts(precision="bf16", loss_scaling=False)),
     "more-for-each-gpu": (
-        Facts(batch=24, gpus=2, before_batch=24, before_gpus=3),
-        Facts(batch=24, gpus=2, before_batch=24, before_gpus=3, accumulation=2),
+        RunFacts(batch=24, gpus=2, before_batch=24, before_gpus=3),
+        RunFacts(batch=24, gpus=2, before_batch=24, before_gpus=3, accumulation=2),
     ),
-    "uneven-batch": (Facts(batch=25, gpus=2), Facts(batch=24, gpus=2)),
+    "uneven-batch": (RunFacts(batch=25, gpus=2), RunFacts(batch=24, gpus=2)),
     "norm-of-each-gpu": (
-        Facts(module_types=NORM, gpus=2, environment={"OMP_NUM_THREADS": "1"}),
-        Facts(module_types=frozenset({"SyncBatchNorm"}), gpus=2),
+        RunFacts(module_types=NORM, gpus=2, environment={"OMP_NUM_THREADS": "1"}),
+        RunFacts(module_types=frozenset({"SyncBatchNorm"}), gpus=2),
     ),
-    "emulated-bf16": (Facts(precision="bf16", native_bf16=False), Facts(precision="fp16", native_bf16=False)),
+    "emulated-bf16": (RunFacts(precision="bf16", native_bf16=False), RunFacts(precision="fp16", native_bf16=False)),
     "foreach-temporaries": (
-        Facts(optimizer_way="foreach", parameter_bytes=3 * GIB, gpu_bytes=24 * GIB),
-        Facts(optimizer_way="fused", parameter_bytes=3 * GIB, gpu_bytes=24 * GIB),
+        RunFacts(optimizer_way="foreach", parameter_bytes=3 * GIB, gpu_bytes=24 * GIB),
+        RunFacts(optimizer_way="fused", parameter_bytes=3 * GIB, gpu_bytes=24 * GIB),
     ),
-    "clipping": (Facts(to_save_gpu_memory=frozenset({"clip"})), Facts()),
-    "prefetch": (Facts(to_save_gpu_memory=frozenset({"prefetch"})), Facts(prefetch=2)),
+    "clipping": (RunFacts(to_save_gpu_memory=frozenset({"clip"})), RunFacts()),
+    "prefetch": (RunFacts(to_save_gpu_memory=frozenset({"prefetch"})), RunFacts(prefetch=2)),
     "read-ahead": (
-        Facts(num_workers=8, prefetch=4, batch_bytes=100 * MIB),
-        Facts(num_workers=1, prefetch=4, batch_bytes=100 * MIB),
+        RunFacts(num_workers=8, prefetch=4, batch_bytes=100 * MIB),
+        RunFacts(num_workers=1, prefetch=4, batch_bytes=100 * MIB),
     ),
     "workers-over-lists": (
-        Facts(num_workers=4, data_container="list"),
-        Facts(num_workers=4, data_container="numpy"),
+        RunFacts(num_workers=4, data_container="list"),
+        RunFacts(num_workers=4, data_container="numpy"),
     ),
-    "pinned-rounding": (Facts(pin=True, batch_bytes=65 * MIB), Facts(pin=True, batch_bytes=63 * MIB)),
+    "pinned-rounding": (RunFacts(pin=True, batch_bytes=65 * MIB), RunFacts(pin=True, batch_bytes=63 * MIB)),
     "cudnn-benchmark": (
-        Facts(module_types=CONVOLUTION, variable_shapes=True, cudnn_benchmark=True),
-        Facts(module_types=CONVOLUTION, variable_shapes=False, cudnn_benchmark=True),
+        RunFacts(module_types=CONVOLUTION, variable_shapes=True, cudnn_benchmark=True),
+        RunFacts(module_types=CONVOLUTION, variable_shapes=False, cudnn_benchmark=True),
     ),
     "cudnn-plans": (
-        Facts(module_types=CONVOLUTION, variable_shapes=True),
-        Facts(module_types=frozenset({"Linear", "GCNConv"}), variable_shapes=True),
+        RunFacts(module_types=CONVOLUTION, variable_shapes=True),
+        RunFacts(module_types=frozenset({"Linear", "GCNConv"}), variable_shapes=True),
     ),
     "compiled-again": (
-        Facts(compile_mode="default", compile_dynamic=False, variable_shapes=True),
-        Facts(compile_mode="default", compile_dynamic=None, variable_shapes=True),
+        RunFacts(compile_mode="default", compile_dynamic=False, variable_shapes=True),
+        RunFacts(compile_mode="default", compile_dynamic=None, variable_shapes=True),
     ),
     "graphed-shapes": (
-        Facts(compile_mode="reduce-overhead", variable_shapes=True),
-        Facts(compile_mode="reduce-overhead", variable_shapes=False),
+        RunFacts(compile_mode="reduce-overhead", variable_shapes=True),
+        RunFacts(compile_mode="reduce-overhead", variable_shapes=False),
     ),
     "crowded-cores": (
-        Facts(environment={"OMP_NUM_THREADS": "16"}, cpus=8),
-        Facts(environment={"OMP_NUM_THREADS": "8"}, cpus=8),
+        RunFacts(environment={"OMP_NUM_THREADS": "16"}, cpus=8),
+        RunFacts(environment={"OMP_NUM_THREADS": "8"}, cpus=8),
     ),
-    "unlimited-threads": (Facts(gpus=4), Facts(gpus=4, environment={"OMP_NUM_THREADS": "4"})),
+    "unlimited-threads": (RunFacts(gpus=4), RunFacts(gpus=4, environment={"OMP_NUM_THREADS": "4"})),
 }
-GOOD = Facts(
+GOOD = RunFacts(
     environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": "8", "HOME": "/home/ann"},
     empty_cache_every=0,
     memory_fraction=1.0,
@@ -157,7 +157,7 @@ GOOD = Facts(
 )
 
 
-def found(facts: Facts) -> dict[str, Finding]:
+def found(facts: RunFacts) -> dict[str, LintFinding]:
     return {finding.code: finding for finding in lint(facts)}
 
 
@@ -182,7 +182,7 @@ def test_a_finding_says_why_what_to_do_and_where_it_is_from(code: str) -> None:
 
 
 def test_nothing_is_found_where_nothing_is_known_or_all_is_well() -> None:
-    assert lint(Facts()) == ()
+    assert lint(RunFacts()) == ()
     assert lint(GOOD) == ()
 
 
@@ -196,7 +196,7 @@ def test_the_worst_is_told_first() -> None:
 def test_the_settings_of_the_guides_are_named() -> None:
     fragments = env(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True,max_split_size_mb:128")
     assert found(fragments).keys() == {"split-size-of-expandable-segments"}
-    towers = Facts(
+    towers = RunFacts(
         batch=128,
         micro_batch=16,
         accumulation=8,
@@ -212,7 +212,7 @@ def test_the_settings_of_the_guides_are_named() -> None:
 
 
 def test_fewer_gpus_change_the_batch_or_what_each_has_to_hold() -> None:
-    docking = Facts(gpus=1, before_gpus=3, before_batch=24, before_micro_batch=8)
+    docking = RunFacts(gpus=1, before_gpus=3, before_batch=24, before_micro_batch=8)
     same_share = found(replace(docking, micro_batch=8))
     assert "8 a step, not 24" in same_share["changed-batch"].what
     same_batch = found(replace(docking, batch=24, micro_batch=24))

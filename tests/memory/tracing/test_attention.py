@@ -11,16 +11,16 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.memory.tracing.sdpa_choice import Attention, Backend, backend, cuda_attention
+from pipeline.memory.tracing.sdpa_choice import AttentionCall, Backend, attention_backend, cuda_attention
 
 A100, HOPPER, ADA, VOLTA = (8, 0), (9, 0), (8, 9), (7, 0)
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
-def asked(dtype: torch.dtype, head: int = 64, *, queries: int = 32, heads: int = 4, **options: Any) -> Attention:
+def asked(dtype: torch.dtype, head: int = 64, *, queries: int = 32, heads: int = 4, **options: Any) -> AttentionCall:
     query = torch.empty(2, 4, queries, head, dtype=dtype, requires_grad=True)
     key = torch.empty(2, heads, 32, head, dtype=dtype, requires_grad=True)
-    return Attention(query, key, key, **options)
+    return AttentionCall(query, key, key, **options)
 
 
 @pytest.mark.parametrize(
@@ -53,16 +53,16 @@ def asked(dtype: torch.dtype, head: int = 64, *, queries: int = 32, heads: int =
     ],
 )
 def test_the_kernel_is_the_one_torch_would_choose(
-    attention: Attention, capability: tuple[int, int], expected: Backend
+    attention: AttentionCall, capability: tuple[int, int], expected: Backend
 ) -> None:
-    assert backend(attention, capability) is expected
+    assert attention_backend(attention, capability) is expected
 
 
 def test_kernels_that_were_switched_off_are_not_chosen() -> None:
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        assert backend(asked(BF16), HOPPER) is Backend.MATH
+        assert attention_backend(asked(BF16), HOPPER) is Backend.MATH
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION):
-        assert backend(asked(BF16), HOPPER) is Backend.EFFICIENT
+        assert attention_backend(asked(BF16), HOPPER) is Backend.EFFICIENT
 
 
 class Ran(TorchDispatchMode):

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.nn.modules import module as hooks
 
-from pipeline.memory.estimating.fallback_oracle import Ladder
+from pipeline.memory.estimating.fallback_oracle import OracleLadder
 from pipeline.memory.footprint import Category, MemoryChoice, StepTapes, live_peak_bytes, parts_at_peak
 from pipeline.memory.hardware.caching_allocator import Allocator, AllocatorSettings
 from pipeline.memory.tracing.tracer import CannotTrace
@@ -363,7 +363,7 @@ def test_the_ladder_goes_down_when_a_model_cannot_be_traced():
         def standing(self, choice):
             return standing
 
-    ladder = Ladder([lambda: tracer(Small(lambda: Refusing(lambda y: y * y.sum().item()))), Lower])
+    ladder = OracleLadder([lambda: tracer(Small(lambda: Refusing(lambda y: y * y.sum().item()))), Lower])
     assert ladder.standing(PLAIN).bytes == standing.bytes
     assert "item" in ladder.standing(PLAIN).notes[0] or "_local_scalar_dense" in ladder.standing(PLAIN).notes[0]
 

@@ -12,7 +12,7 @@ from pipeline.config.schema_train import TrainSection
 from pipeline.errors import ConfigError
 from pipeline.memory.footprint import MemoryChoice
 from pipeline.memory.footprint import StepTapes as Tapes
-from pipeline.memory.lint.lint_facts import Facts
+from pipeline.memory.lint.lint_facts import RunFacts
 from pipeline.memory.lint.training_rules import lint
 from pipeline.memory.tracing.tracer import Tracer
 from pipeline.runs.model.training_work import Work, step_settings
@@ -108,7 +108,7 @@ def test_only_who_compares_items_without_two_passes_is_warned() -> None:
     class Alone:
         in_batch = True
 
-    facts = Facts(batch=128, micro_batch=16, accumulation=8)
+    facts = RunFacts(batch=128, micro_batch=16, accumulation=8)
     works = [Work(one, StepSettings(), "cpu") for one in (Pairs(), Alone())]  # type: ignore[arg-type]
     told = [replace(facts, in_batch_contrastive=work.is_in_batch, two_passes=work.is_contrastive) for work in works]
     found = [[one.code for one in lint(each)] for each in told]

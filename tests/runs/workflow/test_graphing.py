@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pipeline.config.load import read_config
-from pipeline.graphs.item_graph import decode
+from pipeline.graphs.item_graph import decode_graph
 from pipeline.journal.ledger import Reader
 from pipeline.journal.run_folder import RunFolder, runs_in
 from pipeline.project.project import Project
@@ -64,7 +64,7 @@ def judged(folder: Path) -> dict[str, Any]:
 
 def graphs(folder: Path) -> dict[bytes, Any]:
     store = Cache(folder / "cache").kind("graph")
-    return {record.key: decode(record.arrays, record.meta) for record in store.read(store.keys())}
+    return {record.key: decode_graph(record.arrays, record.meta) for record in store.read(store.keys())}
 
 
 def test_in_one_run_with_the_scan_each_structure_is_read_once_for_both(

@@ -14,7 +14,7 @@ import pytest
 from scipy.io import netcdf_file
 
 from pipeline.graphs import atom_graph
-from pipeline.graphs.item_graph import Recipe as GraphRecipe
+from pipeline.graphs.item_graph import GraphRecipe as GraphRecipe
 from pipeline.keys import content_digest, tagged_key
 from pipeline.records import Inventory, Item, Kind, Part, Reason, Role
 from pipeline.structures.atoms import Unusable, text
@@ -94,14 +94,14 @@ def test_every_bond_of_every_atom_that_is_kept_is_the_one_parmed_has(tmp_path: P
 def test_the_graph_has_those_bonds_and_what_follows_from_them(tmp_path: Path) -> None:
     _, found = read(item_of(write_complex(tmp_path), "A,B", "_:LIG"))
     assert found is not None
-    graph = atom_graph.build(found, GraphRecipe(nodes="atom", hydrogens=True, contacts=None))
+    graph = atom_graph.build_atom_graph(found, GraphRecipe(nodes="atom", hydrogens=True, contacts=None))
     rna, ligand = graph.parts
     assert rna.edges["bond"].shape[1] == 2 * (5 * 8 + 3)
     assert ligand.edges["bond"].T.tolist() == [[1, 0], [3, 0], [0, 1], [2, 1], [1, 2], [0, 3]]
     assert ligand.paths["angle"].tolist() == [[0, 1, 2], [1, 0, 3]]
     assert ligand.paths["dihedral"].tolist() == [[2, 1, 0, 3]]
     assert ligand.nodes["element"].tolist() == [6, 7, 17, 1]
-    without = atom_graph.build(found, GraphRecipe(nodes="atom", contacts=None)).parts
+    without = atom_graph.build_atom_graph(found, GraphRecipe(nodes="atom", contacts=None)).parts
     assert [part.edges["bond"].shape[1] for part in without] == [2 * (5 * 7 + 3), 4]
     assert {bytes(name).rstrip(b"\0") for name in rna.residues["name"]} == {b"A", b"C", b"G", b"U"}
 
@@ -115,7 +115,7 @@ def test_a_bond_longer_than_any_is_refused_by_the_graph_and_named(tmp_path: Path
     _, found = read(item_of(path))
     assert found is not None
     with pytest.raises(Unusable, match=r"P of A 1 in chain A and O5' of A 1 in chain A are bonded, .* 98\.\d+ Å apart"):
-        atom_graph.build(found, GraphRecipe(nodes="atom", contacts=None))
+        atom_graph.build_atom_graph(found, GraphRecipe(nodes="atom", contacts=None))
 
 
 def test_coordinates_are_read_from_netcdf_as_from_text() -> None:

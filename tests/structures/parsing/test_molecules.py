@@ -15,7 +15,7 @@ from rdkit import Chem, rdBase
 from rdkit.Chem import rdDistGeom
 
 from pipeline.graphs import atom_graph
-from pipeline.graphs.item_graph import Recipe as GraphRecipe
+from pipeline.graphs.item_graph import GraphRecipe as GraphRecipe
 from pipeline.records import Inventory, Item, Kind, Part, Reason, Role
 from pipeline.structures.atoms import AtomTable, Unusable, text
 from pipeline.structures.inventory import Complex, Recipe, examine
@@ -116,11 +116,11 @@ def test_a_ligand_of_its_own_file_is_kept_whatever_is_done_with_molecules(tmp_pa
 def test_the_graph_has_those_bonds_with_hydrogens_or_without(tmp_path: Path) -> None:
     _, found = read(tmp_path, "l.sdf", THEOPHYLLINE)
     assert found is not None
-    ligand = atom_graph.build(found, ATOMS).parts[1]
+    ligand = atom_graph.build_atom_graph(found, ATOMS).parts[1]
     heavy = {pair for pair in bonds(table(THEOPHYLLINE)) if max(pair) < 13}
     assert {tuple(sorted(pair)) for pair in ligand.edges["bond"].T.tolist()} == heavy
     assert (ligand.size, len(heavy)) == (13, 14)
-    full = atom_graph.build(found, GraphRecipe(nodes="atom", contacts=None, hydrogens=True)).parts[1]
+    full = atom_graph.build_atom_graph(found, GraphRecipe(nodes="atom", contacts=None, hydrogens=True)).parts[1]
     assert {tuple(sorted(pair)) for pair in full.edges["bond"].T.tolist()} == bonds(table(THEOPHYLLINE))
 
 
@@ -128,13 +128,13 @@ def test_no_distance_makes_or_breaks_a_bond_that_the_file_tells_of(tmp_path: Pat
     squeezed = THEOPHYLLINE.replace("   -2.9147   -0.3889   -0.0322", "   -0.4000   -0.9000    0.9000")
     _, found = read(tmp_path, "l.sdf", squeezed)
     assert found is not None
-    ligand = atom_graph.build(found, ATOMS).parts[1]
+    ligand = atom_graph.build_atom_graph(found, ATOMS).parts[1]
     assert ligand.edges["bond"].shape[1] == 2 * 14
     far = THEOPHYLLINE.replace("   -2.9147", "   -9.9147")
     _, found = read(tmp_path, "l.sdf", far)
     assert found is not None
     with pytest.raises(Unusable, match=r"C1 of LIG 1 in chain _:LIG:1 and N1 .* 8\.44 Å apart"):
-        atom_graph.build(found, ATOMS)
+        atom_graph.build_atom_graph(found, ATOMS)
 
 
 @pytest.mark.parametrize("symbol", ["R#", "*", "LP", "A", "Q", "L"])
@@ -269,10 +269,10 @@ def test_an_unbound_molecule_whose_atoms_are_in_another_order_is_refused(tmp_pat
     assert found is not None, inventory
     recipe = GraphRecipe(nodes="atom", contacts=9.0)
     if is_same:
-        assert atom_graph.build(found, recipe).parts[1].nodes["labelled"].all()
+        assert atom_graph.build_atom_graph(found, recipe).parts[1].nodes["labelled"].all()
         return
     with pytest.raises(Unusable, match=r"C1 of LIG 1 .* give both files their atoms in one order") as caught:
-        atom_graph.build(found, recipe)
+        atom_graph.build_atom_graph(found, recipe)
     assert caught.value.reason is Reason.SEQUENCE_MISMATCH
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeline.encoder.embedding_recipe import Recipe, Variant
-from pipeline.graphs.item_graph import ChainText, Graph, Part, encode
+from pipeline.graphs.item_graph import ChainText, ItemGraph, PartnerGraph, encode_graph
 from pipeline.keys import recipe_key
 from pipeline.records import Kind, Role
 from pipeline.training.items.item_source import CachedGraphs
@@ -35,7 +35,7 @@ def edges_of(rng: np.random.Generator, heads: int, tails: int, count: int) -> np
     return found[::-1].copy()
 
 
-def part_of(rng: np.random.Generator, role: Role, *, rna: bool = False, atoms: bool = False) -> Part:
+def part_of(rng: np.random.Generator, role: Role, *, rna: bool = False, atoms: bool = False) -> PartnerGraph:
     """A partner of two protein chains, some of whose letters have no residue, and perhaps a strand of RNA between."""
     kinds = [Kind.PROTEIN, *([Kind.RNA] if rna else []), Kind.PROTEIN]
     chains = [
@@ -59,7 +59,7 @@ def part_of(rng: np.random.Generator, role: Role, *, rna: bool = False, atoms: b
         paths = {"angle": rng.integers(count, size=(7, 3))}
     else:
         nodes |= residues
-    return Part(
+    return PartnerGraph(
         role=role,
         chains=tuple(chains),
         centre_3=rng.normal(size=3),
@@ -72,11 +72,11 @@ def part_of(rng: np.random.Generator, role: Role, *, rna: bool = False, atoms: b
 
 def graph_of(
     seed: int, roles: Sequence[Role] = PAIR, *, rna: bool = False, atoms: bool = False, bound: bool = False
-) -> Graph:
+) -> ItemGraph:
     rng = np.random.default_rng(seed)
     parts = tuple(part_of(rng, role, rna=rna and role is not Role.LIGAND, atoms=atoms) for role in roles)
     if len(parts) == 1:
-        return Graph(parts)
+        return ItemGraph(parts)
     receptor, ligand = parts
     pairs = np.stack([rng.integers(receptor.size, size=5), rng.integers(ligand.size, size=5)], axis=1)
     labels: dict[str, Any] = {
@@ -88,7 +88,7 @@ def graph_of(
         for part in parts:
             part.nodes["labelled"] = rng.random(part.size) < 0.5
             part.nodes["bound"] = rng.normal(size=(part.size, 3)).astype(np.float32)
-    return Graph(parts, {"near": edges_of(rng, receptor.size, ligand.size, 9)}, labels)
+    return ItemGraph(parts, {"near": edges_of(rng, receptor.size, ligand.size, 9)}, labels)
 
 
 @dataclass
@@ -128,7 +128,7 @@ class Made:
     """A data set whose every number is known."""
 
     root: Path
-    graphs: dict[int, Graph]
+    graphs: dict[int, ItemGraph]
     table: ItemTable
     graph_store: Store
     embed_store: Store
@@ -140,7 +140,7 @@ class Made:
         sampler = options.pop("sampler", None) or Micros(lists)
         return Loader(graphs, embeddings, sampler, **options)
 
-    def wanted_rows(self, part: Part) -> tuple[np.ndarray, np.ndarray]:
+    def wanted_rows(self, part: PartnerGraph) -> tuple[np.ndarray, np.ndarray]:
         """What a partner's residues must have, worked out residue by residue."""
         joined = np.concatenate([self.rows[text] for text in part.texts])
         wanted = np.zeros((len(part.row_R), WIDTH), joined.dtype)
@@ -150,14 +150,14 @@ class Made:
         return wanted, part.row_R >= 0
 
 
-def made(cache: Any, graphs: Sequence[Graph]) -> Made:
+def made(cache: Any, graphs: Sequence[ItemGraph]) -> Made:
     """Store graphs with their embeddings, and a table of them."""
     graph_store, embed_store = cache.kind("graph"), cache.kind("embed")
     builder, rows = TableBuilder(), {}
     with graph_store.writer() as writer:
         for number, graph in enumerate(graphs):
             key = recipe_key("test", {"number": number})
-            writer.put(key, *encode(graph))
+            writer.put(key, *encode_graph(graph))
             builder.add(f"item{number}", key, "train", graph.sizes())
     rng = np.random.default_rng(1)
     with embed_store.writer() as writer:

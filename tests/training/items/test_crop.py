@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline.errors import PlanInfeasible
 from pipeline.graphs import atom_graph, residue_graph
-from pipeline.graphs.item_graph import Recipe, decode, encode
+from pipeline.graphs.item_graph import GraphRecipe, decode_graph, encode_graph
 from pipeline.records import Item, Part, Reason, Rejection, Role
 from pipeline.store.cache_folder import Cache
 from pipeline.structures import inventory
@@ -23,14 +23,14 @@ from tests.training.items.content import ALONE, PAIR, graph_of, made
 
 
 def found_of(graph, name="item"):
-    return ItemArrays(0, name, *encode(graph))
+    return ItemArrays(0, name, *encode_graph(graph))
 
 
 def cut(graph, limits, seed=0, **options):
     found = found_of(graph)
     small = crop_item(found, limits, np.random.default_rng(seed), **options)
     BatchBuilder([small])  # the loader's own checks: every field has the rows of its axis
-    return decode(small.arrays, small.meta), small
+    return decode_graph(small.arrays, small.meta), small
 
 
 def kept_nodes(part, small):
@@ -307,7 +307,7 @@ def real(path):
 @pytest.mark.parametrize("kind", [residue_graph, atom_graph])
 def test_real_complexes_are_cut_around_their_interface(shared_structures, kind):
     for path in sorted((shared_structures / "complexes").glob("*.pdb"))[:4]:
-        graph = kind.build(real(path), Recipe(cross_neighbours=5))
+        graph = kind.build(real(path), GraphRecipe(cross_neighbours=5))
         sizes = graph.sizes()
         limits = {"nodes": sizes["nodes"] // 3, "pairs": sizes["pairs"] // 9}
         small, _ = cut(graph, limits, seed=1)

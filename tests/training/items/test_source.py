@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from pipeline.errors import DataError
-from pipeline.graphs.build_graph import build
-from pipeline.graphs.item_graph import Recipe, encode
+from pipeline.graphs.build_graph import build_graph
+from pipeline.graphs.item_graph import GraphRecipe, encode_graph
 from pipeline.keys import content_digest
 from pipeline.records import Item, Part, Reason, Role
 from pipeline.store.cache_folder import Cache
@@ -20,7 +20,7 @@ from pipeline.training.items.item_table import TableBuilder
 from pipeline.training.items.loader import Loader
 from tests.training.items.content import Micros
 
-READING, RECIPE = inventory.Recipe(), Recipe(cross_neighbours=3)
+READING, RECIPE = inventory.Recipe(), GraphRecipe(cross_neighbours=3)
 
 
 @pytest.fixture
@@ -36,8 +36,8 @@ def prepared(tmp_path):
             files = {str(path): inventory.File(path.read_bytes(), content_digest(path.read_bytes()).hex())}
             key = RECIPE.key(inventory.item_key(item, READING, {str(path): files[str(path)].digest}))
             _, read = inventory.examine(item, files, READING)
-            graph = build(read, RECIPE)
-            writer.put(key, *encode(graph))
+            graph = build_graph(read, RECIPE)
+            writer.put(key, *encode_graph(graph))
             builder.add(item.id, key, "train", graph.sizes(), item)
     return store, builder.table()
 
@@ -67,7 +67,7 @@ def test_a_file_that_changed_after_the_table_was_made_is_an_error(prepared):
 def test_another_recipe_than_the_tables_is_an_error(prepared):
     _, table = prepared
     with pytest.raises(DataError, match="the configuration changed"):
-        list(batches(BuiltGraphs(table, READING, Recipe(neighbours=3))))
+        list(batches(BuiltGraphs(table, READING, GraphRecipe(neighbours=3))))
 
 
 def test_a_file_that_is_gone_after_the_table_was_made_is_an_error(prepared):
@@ -79,7 +79,7 @@ def test_a_file_that_is_gone_after_the_table_was_made_is_an_error(prepared):
 
 def test_an_item_that_has_no_graph_is_left_out_and_told(prepared, monkeypatch):
     _, table = prepared
-    real = build
+    real = build_graph
 
     def sometimes(read, recipe):
         if len(read.sides[Role.RECEPTOR].residues()) == 30:
@@ -95,7 +95,7 @@ def test_an_item_that_has_no_graph_is_left_out_and_told(prepared, monkeypatch):
 
 def test_a_bug_in_the_building_costs_one_item(prepared, monkeypatch, caplog):
     _, table = prepared
-    real = build
+    real = build_graph
 
     def sometimes(read, recipe):
         if len(read.sides[Role.RECEPTOR].residues()) == 31:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config.schema_train import TrainSection
-from pipeline.graphs.item_graph import encode
+from pipeline.graphs.item_graph import encode_graph
 from pipeline.keys import recipe_key
 from pipeline.records import Tell
 from pipeline.stages.train import Items, Job, close, trainer_of
@@ -159,7 +159,7 @@ def task_of(plot: Plot, rank: int = 0) -> Tiny:
 def drawn(number: int) -> tuple[Any, Any, dict[str, int]]:
     """Return a made graph, encoded, and its sizes."""
     graph = graph_of(number)
-    return (*encode(graph), graph.sizes())
+    return (*encode_graph(graph), graph.sizes())
 
 
 @dataclass(frozen=True)
