@@ -192,9 +192,7 @@ def test_every_file_of_a_run(tmp_path: Path, evil: bytes) -> None:
 def test_what_is_remembered_of_earlier_runs(tmp_path: Path, evil: bytes) -> None:
     folder = tmp_path / "profiles"
     asked = ("embed", "ab12", "north")
-    Profiles(folder).suggest(*asked, planned_bytes=1 << 30)
     (folder / "records").mkdir(parents=True, exist_ok=True)
-    (folder / "index.sqlite").write_bytes(evil)
     (folder / "records" / "run~writer.jsonl").write_bytes(evil)
     assert Profiles(folder).suggest(*asked, planned_bytes=1 << 30).tasks == 0
     assert not (tmp_path / "made").exists()

@@ -1,6 +1,6 @@
 """Peaks of training steps as they were measured beside what was predicted: each corrects the plans that come after it.
 
-Kept as tasks are (`profiles`): append-only records, and an index made from them. What is remembered is of a model and
+Kept as tasks are (`record_files`). What is remembered is of a model and
 its options (`fingerprint`), a card, a version of torch; ratios of another of these say nothing certain of this one.
 """
 
@@ -9,20 +9,17 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, fields, is_dataclass
 from importlib import metadata
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from pipeline.memory.hardware.gpus import known_name
-from pipeline.memory.history.record_index import Index, Layout
-from pipeline.memory.history.task_records import Journal, Lines
+from pipeline.memory.history.record_files import RecordFiles
 
 if TYPE_CHECKING:
-    import sqlite3
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import nn
-
-    from pipeline.memory.history.task_records import Row
 
 DIED_GROWTH = 1.25  # times what a step died at is taken as its need until one lived: assumed, a step beyond what failed
 NEWEST = 200  # measurements that count
@@ -55,58 +52,24 @@ class Peak:
         return self.measured_bytes / self.predicted_bytes if self.predicted_bytes else 0.0
 
 
-PEAKS = Lines(Peak)
-_COLUMNS = ", ".join(PEAKS.columns)
-_KEY = "model, torch, at, run, card, sizes, allocator"
-PEAKS_INDEX_FORMAT = 1  # of the SQLite file, which is made anew where it is another
-_SCHEMA = f"CREATE TABLE peaks ({_COLUMNS}, PRIMARY KEY ({_KEY})) WITHOUT ROWID;"
-_FIELDS = PEAKS.columns[1:]
-_NEWEST = f"""
-SELECT {", ".join(_FIELDS)} FROM peaks WHERE model = :model AND torch = :torch AND (card = :card OR gpu = :gpu)
-ORDER BY at DESC, run DESC LIMIT {NEWEST}
-"""  # noqa: S608 - nothing of it comes from outside
-
-
-class _Filing:
-    """Puts peaks into a draft of an index."""
-
-    def __init__(self, draft: sqlite3.Connection) -> None:
-        self._draft = draft
-
-    def add(self, rows: Iterable[Row]) -> None:
-        """Add what was read of a file; of one told twice the last counts."""
-        places = ", ".join("?" * len(PEAKS.columns))
-        self._draft.executemany(f"INSERT OR REPLACE INTO peaks VALUES ({places})", rows)  # noqa: S608
-
-    def finish(self) -> None:
-        """Nothing is left to do."""
-
-
 class PeakHistory:
     """What is remembered in one folder, as this version of torch needs it."""
 
     def __init__(self, folder: Path, torch: str | None = None) -> None:
-        self._journal = Journal(folder / "records", PEAKS)
-        self._index = Index(folder, self._journal, Layout(0x7065616B, PEAKS_INDEX_FORMAT, _SCHEMA, _Filing))
+        self._files = RecordFiles(folder / "records", Peak)
         self._torch = torch_version() if torch is None else torch
 
-    def record(self, run: str, writer: str, many: Iterable[Peak]) -> bool:
+    def record(self, run: str, writer: str, peaks: Iterable[Peak]) -> bool:
         """Remember measurements; False where the folder does not let us."""
-        try:
-            self._journal.append(run, writer, many)
-        except OSError:
-            return False
-        return True
+        return self._files.append(run, writer, peaks)
 
     def of(self, model: str, card: str) -> list[Peak]:
         """Return what was measured of a model on a card, newest first."""
-        self._index.refresh()
-        wanted = {"model": model, "torch": self._torch, "card": card, "gpu": known_name(card)}
-
-        def select(connection: sqlite3.Connection) -> list[Peak]:
-            return [_peak(row) for row in connection.execute(_NEWEST, wanted)]
-
-        return self._index.ask(select)
+        gpu = known_name(card)
+        records = self._files.newest({"model": model, "torch": self._torch})
+        here = (record for record in records if card == record[1].card or gpu == record[1].gpu)
+        told = {(peak.at, run, peak.card, peak.sizes, peak.allocator): peak for run, peak in islice(here, NEWEST)}
+        return [told[key] for key in sorted(told, reverse=True)]
 
     def ratios(self, model: str, card: str) -> tuple[float, ...]:
         """Return measured/predicted bytes of a model on a card, newest first."""
@@ -177,8 +140,3 @@ def sizes_text(sizes: Mapping[str, int]) -> str:
 def torch_version() -> str:
     """Return the version of torch that is installed, without importing it; what it was built for is left out."""
     return metadata.version("torch").partition("+")[0]
-
-
-def _peak(row: Sequence[Any]) -> Peak:
-    told = dict(zip(_FIELDS, row, strict=True))
-    return Peak(**{**told, "died": bool(told["died"])})

@@ -24,18 +24,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from heapq import nlargest
+from itertools import islice
 from math import ceil
 from statistics import median
 from typing import TYPE_CHECKING
 
-from pipeline.memory.history.record_index import Source, newest, tasks_index
-from pipeline.memory.history.task_records import Journal, Measured, Past
+from pipeline.memory.history.record_files import RecordFiles
+from pipeline.units import MIB, format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-_MIB = 1 << 20
 ENOUGH = 5
 NEWEST = 200
 PERCENTILE = 99
@@ -43,9 +43,62 @@ MARGIN_PERCENT = 20
 GROWTH = 1.5
 SAMPLED_S = 30.0
 LARGEST_SCALE = 4.0
-FLOOR_BYTES = 256 * _MIB
-BASE_BYTES = 256 * _MIB
-STEP_BYTES = 64 * _MIB
+FLOOR_BYTES = 256 * MIB
+BASE_BYTES = 256 * MIB
+STEP_BYTES = 64 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One attempt at a task that ended well, or died of host memory; None is what nobody measured."""
+
+    stage: str
+    recipe: str  # hex
+    cluster: str
+    attempt: int
+    task: int
+    items: int  # what this attempt finished; 0 says nothing of its pace
+    size: int  # its largest item, in the stage's unit of cost; 0 is unknown
+    cpus: int
+    asked_bytes: int | None
+    peak_bytes: int | None
+    gpu_peak_bytes: int | None
+    killed: bool  # died of host memory: it needed more than the larger of what it asked for and its peak
+    elapsed_s: float
+    cpu_s: float
+    node: str
+    at: float  # when it ended: by run, task, attempt and this a task told twice counts once
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What is remembered of a task."""
+
+    at: float
+    run: str
+    task: int
+    attempt: int
+    killed: bool
+    peak_bytes: int | None
+    asked_bytes: int | None
+    size: int
+    items: int
+    elapsed_s: float
+
+    @classmethod
+    def of(cls, run: str, measured: Measured) -> Past:
+        """Return what counts of a measurement."""
+        return cls(run=run, **{name: getattr(measured, name) for name in cls.__slots__ if name != "run"})
+
+    @property
+    def told_bytes(self) -> int:
+        """What it needed at least; 0 where nobody measured it."""
+        return max(self.peak_bytes or 0, (self.asked_bytes or 0) if self.killed else 0)
+
+    @property
+    def lived(self) -> bool:
+        """Tell whether its peak is that of a task that ended well."""
+        return not self.killed and bool(self.peak_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +145,7 @@ def suggest(past: Iterable[Past], bounds: SuggestionBounds, *, size: int, planne
     if mem_bytes < planned_bytes and not (bounds.trusted and _enough(pool, size)):
         mem_bytes, why = planned_bytes, f"{why}; too little is known to go below the plan"
     if mem_bytes < FLOOR_BYTES:
-        why = f"{why}; never below {_words(FLOOR_BYTES)}"
+        why = f"{why}; never below {format_bytes(FLOOR_BYTES)}"
     return Suggestion(_request(mem_bytes), why, _tasks(pool))
 
 
@@ -156,14 +209,16 @@ def _from_peaks(known: Sequence[Past], bounds: SuggestionBounds, size: int) -> _
     needs = sorted(_scaled(task, size) for task in known)
     at_percentile = needs[ceil(len(needs) * PERCENTILE / 100) - 1]
     tasks = f"{_counted(_tasks(known))}{bounds.whose}"
-    why = f"from {tasks}: {PERCENTILE}th percentile {_words(at_percentile)} + {MARGIN_PERCENT}%"
+    why = f"from {tasks}: {PERCENTILE}th percentile {format_bytes(at_percentile)} + {MARGIN_PERCENT}%"
     return _Need(at_percentile * (100 + MARGIN_PERCENT) // 100, why)
 
 
 def _from_deaths(deaths: Sequence[Past], bounds: SuggestionBounds) -> _Need:
     limit = max(death.told_bytes for death in deaths)
     upto = "" if all(death.told_bytes == limit for death in deaths) else "up to "
-    why = f"{_counted(_tasks(deaths))}{bounds.whose} died at {upto}{_words(limit)}: at least {GROWTH:g} times that"
+    why = (
+        f"{_counted(_tasks(deaths))}{bounds.whose} died at {upto}{format_bytes(limit)}: at least {GROWTH:g} times that"
+    )
     return _Need(ceil(limit * GROWTH), why)
 
 
@@ -185,51 +240,42 @@ def _counted(tasks: int) -> str:
     return "1 task" if tasks == 1 else f"{tasks} tasks"
 
 
-def _words(size_bytes: int) -> str:
-    """Write a size for people."""
-    if size_bytes < 1000 * _MIB:
-        return f"{size_bytes / _MIB:.0f} MiB"
-    return f"{size_bytes / (_MIB << 10):.1f} GiB"
-
-
-__all__ = ["Measured", "Profiles", "Suggestion"]
-
 _LOOKED_AT = 5 * NEWEST  # among which those of about the right size are picked
-_BOUNDS = {
-    Source.RECIPE_HERE: SuggestionBounds(),
-    Source.RECIPE_ELSEWHERE: SuggestionBounds(" on other clusters", trusted=False),
-    Source.STAGE_HERE: SuggestionBounds(" of other recipes", trusted=False, at_most=2),
-    Source.STAGE_ELSEWHERE: SuggestionBounds(" of other recipes on other clusters", trusted=False, at_most=2),
+_BOUNDS = {  # by whether tasks are of the same recipe and on the same cluster, the most telling first
+    (True, True): SuggestionBounds(),
+    (True, False): SuggestionBounds(" on other clusters", trusted=False),
+    (False, True): SuggestionBounds(" of other recipes", trusted=False, at_most=2),
+    (False, False): SuggestionBounds(" of other recipes on other clusters", trusted=False, at_most=2),
 }
 
 
 class Profiles:
-    """The memory of one folder."""
+    """What tasks were measured to need, as one folder remembers it."""
 
     def __init__(self, folder: Path) -> None:
-        self._journal = Journal(folder / "records")
-        self._index = tasks_index(folder, self._journal)
+        self._files = RecordFiles(folder / "records", Measured)
 
-    def record(self, run: str, writer: str, many: Iterable[Measured]) -> bool:
+    def record(self, run: str, writer: str, measured: Iterable[Measured]) -> bool:
         """Remember tasks that ended well or died of memory; False where the folder does not let us."""
-        try:
-            self._journal.append(run, writer, many)
-        except OSError:
-            return False
-        return True
+        return self._files.append(run, writer, measured)
 
     def suggest(self, stage: str, recipe: str, cluster: str, *, size: int = 0, planned_bytes: int) -> Suggestion:
         """Return how much memory to ask for; `size` is the largest item, 0 where it is not known."""
-        self._index.refresh()
-        for source, bounds in _BOUNDS.items():
-            limit = _LOOKED_AT if bounds.trusted else NEWEST
-            past = newest(self._index, source, stage, recipe, cluster, limit)
-            found = suggest(past, bounds, size=size, planned_bytes=planned_bytes)
-            if found is not None:
-                return found
+        for (same_recipe, same_cluster), bounds in _BOUNDS.items():
+            having, lacking = {"stage": stage}, dict[str, str]()
+            (having if same_recipe else lacking)["recipe"] = recipe
+            (having if same_cluster else lacking)["cluster"] = cluster
+            past = self._past(having, lacking, _LOOKED_AT if bounds.trusted else NEWEST)
+            suggestion = suggest(past, bounds, size=size, planned_bytes=planned_bytes)
+            if suggestion is not None:
+                return suggestion
         return planned(planned_bytes)
 
     def pace(self, stage: str, recipe: str, cluster: str) -> float | None:
         """Return the items per second of a task of this recipe here; None where none was measured."""
-        self._index.refresh()
-        return pace(newest(self._index, Source.RECIPE_HERE, stage, recipe, cluster, NEWEST))
+        return pace(self._past({"stage": stage, "recipe": recipe, "cluster": cluster}, {}, NEWEST))
+
+    def _past(self, having: Mapping[str, str], lacking: Mapping[str, str], limit: int) -> list[Past]:
+        """Return the newest tasks, of one that was told twice the larger."""
+        newest = [Past.of(*record) for record in islice(self._files.newest(having, lacking), limit)]
+        return list({_order(task)[:4]: task for task in sorted(newest, key=_order)}.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pipeline.memory.history.task_records import Measured, Past
+from pipeline.memory.history.task_history import Measured, Past
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -91,7 +91,6 @@ def test_writers_share_no_file_and_a_torn_line_hides_no_other(tmp_path: Path) ->
     first, second = sorted((tmp_path / "records").iterdir(), key=lambda path: path.stat().st_size)
     second.write_bytes(second.read_bytes()[:-20])
     assert len(PeakHistory(tmp_path, "2.13.0").of("m", "a100")) == 2
-    (tmp_path / "index.sqlite").write_bytes(b"no index")
     first.unlink()
     assert [one.at for one in PeakHistory(tmp_path, "2.13.0").of("m", "a100")] == [2.0]
 

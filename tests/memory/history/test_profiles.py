@@ -1,21 +1,18 @@
-"""What is remembered in a folder: many writers, torn lines, damaged and foreign indices, folders that refuse."""
+"""What is remembered in a folder: many writers, torn and foreign lines, more than is read, folders that refuse."""
 
 from __future__ import annotations
 
 import json
 import os
-import sqlite3
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from pipeline.memory.history import task_records as journal_module
+from pipeline.memory.history import record_files
+from pipeline.memory.history.record_files import line_of
 from pipeline.memory.history.task_history import Profiles, Suggestion
-from pipeline.memory.history.task_records import Journal, line_of
 from tests.memory.history.tasks import GIB, MIB, measured
 
 ROOT = Path(__file__).parents[3]
@@ -38,7 +35,7 @@ def remember(folder: Path, tasks: range, writer: str = "supervisor", run: str = 
     assert Profiles(folder).record(run, writer, [measured(task) for task in tasks])
 
 
-def record_files(folder: Path) -> list[Path]:
+def files_of(folder: Path) -> list[Path]:
     return sorted((folder / "records").iterdir())
 
 
@@ -59,8 +56,8 @@ def test_the_same_recipe_elsewhere_counts_before_other_recipes_here(tmp_path: Pa
     profiles.record("a", "w", [measured(task, cluster="south", peak_bytes=4 * GIB) for task in range(9)])
     assert "of other recipes on other clusters" in ask(tmp_path, recipe="other").why
     profiles.record("b", "w", [measured(task, recipe="cd34", peak_bytes=3 * GIB) for task in range(9)])
-    assert ask(tmp_path).why == "from 9 tasks on other clusters: 99th percentile 4.0 GiB + 20%"
-    assert "from 9 tasks of other recipes: 99th percentile 3.0 GiB" in ask(tmp_path, recipe="other").why
+    assert ask(tmp_path).why == "from 9 tasks on other clusters: 99th percentile 4.00 GiB + 20%"
+    assert "from 9 tasks of other recipes: 99th percentile 3.00 GiB" in ask(tmp_path, recipe="other").why
     assert profiles.suggest("graph", "ab12", "north", planned_bytes=GIB).tasks == 0
     assert profiles.pace("embed", "ab12", "north") is None
 
@@ -92,7 +89,7 @@ def test_two_writers_of_one_name_never_share_a_file(tmp_path: Path) -> None:
     for task in range(0, 10, 2):
         one.record("run", "supervisor", [measured(task)])
         other.record("run", "supervisor", [measured(task + 1)])
-    assert len(record_files(tmp_path)) == 2
+    assert len(files_of(tmp_path)) == 2
     assert ask(tmp_path).tasks == 10
 
 
@@ -103,12 +100,12 @@ def test_a_forked_child_writes_a_file_of_its_own(tmp_path: Path) -> None:
     if child == 0:
         os._exit(0 if profiles.record("run", "w", [measured(1)]) else 1)
     assert os.waitpid(child, 0)[1] == 0
-    assert len(record_files(tmp_path)) == 2
+    assert len(files_of(tmp_path)) == 2
 
 
 def test_a_line_that_is_still_being_written_counts_when_it_is_whole(tmp_path: Path) -> None:
     remember(tmp_path, range(6))
-    (path,) = record_files(tmp_path)
+    (path,) = files_of(tmp_path)
     lines = path.read_bytes()
     profiles = Profiles(tmp_path)
     for length in range(len(lines) - 600, len(lines), 97):
@@ -121,7 +118,7 @@ def test_a_line_that_is_still_being_written_counts_when_it_is_whole(tmp_path: Pa
 @pytest.mark.parametrize("hole", [slice(500, 900), slice(-100, None)])
 def test_bytes_still_to_come_are_looked_for_again_although_the_size_is_the_same(tmp_path: Path, hole: slice) -> None:
     remember(tmp_path, range(6))
-    (path,) = record_files(tmp_path)
+    (path,) = files_of(tmp_path)
     lines = path.read_bytes()
     holed = bytearray(lines)
     holed[hole] = bytes(len(holed[hole]))
@@ -129,16 +126,6 @@ def test_bytes_still_to_come_are_looked_for_again_although_the_size_is_the_same(
     assert ask(tmp_path).tasks < 6
     path.write_bytes(lines)
     assert ask(tmp_path).tasks == 6
-
-
-def test_a_line_that_a_crash_has_torn_for_ever_costs_no_new_index(tmp_path: Path) -> None:
-    remember(tmp_path, range(6))
-    (path,) = record_files(tmp_path)
-    path.write_bytes(path.read_bytes()[:-40])
-    assert ask(tmp_path).tasks == 5
-    before = (tmp_path / "index.sqlite").stat().st_ino
-    assert ask(tmp_path).tasks == 5
-    assert (tmp_path / "index.sqlite").stat().st_ino == before
 
 
 LINE = json.loads(line_of("other", measured(77)))
@@ -161,14 +148,14 @@ FOREIGN = [
 @pytest.mark.parametrize("line", FOREIGN)
 def test_foreign_lines_are_passed_over(tmp_path: Path, line: bytes) -> None:
     remember(tmp_path, range(6))
-    (path,) = record_files(tmp_path)
+    (path,) = files_of(tmp_path)
     path.write_bytes(path.read_bytes() + line + b"\n" + line_of("run", measured(6)))
     assert ask(tmp_path).tasks == 7
 
 
 def test_what_a_newer_version_adds_to_a_line_does_not_hide_it(tmp_path: Path) -> None:
     remember(tmp_path, range(1))
-    (path,) = record_files(tmp_path)
+    (path,) = files_of(tmp_path)
     path.write_text(json.dumps({**LINE, "energy_j": 7}) + "\n")
     assert ask(tmp_path).tasks == 1
 
@@ -183,86 +170,18 @@ def test_a_full_disk_is_told_and_the_torn_line_spoils_no_other(tmp_path: Path, m
         return real(descriptor, data[:200])
 
     with monkeypatch.context() as patch:
-        patch.setattr(journal_module.os, "write", full)
+        patch.setattr(record_files.os, "write", full)
         assert not profiles.record("run", "w", [measured(1)])
     assert profiles.record("run", "w", [measured(2)])
     assert ask(tmp_path).tasks == 2
-
-
-DAMAGE = {
-    "cut": lambda data: data[: len(data) // 2],
-    "empty": lambda data: b"",
-    "garbage": lambda data: b"no index at all" * 1000,
-    "wrong inside": lambda data: data[:4096] + b"\xa5" * (len(data) - 4096),
-    "wrong at its end": lambda data: data[: len(data) // 2] + b"\xa5" * (len(data) - len(data) // 2),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_index_is_made_anew(tmp_path: Path, damage: str) -> None:
-    remember(tmp_path, range(150))
-    before = ask(tmp_path)
-    index = tmp_path / "index.sqlite"
-    index.write_bytes(DAMAGE[damage](index.read_bytes()))
-    assert ask(tmp_path) == before
-    remember(tmp_path, range(150, 160))
-    assert ask(tmp_path).tasks == 160
-    with closing(sqlite3.connect(index)) as connection:
-        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-
-
-def test_an_index_of_another_program_or_format_is_made_anew(tmp_path: Path) -> None:
-    remember(tmp_path, range(9))
-    before = ask(tmp_path)
-    for statement in ("PRAGMA user_version = 99", "PRAGMA application_id = 1", "DROP TABLE tasks"):
-        with closing(sqlite3.connect(tmp_path / "index.sqlite")) as connection:
-            connection.execute(statement)
-        wrong = (tmp_path / "index.sqlite").read_bytes()
-        assert ask(tmp_path) == before
-        assert (tmp_path / "index.sqlite").read_bytes() != wrong
-
-
-def test_a_folder_in_the_place_of_the_index_is_lived_with(tmp_path: Path) -> None:
-    (tmp_path / "index.sqlite").mkdir()
-    remember(tmp_path, range(9))
-    assert ask(tmp_path).tasks == 9
 
 
 def test_records_that_were_removed_no_longer_count(tmp_path: Path) -> None:
     for run in "ab":
         remember(tmp_path, range(9), run=run)
     assert ask(tmp_path).tasks == 18
-    record_files(tmp_path)[0].unlink()
+    files_of(tmp_path)[0].unlink()
     assert ask(tmp_path).tasks == 9
-
-
-def test_growth_reads_only_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for run in range(20):
-        remember(tmp_path, range(9), run=str(run))
-    ask(tmp_path)
-    remember(tmp_path, range(9), run="new")
-    read: list[str] = []
-    real = Journal.read
-
-    def noted(journal: Journal, name: str, taken: int) -> object:
-        read.append(name)
-        return real(journal, name, taken)
-
-    monkeypatch.setattr(Journal, "read", noted)
-    assert ask(tmp_path).tasks == 189
-    assert [name.split("~")[0] for name in read] == ["new"]
-    assert ask(tmp_path).tasks == 189
-    assert len(read) == 1
-
-
-def test_drafts_of_dead_processes_are_swept_but_not_those_of_the_living(tmp_path: Path) -> None:
-    dead, living = (tmp_path / f".index-{name}.partial" for name in ("dead", "living"))
-    for path in (dead, living):
-        path.touch()
-    os.utime(dead, (0, 0))
-    remember(tmp_path, range(9))
-    ask(tmp_path)
-    assert (dead.exists(), living.exists()) == (False, True)
 
 
 def test_names_cannot_leave_the_folder(tmp_path: Path) -> None:
@@ -275,7 +194,6 @@ def test_folders_with_odd_names_work(tmp_path: Path) -> None:
     folder = tmp_path / "50% of it? #1 \udce9"
     remember(folder, range(9))
     assert ask(folder).tasks == 9
-    assert (folder / "index.sqlite").is_file()
 
 
 def test_a_folder_that_cannot_be_written_is_read_all_the_same(unprivileged: Path) -> None:
@@ -291,34 +209,39 @@ def test_a_folder_that_cannot_be_written_is_read_all_the_same(unprivileged: Path
     (folder / "records").chmod(0o755)
 
 
-def test_records_that_others_keep_to_themselves_do_not_count_and_cost_no_new_index(unprivileged: Path) -> None:
+def test_records_that_others_keep_to_themselves_do_not_count(unprivileged: Path) -> None:
     remember(unprivileged, range(9), run="mine")
     remember(unprivileged, range(9), run="theirs")
-    record_files(unprivileged)[1].chmod(0)
+    files_of(unprivileged)[1].chmod(0)
     assert ask(unprivileged).tasks == 9
-    before = (unprivileged / "index.sqlite").stat().st_ino
-    assert ask(unprivileged).tasks == 9
-    assert (unprivileged / "index.sqlite").stat().st_ino == before
 
 
-def test_a_look_up_costs_the_same_however_much_is_remembered(tmp_path: Path) -> None:
-    def steps(folder: Path, tasks: int) -> int:
-        taken: list[None] = []
-        remember(folder, range(tasks))
-        profiles = Profiles(folder)
-        profiles.suggest("embed", "ab12", "north", planned_bytes=GIB)
-        connection = profiles._index._connection
-        assert connection is not None
-        connection.set_progress_handler(lambda: taken.append(None), 100)
-        profiles.suggest("embed", "ab12", "north", planned_bytes=GIB)
-        return len(taken)
-
-    assert 0 < steps(tmp_path / "more", 8000) <= 1.1 * steps(tmp_path / "less", 2000)
+def test_what_an_older_version_wrote_is_read_and_its_index_left_alone(tmp_path: Path) -> None:
+    remember(tmp_path, range(9))
+    (tmp_path / "index.sqlite").write_bytes(b"an index of an older version")
+    spaced = files_of(tmp_path)[0].with_name("older~supervisor~0a1b2c3d4e5f.jsonl")
+    spaced.write_text("".join(json.dumps({**LINE, "task": task}) + "\n" for task in range(5)))
+    assert ask(tmp_path).tasks == 14
 
 
-def test_another_thread_may_let_go_of_what_was_measured_as_whoever_collects_garbage_does(tmp_path: Path) -> None:
-    remember(tmp_path, range(3))
+def test_a_look_up_reads_no_more_however_much_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for run, age in (("older", 2_000), ("old", 1_000), ("new", 0)):
+        remember(tmp_path, range(9), run=run)
+        (path,) = (tmp_path / "records").glob(f"{run}~*")
+        os.utime(path, (5_000 - age, 5_000 - age))
+    size = path.stat().st_size
+    monkeypatch.setattr(record_files, "MOST_BYTES", size)
+    assert ask(tmp_path).tasks == 9
+    monkeypatch.setattr(record_files, "MOST_BYTES", size + size // 2)  # a file that is cut loses its first line
+    assert ask(tmp_path).tasks == 9 + 4
+    monkeypatch.setattr(record_files, "MOST_BYTES", 100 * size)
+    monkeypatch.setattr(record_files, "MOST_FILES", 2)
+    assert ask(tmp_path).tasks == 18
+
+
+def test_a_rare_stage_is_found_behind_very_many_tasks_of_another(tmp_path: Path) -> None:
     profiles = Profiles(tmp_path)
-    assert profiles.pace("embed", "ab12", "north") == 0.25
-    with ThreadPoolExecutor(1) as other:
-        other.submit(profiles._index.close).result()
+    profiles.record("a", "w", [measured(task, stage="graph", recipe="cd34") for task in range(9)])
+    profiles.record("b", "w", [measured(task) for task in range(20_000)])
+    assert profiles.suggest("graph", "cd34", "north", planned_bytes=GIB).tasks == 9
+    assert profiles.suggest("graph", "other", "south", planned_bytes=GIB).tasks == 9
