@@ -21,8 +21,8 @@ import torch
 from pipeline.errors import ConfigError, JobFailed, PlanInfeasible
 from pipeline.memory.runtime.governor import UNPLANNED, Governor, halved
 from pipeline.memory.runtime.meters import CardMeter
-from pipeline.memory.runtime.out_of_memory import free_caches, unless_out_of_memory
-from pipeline.memory.runtime.recovery import Oom, StepSnapshot, out_of_memory_error, replay_until_it_fits, rewind
+from pipeline.memory.runtime.out_of_memory import free_caches, out_of_memory_error
+from pipeline.memory.runtime.recovery import Oom, StepSnapshot, WeightedMean, replay_until_it_fits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -84,15 +84,15 @@ class Governed:
         self._cost, self._too_large, self._clip, self._backward, self._heard = cost, too_large, clip, backward, heard
         self._meter = None if self.device == "cpu" else CardMeter(self.device)
         self._snapshot: StepSnapshot | None = None
-        self._guess: Tensor | float | None = None  # what gradients were divided by, as the weight is not known yet
-        self._total: Tensor | float = 0.0
-        self._weight: Tensor | float = 0.0
+        self._mean = WeightedMean()
 
     def step(self, items: Sequence[Any], loss_of: LossOf) -> Tensor:
         """Make an optimizer step of all items, in as many parts as fit; return the loss."""
         costs = [self._cost(item) for item in items]
         self._release()
-        snapshot = self._snapshot = self._take()
+        snapshot = self._snapshot = StepSnapshot.take(
+            self.model, device=self.device, scaler=self.scaler, before=self._snapshot
+        )
 
         def cost_of(part: range) -> int:
             return sum(costs[part.start : part.stop])
@@ -102,8 +102,8 @@ class Governed:
             self.governor.ran(cost_of(part))
 
         def again() -> None:
-            self._forget()
-            rewind(snapshot, self._parameters(), self.device)
+            self._release()
+            snapshot.rewind()
 
         def note(part: range, oom: Oom) -> None:
             self.governor.out_of_memory(cost_of(part))
@@ -130,31 +130,16 @@ class Governed:
         self.governor.load(state["learned"])
         self.steps = int(state["steps"])
 
-    def _take(self) -> StepSnapshot:
-        """Keep what a step may change; where memory ends even for that, once more without what is held for reuse."""
-
-        def take() -> StepSnapshot:
-            return StepSnapshot.take(self.model, device=self.device, scaler=self.scaler, before=self._snapshot)
-
-        taken = unless_out_of_memory(take)
-        if taken is None:
-            free_caches(self.device)
-            return take()
-        return taken
-
     def _accumulate(self, items: Sequence[Any], loss_of: LossOf) -> None:
-        """Add the gradients of some items, of their sum over what the first part's weight was."""
+        """Add the gradients of some items."""
         total, weight = _checked(loss_of(list(items)))
-        if self._guess is None:
-            self._guess = weight.detach().clamp(min=1.0) if isinstance(weight, torch.Tensor) else max(weight, 1.0)
-        loss = total / self._guess
+        loss = self._mean.loss(total, weight)
         self._backward(loss if self.scaler is None else self.scaler.scale(loss))
-        self._total = self._total + total.detach()
-        self._weight = self._weight + (weight.detach() if isinstance(weight, torch.Tensor) else weight)
+        self._mean.add(total, weight)
 
     def _update(self) -> Tensor:
         """Correct the gradients for the weight that is known now, and let the optimizer take them."""
-        if self._guess is None:  # every item was skipped
+        if self._mean.is_empty:  # every item was skipped
             return torch.zeros((), device=self.device)
         values: list[Tensor] = []
         error = out_of_memory_error(self._make_step, values)
@@ -167,11 +152,7 @@ class Governed:
         return values[0]
 
     def _make_step(self, values: list[Tensor]) -> None:
-        values.append(torch.as_tensor(quotient(self._total, self._weight)))
-        factor = quotient(self._guess, self._weight)
-        gradients = [one.grad for one in self._parameters() if one.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, factor)
+        values.append(self._mean.settle(self._parameters()))
         if self._clip is not None:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
@@ -206,16 +187,13 @@ class Governed:
         return lambda part: []  # noqa: ARG005
 
     def _release(self) -> None:
-        self._forget()
+        """Drop the gradients, and know nothing of a step yet."""
+        self._mean = WeightedMean()
         for parameter in self._parameters():
             parameter.grad = None
 
-    def _forget(self) -> None:
-        """Know nothing of a step yet."""
-        self._guess, self._total, self._weight = None, 0.0, 0.0
-
     def _parameters(self) -> list[Tensor]:
-        return [one for group in self.optimizer.param_groups for one in group["params"]]
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def _tell(self, what: Literal["out of memory", "skipped", "budget"], cost: int, detail: str) -> None:
         event = GovernedEvent(self.steps, what, cost, detail)
@@ -237,10 +215,3 @@ def _shape(told: Any) -> str:
     if isinstance(told, tuple | list):
         return f"({', '.join(_shape(one) for one in told)})"
     return f"a tensor {list(told.shape)}" if isinstance(told, torch.Tensor) else type(told).__name__
-
-
-def quotient(total: Any, weight: Tensor | float) -> Any:
-    """Return a quotient; nothing over nothing is nothing."""
-    if isinstance(weight, torch.Tensor):
-        return torch.where(weight == 0, torch.zeros_like(weight), total / weight.where(weight != 0, 1))
-    return total / weight if weight else total * 0.0

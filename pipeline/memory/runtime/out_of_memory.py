@@ -25,6 +25,7 @@ _CUDA_TEXTS = (
     "STATUS_ALLOC_FAILED",
     "_ALLOCATION_FAILED",  # as cuDNN 9 says it, of the host and of the card
 )
+_KEPT_CHARACTERS = 500  # of an error's text
 _PLAIN = RuntimeError, getattr(torch, "AcceleratorError", RuntimeError)  # the latter came with torch 2.8
 
 
@@ -45,6 +46,20 @@ def unless_out_of_memory(call: Callable[[], Result]) -> Result | None:
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
+    return None
+
+
+def out_of_memory_error(run: Callable[..., object], *arguments: object) -> str | None:
+    """Call a function; return the first line of the error when memory did not suffice, else None.
+
+    The error itself is gone when this returns, as with `unless_out_of_memory`.
+    """
+    try:
+        run(*arguments)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return (str(error).strip().partition("\n")[0] or type(error).__name__)[:_KEPT_CHARACTERS]
     return None
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 import numpy as np
 import torch
 
-from pipeline.memory.runtime.out_of_memory import free_caches, is_out_of_memory
+from pipeline.memory.runtime.out_of_memory import free_caches, out_of_memory_error, unless_out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 Part = TypeVar("Part")
 Path: TypeAlias = tuple[int, ...]  # (3,): the fourth part; (3, 1): the second of what stands in its place; and so on
-
-_TEXT = 500  # characters of an error that are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +104,10 @@ def replay_until_it_fits(
 ) -> ReplayedStep:
     """Run parts in order; whenever memory ends, begin again with the failed one halved. Other errors pass through.
 
-    `parts` is gone through from its start each time: a list, or what reads again. A part holds nothing of the device.
-    `again` brings everything back to the step's start (`rewind`). `halve` returns fewer than two parts for one that
-    cannot be halved; then `cannot` raises, or returns what makes of the part that which stands in its place from now
-    on: the same on the next rung, or nothing. `note` hears of it before `again`. With `cost`, parts that come later and
-    cost no less are halved too, and need not fail first.
+    `parts` is iterated anew each time; a part holds nothing of the device. `again` brings everything back to the step's
+    start (`StepSnapshot.rewind`). `halve` returns fewer than two parts for one that cannot be halved; then `cannot`
+    raises, or returns what makes of the part what stands in its place from now on: the same on the next rung, or
+    nothing. `note` hears of it before `again`. With `cost`, later parts that cost no less are halved before they fail.
     """
     cuts = _Cuts(halve, cost)
     ooms: list[Oom] = []
@@ -141,29 +138,6 @@ def _first_failure(
     return None
 
 
-def out_of_memory_error(run: Callable[[Part], object], part: Part) -> str | None:
-    """Run a part; return what was said when memory did not suffice, else None.
-
-    The error is gone when this returns: its traceback holds the tensors of the call, and the next one needs their room.
-    """
-    try:
-        run(part)
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return (str(error).strip().partition("\n")[0] or type(error).__name__)[:_TEXT]
-    return None
-
-
-def rewind(snapshot: StepSnapshot, parameters: Iterable[Tensor], device: str) -> None:
-    """Go back to the start of a step: no gradients, nothing left of the failed pass, everything else as it was."""
-    for parameter in parameters:
-        parameter.grad = None
-    forget_failed_backward()
-    free_caches(device)
-    snapshot.restore()
-
-
 def forget_failed_backward() -> None:
     """Release what a backward that raised has left behind on the CPU; a GPU's thread does so by itself.
 
@@ -179,8 +153,24 @@ class StepSnapshot:
     What a module keeps elsewhere, in a plain attribute, is not seen.
     """
 
-    def __init__(self, buffers: list[_Buffer], numbers: _Numbers, scaler: _Scaler | None) -> None:
-        self._buffers, self._numbers, self._scaler = buffers, numbers, scaler
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        device: str,
+        scaler: torch.amp.GradScaler | None = None,
+        before: StepSnapshot | None = None,
+    ) -> None:
+        """Keep what there is now; `before`, taken a step ago, knows which buffers never change and need no new copy."""
+        self._model, self._device = model, device
+        known = {} if before is None else {(id(buffer.module), buffer.name): buffer for buffer in before._buffers}  # noqa: SLF001
+        self._buffers: list[_Buffer] = [
+            _Buffer.of(module, name, tensor, known.get((id(module), name)))
+            for module in model.modules()
+            for name, tensor in module._buffers.items()  # noqa: SLF001 - named_buffers() leaves out those that are None
+        ]
+        self._numbers = _Numbers.now(device)
+        self._scaler = None if scaler is None or not scaler.is_enabled() else _Scaler(scaler)
 
     @classmethod
     def take(
@@ -191,15 +181,23 @@ class StepSnapshot:
         scaler: torch.amp.GradScaler | None = None,
         before: StepSnapshot | None = None,
     ) -> StepSnapshot:
-        """Keep what there is now; `before`, taken a step ago, knows which buffers never change and need no new copy."""
-        known = {} if before is None else {(id(one.module), one.name): one for one in before._buffers}  # noqa: SLF001
-        buffers = [
-            _Buffer.of(module, name, tensor, known.get((id(module), name)))
-            for module in model.modules()
-            for name, tensor in module._buffers.items()  # noqa: SLF001 - named_buffers() leaves out those that are None
-        ]
-        used = None if scaler is None or not scaler.is_enabled() else _Scaler(scaler)
-        return cls(buffers, _Numbers.now(device), used)
+        """Keep what there is now; where memory ends even for that, once more without what is held for reuse."""
+
+        def taken() -> StepSnapshot:
+            return cls(model, device=device, scaler=scaler, before=before)
+
+        snapshot = unless_out_of_memory(taken)
+        if snapshot is None:
+            free_caches(device)
+            return taken()
+        return snapshot
+
+    def rewind(self) -> None:
+        """Go back to the start of the step: no gradients, nothing left of a failed pass, everything else as it was."""
+        self._model.zero_grad(set_to_none=True)
+        forget_failed_backward()
+        free_caches(self._device)
+        self.restore()
 
     def restore(self) -> None:
         """Make everything as it was; may be called any number of times."""
@@ -212,7 +210,7 @@ class StepSnapshot:
     @property
     def copied_bytes(self) -> int:
         """Return how much memory of the model's own device the copies take: those of buffers that change."""
-        return sum(one.kept.nbytes for one in self._buffers if one.changes and one.kept is not None)
+        return sum(buffer.kept.nbytes for buffer in self._buffers if buffer.changes and buffer.kept is not None)
 
 
 @dataclass(slots=True)
@@ -316,3 +314,56 @@ class _Scaler:
 
 def _copy(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().clone()
+
+
+class WeightedMean:
+    """A loss that is the mean over several parts, whose weight together is known only after the last of them.
+
+    Each part goes backward from its sum over a guess, the weight of the first part; `settle` then corrects the
+    gradients. So parts of any sizes have the gradients of the whole.
+    """
+
+    def __init__(self) -> None:
+        self.total: Tensor | float = 0.0
+        self.weight: Tensor | float = 0.0
+        self._guess: Tensor | float | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return self._guess is None
+
+    def loss(self, total: Tensor, weight: Tensor | float) -> Tensor:
+        """Return what a part goes backward from."""
+        if self._guess is None:
+            self._guess = guessed_weight(weight)
+        return total / self._guess
+
+    def add(self, total: Tensor, weight: Tensor | float) -> None:
+        """Count a part that went backward."""
+        self.total = self.total + total.detach()
+        self.weight = self.weight + (weight.detach() if isinstance(weight, torch.Tensor) else weight)
+
+    def settle(self, parameters: Iterable[Tensor]) -> Tensor:
+        """Make the gradients those of the mean; return it."""
+        if self._guess is not None:
+            scale_gradients(parameters, quotient(self._guess, self.weight))
+        return torch.as_tensor(quotient(self.total, self.weight))
+
+
+def guessed_weight(weight: Tensor | float) -> Tensor | float:
+    """Return what to divide by while the weight of a whole step is not known yet, given that of its first part."""
+    return weight.detach().clamp(min=1.0) if isinstance(weight, torch.Tensor) else max(weight, 1.0)
+
+
+def quotient(total: Any, weight: Tensor | float) -> Any:
+    """Return a quotient; nothing over nothing is nothing."""
+    if isinstance(weight, torch.Tensor):
+        return torch.where(weight == 0, torch.zeros_like(weight), total / weight.where(weight != 0, 1))
+    return total / weight if weight else total * 0.0
+
+
+def scale_gradients(parameters: Iterable[Tensor], factor: Tensor | float) -> None:
+    """Multiply all gradients by a factor, in place."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if gradients and not (isinstance(factor, float) and factor == 1.0):
+        torch._foreach_mul_(gradients, factor)

@@ -184,18 +184,18 @@ def _choice(prepared: Prepared, rung: int = 0) -> MemoryChoice:
 
 def _ready(case: ReplayCase, job: Job) -> tuple[Step, str, bool]:
     """Return a step with its weights, and what is known of these; the optimizer's state is there in every step."""
-    from pipeline.memory.runtime.recovery import out_of_memory_error
+    from pipeline.memory.runtime.out_of_memory import out_of_memory_error
     from pipeline.stages.train import fresh_step
 
     made: list[tuple[Step, str, bool]] = []
 
-    def make(_: None) -> None:
+    def make() -> None:
         step = fresh_step(job)
         words, is_exact = _load(case, step)
         step.make_state()
         made.append((step, words, is_exact))
 
-    if out_of_memory_error(make, None) is not None:
+    if out_of_memory_error(make) is not None:
         what = "the model and its optimizer alone do not fit on this device"
         raise PlanInfeasible(what, where="--device", remedy="--device cpu")
     return made[0]

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from pipeline.memory.runtime.recovery import StepSnapshot, forget_failed_backward, out_of_memory_error, rewind
+from pipeline.memory.runtime.out_of_memory import out_of_memory_error
+from pipeline.memory.runtime.recovery import StepSnapshot, forget_failed_backward
 from pipeline.training.checkpoints.training_state import plain_name, set_rng_state
 from pipeline.training.forensics.rerun import not_finite
 from pipeline.training.items.batch import ItemBatch
@@ -91,7 +92,7 @@ def suspects(
             together = _looked_at(step, piece, result.rng, snapshot, backward=backward)
             some = [together] if together else []
         found += some
-    rewind(snapshot, step.model.parameters(), step.device)
+    snapshot.rewind()
     return found
 
 
@@ -111,7 +112,7 @@ def _looked_at(
         found.append(_forward(step, one) or (_backward(step, one, again) if backward else None))
 
     if out_of_memory_error(look, piece) is not None:
-        rewind(snapshot, step.model.parameters(), step.device)
+        snapshot.rewind()
     again()
     return found[0] if found else None
 

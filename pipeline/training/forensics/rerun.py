@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeline.memory.runtime.recovery import StepSnapshot, out_of_memory_error, rewind
+from pipeline.memory.runtime.out_of_memory import out_of_memory_error
+from pipeline.memory.runtime.recovery import StepSnapshot
 from pipeline.protocol import Weights
 from pipeline.training.checkpoints.training_state import plain_name, rng_state, set_rng_state
 from pipeline.training.step import contrastive
@@ -124,7 +125,7 @@ def rerun(
     if is_whole:
         _look_at_gradients(step, found, weights)
     step.release()
-    rewind(snapshot, step.model.parameters(), step.device)
+    snapshot.rewind()
     return found
 
 
@@ -198,11 +199,11 @@ class _Joint:
         items = [len(next(iter(one.values()))) for one in self._rows]
         rows = contrastive.joined_rows(self._rows)
 
-        def take(_: None) -> None:
+        def take() -> None:
             self._cached = contrastive.contrast(self.step, rows)
 
         with contrastive.as_drawn(self.step.device):
-            said = out_of_memory_error(take, None)
+            said = out_of_memory_error(take)
         if said is not None:
             last.outcome, last.error = PartOutcome.OOM, f"the loss of all {sum(items)} items: {said}"
             return False

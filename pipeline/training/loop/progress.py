@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeline.errors import DataError, PlanInfeasible
-from pipeline.memory.runtime.recovery import StepSnapshot, out_of_memory_error, rewind
+from pipeline.memory.runtime.out_of_memory import out_of_memory_error
+from pipeline.memory.runtime.recovery import StepSnapshot
 from pipeline.training.checkpoints.keeper import SavedProgress
 from pipeline.training.sampling.sampler import MicroBatch
 from pipeline.training.step.micro_batches import Piece, RankShare
@@ -237,7 +238,7 @@ def rehearse(
     memory = meter.read() if meter is not None else None
     cost = stepper.cost(Piece(batch, 0, len(batch))) if len(batch) else 0
     step.release()
-    rewind(snapshot, step.model.parameters(), step.device)
+    snapshot.rewind()
     want = stepper.governor.after_step()
     wanted = want.budget
     if want.why:
@@ -252,7 +253,7 @@ def rehearse(
 
 def make_state(step: Step) -> None:
     """Let the optimizer have its state before it is needed, or say that there is no room for it."""
-    if out_of_memory_error(lambda _: step.make_state(), None) is not None:
+    if out_of_memory_error(step.make_state) is not None:
         what = "the state of the optimizer does not fit in memory"
         raise PlanInfeasible(what, where="training", remedy="pipeline plan --stage train   (or a larger card)")
 

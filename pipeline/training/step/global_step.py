@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeline.memory.runtime.recovery import out_of_memory_error
+from pipeline.memory.runtime.out_of_memory import out_of_memory_error
 from pipeline.training.step.local_step import refuse_unequal
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ class WholeStep:
         if self.step.is_spread:  # where memory ends here, all ranks end
             self.step.apply()
             return norm
-        lost = out_of_memory_error(lambda _: self.step.apply(), None)
+        lost = out_of_memory_error(self.step.apply)
         self.lost = "" if lost is None else f"memory ended within the optimizer: {lost}"
         return norm
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipeline.errors import DataError, PlanInfeasible
-from pipeline.memory.runtime.out_of_memory import free_caches
-from pipeline.memory.runtime.recovery import Oom, StepSnapshot, forget_failed_backward, out_of_memory_error
+from pipeline.memory.runtime.out_of_memory import free_caches, out_of_memory_error
+from pipeline.memory.runtime.recovery import Oom, StepSnapshot, forget_failed_backward
 from pipeline.training.step import contrastive
 from pipeline.training.step.local_step import HOST, OFFLOAD, SKIP, Local, Stepper
 

@@ -13,8 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import DataError, PlanInfeasible
-from pipeline.memory.runtime.out_of_memory import free_caches
-from pipeline.memory.runtime.recovery import StepSnapshot, out_of_memory_error, replay_until_it_fits, rewind
+from pipeline.memory.runtime.out_of_memory import free_caches, out_of_memory_error
+from pipeline.memory.runtime.recovery import StepSnapshot, replay_until_it_fits
 from pipeline.protocol import Weights
 from pipeline.training.checkpoints.training_state import rng_state, set_rng_state
 from pipeline.training.step.optimizers import sums_by_name
@@ -237,7 +237,7 @@ class Stepper:
         """Bring everything to the start of the step: its gradients are gone."""
         assert self._snapshot is not None
         self.step.release()
-        rewind(self._snapshot, self.step.model.parameters(), self.step.device)
+        self._snapshot.rewind()
 
     def not_finite(self, share: RankShare) -> list[str]:
         """Return which items of a share alone have a loss that is not finite."""

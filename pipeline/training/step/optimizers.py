@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipeline.errors import ConfigError
-from pipeline.memory.runtime.governed import quotient
+from pipeline.memory.runtime.recovery import quotient
 from pipeline.protocol import ParameterGroups
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from pipeline.errors import ConfigError
-from pipeline.memory.runtime.governed import quotient
+from pipeline.memory.runtime.recovery import guessed_weight, quotient, scale_gradients
 from pipeline.protocol import Contrastive, Weights
 from pipeline.training.step import contrastive
 from pipeline.training.step.checkpointing import Pinned, Recomputing, offloaded, twin
@@ -242,7 +242,7 @@ class Step:
             return whole_loss(terms)
         ((total, weight),) = terms.values()
         if not self._totals:  # nobody else knows this guess: it is divided out again before ranks add up
-            self._guess = weight.detach().clamp(min=1.0) if isinstance(weight, torch.Tensor) else max(weight, 1.0)
+            self._guess = guessed_weight(weight)
         return total / (float(self._guess) if total.device.type != torch.device(self.device).type else self._guess)
 
     def update(self, weights: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
@@ -395,9 +395,7 @@ class Step:
     def _scale(self, factor: Tensor | float) -> None:
         """Correct the gradients for what they were divided by."""
         self.watch.phase("scale")
-        gradients = [one.grad for one in self.trained if one.grad is not None]
-        if gradients and not (isinstance(factor, float) and factor == 1.0):
-            torch._foreach_mul_(gradients, factor)
+        scale_gradients(self.trained, factor)
 
     def _average(self) -> None:
         decay = self.settings.ema

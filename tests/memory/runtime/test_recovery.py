@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.memory.runtime.recovery import Oom, Path, ReplayedStep, StepSnapshot, replay_until_it_fits, rewind
+from pipeline.memory.runtime.recovery import Oom, Path, ReplayedStep, StepSnapshot, replay_until_it_fits
 from tests.limited import device as limited
 from tests.limited.device import LimitedDevice, RefuseOne
 
@@ -68,7 +68,7 @@ class World:
         self.network(self.rows_BD[part.start : part.stop]).backward()
 
     def again(self) -> None:
-        rewind(self.snapshot, self.network.parameters(), "cpu")
+        self.snapshot.rewind()
 
     def left(self) -> dict[str, object]:
         """Return all that a step leaves, and what would be drawn next."""
@@ -196,11 +196,11 @@ def test_under_a_real_limit_a_step_runs_that_would_die() -> None:
         device.limit_bytes = device.peak_bytes
         with pytest.raises(torch.OutOfMemoryError):
             run(range(64))
-        rewind(snapshot, network.parameters(), "cpu")
+        snapshot.rewind()
         done = replay_until_it_fits(
             [range(64)],
             run,
-            again=lambda: rewind(snapshot, network.parameters(), "cpu"),
+            again=snapshot.rewind,
             halve=halve,
             cannot=refuse,
             cost=len,
