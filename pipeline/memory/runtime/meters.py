@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline.memory.hardware.gpus import known_name
-from pipeline.memory.runtime.out_of_memory import free_caches
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -389,6 +388,8 @@ class Upkeep:
             if self._steps == 1:
                 gc.freeze()
         if empty_cache:
+            from pipeline.memory.runtime.out_of_memory import free_caches
+
             free_caches(self._device)
 
     def _empty_cache(self) -> None:
