@@ -36,23 +36,23 @@ bench: .venv/tools       ## the figures of benchmarks/README.md that a small mac
 	python benchmarks/all.py
 
 prove: .venv/tools slurm-packages  ## the long proofs: kills, faults, scale; results are committed
-	python benchmarks/prove_cache.py --out benchmarks/results/prove_cache.json
-	python benchmarks/scan_memory.py --out benchmarks/results/scan_memory.json
-	python benchmarks/scan_memory.py --stage graph --out benchmarks/results/graph_memory.json
-	python benchmarks/prove_embed.py --out benchmarks/results/prove_embed.json
-	python benchmarks/embed_growth.py --out benchmarks/results/embed_growth.json
-	python benchmarks/slurm.py --out benchmarks/results/slurm.json
-	python benchmarks/prove_train.py --out benchmarks/results/prove_train.json
-	python benchmarks/train_memory.py --out benchmarks/results/train_memory.json
-	python benchmarks/scale.py --million 1000000 --metadata --out benchmarks/results/scale.json
+	python benchmarks/store/prove_cache.py --out benchmarks/results/prove_cache.json
+	python benchmarks/structures/scan_memory.py --out benchmarks/results/scan_memory.json
+	python benchmarks/structures/scan_memory.py --stage graph --out benchmarks/results/graph_memory.json
+	python benchmarks/encoder/prove_embed.py --out benchmarks/results/prove_embed.json
+	python benchmarks/encoder/embed_growth.py --out benchmarks/results/embed_growth.json
+	python benchmarks/runs/slurm.py --out benchmarks/results/slurm.json
+	python benchmarks/training/prove_train.py --out benchmarks/results/prove_train.json
+	python benchmarks/training/train_memory.py --out benchmarks/results/train_memory.json
+	python benchmarks/runs/scale.py --million 1000000 --metadata --out benchmarks/results/scale.json
 	python -m benchmarks.scale_parts.page
-	python benchmarks/planner.py --only limited,guides --out benchmarks/results/planner.json
-	python benchmarks/recipes.py --out benchmarks/results/recipes.json
-	python benchmarks/train.py --out benchmarks/results/train.json
-	python benchmarks/learn.py --out benchmarks/results/learn.json
-	python benchmarks/cache.py --only damage --only mend --out benchmarks/results/cache.json
-	python benchmarks/cache_compare.py --out benchmarks/results/cache_compare.json
-	python benchmarks/fresh.py --out benchmarks/results/fresh.json
+	python benchmarks/memory/planner.py --only limited,guides --out benchmarks/results/planner.json
+	python benchmarks/memory/recipes.py --out benchmarks/results/recipes.json
+	python benchmarks/training/train.py --out benchmarks/results/train.json
+	python benchmarks/training/learn.py --out benchmarks/results/learn.json
+	python benchmarks/store/cache.py --only damage --only mend --out benchmarks/results/cache.json
+	python benchmarks/store/cache_compare.py --out benchmarks/results/cache_compare.json
+	python benchmarks/runs/fresh.py --out benchmarks/results/fresh.json
 	python benchmarks/page.py
 
 slurm-up: .venv/tools slurm-packages  ## a real Slurm cluster of three nodes on this machine, left running

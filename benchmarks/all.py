@@ -36,19 +36,19 @@ class Bench:
 
 
 BENCHES = (
-    Bench("startup", "startup.py", "startup.json", 10),
-    Bench("scan", "scan.py", "scan.json", 20),
-    Bench("store", "store.py", "store.json", 40),
-    Bench("sampler", "sampler.py", "sampler.json", 10),
-    Bench("graph", "graph.py --runs 2", "graph.json", 70),
-    Bench("loader", "loader.py --runs 3", "loader.json", 90),
-    Bench("status", "status.py --runs 3", "status.json", 60),
-    Bench("validation", "cache.py --only validation --runs 3", "cache.json", 70),
-    Bench("million", "cache.py --only million --runs 3", "cache.json", 60),
-    Bench("embed", "embed.py --runs 2", "embed.json", 240),
-    Bench("embed_memory", "embed_memory.py", "embed_memory.json", 80),
-    Bench("large", "planner.py --only large", "planner.json", 90),
-    Bench("accuracy", "planner.py --only accuracy", "planner.json", 300),
+    Bench("startup", "runs/startup.py", "startup.json", 10),
+    Bench("scan", "structures/scan.py", "scan.json", 20),
+    Bench("store", "store/store.py", "store.json", 40),
+    Bench("sampler", "training/sampler.py", "sampler.json", 10),
+    Bench("graph", "structures/graph.py --runs 2", "graph.json", 70),
+    Bench("loader", "training/loader.py --runs 3", "loader.json", 90),
+    Bench("status", "runs/status.py --runs 3", "status.json", 60),
+    Bench("validation", "store/cache.py --only validation --runs 3", "cache.json", 70),
+    Bench("million", "store/cache.py --only million --runs 3", "cache.json", 60),
+    Bench("embed", "encoder/embed.py --runs 2", "embed.json", 240),
+    Bench("embed_memory", "encoder/embed_memory.py", "embed_memory.json", 80),
+    Bench("large", "memory/planner.py --only large", "planner.json", 90),
+    Bench("accuracy", "memory/planner.py --only accuracy", "planner.json", 300),
 )
 
 

@@ -20,7 +20,7 @@ from pipeline.memory.hardware.gpus import Device
 
 CPU_S, CARD_S = 480.0, 90.0  # a process may take
 DRY_S, LATE_S, LEAST_S = 240.0, 40.0, 10.0  # on the CPU; beyond the time that there is; whatever that is
-SCRIPT = Path(__file__).parent.parent / "gpu_memory.py"
+SCRIPT = Path(__file__).parent.parent / "memory" / "gpu_memory.py"
 
 
 class TimeOver(RuntimeError):

@@ -141,7 +141,7 @@ def rendered(rows: Sequence[Mapping[str, Any]]) -> str:
         (
             "# The guides' own configurations, with true numbers",
             "",
-            "Made by `python benchmarks/planner.py --only guides --out benchmarks/results/planner.json`. All in GiB.",
+            "Made by `python benchmarks/memory/planner.py --only guides`. All in GiB.",
             "Live: the peak of a step's tensors, traced. Reserved: what torch's caching allocator holds for them,",
             "simulated. Total: with the margin of a first contact. A card fits when the total is at most what torch",
             "can have of it. All items of a batch are as large as the one told. Nothing here was measured on a card.",

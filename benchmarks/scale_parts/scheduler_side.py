@@ -8,9 +8,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.runs.status import TOLD, make_run, seconds
 from benchmarks.scale_parts.apart import apart
 from benchmarks.scale_parts.data import complex_of
-from benchmarks.status import TOLD, make_run, seconds
 
 if TYPE_CHECKING:
     from pipeline.journal.run_folder import RunFolder

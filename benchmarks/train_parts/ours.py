@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.loader import ENCODER
+from benchmarks.training.loader import ENCODER
 
 TASK = "pipeline.tasks.interface:Interface"
 OPTIONS = {"embedding_dim": 1280, "width": 16, "layers": 2, "pair_width": 4, "pair_layers": 0}

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.loader import loader_of
 from benchmarks.train_parts.ours import BATCH, EPOCHS, SEED, Clock, settings, table_of, work_of
+from benchmarks.training.loader import loader_of
 
 
 def write_pickles(folder: Path, root: Path, key: bytes) -> int:

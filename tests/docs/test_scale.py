@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import scale
+from benchmarks.runs import scale
 from benchmarks.scale_parts import page
 from benchmarks.scale_parts.metadata import metadata_side
 from benchmarks.scale_parts.scheduler_side import scheduler_side
@@ -66,7 +66,7 @@ def test_a_plan_of_many_items_is_measured_without_any_work(tmp_path: Path) -> No
 def test_every_stage_is_measured_at_every_size(tmp_path: Path) -> None:
     out = tmp_path / "scale.json"
     words = ["--sizes", "20,40", "--million", "3000", "--dir", str(tmp_path), "--out", str(out)]
-    subprocess.run([sys.executable, str(ROOT / "benchmarks/scale.py"), *words], check=True, capture_output=True)
+    subprocess.run([sys.executable, str(ROOT / "benchmarks/runs/scale.py"), *words], check=True, capture_output=True)
     found = json.loads(out.read_text())
     assert {size: list(stages) for size, stages in found["sizes"].items()} == {
         "20": [*scale.STAGES], "40": [*scale.STAGES],

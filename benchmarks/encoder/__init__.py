@@ -1,0 +1,1 @@
+"""Embeddings, against fair-esm's own batching and model."""

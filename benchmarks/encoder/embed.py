@@ -1,0 +1,270 @@
+"""Embed against fair-esm: residues per CPU second of one thread, the same weights and sequences, in one run.
+
+    python benchmarks/encoder/embed.py [FOLDER] [--runs N] [--out FILE]
+
+Every side starts from strings and ends with one array of each sequence's residues in memory. `fair-esm` does what its
+extract.py does: FastaBatchedDataset's batches of 4,096 tokens, its own tokeniser and model (the logits included, which
+nobody can turn off), a clone of the rows. Weights are random, 12 layers of width 480, written in fair-esm's format and
+loaded by each side's own loader. Results are compared before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from benchmarks.circumstances import write
+from pipeline.encoder.checkpoints.esm_checkpoint import Checkpoint, load
+from pipeline.encoder.checkpoints.synth import synth
+from pipeline.encoder.embedding_recipe import Recipe
+from pipeline.encoder.engine.embed_engine import Embedding, Engine, Settings
+from pipeline.encoder.forward.esm2 import Encoder
+from pipeline.encoder.tokens import ENDS, tokenize
+from pipeline.structures.parsing.read_structure import Reading, parse, read_file
+from pipeline.structures.policy import Policy, apply
+
+ROOT = Path(__file__).resolve().parents[2]
+SHARED = ROOT.parent / "shared" / "structures" / "complexes"
+LIMIT = 512 << 20
+LAYERS, DIM, HEADS = 12, 480, 20
+BUDGET_TOKENS = 4096
+CAP = 32
+REACH, REACH_COSINE = 2.5, 0.99999
+Rows = dict[str, NDArray[np.float32]]
+
+
+def chains(folder: Path) -> list[str]:
+    """Return the sequence of every chain, in the order of the files."""
+    structures = (
+        apply(parse(read_file(path, LIMIT), "pdb", Reading()), Policy()) for path in sorted(folder.glob("*.pdb"))
+    )
+    return [chain.sequence for structure in structures for chain in structure.chains if chain.sequence]
+
+
+class FairEsm:
+    """The reference, as its users run it."""
+
+    def __init__(self, path: Path) -> None:
+        import esm
+
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            model, self._alphabet = esm.pretrained.load_model_and_alphabet_local(str(path))
+        self._model = model.eval()
+        self._convert = self._alphabet.get_batch_converter()
+        self._dataset = esm.FastaBatchedDataset
+
+    @torch.no_grad()
+    def batch(self, sequences: Sequence[str]) -> Rows:
+        """Return the rows of a padded batch, as extract.py takes them."""
+        _, texts, tokens = self._convert([(str(number), text) for number, text in enumerate(sequences)])
+        found = self._model(tokens, repr_layers=[LAYERS], return_contacts=False)["representations"][LAYERS].to("cpu")
+        return {text: found[number, 1 : len(text) + 1].clone().numpy() for number, text in enumerate(texts)}
+
+    def own_path(self, sequences: Sequence[str]) -> Rows:
+        """Return the rows by fair-esm's own batches."""
+        dataset = self._dataset([str(number) for number in range(len(sequences))], sequences)
+        indices = dataset.get_batch_indices(BUDGET_TOKENS, extra_toks_per_seq=1)
+        return joined(self.batch([sequences[at] for at in batch]) for batch in indices)
+
+    def one_by_one(self, sequences: Sequence[str]) -> Rows:
+        """Return the rows without any padding."""
+        return joined(self.batch([text]) for text in sequences)
+
+    def by_divisor(self, sequences: Sequence[str]) -> Rows:
+        """Return the rows by the original's policy: file order, the largest divisor up to the cap, padded."""
+        size = max(size for size in range(1, CAP + 1) if len(sequences) % size == 0)
+        return joined(self.batch(sequences[at : at + size]) for at in range(0, len(sequences), size))
+
+
+def joined(parts: Iterable[Rows]) -> Rows:
+    """Return all rows in one mapping."""
+    return {text: rows for part in parts for text, rows in part.items()}
+
+
+def longest_first(sequences: Sequence[str]) -> list[list[str]]:
+    """Cut sequences into batches of at most the budget."""
+    batches: list[list[str]] = [[]]
+    used = 0
+    for text in sorted(sequences, key=len, reverse=True):
+        if batches[-1] and used + len(text) + ENDS > BUDGET_TOKENS:
+            batches.append([])
+            used = 0
+        batches[-1].append(text)
+        used += len(text) + ENDS
+    return batches
+
+
+def ours(encoder: Encoder, batches: Sequence[Sequence[str]]) -> Rows:
+    """Return the rows by the packed forward pass."""
+    found: Rows = {}
+    for batch in batches:
+        rows_RD = encoder([tokenize(text) for text in batch]).numpy()
+        ends = np.cumsum([len(text) for text in batch])
+        found |= {text: rows_RD[end - len(text) : end].copy() for text, end in zip(batch, ends, strict=True)}
+    return found
+
+
+def product(checkpoint: Checkpoint, policy: str, sequences: Sequence[str]) -> Callable[[], Rows]:
+    """Return a function that embeds by the engine as a task of the stage does: reading, computing, writing behind."""
+    recipe = Recipe("", LAYERS, "chain", "fp32", "fp32")
+    engine = Engine(checkpoint, recipe, Settings(policy, cap=4, budget=BUDGET_TOKENS, device="cpu"), precision="fp32")
+
+    def run() -> Rows:
+        found: Rows = {}
+        lengths_N = np.array([len(text) for text in sequences])
+
+        def keep(made: Embedding) -> None:
+            found[made.text] = made.rows_LD.copy()
+
+        for outcome in engine.run(lengths_N, lambda wanted: [sequences[at] for at in wanted], keep):
+            assert outcome.reason is None
+        return found
+
+    return run
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Return the CPU seconds of this process."""
+    gc.collect()
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
+def gemm_gflops(rows: int) -> dict[str, float]:
+    """Return the machine's rate for a large square product, and for the model's own products through its own layers."""
+    from pipeline.encoder.forward.linear import TorchLinear, fitting
+
+    weights = [
+        (torch.randn(o, i), torch.randn(o)) for o, i in ((3 * DIM, DIM), (DIM, DIM), (4 * DIM, DIM), (DIM, 4 * DIM))
+    ]
+    kind = fitting(weights, rows, rows)[0]
+    square = torch.randn(2048, 2048)
+    layer = kind(square, torch.zeros(len(square)))
+    ways = (lambda: square @ square, lambda: square.numpy() @ square.numpy(), lambda: layer(square))
+    fastest = min(seconds(way) for way in ways for _ in range(3))  # some are half as fast on some processors
+    best = {"square_gflops": 2 * 2048**3 / fastest / 1e9}
+    flops = sum(2 * rows * weight.numel() for weight, _ in weights)
+    for name, maker in (("own_shapes_gflops", kind), ("own_shapes_torch_gflops", TorchLinear)):
+        layers = [(maker(weight, bias), torch.randn(rows, weight.shape[1])) for weight, bias in weights]
+        spent = min(seconds(lambda layers=layers: [layer(x) for layer, x in layers]) for _ in range(9))
+        best[name] = flops / spent / 1e9
+    return {name: round(rate, 1) for name, rate in best.items()}
+
+
+def lowest_cosine(found: Rows, wanted: Rows) -> float:
+    """Return the lowest cosine between residues of both sides."""
+    assert found.keys() == wanted.keys()
+    lowest = 1.0
+    for text, rows_LD in wanted.items():
+        assert found[text].shape == rows_LD.shape == (len(text), DIM)
+        one, two = found[text].astype(np.float64), rows_LD.astype(np.float64)
+        cosine = (one * two).sum(1) / np.linalg.norm(one, axis=1) / np.linalg.norm(two, axis=1)
+        lowest = min(lowest, float(cosine.min()))
+    return lowest
+
+
+def largest_difference(encoder: Encoder, batches: Sequence[Sequence[str]], wanted: Rows) -> float:
+    """Return how much a result changes with its batch: alone, in two shuffles, in reverse."""
+    random = np.random.default_rng(0)
+    texts = [text for batch in batches for text in batch]
+    shuffles = [[texts[at] for at in random.permutation(len(texts))] for _ in range(2)]
+    compositions = ([[text] for text in texts], [[*one[:7]] for one in shuffles], [batch[::-1] for batch in batches])
+    found = [ours(encoder, composition) for composition in compositions]
+    return max(float(np.abs(rows - wanted[text]).max()) for part in found for text, rows in part.items())
+
+
+def work_flops(sequences: Iterable[str]) -> float:
+    """Return the floating-point operations of the linear layers for tokens without padding."""
+    return sum(2.0 * 12 * DIM * DIM * LAYERS * (len(text) + ENDS) for text in sequences)
+
+
+def measure(folder: Path, runs: int, path: Path) -> dict[str, object]:
+    """Compare, time in turns, and return the figures."""
+    all_chains = chains(folder)
+    unique = sorted(set(all_chains))
+    batches = longest_first(unique)
+    reference = FairEsm(path)
+    checkpoint = load(path)
+    encoder = Encoder(checkpoint, layer=LAYERS, precision="fp32", device=torch.device("cpu"))
+    sides: dict[str, Callable[[], Rows]] = {
+        "ours": product(checkpoint, "tokens", unique),
+        "fair_esm": lambda: reference.own_path(unique),
+        "ours, divisor 4": product(checkpoint, "divisor", unique),
+        "divisor 32": lambda: reference.by_divisor(all_chains),
+        "one by one": lambda: reference.one_by_one(unique),
+    }
+    wanted, found = reference.own_path(unique), sides["ours"]()
+    cosine = lowest_cosine(found, wanted)
+    spent: dict[str, list[float]] = {name: [] for name in sides}
+    rates = [gemm_gflops(1024)]
+    for number in range(runs):
+        for name, work in sides.items():
+            if number == 0 or name not in ("divisor 32", "one by one"):  # which are for show, and slow
+                spent[name].append(seconds(work))
+        rates.append(gemm_gflops(1024))
+    residues = sum(map(len, unique))
+    gemm = {name: statistics.median(rate[name] for rate in rates) for name in rates[0]}
+    achieved = work_flops(unique) / statistics.median(spent["ours"]) / 1e9
+    ratios = {
+        name: sorted(other / mine for other, mine in zip(spent[name], spent["ours"], strict=False)) for name in sides
+    }
+    return {
+        "what": f"embedding {len(unique)} unique sequences, {LAYERS} layers of {DIM}, CPU time of one thread",
+        "sequences": len(unique),
+        "chains": len(all_chains),
+        "residues": residues,
+        "runs": runs,
+        "residues_per_cpu_s": {name: round(residues / statistics.median(one), 1) for name, one in spent.items()},
+        "ratio": {name: {"median": round(statistics.median(one), 2), "min": round(one[0], 2), "max": round(one[-1], 2)}
+                  for name, one in ratios.items() if name != "ours"},
+        "gemm": gemm,
+        "fraction_of_square_gemm": round(achieved / gemm["square_gflops"], 3),
+        "fraction_of_own_shapes_gemm": round(achieved / gemm["own_shapes_gflops"], 3),
+        "min_token_cosine": cosine,
+        "largest_difference_over_batches": largest_difference(encoder, batches, found),
+        "reach": REACH,
+        "torch": torch.__version__,
+    }  # fmt: skip
+
+
+def main() -> int:
+    """Measure with random weights and print what was found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, default=SHARED)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if not any(options.folder.glob("*.pdb")):
+        print(f"no PDB files in {options.folder}: nothing was measured", file=sys.stderr)
+        return 1
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "esm2_t12_random.pt"
+        synth(path, LAYERS, DIM, HEADS)
+        result = measure(options.folder, options.runs, path)
+    rates, ratios = result["residues_per_cpu_s"], result["ratio"]
+    print(f"{result['what']}, {options.runs} runs\n{'':16}{'residues/CPU s':>16}{'ours is':>10}")
+    for side, rate in rates.items():
+        print(f"{side:16}{rate:>16.0f}" + (f"{ratios[side]['median']:>9.2f}x" if side in ratios else ""))
+    print(json.dumps(result))
+    write(options.out, result)
+    cosine, difference = result["min_token_cosine"], result["largest_difference_over_batches"]
+    return 0 if cosine >= REACH_COSINE and difference == 0 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

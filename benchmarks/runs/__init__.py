@@ -1,0 +1,1 @@
+"""Commands, clusters and large data sets."""

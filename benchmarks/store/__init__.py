@@ -1,0 +1,1 @@
+"""The cache and its bytes, against the plainest way to do the same."""

@@ -1,0 +1,1 @@
+"""Scanning files and building graphs, against Biopython."""

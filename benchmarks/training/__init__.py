@@ -1,0 +1,1 @@
+"""Steps, loaders and whole trainings."""
