@@ -30,9 +30,9 @@ from pipeline.encoder.checkpoints.esm_checkpoint import load as load_weights
 from pipeline.encoder.checkpoints.synth import synth
 from pipeline.encoder.forward.parity import Reference
 from pipeline.journal.run_folder import RunFolder
-from pipeline.project.frozen_code import WORKER, module_command
 from pipeline.project.project import Project
-from pipeline.runs.engine.create import new_run
+from pipeline.project.run_code import WORKER, module_command
+from pipeline.runs.engine.lifecycle import new_run
 from pipeline.runs.workflow import embed_stage
 from pipeline.store.maintenance import scrub
 from pipeline.structures.synthetic import draw_sequence

@@ -21,7 +21,7 @@ from pipeline.config.load import read_config
 from pipeline.graphs.build_graph import build_graph
 from pipeline.graphs.item_graph import ItemGraph
 from pipeline.project.project import graph_recipe
-from pipeline.project.user_code import load_reader
+from pipeline.project.run_code import load_reader
 from pipeline.protocol import ITEMS
 from pipeline.readers import made
 from pipeline.records import Role

@@ -72,7 +72,7 @@ def plan_scan(folder: Path) -> tuple[dict[str, int], int, int, dict[str, int]]:
     from pipeline.runs.workflow import scan_stage
 
     project = Project.open(read_config(folder / "pipeline.yaml", []).config)
-    run: RunFolder = folders.create(folder / "runs", scan_stage.NAME, datetime.now(tz=timezone.utc))
+    run: RunFolder = folders.create_folder(folder / "runs", scan_stage.NAME, datetime.now(tz=timezone.utc))
     found = scan_stage.survey(project, run, AT_ONCE)
     found.write_shards(run, scan_stage.NAME)
     paths = {"items": run.items, "todo": run.todo(scan_stage.NAME), "shards": run.shards(scan_stage.NAME)}

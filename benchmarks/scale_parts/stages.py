@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.scale_parts.data import PIPELINE
 from benchmarks.scale_parts.watch import watched
-from pipeline.journal.ledger import Reader
+from pipeline.journal.ledger import LedgerReader
 from pipeline.journal.run_folder import runs_in
 from pipeline.records import EventKind
 
@@ -61,7 +61,9 @@ def _stored(folder: Path, kinds: tuple[str, ...]) -> dict[str, Any]:
 
 def _trained(folder: Path, began: float) -> dict[str, Any]:
     """Return how long it took until a step was done, from the command and from the worker's start; and every step."""
-    events = [event for event in Reader(runs_in(folder / "runs")[-1]).fresh() if event.data.get("stage") == "train"]
+    events = [
+        event for event in LedgerReader(runs_in(folder / "runs")[-1]).fresh() if event.data.get("stage") == "train"
+    ]
     started = next(event.at for event in events if event.kind is EventKind.TASK_STARTED)
     moved = next(event for event in events if event.data.get("done") and event.kind in TELLING)
     last = next(event.data["census"]["last"] for event in events if event.kind is EventKind.STAGE_ENDED)

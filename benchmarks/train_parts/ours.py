@@ -37,7 +37,7 @@ def settings() -> Any:
 
 def work_of(train: Any) -> Any:
     """Return the task as it is trained."""
-    from pipeline.project.user_code import load_task
+    from pipeline.project.run_code import load_task
     from pipeline.runs.model.training_work import Work, step_settings
 
     return Work(load_task(train.task, train.options), step_settings(train, "cpu"), "cpu")

@@ -64,7 +64,7 @@ def _check_task(loaded: LoadedConfig) -> None:
     """Try the task out: its model and a batch on tensors without data, and on a few items where graphs are there."""
     from pipeline.errors import ConfigError
     from pipeline.project.project import Project
-    from pipeline.project.user_code import load_task
+    from pipeline.project.run_code import load_task
     from pipeline.runs.model.prepare import some_items, told_sizes
     from pipeline.runs.model.task_contract import breaches
     from pipeline.runs.workflow.train_stage import misfits

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
     from pipeline.journal.run_folder import RunFolder
     from pipeline.journal.run_status import RunStatus
-    from pipeline.runs.engine.cancel import Cancellation
+    from pipeline.runs.engine.lifecycle import Cancellation
 
 
 class Cancelled(str, Enum):
@@ -41,8 +41,8 @@ Yes = Annotated[bool, typer.Option("--yes", help="Do it; else only say what woul
 def resume_command(run: Run = None, config: ConfigFile = None, sets: Sets = None) -> None:
     """Take up a run that nobody looks after any more: its supervisor or its login process died."""
     from pipeline.errors import ConfigError
-    from pipeline.journal.ledger import Reader
-    from pipeline.journal.run_status import ENDED, RunState, fold
+    from pipeline.journal.ledger import LedgerReader
+    from pipeline.journal.run_status import ENDED, RunState, fold_events
     from pipeline.project.project import stays
     from pipeline.runs.engine.handover import pay_visit, start_supervisor
 
@@ -59,7 +59,7 @@ def resume_command(run: Run = None, config: ConfigFile = None, sets: Sets = None
         start_supervisor(folder)
     else:
         pay_visit(folder)
-        if failed := fold(folder.name, Reader(folder).news()).exit_code:  # the visit has said why
+        if failed := fold_events(folder.name, LedgerReader(folder).news()).exit_code:  # the visit has said why
             raise typer.Exit(failed)
     typer.echo(f"run {folder.name} goes on\n  watch it: pipeline status {folder.name} --watch")
 
@@ -74,8 +74,8 @@ def cancel_command(
     """End a run with its jobs and supervisors; finished work is kept."""
     from pipeline.errors import ConfigError
     from pipeline.journal.run_status import RunState
-    from pipeline.runs.engine.cancel import cancel as end
-    from pipeline.runs.engine.cancel import foresee
+    from pipeline.runs.engine.lifecycle import cancel as end
+    from pipeline.runs.engine.lifecycle import foresee
 
     stage = only.value if only else None
     folder, _, executor, status = _opened(run, config, sets)
@@ -104,11 +104,11 @@ def _opened(
 ) -> tuple[RunFolder, Config, Executor, RunStatus]:
     """Return a run, its frozen configuration, what its jobs run on, and how it stands."""
     from pipeline.config.load import from_resolved
-    from pipeline.journal.run_folder import by_path, find
+    from pipeline.journal.run_folder import by_path, find_run
     from pipeline.journal.run_status import status_of
     from pipeline.project.project import open_executor
 
-    folder = (by_path(run) if run else None) or find(load_config(file, sets).config.cluster.runs, run)
+    folder = (by_path(run) if run else None) or find_run(load_config(file, sets).config.cluster.runs, run)
     frozen = from_resolved(folder.config.read_text(), str(folder.config))
     executor = open_executor(frozen)
     return folder, frozen, executor, status_of(folder, socket.gethostname(), executor)
@@ -161,13 +161,13 @@ def _looks(folder: RunFolder, *, watch: bool) -> tuple[Callable[[], dict[str, An
     """Return what tells how a run stands now, by what its ledger says more than last time, and whether it goes on."""
     import socket
 
-    from pipeline.journal.active_runs import GOING_ON, Sparing, look, shown
-    from pipeline.journal.ledger import Reader
+    from pipeline.journal.active_runs import GOING_ON, Sparing, look_at_queue, run_as_shown
+    from pipeline.journal.ledger import LedgerReader
     from pipeline.journal.recent import Trail
     from pipeline.journal.run_status import RunStatus
 
-    found, reader, trail = RunStatus(folder.name), Reader(folder), Trail()
-    ask = Sparing() if watch else look
+    found, reader, trail = RunStatus(folder.name), LedgerReader(folder), Trail()
+    ask = Sparing() if watch else look_at_queue
 
     def catch_up() -> None:
         for event in reader.news():
@@ -177,7 +177,7 @@ def _looks(folder: RunFolder, *, watch: bool) -> tuple[Callable[[], dict[str, An
 
     def now() -> dict[str, Any]:
         catch_up()
-        told = shown(folder, found, socket.gethostname(), catch_up, ask)
+        told = run_as_shown(folder, found, socket.gethostname(), catch_up, ask)
         return told | (trail.to_json() if watch else {})
 
     return now, lambda: found.state in GOING_ON

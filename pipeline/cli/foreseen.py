@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from pipeline.cluster.job_spec import Executor
     from pipeline.project.project import Project
-    from pipeline.runs.workflow.jobs import Plan
+    from pipeline.runs.workflow.jobs import StagePlan
 
 
 def show_plan(project: Project, stages: list[str], executor: Executor, emit: Path | None) -> None:
@@ -22,9 +22,9 @@ def show_plan(project: Project, stages: list[str], executor: Executor, emit: Pat
     from pipeline.report import tables
     from pipeline.report.plan_tables import plan_table
     from pipeline.runs.workflow import script_stage, table
-    from pipeline.runs.workflow.jobs import plan, script_outline
+    from pipeline.runs.workflow.jobs import plan_stage, script_outline
 
-    plans = [plan(project, table.stage(name), executor, folder=None) for name in stages]
+    plans = [plan_stage(project, table.stage(name), executor, folder=None) for name in stages]
     tables.show_parts(plan_table([one.row() for one in plans]))
     for one in plans:
         if waiting := one.counts().get("waiting"):
@@ -39,10 +39,10 @@ def show_plan(project: Project, stages: list[str], executor: Executor, emit: Pat
         typer.echo("no scripts: this run would be local (--executor slurm)", err=True)
 
 
-def _show_scripts(project: Project, plans: Sequence[Plan], executor: Executor, emit: Path | None) -> None:
+def _show_scripts(project: Project, plans: Sequence[StagePlan], executor: Executor, emit: Path | None) -> None:
     """Print or write the scripts of the jobs of each stage, and of a supervisor."""
     from pipeline.errors import ConfigError
-    from pipeline.runs.engine.create import scripts
+    from pipeline.runs.engine.lifecycle import scripts
 
     for name, text in scripts(project, plans, executor):
         if emit is None:
@@ -60,16 +60,16 @@ def _show_scripts(project: Project, plans: Sequence[Plan], executor: Executor, e
 
 def print_plan(project: Project, stages: list[str], executor: Executor) -> None:
     """Print the same as one document."""
-    from pipeline.runs.engine.create import scripts
+    from pipeline.runs.engine.lifecycle import scripts
     from pipeline.runs.workflow import table
-    from pipeline.runs.workflow.jobs import plan
+    from pipeline.runs.workflow.jobs import plan_stage
 
-    plans = [plan(project, table.stage(name), executor, folder=None) for name in stages]
+    plans = [plan_stage(project, table.stage(name), executor, folder=None) for name in stages]
     texts = dict(scripts(project, plans, executor)) if project.config.cluster.executor == "slurm" else {}
     print_json({"stages": [_stage_json(project, one, executor) for one in plans], "scripts": texts})
 
 
-def _stage_json(project: Project, one: Plan, executor: Executor) -> dict[str, Any]:
+def _stage_json(project: Project, one: StagePlan, executor: Executor) -> dict[str, Any]:
     """Return what a stage would do as JSON data."""
     from pipeline.runs.workflow import script_stage
     from pipeline.runs.workflow.jobs import script_outline

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from pipeline.errors import ConfigError
     from pipeline.journal.run_folder import RunFolder
-    from pipeline.journal.run_logs import Log, Wanted
+    from pipeline.journal.run_logs import Log, LogChoice
     from pipeline.journal.run_status import RunStatus
 
 FOLLOW_EVERY_S = 0.5
@@ -52,18 +52,18 @@ def logs_command(
 ) -> None:
     """Show what the tasks of a run have printed: the failed ones, else the newest."""
     from pipeline.errors import ConfigError
-    from pipeline.journal.ledger import Reader
-    from pipeline.journal.run_logs import Wanted, wanted_logs
-    from pipeline.journal.run_status import fold
+    from pipeline.journal.ledger import LedgerReader
+    from pipeline.journal.run_logs import LogChoice, wanted_logs
+    from pipeline.journal.run_status import fold_events
 
     if follow and as_json:
         raise ConfigError("one document cannot be followed", where="--json", remedy="leave -f or --json out")
     folder = run_folder(run, config, sets)
-    status = fold(folder.name, Reader(folder).news())
+    status = fold_events(folder.name, LedgerReader(folder).news())
     of = stage.value if stage else None
     if rank is not None:
         of, rank = _ranked(folder, status, of, rank)
-    wanted = Wanted(of, task, attempt, failed)
+    wanted = LogChoice(of, task, attempt, failed)
     if follow:
         _follow(folder, wanted, rank)
         return
@@ -81,9 +81,9 @@ def logs_command(
 
 def run_folder(run: str | None, config: Path | None, sets: Sequence[str] | None) -> RunFolder:
     """Return the run that a command line names, by its folder or by the beginning of its name."""
-    from pipeline.journal.run_folder import by_path, find
+    from pipeline.journal.run_folder import by_path, find_run
 
-    return (by_path(run) if run else None) or find(load_config(config, sets).config.cluster.runs, run)
+    return (by_path(run) if run else None) or find_run(load_config(config, sets).config.cluster.runs, run)
 
 
 def _show(logs: Sequence[Log], rank: int | None = None, *, whole: bool) -> None:
@@ -143,7 +143,7 @@ def _plain(log: Log, rank: int | None = None) -> dict[str, object]:
     return asdict(log) | {"ends": {path: _end_of(path, rank) for path in log.paths}}
 
 
-def _follow(folder: RunFolder, wanted: Wanted, rank: int | None = None) -> None:
+def _follow(folder: RunFolder, wanted: LogChoice, rank: int | None = None) -> None:
     """Print what is added to logs until the run has ended."""
     import socket
     import time
@@ -170,7 +170,7 @@ def _follow(folder: RunFolder, wanted: Wanted, rank: int | None = None) -> None:
     typer.echo(f"run {folder.name}: {follower.status.state.value}", err=True)
 
 
-def _none(folder: RunFolder, status: RunStatus, wanted: Wanted) -> ConfigError:
+def _none(folder: RunFolder, status: RunStatus, wanted: LogChoice) -> ConfigError:
     """Return the error that says why there is no such log."""
     from pipeline.errors import ConfigError
 

@@ -163,8 +163,8 @@ def _start(
 ) -> None:
     """Begin a run, unless one is doing the same already; `ended` shows how it ended, in place of tables."""
     from pipeline.project.project import stays
-    from pipeline.runs.engine.create import new_run, refuse_double
     from pipeline.runs.engine.handover import start_supervisor
+    from pipeline.runs.engine.lifecycle import new_run, refuse_double
     from pipeline.runs.engine.run_supervisor import Supervisor
 
     config, ended = project.config, ended or print_run_tables
@@ -263,7 +263,7 @@ def _warn_of_little(stage: str, job: JobSpec, planned_bytes: int) -> None:
 def _follow(folder: RunFolder, executor: Executor, ended: Callable[[RunStatus], None]) -> None:
     """Drive a run from this terminal and show it."""
     from pipeline.report.live_status import LiveLines
-    from pipeline.runs.engine.run_supervisor import Stopped, Supervisor, stop_on_signals
+    from pipeline.runs.engine.run_supervisor import Supervisor, SupervisorStopped, stop_on_signals
 
     with LiveLines() as live:
         for caveat in executor.caveats:
@@ -272,7 +272,7 @@ def _follow(folder: RunFolder, executor: Executor, ended: Callable[[RunStatus], 
         stop_on_signals()
         try:
             supervisor.run()
-        except (KeyboardInterrupt, Stopped):
+        except (KeyboardInterrupt, SupervisorStopped):
             typer.echo(f"\n{_after_stop(folder, executor)}", err=True)
             raise KeyboardInterrupt from None
         finally:
@@ -318,11 +318,11 @@ def _watch(folder: RunFolder, ended: Callable[[RunStatus], None]) -> None:
     import time
 
     from pipeline.errors import JobFailed
-    from pipeline.journal.ledger import Reader
+    from pipeline.journal.ledger import LedgerReader
     from pipeline.journal.run_status import RunState, RunStatus
     from pipeline.report.live_status import LiveLines
 
-    status, reader = RunStatus(folder.name), Reader(folder)
+    status, reader = RunStatus(folder.name), LedgerReader(folder)
     with LiveLines() as live:
         show = _shown(live)
         try:

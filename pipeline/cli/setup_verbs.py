@@ -20,9 +20,9 @@ def doctor_command(config: ConfigFile = None, sets: Sets = None, as_json: Json =
     from dataclasses import asdict
 
     from pipeline.report import tables
-    from pipeline.setup.checkup import examine
+    from pipeline.setup.checkup import run_checks
 
-    findings = examine(config, sets or ())
+    findings = run_checks(config, sets or ())
     if as_json:
         print_json([asdict(finding) for finding in findings])
     else:
@@ -49,10 +49,10 @@ def init_command(
     kinds of GPU. Nothing is ever written over.
     """
     from pipeline.config.site_profiles import shipped
-    from pipeline.setup.init_files import write
+    from pipeline.setup.init_files import write_init_files
 
     site, why_not = _look()
-    written = write(folder, site, recipe)
+    written = write_init_files(folder, site, recipe)
     typer.echo(f"{written.config}: the configuration, with `cluster.executor: {'slurm' if site else 'local'}`")
     if written.profile is not None and site is not None:
         typer.echo(f"{written.profile}: what was found of the cluster {site.name} (Slurm {site.version}); check it")
@@ -68,12 +68,12 @@ def _look() -> tuple[Site | None, str]:
     """Return what this cluster is like; else why that is not known."""
     from pipeline.cluster import slurm_commands
     from pipeline.cluster.accounting import CommandFailed
-    from pipeline.setup.site_facts import last_line, look
+    from pipeline.setup.site_facts import last_line, look_at_site
     from pipeline.setup.slurm_checks import whoami
 
     if not slurm_commands.is_there():
         return None, "Slurm's commands are not on the PATH, so jobs will run on this machine"
     try:
-        return look(slurm_commands.run, whoami()), ""
+        return look_at_site(slurm_commands.run_command, whoami()), ""
     except CommandFailed as error:
         return None, f"Slurm is here but does not answer, so jobs will run on this machine: {last_line(error.what)}"

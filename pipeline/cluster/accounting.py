@@ -22,10 +22,10 @@ from pipeline.cluster.fields import (
     expand,
     is_number,
     node_of,
+    parse_state,
     seconds_of,
-    state_of,
 )
-from pipeline.cluster.following import SQUEUE, Queued, parse_squeue, words
+from pipeline.cluster.following import SQUEUE, Queued, parse_squeue, reason_words
 from pipeline.cluster.job_spec import TaskState, TaskStatus
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class CommandFailed(Exception):
         self.what = what
 
 
-class Step(NamedTuple):
+class AccountedStep(NamedTuple):
     """One step of a job: the script itself is `batch`, what srun starts has a number."""
 
     name: str
@@ -74,7 +74,7 @@ class Step(NamedTuple):
 
 
 @dataclass(slots=True)
-class Row:
+class AccountedTask:
     """What the accounting has on one job or array task; None is what it does not know."""
 
     job: str  # 12 or 12_3
@@ -95,7 +95,7 @@ class Row:
     time_limit_s: int | None = None
     reason: str = ""
     cancelled_by: int | None = None
-    steps: list[Step] = field(default_factory=list)
+    steps: list[AccountedStep] = field(default_factory=list)
     before: tuple[tuple[TaskState, str], ...] = ()  # earlier records: how each ended, and on which node
 
     @property
@@ -131,16 +131,16 @@ class Row:
             reason=self.why,
             node=self.node,
             cpu_s=self.cpu_s,
-            waits_for=words(self.reason) if self.state is TaskState.PENDING else "",
+            waits_for=reason_words(self.reason) if self.state is TaskState.PENDING else "",
             restarts=self.restarts,
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class AccountingLook:
     """What one look at the accounting found; what it has no row for is unknown, not gone."""
 
-    rows: Mapping[str, Row]
+    rows: Mapping[str, AccountedTask]
     trouble: str = ""
     arrays: frozenset[JobId] = frozenset()  # those of which any task has a row
 
@@ -156,11 +156,11 @@ class Accounting:
         self._run = run
         self._timeout_s = timeout_s
 
-    def look(self, jobs: Iterable[JobId], since: float) -> Look:
+    def look(self, jobs: Iterable[JobId], since: float) -> AccountingLook:
         """Ask for all tasks of all jobs at once; none may have ended long before `since`. Never raises."""
         wanted = sorted({job.partition("_")[0] for job in jobs})
         start = datetime.fromtimestamp(max(0.0, since - EARLIER_S)).strftime("%Y-%m-%dT%H:%M:%S")  # noqa: DTZ006
-        rows: dict[str, Row] = {}
+        rows: dict[str, AccountedTask] = {}
         torn, until = 0, time.monotonic() + self._timeout_s
         for first in range(0, len(wanted), JOBS_A_CALL):
             some = wanted[first : first + JOBS_A_CALL]
@@ -168,12 +168,12 @@ class Accounting:
                 left_s = max(0.1, until - time.monotonic())
                 text = self._run([*SACCT, f"--starttime={start}", f"--jobs={','.join(some)}"], left_s)
             except (CommandFailed, OSError) as error:
-                return Look(rows, trouble(getattr(error, "what", str(error))))
+                return AccountingLook(rows, trouble(getattr(error, "what", str(error))))
             found, cut = parse_sacct(text, some)
             rows.update(found)
             torn += cut
         arrays = frozenset(name.partition("_")[0] for name in rows)
-        return Look(rows, f"{torn} of sacct's lines could not be read" if torn else "", arrays)
+        return AccountingLook(rows, f"{torn} of sacct's lines could not be read" if torn else "", arrays)
 
 
 def trouble(said: str) -> str:
@@ -195,10 +195,10 @@ _TROUBLES = {
 }
 
 
-def parse_sacct(text: str, jobs: Iterable[JobId]) -> tuple[dict[str, Row], int]:
+def parse_sacct(text: str, jobs: Iterable[JobId]) -> tuple[dict[str, AccountedTask], int]:
     """Return the rows of the jobs by task (12 or 12_3), and how many lines could not be read."""
     records, torn = _records(text, frozenset(jobs))
-    rows: dict[str, Row] = {}
+    rows: dict[str, AccountedTask] = {}
     for name, found in records.items():
         row = _settle(found)
         if "[" not in name:
@@ -210,9 +210,9 @@ def parse_sacct(text: str, jobs: Iterable[JobId]) -> tuple[dict[str, Row], int]:
     return rows, torn
 
 
-def _records(text: str, wanted: frozenset[JobId]) -> tuple[dict[str, list[Row]], int]:
+def _records(text: str, wanted: frozenset[JobId]) -> tuple[dict[str, list[AccountedTask]], int]:
     """Return every record of each name with the steps that follow it, and how many lines could not be read."""
-    records: dict[str, list[Row]] = {}
+    records: dict[str, list[AccountedTask]] = {}
     torn, columns = 0, SACCT_COLUMNS.count(",") + 1
     for line in text.splitlines():
         cells = line.split("|")
@@ -229,7 +229,7 @@ def _records(text: str, wanted: frozenset[JobId]) -> tuple[dict[str, list[Row]],
     return records, torn
 
 
-def _row(cells: Sequence[str]) -> Row:
+def _row(cells: Sequence[str]) -> AccountedTask:
     """Read the line of a job."""
     (
         job,
@@ -252,10 +252,10 @@ def _row(cells: Sequence[str]) -> Row:
         *_,
     ) = cells
     exit_code, killed_by = exit_of(code)
-    return Row(
+    return AccountedTask(
         job=job,
         raw=raw,
-        state=state_of(state),
+        state=parse_state(state),
         exit_code=exit_code,
         signal=killed_by,
         derived_exit_code=derived,
@@ -274,12 +274,14 @@ def _row(cells: Sequence[str]) -> Row:
     )
 
 
-def _step(name: str, cells: Sequence[str]) -> Step:
+def _step(name: str, cells: Sequence[str]) -> AccountedStep:
     """Read the line of a step."""
     nodes, node, mean, tasks = cells[13], node_of(cells[15]), cells[-3], cells[-2]
     largest = bytes_of(cells[5])
     on_node = max(largest or 0, _rss_on_node(bytes_of(mean) or 0, tasks, nodes)) or None
-    return Step(name, state_of(cells[2]), *exit_of(cells[3]), largest, seconds_of(cells[6]), on_node, node, nodes)
+    return AccountedStep(
+        name, parse_state(cells[2]), *exit_of(cells[3]), largest, seconds_of(cells[6]), on_node, node, nodes
+    )
 
 
 def _rss_on_node(mean_bytes: int, tasks: str, nodes: str) -> int:
@@ -290,7 +292,7 @@ def _rss_on_node(mean_bytes: int, tasks: str, nodes: str) -> int:
     return mean_bytes * int(tasks) // max(1, int(nodes)) if is_number(tasks) and is_number(nodes) else 0
 
 
-def _settle(records: list[Row]) -> Row:
+def _settle(records: list[AccountedTask]) -> AccountedTask:
     """Return the current record of a task, with what its steps and the records before it say."""
     if all(record.submitted for record in records):
         records.sort(key=lambda record: record.submitted or 0.0)
@@ -300,7 +302,7 @@ def _settle(records: list[Row]) -> Row:
     return row
 
 
-def _read_steps(row: Row) -> None:
+def _read_steps(row: AccountedTask) -> None:
     """Let the steps correct what the job says of itself: they know better what ended the worker."""
     peaks = [step.rss_bytes for step in row.steps if step.rss_bytes]
     row.peak_rss_bytes = max([*peaks, row.peak_rss_bytes or 0]) or None
@@ -325,9 +327,9 @@ def _read_steps(row: Row) -> None:
 _OOM_HIDES_BEHIND = frozenset({TaskState.FAILED, TaskState.COMPLETED, TaskState.TIMEOUT, TaskState.OUT_OF_MEMORY})
 
 
-def _copy(row: Row, task: str) -> Row:
+def _copy(row: AccountedTask, task: str) -> AccountedTask:
     """Return the row of an array's waiting rest for one of its tasks."""
-    return Row(
+    return AccountedTask(
         task,
         row.raw,
         row.state,

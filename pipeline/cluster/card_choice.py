@@ -61,7 +61,7 @@ def eligible(cards: Sequence[CardSection], need_bytes: int, gpus: int) -> list[S
     return fitting
 
 
-def choose(shapes: Sequence[Shape], start_of: Callable[[Shape], float | None], now: float) -> Choice:
+def choose_shape(shapes: Sequence[Shape], start_of: Callable[[Shape], float | None], now: float) -> Choice:
     """Return the shape that ends first; of several that end together, the one of the smallest card."""
     starts = {shape: start_of(shape) for shape in shapes}
     ends = {shape: max(start, now) + shape.seconds for shape, start in starts.items() if start is not None}

@@ -37,7 +37,7 @@ def expand(job: str) -> Iterator[str]:
 
 
 @cache_some
-def state_of(text: str) -> TaskState:
+def parse_state(text: str) -> TaskState:
     """Return the state that a text begins with ("CANCELLED by 0"); a word nobody knows is UNKNOWN."""
     word = text.split(" ", 1)[0].rstrip("+")
     return _STATES.get(word, TaskState.UNKNOWN)

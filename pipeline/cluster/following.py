@@ -11,14 +11,14 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from pipeline.cluster.child import mebibytes
-from pipeline.cluster.fields import epoch_of, expand, node_of, state_of
+from pipeline.cluster.fields import epoch_of, expand, node_of, parse_state
 from pipeline.cluster.job_spec import TaskState, TaskStatus
+from pipeline.cluster.machine import mebibytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from pipeline.cluster.accounting import Row
+    from pipeline.cluster.accounting import AccountedTask
     from pipeline.cluster.job_spec import JobId, JobSpec
 
 WAITING = frozenset(
@@ -38,7 +38,7 @@ class Views:
     """What was seen in one look; a queue that did not answer is None."""
 
     queue: Mapping[str, Queued] | None
-    rows: Mapping[str, Row]
+    rows: Mapping[str, AccountedTask]
     at: float  # by the monotonic clock
     trouble: str = ""
     never_began: Callable[[JobId, int], bool] = lambda _job, _index: False  # as the accounting has it
@@ -106,7 +106,7 @@ class Followed:
             )
         return _unknown(before, row, views.trouble)
 
-    def _row(self, name: str, views: Views) -> Row | None:
+    def _row(self, name: str, views: Views) -> AccountedTask | None:
         """Return what the accounting has; for seconds it does not know that a job's only task is of an array."""
         return views.rows.get(name) or (views.rows.get(self.id) if len(self.tasks) == 1 else None)
 
@@ -138,7 +138,7 @@ def _ended(before: TaskStatus, queued: Queued) -> TaskStatus:
     return replace(before, state=queued.state, exit_code=code, node=queued.node, waits_for="", reason=reason)
 
 
-def _unknown(before: TaskStatus, row: Row | None, trouble: str) -> TaskStatus:
+def _unknown(before: TaskStatus, row: AccountedTask | None, trouble: str) -> TaskStatus:
     """Return that nobody knows what became of a task."""
     said = f"the accounting still has it as {row.state.value}" if row else "nor does the accounting"
     reason = f"the queue does not have it any more, {said}" + (f" ({trouble})" if trouble else "")
@@ -180,8 +180,8 @@ def parse_squeue(text: str) -> dict[str, Queued]:
         if len(cells) != SQUEUE[-1].count("%") or cells[0] != cells[-1]:
             continue
         name, state_text, reason, start, node, _ = cells
-        state, reason = state_of(state_text), "" if reason == "None" else reason
-        waits_for = words(reason) if state in _WAITING else ""
+        state, reason = parse_state(state_text), "" if reason == "None" else reason
+        waits_for = reason_words(reason) if state in _WAITING else ""
         for task in expand(name):
             stuck = is_stuck(state, waits_for)
             tasks[task] = Queued(task, state, reason, waits_for, epoch_of(start), node_of(node), stuck)
@@ -197,7 +197,7 @@ def is_stuck(state: TaskState, waits_for: str) -> bool:
     return state in _HELD or (state in _WAITING and waits_for.startswith(NEVER))
 
 
-def words(reason: str) -> str:
+def reason_words(reason: str) -> str:
     """Say a reason of squeue in words; one that nobody knows stays as it is."""
     word = re.split(r"[,(]", reason, maxsplit=1)[0].strip()
     said = REASONS.get(word) or REASONS.get(word.replace(" ", ""))

@@ -20,9 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.cluster.child import Child, Ending, mebibytes
 from pipeline.cluster.job_spec import Limits, TaskState, TaskStatus, cores_refused, refuse_impossible
-from pipeline.cluster.machine import Machine, Slots
+from pipeline.cluster.machine import Child, Ending, Machine, Slots, mebibytes
 from pipeline.cluster.processes import HAS_PROC, Guard, ProcessTable
 from pipeline.errors import SubmissionRefused
 
@@ -40,23 +39,23 @@ NO_PROC = "there is no /proc here: memory limits are not watched, and a daemon t
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
+class _LocalJob:
     """A job and what became of its tasks."""
 
     id: JobId
     spec: JobSpec
-    tasks: list[_Task] = field(default_factory=list)
-    pending: deque[_Task] = field(default_factory=deque)
+    tasks: list[_LocalTask] = field(default_factory=list)
+    pending: deque[_LocalTask] = field(default_factory=deque)
     running: int = 0
     completed: int = 0
     failure: str = ""  # the first of its tasks that will never complete, and why
 
 
 @dataclass(slots=True, eq=False)
-class _Task:
+class _LocalTask:
     """What is known of one task."""
 
-    job: _Job
+    job: _LocalJob
     number: int
     state: TaskState = TaskState.PENDING
     started: float | None = None
@@ -96,10 +95,10 @@ class LocalExecutor:
         self._guard: Guard | None = None
         self._exits = selectors.DefaultSelector()
         self._look_at = 0.0
-        self._jobs: dict[JobId, _Job] = {}
-        self._waiting: list[_Job] = []  # those with pending tasks, in the order of submission
-        self._running: list[tuple[_Task, Child]] = []
-        self._changed: dict[_Task, None] = {}  # since the last step; a set that keeps the order
+        self._jobs: dict[JobId, _LocalJob] = {}
+        self._waiting: list[_LocalJob] = []  # those with pending tasks, in the order of submission
+        self._running: list[tuple[_LocalTask, Child]] = []
+        self._changed: dict[_LocalTask, None] = {}  # since the last step; a set that keeps the order
 
     @property
     def cpus(self) -> int:
@@ -147,8 +146,8 @@ class LocalExecutor:
             return tagged[0]
         make_log_dir(spec)
         self._guard = self._guard or Guard(self._prefix, self._grace_s)
-        job = _Job(f"{self._prefix}{len(self._jobs) + 1}", spec)
-        job.tasks += [_Task(job, number) for number in spec.tasks]
+        job = _LocalJob(f"{self._prefix}{len(self._jobs) + 1}", spec)
+        job.tasks += [_LocalTask(job, number) for number in spec.tasks]
         job.pending += job.tasks
         self._jobs[job.id] = job
         self._waiting.append(job)
@@ -158,8 +157,8 @@ class LocalExecutor:
         """Take over a job of an executor that is gone; its guard has ended the tasks, or is about to."""
         if job in self._jobs:
             return
-        adopted = self._jobs[job] = _Job(job, spec)
-        adopted.tasks += [_Task(adopted, number) for number in spec.tasks]
+        adopted = self._jobs[job] = _LocalJob(job, spec)
+        adopted.tasks += [_LocalTask(adopted, number) for number in spec.tasks]
         for task in adopted.tasks:
             self._end(task, Ending(TaskState.NODE_FAIL, ORPHANED))
 
@@ -246,7 +245,7 @@ class LocalExecutor:
                 self._start(job, job.pending.popleft())
         self._waiting = [job for job in self._waiting if job.pending]
 
-    def _is_released(self, job: _Job) -> bool:
+    def _is_released(self, job: _LocalJob) -> bool:
         """Tell whether what the job waits for has come; if it never will, cancel the job."""
         upstream = [self._jobs[other] for other in job.spec.after]
         for other in upstream:
@@ -255,7 +254,7 @@ class LocalExecutor:
         ended = all(task.state.ended for other in job.spec.after_any for task in self._jobs[other].tasks)
         return ended and all(other.completed == len(other.tasks) for other in upstream)
 
-    def _start(self, job: _Job, task: _Task) -> None:
+    def _start(self, job: _LocalJob, task: _LocalTask) -> None:
         """Start one task; one that cannot be started has failed."""
         gpus = self._slots.take(job.spec)
         task.started = time.time()
@@ -272,7 +271,7 @@ class LocalExecutor:
         task.state = TaskState.RUNNING
         self._changed[task] = None
 
-    def _end(self, task: _Task, ending: Ending) -> None:
+    def _end(self, task: _LocalTask, ending: Ending) -> None:
         """Write down how a task ended."""
         task.state, task.ending, task.ended = ending.state, ending, time.time()
         task.job.completed += ending.state.ok
@@ -280,7 +279,7 @@ class LocalExecutor:
             task.job.failure = f"task {task.number} of job {task.job.id} ({task.job.spec.name}) is {ending.state.value}"
         self._changed[task] = None
 
-    def _cancel_pending(self, job: _Job, reason: str) -> None:
+    def _cancel_pending(self, job: _LocalJob, reason: str) -> None:
         """Cancel what of a job has not started."""
         while job.pending:
             self._end(job.pending.popleft(), Ending(TaskState.CANCELLED, reason))

@@ -100,7 +100,7 @@ def options(spec: JobSpec, site: SlurmSection, offset: int = 0) -> list[str]:
         ("cpus-per-task", str(spec.cpus)),
         _gpus(spec, site),
         _memory(spec, site),
-        ("time", clock(spec.time_s) if spec.time_s else None),
+        ("time", slurm_clock(spec.time_s) if spec.time_s else None),
         ("signal", _signal(spec, site)),
         ("dependency", dependency(spec)),
         ("kill-on-invalid-dep", "yes" if spec.after or spec.after_not_ok else None),
@@ -123,7 +123,7 @@ def array(tasks: Sequence[int], offset: int = 0, max_parallel: int | None = None
     return text + (f"%{max_parallel}" if max_parallel and max_parallel < len(tasks) else "")
 
 
-def clock(time_s: int) -> str:
+def slurm_clock(time_s: int) -> str:
     """Return a time limit as sbatch takes it; it counts minutes."""
     minutes = -(-time_s // 60)
     return f"{minutes // 60:02}:{minutes % 60:02}:00"

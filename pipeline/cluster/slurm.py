@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pipeline.cluster import sbatch, slurm_commands
-from pipeline.cluster.accounting import Accounting, CommandFailed, Look
+from pipeline.cluster.accounting import Accounting, AccountingLook, CommandFailed
 from pipeline.cluster.fields import epoch_of
 from pipeline.cluster.following import Followed, Views
 from pipeline.cluster.job_spec import refuse_impossible
 from pipeline.cluster.local import make_log_dir
-from pipeline.cluster.slurm_facts import Facts, refuse_above_nodes, refused, transient
-from pipeline.cluster.submission import script_path, submit_text
+from pipeline.cluster.slurm_commands import script_path, submit_text
+from pipeline.cluster.slurm_facts import Facts, refusal_of, refuse_above_nodes, transient
 from pipeline.errors import SubmissionRefused
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ MANY_CPUS, MANY_GPUS = 1024, 64  # where the cluster does not tell what it has
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartEstimate:
     """When a job would start, as far as the scheduler can tell."""
 
     at: float | None
@@ -56,7 +56,7 @@ class SlurmExecutor:
         self.trouble = ""  # what kept the last look from being a full one
         self._poll_s = float(site.poll) if poll_s is None else poll_s
         self._patience_s = patience_s
-        self._accounting = Accounting(slurm_commands.run, timeout_s=SACCT_S)
+        self._accounting = Accounting(slurm_commands.run_command, timeout_s=SACCT_S)
         self._ask_again_at = self._look_at = 0.0
         self._jobs: dict[JobId, Followed] = {}
         self._changed: dict[tuple[JobId, int], TaskStatus] = {}
@@ -102,14 +102,14 @@ class SlurmExecutor:
         """Return the text that would be submitted, or raise SubmissionRefused for what cannot be."""
         refuse_impossible(spec)
         if not slurm_commands.is_there():
-            raise refused(spec, "sbatch: No such file or directory", ())
+            raise refusal_of(spec, "sbatch: No such file or directory", ())
         limits = self.facts.limits(spec.partition)
         refuse_above_nodes(spec, self.facts.nodes(spec.partition), limits)
         _refuse_foreign(spec)
         text = sbatch.template(spec.name, ranks=spec.ranks)
         return sbatch.render(text, spec, self.site, highest_task=limits.highest_task)
 
-    def test(self, spec: JobSpec) -> Start:
+    def test(self, spec: JobSpec) -> StartEstimate:
         """Ask when a job would start, without submitting it; raise SubmissionRefused if it never would."""
         script = self.script_for(spec)
         try:
@@ -119,10 +119,10 @@ class SlurmExecutor:
                 "sbatch",
                 "--test-only",
             ]
-            said = slurm_commands.run(words, stdin=script).strip()
+            said = slurm_commands.run_command(words, stdin=script).strip()
         except CommandFailed as error:
-            raise refused(spec, error.what, self._partitions()) from error
-        return Start(epoch_of(slurm_commands.starts_at(said)), said)
+            raise refusal_of(spec, error.what, self._partitions()) from error
+        return StartEstimate(epoch_of(slurm_commands.starts_at(said)), said)
 
     def limits_of(self, partition: str, cpus: int, gpus: int) -> Limits:
         """Return the same for tasks of a partition (empty: the site's) with so many cores and GPUs on a node."""
@@ -174,7 +174,7 @@ class SlurmExecutor:
         if not wanted:
             return
         try:
-            slurm_commands.run(["scancel", "--quiet", *wanted])
+            slurm_commands.run_command(["scancel", "--quiet", *wanted])
         except CommandFailed as error:
             if slurm_commands.SAYS_NOTHING not in error.what and error.what != ALREADY_ENDS:
                 raise SubmissionRefused(error.what, where="scancel", remedy=f"scancel {' '.join(wanted)}") from error
@@ -192,7 +192,7 @@ class SlurmExecutor:
 
     def script(self, job: JobId) -> str:
         """Return the script that the cluster has of a job."""
-        return slurm_commands.run(["scontrol", "write", "batch_script", job, "-"])
+        return slurm_commands.run_command(["scontrol", "write", "batch_script", job, "-"])
 
     def close(self) -> None:
         """Let go; the jobs live on."""
@@ -215,7 +215,7 @@ class SlurmExecutor:
                 if wait_s is None and (lost := self._named(spec)):
                     return lost
                 if wait_s is None or not transient(error.what):
-                    raise refused(spec, error.what, self._partitions()) from error
+                    raise refusal_of(spec, error.what, self._partitions()) from error
                 time.sleep(wait_s)
         raise AssertionError
 
@@ -244,10 +244,10 @@ class SlurmExecutor:
         for job in jobs:
             self._changed.update({(task.job, task.task): task for task in job.take_in(views, self._patience_s)})
 
-    def _accounted(self, jobs: list[Followed]) -> Look:
+    def _accounted(self, jobs: list[Followed]) -> AccountingLook:
         """Return what the accounting has on some jobs; nothing while it is in trouble."""
         if not jobs or time.monotonic() < self._ask_again_at:
-            return Look({})
+            return AccountingLook({})
         look = self._accounting.look([job.id for job in jobs], min(job.since for job in jobs))
         if look.trouble:
             self.trouble = look.trouble

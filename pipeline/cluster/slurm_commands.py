@@ -1,24 +1,28 @@
-"""The commands of Slurm: only here are they run, each with a time limit, and in an environment that changes no answer.
-
-What goes wrong is a `CommandFailed` with the command's own words.
-"""
+"""The commands of Slurm: run only here, each with a time limit, in an environment that changes no answer."""
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
 import subprocess
+import tempfile
+from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from pipeline.cluster import sbatch
 from pipeline.cluster.accounting import ENVIRONMENT, CommandFailed
 from pipeline.cluster.following import SQUEUE, Queued, parse_squeue
+from pipeline.errors import SubmissionRefused
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from pipeline.cluster.job_spec import JobId
+    from pipeline.cluster.job_spec import JobId, JobSpec
 
 ASK_S = 60.0  # a controller that is asked too much takes its time
 SAYS_NOTHING = "Invalid job id"  # what the queue says of one job that it no longer has
@@ -30,7 +34,7 @@ STARTS_AT = re.compile(r"to start at (\S+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Partition:
+class NodeKind:
     """What a partition has; a cluster tells of each once for every kind of node in it."""
 
     name: str
@@ -43,7 +47,7 @@ class Partition:
     is_default: bool
 
 
-def run(words: Sequence[str], timeout_s: float = ASK_S, *, stdin: str = "") -> str:
+def run_command(words: Sequence[str], timeout_s: float = ASK_S, *, stdin: str = "") -> str:
     """Run a command and return what it prints."""
     try:
         done = subprocess.run(
@@ -51,7 +55,7 @@ def run(words: Sequence[str], timeout_s: float = ASK_S, *, stdin: str = "") -> s
             input=stdin,
             capture_output=True,
             timeout=timeout_s,
-            env=environment(),
+            env=question_environment(),
             encoding="utf-8",
             errors="surrogateescape",
             check=False,
@@ -67,7 +71,7 @@ def run(words: Sequence[str], timeout_s: float = ASK_S, *, stdin: str = "") -> s
     return done.stderr if "--test-only" in words else done.stdout
 
 
-def environment() -> dict[str, str]:
+def question_environment() -> dict[str, str]:
     """Return the environment for questions: no format, filter or job of somebody's session gets into the answer."""
     kept = {name: value for name, value in os.environ.items() if name in KEPT or not MINE.match(name)}
     return {**kept, **ENVIRONMENT}
@@ -91,7 +95,7 @@ def queue(jobs: Iterable[JobId], timeout_s: float = ASK_S) -> dict[str, Queued]:
     if not wanted:
         return {}
     try:
-        return parse_squeue(run([*SQUEUE, f"--jobs={','.join(wanted)}"], timeout_s))
+        return parse_squeue(run_command([*SQUEUE, f"--jobs={','.join(wanted)}"], timeout_s))
     except CommandFailed as error:
         if SAYS_NOTHING in error.what:
             return {}
@@ -100,30 +104,32 @@ def queue(jobs: Iterable[JobId], timeout_s: float = ASK_S) -> dict[str, Queued]:
 
 def named(name: str, timeout_s: float = ASK_S) -> set[JobId]:
     """Return my jobs of a name, in the queue or, as far as it answers, in the accounting."""
-    text = run(["squeue", "--noheader", "--states=all", f"--user={os.getuid()}", f"--name={name}", "--format=%F"])
+    text = run_command(
+        ["squeue", "--noheader", "--states=all", f"--user={os.getuid()}", f"--name={name}", "--format=%F"]
+    )
     if found := set(text.split()):
         return found
     words = ["sacct", "--noheader", "--parsable2", "--allocations", f"--user={os.getuid()}", f"--name={name}"]
     try:
-        text = run([*words, "--starttime=now-30days", "--format=JobID"], timeout_s)
+        text = run_command([*words, "--starttime=now-30days", "--format=JobID"], timeout_s)
     except CommandFailed:  # then the queue's word is all there is
         return set()
     return {line.partition("_")[0] for line in text.split()}
 
 
-def partitions() -> list[Partition]:
+def node_kinds() -> list[NodeKind]:
     """Return what the cluster has."""
-    text = run(["sinfo", "--noheader", "--exact", "--format=%P|%c|%m|%G|%D|%l|%N"])
+    text = run_command(["sinfo", "--noheader", "--exact", "--format=%P|%c|%m|%G|%D|%l|%N"])
     found = [_partition(line.split("|")) for line in text.splitlines() if line.count("|") == 6]
     return [one for one in found if one is not None]
 
 
-def _partition(cells: Sequence[str]) -> Partition | None:
+def _partition(cells: Sequence[str]) -> NodeKind | None:
     """Read a line of sinfo; None if it makes no sense."""
     name, cpus, mem, gres, nodes, limit, named_nodes = (cell.strip() for cell in cells)
     if not (cpus.isdecimal() and mem.isdecimal() and nodes.isdecimal()):
         return None
-    return Partition(
+    return NodeKind(
         name=name.rstrip("*"),
         cpus=int(cpus),
         mem_bytes=int(mem) << 20,
@@ -156,14 +162,14 @@ def limit_of(text: str) -> int | None:
 
 def reserved_bytes(nodes: str) -> int:
     """Return how much of its memory a node keeps for itself: the least of some nodes; 0 where nobody says."""
-    text = run(["scontrol", "--oneliner", "show", "node", nodes])
+    text = run_command(["scontrol", "--oneliner", "show", "node", nodes])
     kept = [int(found[1]) if (found := re.search(r"\bMemSpecLimit=(\d+)", line)) else 0 for line in text.splitlines()]
     return min(kept, default=0) << 20
 
 
 def setting(name: str) -> str:
     """Return what the cluster's configuration says; empty where it says nothing."""
-    found = re.search(rf"^{re.escape(name)}\s*=\s*(.*)$", run(["scontrol", "show", "config"]), re.MULTILINE)
+    found = re.search(rf"^{re.escape(name)}\s*=\s*(.*)$", run_command(["scontrol", "show", "config"]), re.MULTILINE)
     return found[1].strip() if found else ""
 
 
@@ -172,12 +178,14 @@ def most_queued(account: str | None, qos: str | None, partition: str | None) -> 
     columns = "Account,Partition,MaxSubmitJobs,DefaultQOS,QOS"
     who = f"user={os.getuid()}"
     words = ["sacctmgr", "--noheader", "--parsable2", "show", "assoc", "where", who, f"format={columns}"]
-    rows = [line.split("|") for line in run(words).splitlines() if line.count("|") == 4]
+    rows = [line.split("|") for line in run_command(words).splitlines() if line.count("|") == 4]
     mine = [row for row in rows if account in (None, row[0]) and row[1] in ("", partition or "")]
     numbers = [row[2] for row in mine]
     names = {qos} if qos else {row[3] or row[4].split(",")[0] for row in mine}
     if wanted := sorted(name for name in names if name):
-        listed = run(["sacctmgr", "-nP", "show", "qos", ",".join(wanted), "format=MaxSubmitJobsPU,MaxSubmitJobsPA"])
+        listed = run_command(
+            ["sacctmgr", "-nP", "show", "qos", ",".join(wanted), "format=MaxSubmitJobsPU,MaxSubmitJobsPA"]
+        )
         numbers += [cell for line in listed.splitlines() for cell in line.split("|")]
     return min((int(number) for number in numbers if number.isdecimal()), default=None)
 
@@ -186,3 +194,71 @@ def starts_at(said: str) -> str:
     """Return when sbatch --test-only thinks that a job would start, as it says it."""
     found = STARTS_AT.search(said)
     return found[1] if found else ""
+
+
+SBATCH_S = 120  # an answer that has not come by then counts as lost
+
+
+def submit_text(spec: JobSpec, script: str) -> JobId:
+    """Submit a script once and keep it beside the job's logs; raise CommandFailed with what sbatch says."""
+    draft = script_path(spec, sbatch.job_name(spec))
+    _write(draft, script)
+    try:
+        job = _submit(script)
+    except BaseException:
+        with suppress(OSError):
+            draft.unlink()
+        raise
+    with suppress(OSError):  # what is submitted is submitted
+        draft.rename(script_path(spec, job))
+    return job
+
+
+def _write(path: Path, script: str) -> None:
+    """Write a script where its logs will be: a folder that takes none would take no logs either."""
+    try:
+        path.write_bytes(os.fsencode(script))
+    except OSError as error:
+        what = f"the folder of the logs cannot be written: {error.strerror}"
+        remedy = "make room, or choose a folder that can be written: pipeline submit … --set cluster.runs=FOLDER"
+        raise SubmissionRefused(what, where=str(path.parent), remedy=remedy) from error
+
+
+def _submit(script: str) -> JobId:
+    """Submit a script by way of submitit, in a folder of its own: it reads more into some names of folders."""
+    from submitit.core.utils import FailedJobError, FailedSubmissionError  # late: it is slow to import
+
+    with tempfile.TemporaryDirectory(prefix="pipeline-") as folder:
+        try:
+            with redirect_stderr(io.StringIO()):  # submitit prints what it also raises
+                job = _executor_class()(folder, script)._submit_command("")  # noqa: SLF001 - see FIELD.md: the way in
+        except (FailedJobError, FailedSubmissionError, UnicodeEncodeError) as error:
+            raise CommandFailed(str(error) or "sbatch ended without a word") from error
+        return str(job.job_id)
+
+
+def script_path(spec: JobSpec, job: JobId) -> Path:
+    """Return where the script of a job is kept."""
+    return Path(spec.log_dir, f"{job}.sbatch")
+
+
+@cache
+def _executor_class() -> Any:
+    """Return submitit's executor with our text in the place of its own."""
+    from submitit.slurm.slurm import SlurmExecutor
+
+    class TextExecutor(SlurmExecutor):
+        """Submits one text."""
+
+        def __init__(self, folder: str, script: str) -> None:
+            super().__init__(folder)
+            self.script = script
+
+        def _make_submission_file_text(self, command: str, uid: str) -> str:  # noqa: ARG002
+            return self.script
+
+        def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+            unset = [f"--unset={name}" for name in unset_for_jobs(self.script)]
+            return ["env", *unset, "timeout", str(SBATCH_S), "sbatch", str(submission_file_path)]
+
+    return TextExecutor

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from pipeline.cluster import slurm_commands
 from pipeline.cluster.accounting import CommandFailed
-from pipeline.cluster.child import mebibytes
 from pipeline.cluster.job_spec import Limits, cores_refused
+from pipeline.cluster.machine import mebibytes
 from pipeline.config.schema_parts import format_duration
 from pipeline.errors import SubmissionRefused
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from pipeline.cluster.job_spec import JobSpec
-    from pipeline.cluster.slurm_commands import Partition
+    from pipeline.cluster.slurm_commands import NodeKind
     from pipeline.config.schema_cluster import SlurmSection
 
 
@@ -37,16 +37,16 @@ class Facts:
         highest = size and size - 1
         return Limits(mem_bytes, time_s, job_tasks=size, highest_task=highest, queued_tasks=queued, nodes=there)
 
-    def nodes(self, partition: str | None = None) -> list[Partition]:
+    def nodes(self, partition: str | None = None) -> list[NodeKind]:
         """Return the kinds of node in a partition, or in several named as in `a,b`."""
         named = (partition or self.site.partition or "").split(",")
         return [one for one in self.partitions if (one.is_default if named == [""] else one.name in named)]
 
     @cached_property
-    def partitions(self) -> list[Partition]:
+    def partitions(self) -> list[NodeKind]:
         """What the cluster has; nothing where it does not tell."""
         try:
-            return slurm_commands.partitions()
+            return slurm_commands.node_kinds()
         except CommandFailed:
             return []
 
@@ -68,7 +68,7 @@ class Facts:
         except CommandFailed:
             return None
 
-    def _largest_mem(self, nodes: Sequence[Partition]) -> int | None:
+    def _largest_mem(self, nodes: Sequence[NodeKind]) -> int | None:
         """Return what a task can be given on the largest node: what the node keeps for itself is not it."""
         if not nodes:
             return None
@@ -88,7 +88,7 @@ class Facts:
         return {}
 
 
-def _longest(nodes: Sequence[Partition]) -> int | None:
+def _longest(nodes: Sequence[NodeKind]) -> int | None:
     """Return the longest time that any of the partitions gives; None where one has no limit."""
     limits = [one.time_s for one in nodes]
     return max((limit for limit in limits if limit is not None), default=None) if None not in limits else None
@@ -145,7 +145,7 @@ def transient(said: str) -> bool:
     return not said.strip() or any(sign in said.lower() for sign in PASSING)
 
 
-def refused(spec: JobSpec, said: str, partitions: Iterable[str]) -> SubmissionRefused:
+def refusal_of(spec: JobSpec, said: str, partitions: Iterable[str]) -> SubmissionRefused:
     """Return the scheduler's own words, with what to change."""
     words = [line.removeprefix("sbatch: error: ") for line in said.strip().splitlines() if line]
     what = "the cluster does not take the job: " + ("; ".join(words) or "sbatch failed without a word")
@@ -172,7 +172,7 @@ def _again(spec: JobSpec) -> str:
     return "pipeline submit --stage all" if spec.name == SUPERVISE else f"pipeline submit --stage {spec.name}"
 
 
-def refuse_above_nodes(spec: JobSpec, nodes: Sequence[Partition], limits: Limits) -> None:
+def refuse_above_nodes(spec: JobSpec, nodes: Sequence[NodeKind], limits: Limits) -> None:
     """Refuse a job with tasks that no node could ever hold; what nobody knows refuses nothing."""
     if not nodes:
         return
@@ -199,7 +199,7 @@ def refuse_above_nodes(spec: JobSpec, nodes: Sequence[Partition], limits: Limits
     _refuse_too_many(spec, nodes)
 
 
-def _refuse_too_many(spec: JobSpec, nodes: Sequence[Partition]) -> None:
+def _refuse_too_many(spec: JobSpec, nodes: Sequence[NodeKind]) -> None:
     """Refuse a job of more nodes than a partition has; a job is never in two of them."""
     there: dict[str, int] = {}
     for one in nodes:

@@ -67,7 +67,7 @@ class Word:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class TaskVerdict:
     """What became of a task, why, and at least how much memory it needed."""
 
     cause: Cause
@@ -79,14 +79,14 @@ class Verdict:
 _Finding: TypeAlias = tuple[Cause, str]
 
 
-def judge(status: TaskStatus, word: Word, log_end: str, *, asked_bytes: int | None = None) -> Verdict:
+def judge_attempt(status: TaskStatus, word: Word, log_end: str, *, asked_bytes: int | None = None) -> TaskVerdict:
     """Judge one attempt at a task; `log_end` is the end of what it and Slurm wrote, `asked_bytes` its memory limit."""
     case = _Case(status, word, _this_run(log_end) if status.restarts else log_end, asked_bytes)
     cause, reason = case.judge()
     peak = status.peak_rss_bytes
     if cause is Cause.HOST_OOM:
-        return Verdict(cause, _joined(reason, case.memory()), max(peak or 0, asked_bytes or 0) or None, case.node())
-    return Verdict(cause, reason, peak, "" if cause in _WITHOUT_FAULT else case.node())
+        return TaskVerdict(cause, _joined(reason, case.memory()), max(peak or 0, asked_bytes or 0) or None, case.node())
+    return TaskVerdict(cause, reason, peak, "" if cause in _WITHOUT_FAULT else case.node())
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ GOING_ON = (RunState.WAITING, RunState.RUNNING)
 
 
 @dataclass(frozen=True)
-class Look:
+class QueueLook:
     """The jobs of a run as the queue has them; None where it does not answer."""
 
     tasks: Mapping[str, Queued] | None
@@ -71,15 +71,15 @@ class Look:
         return self._by_job.get(job, [])
 
 
-def look(status: RunStatus) -> Look:
+def look_at_queue(status: RunStatus) -> QueueLook:
     """Ask the queue about the jobs of a run that may not have ended."""
     jobs = _jobs(status)
     if status.state not in GOING_ON or not any(job.isdecimal() for job in jobs):
-        return Look({})
+        return QueueLook({})
     try:
-        return Look(slurm_commands.queue(jobs, ASK_S))
+        return QueueLook(slurm_commands.queue(jobs, ASK_S))
     except CommandFailed as error:
-        return Look(None, error.what.splitlines()[0])
+        return QueueLook(None, error.what.splitlines()[0])
 
 
 def _jobs(status: RunStatus) -> list[JobId]:
@@ -90,12 +90,12 @@ def _jobs(status: RunStatus) -> list[JobId]:
 class Sparing:
     """Asks the queue for who watches: at once about other jobs, and again about the same ones only after a while."""
 
-    def __init__(self, every_s: float = ASK_AGAIN_S, ask: Callable[[RunStatus], Look] = look) -> None:
+    def __init__(self, every_s: float = ASK_AGAIN_S, ask: Callable[[RunStatus], QueueLook] = look_at_queue) -> None:
         self._every_s, self._ask = every_s, ask
         self._about: tuple[object, ...] = ()
-        self._said, self._at = Look({}), -math.inf
+        self._said, self._at = QueueLook({}), -math.inf
 
-    def __call__(self, status: RunStatus) -> Look:
+    def __call__(self, status: RunStatus) -> QueueLook:
         """Return what the queue says, or said a moment ago."""
         about = (status.state, *_jobs(status))
         if about != self._about or time.monotonic() - self._at >= self._every_s:
@@ -103,18 +103,18 @@ class Sparing:
         return self._said
 
 
-def shown(
+def run_as_shown(
     folder: RunFolder,
     status: RunStatus,
     this_host: str,
     catch_up: Callable[[], None],
-    ask: Callable[[RunStatus], Look] = look,
+    ask: Callable[[RunStatus], QueueLook] = look_at_queue,
 ) -> dict[str, Any]:
     """Return a run as people see it: by its ledger, with what the queue says now."""
     now = ask(status)
     if is_abandoned(status, this_host, now):
         catch_up()  # a visit may have handed over since
-        now = look(status)
+        now = look_at_queue(status)
         if is_abandoned(status, this_host, now):
             status.abandon()
     plain = status.to_json()
@@ -152,7 +152,7 @@ def _last_words(folder: RunFolder, status: RunStatus) -> str:
     return ""
 
 
-def supervisor(folder: RunFolder, status: RunStatus, now: Look) -> str:
+def supervisor(folder: RunFolder, status: RunStatus, now: QueueLook) -> str:
     """Say who looks after a run that goes on."""
     if status.state is RunState.ABANDONED:
         return _last_words(folder, status)
@@ -170,14 +170,14 @@ HEARD_OF_S = 86_400  # a run of which nothing was heard for so long has never be
 
 
 @dataclass(frozen=True, slots=True)
-class Going:
+class GoingRun:
     """A run that goes on, and its configuration, where this version can read it."""
 
     folder: RunFolder
     config: Config | None
 
 
-def going_on(runs: Path, root: Path) -> list[Going]:
+def going_on(runs: Path, root: Path) -> list[GoingRun]:
     """Return the runs of a folder that go on and use the cache at `root`, as far as this user can see."""
     try:
         folders = runs_in(runs)
@@ -187,7 +187,7 @@ def going_on(runs: Path, root: Path) -> list[Going]:
     for folder in folders:
         config = _config_of(folder)
         if (config is None or uses(config, root)) and _goes_on(folder):
-            found.append(Going(folder, config))
+            found.append(GoingRun(folder, config))
     return found
 
 
@@ -212,7 +212,7 @@ def hidden(runs: Path) -> list[str]:
 def _goes_on(folder: RunFolder) -> bool:
     """Say whether anybody works on a run; jobs may do so that nobody looks after."""
     status: RunStatus = status_of(folder, socket.gethostname())
-    jobs = look(status)
+    jobs = look_at_queue(status)
     if status.state is RunState.WAITING:
         return time.time() - folder.path.stat().st_mtime < HEARD_OF_S
     if status.state is RunState.RUNNING:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster.verdict import Cause, Word
-from pipeline.journal.run_folder import writing
+from pipeline.journal.run_folder import writing_run
 from pipeline.records import Reason
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ FIGURES = frozenset(one.name for one in fields(Attempt))
 
 
 @dataclass(slots=True)
-class Task:
+class TaskRecord:
     """What is known of one task of a stage."""
 
     number: int
@@ -129,10 +129,10 @@ class Task:
         return self.words[attempt]
 
 
-def ranges(numbers: Sequence[int]) -> str:
+def format_ranges(ascending: Sequence[int]) -> str:
     """Write ascending numbers as `0-4,7,9-11`."""
     parts: list[list[int]] = []
-    for number in numbers:
+    for number in ascending:
         if parts and parts[-1][1] == number - 1:
             parts[-1][1] = number
         else:
@@ -140,7 +140,7 @@ def ranges(numbers: Sequence[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
-def numbers(text: str) -> list[int]:
+def parse_ranges(text: str) -> list[int]:
     """Read what `ranges` wrote."""
     found: list[int] = []
     for part in filter(None, text.split(",")):
@@ -164,7 +164,7 @@ def stuck(history: Sequence[Attempt]) -> int:
     return count
 
 
-def bad_nodes(tasks: Iterable[Task], *, times: int = 2) -> tuple[str, ...]:
+def bad_nodes(tasks: Iterable[TaskRecord], *, times: int = 2) -> tuple[str, ...]:
     """Return the nodes on which attempts have failed for the node's sake so often that none is sent there again."""
     failed: dict[str, int] = {}
     for task in tasks:
@@ -179,7 +179,7 @@ Why = tuple[Reason, str]
 
 def leave_out(folder: RunFolder, stage: str, names: Iterable[str], reason: Reason, detail: str) -> None:
     """Write down what a stage goes on without."""
-    with writing(folder.left_out), folder.left_out.open("ab") as file:
+    with writing_run(folder.left_out), folder.left_out.open("ab") as file:
         for name in names:
             line = {"stage": stage, "name": name, "reason": reason.value, "detail": detail}
             file.write(json.dumps(line).encode() + b"\n")
@@ -187,7 +187,7 @@ def leave_out(folder: RunFolder, stage: str, names: Iterable[str], reason: Reaso
         os.fsync(file.fileno())
 
 
-def left_out(folder: RunFolder | None, stage: str) -> dict[str, Why]:
+def left_out_items(folder: RunFolder | None, stage: str) -> dict[str, Why]:
     """Return what a stage goes on without, and why."""
     found: dict[str, Why] = {}
     if folder is None or not folder.left_out.exists():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config.masking import without_secrets
 from pipeline.errors import ConfigError
-from pipeline.journal.run_folder import writing
+from pipeline.journal.run_folder import writing_run
 from pipeline.records import Event, EventKind
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Ledger:
 
     def __init__(self, folder: RunFolder, writer: str) -> None:
         self._path = folder.events / f"{writer}{SUFFIX}"
-        with writing(self._path):
+        with writing_run(self._path):
             self._file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
             size = os.fstat(self._file).st_size
             self._torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"  # an earlier writer died in a line
@@ -51,7 +51,7 @@ class Ledger:
         said = {name: without_secrets(data[name]) for name in SAID if isinstance(data.get(name), str)}
         event = {"at": round(time.time(), 3), "kind": kind.value, **data, **said}
         line = ("\n" if self._torn else "") + json.dumps(event, separators=(",", ":")) + "\n"
-        with writing(self._path):
+        with writing_run(self._path):
             self._torn = os.write(self._file, line.encode()) < len(line)
             if self._torn:
                 raise OSError(errno.ENOSPC, "only a part of an event could be written")
@@ -61,7 +61,7 @@ class Ledger:
         os.close(self._file)
 
 
-class Reader:
+class LedgerReader:
     """Follows every event file of a run; memory is one position per file."""
 
     def __init__(self, folder: RunFolder) -> None:
@@ -147,7 +147,7 @@ def write_rejections(path: Path, rejections: Iterator[dict[str, Any]]) -> int:
     """Write the list of what was left out; return how many there were."""
     count = 0
     partial = path.with_suffix(".partial")
-    with writing(path), partial.open("w", encoding="utf-8") as file:
+    with writing_run(path), partial.open("w", encoding="utf-8") as file:
         for rejection in rejections:
             file.write(json.dumps(rejection) + "\n")
             count += 1

@@ -152,10 +152,10 @@ class RunFolder:
         return self.path / "supervisor.log"
 
 
-def create(runs: Path, stage: str, now: datetime, *, private: bool = True) -> RunFolder:
+def create_folder(runs: Path, stage: str, now: datetime, *, private: bool = True) -> RunFolder:
     """Make a new run folder, private to the user unless they want otherwise; names sort by time."""
     name = f"{now:%Y%m%d-%H%M%S}-{now.microsecond // 16:04x}-{stage}"
-    with writing(runs / name):
+    with writing_run(runs / name):
         runs.mkdir(NOBODY_ELSE_WRITES if private else SHARED, parents=True, exist_ok=True)
         folder, mode = RunFolder(runs / name), PRIVATE if private else SHARED
         folder.path.mkdir(mode)
@@ -206,7 +206,7 @@ def _readable(folder: RunFolder) -> RunFolder:
     return folder
 
 
-def find(runs: Path, name: str | None) -> RunFolder:
+def find_run(runs: Path, name: str | None) -> RunFolder:
     """Return the run that was named by its name or its beginning; the newest when none was."""
     known = _all_in(runs)
     if name is None:
@@ -227,7 +227,7 @@ def by_path(name: str) -> RunFolder | None:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing_run(path: Path) -> Iterator[None]:
     """Turn what a disk refuses in a run folder into an error for people."""
     try:
         yield

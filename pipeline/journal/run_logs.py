@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 
 from pipeline.cluster.sbatch import offset_of
 from pipeline.cluster.verdict import Cause
-from pipeline.journal.attempts import numbers
-from pipeline.journal.ledger import Reader
+from pipeline.journal.attempts import parse_ranges
+from pipeline.journal.ledger import LedgerReader
 from pipeline.journal.run_status import RunState, RunStatus
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from pipeline.journal.attempts import Attempt, Task
+    from pipeline.journal.attempts import Attempt, TaskRecord
     from pipeline.journal.run_folder import RunFolder
-    from pipeline.journal.run_status import Job, StageStatus
+    from pipeline.journal.run_status import StageJob, StageStatus
 
 SUPERVISE = "supervise"
 ENDS = (".out", ".err")
@@ -54,7 +54,7 @@ class Log:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class LogChoice:
     """Which logs somebody wants to see."""
 
     stage: str | None = None
@@ -65,7 +65,7 @@ class Wanted:
     @property
     def is_default(self) -> bool:
         """Tell whether nothing particular was asked for."""
-        return self == Wanted()
+        return self == LogChoice()
 
     def takes(self, log: Log) -> bool:
         """Tell whether a log was asked for."""
@@ -77,7 +77,7 @@ class Wanted:
         )
 
 
-def wanted_logs(folder: RunFolder, status: RunStatus, wanted: Wanted) -> list[Log]:
+def wanted_logs(folder: RunFolder, status: RunStatus, wanted: LogChoice) -> list[Log]:
     """Return the logs that were asked for, the newest last; if nothing was, those that tell what is going on."""
     if not wanted.is_default:
         supervisors = supervisor_logs(folder, status) if wanted.stage == SUPERVISE else []
@@ -102,20 +102,20 @@ def task_logs(folder: RunFolder, status: RunStatus) -> Iterator[Log]:
         ended = {(one.job, one.task): one for task in stage.work.values() for one in task.ended}
         for job in stage.jobs.values():
             offset = _offset(folder, job)
-            for number in numbers(job.tasks):
+            for number in parse_ranges(job.tasks):
                 task, attempt = stage.task(number), ended.get((job.id, number))
                 stem = str(folder.logs / f"{job.id}_{number - offset}")
                 yield _log(stage, job, task, attempt, attempt.log.removesuffix(ENDS[1]) if attempt else stem)
 
 
-def _log(stage: StageStatus, job: Job, task: Task, attempt: Attempt | None, stem: str) -> Log:
+def _log(stage: StageStatus, job: StageJob, task: TaskRecord, attempt: Attempt | None, stem: str) -> Log:
     live = attempt is None and task.job == job.id
     state = f"{attempt.state} ({attempt.cause.value})" if attempt else stage.state_of(task) if live else "unknown"
     failed = attempt is not None and attempt.cause is not Cause.DONE
     return Log(stage.name, task.number, job.attempt, state, failed, live, tuple(stem + end for end in ENDS))
 
 
-def _offset(folder: RunFolder, job: Job) -> int:
+def _offset(folder: RunFolder, job: StageJob) -> int:
     """Return what a job adds to an array's index to have the number of a task."""
     try:
         return _said_offset(str(folder.logs / f"{job.id}.sbatch"))
@@ -214,9 +214,9 @@ class _Place:
 class Follower:
     """Reads what is added to the logs of a run, until the run has ended; logs may come late, shrink or be replaced."""
 
-    def __init__(self, folder: RunFolder, wanted: Wanted) -> None:
+    def __init__(self, folder: RunFolder, wanted: LogChoice) -> None:
         self.status = RunStatus(folder.name)
-        self._folder, self._wanted, self._reader = folder, wanted, Reader(folder)
+        self._folder, self._wanted, self._reader = folder, wanted, LedgerReader(folder)
         self._places: dict[str, _Place] = {}
         self._over: set[str] = set()  # logs to which nothing will be added, read to their end
         self._first = True

@@ -10,8 +10,8 @@ from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline.cluster.verdict import Cause, Word
-from pipeline.journal.attempts import SILENCE, Ask, Attempt, Task, numbers
-from pipeline.journal.ledger import Reader
+from pipeline.journal.attempts import SILENCE, Ask, Attempt, TaskRecord, parse_ranges
+from pipeline.journal.ledger import LedgerReader
 from pipeline.records import Event, EventKind
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ ENDED = frozenset({RunState.DONE, RunState.FAILED, RunState.STOPPED})
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class StageJob:
     """A job of a stage, as it was submitted."""
 
     tag: str
@@ -64,7 +64,7 @@ class Job:
         return {name: value for name, value in asdict(self).items() if name != "at"}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any], at: float = 0.0) -> Job:
+    def from_json(cls, data: Mapping[str, Any], at: float = 0.0) -> StageJob:
         """Read what `to_json` wrote."""
         known = {one.name: data[one.name] for one in fields(cls) if one.name in data}
         return cls(**known | {"ask": Ask(**data["ask"]), "at": at})
@@ -91,9 +91,11 @@ class StageStatus:
     done: dict[str, int] = field(default_factory=dict)  # process → items
     rejected: dict[str, Mapping[str, int]] = field(default_factory=dict)  # process → reason → items
     figures: dict[str, Mapping[str, float]] = field(default_factory=dict)  # process → what it measured
-    work: dict[int, Task] = field(default_factory=dict)  # task → what is known of it
-    jobs: dict[JobId, Job] = field(default_factory=dict)
-    intents: dict[str, Job] = field(default_factory=dict)  # tag → a job of which nobody knows yet whether it is queued
+    work: dict[int, TaskRecord] = field(default_factory=dict)  # task → what is known of it
+    jobs: dict[JobId, StageJob] = field(default_factory=dict)
+    intents: dict[str, StageJob] = field(
+        default_factory=dict
+    )  # tag → a job of which nobody knows yet whether it is queued
     left_out: list[Mapping[str, Any]] = field(default_factory=list)
     census: Mapping[str, Any] | None = None
     warnings: list[str] = field(default_factory=list)
@@ -102,10 +104,10 @@ class StageStatus:
     started_at: float = 0.0
     ended_at: float = 0.0
 
-    def task(self, number: int) -> Task:
+    def task(self, number: int) -> TaskRecord:
         """Return what is known of a task, which may be nothing yet."""
         if number not in self.work:
-            self.work[number] = Task(number)
+            self.work[number] = TaskRecord(number)
         return self.work[number]
 
     def split(self, number: int, into: Sequence[int], ask: Ask, why: str) -> None:
@@ -155,7 +157,7 @@ class StageStatus:
         """Count the tasks by where they stand; one that was split counts by its parts."""
         return dict(Counter(self.state_of(task) for task in self.work.values() if not task.split))
 
-    def state_of(self, task: Task) -> str:
+    def state_of(self, task: TaskRecord) -> str:
         """Return where a task stands."""
         if task.job is not None:  # until a supervisor has judged it, its worker's word counts
             said = "failed" if task.word.exit_code else "running" if task.word.started else "waiting"
@@ -302,13 +304,13 @@ def _begin(stage: StageStatus, event: Event) -> None:
 
 def _submit(stage: StageStatus, event: Event) -> None:
     """Take down that a job is about to be submitted, was, or was refused."""
-    job = Job.from_json(event.data, event.at)
+    job = StageJob.from_json(event.data, event.at)
     stage.intents.pop(job.tag, None)
     if event.kind is EventKind.JOB_SUBMITTING:
         stage.intents[job.tag] = job
     elif event.kind is EventKind.JOB_SUBMITTED:
         stage.jobs[job.id] = job
-        for number in numbers(job.tasks):
+        for number in parse_ranges(job.tasks):
             task = stage.task(number)
             task.job, task.ask, task.attempt = job.id, job.ask, job.attempt
             task.then[job.attempt - 1] = job.why
@@ -356,7 +358,7 @@ def _hear(stage: StageStatus, event: Event) -> None:
 WORDS = (EventKind.TASK_STARTED, EventKind.PROGRESS, EventKind.TASK_FINISHED, EventKind.TASK_FAILED)
 
 
-def fold(name: str, events: Iterable[Event]) -> RunStatus:
+def fold_events(name: str, events: Iterable[Event]) -> RunStatus:
     """Return the state that events lead to."""
     status = RunStatus(name)
     for event in events:
@@ -366,7 +368,7 @@ def fold(name: str, events: Iterable[Event]) -> RunStatus:
 
 def status_of(folder: RunFolder, this_host: str, queue: Queue | None = None) -> RunStatus:
     """Return the state of a run; one that says it is running while nobody looks after it is abandoned."""
-    reader, status = Reader(folder), RunStatus(folder.name)
+    reader, status = LedgerReader(folder), RunStatus(folder.name)
     for _ in range(2):  # a visit may have handed over between the two questions
         for event in reader.news():
             status.apply(event)

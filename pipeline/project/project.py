@@ -57,7 +57,7 @@ def source_spec(config: Config) -> SourceSpec:
     )
 
 
-def recipe_of(config: Config) -> Recipe:
+def scan_recipe_of(config: Config) -> Recipe:
     """Return how structures become inventories."""
     chosen = config.structures
     return Recipe(
@@ -212,7 +212,7 @@ class Project:
                 raise error
             log.warning("%s: %s: it is left out", error.where, error.what)
         shelves = Shelves(cache.kind("scan"), cache.kind("files"), config.cache.shard_bytes)
-        source, recipe = source_spec(config), recipe_of(config)
+        source, recipe = source_spec(config), scan_recipe_of(config)
         return cls(config, source, recipe, shelves, cache, remember, beside, only=only)
 
     @cached_property

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
 from pipeline.errors import CacheDamaged, ConfigError
-from pipeline.journal.run_folder import writing
+from pipeline.journal.run_folder import writing_run
 from pipeline.keys import KEY_BYTES
 from pipeline.store.key_lists import in_chunks, sorted_pairs
 from pipeline.store.maintenance.damage_report import Fault, read_report, refuse_of_another
@@ -94,7 +94,7 @@ class Only:
     def write(self, folder: RunFolder) -> None:
         """Freeze this in the folder of a run."""
         about = {"source": self.source, "kinds": sorted(self.keys), "untold": sorted(self.untold)}
-        with writing(folder.only):
+        with writing_run(folder.only):
             folder.only.mkdir()
             for kind, keys in self.keys.items():
                 (folder.only / f"{kind}{SUFFIX}").write_bytes(keys.packed)

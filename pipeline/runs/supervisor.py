@@ -2,7 +2,9 @@
 
 import sys
 
-from pipeline.runs.engine.run_supervisor import main
+from pipeline.runs.engine.run_supervisor import supervise as main
+
+__all__ = ["main"]
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -2,7 +2,9 @@
 
 import sys
 
-from pipeline.runs.engine.run_task import main
+from pipeline.runs.engine.run_task import run_task as main
+
+__all__ = ["main"]
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.cluster.verdict import GO_ON
 from pipeline.errors import ConfigError, JobFailed, PlanInfeasible
-from pipeline.journal.run_folder import writing
+from pipeline.journal.run_folder import writing_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -100,25 +100,25 @@ class Values:
 KNOWN = tuple(field.name for field in fields(Values))
 
 
-def parse(command: str) -> Script:
+def parse_command(command: str) -> Script:
     """Read a command; refuse what it cannot mean."""
     try:
-        words = tuple(shlex.split(command))
+        split = tuple(shlex.split(command))
     except ValueError as error:
         raise _refused(f"cannot be split into words: {error}") from error
-    if not words:
+    if not split:
         raise _refused("is empty")
-    _refuse_shell(words)
-    return Script(words, frozenset(name for word in words for name in _names(word)))
+    _refuse_shell(split)
+    return Script(split, frozenset(name for word in split for name in _names(word)))
 
 
-def _refuse_shell(words: tuple[str, ...]) -> None:
+def _refuse_shell(split: tuple[str, ...]) -> None:
     """Refuse what only a shell understands: as words for a program it would mean something else."""
-    for word in words:
+    for word in split:
         if word in OPERATORS:
             raise _refused(f"has {word!r}, which only a shell understands, and none is used", "bash -c '…'")
-    if ASSIGNMENT.match(words[0]):
-        raise _refused(f"begins with {words[0]!r}, which only a shell understands", f"env {words[0]} …")
+    if ASSIGNMENT.match(split[0]):
+        raise _refused(f"begins with {split[0]!r}, which only a shell understands", f"env {split[0]} …")
 
 
 def _names(word: str) -> Iterator[str]:
@@ -134,7 +134,7 @@ def _names(word: str) -> Iterator[str]:
             yield name
 
 
-def words(script: Script, values: Values) -> list[str]:
+def process_words(script: Script, values: Values) -> list[str]:
     """Return the words of one process; refuse a command that would take another batch than it should."""
     refuse_other_batch(script, values.micro_batch, values.accumulation)
     texts = {name: _text(value) for name, value in asdict(values).items()}
@@ -189,7 +189,7 @@ def refuse_blind(script: Script, shrink: int) -> None:
         raise PlanInfeasible(what, where=WHERE, remedy="… --batch_size {micro_batch} --accumulate {accumulation}")
 
 
-def environment(
+def script_environment(
     script: Script, values: Values, base: Mapping[str, str], *, threads: int = 1, allocator: str = ""
 ) -> dict[str, str]:
     """Return the environment of a script: ours, with its place among the processes as torchrun tells it."""
@@ -315,7 +315,7 @@ class Peers:
         """Write down how this one ended."""
         path = self._path(self.place.rank)
         partial = path.with_name(f"{path.name}.partial")
-        with writing(path):
+        with writing_run(path):
             partial.write_text(json.dumps(asdict(end)))
             partial.replace(path)
 

@@ -61,7 +61,7 @@ LAUNCHER = re.compile(r"failed \(exitcode: (-?\d+)\)")  # torchrun; what it says
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ScriptOutcome:
     """How a script ended."""
 
     exit_code: int | None
@@ -108,7 +108,7 @@ class Outcome:
         return f"{ended}; {said}" if said else ended
 
 
-def run(
+def run_script(
     words: Sequence[str],
     *,
     environment: Mapping[str, str],
@@ -117,7 +117,7 @@ def run(
     err: int = 2,
     tell: Tell = lambda _figures: None,
     mem_bytes: int = 0,
-) -> Outcome:
+) -> ScriptOutcome:
     """Run a script to its end; what it prints goes to `out` and `err` as it comes. To be called in the main thread.
 
     `mem_bytes` is what the task has, by which a kill for memory is told from others.
@@ -275,7 +275,7 @@ class _Process:
         if line.strip():
             self._lines.append(line.rstrip()[:LINE_MOST])
 
-    def outcome(self, mem_bytes: int) -> Outcome:
+    def outcome(self, mem_bytes: int) -> ScriptOutcome:
         """Collect it, and judge how it ended."""
         own_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
         _, status, usage = os.wait4(self._pid, 0)
@@ -286,11 +286,11 @@ class _Process:
         lines = tuple(self._lines)
         exit_code, killed_by = (behind_launcher(code, lines), None) if code >= 0 else (None, -code)
         at_limit = count_oom_kills() > self._oom_kills or peak_bytes >= NEARLY * mem_bytes > 0
-        plain = Outcome(exit_code, killed_by, self._told, "", "", lines, peak_bytes, self._figures)
+        plain = ScriptOutcome(exit_code, killed_by, self._told, "", "", lines, peak_bytes, self._figures)
         if plain.goes_on or plain.finished or (killed_by is not None and killed_by == self._told):
             return plain
-        trouble, reason = trouble_of(exit_code, killed_by, lines, at_limit=at_limit)
-        return Outcome(exit_code, killed_by, self._told, trouble, reason, lines, peak_bytes, self._figures)
+        trouble, reason = script_trouble(exit_code, killed_by, lines, at_limit=at_limit)
+        return ScriptOutcome(exit_code, killed_by, self._told, trouble, reason, lines, peak_bytes, self._figures)
 
     def close(self) -> None:
         """Let go of its output; end it, if an error of ours comes before its end."""
@@ -342,7 +342,7 @@ def figures_in(line: str) -> dict[str, float]:
     return {name: value for name, value in told.items() if isinstance(value, float) and math.isfinite(value)}
 
 
-def trouble_of(
+def script_trouble(
     exit_code: int | None, killed_by: int | None, lines: Sequence[str], *, at_limit: bool
 ) -> tuple[str, str]:
     """Return what was behind the failure of a script, and the line that says so.

@@ -18,14 +18,14 @@ from pipeline.config.load import find_config, missing_inputs, read_config
 from pipeline.encoder.checkpoints.weights import find, identify
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.memory.lint.training_rules import RunFacts, Severity, lint
-from pipeline.project.project import Project, local_machine, recipe_of, source_spec
-from pipeline.project.user_code import load_task
+from pipeline.project.project import Project, local_machine, scan_recipe_of, source_spec
+from pipeline.project.run_code import load_task
 from pipeline.records import Inventory, Item, Rejection
 from pipeline.report.tables import size
 from pipeline.runs.dataset.reader_items import is_reader, read_first, reader_of
 from pipeline.runs.workflow.script_stage import inspect
-from pipeline.setup import finding, slurm_checks
-from pipeline.setup.finding import Finding, Verdict, failed
+from pipeline.setup import slurm_checks
+from pipeline.setup.slurm_checks import CheckResult, CheckVerdict, failed_check
 from pipeline.stages.scan import glance
 from pipeline.store.cache_folder import Cache
 from pipeline.structures.parsing.structure_files import paths
@@ -42,49 +42,49 @@ PACKAGE_NAME = re.compile(r"[\w.-]+")
 EXTRAS = {"bcif": ("biotite", "BinaryCIF files are rejected")}
 
 
-def examine(config_file: Path | None, sets: Sequence[str]) -> list[Finding]:
+def run_checks(config_file: Path | None, sets: Sequence[str]) -> list[CheckResult]:
     """Return the findings of every check; a check that fails never hides the next one."""
     findings = [_python(), *_packages()]
     try:
         loaded = read_config(find_config(config_file), sets)
     except PipelineError as error:
-        findings.append(failed("config", error))
+        findings.append(failed_check("config", error))
         return findings
-    findings.append(Finding("config", Verdict.OK, str(loaded.path)))
-    checks: tuple[tuple[str, Callable[[LoadedConfig], Iterator[Finding]]], ...] = (
+    findings.append(CheckResult("config", CheckVerdict.OK, str(loaded.path)))
+    checks: tuple[tuple[str, Callable[[LoadedConfig], Iterator[CheckResult]]], ...] = (
         ("data", _data),
         ("weights", _weights),
         ("cache", _cache),
         ("runs", _runs),
         ("machine", _machine),
         ("settings", settings_findings),
-        ("cluster", slurm_checks.check),
+        ("cluster", slurm_checks.check_cluster),
     )
     for name, look in checks:
         try:
             findings += look(loaded)
         except PipelineError as error:
-            findings.append(failed(name, error))
+            findings.append(failed_check(name, error))
     return findings
 
 
-def _python() -> Finding:
+def _python() -> CheckResult:
     """Look at the interpreter."""
-    return Finding("python", Verdict.OK, f"{sys.version.split()[0]} ({sys.executable})")
+    return CheckResult("python", CheckVerdict.OK, f"{sys.version.split()[0]} ({sys.executable})")
 
 
-def _packages() -> Iterator[Finding]:
+def _packages() -> Iterator[CheckResult]:
     """Look for the packages that this one declares, without importing any."""
     missing = [name for name in _required() if not _installed(name)]
     if missing:
         remedy = f"pip install {' '.join(missing)}"
-        yield Finding("packages", Verdict.BAD, f"missing: {', '.join(missing)}", remedy, exit_code=2)
+        yield CheckResult("packages", CheckVerdict.BAD, f"missing: {', '.join(missing)}", remedy, exit_code=2)
     else:
-        yield Finding("packages", Verdict.OK, f"pipeline {version('pipeline')} and all it needs")
+        yield CheckResult("packages", CheckVerdict.OK, f"pipeline {version('pipeline')} and all it needs")
     for extra, (module, without) in EXTRAS.items():
         if find_spec(module) is None:
-            yield Finding(
-                f"extra {extra}", Verdict.NOTE, f"not installed: {without}", f"pip install 'pipeline[{extra}]'"
+            yield CheckResult(
+                f"extra {extra}", CheckVerdict.NOTE, f"not installed: {without}", f"pip install 'pipeline[{extra}]'"
             )
 
 
@@ -103,10 +103,10 @@ def _installed(name: str) -> bool:
     return True
 
 
-def _data(loaded: LoadedConfig) -> Iterator[Finding]:
+def _data(loaded: LoadedConfig) -> Iterator[CheckResult]:
     """List the beginning of the data set, and see whether its files are there."""
     for missing in missing_inputs(loaded):
-        yield Finding("data", Verdict.BAD, missing, f"edit {loaded.path}", exit_code=2)
+        yield CheckResult("data", CheckVerdict.BAD, missing, f"edit {loaded.path}", exit_code=2)
         return
     config = loaded.config
     if is_reader(config):
@@ -115,30 +115,34 @@ def _data(loaded: LoadedConfig) -> Iterator[Finding]:
     found = list(islice(items(source_spec(config)), LOOKED_AT))
     good = [one for one in found if isinstance(one, Item)]
     bad = [one for one in found if isinstance(one, Rejection)]
-    absent = [path for item in good for path in paths(item) if isinstance(glance(path, recipe_of(config)), Inventory)]
+    absent = [
+        path for item in good for path in paths(item) if isinstance(glance(path, scan_recipe_of(config)), Inventory)
+    ]
     if not good:
         what = f"no usable item at {config.data.path}" + (f"; {bad[0].id}: {bad[0].detail}" if bad else "")
-        yield Finding("data", Verdict.BAD, what, "pipeline config show   (see data.*)", exit_code=3)
+        yield CheckResult("data", CheckVerdict.BAD, what, "pipeline config show   (see data.*)", exit_code=3)
     elif absent:
         what = f"{len(absent)} files of the first {len(good)} items are missing or unreadable, such as {absent[0]}"
-        yield Finding("data", Verdict.BAD, what, "see data.path and data.structures_dir", exit_code=3)
+        yield CheckResult("data", CheckVerdict.BAD, what, "see data.path and data.structures_dir", exit_code=3)
     else:
         count = f"the first {LOOKED_AT}" if len(found) == LOOKED_AT else f"all {len(found)}"
         refused = f", {len(bad)} refused ({bad[0].id}: {bad[0].detail})" if bad else ""
-        yield Finding("data", Verdict.NOTE if bad else Verdict.OK, f"{config.data.path}: {count} items listed{refused}")
+        yield CheckResult(
+            "data", CheckVerdict.NOTE if bad else CheckVerdict.OK, f"{config.data.path}: {count} items listed{refused}"
+        )
 
 
-def _entries(project: Project) -> Finding:
+def _entries(project: Project) -> CheckResult:
     """See what a reader makes of the beginning of its data set."""
     taken, path = read_first(reader_of(project), LOOKED_AT), project.config.data.path
     if not len(taken.table):
         what = f"no usable item among the first {taken.entries} at {path}"
-        return Finding("data", Verdict.BAD, what, "pipeline config show   (see data.*)", exit_code=3)
-    verdict = Verdict.OK if len(taken.table) == taken.entries else Verdict.NOTE
-    return Finding("data", verdict, f"{path}: {len(taken.table)} of the first {taken.entries} items can be used")
+        return CheckResult("data", CheckVerdict.BAD, what, "pipeline config show   (see data.*)", exit_code=3)
+    verdict = CheckVerdict.OK if len(taken.table) == taken.entries else CheckVerdict.NOTE
+    return CheckResult("data", verdict, f"{path}: {len(taken.table)} of the first {taken.entries} items can be used")
 
 
-def _weights(loaded: LoadedConfig) -> Iterator[Finding]:
+def _weights(loaded: LoadedConfig) -> Iterator[CheckResult]:
     """See whether the checkpoint is there and is one of ESM-2; nothing but embedding needs it."""
     config = loaded.config
     if is_reader(config):
@@ -146,27 +150,29 @@ def _weights(loaded: LoadedConfig) -> Iterator[Finding]:
     try:
         path = find(config.embed.weights)
     except ConfigError as error:
-        yield Finding("weights", Verdict.NOTE, f"{error.what}; needed from the stage embed on", error.remedy)
+        yield CheckResult("weights", CheckVerdict.NOTE, f"{error.what}; needed from the stage embed on", error.remedy)
         return
     weights = identify(path, _opened(config).kind("weights"), remember=False)
     found = f"{weights.path}: {weights.layers} layers of {weights.dim}, {weights.precision}, {size(weights.bytes)}"
-    yield Finding("weights", Verdict.OK, found)
+    yield CheckResult("weights", CheckVerdict.OK, found)
 
 
-def _cache(loaded: LoadedConfig) -> Iterator[Finding]:
+def _cache(loaded: LoadedConfig) -> Iterator[CheckResult]:
     """See whether the cache is one, can be written, and has room."""
     root, cache = loaded.config.cache.root, _opened(loaded.config)
     broken = [f"{kind}/{name}: {why}" for kind in cache.kinds() for name, why in cache.kind(kind).stat().unreadable]
     if broken:
         what = f"{len(broken)} unreadable files, such as {broken[0]}; what they held is made anew"
-        yield Finding("cache", Verdict.NOTE, what, "pipeline cache stat")
+        yield CheckResult("cache", CheckVerdict.NOTE, what, "pipeline cache stat")
     else:
-        yield Finding("cache", Verdict.OK, f"{root}" if _existing(root) == root else f"{root} (made when first used)")
+        yield CheckResult(
+            "cache", CheckVerdict.OK, f"{root}" if _existing(root) == root else f"{root} (made when first used)"
+        )
     for error in cache.left_out:
-        yield failed("cache under it", error)
+        yield failed_check("cache under it", error)
     for layer in cache.under:
         records = sum(layer.own(kind).stat().records for kind in layer.kinds())
-        yield Finding("cache under it", Verdict.OK, f"{layer.root}: {records:,} records, only read")
+        yield CheckResult("cache under it", CheckVerdict.OK, f"{layer.root}: {records:,} records, only read")
     yield _writable("cache folder", root)
     yield _room(root)
 
@@ -176,7 +182,7 @@ def _opened(config: Config) -> Cache:
     return Cache.over(config.cache.root, config.cache.under)
 
 
-def _runs(loaded: LoadedConfig) -> Iterator[Finding]:
+def _runs(loaded: LoadedConfig) -> Iterator[CheckResult]:
     """See whether run folders can be made."""
     yield _writable("run folders", loaded.config.cluster.runs)
 
@@ -186,55 +192,55 @@ def _existing(path: Path) -> Path:
     return next(one for one in (path, *path.parents) if os.path.exists(one))  # noqa: PTH110 - which never raises
 
 
-def _writable(what: str, folder: Path) -> Finding:
+def _writable(what: str, folder: Path) -> CheckResult:
     """Try to make a file where results will be."""
     place = _existing(folder)
     try:
         with tempfile.TemporaryFile(dir=place):
-            return Finding(what, Verdict.OK, f"{folder} can be written")
+            return CheckResult(what, CheckVerdict.OK, f"{folder} can be written")
     except OSError as error:
         remedy = "choose another folder in the configuration, or ask for write permission"
-        return Finding(what, Verdict.BAD, f"{folder} cannot be written: {error.strerror}", remedy, exit_code=2)
+        return CheckResult(what, CheckVerdict.BAD, f"{folder} cannot be written: {error.strerror}", remedy, exit_code=2)
 
 
-def _room(root: Path) -> Finding:
+def _room(root: Path) -> CheckResult:
     """Look at free bytes and file numbers; a quota below them is not visible from here."""
     place = _existing(root)
     free_bytes, inodes = shutil.disk_usage(place).free, os.statvfs(place).f_favail
     found = f"{size(free_bytes)} free, {inodes:,} files can be made"
     if free_bytes < LITTLE_BYTES or 0 < inodes < LITTLE_INODES:
-        return Finding("disk", Verdict.NOTE, found, "make room, or set cache.root to a larger disk")
-    return Finding("disk", Verdict.OK, found)
+        return CheckResult("disk", CheckVerdict.NOTE, found, "make room, or set cache.root to a larger disk")
+    return CheckResult("disk", CheckVerdict.OK, found)
 
 
-def _machine(loaded: LoadedConfig) -> Iterator[Finding]:
+def _machine(loaded: LoadedConfig) -> Iterator[CheckResult]:
     """Say what the local executor would use."""
     slots = loaded.config.cluster.slots
     machine = local_machine(slots)
     found = f"{machine.cpus} cores, {size(machine.mem_bytes)} memory, {len(machine.gpus)} GPUs for local tasks"
-    yield Finding("machine", Verdict.OK, found)
+    yield CheckResult("machine", CheckVerdict.OK, found)
 
 
-def settings_findings(loaded: LoadedConfig) -> Iterator[Finding]:
+def settings_findings(loaded: LoadedConfig) -> Iterator[CheckResult]:
     """Name every setting that is known to do harm, and load the task if one is named."""
     for found in lint(facts_of(loaded.config)):
         bad = found.severity is Severity.ERROR
-        verdict, remedy = Verdict.BAD if bad else Verdict.NOTE, f"{found.remedy}   ({found.source})"
-        yield Finding("settings", verdict, f"{found.what}: {found.why}", remedy, exit_code=2 if bad else 0)
+        verdict, remedy = CheckVerdict.BAD if bad else CheckVerdict.NOTE, f"{found.remedy}   ({found.source})"
+        yield CheckResult("settings", verdict, f"{found.what}: {found.why}", remedy, exit_code=2 if bad else 0)
     if loaded.config.train.task is not None:
         try:
             load_task(loaded.config.train.task, loaded.config.train.options, beside=loaded.base_dir)
         except PipelineError as error:
-            yield finding.failed("task", error)
+            yield slurm_checks.failed_check("task", error)
         else:
-            yield finding.good("task", loaded.config.train.task)
+            yield slurm_checks.good_check("task", loaded.config.train.task)
     if loaded.config.train.command is not None:
         try:
             inspect(Project.open(loaded.config, remember=False))
         except PipelineError as error:
-            yield finding.failed("script", error)
+            yield slurm_checks.failed_check("script", error)
         else:
-            yield finding.good("script", loaded.config.train.command)
+            yield slurm_checks.good_check("script", loaded.config.train.command)
 
 
 def facts_of(config: Config) -> RunFacts:

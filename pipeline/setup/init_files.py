@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from pipeline.setup.site_facts import Kind, Nodes, Partition, Site
+    from pipeline.setup.site_facts import GpuKind, Partition, Site, SiteNodes
 
 CONFIG = """\
 # What `pipeline` is told about this project. {head}
@@ -92,14 +92,14 @@ _RESERVED = ("null", "true", "false")
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class InitFiles:
     """What was made."""
 
     config: Path
     profile: Path | None
 
 
-def write(folder: Path, site: Site | None, recipe: str | None = None) -> Written:
+def write_init_files(folder: Path, site: Site | None, recipe: str | None = None) -> InitFiles:
     """Write the configuration and, of a cluster, its profile; nothing is ever written over."""
     text = config_text(site) if recipe is None else recipe_text(recipe, site)
     config = folder / "pipeline.yaml"
@@ -117,7 +117,7 @@ def write(folder: Path, site: Site | None, recipe: str | None = None) -> Written
     except OSError as error:
         what = f"cannot write: {error.strerror}"
         raise ConfigError(what, where=str(error.filename or folder), remedy="pipeline init DIR") from error
-    return Written(config, profile)
+    return InitFiles(config, profile)
 
 
 def recipe_text(name: str, site: Site | None) -> str:
@@ -131,7 +131,7 @@ def recipe_text(name: str, site: Site | None) -> str:
             f"no recipe is called {name}{meant}", where="--recipe", remedy=f"pipeline init --recipe {' | '.join(known)}"
         )
     text = (folder / f"{name}.yaml").read_text(encoding="utf-8")
-    where = LOCAL if site is None else SLURM.format(name=file_name(site.name), word=word(file_name(site.name)))
+    where = LOCAL if site is None else SLURM.format(name=file_name(site.name), word=yaml_word(file_name(site.name)))
     return text.replace("\ncluster:\n", f"\ncluster:\n{where}", 1)
 
 
@@ -140,13 +140,15 @@ def config_text(site: Site | None) -> str:
     if site is None:
         return CONFIG.format(head="Next:", shared="", cluster=LOCAL, stages=STAGES.format(gpus=0))
     name = file_name(site.name)
-    found = [kind for kind in site_facts.kinds(site) if not all(map(site.bars, kind.partitions))]
+    found = [kind for kind in site_facts.gpu_kinds(site) if not all(map(site.bars, kind.partitions))]
     stages = STAGES.format(gpus=1 if found else 0)
     home = _home(site)
     if found and home is not None and not any(home.name in kind.partitions for kind in found):
         best = site_facts.best_partition(site, [name for kind in found for name in kind.partitions])
-        stages += f"    # Where the GPUs are; {_one_line(home.name)} has none.\n    partition: {word(best)}\n"
-    return CONFIG.format(head="Next:", shared=SHARED, cluster=SLURM.format(name=name, word=word(name)), stages=stages)
+        stages += f"    # Where the GPUs are; {_one_line(home.name)} has none.\n    partition: {yaml_word(best)}\n"
+    return CONFIG.format(
+        head="Next:", shared=SHARED, cluster=SLURM.format(name=name, word=yaml_word(name)), stages=stages
+    )
 
 
 def profile_text(site: Site) -> str:
@@ -154,7 +156,7 @@ def profile_text(site: Site) -> str:
     blocks = (_partition(site), _charging(site), _asking(site), _jobs(), _limits(site), _cards(site), _supervisor(site))
     return PROFILE.format(
         name=_one_line(site.name),
-        word=word(file_name(site.name)),
+        word=yaml_word(file_name(site.name)),
         version=_one_line(site.version),
         table="\n".join(f"# {line}".rstrip() for line in _table(site)),
         silent="".join(f"# Could not be asked: {_one_line(why)}\n" for why in site.silent),
@@ -167,13 +169,13 @@ def file_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]", "_", name).lstrip("-") or "slurm"
 
 
-def word(text: str) -> str:
+def yaml_word(text: str) -> str:
     """Return text as YAML takes it for text."""
     is_plain = _PLAIN.fullmatch(text) and text.lower() not in _RESERVED
     return text if is_plain else json.dumps(text, ensure_ascii=not text.isprintable())
 
 
-def clock(time_s: int | None) -> str:
+def time_limit_text(time_s: int | None) -> str:
     """Return a time limit as Slurm writes it."""
     from pipeline.config.schema_parts import format_duration
 
@@ -194,7 +196,7 @@ def _table(site: Site) -> Iterator[str]:
     """Yield what the partitions consist of, a line for nodes that are alike."""
     rows = [("partition", "nodes", "cores", "memory", "GPUs", "longest job", "features")]
     for partition in site.partitions:
-        first = (f"{partition.name}{'*' if partition.is_default else ''}", clock(partition.time_s))
+        first = (f"{partition.name}{'*' if partition.is_default else ''}", time_limit_text(partition.time_s))
         alike = site.nodes_of(partition.name)
         rows += [_row(first, nodes) for nodes in alike] or [(first[0], "0", "", "", "", first[1], "")]
     if len(rows) == 1:
@@ -209,7 +211,7 @@ def _table(site: Site) -> Iterator[str]:
         yield _one_line(f"{why}.")
 
 
-def _row(first: tuple[str, str], nodes: Nodes) -> tuple[str, str, str, str, str, str, str]:
+def _row(first: tuple[str, str], nodes: SiteNodes) -> tuple[str, str, str, str, str, str, str]:
     """Return a line of the table."""
     gpus = " + ".join(f"{one.count} {one.type or 'gpu'}" for one in nodes.gpus)
     memory = size(nodes.mem_bytes) if nodes.mem_bytes else "?"
@@ -229,7 +231,7 @@ def _partition(site: Site) -> str:
         return f"  # null: {_one_line(site.default.name)}, the default. There are {names}.\n  partition: null\n"
     if home is None:
         return "  # No partition was told: say which.\n  partition: null\n"
-    return f"  # There is no default here, so one must be named: {names}.\n  partition: {word(home.name)}\n"
+    return f"  # There is no default here, so one must be named: {names}.\n  partition: {yaml_word(home.name)}\n"
 
 
 def _charging(site: Site) -> str:
@@ -295,7 +297,7 @@ def _limits(site: Site) -> str:
 
 def _cards(site: Site) -> str:
     """Return the lines about kinds of GPU; one whose memory is not known stays a comment."""
-    found = site_facts.kinds(site)
+    found = site_facts.gpu_kinds(site)
     if not found:
         return "  # No GPUs were found.\n  cards: []\n"
     about = "  # Kinds of GPU, and the memory that programs have of each, by its name; nvidia-smi on a node tells it.\n"
@@ -306,12 +308,12 @@ def _cards(site: Site) -> str:
     return f"{about}{more}  cards:{'' if known else ' []'}\n" + "".join(lines)
 
 
-def _card(site: Site, kind: Kind, home: str) -> str:
+def _card(site: Site, kind: GpuKind, home: str) -> str:
     """Return one kind of GPU as an entry, or as a comment."""
     where = home if home in kind.partitions else site_facts.best_partition(site, kind.partitions)
     keys = {"gres": kind.gres, "feature": kind.feature, "partition": "" if where == home else where}
     guess = f"{kind.sizes_gib[0]}GiB" if kind.sizes_gib else "?GiB"
-    entry = ", ".join([*(f"{key}: {word(value)}" for key, value in keys.items() if value), f"mem: {guess}"])
+    entry = ", ".join([*(f"{key}: {yaml_word(value)}" for key, value in keys.items() if value), f"mem: {guess}"])
     others = [name for name in kind.partitions if name != where]
     notes = [f"also in {join(others)}"] if others else []
     if barred := site.bars(where):

@@ -38,7 +38,7 @@ class Gpus:
 
 
 @dataclass(frozen=True, slots=True)
-class Nodes:
+class SiteNodes:
     """Nodes of a partition that are alike."""
 
     partition: str
@@ -80,7 +80,7 @@ class Site:
 
     settings: Mapping[str, str]
     partitions: tuple[Partition, ...] = ()
-    nodes: tuple[Nodes, ...] = ()
+    nodes: tuple[SiteNodes, ...] = ()
     associations: tuple[Association, ...] = ()
     default_account: str = ""
     qos_max_submit: Mapping[str, int | None] = field(default_factory=dict)  # of every QOS there is
@@ -104,7 +104,7 @@ class Site:
     @property
     def max_array_size(self) -> int | None:
         """One more than the highest number of a task in an array."""
-        return number(self.settings.get("MaxArraySize", ""))
+        return leading_number(self.settings.get("MaxArraySize", ""))
 
     @property
     def counts_memory(self) -> bool | None:
@@ -142,12 +142,12 @@ class Site:
             return f"{partition} takes no account of yours, but {join(known.accounts)}"
         return "" if known.is_up else f"{partition} is not up"
 
-    def nodes_of(self, partition: str) -> list[Nodes]:
+    def nodes_of(self, partition: str) -> list[SiteNodes]:
         """Return what a partition consists of."""
         return [one for one in self.nodes if one.partition == partition]
 
 
-def look(ask: Ask, user: str) -> Site:
+def look_at_site(ask: Ask, user: str) -> Site:
     """Ask the cluster about itself; only a controller that does not answer is an error, anything else stays unknown."""
     settings = parse_settings(ask(CONFIG, PATIENCE_S))
     silent: list[str] = []
@@ -192,15 +192,15 @@ def parse_partitions(text: str) -> tuple[Partition, ...]:
     return tuple(_partition(line) for line in lines if line.get("PartitionName"))
 
 
-def parse_nodes(text: str) -> tuple[Nodes, ...]:
+def parse_nodes(text: str) -> tuple[SiteNodes, ...]:
     """Read the answer to NODES; a line that is none is left out."""
     rows = (line.strip().split("|") for line in text.splitlines())
     return tuple(
-        Nodes(
+        SiteNodes(
             partition=row[0].rstrip("*"),
-            count=number(row[1]) or 0,
-            cpus=number(row[2]),
-            mem_bytes=(number(row[3]) or 0) * MIB or None,
+            count=leading_number(row[1]) or 0,
+            cpus=leading_number(row[2]),
+            mem_bytes=(leading_number(row[3]) or 0) * MIB or None,
             gpus=parse_gres(row[4]),
             features=_list(row[5]),
         )
@@ -219,7 +219,7 @@ def parse_associations(text: str, cluster: str = "") -> tuple[Association, ...]:
     """Read the answer to `associations_of`; of another cluster nothing is taken."""
     rows = (line.split("|") for line in text.splitlines())
     return tuple(
-        Association(row[1], row[2], _list(row[3]), number(row[4]))
+        Association(row[1], row[2], _list(row[3]), leading_number(row[4]))
         for row in rows
         if len(row) >= 5 and row[1] and cluster.lower() in ("", row[0].lower())
     )
@@ -233,10 +233,10 @@ def parse_default_account(text: str) -> str:
 def parse_qos(text: str) -> dict[str, int | None]:
     """Read the names of all QOS, and how many jobs of one user each takes."""
     rows = (line.split("|") for line in text.splitlines())
-    return {row[0]: number(row[1]) for row in rows if len(row) >= 2 and row[0]}
+    return {row[0]: leading_number(row[1]) for row in rows if len(row) >= 2 and row[0]}
 
 
-def number(text: str) -> int | None:
+def leading_number(text: str) -> int | None:
     """Return the whole number that a text begins with, such as 6000+."""
     match = re.match(r"\d+", text.strip())
     return int(match.group()) if match else None
@@ -249,10 +249,10 @@ def _partition(line: Mapping[str, str]) -> Partition:
         is_up=line.get("State", "UP").upper() == "UP",
         time_s=limit_of(line.get("MaxTime", "")),
         preempt_mode=line.get("PreemptMode", ""),
-        grace_s=number(line.get("GraceTime", "")) or 0,
+        grace_s=leading_number(line.get("GraceTime", "")) or 0,
         accounts=_list(line.get("AllowAccounts", "")),
         qos=_list(line.get("AllowQos", "")),
-        nodes=number(line.get("TotalNodes", "")),
+        nodes=leading_number(line.get("TotalNodes", "")),
     )
 
 
@@ -273,7 +273,7 @@ def join(words: Iterable[str], most: int = 12) -> str:
 
 
 @dataclass(slots=True)
-class Kind:
+class GpuKind:
     """GPUs that are alike, and where they are."""
 
     gres: str
@@ -283,9 +283,9 @@ class Kind:
     count: int = 0
 
 
-def kinds(site: Site) -> list[Kind]:
+def gpu_kinds(site: Site) -> list[GpuKind]:
     """Return the kinds of GPU of a cluster, told apart by type and, where that is not enough, by feature."""
-    found: dict[tuple[str, str, SizesGib], Kind] = {}
+    found: dict[tuple[str, str, SizesGib], GpuKind] = {}
     for nodes in site.nodes:
         for kind in _of_nodes(nodes):
             same = found.setdefault((kind.gres, kind.feature, kind.sizes_gib), kind)
@@ -311,7 +311,7 @@ def _merit(site: Site, partition: Partition) -> tuple[bool, bool, bool, float]:
     return (not site.bars(partition.name), partition.is_default, is_left_alone, time_s)
 
 
-def _of_nodes(nodes: Nodes) -> Iterator[Kind]:
+def _of_nodes(nodes: SiteNodes) -> Iterator[GpuKind]:
     """Yield the kinds of GPU that nodes have."""
     for gpus in nodes.gpus:
         sizes, feature = sizes_gib(gpus.type), ""
@@ -320,7 +320,7 @@ def _of_nodes(nodes: Nodes) -> Iterator[Kind]:
             sizes = sizes_gib(feature)
         elif len(sizes) > 1:
             feature, sizes = _told_by_feature(nodes.features, sizes)
-        yield Kind(gpus.type, feature, sizes, count=gpus.count)
+        yield GpuKind(gpus.type, feature, sizes, count=gpus.count)
 
 
 def _told_by_feature(features: Sequence[str], sold: SizesGib) -> tuple[str, SizesGib]:

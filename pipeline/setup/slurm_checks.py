@@ -8,8 +8,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from difflib import get_close_matches
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,8 +23,7 @@ from pipeline.project.project import Project
 from pipeline.runs.engine.handover import supervisor_spec
 from pipeline.runs.workflow import table
 from pipeline.runs.workflow.jobs import job_spec
-from pipeline.setup.finding import Finding, good, note, refused
-from pipeline.setup.site_facts import Partition, Site, join, last_line, look
+from pipeline.setup.site_facts import Partition, Site, join, last_line, look_at_site
 
 if TYPE_CHECKING:
     from pipeline.cluster.job_spec import JobSpec
@@ -30,6 +31,47 @@ if TYPE_CHECKING:
     from pipeline.config.load import LoadedConfig
     from pipeline.config.schema import Config
     from pipeline.config.schema_cluster import SlurmSection
+
+
+class CheckVerdict(str, Enum):
+    """How a check ended."""
+
+    OK = "ok"
+    NOTE = "note"
+    BAD = "BAD"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """One row of the report."""
+
+    what: str
+    verdict: CheckVerdict
+    found: str
+    remedy: str = ""
+    exit_code: int = 0
+
+
+def failed_check(what: str, error: PipelineError) -> CheckResult:
+    """Return the finding that an error is."""
+    place = f"{error.where}: " if error.where else ""
+    return CheckResult(what, CheckVerdict.BAD, f"{place}{error.what}", error.remedy, error.exit_code)
+
+
+def good_check(what: str, found: str) -> CheckResult:
+    """Return the finding that all is well."""
+    return CheckResult(what, CheckVerdict.OK, found)
+
+
+def noted_check(what: str, found: str, remedy: str = "") -> CheckResult:
+    """Return what is worth knowing, and no failure."""
+    return CheckResult(what, CheckVerdict.NOTE, found, remedy)
+
+
+def refused_check(what: str, found: str, remedy: str) -> CheckResult:
+    """Return what the scheduler would refuse."""
+    return CheckResult(what, CheckVerdict.BAD, found, remedy, exit_code=6)
+
 
 COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo")
 SACCT = ("sacct", "--noheader", "--parsable2", "--allocations", "--starttime=now-1minute", "--format=JobID")
@@ -58,25 +100,35 @@ SETUP_S = 60.0
 EDIT = "edit the profile or the configuration, or: --set"
 
 
-def check(loaded: LoadedConfig) -> Iterator[Finding]:
+def check_cluster(loaded: LoadedConfig) -> Iterator[CheckResult]:
     """Look at the cluster if jobs go there; the first thing that nothing works without ends it."""
     if loaded.config.cluster.executor != "slurm":
         if slurm_commands.is_there():
             remedy = "--set cluster.executor=slurm; `pipeline init DIR` writes a profile of the cluster"
-            yield note("cluster", "Slurm is here, but cluster.executor is local", remedy)
+            yield noted_check("cluster", "Slurm is here, but cluster.executor is local", remedy)
         return
     if missing := [name for name in COMMANDS if shutil.which(name) is None]:
         remedy = "log in to a machine that submits jobs, or load its module; or --set cluster.executor=local"
-        yield refused("slurm", f"not on the PATH: {join(missing)}", remedy)
+        yield refused_check("slurm", f"not on the PATH: {join(missing)}", remedy)
         return
     try:
-        site = look(slurm_commands.run, whoami())
+        site = look_at_site(slurm_commands.run_command, whoami())
     except CommandFailed as error:
         remedy = "scontrol ping   (if it is down, ask the site); or --set cluster.executor=local"
-        yield refused("slurm", f"the controller does not answer: {last_line(error.what)}", remedy)
+        yield refused_check("slurm", f"the controller does not answer: {last_line(error.what)}", remedy)
         return
-    yield good("slurm", f"{site.name}, Slurm {site.version}")
-    for rows in (partitions, charging, setup, jobs, accounting, memory, preemption, limits, folders):
+    yield good_check("slurm", f"{site.name}, Slurm {site.version}")
+    for rows in (
+        check_partitions,
+        check_charging,
+        check_setup,
+        check_jobs,
+        check_accounting,
+        check_memory,
+        check_preemption,
+        check_limits,
+        check_folders,
+    ):
         yield from rows(loaded.config, site)
 
 
@@ -88,13 +140,13 @@ def whoami() -> str:
         return str(os.getuid())
 
 
-def partitions(config: Config, site: Site) -> Iterator[Finding]:
+def check_partitions(config: Config, site: Site) -> Iterator[CheckResult]:
     """See whether every partition that is named exists, is up, and gives the time that is asked for."""
     states = _states()
     for name, keys in _wanted(config).items():
         partition = site.partition(name) if name else site.default
         if not site.partitions:
-            yield note("partition", "the cluster tells of none: unknown whether it is there", "sinfo")
+            yield noted_check("partition", "the cluster tells of none: unknown whether it is there", "sinfo")
             return
         if partition is None:
             yield _no_partition(name, keys, site)
@@ -103,7 +155,7 @@ def partitions(config: Config, site: Site) -> Iterator[Finding]:
         yield from _too_long(config, partition, name)
 
 
-def charging(config: Config, site: Site) -> Iterator[Finding]:
+def check_charging(config: Config, site: Site) -> Iterator[CheckResult]:
     """See whether the account and the QOS are ones that this user may ask for."""
     slurm = config.cluster.slurm
     accounts = sorted({one.account for one in site.associations})
@@ -112,16 +164,16 @@ def charging(config: Config, site: Site) -> Iterator[Finding]:
     asked = ", ".join(filter(None, (slurm.account and f"account {slurm.account}", slurm.qos and f"QOS {slurm.qos}")))
     if not site.associations and (enforced or asked):
         what = f"{asked or 'the default account'}: the accounting tells of no account that you may charge"
-        yield note("account", what, "sacctmgr show assoc user=$USER   (the rows below ask the scheduler itself)")
+        yield noted_check("account", what, "sacctmgr show assoc user=$USER   (the rows below ask the scheduler itself)")
     elif slurm.account and slurm.account not in accounts:
         yield _not_yours("account", slurm.account, accounts)
     elif slurm.qos and qos and slurm.qos not in qos:
         yield _not_yours("qos", slurm.qos, qos)
     elif site.associations:
-        yield good("account", asked or f"your default, {site.default_account or accounts[0]}")
+        yield good_check("account", asked or f"your default, {site.default_account or accounts[0]}")
 
 
-def setup(config: Config, _site: Site) -> Iterator[Finding]:
+def check_setup(config: Config, _site: Site) -> Iterator[CheckResult]:
     """Run the lines that every job runs first, here; where nodes differ from this machine they may still be right."""
     lines = config.cluster.slurm.setup
     if not lines:
@@ -130,16 +182,18 @@ def setup(config: Config, _site: Site) -> Iterator[Finding]:
         words = ["bash", "-eo", "pipefail", "-c", "\n".join(lines)]
         done = subprocess.run(words, capture_output=True, text=True, timeout=SETUP_S, check=False)
     except subprocess.TimeoutExpired:
-        yield note("setup", f"its lines take longer than {SETUP_S:.0f} s here", "cluster.slurm.setup")
+        yield noted_check("setup", f"its lines take longer than {SETUP_S:.0f} s here", "cluster.slurm.setup")
         return
     if done.returncode:
         said = last_line(done.stderr) or f"exit code {done.returncode}"
-        yield note("setup", f"its lines fail here, and every job begins with them: {said}", "cluster.slurm.setup")
+        yield noted_check(
+            "setup", f"its lines fail here, and every job begins with them: {said}", "cluster.slurm.setup"
+        )
     else:
-        yield good("setup", f"{len(lines)} lines run here")
+        yield good_check("setup", f"{len(lines)} lines run here")
 
 
-def jobs(config: Config, _site: Site) -> Iterator[Finding]:
+def check_jobs(config: Config, _site: Site) -> Iterator[CheckResult]:
     """Let the scheduler say of each stage's job whether it would take it; nothing is submitted."""
     from pipeline.cluster.slurm import SlurmExecutor  # which local runs need not wait for
 
@@ -150,45 +204,45 @@ def jobs(config: Config, _site: Site) -> Iterator[Finding]:
             spec = job_spec(project, table.stage(name), 1, executor.limits)
         except PipelineError as error:
             why = error.what.splitlines()[0].rstrip(":")
-            yield note(f"job {name}", f"cannot be planned yet: {why}", error.remedy)
+            yield noted_check(f"job {name}", f"cannot be planned yet: {why}", error.remedy)
         else:
             yield _tested(executor, spec)
     if config.cluster.supervisor.where == "job":
         yield _tested(executor, supervisor_spec(None, config, "1"))
 
 
-def accounting(_config: Config, site: Site) -> Iterator[Finding]:
+def check_accounting(_config: Config, site: Site) -> Iterator[CheckResult]:
     """See whether sacct answers, from which peaks of memory and ends of tasks are known."""
     without = "how tasks end is told by the queue and by the tasks themselves; memory they used is not"
     if "none" in site.setting("AccountingStorageType"):
-        yield note("accounting", f"this cluster keeps none: {without}")
+        yield noted_check("accounting", f"this cluster keeps none: {without}")
         return
     try:
-        slurm_commands.run(SACCT, SACCT_S)
-        yield good("accounting", "sacct answers")
+        slurm_commands.run_command(SACCT, SACCT_S)
+        yield good_check("accounting", "sacct answers")
     except CommandFailed as error:
-        yield note("accounting", f"{error.what}; {without}", "sacct   (try it; runs go on without)")
+        yield noted_check("accounting", f"{error.what}; {without}", "sacct   (try it; runs go on without)")
 
 
-def memory(config: Config, site: Site) -> Iterator[Finding]:
+def check_memory(config: Config, site: Site) -> Iterator[CheckResult]:
     """Say whether a task that uses more than it asked for is stopped."""
     asked = config.cluster.slurm.memory != "none"
     if site.counts_memory is False and asked:
         what = f"memory is not given out here (SelectTypeParameters={site.setting('SelectTypeParameters') or 'none'})"
-        yield note("memory", f"{what}: tasks of one node share it", f"{EDIT} cluster.slurm.memory=none")
+        yield noted_check("memory", f"{what}: tasks of one node share it", f"{EDIT} cluster.slurm.memory=none")
     elif site.limits_memory is False or not asked:
         what = "a task that uses more than it asks for is not stopped, but may fill its node"
-        yield note("memory", what, "leave room: cluster.STAGE.mem")
+        yield noted_check("memory", what, "leave room: cluster.STAGE.mem")
     elif site.limits_memory is None:
-        yield note("memory", "whether a task over its memory is stopped was not told")
+        yield noted_check("memory", "whether a task over its memory is stopped was not told")
     else:
-        yield good("memory", "a task over its memory is stopped, and tried again with more")
+        yield good_check("memory", "a task over its memory is stopped, and tried again with more")
 
 
-def preemption(config: Config, site: Site) -> Iterator[Finding]:
+def check_preemption(config: Config, site: Site) -> Iterator[CheckResult]:
     """Say what becomes of tasks that have to make room."""
     if site.setting("JobRequeue") == "0":
-        yield note("requeue", "JobRequeue=0: jobs are not requeued of themselves; ours ask for it (--requeue)")
+        yield noted_check("requeue", "JobRequeue=0: jobs are not requeued of themselves; ours ask for it (--requeue)")
     if site.setting("PreemptType") in ("", "preempt/none"):
         return
     used = [site.partition(name) if name else site.default for name in _wanted(config)]
@@ -200,20 +254,20 @@ def preemption(config: Config, site: Site) -> Iterator[Finding]:
         told = "are told by the signal we ask for" if signalled else "are told by SIGTERM"
         what = f"{partition.name}: {mode}: tasks that have to make room {told}, and have {partition.grace_s} s"
         remedy = "what they have not finished is done again" if partition.grace_s < config.cluster.slurm.grace else ""
-        yield note("preemption", what, remedy)
+        yield noted_check("preemption", what, remedy)
 
 
-def limits(config: Config, site: Site) -> Iterator[Finding]:
+def check_limits(config: Config, site: Site) -> Iterator[CheckResult]:
     """Say how many tasks fit in an array, and in the queue."""
     slurm = config.cluster.slurm
     size = site.max_array_size if slurm.max_array_size == "auto" else slurm.max_array_size
     arrays = f"arrays of {size:,} tasks" if size else "the size of arrays was not told"
     most = _most_queued(slurm)
     queue = "no limit on tasks in the queue is known" if most is None else f"{most:,} tasks of yours in the queue"
-    yield good("limits", f"{arrays}; {queue}; larger stages are cut, or go in waves")
+    yield good_check("limits", f"{arrays}; {queue}; larger stages are cut, or go in waves")
 
 
-def folders(config: Config, _site: Site) -> Iterator[Finding]:
+def check_folders(config: Config, _site: Site) -> Iterator[CheckResult]:
     """Say on what kind of disk the folders are that the nodes must see too, which cannot be proven from here."""
     places = {
         "run folders": config.cluster.runs,
@@ -225,11 +279,11 @@ def folders(config: Config, _site: Site) -> Iterator[Finding]:
     mounts = _mounts()
     own = {name: why for name, path in places.items() if (why := _only_here(path, mounts))}
     if not own:
-        yield good("shared folders", f"{join(places)} are on disks of the network")
+        yield good_check("shared folders", f"{join(places)} are on disks of the network")
     for why in dict.fromkeys(own.values()):
         names = [name for name in own if own[name] == why]
         remedy = "the nodes must have it at the same path; else choose a folder on a shared disk"
-        yield note("shared folders", f"{join(names)}: {why}", remedy)
+        yield noted_check("shared folders", f"{join(names)}: {why}", remedy)
 
 
 def _most_queued(slurm: SlurmSection) -> int | None:
@@ -256,22 +310,22 @@ def _wanted(config: Config) -> dict[str, list[str]]:
     return wanted
 
 
-def _no_partition(name: str, keys: list[str], site: Site) -> Finding:
+def _no_partition(name: str, keys: list[str], site: Site) -> CheckResult:
     """Return the row of a partition that is not there."""
     names = [partition.name for partition in site.partitions]
     if not name:
         what = f"none is named, and the cluster has no default; there are {join(names)}"
-        return refused("partition", what, f"{EDIT} cluster.slurm.partition={names[0]}")
+        return refused_check("partition", what, f"{EDIT} cluster.slurm.partition={names[0]}")
     close = get_close_matches(name, names, n=1)
     meant = f"; did you mean {close[0]}?" if close else ";"
     what = f"{name} ({keys[0]}) does not exist or is hidden from you{meant} there are {join(names)}"
-    return refused("partition", what, f"{EDIT} {keys[0]}={close[0] if close else names[0]}")
+    return refused_check("partition", what, f"{EDIT} {keys[0]}={close[0] if close else names[0]}")
 
 
 def _states() -> dict[str, list[tuple[int, str]]]:
     """Return how many nodes of each partition are in which state; nothing where that is not told."""
     try:
-        rows = [line.split("|") for line in slurm_commands.run(STATES, SACCT_S).splitlines()]
+        rows = [line.split("|") for line in slurm_commands.run_command(STATES, SACCT_S).splitlines()]
     except CommandFailed:
         return {}
     states: dict[str, list[tuple[int, str]]] = {}
@@ -280,22 +334,22 @@ def _states() -> dict[str, list[tuple[int, str]]]:
     return states
 
 
-def _standing(partition: Partition, nodes: Sequence[tuple[int, str]]) -> Finding:
+def _standing(partition: Partition, nodes: Sequence[tuple[int, str]]) -> CheckResult:
     """Return the row of a partition that is there."""
     if not partition.is_up:
         what = f"{partition.name} takes no jobs to run now (its State is not UP): they would wait"
-        return note("partition", what, f"scontrol show partition {partition.name}")
+        return noted_check("partition", what, f"scontrol show partition {partition.name}")
     if nodes and not any(state.startswith(UP) for _, state in nodes):
         found = join(f"{count} {state}" for count, state in nodes)
-        return note(
+        return noted_check(
             "partition", f"{partition.name}: none of its nodes can run jobs now ({found})", "sinfo --list-reasons"
         )
     longest = "any time" if partition.time_s is None else f"at most {format_duration(partition.time_s)}"
     count = sum(count for count, _ in nodes) or partition.nodes or 0
-    return good("partition", f"{partition.name} is up: {count} nodes, {longest}")
+    return good_check("partition", f"{partition.name} is up: {count} nodes, {longest}")
 
 
-def _too_long(config: Config, partition: Partition, name: str) -> Iterator[Finding]:
+def _too_long(config: Config, partition: Partition, name: str) -> Iterator[CheckResult]:
     """Yield the stages that ask for more time than a partition gives."""
     for stage in table.everything(config):
         resources = getattr(config.cluster, stage)
@@ -303,28 +357,28 @@ def _too_long(config: Config, partition: Partition, name: str) -> Iterator[Findi
         if where == name and partition.time_s is not None and resources.time > partition.time_s:
             most = format_duration(partition.time_s)
             what = f"{stage} asks for {format_duration(resources.time)}, and {partition.name} gives at most {most}"
-            yield refused("time", what, f"{EDIT} cluster.{stage}.time={most}")
+            yield refused_check("time", what, f"{EDIT} cluster.{stage}.time={most}")
 
 
-def _not_yours(kind: str, name: str, known: list[str]) -> Finding:
+def _not_yours(kind: str, name: str, known: list[str]) -> CheckResult:
     close = get_close_matches(name, known, n=1)
     what = f"{kind} {name} is not among yours: {join(known)}"
-    return refused("account", what, f"{EDIT} cluster.slurm.{kind}={close[0] if close else known[0]}")
+    return refused_check("account", what, f"{EDIT} cluster.slurm.{kind}={close[0] if close else known[0]}")
 
 
-def _tested(executor: SlurmExecutor, spec: JobSpec) -> Finding:
+def _tested(executor: SlurmExecutor, spec: JobSpec) -> CheckResult:
     """Return what the scheduler says of a job."""
     try:
         start = executor.test(spec)
     except SubmissionRefused as error:
         change = error.remedy.removeprefix(f"pipeline submit --stage {spec.name} ")
-        return refused(f"job {spec.name}", error.what, change)
+        return refused_check(f"job {spec.name}", error.what, change)
     except CommandFailed as error:
-        return note(f"job {spec.name}", f"could not be asked about: {error.what}", "scontrol ping")
+        return noted_check(f"job {spec.name}", f"could not be asked about: {error.what}", "scontrol ping")
     if start.at is None:
-        return good(f"job {spec.name}", "the scheduler would take it")
+        return good_check(f"job {spec.name}", "the scheduler would take it")
     when = datetime.fromtimestamp(start.at, tz=timezone.utc).astimezone()
-    return good(f"job {spec.name}", f"the scheduler would take it, and start it about {when:%Y-%m-%d %H:%M}")
+    return good_check(f"job {spec.name}", f"the scheduler would take it, and start it about {when:%Y-%m-%d %H:%M}")
 
 
 def _mounts() -> list[tuple[Path, str]]:

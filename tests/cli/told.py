@@ -8,7 +8,7 @@ from pipeline.cluster.verdict import Cause
 from pipeline.journal.active_runs import left_s, use
 from pipeline.journal.attempts import Ask, Attempt
 from pipeline.journal.recent import Trail
-from pipeline.journal.run_status import Job, RunStatus, fold
+from pipeline.journal.run_status import RunStatus, StageJob
 from pipeline.records import Event, EventKind
 
 NOON = 1_795_348_800.0  # 2026-11-22 12:00 UTC
@@ -21,7 +21,7 @@ def event(after_s: float, kind: EventKind, writer: str = "supervisor-000001", **
 
 
 def job(after_s: float, stage: str, tasks: str, number: int, attempt: int = 1, gib: int = 2, why: str = "") -> Event:
-    asked = Job(f"t{number}", stage, tasks, attempt, Ask(gib * GIB, 3600), f"{number}", why=why).to_json()
+    asked = StageJob(f"t{number}", stage, tasks, attempt, Ask(gib * GIB, 3600), f"{number}", why=why).to_json()
     return event(after_s, EventKind.JOB_SUBMITTED, **asked)
 
 
@@ -105,4 +105,4 @@ def as_watched(status: RunStatus) -> dict[str, Any]:
     return plain | {"supervisor": "job 9001 waits: until job 8003 has ended", "trouble": ""}
 
 
-__all__ = ["NOON", "STAGES", "beginning", "event", "fold", "seen", "training"]
+__all__ = ["NOON", "STAGES", "beginning", "event", "seen", "training"]

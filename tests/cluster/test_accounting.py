@@ -12,9 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.cluster.accounting import JOBS_A_CALL, SACCT_COLUMNS, Accounting, CommandFailed, Row, parse_sacct
-from pipeline.cluster.fields import bytes_of, epoch_of, exit_of, expand, seconds_of, state_of
-from pipeline.cluster.following import NEVER, REASONS, parse_squeue, words
+from pipeline.cluster.accounting import (
+    JOBS_A_CALL,
+    SACCT_COLUMNS,
+    AccountedTask,
+    Accounting,
+    CommandFailed,
+    parse_sacct,
+)
+from pipeline.cluster.fields import bytes_of, epoch_of, exit_of, expand, parse_state, seconds_of
+from pipeline.cluster.following import NEVER, REASONS, parse_squeue, reason_words
 from pipeline.cluster.job_spec import TaskState
 from tests.cluster.sacct_texts import (
     RANKS_22_05,
@@ -33,7 +40,7 @@ def jobs_in(text: str) -> set[str]:
     return {line.split("|")[0].split(".")[0].split("_")[0] for line in text.splitlines()}
 
 
-def rows_of(text: str) -> dict[str, Row]:
+def rows_of(text: str) -> dict[str, AccountedTask]:
     rows, torn = parse_sacct(text, jobs_in(text))
     assert torn == 0
     return rows
@@ -58,7 +65,7 @@ class TestSteps:
     @pytest.mark.parametrize("state", ["RUNNING", "CANCELLED by 0", "NODE_FAIL", "PREEMPTED", "PENDING"])
     def test_out_of_memory_do_not_hide_what_else_became_of_the_task(self, state: str) -> None:
         text = line("5", state, "0:0") + line("5.0", "OUT_OF_MEMORY", "0:125")
-        assert rows_of(text)["5"].state is state_of(state)
+        assert rows_of(text)["5"].state is parse_state(state)
 
     def test_tell_the_signal_of_which_the_job_shows_only_a_code(self) -> None:
         rows = rows_of(RECORDED_22_05)
@@ -201,7 +208,7 @@ class TestFigures:
 
     @pytest.mark.parametrize("state", TaskState)
     def test_of_every_state(self, state: TaskState) -> None:
-        assert state_of(state.value) is state_of(f"{state.value} by 0") is state_of(f"{state.value}+") is state
+        assert parse_state(state.value) is parse_state(f"{state.value} by 0") is parse_state(f"{state.value}+") is state
 
     def test_of_arrays_that_slurm_cut(self) -> None:
         assert list(expand("12_[4-9:2%2]")) == ["12_4", "12_6", "12_8"]
@@ -339,9 +346,9 @@ class TestTheQueue:
 
     @pytest.mark.parametrize("reason", [reason for reason in REASONS if reason not in ("", "None")])
     def test_has_words_that_end_in_no_code(self, reason: str) -> None:
-        assert words(reason)
-        assert words(reason) != reason
-        assert words(reason).startswith(NEVER) == REASONS[reason].startswith(NEVER)
+        assert reason_words(reason)
+        assert reason_words(reason) != reason
+        assert reason_words(reason).startswith(NEVER) == REASONS[reason].startswith(NEVER)
 
 
 class Slurm:

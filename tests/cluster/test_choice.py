@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.cluster.card_choice import Shape, choose, eligible
+from pipeline.cluster.card_choice import Shape, choose_shape, eligible
 from pipeline.config.schema_cluster import CardSection
 from pipeline.errors import PlanInfeasible
 
@@ -73,25 +73,25 @@ FAST = Shape("h100", "big", "", 1, seconds=300.0, mem_bytes=80 * GIB)
 
 
 def test_the_earliest_end_decides_not_the_earliest_start() -> None:
-    choice = choose([SLOW, FAST], {SLOW: NOW, FAST: NOW + 600}.get, NOW)
+    choice = choose_shape([SLOW, FAST], {SLOW: NOW, FAST: NOW + 600}.get, NOW)
     assert (choice.shape, choice.start) == (FAST, NOW + 600)
     assert choice.why == "h100 in big: ends in 15 min, before l4 in gpu in 20 min"
-    assert choose([SLOW, FAST], {SLOW: NOW, FAST: NOW + 6000}.get, NOW).shape == SLOW
+    assert choose_shape([SLOW, FAST], {SLOW: NOW, FAST: NOW + 6000}.get, NOW).shape == SLOW
 
 
 def test_a_start_in_the_past_is_now() -> None:
-    assert choose([SLOW, FAST], {SLOW: NOW - 5000, FAST: NOW}.get, NOW).shape == FAST
+    assert choose_shape([SLOW, FAST], {SLOW: NOW - 5000, FAST: NOW}.get, NOW).shape == FAST
 
 
 def test_ends_that_are_as_good_as_equal_leave_the_large_card_to_others() -> None:
-    choice = choose([FAST, SLOW], {SLOW: NOW, FAST: NOW + 860}.get, NOW)
+    choice = choose_shape([FAST, SLOW], {SLOW: NOW, FAST: NOW + 860}.get, NOW)
     assert choice.shape == SLOW
     assert choice.why == "l4 in gpu: ends in 20 min, as h100 in big; the smallest of them"
 
 
 def test_an_unknown_start_comes_last_and_without_any_the_smallest_card_is_taken() -> None:
-    assert choose([SLOW, FAST], {FAST: NOW + 1e6}.get, NOW).shape == FAST
-    nobody_knows = choose([FAST, SLOW], lambda shape: None, NOW)
+    assert choose_shape([SLOW, FAST], {FAST: NOW + 1e6}.get, NOW).shape == FAST
+    nobody_knows = choose_shape([FAST, SLOW], lambda shape: None, NOW)
     assert (nobody_knows.shape, nobody_knows.start) == (SLOW, None)
     assert nobody_knows.why == "l4 in gpu: the scheduler names no start for any card; the smallest that fits"
 
@@ -125,4 +125,4 @@ def test_the_choice_does_not_depend_on_the_order_of_shapes(cards: list[CardSecti
     shapes = [replace(shape, seconds=data.draw(st.sampled_from([60.0, 600.0]))) for shape in eligible(cards, GIB, 1)]
     starts = {shape: data.draw(st.sampled_from([None, NOW, NOW + 550])) for shape in shapes}
     other = data.draw(st.permutations(shapes))
-    assert choose(shapes, starts.get, NOW) == choose(other, starts.get, NOW)
+    assert choose_shape(shapes, starts.get, NOW) == choose_shape(other, starts.get, NOW)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cluster.accounting import Row
+from pipeline.cluster.accounting import AccountedTask
 from pipeline.cluster.following import Followed, Queued, Views
 from pipeline.cluster.job_spec import JobSpec, TaskState
 from pipeline.cluster.slurm import SlurmExecutor
@@ -14,8 +14,8 @@ from pipeline.config.schema_cluster import SlurmSection
 from pipeline.errors import SubmissionRefused
 
 
-def cancelled_without_a_node() -> Row:
-    return Row(job="7_0", raw="7", state=TaskState.CANCELLED, started=200.0, ended=200.0)
+def cancelled_without_a_node() -> AccountedTask:
+    return AccountedTask(job="7_0", raw="7", state=TaskState.CANCELLED, started=200.0, ended=200.0)
 
 
 def followed(tmp_path: Path) -> Followed:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pipeline.cluster import child, processes
+from pipeline.cluster import machine, processes
 from pipeline.cluster.job_spec import TASK, JobSpec, TaskState
 from pipeline.cluster.local import LocalExecutor, signals_held
 from pipeline.cluster.machine import Machine
@@ -44,7 +44,7 @@ WRITES_PID = "import os, pathlib, sys; pathlib.Path(sys.argv[1]).write_text(str(
 def pid_of(executor: LocalExecutor, job: str) -> int:
     """Return the first process of a job's only task, once it runs."""
     step_until(executor, lambda: executor.status([job])[0].state is TaskState.RUNNING)
-    (pid,) = (child.pid for task, child in executor._running if task.job.id == job)
+    (pid,) = (machine.pid for task, machine in executor._running if task.job.id == job)
     return pid
 
 
@@ -196,7 +196,7 @@ await_file(sys.argv[2])
         (task,) = finish(local, local.submit(spec))
         assert (task.state, task.reason[:18]) == (TaskState.FAILED, "killed by signal 9")
         kills = iter([3, 4])
-        monkeypatch.setattr(child, "count_oom_kills", lambda: next(kills))
+        monkeypatch.setattr(machine, "count_oom_kills", lambda: next(kills))
         (task,) = finish(local, local.submit(spec))
         assert task.state is TaskState.OUT_OF_MEMORY
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipeline.cluster.job_spec import TaskState, TaskStatus
 from pipeline.cluster.local import LocalExecutor
 from pipeline.cluster.peers import PEER_LOST
-from pipeline.cluster.verdict import GO_ON, Cause, Verdict, Word, judge
+from pipeline.cluster.verdict import GO_ON, Cause, TaskVerdict, Word, judge_attempt
 from tests.cluster.programs import EATS, MIB, finish, python
 
 SILENT = Word()
@@ -71,7 +71,7 @@ def ended(state: TaskState, code: int | None = None, killed_by: int | None = Non
 
 
 def cause_of(status: TaskStatus, word: Word = SILENT, log: str = "", asked_bytes: int | None = None) -> Cause:
-    return judge(status, word, log, asked_bytes=asked_bytes).cause
+    return judge_attempt(status, word, log, asked_bytes=asked_bytes).cause
 
 
 class TestEveryCombination:
@@ -79,8 +79,8 @@ class TestEveryCombination:
     @pytest.mark.parametrize("word", WORDS, ids=lambda word: word.what or f"finished={word.finished},{word.started}")
     def test_gets_a_verdict_with_a_reason_and_no_success_is_made_up(self, state: TaskState, word: Word) -> None:
         for (code, killed_by), log, restarts in itertools.product(ENDINGS, LOGS, (0, 2)):
-            found = judge(ended(state, code, killed_by, restarts=restarts), word, log, asked_bytes=200 * MIB)
-            assert isinstance(found, Verdict)
+            found = judge_attempt(ended(state, code, killed_by, restarts=restarts), word, log, asked_bytes=200 * MIB)
+            assert isinstance(found, TaskVerdict)
             assert found.reason or found.cause is Cause.DONE
             assert (found.cause is Cause.DONE) == (word.finished and (state.ended or state in PERHAPS)), found
 
@@ -116,7 +116,7 @@ class TestTheScheduler:
         assert cause_of(ended(state), word) is cause
 
     def test_is_not_believed_that_a_task_completed_which_never_said_so(self) -> None:
-        hidden = judge(ended(TaskState.COMPLETED, 0), BEGAN, "")
+        hidden = judge_attempt(ended(TaskState.COMPLETED, 0), BEGAN, "")
         assert hidden.cause is Cause.LOST
         assert hidden.reason == "it reads COMPLETED, and the worker began, but never said that it finished"
 
@@ -125,8 +125,8 @@ class TestTheScheduler:
         assert cause_of(ended(TaskState.COMPLETED, 0), REFUSED) is Cause.REFUSED
 
     def test_is_not_believed_that_a_task_failed_which_finished(self) -> None:
-        found = judge(ended(TaskState.FAILED, 1), FINISHED, GPU_LOG)
-        assert found == Verdict(Cause.DONE, "the worker finished, though the scheduler says FAILED")
+        found = judge_attempt(ended(TaskState.FAILED, 1), FINISHED, GPU_LOG)
+        assert found == TaskVerdict(Cause.DONE, "the worker finished, though the scheduler says FAILED")
 
     def test_that_has_lost_its_accounts_leaves_it_to_the_worker(self) -> None:
         unknown = ended(TaskState.UNKNOWN)
@@ -145,16 +145,16 @@ class TestTheScheduler:
         assert cause_of(ended(TaskState.PENDING, waits_for="what it asks for is in use")) is Cause.ACTIVE
 
     def test_that_could_not_open_the_log_blames_the_node(self) -> None:
-        found = judge(ended(TaskState.FAILED, None, 53), SILENT, "")
-        assert found == Verdict(Cause.NODE, "its node could not open its log 12_3.out")
+        found = judge_attempt(ended(TaskState.FAILED, None, 53), SILENT, "")
+        assert found == TaskVerdict(Cause.NODE, "its node could not open its log 12_3.out")
 
 
 class TestMemory:
     def test_at_its_limit_is_the_least_that_was_needed_not_what_was_sampled(self) -> None:
         status = ended(TaskState.OUT_OF_MEMORY, None, 9, peak_rss_bytes=118 * MIB)
-        found = judge(status, BEGAN, OOM_LOG, asked_bytes=200 * MIB)
+        found = judge_attempt(status, BEGAN, OOM_LOG, asked_bytes=200 * MIB)
         words = "killed at its memory limit; its limit was 200 MiB; at most 118 MiB were sampled"
-        assert found == Verdict(Cause.HOST_OOM, words, 200 * MIB, "n1")
+        assert found == TaskVerdict(Cause.HOST_OOM, words, 200 * MIB, "n1")
 
     @pytest.mark.parametrize("state", [TaskState.FAILED, TaskState.COMPLETED, TaskState.UNKNOWN, TaskState.TIMEOUT])
     @pytest.mark.parametrize("log", OOM_LOG.splitlines(), ids=["slurmstepd", "srun"])
@@ -184,7 +184,7 @@ class TestMemory:
 
 class TestTime:
     def test_that_ran_out_says_how_long_it_ran(self) -> None:
-        found = judge(ended(TaskState.TIMEOUT, started=1000.0, ended=1090.0), BEGAN, "")
+        found = judge_attempt(ended(TaskState.TIMEOUT, started=1000.0, ended=1090.0), BEGAN, "")
         assert found.reason == "reached its time limit; it ran for 1.5 minutes"
 
     @pytest.mark.parametrize("state", [TaskState.FAILED, TaskState.CANCELLED, TaskState.UNKNOWN])
@@ -212,8 +212,8 @@ class TestSignals:
     def test_that_nobody_sent_are_crashes(self, name: str) -> None:
         number = int(signal.Signals[name])
         for status in (ended(TaskState.FAILED, None, number), ended(TaskState.FAILED, 128 + number)):
-            found = judge(status, BEGAN, "")
-            assert found == Verdict(Cause.CRASHED, f"crashed by signal {number} ({name})")
+            found = judge_attempt(status, BEGAN, "")
+            assert found == TaskVerdict(Cause.CRASHED, f"crashed by signal {number} ({name})")
 
     def test_of_which_sacct_left_a_small_code_are_crashes_unless_the_worker_meant_the_code(self) -> None:
         aborted = ended(TaskState.FAILED, int(signal.SIGABRT))
@@ -225,7 +225,7 @@ class TestSignals:
         assert cause_of(ended(TaskState.UNKNOWN), BEGAN, log) is Cause.CRASHED
 
     def test_kill_without_a_sign_of_memory_is_a_crash_with_figures(self) -> None:
-        found = judge(ended(TaskState.FAILED, 137, peak_rss_bytes=50 * MIB), BEGAN, "", asked_bytes=200 * MIB)
+        found = judge_attempt(ended(TaskState.FAILED, 137, peak_rss_bytes=50 * MIB), BEGAN, "", asked_bytes=200 * MIB)
         assert found.cause is Cause.CRASHED
         assert "its limit was 200 MiB; at most 50 MiB were sampled" in found.reason
 
@@ -254,7 +254,7 @@ class TestRanks:
         log = f"{said}{others}srun: error: n1: tasks 0-3: Exited with exit code 76\n"
         log += f"srun: error: n2: task 4: Exited with exit code 75\nsrun: error: n2: task 5: {how}\n"
         log += "srun: error: n2: tasks 4,6-7: Exited with exit code 76\n"
-        found = judge(ended(TaskState.FAILED, PEER_LOST, node="n[1-2]"), word, log)
+        found = judge_attempt(ended(TaskState.FAILED, PEER_LOST, node="n[1-2]"), word, log)
         assert (found.cause, found.node) == (cause, "n2")
         assert reason in found.reason
 
@@ -265,30 +265,32 @@ class TestRanks:
 
     def test_that_srun_ended_for_the_first_blame_it(self) -> None:
         log = "srun: error: n1: task 1: Bus error\nsrun: First task exited 60s ago\nsrun: error: n1: task 0: Killed\n"
-        found = judge(ended(TaskState.FAILED, None, signal.SIGKILL), BEGAN, log)
+        found = judge_attempt(ended(TaskState.FAILED, None, signal.SIGKILL), BEGAN, log)
         assert (found.cause, found.reason) == (Cause.CRASHED, "rank 1 on n1: Bus error")
 
     def test_of_whom_nobody_tells_which_was_lost_crashed(self) -> None:
-        found = judge(ended(TaskState.FAILED, PEER_LOST), Word(started=True, exit_code=76, what="rank 5 is gone"), "")
+        found = judge_attempt(
+            ended(TaskState.FAILED, PEER_LOST), Word(started=True, exit_code=76, what="rank 5 is gone"), ""
+        )
         assert (found.cause, found.reason, found.node) == (Cause.CRASHED, "rank 5 is gone", "")
         assert cause_of(ended(TaskState.FAILED, PEER_LOST)) is Cause.CRASHED
 
     def test_on_a_node_that_failed_name_it(self) -> None:
         log = "srun: error: Node failure on n2\n" + NODE_LOG
-        found = judge(ended(TaskState.NODE_FAIL, node="n[1-3]"), BEGAN, log)
+        found = judge_attempt(ended(TaskState.NODE_FAIL, node="n[1-3]"), BEGAN, log)
         assert (found.cause, found.node) == (Cause.NODE, "n2")
 
     @given(st.text(st.sampled_from("srun: error: n1: tasks 0-3,7: Killed\n-, "), max_size=60))
     def test_in_a_garbled_log_never_raise(self, noise: str) -> None:
         log = f"srun: error: n1: tasks 1{noise}: Killed\nsrun: error: n1: task {noise}: Aborted\n"
-        assert judge(ended(TaskState.FAILED, PEER_LOST), BEGAN, log).reason
+        assert judge_attempt(ended(TaskState.FAILED, PEER_LOST), BEGAN, log).reason
 
 
 class TestTheWorker:
     @pytest.mark.parametrize("code", range(2, 7))
     def test_that_refuses_is_believed(self, code: int) -> None:
         word = Word(started=True, exit_code=code, what="its own words")
-        assert judge(ended(TaskState.FAILED, code), word, "") == Verdict(Cause.REFUSED, "its own words")
+        assert judge_attempt(ended(TaskState.FAILED, code), word, "") == TaskVerdict(Cause.REFUSED, "its own words")
 
     @pytest.mark.parametrize("code", [2, 3, 5])
     def test_that_refuses_before_it_can_write_is_believed(self, code: int) -> None:
@@ -306,9 +308,11 @@ class TestTheWorker:
         assert cause_of(ended(TaskState.FAILED, None, 13), SILENT, log) is Cause.NODE, "as a dying node shows on 22.05"
 
     def test_that_raised_is_quoted(self) -> None:
-        assert judge(ended(TaskState.FAILED, 1), RAISED, "") == Verdict(Cause.FAILED, "ValueError: 3")
+        assert judge_attempt(ended(TaskState.FAILED, 1), RAISED, "") == TaskVerdict(Cause.FAILED, "ValueError: 3")
         log = "Traceback (most recent call last):\nKeyError: 'x'\nsrun: error: n1: task 0: Exited with exit code 1\n"
-        assert judge(ended(TaskState.FAILED, 1), BEGAN, log).reason == "exit code 1; its log ends: KeyError: 'x'"
+        assert (
+            judge_attempt(ended(TaskState.FAILED, 1), BEGAN, log).reason == "exit code 1; its log ends: KeyError: 'x'"
+        )
 
     @pytest.mark.parametrize(
         "said", ["CUDA error: uncorrectable ECC error encountered", "[Errno 116] Stale file handle"]
@@ -358,7 +362,7 @@ class TestTheLocalExecutor:
         self, local: LocalExecutor, tmp_path: Path, code: str, limits: dict[str, int], cause: Cause
     ) -> None:
         (task,) = finish(local, local.submit(python(tmp_path, code, **limits)))
-        found = judge(task, SILENT, Path(task.stderr).read_text(), asked_bytes=limits.get("mem_bytes"))
+        found = judge_attempt(task, SILENT, Path(task.stderr).read_text(), asked_bytes=limits.get("mem_bytes"))
         assert found.cause is cause, (task, found)
 
     def test_that_was_killed_shows_its_tasks_lost_with_it(self, local: LocalExecutor, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from pipeline.cli.main import app
 from pipeline.cluster.verdict import Cause
 from pipeline.config import site_profiles
 from pipeline.config.schema import FIELDS, LEAVES
-from pipeline.journal.attempts import Ask, Attempt, Task
+from pipeline.journal.attempts import Ask, Attempt, TaskRecord
 from pipeline.runs.engine import run_supervisor
 from pipeline.structures.synthetic import complex_pdb
 from tests.docs.blocks import Page
@@ -187,7 +187,7 @@ def test_a_failed_stage_names_the_page_that_is_there_and_else_the_one_of_the_pro
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempt = Attempt(0, 1, Ask(1, 60), Cause.CRASHED)
-    task = Task(0, ended=[attempt])
+    task = TaskRecord(0, ended=[attempt])
     page = ROOT / run_supervisor.TROUBLESHOOTING
     assert run_supervisor._describe([task])[1] == f"    more: {page}#crashed"
     monkeypatch.setattr(site_profiles, "CHECKOUT", tmp_path)  # as beside the frozen code of a run

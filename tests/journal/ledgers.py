@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.journal import run_folder as folders
-from pipeline.journal.attempts import Ask, Attempt, ranges
-from pipeline.journal.ledger import Ledger, Reader
+from pipeline.journal.attempts import Ask, Attempt, format_ranges
+from pipeline.journal.ledger import Ledger, LedgerReader
 from pipeline.journal.run_folder import RunFolder
-from pipeline.journal.run_status import Job, RunStatus, fold
+from pipeline.journal.run_status import RunStatus, StageJob, fold_events
 from pipeline.records import EventKind
 
 ASK = Ask(1 << 30, 3600)
@@ -20,7 +20,7 @@ class Told:
     """A run folder in which a supervisor and workers write."""
 
     def __init__(self, runs: Path, stage: str = "scan", tasks: int = 2) -> None:
-        self.folder: RunFolder = folders.create(runs, stage, datetime.now(tz=timezone.utc))
+        self.folder: RunFolder = folders.create_folder(runs, stage, datetime.now(tz=timezone.utc))
         self.folder.stages.write_text(f'["{stage}"]')
         self.stage, self.supervisor = stage, Ledger(self.folder, "supervisor-000001")
         self.supervisor.emit(EventKind.RUN_STARTED, stages=[stage], host="elsewhere", pid=1)
@@ -29,7 +29,9 @@ class Told:
 
     def job(self, job: str, tasks: list[int], attempt: int = 1, **more: Any) -> None:
         """Submit a job."""
-        given = Job(f"{job}-tag", self.stage, ranges(tasks), attempt, more.pop("ask", ASK), job, **more).to_json()
+        given = StageJob(
+            f"{job}-tag", self.stage, format_ranges(tasks), attempt, more.pop("ask", ASK), job, **more
+        ).to_json()
         self.supervisor.emit(EventKind.JOB_SUBMITTED, **{name: value for name, value in given.items() if name != "at"})
 
     def worker(self, task: int, kind: EventKind, **more: Any) -> None:
@@ -55,4 +57,4 @@ class Told:
     @property
     def status(self) -> RunStatus:
         """What the ledger says."""
-        return fold(self.folder.name, Reader(self.folder).fresh())
+        return fold_events(self.folder.name, LedgerReader(self.folder).fresh())

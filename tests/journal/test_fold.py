@@ -12,10 +12,10 @@ import pytest
 from pipeline.cluster.verdict import Cause
 from pipeline.config.load import read_config
 from pipeline.journal import run_folder as folders
-from pipeline.journal.attempts import Ask, Attempt, leave_out, left_out
+from pipeline.journal.attempts import Ask, Attempt, leave_out, left_out_items
 from pipeline.journal.ledger import Note, read_notes
 from pipeline.journal.run_folder import RunFolder
-from pipeline.journal.run_status import Job, RunStatus, fold
+from pipeline.journal.run_status import RunStatus, StageJob, fold_events
 from pipeline.project.project import Project
 from pipeline.records import Event, EventKind, Reason
 from pipeline.runs.dataset import worklist
@@ -27,7 +27,7 @@ ASK = Ask(1 << 30, 600)
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
-    return folders.create(tmp_path, "scan", datetime(2026, 1, 2, tzinfo=timezone.utc))
+    return folders.create_folder(tmp_path, "scan", datetime(2026, 1, 2, tzinfo=timezone.utc))
 
 
 def event(kind: EventKind, at: float, writer: str = "supervisor-000001", **data: object) -> Event:
@@ -35,7 +35,7 @@ def event(kind: EventKind, at: float, writer: str = "supervisor-000001", **data:
 
 
 def submitted(at: float, tasks: str, job: str, attempt: int = 1) -> Event:
-    data = Job(f"t{job}", "scan", tasks, attempt, ASK, id=job).to_json()
+    data = StageJob(f"t{job}", "scan", tasks, attempt, ASK, id=job).to_json()
     return Event(EventKind.JOB_SUBMITTED, at, "supervisor-000001", data)
 
 
@@ -49,7 +49,7 @@ def begun(tasks: int) -> list[Event]:
 
 
 def scan(events: list[Event]) -> RunStatus:
-    return fold("r", events)
+    return fold_events("r", events)
 
 
 def test_an_end_that_two_supervisors_tell_counts_once() -> None:
@@ -140,8 +140,8 @@ def test_a_torn_line_of_what_is_left_out_is_skipped(run: RunFolder) -> None:
     leave_out(run, "scan", ["a"], Reason.KILLED_ITS_TASK, "why")
     with run.left_out.open("a") as file:
         file.write('{"stage": "sc')
-    assert left_out(run, "scan") == {"a": (Reason.KILLED_ITS_TASK, "why")}
-    assert left_out(run, "embed") == {}
+    assert left_out_items(run, "scan") == {"a": (Reason.KILLED_ITS_TASK, "why")}
+    assert left_out_items(run, "embed") == {}
 
 
 def test_splitting_twice_is_splitting_once(run: RunFolder) -> None:
@@ -162,6 +162,6 @@ def test_splitting_twice_is_splitting_once(run: RunFolder) -> None:
 def test_a_list_of_the_data_set_that_was_cut_short_is_not_taken_for_the_whole(make_project: MakeProject) -> None:
     folder = make_project(3)
     config = read_config(folder / "pipeline.yaml").config
-    run = folders.create(folder / "runs", "graph", datetime(2026, 1, 2, tzinfo=timezone.utc))
+    run = folders.create_folder(folder / "runs", "graph", datetime(2026, 1, 2, tzinfo=timezone.utc))
     run.items.with_suffix(".partial").write_text('{"id": "c0"}\n')  # who wrote it died
     assert len(list(worklist.frozen_items(Project.open(config), run))) == 3

@@ -11,8 +11,8 @@ import pytest
 
 from pipeline.errors import ConfigError, JobFailed
 from pipeline.journal import ledger as ledger_module
-from pipeline.journal.ledger import Ledger, Reader
-from pipeline.journal.run_folder import RunFolder, create, find, runs_in
+from pipeline.journal.ledger import Ledger, LedgerReader
+from pipeline.journal.run_folder import RunFolder, create_folder, find_run, runs_in
 from pipeline.journal.run_status import RunState, status_of
 from pipeline.records import EventKind
 
@@ -25,17 +25,17 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def new_run(runs: Path, microsecond: int = 0) -> RunFolder:
-    folder = create(runs, "scan", datetime(2026, 1, 2, 3, 4, 5, microsecond, tzinfo=timezone.utc))
+    folder = create_folder(runs, "scan", datetime(2026, 1, 2, 3, 4, 5, microsecond, tzinfo=timezone.utc))
     folder.stages.write_text('["scan"]')
     return folder
 
 
 def kinds(folder: RunFolder) -> list[EventKind]:
-    return [event.kind for event in Reader(folder).fresh()]
+    return [event.kind for event in LedgerReader(folder).fresh()]
 
 
 def test_a_reader_sees_each_event_once_and_a_half_written_one_when_it_is_whole(folder: RunFolder) -> None:
-    ledger, reader = Ledger(folder, "a"), Reader(folder)
+    ledger, reader = Ledger(folder, "a"), LedgerReader(folder)
     ledger.emit(EventKind.PROGRESS, stage="scan", task=0, done=1, rejected={})
     assert len(list(reader.fresh())) == 1
     with (folder.events / "a.jsonl").open("ab") as file:
@@ -72,13 +72,13 @@ def test_a_full_disk_under_the_run_is_said_in_words(folder: RunFolder, monkeypat
 
 def test_runs_of_one_second_keep_their_order_and_half_made_ones_do_not_count(tmp_path: Path) -> None:
     later, sooner = new_run(tmp_path, 900_000), new_run(tmp_path, 100)
-    create(tmp_path, "scan", datetime(2027, 1, 1, tzinfo=timezone.utc))  # its maker died before it was whole
+    create_folder(tmp_path, "scan", datetime(2027, 1, 1, tzinfo=timezone.utc))  # its maker died before it was whole
     assert runs_in(tmp_path) == [sooner, later]
-    assert find(tmp_path, None) == later
-    assert find(tmp_path, sooner.name[:20]) == sooner
+    assert find_run(tmp_path, None) == later
+    assert find_run(tmp_path, sooner.name[:20]) == sooner
     for wrong in ("20260102", "", "nonsense", ".."):
         with pytest.raises(ConfigError):
-            find(tmp_path, wrong)
+            find_run(tmp_path, wrong)
 
 
 def begin(folder: RunFolder, host: str, pid: int) -> Ledger:

@@ -15,9 +15,9 @@ import pytest
 
 from pipeline.cluster.verdict import Cause
 from pipeline.journal.attempts import Attempt
-from pipeline.journal.ledger import Reader
-from pipeline.journal.run_logs import Follower, Wanted, end_of, harmless, wanted_logs, whole
-from pipeline.journal.run_status import fold
+from pipeline.journal.ledger import LedgerReader
+from pipeline.journal.run_logs import Follower, LogChoice, end_of, harmless, wanted_logs, whole
+from pipeline.journal.run_status import fold_events
 from pipeline.records import EventKind
 from tests.journal.ledgers import ASK, Told
 
@@ -46,36 +46,36 @@ def logs(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(PIPELINE), "logs", *words], capture_output=True, text=True, check=False)
 
 
-def named(told: Told, wanted: Wanted) -> list[tuple[int | None, int]]:
+def named(told: Told, wanted: LogChoice) -> list[tuple[int | None, int]]:
     """Return the task and attempt of each log that was found."""
     return [(log.task, log.attempt) for log in wanted_logs(told.folder, told.status, wanted)]
 
 
 class TestFinding:
     def test_without_options_the_failed_attempts_are_shown(self, told: Told) -> None:
-        assert named(told, Wanted()) == [(1, 1)]
+        assert named(told, LogChoice()) == [(1, 1)]
 
     def test_every_attempt_at_a_task_is_found(self, told: Told) -> None:
-        assert named(told, Wanted(task=1)) == [(1, 1), (1, 2)]
-        assert named(told, Wanted(task=1, attempt=2)) == [(1, 2)]
-        assert named(told, Wanted(failed=True)) == [(1, 1)]
-        assert named(told, Wanted(stage="graph")) == []
+        assert named(told, LogChoice(task=1)) == [(1, 1), (1, 2)]
+        assert named(told, LogChoice(task=1, attempt=2)) == [(1, 2)]
+        assert named(told, LogChoice(failed=True)) == [(1, 1)]
+        assert named(told, LogChoice(stage="graph")) == []
 
     def test_a_supervisor_that_failed_by_itself_comes_before_its_tasks(self, told: Told) -> None:
         told.folder.supervisor_log.write_text("Traceback\n")
         told.over("failed", exit_code=1, error="a bug")
-        assert [log.stage for log in wanted_logs(told.folder, told.status, Wanted())] == ["supervise"]
+        assert [log.stage for log in wanted_logs(told.folder, told.status, LogChoice())] == ["supervise"]
 
     def test_the_log_of_a_supervisor_that_was_a_job_is_the_one_that_no_task_has(self, told: Told) -> None:
         told.log("9_0.err", "visit\n")
         told.log("10_0.err", "later visit\n")
-        states = [log.state for log in wanted_logs(told.folder, told.status, Wanted(stage="supervise"))]
+        states = [log.state for log in wanted_logs(told.folder, told.status, LogChoice(stage="supervise"))]
         assert states == ["job 9", "job 10"]
 
     def test_the_offset_of_an_array_is_heeded(self, told: Told) -> None:
         told.job("11", [6, 7])
         told.log("11.sbatch", "#!/bin/bash\noffset=6\n")
-        (log,) = wanted_logs(told.folder, told.status, Wanted(task=7))
+        (log,) = wanted_logs(told.folder, told.status, LogChoice(task=7))
         assert log.paths[1].endswith("11_1.err")
 
 
@@ -104,13 +104,13 @@ class TestReading:
 
     def test_nothing_in_a_log_gives_orders_to_a_terminal(self) -> None:
         hostile = "\x1b[2J\x1b]0;title\x07\x1b]52;c;cm0gLXJm\x1b\\red\x9b31m\x08\x00\u202eok\x1bc\r\nbar\rbar2\tend\n"
-        shown = harmless(hostile)
-        assert shown == "red31mok\nbar\nbar2\tend\n"
+        text = harmless(hostile)
+        assert text == "red31mok\nbar\nbar2\tend\n"
 
 
 class TestFollowing:
     def test_new_lines_new_files_and_replaced_files_are_all_shown(self, told: Told) -> None:
-        follower = Follower(told.folder, Wanted())
+        follower = Follower(told.folder, LogChoice())
         log = told.folder.logs / "8_1.err"
 
         def news() -> str:
@@ -131,7 +131,7 @@ class TestFollowing:
         assert news() == "a new file\n"
 
     def test_what_a_task_printed_last_is_shown_though_it_has_ended_meanwhile(self, told: Told) -> None:
-        follower = Follower(told.folder, Wanted())
+        follower = Follower(told.folder, LogChoice())
         list(follower.news())
         log = told.log("8_1.err", "again\nlast words")
         told.ended(Attempt(1, 2, ASK, Cause.DONE, state="COMPLETED", job="8", log=str(log)))
@@ -141,7 +141,7 @@ class TestFollowing:
         assert not list(follower.news())
 
     def test_a_log_that_comes_late_is_shown_from_its_beginning(self, told: Told) -> None:
-        follower = Follower(told.folder, Wanted())
+        follower = Follower(told.folder, LogChoice())
         list(follower.news())
         told.job("9", [0], attempt=2)
         list(follower.news())
@@ -181,8 +181,8 @@ def until(there: Callable[[], bool]) -> None:
 
 class TestTheVerb:
     def test_each_log_stands_below_whose_it_is(self, told: Told) -> None:
-        shown = logs(str(told.folder.path))
-        head, text = shown.stdout.splitlines()
+        printed = logs(str(told.folder.path))
+        head, text = printed.stdout.splitlines()
         assert head.startswith("==> scan task 1, attempt 1: OUT_OF_MEMORY (host_oom)  ")
         assert head.endswith("7_1.err")
         assert text == "task 1"
@@ -225,11 +225,11 @@ class TestTheVerb:
 
 
 def test_a_worker_that_said_it_has_finished_counts_as_done_before_it_is_judged(told: Told) -> None:
-    from pipeline.journal.active_runs import shown
+    from pipeline.journal.active_runs import run_as_shown
 
     told.worker(1, EventKind.TASK_STARTED, attempt=2, host="n1")
     told.worker(1, EventKind.TASK_FINISHED, attempt=2, done=10, rejected={}, figures={})
-    (stage,) = shown(told.folder, told.status, "here", lambda: None)["stages"]
+    (stage,) = run_as_shown(told.folder, told.status, "here", lambda: None)["stages"]
     assert stage["task_states"] == {"done": 2}
 
 
@@ -245,8 +245,8 @@ def test_what_a_worker_has_overtaken_changes_nothing(
         if end is not None:
             said = {"what": "", "exit_code": 1} if end is EventKind.TASK_FAILED else {}
             told.worker(1, end, attempt=attempt, done=9, rejected={}, figures={}, **said)
-    read = Reader(told.folder)
-    left_out = len(list(Reader(told.folder).fresh())) - len(list(read.news()))
+    read = LedgerReader(told.folder)
+    left_out = len(list(LedgerReader(told.folder).fresh())) - len(list(read.news()))
     assert left_out > 0 or figures == ({"a": 1.0}, {})
     assert list(read.news()) == []
-    assert fold("run", Reader(told.folder).news()) == fold("run", Reader(told.folder).fresh())
+    assert fold_events("run", LedgerReader(told.folder).news()) == fold_events("run", LedgerReader(told.folder).fresh())

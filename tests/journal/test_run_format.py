@@ -12,9 +12,9 @@ from pipeline.config.load import read_config
 from pipeline.errors import ConfigError, SubmissionRefused
 from pipeline.journal import run_folder as folders
 from pipeline.journal.active_runs import going_on, hidden
-from pipeline.journal.run_folder import FORMAT, RunFolder, by_path, find, runs_in
+from pipeline.journal.run_folder import FORMAT, RunFolder, by_path, find_run, runs_in
 from pipeline.project.project import open_executor
-from pipeline.runs.engine.create import new_run, refuse_double
+from pipeline.runs.engine.lifecycle import new_run, refuse_double
 from tests.command import Command
 from tests.projects import MakeProject
 
@@ -24,7 +24,7 @@ VERBS = (["status"], ["logs"], ["cancel"], ["resume"], ["report"], ["replay", "-
 
 def a_run(runs: Path, told: str | None = None, *, day: int = 1) -> RunFolder:
     """Make the folder of a run that has not begun."""
-    run = folders.create(runs, "scan", datetime(2026, 1, day, tzinfo=timezone.utc))
+    run = folders.create_folder(runs, "scan", datetime(2026, 1, day, tzinfo=timezone.utc))
     run.stages.write_text('["scan"]')
     if told is not None:
         run.format.write_text(told)
@@ -40,7 +40,7 @@ def test_a_run_of_the_first_format_is_read_whether_it_says_so_or_not(tmp_path: P
     run = a_run(tmp_path, told)
     if told is None:
         run.format.unlink()
-    assert runs_in(tmp_path) == [run] == [find(tmp_path, None)]
+    assert runs_in(tmp_path) == [run] == [find_run(tmp_path, None)]
     assert by_path(str(run.path)) == run
     assert hidden(tmp_path) == []
 
@@ -48,10 +48,10 @@ def test_a_run_of_the_first_format_is_read_whether_it_says_so_or_not(tmp_path: P
 @pytest.mark.parametrize("told", [NEWER, "1.5", "two"])
 def test_a_run_of_a_newer_format_is_refused_by_name_by_folder_and_as_the_newest(tmp_path: Path, told: str) -> None:
     old, new = a_run(tmp_path), a_run(tmp_path, told, day=2)
-    for ask in (lambda: find(tmp_path, None), lambda: find(tmp_path, new.name), lambda: by_path(str(new.path))):
+    for ask in (lambda: find_run(tmp_path, None), lambda: find_run(tmp_path, new.name), lambda: by_path(str(new.path))):
         with pytest.raises(ConfigError, match=f"newer format; this version of pipeline reads up to format {FORMAT}"):
             ask()
-    assert find(tmp_path, old.name) == old
+    assert find_run(tmp_path, old.name) == old
     assert runs_in(tmp_path) == [old]
 
 
@@ -61,7 +61,7 @@ def test_a_format_that_is_no_text_is_none_that_is_known(tmp_path: Path) -> None:
     torn.format.write_bytes(b"\xff\xfe1")
     assert runs_in(tmp_path) == [old]
     with pytest.raises(ConfigError, match="newer format"):
-        find(tmp_path, torn.name)
+        find_run(tmp_path, torn.name)
 
 
 def test_whether_a_run_of_a_newer_format_goes_on_cannot_be_told(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipeline.memory.footprint import MemoryChoice
 from pipeline.memory.lint.training_rules import RunFacts, lint
-from pipeline.project.user_code import load_task
+from pipeline.project.run_code import load_task
 from pipeline.protocol import Contrastive
 from pipeline.tasks.contrastive_pair import ContrastivePair
 from pipeline.training.step.step import Step, StepSettings

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.journal.ledger import Reader
+from pipeline.journal.ledger import LedgerReader
 from pipeline.journal.run_folder import RunFolder, runs_in
 from pipeline.records import EventKind
 from pipeline.setup.demo_project import make_project
@@ -84,7 +84,7 @@ class Cached:
     def outcomes(self) -> Counter[str]:
         """Count what the tasks of the newest run have worked through, by stage."""
         done: dict[tuple[str, str], int] = {}
-        for event in Reader(self.run).fresh():
+        for event in LedgerReader(self.run).fresh():
             if event.kind in (EventKind.PROGRESS, EventKind.TASK_FINISHED):
                 done[event.data["stage"], event.writer] = event.data["done"]
         counted = Counter[str]()
@@ -94,7 +94,7 @@ class Cached:
 
     def census(self, stage: str) -> dict[str, Any]:
         """Return what the newest run says of a stage."""
-        ended = [event for event in Reader(self.run).fresh() if event.kind is EventKind.STAGE_ENDED]
+        ended = [event for event in LedgerReader(self.run).fresh() if event.kind is EventKind.STAGE_ENDED]
         return dict(next(event.data["census"] for event in ended if event.data["stage"] == stage))
 
     def writes_list(self, *findings: Finding) -> Path:

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from pipeline.cluster.job_spec import JobSpec, Limits, TaskState, TaskStatus
 from pipeline.cluster.local import LocalExecutor
 from pipeline.cluster.machine import Machine
-from pipeline.cluster.verdict import Cause, Verdict, Word, judge, last_words
+from pipeline.cluster.verdict import Cause, TaskVerdict, Word, judge_attempt, last_words
 from pipeline.errors import ConfigError, JobFailed, PipelineError, PlanInfeasible
 from pipeline.journal.attempts import Ask, Attempt
 from pipeline.memory.runtime import out_of_memory
@@ -35,14 +35,14 @@ from pipeline.script.command import (
     Script,
     Values,
     batches,
-    environment,
     meeting,
-    parse,
+    parse_command,
+    process_words,
     refuse_blind,
     reserved_port,
-    words,
+    script_environment,
 )
-from pipeline.script.script_process import Outcome, behind_launcher, figures_in, run, trouble_of
+from pipeline.script.script_process import ScriptOutcome, behind_launcher, figures_in, run_script, script_trouble
 from tests.cluster.programs import await_true, finish, is_running, written_pid
 
 HERE = Path(__file__).parent / "scripts"
@@ -54,30 +54,32 @@ SHRINKABLE = "x --batch_size {micro_batch} --accumulate {accumulation}"
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 
 
-def ran(name: str, *arguments: str, tmp_path: Path, **more: Any) -> Outcome:
+def ran(name: str, *arguments: str, tmp_path: Path, **more: Any) -> ScriptOutcome:
     """Run one of the scripts here, its output in files."""
     with (tmp_path / "out").open("ab") as out, (tmp_path / "err").open("ab") as err:
         more = {"environment": dict(os.environ), "cwd": tmp_path, "out": out.fileno(), "err": err.fileno(), **more}
-        return run([sys.executable, "-S" if name != "plain.py" else "-I", str(HERE / name), *arguments], **more)
+        return run_script([sys.executable, "-S" if name != "plain.py" else "-I", str(HERE / name), *arguments], **more)
 
 
-def verdict(outcome: Outcome, state: TaskState = TaskState.FAILED) -> Verdict:
+def verdict(outcome: ScriptOutcome, state: TaskState = TaskState.FAILED) -> TaskVerdict:
     """Judge a script's end as a supervisor does."""
     word = Word(
         started=True, finished=outcome.finished, exit_code=outcome.code, what=outcome.what, kind=outcome.trouble
     )
-    return judge(TaskStatus("1", 0, state, "", "", exit_code=outcome.code), word, "")
+    return judge_attempt(TaskStatus("1", 0, state, "", "", exit_code=outcome.code), word, "")
 
 
 class TestCommand:
     def test_is_split_as_a_shell_would(self) -> None:
-        script = parse("python 'my script.py' --lr 1e-3 --name \"a b\" --batch_size={micro_batch}")
+        script = parse_command("python 'my script.py' --lr 1e-3 --name \"a b\" --batch_size={micro_batch}")
         assert script.words == ("python", "my script.py", "--lr", "1e-3", "--name", "a b", "--batch_size={micro_batch}")
         assert script.names == {"micro_batch"}
 
     def test_has_its_placeholders_filled_wherever_they_stand(self) -> None:
-        script = parse("train --b={micro_batch}x{accumulation} --out {output}/last --literal {{micro_batch}} {{}}")
-        assert words(script, VALUES) == [
+        script = parse_command(
+            "train --b={micro_batch}x{accumulation} --out {output}/last --literal {{micro_batch}} {{}}"
+        )
+        assert process_words(script, VALUES) == [
             "train",
             "--b=4x2",
             "--out",
@@ -88,11 +90,11 @@ class TestCommand:
         ]
 
     def test_knows_every_placeholder_it_names_in_an_error(self) -> None:
-        filled = words(parse("x " + " ".join(f"{{{name}}}" for name in KNOWN)), VALUES)
+        filled = process_words(parse_command("x " + " ".join(f"{{{name}}}" for name in KNOWN)), VALUES)
         assert len(filled) == 1 + len(KNOWN)
         assert not any("{" in word for word in filled)
         with pytest.raises(ConfigError, match=r"\{batchsize\}.*\{micro_batch\}.*\{output\}"):
-            parse("x {batchsize}")
+            parse_command("x {batchsize}")
 
     @pytest.mark.parametrize(
         ("command", "said"),
@@ -112,7 +114,7 @@ class TestCommand:
     )
     def test_that_cannot_be_meant_is_refused_with_what_to_write_instead(self, command: str, said: str) -> None:
         with pytest.raises(ConfigError) as refused:
-            parse(command)
+            parse_command(command)
         assert said in str(refused.value)
         assert refused.value.where == "train.command"
         assert refused.value.remedy
@@ -124,21 +126,23 @@ class TestCommand:
     )
     def test_never_has_more_words_than_were_written(self, written: list[str], name: str) -> None:
         written = [f"x{word}".replace("=", "") for word in written]
-        script = parse(" ".join(map(shlex.quote, written)) + " {output} --o={output}")
+        script = parse_command(" ".join(map(shlex.quote, written)) + " {output} --o={output}")
         output = Path("/models") / name
-        assert words(script, replace(VALUES, output=output)) == [*written, str(output), f"--o={output}"]
+        assert process_words(script, replace(VALUES, output=output)) == [*written, str(output), f"--o={output}"]
 
     def test_is_started_without_a_shell(self, tmp_path: Path) -> None:
         shows = "import json, sys; print(json.dumps(sys.argv[1:]))"
         hostile = ["; rm -rf /", "$HOME", "`id`", "a b", "*", "", "'"]
         with (tmp_path / "out").open("wb") as out:
-            outcome = run([sys.executable, "-S", "-c", shows, *hostile], environment={}, cwd=tmp_path, out=out.fileno())
+            outcome = run_script(
+                [sys.executable, "-S", "-c", shows, *hostile], environment={}, cwd=tmp_path, out=out.fileno()
+            )
         assert outcome.finished
         assert json.loads((tmp_path / "out").read_text()) == hostile
 
     def test_that_is_no_program_is_told_where_it_was_looked_for(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="'no-such-program' cannot be started in"):
-            run(["no-such-program"], environment={"PATH": "/usr/bin"}, cwd=tmp_path)
+            run_script(["no-such-program"], environment={"PATH": "/usr/bin"}, cwd=tmp_path)
 
 
 class TestBatches:
@@ -183,22 +187,22 @@ class TestBatches:
         assert refused.value.remedy == "--set train.micro_batch=4"
 
     def test_are_refused_to_a_command_that_is_not_told_of_accumulation(self) -> None:
-        silent = parse("x --batch_size {micro_batch}")
-        assert words(silent, replace(VALUES, micro_batch=8, accumulation=1))
+        silent = parse_command("x --batch_size {micro_batch}")
+        assert process_words(silent, replace(VALUES, micro_batch=8, accumulation=1))
         with pytest.raises(ConfigError, match=r"names \{micro_batch\} \(now 4\) and not \{accumulation\} \(now 2\)"):
-            words(silent, VALUES)
-        assert words(parse("x {micro_batch} {effective_batch}"), VALUES) == ["x", "4", "8"]
+            process_words(silent, VALUES)
+        assert process_words(parse_command("x {micro_batch} {effective_batch}"), VALUES) == ["x", "4", "8"]
 
     def test_of_a_command_that_names_none_are_not_repeated_in_vain(self) -> None:
-        refuse_blind(parse("x"), shrink=0)
-        refuse_blind(parse(SHRINKABLE), shrink=3)
+        refuse_blind(parse_command("x"), shrink=0)
+        refuse_blind(parse_command(SHRINKABLE), shrink=3)
         with pytest.raises(PlanInfeasible, match=r"names no \{micro_batch\}"):
-            refuse_blind(parse("x"), shrink=1)
+            refuse_blind(parse_command("x"), shrink=1)
 
 
 class TestEnvironment:
     def of(self, command: str = "x", base: dict[str, str] | None = None, **changes: Any) -> dict[str, str]:
-        return environment(parse(command), replace(VALUES, **changes), base or {}, threads=3)
+        return script_environment(parse_command(command), replace(VALUES, **changes), base or {}, threads=3)
 
     def test_of_one_process_is_as_if_started_by_hand(self) -> None:
         found = self.of(base={"HOME": "/h", "RANK": "5", "MASTER_PORT": "1"})
@@ -217,9 +221,9 @@ class TestEnvironment:
         assert not set(self.of(command, ranks=4, gpus=4)) & set(RANK_NAMES)
 
     def test_has_the_allocator_s_settings_by_one_name_only_where_there_is_a_plan(self) -> None:
-        script, ours = parse("x"), {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
-        assert environment(script, VALUES, ours)["PYTORCH_CUDA_ALLOC_CONF"] == "backend:cudaMallocAsync"
-        planned = environment(script, VALUES, ours, allocator="expandable_segments:True")
+        script, ours = parse_command("x"), {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
+        assert script_environment(script, VALUES, ours)["PYTORCH_CUDA_ALLOC_CONF"] == "backend:cudaMallocAsync"
+        planned = script_environment(script, VALUES, ours, allocator="expandable_segments:True")
         assert [(name, value) for name, value in planned.items() if "ALLOC_CONF" in name] == [
             ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         ]
@@ -238,17 +242,17 @@ class TestRanks:
 
     @pytest.mark.slow
     def test_that_are_torch_s_add_up_over_a_port_that_stays_reserved(self, tmp_path: Path) -> None:
-        script = parse(f"{shlex.quote(sys.executable)} {shlex.quote(str(HERE / 'ranks.py'))}")
+        script = parse_command(f"{shlex.quote(sys.executable)} {shlex.quote(str(HERE / 'ranks.py'))}")
         with reserved_port() as port:
             with socket.socket() as other, pytest.raises(OSError, match="in use"):
                 other.bind(("", port))
             places = [
                 replace(VALUES, ranks=2, rank=rank, local_rank=rank, processes=2, master_port=port) for rank in (0, 1)
             ]
-            told = [environment(script, place, os.environ) for place in places]
+            told = [script_environment(script, place, os.environ) for place in places]
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
             started = [
-                subprocess.Popen(words(script, place), env=env, cwd=tmp_path, text=True, **pipes)  # type: ignore[call-overload]
+                subprocess.Popen(process_words(script, place), env=env, cwd=tmp_path, text=True, **pipes)  # type: ignore[call-overload]
                 for place, env in zip(places, told, strict=True)
             ]
             said = [process.communicate(timeout=60) for process in started]
@@ -314,31 +318,31 @@ class TestEnding:
     def test_of_jax_is_found_above_its_long_account_of_buffers(self) -> None:
         account = [f"\tBuffer {number}:" for number in range(120)]
         lines = ["XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.", *account]
-        assert trouble_of(1, None, lines, at_limit=False)[0] == "gpu_oom"
+        assert script_trouble(1, None, lines, at_limit=False)[0] == "gpu_oom"
         later = [*lines, "Traceback (most recent call last):", "KeyError: 'loss'"]
-        assert trouble_of(1, None, later, at_limit=False)[0] == ""
+        assert script_trouble(1, None, later, at_limit=False)[0] == ""
 
     def test_of_a_launcher_s_worker_is_found_above_what_the_launcher_says_of_itself(self) -> None:
         failed = "E0101 10:00:00.0 7 elastic/multiprocessing/api.py:869] failed (exitcode: {}) local_rank: 1 (pid: 7)"
         about_itself = [f"  File torchrun line {number}" for number in range(60)]
         lines = ["torch.OutOfMemoryError: CUDA out of memory.", failed.format(1), *about_itself, "ChildFailedError: "]
-        assert trouble_of(1, None, lines, at_limit=False)[0] == "gpu_oom"
+        assert script_trouble(1, None, lines, at_limit=False)[0] == "gpu_oom"
         killed = ["step 3", failed.format(-9), *about_itself]
-        assert trouble_of(1, None, killed, at_limit=True)[0] == "host_oom"
-        assert trouble_of(1, None, killed, at_limit=False)[0] == ""
+        assert script_trouble(1, None, killed, at_limit=True)[0] == "host_oom"
+        assert script_trouble(1, None, killed, at_limit=False)[0] == ""
         saved = ["step 3", failed.format(75), *about_itself]
         assert [behind_launcher(code, saved) for code in (0, 1, 2)] == [0, 75, 2]
         assert behind_launcher(1, killed) == 1
 
     @pytest.mark.parametrize(("code", "killed_by"), [(None, 9), (137, None)])
     def test_by_a_sigkill_is_for_memory_only_with_a_sign_of_it(self, code: int | None, killed_by: int | None) -> None:
-        assert trouble_of(code, killed_by, ["step 3"], at_limit=True)[0] == "host_oom"
-        assert trouble_of(code, killed_by, ["step 3"], at_limit=False)[0] == ""
-        assert verdict(Outcome(code, killed_by)).cause is Cause.CRASHED
+        assert script_trouble(code, killed_by, ["step 3"], at_limit=True)[0] == "host_oom"
+        assert script_trouble(code, killed_by, ["step 3"], at_limit=False)[0] == ""
+        assert verdict(ScriptOutcome(code, killed_by)).cause is Cause.CRASHED
 
     def test_by_a_segmentation_fault_is_a_crash(self, tmp_path: Path) -> None:
         faults = "import resource, ctypes; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); ctypes.string_at(0)"
-        outcome = run([sys.executable, "-S", "-c", faults], environment={}, cwd=tmp_path)
+        outcome = run_script([sys.executable, "-S", "-c", faults], environment={}, cwd=tmp_path)
         assert (outcome.signal, outcome.code) == (11, 139)
         assert verdict(outcome).cause is Cause.CRASHED
 
@@ -346,7 +350,7 @@ class TestEnding:
         child = "[sys.executable, '-S', '-c', 'import signal; signal.pause()']"
         stays = f"import subprocess, sys; print(subprocess.Popen({child}).pid)"
         with (tmp_path / "out").open("wb") as out:
-            run([sys.executable, "-S", "-c", stays], environment={}, cwd=tmp_path, out=out.fileno())
+            run_script([sys.executable, "-S", "-c", stays], environment={}, cwd=tmp_path, out=out.fileno())
         pid = written_pid(tmp_path / "out")
         await_true(lambda: not is_running(pid))
 
@@ -362,7 +366,7 @@ class TestOutput:
         writes = "import os; os.write(1, bytes(range(256)) * 4096); os.write(2, b'e' * 300_000 + b'\\nlast')"
         with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:
             ends = {"out": out.fileno(), "err": err.fileno()}
-            outcome = run([sys.executable, "-S", "-c", writes], environment={}, cwd=tmp_path, **ends)
+            outcome = run_script([sys.executable, "-S", "-c", writes], environment={}, cwd=tmp_path, **ends)
         assert (tmp_path / "out").read_bytes() == bytes(range(256)) * 4096
         assert (tmp_path / "err").read_bytes() == b"e" * 300_000 + b"\nlast"
         assert "last" in outcome.last_lines
@@ -400,10 +404,10 @@ class TestOutput:
 def worker(folder: Path, *command: str) -> Iterator[subprocess.Popen[bytes]]:
     """Start a worker that runs a script, and wait until the script is ready."""
     argv = [sys.executable, str(HERE / "worker.py"), str(folder / "told"), "0", *command]
-    environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+    variables = {**os.environ, "PYTHONPATH": str(Path.cwd())}
     with ExitStack() as stack:
         log = stack.enter_context((folder / "log").open("wb"))
-        started = subprocess.Popen(argv, env=environment, stdout=log, stderr=log)
+        started = subprocess.Popen(argv, env=variables, stdout=log, stderr=log)
         stack.enter_context(started)
         stack.callback(started.kill)
         await_true(lambda: (folder / "ready").exists() or started.poll() is not None)
@@ -475,11 +479,11 @@ class TestSignals:
         assert (tmp_path / "checkpoint.json").exists()
 
     def test_that_preempt_are_followed_by_another_start(self) -> None:
-        ended = Outcome(None, signal.SIGTERM, told=signal.SIGTERM)
+        ended = ScriptOutcome(None, signal.SIGTERM, told=signal.SIGTERM)
         assert verdict(ended, TaskState.PREEMPTED).cause is Cause.PREEMPTED
         assert verdict(ended, TaskState.CANCELLED).cause is Cause.CANCELLED
         assert verdict(ended).cause is Cause.INTERRUPTED
-        assert verdict(Outcome(75)).cause is Cause.INTERRUPTED
+        assert verdict(ScriptOutcome(75)).cause is Cause.INTERRUPTED
 
 
 def _selects(pid: int) -> bool:
@@ -503,9 +507,11 @@ class TestLadder:
 
     MEANS = Means(Limits(mem_bytes=4096 * MIB, time_s=3600), items=1, tries=3)
 
-    def climbed(self, script: Script, effective_batch: int, tmp_path: Path) -> tuple[list[Attempt], Any, list[Outcome]]:
+    def climbed(
+        self, script: Script, effective_batch: int, tmp_path: Path
+    ) -> tuple[list[Attempt], Any, list[ScriptOutcome]]:
         history: list[Attempt] = []
-        outcomes: list[Outcome] = []
+        outcomes: list[ScriptOutcome] = []
         ask = ASK
         while True:
             try:
@@ -513,13 +519,15 @@ class TestLadder:
                 micro, accumulation = batches(effective_batch, 1, "auto", ask.shrink)
             except PipelineError as error:
                 word = Word(started=True, exit_code=error.exit_code, what=str(error))
-                judged = judge(TaskStatus("1", 0, TaskState.FAILED, "", "", exit_code=error.exit_code), word, "")
+                judged = judge_attempt(
+                    TaskStatus("1", 0, TaskState.FAILED, "", "", exit_code=error.exit_code), word, ""
+                )
             else:
                 values = replace(VALUES, effective_batch=effective_batch, micro_batch=micro, accumulation=accumulation)
-                known = environment(script, values, os.environ)
+                known = script_environment(script, values, os.environ)
                 with (tmp_path / "log").open("ab") as log:
                     ends = {"out": log.fileno(), "err": log.fileno()}
-                    outcome = run(words(script, values), environment=known, cwd=HERE, **ends)
+                    outcome = run_script(process_words(script, values), environment=known, cwd=HERE, **ends)
                 outcomes.append(outcome)
                 if outcome.finished:
                     return history, None, outcomes
@@ -531,7 +539,7 @@ class TestLadder:
             ask = decision.ask
 
     def script(self, arguments: str = "--batch_size {micro_batch} --accumulate {accumulation}") -> Script:
-        return parse(f"{shlex.quote(sys.executable)} -S small_card.py {arguments}")
+        return parse_command(f"{shlex.quote(sys.executable)} -S small_card.py {arguments}")
 
     def test_ends_with_micro_batches_that_fit_and_the_same_effective_batch(self, tmp_path: Path) -> None:
         history, decision, outcomes = self.climbed(self.script(), 8, tmp_path)
@@ -571,7 +579,7 @@ class TestLadder:
                 known = {"PYTHONPATH": str(Path.cwd())}
                 spec = JobSpec("train", argv, range(1), str(tmp_path), mem_bytes=limit, env=known)
                 (task,) = finish(local, local.submit(spec))
-                ended = judge(task, Word(started=True, finished=task.state.ok), "", asked_bytes=limit)
+                ended = judge_attempt(task, Word(started=True, finished=task.state.ok), "", asked_bytes=limit)
                 causes.append(ended.cause)
                 died = Attempt(0, attempt, replace(ASK, mem_bytes=limit), ended.cause, peak_rss_bytes=ended.peak_bytes)
                 decision = decide([died], self.MEANS)
@@ -583,7 +591,9 @@ class TestLadder:
 @pytest.mark.slow
 def test_a_plain_loop_ends_with_the_same_weights_whatever_its_micro_batches(tmp_path: Path) -> None:
     command = f"{shlex.quote(sys.executable)} {shlex.quote(str(HERE / 'plain.py'))}"
-    script = parse(command + " --batch_size {micro_batch} --accumulate {accumulation} --seed {seed} --out {output}")
+    script = parse_command(
+        command + " --batch_size {micro_batch} --accumulate {accumulation} --seed {seed} --out {output}"
+    )
     found = []
     for shrink in (0, 2):
         output = tmp_path / str(shrink)
@@ -591,7 +601,9 @@ def test_a_plain_loop_ends_with_the_same_weights_whatever_its_micro_batches(tmp_
         micro, accumulation = batches(16, 1, "auto", shrink)
         places = {"run": tmp_path, "output": output, "config": tmp_path / "config.json"}
         values = Values(effective_batch=16, micro_batch=micro, accumulation=accumulation, seed=7, **places)
-        outcome = run(words(script, values), environment=environment(script, values, os.environ), cwd=tmp_path)
+        outcome = run_script(
+            process_words(script, values), environment=script_environment(script, values, os.environ), cwd=tmp_path
+        )
         assert (outcome.finished, outcome.step) == (True, 5), outcome.last_lines
         found.append(load_file(output / "weights.safetensors"))
     assert {name: tensor.tolist() for name, tensor in found[0].items()} == {

@@ -22,7 +22,7 @@ import torch
 from pipeline.config.load import from_resolved
 from pipeline.encoder.checkpoints.weight_containers import read_pt, read_safetensors
 from pipeline.errors import PipelineError
-from pipeline.journal.ledger import Reader
+from pipeline.journal.ledger import LedgerReader
 from pipeline.journal.run_folder import RunFolder
 from pipeline.memory.history.task_history import Profiles
 from pipeline.readers.pairs import Pairs
@@ -184,7 +184,7 @@ def test_every_file_of_a_run(tmp_path: Path, evil: bytes) -> None:
     run.events.mkdir(parents=True)
     (run.events / "supervisor-1.jsonl").write_bytes(evil + b"\n")
     run.config.write_bytes(evil)
-    assert list(Reader(run).fresh()) == []
+    assert list(LedgerReader(run).fresh()) == []
     assert refused(lambda: from_resolved(run.config.read_text("latin-1"), str(run.config)))
     assert not (tmp_path / "made").exists()
 
@@ -214,7 +214,7 @@ UNPICKLES = {"pickle.load", "pickle.loads", "pickle.Unpickler", "marshal.loads",
 SHELLS = {"os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput", "yaml.load", "yaml.full_load",
           "yaml.unsafe_load"}  # fmt: skip
 IMPORTS = {  # modules by a name that is not written in the source
-    "pipeline/project/user_code.py": "the user's own task or reader, which train.task and data.reader name",
+    "pipeline/project/run_code.py": "the user's own task or reader, which train.task and data.reader name",
     "pipeline/structures/parsing/read_structure.py": "one of the packages in EXTRA",
 }
 

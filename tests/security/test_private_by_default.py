@@ -17,8 +17,8 @@ import pytest
 
 from pipeline.config.load import read_config
 from pipeline.errors import JobFailed
-from pipeline.project.frozen_code import COPIES, freeze_files
-from pipeline.runs.engine.create import new_run
+from pipeline.project.run_code import COPIES, freeze_files
+from pipeline.runs.engine.lifecycle import new_run
 from tests.command import Command
 from tests.conftest import NOBODY
 
@@ -137,7 +137,7 @@ def test_who_has_another_number_on_a_server_is_still_the_owner_of_their_code(
 ) -> None:
     """A server may take root for nobody, and a mount show all files as one user's: what we make there is ours."""
     (source := project / "own.py").write_text("good = True\n")
-    monkeypatch.setattr("pipeline.project.frozen_code.os.geteuid", lambda: NOBODY + 1)
+    monkeypatch.setattr("pipeline.project.run_code.os.geteuid", lambda: NOBODY + 1)
     copies = [freeze_files([("own.py", source)], project / "runs") for _ in range(2)]
     assert [copy.parent for copy in copies] == [project / "runs" / COPIES] * 2
     assert sorted(path.name for path in (project / "runs").iterdir()) == [COPIES]

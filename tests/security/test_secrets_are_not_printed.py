@@ -18,12 +18,12 @@ import pytest
 from pipeline.config.load import read_config
 from pipeline.config.masking import MASK, without_secrets, without_secrets_in
 from pipeline.errors import JobFailed
-from pipeline.journal.ledger import Ledger, Reader
+from pipeline.journal.ledger import Ledger, LedgerReader
 from pipeline.journal.run_folder import RunFolder
 from pipeline.records import EventKind
 from pipeline.runs.engine import run_supervisor, run_task
-from pipeline.runs.engine.create import new_run
 from pipeline.runs.engine.handover import notify
+from pipeline.runs.engine.lifecycle import new_run
 from pipeline.structures.synthetic import complex_pdb
 from tests.command import Command
 from tests.stubs import program, silent_slurm
@@ -131,7 +131,7 @@ def test_an_exception_that_quotes_one_is_an_event_without_it(project: Path) -> N
     ledger.emit(EventKind.TASK_FAILED, stage="train", task=0, what=what, exit_code=1, trouble="")
     ledger.emit(EventKind.RUN_ENDED, state="failed", error=what, exit_code=7)
     ledger.close()
-    events = list(Reader(run).fresh())
+    events = list(LedgerReader(run).fresh())
     assert [found(json.dumps(event.data)) for event in events] == [[], []]
     assert events[0].data["what"].startswith("ConnectionError: https://me:***@host")
     assert found(run.again.read_text()) == []
@@ -147,10 +147,10 @@ def test_what_a_job_and_a_supervisor_print_when_they_fail_is_without_them(
 
     run = new_run(read_config(project / "pipeline.yaml").config, ["scan"])
     monkeypatch.setattr(run_task, "ENDING", ())
-    monkeypatch.setattr(run_task, "work", fail)
+    monkeypatch.setattr(run_task, "work_through", fail)
     monkeypatch.setattr(run_supervisor, "stop_on_signals", lambda: None)
     monkeypatch.setattr(run_supervisor.Supervisor, "run", fail)
-    codes = run_task.main([str(run.path), "scan", "0"]), run_supervisor.main([str(run.path)])
+    codes = run_task.run_task([str(run.path), "scan", "0"]), run_supervisor.supervise([str(run.path)])
     assert codes == (getattr(error, "exit_code", 1),) * 2
     told = capsys.readouterr().err
     assert told.count("cannot reach https://me:***@host with api_key=*** nor ***") == 2

@@ -28,10 +28,10 @@ from pipeline.errors import ConfigError, SubmissionRefused
 from pipeline.journal import run_folder as folders
 from pipeline.journal.attempts import Ask
 from pipeline.journal.run_folder import RunFolder
-from pipeline.journal.run_status import Job
+from pipeline.journal.run_status import StageJob
 from pipeline.runs.engine.handover import notify, supervisor_spec
 from pipeline.runs.workflow.jobs import spec_of
-from pipeline.script.command import parse
+from pipeline.script.command import parse_command
 from tests.stubs import program, silent_slurm
 
 MADE = "made-by-the-setting"
@@ -111,7 +111,7 @@ def scripts(config: Config) -> Iterator[str]:
     specs = [supervisor_spec(folder, config, "1")]
     for stage in STAGES:
         for card, feature, partition in cards:
-            job = Job(
+            job = StageJob(
                 f"{folder.name}-{stage}-0", stage, "0", 1, Ask(1 << 30, 600), gpus=1, card=card, constraint=feature,
                 partition=partition,
             )  # fmt: skip
@@ -183,12 +183,12 @@ def test_an_option_of_a_site_is_one_line_or_refused(tmp_path: Path, option: str)
 
 def test_the_words_of_a_script_of_ones_own_reach_no_shell(tmp_path: Path) -> None:
     made = tmp_path / MADE
-    words = parse(f"printf '%s' '$(touch {made})' '`touch {made}`' 'x; touch {made}'").words
+    words = parse_command(f"printf '%s' '$(touch {made})' '`touch {made}`' 'x; touch {made}'").words
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert done.stdout == f"$(touch {made})`touch {made}`x; touch {made}"
     assert not made.exists()
     with pytest.raises(ConfigError):
-        parse(f"python train.py ; touch {made}")
+        parse_command(f"python train.py ; touch {made}")
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
@@ -221,4 +221,4 @@ def test_a_run_is_found_by_its_own_name_only(tmp_path: Path, name: str) -> None:
     (tmp_path / "runs").mkdir()
     (tmp_path / "x").mkdir()
     with pytest.raises(ConfigError):
-        folders.find(tmp_path / "runs", name)
+        folders.find_run(tmp_path / "runs", name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipeline.cluster.accounting import CommandFailed
-from pipeline.setup.site_facts import CONFIG, NODES, PARTITIONS, Site, look
+from pipeline.setup.site_facts import CONFIG, NODES, PARTITIONS, Site, look_at_site
 
 # Slurm 22.05.8, recorded; shortened to a third
 PLAIN_CONFIG = """\
@@ -148,4 +148,4 @@ def site_of(printed: dict[str, str]) -> Site:
             raise CommandFailed(f"{words[0]}: error: first\n{words[0]}: error: Access denied\n")
         return printed[kind]
 
-    return look(ask, "ada")
+    return look_at_site(ask, "ada")

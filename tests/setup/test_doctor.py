@@ -11,7 +11,7 @@ import pytest
 from pipeline.config.load import read_config
 from pipeline.config.schema import Config
 from pipeline.setup import slurm_checks
-from pipeline.setup.finding import Verdict
+from pipeline.setup.slurm_checks import CheckVerdict
 from tests.command import Command
 from tests.projects import MakeProject
 from tests.setup.clusters import BARE, MIXED, PLAIN, site_of
@@ -192,7 +192,7 @@ def test_a_controller_that_does_not_answer_is_a_refusal_in_its_own_words(
 def test_partitions_that_jobs_name_must_be_there_and_give_the_time(
     config: Callable[..., Config], no_slurm: Path, settings: tuple[str, ...], what: str, found: str, code: int
 ) -> None:
-    rows = list(slurm_checks.partitions(config(*settings), site_of(PLAIN)))
+    rows = list(slurm_checks.check_partitions(config(*settings), site_of(PLAIN)))
     assert [row.exit_code for row in rows if row.what == what and found in row.found] == [code]
     assert all(row.remedy for row in rows if row.exit_code)
 
@@ -200,9 +200,9 @@ def test_partitions_that_jobs_name_must_be_there_and_give_the_time(
 def test_a_partition_that_is_down_or_a_cluster_without_a_default_is_told(
     config: Callable[..., Config], no_slurm: Path
 ) -> None:
-    (old, *_) = slurm_checks.partitions(config("cluster.slurm.partition=old"), site_of(MIXED))
-    assert (old.verdict, "they would wait" in old.found) == (Verdict.NOTE, True)
-    (none,) = slurm_checks.partitions(config(), site_of(BARE))
+    (old, *_) = slurm_checks.check_partitions(config("cluster.slurm.partition=old"), site_of(MIXED))
+    assert (old.verdict, "they would wait" in old.found) == (CheckVerdict.NOTE, True)
+    (none,) = slurm_checks.check_partitions(config(), site_of(BARE))
     assert (none.exit_code, "has no default; there are no, gpu:fast" in none.found) == (6, True)
 
 
@@ -218,41 +218,41 @@ def test_a_partition_that_is_down_or_a_cluster_without_a_default_is_told(
 def test_accounts_and_qos_must_be_ones_own(
     config: Callable[..., Config], settings: tuple[str, ...], found: str, code: int
 ) -> None:
-    (row,) = slurm_checks.charging(config(*settings), site_of(PLAIN))
+    (row,) = slurm_checks.check_charging(config(*settings), site_of(PLAIN))
     assert (row.found, row.exit_code) == (found, code)
 
 
 def test_an_accounting_that_tells_nothing_refuses_nothing(config: Callable[..., Config]) -> None:
-    assert list(slurm_checks.charging(config(), site_of(BARE))) == []
-    (row,) = slurm_checks.charging(config("cluster.slurm.account=x"), site_of(BARE))
-    assert (row.verdict, row.exit_code) == (Verdict.NOTE, 0)
+    assert list(slurm_checks.check_charging(config(), site_of(BARE))) == []
+    (row,) = slurm_checks.check_charging(config("cluster.slurm.account=x"), site_of(BARE))
+    assert (row.verdict, row.exit_code) == (CheckVerdict.NOTE, 0)
 
 
 @pytest.mark.parametrize(
     ("printed", "settings", "verdict", "found"),
     [
-        (PLAIN, (), Verdict.OK, "is stopped"),
-        (PLAIN, ("cluster.slurm.memory=none",), Verdict.NOTE, "is not stopped"),
-        (BARE, (), Verdict.NOTE, "memory is not given out here (SelectTypeParameters=CR_CPU)"),
-        (BARE, ("cluster.slurm.memory=none",), Verdict.NOTE, "may fill its node"),
-        (MIXED, (), Verdict.NOTE, "was not told"),
+        (PLAIN, (), CheckVerdict.OK, "is stopped"),
+        (PLAIN, ("cluster.slurm.memory=none",), CheckVerdict.NOTE, "is not stopped"),
+        (BARE, (), CheckVerdict.NOTE, "memory is not given out here (SelectTypeParameters=CR_CPU)"),
+        (BARE, ("cluster.slurm.memory=none",), CheckVerdict.NOTE, "may fill its node"),
+        (MIXED, (), CheckVerdict.NOTE, "was not told"),
     ],
 )
 def test_whether_memory_is_watched_is_said(
-    config: Callable[..., Config], printed: dict[str, str], settings: tuple[str, ...], verdict: Verdict, found: str
+    config: Callable[..., Config], printed: dict[str, str], settings: tuple[str, ...], verdict: CheckVerdict, found: str
 ) -> None:
-    (row,) = slurm_checks.memory(config(*settings), site_of(printed))
+    (row,) = slurm_checks.check_memory(config(*settings), site_of(printed))
     assert (row.verdict, found in row.found) == (verdict, True)
 
 
 def test_preemption_is_told_of_the_partitions_that_are_used(config: Callable[..., Config]) -> None:
-    assert list(slurm_checks.preemption(config(), site_of(PLAIN))) == []
-    (row,) = slurm_checks.preemption(config("cluster.graph.partition=preempt"), site_of(PLAIN))
+    assert list(slurm_checks.check_preemption(config(), site_of(PLAIN))) == []
+    (row,) = slurm_checks.check_preemption(config("cluster.graph.partition=preempt"), site_of(PLAIN))
     assert "preempt: REQUEUE: tasks that have to make room are told by SIGTERM, and have 5 s" in row.found
     signalled = PLAIN | {"config": PLAIN["config"] + "PreemptParameters = send_user_signal\n"}
-    (row,) = slurm_checks.preemption(config("cluster.graph.partition=preempt"), site_of(signalled))
+    (row,) = slurm_checks.check_preemption(config("cluster.graph.partition=preempt"), site_of(signalled))
     assert "the signal we ask for" in row.found
-    (row,) = slurm_checks.preemption(config(), site_of(MIXED))
+    (row,) = slurm_checks.check_preemption(config(), site_of(MIXED))
     assert "JobRequeue=0" in row.found
 
 
@@ -266,15 +266,15 @@ def test_folders_that_nodes_may_not_see_are_told_with_why(
     monkeypatch.setattr(slurm_checks, "MOUNTS", mounts)
     monkeypatch.delenv("TMPDIR", raising=False)
     sets = ("data.path=/group/a.csv", "cache.root=/group/my scratch/cache", "cluster.runs=/tmp/runs")
-    rows = {row.found for row in slurm_checks.folders(config(*sets), site_of(PLAIN))}
+    rows = {row.found for row in slurm_checks.check_folders(config(*sets), site_of(PLAIN))}
     assert "run folders: below /tmp, which every machine has for itself" in rows
     assert "cache: on tmpfs, which every machine has for itself" in rows
     assert not any("data" in row for row in rows)
 
 
 def test_no_accounting_is_a_note_and_no_failure(config: Callable[..., Config], no_slurm: Path) -> None:
-    (row,) = slurm_checks.accounting(config(), site_of(PLAIN))
-    assert (row.verdict, row.exit_code) == (Verdict.NOTE, 0)
+    (row,) = slurm_checks.check_accounting(config(), site_of(PLAIN))
+    assert (row.verdict, row.exit_code) == (CheckVerdict.NOTE, 0)
     none = PLAIN | {"config": PLAIN["config"].replace("accounting_storage/slurmdbd", "accounting_storage/none")}
-    (row,) = slurm_checks.accounting(config(), site_of(none))
+    (row,) = slurm_checks.check_accounting(config(), site_of(none))
     assert "keeps none" in row.found

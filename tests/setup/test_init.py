@@ -14,7 +14,7 @@ from pipeline.config.schema import Config
 from pipeline.config.schema_cluster import CardSection, SlurmSection
 from pipeline.config.site_profiles import shipped
 from pipeline.setup import site_facts
-from pipeline.setup.init_files import config_text, file_name, profile_text, word, write
+from pipeline.setup.init_files import config_text, file_name, profile_text, write_init_files, yaml_word
 from pipeline.setup.site_facts import Gpus, Site, parse_gres, parse_nodes, parse_partitions, parse_settings
 from tests.command import Command
 from tests.setup.clusters import ALL, BARE, MIXED, NO_GPUS, PLAIN, PLAIN_CONFIG, partition, site_of
@@ -27,7 +27,7 @@ def started(tmp_path: Path) -> Any:
     """Start a project on a cluster and load what was written."""
 
     def start(printed: dict[str, str]) -> Config:
-        return read_config(write(tmp_path / "project", site_of(printed)).config).config
+        return read_config(write_init_files(tmp_path / "project", site_of(printed)).config).config
 
     return start
 
@@ -185,7 +185,9 @@ def test_without_a_default_partition_one_is_named_and_names_that_yaml_would_misr
 
 @pytest.mark.parametrize("name", ["null", "true", "3", "1e3", "😀", "a b", "é", "a: b", "- x", "#x", '"', "~", "{}"])
 def test_any_name_survives_yaml(tmp_path: Path, name: str) -> None:
-    (tmp_path / "pipeline.yaml").write_text(f"data: {{path: a}}\ncluster: {{slurm: {{partition: {word(name)}}}}}\n")
+    (tmp_path / "pipeline.yaml").write_text(
+        f"data: {{path: a}}\ncluster: {{slurm: {{partition: {yaml_word(name)}}}}}\n"
+    )
     assert read_config(tmp_path / "pipeline.yaml").config.cluster.slurm.partition == name
 
 
@@ -201,7 +203,7 @@ def test_a_comment_cannot_be_broken_out_of(tmp_path: Path, key: str) -> None:
     evil = "22\nslurm: {account: evil}\n#"
     site = replace(site, settings={**site.settings, key: evil}, silent=(evil,), default_account=evil)
     site = replace(site, partitions=tuple(replace(one, name=evil) for one in site.partitions))
-    assert read_config(write(tmp_path, site).config).config.cluster.slurm.account is None
+    assert read_config(write_init_files(tmp_path, site).config).config.cluster.slurm.account is None
 
 
 def test_what_is_written_is_short_enough_to_read_and_no_line_is_too_long() -> None:
@@ -253,7 +255,7 @@ def test_a_profile_that_is_there_stops_it_before_anything_is_written(tmp_path: P
     (tmp_path / "sites").mkdir()
     (tmp_path / "sites/plain.yaml").symlink_to("nowhere")
     with pytest.raises(ConfigError, match="exists already"):
-        write(tmp_path, site_of(PLAIN))
+        write_init_files(tmp_path, site_of(PLAIN))
     assert [path.name for path in tmp_path.iterdir()] == ["sites"]
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.cluster import slurm_commands
-from pipeline.cluster.accounting import Accounting, Look, Row
+from pipeline.cluster.accounting import AccountedTask, Accounting, AccountingLook
 from pipeline.cluster.job_spec import TaskState
-from pipeline.cluster.verdict import Cause, Word, judge
+from pipeline.cluster.verdict import Cause, Word, judge_attempt
 from tests.slurm.cluster import Cluster
 
 pytestmark = pytest.mark.slurm
@@ -39,12 +39,12 @@ class Jobs:
         self.ours.append(done.stdout.strip())
         return self.ours[-1]
 
-    def look(self, *jobs: str) -> Look:
-        return Accounting(slurm_commands.run, timeout_s=TIMEOUT_S).look(jobs, self._since)
+    def look(self, *jobs: str) -> AccountingLook:
+        return Accounting(slurm_commands.run_command, timeout_s=TIMEOUT_S).look(jobs, self._since)
 
-    def until(self, job: str, true: Callable[[dict[str, Row]], bool]) -> dict[str, Row]:
+    def until(self, job: str, true: Callable[[dict[str, AccountedTask]], bool]) -> dict[str, AccountedTask]:
         """Look until the rows of a job are so."""
-        rows: dict[str, Row] = {}
+        rows: dict[str, AccountedTask] = {}
 
         def is_so() -> bool:
             look = self.look(job)
@@ -56,7 +56,7 @@ class Jobs:
         self.cluster.until(is_so, f"what is wanted of job {job}", 90.0)
         return rows
 
-    def ended(self, job: str, tasks: int = 0) -> dict[str, Row]:
+    def ended(self, job: str, tasks: int = 0) -> dict[str, AccountedTask]:
         """Return the rows of a job whose tasks have all ended; an array has as many."""
         return self.until(
             job, lambda rows: len(rows) == max(tasks, 1) and all(row.state.ended for row in rows.values())
@@ -72,11 +72,11 @@ class Jobs:
 
         self.cluster.until(is_so, f"{name} to be {state.value}", 60.0)
 
-    def cause_of(self, row: Row, word: Word = BEGAN) -> Cause:
+    def cause_of(self, row: AccountedTask, word: Word = BEGAN) -> Cause:
         """Judge a task by its row and its log."""
         log = self._folder / f"{row.job}.out"
         text = log.read_text() if log.exists() else ""
-        return judge(row.status(0, str(log), str(log)), word, text, asked_bytes=row.asked_mem_bytes).cause
+        return judge_attempt(row.status(0, str(log), str(log)), word, text, asked_bytes=row.asked_mem_bytes).cause
 
 
 @pytest.fixture

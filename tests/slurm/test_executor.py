@@ -238,7 +238,7 @@ class TestEnds:
         job = executor.submit(python(tmp_path, TELLS_ON_SIGNALS, tasks=2))
         logs = [Path(task.stdout) for task in executor.status([job])]
         step_until(executor, lambda: all(log.exists() and "began" in log.read_text() for log in logs))
-        slurm_commands.run(["scancel", "--signal=USR2", job])
+        slurm_commands.run_command(["scancel", "--signal=USR2", job])
         tasks = finish(executor, job)
         assert [(task.state, task.restarts) for task in tasks] == [(TaskState.COMPLETED, 1)] * 2
         assert [log.read_text() for log in logs] == [f"began None\ntold {int(signal.SIGUSR2)}\nbegan 1\n"] * 2
@@ -263,7 +263,7 @@ class TestEnds:
             step_until(executor, lambda: len(victims()) == 1)
             for index, log in enumerate(logs):
                 if log not in victims():  # the others may go on, too; a task that waits to come back takes no signal
-                    slurm_commands.run(["scancel", "--signal=USR2", f"{job}_{index}"])
+                    slurm_commands.run_command(["scancel", "--signal=USR2", f"{job}_{index}"])
             tasks = finish(executor, job, urgent)
         assert {task.state for task in tasks} == {TaskState.COMPLETED}
 

@@ -16,7 +16,7 @@ from pipeline.cluster import slurm_commands
 from pipeline.cluster.job_spec import JobSpec, TaskState, TaskStatus
 from pipeline.cluster.peers import PEER_LOST
 from pipeline.cluster.slurm import SlurmExecutor
-from pipeline.cluster.verdict import GO_ON, Cause, Verdict, Word, judge
+from pipeline.cluster.verdict import GO_ON, Cause, TaskVerdict, Word, judge_attempt
 from pipeline.config.schema_cluster import SlurmSection
 from pipeline.errors import SubmissionRefused
 from tests.cluster.programs import MIB, finish, python, step_until
@@ -77,9 +77,9 @@ def written(folder: Path, name: str) -> dict[int, str]:
     return {int(path.name.rpartition("-")[2]): path.read_text() for path in (folder / "ranks").glob(f"{name}-*")}
 
 
-def judged(task: TaskStatus, spec: JobSpec) -> Verdict:
+def judged(task: TaskStatus, spec: JobSpec) -> TaskVerdict:
     """Judge a task by its status and its log."""
-    return judge(task, BEGAN, Path(task.stderr).read_text(), asked_bytes=spec.mem_bytes)
+    return judge_attempt(task, BEGAN, Path(task.stderr).read_text(), asked_bytes=spec.mem_bytes)
 
 
 @pytest.mark.parametrize("site", [{}, {"memory": "mem-per-cpu", "gpus": "gpus-per-node"}], ids=["mem", "mem-per-cpu"])
@@ -117,7 +117,7 @@ def test_ranks_that_stop_in_order_one_after_the_other_all_come_to_their_end_and_
     job = executor.submit(spec)
     (tmp_path / "log").symlink_to(executor.status([job])[0].stderr)
     step_until(executor, lambda: len(written(tmp_path, "began")) == 4)
-    slurm_commands.run(["scancel", "--signal=USR2", job])
+    slurm_commands.run_command(["scancel", "--signal=USR2", job])
     (task,) = finish(executor, job)
     assert (task.state, task.restarts) == (TaskState.COMPLETED, 1), Path(task.stderr).read_text()
     assert sorted(written(tmp_path, "stopped")) == sorted(written(tmp_path, "ended")) == [0, 1, 2, 3]
@@ -216,7 +216,7 @@ def test_ranks_that_do_not_notice_that_one_is_gone_are_ended_by_srun(slow: dict[
     assert task.ended is not None
     assert WAIT_S - 1 <= task.ended - task.started < WAIT_S + KILL_WAIT_S
     assert task.state is TaskState.FAILED
-    verdict = judge(task, BEGAN, Path(task.stderr).read_text())
+    verdict = judge_attempt(task, BEGAN, Path(task.stderr).read_text())
     assert verdict.cause is Cause.CRASHED
     assert verdict.reason.startswith("rank 1 on "), verdict
     assert 1 not in written(folder, "told")
@@ -231,4 +231,4 @@ def test_time_limit_is_told_to_every_rank_and_they_go_on(slow: dict[str, tuple[P
 
 def task_nodes(task: TaskStatus) -> list[str]:
     """Return the nodes of a task."""
-    return slurm_commands.run(["scontrol", "show", "hostnames", task.node]).split()
+    return slurm_commands.run_command(["scontrol", "show", "hostnames", task.node]).split()

@@ -10,7 +10,7 @@ from pipeline.config.load import find_config, from_resolved, read_config
 from pipeline.errors import CacheDamaged, ConfigError, PipelineError, RecordMissing
 from pipeline.journal.run_folder import runs_in
 from pipeline.keys import content_digest
-from pipeline.project.project import Project, graph_recipe, recipe_of, source_spec
+from pipeline.project.project import Project, graph_recipe, scan_recipe_of, source_spec
 from pipeline.runs.dataset import reader_items
 from pipeline.training.items.item_source import BuiltGraphs, CachedGraphs, ReaderItems
 from pipeline.training.items.item_table import ItemTable
@@ -124,4 +124,4 @@ def table_of(project: Project, again: str) -> ItemTable:
 
 def _made_from(config: Config) -> tuple[object, ...]:
     """Return what decides which items there are and what their graphs are."""
-    return source_spec(config), recipe_of(config), graph_recipe(config).plain(), config.graph.cache
+    return source_spec(config), scan_recipe_of(config), graph_recipe(config).plain(), config.graph.cache

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.errors import CacheDamaged, ConfigError, DataError, PipelineError, RecordMissing
 from pipeline.journal.run_folder import runs_in
 from pipeline.keys import content_digest, is_settled
-from pipeline.project.user_code import READER, failed, load_reader, reading_digest
+from pipeline.project.run_code import READER, load_reader, reading_digest, user_code_failed
 from pipeline.stages.read_entries import Taken, read
 from pipeline.training.items.item_source import arrays_digest, as_arrays
 from pipeline.training.items.item_table import KIND, ItemTable
@@ -85,7 +85,7 @@ def blaming_reader() -> Iterator[None]:
     except (PipelineError, MemoryError):
         raise
     except (Exception, SystemExit) as error:
-        raise failed("reading the items", error, READER) from error
+        raise user_code_failed("reading the items", error, READER) from error
 
 
 def reader_state(project: Project, files: str | None = None) -> dict[str, Any]:

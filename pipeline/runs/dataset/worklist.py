@@ -10,7 +10,7 @@ from typing import IO, TYPE_CHECKING, TypeAlias
 import numpy as np
 import xxhash
 
-from pipeline.journal.run_folder import writing
+from pipeline.journal.run_folder import writing_run
 from pipeline.records import Item, Rejection
 from pipeline.structures.sources import items as source_items
 
@@ -53,7 +53,7 @@ class Found:
 def _write_shards(folder: RunFolder, stage: str, shards: Sequence[Shard]) -> None:
     """Replace the list of what each task takes; who reads it meanwhile sees the old or the new one."""
     partial = folder.shards(stage).with_suffix(".partial")
-    with writing(folder.shards(stage)):
+    with writing_run(folder.shards(stage)):
         partial.write_text(json.dumps([asdict(shard) for shard in shards]))
         partial.replace(folder.shards(stage))
 
@@ -142,7 +142,7 @@ def frozen_items(project: Project, folder: RunFolder | None) -> Iterator[Item | 
         with Lines(partial) as lines:
             for entry in list_items(project):
                 lines.write_record(entry)
-        with writing(folder.items):
+        with writing_run(folder.items):
             partial.replace(folder.items)
     return read_items(folder.items)
 
@@ -198,16 +198,16 @@ class Lines:
         line = text.encode() + b"\n"
         self.position += len(line)
         if self._file and self._path:
-            with writing(self._path):
+            with writing_run(self._path):
                 self._file.write(line)
 
     def __enter__(self) -> Lines:
         if self._path:
-            with writing(self._path):
+            with writing_run(self._path):
                 self._file = self._path.open("wb")
         return self
 
     def __exit__(self, *exception: object) -> None:
         if self._file and self._path:
-            with writing(self._path):
+            with writing_run(self._path):
                 self._file.close()

@@ -9,11 +9,11 @@ from itertools import groupby
 from typing import TYPE_CHECKING, TypeAlias
 
 from pipeline.cluster.job_spec import TaskState
-from pipeline.cluster.verdict import Cause, judge
+from pipeline.cluster.verdict import Cause, judge_attempt
 from pipeline.errors import SubmissionRefused
-from pipeline.journal.attempts import Attempt, bad_nodes, leave_out, numbers, ranges
+from pipeline.journal.attempts import Attempt, bad_nodes, format_ranges, leave_out, parse_ranges
 from pipeline.journal.ledger import read_notes
-from pipeline.journal.run_status import Job
+from pipeline.journal.run_status import StageJob
 from pipeline.memory.history.task_history import Measured
 from pipeline.project.project import cluster_name, profiles_of
 from pipeline.records import EventKind
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from pipeline.cluster.job_spec import Executor, JobSpec, Limits, TaskStatus
     from pipeline.config.schema import Config
-    from pipeline.journal.attempts import Ask, Task
+    from pipeline.journal.attempts import Ask, TaskRecord
     from pipeline.journal.run_folder import RunFolder
     from pipeline.journal.run_status import StageStatus
     from pipeline.project.project import Project
@@ -99,7 +99,7 @@ class Dispatch:
         assert task.ask is not None
         done, on = read_notes(self._folder, stage.name, one.task, task.attempt)
         word = replace(task.word, done=done)
-        verdict = judge(one, word, log_end(one.stderr), asked_bytes=task.ask.mem_bytes)
+        verdict = judge_attempt(one, word, log_end(one.stderr), asked_bytes=task.ask.mem_bytes)
         cause = verdict.cause
         never_began = cause is Cause.CANCELLED and one.started is None and not one.node
         if cause in (Cause.ACTIVE, Cause.HELD) or (never_began and word.started):  # its end is on no record
@@ -166,7 +166,7 @@ class Dispatch:
                 asks[task.number] = Next(1, task.first or first.ask, first.why)
         room = self._room(status)
         for job in self._jobs(project, stage, status, asks):
-            room -= len(numbers(job.tasks))
+            room -= len(parse_ranges(job.tasks))
             if room < 0:
                 return
             self._emit(EventKind.JOB_SUBMITTING, **job.to_json())
@@ -204,7 +204,7 @@ class Dispatch:
             status.split(number, into, ask, why)
             yield from ((one, Next(1, ask, why)) for one in into)
 
-    def _leave_out(self, stage: Stage, status: StageStatus, task: Task, decision: LeaveOut) -> None:
+    def _leave_out(self, stage: Stage, status: StageStatus, task: TaskRecord, decision: LeaveOut) -> None:
         """Go on without what a task died of."""
         assert task.last is not None
         known = {name for one in status.left_out for name in one["names"]}
@@ -229,7 +229,9 @@ class Dispatch:
         live = sum(task.job is not None for task in status.work.values())
         return max(0 if live else 1, most - live - FOR_SUPERVISORS)
 
-    def _jobs(self, project: Project, stage: Stage, status: StageStatus, asks: Mapping[int, Next]) -> Iterator[Job]:
+    def _jobs(
+        self, project: Project, stage: Stage, status: StageStatus, asks: Mapping[int, Next]
+    ) -> Iterator[StageJob]:
         """Yield jobs: of tasks that ask for the same, in pieces that an array can hold and the queue can take."""
         resources, limits = stage.resources(project.config), self._limits(stage, status)
         sequence = len(status.jobs) + len(status.intents)
@@ -240,14 +242,14 @@ class Dispatch:
         room = self._room(status)
         cut = [(following, piece) for following, due in alike.items() for piece in pieces(due, limits, room)]
         for following, piece in cut:
-            yield Job(
+            yield StageJob(
                 parallel=max(1, resources.parallel // len(cut)),
                 partition=shape.partition,
                 constraint=shape.constraint,
                 card=shape.card,
                 tag=f"{self._folder.name}-{stage.name}-{sequence}",
                 stage=stage.name,
-                tasks=ranges(piece),
+                tasks=format_ranges(piece),
                 attempt=following.attempt,
                 ask=following.ask,
                 cpus=resources.cpus,
@@ -271,7 +273,7 @@ class Dispatch:
         bad = bad_nodes(status.work.values())
         return bad if len(bad) <= most else ()
 
-    def _submit(self, job: Job, exclude: tuple[str, ...]) -> None:
+    def _submit(self, job: StageJob, exclude: tuple[str, ...]) -> None:
         """Submit a job; who comes after a death in between finds it by its tag."""
         spec = replace(spec_of(self._folder, self._config, job), exclude=exclude)
         try:

@@ -18,8 +18,8 @@ from pipeline.cluster.job_spec import JobSpec
 from pipeline.cluster.slurm_facts import SUPERVISE
 from pipeline.config.masking import MASK, without_secrets, without_secrets_in
 from pipeline.errors import JobFailed, SubmissionRefused
-from pipeline.journal.run_folder import writing
-from pipeline.project.frozen_code import SUPERVISOR, module_command
+from pipeline.journal.run_folder import writing_run
+from pipeline.project.run_code import SUPERVISOR, module_command
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from pipeline.journal.run_folder import RunFolder
 
 
-def claim(folder: RunFolder, number: int) -> int:
+def claim_visit(folder: RunFolder, number: int) -> int:
     """Claim the visit of that number, or the first after it that nobody has; return its number."""
     who = f"{socket.gethostname()} {os.getpid()} {own_job()}\n"
     while True:
         path = folder.claims / f"{number:06d}"
-        with writing(path):
+        with writing_run(path):
             try:
                 with path.open("x") as file:
                     file.write(who)

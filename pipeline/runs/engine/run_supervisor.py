@@ -23,23 +23,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.cluster.child import mebibytes
+from pipeline.cluster.machine import mebibytes
 from pipeline.cluster.verdict import Cause
 from pipeline.config.load import from_resolved
 from pipeline.config.masking import without_secrets
 from pipeline.config.site_profiles import shipped
 from pipeline.errors import CacheFull, CacheUnusable, PipelineError, SubmissionRefused
-from pipeline.journal.ledger import Ledger, Reader
+from pipeline.journal.ledger import Ledger, LedgerReader
 from pipeline.journal.run_folder import RunFolder
-from pipeline.journal.run_status import ENDED, RunState, RunStatus, fold
+from pipeline.journal.run_status import ENDED, RunState, RunStatus, fold_events
 from pipeline.project.project import Project, open_executor
 from pipeline.project.restriction import only_of
 from pipeline.records import EventKind
 from pipeline.runs.engine.dispatch import Dispatch, is_over
-from pipeline.runs.engine.handover import claim, claimed_after, hand_over, notify, own_job
+from pipeline.runs.engine.handover import claim_visit, claimed_after, hand_over, notify, own_job
 from pipeline.runs.views.run_page import Page
 from pipeline.runs.workflow import table
-from pipeline.runs.workflow.jobs import Plan, plan, refuse_unfit_disk
+from pipeline.runs.workflow.jobs import StagePlan, plan_stage, refuse_unfit_disk
 from pipeline.runs.workflow.table import Trouble
 from pipeline.store.cache_folder import RECIPES
 from pipeline.store.indexing import bring_up
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from pipeline.cluster.job_spec import Executor, TaskStatus
-    from pipeline.journal.attempts import Attempt, Task
+    from pipeline.journal.attempts import Attempt, TaskRecord
     from pipeline.journal.run_status import StageStatus
     from pipeline.runs.workflow.table import Judged, Stage
 
@@ -62,7 +62,7 @@ TROUBLESHOOTING = "docs/troubleshooting.md"  # which has an entry for every caus
 STOPPED_CODE = 130
 
 
-class Stopped(BaseException):
+class SupervisorStopped(BaseException):
     """Somebody asked this process to end."""
 
 
@@ -78,9 +78,9 @@ class Supervisor:
     ) -> None:
         self.folder, self.executor, self.watch = folder, executor, watch
         self.config = from_resolved(folder.config.read_text(), str(folder.config))
-        self.reader, self.status, self.page = Reader(folder), RunStatus(folder.name), Page(folder, self.config)
+        self.reader, self.status, self.page = LedgerReader(folder), RunStatus(folder.name), Page(folder, self.config)
         self._catch_up()
-        self.number = claim(folder, self.status.visits + 1)
+        self.number = claim_visit(folder, self.status.visits + 1)
         self.ledger = Ledger(folder, f"supervisor-{self.number:06d}")
         self.stages = [table.stage(name) for name in json.loads(folder.stages.read_text())]
         self.dispatch = Dispatch(folder, self.config, executor, self._emit)
@@ -140,7 +140,7 @@ class Supervisor:
             raise
         except TakenOver:
             raise
-        except (KeyboardInterrupt, Stopped):
+        except (KeyboardInterrupt, SupervisorStopped):
             self._interrupted()
             raise
         except BaseException as error:
@@ -195,7 +195,7 @@ class Supervisor:
 
     def _open(self, stage: Stage) -> StageStatus:
         """Begin a stage: see what is missing, and submit it."""
-        planned = plan(self.project, stage, self.executor, self.folder)
+        planned = plan_stage(self.project, stage, self.executor, self.folder)
         self._emit(EventKind.STAGE_SUBMITTED, stage=stage.name, cost=planned.found.cost, **planned.counts())
         self._catch_up()
         status = self.status.stages[stage.name]
@@ -203,7 +203,7 @@ class Supervisor:
             self._failing_ends(stage, lambda: self._send_first(stage, planned, status))
         return status
 
-    def _send_first(self, stage: Stage, planned: Plan, status: StageStatus) -> None:
+    def _send_first(self, stage: Stage, planned: StagePlan, status: StageStatus) -> None:
         if not stage.only_looks:
             refuse_unfit_disk(self.project, planned.found)
         self._send(stage, status)
@@ -327,7 +327,7 @@ class Supervisor:
         self.page.refresh(self.status, at_once=True)
 
 
-def _describe(tasks: Sequence[Task]) -> list[str]:
+def _describe(tasks: Sequence[TaskRecord]) -> list[str]:
     """Say which tasks failed and why, the first few in full."""
     lines = []
     failures = [(task, task.last) for task in tasks if task.last]
@@ -359,7 +359,7 @@ def _remedy(stage: Stage, failures: Sequence[Attempt], again: str, planned_bytes
     return f"{again}   (does only what is missing)"
 
 
-def main(words: Sequence[str]) -> int:
+def supervise(words: Sequence[str]) -> int:
     """Look after a run in the background, or pay it one visit."""
     atexit.register(gc.freeze)  # at its end torch is not looked through once more, for half a second
     stop_on_signals()
@@ -376,7 +376,7 @@ def main(words: Sequence[str]) -> int:
         return 0 if visiting and _has_ended(folder) else error.exit_code  # a visit that went well needs no standby
     except TakenOver:
         return 0
-    except Stopped:
+    except SupervisorStopped:
         return STOPPED_CODE
     except Exception:  # noqa: BLE001 - a bug, of which the ledger knows
         print(without_secrets(traceback.format_exc()), file=sys.stderr)  # noqa: T201
@@ -386,7 +386,7 @@ def main(words: Sequence[str]) -> int:
 
 def _has_ended(folder: RunFolder) -> bool:
     """Tell whether the ledger knows that the run has ended."""
-    return fold(folder.name, Reader(folder).news()).state in ENDED
+    return fold_events(folder.name, LedgerReader(folder).news()).state in ENDED
 
 
 def _is_expected(folder: RunFolder, patience_s: float) -> bool:
@@ -395,7 +395,7 @@ def _is_expected(folder: RunFolder, patience_s: float) -> bool:
     Of such a one nobody knows: who submitted it died before it could say so, and its standby handed over anew. The
     announcement itself may be late to appear.
     """
-    until, reader, status = time.monotonic() + patience_s, Reader(folder), RunStatus(folder.name)
+    until, reader, status = time.monotonic() + patience_s, LedgerReader(folder), RunStatus(folder.name)
     while True:
         for event in reader.news():
             status.apply(event)
@@ -417,4 +417,4 @@ def stop_on_signals() -> None:
 
 def stop(_signal: int, _frame: FrameType | None) -> None:
     """Turn a signal into an orderly end."""
-    raise Stopped
+    raise SupervisorStopped

@@ -30,9 +30,9 @@ from pipeline.errors import CacheFull, PipelineError
 from pipeline.journal.ledger import Ledger, Note
 from pipeline.journal.run_folder import RunFolder
 from pipeline.memory.runtime.meters import highest_resident_bytes
-from pipeline.project.frozen_code import WORKER, module_command
 from pipeline.project.project import Project
 from pipeline.project.restriction import only_of
+from pipeline.project.run_code import WORKER, module_command
 from pipeline.records import EventKind, Tell
 from pipeline.runs.workflow import script_stage, table
 from pipeline.stages.read_entries import ITEMS_READ
@@ -54,7 +54,7 @@ GPUS = "CUDA_VISIBLE_DEVICES"
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-class Stopped(BaseException):
+class TaskStopped(BaseException):
     """Somebody asked this process to end; what is finished is published on the way out."""
 
     came_further: ClassVar[bool] = False  # whether this start has done something that none before it had
@@ -74,7 +74,7 @@ class Stopped(BaseException):
         return GO_ON if self.came_further else SIGNALLED + signal.SIGTERM
 
 
-def main(words: Sequence[str]) -> int:
+def run_task(words: Sequence[str]) -> int:
     """Do one task, or one process's part of it, and report on it."""
     atexit.register(gc.freeze)  # at its end torch is not looked through once more, for half a second
     for number in ENDING:
@@ -107,14 +107,14 @@ def main(words: Sequence[str]) -> int:
                 signal.signal(number, _hear)
         if given.lent is not None:
             os.environ[GPUS] = given.lent
-        work(project, folder, given, part, News(ledger, facts), place=place, leads=leads)
+        work_through(project, folder, given, part, News(ledger, facts), place=place, leads=leads)
     except script_stage.Ended as ended:
         if not ended.quiet:
             about = {"what": ended.what, "exit_code": ended.code, "trouble": ended.trouble}
             ledger.emit(EventKind.TASK_FAILED, **facts, **about)
             print(without_secrets(ended.what), file=sys.stderr)  # noqa: T201 - a task's stderr is its log
         return ended.code
-    except Stopped as stopped:
+    except TaskStopped as stopped:
         ledger.emit(EventKind.TASK_FAILED, **facts, what="stopped by a signal", exit_code=stopped.exit_code, trouble="")
         return stopped.exit_code
     except PipelineError as error:
@@ -147,12 +147,12 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 def _tell(ledger: Ledger, facts: dict[str, Any], error: Exception, what: str, exit_code: int) -> None:
     """Report a failure, if the disk still takes it."""
     try:
-        ledger.emit(EventKind.TASK_FAILED, **facts, what=what, exit_code=exit_code, trouble=trouble_of(error))
+        ledger.emit(EventKind.TASK_FAILED, **facts, what=what, exit_code=exit_code, trouble=failure_kind(error))
     except PipelineError as refused:
         print(without_secrets(f"error: {refused}"), file=sys.stderr)  # noqa: T201 - a task's stderr is its log
 
 
-def trouble_of(error: BaseException | None) -> str:
+def failure_kind(error: BaseException | None) -> str:
     """Return what kind of want was behind a failure: gpu_oom, host_oom, disk_full, or nothing that is known."""
     while error is not None:
         if type(error).__name__ == "OutOfMemoryError":  # torch's; it may never have been imported here
@@ -195,7 +195,7 @@ class News:
             self._told_s = time.monotonic()
 
 
-def work(
+def work_through(
     project: Project,
     folder: RunFolder,
     given: argparse.Namespace,
@@ -220,7 +220,7 @@ def work(
             with closing(outcomes):  # closing publishes what is finished
                 for reason in outcomes:
                     news.add(reason)
-                    Stopped.came_further = news.done > note.done_before
+                    TaskStopped.came_further = news.done > note.done_before
                     news.go_on(tell.figures)
         except script_stage.Ended as ended:
             if ended.code == GO_ON:  # of a script that tells no figures, another attempt is all that shows
@@ -229,8 +229,8 @@ def work(
             raise
         if tell.ended_by:
             news.tell(EventKind.PROGRESS, tell.figures)
-            Stopped.came_further = tell.moved
-            raise Stopped(tell.ended_by)
+            TaskStopped.came_further = tell.moved
+            raise TaskStopped(tell.ended_by)
         note.write(news.done, ())
     news.tell(EventKind.TASK_FINISHED if leads else EventKind.PROGRESS, tell.figures)
 
@@ -245,7 +245,7 @@ def _fan_out(words: Sequence[str], folder: RunFolder, processes: int, ledger: Le
             environment = {**os.environ, GPUS: lent[number % len(lent)]}
             started.append(subprocess.Popen([*command, "--part", f"{number}/{processes}"], env=environment))
         codes = [process.wait() for process in started]
-    except Stopped as stopped:
+    except TaskStopped as stopped:
         for process in started:
             process.send_signal(stopped.number)
         codes = [process.wait() for process in started] or [stopped.exit_code]
@@ -292,4 +292,4 @@ def _stop(number: int, _frame: FrameType | None) -> None:
     """Turn the first signal into an orderly end."""
     for one in ENDING:
         signal.signal(one, signal.SIG_IGN)
-    raise Stopped(number)
+    raise TaskStopped(number)

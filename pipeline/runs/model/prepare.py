@@ -11,11 +11,10 @@ import numpy as np
 import xxhash
 
 from pipeline.errors import CacheDamaged, DataError, RecordMissing, WeightsUnusable
-from pipeline.journal.run_folder import writing
+from pipeline.journal.run_folder import writing_run
 from pipeline.keys import content_digest, recipe_tag
-from pipeline.project.frozen_code import package_digest
 from pipeline.project.project import open_executor
-from pipeline.project.user_code import load_task, source_digest
+from pipeline.project.run_code import load_task, package_digest, source_digest
 from pipeline.runs.dataset.loading import made_table, rows_of, source_of
 from pipeline.runs.dataset.reader_items import is_reader
 from pipeline.runs.dataset.reader_items import refuse_unreadable as inspect_entries
@@ -77,7 +76,7 @@ def _remembered(path: Path) -> Prepared | None:
 
 def _remember(path: Path, prepared: Prepared) -> None:
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-    with writing(path):
+    with writing_run(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(json.dumps(prepared.to_json()))
         partial.replace(path)

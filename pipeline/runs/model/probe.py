@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.cluster.job_spec import JobSpec, TaskState
-from pipeline.cluster.verdict import Cause, Word, judge
+from pipeline.cluster.verdict import Cause, Word, judge_attempt
 from pipeline.config.load import dump_resolved
 from pipeline.errors import ConfigError, JobFailed, PipelineError, SubmissionRefused
 from pipeline.journal import run_folder as folders
@@ -26,8 +26,8 @@ from pipeline.memory.hardware.host_memory import STATED, TrainingJob, train_need
 from pipeline.memory.history.step_history import fingerprint, ratios_of_all
 from pipeline.memory.planning.request import CardSpecs
 from pipeline.memory.planning.step_estimates import SETTINGS, micro_time, reserve, update_s
-from pipeline.project.frozen_code import freeze, module_command
 from pipeline.project.project import asked_bytes
+from pipeline.project.run_code import freeze, module_command
 from pipeline.protocol import Example
 from pipeline.runs.model.probe_job import (
     DIED,
@@ -277,7 +277,7 @@ def drafted(config: Config, errand: Errand) -> RunFolder:
     folder = RunFolder(path)
     mode = folders.PRIVATE if config.cluster.private else folders.SHARED
     try:
-        with folders.writing(path):
+        with folders.writing_run(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.mkdir(mode=mode)
             folder.logs.mkdir()
@@ -368,7 +368,7 @@ def _from_outside(job: _Job, status: TaskStatus | None) -> Result:
     """Return what the executor knows of a probe that could say nothing; a death of memory is remembered even so."""
     if status is None:
         return Result(FAILED, why="nobody knows what became of its job")
-    verdict = judge(status, Word(), end_of(job.log(), LOG_LINES) or "", asked_bytes=job.spec.mem_bytes)
+    verdict = judge_attempt(status, Word(), end_of(job.log(), LOG_LINES) or "", asked_bytes=job.spec.mem_bytes)
     if verdict.cause not in (Cause.HOST_OOM, Cause.GPU_OOM):
         return Result(FAILED, why=verdict.reason or status.state.value)
     config, errand = read(job.folder)

@@ -29,7 +29,7 @@ from pipeline.journal.run_folder import RunFolder
 from pipeline.memory.footprint import MemoryChoice
 from pipeline.memory.history.step_history import Peak, PeakHistory, sizes_text, torch_version
 from pipeline.memory.runtime.meters import BeforeModel, StepGauge, peak_of
-from pipeline.project.frozen_code import module_command
+from pipeline.project.run_code import module_command
 from pipeline.runs.model.training_work import Work
 
 if TYPE_CHECKING:

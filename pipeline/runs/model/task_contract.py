@@ -21,7 +21,7 @@ import numpy as np
 
 from pipeline.errors import PipelineError
 from pipeline.memory.footprint import MemoryChoice
-from pipeline.project.user_code import failed
+from pipeline.project.run_code import user_code_failed
 from pipeline.protocol import ITEMS, Contrastive, Example, Outputs, ParameterGroups, Weights
 from pipeline.runs.model.training_work import sizes_of
 
@@ -70,7 +70,7 @@ def breaches(
     except PipelineError as error:
         yield error.what
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a user's code raises is what is to be told
-        yield failed("trying the task", error).what
+        yield user_code_failed("trying the task", error).what
 
 
 @contextmanager

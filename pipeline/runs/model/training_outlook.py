@@ -22,7 +22,7 @@ from pipeline.memory.planning.planner import CurriculumStage, plan_stages
 from pipeline.memory.planning.request import CardSpec, DataSizes
 from pipeline.memory.planning.step_estimates import SETTINGS, reserve
 from pipeline.project.project import asked_bytes, cluster_name, profiles_of
-from pipeline.project.user_code import blamed
+from pipeline.project.run_code import blamed
 from pipeline.runs.dataset.loading import table_of
 from pipeline.runs.dataset.reader_items import refuse_crop
 from pipeline.runs.model.offers import NAME, Question, is_known, offers_of, site_card, waits

@@ -15,7 +15,7 @@ import numpy as np
 from pipeline.errors import ConfigError
 from pipeline.memory.estimating.fallback_oracle import Counts, Formula, OracleLadder
 from pipeline.memory.planning.request import CardSpec, DataSizes, Micros, Oversize, PlanRequest
-from pipeline.project.user_code import failed, load_task
+from pipeline.project.run_code import load_task, user_code_failed
 from pipeline.protocol import ITEMS, Contrastive, Example
 from pipeline.training.prepared import COST, LIKENESS, likeness, sampler_settings
 from pipeline.training.sampling.sampler import Sampler
@@ -212,7 +212,9 @@ def sizes_of(task: Task, item_sizes: Mapping[str, Integers]) -> dict[str, Intege
                 raise ValueError(f"{name} is not finite")
         sizes = {name: np.broadcast_to(np.asarray(values, np.int64), items) for name, values in said.items()}
     except Exception as error:
-        blame = failed(f"cost() of all items at once, whose sizes are arrays ({', '.join(item_sizes)}),", error)
+        blame = user_code_failed(
+            f"cost() of all items at once, whose sizes are arrays ({', '.join(item_sizes)}),", error
+        )
         blame.remedy = "write cost() with numpy: item['nodes'] * 2, np.maximum(item['edges'], 10), np.where(...)"
         raise blame from error
     if not sizes:

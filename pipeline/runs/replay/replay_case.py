@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeline.config.load import from_resolved
 from pipeline.errors import ConfigError, DataError
-from pipeline.journal.attempts import left_out
+from pipeline.journal.attempts import left_out_items
 from pipeline.project.project import Project
 from pipeline.runs.model.prepare import folder_of, task_sizes, trained_table
 from pipeline.runs.workflow.train_stage import NAME
@@ -165,7 +165,7 @@ class ReplayedShare:
         if any(not set(cut.numbers) <= set(one.items.tolist()) for cut, one in zip(bundle.cuts, micros, strict=False)):
             self.notes.append("the micro-batches after it cannot be told any more: they are left out")
             return
-        out, ids = left_out(self._case.folder, NAME), self._items.table.ids
+        out, ids = left_out_items(self._case.folder, NAME), self._items.table.ids
         for one in micros[begun:]:
             numbers = tuple(number for number in one.items.tolist() if ids[number] not in out)
             if numbers:

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError, JobFailed, PipelineError, PlanInfeasible
 from pipeline.journal.run_folder import RunFolder
-from pipeline.project.frozen_code import module_command, package_digest
-from pipeline.project.user_code import blamed
+from pipeline.project.run_code import blamed, module_command, package_digest
 from pipeline.records import Tell
 from pipeline.runs.model.training_work import Work, least_of, target_of
 from pipeline.runs.replay.replay_case import ReplayCase, ReplayedShare, project_of_run, read_training_plan

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from typing import Any
 
-    from pipeline.journal.active_runs import Going
+    from pipeline.journal.active_runs import GoingRun
     from pipeline.project.project import Project
     from pipeline.runs.upkeep.cache_use import Recipes
     from pipeline.store.maintenance.leftovers import Leftover, User
@@ -265,7 +265,7 @@ def _signs(cache: Cache) -> dict[str, tuple[float, float]]:
     return found
 
 
-def _tell_apart(cleaning: Cleaning, users: list[User], strangers: list[str], going: list[Going]) -> None:
+def _tell_apart(cleaning: Cleaning, users: list[User], strangers: list[str], going: list[GoingRun]) -> None:
     """Take down who else uses the cache, and who does no more: nobody has gone whose run goes on."""
     busy = {run.folder.path.parent for run in going}
     idle = [user for user in users if Path(user.runs) not in busy]
@@ -327,7 +327,7 @@ def _is_gone(path: Path) -> bool:
     return False
 
 
-def _refuse_going(cache: Cache, going: list[Going], folders: list[Path]) -> None:
+def _refuse_going(cache: Cache, going: list[GoingRun], folders: list[Path]) -> None:
     """Raise where everything is to go while a run goes on, or where nobody can tell whether one does."""
     if going:
         name = going[0].folder.name

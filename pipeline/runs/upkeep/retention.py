@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from pipeline.encoder.embedding_recipe import Recipe
-    from pipeline.journal.active_runs import Going
+    from pipeline.journal.active_runs import GoingRun
     from pipeline.records import Rejection
     from pipeline.runs.upkeep.cache_use import Recipes
     from pipeline.stages.scan import Seen
@@ -57,7 +57,7 @@ class Staying:
     others: Sequence[User]  # that use the cache, too
     own: Sequence[User]  # what this project once said that it uses
     strangers: bool  # whether there are users of whom nothing can be read
-    going: Sequence[Going]
+    going: Sequence[GoingRun]
     keep_recipes: bool
     recipes: Recipes = field(default_factory=dict)  # every one that is known
     notes: list[CleanNote] = field(default_factory=list)
@@ -143,7 +143,7 @@ def described(cache: Cache) -> Recipes:
     return {(kind, recipe_tag(kind, recipe)): recipe for _, kind, recipe in cache.described()}
 
 
-def recipes_of_run(run: Going) -> Recipes:
+def recipes_of_run(run: GoingRun) -> Recipes:
     """Return by which recipes the records are made that a run needs."""
     name = run.folder.name
     try:

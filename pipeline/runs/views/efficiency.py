@@ -16,7 +16,7 @@ from pipeline.errors import PipelineError
 from pipeline.project.project import Project, cluster_name, profiles_of
 from pipeline.runs.model.prepare import is_planned
 from pipeline.runs.workflow import table, train_stage
-from pipeline.runs.workflow.jobs import plan, recipe_name, tasks_at_once
+from pipeline.runs.workflow.jobs import plan_stage, recipe_name, tasks_at_once
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
     from pipeline.journal.attempts import Attempt
     from pipeline.journal.run_folder import RunFolder
-    from pipeline.journal.run_status import Job, RunStatus, StageStatus
+    from pipeline.journal.run_status import RunStatus, StageJob, StageStatus
     from pipeline.memory.history.task_history import Suggestion
-    from pipeline.runs.workflow.jobs import Plan
+    from pipeline.runs.workflow.jobs import StagePlan
     from pipeline.runs.workflow.table import Stage
 
 TIME_MARGIN = 1.5
@@ -157,7 +157,7 @@ def used(stage: StageStatus, config: Config, thought: MemoryOutlook) -> StageUse
     )
 
 
-def _cpus(job: Job | None) -> int:
+def _cpus(job: StageJob | None) -> int:
     return job.cpus if job else 1
 
 
@@ -169,7 +169,7 @@ def _share(parts: Iterable[tuple[float | None, float, float]]) -> float | None:
 
 
 def _suggestions(
-    name: str, config: Config, ended: Sequence[Attempt], jobs: dict[str, Job], thought: MemoryOutlook
+    name: str, config: Config, ended: Sequence[Attempt], jobs: dict[str, StageJob], thought: MemoryOutlook
 ) -> list[Suggested]:
     """Return what the next run should ask for, where that differs from what is configured."""
     key, resources = f"cluster.{name}", getattr(config.cluster, name)
@@ -194,7 +194,7 @@ def _asked(ended: Sequence[Attempt]) -> int:
     return max((one.ask.mem_bytes for one in ended if one.number == 1), default=0)
 
 
-def _cores(ended: Sequence[Attempt], jobs: dict[str, Job]) -> int | None:
+def _cores(ended: Sequence[Attempt], jobs: dict[str, StageJob]) -> int | None:
     """Return how many cores are enough, where less than half of the time of those there were was used."""
     telling = [one for one in ended if one.cpu_s is not None and one.elapsed_s >= TELLING_S]
     share = _share((one.cpu_s, _cpus(jobs.get(one.job)) * one.elapsed_s, 1.0) for one in telling)
@@ -233,11 +233,11 @@ def estimates(
 ) -> Iterator[Estimate]:
     """Yield what each stage would take."""
     for stage in map(table.stage, names):
-        yield _estimate(project, stage, plan(project, stage, executor, folder=None), executor, origins)
+        yield _estimate(project, stage, plan_stage(project, stage, executor, folder=None), executor, origins)
 
 
 def _estimate(
-    project: Project, stage: Stage, planned: Plan, executor: Executor, origins: Mapping[str, str]
+    project: Project, stage: Stage, planned: StagePlan, executor: Executor, origins: Mapping[str, str]
 ) -> Estimate:
     tasks, missing = len(planned.found.shards), planned.counts()["missing"]
     abreast = min(tasks, tasks_at_once(project.config, stage, executor)) or 1
@@ -260,7 +260,7 @@ def _estimate(
     )
 
 
-def _sources(project: Project, planned: Plan, origins: Mapping[str, str], pace: float | None) -> dict[str, str]:
+def _sources(project: Project, planned: StagePlan, origins: Mapping[str, str], pace: float | None) -> dict[str, str]:
     """Return where each number is from."""
     key, resources = f"cluster.{planned.stage.name}", planned.stage.resources(project.config)
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config.load import from_resolved
 from pipeline.errors import ConfigError, PipelineError
-from pipeline.journal.active_runs import shown
-from pipeline.journal.ledger import Reader
+from pipeline.journal.active_runs import run_as_shown
+from pipeline.journal.ledger import LedgerReader
 from pipeline.journal.run_status import RunStatus
 from pipeline.runs.views.page_facts import (
     WorkOverTime,
@@ -142,7 +142,7 @@ def renew(folder: RunFolder) -> None:
     """Lay a new page into the folder of a run that no supervisor looks after any more, if that can be done."""
     try:
         page, status = of_run(folder), RunStatus(folder.name)
-        _hear(Reader(folder), page, status)
+        _hear(LedgerReader(folder), page, status)
     except (PipelineError, OSError) as error:
         log.warning("%s is not up to date: %s", folder.report, error)
         return
@@ -151,13 +151,13 @@ def renew(folder: RunFolder) -> None:
 
 def page_now(folder: RunFolder) -> tuple[Page, RunStatus, dict[str, Any]]:
     """Return the page of a run, how the run stands, and what the queue says of it."""
-    page, status, reader = of_run(folder), RunStatus(folder.name), Reader(folder)
+    page, status, reader = of_run(folder), RunStatus(folder.name), LedgerReader(folder)
     _hear(reader, page, status)
-    told = shown(folder, status, socket.gethostname(), lambda: _hear(reader, page, status))
+    told = run_as_shown(folder, status, socket.gethostname(), lambda: _hear(reader, page, status))
     return page, status, told
 
 
-def _hear(reader: Reader, page: Page, status: RunStatus) -> None:
+def _hear(reader: LedgerReader, page: Page, status: RunStatus) -> None:
     """Take the news of a ledger into account."""
     for event in reader.fresh():
         status.apply(event)

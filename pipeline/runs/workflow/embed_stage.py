@@ -14,9 +14,9 @@ import xxhash
 
 from pipeline.encoder.engine.token_batches import costs, deal
 from pipeline.encoder.tokens import BadSequence, texts, tokenize
-from pipeline.journal.attempts import left_out
-from pipeline.journal.ledger import Reader, write_rejections
-from pipeline.journal.run_folder import writing
+from pipeline.journal.attempts import left_out_items
+from pipeline.journal.ledger import LedgerReader, write_rejections
+from pipeline.journal.run_folder import writing_run
 from pipeline.project.project import asked_bytes
 from pipeline.records import EventKind, Reason, Rejection
 from pipeline.runs.dataset import outcome, worklist
@@ -138,7 +138,7 @@ def _deal(
     dealt = deal(lengths_N, costs_N, tasks, _group(project)) if len(lengths_N) else []
     parts = [part for part in dealt if len(part)]
     if folder is not None:
-        with writing(folder.order(NAME)), folder.order(NAME).open("wb") as file:
+        with writing_run(folder.order(NAME)), folder.order(NAME).open("wb") as file:
             for part in parts:
                 np.stack([offsets_N[part], lengths_N[part].astype(np.uint64)], axis=1).tofile(file)
     ends = np.cumsum([len(part) for part in parts], dtype=np.int64).tolist()
@@ -197,7 +197,7 @@ def work(
         lengths_N = rows_N2[:, 1].astype(np.int64)
         costs_N = costs(lengths_N, encoding.recipe, encoding.weights.dim)
         rows_N2 = rows_N2[deal(lengths_N, costs_N, part[1], _group(project))[part[0]]]
-    barred = left_out(folder, NAME)
+    barred = left_out_items(folder, NAME)
     with folder.todo(NAME).open("rb") as file:
 
         def read(wanted: Sequence[int]) -> list[str]:
@@ -273,7 +273,7 @@ def describe(variant: Variant) -> str:
 
 def judge(project: Project, folder: RunFolder, patience_s: float) -> Embedded:
     """Count what the store has of every item, and list what was left out."""
-    refused, barred = _refused(folder), left_out(folder, NAME)
+    refused, barred = _refused(folder), left_out_items(folder, NAME)
 
     def look() -> Embedded:
         embedded, sequences = Embedded(), _JudgedSequences()
@@ -296,7 +296,7 @@ def check(_project: Project, _folder: RunFolder, embedded: Embedded) -> list[str
 
 def _refused(folder: RunFolder) -> dict[str, tuple[Reason, str]]:
     """Return what the tasks of this run could not embed, by key."""
-    events = (event for event in Reader(folder).fresh() if event.kind is EventKind.REFUSED)
+    events = (event for event in LedgerReader(folder).fresh() if event.kind is EventKind.REFUSED)
     return {event.data["key"]: (Reason(event.data["reason"]), event.data["detail"]) for event in events}
 
 

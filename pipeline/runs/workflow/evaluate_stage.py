@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pipeline.project.user_code import blamed
+from pipeline.project.run_code import blamed
 from pipeline.runs.model.node_staging import staged
 from pipeline.runs.model.training_work import Work
 from pipeline.runs.workflow import model_use

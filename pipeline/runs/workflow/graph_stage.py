@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipeline.errors import ConfigError
-from pipeline.journal.attempts import left_out
+from pipeline.journal.attempts import left_out_items
 from pipeline.journal.ledger import write_rejections
-from pipeline.journal.run_folder import writing
+from pipeline.journal.run_folder import writing_run
 from pipeline.records import Kind, Reason, Rejection
 from pipeline.runs.dataset import outcome, worklist
 from pipeline.runs.dataset.outcome import Judged, patiently
@@ -154,7 +154,7 @@ def judge(project: Project, folder: RunFolder, patience_s: float) -> Graphed:
 
 def check(_project: Project, folder: RunFolder, graphed: Graphed) -> list[str]:
     """Let the table of a run that went well be found; say where nothing is known of graphs yet."""
-    with writing(folder.table):
+    with writing_run(folder.table):
         folder.table.write_text(graphed.table)
     return [] if graphed.kept else ["graphs are not kept (graph.cache: false): what cannot be built shows in training"]
 
@@ -163,7 +163,7 @@ def _tally(project: Project, folder: RunFolder, graphed: Graphed, table: TableBu
     """Count every item and yield the rejected ones."""
     verifier, barred, asked = (
         project.graphs.verifier(limited=False),
-        left_out(folder, NAME),
+        left_out_items(folder, NAME),
         worklist.asked(folder, NAME),
     )
     for chunk in in_chunks(

@@ -8,16 +8,16 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pipeline.cluster.card_choice import choose, eligible
+from pipeline.cluster.card_choice import choose_shape, eligible
 from pipeline.cluster.job_spec import TASK, JobSpec
 from pipeline.config.schema_cluster import TrainResources
 from pipeline.errors import CacheUnusable, PlanInfeasible, SubmissionRefused
-from pipeline.journal.attempts import Ask, numbers
-from pipeline.journal.run_status import Job
+from pipeline.journal.attempts import Ask, parse_ranges
+from pipeline.journal.run_status import StageJob
 from pipeline.keys import recipe_tag
 from pipeline.memory.history.task_history import Profiles
-from pipeline.project.frozen_code import WORKER, module_command
 from pipeline.project.project import asked_bytes, cluster_name, profiles_of
+from pipeline.project.run_code import WORKER, module_command
 from pipeline.report.tables import size
 from pipeline.runs.workflow import script_stage
 
@@ -44,7 +44,7 @@ class First:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StagePlan:
     """What one stage of a run will do."""
 
     stage: Stage
@@ -63,14 +63,14 @@ class Plan:
         return self.stage.name, self.counts(), self.found.bytes, self.cpus, ask
 
 
-def plan(project: Project, stage: Stage, executor: Executor, folder: RunFolder | None) -> Plan:
+def plan_stage(project: Project, stage: Stage, executor: Executor, folder: RunFolder | None) -> StagePlan:
     """Compare the data set with the store and cut what is missing into tasks; write it down if there is a folder."""
     resources = stage.resources(project.config)
     found = stage.survey(project, folder, tasks_at_once(project.config, stage, executor))
     if folder is not None:
         found.write_shards(folder, stage.name)
     first = first_ask(project, stage, profiles_of(project.config), limits_for(project, stage, executor))
-    return Plan(stage, found, first, resources.cpus, resources.gpus)
+    return StagePlan(stage, found, first, resources.cpus, resources.gpus)
 
 
 def tasks_at_once(config: Config, stage: Stage, executor: Executor) -> int:
@@ -136,7 +136,7 @@ def job_spec(project: Project, stage: Stage, tasks: int, limits: Limits, folder:
     """Return the job that does the first attempt at a stage's tasks."""
     first = first_ask(project, stage, profiles_of(project.config), limits)
     resources = stage.resources(project.config)
-    job = Job(
+    job = StageJob(
         tag=f"{folder.name if folder else 'RUN'}-{stage.name}-0",
         stage=stage.name,
         tasks=f"0-{tasks - 1}",
@@ -149,7 +149,7 @@ def job_spec(project: Project, stage: Stage, tasks: int, limits: Limits, folder:
     return spec_of(folder, project.config, job)
 
 
-def spec_of(folder: RunFolder | None, config: Config, job: Job) -> JobSpec:
+def spec_of(folder: RunFolder | None, config: Config, job: StageJob) -> JobSpec:
     """Return a job as an executor takes it; each task is told (run, stage, task) and what this attempt has."""
     resources: StageResources | TrainResources = getattr(config.cluster, job.stage)
     train = resources if isinstance(resources, TrainResources) else None
@@ -162,7 +162,7 @@ def spec_of(folder: RunFolder | None, config: Config, job: Job) -> JobSpec:
     return JobSpec(
         name=job.stage,
         argv=(*module_command(WORKER, folder), *words),
-        tasks=tuple(numbers(job.tasks)),
+        tasks=tuple(parse_ranges(job.tasks)),
         cpus=job.cpus * each,
         gpus=job.gpus,
         nodes=nodes,
@@ -190,7 +190,7 @@ def choose_cards(project: Project, stage: Stage, spec: JobSpec, executor: Execut
         except SubmissionRefused:
             return None
 
-    return choose(eligible(cards, stage.gpu_bytes(project), gpus), start_of, time.time())
+    return choose_shape(eligible(cards, stage.gpu_bytes(project), gpus), start_of, time.time())
 
 
 def shaped(spec: JobSpec, shape: Shape) -> JobSpec:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from pipeline.errors import ConfigError, DataError, JobFailed
-from pipeline.journal.attempts import left_out
-from pipeline.journal.run_folder import writing
-from pipeline.project.user_code import load_task
+from pipeline.journal.attempts import left_out_items
+from pipeline.journal.run_folder import writing_run
+from pipeline.project.run_code import load_task
 from pipeline.runs.dataset.loading import rows_of, source_of
 from pipeline.runs.dataset.outcome import Judged
 from pipeline.runs.dataset.reader_items import unmade
@@ -80,7 +80,7 @@ class Ahead:
     def write(self, path: Path) -> None:
         """Write it down; who reads meanwhile sees the old or the new one."""
         partial = path.with_suffix(".partial")
-        with writing(path):
+        with writing_run(path):
             partial.write_text(json.dumps(self.to_json()))
             partial.replace(path)
 
@@ -270,7 +270,7 @@ def job_of(
         ranks=ranks,
         tell=tell,
         say=said if ranks.rank == 0 else lambda _: None,
-        left_out=left_out(folder, name),
+        left_out=left_out_items(folder, name),
         with_loss=with_loss,
     )
 

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from pipeline.errors import ConfigError
-from pipeline.project.user_code import blamed
+from pipeline.project.run_code import blamed
 from pipeline.runs.model.node_staging import staged
 from pipeline.runs.model.training_work import Work
 from pipeline.runs.workflow import model_use

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import CacheDamaged, DataError, RecordMissing
 from pipeline.journal.ledger import write_rejections
-from pipeline.journal.run_folder import writing
+from pipeline.journal.run_folder import writing_run
 from pipeline.records import Entry, Rejection
 from pipeline.runs.dataset.outcome import Judged, patiently
 from pipeline.runs.dataset.reader_items import (
@@ -50,7 +50,7 @@ def survey(project: Project, folder: RunFolder | None, _at_once: int) -> Found:
     with suppress(CacheDamaged, RecordMissing):
         known = next((found for found, _, _ in reader_tables(project)), None)
     if folder is not None:
-        with writing(folder.items):
+        with writing_run(folder.items):
             folder.items.touch()  # of structures there are none
         if known is not None and known.path != folder.path:
             _take_over(known, folder)
@@ -60,7 +60,7 @@ def survey(project: Project, folder: RunFolder | None, _at_once: int) -> Found:
 
 def _take_over(known: RunFolder, folder: RunFolder) -> None:
     """Let a run say what an earlier one has read."""
-    with writing(folder.entered):
+    with writing_run(folder.entered):
         if known.rejected.exists():
             shutil.copyfile(known.rejected, folder.rejected)
         _write(folder, read_by_run(known))
@@ -68,7 +68,7 @@ def _take_over(known: RunFolder, folder: RunFolder) -> None:
 
 def _write(folder: RunFolder, told: Mapping[str, Any]) -> None:
     partial = folder.entered.with_suffix(".partial")
-    with writing(folder.entered):
+    with writing_run(folder.entered):
         partial.write_text(json.dumps(told))
         partial.replace(folder.entered)
 
@@ -169,6 +169,6 @@ def check(project: Project, folder: RunFolder, entered: Entered) -> list[str]:
     if what and data.on_leak == "error":
         remedy = f"mend the splits   or   {SCAN_AGAIN} --set data.on_leak=warn"
         raise DataError(what, where=str(data.path), remedy=remedy)
-    with writing(folder.table):
+    with writing_run(folder.table):
         folder.table.write_text(entered.table)
     return [what] if what and data.on_leak == "warn" else []

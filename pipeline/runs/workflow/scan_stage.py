@@ -11,9 +11,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from pipeline.errors import DataError
-from pipeline.journal.attempts import left_out
+from pipeline.journal.attempts import left_out_items
 from pipeline.journal.ledger import write_rejections
-from pipeline.journal.run_folder import writing
+from pipeline.journal.run_folder import writing_run
 from pipeline.records import Item, Reason, Rejection
 from pipeline.runs.dataset import outcome, worklist
 from pipeline.runs.dataset.outcome import patiently
@@ -72,7 +72,7 @@ def survey(project: Project, folder: RunFolder | None, at_once: int) -> Found:
                 rest.write(text)
         offsets.append(rest.position)
     if folder and listed:
-        with writing(folder.items):
+        with writing_run(folder.items):
             listed.replace(folder.items)
     return Found(counts, _cut(offsets, _items_per_task(project, counts["missing"], at_once)))
 
@@ -133,7 +133,7 @@ def work(
 
 def noted(folder: RunFolder, stage: str, task: int, tell: Tell) -> Iterator[Item]:
     """Yield the items of a task without those that killed it, telling each before it is worked on."""
-    barred = left_out(folder, stage)
+    barred = left_out_items(folder, stage)
     for item in worklist.read_task(folder, stage, task):
         if item.id not in barred:
             tell.on((item.id,))
@@ -182,7 +182,7 @@ def known(
     """Yield what is known of each entry of a data set, in order."""
     recipe, shelves = project.recipe, project.shelves
     since_ns = folder.stages.stat().st_mtime_ns if folder else None
-    barred = left_out(folder, NAME)
+    barred = left_out_items(folder, NAME)
     for chunk in in_chunks(entries, worklist.LOOKED_UP_AT_ONCE):
         looked_up = iter(look_up([entry for entry in chunk if isinstance(entry, Item)], recipe, shelves))
         for entry in chunk:

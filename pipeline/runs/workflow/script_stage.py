@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster.verdict import GO_ON, SIGNALLED, Cause
 from pipeline.errors import ConfigError, PlanInfeasible
-from pipeline.journal.ledger import Reader
-from pipeline.journal.run_folder import RunFolder, writing
-from pipeline.journal.run_status import StageStatus, fold
+from pipeline.journal.ledger import LedgerReader
+from pipeline.journal.run_folder import RunFolder, writing_run
+from pipeline.journal.run_status import StageStatus, fold_events
 from pipeline.memory.runtime.meters import peak_of
 from pipeline.project.project import asked_bytes
 from pipeline.runs.dataset.worklist import Found, Shard
@@ -38,14 +38,14 @@ from pipeline.script.command import (
     Values,
     batches,
     culprit,
-    environment,
     meeting,
-    parse,
+    parse_command,
+    process_words,
     refuse_blind,
     refuse_other_batch,
-    words,
+    script_environment,
 )
-from pipeline.script.script_process import STEP, run
+from pipeline.script.script_process import STEP, run_script
 from pipeline.training.ranks.rank_protocol import LOST
 from pipeline.training.ranks.rendezvous import RankPlace
 
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from pipeline.config.schema_cluster import TrainResources
     from pipeline.project.project import Project
     from pipeline.records import Reason, Tell
-    from pipeline.script.script_process import Outcome
+    from pipeline.script.script_process import ScriptOutcome
 
 STATED_BYTES = 8 << 30  # of a process: torch with CUDA, and its data workers, seldom take more
 STATED = "stated: nobody knows what a script takes until it has run (cluster.train.mem)"
@@ -75,7 +75,7 @@ def is_script(config: Config, stage: str = NAME) -> bool:
 
 def script_of(config: Config) -> Script:
     """Return the command of a configuration."""
-    return parse(config.train.command or "")
+    return parse_command(config.train.command or "")
 
 
 def starts_on_node(config: Config, stage: str) -> int:
@@ -94,7 +94,7 @@ def first_words(project: Project, shrink: int = 0) -> list[str]:
     config = project.config
     micro, accumulation = batches_of(config, shrink)
     values = values_of(config, RankPlace(0, 1), micro, accumulation, RunFolder(config.cluster.runs / "RUN"))
-    return words(script_of(config), values)
+    return process_words(script_of(config), values)
 
 
 def batches_of(config: Config, shrink: int) -> tuple[int, int]:
@@ -176,7 +176,7 @@ class Ended(Exception):
         self.quiet = quiet  # another process was the reason, and says so
 
     @classmethod
-    def of(cls, outcome: Outcome) -> Ended:
+    def of(cls, outcome: ScriptOutcome) -> Ended:
         """Return what is said of an end; where nothing is known of the reason, its last lines."""
         what = outcome.what
         if not (outcome.reason or outcome.goes_on) and len(outcome.last_lines) > 1:
@@ -192,7 +192,7 @@ def work(
     script = script_of(config)
     micro, accumulation = batches_of(config, tell.shrink)
     name = f"script-{place.meeting or secrets.token_hex(8)}"
-    with writing(folder.meetings):
+    with writing_run(folder.meetings):
         folder.meetings.mkdir(exist_ok=True)
     with meeting(folder.meetings / name, place.rank, place.nodes) as master:
         values = replace(
@@ -201,7 +201,7 @@ def work(
             master_address=master[0],
             master_port=master[1],
         )
-        with writing(values.output):
+        with writing_run(values.output):
             values.output.mkdir(parents=True, exist_ok=True)
         if number := tell.ending():
             tell.ended_by = number
@@ -211,7 +211,7 @@ def work(
     yield None
 
 
-def _run(project: Project, script: Script, values: Values, tell: Tell) -> Outcome:
+def _run(project: Project, script: Script, values: Values, tell: Tell) -> ScriptOutcome:
     """Run the script; what it tells of itself goes to the ledger."""
     train, resources = project.config.train, project.config.cluster.train
 
@@ -220,9 +220,9 @@ def _run(project: Project, script: Script, values: Values, tell: Tell) -> Outcom
         tell.on(())
 
     allocator = EXPANDABLE if train.allocator == "expandable" else ""
-    outcome = run(
-        words(script, values),
-        environment=environment(script, values, os.environ, threads=resources.cpus, allocator=allocator),
+    outcome = run_script(
+        process_words(script, values),
+        environment=script_environment(script, values, os.environ, threads=resources.cpus, allocator=allocator),
         cwd=project.beside or Path.cwd(),
         tell=hear,
         mem_bytes=tell.mem_bytes,
@@ -241,10 +241,10 @@ def newest_attempt(folder: RunFolder) -> int:
 
 def stage_of(folder: RunFolder) -> StageStatus:
     """Return what the ledger knows of the stage."""
-    return fold(folder.name, Reader(folder).news()).stages.get(NAME) or StageStatus(NAME)
+    return fold_events(folder.name, LedgerReader(folder).news()).stages.get(NAME) or StageStatus(NAME)
 
 
-def _settle(outcome: Outcome, peers: Peers, ending: Callable[[], int]) -> None:
+def _settle(outcome: ScriptOutcome, peers: Peers, ending: Callable[[], int]) -> None:
     """Return when all processes are done; raise Ended where that will not be."""
     own = Ended.of(outcome)
     if peers.place.world > 1:

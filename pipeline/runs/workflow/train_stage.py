@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config.masking import without_secrets_in
 from pipeline.errors import ConfigError, PipelineError
-from pipeline.journal.attempts import left_out
-from pipeline.journal.run_folder import writing
-from pipeline.project.user_code import blamed
+from pipeline.journal.attempts import left_out_items
+from pipeline.journal.run_folder import writing_run
+from pipeline.project.run_code import blamed
 from pipeline.runs.dataset.loading import rows_of, source_of
 from pipeline.runs.dataset.outcome import Judged
 from pipeline.runs.dataset.reader_items import refuse_crop, unmade
@@ -56,7 +56,7 @@ CALLED = {"code": "the task's code", "table": "the data set", "embeddings": "the
 
 def inspect(project: Project) -> None:
     """Refuse what cannot be trained: no task, or one that does not even load."""
-    from pipeline.project.user_code import load_task
+    from pipeline.project.run_code import load_task
 
     config = project.config
     if config.data.source == "fasta":
@@ -112,7 +112,7 @@ def survey(project: Project, folder: RunFolder | None, _at_once: int) -> Found:
     left = 0 if progress.is_over(project, prepared) else max(1, steps - progress.done)
     counts |= {"items": progress.done + left, "cached": progress.done, "missing": left}
     if folder is not None:
-        with writing(folder.plan(NAME)):
+        with writing_run(folder.plan(NAME)):
             folder.plan(NAME).write_text(json.dumps(prepared.to_json()))
     shards = (Shard(progress.done, progress.done + left, 1),) if left else ()  # one thing, which cannot be halved
     return Found(counts, shards, bytes=0, cost=float(left))
@@ -197,7 +197,7 @@ def job_of(project: Project, folder: RunFolder, prepared: Prepared, tell: Tell, 
     sizes = task_sizes(project, prepared, table)
     made = folder_of(project, prepared)
     if ranks.rank == 0:
-        with writing(made.path):
+        with writing_run(made.path):
             made.path.mkdir(parents=True, exist_ok=True)
             made.prepared.write_text(json.dumps(prepared.to_json()))
     ranks.exchange({})
@@ -216,7 +216,7 @@ def job_of(project: Project, folder: RunFolder, prepared: Prepared, tell: Tell, 
         say=said if ranks.rank == 0 else lambda _: None,
         remember=lambda peak_bytes, step_s: remember(config, folder, work, prepared, choice, peak_bytes, step_s),
         measure=work.task.cost,
-        leave_out=frozenset(left_out(folder, NAME)),
+        leave_out=frozenset(left_out_items(folder, NAME)),
         settings=without_secrets_in(config.model_dump(mode="json")),
     )
 
@@ -246,7 +246,7 @@ def misfits(project: Project) -> list[str]:
     if any(splits) and train.split is not None and train.split not in splits:
         found.append(f"train.split is {train.split!r}; there are {', '.join(repr(one) for one in splits if one)}")
     if train.pretrained is not None:
-        from pipeline.project.user_code import load_task
+        from pipeline.project.run_code import load_task
         from pipeline.training.checkpoints.pretrained import load_pretrained
 
         try:

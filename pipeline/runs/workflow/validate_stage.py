@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from pipeline.errors import CacheFull, CacheUnusable
-from pipeline.journal.attempts import left_out
+from pipeline.journal.attempts import left_out_items
 from pipeline.records import Reason
 from pipeline.runs.dataset import worklist
 from pipeline.runs.dataset.outcome import Judged, patiently
@@ -150,7 +150,7 @@ def work(
 ) -> Generator[Reason | None, None, None]:
     """Judge the files of one task, and publish what was found: all of it, or nothing."""
     shard = worklist.read_shard(folder, NAME, task)
-    barred = left_out(folder, NAME)
+    barred = left_out_items(folder, NAME)
     parts = [part for part in _read_parts(folder, shard.start, shard.end) if part.name not in barred]
     check, how = _check_of(project), project.config.cache.check
     summary = Summary(how, begun=time.time(), root=str(project.cache.root.resolve()))
@@ -252,7 +252,7 @@ def _merged(folder: RunFolder, reports: list[Path], validated: Validated, writer
             summary.add(report.summary)
             for finding in report.findings():
                 writer.add(finding)
-        for key, (_, detail) in left_out(folder, NAME).items():
+        for key, (_, detail) in left_out_items(folder, NAME).items():
             kind, _, shard = key.partition("/")
             finding = Finding(kind, Fault.UNREADABLE, detail, "" if shard == INDEX else shard)
             summary.count(finding)

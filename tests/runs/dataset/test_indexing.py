@@ -117,10 +117,10 @@ def test_a_worker_brings_an_index_up_to_date_that_lacks_much(
     index.unlink()
     words = [str(runs_in(tmp_path / "runs")[-1].path), "scan", "0"]
     monkeypatch.setattr("pipeline.runs.engine.run_task.ENDING", ())
-    assert run_task.main(words) == 0
+    assert run_task.run_task(words) == 0
     assert not index.exists(), "it lacks little"
     monkeypatch.setattr(store, "_UNINDEXED_RECORDS", 0)
-    assert run_task.main(words) == 0
+    assert run_task.run_task(words) == 0
     assert counts(Cache(tmp_path / "cache"), "scan") == (1, 0)
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from pipeline.config.load import read_config
 from pipeline.journal.run_folder import RunFolder, runs_in
-from pipeline.project.frozen_code import freeze
-from pipeline.runs.engine.create import new_run
-from pipeline.runs.engine.handover import claim, claimed_after
+from pipeline.project.run_code import freeze
+from pipeline.runs.engine.handover import claim_visit, claimed_after
+from pipeline.runs.engine.lifecycle import new_run
 from tests.command import Command
 from tests.projects import MakeProject
 from tests.runs.engine.test_submit import PIPELINE, newest_status, wait_for
@@ -133,7 +133,7 @@ def newest(run: RunFolder) -> bool:
 
 def test_a_visit_is_paid_once(make_project: MakeProject) -> None:
     run = new_run(read_config(make_project(1) / "pipeline.yaml").config, ["scan"])
-    assert [claim(run, 1), claim(run, 1), claim(run, 2)] == [1, 2, 3]
+    assert [claim_visit(run, 1), claim_visit(run, 1), claim_visit(run, 2)] == [1, 2, 3]
     assert claimed_after(run, 2)
     assert not claimed_after(run, 3)
 

@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 from pipeline.cluster.job_spec import Limits
 from pipeline.cluster.verdict import Cause
-from pipeline.journal.attempts import Ask, Attempt, Task, bad_nodes, numbers, progressed, ranges, stuck
+from pipeline.journal.attempts import (
+    Ask,
+    Attempt,
+    TaskRecord,
+    bad_nodes,
+    format_ranges,
+    parse_ranges,
+    progressed,
+    stuck,
+)
 from pipeline.records import Reason
 from pipeline.runs.engine.dispatch import pieces
 from pipeline.runs.engine.repair import Again, GiveUp, LeaveOut, Means, Split, decide
@@ -233,7 +242,7 @@ def test_a_task_that_always_ends_the_same_way_comes_to_an_end(cause: Cause, ther
 
 @given(st.sets(st.integers(0, 300)).map(sorted))
 def test_ranges_say_every_number_once(chosen: list[int]) -> None:
-    assert numbers(ranges(chosen)) == chosen
+    assert parse_ranges(format_ranges(chosen)) == chosen
 
 
 @given(
@@ -259,7 +268,7 @@ def test_progress_is_measured_against_the_best_attempt_before() -> None:
 
 
 def test_a_node_that_failed_twice_is_left_out() -> None:
-    tasks = [Task(0, ended=[died(Cause.NODE, node="n1"), died(Cause.NODE, node="n2")]), Task(1)]
+    tasks = [TaskRecord(0, ended=[died(Cause.NODE, node="n1"), died(Cause.NODE, node="n2")]), TaskRecord(1)]
     assert bad_nodes(tasks) == ()
     tasks[1].ended.append(died(Cause.NODE, node="n1"))
     assert bad_nodes(tasks) == ("n1",)

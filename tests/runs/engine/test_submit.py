@@ -18,7 +18,7 @@ from pipeline.journal.run_folder import runs_in
 from pipeline.project.project import Project
 from pipeline.records import Tell
 from pipeline.runs.dataset import outcome
-from pipeline.runs.engine.create import new_run
+from pipeline.runs.engine.lifecycle import new_run
 from pipeline.runs.workflow import scan_stage
 from pipeline.runs.workflow import table as workflow
 from tests.command import Command

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pipeline.errors import ConfigError
-from pipeline.project.user_code import load_reader, load_task
+from pipeline.project.run_code import load_reader, load_task
 from pipeline.runs.model.task_contract import breaches
 from pipeline.tasks.interface import Interface
 from tests.command import Command

@@ -17,7 +17,7 @@ import torch
 
 from pipeline.encoder.checkpoints.synth import synth
 from pipeline.errors import ConfigError
-from pipeline.journal.run_folder import RunFolder, find
+from pipeline.journal.run_folder import RunFolder, find_run
 from pipeline.memory.runtime.meters import Memory
 from pipeline.records import Tell
 from pipeline.runs.replay.replay_case import ReplayCase, find_case
@@ -130,7 +130,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     synth(root / "weights" / "esm2_tiny.pt", layers=1, dim=16, heads=2)
     words = [str(PIPELINE), "submit", "--stage", "train", "--follow"]
     done = subprocess.run(words, cwd=root, capture_output=True, text=True, check=False)
-    yield Lab(root, find(root / "runs", None), done.returncode, done.stdout + done.stderr)
+    yield Lab(root, find_run(root / "runs", None), done.returncode, done.stdout + done.stderr)
     sys.modules.pop("replaylab", None)
 
 

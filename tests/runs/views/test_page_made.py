@@ -15,7 +15,7 @@ from pipeline.journal.run_folder import RunFolder
 from pipeline.journal.run_status import RunState, RunStatus
 from pipeline.project.project import open_executor
 from pipeline.records import Event, EventKind
-from pipeline.runs.engine.cancel import Cancellation, cancel
+from pipeline.runs.engine.lifecycle import Cancellation, cancel
 from pipeline.runs.views import run_page as pages
 from pipeline.runs.views.page_facts import (
     MOST_SLOTS,

@@ -19,14 +19,14 @@ import torch
 from pipeline.config.load import read_config
 from pipeline.encoder.checkpoints.synth import synth
 from pipeline.errors import CacheUnusable
-from pipeline.journal.ledger import Reader
+from pipeline.journal.ledger import LedgerReader
 from pipeline.journal.run_folder import RunFolder, runs_in
 from pipeline.journal.run_status import summary
-from pipeline.project.frozen_code import WORKER, module_command
 from pipeline.project.project import Project, asked_bytes
+from pipeline.project.run_code import WORKER, module_command
 from pipeline.records import EventKind
 from pipeline.runs.dataset.worklist import Found
-from pipeline.runs.engine.create import new_run
+from pipeline.runs.engine.lifecycle import new_run
 from pipeline.runs.engine.run_task import GO_ON
 from pipeline.runs.workflow import embed_stage
 from pipeline.runs.workflow.jobs import refuse_unfit_disk
@@ -70,7 +70,7 @@ def newest(folder: Path) -> RunFolder:
 
 def events(folder: Path, kind: EventKind, stage: str = "embed") -> list[dict[str, Any]]:
     return [
-        dict(event.data) for event in Reader(newest(folder)).fresh()
+        dict(event.data) for event in LedgerReader(newest(folder)).fresh()
         if event.kind is kind and event.data.get("stage") == stage
     ]  # fmt: skip
 
@@ -249,7 +249,7 @@ def test_a_task_with_two_gpus_is_two_processes_that_share_it_by_cost(fasta: Path
     done = pipeline(*SUBMIT, *(word for setting in gpus for word in ("--set", setting)))
     assert done.code == 0, done.err
     told = {
-        event.writer: event.data for event in Reader(newest(fasta)).fresh()
+        event.writer: event.data for event in LedgerReader(newest(fasta)).fresh()
         if event.kind is EventKind.PROGRESS and event.data["stage"] == "embed" and event.data["done"]
     }  # fmt: skip
     assert sorted(told) == ["embed-000000-0", "embed-000000-1"]

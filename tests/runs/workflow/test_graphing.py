@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.config.load import read_config
 from pipeline.graphs.item_graph import decode_graph
-from pipeline.journal.ledger import Reader
+from pipeline.journal.ledger import LedgerReader
 from pipeline.journal.run_folder import RunFolder, runs_in
 from pipeline.project.project import Project
 from pipeline.records import EventKind
@@ -52,13 +52,13 @@ def newest(folder: Path) -> RunFolder:
 
 def started(folder: Path, stage: str) -> int:
     """Count the tasks of a stage that the newest run started."""
-    found = (event for event in Reader(newest(folder)).fresh() if event.kind is EventKind.TASK_STARTED)
+    found = (event for event in LedgerReader(newest(folder)).fresh() if event.kind is EventKind.TASK_STARTED)
     return sum(event.data["stage"] == stage for event in found)
 
 
 def judged(folder: Path) -> dict[str, Any]:
     """Return what the newest run says of its graphs."""
-    ended = [event for event in Reader(newest(folder)).fresh() if event.kind is EventKind.STAGE_ENDED]
+    ended = [event for event in LedgerReader(newest(folder)).fresh() if event.kind is EventKind.STAGE_ENDED]
     return dict(next(event.data["census"] for event in ended if event.data["stage"] == "graph"))
 
 

@@ -16,12 +16,12 @@ import pytest
 from pipeline.config.load import read_config
 from pipeline.errors import ConfigError, DataError
 from pipeline.journal.run_folder import RunFolder
-from pipeline.project import user_code
+from pipeline.project import run_code
 from pipeline.project.project import Project
 from pipeline.records import Tell
 from pipeline.runs.dataset.loading import made_table, open_loader, table_of
 from pipeline.runs.dataset.reader_items import reader_of, reader_state
-from pipeline.runs.engine.create import new_run
+from pipeline.runs.engine.lifecycle import new_run
 from pipeline.runs.model.prepare import name_of, recipe_of
 from pipeline.runs.workflow import reader_stage
 from pipeline.runs.workflow.reader_stage import Entered, check, judge, survey, work
@@ -172,8 +172,8 @@ def test_what_was_read_is_read_again_when_a_reader_of_ours_changed_of_which_the_
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = tmp_path / "ours" / "readers"
-    shutil.copytree(user_code.READERS, ours)
-    monkeypatch.setattr(user_code, "READERS", ours)
+    shutil.copytree(run_code.READERS, ours)
+    monkeypatch.setattr(run_code, "READERS", ours)
     scan(opened())
     assert counts(opened()) == (1, 0)
     with (ours / "mgf.py").open("a") as file:

@@ -19,7 +19,7 @@ from pipeline.errors import CacheDamaged, ConfigError, SubmissionRefused
 from pipeline.keys import KEY_BYTES
 from pipeline.project.project import open_executor
 from pipeline.project.restriction import EVERYTHING, Keys, Only, only_of, read_list
-from pipeline.runs.engine.create import new_run, refuse_double
+from pipeline.runs.engine.lifecycle import new_run, refuse_double
 from pipeline.runs.workflow import table
 from pipeline.store.cache_folder import Cache
 from pipeline.store.key_lists import sorted_pairs

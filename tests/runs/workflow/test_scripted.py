@@ -247,9 +247,9 @@ class TestSeveralProcesses:
 
 
 def scripted_job(data: dict[str, Any]) -> Any:
-    from pipeline.journal.run_status import Job
+    from pipeline.journal.run_status import StageJob
 
-    return Job.from_json(data)
+    return StageJob.from_json(data)
 
 
 class TestBeforeARun:

@@ -16,7 +16,7 @@ from pipeline.journal.run_folder import RunFolder
 from pipeline.project.project import Project, open_executor
 from pipeline.records import Reason, Tell
 from pipeline.runs.dataset import worklist
-from pipeline.runs.engine.create import new_run, refuse_double
+from pipeline.runs.engine.lifecycle import new_run, refuse_double
 from pipeline.runs.workflow import validate_stage
 from pipeline.store.cache_folder import Cache
 from pipeline.store.format.cache_layout import REPORT_NAME

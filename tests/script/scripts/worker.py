@@ -5,10 +5,10 @@ import os
 import sys
 from pathlib import Path
 
-from pipeline.script.script_process import run
+from pipeline.script.script_process import run_script
 
 told, mem_bytes, *words = sys.argv[1:]
-outcome = run(words, environment=dict(os.environ), cwd=Path.cwd(), mem_bytes=int(mem_bytes))
+outcome = run_script(words, environment=dict(os.environ), cwd=Path.cwd(), mem_bytes=int(mem_bytes))
 kept = {name: getattr(outcome, name) for name in ("exit_code", "signal", "told", "trouble", "goes_on", "step", "what")}
 Path(told).write_text(json.dumps(kept))
 sys.exit(outcome.code)

@@ -286,14 +286,14 @@ class Full(spread.OneTerm):
 
 def run_out(group: ProcessGroup) -> None:
     """Let memory end in the second pass of rank 0, while rank 1 waits for it in the midst of its own."""
-    from pipeline.runs.engine.run_task import trouble_of  # here, as it takes seconds that only this part needs
+    from pipeline.runs.engine.run_task import failure_kind  # here, as it takes seconds that only this part needs
 
     spread.TASKS["full"] = Full
     stepper = stepper_of(spread.step_of(group, "full", {}))
     try:
         spread.accumulate(stepper, SHARES["uneven"][group.rank])
     except PipelineError as error:
-        group.exchange({}) if isinstance(error, RankLost) else os.write(2, f"trouble: {trouble_of(error)}\n".encode())
+        group.exchange({}) if isinstance(error, RankLost) else os.write(2, f"trouble: {failure_kind(error)}\n".encode())
         raise
 
 

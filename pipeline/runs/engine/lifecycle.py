@@ -1,42 +1,46 @@
-"""Submitting: freeze what was asked into a run folder, cut what is missing into tasks, say what each task gets."""
+"""Making a run and ending it on purpose: what was asked is frozen into its folder, and none is made twice."""
 
 from __future__ import annotations
 
+import getpass
 import json
+import os
 import shutil
+import signal
 import socket
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.config.load import dump_resolved, from_resolved
 from pipeline.config.masking import without_secrets
 from pipeline.errors import ConfigError, JobFailed, SubmissionRefused
 from pipeline.journal import run_folder as folders
-from pipeline.journal.attempts import ranges
-from pipeline.journal.run_folder import runs_in, writing
-from pipeline.journal.run_status import RunState, status_of
-from pipeline.project.frozen_code import freeze, freeze_files
+from pipeline.journal.attempts import format_ranges, parse_ranges
+from pipeline.journal.ledger import Ledger, LedgerReader
+from pipeline.journal.run_folder import runs_in, writing_run
+from pipeline.journal.run_status import ENDED, RunState, fold_events, status_of
 from pipeline.project.project import open_executor
 from pipeline.project.restriction import EVERYTHING, Only
-from pipeline.project.user_code import load_reader, load_task, sources
+from pipeline.project.run_code import freeze, freeze_files, load_reader, load_task, sources
+from pipeline.records import EventKind
 from pipeline.runs.engine.dispatch import pieces
-from pipeline.runs.engine.handover import supervisor_spec
+from pipeline.runs.engine.handover import claim_visit, supervisor_spec
 from pipeline.runs.model.prepare import DECISIVE
+from pipeline.runs.views.run_page import renew
 from pipeline.runs.workflow import validate_stage
-from pipeline.runs.workflow.jobs import Plan, job_spec, limits_for
+from pipeline.runs.workflow.jobs import StagePlan, job_spec, limits_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
-    from pipeline.cluster.job_spec import Executor
+    from pipeline.cluster.job_spec import Executor, JobId
     from pipeline.config.schema import Config
     from pipeline.journal.run_folder import RunFolder
-    from pipeline.journal.run_status import Queue
+    from pipeline.journal.run_status import Queue, RunStatus
     from pipeline.project.project import Project
-
 
 TASKED = ("train", "evaluate", "predict")  # the stages that run the user's own code
 
@@ -51,8 +55,8 @@ def new_run(
     now, private = datetime.now(tz=timezone.utc), config.cluster.private
     folder = None
     try:
-        folder = folders.create(config.cluster.runs, stages[-1], now, private=private)
-        with writing(folder.path):
+        folder = folders.create_folder(config.cluster.runs, stages[-1], now, private=private)
+        with writing_run(folder.path):
             folder.code.write_text(str(freeze(config.cluster.runs)))
             is_tasked = any(stage in TASKED for stage in stages)
             if (code := freeze_own(config, beside, is_tasked=is_tasked)) is not None:
@@ -82,7 +86,7 @@ def freeze_own(config: Config, beside: Path | None, *, is_tasked: bool) -> Path 
     return freeze_files(sorted(dict(files).items()), config.cluster.runs) if files else None
 
 
-def scripts(project: Project, plans: Sequence[Plan], executor: Executor) -> Iterator[tuple[str, str]]:
+def scripts(project: Project, plans: Sequence[StagePlan], executor: Executor) -> Iterator[tuple[str, str]]:
     """Yield the name and the text of each script; the run's folder stands as RUN."""
     from pipeline.cluster.slurm import SlurmExecutor
 
@@ -94,7 +98,7 @@ def scripts(project: Project, plans: Sequence[Plan], executor: Executor) -> Iter
         most = max(1, (spec.max_parallel or len(spec.tasks)) // len(cut))
         for tasks in cut:
             job = replace(spec, tasks=tuple(tasks), max_parallel=most)
-            yield f"{planned.stage.name}-{ranges(tasks)}.sbatch", executor.script_for(job)
+            yield f"{planned.stage.name}-{format_ranges(tasks)}.sbatch", executor.script_for(job)
     yield "supervise.sbatch", executor.script_for(supervisor_spec(None, project.config, "1"))
 
 
@@ -154,3 +158,61 @@ def _has_same_work(folder: RunFolder, config: Config) -> bool:
     alike = all(frozen.get(name) == value for name, value in wanted.items() if name not in ("cluster", "train"))
     before, now = frozen.get("train", {}), wanted["train"]
     return alike and all(before.get(name) == now[name] for name in (*DECISIVE, "command"))
+
+
+STOPPED_CODE = 130
+
+
+@dataclass(frozen=True, slots=True)
+class Cancellation:
+    """What ending a run (or one stage) would end."""
+
+    jobs: tuple[JobId, ...]
+    tasks: int  # that have not ended
+    supervisors: tuple[JobId, ...]
+    process: int  # the supervisor's on this machine, 0 where there is none
+
+    @property
+    def empty(self) -> bool:
+        """Tell whether there is nothing to end."""
+        return not (self.jobs or self.supervisors or self.process)
+
+
+def foresee(status: RunStatus, executor: Executor, stage: str | None) -> Cancellation:
+    """Return what would be ended; of one stage only its jobs, which the supervisor then judges."""
+    stages = [one for one in status.stages.values() if stage in (None, one.name)]
+    queued = executor.queued([*(job for one in stages for job in one.live), *status.successors])
+    live = [(one, job) for one in stages for job in one.live if job in queued]
+    jobs, tasks = tuple(job for _, job in live), sum(len(parse_ranges(one.jobs[job].tasks)) for one, job in live)
+    if stage is not None:
+        return Cancellation(jobs, tasks, (), 0)
+    here = status.host == socket.gethostname() and status.state is RunState.RUNNING
+    supervisors = tuple(job for job in status.successors if job in queued)
+    return Cancellation(jobs, tasks, supervisors, status.pid if here and not status.successors else 0)
+
+
+def is_ours(pid: int) -> bool:
+    """Tell whether a process is one of this program; its number may be another's since."""
+    try:
+        return b"pipeline" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return not Path("/proc/self").exists()  # nobody can tell here
+
+
+def cancel(folder: RunFolder, status: RunStatus, executor: Executor, what: Cancellation, stage: str | None) -> None:
+    """End it: who would go on first, so that nobody repairs what is meant to end."""
+    for job in reversed(what.supervisors):  # the standby before the one that it stands by for
+        executor.cancel([job])
+    if what.process and is_ours(what.process):
+        with suppress(ProcessLookupError):
+            os.kill(what.process, signal.SIGTERM)
+    executor.cancel(what.jobs)
+    if stage is not None or status.state in ENDED:
+        return
+    now = fold_events(folder.name, LedgerReader(folder).news())  # a supervisor may have submitted more before it ended
+    executor.cancel([job for one in now.stages.values() for job in one.live])
+    ledger = Ledger(folder, f"supervisor-{claim_visit(folder, status.visits + 1):06d}")
+    error = f"cancelled by {getpass.getuser()} on {socket.gethostname()}; finished work is kept"
+    ledger.emit(EventKind.RUN_ENDED, state=RunState.STOPPED.value, error=error, exit_code=STOPPED_CODE)
+    ledger.close()
+    renew(folder)  # its page, which says that it goes on

@@ -1,29 +1,128 @@
-"""The user's own code, a task or a reader, loaded by name: `package.module:Name`."""
+"""The code of a run: a copy of this package as it was at submission, and the user's own task or reader."""
 
 from __future__ import annotations
 
 import ast
+import errno
 import importlib
 import inspect
+import os
+import secrets
+import shutil
+import stat
 import sys
 import traceback
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+import xxhash
+
+import pipeline
 from pipeline.errors import ConfigError, PipelineError
-from pipeline.project.frozen_code import PACKAGE, digest_of
+from pipeline.journal.run_folder import PRIVATE, RunFolder, writing_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from pipeline.protocol import Reader, Task
 
+PACKAGE = Path(pipeline.__file__).parent
+BESIDE = ("sbatch", "configs")  # data that lies beside the package in a checkout, and in pipeline/data in a wheel
+COPIES = ".code"
+WORKER, SUPERVISOR = "pipeline.runs.worker", "pipeline.runs.supervisor"  # modules that jobs begin with
+
+
+def freeze(runs: Path) -> Path:
+    """Return the folder of a copy of the package, made unless there is one."""
+    return freeze_files(sorted(_files()), runs)
+
+
+def freeze_files(files: list[tuple[str, Path]], runs: Path) -> Path:
+    """Return the folder of a copy of files, by their names in it, made unless there is one."""
+    copy = _own_folder(runs) / digest_of(files)
+    if not copy.exists():
+        _publish(files, copy)
+    return copy
+
+
+def _own_folder(runs: Path) -> Path:
+    """Return the folder of copies that this user alone may enter: what others could put there would be run as ours."""
+    with writing_run(runs):
+        runs.mkdir(parents=True, exist_ok=True)
+        mine = _user_of(runs)
+        for name in (COPIES, f"{COPIES}-{os.geteuid()}"):
+            folder = runs / name
+            with suppress(FileExistsError):
+                folder.mkdir(PRIVATE)
+            found = folder.lstat()
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == mine:
+                with suppress(PermissionError):  # somebody else's, where a mount shows all users as one
+                    folder.chmod(PRIVATE)
+                    return folder
+        raise PermissionError(errno.EPERM, "the folders of frozen code belong to somebody else")
+
+
+def _user_of(folder: Path) -> int:
+    """Return who we are to a file system: a server may take root for nobody, and a mount all users for one."""
+    with TemporaryDirectory(prefix=".who-", dir=folder) as made:
+        return Path(made).stat().st_uid
+
+
+def package_digest() -> str:
+    """Return the digest of this package."""
+    return digest_of(sorted(_files()))
+
+
+def digest_of(files: list[tuple[str, Path]]) -> str:
+    """Return the digest of files and their names."""
+    digest = xxhash.xxh3_128()
+    for name, path in files:
+        digest.update(f"{name}\0{path.stat().st_size}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _files() -> Iterator[tuple[str, Path]]:
+    """Yield the files of the package by their names in the copy."""
+    is_checkout = (PACKAGE.parent / "pyproject.toml").exists() or PACKAGE.parent.parent.name.startswith(COPIES)
+    roots = [PACKAGE, *(PACKAGE.parent / name for name in BESIDE if is_checkout)]
+    for root in roots:
+        for path in root.rglob("*"):
+            if path.is_file() and "__pycache__" not in path.parts:
+                yield str(path.relative_to(root.parent)), path
+
+
+def _publish(files: list[tuple[str, Path]], copy: Path) -> None:
+    """Copy files aside and move them into place; who comes second finds it done."""
+    partial = copy.with_name(f"{copy.name}.{secrets.token_hex(4)}.partial")
+    with writing_run(copy):
+        try:
+            for name, path in files:
+                target = partial / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, target)
+            partial.rename(copy)
+        except OSError:
+            shutil.rmtree(partial, ignore_errors=True)
+            if not copy.exists():
+                with suppress(OSError):  # other copies are in it
+                    copy.parent.rmdir()
+                raise
+
+
+def module_command(module: str, folder: RunFolder | None = None) -> tuple[str, ...]:
+    """Return the command that runs a module of a run's frozen code, whatever lies in the current folder."""
+    frozen = [folder.code.read_text()] if folder is not None and folder.code.exists() else []
+    paths = f"sys.path[:] = [*{frozen!r}, *filter(None, sys.path)]"
+    return (sys.executable, "-c", f"import sys; {paths}; from {module} import main; sys.exit(main(sys.argv[1:]))")
+
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class CodeKind:
     """What users implement, and where they name it."""
 
     name: str
@@ -32,8 +131,8 @@ class Kind:
 
 
 READERS = PACKAGE / "readers"
-TASK = Kind("task", "train.task", ("model", "cost", "collate", "loss"))
-READER = Kind("reader", "data.reader", ("files", "entries", "read"))
+TASK = CodeKind("task", "train.task", ("model", "cost", "collate", "loss"))
+READER = CodeKind("reader", "data.reader", ("files", "entries", "read"))
 
 
 def load_task(name: str | None, options: Mapping[str, Any] | None = None, *, beside: Path | None = None) -> Task:
@@ -49,7 +148,7 @@ def load_reader(name: str, path: Path, options: Mapping[str, Any], *, beside: Pa
     return _load(READER, name, {**options, "path": path}, beside)  # type: ignore[no-any-return]
 
 
-def _load(kind: Kind, name: str, options: Mapping[str, Any], beside: Path | None) -> Any:
+def _load(kind: CodeKind, name: str, options: Mapping[str, Any], beside: Path | None) -> Any:
     """Return an object of the class of that name, called with its options."""
     module_name, _, class_name = name.partition(":")
     if beside is not None and str(beside) not in sys.path:
@@ -60,11 +159,11 @@ def _load(kind: Kind, name: str, options: Mapping[str, Any], beside: Path | None
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise failed(f"importing {module_name}", error, kind) from error
+            raise user_code_failed(f"importing {module_name}", error, kind) from error
         remedy = f"PYTHONPATH=FOLDER where FOLDER holds {error.name}, or install it into this environment"
         raise ConfigError(f"there is no module {error.name!r}", where=f"{kind.where}: {name}", remedy=remedy) from None
     except (Exception, SystemExit) as error:
-        raise failed(f"importing {module_name}", error, kind) from error
+        raise user_code_failed(f"importing {module_name}", error, kind) from error
     found = getattr(module, class_name, None)
     if found is None:
         needed = f"{', '.join(kind.needed[:-1])} and {kind.needed[-1]}"
@@ -77,7 +176,7 @@ def _load(kind: Kind, name: str, options: Mapping[str, Any], beside: Path | None
     except PipelineError:  # which says itself what is wrong, and where
         raise
     except (Exception, SystemExit) as error:
-        raise failed(f"{name}()", error, kind) from error
+        raise user_code_failed(f"{name}()", error, kind) from error
     if missing := [method for method in kind.needed if not callable(getattr(made, method, None))]:
         what = f"the {kind.name} has no {', '.join(f'{method}()' for method in missing)}"
         remedy = f"what a {kind.name} must have: pipeline/protocol.py"
@@ -85,7 +184,7 @@ def _load(kind: Kind, name: str, options: Mapping[str, Any], beside: Path | None
     return made
 
 
-def _refuse_unknown(found: Any, options: Mapping[str, Any], kind: Kind) -> None:
+def _refuse_unknown(found: Any, options: Mapping[str, Any], kind: CodeKind) -> None:
     """Refuse options that a class does not take, with the nearest that it does."""
     try:
         taken = inspect.signature(found).parameters
@@ -166,11 +265,11 @@ def blamed(task: Task) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         own = inspect.getfile(type(task))
         if any(frame.filename == own for frame in traceback.extract_tb(error.__traceback__)):
-            raise failed("running the task", error) from error
+            raise user_code_failed("running the task", error) from error
         raise
 
 
-def failed(doing: str, error: BaseException, kind: Kind = TASK) -> ConfigError:
+def user_code_failed(doing: str, error: BaseException, kind: CodeKind = TASK) -> ConfigError:
     """Return an error that says where in the user's code theirs was raised."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(frame.filename)]
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
@@ -189,7 +288,7 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0] or "no message"
 
 
-def _kind_in(module: Any, kind: Kind) -> Iterator[str]:
+def _kind_in(module: Any, kind: CodeKind) -> Iterator[str]:
     """Yield the names of what could be a task, or a reader."""
     for name, value in vars(module).items():
         if isinstance(value, type) and all(hasattr(value, method) for method in kind.needed):
