@@ -6,8 +6,10 @@ import gc
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from tests.projects import make_project as make_project
 
 ROOT = Path(__file__).resolve().parent.parent
 NOBODY = 65534
+CHILD_S = 240.0  # no child that a test starts is waited for longer, whoever forgot to say so
 # `nohup` has the one ignored, a shell that starts things in the background the other; so would every process of a test.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -30,6 +33,29 @@ WHOLE_RUNS = {"contract", "faults", "runs", "scripted", "shapes", "training"}
 # What some files use is made once, too.
 TRAINED, FILLED = {"evaluate", "predict", "staged"}, {"validating", "regenerating"}
 LONGEST = ("slurm", "pages", "tests/users/", "tests/recipes/", "a trained project", "tests/memory/")
+
+
+class _Child(subprocess.Popen[Any]):
+    """A child that ends when it was waited for too long by whoever did not say how long."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait within the caller's limit, or that of all tests."""
+        return self._limited(super().wait, timeout)
+
+    def communicate(self, input: Any = None, timeout: float | None = None) -> tuple[Any, Any]:  # noqa: A002 - Popen's word
+        """Talk to it within the caller's limit, or that of all tests."""
+        return self._limited(partial(super().communicate, input), timeout)
+
+    def _limited(self, wait: Callable[..., Any], timeout: float | None) -> Any:
+        try:
+            return wait(timeout=CHILD_S if timeout is None else timeout)
+        except subprocess.TimeoutExpired:
+            if timeout is None:
+                self.kill()
+            raise
+
+
+subprocess.Popen = _Child  # type: ignore[misc]
 
 
 class Shares(LoadScopeScheduling):

@@ -203,7 +203,10 @@ def watching(told: Told, **more: str) -> Iterator[tuple[subprocess.Popen[bytes],
     environment |= {"TERM": "xterm-256color"} | more
     with subprocess.Popen(words, stdin=inside, stdout=inside, stderr=inside, env=environment) as running:
         os.close(inside)
-        yield running, terminal, read_until(terminal, "Ctrl-C leaves")
+        try:
+            yield running, terminal, read_until(terminal, "Ctrl-C leaves")
+        finally:
+            running.kill()
     os.close(terminal)
 
 
@@ -217,7 +220,7 @@ def test_a_terminal_is_filled_resized_and_given_back(tmp_path: Path, no_color: b
         assert "Ctrl-C leaves" in read_until(terminal, "Ctrl-C leaves")  # drawn anew, though nothing has happened
         running.send_signal(signal.SIGINT)
         rest = read_until(terminal, "never said")
-        assert running.wait() == 0
+        assert running.wait(60) == 0
     assert rest.index("\x1b[?1049l") < rest.index(f"run {told.folder.name}: ")
     assert "interrupted" not in rest
 
@@ -227,7 +230,7 @@ def test_a_terminal_is_given_back_by_what_is_told_to_end(tmp_path: Path) -> None
         assert first.index("\x1b[?1049h") < first.index("\x1b[?25l")
         running.send_signal(signal.SIGTERM)
         rest = read_until(terminal, "never said")
-        assert running.wait() == -signal.SIGTERM  # who waits for it is told of what it ended
+        assert running.wait(60) == -signal.SIGTERM  # who waits for it is told of what it ended
     assert "\x1b[?1049l" in rest
     assert "\x1b[?25h" in rest  # the cursor
     assert "Traceback" not in rest

@@ -31,6 +31,7 @@ from tests.cluster.sacct_texts import (
     WRITTEN_23_11,
     array_text,
 )
+from tests.counted import calls_of
 
 TEXTS = (RECORDED_22_05, RANKS_22_05, WRITTEN_20_11, WRITTEN_23_11)
 MIB = 1 << 20
@@ -256,15 +257,12 @@ class TestAText:
         assert not rows["5"].state.ok
         assert rows["5"].status(0, "", "").job == "5"
 
-    def test_of_ten_thousand_tasks_is_read_at_once(self) -> None:
-        text, times_s = array_text(10_000), []
-        for _ in range(3):
-            before = time.process_time()
-            rows = parse_sacct(text, ["7"])[0]
-            times_s.append(time.process_time() - before)
+    def test_of_ten_thousand_tasks_takes_a_few_calls_a_task(self) -> None:
+        text = array_text(10_000)
+        rows = parse_sacct(text, ["7"])[0]
         assert len(rows) == 10_000
         assert rows["7_9999"].peak_rss_bytes == 121588 << 10
-        assert min(times_s) < 0.3
+        assert calls_of(lambda: parse_sacct(text, ["7"])) < 200 * 10_000
 
 
 class TestALook:
@@ -338,11 +336,10 @@ class TestTheQueue:
     def test_tells_what_will_never_start_by_itself(self) -> None:
         assert {name for name, task in parse_squeue(SQUEUE_22_05).items() if task.stuck} == {"61", "62", "63"}
 
-    def test_of_ten_thousand_tasks_is_read_at_once(self) -> None:
+    def test_of_ten_thousand_tasks_takes_a_few_calls_a_task(self) -> None:
         text = "".join(f"7_{task}|PENDING|Priority|N/A||7_{task}\n" for task in range(10_000))
-        before = time.process_time()
         assert len(parse_squeue(text)) == 10_000
-        assert time.process_time() - before < 0.3
+        assert calls_of(lambda: parse_squeue(text)) < 100 * 10_000
 
     @pytest.mark.parametrize("reason", [reason for reason in REASONS if reason not in ("", "None")])
     def test_has_words_that_end_in_no_code(self, reason: str) -> None:

@@ -326,7 +326,7 @@ def test_threads_are_counted_together() -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join()
+            thread.join(60)
         assert device.live_bytes == bytes_of(*kept) == device.tape().left_bytes
     assert device.tape().peak_bytes == device.peak_bytes
 

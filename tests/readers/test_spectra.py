@@ -270,7 +270,7 @@ def test_several_threads_and_another_process_read_the_same(tmp_path: Path) -> No
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
     assert len(entries) == 60
     assert not wrong
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,12 +52,11 @@ def accounted(cluster: Cluster, *jobs: str) -> dict[str, tuple[str, str]]:
     return rows
 
 
-def test_a_job_starts_within_a_second_and_is_accounted(healthy: Cluster, tmp_path: Path) -> None:
-    before_s = time.time()
-    job = submit(healthy, f"--output={tmp_path}/out", script="date +%s.%N")
+def test_a_job_runs_and_is_accounted(healthy: Cluster, tmp_path: Path) -> None:
+    job = submit(healthy, f"--output={tmp_path}/out", script="echo ran")
     rows = accounted(healthy, job)
     assert rows[job][0] == "COMPLETED"
-    assert float((tmp_path / "out").read_text()) - before_s < 2.0
+    assert (tmp_path / "out").read_text() == "ran\n"
 
 
 def test_a_step_is_killed_above_its_memory_on_every_node(healthy: Cluster) -> None:
@@ -133,12 +131,10 @@ def test_jobs_outlive_the_controller(healthy: Cluster) -> None:
     wait_for(healthy, job, "JobState=RUNNING")
 
 
-def test_starting_what_runs_is_free_and_mending_keeps_the_jobs(healthy: Cluster) -> None:
+def test_starting_what_runs_and_mending_keep_the_jobs(healthy: Cluster) -> None:
     job = submit(healthy, f"--nodelist={healthy.nodes[0]}", "--output=/dev/null", script="sleep 4321")
     wait_for(healthy, job, "JobState=RUNNING")
-    before_s = time.monotonic()
     healthy.start()
-    assert time.monotonic() - before_s < 1.0
     healthy.kill_node(healthy.nodes[1])
     healthy.stop_accounting()
     healthy.start()

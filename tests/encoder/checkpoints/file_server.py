@@ -141,7 +141,7 @@ class Server(ThreadingHTTPServer):
     def __exit__(self, *exception: object) -> None:
         self.file.over.set()
         self.shutdown()
-        self._thread.join()
+        self._thread.join(60)
         self.server_close()
 
     def handle_error(self, *words: Any) -> None:

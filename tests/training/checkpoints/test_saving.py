@@ -73,7 +73,7 @@ def test_the_next_waits_for_the_one_before_and_uses_its_buffers_again(tmp_path, 
     held = saver.staged_bytes
     assert held == staging_bytes(state_at(1).tensors) + staging_bytes(state_at(1).own) == 40 * 3 * 4 + 5 * 2 + 4 + 9
     gate.set()
-    second.join()
+    second.join(60)
     assert saver.staged_bytes == held
     assert [path.name for path in saver.outcomes(wait=True)] == ["step-00000001", "step-00000002"]
     assert is_state_at(saver.checkpoints.open("step-00000001"), 1)

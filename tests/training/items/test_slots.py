@@ -79,7 +79,7 @@ def test_a_slot_let_go_of_in_another_thread_comes_back():
     held = [fill(ring, taken(ring), 7)]
     thread = threading.Thread(target=held.clear)
     thread.start()
-    thread.join()
+    thread.join(60)
     assert ring.free.qsize() == 2
 
 
@@ -180,6 +180,6 @@ def test_readers_in_threads_never_write_over_what_is_held():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
     assert not errors
     assert ring.free.qsize() == 3

@@ -49,7 +49,7 @@ class Crew:
         """End all."""
         for process in self.processes:
             process.kill()
-            process.join()
+            process.join(DEADLINE_S)
             process.close()
 
     def err(self, rank: int) -> str:

@@ -178,9 +178,7 @@ def test_a_killed_rank_is_named_by_all_others(tmp_path: Path, victim: int, doing
     for rank in range(3):
         await_file(tmp_path / f"ready-{rank}")
     os.kill(started.pid(victim), signal.SIGKILL)
-    killed = time.monotonic()
     assert started.wait() == [-signal.SIGKILL if rank == victim else LOST for rank in range(3)]
-    assert time.monotonic() - killed < SOON_S
     name = f"rank {victim} ({socket.gethostname()}) died without a word; the last it did: step 7, micro-batch 2"
     for rank in {0, 1, 2} - {victim}:
         assert f"ends: {name}" in started.err(rank)

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -137,8 +136,6 @@ def test_signals_reach_every_rank(tmp_path: Path, number: signal.Signals, code: 
 
 
 def test_nothing_is_left_where_a_rank_cannot_be_started(tmp_path: Path) -> None:
-    began = time.monotonic()
     with pytest.raises(FileNotFoundError):
         launch_ranks([str(tmp_path / "no-such-program")], 2)
-    assert time.monotonic() - began < 10
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
