@@ -53,7 +53,7 @@ def test_what_is_there_is_not_built_again(tmp_path: Path, store: Store, monkeypa
     build_all(items[:1], store)
     built = []
     build = build_module.build_graph
-    monkeypatch.setattr(build_module, "build", lambda *given: built.append(1) or build(*given))
+    monkeypatch.setattr(build_module, "build_graph", lambda *given: built.append(1) or build(*given))
     assert build_all([*items, items[1]], store) == [None] * 3
     assert built == [1]
 
@@ -84,7 +84,7 @@ def test_a_bug_costs_one_item(tmp_path: Path, store: Store, monkeypatch: pytest.
         return build(read, recipe)  # type: ignore[arg-type]
 
     choked: list[int] = []
-    monkeypatch.setattr(build_module, "build", choke)
+    monkeypatch.setattr(build_module, "build_graph", choke)
     assert build_all(items, store) == [Reason.GRAPH_FAILED, None]
 
 

@@ -86,7 +86,7 @@ def test_an_item_that_has_no_graph_is_left_out_and_told(prepared, monkeypatch):
             raise Unusable(Reason.NO_CONTACTS, "too far apart")
         return real(read, recipe)
 
-    monkeypatch.setattr("pipeline.training.items.item_source.build", sometimes)
+    monkeypatch.setattr("pipeline.training.items.item_source.build_graph", sometimes)
     told = []
     got = [list(batch.numbers) for batch in batches(BuiltGraphs(table, READING, RECIPE), reject=told.append)]
     assert got == [[2], [1]]
@@ -102,7 +102,7 @@ def test_a_bug_in_the_building_costs_one_item(prepared, monkeypatch, caplog):
             raise ZeroDivisionError("as bugs do")
         return real(read, recipe)
 
-    monkeypatch.setattr("pipeline.training.items.item_source.build", sometimes)
+    monkeypatch.setattr("pipeline.training.items.item_source.build_graph", sometimes)
     told = []
     got = [list(batch.numbers) for batch in batches(BuiltGraphs(table, READING, RECIPE), reject=told.append)]
     assert got == [[2, 0], []]
