@@ -1,37 +1,39 @@
-"""ARCHITECTURE.md's map names every module of the package in its room, and none that is not there."""
+"""ARCHITECTURE.md: its map is the tree, what it says to read first is there, and its glossary is short."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "pipeline"
-MAP = (ROOT / "ARCHITECTURE.md").read_text().split("## The map")[1].split("```")[1]
-ROOM = re.compile(r"^(\w+)/ (.*(?:\n .*)*)", re.MULTILINE)  # a room's name, and its lines: the first and those set in
-MODULE = re.compile(r"\w+\.py\b")
-ROOMS = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
+from tests.docs.tree_map import MAP, PACKAGE, PAGE, map_text
+
+TEXT = PAGE.read_text()
+MOST_WORDS = 25
 
 
-def named() -> dict[str, set[str]]:
-    """Return which modules the map names, by room."""
-    return {room: set(MODULE.findall(text)) for room, text in ROOM.findall(MAP)}
+def section(title: str) -> str:
+    """Return the text under a heading."""
+    return TEXT.split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
-def modules_of(room: str) -> set[str]:
-    """Return the modules of a room and of its folders, by their names alone."""
-    return {path.name for path in (PACKAGE / room).rglob("*.py")} - {"__init__.py"}
+def test_the_map_is_the_tree() -> None:
+    found = MAP.search(TEXT)
+    assert found is not None
+    assert found[0] == map_text(), "python -m tests.docs.tree_map"
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_has_the_modules_that_the_map_names(room: str) -> None:
-    told = named().get(room, set())
-    assert sorted(modules_of(room) - told) == [], "not on the map"
-    assert sorted(told - modules_of(room)) == [], "on the map alone"
+@pytest.mark.parametrize(
+    ("heading", "most"), [("From the command line to a running rank", 12), ("One training step", 8)]
+)
+def test_few_files_are_to_be_read_first_and_they_are_there(heading: str, most: int) -> None:
+    text = section("Read these first").split(f"### {heading}\n")[1].split("\n### ")[0]
+    files = re.findall(r"^\d+\. `([\w/]+\.py)`", text, re.MULTILINE)
+    assert 0 < len(files) <= most
+    assert [file for file in files if not (PACKAGE / file).exists()] == []
 
 
-def test_modules_outside_all_rooms_are_on_the_map() -> None:
-    outside = {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py"}
-    assert outside <= set(MODULE.findall(MAP))
+def test_the_glossary_is_short() -> None:
+    words = re.findall(r"^\| \*\*(.+?)\*\* \|", section("Glossary"), re.MULTILINE)
+    assert 0 < len(words) <= MOST_WORDS
+    assert words == sorted(words)
