@@ -26,14 +26,15 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.circumstances import write
-from pipeline.encoder.checkpoints.esm_checkpoint import Checkpoint, load
-from pipeline.encoder.checkpoints.synth import synth
-from pipeline.encoder.embedding_recipe import Recipe
-from pipeline.encoder.engine.embed_engine import Embedding, Engine, Settings
-from pipeline.encoder.forward.esm2 import Encoder
-from pipeline.encoder.tokens import ENDS, tokenize
-from pipeline.structures.parsing.read_structure import Reading, parse, read_file
-from pipeline.structures.policy import Policy, apply
+from pipeline.encoder.checkpoints.esm_checkpoint import EsmCheckpoint, load_checkpoint
+from pipeline.encoder.checkpoints.synth import write_random_checkpoint
+from pipeline.encoder.embedding_recipe import ENDS, EmbeddingRecipe, tokenize
+from pipeline.encoder.engine.embed_engine import Engine
+from pipeline.encoder.engine.sequence_work import Embedding, EngineSettings
+from pipeline.encoder.forward.esm2 import EsmEncoder
+from pipeline.structures.parsing.read_structure import FileReading, parse_structure
+from pipeline.structures.parsing.structure_files import read_file
+from pipeline.structures.policy import Policy, apply_policy
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared" / "structures" / "complexes"
@@ -48,7 +49,8 @@ Rows = dict[str, NDArray[np.float32]]
 def chains(folder: Path) -> list[str]:
     """Return the sequence of every chain, in the order of the files."""
     structures = (
-        apply(parse(read_file(path, LIMIT), "pdb", Reading()), Policy()) for path in sorted(folder.glob("*.pdb"))
+        apply_policy(parse_structure(read_file(path, LIMIT), "pdb", FileReading()), Policy())
+        for path in sorted(folder.glob("*.pdb"))
     )
     return [chain.sequence for structure in structures for chain in structure.chains if chain.sequence]
 
@@ -106,7 +108,7 @@ def longest_first(sequences: Sequence[str]) -> list[list[str]]:
     return batches
 
 
-def ours(encoder: Encoder, batches: Sequence[Sequence[str]]) -> Rows:
+def ours(encoder: EsmEncoder, batches: Sequence[Sequence[str]]) -> Rows:
     """Return the rows by the packed forward pass."""
     found: Rows = {}
     for batch in batches:
@@ -116,10 +118,12 @@ def ours(encoder: Encoder, batches: Sequence[Sequence[str]]) -> Rows:
     return found
 
 
-def product(checkpoint: Checkpoint, policy: str, sequences: Sequence[str]) -> Callable[[], Rows]:
+def product(checkpoint: EsmCheckpoint, policy: str, sequences: Sequence[str]) -> Callable[[], Rows]:
     """Return a function that embeds by the engine as a task of the stage does: reading, computing, writing behind."""
-    recipe = Recipe("", LAYERS, "chain", "fp32", "fp32")
-    engine = Engine(checkpoint, recipe, Settings(policy, cap=4, budget=BUDGET_TOKENS, device="cpu"), precision="fp32")
+    recipe = EmbeddingRecipe("", LAYERS, "chain", "fp32", "fp32")
+    engine = Engine(
+        checkpoint, recipe, EngineSettings(policy, cap=4, budget=BUDGET_TOKENS, device="cpu"), precision="fp32"
+    )
 
     def run() -> Rows:
         found: Rows = {}
@@ -145,12 +149,12 @@ def seconds(work: Callable[[], object]) -> float:
 
 def gemm_gflops(rows: int) -> dict[str, float]:
     """Return the machine's rate for a large square product, and for the model's own products through its own layers."""
-    from pipeline.encoder.forward.linear import TorchLinear, fitting
+    from pipeline.encoder.forward.linear import TorchLinear, choose_linear
 
     weights = [
         (torch.randn(o, i), torch.randn(o)) for o, i in ((3 * DIM, DIM), (DIM, DIM), (4 * DIM, DIM), (DIM, 4 * DIM))
     ]
-    kind = fitting(weights, rows, rows)[0]
+    kind = choose_linear(weights, rows, rows)[0]
     square = torch.randn(2048, 2048)
     layer = kind(square, torch.zeros(len(square)))
     ways = (lambda: square @ square, lambda: square.numpy() @ square.numpy(), lambda: layer(square))
@@ -176,7 +180,7 @@ def lowest_cosine(found: Rows, wanted: Rows) -> float:
     return lowest
 
 
-def largest_difference(encoder: Encoder, batches: Sequence[Sequence[str]], wanted: Rows) -> float:
+def largest_difference(encoder: EsmEncoder, batches: Sequence[Sequence[str]], wanted: Rows) -> float:
     """Return how much a result changes with its batch: alone, in two shuffles, in reverse."""
     random = np.random.default_rng(0)
     texts = [text for batch in batches for text in batch]
@@ -197,8 +201,8 @@ def measure(folder: Path, runs: int, path: Path) -> dict[str, object]:
     unique = sorted(set(all_chains))
     batches = longest_first(unique)
     reference = FairEsm(path)
-    checkpoint = load(path)
-    encoder = Encoder(checkpoint, layer=LAYERS, precision="fp32", device=torch.device("cpu"))
+    checkpoint = load_checkpoint(path)
+    encoder = EsmEncoder(checkpoint, layer=LAYERS, precision="fp32", device=torch.device("cpu"))
     sides: dict[str, Callable[[], Rows]] = {
         "ours": product(checkpoint, "tokens", unique),
         "fair_esm": lambda: reference.own_path(unique),
@@ -254,7 +258,7 @@ def main() -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "esm2_t12_random.pt"
-        synth(path, LAYERS, DIM, HEADS)
+        write_random_checkpoint(path, LAYERS, DIM, HEADS)
         result = measure(options.folder, options.runs, path)
     rates, ratios = result["residues_per_cpu_s"], result["ratio"]
     print(f"{result['what']}, {options.runs} runs\n{'':16}{'residues/CPU s':>16}{'ours is':>10}")

@@ -16,7 +16,7 @@ import numpy as np
 from scan_memory import run
 
 from benchmarks.circumstances import write
-from pipeline.encoder.checkpoints.synth import synth
+from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.structures.synthetic import draw_sequence
 
 REACH_BYTES = 100 << 20
@@ -34,7 +34,7 @@ def measure(count: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "pipeline.yaml").write_text(CONFIG)
-        synth(folder / "esm2_tiny.pt", layers=2, dim=32, heads=4)
+        write_random_checkpoint(folder / "esm2_tiny.pt", layers=2, dim=32, heads=4)
         random = np.random.default_rng(1)
         with (folder / "data.fasta").open("w") as file:
             for number in range(count):

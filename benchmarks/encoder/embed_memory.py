@@ -39,11 +39,11 @@ def run(side: str, path: Path, length: int) -> None:
     torch.set_num_threads(1)
     texts = sequences(length)
     if side == "ours":
-        from pipeline.encoder.checkpoints.esm_checkpoint import load
-        from pipeline.encoder.forward.esm2 import Encoder
-        from pipeline.encoder.tokens import tokenize
+        from pipeline.encoder.checkpoints.esm_checkpoint import load_checkpoint
+        from pipeline.encoder.embedding_recipe import tokenize
+        from pipeline.encoder.forward.esm2 import EsmEncoder
 
-        encoder = Encoder(load(path), layer=LAYERS, precision="fp32", device=torch.device("cpu"))
+        encoder = EsmEncoder(load_checkpoint(path), layer=LAYERS, precision="fp32", device=torch.device("cpu"))
         for _ in range(2):
             assert torch.isfinite(encoder([tokenize(text) for text in texts])).all()
     else:
@@ -87,10 +87,10 @@ def main() -> int:
         run(options.side, options.weights, options.length)
         return 0
     with tempfile.TemporaryDirectory() as name:
-        from pipeline.encoder.checkpoints.synth import synth
+        from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 
         path = Path(name) / "esm2_t12_random.pt"
-        synth(path, LAYERS, DIM, HEADS)
+        write_random_checkpoint(path, LAYERS, DIM, HEADS)
         peaks = {side: {length: peak_bytes(side, path, length) for length in LENGTHS} for side in ("ours", "fair_esm")}
     spread = {side: round(max(found.values()) / min(found.values()), 3) for side, found in peaks.items()}
     result = {

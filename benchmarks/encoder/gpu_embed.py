@@ -26,10 +26,10 @@ import numpy as np
 import torch
 
 from benchmarks.circumstances import write
-from pipeline.encoder.checkpoints.esm_checkpoint import as_dtype, load
-from pipeline.encoder.checkpoints.synth import synth
-from pipeline.encoder.forward.esm2 import Encoder
-from pipeline.encoder.tokens import ENDS, VOCABULARY, tokenize
+from pipeline.encoder.checkpoints.esm_checkpoint import as_dtype, load_checkpoint
+from pipeline.encoder.checkpoints.synth import write_random_checkpoint
+from pipeline.encoder.embedding_recipe import ENDS, VOCABULARY, tokenize
+from pipeline.encoder.forward.esm2 import EsmEncoder
 from pipeline.structures.synthetic import draw_sequence
 
 BUDGET_TOKENS = 4096
@@ -84,7 +84,7 @@ def padded(sequences: Sequence[str]) -> Iterator[list[str]]:
 
 def ours(path: Path, size: Size, precision: str, device: torch.device) -> Side:
     """Return the packed forward pass."""
-    encoder = Encoder(load(path), layer=size.layers, precision=precision, device=device)
+    encoder = EsmEncoder(load_checkpoint(path), layer=size.layers, precision=precision, device=device)
 
     def rows(sequences: Sequence[str]) -> Rows:
         for batch in packed(sequences):
@@ -155,7 +155,7 @@ def fill(model: torch.nn.Module, path: Path) -> None:
         "self_attn.out_proj": "attention.output.dense", "final_layer_norm": "LayerNorm",
         "fc1": "intermediate.dense", "fc2": "output.dense",
     }  # fmt: skip
-    checkpoint = load(path)
+    checkpoint = load_checkpoint(path)
     theirs = model.state_dict()
     for name, tensor in checkpoint.tensors.items():
         target = name.replace("embed_tokens", "embeddings.word_embeddings")
@@ -231,7 +231,7 @@ def measure(size: Size, sequences: list[str], runs: int, precision: str, device:
     """Measure all sides, one after another, and return the figures."""
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "esm2_random.pt"
-        synth(path, size.layers, size.dim, size.heads)
+        write_random_checkpoint(path, size.layers, size.dim, size.heads)
         sides = {
             "ours_half": ours(path, size, precision, device),
             "fair_esm_fp32": fair_esm(path, size, device),

@@ -26,8 +26,8 @@ from safetensors import safe_open
 
 from benchmarks.circumstances import write
 from pipeline.config.load import read_config
-from pipeline.encoder.checkpoints.esm_checkpoint import load as load_weights
-from pipeline.encoder.checkpoints.synth import synth
+from pipeline.encoder.checkpoints.esm_checkpoint import load_checkpoint as load_weights
+from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.encoder.forward.parity import Reference
 from pipeline.journal.run_folder import RunFolder
 from pipeline.project.project import Project
@@ -51,7 +51,7 @@ COMPARED = 20  # of the embeddings, with fair-esm
 def make_project(folder: Path) -> tuple[Project, RunFolder]:
     """Write sequences and weights, scan, and cut the work into one task."""
     (folder / "pipeline.yaml").write_text(CONFIG)
-    synth(folder / "esm2_small.pt", layers=LAYERS, dim=DIM, heads=4)
+    write_random_checkpoint(folder / "esm2_small.pt", layers=LAYERS, dim=DIM, heads=4)
     draw = np.random.default_rng(1)
     texts = [draw_sequence(draw, int(draw.integers(50, 300))) for _ in range(SEQUENCES)]
     (folder / "data.fasta").write_text("".join(f">s{number}\n{text}\n" for number, text in enumerate(texts)))

@@ -27,8 +27,7 @@ from pipeline.readers import made
 from pipeline.records import Role
 from pipeline.runs.model.training_work import Work, least_of, sizes_of, target_of
 from pipeline.stages.read_entries import Taken, read
-from pipeline.structures.made_rna import pocket_pdb
-from pipeline.structures.synthetic import complex_pdb
+from pipeline.structures.synthetic import complex_pdb, pocket_pdb
 from pipeline.training.items.item_source import ReaderItems
 from pipeline.training.items.item_table import ItemTable
 from pipeline.training.sampling.sampler import Sampler

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.structures.synthetic import Fold, dock, draw_sequence, fold, to_pdb
+from pipeline.structures.synthetic import Fold, dock, draw_sequence, fold_chain, to_pdb
 
 PIPELINE = Path(sys.executable).with_name("pipeline")
 SHAPES = 128  # pairs of partners in space; every complex has one of them, and sequences of its own
@@ -38,7 +38,7 @@ def shape(number: int) -> tuple[Fold, Fold]:
     """Return two partners that touch; folding and docking is what making a complex mostly costs."""
     rng = np.random.default_rng(number)
     lengths = rng.integers(FEWEST_RESIDUES, MOST_RESIDUES + 1, 2).tolist()
-    return dock(rng, *(fold(draw_sequence(rng, length)) for length in lengths))
+    return dock(rng, *(fold_chain(draw_sequence(rng, length)) for length in lengths))
 
 
 def complex_of(number: int) -> bytes:

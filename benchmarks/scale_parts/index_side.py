@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.scale_parts.apart import apart
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,7 +47,7 @@ def index_side(folder: Path, records: int) -> dict[str, Any]:
 
 def store_of(folder: Path) -> Store:
     """Return the store."""
-    return Cache(folder / "cache").kind(KIND)
+    return CacheFolder(folder / "cache").kind(KIND)
 
 
 def put(folder: Path, seed: int, records: int) -> None:

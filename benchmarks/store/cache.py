@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.circumstances import circumstances, write  # noqa: E402 - the project need not be installed
 from benchmarks.store.store import alternate, read_through  # noqa: E402
-from pipeline.store.cache_folder import Cache  # noqa: E402
+from pipeline.store.cache_folder import CacheFolder  # noqa: E402
 from pipeline.store.format.disk import Disk  # noqa: E402
 from pipeline.store.format.shard import read_table, row_keys  # noqa: E402
 from pipeline.store.maintenance import scrub  # noqa: E402
@@ -55,7 +55,7 @@ def row(what: str, value: float, unit: str, reach: str = "", **more: Any) -> dic
 
 def validation(folder: Path, options: argparse.Namespace) -> Rows:
     """Validate records of the sizes of a training set: embeddings of half a megabyte and graphs of 50 kB."""
-    cache = Cache(folder / "cache")
+    cache = CacheFolder(folder / "cache")
     fill(cache.kind("embed"), options.gib * GIB * 7 // 8, MIB // 2)
     fill(cache.kind("graph"), options.gib * GIB // 8, 50_000)
     paths = sorted((folder / "cache").glob("*/shards/*"))
@@ -160,13 +160,13 @@ class CountingDisk(Disk):
 def damage(folder: Path, options: argparse.Namespace) -> Rows:
     """Break a shard somewhere, in one of several ways; compare what is named with what was changed."""
     rng, root = random.Random(options.seed), folder / "small"
-    with Cache(root).kind("graph").writer() as writer:
+    with CacheFolder(root).kind("graph").writer() as writer:
         for number in range(60):
             array = np.frombuffer(rng.randbytes(rng.randrange(100, 20_000)), np.uint8)
             writer.put(rng.randbytes(16), {"numbers": array}, {"n": number})
             if number % 20 == 19:
                 writer.flush()
-    store = Cache(root).kind("graph")
+    store = CacheFolder(root).kind("graph")
     store.write_index()
     tables = {path: read_table(Disk(), path) for path in sorted((root / "graph/shards").iterdir())}
     found = named = structural = structural_found = 0
@@ -177,15 +177,15 @@ def damage(folder: Path, options: argparse.Namespace) -> Rows:
         path.chmod(0o644)
         path.write_bytes(after)
         wanted = changed_records(table, before, after)
-        checked = {one.shard: one for one in scrub.full(Cache(root).kind("graph"))}[path.name]
+        checked = {one.shard: one for one in scrub.full(CacheFolder(root).kind("graph"))}[path.name]
         named += {finding.key for finding in checked.findings if finding.key} == wanted
         found += bool(checked.findings)
         if touches_structure(table, before, after):
             structural += 1
-            structural_found += any(one.findings for one in scrub.quick(Cache(root).kind("graph")))
+            structural_found += any(one.findings for one in scrub.quick(CacheFolder(root).kind("graph")))
         path.write_bytes(before)
     disk = CountingDisk()
-    list(scrub.quick(Cache(root, disk).kind("graph")))
+    list(scrub.quick(CacheFolder(root, disk).kind("graph")))
     most_reads = max(disk.reads[path] for path in tables)
     return [
         row("damage found by --full", 100 * found / options.damages, "%", "100", damages=options.damages),
@@ -239,7 +239,7 @@ def million(folder: Path, options: argparse.Namespace) -> Rows:
     from pipeline.store.maintenance.sweep import Live, mark
 
     config = configured(folder)
-    store = Cache(folder / "cache").kind("scan")
+    store = CacheFolder(folder / "cache").kind("scan")
     keys = np.random.default_rng(0).bytes(16 * options.records)
     parts = [keys[start : start + 16] for start in range(0, len(keys), 16)]
     array = np.zeros(8, np.float32)
@@ -249,15 +249,15 @@ def million(folder: Path, options: argparse.Namespace) -> Rows:
     paths = list((folder / "cache/scan/shards").iterdir())
 
     def rebuild() -> None:
-        Cache(folder / "cache").kind("scan").rebuild_index()
+        CacheFolder(folder / "cache").kind("scan").rebuild_index()
 
     rebuilt = timed_often(rebuild, 3, lambda: chill(paths))
     outcome.keep(Project.open(read_config(config, []).config), "scan", bytearray(keys))
     words = [str(PIPELINE), "cache", "stat", "--json", "--config", str(config)]
     stats = [timed_command(words, expect=0) for _ in range(7)]
     live = Live(pairs=sorted_keys(parts[::2]))
-    marked = timed_often(lambda: mark(Cache(folder / "cache").kind("scan"), live, time.time() + 1), 3)
-    found = mark(Cache(folder / "cache").kind("scan"), live, time.time() + 1)
+    marked = timed_often(lambda: mark(CacheFolder(folder / "cache").kind("scan"), live, time.time() + 1), 3)
+    found = mark(CacheFolder(folder / "cache").kind("scan"), live, time.time() + 1)
     assert sum(dead.dead for dead in found.shards) == options.records - len(parts[::2])
     records = f"{options.records:,} records"
     return [
@@ -337,7 +337,7 @@ def content(root: Path) -> dict[tuple[str, bytes], str]:
     import hashlib
 
     found = {}
-    cache = Cache(root)
+    cache = CacheFolder(root)
     for kind in cache.kinds():
         store = cache.kind(kind)
         for key in list(store.keys()):

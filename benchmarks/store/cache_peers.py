@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -54,7 +54,7 @@ class Ours:
     modules = ()
 
     def write(self, folder: Path, records: Iterable[tuple[int, Arrays]], safe: Callable[[Sequence[int]], None]) -> None:
-        store = Cache(folder).kind("embed")
+        store = CacheFolder(folder).kind("embed")
         with store.writer() as writer:
             for group in in_groups(records):
                 for number, arrays in group:
@@ -63,7 +63,7 @@ class Ours:
         store.write_index()
 
     def read(self, folder: Path, numbers: Sequence[int]) -> Iterator[tuple[int, Arrays]]:
-        for record in Cache(folder).kind("embed").read([number.to_bytes(16, "big") for number in numbers]):
+        for record in CacheFolder(folder).kind("embed").read([number.to_bytes(16, "big") for number in numbers]):
             yield int.from_bytes(record.key, "big"), dict(record.arrays)
 
 

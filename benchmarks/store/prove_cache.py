@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.circumstances import write  # noqa: E402 - the project is found only now
-from pipeline.store.cache_folder import Cache  # noqa: E402
+from pipeline.store.cache_folder import CacheFolder  # noqa: E402
 from pipeline.store.format.disk import Disk  # noqa: E402
 from pipeline.store.format.shard import read_table, row_keys  # noqa: E402
 from pipeline.store.maintenance import scrub  # noqa: E402 - the project need not be installed
@@ -120,7 +120,7 @@ def power_losses(folder: Path, at_most: int, seed: int) -> Iterator[Found]:
         real.mkdir(parents=True)
         work.begin(real)
         disk = RecordingDisk(real)
-        work.run(real, Cache(real / NAME, disk), disk.acknowledge)
+        work.run(real, CacheFolder(real / NAME, disk), disk.acknowledge)
         for loss in losses(disk.before, disk.steps, safe=work.live, at_most=at_most, seed=seed):
             put_tree(folder / "left", loss.tree)
             found = complaints(folder / "left" / NAME, loss.safe, work.known, work.torn)
@@ -163,7 +163,7 @@ def damage(folder: Path, flips: int, cuts: int, chance: random.Random) -> Iterat
 
 def judged(root: Path, *, in_shard: bool, named: bytes | None) -> Iterator[str]:
     """Complain of what is served, and of what validation does not find."""
-    store = Cache(root).kind(KIND)
+    store = CacheFolder(root).kind(KIND)
     keys = [key_of(number) for number in range(RECORDS)]
     for key in keys:
         right = served(store, key)

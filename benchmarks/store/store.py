@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.circumstances import write
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.cache_layout import KindLayout
 from pipeline.store.format.disk import Disk
 from pipeline.store.format.shard import key_pairs, row_keys
-from pipeline.store.shard_index import ROW, Index, sort_in_place, write_index
+from pipeline.store.shard_index import ROW, ShardIndex, sort_in_place, write_index
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pipeline.store.store import Place, Store
+    from pipeline.store.store import RecordPlace, Store
 
 RUNS = 7
 RECORDS = 600
@@ -62,7 +62,7 @@ def measure(folder: Path) -> list[dict[str, Any]]:
     keys = [int(number).to_bytes(16, "big") for number in range(RECORDS)]
     records = [{"embedding": noise[:size]} for size in sizes]
     rows.append(measure_write(folder, keys, records))
-    store = Cache(folder / "cache").kind("embed")
+    store = CacheFolder(folder / "cache").kind("embed")
     store.write_index()
     return rows + measure_random_read(store, folder / "cache/embed/shards", rng.permutation(keys_array(keys)))
 
@@ -85,7 +85,7 @@ def measure_index(folder: Path) -> dict[str, Any]:
 
 
 def look_up(disk: Disk, path: Path, asked: list[bytes]) -> None:
-    found, _ = Index(disk, path).find(key_pairs(asked))
+    found, _ = ShardIndex(disk, path).find(key_pairs(asked))
     assert len(found) == LOOK_UPS
 
 
@@ -94,7 +94,7 @@ def measure_write(folder: Path, keys: list[bytes], records: list[dict[str, Any]]
 
     def ours() -> None:
         shutil.rmtree(folder / "cache", ignore_errors=True)
-        with Cache(folder / "cache").kind("embed").writer(shard_bytes=128 * MIB) as writer:
+        with CacheFolder(folder / "cache").kind("embed").writer(shard_bytes=128 * MIB) as writer:
             for key, arrays in zip(keys, records, strict=True):
                 writer.put(key, arrays, {})
 
@@ -114,7 +114,7 @@ def measure_random_read(store: Store, shards: Path, order: Any) -> list[dict[str
     files = {place.shard: os.open(shards / place.shard, os.O_RDONLY) for place in places}
     size = sum(place.length for place in places)
 
-    def plain(place: Place) -> bytes:  # both sides hand the bytes to the same consumer, which holds one at a time
+    def plain(place: RecordPlace) -> bytes:  # both sides hand the bytes to the same consumer, which holds one at a time
         return os.pread(files[place.shard], place.length, place.offset)
 
     def four_at_once() -> None:

@@ -36,11 +36,12 @@ from pipeline.graphs.item_graph import ItemGraph, decode_graph, encode_graph
 from pipeline.keys import content_digest, recipe_key
 from pipeline.records import Item, Part, Role
 from pipeline.stages.graph import open_writer
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.writer import StoreWriter
-from pipeline.structures.inventory import Complex, File, Recipe, examine
-from pipeline.structures.parsing.read_structure import Reading, parse, read_file
-from pipeline.structures.policy import Policy, apply
+from pipeline.structures.inventory import Complex, ScanRecipe, examine_item
+from pipeline.structures.parsing.read_structure import FileReading, parse_structure
+from pipeline.structures.parsing.structure_files import File, read_file
+from pipeline.structures.policy import Policy, apply_policy
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared" / "structures" / "complexes"
@@ -134,7 +135,7 @@ def scanned(path: Path) -> Complex:
     """Do what the scan does with a file."""
     data = read_file(path, LIMIT)
     item = Item(path.stem, parts=(Part(Role.COMPLEX, str(path)),))
-    inventory, read = examine(item, {str(path): File(data, content_digest(data).hex())}, Recipe())
+    inventory, read = examine_item(item, {str(path): File(data, content_digest(data).hex())}, ScanRecipe())
     assert read is not None, inventory
     return read
 
@@ -156,7 +157,7 @@ def check_equal(path: Path) -> None:
 
 @contextmanager
 def writer(folder: Path) -> Iterator[StoreWriter]:
-    with open_writer(Cache(folder).kind("graph"), 256 << 20) as one:
+    with open_writer(CacheFolder(folder).kind("graph"), 256 << 20) as one:
         yield one
 
 
@@ -208,10 +209,10 @@ def _steps_of(path: Path, writer: StoreWriter, number: int, spent: dict[str, flo
 
     data = timed("read", lambda: read_file(path, LIMIT))
     digest = timed("digest", lambda: content_digest(data).hex())
-    table = timed("parse", lambda: parse(data, "pdb", Reading()))
-    timed("policy", lambda: apply(table, Policy()))
+    table = timed("parse", lambda: parse_structure(data, "pdb", FileReading()))
+    timed("policy", lambda: apply_policy(table, Policy()))
     item = Item(path.stem, parts=(Part(Role.COMPLEX, str(path)),))
-    _, read = timed("examine", lambda: examine(item, {str(path): File(data, digest)}, Recipe()))
+    _, read = timed("examine", lambda: examine_item(item, {str(path): File(data, digest)}, ScanRecipe()))
     graph = timed("build", lambda: residue_graph.build_residue_graph(read, RECIPE))
     timed(
         "build_without_contacts",
@@ -225,7 +226,7 @@ def _steps_of(path: Path, writer: StoreWriter, number: int, spent: dict[str, flo
 
 def record_bytes(graphs: list[ItemGraph], folder: Path) -> list[int]:
     """Return the bytes that each graph takes in the cache."""
-    store, sizes = Cache(folder).kind("graph"), []
+    store, sizes = CacheFolder(folder).kind("graph"), []
     for number, graph in enumerate(graphs):
         key = recipe_key("benchmark", {"size": number})
         with store.writer() as one:

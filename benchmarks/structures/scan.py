@@ -25,10 +25,11 @@ from numpy.typing import NDArray
 from benchmarks.circumstances import write
 from pipeline.keys import content_digest
 from pipeline.records import Item, Part, Role
-from pipeline.structures.atoms import text
-from pipeline.structures.inventory import File, Recipe, take
-from pipeline.structures.parsing.read_structure import Reading, parse, read_file
-from pipeline.structures.policy import Policy, apply
+from pipeline.structures.atoms import name_text
+from pipeline.structures.inventory import ScanRecipe, take
+from pipeline.structures.parsing.read_structure import FileReading, parse_structure
+from pipeline.structures.parsing.structure_files import File, read_file
+from pipeline.structures.policy import Policy, apply_policy
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared" / "structures" / "complexes"
@@ -83,15 +84,15 @@ def by_biopython(path: Path) -> Arrays:
 
 def ours_as_arrays(path: Path) -> Arrays:
     """Return our structure in the shape of the other side, to compare them; not timed."""
-    structure = apply(parse(read_file(path, LIMIT), "pdb", Reading()), Policy())
+    structure = apply_policy(parse_structure(read_file(path, LIMIT), "pdb", FileReading()), Policy())
     import gemmi
 
     return Arrays(
         structure.pos_A3,
-        np.array([text(name) for name in structure.name_A]),
+        np.array([name_text(name) for name in structure.name_A]),
         np.array([gemmi.Element(int(one)).name.upper() for one in structure.element_A]),
         structure.residue_A,
-        np.array([text(name) for name in structure.name_R]),
+        np.array([name_text(name) for name in structure.name_R]),
         structure.number_R.astype(np.int64),
         np.array([chr(one) for one in structure.icode_R]),
         np.array([chain.name for chain in structure.chains for _ in range(chain.first, chain.last)]),
@@ -103,7 +104,7 @@ def by_scan(path: Path) -> None:
     """Do what the scan stage does with a file, but for the write to the store."""
     data = read_file(path, LIMIT)
     item = Item(path.stem, parts=(Part(Role.COMPLEX, str(path)),))
-    inventory, _ = take(item, {str(path): File(data, content_digest(data).hex())}, Recipe())
+    inventory, _ = take(item, {str(path): File(data, content_digest(data).hex())}, ScanRecipe())
     assert inventory.reason is None, inventory
 
 

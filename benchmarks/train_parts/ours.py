@@ -44,10 +44,10 @@ def work_of(train: Any) -> Any:
 
 
 def table_of(root: Path, key: bytes) -> Any:
-    from pipeline.store.cache_folder import Cache
+    from pipeline.store.cache_folder import CacheFolder
     from pipeline.training.items.item_table import ItemTable
 
-    return ItemTable.read(Cache(root).kind("sets"), key)
+    return ItemTable.read(CacheFolder(root).kind("sets"), key)
 
 
 def plan(root: Path, key: bytes, ranks: int) -> dict[str, Any]:
@@ -160,9 +160,9 @@ class Clock:
 
 
 def cache_of(root: Path) -> Any:
-    from pipeline.store.cache_folder import Cache
+    from pipeline.store.cache_folder import CacheFolder
 
-    return Cache(root)
+    return CacheFolder(root)
 
 
 def items_of(table: Any, work: Any, planned: Any) -> Any:

@@ -29,14 +29,15 @@ from typing import Any
 import numpy as np
 
 from benchmarks.circumstances import write
-from pipeline.encoder.embedding_recipe import Recipe, Variant
+from pipeline.encoder.embedding_recipe import EmbeddingRecipe, Variant
 from pipeline.graphs import item_graph as graphs
 from pipeline.graphs.build_graph import build_graph
 from pipeline.graphs.item_graph import GraphRecipe as GraphRecipe
 from pipeline.keys import content_digest, recipe_key
 from pipeline.records import Item, Part, Role
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.structures import inventory
+from pipeline.structures.parsing import structure_files
 from pipeline.structures.synthetic import complex_pdb
 from pipeline.training.items.item_table import ItemTable, TableBuilder
 
@@ -46,7 +47,7 @@ BATCH = 16
 EPOCHS = 5
 STEP_S = 0.1
 PRECISION = Variant("fp16")
-ENCODER = Recipe(weights="made", layer=33, context="chain", precision="fp16", storage="fp16")
+ENCODER = EmbeddingRecipe(weights="made", layer=33, context="chain", precision="fp16", storage="fp16")
 GRAPH = GraphRecipe()
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 REACH = {"ratio": 4.0, "first_batch_s": 1.0, "wait_share": 0.02}
@@ -57,9 +58,9 @@ def structure(number: int) -> graphs.ItemGraph:
     rng = np.random.default_rng(number)
     receptor, ligand = (np.clip(rng.lognormal(mean, 0.5), 30, 1000) for mean in (5.6, 5.0))
     data = complex_pdb(number, int(receptor), int(ligand))
-    file = inventory.File(data, content_digest(data).hex())
+    file = structure_files.File(data, content_digest(data).hex())
     item = Item("x", parts=(Part(Role.COMPLEX, "x.pdb"),))
-    taken, read = inventory.examine(item, {"x.pdb": file}, inventory.Recipe())
+    taken, read = inventory.examine_item(item, {"x.pdb": file}, inventory.ScanRecipe())
     assert read is not None, taken
     return build_graph(read, GRAPH)
 
@@ -82,7 +83,7 @@ def shaken(graph: graphs.ItemGraph, number: int, *, own_sequences: bool) -> grap
 
 def generate(root: Path, items: int, compared: int) -> bytes:
     """Fill a cache, and return the key of its table."""
-    cache, builder, texts = Cache(root), TableBuilder(), {}
+    cache, builder, texts = CacheFolder(root), TableBuilder(), {}
     made = [structure(number) for number in range(STRUCTURES)]
     with cache.kind("graph").writer() as writer:
         for number in range(items):
@@ -108,7 +109,7 @@ def loader_of(root: Path, key: bytes, numbers: range | None = None, **options: A
     from pipeline.training.items.residue_embeddings import Embeddings
     from pipeline.training.sampling.sampler import Sampler, SamplerSettings
 
-    cache = Cache(root)
+    cache = CacheFolder(root)
     table = ItemTable.read(cache.kind("sets"), key)
     if numbers is not None:
         table = table.take(np.array(numbers))

@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 from safetensors import safe_open  # noqa: E402 - the project need not be installed
 
 from benchmarks.circumstances import write  # noqa: E402 - the project is found only now
-from pipeline.encoder.checkpoints.synth import synth  # noqa: E402
+from pipeline.encoder.checkpoints.synth import write_random_checkpoint  # noqa: E402
 from pipeline.journal.run_status import ENDED  # noqa: E402
 from pipeline.structures.synthetic import write_demo  # noqa: E402
 from tests.slurm.cluster import Cluster, why_not  # noqa: E402
@@ -159,7 +159,7 @@ class Training:
 def make_project(folder: Path) -> Project:
     """Write complexes and weights, and do everything that comes before training."""
     write_demo(folder / "data", COMPLEXES)
-    synth(folder / "weights" / "esm2_demo.pt", layers=3, dim=32, heads=4)
+    write_random_checkpoint(folder / "weights" / "esm2_demo.pt", layers=3, dim=32, heads=4)
     (folder / "pipeline.yaml").write_text(json.dumps(SETTINGS, indent=1))
     project = Project(folder)
     project.submits("graph").ends(timeout_s=PATIENCE_S)

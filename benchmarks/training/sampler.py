@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from benchmarks.circumstances import write
 from pipeline.keys import content_digest
 from pipeline.records import Item, Part, Role
-from pipeline.structures.inventory import File, Recipe, examine
-from pipeline.structures.parsing.read_structure import read_file
+from pipeline.structures.inventory import ScanRecipe, examine_item
+from pipeline.structures.parsing.structure_files import File, read_file
 from pipeline.training.sampling.sampler import Sampler, SamplerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,7 +42,7 @@ def partner_nodes(path: Path) -> tuple[int, int]:
     """Return the nodes of both partners of a complex."""
     data = read_file(path, LIMIT)
     item = Item(path.stem, parts=(Part(Role.COMPLEX, str(path)),))
-    inventory, _ = examine(item, {str(path): File(data, content_digest(data).hex())}, Recipe())
+    inventory, _ = examine_item(item, {str(path): File(data, content_digest(data).hex())}, ScanRecipe())
     nodes = {partner.role: partner.nodes for partner in inventory.partners}
     return nodes[Role.RECEPTOR], nodes[Role.LIGAND]
 

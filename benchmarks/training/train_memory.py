@@ -36,7 +36,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.circumstances import write  # noqa: E402 - the project is found only now
 from benchmarks.runs.slurm import pipeline  # noqa: E402 - the project is found only now
-from pipeline.structures.synthetic import Fold, dock, draw_sequence, fold, to_pdb  # noqa: E402
+from pipeline.structures.synthetic import Fold, dock, draw_sequence, fold_chain, to_pdb  # noqa: E402
 from tests.slurm.cluster import Cluster, why_not  # noqa: E402
 
 FOLDS, WIDTH, BATCH = 200, 1280, 32
@@ -69,7 +69,7 @@ def docked(number: int) -> tuple[Fold, Fold]:
     """Return two folds that touch; their sizes are those of real complexes."""
     rng = np.random.default_rng(number)
     lengths = (int(np.clip(rng.lognormal(mean, 0.5), 30, 1000)) for mean in (5.6, 5.0))
-    receptor, ligand = (fold(draw_sequence(rng, length)) for length in lengths)
+    receptor, ligand = (fold_chain(draw_sequence(rng, length)) for length in lengths)
     return dock(rng, receptor, ligand)
 
 
@@ -113,12 +113,12 @@ def embed(config: Path, texts: list[str]) -> int:
 
 def make(folder: Path, complexes: int) -> dict[str, Any]:
     """Make the project: structures, their graphs, embeddings."""
-    from pipeline.encoder.checkpoints.synth import synth
+    from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 
     start = time.perf_counter()
     (folder / "data").mkdir()
     (folder / "pipeline.yaml").write_text(CONFIG % BATCH)
-    synth(folder / "esm2_wide.pt", layers=1, dim=WIDTH, heads=20)
+    write_random_checkpoint(folder / "esm2_wide.pt", layers=1, dim=WIDTH, heads=20)
     with ProcessPoolExecutor(2) as pool:
         texts = list(pool.map(partial(write_complex, folder / "data"), range(complexes), chunksize=100))
     pipeline(folder, "submit", "--stage", "graph", "--executor", "local", "--follow")
@@ -211,11 +211,11 @@ def write_pickles(folder: Path, cache_root: Path, count: int) -> int:
 
     from pipeline.graphs import item_graph as graphs
     from pipeline.journal.run_folder import runs_in
-    from pipeline.store.cache_folder import Cache
+    from pipeline.store.cache_folder import CacheFolder
     from pipeline.training.items.item_table import ItemTable
 
     folder.mkdir()
-    store = Cache(cache_root)
+    store = CacheFolder(cache_root)
     keys = [run.table.read_text() for run in runs_in(cache_root.parent / "runs") if run.table.exists()]
     table = ItemTable.read(store.kind("sets"), bytes.fromhex(keys[-1]))
     written = 0

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     from pipeline.config.load import LoadedConfig
     from pipeline.report.check_tables import KindTally
-    from pipeline.store.cache_folder import Cache
-    from pipeline.store.maintenance.damage_report import ReportWriter, Summary
-    from pipeline.store.maintenance.scrub import Checked, Subset
+    from pipeline.store.cache_folder import CacheFolder
+    from pipeline.store.maintenance.damage_report import Checked, ReportWriter, Summary
+    from pipeline.store.maintenance.scrub import Subset
     from pipeline.store.maintenance.shard_repair import Mend, Repaired
     from pipeline.store.store import Store
 
@@ -138,11 +138,11 @@ def repair_command(
         if yes:
             waits = _waits(settle_s)
             with ask_owner(cache.root):
-                told = repairs.repair(
+                told = repairs.repair_cache(
                     cache, report, done=shown.take, seen=progress.take, settle_s=settle_s, waits=waits
                 )
         else:
-            for mend in repairs.plan(cache, report, seen=progress.take):
+            for mend in repairs.plan_repair(cache, report, seen=progress.take):
                 told.count(mend)
                 shown.take(mend)
     if as_json:
@@ -159,7 +159,7 @@ def repair_command(
 class _Mends:
     """What is shown of a repair: every shard, or the first ones, and all by kind."""
 
-    cache: Cache
+    cache: CacheFolder
     all: bool
     mends: list[Mend] = field(default_factory=list)
     more: int = 0  # shards that are not shown
@@ -206,7 +206,7 @@ def compact_command(yes: Yes = False, config: ConfigFile = None, sets: Sets = No
     cache, chosen = _open(loaded), loaded.config.cache
     shard_bytes, settle_s = int(chosen.shard_bytes), chosen.visibility_s
     stores = [cache.kind(name) for name in cache.kinds()]
-    told = [compaction.plan(store, shard_bytes=shard_bytes) for store in stores]
+    told = [compaction.plan_compaction(store, shard_bytes=shard_bytes) for store in stores]
     if yes:
         work, waits = list(zip(stores, told, strict=True)), _waits(settle_s)
         with ask_owner(cache.root):
@@ -234,18 +234,18 @@ def _look(loaded: LoadedConfig, how: How, sample: float) -> Look:
     return {How.QUICK: scrub.quick, How.FULL: scrub.full}[how]
 
 
-def _open(loaded: LoadedConfig) -> Cache:
+def _open(loaded: LoadedConfig) -> CacheFolder:
     """Open a cache that is there, and lies in one folder."""
-    from pipeline.store.cache_folder import Cache
-    from pipeline.store.format.cache_layout import refuse_unusable
+    from pipeline.store.cache_folder import CacheFolder
+    from pipeline.store.maintenance.leftovers import refuse_unusable
 
     chosen = loaded.config.cache
-    cache = Cache.over(chosen.root, chosen.under)
+    cache = CacheFolder.over(chosen.root, chosen.under)
     refuse_unusable(cache)
     return cache
 
 
-def _kinds(cache: Cache, asked: Sequence[str] | None) -> list[str]:
+def _kinds(cache: CacheFolder, asked: Sequence[str] | None) -> list[str]:
     """Return the kinds that are asked for; all, if none is."""
     from pipeline.errors import ConfigError
 
@@ -307,7 +307,7 @@ def _write_verdicts(file: IO[str], checked: Checked) -> None:
 class _Found:
     """What a validation finds: counted, and written down as it comes; nothing of it stays in memory."""
 
-    def __init__(self, cache: Cache, how: str, subset: Subset, out: Path | None, only: Sequence[str]) -> None:
+    def __init__(self, cache: CacheFolder, how: str, subset: Subset, out: Path | None, only: Sequence[str]) -> None:
         from pipeline.store.maintenance.damage_report import Summary
 
         self.cache, self.out = cache, out

@@ -45,13 +45,14 @@ def export_command(
     as_json: Json = False,
 ) -> None:
     """Copy the cache to a folder, with a manifest; run it again, and it does what is missing."""
-    from pipeline.store.cache_folder import Cache
-    from pipeline.store.format.cache_layout import MANIFEST, refuse_links_out
+    from pipeline.store.cache_folder import CacheFolder
+    from pipeline.store.format.cache_layout import MANIFEST
     from pipeline.store.maintenance import transfer
+    from pipeline.store.maintenance.leftovers import refuse_links_out
 
-    cache = Cache(load_config(config, sets).config.cache.root)
+    cache = CacheFolder(load_config(config, sets).config.cache.root)
     refuse_links_out(cache)
-    moved = _showing("export", lambda tell: transfer.export(cache, folder, kinds or (), link=link, tell=tell))
+    moved = _showing("export", lambda tell: transfer.export_cache(cache, folder, kinds or (), link=link, tell=tell))
     _say(moved, folder, as_json=as_json)
     if not as_json:
         named = shlex.quote(str(folder))
@@ -62,11 +63,11 @@ def export_command(
 
 def import_cache_command(folder: Folder, config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
     """Take an export into the cache; every file is verified, and nothing is overwritten."""
-    from pipeline.store.cache_folder import Cache
-    from pipeline.store.format.cache_layout import refuse_links_out
+    from pipeline.store.cache_folder import CacheFolder
     from pipeline.store.maintenance import transfer
+    from pipeline.store.maintenance.leftovers import refuse_links_out
 
-    cache = Cache(load_config(config, sets).config.cache.root)
+    cache = CacheFolder(load_config(config, sets).config.cache.root)
     refuse_links_out(cache)
     moved = _showing("import", lambda tell: transfer.take_in(cache, folder, tell=tell))
     _say(moved, cache.root, as_json=as_json)
@@ -80,12 +81,14 @@ def import_cache_command(folder: Folder, config: ConfigFile = None, sets: Sets =
 
 def _showing(name: str, move: Callable[[Told], Moved]) -> Moved:
     """Do it, and show on stderr how far it is."""
-    from pipeline.encoder.checkpoints.download import Progress
+    from pipeline.encoder.checkpoints.download import DownloadProgress
     from pipeline.report.cache_tables import Download
 
     begun = time.monotonic()
     with Download(name) as shown:
-        return move(lambda now, total: shown.show(Progress(now, total, now / max(1e-3, time.monotonic() - begun))))
+        return move(
+            lambda now, total: shown.show(DownloadProgress(now, total, now / max(1e-3, time.monotonic() - begun)))
+        )
 
 
 def _say(moved: Moved, folder: Path, *, as_json: bool) -> None:

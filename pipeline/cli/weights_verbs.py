@@ -38,7 +38,7 @@ def fetch_command(
     sets: Sets = None,
 ) -> None:
     """Download a checkpoint; run it again after any interruption, and it goes on from there."""
-    from pipeline.encoder.checkpoints.installation import examine
+    from pipeline.encoder.checkpoints.installation import examine_checkpoint
     from pipeline.encoder.checkpoints.weights import published, stem
 
     configured = _configured(config, sets)
@@ -51,7 +51,7 @@ def fetch_command(
         _say(_existing(target, name), "is there already")
     else:
         _download(name, model, url, target)
-        _say(examine(target).accepted(), "fetched")
+        _say(examine_checkpoint(target).accepted(), "fetched")
     _say_how_to_use(target, configured)
 
 
@@ -70,7 +70,7 @@ def import_weights_command(
     from pipeline.encoder.checkpoints.checkpoint_files import files_of
 
     configured = _configured(config, sets)
-    files, found = files_of(source), installation.examine(source).accepted()
+    files, found = files_of(source), installation.examine_checkpoint(source).accepted()
     is_file = files.form == "fair-esm"
     target = _place_for(f"{files.name}.pt" if is_file else files.name, out, configured, into_folder=is_file)
     is_there = installation.is_installed(files, target)
@@ -90,11 +90,11 @@ def check_weights_command(
     as_json: Json = False,
 ) -> None:
     """Read a checkpoint, safely, and say what it is."""
-    from pipeline.encoder.checkpoints.installation import examine
-    from pipeline.encoder.checkpoints.weights import find
+    from pipeline.encoder.checkpoints.installation import examine_checkpoint
+    from pipeline.encoder.checkpoints.weights import find_checkpoint
     from pipeline.report import tables
 
-    found = examine(path or find(_configured(config, sets)))
+    found = examine_checkpoint(path or find_checkpoint(_configured(config, sets)))
     if as_json:
         print_json(found.to_json())
     else:
@@ -116,7 +116,7 @@ def synth_command(
     from pipeline.encoder.checkpoints import synth as maker
 
     with _room_for(out, replace=force) as place:
-        maker.synth(place, layers, dim, heads, seed=seed, stress=stress)
+        maker.write_random_checkpoint(place, layers, dim, heads, seed=seed, stress=stress)
     typer.echo(f"{out}: {layers} layers of width {dim} with {heads} heads, random weights (seed {seed})")
 
 
@@ -156,11 +156,11 @@ def _unknown_model(name: str) -> ConfigError:
 
 def _existing(target: Path, name: str) -> Examined:
     """Return what is there already, if it is in order."""
-    from pipeline.encoder.checkpoints.installation import examine
+    from pipeline.encoder.checkpoints.installation import examine_checkpoint
     from pipeline.errors import WeightsUnusable
 
     try:
-        return examine(target).accepted()
+        return examine_checkpoint(target).accepted()
     except WeightsUnusable as trouble:
         remedy = f"pipeline weights fetch {name} --force   (which replaces it)"
         raise WeightsUnusable(trouble.what, where=str(target), remedy=remedy) from trouble
@@ -175,7 +175,7 @@ def _download(name: str, model: Published | None, url: str | None, target: Path)
     source = url or (model.url if model else "")
     with Download(name) as shown:
         try:
-            download.fetch(
+            download.fetch_file(
                 source,
                 target,
                 sha256=sha256,

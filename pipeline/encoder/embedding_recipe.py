@@ -6,20 +6,26 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from pipeline.keys import tagged_key
+from pipeline.records import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
     Span = tuple[int, int]  # the first residue, and the one behind the last
+    from numpy.typing import NDArray
+
+    from pipeline.records import Inventory, Partner
 
 ENCODER_VERSION = 1  # raise it when the encoder's results change
 STORED = {"float32": "fp32", "float16": "fp16", "uint16": "bf16"}  # numpy's type of rows → their precision
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class SequenceCut:
     """How a sequence that is not encoded as one is cut."""
 
     policy: str  # "windows" or "truncate"
@@ -32,11 +38,11 @@ class Variant:
     """One way of computing an embedding; different variants give different numbers, and have different keys."""
 
     precision: str  # fp32, fp16 or bf16
-    cut: Cut | None = None
+    cut: SequenceCut | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class EmbeddingRecipe:
     """Every choice, all of them concrete."""
 
     weights: str  # the digest of the checkpoint
@@ -72,7 +78,9 @@ class Recipe:
         """Return how a sequence of that length is to be computed."""
         if residues <= self.length or self.long in ("full", "error"):
             return Variant(self.precision)
-        return Variant(self.precision, Cut(self.long, self.length, self.overlap if self.long == "windows" else 0))
+        return Variant(
+            self.precision, SequenceCut(self.long, self.length, self.overlap if self.long == "windows" else 0)
+        )
 
     def accepted(self, residues: int) -> tuple[Variant, ...]:
         """Return the variants that will do, best first: the wanted one, then what the configuration allows instead."""
@@ -83,12 +91,12 @@ class Recipe:
         precisions = [self.precision, *(["fp32"] if self.precision != "fp32" and self.full_precision_will_do else [])]
         return tuple(Variant(precision, cut) for cut in cuts for precision in precisions)
 
-    def windowed(self, residues: int) -> Cut | None:
+    def windowed(self, residues: int) -> SequenceCut | None:
         """Return how a sequence that does not fit as one is cut; None where it is not."""
         wanted = self.wanted(residues).cut
         if wanted is not None or self.on_oom != "windows" or residues <= self.length:
             return wanted
-        return Cut("windows", self.length, self.overlap)
+        return SequenceCut("windows", self.length, self.overlap)
 
     @property
     def full_precision_will_do(self) -> bool:
@@ -110,7 +118,51 @@ def windows(length: int, window: int, overlap: int) -> list[Span]:
     return [(start, start + window) for start in starts]
 
 
-def shares(spans: Sequence[Span]) -> list[Span]:
+def window_shares(spans: Sequence[Span]) -> list[Span]:
     """Return the residues whose rows each window gives: one after the other, nothing twice, nothing left out."""
     meets = [(end + start + 1) // 2 for (_, end), (start, _) in pairwise(spans)]
     return list(pairwise([spans[0][0], *meets, spans[-1][1]]))
+
+
+# The vocabulary of every ESM-2 checkpoint, in the order of its embedding table.
+VOCABULARY = (
+    "<cls>", "<pad>", "<eos>", "<unk>",
+    *"LAGVSERTIDPKQNFYMHWCXBUZO",
+    ".", "-", "<null_1>", "<mask>",
+)  # fmt: skip
+CLS, PAD, EOS, MASK = (VOCABULARY.index(name) for name in ("<cls>", "<pad>", "<eos>", "<mask>"))
+ENDS = 2  # tokens that a sequence has besides its residues
+LETTERS = "".join(sorted(name for name in VOCABULARY if name.isalpha()))
+_NONE = 255
+_TABLE = np.full(256, _NONE, np.uint8)
+_TABLE[list(LETTERS.encode())] = [VOCABULARY.index(letter) for letter in LETTERS]
+
+
+class BadSequence(ValueError):
+    """A sequence that the encoder cannot read."""
+
+
+def tokenize(sequence: str) -> NDArray[np.uint8]:
+    """Return the tokens of a sequence's residues, without the two that stand around them."""
+    if not sequence:
+        raise BadSequence("the sequence is empty")
+    tokens_L = _TABLE[np.frombuffer(sequence.encode("latin-1", "replace"), np.uint8)]
+    wrong = np.flatnonzero(tokens_L == _NONE)
+    if len(wrong):
+        at = int(wrong[0])
+        raise BadSequence(f"{sequence[at]!r} at position {at + 1} is no residue that ESM-2 knows")
+    return tokens_L
+
+
+def texts(inventory: Inventory, context: str) -> list[str]:
+    """Return the sequences that must be encoded for an item, each once."""
+    found = (text for partner in inventory.partners for text in partner_texts(partner, context))
+    return list(dict.fromkeys(found))
+
+
+def partner_texts(partner: Partner, context: str) -> list[str]:
+    """Return the sequences of a partner: those of its protein chains, or all of them joined without a linker."""
+    chains = [chain.sequence for chain in partner.chains if chain.kind is Kind.PROTEIN]
+    if context == "partner":
+        return ["".join(chains)] if chains else []
+    return chains

@@ -30,7 +30,7 @@ from pipeline.graphs import bonds, hops, neighbours
 from pipeline.graphs.item_graph import ChainText, ItemGraph, PartnerGraph, edge_lengths
 from pipeline.graphs.residue_graph import centre
 from pipeline.records import Kind, Reason, Role
-from pipeline.structures.atoms import Unusable, text
+from pipeline.structures.atoms import UnusableInput, name_text
 from pipeline.structures.partners import joined_rows
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pipeline.graphs.item_graph import Array, Edges, GraphRecipe
-    from pipeline.structures.inventory import Complex, Side
+    from pipeline.structures.inventory import Complex, ComplexSide
 
     Sides: TypeAlias = Mapping[Role, "ChosenAtoms"]
 
@@ -58,7 +58,7 @@ BOND = hops.NAMES[0]
 class ChosenAtoms:
     """The atoms of a side that become nodes."""
 
-    side: Side
+    side: ComplexSide
     residue_R: NDArray[np.int64]  # of the structure
     atom_A: NDArray[np.int64]  # of the structure
     residue_A: NDArray[np.int64]  # of the side
@@ -81,8 +81,8 @@ class ChosenAtoms:
         """Name one for a message."""
         structure, residue = self.side.structure, self.residue_R[self.residue_A[atom]]
         chain = next(one.name for one in self.side.chains if one.first <= residue < one.last)
-        where = f"{text(structure.name_R[residue])} {structure.number_R[residue]}"
-        return f"{text(structure.name_A[self.atom_A[atom]])} of {where} in chain {chain}"
+        where = f"{name_text(structure.name_R[residue])} {structure.number_R[residue]}"
+        return f"{name_text(structure.name_A[self.atom_A[atom]])} of {where} in chain {chain}"
 
 
 def build_atom_graph(read: Complex, recipe: GraphRecipe) -> ItemGraph:
@@ -94,7 +94,7 @@ def build_atom_graph(read: Complex, recipe: GraphRecipe) -> ItemGraph:
     return ItemGraph(parts, {} if read.bound else _cross(sides, recipe), labels)
 
 
-def _choose(role: Role, side: Side, recipe: GraphRecipe) -> ChosenAtoms:
+def _choose(role: Role, side: ComplexSide, recipe: GraphRecipe) -> ChosenAtoms:
     """Return the atoms of a side, residue by residue."""
     structure, residue_R = side.structure, side.residues()
     end_R = np.cumsum(structure.atoms_R)[residue_R]
@@ -106,7 +106,7 @@ def _choose(role: Role, side: Side, recipe: GraphRecipe) -> ChosenAtoms:
         residue_A, atom_A = residue_A[kept], atom_A[kept]
     if not len(atom_A):
         what = f"the {role.value} has no atoms" if recipe.hydrogens else f"the {role.value} has no atoms but hydrogens"
-        raise Unusable(Reason.NO_NODES, what)
+        raise UnusableInput(Reason.NO_NODES, what)
     return ChosenAtoms(side, residue_R, atom_A, residue_A)
 
 
@@ -119,7 +119,9 @@ def _check_apart(sides: Sides, *, in_one_frame: bool) -> None:
             one, other = (_name(group, atom) for atom in pairs_P2[0].tolist())
             apart = float(np.linalg.norm(np.subtract(*pos_A3[pairs_P2[0]])))
             more = f"; so are {len(pairs_P2) - 1} other pairs" if len(pairs_P2) > 1 else ""
-            raise Unusable(Reason.COINCIDENT_ATOMS, f"{one} and {other} are {apart:.3f} Å apart, at one place{more}")
+            raise UnusableInput(
+                Reason.COINCIDENT_ATOMS, f"{one} and {other} are {apart:.3f} Å apart, at one place{more}"
+            )
 
 
 def _name(group: list[ChosenAtoms], atom: int) -> str:
@@ -157,7 +159,7 @@ def _check_single(role: Role, chosen: ChosenAtoms, recipe: GraphRecipe) -> None:
     """Refuse a partner without edges, unless it is of single atoms and there is another partner."""
     if role is Role.WHOLE or np.bincount(chosen.residue_A).max() > 1:
         what = f"no two of the {len(chosen.atom_A)} atoms of the {role.value} are bonded or near each other"
-        raise Unusable(Reason.NO_EDGES, f"{what}; graph.atom.radius is {recipe.atom_radius}")
+        raise UnusableInput(Reason.NO_EDGES, f"{what}; graph.atom.radius is {recipe.atom_radius}")
 
 
 def _ascii(words: NDArray[np.uint64], width: int) -> NDArray[np.uint8]:
@@ -242,7 +244,7 @@ def _check_lengths(chosen: ChosenAtoms, bonds_B2: NDArray[np.int64]) -> None:
         worst = int(length_B.argmax())
         one, other = (chosen.label(atom) for atom in bonds_B2[worst].tolist())
         what = f"the file says that {one} and {other} are bonded, and they are {length_B[worst]:.2f} Å apart"
-        raise Unusable(Reason.PARSE_ERROR, what)
+        raise UnusableInput(Reason.PARSE_ERROR, what)
 
 
 def _cross(sides: Sides, recipe: GraphRecipe) -> dict[str, Edges]:
@@ -283,7 +285,7 @@ def _native(sides: Sides, most: float, twins: Mapping[Role, NDArray[np.int64]] |
         where = " in the bound structure" if twins else ""
         nearest = neighbours.closest(receptor[heavy], ligand[heavy_ligand])
         what = f"the nearest heavy atoms of the partners are {nearest:.2f} Å apart{where}"
-        raise Unusable(Reason.NO_CONTACTS, f"{what}; graph.contacts is {most:g}")
+        raise UnusableInput(Reason.NO_CONTACTS, f"{what}; graph.contacts is {most:g}")
     nearest_P = edge_lengths(ligand, receptor, pairs_2P).astype(np.float32)
     if twins:
         pairs_2P, nearest_P = _by_twins(pairs_2P, nearest_P, sides, twins)
@@ -305,7 +307,7 @@ def _by_twins(
     order = order[(here_2P[:, order] >= 0).all(axis=0)]
     if not len(order):
         what = f"none of the {len(nearest_P)} contacts of the bound structure has both its atoms in the unbound ones"
-        raise Unusable(Reason.NO_CONTACTS, what)
+        raise UnusableInput(Reason.NO_CONTACTS, what)
     return here_2P[:, order], nearest_P[order]
 
 
@@ -348,7 +350,7 @@ def _check_twins(here: ChosenAtoms, there: ChosenAtoms, twin_A: NDArray[np.int64
     if len(unlike):
         one, other = (here.label(atom) for atom in mine_B2[unlike[0]].tolist())
         what = f"{one} and {other} are bonded, and the atoms of their names in the bound structure are not"
-        raise Unusable(Reason.SEQUENCE_MISMATCH, f"{what}: give both files their atoms in one order")
+        raise UnusableInput(Reason.SEQUENCE_MISMATCH, f"{what}: give both files their atoms in one order")
 
 
 def _in_bound(twin_A: NDArray[np.int64], there: ChosenAtoms, centre_3: NDArray[np.float64]) -> dict[str, Array]:

@@ -13,7 +13,7 @@ import gemmi
 import numpy as np
 from scipy.spatial import cKDTree
 
-from pipeline.structures.atoms import word
+from pipeline.structures.atoms import name_word
 from pipeline.structures.policy import SYNONYMS
 
 if TYPE_CHECKING:
@@ -98,16 +98,18 @@ def _texts() -> dict[str, str]:
 @cache
 def templates() -> Templates:
     """Return the table in arrays."""
-    names = sorted(_texts(), key=word)
+    names = sorted(_texts(), key=name_word)
     pairs = [bonds_of(name) for name in names]
     atoms = [list(dict.fromkeys(atom for pair in some for atom in pair)) for some in pairs]
-    atom_M = np.unique(np.array([word(atom) for some in atoms for atom in some], dtype=np.uint64))
+    atom_M = np.unique(np.array([name_word(atom) for some in atoms for atom in some], dtype=np.uint64))
     place_TM = np.full((len(names), len(atom_M)), ABSENT, np.int8)
     bond_TB2 = np.full((len(names), max(map(len, pairs)), 2), ABSENT, np.int8)
     for kind, (some, bonded) in enumerate(zip(atoms, pairs, strict=True)):
-        place_TM[kind, np.searchsorted(atom_M, np.array([word(atom) for atom in some], np.uint64))] = range(len(some))
+        place_TM[kind, np.searchsorted(atom_M, np.array([name_word(atom) for atom in some], np.uint64))] = range(
+            len(some)
+        )
         bond_TB2[kind, : len(bonded)] = [[some.index(left), some.index(right)] for left, right in bonded]
-    residue_T = np.array([word(name) for name in names], dtype=np.uint64)
+    residue_T = np.array([name_word(name) for name in names], dtype=np.uint64)
     return Templates(residue_T, atom_M, place_TM, bond_TB2, max(map(len, atoms)))
 
 
@@ -225,14 +227,14 @@ def _along_chains(atoms: Atoms, left: str, right: str, most: float) -> NDArray[n
 def _named(atoms: Atoms, name: str) -> NDArray[np.int64]:
     """Return the atom of that name in each residue, ABSENT where there is none."""
     atom_R = np.full(len(atoms.resname_R), ABSENT)
-    found = np.flatnonzero(atoms.name_A == word(name))
+    found = np.flatnonzero(atoms.name_A == name_word(name))
     atom_R[atoms.residue_A[found]] = found
     return atom_R
 
 
 def _disulfides(atoms: Atoms) -> NDArray[np.int64]:
     """Return the bonds between the sulfurs of cysteines."""
-    sulfurs = np.flatnonzero((atoms.name_A == word("SG")) & (atoms.element_A == SULFUR))
+    sulfurs = np.flatnonzero((atoms.name_A == name_word("SG")) & (atoms.element_A == SULFUR))
     return _between_residues(atoms, sulfurs[_pairs_within(atoms.pos_A3[sulfurs], DISULFIDE)])
 
 

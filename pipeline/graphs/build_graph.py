@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.graphs.item_graph import encode_graph
 from pipeline.records import Reason
-from pipeline.structures.atoms import Unusable
+from pipeline.structures.atoms import UnusableInput
 
 if TYPE_CHECKING:
     from typing import Any
@@ -34,7 +34,7 @@ def encoded_graph(read: Complex, recipe: GraphRecipe) -> tuple[dict[str, Array],
     """Return the graph of an item as the arrays and the JSON of a record, or the reason why it has none."""
     try:
         return encode_graph(build_graph(read, recipe))
-    except Unusable as problem:
+    except UnusableInput as problem:
         return {}, {"reason": problem.reason.value, "detail": problem.detail}
     except MemoryError:
         raise

@@ -14,7 +14,7 @@ import numpy as np
 
 from pipeline.keys import tagged_key
 from pipeline.records import Kind, Reason, Role
-from pipeline.structures.atoms import Unusable
+from pipeline.structures.atoms import UnusableInput
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -124,7 +124,7 @@ def encode_graph(graph: ItemGraph) -> tuple[dict[str, Array], dict[str, Any]]:
 def decode_graph(arrays: Mapping[str, Array], meta: Mapping[str, Any]) -> ItemGraph:
     """Read back what `encode` made; a record that says why there is no graph raises Unusable."""
     if "reason" in meta:
-        raise Unusable(Reason(meta["reason"]), meta["detail"])
+        raise UnusableInput(Reason(meta["reason"]), meta["detail"])
     if meta["format"] != FORMAT:
         raise ValueError(f"a graph of format {meta['format']}, not {FORMAT}")
     parts = []

@@ -13,7 +13,7 @@ import numpy as np
 from pipeline.graphs import bonds, contacts, neighbours
 from pipeline.graphs.item_graph import ChainText, ItemGraph, PartnerGraph
 from pipeline.records import Kind, Reason, Role
-from pipeline.structures.atoms import Unusable, text, word
+from pipeline.structures.atoms import UnusableInput, name_text, name_word
 from pipeline.structures.partners import joined_rows
 from pipeline.structures.policy import BACKBONE
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pipeline.graphs.item_graph import Array
-    from pipeline.structures.inventory import Side
+    from pipeline.structures.inventory import ComplexSide
     from pipeline.structures.policy import Structure
 
     Floats = NDArray[np.float64]
@@ -39,7 +39,7 @@ TYPE_OF_LETTER[np.frombuffer(LETTERS.encode(), np.uint8)] = np.arange(len(LETTER
 CB_WEIGHTS = (0.56802827, -0.58273431, -0.54067466)  # of CA-N, its cross product with C-CA, and C-CA
 N, CA, C, _, CB = range(len(BACKBONE))
 KEPT = [N, CA, C, CB]
-LAST_OXYGENS = frozenset(map(word, ("OXT", "OT1", "OT2")))  # as CHARMM calls them, too
+LAST_OXYGENS = frozenset(map(name_word, ("OXT", "OT1", "OT2")))  # as CHARMM calls them, too
 OX, OT = (int.from_bytes(begin, "little") for begin in (b"OX", b"OT"))
 VIRTUAL_CB, INCOMPLETE, MODIFIED = np.uint8(1), np.uint8(2), np.uint8(4)  # bits of `flags`
 CENTRE_DECIMALS = 3  # so that it does not depend on the order in which a processor adds
@@ -49,7 +49,7 @@ CENTRE_DECIMALS = 3  # so that it does not depend on the order in which a proces
 class Residues:
     """The residues of a side that are nodes."""
 
-    side: Side
+    side: ComplexSide
     place_N: NDArray[np.int64]  # among the residues of the side
     residue_N: NDArray[np.int64]  # of the structure
     chain_N: NDArray[np.int64]  # of the side
@@ -60,16 +60,16 @@ class Residues:
         structure, residue = self.side.structure, self.residue_N[node]
         icode = chr(structure.icode_R[residue]).strip("\0 ")
         number = f"{structure.number_R[residue]}{icode}"
-        return f"{text(structure.name_R[residue])} {number} of chain {self.side.chains[self.chain_N[node]].name}"
+        return f"{name_text(structure.name_R[residue])} {number} of chain {self.side.chains[self.chain_N[node]].name}"
 
 
-def select(role: Role, side: Side) -> Residues:
+def select(role: Role, side: ComplexSide) -> Residues:
     """Return the residues of a side's protein chains that have the atoms a node needs; there is one in each chain."""
     proteins = [chain.kind is Kind.PROTEIN for chain in side.chains]
     if not any(proteins):
         kinds = ", ".join(sorted({chain.kind.value for chain in side.chains}))
         what = f"the {role.value} has no protein chain (it has: {kinds}); graph.nodes: atom takes RNA, DNA and ligands"
-        raise Unusable(Reason.NO_NODES, what)
+        raise UnusableInput(Reason.NO_NODES, what)
     residue_R = side.residues()
     chain_R = np.repeat(np.arange(len(proteins)), [chain.last - chain.first for chain in side.chains])
     is_node_R = _are_nodes(side.structure)[residue_R]
@@ -81,7 +81,7 @@ def select(role: Role, side: Side) -> Residues:
     for chain, is_protein, nodes in zip(side.chains, proteins, nodes_C.tolist(), strict=True):
         if is_protein and not nodes:
             what = f"no residue of chain {chain.name} ({role.value}) has the atoms of a node; see structures.require"
-            raise Unusable(Reason.NO_NODES, what)
+            raise UnusableInput(Reason.NO_NODES, what)
     structure = side.structure
     return Residues(side, place_N, residue_N, chain_N, structure.pos_A3[structure.backbone_R5[residue_N, CA]])
 
@@ -250,7 +250,7 @@ def _check_apart(sides: Sides, *, in_one_frame: bool) -> None:
             apart = float(np.linalg.norm(np.subtract(*pos_N3[pairs_P2[0]])))
             more = f"; so are {len(pairs_P2) - 1} other pairs" if len(pairs_P2) > 1 else ""
             what = f"the CA atoms of {one} and of {other} are {apart:.3f} Å apart, at one place{more}"
-            raise Unusable(Reason.COINCIDENT_ATOMS, what)
+            raise UnusableInput(Reason.COINCIDENT_ATOMS, what)
 
 
 def _name(group: list[Residues], node: int) -> str:
@@ -266,11 +266,11 @@ def _edges(role: Role, chosen: Residues, recipe: GraphRecipe) -> Edges:
     """Return the edges within a partner."""
     if len(chosen.ca_N3) == 1:
         what = f"the {role.value} is one residue, {chosen.name(0)}: there is nothing that it could have an edge to"
-        raise Unusable(Reason.NO_EDGES, what)
+        raise UnusableInput(Reason.NO_EDGES, what)
     edges_2E = neighbours.within(chosen.ca_N3, recipe.neighbours, recipe.radius)
     if not edges_2E.size:
         what = f"no two CA atoms of the {role.value} are nearer than {neighbours.closest(chosen.ca_N3):.2f} Å"
-        raise Unusable(Reason.NO_EDGES, f"{what}; graph.radius is {recipe.radius}, graph.neighbours is 0")
+        raise UnusableInput(Reason.NO_EDGES, f"{what}; graph.radius is {recipe.radius}, graph.neighbours is 0")
     return edges_2E
 
 
@@ -282,7 +282,7 @@ def _cross(sides: Sides, recipe: GraphRecipe) -> dict[str, Edges]:
     return {NEAR: neighbours.between(ligand.ca_N3, receptor.ca_N3, recipe.cross_neighbours, recipe.cross_radius)}
 
 
-def _twins(here: Residues, side: Side, row_R: NDArray[np.int32]) -> Twins:
+def _twins(here: Residues, side: ComplexSide, row_R: NDArray[np.int32]) -> Twins:
     """Return the nodes that have a CA in the bound structure, and the residues that they are there."""
     structure = side.structure
     row_N = row_R[here.place_N]
@@ -320,7 +320,7 @@ def _native(
         where = " in the bound structure" if twins else ""
         apart = contacts.closest_approach(receptor, ligand)
         what = f"the nearest heavy atoms of the partners are {apart:.2f} Å apart{where}"
-        raise Unusable(Reason.NO_CONTACTS, f"{what}; graph.contacts is {cutoff:g}")
+        raise UnusableInput(Reason.NO_CONTACTS, f"{what}; graph.contacts is {cutoff:g}")
     pairs_P2 = np.stack([found.receptor_P, found.ligand_P], axis=1)
     if twins:
         pairs_P2 = np.stack([twins[role].node_L[of_P] for role, of_P in zip(PAIR, pairs_P2.T, strict=True)], axis=1)

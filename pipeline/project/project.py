@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from pipeline.cluster.local import LocalExecutor
 from pipeline.cluster.machine import Machine
-from pipeline.encoder.checkpoints.weights import Weights, find, identify
-from pipeline.encoder.embedding_recipe import Recipe as EmbeddingRecipe
-from pipeline.encoder.engine.embed_engine import Settings
+from pipeline.encoder.checkpoints.weights import CheckpointFacts, find_checkpoint, identify
+from pipeline.encoder.embedding_recipe import EmbeddingRecipe as EmbeddingRecipe
+from pipeline.encoder.engine.sequence_work import EngineSettings
 from pipeline.errors import ConfigError
 from pipeline.graphs.item_graph import GraphRecipe as GraphRecipe
 from pipeline.memory.history.task_history import Profiles
@@ -19,9 +19,9 @@ from pipeline.project.restriction import EVERYTHING, Only
 from pipeline.stages import embed
 from pipeline.stages.graph import Verifier
 from pipeline.stages.scan import Shelves
-from pipeline.store.cache_folder import Cache
-from pipeline.structures.inventory import Recipe
-from pipeline.structures.parsing.read_structure import Reading
+from pipeline.store.cache_folder import CacheFolder
+from pipeline.structures.inventory import ScanRecipe
+from pipeline.structures.parsing.read_structure import FileReading
 from pipeline.structures.policy import Policy
 from pipeline.structures.sources import SourceSpec
 
@@ -57,11 +57,11 @@ def source_spec(config: Config) -> SourceSpec:
     )
 
 
-def scan_recipe_of(config: Config) -> Recipe:
+def scan_recipe_of(config: Config) -> ScanRecipe:
     """Return how structures become inventories."""
     chosen = config.structures
-    return Recipe(
-        reading=Reading(chosen.model, chosen.chain_names, chosen.assembly, seqres=chosen.sequence == "seqres"),
+    return ScanRecipe(
+        reading=FileReading(chosen.model, chosen.chain_names, chosen.assembly, seqres=chosen.sequence == "seqres"),
         policy=Policy(chosen.altlocs, chosen.modified, chosen.require, chosen.incomplete, chosen.ligands),
         max_residues=chosen.max_residues,
         max_file_bytes=chosen.max_file_bytes,
@@ -72,9 +72,9 @@ def scan_recipe_of(config: Config) -> Recipe:
 class Encoding:
     """What the section `embed` means: which weights, what is made with them, how, and where it is kept."""
 
-    weights: Weights
+    weights: CheckpointFacts
     recipe: EmbeddingRecipe
-    settings: Settings
+    settings: EngineSettings
     shelves: embed.Shelves
     verify_bytes: int
     named: Container[bytes] = ()  # what a damage list names
@@ -84,9 +84,9 @@ class Encoding:
         return embed.Verifier(self.recipe, self.shelves.embeddings, self.verify_bytes, self.named)
 
     @classmethod
-    def open(cls, config: Config, cache: Cache, *, remember: bool, named: Container[bytes] = ()) -> Encoding:
+    def open(cls, config: Config, cache: CacheFolder, *, remember: bool, named: Container[bytes] = ()) -> Encoding:
         """Find the weights and say what will be made with them."""
-        weights = identify(find(config.embed.weights), cache.kind("weights"), remember=remember)
+        weights = identify(find_checkpoint(config.embed.weights), cache.kind("weights"), remember=remember)
         shelves = embed.Shelves(
             embeddings=cache.kind("embed"),
             weights=cache.kind("weights"),
@@ -128,7 +128,7 @@ def graph_recipe(config: Config) -> GraphRecipe:
     )
 
 
-def embedding_recipe(config: Config, weights: Weights) -> EmbeddingRecipe:
+def embedding_recipe(config: Config, weights: CheckpointFacts) -> EmbeddingRecipe:
     """Return how sequences become embeddings, every `auto` resolved."""
     chosen = config.embed
     precision = chosen.precision
@@ -159,10 +159,10 @@ def device_of(config: Config) -> str:
     return "cuda" if config.cluster.embed.gpus else "cpu"
 
 
-def settings_of(config: Config) -> Settings:
+def settings_of(config: Config) -> EngineSettings:
     """Return what changes the speed of embedding and never a result."""
     batch, resources = config.embed.batch, config.cluster.embed
-    return Settings(
+    return EngineSettings(
         policy=batch.policy,
         cap=batch.cap,
         budget=batch.budget,
@@ -184,9 +184,9 @@ class Project:
 
     config: Config
     source: SourceSpec
-    recipe: Recipe
+    recipe: ScanRecipe
     shelves: Shelves
-    cache: Cache
+    cache: CacheFolder
     remember: bool  # whether looking at something may leave a record of it
     beside: Path | None = None  # a folder of the user's own modules
     memo: dict[str, Any] = field(default_factory=dict)  # what was found out about it and does not change
@@ -206,7 +206,7 @@ class Project:
 
         A cache that cannot be under it is refused where people are asked (`strict`), and left out where work goes on.
         """
-        cache = Cache.over(config.cache.root, config.cache.under)
+        cache = CacheFolder.over(config.cache.root, config.cache.under)
         for error in cache.left_out:
             if strict:
                 raise error

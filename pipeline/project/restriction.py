@@ -18,8 +18,8 @@ from pipeline.store.maintenance.damage_report import Fault, read_report, refuse_
 
 if TYPE_CHECKING:
     from pipeline.journal.run_folder import RunFolder
-    from pipeline.store.cache_folder import Cache
-    from pipeline.store.maintenance.damage_report import Finding
+    from pipeline.store.cache_folder import CacheFolder
+    from pipeline.store.maintenance.damage_report import DamageFinding
     from pipeline.store.store import Store
 
 # Of what is wrong with a shard as a whole: then nobody may know what it held, and whatever its kind lacks is meant.
@@ -113,7 +113,7 @@ def only_of(folder: RunFolder) -> Only:
     return Only(about["source"], keys, frozenset(about["untold"]))
 
 
-def read_list(path: Path, cache: Cache) -> Only:
+def read_list(path: Path, cache: CacheFolder) -> Only:
     """Return what a damage list, or a list of what a repair left missing, calls lost."""
     packed, untold, in_place = dict[str, bytearray](), set[str](), 0
     stores: dict[str, Store] = {}
@@ -134,14 +134,14 @@ def read_list(path: Path, cache: Cache) -> Only:
     return Only(str(path.absolute()), keys, frozenset(untold))
 
 
-def _count_in_place(findings: Sequence[Finding], store: Store) -> int:
+def _count_in_place(findings: Sequence[DamageFinding], store: Store) -> int:
     """Count the records of a kind that say what cannot be, and are still where they were found."""
     wrong = [one for one in findings if one.kind == store.kind and one.fault is Fault.MEANING and one.key and one.lost]
     places = store.locate([bytes.fromhex(one.key) for one in wrong]) if wrong else []
     return sum(any(place.shard == one.shard for place in some) for one, some in zip(wrong, places, strict=True))
 
 
-def _open(path: Path, kind: str, cache: Cache, stores: dict[str, Store]) -> None:
+def _open(path: Path, kind: str, cache: CacheFolder, stores: dict[str, Store]) -> None:
     """Open the store of a kind, once; refuse a name that cannot be one: it becomes the name of a file."""
     try:
         if kind not in stores:
@@ -150,7 +150,7 @@ def _open(path: Path, kind: str, cache: Cache, stores: dict[str, Store]) -> None
         raise _unusable(path, f"{kind!r} is no kind of records") from None
 
 
-def _key(path: Path, finding: Finding) -> bytes:
+def _key(path: Path, finding: DamageFinding) -> bytes:
     """Return the key of a finding."""
     key = bytes.fromhex(finding.key)
     if len(key) != KEY_BYTES:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.progress import TaskID
 
-    from pipeline.encoder.checkpoints.download import Progress
+    from pipeline.encoder.checkpoints.download import DownloadProgress
     from pipeline.store.cache_folder import RecipeStat
     from pipeline.store.store import StoreStat
 
@@ -239,7 +239,7 @@ class Download:
         if self._console.is_terminal:
             self._bars.stop()
 
-    def show(self, progress: Progress) -> None:
+    def show(self, progress: DownloadProgress) -> None:
         """Show how far it is."""
         if self._console.is_terminal:
             if self._task is None:  # only now: what an earlier command brought must not count as speed
@@ -250,7 +250,7 @@ class Download:
             self._console.print(f"{self._name}: {said(progress)}", soft_wrap=True)
 
 
-def said(progress: Progress) -> str:
+def said(progress: DownloadProgress) -> str:
     """Say how far a download is, and how long it will take."""
     if progress.total is None:
         return f"{size(progress.bytes)}, {size(progress.rate)}/s"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from pipeline.store.maintenance.compact import Compacted
-    from pipeline.store.maintenance.scrub import Checked
+    from pipeline.store.maintenance.damage_report import Checked
     from pipeline.store.maintenance.shard_repair import Mend, Repaired
 
 LINE_EVERY_S = 10.0

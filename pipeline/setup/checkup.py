@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.config.load import find_config, missing_inputs, read_config
-from pipeline.encoder.checkpoints.weights import find, identify
+from pipeline.encoder.checkpoints.weights import find_checkpoint, identify
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.memory.lint.training_rules import RunFacts, Severity, lint
 from pipeline.project.project import Project, local_machine, scan_recipe_of, source_spec
@@ -27,8 +27,8 @@ from pipeline.runs.workflow.script_stage import inspect
 from pipeline.setup import slurm_checks
 from pipeline.setup.slurm_checks import CheckResult, CheckVerdict, failed_check
 from pipeline.stages.scan import glance
-from pipeline.store.cache_folder import Cache
-from pipeline.structures.parsing.structure_files import paths
+from pipeline.store.cache_folder import CacheFolder
+from pipeline.structures.parsing.structure_files import item_paths
 from pipeline.structures.sources import items
 
 if TYPE_CHECKING:
@@ -116,7 +116,10 @@ def _data(loaded: LoadedConfig) -> Iterator[CheckResult]:
     good = [one for one in found if isinstance(one, Item)]
     bad = [one for one in found if isinstance(one, Rejection)]
     absent = [
-        path for item in good for path in paths(item) if isinstance(glance(path, scan_recipe_of(config)), Inventory)
+        path
+        for item in good
+        for path in item_paths(item)
+        if isinstance(glance(path, scan_recipe_of(config)), Inventory)
     ]
     if not good:
         what = f"no usable item at {config.data.path}" + (f"; {bad[0].id}: {bad[0].detail}" if bad else "")
@@ -148,7 +151,7 @@ def _weights(loaded: LoadedConfig) -> Iterator[CheckResult]:
     if is_reader(config):
         return
     try:
-        path = find(config.embed.weights)
+        path = find_checkpoint(config.embed.weights)
     except ConfigError as error:
         yield CheckResult("weights", CheckVerdict.NOTE, f"{error.what}; needed from the stage embed on", error.remedy)
         return
@@ -177,9 +180,9 @@ def _cache(loaded: LoadedConfig) -> Iterator[CheckResult]:
     yield _room(root)
 
 
-def _opened(config: Config) -> Cache:
+def _opened(config: Config) -> CacheFolder:
     """Open the cache of a configuration."""
-    return Cache.over(config.cache.root, config.cache.under)
+    return CacheFolder.over(config.cache.root, config.cache.under)
 
 
 def _runs(loaded: LoadedConfig) -> Iterator[CheckResult]:

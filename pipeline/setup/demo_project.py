@@ -47,14 +47,14 @@ cluster:
 
 def make_project(folder: Path) -> Path:
     """Write the project and return its configuration file; a folder that holds anything else is left alone."""
-    from pipeline.encoder.checkpoints.synth import synth  # which waits for torch
+    from pipeline.encoder.checkpoints.synth import write_random_checkpoint  # which waits for torch
 
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             what = "the demo wants a new or an empty folder"
             raise ConfigError(what, where=str(folder), remedy="pipeline demo DIR")
         write_demo(folder / "data", COMPLEXES)
-        synth(folder / "weights" / "esm2_demo.pt", layers=3, dim=32, heads=4)
+        write_random_checkpoint(folder / "weights" / "esm2_demo.pt", layers=3, dim=32, heads=4)
         config = folder / "pipeline.yaml"
         config.write_text(CONFIG)
     except OSError as error:

@@ -31,12 +31,13 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from pipeline.encoder.checkpoints.esm_checkpoint import Checkpoint
-    from pipeline.encoder.embedding_recipe import Recipe
-    from pipeline.encoder.engine.embed_engine import Embedding, Engine, Settings
+    from pipeline.encoder.checkpoints.esm_checkpoint import EsmCheckpoint
+    from pipeline.encoder.embedding_recipe import EmbeddingRecipe
+    from pipeline.encoder.engine.embed_engine import Engine
+    from pipeline.encoder.engine.sequence_work import Embedding, EngineSettings
     from pipeline.encoder.engine.token_budget import Device
-    from pipeline.encoder.forward.esm2 import Encoder
-    from pipeline.encoder.forward.parity import Verdict
+    from pipeline.encoder.forward.esm2 import EsmEncoder
+    from pipeline.encoder.forward.parity import ParityVerdict
     from pipeline.records import Reason, Tell
     from pipeline.store.store import Store
     from pipeline.store.writer import StoreWriter
@@ -74,7 +75,7 @@ def name_of(text: str) -> str:
     return f"{text[:8]}…{len(text)} {xxhash.xxh3_64_hexdigest(text.encode())}"
 
 
-def look_up(texts: Sequence[str], recipe: Recipe, store: Store) -> list[Variant | None]:
+def look_up(texts: Sequence[str], recipe: EmbeddingRecipe, store: Store) -> list[Variant | None]:
     """Return the best variant in which the store has each text, None where it must be computed."""
     found: list[Variant | None] = [None] * len(texts)
     open_ = [(at, recipe.accepted(len(text))) for at, text in enumerate(texts)]
@@ -99,7 +100,7 @@ class Verifier:
     `named`: somebody found it damaged.
     """
 
-    def __init__(self, recipe: Recipe, store: Store, limit_bytes: int, named: Container[bytes] = ()) -> None:
+    def __init__(self, recipe: EmbeddingRecipe, store: Store, limit_bytes: int, named: Container[bytes] = ()) -> None:
         self._recipe, self._store, self._left_bytes, self._named = recipe, store, limit_bytes, named
         self._read: set[bytes] = set()  # keys: few, because the limit is on bytes
 
@@ -131,7 +132,7 @@ class Verifier:
 
 
 def embed(
-    texts: Texts, path: Path, recipe: Recipe, settings: Settings, shelves: Shelves, tell: Tell
+    texts: Texts, path: Path, recipe: EmbeddingRecipe, settings: EngineSettings, shelves: Shelves, tell: Tell
 ) -> Generator[Reason | None, None, None]:
     """Encode what of a task is not in the store yet, and publish it, at the latest every minute."""
     todo = _missing(texts, recipe, shelves.embeddings)
@@ -139,12 +140,12 @@ def embed(
         yield None
     if len(todo) == 0:
         return
-    from pipeline.encoder.checkpoints.esm_checkpoint import load
+    from pipeline.encoder.checkpoints.esm_checkpoint import load_checkpoint
     from pipeline.encoder.engine import token_budget
     from pipeline.encoder.engine.embed_engine import Engine
 
-    token_budget.prepare(settings)
-    checkpoint = load(path)
+    token_budget.prepare_device(settings)
+    checkpoint = load_checkpoint(path)
     builder = _Builder(checkpoint, recipe, settings, shelves)
     precision, tell.figures["lowest_cosine"] = builder.gate()
     limits = _Limits(recipe, precision, settings, shelves.limits)
@@ -174,7 +175,7 @@ class _Some:
 
 
 def _run(
-    engine: Engine, texts: Texts, recipe: Recipe, shelves: Shelves, tell: Tell
+    engine: Engine, texts: Texts, recipe: EmbeddingRecipe, shelves: Shelves, tell: Tell
 ) -> Generator[Reason | None, None, None]:
     """Have texts encoded, store what comes, and yield what became of each."""
     with shelves.embeddings.writer(shard_bytes=shelves.shard_bytes) as writer:
@@ -191,7 +192,7 @@ def _run(
                 writer.flush()
 
 
-def _missing(texts: Texts, recipe: Recipe, store: Store) -> NDArray[np.int64]:
+def _missing(texts: Texts, recipe: EmbeddingRecipe, store: Store) -> NDArray[np.int64]:
     """Return which texts the store does not have; a task that was killed goes on where it stopped."""
     import numpy as np
 
@@ -207,7 +208,7 @@ def _missing(texts: Texts, recipe: Recipe, store: Store) -> NDArray[np.int64]:
 class _Sink:
     """Takes embeddings, and makes safe what has waited for a minute; only the writing thread calls it."""
 
-    def __init__(self, writer: StoreWriter, recipe: Recipe) -> None:
+    def __init__(self, writer: StoreWriter, recipe: EmbeddingRecipe) -> None:
         self._writer, self._recipe = writer, recipe
         self._published_s = time.monotonic()
 
@@ -231,7 +232,9 @@ class _Sink:
 class _Builder:
     """Builds encoders, each of which has passed the gate for its device and precision before it is used."""
 
-    def __init__(self, checkpoint: Checkpoint, recipe: Recipe, settings: Settings, shelves: Shelves) -> None:
+    def __init__(
+        self, checkpoint: EsmCheckpoint, recipe: EmbeddingRecipe, settings: EngineSettings, shelves: Shelves
+    ) -> None:
         self._checkpoint, self._recipe, self._settings, self._shelves = checkpoint, recipe, settings, shelves
 
     def gate(self) -> tuple[str, float]:
@@ -245,12 +248,12 @@ class _Builder:
             log.warning("%s; fp32 takes its place", error.what)
             return "fp32", self._pass(device, "fp32")
 
-    def __call__(self, checkpoint: Checkpoint, *, layer: int, precision: str, device: Device) -> Encoder:
+    def __call__(self, checkpoint: EsmCheckpoint, *, layer: int, precision: str, device: Device) -> EsmEncoder:
         """Return an encoder that passed, of the weights that the keys name."""
-        from pipeline.encoder.forward.esm2 import Encoder
+        from pipeline.encoder.forward.esm2 import EsmEncoder
 
         self._pass(device.type, precision)
-        encoder = Encoder(checkpoint, layer=layer, precision=precision, device=device)
+        encoder = EsmEncoder(checkpoint, layer=layer, precision=precision, device=device)
         if identify(checkpoint.path, self._shelves.weights).digest != self._recipe.weights:
             what = "the checkpoint was changed after this run began; nothing more was published"
             raise JobFailed(what, where=str(checkpoint.path), remedy=SUBMIT_AGAIN)
@@ -258,7 +261,7 @@ class _Builder:
 
     def _pass(self, device: str, precision: str) -> float:
         """Return how close an encoder comes to the reference; raise where that is not close enough."""
-        from pipeline.encoder.engine.token_budget import name_of
+        from pipeline.encoder.engine.token_budget import device_name
         from pipeline.encoder.forward import parity
 
         recipe, store = self._recipe, self._shelves.parity
@@ -267,20 +270,20 @@ class _Builder:
             "weights": recipe.weights,
             "layer": recipe.layer,
             "precision": precision,
-            "device": name_of(device),
+            "device": device_name(device),
         }
         key = recipe_key("parity", made_from)
         try:
             lowest: float = store.get(key).meta["lowest"]  # only what passed is remembered: a fault may be of one card
         except (RecordMissing, CacheDamaged):
-            verdict = parity.check(self._checkpoint, precision, recipe.layer, device)
+            verdict = parity.check_parity(self._checkpoint, precision, recipe.layer, device)
             self._refuse(verdict, precision)
             lowest = verdict.lowest
             with store.writer() as writer:
                 writer.put(key, {}, {**made_from, **asdict(verdict)})
         return lowest
 
-    def _refuse(self, verdict: Verdict, precision: str) -> None:
+    def _refuse(self, verdict: ParityVerdict, precision: str) -> None:
         """Raise where an encoder is not close enough."""
         if verdict.passed:
             return
@@ -297,15 +300,15 @@ class _Builder:
 class _Limits:
     """The budgets that were learned where memory ended, on devices with this much of it; forgotten after a week."""
 
-    def __init__(self, recipe: Recipe, precision: str, settings: Settings, store: Store) -> None:
-        from pipeline.encoder.engine.token_budget import memory_bytes, name_of
+    def __init__(self, recipe: EmbeddingRecipe, precision: str, settings: EngineSettings, store: Store) -> None:
+        from pipeline.encoder.engine.token_budget import device_name, memory_bytes
 
         self._store = store
         self._made_from: dict[str, Any] = {
             "weights": recipe.weights,
             "layer": recipe.layer,
             "precision": precision,
-            "device": name_of(settings.device),
+            "device": device_name(settings.device),
             "memory": round(2 * math.log2(memory_bytes(settings))),
             "week": time.strftime("%G-%V"),  # what did not fit beside a neighbour may fit later
         }

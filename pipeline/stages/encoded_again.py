@@ -6,15 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.encoder.embedding_recipe import STORED, Recipe
-from pipeline.encoder.engine.embed_engine import Settings
+from pipeline.encoder.embedding_recipe import STORED, EmbeddingRecipe
+from pipeline.encoder.engine.sequence_work import EngineSettings
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from pipeline.encoder.engine.embed_engine import Embedding, Engine
+    from pipeline.encoder.engine.embed_engine import Engine
+    from pipeline.encoder.engine.sequence_work import Embedding
     from pipeline.store.format.record import Record
 
     Floats = NDArray[np.floating[Any]]
@@ -27,7 +28,7 @@ class EncodedAgain:
 
     def __init__(self, path: Path, digest: str, threads: int) -> None:
         self._path, self._digest, self._threads = path, digest, threads
-        self._engines: dict[Recipe, Engine] = {}
+        self._engines: dict[EmbeddingRecipe, Engine] = {}
         self._checkpoint: Any = None
 
     def rows(self, record: Record) -> Floats | None:
@@ -38,11 +39,11 @@ class EncodedAgain:
             pass
         return taken[0].rows_LD if taken else None
 
-    def _recipe(self, record: Record) -> Recipe:
+    def _recipe(self, record: Record) -> EmbeddingRecipe:
         """Return how the record was made, but for its precision."""
         meta, cut = record.meta, record.meta["cut"]
         how = {"long": cut["policy"], "length": cut["length"], "overlap": cut["overlap"]} if cut else {"long": "full"}
-        return Recipe(
+        return EmbeddingRecipe(
             weights=self._digest,
             layer=meta["layer"],
             context=meta["context"],
@@ -52,15 +53,15 @@ class EncodedAgain:
             **how,
         )
 
-    def _engine(self, recipe: Recipe) -> Engine:
-        from pipeline.encoder.checkpoints.esm_checkpoint import load
+    def _engine(self, recipe: EmbeddingRecipe) -> Engine:
+        from pipeline.encoder.checkpoints.esm_checkpoint import load_checkpoint
         from pipeline.encoder.engine import token_budget
         from pipeline.encoder.engine.embed_engine import Engine
 
         if recipe not in self._engines:
-            settings = Settings(policy="tokens", cap=1, budget="auto", device="cpu", threads=self._threads)
-            token_budget.prepare(settings)
-            self._checkpoint = self._checkpoint or load(self._path)
+            settings = EngineSettings(policy="tokens", cap=1, budget="auto", device="cpu", threads=self._threads)
+            token_budget.prepare_device(settings)
+            self._checkpoint = self._checkpoint or load_checkpoint(self._path)
             self._engines.clear()  # one at a time: each has its own copy of the weights
             self._engines[recipe] = Engine(self._checkpoint, recipe, settings)
         return self._engines[recipe]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from pipeline.errors import CacheDamaged, RecordMissing
 from pipeline.graphs.build_graph import encoded_graph
 from pipeline.records import Reason
-from pipeline.structures.atoms import Unusable
-from pipeline.structures.inventory import examine, item_key
+from pipeline.structures.atoms import UnusableInput
+from pipeline.structures.inventory import examine_item, item_key
 from pipeline.structures.parsing.structure_files import plain_files
 
 if TYPE_CHECKING:
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from pipeline.records import Item
     from pipeline.store.store import Store
     from pipeline.store.writer import StoreWriter
-    from pipeline.structures.inventory import Complex, File
-    from pipeline.structures.inventory import Recipe as Structures
+    from pipeline.structures.inventory import Complex
+    from pipeline.structures.inventory import ScanRecipe as Structures
+    from pipeline.structures.parsing.structure_files import File
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ def graph(
         for item in items:
             try:
                 read = files.of(item)
-            except Unusable as problem:  # a file that went away since it was scanned: the next scan says so
+            except UnusableInput as problem:  # a file that went away since it was scanned: the next scan says so
                 yield problem.reason
                 continue
             key = item_key(item, structures, {path: file.digest for path, file in read.items()})
@@ -137,7 +138,7 @@ def graph(
 def _make(item: Item, key: bytes, read: Mapping[str, File], structures: Structures, maker: Maker) -> Reason | None:
     """Make the graph of an item; return why it has none."""
     try:
-        inventory, found = examine(item, read, structures)
+        inventory, found = examine_item(item, read, structures)
     except MemoryError:
         raise
     except Exception:  # a bug of ours or of a parser must cost this item, not the task

@@ -13,17 +13,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeline.keys import content_digest
-from pipeline.structures.atoms import Unusable
-from pipeline.structures.inventory import File, examine, item_key
-from pipeline.structures.parsing.read_structure import read_file
-from pipeline.structures.parsing.structure_files import paths
+from pipeline.structures.atoms import UnusableInput
+from pipeline.structures.inventory import examine_item, item_key
+from pipeline.structures.parsing.structure_files import File, item_paths, read_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from pipeline.records import Inventory, Item
     from pipeline.store.format.record import Array, Record
-    from pipeline.structures.inventory import Complex, Recipe
+    from pipeline.structures.inventory import Complex, ScanRecipe
 
 CLOSE = 1e-4  # Å
 CLOSE_SHARE = 1e-6  # and of the number itself: far from the origin float32 has fewer decimals
@@ -39,15 +38,15 @@ class Anew:
     files: Mapping[str, File]
 
 
-def read_again(item: Item, recipe: Recipe) -> Anew | None:
+def read_again(item: Item, recipe: ScanRecipe) -> Anew | None:
     """Read an item from its files; None where they cannot be read, which says nothing of what is kept."""
     try:
-        data = {path: read_file(Path(path), recipe.max_file_bytes) for path in paths(item)}
-    except Unusable:
+        data = {path: read_file(Path(path), recipe.max_file_bytes) for path in item_paths(item)}
+    except UnusableInput:
         return None
     files = {path: File(content, content_digest(content).hex()) for path, content in data.items()}
     key = item_key(item, recipe, {path: file.digest for path, file in files.items()})
-    return Anew(key, *examine(item, files, recipe), files)
+    return Anew(key, *examine_item(item, files, recipe), files)
 
 
 def differences(record: Record, arrays: Mapping[str, Array], meta: Mapping[str, Any]) -> Iterator[str]:

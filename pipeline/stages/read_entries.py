@@ -14,8 +14,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipeline.records import Entry, Reason, Rejection
-from pipeline.structures.sources.item_ids import SeenIds, id_problem, shown
-from pipeline.training.items.item_source import ArrayForms, array_sizes, arrays_digest, as_arrays
+from pipeline.structures.sources.item_ids import SeenIds, id_problem, printable
+from pipeline.training.items.item_source import (
+    ArrayForms,
+    array_sizes,
+    arrays_digest,
+    as_arrays,
+)
 from pipeline.training.items.item_table import TableBuilder
 
 if TYPE_CHECKING:
@@ -71,7 +76,7 @@ class Taken:
         """Refuse an item whose id stood before; in another split, it is a leak."""
         if split and entry.split and split != entry.split:
             self.leaks += 1
-            self.leak = self.leak or f"the same id is in the splits {split} and {entry.split}: {shown(entry.id)}"
+            self.leak = self.leak or f"the same id is in the splits {split} and {entry.split}: {printable(entry.id)}"
         detail = f"an earlier item{f' of split {split!r}' if split else ''} has this id already"
         return _refused(entry, Reason.DUPLICATE_ID, detail)
 
@@ -89,7 +94,7 @@ def read(entries: Iterable[Entry | Rejection], taken: Taken, limit: int | None =
 
 
 def _refused(entry: Entry, reason: Reason, detail: str) -> Rejection:
-    return Rejection(shown(str(entry.id)), reason, detail, entry.origin, entry.split)
+    return Rejection(printable(str(entry.id)), reason, detail, entry.origin, entry.split)
 
 
 def _problem(entry: Entry) -> str:

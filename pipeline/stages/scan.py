@@ -15,10 +15,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pipeline.errors import CacheDamaged, RecordMissing
 from pipeline.keys import COARSE_TICK_NS, content_digest, is_settled, recipe_key
 from pipeline.records import Inventory, Item, Reason
-from pipeline.structures.atoms import Unusable
-from pipeline.structures.inventory import File, Recipe, examine, item_key
-from pipeline.structures.parsing.read_structure import read_file, stat_file
-from pipeline.structures.parsing.structure_files import Files, paths, size
+from pipeline.structures.atoms import UnusableInput
+from pipeline.structures.inventory import ScanRecipe, examine_item, item_key
+from pipeline.structures.parsing.structure_files import (
+    File,
+    StructureFiles,
+    item_paths,
+    read_file,
+    stat_file,
+    total_bytes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -66,9 +72,11 @@ class Also(Protocol):
         """Make safe what was made."""
 
 
-def look_up(items: Sequence[Item], recipe: Recipe, shelves: Shelves) -> list[Seen]:
+def look_up(items: Sequence[Item], recipe: ScanRecipe, shelves: Shelves) -> list[Seen]:
     """Return what is known of each item; no structure file is read."""
-    glances = {path: glance(path, recipe) for path in dict.fromkeys(path for item in items for path in paths(item))}
+    glances = {
+        path: glance(path, recipe) for path in dict.fromkeys(path for item in items for path in item_paths(item))
+    }
     seen = _read_meta(shelves.files, {mark for mark in glances.values() if isinstance(mark, bytes)})
     known = {path: _content(seen, mark, recipe) for path, mark in glances.items()}
     keys = [_key(item, recipe, known) for item in items]
@@ -76,24 +84,26 @@ def look_up(items: Sequence[Item], recipe: Recipe, shelves: Shelves) -> list[See
     return [_seen(key, inventories.get(key)) if isinstance(key, bytes) else Seen(None, key) for key in keys]
 
 
-def look_again(item: Item, recipe: Recipe, shelves: Shelves, since_ns: int) -> Seen:
+def look_again(item: Item, recipe: ScanRecipe, shelves: Shelves, since_ns: int) -> Seen:
     """Return what is known of an item by reading its files, if one was too young to be remembered at that time."""
     try:
-        states = [stat_file(Path(path), recipe.max_file_bytes) for path in paths(item)]
+        states = [stat_file(Path(path), recipe.max_file_bytes) for path in item_paths(item)]
         if all(state.st_ctime_ns < since_ns - COARSE_TICK_NS for state in states):
             return Seen()
-        digests = {path: content_digest(read_file(Path(path), recipe.max_file_bytes)).hex() for path in paths(item)}
-    except Unusable as problem:
+        digests = {
+            path: content_digest(read_file(Path(path), recipe.max_file_bytes)).hex() for path in item_paths(item)
+        }
+    except UnusableInput as problem:
         return Seen(None, Inventory(reason=problem.reason, detail=problem.detail))
     key = item_key(item, recipe, digests)
     return _seen(key, _read_meta(shelves.inventories, {key}).get(key))
 
 
-def glance(path: str, recipe: Recipe) -> bytes | Inventory | None:
+def glance(path: str, recipe: ScanRecipe) -> bytes | Inventory | None:
     """Return the key of a file as it stands, or why it cannot be used, or None while its times prove nothing."""
     try:
         state = stat_file(Path(path), recipe.max_file_bytes)
-    except Unusable as problem:
+    except UnusableInput as problem:
         return Inventory(reason=problem.reason, detail=problem.detail)
     if not is_settled(state.st_mtime_ns, state.st_ctime_ns):
         return None
@@ -101,7 +111,7 @@ def glance(path: str, recipe: Recipe) -> bytes | Inventory | None:
 
 
 def _content(
-    seen: Mapping[bytes, Mapping[str, Any]], mark: bytes | Inventory | None, recipe: Recipe
+    seen: Mapping[bytes, Mapping[str, Any]], mark: bytes | Inventory | None, recipe: ScanRecipe
 ) -> str | Inventory | None:
     """Return the digest that a glance at a file led to, or why the file cannot be used."""
     if not isinstance(mark, bytes):
@@ -118,9 +128,9 @@ def _content(
     return content
 
 
-def _key(item: Item, recipe: Recipe, known: Mapping[str, str | Inventory | None]) -> bytes | Inventory | None:
+def _key(item: Item, recipe: ScanRecipe, known: Mapping[str, str | Inventory | None]) -> bytes | Inventory | None:
     """Return the key of an item whose files are all known, or the rejection that one of them brings."""
-    contents = {path: known[path] for path in paths(item)}
+    contents = {path: known[path] for path in item_paths(item)}
     for content in contents.values():
         if not isinstance(content, str):
             return content
@@ -148,24 +158,24 @@ def _read_meta(store: Store, keys: set[bytes]) -> dict[bytes, Mapping[str, Any]]
 class Scanner:
     """Scans items one at a time; its memory is a few files and the keys of what it wrote."""
 
-    recipe: Recipe
+    recipe: ScanRecipe
     shelves: Shelves
     inventories: StoreWriter
     files: StoreWriter
     also: Also | None = None
     known: dict[bytes, Reason | None] = field(default_factory=dict)  # the inventories of this task
     seen: set[bytes] = field(default_factory=set)  # the files of this task
-    kept: Files = field(init=False)
+    kept: StructureFiles = field(init=False)
     published_s: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        self.kept = Files(lambda path: self._read(path, glance(path, self.recipe)))
+        self.kept = StructureFiles(lambda path: self._read(path, glance(path, self.recipe)))
 
     def scan(self, item: Item) -> Reason | None:
         """Store the inventory of an item; return why it was left out, if it was."""
         try:
             files = self.kept.of(item)
-        except Unusable as problem:
+        except UnusableInput as problem:
             return problem.reason
         key = item_key(item, self.recipe, {path: file.digest for path, file in files.items()})
         if key not in self.known:
@@ -177,10 +187,10 @@ class Scanner:
         stored = _read_meta(self.shelves.inventories, {key})
         if stored:
             return Inventory.from_json(stored[key]).reason
-        if size(files) > LARGE_BYTES:
+        if total_bytes(files) > LARGE_BYTES:
             self.publish()  # should this one exhaust the memory, what came before it is safe
         try:
-            inventory, read = examine(item, files, self.recipe)
+            inventory, read = examine_item(item, files, self.recipe)
         except MemoryError:
             raise
         except Exception as error:  # a bug of ours or of a parser must cost this item, not the run
@@ -204,7 +214,7 @@ class Scanner:
         """Read a file; what is remembered of it holds only if it did not change meanwhile."""
         try:
             data = read_file(Path(path), self.recipe.max_file_bytes)
-        except Unusable as problem:
+        except UnusableInput as problem:
             if problem.reason in LASTING:
                 self._remember(path, mark, {"reason": problem.reason.value, "detail": problem.detail})
             raise
@@ -221,7 +231,7 @@ class Scanner:
 
 
 def scan(
-    items: Iterable[Item], recipe: Recipe, shelves: Shelves, also: Also | None = None
+    items: Iterable[Item], recipe: ScanRecipe, shelves: Shelves, also: Also | None = None
 ) -> Generator[Reason | None, None, None]:
     """Scan items and publish what was found, at the latest every minute."""
     limit = shelves.shard_bytes

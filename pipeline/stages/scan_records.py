@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.encoder.checkpoints.weights import Weights
-from pipeline.encoder.embedding_recipe import ENCODER_VERSION, STORED
-from pipeline.encoder.tokens import BadSequence, tokenize
+from pipeline.encoder.checkpoints.weights import CheckpointFacts
+from pipeline.encoder.embedding_recipe import ENCODER_VERSION, STORED, BadSequence, tokenize
 from pipeline.graphs.judged_parts import first_bad, listed
 from pipeline.keys import recipe_key, tagged_key
 from pipeline.records import Inventory, Kind, Reason, Role
@@ -211,7 +210,7 @@ def wrong_embedding(record: Record, recipe: Plain | None = None, width: int | No
 def wrong_weights(record: Record) -> Iterator[str]:
     """Yield what is wrong with what is remembered of a checkpoint."""
     try:
-        weights = Weights.from_json(record.meta)
+        weights = CheckpointFacts.from_json(record.meta)
     except TypeError as error:
         yield f"it tells of no checkpoint: {error}"
         return

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.errors import CacheDamaged, CacheUnusable, RecordMissing
+from pipeline.errors import CacheDamaged, CacheFull, CacheUnusable, JobFailed, RecordMissing
 from pipeline.keys import recipe_key, recipe_tag
 from pipeline.store.format.cache_layout import (
     EXPORT,
@@ -31,7 +31,7 @@ from pipeline.store.format.cache_layout import (
     KindLayout,
 )
 from pipeline.store.format.disk import Disk, Draft
-from pipeline.store.store import Place, Store
+from pipeline.store.store import RecordPlace, Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -64,9 +64,9 @@ class Layered(Store):
         self._layers: tuple[Store | None, ...] = (*ahead, None, *under)  # None: itself
         self._away: set[int] = set()  # layers that were said to be
 
-    def locate(self, keys: Sequence[bytes]) -> list[list[Place]]:
+    def locate(self, keys: Sequence[bytes]) -> list[list[RecordPlace]]:
         """Return for each key where its copies are, in the first layer that has any."""
-        found: list[list[Place]] = [[] for _ in keys]
+        found: list[list[RecordPlace]] = [[] for _ in keys]
         for number, store in enumerate(self._stores()):
             absent = [at for at, places in enumerate(found) if not places]
             if absent:
@@ -90,7 +90,7 @@ class Layered(Store):
         merged = heapq.merge(*(self._keys_of(number, store) for number, store in enumerate(self._stores())))
         return (key for key, _ in groupby(merged))
 
-    def whole_at(self, key: bytes, place: Place, room: Room | None = None) -> Record | None:
+    def whole_at(self, key: bytes, place: RecordPlace, room: Room | None = None) -> Record | None:
         """Return the copy of a record that is at a place, if it is whole; one that is damaged is never named again."""
         return Store.whole_at(self._stores()[place.layer], key, place, room)
 
@@ -115,7 +115,7 @@ class Layered(Store):
         reasons = [Store.why_not(store, key) for store in (self, *self._stores())]
         return next((one for one in reasons if isinstance(one, CacheDamaged)), reasons[0])
 
-    def _first_whole(self, key: bytes, places: Sequence[Place], room: Room | None = None) -> Record | None:
+    def _first_whole(self, key: bytes, places: Sequence[RecordPlace], room: Room | None = None) -> Record | None:
         """Return the first whole copy of those at some places, else of those in the layers after these."""
         record = super()._first_whole(key, places, room)
         after = places[-1].layer + 1 if places else len(self._layers)
@@ -168,7 +168,7 @@ class RecipeStat:
     bytes: int
 
 
-class Cache:
+class CacheFolder:
     """A folder that holds stores, one per kind of record.
 
     Opening it changes nothing; the first write makes the folder and its marker. It can be laid over other caches: what
@@ -176,7 +176,12 @@ class Cache:
     """
 
     def __init__(
-        self, root: Path, disk: Disk | None = None, *, ahead: Sequence[Cache] = (), under: Sequence[Cache] = ()
+        self,
+        root: Path,
+        disk: Disk | None = None,
+        *,
+        ahead: Sequence[CacheFolder] = (),
+        under: Sequence[CacheFolder] = (),
     ) -> None:
         self.root = root
         self.disk = disk or Disk()
@@ -185,9 +190,9 @@ class Cache:
         self._marked = self._is_cache()
 
     @classmethod
-    def over(cls, root: Path, under: Iterable[Path], disk: Disk | None = None) -> Cache:
+    def over(cls, root: Path, under: Iterable[Path], disk: Disk | None = None) -> CacheFolder:
         """Open a cache laid over others, which are only read; those that cannot be used are `left_out`."""
-        found, left_out = list[Cache](), list[CacheUnusable]()
+        found, left_out = list[CacheFolder](), list[CacheUnusable]()
         for path in under:
             try:
                 found.append(cls._beneath(path, root, disk))
@@ -197,9 +202,9 @@ class Cache:
         cache.left_out = tuple(left_out)
         return cache
 
-    def behind(self, first: Cache) -> Cache:
+    def behind(self, first: CacheFolder) -> CacheFolder:
         """Return this cache with another one ahead of it: what that one has is read from there."""
-        return Cache(self.root, self.disk, ahead=(first, *self.ahead), under=self.under)
+        return CacheFolder(self.root, self.disk, ahead=(first, *self.ahead), under=self.under)
 
     def kind(self, kind: str) -> Store:
         """Return the store of this kind's records."""
@@ -256,7 +261,7 @@ class Cache:
             raise self._unreadable(error) from error
 
     @classmethod
-    def _beneath(cls, path: Path, root: Path, disk: Disk | None) -> Cache:
+    def _beneath(cls, path: Path, root: Path, disk: Disk | None) -> CacheFolder:
         """Open a cache that is only read; refuse what is none."""
         try:
             if path.resolve() == root.resolve():
@@ -342,3 +347,22 @@ class Cache:
 
     def _unusable(self, what: str, remedy: str = ELSEWHERE) -> CacheUnusable:
         return CacheUnusable(what, where=str(self.root), remedy=remedy)
+
+
+def bring_up(cache: CacheFolder, kinds: Iterable[str]) -> None:
+    """Write the indexes that lack anything."""
+    _for_each(cache, kinds, lambda store: None if store.is_indexed() else store.write_index())
+
+
+def relieve(cache: CacheFolder, kinds: Iterable[str]) -> None:
+    """Write the indexes that lack much: who begins a late task must not read the tables of all tasks before it."""
+    _for_each(cache, kinds, lambda store: store.index_if_behind())
+
+
+def _for_each(cache: CacheFolder, kinds: Iterable[str], work: Callable[[Store], None]) -> None:
+    for kind in sorted(kinds):
+        try:
+            if (cache.root / kind).is_dir():
+                work(cache.own(kind))
+        except (CacheUnusable, CacheFull, JobFailed) as error:  # the last: whatever else a disk does not do
+            log.warning("the index of %s stays behind: %s", kind, error.what)

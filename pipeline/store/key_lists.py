@@ -19,7 +19,7 @@ from pipeline.errors import CacheFull, CacheUnusable
 from pipeline.keys import KEY_BYTES, content_digest
 from pipeline.store.format.cache_layout import USERS
 from pipeline.store.format.disk import Draft
-from pipeline.store.shard_index import ranges
+from pipeline.store.shard_index import joined_ranges
 from pipeline.store.store import StoreStat, first_of_key, stat_of
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from pipeline.store.format.disk import Disk
     from pipeline.store.shard_index import Integers
-    from pipeline.store.snapshot import Snapshot
+    from pipeline.store.snapshot import StoreSnapshot
     from pipeline.store.store import Store
 
 NO_KEYS = np.zeros((0, 2), np.uint64)
@@ -59,13 +59,13 @@ def are_among(hi: Integers, lo: Integers, known_hi: Integers, known_lo: Integers
     among: npt.NDArray[np.bool_] = alike & (known_lo[at] == lo)
     rest = np.flatnonzero(alike & ~among)  # a million keys of one recipe share their first number now and then
     counts = known_hi.searchsorted(hi[rest], "right") - left[rest]
-    asked, found = rest.repeat(counts), ranges(left[rest], counts)
+    asked, found = rest.repeat(counts), joined_ranges(left[rest], counts)
     among[asked[known_lo[found] == lo[asked]]] = True
     return among
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
+class StoreTally:
     """What a store holds."""
 
     stat: StoreStat
@@ -73,12 +73,12 @@ class Tally:
     absent: Integers  # of the keys that were asked for
 
 
-def tally(store: Store, tags: Sequence[bytes] = (), wanted: Integers = NO_KEYS) -> Tally:
+def tally(store: Store, tags: Sequence[bytes] = (), wanted: Integers = NO_KEYS) -> StoreTally:
     """Count a store's records and those of each tag, and find which of some keys are not there."""
     return store.ask(lambda snapshot: _tally(store.kind, snapshot, tags, wanted))
 
 
-def _tally(kind: str, snapshot: Snapshot, tags: Sequence[bytes], wanted: Integers) -> Tally:
+def _tally(kind: str, snapshot: StoreSnapshot, tags: Sequence[bytes], wanted: Integers) -> StoreTally:
     bounds = {tag: [np.uint64(int.from_bytes(tag.ljust(8, fill), "big")) for fill in (b"\0", b"\xff")] for tag in tags}
     tagged = dict.fromkeys(tags, (0, 0))
     is_there = np.zeros(len(wanted), bool)
@@ -95,7 +95,7 @@ def _tally(kind: str, snapshot: Snapshot, tags: Sequence[bytes], wanted: Integer
             tagged[tag] = some + int(once[mine].sum()), size_bytes + int(length[mine][once[mine]].sum())
         asked = slice(wanted_hi.searchsorted(hi[0]), wanted_hi.searchsorted(hi[-1], "right"))
         is_there[asked] |= are_among(wanted_hi[asked], wanted_lo[asked], hi, lo)
-    return Tally(stat_of(kind, snapshot, records), tagged, wanted[~is_there])
+    return StoreTally(stat_of(kind, snapshot, records), tagged, wanted[~is_there])
 
 
 FORMAT = 1
@@ -105,7 +105,7 @@ _HEAD_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedKeys:
     """What a data set wants of a kind."""
 
     kind: str
@@ -113,12 +113,12 @@ class Wanted:
     pairs: Integers  # sorted, each once
 
 
-def name_of(kind: str, asked: Any) -> str:
+def key_list_name(kind: str, asked: Any) -> str:
     """Return the name of the file for what was asked, which is plain JSON data."""
     return f"{content_digest(json.dumps([kind, asked], sort_keys=True).encode()).hex()}-{kind}{SUFFIX}"
 
 
-def remember(disk: Disk, root: Path, kind: str, asked: Any, keys: bytearray) -> bool:
+def remember_keys(disk: Disk, root: Path, kind: str, asked: Any, keys: bytearray) -> bool:
     """Write down what is wanted, keys one after the other; return whether that was possible."""
     data = sorted_pairs(keys).reshape(-1).view(np.uint8).data
     head = {"wanted": FORMAT, "kind": kind, "at": time.time(), "digest": xxhash.xxh3_128_hexdigest(data)}
@@ -126,16 +126,16 @@ def remember(disk: Disk, root: Path, kind: str, asked: Any, keys: bytearray) -> 
         draft = Draft(disk, root / USERS)
         draft.write(json.dumps(head).encode().ljust(_HEAD_BYTES - 1) + b"\n", 0)
         draft.write(data, _HEAD_BYTES)
-        draft.publish(root / USERS / name_of(kind, asked), replace=True)
+        draft.publish(root / USERS / key_list_name(kind, asked), replace=True)
     except (CacheUnusable, CacheFull):
         return False
     return True
 
 
-def recall(disk: Disk, root: Path, kind: str, asked: Any) -> Wanted | None:
+def recall(disk: Disk, root: Path, kind: str, asked: Any) -> WantedKeys | None:
     """Return what was written down; None where nothing was, or nothing that can be believed."""
     try:
-        path = root / USERS / name_of(kind, asked)
+        path = root / USERS / key_list_name(kind, asked)
         fd = disk.open_read(path)
     except OSError:
         return None
@@ -144,7 +144,7 @@ def recall(disk: Disk, root: Path, kind: str, asked: Any) -> Wanted | None:
         head = json.loads(disk.read_at(fd, min(size, _HEAD_BYTES), 0))
         data = disk.read_at(fd, size - _HEAD_BYTES, _HEAD_BYTES) if size > _HEAD_BYTES else b""
         if head["wanted"] == FORMAT and head["digest"] == xxhash.xxh3_128_hexdigest(data):
-            return Wanted(kind, float(head["at"]), np.frombuffer(data, "<u8").reshape(-1, KEY_BYTES // 8))
+            return WantedKeys(kind, float(head["at"]), np.frombuffer(data, "<u8").reshape(-1, KEY_BYTES // 8))
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         pass
     finally:

@@ -12,7 +12,7 @@ import numpy as np
 from pipeline.errors import CacheDamaged, CacheUnusable
 from pipeline.store.format.cache_layout import SHARD_SUFFIX
 from pipeline.store.format.shard import TABLE_ROW, ShardTable, read_table
-from pipeline.store.shard_index import ROW, Index, IndexDamaged, in_pieces, match, merged, sort_in_place
+from pipeline.store.shard_index import ROW, IndexDamaged, ShardIndex, in_pieces, match, merged, sort_in_place
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -38,7 +38,7 @@ class IndexState(str, Enum):
     CURRENT = "current"
 
 
-class Snapshot:
+class StoreSnapshot:
     """Finds keys among the shards that were there when it was taken.
 
     A shard counts only while a file of its name and size is there. The listing is not trusted for that: attribute
@@ -121,9 +121,9 @@ class Snapshot:
             raise IndexDamaged("the index names a shard that it does not have")
         return rows
 
-    def _open_index(self) -> Index | None:
+    def _open_index(self) -> ShardIndex | None:
         try:
-            index = Index(self._disk, self._layout.index)
+            index = ShardIndex(self._disk, self._layout.index)
         except FileNotFoundError:
             return None
         except (IndexDamaged, OSError):

@@ -14,10 +14,10 @@ import xxhash
 
 from pipeline.errors import SUBMIT_AGAIN, CacheDamaged, RecordMissing
 from pipeline.store.format.cache_layout import written_at
-from pipeline.store.format.record import BadRecord, Record, decode
+from pipeline.store.format.record import BadRecord, Record, decode_record
 from pipeline.store.format.shard import DEFAULT_HEADER_BYTES, ShardTable, key_pairs, row_keys
 from pipeline.store.shard_index import IndexDamaged, write_index
-from pipeline.store.snapshot import GONE, IndexState, Snapshot
+from pipeline.store.snapshot import GONE, IndexState, StoreSnapshot
 from pipeline.store.writer import DEFAULT_SHARD_BYTES, StoreWriter
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ _UNINDEXED_RECORDS, _UNINDEXED_SHARE = 16_384, 0.1  # a few MB; that an index is
 _Answer = TypeVar("_Answer")
 
 
-class Place(NamedTuple):
+class RecordPlace(NamedTuple):
     """Where a copy of a record is, and the digest that its bytes must have."""
 
     shard: str
@@ -73,7 +73,7 @@ class Store:
     def __init__(self, disk: Disk, layout: KindLayout, prepare: Callable[[], None]) -> None:
         self.disk, self.layout, self._prepare = disk, layout, prepare
         self._tables: dict[str, ShardTable] = {}
-        self._taken: Snapshot | None = None
+        self._taken: StoreSnapshot | None = None
         self._struck: dict[str, set[int]] = {}  # shard → offsets of what was found damaged in it
         self._reasons: dict[bytes, tuple[str, str]] = {}  # key → shard, what is wrong with the record there
         self._open = lru_cache(_OPEN_SHARDS)(partial(_OpenShard, disk, layout))
@@ -97,7 +97,7 @@ class Store:
         """Return the record, its bytes verified; of several copies, the first that is whole."""
         return self.get_at(key, self.locate([key])[0])
 
-    def get_at(self, key: bytes, places: Sequence[Place], room: Room | None = None) -> Record:
+    def get_at(self, key: bytes, places: Sequence[RecordPlace], room: Room | None = None) -> Record:
         """Return the record as `get` does, looking first where `locate` saw it.
 
         `room` gives memory for so many bytes, in two stretches: the record's bytes are read into it, and its arrays are
@@ -150,18 +150,18 @@ class Store:
             absent = list(compress(absent, ~self.present(absent)))
         return absent
 
-    def locate(self, keys: Sequence[bytes]) -> list[list[Place]]:
+    def locate(self, keys: Sequence[bytes]) -> list[list[RecordPlace]]:
         """Return for each key where its copies are."""
-        found: list[list[Place]] = [[] for _ in keys]
+        found: list[list[RecordPlace]] = [[] for _ in keys]
         snapshot, asked, rows = self._find(keys)
         columns = (rows[name].tolist() for name in ("shard", "offset", "length", "digest"))
         for position, shard, offset, length, digest in zip(asked.tolist(), *columns, strict=True):
-            found[position].append(Place(snapshot.names[shard], offset, length, digest))
+            found[position].append(RecordPlace(snapshot.names[shard], offset, length, digest))
         return found
 
     def keys(self) -> Iterator[bytes]:
         """Yield every key once, sorted."""
-        _, rows = self._ask(Snapshot.rows)
+        _, rows = self._ask(StoreSnapshot.rows)
         for start in range(0, len(rows), _KEYS_BATCH):
             part = rows[max(0, start - 1) : start + _KEYS_BATCH]
             yield from compress(row_keys(part), first_of_key(part, at_start=start == 0))
@@ -172,13 +172,13 @@ class Store:
 
     def tagged(self, tag: bytes) -> tuple[int, int]:
         """Return how many records there are whose keys begin with a tag, and their bytes, without reading records."""
-        _, rows = self._ask(Snapshot.rows)
+        _, rows = self._ask(StoreSnapshot.rows)
         first, last = (np.uint64(int.from_bytes(tag.ljust(8, fill), "big")) for fill in (b"\0", b"\xff"))
         mine = rows[rows["hi"].searchsorted(first) : rows["hi"].searchsorted(last, "right")]
         once = first_of_key(mine, at_start=True)
         return int(once.sum()), int(mine["length"][once].sum())
 
-    def ask(self, question: Callable[[Snapshot], _Answer]) -> _Answer:
+    def ask(self, question: Callable[[StoreSnapshot], _Answer]) -> _Answer:
         """Return what a snapshot of the whole store answers; it is asked again where its index fails on the way."""
         return self._ask(question)[1]
 
@@ -194,7 +194,7 @@ class Store:
             self._tables.pop(shard, None)
         self._taken = None
 
-    def whole_at(self, key: bytes, place: Place, room: Room | None = None) -> Record | None:
+    def whole_at(self, key: bytes, place: RecordPlace, room: Room | None = None) -> Record | None:
         """Return the copy of a record that is at a place, if it is whole; one that is damaged is never named again."""
         try:
             return self._read_place(key, place, room)
@@ -240,7 +240,7 @@ class Store:
 
         Each of them is in the memory of every process that has this store open; those that the index has are not.
         """
-        indexed, others = self.ask(Snapshot.counts)
+        indexed, others = self.ask(StoreSnapshot.counts)
         if others > max(_UNINDEXED_RECORDS, indexed * _UNINDEXED_SHARE):
             self.write_index()
 
@@ -257,7 +257,7 @@ class Store:
         self._tables = {name: table for name, table in self._tables.items() if name in doomed}
         self.refresh()
 
-    def _publish_index(self, snapshot: Snapshot, doomed: frozenset[str]) -> None:
+    def _publish_index(self, snapshot: StoreSnapshot, doomed: frozenset[str]) -> None:
         kept, count, rows = snapshot.to_index(doomed)
         names = [snapshot.names[shard] for shard in kept]
         write_index(self.disk, self.layout, names, snapshot.sizes[kept], rows, count)
@@ -267,13 +267,13 @@ class Store:
         self._tables[table.name] = table
         self._taken = None
 
-    def _take(self, *, believe_index: bool) -> Snapshot:
-        taken = Snapshot(self.disk, self.layout, self._tables, believe_index=believe_index)
+    def _take(self, *, believe_index: bool) -> StoreSnapshot:
+        taken = StoreSnapshot(self.disk, self.layout, self._tables, believe_index=believe_index)
         self._tables = dict(taken.tables)
         self._taken = taken
         return taken
 
-    def _ask(self, question: Callable[[Snapshot], _Answer]) -> tuple[Snapshot, _Answer]:
+    def _ask(self, question: Callable[[StoreSnapshot], _Answer]) -> tuple[StoreSnapshot, _Answer]:
         """Ask the snapshot; ask a new one where its index fails: swapped by another host at first, then damaged."""
         snapshot = self._taken or self._take(believe_index=True)
         for believe_index in (True, False):
@@ -283,18 +283,18 @@ class Store:
                 snapshot = self._take(believe_index=believe_index)
         return snapshot, question(snapshot)
 
-    def _find(self, keys: Sequence[bytes]) -> tuple[Snapshot, Integers, Rows]:
+    def _find(self, keys: Sequence[bytes]) -> tuple[StoreSnapshot, Integers, Rows]:
         pairs = key_pairs(keys)
         snapshot, (asked, rows) = self._ask(lambda snapshot: snapshot.find(pairs))
         kept = self._not_struck(snapshot, rows)
         return snapshot, asked[kept], rows[kept]
 
-    def _strike(self, key: bytes, place: Place, reason: str) -> None:
+    def _strike(self, key: bytes, place: RecordPlace, reason: str) -> None:
         """Remember that the copy of a record at a place is damaged."""
         self._reasons.setdefault(key, (place.shard, reason))
         self._struck.setdefault(place.shard, set()).add(place.offset)
 
-    def _not_struck(self, snapshot: Snapshot, rows: Rows) -> npt.NDArray[np.bool_]:
+    def _not_struck(self, snapshot: StoreSnapshot, rows: Rows) -> npt.NDArray[np.bool_]:
         """Mark the rows of copies that were not found damaged; only those of damaged shards are looked at."""
         kept = np.ones(len(rows), bool)
         if self._struck:
@@ -304,22 +304,24 @@ class Store:
                 kept[at] = offset not in self._struck[snapshot.names[shard]]
         return kept
 
-    def _first_whole(self, key: bytes, places: Sequence[Place], room: Room | None = None) -> Record | None:
+    def _first_whole(self, key: bytes, places: Sequence[RecordPlace], room: Room | None = None) -> Record | None:
         return next((found for place in places if (found := self.whole_at(key, place, room))), None)
 
-    def _read_place(self, key: bytes, place: Place, room: Room | None) -> Record:
+    def _read_place(self, key: bytes, place: RecordPlace, room: Room | None) -> Record:
         shard = self._open(place.shard)
         if place.offset + place.length > shard.size_bytes:
             raise BadRecord("the shard is shorter than it was")
         blob, rest = self._read_bytes(shard.fd, place, room)
         if _digest(blob, rest) != place.digest:
             raise BadRecord("the bytes are not those that were written")
-        record = decode(blob, rest)
+        record = decode_record(blob, rest)
         if record.key != key:
             raise BadRecord("another record is in its place")
         return record
 
-    def _read_bytes(self, fd: int, place: Place, room: Room | None) -> tuple[bytes | memoryview, bytes | memoryview]:
+    def _read_bytes(
+        self, fd: int, place: RecordPlace, room: Room | None
+    ) -> tuple[bytes | memoryview, bytes | memoryview]:
         if room is None:
             return self.disk.read_at(fd, place.length, place.offset), b""
         blob, rest = room(place.length)
@@ -327,7 +329,7 @@ class Store:
         return blob.toreadonly(), rest.toreadonly()
 
 
-def _records(snapshot: Snapshot) -> int:
+def _records(snapshot: StoreSnapshot) -> int:
     """Count the records of a snapshot, each once."""
     records, before = 0, None  # the last key of the piece before
     for rows in filter(len, snapshot.pieces_in_order()):
@@ -336,7 +338,7 @@ def _records(snapshot: Snapshot) -> int:
     return records
 
 
-def stat_of(kind: str, snapshot: Snapshot, records: int) -> StoreStat:
+def stat_of(kind: str, snapshot: StoreSnapshot, records: int) -> StoreStat:
     """Say what a store of so many records holds."""
     good = snapshot.good_shards()
     times = sorted(filter(None, (written_at(snapshot.names[shard]) for shard in good)))

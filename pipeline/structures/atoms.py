@@ -1,9 +1,9 @@
-"""Where every parser meets: one table of atoms, names as 8-byte words, nothing interpreted yet."""
+"""Where every parser meets: one table of atoms; and the runs of atoms that are one residue, of one conformer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -18,7 +18,7 @@ NAME_BYTES = 8
 BLANK_CHAIN = "_"  # what people type for a chain that has no name
 
 
-class Unusable(Exception):
+class UnusableInput(Exception):
     """An input cannot be used; this becomes a `Rejection` where the item is known."""
 
     def __init__(self, reason: Reason, detail: str) -> None:
@@ -27,13 +27,13 @@ class Unusable(Exception):
         self.detail = detail
 
 
-def word(name: str) -> int:
+def name_word(name: str) -> int:
     """Return a name of at most 8 bytes as the integer that name columns hold."""
     padded = name.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
     return int.from_bytes(padded, "little")
 
 
-def text(code: int | np.uint64) -> str:
+def name_text(code: int | np.uint64) -> str:
     """Return the name that a word stands for."""
     return int(code).to_bytes(NAME_BYTES, "little").rstrip(b"\0").decode("utf-8", "replace")
 
@@ -80,5 +80,137 @@ class AtomTable:
 
     def chain_name(self, code: int | np.uint64) -> str:
         """Return a chain's name as people type it."""
-        name = text(code)
+        name = name_text(code)
         return self.aliases.get(name, name) or BLANK_CHAIN
+
+
+CELLS, CELL_FACTOR = 256, np.uint32(124_729_223)
+EVERY = slice(None)
+Rows: TypeAlias = "NDArray[np.int64] | slice[None, None, None]"  # of a table; most files are kept as they are
+
+
+@dataclass(frozen=True, slots=True)
+class Sites:
+    """Runs of atoms with one chain, number, insertion code and residue name, in file order; S of them."""
+
+    first_S: NDArray[np.int64]
+    length_S: NDArray[np.int64]
+
+    def take(self, chosen: NDArray[np.int64]) -> Sites:
+        """Return some of them, in the order given."""
+        return Sites(self.first_S[chosen], self.length_S[chosen])
+
+    def then(self, others: Sites) -> Sites:
+        """Return these and then others."""
+        return Sites(np.concatenate([self.first_S, others.first_S]), np.concatenate([self.length_S, others.length_S]))
+
+    def rows(self) -> NDArray[np.int64]:
+        """Return the atoms of all sites, site by site."""
+        shift_S = self.first_S - np.cumsum(self.length_S) + self.length_S
+        rows: NDArray[np.int64] = np.repeat(shift_S, self.length_S)
+        rows += np.arange(len(rows))
+        return rows
+
+
+def sites_of(table: AtomTable) -> Sites:
+    """Return every site of a file."""
+    columns = (table.number_A, table.resname_A, table.chain_A, table.icode_A)
+    first_S = np.flatnonzero(changes(*columns))
+    length_S = np.empty_like(first_S)
+    np.subtract(first_S[1:], first_S[:-1], out=length_S[:-1])
+    length_S[-1] = len(table.number_A) - first_S[-1]
+    return Sites(first_S, length_S)
+
+
+def changes(*columns: NDArray[Any]) -> NDArray[np.bool_]:
+    """Mark each row that differs from the row before it; the first row always."""
+    changed = np.zeros(len(columns[0]), dtype=np.bool_)
+    changed[:1] = True
+    for column in columns:
+        changed[1:] |= column[1:] != column[:-1]
+    return changed
+
+
+def one_conformer(
+    table: AtomTable, sites: Sites, rows_A: Rows, altlocs: str, molecule_A: NDArray[np.bool_] | None
+) -> tuple[Rows, NDArray[np.int64], int]:
+    """Return the atoms kept, the residue of each, and how many residues had alternatives.
+
+    A name that a residue has twice is one atom; but some programs call every carbon of a molecule C.
+    """
+    residue_A = np.repeat(_residue_of_site(table, sites), sites.length_S)
+    name_A, altloc_A = table.name_A[rows_A], table.altloc_A[rows_A]
+    if not altloc_A.any() and _all_distinct(name_A, residue_A):
+        return rows_A, residue_A, 0
+    order_A, alternatives = np.arange(len(residue_A)), 0
+    if altloc_A.any():
+        chosen_R, alternatives = _choose_labels(altloc_A, table.occupancy_A[rows_A], residue_A, altlocs)
+        order_A = _by_preference(altloc_A, table.resname_A[rows_A], residue_A, chosen_R)
+    names, code_A = np.unique(name_A, return_inverse=True)
+    atom_A = residue_A * len(names) + code_A
+    if molecule_A is not None:
+        single = np.flatnonzero(molecule_A & (altloc_A == 0))
+        atom_A[single] = -1 - single
+    _, first = np.unique(atom_A[order_A], return_index=True)
+    kept = np.sort(order_A[first])
+    return kept if isinstance(rows_A, slice) else rows_A[kept], residue_A[kept], alternatives
+
+
+def _residue_of_site(table: AtomTable, sites: Sites) -> NDArray[np.int64]:
+    """Return the residue of each site; two names at one place are one residue when both are labelled alternatives."""
+    first_S, last_S = sites.first_S, sites.first_S + sites.length_S - 1
+    new_S = changes(table.number_A[first_S], table.icode_A[first_S], table.chain_A[first_S])
+    unlabelled_S = table.altloc_A[first_S] == 0
+    unlabelled_S[1:] |= table.altloc_A[last_S[:-1]] == 0
+    residue_S: NDArray[np.int64] = np.cumsum(new_S | unlabelled_S) - 1
+    return residue_S
+
+
+def _all_distinct(name_A: NDArray[np.uint64], residue_A: NDArray[np.int64]) -> bool:
+    """Say whether surely no residue holds an atom name twice: equal names would meet in one of its cells.
+
+    Different names may meet too, which only costs the long way round; with this factor those of the standard residues,
+    hydrogens included, never do.
+    """
+    cell_A = (name_A.astype(np.uint32) * CELL_FACTOR) >> np.uint32(24)
+    taken = np.zeros((int(residue_A[-1]) + 1) * CELLS, dtype=np.bool_)
+    taken[residue_A * CELLS + cell_A] = True
+    return int(np.count_nonzero(taken)) == len(name_A)
+
+
+def _choose_labels(
+    altloc_A: NDArray[np.int8], occupancy_A: NDArray[np.float32], residue_A: NDArray[np.int64], altlocs: str
+) -> tuple[NDArray[np.int64], int]:
+    """Choose one label per residue, so that no residue is a patchwork, and count the residues that had several.
+
+    It is the label of highest mean occupancy (ties: the lowest letter), or the first in the file.
+    """
+    labelled = np.flatnonzero(altloc_A)
+    site = residue_A[labelled] * 256 + altloc_A[labelled].view(np.uint8)
+    options, first_seen, inverse = np.unique(site, return_index=True, return_inverse=True)
+    if altlocs == "highest":
+        cost = -(np.bincount(inverse, weights=occupancy_A[labelled]) / np.bincount(inverse)).round(3)
+    else:
+        cost = first_seen.astype(np.float64)
+    ranked = options[np.lexsort((options, cost, options // 256))]
+    residues, winner = np.unique(ranked // 256, return_index=True)
+    chosen_R = np.zeros(int(residue_A[-1]) + 1, dtype=np.int64)
+    chosen_R[residues] = ranked[winner] % 256
+    return chosen_R, len(residues)
+
+
+def _by_preference(
+    altloc_A: NDArray[np.int8], resname_A: NDArray[np.uint64], residue_A: NDArray[np.int64], chosen_R: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Order atoms so that the chosen conformer comes first; leave out residue names that lost.
+
+    An atom that only another label has still follows, so that a choice never leaves a residue incomplete.
+    """
+    label_A = altloc_A.view(np.uint8)
+    preferred_A = (label_A == 0) | (label_A == chosen_R[residue_A])
+    name_R = np.zeros(len(chosen_R), dtype=np.uint64)
+    chosen = np.flatnonzero(label_A == chosen_R[residue_A])[::-1]
+    name_R[residue_A[chosen]] = resname_A[chosen]
+    candidates = np.flatnonzero(resname_A == name_R[residue_A])
+    order: NDArray[np.int64] = candidates[np.argsort(~preferred_A[candidates], kind="stable")]
+    return order

@@ -28,7 +28,7 @@ SIZES = {"atoms": "I", "residues": "I", "n_rec": "I", "n_lig": "I", "pairs": "Q"
 
 
 @dataclass(frozen=True, slots=True)
-class Leak:
+class SplitLeak:
     """Something that stands in two splits."""
 
     what: str  # one of LEAKING
@@ -53,7 +53,7 @@ class Census:
     undone: int = 0  # items that the store does not know
     first_undone: str = ""
     unnamed: int = 0  # further ones, which nobody asked for
-    leaks: tuple[Leak, ...] = ()
+    leaks: tuple[SplitLeak, ...] = ()
 
     @property
     def rejected_fraction(self) -> float:
@@ -66,7 +66,7 @@ class Census:
 
 
 @dataclass(slots=True)
-class Tally:
+class CensusTally:
     """Counts items as they pass."""
 
     items: int = 0
@@ -154,7 +154,7 @@ class Tally:
             splits.append(split)
             ordinals.append(self.items)
 
-    def _leaks(self) -> tuple[Leak, ...]:
+    def _leaks(self) -> tuple[SplitLeak, ...]:
         """Return the first few things that stand in several splits, and how many of each kind there are."""
         names = list(self.ordinals)
         return tuple(leak for what in LEAKING for leak in _leaks_of(what, names, *map(_array, self.marks[what])))
@@ -171,7 +171,7 @@ def _distinct(digests: Any) -> int:
     return len(in_order) and 1 + int(np.count_nonzero(in_order[1:] != in_order[:-1]))
 
 
-def _leaks_of(what: str, names: list[str], digests: Any, splits: Any, ordinals: Any) -> list[Leak]:
+def _leaks_of(what: str, names: list[str], digests: Any, splits: Any, ordinals: Any) -> list[SplitLeak]:
     """Return the leaks of one kind: runs of one digest in which the split changes.
 
     What stands once cannot leak, and is left out before anything is arranged: most ids and sequences do.
@@ -193,7 +193,7 @@ def _leaks_of(what: str, names: list[str], digests: Any, splits: Any, ordinals: 
         rows = order[starts[group] : ends[group]]
         found, first = np.unique(splits[rows], return_index=True)
         items = tuple(int(ordinals[rows[index]]) for index in first[:EXAMPLES])
-        leaks.append(Leak(what, total, tuple(names[one] for one in found[:EXAMPLES]), items))
+        leaks.append(SplitLeak(what, total, tuple(names[one] for one in found[:EXAMPLES]), items))
     return leaks
 
 

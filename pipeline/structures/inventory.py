@@ -12,12 +12,12 @@ import numpy as np
 
 from pipeline.keys import content_digest, tagged_key
 from pipeline.records import ChainSummary, Inventory, Item, Kind, Part, Partner, Reason, Role
-from pipeline.structures.atoms import Unusable, text
-from pipeline.structures.parsing.amber import candidates
-from pipeline.structures.parsing.read_structure import MOLECULES, Reading, format_of, parse, parser_of
-from pipeline.structures.partners import bound_rows, check_apart, choose, full_sequence
-from pipeline.structures.policy import POLICY_VERSION, Policy, Structure, check
-from pipeline.structures.policy import apply as apply_policy
+from pipeline.structures.atoms import UnusableInput, name_text
+from pipeline.structures.parsing.amber import coordinate_candidates
+from pipeline.structures.parsing.read_structure import FileReading, parse_structure
+from pipeline.structures.parsing.structure_files import MOLECULES, File, format_of, parser_of
+from pipeline.structures.partners import bound_rows, check_apart, choose_chains, full_sequence
+from pipeline.structures.policy import POLICY_VERSION, Policy, Structure, apply_policy, check_chain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,27 +31,19 @@ Known = TypeVar("Known")
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class ScanRecipe:
     """Every choice that can change an inventory."""
 
-    reading: Reading = field(default_factory=Reading)
+    reading: FileReading = field(default_factory=FileReading)
     policy: Policy = field(default_factory=Policy)
     max_residues: int = 10_000
     max_file_bytes: int = 64 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class File:
-    """The bytes of a structure file and the digest by which they are known."""
-
-    data: bytes
-    digest: str
-
-
-def item_key(item: Item, recipe: Recipe, digests: Mapping[str, str]) -> bytes:
+def item_key(item: Item, recipe: ScanRecipe, digests: Mapping[str, str]) -> bytes:
     """Return the key of an item's inventory: what its files hold, which chains are meant, and the recipe."""
     if item.sequence is not None:
-        return tagged_key("scan", plain(recipe), item.sequence)
+        return tagged_key("scan", plain_recipe(recipe), item.sequence)
 
     def parts(some: Sequence[Part]) -> list[list[Any]]:
         return [
@@ -59,16 +51,16 @@ def item_key(item: Item, recipe: Recipe, digests: Mapping[str, str]) -> bytes:
             for part in some
         ]
 
-    return tagged_key("scan", plain(recipe), {"parts": parts(item.parts), "bound": parts(item.bound)})
+    return tagged_key("scan", plain_recipe(recipe), {"parts": parts(item.parts), "bound": parts(item.bound)})
 
 
 def _own(path: str, known: Mapping[str, Known]) -> list[Known]:
     """Return what is known of a part's file, and then of the one with its coordinates, where it is a topology."""
-    return [known[one] for one in (path, *candidates(path)) if one == path or one in known]
+    return [known[one] for one in (path, *coordinate_candidates(path)) if one == path or one in known]
 
 
 @lru_cache(maxsize=16)
-def plain(recipe: Recipe) -> dict[str, Any]:
+def plain_recipe(recipe: ScanRecipe) -> dict[str, Any]:
     """Return what of a recipe can change an inventory, as JSON data; how large a file may be cannot."""
     return {
         "version": [INVENTORY_VERSION, POLICY_VERSION],
@@ -82,13 +74,13 @@ def _format(path: str) -> tuple[str, str]:
     """Return a file's format and what reads it; for one that nothing reads, its suffix."""
     try:
         form = format_of(Path(path))
-    except Unusable:
+    except UnusableInput:
         return Path(path).suffix, ""
     return form, parser_of(form)
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class ComplexSide:
     """One partner in space: chains of a structure, in the order in which they were asked for."""
 
     digest: str
@@ -105,35 +97,37 @@ class Complex:
     """An item that was read: its sides, where its labels come from, and what its residues correspond to."""
 
     partners: Mapping[Role, Partner]
-    sides: Mapping[Role, Side]
-    bound: Mapping[Role, Side]  # empty where the input itself is bound
+    sides: Mapping[Role, ComplexSide]
+    bound: Mapping[Role, ComplexSide]  # empty where the input itself is bound
     maps: Mapping[str, NDArray[np.int32]]  # rows.ROLE: into full sequences; bound.ROLE: into the bound side, -1 nowhere
 
 
-def take(item: Item, files: Mapping[str, File], recipe: Recipe) -> tuple[Inventory, Mapping[str, NDArray[np.int32]]]:
+def take(
+    item: Item, files: Mapping[str, File], recipe: ScanRecipe
+) -> tuple[Inventory, Mapping[str, NDArray[np.int32]]]:
     """Return the inventory of an item and its residue maps; what cannot be used becomes a reason."""
-    inventory, read = examine(item, files, recipe)
+    inventory, read = examine_item(item, files, recipe)
     return inventory, read.maps if read else {}
 
 
-def examine(item: Item, files: Mapping[str, File], recipe: Recipe) -> tuple[Inventory, Complex | None]:
+def examine_item(item: Item, files: Mapping[str, File], recipe: ScanRecipe) -> tuple[Inventory, Complex | None]:
     """Return the inventory of an item, and the item as it was read where it has structures and can be used."""
     try:
         if item.sequence is not None:
             return _take_sequence(item.sequence, recipe), None
         return _take_structures(item, files, recipe)
-    except Unusable as problem:
+    except UnusableInput as problem:
         return Inventory(reason=problem.reason, detail=problem.detail), None
 
 
-def _take_sequence(sequence: str, recipe: Recipe) -> Inventory:
+def _take_sequence(sequence: str, recipe: ScanRecipe) -> Inventory:
     """Return the inventory of a bare sequence."""
     _check_size(len(sequence), recipe)
     chain = ChainSummary(name="", kind=Kind.PROTEIN, sequence=sequence, residues=len(sequence), nodes=0, atoms=0)
     return Inventory(partners=(Partner(role=Role.WHOLE, content="", chains=(chain,)),))
 
 
-def _take_structures(item: Item, files: Mapping[str, File], recipe: Recipe) -> tuple[Inventory, Complex]:
+def _take_structures(item: Item, files: Mapping[str, File], recipe: ScanRecipe) -> tuple[Inventory, Complex]:
     """Return the inventory of a complex, and the complex with its maps to SEQRES and to bound structures."""
     structures: dict[tuple[str, int | None], Structure] = {}
     sides = _sides(item.parts, files, recipe, structures)
@@ -159,11 +153,11 @@ def _take_structures(item: Item, files: Mapping[str, File], recipe: Recipe) -> t
 def _sides(
     parts: Sequence[Part],
     files: Mapping[str, File],
-    recipe: Recipe,
+    recipe: ScanRecipe,
     structures: dict[tuple[str, int | None], Structure],
-) -> dict[Role, Side]:
+) -> dict[Role, ComplexSide]:
     """Return each side; a file with both sides is parsed once."""
-    sides: dict[Role, Side] = {}
+    sides: dict[Role, ComplexSide] = {}
     taken: dict[Role, set[tuple[str, str]]] = {}
     for part in parts:
         own = _own(part.path, files)
@@ -171,23 +165,25 @@ def _sides(
             structures[part.path, part.model] = _structure(part, own, recipe)
         structure = structures[part.path, part.model]
         elsewhere = [name for other in parts if other.path == part.path and other is not part for name in other.chains]
-        for role, chains in choose(structure, part, elsewhere).items():
+        for role, chains in choose_chains(structure, part, elsewhere).items():
             for chain in chains:
-                check(structure, chain, recipe.policy)
-            sides[role] = Side(_content(own), structure, chains)
+                check_chain(structure, chain, recipe.policy)
+            sides[role] = ComplexSide(_content(own), structure, chains)
             taken.setdefault(role, set()).update((part.path, chain.name) for chain in chains)
     check_apart(taken)
     return sides
 
 
-def _structure(part: Part, own: Sequence[File], recipe: Recipe) -> Structure:
+def _structure(part: Part, own: Sequence[File], recipe: ScanRecipe) -> Structure:
     """Parse one file under the recipe; a model named with the item wins over the configured one.
 
     Who names the file of a small molecule wants it, whatever is done with those in other files.
     """
     reading = recipe.reading if part.model is None else replace(recipe.reading, model=part.model)
     form = format_of(Path(part.path))
-    table = parse(own[0].data, form, reading, recipe.max_residues, beside=own[1].data if len(own) > 1 else b"")
+    table = parse_structure(
+        own[0].data, form, reading, recipe.max_residues, beside=own[1].data if len(own) > 1 else b""
+    )
     return apply_policy(table, replace(recipe.policy, ligands="keep") if form in MOLECULES else recipe.policy)
 
 
@@ -197,7 +193,7 @@ def _content(own: Sequence[File]) -> str:
     return digests[0] if len(digests) == 1 else content_digest("".join(digests).encode()).hex()
 
 
-def _bound_rows(side: Side, bound: Side) -> NDArray[np.int32]:
+def _bound_rows(side: ComplexSide, bound: ComplexSide) -> NDArray[np.int32]:
     """Return the residue of the bound side that each residue is, or -1.
 
     Polymers correspond by sequence; a molecule does to the one of its name, where each side has only one.
@@ -213,18 +209,18 @@ def _bound_rows(side: Side, bound: Side) -> NDArray[np.int32]:
     found = [places.get(name, -1) if mine[name] == 1 else -1 for name in molecules]
     if not polymers and not any(place >= 0 for place in found):
         what = f"none of {', '.join(mine)} is the only one of its name in both the unbound and the bound structure"
-        raise Unusable(Reason.SEQUENCE_MISMATCH, what)
+        raise UnusableInput(Reason.SEQUENCE_MISMATCH, what)
     return np.concatenate([*rows, np.array(found, np.int32)])
 
 
-def _by_kind(side: Side) -> tuple[list[Chain], list[str]]:
+def _by_kind(side: ComplexSide) -> tuple[list[Chain], list[str]]:
     """Return the polymers of a side, and the residue name of each molecule; sides have molecules last."""
     polymers = [chain for chain in side.chains if chain.kind is not Kind.OTHER]
     molecules = [chain.first for chain in side.chains[len(polymers) :]]
-    return polymers, [text(name) for name in side.structure.name_R[molecules]]
+    return polymers, [name_text(name) for name in side.structure.name_R[molecules]]
 
 
-def _partner(role: Role, side: Side, sequences: Sequence[str]) -> Partner:
+def _partner(role: Role, side: ComplexSide, sequences: Sequence[str]) -> Partner:
     """Summarise one side."""
     structure = side.structure
     modified = sum(int(np.count_nonzero(structure.modified_R[chain.first : chain.last])) for chain in side.chains)
@@ -248,7 +244,7 @@ def _partner(role: Role, side: Side, sequences: Sequence[str]) -> Partner:
     )
 
 
-def _check_nodes(partners: Sequence[Partner], recipe: Recipe) -> None:
+def _check_nodes(partners: Sequence[Partner], recipe: ScanRecipe) -> None:
     """Refuse a side that would be an empty graph; one of nothing but molecules has no residues for nodes."""
     for partner in partners:
         is_molecules = partner.chains and all(chain.kind is Kind.OTHER for chain in partner.chains)
@@ -257,11 +253,11 @@ def _check_nodes(partners: Sequence[Partner], recipe: Recipe) -> None:
             side = "file" if partner.role is Role.WHOLE else partner.role.value
             what = f"no residue of the {side} has {wanted}"
             hint = "; structures.require: ca asks for less" if recipe.policy.require == "backbone" else ""
-            raise Unusable(Reason.INCOMPLETE_RESIDUES, what + hint)
+            raise UnusableInput(Reason.INCOMPLETE_RESIDUES, what + hint)
 
 
-def _check_size(residues: int, recipe: Recipe) -> None:
+def _check_size(residues: int, recipe: ScanRecipe) -> None:
     """Refuse an item that is larger than any that was meant."""
     if residues > recipe.max_residues:
         what = f"{residues:,} residues; structures.max_residues is {recipe.max_residues:,}"
-        raise Unusable(Reason.TOO_MANY_RESIDUES, what)
+        raise UnusableInput(Reason.TOO_MANY_RESIDUES, what)

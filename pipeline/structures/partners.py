@@ -8,7 +8,7 @@ import gemmi
 import numpy as np
 
 from pipeline.records import Kind, Reason, Role
-from pipeline.structures.atoms import Unusable, text
+from pipeline.structures.atoms import UnusableInput, name_text
 from pipeline.structures.policy import CAPS, letter
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SHOWN = 12  # names in a message
 
 
-def choose(structure: Structure, part: Part, elsewhere: Iterable[str] = ()) -> dict[Role, tuple[Chain, ...]]:
+def choose_chains(structure: Structure, part: Part, elsewhere: Iterable[str] = ()) -> dict[Role, tuple[Chain, ...]]:
     """Return the chains of each side that a part of an item stands for.
 
     A chain brings the molecules that are kept of it, but for those that `elsewhere`, what other parts take of the same
@@ -36,14 +36,14 @@ def choose(structure: Structure, part: Part, elsewhere: Iterable[str] = ()) -> d
         return {part.role: _molecules_last(tuple(named))}
     free = tuple(chain for chain in structure.chains if chain not in taken)
     if not free:
-        raise Unusable(Reason.CHAIN_WITHOUT_POLYMER, "the file holds only what the other side names")
+        raise UnusableInput(Reason.CHAIN_WITHOUT_POLYMER, "the file holds only what the other side names")
     if part.role is not Role.COMPLEX:
         return {part.role: free}
     polymers = [chain for chain in free if chain.kind is not Kind.OTHER]
     if len(polymers) != 2:
         have = _some(chain.name for chain in polymers) or "none"
         what = f"two polymer chains were expected, not {have}; name data.receptor_chains and data.ligand_chains"
-        raise Unusable(Reason.AMBIGUOUS_PARTNERS, what)
+        raise UnusableInput(Reason.AMBIGUOUS_PARTNERS, what)
     sides = zip((Role.RECEPTOR, Role.LIGAND), polymers, strict=True)
     return {role: tuple(chain for chain in free if _host(chain) == polymer.name) for role, polymer in sides}
 
@@ -76,15 +76,15 @@ def _named(structure: Structure, name: str, taken: set[Chain]) -> Sequence[Chain
     if name in structure.all_chains:
         found = [chain for chain in structure.chains if _host(chain) == name and chain not in taken]
         if not found:
-            raise Unusable(Reason.CHAIN_WITHOUT_POLYMER, _why_empty(structure, name))
+            raise UnusableInput(Reason.CHAIN_WITHOUT_POLYMER, _why_empty(structure, name))
         return found
     if found := _group(structure, name):
         return found
     host = name.partition(":")[0]
     if host != name and host in structure.all_chains:
-        raise Unusable(Reason.MISSING_CHAIN, f"no molecule {name} in the file ({_molecules_of(structure, host)})")
+        raise UnusableInput(Reason.MISSING_CHAIN, f"no molecule {name} in the file ({_molecules_of(structure, host)})")
     have = _some(structure.all_chains)
-    raise Unusable(Reason.MISSING_CHAIN, f"no chain {name} in the file (it has: {have})")
+    raise UnusableInput(Reason.MISSING_CHAIN, f"no chain {name} in the file (it has: {have})")
 
 
 def _why_empty(structure: Structure, name: str) -> str:
@@ -107,7 +107,7 @@ def check_apart(sides: dict[Role, set[tuple[str, str]]]) -> None:
     shared = sides.get(Role.RECEPTOR, set()) & sides.get(Role.LIGAND, set())
     if shared:
         names = ", ".join(sorted(chain for _, chain in shared))
-        raise Unusable(Reason.SHARED_CHAIN, f"chain {names} is on both sides")
+        raise UnusableInput(Reason.SHARED_CHAIN, f"chain {names} is on both sides")
 
 
 SAME_CHAIN = 0.5  # share of the shorter sequence that must agree for two chains to be one molecule
@@ -125,15 +125,15 @@ def full_sequence(structure: Structure, chain: Chain, policy: Policy) -> tuple[s
         return "", np.full(chain.last - chain.first, NO_ROW, np.int32)
     if chain.seqres is None or structure.label_seq_R is None:
         what = f"chain {chain.name} has no SEQRES; set structures.sequence: observed"
-        raise Unusable(Reason.SEQUENCE_MISMATCH, what)
+        raise UnusableInput(Reason.SEQUENCE_MISMATCH, what)
     options = [monomers.split(",") for monomers in chain.seqres]
     kept = np.array([CAPS.isdisjoint(names) for names in options])
     position_R = structure.label_seq_R[chain.first : chain.last] - 1
-    observed = [text(name) for name in structure.name_R[chain.first : chain.last]]
+    observed = [name_text(name) for name in structure.name_R[chain.first : chain.last]]
     in_order = (position_R >= 0).all() and (position_R < len(options)).all() and (np.diff(position_R) > 0).all()
     if not in_order or any(name not in options[at] for name, at in zip(observed, position_R.tolist(), strict=True)):
         what = f"the residues of chain {chain.name} do not follow its SEQRES; set structures.sequence: observed"
-        raise Unusable(Reason.SEQUENCE_MISMATCH, what)
+        raise UnusableInput(Reason.SEQUENCE_MISMATCH, what)
     rows_R = (np.cumsum(kept) - 1)[position_R].astype(np.int32)
     letters = [
         letter(names[0], structure, chain.kind, policy) for names, keep in zip(options, kept, strict=True) if keep
@@ -185,7 +185,9 @@ def bound_rows(unbound: Sequence[str], bound: Sequence[str]) -> NDArray[np.int32
         rows_R[mine[left] + pairs[:, 0]] = theirs[right] + pairs[:, 1]
     if (rows_R >= 0).mean() < MIN_MAPPED:
         share = f"{(rows_R >= 0).mean():.0%}"
-        raise Unusable(Reason.SEQUENCE_MISMATCH, f"only {share} of the unbound residues are in the bound structure")
+        raise UnusableInput(
+            Reason.SEQUENCE_MISMATCH, f"only {share} of the unbound residues are in the bound structure"
+        )
     return rows_R
 
 

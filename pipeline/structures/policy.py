@@ -14,15 +14,25 @@ import gemmi
 import numpy as np
 
 from pipeline.records import Kind, Reason
-from pipeline.structures.atoms import AtomTable, Links, Unusable, no_links, text, word
-from pipeline.structures.conformers import EVERY, changes, one_conformer, sites_of
+from pipeline.structures.atoms import (
+    EVERY,
+    AtomTable,
+    Links,
+    UnusableInput,
+    changes,
+    name_text,
+    name_word,
+    no_links,
+    one_conformer,
+    sites_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from numpy.typing import NDArray
 
-    from pipeline.structures.conformers import Rows, Sites
+    from pipeline.structures.atoms import Rows, Sites
 
 POLICY_VERSION = 2
 POLYMER, WATER = 1, 4
@@ -31,8 +41,8 @@ CARBON = 6
 FARTHEST = 1e5  # Å from the origin: ten times as far as PDB files reach
 BACKBONE = ("N", "CA", "C", "O", "CB")
 NUCLEOTIDE_ANCHORS = ("C1'", "C1*")  # the second is how old files write it
-CA_WORD = word("CA")
-LINKING_WORDS = np.array([CA_WORD, *map(word, NUCLEOTIDE_ANCHORS)], dtype=np.uint64)
+CA_WORD = name_word("CA")
+LINKING_WORDS = np.array([CA_WORD, *map(name_word, NUCLEOTIDE_ANCHORS)], dtype=np.uint64)
 # Names that molecular dynamics gives to protonation states, which the dictionaries do not know.
 SYNONYMS = {
     **dict.fromkeys(("HSD", "HSE", "HSP", "HIE", "HID", "HIP"), "HIS"),
@@ -44,7 +54,7 @@ SYNONYMS = {
     "ARN": "ARG",
 }
 # Waters by names that molecular dynamics gives, which gemmi takes for ligands.
-MORE_WATERS = np.array([word(name) for name in ("SOL", "TIP3", "TIP4")], dtype=np.uint64)
+MORE_WATERS = np.array([name_word(name) for name in ("SOL", "TIP3", "TIP4")], dtype=np.uint64)
 # Groups that end a chain without being a residue of it.
 CAPS = frozenset({"ACE", "NH2", "NME", "NMA", "FOR", "FMT", "ETA", "MYR", "BOC", "0QE"})
 KINDS = {
@@ -113,7 +123,7 @@ class Structure:
     links: Callable[[], Links] = no_links  # between its atoms; looked up when asked for
 
 
-def apply(table: AtomTable, policy: Policy) -> Structure:
+def apply_policy(table: AtomTable, policy: Policy) -> Structure:
     """Return the residues of a file under a policy."""
     sites = sites_of(table)
     types = _types(table.resname_A[sites.first_S], table.parents)
@@ -125,14 +135,14 @@ def apply(table: AtomTable, policy: Policy) -> Structure:
     molecules = _molecule_sites(table, sites, other[~is_water]) if policy.ligands == "keep" else other[:0]
     if not polymer_S.any() and not len(molecules):
         also = " and no small molecule" if policy.ligands == "keep" else ""
-        raise Unusable(Reason.NO_POLYMER, f"no protein, RNA or DNA residue{also} in the file")
+        raise UnusableInput(Reason.NO_POLYMER, f"no protein, RNA or DNA residue{also} in the file")
     chosen = _in_chain_order(table, sites if polymer_S.all() else sites.take(np.flatnonzero(polymer_S)))
     own_A = None
     if len(molecules):
         chosen = chosen.then(_in_chain_order(table, sites.take(molecules)))
         own_A = np.repeat(np.arange(len(chosen.first_S)) >= len(chosen.first_S) - len(molecules), chosen.length_S)
     rows_A = EVERY if chosen is sites else chosen.rows()
-    kept_A, residue_A, notes["altlocs"] = one_conformer(table, chosen, rows_A, policy, own_A)
+    kept_A, residue_A, notes["altlocs"] = one_conformer(table, chosen, rows_A, policy.altlocs, own_A)
     first_R = np.flatnonzero(changes(residue_A))  # a residue's first atom speaks for it
     if not isinstance(kept_A, slice):
         first_R = kept_A[first_R]
@@ -181,7 +191,7 @@ class _Types:
 def _types(name_S: NDArray[np.uint64], parents: Mapping[str, str]) -> _Types:
     """Return what names mean, looked up once per distinct name."""
     names, inverse = np.unique(name_S, return_inverse=True)
-    known = {word(name): word(parent) for name, parent in parents.items()}
+    known = {name_word(name): name_word(parent) for name, parent in parents.items()}
     found = [_residue_type(name, known.get(name, 0)) for name in names.tolist()]
     letters = np.array([ord(letter or "\0") for _, letter, _, _ in found], dtype=np.uint8)
     kinds = np.array([kind for kind, _, _, _ in found], dtype=np.int64)
@@ -257,10 +267,10 @@ def _check_positions(pos_A3: NDArray[np.float64]) -> None:
     if not (np.abs(pos_A3) < FARTHEST).all():  # which is not so for what is not a number, either
         finite = bool(np.isfinite(pos_A3).all())
         what = f"a coordinate is beyond {FARTHEST:,.0f} Å" if finite else "a coordinate is not a finite number"
-        raise Unusable(Reason.PARSE_ERROR, what)
+        raise UnusableInput(Reason.PARSE_ERROR, what)
 
 
-def check(structure: Structure, chain: Chain, policy: Policy) -> None:
+def check_chain(structure: Structure, chain: Chain, policy: Policy) -> None:
     """Refuse a chain that the policy does not let pass; chains that nobody asked for are not looked at."""
     if "reject" not in (policy.modified, policy.incomplete) or chain.kind is Kind.OTHER:
         return
@@ -268,10 +278,10 @@ def check(structure: Structure, chain: Chain, policy: Policy) -> None:
     modified, incomplete = int(structure.modified_R[here].sum()), int((~structure.node_R[here]).sum())
     if policy.modified == "reject" and modified:
         what = f"{modified} modified residues in chain {chain.name}; structures.modified is reject"
-        raise Unusable(Reason.MODIFIED_RESIDUES, what)
+        raise UnusableInput(Reason.MODIFIED_RESIDUES, what)
     if policy.incomplete == "reject" and incomplete:
         what = f"{incomplete} residues of chain {chain.name} lack backbone atoms; structures.incomplete is reject"
-        raise Unusable(Reason.INCOMPLETE_RESIDUES, what)
+        raise UnusableInput(Reason.INCOMPLETE_RESIDUES, what)
 
 
 def _all_chains(table: AtomTable) -> tuple[str, ...]:
@@ -283,7 +293,7 @@ def _all_chains(table: AtomTable) -> tuple[str, ...]:
 def _find(name_A: NDArray[np.uint64], residue_A: NDArray[np.int64], atom: str, residues: int) -> NDArray[np.int64]:
     """Return the index of the atom of that name in each residue, -1 where it is missing."""
     index_R = np.full(residues, -1, dtype=np.int64)
-    found = np.flatnonzero(name_A == word(atom))
+    found = np.flatnonzero(name_A == name_word(atom))
     index_R[residue_A[found]] = found
     return index_R
 
@@ -291,8 +301,12 @@ def _find(name_A: NDArray[np.uint64], residue_A: NDArray[np.int64], atom: str, r
 @lru_cache(maxsize=4096)
 def _residue_type(name: int, parent: int) -> tuple[int, str, bool, bool]:
     """Return kind, one-letter code, whether it is modified, and whether it is a cap; a parent wins over no meaning."""
-    is_cap = text(name) in CAPS
-    for candidate, modified in ((text(name), False), (SYNONYMS.get(text(name), ""), False), (text(parent), True)):
+    is_cap = name_text(name) in CAPS
+    for candidate, modified in (
+        (name_text(name), False),
+        (SYNONYMS.get(name_text(name), ""), False),
+        (name_text(parent), True),
+    ):
         info = gemmi.find_tabulated_residue(candidate)
         if info.kind in KINDS and info.one_letter_code != " ":
             letter = info.one_letter_code
@@ -302,7 +316,7 @@ def _residue_type(name: int, parent: int) -> tuple[int, str, bool, bool]:
 
 def letter(name: str, structure: Structure, kind: Kind, policy: Policy) -> str:
     """Return the one-letter code of a residue that was not observed."""
-    _, code, modified, _ = _residue_type(word(name), word(structure.parents.get(name, "")))
+    _, code, modified, _ = _residue_type(name_word(name), name_word(structure.parents.get(name, "")))
     return UNKNOWN_LETTER[kind] if not code or (modified and policy.modified == "unknown") else code
 
 
@@ -340,7 +354,7 @@ def _molecules(table: AtomTable, first_R: NDArray[np.int64], polymers: int) -> t
 def _molecule_name(table: AtomTable, row: int) -> str:
     """Return the name of the molecule that an atom is of."""
     insertion = chr(table.icode_A[row]).strip("\0 ")
-    return f"{table.chain_name(table.chain_A[row])}:{text(table.resname_A[row])}:{table.number_A[row]}{insertion}"
+    return f"{table.chain_name(table.chain_A[row])}:{name_text(table.resname_A[row])}:{table.number_A[row]}{insertion}"
 
 
 def _kept_links(table: AtomTable, kept_A: Rows) -> Links:

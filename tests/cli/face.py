@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from pipeline.encoder.checkpoints.esm_checkpoint import Checkpoint
+    from pipeline.encoder.checkpoints.esm_checkpoint import EsmCheckpoint
 
 PARTS = {
     "self_attn.q_proj": "attention.self.query",
@@ -21,7 +21,7 @@ PARTS = {
 }
 
 
-def face_names(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+def face_names(checkpoint: EsmCheckpoint) -> dict[str, torch.Tensor]:
     """Return a checkpoint's tensors as Hugging Face would name them."""
     tensors = {face_name(name): tensor.clone() for name, tensor in checkpoint.tensors.items()}
     for layer in range(checkpoint.architecture.layers):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.project.restriction import read_list
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.cache_layout import MARKER
 from pipeline.store.format.disk import Disk
 from pipeline.store.maintenance.damage_report import Fault, last_report, read_report
@@ -35,16 +35,16 @@ def config(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Cache:
+def cache(tmp_path: Path) -> CacheFolder:
     """Return a cache of two kinds."""
-    cache = Cache(tmp_path / "cache")
+    cache = CacheFolder(tmp_path / "cache")
     for kind in ("graph", "scan"):
         fill(cache.kind(kind), range(4), range(4, 8))
         cache.kind(kind).write_index()
     return cache
 
 
-def harm(cache: Cache, number: int = 1, kind: str = "graph") -> str:
+def harm(cache: CacheFolder, number: int = 1, kind: str = "graph") -> str:
     """Flip a bit of a record; return the shard."""
     store = cache.kind(kind)
     (place,) = store.locate([key_of(number)])[0]
@@ -59,7 +59,7 @@ def columns(text: str, kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize("how", [(), ("--full",), ("--quick",)])
-def test_a_whole_cache_is_said_to_be_so(pipeline: Command, cache: Cache, how: tuple[str, ...]) -> None:
+def test_a_whole_cache_is_said_to_be_so(pipeline: Command, cache: CacheFolder, how: tuple[str, ...]) -> None:
     done = pipeline(*VALIDATE, *how)
     assert done.code == 0
     kind, shards, _, records, whole, lost, wrong = columns(done.out, "graph")
@@ -74,7 +74,7 @@ def test_a_whole_cache_is_said_to_be_so(pipeline: Command, cache: Cache, how: tu
     assert "damage list" not in done.out
 
 
-def test_damage_is_named_listed_and_ends_with_4(pipeline: Command, cache: Cache) -> None:
+def test_damage_is_named_listed_and_ends_with_4(pipeline: Command, cache: CacheFolder) -> None:
     shard = harm(cache)
     done = pipeline(*VALIDATE)
     assert done.code == 4
@@ -88,7 +88,7 @@ def test_damage_is_named_listed_and_ends_with_4(pipeline: Command, cache: Cache)
     assert f"pipeline cache repair --list {report.path}" in done.err
 
 
-def test_quick_does_not_read_records(pipeline: Command, cache: Cache) -> None:
+def test_quick_does_not_read_records(pipeline: Command, cache: CacheFolder) -> None:
     harm(cache)
     assert pipeline(*VALIDATE, "--quick").code == 0
     flip(cache.kind("scan").layout.shard(listed(cache.kind("scan"))[0]), 30)
@@ -97,7 +97,7 @@ def test_quick_does_not_read_records(pipeline: Command, cache: Cache) -> None:
     assert columns(done.out, "scan")[-1] == "1 header damaged"
 
 
-def test_json_is_one_document_on_stdout(pipeline: Command, cache: Cache) -> None:
+def test_json_is_one_document_on_stdout(pipeline: Command, cache: CacheFolder) -> None:
     harm(cache)
     done = pipeline(*VALIDATE, "--json")
     assert done.code == 4
@@ -107,7 +107,7 @@ def test_json_is_one_document_on_stdout(pipeline: Command, cache: Cache) -> None
     assert read_report(Path(document["list"])).summary.findings == 1
 
 
-def test_every_record_gets_one_verdict(pipeline: Command, cache: Cache) -> None:
+def test_every_record_gets_one_verdict(pipeline: Command, cache: CacheFolder) -> None:
     shard = harm(cache)
     pipeline(*VALIDATE, "--verdicts", "v/verdicts.jsonl")
     verdicts = [json.loads(line) for line in Path("v/verdicts.jsonl").read_text().splitlines()]
@@ -118,19 +118,21 @@ def test_every_record_gets_one_verdict(pipeline: Command, cache: Cache) -> None:
     }  # fmt: skip
 
 
-def test_of_records_that_are_not_read_it_is_only_said_that_they_are_listed(pipeline: Command, cache: Cache) -> None:
+def test_of_records_that_are_not_read_it_is_only_said_that_they_are_listed(
+    pipeline: Command, cache: CacheFolder
+) -> None:
     pipeline(*VALIDATE, "--quick", "--verdicts", "verdicts.jsonl")
     verdicts = [json.loads(line)["verdict"] for line in Path("verdicts.jsonl").read_text().splitlines()]
     assert verdicts == ["listed"] * 16
 
 
-def test_parts_add_up_to_the_whole(pipeline: Command, cache: Cache) -> None:
+def test_parts_add_up_to_the_whole(pipeline: Command, cache: CacheFolder) -> None:
     parts = [json.loads(pipeline(*VALIDATE, "--json", "--subset", f"{part}/3").out) for part in (1, 2, 3)]
     assert sum(part["records"] for part in parts) == 16
     assert [part["subset"] for part in parts] == ["1/3", "2/3", "3/3"]
 
 
-def test_one_kind_alone_can_be_asked_for(pipeline: Command, cache: Cache) -> None:
+def test_one_kind_alone_can_be_asked_for(pipeline: Command, cache: CacheFolder) -> None:
     harm(cache, kind="graph")
     done = pipeline(*VALIDATE, "--kind", "scan")
     assert done.code == 0
@@ -138,7 +140,7 @@ def test_one_kind_alone_can_be_asked_for(pipeline: Command, cache: Cache) -> Non
     assert "of kind scan" in pipeline("cache", "stat").out
 
 
-def test_a_list_that_says_odd_things_is_refused(pipeline: Command, cache: Cache) -> None:
+def test_a_list_that_says_odd_things_is_refused(pipeline: Command, cache: CacheFolder) -> None:
     pipeline(*VALIDATE, "--out", "list.jsonl")
     overwrite(
         Path("list.jsonl"),
@@ -158,13 +160,15 @@ def test_a_list_that_says_odd_things_is_refused(pipeline: Command, cache: Cache)
         (("--verdicts", "cache/pipeline-cache.json/x"), "cannot write"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(pipeline: Command, cache: Cache, words: tuple[str, ...], said: str) -> None:
+def test_what_cannot_be_meant_is_refused(
+    pipeline: Command, cache: CacheFolder, words: tuple[str, ...], said: str
+) -> None:
     done = pipeline(*VALIDATE, *words)
     assert done.code == 2
     assert said in done.err
 
 
-def test_the_list_goes_where_it_is_wanted(pipeline: Command, cache: Cache) -> None:
+def test_the_list_goes_where_it_is_wanted(pipeline: Command, cache: CacheFolder) -> None:
     harm(cache)
     done = pipeline(*VALIDATE, "--out", "lists/mine.jsonl")
     assert "pipeline cache repair --list" in done.err
@@ -177,7 +181,7 @@ def test_a_cache_that_cannot_be_written_is_validated_and_it_is_said_that_no_list
     pipeline: Command, unprivileged: Path
 ) -> None:
     root = unprivileged / "cache"
-    cache = Cache(root)
+    cache = CacheFolder(root)
     fill(cache.kind("graph"), range(3))
     harm(cache)
     root.chmod(0o555)
@@ -188,7 +192,7 @@ def test_a_cache_that_cannot_be_written_is_validated_and_it_is_said_that_no_list
     assert "next: pipeline cache repair --config " in done.err
 
 
-def test_files_of_a_later_version_are_not_to_be_repaired(pipeline: Command, cache: Cache) -> None:
+def test_files_of_a_later_version_are_not_to_be_repaired(pipeline: Command, cache: CacheFolder) -> None:
     path = cache.kind("graph").layout.shard(listed(cache.kind("graph"))[0])
     overwrite(path, path.read_bytes().replace(b'"pipeline_shard":"1"', b'"pipeline_shard":"2"')[:-1])
     done = pipeline(*VALIDATE)
@@ -206,7 +210,7 @@ def test_nothing_there_is_said_to_be_so(pipeline: Command) -> None:
 
 
 def test_an_empty_cache_is_whole(pipeline: Command, tmp_path: Path) -> None:
-    Cache(tmp_path / "cache").prepare()
+    CacheFolder(tmp_path / "cache").prepare()
     assert "empty: nothing was stored yet" in pipeline(*VALIDATE).out
     assert "nothing is damaged" in pipeline(*REPAIR).out
     assert "empty" in pipeline(*COMPACT).out
@@ -223,14 +227,16 @@ class TestRefused:
         assert done.code == 2
         assert "not a cache" in done.err
 
-    def test_a_cache_of_a_newer_version(self, pipeline: Command, cache: Cache, command: tuple[str, ...]) -> None:
+    def test_a_cache_of_a_newer_version(self, pipeline: Command, cache: CacheFolder, command: tuple[str, ...]) -> None:
         overwrite(cache.root / MARKER, b'{"format": 99}')
         done = pipeline(*command)
         assert done.code == 2
         assert "newer pipeline" in done.err
 
     @pytest.mark.parametrize("place", ["graph/shards/x.safetensors", "graph/index.bin", "graph/quarantine", "aside"])
-    def test_a_link_that_leads_out(self, pipeline: Command, cache: Cache, command: tuple[str, ...], place: str) -> None:
+    def test_a_link_that_leads_out(
+        self, pipeline: Command, cache: CacheFolder, command: tuple[str, ...], place: str
+    ) -> None:
         Path("outside").mkdir()
         (cache.root / place).unlink(missing_ok=True)
         (cache.root / place).symlink_to(Path("outside").absolute())
@@ -242,7 +248,7 @@ class TestRefused:
         self, pipeline: Command, unprivileged: Path, command: tuple[str, ...]
     ) -> None:
         root, config = unprivileged / "cache", configured(unprivileged)
-        fill(Cache(root).kind("graph"), range(3))
+        fill(CacheFolder(root).kind("graph"), range(3))
         for locked in (root, root / "graph", root / "graph" / "shards"):
             locked.chmod(0)
             done = pipeline(*command, "--config", str(config))
@@ -251,13 +257,13 @@ class TestRefused:
             assert "Permission denied" in done.err
 
 
-def test_a_cache_that_is_itself_behind_a_link_is_one(pipeline: Command, cache: Cache, tmp_path: Path) -> None:
+def test_a_cache_that_is_itself_behind_a_link_is_one(pipeline: Command, cache: CacheFolder, tmp_path: Path) -> None:
     cache.root.rename(tmp_path / "elsewhere")
     cache.root.symlink_to(tmp_path / "elsewhere")
     assert pipeline(*VALIDATE).code == 0
 
 
-def test_repairing_first_says_what_it_would_do(pipeline: Command, cache: Cache) -> None:
+def test_repairing_first_says_what_it_would_do(pipeline: Command, cache: CacheFolder) -> None:
     shard = harm(cache)
     before = sorted(path for path in cache.root.rglob("*"))
     done = pipeline(*REPAIR)
@@ -270,7 +276,7 @@ def test_repairing_first_says_what_it_would_do(pipeline: Command, cache: Cache) 
     assert "nothing was changed\n  next: pipeline cache repair --yes" in done.out
 
 
-def test_validate_then_repair_then_validate_is_whole_again(pipeline: Command, cache: Cache) -> None:
+def test_validate_then_repair_then_validate_is_whole_again(pipeline: Command, cache: CacheFolder) -> None:
     shard = harm(cache)
     command = re.search(r"next: pipeline (.*)", pipeline(*VALIDATE).err)
     assert command is not None
@@ -285,7 +291,7 @@ def test_validate_then_repair_then_validate_is_whole_again(pipeline: Command, ca
     assert "nothing is damaged" in pipeline(*REPAIR, "--yes").out
 
 
-def test_what_a_repair_does_can_be_read_by_programs(pipeline: Command, cache: Cache) -> None:
+def test_what_a_repair_does_can_be_read_by_programs(pipeline: Command, cache: CacheFolder) -> None:
     shard = harm(cache)
     planned = json.loads(pipeline(*REPAIR, "--json").out)
     done = json.loads(pipeline(*REPAIR, "--json", "--yes").out)
@@ -298,7 +304,7 @@ def test_what_a_repair_does_can_be_read_by_programs(pipeline: Command, cache: Ca
     assert Path(done["missing"]).exists()
 
 
-def test_a_list_that_is_none_is_refused(pipeline: Command, cache: Cache) -> None:
+def test_a_list_that_is_none_is_refused(pipeline: Command, cache: CacheFolder) -> None:
     Path("list").write_text("hello")
     for name, said in (("list", "no damage list"), ("nowhere", "No such file")):
         done = pipeline(*REPAIR, "--list", name)
@@ -306,7 +312,7 @@ def test_a_list_that_is_none_is_refused(pipeline: Command, cache: Cache) -> None
         assert said in done.err
 
 
-def test_compacting_says_what_it_would_do_then_does_it(pipeline: Command, cache: Cache) -> None:
+def test_compacting_says_what_it_would_do_then_does_it(pipeline: Command, cache: CacheFolder) -> None:
     store = cache.kind("graph")
     fill(store, *([number] for number in range(20, 30)))
     before = listed(store)
@@ -322,7 +328,9 @@ def test_compacting_says_what_it_would_do_then_does_it(pipeline: Command, cache:
     assert json.loads(pipeline(*COMPACT, "--json").out)["kinds"][0]["small"] == []
 
 
-def test_a_list_of_another_cache_is_refused_and_not_taken_for_a_whole_cache(pipeline: Command, cache: Cache) -> None:
+def test_a_list_of_another_cache_is_refused_and_not_taken_for_a_whole_cache(
+    pipeline: Command, cache: CacheFolder
+) -> None:
     harm(cache)
     pipeline(*VALIDATE, "--out", "list.jsonl")
     cache.root.rename("moved")
@@ -334,7 +342,7 @@ def test_a_list_of_another_cache_is_refused_and_not_taken_for_a_whole_cache(pipe
         assert "--set cache.root=moved" in done.err.partition("next:")[2]
 
 
-def test_a_file_that_no_pipeline_wrote_is_named_until_it_is_gone(pipeline: Command, cache: Cache) -> None:
+def test_a_file_that_no_pipeline_wrote_is_named_until_it_is_gone(pipeline: Command, cache: CacheFolder) -> None:
     path = cache.kind("graph").layout.shards / "foo.safetensors"
     path.write_bytes(b"mine")
     for command in (VALIDATE, REPAIR, (*REPAIR, "--yes")):
@@ -349,13 +357,13 @@ def test_a_file_that_no_pipeline_wrote_is_named_until_it_is_gone(pipeline: Comma
 @pytest.mark.parametrize("copied", [False, True])
 def test_a_file_that_one_may_not_read_is_not_lost(pipeline: Command, unprivileged: Path, copied: bool) -> None:
     config = ("--config", str(configured(unprivileged)))
-    store = Cache(unprivileged / "cache").kind("graph")
+    store = CacheFolder(unprivileged / "cache").kind("graph")
     (name,) = fill(store, range(3))
     if copied:
         store.layout.shard(name).rename(unprivileged / "aside")
-        fill(Cache(unprivileged / "cache").kind("graph"), range(3))
+        fill(CacheFolder(unprivileged / "cache").kind("graph"), range(3))
         (unprivileged / "aside").rename(store.layout.shard(name))
-    Cache(unprivileged / "cache").kind("graph").write_index()
+    CacheFolder(unprivileged / "cache").kind("graph").write_index()
     path = store.layout.shard(name)
     path.chmod(0)
     for command in (VALIDATE, (*VALIDATE, "--quick"), REPAIR, (*REPAIR, "--yes")):
@@ -367,7 +375,7 @@ def test_a_file_that_one_may_not_read_is_not_lost(pipeline: Command, unprivilege
         assert f"next: ls -l {path}   (ask its owner: chmod a+r" in done.err
     (about,) = [one for one in read_report(_newest(store)).findings() if not one.key]
     assert ("nothing is missing" in about.what) == copied
-    only = read_list(_newest(store), Cache(unprivileged / "cache"))
+    only = read_list(_newest(store), CacheFolder(unprivileged / "cache"))
     assert (only.records, only.untold) == (0, frozenset())  # nothing is to be computed again
 
 
@@ -377,16 +385,16 @@ def _newest(store: Store) -> Path:
     return report.path
 
 
-def test_what_cannot_be_meant_leaves_nothing(pipeline: Command, cache: Cache) -> None:
+def test_what_cannot_be_meant_leaves_nothing(pipeline: Command, cache: CacheFolder) -> None:
     assert pipeline(*VALIDATE, "--kind", "embeddings").code == 2
     assert not (cache.root / "_reports").exists()
 
 
 def test_a_list_that_cannot_be_written_where_it_is_wanted_is_not_blamed_on_the_cache(
-    pipeline: Command, cache: Cache, unprivileged: Path
+    pipeline: Command, cache: CacheFolder, unprivileged: Path
 ) -> None:
     root = unprivileged / "cache"
-    fill(Cache(root).kind("graph"), range(3))
+    fill(CacheFolder(root).kind("graph"), range(3))
     config = str(configured(unprivileged))
     (unprivileged / "locked").mkdir(mode=0o555)
     done = pipeline(*VALIDATE, "--config", config, "--out", str(unprivileged / "locked/list.jsonl"))
@@ -398,7 +406,7 @@ def test_a_list_that_cannot_be_written_where_it_is_wanted_is_not_blamed_on_the_c
 
 def test_who_may_not_write_in_a_cache_asks_its_owner(pipeline: Command, unprivileged: Path) -> None:
     config = ("--config", str(configured(unprivileged)))
-    cache = Cache(unprivileged / "cache")
+    cache = CacheFolder(unprivileged / "cache")
     fill(cache.kind("graph"), range(4), range(4, 8))
     for command in (COMPACT, REPAIR):
         folders = [cache.root, *(path for path in cache.root.rglob("*") if path.is_dir())]
@@ -414,7 +422,7 @@ def test_who_may_not_write_in_a_cache_asks_its_owner(pipeline: Command, unprivil
         assert "cache.root=" not in done.err
 
 
-def test_all_links_that_lead_out_are_told_at_once(pipeline: Command, cache: Cache) -> None:
+def test_all_links_that_lead_out_are_told_at_once(pipeline: Command, cache: CacheFolder) -> None:
     Path("outside/scan").mkdir(parents=True)
     shards = cache.kind("graph").layout.shards
     links = [shards / "a.safetensors", shards / "b.safetensors", cache.root / "more"]
@@ -427,7 +435,7 @@ def test_all_links_that_lead_out_are_told_at_once(pipeline: Command, cache: Cach
 
 
 def test_all_kinds_are_waited_for_once_and_it_is_said(
-    pipeline: Command, cache: Cache, monkeypatch: pytest.MonkeyPatch
+    pipeline: Command, cache: CacheFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[float] = []
     monkeypatch.setattr(Disk, "wait", lambda _, seconds: waited.append(seconds))
@@ -445,7 +453,7 @@ def test_all_kinds_are_waited_for_once_and_it_is_said(
     assert "--set cache.visibility_s=7" in done.out
 
 
-def test_a_damaged_index_alone_is_shown(pipeline: Command, cache: Cache) -> None:
+def test_a_damaged_index_alone_is_shown(pipeline: Command, cache: CacheFolder) -> None:
     flip(cache.kind("graph").layout.index, 3)
     done = pipeline(*REPAIR)
     assert "(index)" in done.out

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.maintenance.damage_report import ReportWriter, Summary
 from tests.command import Command
 from tests.runs.upkeep import cached
@@ -126,7 +126,7 @@ def imported(pipeline: Command, copy: Copy) -> None:
 @pytest.fixture
 def foreign(imported: None, unprivileged: Path) -> Path:
     """Return a folder with a configuration and a cache of one record, as somebody who is not root sees it."""
-    with Cache(unprivileged / "cache").kind("graph").writer() as writer:
+    with CacheFolder(unprivileged / "cache").kind("graph").writer() as writer:
         writer.put(b"sixteen bytes...", {})
     (unprivileged / "pipeline.yaml").write_text("data: {source: glob, path: data}\n")
     return unprivileged
@@ -148,7 +148,7 @@ def test_clean_refuses_a_cache_that_belongs_to_others(
     folder.chmod(0o755)
     assert (done.code, said in done.err) == (2, True), done.err
     assert "next: ls -ld" in done.err
-    assert len(list(Cache(foreign / "cache").kind("graph").keys())) == 1
+    assert len(list(CacheFolder(foreign / "cache").kind("graph").keys())) == 1
 
 
 def test_stat_says_what_is_there_what_is_missing_and_who_uses_it(pipeline: Command, copy: Copy) -> None:

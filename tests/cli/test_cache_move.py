@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.cache_layout import MANIFEST
 from tests.command import Command
 from tests.store.content import is_right, key_of, put
@@ -22,7 +22,7 @@ def projects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).mkdir()
         (tmp_path / name / "pipeline.yaml").write_text("data: {path: data.csv}\n")
     for kind in ("scan", "graph"):
-        with Cache(tmp_path / "here/cache").kind(kind).writer(shard_bytes=2000) as writer:
+        with CacheFolder(tmp_path / "here/cache").kind(kind).writer(shard_bytes=2000) as writer:
             put(writer, *range(30))
     monkeypatch.chdir(tmp_path / "here")
     return tmp_path
@@ -49,7 +49,7 @@ def test_a_cache_is_moved_with_two_commands(pipeline: Command, projects: Path, m
     into = pipeline("cache", "import", "../my export")
     assert into.code == 0, into.err
     assert "graph" in into.out
-    store = Cache(projects / "there/cache").kind("graph")
+    store = CacheFolder(projects / "there/cache").kind("graph")
     assert all(is_right(store.get(key_of(number)), key_of(number)) for number in range(30))
     again = pipeline("cache", "import", "../my export")
     assert f"0 files copied (0 B), {files} were there already" in again.out
@@ -138,7 +138,7 @@ def test_a_place_that_cannot_be_written_is_not_blamed_on_the_cache(
     pipeline: Command, projects: Path, unprivileged: Path
 ) -> None:
     (unprivileged / "pipeline.yaml").write_text("data: {path: data.csv}\n")
-    with Cache(unprivileged / "cache").kind("scan").writer() as writer:
+    with CacheFolder(unprivileged / "cache").kind("scan").writer() as writer:
         put(writer, 1)
     config = ("--config", str(unprivileged / "pipeline.yaml"))
     (unprivileged / "locked").mkdir(mode=0o555)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.report import check_tables
-from pipeline.store.maintenance.scrub import Checked
+from pipeline.store.maintenance.damage_report import Checked
 
 
 def test_a_long_look_says_now_and_then_how_far_and_how_fast_it_is(

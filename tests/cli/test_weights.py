@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.encoder.checkpoints import weights as published
-from pipeline.encoder.checkpoints.download import Progress
+from pipeline.encoder.checkpoints.download import DownloadProgress
 from pipeline.encoder.checkpoints.weights import Published
 from pipeline.report.cache_tables import said
 from tests.command import Command
@@ -29,11 +29,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a small checkpoint in fair-esm's format."""
     import torch
 
-    from pipeline.encoder.checkpoints.synth import synth
+    from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 
     torch.set_num_threads(1)
     path = tmp_path_factory.mktemp("tiny") / f"{TINY}.pt"
-    synth(path, layers=2, dim=32, heads=4)
+    write_random_checkpoint(path, layers=2, dim=32, heads=4)
     return path
 
 
@@ -42,12 +42,12 @@ def folder(tiny: Path, tmp_path: Path) -> Path:
     """Return the same weights as a Hugging Face folder, with what else such folders hold."""
     from safetensors.torch import save_file
 
-    from pipeline.encoder.checkpoints.esm_checkpoint import load
+    from pipeline.encoder.checkpoints.esm_checkpoint import load_checkpoint
     from tests.cli.face import face_names
 
     folder = tmp_path / "brought" / TINY
     folder.mkdir(parents=True)
-    save_file(face_names(load(tiny)), folder / "model.safetensors")
+    save_file(face_names(load_checkpoint(tiny)), folder / "model.safetensors")
     config = {"model_type": "esm", "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
     config |= {"position_embedding_type": "rotary", "token_dropout": True, "layer_norm_eps": 1e-5}
     config |= {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32}
@@ -249,9 +249,9 @@ def test_a_terminal_gets_a_bar(pipeline: Command, served, monkeypatch):
 @pytest.mark.parametrize(
     ("progress", "words"),
     [
-        (Progress(3 << 20, 9 << 20, 1 << 20), "3.0 MiB of 9.0 MiB, 1.0 MiB/s, 6.0 s left"),
-        (Progress(9 << 20, 9 << 20, 1 << 20), "9.0 MiB of 9.0 MiB, 1.0 MiB/s"),
-        (Progress(3 << 20, None, 1 << 20), "3.0 MiB, 1.0 MiB/s"),
+        (DownloadProgress(3 << 20, 9 << 20, 1 << 20), "3.0 MiB of 9.0 MiB, 1.0 MiB/s, 6.0 s left"),
+        (DownloadProgress(9 << 20, 9 << 20, 1 << 20), "9.0 MiB of 9.0 MiB, 1.0 MiB/s"),
+        (DownloadProgress(3 << 20, None, 1 << 20), "3.0 MiB, 1.0 MiB/s"),
     ],
 )
 def test_progress_without_a_terminal_is_a_sentence(progress, words):

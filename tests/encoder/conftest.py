@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.encoder.checkpoints.synth import synth
+from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,5 +20,5 @@ def _one_thread() -> None:
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a synthetic checkpoint: 3 layers of width 32 with 4 heads. Read it, leave it as it is."""
     path = tmp_path_factory.mktemp("weights") / "esm2_t3_tiny.pt"
-    synth(path, layers=3, dim=32, heads=4, seed=1)
+    write_random_checkpoint(path, layers=3, dim=32, heads=4, seed=1)
     return path

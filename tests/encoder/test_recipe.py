@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from pipeline.encoder.embedding_recipe import Cut, Recipe, Variant
+from pipeline.encoder.embedding_recipe import EmbeddingRecipe, SequenceCut, Variant
 
-RECIPE = Recipe(weights="w", layer=3, context="chain", precision="fp16", storage="fp16")
+RECIPE = EmbeddingRecipe(weights="w", layer=3, context="chain", precision="fp16", storage="fp16")
 OTHER: dict[str, Any] = {
     "weights": "v", "layer": 2, "context": "partner", "precision": "bf16", "storage": "fp32",
 }  # fmt: skip
 WITHOUT_EFFECT = {"long", "length", "overlap", "on_oom", "half_fallback"}  # on a sequence that is not long
 
 
-def key(recipe: Recipe, text: str = "MKV") -> bytes:
+def key(recipe: EmbeddingRecipe, text: str = "MKV") -> bytes:
     return recipe.key(text, recipe.wanted(len(text)))
 
 
@@ -26,7 +26,7 @@ def test_whatever_changes_a_number_changes_the_key(name: str) -> None:
 
 
 def test_every_field_is_known_to_change_the_key_or_not() -> None:
-    assert {field.name for field in fields(Recipe)} == set(OTHER) | WITHOUT_EFFECT
+    assert {field.name for field in fields(EmbeddingRecipe)} == set(OTHER) | WITHOUT_EFFECT
 
 
 def test_how_long_sequences_are_treated_does_not_change_the_keys_of_short_ones() -> None:
@@ -49,7 +49,7 @@ def test_half_precision_may_be_replaced_by_full_only_where_the_configuration_all
 
 
 def test_windows_may_replace_a_long_sequence_where_memory_ends() -> None:
-    windows = Cut("windows", 1022, 256)
+    windows = SequenceCut("windows", 1022, 256)
     full = replace(RECIPE, precision="fp32")
     assert full.accepted(1022) == (Variant("fp32"),)
     assert full.accepted(1023) == (Variant("fp32"), Variant("fp32", windows))

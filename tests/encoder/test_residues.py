@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.encoder.tokens import partner_texts, texts
+from pipeline.encoder.embedding_recipe import partner_texts, texts
 from pipeline.records import ChainSummary, Inventory, Kind, Partner, Role
 
 CONTEXTS = ("chain", "partner")

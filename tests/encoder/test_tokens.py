@@ -5,7 +5,7 @@ from __future__ import annotations
 import esm
 import pytest
 
-from pipeline.encoder.tokens import CLS, EOS, LETTERS, MASK, PAD, VOCABULARY, BadSequence, tokenize
+from pipeline.encoder.embedding_recipe import CLS, EOS, LETTERS, MASK, PAD, VOCABULARY, BadSequence, tokenize
 
 ALPHABET = esm.data.Alphabet.from_architecture("ESM-1b")
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.encoder.embedding_recipe import shares, windows
+from pipeline.encoder.embedding_recipe import window_shares, windows
 
 relaxed = settings(deadline=None)  # other work may share the machine
 CASES = st.integers(1, 60).flatmap(
@@ -19,7 +19,7 @@ CASES = st.integers(1, 60).flatmap(
 
 def test_windows_of_a_sequence_by_hand():
     assert windows(25, 10, 4) == [(0, 10), (6, 16), (12, 22), (15, 25)]
-    assert shares([(0, 10), (6, 16), (12, 22), (15, 25)]) == [(0, 8), (8, 14), (14, 19), (19, 25)]
+    assert window_shares([(0, 10), (6, 16), (12, 22), (15, 25)]) == [(0, 8), (8, 14), (14, 19), (19, 25)]
 
 
 @pytest.mark.parametrize(("length", "spans"), [(10, [(0, 10)]), (3, [(0, 3)]), (11, [(0, 10), (1, 11)])])
@@ -50,7 +50,7 @@ def test_every_residue_comes_from_the_window_where_it_is_farthest_from_a_cut(cas
     length = case[0]
     spans = windows(*case)
     parts = [np.array([[number, place] for place in range(start, end)]) for number, (start, end) in enumerate(spans)]
-    given = zip(parts, spans, shares(spans), strict=True)
+    given = zip(parts, spans, window_shares(spans), strict=True)
     merged = np.concatenate([part[start - begin : stop - begin] for part, (begin, _), (start, stop) in given])
     assert merged[:, 1].tolist() == list(range(length))
     assert merged[:, 0].tolist() == [_best(place, spans, length) for place in range(length)]

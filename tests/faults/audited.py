@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import Disk
 from tests.faults.works import WORKS, Work
 from tests.store.faulty_disks import CHANGES
@@ -64,7 +64,7 @@ class Watch:
         )
 
 
-def _cheat(folder: Path, cache: Cache, say: Any) -> None:
+def _cheat(folder: Path, cache: CacheFolder, say: Any) -> None:
     (cache.root / "notes").write_text("")
 
 
@@ -72,7 +72,7 @@ def main(folder: Path) -> None:
     watch = Watch(folder)
     for work in (*WORKS, Work("cheat", _cheat, lambda folder: (folder / "cache").mkdir())):
         place = folder / work.name
-        cache = Cache(work.begin(place), watch.disk())
+        cache = CacheFolder(work.begin(place), watch.disk())
         watch.on, watch.seen, watch.bypassing = True, 0, []
         work.run(place, cache)
         watch.on = False

@@ -24,7 +24,7 @@ from itertools import count, cycle
 from pathlib import Path
 
 from pipeline.errors import PipelineError
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.key_lists import sorted_pairs
 from pipeline.store.maintenance import compact, scrub, shard_repair, sweep
 from tests.faults.judged import KIND, complaints, is_of_gone, served
@@ -68,7 +68,7 @@ def died(child: int, reading: int) -> tuple[bool, list[str]]:
 def steps_of(work: Work, folder: Path) -> int:
     """Return how many steps of a work change the disk."""
     disk = KillingDisk()
-    work.run(folder, Cache(work.begin(folder), disk))
+    work.run(folder, CacheFolder(work.begin(folder), disk))
     return disk.steps
 
 
@@ -81,7 +81,7 @@ def at_steps(folder: Path, stride: int) -> Iterator[dict[str, object]]:
             root = work.begin(place)
 
             def do(tell: Tell, work=work, place=place, root=root, step=step, moment=moment) -> None:
-                cache = Cache(root, KillingDisk(step, moment))
+                cache = CacheFolder(root, KillingDisk(step, moment))
                 work.run(place, cache, lambda keys: tell(key.hex() for key in keys))
 
             killed, lines = died(*forked(do))
@@ -137,49 +137,49 @@ class Turmoil:
         random.seed()
         for first in count(turn * NUMBERS_A_TURN, 3):
             try:
-                role(self, Cache(self.root), range(first, min(first + 3, (turn + 1) * NUMBERS_A_TURN)), tell)
+                role(self, CacheFolder(self.root), range(first, min(first + 3, (turn + 1) * NUMBERS_A_TURN)), tell)
             except PipelineError as error:
                 tell([f"failed: {role.__name__}: {error!r}"])
 
 
-def write(turmoil: Turmoil, cache: Cache, numbers: range, tell: Tell) -> None:
+def write(turmoil: Turmoil, cache: CacheFolder, numbers: range, tell: Tell) -> None:
     with cache.kind(KIND).writer(header_bytes=HEADER_BYTES) as writer:
         put(writer, *numbers)
         tell(f"safe {key.hex()}" for key in writer.flush())
 
 
-def write_needless(turmoil: Turmoil, cache: Cache, numbers: range, tell: Tell) -> None:
+def write_needless(turmoil: Turmoil, cache: CacheFolder, numbers: range, tell: Tell) -> None:
     with cache.kind(KIND).writer(header_bytes=HEADER_BYTES) as writer:
         put(writer, *(FIRST_NEEDLESS + number for number in numbers))
 
 
-def index(turmoil: Turmoil, cache: Cache, numbers: range, tell: Tell) -> None:
+def index(turmoil: Turmoil, cache: CacheFolder, numbers: range, tell: Tell) -> None:
     cache.kind(KIND).write_index()
 
 
-def pack(turmoil: Turmoil, cache: Cache, numbers: range, tell: Tell) -> None:
+def pack(turmoil: Turmoil, cache: CacheFolder, numbers: range, tell: Tell) -> None:
     store = cache.kind(KIND)
-    compact.compact(store, compact.plan(store), settle_s=SETTLE_S)
+    compact.compact_shards(store, compact.plan_compaction(store), settle_s=SETTLE_S)
 
 
-def clean(turmoil: Turmoil, cache: Cache, numbers: range, tell: Tell) -> None:
+def clean(turmoil: Turmoil, cache: CacheFolder, numbers: range, tell: Tell) -> None:
     store, live = cache.kind(KIND), turmoil.live
     for _ in sweep.sweep(store, sweep.mark(store, live, time.time() + 60), live, settle_s=SETTLE_S):
         pass
 
 
-def mend(turmoil: Turmoil, cache: Cache, numbers: range, tell: Tell) -> None:
-    shard_repair.repair(cache)
+def mend(turmoil: Turmoil, cache: CacheFolder, numbers: range, tell: Tell) -> None:
+    shard_repair.repair_cache(cache)
 
 
-def validate(turmoil: Turmoil, cache: Cache, numbers: range, tell: Tell) -> None:
+def validate(turmoil: Turmoil, cache: CacheFolder, numbers: range, tell: Tell) -> None:
     store = cache.kind(KIND)
     for finding in (finding for checked in scrub.full(store) for finding in checked.findings):
         if not is_of_gone(store, finding) or (finding.lost and bytes.fromhex(finding.key) in turmoil.safe):
             tell([f"accused: {finding}"])
 
 
-def read(turmoil: Turmoil, cache: Cache, numbers: range, tell: Tell) -> None:
+def read(turmoil: Turmoil, cache: CacheFolder, numbers: range, tell: Tell) -> None:
     store = cache.kind(KIND)
     for key in random.sample(sorted(turmoil.safe), min(len(turmoil.safe), 50)):
         right = served(store, key)
@@ -187,7 +187,7 @@ def read(turmoil: Turmoil, cache: Cache, numbers: range, tell: Tell) -> None:
             tell([f"{'lost' if right is None else 'wrong'}: {key.hex()}, says a reader"])
 
 
-Role = Callable[[Turmoil, Cache, range, Tell], object]
+Role = Callable[[Turmoil, CacheFolder, range, Tell], object]
 ROLES: tuple[Role, ...] = (write, write_needless, index, pack, clean, mend, validate, read)
 
 

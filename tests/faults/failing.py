@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipeline.errors import CacheFull, CacheUnusable, JobFailed, PipelineError
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from tests.faults.judged import KIND, HastyDisk, complaints, served
 from tests.faults.works import NAME
 from tests.store.faulty_disks import LOOKS, FailingDisk
@@ -98,7 +98,7 @@ class Failure:
 def steps_of(work: Work, folder: Path) -> Counter[str]:
     """Return how often a work takes each step of the disk."""
     disk = SuspiciousDisk()
-    work.run(folder, Cache(work.begin(folder), disk))
+    work.run(folder, CacheFolder(work.begin(folder), disk))
     return disk.taken
 
 
@@ -121,9 +121,9 @@ def complaints_about(work: Work, failure: Failure, folder: Path) -> list[str]:
     left = [path.name for path in root.rglob("*.partial")]
     if left and failure.step != "unlink":
         found.append(f"left: {left}")
-    store = Cache(root).kind(KIND)
+    store = CacheFolder(root).kind(KIND)
     found += [f"lost: {key.hex()}, before it was tried again" for key in said if not served(store, key)]
-    work.run(folder, Cache(root, HastyDisk()), said.update)
+    work.run(folder, CacheFolder(root, HastyDisk()), said.update)
     found += complaints(root, said, work.known, work.torn)
     return [f"{work.name}, {failure}: {one}" for one in found]
 
@@ -131,7 +131,7 @@ def complaints_about(work: Work, failure: Failure, folder: Path) -> list[str]:
 def _said(work: Work, folder: Path, disk: SuspiciousDisk, failure: Failure, said: set[bytes]) -> Iterator[str]:
     """Do the work, and complain of an error that people cannot use."""
     try:
-        work.run(folder, Cache(folder / NAME, disk), said.update)
+        work.run(folder, CacheFolder(folder / NAME, disk), said.update)
     except PipelineError as error:
         if not (error.remedy and error.where and error.exit_code > 1):
             yield f"unhelpful: {error!r}"

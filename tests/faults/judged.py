@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipeline.errors import CacheDamaged, PipelineError, RecordMissing
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import Disk
 from pipeline.store.maintenance import scrub
 from pipeline.store.maintenance.damage_report import Fault
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
     from pathlib import Path
 
-    from pipeline.store.maintenance.damage_report import Finding
+    from pipeline.store.maintenance.damage_report import DamageFinding
     from pipeline.store.store import Store
 
 KIND = "scan"
@@ -43,7 +43,7 @@ def complaints(
     Then the work is finished, unless others do so.
     """
     try:
-        store = Cache(root, HastyDisk()).kind(KIND)
+        store = CacheFolder(root, HastyDisk()).kind(KIND)
         unfinished = _unfinished(store, known) if finish else ()
         return [*_wrongly_served(store, safe, known), *_accused(store, safe, torn), *unfinished]
     except PipelineError as error:
@@ -83,7 +83,7 @@ def _accused(store: Store, safe: Collection[bytes], torn: bool) -> Iterator[str]
                 yield f"torn: {check.__name__} says {what}"
 
 
-def is_of_gone(store: Store, finding: Finding) -> bool:
+def is_of_gone(store: Store, finding: DamageFinding) -> bool:
     """Say whether a finding is about a shard that went away, or the index that still names it."""
     gone = finding.shard and not store.layout.shard(finding.shard).exists()
     return finding.fault is Fault.GONE or (finding.fault is Fault.INDEX and bool(gone))
@@ -96,5 +96,5 @@ def _unfinished(store: Store, known: Collection[bytes]) -> Iterator[str]:
             writer.put(key, arrays_of(key), {"name": key.hex()})
     store.write_index()
     for key in known:
-        if not served(Cache(store.layout.folder.parent).kind(KIND), key):
+        if not served(CacheFolder(store.layout.folder.parent).kind(KIND), key):
             yield f"unfinished: {key.hex()}"

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from pipeline.errors import CacheUnusable, ConfigError
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.cache_layout import MARKER, REPORTS, USERS
 from pipeline.store.format.disk import Disk
-from pipeline.store.key_lists import recall, remember, sorted_pairs
+from pipeline.store.key_lists import recall, remember_keys, sorted_pairs
 from pipeline.store.maintenance.damage_report import (
     SUMMARY_BYTES,
+    DamageFinding,
     Fault,
-    Finding,
     ReportWriter,
     Summary,
     last_report,
@@ -26,7 +26,7 @@ from tests.store.maintenance.damage import overwrite
 
 pytestmark = pytest.mark.fault
 KEYS = [key_of(number) for number in range(3)]
-FINDINGS = [Finding(KIND, Fault.RECORD, "what", "shard", key.hex(), lost=True) for key in KEYS]
+FINDINGS = [DamageFinding(KIND, Fault.RECORD, "what", "shard", key.hex(), lost=True) for key in KEYS]
 
 
 def harmed(content, stride=1):
@@ -47,7 +47,7 @@ def test_a_damaged_marker_refuses_the_cache_or_changes_nothing(root):
     for one in harmed(content):
         overwrite(root / MARKER, one)
         try:
-            assert Cache(root).kind(KIND).missing(KEYS) == []
+            assert CacheFolder(root).kind(KIND).missing(KEYS) == []
         except CacheUnusable as error:
             refused += str(root) in error.where and bool(error.remedy)
     assert refused > len(content)
@@ -72,7 +72,7 @@ def test_a_damaged_report_is_refused_or_names_findings(root):
         overwrite(path, one)
         last_report(Disk(), root)
         try:
-            assert all(isinstance(finding, Finding) for finding in read_report(path).findings())
+            assert all(isinstance(finding, DamageFinding) for finding in read_report(path).findings())
         except ConfigError as error:
             refused += str(path) in error.where
     assert refused > len(used)
@@ -90,7 +90,7 @@ def test_a_damaged_list_of_users_never_says_that_less_is_used(root):
 
 
 def test_a_damaged_list_of_wanted_keys_is_not_believed(root):
-    remember(HastyDisk(), root, KIND, {"data": 1}, bytearray(b"".join(KEYS)))
+    remember_keys(HastyDisk(), root, KIND, {"data": 1}, bytearray(b"".join(KEYS)))
     (path,) = (path for path in (root / USERS).iterdir() if path.suffix == ".keys")
     for one in harmed(path.read_bytes(), 3):
         overwrite(path, one)
@@ -125,7 +125,7 @@ class TestAnIndexFromAnotherTime:
 
         store, _ = fill(root.parent, range(3, 6))
         old = index.read_bytes()
-        compact.compact(store, compact.plan(store), settle_s=0)
+        compact.compact_shards(store, compact.plan_compaction(store), settle_s=0)
         overwrite(index, old)
         assert complaints(root, [key_of(number) for number in range(6)], [key_of(number) for number in range(7)]) == []
 
@@ -133,7 +133,7 @@ class TestAnIndexFromAnotherTime:
         old = self.state(root)
         fill(root.parent, range(3, 6))
         self.bring_back(root, old)
-        store = Cache(root).kind(KIND)
+        store = CacheFolder(root).kind(KIND)
         assert store.missing([key_of(number) for number in range(6)]) == [key_of(number) for number in range(3, 6)]
         assert complaints(root, KEYS, [key_of(number) for number in range(6)]) == []
 
@@ -141,10 +141,10 @@ class TestAnIndexFromAnotherTime:
         (tmp_path / "other").mkdir()
         other, _ = fill(tmp_path / "other", range(10, 13))
         overwrite(index, other.layout.index.read_bytes())
-        store = Cache(root).kind(KIND)
+        store = CacheFolder(root).kind(KIND)
         assert store.missing([*KEYS, key_of(10)]) == [key_of(10)]
         assert complaints(root, KEYS, KEYS) == []
-        assert list(Cache(root).kind(KIND).keys()) == sorted(KEYS)
+        assert list(CacheFolder(root).kind(KIND).keys()) == sorted(KEYS)
 
 
 @pytest.mark.parametrize("year", ["19700101T000001Z", "21060101T000000Z", "00000000T000000Z", "99999999T999999Z"])
@@ -154,7 +154,7 @@ def test_a_clock_that_was_wrong_changes_no_answer(root, year):
     shard.rename(odd)
     keys = [key_of(number) for number in range(6)]
     assert complaints(root, keys, keys) == []
-    with Cache(root).kind(KIND).writer() as writer:
+    with CacheFolder(root).kind(KIND).writer() as writer:
         put(writer, 0)
     assert complaints(root, keys, keys) == []
-    assert Cache(root).kind(KIND).stat().records == 6
+    assert CacheFolder(root).kind(KIND).stat().records == 6

@@ -8,7 +8,7 @@ from itertools import chain
 
 import pytest
 
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from tests.faults.judged import KIND, complaints
 from tests.faults.power import FileSystem, losses
 from tests.faults.recorded import RecordingDisk, Step, put_tree, tree_of, unknown_changes
@@ -23,7 +23,7 @@ def recorded(work, folder, disk_of=RecordingDisk):
     """Do the work in a folder of its own, and return the disk that saw it."""
     work.begin(folder)
     disk = disk_of(folder)
-    work.run(folder, Cache(folder / NAME, disk), disk.acknowledge)
+    work.run(folder, CacheFolder(folder / NAME, disk), disk.acknowledge)
     return disk
 
 
@@ -142,5 +142,5 @@ def test_who_acknowledges_too_early_is_convicted(tmp_path):
 
     work = next(work for work in WORKS if work.name == "publish")
     disk = RecordingDisk(tmp_path / "real")
-    act(tmp_path, Cache(tmp_path / "real" / NAME, disk), disk.acknowledge)
+    act(tmp_path, CacheFolder(tmp_path / "real" / NAME, disk), disk.acknowledge)
     assert convicted(work, disk, tmp_path / "left", "lost")

@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 
 from pipeline.errors import CacheUnusable
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import Disk
 from tests.faults.judged import KIND, served
 from tests.faults.recorded import tree_of
@@ -36,9 +36,9 @@ def refused_and_served(work, folder, disk):
     """Do a work where nothing can be written: it ends with the reason, or had nothing to write; all is served on."""
     before = tree_of(folder)
     with suppress(CacheUnusable):  # any other error is a bug
-        work.run(folder, Cache(folder / NAME, disk))
+        work.run(folder, CacheFolder(folder / NAME, disk))
     assert tree_of(folder) == before
-    store = Cache(folder / NAME, disk).kind(KIND)
+    store = CacheFolder(folder / NAME, disk).kind(KIND)
     assert all(served(store, key) for key in work.live)
 
 
@@ -65,7 +65,7 @@ def test_a_file_system_that_is_mounted_read_only_is_served_from_and_named(tmp_pa
 @pytest.mark.parametrize("lost", ["shards", "tmp"])
 @pytest.mark.parametrize("mode", [0o555, 0], ids=["read only", "closed"])
 def test_permissions_lost_half_way_cost_nothing_that_was_acknowledged(unprivileged, lost, mode):
-    store = Cache(unprivileged / NAME).kind(KIND)
+    store = CacheFolder(unprivileged / NAME).kind(KIND)
     folder = store.layout.folder / lost
     with store.writer() as writer:
         put(writer, 0, 1)
@@ -75,10 +75,10 @@ def test_permissions_lost_half_way_cost_nothing_that_was_acknowledged(unprivileg
             put(writer, 2, 3)
             writer.flush()
         if lost == "tmp" or mode:
-            assert all(served(Cache(unprivileged / NAME).kind(KIND), key) for key in safe)
+            assert all(served(CacheFolder(unprivileged / NAME).kind(KIND), key) for key in safe)
         folder.chmod(0o755)
         put(writer, 2, 3)
         safe += writer.flush()
-    after = Cache(unprivileged / NAME).kind(KIND)
+    after = CacheFolder(unprivileged / NAME).kind(KIND)
     assert all(served(after, key) for key in safe)
     assert set(safe) == {key_of(number) for number in range(4)}

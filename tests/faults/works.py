@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.cache_layout import REPORTS
 from pipeline.store.format.shard import read_table
 from pipeline.store.key_lists import sorted_pairs
@@ -33,7 +33,7 @@ class Work:
     """What is there at first, what is done, and which records have to be there all along."""
 
     name: str
-    act: Callable[[Path, Cache, Say], object]  # in a folder that holds the cache
+    act: Callable[[Path, CacheFolder, Say], object]  # in a folder that holds the cache
     before: Callable[[Path], object] = lambda folder: None
     numbers: range = range(0)  # that are there at first, and live
     new: range = range(0)  # that may come
@@ -53,13 +53,13 @@ class Work:
         self.before(folder)
         return folder / NAME
 
-    def run(self, folder: Path, cache: Cache, say: Say = lambda keys: None) -> None:
+    def run(self, folder: Path, cache: CacheFolder, say: Say = lambda keys: None) -> None:
         self.act(folder, cache, say)
 
 
 def fill(folder: Path, *numbers_of: Iterable[int], index: bool = True) -> tuple[Store, list[Path]]:
     """Make a cache with a shard for each of some runs of numbers, and return where they are."""
-    store = Cache(folder / NAME, HastyDisk()).kind(KIND)
+    store = CacheFolder(folder / NAME, HastyDisk()).kind(KIND)
     shards: list[Path] = []
     for numbers in numbers_of:
         before = set(store.layout.shards.iterdir()) if store.layout.shards.exists() else set()
@@ -80,7 +80,7 @@ def flip(path: Path, *places: int) -> None:
     path.write_bytes(content)
 
 
-def _read(folder: Path, cache: Cache, say: Say) -> None:
+def _read(folder: Path, cache: CacheFolder, say: Say) -> None:
     store = cache.kind(KIND)
     keys = [key_of(number) for number in range(6)]
     store.missing(keys)
@@ -88,7 +88,7 @@ def _read(folder: Path, cache: Cache, say: Say) -> None:
     assert all(is_right(record, key) for record, key in zip(store.read(keys), keys, strict=True))
 
 
-def _publish(folder: Path, cache: Cache, say: Say) -> None:
+def _publish(folder: Path, cache: CacheFolder, say: Say) -> None:
     store = cache.kind(KIND)
     with store.writer(header_bytes=HEADER_BYTES) as writer:
         for first in (0, 3):
@@ -96,7 +96,7 @@ def _publish(folder: Path, cache: Cache, say: Say) -> None:
             say(writer.flush())
 
 
-def _publish_and_index(folder: Path, cache: Cache, say: Say) -> None:
+def _publish_and_index(folder: Path, cache: CacheFolder, say: Say) -> None:
     store = cache.kind(KIND)
     for first in (6, 9):
         with store.writer(header_bytes=HEADER_BYTES) as writer:
@@ -105,7 +105,7 @@ def _publish_and_index(folder: Path, cache: Cache, say: Say) -> None:
         store.write_index()
 
 
-def _describe(folder: Path, cache: Cache, say: Say) -> None:
+def _describe(folder: Path, cache: CacheFolder, say: Say) -> None:
     cache.describe(KIND, {"cutoff": 5})
     user = User("pipeline.yaml", "runs", frozenset({(KIND, "00")}))
     register(cache.disk, cache.root, user)
@@ -113,7 +113,7 @@ def _describe(folder: Path, cache: Cache, say: Say) -> None:
     forget(cache.disk, cache.root, [user])
 
 
-def _validate(folder: Path, cache: Cache, say: Say) -> None:
+def _validate(folder: Path, cache: CacheFolder, say: Say) -> None:
     report = ReportWriter(cache.disk, cache.root / REPORTS)
     summary = Summary("full")
     try:
@@ -137,20 +137,20 @@ def _damaged(folder: Path) -> None:
     flip(store.layout.index, 0)
 
 
-def _repair(folder: Path, cache: Cache, say: Say) -> None:
-    repairing.repair(cache)
+def _repair(folder: Path, cache: CacheFolder, say: Say) -> None:
+    repairing.repair_cache(cache)
 
 
-def _compact(folder: Path, cache: Cache, say: Say) -> None:
+def _compact(folder: Path, cache: CacheFolder, say: Say) -> None:
     store = cache.kind(KIND)
-    compact.compact(store, compact.plan(store), settle_s=0)
+    compact.compact_shards(store, compact.plan_compaction(store), settle_s=0)
 
 
 def _half_dead(folder: Path) -> None:
     fill(folder, [0, 1, 100], range(2, 4), [101, 102], [4, 5, 103, 104, 105])
 
 
-def _sweep(folder: Path, cache: Cache, say: Say) -> None:
+def _sweep(folder: Path, cache: CacheFolder, say: Say) -> None:
     store = cache.kind(KIND)
     live = sweep.Live(pairs=sorted_pairs(b"".join(map(key_of, range(6)))))
     for _ in sweep.sweep(store, sweep.mark(store, live, time.time() + 60), live):
@@ -160,11 +160,11 @@ def _sweep(folder: Path, cache: Cache, say: Say) -> None:
 def _exported(folder: Path) -> None:
     (folder / "other").mkdir()
     fill(folder / "other", range(3), range(3, 6))
-    transfer.export(Cache(folder / "other" / NAME, HastyDisk()), folder / "export")
+    transfer.export_cache(CacheFolder(folder / "other" / NAME, HastyDisk()), folder / "export")
     fill(folder, range(6, 9))
 
 
-def _import(folder: Path, cache: Cache, say: Say) -> None:
+def _import(folder: Path, cache: CacheFolder, say: Say) -> None:
     if not transfer.take_in(cache, folder / "export").refused:
         say(map(key_of, range(6)))
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.records import Item, Part, Role
-from pipeline.structures.inventory import Complex, File, Recipe, examine
-from pipeline.structures.parsing.read_structure import read_file
+from pipeline.structures.inventory import Complex, ScanRecipe, examine_item
+from pipeline.structures.parsing.structure_files import File, read_file
 from pipeline.structures.sources import SourceSpec, items
 from tests.graphs.complexes import LIMIT
 
@@ -17,7 +17,7 @@ def read_item(item: Item) -> Complex:
     """Return an item as it is read by default."""
     paths = {part.path for part in (*item.parts, *item.bound)}
     files = {path: File(read_file(Path(path), LIMIT), path) for path in paths}
-    inventory, read = examine(item, files, Recipe())
+    inventory, read = examine_item(item, files, ScanRecipe())
     assert read is not None, inventory
     return read
 

@@ -15,9 +15,9 @@ from pipeline.graphs import atom_graph
 from pipeline.graphs.item_graph import GraphRecipe, ItemGraph, PartnerGraph, decode_graph, encode_graph
 from pipeline.records import Item, Kind, Reason, Role
 from pipeline.records import Part as ItemPart
-from pipeline.structures.atoms import Unusable
-from pipeline.structures.inventory import Complex, File, examine
-from pipeline.structures.parsing.read_structure import read_file
+from pipeline.structures.atoms import UnusableInput
+from pipeline.structures.inventory import Complex, examine_item
+from pipeline.structures.parsing.structure_files import File, read_file
 from tests.graphs.complexes import KEEP, LIMIT, complex_of, moved, shared_complex, side
 from tests.structures.pdb_text import atom as line
 from tests.structures.pdb_text import chain
@@ -40,7 +40,7 @@ def pairs(part: PartnerGraph, kind: str) -> set[tuple[int, int]]:
 
 
 def reason(read: Complex, recipe: GraphRecipe = ATOM) -> Reason:
-    with pytest.raises(Unusable) as raised:
+    with pytest.raises(UnusableInput) as raised:
         atom_graph.build_atom_graph(read, recipe)
     assert raised.value.detail
     return raised.value.reason
@@ -138,7 +138,7 @@ def test_what_has_no_graph_is_a_reason(lines: str, why: Reason) -> None:
 
 def test_two_atoms_at_one_place_are_named_also_when_they_are_of_two_partners() -> None:
     read = complex_of(benzene() + benzene(2.8, number=2), *SIDES)
-    with pytest.raises(Unusable, match=r"C0 of BNZ 1 in chain A:BNZ:1 and C3 of BNZ 2 in chain A:BNZ:2 are 0\.00"):
+    with pytest.raises(UnusableInput, match=r"C0 of BNZ 1 in chain A:BNZ:1 and C3 of BNZ 2 in chain A:BNZ:2 are 0\.00"):
         atom_graph.build_atom_graph(read, ATOM)
 
 
@@ -249,7 +249,7 @@ def unbound(folder: Path, name: str) -> Complex:
         for state in "ub"
     )
     files = {part.path: File(read_file(Path(part.path), LIMIT), part.path) for part in (*parts, *bound)}
-    inventory, read = examine(Item(name, parts=parts, bound=bound), files, KEEP)
+    inventory, read = examine_item(Item(name, parts=parts, bound=bound), files, KEEP)
     assert read is not None, inventory
     return read
 

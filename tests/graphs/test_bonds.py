@@ -12,7 +12,7 @@ from scipy.spatial import cKDTree
 from pipeline.graphs import atom_graph, bonds
 from pipeline.graphs.item_graph import GraphRecipe
 from pipeline.records import Role
-from pipeline.structures.atoms import text
+from pipeline.structures.atoms import name_text
 from pipeline.structures.inventory import Complex
 from tests.graphs.complexes import complex_of, shared_complex
 from tests.structures.pdb_text import atom as line
@@ -88,8 +88,8 @@ def chosen_of(read: Complex, recipe: GraphRecipe | None = None) -> atom_graph.Ch
 
 def label(chosen: atom_graph.ChosenAtoms, index: int) -> str:
     structure, residue = chosen.side.structure, chosen.residue_R[chosen.residue_A[index]]
-    name = text(structure.name_A[chosen.atom_A[index]])
-    return f"{text(structure.name_R[residue])}{structure.number_R[residue]}.{name}"
+    name = name_text(structure.name_A[chosen.atom_A[index]])
+    return f"{name_text(structure.name_R[residue])}{structure.number_R[residue]}.{name}"
 
 
 def listed(read: Complex, recipe: GraphRecipe | None = None) -> list[str]:
@@ -257,11 +257,11 @@ PSEUDOURIDINE = {"N1": "C5", "C2": "C4", "O2": "O4", "C4": "C2", "O4": "O2", "C5
 def test_the_base_of_pseudouridine_hangs_on_its_carbon(shared_structures: Path) -> None:
     read = shared_complex(shared_structures / "varied" / "1gid.cif")
     structure = read.sides[Role.WHOLE].structure
-    residue = next(at for at, name in enumerate(structure.name_R) if text(name) == "U")
+    residue = next(at for at, name in enumerate(structure.name_R) if name_text(name) == "U")
     is_heavy_A = ~bonds.is_hydrogen(structure.element_A)
     lines = ""
     for index in np.flatnonzero(is_heavy_A & (structure.residue_A == residue)):
-        name = text(structure.name_A[index])
+        name = name_text(structure.name_A[index])
         xyz = tuple(structure.pos_A3[index].tolist())
         lines += line(PSEUDOURIDINE.get(name, name), "PSU", "A", 1, xyz=xyz, record="HETATM")
     seen = found(complex_of(lines))

@@ -22,9 +22,9 @@ from pipeline.graphs.item_graph import (
     encode_graph,
 )
 from pipeline.records import Kind, Reason, Role
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format import record
-from pipeline.structures.atoms import Unusable
+from pipeline.structures.atoms import UnusableInput
 from pipeline.structures.inventory import Complex
 from pipeline.structures.synthetic import complex_pdb
 from tests.graphs.complexes import complex_of, side
@@ -54,14 +54,14 @@ def assert_same(one: Any, other: Any) -> None:
 
 def stored(graph: ItemGraph) -> ItemGraph:
     arrays, meta = encode_graph(graph)
-    back = record.decode(record.encode(KEY, arrays, meta).blob)
+    back = record.decode_record(record.encode_record(KEY, arrays, meta).blob)
     return decode_graph(back.arrays, back.meta)
 
 
 @pytest.mark.shared
 def test_every_shared_complex_survives_the_store_in_few_bytes(complexes: dict[str, Complex], tmp_path: Path) -> None:
     graphs = [residue_graph.build_residue_graph(read, GraphRecipe(cross_neighbours=5)) for read in complexes.values()]
-    store, keys = Cache(tmp_path / "cache").kind("graph"), [bytes([number]) * 16 for number in range(len(graphs))]
+    store, keys = CacheFolder(tmp_path / "cache").kind("graph"), [bytes([number]) * 16 for number in range(len(graphs))]
     with store.writer() as writer:
         for key, graph in zip(keys, graphs, strict=True):
             writer.put(key, *encode_graph(graph))
@@ -69,7 +69,7 @@ def test_every_shared_complex_survives_the_store_in_few_bytes(complexes: dict[st
         back = store.get(key)
         assert_equal(decode_graph(back.arrays, back.meta), graph)
     sizes = [
-        len(record.encode(KEY, *encode_graph(residue_graph.build_residue_graph(read, GraphRecipe()))).blob)
+        len(record.encode_record(KEY, *encode_graph(residue_graph.build_residue_graph(read, GraphRecipe()))).blob)
         for read in complexes.values()
     ]
     assert np.mean(sizes) <= MOST_BYTES
@@ -124,6 +124,6 @@ def test_another_format_is_no_graph_and_a_reason_is_that_reason() -> None:
     )
     with pytest.raises(ValueError, match="format"):
         decode_graph(arrays, {**meta, "format": FORMAT + 1})
-    with pytest.raises(Unusable) as raised:
+    with pytest.raises(UnusableInput) as raised:
         decode_graph({}, {"reason": Reason.NO_EDGES.value, "detail": "why"})
     assert (raised.value.reason, raised.value.detail) == (Reason.NO_EDGES, "why")

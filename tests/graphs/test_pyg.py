@@ -19,7 +19,7 @@ from pipeline.errors import ConfigError
 from pipeline.graphs import atom_graph, pyg_view, residue_graph
 from pipeline.graphs.item_graph import GraphRecipe, ItemGraph, decode_graph, encode_graph
 from pipeline.records import Role
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.structures.synthetic import complex_pdb
 from tests.graphs.complexes import complex_of, side
 
@@ -36,7 +36,7 @@ def graphs() -> list[ItemGraph]:
 
 @pytest.fixture
 def from_cache(graphs: list[ItemGraph], tmp_path: Path) -> ItemGraph:
-    store = Cache(tmp_path).kind("graph")
+    store = CacheFolder(tmp_path).kind("graph")
     with store.writer() as writer:
         writer.put(KEY, *encode_graph(graphs[0]))
     record = store.get(KEY)

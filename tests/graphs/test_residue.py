@@ -15,10 +15,11 @@ from pipeline.graphs.item_graph import GraphRecipe, ItemGraph, PartnerGraph, edg
 from pipeline.graphs.residue_graph import INCOMPLETE, LETTERS, MODIFIED, VIRTUAL_CB
 from pipeline.records import Item, Kind, Reason, Role
 from pipeline.records import Part as ItemPart
-from pipeline.structures.atoms import Unusable, text
-from pipeline.structures.inventory import Complex, File, examine
-from pipeline.structures.inventory import Recipe as ScanRecipe
-from pipeline.structures.parsing.read_structure import Reading
+from pipeline.structures.atoms import UnusableInput, name_text
+from pipeline.structures.inventory import Complex, examine_item
+from pipeline.structures.inventory import ScanRecipe as ScanRecipe
+from pipeline.structures.parsing.read_structure import FileReading
+from pipeline.structures.parsing.structure_files import File
 from pipeline.structures.policy import Policy
 from pipeline.structures.synthetic import complex_pdb
 from tests.graphs.complexes import complex_of, examined, moved, side
@@ -47,7 +48,7 @@ def strand(name: str, residues: int, y: float = 0.0, apart: float = 3.8, resname
 
 
 def refusal(read: Complex, recipe: GraphRecipe = GraphRecipe()) -> tuple[Reason, str]:  # noqa: B008 - it is frozen
-    with pytest.raises(Unusable) as raised:
+    with pytest.raises(UnusableInput) as raised:
         residue_graph.build_residue_graph(read, recipe)
     return raised.value.reason, raised.value.detail
 
@@ -132,7 +133,9 @@ def test_side_vectors_are_those_of_a_loop_over_residues_and_atoms(complexes: dic
             structure, nodes = one.structure, iter(range(part.size))
             for number in one.residues()[structure.node_R[one.residues()]].tolist():
                 atoms = np.flatnonzero(structure.residue_A == number)
-                own = [at for at in atoms if text(structure.name_A[at]) not in main and structure.element_A[at] != 1]
+                own = [
+                    at for at in atoms if name_text(structure.name_A[at]) not in main and structure.element_A[at] != 1
+                ]
                 node = next(nodes)
                 if own:
                     ca = structure.pos_A3[structure.backbone_R5[number, 1]]
@@ -191,8 +194,8 @@ def test_hydrogens_are_no_part_of_side_chains_or_contacts() -> None:
             near = atom("HB", "ALA", lines[at][21], int(lines[at][22:26]), xyz=(3.8, 3.0, 0.0), element="H")
             lines.insert(at, near.replace(" H\n", " D\n") if at % 2 else near)
     plain, protonated = (
-        residue_graph.build_residue_graph(complex_of(text, *AB), GraphRecipe(contacts=5.0))
-        for text in (heavy, "".join(lines))
+        residue_graph.build_residue_graph(complex_of(content, *AB), GraphRecipe(contacts=5.0))
+        for content in (heavy, "".join(lines))
     )
     for label, array in plain.labels.items():
         np.testing.assert_array_equal(array, protonated.labels[label])
@@ -341,7 +344,7 @@ def test_rows_lead_into_full_sequences_where_those_are_encoded() -> None:
         kept = [line.replace("ALA", names_of[int(line[22:26]) - 1]) for line in full[:-1] if line[22:26] != "   3"]
         return "".join(kept) + full[-1]
 
-    recipe = ScanRecipe(reading=Reading(seqres=True))
+    recipe = ScanRecipe(reading=FileReading(seqres=True))
     read = complex_of(seqres + gapped("A", 0) + gapped("B", 4), *AB, recipe=recipe)
     for part in residue_graph.build_residue_graph(read, GraphRecipe()).parts:
         assert part.row_R.tolist() == [0, 1, 3, 4]
@@ -430,6 +433,6 @@ def test_a_last_residue_of_hydrogens_only_changes_nothing_of_the_one_before() ->
 def of_lines(lines: list[str]) -> ItemGraph:
     parts = (ItemPart(Role.RECEPTOR, "x.pdb", ("A",)), ItemPart(Role.LIGAND, "x.pdb", ("B",)))
     file = File(("\n".join([*lines, "END"]) + "\n").encode(), "00")
-    taken, read = examine(Item("x", parts=parts), {"x.pdb": file}, ScanRecipe())
+    taken, read = examine_item(Item("x", parts=parts), {"x.pdb": file}, ScanRecipe())
     assert read is not None, taken
     return residue_graph.build_residue_graph(read, GraphRecipe())

@@ -16,10 +16,10 @@ from pipeline.records import Item, Reason
 from pipeline.stages.graph import Maker, graph, open_writer
 from pipeline.stages.made_again import differences, read_again
 from pipeline.stages.scan import Shelves, look_up, scan
-from pipeline.store.cache_folder import Cache
-from pipeline.structures.inventory import Recipe as Structures
+from pipeline.store.cache_folder import CacheFolder
+from pipeline.structures.inventory import ScanRecipe as Structures
 from pipeline.structures.inventory import item_key
-from pipeline.structures.parsing.structure_files import paths
+from pipeline.structures.parsing.structure_files import item_paths
 from pipeline.structures.policy import Policy
 from pipeline.structures.sources import SourceSpec, items
 from tests.stages.test_scan import settle
@@ -65,11 +65,11 @@ def data(tmp_path: Path) -> list[Item]:
 
 
 def key(item: Item) -> bytes:
-    digests = {path: content_digest(Path(path).read_bytes()).hex() for path in paths(item)}
+    digests = {path: content_digest(Path(path).read_bytes()).hex() for path in item_paths(item)}
     return item_key(item, STRUCTURES, digests)
 
 
-def graphs_of(data: list[Item], cache: Cache) -> Iterator[ItemGraph]:
+def graphs_of(data: list[Item], cache: CacheFolder) -> Iterator[ItemGraph]:
     """Scan the items, make graphs while they are in hand, and read those back."""
     shelves = Shelves(cache.kind("scan"), cache.kind("files"), 1 << 20)
     store = cache.kind("graph")
@@ -86,7 +86,7 @@ def bonds(of: ItemGraph, part: int) -> int:
 
 
 def test_every_side_has_its_bonds_from_where_they_are_told(data: list[Item], tmp_path: Path) -> None:
-    sdf, mol2, both, mixed = graphs_of(data, Cache(tmp_path / "cache"))
+    sdf, mol2, both, mixed = graphs_of(data, CacheFolder(tmp_path / "cache"))
     strand = sum(len([pair for pair in templates.bonds_of(name) if "OP3" not in pair]) for name in "GU")
     assert bonds(sdf, 0) == bonds(mol2, 0) == strand + 1
     assert (bonds(sdf, 1), bonds(mol2, 1)) == (14, 3)
@@ -102,7 +102,7 @@ def test_every_side_has_its_bonds_from_where_they_are_told(data: list[Item], tmp
 
 
 def test_the_graph_stage_makes_the_same_and_a_second_look_finds_no_difference(data: list[Item], tmp_path: Path) -> None:
-    one, other = Cache(tmp_path / "one"), Cache(tmp_path / "other")
+    one, other = CacheFolder(tmp_path / "one"), CacheFolder(tmp_path / "other")
     there = list(graphs_of(data, one))
     store = other.kind("graph")
     assert list(graph(data, STRUCTURES, RECIPE, store, 1 << 20)) == [None] * len(data)
@@ -119,14 +119,14 @@ def test_the_graph_stage_makes_the_same_and_a_second_look_finds_no_difference(da
 def test_coordinates_that_change_or_go_are_noticed_without_reading_the_topology(
     data: list[Item], tmp_path: Path
 ) -> None:
-    cache = Cache(tmp_path / "cache")
+    cache = CacheFolder(tmp_path / "cache")
     shelves = Shelves(cache.kind("scan"), cache.kind("files"), 1 << 20)
     both = [item for item in data if item.id == "both"]
-    for path in paths(both[0]):
+    for path in item_paths(both[0]):
         settle(Path(path))
     assert list(scan(both, STRUCTURES, shelves)) == [None]
     assert look_up(both, STRUCTURES, shelves)[0].inventory is not None
-    beside = Path(paths(both[0])[1])
+    beside = Path(item_paths(both[0])[1])
     beside.write_bytes(beside.read_bytes().replace(b"0.4000000", b"0.4100000"))
     (seen,) = look_up(both, STRUCTURES, shelves)
     assert seen.inventory is None

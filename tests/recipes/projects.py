@@ -18,12 +18,11 @@ import yaml
 
 from pipeline.config.load import read_config
 from pipeline.config.schema import Config
-from pipeline.encoder.checkpoints.synth import synth
+from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.memory.footprint import MemoryChoice, live_peak_bytes
 from pipeline.readers import made
 from pipeline.setup import checkup
-from pipeline.structures.made_rna import pocket_pdb
-from pipeline.structures.synthetic import complex_pdb
+from pipeline.structures.synthetic import complex_pdb, pocket_pdb
 from tests.command import Command
 from tests.conftest import ROOT
 from tests.memory.tracing.traced import tracer
@@ -144,12 +143,12 @@ def _complexes(data: Path, items: int) -> None:
         rows.append(f"c{number},{SPLITS[number % len(SPLITS)]}")
     (data / "splits.csv").write_text("\n".join([*rows, ""]))
     settle(structures)
-    synth(data.parent / "weights" / "esm2_tiny.pt", layers=1, dim=DIM, heads=2)
+    write_random_checkpoint(data.parent / "weights" / "esm2_tiny.pt", layers=1, dim=DIM, heads=2)
 
 
 def _pockets(data: Path, items: int) -> None:
     """Write pockets with a ligand chain each, their manifest, and a target for each."""
-    synth(data.parent / "weights" / "esm2_tiny.pt", layers=1, dim=DIM, heads=2)
+    write_random_checkpoint(data.parent / "weights" / "esm2_tiny.pt", layers=1, dim=DIM, heads=2)
     rows = ["id,path,receptor_chains,ligand_chains,split"]
     for number in range(items):
         (data / f"p{number}.pdb").write_bytes(pocket_pdb(number, 12, 6))

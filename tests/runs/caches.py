@@ -17,9 +17,9 @@ from pipeline.journal.ledger import LedgerReader
 from pipeline.journal.run_folder import RunFolder, runs_in
 from pipeline.records import EventKind
 from pipeline.setup.demo_project import make_project
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.cache_layout import REPORTS
-from pipeline.store.maintenance.damage_report import Finding, Report, ReportWriter, Summary, last_report
+from pipeline.store.maintenance.damage_report import DamageFinding, DamageReport, ReportWriter, Summary, last_report
 from tests.command import Outcome
 from tests.projects import settle
 from tests.slurm.runs import content
@@ -49,16 +49,16 @@ class Cached:
         return self.types("submit", "--stage", stage, "--executor", "local", "--follow", *words, sets=sets)
 
     @property
-    def cache(self) -> Cache:
+    def cache(self) -> CacheFolder:
         """The cache as it is now."""
-        return Cache(self.home / "cache")
+        return CacheFolder(self.home / "cache")
 
     @property
     def run(self) -> RunFolder:
         """The newest run."""
         return runs_in(self.home / "runs")[-1]
 
-    def report(self) -> Report:
+    def report(self) -> DamageReport:
         """Return the newest report in the cache."""
         found = last_report(self.cache.disk, self.cache.root)
         assert found is not None
@@ -97,7 +97,7 @@ class Cached:
         ended = [event for event in LedgerReader(self.run).fresh() if event.kind is EventKind.STAGE_ENDED]
         return dict(next(event.data["census"] for event in ended if event.data["stage"] == stage))
 
-    def writes_list(self, *findings: Finding) -> Path:
+    def writes_list(self, *findings: DamageFinding) -> Path:
         """Write a damage list by hand."""
         writer, summary = ReportWriter(self.cache.disk, self.cache.root / REPORTS), Summary("full")
         for one in findings:
@@ -148,6 +148,6 @@ def remove(path: Path, _rng: random.Random) -> None:
     path.unlink()
 
 
-def found_in(report: Report) -> list[str]:
+def found_in(report: DamageReport) -> list[str]:
     """Return what a report has found, in an order of its own."""
     return sorted(json.dumps(one.to_json(), sort_keys=True) for one in report.findings())

@@ -29,10 +29,11 @@ from pipeline.readers import hdf5
 from pipeline.readers.pairs import Pairs
 from pipeline.readers.spectra import Spectra
 from pipeline.records import Rejection
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import Disk
-from pipeline.structures.atoms import Unusable
-from pipeline.structures.parsing.read_structure import Reading, format_of, parse, read_file
+from pipeline.structures.atoms import UnusableInput
+from pipeline.structures.parsing.read_structure import FileReading, parse_structure
+from pipeline.structures.parsing.structure_files import format_of, read_file
 from pipeline.structures.sources import items
 from pipeline.structures.sources.item_ids import SourceSpec
 from pipeline.training.checkpoints.tensor_file import TensorFile, WrittenFile
@@ -67,7 +68,7 @@ def bomb(make: Bomb) -> Bomb:
 
 def structure(path: Path) -> object:
     """Read a structure as the scan does."""
-    return parse(read_file(path, MOST_FILE_BYTES), format_of(path), Reading())
+    return parse_structure(read_file(path, MOST_FILE_BYTES), format_of(path), FileReading())
 
 
 def entries(source: str, path: Path) -> list[object]:
@@ -75,7 +76,7 @@ def entries(source: str, path: Path) -> list[object]:
     found = list(items(SourceSpec(source=source, path=path)))
     for one in found:
         if isinstance(one, Rejection):
-            raise Unusable(one.reason, one.detail)
+            raise UnusableInput(one.reason, one.detail)
     return found
 
 
@@ -157,20 +158,20 @@ def amber_counts(folder: Path) -> object:
     (folder / "a.prmtop").write_text(first + "%FLAG POINTERS" + "".join(lines))
     (folder / "a.inpcrd").write_text("x\n2000000000\n")
     data = (folder / "a.prmtop").read_bytes()
-    return parse(data, "amber", Reading(), beside=(folder / "a.inpcrd").read_bytes())
+    return parse_structure(data, "amber", FileReading(), beside=(folder / "a.inpcrd").read_bytes())
 
 
 @bomb
 def amber_width_of_nothing(folder: Path) -> object:
     """A column that is no character wide never ends."""
     text = complex_files()[0].decode("latin-1").replace("%FORMAT(20a4)", "%FORMAT(20a0)")
-    return parse(text.encode("latin-1"), "amber", Reading(), beside=b"x\n1\n")
+    return parse_structure(text.encode("latin-1"), "amber", FileReading(), beside=b"x\n1\n")
 
 
 @bomb
 def amber_most_columns(folder: Path) -> object:
     text = complex_files()[0].decode("latin-1").replace("%FORMAT(20a4)", "%FORMAT(2000000000a4)")
-    return parse(text.encode("latin-1"), "amber", Reading(), beside=b"x\n1\n")
+    return parse_structure(text.encode("latin-1"), "amber", FileReading(), beside=b"x\n1\n")
 
 
 @bomb
@@ -270,7 +271,7 @@ def checkpoint_packed(folder: Path) -> object:
 @bomb
 def shard_table(folder: Path) -> object:
     """A shard whose trailer says that it has more records than there are bytes."""
-    store = Cache(folder / "cache").kind("graph")
+    store = CacheFolder(folder / "cache").kind("graph")
     with store.writer() as writer:
         writer.put(b"sixteen bytes...", {"a": np.zeros(3)})
     (path,) = store.layout.shards.iterdir()
@@ -280,8 +281,8 @@ def shard_table(folder: Path) -> object:
     path.unlink()
     path.write_bytes(content)
     (store.layout.folder / "index.bin").unlink(missing_ok=True)
-    if Cache(folder / "cache").kind("graph").get(b"sixteen bytes...") is None:
-        raise Unusable(None, "absent")  # type: ignore[arg-type]
+    if CacheFolder(folder / "cache").kind("graph").get(b"sixteen bytes...") is None:
+        raise UnusableInput(None, "absent")  # type: ignore[arg-type]
     return None
 
 
@@ -297,7 +298,7 @@ def rejected(found: Iterator[object]) -> list[object]:
     """Read all entries; the first rejection is what is told."""
     for one in found:
         if isinstance(one, Rejection):
-            raise Unusable(one.reason, one.detail)
+            raise UnusableInput(one.reason, one.detail)
     return []
 
 
@@ -371,7 +372,7 @@ def _ended(name: str, folder: Path) -> Ending:
     before, start, told, trouble = peak_kib(), time.monotonic(), "", ""
     try:
         BOMBS[name](folder)
-    except (PipelineError, Unusable) as error:
+    except (PipelineError, UnusableInput) as error:
         told = str(error)
     except BaseException:  # noqa: BLE001 - which is what is looked for
         trouble = traceback.format_exc()

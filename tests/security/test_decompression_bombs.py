@@ -17,8 +17,8 @@ import torch
 
 from pipeline.encoder.checkpoints.weight_containers import read_pt
 from pipeline.errors import WeightsUnusable
-from pipeline.structures.parsing import unfolding
-from pipeline.structures.parsing.read_structure import HAS_BIOTITE
+from pipeline.structures.parsing import structure_files
+from pipeline.structures.parsing.structure_files import HAS_BIOTITE
 from tests.conftest import ROOT
 
 MOST_GROWN_MIB = 200
@@ -71,7 +71,7 @@ def test_a_range_of_operations_is_written_out_by_the_parser_which_is_why_it_is_c
     """A million names already take a moment and tens of MB: a billion would take hours and tens of GB."""
     block = gemmi.cif.read_string("data_x\n_pdbx_struct_assembly_gen.oper_expression 1-1000000\n")[0]
     with pytest.raises(Exception, match="1,000,000 operations"):
-        unfolding.check_operations(block.find_values("_pdbx_struct_assembly_gen.oper_expression"))
+        structure_files.check_operations(block.find_values("_pdbx_struct_assembly_gen.oper_expression"))
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_range_of_operations_is_written_out_by_the_parser_which_is_why_it_is_c
     [("1", 1), ("1,2,5", 3), ("1-60", 60), ("(1-60)(61-88)", 1680), ("'(1-60)'", 60), ("P", 1), ("(X0)(1-5,7)", 6)],
 )
 def test_assemblies_of_the_pdb_are_counted_as_what_they_are(expression: str, operations: int) -> None:
-    assert unfolding._operations(expression) == operations
+    assert structure_files._operations(expression) == operations
 
 
 @pytest.mark.skipif(not HAS_BIOTITE, reason="BinaryCIF needs the extra bcif")
@@ -87,9 +87,9 @@ def test_a_structure_of_the_pdb_is_far_from_what_is_refused(shared_structures: P
     import msgpack
 
     content = msgpack.unpackb((shared_structures / "varied/1aki.bcif").read_bytes())
-    parts = list(unfolding._parts(content, {"atom_site"}))
+    parts = list(structure_files._parts(content, {"atom_site"}))
     assert len(parts) >= 21  # the columns of its atoms
-    assert 0 < sum(map(unfolding._characters, parts)) < unfolding.MOST_CHARACTERS / 50
+    assert 0 < sum(map(structure_files._characters, parts)) < structure_files.MOST_CHARACTERS / 50
 
 
 def test_a_checkpoint_that_somebody_compressed_is_refused_where_torch_would_read_noise(tmp_path: Path) -> None:

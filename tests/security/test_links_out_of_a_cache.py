@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from pipeline.errors import PipelineError
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import Disk
-from pipeline.store.maintenance.transfer import export
+from pipeline.store.maintenance.transfer import export_cache
 from pipeline.store.store import Store
 from tests.command import Command
 
@@ -42,9 +42,9 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     (folder / "pipeline.yaml").write_text("data: {source: glob, path: data}\n")
     for number in range(2):
-        with Cache(folder / "cache").kind("graph").writer() as writer:
+        with CacheFolder(folder / "cache").kind("graph").writer() as writer:
             writer.put(KEY[:-1] + bytes([number]), {"a": np.arange(100) + number})
-    Cache(folder / "cache").kind("graph").write_index()
+    CacheFolder(folder / "cache").kind("graph").write_index()
     monkeypatch.chdir(folder)
     return folder
 
@@ -89,7 +89,7 @@ def test_what_is_outside_stays_as_it_is_whatever_is_done_with_the_cache(
 def test_an_export_with_a_link_in_it_brings_nothing_from_elsewhere(
     pipeline: Command, project: Path, tmp_path: Path, place: str
 ) -> None:
-    export(Cache(project / "cache"), tmp_path / "export")
+    export_cache(CacheFolder(project / "cache"), tmp_path / "export")
     moved_out(tmp_path / "export", place, tmp_path / "outside")
     shutil.rmtree(project / "cache")
     done = pipeline("cache", "import", "../export")
@@ -105,7 +105,7 @@ def test_a_shard_behind_a_link_is_believed_only_as_far_as_its_digests_go(project
     changed = bytearray(aside.read_bytes())
     changed[len(changed) // 2] ^= 1
     elsewhere.write_bytes(changed)
-    store = Cache(project / "cache").kind("graph")
+    store = CacheFolder(project / "cache").kind("graph")
     found = [got(store, KEY[:-1] + bytes([number])) for number in range(2)]
     assert sum(one is None for one in found) == 1
     assert all(np.array_equal(one, np.arange(100) + number) for number, one in enumerate(found) if one is not None)

@@ -27,10 +27,11 @@ from pipeline.journal.run_folder import RunFolder
 from pipeline.memory.history.task_history import Profiles
 from pipeline.readers.pairs import Pairs
 from pipeline.readers.spectra import Spectra
-from pipeline.store.cache_folder import Cache
-from pipeline.store.maintenance.transfer import export, take_in
-from pipeline.structures.atoms import Unusable
-from pipeline.structures.parsing.read_structure import FORMATS, Reading, format_of, parse, read_file
+from pipeline.store.cache_folder import CacheFolder
+from pipeline.store.maintenance.transfer import export_cache, take_in
+from pipeline.structures.atoms import UnusableInput
+from pipeline.structures.parsing.read_structure import FileReading, parse_structure
+from pipeline.structures.parsing.structure_files import FORMATS, format_of, read_file
 from pipeline.training.checkpoints.checkpoint_reader import open_checkpoint
 from pipeline.training.evaluating.outputs import GatheredOutputs
 from pipeline.training.forensics import step_bundle
@@ -69,7 +70,7 @@ def evil(request: pytest.FixtureRequest, tmp_path: Path) -> bytes:
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a cache of one record."""
     root = tmp_path_factory.mktemp("made") / "cache"
-    store = Cache(root).kind("graph")
+    store = CacheFolder(root).kind("graph")
     with store.writer() as writer:
         writer.put(KEY, {"a": np.arange(3)})
     store.write_index()
@@ -89,7 +90,7 @@ def refused(read: Callable[[], object]) -> str:
     """Read, and return why it was refused; empty where what is there counts as nothing."""
     try:
         read()
-    except (PipelineError, Unusable) as error:
+    except (PipelineError, UnusableInput) as error:
         return str(error)
     return ""
 
@@ -103,7 +104,7 @@ def test_every_file_of_a_cache(tmp_path: Path, cache: Path, evil: bytes) -> None
         (copy / name).write_bytes(evil)
 
         def read(root: Path = copy) -> object:
-            store = Cache(root).kind("graph")
+            store = CacheFolder(root).kind("graph")
             return store.stat(), list(store.missing([KEY])), store.get(KEY)
 
         told = refused(read)
@@ -112,14 +113,14 @@ def test_every_file_of_a_cache(tmp_path: Path, cache: Path, evil: bytes) -> None
 
 
 def test_every_file_of_an_export_that_is_brought_in(tmp_path: Path, cache: Path, evil: bytes) -> None:
-    export(Cache(cache), tmp_path / "export")
+    export_cache(CacheFolder(cache), tmp_path / "export")
     for path in [one for one in (tmp_path / "export").rglob("*") if one.is_file()]:
         copy = shutil.copytree(tmp_path / "export", tmp_path / "other")
         planted_at = copy / path.relative_to(tmp_path / "export")
         planted_at.unlink()
         planted_at.write_bytes(evil)
         told: list[object] = []
-        why = refused(lambda here=copy, told=told: told.extend(take_in(Cache(tmp_path / "new"), here).refused))  # type: ignore[misc]
+        why = refused(lambda here=copy, told=told: told.extend(take_in(CacheFolder(tmp_path / "new"), here).refused))  # type: ignore[misc]
         is_needed = path.name != "pipeline-cache.json"  # which an import does not read
         assert bool(why or told) == is_needed, path
         shutil.rmtree(copy)
@@ -158,7 +159,7 @@ def test_every_file_of_a_bundle_for_replaying(tmp_path: Path, evil: bytes, name:
 def test_a_structure_of_every_format(tmp_path: Path, evil: bytes, suffix: str) -> None:
     (path := tmp_path / f"a{suffix}").write_bytes(evil)
     data = read_file(path, 1 << 20)
-    assert refused(lambda: parse(data, format_of(path), Reading(), beside=evil))
+    assert refused(lambda: parse_structure(data, format_of(path), FileReading(), beside=evil))
     assert not (tmp_path / "made").exists()
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from pipeline.journal.run_folder import RunFolder, runs_in
 from pipeline.journal.run_status import RunState, RunStatus, status_of
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.record import Record
 from pipeline.structures.synthetic import complex_pdb
 from tests.projects import settle
@@ -185,7 +185,7 @@ class Project:
 
     def records(self, cache: str = "cache") -> dict[str, dict[str, bytes]]:
         """Return the content of every record that a data set leads to, by kind and key."""
-        opened = Cache(self.folder / cache)
+        opened = CacheFolder(self.folder / cache)
         kinds = [kind for kind in opened.kinds() if kind in ("scan", "embed", "graph")]
         return {
             kind: {one.key.hex(): content(one) for one in opened.kind(kind).read(opened.kind(kind).keys())}

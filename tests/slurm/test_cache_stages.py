@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.journal.run_status import RunState
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.maintenance.damage_report import REPAIR, Fault, last_report, reports
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import make_project, strangers
@@ -23,7 +23,7 @@ def test_jobs_find_what_is_damaged_and_jobs_make_it_anew(tmp_path: Path, healthy
         tmp_path / "project", ITEMS, cluster__scan__items_per_task=2, cluster__validate__items_per_task=2
     )
     project.submits("graph").ends()
-    before, cache = project.records(), Cache(project.folder / "cache")
+    before, cache = project.records(), CacheFolder(project.folder / "cache")
     assert len(before["graph"]) == ITEMS
     for kind in ("scan", "graph"):
         path = sorted((cache.root / kind / "shards").iterdir())[0]

@@ -14,34 +14,37 @@ import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from pipeline.encoder.checkpoints.esm_checkpoint import digest, load
-from pipeline.encoder.checkpoints.synth import synth
-from pipeline.encoder.embedding_recipe import Recipe, Variant
-from pipeline.encoder.engine.embed_engine import Engine, Settings
+from pipeline.encoder.checkpoints.esm_checkpoint import digest_weights, load_checkpoint
+from pipeline.encoder.checkpoints.synth import write_random_checkpoint
+from pipeline.encoder.embedding_recipe import EmbeddingRecipe, Variant
+from pipeline.encoder.engine.embed_engine import Engine
+from pipeline.encoder.engine.sequence_work import EngineSettings
 from pipeline.encoder.forward import parity
-from pipeline.encoder.forward.parity import Reference, Verdict
+from pipeline.encoder.forward.parity import ParityVerdict, Reference
 from pipeline.errors import CacheFull, JobFailed, PlanInfeasible
 from pipeline.records import Reason, Tell
 from pipeline.stages import embed as stage
 from pipeline.stages.embed import Shelves, Texts, embed, look_up
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.writer import StoreWriter
 from tests.encoder.sequences import natural
 
-SETTINGS = Settings(policy="divisor", cap=4, budget=512, device="cpu", mem_bytes=1 << 30)
+SETTINGS = EngineSettings(policy="divisor", cap=4, budget=512, device="cpu", mem_bytes=1 << 30)
 TEXTS = natural(13, shortest=1, longest=60)
 
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("weights") / "esm2_tiny.pt"
-    synth(path, layers=2, dim=16, heads=2)
+    write_random_checkpoint(path, layers=2, dim=16, heads=2)
     return path
 
 
 @pytest.fixture(scope="module")
-def recipe(weights: Path) -> Recipe:
-    return Recipe(digest(load(weights)), layer=2, context="chain", precision="fp32", storage="fp32")
+def recipe(weights: Path) -> EmbeddingRecipe:
+    return EmbeddingRecipe(
+        digest_weights(load_checkpoint(weights)), layer=2, context="chain", precision="fp32", storage="fp32"
+    )
 
 
 @pytest.fixture
@@ -50,7 +53,7 @@ def shelves(tmp_path: Path) -> Shelves:
 
 
 def open_shelves(folder: Path) -> Shelves:
-    cache = Cache(folder / "cache")
+    cache = CacheFolder(folder / "cache")
     return Shelves(*(cache.kind(kind) for kind in ("embed", "weights", "parity", "limits")), shard_bytes=1 << 20)
 
 
@@ -63,23 +66,29 @@ def tell_to(refused: list[tuple[str, Reason, str]]) -> Tell:
 
 
 def run(
-    weights: Path, recipe: Recipe, shelves: Shelves, sequences: Sequence[str] = TEXTS, settings: Settings = SETTINGS
+    weights: Path,
+    recipe: EmbeddingRecipe,
+    shelves: Shelves,
+    sequences: Sequence[str] = TEXTS,
+    settings: EngineSettings = SETTINGS,
 ) -> list[Reason | None]:
     return list(embed(texts_of(sequences), weights, recipe, settings, shelves, tell_to([])))
 
 
-def rows_of(text: str, recipe: Recipe, shelves: Shelves, variant: Variant | None = None) -> NDArray[np.float32]:
+def rows_of(
+    text: str, recipe: EmbeddingRecipe, shelves: Shelves, variant: Variant | None = None
+) -> NDArray[np.float32]:
     return shelves.embeddings.get(recipe.key(text, variant or recipe.wanted(len(text)))).arrays["rows"]
 
 
-def test_what_is_stored_is_what_fair_esm_computes(weights: Path, recipe: Recipe, shelves: Shelves) -> None:
+def test_what_is_stored_is_what_fair_esm_computes(weights: Path, recipe: EmbeddingRecipe, shelves: Shelves) -> None:
     assert run(weights, recipe, shelves) == [None] * len(TEXTS)
-    wanted = Reference(load(weights), 2, torch.device("cpu"))(TEXTS)
+    wanted = Reference(load_checkpoint(weights), 2, torch.device("cpu"))(TEXTS)
     for text, rows in zip(TEXTS, wanted, strict=True):
         np.testing.assert_allclose(rows_of(text, recipe, shelves), rows, atol=1e-5)
 
 
-def test_a_record_says_what_it_was_made_from(weights: Path, recipe: Recipe, shelves: Shelves) -> None:
+def test_a_record_says_what_it_was_made_from(weights: Path, recipe: EmbeddingRecipe, shelves: Shelves) -> None:
     run(weights, recipe, shelves)
     meta = shelves.embeddings.get(recipe.key(TEXTS[0], Variant("fp32"))).meta
     assert meta == {
@@ -89,15 +98,15 @@ def test_a_record_says_what_it_was_made_from(weights: Path, recipe: Recipe, shel
 
 
 def test_a_second_run_computes_nothing(
-    weights: Path, recipe: Recipe, shelves: Shelves, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    weights: Path, recipe: EmbeddingRecipe, shelves: Shelves, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(weights, recipe, shelves)
-    monkeypatch.setattr("pipeline.encoder.checkpoints.esm_checkpoint.load", forbidden)
+    monkeypatch.setattr("pipeline.encoder.checkpoints.esm_checkpoint.load_checkpoint", forbidden)
     assert run(weights, recipe, open_shelves(tmp_path)) == [None] * len(TEXTS)
 
 
 @pytest.mark.slow
-def test_one_added_sequence_costs_one_sequence(weights: Path, recipe: Recipe, shelves: Shelves) -> None:
+def test_one_added_sequence_costs_one_sequence(weights: Path, recipe: EmbeddingRecipe, shelves: Shelves) -> None:
     run(weights, recipe, shelves)
     run(weights, recipe, shelves, [*TEXTS, "MKVMKV"])
     assert shelves.embeddings.stat().records == len(TEXTS) + 1
@@ -105,7 +114,7 @@ def test_one_added_sequence_costs_one_sequence(weights: Path, recipe: Recipe, sh
 
 @pytest.mark.slow
 def test_work_that_is_cut_short_is_kept_and_not_done_again(
-    weights: Path, recipe: Recipe, shelves: Shelves, tmp_path: Path
+    weights: Path, recipe: EmbeddingRecipe, shelves: Shelves, tmp_path: Path
 ) -> None:
     many = natural(200)
     with closing(embed(texts_of(many), weights, recipe, SETTINGS, shelves, tell_to([]))) as outcomes:
@@ -124,7 +133,7 @@ def published(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_batches_do_not_change_a_bit(weights: Path, recipe: Recipe, tmp_path: Path) -> None:
+def test_batches_do_not_change_a_bit(weights: Path, recipe: EmbeddingRecipe, tmp_path: Path) -> None:
     stored = []
     for number, settings in enumerate(
         (SETTINGS, replace(SETTINGS, cap=1), replace(SETTINGS, policy="tokens", budget=200, cap="auto"))
@@ -136,7 +145,7 @@ def test_batches_do_not_change_a_bit(weights: Path, recipe: Recipe, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_bfloat16_is_stored_as_other_readers_know_it(weights: Path, recipe: Recipe, tmp_path: Path) -> None:
+def test_bfloat16_is_stored_as_other_readers_know_it(weights: Path, recipe: EmbeddingRecipe, tmp_path: Path) -> None:
     full, half = open_shelves(tmp_path / "full"), open_shelves(tmp_path / "half")
     run(weights, recipe, full)
     run(weights, replace(recipe, storage="bf16"), half)
@@ -149,19 +158,19 @@ def test_bfloat16_is_stored_as_other_readers_know_it(weights: Path, recipe: Reci
 
 
 def test_an_encoder_that_misses_the_reference_publishes_nothing(
-    weights: Path, recipe: Recipe, shelves: Shelves, monkeypatch: pytest.MonkeyPatch
+    weights: Path, recipe: EmbeddingRecipe, shelves: Shelves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parity, "compare", lambda *_: Verdict(0.9, 9, 0.99999))
+    monkeypatch.setattr(parity, "compare", lambda *_: ParityVerdict(0.9, 9, 0.99999))
     with pytest.raises(JobFailed, match=r"lowest cosine 0\.900000.*nothing was published"):
         run(weights, recipe, shelves)
     assert shelves.embeddings.stat().records == 0
 
 
 def test_half_precision_that_misses_the_reference_is_done_in_full(
-    weights: Path, recipe: Recipe, shelves: Shelves, monkeypatch: pytest.MonkeyPatch
+    weights: Path, recipe: EmbeddingRecipe, shelves: Shelves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half = replace(recipe, precision="bf16", storage="bf16")
-    verdicts = {"bf16": Verdict(0.9, 9, 0.999), "fp32": Verdict(1.0, 9, 0.99999)}
+    verdicts = {"bf16": ParityVerdict(0.9, 9, 0.999), "fp32": ParityVerdict(1.0, 9, 0.99999)}
     monkeypatch.setattr(parity, "compare", lambda _encode, _wanted, _sequences, precision: verdicts[precision])
     assert run(weights, half, shelves) == [None] * len(TEXTS)
     assert look_up(TEXTS, half, shelves.embeddings) == [Variant("fp32")] * len(TEXTS)
@@ -172,8 +181,8 @@ def test_half_precision_that_misses_the_reference_publishes_nothing_where_no_oth
     tmp_path: Path, shelves: Shelves
 ) -> None:
     path = tmp_path / "esm2_stress.pt"
-    synth(path, layers=6, dim=64, heads=4, stress=6.0)
-    strict = Recipe(digest(load(path)), 6, "chain", "bf16", "bf16", half_fallback=False)
+    write_random_checkpoint(path, layers=6, dim=64, heads=4, stress=6.0)
+    strict = EmbeddingRecipe(digest_weights(load_checkpoint(path)), 6, "chain", "bf16", "bf16", half_fallback=False)
     with pytest.raises(JobFailed, match="bf16 is not close enough"):
         run(path, strict, shelves)
     assert shelves.embeddings.stat().records == 0
@@ -182,10 +191,10 @@ def test_half_precision_that_misses_the_reference_publishes_nothing_where_no_oth
 
 
 def test_the_verdict_is_remembered_for_the_same_machine(
-    weights: Path, recipe: Recipe, shelves: Shelves, monkeypatch: pytest.MonkeyPatch
+    weights: Path, recipe: EmbeddingRecipe, shelves: Shelves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(weights, recipe, shelves, TEXTS[:3])
-    monkeypatch.setattr(parity, "check", forbidden)
+    monkeypatch.setattr(parity, "check_parity", forbidden)
     assert run(weights, recipe, shelves) == [None] * len(TEXTS)
     with pytest.raises(AssertionError, match="was done again"):  # but not for another precision
         run(weights, replace(recipe, precision="bf16"), shelves, natural(2, seed=5))
@@ -193,17 +202,17 @@ def test_the_verdict_is_remembered_for_the_same_machine(
 
 def test_weights_that_are_not_numbers_publish_nothing(tmp_path: Path, shelves: Shelves) -> None:
     path = tmp_path / "esm2_nan.pt"
-    synth(path, layers=1, dim=16, heads=2)
+    write_random_checkpoint(path, layers=1, dim=16, heads=2)
     with torch.serialization.safe_globals([Namespace]):
         data = torch.load(path, weights_only=True)
     data["model"]["encoder.sentence_encoder.layers.0.fc1.weight"][0, 0] = float("nan")
     torch.save(data, path)
     with pytest.raises(JobFailed, match="nothing was published"):
-        run(path, Recipe(digest(load(path)), 1, "chain", "fp32", "fp32"), shelves)
+        run(path, EmbeddingRecipe(digest_weights(load_checkpoint(path)), 1, "chain", "fp32", "fp32"), shelves)
     assert shelves.embeddings.stat().records == 0
 
 
-def test_what_cannot_be_embedded_is_told_by_its_key(weights: Path, recipe: Recipe, shelves: Shelves) -> None:
+def test_what_cannot_be_embedded_is_told_by_its_key(weights: Path, recipe: EmbeddingRecipe, shelves: Shelves) -> None:
     refused: list[tuple[str, Reason, str]] = []
     strict = replace(recipe, long="error", length=64)
     sequences = [*TEXTS[:2], "M" * 65]
@@ -215,7 +224,7 @@ def test_what_cannot_be_embedded_is_told_by_its_key(weights: Path, recipe: Recip
 
 @pytest.mark.slow
 def test_a_budget_that_was_learned_holds_for_the_next_run(
-    weights: Path, recipe: Recipe, shelves: Shelves, tmp_path: Path
+    weights: Path, recipe: EmbeddingRecipe, shelves: Shelves, tmp_path: Path
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pipeline.encoder.engine.embed_engine.Engine", Learning)
@@ -254,10 +263,10 @@ def test_steps_of_remembered_budgets_are_close_enough_to_be_useful() -> None:
 
 @pytest.mark.slow
 def test_a_verdict_that_failed_is_not_remembered(
-    weights: Path, recipe: Recipe, shelves: Shelves, monkeypatch: pytest.MonkeyPatch
+    weights: Path, recipe: EmbeddingRecipe, shelves: Shelves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(parity, "compare", lambda *_: Verdict(0.5, 9, 0.99999))
+        patch.setattr(parity, "compare", lambda *_: ParityVerdict(0.5, 9, 0.99999))
         with pytest.raises(JobFailed):
             run(weights, recipe, shelves)
     assert run(weights, recipe, shelves) == [None] * len(TEXTS)
@@ -265,9 +274,9 @@ def test_a_verdict_that_failed_is_not_remembered(
 
 @pytest.mark.slow
 def test_an_encoder_that_stands_in_for_another_has_passed_the_gate_too(
-    weights: Path, recipe: Recipe, shelves: Shelves, monkeypatch: pytest.MonkeyPatch
+    weights: Path, recipe: EmbeddingRecipe, shelves: Shelves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    verdicts = {"bf16": Verdict(1.0, 9, 0.999), "fp32": Verdict(0.5, 9, 0.99999)}
+    verdicts = {"bf16": ParityVerdict(1.0, 9, 0.999), "fp32": ParityVerdict(0.5, 9, 0.99999)}
     monkeypatch.setattr(parity, "compare", lambda _encode, _wanted, _sequences, precision: verdicts[precision])
     monkeypatch.setattr(
         "pipeline.encoder.engine.io_threads.is_finite", lambda *_: False
@@ -278,17 +287,17 @@ def test_an_encoder_that_stands_in_for_another_has_passed_the_gate_too(
 
 
 def test_weights_that_are_replaced_while_a_task_begins_are_not_taken_for_those_of_the_keys(
-    weights: Path, recipe: Recipe, shelves: Shelves, tmp_path: Path
+    weights: Path, recipe: EmbeddingRecipe, shelves: Shelves, tmp_path: Path
 ) -> None:
     other = tmp_path / "esm2_other.pt"
-    synth(other, layers=2, dim=16, heads=2, seed=7)
+    write_random_checkpoint(other, layers=2, dim=16, heads=2, seed=7)
     with pytest.raises(JobFailed, match="the checkpoint was changed after this run began"):
         run(other, recipe, shelves)
     assert shelves.embeddings.stat().records == 0
 
 
 def test_a_gate_that_does_not_fit_in_memory_says_so(
-    weights: Path, recipe: Recipe, shelves: Shelves, monkeypatch: pytest.MonkeyPatch
+    weights: Path, recipe: EmbeddingRecipe, shelves: Shelves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -299,7 +308,7 @@ def test_a_gate_that_does_not_fit_in_memory_says_so(
 
 
 def test_a_disk_that_fills_while_a_task_is_ended_is_heard(
-    weights: Path, recipe: Recipe, shelves: Shelves, monkeypatch: pytest.MonkeyPatch
+    weights: Path, recipe: EmbeddingRecipe, shelves: Shelves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outcomes = embed(texts_of(natural(100)), weights, recipe, SETTINGS, shelves, tell_to([]))
     next(outcomes)

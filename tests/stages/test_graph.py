@@ -11,9 +11,9 @@ from pipeline.graphs.item_graph import GraphRecipe, decode_graph
 from pipeline.keys import content_digest
 from pipeline.records import Item, Part, Reason, Role
 from pipeline.stages.graph import Verifier, graph
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.store import Store
-from pipeline.structures.inventory import Recipe as Structures
+from pipeline.structures.inventory import ScanRecipe as Structures
 from pipeline.structures.inventory import item_key
 from pipeline.structures.synthetic import complex_pdb
 
@@ -22,7 +22,7 @@ RECIPE, STRUCTURES = GraphRecipe(neighbours=5), Structures()
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    return Cache(tmp_path / "cache").kind("graph")
+    return CacheFolder(tmp_path / "cache").kind("graph")
 
 
 def make_item(folder: Path, seed: int) -> Item:

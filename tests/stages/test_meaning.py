@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.encoder.embedding_recipe import Cut, Variant
-from pipeline.encoder.embedding_recipe import Recipe as Encoding
+from pipeline.encoder.embedding_recipe import EmbeddingRecipe as Encoding
+from pipeline.encoder.embedding_recipe import SequenceCut, Variant
 from pipeline.graphs.build_graph import encoded_graph
 from pipeline.graphs.item_graph import GraphRecipe
 from pipeline.keys import recipe_key
@@ -32,11 +32,12 @@ from pipeline.stages.scan_records import (
     wrong_weights,
 )
 from pipeline.stages.table_records import wrong_recipe, wrong_table
-from pipeline.store.format.record import Record, decode, encode
-from pipeline.structures.inventory import Complex, File, examine
-from pipeline.structures.inventory import Recipe as Structures
-from pipeline.structures.inventory import plain as plain_structures
-from pipeline.structures.parsing.read_structure import Reading, read_file
+from pipeline.store.format.record import Record, decode_record, encode_record
+from pipeline.structures.inventory import Complex, examine_item
+from pipeline.structures.inventory import ScanRecipe as Structures
+from pipeline.structures.inventory import plain_recipe as plain_structures
+from pipeline.structures.parsing.read_structure import FileReading
+from pipeline.structures.parsing.structure_files import File, read_file
 from pipeline.structures.policy import Policy
 from pipeline.structures.sources import SourceSpec, items
 from pipeline.structures.synthetic import complex_pdb
@@ -54,7 +55,7 @@ Change = Callable[[dict[str, Any], dict[str, Any]], Any]
 
 def as_read(arrays: dict[str, Any], meta: dict[str, Any], key: bytes = KEY, bfloat16: tuple[str, ...] = ()) -> Record:
     """Return a record as the store gives it."""
-    return decode(encode(key, arrays, meta, bfloat16).blob)
+    return decode_record(encode_record(key, arrays, meta, bfloat16).blob)
 
 
 def changed(record: Record, change: Change) -> Record:
@@ -68,7 +69,7 @@ def changed(record: Record, change: Change) -> Record:
 def made(seed: int, structures: Structures = PLAIN, residues: tuple[int, int] = (30, 25)) -> Read:
     """Return a made complex as it is read."""
     item = Item("c", parts=(Part(Role.COMPLEX, "c.pdb"),))
-    inventory, read = examine(item, {"c.pdb": File(complex_pdb(seed, *residues), DIGEST)}, structures)
+    inventory, read = examine_item(item, {"c.pdb": File(complex_pdb(seed, *residues), DIGEST)}, structures)
     assert read is not None
     return inventory, read
 
@@ -312,7 +313,7 @@ def test_an_inventory_larger_than_its_recipe_allows_is_named() -> None:
     [(29, 30, "its map into the full sequence does not fit"), (3, 2, "does not fit"), (0, -1, "does not fit")],
 )
 def test_a_map_into_full_sequences_must_rise_and_stay_inside(at: int, value: int, wanted: str) -> None:
-    structures = Structures(reading=Reading(seqres=True))
+    structures = Structures(reading=FileReading(seqres=True))
     record, recipe = inventory_of(1, structures), plain_structures(structures)
     assert not list(wrong_inventory(record, recipe))
     found = list(wrong_inventory(changed(record, put("rows.receptor", at, value)), recipe))
@@ -347,8 +348,8 @@ def embedding(recipe: Encoding = ENCODING, variant: Variant | None = None, text:
 
 
 @pytest.mark.parametrize("storage", ["fp32", "fp16", "bf16"])
-@pytest.mark.parametrize("cut", [None, Cut("windows", 10, 4), Cut("truncate", 10)])
-def test_an_embedding_as_it_is_made_is_in_order(storage: str, cut: Cut | None) -> None:
+@pytest.mark.parametrize("cut", [None, SequenceCut("windows", 10, 4), SequenceCut("truncate", 10)])
+def test_an_embedding_as_it_is_made_is_in_order(storage: str, cut: SequenceCut | None) -> None:
     recipe, variant = replace(ENCODING, storage=storage), Variant("fp32", cut)
     record = embedding(recipe, variant)
     assert not list(wrong_embedding(record, recipe.plain(variant), 8))
@@ -431,12 +432,12 @@ def test_parity_limits_and_recipes_are_what_their_keys_were_made_from() -> None:
 
 @pytest.fixture
 def table(tmp_path: Path) -> Record:
-    from pipeline.store.cache_folder import Cache
+    from pipeline.store.cache_folder import CacheFolder
 
     builder = TableBuilder()
     for number in range(5):
         builder.add(f"i{number}", bytes([number] * 16), "train", {"nodes": number + 1, "edges": 3})
-    store = Cache(tmp_path / "cache").kind("sets")
+    store = CacheFolder(tmp_path / "cache").kind("sets")
     return store.get(builder.write(store))
 
 
@@ -497,7 +498,7 @@ def test_a_scaled_embedding_is_as_far_as_a_turned_one() -> None:
         hops=st.integers(1, 3),
         hydrogens=st.booleans(),
     ),
-    structures=st.builds(Structures, reading=st.builds(Reading, seqres=st.booleans())),
+    structures=st.builds(Structures, reading=st.builds(FileReading, seqres=st.booleans())),
 )
 def test_nothing_that_is_made_by_the_real_code_is_ever_accused(
     seed: int, sizes: tuple[int, int], recipe: GraphRecipe, structures: Structures
@@ -524,7 +525,7 @@ def test_nothing_real_is_ever_accused(shared_structures: Path, source: str, reci
     judged = 0
     for item in (one for one in items(spec) if isinstance(one, Item)):
         files = {part.path: File(read_file(Path(part.path), LIMIT), DIGEST) for part in (*item.parts, *item.bound)}
-        inventory, read = examine(item, files, structures)
+        inventory, read = examine_item(item, files, structures)
         kept = as_read(dict(read.maps) if read else {}, inventory.to_json())
         assert not list(wrong_inventory(kept, plain_structures(structures))), item.id
         if read is not None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from pipeline.records import Item, Part, Role
 from pipeline.stages.scan import Shelves, scan
-from pipeline.store.cache_folder import Cache
-from pipeline.structures.census import Tally
-from pipeline.structures.inventory import Recipe, take
+from pipeline.store.cache_folder import CacheFolder
+from pipeline.structures.census import CensusTally
+from pipeline.structures.inventory import ScanRecipe, take
 from tests.structures.pdb_text import chain
 
 LINES = chain("A", *["ALA"] * 40) + chain("B", *["GLY"] * 40) + "END\n"
@@ -22,11 +22,11 @@ def peak_bytes(folder: Path, items: int) -> int:
     folder.mkdir()
     for number in range(items):
         (folder / f"{number}.pdb").write_text(LINES.replace("40    ", f"{number % 9000:4d}  ", 1))
-    cache = Cache(folder / "cache")
+    cache = CacheFolder(folder / "cache")
     shelves = Shelves(cache.kind("scan"), cache.kind("files"), 1 << 20)
     named = (Item(str(n), parts=(Part(Role.COMPLEX, str(folder / f"{n}.pdb")),)) for n in range(items))
     tracemalloc.start()
-    assert all(reason is None for reason in scan(named, Recipe(), shelves))
+    assert all(reason is None for reason in scan(named, ScanRecipe(), shelves))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     return peak
@@ -39,8 +39,8 @@ def test_scanning_many_items_takes_the_memory_of_few(tmp_path: Path) -> None:
 
 def test_a_census_takes_a_few_bytes_an_item(tmp_path: Path) -> None:
     item = Item("x", sequence="ACDEFGHIKLMNPQRSTVWY" * 10, split="train")
-    inventory, _ = take(item, {}, Recipe())
-    tally = Tally()
+    inventory, _ = take(item, {}, ScanRecipe())
+    tally = CensusTally()
     tracemalloc.start()
     for _ in range(20_000):
         tally.accept(item, inventory)

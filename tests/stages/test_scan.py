@@ -14,13 +14,13 @@ from pipeline.records import Inventory, Item, Part, Reason, Role
 from pipeline.stages import scan as stage
 from pipeline.stages.scan import Shelves, look_again, scan
 from pipeline.stages.scan import look_up as seen_of
-from pipeline.store.cache_folder import Cache
-from pipeline.structures.inventory import Recipe
-from pipeline.structures.parsing import read_structure as read_module
+from pipeline.store.cache_folder import CacheFolder
+from pipeline.structures.inventory import ScanRecipe
+from pipeline.structures.parsing import structure_files as read_module
 from pipeline.structures.policy import Policy
 from tests.structures.pdb_text import chain
 
-RECIPE = Recipe()
+RECIPE = ScanRecipe()
 LINES = chain("A", "ALA", "CYS", "ASP") + chain("B", "GLY", "HIS") + "END\n"
 
 
@@ -30,7 +30,7 @@ def shelves(tmp_path: Path) -> Shelves:
 
 
 def open_shelves(folder: Path) -> Shelves:
-    cache = Cache(folder / "cache")
+    cache = CacheFolder(folder / "cache")
     return Shelves(cache.kind("scan"), cache.kind("files"), 1 << 20)
 
 
@@ -49,11 +49,11 @@ def settle(path: Path, age_s: float = 60.0) -> None:
         time.sleep(0.01)
 
 
-def look_up(items: list[Item], recipe: Recipe, shelves: Shelves) -> list[Inventory | None]:
+def look_up(items: list[Item], recipe: ScanRecipe, shelves: Shelves) -> list[Inventory | None]:
     return [seen.inventory for seen in seen_of(items, recipe, shelves)]
 
 
-def scan_all(items: list[Item], shelves: Shelves, recipe: Recipe = RECIPE) -> list[Reason | None]:
+def scan_all(items: list[Item], shelves: Shelves, recipe: ScanRecipe = RECIPE) -> list[Reason | None]:
     return list(scan(items, recipe, shelves))
 
 
@@ -106,7 +106,7 @@ def test_a_touched_file_is_read_but_its_inventory_is_not_made_again(tmp_path: Pa
 def test_a_changed_policy_never_finds_an_old_inventory(tmp_path: Path, shelves: Shelves) -> None:
     item = make_item(tmp_path)
     scan_all([item], shelves)
-    assert look_up([item], Recipe(policy=Policy(require="ca")), shelves) == [None]
+    assert look_up([item], ScanRecipe(policy=Policy(require="ca")), shelves) == [None]
 
 
 def test_copies_of_one_file_share_one_inventory(tmp_path: Path, shelves: Shelves) -> None:
@@ -200,14 +200,14 @@ def test_an_item_that_a_parser_chokes_on_costs_itself_and_nothing_else(
     tmp_path: Path, shelves: Shelves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     items = [make_item(tmp_path, name, LINES.replace("ALA", residue)) for name, residue in (("a", "ALA"), ("b", "TRP"))]
-    examine = stage.examine
+    examine = stage.examine_item
 
     def choke(item: Item, *rest: object) -> object:
         if item.id == "a":
             raise ZeroDivisionError("deep inside")
         return examine(item, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(stage, "examine", choke)
+    monkeypatch.setattr(stage, "examine_item", choke)
     assert scan_all(items, shelves) == [Reason.SCAN_FAILED, None]
     assert None not in look_up(items, RECIPE, shelves)
 
@@ -224,7 +224,7 @@ def test_a_lowered_limit_holds_for_what_was_scanned_under_a_higher_one(tmp_path:
     settle(packed)
     item = Item("p", parts=(Part(Role.COMPLEX, str(packed)),))
     assert scan_all([item], shelves) == [None]
-    low, high = Recipe(max_file_bytes=packed.stat().st_size + 1), Recipe(max_file_bytes=1 << 30)
+    low, high = ScanRecipe(max_file_bytes=packed.stat().st_size + 1), ScanRecipe(max_file_bytes=1 << 30)
     (found,) = look_up([item], low, shelves)
     assert found is not None
     assert found.reason is Reason.FILE_TOO_LARGE

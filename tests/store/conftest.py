@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from tests.store.content import put
 from tests.store.maintenance.damage import fill
 
 
 @pytest.fixture
 def cache(tmp_path):
-    return Cache(tmp_path / "cache")
+    return CacheFolder(tmp_path / "cache")
 
 
 @pytest.fixture

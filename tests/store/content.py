@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from pipeline.store.format.record import Record
-    from pipeline.store.maintenance.scrub import Checked
+    from pipeline.store.maintenance.damage_report import Checked
     from pipeline.store.store import Store
     from pipeline.store.writer import StoreWriter
 

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.errors import RecordMissing
 from pipeline.keys import recipe_key
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import Disk
 from pipeline.store.snapshot import IndexState
 from tests.store.content import arrays_of, is_right, is_undamaged, key_of, put
@@ -20,22 +20,22 @@ from tests.store.faulty_disks import HidingDisk, NoLinkDisk
 
 
 def alone(root, disk):
-    return Cache(root / "cache", disk)
+    return CacheFolder(root / "cache", disk)
 
 
 def over_another(root, disk):
     """Lay the cache over one that holds other records, whose index is old."""
-    return Cache.over(root / "cache", [others(root / "shared")], disk)
+    return CacheFolder.over(root / "cache", [others(root / "shared")], disk)
 
 
 def behind_another(root, disk):
-    return Cache(root / "cache", disk).behind(Cache(others(root / "scratch"), disk))
+    return CacheFolder(root / "cache", disk).behind(CacheFolder(others(root / "scratch"), disk))
 
 
 def others(root):
     """Make a cache of records that no test asks for."""
     if not root.exists():
-        store = Cache(root).kind("files")
+        store = CacheFolder(root).kind("files")
         for number in (10**6, 10**6 + 1):
             with store.writer() as writer:
                 put(writer, number)
@@ -330,4 +330,4 @@ def test_what_is_no_key_is_refused(store, key):
 @pytest.mark.parametrize("kind", ["", "..", "a/b", "Scan", ".hidden"])
 def test_a_kind_cannot_leave_its_folder(tmp_path, kind):
     with pytest.raises(ValueError, match="cannot name a kind"):
-        Cache(tmp_path).kind(kind)
+        CacheFolder(tmp_path).kind(kind)

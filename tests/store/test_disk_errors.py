@@ -7,13 +7,13 @@ import errno
 import pytest
 
 from pipeline.errors import CacheFull, CacheUnusable
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from tests.store.content import is_right, is_undamaged, key_of, put
 from tests.store.faulty_disks import FailingDisk, InterruptingDisk, os_error
 
 
 def open_with(cache, disk):
-    return Cache(cache.root, disk).kind("scan")
+    return CacheFolder(cache.root, disk).kind("scan")
 
 
 def partials(cache):

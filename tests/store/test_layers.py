@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import CacheDamaged, CacheUnusable, RecordMissing
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.cache_layout import MARKER
 from pipeline.store.format.disk import Disk
 from pipeline.store.snapshot import IndexState
@@ -85,7 +85,7 @@ class Unmounted(Disk):
 
 
 def fill(root, *numbers, kind="scan"):
-    store = Cache(root).kind(kind)
+    store = CacheFolder(root).kind(kind)
     with store.writer() as writer:
         put(writer, *numbers)
     return store
@@ -97,7 +97,7 @@ def files_below(root):
 
 def spoil(root, number):
     """Change a byte of every copy of a record."""
-    store = Cache(root).kind("scan")
+    store = CacheFolder(root).kind("scan")
     for place in store.locate([key_of(number)])[0]:
         path = store.layout.shard(place.shard)
         path.chmod(0o644)
@@ -116,7 +116,7 @@ def shared(tmp_path):
 @pytest.fixture
 def private(tmp_path, shared):
     fill(tmp_path / "mine", 4)
-    return Cache.over(tmp_path / "mine", shared)
+    return CacheFolder.over(tmp_path / "mine", shared)
 
 
 def test_what_any_layer_has_is_there(private):
@@ -142,7 +142,7 @@ def test_layers_are_asked_in_order_and_the_private_one_first(private, shared, tm
 def test_only_the_private_cache_is_written_and_counted(shared, tmp_path):
     disk = ReadOnlyBelow(shared[0])
     before = [files_below(root) for root in shared]
-    cache = Cache.over(tmp_path / "mine", shared, disk)
+    cache = CacheFolder.over(tmp_path / "mine", shared, disk)
     store = cache.kind("scan")
     with store.writer() as writer:
         put(writer, 7, 0)
@@ -154,14 +154,14 @@ def test_only_the_private_cache_is_written_and_counted(shared, tmp_path):
     assert cache.kinds() == ["recipes", "scan"]
     assert disk.refused == []
     assert [files_below(root) for root in shared] == before
-    assert Cache(tmp_path / "mine").kind("scan").missing([key_of(7), key_of(0)]) == []
+    assert CacheFolder(tmp_path / "mine").kind("scan").missing([key_of(7), key_of(0)]) == []
 
 
 def test_a_shared_cache_whose_index_is_old_is_read_all_the_same(shared, tmp_path):
-    Cache(shared[0]).kind("scan").write_index()
+    CacheFolder(shared[0]).kind("scan").write_index()
     fill(shared[0], 8)
     (tmp_path / "group/scan/index.bin").chmod(0o400)
-    store = Cache.over(tmp_path / "mine", shared).kind("scan")
+    store = CacheFolder.over(tmp_path / "mine", shared).kind("scan")
     assert store.missing([key_of(0), key_of(8)]) == []
     assert is_right(store.get(key_of(8)), key_of(8))
 
@@ -172,7 +172,7 @@ def test_a_damaged_copy_falls_through_to_the_next_layer(shared, tmp_path, damage
         fill(tmp_path / root, 9)
     for root in damaged:
         spoil(tmp_path / root, 9)
-    store = Cache.over(tmp_path / "mine", shared).kind("scan")
+    store = CacheFolder.over(tmp_path / "mine", shared).kind("scan")
     places = store.locate([key_of(9)])[0]
     assert is_right(store.get_at(key_of(9), places), key_of(9))
     assert is_right(next(store.read([key_of(9)])), key_of(9))
@@ -183,7 +183,7 @@ def test_a_record_that_is_damaged_in_every_layer_is_missing_and_the_error_says_w
     for root in ("mine", "institute"):
         fill(tmp_path / root, 9)
         spoil(tmp_path / root, 9)
-    store = Cache.over(tmp_path / "mine", shared).kind("scan")
+    store = CacheFolder.over(tmp_path / "mine", shared).kind("scan")
     with pytest.raises(CacheDamaged, match="not those that were written"):
         store.get(key_of(9))
     assert store.missing([key_of(9)]) == [key_of(9)]
@@ -196,12 +196,12 @@ def test_shards_of_the_same_name_in_two_layers_are_told_apart(shared, tmp_path):
     """A copied cache has them; that one copy is damaged says nothing of the other."""
     shutil.copytree(shared[0], tmp_path / "mine")
     spoil(tmp_path / "mine", 1)
-    store = Cache.over(tmp_path / "mine", shared).kind("scan")
+    store = CacheFolder.over(tmp_path / "mine", shared).kind("scan")
     assert is_right(store.get(key_of(1)), key_of(1))
     shard = store.locate([key_of(0)])[0][0].shard
     assert store.is_whole_beside(key_of(0), {shard})  # beneath
     fill(tmp_path / "mine", 5)
-    mine = Cache(tmp_path / "mine").kind("scan").locate([key_of(5)])[0][0].shard
+    mine = CacheFolder(tmp_path / "mine").kind("scan").locate([key_of(5)])[0][0].shard
     assert not store.is_whole_beside(key_of(5), {mine})
 
 
@@ -209,7 +209,7 @@ def test_shards_of_the_same_name_in_two_layers_are_told_apart(shared, tmp_path):
 def test_a_layer_that_goes_away_counts_as_empty(shared, tmp_path, number, caplog):
     disk = Unmounted(shared[0], number)
     fill(tmp_path / "mine", 4)
-    store = Cache.over(tmp_path / "mine", shared, disk).kind("scan")
+    store = CacheFolder.over(tmp_path / "mine", shared, disk).kind("scan")
     asked = [key_of(n) for n in range(5)]
     places = store.locate(asked)
     disk.gone = True
@@ -236,7 +236,7 @@ def test_a_layer_that_is_deleted_counts_as_empty(private, shared):
 
 def test_that_the_private_cache_cannot_be_read_is_an_error(shared, tmp_path):
     disk = Unmounted(tmp_path / "mine")
-    store = Cache.over(tmp_path / "mine", shared, disk).kind("scan")
+    store = CacheFolder.over(tmp_path / "mine", shared, disk).kind("scan")
     disk.gone = True
     with pytest.raises(CacheUnusable):
         store.missing([key_of(1)])
@@ -245,7 +245,7 @@ def test_that_the_private_cache_cannot_be_read_is_an_error(shared, tmp_path):
 def test_the_one_ahead_is_read_first_and_never_written(private, tmp_path):
     fill(tmp_path / "scratch", 0, 4)
     before = files_below(tmp_path / "scratch")
-    store = private.behind(Cache(tmp_path / "scratch")).kind("scan")
+    store = private.behind(CacheFolder(tmp_path / "scratch")).kind("scan")
     with store.writer() as writer:
         put(writer, 11)
     store.write_index()
@@ -283,7 +283,7 @@ def lay_something_else(path):
 )
 def test_what_cannot_be_shared_is_left_out_with_the_reason(tmp_path, shared, lay, why):
     lay(tmp_path / "bad")
-    cache = Cache.over(tmp_path / "mine", [tmp_path / "bad", *shared])
+    cache = CacheFolder.over(tmp_path / "mine", [tmp_path / "bad", *shared])
     (error,) = cache.left_out
     assert isinstance(error, CacheUnusable)
     with pytest.raises(CacheUnusable, match=why):
@@ -297,21 +297,21 @@ def test_what_cannot_be_shared_is_left_out_with_the_reason(tmp_path, shared, lay
 def test_a_shared_cache_that_may_not_be_read_is_left_out(tmp_path, shared):
     disk = Unmounted(shared[0], errno.EACCES)
     disk.gone = True
-    cache = Cache.over(tmp_path / "mine", shared, disk)
+    cache = CacheFolder.over(tmp_path / "mine", shared, disk)
     assert [error.what for error in cache.left_out] == [f"the cache cannot be read: {os.strerror(errno.EACCES)}"]
 
 
 def test_a_shared_cache_that_lost_its_marker_is_still_one(tmp_path, shared):
     (shared[0] / MARKER).unlink()
-    assert Cache.over(tmp_path / "mine", shared).left_out == ()
+    assert CacheFolder.over(tmp_path / "mine", shared).left_out == ()
 
 
 def test_recipes_are_told_of_the_private_cache_alone(tmp_path):
     recipe = {"neighbours": 3}
-    Cache(tmp_path / "group").describe("scan", recipe)
-    cache = Cache.over(tmp_path / "mine", [tmp_path / "group"])
+    CacheFolder(tmp_path / "group").describe("scan", recipe)
+    cache = CacheFolder.over(tmp_path / "mine", [tmp_path / "group"])
     cache.describe("scan", recipe)  # that another cache tells it too does not help this one
-    assert list(Cache(tmp_path / "mine").own("recipes").keys())
+    assert list(CacheFolder(tmp_path / "mine").own("recipes").keys())
     assert cache.recipes("scan") == []  # nothing was made by it here
 
 
@@ -328,13 +328,13 @@ def test_a_record_is_served_right_exactly_if_some_layer_has_it_whole(have, damag
     root = Path(tempfile.mkdtemp())
     try:
         for name, numbers, bad, index in zip(LAYERS, have, damaged, indexed, strict=True):
-            Cache(root / name).prepare()
+            CacheFolder(root / name).prepare()
             store = fill(root / name, *numbers)
             for number in numbers & bad:
                 spoil(root / name, number)
             if index:
                 store.write_index()
-        store = Cache.over(root / "mine", [root / "group", root / "institute"]).kind("scan")
+        store = CacheFolder.over(root / "mine", [root / "group", root / "institute"]).kind("scan")
         there, whole = set().union(*have), set().union(*(some - bad for some, bad in zip(have, damaged, strict=True)))
         keys = [key_of(number) for number in range(8)]
         assert list(store.keys()) == sorted(key_of(number) for number in there)

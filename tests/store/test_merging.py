@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.store.format.cache_layout import KindLayout
 from pipeline.store.format.disk import Disk
-from pipeline.store.shard_index import BLOCK_ROWS, ROW, Index, merged, sort_in_place, write_index
+from pipeline.store.shard_index import BLOCK_ROWS, ROW, ShardIndex, merged, sort_in_place, write_index
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,7 +57,7 @@ def test_an_index_is_the_same_byte_for_byte_however_its_rows_come(tmp_path: Path
         write_index(disk, layout, ["one"], np.array([7]), parts, len(rows))
         written.append(layout.index.read_bytes())
     assert written[0] == written[1]
-    assert np.array_equal(Index(disk, layout.index).rows(), rows)
+    assert np.array_equal(ShardIndex(disk, layout.index).rows(), rows)
 
 
 def test_rows_that_fail_on_the_way_leave_no_index_and_no_draft(tmp_path: Path) -> None:

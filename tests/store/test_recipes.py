@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.keys import KEY_BYTES, TAG_BYTES, recipe_tag, tagged_key
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 
 FEW, MANY = {"neighbours": 5}, {"neighbours": 20}
 
 
-def put(cache: Cache, recipe: dict[str, int], count: int) -> None:
+def put(cache: CacheFolder, recipe: dict[str, int], count: int) -> None:
     with cache.kind("graph").writer() as writer:
         for number in range(count):
             writer.put(tagged_key("graph", recipe, number), {"rows": np.zeros(100)})
@@ -31,20 +31,20 @@ def test_the_rest_of_a_key_digests_the_recipe_too() -> None:
 
 
 def test_records_are_counted_by_recipe(tmp_path: Path) -> None:
-    cache = Cache(tmp_path / "cache")
+    cache = CacheFolder(tmp_path / "cache")
     for recipe, count in ((FEW, 3), (MANY, 40)):
         cache.describe("graph", recipe)
         put(cache, recipe, count)
     put(cache, FEW, 3)  # the same again: copies count once
     cache.describe("graph", {"neighbours": 1})  # nothing was made by it
     cache.describe("embed", FEW)
-    found = Cache(tmp_path / "cache").recipes("graph")
+    found = CacheFolder(tmp_path / "cache").recipes("graph")
     assert [(dict(one.recipe), one.records) for one in found] == [(MANY, 40), (FEW, 3)]
     assert all(one.bytes > 800 * one.records for one in found)
 
 
 def test_a_record_that_describes_no_recipe_hides_none(tmp_path: Path) -> None:
-    cache = Cache(tmp_path / "cache")
+    cache = CacheFolder(tmp_path / "cache")
     cache.describe("graph", FEW)
     put(cache, FEW, 3)
     odd: list[dict[str, object]] = [{"nothing": 1}, {"kind": "graph"}, {"kind": 7, "recipe": {}}]
@@ -52,13 +52,13 @@ def test_a_record_that_describes_no_recipe_hides_none(tmp_path: Path) -> None:
     with cache.kind("recipes").writer() as writer:
         for number, meta in enumerate(odd):
             writer.put(bytes([number] * KEY_BYTES), {}, meta)
-    again = Cache(tmp_path / "cache")
+    again = CacheFolder(tmp_path / "cache")
     assert [(kind, dict(recipe)) for _, kind, recipe in again.described()] == [("graph", FEW)]
     assert [one.records for one in again.recipes("graph")] == [3]
 
 
 def test_a_recipe_is_described_once(tmp_path: Path) -> None:
-    cache = Cache(tmp_path / "cache")
+    cache = CacheFolder(tmp_path / "cache")
     cache.describe("graph", FEW)
     cache.describe("graph", dict(FEW))
     assert cache.kind("recipes").stat().records == 1

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.store.format.record import ALIGNMENT, BadRecord, decode, encode
+from pipeline.store.format.record import ALIGNMENT, BadRecord, decode_record, encode_record
 from tests.store.content import arrays_of, is_right, key_of
 
 KEY = key_of(0)
@@ -17,7 +17,7 @@ KEY = key_of(0)
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 3), (2, 3, 1)])
 def test_every_dtype_and_shape_comes_back(dtype, shape):
     array = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
-    back = decode(encode(KEY, {"x": array}, {}).blob).arrays["x"]
+    back = decode_record(encode_record(KEY, {"x": array}, {}).blob).arrays["x"]
     assert back.shape == shape
     assert back.dtype == array.dtype.newbyteorder("<")
     assert np.array_equal(back, array)
@@ -25,12 +25,12 @@ def test_every_dtype_and_shape_comes_back(dtype, shape):
 
 def test_views_that_are_not_contiguous_come_back():
     array = np.arange(24).reshape(4, 6)[::2, ::-3].T
-    assert np.array_equal(decode(encode(KEY, {"x": array}, {}).blob).arrays["x"], array)
+    assert np.array_equal(decode_record(encode_record(KEY, {"x": array}, {}).blob).arrays["x"], array)
 
 
 def test_bfloat16_is_carried_as_its_bits():
     bits = np.array([0x3F80, 0x4000], np.uint16)
-    record = decode(encode(KEY, {"x": bits, "y": bits}, {}, bfloat16=["x"]).blob)
+    record = decode_record(encode_record(KEY, {"x": bits, "y": bits}, {}, bfloat16=["x"]).blob)
     assert record.bfloat16 == {"x"}
     assert record.arrays["x"].dtype == np.uint16
     assert np.array_equal(record.arrays["x"], bits)
@@ -38,7 +38,7 @@ def test_bfloat16_is_carried_as_its_bits():
 
 def test_each_record_fills_whole_lines_so_that_the_next_is_aligned():
     for number in range(30):
-        record = encode(key_of(number), arrays_of(key_of(number)), {"n": "x" * number})
+        record = encode_record(key_of(number), arrays_of(key_of(number)), {"n": "x" * number})
         assert len(record.blob) % ALIGNMENT == 0
         for tensor in record.tensors:
             assert tensor.end - tensor.start == 0 or tensor.start % {"F64": 8, "F32": 4}.get(tensor.tag, 1) == 0
@@ -46,13 +46,13 @@ def test_each_record_fills_whole_lines_so_that_the_next_is_aligned():
 
 def test_meta_comes_back_as_json_does():
     meta = {"text": 'Å " \\ \u2028', "list": [1, 2.5, None, True], "deep": {"a": {"b": []}}}
-    assert decode(encode(KEY, {}, meta).blob).meta == meta
+    assert decode_record(encode_record(KEY, {}, meta).blob).meta == meta
 
 
 @pytest.mark.parametrize("name", ["", "record", "a/b", "ä", "1a", 'a"b', "a b"])
 def test_a_name_that_a_header_could_not_hold_is_refused(name):
     with pytest.raises(ValueError, match="cannot name an array"):
-        encode(KEY, {name: np.zeros(1)}, {})
+        encode_record(KEY, {name: np.zeros(1)}, {})
 
 
 @pytest.mark.parametrize(
@@ -60,18 +60,18 @@ def test_a_name_that_a_header_could_not_hold_is_refused(name):
 )
 def test_an_array_that_safetensors_does_not_know_is_refused(array):
     with pytest.raises(ValueError, match="cannot be stored"):
-        encode(KEY, {"x": array}, {})
+        encode_record(KEY, {"x": array}, {})
 
 
 def test_only_sixteen_bit_patterns_can_be_bfloat16():
     with pytest.raises(ValueError, match="as bfloat16 bits"):
-        encode(KEY, {"x": np.zeros(1, np.float32)}, {}, bfloat16=["x"])
+        encode_record(KEY, {"x": np.zeros(1, np.float32)}, {}, bfloat16=["x"])
 
 
 @pytest.mark.parametrize("meta", [{"x": float("nan")}, {"x": object()}])
 def test_meta_that_is_no_json_is_refused(meta):
     with pytest.raises((ValueError, TypeError)):
-        encode(KEY, {}, meta)
+        encode_record(KEY, {}, meta)
 
 
 def hostile(arrays: str, *, key: str = KEY.hex(), meta: str = "{}", data: bytes = b"") -> bytes:
@@ -107,22 +107,22 @@ def hostile(arrays: str, *, key: str = KEY.hex(), meta: str = "{}", data: bytes 
 )
 def test_bytes_that_are_no_record_are_refused(blob):
     with pytest.raises(BadRecord):
-        decode(blob)
+        decode_record(blob)
 
 
 @settings(max_examples=300)
 @given(st.data())
 def test_a_mutilated_record_is_read_or_refused_and_nothing_else(data):
-    blob = bytearray(encode(KEY, arrays_of(KEY), {"name": KEY.hex()}).blob)
+    blob = bytearray(encode_record(KEY, arrays_of(KEY), {"name": KEY.hex()}).blob)
     for _ in range(data.draw(st.integers(1, 4))):
         place = data.draw(st.integers(0, len(blob) - 1))
         blob[place : place + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
     try:
-        record = decode(bytes(blob))
+        record = decode_record(bytes(blob))
     except BadRecord:
         return
     assert sum(array.nbytes for array in record.arrays.values()) <= len(blob)
 
 
 def test_a_whole_record_is_right():
-    assert is_right(decode(encode(KEY, arrays_of(KEY), {"name": KEY.hex()}).blob), KEY)
+    assert is_right(decode_record(encode_record(KEY, arrays_of(KEY), {"name": KEY.hex()}).blob), KEY)

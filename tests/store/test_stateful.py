@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pipeline.errors import RecordMissing
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from tests.store.content import is_right, key_of, put
 
 NUMBERS = st.integers(0, 15)
@@ -34,7 +34,7 @@ class StoreAgainstDict(RuleBasedStateMachine):
         shutil.rmtree(self.root, ignore_errors=True)
 
     def opened(self):
-        return Cache(self.root / "cache").kind("scan")
+        return CacheFolder(self.root / "cache").kind("scan")
 
     @property
     def there(self):

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.keys import TAG_BYTES
 from pipeline.store import shard_index
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.key_lists import sorted_pairs, tally
 
 TAGS = [b"\0\0\0\1", b"\0\0\0\2", b"\xff\xff\xff\xff", b"\0\0\0\3"]
@@ -21,7 +21,7 @@ def key(tag, number):
 @pytest.mark.parametrize("blocks", [1, 2, 2048])
 def test_records_tags_and_absent_keys_are_counted_once_each(tmp_path, monkeypatch, blocks, indexed):
     monkeypatch.setattr(shard_index, "_PIECE_BLOCKS", blocks)
-    store = Cache(tmp_path / "cache").kind("graph")
+    store = CacheFolder(tmp_path / "cache").kind("graph")
     there = [key(tag, number) for tag in TAGS[:3] for number in range(100)]
     rng = np.random.default_rng(0)
     for turn in range(4):  # copies of many, so that some lie on both sides of where a piece ends

@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.errors import DataError
 from pipeline.records import ChainSummary, Inventory, Item, Kind, Partner, Reason, Rejection, Role
-from pipeline.structures.census import MOST_SPLITS, Census, Tally
+from pipeline.structures.census import MOST_SPLITS, Census, CensusTally
 
 
 def inventory(*sequences: str) -> Inventory:
@@ -17,7 +17,7 @@ def inventory(*sequences: str) -> Inventory:
 
 
 def census_of(*rows: tuple[str, str, str, Inventory]) -> Census:
-    tally = Tally()
+    tally = CensusTally()
     for name, split, cluster, found in rows:
         tally.accept(Item(name, split=split, cluster=cluster), found)
     return tally.census()
@@ -42,7 +42,7 @@ def test_the_same_in_one_split_or_without_a_split_is_no_leak() -> None:
 
 
 def test_clusters_and_ids_leak_too() -> None:
-    tally = Tally()
+    tally = CensusTally()
     tally.accept(Item("a", split="train", cluster="k"), inventory("AAA", "B"))
     tally.accept(Item("b", split="test", cluster="k"), inventory("CCC", "D"))
     tally.reject(Rejection("a", Reason.DUPLICATE_ID, "twice", "m.csv:4", "test"))

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from scipy.spatial import cKDTree
 
 from pipeline.records import Inventory, Item, Part, Reason, Rejection, Role
-from pipeline.structures.atoms import Unusable, text
-from pipeline.structures.inventory import File, Recipe, item_key, take
-from pipeline.structures.parsing.read_structure import Reading, format_of, parse, read_file
+from pipeline.structures.atoms import UnusableInput, name_text
+from pipeline.structures.inventory import ScanRecipe, item_key, take
+from pipeline.structures.parsing.read_structure import FileReading, parse_structure
+from pipeline.structures.parsing.structure_files import File, format_of, read_file
 from pipeline.structures.partners import bound_rows
-from pipeline.structures.policy import Policy, apply
+from pipeline.structures.policy import Policy, apply_policy
 from pipeline.structures.sources import SourceSpec, items
 from tests.structures.pdb_text import atom, chain, residue
 
@@ -26,8 +27,8 @@ COMPLEX += atom("ZN", "ZN", "Z", 1, record="HETATM", element="ZN") + "END\n"
 ANTIBODY, ANTIGEN = Part(Role.RECEPTOR, "c.pdb", ("H", "L")), Part(Role.LIGAND, "c.pdb", ("X",))
 
 
-def inventory_of(*parts: Part, lines: str = COMPLEX, recipe: Recipe | None = None) -> Inventory:
-    inventory, _ = take(Item("c", parts=parts), {"c.pdb": File(lines.encode(), "00")}, recipe or Recipe())
+def inventory_of(*parts: Part, lines: str = COMPLEX, recipe: ScanRecipe | None = None) -> Inventory:
+    inventory, _ = take(Item("c", parts=parts), {"c.pdb": File(lines.encode(), "00")}, recipe or ScanRecipe())
     return inventory
 
 
@@ -78,13 +79,13 @@ def test_twenty_thousand_residues_are_refused_by_size() -> None:
     inventory = inventory_of(Part(Role.WHOLE, "c.pdb"), lines=lines)
     assert inventory.reason is Reason.TOO_MANY_RESIDUES
     assert "20,000" in inventory.detail
-    assert inventory_of(Part(Role.WHOLE, "c.pdb"), lines=lines, recipe=Recipe(max_residues=20_000)).reason is None
+    assert inventory_of(Part(Role.WHOLE, "c.pdb"), lines=lines, recipe=ScanRecipe(max_residues=20_000)).reason is None
 
 
 def test_a_bare_sequence_needs_no_file() -> None:
-    inventory, _ = take(Item("s", sequence="ACDE"), {}, Recipe())
+    inventory, _ = take(Item("s", sequence="ACDE"), {}, ScanRecipe())
     assert inventory.partners[0].chains[0].sequence == "ACDE"
-    assert take(Item("s", sequence="A" * 99), {}, Recipe(max_residues=98))[0].reason is Reason.TOO_MANY_RESIDUES
+    assert take(Item("s", sequence="A" * 99), {}, ScanRecipe(max_residues=98))[0].reason is Reason.TOO_MANY_RESIDUES
 
 
 def test_an_inventory_survives_json() -> None:
@@ -94,14 +95,14 @@ def test_an_inventory_survives_json() -> None:
 
 def test_the_key_changes_with_everything_that_can_change_the_inventory_and_with_nothing_else() -> None:
     item, digests = Item("c", parts=(ANTIBODY, ANTIGEN)), {"c.pdb": "00", "d.cif": "00", "e.pdb": "00"}
-    base = item_key(item, Recipe(), digests)
+    base = item_key(item, ScanRecipe(), digests)
     recipes = [
-        Recipe(reading=Reading(chain_names="label")),
-        Recipe(reading=Reading(assembly="1")),
-        Recipe(reading=Reading(seqres=True)),
-        Recipe(reading=Reading(model=2)),
+        ScanRecipe(reading=FileReading(chain_names="label")),
+        ScanRecipe(reading=FileReading(assembly="1")),
+        ScanRecipe(reading=FileReading(seqres=True)),
+        ScanRecipe(reading=FileReading(model=2)),
         *(
-            Recipe(policy=replace(Policy(), **{name: value}))
+            ScanRecipe(policy=replace(Policy(), **{name: value}))
             for name, value in (
                 ("altlocs", "first"),
                 ("modified", "unknown"),
@@ -109,17 +110,19 @@ def test_the_key_changes_with_everything_that_can_change_the_inventory_and_with_
                 ("incomplete", "reject"),
             )
         ),
-        Recipe(max_residues=5),
+        ScanRecipe(max_residues=5),
     ]
     others = [
         *(item_key(item, recipe, digests) for recipe in recipes),
-        item_key(item, Recipe(), {"c.pdb": "01"}),
-        item_key(replace(item, parts=(ANTIGEN, ANTIBODY)), Recipe(), digests),
-        item_key(replace(item, parts=(replace(ANTIBODY, chains=("L", "H")), ANTIGEN)), Recipe(), digests),
-        item_key(replace(item, parts=(replace(ANTIBODY, model=2), ANTIGEN)), Recipe(), digests),
-        item_key(replace(item, bound=(ANTIBODY,)), Recipe(), digests),
+        item_key(item, ScanRecipe(), {"c.pdb": "01"}),
+        item_key(replace(item, parts=(ANTIGEN, ANTIBODY)), ScanRecipe(), digests),
+        item_key(replace(item, parts=(replace(ANTIBODY, chains=("L", "H")), ANTIGEN)), ScanRecipe(), digests),
+        item_key(replace(item, parts=(replace(ANTIBODY, model=2), ANTIGEN)), ScanRecipe(), digests),
+        item_key(replace(item, bound=(ANTIBODY,)), ScanRecipe(), digests),
         item_key(
-            replace(item, parts=(replace(ANTIBODY, path="d.cif"), replace(ANTIGEN, path="d.cif"))), Recipe(), digests
+            replace(item, parts=(replace(ANTIBODY, path="d.cif"), replace(ANTIGEN, path="d.cif"))),
+            ScanRecipe(),
+            digests,
         ),
     ]
     assert len({base, *others}) == len(others) + 1
@@ -130,7 +133,7 @@ def test_the_key_changes_with_everything_that_can_change_the_inventory_and_with_
         labels={"kd": "1"},
         parts=(replace(ANTIBODY, path="e.pdb"), replace(ANTIGEN, path="e.pdb")),
     )
-    assert item_key(elsewhere, Recipe(max_file_bytes=1 << 30), digests) == base
+    assert item_key(elsewhere, ScanRecipe(max_file_bytes=1 << 30), digests) == base
 
 
 def test_bound_rows_pair_chains_by_sequence_not_by_order() -> None:
@@ -142,7 +145,7 @@ def test_bound_rows_pair_chains_by_sequence_not_by_order() -> None:
 def test_residues_that_the_bound_structure_lacks_are_marked() -> None:
     rows = bound_rows(["ACDEFGHIKLMNPQRSTVWY"], ["ACDEFGHIKPQRSTVWY"])
     assert (rows == -1).sum() == 3
-    with pytest.raises(Unusable, match="of the unbound residues"):
+    with pytest.raises(UnusableInput, match="of the unbound residues"):
         bound_rows(["ACDEFGHIKLMNPQRSTVWY"], ["WWWWWWWWWWWWWWWWWWWW"])
 
 
@@ -165,7 +168,7 @@ def test_every_real_pair_is_read_in_both_states(shared_structures: Path, state: 
     for item in found:
         assert isinstance(item, Item), item
         files = {part.path: File(read_file(Path(part.path), LIMIT), "00") for part in (*item.parts, *item.bound)}
-        inventory, maps = take(item, files, Recipe())
+        inventory, maps = take(item, files, ScanRecipe())
         assert inventory.reason is None, (item.id, inventory.detail)
         assert {partner.role for partner in inventory.partners} == {Role.RECEPTOR, Role.LIGAND}
         for mine, theirs in zip(inventory.partners, inventory.bound, strict=state == "unbound"):
@@ -190,7 +193,7 @@ def test_published_contacts_are_found_atom_by_atom(shared_structures: Path) -> N
     complexes = sorted((shared_structures / "complexes").glob("*.pdb"))
     assert len(complexes) == 23
     for path in complexes:
-        structure = apply(parse(read_file(path, LIMIT), format_of(path), Reading()), Policy())
+        structure = apply_policy(parse_structure(read_file(path, LIMIT), format_of(path), FileReading()), Policy())
         receptor, _ = structure.chains
         last = int(np.searchsorted(structure.residue_A, receptor.last))
         near = cKDTree(structure.pos_A3[:last]).query_ball_tree(cKDTree(structure.pos_A3[last:]), 5.0)
@@ -211,7 +214,7 @@ def label(structure, index: int) -> tuple[str, str, str]:  # type: ignore[no-unt
     residue = structure.residue_A[index]
     name = next(one.name for one in structure.chains if one.first <= residue < one.last)
     number = f"{structure.number_R[residue]}{chr(structure.icode_R[residue]).strip()}"
-    return number, name, text(structure.name_A[index])
+    return number, name, name_text(structure.name_A[index])
 
 
 def test_rejections_and_items_survive_json() -> None:
@@ -224,7 +227,7 @@ def test_rejections_and_items_survive_json() -> None:
 SEQRES = "SEQRES   1 {}    {}  {}\n"
 
 
-def seqres_of(lines: str, names: str, recipe: Recipe, chain_name: str = "A") -> tuple[str, list[int]]:
+def seqres_of(lines: str, names: str, recipe: ScanRecipe, chain_name: str = "A") -> tuple[str, list[int]]:
     record = SEQRES.format(chain_name, len(names.split()), names)
     item = Item("c", parts=(Part(Role.WHOLE, "c.pdb"),))
     inventory, maps = take(item, {"c.pdb": File((record + lines + "END\n").encode(), "00")}, recipe)
@@ -232,7 +235,7 @@ def seqres_of(lines: str, names: str, recipe: Recipe, chain_name: str = "A") -> 
     return inventory.partners[0].chains[0].sequence, maps["rows.whole"].tolist()
 
 
-FULL = Recipe(Reading(seqres=True))
+FULL = ScanRecipe(FileReading(seqres=True))
 
 
 def test_seqres_of_a_chain_without_a_name_is_found() -> None:
@@ -255,13 +258,13 @@ def test_a_side_without_a_single_node_is_refused() -> None:
     inventory = inventory_of(Part(Role.COMPLEX, "c.pdb"), lines=trace)
     assert inventory.reason is Reason.INCOMPLETE_RESIDUES
     assert "structures.require: ca" in inventory.detail
-    recipe = Recipe(policy=Policy(require="ca"))
+    recipe = ScanRecipe(policy=Policy(require="ca"))
     assert inventory_of(Part(Role.COMPLEX, "c.pdb"), lines=trace, recipe=recipe).reason is None
 
 
 def test_what_nobody_asked_for_rejects_nothing() -> None:
     lines = COMPLEX.replace("END\n", "") + chain("M", "MSE", "ALA") + "END\n"
-    recipe = Recipe(policy=Policy(modified="reject"))
+    recipe = ScanRecipe(policy=Policy(modified="reject"))
     assert inventory_of(ANTIBODY, ANTIGEN, lines=lines, recipe=recipe).reason is None
     everything = inventory_of(Part(Role.WHOLE, "c.pdb"), lines=lines, recipe=recipe)
     assert everything.reason is Reason.MODIFIED_RESIDUES

@@ -9,8 +9,9 @@ import pytest
 
 from pipeline.keys import content_digest
 from pipeline.records import ChainSummary, Item, Kind, Part, Partner, Role
-from pipeline.structures.inventory import File, Recipe, take
-from pipeline.structures.parsing.read_structure import Reading, read_file
+from pipeline.structures.inventory import ScanRecipe, take
+from pipeline.structures.parsing.read_structure import FileReading
+from pipeline.structures.parsing.structure_files import File, read_file
 from pipeline.structures.partners import NO_ROW, joined_rows
 
 
@@ -51,8 +52,8 @@ def test_in_real_structures_the_row_of_a_residue_has_its_letter(shared_structure
         data = read_file(path, max_bytes=64 << 20)
         file = File(data, content_digest(data).hex())
         item = Item(path.stem, parts=(Part(Role.WHOLE, str(path)),))
-        observed, _ = take(item, {str(path): file}, Recipe())
-        found, maps = take(item, {str(path): file}, Recipe(Reading(seqres=seqres)))
+        observed, _ = take(item, {str(path): file}, ScanRecipe())
+        found, maps = take(item, {str(path): file}, ScanRecipe(FileReading(seqres=seqres)))
         if observed.reason or found.reason:
             continue
         for seen, full in zip(observed.partners, found.partners, strict=True):

@@ -9,16 +9,17 @@ import numpy as np
 import pytest
 
 from pipeline.records import Item, Kind, Part, Reason, Role
-from pipeline.structures.atoms import Unusable, text
-from pipeline.structures.census import Tally
-from pipeline.structures.inventory import Complex, File, Recipe, examine, item_key
-from pipeline.structures.parsing.read_structure import HAS_BIOTITE, Reading, format_of, parse, read_file
+from pipeline.structures.atoms import UnusableInput, name_text
+from pipeline.structures.census import CensusTally
+from pipeline.structures.inventory import Complex, ScanRecipe, examine_item, item_key
+from pipeline.structures.parsing.read_structure import FileReading, parse_structure
+from pipeline.structures.parsing.structure_files import HAS_BIOTITE, File, format_of, read_file
 from pipeline.structures.partners import joined_rows
-from pipeline.structures.policy import Policy, Structure, apply
+from pipeline.structures.policy import Policy, Structure, apply_policy
 from tests.structures.pdb_text import atom, chain
 
 LIMIT = 64 << 20
-KEEP = Recipe(policy=Policy(ligands="keep"))
+KEEP = ScanRecipe(policy=Policy(ligands="keep"))
 
 
 def molecule(name: str, chain_name: str, number: int, *atoms: str, x: float = 0.0) -> str:
@@ -42,21 +43,21 @@ LINES = (
 
 
 def parsed(lines: str, policy: Policy | None = None) -> Structure:
-    return apply(parse((lines + "END\n").encode(), "pdb", Reading()), policy or KEEP.policy)
+    return apply_policy(parse_structure((lines + "END\n").encode(), "pdb", FileReading()), policy or KEEP.policy)
 
 
 def part(role: Role, *chains: str) -> Part:
     return Part(role, "c.pdb", chains)
 
 
-def read(*parts: Part, lines: str = LINES, recipe: Recipe = KEEP) -> Complex:
-    inventory, found = examine(Item("c", parts=parts), {"c.pdb": File((lines + "END\n").encode(), "00")}, recipe)
+def read(*parts: Part, lines: str = LINES, recipe: ScanRecipe = KEEP) -> Complex:
+    inventory, found = examine_item(Item("c", parts=parts), {"c.pdb": File((lines + "END\n").encode(), "00")}, recipe)
     assert found is not None, inventory
     return found
 
 
-def refused(*parts: Part, lines: str = LINES, recipe: Recipe = KEEP) -> tuple[Reason, str]:
-    inventory, found = examine(Item("c", parts=parts), {"c.pdb": File((lines + "END\n").encode(), "00")}, recipe)
+def refused(*parts: Part, lines: str = LINES, recipe: ScanRecipe = KEEP) -> tuple[Reason, str]:
+    inventory, found = examine_item(Item("c", parts=parts), {"c.pdb": File((lines + "END\n").encode(), "00")}, recipe)
     assert found is None
     assert inventory.reason is not None
     return inventory.reason, inventory.detail
@@ -153,7 +154,7 @@ def test_a_name_that_is_not_there_is_answered_with_those_that_are(name: str, rea
 
 
 def test_a_molecule_is_asked_for_in_vain_where_they_are_dropped_and_the_message_says_so() -> None:
-    reason, detail = refused(part(Role.RECEPTOR, "A"), part(Role.LIGAND, "A:GTP"), recipe=Recipe())
+    reason, detail = refused(part(Role.RECEPTOR, "A"), part(Role.LIGAND, "A:GTP"), recipe=ScanRecipe())
     assert reason is Reason.MISSING_CHAIN
     assert "structures.ligands: keep" in detail
 
@@ -162,7 +163,7 @@ def test_a_chain_of_molecules_only_is_a_side_where_they_are_kept() -> None:
     lines = chain("A", "GLY", "ALA") + molecule("HEM", "C", 1, "NA", "NB")
     assert names(read(part(Role.RECEPTOR, "A"), part(Role.LIGAND, "C"), lines=lines))["ligand"] == ["C:HEM:1"]
     sides = part(Role.RECEPTOR, "A"), part(Role.LIGAND, "C")
-    assert refused(*sides, lines=lines, recipe=Recipe())[0] is Reason.CHAIN_WITHOUT_POLYMER
+    assert refused(*sides, lines=lines, recipe=ScanRecipe())[0] is Reason.CHAIN_WITHOUT_POLYMER
     both = part(Role.RECEPTOR, "A", "C"), part(Role.LIGAND, "C:HEM")
     assert refused(*both, lines=lines) == (Reason.CHAIN_WITHOUT_POLYMER, "chain C holds only what the other side names")
 
@@ -170,7 +171,7 @@ def test_a_chain_of_molecules_only_is_a_side_where_they_are_kept() -> None:
 def test_a_file_of_one_molecule_is_a_partner_where_they_are_kept() -> None:
     lines = molecule("HEM", "C", 1, "NA", "NB")
     assert names(read(part(Role.WHOLE), lines=lines))["whole"] == ["C:HEM:1"]
-    assert refused(part(Role.WHOLE), lines=lines, recipe=Recipe())[0] is Reason.NO_POLYMER
+    assert refused(part(Role.WHOLE), lines=lines, recipe=ScanRecipe())[0] is Reason.NO_POLYMER
     assert refused(part(Role.WHOLE), lines=WATER)[0] is Reason.NO_POLYMER
 
 
@@ -207,18 +208,18 @@ def test_an_insertion_code_is_part_of_the_name() -> None:
 
 def test_keeping_molecules_is_another_inventory() -> None:
     item = Item("c", parts=(part(Role.WHOLE),))
-    assert item_key(item, KEEP, {"c.pdb": "00"}) != item_key(item, Recipe(), {"c.pdb": "00"})
+    assert item_key(item, KEEP, {"c.pdb": "00"}) != item_key(item, ScanRecipe(), {"c.pdb": "00"})
 
 
 def test_molecules_have_no_full_sequence() -> None:
     lines = "SEQRES   1 A    3  GLY ALA CYS\n" + chain("A", "GLY", "ALA") + molecule("HEM", "A", 9, "NA", "NB")
-    found = read(part(Role.WHOLE), lines=lines, recipe=replace(KEEP, reading=Reading(seqres=True)))
+    found = read(part(Role.WHOLE), lines=lines, recipe=replace(KEEP, reading=FileReading(seqres=True)))
     assert found.maps["rows.whole"].tolist() == [0, 1, -1]
     assert joined_rows(found.partners[Role.WHOLE], found.maps["rows.whole"]).tolist() == [0, 1, -1]
 
 
 def test_what_rejects_modified_or_incomplete_residues_does_not_mind_molecules() -> None:
-    strict = Recipe(policy=Policy(modified="reject", incomplete="reject", ligands="keep"))
+    strict = ScanRecipe(policy=Policy(modified="reject", incomplete="reject", ligands="keep"))
     assert names(read(part(Role.WHOLE), recipe=strict))["whole"][:2] == ["A", "B"]
 
 
@@ -226,9 +227,9 @@ def bound_map(mine: str, theirs: str) -> list[int]:
     """Return the residue of the bound file that each residue of the unbound one is."""
     item = Item("c", parts=(Part(Role.WHOLE, "u.pdb"),), bound=(Part(Role.WHOLE, "b.pdb"),))
     files = {name: File((lines + "END\n").encode(), name) for name, lines in (("u.pdb", mine), ("b.pdb", theirs))}
-    inventory, found = examine(item, files, KEEP)
+    inventory, found = examine_item(item, files, KEEP)
     if found is None:
-        raise Unusable(inventory.reason or Reason.SCAN_FAILED, inventory.detail)
+        raise UnusableInput(inventory.reason or Reason.SCAN_FAILED, inventory.detail)
     return found.maps["bound.whole"].tolist()
 
 
@@ -237,15 +238,15 @@ def test_a_molecule_corresponds_to_the_only_one_of_its_name_in_the_bound_structu
     protein = chain("A", "GLY", "ALA", "CYS", "ASP")
     assert bound_map(protein + heme + twice, protein + twice + heme) == [0, 1, 2, 3, 6, -1, -1]
     assert bound_map(heme, protein + heme) == [4]
-    with pytest.raises(Unusable, match="HEM"):
+    with pytest.raises(UnusableInput, match="HEM"):
         bound_map(heme, protein + twice)
 
 
 def test_molecules_are_counted_and_are_no_sequences_that_leak() -> None:
-    tally = Tally()
+    tally = CensusTally()
     for index, split in enumerate(("train", "test")):
         item = Item(f"c{index}", parts=(part(Role.RECEPTOR, "A:GTP"), part(Role.LIGAND, "A:MG")), split=split)
-        inventory, _ = examine(item, {"c.pdb": File(LINES.encode(), "00")}, KEEP)
+        inventory, _ = examine_item(item, {"c.pdb": File(LINES.encode(), "00")}, KEEP)
         tally.accept(item, inventory)
     census = tally.census()
     assert (census.chains, census.sequences, census.leaks) == ({"other": 6}, 0, ())
@@ -255,7 +256,13 @@ def links(structure: Structure) -> set[tuple[str, str, bool]]:
     """Return what a file says of bonds, by name."""
     found = structure.links()
     return {
-        (*(f"{text(structure.name_R[structure.residue_A[one]])}.{text(structure.name_A[one])}" for one in pair), sure)
+        (
+            *(
+                f"{name_text(structure.name_R[structure.residue_A[one]])}.{name_text(structure.name_A[one])}"
+                for one in pair
+            ),
+            sure,
+        )
         for pair, sure in zip(found.atoms_L2.tolist(), found.covalent_L.tolist(), strict=True)
     }  # type: ignore[return-value]
 
@@ -282,7 +289,7 @@ def test_text_binary_and_pdb_tell_of_the_same_bonds(shared_structures: Path) -> 
     told = []
     for name in ("1aki.pdb", "1aki.cif", "1aki.bcif")[: 3 if HAS_BIOTITE else 2]:
         path = shared_structures / "varied" / name
-        found = apply(parse(read_file(path, LIMIT), format_of(path), Reading()), Policy()).links()
+        found = apply_policy(parse_structure(read_file(path, LIMIT), format_of(path), FileReading()), Policy()).links()
         assert found.covalent_L.all()
         told.append(found.atoms_L2.tolist())
     assert len(told[0]) == 4
@@ -293,7 +300,10 @@ def test_text_binary_and_pdb_tell_of_the_same_bonds(shared_structures: Path) -> 
 def test_a_link_of_an_assembly_is_in_every_copy(shared_structures: Path) -> None:
     path = shared_structures / "varied" / "1A8O.cif"
     data = read_file(path, LIMIT)
-    one, two = (apply(parse(data, "mmcif", Reading(assembly=assembly)), Policy()) for assembly in (None, "1"))
+    one, two = (
+        apply_policy(parse_structure(data, "mmcif", FileReading(assembly=assembly)), Policy())
+        for assembly in (None, "1")
+    )
     assert len(two.chains) == 2
     assert len(two.links().atoms_L2) == 2 * len(one.links().atoms_L2)
     assert {chain.kind for chain in two.chains} == {Kind.PROTEIN}

@@ -6,21 +6,23 @@ import numpy as np
 import pytest
 
 from pipeline.records import Kind, Reason
-from pipeline.structures.atoms import Unusable, text
-from pipeline.structures.parsing.read_structure import Reading, parse
-from pipeline.structures.policy import Policy, Structure, apply, check
+from pipeline.structures.atoms import UnusableInput, name_text
+from pipeline.structures.parsing.read_structure import FileReading, parse_structure
+from pipeline.structures.policy import Policy, Structure, apply_policy, check_chain
 from tests.structures.pdb_text import atom, chain, residue
 
 
 def read(lines: str, policy: Policy | None = None, model: int = 1) -> Structure:
-    structure = apply(parse((lines + "END\n").encode(), "pdb", Reading(model=model)), policy or Policy())
+    structure = apply_policy(
+        parse_structure((lines + "END\n").encode(), "pdb", FileReading(model=model)), policy or Policy()
+    )
     for one in structure.chains:
-        check(structure, one, policy or Policy())
+        check_chain(structure, one, policy or Policy())
     return structure
 
 
 def reason_of(lines: str, policy: Policy | None = None, model: int = 1) -> Reason:
-    with pytest.raises(Unusable) as caught:
+    with pytest.raises(UnusableInput) as caught:
         read(lines, policy, model)
     return caught.value.reason
 
@@ -36,7 +38,7 @@ def test_the_conformer_of_highest_occupancy_is_kept_whole() -> None:
         for label, share, x in (("A", 0.4, 10.0), ("B", 0.6, 20.0))
     )
     structure = read(lines + residue("GLY", "A", 2))
-    kept = {text(name): tuple(position) for name, position in zip(structure.name_A, structure.pos_A3, strict=True)}
+    kept = {name_text(name): tuple(position) for name, position in zip(structure.name_A, structure.pos_A3, strict=True)}
     assert structure.notes["altlocs"] == 1
     assert (kept["CB"][0], kept["OG"][0]) == (20.0, 20.0)
     first = read(lines, Policy(altlocs="first"))
@@ -53,7 +55,7 @@ def test_an_atom_that_only_the_other_conformer_has_is_not_lost() -> None:
     lines = residue("ALA", "A", 1, ("N", "CA", "C"), altloc="A", occupancy=0.7) + residue(
         "ALA", "A", 1, ("O",), altloc="B", occupancy=0.3
     )
-    assert [text(name) for name in read(lines).name_A] == ["N", "CA", "C", "O"]
+    assert [name_text(name) for name in read(lines).name_A] == ["N", "CA", "C", "O"]
 
 
 def test_a_mixed_residue_is_one_residue_with_the_likelier_name() -> None:
@@ -134,7 +136,9 @@ def test_a_residue_without_backbone_stays_in_the_sequence_but_is_no_node() -> No
 
 def test_the_backbone_table_points_at_the_right_atoms() -> None:
     structure = read(residue("ALA", "A", 1, ("CB", "O", "C", "CA", "N")) + residue("GLY", "A", 2))
-    names = [[text(structure.name_A[index]) if index >= 0 else "-" for index in row] for row in structure.backbone_R5]
+    names = [
+        [name_text(structure.name_A[index]) if index >= 0 else "-" for index in row] for row in structure.backbone_R5
+    ]
     assert names == [["N", "CA", "C", "O", "CB"], ["N", "CA", "C", "O", "-"]]
 
 

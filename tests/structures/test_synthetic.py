@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from scipy.spatial.distance import cdist
 
-from pipeline.structures.synthetic import AMINO_ACIDS, complex_pdb, draw_sequence, fold, write_demo
+from pipeline.structures.synthetic import AMINO_ACIDS, complex_pdb, draw_sequence, fold_chain, write_demo
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -164,7 +164,7 @@ def test_composition_is_natural() -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 7, 700])
 def test_any_length_folds(length: int) -> None:
-    pos = fold(draw_sequence(np.random.default_rng(length), length)).pos_R53
+    pos = fold_chain(draw_sequence(np.random.default_rng(length), length)).pos_R53
     assert pos.shape == (length, 5, 3)
     assert np.isfinite(pos).all()
 
@@ -172,7 +172,7 @@ def test_any_length_folds(length: int) -> None:
 @pytest.mark.parametrize("sequence", ["", "ACDX", "acd"])
 def test_only_the_twenty_letters_fold(sequence: str) -> None:
     with pytest.raises(ValueError, match="20 amino acids"):
-        fold(sequence)
+        fold_chain(sequence)
 
 
 def manifest(folder: Path) -> list[dict[str, str]]:

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from pipeline.records import Item, Kind, Part, Reason, Role
-from pipeline.structures.atoms import Unusable
-from pipeline.structures.inventory import File, Recipe, take
-from pipeline.structures.parsing.read_structure import Reading, format_of, parse, read_file
-from pipeline.structures.policy import Policy, Structure, apply, check
+from pipeline.structures.atoms import UnusableInput
+from pipeline.structures.inventory import ScanRecipe, take
+from pipeline.structures.parsing.read_structure import FileReading, parse_structure
+from pipeline.structures.parsing.structure_files import File, format_of, read_file
+from pipeline.structures.policy import Policy, Structure, apply_policy, check_chain
 
 pytestmark = pytest.mark.shared
 
@@ -48,11 +49,13 @@ REJECTED = {
 }
 
 
-def read(folder: Path, name: str, policy: Policy | None = None, reading: Reading | None = None) -> Structure:
+def read(folder: Path, name: str, policy: Policy | None = None, reading: FileReading | None = None) -> Structure:
     path = folder / "varied" / name
-    structure = apply(parse(read_file(path, LIMIT), format_of(path), reading or Reading()), policy or Policy())
+    structure = apply_policy(
+        parse_structure(read_file(path, LIMIT), format_of(path), reading or FileReading()), policy or Policy()
+    )
     for chain in structure.chains:
-        check(structure, chain, policy or Policy())
+        check_chain(structure, chain, policy or Policy())
     return structure
 
 
@@ -69,7 +72,7 @@ def test_chains_and_residues_are_as_documented(shared_structures: Path, name: st
 
 @pytest.mark.parametrize("name", REJECTED)
 def test_unusable_files_are_rejected_with_the_reason(shared_structures: Path, name: str) -> None:
-    with pytest.raises(Unusable) as caught:
+    with pytest.raises(UnusableInput) as caught:
         read(shared_structures, name)
     assert caught.value.reason is REJECTED[name]
 
@@ -124,7 +127,7 @@ def test_modified_residues_have_their_parents_letter(shared_structures: Path) ->
     assert read(shared_structures, "1A8O.cif").chains[0].sequence.startswith("MDIRQGPKEPFRDY")
     unknown = read(shared_structures, "1A8O.cif", Policy(modified="unknown")).chains[0].sequence
     assert unknown.startswith("XDIRQGPKEPFRDY")
-    with pytest.raises(Unusable) as caught:
+    with pytest.raises(UnusableInput) as caught:
         read(shared_structures, "1A8O.cif", Policy(modified="reject"))
     assert caught.value.reason is Reason.MODIFIED_RESIDUES
 
@@ -136,27 +139,29 @@ def test_a_parent_named_by_the_file_is_believed(shared_structures: Path) -> None
 
 
 def test_each_model_can_be_chosen_and_a_missing_one_is_named(shared_structures: Path) -> None:
-    first, third = (read(shared_structures, "1LCD.pdb", reading=Reading(model=number)) for number in (1, 3))
+    first, third = (read(shared_structures, "1LCD.pdb", reading=FileReading(model=number)) for number in (1, 3))
     assert len(first.pos_A3) == len(third.pos_A3)
     assert not np.allclose(first.pos_A3, third.pos_A3)
-    with pytest.raises(Unusable, match="3 models"):
-        read(shared_structures, "1LCD.pdb", reading=Reading(model=4))
+    with pytest.raises(UnusableInput, match="3 models"):
+        read(shared_structures, "1LCD.pdb", reading=FileReading(model=4))
 
 
 def test_an_assembly_can_be_chosen_and_a_missing_one_is_named(shared_structures: Path) -> None:
-    assert [chain.name for chain in read(shared_structures, "1lzh.pdb.gz", reading=Reading(assembly="2")).chains] == [
-        "B"
-    ]
-    with pytest.raises(Unusable, match="it has: 1, 2"):
-        read(shared_structures, "1lzh.pdb.gz", reading=Reading(assembly="3"))
+    assert [
+        chain.name for chain in read(shared_structures, "1lzh.pdb.gz", reading=FileReading(assembly="2")).chains
+    ] == ["B"]
+    with pytest.raises(UnusableInput, match="it has: 1, 2"):
+        read(shared_structures, "1lzh.pdb.gz", reading=FileReading(assembly="3"))
 
 
 def test_label_names_are_taken_when_asked(shared_structures: Path) -> None:
     item = Item("x", parts=(Part(Role.WHOLE, "1aki.cif", ("B",)),))
-    inventory, _ = take(item, {"1aki.cif": file(shared_structures, "1aki.cif")}, Recipe(Reading(chain_names="label")))
+    inventory, _ = take(
+        item, {"1aki.cif": file(shared_structures, "1aki.cif")}, ScanRecipe(FileReading(chain_names="label"))
+    )
     assert inventory.reason is Reason.CHAIN_WITHOUT_POLYMER  # label B is the water
-    with pytest.raises(Unusable, match="no label chain names"):
-        read(shared_structures, "1aki.pdb", reading=Reading(chain_names="label"))
+    with pytest.raises(UnusableInput, match="no label chain names"):
+        read(shared_structures, "1aki.pdb", reading=FileReading(chain_names="label"))
 
 
 def test_a_ca_trace_has_nodes_when_only_ca_is_required(shared_structures: Path) -> None:
@@ -165,7 +170,9 @@ def test_a_ca_trace_has_nodes_when_only_ca_is_required(shared_structures: Path) 
 
 def test_seqres_rows_skip_what_was_not_observed(shared_structures: Path) -> None:
     item = Item("x", parts=(Part(Role.WHOLE, "3JQH.cif"),))
-    inventory, maps = take(item, {"3JQH.cif": file(shared_structures, "3JQH.cif")}, Recipe(Reading(seqres=True)))
+    inventory, maps = take(
+        item, {"3JQH.cif": file(shared_structures, "3JQH.cif")}, ScanRecipe(FileReading(seqres=True))
+    )
     sequence, rows = inventory.partners[0].chains[0].sequence, maps["rows.whole"]
     observed = read(shared_structures, "3JQH.cif").chains[0].sequence
     assert len(sequence) == 167

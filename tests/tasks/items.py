@@ -14,7 +14,8 @@ from pipeline.graphs.item_graph import GraphRecipe, ItemGraph, encode_graph
 from pipeline.keys import content_digest
 from pipeline.records import Item, Part, Role
 from pipeline.structures import inventory
-from pipeline.structures.parsing.read_structure import read_file
+from pipeline.structures.parsing import structure_files
+from pipeline.structures.parsing.structure_files import read_file
 from pipeline.structures.synthetic import complex_pdb
 from pipeline.training.items import batch
 from pipeline.training.items.batch_layout import EMBEDDING, ENCODED, BatchBuilder, EmbeddingForm, ItemArrays
@@ -45,8 +46,8 @@ def batch_of(graphs: Sequence[ItemGraph], dim: int | None = DIM, ids: Sequence[s
 def graph_of(data: bytes, *, recipe: GraphRecipe | None = None) -> ItemGraph:
     """Return the graph of a complex in PDB text."""
     item = Item("x", parts=(Part(Role.COMPLEX, "x.pdb"),))
-    file = inventory.File(data, content_digest(data).hex())
-    taken, read = inventory.examine(item, {"x.pdb": file}, inventory.Recipe())
+    file = structure_files.File(data, content_digest(data).hex())
+    taken, read = inventory.examine_item(item, {"x.pdb": file}, inventory.ScanRecipe())
     assert read is not None, taken
     return build_graph(read, recipe or GraphRecipe())
 

@@ -43,7 +43,7 @@ def files_of(path: Path) -> CheckpointFiles:
         what = "is a link to a file that is not there" if path.is_symlink() else "there is no such checkpoint"
         raise ConfigError(what, where=str(path), remedy=USE_ESM2) from error
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise unreadable_checkpoint(path, error) from error
     if stat.S_ISDIR(mode):
         return _folder(path)
     if not stat.S_ISREG(mode):
@@ -59,13 +59,13 @@ def files_of(path: Path) -> CheckpointFiles:
     return CheckpointFiles(path.stem, FAIR_ESM, (path,))
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
     """Read a JSON object that stands beside the weights."""
     try:
         text = path.read_bytes() if path.stat().st_size <= _JSON_BYTES else b""
         data = json.loads(text)
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise unreadable_checkpoint(path, error) from error
     except (ValueError, RecursionError) as error:
         raise WeightsUnusable(f"is not JSON: {str(error)[:100]}", where=str(path), remedy=FETCH_AGAIN) from error
     if not isinstance(data, dict):
@@ -73,7 +73,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def unreadable(path: Path, error: OSError) -> WeightsUnusable:
+def unreadable_checkpoint(path: Path, error: OSError) -> WeightsUnusable:
     """Say why a file cannot be read."""
     return WeightsUnusable(f"cannot be read: {error.strerror or error}", where=str(path), remedy=f"ls -ldL {path}")
 
@@ -83,7 +83,7 @@ def _folder(folder: Path) -> CheckpointFiles:
     try:
         found = sorted(path.name for path in folder.iterdir())
     except OSError as error:
-        raise unreadable(folder, error) from error
+        raise unreadable_checkpoint(folder, error) from error
     if CONFIG not in found:
         what = f"the folder has no {CONFIG}, so it is not a Hugging Face model"
         pt = next((folder / name for name in found if name.endswith(".pt")), None)
@@ -111,7 +111,7 @@ def _one_of_folder(path: Path) -> CheckpointFiles:
 def _shards(folder: Path) -> tuple[Path, ...]:
     """Return the parts that an index names."""
     index = folder / INDEX
-    names = read_json(index).get("weight_map")
+    names = read_json_object(index).get("weight_map")
     if not isinstance(names, dict) or not names or not all(_is_plain(name) for name in names.values()):
         raise WeightsUnusable("names no files of this folder in weight_map", where=str(index), remedy=FETCH_AGAIN)
     shards = tuple(folder / name for name in sorted(set(names.values())))

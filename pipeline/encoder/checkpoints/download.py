@@ -17,7 +17,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import unquote, urlsplit
 
 from pipeline import __version__
-from pipeline.encoder.checkpoints.partial_download import BLOCK_BYTES, Origin, Partial, claim
+from pipeline.encoder.checkpoints.partial_download import BLOCK_BYTES, DownloadOrigin, Partial, claim_partial
 from pipeline.errors import ConfigError, DataError, WeightsUnusable
 from pipeline.store.format.disk import Disk
 
@@ -40,7 +40,7 @@ _DISK = Disk()
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class DownloadProgress:
     """How far a download is."""
 
     bytes: int
@@ -49,7 +49,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class RetryPolicy:
     """How long to bear with a network."""
 
     tries: int = 6  # in a row that bring nothing new
@@ -63,18 +63,18 @@ class Patience:
         return max(min(self.first_pause_s * 2.0 ** (failures - 1), self.longest_pause_s), asked_s)
 
 
-PATIENT = Patience()
+PATIENT = RetryPolicy()
 
 
-def fetch(
+def fetch_file(
     url: str,
     out: Path,
     *,
     sha256: str | None,
     size: int | None = None,
     accept: Callable[[Path], object] = bool,
-    tell: Callable[[Progress], None],
-    patience: Patience = PATIENT,
+    tell: Callable[[DownloadProgress], None],
+    patience: RetryPolicy = PATIENT,
     pause: Callable[[float], None] = time.sleep,
 ) -> str:
     """Download `url` to `out`, beginning with what an earlier attempt left there; return the file's SHA-256.
@@ -82,7 +82,7 @@ def fetch(
     `accept` may look at the finished file before it gets its name, and raise WeightsUnusable.
     """
     _refuse_odd_url(url)
-    with claim(out) as partial:
+    with claim_partial(out) as partial:
         _Download(url, out, partial, size, tell).run(patience, pause)
         digest = partial.sha256()
         try:
@@ -124,14 +124,14 @@ class _Download:
     """Asks for what is missing until nothing is."""
 
     def __init__(
-        self, url: str, out: Path, partial: Partial, size: int | None, tell: Callable[[Progress], None]
+        self, url: str, out: Path, partial: Partial, size: int | None, tell: Callable[[DownloadProgress], None]
     ) -> None:
         self._url, self._out, self._partial, self._size, self._tell = url, out, partial, size, tell
         self._opener = urllib.request.build_opener(_Redirects)
         self._began, self._came = time.monotonic(), 0
         self._answered = self._ended = False
 
-    def run(self, patience: Patience, pause: Callable[[float], None]) -> None:
+    def run(self, patience: RetryPolicy, pause: Callable[[float], None]) -> None:
         """Try until all is here, as long as tries bring something new."""
         furthest, failures = self._partial.size, 0
         while not self._ended and not self._partial.is_whole(self._url):
@@ -191,7 +191,7 @@ class _Download:
         self._refuse_page(response, block if start == 0 else b"")
         self._refuse_other_size(total)
         if start == 0:
-            self._partial.restart(Origin.of(self._url, response.headers, total))
+            self._partial.restart(DownloadOrigin.of(self._url, response.headers, total))
         elif not self._continues(response, start, total):
             self._partial.restart()
             return
@@ -225,7 +225,7 @@ class _Download:
         self._partial.append(block)
         self._came += len(block)
         passed_s = max(time.monotonic() - self._began, 1e-6)
-        self._tell(Progress(self._partial.size, total, self._came / passed_s))
+        self._tell(DownloadProgress(self._partial.size, total, self._came / passed_s))
 
     def _end(self, total: int | None) -> None:
         """Accept the end of an answer as the end of the file, or not."""

@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeline.encoder.checkpoints.checkpoint_files import FAIR_ESM, FETCH_AGAIN, CheckpointFiles, files_of, read_json
+from pipeline.encoder.checkpoints.checkpoint_files import (
+    FAIR_ESM,
+    FETCH_AGAIN,
+    CheckpointFiles,
+    files_of,
+    read_json_object,
+)
 from pipeline.encoder.checkpoints.weight_containers import (
     read_pt,
     read_safetensors,
@@ -25,7 +31,7 @@ from pipeline.encoder.checkpoints.weight_containers import (
     refuse_container,
     refuse_names,
 )
-from pipeline.encoder.tokens import VOCABULARY
+from pipeline.encoder.embedding_recipe import VOCABULARY
 from pipeline.errors import WeightsUnusable
 
 if TYPE_CHECKING:
@@ -69,7 +75,7 @@ class Architecture:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class EsmCheckpoint:
     """The encoder's tensors, under fair-esm's names without prefix; no heads."""
 
     name: str
@@ -118,16 +124,16 @@ def shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     }
 
 
-def load(path: Path) -> Checkpoint:
+def load_checkpoint(path: Path) -> EsmCheckpoint:
     """Return the checkpoint at a path, whose every tensor has been looked for and found as it should be."""
     files = files_of(path)
     state, architecture = _fair_esm(files) if files.form == FAIR_ESM else _hugging_face(files)
     refuse_names(state, path)
     tensors = _held_to(architecture, state, path)
-    return Checkpoint(files.name, files.form, path, architecture, tensors, _rotary(architecture, state, path))
+    return EsmCheckpoint(files.name, files.form, path, architecture, tensors, _rotary(architecture, state, path))
 
 
-def digest(checkpoint: Checkpoint) -> str:
+def digest_weights(checkpoint: EsmCheckpoint) -> str:
     """Return what identifies the weights: the same for both forms, and another if any bit of them differs."""
     hasher = hashlib.blake2b(json.dumps(asdict(checkpoint.architecture), sort_keys=True).encode(), digest_size=16)
     for name, tensor in sorted([*checkpoint.tensors.items(), ("rotary", checkpoint.rotary_F)]):
@@ -136,7 +142,7 @@ def digest(checkpoint: Checkpoint) -> str:
     return hasher.hexdigest()
 
 
-def refuse_not_finite(checkpoint: Checkpoint) -> None:
+def refuse_not_finite(checkpoint: EsmCheckpoint) -> None:
     """Refuse weights with numbers that are none: whatever they encode would be none either."""
     for name, tensor in checkpoint.tensors.items():
         finite = torch.isfinite(tensor)
@@ -160,7 +166,7 @@ def _fair_esm(files: CheckpointFiles) -> tuple[dict[str, Any], Architecture]:
 def _hugging_face(files: CheckpointFiles) -> tuple[dict[str, Any], Architecture]:
     """Read a folder of config.json and safetensors."""
     config_path = files.others[0]
-    config = read_json(config_path)
+    config = read_json_object(config_path)
     refuse_config(config, config_path)
     config.setdefault("token_dropout", False)  # as transformers has it
     names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "token_dropout")

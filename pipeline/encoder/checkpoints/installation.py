@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.encoder.checkpoints import weights
 from pipeline.encoder.checkpoints.checkpoint_files import HUGGING_FACE, SINGLE, files_of
-from pipeline.encoder.checkpoints.partial_download import BLOCK_BYTES, writing
-from pipeline.encoder.checkpoints.weights import Verdict, Weights, check_published, published, sha256_of
+from pipeline.encoder.checkpoints.partial_download import BLOCK_BYTES, explaining_disk_errors
+from pipeline.encoder.checkpoints.weights import CheckpointFacts, PublishedMatch, check_published, published, sha256_of
 from pipeline.errors import ConfigError, WeightsUnusable
 from pipeline.store.format.disk import Disk
 
@@ -33,7 +33,7 @@ _DISK = Disk()
 class Examined:
     """A checkpoint that could be read, and what the table of published models says of it."""
 
-    weights: Weights
+    weights: CheckpointFacts
     parameters: int  # of what encodes: heads are not counted
     sha256: tuple[tuple[str, str], ...]  # name and digest of each file that holds tensors
     verdict: str  # published, unknown or different
@@ -52,30 +52,30 @@ class Examined:
         return self
 
 
-def examine(path: Path) -> Examined:
+def examine_checkpoint(path: Path) -> Examined:
     """Read the checkpoint at a path, every tensor and every byte of it."""
-    from pipeline.encoder.checkpoints.esm_checkpoint import load
+    from pipeline.encoder.checkpoints.esm_checkpoint import load_checkpoint
 
-    found = weights.examine(path)
+    found = weights.checkpoint_facts(path)
     verdict, why = _judge(path, found)
     digests = tuple((file.name, sha256_of(file)) for file in files_of(path).tensors)
-    return Examined(found, sum(one.numel() for one in load(path).tensors.values()), digests, verdict, why)
+    return Examined(found, sum(one.numel() for one in load_checkpoint(path).tensors.values()), digests, verdict, why)
 
 
-def _judge(path: Path, found: Weights) -> tuple[str, WeightsUnusable | None]:
+def _judge(path: Path, found: CheckpointFacts) -> tuple[str, WeightsUnusable | None]:
     """Compare a checkpoint with what was published under its name."""
     try:
         _refuse_other_shape(published(found.name), (found.layers, found.dim, found.heads), path)
-        return ("published" if check_published(path, found.name) is Verdict.EQUAL else "unknown"), None
+        return ("published" if check_published(path, found.name) is PublishedMatch.EQUAL else "unknown"), None
     except WeightsUnusable as difference:
         return "different", difference
 
 
 def refuse_other(path: Path, model: Published | None) -> None:
     """Refuse a file that is no checkpoint of ESM-2, or not of the architecture of a published model."""
-    from pipeline.encoder.checkpoints.esm_checkpoint import load
+    from pipeline.encoder.checkpoints.esm_checkpoint import load_checkpoint
 
-    shape = load(path).architecture
+    shape = load_checkpoint(path).architecture
     _refuse_other_shape(model, (shape.layers, shape.dim, shape.heads), path)
 
 
@@ -105,7 +105,7 @@ def install(source: CheckpointFiles, target: Path, *, replace: bool) -> None:
         raise ConfigError("something else is there already", where=str(target), remedy=remedy)
     _refuse_small_disk(source, target)
     partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
-    with writing(target):
+    with explaining_disk_errors(target):
         _DISK.make_folder(target.parent)
         try:
             if source.form == HUGGING_FACE:

@@ -31,7 +31,7 @@ _DISK = Disk()
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class DownloadOrigin:
     """Whose bytes a partial file holds."""
 
     url: str
@@ -39,7 +39,7 @@ class Origin:
     total: int | None
 
     @classmethod
-    def of(cls, url: str, headers: Message, total: int | None) -> Origin:
+    def of(cls, url: str, headers: Message, total: int | None) -> DownloadOrigin:
         """Read what a server says of its file."""
         tag = headers.get("ETag", "")
         return cls(url, tag if tag.startswith('"') else headers.get("Last-Modified", ""), total)
@@ -60,12 +60,12 @@ class Partial:
         self.size = os.fstat(file.fileno()).st_size
         self.origin = self._remembered()
 
-    def _remembered(self) -> Origin | None:
+    def _remembered(self) -> DownloadOrigin | None:
         """Read whose bytes these are; a note that cannot be read is none."""
         try:
             note = json.loads(self._note.read_text())
             total = note["total"]
-            return Origin(str(note["url"]), str(note["validator"]), None if total is None else int(total))
+            return DownloadOrigin(str(note["url"]), str(note["validator"]), None if total is None else int(total))
         except (OSError, ValueError, TypeError, KeyError):
             return None
 
@@ -80,9 +80,9 @@ class Partial:
         """Say whether nothing is missing, which only a known length can tell."""
         return self.can_go_on(url) and self.origin is not None and self.size == self.origin.total
 
-    def restart(self, origin: Origin | None = None) -> None:
+    def restart(self, origin: DownloadOrigin | None = None) -> None:
         """Forget what came, and remember whose bytes come now."""
-        with writing(self._out):
+        with explaining_disk_errors(self._out):
             self._file.truncate(0)  # first: the note must never vouch for another's bytes
             self._note.unlink(missing_ok=True)
             if origin is not None:
@@ -91,7 +91,7 @@ class Partial:
 
     def append(self, data: bytes) -> None:
         """Add what came."""
-        with writing(self._out):
+        with explaining_disk_errors(self._out):
             self._file.write(data)
             self._file.flush()
         self.size += len(data)
@@ -112,7 +112,7 @@ class Partial:
 
     def publish(self) -> None:
         """Let it be the file."""
-        with writing(self._out):
+        with explaining_disk_errors(self._out):
             os.fsync(self._file.fileno())
             _DISK.rename(self.path, self._out)
             _DISK.fsync_folder(self._out.parent)
@@ -125,9 +125,9 @@ class Partial:
 
 
 @contextmanager
-def claim(out: Path) -> Iterator[Partial]:
+def claim_partial(out: Path) -> Iterator[Partial]:
     """Hold the partial file of `out` against other processes."""
-    with writing(out):
+    with explaining_disk_errors(out):
         _DISK.make_folder(out.parent)
         if out.is_dir():
             raise IsADirectoryError(errno.EISDIR, "a folder has that name")
@@ -138,7 +138,7 @@ def claim(out: Path) -> Iterator[Partial]:
             yield Partial(out, shared, file)
         return
     own = out.with_name(f"{out.name}.{secrets.token_hex(4)}.partial")  # without locks, nobody can go on with it later
-    with writing(out):
+    with explaining_disk_errors(out):
         file = own.open("x+b")
     with file:
         partial = Partial(out, own, file)
@@ -169,7 +169,7 @@ def _open_locked(path: Path) -> IO[bytes] | None:
 
 
 @contextmanager
-def writing(out: Path) -> Iterator[None]:
+def explaining_disk_errors(out: Path) -> Iterator[None]:
     """Turn what a disk refuses into an error that says where and what to do."""
     try:
         yield

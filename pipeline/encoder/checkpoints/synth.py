@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pipeline.encoder.checkpoints.esm_checkpoint import PT_PREFIX, Architecture, frequencies, shapes
-from pipeline.encoder.tokens import PAD, VOCABULARY
+from pipeline.encoder.embedding_recipe import PAD, VOCABULARY
 from pipeline.errors import ConfigError
 from pipeline.store.format.disk import Disk, link_or_rename
 
@@ -27,7 +27,7 @@ _DISK = Disk()
 _SPREAD = 0.1  # of layer-norm parameters and output biases: were they ones and zeros, nobody would miss them
 
 
-def synth(out: Path, layers: int, dim: int, heads: int, seed: int = 0, stress: float = 1.0) -> None:
+def write_random_checkpoint(out: Path, layers: int, dim: int, heads: int, seed: int = 0, stress: float = 1.0) -> None:
     """Write a random checkpoint, and the contact regression that fair-esm wants beside it.
 
     `stress` multiplies the query and key weights, so that attention becomes as sharp as half precision can bear.

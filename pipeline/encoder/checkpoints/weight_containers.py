@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from pipeline.encoder.checkpoints.checkpoint_files import FETCH_AGAIN, USE_ESM2, unreadable
-from pipeline.encoder.tokens import MASK, PAD, VOCABULARY
+from pipeline.encoder.checkpoints.checkpoint_files import FETCH_AGAIN, USE_ESM2, unreadable_checkpoint
+from pipeline.encoder.embedding_recipe import MASK, PAD, VOCABULARY
 from pipeline.errors import WeightsUnusable
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def read_pt(path: Path) -> Any:
     except OSError as error:
         if error.errno == errno.EINVAL:  # torch looks for the archive's end before the file's beginning
             raise _not_a_checkpoint(path, EOFError(), is_zip=head.startswith(ZIP)) from error
-        raise unreadable(path, error) from error
+        raise unreadable_checkpoint(path, error) from error
     except MemoryError:
         raise
     except pickle.UnpicklingError as error:
@@ -55,7 +55,7 @@ def read_safetensors(paths: Iterable[Path]) -> dict[str, torch.Tensor]:
             with safe_open(path, framework="pt") as file:
                 tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
         except OSError as error:
-            raise unreadable(path, error) from error
+            raise unreadable_checkpoint(path, error) from error
         except (SafetensorError, ValueError, KeyError, AttributeError, RuntimeError) as error:
             raise _not_a_checkpoint(path, error, is_zip=False) from error
     return tensors
@@ -96,7 +96,7 @@ def _head(path: Path) -> bytes:
         with path.open("rb") as file:
             head = file.read(64)
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise unreadable_checkpoint(path, error) from error
     if not head:
         raise WeightsUnusable("the file is empty", where=str(path), remedy=FETCH_AGAIN)
     if head.lstrip()[:1] == b"<" and b"\0" not in head:

@@ -20,7 +20,7 @@ from pipeline.encoder.checkpoints.checkpoint_files import (
     SINGLE,
     CheckpointFiles,
     files_of,
-    unreadable,
+    unreadable_checkpoint,
 )
 from pipeline.errors import CacheDamaged, ConfigError, RecordMissing, WeightsUnusable
 from pipeline.keys import is_settled, recipe_key
@@ -37,7 +37,7 @@ _BLOCK_BYTES = 1 << 20
 _SUFFIXES = (".pt", ".safetensors")
 
 
-class Verdict(str, Enum):
+class PublishedMatch(str, Enum):
     """What the table of published models says of a file that it does not contradict."""
 
     EQUAL = "equal"
@@ -45,7 +45,7 @@ class Verdict(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class CheckpointFacts:
     """A checkpoint that was read and found in order."""
 
     name: str
@@ -63,12 +63,12 @@ class Weights:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Weights:
+    def from_json(cls, data: Mapping[str, Any]) -> CheckpointFacts:
         """Read what `to_json` wrote."""
         return cls(**data)
 
 
-def find(path: Path) -> Path:
+def find_checkpoint(path: Path) -> Path:
     """Return the path, or where else the same checkpoint lies: on a node without internet, what is there must do."""
     looked = list(dict.fromkeys(_places(path)))
     for place in looked:
@@ -83,15 +83,15 @@ def find(path: Path) -> Path:
     raise ConfigError(what, where=str(path), remedy=fetch)
 
 
-def identify(path: Path, seen: Store, *, remember: bool = True) -> Weights:
+def identify(path: Path, seen: Store, *, remember: bool = True) -> CheckpointFacts:
     """Return what a checkpoint is; it is read again only if one of its files changed since it was remembered."""
-    place = find(path)
+    place = find_checkpoint(path)
     files = files_of(place)
     before = _states(files)
     key = _key(place, before)
     if (known := _remembered(seen, key)) is not None:
         return known
-    weights = examine(place)
+    weights = checkpoint_facts(place)
     if _states(files) != before:
         remedy = "wait until it is written, and type the same command again"
         raise WeightsUnusable("changed while it was read", where=str(place), remedy=remedy)
@@ -106,25 +106,25 @@ def key_as_it_stands(place: Path) -> bytes:
     return _key(place, _states(files_of(place)))
 
 
-def check_published(path: Path, name: str) -> Verdict:
+def check_published(path: Path, name: str) -> PublishedMatch:
     """Compare a checkpoint's file with what was published under that name; a file that differs is refused."""
     files, model = files_of(path), published(name)
     if model is None or len(files.tensors) != 1:
-        return Verdict.UNKNOWN
+        return PublishedMatch.UNKNOWN
     (file,) = files.tensors
     is_pt = file.suffix == ".pt"
     expected, size = (model.pt_sha256, model.pt_bytes) if is_pt else (model.safetensors_sha256, None)
     if expected is None:
-        return Verdict.UNKNOWN
+        return PublishedMatch.UNKNOWN
     remedy = f"pipeline weights fetch {name}   (or give your own model a name of its own)"
     if size is not None and (found := file.stat().st_size) != size:
         raise WeightsUnusable(
             f"has {found:,} bytes; {name} was published with {size:,}", where=str(file), remedy=remedy
         )
-    if (digest := sha256_of(file)) != expected:
-        what = f"is not {name} as it was published: its SHA-256 is {digest}, and should be {expected}"
+    if (sha256 := sha256_of(file)) != expected:
+        what = f"is not {name} as it was published: its SHA-256 is {sha256}, and should be {expected}"
         raise WeightsUnusable(what, where=str(file), remedy=remedy)
-    return Verdict.EQUAL
+    return PublishedMatch.EQUAL
 
 
 def sha256_of(path: Path) -> str:
@@ -135,19 +135,24 @@ def sha256_of(path: Path) -> str:
             while block := file.read(_BLOCK_BYTES):
                 hasher.update(block)
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise unreadable_checkpoint(path, error) from error
     return hasher.hexdigest()
 
 
-def examine(path: Path) -> Weights:
+def checkpoint_facts(path: Path) -> CheckpointFacts:
     """Read a checkpoint, every tensor of it, and say what it is; one that could not be used is refused."""
-    from pipeline.encoder.checkpoints.esm_checkpoint import digest, dtype_name, load, refuse_not_finite
+    from pipeline.encoder.checkpoints.esm_checkpoint import (
+        digest_weights,
+        dtype_name,
+        load_checkpoint,
+        refuse_not_finite,
+    )
 
-    checkpoint = load(path)
+    checkpoint = load_checkpoint(path)
     refuse_not_finite(checkpoint)
     shape, size_bytes = checkpoint.architecture, sum(file.stat().st_size for file in files_of(path).all)
-    facts = (digest(checkpoint), shape.layers, shape.dim, shape.heads, dtype_name(checkpoint.dtype), size_bytes)
-    return Weights(checkpoint.name, checkpoint.form, str(path), *facts)
+    facts = (digest_weights(checkpoint), shape.layers, shape.dim, shape.heads, dtype_name(checkpoint.dtype), size_bytes)
+    return CheckpointFacts(checkpoint.name, checkpoint.form, str(path), *facts)
 
 
 def _states(files: CheckpointFiles) -> list[tuple[str, int, int, int]]:
@@ -164,16 +169,16 @@ def _state(path: Path) -> tuple[int, int, int]:
     try:
         state = path.stat()
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise unreadable_checkpoint(path, error) from error
     return state.st_size, state.st_mtime_ns, state.st_ctime_ns
 
 
-def _remembered(seen: Store, key: bytes) -> Weights | None:
+def _remembered(seen: Store, key: bytes) -> CheckpointFacts | None:
     """Return what is remembered under a key; a damaged record counts as missing, and is made anew."""
     if seen.missing([key]):
         return None
     try:
-        return Weights.from_json(seen.get(key).meta)
+        return CheckpointFacts.from_json(seen.get(key).meta)
     except (CacheDamaged, RecordMissing) as error:
         log.warning("%s: %s: made anew", error.where, error.what)
         return None

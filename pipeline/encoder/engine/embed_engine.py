@@ -1,19 +1,28 @@
-"""What an engine tells of itself while it works."""
+"""Embeds sequences with one checkpoint: draws batches, computes them, has rows written, tells what became of each."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from pipeline.encoder.checkpoints.esm_checkpoint import as_dtype
 from pipeline.encoder.embedding_recipe import Variant
 from pipeline.encoder.engine import token_batches, token_budget
-from pipeline.encoder.engine.io_threads import Embedding, Reader, Writer
-from pipeline.encoder.engine.oom_ladder import Ladder, Refused, Step, full_precision
+from pipeline.encoder.engine.io_threads import BatchReader, RowWriter
+from pipeline.encoder.engine.oom_ladder import MemoryLadder
+from pipeline.encoder.engine.sequence_work import (
+    ComputeStep,
+    Done,
+    Embedding,
+    EmbeddingCounts,
+    EngineSettings,
+    RefusedSequence,
+    full_precision,
+)
 from pipeline.encoder.engine.token_budget import QUEUE_BYTES
-from pipeline.encoder.forward.esm2 import Encoder
+from pipeline.encoder.forward.esm2 import EsmEncoder
 from pipeline.errors import PlanInfeasible
 from pipeline.memory.runtime.out_of_memory import unless_out_of_memory
 from pipeline.records import Reason
@@ -24,75 +33,34 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from pipeline.encoder.checkpoints.esm_checkpoint import Checkpoint
-    from pipeline.encoder.embedding_recipe import Recipe
-    from pipeline.encoder.engine.oom_ladder import Work
-    from pipeline.encoder.engine.token_batches import Schedule
+    from pipeline.encoder.checkpoints.esm_checkpoint import EsmCheckpoint
+    from pipeline.encoder.embedding_recipe import EmbeddingRecipe
+    from pipeline.encoder.engine.sequence_work import SequenceWork
+    from pipeline.encoder.engine.token_batches import BatchSchedule
 
     Integers = NDArray[np.int64]
 
 
-@dataclass(slots=True)
-class Figures:
-    """Counts that only grow, but for the budget; changed by the engine alone, read by anybody."""
-
-    sequences: int = 0  # stored
-    refused: int = 0
-    residues: int = 0  # of what was stored
-    encoded_residues: int = 0  # in all forward passes: what windows share counts twice
-    tokens: int = 0  # computed for it: ends and filling included, and what windows share twice
-    batches: int = 0
-    splits: int = 0  # times that memory did not suffice
-    again: int = 0  # sequences done again in full precision
-    forward_s: float = 0.0
-    cost_done: float = 0.0
-    budget_tokens: int = 0
-    host_peak_bytes: int = 0
-    device_peak_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """How one process encodes."""
-
-    policy: str  # divisor or tokens
-    cap: int | Literal["auto"]
-    budget: int | Literal["auto"]
-    device: str  # cpu or cuda
-    threads: int = 1
-    shrink: int = 0  # how often the budget is halved, because a card's memory ended in an earlier attempt
-    mem_bytes: int | None = None  # what the allocation gives this process on the host
-
-
 AHEAD = 3  # batches that are read, or being read: one to compute now, two for later
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """A sequence whose embedding the sink has taken."""
-
-    reason: ClassVar[None] = None
-    index: int
-    variant: Variant
 
 
 @dataclass(slots=True)
 class Flow:
     """What is under way in one run; no more rows than `QUEUE_BYTES`, and one batch, wait to be written."""
 
-    ladder: Ladder
-    recipe: Recipe
-    figures: Figures
-    schedule: Schedule
-    reader: Reader
-    writer: Writer
+    ladder: MemoryLadder
+    recipe: EmbeddingRecipe
+    figures: EmbeddingCounts
+    schedule: BatchSchedule
+    reader: BatchReader
+    writer: RowWriter
     on: Callable[[Sequence[str]], None]  # is told which texts are computed now
     reading: int = 0
     writing: int = 0
     writing_bytes: int = 0
-    again: list[Work] = field(default_factory=list)  # in full precision
+    again: list[SequenceWork] = field(default_factory=list)  # in full precision
 
-    def outcomes(self) -> Iterator[Done | Refused]:
+    def outcomes(self) -> Iterator[Done | RefusedSequence]:
         """Do everything, and yield what became of each sequence."""
         while True:
             self._read_ahead()
@@ -113,13 +81,13 @@ class Flow:
             self.reader.ask(places)
             self.reading += 1
 
-    def _compute(self, works: Sequence[Work]) -> Iterator[Done | Refused]:
+    def _compute(self, works: Sequence[SequenceWork]) -> Iterator[Done | RefusedSequence]:
         """Compute sequences; their rows are the writer's before anything else can happen, so that none is lost."""
         self.on([work.text for work in works])
         if len(works) == 1 and works[0].tokens > self.ladder.budget:
             yield from self._settle_down_to(-1)  # it may need all the memory there is
         for result in self.ladder.climb(works):
-            if isinstance(result, Refused):
+            if isinstance(result, RefusedSequence):
                 yield result
                 continue
             self.writer.ask(result)
@@ -128,12 +96,12 @@ class Flow:
             del result  # the next forward may need its memory
             yield from self._settle_down_to(QUEUE_BYTES)
 
-    def _settle_down_to(self, most_bytes: int) -> Iterator[Done | Refused]:
+    def _settle_down_to(self, most_bytes: int) -> Iterator[Done | RefusedSequence]:
         """Wait until no more than this is left to be written, and take what answers are there."""
         while self.writing and (self.writing_bytes > most_bytes or self.writer.has_answered()):
             yield from self._settle()
 
-    def _settle(self) -> Iterator[Done | Refused]:
+    def _settle(self) -> Iterator[Done | RefusedSequence]:
         """Wait for the next rows to be written, and yield what became of them."""
         written = self.writer.hear()
         self.writing -= 1
@@ -146,24 +114,23 @@ class Flow:
             self.figures.residues += len(work.tokens_L)
             yield Done(work.index, work.step.variant)
 
-    def _repeat(self, work: Work) -> Iterator[Refused]:
+    def _repeat(self, work: SequenceWork) -> Iterator[RefusedSequence]:
         """Have a sequence whose numbers are not finite done again in full precision, or refuse it."""
         step = full_precision(self.recipe, work.step)
         if step is None:
             what = f"the encoder's numbers are not finite in {work.step.variant.precision} as stored"
-            yield Refused(work.index, Reason.NOT_FINITE, what)
+            yield RefusedSequence(work.index, Reason.NOT_FINITE, what)
         else:
             self.figures.again += 1
             self.again.append(work.at(step))
 
 
-__all__ = ["Done", "Embedding", "Engine", "Figures", "Refused", "Settings"]
-
-
 class Builder(Protocol):
     """What makes an encoder: the class itself, or a stand-in."""
 
-    def __call__(self, checkpoint: Checkpoint, *, layer: int, precision: str, device: torch.device) -> Encoder: ...
+    def __call__(
+        self, checkpoint: EsmCheckpoint, *, layer: int, precision: str, device: torch.device
+    ) -> EsmEncoder: ...
 
 
 class Engine:
@@ -171,31 +138,33 @@ class Engine:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
-        recipe: Recipe,
-        settings: Settings,
+        checkpoint: EsmCheckpoint,
+        recipe: EmbeddingRecipe,
+        settings: EngineSettings,
         *,
         precision: str | None = None,
         ceiling: int | None = None,
         learned: Callable[[int], None] = lambda _: None,
-        build: Builder = Encoder,
+        build: Builder = EsmEncoder,
         on: Callable[[Sequence[str]], None] = lambda _: None,
     ) -> None:
-        self.figures = Figures()
+        self.figures = EmbeddingCounts()
         self._checkpoint, self._recipe, self._settings, self._build = checkpoint, recipe, settings, build
-        self._main = Step(settings.device, Variant(precision or recipe.precision))
+        self._main = ComputeStep(settings.device, Variant(precision or recipe.precision))
         if self._main.variant not in recipe.accepted(0):
             raise ValueError(f"the recipe does not accept {self._main.variant.precision}")
         self._ceiling, self._on = ceiling, on
         storage = as_dtype(recipe.storage)
-        self._ladder = Ladder(recipe, self._main, self._encoder, storage, self.figures, learned, settings.mem_bytes)
+        self._ladder = MemoryLadder(
+            recipe, self._main, self._encoder, storage, self.figures, learned, settings.mem_bytes
+        )
 
     def run(
         self,
         lengths_N: Integers,
         read: Callable[[Sequence[int]], Sequence[str]],
         sink: Callable[[Embedding], None],
-    ) -> Generator[Done | Refused, None, None]:
+    ) -> Generator[Done | RefusedSequence, None, None]:
         """Embed N sequences of known length, told from each other by their place; yield what became of each.
 
         `read` is called in a thread of its own, `sink` in another, each by nobody else. An outcome is yielded after the
@@ -206,27 +175,27 @@ class Engine:
         for index in refused_N.tolist():
             self.figures.refused += 1
             what = f"{lengths_N[index]:,} residues; no more than {self._recipe.length:,} are wanted"
-            yield Refused(index, Reason.SEQUENCE_TOO_LONG, what)
+            yield RefusedSequence(index, Reason.SEQUENCE_TOO_LONG, what)
         if len(refused_N) == len(lengths_N):
             return
         self._set_budget()
-        with Writer(sink) as writer, Reader(read, lengths_N, self._recipe, self._main) as reader:
+        with RowWriter(sink) as writer, BatchReader(read, lengths_N, self._recipe, self._main) as reader:
             yield from self._run(lengths_N, refused_N, reader, writer)
 
     def _run(
-        self, lengths_N: Integers, refused_N: Integers, reader: Reader, writer: Writer
-    ) -> Iterator[Done | Refused]:
+        self, lengths_N: Integers, refused_N: Integers, reader: BatchReader, writer: RowWriter
+    ) -> Iterator[Done | RefusedSequence]:
         """Pass on what becomes of the sequences that are not refused, and keep the figures."""
         settings = self._settings
         cap = None if settings.cap == "auto" else settings.cap
-        order = token_batches.Schedule(lengths_N, refused_N, self._recipe, policy=settings.policy, cap=cap)
-        costs_N = token_batches.costs(lengths_N, self._recipe, self._checkpoint.architecture.dim)
+        order = token_batches.BatchSchedule(lengths_N, refused_N, self._recipe, policy=settings.policy, cap=cap)
+        costs_N = token_batches.recipe_costs(lengths_N, self._recipe, self._checkpoint.architecture.dim)
         for outcome in Flow(self._ladder, self._recipe, self.figures, order, reader, writer, self._on).outcomes():
-            self.figures.refused += isinstance(outcome, Refused)
+            self.figures.refused += isinstance(outcome, RefusedSequence)
             self.figures.cost_done += float(costs_N[outcome.index])
             yield outcome
 
-    def _encoder(self, device: str, precision: str) -> Encoder:
+    def _encoder(self, device: str, precision: str) -> EsmEncoder:
         return self._build(self._checkpoint, layer=self._recipe.layer, precision=precision, device=torch.device(device))
 
     def _set_budget(self) -> None:

@@ -15,9 +15,16 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 import torch
 
-from pipeline.encoder.engine import oom_ladder
-from pipeline.encoder.engine.oom_ladder import Computed, Refused, Span, Work
-from pipeline.encoder.tokens import BadSequence, tokenize
+from pipeline.encoder.embedding_recipe import BadSequence, tokenize
+from pipeline.encoder.engine.sequence_work import (
+    Computed,
+    ComputeStep,
+    Embedding,
+    RefusedSequence,
+    SequenceWork,
+    Span,
+    first_step,
+)
 from pipeline.memory.runtime.out_of_memory import unless_out_of_memory
 from pipeline.records import Reason
 
@@ -27,7 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Self
 
-    from pipeline.encoder.embedding_recipe import Recipe, Variant
+    from pipeline.encoder.embedding_recipe import EmbeddingRecipe
 
     Rows = NDArray[Any]
 
@@ -36,45 +43,19 @@ Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
-class Embedding:
-    """What is stored of a sequence."""
-
-    index: int
-    text: str
-    variant: Variant
-    rows_LD: NDArray[Any]  # in storage precision; bfloat16 as its bits, uint16
-
-    @property
-    def residues(self) -> int:
-        """Count the residues of the text; a truncated one has fewer rows."""
-        return len(self.text)
-
-    @property
-    def meta(self) -> dict[str, Any]:
-        """Return what the record says beside the rows: plain JSON."""
-        cut = self.variant.cut
-        return {
-            "residues": self.residues,
-            "rows": len(self.rows_LD),
-            "precision": self.variant.precision,
-            "cut": None if cut is None else {"policy": cut.policy, "length": cut.length, "overlap": cut.overlap},
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Read:
+class ReadBatch:
     """Sequences that are ready to be computed, and those that never will be."""
 
-    works: list[Work]
-    refused: list[Refused]
+    works: list[SequenceWork]
+    refused: list[RefusedSequence]
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenRows:
     """What became of computed rows."""
 
-    stored: list[Work]
-    spoiled: list[Work]  # those with numbers that are not finite
+    stored: list[SequenceWork]
+    spoiled: list[SequenceWork]  # those with numbers that are not finite
     bytes: int
     seconds: float  # that computing them took
 
@@ -151,7 +132,7 @@ class Servant(Generic[Asked, Answer]):
         """Do what was asked."""
 
 
-class Reader(Servant["NDArray[np.int64]", Read]):
+class BatchReader(Servant["NDArray[np.int64]", ReadBatch]):
     """Reads and tokenises batches before they are needed."""
 
     name = "reader"
@@ -160,34 +141,34 @@ class Reader(Servant["NDArray[np.int64]", Read]):
         self,
         read: Callable[[Sequence[int]], Sequence[str]],
         lengths_N: NDArray[np.int64],
-        recipe: Recipe,
-        main: oom_ladder.Step,
+        recipe: EmbeddingRecipe,
+        main: ComputeStep,
     ) -> None:
         super().__init__()
         self._read, self._lengths_N, self._recipe, self._main = read, lengths_N, recipe, main
 
-    def answer(self, asked: NDArray[np.int64]) -> Read:
+    def answer(self, asked: NDArray[np.int64]) -> ReadBatch:
         """Return the sequences of one batch."""
-        works, refused = list[Work](), list[Refused]()
+        works, refused = list[SequenceWork](), list[RefusedSequence]()
         for index, text in zip(asked.tolist(), self._read(asked.tolist()), strict=True):
             if len(text) != self._lengths_N[index]:
                 raise ValueError(f"sequence {index} has {len(text)} residues, not {self._lengths_N[index]}")
             try:
                 works.append(self._work(index, text))
             except BadSequence as problem:
-                refused.append(Refused(index, Reason.BAD_SEQUENCE, str(problem)))
-        return Read(works, refused)
+                refused.append(RefusedSequence(index, Reason.BAD_SEQUENCE, str(problem)))
+        return ReadBatch(works, refused)
 
-    def _work(self, index: int, text: str) -> Work:
+    def _work(self, index: int, text: str) -> SequenceWork:
         """Return a sequence as it begins: its tokens, as many as are wanted."""
-        step = oom_ladder.first(self._recipe, self._main.variant.precision, len(text), self._main.device)
+        step = first_step(self._recipe, self._main.variant.precision, len(text), self._main.device)
         cut = step.variant.cut
         truncated = cut is not None and cut.policy == "truncate"
         tokens_L = tokenize(text)
-        return Work(index, text, tokens_L[: cut.length] if cut and truncated else tokens_L, step)
+        return SequenceWork(index, text, tokens_L[: cut.length] if cut and truncated else tokens_L, step)
 
 
-class Writer(Servant[Computed, Written]):
+class RowWriter(Servant[Computed, WrittenRows]):
     """Takes rows to the host, looks whether they are finite, and gives them away."""
 
     name = "writer"
@@ -203,11 +184,11 @@ class Writer(Servant[Computed, Written]):
         while self.has_answered() and not self._failed:
             self.hear()
 
-    def answer(self, asked: Computed) -> Written:
+    def answer(self, asked: Computed) -> WrittenRows:
         """Give away the embeddings of one computation."""
         host_RD = self._fetch(asked.rows_RD, asked.span)
         is_buffer = host_RD is not asked.rows_RD
-        stored, spoiled = list[Work](), list[Work]()
+        stored, spoiled = list[SequenceWork](), list[SequenceWork]()
         pieces = torch.split(host_RD, [len(work.tokens_L) for work in asked.works])
         for work, piece_LD in zip(asked.works, pieces, strict=True):
             rows_LD = as_array(piece_LD, copy=is_buffer)
@@ -216,7 +197,7 @@ class Writer(Servant[Computed, Written]):
                 continue
             self._sink(Embedding(work.index, work.text, work.step.variant, rows_LD))
             stored.append(work)
-        return Written(stored, spoiled, asked.bytes, asked.span.seconds())
+        return WrittenRows(stored, spoiled, asked.bytes, asked.span.seconds())
 
 
 _EXPONENT = {np.dtype(np.uint16): 0x7F80}  # of bfloat16, whose bits numpy holds as integers
@@ -228,7 +209,7 @@ class Fetch:
 
     def __init__(self, pin: Callable[[int], torch.Tensor] | None = None) -> None:
         self._stream: torch.cuda.Stream | None = None
-        self._pin = pin or pinned
+        self._pin = pin or pinned_memory
         self._pinned = torch.empty(0, dtype=torch.uint8)
 
     def __call__(self, rows_RD: torch.Tensor, span: Span) -> torch.Tensor:
@@ -256,7 +237,7 @@ class Fetch:
         return self._pinned[:needed_bytes].view(rows_RD.dtype).view(rows_RD.shape)
 
 
-def pinned(size_bytes: int) -> torch.Tensor:
+def pinned_memory(size_bytes: int) -> torch.Tensor:
     """Return memory of the host that a card can write to by itself."""
     return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
 

@@ -6,16 +6,22 @@ is not finite leads from half to full precision. Only variants that the recipe a
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline.encoder.embedding_recipe import Variant, shares, windows
-from pipeline.encoder.engine.token_budget import Room, peak_bytes
-from pipeline.encoder.tokens import ENDS
+from pipeline.encoder.embedding_recipe import ENDS, window_shares, windows
+from pipeline.encoder.engine.sequence_work import (
+    Computed,
+    ComputeStep,
+    Forward,
+    RefusedSequence,
+    SequenceWork,
+    Span,
+    below,
+)
+from pipeline.encoder.engine.token_budget import Room, device_peak_bytes
 from pipeline.memory.runtime.out_of_memory import free_caches, trim_heap, unless_out_of_memory
 from pipeline.records import Reason
 
@@ -25,117 +31,26 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from pipeline.encoder.embedding_recipe import Cut, Recipe
-    from pipeline.encoder.engine.embed_engine import Figures
+    from pipeline.encoder.embedding_recipe import EmbeddingRecipe, SequenceCut
+    from pipeline.encoder.engine.sequence_work import EmbeddingCounts
 
     Tokens = NDArray[np.uint8]
     Kind = tuple[str, str]  # device and precision
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Where and how a sequence is computed."""
-
-    device: str  # cpu or cuda
-    variant: Variant
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """One sequence on its way."""
-
-    index: int  # its place in what the engine was given
-    text: str
-    tokens_L: NDArray[np.uint8]  # of the residues that get a row
-    step: Step
-
-    @property
-    def windows(self) -> Cut | None:
-        """Return the windows it is cut into; None where it goes through the encoder as one."""
-        cut = self.step.variant.cut
-        return cut if cut is not None and cut.policy == "windows" else None
-
-    @property
-    def tokens(self) -> int:
-        """Count the tokens it has as one."""
-        return len(self.tokens_L) + ENDS
-
-    def at(self, step: Step) -> Work:
-        """Return the same sequence on another step; windows never follow a truncation, so its tokens stay."""
-        return replace(self, step=step)
-
-
-def first(recipe: Recipe, precision: str, residues: int, device: str) -> Step:
-    """Return how a sequence of that length is computed to begin with."""
-    return Step(device, Variant(precision, recipe.wanted(residues).cut))
-
-
-def below(recipe: Recipe, residues: int, step: Step) -> Step | None:
-    """Return what to try when a step does not fit the memory; None when nothing is left."""
-    cut = recipe.windowed(residues)
-    lower = [Step(step.device, replace(step.variant, cut=cut))] if cut != step.variant.cut else []
-    if step.device != "cpu":
-        lower.append(Step("cpu", Variant("fp32", cut)))
-    accepted = recipe.accepted(residues)
-    return next((one for one in lower if one.variant in accepted), None)
-
-
-def full_precision(recipe: Recipe, step: Step) -> Step | None:
-    """Return what to try when a step gives numbers that are not finite; None when nothing is left."""
-    if step.variant.precision == "fp32" or not recipe.half_fallback:
-        return None
-    return replace(step, variant=replace(step.variant, precision="fp32"))
-
-
 ROW_COPIES = 2  # of finished rows: they themselves, and as the store encodes them
 
 
-class Forward(Protocol):
-    """What encodes a batch."""
-
-    dim: int
-    fill: int  # tokens are filled up to a multiple of this
-
-    def bytes_per_token(self) -> int:
-        """Return the memory that one more token takes."""
-
-    def __call__(self, tokens: Sequence[Tokens]) -> torch.Tensor:
-        """Return the rows of all residues, in order."""
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """A sequence without an embedding, and why."""
-
-    index: int
-    reason: Reason
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """The rows of a few sequences, one after the other, where they were computed; on CUDA, perhaps not yet."""
-
-    works: Sequence[Work]
-    rows_RD: torch.Tensor  # in storage precision
-    span: Span
-
-    @property
-    def bytes(self) -> int:
-        """Count the bytes of the rows."""
-        return self.rows_RD.numel() * self.rows_RD.element_size()
-
-
-class Ladder:
+class MemoryLadder:
     """Takes batches; gives rows and refusals."""
 
     def __init__(
         self,
-        recipe: Recipe,
-        main: Step,
+        recipe: EmbeddingRecipe,
+        main: ComputeStep,
         build: Callable[[str, str], Forward],
         storage: torch.dtype,
-        figures: Figures,
+        figures: EmbeddingCounts,
         learned: Callable[[int], None],
         mem_bytes: int | None,
     ) -> None:
@@ -165,13 +80,15 @@ class Ladder:
         """Say how many tokens a batch may have."""
         self.budget = self._figures.budget_tokens = budget
 
-    def climb(self, works: Sequence[Work]) -> Iterator[Computed | Refused]:
+    def climb(self, works: Sequence[SequenceWork]) -> Iterator[Computed | RefusedSequence]:
         """Compute sequences that stand on one step, whatever it takes."""
         waiting = [works] if works else []
         while waiting:
             yield from self._climb_once(waiting.pop(), waiting)
 
-    def _climb_once(self, batch: Sequence[Work], waiting: list[Sequence[Work]]) -> Iterator[Computed | Refused]:
+    def _climb_once(
+        self, batch: Sequence[SequenceWork], waiting: list[Sequence[SequenceWork]]
+    ) -> Iterator[Computed | RefusedSequence]:
         """Compute a batch, or let `waiting` have what to try in its place; no rows are held on to after this."""
         computed = self._compute(batch)
         if computed is not None:
@@ -184,7 +101,7 @@ class Ladder:
         else:
             yield _refusal(batch[0])
 
-    def _compute(self, batch: Sequence[Work]) -> Computed | None:
+    def _compute(self, batch: Sequence[SequenceWork]) -> Computed | None:
         """Return the rows of a batch, or None when they do not fit."""
         work, count = batch[0], sum(work.tokens for work in batch)
         if count > self.budget:
@@ -201,13 +118,13 @@ class Ladder:
             trim_heap()  # storing large rows takes as much again
         return None if rows_RD is None else Computed(batch, rows_RD, span.stop())
 
-    def _make_room(self, step: Step) -> None:
+    def _make_room(self, step: ComputeStep) -> None:
         """Let one large sequence have what the host's memory holds for reuse."""
         trim_heap()
         if step.device == "cpu" and self._is_main(step):
             self._drop_others(step.device)
 
-    def _has_room(self, work: Work, count: int) -> bool:
+    def _has_room(self, work: SequenceWork, count: int) -> bool:
         """Say whether the CPU has the memory for a batch of so many tokens, or for a sequence in windows."""
         room = self._room(_kind(work.step))
         if room is None:
@@ -216,14 +133,14 @@ class Ladder:
         least = count if cut is None else min(cut.length, len(work.tokens_L)) + ENDS
         return room.tokens(self._rows_bytes(work.step, count)) >= least
 
-    def _rows_bytes(self, step: Step, count: int) -> int:
+    def _rows_bytes(self, step: ComputeStep, count: int) -> int:
         """Return what the finished rows of so many tokens take until they are stored."""
         return ROW_COPIES * count * self._encoder(_kind(step)).dim * self._storage.itemsize
 
-    def _in_windows(self, work: Work, cut: Cut) -> torch.Tensor | None:
+    def _in_windows(self, work: SequenceWork, cut: SequenceCut) -> torch.Tensor | None:
         """Return the rows of a sequence computed in windows, or None when not even one of them fits."""
         spans = windows(len(work.tokens_L), cut.length, cut.overlap)
-        given = shares(spans)
+        given = window_shares(spans)
         rows_LD: torch.Tensor | None = None
         done = 0
         while done < len(spans):
@@ -242,7 +159,7 @@ class Ladder:
             done += len(spans[group])
         return rows_LD
 
-    def _tokens_at_once(self, work: Work) -> int:
+    def _tokens_at_once(self, work: SequenceWork) -> int:
         """Return how many tokens of a sequence in windows may be computed at once, beside its finished rows."""
         if not self._is_main(work.step):
             return 1
@@ -251,7 +168,7 @@ class Ladder:
             return self.budget
         return min(self.budget, room.tokens(self._rows_bytes(work.step, work.tokens)))
 
-    def _forward(self, step: Step, tokens: Sequence[Tokens]) -> torch.Tensor | None:
+    def _forward(self, step: ComputeStep, tokens: Sequence[Tokens]) -> torch.Tensor | None:
         """Send sequences through the encoder of a step; None, and a smaller budget, when memory does not suffice."""
         count = sum(map(len, tokens)) + ENDS * len(tokens)
         rows_RD = unless_out_of_memory(lambda: self._encode(step, tokens, count))
@@ -265,7 +182,7 @@ class Ladder:
             self._learn(max(1, count // 2))
         return None
 
-    def _encode(self, step: Step, tokens: Sequence[Tokens], count: int) -> torch.Tensor:
+    def _encode(self, step: ComputeStep, tokens: Sequence[Tokens], count: int) -> torch.Tensor:
         """Return the rows of sequences that have so many tokens, in storage precision."""
         encoder = self._encoder(_kind(step))
         rows_RD = encoder(tokens).to(self._storage)
@@ -279,7 +196,7 @@ class Ladder:
             self.allow(budget)
             self._learned(budget)
 
-    def _is_main(self, step: Step) -> bool:
+    def _is_main(self, step: ComputeStep) -> bool:
         """Say whether the budget is about this step: what stands in for it elsewhere goes one by one."""
         return _kind(step) == self._main
 
@@ -317,12 +234,12 @@ class Ladder:
     def _note_batch(self) -> None:
         """Count a batch, and look how much memory it took."""
         self._figures.batches += 1
-        self._figures.host_peak_bytes = peak_bytes("cpu")
+        self._figures.host_peak_bytes = device_peak_bytes("cpu")
         if self._main[0] != "cpu":
-            self._figures.device_peak_bytes = peak_bytes(self._main[0])
+            self._figures.device_peak_bytes = device_peak_bytes(self._main[0])
 
 
-def _kind(step: Step) -> Kind:
+def _kind(step: ComputeStep) -> Kind:
     """Return which encoder a step takes."""
     return step.device, step.variant.precision
 
@@ -336,46 +253,15 @@ def _fill(
         rows_LD[start:stop] = part_WD[start - begin : stop - begin]
 
 
-def _halves(batch: Sequence[Work]) -> tuple[Sequence[Work], Sequence[Work]]:
+def _halves(batch: Sequence[SequenceWork]) -> tuple[Sequence[SequenceWork], Sequence[SequenceWork]]:
     """Return two halves by count, the first one last: it is taken first."""
     middle = len(batch) // 2
     return batch[middle:], batch[:middle]
 
 
-def _refusal(work: Work) -> Refused:
+def _refusal(work: SequenceWork) -> RefusedSequence:
     """Say what did not fit."""
     how = f" in windows of {work.windows.length:,}" if work.windows else ""
     where = "this process (cluster.embed.mem)" if work.step.device == "cpu" else "the GPU"
     what = f"{len(work.tokens_L):,} residues{how} do not fit the memory of {where}"
-    return Refused(work.index, Reason.DOES_NOT_FIT, what)
-
-
-class Span:
-    """The time a computation takes: on CUDA, where it goes on after the call, by the card's own clock."""
-
-    def __init__(self, device: str) -> None:
-        self._on_card = device != "cpu" and torch.cuda.is_available()
-        self._begin: Any = self._now()
-        self._end: Any = self._begin
-
-    def stop(self) -> Span:
-        """Mark the end."""
-        self._end = self._now()
-        return self
-
-    def hold(self, stream: torch.cuda.Stream) -> None:
-        """Let what follows on a stream wait for the end."""
-        stream.wait_event(self._end)
-
-    def seconds(self) -> float:
-        """Return how long it took; on CUDA, only once it is over."""
-        if self._on_card:
-            return float(self._begin.elapsed_time(self._end)) / 1e3
-        return float(self._end - self._begin)
-
-    def _now(self) -> Any:
-        if not self._on_card:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+    return RefusedSequence(work.index, Reason.DOES_NOT_FIT, what)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipeline.encoder.tokens import ENDS
+from pipeline.encoder.embedding_recipe import ENDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Integers = NDArray[np.int64]
-    from pipeline.encoder.embedding_recipe import Cut, Recipe
+    from pipeline.encoder.embedding_recipe import EmbeddingRecipe, SequenceCut
 
 POLICIES = ("divisor", "tokens")
 LARGEST_CAP = 64  # what `auto` asks for at most; beyond it a batch has long been large enough to keep a GPU busy
@@ -98,7 +98,7 @@ def cost(lengths_N: Integers, layers: int, dim: int) -> NDArray[np.float64]:
     return np.asarray(layers * (12.0 * dim**2 * tokens_N + 2.0 * dim * tokens_N**2))
 
 
-def deal(lengths_N: Integers, costs_N: NDArray[np.float64], shards: int, multiple: int) -> list[Integers]:
+def deal_shards(lengths_N: Integers, costs_N: NDArray[np.float64], shards: int, multiple: int) -> list[Integers]:
     """Return what each shard gets, as places in `lengths_N`, longest first: shards of about equal cost.
 
     Neighbours in length stay together in groups of `multiple`, so that only one shard holds an odd number of them. The
@@ -126,13 +126,13 @@ def _balance(costs_G: NDArray[np.float64], shards: int) -> Integers:
     return owner_G
 
 
-def too_long(lengths_N: Integers, recipe: Recipe) -> Integers:
+def too_long(lengths_N: Integers, recipe: EmbeddingRecipe) -> Integers:
     """Return the places of the sequences that the recipe refuses for their length."""
     longest = int(lengths_N.max(initial=0))
     return np.flatnonzero(lengths_N > recipe.length) if recipe.refuses(longest) else np.zeros(0, np.int64)
 
 
-def costs(lengths_N: Integers, recipe: Recipe, dim: int) -> NDArray[np.float64]:
+def recipe_costs(lengths_N: Integers, recipe: EmbeddingRecipe, dim: int) -> NDArray[np.float64]:
     """Return the multiply-adds of each sequence, cut as the recipe wants it."""
     cut = _cut(lengths_N, recipe)
     if cut is None:
@@ -143,16 +143,16 @@ def costs(lengths_N: Integers, recipe: Recipe, dim: int) -> NDArray[np.float64]:
     return costs_N
 
 
-def _cut(lengths_N: Integers, recipe: Recipe) -> Cut | None:
+def _cut(lengths_N: Integers, recipe: EmbeddingRecipe) -> SequenceCut | None:
     """Return how the longest sequence is cut: all that are cut at all are cut so."""
     return recipe.wanted(int(lengths_N.max(initial=0))).cut
 
 
-class Schedule:
+class BatchSchedule:
     """Gives out batches, the longest first; a sequence that is computed in windows is a batch of its own."""
 
     def __init__(
-        self, lengths_N: Integers, refused_N: Integers, recipe: Recipe, *, policy: str, cap: int | None
+        self, lengths_N: Integers, refused_N: Integers, recipe: EmbeddingRecipe, *, policy: str, cap: int | None
     ) -> None:
         left_N = np.delete(np.arange(len(lengths_N)), refused_N)
         left_N = left_N[longest_first(lengths_N[left_N])]

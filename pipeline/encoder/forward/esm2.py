@@ -16,19 +16,19 @@ import torch
 from torch.nn.functional import layer_norm, scaled_dot_product_attention
 
 from pipeline.encoder.checkpoints.esm_checkpoint import as_dtype
-from pipeline.encoder.forward.linear import Linear, TorchLinear, fitting
-from pipeline.encoder.tokens import CLS, ENDS, EOS, PAD
+from pipeline.encoder.embedding_recipe import CLS, ENDS, EOS, PAD
+from pipeline.encoder.forward.linear import Linear, TorchLinear, choose_linear
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from pipeline.encoder.checkpoints.esm_checkpoint import Checkpoint
+    from pipeline.encoder.checkpoints.esm_checkpoint import EsmCheckpoint
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Bounds:
+class SequenceBounds:
     """Where the sequences begin, and where the last one ends."""
 
     starts: tuple[int, ...]
@@ -41,11 +41,11 @@ class Bounds:
 
 
 # qkv_T3HC, bounds, room_THC → context_THC, in the room given or elsewhere
-Attention = Callable[[torch.Tensor, Bounds, torch.Tensor], torch.Tensor]
+Attention = Callable[[torch.Tensor, SequenceBounds, torch.Tensor], torch.Tensor]
 Kernel = Callable[..., Any]
 
 
-def by_sequence(qkv_T3HC: torch.Tensor, bounds: Bounds, room_THC: torch.Tensor) -> torch.Tensor:
+def by_sequence(qkv_T3HC: torch.Tensor, bounds: SequenceBounds, room_THC: torch.Tensor) -> torch.Tensor:
     """Attend within one sequence after another; no kernel that torch picks here makes an L x L matrix."""
     for first, last in bounds.spans():
         q_1HLC, k_1HLC, v_1HLC = qkv_T3HC[first:last].permute(1, 2, 0, 3).unsqueeze(1).unbind()
@@ -56,7 +56,7 @@ def by_sequence(qkv_T3HC: torch.Tensor, bounds: Bounds, room_THC: torch.Tensor) 
 
 
 def all_at_once(
-    kernel: Kernel, options: dict[str, int], qkv_T3HC: torch.Tensor, bounds: Bounds, room_THC: torch.Tensor
+    kernel: Kernel, options: dict[str, int], qkv_T3HC: torch.Tensor, bounds: SequenceBounds, room_THC: torch.Tensor
 ) -> torch.Tensor:
     """Attend within all sequences by one call of torch's packed kernel."""
     del room_THC  # the kernel brings its own
@@ -75,7 +75,7 @@ def varlen_kernel() -> Kernel | None:
     return varlen_attn
 
 
-def choose(
+def choose_attention(
     device: torch.device, dtype: torch.dtype, heads: int, columns: int, kernel: Kernel | None = None
 ) -> Attention:
     """Return the fastest attention that works for these shapes on this device; it is tried, not guessed."""
@@ -95,7 +95,7 @@ def _works(attention: Attention, device: torch.device, dtype: torch.dtype, heads
     random = torch.Generator().manual_seed(0)
     qkv_T3HC = torch.randn(40, 3, heads, columns, generator=random).to(device, dtype)
     starts = (0, 7, 40)
-    bounds = Bounds(starts, torch.tensor(starts, dtype=torch.int32, device=device), 33)
+    bounds = SequenceBounds(starts, torch.tensor(starts, dtype=torch.int32, device=device), 33)
     try:
         found_THC = attention(qkv_T3HC, bounds, torch.empty_like(qkv_T3HC[:, 0]))
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
@@ -150,7 +150,7 @@ EPSILON = 1e-5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Norm:
+class LayerNorm:
     """A layer norm; its sums are in fp32 whatever the precision."""
 
     weight_D: torch.Tensor
@@ -162,13 +162,13 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layer:
+class EsmLayer:
     """One transformer layer."""
 
-    before_attention: Norm
+    before_attention: LayerNorm
     qkv: Linear
     attended: Linear
-    before_wide: Norm
+    before_wide: LayerNorm
     widen: Linear
     narrow: Linear
 
@@ -185,14 +185,14 @@ class Packing:
     token_T: torch.Tensor
     position_T: torch.Tensor
     row_R: torch.Tensor  # where the residues are
-    bounds: Bounds
+    bounds: SequenceBounds
     tiles: tuple[slice, ...]
 
 
-class Encoder:
+class EsmEncoder:
     """A checkpoint made ready to encode on one device, in one precision, up to one layer."""
 
-    def __init__(self, checkpoint: Checkpoint, *, layer: int, precision: str, device: torch.device) -> None:
+    def __init__(self, checkpoint: EsmCheckpoint, *, layer: int, precision: str, device: torch.device) -> None:
         architecture = checkpoint.architecture
         assert 0 <= layer <= architecture.layers, f"layer {layer} of {architecture.layers}"
         self.dim = architecture.dim
@@ -201,17 +201,17 @@ class Encoder:
         self._dtype = as_dtype(precision)
         self._tile, self.fill = 0, 1
         with torch.inference_mode():
-            take = _Taker(checkpoint.tensors, architecture.heads, device, self._dtype)
+            take = _ParameterReader(checkpoint.tensors, architecture.heads, device, self._dtype)
             self._table_VD = take.table(token_dropout=architecture.token_dropout)
             kind: type[Linear] = TorchLinear
             if device.type == "cpu" and layer:
-                sample = _Taker(checkpoint.tensors, architecture.heads, device, self._dtype)
-                kind, self.fill = fitting(sample.pairs(0), TILE, FILL)
+                sample = _ParameterReader(checkpoint.tensors, architecture.heads, device, self._dtype)
+                kind, self.fill = choose_linear(sample.pairs(0), TILE, FILL)
                 self._tile = TILE
             self._layers = [take.layer(number, kind) for number in range(layer)]
             self._last = take.norm("emb_layer_norm_after") if layer == architecture.layers else None
             self._rotary = Rotary(checkpoint.rotary_F, device)
-            self._attend: Attention = choose(device, self._dtype, self._heads, self.dim // self._heads)
+            self._attend: Attention = choose_attention(device, self._dtype, self._heads, self.dim // self._heads)
 
     def bytes_per_token(self) -> int:
         """Return the working memory that a token of a batch needs, beside the weights and a constant."""
@@ -239,7 +239,7 @@ class Encoder:
 
     def _project(
         self,
-        layer: Layer,
+        layer: EsmLayer,
         tiles_MD: list[torch.Tensor],
         packing: Packing,
         turn_T1F: torch.Tensor,
@@ -277,7 +277,7 @@ class Encoder:
         step = self._tile or filled
         return Packing(
             self._send(token_T), self._send(position_T), self._send(row_R),
-            Bounds(tuple(starts.tolist()), self._send(starts.astype(np.int32)), int(lengths.max())),
+            SequenceBounds(tuple(starts.tolist()), self._send(starts.astype(np.int32)), int(lengths.max())),
             tuple(slice(first, min(first + step, filled)) for first in range(0, filled, step)),
         )  # fmt: skip
 
@@ -286,7 +286,7 @@ class Encoder:
         return torch.from_numpy(numbers).to(self._device)
 
 
-class _Taker:
+class _ParameterReader:
     """Takes parameters out of a checkpoint into the memory and the precision of the computation."""
 
     def __init__(
@@ -302,16 +302,16 @@ class _Taker:
         scale = 1 - MASKED_IN_TRAINING if token_dropout else 1.0
         return (self._tensors["embed_tokens.weight"].float() * scale).to(self._device, self._dtype)
 
-    def norm(self, name: str) -> Norm:
+    def norm(self, name: str) -> LayerNorm:
         """Return a layer norm."""
-        return Norm(self._take(f"{name}.weight"), self._take(f"{name}.bias"))
+        return LayerNorm(self._take(f"{name}.weight"), self._take(f"{name}.bias"))
 
-    def layer(self, number: int, kind: type[Linear]) -> Layer:
+    def layer(self, number: int, kind: type[Linear]) -> EsmLayer:
         """Return a layer."""
         norms = (self.norm(f"layers.{number}.{name}") for name in ("self_attn_layer_norm", "final_layer_norm"))
         before_attention, before_wide = norms
         qkv, attended, widen, narrow = (kind(weight_OI, bias_O) for weight_OI, bias_O in self.pairs(number))
-        return Layer(before_attention, qkv, attended, before_wide, widen, narrow)
+        return EsmLayer(before_attention, qkv, attended, before_wide, widen, narrow)
 
     def pairs(self, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return weight and bias of a layer's linears: queries, keys and values in one, attention's output, in, out."""

@@ -85,7 +85,9 @@ class PackedLinear:
         return result
 
 
-def fitting(weights: Sequence[tuple[torch.Tensor, torch.Tensor]], tile: int, fill: int) -> tuple[type[Linear], int]:
+def choose_linear(
+    weights: Sequence[tuple[torch.Tensor, torch.Tensor]], tile: int, fill: int
+) -> tuple[type[Linear], int]:
     """Return the faster linear that is right for these weights, and to what its last tile must be filled up.
 
     A row must have the same bits in a tile of `fill` rows as in a whole one, at its beginning as at its end; where that

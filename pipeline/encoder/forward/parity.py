@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from pipeline.encoder.forward.esm2 import Encoder
-from pipeline.encoder.tokens import CLS, EOS, LETTERS, tokenize
+from pipeline.encoder.embedding_recipe import CLS, EOS, LETTERS, tokenize
+from pipeline.encoder.forward.esm2 import EsmEncoder
 from pipeline.errors import PlanInfeasible, WeightsUnusable
 from pipeline.memory.runtime.out_of_memory import free_caches, unless_out_of_memory
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pipeline.encoder.checkpoints.esm_checkpoint import Checkpoint
+    from pipeline.encoder.checkpoints.esm_checkpoint import EsmCheckpoint
 
     Tokens = NDArray[np.uint8]
     Rows = NDArray[np.float32] | NDArray[np.float64]
@@ -46,7 +46,7 @@ _WORST = -1.0  # stands for what is not even a number
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ParityVerdict:
     """How close an encoder came to the reference."""
 
     lowest: float  # cosine: of a token in fp32, of a sequence in half precision
@@ -59,9 +59,9 @@ class Verdict:
         return self.lowest >= self.threshold
 
 
-def check(checkpoint: Checkpoint, precision: str, layer: int, device: str) -> Verdict:
+def check_parity(checkpoint: EsmCheckpoint, precision: str, layer: int, device: str) -> ParityVerdict:
     """Compare our encoder with fair-esm's own model in fp32, on the same device where that has room for it."""
-    sequences = sample()
+    sequences = sample_sequences()
     wanted = _reference(checkpoint, layer, device, torch.float32)
     found_RD = unless_out_of_memory(lambda: _encoded(checkpoint, precision, layer, device))
     if found_RD is None:
@@ -73,13 +73,13 @@ def check(checkpoint: Checkpoint, precision: str, layer: int, device: str) -> Ve
     return beside_the_truth(compare(lambda _: found_RD, truth, sequences, precision), wanted, truth)
 
 
-def _encoded(checkpoint: Checkpoint, precision: str, layer: int, device: str) -> torch.Tensor:
+def _encoded(checkpoint: EsmCheckpoint, precision: str, layer: int, device: str) -> torch.Tensor:
     """Return our rows of the sample; the encoder is gone when this returns."""
-    encoder = Encoder(checkpoint, layer=layer, precision=precision, device=torch.device(device))
-    return encoder([tokenize(sequence) for sequence in sample()]).float().cpu()
+    encoder = EsmEncoder(checkpoint, layer=layer, precision=precision, device=torch.device(device))
+    return encoder([tokenize(sequence) for sequence in sample_sequences()]).float().cpu()
 
 
-def _reference(checkpoint: Checkpoint, layer: int, device: str, dtype: torch.dtype) -> list[Rows]:
+def _reference(checkpoint: EsmCheckpoint, layer: int, device: str, dtype: torch.dtype) -> list[Rows]:
     """Return fair-esm's rows of the sample; on the host where the card has no room for them."""
     for place in dict.fromkeys((device, "cpu")):
         rows = unless_out_of_memory(partial(_rows_of, checkpoint, layer, torch.device(place), dtype))
@@ -89,32 +89,32 @@ def _reference(checkpoint: Checkpoint, layer: int, device: str, dtype: torch.dty
     raise _no_room(checkpoint)
 
 
-def _rows_of(checkpoint: Checkpoint, layer: int, device: torch.device, dtype: torch.dtype) -> list[Rows]:
-    return Reference(checkpoint, layer, device, dtype)(sample())
+def _rows_of(checkpoint: EsmCheckpoint, layer: int, device: torch.device, dtype: torch.dtype) -> list[Rows]:
+    return Reference(checkpoint, layer, device, dtype)(sample_sequences())
 
 
-def _no_room(checkpoint: Checkpoint) -> PlanInfeasible:
+def _no_room(checkpoint: EsmCheckpoint) -> PlanInfeasible:
     what = f"comparing {checkpoint.name} with fair-esm does not fit the memory of this process"
     return PlanInfeasible(what, where=str(checkpoint.path), remedy="more memory: --set cluster.embed.mem=SIZE")
 
 
-def beside_the_truth(ours: Verdict, theirs: Sequence[Rows], truth: Sequence[Rows]) -> Verdict:
+def beside_the_truth(ours: ParityVerdict, theirs: Sequence[Rows], truth: Sequence[Rows]) -> ParityVerdict:
     """Return a verdict for weights so sharp that fp32 itself is in doubt: be hardly farther off than fair-esm is."""
     away = 1 - min(_token_cosines(*pair) for pair in zip(theirs, truth, strict=True))
-    return Verdict(ours.lowest, ours.sequences, max(_DOUBTFUL, min(ours.threshold, 1 - _LEEWAY * away)))
+    return ParityVerdict(ours.lowest, ours.sequences, max(_DOUBTFUL, min(ours.threshold, 1 - _LEEWAY * away)))
 
 
-def compare(encode: Forward, wanted: Sequence[Rows], sequences: Sequence[str], precision: str) -> Verdict:
+def compare(encode: Forward, wanted: Sequence[Rows], sequences: Sequence[str], precision: str) -> ParityVerdict:
     """Return the verdict on what encodes, against the rows_LD that are wanted of each sequence."""
     tokens = [tokenize(sequence) for sequence in sequences]
     found_RD = encode(tokens).float().cpu().numpy()
     found = np.split(found_RD, np.cumsum([len(one) for one in tokens])[:-1])
     cosines = _token_cosines if precision == "fp32" else _sequence_cosine
     lowest = min(cosines(*pair) for pair in zip(found, wanted, strict=True))
-    return Verdict(lowest, len(sequences), _THRESHOLDS[precision])
+    return ParityVerdict(lowest, len(sequences), _THRESHOLDS[precision])
 
 
-def sample() -> list[str]:
+def sample_sequences() -> list[str]:
     """Return the sequences that are compared, the same everywhere: natural ones, and one with every letter."""
     random = np.random.default_rng(_SEED)
     chances = np.array(list(_FREQUENCIES.values()))
@@ -126,7 +126,7 @@ class Reference:
     """fair-esm's own model with a checkpoint's tensors; where they are stored as they are used, no copy is made."""
 
     def __init__(
-        self, checkpoint: Checkpoint, layer: int, device: torch.device, dtype: torch.dtype = torch.float32
+        self, checkpoint: EsmCheckpoint, layer: int, device: torch.device, dtype: torch.dtype = torch.float32
     ) -> None:
         from esm.model.esm2 import ESM2  # type: ignore[import-untyped]
 
@@ -155,7 +155,7 @@ class Reference:
         rows_LD: Rows = rows_1TD[0, 1:-1].cpu().numpy()
         return rows_LD
 
-    def _check(self, checkpoint: Checkpoint) -> None:
+    def _check(self, checkpoint: EsmCheckpoint) -> None:
         """Refuse a checkpoint that leaves a part of the model empty."""
         parts = (*self._model.named_parameters(), *self._model.named_buffers())
         empty = [name for name, tensor in parts if tensor.is_meta]

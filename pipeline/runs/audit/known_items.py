@@ -12,13 +12,13 @@ from pipeline.records import Item
 from pipeline.runs.dataset import worklist
 from pipeline.stages.scan import Seen, glance, look_up
 from pipeline.store.key_lists import KeyedLines, in_chunks
-from pipeline.structures.parsing.structure_files import paths
+from pipeline.structures.parsing.structure_files import item_paths
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pipeline.project.project import Project
-    from pipeline.store.cache_folder import Cache
+    from pipeline.store.cache_folder import CacheFolder
     from pipeline.store.format.record import Record
     from pipeline.store.store import Store
 
@@ -43,7 +43,9 @@ class KnownItems:
                 if seen.key is not None:
                     self.inventories.add(project.graphs.recipe.key(seen.key), seen.key.hex())
                     self.items.add(seen.key, worklist.line_of(item))
-            marks = ((glance(path, project.recipe), path) for item in items for path in paths(item)) if sample else ()
+            marks = (
+                ((glance(path, project.recipe), path) for item in items for path in item_paths(item)) if sample else ()
+            )
             for mark, path in marks:
                 if isinstance(mark, bytes) and in_sample(mark, sample):
                     self.paths.add(mark, path)
@@ -71,7 +73,7 @@ VOTERS = 8  # embeddings that are asked
 class Widths:
     """Finds the width of a checkpoint's embeddings, once."""
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, cache: CacheFolder) -> None:
         self._cache = cache
         self._known: dict[str, int | None] = {}
 

@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.encoder.checkpoints.weights import examine, key_as_it_stands
+from pipeline.encoder.checkpoints.weights import checkpoint_facts, key_as_it_stands
 from pipeline.errors import CacheDamaged, PipelineError, RecordMissing
 from pipeline.graphs.build_graph import encoded_graph
 from pipeline.keys import TAG_BYTES, content_digest, recipe_tag
@@ -37,12 +37,12 @@ from pipeline.stages.scan_records import (
 )
 from pipeline.stages.table_records import sampled_sizes, wrong_recipe, wrong_table
 from pipeline.store.maintenance import scrub
-from pipeline.store.maintenance.damage_report import Fault, Finding
-from pipeline.store.maintenance.scrub import WHOLE, Checked, Wrong
-from pipeline.structures.atoms import Unusable
-from pipeline.structures.inventory import plain
-from pipeline.structures.parsing.read_structure import format_of, read_file
+from pipeline.store.maintenance.damage_report import Checked, DamageFinding, Fault
+from pipeline.store.maintenance.scrub import WHOLE, Wrong
+from pipeline.structures.atoms import UnusableInput
+from pipeline.structures.inventory import plain_recipe
 from pipeline.structures.parsing.second_parser import NotComparable, disagreements, read_second, second_parser
+from pipeline.structures.parsing.structure_files import format_of, read_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from pipeline.store.format.record import Record
     from pipeline.store.maintenance.scrub import Named, Subset
     from pipeline.store.store import Store
-    from pipeline.structures.inventory import Side
+    from pipeline.structures.inventory import ComplexSide
 
 DEFAULT_SAMPLE = 0.0  # what is made anew takes the source files, the encoder and their time, so it must be asked for
 TOLD = 3  # things that are wrong with one record
@@ -101,7 +101,7 @@ class Semantic:
     def _inventories(self, keys: Sequence[bytes]) -> Checked:
         """Return what was found of inventories, wherever they are, while graphs were judged: of no file in all."""
         findings = [
-            Finding("scan", Fault.MEANING, self._contradicted[key], shard, key.hex(), lost=True)
+            DamageFinding("scan", Fault.MEANING, self._contradicted[key], shard, key.hex(), lost=True)
             for key, places in zip(keys, self._project.shelves.inventories.locate(keys), strict=True)
             for shard in dict.fromkeys(place.shard for place in places)
         ]
@@ -250,7 +250,7 @@ class Semantic:
         self._notes["files read again"] += 1
         try:
             data = read_file(Path(path), self._project.recipe.max_file_bytes)
-        except Unusable as problem:
+        except UnusableInput as problem:
             told = record.meta.get("reason")
             what = f"{path}: {problem.reason.value}; {told or 'its content'} is remembered"
             return None if told == problem.reason.value else Wrong(what)
@@ -263,7 +263,7 @@ class Semantic:
         try:
             if key_as_it_stands(place) != record.key:
                 raise FileNotFoundError
-            found = examine(place).to_json()
+            found = checkpoint_facts(place).to_json()
         except (OSError, PipelineError):
             self._notes["not read again: weights that are gone, or others now"] += 1
             return None
@@ -338,7 +338,7 @@ class Semantic:
     @cached_property
     def _mine(self) -> Mapping[str, Mapping[str, Any]]:
         """The recipes of this configuration, by kind: these lack nothing."""
-        return {"scan": plain(self._project.recipe), "graph": self._project.graphs.recipe.plain()}
+        return {"scan": plain_recipe(self._project.recipe), "graph": self._project.graphs.recipe.plain()}
 
     @cached_property
     def _encoder(self) -> tuple[str, EncodedAgain] | None:
@@ -385,7 +385,7 @@ def _inventory_differences(record: Record, anew: Anew) -> Iterator[str]:
     return differences(record, maps, json.loads(json.dumps(anew.inventory.to_json())))
 
 
-def _pieces(parts: Sequence[Part], sides: Mapping[Role, Side]) -> Iterator[tuple[Part, Side]]:
+def _pieces(parts: Sequence[Part], sides: Mapping[Role, ComplexSide]) -> Iterator[tuple[Part, ComplexSide]]:
     """Yield each side with the part of the item that it was read for."""
     for role, side in sides.items():
         yield next(part for part in parts if part.role in (role, Role.COMPLEX)), side

@@ -6,7 +6,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from pipeline.store.key_lists import Wanted, recall, remember
+from pipeline.store.key_lists import WantedKeys, recall, remember_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
     from pipeline.project.project import Project
     from pipeline.records import Rejection
-    from pipeline.store.cache_folder import Cache
+    from pipeline.store.cache_folder import CacheFolder
     from pipeline.store.store import Store
 
 
@@ -87,10 +87,10 @@ KINDS = ("scan", "embed", "graph")
 
 def keep(project: Project, kind: str, keys: bytearray) -> None:
     """Write down the keys of the records of a kind that the data set needs; that it cannot be is no failure."""
-    remember(project.cache.disk, project.cache.root, kind, _asked(project.config, kind), keys)
+    remember_keys(project.cache.disk, project.cache.root, kind, _asked(project.config, kind), keys)
 
 
-def known(cache: Cache, config: Config, kind: str) -> Wanted | None:
+def known(cache: CacheFolder, config: Config, kind: str) -> WantedKeys | None:
     """Return what the data set of a configuration was last found to need of a kind; None where nobody has looked."""
     return recall(cache.disk, cache.root, kind, _asked(config, kind))
 

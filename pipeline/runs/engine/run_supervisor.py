@@ -41,8 +41,7 @@ from pipeline.runs.views.run_page import Page
 from pipeline.runs.workflow import table
 from pipeline.runs.workflow.jobs import StagePlan, plan_stage, refuse_unfit_disk
 from pipeline.runs.workflow.table import Trouble
-from pipeline.store.cache_folder import RECIPES
-from pipeline.store.indexing import bring_up
+from pipeline.store.cache_folder import RECIPES, bring_up
 
 if TYPE_CHECKING:
     from types import FrameType

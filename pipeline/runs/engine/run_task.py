@@ -36,7 +36,7 @@ from pipeline.project.run_code import WORKER, module_command
 from pipeline.records import EventKind, Tell
 from pipeline.runs.workflow import script_stage, table
 from pipeline.stages.read_entries import ITEMS_READ
-from pipeline.store.indexing import relieve
+from pipeline.store.cache_folder import relieve
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

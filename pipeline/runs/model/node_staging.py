@@ -21,9 +21,9 @@ from pipeline.keys import KEY_BYTES, content_digest, recipe_key
 from pipeline.report.tables import duration, size
 from pipeline.runs.dataset.reader_items import is_reader
 from pipeline.stages.graph import HEADER_BYTES
-from pipeline.store.cache_folder import CACHE_FORMAT, Cache
+from pipeline.store.cache_folder import CACHE_FORMAT, CacheFolder
 from pipeline.store.format.shard import DEFAULT_HEADER_BYTES
-from pipeline.store.maintenance.staging import Staging, Unfit, open_scratch
+from pipeline.store.maintenance.staging import CacheStaging, Unfit, open_scratch
 from pipeline.training.items.residue_embeddings import Embeddings, proteins
 from pipeline.training.ranks.rank_protocol import RankLost
 from pipeline.training.ranks.rendezvous import RankPlace
@@ -55,7 +55,7 @@ def staged(
         folder = _Stager(project, tables, ranks, tell, say).stage() if place.local_rank == 0 else ""
         told = ranks.exchange({"host": place.host, "folder": folder})  # which waits for all nodes
     folder = next((one["folder"] for one in told if one["host"] == place.host and one["folder"]), "")
-    return replace(project, cache=project.cache.behind(Cache(Path(folder)))) if folder else project
+    return replace(project, cache=project.cache.behind(CacheFolder(Path(folder)))) if folder else project
 
 
 @dataclass
@@ -83,10 +83,10 @@ class _Stager:
             self.say(f"not all is staged: {what}; the rest is read from {self.project.cache.root}")
         return str(scratch.root) if scratch is not None and scratch.kinds() else ""
 
-    def _copy(self, scratch: Cache) -> str:
+    def _copy(self, scratch: CacheFolder) -> str:
         """Copy graphs, and the embeddings of their sequences; say what came of it."""
         config = self.project.config
-        staging = Staging(
+        staging = CacheStaging(
             self.project.cache, scratch, shard_bytes=config.cache.shard_bytes, goes_on=lambda: self._goes_on()
         )
         if staging.is_done():

@@ -13,12 +13,12 @@ from pipeline.keys import recipe_tag
 from pipeline.runs.dataset import outcome
 from pipeline.runs.dataset.reader_items import is_reader
 from pipeline.runs.workflow import embed_stage, graph_stage, scan_stage, table
-from pipeline.store.cache_folder import Cache, RecipeStat
+from pipeline.store.cache_folder import CacheFolder, RecipeStat
 from pipeline.store.format.cache_layout import KindLayout
 from pipeline.store.key_lists import tally
 from pipeline.store.maintenance.damage_report import damage_found, last_report
 from pipeline.store.maintenance.leftovers import User, register, registered, who_am_i
-from pipeline.structures.inventory import plain
+from pipeline.structures.inventory import plain_recipe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from typing import Any
 
     from pipeline.config.schema import Config
-    from pipeline.encoder.embedding_recipe import Recipe
+    from pipeline.encoder.embedding_recipe import EmbeddingRecipe
     from pipeline.errors import CacheUnusable
     from pipeline.project.project import Project
-    from pipeline.store.maintenance.damage_report import Report
+    from pipeline.store.maintenance.damage_report import DamageReport
     from pipeline.store.store import StoreStat
 
 log = logging.getLogger(__name__)
@@ -43,14 +43,14 @@ def recipes_of(project: Project, kinds: Iterable[str] = RECIPE_KINDS) -> Recipes
     if is_reader(project.config):  # which makes no such records
         return {}
     of_kind: dict[str, Callable[[], list[Mapping[str, Any]]]] = {
-        scan_stage.NAME: lambda: [plain(project.recipe)],
+        scan_stage.NAME: lambda: [plain_recipe(project.recipe)],
         embed_stage.NAME: lambda: list(embeddings(project.encoding.recipe)),
         graph_stage.NAME: lambda: [project.graphs.recipe.plain()],
     }
     return {(kind, recipe_tag(kind, recipe)): recipe for kind in kinds for recipe in of_kind[kind]()}
 
 
-def embeddings(recipe: Recipe) -> Iterator[Mapping[str, Any]]:
+def embeddings(recipe: EmbeddingRecipe) -> Iterator[Mapping[str, Any]]:
     """Yield the recipe that is wanted, and those of what will do in its place, for short sequences and for long."""
     for residues in (1, recipe.length + 1):
         for variant in recipe.accepted(residues):
@@ -108,7 +108,7 @@ class Holdings:
     undescribed: Mapping[str, int]  # kind → records made by recipes of which nobody can read what they say
     missing: tuple[Missing, ...]
     unknown: tuple[str, ...]  # kinds of which nobody has looked what the data set needs
-    report: Report | None  # of the last validation
+    report: DamageReport | None  # of the last validation
     users: tuple[User, ...]
     quarantine: Mapping[str, tuple[int, int]]  # kind → files, bytes
     under: tuple[Path, ...]
@@ -145,7 +145,7 @@ class Holdings:
 
 def holdings(config: Config) -> Holdings:
     """Return what the cache of a configuration holds."""
-    cache = Cache.over(config.cache.root, config.cache.under)
+    cache = CacheFolder.over(config.cache.root, config.cache.under)
     described: dict[str, list[Mapping[str, Any]]] = {}
     for _, kind, recipe in cache.described():
         described.setdefault(kind, []).append(recipe)
@@ -200,7 +200,7 @@ def _changed(path: Path) -> float:
         return 0.0
 
 
-def _quarantine(cache: Cache) -> dict[str, tuple[int, int]]:
+def _quarantine(cache: CacheFolder) -> dict[str, tuple[int, int]]:
     """Return how many damaged shards of each kind were put aside, and their bytes."""
     found = {}
     for kind in cache.kinds():

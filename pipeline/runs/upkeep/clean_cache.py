@@ -20,21 +20,22 @@ from pipeline.journal.active_runs import going_on, hidden
 from pipeline.keys import recipe_tag
 from pipeline.runs.upkeep.cache_use import config_name, user_of
 from pipeline.runs.upkeep.retention import EVERYTHING, LIMITS, NOTHING, CleanNote, Staying, described
-from pipeline.store.cache_folder import RECIPES, Cache
-from pipeline.store.format.cache_layout import MARKER, USERS, refuse_links_out
+from pipeline.store.cache_folder import RECIPES, CacheFolder
+from pipeline.store.format.cache_layout import MARKER, USERS
 from pipeline.store.format.disk import remove
 from pipeline.store.key_lists import sorted_pairs
 from pipeline.store.maintenance.leftovers import (
     USER_NAME,
     Left,
-    beside,
+    find_leftovers,
     forget,
     refuse_links,
+    refuse_links_out,
     register,
     registered,
     who_am_i,
 )
-from pipeline.store.maintenance.sweep import Fate, Live, mark, now_of, sweep
+from pipeline.store.maintenance.sweep import Fate, Live, earlier_clock, mark, sweep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -87,7 +88,7 @@ class CleanRequest:
 class Cleaning:
     """What would be removed from a cache, and what not, and why."""
 
-    cache: Cache
+    cache: CacheFolder
     asked: CleanRequest
     now: float
     users: dict[str, tuple[float, float]]  # the files that say who uses the cache, and their times
@@ -206,7 +207,7 @@ def foresee_cleaning(
 
 
 def _foresee_readable(
-    project: Project, cache: Cache, file: Path | None, asked: CleanRequest, on: Callable[[int], None]
+    project: Project, cache: CacheFolder, file: Path | None, asked: CleanRequest, on: Callable[[int], None]
 ) -> Cleaning:
     refuse_links(cache)
     refuse_links_out(cache)
@@ -238,9 +239,9 @@ def _foresee_readable(
     return cleaning
 
 
-def open_marked(root: Path) -> Cache:
+def open_marked(root: Path) -> CacheFolder:
     """Open a cache that says that it is one; nothing else is ever cleaned."""
-    cache = Cache(root)
+    cache = CacheFolder(root)
     if not cache.disk.exists(root / MARKER):
         what = f"this is no cache: it has no {MARKER}" if cache.disk.exists(root) else "there is no such folder"
         remedy = "pipeline config show   (cache.root is to be the folder of a cache, or --set cache.root=FOLDER)"
@@ -248,15 +249,15 @@ def open_marked(root: Path) -> Cache:
     return cache
 
 
-def _now(cache: Cache) -> float:
+def _now(cache: CacheFolder) -> float:
     """Return what time it is for a cache; where it cannot be written, its file system does not say."""
     try:
-        return now_of(cache.disk, cache.root)
+        return earlier_clock(cache.disk, cache.root)
     except OSError:
         return time.time()
 
 
-def _signs(cache: Cache) -> dict[str, tuple[float, float]]:
+def _signs(cache: CacheFolder) -> dict[str, tuple[float, float]]:
     """Return the files that say who uses a cache, with their times: they change when anybody begins to use it."""
     folder, found = cache.root / USERS, {}
     for name in cache.disk.list_folder(folder):
@@ -327,7 +328,7 @@ def _is_gone(path: Path) -> bool:
     return False
 
 
-def _refuse_going(cache: Cache, going: list[GoingRun], folders: list[Path]) -> None:
+def _refuse_going(cache: CacheFolder, going: list[GoingRun], folders: list[Path]) -> None:
     """Raise where everything is to go while a run goes on, or where nobody can tell whether one does."""
     if going:
         name = going[0].folder.name
@@ -367,7 +368,7 @@ def _described_to_some_purpose(cleaning: Cleaning) -> Live:
 
 def _find_leftovers(cleaning: Cleaning) -> None:
     """Find what holds no records and is old enough; lists of keys are wanted for some time."""
-    found, asked = beside(cleaning.cache), cleaning.asked
+    found, asked = find_leftovers(cleaning.cache), cleaning.asked
     old = [cleaning.now - one.since > asked.grace_of(one.what) for one in found.leftovers]
     cleaning.leftovers = tuple(one for one, goes in zip(found.leftovers, old, strict=True) if goes)
     cleaning.young = tuple(

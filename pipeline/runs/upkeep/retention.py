@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.encoder.tokens import texts
+from pipeline.encoder.embedding_recipe import texts
 from pipeline.errors import ConfigError, DataError, PipelineError
 from pipeline.journal.active_runs import hidden
 from pipeline.journal.run_folder import runs_in
@@ -21,17 +21,17 @@ from pipeline.runs.workflow import embed_stage, graph_stage, scan_stage
 from pipeline.stages.scan import glance, look_up
 from pipeline.store.key_lists import in_chunks, sorted_pairs
 from pipeline.store.maintenance.sweep import Live
-from pipeline.structures.parsing.structure_files import paths
+from pipeline.structures.parsing.structure_files import item_paths
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from pipeline.encoder.embedding_recipe import Recipe
+    from pipeline.encoder.embedding_recipe import EmbeddingRecipe
     from pipeline.journal.active_runs import GoingRun
     from pipeline.records import Rejection
     from pipeline.runs.upkeep.cache_use import Recipes
     from pipeline.stages.scan import Seen
-    from pipeline.store.cache_folder import Cache
+    from pipeline.store.cache_folder import CacheFolder
     from pipeline.store.maintenance.leftovers import User
 
 EVERYTHING, NOTHING = Live(everything=True), Live()
@@ -53,7 +53,7 @@ class Staying:
     """What is known of who needs what."""
 
     project: Project
-    cache: Cache
+    cache: CacheFolder
     others: Sequence[User]  # that use the cache, too
     own: Sequence[User]  # what this project once said that it uses
     strangers: bool  # whether there are users of whom nothing can be read
@@ -138,7 +138,7 @@ def _tags_of(users: Iterable[User]) -> set[tuple[str, bytes]]:
     return {(kind, bytes.fromhex(tag)) for user in users for kind, tag in user.tags}
 
 
-def described(cache: Cache) -> Recipes:
+def described(cache: CacheFolder) -> Recipes:
     """Return the recipes that the cache itself describes."""
     return {(kind, recipe_tag(kind, recipe)): recipe for _, kind, recipe in cache.described()}
 
@@ -203,14 +203,14 @@ def needed(project: Project, *, embeddings: bool = True, on: Callable[[int], Non
     return found
 
 
-def _take(project: Project, chunk: Sequence[Item | Rejection], recipe: Recipe | None, found: Needed) -> None:
+def _take(project: Project, chunk: Sequence[Item | Rejection], recipe: EmbeddingRecipe | None, found: Needed) -> None:
     """Add what some entries of a data set need."""
     for entry in chunk:
         if not isinstance(entry, Item) and entry.reason in AWAY:
             found.doubt(f"{entry.id}: {entry.detail}", _see_to_it(project))
     items = [entry for entry in chunk if isinstance(entry, Item)]
     found.items += len(items)
-    for path in dict.fromkeys(path for item in items for path in paths(item)):
+    for path in dict.fromkeys(path for item in items for path in item_paths(item)):
         mark = glance(path, project.recipe)
         found.files += mark if isinstance(mark, bytes) else b""
     wanted: dict[str, None] = {}

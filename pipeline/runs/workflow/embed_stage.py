@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
-from pipeline.encoder.engine.token_batches import costs, deal
-from pipeline.encoder.tokens import BadSequence, texts, tokenize
+from pipeline.encoder.embedding_recipe import BadSequence, texts, tokenize
+from pipeline.encoder.engine.token_batches import deal_shards, recipe_costs
 from pipeline.journal.attempts import left_out_items
 from pipeline.journal.ledger import LedgerReader, write_rejections
 from pipeline.journal.run_folder import writing_run
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pipeline.encoder.embedding_recipe import Recipe, Variant
+    from pipeline.encoder.embedding_recipe import EmbeddingRecipe, Variant
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
     from pipeline.project.restriction import Only
@@ -89,7 +89,7 @@ def survey(project: Project, folder: RunFolder | None, at_once: int) -> Found:
 
 
 def _look_up(
-    found: Sequence[str], recipe: Recipe, verifier: Verifier, seen: _Sequences, lines: Lines, only: Only
+    found: Sequence[str], recipe: EmbeddingRecipe, verifier: Verifier, seen: _Sequences, lines: Lines, only: Only
 ) -> None:
     """Sort sequences into those that cannot be encoded, those that are cached, and those that are missing."""
     good = []
@@ -111,7 +111,7 @@ def _look_up(
         lines.write(text)
 
 
-def refusal(text: str, recipe: Recipe) -> tuple[Reason, str] | None:
+def refusal(text: str, recipe: EmbeddingRecipe) -> tuple[Reason, str] | None:
     """Return why a sequence is not even tried."""
     if recipe.refuses(len(text)):
         what = f"a sequence of {len(text):,} residues; embed.long allows {recipe.length:,}"
@@ -133,9 +133,9 @@ def _deal(
 ) -> Found:
     """Cut the missing sequences into tasks of equal cost, and write down which lines each takes."""
     weights, recipe = project.encoding.weights, project.encoding.recipe
-    costs_N = costs(lengths_N, recipe, weights.dim)
+    costs_N = recipe_costs(lengths_N, recipe, weights.dim)
     tasks = _tasks(project, len(lengths_N), float(costs_N.sum()), at_once)
-    dealt = deal(lengths_N, costs_N, tasks, _group(project)) if len(lengths_N) else []
+    dealt = deal_shards(lengths_N, costs_N, tasks, _group(project)) if len(lengths_N) else []
     parts = [part for part in dealt if len(part)]
     if folder is not None:
         with writing_run(folder.order(NAME)), folder.order(NAME).open("wb") as file:
@@ -195,8 +195,8 @@ def work(
     encoding = project.encoding
     if part[1] > 1:
         lengths_N = rows_N2[:, 1].astype(np.int64)
-        costs_N = costs(lengths_N, encoding.recipe, encoding.weights.dim)
-        rows_N2 = rows_N2[deal(lengths_N, costs_N, part[1], _group(project))[part[0]]]
+        costs_N = recipe_costs(lengths_N, encoding.recipe, encoding.weights.dim)
+        rows_N2 = rows_N2[deal_shards(lengths_N, costs_N, part[1], _group(project))[part[0]]]
     barred = left_out_items(folder, NAME)
     with folder.todo(NAME).open("rb") as file:
 
@@ -328,7 +328,7 @@ def _tally(
 
 
 def _judge_item(
-    one: Known, absent: set[str], refused: Mapping[str, tuple[Reason, str]], recipe: Recipe
+    one: Known, absent: set[str], refused: Mapping[str, tuple[Reason, str]], recipe: EmbeddingRecipe
 ) -> Rejection | bool:
     """Say whether everything of an item is embedded; or why it never will be."""
     if one.inventory is None:
@@ -341,13 +341,13 @@ def _judge_item(
     return not missing
 
 
-def _lacks(one: Known, absent: set[str], recipe: Recipe) -> list[str]:
+def _lacks(one: Known, absent: set[str], recipe: EmbeddingRecipe) -> list[str]:
     """Return the sequences of an item that the store does not have, as far as they are known."""
     return [text for text in texts(one.inventory, recipe.context) if text in absent] if one.inventory else []
 
 
 def _absent(
-    chunk: Iterable[Known | Rejection], recipe: Recipe, verifier: Verifier, sequences: _JudgedSequences
+    chunk: Iterable[Known | Rejection], recipe: EmbeddingRecipe, verifier: Verifier, sequences: _JudgedSequences
 ) -> set[str]:
     """Return which sequences of some items the store does not have; those that it has are kept for counting."""
     inventories = [one.inventory for one in chunk if isinstance(one, Known) and one.inventory]

@@ -21,7 +21,7 @@ from pipeline.runs.workflow import scan_stage
 from pipeline.runs.workflow.scan_stage import Known
 from pipeline.stages.graph import graph
 from pipeline.store.key_lists import in_chunks
-from pipeline.structures.sources.item_ids import values_of
+from pipeline.structures.sources.item_ids import label_values
 from pipeline.training.items.item_table import TableBuilder
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def _tally(project: Project, folder: RunFolder, graphed: Graphed, table: TableBu
             else:
                 graphed.accept(said["sizes"])
                 item = None if graphed.kept else one.item
-                key, labels = project.graphs.recipe.key(one.key), values_of(one.item, project.source.labels)
+                key, labels = project.graphs.recipe.key(one.key), label_values(one.item, project.source.labels)
                 table.add(one.item.id, key, one.item.split, said["sizes"], item, labels=labels)
 
 

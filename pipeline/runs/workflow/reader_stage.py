@@ -27,7 +27,7 @@ from pipeline.runs.dataset.reader_items import (
 )
 from pipeline.runs.dataset.worklist import Found, Shard
 from pipeline.stages.read_entries import ITEMS_READ, Taken, read
-from pipeline.structures.sources.item_ids import shown
+from pipeline.structures.sources.item_ids import printable
 from pipeline.training.items.item_table import KIND, ItemTable
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def _telling(reader: Reader, tell: Tell) -> Iterator[Entry | Rejection]:
     for number, entry in enumerate(reader.entries()):
         if number % TOLD_EVERY == 0 and isinstance(entry, Entry | Rejection):
             tell.figures[ITEMS_READ] = number
-            tell.on([f"item {number + 1:,} ({shown(entry.origin or str(entry.id))}) or one soon after it"])
+            tell.on([f"item {number + 1:,} ({printable(entry.origin or str(entry.id))}) or one soon after it"])
         yield entry
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pipeline.encoder.tokens import texts
+from pipeline.encoder.embedding_recipe import texts
 from pipeline.errors import CacheDamaged
 from pipeline.report.tables import plural
 from pipeline.runs.dataset import worklist

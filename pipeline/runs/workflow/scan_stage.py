@@ -21,8 +21,8 @@ from pipeline.runs.dataset.worklist import Found, Lines, Shard
 from pipeline.stages.graph import Maker, open_writer
 from pipeline.stages.scan import glance, look_again, look_up, scan
 from pipeline.store.key_lists import in_chunks
-from pipeline.structures.census import Census, Tally
-from pipeline.structures.parsing.structure_files import paths
+from pipeline.structures.census import Census, CensusTally
+from pipeline.structures.parsing.structure_files import item_paths
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator
@@ -82,7 +82,7 @@ def _is_named(item: Item, key: bytes | None, project: Project) -> bool:
     only = project.only
     if key is not None:
         return only.names(NAME, key)
-    marks = (glance(path, project.recipe) for path in paths(item))
+    marks = (glance(path, project.recipe) for path in item_paths(item))
     return only.is_all or NAME in only.untold or any(only.names("files", m) for m in marks if isinstance(m, bytes))
 
 
@@ -143,8 +143,8 @@ def noted(folder: RunFolder, stage: str, task: int, tell: Tell) -> Iterator[Item
 def judge(project: Project, folder: RunFolder, patience_s: float) -> Census:
     """Count what the store knows of every item, and list what was left out."""
 
-    def look() -> Tally:
-        tally, keys = Tally(), bytearray()
+    def look() -> CensusTally:
+        tally, keys = CensusTally(), bytearray()
         write_rejections(folder.rejected, _tally(project, folder, tally, keys))
         if not tally.undone:
             outcome.keep(project, NAME, keys)
@@ -153,7 +153,7 @@ def judge(project: Project, folder: RunFolder, patience_s: float) -> Census:
     return patiently(project.shelves.stores(), look, patience_s).census()
 
 
-def _tally(project: Project, folder: RunFolder, tally: Tally, keys: bytearray) -> Iterator[dict[str, Any]]:
+def _tally(project: Project, folder: RunFolder, tally: CensusTally, keys: bytearray) -> Iterator[dict[str, Any]]:
     """Count every item and yield the rejected ones."""
     asked = worklist.asked(folder, NAME)
     for one in known(project, folder, worklist.read_items(folder.items)):

@@ -30,7 +30,7 @@ from pipeline.runs.workflow import (
     validate_stage,
 )
 from pipeline.store.cache_folder import RECIPES
-from pipeline.structures.inventory import plain
+from pipeline.structures.inventory import plain_recipe
 
 if TYPE_CHECKING:
     from typing import Any
@@ -199,7 +199,7 @@ WORKFLOW = (
         mem_bytes=_of(scan_stage.mem_bytes, reader_stage.mem_bytes),
         gpu_bytes=lambda _project: 0,
         work=_of(scan_stage.work, reader_stage.work),
-        recipe=_of(lambda project: plain(project.recipe), reader_stage.recipe),
+        recipe=_of(lambda project: plain_recipe(project.recipe), reader_stage.recipe),
         judge=_of(scan_stage.judge, reader_stage.judge),
         halve=lambda folder, shard: worklist.halve_lines(folder.todo(scan_stage.NAME), shard),
         check=_of(scan_stage.check, reader_stage.check),

@@ -21,18 +21,19 @@ from pipeline.runs.dataset import worklist
 from pipeline.runs.dataset.outcome import Judged, patiently
 from pipeline.runs.dataset.worklist import Found, Lines
 from pipeline.runs.workflow import embed_stage, scan_stage
-from pipeline.store.format.cache_layout import REPORTS, refuse_unusable
+from pipeline.store.format.cache_layout import REPORTS
 from pipeline.store.format.disk import Disk
 from pipeline.store.maintenance import scrub
 from pipeline.store.maintenance.damage_report import (
     REPORT_SUFFIX,
+    DamageFinding,
     Fault,
-    Finding,
     ReportWriter,
     Summary,
     damage_found,
     read_report,
 )
+from pipeline.store.maintenance.leftovers import refuse_unusable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -42,8 +43,9 @@ if TYPE_CHECKING:
     from pipeline.project.project import Project
     from pipeline.records import Tell
     from pipeline.runs.dataset.worklist import Shard
-    from pipeline.store.cache_folder import Cache
-    from pipeline.store.maintenance.scrub import Checked, Named
+    from pipeline.store.cache_folder import CacheFolder
+    from pipeline.store.maintenance.damage_report import Checked
+    from pipeline.store.maintenance.scrub import Named
     from pipeline.store.store import Store
 
     Check = Callable[[Store, Named], Iterator[Checked]]
@@ -99,7 +101,7 @@ def survey(project: Project, folder: RunFolder | None, at_once: int) -> Found:
     return Found(counts, worklist.cut(offsets, sizes_N, project.config.cluster.validate.items_per_task, tasks))
 
 
-def _parts(cache: Cache) -> Iterator[Part]:
+def _parts(cache: CacheFolder) -> Iterator[Part]:
     """Yield the files of a cache that can be judged."""
     for kind in cache.kinds():
         store = cache.kind(kind)
@@ -108,7 +110,7 @@ def _parts(cache: Cache) -> Iterator[Part]:
         yield from (Part(kind, shard) for shard in scrub.shards_of(store))
 
 
-def _size(cache: Cache, part: Part) -> int:
+def _size(cache: CacheFolder, part: Part) -> int:
     """Return how many bytes a file has; one that is gone has none."""
     layout = cache.kind(part.kind).layout
     try:
@@ -254,7 +256,7 @@ def _merged(folder: RunFolder, reports: list[Path], validated: Validated, writer
                 writer.add(finding)
         for key, (_, detail) in left_out_items(folder, NAME).items():
             kind, _, shard = key.partition("/")
-            finding = Finding(kind, Fault.UNREADABLE, detail, "" if shard == INDEX else shard)
+            finding = DamageFinding(kind, Fault.UNREADABLE, detail, "" if shard == INDEX else shard)
             summary.count(finding)
             writer.add(finding)
         summary.seconds = time.time() - summary.begun

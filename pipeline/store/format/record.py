@@ -73,7 +73,7 @@ class BadRecord(ValueError):
     """The bytes are no record."""
 
 
-def encode(
+def encode_record(
     key: bytes, arrays: Mapping[str, Array], meta: Mapping[str, Any], bfloat16: Collection[str] = ()
 ) -> EncodedRecord:
     """Lay a record out as bytes."""
@@ -89,7 +89,7 @@ def encode(
     return EncodedRecord(key, blob, tuple(tensors))
 
 
-def decode(blob: bytes | memoryview, rest: bytes | memoryview = b"") -> Record:
+def decode_record(blob: bytes | memoryview, rest: bytes | memoryview = b"") -> Record:
     """Read a record back; every number in it is checked against the bytes that are there before it is used.
 
     Its bytes may lie in two stretches of memory, one after the other; what lies in both is copied.
@@ -118,7 +118,7 @@ def decode(blob: bytes | memoryview, rest: bytes | memoryview = b"") -> Record:
 
 def laid_out(blob: bytes) -> EncodedRecord:
     """Return a record's bytes with the tensors in them, as `encode` made them."""
-    record = decode(blob)
+    record = decode_record(blob)
     end = len(blob) - descriptor_bytes(blob)
     tensors, position = [], 0
     for name, array in record.arrays.items():  # in the order in which they lie

@@ -16,8 +16,9 @@ from pipeline.errors import CacheDamaged
 from pipeline.keys import KEY_BYTES
 from pipeline.store.format.disk import remove
 from pipeline.store.format.shard import header_fault, read_table
+from pipeline.store.maintenance.rewrite import CARRIED_HEADER_BYTES, CarriedRows, RetiringShards, all_retired, carried
 from pipeline.store.snapshot import shard_names
-from pipeline.store.writer import CARRIED_HEADER_BYTES, DEFAULT_SHARD_BYTES, Going, Source, all_retired, carried
+from pipeline.store.writer import DEFAULT_SHARD_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -58,7 +59,7 @@ class Compacted:
     taken: list[str] = field(default_factory=list)  # small shards that another process removed meanwhile
 
 
-def plan(store: Store, *, shard_bytes: int = DEFAULT_SHARD_BYTES) -> Compacted:
+def plan_compaction(store: Store, *, shard_bytes: int = DEFAULT_SHARD_BYTES) -> Compacted:
     """Return what there is to do, from the shards' own tables.
 
     A small shard fills less than half of a new one, by its records and by what its header says of them. So any two fit
@@ -85,7 +86,7 @@ def plan(store: Store, *, shard_bytes: int = DEFAULT_SHARD_BYTES) -> Compacted:
     )
 
 
-def compact(
+def compact_shards(
     store: Store,
     todo: Compacted,
     *,
@@ -130,7 +131,7 @@ def compact_all(
         todo.after = len(shard_names(store.disk, store.layout))
 
 
-def _sources(store: Store, todo: Compacted) -> Iterator[Source]:
+def _sources(store: Store, todo: Compacted) -> Iterator[CarriedRows]:
     """Yield the small shards, oldest first: what was written together stays together."""
     for one in todo.small:
         path = store.layout.shard(one.shard)
@@ -142,7 +143,7 @@ def _sources(store: Store, todo: Compacted) -> Iterator[Source]:
         if fault:
             _left(store, todo, one.shard)
         else:
-            yield Source(one.shard, table.rows)
+            yield CarriedRows(one.shard, table.rows)
 
 
 def _left(store: Store, todo: Compacted, shard: str) -> None:
@@ -153,7 +154,7 @@ def _left(store: Store, todo: Compacted, shard: str) -> None:
 
 def _retire(kinds: Sequence[tuple[Store, Compacted, list[str]]], settle_s: float, waits: Callable[[], object]) -> None:
     """Remove shards once all hosts can know where their records are now."""
-    all_retired([Going(store, shards, partial(_remove, store)) for store, _, shards in kinds], settle_s, waits)
+    all_retired([RetiringShards(store, shards, partial(_remove, store)) for store, _, shards in kinds], settle_s, waits)
     for _, todo, shards in kinds:
         todo.gone += len(shards)
 

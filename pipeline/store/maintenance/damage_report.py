@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pipeline.store.format.disk import Disk
-    from pipeline.store.maintenance.scrub import Checked
 
 REPORT_FORMAT = 1
 REPORT_SUFFIX = ".jsonl"
@@ -64,7 +63,7 @@ class Fault(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class DamageFinding:
     """One thing that is wrong: with a record, or with a file around records."""
 
     kind: str
@@ -93,7 +92,7 @@ class Finding:
         return asdict(self) | {"fault": self.fault.value}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Finding:
+    def from_json(cls, data: Mapping[str, Any]) -> DamageFinding:
         """Return what `to_json` wrote; raise ValueError or TypeError for anything else."""
         finding = cls(**{**data, "fault": Fault(data["fault"])})
         texts = finding.kind, finding.what, finding.shard, finding.key
@@ -144,7 +143,7 @@ class Summary:
             what = text.partition("\n")[0][:_NOTE_CHARACTERS]
             self.notes[what] = self.notes.get(what, 0) + number
 
-    def count(self, finding: Finding) -> None:
+    def count(self, finding: DamageFinding) -> None:
         """Count one finding."""
         self.findings += 1
         self.lost += finding.lost
@@ -195,7 +194,7 @@ class ReportWriter:
         self._draft, self._folder = Draft(disk, folder), folder
         self._end, self._lines = SUMMARY_BYTES, bytearray()
 
-    def add(self, *findings: Finding) -> None:
+    def add(self, *findings: DamageFinding) -> None:
         """Write down findings."""
         for finding in findings:
             self._lines += json.dumps(finding.to_json(), separators=(",", ":")).encode() + b"\n"
@@ -221,13 +220,13 @@ class ReportWriter:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class DamageReport:
     """A report on disk."""
 
     path: Path
     summary: Summary
 
-    def findings(self) -> Iterator[Finding]:
+    def findings(self) -> Iterator[DamageFinding]:
         """Yield what was found, one at a time."""
         with self.path.open("rb") as file:
             file.readline()
@@ -235,14 +234,14 @@ class Report:
                 yield _parsed(self.path, line)
 
 
-def read_report(path: Path) -> Report:
+def read_report(path: Path) -> DamageReport:
     """Open a report; only its summary is read."""
     try:
         with path.open("rb") as file:
             text = file.readline(_LONGEST_SUMMARY)
         told = json.loads(text)
         if told.pop("report") == REPORT_FORMAT:
-            return Report(path, Summary.from_json(told))
+            return DamageReport(path, Summary.from_json(told))
     except OSError as error:
         raise _no_report(path, error.strerror or str(error)) from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -250,7 +249,7 @@ def read_report(path: Path) -> Report:
     raise _no_report(path, "this is no damage list of this version")
 
 
-def refuse_of_another(report: Report, root: Path) -> None:
+def refuse_of_another(report: DamageReport, root: Path) -> None:
     """Raise where a list is of another cache: what it names would be looked for in vain, and nothing be found wrong."""
     of = report.summary.root
     if of and of != str(root.resolve()):
@@ -259,15 +258,15 @@ def refuse_of_another(report: Report, root: Path) -> None:
         raise ConfigError(what, where=str(report.path), remedy=remedy)
 
 
-def last_report(disk: Disk, root: Path) -> Report | None:
+def last_report(disk: Disk, root: Path) -> DamageReport | None:
     """Return what the newest validation of a cache has found, if it can be read."""
     return next((report for report in reports(disk, root) if report.summary.how != REPAIR), None)
 
 
-def reports(disk: Disk, root: Path) -> list[Report]:
+def reports(disk: Disk, root: Path) -> list[DamageReport]:
     """Return the newest reports of a cache that can be read, the newest first; of a clock that runs ahead, the last."""
     names = sorted((name for name in disk.list_folder(root / REPORTS) if name.endswith(REPORT_SUFFIX)), reverse=True)
-    found: list[Report] = []
+    found: list[DamageReport] = []
     for name in names[:_NEWEST]:  # they begin with the time
         try:
             found.append(read_report(root / REPORTS / name))
@@ -315,13 +314,31 @@ def _fitting(summary: Summary) -> bytes:
     return text
 
 
-def _parsed(path: Path, line: bytes) -> Finding:
+def _parsed(path: Path, line: bytes) -> DamageFinding:
     """Return the finding that a line tells."""
     try:
-        return Finding.from_json(json.loads(line))
+        return DamageFinding.from_json(json.loads(line))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise _no_report(path, "a line of it cannot be read") from error
 
 
 def _no_report(path: Path, what: str) -> ConfigError:
     return ConfigError(what, where=str(path), remedy="pipeline cache validate --full   (writes a new one)")
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What was found in one file: a shard, or the index (whose name is empty)."""
+
+    kind: str
+    shard: str
+    read_bytes: int
+    whole: tuple[bytes, ...] = ()  # the keys of records that are as they were written
+    findings: tuple[DamageFinding, ...] = ()
+    notes: Mapping[str, int] = field(default_factory=dict)  # what else there is to tell → how often
+    listed: tuple[bytes, ...] = ()  # the keys of records that the table names, and nobody has read
+
+    @property
+    def judged(self) -> int:
+        """How many records were looked for, at least in a table."""
+        return len(self.whole) + len(self.listed) + sum(bool(one.key) for one in self.findings)

@@ -52,7 +52,7 @@ def can_be_named(file: ShardFile) -> bool:
     return bool(_LINE.fullmatch(f"{'0' * 64}  {file}"))
 
 
-def sizes_of(disk: Disk, folder: Path, files: Iterable[ShardFile]) -> dict[ShardFile, int]:
+def export_sizes(disk: Disk, folder: Path, files: Iterable[ShardFile]) -> dict[ShardFile, int]:
     """Return the sizes of some files of an export."""
     return {file: disk.size_of(file.below(folder)) for file in files}
 
@@ -65,7 +65,7 @@ def size_of_plain(disk: Disk, folder: Path, file: ShardFile) -> int:
     return disk.size_of(path)
 
 
-def describe(disk: Disk, folder: Path, files: Mapping[ShardFile, int]) -> None:
+def describe_export(disk: Disk, folder: Path, files: Mapping[ShardFile, int]) -> None:
     """Write down what an export has, or will have, by kind."""
     kinds: dict[str, dict[str, int]] = {}
     for file, size in files.items():

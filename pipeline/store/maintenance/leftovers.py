@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
-    from pipeline.store.cache_folder import Cache
+    from pipeline.store.cache_folder import CacheFolder
     from pipeline.store.format.disk import Disk
 
 
@@ -69,7 +69,7 @@ class Beside:
     foreign: tuple[Path, ...]  # what nobody knows here: it is left alone
 
 
-def beside(cache: Cache) -> Beside:
+def find_leftovers(cache: CacheFolder) -> Beside:
     """Look through the folders of a cache; the last report is none of those that may go."""
     leftovers: list[Leftover] = []
     foreign: list[Path] = []
@@ -89,7 +89,7 @@ def beside(cache: Cache) -> Beside:
     return Beside(tuple(leftovers), tuple(foreign))
 
 
-def refuse_links(cache: Cache) -> None:
+def refuse_links(cache: CacheFolder) -> None:
     """Raise where a folder of the cache is a link, to one in it, too: nothing must be swept as something else."""
     for folder, *_ in _places(cache):
         for path in (folder, *([folder.parent] if folder.parent != cache.root else [])):
@@ -99,7 +99,7 @@ def refuse_links(cache: Cache) -> None:
                 raise CacheUnusable(what, where=str(path), remedy=remedy)
 
 
-def _places(cache: Cache) -> Iterator[tuple[Path, str, Mapping[re.Pattern[str], Left]]]:
+def _places(cache: CacheFolder) -> Iterator[tuple[Path, str, Mapping[re.Pattern[str], Left]]]:
     """Yield every folder, of which kind it is, and what may be in it."""
     root, kinds = cache.root, cache.kinds()
     own = _named(MARKER, REPORTS, USERS, MANIFEST, EXPORT, STAGED, *BESIDE, *kinds)
@@ -199,3 +199,69 @@ def _read(disk: Disk, path: Path) -> User:
     if user.name != path.name:
         raise ValueError("damaged: its name is a digest of what it says")
     return user
+
+
+SHOWN = 20
+
+
+def refuse_unusable(cache: CacheFolder) -> None:
+    """Raise where no cache is, or one that is not all in one folder."""
+    if not cache.is_there:
+        remedy = "pipeline submit --stage all   (makes one), or --set cache.root=FOLDER"
+        raise CacheUnusable("no cache is there", where=str(cache.root), remedy=remedy)
+    refuse_links_out(cache)
+
+
+def refuse_links_out(cache: CacheFolder) -> None:
+    """Raise where a symbolic link in the cache leads out of it; the cache's own folder may be one."""
+    try:
+        root = cache.root.resolve()
+        out = [(link, target) for link in _links(cache) if _leads_out(target := _target(link), root)]
+    except OSError as error:
+        what, remedy = f"the cache cannot be read: {error.strerror or error}", f"ls -ld {error.filename or cache.root}"
+        raise CacheUnusable(what, where=str(error.filename or cache.root), remedy=remedy) from error
+    if out:
+        shown = [f"{link}: {_said_of(target)}" for link, target in out[:SHOWN]]
+        more = [f"… and {len(out) - SHOWN:,} more"] * (len(out) > SHOWN)
+        what = "\n  ".join((f"{len(out):,} symbolic links lead out of the cache", *shown, *more))
+        where, what = (cache.root, what) if out[1:] else (out[0][0], _said_of(out[0][1]))
+        raise CacheUnusable(what, where=str(where), remedy=_remedy(*out[0]))
+
+
+def _leads_out(target: Path, root: Path) -> bool:
+    return target.is_symlink() or not target.is_relative_to(root)
+
+
+def _said_of(target: Path) -> str:
+    leads = "round in a circle" if target.is_symlink() else f"out of the cache, to {target}"
+    return f"a symbolic link leads {leads}"
+
+
+def _remedy(link: Path, target: Path) -> str:
+    """Return what to do about a link."""
+    if target.is_dir():
+        return f"ls -l {link}   (replace the link by the folder itself, or set cache.root to {target.parent})"
+    return f"ls -l {link}   (put the file itself there, or remove the link)"
+
+
+def _target(link: Path) -> Path:
+    """Return where a link leads; to a link, if that is round in a circle."""
+    try:
+        return link.resolve()
+    except RuntimeError:  # of Python up to 3.12
+        return link
+
+
+def _links(cache: CacheFolder) -> Iterator[Path]:
+    """Yield the symbolic links among what belongs to a cache; a folder that is one is not looked into."""
+    links = set(cache.disk.links_in(cache.root))
+    kinds = cache.kinds()
+    yield from (cache.root / name for name in sorted(links & {MARKER, REPORTS, USERS, *kinds}))
+    for kind in kinds:
+        folder = cache.kind(kind).layout.folder
+        if kind not in links:
+            inner = sorted(cache.disk.links_in(folder))
+            yield from (folder / name for name in inner)
+            parts = ("shards", "tmp", "quarantine")
+            for part in (folder / name for name in parts if name not in inner):
+                yield from (part / name for name in sorted(cache.disk.links_in(part)))

@@ -18,7 +18,7 @@ import xxhash
 
 from pipeline.errors import CacheDamaged, ConfigError
 from pipeline.store.format.cache_layout import written_at
-from pipeline.store.format.record import BadRecord, decode
+from pipeline.store.format.record import BadRecord, decode_record
 from pipeline.store.format.shard import (
     BAD_HEADER,
     TABLE_ROW,
@@ -31,9 +31,8 @@ from pipeline.store.format.shard import (
     read_through,
     row_keys,
 )
-from pipeline.store.maintenance.damage_report import FORBIDDEN, FOREIGN, Fault, Finding
-from pipeline.store.maintenance.index_view import IndexView, index_rows
-from pipeline.store.shard_index import Index, IndexDamaged
+from pipeline.store.maintenance.damage_report import FORBIDDEN, FOREIGN, Checked, DamageFinding, Fault
+from pipeline.store.shard_index import IndexDamaged, IndexView, ShardIndex, index_rows
 from pipeline.store.snapshot import GONE, shard_names
 
 if TYPE_CHECKING:
@@ -97,24 +96,6 @@ class Named:
         return shard in self.names
 
 
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """What was found in one file: a shard, or the index (whose name is empty)."""
-
-    kind: str
-    shard: str
-    read_bytes: int
-    whole: tuple[bytes, ...] = ()  # the keys of records that are as they were written
-    findings: tuple[Finding, ...] = ()
-    notes: Mapping[str, int] = field(default_factory=dict)  # what else there is to tell → how often
-    listed: tuple[bytes, ...] = ()  # the keys of records that the table names, and nobody has read
-
-    @property
-    def judged(self) -> int:
-        """How many records were looked for, at least in a table."""
-        return len(self.whole) + len(self.listed) + sum(bool(one.key) for one in self.findings)
-
-
 class Wrong(NamedTuple):
     """What is wrong with what a record says."""
 
@@ -140,7 +121,7 @@ def meaning(store: Store, judge: Judge, subset: Subset | Named = WHOLE) -> Itera
     yield from _scrub(store, subset, partial(_every_record, judge))
 
 
-def rows_of(store: Store, shard: str) -> Rows | None:
+def shard_rows(store: Store, shard: str) -> Rows | None:
     """Return the rows of what a shard holds: as it says itself, else as the index says; None where nobody knows."""
     try:
         return read_table(store.disk, store.layout.shard(shard)).rows
@@ -151,7 +132,7 @@ def rows_of(store: Store, shard: str) -> Rows | None:
 def shards_of(store: Store) -> list[str]:
     """Return the names of all shards that there are to judge: those in the folder, and those that the index names."""
     try:
-        indexed = Index(store.disk, store.layout.index).names
+        indexed = ShardIndex(store.disk, store.layout.index).names
     except (IndexDamaged, OSError):
         indexed = []
     return sorted({*shard_names(store.disk, store.layout), *indexed})
@@ -191,7 +172,7 @@ def _structure(known: _Known, name: str) -> Looked:
         return Checked(kind, name, tail_bytes, (), (_about(known, name, error),)), None
     except OSError as error:
         return _refused(known, name, error), None
-    findings = (Finding(kind, Fault.HEADER, fault, name),) if fault else ()
+    findings = (DamageFinding(kind, Fault.HEADER, fault, name),) if fault else ()
     end_bytes = max(min(tail_bytes, table.size_bytes), _end_bytes(len(table.rows)))
     listed = tuple(row_keys(table.rows))
     return Checked(kind, name, table.data_start + end_bytes, (), findings, listed=listed), table
@@ -214,7 +195,7 @@ def _every_byte(known: _Known, name: str) -> Looked:
         if error.errno in GONE:
             return _refused(known, name, error), None
         return _every_record(_intact, known, name)  # of one place in it, perhaps
-    header = () if header_is_whole else (Finding(kind, Fault.HEADER, BAD_HEADER, name),)
+    header = () if header_is_whole else (DamageFinding(kind, Fault.HEADER, BAD_HEADER, name),)
     try:
         again, findings = _judged_rows(_intact, known, name, table.rows[~whole_N]) if not whole_N.all() else ((), ())
     except OSError as error:
@@ -238,7 +219,7 @@ def _every_record(judge: Judge, known: _Known, name: str) -> Looked:
     return Checked(store.kind, name, table.size_bytes, whole, header + findings), table
 
 
-def _header(store: Store, path: Path, table: ShardTable) -> tuple[Finding, ...]:
+def _header(store: Store, path: Path, table: ShardTable) -> tuple[DamageFinding, ...]:
     """Judge what stands before the records."""
     try:
         fault = header_fault(store.disk, path, table)
@@ -246,7 +227,7 @@ def _header(store: Store, path: Path, table: ShardTable) -> tuple[Finding, ...]:
         if error.errno in GONE:
             raise
         fault = f"the header cannot be read: {error.strerror or error}"
-    return (Finding(store.kind, Fault.HEADER, fault, path.name),) if fault else ()
+    return (DamageFinding(store.kind, Fault.HEADER, fault, path.name),) if fault else ()
 
 
 def _by_index(judge: Judge, known: _Known, name: str, error: CacheDamaged) -> Checked | None:
@@ -266,18 +247,20 @@ def _by_index(judge: Judge, known: _Known, name: str, error: CacheDamaged) -> Ch
     return Checked(kind, name, TAIL_BYTES + int(rows["length"].sum()), whole, (about, *findings))
 
 
-def _about(known: _Known, name: str, error: CacheDamaged) -> Finding:
+def _about(known: _Known, name: str, error: CacheDamaged) -> DamageFinding:
     """Return what is wrong with a shard as a whole."""
     if not isinstance(error, ShardNewer) and written_at(name) is None and name not in known.view.shards:
-        return Finding(known.store.kind, Fault.FOREIGN, FOREIGN, name)
+        return DamageFinding(known.store.kind, Fault.FOREIGN, FOREIGN, name)
     fault = Fault.NEWER if isinstance(error, ShardNewer) else Fault.TABLE
-    return Finding(known.store.kind, fault, error.what, name)
+    return DamageFinding(known.store.kind, fault, error.what, name)
 
 
-def _judged_rows(judge: Judge, known: _Known, name: str, rows: Rows) -> tuple[tuple[bytes, ...], tuple[Finding, ...]]:
+def _judged_rows(
+    judge: Judge, known: _Known, name: str, rows: Rows
+) -> tuple[tuple[bytes, ...], tuple[DamageFinding, ...]]:
     """Judge records one by one; only one is in memory."""
     whole: list[bytes] = []
-    findings: list[Finding] = []
+    findings: list[DamageFinding] = []
     store = known.store
     fd = store.disk.open_read(store.layout.shard(name))
     try:
@@ -292,14 +275,14 @@ def _judged_rows(judge: Judge, known: _Known, name: str, rows: Rows) -> tuple[tu
     return tuple(whole), tuple(findings)
 
 
-def _judged_record(judge: Judge, known: _Known, name: str, fd: int, key: bytes, *place: Any) -> Finding | None:
+def _judged_record(judge: Judge, known: _Known, name: str, fd: int, key: bytes, *place: Any) -> DamageFinding | None:
     """Return what is wrong with a record: with its bytes, or with what they say."""
     offset, length, digest = place
     try:
         blob = known.store.disk.read_at(fd, length, offset)
         if xxhash.xxh3_128_digest(blob) != digest:
             return known.damaged(name, key, Fault.RECORD, "the bytes are not those that were written")
-        record = decode(blob)
+        record = decode_record(blob)
     except OSError as error:
         return known.damaged(name, key, Fault.UNREADABLE, error.strerror or str(error))
     except BadRecord as error:
@@ -307,7 +290,7 @@ def _judged_record(judge: Judge, known: _Known, name: str, fd: int, key: bytes, 
     if record.key != key:
         return known.damaged(name, key, Fault.RECORD, "another record is in its place")
     wrong = judge(record)
-    return wrong and Finding(known.store.kind, Fault.MEANING, wrong.what, name, key.hex(), wrong.lost)
+    return wrong and DamageFinding(known.store.kind, Fault.MEANING, wrong.what, name, key.hex(), wrong.lost)
 
 
 def _intact(_: Record) -> Wrong | None:
@@ -333,15 +316,15 @@ class _Known:
         self.fresh = False
         return names
 
-    def damaged(self, name: str, key: bytes, fault: Fault, what: str) -> Finding:
+    def damaged(self, name: str, key: bytes, fault: Fault, what: str) -> DamageFinding:
         """Return the finding that a record is damaged, and whether it is lost."""
         if not self.fresh:
             self.store.refresh()
             self.fresh = True
         lost = not self.store.is_whole_beside(key, {name})
-        return Finding(self.store.kind, fault, what, name, key.hex(), lost)
+        return DamageFinding(self.store.kind, fault, what, name, key.hex(), lost)
 
-    def all_damaged(self, name: str, fault: Fault, what: str) -> tuple[Finding, ...]:
+    def all_damaged(self, name: str, fault: Fault, what: str) -> tuple[DamageFinding, ...]:
         """Return a finding for each record that the index says a shard holds."""
         rows = (self.tables or {}).get(name)
         return () if rows is None else tuple(self.damaged(name, key, fault, what) for key in row_keys(rows))
@@ -356,7 +339,7 @@ def _refused(known: _Known, name: str, error: OSError) -> Checked | None:
     kind, reason = known.store.kind, error.strerror or str(error)
     if error.errno in (errno.EACCES, errno.EPERM):
         return _forbidden(known, name)
-    about = Finding(kind, Fault.UNREADABLE, reason, name)
+    about = DamageFinding(kind, Fault.UNREADABLE, reason, name)
     return Checked(kind, name, 0, (), (about, *known.all_damaged(name, Fault.UNREADABLE, reason)))
 
 
@@ -367,8 +350,8 @@ def _forbidden(known: _Known, name: str) -> Checked:
     known.store.refresh()
     copied = bool(keys) and all(known.store.is_whole_beside(key, {name}) for key in keys)
     what = f"{FORBIDDEN}; nothing is missing, for others have its records" if copied else FORBIDDEN
-    records = (Finding(kind, Fault.UNREADABLE, FORBIDDEN, name, key.hex()) for key in keys)
-    return Checked(kind, name, 0, (), (Finding(kind, Fault.UNREADABLE, what, name), *records))
+    records = (DamageFinding(kind, Fault.UNREADABLE, FORBIDDEN, name, key.hex()) for key in keys)
+    return Checked(kind, name, 0, (), (DamageFinding(kind, Fault.UNREADABLE, what, name), *records))
 
 
 def _missed(known: _Known, name: str) -> Checked:
@@ -388,11 +371,11 @@ def _judged_index(known: _Known, odd: Mapping[str, ShardTable]) -> Checked:
     view, kind = known.view, known.store.kind
     if view.fault or odd:
         view = IndexView.read(known.store.disk, known.store.layout)
-    findings = [Finding(kind, Fault.INDEX, view.fault)] if view.fault else []
+    findings = [DamageFinding(kind, Fault.INDEX, view.fault)] if view.fault else []
     told = ((name, view.contradicts(table)) for name, table in odd.items())
-    findings += [Finding(kind, Fault.INDEX, why, name) for name, why in told if why]
+    findings += [DamageFinding(kind, Fault.INDEX, why, name) for name, why in told if why]
     findings += [
-        Finding(kind, Fault.INDEX, f"it names a shard that is gone; others have {copies} of its records", name)
+        DamageFinding(kind, Fault.INDEX, f"it names a shard that is gone; others have {copies} of its records", name)
         for name, copies in known.copied.items()
     ]
     return Checked(kind, "", view.bytes, (), tuple(findings))

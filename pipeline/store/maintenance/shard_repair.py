@@ -26,25 +26,24 @@ from pipeline.store.maintenance.damage_report import (
     REFUSED,
     REPAIR,
     UNREAD,
+    DamageFinding,
     Fault,
-    Finding,
     ReportWriter,
     Summary,
     refuse_of_another,
 )
+from pipeline.store.maintenance.rewrite import CarriedRows, RetiringShards, all_retired, carried
 from pipeline.store.snapshot import GONE
-from pipeline.store.writer import Going, Source, all_retired, carried
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from pipeline.store.cache_folder import Cache
-    from pipeline.store.maintenance.damage_report import Report
-    from pipeline.store.maintenance.scrub import Checked
+    from pipeline.store.cache_folder import CacheFolder
+    from pipeline.store.maintenance.damage_report import Checked, DamageReport
+    from pipeline.store.maintenance.rewrite import Carried
     from pipeline.store.shard_index import Rows
     from pipeline.store.store import Store
-    from pipeline.store.writer import Carried
 
     Seen = Callable[[Checked], None]
 
@@ -62,7 +61,7 @@ class Mend:
     why: str
     salvaged: int = 0  # records that are carried over to a new shard
     salvaged_bytes: int = 0
-    lost: tuple[Finding, ...] = ()  # records of which no whole copy is left
+    lost: tuple[DamageFinding, ...] = ()  # records of which no whole copy is left
     unknown: bool = False  # nobody knows what it held
     stays: str = ""  # why nothing is done about it
     gone: bool = False  # it is not there any more
@@ -104,9 +103,9 @@ class _Named:
     """What a damage list names of one kind."""
 
     shards: set[str] = field(default_factory=set)
-    meaningless: dict[str, dict[bytes, Finding]] = field(default_factory=dict)  # shard → key → what is wrong
+    meaningless: dict[str, dict[bytes, DamageFinding]] = field(default_factory=dict)  # shard → key → what is wrong
 
-    def add(self, finding: Finding) -> None:
+    def add(self, finding: DamageFinding) -> None:
         """Take in one finding; on what a record means, whoever made the list has the last word."""
         self.shards.add(finding.shard)
         if finding.fault is Fault.MEANING and finding.key and finding.lost:
@@ -122,16 +121,18 @@ class _Todo:
     odd: frozenset[str] = frozenset()  # shards of which the index says something else; the empty name is its own
 
 
-def plan(cache: Cache, report: Report | None = None, *, seen: Seen = lambda _: None) -> Iterator[Mend]:
+def plan_repair(
+    cache: CacheFolder, report: DamageReport | None = None, *, seen: Seen = lambda _: None
+) -> Iterator[Mend]:
     """Say what `repair` would do, having looked again at the shards that a damage list names, or at all of them."""
     for store, named in _kinds(cache, report):
         for todo in _todo(store, named, seen):
             yield todo.mend
 
 
-def repair(
-    cache: Cache,
-    report: Report | None = None,
+def repair_cache(
+    cache: CacheFolder,
+    report: DamageReport | None = None,
     *,
     done: Callable[[Mend], None] = lambda _: None,
     seen: Seen = lambda _: None,
@@ -159,7 +160,7 @@ def repair(
     return repaired
 
 
-def _kinds(cache: Cache, report: Report | None) -> Iterator[tuple[Store, _Named | None]]:
+def _kinds(cache: CacheFolder, report: DamageReport | None) -> Iterator[tuple[Store, _Named | None]]:
     """Yield the stores to look at, with what the list names of each."""
     told: dict[str, _Named] = {}
     if report:
@@ -190,7 +191,7 @@ def _todo(store: Store, named: _Named | None, seen: Seen) -> Iterator[_Todo]:
         yield _Todo(Mend(store.kind, "", outdated), odd=odd)
 
 
-def _decided(store: Store, checked: Checked, meant_wrong: tuple[Finding, ...]) -> _Todo:
+def _decided(store: Store, checked: Checked, meant_wrong: tuple[DamageFinding, ...]) -> _Todo:
     """Decide what becomes of a shard with something wrong in it."""
     about = {finding.fault: finding.what for finding in checked.findings if not finding.key}
     bad = checked.judged - len(checked.whole) + len(meant_wrong)
@@ -201,7 +202,7 @@ def _decided(store: Store, checked: Checked, meant_wrong: tuple[Finding, ...]) -
     mend = Mend(store.kind, checked.shard, why, lost=lost)
     if {finding.fault for finding in checked.findings} == {Fault.GONE}:
         return _Todo(replace(mend, why=SHARD_GONE, gone=True))
-    rows = scrub.rows_of(store, checked.shard)
+    rows = scrub.shard_rows(store, checked.shard)
     reason = next(filter(None, (finding.stays for finding in checked.findings)), "")
     unread = not checked.whole and any(finding.fault is Fault.UNREADABLE for finding in checked.findings)
     if reason := reason or (REFUSED if unread else ""):
@@ -237,7 +238,7 @@ class _Mending:
             yield replace(mend, lost=tuple(one for one in mend.lost if self._is_lost(one)))
         self._mends = []
 
-    def finish(self) -> Going:
+    def finish(self) -> RetiringShards:
         """Make the index anew if it is damaged or out of date, and return what is to be put aside.
 
         What the index alone knows of a shard that stays is kept where the index can be read.
@@ -250,19 +251,19 @@ class _Mending:
             self._store.write_index()
         elif self._index and not self._going:
             self._store.write_index()
-        return Going(self._store, list(self._going), partial(_quarantine, self._store))
+        return RetiringShards(self._store, list(self._going), partial(_quarantine, self._store))
 
-    def _sources(self, todo: Iterator[_Todo]) -> Iterator[Source]:
+    def _sources(self, todo: Iterator[_Todo]) -> Iterator[CarriedRows]:
         """Yield the shards that go; note the rest."""
         for one in todo:
             self._mends.append(one.mend)
             if one.mend.goes:
                 self._read.append(len(self._mends) - 1)
-                yield Source(one.mend.shard, one.rows)
+                yield CarriedRows(one.mend.shard, one.rows)
             elif not one.mend.shard:
                 self._index = one
 
-    def _is_lost(self, finding: Finding) -> bool:
+    def _is_lost(self, finding: DamageFinding) -> bool:
         return not self._store.is_whole_beside(bytes.fromhex(finding.key), self._going)
 
 
@@ -270,7 +271,7 @@ def _with_refused(store: Store, mend: Mend, one: Carried) -> Mend:
     """Add what is lost because the shard went meanwhile; one that cannot be read again stays, to be judged anew."""
     if one.refused and store.disk.exists(store.layout.shard(mend.shard)):
         return replace(mend, salvaged=one.records, salvaged_bytes=one.size_bytes, stays=UNREAD)
-    went = (Finding(store.kind, Fault.RECORD, why, mend.shard, key.hex(), lost=True) for key, why in one.refused)
+    went = (DamageFinding(store.kind, Fault.RECORD, why, mend.shard, key.hex(), lost=True) for key, why in one.refused)
     return replace(mend, salvaged=one.records, salvaged_bytes=one.size_bytes, lost=(*mend.lost, *went))
 
 
@@ -291,14 +292,14 @@ def _quarantine(store: Store, shard: str) -> None:
 class _Missing:
     """The list of what is lost in the making; there is none while nothing is."""
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, cache: CacheFolder) -> None:
         self._cache = cache
         self._writer: ReportWriter | None = None
         self._summary = Summary(REPAIR, root=str(cache.root.resolve()))
 
     def add(self, mend: Mend) -> None:
         """Write down the records that a shard has lost; the shard itself, where nobody knows what it held."""
-        nobody_knows = (Finding(mend.kind, Fault.TABLE, mend.why, mend.shard),) if mend.unknown else ()
+        nobody_knows = (DamageFinding(mend.kind, Fault.TABLE, mend.why, mend.shard),) if mend.unknown else ()
         for finding in (*mend.lost, *nobody_knows):
             if self._writer is None:
                 self._writer = ReportWriter(self._cache.disk, self._cache.root / REPORTS)

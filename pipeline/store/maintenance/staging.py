@@ -10,7 +10,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import CacheDamaged, RecordMissing
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.cache_layout import STAGED
 from pipeline.store.format.disk import Draft
 from pipeline.store.snapshot import IndexState
@@ -37,7 +37,7 @@ class Unfit(Exception):
     """A folder in which nothing can be staged; the message says why."""
 
 
-def open_scratch(place: Path, name: str, disk: Disk) -> Cache:
+def open_scratch(place: Path, name: str, disk: Disk) -> CacheFolder:
     """Open the cache of that name on a node's own disk; it is nobody else's, and on a disk."""
     folder = place / f"pipeline-{name}"
     try:
@@ -48,13 +48,15 @@ def open_scratch(place: Path, name: str, disk: Disk) -> Cache:
             raise Unfit(f"{folder} is not this user's alone")
     except OSError as error:
         raise Unfit(f"{folder}: {error.strerror or error}") from error
-    return Cache(folder, disk)
+    return CacheFolder(folder, disk)
 
 
-class Staging:
+class CacheStaging:
     """Copies records to a node's own disk; `goes_on` is asked after each whether there is time for the next."""
 
-    def __init__(self, source: Cache, scratch: Cache, *, shard_bytes: int, goes_on: Callable[[], bool]) -> None:
+    def __init__(
+        self, source: CacheFolder, scratch: CacheFolder, *, shard_bytes: int, goes_on: Callable[[], bool]
+    ) -> None:
         self.source, self.scratch = source, scratch
         self.bytes = 0  # copied
         self.records: dict[str, int] = {}  # that are there, by kind

@@ -21,8 +21,8 @@ from pipeline.store.format.cache_layout import SHARD_NAME, written_at
 from pipeline.store.format.disk import remove
 from pipeline.store.format.shard import read_table
 from pipeline.store.key_lists import NO_KEYS, are_among
+from pipeline.store.maintenance.rewrite import CarriedRows, carried, retired
 from pipeline.store.snapshot import GONE
-from pipeline.store.writer import Source, carried, retired
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from pipeline.store.format.disk import Disk
     from pipeline.store.shard_index import Integers, Rows
-    from pipeline.store.snapshot import Snapshot
+    from pipeline.store.snapshot import StoreSnapshot
     from pipeline.store.store import Store
 
 WORTHWHILE = 1 / 3  # of a shard that must be dead before the rest is written anew
@@ -155,7 +155,7 @@ def mark(store: Store, live: Live, before: float, tags: Sequence[bytes] = ()) ->
     """
     numbers = np.array(sorted(int.from_bytes(tag, "big") for tag in {*tags}), np.uint64)
 
-    def count(snapshot: Snapshot) -> tuple[Snapshot, _Counts]:
+    def count(snapshot: StoreSnapshot) -> tuple[StoreSnapshot, _Counts]:
         counts = _Counts(len(snapshot.names), numbers)
         for rows in snapshot.pieces():
             counts.add(rows, live)
@@ -276,13 +276,13 @@ def _rewritten(store: Store, batch: Sequence[DeadShard], live: Live) -> list[Swe
     """Write shards anew without what is dead in them; return those that may go, and those that cannot."""
     stay: dict[str, str] = {}
 
-    def sources() -> Iterator[Source]:
+    def sources() -> Iterator[CarriedRows]:
         for dead in batch:
             rows, why = _own_rows(store, dead.shard)
             if rows is None:
                 stay[dead.shard] = why
             else:
-                yield Source(dead.shard, rows[_holds(live, rows)])
+                yield CarriedRows(dead.shard, rows[_holds(live, rows)])
 
     for one in carried(store, sources()):
         if one.refused:
@@ -319,6 +319,6 @@ def _batches(shards: Sequence[DeadShard]) -> Iterator[list[DeadShard]]:
         yield batch
 
 
-def now_of(disk: Disk, folder: Path) -> float:
+def earlier_clock(disk: Disk, folder: Path) -> float:
     """Return what time it is, by the earlier of this host's clock and the file system's."""
     return min(time.time(), disk.time_in(folder))

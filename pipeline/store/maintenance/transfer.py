@@ -15,23 +15,24 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipeline.errors import CacheDamaged, CacheFull, CacheUnusable, ConfigError
-from pipeline.store.cache_folder import ELSEWHERE, Cache
-from pipeline.store.format.cache_layout import EXPORT, PARTIAL_NAME, KindLayout, refuse_links_out
+from pipeline.store.cache_folder import ELSEWHERE, CacheFolder
+from pipeline.store.format.cache_layout import EXPORT, PARTIAL_NAME, KindLayout
 from pipeline.store.format.disk import Draft, ask_owner, refused_as
 from pipeline.store.format.shard import BAD_HEADER, TABLE_ROW, read_table, read_through, row_keys
 from pipeline.store.key_lists import are_among, sorted_pairs
 from pipeline.store.maintenance.exported import (
     ShardFile,
     can_be_named,
-    describe,
+    describe_export,
+    export_sizes,
     read_description,
     read_manifest,
     reason,
     refuse_unfinished,
     size_of_plain,
-    sizes_of,
     write_manifest,
 )
+from pipeline.store.maintenance.leftovers import refuse_links_out
 from pipeline.store.snapshot import GONE, shard_names
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ _NEW_FOLDER = "pipeline cache export DIR   (a folder that is empty or new, in a 
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RefusedFile:
     """A file that was not taken, and why."""
 
     file: str
@@ -63,7 +64,7 @@ class Moved:
     bytes: int = 0  # of what was copied
     kinds: dict[str, int] = field(default_factory=dict)  # files that are there now
     dropped: int = 0  # of an export: newer ones hold all that was in them
-    refused: list[Refused] = field(default_factory=list)
+    refused: list[RefusedFile] = field(default_factory=list)
 
     def add(self, kind: str, *, copied: bool, size_bytes: int) -> None:
         """Count a file that is there now."""
@@ -122,8 +123,13 @@ class _Reading:
         return found, fault
 
 
-def export(
-    cache: Cache, folder: Path, kinds: Sequence[str] = (), *, link: bool = False, tell: Told = lambda _now, _all: None
+def export_cache(
+    cache: CacheFolder,
+    folder: Path,
+    kinds: Sequence[str] = (),
+    *,
+    link: bool = False,
+    tell: Told = lambda _now, _all: None,
 ) -> Moved:
     """Copy (or `link`) the shards of a cache itself to a folder; what is there already is verified, and stays.
 
@@ -136,19 +142,19 @@ def export(
 
 
 def _exported(
-    cache: Cache, folder: Path, kinds: Sequence[str], files: dict[ShardFile, int], *, link: bool, tell: Told
+    cache: CacheFolder, folder: Path, kinds: Sequence[str], files: dict[ShardFile, int], *, link: bool, tell: Told
 ) -> Moved:
     """Copy some shards of a cache to a folder, and write down what is there then."""
     disk, moved = cache.disk, Moved()
     for file in [file for file in files if not can_be_named(file)]:
         del files[file]
         what = "a manifest cannot name it: rename it, to letters, digits, dots, dashes and underscores alone"
-        moved.refused.append(Refused(str(file), what))
+        moved.refused.append(RefusedFile(str(file), what))
     target, lines = _opened(folder, disk)
     refuse_links_out(target)
     absent = sum(size for file, size in files.items() if not disk.exists(file.below(folder)))
     _refuse_no_room(disk, folder, 0 if link else absent)
-    describe(disk, folder, {**sizes_of(disk, folder, lines), **files})
+    describe_export(disk, folder, {**export_sizes(disk, folder, lines), **files})
     target.prepare()
     old = _old(target, kinds, files)
     reading = _Reading(disk, sum(files.values()) + sum(old.values()), tell)
@@ -160,22 +166,22 @@ def _exported(
             lines[file] = sha256
             moved.add(file.kind, copied=not there, size_bytes=size)
         elif disk.exists(file.below(cache.root)):  # else it was swept or repaired meanwhile
-            moved.refused.append(Refused(str(file), fault))
+            moved.refused.append(RefusedFile(str(file), fault))
         if fault:
             lines.pop(file, None)
     _keep_old(reading, folder, old, lines, moved)
-    describe(disk, folder, sizes_of(disk, folder, lines))
+    describe_export(disk, folder, export_sizes(disk, folder, lines))
     write_manifest(disk, folder, lines)
     return moved
 
 
-def take_in(cache: Cache, folder: Path, *, tell: Told = lambda _now, _all: None) -> Moved:
+def take_in(cache: CacheFolder, folder: Path, *, tell: Told = lambda _now, _all: None) -> Moved:
     """Copy the shards of an export into a cache, each verified as it comes, and bring the index up to date."""
     with ask_owner(cache.root):
         return _taken_in(cache, folder, tell)
 
 
-def _taken_in(cache: Cache, folder: Path, tell: Told) -> Moved:
+def _taken_in(cache: CacheFolder, folder: Path, tell: Told) -> Moved:
     disk = cache.disk
     about, lines = read_description(disk, folder), dict(read_manifest(disk, folder))
     refuse_unfinished(folder, about, lines)
@@ -184,14 +190,14 @@ def _taken_in(cache: Cache, folder: Path, tell: Told) -> Moved:
         try:
             sizes[file] = size_of_plain(disk, folder, file)
         except (CacheDamaged, OSError) as error:
-            moved.refused.append(Refused(str(file), reason(error)))
+            moved.refused.append(RefusedFile(str(file), reason(error)))
     _refuse_no_room(disk, cache.root, sum(size for file, size in sizes.items() if not _is_in(cache, file)))
     cache.prepare()
     reading = _Reading(disk, sum(sizes.values()), tell)
     for file, size in sizes.items():
         is_in, fault = _take_in(reading, cache, folder, file, lines[file])
         if fault:
-            moved.refused.append(Refused(str(file), fault))
+            moved.refused.append(RefusedFile(str(file), fault))
         else:
             moved.add(file.kind, copied=not is_in, size_bytes=size)
     for kind in moved.kinds:
@@ -214,7 +220,7 @@ def _export(reading: _Reading, disk: Disk, source: Path, target: Path, *, link: 
     return False, found, fault
 
 
-def _take_in(reading: _Reading, cache: Cache, folder: Path, file: ShardFile, sha256: str) -> tuple[bool, str]:
+def _take_in(reading: _Reading, cache: CacheFolder, folder: Path, file: ShardFile, sha256: str) -> tuple[bool, str]:
     """Bring one shard into the cache; return whether it was there, and what is wrong."""
     target = file.below(cache.root)
     if not _is_in(cache, file):
@@ -231,7 +237,7 @@ def _take_in(reading: _Reading, cache: Cache, folder: Path, file: ShardFile, sha
     return True, "" if found == sha256 else "the cache has another file of this name, which stays"
 
 
-def _shards(cache: Cache, kinds: Sequence[str]) -> Iterator[tuple[ShardFile, int]]:
+def _shards(cache: CacheFolder, kinds: Sequence[str]) -> Iterator[tuple[ShardFile, int]]:
     """Yield the shards of a cache with their sizes."""
     for kind in kinds:
         layout = KindLayout(cache.root / kind)
@@ -240,7 +246,7 @@ def _shards(cache: Cache, kinds: Sequence[str]) -> Iterator[tuple[ShardFile, int
                 yield ShardFile(kind, name), cache.disk.size_of(layout.shard(name))
 
 
-def _known_kinds(cache: Cache, kinds: Sequence[str]) -> list[str]:
+def _known_kinds(cache: CacheFolder, kinds: Sequence[str]) -> list[str]:
     """Return the kinds that are asked for, by default all."""
     known = cache.kinds()
     if not known:
@@ -252,7 +258,7 @@ def _known_kinds(cache: Cache, kinds: Sequence[str]) -> list[str]:
     return sorted(set(kinds)) or known
 
 
-def _refuse_nested(cache: Cache, folder: Path) -> None:
+def _refuse_nested(cache: CacheFolder, folder: Path) -> None:
     """Refuse a folder in the cache, or around it."""
     root, place = cache.root.resolve(), folder.resolve()
     if root.is_relative_to(place) or place.is_relative_to(root):
@@ -269,10 +275,10 @@ def _refuse_no_room(disk: Disk, folder: Path, needed_bytes: int) -> None:
         raise CacheFull(what, where=str(folder), remedy="make room, or choose a folder on another disk")
 
 
-def _opened(folder: Path, disk: Disk) -> tuple[Cache, dict[ShardFile, str]]:
+def _opened(folder: Path, disk: Disk) -> tuple[CacheFolder, dict[ShardFile, str]]:
     """Open the folder of an export, new or begun before, and return what its manifest names that is still there."""
     try:
-        target = Cache(folder, disk)
+        target = CacheFolder(folder, disk)
     except CacheUnusable as error:
         if error.remedy != ELSEWHERE:
             raise
@@ -287,7 +293,7 @@ def _opened(folder: Path, disk: Disk) -> tuple[Cache, dict[ShardFile, str]]:
     return target, {}
 
 
-def _old(target: Cache, kinds: Sequence[str], files: Mapping[ShardFile, int]) -> dict[ShardFile, int]:
+def _old(target: CacheFolder, kinds: Sequence[str], files: Mapping[ShardFile, int]) -> dict[ShardFile, int]:
     """Return the shards of an export that its cache has no longer, with their sizes."""
     there = _shards(target, [kind for kind in target.kinds() if not kinds or kind in kinds])
     return {file: size for file, size in there if file not in files and can_be_named(file)}
@@ -309,7 +315,7 @@ def _keep_old(
                 moved.dropped += 1
             elif fault:
                 what = f"{fault}; the cache has it no longer, so it stays here, but not in the manifest"
-                moved.refused.append(Refused(str(file), what))
+                moved.refused.append(RefusedFile(str(file), what))
             else:
                 lines[file] = sha256
                 moved.add(kind, copied=False, size_bytes=old[file])
@@ -341,5 +347,5 @@ def _link(disk: Disk, source: Path, target: Path) -> None:
         raise ConfigError(what, where=str(target), remedy="leave out --link: copies go anywhere") from error
 
 
-def _is_in(cache: Cache, file: ShardFile) -> bool:
+def _is_in(cache: CacheFolder, file: ShardFile) -> bool:
     return cache.disk.exists(file.below(cache.root))

@@ -18,7 +18,7 @@ import gemmi
 import numpy as np
 
 from pipeline.records import Reason
-from pipeline.structures.atoms import AtomTable, Links, Unusable, word
+from pipeline.structures.atoms import AtomTable, Links, UnusableInput, name_word
 from pipeline.structures.policy import HETATM, KINDS, LINKING_WORDS, POLYMER, SYNONYMS, WATER
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ NUCLEOTIDES = {
 }
 
 
-def candidates(path: str) -> tuple[str, ...]:
+def coordinate_candidates(path: str) -> tuple[str, ...]:
     """Return the files that may hold the coordinates of a topology; none for a path that is no topology."""
     if not path[-LONGEST_ENDING:].lower().endswith(TOPOLOGY_ENDINGS):  # asked of every file of a data set
         return ()
@@ -63,14 +63,14 @@ def candidates(path: str) -> tuple[str, ...]:
     return tuple(stem + ending for ending in ENDINGS)
 
 
-def beside(path: str) -> tuple[str, ...]:
+def coordinates_beside(path: str) -> tuple[str, ...]:
     """Return the file that holds the coordinates of a topology, or the first that should; none for another path."""
-    if not (named := candidates(path)):
+    if not (named := coordinate_candidates(path)):
         return ()
     return tuple(one for one in named if os.path.exists(one))[:1] or named[:1]  # noqa: PTH110
 
 
-def read(topology: bytes, coordinates: bytes) -> AtomTable:
+def read_amber(topology: bytes, coordinates: bytes) -> AtomTable:
     """Return the atoms of a topology at their coordinates."""
     told = _sections(topology)
     first_R = _first_atoms(told)
@@ -112,7 +112,7 @@ def _sections(data: bytes) -> dict[str, list[Any]]:
     """Return the lists of a topology that are needed, each as long as it says."""
     version, *parts = data.decode("latin-1").split("\n%FLAG ")
     if not version.startswith("%VERSION"):
-        raise Unusable(Reason.PARSE_ERROR, "not an AMBER topology: its first line is not %VERSION")
+        raise UnusableInput(Reason.PARSE_ERROR, "not an AMBER topology: its first line is not %VERSION")
     texts = {part.partition("\n")[0].strip(): part for part in parts}
     pointers = _section(version, "POINTERS", texts)
     found = {}
@@ -125,9 +125,9 @@ def _sections(data: bytes) -> dict[str, list[Any]]:
         wanted = pointers[pointer] * each if pointer < len(pointers) else -1
         if len(found[name]) != wanted:
             what = f"%FLAG {name} holds {len(found[name])} values, and POINTERS say {wanted}"
-            raise Unusable(Reason.PARSE_ERROR, what)
+            raise UnusableInput(Reason.PARSE_ERROR, what)
     if not found["ATOM_NAME"] or not found["RESIDUE_LABEL"]:
-        raise Unusable(Reason.NO_ATOMS, "the topology holds no atoms")
+        raise UnusableInput(Reason.NO_ATOMS, "the topology holds no atoms")
     return found
 
 
@@ -136,16 +136,16 @@ def _section(version: str, name: str, texts: Mapping[str, str]) -> list[Any]:
     from parmed.amber import AmberFormat
 
     if name not in texts:
-        raise Unusable(Reason.PARSE_ERROR, f"the topology has no %FLAG {name}")
+        raise UnusableInput(Reason.PARSE_ERROR, f"the topology has no %FLAG {name}")
     said = FORMAT.findall(texts[name])
     if len(said) != 1 or not PLAIN_FORMAT.fullmatch(said[0].strip()):
-        raise Unusable(Reason.PARSE_ERROR, f"%FLAG {name} has not one plain %FORMAT, such as (20a4) or (10I8)")
+        raise UnusableInput(Reason.PARSE_ERROR, f"%FLAG {name} has not one plain %FORMAT, such as (20a4) or (10I8)")
     form = AmberFormat()
     try:
         form.rdparm(StringIO(f"{version}\n%FLAG {texts[name]}\n"))
         values: list[Any] = form.parm_data[name]
     except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, NameError) as error:
-        raise Unusable(Reason.PARSE_ERROR, f"%FLAG {name}: {error}"[:200]) from error
+        raise UnusableInput(Reason.PARSE_ERROR, f"%FLAG {name}: {error}"[:200]) from error
     return values
 
 
@@ -153,7 +153,7 @@ def _first_atoms(told: Mapping[str, list[Any]]) -> NDArray[np.int64]:
     """Return the first atom of each residue."""
     first_R = _numbers(told["RESIDUE_POINTER"]) - 1
     if first_R[0] != 0 or (np.diff(first_R) < 1).any() or first_R[-1] >= len(told["ATOM_NAME"]):
-        raise Unusable(Reason.PARSE_ERROR, "%FLAG RESIDUE_POINTER: residues do not follow each other")
+        raise UnusableInput(Reason.PARSE_ERROR, "%FLAG RESIDUE_POINTER: residues do not follow each other")
     return first_R
 
 
@@ -165,7 +165,7 @@ def _bonds(told: Mapping[str, list[Any]]) -> NDArray[np.int64]:
     wrong = np.flatnonzero((bonds_B2[:, 0] < 0) | (bonds_B2[:, 1] >= atoms) | (bonds_B2[:, 0] == bonds_B2[:, 1]))
     if len(wrong):
         left, right = (bonds_B2[wrong[0]] + 1).tolist()
-        raise Unusable(Reason.PARSE_ERROR, f"a bond between the atoms {left} and {right} of {atoms}")
+        raise UnusableInput(Reason.PARSE_ERROR, f"a bond between the atoms {left} and {right} of {atoms}")
     return bonds_B2
 
 
@@ -190,7 +190,7 @@ def _check_elements(
     if len(wrong):
         atom, residue = int(wrong[0]), int(residue_A[wrong[0]])
         where = f"{told['ATOM_NAME'][atom]} of {told['RESIDUE_LABEL'][residue]} {residue + 1}"
-        raise Unusable(Reason.PARSE_ERROR, f"atom {atom + 1} ({where}) is of no element ({element_A[atom]})")
+        raise UnusableInput(Reason.PARSE_ERROR, f"atom {atom + 1} ({where}) is of no element ({element_A[atom]})")
     element_A[(element_A < 1) | (element_A > ELEMENTS)] = 0
 
 
@@ -225,9 +225,9 @@ def _chains(run_R: NDArray[np.int64], standard_R: NDArray[np.bool_]) -> NDArray[
     letters = [*ascii_uppercase, *(one + other for one, other in product(ascii_uppercase, repeat=2))]
     runs = np.unique(run_R[standard_R])
     if len(runs) > MOST_CHAINS:
-        raise Unusable(Reason.PARSE_ERROR, f"{len(runs)} chains; {MOST_CHAINS} can be told apart")
+        raise UnusableInput(Reason.PARSE_ERROR, f"{len(runs)} chains; {MOST_CHAINS} can be told apart")
     name_of = np.zeros(int(run_R[-1]) + 1, np.uint64)
-    name_of[runs] = [word(letters[chain]) for chain in range(len(runs))]
+    name_of[runs] = [name_word(letters[chain]) for chain in range(len(runs))]
     return name_of[run_R]
 
 
@@ -238,7 +238,7 @@ def _positions(data: bytes, atoms: int) -> NDArray[np.float64]:
     lines = data.decode("latin-1").splitlines()
     count = lines[1].split()[:1] if len(lines) > 1 else []
     if not count or not count[0].isdecimal():
-        raise Unusable(
+        raise UnusableInput(
             Reason.PARSE_ERROR, "the coordinates are no AMBER restart: its second line has no number of atoms"
         )
     _check_count(int(count[0]), atoms)
@@ -248,7 +248,7 @@ def _positions(data: bytes, atoms: int) -> NDArray[np.float64]:
         return np.array([float(one) for one in texts]).reshape(atoms, 3)
     except ValueError as error:
         what = f"the coordinates of {atoms} atoms are {len(texts)} numbers, or one is none: {error}"
-        raise Unusable(Reason.PARSE_ERROR, what[:200]) from error
+        raise UnusableInput(Reason.PARSE_ERROR, what[:200]) from error
 
 
 def _from_netcdf(data: bytes, atoms: int) -> NDArray[np.float64]:
@@ -259,9 +259,11 @@ def _from_netcdf(data: bytes, atoms: int) -> NDArray[np.float64]:
         pos_A3 = np.array(netcdf_file(BytesIO(data), mmap=False).variables["coordinates"].data, np.float64)
     except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, MemoryError) as error:
         what = f"the coordinates are no NetCDF restart: {type(error).__name__} {error}"
-        raise Unusable(Reason.PARSE_ERROR, what[:200]) from error
+        raise UnusableInput(Reason.PARSE_ERROR, what[:200]) from error
     if pos_A3.ndim != 2 or pos_A3.shape[1:] != (3,):
-        raise Unusable(Reason.PARSE_ERROR, f"the coordinates have the shape {pos_A3.shape}: a restart has one frame")
+        raise UnusableInput(
+            Reason.PARSE_ERROR, f"the coordinates have the shape {pos_A3.shape}: a restart has one frame"
+        )
     _check_count(len(pos_A3), atoms)
     return pos_A3
 
@@ -269,12 +271,12 @@ def _from_netcdf(data: bytes, atoms: int) -> NDArray[np.float64]:
 def _check_count(count: int, atoms: int) -> None:
     """Refuse coordinates of something else."""
     if count != atoms:
-        raise Unusable(Reason.PARSE_ERROR, f"the coordinates are of {count} atoms, the topology of {atoms}")
+        raise UnusableInput(Reason.PARSE_ERROR, f"the coordinates are of {count} atoms, the topology of {atoms}")
 
 
 def _words(names: list[str]) -> NDArray[np.uint64]:
     """Return names as the integers of a table."""
-    codes = {name: word(name) for name in set(names)}
+    codes = {name: name_word(name) for name in set(names)}
     return np.array([codes[name] for name in names], np.uint64)
 
 
@@ -283,4 +285,4 @@ def _numbers(values: list[Any]) -> NDArray[np.int64]:
     try:
         return np.array(values, np.int64)
     except (OverflowError, ValueError, TypeError) as error:
-        raise Unusable(Reason.PARSE_ERROR, f"the topology holds a number that is none: {error}"[:200]) from error
+        raise UnusableInput(Reason.PARSE_ERROR, f"the topology holds a number that is none: {error}"[:200]) from error

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeline.records import Reason
-from pipeline.structures.atoms import AtomTable, Links, Unusable, word
+from pipeline.structures.atoms import AtomTable, Links, UnusableInput, name_word
 from pipeline.structures.policy import HETATM
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ NOISE = ("****", "----------")
 LISTENS = threading.Lock()  # RDKit has one log, and threads of a loader read molecules at once
 
 
-def read(data: bytes, form: str) -> AtomTable:
+def read_molecule(data: bytes, form: str) -> AtomTable:
     """Return the atoms of the one molecule in a file."""
     # A byte is a column, and RDKit cannot put into a message what of a longer letter its columns leave.
     text = data.decode("ascii", "replace").replace("\ufffd", "?").replace("\r\n", "\n")
@@ -44,9 +44,9 @@ def read(data: bytes, form: str) -> AtomTable:
     with _listening() as heard:
         molecule = _parsed(block, form)
         if molecule is None:
-            raise Unusable(Reason.PARSE_ERROR, _gist(heard, form))
+            raise UnusableInput(Reason.PARSE_ERROR, _gist(heard, form))
         if not molecule.GetNumAtoms():
-            raise Unusable(Reason.NO_ATOMS, "the molecule has no atoms")
+            raise UnusableInput(Reason.NO_ATOMS, "the molecule has no atoms")
         return _table(molecule, is_sane=_is_sane(molecule))
 
 
@@ -63,15 +63,15 @@ def _only_mol2(text: str) -> str:
     atoms, bonds = _rows(text, "ATOM"), _rows(text, "BOND")
     for number, name, *_, kind in (cells[:6] for cells in atoms if len(cells) > 5):
         if kind.partition(".")[0].upper() in NO_ELEMENTS:
-            raise Unusable(Reason.PARSE_ERROR, f"atom {number} ({name}) has the type {kind}, no element")
+            raise UnusableInput(Reason.PARSE_ERROR, f"atom {number} ({name}) has the type {kind}, no element")
     for number, left, right, kind in (cells[:4] for cells in bonds if len(cells) > 3):
         if kind.lower() not in BOND_TYPES:
             what = f"bond {number} (atoms {left} and {right}) has the type {kind}, which is none"
-            raise Unusable(Reason.PARSE_ERROR, what)
+            raise UnusableInput(Reason.PARSE_ERROR, what)
     header = (text.partition(f"{MOL2}MOLECULE")[2].splitlines() + [""] * 3)[2].split()
     for what, rows, count in zip(("atoms", "bonds"), (atoms, bonds), header, strict=False):
         if not count.isdecimal() or int(count) != len(rows):
-            raise Unusable(Reason.PARSE_ERROR, f"the molecule says {count} {what} and has {len(rows)}")
+            raise UnusableInput(Reason.PARSE_ERROR, f"the molecule says {count} {what} and has {len(rows)}")
     return text
 
 
@@ -84,9 +84,11 @@ def _rows(text: str, section: str) -> list[list[str]]:
 def _check_one(molecules: int) -> None:
     """Refuse a file of which it is not clear what is meant."""
     if molecules > 1:
-        raise Unusable(Reason.AMBIGUOUS_PARTNERS, f"the file holds {molecules} molecules; write each to its own file")
+        raise UnusableInput(
+            Reason.AMBIGUOUS_PARTNERS, f"the file holds {molecules} molecules; write each to its own file"
+        )
     if not molecules:
-        raise Unusable(Reason.NO_ATOMS, "the file holds no molecule")
+        raise UnusableInput(Reason.NO_ATOMS, "the file holds no molecule")
 
 
 @contextmanager
@@ -123,7 +125,7 @@ def _parsed(block: str, form: str) -> Any:
             return Chem.MolFromMol2Block(block, sanitize=False, removeHs=False, cleanupSubstructures=False)
         return Chem.MolFromMolBlock(block, sanitize=False, removeHs=False, strictParsing=True)
     except (ValueError, RuntimeError) as error:
-        raise Unusable(Reason.PARSE_ERROR, f"{error}"[:200]) from error
+        raise UnusableInput(Reason.PARSE_ERROR, f"{error}"[:200]) from error
 
 
 def _gist(heard: list[str], form: str) -> str:
@@ -153,8 +155,8 @@ def _table(molecule: Any, *, is_sane: bool) -> AtomTable:
     bonds_B2 = _bonds(molecule)
     return AtomTable(
         pos_A3=_positions(molecule),
-        name_A=np.array([word(name) for name in _names(atoms)], np.uint64),
-        resname_A=np.full(size, word(RESIDUE), np.uint64),
+        name_A=np.array([name_word(name) for name in _names(atoms)], np.uint64),
+        resname_A=np.full(size, name_word(RESIDUE), np.uint64),
         chain_A=np.zeros(size, np.uint64),
         number_A=np.ones(size, np.int32),
         icode_A=zeros_A + np.int8(ord(" ")),
@@ -187,7 +189,7 @@ def _element(atom: Any) -> int:
         what = (
             f"atom {atom.GetIdx() + 1} is {atom.GetSymbol()!r}" if not number else f"atom {atom.GetIdx() + 1} is a list"
         )
-        raise Unusable(Reason.PARSE_ERROR, f"{what}, no element")
+        raise UnusableInput(Reason.PARSE_ERROR, f"{what}, no element")
     return number
 
 
@@ -206,11 +208,11 @@ def _names(atoms: list[Any]) -> list[str]:
 def _positions(molecule: Any) -> NDArray[np.float64]:
     """Return where the atoms are, unless the file is a drawing or a formula."""
     if not molecule.GetNumConformers():
-        raise Unusable(Reason.PARSE_ERROR, "the molecule has no coordinates")
+        raise UnusableInput(Reason.PARSE_ERROR, "the molecule has no coordinates")
     conformer = molecule.GetConformer()
     pos_A3 = np.array(conformer.GetPositions(), np.float64)
     is_drawing = not conformer.Is3D() or (len(pos_A3) > 1 and not pos_A3[:, 2].any())
     if not pos_A3.any() or is_drawing:
         what = "all coordinates are 0" if not pos_A3.any() else "every z is 0, as in a drawing"
-        raise Unusable(Reason.PARSE_ERROR, f"the molecule has no place in space: {what}")
+        raise UnusableInput(Reason.PARSE_ERROR, f"the molecule has no place in space: {what}")
     return pos_A3

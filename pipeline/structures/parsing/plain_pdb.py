@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pipeline.structures.atoms import AtomTable, word
+from pipeline.structures.atoms import AtomTable, name_word
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -32,7 +32,7 @@ AMINO_ACIDS = b"ALA ARG ASN ASP CYS GLN GLU GLY HIS ILE LEU LYS MET PHE PRO SER 
 NUCLEOTIDES = b"A C G U DA DC DG DT".split()
 RESIDUES = sorted((int.from_bytes(name.rjust(3) + b" ", "little"), name) for name in AMINO_ACIDS + NUCLEOTIDES)
 RESIDUE_CODES = np.array([code for code, _ in RESIDUES], np.uint32)
-RESIDUE_WORDS = np.array([word(name.decode()) for _, name in RESIDUES], np.uint64)
+RESIDUE_WORDS = np.array([name_word(name.decode()) for _, name in RESIDUES], np.uint64)
 IS_PEPTIDE = np.array([name in AMINO_ACIDS for _, name in RESIDUES])
 POLYMER = 1  # gemmi's EntityType
 
@@ -56,7 +56,7 @@ class _NotPlain(Exception):
     """gemmi has to read this."""
 
 
-class _Lines(NamedTuple):
+class _AtomLines(NamedTuple):
     """ATOM lines of one length."""
 
     text: bytes
@@ -76,7 +76,7 @@ class _Lines(NamedTuple):
         return np.frombuffer(self.text, np.uint8).reshape(-1, self.length)[:, first:last]
 
 
-def read(data: bytes) -> AtomTable | None:
+def read_plain_pdb(data: bytes) -> AtomTable | None:
     """Return what a plain PDB file is under the default `Reading`; None where gemmi has to look."""
     try:
         return _table(*_split(data))
@@ -90,7 +90,7 @@ def _require(condition: bool | np.bool_) -> None:  # noqa: FBT001 - it reads as 
         raise _NotPlain
 
 
-def _split(data: bytes) -> tuple[_Lines, list[int]]:
+def _split(data: bytes) -> tuple[_AtomLines, list[int]]:
     """Return the ATOM lines, and after how many of them each TER stands."""
     view, parts, ters = memoryview(data), [], []
     at = size = length = 0
@@ -109,7 +109,7 @@ def _split(data: bytes) -> tuple[_Lines, list[int]]:
                 ters.append(size // length)
         at = stop
     _require(size > 0)
-    return _Lines(b"".join(parts), length), ters
+    return _AtomLines(b"".join(parts), length), ters
 
 
 def _count_atoms(data: bytes, at: int, length: int) -> int:
@@ -134,7 +134,7 @@ def _record(line: bytes) -> bytes:
     return name
 
 
-def _table(lines: _Lines, ters: Sequence[int]) -> AtomTable:
+def _table(lines: _AtomLines, ters: Sequence[int]) -> AtomTable:
     """Return the columns; what the atoms of a residue share is read once for each residue."""
     _check_text(lines)
     first_R = _residue_starts(lines)
@@ -162,7 +162,7 @@ def _table(lines: _Lines, ters: Sequence[int]) -> AtomTable:
     )
 
 
-def _check_text(lines: _Lines) -> None:
+def _check_text(lines: _AtomLines) -> None:
     """Require ATOM lines of printable ASCII, all with LF or all with CR LF at their ends."""
     end_A = lines.column(lines.length - 2, "<u2")
     _require((end_A >> 8 == LINE_FEED).all())
@@ -172,7 +172,7 @@ def _check_text(lines: _Lines) -> None:
     _require(sum(int(np.count_nonzero(piece)) for piece in pieces) == ends * lines.atoms)
 
 
-def _residue_starts(lines: _Lines) -> NDArray[np.int64]:
+def _residue_starts(lines: _AtomLines) -> NDArray[np.int64]:
     """Return the first line of each residue: where name, chain, number, insertion code or segment changes."""
     starts_A = np.ones(lines.atoms, np.bool_)
     starts_A[1:] = False
@@ -228,7 +228,7 @@ def _check_ters(starts: dict[int, int], ters: Sequence[int], atoms: int) -> None
     _require(not has_ligands)
 
 
-def _names(lines: _Lines) -> NDArray[np.uint64]:
+def _names(lines: _AtomLines) -> NDArray[np.uint64]:
     """Return the atom names, each with at most one blank before it and none inside."""
     name_A = lines.column(12, "<u4")
     name_A = np.where(name_A & FIRST_BYTE == SPACE, name_A >> 8 | LAST_BLANK, name_A)
@@ -239,28 +239,28 @@ def _names(lines: _Lines) -> NDArray[np.uint64]:
     return word_A
 
 
-def _altlocs(lines: _Lines) -> NDArray[np.int8]:
+def _altlocs(lines: _AtomLines) -> NDArray[np.int8]:
     """Return the alternative that each atom is of, 0 for none."""
     altloc_A = lines.column(16, "i1")
     altloc_A[altloc_A == SPACE] = 0
     return altloc_A
 
 
-def _elements(lines: _Lines) -> NDArray[np.uint8]:
+def _elements(lines: _AtomLines) -> NDArray[np.uint8]:
     """Return the element of each atom."""
     element_A: NDArray[np.uint8] = ELEMENTS[lines.column(76, "<u2")]
     _require(element_A.all())
     return element_A
 
 
-def _positions(lines: _Lines) -> NDArray[np.float64]:
+def _positions(lines: _AtomLines) -> NDArray[np.float64]:
     """Return the coordinates."""
     text_A24 = np.ascontiguousarray(lines.columns(30, 54))
     code_N2 = text_A24.reshape(-1, 8).view("<u4")
     return _decimals(code_N2[:, 0], code_N2[:, 1]).reshape(-1, 3)
 
 
-def _occupancies(lines: _Lines) -> NDArray[np.float32]:
+def _occupancies(lines: _AtomLines) -> NDArray[np.float32]:
     """Return the occupancies."""
     if (lines.column(54, "<u8") & OCCUPANCY_BYTES == ONE).all():
         return np.ones(lines.atoms, np.float32)

@@ -6,57 +6,33 @@ files of small molecules are read next door.
 
 from __future__ import annotations
 
-import os
-import stat
-import zlib
+from collections import defaultdict
 from dataclasses import dataclass
-from functools import cache, partial
-from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import gemmi
 import numpy as np
 
 from pipeline.records import Reason
-from pipeline.structures.atoms import BLANK_CHAIN, NAME_BYTES, AtomTable, Unusable
-from pipeline.structures.parsing import amber, molecules, plain_pdb, unfolding
-from pipeline.structures.parsing.file_bonds import links_of
+from pipeline.structures.atoms import (
+    BLANK_CHAIN,
+    NAME_BYTES,
+    AtomTable,
+    Links,
+    UnusableInput,
+    name_text,
+    name_word,
+)
+from pipeline.structures.parsing import amber, molecules, plain_pdb, structure_files
+from pipeline.structures.parsing.structure_files import EXTRA
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
     from numpy.typing import NDArray
 
-BIOTITE = (1, 5)  # the first that reads masked columns
-
-
-def has_biotite() -> bool:
-    """Say whether there is a biotite that reads BinaryCIF, without importing it."""
-    try:
-        return tuple(int(part) for part in version("biotite").split(".")[:2]) >= BIOTITE
-    except (PackageNotFoundError, ValueError):
-        return False
-
-
-HAS_BIOTITE = has_biotite()
-PARSER = f"gemmi-{gemmi.__version__}"  # type: ignore[attr-defined]  # its stubs leave the version out
-FORMATS = {
-    ".pdb": "pdb",
-    ".ent": "pdb",
-    ".pdb1": "pdb",
-    ".cif": "mmcif",
-    ".mmcif": "mmcif",
-    ".mcif": "mmcif",
-    ".bcif": "bcif",
-    **dict.fromkeys(amber.TOPOLOGIES, "amber"),
-    ".sdf": "sdf",
-    ".mol": "sdf",
-    ".mol2": "mol2",
-}
-MOLECULES = ("sdf", "mol2")
-EXTRA = {"amber": "parmed", "sdf": "rdkit", "mol2": "rdkit"}  # what the extra `molecules` installs to read them
-REVISIONS = {"amber": amber.REVISION, "sdf": molecules.REVISION, "mol2": molecules.REVISION}
 # Columns 79-80 hold a charge that 34 of 924 benchmark files fill with something else; gemmi then refuses the file.
 PDB_LINE_LENGTH = 78
 # What gemmi needs of a BinaryCIF block to see the same structure as in the text file.
@@ -64,12 +40,10 @@ BCIF_CATEGORIES = (
     "entry", "cell", "symmetry", "entity", "entity_poly", "entity_poly_seq", "struct_asym", "struct_conn",
     "pdbx_struct_mod_residue", "pdbx_struct_assembly", "pdbx_struct_assembly_gen", "pdbx_struct_oper_list", "atom_site",
 )  # fmt: skip
-GZIP_WINDOW = 31
-PIECE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class FileReading:
     """How files are read; every field can change what comes out, so all of it is in the recipe."""
 
     model: int = 1
@@ -78,101 +52,11 @@ class Reading:
     seqres: bool = False
 
 
-PLAIN = Reading()  # under which `plain_pdb` reads what gemmi would
+PLAIN = FileReading()  # under which `plain_pdb` reads what gemmi would
 
 
-def stat_file(path: Path, max_bytes: int) -> os.stat_result:
-    """Return a file's state, refusing what cannot be read for reasons that show without reading."""
-    if not HAS_BIOTITE and ".bcif" in path.suffixes[-2:]:
-        raise Unusable(Reason.NEEDS_EXTRA, "BinaryCIF needs Python 3.11 and an extra: pip install 'pipeline[bcif]'")
-    needed = EXTRA.get(FORMATS.get(_suffix(path), ""))
-    if needed and find_spec(needed) is None:
-        what = f"{_suffix(path)} needs {needed}, an extra: pip install 'pipeline[molecules]'"
-        raise Unusable(Reason.NEEDS_EXTRA, what)
-    try:
-        state = path.stat()
-    except FileNotFoundError:
-        others = ", nor one ending in " + " ".join(amber.COORDINATES[1:]) if path.suffix == amber.COORDINATES[0] else ""
-        raise Unusable(Reason.MISSING_FILE, f"no such file: {path}{others}") from None
-    except (OSError, ValueError) as error:
-        raise Unusable(Reason.UNREADABLE_FILE, f"{error}") from error
-    if not stat.S_ISREG(state.st_mode):
-        raise Unusable(Reason.UNREADABLE_FILE, f"not a file: {path}")
-    if state.st_size > max_bytes:
-        what = f"{state.st_size:,} bytes; structures.max_file_bytes is {max_bytes:,}"
-        raise Unusable(Reason.FILE_TOO_LARGE, what)
-    return state
-
-
-def read_file(path: Path, max_bytes: int) -> bytes:
-    """Return a file's decompressed bytes, never more than `max_bytes` of them."""
-    stat_file(path, max_bytes)
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise Unusable(Reason.UNREADABLE_FILE, f"{error}") from error
-    if path.suffix.lower() == ".gz":
-        data = gunzip(data, max_bytes)
-    if not data or data.isspace():
-        raise Unusable(Reason.EMPTY_FILE, f"nothing in {path}")
-    return data
-
-
-def gunzip(data: bytes, max_bytes: int) -> bytes:
-    """Decompress every member of a gzip file, refusing one that is cut short or unfolds beyond `max_bytes`."""
-    unfolded = bytearray()
-    while data:
-        member = zlib.decompressobj(GZIP_WINDOW)
-        while not member.eof:
-            if not data:
-                raise Unusable(Reason.TRUNCATED_FILE, "the gzip stream ends early")
-            try:
-                unfolded += member.decompress(data, PIECE_BYTES)
-            except zlib.error as error:
-                raise Unusable(Reason.TRUNCATED_FILE, f"not a whole gzip file: {error}") from error
-            if len(unfolded) > max_bytes:
-                raise Unusable(Reason.FILE_TOO_LARGE, f"unfolds beyond structures.max_file_bytes ({max_bytes:,})")
-            data = member.unconsumed_tail
-        data = member.unused_data.lstrip(b"\0")
-    return bytes(unfolded)
-
-
-def format_of(path: Path) -> str:
-    """Return the format that a file's name promises."""
-    try:
-        return FORMATS[_suffix(path)]
-    except KeyError:
-        known = " ".join(FORMATS)
-        raise Unusable(
-            Reason.UNKNOWN_FORMAT, f"{path.name}: the suffix is none of {known} (or these with .gz)"
-        ) from None
-
-
-def _suffix(path: Path) -> str:
-    """Return what a file's name ends in but for .gz."""
-    return (path.with_suffix("") if path.suffix.lower() == ".gz" else path).suffix.lower()
-
-
-@cache
-def parser_of(form: str) -> str:
-    """Name what reads a format, version included."""
-    if form in EXTRA:
-        return f"{EXTRA[form]}-{_version(EXTRA[form])}+{form}-{REVISIONS[form]}"
-    if form == "pdb" and plain_pdb.REVISION:
-        return f"{PARSER}+plain-{plain_pdb.REVISION}"
-    return f"{PARSER}+biotite-{version('biotite')}" if form == "bcif" and HAS_BIOTITE else PARSER
-
-
-def _version(package: str) -> str:
-    """Return the version of a package, which conda may have installed without saying so."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return str(import_module(package).__version__)
-
-
-def parse(
-    data: bytes, form: str, reading: Reading, max_residues: int | None = None, *, beside: bytes = b""
+def parse_structure(
+    data: bytes, form: str, reading: FileReading, max_residues: int | None = None, *, beside: bytes = b""
 ) -> AtomTable:
     """Return the atoms in a file's bytes; whatever a parser does not like is one `Unusable`.
 
@@ -181,13 +65,15 @@ def parse(
     if form in EXTRA:
         return _simple(data, form, reading, beside)
     if form == "pdb" and reading.chain_names == "label":
-        raise Unusable(Reason.MISSING_CHAIN, "a PDB file has no label chain names; set structures.chain_names: author")
-    if form == "pdb" and reading == PLAIN and (table := plain_pdb.read(data)) is not None:
+        raise UnusableInput(
+            Reason.MISSING_CHAIN, "a PDB file has no label chain names; set structures.chain_names: author"
+        )
+    if form == "pdb" and reading == PLAIN and (table := plain_pdb.read_plain_pdb(data)) is not None:
         return table
     try:
         structure = _structure(data, form)
         if sum(model.count_atom_sites() for model in structure) == 0:
-            raise Unusable(Reason.NO_ATOMS, "the file holds no atoms")
+            raise UnusableInput(Reason.NO_ATOMS, "the file holds no atoms")
         _keep_model(structure, reading.model)
         structure.setup_entities()
         if reading.seqres:
@@ -197,22 +83,26 @@ def parse(
         return _table(structure, reading)
     except (ValueError, RuntimeError, LookupError, TypeError) as error:  # UnicodeDecodeError is a ValueError
         what = " ".join(str(error).split())[:200] or type(error).__name__
-        raise Unusable(Reason.PARSE_ERROR, what) from error
+        raise UnusableInput(Reason.PARSE_ERROR, what) from error
 
 
-def _simple(data: bytes, form: str, reading: Reading, beside: bytes) -> AtomTable:
+def _simple(data: bytes, form: str, reading: FileReading, beside: bytes) -> AtomTable:
     """Return the atoms of a file that holds one model and no chain names or assemblies to choose from."""
     if reading.model != 1:
-        raise Unusable(Reason.MISSING_MODEL, f"the file has 1 model, number {reading.model} was asked for")
+        raise UnusableInput(Reason.MISSING_MODEL, f"the file has 1 model, number {reading.model} was asked for")
     if reading.assembly is not None:
-        raise Unusable(Reason.MISSING_ASSEMBLY, f"no assembly {reading.assembly!r} in the file: its format has none")
-    return amber.read(data, beside) if form == "amber" else molecules.read(data, form)
+        raise UnusableInput(
+            Reason.MISSING_ASSEMBLY, f"no assembly {reading.assembly!r} in the file: its format has none"
+        )
+    return amber.read_amber(data, beside) if form == "amber" else molecules.read_molecule(data, form)
 
 
 def _keep_model(structure: gemmi.Structure, number: int) -> None:
     """Drop every model but one, counted from 1 whatever its number is."""
     if number > len(structure):
-        raise Unusable(Reason.MISSING_MODEL, f"the file has {len(structure)} models, number {number} was asked for")
+        raise UnusableInput(
+            Reason.MISSING_MODEL, f"the file has {len(structure)} models, number {number} was asked for"
+        )
     for index in reversed(range(len(structure))):
         if index != number - 1:
             del structure[index]
@@ -231,7 +121,7 @@ def _structure(data: bytes, form: str) -> gemmi.Structure:
 
 def _made(block: gemmi.cif.Block) -> gemmi.Structure:
     """Return the structure of a block, whose assemblies gemmi writes out at once."""
-    unfolding.check_operations(block.find_values("_pdbx_struct_assembly_gen.oper_expression"))
+    structure_files.check_operations(block.find_values("_pdbx_struct_assembly_gen.oper_expression"))
     return gemmi.make_structure_from_block(block)
 
 
@@ -244,14 +134,14 @@ def _bcif_block(data: bytes) -> gemmi.cif.Block:
 
     try:
         content = msgpack.unpackb(data, use_list=True, raw=False)
-        unfolding.check_columns(content, BCIF_CATEGORIES)
+        structure_files.check_columns(content, BCIF_CATEGORIES)
         source: Any = BinaryCIFFile.deserialize(content).block
         block = gemmi.cif.Block("bcif")
         for name in BCIF_CATEGORIES:
             if name in source:
                 block.set_mmcif_category(f"_{name}.", {tag: _values(column) for tag, column in source[name].items()})
     except (InvalidFileError, DeserializationError, UnpackException, AttributeError) as error:
-        raise Unusable(Reason.PARSE_ERROR, f"not BinaryCIF: {type(error).__name__} {error}"[:200]) from error
+        raise UnusableInput(Reason.PARSE_ERROR, f"not BinaryCIF: {type(error).__name__} {error}"[:200]) from error
     return block
 
 
@@ -270,14 +160,14 @@ def _build_assembly(structure: gemmi.Structure, name: str, max_residues: int | N
     assembly = next((one for one in structure.assemblies if one.name == name), None)
     if assembly is None:
         known = ", ".join(one.name for one in structure.assemblies) or "none"
-        raise Unusable(Reason.MISSING_ASSEMBLY, f"no assembly {name!r} in the file (it has: {known})")
+        raise UnusableInput(Reason.MISSING_ASSEMBLY, f"no assembly {name!r} in the file (it has: {known})")
     structure.merge_chain_parts()
     source = structure[0]
     copies = _copies(assembly, source)
     residues = sum(_count_residues(source, members) for _, members in copies)
     if max_residues is not None and residues > max_residues:
         what = f"{residues:,} residues in assembly {name}, waters included; structures.max_residues is {max_residues:,}"
-        raise Unusable(Reason.TOO_MANY_RESIDUES, what)
+        raise UnusableInput(Reason.TOO_MANY_RESIDUES, what)
     built = gemmi.Model(source.num)
     for number, (transform, members) in enumerate(copies, start=1):
         for chain in _copied(source, members, transform):
@@ -329,7 +219,7 @@ def _rename_copy(chain: gemmi.Chain, number: int, taken: set[str]) -> None:
         residue.subchain += suffix
 
 
-def _table(structure: gemmi.Structure, reading: Reading) -> AtomTable:
+def _table(structure: gemmi.Structure, reading: FileReading) -> AtomTable:
     """View gemmi's flat columns as an `AtomTable`."""
     sequences = _sequences(structure, reading) if reading.seqres else {}
     flat, aliases = _flatten(structure)
@@ -353,7 +243,7 @@ def _table(structure: gemmi.Structure, reading: Reading) -> AtomTable:
     )
 
 
-def _sequences(structure: gemmi.Structure, reading: Reading) -> dict[str, tuple[str, ...]]:
+def _sequences(structure: gemmi.Structure, reading: FileReading) -> dict[str, tuple[str, ...]]:
     """Return the full sequence (SEQRES) of each polymer chain; the copies in an assembly have that of their chain."""
     by_subchain = {name: entity.full_sequence for entity in structure.entities for name in entity.subchains}
     found = {}
@@ -402,3 +292,97 @@ def _shorten_names(structure: gemmi.Structure) -> dict[str, str]:
                 residue.subchain = short(residue.subchain)
                 residue.entity_id = short(residue.entity_id)
     return stand_ins
+
+
+COVALENT = (gemmi.ConnectionType.Covale, gemmi.ConnectionType.Disulf)
+COPY_MARK = "-"
+End: TypeAlias = "tuple[int, int, int, int, int]"  # chain, number, insertion code, residue name, atom name
+Pair: TypeAlias = "tuple[int, int]"
+
+
+def links_of(
+    structure: gemmi.Structure, flat: gemmi.FlatStructure, aliases: Mapping[str, str], *, is_assembly: bool
+) -> Links:
+    """Return the pairs of atoms that a file says are bonded; contacts of metals and of hydrogen bonds are not."""
+    ends = _ends(structure, flat, aliases, is_assembly=is_assembly)
+    named = list(dict.fromkeys(_in_order(_pairs(flat, ends))))
+    bare = list(dict.fromkeys(_in_order(_conect(structure, flat))).keys() - set(named))
+    atoms_L2 = np.array([*named, *sorted(bare)], dtype=np.int64).reshape(-1, 2)
+    return Links(atoms_L2, np.arange(len(atoms_L2)) < len(named))
+
+
+def _in_order(pairs: Iterable[Pair]) -> Iterator[Pair]:
+    """Yield each pair with its lower atom first, leaving out an atom with itself."""
+    return ((min(pair), max(pair)) for pair in pairs if pair[0] != pair[1])
+
+
+def _ends(
+    structure: gemmi.Structure, flat: gemmi.FlatStructure, aliases: Mapping[str, str], *, is_assembly: bool
+) -> list[tuple[End, End]]:
+    """Return the two atoms of each covalent connection within the file, for every copy of its chains."""
+    wanted = [one for one in structure.connections if one.type in COVALENT and one.asu != gemmi.Asu.Different]
+    if not wanted:
+        return []
+    present = {name_text(code) for code in np.unique(_column(flat.chain_ids))}
+    short = {full: stand_in for stand_in, full in aliases.items()}
+    return [
+        (_end(one.partner1, short, copy), _end(one.partner2, short, copy))
+        for one in wanted
+        for copy in ["", *(_copy_suffixes(present, one.partner1.chain_name) if is_assembly else ())]
+    ]
+
+
+def _copy_suffixes(present: set[str], name: str) -> list[str]:
+    """Return what is appended to a chain's name in the copies of an assembly."""
+    return sorted(other[len(name) :] for other in present if other.startswith(name + COPY_MARK))
+
+
+def _end(address: gemmi.AtomAddress, short: Mapping[str, str], copy: str) -> End:
+    """Return an atom's address in the terms of the columns."""
+    chain = address.chain_name + copy
+    seqid = address.res_id.seqid
+    return (
+        name_word(short.get(chain, chain)),
+        0 if seqid.num is None else int(seqid.num),
+        ord(seqid.icode),
+        name_word(address.res_id.name),
+        name_word(address.atom_name),
+    )
+
+
+def _pairs(flat: gemmi.FlatStructure, ends: list[tuple[End, End]]) -> Iterator[Pair]:
+    """Yield the rows of each pair of addresses; alternatives share an address, and a policy keeps one of them."""
+    if not ends:
+        return
+    addresses = np.array([end for pair in ends for end in pair], dtype=object)
+    name_A, number_A = _column(flat.atom_names), np.asarray(flat.resnums)
+    maybe = np.flatnonzero(
+        np.isin(number_A, addresses[:, 1].astype(np.int32)) & np.isin(name_A, addresses[:, 4].astype(np.uint64))
+    )
+    columns = (_column(flat.chain_ids), number_A, np.asarray(flat.icodes), _column(flat.residue_names), name_A)
+    rows: defaultdict[End, list[int]] = defaultdict(list)
+    for row, *address in zip(maybe.tolist(), *(column[maybe].tolist() for column in columns), strict=True):
+        rows[tuple(address)].append(row)
+    for left, right in ends:
+        yield from product(rows.get(left, ()), rows.get(right, ()))
+
+
+def _conect(structure: gemmi.Structure, flat: gemmi.FlatStructure) -> Iterator[Pair]:
+    """Yield the rows of each CONECT pair; copies in an assembly share a serial number and are paired in order."""
+    bonded = structure.conect_map
+    if not bonded:
+        return
+    serial_A = np.asarray(flat.serials)
+    rows: defaultdict[int, list[int]] = defaultdict(list)
+    known = np.fromiter(bonded, np.int64, len(bonded))
+    for row in np.flatnonzero(np.isin(serial_A, np.append(known, [one for some in bonded.values() for one in some]))):
+        rows[int(serial_A[row])].append(int(row))
+    for serial, others in bonded.items():
+        for other in others:
+            yield from zip(rows.get(serial, ()), rows.get(other, ()), strict=False)
+
+
+def _column(names: Any) -> NDArray[np.uint64]:
+    """View an 8-character column as integers."""
+    column: NDArray[np.uint64] = np.ascontiguousarray(names).view("<u8")[:, 0]
+    return column

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeline.records import Kind
-from pipeline.structures.atoms import BLANK_CHAIN, text
-from pipeline.structures.parsing.read_structure import HAS_BIOTITE
+from pipeline.structures.atoms import BLANK_CHAIN, name_text
+from pipeline.structures.parsing.structure_files import HAS_BIOTITE
 from pipeline.structures.policy import BACKBONE
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pipeline.structures.parsing.read_structure import Reading
+    from pipeline.structures.parsing.read_structure import FileReading
     from pipeline.structures.policy import Chain, Structure
 
     Place = tuple[int, str]  # a residue's number and insertion code
@@ -72,7 +72,7 @@ def second_parser() -> str | None:
     return "biotite" if HAS_BIOTITE else None
 
 
-def read_second(data: bytes, form: str, reading: Reading) -> Any:
+def read_second(data: bytes, form: str, reading: FileReading) -> Any:
     """Return the atoms of a file by the second parser; raise NotComparable where it has none to compare."""
     if form in APART_FORMS:
         raise NotComparable(APART_FORMS[form])
@@ -118,7 +118,7 @@ def disagreements(atoms: Any, structure: Structure, chain: Chain) -> Iterator[st
 
 def _residue(chain: Chain, structure: Structure, residue: int, other: _Residue | None, place: Place) -> Iterator[str]:
     """Yield where two parsers differ about a residue."""
-    name, letter = text(structure.name_R[residue]), chain.sequence[residue - chain.first]
+    name, letter = name_text(structure.name_R[residue]), chain.sequence[residue - chain.first]
     if other is None or name not in other.names:
         theirs = "none" if other is None else _name(other, place)
         yield f"chain {chain.name}: residue {place[0]}{place[1]} is {name} to us, {theirs} to biotite"

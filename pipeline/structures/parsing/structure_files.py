@@ -1,62 +1,291 @@
-"""The bytes of structure files: each read once while the items that share it follow each other."""
+"""Structure files as bytes: their formats, what is refused before it is parsed, and each read once for many items."""
 
 from __future__ import annotations
 
+import os
+import re
+import stat
+import zlib
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import gemmi
+import numpy as np
 
 from pipeline.keys import content_digest
-from pipeline.structures.inventory import File
-from pipeline.structures.parsing.amber import beside
-from pipeline.structures.parsing.read_structure import read_file
+from pipeline.records import Reason
+from pipeline.structures.atoms import UnusableInput
+from pipeline.structures.parsing import amber, molecules, plain_pdb
+from pipeline.structures.parsing.amber import coordinates_beside
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 
     from pipeline.records import Item
 
 KEPT_FILES, KEPT_BYTES = 4, 16 << 20
 
 
-class Files:
+class StructureFiles:
     """Reads the files of items, and keeps the last few."""
 
-    def __init__(self, read: Callable[[str], File]) -> None:
-        self._read = read
+    def __init__(self, reader: Callable[[str], File]) -> None:
+        self._read = reader
         self._kept: dict[str, File] = {}
 
     def of(self, item: Item) -> dict[str, File]:
         """Return the files of an item by path; raise Unusable where one cannot be read."""
-        return {path: self._file(path) for path in paths(item)}
+        return {path: self._file(path) for path in item_paths(item)}
 
     def _file(self, path: str) -> File:
         if path not in self._kept:
             self._kept[path] = self._read(path)
-            while len(self._kept) > KEPT_FILES or (len(self._kept) > 1 and size(self._kept) > KEPT_BYTES):
+            while len(self._kept) > KEPT_FILES or (len(self._kept) > 1 and total_bytes(self._kept) > KEPT_BYTES):
                 del self._kept[next(iter(self._kept))]
         return self._kept[path]
 
 
-def plain_files(max_bytes: int) -> Files:
+def plain_files(max_bytes: int) -> StructureFiles:
     """Return what reads files and writes nothing down about them."""
-    return Files(lambda path: read(path, max_bytes))
+    return StructureFiles(lambda path: read_structure_file(path, max_bytes))
 
 
-def read(path: str, max_bytes: int) -> File:
+def read_structure_file(path: str, max_bytes: int) -> File:
     """Return the bytes of a file, and their digest."""
     data = read_file(Path(path), max_bytes)
     return File(data, content_digest(data).hex())
 
 
-def paths(item: Item) -> list[str]:
+def item_paths(item: Item) -> list[str]:
     """Return the files of an item, each once; that of its coordinates follows a topology."""
     found: dict[str, None] = {}
     for part in (*item.parts, *item.bound):
         found[part.path] = None
-        found.update(dict.fromkeys(beside(part.path)))
+        found.update(dict.fromkeys(coordinates_beside(part.path)))
     return list(found)
 
 
-def size(files: Mapping[str, File]) -> int:
+def total_bytes(files: Mapping[str, File]) -> int:
     """Return the bytes of some files."""
     return sum(len(file.data) for file in files.values())
+
+
+MOST_CHARACTERS = 32 << 20  # of a BinaryCIF file as text: 350,000 atoms
+MOST_OPERATIONS = 100_000  # of an assembly; the largest of the PDB has 1,680
+WIDEST_NUMBER = 8
+RANGE = re.compile(r"(\d+)\s*-\s*(\d+)")
+
+
+def check_columns(content: Mapping[str, Any], wanted: Container[str]) -> None:
+    """Refuse a BinaryCIF file, as msgpack has it, whose columns would be too much; any mistake in it raises."""
+    characters = sum(_characters(part) for part in _parts(content, wanted))
+    if characters > MOST_CHARACTERS:
+        what = f"unfolds to {characters:,} characters, more than {MOST_CHARACTERS:,}"
+        raise UnusableInput(Reason.FILE_TOO_LARGE, what)
+
+
+def check_operations(expressions: Iterable[str]) -> None:
+    """Refuse expressions such as 1-60 or (1-60)(61-88) that stand for too many operations."""
+    for expression in expressions:
+        count = _operations(expression)
+        if count > MOST_OPERATIONS:
+            what = f"an assembly of {count:,} operations, more than {MOST_OPERATIONS:,}"
+            raise UnusableInput(Reason.PARSE_ERROR, what)
+
+
+def _parts(content: Mapping[str, Any], wanted: Container[str]) -> Iterator[Mapping[str, Any]]:
+    """Yield the data and the mask of every wanted column."""
+    for block in content["dataBlocks"]:
+        for category in block["categories"]:
+            if category["name"].lstrip("_") in wanted:
+                for column in category["columns"]:
+                    yield from filter(None, (column["data"], column.get("mask")))
+
+
+def _characters(part: Mapping[str, Any]) -> int:
+    """Return how much text a column is."""
+    encodings = part["encoding"]
+    texts = next((one for one in encodings if one["kind"] == "StringArray"), None)
+    if texts is None:
+        return _count(encodings, part["data"]) * WIDEST_NUMBER
+    if _count(texts["offsetEncoding"], texts["offsets"]) > MOST_CHARACTERS:
+        return _count(texts["offsetEncoding"], texts["offsets"])
+    return _count(texts["dataEncoding"], part["data"]) * (1 + _longest(texts))
+
+
+def _count(encodings: Iterable[Mapping[str, Any]], data: bytes) -> int:
+    """Return how many values there are at most, at any step of decoding."""
+    return max(
+        len(data), *(int(one["srcSize"]) for one in encodings if one["kind"] in ("RunLength", "IntegerPacking")), 0
+    )
+
+
+def _longest(texts: Mapping[str, Any]) -> int:
+    """Return the length of the longest of the texts, which numpy gives to each."""
+    from biotite.structure.io.pdbx.encoding import decode_stepwise, deserialize_encoding
+
+    encodings = [deserialize_encoding(one) for one in texts["offsetEncoding"]]
+    offsets = np.asarray(decode_stepwise(texts["offsets"], encodings), np.int64)
+    return int(np.abs(np.diff(offsets)).max(initial=0))
+
+
+def _operations(expression: str) -> int:
+    """Return how many operations an expression stands for: the product of its groups."""
+    product = 1
+    for group in re.split(r"[()]+", expression):
+        if group.strip(" '\","):
+            spans = [int(last) - int(first) for first, last in RANGE.findall(group)]
+            product *= max(1, group.count(",") + 1 + sum(span for span in spans if span > 0))
+    return product
+
+
+BIOTITE = (1, 5)  # the first that reads masked columns
+
+
+def has_biotite() -> bool:
+    """Say whether there is a biotite that reads BinaryCIF, without importing it."""
+    try:
+        return tuple(int(part) for part in version("biotite").split(".")[:2]) >= BIOTITE
+    except (PackageNotFoundError, ValueError):
+        return False
+
+
+HAS_BIOTITE = has_biotite()
+
+
+PARSER = f"gemmi-{gemmi.__version__}"  # type: ignore[attr-defined]  # its stubs leave the version out
+
+
+FORMATS = {
+    ".pdb": "pdb",
+    ".ent": "pdb",
+    ".pdb1": "pdb",
+    ".cif": "mmcif",
+    ".mmcif": "mmcif",
+    ".mcif": "mmcif",
+    ".bcif": "bcif",
+    **dict.fromkeys(amber.TOPOLOGIES, "amber"),
+    ".sdf": "sdf",
+    ".mol": "sdf",
+    ".mol2": "mol2",
+}
+
+
+MOLECULES = ("sdf", "mol2")
+
+
+EXTRA = {"amber": "parmed", "sdf": "rdkit", "mol2": "rdkit"}  # what the extra `molecules` installs to read them
+
+
+REVISIONS = {"amber": amber.REVISION, "sdf": molecules.REVISION, "mol2": molecules.REVISION}
+
+
+GZIP_WINDOW = 31
+
+
+PIECE_BYTES = 4 << 20
+
+
+def stat_file(path: Path, max_bytes: int) -> os.stat_result:
+    """Return a file's state, refusing what cannot be read for reasons that show without reading."""
+    if not HAS_BIOTITE and ".bcif" in path.suffixes[-2:]:
+        raise UnusableInput(
+            Reason.NEEDS_EXTRA, "BinaryCIF needs Python 3.11 and an extra: pip install 'pipeline[bcif]'"
+        )
+    needed = EXTRA.get(FORMATS.get(_suffix(path), ""))
+    if needed and find_spec(needed) is None:
+        what = f"{_suffix(path)} needs {needed}, an extra: pip install 'pipeline[molecules]'"
+        raise UnusableInput(Reason.NEEDS_EXTRA, what)
+    try:
+        state = path.stat()
+    except FileNotFoundError:
+        others = ", nor one ending in " + " ".join(amber.COORDINATES[1:]) if path.suffix == amber.COORDINATES[0] else ""
+        raise UnusableInput(Reason.MISSING_FILE, f"no such file: {path}{others}") from None
+    except (OSError, ValueError) as error:
+        raise UnusableInput(Reason.UNREADABLE_FILE, f"{error}") from error
+    if not stat.S_ISREG(state.st_mode):
+        raise UnusableInput(Reason.UNREADABLE_FILE, f"not a file: {path}")
+    if state.st_size > max_bytes:
+        what = f"{state.st_size:,} bytes; structures.max_file_bytes is {max_bytes:,}"
+        raise UnusableInput(Reason.FILE_TOO_LARGE, what)
+    return state
+
+
+def read_file(path: Path, max_bytes: int) -> bytes:
+    """Return a file's decompressed bytes, never more than `max_bytes` of them."""
+    stat_file(path, max_bytes)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UnusableInput(Reason.UNREADABLE_FILE, f"{error}") from error
+    if path.suffix.lower() == ".gz":
+        data = gunzip(data, max_bytes)
+    if not data or data.isspace():
+        raise UnusableInput(Reason.EMPTY_FILE, f"nothing in {path}")
+    return data
+
+
+def gunzip(data: bytes, max_bytes: int) -> bytes:
+    """Decompress every member of a gzip file, refusing one that is cut short or unfolds beyond `max_bytes`."""
+    unfolded = bytearray()
+    while data:
+        member = zlib.decompressobj(GZIP_WINDOW)
+        while not member.eof:
+            if not data:
+                raise UnusableInput(Reason.TRUNCATED_FILE, "the gzip stream ends early")
+            try:
+                unfolded += member.decompress(data, PIECE_BYTES)
+            except zlib.error as error:
+                raise UnusableInput(Reason.TRUNCATED_FILE, f"not a whole gzip file: {error}") from error
+            if len(unfolded) > max_bytes:
+                raise UnusableInput(Reason.FILE_TOO_LARGE, f"unfolds beyond structures.max_file_bytes ({max_bytes:,})")
+            data = member.unconsumed_tail
+        data = member.unused_data.lstrip(b"\0")
+    return bytes(unfolded)
+
+
+def format_of(path: Path) -> str:
+    """Return the format that a file's name promises."""
+    try:
+        return FORMATS[_suffix(path)]
+    except KeyError:
+        known = " ".join(FORMATS)
+        raise UnusableInput(
+            Reason.UNKNOWN_FORMAT, f"{path.name}: the suffix is none of {known} (or these with .gz)"
+        ) from None
+
+
+def _suffix(path: Path) -> str:
+    """Return what a file's name ends in but for .gz."""
+    return (path.with_suffix("") if path.suffix.lower() == ".gz" else path).suffix.lower()
+
+
+@cache
+def parser_of(form: str) -> str:
+    """Name what reads a format, version included."""
+    if form in EXTRA:
+        return f"{EXTRA[form]}-{_version(EXTRA[form])}+{form}-{REVISIONS[form]}"
+    if form == "pdb" and plain_pdb.REVISION:
+        return f"{PARSER}+plain-{plain_pdb.REVISION}"
+    return f"{PARSER}+biotite-{version('biotite')}" if form == "bcif" and HAS_BIOTITE else PARSER
+
+
+def _version(package: str) -> str:
+    """Return the version of a package, which conda may have installed without saying so."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return str(import_module(package).__version__)
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """The bytes of a structure file and the digest by which they are known."""
+
+    data: bytes
+    digest: str

@@ -12,7 +12,7 @@ from shlex import quote
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.records import Item, Reason, Rejection
-from pipeline.structures.sources.item_ids import SeenIds, SourceSpec, id_problem, label_problem, shown
+from pipeline.structures.sources.item_ids import SeenIds, SourceSpec, id_problem, label_problem, printable
 from pipeline.structures.sources.source_folder import fasta_items, glob_items, listing
 from pipeline.structures.sources.table_sources import manifest_items, pair_items, pinder_items, sabdab_items
 
@@ -61,15 +61,15 @@ def _checked(entry: Item | Rejection, seen: SeenIds, spec: SourceSpec) -> Item |
     if isinstance(entry, Rejection):
         return entry
     if problem := id_problem(entry.id, names_files=spec.source != "fasta"):
-        return Rejection(shown(entry.id), Reason.BAD_ID, f"the id {problem}", entry.origin)
+        return Rejection(printable(entry.id), Reason.BAD_ID, f"the id {problem}", entry.origin)
     first = seen.first_line(entry.id, _line(entry.origin))
     if first is None:
         problem = label_problem(entry, spec.labels)
-        return Rejection(shown(entry.id), Reason.BAD_ROW, problem, entry.origin, entry.split) if problem else entry
+        return Rejection(printable(entry.id), Reason.BAD_ROW, problem, entry.origin, entry.split) if problem else entry
     where = f"{spec.path.name if spec.splits is None else spec.splits.name}:{first}" if first else "an earlier file"
-    split = f" (this one is in split {shown(entry.split)!r})" if entry.split else ""
+    split = f" (this one is in split {printable(entry.split)!r})" if entry.split else ""
     detail = f"{where} has this id already{split}"
-    return Rejection(shown(entry.id), Reason.DUPLICATE_ID, detail, entry.origin, entry.split)
+    return Rejection(printable(entry.id), Reason.DUPLICATE_ID, detail, entry.origin, entry.split)
 
 
 def _line(origin: str) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 
 from pipeline.records import Reason
-from pipeline.structures.atoms import Unusable
+from pipeline.structures.atoms import UnusableInput
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -44,11 +44,11 @@ def id_problem(name: str, *, names_files: bool = True) -> str:
 def checked_id(name: str) -> str:
     """Return `name`, which may now become part of a file name."""
     if problem := id_problem(name):
-        raise Unusable(Reason.BAD_ID, f"the id {problem}")
+        raise UnusableInput(Reason.BAD_ID, f"the id {problem}")
     return name
 
 
-def shown(text: str) -> str:
+def printable(text: str) -> str:
     """Return text from outside as it may be printed: no control characters, not long."""
     cut = text if len(text) <= SHOWN_LENGTH else text[: SHOWN_LENGTH - 1] + "…"
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in cut)
@@ -111,11 +111,11 @@ def label_problem(item: Item, names: Iterable[str]) -> str:
         try:
             value_of(item.labels[name])
         except ValueError:
-            return f"the label {name} is {shown(item.labels[name])!r}, not a number"
+            return f"the label {name} is {printable(item.labels[name])!r}, not a number"
     return ""
 
 
-def values_of(item: Item, names: Iterable[str]) -> dict[str, float]:
+def label_values(item: Item, names: Iterable[str]) -> dict[str, float]:
     """Return labels of an item that was accepted."""
     return {name: value_of(item.labels[name]) for name in names}
 

@@ -16,11 +16,10 @@ import numpy as np
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.records import Item, Reason, Rejection
-from pipeline.structures.atoms import Unusable
-from pipeline.structures.parsing.read_structure import FORMATS
-from pipeline.structures.sources.item_ids import SLASHES, shown
-from pipeline.structures.sources.lines import text_lines
-from pipeline.structures.sources.source_rows import one_file_parts
+from pipeline.structures.atoms import UnusableInput
+from pipeline.structures.parsing.structure_files import FORMATS
+from pipeline.structures.sources.item_ids import SLASHES, printable
+from pipeline.structures.sources.source_rows import one_file_parts, text_lines
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -120,7 +119,7 @@ def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
     return bool(parts) and fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
 
 
-def in_order(names: Iterable[str]) -> Iterator[str]:
+def sorted_names(names: Iterable[str]) -> Iterator[str]:
     """Yield the different names in order; they wait as bytes in one array, where strings would take five times more."""
     rest = (os.fsencode(name) for name in names)
     chunks = []
@@ -137,7 +136,7 @@ def glob_items(spec: SourceSpec) -> Generator[Item | Rejection, None, None]:
             what = f"the pattern {pattern!r} leaves the folder"
             raise ConfigError(what, where=str(spec.path), remedy="pipeline config show   (then set data.path instead)")
     root = spec.path.absolute()
-    for name in in_order(walk(root, spec.pattern)):
+    for name in sorted_names(walk(root, spec.pattern)):
         yield _item(spec, root, name)
 
 
@@ -146,9 +145,9 @@ def _item(spec: SourceSpec, root: Path, name: str) -> Item | Rejection:
     path = root / name
     if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
         detail = "a link that leaves the folder; list the file in a manifest instead"
-        return Rejection(shown(item_id), Reason.UNREADABLE_FILE, detail, shown(name))
+        return Rejection(printable(item_id), Reason.UNREADABLE_FILE, detail, printable(name))
     parts = one_file_parts(spec, str(path), spec.receptor_chains, spec.ligand_chains)
-    return Item(id=item_id, parts=parts, origin=shown(name))
+    return Item(id=item_id, parts=parts, origin=printable(name))
 
 
 MAX_LETTERS = 100_000
@@ -178,8 +177,8 @@ def fasta_items(spec: SourceSpec) -> Generator[Item | Rejection, None, None]:
         origin = f"{spec.path.name}:{record.line}"
         try:
             yield Item(id=name, sequence=_sequence(record), origin=origin)
-        except Unusable as error:
-            yield Rejection(shown(name), error.reason, error.detail, origin)
+        except UnusableInput as error:
+            yield Rejection(printable(name), error.reason, error.detail, origin)
 
 
 def _records(path: Path) -> Iterator[_Record]:
@@ -201,12 +200,12 @@ def _records(path: Path) -> Iterator[_Record]:
 def _sequence(record: _Record) -> str:
     """Return the letters of a record without a final stop, or refuse it."""
     if record.letters > MAX_LETTERS:
-        raise Unusable(Reason.TOO_MANY_RESIDUES, f"{record.letters:,} letters, {MAX_LETTERS:,} are allowed")
+        raise UnusableInput(Reason.TOO_MANY_RESIDUES, f"{record.letters:,} letters, {MAX_LETTERS:,} are allowed")
     sequence = "".join(record.pieces).removesuffix("*")
     if not sequence:
-        raise Unusable(Reason.BAD_SEQUENCE, "the sequence is empty")
+        raise UnusableInput(Reason.BAD_SEQUENCE, "the sequence is empty")
     if wrong := NOT_A_LETTER.search(sequence):
-        what = f"{shown(wrong[0])!r} at position {wrong.start() + 1} is no residue letter"
+        what = f"{printable(wrong[0])!r} at position {wrong.start() + 1} is no residue letter"
         hint = "; write it in upper case if it is meant as a residue" if wrong[0].islower() else ""
-        raise Unusable(Reason.BAD_SEQUENCE, what + hint)
+        raise UnusableInput(Reason.BAD_SEQUENCE, what + hint)
     return sequence

@@ -1,11 +1,14 @@
-"""Rows of CSV, TSV and JSON-lines files, by suffix, each also gzipped; one at a time, whatever their number."""
+"""Lines of text files that people made: UTF-8, perhaps gzipped, in bounded memory whatever the file holds."""
 
 from __future__ import annotations
 
+import codecs
 import csv
+import gzip
 import json
 import os
 import re
+import zlib
 from contextlib import closing
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -15,15 +18,95 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.records import Item, Part, Reason, Rejection, Role
-from pipeline.structures.atoms import Unusable
-from pipeline.structures.sources.item_ids import checked_id, shown
-from pipeline.structures.sources.lines import text_lines
+from pipeline.structures.atoms import UnusableInput
+from pipeline.structures.sources.item_ids import checked_id, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+    from collections.abc import Generator
+    from io import BufferedReader
     from pathlib import Path
 
+    Stream = gzip.GzipFile | BufferedReader
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
     from pipeline.structures.sources.item_ids import SourceSpec
+
+MAX_LINE_BYTES = 4 << 20
+# Text seldom shrinks more than 30 times; far beyond that a small file is there to fill the disk or the day.
+MAX_EXPANSION = 200
+EXPANSION_FLOOR_BYTES = 64 << 20
+GZIP_MAGIC = b"\x1f\x8b"
+
+
+def text_lines(path: Path) -> Generator[str, None, None]:
+    """Yield the lines of a file with their ends, without a byte order mark."""
+    offset = 0
+    with _opened(path) as stream:
+        allowed_bytes = EXPANSION_FLOOR_BYTES + MAX_EXPANSION * path.stat().st_size
+        while line := _next_line(stream, path):
+            text = _decoded(line, offset, path)
+            if offset == 0:
+                text = _checked_start(text, path)
+            offset += len(line)
+            if offset > allowed_bytes:
+                raise _refused(
+                    path, f"unfolds to more than {MAX_EXPANSION} times its size", f"gzip -l {quote(str(path))}"
+                )
+            yield text
+    if offset == 0:
+        raise _refused(path, "the file is empty", f"ls -l {quote(str(path))}")
+
+
+def _opened(path: Path) -> Stream:
+    """Open a file for reading, or say what the configuration should name instead."""
+    try:
+        return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
+    except FileNotFoundError:
+        what, remedy = "no such file", "pipeline config show   (says where this path comes from)"
+    except IsADirectoryError:
+        what, remedy = (
+            "a folder, where a file is wanted",
+            f"ls {quote(str(path))}   (then set data.path to one of these)",
+        )
+    except OSError as error:
+        what, remedy = f"cannot be opened: {error.strerror or error}", f"ls -l {quote(str(path))}"
+    raise ConfigError(what, where=str(path), remedy=remedy)
+
+
+def _next_line(stream: Stream, path: Path) -> bytes:
+    try:
+        line = stream.readline(MAX_LINE_BYTES + 1)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise _refused(path, f"not a whole gzip file: {error}", f"gzip -t {quote(str(path))}") from error
+    except OSError as error:
+        raise _refused(path, f"cannot be read: {error.strerror or error}", f"ls -l {quote(str(path))}") from error
+    if len(line) > MAX_LINE_BYTES:
+        raise _refused(path, f"a line is longer than {MAX_LINE_BYTES >> 20} MiB", f"file {quote(str(path))}")
+    return line
+
+
+def _decoded(line: bytes, offset: int, path: Path) -> str:
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        if offset == 0 and line.startswith(GZIP_MAGIC):
+            name = quote(str(path))
+            raise _refused(path, "gzip data without the suffix .gz", f"mv {name} {name}.gz") from error
+        what = f"not UTF-8 text: byte {offset + error.start} is 0x{line[error.start]:02x}"
+        raise _refused(path, what, f"iconv -f latin1 -t utf-8 {quote(str(path))} > utf8{path.suffix}") from error
+
+
+def _checked_start(text: str, path: Path) -> str:
+    """Take the byte order mark off the first line, and refuse line ends that would make the file one line."""
+    if "\r" in text.rstrip("\r\n"):
+        name = quote(str(path))
+        raise _refused(path, "lines end with a bare carriage return", f"tr '\\r' '\\n' < {name} > unix{path.suffix}")
+    return text.removeprefix(codecs.BOM_UTF8.decode())
+
+
+def _refused(path: Path, what: str, remedy: str) -> DataError:
+    return DataError(what, where=str(path), remedy=remedy)
+
 
 DELIMITERS = {".csv": ",", ".tsv": "\t", ".tab": "\t"}
 JSON_LINES = (".jsonl", ".ndjson")
@@ -31,7 +114,7 @@ LIKELY, NEARLY_CERTAIN = 0.6, 0.9  # how alike two names are when one of them mu
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SourceRow:
     """One row: the columns that have names, and where it stands."""
 
     values: Mapping[str, str]
@@ -81,7 +164,7 @@ class Columns:
         """Say what is wrong with the columns of a file: one twice, one missing, or one that is nearly another."""
         for name in present:
             if name and present.count(name) > 1:
-                what = f"two columns are called {shown(name)!r}"
+                what = f"two columns are called {printable(name)!r}"
                 return DataError(what, where=str(path), remedy=show_header(path))
         spare = {name.lower(): name for name in present if name not in (*self.known, *self.labels)}
         for column in self._missing(present):
@@ -101,10 +184,10 @@ class Columns:
 
 def _absent(column: str, meant: str, present: Sequence[str], path: Path, said_by: str = "") -> DataError:
     """Describe a column that is not there, and how to name it rightly: in the file, or in the setting that names it."""
-    found = ", ".join(shown(each) for each in present[:12] if each)
+    found = ", ".join(printable(each) for each in present[:12] if each)
     what = f"no column {column!r}{said_by and f' ({said_by})'}; found: {found}"
     if meant:
-        what += f"; did you mean {shown(meant)!r}?"
+        what += f"; did you mean {printable(meant)!r}?"
     if len(present) == 1 and re.search(r"[;,\t]", present[0]):
         what += " (a .csv is separated by commas, a .tsv by tabs)"
     renamable = meant.isidentifier() and path.suffix in DELIMITERS and not said_by
@@ -118,7 +201,7 @@ def show_header(path: Path) -> str:
     return f"gzip -dc {name} | head -n 1" if path.suffix == ".gz" else f"head -n 1 {name}"
 
 
-def read_rows(path: Path, columns: Columns, *, quoted: bool = True) -> Iterator[Row | Rejection]:
+def read_rows(path: Path, columns: Columns, *, quoted: bool = True) -> Iterator[SourceRow | Rejection]:
     """Yield the rows of a table; a row that cannot be read is a rejection, a table that cannot be is an error."""
     suffix = path.with_suffix("").suffix.lower() if path.suffix == ".gz" else path.suffix.lower()
     if suffix in JSON_LINES:
@@ -144,7 +227,7 @@ def _wrong_kind(path: Path, suffix: str) -> ConfigError:
 
 def _separated_rows(
     path: Path, lines: Iterator[str], columns: Columns, delimiter: str, *, quoted: bool
-) -> Iterator[Row | Rejection]:
+) -> Iterator[SourceRow | Rejection]:
     quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE
     reader = csv.reader(lines, delimiter=delimiter, quoting=quoting, skipinitialspace=True, strict=True)
     header: list[str] = []
@@ -183,22 +266,22 @@ def _next_cells(reader: Any, path: Path) -> list[str] | None:
         raise DataError(what, where=f"{path}:{start}", remedy=f"sed -n {start}p {quote(str(path))}") from error
 
 
-def _row(header: Sequence[str], cells: Sequence[str], origin: str) -> Row | Rejection:
+def _row(header: Sequence[str], cells: Sequence[str], origin: str) -> SourceRow | Rejection:
     """Pair cells with column names; columns without a name are dropped, and so are empty cells beyond the last."""
     if len(cells) < len(header) or any(cells[len(header) :]):
-        name = shown(cells[header.index("id")]) if "id" in header[: len(cells)] else ""
+        name = printable(cells[header.index("id")]) if "id" in header[: len(cells)] else ""
         return Rejection(name, Reason.BAD_ROW, f"{len(cells)} fields, the header has {len(header)}", origin)
-    return Row({name: cell for name, cell in zip(header, cells, strict=False) if name}, origin)
+    return SourceRow({name: cell for name, cell in zip(header, cells, strict=False) if name}, origin)
 
 
-def _json_rows(path: Path, columns: Columns) -> Iterator[Row | Rejection]:
+def _json_rows(path: Path, columns: Columns) -> Iterator[SourceRow | Rejection]:
     checked: tuple[str, ...] = ()
     for number, line in enumerate(text_lines(path), 1):
         if not line.strip():
             continue
         origin = f"{path.name}:{number}"
         try:
-            row = Row(_json_values(line, columns), origin)
+            row = SourceRow(_json_values(line, columns), origin)
         except (ValueError, RecursionError) as error:
             yield Rejection("", Reason.BAD_ROW, f"not a JSON object on one line: {error}"[:200], origin)
             continue
@@ -210,7 +293,7 @@ def _json_rows(path: Path, columns: Columns) -> Iterator[Row | Rejection]:
             checked = present
             yield row
         else:
-            yield Rejection(shown(row["id"]), Reason.BAD_ROW, problem.what, origin)
+            yield Rejection(printable(row["id"]), Reason.BAD_ROW, problem.what, origin)
 
 
 def _json_values(line: str, columns: Columns) -> dict[str, str]:
@@ -239,7 +322,7 @@ BETWEEN_CHAINS = re.compile(r"[,;|\s]+")
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
-class Files(NamedTuple):
+class ItemFiles(NamedTuple):
     """What an item is made of, and where its labels come from when that is unbound."""
 
     parts: tuple[Part, ...]
@@ -247,10 +330,10 @@ class Files(NamedTuple):
 
 
 def build_items(
-    rows: Iterator[Row | Rejection],
+    rows: Iterator[SourceRow | Rejection],
     columns: Columns,
-    id_of: Callable[[Row], str],
-    files_of: Callable[[str, Row], Files],
+    id_of: Callable[[SourceRow], str],
+    files_of: Callable[[str, SourceRow], ItemFiles],
 ) -> Generator[Item | Rejection, None, None]:
     """Turn rows into items; `files_of` sees checked ids only, and what it refuses is a rejection of that row."""
     for row in rows:
@@ -260,8 +343,8 @@ def build_items(
         name = id_of(row)
         try:
             files = files_of(checked_id(name), row)
-        except Unusable as error:
-            yield Rejection(shown(name), error.reason, error.detail, row.origin)
+        except UnusableInput as error:
+            yield Rejection(printable(name), error.reason, error.detail, row.origin)
         else:
             yield Item(
                 id=name,
@@ -284,14 +367,14 @@ def model_number(text: str, first: int = 1) -> int | None:
     if not text:
         return None
     if not (text.isascii() and text.isdecimal() and int(text[:9]) >= first):
-        raise Unusable(Reason.BAD_ROW, f"the model {shown(text)!r} is not a number from {first}")
+        raise UnusableInput(Reason.BAD_ROW, f"the model {printable(text)!r} is not a number from {first}")
     return int(text[:9]) - first + 1
 
 
 def clean_path(text: str) -> str:
     """Return a path from a cell, or refuse one that no file can have."""
     if CONTROL.search(text):
-        raise Unusable(Reason.BAD_ROW, f"the path {shown(text)!r} contains a control character")
+        raise UnusableInput(Reason.BAD_ROW, f"the path {printable(text)!r} contains a control character")
     return text
 
 
@@ -303,6 +386,6 @@ def one_file_parts(
         return (Part(Role.RECEPTOR, path, receptor, model), Part(Role.LIGAND, path, ligand, model))
     if (receptor or ligand) and spec.partners == "auto":
         given, absent = ("receptor", "ligand") if receptor else ("ligand", "receptor")
-        raise Unusable(Reason.BAD_ROW, f"chains of the {given} are named, but none of the {absent}")
+        raise UnusableInput(Reason.BAD_ROW, f"chains of the {given} are named, but none of the {absent}")
     role = Role.COMPLEX if spec.partners == "auto" else Role.WHOLE
     return (Part(role, path, receptor or ligand, model),)

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.records import Part, Reason, Role
-from pipeline.structures.atoms import Unusable
-from pipeline.structures.sources.item_ids import checked_id, id_problem, shown
-from pipeline.structures.sources.source_folder import StructureFolder, in_order, listing, split_suffix
+from pipeline.structures.atoms import UnusableInput
+from pipeline.structures.sources.item_ids import checked_id, id_problem, printable
+from pipeline.structures.sources.source_folder import StructureFolder, listing, sorted_names, split_suffix
 from pipeline.structures.sources.source_rows import (
     Columns,
-    Files,
-    Row,
+    ItemFiles,
+    SourceRow,
     build_items,
     clean_path,
     model_number,
@@ -63,13 +63,13 @@ def manifest_items(spec: SourceSpec) -> Generator[Item | Rejection, None, None]:
     )
     folder = StructureFolder(spec.structures_dir or spec.path.parent)
 
-    def files_of(name: str, row: Row) -> Files:
-        return Files(_manifest_parts(spec, name, row, folder))
+    def files_of(name: str, row: SourceRow) -> ItemFiles:
+        return ItemFiles(_manifest_parts(spec, name, row, folder))
 
     return build_items(read_rows(spec.path, columns), columns, lambda row: row["id"], files_of)
 
 
-def _manifest_parts(spec: SourceSpec, name: str, row: Row, folder: StructureFolder) -> tuple[Part, ...]:
+def _manifest_parts(spec: SourceSpec, name: str, row: SourceRow, folder: StructureFolder) -> tuple[Part, ...]:
     receptor = split_chains(row["receptor_chains"]) or spec.receptor_chains
     ligand = split_chains(row["ligand_chains"]) or spec.ligand_chains
     model = model_number(row["model"])
@@ -79,17 +79,17 @@ def _manifest_parts(spec: SourceSpec, name: str, row: Row, folder: StructureFold
     if all(two) and not one:
         return (Part(Role.RECEPTOR, two[0], receptor, model), Part(Role.LIGAND, two[1], ligand, model))
     if one or any(two):
-        raise Unusable(Reason.BAD_ROW, "give either path, or both receptor_path and ligand_path")
+        raise UnusableInput(Reason.BAD_ROW, "give either path, or both receptor_path and ligand_path")
     return one_file_parts(spec, _found(spec, name, folder), receptor, ligand, model)
 
 
 def _found(spec: SourceSpec, name: str, folder: StructureFolder) -> str:
     """Return the file that is named after its id."""
     if spec.structures_dir is None:
-        raise Unusable(Reason.BAD_ROW, "no path")
+        raise UnusableInput(Reason.BAD_ROW, "no path")
     path = folder.find(name)
     if path is None:
-        raise Unusable(Reason.MISSING_FILE, f"no {name}.pdb, .cif, … in {folder.path}")
+        raise UnusableInput(Reason.MISSING_FILE, f"no {name}.pdb, .cif, … in {folder.path}")
     return path
 
 
@@ -104,26 +104,26 @@ def pair_items(spec: SourceSpec) -> Generator[Item | Rejection, None, None]:
     """Yield the pairs that the CSV lists, or that the folder holds."""
     folder = StructureFolder(spec.path)
 
-    def files_of(name: str, row: Row) -> Files:  # noqa: ARG001  # the id says it all
+    def files_of(name: str, row: SourceRow) -> ItemFiles:  # noqa: ARG001  # the id says it all
         bound = _pairs_parts(folder, name, "b")
-        return Files(_pairs_parts(folder, name, "u"), bound) if spec.state == "unbound" else Files(bound)
+        return ItemFiles(_pairs_parts(folder, name, "u"), bound) if spec.state == "unbound" else ItemFiles(bound)
 
     rows = read_rows(spec.splits, PAIRS_COLUMNS) if spec.splits else _rows_of_folder(spec)
     return build_items(rows, PAIRS_COLUMNS, lambda row: row["path"], files_of)
 
 
-def _rows_of_folder(spec: SourceSpec) -> Iterator[Row | Rejection]:
+def _rows_of_folder(spec: SourceSpec) -> Iterator[SourceRow | Rejection]:
     stems = (split_suffix(entry.name) for entry in listing(spec.path))
     matches = (STEM.fullmatch(stem) for stem, suffix in stems if suffix)
-    for name in in_order(match[1] for match in matches if match):
-        yield Row({"path": name}, f"{spec.path.name}/{shown(name)}")
+    for name in sorted_names(match[1] for match in matches if match):
+        yield SourceRow({"path": name}, f"{spec.path.name}/{printable(name)}")
 
 
 def _pairs_parts(folder: StructureFolder, name: str, state: str) -> tuple[Part, ...]:
     paths = {role: folder.find(f"{name}_{letter}_{state}") for role, letter in ROLES.items()}
     missing = [f"{name}_{ROLES[role]}_{state}.pdb" for role, path in paths.items() if path is None]
     if missing:
-        raise Unusable(Reason.MISSING_FILE, f"no {' and no '.join(missing)} in {folder.path}")
+        raise UnusableInput(Reason.MISSING_FILE, f"no {' and no '.join(missing)} in {folder.path}")
     return tuple(Part(role, path) for role, path in paths.items() if path is not None)
 
 
@@ -142,9 +142,9 @@ def pinder_items(spec: SourceSpec) -> Generator[Item | Rejection, None, None]:
     )
     folder = StructureFolder(spec.structures_dir or spec.path.parent, PINDER_SUBFOLDERS)
 
-    def files_of(name: str, row: Row) -> Files:
+    def files_of(name: str, row: SourceRow) -> ItemFiles:
         bound = _bound(folder, name)
-        return Files(tuple(_apo(folder, role, row) for role in APO), bound) if unbound else Files(bound)
+        return ItemFiles(tuple(_apo(folder, role, row) for role in APO), bound) if unbound else ItemFiles(bound)
 
     return build_items(read_rows(spec.path, columns), columns, lambda row: row["id"], files_of)
 
@@ -152,20 +152,20 @@ def pinder_items(spec: SourceSpec) -> Generator[Item | Rejection, None, None]:
 def _bound(folder: StructureFolder, name: str) -> tuple[Part, ...]:
     receptor, dashes, ligand = name.partition("--")
     if not (receptor and dashes and ligand):
-        raise Unusable(Reason.BAD_ID, "the id is not of the form RECEPTOR--LIGAND")
+        raise UnusableInput(Reason.BAD_ID, "the id is not of the form RECEPTOR--LIGAND")
     return (
         _part(folder, Role.RECEPTOR, checked_id(f"{receptor}-R")),
         _part(folder, Role.LIGAND, checked_id(f"{ligand}-L")),
     )
 
 
-def _apo(folder: StructureFolder, role: Role, row: Row) -> Part:
+def _apo(folder: StructureFolder, role: Role, row: SourceRow) -> Part:
     name = row[APO[role]]
     if not name:
-        raise Unusable(Reason.MISSING_FILE, f"the index names no unbound {role.value}")
+        raise UnusableInput(Reason.MISSING_FILE, f"the index names no unbound {role.value}")
     stem, _suffix = split_suffix(name)
     if problem := id_problem(stem):
-        raise Unusable(Reason.BAD_ROW, f"the file name {shown(name)!r} {problem}")
+        raise UnusableInput(Reason.BAD_ROW, f"the file name {printable(name)!r} {problem}")
     return _part(folder, role, stem)
 
 
@@ -173,7 +173,7 @@ def _part(folder: StructureFolder, role: Role, stem: str) -> Part:
     path = folder.find(stem)
     if path is None:
         where = f"{folder.path} or its {', '.join(PINDER_SUBFOLDERS)}"
-        raise Unusable(Reason.MISSING_FILE, f"no {shown(stem)}.pdb in {where}")
+        raise UnusableInput(Reason.MISSING_FILE, f"no {printable(stem)}.pdb in {where}")
     return Part(role, path)
 
 
@@ -193,10 +193,10 @@ def sabdab_items(spec: SourceSpec) -> Generator[Item | Rejection, None, None]:
     # The database joins its fields with tabs and quotes nothing, though names hold quotes.
     columns = replace(SABDAB_COLUMNS, labels=spec.labels)
     rows = read_rows(spec.path, columns, quoted=".csv" in spec.path.suffixes)
-    return build_items(rows, columns, _id_of, lambda _name, row: Files(_sabdab_parts(folder, row)))
+    return build_items(rows, columns, _id_of, lambda _name, row: ItemFiles(_sabdab_parts(folder, row)))
 
 
-def _id_of(row: Row) -> str:
+def _id_of(row: SourceRow) -> str:
     """Return an id that only rows about the same chains of the same model share."""
     heavy, light = _named(row["Hchain"]), _named(row["Lchain"])
     antibody = f"{heavy}+{light}" if light and light != heavy else heavy
@@ -209,16 +209,16 @@ def _named(cell: str) -> str:
     return "" if cell.lower() in NOTHING else cell
 
 
-def _antigens(row: Row) -> tuple[str, ...]:
+def _antigens(row: SourceRow) -> tuple[str, ...]:
     return tuple(name for name in split_chains(row["antigen_chain"]) if _named(name))
 
 
-def _sabdab_parts(folder: StructureFolder, row: Row) -> tuple[Part, ...]:
+def _sabdab_parts(folder: StructureFolder, row: SourceRow) -> tuple[Part, ...]:
     heavy, light, antigens = _named(row["Hchain"]), _named(row["Lchain"]), _antigens(row)
     if not antigens:
-        raise Unusable(Reason.BAD_ROW, "no antigen")
+        raise UnusableInput(Reason.BAD_ROW, "no antigen")
     if not (heavy or light):
-        raise Unusable(Reason.BAD_ROW, "no antibody chain")
+        raise UnusableInput(Reason.BAD_ROW, "no antibody chain")
     model = model_number(_named(row["model"]), first=0)
     path = _file(folder, row["pdb"])
     antibody = _antibody(heavy, light, renumbered=Path(path).parent.name.lower() in RENUMBERED)
@@ -237,7 +237,7 @@ def _file(folder: StructureFolder, pdb: str) -> str:
     checked_id(pdb)
     path = folder.find(pdb, pdb.lower(), pdb.upper(), f"pdb{pdb.lower()}")
     if path is None:
-        raise Unusable(
+        raise UnusableInput(
             Reason.MISSING_FILE, f"no {pdb}.pdb, .cif, … in {folder.path} or its {', '.join(SABDAB_SUBFOLDERS)}"
         )
     return path

@@ -20,9 +20,9 @@ from pipeline.graphs.build_graph import build_graph
 from pipeline.protocol import ITEMS
 from pipeline.records import Reason, Rejection
 from pipeline.structures import inventory
-from pipeline.structures.atoms import Unusable
-from pipeline.structures.parsing.structure_files import paths
-from pipeline.structures.parsing.structure_files import read as read_one
+from pipeline.structures.atoms import UnusableInput
+from pipeline.structures.parsing.structure_files import item_paths
+from pipeline.structures.parsing.structure_files import read_structure_file as read_one
 from pipeline.training.items.batch_layout import OF_GRAPHS, FieldForm, ItemArrays, parse_field
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pipeline.protocol import Reader
     from pipeline.records import Item
     from pipeline.store.store import Store
-    from pipeline.structures.inventory import File
+    from pipeline.structures.parsing.structure_files import File
     from pipeline.training.items.item_table import ItemTable
 
     Array = NDArray[Any]
@@ -77,7 +77,7 @@ class BuiltGraphs:
     """Graphs that are built from the files of their items, every time anew."""
 
     table: ItemTable
-    reading: inventory.Recipe
+    reading: inventory.ScanRecipe
     recipe: GraphRecipe
 
     def read(self, numbers: Sequence[int]) -> Iterator[ItemArrays | Rejection]:
@@ -86,7 +86,7 @@ class BuiltGraphs:
             item = self.table.item(number)
             try:
                 yield self._build(number, item)
-            except Unusable as problem:
+            except UnusableInput as problem:
                 if problem.reason in GONE:
                     what = f"{item.id}: {problem.detail}"
                     raise DataError(what, where=problem.reason.value, remedy=GRAPH_AGAIN) from problem
@@ -98,13 +98,13 @@ class BuiltGraphs:
                 yield _rejected(item, Reason.GRAPH_FAILED, f"{type(error).__name__}: {error}"[:200])
 
     def _build(self, number: int, item: Item) -> ItemArrays:
-        files = {path: read_one(path, self.reading.max_file_bytes) for path in paths(item)}
+        files = {path: read_one(path, self.reading.max_file_bytes) for path in item_paths(item)}
         self._check_key(number, item, files)
-        taken, read = inventory.examine(item, files, self.reading)
+        taken, read = inventory.examine_item(item, files, self.reading)
         if taken.reason is not None:
-            raise Unusable(taken.reason, taken.detail)
+            raise UnusableInput(taken.reason, taken.detail)
         if read is None:
-            raise Unusable(Reason.NO_NODES, "a bare sequence has no structure to make a graph of")
+            raise UnusableInput(Reason.NO_NODES, "a bare sequence has no structure to make a graph of")
         return ItemArrays(
             number, item.id, *graphs.encode_graph(build_graph(read, self.recipe)), self.table.values(number)
         )

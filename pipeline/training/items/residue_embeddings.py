@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pipeline.encoder.embedding_recipe import Recipe
+    from pipeline.encoder.embedding_recipe import EmbeddingRecipe
     from pipeline.store.format.record import Record
-    from pipeline.store.store import Place, Room, Store
+    from pipeline.store.store import RecordPlace, Room, Store
 
     Rows = NDArray[Any]
 
@@ -43,13 +43,13 @@ class StoredEmbedding(NamedTuple):
     """An embedding that the store has."""
 
     key: bytes
-    places: Sequence[Place]
+    places: Sequence[RecordPlace]
 
 
 class Embeddings:
     """Finds and reads embeddings; several threads use it at once."""
 
-    def __init__(self, store: Store, recipe: Recipe) -> None:
+    def __init__(self, store: Store, recipe: EmbeddingRecipe) -> None:
         self._store, self._recipe = store, recipe
         self.dtype, self._numpy = _DTYPES[recipe.storage]  # the name of the numbers' type, and what numpy holds them as
         self._width = 0

@@ -18,8 +18,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.encoder.checkpoints.checkpoint_files import CONFIG, INDEX, SINGLE
-from pipeline.encoder.checkpoints.esm_checkpoint import DTYPES, as_dtype, digest, dtype_name, frequencies, load, shapes
-from pipeline.encoder.checkpoints.synth import synth
+from pipeline.encoder.checkpoints.esm_checkpoint import (
+    DTYPES,
+    as_dtype,
+    digest_weights,
+    dtype_name,
+    frequencies,
+    load_checkpoint,
+    shapes,
+)
+from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.errors import ConfigError, WeightsUnusable
 from tests.encoder.checkpoints.relatives import (
     PREFIX,
@@ -37,7 +45,7 @@ FUZZ = settings(max_examples=40, deadline=None, suppress_health_check=[HealthChe
 def refusal(path: Path) -> str:
     """Load what must be refused; return what a person reads."""
     with pytest.raises(WeightsUnusable) as refused:
-        load(path)
+        load_checkpoint(path)
     assert refused.value.remedy
     assert refused.value.where
     return str(refused.value)
@@ -47,7 +55,7 @@ def refusal(path: Path) -> str:
 
 
 def test_fair_esm_checkpoint_becomes_the_tensors_that_encode_and_no_others(tiny: Path) -> None:
-    checkpoint = load(tiny)
+    checkpoint = load_checkpoint(tiny)
 
     assert (checkpoint.name, checkpoint.form, checkpoint.path) == ("esm2_t3_tiny", "fair-esm", tiny)
     shape = checkpoint.architecture
@@ -58,14 +66,14 @@ def test_fair_esm_checkpoint_becomes_the_tensors_that_encode_and_no_others(tiny:
 
 
 def test_hugging_face_folder_holds_the_same_weights_under_the_same_digest(tiny: Path, tmp_path: Path) -> None:
-    ours = load(tiny)
-    theirs = load(face_folder(tmp_path / "esm2_t3_tiny", face_tensors(tiny)))
+    ours = load_checkpoint(tiny)
+    theirs = load_checkpoint(face_folder(tmp_path / "esm2_t3_tiny", face_tensors(tiny)))
 
     assert (theirs.name, theirs.form) == ("esm2_t3_tiny", "hugging-face")
     assert theirs.tensors.keys() == ours.tensors.keys()
     assert all(torch.equal(theirs.tensors[name], tensor) for name, tensor in ours.tensors.items())
     assert torch.equal(theirs.rotary_F, ours.rotary_F)
-    assert digest(theirs) == digest(ours)
+    assert digest_weights(theirs) == digest_weights(ours)
 
 
 @pytest.mark.parametrize("prefix", ["esm.", ""])
@@ -77,13 +85,13 @@ def test_every_shape_of_a_hugging_face_model_is_the_same_model(
     folder = face_folder(tmp_path / "model", face_tensors(tiny, prefix), shards=shards)
     path = folder if named == "folder" else sorted(folder.glob("*.safetensors"))[-1]
 
-    assert digest(load(path)) == digest(load(tiny))
+    assert digest_weights(load_checkpoint(path)) == digest_weights(load_checkpoint(tiny))
 
 
 def test_folder_of_hugging_faces_cache_is_named_after_its_model(tiny: Path, tmp_path: Path) -> None:
     folder = tmp_path / "models--facebook--esm2_t3_tiny" / "snapshots" / "0123abcd"
 
-    assert load(face_folder(folder, face_tensors(tiny))).name == "esm2_t3_tiny"
+    assert load_checkpoint(face_folder(folder, face_tensors(tiny))).name == "esm2_t3_tiny"
 
 
 @pytest.mark.parametrize("precision", DTYPES)
@@ -91,7 +99,7 @@ def test_precision_that_was_stored_is_kept(tiny: Path, tmp_path: Path, precision
     data = contents(tiny)
     data["model"] = {name: tensor.to(as_dtype(precision)) for name, tensor in data["model"].items()}
     torch.save(data, tmp_path / "esm2_a.pt")
-    checkpoint = load(tmp_path / "esm2_a.pt")
+    checkpoint = load_checkpoint(tmp_path / "esm2_a.pt")
 
     assert dtype_name(checkpoint.dtype) == precision
     assert {tensor.dtype for tensor in checkpoint.tensors.values()} == {as_dtype(precision)}
@@ -101,13 +109,13 @@ def test_precision_that_was_stored_is_kept(tiny: Path, tmp_path: Path, precision
 def test_old_format_of_torch_is_read_without_mapping(tiny: Path, tmp_path: Path) -> None:
     torch.save(contents(tiny), tmp_path / "esm2_old.pt", _use_new_zipfile_serialization=False)
 
-    assert digest(load(tmp_path / "esm2_old.pt")) == digest(load(tiny))
+    assert digest_weights(load_checkpoint(tmp_path / "esm2_old.pt")) == digest_weights(load_checkpoint(tiny))
 
 
 def test_weights_are_mapped_and_not_copied_into_memory(tmp_path: Path) -> None:
     path = tmp_path / "esm2_a.pt"
-    synth(path, 2, 256, 4)
-    held = load(path)
+    write_random_checkpoint(path, 2, 256, 4)
+    held = load_checkpoint(path)
 
     maps = Path("/proc/self/maps").read_text()
     assert str(path) in maps
@@ -117,15 +125,17 @@ def test_weights_are_mapped_and_not_copied_into_memory(tmp_path: Path) -> None:
 def test_contact_regression_beside_a_checkpoint_is_not_needed(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "esm2_alone.pt").write_bytes(tiny.read_bytes())
 
-    assert digest(load(tmp_path / "esm2_alone.pt")) == digest(load(tiny))
+    assert digest_weights(load_checkpoint(tmp_path / "esm2_alone.pt")) == digest_weights(load_checkpoint(tiny))
 
 
 def test_frequencies_that_are_not_stored_are_made_in_full_precision(tiny: Path, tmp_path: Path) -> None:
     tensors = {name: tensor for name, tensor in face_tensors(tiny).items() if "inv_freq" not in name}
-    checkpoint = load(face_folder(tmp_path / "model", tensors))
+    checkpoint = load_checkpoint(face_folder(tmp_path / "model", tensors))
 
     assert torch.equal(checkpoint.rotary_F, frequencies(8))
-    assert digest(checkpoint) != digest(load(tiny)), "they give other numbers, so they must not share a key"
+    assert digest_weights(checkpoint) != digest_weights(load_checkpoint(tiny)), (
+        "they give other numbers, so they must not share a key"
+    )
 
 
 # ── the digest ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -133,14 +143,14 @@ def test_frequencies_that_are_not_stored_are_made_in_full_precision(tiny: Path, 
 
 def test_digest_of_these_weights_is_this_one_until_its_version_is_raised(tmp_path: Path) -> None:
     ones = {"layers": 1, "dim": 8, "heads": 2}
-    synth(tmp_path / "esm2_a.pt", **ones)
+    write_random_checkpoint(tmp_path / "esm2_a.pt", **ones)
     data = contents(tmp_path / "esm2_a.pt")
     data["model"] = {name: torch.full_like(tensor, 0.5) for name, tensor in data["model"].items()}
     data["model"][f"{PREFIX}layers.0.self_attn.rot_emb.inv_freq"] = frequencies(4)
     torch.save(data, tmp_path / "esm2_half.pt")
 
     # Keys of what is in caches are made of it: who changes this line must raise WEIGHTS_VERSION and ENCODER_VERSION.
-    assert digest(load(tmp_path / "esm2_half.pt")) == "910071ca597c81702412958d4a9d7cb7"
+    assert digest_weights(load_checkpoint(tmp_path / "esm2_half.pt")) == "910071ca597c81702412958d4a9d7cb7"
 
 
 def test_one_changed_bit_changes_the_digest(tiny: Path, tmp_path: Path) -> None:
@@ -148,7 +158,7 @@ def test_one_changed_bit_changes_the_digest(tiny: Path, tmp_path: Path) -> None:
     weight.view(torch.int32)[31, 127] ^= 1
     other = changed(tiny, tmp_path / "esm2_a.pt", **{"layers.2.fc2.weight": weight})
 
-    assert digest(load(other)) != digest(load(tiny))
+    assert digest_weights(load_checkpoint(other)) != digest_weights(load_checkpoint(tiny))
 
 
 def test_digest_tells_precisions_and_architectures_apart(tiny: Path, tmp_path: Path) -> None:
@@ -157,7 +167,7 @@ def test_digest_tells_precisions_and_architectures_apart(tiny: Path, tmp_path: P
     torch.save(data, tmp_path / "esm2_half.pt")
     without = with_settings(tiny, tmp_path / "esm2_plain.pt", token_dropout=False)
 
-    assert len({digest(load(path)) for path in (tiny, tmp_path / "esm2_half.pt", without)}) == 3
+    assert len({digest_weights(load_checkpoint(path)) for path in (tiny, tmp_path / "esm2_half.pt", without)}) == 3
 
 
 def test_digest_knows_nothing_of_the_heads_and_of_the_file(tiny: Path, tmp_path: Path) -> None:
@@ -166,14 +176,14 @@ def test_digest_knows_nothing_of_the_heads_and_of_the_file(tiny: Path, tmp_path:
     data["model"] = dict(reversed(data["model"].items()))
     torch.save(data, tmp_path / "esm2_other.pt")
 
-    assert digest(load(tmp_path / "esm2_other.pt")) == digest(load(tiny))
+    assert digest_weights(load_checkpoint(tmp_path / "esm2_other.pt")) == digest_weights(load_checkpoint(tiny))
 
 
 def test_transposed_storage_is_digested_as_its_numbers(tiny: Path, tmp_path: Path) -> None:
     weight = contents(tiny)["model"][f"{PREFIX}layers.0.fc1.weight"]
     turned = changed(tiny, tmp_path / "esm2_a.pt", **{"layers.0.fc1.weight": weight.T.contiguous().T})
 
-    assert digest(load(turned)) == digest(load(tiny))
+    assert digest_weights(load_checkpoint(turned)) == digest_weights(load_checkpoint(tiny))
 
 
 # ── files that are no checkpoint ─────────────────────────────────────────────────────────────────────────────────────
@@ -260,7 +270,7 @@ def test_damage_in_the_description_is_refused_or_harmless_and_never_a_crash(
     (tmp_path / "esm2_hurt.pt").write_bytes(whole)
 
     with contextlib.suppress(WeightsUnusable):
-        read = load(tmp_path / "esm2_hurt.pt")
+        read = load_checkpoint(tmp_path / "esm2_hurt.pt")
         assert {name: tuple(one.shape) for name, one in read.tensors.items()} == shapes(read.architecture)
 
 
@@ -282,9 +292,9 @@ def test_path_that_is_not_there_is_an_error_of_the_configuration(tmp_path: Path)
     (tmp_path / "link.pt").symlink_to(tmp_path / "gone.pt")
 
     with pytest.raises(ConfigError, match=r"there is no such checkpoint"):
-        load(tmp_path / "esm2_a.pt")
+        load_checkpoint(tmp_path / "esm2_a.pt")
     with pytest.raises(ConfigError, match="a link to a file that is not there"):
-        load(tmp_path / "link.pt")
+        load_checkpoint(tmp_path / "link.pt")
 
 
 def test_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
@@ -342,7 +352,7 @@ def test_anything_but_tensors_and_plain_data_is_refused_by_its_name(tmp_path: Pa
 
 
 def test_permission_for_namespaces_ends_with_the_reading(tiny: Path) -> None:
-    load(tiny)
+    load_checkpoint(tiny)
 
     assert Namespace not in torch.serialization.get_safe_globals()
 
@@ -476,7 +486,7 @@ def test_odd_number_in_cfg_is_named(tiny: Path, tmp_path: Path, settings: dict[s
 def test_values_that_are_not_finite_are_no_reason_to_refuse(tiny: Path, tmp_path: Path) -> None:
     path = changed(tiny, tmp_path / "esm2_nan.pt", **{"layers.1.fc2.bias": torch.full((32,), torch.nan)})
 
-    assert load(path).tensors["layers.1.fc2.bias"].isnan().all()
+    assert load_checkpoint(path).tensors["layers.1.fc2.bias"].isnan().all()
 
 
 # ── folders ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -545,5 +555,5 @@ def test_torch_without_a_context_for_safe_globals_reads_as_well_and_ends_as_it_b
     monkeypatch.delattr(torch.serialization, "safe_globals")
     before = list(torch.serialization.get_safe_globals())
 
-    assert load(tiny).architecture.layers == 3
+    assert load_checkpoint(tiny).architecture.layers == 3
     assert set(torch.serialization.get_safe_globals()) == set(before)

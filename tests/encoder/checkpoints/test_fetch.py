@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.encoder.checkpoints.download import Patience, Progress, by_hand, fetch
+from pipeline.encoder.checkpoints.download import DownloadProgress, RetryPolicy, by_hand, fetch_file
 from pipeline.errors import ConfigError, DataError, WeightsUnusable
 from tests.encoder.checkpoints import file_server as web
 from tests.encoder.checkpoints.file_server import File, Server
@@ -51,11 +51,11 @@ class Fetch:
     """Fetches to one place, without pausing, and keeps what was told."""
 
     def __init__(self, out: Path) -> None:
-        self.out, self.told, self.pauses = out, list[Progress](), list[float]()
+        self.out, self.told, self.pauses = out, list[DownloadProgress](), list[float]()
 
     def __call__(self, url: str, **how: Any) -> str:
-        how = {"sha256": None, "patience": Patience(timeout_s=20), "pause": self.pauses.append, **how}
-        return fetch(url, self.out, tell=self.told.append, **how)
+        how = {"sha256": None, "patience": RetryPolicy(timeout_s=20), "pause": self.pauses.append, **how}
+        return fetch_file(url, self.out, tell=self.told.append, **how)
 
     @property
     def partial(self) -> Path:
@@ -76,7 +76,7 @@ def leave_half(server: Server, get: Fetch) -> None:
     """Fetch from a server that ends every connection half-way, until the fetch gives up."""
     server.file.odd.append(web.cut(HALF))
     with pytest.raises(DataError):
-        get(server.url, patience=Patience(tries=1))
+        get(server.url, patience=RetryPolicy(tries=1))
     assert get.partial.stat().st_size == HALF
     server.file.asked.clear()
 
@@ -210,8 +210,8 @@ def test_a_download_killed_after_its_last_byte_asks_for_nothing(serve, get):
 
 
 CHILD = """
-import sys; from pathlib import Path; from pipeline.encoder.checkpoints.download import fetch
-fetch(sys.argv[1], Path(sys.argv[2]), sha256=None, tell=lambda progress: print(progress.bytes, flush=True))
+import sys; from pathlib import Path; from pipeline.encoder.checkpoints.download import fetch_file
+fetch_file(sys.argv[1], Path(sys.argv[2]), sha256=None, tell=lambda progress: print(progress.bytes, flush=True))
 """
 
 
@@ -254,7 +254,7 @@ def test_where_files_cannot_be_locked_each_download_has_a_file_of_its_own(serve,
     monkeypatch.setattr(fcntl, "flock", flock)
     server.file.odd.append(web.cut(HALF))
     with pytest.raises(DataError):
-        get(server.url, patience=Patience(tries=1))
+        get(server.url, patience=RetryPolicy(tries=1))
     assert get.names <= {"model.pt.partial"}
     get(server.url, sha256=server.file.sha256)
     assert get.out.read_bytes() == BODY
@@ -314,7 +314,7 @@ def test_pauses_grow_and_tries_that_bring_nothing_end(serve, get):
     server = serve()
     server.file.odd += [web.status(503)] * 9
     with pytest.raises(DataError, match=r"gave up: .* 503 ") as refusal:
-        get(server.url, patience=Patience(tries=5, longest_pause_s=5))
+        get(server.url, patience=RetryPolicy(tries=5, longest_pause_s=5))
     assert get.pauses == [1, 2, 4, 5]
     assert len(server.file.asked) == 5
     assert "--url" in refusal.value.remedy
@@ -324,7 +324,7 @@ def test_tries_that_bring_something_do_not_count(serve, get):
     server = serve()
     piece = len(BODY) // 12
     server.file.odd += [web.cut(piece)] * 11
-    get(server.url, sha256=server.file.sha256, patience=Patience(tries=2))
+    get(server.url, sha256=server.file.sha256, patience=RetryPolicy(tries=2))
     assert get.pauses == [1] * 11
 
 
@@ -424,7 +424,7 @@ def test_a_server_that_hangs_up_without_a_word_is_asked_again(serve, get):
 def test_a_silent_server_is_left_after_the_timeout_and_what_came_is_kept(serve, get):
     server = serve()
     server.file.odd.append(web.stall(HALF))
-    get(server.url, sha256=server.file.sha256, patience=Patience(timeout_s=0.2))
+    get(server.url, sha256=server.file.sha256, patience=RetryPolicy(timeout_s=0.2))
     assert ranges(server) == [None, f"bytes={HALF}-"]
 
 
@@ -621,9 +621,9 @@ def test_a_disk_that_fills_up_says_so_and_keeps_what_came(serve, get):
 import resource, signal, sys
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), resource.RLIM_INFINITY))
-from pathlib import Path; from pipeline.encoder.checkpoints.download import fetch
+from pathlib import Path; from pipeline.encoder.checkpoints.download import fetch_file
 from pipeline.errors import ConfigError
-try: fetch(sys.argv[1], Path(sys.argv[2]), sha256=None, tell=lambda progress: None)
+try: fetch_file(sys.argv[1], Path(sys.argv[2]), sha256=None, tell=lambda progress: None)
 except ConfigError as error: print(error)
 """
     server = serve()

@@ -13,19 +13,19 @@ import pytest
 
 from pipeline.encoder.checkpoints import esm_checkpoint as checkpoints
 from pipeline.encoder.checkpoints import weights
-from pipeline.encoder.checkpoints.synth import synth
+from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.encoder.checkpoints.weights import (
     MODELS,
+    CheckpointFacts,
     Published,
-    Verdict,
-    Weights,
+    PublishedMatch,
     check_published,
-    find,
+    find_checkpoint,
     identify,
     published,
 )
 from pipeline.errors import ConfigError, WeightsUnusable
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.store import Store
 from tests.encoder.checkpoints.relatives import contents, face_folder, face_tensors
 
@@ -42,7 +42,7 @@ def _no_shared_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def seen(tmp_path: Path) -> Store:
-    return Cache(tmp_path / "cache").kind("weights")
+    return CacheFolder(tmp_path / "cache").kind("weights")
 
 
 @pytest.fixture
@@ -64,13 +64,13 @@ def wait_until_settled(*paths: Path) -> None:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Return a list of every checkpoint that is read from now on."""
     found: list[Path] = []
-    load = checkpoints.load
+    load = checkpoints.load_checkpoint
 
-    def counted(path: Path) -> checkpoints.Checkpoint:
+    def counted(path: Path) -> checkpoints.EsmCheckpoint:
         found.append(path)
         return load(path)
 
-    monkeypatch.setattr(checkpoints, "load", counted)
+    monkeypatch.setattr(checkpoints, "load_checkpoint", counted)
     return found
 
 
@@ -80,34 +80,35 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 def test_what_is_identified_is_what_is_there(settled: Path, seen: Store) -> None:
     found = identify(settled, seen)
 
-    assert found == Weights(
+    assert found == CheckpointFacts(
         name="esm2_settled",
         form="fair-esm",
         path=str(settled),
-        digest=checkpoints.digest(checkpoints.load(settled)),
+        digest=checkpoints.digest_weights(checkpoints.load_checkpoint(settled)),
         layers=3,
         dim=32,
         heads=4,
         precision="fp32",
         bytes=settled.stat().st_size,
     )
-    assert Weights.from_json(json.loads(json.dumps(found.to_json()))) == found
+    assert CheckpointFacts.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
 def test_unchanged_checkpoint_is_read_once(settled: Path, seen: Store, tmp_path: Path, reads: list[Path]) -> None:
     first = identify(settled, seen)
 
     assert identify(settled, seen) == first
-    assert identify(settled, Cache(tmp_path / "cache").kind("weights")) == first
+    assert identify(settled, CacheFolder(tmp_path / "cache").kind("weights")) == first
     assert reads == [settled]
 
 
 def test_second_time_torch_is_not_even_imported(settled: Path, seen: Store, tmp_path: Path) -> None:
     identify(settled, seen)
     code = (
-        "import sys; from pathlib import Path; from pipeline.store.cache_folder import Cache; "
+        "import sys; from pathlib import Path; from pipeline.store.cache_folder import CacheFolder; "
         "from pipeline.encoder.checkpoints.weights import identify, check_published; "
-        f"print(identify(Path({str(settled)!r}), Cache(Path({str(tmp_path / 'cache')!r})).kind('weights')).digest); "
+        f"print(identify(Path({str(settled)!r}), "
+        f"CacheFolder(Path({str(tmp_path / 'cache')!r})).kind('weights')).digest); "
         "assert 'torch' not in sys.modules and 'safetensors' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -119,7 +120,7 @@ def test_second_time_torch_is_not_even_imported(settled: Path, seen: Store, tmp_
 def test_checkpoint_that_was_replaced_is_read_again(settled: Path, seen: Store, reads: list[Path]) -> None:
     first = identify(settled, seen)
     other = settled.with_name("esm2_other.pt")
-    synth(other, 3, 32, 4, seed=2)
+    write_random_checkpoint(other, 3, 32, 4, seed=2)
     times = settled.stat()
     other.replace(settled)
     os.utime(settled, ns=(times.st_atime_ns, times.st_mtime_ns))  # of the same size and of the same age
@@ -171,24 +172,24 @@ def test_damaged_record_is_made_anew(settled: Path, seen: Store, tmp_path: Path,
     at = content.index(first.digest.encode())
     shard.chmod(0o644)
     shard.write_bytes(content[:at] + b"0000" + content[at + 4 :])
-    fresh = Cache(tmp_path / "cache").kind("weights")
+    fresh = CacheFolder(tmp_path / "cache").kind("weights")
 
     assert identify(settled, fresh) == first
-    assert identify(settled, Cache(tmp_path / "cache").kind("weights")) == first
+    assert identify(settled, CacheFolder(tmp_path / "cache").kind("weights")) == first
     assert len(reads) == 2
 
 
 def test_checkpoint_that_changes_while_it_is_read_is_refused(
     settled: Path, seen: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = checkpoints.load
+    load = checkpoints.load_checkpoint
 
-    def disturbed(path: Path) -> checkpoints.Checkpoint:
+    def disturbed(path: Path) -> checkpoints.EsmCheckpoint:
         found = load(path)
         os.utime(path)
         return found
 
-    monkeypatch.setattr(checkpoints, "load", disturbed)
+    monkeypatch.setattr(checkpoints, "load_checkpoint", disturbed)
     with pytest.raises(WeightsUnusable, match="changed while it was read"):
         identify(settled, seen)
     assert list(seen.keys()) == []
@@ -206,18 +207,18 @@ def test_checkpoint_that_is_refused_is_not_remembered(settled: Path, seen: Store
 
 
 def test_path_that_is_there_is_taken_as_it_is(tiny: Path) -> None:
-    assert find(tiny) == tiny
-    assert find(tiny.parent) == tiny.parent
+    assert find_checkpoint(tiny) == tiny
+    assert find_checkpoint(tiny.parent) == tiny.parent
 
 
 def test_suffix_may_be_left_out(tiny: Path) -> None:
-    assert find(tiny.with_suffix("")) == tiny
+    assert find_checkpoint(tiny.with_suffix("")) == tiny
 
 
 def test_folder_of_the_same_name_will_do(tiny: Path, tmp_path: Path) -> None:
     folder = face_folder(tmp_path / "esm2_a", face_tensors(tiny))
 
-    assert find(tmp_path / "esm2_a.pt") == folder
+    assert find_checkpoint(tmp_path / "esm2_a.pt") == folder
 
 
 @pytest.mark.parametrize("variable", ["TORCH_HOME", "XDG_CACHE_HOME"])
@@ -230,8 +231,8 @@ def test_published_model_is_found_where_torch_hub_put_it(
     there.parent.mkdir(parents=True)
     there.write_bytes(tiny.read_bytes())
 
-    assert find(tmp_path / "weights" / f"{NAME}.pt") == there
-    assert find(tmp_path / "weights" / NAME) == there
+    assert find_checkpoint(tmp_path / "weights" / f"{NAME}.pt") == there
+    assert find_checkpoint(tmp_path / "weights" / NAME) == there
 
 
 @pytest.mark.parametrize("variable", ["HF_HOME", "HF_HUB_CACHE"])
@@ -243,11 +244,11 @@ def test_published_model_is_found_where_hugging_face_put_it_at_its_main_revision
     model = hub / f"models--facebook--{NAME}"
     face_folder(model / "snapshots" / "aaaa", face_tensors(tiny))
     main = face_folder(model / "snapshots" / "bbbb", face_tensors(tiny))
-    assert find(Path(NAME)).name == "aaaa"
+    assert find_checkpoint(Path(NAME)).name == "aaaa"
 
     (model / "refs").mkdir()
     (model / "refs" / "main").write_text("bbbb\n")
-    assert find(Path(NAME)) == main
+    assert find_checkpoint(Path(NAME)) == main
 
 
 def test_snapshot_without_safetensors_is_passed_over(
@@ -260,7 +261,7 @@ def test_snapshot_without_safetensors_is_passed_over(
     (snapshots / "aaaa" / "pytorch_model.bin").write_bytes(b"x")
     good = face_folder(snapshots / "bbbb", face_tensors(tiny))
 
-    assert find(tmp_path / f"{NAME}.pt") == good
+    assert find_checkpoint(tmp_path / f"{NAME}.pt") == good
 
 
 def test_model_of_ones_own_is_not_sought_in_shared_folders(tiny: Path, tmp_path: Path) -> None:
@@ -269,13 +270,13 @@ def test_model_of_ones_own_is_not_sought_in_shared_folders(tiny: Path, tmp_path:
     there.write_bytes(tiny.read_bytes())
 
     with pytest.raises(ConfigError) as refused:
-        find(tmp_path / "esm2_mine.pt")
+        find_checkpoint(tmp_path / "esm2_mine.pt")
     assert str(there) not in str(refused.value)
 
 
 def test_nothing_found_says_where_it_looked_and_what_to_type(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
-        find(tmp_path / "weights" / f"{NAME}.pt")
+        find_checkpoint(tmp_path / "weights" / f"{NAME}.pt")
     said = str(refused.value)
 
     assert "embed.weights" in said
@@ -288,7 +289,7 @@ def test_broken_link_is_not_a_checkpoint_and_others_are_looked_for(tiny: Path, t
     (tmp_path / "esm2_a").symlink_to(tmp_path / "gone")
     (tmp_path / "esm2_a.pt").write_bytes(tiny.read_bytes())
 
-    assert find(tmp_path / "esm2_a") == tmp_path / "esm2_a.pt"
+    assert find_checkpoint(tmp_path / "esm2_a") == tmp_path / "esm2_a.pt"
 
 
 # ── the table of published models ────────────────────────────────────────────────────────────────────────────────────
@@ -330,14 +331,14 @@ def pretend(monkeypatch: pytest.MonkeyPatch, path: Path, **values: object) -> Pu
 def test_file_that_was_published_is_known(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = pretend(monkeypatch, tiny)
 
-    assert check_published(tiny, model.name) is Verdict.EQUAL
-    assert check_published(tiny, "esm2_mine") is Verdict.UNKNOWN
+    assert check_published(tiny, model.name) is PublishedMatch.EQUAL
+    assert check_published(tiny, "esm2_mine") is PublishedMatch.UNKNOWN
 
 
 def test_model_without_a_known_digest_is_unknown(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = pretend(monkeypatch, tiny, pt_sha256=None, pt_bytes=None)
 
-    assert check_published(tiny, model.name) is Verdict.UNKNOWN
+    assert check_published(tiny, model.name) is PublishedMatch.UNKNOWN
 
 
 @pytest.mark.parametrize("size", [1_000, None])
@@ -358,11 +359,14 @@ def test_safetensors_is_compared_with_its_own_digest(
     digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     model = pretend(monkeypatch, tiny, safetensors_sha256=digest)
 
-    assert check_published(folder, model.name) is Verdict.EQUAL
+    assert check_published(folder, model.name) is PublishedMatch.EQUAL
     pretend(monkeypatch, tiny, safetensors_sha256="0" * 64)
     with pytest.raises(WeightsUnusable):
         check_published(folder, model.name)
-    assert check_published(face_folder(tmp_path / "parts", face_tensors(tiny), shards=2), model.name) is Verdict.UNKNOWN
+    assert (
+        check_published(face_folder(tmp_path / "parts", face_tensors(tiny), shards=2), model.name)
+        is PublishedMatch.UNKNOWN
+    )
 
 
 def test_synthetic_checkpoint_under_a_published_name_is_not_taken_for_it(tiny: Path, tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pipeline.encoder.checkpoints.esm_checkpoint import load
-from pipeline.encoder.checkpoints.synth import synth
-from pipeline.encoder.embedding_recipe import Recipe
-from pipeline.encoder.engine.embed_engine import Engine, Settings
+from pipeline.encoder.checkpoints.esm_checkpoint import load_checkpoint
+from pipeline.encoder.checkpoints.synth import write_random_checkpoint
+from pipeline.encoder.embedding_recipe import EmbeddingRecipe
+from pipeline.encoder.engine.embed_engine import Engine
+from pipeline.encoder.engine.sequence_work import EngineSettings
 
 ROOM_BYTES = 100 << 20  # the queries, keys and values of the long one take 147 MB: it cannot fit as one
 LONG, SHORT, MANY = 48_000, 700, 24
@@ -25,16 +26,16 @@ LONG, SHORT, MANY = 48_000, 700, 24
 def main(folder: Path) -> None:
     """Embed twice, and say how it went."""
     torch.set_num_threads(1)
-    synth(folder / "esm2_wide.pt", layers=1, dim=256, heads=8)
-    checkpoint = load(folder / "esm2_wide.pt")
+    write_random_checkpoint(folder / "esm2_wide.pt", layers=1, dim=256, heads=8)
+    checkpoint = load_checkpoint(folder / "esm2_wide.pt")
     letters = np.random.default_rng(0).choice(list("ACDEFGHIKLMNPQRSTVWY"), LONG + SHORT * MANY)
     text = "".join(letters)
     texts = [text[:LONG], *(text[at : at + SHORT] for at in range(LONG, len(text), SHORT))]
 
     wanted: dict[int, np.ndarray] = {}
-    cut = Recipe("0", 1, "chain", "fp32", "fp16", long="windows")
+    cut = EmbeddingRecipe("0", 1, "chain", "fp32", "fp16", long="windows")
     run(
-        Engine(checkpoint, cut, Settings("divisor", 1, 4096, "cpu")),
+        Engine(checkpoint, cut, EngineSettings("divisor", 1, 4096, "cpu")),
         texts,
         lambda one: wanted.update({one.index: one.rows_LD}),
     )
@@ -48,8 +49,8 @@ def main(folder: Path) -> None:
 
     engine = Engine(
         checkpoint,
-        Recipe("0", 1, "chain", "fp32", "fp16"),
-        Settings("divisor", MANY, 1 << 20, "cpu"),
+        EmbeddingRecipe("0", 1, "chain", "fp32", "fp16"),
+        EngineSettings("divisor", MANY, 1 << 20, "cpu"),
         learned=learned.append,
     )
     run(engine, texts[1:2], lambda one: None)  # the encoder is built before the room is taken away

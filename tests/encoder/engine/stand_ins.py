@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from pipeline.encoder.embedding_recipe import Recipe
-from pipeline.encoder.engine.embed_engine import Embedding, Engine, Settings
-from pipeline.encoder.tokens import ENDS, VOCABULARY
+from pipeline.encoder.embedding_recipe import ENDS, VOCABULARY, EmbeddingRecipe
+from pipeline.encoder.engine.embed_engine import Engine
+from pipeline.encoder.engine.sequence_work import Embedding, EngineSettings
 
 DIM = 4
 NO_LIMIT = 1 << 60
@@ -78,7 +78,7 @@ class Workshop:
         return self.built[device, precision].calls
 
 
-def recipe(**changes: object) -> Recipe:
+def recipe(**changes: object) -> EmbeddingRecipe:
     """Return a recipe that differs from the plainest by these choices."""
     plain = {
         "weights": "0",
@@ -89,12 +89,12 @@ def recipe(**changes: object) -> Recipe:
         "length": 50,
         "overlap": 10,
     }
-    return Recipe(**{**plain, **changes})
+    return EmbeddingRecipe(**{**plain, **changes})
 
 
-def settings(**changes: object) -> Settings:
+def settings(**changes: object) -> EngineSettings:
     """Return settings that differ from the plainest by these choices."""
-    return Settings(**{"policy": "divisor", "cap": 4, "budget": 10_000, "device": "cpu", **changes})
+    return EngineSettings(**{"policy": "divisor", "cap": 4, "budget": 10_000, "device": "cpu", **changes})
 
 
 def texts(*lengths: int, seed: int = 0) -> list[str]:

@@ -9,18 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.encoder.embedding_recipe import Recipe, windows
+from pipeline.encoder.embedding_recipe import ENDS, EmbeddingRecipe, windows
 from pipeline.encoder.engine.token_batches import (
     POLICIES,
-    Schedule,
+    BatchSchedule,
     cost,
-    costs,
-    deal,
+    deal_shards,
     fitting_cap,
     largest_divisor,
     plan_batches,
+    recipe_costs,
 )
-from pipeline.encoder.tokens import ENDS
 from tests.counted import calls_of
 
 relaxed = settings(deadline=None)  # other work may share the machine
@@ -95,8 +94,8 @@ def test_a_budget_is_counted_with_both_marks_of_each_sequence():
 
 
 def test_what_is_left_is_cut_anew_when_the_budget_shrinks():
-    recipe = Recipe("0", 2, "chain", "fp32", "fp32")
-    schedule = Schedule(np.full(40, 48), np.array([], np.int64), recipe, policy="tokens", cap=None)
+    recipe = EmbeddingRecipe("0", 2, "chain", "fp32", "fp32")
+    schedule = BatchSchedule(np.full(40, 48), np.array([], np.int64), recipe, policy="tokens", cap=None)
     assert len(schedule.draw(500)) == 10
     rest = []
     while (batch := schedule.draw(150)) is not None:
@@ -106,8 +105,8 @@ def test_what_is_left_is_cut_anew_when_the_budget_shrinks():
 
 
 def test_the_cost_of_windows_is_that_of_each():
-    recipe = Recipe("0", 2, "chain", "fp32", "fp32", long="windows", length=50, overlap=10)
-    found = costs(np.array([40, 50, 51, 131]), recipe, 8)
+    recipe = EmbeddingRecipe("0", 2, "chain", "fp32", "fp32", long="windows", length=50, overlap=10)
+    found = recipe_costs(np.array([40, 50, 51, 131]), recipe, 8)
     window = cost(np.array([50]), 2, 8)[0]
     assert found.tolist() == [cost(np.array([40]), 2, 8)[0], window, 2 * window, len(windows(131, 50, 10)) * window]
 
@@ -134,7 +133,7 @@ def test_a_cost_is_the_multiply_adds_of_the_matrices():
 @relaxed
 @given(LENGTHS, st.integers(1, 7), st.integers(1, 6))
 def test_every_sequence_is_dealt_once_and_all_shards_but_one_hold_whole_groups(lengths, shards, multiple):
-    dealt = deal(lengths, cost(lengths, 2, 8), shards, multiple)
+    dealt = deal_shards(lengths, cost(lengths, 2, 8), shards, multiple)
     assert len(dealt) == shards
     assert sorted(np.concatenate(dealt).tolist()) == list(range(len(lengths)))
     assert sum(len(shard) % multiple > 0 for shard in dealt) <= 1
@@ -144,24 +143,24 @@ def test_every_sequence_is_dealt_once_and_all_shards_but_one_hold_whole_groups(l
 @relaxed
 @given(LENGTHS, st.integers(1, 7), st.integers(1, 6))
 def test_no_shard_costs_a_group_more_than_another(lengths, shards, multiple):
-    costs = cost(lengths, 2, 8)
+    costs_N = cost(lengths, 2, 8)
     groups = [
-        costs[part].sum() for part in np.split(np.argsort(-lengths, kind="stable"), range(multiple, 80, multiple))
+        costs_N[part].sum() for part in np.split(np.argsort(-lengths, kind="stable"), range(multiple, 80, multiple))
     ]
-    loads = [costs[shard].sum() for shard in deal(lengths, costs, shards, multiple)]
+    loads = [costs_N[shard].sum() for shard in deal_shards(lengths, costs_N, shards, multiple)]
     assert max(loads) - min(loads) <= max(groups) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("pair", [(0, 1), (1, 0)])
 def test_dealing_to_nobody_is_refused(pair):
     with pytest.raises(ValueError, match="dealt"):
-        deal(np.array([1]), np.array([1.0]), *pair)
+        deal_shards(np.array([1]), np.array([1.0]), *pair)
 
 
 def test_a_million_sequences_are_planned_and_dealt_in_a_few_calls_a_batch():
     lengths = np.random.default_rng(0).integers(20, 2000, 1_000_000)
-    shards = deal(lengths, cost(lengths, 33, 1280), 100, 4)
-    assert calls_of(lambda: deal(lengths, cost(lengths, 33, 1280), 100, 4)) < 500_000
+    shards = deal_shards(lengths, cost(lengths, 33, 1280), 100, 4)
+    assert calls_of(lambda: deal_shards(lengths, cost(lengths, 33, 1280), 100, 4)) < 500_000
     for policy in POLICIES:
         assert calls_of(lambda policy=policy: plan_batches(lengths, policy=policy, cap=4, budget=8192)) < 3_000_000
     loads = [cost(lengths[shard], 33, 1280).sum() for shard in shards]

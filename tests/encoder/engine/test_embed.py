@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.encoder.checkpoints.esm_checkpoint import load
-from pipeline.encoder.embedding_recipe import Cut, Variant, windows
+from pipeline.encoder.checkpoints.esm_checkpoint import load_checkpoint
+from pipeline.encoder.embedding_recipe import SequenceCut, Variant, windows
 from pipeline.encoder.engine import embed_engine, token_batches, token_budget
-from pipeline.encoder.engine.embed_engine import Done, Engine, Refused
-from pipeline.encoder.engine.io_threads import Writer
+from pipeline.encoder.engine.embed_engine import Engine
+from pipeline.encoder.engine.io_threads import RowWriter
+from pipeline.encoder.engine.sequence_work import Done, RefusedSequence
 from pipeline.encoder.forward.esm2 import TILE
 from pipeline.encoder.forward.parity import Reference
 from pipeline.errors import PlanInfeasible
@@ -40,7 +41,7 @@ def _no_thread_is_left_behind():
 
 @pytest.fixture
 def checkpoint(tiny):
-    return load(tiny)
+    return load_checkpoint(tiny)
 
 
 def embed(checkpoint, sequences, the_recipe=None, **changes):
@@ -112,7 +113,7 @@ def test_a_truncated_sequence_has_the_rows_of_its_beginning_and_says_so(checkpoi
     outcomes, shelf = embed(checkpoint, [sequence], recipe(layer=3, long="truncate"))
     _, beginning = embed(checkpoint, [sequence[:50]])
     assert shelf.rows() == beginning.rows()
-    assert outcomes[0].variant == Variant("fp32", Cut("truncate", 50))
+    assert outcomes[0].variant == Variant("fp32", SequenceCut("truncate", 50))
     cut = {"policy": "truncate", "length": 50, "overlap": 0}
     assert shelf.taken[0].meta == {"residues": 80, "rows": 50, "precision": "fp32", "cut": cut}
 
@@ -125,7 +126,7 @@ def test_a_sequence_in_windows_has_the_rows_of_its_windows(checkpoint, budget_to
     spans = windows(131, 50, 10)
     _, pieces = embed(checkpoint, [sequence[start:stop] for start, stop in spans])
     found = shelf.taken[0].rows_LD
-    assert outcomes[0].variant.cut == Cut("windows", 50, 10)
+    assert outcomes[0].variant.cut == SequenceCut("windows", 50, 10)
     assert outcomes[1].variant.cut is None
     assert len(found) == 131
     for number, place in ((0, 44), (1, 45), (1, 84), (2, 85), (3, 130)):
@@ -304,7 +305,7 @@ def test_a_signal_at_any_moment_loses_at_most_the_batch_under_way(where, monkeyp
 def is_waiting_for_the_writer(frame):
     """Say whether the main thread is interrupted where it waits for the end of the writer."""
     (line,) = inspect.getframeinfo(frame, context=1).code_context or [""]
-    return isinstance(frame.f_locals.get("self"), Writer) and "self._ended.get()" in line
+    return isinstance(frame.f_locals.get("self"), RowWriter) and "self._ended.get()" in line
 
 
 def test_a_signal_at_the_end_of_a_failed_run_waits_for_what_is_being_stored():
@@ -423,9 +424,9 @@ def test_weights_that_do_not_fit_are_said_to_be_too_large():
 
 
 def test_a_budget_is_a_share_of_what_is_free():
-    assert token_budget.fitting(1 << 30, 1 << 20, 10_000) == 819
-    assert token_budget.fitting(1 << 40, 1 << 20, 10_000) == 10_000
-    assert token_budget.fitting(-5, 1 << 20, 10_000) == 1
+    assert token_budget.tokens_that_fit(1 << 30, 1 << 20, 10_000) == 819
+    assert token_budget.tokens_that_fit(1 << 40, 1 << 20, 10_000) == 10_000
+    assert token_budget.tokens_that_fit(-5, 1 << 20, 10_000) == 1
 
 
 def test_bytes_of_a_token_are_what_a_larger_batch_takes_more():
@@ -470,4 +471,4 @@ def test_a_budget_never_exceeds_what_an_earlier_run_learned():
 
 def test_refusals_and_results_are_told_apart_by_their_reason():
     assert Done(1, Variant("fp32")).reason is None
-    assert Refused(1, Reason.NOT_FINITE, "").reason is Reason.NOT_FINITE
+    assert RefusedSequence(1, Reason.NOT_FINITE, "").reason is Reason.NOT_FINITE

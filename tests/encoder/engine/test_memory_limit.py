@@ -9,9 +9,9 @@ import sys
 import numpy as np
 import pytest
 
-from pipeline.encoder.checkpoints.synth import synth
+from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.journal.run_folder import runs_in
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from tests.command import Command
 
 WINDOW, OVERLAP = 5000, 256
@@ -32,13 +32,13 @@ import torch
 import pipeline.runs.workflow.embed_stage, pipeline.stages.embed
 from pipeline.cluster.processes import used_bytes
 from pipeline.encoder.engine.token_budget import Room
-from pipeline.encoder.checkpoints.esm_checkpoint import load
-from pipeline.encoder.forward.esm2 import Encoder
+from pipeline.encoder.checkpoints.esm_checkpoint import load_checkpoint
+from pipeline.encoder.forward.esm2 import EsmEncoder
 from pipeline.encoder.forward.parity import Reference
 torch.set_num_threads(1)
-checkpoint, cpu = load(Path(sys.argv[1])), torch.device("cpu")
+checkpoint, cpu = load_checkpoint(Path(sys.argv[1])), torch.device("cpu")
 Reference(checkpoint, 1, cpu)  # what it imports stays
-encoder = Encoder(checkpoint, layer=1, precision="fp32", device=cpu)
+encoder = EsmEncoder(checkpoint, layer=1, precision="fp32", device=cpu)
 Room.beside(encoder, None)
 print(used_bytes([os.getpid()]) >> 20)
 """
@@ -53,7 +53,7 @@ def pipeline(monkeypatch, capsys):
 @pytest.mark.slow
 def test_a_memory_limit_that_kills_is_never_reached(tmp_path, monkeypatch, pipeline):
     monkeypatch.chdir(tmp_path)
-    synth(tmp_path / "esm2_wide.pt", layers=1, dim=1280, heads=20)
+    write_random_checkpoint(tmp_path / "esm2_wide.pt", layers=1, dim=1280, heads=20)
     (tmp_path / "pipeline.yaml").write_text(CONFIG)
     letters = "".join(np.random.default_rng(0).choice(list("ACDEFGHIKLMNPQRSTVWY"), LONG + 180))
     long, *short = letters[:LONG], *(letters[at : at + 60] for at in range(LONG, LONG + 180, 60))
@@ -78,5 +78,5 @@ def test_a_memory_limit_that_kills_is_never_reached(tmp_path, monkeypatch, pipel
 
 def cuts(folder):
     """Return how each text that is stored was cut."""
-    store = Cache(folder / "cache").kind("embed")
+    store = CacheFolder(folder / "cache").kind("embed")
     return {record.meta["text"]: record.meta["cut"] for record in store.read(store.keys())}

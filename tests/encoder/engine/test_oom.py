@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.encoder.embedding_recipe import Cut, Variant
+from pipeline.encoder.embedding_recipe import SequenceCut, Variant
 from pipeline.encoder.engine import token_budget
-from pipeline.encoder.engine.embed_engine import Done, Engine
+from pipeline.encoder.engine.embed_engine import Engine
 from pipeline.encoder.engine.io_threads import Fetch
-from pipeline.encoder.engine.oom_ladder import Step, below, full_precision
+from pipeline.encoder.engine.sequence_work import ComputeStep, Done, below, full_precision
 from pipeline.encoder.forward.esm2 import TILE
 from pipeline.memory.runtime.out_of_memory import is_out_of_memory, unless_out_of_memory
 from pipeline.records import Reason
 from tests.encoder.engine.stand_ins import CHECKPOINT, Shelf, Workshop, recipe, run, settings, texts
 
-WINDOWS = Cut("windows", 50, 10)
+WINDOWS = SequenceCut("windows", 50, 10)
 ACCELERATOR_ERROR = getattr(torch, "AcceleratorError", RuntimeError)
 
 
@@ -264,20 +264,20 @@ def test_what_counts_as_a_lack_of_memory(error, verdict):
 
 
 def test_steps_down_are_only_those_the_recipe_accepts():
-    whole, cpu = Step("cuda", Variant("fp16")), Step("cpu", Variant("fp32"))
+    whole, cpu = ComputeStep("cuda", Variant("fp16")), ComputeStep("cpu", Variant("fp32"))
     strict = recipe(precision="fp16", half_fallback=False)
-    assert below(strict, 131, whole) == Step("cuda", Variant("fp16", WINDOWS))
-    assert below(strict, 131, Step("cuda", Variant("fp16", WINDOWS))) is None
+    assert below(strict, 131, whole) == ComputeStep("cuda", Variant("fp16", WINDOWS))
+    assert below(strict, 131, ComputeStep("cuda", Variant("fp16", WINDOWS))) is None
     assert below(strict, 30, whole) is None
     assert below(recipe(precision="fp16"), 30, whole) == cpu
     assert below(recipe(precision="fp16"), 30, cpu) is None
-    truncated = Step("cuda", Variant("fp16", Cut("truncate", 50)))
-    assert below(recipe(precision="fp16", long="truncate"), 131, truncated) == Step(
-        "cpu", Variant("fp32", Cut("truncate", 50))
+    truncated = ComputeStep("cuda", Variant("fp16", SequenceCut("truncate", 50)))
+    assert below(recipe(precision="fp16", long="truncate"), 131, truncated) == ComputeStep(
+        "cpu", Variant("fp32", SequenceCut("truncate", 50))
     )
     assert full_precision(strict, whole) is None
-    assert full_precision(recipe(precision="fp16"), whole) == Step("cuda", Variant("fp32"))
-    assert full_precision(recipe(), Step("cuda", Variant("fp32"))) is None
+    assert full_precision(recipe(precision="fp16"), whole) == ComputeStep("cuda", Variant("fp32"))
+    assert full_precision(recipe(), ComputeStep("cuda", Variant("fp32"))) is None
 
 
 @pytest.mark.slow

@@ -16,12 +16,21 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cosine_similarity
 
-from pipeline.encoder.checkpoints.esm_checkpoint import load
-from pipeline.encoder.checkpoints.synth import synth
+from pipeline.encoder.checkpoints.esm_checkpoint import load_checkpoint
+from pipeline.encoder.checkpoints.synth import write_random_checkpoint
+from pipeline.encoder.embedding_recipe import LETTERS, tokenize
 from pipeline.encoder.forward import esm2, linear
-from pipeline.encoder.forward.esm2 import FILL, TILE, Bounds, Encoder, all_at_once, by_sequence, choose, varlen_kernel
-from pipeline.encoder.forward.linear import PackedLinear, TorchLinear, fitting
-from pipeline.encoder.tokens import LETTERS, tokenize
+from pipeline.encoder.forward.esm2 import (
+    FILL,
+    TILE,
+    EsmEncoder,
+    SequenceBounds,
+    all_at_once,
+    by_sequence,
+    choose_attention,
+    varlen_kernel,
+)
+from pipeline.encoder.forward.linear import PackedLinear, TorchLinear, choose_linear
 
 CPU = torch.device("cpu")
 LENGTHS = (1, 2, 3, FILL - 2, FILL, 700, TILE - 3, TILE - 2, TILE - 1)
@@ -32,7 +41,7 @@ def draw(length: int, seed: int = 0) -> str:
     return "".join(np.random.default_rng([seed, length]).choice(list(LETTERS), length))
 
 
-def encode(encoder: Encoder, sequences: Sequence[str]) -> torch.Tensor:
+def encode(encoder: EsmEncoder, sequences: Sequence[str]) -> torch.Tensor:
     return encoder([tokenize(sequence) for sequence in sequences])
 
 
@@ -58,7 +67,7 @@ def reference(path: Path) -> Reference:
 def real_width(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a checkpoint as wide as the published 35M model, with few layers."""
     path = tmp_path_factory.mktemp("weights") / "esm2_t2_wide.pt"
-    synth(path, layers=2, dim=480, heads=20)
+    write_random_checkpoint(path, layers=2, dim=480, heads=20)
     return path
 
 
@@ -77,31 +86,31 @@ def assert_close(found_RD: torch.Tensor, wanted_RD: torch.Tensor, cosine: float 
 @pytest.mark.parametrize("layer", [0, 1, 2, 3])
 def test_every_layer_is_what_fair_esm_computes(tiny: Path, layer: int) -> None:
     sequences = [draw(length) for length in (40, 1, 333, 2, 90)]
-    encoder = Encoder(load(tiny), layer=layer, precision="fp32", device=CPU)
+    encoder = EsmEncoder(load_checkpoint(tiny), layer=layer, precision="fp32", device=CPU)
     assert_close(encode(encoder, sequences), reference(tiny)(sequences, layer))
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_every_length_is_right_alone(tiny: Path, length: int) -> None:
-    encoder = Encoder(load(tiny), layer=3, precision="fp32", device=CPU)
+    encoder = EsmEncoder(load_checkpoint(tiny), layer=3, precision="fp32", device=CPU)
     assert_close(encode(encoder, [draw(length)]), reference(tiny)([draw(length)], 3))
 
 
 def test_all_lengths_are_right_in_one_batch(tiny: Path) -> None:
     sequences = [draw(length) for length in LENGTHS]
-    encoder = Encoder(load(tiny), layer=3, precision="fp32", device=CPU)
+    encoder = EsmEncoder(load_checkpoint(tiny), layer=3, precision="fp32", device=CPU)
     assert_close(encode(encoder, sequences), reference(tiny)(sequences, 3))
 
 
 def test_all_residue_letters_are_right(tiny: Path) -> None:
     assert len(LETTERS) == 25
-    encoder = Encoder(load(tiny), layer=3, precision="fp32", device=CPU)
+    encoder = EsmEncoder(load_checkpoint(tiny), layer=3, precision="fp32", device=CPU)
     assert_close(encode(encoder, [LETTERS]), reference(tiny)([LETTERS], 3))
 
 
 def test_real_width_is_right_and_goes_through_onednn(real_width: Path) -> None:
     sequences = [draw(length) for length in (300, 77, 5)]
-    encoder = Encoder(load(real_width), layer=2, precision="fp32", device=CPU)
+    encoder = EsmEncoder(load_checkpoint(real_width), layer=2, precision="fp32", device=CPU)
     if torch.backends.mkldnn.is_available():
         assert isinstance(encoder._layers[0].qkv, PackedLinear)
     assert_close(encode(encoder, sequences), reference(real_width)(sequences, 2))
@@ -110,12 +119,12 @@ def test_real_width_is_right_and_goes_through_onednn(real_width: Path) -> None:
 @pytest.mark.usefixtures("without_onednn")
 def test_without_onednn_it_is_as_right(real_width: Path) -> None:
     sequences = [draw(length) for length in (300, 77, 5)]
-    encoder = Encoder(load(real_width), layer=2, precision="fp32", device=CPU)
+    encoder = EsmEncoder(load_checkpoint(real_width), layer=2, precision="fp32", device=CPU)
     assert isinstance(encoder._layers[0].qkv, TorchLinear)
     assert_close(encode(encoder, sequences), reference(real_width)(sequences, 2))
 
 
-def check_bits_in_batches(encoder: Encoder, sequences: Sequence[str], seed: int) -> None:
+def check_bits_in_batches(encoder: EsmEncoder, sequences: Sequence[str], seed: int) -> None:
     """Shuffle sequences into batches of all sizes, and hold each to what it is alone."""
     random = np.random.default_rng(seed)
     alone = {sequence: encode(encoder, [sequence]) for sequence in sequences}
@@ -130,34 +139,34 @@ def check_bits_in_batches(encoder: Encoder, sequences: Sequence[str], seed: int)
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_result_has_the_same_bits_in_every_batch(tiny: Path, seed: int) -> None:
-    encoder = Encoder(load(tiny), layer=3, precision="fp32", device=CPU)
+    encoder = EsmEncoder(load_checkpoint(tiny), layer=3, precision="fp32", device=CPU)
     sequences = [draw(int(length)) for length in {*np.random.default_rng(seed).integers(1, 500, 14), 1, 2, 1100}]
     check_bits_in_batches(encoder, sequences, seed)
 
 
 def test_at_real_width_too(real_width: Path) -> None:
-    encoder = Encoder(load(real_width), layer=2, precision="fp32", device=CPU)
+    encoder = EsmEncoder(load_checkpoint(real_width), layer=2, precision="fp32", device=CPU)
     check_bits_in_batches(encoder, [draw(length) for length in (1, 2, 3, 29, 64, 129, 333, 800)], 0)
 
 
 @pytest.mark.usefixtures("without_onednn")
 def test_and_without_onednn(real_width: Path) -> None:
-    encoder = Encoder(load(real_width), layer=2, precision="fp32", device=CPU)
+    encoder = EsmEncoder(load_checkpoint(real_width), layer=2, precision="fp32", device=CPU)
     check_bits_in_batches(encoder, [draw(length) for length in (1, 2, 3, 29, 64, 129, 333, 800)], 1)
 
 
 def test_sharp_attention_stays_right(tmp_path: Path) -> None:
     path = tmp_path / "esm2_stress.pt"
-    synth(path, layers=3, dim=64, heads=4, stress=6.0)
+    write_random_checkpoint(path, layers=3, dim=64, heads=4, stress=6.0)
     sequences = [draw(length) for length in (200, 30)]
-    encoder = Encoder(load(path), layer=3, precision="fp32", device=CPU)
+    encoder = EsmEncoder(load_checkpoint(path), layer=3, precision="fp32", device=CPU)
     assert_close(encode(encoder, sequences), reference(path)(sequences, 3), atol=1e-3)
 
 
 @pytest.mark.parametrize(("precision", "cosine"), [("fp16", 0.9999), ("bf16", 0.999)])
 def test_half_precision_is_close(tiny: Path, precision: str, cosine: float) -> None:
     sequences = [draw(length) for length in (200, 3, 31)]
-    found_RD = encode(Encoder(load(tiny), layer=3, precision=precision, device=CPU), sequences)
+    found_RD = encode(EsmEncoder(load_checkpoint(tiny), layer=3, precision=precision, device=CPU), sequences)
     assert found_RD.dtype == {"fp16": torch.float16, "bf16": torch.bfloat16}[precision]
     assert_close(found_RD, reference(tiny)(sequences, 3), cosine, atol=0.1)
 
@@ -172,7 +181,7 @@ def test_positions_of_long_sequences_survive_half_precision() -> None:
 
 
 def test_layers_beyond_the_asked_one_are_not_read(tiny: Path) -> None:
-    checkpoint = load(tiny)
+    checkpoint = load_checkpoint(tiny)
     asked: list[str] = []
 
     class Watched(dict[str, torch.Tensor]):
@@ -180,7 +189,9 @@ def test_layers_beyond_the_asked_one_are_not_read(tiny: Path) -> None:
             asked.append(name)
             return super().__getitem__(name)
 
-    Encoder(dataclasses.replace(checkpoint, tensors=Watched(checkpoint.tensors)), layer=1, precision="fp32", device=CPU)
+    EsmEncoder(
+        dataclasses.replace(checkpoint, tensors=Watched(checkpoint.tensors)), layer=1, precision="fp32", device=CPU
+    )
     assert any(name.startswith("layers.0.") for name in asked)
     assert not any(name.startswith(("layers.1.", "layers.2.", "emb_layer_norm_after")) for name in asked)
 
@@ -189,7 +200,7 @@ def test_layers_beyond_the_asked_one_are_not_read(tiny: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_attention_takes_the_kernel_that_makes_no_square_matrix(columns: int, dtype: torch.dtype) -> None:
     qkv_T3HC = torch.randn(70, 3, 2, columns).to(dtype)
-    bounds = Bounds((0, 3, 70), torch.tensor([0, 3, 70], dtype=torch.int32), 67)
+    bounds = SequenceBounds((0, 3, 70), torch.tensor([0, 3, 70], dtype=torch.int32), 67)
     room_THC = torch.empty(70, 2, columns, dtype=dtype)
     chosen_THC = by_sequence(qkv_T3HC, bounds, room_THC).clone()
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # raises where it cannot
@@ -198,7 +209,7 @@ def test_attention_takes_the_kernel_that_makes_no_square_matrix(columns: int, dt
 
 def test_largest_single_allocation_grows_with_the_tokens_and_not_their_square(tiny: Path) -> None:
     def largest_bytes(length: int) -> int:
-        encoder = Encoder(load(tiny), layer=3, precision="fp32", device=CPU)
+        encoder = EsmEncoder(load_checkpoint(tiny), layer=3, precision="fp32", device=CPU)
         with torch.profiler.profile(profile_memory=True) as profile:
             encode(encoder, [draw(length)])
         return max(event.cpu_memory_usage for event in profile.events())
@@ -211,7 +222,7 @@ def stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None,
     assert cu_seq_q.dtype == torch.int32
     assert max_q == max_k == int(cu_seq_q.diff().max())
     qkv_T3HC = torch.stack([query, key, value], 1)
-    return by_sequence(qkv_T3HC, Bounds(tuple(cu_seq_k.tolist()), cu_seq_k, max_k), torch.empty_like(query))
+    return by_sequence(qkv_T3HC, SequenceBounds(tuple(cu_seq_k.tolist()), cu_seq_k, max_k), torch.empty_like(query))
 
 
 def test_half_precision_takes_the_packed_kernel_in_one_split(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,11 +232,11 @@ def test_half_precision_takes_the_packed_kernel_in_one_split(tiny: Path, monkeyp
         calls.append(options)
         return stand_in(*arguments, **options)
 
-    monkeypatch.setattr(esm2, "choose", partial(choose, kernel=watched))
+    monkeypatch.setattr(esm2, "choose_attention", partial(choose_attention, kernel=watched))
     sequences = [draw(length) for length in (20, 7)]
-    encoder = Encoder(load(tiny), layer=3, precision="fp16", device=CPU)
+    encoder = EsmEncoder(load_checkpoint(tiny), layer=3, precision="fp16", device=CPU)
     monkeypatch.undo()
-    wanted_RD = encode(Encoder(load(tiny), layer=3, precision="fp16", device=CPU), sequences)
+    wanted_RD = encode(EsmEncoder(load_checkpoint(tiny), layer=3, precision="fp16", device=CPU), sequences)
     # What fills the last tile is no sequence of the kernel's: its rows are missing there.
     monkeypatch.setattr(encoder, "fill", 1)
     monkeypatch.setattr(encoder, "_tile", 0)
@@ -237,7 +248,7 @@ def test_a_kernel_without_splits_is_called_without_the_word() -> None:
     def older(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k):
         return stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
 
-    chosen = choose(CPU, torch.float16, 2, 8, kernel=older)
+    chosen = choose_attention(CPU, torch.float16, 2, 8, kernel=older)
     assert isinstance(chosen, partial)
     assert chosen.func is all_at_once
     assert chosen.args == (older, {})
@@ -248,18 +259,18 @@ def test_a_card_that_refuses_the_kernel_goes_by_sequence(error: type[Exception])
     def refuses(*_: object, **__: object) -> torch.Tensor:
         raise error("FlashAttention only supports Ampere GPUs or newer")
 
-    assert choose(CPU, torch.float16, 2, 8, kernel=refuses) is by_sequence
+    assert choose_attention(CPU, torch.float16, 2, 8, kernel=refuses) is by_sequence
 
 
 def test_a_kernel_that_is_wrong_is_not_used() -> None:
     def wrong(query: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         return torch.zeros_like(query)
 
-    assert choose(CPU, torch.float16, 2, 8, kernel=wrong) is by_sequence
+    assert choose_attention(CPU, torch.float16, 2, 8, kernel=wrong) is by_sequence
 
 
 def test_full_precision_goes_by_sequence() -> None:
-    assert choose(CPU, torch.float32, 2, 8, kernel=stand_in) is by_sequence
+    assert choose_attention(CPU, torch.float32, 2, 8, kernel=stand_in) is by_sequence
 
 
 def test_the_call_fits_the_kernel_of_this_torch() -> None:
@@ -273,16 +284,16 @@ def test_the_call_fits_the_kernel_of_this_torch() -> None:
         return arguments[0]
 
     qkv_T3HC = torch.randn(2, 3, 1, 8)
-    all_at_once(bind, {"num_splits": 1}, qkv_T3HC, Bounds((0, 2), starts, 2), torch.empty(0))
+    all_at_once(bind, {"num_splits": 1}, qkv_T3HC, SequenceBounds((0, 2), starts, 2), torch.empty(0))
 
 
 def test_rows_that_depend_on_the_tile_make_all_tiles_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "_rows_alike", lambda *_: False)
-    kind, fill = fitting([(torch.randn(8, 16), torch.randn(8))], 64, 16)
+    kind, fill = choose_linear([(torch.randn(8, 16), torch.randn(8))], 64, 16)
     assert fill == 64
     assert kind in (PackedLinear, TorchLinear)
 
 
 def test_an_onednn_that_miscounts_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PackedLinear, "gelu", lambda self, x_RI: self(x_RI))
-    assert fitting([(torch.randn(32, 16), torch.randn(32))], 64, 16)[0] is TorchLinear
+    assert choose_linear([(torch.randn(32, 16), torch.randn(32))], 64, 16)[0] is TorchLinear

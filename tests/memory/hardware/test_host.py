@@ -31,7 +31,7 @@ from pipeline.memory.hardware.host_memory import (
 )
 from pipeline.memory.history.task_history import Profiles
 from pipeline.records import Item, Part, Role
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.training.items import read_ahead
 from pipeline.training.items.item_table import ItemTable, TableBuilder
 from tests.memory.history.tasks import GIB, MIB, measured
@@ -102,7 +102,7 @@ def test_a_ring_that_begins_with_the_largest_batch_pins_half_as_much() -> None:
 
 @pytest.mark.parametrize("with_items", [False, True])
 def test_the_table_of_a_data_set_takes_what_is_predicted(tmp_path: Path, with_items: bool) -> None:
-    store, builder, count = Cache(tmp_path / "cache").kind("sets"), TableBuilder(), 5000
+    store, builder, count = CacheFolder(tmp_path / "cache").kind("sets"), TableBuilder(), 5000
     for number in range(count):
         name = f"complex-{number:08d}"
         item = Item(name, parts=(Part(Role.COMPLEX, f"/data/{name}.pdb"),), split="train") if with_items else None
@@ -116,7 +116,10 @@ def test_the_table_of_a_data_set_takes_what_is_predicted(tmp_path: Path, with_it
 
 
 def test_the_index_of_a_cache_takes_what_is_predicted(tmp_path: Path) -> None:
-    keys, store = [recipe_key("t", {"n": number}) for number in range(3000)], Cache(tmp_path / "cache").kind("sets")
+    keys, store = (
+        [recipe_key("t", {"n": number}) for number in range(3000)],
+        CacheFolder(tmp_path / "cache").kind("sets"),
+    )
     with store.writer() as writer:
         for key in keys:
             writer.put(key, {"a": np.zeros(1)}, {})
@@ -128,7 +131,7 @@ def test_the_index_of_a_cache_takes_what_is_predicted(tmp_path: Path) -> None:
 
 
 def opened(folder: Path, key: bytes) -> Any:
-    store = Cache(folder / "cache").kind("sets")
+    store = CacheFolder(folder / "cache").kind("sets")
     assert key in store
     return store
 

@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 
 from pipeline.config.load import read_config
-from pipeline.encoder.checkpoints.synth import synth
+from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.keys import tagged_key
 from pipeline.project.project import Project
 from pipeline.runs.audit.meaning import in_sample, semantic
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.key_lists import KeyedLines
-from pipeline.store.maintenance.damage_report import Fault, Finding, Summary, read_report
-from pipeline.store.maintenance.scrub import Checked, Subset
-from pipeline.store.maintenance.shard_repair import repair
+from pipeline.store.maintenance.damage_report import Checked, DamageFinding, Fault, Summary, read_report
+from pipeline.store.maintenance.scrub import Subset
+from pipeline.store.maintenance.shard_repair import repair_cache
 from pipeline.structures.synthetic import complex_pdb
 from tests.command import Command
 from tests.projects import settle
@@ -41,7 +41,7 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     (folder / "data").mkdir()
     for number in range(ITEMS):
         (folder / "data" / f"c{number}.pdb").write_bytes(complex_pdb(number, 30, 25 + number))
-    synth(folder / "esm2_tiny.pt", layers=2, dim=16, heads=2)
+    write_random_checkpoint(folder / "esm2_tiny.pt", layers=2, dim=16, heads=2)
     (folder / "pipeline.yaml").write_text(CONFIG)
     settle(folder / "data")
     settle(folder)
@@ -70,7 +70,7 @@ def validated(folder: Path, sample: float = 0.0, subset: Subset | None = None, *
     return list(semantic(opened(folder, *sets), sample, subset or Subset()))
 
 
-def findings(found: list[Checked]) -> list[Finding]:
+def findings(found: list[Checked]) -> list[DamageFinding]:
     return [one for checked in found for one in checked.findings]
 
 
@@ -83,12 +83,12 @@ def notes(found: list[Checked]) -> Counter[str]:
 
 def rewrite(folder: Path, kind: str, change: Change, key: bytes | None = None) -> bytes:
     """Write a record anew with another content and a right digest, as a bug would; the old copies go."""
-    store = Cache(folder / "cache").kind(kind)
+    store = CacheFolder(folder / "cache").kind(kind)
     records = list(store.read(store.keys()))
     chosen = next(one for one in records if key is None or one.key == key)
     (store.layout.index).unlink(missing_ok=True)
     shutil.rmtree(store.layout.shards)
-    fresh = Cache(folder / "cache").kind(kind)
+    fresh = CacheFolder(folder / "cache").kind(kind)
     with fresh.writer() as writer:
         for record in records:
             arrays = {name: array.copy() for name, array in record.arrays.items()}
@@ -193,14 +193,14 @@ def test_where_a_graph_and_its_inventory_contradict_each_other_the_file_decides(
 
 def test_an_inventory_that_graphs_contradict_is_told_of_once_and_counted_under_its_own_kind(project: Path) -> None:
     key = rewrite(project, "scan", other_letters)
-    (graph,) = Cache(project / "cache").kind("graph").read([graph_of(project, key)])
-    with Cache(project / "cache").kind("graph").writer() as writer:  # a second copy, in another shard
+    (graph,) = CacheFolder(project / "cache").kind("graph").read([graph_of(project, key)])
+    with CacheFolder(project / "cache").kind("graph").writer() as writer:  # a second copy, in another shard
         writer.put(graph.key, graph.arrays, graph.meta)
     for sample in (0.0, 1.0):
         found = validated(project, sample)
         (one,) = findings(found)
         assert (one.kind, one.key) == ("scan", key.hex())
-        assert Cache(project / "cache").kind("scan").locate([key])[0][0].shard == one.shard
+        assert CacheFolder(project / "cache").kind("scan").locate([key])[0][0].shard == one.shard
         tally = Summary("semantic")
         for checked in found:
             tally.take(checked)
@@ -215,7 +215,7 @@ def graph_of(folder: Path, inventory: bytes) -> bytes:
 
 def add(folder: Path, kind: str, key: bytes, meta: dict[str, Any]) -> None:
     """Write one more record, of a right digest."""
-    with Cache(folder / "cache").kind(kind).writer() as writer:
+    with CacheFolder(folder / "cache").kind(kind).writer() as writer:
         writer.put(key, {}, meta)
 
 
@@ -234,11 +234,11 @@ def test_a_recipe_that_says_nothing_is_found_alone_and_the_other_verbs_go_on(
 
 def test_a_recipe_of_another_version_is_left_out_and_costs_no_record(project: Path) -> None:
     scan, embed = ({"version": 0, "what": kind} for kind in ("scan", "embed"))
-    store = Cache(project / "cache").kind("scan")
+    store = CacheFolder(project / "cache").kind("scan")
     inventory = store.get(min(store.keys()))
     for kind, recipe in (("scan", scan), ("embed", embed)):
-        Cache(project / "cache").describe(kind, recipe)
-        with Cache(project / "cache").kind(kind).writer() as writer:
+        CacheFolder(project / "cache").describe(kind, recipe)
+        with CacheFolder(project / "cache").kind(kind).writer() as writer:
             writer.put(tagged_key(kind, recipe, 1), inventory.arrays, inventory.meta)
     found = validated(project)
     (one,) = findings(found)
@@ -267,7 +267,7 @@ def test_what_fails_while_records_are_compared_or_before_costs_no_record(
         found = findings(validated(project))
         assert {(one.kind, one.lost) for one in found} == {("graph", False)}
         assert all("it cannot be compared: KeyError" in one.what for one in found)
-    monkeypatch.setattr(Cache, "recipes", stumble)
+    monkeypatch.setattr(CacheFolder, "recipes", stumble)
     with pytest.raises(KeyError, match="something"):
         validated(project)
 
@@ -322,7 +322,7 @@ def test_a_larger_sample_holds_every_smaller_one() -> None:
 
 
 def test_damage_is_found_as_by_a_full_validation(project: Path) -> None:
-    store = Cache(project / "cache").kind("graph")
+    store = CacheFolder(project / "cache").kind("graph")
     key = min(store.keys())
     place = store.locate([key])[0][0]
     path = store.layout.shard(place.shard)
@@ -357,14 +357,14 @@ def test_repair_puts_aside_what_means_nothing_and_the_next_run_makes_it_anew(
     assert told["faults"] == {"meaning": 1}
     report = read_report(Path(told["list"]))
     assert [one.key for one in report.findings()] == [key.hex()]
-    cache = Cache(project / "cache")
-    repair(cache, report)
-    store = Cache(project / "cache").kind("graph")
+    cache = CacheFolder(project / "cache")
+    repair_cache(cache, report)
+    store = CacheFolder(project / "cache").kind("graph")
     assert store.missing([key]) == [key]
     assert len(list(store.keys())) == ITEMS - 1
     assert findings(validated(project)) == []
     assert pipeline("submit", "--stage", "graph", "--executor", "local", "--follow").code == 0
-    assert Cache(project / "cache").kind("graph").missing([key]) == []
+    assert CacheFolder(project / "cache").kind("graph").missing([key]) == []
     assert pipeline("cache", "validate", "--semantic", "--sample", "1").code == 0
 
 

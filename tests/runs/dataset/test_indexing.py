@@ -17,8 +17,7 @@ from pipeline.keys import content_digest
 from pipeline.runs.engine import run_task
 from pipeline.runs.engine.run_supervisor import Supervisor
 from pipeline.store import shard_index, store
-from pipeline.store.cache_folder import Cache
-from pipeline.store.indexing import bring_up, relieve
+from pipeline.store.cache_folder import CacheFolder, bring_up, relieve
 from pipeline.structures.synthetic import complex_pdb
 from tests.projects import settle
 from tests.store.faulty_disks import FailingDisk
@@ -29,14 +28,14 @@ if TYPE_CHECKING:
     from tests.command import Command
 
 
-def put(cache: Cache, kind: str, first: int, count: int) -> None:
+def put(cache: CacheFolder, kind: str, first: int, count: int) -> None:
     """Publish a shard."""
     with cache.kind(kind).writer() as writer:
         for number in range(first, first + count):
             writer.put(content_digest(number.to_bytes(16, "big")), {"a": np.zeros(2, np.float32)}, {})
 
 
-def counts(cache: Cache, kind: str) -> tuple[int, int]:
+def counts(cache: CacheFolder, kind: str) -> tuple[int, int]:
     """Return how many records an index has, and how many it lacks."""
     return cache.kind(kind).ask(lambda snapshot: snapshot.counts())
 
@@ -49,7 +48,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("few")
 def test_an_index_is_written_when_it_lacks_much_and_ever_more_rarely_as_it_grows(tmp_path: Path) -> None:
-    cache, seen = Cache(tmp_path / "cache"), []
+    cache, seen = CacheFolder(tmp_path / "cache"), []
     for turn in range(8):
         put(cache, "scan", 10 * turn, 10)
         relieve(cache, ["scan", "graph"])
@@ -61,7 +60,7 @@ def test_an_index_is_written_when_it_lacks_much_and_ever_more_rarely_as_it_grows
 
 
 def test_an_index_that_lacks_nothing_is_not_written_again(tmp_path: Path) -> None:
-    cache = Cache(tmp_path / "cache")
+    cache = CacheFolder(tmp_path / "cache")
     put(cache, "scan", 0, 5)
     bring_up(cache, ["scan"])
     before = cache.kind("scan").layout.index.stat()
@@ -75,9 +74,9 @@ def test_an_index_that_lacks_nothing_is_not_written_again(tmp_path: Path) -> Non
 def test_that_an_index_cannot_be_written_is_no_failure(
     tmp_path: Path, number: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    put(Cache(tmp_path / "cache"), "scan", 0, 5)
-    put(Cache(tmp_path / "cache"), "graph", 0, 5)
-    cache = Cache(tmp_path / "cache", FailingDisk("write_at", number))
+    put(CacheFolder(tmp_path / "cache"), "scan", 0, 5)
+    put(CacheFolder(tmp_path / "cache"), "graph", 0, 5)
+    cache = CacheFolder(tmp_path / "cache", FailingDisk("write_at", number))
     with caplog.at_level(logging.WARNING):
         bring_up(cache, ["graph", "scan"])
     assert [record.args[0] for record in caplog.records if record.args] == ["graph", "scan"]
@@ -85,7 +84,7 @@ def test_that_an_index_cannot_be_written_is_no_failure(
 
 
 def test_a_stage_is_judged_once_its_indexes_are_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, seen = Cache(tmp_path / "cache"), []
+    cache, seen = CacheFolder(tmp_path / "cache"), []
     put(cache, "scan", 0, 5)
 
     def judge(*_given: object) -> SimpleNamespace:
@@ -121,15 +120,15 @@ def test_a_worker_brings_an_index_up_to_date_that_lacks_much(
     assert not index.exists(), "it lacks little"
     monkeypatch.setattr(store, "_UNINDEXED_RECORDS", 0)
     assert run_task.run_task(words) == 0
-    assert counts(Cache(tmp_path / "cache"), "scan") == (1, 0)
+    assert counts(CacheFolder(tmp_path / "cache"), "scan") == (1, 0)
 
 
 def test_writing_an_index_takes_little_beside_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_index, "PIECE_ROWS", 1024)
     count, shards = 2000, 10
     for shard in range(shards):
-        put(Cache(tmp_path / "cache"), "scan", shard * count, count)
-    fresh = Cache(tmp_path / "cache").kind("scan")
+        put(CacheFolder(tmp_path / "cache"), "scan", shard * count, count)
+    fresh = CacheFolder(tmp_path / "cache").kind("scan")
     tracemalloc.start()
     try:
         fresh.write_index()

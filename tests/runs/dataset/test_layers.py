@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from pipeline.config.load import read_config
-from pipeline.encoder.checkpoints.synth import synth
+from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.errors import CacheUnusable
 from pipeline.project.project import Project
 from pipeline.runs.workflow import scan_stage
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.cache_layout import MARKER, USERS
 from pipeline.store.format.disk import Disk
 from pipeline.structures.synthetic import complex_pdb
@@ -47,7 +47,7 @@ def group(
             (made / "data").mkdir(exist_ok=True)
             (made / f"data/c{number}.pdb").write_bytes(complex_pdb(number, 20, 20 + number))
         settle(made / "data")
-        synth(made / "weights/esm2_tiny.pt", layers=1, dim=16, heads=2)
+        write_random_checkpoint(made / "weights/esm2_tiny.pt", layers=1, dim=16, heads=2)
         (made / "pipeline.yaml").write_text(CONFIG.format(made=made))
         monkeypatch.chdir(made)
         make_all(pipeline)
@@ -104,7 +104,7 @@ def test_what_the_group_has_is_cached_for_the_second_user_who_may_only_read_it(
     assert "embed: 6 sequences: 6 cached, 0 to do" in said
     assert "graph: 3 graphs: 3 cached, 0 to do" in said
     assert (tried, state_of(shared)) == ([], before)
-    mine = Cache(group / "second/cache")
+    mine = CacheFolder(group / "second/cache")
     assert [kind for kind in ("scan", "embed", "graph") if mine.kind(kind).stat().records] == []
 
 
@@ -116,12 +116,16 @@ def test_what_is_new_goes_to_the_second_users_own_cache(group: Path, pipeline: C
     assert "scan: 4 items: 3 cached, 1 to do" in said
     assert "embed: 8 sequences: 6 cached, 2 to do" in said
     assert state_of(shared) == before
-    assert [Cache(group / "second/cache").kind(kind).stat().records for kind in ("scan", "embed", "graph")] == [1, 2, 1]
+    assert [CacheFolder(group / "second/cache").kind(kind).stat().records for kind in ("scan", "embed", "graph")] == [
+        1,
+        2,
+        1,
+    ]
     assert "graph: 4 graphs: 4 cached, 0 to do" in make_all(pipeline, "data.limit=4")
 
 
 def test_what_is_damaged_in_the_shared_cache_is_made_anew_in_the_own_one(group: Path, pipeline: Command) -> None:
-    store = Cache(group / "first/cache").kind("graph")
+    store = CacheFolder(group / "first/cache").kind("graph")
     place = store.locate([next(store.keys())])[0][0]
     path = store.layout.shard(place.shard)
     content = bytearray(path.read_bytes())

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.encoder.checkpoints.synth import synth
+from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.errors import CacheDamaged, ConfigError, DataError, RecordMissing
 from pipeline.journal.run_folder import runs_in
 from pipeline.runs.dataset.loading import open_loader
@@ -44,7 +44,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a project of which everything is in the cache; nobody changes it."""
     folder = tmp_path_factory.mktemp("finished")
     make(folder, 8)
-    synth(folder / "esm2_tiny.pt", layers=2, dim=16, heads=2)
+    write_random_checkpoint(folder / "esm2_tiny.pt", layers=2, dim=16, heads=2)
     submit = [PIPELINE, "submit", "--stage", "all", "--executor", "local", "--follow"]
     subprocess.run(submit, cwd=folder, check=True, capture_output=True)
     return folder

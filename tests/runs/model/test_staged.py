@@ -17,7 +17,7 @@ from pipeline.records import Tell
 from pipeline.runs.dataset.loading import table_of
 from pipeline.runs.model import node_staging as staging
 from pipeline.runs.model.node_staging import staged
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import Disk
 from pipeline.training.ranks.rank_protocol import SingleRank
 from pipeline.training.ranks.rendezvous import RankPlace
@@ -80,7 +80,7 @@ def test_a_model_that_is_trained_and_evaluated_from_the_nodes_own_disk_is_the_sa
     for wanted in ({"graph": 4, "embed": 8}, {"graph": 5, "embed": 10}):  # of train and val; of test
         said = ", ".join(f"{count} of {kind}" for kind, count in wanted.items())
         (folder,) = [path for path in node.glob("pipeline-*") if f"staged in {path}: {said}; " in log]
-        scratch = Cache(folder)
+        scratch = CacheFolder(folder)
         assert {kind: scratch.kind(kind).stat().records for kind in scratch.kinds()} == wanted
     assert log.count("staged in ") == 2  # the other rank says nothing
     events = "".join(path.read_text() for path in newest.rglob("*.jsonl"))
@@ -98,7 +98,7 @@ def test_what_is_staged_is_read_first_and_the_cache_for_the_rest(trained: Traine
     assert {places[0].layer for places in project.graphs.store.locate(keys)} == {0}
     shutil.rmtree(node)
     again = opened()
-    again = replace(again, cache=again.cache.behind(Cache(node)))
+    again = replace(again, cache=again.cache.behind(CacheFolder(node)))
     assert {places[0].layer for places in again.graphs.store.locate(keys)} == {1}
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.encoder.checkpoints.synth import synth
+from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.errors import ConfigError
 from pipeline.journal.run_folder import RunFolder, find_run
 from pipeline.memory.runtime.meters import Memory
@@ -127,7 +127,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     (root / "pipeline.yaml").write_text(CONFIG)
     (root / "replaylab.py").write_text(TASK)
     (root / "weights").mkdir()
-    synth(root / "weights" / "esm2_tiny.pt", layers=1, dim=16, heads=2)
+    write_random_checkpoint(root / "weights" / "esm2_tiny.pt", layers=1, dim=16, heads=2)
     words = [str(PIPELINE), "submit", "--stage", "train", "--follow"]
     done = subprocess.run(words, cwd=root, capture_output=True, text=True, check=False)
     yield Lab(root, find_run(root / "runs", None), done.returncode, done.stdout + done.stderr)

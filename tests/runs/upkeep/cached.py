@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.config.load import read_config
-from pipeline.encoder.checkpoints.synth import synth
+from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.project.project import Project
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.structures.synthetic import complex_pdb
 from tests.projects import settle
 
@@ -42,7 +42,7 @@ def made(base: Path) -> Path:
     (folder / "data").mkdir(parents=True)
     for number in range(ITEMS):
         (folder / "data" / f"c{number}.pdb").write_bytes(complex_pdb(number, RESIDUES, RESIDUES + number))
-    synth(folder / "esm2_tiny.pt", layers=2, dim=16, heads=2)
+    write_random_checkpoint(folder / "esm2_tiny.pt", layers=2, dim=16, heads=2)
     write_manifest(folder / "items.csv", range(ITEMS))
     (folder / "pipeline.yaml").write_text(CONFIG)
     settle(folder / "data")
@@ -85,9 +85,9 @@ class Copy:
         return Project.open(self.config(*sets), remember=False)
 
     @property
-    def store(self) -> Cache:
+    def store(self) -> CacheFolder:
         """Return its cache as it is now."""
-        return Cache(self.folder / "cache")
+        return CacheFolder(self.folder / "cache")
 
     def keys(self, kind: str) -> set[bytes]:
         """Return the keys of a kind that are there."""

@@ -18,8 +18,15 @@ from pipeline.records import EventKind
 from pipeline.runs.dataset.loading import made_table
 from pipeline.runs.engine.lifecycle import new_run
 from pipeline.runs.upkeep import cache_use
-from pipeline.runs.upkeep.clean_cache import DAY_S, Cleaning, CleanRequest, carry_out, foresee_cleaning, has_vanished
-from pipeline.store.cache_folder import Cache
+from pipeline.runs.upkeep.clean_cache import (
+    DAY_S,
+    Cleaning,
+    CleanRequest,
+    carry_out,
+    foresee_cleaning,
+    has_vanished,
+)
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.maintenance.leftovers import User, register, registered
 from pipeline.store.maintenance.sweep import Fate
 from tests.runs.upkeep import cached
@@ -358,7 +365,7 @@ def test_a_writer_that_has_not_closed_its_file_is_not_in_the_way_however_young_i
 def test_a_cache_that_cannot_be_told_of_its_readers_is_named(
     copy: Copy, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    under = Cache(tmp_path / "under")
+    under = CacheFolder(tmp_path / "under")
     with under.kind("graph").writer() as writer:
         writer.put(b"sixteen letters.", {})
     project = copy.project(f"cache.under=[{under.root}]")

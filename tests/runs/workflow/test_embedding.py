@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from pipeline.config.load import read_config
-from pipeline.encoder.checkpoints.synth import synth
+from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.errors import CacheUnusable
 from pipeline.journal.ledger import LedgerReader
 from pipeline.journal.run_folder import RunFolder, runs_in
@@ -30,7 +30,7 @@ from pipeline.runs.engine.lifecycle import new_run
 from pipeline.runs.engine.run_task import GO_ON
 from pipeline.runs.workflow import embed_stage
 from pipeline.runs.workflow.jobs import refuse_unfit_disk
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from tests.command import Command
 from tests.encoder.sequences import natural
 from tests.projects import MakeProject, settle, write_complex
@@ -46,7 +46,7 @@ FASTA = "data: {source: fasta, path: data.fasta, max_rejected_fraction: 1.0}\n"
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("checkpoint") / "esm2_tiny.pt"
-    synth(path, layers=2, dim=16, heads=2)
+    write_random_checkpoint(path, layers=2, dim=16, heads=2)
     settle(path.parent)
     return path
 
@@ -77,7 +77,7 @@ def events(folder: Path, kind: EventKind, stage: str = "embed") -> list[dict[str
 
 def metas(folder: Path) -> dict[str, dict[str, Any]]:
     """Return what the store says of each text, and how many rows it has."""
-    store = Cache(folder / "cache").kind("embed")
+    store = CacheFolder(folder / "cache").kind("embed")
     records = store.read(store.keys())
     return {record.meta["text"]: dict(record.meta) | {"shape": record.arrays["rows"].shape} for record in records}
 
@@ -139,7 +139,7 @@ def test_other_weights_in_the_same_place_are_other_embeddings(fasta: Path, pipel
     pipeline(*SUBMIT)
     (fasta / "esm2_tiny.pt").unlink()
     (fasta / "esm2_tiny-contact-regression.pt").unlink(missing_ok=True)
-    synth(fasta / "esm2_tiny.pt", layers=2, dim=16, heads=2, seed=5)
+    write_random_checkpoint(fasta / "esm2_tiny.pt", layers=2, dim=16, heads=2, seed=5)
     assert missing(fasta) == 3
 
 
@@ -355,7 +355,7 @@ def test_a_disk_without_room_for_the_results_ends_the_run_before_it_computes(
 
 @pytest.mark.slow
 def test_half_precision_that_is_not_good_enough_is_done_in_full_and_said_so(fasta: Path, pipeline: Command) -> None:
-    synth(fasta / "esm2_stress.pt", layers=6, dim=64, heads=4, stress=6.0)
+    write_random_checkpoint(fasta / "esm2_stress.pt", layers=6, dim=64, heads=4, stress=6.0)
     write_fasta(fasta, natural(4))
     half = ("--set", "embed.weights=esm2_stress.pt", "--set", "embed.precision=bf16")
     done = pipeline(*SUBMIT, *half)
@@ -405,7 +405,7 @@ def flip_a_bit(folder: Path) -> None:
     """Damage one embedding in the middle of its rows."""
     (shard,) = (folder / "cache/embed/shards").iterdir()
     data = bytearray(shard.read_bytes())
-    store = Cache(folder / "cache").kind("embed")
+    store = CacheFolder(folder / "cache").kind("embed")
     place = store.locate([next(store.keys())])[0][0]
     data[place.offset + place.length // 3] ^= 4
     shard.chmod(0o600)
@@ -554,5 +554,5 @@ def test_a_process_that_was_killed_is_reported_as_a_shell_would(fasta: Path, tmp
     task = [sys.executable, "-m", "pipeline.runs.worker", str(run.path), "embed", "0"]
     done = subprocess.run(task, env=environment, check=False)
     assert done.returncode in (128 + signal.SIGKILL, 128 + signal.SIGXCPU)
-    store = Cache(fasta / "cache").kind("embed")
+    store = CacheFolder(fasta / "cache").kind("embed")
     assert store.stat().records == 4  # the other process did its part

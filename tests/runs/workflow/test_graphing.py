@@ -18,7 +18,7 @@ from pipeline.journal.run_folder import RunFolder, runs_in
 from pipeline.project.project import Project
 from pipeline.records import EventKind
 from pipeline.runs.workflow import graph_stage
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.structures.synthetic import complex_pdb
 from pipeline.training.items.item_table import ItemTable
 from tests.command import Command
@@ -63,7 +63,7 @@ def judged(folder: Path) -> dict[str, Any]:
 
 
 def graphs(folder: Path) -> dict[bytes, Any]:
-    store = Cache(folder / "cache").kind("graph")
+    store = CacheFolder(folder / "cache").kind("graph")
     return {record.key: decode_graph(record.arrays, record.meta) for record in store.read(store.keys())}
 
 
@@ -151,7 +151,7 @@ def test_a_damaged_graph_is_built_anew(pipeline: Command, make_complexes: Callab
     assert pipeline(*SUBMIT).code == 0
     (shard,) = (folder / "cache" / "graph" / "shards").iterdir()
     whole = graphs(folder)
-    place = Cache(folder / "cache").kind("graph").locate([min(whole)])[0][0]
+    place = CacheFolder(folder / "cache").kind("graph").locate([min(whole)])[0][0]
     shard.chmod(0o600)
     with shard.open("r+b") as file:
         file.seek(place.offset + 5)
@@ -220,7 +220,7 @@ def test_the_run_leaves_a_table_of_what_can_be_trained_on(
 ) -> None:
     folder = make_complexes(3)
     assert pipeline(*SUBMIT).code == 0
-    table = ItemTable.read(Cache(folder / "cache").kind("sets"), bytes.fromhex(judged(folder)["table"]))
+    table = ItemTable.read(CacheFolder(folder / "cache").kind("sets"), bytes.fromhex(judged(folder)["table"]))
     assert [table.ids[number] for number in range(len(table))] == ["c0", "c1", "c2"]
     assert table.sizes["nodes"].tolist() == [2 * RESIDUES + number for number in range(3)]
     assert table.sizes["pairs"].tolist() == [RESIDUES * (RESIDUES + number) for number in range(3)]
@@ -233,7 +233,7 @@ def test_graphs_that_are_not_kept_are_promised(pipeline: Command, make_complexes
     assert "graph: 3 graphs: built when they are read (graph.cache: false)" in done.err
     assert not (folder / "cache" / "graph").exists()
     assert judged(folder)["totals"]["nodes"] == 2 * 3 * RESIDUES + 3
-    table = ItemTable.read(Cache(folder / "cache").kind("sets"), bytes.fromhex(judged(folder)["table"]))
+    table = ItemTable.read(CacheFolder(folder / "cache").kind("sets"), bytes.fromhex(judged(folder)["table"]))
     assert table.sizes["nodes"].tolist() == [2 * RESIDUES + number for number in range(3)]
 
 
@@ -279,7 +279,7 @@ def test_another_label_is_another_table_and_no_other_graph(
         outcome = pipeline(*SUBMIT)
         assert outcome.code == 0, outcome.err
         key = bytes.fromhex(newest(folder).table.read_text())
-        return [key, ItemTable.read(Cache(folder / "cache").kind("sets"), key)]
+        return [key, ItemTable.read(CacheFolder(folder / "cache").kind("sets"), key)]
 
     (before, first), (after, second) = tables("-9.5", "NA", "7"), tables("-9.5", "NA", "8")
     np.testing.assert_array_equal(first.labels["affinity"], np.array([-9.5, np.nan, 7], np.float32))

@@ -21,12 +21,12 @@ from pipeline.project.project import open_executor
 from pipeline.project.restriction import EVERYTHING, Keys, Only, only_of, read_list
 from pipeline.runs.engine.lifecycle import new_run, refuse_double
 from pipeline.runs.workflow import table
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.key_lists import sorted_pairs
 from pipeline.store.maintenance import shard_repair as repairs
-from pipeline.store.maintenance.damage_report import Fault, Finding
+from pipeline.store.maintenance.damage_report import DamageFinding, Fault
 from pipeline.store.maintenance.leftovers import registered
-from pipeline.store.store import Place, Store
+from pipeline.store.store import RecordPlace, Store
 from tests.runs import caches
 from tests.runs.caches import Cached
 from tests.store.content import key_of, put
@@ -41,9 +41,9 @@ def cached(filled: Cached, tmp_path: Path) -> Cached:
     return caches.copy_of(filled, tmp_path)
 
 
-def lost(cached: Cached, kind: str, keys: set[bytes]) -> list[Finding]:
+def lost(cached: Cached, kind: str, keys: set[bytes]) -> list[DamageFinding]:
     """Return findings that say that records are lost."""
-    return [Finding(kind, Fault.GONE, "its shard is gone", "", key.hex(), lost=True) for key in sorted(keys)]
+    return [DamageFinding(kind, Fault.GONE, "its shard is gone", "", key.hex(), lost=True) for key in sorted(keys)]
 
 
 def remove(cached: Cached, kind: str, share: float, seed: int = SEED) -> set[bytes]:
@@ -67,7 +67,7 @@ class TestContent:
                 rng.choice((caches.flip, caches.cut, caches.remove))(path, rng)
         assert cached.submits("validate").code == 4
         report = cached.report()
-        repaired = repairs.repair(cached.cache, report)
+        repaired = repairs.repair_cache(cached.cache, report)
         assert repaired.missing is not None
         kept = cached.records()
         gone = {kind: before[kind].keys() - kept.get(kind, {}).keys() for kind in before}
@@ -239,16 +239,16 @@ class TestSaid:
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Cache:
+def cache(tmp_path: Path) -> CacheFolder:
     """A cache with one file of records."""
-    made = Cache(tmp_path / "cache")
+    made = CacheFolder(tmp_path / "cache")
     with made.kind("scan").writer() as writer:
         put(writer, 0, 1, 2)
     return made
 
 
 @pytest.fixture
-def listed(cache: Cache, tmp_path: Path) -> Callable[..., Path]:
+def listed(cache: CacheFolder, tmp_path: Path) -> Callable[..., Path]:
     """Return a function that writes a damage list."""
     return Cached(tmp_path, tmp_path).writes_list
 
@@ -256,10 +256,10 @@ def listed(cache: Cache, tmp_path: Path) -> Callable[..., Path]:
 class TestList:
     """How a list is read."""
 
-    def test_only_what_is_lost_is_taken(self, cache: Cache, listed: Callable[..., Path]) -> None:
-        whole_elsewhere = Finding("embed", Fault.RECORD, "flipped", "a", key_of(1).hex())
-        header = Finding("embed", Fault.HEADER, "other readers cannot open it", "a")
-        twice = [Finding("graph", Fault.RECORD, "flipped", name, key_of(2).hex(), lost=True) for name in "ab"]
+    def test_only_what_is_lost_is_taken(self, cache: CacheFolder, listed: Callable[..., Path]) -> None:
+        whole_elsewhere = DamageFinding("embed", Fault.RECORD, "flipped", "a", key_of(1).hex())
+        header = DamageFinding("embed", Fault.HEADER, "other readers cannot open it", "a")
+        twice = [DamageFinding("graph", Fault.RECORD, "flipped", name, key_of(2).hex(), lost=True) for name in "ab"]
         only = read_list(listed(whole_elsewhere, header, *twice), cache)
         assert only.kinds == {"graph"}
         assert list(only.of("graph")) == [key_of(2)]
@@ -269,43 +269,45 @@ class TestList:
 
     @pytest.mark.parametrize("kind", ["../../etc", "a/b", "", ".", "_reports"])
     def test_a_kind_that_leads_out_of_the_run_is_refused(
-        self, cache: Cache, listed: Callable[..., Path], kind: str
+        self, cache: CacheFolder, listed: Callable[..., Path], kind: str
     ) -> None:
         with pytest.raises(ConfigError, match="is no kind of records"):
-            read_list(listed(Finding(kind, Fault.GONE, "", "", key_of(1).hex(), lost=True)), cache)
+            read_list(listed(DamageFinding(kind, Fault.GONE, "", "", key_of(1).hex(), lost=True)), cache)
 
     @pytest.mark.parametrize("key", ["xyz", "00", "0" * 31, "0" * 34])
-    def test_what_is_no_key_is_refused(self, cache: Cache, listed: Callable[..., Path], key: str) -> None:
+    def test_what_is_no_key_is_refused(self, cache: CacheFolder, listed: Callable[..., Path], key: str) -> None:
         with pytest.raises(ConfigError, match=r"is no key|a line of it cannot be read"):
-            read_list(listed(Finding("scan", Fault.GONE, "", "", key, lost=True)), cache)
+            read_list(listed(DamageFinding("scan", Fault.GONE, "", "", key, lost=True)), cache)
 
-    def test_what_says_nonsense_must_be_put_aside_first(self, cache: Cache, listed: Callable[..., Path]) -> None:
+    def test_what_says_nonsense_must_be_put_aside_first(self, cache: CacheFolder, listed: Callable[..., Path]) -> None:
         (shard,) = (path.name for path in (cache.root / "scan/shards").iterdir())
-        finding = Finding("scan", Fault.MEANING, "no chain", shard, key_of(1).hex(), lost=True)
+        finding = DamageFinding("scan", Fault.MEANING, "no chain", shard, key_of(1).hex(), lost=True)
         with pytest.raises(CacheDamaged, match="they are in the way") as raised:
             read_list(listed(finding), cache)
         assert raised.value.remedy.startswith("pipeline cache repair --list ")
         (cache.root / "scan/shards" / shard).unlink()
-        assert list(read_list(listed(finding), Cache(cache.root)).of("scan")) == [key_of(1)]
+        assert list(read_list(listed(finding), CacheFolder(cache.root)).of("scan")) == [key_of(1)]
 
     def test_a_long_list_opens_each_store_once_and_looks_many_records_up_together(
-        self, cache: Cache, listed: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+        self, cache: CacheFolder, listed: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         (shard,) = (path.name for path in (cache.root / "scan/shards").iterdir())
-        there = [Finding("scan", Fault.MEANING, "", shard, key_of(number).hex(), lost=True) for number in (0, 1)]
-        elsewhere = [Finding("scan", Fault.MEANING, "", "a", key_of(number).hex(), lost=True) for number in range(9)]
+        there = [DamageFinding("scan", Fault.MEANING, "", shard, key_of(number).hex(), lost=True) for number in (0, 1)]
+        elsewhere = [
+            DamageFinding("scan", Fault.MEANING, "", "a", key_of(number).hex(), lost=True) for number in range(9)
+        ]
         opened, asked = Counter[str](), Counter[int]()
-        kind, locate = Cache.kind, Store.locate
+        kind, locate = CacheFolder.kind, Store.locate
 
-        def counted_kind(self: Cache, name: str) -> Store:
+        def counted_kind(self: CacheFolder, name: str) -> Store:
             opened[name] += 1
             return kind(self, name)
 
-        def counted_locate(self: Store, keys: Sequence[bytes]) -> list[list[Place]]:
+        def counted_locate(self: Store, keys: Sequence[bytes]) -> list[list[RecordPlace]]:
             asked[len(keys)] += 1
             return locate(self, keys)
 
-        monkeypatch.setattr(Cache, "kind", counted_kind)
+        monkeypatch.setattr(CacheFolder, "kind", counted_kind)
         monkeypatch.setattr(Store, "locate", counted_locate)
         monkeypatch.setattr("pipeline.project.restriction.AT_ONCE", 6)
         with pytest.raises(CacheDamaged, match="2 of the records"):
@@ -320,7 +322,7 @@ class TestList:
         assert (other in keys) == (other in names)
         assert keys[1:3] == sorted(names)[1:3]
 
-    def test_a_run_is_confined_to_what_it_was_given(self, cache: Cache, tmp_path: Path) -> None:
+    def test_a_run_is_confined_to_what_it_was_given(self, cache: CacheFolder, tmp_path: Path) -> None:
         (tmp_path / "pipeline.yaml").write_text("data: {source: glob, path: nowhere}\n")
         config = read_config(tmp_path / "pipeline.yaml", [f"cluster.runs={tmp_path / 'runs'}"]).config
         only = Only("/a/list", {"scan": Keys(key_of(1)), "embed": Keys(key_of(2))}, frozenset({"graph"}))
@@ -329,7 +331,7 @@ class TestList:
         assert EVERYTHING.names("scan", key_of(5))
         assert only.names("graph", key_of(5))
 
-    def test_a_run_that_is_confined_is_not_joined(self, cache: Cache, tmp_path: Path) -> None:
+    def test_a_run_that_is_confined_is_not_joined(self, cache: CacheFolder, tmp_path: Path) -> None:
         (tmp_path / "pipeline.yaml").write_text("data: {source: glob, path: nowhere}\n")
         config = read_config(tmp_path / "pipeline.yaml", [f"cluster.runs={tmp_path / 'runs'}"]).config
         new_run(config, ["scan", "regenerate"], only=Only("/a/list", {"scan": Keys(key_of(1))}))

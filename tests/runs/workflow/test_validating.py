@@ -18,7 +18,7 @@ from pipeline.records import Reason, Tell
 from pipeline.runs.dataset import worklist
 from pipeline.runs.engine.lifecycle import new_run, refuse_double
 from pipeline.runs.workflow import validate_stage
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.cache_layout import REPORT_NAME
 from pipeline.store.maintenance import scrub
 from pipeline.store.maintenance.damage_report import Fault, Summary, last_report, read_report
@@ -31,9 +31,9 @@ SHARDS = ("scan", "graph")
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Cache:
+def cache(tmp_path: Path) -> CacheFolder:
     """A cache of two kinds, three files each, with indexes."""
-    made = Cache(tmp_path / "cache")
+    made = CacheFolder(tmp_path / "cache")
     for kind in SHARDS:
         store = made.kind(kind)
         for number in range(0, 9, 3):
@@ -68,7 +68,7 @@ class Stage:
 
 
 @pytest.fixture
-def stage(tmp_path: Path, cache: Cache) -> Callable[..., Stage]:
+def stage(tmp_path: Path, cache: CacheFolder) -> Callable[..., Stage]:
     """Return a function that makes a run which validates that cache."""
 
     def made(*sets: str) -> Stage:
@@ -88,11 +88,11 @@ def damage(path: Path, at: int = 5000) -> None:
     path.write_bytes(data)
 
 
-def shards(cache: Cache, kind: str) -> list[Path]:
+def shards(cache: CacheFolder, kind: str) -> list[Path]:
     return sorted((cache.root / kind / "shards").iterdir())
 
 
-def at_once(cache: Cache) -> tuple[Summary, set[str]]:
+def at_once(cache: CacheFolder) -> tuple[Summary, set[str]]:
     """Return what a validation in one go finds."""
     summary, findings = Summary("full"), set[str]()
     for kind in cache.kinds():
@@ -102,7 +102,7 @@ def at_once(cache: Cache) -> tuple[Summary, set[str]]:
     return summary, findings
 
 
-def test_tasks_find_together_what_one_validation_finds(cache: Cache, stage: Callable[..., Stage]) -> None:
+def test_tasks_find_together_what_one_validation_finds(cache: CacheFolder, stage: Callable[..., Stage]) -> None:
     damage(shards(cache, "scan")[0])
     shards(cache, "graph")[1].unlink()
     damage(shards(cache, "graph")[1], -3)
@@ -129,7 +129,7 @@ def test_tasks_find_together_what_one_validation_finds(cache: Cache, stage: Call
 
 
 def test_an_index_that_lies_about_a_file_is_found_in_whatever_task_the_file_is(
-    cache: Cache, stage: Callable[..., Stage]
+    cache: CacheFolder, stage: Callable[..., Stage]
 ) -> None:
     old, new = shards(cache, "scan")[1:]
     new.chmod(0o600)
@@ -142,7 +142,7 @@ def test_an_index_that_lies_about_a_file_is_found_in_whatever_task_the_file_is(
     assert (Fault.INDEX, new.name) in found
 
 
-def test_a_second_attempt_replaces_what_the_first_has_found(cache: Cache, stage: Callable[..., Stage]) -> None:
+def test_a_second_attempt_replaces_what_the_first_has_found(cache: CacheFolder, stage: Callable[..., Stage]) -> None:
     damage(shards(cache, "scan")[0])
     run = stage()
     tasks = run.survey()
@@ -151,7 +151,9 @@ def test_a_second_attempt_replaces_what_the_first_has_found(cache: Cache, stage:
     assert run.judge().summary.findings == at_once(cache)[0].findings
 
 
-def test_a_task_that_was_killed_midway_leaves_nothing_that_counts(cache: Cache, stage: Callable[..., Stage]) -> None:
+def test_a_task_that_was_killed_midway_leaves_nothing_that_counts(
+    cache: CacheFolder, stage: Callable[..., Stage]
+) -> None:
     run = stage()
     tasks = run.survey()
     for task in range(1, tasks):
@@ -167,7 +169,7 @@ def test_a_task_that_was_killed_midway_leaves_nothing_that_counts(cache: Cache, 
     assert run.judge().undone == 0
 
 
-def test_halves_of_a_task_count_once_beside_the_whole(cache: Cache, stage: Callable[..., Stage]) -> None:
+def test_halves_of_a_task_count_once_beside_the_whole(cache: CacheFolder, stage: Callable[..., Stage]) -> None:
     damage(shards(cache, "scan")[0])
     run = stage("cluster.validate.items_per_task=8")
     assert run.survey() == 1
@@ -182,7 +184,9 @@ def test_halves_of_a_task_count_once_beside_the_whole(cache: Cache, stage: Calla
         assert (summary.findings, summary.shards) == (at_once(cache)[0].findings, FILES - 2)
 
 
-def test_a_file_that_kills_whoever_reads_it_is_left_out_and_reported(cache: Cache, stage: Callable[..., Stage]) -> None:
+def test_a_file_that_kills_whoever_reads_it_is_left_out_and_reported(
+    cache: CacheFolder, stage: Callable[..., Stage]
+) -> None:
     run = stage()
     tasks = run.survey()
     bad = shards(cache, "scan")[1].name
@@ -194,7 +198,9 @@ def test_a_file_that_kills_whoever_reads_it_is_left_out_and_reported(cache: Cach
     assert "SIGBUS" in found.what
 
 
-def test_report_of_a_cache_that_cannot_be_written_is_kept_in_the_run(cache: Cache, stage: Callable[..., Stage]) -> None:
+def test_report_of_a_cache_that_cannot_be_written_is_kept_in_the_run(
+    cache: CacheFolder, stage: Callable[..., Stage]
+) -> None:
     (cache.root / "_reports").write_text("in the way")
     run = stage()
     for task in range(run.survey()):
@@ -202,7 +208,7 @@ def test_report_of_a_cache_that_cannot_be_written_is_kept_in_the_run(cache: Cach
     assert Path(run.judge().report).parent == run.folder.path
 
 
-def test_validating_again_replaces_the_report_of_the_same_run(cache: Cache, stage: Callable[..., Stage]) -> None:
+def test_validating_again_replaces_the_report_of_the_same_run(cache: CacheFolder, stage: Callable[..., Stage]) -> None:
     run = stage()
     for task in range(run.survey()):
         run.work(task)

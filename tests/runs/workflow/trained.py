@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.encoder.checkpoints.synth import synth
+from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.structures.synthetic import complex_pdb
 from tests.command import Command
 from tests.projects import settle
@@ -113,6 +113,6 @@ def _write(folder: Path) -> None:
         rows.append(f"c{number},c{number}.pdb,A,B,{split},{number}")
     (folder / "data" / "manifest.csv").write_text("\n".join([*rows, ""]))
     settle(folder / "data")
-    synth(folder / "weights" / "esm2_tiny.pt", layers=1, dim=16, heads=2)
+    write_random_checkpoint(folder / "weights" / "esm2_tiny.pt", layers=1, dim=16, heads=2)
     (folder / "trained_task.py").write_text(TASK)
     (folder / "pipeline.yaml").write_text(CONFIG)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeline.store.format.disk import Disk
-from pipeline.store.format.record import encode
+from pipeline.store.format.record import encode_record
 from pipeline.store.format.shard import ShardWriter, read_table, row_keys
 from tests.store.content import arrays_of, key_of, put
 from tests.store.faulty_disks import os_error
@@ -66,13 +66,13 @@ def published(store: Store, *records: EncodedRecord) -> str:
 def another(number: int) -> EncodedRecord:
     """Return a record that says it is another one."""
     key = key_of(number)
-    inside = encode(key_of(number + 1000), arrays_of(key), {"name": key.hex()})
+    inside = encode_record(key_of(number + 1000), arrays_of(key), {"name": key.hex()})
     return type(inside)(key, inside.blob, inside.tensors)
 
 
 def no_record(number: int) -> EncodedRecord:
     """Return bytes that are no record, under a key."""
-    right = encode(key_of(number), {"noise": np.zeros(100)}, {})
+    right = encode_record(key_of(number), {"noise": np.zeros(100)}, {})
     return type(right)(right.key, b"\0" * len(right.blob), right.tensors)
 
 

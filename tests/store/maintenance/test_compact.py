@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from pipeline.errors import PipelineError
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import Disk
 from pipeline.store.format.shard import read_table
 from pipeline.store.maintenance import compact as compaction
 from pipeline.store.maintenance import scrub
-from pipeline.store.maintenance.compact import compact, plan
+from pipeline.store.maintenance.compact import compact_shards, plan_compaction
+from pipeline.store.maintenance.rewrite import CARRIED_HEADER_BYTES, CarriedRows, carried
 from pipeline.store.shard_index import indexed
 from pipeline.store.snapshot import IndexState
-from pipeline.store.writer import CARRIED_HEADER_BYTES, Source, carried
 from tests.store.content import is_right, key_of
 from tests.store.faulty_disks import CHANGES, FailingDisk, HidingDisk, InterruptingDisk
 from tests.store.maintenance.damage import CountingDisk, MeddlingDisk, fill, flip, listed, overwrite, record_place
@@ -35,17 +35,17 @@ def store(cache):
 
 
 def compacted(store, **options):
-    return compact(store, plan(store, **options), settle_s=0, **options)
+    return compact_shards(store, plan_compaction(store, **options), settle_s=0, **options)
 
 
 def all_right(root, numbers=NUMBERS):
-    store = Cache(root).kind("scan")
+    store = CacheFolder(root).kind("scan")
     keys = [key_of(number) for number in numbers]
     return all(is_right(record, key) for record, key in zip(store.read(keys), keys, strict=True))
 
 
 def wrong(root):
-    return [one for checked in scrub.full(Cache(root).kind("scan")) for one in checked.findings]
+    return [one for checked in scrub.full(CacheFolder(root).kind("scan")) for one in checked.findings]
 
 
 def test_small_shards_become_one(cache, store):
@@ -53,21 +53,21 @@ def test_small_shards_become_one(cache, store):
     assert (told.shards, told.gone, told.after) == (40, 40, 1)
     assert all_right(cache.root)
     assert wrong(cache.root) == []
-    assert Cache(cache.root).kind("scan").stat().index is IndexState.CURRENT
-    assert len(Cache(cache.root).kind("scan").locate([key_of(0)])[0]) == 1
+    assert CacheFolder(cache.root).kind("scan").stat().index is IndexState.CURRENT
+    assert len(CacheFolder(cache.root).kind("scan").locate([key_of(0)])[0]) == 1
 
 
 def test_a_second_compaction_finds_nothing_to_do(cache, store):
     compacted(store)
     before = listed(store)
-    assert plan(store).small == ()
+    assert plan_compaction(store).small == ()
     compacted(store)
     assert listed(store) == before
 
 
 def test_planning_changes_nothing(store):
     before = listed(store)
-    told = plan(store)
+    told = plan_compaction(store)
     assert (len(told.small), told.records) == (40, 40)
     assert listed(store) == before
 
@@ -82,7 +82,7 @@ def test_there_is_at_most_one_file_for_200_records(cache):
     assert len(listed(store)) == 50
     compacted(store)
     assert len(listed(store)) <= 3000 / 200
-    assert plan(store).small == ()
+    assert plan_compaction(store).small == ()
 
 
 def test_large_shards_are_left_alone(cache):
@@ -115,7 +115,7 @@ def test_records_keep_the_order_in_which_they_were_written(cache):
 
 def test_of_copies_one_is_kept(cache, store):
     fill(store, [0], [0, 1], [100])
-    told = plan(store)
+    told = plan_compaction(store)
     assert told.twice == {key_of(0), key_of(1)}
     compacted(store)
     assert [len(places) for places in store.locate([key_of(0), key_of(1), key_of(100)])] == [1, 1, 1]
@@ -133,9 +133,9 @@ def test_of_a_damaged_and_a_whole_copy_the_whole_one_is_kept(cache, at):
 
 
 def test_shards_that_another_process_took_meanwhile_are_not_called_damaged(cache, store):
-    told = plan(store)
-    compacted(Cache(cache.root).kind("scan"))
-    told = compact(store, told, settle_s=0)
+    told = plan_compaction(store)
+    compacted(CacheFolder(cache.root).kind("scan"))
+    told = compact_shards(store, told, settle_s=0)
     assert (told.damaged, told.gone, len(told.taken)) == ([], 0, 40)
     assert all_right(cache.root)
 
@@ -151,7 +151,7 @@ def test_records_whose_description_fills_a_header_soon_are_not_copied_again_and_
     compacted(store)
     after = listed(store)
     assert len(after) <= before / 2
-    assert plan(store).small == ()
+    assert plan_compaction(store).small == ()
     assert store.missing([key_of(number) for number in range(600)]) == []
 
 
@@ -185,7 +185,7 @@ def test_every_record_is_read_once(cache):
     for number in range(3):  # so much that a new shard is not read once more, to make it tight
         with store.writer() as writer:
             writer.put(key_of(number), {"x": np.full(250_000, number)}, {})
-    told = compact(Cache(cache.root, disk).kind("scan"), plan(store), settle_s=0)
+    told = compact_shards(CacheFolder(cache.root, disk).kind("scan"), plan_compaction(store), settle_s=0)
     assert told.gone == 3
     assert disk.read_bytes < 1.3 * told.size_bytes
 
@@ -205,7 +205,7 @@ def test_a_shard_that_goes_bad_while_it_is_copied_stays(cache, store):
     content = path.read_bytes()
     place = read_table(store.disk, path).data_start
     disk = MeddlingDisk("write_at", lambda: flip(path, place))
-    told = compact(Cache(cache.root, disk).kind("scan"), plan(store), settle_s=0)
+    told = compact_shards(CacheFolder(cache.root, disk).kind("scan"), plan_compaction(store), settle_s=0)
     assert told.damaged == [name]
     overwrite(path, content)
     assert all_right(cache.root)
@@ -213,10 +213,10 @@ def test_a_shard_that_goes_bad_while_it_is_copied_stays(cache, store):
 
 def test_who_has_located_a_record_in_an_old_shard_finds_it_again(cache, store):
     store.write_index()
-    reader = Cache(cache.root).kind("scan")
+    reader = CacheFolder(cache.root).kind("scan")
     keys = [key_of(number) for number in NUMBERS]
     places = reader.locate(keys)
-    compacted(Cache(cache.root).kind("scan"))
+    compacted(CacheFolder(cache.root).kind("scan"))
     refreshed = 0
     refresh = reader.refresh
 
@@ -233,10 +233,10 @@ def test_who_has_located_a_record_in_an_old_shard_finds_it_again(cache, store):
 
 def test_who_looked_before_misses_nothing_afterwards(cache, store):
     store.write_index()
-    reader = Cache(cache.root).kind("scan")
+    reader = CacheFolder(cache.root).kind("scan")
     keys = [key_of(number) for number in NUMBERS]
     assert reader.missing(keys[:1]) == []
-    compacted(Cache(cache.root).kind("scan"))
+    compacted(CacheFolder(cache.root).kind("scan"))
     assert reader.missing(keys) == []
 
 
@@ -245,7 +245,7 @@ def test_readers_beside_a_compaction_read_on(cache, store):
     ended, failed = threading.Event(), []
 
     def read_on():
-        reader = Cache(cache.root).kind("scan")
+        reader = CacheFolder(cache.root).kind("scan")
         keys = [key_of(number) for number in NUMBERS]
         while not ended.is_set():
             try:
@@ -258,8 +258,8 @@ def test_readers_beside_a_compaction_read_on(cache, store):
     for reader in readers:
         reader.start()
     for first in (100, 200, 300):
-        fill(Cache(cache.root).kind("scan"), *([number] for number in range(first, first + 5)))
-        compacted(Cache(cache.root).kind("scan"))
+        fill(CacheFolder(cache.root).kind("scan"), *([number] for number in range(first, first + 5)))
+        compacted(CacheFolder(cache.root).kind("scan"))
     ended.set()
     for reader in readers:
         reader.join()
@@ -269,7 +269,7 @@ def test_readers_beside_a_compaction_read_on(cache, store):
 def test_on_a_network_whose_folders_lag_readers_find_the_new_shards_by_the_index(cache, store):
     store.write_index()
     disk = HidingDisk(lag_s=60)
-    reader = Cache(cache.root, disk).kind("scan")
+    reader = CacheFolder(cache.root, disk).kind("scan")
     disk.list_folder(store.layout.shards)
     disk.time = 61
     keys = [key_of(number) for number in NUMBERS]
@@ -286,7 +286,7 @@ def test_old_shards_go_only_after_the_index_has_named_the_new_ones_for_a_while(c
             events.append((seconds, len(listed(store)), indexed(Disk(), store.layout)))
 
     before = set(listed(store))
-    compact(Cache(cache.root, WatchedDisk(0)).kind("scan"), plan(store), settle_s=7)
+    compact_shards(CacheFolder(cache.root, WatchedDisk(0)).kind("scan"), plan_compaction(store), settle_s=7)
     (new,) = listed(store)
     assert new not in before
     assert events == [(7, 41, [new])]
@@ -299,8 +299,8 @@ def test_an_index_never_names_a_shard_that_a_compaction_removed_wherever_that_en
         root = tmp_path / f"{step}"
         shutil.copytree(cache.root, root)
         with suppress(PipelineError):
-            compacted(Cache(root, FailingDisk("unlink", errno.EIO, step)).kind("scan"))
-        there = Cache(root).kind("scan")
+            compacted(CacheFolder(root, FailingDisk("unlink", errno.EIO, step)).kind("scan"))
+        there = CacheFolder(root).kind("scan")
         assert set(indexed(Disk(), there.layout)) <= set(listed(there))
         assert wrong(root) == []
         assert all_right(root)
@@ -309,9 +309,9 @@ def test_an_index_never_names_a_shard_that_a_compaction_removed_wherever_that_en
 def test_an_index_that_another_process_wrote_while_old_shards_went_forgets_them(cache, store):
     class MeddledDisk(HidingDisk):
         def wait(self, seconds):
-            Cache(cache.root).kind("scan").write_index()
+            CacheFolder(cache.root).kind("scan").write_index()
 
-    compact(Cache(cache.root, MeddledDisk(0)).kind("scan"), plan(store), settle_s=7)
+    compact_shards(CacheFolder(cache.root, MeddledDisk(0)).kind("scan"), plan_compaction(store), settle_s=7)
     assert indexed(Disk(), store.layout) == listed(store)
 
 
@@ -320,17 +320,17 @@ def test_a_compaction_that_ends_anywhere_loses_nothing_and_a_second_finishes(cac
     fill(store, [0], [1], [2])
     shutil.copytree(cache.root, tmp_path / "counted")
     disk = InterruptingDisk()
-    compacted(Cache(tmp_path / "counted", disk).kind("scan"))
+    compacted(CacheFolder(tmp_path / "counted", disk).kind("scan"))
     assert disk.steps > 20
     for step in range(1, disk.steps + 1):
         for moment in ("before", "halfway"):  # after one step is before the next
             root = tmp_path / f"{step}-{moment}"
             shutil.copytree(cache.root, root)
             with suppress(KeyboardInterrupt):  # there is no half of most steps
-                compacted(Cache(root, InterruptingDisk(step, moment)).kind("scan"))
+                compacted(CacheFolder(root, InterruptingDisk(step, moment)).kind("scan"))
             assert all_right(root, [0, 1, 2])
-            compacted(Cache(root).kind("scan"))
-            assert len(listed(Cache(root).kind("scan"))) == 1
+            compacted(CacheFolder(root).kind("scan"))
+            assert len(listed(CacheFolder(root).kind("scan"))) == 1
             assert all_right(root, [0, 1, 2])
             shutil.rmtree(root)
 
@@ -344,12 +344,12 @@ def test_a_disk_that_fails_costs_nothing(cache, step, number, tmp_path):
         root = tmp_path / f"{after}"
         shutil.copytree(cache.root, root)
         with suppress(PipelineError):  # anything else is a bug
-            compacted(Cache(root, FailingDisk(step, number, after)).kind("scan"))
+            compacted(CacheFolder(root, FailingDisk(step, number, after)).kind("scan"))
         assert all_right(root, [0, 1, 2])
 
 
 def test_two_compactions_at_once_lose_nothing(cache, store):
-    threads = [threading.Thread(target=compacted, args=(Cache(cache.root).kind("scan"),)) for _ in range(3)]
+    threads = [threading.Thread(target=compacted, args=(CacheFolder(cache.root).kind("scan"),)) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -367,13 +367,15 @@ def test_old_shards_go_while_the_rest_is_still_copied_if_there_are_many_bytes(ca
 
 def test_a_source_may_go_as_soon_as_it_is_told_of(store):
     names = listed(store)
-    sources = (Source(name, read_table(store.disk, store.layout.shard(name)).rows) for name in names)
+    sources = (CarriedRows(name, read_table(store.disk, store.layout.shard(name)).rows) for name in names)
     told = []
     for one in carried(store, sources, shard_bytes=4_000):
         store.layout.shard(one.shard).unlink()
         told.append(one.shard)
         gone = [
-            number for number in NUMBERS if not Cache(store.layout.folder.parent).kind("scan").has_whole(key_of(number))
+            number
+            for number in NUMBERS
+            if not CacheFolder(store.layout.folder.parent).kind("scan").has_whole(key_of(number))
         ]
         assert gone == []
     assert told == names
@@ -383,7 +385,7 @@ def test_only_the_rows_that_are_wanted_are_carried_over(store):
     (name,) = fill(store, range(100, 104))
     rows = read_table(store.disk, store.layout.shard(name)).rows
     before = set(listed(store))
-    (one,) = carried(store, [Source(name, rows[1:3])])
+    (one,) = carried(store, [CarriedRows(name, rows[1:3])])
     assert (one.records, one.size_bytes, one.refused) == (2, int(rows["length"][1:3].sum()), ())
     (new,) = set(listed(store)) - before
     assert (read_table(store.disk, store.layout.shard(new)).rows["digest"] == rows["digest"][1:3]).all()
@@ -393,7 +395,7 @@ def test_what_is_not_as_it_was_written_is_refused_by_name(store):
     (name,) = fill(store, range(100, 103))
     rows = read_table(store.disk, store.layout.shard(name)).rows
     flip(store.layout.shard(name), record_place(store, name, 101)[0])
-    ghost = Source("gone.safetensors", rows[:1])
-    one, other = carried(store, [Source(name, rows), ghost])
+    ghost = CarriedRows("gone.safetensors", rows[:1])
+    one, other = carried(store, [CarriedRows(name, rows), ghost])
     assert one.refused == ((key_of(101), "the bytes are not those that were written"),)
     assert other.refused == ((key_of(100), "its shard is gone"),)

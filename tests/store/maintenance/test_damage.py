@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pipeline.errors import CacheDamaged, RecordMissing
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import Disk
 from pipeline.store.format.shard import TRAILER_BYTES, read_table
 from pipeline.store.snapshot import IndexState
@@ -30,7 +30,7 @@ def flip(content, place):
 
 def served(root):
     """Return how many of the keys a new process is served; what it is served must be right."""
-    store = Cache(root).kind("scan")
+    store = CacheFolder(root).kind("scan")
     count = 0
     for key in KEYS:
         try:
@@ -51,7 +51,7 @@ def test_a_flipped_bit_in_any_byte_is_caught(filled, shard, tmp_path, indexed, s
     content = shard.read_bytes()
     for place in range(0, len(content), stride):
         overwrite(shard, flip(content, place))
-        (checked,) = judged(Cache(tmp_path / "cache").kind("scan"))
+        (checked,) = judged(CacheFolder(tmp_path / "cache").kind("scan"))
         assert checked.findings
         in_header, in_records = place < table.data_start, table.data_start <= place < table.table_start
         expected = 3 if in_header else 2 if in_records else 3 if indexed else 0
@@ -67,7 +67,7 @@ def test_a_shard_cut_anywhere_serves_nothing(filled, shard, tmp_path, indexed, s
     for length in range(0, len(content), stride):
         overwrite(shard, content[:length])
         assert served(tmp_path / "cache") == 0
-        assert not is_undamaged(Cache(tmp_path / "cache").kind("scan"))
+        assert not is_undamaged(CacheFolder(tmp_path / "cache").kind("scan"))
 
 
 def test_a_flipped_bit_is_caught_in_a_callers_memory_that_held_the_right_bytes_before(filled, shard, tmp_path):
@@ -80,7 +80,7 @@ def test_a_flipped_bit_is_caught_in_a_callers_memory_that_held_the_right_bytes_b
     places = filled.locate(KEYS[:1])[0]
     for place in range(places[0].offset, places[0].offset + places[0].length, 3):
         overwrite(shard, content)
-        store = Cache(tmp_path / "cache").kind("scan")
+        store = CacheFolder(tmp_path / "cache").kind("scan")
         assert is_right(store.get_at(KEYS[0], places, room), KEYS[0])
         overwrite(shard, flip(content, place))
         with pytest.raises(CacheDamaged):
@@ -92,7 +92,7 @@ def test_a_shard_that_grew_serves_nothing(filled, shard, tmp_path):
     for tail in (b"\0", content[-TRAILER_BYTES:], content):
         overwrite(shard, content + tail)
         assert served(tmp_path / "cache") == 0
-        assert not is_undamaged(Cache(tmp_path / "cache").kind("scan"))
+        assert not is_undamaged(CacheFolder(tmp_path / "cache").kind("scan"))
 
 
 def test_a_truncated_shard_is_caught_by_who_has_read_it_before(filled, shard):
@@ -137,7 +137,7 @@ def test_a_purged_shard_leaves_its_records_absent(filled, shard, tmp_path):
         put(writer, 7)
     filled.write_index()
     shard.unlink()
-    store = Cache(tmp_path / "cache").kind("scan")
+    store = CacheFolder(tmp_path / "cache").kind("scan")
     assert store.missing([*KEYS, key_of(7)]) == KEYS
     assert store.stat().unreadable == ((shard.name, "gone: purged or deleted"),)
     with pytest.raises(RecordMissing):
@@ -160,7 +160,7 @@ def test_a_copy_made_after_a_purge_is_found(filled, shard, tmp_path):
     filled.write_index()
     assert filled.missing(KEYS) == []
     shard.unlink()
-    with Cache(tmp_path / "cache").kind("scan").writer() as writer:
+    with CacheFolder(tmp_path / "cache").kind("scan").writer() as writer:
         put(writer, 0)
     assert is_right(filled.get(KEYS[0]), KEYS[0])
 
@@ -174,7 +174,7 @@ def test_a_flipped_bit_in_any_byte_of_the_index_changes_no_answer(filled, tmp_pa
     asked = [key_of(number) for number in range(75)]
     for place in range(0, len(content), 3):
         overwrite(path, flip(content, place))
-        store = Cache(tmp_path / "cache").kind("scan")
+        store = CacheFolder(tmp_path / "cache").kind("scan")
         assert store.missing(asked) == asked[70:], place
         assert store.stat().index is IndexState.DAMAGED, place
         assert store.stat().records == 70
@@ -188,7 +188,7 @@ def test_an_index_cut_at_any_boundary_is_rebuilt(filled, tmp_path):
     assert ends[-1] == len(content)  # head, sizes, first keys, digests, names, rows
     for length in {near for end in (*ends, 512) for near in range(end - 1, end + 2) if 0 <= near < len(content)}:
         overwrite(path, content[:length])
-        store = Cache(tmp_path / "cache").kind("scan")
+        store = CacheFolder(tmp_path / "cache").kind("scan")
         assert store.missing(KEYS) == []
         assert store.stat().index is IndexState.DAMAGED, length
         store.write_index()

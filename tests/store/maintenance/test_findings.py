@@ -11,20 +11,20 @@ from pipeline.store.format.cache_layout import REPORT_NAME, REPORTS, unique_stem
 from pipeline.store.format.disk import Disk
 from pipeline.store.maintenance.damage_report import (
     SUMMARY_BYTES,
+    Checked,
+    DamageFinding,
     Fault,
-    Finding,
     ReportWriter,
     Summary,
     last_report,
     read_report,
     reports,
 )
-from pipeline.store.maintenance.scrub import Checked
 
 FINDINGS = [
-    Finding("scan", Fault.INDEX, "the index's head is damaged"),
-    Finding("graph", Fault.RECORD, 'odd "text"\n✓', "a.safetensors", "00" * 16, lost=True),
-    Finding("graph", Fault.RECORD, "again", "b.safetensors", "00" * 16),
+    DamageFinding("scan", Fault.INDEX, "the index's head is damaged"),
+    DamageFinding("graph", Fault.RECORD, 'odd "text"\n✓', "a.safetensors", "00" * 16, lost=True),
+    DamageFinding("graph", Fault.RECORD, "again", "b.safetensors", "00" * 16),
 ]
 
 
@@ -60,7 +60,7 @@ def test_a_report_of_nothing_is_a_report(tmp_path):
 
 
 def test_a_report_longer_than_any_buffer_reads_back(tmp_path):
-    many = [Finding("scan", Fault.RECORD, "x" * 500, "s", f"{number:032x}") for number in range(5_000)]
+    many = [DamageFinding("scan", Fault.RECORD, "x" * 500, "s", f"{number:032x}") for number in range(5_000)]
     path, _ = written(tmp_path, many)
     assert list(read_report(path).findings()) == many
 

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import CacheDamaged, PipelineError, RecordMissing
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import Disk
 from pipeline.store.format.shard import TRAILER_BYTES
 from pipeline.store.maintenance import scrub
@@ -24,14 +24,14 @@ from pipeline.store.maintenance.damage_report import (
     FORBIDDEN,
     FOREIGN,
     NEWER,
+    DamageFinding,
     Fault,
-    Finding,
     ReportWriter,
     Summary,
     read_report,
 )
-from pipeline.store.maintenance.shard_repair import SHARD_GONE, plan, repair
-from pipeline.store.shard_index import Index, indexed, write_index
+from pipeline.store.maintenance.shard_repair import SHARD_GONE, plan_repair, repair_cache
+from pipeline.store.shard_index import ShardIndex, indexed, write_index
 from pipeline.store.snapshot import IndexState
 from tests.store.content import is_right, key_of
 from tests.store.faulty_disks import CHANGES, FailingDisk, InterruptingDisk
@@ -53,7 +53,7 @@ ALL = [*range(12), *range(12, 16)]
 
 def served(root):
     """Return the numbers that a new process is served; what it is served must be right."""
-    store = Cache(root).kind("scan")
+    store = CacheFolder(root).kind("scan")
     numbers = set()
     for number in ALL:
         try:
@@ -79,8 +79,8 @@ def quarantined(store):
 
 def test_a_whole_cache_is_left_as_it_is(cache, store, shards):
     before = {path: path.stat().st_mtime_ns for path in cache.root.rglob("*")}
-    assert list(plan(cache)) == []
-    repaired = repair(cache)
+    assert list(plan_repair(cache)) == []
+    repaired = repair_cache(cache)
     assert (repaired.quarantined, repaired.indexes, repaired.missing) == (0, 0, None)
     assert {path: path.stat().st_mtime_ns for path in cache.root.rglob("*")} == before
 
@@ -88,10 +88,10 @@ def test_a_whole_cache_is_left_as_it_is(cache, store, shards):
 def test_planning_changes_nothing_and_says_what_repairing_does(cache, store, shards):
     flip(store.layout.shard(shards[0]), record_place(store, shards[0], 1)[0])
     before = {path: path.stat().st_mtime_ns for path in cache.root.rglob("*")}
-    planned = list(plan(cache))
+    planned = list(plan_repair(cache))
     assert {path: path.stat().st_mtime_ns for path in cache.root.rglob("*")} == before
     done = []
-    repair(cache, done=done.append)
+    repair_cache(cache, done=done.append)
     assert done == planned
     assert [(one.shard, one.salvaged, len(one.lost)) for one in done] == [(shards[0], 5, 1), ("", 0, 0)]
 
@@ -100,30 +100,30 @@ def test_intact_records_of_a_damaged_shard_are_carried_over_and_the_shard_is_put
     damaged = store.layout.shard(shards[0])
     flip(damaged, record_place(store, shards[0], 1)[0])
     content = damaged.read_bytes()
-    repaired = repair(cache)
+    repaired = repair_cache(cache)
     assert served(cache.root) == {*ALL} - {1}
     assert lost(repaired) == {key_of(1).hex()}
     assert quarantined(store) == [shards[0]]
     assert (store.layout.quarantine / shards[0]).read_bytes() == content
-    assert Cache(cache.root).kind("scan").stat().index is IndexState.CURRENT
-    assert wrong(Cache(cache.root)) == []
+    assert CacheFolder(cache.root).kind("scan").stat().index is IndexState.CURRENT
+    assert wrong(CacheFolder(cache.root)) == []
 
 
 def test_a_second_repair_finds_nothing_to_do(cache, store, shards):
     flip(store.layout.shard(shards[0]), record_place(store, shards[0], 1)[0])
-    repair(cache)
+    repair_cache(cache)
     before = listed(store)
-    again = repair(Cache(cache.root))
+    again = repair_cache(CacheFolder(cache.root))
     assert (again.quarantined, again.indexes, again.missing) == (0, 0, None)
     assert listed(store) == before
 
 
 def test_a_damaged_header_costs_no_record(cache, store, shards):
     flip(store.layout.shard(shards[1]), 30)
-    repaired = repair(cache)
+    repaired = repair_cache(cache)
     assert (repaired.salvaged, repaired.lost, repaired.missing) == (6, 0, None)
     assert served(cache.root) == {*ALL}
-    assert wrong(Cache(cache.root)) == []
+    assert wrong(CacheFolder(cache.root)) == []
 
 
 @pytest.mark.parametrize("cut", [1, TRAILER_BYTES, 400])
@@ -132,18 +132,18 @@ def test_a_shard_without_its_table_is_salvaged_by_the_index(cache, store, shards
     truth = Truth(store)
     overwrite(path, path.read_bytes()[:-cut])
     changed = {key.hex() for _, key in truth.changed()}
-    repaired = repair(cache)
+    repaired = repair_cache(cache)
     assert lost(repaired) == changed
     assert repaired.salvaged == 6 - len(changed)
-    assert wrong(Cache(cache.root)) == []
+    assert wrong(CacheFolder(cache.root)) == []
 
 
 def test_a_shard_that_nobody_knows_is_put_aside_and_said_so(cache, store):
     first, second = fill(store, range(3), range(3, 6))
     flip(store.layout.shard(first), store.layout.shard(first).stat().st_size - 1)
-    (mend, _) = plan(cache)
+    (mend, _) = plan_repair(cache)
     assert (mend.shard, mend.unknown, mend.salvaged, mend.lost) == (first, True, 0, ())
-    repaired = repair(cache)
+    repaired = repair_cache(cache)
     assert (repaired.unknown, repaired.lost) == (1, 0)
     assert [(one.fault, one.shard, one.key) for one in read_report(repaired.missing).findings()] == [
         (Fault.TABLE, first, "")
@@ -156,26 +156,26 @@ def test_a_shard_that_nobody_knows_is_put_aside_and_said_so(cache, store):
 def test_a_damaged_index_alone_is_made_anew(cache, store, shards, cut):
     overwrite(store.layout.index, store.layout.index.read_bytes()[:cut])
     done = []
-    repaired = repair(cache, done=done.append)
+    repaired = repair_cache(cache, done=done.append)
     assert [one.shard for one in done] == [""]
     assert (repaired.quarantined, repaired.indexes) == (0, 1)
-    assert Cache(cache.root).kind("scan").stat().index is IndexState.CURRENT
+    assert CacheFolder(cache.root).kind("scan").stat().index is IndexState.CURRENT
 
 
 def test_an_index_of_shards_that_are_gone_forgets_them_and_lists_what_was_lost(cache, store, shards):
     store.layout.shard(shards[2]).unlink()
     done = []
-    repaired = repair(cache, done=done.append)
+    repaired = repair_cache(cache, done=done.append)
     assert [one.why for one in done if one.shard] == [SHARD_GONE]
     assert lost(repaired) == {key_of(number).hex() for number in range(12, 16)}  # 0 is in another shard
-    assert wrong(Cache(cache.root)) == []
+    assert wrong(CacheFolder(cache.root)) == []
 
 
 def test_copies_that_are_damaged_in_one_shard_each_save_each_other(cache, store):
     one, other = fill(store, range(4), range(4))
     flip(store.layout.shard(one), record_place(store, one, 0)[0])
     flip(store.layout.shard(other), record_place(store, other, 3)[0])
-    repaired = repair(cache)
+    repaired = repair_cache(cache)
     assert repaired.missing is None
     assert served(cache.root) == {0, 1, 2, 3}
 
@@ -184,8 +184,8 @@ def test_a_record_whose_bytes_are_of_another_is_lost(cache, store):
     cache.prepare()
     store.disk.make_folder(store.layout.shards)
     published(store, another(5))
-    assert lost(repair(cache)) == {key_of(5).hex()}
-    assert wrong(Cache(cache.root)) == []
+    assert lost(repair_cache(cache)) == {key_of(5).hex()}
+    assert wrong(CacheFolder(cache.root)) == []
 
 
 def test_a_shard_of_a_later_version_stays(cache, store, shards):
@@ -195,18 +195,18 @@ def test_a_shard_of_a_later_version_stays(cache, store, shards):
     trailer[8:12] = struct.pack("<I", 99)
     overwrite(path, content[:-TRAILER_BYTES] + bytes(trailer) + xxhash.xxh3_128_digest(bytes(trailer)))
     done = []
-    assert repair(cache, done=done.append).stay == 1
+    assert repair_cache(cache, done=done.append).stay == 1
     assert [one.stays for one in done] == [NEWER]
     assert shards[0] in listed(store)
 
 
 def test_a_shard_that_may_not_be_read_stays(unprivileged):
-    cache = Cache(unprivileged / "cache")
+    cache = CacheFolder(unprivileged / "cache")
     store = cache.kind("scan")
     first, _ = fill(store, range(3), range(3, 6))
     store.layout.shard(first).chmod(0)
     done = []
-    repair(Cache(unprivileged / "cache"), done=done.append)
+    repair_cache(CacheFolder(unprivileged / "cache"), done=done.append)
     assert [one.stays for one in done] == [FORBIDDEN]
     assert first in listed(store)
 
@@ -214,14 +214,14 @@ def test_a_shard_that_may_not_be_read_stays(unprivileged):
 def test_a_file_that_no_pipeline_wrote_stays(cache, store, shards):
     (store.layout.shards / "model.safetensors").write_bytes(b"mine")
     done = []
-    repair(cache, done=done.append)
+    repair_cache(cache, done=done.append)
     assert [one.stays for one in done] == [FOREIGN]
     assert (store.layout.shards / "model.safetensors").read_bytes() == b"mine"
 
 
 def test_records_beside_a_bad_sector_are_saved(cache, store, shards):
     start, end = record_place(store, shards[0], 3)
-    repaired = repair(Cache(cache.root, BadSectorDisk(shards[0], start + 10, end - 10)))
+    repaired = repair_cache(CacheFolder(cache.root, BadSectorDisk(shards[0], start + 10, end - 10)))
     assert lost(repaired) == {key_of(3).hex()}
     assert served(cache.root) == {*ALL} - {3}
 
@@ -238,31 +238,31 @@ def damage_list(cache, *findings):
 def test_a_list_is_looked_at_again_and_nothing_else(cache, store, shards):
     for name, number in ((shards[0], 1), (shards[1], 7)):
         flip(store.layout.shard(name), record_place(store, name, number)[0])
-    healthy = Finding("scan", Fault.RECORD, "was wrong once", shards[2], key_of(12).hex(), lost=True)
-    report = damage_list(cache, Finding("scan", Fault.RECORD, "", shards[0], key_of(1).hex(), lost=True), healthy)
-    repaired = repair(cache, report)
+    healthy = DamageFinding("scan", Fault.RECORD, "was wrong once", shards[2], key_of(12).hex(), lost=True)
+    report = damage_list(cache, DamageFinding("scan", Fault.RECORD, "", shards[0], key_of(1).hex(), lost=True), healthy)
+    repaired = repair_cache(cache, report)
     assert quarantined(store) == [shards[0]]
     assert lost(repaired) == {key_of(1).hex()}
-    assert [one.shard for one in wrong(Cache(cache.root))] == [shards[1]]
+    assert [one.shard for one in wrong(CacheFolder(cache.root))] == [shards[1]]
 
 
 def test_records_that_mean_nothing_are_left_behind_and_listed(cache, store, shards):
-    report = damage_list(cache, Finding("scan", Fault.MEANING, "NaN", shards[1], key_of(8).hex(), lost=True))
-    repaired = repair(cache, report)
+    report = damage_list(cache, DamageFinding("scan", Fault.MEANING, "NaN", shards[1], key_of(8).hex(), lost=True))
+    repaired = repair_cache(cache, report)
     assert lost(repaired) == {key_of(8).hex()}
     assert served(cache.root) == {*ALL} - {8}
 
 
 def test_a_list_of_what_is_lost_can_be_repaired_by_and_asks_for_nothing(cache, store, shards):
     flip(store.layout.shard(shards[0]), record_place(store, shards[0], 1)[0])
-    first = repair(cache)
-    again = repair(Cache(cache.root), read_report(first.missing))
+    first = repair_cache(cache)
+    again = repair_cache(CacheFolder(cache.root), read_report(first.missing))
     assert (again.quarantined, again.missing) == (0, None)
 
 
 def test_a_list_of_a_kind_that_is_not_there_changes_nothing(cache, store, shards):
-    report = damage_list(cache, Finding("../../etc", Fault.RECORD, "", "passwd", "00", lost=True))
-    assert repair(cache, report).quarantined == 0
+    report = damage_list(cache, DamageFinding("../../etc", Fault.RECORD, "", "passwd", "00", lost=True))
+    assert repair_cache(cache, report).quarantined == 0
 
 
 def strike_twice(store, shards):
@@ -276,7 +276,7 @@ def steps(cache, store, shards, tmp_path):
     strike_twice(store, shards)
     shutil.copytree(cache.root, tmp_path / "counted")
     disk = InterruptingDisk()
-    repair(Cache(tmp_path / "counted", disk))
+    repair_cache(CacheFolder(tmp_path / "counted", disk))
     return disk.steps
 
 
@@ -287,11 +287,11 @@ def test_a_repair_that_ends_anywhere_loses_nothing_and_a_second_finishes(cache, 
             root = tmp_path / f"{step}-{moment}"
             shutil.copytree(cache.root, root)
             with suppress(KeyboardInterrupt):  # there is no half of most steps
-                repair(Cache(root, InterruptingDisk(step, moment)))
+                repair_cache(CacheFolder(root, InterruptingDisk(step, moment)))
             assert served(root) == {*ALL} - {1}
-            repair(Cache(root))
+            repair_cache(CacheFolder(root))
             assert served(root) == {*ALL} - {1}
-            assert wrong(Cache(root)) == []
+            assert wrong(CacheFolder(root)) == []
             shutil.rmtree(root)
 
 
@@ -304,16 +304,16 @@ def test_what_is_lost_is_listed_even_if_a_repair_ends_anywhere_between_kinds(cac
     flip(other.layout.shard(name), record_place(other, name, 2)[0])
     shutil.copytree(cache.root, tmp_path / "counted")
     disk = InterruptingDisk()
-    repair(Cache(tmp_path / "counted", disk))
+    repair_cache(CacheFolder(tmp_path / "counted", disk))
     for step in range(1, disk.steps + 1):
         root = tmp_path / f"{step}"
         shutil.copytree(cache.root, root)
         with suppress(KeyboardInterrupt):
-            repair(Cache(root, InterruptingDisk(step, "before")))
-        for kind in Cache(root).kinds():
-            there = Cache(root).kind(kind)
+            repair_cache(CacheFolder(root, InterruptingDisk(step, "before")))
+        for kind in CacheFolder(root).kinds():
+            there = CacheFolder(root).kind(kind)
             assert set(indexed(Disk(), there.layout)) - {shards[1]} <= set(listed(there))
-        repair(Cache(root))
+        repair_cache(CacheFolder(root))
         reports = [read_report(path) for path in (root / "_reports").glob("*.jsonl")]
         listed_lost = {(one.kind, one.key) for report in reports for one in report.findings() if one.lost}
         assert {("scan", gone.hex()), ("graph", flipped.hex())} <= listed_lost
@@ -336,9 +336,9 @@ def test_a_repair_keeps_in_the_index_what_that_alone_knows_of_a_shard_that_it_le
     path = store.layout.shard(shards[1])
     flip(path, path.stat().st_size - 1)
     flip(store.layout.shard(shards[0]), record_place(store, shards[0], 1)[0])
-    first = repair(Cache(cache.root, RefusingDisk(shards[1])))
+    first = repair_cache(CacheFolder(cache.root, RefusingDisk(shards[1])))
     assert (first.stay, first.quarantined) == (1, 1)
-    again = repair(Cache(cache.root))
+    again = repair_cache(CacheFolder(cache.root))
     assert (again.salvaged, again.unknown, again.missing) == (6, 0, None)
     assert served(cache.root) == {*ALL} - {1}
 
@@ -346,31 +346,31 @@ def test_a_repair_keeps_in_the_index_what_that_alone_knows_of_a_shard_that_it_le
 def test_an_index_keeps_the_second_table_of_a_shard_that_was_cut_and_serves_nothing_of_it(cache, store, shards):
     path = store.layout.shard(shards[1])
     overwrite(path, path.read_bytes()[:-1])
-    fill(Cache(cache.root).kind("scan"), [50])
-    Cache(cache.root).kind("scan").write_index()
-    assert Cache(cache.root).kind("scan").missing([key_of(7)]) == [key_of(7)]
+    fill(CacheFolder(cache.root).kind("scan"), [50])
+    CacheFolder(cache.root).kind("scan").write_index()
+    assert CacheFolder(cache.root).kind("scan").missing([key_of(7)]) == [key_of(7)]
     assert shards[1] in indexed(Disk(), store.layout)
-    repaired = repair(Cache(cache.root))
+    repaired = repair_cache(CacheFolder(cache.root))
     assert (repaired.salvaged, repaired.unknown, repaired.missing) == (6, 0, None)
     assert served(cache.root) == {*ALL}
     assert sorted(indexed(Disk(), store.layout)) == listed(store)  # names of one second sort by chance
 
 
 def test_an_index_that_contradicts_a_shard_is_set_right(cache, store, shards):
-    index = Index(Disk(), store.layout.index)
+    index = ShardIndex(Disk(), store.layout.index)
     rows = index.rows().copy()
     rows["digest"][0] = b"\x01" * 16
     write_index(Disk(), store.layout, index.names, index.sizes, [rows], len(rows))
-    repaired = repair(Cache(cache.root))
+    repaired = repair_cache(CacheFolder(cache.root))
     assert (repaired.indexes, repaired.quarantined) == (1, 0)
     assert served(cache.root) == {*ALL}
-    assert wrong(Cache(cache.root)) == []
+    assert wrong(CacheFolder(cache.root)) == []
 
 
 def test_a_meaningless_record_is_not_saved_by_its_copy_in_a_shard_that_goes_too(cache, store):
     one, other = fill(store, [1, 2], [1, 3])
-    findings = [Finding("scan", Fault.MEANING, "NaN", name, key_of(1).hex(), lost=True) for name in (one, other)]
-    repaired = repair(cache, damage_list(cache, *findings))
+    findings = [DamageFinding("scan", Fault.MEANING, "NaN", name, key_of(1).hex(), lost=True) for name in (one, other)]
+    repaired = repair_cache(cache, damage_list(cache, *findings))
     assert lost(repaired) == {key_of(1).hex()}
     assert served(cache.root) == {2, 3}
 
@@ -383,39 +383,39 @@ def test_a_disk_that_fails_costs_nothing_and_a_repair_afterwards_finishes(cache,
         root = tmp_path / f"{after}"
         shutil.copytree(cache.root, root)
         with suppress(PipelineError):  # anything else is a bug
-            repair(Cache(root, FailingDisk(step, number, after)))
+            repair_cache(CacheFolder(root, FailingDisk(step, number, after)))
         if step not in ("read_at", "open_read"):  # a disk that refuses to be read costs what it refuses
             assert served(root) == {*ALL} - {1}
-        repair(Cache(root))
-        assert wrong(Cache(root)) == []
+        repair_cache(CacheFolder(root))
+        assert wrong(CacheFolder(root)) == []
 
 
 def test_two_repairs_at_once_lose_nothing(cache, store, shards):
     strike_twice(store, shards)
-    threads = [threading.Thread(target=repair, args=(Cache(cache.root),)) for _ in range(3)]
+    threads = [threading.Thread(target=repair_cache, args=(CacheFolder(cache.root),)) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert served(cache.root) == {*ALL} - {1}
-    repair(Cache(cache.root))
-    assert wrong(Cache(cache.root)) == []
+    repair_cache(CacheFolder(cache.root))
+    assert wrong(CacheFolder(cache.root)) == []
 
 
 def test_a_shard_that_another_repair_took_in_the_middle_is_no_loss(cache, store, shards):
     strike_twice(store, shards)
-    disk = MeddlingDisk("open_new", lambda: repair(Cache(cache.root)))
-    repaired = repair(Cache(cache.root, disk))
+    disk = MeddlingDisk("open_new", lambda: repair_cache(CacheFolder(cache.root)))
+    repaired = repair_cache(CacheFolder(cache.root, disk))
     assert lost(repaired) <= {key_of(1).hex()}
     assert served(cache.root) == {*ALL} - {1}
 
 
 def test_who_has_located_a_record_in_a_shard_that_was_put_aside_finds_it_again(cache, store, shards):
-    reader = Cache(cache.root).kind("scan")
+    reader = CacheFolder(cache.root).kind("scan")
     keys = [key_of(number) for number in range(6)]
     places = reader.locate(keys)
     flip(store.layout.shard(shards[0]), 30)
-    repair(cache)
+    repair_cache(cache)
     for key, copies in zip(keys, places, strict=True):
         assert is_right(reader.get_at(key, copies), key)
     assert reader.missing(keys) == []
@@ -423,10 +423,10 @@ def test_who_has_located_a_record_in_a_shard_that_was_put_aside_finds_it_again(c
 
 def test_what_is_written_meanwhile_stays(cache, store, shards):
     strike_twice(store, shards)
-    disk = MeddlingDisk("rename", lambda: fill(Cache(cache.root).kind("scan"), [1, 50]))
-    repair(Cache(cache.root, disk))
+    disk = MeddlingDisk("rename", lambda: fill(CacheFolder(cache.root).kind("scan"), [1, 50]))
+    repair_cache(CacheFolder(cache.root, disk))
     assert served(cache.root) == {*ALL}
-    assert Cache(cache.root).kind("scan").has_whole(key_of(50))
+    assert CacheFolder(cache.root).kind("scan").has_whole(key_of(50))
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
@@ -434,7 +434,7 @@ def test_what_is_written_meanwhile_stays(cache, store, shards):
 def test_after_any_damage_and_a_repair_all_is_served_that_was_not_touched_and_nothing_is_wrong(blows, indexed):
     root = Path(tempfile.mkdtemp())
     try:
-        store = Cache(root / "cache").kind("scan")
+        store = CacheFolder(root / "cache").kind("scan")
         names = fill(store, range(6), range(6, 12), [0, *range(12, 16)])
         if indexed:
             store.write_index()
@@ -444,14 +444,14 @@ def test_after_any_damage_and_a_repair_all_is_served_that_was_not_touched_and_no
         dumb = set() if indexed else truth.ends()
         whole = {key for name, key, *_ in truth.records() if name not in dumb and (name, key) not in truth.changed()}
         before = served(root / "cache")
-        repaired = repair(Cache(root / "cache"))
+        repaired = repair_cache(CacheFolder(root / "cache"))
         now = served(root / "cache")
         assert {key_of(number) for number in now} == whole
         assert before <= now
         if not dumb:
             assert lost(repaired) == {key_of(number).hex() for number in {*ALL} - now}
-        assert wrong(Cache(root / "cache")) == []
-        assert repair(Cache(root / "cache")).quarantined == 0
+        assert wrong(CacheFolder(root / "cache")) == []
+        assert repair_cache(CacheFolder(root / "cache")).quarantined == 0
         assert Disk().list_folder(store.layout.partials) == []
     finally:
         shutil.rmtree(root)

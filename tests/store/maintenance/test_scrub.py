@@ -17,14 +17,14 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import CacheUnusable, ConfigError
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import Disk
-from pipeline.store.format.record import encode
+from pipeline.store.format.record import encode_record
 from pipeline.store.format.shard import TAIL_BYTES, TRAILER_BYTES, read_table, row_keys
 from pipeline.store.maintenance import scrub
 from pipeline.store.maintenance.damage_report import Fault
 from pipeline.store.maintenance.scrub import Named, Subset
-from pipeline.store.shard_index import Index, write_index
+from pipeline.store.shard_index import ShardIndex, write_index
 from tests.store.content import arrays_of, key_of
 from tests.store.faulty_disks import os_error
 from tests.store.maintenance.damage import (
@@ -151,7 +151,7 @@ def strike(paths, blow):
 def test_any_damage_anywhere_is_found_and_the_right_records_are_named(blows, indexed):
     root = Path(tempfile.mkdtemp())
     try:
-        store = Cache(root / "cache").kind("scan")
+        store = CacheFolder(root / "cache").kind("scan")
         names = fill(store, range(6), range(6, 12), [0, *range(12, 16)])
         if indexed:
             store.write_index()
@@ -160,7 +160,7 @@ def test_any_damage_anywhere_is_found_and_the_right_records_are_named(blows, ind
             strike([store.layout.shard(name) for name in names], blow)
         assume(not truth.posing())
         for look in (scrub.full, LOOKS["meaning"]):
-            checks = list(look(Cache(root / "cache").kind("scan")))
+            checks = list(look(CacheFolder(root / "cache").kind("scan")))
             wrong = found(checks)
             named = {(shard, bytes.fromhex(key)) for _, shard, key in wrong if key}
             dumb = set() if indexed else truth.ends()  # nobody can say what these held
@@ -183,7 +183,7 @@ def test_a_record_is_lost_only_if_no_other_shard_has_it_whole(store, shards):
 def test_a_record_computed_again_since_the_store_looked_is_not_lost(store, shards, tmp_path):
     flip(store.layout.shard(shards[1]), record_place(store, shards[1], 7)[0])
     assert store.missing([key_of(7)]) == []  # it has looked
-    fill(Cache(tmp_path / "cache").kind("scan"), [7])
+    fill(CacheFolder(tmp_path / "cache").kind("scan"), [7])
     (finding,) = [one for checked in scrub.full(store) for one in checked.findings]
     assert not finding.lost
 
@@ -192,7 +192,7 @@ def test_quick_takes_at_most_two_reads_of_a_shard_whatever_is_wrong(cache, shard
     flip(store.layout.shard(shards[0]), store.layout.shard(shards[0]).stat().st_size - 1)
     flip(store.layout.shard(shards[1]), 100)
     disk = CountingDisk()
-    checks = list(scrub.quick(Cache(cache.root, disk).kind("scan")))
+    checks = list(scrub.quick(CacheFolder(cache.root, disk).kind("scan")))
     assert {shard for _, shard, _ in found(checks)} == set(shards[:2])
     assert max(disk.reads[name] for name in shards) == 2
 
@@ -203,14 +203,14 @@ def test_quick_takes_two_reads_of_the_shard_with_the_most_records(cache, store):
             writer.put(key_of(number), {})
     (name,) = listed(store)
     disk = CountingDisk()
-    (checked, _) = scrub.quick(Cache(cache.root, disk).kind("scan"))
+    (checked, _) = scrub.quick(CacheFolder(cache.root, disk).kind("scan"))
     assert (len(checked.listed), checked.whole) == (19_000, ())
     assert disk.reads[name] == 2
 
 
 def test_full_reads_every_byte_once(cache, shards):
     disk = CountingDisk()
-    checks = list(scrub.full(Cache(cache.root, disk).kind("scan")))
+    checks = list(scrub.full(CacheFolder(cache.root, disk).kind("scan")))
     assert found(checks) == []
     assert {disk.reads[name] for name in shards} == {2}  # its table, and all of it at once
     assert sum(checked.judged for checked in checks) == 17
@@ -249,10 +249,10 @@ def test_a_shard_that_went_away_and_is_forgotten_is_no_damage(cache, store, shar
 
     def sweep():
         last.unlink()
-        Cache(cache.root).kind("scan").write_index()
+        CacheFolder(cache.root).kind("scan").write_index()
 
     disk = MeddlingDisk("open_read", sweep, after=2)  # the marker and the index come first
-    checks = list(look(Cache(cache.root, disk).kind("scan")))
+    checks = list(look(CacheFolder(cache.root, disk).kind("scan")))
     assert found(checks) == []
     assert not last.exists()
 
@@ -289,14 +289,14 @@ class StaleDisk(Disk):
 
 @every_look
 def test_a_file_that_is_stale_for_a_moment_is_judged_again(cache, shards, look):
-    checks = list(look(Cache(cache.root, StaleDisk(shards[1], 1)).kind("scan")))
+    checks = list(look(CacheFolder(cache.root, StaleDisk(shards[1], 1)).kind("scan")))
     assert found(checks) == []
     assert {shard for shard, _ in told(checks)} == set(shards)
 
 
 @every_look
 def test_a_file_that_stays_stale_is_unreadable_and_not_gone(cache, shards, look):
-    wrong = found(look(Cache(cache.root, StaleDisk(shards[1], 1000)).kind("scan")))
+    wrong = found(look(CacheFolder(cache.root, StaleDisk(shards[1], 1000)).kind("scan")))
     assert {(fault, shard) for fault, shard, _ in wrong} == {(Fault.UNREADABLE, shards[1])}
 
 
@@ -309,7 +309,7 @@ def test_however_many_files_are_gone_or_cut_the_index_is_read_few_times(cache, s
     for name in names[10:20]:
         overwrite(store.layout.shard(name), store.layout.shard(name).read_bytes()[:-3])
     disk = OpenCountingDisk("index.bin")
-    assert len({shard for _, shard, _ in found(look(Cache(cache.root, disk).kind("scan")))}) == 20
+    assert len({shard for _, shard, _ in found(look(CacheFolder(cache.root, disk).kind("scan")))}) == 20
     assert disk.opened <= 5
 
 
@@ -344,8 +344,8 @@ def test_each_file_is_told_before_it_is_read(store, shards):
 
 @every_look
 def test_a_shard_published_meanwhile_is_not_judged(cache, store, shards, look):
-    disk = MeddlingDisk("open_read", lambda: fill(Cache(cache.root).kind("scan"), [50]), after=2)
-    checks = list(look(Cache(cache.root, disk).kind("scan")))
+    disk = MeddlingDisk("open_read", lambda: fill(CacheFolder(cache.root).kind("scan"), [50]), after=2)
+    checks = list(look(CacheFolder(cache.root, disk).kind("scan")))
     assert found(checks) == []
     assert {shard for shard, _ in told(checks)} == set(shards)
 
@@ -353,7 +353,7 @@ def test_a_shard_published_meanwhile_is_not_judged(cache, store, shards, look):
 def test_a_bad_sector_costs_the_records_on_it_and_no_other(cache, store, shards):
     start, end = record_place(store, shards[0], 3)
     disk = BadSectorDisk(shards[0], start + 10, end - 10)
-    checks = list(scrub.full(Cache(cache.root, disk).kind("scan")))
+    checks = list(scrub.full(CacheFolder(cache.root, disk).kind("scan")))
     assert found(checks) == [(Fault.UNREADABLE, shards[0], key_of(3).hex())]
     assert len(whole(checks)) == 16
 
@@ -363,7 +363,7 @@ def test_a_bad_sector_beside_flipped_bits_each_gets_its_name(cache, store, shard
     flip(store.layout.shard(shards[0]), record_place(store, shards[0], 1)[0])
     flip(store.layout.shard(shards[0]), 20)
     disk = BadSectorDisk(shards[0], start + 10, end - 10)
-    assert sorted(found(scrub.full(Cache(cache.root, disk).kind("scan")))) == sorted(
+    assert sorted(found(scrub.full(CacheFolder(cache.root, disk).kind("scan")))) == sorted(
         [
             (Fault.HEADER, shards[0], ""),
             (Fault.RECORD, shards[0], key_of(1).hex()),
@@ -374,7 +374,7 @@ def test_a_bad_sector_beside_flipped_bits_each_gets_its_name(cache, store, shard
 
 @every_look
 def test_a_shard_that_may_not_be_read_is_unreadable_with_all_that_the_index_says_it_holds(unprivileged, look):
-    store = Cache(unprivileged / "cache").kind("scan")
+    store = CacheFolder(unprivileged / "cache").kind("scan")
     first, _ = fill(store, range(3), range(3, 6))
     store.write_index()
     store.layout.shard(first).chmod(0)
@@ -385,7 +385,7 @@ def test_a_shard_that_may_not_be_read_is_unreadable_with_all_that_the_index_says
 
 @every_look
 def test_a_folder_that_may_not_be_read_is_refused(unprivileged, look):
-    store = Cache(unprivileged / "cache").kind("scan")
+    store = CacheFolder(unprivileged / "cache").kind("scan")
     fill(store, range(3))
     store.layout.shards.chmod(0)
     with pytest.raises(CacheUnusable, match="Permission denied"):
@@ -398,7 +398,7 @@ def test_a_folder_that_may_not_be_read_is_refused(unprivileged, look):
 def test_bytes_that_are_as_they_were_written_but_no_record_of_their_key_are_damage(cache, store, look, odd):
     cache.prepare()
     store.disk.make_folder(store.layout.shards)
-    good = [encode(key_of(number), arrays_of(key_of(number)), {}) for number in (1, 2)]
+    good = [encode_record(key_of(number), arrays_of(key_of(number)), {}) for number in (1, 2)]
     name = published(store, good[0], odd(5), good[1])
     assert found(look(store)) == [(Fault.RECORD, name, key_of(5).hex())]
 
@@ -407,14 +407,14 @@ def test_a_large_record_of_another_key_is_damage_too(cache, store):
     import numpy as np
 
     cache.prepare()
-    large = encode(key_of(1), {"x": np.zeros((1 << 20) - 3, np.uint8)}, {"text": "x" * 70_000})
+    large = encode_record(key_of(1), {"x": np.zeros((1 << 20) - 3, np.uint8)}, {"text": "x" * 70_000})
     name = published(store, large, type(large)(key_of(2), large.blob, large.tensors))
     assert found(scrub.full(store)) == [(Fault.RECORD, name, key_of(2).hex())]
 
 
 @every_look
 def test_an_index_that_says_something_else_is_named_with_the_shard(store, shards, look):
-    index = Index(Disk(), store.layout.index)
+    index = ShardIndex(Disk(), store.layout.index)
     rows = index.rows().copy()
     rows["length"][0] += 1
     write_index(Disk(), store.layout, index.names, index.sizes, [rows], len(rows))
@@ -439,8 +439,8 @@ def test_a_damaged_index_is_named(store, shards, look, cut):
 
 def test_an_index_made_anew_while_we_looked_is_judged_as_it_is_now(cache, store, shards):
     overwrite(store.layout.index, b"nothing")
-    disk = MeddlingDisk("read_into", lambda: Cache(cache.root).kind("scan").rebuild_index())
-    assert found(scrub.full(Cache(cache.root, disk).kind("scan"))) == []
+    disk = MeddlingDisk("read_into", lambda: CacheFolder(cache.root).kind("scan").rebuild_index())
+    assert found(scrub.full(CacheFolder(cache.root, disk).kind("scan"))) == []
 
 
 def test_shards_that_took_each_others_place_are_named_by_the_index(store, shards):
@@ -480,10 +480,10 @@ def test_memory_does_not_grow_with_the_cache(tmp_path):
 import resource, sys
 import numpy as np
 from pathlib import Path
-from pipeline.store import scrub
-from pipeline.store.cache_folder import Cache
+from pipeline.store.maintenance import scrub
+from pipeline.store.cache_folder import CacheFolder
 from tests.store.content import key_of
-store = Cache(Path({str(root)!r})).kind("scan")
+store = CacheFolder(Path({str(root)!r})).kind("scan")
 if sys.argv[1] == "fill":
     noise = np.random.default_rng(0).integers(0, 255, 4 << 20, np.uint8)
     with store.writer(shard_bytes=64 << 20) as writer:

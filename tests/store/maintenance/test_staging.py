@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from pipeline.errors import CacheFull
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.cache_layout import MARKER, STAGED
 from pipeline.store.format.disk import Disk
-from pipeline.store.maintenance.staging import Staging, Unfit, open_scratch
+from pipeline.store.maintenance.staging import CacheStaging, Unfit, open_scratch
 from pipeline.store.snapshot import IndexState
 from tests.store.content import is_right, key_of, put
 from tests.store.faulty_disks import FailingDisk
@@ -32,7 +32,7 @@ class NodeDisk(Disk):
 
 @pytest.fixture
 def shared(tmp_path):
-    cache = Cache(tmp_path / "shared")
+    cache = CacheFolder(tmp_path / "shared")
     with cache.kind("graph").writer(shard_bytes=2000) as writer:
         put(writer, *NUMBERS, *range(1000, 1010))
     return cache
@@ -53,7 +53,7 @@ def stage(shared, node, numbers=NUMBERS, *, most=10**9, disk=None):
     """Stage records, so many at most; return the scratch and what was done."""
     scratch = open_scratch(node, "name", disk or NodeDisk())
     left = iter(range(most))
-    staging = Staging(shared, scratch, shard_bytes=1 << 20, goes_on=lambda: next(left, None) is not None)
+    staging = CacheStaging(shared, scratch, shard_bytes=1 << 20, goes_on=lambda: next(left, None) is not None)
     if not staging.is_done():
         for record in staging.take("graph", keys_of(numbers), HEADER_BYTES):
             assert is_right(record, record.key)
@@ -62,7 +62,7 @@ def stage(shared, node, numbers=NUMBERS, *, most=10**9, disk=None):
 
 
 def spoil(root, number):
-    store = Cache(root).kind("graph")
+    store = CacheFolder(root).kind("graph")
     place = store.locate([key_of(number)])[0][0]
     path = store.layout.shard(place.shard)
     path.chmod(0o644)
@@ -75,7 +75,7 @@ def test_what_a_job_reads_is_copied_and_read_from_there(shared, node):
     scratch, staging = stage(shared, node)
     assert (staging.records, staging.is_whole) == ({"graph": 30}, True)
     assert staging.bytes == sum(places[0].length for places in shared.kind("graph").locate(list(map(key_of, NUMBERS))))
-    own = Cache(scratch.root).kind("graph")
+    own = CacheFolder(scratch.root).kind("graph")
     assert sorted(own.keys()) == sorted(map(key_of, NUMBERS))
     assert (own.stat().shards, own.stat().index) == (1, IndexState.CURRENT)
     store = shared.behind(scratch).kind("graph")
@@ -135,7 +135,7 @@ def test_what_is_damaged_on_the_node_is_read_from_the_cache(shared, node):
     store = shared.behind(scratch).kind("graph")
     assert is_right(store.get(key_of(3)), key_of(3))
     shutil.rmtree(scratch.root)
-    assert is_right(shared.behind(Cache(scratch.root)).kind("graph").get(key_of(4)), key_of(4))
+    assert is_right(shared.behind(CacheFolder(scratch.root)).kind("graph").get(key_of(4)), key_of(4))
 
 
 def test_what_the_cache_has_not_or_has_damaged_is_passed_over(shared, node):
@@ -148,9 +148,9 @@ def test_what_the_cache_has_not_or_has_damaged_is_passed_over(shared, node):
 
 
 def test_it_is_copied_from_every_layer(shared, node, tmp_path):
-    with Cache(tmp_path / "mine").kind("graph").writer() as writer:
+    with CacheFolder(tmp_path / "mine").kind("graph").writer() as writer:
         put(writer, 100)
-    scratch, staging = stage(Cache.over(tmp_path / "mine", [shared.root]), node, [100, 1])
+    scratch, staging = stage(CacheFolder.over(tmp_path / "mine", [shared.root]), node, [100, 1])
     assert staging.is_whole
     assert sorted(scratch.own("graph").keys()) == sorted([key_of(100), key_of(1)])
 
@@ -171,7 +171,7 @@ def test_a_disk_that_fills_up_meanwhile_is_an_error_and_what_is_there_is_right(s
 
     with pytest.raises(CacheFull):
         stage(shared, node, disk=Full("write_at", errno.ENOSPC, 12))
-    store = shared.behind(Cache(node / "pipeline-name")).kind("graph")
+    store = shared.behind(CacheFolder(node / "pipeline-name")).kind("graph")
     assert all(is_right(record, record.key) for record in store.read(map(key_of, NUMBERS)))
 
 

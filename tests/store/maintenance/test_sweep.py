@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 from pipeline.errors import CacheUnusable, PipelineError, RecordMissing
 from pipeline.keys import recipe_tag, tagged_key
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import Disk
 from pipeline.store.format.shard import key_pairs
 from pipeline.store.key_lists import are_among, sorted_pairs
-from pipeline.store.maintenance.leftovers import Left, beside, refuse_links
+from pipeline.store.maintenance.leftovers import Left, find_leftovers, refuse_links
 from pipeline.store.maintenance.scrub import WHOLE, full, quick
 from pipeline.store.maintenance.sweep import Fate, Live, mark, sweep
 from tests.store.content import is_right, is_undamaged, key_of, put
@@ -56,7 +56,7 @@ def files_of(store):
 
 
 def is_whole(root, numbers):
-    store = Cache(root).kind("scan")
+    store = CacheFolder(root).kind("scan")
     keys = [key_of(number) for number in numbers]
     return store.missing(keys) == [] and all(is_right(store.get(key), key) for key in keys)
 
@@ -70,18 +70,18 @@ SHARDS = st.lists(st.lists(st.integers(0, 25), min_size=1, max_size=8), min_size
 def test_a_sweep_leaves_what_is_live_and_of_the_dead_only_what_is_not_worth_a_rewrite(shards, live):
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "cache"
-        store = Cache(root).kind("scan")
+        store = CacheFolder(root).kind("scan")
         write_shards(store, shards)
         marked = mark(store, live_of(live), LATER)
         there = {number for numbers in shards for number in numbers}
         sparse = {name.shard for name in marked.of(Fate.SPARSE)}
         before = {name: set(store_keys(store, name)) for name in files_of(store)}
         list(sweep(store, marked, live_of(live)))
-        again = Cache(root).kind("scan")
+        again = CacheFolder(root).kind("scan")
         assert is_whole(root, there & live)
         kept = {key_of(number) for number in there & live} | {key for name in sparse for key in before[name]}
         assert set(again.keys()) == kept
-        assert set(again.keys()) == set(Cache(root).kind("scan").keys())
+        assert set(again.keys()) == set(CacheFolder(root).kind("scan").keys())
         assert is_undamaged(again)
         assert list((root / "scan/tmp").iterdir()) == []
 
@@ -106,7 +106,7 @@ def test_pairs_are_sorted_as_keys_are_and_each_is_there_once(keys):
 
 
 def test_records_of_a_recipe_that_stays_are_known_by_their_tag(tmp_path):
-    store = Cache(tmp_path / "cache").kind("graph")
+    store = CacheFolder(tmp_path / "cache").kind("graph")
     few, many = {"neighbours": 5}, {"neighbours": 20}
     keys = {
         name: [tagged_key("graph", recipe, one) for one in range(4)] for name, recipe in (("few", few), ("many", many))
@@ -125,7 +125,7 @@ def test_records_of_a_recipe_that_stays_are_known_by_their_tag(tmp_path):
 
 
 def test_a_shard_of_which_little_is_dead_is_left_as_it_is(tmp_path):
-    store = Cache(tmp_path / "cache").kind("scan")
+    store = CacheFolder(tmp_path / "cache").kind("scan")
     write_shards(store, [range(20)])
     before = files_of(store)
     marked = mark(store, live_of(range(1, 20)), LATER)
@@ -148,7 +148,7 @@ class Aged(Disk):
 @pytest.mark.parametrize(("modified", "fate"), [(0.0, Fate.YOUNG), (LATER, Fate.YOUNG)])
 def test_a_shard_is_as_young_as_the_later_of_its_name_and_its_file_say(tmp_path, modified, fate):
     """A clock that lags behind, on either side, must not make a shard seem old that somebody has just written."""
-    store = Cache(tmp_path / "cache", Aged(modified)).kind("scan")
+    store = CacheFolder(tmp_path / "cache", Aged(modified)).kind("scan")
     write_shards(store, [[1, 2]])
     marked = mark(store, Live(), time.time() - HOUR_S)
     assert [one.fate for one in marked.shards] == [fate]
@@ -158,7 +158,7 @@ def test_a_shard_is_as_young_as_the_later_of_its_name_and_its_file_say(tmp_path,
 
 
 def test_a_shard_that_is_old_by_both_goes(tmp_path):
-    store = Cache(tmp_path / "cache", Aged(0.0)).kind("scan")
+    store = CacheFolder(tmp_path / "cache", Aged(0.0)).kind("scan")
     write_shards(store, [[1, 2]])
     (path,) = store.layout.shards.iterdir()
     path.rename(path.with_name("20200101T000000Z" + path.name[16:]))
@@ -167,7 +167,7 @@ def test_a_shard_that_is_old_by_both_goes(tmp_path):
 
 
 def test_what_became_needed_since_it_was_marked_stays(tmp_path):
-    store = Cache(tmp_path / "cache").kind("scan")
+    store = CacheFolder(tmp_path / "cache").kind("scan")
     write_shards(store, [[1, 2], [3]])
     marked = mark(store, live_of([]), LATER)
     gone = list(sweep(store, marked, live_of([1])))
@@ -176,7 +176,7 @@ def test_what_became_needed_since_it_was_marked_stays(tmp_path):
 
 
 def test_what_was_not_removed_when_a_check_fails_is_kept_and_what_was_is_told(tmp_path):
-    store = Cache(tmp_path / "cache").kind("scan")
+    store = CacheFolder(tmp_path / "cache").kind("scan")
     write_shards(store, [[1], [2], [3]])
     live, checked, told = live_of([]), [], []
 
@@ -196,7 +196,7 @@ def test_what_was_not_removed_when_a_check_fails_is_kept_and_what_was_is_told(tm
 
 def finds_no_damage(root):
     """Say whether validations of both kinds that look now find nothing."""
-    store = Cache(root).kind("scan")
+    store = CacheFolder(root).kind("scan")
     return not any(one.findings for look in (quick, full) for one in look(store, WHOLE))
 
 
@@ -214,14 +214,14 @@ class Watched(Disk):
 
 def test_a_validation_that_looks_at_any_time_during_a_sweep_finds_nothing(tmp_path):
     root = tmp_path / "cache"
-    write_shards(Cache(root).kind("scan"), SHARDS_KILLED)
+    write_shards(CacheFolder(root).kind("scan"), SHARDS_KILLED)
     sweep_all(root, disk := Watched(root))
     assert disk.seen == [True] * len(SHARDS_KILLED)
     assert finds_no_damage(root)
 
 
 def test_a_sweep_that_is_interrupted_at_any_step_leaves_no_damage(tmp_path):
-    write_shards(Cache(tmp_path / "before").kind("scan"), SHARDS_KILLED)
+    write_shards(CacheFolder(tmp_path / "before").kind("scan"), SHARDS_KILLED)
     sweep_all(shutil.copytree(tmp_path / "before", tmp_path / "counted"), disk := KillingDisk())
     for step in range(1, disk.steps + 1):
         root = shutil.copytree(tmp_path / "before", tmp_path / f"{step}")
@@ -231,7 +231,7 @@ def test_a_sweep_that_is_interrupted_at_any_step_leaves_no_damage(tmp_path):
 
 
 def test_other_hosts_have_time_to_see_what_goes_before_it_goes(tmp_path):
-    store = Cache(tmp_path / "cache", disk := Waiting()).kind("scan")
+    store = CacheFolder(tmp_path / "cache", disk := Waiting()).kind("scan")
     write_shards(store, [[1, 2], [3], range(4, 10)])
     live = live_of([4])
     list(sweep(store, mark(store, live, LATER), live, settle_s=7))
@@ -265,12 +265,12 @@ class Full(Disk):
 
 
 def test_a_full_disk_can_be_cleaned(tmp_path):
-    store = Cache(tmp_path / "cache").kind("scan")
+    store = CacheFolder(tmp_path / "cache").kind("scan")
     write_shards(store, [[1, 2], [3]])
     live = live_of([3])
     marked = mark(store, live, LATER)
     (doomed,) = (store.layout.shard(one.shard) for one in marked.of(Fate.GOES))
-    assert len(list(sweep(Cache(tmp_path / "cache", Full(doomed)).kind("scan"), marked, live))) == 1
+    assert len(list(sweep(CacheFolder(tmp_path / "cache", Full(doomed)).kind("scan"), marked, live))) == 1
     assert is_whole(tmp_path / "cache", [3])
     assert finds_no_damage(tmp_path / "cache")
 
@@ -284,12 +284,12 @@ def damaged(store, name, at):
 
 
 def test_a_shard_with_a_damaged_table_is_left_to_repair(tmp_path):
-    store = Cache(tmp_path / "cache").kind("scan")
+    store = CacheFolder(tmp_path / "cache").kind("scan")
     write_shards(store, [[1, 2], [3, 4]])
     store.write_index()
     name = files_of(store)[0]
     damaged(store, name, -1)
-    store = Cache(tmp_path / "cache").kind("scan")
+    store = CacheFolder(tmp_path / "cache").kind("scan")
     live = live_of([99])
     gone = clean(store, live)
     assert {one.shard for one in gone if one.stays} == {name}
@@ -299,28 +299,28 @@ def test_a_shard_with_a_damaged_table_is_left_to_repair(tmp_path):
 
 
 def test_a_shard_whose_live_record_is_damaged_is_left_to_repair(tmp_path):
-    store = Cache(tmp_path / "cache").kind("scan")
+    store = CacheFolder(tmp_path / "cache").kind("scan")
     write_shards(store, [range(6)])
     live = live_of([0, 5])
     place = store.locate([key_of(0)])[0][0]
     damaged(store, place.shard, place.offset)
-    gone = clean(Cache(tmp_path / "cache").kind("scan"), live)
+    gone = clean(CacheFolder(tmp_path / "cache").kind("scan"), live)
     assert "damaged" in gone[0].stays
     assert place.shard in files_of(store)
     assert is_whole(tmp_path / "cache", [5])
 
 
 def test_where_nothing_stays_a_damaged_shard_goes_too(tmp_path):
-    store = Cache(tmp_path / "cache").kind("scan")
+    store = CacheFolder(tmp_path / "cache").kind("scan")
     write_shards(store, [[1, 2]])
     damaged(store, files_of(store)[0], -1)
-    store = Cache(tmp_path / "cache").kind("scan")
+    store = CacheFolder(tmp_path / "cache").kind("scan")
     clean(store, Live())
     assert files_of(store) == []
 
 
 def test_what_we_did_not_write_is_not_touched(tmp_path):
-    cache = Cache(tmp_path / "cache")
+    cache = CacheFolder(tmp_path / "cache")
     store = cache.kind("scan")
     write_shards(store, [[1, 2], [3]])
     shards = store.layout.shards
@@ -330,16 +330,16 @@ def test_what_we_did_not_write_is_not_touched(tmp_path):
     (path := shards / files_of(store)[0]).rename(target)
     path.symlink_to(target)
     (cache.root / "notes.txt").write_text("notes")
-    clean(Cache(cache.root).kind("scan"), Live())
+    clean(CacheFolder(cache.root).kind("scan"), Live())
     assert target.exists()
     assert path.is_symlink()
-    found = {path.name for path in beside(cache).foreign}
+    found = {path.name for path in find_leftovers(cache).foreign}
     assert {"mine.safetensors", "notes.txt"} <= found
     assert {"mine.safetensors", path.name} <= set(files_of(store))
 
 
 def test_leftovers_are_told_by_their_names_and_places(tmp_path):
-    cache = Cache(tmp_path / "cache")
+    cache = CacheFolder(tmp_path / "cache")
     store = cache.kind("scan")
     write_shards(store, [[1]])
     name = files_of(store)[0]
@@ -350,7 +350,7 @@ def test_leftovers_are_told_by_their_names_and_places(tmp_path):
         store.layout.quarantine / name,
     ):
         path.write_bytes(b"12345")
-    found = beside(cache)
+    found = find_leftovers(cache)
     assert {(one.what, one.path.name, one.bytes) for one in found.leftovers} == {
         (Left.TEMPORARY, name.replace(".safetensors", ".partial"), 5),
         (Left.QUARANTINE, name, 5),
@@ -360,7 +360,7 @@ def test_leftovers_are_told_by_their_names_and_places(tmp_path):
 
 @pytest.mark.parametrize("place", ["scan", "scan/shards", "scan/tmp", "scan/quarantine", "_reports", "_users"])
 def test_a_link_in_the_place_of_a_folder_is_refused_by_name(tmp_path, place):
-    cache = Cache(tmp_path / "cache")
+    cache = CacheFolder(tmp_path / "cache")
     write_shards(cache.kind("scan"), [[1]])
     path = cache.root / place
     target = tmp_path / "elsewhere"
@@ -379,14 +379,14 @@ SHARDS_KILLED, LIVE_KILLED = [range(6), range(6, 12), [12, 13], [14]], [0, 7, 13
 
 
 def sweep_all(root, disk):
-    store = Cache(root, disk).kind("scan")
+    store = CacheFolder(root, disk).kind("scan")
     live = live_of(LIVE_KILLED)
     list(sweep(store, mark(store, live, LATER), live))
 
 
 @pytest.mark.parametrize("moment", ["before", "halfway", "after"])
 def test_a_crash_at_any_step_of_a_sweep_costs_nothing_that_is_live(tmp_path, moment):
-    write_shards(Cache(tmp_path / "before").kind("scan"), SHARDS_KILLED)
+    write_shards(CacheFolder(tmp_path / "before").kind("scan"), SHARDS_KILLED)
     disk = KillingDisk()
     sweep_all(shutil.copytree(tmp_path / "before", tmp_path / "counted"), disk)
     killed = 0
@@ -401,7 +401,7 @@ def test_a_crash_at_any_step_of_a_sweep_costs_nothing_that_is_live(tmp_path, mom
         assert is_whole(root, LIVE_KILLED), step
         sweep_all(root, None)  # who comes after finishes it
         assert is_whole(root, LIVE_KILLED), step
-        assert set(Cache(root).kind("scan").keys()) == {key_of(number) for number in LIVE_KILLED}
+        assert set(CacheFolder(root).kind("scan").keys()) == {key_of(number) for number in LIVE_KILLED}
     assert killed >= (3 if moment == "halfway" else disk.steps - 1)
 
 
@@ -411,7 +411,7 @@ def test_a_disk_that_fails_during_a_sweep_costs_nothing_that_is_live(tmp_path, s
     failed = 0
     for after in (0, 1, 4):
         root = tmp_path / f"{after}" / "cache"
-        write_shards(Cache(root).kind("scan"), SHARDS_KILLED)
+        write_shards(CacheFolder(root).kind("scan"), SHARDS_KILLED)
         try:
             sweep_all(root, FailingDisk(step, number, after))
         except PipelineError:
@@ -422,8 +422,8 @@ def test_a_disk_that_fails_during_a_sweep_costs_nothing_that_is_live(tmp_path, s
 
 READER = """
 import sys; from pathlib import Path
-from tests.store.content import is_right, key_of; from pipeline.store.cache_folder import Cache
-store = Cache(Path(sys.argv[1])).kind("scan"); keys = [key_of(n) for n in map(int, sys.argv[2].split(","))]
+from tests.store.content import is_right, key_of; from pipeline.store.cache_folder import CacheFolder
+store = CacheFolder(Path(sys.argv[1])).kind("scan"); keys = [key_of(n) for n in map(int, sys.argv[2].split(","))]
 places = store.locate(keys)
 print("located", flush=True); rounds = 0
 stop = Path(sys.argv[3])
@@ -436,11 +436,11 @@ print(rounds, flush=True)
 
 def test_a_reader_that_knows_where_records_were_goes_on_through_a_sweep(tmp_path):
     root, stop, live = tmp_path / "cache", tmp_path / "stop", [0, 7, 9, 13]
-    write_shards(Cache(root).kind("scan"), SHARDS_KILLED)
+    write_shards(CacheFolder(root).kind("scan"), SHARDS_KILLED)
     words = [sys.executable, "-c", READER, str(root), ",".join(map(str, live)), str(stop)]
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as reader:
         assert reader.stdout.readline() == "located\n"
-        store = Cache(root).kind("scan")
+        store = CacheFolder(root).kind("scan")
         clean(store, live_of(live))
         stop.touch()
         assert int(reader.stdout.readline()) >= 2
@@ -449,9 +449,9 @@ def test_a_reader_that_knows_where_records_were_goes_on_through_a_sweep(tmp_path
 
 
 def test_a_reader_whose_shard_was_swept_away_is_told_that_the_record_is_gone(tmp_path):
-    store = Cache(tmp_path / "cache").kind("scan")
+    store = CacheFolder(tmp_path / "cache").kind("scan")
     write_shards(store, [[1]])
-    reader = Cache(tmp_path / "cache").kind("scan")
+    reader = CacheFolder(tmp_path / "cache").kind("scan")
     places = reader.locate([key_of(1)])[0]
     clean(store, Live())
     with pytest.raises(RecordMissing):
@@ -459,9 +459,9 @@ def test_a_reader_whose_shard_was_swept_away_is_told_that_the_record_is_gone(tmp
 
 
 def test_writers_go_on_beside_a_sweep(tmp_path):
-    store = Cache(tmp_path / "cache").kind("scan")
+    store = CacheFolder(tmp_path / "cache").kind("scan")
     write_shards(store, [range(6)])
-    with Cache(tmp_path / "cache").kind("scan").writer() as writer:
+    with CacheFolder(tmp_path / "cache").kind("scan").writer() as writer:
         put(writer, 20, 21)
         marked = mark(store, live_of([]), time.time() - HOUR_S)
         list(sweep(store, marked, live_of([])))
@@ -471,11 +471,11 @@ def test_writers_go_on_beside_a_sweep(tmp_path):
 
 
 def test_marking_reads_no_shard_and_swept_space_is_what_was_said(tmp_path):
-    store = Cache(tmp_path / "cache").kind("scan")
+    store = CacheFolder(tmp_path / "cache").kind("scan")
     write_shards(store, [range(6), range(6, 12)])
     store.write_index()
     disk = FailingDisk("", 0)
-    counted = Cache(tmp_path / "cache", disk).kind("scan")
+    counted = CacheFolder(tmp_path / "cache", disk).kind("scan")
     disk.taken.clear()
     live = live_of([0])
     marked = mark(counted, live, LATER)

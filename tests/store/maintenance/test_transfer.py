@@ -11,13 +11,13 @@ import subprocess
 import pytest
 
 from pipeline.errors import CacheDamaged, CacheFull, CacheUnusable, ConfigError, PipelineError
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.cache_layout import EXPORT, MANIFEST
 from pipeline.store.format.disk import Disk
 from pipeline.store.format.shard import read_table
 from pipeline.store.maintenance import exported
-from pipeline.store.maintenance.compact import compact, plan
-from pipeline.store.maintenance.transfer import export, take_in
+from pipeline.store.maintenance.compact import compact_shards, plan_compaction
+from pipeline.store.maintenance.transfer import export_cache, take_in
 from pipeline.store.snapshot import IndexState
 from tests.store.content import is_right, key_of, put
 from tests.store.faulty_disks import FailingDisk, os_error
@@ -28,7 +28,7 @@ NUMBERS = range(40)
 @pytest.fixture
 def cache(tmp_path):
     """A cache of two kinds, in several shards."""
-    cache = Cache(tmp_path / "cache")
+    cache = CacheFolder(tmp_path / "cache")
     with cache.kind("scan").writer(shard_bytes=3000) as writer:
         put(writer, *NUMBERS)
     with cache.kind("graph").writer() as writer:
@@ -43,7 +43,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def other(tmp_path):
-    return Cache(tmp_path / "other")
+    return CacheFolder(tmp_path / "other")
 
 
 def shards(root, kind="*"):
@@ -68,26 +68,26 @@ def holds_all(cache):
     return all(
         is_right(record, key_of(number))
         for kind in ("scan", "graph")
-        for number, record in zip(NUMBERS, Cache(cache.root).kind(kind).read(map(key_of, NUMBERS)), strict=True)
+        for number, record in zip(NUMBERS, CacheFolder(cache.root).kind(kind).read(map(key_of, NUMBERS)), strict=True)
     )
 
 
 def test_what_is_exported_is_imported_whole(cache, folder, other):
-    out = export(cache, folder)
+    out = export_cache(cache, folder)
     assert (out.copied, out.there, out.refused) == (len(shards(cache.root)), 0, [])
     assert out.bytes == sum(path.stat().st_size for path in shards(folder))
     into = take_in(other, folder)
     assert (into.copied, into.there, into.refused, into.kinds) == (out.copied, 0, [], out.kinds)
     assert holds_all(other)
     assert [path.read_bytes() for path in shards(other.root)] == [path.read_bytes() for path in shards(cache.root)]
-    assert Cache(other.root).kind("scan").stat().index is IndexState.CURRENT
+    assert CacheFolder(other.root).kind("scan").stat().index is IndexState.CURRENT
     assert not list(other.root.rglob("*.partial"))
     assert not list(folder.rglob("*.partial"))
 
 
 @pytest.mark.skipif(shutil.which("sha256sum") is None, reason="sha256sum is not installed")
 def test_the_manifest_is_one_that_sha256sum_checks(cache, folder):
-    export(cache, folder)
+    export_cache(cache, folder)
     command = ["sha256sum", "--check", "--strict", "--quiet", MANIFEST]
     assert subprocess.run(command, cwd=folder, check=False).returncode == 0
     flip(shards(folder)[0])
@@ -97,34 +97,34 @@ def test_the_manifest_is_one_that_sha256sum_checks(cache, folder):
 
 
 def test_an_export_says_what_is_in_it_and_is_a_cache_itself(cache, folder, tmp_path):
-    export(cache, folder)
+    export_cache(cache, folder)
     told = json.loads((folder / EXPORT).read_text())
     assert (told["export"], told["format"]) == (1, 1)
     paths = shards(folder, "scan")
     assert told["kinds"]["scan"] == {"shards": len(paths), "bytes": sum(path.stat().st_size for path in paths)}
-    over = Cache.over(tmp_path / "mine", [folder])
+    over = CacheFolder.over(tmp_path / "mine", [folder])
     assert over.left_out == ()
     assert over.kind("scan").missing([key_of(3)]) == []
 
 
 def test_some_kinds_can_be_exported_and_others_later(cache, folder, other):
-    assert export(cache, folder, ["graph"]).kinds == {"graph": 1}
+    assert export_cache(cache, folder, ["graph"]).kinds == {"graph": 1}
     assert shards(folder, "scan") == []
-    again = export(cache, folder, ["scan"])
+    again = export_cache(cache, folder, ["scan"])
     assert again.there == 0
     assert take_in(other, folder).refused == []
     assert holds_all(other)
     with pytest.raises(ConfigError, match=r"no records of kind 'grahp'; there are graph, scan"):
-        export(cache, folder, ["grahp"])
+        export_cache(cache, folder, ["grahp"])
 
 
 def test_again_only_what_is_missing_or_damaged_is_copied(cache, folder, other):
-    export(cache, folder)
+    export_cache(cache, folder)
     lost, bad, *others = shards(folder)
     lost.unlink()
     flip(bad)
     kept = {path: path.stat().st_ino for path in others}
-    again = export(cache, folder)
+    again = export_cache(cache, folder)
     assert (again.copied, again.there) == (2, len(kept))
     assert {path: path.stat().st_ino for path in kept} == kept
     assert take_in(other, folder).refused == []
@@ -141,7 +141,7 @@ def test_an_export_that_was_broken_off_anywhere_is_finished_by_the_next(cache, f
     while True:
         disk = FailingDisk(step, errno.EIO, after)
         try:
-            export(Cache(cache.root, disk), folder)
+            export_cache(CacheFolder(cache.root, disk), folder)
         except PipelineError:
             assert not (folder / MANIFEST).exists()
             with pytest.raises(PipelineError):
@@ -157,13 +157,13 @@ def test_an_export_that_was_broken_off_anywhere_is_finished_by_the_next(cache, f
 
 @pytest.mark.parametrize("step", ["write_at", "fsync", "link"])
 def test_an_import_that_was_broken_off_anywhere_is_finished_by_the_next(cache, folder, other, step):
-    export(cache, folder)
+    export_cache(cache, folder)
     after = 0
     while True:
         try:
-            take_in(Cache(other.root, FailingDisk(step, errno.EIO, after)), folder)
+            take_in(CacheFolder(other.root, FailingDisk(step, errno.EIO, after)), folder)
         except PipelineError:
-            store = Cache(other.root).kind("scan")
+            store = CacheFolder(other.root).kind("scan")
             there = [key for key in map(key_of, NUMBERS) if key in store]
             assert all(is_right(store.get(key), key) for key in there)
             after += 1
@@ -174,18 +174,18 @@ def test_an_import_that_was_broken_off_anywhere_is_finished_by_the_next(cache, f
 
 
 def test_what_a_killed_export_left_unfinished_is_swept(cache, folder):
-    export(cache, folder)
+    export_cache(cache, folder)
     (folder / "scan/tmp/20200101T000000Z-gone-1-0123456789abcdef.partial").write_text("half")
     (folder / "20200101T000000Z-gone-1-0123456789abcdef.partial").write_text("half")
     (folder / "scan/tmp/mine.partial").write_text("not of an export")
-    export(cache, folder)
+    export_cache(cache, folder)
     assert [path.name for path in folder.rglob("*.partial")] == ["mine.partial"]
 
 
 def test_a_damaged_shard_is_named_and_not_exported(cache, folder, other):
     bad = shards(cache.root, "scan")[1]
     flip(bad)
-    moved = export(cache, folder)
+    moved = export_cache(cache, folder)
     (refused,) = moved.refused
     assert refused.file == f"scan/shards/{bad.name}"
     assert "1 of its" in refused.what
@@ -199,22 +199,22 @@ def test_a_damaged_shard_is_named_and_not_exported(cache, folder, other):
 def test_a_shard_damaged_around_its_records_is_not_exported_either(cache, folder, where):
     bad = shards(cache.root, "graph")[0]
     flip(bad, bad.stat().st_size + where if where < 0 else where)
-    assert [one.file for one in export(cache, folder).refused] == [f"graph/shards/{bad.name}"]
+    assert [one.file for one in export_cache(cache, folder).refused] == [f"graph/shards/{bad.name}"]
 
 
 def test_a_copy_in_the_export_outlives_the_damage_of_its_source(cache, folder, other):
-    export(cache, folder)
+    export_cache(cache, folder)
     flip(shards(cache.root)[0])
-    assert export(cache, folder).refused == []
+    assert export_cache(cache, folder).refused == []
     assert take_in(other, folder).refused == []
     assert holds_all(other)
 
 
 def test_an_export_after_a_compaction_holds_each_record_once(cache, folder, other):
-    export(cache, folder)
-    store = Cache(cache.root).kind("scan")
-    compact(store, plan(store), settle_s=0)
-    moved = export(cache, folder)
+    export_cache(cache, folder)
+    store = CacheFolder(cache.root).kind("scan")
+    compact_shards(store, plan_compaction(store), settle_s=0)
+    moved = export_cache(cache, folder)
     assert (moved.refused, moved.dropped > 1) == ([], True)
     assert [path.name for path in shards(folder)] == [path.name for path in shards(cache.root)]
     assert take_in(other, folder).refused == []
@@ -222,20 +222,20 @@ def test_an_export_after_a_compaction_holds_each_record_once(cache, folder, othe
 
 
 def test_what_the_cache_has_no_longer_is_verified_and_stays(cache, folder, other):
-    export(cache, folder)
+    export_cache(cache, folder)
     shards(cache.root, "scan")[0].unlink()
-    moved = export(cache, folder)
+    moved = export_cache(cache, folder)
     assert (moved.refused, moved.dropped, moved.copied) == ([], 0, 0)
     assert take_in(other, folder).refused == []
     assert holds_all(other)
 
 
 def test_what_the_cache_has_no_longer_and_is_damaged_is_named_and_not_in_the_manifest(cache, folder, other):
-    export(cache, folder)
+    export_cache(cache, folder)
     bad = shards(folder, "scan")[0]
     shards(cache.root, "scan")[0].unlink()
     flip(bad)
-    (refused,) = export(cache, folder).refused
+    (refused,) = export_cache(cache, folder).refused
     assert refused.file == f"scan/shards/{bad.name}"
     assert "the cache has it no longer" in refused.what
     assert bad.exists()
@@ -244,18 +244,18 @@ def test_what_the_cache_has_no_longer_and_is_damaged_is_named_and_not_in_the_man
 
 
 def test_a_manifest_of_any_size_is_not_read(cache, folder, other, monkeypatch):
-    export(cache, folder)
+    export_cache(cache, folder)
     monkeypatch.setattr(exported, "MANIFEST_BYTES", (folder / MANIFEST).stat().st_size - 1)
     with pytest.raises(CacheDamaged, match="too large"):
         take_in(other, folder)
 
 
 def test_nothing_is_exported_through_a_link_that_leads_elsewhere(cache, folder, tmp_path):
-    export(cache, folder)
+    export_cache(cache, folder)
     (folder / "scan").rename(tmp_path / "elsewhere")
     (folder / "scan").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CacheUnusable, match="leads out of the cache"):
-        export(cache, folder)
+        export_cache(cache, folder)
 
 
 def damage(folder):
@@ -301,7 +301,7 @@ def pipe(folder):
 
 @pytest.mark.parametrize("harm", [damage, cut, lose, swap, link_out, pipe])
 def test_a_file_that_did_not_arrive_whole_is_named_and_the_rest_is_imported(cache, folder, other, harm):
-    export(cache, folder)
+    export_cache(cache, folder)
     names = [path.name for path in shards(folder)]
     why = harm(folder)
     moved = take_in(other, folder)
@@ -314,7 +314,7 @@ def test_a_file_that_did_not_arrive_whole_is_named_and_the_rest_is_imported(cach
 
 
 def test_a_folder_that_is_a_link_leads_nowhere(cache, folder, other):
-    export(cache, folder)
+    export_cache(cache, folder)
     (folder / "scan").rename(folder.parent / "moved")
     (folder / "scan").symlink_to(folder.parent / "moved")
     moved = take_in(other, folder)
@@ -340,7 +340,7 @@ def test_a_folder_that_is_a_link_leads_nowhere(cache, folder, other):
     ],
 )
 def test_a_manifest_that_names_anything_else_is_refused_before_anything_is_read(cache, folder, other, name):
-    export(cache, folder)
+    export_cache(cache, folder)
     rewrite(folder / MANIFEST, (folder / MANIFEST).read_text() + "0" * 64 + f"  {name}\n")
     with pytest.raises(CacheDamaged, match=r"line \d+ names no file of an export"):
         take_in(other, folder)
@@ -349,7 +349,7 @@ def test_a_manifest_that_names_anything_else_is_refused_before_anything_is_read(
 
 @pytest.mark.parametrize("keep", [0.0, 0.5, 0.99])
 def test_a_manifest_that_was_cut_is_not_taken_for_a_smaller_export(cache, folder, other, keep):
-    export(cache, folder)
+    export_cache(cache, folder)
     text = (folder / MANIFEST).read_text()
     rewrite(folder / MANIFEST, text[: int(keep * len(text))])
     with pytest.raises(CacheDamaged):
@@ -361,7 +361,7 @@ def test_a_manifest_that_was_cut_is_not_taken_for_a_smaller_export(cache, folder
 
 
 def test_an_export_without_its_manifest_is_not_finished(cache, folder, other):
-    export(cache, folder)
+    export_cache(cache, folder)
     (folder / MANIFEST).unlink()
     with pytest.raises(CacheDamaged, match="not finished: it has no manifest"):
         take_in(other, folder)
@@ -381,7 +381,7 @@ def test_an_export_without_its_manifest_is_not_finished(cache, folder, other):
     ],
 )
 def test_an_export_that_says_nothing_or_is_newer_is_refused(cache, folder, other, text, error):
-    export(cache, folder)
+    export_cache(cache, folder)
     rewrite(folder / EXPORT, text)
     with pytest.raises(error) as caught:
         take_in(other, folder)
@@ -396,7 +396,7 @@ def test_a_folder_that_is_no_export_is_refused(cache, tmp_path, other):
 
 
 def test_nothing_that_is_there_is_overwritten(cache, folder, other):
-    export(cache, folder)
+    export_cache(cache, folder)
     take_in(other, folder)
     one, two = shards(other.root, "scan")[:2]
     content = one.read_bytes()
@@ -414,7 +414,7 @@ def test_nothing_that_is_there_is_overwritten(cache, folder, other):
 
 def test_two_imports_at_once_are_one(cache, folder, other):
     """The other one publishes each file just before this one does."""
-    export(cache, folder)
+    export_cache(cache, folder)
 
     class Slower(Disk):
         def link(self, source, target):
@@ -422,7 +422,7 @@ def test_two_imports_at_once_are_one(cache, folder, other):
                 shutil.copy(source, target)
             super().link(source, target)
 
-    moved = take_in(Cache(other.root, Slower()), folder)
+    moved = take_in(CacheFolder(other.root, Slower()), folder)
     assert (moved.copied, moved.refused) == (0, [])
     assert moved.there == len(shards(folder))
     assert holds_all(other)
@@ -431,41 +431,41 @@ def test_two_imports_at_once_are_one(cache, folder, other):
 @pytest.mark.parametrize("place", ["cache/export", "cache", "."])
 def test_an_export_neither_lies_in_its_cache_nor_around_it(cache, tmp_path, place):
     with pytest.raises(ConfigError, match="cannot lie in its cache"):
-        export(cache, tmp_path / place)
+        export_cache(cache, tmp_path / place)
 
 
 def test_a_folder_in_use_is_no_place_for_an_export(cache, tmp_path, other):
     with other.kind("scan").writer() as writer:
         put(writer, 1)
     with pytest.raises(ConfigError, match="not empty, and no export"):
-        export(cache, other.root)
+        export_cache(cache, other.root)
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis/thesis.tex").write_text("x")
     with pytest.raises(CacheUnusable, match="not empty, and no export"):
-        export(cache, tmp_path / "thesis")
+        export_cache(cache, tmp_path / "thesis")
     with pytest.raises(ConfigError, match="the cache is empty"):
-        export(Cache(tmp_path / "nothing"), tmp_path / "export")
+        export_cache(CacheFolder(tmp_path / "nothing"), tmp_path / "export")
 
 
 def test_too_little_room_is_said_before_anything_is_copied(cache, folder, other):
-    export(cache, folder)
+    export_cache(cache, folder)
 
     class Small(Disk):
         def free_bytes(self, path):
             return 10
 
     for move, target in (
-        (lambda: export(Cache(cache.root, Small()), folder.parent / "second"), folder.parent / "second"),
-        (lambda: take_in(Cache(other.root, Small()), folder), other.root),
+        (lambda: export_cache(CacheFolder(cache.root, Small()), folder.parent / "second"), folder.parent / "second"),
+        (lambda: take_in(CacheFolder(other.root, Small()), folder), other.root),
     ):
         with pytest.raises(CacheFull, match="are to be copied, and"):
             move()
         assert not target.exists()
-    assert export(Cache(cache.root, Small()), folder).copied == 0  # nothing is to be copied
+    assert export_cache(CacheFolder(cache.root, Small()), folder).copied == 0  # nothing is to be copied
 
 
 def test_links_are_made_if_asked_and_refused_where_there_are_none(cache, folder, tmp_path):
-    assert export(cache, folder, link=True).refused == []
+    assert export_cache(cache, folder, link=True).refused == []
     assert all(one.samefile(two) for one, two in zip(shards(cache.root), shards(folder), strict=True))
     assert (folder / MANIFEST).exists()
 
@@ -476,18 +476,18 @@ def test_links_are_made_if_asked_and_refused_where_there_are_none(cache, folder,
             super().link(source, target)
 
     with pytest.raises(ConfigError, match="cannot be linked here") as caught:
-        export(Cache(cache.root, Elsewhere()), tmp_path / "second", link=True)
+        export_cache(CacheFolder(cache.root, Elsewhere()), tmp_path / "second", link=True)
     assert "--link" in caught.value.remedy
 
 
 def test_a_damaged_shard_is_not_linked(cache, folder):
     flip(shards(cache.root, "graph")[0])
-    assert len(export(cache, folder, link=True).refused) == 1
+    assert len(export_cache(cache, folder, link=True).refused) == 1
     assert shards(folder, "graph") == []
 
 
 def test_progress_is_told_in_bytes(cache, folder, other):
-    for move in (lambda tell: export(cache, folder, tell=tell), lambda tell: take_in(other, folder, tell=tell)):
+    for move in (lambda tell: export_cache(cache, folder, tell=tell), lambda tell: take_in(other, folder, tell=tell)):
         told = []
         move(lambda now, total: told.append((now, total)))  # noqa: B023 - it is called at once
         assert told == sorted(told)
@@ -497,7 +497,7 @@ def test_progress_is_told_in_bytes(cache, folder, other):
 def test_a_file_that_a_manifest_cannot_name_is_named_and_the_rest_can_be_imported(cache, folder, other):
     path = shards(cache.root, "graph")[0]
     path.rename(path.with_name("my file.safetensors"))
-    moved = export(cache, folder)
+    moved = export_cache(cache, folder)
     assert [one.file for one in moved.refused] == ["graph/shards/my file.safetensors"]
     assert "rename it" in moved.refused[0].what
     assert take_in(other, folder).refused == []

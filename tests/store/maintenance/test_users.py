@@ -6,8 +6,8 @@ import errno
 
 import pytest
 
-from pipeline.store.cache_folder import Cache
-from pipeline.store.key_lists import name_of, recall, remember, sorted_pairs, tally
+from pipeline.store.cache_folder import CacheFolder
+from pipeline.store.key_lists import key_list_name, recall, remember_keys, sorted_pairs, tally
 from pipeline.store.maintenance.leftovers import User, forget, register, registered
 from tests.store.content import key_of, put
 from tests.store.faulty_disks import FailingDisk
@@ -46,11 +46,11 @@ def test_a_file_that_says_nothing_is_named(cache, text):
 def test_a_cache_that_cannot_be_written_keeps_no_list_and_that_is_no_failure(cache, number):
     disk = FailingDisk("open_new", number)
     assert not register(disk, cache.root, ONE)
-    assert not remember(disk, cache.root, "graph", {}, KEYS)
+    assert not remember_keys(disk, cache.root, "graph", {}, KEYS)
 
 
 def test_what_is_wanted_is_recalled_for_the_same_question_alone(cache):
-    assert remember(cache.disk, cache.root, "graph", {"neighbours": 5}, KEYS)
+    assert remember_keys(cache.disk, cache.root, "graph", {"neighbours": 5}, KEYS)
     found = recall(cache.disk, cache.root, "graph", {"neighbours": 5})
     assert found.pairs.tolist() == sorted_pairs(KEYS).tolist()
     assert found.at > 0
@@ -60,8 +60,8 @@ def test_what_is_wanted_is_recalled_for_the_same_question_alone(cache):
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "head"])
 def test_what_is_wanted_is_not_recalled_from_a_damaged_file(cache, damage):
-    remember(cache.disk, cache.root, "graph", {}, KEYS)
-    path = cache.root / "_users" / name_of("graph", {})
+    remember_keys(cache.disk, cache.root, "graph", {}, KEYS)
+    path = cache.root / "_users" / key_list_name("graph", {})
     content = bytearray(path.read_bytes())
     content[-1 if damage == "flip" else 3] ^= 1
     cut = {"flip": content, "cut": content[:-16], "empty": b"", "head": content}[damage]
@@ -77,8 +77,8 @@ def test_a_tally_counts_by_tag_and_finds_what_is_absent(cache):
             put(writer, *numbers)
         store.write_index()
     tag = key_of(2)[:4]
-    found = tally(Cache(cache.root).kind("scan"), [tag, b"none"], sorted_pairs(KEYS))
-    assert found.stat == Cache(cache.root).kind("scan").stat()
+    found = tally(CacheFolder(cache.root).kind("scan"), [tag, b"none"], sorted_pairs(KEYS))
+    assert found.stat == CacheFolder(cache.root).kind("scan").stat()
     assert found.stat.records == 4
     assert found.tagged == {tag: store.tagged(tag), b"none": (0, 0)}
     assert found.absent.tolist() == sorted_pairs(key_of(4)).tolist()

@@ -17,28 +17,28 @@ from pipeline.graphs import atom_graph
 from pipeline.graphs.item_graph import GraphRecipe as GraphRecipe
 from pipeline.keys import content_digest, tagged_key
 from pipeline.records import Inventory, Item, Kind, Part, Reason, Role
-from pipeline.structures.atoms import Unusable, text
-from pipeline.structures.inventory import Complex, Recipe, examine, item_key, plain
-from pipeline.structures.parsing.amber import candidates
-from pipeline.structures.parsing.read_structure import Reading, parse, parser_of
+from pipeline.structures.atoms import UnusableInput, name_text
+from pipeline.structures.inventory import Complex, ScanRecipe, examine_item, item_key, plain_recipe
+from pipeline.structures.parsing.amber import coordinate_candidates
+from pipeline.structures.parsing.read_structure import FileReading, parse_structure
 from pipeline.structures.parsing.second_parser import NotComparable, read_second
-from pipeline.structures.parsing.structure_files import paths, plain_files
-from pipeline.structures.policy import Policy, Structure, apply
+from pipeline.structures.parsing.structure_files import item_paths, parser_of, plain_files
+from pipeline.structures.policy import Policy, Structure, apply_policy
 from tests.structures.parsing.amber_text import complex_files, edited, write_complex
 from tests.structures.pdb_text import chain
 
-KEEP = Recipe(policy=Policy(ligands="keep"))
+KEEP = ScanRecipe(policy=Policy(ligands="keep"))
 LIMIT = 1 << 20
 
 
 def structure(topology: bytes | None = None, coordinates: bytes | None = None, **policy: str) -> Structure:
     own, beside = complex_files()
-    table = parse(topology or own, "amber", Reading(), beside=coordinates or beside)
-    return apply(table, Policy(**policy))  # type: ignore[arg-type]
+    table = parse_structure(topology or own, "amber", FileReading(), beside=coordinates or beside)
+    return apply_policy(table, Policy(**policy))  # type: ignore[arg-type]
 
 
-def refused(topology: bytes | None = None, coordinates: bytes | None = None) -> Unusable:
-    with pytest.raises(Unusable) as caught:
+def refused(topology: bytes | None = None, coordinates: bytes | None = None) -> UnusableInput:
+    with pytest.raises(UnusableInput) as caught:
         structure(topology, coordinates, ligands="keep")
     return caught.value
 
@@ -49,8 +49,8 @@ def item_of(path: Path, *chains: str) -> Item:
     return Item("x", parts=parts or (Part(Role.WHOLE, str(path)),))
 
 
-def read(item: Item, recipe: Recipe = KEEP) -> tuple[Inventory, Complex | None]:
-    return examine(item, plain_files(LIMIT).of(item), recipe)
+def read(item: Item, recipe: ScanRecipe = KEEP) -> tuple[Inventory, Complex | None]:
+    return examine_item(item, plain_files(LIMIT).of(item), recipe)
 
 
 def key(item: Item) -> bytes:
@@ -81,7 +81,8 @@ def test_every_bond_of_every_atom_that_is_kept_is_the_one_parmed_has(tmp_path: P
     ours = structure(ligands="keep")
     names = [(one.residue.idx + 1, one.name) for one in theirs.atoms]
     label = [
-        (int(ours.number_R[residue]), text(name)) for residue, name in zip(ours.residue_A, ours.name_A, strict=True)
+        (int(ours.number_R[residue]), name_text(name))
+        for residue, name in zip(ours.residue_A, ours.name_A, strict=True)
     ]
     links = ours.links()
     assert links.is_complete
@@ -114,14 +115,16 @@ def test_a_bond_longer_than_any_is_refused_by_the_graph_and_named(tmp_path: Path
     beside.write_text("\n".join(lines))
     _, found = read(item_of(path))
     assert found is not None
-    with pytest.raises(Unusable, match=r"P of A 1 in chain A and O5' of A 1 in chain A are bonded, .* 98\.\d+ Å apart"):
+    with pytest.raises(
+        UnusableInput, match=r"P of A 1 in chain A and O5' of A 1 in chain A are bonded, .* 98\.\d+ Å apart"
+    ):
         atom_graph.build_atom_graph(found, GraphRecipe(nodes="atom", contacts=None))
 
 
 def test_coordinates_are_read_from_netcdf_as_from_text() -> None:
     packed = io.BytesIO()
     own = structure().pos_A3
-    all_A3 = parse(complex_files()[0], "amber", Reading(), beside=complex_files()[1]).pos_A3
+    all_A3 = parse_structure(complex_files()[0], "amber", FileReading(), beside=complex_files()[1]).pos_A3
     file = netcdf_file(packed, "w")
     file.createDimension("atom", len(all_A3))
     file.createDimension("spatial", 3)
@@ -163,9 +166,9 @@ def test_a_broken_topology_is_refused_with_what_is_wrong(topology: bytes, told: 
     assert re.search(told, problem.detail)
 
 
-def change(line: int, text: str) -> bytes:
+def change(line: int, content: str) -> bytes:
     lines = complex_files()[1].decode().splitlines()
-    return "\n".join([*lines[:line], text, *lines[line + 1 :]]).encode()
+    return "\n".join([*lines[:line], content, *lines[line + 1 :]]).encode()
 
 
 @pytest.mark.parametrize(
@@ -188,7 +191,7 @@ def test_broken_coordinates_are_refused_with_what_is_wrong(coordinates: bytes, t
 def test_the_coordinates_are_part_of_the_item_and_of_its_key(tmp_path: Path) -> None:
     item = item_of(write_complex(tmp_path), "A", "B")
     beside = tmp_path / "x.inpcrd"
-    assert paths(item) == [str(tmp_path / "x.prmtop"), str(beside)]
+    assert item_paths(item) == [str(tmp_path / "x.prmtop"), str(beside)]
     before = key(item)
     contents = {one.content for one in read(item)[0].partners}
     beside.write_bytes(beside.read_bytes().replace(b"0.4000000", b"0.4000001", 1))
@@ -204,7 +207,7 @@ def test_other_names_of_coordinates_are_found(tmp_path: Path, ending: str) -> No
 def test_a_topology_without_coordinates_misses_a_file(tmp_path: Path) -> None:
     path = write_complex(tmp_path)
     path.with_suffix(".inpcrd").unlink()
-    with pytest.raises(Unusable, match=r"no such file: .*x\.inpcrd, nor one ending in \.rst7 \.crd") as caught:
+    with pytest.raises(UnusableInput, match=r"no such file: .*x\.inpcrd, nor one ending in \.rst7 \.crd") as caught:
         plain_files(LIMIT).of(item_of(path))
     assert caught.value.reason is Reason.MISSING_FILE
 
@@ -216,7 +219,7 @@ def test_the_parser_is_part_of_the_key_of_a_topology_and_of_no_other(
     pdb.write_text(chain("A", "ALA", "GLY"))
     items = (item_of(write_complex(tmp_path)), item_of(pdb))
     before = [key(one) for one in items]
-    monkeypatch.setattr("pipeline.structures.parsing.read_structure._version", lambda _name: "0")
+    monkeypatch.setattr("pipeline.structures.parsing.structure_files._version", lambda _name: "0")
     parser_of.cache_clear()
     assert [key(one) == was for one, was in zip(items, before, strict=True)] == [False, True]
     parser_of.cache_clear()
@@ -227,31 +230,31 @@ def test_a_key_without_topologies_is_of_what_it_always_was(form: str) -> None:
     path, digest = f"k.{form}", content_digest(b"k").hex()
     item = Item("k", parts=(Part(Role.COMPLEX, path),))
     parts = [[Role.COMPLEX, digest, form, parser_of(form), (), (), None]]
-    wanted = tagged_key("scan", plain(KEEP), {"parts": parts, "bound": []})
+    wanted = tagged_key("scan", plain_recipe(KEEP), {"parts": parts, "bound": []})
     assert item_key(item, KEEP, {path: digest, "k.inpcrd": digest}) == wanted
 
 
 def test_without_parmed_the_command_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_complex(tmp_path)
     monkeypatch.setitem(sys.modules, "parmed", None)
-    with pytest.raises(Unusable, match=r"pip install 'pipeline\[molecules\]'") as caught:
+    with pytest.raises(UnusableInput, match=r"pip install 'pipeline\[molecules\]'") as caught:
         plain_files(LIMIT).of(item_of(path))
     assert caught.value.reason is Reason.NEEDS_EXTRA
 
 
 def test_a_second_model_or_an_assembly_is_not_there() -> None:
     for reading, reason in (
-        (Reading(model=2), Reason.MISSING_MODEL),
-        (Reading(assembly="1"), Reason.MISSING_ASSEMBLY),
+        (FileReading(model=2), Reason.MISSING_MODEL),
+        (FileReading(assembly="1"), Reason.MISSING_ASSEMBLY),
     ):
-        with pytest.raises(Unusable) as caught:
-            parse(complex_files()[0], "amber", reading, beside=complex_files()[1])
+        with pytest.raises(UnusableInput) as caught:
+            parse_structure(complex_files()[0], "amber", reading, beside=complex_files()[1])
         assert caught.value.reason is reason
 
 
 def test_the_second_parser_says_that_it_has_nothing_to_say() -> None:
     with pytest.raises(NotComparable, match="AMBER"):
-        read_second(complex_files()[0], "amber", Reading())
+        read_second(complex_files()[0], "amber", FileReading())
 
 
 @pytest.mark.parametrize(
@@ -267,7 +270,7 @@ def test_the_second_parser_says_that_it_has_nothing_to_say() -> None:
 )
 def test_coordinates_are_named_like_their_topology(path: str, stem: str | None) -> None:
     endings = [ending + packed for packed in ("", ".gz") for ending in (".inpcrd", ".rst7", ".crd")]
-    assert list(candidates(path)) == ([] if stem is None else [stem + ending for ending in endings])
+    assert list(coordinate_candidates(path)) == ([] if stem is None else [stem + ending for ending in endings])
 
 
 def test_packed_files_are_read_like_plain_ones(tmp_path: Path) -> None:

@@ -17,11 +17,11 @@ from rdkit.Chem import rdDistGeom
 from pipeline.graphs import atom_graph
 from pipeline.graphs.item_graph import GraphRecipe as GraphRecipe
 from pipeline.records import Inventory, Item, Kind, Part, Reason, Role
-from pipeline.structures.atoms import AtomTable, Unusable, text
-from pipeline.structures.inventory import Complex, Recipe, examine
-from pipeline.structures.parsing.read_structure import Reading, format_of, parse, parser_of
+from pipeline.structures.atoms import AtomTable, UnusableInput, name_text
+from pipeline.structures.inventory import Complex, ScanRecipe, examine_item
+from pipeline.structures.parsing.read_structure import FileReading, parse_structure
 from pipeline.structures.parsing.second_parser import NotComparable, read_second
-from pipeline.structures.parsing.structure_files import plain_files
+from pipeline.structures.parsing.structure_files import format_of, parser_of, plain_files
 from tests.structures.parsing.molecule_text import ACETAMIDE, THEOPHYLLINE
 from tests.structures.pdb_text import chain
 
@@ -30,11 +30,11 @@ ATOMS = GraphRecipe(nodes="atom", contacts=None)
 
 
 def table(block: str, form: str = "sdf") -> AtomTable:
-    return parse(block.encode(), form, Reading())
+    return parse_structure(block.encode(), form, FileReading())
 
 
-def refused(block: str, form: str = "sdf") -> Unusable:
-    with pytest.raises(Unusable) as caught:
+def refused(block: str, form: str = "sdf") -> UnusableInput:
+    with pytest.raises(UnusableInput) as caught:
         table(block, form)
     return caught.value
 
@@ -61,7 +61,7 @@ def read(folder: Path, name: str, content: str | bytes) -> tuple[Inventory, Comp
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     parts = (Part(Role.RECEPTOR, str(folder / "r.pdb")), Part(Role.LIGAND, str(path)))
     item = Item("x", parts=parts)
-    return examine(item, plain_files(LIMIT).of(item), Recipe())
+    return examine_item(item, plain_files(LIMIT).of(item), ScanRecipe())
 
 
 def test_theophylline_has_the_atoms_and_bonds_of_its_lines() -> None:
@@ -72,7 +72,7 @@ def test_theophylline_has_the_atoms_and_bonds_of_its_lines() -> None:
     assert len(wanted) == 22
     assert one.element_A.tolist() == [{"C": 6, "N": 7, "O": 8, "H": 1}[line[31]] for line in lines[4 : 4 + 21]]
     assert one.pos_A3[0].tolist() == [-2.9147, -0.3889, -0.0322]
-    assert [text(name) for name in one.name_A[:5]] == ["C1", "N1", "C2", "O1", "C3"]
+    assert [name_text(name) for name in one.name_A[:5]] == ["C1", "N1", "C2", "O1", "C3"]
     assert not one.notes
 
 
@@ -92,7 +92,7 @@ def test_a_molecule_has_the_bonds_that_rdkit_has(smiles: str, version: str) -> N
 
 def test_a_mol2_file_has_the_names_and_bonds_of_its_lines() -> None:
     one = table(ACETAMIDE, "mol2")
-    assert [text(name) for name in one.name_A] == ["CT", "C", "O", "N", "H1", "H2", "H3", "HN1", "HN2"]
+    assert [name_text(name) for name in one.name_A] == ["CT", "C", "O", "N", "H1", "H2", "H3", "HN1", "HN2"]
     assert bonds(one) == {(0, 1), (1, 2), (1, 3), (0, 4), (0, 5), (0, 6), (3, 7), (3, 8)}
     assert one.element_A.tolist() == [6, 6, 8, 7, 1, 1, 1, 1, 1]
     apart = table(ACETAMIDE.replace("     3     2     4   am", "     3     2     4   nc"), "mol2")
@@ -133,7 +133,7 @@ def test_no_distance_makes_or_breaks_a_bond_that_the_file_tells_of(tmp_path: Pat
     far = THEOPHYLLINE.replace("   -2.9147", "   -9.9147")
     _, found = read(tmp_path, "l.sdf", far)
     assert found is not None
-    with pytest.raises(Unusable, match=r"C1 of LIG 1 in chain _:LIG:1 and N1 .* 8\.44 Å apart"):
+    with pytest.raises(UnusableInput, match=r"C1 of LIG 1 in chain _:LIG:1 and N1 .* 8\.44 Å apart"):
         atom_graph.build_atom_graph(found, ATOMS)
 
 
@@ -265,13 +265,13 @@ def test_an_unbound_molecule_whose_atoms_are_in_another_order_is_refused(tmp_pat
     receptor = Part(Role.RECEPTOR, str(tmp_path / "r.pdb"))
     ligand, there = (Part(Role.LIGAND, str(tmp_path / name)) for name in ("u.sdf", "b.sdf"))
     item = Item("x", parts=(receptor, ligand), bound=(receptor, there))
-    inventory, found = examine(item, plain_files(LIMIT).of(item), Recipe())
+    inventory, found = examine_item(item, plain_files(LIMIT).of(item), ScanRecipe())
     assert found is not None, inventory
     recipe = GraphRecipe(nodes="atom", contacts=9.0)
     if is_same:
         assert atom_graph.build_atom_graph(found, recipe).parts[1].nodes["labelled"].all()
         return
-    with pytest.raises(Unusable, match=r"C1 of LIG 1 .* give both files their atoms in one order") as caught:
+    with pytest.raises(UnusableInput, match=r"C1 of LIG 1 .* give both files their atoms in one order") as caught:
         atom_graph.build_atom_graph(found, recipe)
     assert caught.value.reason is Reason.SEQUENCE_MISMATCH
 
@@ -281,7 +281,7 @@ def test_without_rdkit_the_command_is_told(tmp_path: Path, monkeypatch: pytest.M
     for name in ("x.sdf", "x.mol2.gz"):
         (tmp_path / name).write_text(THEOPHYLLINE)
         item = Item("x", parts=(Part(Role.WHOLE, str(tmp_path / name)),))
-        with pytest.raises(Unusable, match=r"pip install 'pipeline\[molecules\]'") as caught:
+        with pytest.raises(UnusableInput, match=r"pip install 'pipeline\[molecules\]'") as caught:
             plain_files(LIMIT).of(item)
         assert caught.value.reason is Reason.NEEDS_EXTRA
 
@@ -289,22 +289,22 @@ def test_without_rdkit_the_command_is_told(tmp_path: Path, monkeypatch: pytest.M
 def test_a_file_beyond_the_limit_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "x.sdf").write_text(THEOPHYLLINE)
     item = Item("x", parts=(Part(Role.WHOLE, str(tmp_path / "x.sdf")),))
-    with pytest.raises(Unusable) as caught:
+    with pytest.raises(UnusableInput) as caught:
         plain_files(100).of(item)
     assert caught.value.reason is Reason.FILE_TOO_LARGE
 
 
 def test_a_model_an_assembly_and_a_second_opinion_are_not_to_be_had() -> None:
     for reading, reason in (
-        (Reading(model=2), Reason.MISSING_MODEL),
-        (Reading(assembly="1"), Reason.MISSING_ASSEMBLY),
+        (FileReading(model=2), Reason.MISSING_MODEL),
+        (FileReading(assembly="1"), Reason.MISSING_ASSEMBLY),
     ):
-        with pytest.raises(Unusable) as caught:
-            parse(THEOPHYLLINE.encode(), "sdf", reading)
+        with pytest.raises(UnusableInput) as caught:
+            parse_structure(THEOPHYLLINE.encode(), "sdf", reading)
         assert caught.value.reason is reason
     for form in ("sdf", "mol2"):
         with pytest.raises(NotComparable, match="small molecules"):
-            read_second(THEOPHYLLINE.encode(), form, Reading())
+            read_second(THEOPHYLLINE.encode(), form, FileReading())
 
 
 def test_formats_and_their_parsers_have_names() -> None:

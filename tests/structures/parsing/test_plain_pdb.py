@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from pipeline.structures.atoms import AtomTable
 from pipeline.structures.parsing import plain_pdb
-from pipeline.structures.parsing.read_structure import PARSER, Reading, parse, parser_of
+from pipeline.structures.parsing.read_structure import FileReading, parse_structure
+from pipeline.structures.parsing.structure_files import PARSER, parser_of
 from pipeline.structures.synthetic import complex_pdb
 from tests.structures.pdb_text import atom, chain, residue
 
@@ -27,13 +28,13 @@ DNA = ("P", "O5'", "C5'", "C4'", "C3'", "O3'", "C1'")
 def by_gemmi(data: bytes) -> AtomTable:
     """Parse as if there were no quick reader."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plain_pdb, "read", lambda _: None)
-        return parse(data, "pdb", Reading())
+        patch.setattr(plain_pdb, "read_plain_pdb", lambda _: None)
+        return parse_structure(data, "pdb", FileReading())
 
 
 def is_plain(data: bytes) -> bool:
     """Say whether the quick reader reads this; if it does, it must be right."""
-    ours = plain_pdb.read(data)
+    ours = plain_pdb.read_plain_pdb(data)
     if ours is None:
         return False
     theirs = by_gemmi(data)
@@ -72,10 +73,10 @@ def test_made_complexes_are_plain(seed: int) -> None:
 
 
 def test_parse_takes_the_quick_way_only_under_the_default_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = plain_pdb.read(PROTEIN.encode())
-    monkeypatch.setattr(plain_pdb, "read", lambda _: table)
-    assert parse(PROTEIN.encode(), "pdb", Reading()) is table
-    assert parse(PROTEIN.encode(), "pdb", Reading(seqres=True)) is not table
+    table = plain_pdb.read_plain_pdb(PROTEIN.encode())
+    monkeypatch.setattr(plain_pdb, "read_plain_pdb", lambda _: table)
+    assert parse_structure(PROTEIN.encode(), "pdb", FileReading()) is table
+    assert parse_structure(PROTEIN.encode(), "pdb", FileReading(seqres=True)) is not table
 
 
 def test_keys_name_the_quick_reader_once_it_has_read_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +172,7 @@ def test_plain_files_are_read_as_gemmi_reads_them(name: str) -> None:
 
 @pytest.mark.parametrize("name", NOT_PLAIN)
 def test_other_files_are_left_to_gemmi(name: str) -> None:
-    assert plain_pdb.read(NOT_PLAIN[name].encode()) is None
+    assert plain_pdb.read_plain_pdb(NOT_PLAIN[name].encode()) is None
 
 
 ODD_BYTES = b"\0\t\n\r \x0b\x0c\x7f\x80\xffAaHhXx0159.-+*eENTER'\""

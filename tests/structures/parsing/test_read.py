@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.records import Reason
-from pipeline.structures.atoms import Unusable
-from pipeline.structures.parsing import read_structure as read_module
-from pipeline.structures.parsing.read_structure import Reading, format_of, parse, read_file
-from pipeline.structures.policy import Policy, apply
+from pipeline.structures.atoms import UnusableInput
+from pipeline.structures.parsing import structure_files as read_module
+from pipeline.structures.parsing.read_structure import FileReading, parse_structure
+from pipeline.structures.parsing.structure_files import format_of, read_file
+from pipeline.structures.policy import Policy, apply_policy
 from tests.structures.pdb_text import chain
 
 PDB = (chain("A", "ALA", "CYS", "ASP") + "END\n").encode()
@@ -21,8 +22,8 @@ CIF_HEAD = b"data_x\nloop_\n_atom_site.id\n_atom_site.type_symbol\n"
 
 
 def reason_of(path: Path, max_bytes: int = 1 << 20) -> Reason:
-    with pytest.raises(Unusable) as caught:
-        apply(parse(read_file(path, max_bytes), format_of(path), Reading()), Policy())
+    with pytest.raises(UnusableInput) as caught:
+        apply_policy(parse_structure(read_file(path, max_bytes), format_of(path), FileReading()), Policy())
     assert caught.value.detail
     return caught.value.reason
 
@@ -76,15 +77,15 @@ def test_a_gzip_file_of_several_members_is_read_whole(tmp_path: Path) -> None:
 
 def test_a_charge_column_with_something_else_in_it_is_read(tmp_path: Path) -> None:
     line = PDB.split(b"\n")[0].ljust(78) + b"XX"
-    structure = apply(parse(line + b"\n" + PDB, "pdb", Reading()), Policy())
+    structure = apply_policy(parse_structure(line + b"\n" + PDB, "pdb", FileReading()), Policy())
     assert structure.chains[0].sequence == "ACD"
 
 
 @given(st.binary(max_size=300), st.sampled_from(["pdb", "mmcif", "bcif"]))
 def test_no_bytes_make_the_parser_fail_in_any_other_way(data: bytes, form: str) -> None:
     try:
-        apply(parse(data, form, Reading()), Policy())
-    except Unusable as problem:
+        apply_policy(parse_structure(data, form, FileReading()), Policy())
+    except UnusableInput as problem:
         assert problem.detail  # noqa: PT017 - either it reads, or it says why not
 
 
@@ -94,8 +95,8 @@ def test_one_changed_byte_never_crashes_a_read(place: float, value: int, form: s
     position = int(place * (len(text) - 1))
     data = text[:position] + bytes([value]) + text[position + 1 :]
     try:
-        apply(parse(data, form, Reading(seqres=True)), Policy())
-    except Unusable as problem:
+        apply_policy(parse_structure(data, form, FileReading(seqres=True)), Policy())
+    except UnusableInput as problem:
         assert problem.reason in Reason  # noqa: PT017 - either it reads, or it says why not
 
 
@@ -133,7 +134,7 @@ def long_named_cif(chain_name: str) -> bytes:
 @pytest.mark.parametrize("names", ["author", "label"])
 def test_chain_names_of_any_length_are_kept(names: str) -> None:
     data = long_named_cif("HeavyChain-of-antibody-1")
-    structure = apply(parse(data, "mmcif", Reading(chain_names=names)), Policy())  # type: ignore[arg-type]
+    structure = apply_policy(parse_structure(data, "mmcif", FileReading(chain_names=names)), Policy())  # type: ignore[arg-type]
     assert [(one.name, one.sequence) for one in structure.chains] == [("HeavyChain-of-antibody-1", "AG"), ("B", "AG")]
 
 
@@ -147,7 +148,7 @@ def test_copies_in_an_assembly_are_named_after_their_chain() -> None:
         "REMARK 350   BIOMT2   2  0.000000  1.000000  0.000000        0.00000\n"
         "REMARK 350   BIOMT3   2  0.000000  0.000000  1.000000        0.00000\n"
     )
-    structure = apply(parse(remarks.encode() + PDB, "pdb", Reading(assembly="1")), Policy())
+    structure = apply_policy(parse_structure(remarks.encode() + PDB, "pdb", FileReading(assembly="1")), Policy())
     assert [(one.name, one.sequence) for one in structure.chains] == [("A", "ACD"), ("A-2", "ACD")]
     half = len(structure.pos_A3) // 2
     assert structure.pos_A3[half:, 0] - structure.pos_A3[:half, 0] == pytest.approx(50.0)
@@ -167,8 +168,8 @@ SECOND = (
 
 
 def assembled(lines: str, remarks: str, **choices: object) -> list[tuple[str, str]]:
-    reading = Reading(assembly="1", **choices)  # type: ignore[arg-type]
-    structure = apply(parse((remarks + lines).encode(), "pdb", reading), Policy())
+    reading = FileReading(assembly="1", **choices)  # type: ignore[arg-type]
+    structure = apply_policy(parse_structure((remarks + lines).encode(), "pdb", reading), Policy())
     return [(one.name, one.sequence) for one in structure.chains]
 
 
@@ -178,7 +179,7 @@ def test_an_assembly_may_name_chains_that_were_trimmed_away() -> None:
 
 def test_a_copy_never_takes_the_name_of_another_chain() -> None:
     cif = long_named_cif("A").replace(b" B 1 ", b" A-2 1 ").replace(b" B 1\n", b" A-2 1\n")
-    structure = apply(parse(cif, "mmcif", Reading()), Policy())
+    structure = apply_policy(parse_structure(cif, "mmcif", FileReading()), Policy())
     assert [one.name for one in structure.chains] == ["A", "A-2"]
     lines = chain("A", "ALA", "CYS") + "END\n"
     assert assembled(lines, REMARK_350.format("A") + SECOND) == [("A", "AC"), ("A-2", "AC")]
@@ -186,14 +187,14 @@ def test_a_copy_never_takes_the_name_of_another_chain() -> None:
 
 def test_an_assembly_beyond_the_limit_is_refused_before_it_is_built() -> None:
     data = (REMARK_350.format("A") + SECOND + PDB.decode()).encode()
-    with pytest.raises(Unusable) as caught:
-        parse(data, "pdb", Reading(assembly="1"), max_residues=5)
+    with pytest.raises(UnusableInput) as caught:
+        parse_structure(data, "pdb", FileReading(assembly="1"), max_residues=5)
     assert caught.value.reason is Reason.TOO_MANY_RESIDUES
 
 
 def test_binary_cif_without_its_extra_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read_module, "HAS_BIOTITE", False)
     (tmp_path / "x.bcif").write_bytes(b"\x80")
-    with pytest.raises(Unusable, match=r"pip install 'pipeline\[bcif\]'") as caught:
+    with pytest.raises(UnusableInput, match=r"pip install 'pipeline\[bcif\]'") as caught:
         read_file(tmp_path / "x.bcif", 100)
     assert caught.value.reason is Reason.NEEDS_EXTRA

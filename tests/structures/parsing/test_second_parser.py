@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.structures.atoms import Unusable
-from pipeline.structures.parsing.read_structure import HAS_BIOTITE, Reading, format_of, parse, read_file
+from pipeline.structures.atoms import UnusableInput
+from pipeline.structures.parsing.read_structure import FileReading, parse_structure
 from pipeline.structures.parsing.second_parser import NotComparable, disagreements, read_second, second_parser
-from pipeline.structures.policy import Policy, Structure, apply
+from pipeline.structures.parsing.structure_files import HAS_BIOTITE, format_of, read_file
+from pipeline.structures.policy import Policy, Structure, apply_policy
 from pipeline.structures.synthetic import complex_pdb
 from tests.graphs.complexes import LIMIT
 
@@ -18,13 +19,13 @@ pytestmark = pytest.mark.skipif(not HAS_BIOTITE, reason="no second parser is ins
 MADE = complex_pdb(3, 12, 10)
 
 
-def ours(data: bytes, form: str = "pdb", reading: Reading = Reading()) -> Structure:  # noqa: B008 - it is frozen
-    return apply(parse(data, form, reading), Policy())
+def ours(data: bytes, form: str = "pdb", reading: FileReading = FileReading()) -> Structure:  # noqa: B008 - it is frozen
+    return apply_policy(parse_structure(data, form, reading), Policy())
 
 
 def told(structure: Structure, data: bytes, form: str = "pdb") -> list[str]:
     """Return every disagreement about a file's chains."""
-    atoms = read_second(data, form, Reading())
+    atoms = read_second(data, form, FileReading())
     return [what for chain in structure.chains for what in disagreements(atoms, structure, chain)]
 
 
@@ -60,7 +61,7 @@ def test_another_name_and_another_letter_are_told() -> None:
     assert f"is {name} to us, {other} 5 to biotite" in told(ours(MADE), renamed)[0]
     structure = ours(MADE)
     chain = replace(structure.chains[0], sequence="O" * 12)
-    atoms = read_second(MADE, "pdb", Reading())
+    atoms = read_second(MADE, "pdb", FileReading())
     assert "has the letter O" in next(disagreements(atoms, structure, chain))
 
 
@@ -72,16 +73,16 @@ def test_a_residue_with_alternatives_is_compared_by_name_alone() -> None:
 
 
 def test_what_cannot_be_compared_is_said_and_not_accused() -> None:
-    for reading in (Reading(assembly="1"), Reading(chain_names="label")):
+    for reading in (FileReading(assembly="1"), FileReading(chain_names="label")):
         with pytest.raises(NotComparable, match="assemblies and label names"):
             read_second(MADE, "pdb", reading)
     with pytest.raises(NotComparable, match="same parser"):
-        read_second(b"", "bcif", Reading())
+        read_second(b"", "bcif", FileReading())
     with pytest.raises(NotComparable, match="refuses"):
-        read_second(b"ATOM  nonsense\n", "pdb", Reading())
+        read_second(b"ATOM  nonsense\n", "pdb", FileReading())
     after = b"MODEL        1\n" + MADE.replace(b"END\n", b"") + b"\nENDMDL\nATOM   9999  CA  ALA C   1\n"
     with pytest.raises(NotComparable, match="outside of their models"):
-        read_second(after, "pdb", Reading())
+        read_second(after, "pdb", FileReading())
 
 
 @pytest.mark.shared
@@ -93,8 +94,8 @@ def test_nothing_real_is_read_otherwise(shared_structures: Path) -> None:
         form = format_of(path)
         data = read_file(path, LIMIT)
         try:
-            structure, atoms = ours(data, form), read_second(data, form, Reading())
-        except (NotComparable, Unusable):
+            structure, atoms = ours(data, form), read_second(data, form, FileReading())
+        except (NotComparable, UnusableInput):
             refused.append(path.parent.name)
             continue
         found = [what for chain in structure.chains for what in disagreements(atoms, structure, chain)]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.records import Item, Part, Reason, Rejection, Role
-from pipeline.structures.sources.source_folder import in_order, split_suffix
+from pipeline.structures.sources.source_folder import sorted_names, split_suffix
 from tests.structures.sources.source_files import ids, only_item, only_rejection, read, reasons, touch, write
 
 # pairs
@@ -270,7 +270,7 @@ def test_file_names_that_cannot_be_ids_are_rejected(tmp_path: Path) -> None:
 
 @given(st.sets(st.text(alphabet=string.ascii_letters + "é_", min_size=1, max_size=6)))
 def test_names_wait_compactly_and_come_in_order(names: set[str]) -> None:
-    assert list(in_order(itertools.chain(names, names))) == sorted(names)
+    assert list(sorted_names(itertools.chain(names, names))) == sorted(names)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,8 @@ import pytest
 
 from pipeline.errors import DataError
 from pipeline.records import Item, Part, Reason, Rejection, Role
-from pipeline.structures.sources.item_ids import value_of, values_of
-from pipeline.structures.sources.lines import MAX_LINE_BYTES
-from pipeline.structures.sources.source_rows import split_chains
+from pipeline.structures.sources.item_ids import label_values, value_of
+from pipeline.structures.sources.source_rows import MAX_LINE_BYTES, split_chains
 from tests.structures.sources.source_files import ids, only_item, only_rejection, read, reasons, touch, write
 
 
@@ -269,7 +268,7 @@ def test_plain_text_named_gz_is_an_error(tmp_path: Path) -> None:
 
 
 def test_gzip_bomb_is_refused_before_it_unfolds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.structures.sources.lines.EXPANSION_FLOOR_BYTES", 0)
+    monkeypatch.setattr("pipeline.structures.sources.source_rows.EXPANSION_FLOOR_BYTES", 0)
     bomb = write(tmp_path / "m.csv.gz", b"id,path\n" + b"\n" * (1 << 20))
     with pytest.raises(DataError, match="unfolds to more than"):
         read("manifest", bomb)
@@ -283,7 +282,7 @@ LABELLED = (
 def test_labels_that_are_asked_for_are_numbers_or_unknown_and_anything_else_is_a_rejection(tmp_path: Path) -> None:
     entries = read("manifest", write(tmp_path / "m.csv", LABELLED), labels=("affinity", "cluster"))
     items = [entry for entry in entries if isinstance(entry, Item)]
-    values = [values_of(item, ("affinity", "cluster")) for item in items]
+    values = [label_values(item, ("affinity", "cluster")) for item in items]
     assert values[0] == {"affinity": -9.5, "cluster": 3.0}
     assert all(math.isnan(value) for value in values[1].values())
     assert [

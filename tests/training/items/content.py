@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.encoder.embedding_recipe import Recipe, Variant
+from pipeline.encoder.embedding_recipe import EmbeddingRecipe, Variant
 from pipeline.graphs.item_graph import ChainText, ItemGraph, PartnerGraph, encode_graph
 from pipeline.keys import recipe_key
 from pipeline.records import Kind, Role
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 WIDTH = 6
 PRECISION = Variant("fp16")
-ENCODER = Recipe(weights="w", layer=3, context="chain", precision="fp16", storage="fp16")
+ENCODER = EmbeddingRecipe(weights="w", layer=3, context="chain", precision="fp16", storage="fp16")
 LETTERS = np.array(list("ACDEFGHIKLMNPQRSTVWY"))
 PAIR, ALONE = (Role.RECEPTOR, Role.LIGAND), (Role.WHOLE,)
 

@@ -14,8 +14,9 @@ from pipeline.errors import PlanInfeasible
 from pipeline.graphs import atom_graph, residue_graph
 from pipeline.graphs.item_graph import GraphRecipe, decode_graph, encode_graph
 from pipeline.records import Item, Part, Reason, Rejection, Role
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.structures import inventory
+from pipeline.structures.parsing import structure_files
 from pipeline.training.items.batch_layout import BatchBuilder, ItemArrays
 from pipeline.training.items.crop import crop_item, crop_rng
 from pipeline.training.items.item_source import CachedGraphs
@@ -201,7 +202,7 @@ def test_the_cut_follows_from_seed_epoch_and_item_alone():
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     graphs = [graph_of(seed, rna=seed % 3 == 0, atoms=True) for seed in range(8)]
-    return made(Cache(tmp_path_factory.mktemp("crop") / "cache"), graphs)
+    return made(CacheFolder(tmp_path_factory.mktemp("crop") / "cache"), graphs)
 
 
 LIMITS = {"nodes": 60, "pairs": 700}
@@ -282,7 +283,7 @@ def test_nothing_can_be_fetched_too(data):
 
 
 def test_a_fetched_rejection_is_told_with_the_batch_and_to_nobody_else(data, tmp_path):
-    store = Cache(tmp_path / "cache").kind("graph")
+    store = CacheFolder(tmp_path / "cache").kind("graph")
     with store.writer() as writer:
         record = data.graph_store.get(data.table.key(0))
         writer.put(record.key, record.arrays, record.meta)
@@ -299,7 +300,9 @@ def test_a_fetched_rejection_is_told_with_the_batch_and_to_nobody_else(data, tmp
 
 def real(path):
     item = Item(path.stem, parts=(Part(Role.COMPLEX, str(path)),))
-    _, read = inventory.examine(item, {str(path): inventory.File(path.read_bytes(), "00")}, inventory.Recipe())
+    _, read = inventory.examine_item(
+        item, {str(path): structure_files.File(path.read_bytes(), "00")}, inventory.ScanRecipe()
+    )
     return read
 
 

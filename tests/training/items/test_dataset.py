@@ -11,7 +11,7 @@ from pipeline.errors import ConfigError, RecordMissing
 from pipeline.keys import recipe_key
 from pipeline.records import Item, Part, Role
 from pipeline.stages.table_records import wrong_table
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.training.items.item_table import ItemTable, TableBuilder
 from tests.counted import calls_of
 
@@ -28,7 +28,7 @@ ROWS = st.lists(
 
 @pytest.fixture
 def store(tmp_path):
-    return Cache(tmp_path / "cache").kind("sets")
+    return CacheFolder(tmp_path / "cache").kind("sets")
 
 
 def builder_of(rows, items=False):

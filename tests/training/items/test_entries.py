@@ -13,7 +13,7 @@ import pytest
 from pipeline.errors import DataError
 from pipeline.records import Entry, Reason, Rejection
 from pipeline.stages.read_entries import Taken, read
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.training.items.batch import ItemBatch
 from pipeline.training.items.item_source import NUMBERS, ReaderItems, arrays_digest
 from pipeline.training.items.item_table import ItemTable
@@ -152,7 +152,7 @@ def test_no_more_is_read_than_the_limit() -> None:
 
 def test_a_table_comes_back_with_the_places(tmp_path: Path) -> None:
     found, _ = taken(peaks(2), peaks(3))
-    store = Cache(tmp_path / "cache").kind("sets")
+    store = CacheFolder(tmp_path / "cache").kind("sets")
     table = ItemTable.read(store, found.table.write(store))
     assert [table.place(number) for number in range(2)] == [[0], [1]]
     assert table.key(1) == arrays_digest(peaks(3))

@@ -13,7 +13,7 @@ import torch
 
 from pipeline.errors import CacheDamaged, ConfigError, RecordMissing
 from pipeline.records import Reason, Rejection, Role
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.training.items.batch import padded_field
 from pipeline.training.items.loader import Loader
 from pipeline.training.sampling.sampler import Sampler, SamplerSettings
@@ -23,7 +23,7 @@ from tests.training.items.content import ALONE, ENCODER, PRECISION, WIDTH, graph
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     graphs = [graph_of(seed) for seed in range(24)]
-    return made(Cache(tmp_path_factory.mktemp("loader") / "cache"), graphs)
+    return made(CacheFolder(tmp_path_factory.mktemp("loader") / "cache"), graphs)
 
 
 def lists_of(items, size):
@@ -94,7 +94,7 @@ def test_items_of_all_sorts_share_a_batch(tmp_path):
         graph_of(1, ALONE, atoms=True),
         graph_of(2, rna=True, atoms=True, bound=True),
     ]
-    data = made(Cache(tmp_path / "cache"), graphs)
+    data = made(CacheFolder(tmp_path / "cache"), graphs)
     (batch,) = data.loader([[0, 1, 2]])
     for item in batch.items:
         check_item(data, item)
@@ -111,7 +111,7 @@ def test_items_of_all_sorts_share_a_batch(tmp_path):
 def test_types_are_the_same_in_every_batch_however_narrow_the_record(tmp_path):
     small, large = (graph_of(seed) for seed in (1, 2))
     large.parts[0].nodes["chain"] = large.parts[0].nodes["chain"].astype(np.uint16)
-    data = made(Cache(tmp_path / "cache"), [small, large])
+    data = made(CacheFolder(tmp_path / "cache"), [small, large])
     types = [{name: tensor.dtype for name, tensor in batch.fields.items()} for batch in data.loader([[0], [1], [0, 1]])]
     assert types[0] == types[1] == types[2]
 
@@ -299,9 +299,9 @@ def test_a_batch_goes_to_a_device_in_one_piece(data):
 
 
 def test_an_embedding_that_is_missing_names_the_item_and_what_to_type(data, tmp_path):
-    lost = made(Cache(tmp_path / "cache"), [graph_of(0)])
+    lost = made(CacheFolder(tmp_path / "cache"), [graph_of(0)])
     text = lost.graphs[0].parts[1].texts[0]
-    empty = Cache(tmp_path / "other").kind("embed")
+    empty = CacheFolder(tmp_path / "other").kind("embed")
     with empty.writer() as writer:
         for other in lost.rows.keys() - {text}:
             writer.put(ENCODER.key(other, PRECISION), {"rows": lost.rows[other]}, {})
@@ -321,10 +321,10 @@ def test_an_embedding_that_is_missing_names_the_item_and_what_to_type(data, tmp_
     ],
 )
 def test_an_embedding_that_does_not_fit_names_key_and_item(tmp_path, rows, bfloat16, what):
-    data = made(Cache(tmp_path / "cache"), [graph_of(0)])
+    data = made(CacheFolder(tmp_path / "cache"), [graph_of(0)])
     text = data.graphs[0].parts[1].texts[-1]
     key = ENCODER.key(text, PRECISION)
-    data.embed_store = Cache(tmp_path / "other").kind("embed")
+    data.embed_store = CacheFolder(tmp_path / "other").kind("embed")
     with data.embed_store.writer() as writer:
         for one, right in data.rows.items():
             if one != text:
@@ -337,13 +337,13 @@ def test_an_embedding_that_does_not_fit_names_key_and_item(tmp_path, rows, bfloa
 def test_a_row_beyond_the_embedding_is_an_error_that_names_the_item(tmp_path):
     graph = graph_of(0)
     graph.parts[0].nodes["row"][-1] += 20
-    data = made(Cache(tmp_path / "cache"), [graph])
+    data = made(CacheFolder(tmp_path / "cache"), [graph])
     with pytest.raises(CacheDamaged, match=r"residues of item0 have rows .*; its embeddings have"):
         list(data.loader([[0]]))
 
 
 def test_a_damaged_embedding_is_never_yielded(tmp_path):
-    data = made(Cache(tmp_path / "cache"), [graph_of(0)])
+    data = made(CacheFolder(tmp_path / "cache"), [graph_of(0)])
     (path,) = (tmp_path / "cache/embed/shards").iterdir()
     key = ENCODER.key(data.graphs[0].parts[0].texts[0], PRECISION)
     offset = data.embed_store.locate([key])[0][0].offset
@@ -359,13 +359,13 @@ def test_a_damaged_embedding_is_never_yielded(tmp_path):
 
 def test_a_missing_graph_names_the_item_and_what_to_type(data, tmp_path):
     loader = data.loader([[0]])
-    loader._graphs = type(loader._graphs)(Cache(tmp_path / "empty").kind("graph"), data.table)
+    loader._graphs = type(loader._graphs)(CacheFolder(tmp_path / "empty").kind("graph"), data.table)
     with pytest.raises(RecordMissing, match=r"the graph of item0: .*\n.*submit --stage graph"):
         list(loader)
 
 
 def test_a_record_that_says_why_there_is_no_graph_is_a_rejection(data, tmp_path):
-    store = Cache(tmp_path / "cache").kind("graph")
+    store = CacheFolder(tmp_path / "cache").kind("graph")
     with store.writer() as writer:
         writer.put(data.table.key(1), {}, {"reason": "no_contacts", "detail": "too far apart"})
         for number in (0, 2):
@@ -383,9 +383,9 @@ def test_a_record_that_says_why_there_is_no_graph_is_a_rejection(data, tmp_path)
 LEFT_OPEN = """
 import sys
 from pathlib import Path
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from tests.training.items.content import graph_of, made
-data = made(Cache(Path(sys.argv[1])), [graph_of(seed) for seed in range(8)])
+data = made(CacheFolder(Path(sys.argv[1])), [graph_of(seed) for seed in range(8)])
 batches = iter(data.loader([[number] for number in range(8)]))
 print(next(batches).ids)
 """
@@ -398,7 +398,7 @@ def test_a_program_that_ends_in_the_middle_of_a_loop_ends(tmp_path):
 
 
 def test_roles_out_of_order_are_refused(tmp_path):
-    data = made(Cache(tmp_path / "cache"), [graph_of(0, (Role.LIGAND, Role.RECEPTOR))])
+    data = made(CacheFolder(tmp_path / "cache"), [graph_of(0, (Role.LIGAND, Role.RECEPTOR))])
     with pytest.raises(ValueError, match="has the partners ligand, receptor"):
         list(data.loader([[0]]))
 

@@ -11,31 +11,32 @@ from pipeline.graphs.build_graph import build_graph
 from pipeline.graphs.item_graph import GraphRecipe, encode_graph
 from pipeline.keys import content_digest
 from pipeline.records import Item, Part, Reason, Role
-from pipeline.store.cache_folder import Cache
+from pipeline.store.cache_folder import CacheFolder
 from pipeline.structures import inventory
-from pipeline.structures.atoms import Unusable
+from pipeline.structures.atoms import UnusableInput
+from pipeline.structures.parsing import structure_files
 from pipeline.structures.synthetic import complex_pdb
 from pipeline.training.items.item_source import BuiltGraphs, CachedGraphs
 from pipeline.training.items.item_table import TableBuilder
 from pipeline.training.items.loader import Loader
 from tests.training.items.content import Micros
 
-READING, RECIPE = inventory.Recipe(), GraphRecipe(cross_neighbours=3)
+READING, RECIPE = inventory.ScanRecipe(), GraphRecipe(cross_neighbours=3)
 
 
 @pytest.fixture
 def prepared(tmp_path):
     """Three complexes in files, and a table of them with the graphs in the cache."""
-    store = Cache(tmp_path / "cache").kind("graph")
+    store = CacheFolder(tmp_path / "cache").kind("graph")
     builder = TableBuilder()
     with store.writer() as writer:
         for number in range(3):
             path = tmp_path / f"c{number}.pdb"
             path.write_bytes(complex_pdb(number, 30 + number, 25))
             item = Item(path.stem, parts=(Part(Role.COMPLEX, str(path)),), split="train")
-            files = {str(path): inventory.File(path.read_bytes(), content_digest(path.read_bytes()).hex())}
+            files = {str(path): structure_files.File(path.read_bytes(), content_digest(path.read_bytes()).hex())}
             key = RECIPE.key(inventory.item_key(item, READING, {str(path): files[str(path)].digest}))
-            _, read = inventory.examine(item, files, READING)
+            _, read = inventory.examine_item(item, files, READING)
             graph = build_graph(read, RECIPE)
             writer.put(key, *encode_graph(graph))
             builder.add(item.id, key, "train", graph.sizes(), item)
@@ -83,7 +84,7 @@ def test_an_item_that_has_no_graph_is_left_out_and_told(prepared, monkeypatch):
 
     def sometimes(read, recipe):
         if len(read.sides[Role.RECEPTOR].residues()) == 30:
-            raise Unusable(Reason.NO_CONTACTS, "too far apart")
+            raise UnusableInput(Reason.NO_CONTACTS, "too far apart")
         return real(read, recipe)
 
     monkeypatch.setattr("pipeline.training.items.item_source.build_graph", sometimes)

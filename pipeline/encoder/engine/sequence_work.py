@@ -1,0 +1,209 @@
+"""What flows through the engine: its settings and counts, sequences on their way, and what became of them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+import torch
+
+from pipeline.encoder.embedding_recipe import ENDS, Variant
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from pipeline.encoder.embedding_recipe import EmbeddingRecipe, SequenceCut
+    from pipeline.records import Reason
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """How one process encodes."""
+
+    policy: str  # divisor or tokens
+    cap: int | Literal["auto"]
+    budget: int | Literal["auto"]
+    device: str  # cpu or cuda
+    threads: int = 1
+    shrink: int = 0  # how often the budget is halved, because a card's memory ended in an earlier attempt
+    mem_bytes: int | None = None  # what the allocation gives this process on the host
+
+
+@dataclass(slots=True)
+class EmbeddingCounts:
+    """Counts that only grow, but for the budget; changed by the engine alone, read by anybody."""
+
+    sequences: int = 0  # stored
+    refused: int = 0
+    residues: int = 0  # of what was stored
+    encoded_residues: int = 0  # in all forward passes: what windows share counts twice
+    tokens: int = 0  # computed for it: ends and filling included, and what windows share twice
+    batches: int = 0
+    splits: int = 0  # times that memory did not suffice
+    again: int = 0  # sequences done again in full precision
+    forward_s: float = 0.0
+    cost_done: float = 0.0
+    budget_tokens: int = 0
+    host_peak_bytes: int = 0
+    device_peak_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeStep:
+    """Where and how a sequence is computed."""
+
+    device: str  # cpu or cuda
+    variant: Variant
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceWork:
+    """One sequence on its way."""
+
+    index: int  # its place in what the engine was given
+    text: str
+    tokens_L: NDArray[np.uint8]  # of the residues that get a row
+    step: ComputeStep
+
+    @property
+    def windows(self) -> SequenceCut | None:
+        """Return the windows it is cut into; None where it goes through the encoder as one."""
+        cut = self.step.variant.cut
+        return cut if cut is not None and cut.policy == "windows" else None
+
+    @property
+    def tokens(self) -> int:
+        """Count the tokens it has as one."""
+        return len(self.tokens_L) + ENDS
+
+    def at(self, step: ComputeStep) -> SequenceWork:
+        """Return the same sequence on another step; windows never follow a truncation, so its tokens stay."""
+        return replace(self, step=step)
+
+
+def first_step(recipe: EmbeddingRecipe, precision: str, residues: int, device: str) -> ComputeStep:
+    """Return how a sequence of that length is computed to begin with."""
+    return ComputeStep(device, Variant(precision, recipe.wanted(residues).cut))
+
+
+def below(recipe: EmbeddingRecipe, residues: int, step: ComputeStep) -> ComputeStep | None:
+    """Return what to try when a step does not fit the memory; None when nothing is left."""
+    cut = recipe.windowed(residues)
+    lower = [ComputeStep(step.device, replace(step.variant, cut=cut))] if cut != step.variant.cut else []
+    if step.device != "cpu":
+        lower.append(ComputeStep("cpu", Variant("fp32", cut)))
+    accepted = recipe.accepted(residues)
+    return next((one for one in lower if one.variant in accepted), None)
+
+
+def full_precision(recipe: EmbeddingRecipe, step: ComputeStep) -> ComputeStep | None:
+    """Return what to try when a step gives numbers that are not finite; None when nothing is left."""
+    if step.variant.precision == "fp32" or not recipe.half_fallback:
+        return None
+    return replace(step, variant=replace(step.variant, precision="fp32"))
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedSequence:
+    """A sequence without an embedding, and why."""
+
+    index: int
+    reason: Reason
+    detail: str
+
+
+class Forward(Protocol):
+    """What encodes a batch."""
+
+    dim: int
+    fill: int  # tokens are filled up to a multiple of this
+
+    def bytes_per_token(self) -> int:
+        """Return the memory that one more token takes."""
+
+    def __call__(self, tokens: Sequence[NDArray[np.uint8]]) -> torch.Tensor:
+        """Return the rows of all residues, in order."""
+
+
+class Span:
+    """The time a computation takes: on CUDA, where it goes on after the call, by the card's own clock."""
+
+    def __init__(self, device: str) -> None:
+        self._on_card = device != "cpu" and torch.cuda.is_available()
+        self._begin: Any = self._now()
+        self._end: Any = self._begin
+
+    def stop(self) -> Span:
+        """Mark the end."""
+        self._end = self._now()
+        return self
+
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        """Let what follows on a stream wait for the end."""
+        stream.wait_event(self._end)
+
+    def seconds(self) -> float:
+        """Return how long it took; on CUDA, only once it is over."""
+        if self._on_card:
+            return float(self._begin.elapsed_time(self._end)) / 1e3
+        return float(self._end - self._begin)
+
+    def _now(self) -> Any:
+        if not self._on_card:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """The rows of a few sequences, one after the other, where they were computed; on CUDA, perhaps not yet."""
+
+    works: Sequence[SequenceWork]
+    rows_RD: torch.Tensor  # in storage precision
+    span: Span
+
+    @property
+    def bytes(self) -> int:
+        """Count the bytes of the rows."""
+        return self.rows_RD.numel() * self.rows_RD.element_size()
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """What is stored of a sequence."""
+
+    index: int
+    text: str
+    variant: Variant
+    rows_LD: NDArray[Any]  # in storage precision; bfloat16 as its bits, uint16
+
+    @property
+    def residues(self) -> int:
+        """Count the residues of the text; a truncated one has fewer rows."""
+        return len(self.text)
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """Return what the record says beside the rows: plain JSON."""
+        cut = self.variant.cut
+        return {
+            "residues": self.residues,
+            "rows": len(self.rows_LD),
+            "precision": self.variant.precision,
+            "cut": None if cut is None else {"policy": cut.policy, "length": cut.length, "overlap": cut.overlap},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A sequence whose embedding the sink has taken."""
+
+    reason: ClassVar[None] = None
+    index: int
+    variant: Variant
