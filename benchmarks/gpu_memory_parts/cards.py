@@ -126,7 +126,7 @@ class StandIn:
 
 def settings_of(text: str) -> Any:
     """Return the allocator's settings by their text."""
-    return next(one.settings for one in SETTINGS if one.settings.text == text)
+    return next(settings for settings in SETTINGS if settings.text == text)
 
 
 def opened(case: Mapping[str, Any]) -> Any:

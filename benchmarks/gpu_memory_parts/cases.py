@@ -124,4 +124,4 @@ def history_cases(bench: Bench, member: str, folder: Path) -> Iterator[Callable[
     if member == HISTORIES[-1]:
         yield tight
     for one in SETTINGS:
-        yield lambda text=one.settings.text: run(text)
+        yield lambda text=one.text: run(text)

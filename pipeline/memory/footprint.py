@@ -160,7 +160,6 @@ class StepTapes:
         return cls((*play, standing.first_update if first else standing.update))
 
     def peak_bytes(self, live: int) -> int:
-        """Return the most that is live when so much was before."""
         return tapes_peak_bytes(self.tapes, live)
 
 

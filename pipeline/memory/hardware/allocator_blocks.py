@@ -33,7 +33,6 @@ class SegmentBlock:
         return rest
 
     def absorb(self, other: SegmentBlock) -> None:
-        """Take a neighbour's range."""
         if other is self.before:
             self.address = other.address
             self.before = other.before

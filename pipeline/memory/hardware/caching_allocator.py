@@ -26,9 +26,9 @@ from pipeline.memory.hardware.allocator_blocks import (
 from pipeline.units import MIB, format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
-    from pipeline.memory.footprint import Integers, Tape
+    from pipeline.memory.footprint import Integers, StepTapes, Tape
 
 _LEAST = 512  # kMinBlockSize: what sizes are rounded up to
 _SMALL = MIB  # kSmallSize: the largest that the small pool serves
@@ -70,6 +70,10 @@ class AllocatorSettings:
             "garbage_collection_threshold": self.garbage_collection_threshold,
         }
         return ",".join(f"{name}:{value}" for name, value in said.items() if value)
+
+    @property
+    def name(self) -> str:
+        return self.text or "default"
 
 
 class SimulatedOutOfMemory(RuntimeError):
@@ -149,7 +153,6 @@ class Allocator:
                     self._free(block)
 
     def live(self) -> Iterator[tuple[int, int]]:
-        """Yield addresses and bytes of what is in use."""
         return ((block.address, block.bytes) for block in (*self._blocks.values(), *self._left))
 
     def _round_all(self, bytes_E: Integers) -> list[int]:
@@ -342,3 +345,29 @@ def _known(block: SegmentBlock | None, number: int) -> SegmentBlock:
     if block is None:
         raise ValueError(f"block {number} is released and not in use")
     return block
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What steps took of a GPU with some settings."""
+
+    allocated_bytes: int  # both at their peaks
+    reserved_bytes: int
+    driver_calls: int  # after the first steps there should be no more
+    retries: int
+
+    @property
+    def fragmentation(self) -> float:
+        """How many times what is live is reserved."""
+        return self.reserved_bytes / max(1, self.allocated_bytes)
+
+
+def replay_steps(steps: Iterable[StepTapes], settings: AllocatorSettings, setup: Tape) -> Replay:
+    """Play steps after a model's setup."""
+    allocator = Allocator(settings)
+    allocator.play(setup)
+    for step in steps:
+        for tape in step.tapes:
+            allocator.play(tape)
+    calls = allocator.segments_made + allocator.segments_freed
+    return Replay(allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, calls, allocator.retries)

@@ -65,7 +65,6 @@ class Device:
         return _THREADS * (cublas + _CUBLASLT_BYTES)
 
     def communicator_bytes(self, ranks: int, groups: int = 1) -> int:
-        """Return what NCCL holds for groups of so many ranks."""
         return groups * COMMUNICATOR_BYTES if ranks > 1 else 0
 
     def budget_bytes(self, ranks: int = 1, groups: int = 1) -> int:

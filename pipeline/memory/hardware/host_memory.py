@@ -71,7 +71,6 @@ class HostPart:
 
     @property
     def margin_bytes(self) -> int:
-        """Return what is added because the number may be too small."""
         return int(self.bytes * max(LEAST_MARGIN, LIVE_ONLY[self.origin]))
 
 
@@ -84,21 +83,17 @@ class HostNeed:
 
     @property
     def bytes(self) -> int:
-        """Return the peak."""
         return sum(part.bytes for part in self._at_peak())
 
     @property
     def margin_bytes(self) -> int:
-        """Return what is added to the peak."""
         return self.total_bytes - self.bytes
 
     @property
     def total_bytes(self) -> int:
-        """Return what to ask for."""
         return max(_with_margin(self.during(phase)) for phase in (Phase.START, Phase.TRAIN))
 
     def during(self, phase: Phase) -> tuple[HostPart, ...]:
-        """Return what is needed in a phase."""
         return tuple(part for part in self.parts if part.phase in (Phase.ALWAYS, phase))
 
     def _at_peak(self) -> tuple[HostPart, ...]:

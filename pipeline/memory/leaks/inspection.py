@@ -86,7 +86,6 @@ class InspectionWindow:
         return look.step >= self.steps + SETTLED
 
     def close(self) -> None:
-        """Stop all tracing."""
         if self._starts_tracing:
             tracemalloc.stop()
         self._starts_tracing = False
@@ -211,11 +210,9 @@ class _Weighed:
 
     @property
     def bytes(self) -> int:
-        """Return what all take."""
         return round(self.scale * sum(self.kinds.values()))
 
     def count(self, kind: str, size: int, site: str) -> None:
-        """Add one thing."""
         self.kinds[kind] += size
         self.counts[kind] += 1
         if site:
@@ -240,7 +237,6 @@ class _Weighed:
                 waiting.append(one.base)
 
     def found(self, holder: str, steps: int) -> Leftover:
-        """Return the largest kinds and sites, over so many steps."""
         kinds = tuple(
             f"{round(self.scale * self.counts[kind])} x {kind}" for kind, _ in self.kinds.most_common(_MOST_KINDS)
         )

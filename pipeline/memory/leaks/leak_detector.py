@@ -59,7 +59,6 @@ class MemoryLeak:
     steps_left: int | None = None  # until the limit, at this rate; none: nobody knows the limit
 
     def words(self) -> str:
-        """Say it."""
         epoch = "" if self.bytes_per_epoch is None else f", {format_bytes(self.bytes_per_epoch)} an epoch"
         rate = f"by {format_bytes(self.bytes_per_step)} a step{epoch}, {format_bytes(self.total_bytes)} so far"
         said = [", ".join(self.types) or NOT_FOUND]
@@ -128,7 +127,6 @@ class Leaks:
         return nullcontext() if self._window is None else self._window.watching()
 
     def close(self) -> None:
-        """Stop looking."""
         if self._window is not None:
             self._window.close()
         self._window = None
@@ -191,7 +189,6 @@ class Leaks:
         self._name(found, explained, expected)
 
     def _name(self, found: Sequence[Leftover], explained: float, expected: float) -> None:
-        """Report what was found."""
         # Items differ in size, and some steps are few; where only tensors and arrays grow, the long run is exact.
         scale = expected / explained if explained and OBJECTS not in self._rates else 1.0
         if not EXPLAINED <= scale <= 1 / EXPLAINED:
@@ -337,7 +334,6 @@ class Series:
         self._lap_end = step + self._lap_steps
 
     def end_epoch(self) -> None:
-        """Let an epoch end."""
         self._ended += 1
         if self._ended > 1 and self._epoch:
             self.epochs = [*self.epochs[-2:], self._epoch]

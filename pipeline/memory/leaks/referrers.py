@@ -243,7 +243,6 @@ class MadeStorage:
 
     @classmethod
     def of(cls, tensor: Tensor, site: str) -> MadeStorage:
-        """Note what a tensor stores."""
         storage = tensor.untyped_storage()
         return cls(_REFERENCE(storage), storage.nbytes(), tensor_text(tensor), site)
 
@@ -254,7 +253,6 @@ class MadeStorage:
 
     @property
     def is_gone(self) -> bool:
-        """Tell whether it has been released."""
         return bool(self.reference.expired())
 
 
@@ -286,7 +284,6 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return returned
 
     def prune(self) -> None:
-        """Forget what is gone."""
         self.made = {number: one for number, one in self.made.items() if not one.is_gone}
         self._lines = {}
 

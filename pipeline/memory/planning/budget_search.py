@@ -69,7 +69,6 @@ class FoundBudget:
 
     @property
     def accumulate(self) -> bool:
-        """Tell whether any rank's share of a step is several micro-batches."""
         return bool(self.micros.per_share().max() > 1)
 
 
@@ -101,7 +100,6 @@ class DataBounds:
         return int(np.argmax((self.sizes_NS / np.maximum(self.sizes_NS.max(axis=0), 1)).sum(axis=1)))
 
     def alone(self, item: int) -> tuple[int, ...]:
-        """Return the sizes of a micro-batch of one item."""
         return (1, *self.sizes_NS[item].tolist())
 
     def rounded(self, rows_MS: Integers) -> Integers:
@@ -128,7 +126,6 @@ class BudgetSearch:
         return self._questions.peak_bytes(self._choice, tuple(row), accumulate=accumulate)
 
     def model(self) -> CostModel:
-        """Fit what is known of this choice."""
         rows = self._questions.rows(self._choice)
         return fit(self.ground.terms, rows, [float(self.live(row)) for row in rows])
 

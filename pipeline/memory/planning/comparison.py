@@ -55,7 +55,6 @@ class Configuration:
 
     @property
     def effective(self) -> int:
-        """Return the items of a rank's step."""
         return self.items * self.accumulation
 
 
@@ -143,7 +142,6 @@ class PlannedOffer:
 
     @property
     def gpu_hours(self) -> Figure | None:
-        """Return what it costs."""
         return self.plan.gpu_hours if self.plan else None
 
     @property

@@ -135,7 +135,6 @@ class MemoryPlan:
         return np.clip(np.ceil(total), 1, self.budget["cost"]).astype(np.int64)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON data."""
         return {field.name: json_data(getattr(self, field.name)) for field in fields(self)}
 
 

@@ -51,11 +51,9 @@ class OracleCache:
         return self._oracle.micro(choice, dict(zip(self.names, row, strict=True)))
 
     def rows(self, choice: MemoryChoice) -> list[tuple[int, ...]]:
-        """Return what was asked about a choice."""
         return [row for of, row in self._micro if of == choice]
 
     def origins(self, choice: MemoryChoice) -> set[Provenance]:
-        """Return where the answers so far are from."""
         return {micro.origin for (of, _), micro in self._micro.items() if of == choice}
 
     def notes(self, choice: MemoryChoice) -> tuple[str, ...]:

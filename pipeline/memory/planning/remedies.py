@@ -138,7 +138,6 @@ class Trying:
 
     @cached_property
     def ground(self) -> DataBounds:
-        """Return what is known of the data."""
         return DataBounds(self.data, self.request)
 
     def estimate(self, choice: MemoryChoice) -> ChoiceOutcome:
@@ -245,7 +244,6 @@ class Outsized:
     keep_N: NDArray[np.bool_]
 
     def refuse(self, count: int, limit: int) -> PlanInfeasible:
-        """Return the error that names them."""
         texts = [f"{one.id} ({_sizes(one.sizes)}) takes {format_bytes(one.total.value)}" for one in self.items[:SHOWN]]
         more = "; …" if len(self.items) > SHOWN else ""
         return PlanInfeasible(

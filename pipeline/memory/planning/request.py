@@ -38,12 +38,10 @@ class Micros:
 
     @property
     def items_M(self) -> Integers:
-        """Return how many items each has."""
         return self.sizes_MS[:, self.names.index(ITEMS)]
 
     @property
     def steps(self) -> float:
-        """Return how many steps an epoch has."""
         return len(np.unique(self.step_M)) / self.epochs
 
     def per_share(self) -> Integers:
@@ -52,7 +50,6 @@ class Micros:
         return np.asarray(np.unique(self.step_M * ranks + self.rank_M, return_counts=True)[1])
 
     def ordered(self, names: tuple[str, ...]) -> Integers:
-        """Return the sizes with their columns in another order."""
         return self.sizes_MS[:, [self.names.index(name) for name in names]]
 
 
@@ -83,27 +80,22 @@ class DataSizes:
     ids: Names | None = None
 
     def called(self, item: int) -> str:
-        """Return what people know an item by."""
         return f"item {item:,}" if self.ids is None else self.ids[item]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of an item's sizes."""
         return tuple(self.sizes)
 
     @property
     def items(self) -> int:
-        """Return how many items there are."""
         return len(next(iter(self.sizes.values()))) if self.sizes else 0
 
     @property
     def sizes_NS(self) -> Integers:
-        """Return all sizes as a matrix."""
         columns = [np.asarray(values_N, np.int64) for values_N in self.sizes.values()]
         return np.stack(columns, axis=1) if columns else np.zeros((0, 0), np.int64)
 
     def only(self, keep_N: NDArray[np.bool_]) -> DataSizes:
-        """Return some of the items."""
         ids = self.ids.take(np.flatnonzero(keep_N)) if self.ids is not None else None
         return replace(self, sizes={name: values_N[keep_N] for name, values_N in self.sizes.items()}, ids=ids)
 
@@ -204,27 +196,22 @@ class CardSpecs:
 
     @classmethod
     def of(cls, cards: Sequence[CardSpec]) -> CardSpecs:
-        """Take at least one card."""
         if not cards:
             raise ConfigError("no card to plan for", remedy="name one, such as `a100-40`, or a size, such as 24GiB")
         return cls(tuple(cards))
 
     @property
     def smallest(self) -> CardSpec:
-        """Return the card with the smallest budget."""
         return min(self.cards, key=lambda card: card.budget_bytes)
 
     @property
     def caching(self) -> bool:
-        """Tell whether memory is held by the caching allocator on any of them."""
         return any(card.caching for card in self.cards)
 
     def supports(self, precision: str) -> bool:
-        """Tell whether all cards compute in a precision."""
         return all(precision in card.flops_per_s for card in self.cards)
 
     def flops_per_s(self, precision: str) -> float:
-        """Return the slowest rate."""
         return min(card.flops_per_s[precision] for card in self.cards)
 
     def slowest(self, rate: str) -> float:

@@ -158,7 +158,6 @@ class Terms:
         return tuple("*".join(self.names[place] for place in places) or "item" for places in self.factors)
 
     def of_micros(self, rows_MS: Integers) -> Floats:
-        """Return the terms of micro-batches [M, T]."""
         rows = rows_MS.astype(np.float64)
         items = rows[:, 0] if self.padded else np.ones(len(rows))
         first = rows[:, 0]
@@ -179,7 +178,6 @@ class CostModel:
     base: float
 
     def predict(self, rows_MS: Integers) -> Floats:
-        """Return the prediction for micro-batches."""
         return np.asarray(self.base + self.terms.of_micros(rows_MS) @ self.weights_T)
 
     def cost(self, sizes_NS: Integers) -> Integers:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from pipeline.memory.footprint import Category, Provenance, StepTapes
-from pipeline.memory.hardware.allocator_replay import AllocatorVariant, recommend
-from pipeline.memory.hardware.caching_allocator import AllocatorSettings
+from pipeline.memory.hardware.caching_allocator import AllocatorSettings, replay_steps
 from pipeline.memory.planning.memory_plan import Reserved
+from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,7 +47,6 @@ class MicroTime:
         return self.compute_s + self.memory_s + self.launch_s + self.transfer_s
 
     def times(self, count: float) -> MicroTime:
-        """Return the time of so many."""
         parts = (self.compute_s, self.memory_s, self.launch_s, self.transfer_s)
         return MicroTime(*(count * part for part in parts))
 
@@ -89,7 +88,8 @@ def epoch_s(micros: Micros, time_M: Floats, step_s: float) -> tuple[float, float
     return total / len(steps), total / micros.epochs
 
 
-SETTINGS = (AllocatorVariant(AllocatorSettings()), AllocatorVariant(AllocatorSettings(expandable=True)))
+SETTINGS = (AllocatorSettings(), AllocatorSettings(expandable=True))  # the plainest first
+WITHIN = 1.02  # what reserves so little more than the least is as good, and the plainest of them is taken
 _MOST_EVENTS = 300_000  # that are played, a few seconds
 _MOST_SHARES = 64
 
@@ -104,16 +104,19 @@ class Reserve(Protocol):
 def reserve(
     standing: StandingFootprint,
     steps: Sequence[Sequence[MicroFootprint]],
-    alternatives: Sequence[AllocatorVariant] = SETTINGS,
+    allowed: Sequence[AllocatorSettings] = SETTINGS,
 ) -> Reserved:
-    """Return what torch's caching allocator holds with the best settings."""
+    """Return what torch's caching allocator holds with the settings that hold least, and what with the others."""
     played = [StepTapes.of(standing, micros, first=place == 0) for place, micros in enumerate(steps)]
-    advice = recommend(standing.setup, played, alternatives)
-    assert advice.chosen is not None, "without a limit nothing runs out of memory"
-    assert advice.chosen.replay is not None
-    compared = tuple((trial.alternative.name, trial.replay.reserved_bytes) for trial in advice.trials if trial.replay)
-    settings = advice.chosen.alternative.settings.text
-    return Reserved(advice.chosen.replay.reserved_bytes, settings, compared, notes=(advice.reason,))
+    replays = {settings: replay_steps(played, settings, standing.setup) for settings in allowed}
+    least = min(replay.reserved_bytes for replay in replays.values())
+    chosen, best = next(pair for pair in replays.items() if pair[1].reserved_bytes <= WITHIN * least)
+    held = {settings.name: replay.reserved_bytes for settings, replay in replays.items()}
+    why = f"{chosen.name} reserves {format_bytes(best.reserved_bytes)}, {best.fragmentation:.2f} times what is live"
+    others = "; ".join(f"{name}: {format_bytes(size)}" for name, size in held.items() if name != chosen.name)
+    return Reserved(
+        best.reserved_bytes, chosen.text, tuple(held.items()), notes=(f"{why} ({others})" if others else why,)
+    )
 
 
 def live_only(live: int) -> Reserved:

@@ -47,7 +47,6 @@ class GovernedEvent:
     detail: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON data."""
         return asdict(self)
 
 
@@ -122,16 +121,13 @@ class Governed:
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was learned, as JSON data."""
         return {"steps": self.steps, "learned": self.governor.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what was learned."""
         self.governor.load(state["learned"])
         self.steps = int(state["steps"])
 
     def _accumulate(self, items: Sequence[Any], loss_of: LossOf) -> None:
-        """Add the gradients of some items."""
         total, weight = _checked(loss_of(list(items)))
         loss = self._mean.loss(total, weight)
         self._backward(loss if self.scaler is None else self.scaler.scale(loss))

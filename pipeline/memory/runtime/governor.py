@@ -48,12 +48,10 @@ class Learned:
     rungs: tuple[tuple[str, int], ...] = ()  # a rung of the ladder, and the least cost of an item that needed it
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON data."""
         return {**asdict(self), "rungs": [list(rung) for rung in self.rungs]}
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> Learned:
-        """Read what `to_json` wrote."""
         names = {field.name for field in fields(cls)}
         if "budget" not in told or not set(told) <= names:
             what = f"a learned budget with {', '.join(sorted(told)) or 'nothing'} cannot be read"
@@ -75,7 +73,6 @@ class PredictionCheck:
     fits: bool  # the largest item does, alone
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON data."""
         return asdict(self)
 
 
@@ -120,11 +117,9 @@ class Governor:
 
     @property
     def budget(self) -> int:
-        """Return what a micro-batch may cost."""
         return self.learned.budget
 
     def state(self) -> dict[str, Any]:
-        """Return what is learned, as JSON data."""
         return self.learned.to_json()
 
     def load(self, state: Mapping[str, Any]) -> None:

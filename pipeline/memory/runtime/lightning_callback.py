@@ -98,7 +98,6 @@ class GovernorCallback(Callback):
         batch: Any,  # noqa: ARG002
         batch_idx: int,  # noqa: ARG002
     ) -> None:
-        """Keep the habits."""
         assert self._upkeep is not None
         self._upkeep.after_micro_batch()
         self._upkeep.after_step()
@@ -134,7 +133,6 @@ class GovernorCallback(Callback):
         _log.error("step %d: %s\n  next: %s", trainer.global_step, error, remedy)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
-        """Leave Python's collector as it was."""
         self._end()
 
     def _end(self) -> None:
@@ -143,11 +141,9 @@ class GovernorCallback(Callback):
             self._upkeep = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was learned, for Lightning's checkpoints."""
         return {} if self._governed is None else self._governed.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with what was learned."""
         self._learned = state_dict or None
 
     def _tell(self, told: Mapping[str, Any]) -> None:

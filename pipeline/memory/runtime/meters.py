@@ -43,7 +43,6 @@ class Memory:
     ooms: int = 0  # how often that did not help, since the start
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON data."""
         return asdict(self)
 
 
@@ -74,7 +73,6 @@ class CardMeter:
         self._torch.cuda.init()
 
     def read(self) -> Memory:
-        """Return the figures of now."""
         cuda = self._torch.cuda
         stats = cuda.memory_stats(self._device)
         free_bytes, total_bytes = cuda.mem_get_info(self._device)
@@ -190,7 +188,6 @@ class StepGauge:
             self.before = BeforeModel("cpu", "", memory.reserved_bytes, available)
 
     def wait(self) -> None:
-        """Wait until the device has done what it was told."""
         if self._is_card:
             self._cuda.synchronize()
 
@@ -231,11 +228,9 @@ class Host:
 
     @property
     def share(self) -> float:
-        """Return how much of the limit is used."""
         return self.used_bytes / self.limit_bytes if self.limit_bytes else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON data."""
         return asdict(self)
 
 
@@ -248,7 +243,6 @@ class HostMeter:
         self._groups = [group for folder in _folders(proc, cgroups) if (group := _Group.found(folder)) is not None]
 
     def read(self) -> Host:
-        """Return what is used, and of how much."""
         hosts = [host for group in self._groups if (host := group.read()) is not None]
         if self._limit_bytes is not None or not hosts:
             hosts.append(Host(_own_bytes(self._proc), self._limit_bytes))
@@ -361,7 +355,6 @@ class Upkeep:
             gc.disable()
 
     def end(self) -> None:
-        """Let Python collect garbage as before."""
         if self.habits.collect_every is not None:
             if not self._had_frozen:  # there is no telling whose they are
                 gc.unfreeze()

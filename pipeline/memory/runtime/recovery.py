@@ -68,7 +68,6 @@ class _Cuts(Generic[Part]):
             self._failed.append((path, self._cost(part)))
 
     def of(self, parts: Iterable[Part]) -> Iterator[tuple[Path, Part]]:
-        """Yield what is to be run."""
         for place, part in enumerate(parts):
             yield from self._leaves((place,), part)
 
@@ -249,7 +248,6 @@ class _Buffer:
         return self.is_new and (self.kept is None or not _same_bits(self.kept, now))
 
     def restore(self) -> None:
-        """Put the tensor back, with its content."""
         setattr(self.module, self.name, self.tensor)
         if self.tensor is None or self.kept is None:
             return
@@ -287,7 +285,6 @@ class _Numbers:
         return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), card)  # noqa: NPY002 - users draw from it
 
     def restore(self) -> None:
-        """Let each draw the same again."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)  # noqa: NPY002
         torch.set_rng_state(self.host)

@@ -202,7 +202,7 @@ def errand_of(
     micros = 2 if plan.accumulation_most > 1 else 1  # every further one is like the second
     predicted_bytes = int(worst.live.value)
     if place.card.caching:
-        said = [one for one in SETTINGS if one.settings.text == plan.allocator.settings]
+        said = [settings for settings in SETTINGS if settings.text == plan.allocator.settings]
         predicted_bytes = reserve(standing, [[micro] * micros] * STEPS, said or SETTINGS).bytes
     cards = CardSpecs.of([place.card])
     step_s = micros * micro_time(micro, standing, plan.choice, cards).total_s + update_s(

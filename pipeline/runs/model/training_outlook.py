@@ -228,8 +228,8 @@ class _PlanningCase:
     def reserve(self) -> Reserve:
         """Return how much an allocator holds, with the settings that are allowed."""
         wanted = self.config.train.allocator
-        allowed = [one for one in SETTINGS if wanted == "auto" or one.settings.expandable == (wanted == "expandable")]
-        return partial(reserve, alternatives=allowed)
+        allowed = [one for one in SETTINGS if wanted == "auto" or one.expandable == (wanted == "expandable")]
+        return partial(reserve, allowed=allowed)
 
     @property
     def typical(self) -> dict[str, int]:
