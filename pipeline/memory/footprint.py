@@ -247,3 +247,7 @@ def compiled(margin: Margin) -> Margin:
 def least_sure(origins: Iterable[Provenance]) -> Provenance:
     """Return the origin of what is made of several numbers."""
     return max(origins, key=_SUREST_FIRST.index, default=Provenance.TRACED)
+
+
+class Unmeasurable(Exception):
+    """A rung cannot answer; its text says why."""

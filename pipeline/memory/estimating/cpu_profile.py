@@ -3,17 +3,16 @@
 Torch's profiler tells of every block of the CPU's allocator that is allocated while it runs, and of its release. It
 does not know blocks from before: their releases are in no tape. Memory that is no tensor's of its own (numpy's, mapped
 files) is not seen either.
-
-Shapes: E events.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -38,84 +37,28 @@ NO_KERNEL = frozenset(  # operators that only describe memory anew, or get it
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordedPart:
     """What a part of a step did."""
 
     tape: Tape
     kernels: int
 
 
-@dataclass(slots=True)
-class Roll:
-    """A tape in the making."""
+class ProfiledEvent(NamedTuple):
+    """Something that the profiler saw: the start of a part, a kernel, a block that came or went."""
 
-    block: list[int] = field(default_factory=list)
-    bytes: list[int] = field(default_factory=list)
-    kernels: int = 0
-    own: dict[int, int] = field(default_factory=dict)  # live blocks that were allocated here, and their bytes
-
-    def came(self, block: int, size_bytes: int) -> None:
-        """Write down an allocation."""
-        self.block.append(block)
-        self.bytes.append(size_bytes)
-        self.own[block] = size_bytes
-
-    def went(self, block: int, size_bytes: int, *, shared: bool) -> None:
-        """Write down a release, unless it is of what an earlier tape has left over."""
-        if self.own.pop(block, None) is not None or shared:
-            self.block.append(block)
-            self.bytes.append(-size_bytes)
-
-    def done(self, shared: Mapping[int, int], *, close: bool) -> Recorded:
-        """Return the tape, its own blocks numbered from 0; what is left over and not shared is released at the end."""
-        left = [(block, size) for block, size in self.own.items() if close and block not in shared]
-        for block, size_bytes in left:
-            self.went(block, size_bytes, shared=False)
-        own = dict.fromkeys(block for block in self.block if block not in shared)
-        names = {block: place for place, block in enumerate(own)} | dict(shared)
-        blocks = np.array([names[block] for block in self.block], np.int64)
-        return Recorded(Tape(blocks, np.array(self.bytes, np.int64)), self.kernels)
+    at_ns: int
+    is_mark: bool = False
+    pointer: int = 0
+    bytes: int = 0  # 0: no block
 
 
-@dataclass(slots=True)
-class Rolls:
-    """The tapes of parts that follow each other."""
+class LiveBlock(NamedTuple):
+    """A block that was allocated and not yet released."""
 
-    parts: list[Roll]
-    shared_at: Sequence[Numbers]  # after each part: the number that a block has in every tape, by its address
-    part: int = -1
-    blocks: int = 0
-    live: dict[int, tuple[int, int]] = field(default_factory=dict)  # by address: block, bytes
-    shared: dict[int, int] = field(default_factory=dict)  # by block: its number in every tape
-
-    def see(self, event: Event) -> None:
-        """Write down an event."""
-        if event.mark:
-            self.share()
-            self.part += 1
-            return
-        roll = self.parts[max(self.part, 0)]
-        roll.kernels += not event.bytes
-        # An address may be given out while it is live: then a thread that nobody watches has released it.
-        if event.bytes and event.pointer in self.live:
-            block, size_bytes = self.live.pop(event.pointer)
-            roll.went(block, size_bytes, shared=block in self.shared)
-        if event.bytes > 0:
-            self.live[event.pointer] = (self.blocks, event.bytes)
-            roll.came(self.blocks, event.bytes)
-            self.blocks += 1
-
-    def share(self) -> None:
-        """Learn which of the live blocks other tapes know."""
-        if 0 <= self.part < len(self.shared_at):
-            for pointer, number in self.shared_at[self.part].items():
-                if pointer in self.live:
-                    self.shared[self.live[pointer][0]] = number
-
-    def done(self, *, close: bool) -> list[Recorded]:
-        """Return all tapes."""
-        self.share()
-        return [roll.done(self.shared, close=close) for roll in self.parts]
+    number: int
+    bytes: int
+    part: int
 
 
 def measure(run: Callable[[], object]) -> Tape:
@@ -125,18 +68,57 @@ def measure(run: Callable[[], object]) -> Tape:
 
 def record(
     runs: Sequence[Callable[[], object]], shared: Callable[[], Numbers] = dict, *, close: bool = True
-) -> list[Recorded]:
+) -> list[RecordedPart]:
     """Run one after another and return what each allocates and releases.
 
     `shared` is asked after each run for the addresses of blocks that have a number, below 0, in every tape. What else a
     run leaves is closed: released at the end of its own tape, and not where it really was. Garbage is collected after
     each run and never within, so that one run gives one tape.
     """
-    roots, shared_at = profiled(runs, shared)
-    rolls = Rolls([Roll() for _ in runs], shared_at)
-    for event in events_of(roots):
-        rolls.see(event)
-    return rolls.done(close=close)
+    roots, shared_after = profiled(runs, shared)
+    tapes: list[list[tuple[int, int]]] = [[] for _ in runs]  # blocks with their bytes, below 0 where they are released
+    kernels = [0] * len(runs)
+    live: dict[int, LiveBlock] = {}  # by address
+    known: dict[int, int] = {}  # the number that a block has in every tape
+    part, made = -1, 0
+
+    def learn() -> None:
+        known.update({live[at].number: number for at, number in shared_after[part].items() if at in live})
+
+    for event in profiled_events(roots):
+        if event.is_mark:
+            if part >= 0:
+                learn()
+            part += 1
+            continue
+        tape = tapes[part]
+        kernels[part] += not event.bytes
+        # An address may be given out while it is live: then a thread that nobody watches has released it.
+        if event.bytes and event.pointer in live:
+            block = live.pop(event.pointer)
+            if block.part == part or block.number in known:  # else an earlier tape has closed it
+                tape.append((block.number, -block.bytes))
+        if event.bytes > 0:
+            live[event.pointer] = LiveBlock(made, event.bytes, part)
+            tape.append((made, event.bytes))
+            made += 1
+    learn()
+    return [
+        RecordedPart(finished(events, known, close=close), count) for events, count in zip(tapes, kernels, strict=True)
+    ]
+
+
+def finished(events: list[tuple[int, int]], known: Numbers, *, close: bool) -> Tape:
+    """Return a tape, its own blocks numbered from 0; what is left over and not shared is released at the end."""
+    left: Counter[int] = Counter()
+    for block, size_bytes in events:
+        left[block] += size_bytes
+    closing = [(block, -size) for block, size in left.items() if close and size and block not in known]
+    own = dict.fromkeys(block for block, _ in events if block not in known)
+    numbers = {**{block: place for place, block in enumerate(own)}, **known}
+    blocks = [(numbers[block], size) for block, size in (*events, *closing)]
+    block_E, bytes_E = np.array(blocks, np.int64).reshape(-1, 2).T.copy()
+    return Tape(block_E, bytes_E)
 
 
 def profiled(runs: Sequence[Callable[[], object]], shared: Callable[[], Numbers]) -> tuple[Any, list[Numbers]]:
@@ -171,40 +153,32 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """Something that the profiler saw: the start of a part, a kernel, a block that came or went."""
-
-    at_ns: int
-    mark: bool = False
-    pointer: int = 0
-    bytes: int = 0  # 0: no block
-
-
-def events_of(roots: Iterable[Any]) -> list[Event]:
-    """Return what matters of a tree of events, in order of time."""
+def profiled_events(roots: Iterable[Any]) -> list[ProfiledEvent]:
+    """Return what matters of a tree of events, in order of time, from the first part on."""
     waiting, events = list(roots)[::-1], []
     while waiting:
         node = waiting.pop()
         waiting += node.children[::-1]
-        event = event_of(node)
+        event = _event_of(node)
         if event:
             events.append(event)
-    return sorted(events, key=lambda event: event.at_ns)
+    events.sort(key=lambda event: event.at_ns)
+    first = next(place for place, event in enumerate(events) if event.is_mark)
+    return events[first:]
 
 
-def event_of(node: Any) -> Event | None:
+def _event_of(node: Any) -> ProfiledEvent | None:
     """Return what a node of the profiler's tree tells; nothing if it does not matter."""
     name = node.name
     if name == "[memory]":
         block = node.extra_fields
         here = block.device.type == "cpu"
-        return Event(node.start_time_ns, pointer=block.ptr, bytes=block.alloc_size) if here else None
+        return ProfiledEvent(node.start_time_ns, pointer=block.ptr, bytes=block.alloc_size) if here else None
     if name == MARK:
-        return Event(node.start_time_ns, mark=True)
+        return ProfiledEvent(node.start_time_ns, is_mark=True)
     inner = any(child.name != "[memory]" for child in node.children)
     counts = name.startswith("aten::") and name not in NO_KERNEL and not inner
-    return Event(node.start_time_ns) if counts else None
+    return ProfiledEvent(node.start_time_ns) if counts else None
 
 
 def counted_flops(run: Callable[[], object]) -> int:

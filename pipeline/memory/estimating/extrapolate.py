@@ -20,12 +20,13 @@ from pipeline.memory.footprint import Tape
 from pipeline.protocol import ITEMS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     Sizes = Mapping[str, int]
     Floats = NDArray[np.float64]
+    Tapes = Sequence[tuple[Sizes, Tape]]
 
 FEWEST = 3  # points: with two, nothing is left to check a line with
 EXACT = 1e-3  # of the largest: a fit as good as this is the law, not a coincidence
@@ -49,9 +50,17 @@ class Extrapolated:
     ratio: float  # the wanted size over the largest measured, of the driver that is furthest
     note: str
 
+    @classmethod
+    def of(cls, likely: float, low: float, high: float, error: float, ratio: float) -> Extrapolated:
+        """Return the numbers with their words."""
+        likely_bytes, high_bytes = ceil(likely), ceil(high)
+        more = high_bytes / likely_bytes - 1 if likely_bytes else 0.0
+        note = f"extrapolated ×{ratio:.3g}: leave-one-out error {error:.1%}, planned with +{more:.0%}"
+        return cls(likely_bytes, max(0, int(low)), high_bytes, error, ratio, note)
+
     @property
     def margin(self) -> float:
-        """Return how much is planned above what is thought."""
+        """How much is planned above what is thought."""
         return self.high / self.bytes - 1 if self.bytes else 0.0
 
 
@@ -70,21 +79,17 @@ class Design:
         x_PD = np.array(rows, np.float64).reshape(len(sizes), len(names))
         return cls(x_PD, names.index(ITEMS) if ITEMS in names else None)
 
+    def __getitem__(self, rows: slice | Sequence[int] | NDArray[np.int64]) -> Design:
+        return Design(self.x_PD[rows], self.items)
+
     @property
     def ratio(self) -> float:
-        """Return how many times larger than the largest point the wanted one is."""
+        """How many times larger than the largest point the wanted one is."""
         return float(1 / self.x_PD.max(axis=0).min()) if self.x_PD.size else 1.0
 
-    def but(self, point: int) -> tuple[Design, Design]:
-        """Return all other points, and this one."""
-        return Design(np.delete(self.x_PD, point, axis=0), self.items), Design(self.x_PD[[point]], self.items)
-
-    def from_(self, point: int) -> Design:
-        """Return the points from this one on."""
-        return Design(self.x_PD[point:], self.items)
-
+    @property
     def wanted(self) -> Design:
-        """Return the wanted size as the only point."""
+        """The wanted size as the only point."""
         return Design(np.ones((1, self.x_PD.shape[1])), self.items)
 
     def terms(self, degree: int) -> Floats:
@@ -103,29 +108,16 @@ def extrapolate(points: Sequence[tuple[Sizes, int]], wanted: Sizes) -> Extrapola
     """Return what the wanted size takes, given what others took."""
     if len(points) < FEWEST:
         raise ValueError(f"{len(points)} measured sizes are too few to extrapolate from: {FEWEST} are needed")
-    design, y_P = in_order(points, wanted)
+    design = Design.of([sizes for sizes, _ in points], wanted)
+    order = np.argsort(design.x_PD.sum(axis=1), kind="stable")
+    design, y_P = design[order], np.array([taken for _, taken in points], np.float64)[order]
     degree, error = chosen_degree(design, y_P)
-    thought = predicted(design, y_P, design.wanted(), degree)
-    tail = predicted(design.from_(-2), y_P[-2:], design.wanted(), 1)
+    thought = predicted(design, y_P, design.wanted, degree)
+    tail = predicted(design[-2:], y_P[-2:], design.wanted, 1)
     likely = thought if error <= SURE else max(thought, tail)
     margin = margin_bytes(likely, float(y_P[-1]), error, design.ratio)
     high = max(likely + margin, tail, steepest(design, y_P, degree))
-    return told(likely, min(thought, tail) - margin, high, error, design.ratio)
-
-
-def in_order(points: Sequence[tuple[Sizes, int]], wanted: Sizes) -> tuple[Design, Floats]:
-    """Return the points, the smallest first."""
-    design = Design.of([sizes for sizes, _ in points], wanted)
-    order = np.argsort(design.x_PD.sum(axis=1), kind="stable")
-    return Design(design.x_PD[order], design.items), np.array([taken for _, taken in points], np.float64)[order]
-
-
-def told(likely: float, low: float, high: float, error: float, ratio: float) -> Extrapolated:
-    """Return the numbers with their words."""
-    likely_bytes, high_bytes = ceil(likely), ceil(high)
-    more = high_bytes / likely_bytes - 1 if likely_bytes else 0.0
-    note = f"extrapolated ×{ratio:.3g}: leave-one-out error {error:.1%}, planned with +{more:.0%}"
-    return Extrapolated(likely_bytes, max(0, int(low)), high_bytes, error, ratio, note)
+    return Extrapolated.of(likely, min(thought, tail) - margin, high, error, design.ratio)
 
 
 def margin_bytes(likely: float, largest: float, error: float, ratio: float) -> float:
@@ -141,31 +133,38 @@ def steepest(design: Design, y_P: Floats, degree: int) -> float:
 
     The slope of that regime cannot be known from one point, but it is not above that of the line through nothing.
     """
-    others, last = design.but(len(y_P) - 1)
-    above = float(y_P[-1]) - predicted(others, y_P[:-1], last, degree)
-    noise = left_out_error(others, y_P[:-1], degree)
+    above = float(y_P[-1]) - predicted(design[:-1], y_P[:-1], design[-1:], degree)
+    noise = fit_error(design[:-1], y_P[:-1], degree)
     return float(y_P[-1]) * design.ratio if above > (BEND + 2 * noise) * y_P[-1] else 0.0
 
 
 def chosen_degree(design: Design, y_P: Floats) -> tuple[int, float]:
     """Return the lowest degree that predicts left-out points about as well as any does, and its worst error."""
-    errors = {degree: left_out_error(design, y_P, degree) for degree in DEGREES}
+    errors = {degree: fit_error(design, y_P, degree) for degree in DEGREES}
     enough = 1.5 * min(errors.values()) + EXACT
     return next((degree, error) for degree, error in errors.items() if error <= enough)
 
 
-def left_out_error(design: Design, y_P: Floats, degree: int) -> float:
-    """Return the worst relative error when each point is predicted from the others."""
-    return worst_error(y_P, lambda others, one, place: predicted(others, np.delete(y_P, place), one, degree), design)
+def fit_error(design: Design, y_P: Floats, degree: int) -> float:
+    """Return the worst relative error of fits of a degree."""
+    guesses = {
+        place: predicted(design[others], y_P[others], design[[place]], degree) for place, others in left_out(len(y_P))
+    }
+    return worst_error(y_P, guesses)
 
 
-def worst_error(y_P: Floats, predict: Callable[[Design, Design, int], float], design: Design) -> float:
-    """Return the worst relative error when each point of the larger half is predicted from all others.
+def left_out(points: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """Yield each point of the larger half, and all others.
 
     The smaller half is only fitted: what is off by its own size there is nothing beside what is wanted.
     """
-    pairs = ((float(y_P[place]), predict(*design.but(place), place)) for place in range(len(y_P) // 2, len(y_P)))
-    worst = max(abs(guess - y) / max(y, 1.0) for y, guess in pairs)
+    for place in range(points // 2, points):
+        yield place, np.delete(np.arange(points), place)
+
+
+def worst_error(y_P: Floats | Sequence[int], guesses: Mapping[int, float]) -> float:
+    """Return the worst relative error of points that were guessed."""
+    worst = max(abs(guess - float(y_P[place])) / max(float(y_P[place]), 1.0) for place, guess in guesses.items())
     return worst if worst > ROUNDING else 0.0
 
 
@@ -185,45 +184,32 @@ def fitted(terms_PK: Floats, y_P: Floats) -> Floats:
     return np.asarray(coefficients, np.float64) * scale
 
 
-def projected(recorded: Sequence[tuple[Sizes, Tape]], wanted: Sizes) -> tuple[Tape, Extrapolated] | None:
+def projected(recorded: Tapes, wanted: Sizes) -> tuple[Tape, Extrapolated] | None:
     """Return the tape of the wanted size, block by block; nothing where the sizes did not run alike.
 
     Each block is fitted for itself, so that the peak may be elsewhere than in any size that was measured: a regime that
     small sizes never enter is found.
     """
-    alike = longest_alike(recorded)
+    alike = runs_alike(recorded)
     if len(alike) < FEWEST:
         return None
-    design = Design.of([sizes for sizes, _ in alike], wanted)
-    model = alike[-1][1]
-    bytes_PE = np.stack([tape.bytes_E for _, tape in alike]).astype(np.float64)
     tapes = [tape for _, tape in alike]
-    again = {place: played(model, *left_out(design, bytes_PE, place)) for place in range(len(tapes) // 2, len(tapes))}
+    design = Design.of([sizes for sizes, _ in alike], wanted)
+    bytes_PE = np.stack([tape.bytes_E for tape in tapes]).astype(np.float64)
+
+    again = {
+        place: tape_at(tapes[-1], design[others], bytes_PE[others], design[[place]])
+        for place, others in left_out(len(tapes))
+    }
     # What passes is looked at as well: where gradients are the peak of small sizes, they hide its error.
-    error = max(replayed_error(design, tapes, again, peak) for peak in (highest_bytes, passing_peak_bytes))
-    tape = played(model, design, bytes_PE, design.wanted())
+    error = max(
+        worst_error([peak(tape) for tape in tapes], {place: peak(tape) for place, tape in again.items()})
+        for peak in (lambda tape: tape.peak_bytes, passing_peak_bytes)
+    )
+    tape = tape_at(tapes[-1], design, bytes_PE, design.wanted)
     peak = tape.peak_bytes
     margin = margin_bytes(peak, float(tapes[-1].peak_bytes), error, design.ratio)
-    return tape, told(peak, peak - margin, peak + margin, error, design.ratio)
-
-
-def replayed_error(
-    design: Design, tapes: Sequence[Tape], again: Mapping[int, Tape], peak: Callable[[Tape], int]
-) -> float:
-    """Return the worst relative error of a peak, of tapes that were made again from all others."""
-    peaks_P = np.array([peak(tape) for tape in tapes], np.float64)
-    return worst_error(peaks_P, lambda _, __, place: peak(again[place]), design)
-
-
-def left_out(design: Design, bytes_PE: Floats, place: int) -> tuple[Design, Floats, Design]:
-    """Return all points but one, their bytes, and that one."""
-    others, one = design.but(place)
-    return others, np.delete(bytes_PE, place, axis=0), one
-
-
-def highest_bytes(tape: Tape) -> int:
-    """Return the most that is live."""
-    return tape.peak_bytes
+    return tape, Extrapolated.of(peak, peak - margin, peak + margin, error, design.ratio)
 
 
 def passing_peak_bytes(tape: Tape) -> int:
@@ -231,33 +217,31 @@ def passing_peak_bytes(tape: Tape) -> int:
     return int(np.cumsum(np.where(tape.block_E >= 0, tape.bytes_E, 0)).max(initial=0))
 
 
-def longest_alike(recorded: Sequence[tuple[Sizes, Tape]]) -> list[tuple[Sizes, Tape]]:
-    """Return those of the tapes that go like the last one: very small sizes may go other ways."""
-    if not recorded:
-        return []
-    last = recorded[-1][1]
-    return [(sizes, tape) for sizes, tape in recorded if same_course(tape, last)]
+def runs_alike(recorded: Tapes) -> list[tuple[Sizes, Tape]]:
+    """Return the tapes with the last one's blocks in its order, whatever their sizes: very small ones may differ."""
+
+    def course(tape: Tape) -> Sequence[NDArray[np.int64]]:
+        return tape.block_E, np.sign(tape.bytes_E)
+
+    return [
+        (sizes, tape) for sizes, tape in recorded if all(map(np.array_equal, course(tape), course(recorded[-1][1])))
+    ]
 
 
-def same_course(one: Tape, other: Tape) -> bool:
-    """Return whether both allocate and release the same blocks in the same order, whatever their sizes."""
-    return np.array_equal(one.block_E, other.block_E) and np.array_equal(np.sign(one.bytes_E), np.sign(other.bytes_E))
-
-
-def played(model: Tape, design: Design, bytes_PE: Floats, at: Design) -> Tape:
+def tape_at(model: Tape, design: Design, bytes_PE: Floats, at: Design) -> Tape:
     """Return the tape with each block as large as its own fit says; a release is of what was allocated."""
     unlike_UP, which_E = np.unique(np.abs(bytes_PE).T, axis=0, return_inverse=True)
-    degrees = {degree: (design.terms(degree), at.terms(degree)[0]) for degree in DEGREES}
-    value_U = np.array([block_bytes(y_P, degrees, design, at) for y_P in unlike_UP])
+    laws = [(design.terms(degree), at.terms(degree)[0]) for degree in DEGREES]
+    value_U = np.array([block_bytes(y_P, laws, design, at) for y_P in unlike_UP])
     sizes_E = np.ceil(value_U[which_E.reshape(-1)] - 1e-6).astype(np.int64)
     return Tape(model.block_E, np.sign(model.bytes_E) * np.maximum(sizes_E, 1))
 
 
-def block_bytes(y_P: Floats, degrees: Mapping[int, tuple[Floats, Floats]], design: Design, at: Design) -> float:
+def block_bytes(y_P: Floats, laws: Sequence[tuple[Floats, Floats]], design: Design, at: Design) -> float:
     """Return the size of a block: by the simplest law that holds, else by the one that foretells best."""
     if y_P.min() == y_P.max():
         return float(y_P[0])
-    for terms_PK, at_K in degrees.values():
+    for terms_PK, at_K in laws:
         coefficients = fitted(terms_PK, y_P)
         if np.abs(terms_PK @ coefficients - y_P).max() <= EXACT * y_P.max():
             return float(at_K @ coefficients)
@@ -265,7 +249,7 @@ def block_bytes(y_P: Floats, degrees: Mapping[int, tuple[Floats, Floats]], desig
     return predicted(design, y_P, at, degree)
 
 
-def enlarged(recorded: Sequence[tuple[Sizes, Tape]], wanted: Sizes) -> tuple[Tape, Extrapolated, str]:
+def enlarged(recorded: Tapes, wanted: Sizes) -> tuple[Tape, Extrapolated, str]:
     """Return the tape of the wanted size with its margin, what is thought of its peak, and how it was made."""
     sizes, tape = recorded[-1]
     if dict(sizes) == dict(wanted):
@@ -274,8 +258,7 @@ def enlarged(recorded: Sequence[tuple[Sizes, Tape]], wanted: Sizes) -> tuple[Tap
         return stretched(tape, thought.high), thought, "this very size was run"
     blocks = projected(recorded, wanted)
     if blocks and blocks[1].error <= TRUSTED_ERROR:
-        tape, thought = blocks
-        return stretched(tape, thought.high), thought, "each block was extrapolated for itself"
+        return stretched(blocks[0], blocks[1].high), blocks[1], "each block was extrapolated for itself"
     worse = worst_peak(recorded, wanted)
     smaller = smaller_alike(recorded, wanted)
     if smaller and smaller[1].high > worse.high:
@@ -283,7 +266,7 @@ def enlarged(recorded: Sequence[tuple[Sizes, Tape]], wanted: Sizes) -> tuple[Tap
     return stretched(tape, worse.high), worse, "the sizes did not run alike: the largest tape was stretched to the peak"
 
 
-def smaller_alike(recorded: Sequence[tuple[Sizes, Tape]], wanted: Sizes) -> tuple[Tape, Extrapolated] | None:
+def smaller_alike(recorded: Tapes, wanted: Sizes) -> tuple[Tape, Extrapolated] | None:
     """Return what sizes that went one way say, block by block, where only those close above began to go another.
 
     A kernel that takes another way from some size on must not hide what grows elsewhere in the step.
@@ -298,7 +281,7 @@ def smaller_alike(recorded: Sequence[tuple[Sizes, Tape]], wanted: Sizes) -> tupl
     return None
 
 
-def worst_peak(recorded: Sequence[tuple[Sizes, Tape]], wanted: Sizes) -> Extrapolated:
+def worst_peak(recorded: Tapes, wanted: Sizes) -> Extrapolated:
     """Return the highest of what the peaks say, what passes, and all that is allocated, in its share at the peak.
 
     Peaks of small batches may hide what will grow: behind gradients, or at another place of the step.
@@ -310,8 +293,13 @@ def worst_peak(recorded: Sequence[tuple[Sizes, Tape]], wanted: Sizes) -> Extrapo
         passing_peak_bytes,
         lambda tape: share * turnover_bytes(tape),
     )
-    told = [extrapolate([(sizes, ceil(way(tape))) for sizes, tape in recorded], wanted) for way in ways]
-    return max(told, key=lambda one: one.high)
+    thoughts = [extrapolate([(sizes, ceil(way(tape))) for sizes, tape in recorded], wanted) for way in ways]
+    return max(thoughts, key=lambda thought: thought.high)
+
+
+def turnover_bytes(tape: Tape) -> int:
+    """Return all that the tape allocates, one after another."""
+    return int(tape.bytes_E[tape.bytes_E > 0].sum())
 
 
 def stretched(tape: Tape, peak_bytes: int) -> Tape:
@@ -324,8 +312,3 @@ def stretched(tape: Tape, peak_bytes: int) -> Tape:
     factor = max(1.0, float(((peak_bytes - kept_E[matters_E]) / live_E[matters_E]).min()))
     larger_E = np.sign(own_E) * np.ceil(np.abs(own_E) * factor).astype(np.int64)
     return Tape(tape.block_E, np.where(tape.block_E >= 0, larger_E, tape.bytes_E))
-
-
-def turnover_bytes(tape: Tape) -> int:
-    """Return all that the tape allocates, one after another."""
-    return int(tape.bytes_E[tape.bytes_E > 0].sum())

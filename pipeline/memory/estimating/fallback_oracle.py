@@ -24,6 +24,7 @@ from pipeline.memory.footprint import (
     Provenance,
     StandingFootprint,
     Tape,
+    Unmeasurable,
 )
 from pipeline.protocol import ITEMS
 
@@ -38,10 +39,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 Answer = TypeVar("Answer", StandingFootprint, MicroFootprint)
-
-
-class Unmeasurable(Exception):
-    """A rung cannot answer; its text says why."""
 
 
 class OracleLadder:

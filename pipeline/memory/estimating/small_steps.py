@@ -9,15 +9,15 @@ Shapes: E events.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from pipeline.memory.estimating.cpu_profile import counted_flops, record
-from pipeline.memory.estimating.extrapolate import FEWEST, Extrapolated, enlarged, extrapolate, longest_alike
-from pipeline.memory.estimating.fallback_oracle import Unmeasurable
+from pipeline.memory.estimating.extrapolate import FEWEST, Extrapolated, enlarged, extrapolate, runs_alike
 from pipeline.memory.footprint import (
     Category,
     MemoryChoice,
@@ -26,6 +26,7 @@ from pipeline.memory.footprint import (
     Provenance,
     StandingFootprint,
     Tape,
+    Unmeasurable,
 )
 from pipeline.units import format_bytes
 
@@ -42,10 +43,9 @@ WORST_GROWTH = 8.0  # of time and memory when the sizes double: items times the 
 BETWEEN = (5 / 8, 13 / 16)  # of the largest
 MOVED = 3  # bytes for each one allocated: a kernel writes it and reads about two others
 SEED = 0
-MIB = 1 << 20
 
 
-class Training(Protocol):
+class RehearsedTraining(Protocol):
     """What is rehearsed, on the CPU, at the model's real width: `training.step.Step`."""
 
     model: nn.Module
@@ -72,7 +72,7 @@ class Allowance:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class MeasuredSize:
     """A size that was really run."""
 
     sizes: Sizes
@@ -84,7 +84,6 @@ class Point:
 
     @property
     def peak_bytes(self) -> int:
-        """Return the higher of its peaks."""
         return max(self.first.peak_bytes, self.again.peak_bytes)
 
 
@@ -93,192 +92,148 @@ class MeasuredSmall:
 
     def __init__(
         self,
-        build: Callable[[MemoryChoice], Training],
+        build: Callable[[MemoryChoice], RehearsedTraining],
         example: Callable[[Sizes], Any],
         least: Sizes,
         allowance: Allowance | None = None,
         *,
         state_bytes: int = 0,
-        smaller: Callable[[Sizes, float], Sizes] | None = None,
     ) -> None:
         """Take how to make a training and a batch, and the sizes of a batch to make the first steps with.
 
-        `state_bytes`: what the model is known to hold; `smaller`: makes sizes a fraction as large.
+        `state_bytes`: what the model is known to hold.
         """
-        self.build, self.example, self.least = build, example, least
-        self.allowance = allowance or Allowance()
-        self.state_bytes = state_bytes
-        self.smaller = smaller or proportional
-        self.stages: dict[MemoryChoice, Stage] = {}
-        self.answers: dict[tuple[MemoryChoice, tuple[tuple[str, int], ...]], MicroFootprint] = {}
+        self._build, self._example, self._least = build, example, least
+        self._allowance = allowance or Allowance()
+        self._state_bytes = state_bytes
+        self._rehearsals: dict[MemoryChoice, _Rehearsal] = {}
+        self._answers: dict[tuple[MemoryChoice, tuple[tuple[str, int], ...]], MicroFootprint] = {}
 
     def standing(self, choice: MemoryChoice) -> StandingFootprint:
         """Return what it takes whatever the batch."""
-        standing = self.stage(choice).standing
-        return replace(standing, notes=(*standing.notes, *not_rehearsed(choice)))
+        standing = self._rehearsal(_rehearsed(choice)).standing
+        return replace(standing, notes=(*standing.notes, *_not_rehearsed(choice)))
 
     def micro(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint:
         """Return what a micro-batch of these sizes takes."""
-        question = (rehearsed(choice), tuple(sorted(sizes.items())))
-        if question not in self.answers:
-            stage = self.stage(choice)
-            self.answers[question] = answered(self.points(stage, sizes), sizes, stage.standing)
-        answer = self.answers[question]
-        return replace(answer, notes=(*answer.notes, *not_rehearsed(choice)))
+        question = (_rehearsed(choice), tuple(sorted(sizes.items())))
+        if question not in self._answers:
+            rehearsal = self._rehearsal(_rehearsed(choice))
+            measured = rehearsal.measured_up_to(sizes, self._allowance)
+            self._answers[question] = _answer(measured, sizes, rehearsal.standing)
+        answer = self._answers[question]
+        return replace(answer, notes=(*answer.notes, *_not_rehearsed(choice)))
 
-    def stage(self, choice: MemoryChoice) -> Stage:
-        """Return the built step."""
-        asked = rehearsed(choice)
-        if asked not in self.stages:
-            most = self.allowance.memory_bytes
-            if self.state_bytes > most:
-                state, limit = format_bytes(self.state_bytes), format_bytes(most)
+    def _rehearsal(self, choice: MemoryChoice) -> _Rehearsal:
+        if choice not in self._rehearsals:
+            most = self._allowance.memory_bytes
+            if self._state_bytes > most:
+                state, limit = format_bytes(self._state_bytes), format_bytes(most)
                 raise Unmeasurable(f"its state of {state} is above the {limit} that measuring on the CPU may take")
-            self.stages[asked] = staged(self.build, asked, self.example, self.least)
-        return self.stages[asked]
+            with _same_numbers():
+                self._rehearsals[choice] = _Rehearsal(self._build(choice), self._example, self._least)
+        return self._rehearsals[choice]
 
-    def points(self, stage: Stage, wanted: Sizes) -> list[Point]:
+
+class _Rehearsal:
+    """A built training, what it takes whatever the batch, and what micro-batches are measured to take."""
+
+    def __init__(self, training: RehearsedTraining, example: Callable[[Sizes], Any], least: Sizes) -> None:
+        """Run two steps: the first makes the optimizer's state."""
+        self._training, self._example = training, example
+        self._numbers: dict[tuple[Category, str], int] = {}  # below 0: of each block that stays, in every tape
+        self._failure = ""  # of the last size that could not be run
+        setup = self._owned()
+        runs = [lambda: training.accumulate(example(least)), training.update]
+        micro, first_update = record(runs, self._numbers_by_address)
+        _, update = record(runs, self._numbers_by_address)
+        sums: Counter[Category] = Counter()
+        for (category, _), _, size_bytes in self._owned():
+            sums[category] += size_bytes
+        parts = tuple(MemoryPart(category, "", sums[category]) for category in Category if category in sums)
+        parameters = list(training.model.parameters())
+        self.standing = StandingFootprint(
+            setup=Tape(np.array([number for _, number, _ in setup]), np.array([size for _, _, size in setup])),
+            first_update=first_update.tape,
+            update=update.tape,
+            parts=parts,
+            update_parts=(*parts, *_peak_parts(update.tape, micro.tape.left_bytes, Category.TEMPORARIES, "optimizer")),
+            parameters=sum(parameter.numel() for parameter in parameters),
+            trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+            origin=Provenance.EXTRAPOLATED,
+            notes=("the model's state and the optimizer's step were measured in real steps on the CPU",),
+        )
+
+    def measured_up_to(self, wanted: Sizes, allowance: Allowance) -> list[MeasuredSize]:
         """Run ever larger sizes until time, memory or the sizes end; return the largest ones, in order."""
-        spare_bytes = self.allowance.memory_bytes - stage.standing.bytes
-        run = Run(stage, time.monotonic() + self.allowance.time_s, spare_bytes)
-        for sizes in rising(wanted, self.smaller):
-            if not run.go_on(sizes):
+        ends_s = time.monotonic() + allowance.time_s
+        spare_bytes = allowance.memory_bytes - self.standing.bytes
+        measured: list[MeasuredSize] = []
+        self._failure = ""
+        for sizes in rising(wanted):
+            if not _may_grow(measured, ends_s - time.monotonic(), spare_bytes):
                 break
-        points = run.points[-MOST:]
-        if points and points[-1].sizes == dict(wanted):
-            return points
+            measured += (tried := self._tried(sizes))
+            if measured and not tried:  # before the first it was too small to be a batch at all
+                break
+        measured = measured[-MOST:]
+        if measured and measured[-1].sizes == dict(wanted):
+            return measured
         # Small sizes may take other ways than larger ones: then more is to be known of the larger ones.
-        if len(longest_alike([(point.sizes, point.first) for point in points])) < FEWEST:
-            between = [self.smaller(points[-1].sizes, share) for share in BETWEEN if points]
-            points = [*points[:-1], *run.more(between), *points[-1:]]
-        if len(points) < FEWEST:
-            raise Unmeasurable(f"only {len(points)} small real batches could be run, {FEWEST} are needed{run.why}")
-        return points
+        if len(runs_alike([(size.sizes, size.first) for size in measured])) < FEWEST:
+            for share in BETWEEN if measured else ():
+                if time.monotonic() + measured[-1].took_s < ends_s:
+                    measured[-1:-1] = self._tried(proportional(measured[-1].sizes, share))
+        if len(measured) < FEWEST:
+            found = f"only {len(measured)} small real batches could be run, {FEWEST} are needed"
+            raise Unmeasurable(found + self._failure)
+        return measured
 
-
-@dataclass(slots=True)
-class Run:
-    """Sizes that are run one after another, while there is time and memory."""
-
-    stage: Stage
-    ends_s: float
-    spare_bytes: int
-    points: list[Point] = field(default_factory=list)
-    why: str = ""  # the last one failed
-
-    def go_on(self, sizes: Sizes) -> bool:
-        """Run the next larger size; return whether there may be larger ones."""
-        if not may_grow(self.points, self.ends_s - time.monotonic(), self.spare_bytes):
-            return False
-        point = self.tried(sizes)
-        self.points += [point] if point else []
-        return point is not None or not self.points  # before the first: too small to be a batch at all
-
-    def more(self, many: Iterable[Sizes]) -> list[Point]:
-        """Run sizes below the largest, while there is time."""
-        took_s = self.points[-1].took_s if self.points else 0.0
-        tried = [self.tried(sizes) for sizes in many if time.monotonic() + took_s < self.ends_s]
-        return [point for point in tried if point]
-
-    def tried(self, sizes: Sizes) -> Point | None:
-        """Run a size; whatever a task may raise is written down."""
+    def _tried(self, sizes: Sizes) -> list[MeasuredSize]:
+        """Run a size; whatever a task may raise is written down, and nothing is measured."""
         try:
-            return self.stage.point(sizes)
+            return [self._measured(sizes)]
         except (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError) as error:
-            self.why = f"; {told_sizes(sizes)}: {type(error).__name__}: {error}"
-            return None
+            words = ", ".join(f"{value} {name}" for name, value in sizes.items())
+            self._failure = f"; {words}: {type(error).__name__}: {error}"
+            return []
 
-
-@dataclass(slots=True)
-class Stage:
-    """A built training and what it takes whatever the batch."""
-
-    training: Training
-    example: Callable[[Sizes], Any]
-    standing: StandingFootprint
-    numbers: Numbers
-
-    def point(self, sizes: Sizes) -> Point:
+    def _measured(self, sizes: Sizes) -> MeasuredSize:
         """Run two such micro-batches and write down what they take."""
         begun_s = time.monotonic()
 
         def micro() -> None:
-            self.training.accumulate(self.example(sizes))
+            self._training.accumulate(self._example(sizes))
 
-        with same_numbers():
+        with _same_numbers():
             try:
-                first, again = record([micro, micro], self.numbers.at)
+                first, again = record([micro, micro], self._numbers_by_address)
                 flops = counted_flops(micro)
             finally:
-                self.training.release()
-        return Point(dict(sizes), first.tape, again.tape, first.kernels, flops, time.monotonic() - begun_s)
+                self._training.release()
+        return MeasuredSize(dict(sizes), first.tape, again.tape, first.kernels, flops, time.monotonic() - begun_s)
 
+    def _owned(self) -> list[tuple[tuple[Category, str], int, int]]:
+        """Return what stays: what for and whose, its number in every tape, its bytes; what is shared is named once."""
+        owned: dict[int, tuple[tuple[Category, str], int, int]] = {}
+        for category, name, tensor in self._training.owned():
+            storage, place = tensor.untyped_storage(), (Category(category), name)
+            if storage.nbytes() and storage.data_ptr() not in owned:
+                number = self._numbers.setdefault(place, -1 - len(self._numbers))
+                owned[storage.data_ptr()] = (place, number, storage.nbytes())
+        return list(owned.values())
 
-def staged(
-    build: Callable[[MemoryChoice], Training], choice: MemoryChoice, example: Callable[[Sizes], Any], least: Sizes
-) -> Stage:
-    """Build the training and run two steps: the first makes the optimizer's state."""
-    with same_numbers():
-        training = build(choice)
-        numbers = Numbers(training)
-        setup = numbers.blocks()
-        runs = [lambda: training.accumulate(example(least)), training.update]
-        micro, first = record(runs, numbers.at)
-        _, later = record(runs, numbers.at)
-    live = numbers.blocks()
-    parts = tuple(summed((what, size) for (what, _), _, size in live))
-    gradient_bytes = micro.tape.left_bytes
-    parameters = list(training.model.parameters())
-    standing = StandingFootprint(
-        setup=Tape(np.array([number for _, number, _ in setup]), np.array([size for _, _, size in setup])),
-        first_update=first.tape,
-        update=later.tape,
-        parts=parts,
-        update_parts=(*parts, *parts_of(later.tape, gradient_bytes, Category.TEMPORARIES, "optimizer")),
-        parameters=sum(one.numel() for one in parameters),
-        trained=sum(one.numel() for one in parameters if one.requires_grad),
-        origin=Provenance.EXTRAPOLATED,
-        notes=("the model's state and the optimizer's step were measured in real steps on the CPU",),
-    )
-    return Stage(training, example, standing, numbers)
-
-
-@dataclass(slots=True)
-class Numbers:
-    """The number, below 0, that each block which stays has in every tape."""
-
-    training: Training
-    known: dict[tuple[Category, str], int] = field(default_factory=dict)
-
-    def blocks(self) -> list[tuple[tuple[Category, str], int, int]]:
-        """Return what there is now: what for and whose, its number, its bytes; what is shared is named once."""
-        found: dict[int, tuple[tuple[Category, str], int, int]] = {}
-        for what, name, tensor in self.training.owned():
-            storage, place = tensor.untyped_storage(), (Category(what), name)
-            if storage.nbytes() and storage.data_ptr() not in found:
-                number = self.known.setdefault(place, -1 - len(self.known))
-                found[storage.data_ptr()] = (place, number, storage.nbytes())
-        return list(found.values())
-
-    def at(self) -> dict[int, int]:
-        """Return the numbers by address."""
-        self.blocks()
+    def _numbers_by_address(self) -> dict[int, int]:
+        """Return the number of each block that stays by where it is now."""
+        self._owned()
         return {
-            tensor.untyped_storage().data_ptr(): self.known[Category(what), name]
-            for what, name, tensor in reversed(list(self.training.owned()))
-            if (Category(what), name) in self.known
+            tensor.untyped_storage().data_ptr(): self._numbers[Category(category), name]
+            for category, name, tensor in reversed(list(self._training.owned()))
+            if (Category(category), name) in self._numbers
         }
 
 
-def summed(sizes: Iterable[tuple[Category, int]]) -> list[MemoryPart]:
-    """Return the parts that blocks make up, in the order of categories."""
-    sums: dict[Category, int] = {}
-    for category, size_bytes in sizes:
-        sums[category] = sums.get(category, 0) + size_bytes
-    return [MemoryPart(category, "", sums[category]) for category in Category if category in sums]
-
-
-def parts_of(tape: Tape, gradient_bytes: int, kind: Category, name: str) -> list[MemoryPart]:
+def _peak_parts(tape: Tape, gradient_bytes: int, kind: Category, name: str) -> list[MemoryPart]:
     """Return what is live at the peak of a tape, above what stands: gradients, and all else as one kind."""
     live_E = np.cumsum(tape.bytes_E)
     peak = int(live_E.argmax()) + 1 if live_E.max(initial=0) > 0 else 0
@@ -288,70 +243,71 @@ def parts_of(tape: Tape, gradient_bytes: int, kind: Category, name: str) -> list
     return [part for part in parts if part.bytes]
 
 
-def answered(points: Sequence[Point], wanted: Sizes, standing: StandingFootprint) -> MicroFootprint:
+def _answer(measured: Sequence[MeasuredSize], wanted: Sizes, standing: StandingFootprint) -> MicroFootprint:
     """Return what a micro-batch takes, from smaller ones, the largest last."""
-    first, thought, _ = enlarged([(point.sizes, point.first) for point in points], wanted)
-    again, thought_again, how = enlarged([(point.sizes, point.again) for point in points], wanted)
-    worse = max(thought, thought_again, key=lambda one: one.margin)
+
+    def likely(count: Callable[[MeasuredSize], int]) -> int:
+        """Return a count at the wanted size, without a margin."""
+        if dict(measured[-1].sizes) == dict(wanted):
+            return count(measured[-1])
+        return extrapolate([(size.sizes, count(size)) for size in measured], wanted).bytes
+
+    first, thought, _ = enlarged([(size.sizes, size.first) for size in measured], wanted)
+    again, thought_again, how = enlarged([(size.sizes, size.again) for size in measured], wanted)
+    worse = max(thought, thought_again, key=lambda extrapolated: extrapolated.margin)
     return MicroFootprint(
         sizes=dict(wanted),
         first=first,
         again=again,
-        parts=(*standing.parts, *parts_of(again, first.left_bytes, Category.ACTIVATIONS, "")),
-        flops=float(likely([(point.sizes, point.flops) for point in points], wanted)),
-        kernels=likely([(point.sizes, point.kernels) for point in points], wanted),
+        parts=(*standing.parts, *_peak_parts(again, first.left_bytes, Category.ACTIVATIONS, "")),
+        flops=float(likely(lambda size: size.flops)),
+        kernels=likely(lambda size: size.kernels),
         moved_bytes=float(MOVED * again.bytes_E[again.bytes_E > 0].sum()),
         origin=Provenance.EXTRAPOLATED,
-        notes=(words(points, worse), how, "inputs and temporaries are counted among the activations"),
+        notes=(_how_far(worse, len(measured)), how, "inputs and temporaries are counted among the activations"),
     )
 
 
-def likely(points: Sequence[tuple[Sizes, int]], wanted: Sizes) -> int:
-    """Return a count at the wanted size, without a margin."""
-    sizes, count = points[-1]
-    return count if dict(sizes) == dict(wanted) else extrapolate(points, wanted).bytes
-
-
-def words(points: Sequence[Point], thought: Extrapolated) -> str:
+def _how_far(thought: Extrapolated, sizes: int) -> str:
     """Say what was measured and how far it was taken."""
     if thought.ratio <= 1:
         return f"measured on a real batch of this size on the CPU, {thought.note}"
     largest = f"1/{thought.ratio:.3g} of this one"
-    return f"measured on small real batches on the CPU ({len(points)} sizes up to {largest}), {thought.note}"
+    return f"measured on small real batches on the CPU ({sizes} sizes up to {largest}), {thought.note}"
 
 
-def proportional(wanted: Sizes, fraction: float) -> Sizes:
+def proportional(wanted: Sizes, fraction: float) -> dict[str, int]:
     """Return sizes a fraction as large; what is there at all stays there."""
     return {name: max(1, round(value * fraction)) if value else 0 for name, value in wanted.items()}
 
 
-def rising(wanted: Sizes, smaller: Callable[[Sizes, float], Sizes]) -> Iterator[Sizes]:
-    """Return ever larger sizes, up to the wanted one, each twice the one before."""
-    fraction, before = SMALLEST, None
+def rising(wanted: Sizes) -> Iterator[dict[str, int]]:
+    """Yield ever larger sizes, up to the wanted one, each twice the one before."""
+    fraction, before = SMALLEST, dict[str, int]()
     while fraction < 1:
-        sizes = dict(smaller(wanted, fraction))
+        sizes = proportional(wanted, fraction)
         if sizes not in (before, dict(wanted)):
             yield sizes
         fraction, before = 2 * fraction, sizes
     yield dict(wanted)
 
 
-def may_grow(points: Sequence[Point], left_s: float, spare_bytes: int) -> bool:
-    """Return whether the next size will likely stay within time and memory."""
-    if not points:
+def _may_grow(measured: Sequence[MeasuredSize], left_s: float, spare_bytes: int) -> bool:
+    """Tell whether the next size will likely stay within time and memory."""
+    if not measured:
         return left_s > 0
-    took_s = grown([point.took_s for point in points])
-    return took_s <= left_s and grown([point.peak_bytes for point in points]) <= spare_bytes
+    took_s = _grown([size.took_s for size in measured])
+    return took_s <= left_s and _grown([size.peak_bytes for size in measured]) <= spare_bytes
 
 
-def grown(values: Sequence[float]) -> float:
+def _grown(values: Sequence[float]) -> float:
     """Return what follows a row, growing as it did, but not less than twice: a constant share may hide the growth."""
     growth = values[-1] / max(values[-2], 1e-9) if len(values) > 1 else WORST_GROWTH
     return values[-1] * min(max(growth, 2.0), WORST_GROWTH)
 
 
 @contextmanager
-def same_numbers() -> Iterator[None]:
+def _same_numbers() -> Iterator[None]:
     """Draw the same random numbers each time, and none of those of others."""
     import torch
 
@@ -360,16 +316,11 @@ def same_numbers() -> Iterator[None]:
         yield
 
 
-def rehearsed(choice: MemoryChoice) -> MemoryChoice:
+def _rehearsed(choice: MemoryChoice) -> MemoryChoice:
     """Return the part of a choice that one machine without a GPU can rehearse."""
     return MemoryChoice(precision=choice.precision, checkpointing=choice.checkpointing)
 
 
-def not_rehearsed(choice: MemoryChoice) -> tuple[str, ...]:
+def _not_rehearsed(choice: MemoryChoice) -> tuple[str, ...]:
     """Say what of a choice was not rehearsed: its numbers are those without it, which are higher."""
     return ("offloading could not be rehearsed: planned as without",) if choice.offload else ()
-
-
-def told_sizes(sizes: Sizes) -> str:
-    """Return sizes as words."""
-    return ", ".join(f"{value} {name}" for name, value in sizes.items())

@@ -19,8 +19,7 @@ import torch
 from torch import nn
 
 from pipeline.errors import PipelineError
-from pipeline.memory.estimating.fallback_oracle import Unmeasurable
-from pipeline.memory.footprint import Category, MicroFootprint, StandingFootprint, Tape
+from pipeline.memory.footprint import Category, MicroFootprint, StandingFootprint, Tape, Unmeasurable
 from pipeline.memory.tracing.fake_mode import FakeMode, Guesses, conversions, eagerly, faked, unlogged
 from pipeline.memory.tracing.kernel_workspace import hidden_bytes
 from pipeline.memory.tracing.kernel_workspace_cpu import scratch_bytes_cpu

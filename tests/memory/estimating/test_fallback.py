@@ -15,8 +15,8 @@ from pipeline.errors import PlanInfeasible
 from pipeline.memory import footprint
 from pipeline.memory.estimating.cpu_profile import measure, record
 from pipeline.memory.estimating.extrapolate import stretched
-from pipeline.memory.estimating.fallback_oracle import Counts, Formula, OracleLadder, Unmeasurable
-from pipeline.memory.estimating.small_steps import Allowance, MeasuredSmall, proportional, rising
+from pipeline.memory.estimating.fallback_oracle import Counts, Formula, OracleLadder
+from pipeline.memory.estimating.small_steps import Allowance, MeasuredSmall, rising
 from pipeline.memory.footprint import (
     Category,
     MemoryChoice,
@@ -25,6 +25,7 @@ from pipeline.memory.footprint import (
     StandingFootprint,
     StepTapes,
     Tape,
+    Unmeasurable,
 )
 
 if TYPE_CHECKING:
@@ -372,7 +373,7 @@ def test_a_model_too_large_for_this_machine_is_not_built() -> None:
 
 
 def test_sizes_rise_to_the_wanted_one_and_none_is_there_twice() -> None:
-    sizes = [dict(one) for one in rising({"items": 4, "nodes": 40, "pairs": 0}, proportional)]
+    sizes = [dict(one) for one in rising({"items": 4, "nodes": 40, "pairs": 0})]
     assert sizes[-1] == {"items": 4, "nodes": 40, "pairs": 0}
     assert all(one["items"] >= 1 and one["nodes"] >= 1 and one["pairs"] == 0 for one in sizes)
     assert [one["nodes"] for one in sizes] == sorted({one["nodes"] for one in sizes})
