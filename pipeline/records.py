@@ -162,6 +162,21 @@ def _parts(data: Iterable[Mapping[str, Any]]) -> tuple[Part, ...]:
     )
 
 
+class StageName(str, Enum):
+    """The stages of the workflow, in order."""
+
+    SCAN = "scan"
+    EMBED = "embed"
+    GRAPH = "graph"
+    TRAIN = "train"
+    EVALUATE = "evaluate"
+    PREDICT = "predict"
+    VALIDATE = "validate"
+    REGENERATE = "regenerate"
+
+    __str__ = str.__str__  # in texts, paths and commands it is its value
+
+
 class EventKind(str, Enum):
     """What happened in a run."""
 
@@ -208,6 +223,7 @@ class Tell:
     ending: Callable[[], int] = lambda: 0  # by which signal the process was told to end; 0: by none
     ended_by: int = 0  # what the work ended by, in order, before it was done
     moved: bool = False  # whether it came any further before
+    part: tuple[int, int] = (0, 1)  # which of how many processes this is, where they share a task out
     place: Any = None  # which rank of how many this process is, where they work together
 
 

@@ -33,7 +33,7 @@ from pipeline.journal.run_folder import RunFolder
 from pipeline.project.project import Project
 from pipeline.project.run_code import WORKER, module_command
 from pipeline.runs.engine.lifecycle import new_run
-from pipeline.runs.workflow import embed_stage
+from pipeline.runs.workflow.embed_stage import EmbedStage
 from pipeline.store.maintenance import scrub
 from pipeline.structures.synthetic import draw_sequence
 
@@ -58,7 +58,7 @@ def make_project(folder: Path) -> tuple[Project, RunFolder]:
     subprocess.run([PIPELINE, "submit", "--stage", "scan", "--follow"], cwd=folder, check=True, capture_output=True)
     config = read_config(folder / "pipeline.yaml").config
     project, run = Project.open(config), new_run(config, ["embed"])
-    embed_stage.survey(project, run, at_once=1).write_shards(run, "embed")
+    EmbedStage().survey(project, run, at_once=1).write_shards(run, "embed")
     return project, run
 
 

@@ -69,12 +69,13 @@ def plan_scan(folder: Path) -> tuple[dict[str, int], int, int, dict[str, int]]:
     from pipeline.config.load import read_config
     from pipeline.journal import run_folder as folders
     from pipeline.project.project import Project
-    from pipeline.runs.workflow import scan_stage
+    from pipeline.records import StageName
+    from pipeline.runs.workflow.scan_stage import ScanStage
 
     project = Project.open(read_config(folder / "pipeline.yaml", []).config)
-    run: RunFolder = folders.create_folder(folder / "runs", scan_stage.NAME, datetime.now(tz=timezone.utc))
-    found = scan_stage.survey(project, run, AT_ONCE)
-    found.write_shards(run, scan_stage.NAME)
-    paths = {"items": run.items, "todo": run.todo(scan_stage.NAME), "shards": run.shards(scan_stage.NAME)}
+    run: RunFolder = folders.create_folder(folder / "runs", StageName.SCAN, datetime.now(tz=timezone.utc))
+    found = ScanStage().survey(project, run, AT_ONCE)
+    found.write_shards(run, StageName.SCAN)
+    paths = {"items": run.items, "todo": run.todo(StageName.SCAN), "shards": run.shards(StageName.SCAN)}
     sizes = {name: path.stat().st_size for name, path in paths.items()}
     return dict(found.counts), len(found.shards), max(shard.items for shard in found.shards), sizes

@@ -235,7 +235,7 @@ def million(folder: Path, options: argparse.Namespace) -> Rows:
     """Keep a million small records; ask what is there, what of it is dead, and for a new index."""
     from pipeline.config.load import read_config
     from pipeline.project.project import Project
-    from pipeline.runs.dataset import outcome
+    from pipeline.runs.dataset import worklist
     from pipeline.store.maintenance.sweep import Live, mark
 
     config = configured(folder)
@@ -252,7 +252,7 @@ def million(folder: Path, options: argparse.Namespace) -> Rows:
         CacheFolder(folder / "cache").kind("scan").rebuild_index()
 
     rebuilt = timed_often(rebuild, 3, lambda: chill(paths))
-    outcome.keep(Project.open(read_config(config, []).config), "scan", bytearray(keys))
+    worklist.remember_needed(Project.open(read_config(config, []).config), "scan", bytearray(keys))
     words = [str(PIPELINE), "cache", "stat", "--json", "--config", str(config)]
     stats = [timed_command(words, expect=0) for _ in range(7)]
     live = Live(pairs=sorted_keys(parts[::2]))

@@ -36,7 +36,7 @@ def check_command(config: ConfigFile = None, sets: Sets = None, as_json: Json = 
     from pipeline.errors import ConfigError
     from pipeline.project.project import Project, source_spec
     from pipeline.runs.dataset import reader_items
-    from pipeline.runs.workflow.script_stage import inspect
+    from pipeline.runs.workflow.script_stage import ScriptStage
     from pipeline.structures.sources import items
 
     loaded = load_config(config, sets)
@@ -48,7 +48,7 @@ def check_command(config: ConfigFile = None, sets: Sets = None, as_json: Json = 
     beside = loaded.base_dir.absolute()
     project = Project.open(loaded.config, remember=False, beside=beside, strict=True)  # which refuses caches under it
     if loaded.config.train.command is not None:
-        inspect(project)  # which refuses a command that cannot be meant
+        ScriptStage().inspect(project)  # which refuses a command that cannot be meant
     if reader_items.is_reader(loaded.config):
         reader_items.refuse_unreadable(project)
         reader_items.refuse_crop(loaded.config)

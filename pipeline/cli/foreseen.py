@@ -24,7 +24,7 @@ def show_plan(project: Project, stages: list[str], executor: Executor, emit: Pat
     from pipeline.runs.workflow import script_stage, table
     from pipeline.runs.workflow.jobs import plan_stage, script_outline
 
-    plans = [plan_stage(project, table.stage(name), executor, folder=None) for name in stages]
+    plans = [plan_stage(project, table.stage(name, project.config), executor, folder=None) for name in stages]
     tables.show_parts(plan_table([one.row() for one in plans]))
     for one in plans:
         if waiting := one.counts().get("waiting"):
@@ -64,7 +64,7 @@ def print_plan(project: Project, stages: list[str], executor: Executor) -> None:
     from pipeline.runs.workflow import table
     from pipeline.runs.workflow.jobs import plan_stage
 
-    plans = [plan_stage(project, table.stage(name), executor, folder=None) for name in stages]
+    plans = [plan_stage(project, table.stage(name, project.config), executor, folder=None) for name in stages]
     texts = dict(scripts(project, plans, executor)) if project.config.cluster.executor == "slurm" else {}
     print_json({"stages": [_stage_json(project, one, executor) for one in plans], "scripts": texts})
 

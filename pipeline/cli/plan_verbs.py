@@ -95,13 +95,14 @@ def _show_script(project: Project, executor: Executor, *, measured: bool, as_jso
     """Print what is known of a script before it has run."""
     from pipeline.errors import ConfigError
     from pipeline.runs.workflow.jobs import script_outline
-    from pipeline.runs.workflow.table import STAGES
+    from pipeline.runs.workflow.script_stage import ScriptStage
 
     if measured:
         what = "train.command is a script, which cannot be traced: neither --gpu nor --probe can say anything of it"
         raise ConfigError(what, where="pipeline plan", remedy="pipeline plan --stage train   (its first attempt)")
-    STAGES["train"].inspect(project)
-    found = script_outline(project, STAGES["train"], executor)
+    stage = ScriptStage()
+    stage.inspect(project)
+    found = script_outline(project, stage, executor)
     if as_json:
         print_json([found.to_json()])
     else:

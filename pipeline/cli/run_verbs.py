@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pipeline.journal.run_status import RunStatus
     from pipeline.project.project import Project
     from pipeline.report.live_status import LiveLines
-    from pipeline.runs.workflow.table import Stage
+    from pipeline.runs.workflow.stage import Stage
 
 
 NEARLY = 0.9  # what is planned is cautious
@@ -130,7 +130,7 @@ def _refuse_unplanned(project: Project, stages: list[str]) -> None:
     from pipeline.runs.dataset.reader_items import unmade
     from pipeline.runs.workflow import table
 
-    for stage in map(table.stage, stages):
+    for stage in (table.stage(name, project.config) for name in stages):
         if stage.together and project.config.train.task is not None and made_table(project) is None:
             remedy = f"pipeline submit --stage {stage.name}   (without --only)"
             raise ConfigError(unmade(project.config), where="--only", remedy=remedy)
@@ -142,9 +142,9 @@ def to_regenerate(project: Project, damage_list: Path | None) -> tuple[Project, 
 
     from pipeline.project.restriction import read_list
     from pipeline.runs.workflow.table import regenerated
-    from pipeline.runs.workflow.validate_stage import inspect
+    from pipeline.store.maintenance.leftovers import refuse_unusable
 
-    inspect(project)
+    refuse_unusable(project.cache)
     if damage_list is None:
         return project, regenerated(project.config, None)
     confined = read_list(damage_list, project.cache)
@@ -226,7 +226,7 @@ def _check_first(project: Project, stages: list[str], executor: Executor) -> Non
     from pipeline.runs.workflow import table
     from pipeline.runs.workflow.jobs import job_spec, limits_for
 
-    for stage in map(table.stage, stages):
+    for stage in (table.stage(name, project.config) for name in stages):
         stage.inspect(project)
         if not stage.has_tasks:
             continue

@@ -23,7 +23,7 @@ from pipeline.project.run_code import load_task
 from pipeline.records import Inventory, Item, Rejection
 from pipeline.report.tables import size
 from pipeline.runs.dataset.reader_items import is_reader, read_first, reader_of
-from pipeline.runs.workflow.script_stage import inspect
+from pipeline.runs.workflow.script_stage import ScriptStage
 from pipeline.setup import slurm_checks
 from pipeline.setup.slurm_checks import CheckResult, CheckVerdict, failed_check
 from pipeline.stages.scan import glance
@@ -239,7 +239,7 @@ def settings_findings(loaded: LoadedConfig) -> Iterator[CheckResult]:
             yield slurm_checks.good_check("task", loaded.config.train.task)
     if loaded.config.train.command is not None:
         try:
-            inspect(Project.open(loaded.config, remember=False))
+            ScriptStage().inspect(Project.open(loaded.config, remember=False))
         except PipelineError as error:
             yield slurm_checks.failed_check("script", error)
         else:

@@ -201,7 +201,7 @@ def check_jobs(config: Config, _site: Site) -> Iterator[CheckResult]:
     executor = SlurmExecutor(config.cluster.slurm)
     for name in table.everything(config):
         try:
-            spec = job_spec(project, table.stage(name), 1, executor.limits)
+            spec = job_spec(project, table.stage(name, config), 1, executor.limits)
         except PipelineError as error:
             why = error.what.splitlines()[0].rstrip(":")
             yield noted_check(f"job {name}", f"cannot be planned yet: {why}", error.remedy)

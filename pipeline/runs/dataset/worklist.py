@@ -1,8 +1,10 @@
-"""The data set of a run, frozen as lines of JSON, and what of it a stage has still to do, cut into tasks."""
+"""The data set of a run, frozen as lines of JSON; what is known of it, and what a stage has still to do, in tasks."""
 
 from __future__ import annotations
 
 import json
+import math
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import IO, TYPE_CHECKING, TypeAlias
@@ -10,18 +12,28 @@ from typing import IO, TYPE_CHECKING, TypeAlias
 import numpy as np
 import xxhash
 
+from pipeline.files import write_whole
+from pipeline.journal.attempts import left_out_items
 from pipeline.journal.run_folder import writing_run
-from pipeline.records import Item, Rejection
+from pipeline.records import Item, Rejection, StageName
+from pipeline.stages.scan import look_again, look_up
+from pipeline.store.key_lists import in_chunks, recall, remember_keys
 from pipeline.structures.sources import items as source_items
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
+    from typing import Any
 
     from numpy.typing import NDArray
 
+    from pipeline.config.schema import Config
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
+    from pipeline.records import Inventory, Reason, Tell
+    from pipeline.stages.scan import Seen
+    from pipeline.store.cache_folder import CacheFolder
+    from pipeline.store.key_lists import WantedKeys
 
 LOOKED_UP_AT_ONCE = 1024
 
@@ -51,16 +63,13 @@ class Found:
 
 
 def _write_shards(folder: RunFolder, stage: str, shards: Sequence[Shard]) -> None:
-    """Replace the list of what each task takes; who reads it meanwhile sees the old or the new one."""
-    partial = folder.shards(stage).with_suffix(".partial")
     with writing_run(folder.shards(stage)):
-        partial.write_text(json.dumps([asdict(shard) for shard in shards]))
-        partial.replace(folder.shards(stage))
+        write_whole(folder.shards(stage), json.dumps([asdict(shard) for shard in shards]))
 
 
 def read_shards(folder: RunFolder, stage: str) -> list[Shard]:
     """Return what every task takes."""
-    return [Shard(**one) for one in json.loads(folder.shards(stage).read_text())]
+    return [Shard(**shard) for shard in json.loads(folder.shards(stage).read_text())]
 
 
 def read_shard(folder: RunFolder, stage: str, task: int) -> Shard:
@@ -89,35 +98,36 @@ def split_shards(folder: RunFolder, stage: str, tasks: Sequence[int], halve: Hal
 
 def halve_lines(path: Path, shard: Shard) -> tuple[Shard, Shard]:
     """Cut a range of lines in the middle."""
-    first = shard.items // 2
     with path.open("rb") as file:
         file.seek(shard.start)
-        for _ in range(first):
+        for _ in range(shard.items // 2):
             file.readline()
-        middle = file.tell()
-    return (
-        Shard(shard.start, middle, first, shard.largest),
-        Shard(middle, shard.end, shard.items - first, shard.largest),
-    )
+        return _halves(shard, file.tell())
 
 
-def halve_rows(_folder: RunFolder, shard: Shard) -> tuple[Shard, Shard]:
+def halve_rows(shard: Shard) -> tuple[Shard, Shard]:
     """Cut a range of rows in the middle."""
+    return _halves(shard, shard.start + shard.items // 2)
+
+
+def _halves(shard: Shard, middle: int) -> tuple[Shard, Shard]:
     first = shard.items // 2
-    middle = shard.start + first
     return (
         Shard(shard.start, middle, first, shard.largest),
         Shard(middle, shard.end, shard.items - first, shard.largest),
     )
 
 
-def read_task(folder: RunFolder, stage: str, task: int) -> Iterator[Item]:
-    """Yield the items of one task, of a stage whose list holds items."""
-    shard = read_shard(folder, stage, task)
+def task_items(folder: RunFolder, stage: str, task: int, tell: Tell) -> Iterator[Item]:
+    """Yield the items of a task without those that killed it, telling each before it is worked on."""
+    shard, barred = read_shard(folder, stage, task), left_out_items(folder, stage)
     with folder.todo(stage).open("rb") as file:
         file.seek(shard.start)
         while file.tell() < shard.end:
-            yield Item.from_json(json.loads(file.readline()))
+            item = Item.from_json(json.loads(file.readline()))
+            if item.id not in barred:
+                tell.on((item.id,))
+                yield item
 
 
 def list_items(project: Project) -> Iterator[Item | Rejection]:
@@ -138,21 +148,37 @@ def frozen_items(project: Project, folder: RunFolder | None) -> Iterator[Item | 
     if folder is None:
         return list_items(project)
     if not folder.items.exists():
-        partial = folder.items.with_suffix(".partial")  # who dies on the way leaves no list that looks whole
-        with Lines(partial) as lines:
+        with freezing(folder) as lines:
             for entry in list_items(project):
-                lines.write_record(entry)
-        with writing_run(folder.items):
-            partial.replace(folder.items)
+                lines.write(line_of(entry))
     return read_items(folder.items)
 
 
+@contextmanager
+def freezing(folder: RunFolder | None) -> Iterator[Lines]:
+    """Yield what writes the data set of a run down; who dies on the way leaves no list that looks whole."""
+    partial = folder.items.with_suffix(".partial") if folder else None
+    with Lines(partial) as lines:
+        yield lines
+    if folder and partial:
+        with writing_run(folder.items):
+            partial.replace(folder.items)
+
+
 def line_of(record: Item | Rejection) -> str:
-    """Return the line that holds a record."""
+    """Return a record as a line of JSON."""
     return json.dumps(record.to_json())
 
 
-def cut(offsets: Sequence[int], costs_N: NDArray[np.int64], items_per_task: int | str, tasks: int) -> tuple[Shard, ...]:
+def tasks_for(seconds: float, minutes_per_task: float, at_once: int, worthwhile_s: float) -> int:
+    """Return how many tasks work makes: of some minutes, and enough for all that can run at once, if that pays."""
+    worthwhile = min(at_once, math.ceil(seconds / worthwhile_s))
+    return max(1, math.ceil(seconds / (60 * minutes_per_task)), worthwhile)
+
+
+def cut_lines(
+    offsets: Sequence[int], costs_N: NDArray[np.int64], items_per_task: int | str, tasks: int
+) -> tuple[Shard, ...]:
     """Cut a list, in order, into tasks of so many items, or so many of about equal cost where that is `auto`.
 
     `offsets` says where each line begins, and where the last one ends.
@@ -172,13 +198,13 @@ def cut(offsets: Sequence[int], costs_N: NDArray[np.int64], items_per_task: int 
     )
 
 
-def asked(folder: RunFolder, stage: str) -> Callable[[str], bool]:
-    """Return what says of a line whether its lack fails a stage: that of any, unless the run is confined to a list."""
+def required_lines(folder: RunFolder, stage: str) -> Callable[[str], bool]:
+    """Return a predicate: must this line be done? All must, unless the run is confined to a list."""
     if not folder.only.exists():
         return lambda _line: True
     with folder.todo(stage).open("rb") as file:
-        known = {xxhash.xxh3_64_intdigest(line.rstrip(b"\n")) for line in file}
-    return lambda line: xxhash.xxh3_64_intdigest(line.encode()) in known
+        required = {xxhash.xxh3_64_intdigest(line.rstrip(b"\n")) for line in file}
+    return lambda line: xxhash.xxh3_64_intdigest(line.encode()) in required
 
 
 class Lines:
@@ -188,10 +214,6 @@ class Lines:
         self._path = path
         self._file: IO[bytes] | None = None
         self.position = 0
-
-    def write_record(self, record: Item | Rejection) -> None:
-        """Write one record as JSON."""
-        self.write(line_of(record))
 
     def write(self, text: str) -> None:
         """Write one line."""
@@ -211,3 +233,71 @@ class Lines:
         if self._file and self._path:
             with writing_run(self._path):
                 self._file.close()
+
+
+@dataclass(frozen=True, slots=True)
+class KnownItem:
+    """An item that can be used, as far as is known: None stands for an inventory that has still to be made."""
+
+    item: Item
+    inventory: Inventory | None
+    key: bytes | None  # of the inventory; None where a file has changed too lately to be known
+
+
+def known_items(
+    project: Project, folder: RunFolder | None, entries: Iterable[Item | Rejection]
+) -> Iterator[list[KnownItem | Rejection]]:
+    """Yield what is known of each entry of a data set, in order, many at a time."""
+    since_ns = folder.stages.stat().st_mtime_ns if folder else None
+    barred = left_out_items(folder, StageName.SCAN)
+    for chunk in in_chunks(entries, LOOKED_UP_AT_ONCE):
+        items = [entry for entry in chunk if isinstance(entry, Item)]
+        looked_up = iter(look_up(items, project.recipe, project.shelves))
+        yield [
+            entry if isinstance(entry, Rejection) else _known_item(project, entry, next(looked_up), since_ns, barred)
+            for entry in chunk
+        ]
+
+
+def _known_item(
+    project: Project, item: Item, seen: Seen, since_ns: int | None, barred: Mapping[str, tuple[Reason, str]]
+) -> KnownItem | Rejection:
+    if seen.inventory is None and since_ns is not None:
+        seen = look_again(item, project.recipe, project.shelves, since_ns)
+    if seen.inventory is not None and seen.inventory.reason is not None:
+        return rejection(item, seen.inventory.reason, seen.inventory.detail)
+    if seen.inventory is None and item.id in barred:
+        return rejection(item, *barred[item.id])
+    return KnownItem(item, seen.inventory, seen.key)
+
+
+def rejection(item: Item, reason: Reason, detail: str) -> Rejection:
+    """Return an item as one that was left out."""
+    return Rejection(item.id, reason, detail, item.origin, item.split)
+
+
+REMEMBERED = (StageName.SCAN, StageName.EMBED, StageName.GRAPH)  # kinds of which it is known what a data set needs
+
+
+def remember_needed(project: Project, kind: str, keys: bytearray) -> None:
+    """Write down the keys of the records of a kind that the data set needs; that it cannot be is no failure."""
+    remember_keys(project.cache.disk, project.cache.root, kind, _deciding(project.config, kind), keys)
+
+
+def recall_needed(cache: CacheFolder, config: Config, kind: str) -> WantedKeys | None:
+    """Return what the data set of a configuration was last found to need of a kind; None where nobody has looked."""
+    return recall(cache.disk, cache.root, kind, _deciding(config, kind))
+
+
+def _deciding(config: Config, kind: str) -> dict[str, Any]:
+    """Return what decides which records are needed, as the configuration says it."""
+    deciding: dict[str, Any] = {
+        "data": config.data.model_dump(mode="json", exclude={"max_rejected_fraction", "on_leak"}),
+        "structures": config.structures.model_dump(mode="json"),
+    }
+    if kind == StageName.EMBED:
+        deciding["embed"] = config.embed.model_dump(mode="json", exclude={"batch"})
+        deciding["gpus"] = config.cluster.embed.gpus > 0
+    if kind == StageName.GRAPH:
+        deciding["graph"] = config.graph.model_dump(mode="json")
+    return deciding

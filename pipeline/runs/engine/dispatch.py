@@ -16,10 +16,9 @@ from pipeline.journal.ledger import read_notes
 from pipeline.journal.run_status import StageJob
 from pipeline.memory.history.task_history import Measured
 from pipeline.project.project import cluster_name, profiles_of
-from pipeline.records import EventKind
+from pipeline.records import EventKind, StageName
 from pipeline.runs.dataset import worklist
 from pipeline.runs.engine.repair import GiveUp, LeaveOut, Means, Split, decide
-from pipeline.runs.workflow import train_stage
 from pipeline.runs.workflow.jobs import choose_cards, first_ask, job_spec, recipe_name, shaped, spec_of
 from pipeline.store.key_lists import in_chunks
 
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from pipeline.journal.run_folder import RunFolder
     from pipeline.journal.run_status import StageStatus
     from pipeline.project.project import Project
-    from pipeline.runs.workflow.table import Stage
+    from pipeline.runs.workflow.stage import Stage
 
     Emit: TypeAlias = Callable[..., None]
 
@@ -178,7 +177,7 @@ class Dispatch:
         limits = self._limits(stage, status)
         for task in [task for task in status.work.values() if task.open and task.ended]:
             tries = self._config.cluster.supervisor.tries
-            items, is_whole = shards[task.number].items, stage.name == train_stage.NAME
+            items, is_whole = shards[task.number].items, stage.name == StageName.TRAIN
             means = Means(limits, items, tries, is_read_once=status.sets > 0, is_whole=is_whole)
             decision = decide(task.ended, means)
             if isinstance(decision, Split):

@@ -25,12 +25,11 @@ from pipeline.journal.run_status import ENDED, RunState, fold_events, status_of
 from pipeline.project.project import open_executor
 from pipeline.project.restriction import EVERYTHING, Only
 from pipeline.project.run_code import freeze, freeze_files, load_reader, load_task, sources
-from pipeline.records import EventKind
+from pipeline.records import EventKind, StageName
 from pipeline.runs.engine.dispatch import pieces
 from pipeline.runs.engine.handover import claim_visit, supervisor_spec
 from pipeline.runs.model.prepare import DECISIVE
 from pipeline.runs.views.run_page import renew
-from pipeline.runs.workflow import validate_stage
 from pipeline.runs.workflow.jobs import StagePlan, job_spec, limits_for
 
 if TYPE_CHECKING:
@@ -127,7 +126,7 @@ def refuse_double(
 
 def _only_looks(stages: Sequence[str]) -> bool:
     """Say whether a run leaves the cache as it is: it may go on beside one that does not."""
-    return all(name == validate_stage.NAME for name in stages)
+    return all(name == StageName.VALIDATE for name in stages)
 
 
 def _stages_of(folder: RunFolder) -> Sequence[str]:

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from pipeline.cluster.job_spec import Executor, TaskStatus
     from pipeline.journal.attempts import Attempt, TaskRecord
     from pipeline.journal.run_status import StageStatus
-    from pipeline.runs.workflow.table import Judged, Stage
+    from pipeline.runs.workflow.stage import Stage, StageResult
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Supervisor:
         self._catch_up()
         self.number = claim_visit(folder, self.status.visits + 1)
         self.ledger = Ledger(folder, f"supervisor-{self.number:06d}")
-        self.stages = [table.stage(name) for name in json.loads(folder.stages.read_text())]
+        self.stages = [table.stage(name, self.config) for name in json.loads(folder.stages.read_text())]
         self.dispatch = Dispatch(folder, self.config, executor, self._emit)
         self.until = math.inf
 
@@ -265,7 +265,7 @@ class Supervisor:
                 self._end_stage(stage, RunState.FAILED, None, [], str(error))
             raise
 
-    def _index(self, stage: Stage, judged: Judged) -> None:
+    def _index(self, stage: Stage, judged: StageResult) -> None:
         """Bring indexes up to date and describe the recipe; as neither is needed, not being able to is no failure."""
         if stage.only_looks:
             return

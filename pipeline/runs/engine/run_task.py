@@ -80,7 +80,7 @@ def run_task(words: Sequence[str]) -> int:
     for number in ENDING:
         signal.signal(number, _stop)
     given = _parse(words)
-    folder, row = RunFolder(Path(given.run)), table.stage(given.stage)
+    folder, row = RunFolder(Path(given.run)), table.known_stage(given.stage)
     place = _place(given) if row.together else None
     part = (place.rank, place.world) if place else _part(given.part) if given.part else None
     writer = f"{given.stage}-{given.task:06d}" + (f"-{part[0]}" if part else "")
@@ -95,7 +95,7 @@ def run_task(words: Sequence[str]) -> int:
         project = Project.open(config, remember=remember, beside=folder.task_root, only=only)
         if leads and row.kinds:
             relieve(project.cache, table.kinds_of(json.loads(folder.stages.read_text())))
-        processes = row.processes(project)
+        processes = table.stage(row.name, config).processes(project)
         if part is None and processes > 1:
             if script_stage.is_script(
                 project.config, row.name
@@ -214,8 +214,8 @@ def work_through(
 
     with closing(Note(folder.on(given.stage, given.task, part[0] if part else 0), given.attempt)) as note:
         tell = Tell(news.refuse, {}, turn_to, given.mem, given.shrink, given.careful)
-        tell.place, tell.ending = place, lambda: _heard[0]
-        outcomes = table.stage(given.stage).work(project, folder, given.task, tell, part or (0, 1))
+        tell.place, tell.part, tell.ending = place, part or (0, 1), lambda: _heard[0]
+        outcomes = table.stage(given.stage, project.config).work(project, folder, given.task, tell)
         try:
             with closing(outcomes):  # closing publishes what is finished
                 for reason in outcomes:

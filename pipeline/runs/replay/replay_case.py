@@ -12,8 +12,8 @@ from pipeline.config.load import from_resolved
 from pipeline.errors import ConfigError, DataError
 from pipeline.journal.attempts import left_out_items
 from pipeline.project.project import Project
+from pipeline.records import StageName
 from pipeline.runs.model.prepare import folder_of, task_sizes, trained_table
-from pipeline.runs.workflow.train_stage import NAME
 from pipeline.training.prepared import COST, Prepared
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def find_case(folder: RunFolder, step: int, rank: int | None = None) -> ReplayCa
     """Return the bundle of a step of a run: of several, that of what ended it, and of the rank that is named."""
     from pipeline.training.forensics import step_bundle
 
-    if not folder.plan(NAME).exists():
+    if not folder.plan(StageName.TRAIN).exists():
         what = f"run {folder.name} has trained nothing: there is no step to replay"
         raise ConfigError(what, where=str(folder.path), remedy="pipeline submit --stage train")
     project, made = project_of_run(folder)
@@ -78,7 +78,7 @@ def steps_with_bundles(folder: RunFolder) -> list[int]:
     """Return the steps of a run's training that have left a bundle."""
     from pipeline.training.forensics import step_bundle
 
-    if not folder.plan(NAME).exists():
+    if not folder.plan(StageName.TRAIN).exists():
         return []
     made = project_of_run(folder)[1]
     return sorted({step_bundle.read_bundle(path).step for path in step_bundle.bundles_in(made.bundles)})
@@ -88,7 +88,7 @@ def project_of_run(folder: RunFolder) -> tuple[Project, ModelFolder]:
     """Return a run's project, as it was frozen, and the folder of what it trains."""
     config = from_resolved(folder.config.read_text(), str(folder.config))
     project = Project.open(config, beside=folder.task_root, remember=False)
-    plan = folder.plan(NAME)
+    plan = folder.plan(StageName.TRAIN)
     return project, folder_of(project, read_training_plan(json.loads(plan.read_text()), plan))
 
 
@@ -165,7 +165,7 @@ class ReplayedShare:
         if any(not set(cut.numbers) <= set(one.items.tolist()) for cut, one in zip(bundle.cuts, micros, strict=False)):
             self.notes.append("the micro-batches after it cannot be told any more: they are left out")
             return
-        out, ids = left_out_items(self._case.folder, NAME), self._items.table.ids
+        out, ids = left_out_items(self._case.folder, StageName.TRAIN), self._items.table.ids
         for one in micros[begun:]:
             numbers = tuple(number for number in one.items.tolist() if ids[number] not in out)
             if numbers:

@@ -21,10 +21,11 @@ from pipeline.errors import ConfigError, JobFailed, PipelineError, PlanInfeasibl
 from pipeline.journal.run_folder import RunFolder
 from pipeline.project.run_code import blamed, module_command, package_digest
 from pipeline.records import Tell
+from pipeline.runs.model.rank_setup import ALLOCATOR
 from pipeline.runs.model.training_work import Work, least_of, target_of
 from pipeline.runs.replay.replay_case import ReplayCase, ReplayedShare, project_of_run, read_training_plan
 from pipeline.runs.replay.replay_result import ReplayResult, Traced
-from pipeline.runs.workflow.train_stage import ALLOCATOR, job_of
+from pipeline.runs.workflow.train_stage import job_of
 from pipeline.training.ranks.rank_protocol import SingleRank
 
 if TYPE_CHECKING:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from pipeline.errors import PipelineError
 from pipeline.keys import recipe_tag
-from pipeline.runs.dataset import outcome
+from pipeline.records import StageName
+from pipeline.runs.dataset import worklist
 from pipeline.runs.dataset.reader_items import is_reader
-from pipeline.runs.workflow import embed_stage, graph_stage, scan_stage, table
+from pipeline.runs.workflow import table
 from pipeline.store.cache_folder import CacheFolder, RecipeStat
 from pipeline.store.format.cache_layout import KindLayout
 from pipeline.store.key_lists import tally
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RECIPE_KINDS = (scan_stage.NAME, embed_stage.NAME, graph_stage.NAME)  # of records whose keys begin with a recipe's tag
+RECIPE_KINDS = (StageName.SCAN, StageName.EMBED, StageName.GRAPH)  # of records whose keys begin with a recipe's tag
 Recipes = dict[tuple[str, bytes], "Mapping[str, Any]"]  # kind and tag → the recipe
 
 
@@ -43,9 +44,9 @@ def recipes_of(project: Project, kinds: Iterable[str] = RECIPE_KINDS) -> Recipes
     if is_reader(project.config):  # which makes no such records
         return {}
     of_kind: dict[str, Callable[[], list[Mapping[str, Any]]]] = {
-        scan_stage.NAME: lambda: [plain_recipe(project.recipe)],
-        embed_stage.NAME: lambda: list(embeddings(project.encoding.recipe)),
-        graph_stage.NAME: lambda: [project.graphs.recipe.plain()],
+        StageName.SCAN: lambda: [plain_recipe(project.recipe)],
+        StageName.EMBED: lambda: list(embeddings(project.encoding.recipe)),
+        StageName.GRAPH: lambda: [project.graphs.recipe.plain()],
     }
     return {(kind, recipe_tag(kind, recipe)): recipe for kind in kinds for recipe in of_kind[kind]()}
 
@@ -60,7 +61,7 @@ def embeddings(recipe: EmbeddingRecipe) -> Iterator[Mapping[str, Any]]:
 def register_use(project: Project, stages: Iterable[str], file: Path | None) -> None:
     """Leave word in the cache that a configuration uses it, before anything relies on what is there."""
     config, tags, stages = project.config, set[tuple[str, bytes]](), list(stages)
-    fills = any(table.stage(stage).kinds for stage in stages)
+    fills = any(table.known_stage(stage).kinds for stage in stages)
     by_reader = is_reader(config)
     wanted = set[str]() if by_reader else {name for stage in stages for name in table.up_to(stage, config)}
     for kind in RECIPE_KINDS:
@@ -153,13 +154,13 @@ def holdings(config: Config) -> Holdings:
     unknown = list(_needed_kinds(config))
     for kind in dict.fromkeys([*cache.kinds(), *unknown]):
         tags = {recipe_tag(kind, recipe): recipe for recipe in described.get(kind, ())}
-        wanted = outcome.known(cache, config, kind) if kind in outcome.KINDS else None
+        wanted = worklist.recall_needed(cache, config, kind) if kind in worklist.REMEMBERED else None
         found = tally(cache.own(kind), list(tags), *([wanted.pairs] if wanted else []))
         if found.stat.shards or found.stat.unreadable:
             stats.append(found.stat)
         counted = (RecipeStat(recipe, *found.tagged[tag]) for tag, recipe in tags.items())
         recipes[kind] = sorted((one for one in counted if one.records), key=lambda one: -one.records)
-        if kind in outcome.KINDS:
+        if kind in worklist.REMEMBERED:
             undescribed[kind] = found.stat.records - sum(one.records for one in recipes[kind])
         if wanted is not None:
             unknown = [one for one in unknown if one != kind]
@@ -189,7 +190,7 @@ def _needed_kinds(config: Config) -> tuple[str, ...]:
     if is_reader(config):
         return ()
     has_graphs = config.graph.cache and config.data.source != "fasta"
-    return tuple(kind for kind in outcome.KINDS if kind != "graph" or has_graphs)
+    return tuple(kind for kind in worklist.REMEMBERED if kind != "graph" or has_graphs)
 
 
 def _changed(path: Path) -> float:

@@ -13,11 +13,10 @@ from pipeline.journal.active_runs import hidden
 from pipeline.journal.run_folder import runs_in
 from pipeline.keys import recipe_tag
 from pipeline.project.project import Project
-from pipeline.records import Item, Reason
+from pipeline.records import Item, Reason, StageName
 from pipeline.runs.dataset import worklist
 from pipeline.runs.dataset.reader_items import is_reader, read_by_run
 from pipeline.runs.upkeep.cache_use import RECIPE_KINDS, recipes_of
-from pipeline.runs.workflow import embed_stage, graph_stage, scan_stage
 from pipeline.stages.scan import glance, look_up
 from pipeline.store.key_lists import in_chunks, sorted_pairs
 from pipeline.store.maintenance.sweep import Live
@@ -93,7 +92,7 @@ class Staying:
                 pairs=sorted_pairs(getattr(found, kind) if certain else b""),
             )
         if not has_weights:
-            live[embed_stage.NAME] = EVERYTHING
+            live[StageName.EMBED] = EVERYTHING
         if certain and not (self.others or self.going):
             live[FILES] = Live(pairs=sorted_pairs(found.files))
         if self.strangers:
@@ -103,10 +102,10 @@ class Staying:
 
     def _find_wanted(self) -> bool:
         """Find out by which recipes this project's records are made; return whether its weights are known."""
-        kinds = [scan_stage.NAME, *([graph_stage.NAME] if self.project.config.graph.cache else [])]
+        kinds = [StageName.SCAN, *([StageName.GRAPH] if self.project.config.graph.cache else [])]
         self.wanted = recipes_of(self.project, kinds)
         try:
-            self.wanted |= recipes_of(self.project, [embed_stage.NAME])
+            self.wanted |= recipes_of(self.project, [StageName.EMBED])
         except PipelineError as error:
             what = f"which embeddings are needed cannot be told, so all stay: {error.what.splitlines()[0]}"
             self.notes.append(CleanNote(what, error.remedy))

@@ -14,8 +14,9 @@ from pipeline.config.load import from_resolved
 from pipeline.config.schema_cluster import StageResources
 from pipeline.errors import PipelineError
 from pipeline.project.project import Project, cluster_name, profiles_of
+from pipeline.records import StageName
 from pipeline.runs.model.prepare import is_planned
-from pipeline.runs.workflow import table, train_stage
+from pipeline.runs.workflow import table
 from pipeline.runs.workflow.jobs import plan_stage, recipe_name, tasks_at_once
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from pipeline.journal.run_status import RunStatus, StageJob, StageStatus
     from pipeline.memory.history.task_history import Suggestion
     from pipeline.runs.workflow.jobs import StagePlan
-    from pipeline.runs.workflow.table import Stage
+    from pipeline.runs.workflow.stage import Stage
 
 TIME_MARGIN = 1.5
 TIME_STEP_S = 300
@@ -100,7 +101,7 @@ def memory_outlook(config: Config, name: str, folder: RunFolder) -> MemoryOutloo
     """Return what a stage's next tasks are thought to need; what they read may be gone since."""
     try:
         project = Project.open(config, remember=False)
-        stage = table.stage(name)
+        stage = table.stage(name, config)
         planned = _planned_bytes(project, stage, folder)
         if planned is None:
             return MemoryOutlook(None, None, "no plan: it would have to be made anew (pipeline plan --stage train)")
@@ -114,7 +115,7 @@ def _planned_bytes(project: Project, stage: Stage, folder: RunFolder) -> int | N
     """Return the planned memory of a task: of a training as its run planned it, and nothing is traced anew to tell."""
     if not stage.together or project.config.train.task is None:
         return stage.mem_bytes(project)
-    if stage.name == train_stage.NAME and folder.plan(stage.name).exists():
+    if stage.name == StageName.TRAIN and folder.plan(stage.name).exists():
         planned: int = json.loads(folder.plan(stage.name).read_text())["mem_bytes"]
         return planned
     return stage.mem_bytes(project) if is_planned(project) else None
@@ -232,7 +233,7 @@ def estimates(
     project: Project, names: Sequence[str], executor: Executor, origins: Mapping[str, str]
 ) -> Iterator[Estimate]:
     """Yield what each stage would take."""
-    for stage in map(table.stage, names):
+    for stage in (table.stage(name, project.config) for name in names):
         yield _estimate(project, stage, plan_stage(project, stage, executor, folder=None), executor, origins)
 
 

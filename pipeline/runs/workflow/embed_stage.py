@@ -18,17 +18,14 @@ from pipeline.journal.attempts import left_out_items
 from pipeline.journal.ledger import LedgerReader, write_rejections
 from pipeline.journal.run_folder import writing_run
 from pipeline.project.project import asked_bytes
-from pipeline.records import EventKind, Reason, Rejection
-from pipeline.runs.dataset import outcome, worklist
-from pipeline.runs.dataset.outcome import Judged, patiently
-from pipeline.runs.dataset.worklist import Found, Lines, Shard
-from pipeline.runs.workflow import scan_stage
-from pipeline.runs.workflow.scan_stage import Known
+from pipeline.records import EventKind, Reason, Rejection, StageName
+from pipeline.runs.dataset import worklist
+from pipeline.runs.dataset.worklist import Found, KnownItem, Lines, Shard
+from pipeline.runs.workflow.stage import Judged, Stage, wait_until_complete
 from pipeline.stages.embed import Texts, embed, name_of
-from pipeline.store.key_lists import in_chunks
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from typing import Any
 
     from numpy.typing import NDArray
@@ -38,9 +35,9 @@ if TYPE_CHECKING:
     from pipeline.project.project import Project
     from pipeline.project.restriction import Only
     from pipeline.records import Tell
+    from pipeline.runs.workflow.stage import Outcomes
     from pipeline.stages.embed import Verifier
 
-NAME = "embed"
 BYTES_OF = {"fp32": 4, "fp16": 2, "bf16": 2}
 RECORD_BYTES = 512  # what a record takes besides its rows
 WORTHWHILE_S = 20  # from when on another task pays
@@ -48,6 +45,106 @@ RATE_OF_CORE, RATE_OF_GPU = 2e10, 2.5e13  # multiply-adds a second; cautious, an
 BASE_BYTES = 1 << 30  # the interpreter with torch, buffers of results
 WORKING_TOKENS = 8192
 FEWEST_TOKENS = 1024  # longer sequences than fit are cut into windows, or computed on the CPU
+
+
+class EmbedStage(Stage):
+    """The sequences of a data set in, an embedding of each in the store."""
+
+    name = StageName.EMBED
+    kinds = ("embed", "weights", "parity", "limits")
+    needs = (StageName.SCAN,)
+    of_entries = False
+    process_per_gpu = True
+    counts_items = False
+
+    def inspect(self, project: Project) -> object:
+        return project.encoding
+
+    def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> Found:
+        """Compare the sequences of a data set with the store, each once; write down those that are missing."""
+        recipe, verifier = project.encoding.recipe, project.encoding.verifier()
+        seen, waiting = _Sequences(), 0
+        entries = worklist.frozen_items(project, folder)
+        with Lines(folder.todo(self.name) if folder else None) as lines:
+            for chunk in worklist.known_items(project, folder, entries):
+                items = [item for item in chunk if isinstance(item, KnownItem)]
+                waiting += sum(item.inventory is None for item in items)
+                found = (text for item in items if item.inventory for text in texts(item.inventory, recipe.context))
+                _look_up(list(dict.fromkeys(found)), recipe, verifier, seen, lines, project.only)
+        missing, first = np.unique(array_of(seen.missing), return_index=True)
+        lengths_N, offsets_N = array_of(seen.lengths)[first], array_of(seen.offsets)[first]
+        counts = {
+            "refused": len(np.unique(array_of(seen.refused))),
+            "unusable": 0,
+            "cached": len(np.unique(array_of(seen.cached))),
+            "missing": len(missing),
+            "waiting": waiting,
+            "unnamed": len(np.unique(array_of(seen.unnamed))),
+            "residues": int(lengths_N.sum()),
+        }
+        counts["items"] = sum(counts[name] for name in ("refused", "cached", "missing", "unnamed"))
+        return _deal(project, folder, at_once, counts, lengths_N.astype(np.int64), offsets_N)
+
+    def mem_bytes(self, project: Project) -> int:
+        """Return the memory of a task: for each process the interpreter, the weights as stored and as used, a batch."""
+        dim, processes = project.encoding.weights.dim, max(1, project.config.cluster.embed.gpus)
+        return processes * (BASE_BYTES + 2 * 4 * _parameters(project) + WORKING_TOKENS * dim * 64)
+
+    def gpu_bytes(self, project: Project) -> int:
+        """Return the memory that a card must have at least: a context, the weights, a sequence of common length."""
+        dim, recipe = project.encoding.weights.dim, project.encoding.recipe
+        return BASE_BYTES + BYTES_OF[recipe.precision] * _parameters(project) + FEWEST_TOKENS * dim * 64
+
+    def work(self, project: Project, folder: RunFolder, task: int, tell: Tell) -> Outcomes:
+        """Embed the sequences of one task, or of one of its processes."""
+        shard = worklist.read_shard(folder, self.name, task)
+        rows_N2 = np.fromfile(folder.order(self.name), np.uint64, 2 * shard.items, offset=16 * shard.start).reshape(
+            -1, 2
+        )
+        encoding, (number, processes) = project.encoding, tell.part
+        if processes > 1:
+            lengths_N = rows_N2[:, 1].astype(np.int64)
+            costs_N = recipe_costs(lengths_N, encoding.recipe, encoding.weights.dim)
+            rows_N2 = rows_N2[deal_shards(lengths_N, costs_N, processes, _group(project))[number]]
+        with folder.todo(self.name).open("rb") as file:
+
+            def read(wanted: Sequence[int]) -> list[str]:
+                return [os.pread(file.fileno(), int(size), int(at)).decode() for at, size in rows_N2[list(wanted)]]
+
+            if barred := left_out_items(folder, self.name):
+                kept = [at for at in range(len(rows_N2)) if name_of(read([at])[0]) not in barred]
+                rows_N2 = rows_N2[kept]
+            todo = Texts(rows_N2[:, 1].astype(np.int64), read)
+            task_bytes = tell.mem_bytes or asked_bytes(project.config.cluster.embed, self.mem_bytes(project))
+            settings = replace(encoding.settings, mem_bytes=task_bytes // processes, shrink=tell.shrink)
+            if tell.careful:
+                settings = replace(settings, cap=1)
+            yield from embed(todo, Path(encoding.weights.path), encoding.recipe, settings, encoding.shelves, tell)
+
+    def recipe(self, project: Project) -> Mapping[str, Any]:
+        return project.encoding.recipe.plain(project.encoding.recipe.wanted(0))
+
+    def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Embedded:
+        """Count what the store has of every item, and list what was left out."""
+        unusable = _refused(folder) | left_out_items(folder, self.name)
+
+        def count() -> Embedded:
+            embedded, sequences = Embedded(), _JudgedSequences()
+            write_rejections(folder.rejected, _tally(project, folder, unusable, embedded, sequences))
+            sequences.count(embedded)
+            if not embedded.undone:
+                worklist.remember_needed(project, self.name, sequences.keys)
+            return embedded
+
+        stores = (*project.shelves.stores(), project.encoding.shelves.embeddings)
+        return wait_until_complete(stores, count, patience_s)
+
+    def check(self, project: Project, folder: RunFolder, judged: Embedded) -> list[str]:  # noqa: ARG002
+        """Say which embeddings are not of a whole sequence, or of another precision that the configuration allows."""
+        return [
+            f"{count:,} sequence{' is' if count == 1 else 's are'} embedded {name}"
+            for name, count in judged.others.items()
+        ]
 
 
 @dataclass(slots=True)
@@ -60,32 +157,6 @@ class _Sequences:
     unnamed: array[int] = field(default_factory=lambda: array("Q"))
     offsets: array[int] = field(default_factory=lambda: array("Q"))
     lengths: array[int] = field(default_factory=lambda: array("Q"))
-
-
-def survey(project: Project, folder: RunFolder | None, at_once: int) -> Found:
-    """Compare the sequences of a data set with the store, each once; write down those that are missing."""
-    encoding = project.encoding
-    seen, waiting, verifier = _Sequences(), 0, encoding.verifier()
-    entries = worklist.frozen_items(project, folder)
-    with Lines(folder.todo(NAME) if folder else None) as lines:
-        for chunk in in_chunks(scan_stage.known(project, folder, entries), worklist.LOOKED_UP_AT_ONCE):
-            items = [one for one in chunk if isinstance(one, Known)]
-            waiting += sum(one.inventory is None for one in items)
-            found = (text for one in items if one.inventory for text in texts(one.inventory, encoding.recipe.context))
-            _look_up(list(dict.fromkeys(found)), encoding.recipe, verifier, seen, lines, project.only)
-    missing, first = np.unique(array_of(seen.missing), return_index=True)
-    lengths_N, offsets_N = array_of(seen.lengths)[first], array_of(seen.offsets)[first]
-    counts = {
-        "refused": len(np.unique(array_of(seen.refused))),
-        "unusable": 0,
-        "cached": len(np.unique(array_of(seen.cached))),
-        "missing": len(missing),
-        "waiting": waiting,
-        "unnamed": len(np.unique(array_of(seen.unnamed))),
-        "residues": int(lengths_N.sum()),
-    }
-    counts["items"] = sum(counts[name] for name in ("refused", "cached", "missing", "unnamed"))
-    return _deal(project, folder, at_once, counts, lengths_N.astype(np.int64), offsets_N)
 
 
 def _look_up(
@@ -102,7 +173,7 @@ def _look_up(
         if variant is not None:
             seen.cached.append(digest(text))
             continue
-        if not any(only.names(NAME, recipe.key(text, one)) for one in recipe.accepted(len(text))):
+        if not any(only.names(StageName.EMBED, recipe.key(text, accepted)) for accepted in recipe.accepted(len(text))):
             seen.unnamed.append(digest(text))
             continue
         seen.missing.append(digest(text))
@@ -138,7 +209,7 @@ def _deal(
     dealt = deal_shards(lengths_N, costs_N, tasks, _group(project)) if len(lengths_N) else []
     parts = [part for part in dealt if len(part)]
     if folder is not None:
-        with writing_run(folder.order(NAME)), folder.order(NAME).open("wb") as file:
+        with writing_run(folder.order(StageName.EMBED)), folder.order(StageName.EMBED).open("wb") as file:
             for part in parts:
                 np.stack([offsets_N[part], lengths_N[part].astype(np.uint64)], axis=1).tofile(file)
     ends = np.cumsum([len(part) for part in parts], dtype=np.int64).tolist()
@@ -153,9 +224,9 @@ def _deal(
 
 def _group(project: Project) -> int:
     """Return how many neighbours in length stay together, so that equal batches can be cut from every task."""
-    batch, asked = project.config.embed.batch, project.config.cluster.embed.items_per_task
+    batch, most = project.config.embed.batch, project.config.cluster.embed.items_per_task
     group = int(batch.cap) if batch.policy == "divisor" and batch.cap != "auto" else 1
-    return group if asked == "auto" else min(group, int(asked))
+    return group if most == "auto" else min(group, int(most))
 
 
 def _tasks(project: Project, sequences: int, cost: float, at_once: int) -> int:
@@ -164,54 +235,14 @@ def _tasks(project: Project, sequences: int, cost: float, at_once: int) -> int:
     if resources.items_per_task != "auto":
         return max(1, math.ceil(sequences / int(resources.items_per_task)))
     rate = RATE_OF_GPU * resources.gpus or RATE_OF_CORE * resources.cpus
-    worthwhile = min(at_once, math.ceil(cost / (rate * WORTHWHILE_S)))
-    return min(
-        max(1, math.ceil(cost / (rate * 60 * resources.minutes_per_task)), worthwhile),
-        math.ceil(sequences / _group(project)),
-    )
+    tasks = worklist.tasks_for(cost / rate, resources.minutes_per_task, at_once, WORTHWHILE_S)
+    return min(tasks, math.ceil(sequences / _group(project)))
 
 
-def mem_bytes(project: Project) -> int:
-    """Return the memory of a task: for each process the interpreter, the weights as stored and as used, a batch."""
+def _parameters(project: Project) -> int:
+    """Return about how many numbers the encoder's weights are."""
     weights = project.encoding.weights
-    parameters = weights.layers * (12 * weights.dim**2 + 13 * weights.dim)
-    processes = max(1, project.config.cluster.embed.gpus)
-    return processes * (BASE_BYTES + 2 * 4 * parameters + WORKING_TOKENS * weights.dim * 64)
-
-
-def gpu_bytes(project: Project) -> int:
-    """Return the memory that a card must have at least: a context, the weights, and one sequence of common length."""
-    weights, recipe = project.encoding.weights, project.encoding.recipe
-    parameters = weights.layers * (12 * weights.dim**2 + 13 * weights.dim)
-    return BASE_BYTES + BYTES_OF[recipe.precision] * parameters + FEWEST_TOKENS * weights.dim * 64
-
-
-def work(
-    project: Project, folder: RunFolder, task: int, tell: Tell, part: tuple[int, int] = (0, 1)
-) -> Generator[Reason | None, None, None]:
-    """Embed the sequences of one task, or of one of its processes."""
-    shard = worklist.read_shard(folder, NAME, task)
-    rows_N2 = np.fromfile(folder.order(NAME), np.uint64, 2 * shard.items, offset=16 * shard.start).reshape(-1, 2)
-    encoding = project.encoding
-    if part[1] > 1:
-        lengths_N = rows_N2[:, 1].astype(np.int64)
-        costs_N = recipe_costs(lengths_N, encoding.recipe, encoding.weights.dim)
-        rows_N2 = rows_N2[deal_shards(lengths_N, costs_N, part[1], _group(project))[part[0]]]
-    barred = left_out_items(folder, NAME)
-    with folder.todo(NAME).open("rb") as file:
-
-        def read(wanted: Sequence[int]) -> list[str]:
-            return [os.pread(file.fileno(), int(size), int(at)).decode() for at, size in rows_N2[list(wanted)]]
-
-        if barred:
-            kept = [at for at in range(len(rows_N2)) if name_of(read([at])[0]) not in barred]
-            rows_N2 = rows_N2[kept]
-        found = Texts(rows_N2[:, 1].astype(np.int64), read)
-        task_bytes = tell.mem_bytes or asked_bytes(project.config.cluster.embed, mem_bytes(project))
-        settings = replace(encoding.settings, mem_bytes=task_bytes // part[1], shrink=tell.shrink)
-        if tell.careful:
-            settings = replace(settings, cap=1)
-        yield from embed(found, Path(encoding.weights.path), encoding.recipe, settings, encoding.shelves, tell)
+    return weights.layers * (12 * weights.dim**2 + 13 * weights.dim)
 
 
 def digest(text: str) -> int:
@@ -271,29 +302,6 @@ def describe(variant: Variant) -> str:
     return f"{how.format(variant.cut.length)} residues, in {variant.precision}"
 
 
-def judge(project: Project, folder: RunFolder, patience_s: float) -> Embedded:
-    """Count what the store has of every item, and list what was left out."""
-    refused, barred = _refused(folder), left_out_items(folder, NAME)
-
-    def look() -> Embedded:
-        embedded, sequences = Embedded(), _JudgedSequences()
-        write_rejections(folder.rejected, _tally(project, folder, refused | barred, embedded, sequences))
-        sequences.count(embedded)
-        if not embedded.undone:
-            outcome.keep(project, NAME, sequences.keys)
-        return embedded
-
-    return patiently((*project.shelves.stores(), project.encoding.shelves.embeddings), look, patience_s)
-
-
-def check(_project: Project, _folder: RunFolder, embedded: Embedded) -> list[str]:
-    """Say which embeddings are not of a whole sequence, or of another precision that the configuration allows."""
-    return [
-        f"{count:,} sequence{' is' if count == 1 else 's are'} embedded {name}"
-        for name, count in embedded.others.items()
-    ]
-
-
 def _refused(folder: RunFolder) -> dict[str, tuple[Reason, str]]:
     """Return what the tasks of this run could not embed, by key."""
     events = (event for event in LedgerReader(folder).fresh() if event.kind is EventKind.REFUSED)
@@ -303,55 +311,51 @@ def _refused(folder: RunFolder) -> dict[str, tuple[Reason, str]]:
 def _tally(
     project: Project,
     folder: RunFolder,
-    refused: Mapping[str, tuple[Reason, str]],
+    unusable: Mapping[str, tuple[Reason, str]],
     embedded: Embedded,
     sequences: _JudgedSequences,
 ) -> Iterator[dict[str, Any]]:
     """Count every item and yield the rejected ones."""
     recipe, verifier = project.encoding.recipe, project.encoding.verifier()
-    asked = worklist.asked(folder, NAME)
-    for chunk in in_chunks(
-        scan_stage.known(project, folder, worklist.read_items(folder.items)), worklist.LOOKED_UP_AT_ONCE
-    ):
+    is_required = worklist.required_lines(folder, StageName.EMBED)
+    for chunk in worklist.known_items(project, folder, worklist.read_items(folder.items)):
         absent = _absent(chunk, recipe, verifier, sequences)
-        for one in chunk:
-            judged = one if isinstance(one, Rejection) else _judge_item(one, absent, refused, recipe)
-            if isinstance(judged, Rejection):
-                embedded.reject(judged)
-                yield judged.to_json()
-            elif judged:
+        for entry in chunk:
+            missing = [] if isinstance(entry, Rejection) else _missing_of(entry, absent, recipe)
+            rejected = entry if isinstance(entry, Rejection) else _rejected(entry, missing, unusable, recipe)
+            if rejected is not None:
+                embedded.reject(rejected)
+                yield rejected.to_json()
+            elif isinstance(entry, KnownItem) and entry.inventory is not None and not missing:
                 embedded.items += 1
             else:
-                assert isinstance(one, Known)
-                lacks = _lacks(one, absent, recipe)
-                embedded.miss(one.item.id, asked=any(map(asked, lacks)) if lacks else project.only.is_all)
+                assert isinstance(entry, KnownItem)
+                required = any(map(is_required, missing)) if missing else project.only.is_all
+                embedded.miss(entry.item.id, required=required)
 
 
-def _judge_item(
-    one: Known, absent: set[str], refused: Mapping[str, tuple[Reason, str]], recipe: EmbeddingRecipe
-) -> Rejection | bool:
-    """Say whether everything of an item is embedded; or why it never will be."""
-    if one.inventory is None:
-        return False
-    missing = _lacks(one, absent, recipe)
+def _rejected(
+    known: KnownItem, missing: list[str], unusable: Mapping[str, tuple[Reason, str]], recipe: EmbeddingRecipe
+) -> Rejection | None:
+    """Return why an item will never be embedded: the first of its missing sequences that cannot be."""
     for text in missing:
         key = recipe.key(text, recipe.wanted(len(text))).hex()
-        if why := refusal(text, recipe) or refused.get(key) or refused.get(name_of(text)):
-            return scan_stage.rejection(one.item, *why)
-    return not missing
+        if why := refusal(text, recipe) or unusable.get(key) or unusable.get(name_of(text)):
+            return worklist.rejection(known.item, *why)
+    return None
 
 
-def _lacks(one: Known, absent: set[str], recipe: EmbeddingRecipe) -> list[str]:
+def _missing_of(known: KnownItem, absent: set[str], recipe: EmbeddingRecipe) -> list[str]:
     """Return the sequences of an item that the store does not have, as far as they are known."""
-    return [text for text in texts(one.inventory, recipe.context) if text in absent] if one.inventory else []
+    return [text for text in texts(known.inventory, recipe.context) if text in absent] if known.inventory else []
 
 
 def _absent(
-    chunk: Iterable[Known | Rejection], recipe: EmbeddingRecipe, verifier: Verifier, sequences: _JudgedSequences
+    chunk: Iterable[KnownItem | Rejection], recipe: EmbeddingRecipe, verifier: Verifier, sequences: _JudgedSequences
 ) -> set[str]:
     """Return which sequences of some items the store does not have; those that it has are kept for counting."""
-    inventories = [one.inventory for one in chunk if isinstance(one, Known) and one.inventory]
-    wanted = list({text: None for one in inventories for text in texts(one, recipe.context)})
+    inventories = [known.inventory for known in chunk if isinstance(known, KnownItem) and known.inventory]
+    wanted = list({text: None for inventory in inventories for text in texts(inventory, recipe.context)})
     variants = verifier.look_up(wanted)
     for text, variant in zip(wanted, variants, strict=True):
         if variant is not None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pipeline.project.project import Project
     from pipeline.runs.dataset.worklist import Found
     from pipeline.runs.workflow.script_stage import Outline
-    from pipeline.runs.workflow.table import Stage
+    from pipeline.runs.workflow.stage import Stage
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,27 +7,26 @@ from typing import TYPE_CHECKING
 
 from pipeline.encoder.embedding_recipe import texts
 from pipeline.errors import CacheDamaged
+from pipeline.records import StageName
 from pipeline.report.tables import plural
 from pipeline.runs.dataset import worklist
-from pipeline.runs.dataset.outcome import Judged
-from pipeline.runs.dataset.worklist import Found
-from pipeline.runs.workflow import embed_stage, graph_stage, scan_stage
-from pipeline.runs.workflow.scan_stage import Known
+from pipeline.runs.dataset.worklist import Found, KnownItem
+from pipeline.runs.workflow.scan_stage import ScanStage
+from pipeline.runs.workflow.stage import Judged, Stage
+from pipeline.store.maintenance.leftovers import refuse_unusable
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping
+    from collections.abc import Mapping
+    from typing import Any
 
+    from pipeline.config.schema import Config
+    from pipeline.config.schema_cluster import StageResources, TrainResources
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
-    from pipeline.records import Reason, Tell
+    from pipeline.records import Tell
+    from pipeline.runs.workflow.stage import Outcomes
 
-NAME = "regenerate"
-WORK = (
-    scan_stage.NAME,
-    embed_stage.NAME,
-    graph_stage.NAME,
-)  # records of other kinds are notes, which come when they are due
-AT_ONCE = 1024
+MADE = (StageName.SCAN, StageName.EMBED, StageName.GRAPH)  # other kinds are notes, which come when they are due
 
 
 @dataclass(slots=True)
@@ -45,96 +44,117 @@ class Regenerated(Judged):
     untold: list[str] = field(default_factory=list)  # kinds of which all that was missing was meant
 
 
-def survey(project: Project, _folder: RunFolder | None, _at_once: int) -> Found:
-    """Say how many records are named; the stages before this one make them."""
-    return Found({"items": project.only.records, "refused": 0, "unusable": 0, "cached": 0, "missing": 0}, ())
+class RegenerateStage(Stage):
+    """The last stage of a run that regenerates: the stages before it make what was named, this one says what became."""
 
+    name = StageName.REGENERATE
+    needs = MADE
+    counts_items = False  # but records
+    may_be_empty = True
+    only_looks = True
+    has_tasks = False
 
-def work(
-    _project: Project, _folder: RunFolder, _task: int, _tell: Tell, _part: tuple[int, int] = (0, 1)
-) -> Generator[Reason | None, None, None]:
-    """Do nothing: this stage has no tasks."""
-    yield from ()
+    def wanted(self, config: Config) -> bool:  # noqa: ARG002
+        return False
 
+    def resources(self, config: Config) -> StageResources | TrainResources:
+        return config.cluster.scan
 
-def judge(project: Project, folder: RunFolder, _patience_s: float) -> Regenerated:
-    """Look which of the named records are whole, and why the others are not."""
-    only = project.only
-    found = Regenerated(source=only.source, untold=sorted(only.untold))
-    absent = dict[str, set[bytes]]()
-    for kind, keys in only.keys.items():
-        store = project.cache.kind(kind)
-        lost = {key for key in keys if not store.has_whole(key)}
-        found.named[kind], found.whole[kind] = len(keys), len(keys) - len(lost)
-        if lost and kind in WORK:
-            absent[kind] = lost
-        elif lost:
-            found.later[kind] = len(lost)
-    if absent:
-        _explain(project, folder, absent, found)
-    found.items = only.records
-    return found
+    def inspect(self, project: Project) -> None:
+        """Refuse a folder in which no cache is, or that is not all of it."""
+        refuse_unusable(project.cache)
+
+    def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> Found:  # noqa: ARG002
+        """Say how many records are named; the stages before this one make them."""
+        return Found({"items": project.only.records, "refused": 0, "unusable": 0, "cached": 0, "missing": 0}, ())
+
+    def mem_bytes(self, project: Project) -> int:
+        return ScanStage().mem_bytes(project)
+
+    def work(self, project: Project, folder: RunFolder, task: int, tell: Tell) -> Outcomes:  # noqa: ARG002
+        yield from ()  # it has no tasks
+
+    def recipe(self, project: Project) -> Mapping[str, Any]:  # noqa: ARG002
+        return {}
+
+    def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Regenerated:  # noqa: ARG002
+        """Look which of the named records are whole, and why the others are not."""
+        only = project.only
+        judged = Regenerated(source=only.source, untold=sorted(only.untold))
+        absent = dict[str, set[bytes]]()
+        for kind, keys in only.keys.items():
+            store = project.cache.kind(kind)
+            lost = {key for key in keys if not store.has_whole(key)}
+            judged.named[kind], judged.whole[kind] = len(keys), len(keys) - len(lost)
+            if lost and kind in MADE:
+                absent[kind] = lost
+            elif lost:
+                judged.later[kind] = len(lost)
+        if absent:
+            _explain(project, folder, absent, judged)
+        judged.items = only.records
+        return judged
+
+    def check(self, project: Project, folder: RunFolder, judged: Regenerated) -> list[str]:  # noqa: ARG002
+        """Raise where a record that is named could not be made; say what else is worth knowing."""
+        lines = []
+        if unmade := sum(judged.unmade.values()):
+            lines.append(f"{unmade:,} of items that were left out ({_by_kind(judged.unmade)}): less {folder.rejected}")
+        if foreign := sum(judged.foreign.values()):
+            not_yet = f"{plural(judged.unscanned, 'item')} {_be(judged.unscanned)} not"
+            far = f", as far as it is scanned ({not_yet})" if judged.unscanned else ""
+            lines.append(
+                f"{foreign:,} of no item of this data set with these settings{far} ({_by_kind(judged.foreign)})"
+            )
+        if not lines:
+            return _remarks(judged)
+        what = f"{unmade + foreign:,} of {plural(judged.items, 'named record')} cannot be made here"
+        remedy = f"pipeline submit --stage regenerate --list {judged.source}   (with the configuration that made them)"
+        if judged.unscanned:
+            remedy = "pipeline submit --stage scan   (then the same command again)"
+        raise CacheDamaged("\n  ".join([f"{what}:", *lines]), where=judged.source, remedy=remedy)
 
 
 def _explain(project: Project, folder: RunFolder, absent: dict[str, set[bytes]], found: Regenerated) -> None:
     """Tell what an item of this data set would make from what none does."""
-    entries = scan_stage.known(project, folder, worklist.read_items(folder.items))
-    for one in (one for one in entries if isinstance(one, Known)):
-        found.unscanned += one.inventory is None
-        if embed_stage.NAME in absent:
-            _explain_texts(project, one, absent[embed_stage.NAME], found)
-        made = (
-            {} if one.key is None else {scan_stage.NAME: one.key, graph_stage.NAME: project.graphs.recipe.key(one.key)}
-        )
-        for kind, key in made.items():
+    chunks = worklist.known_items(project, folder, worklist.read_items(folder.items))
+    for known in (entry for chunk in chunks for entry in chunk if isinstance(entry, KnownItem)):
+        found.unscanned += known.inventory is None
+        if StageName.EMBED in absent:
+            _explain_texts(project, known, absent[StageName.EMBED], found)
+        if known.key is None:
+            continue
+        for kind, key in ((StageName.SCAN, known.key), (StageName.GRAPH, project.graphs.recipe.key(known.key))):
             if key in absent.get(kind, ()):
                 absent[kind].discard(key)
                 found.unmade[kind] = found.unmade.get(kind, 0) + 1
     found.foreign = {kind: len(keys) for kind, keys in absent.items() if keys}
 
 
-def _explain_texts(project: Project, one: Known, absent: set[bytes], found: Regenerated) -> None:
+def _explain_texts(project: Project, known: KnownItem, absent: set[bytes], found: Regenerated) -> None:
     """Tell which embeddings are of an item, and of which of them another is there that will do."""
     recipe = project.encoding.recipe
-    for text in texts(one.inventory, recipe.context) if one.inventory else ():
+    for text in texts(known.inventory, recipe.context) if known.inventory else ():
         mine = absent.intersection(recipe.key(text, variant) for variant in recipe.accepted(len(text)))
         absent -= mine
         if mine and project.encoding.verifier().look_up([text])[0] is not None:
             found.replaced += len(mine)
         elif mine:
-            found.unmade[embed_stage.NAME] = found.unmade.get(embed_stage.NAME, 0) + len(mine)
-
-
-def check(_project: Project, folder: RunFolder, found: Regenerated) -> list[str]:
-    """Raise where a record that is named could not be made; say what else is worth knowing."""
-    lines = []
-    if unmade := sum(found.unmade.values()):
-        lines.append(f"{unmade:,} of items that were left out ({_by_kind(found.unmade)}): less {folder.rejected}")
-    if foreign := sum(found.foreign.values()):
-        not_yet = f"{plural(found.unscanned, 'item')} {_be(found.unscanned)} not"
-        far = f", as far as it is scanned ({not_yet})" if found.unscanned else ""
-        lines.append(f"{foreign:,} of no item of this data set with these settings{far} ({_by_kind(found.foreign)})")
-    if not lines:
-        return _remarks(found)
-    what = f"{unmade + foreign:,} of {plural(found.items, 'named record')} cannot be made here"
-    remedy = f"pipeline submit --stage regenerate --list {found.source}   (with the configuration that made them)"
-    if found.unscanned:
-        remedy = "pipeline submit --stage scan   (then the same command again)"
-    raise CacheDamaged("\n  ".join([f"{what}:", *lines]), where=found.source, remedy=remedy)
+            found.unmade[StageName.EMBED] = found.unmade.get(StageName.EMBED, 0) + len(mine)
 
 
 def _remarks(found: Regenerated) -> list[str]:
     """Say what is not there, and need not be."""
-    said = []
+    remarks = []
     if found.later:
         later = sum(found.later.values())
         comes = "comes back when it is" if later == 1 else "come back when they are"
-        said.append(f"{plural(later, 'note')} {comes} needed ({_by_kind(found.later)})")
+        remarks.append(f"{plural(later, 'note')} {comes} needed ({_by_kind(found.later)})")
     if found.replaced:
         others = "another that will do is" if found.replaced == 1 else "others that will do are"
         was = "was" if found.replaced == 1 else "were"
-        said.append(f"{plural(found.replaced, 'embedding')} {was} not made: {others} there")
-    return said
+        remarks.append(f"{plural(found.replaced, 'embedding')} {was} not made: {others} there")
+    return remarks
 
 
 def _be(count: int) -> str:

@@ -1,39 +1,62 @@
-"""Stage scan in a run: which items are not known yet, one task's work, and what the store says afterwards."""
+"""Stage scan: which items of a data set are not known yet, one task's work, and what the store says afterwards.
+
+Structures are scanned file by file; what a reader gives is read in one task, from beginning to end.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import shutil
 from array import array
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from pipeline.errors import DataError
-from pipeline.journal.attempts import left_out_items
+from pipeline.errors import CacheDamaged, DataError, RecordMissing
+from pipeline.files import write_whole
 from pipeline.journal.ledger import write_rejections
 from pipeline.journal.run_folder import writing_run
-from pipeline.records import Item, Reason, Rejection
-from pipeline.runs.dataset import outcome, worklist
-from pipeline.runs.dataset.outcome import patiently
+from pipeline.records import Entry, Item, Reason, Rejection, StageName
+from pipeline.runs.dataset import worklist
+from pipeline.runs.dataset.reader_items import (
+    FORMAT,
+    TRIED,
+    blaming_reader,
+    look_at_files,
+    read_by_run,
+    read_first,
+    reader_of,
+    reader_state,
+    reader_tables,
+    refuse_unreadable,
+)
 from pipeline.runs.dataset.worklist import Found, Lines, Shard
+from pipeline.runs.workflow.stage import Judged, Stage, wait_until_complete
 from pipeline.stages.graph import Maker, open_writer
-from pipeline.stages.scan import glance, look_again, look_up, scan
+from pipeline.stages.read_entries import ITEMS_READ, Taken, read
+from pipeline.stages.scan import glance, look_up, scan
 from pipeline.store.key_lists import in_chunks
 from pipeline.structures.census import Census, CensusTally
+from pipeline.structures.inventory import plain_recipe
 from pipeline.structures.parsing.structure_files import item_paths
+from pipeline.structures.sources.item_ids import printable
+from pipeline.training.items.item_table import KIND, ItemTable
+from pipeline.waiting import wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
     from typing import Any
 
     from pipeline.config.schema_data import GraphSection
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
-    from pipeline.records import Inventory, Tell
+    from pipeline.protocol import Reader
+    from pipeline.records import Tell
+    from pipeline.runs.workflow.stage import Outcomes
 
-NAME = "scan"
 BASE_BYTES = 512 << 20
 BYTES_PER_FILE_BYTE = 16  # an mmCIF file of 38 MB was seen to take 587 MB
 ATOMS_PER_RESIDUE = 10  # heavy ones, on the average
@@ -45,72 +68,104 @@ ITEMS_PER_S = 20  # mmCIF files; cautious, and only for cutting work into tasks
 AT_A_GLANCE = frozenset({Reason.MISSING_FILE, Reason.UNREADABLE_FILE, Reason.FILE_TOO_LARGE, Reason.NEEDS_EXTRA})
 
 
-def survey(project: Project, folder: RunFolder | None, at_once: int) -> Found:
-    """Compare the data set with the store; write both lists when there is a run folder to hold them."""
-    recipe, shelves = project.recipe, project.shelves
-    counts = {"items": 0, "refused": 0, "unusable": 0, "cached": 0, "missing": 0, "unnamed": 0}
-    offsets = array("Q")  # where each missing item begins in the todo file, and the end: 8 bytes an item
-    listed = folder.items.with_suffix(".partial") if folder else None
-    with Lines(listed) as everything, Lines(folder.todo(NAME) if folder else None) as rest:
-        for chunk in in_chunks(worklist.list_items(project), worklist.LOOKED_UP_AT_ONCE):
-            texts = [worklist.line_of(entry) for entry in chunk]
-            for text in texts:
-                everything.write(text)
-            items = [entry for entry in chunk if isinstance(entry, Item)]
-            written = ((entry, text) for entry, text in zip(chunk, texts, strict=True) if isinstance(entry, Item))
-            counts["items"] += len(chunk)
-            counts["refused"] += len(chunk) - len(items)
-            for (item, text), seen in zip(written, look_up(items, recipe, shelves), strict=True):
-                if seen.inventory is not None:
-                    counts["unusable" if seen.inventory.reason in AT_A_GLANCE else "cached"] += 1
-                    continue
-                if not _is_named(item, seen.key, project):
-                    counts["unnamed"] += 1
-                    continue
-                offsets.append(rest.position)
-                counts["missing"] += 1
-                rest.write(text)
-        offsets.append(rest.position)
-    if folder and listed:
-        with writing_run(folder.items):
-            listed.replace(folder.items)
-    return Found(counts, _cut(offsets, _items_per_task(project, counts["missing"], at_once)))
+class ScanStage(Stage):
+    """Structures in, an inventory of every item in the store."""
+
+    name = StageName.SCAN
+    kinds = ("scan", "files", "sets")
+    lists_lines = True
+
+    def inspect(self, project: Project) -> object:
+        return next(worklist.list_items(project), None)
+
+    def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> Found:
+        """Compare the data set with the store; write both lists when there is a run folder to hold them."""
+        counts = {"items": 0, "refused": 0, "unusable": 0, "cached": 0, "missing": 0, "unnamed": 0}
+        offsets = array("Q")  # where each missing item begins in the todo file, and the end: 8 bytes an item
+        with worklist.freezing(folder) as everything, Lines(folder.todo(self.name) if folder else None) as rest:
+            for chunk in in_chunks(worklist.list_items(project), worklist.LOOKED_UP_AT_ONCE):
+                texts = [worklist.line_of(entry) for entry in chunk]
+                for text in texts:
+                    everything.write(text)
+                items = [entry for entry in chunk if isinstance(entry, Item)]
+                lines = ((entry, text) for entry, text in zip(chunk, texts, strict=True) if isinstance(entry, Item))
+                counts["items"] += len(chunk)
+                counts["refused"] += len(chunk) - len(items)
+                for (item, text), seen in zip(lines, look_up(items, project.recipe, project.shelves), strict=True):
+                    if seen.inventory is not None:
+                        counts["unusable" if seen.inventory.reason in AT_A_GLANCE else "cached"] += 1
+                        continue
+                    if not _is_named(item, seen.key, project):
+                        counts["unnamed"] += 1
+                        continue
+                    offsets.append(rest.position)
+                    counts["missing"] += 1
+                    rest.write(text)
+            offsets.append(rest.position)
+        missing, items_per_task = counts["missing"], _items_per_task(project, counts["missing"], at_once)
+        bounds = pairwise([*range(0, missing, items_per_task), missing])
+        return Found(counts, tuple(Shard(offsets[first], offsets[last], last - first) for first, last in bounds))
+
+    def mem_bytes(self, project: Project) -> int:
+        """Return the memory of a scanning task: the interpreter, the largest file, the largest graph."""
+        structures, graph = project.config.structures, project.config.graph
+        graph_bytes = 0
+        if graph.nodes == "atom":
+            graph_bytes = ATOMS_PER_RESIDUE * structures.max_residues * edges_of_atom(graph) * BYTES_PER_EDGE
+        return BASE_BYTES + BYTES_PER_FILE_BYTE * structures.max_file_bytes + graph_bytes
+
+    def work(self, project: Project, folder: RunFolder, task: int, tell: Tell) -> Outcomes:
+        """Scan the items of one task; if the run wants graphs too, build them while the structure is in hand."""
+        items = worklist.task_items(folder, self.name, task, tell)
+        if StageName.GRAPH not in json.loads(folder.stages.read_text()) or not project.config.graph.cache:
+            yield from scan(items, project.recipe, project.shelves)
+            return
+        with open_writer(project.graphs.store, project.config.cache.shard_bytes) as writer:
+            maker = Maker(project.graphs.recipe, project.graphs.store, writer, partial(project.only.names, "graph"))
+            yield from scan(items, project.recipe, project.shelves, maker)
+
+    def recipe(self, project: Project) -> Mapping[str, Any]:
+        return plain_recipe(project.recipe)
+
+    def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Census:
+        """Count what the store knows of every item, and list what was left out."""
+
+        def count() -> CensusTally:
+            tally, keys = CensusTally(), bytearray()
+            write_rejections(folder.rejected, _tally(project, folder, tally, keys))
+            if not tally.undone:
+                worklist.remember_needed(project, self.name, keys)
+            return tally
+
+        return wait_until_complete(project.shelves.stores(), count, patience_s).census()
+
+    def check(self, project: Project, folder: RunFolder, judged: Census) -> list[str]:
+        is_told = judged.leaks and project.config.data.on_leak != "ignore"
+        return _checked_leaks(project, describe_leaks(judged, folder) if is_told else "")
 
 
 def _is_named(item: Item, key: bytes | None, project: Project) -> bool:
     """Say whether a run may scan an item: the record of it, or one by which its files are known, is to be made."""
     only = project.only
     if key is not None:
-        return only.names(NAME, key)
+        return only.names(StageName.SCAN, key)
     marks = (glance(path, project.recipe) for path in item_paths(item))
-    return only.is_all or NAME in only.untold or any(only.names("files", m) for m in marks if isinstance(m, bytes))
-
-
-def _cut(offsets: array[int], items_per_task: int) -> tuple[Shard, ...]:
-    """Cut what is to do into tasks of so many items."""
-    missing = len(offsets) - 1
-    bounds = [*range(0, missing, items_per_task), missing]
-    return tuple(Shard(offsets[first], offsets[last], last - first) for first, last in pairwise(bounds))
+    return (
+        only.is_all
+        or StageName.SCAN in only.untold
+        or any(only.names("files", m) for m in marks if isinstance(m, bytes))
+    )
 
 
 def _items_per_task(project: Project, missing: int, at_once: int) -> int:
     """Return how many items a task takes: as configured, else a few tasks for each that can run at once."""
-    asked = project.config.cluster.scan.items_per_task
-    if asked != "auto":
-        return int(asked)
+    configured = project.config.cluster.scan.items_per_task
+    if configured != "auto":
+        return int(configured)
     if project.config.cluster.executor == "local":
         return max(FEWEST_PER_TASK, min(MOST_PER_TASK, math.ceil(missing / (TASKS_PER_SLOT * at_once))))
     most = 60 * project.config.cluster.scan.minutes_per_task * ITEMS_PER_S
     return min(most, max(FEWEST_PER_JOB, math.ceil(missing / at_once)))
-
-
-def mem_bytes(project: Project) -> int:
-    """Return the memory of a scanning task: the interpreter, the largest file, the largest graph."""
-    structures, graph = project.config.structures, project.config.graph
-    graph_bytes = 0
-    if graph.nodes == "atom":
-        graph_bytes = ATOMS_PER_RESIDUE * structures.max_residues * edges_of_atom(graph) * BYTES_PER_EDGE
-    return BASE_BYTES + BYTES_PER_FILE_BYTE * structures.max_file_bytes + graph_bytes
 
 
 def edges_of_atom(graph: GraphSection) -> int:
@@ -118,106 +173,31 @@ def edges_of_atom(graph: GraphSection) -> int:
     return 20 + int(0.06 * 4.2 * (graph.atom.radius or 0) ** 3)
 
 
-def work(
-    project: Project, folder: RunFolder, task: int, tell: Tell, _part: tuple[int, int] = (0, 1)
-) -> Generator[Reason | None, None, None]:
-    """Scan the items of one task; if the run wants graphs too, build them while the structure is in hand."""
-    items = noted(folder, NAME, task, tell)
-    if "graph" not in json.loads(folder.stages.read_text()) or not project.config.graph.cache:
-        yield from scan(items, project.recipe, project.shelves)
-        return
-    with open_writer(project.graphs.store, project.config.cache.shard_bytes) as writer:
-        maker = Maker(project.graphs.recipe, project.graphs.store, writer, partial(project.only.names, "graph"))
-        yield from scan(items, project.recipe, project.shelves, maker)
-
-
-def noted(folder: RunFolder, stage: str, task: int, tell: Tell) -> Iterator[Item]:
-    """Yield the items of a task without those that killed it, telling each before it is worked on."""
-    barred = left_out_items(folder, stage)
-    for item in worklist.read_task(folder, stage, task):
-        if item.id not in barred:
-            tell.on((item.id,))
-            yield item
-
-
-def judge(project: Project, folder: RunFolder, patience_s: float) -> Census:
-    """Count what the store knows of every item, and list what was left out."""
-
-    def look() -> CensusTally:
-        tally, keys = CensusTally(), bytearray()
-        write_rejections(folder.rejected, _tally(project, folder, tally, keys))
-        if not tally.undone:
-            outcome.keep(project, NAME, keys)
-        return tally
-
-    return patiently(project.shelves.stores(), look, patience_s).census()
-
-
 def _tally(project: Project, folder: RunFolder, tally: CensusTally, keys: bytearray) -> Iterator[dict[str, Any]]:
     """Count every item and yield the rejected ones."""
-    asked = worklist.asked(folder, NAME)
-    for one in known(project, folder, worklist.read_items(folder.items)):
-        if isinstance(one, Rejection):
-            tally.reject(one)
-            yield one.to_json()
-        elif one.inventory is None:
-            tally.miss(one.item, asked=asked(worklist.line_of(one.item)))
-        else:
-            tally.accept(one.item, one.inventory)
-            keys += one.key or b""
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """An item that can be used, as far as is known: None stands for an inventory that has still to be made."""
-
-    item: Item
-    inventory: Inventory | None
-    key: bytes | None  # of the inventory; None where a file has changed too lately to be known
-
-
-def known(
-    project: Project, folder: RunFolder | None, entries: Iterable[Item | Rejection]
-) -> Iterator[Known | Rejection]:
-    """Yield what is known of each entry of a data set, in order."""
-    recipe, shelves = project.recipe, project.shelves
-    since_ns = folder.stages.stat().st_mtime_ns if folder else None
-    barred = left_out_items(folder, NAME)
-    for chunk in in_chunks(entries, worklist.LOOKED_UP_AT_ONCE):
-        looked_up = iter(look_up([entry for entry in chunk if isinstance(entry, Item)], recipe, shelves))
+    is_required = worklist.required_lines(folder, StageName.SCAN)
+    for chunk in worklist.known_items(project, folder, worklist.read_items(folder.items)):
         for entry in chunk:
             if isinstance(entry, Rejection):
-                yield entry
-                continue
-            seen = next(looked_up)
-            if seen.inventory is None and since_ns is not None:
-                seen = look_again(entry, recipe, shelves, since_ns)
-            if seen.inventory is not None and seen.inventory.reason is not None:
-                yield rejection(entry, seen.inventory.reason, seen.inventory.detail)
-            elif seen.inventory is None and entry.id in barred:
-                yield rejection(entry, *barred[entry.id])
+                tally.reject(entry)
+                yield entry.to_json()
+            elif entry.inventory is None:
+                tally.miss(entry.item, asked=is_required(worklist.line_of(entry.item)))
             else:
-                yield Known(entry, seen.inventory, seen.key)
+                tally.accept(entry.item, entry.inventory)
+                keys += entry.key or b""
 
 
-def rejection(item: Item, reason: Reason, detail: str) -> Rejection:
-    """Return an item as one that was left out."""
-    return Rejection(item.id, reason, detail, item.origin, item.split)
-
-
-def check(project: Project, folder: RunFolder, census: Census) -> list[str]:
+def _checked_leaks(project: Project, what: str) -> list[str]:
     """Do with leaks what is configured: refuse to go on, warn, or nothing."""
     data = project.config.data
-    if not census.leaks or data.on_leak == "ignore":
-        return []
-    what = describe(census, folder)
-    if data.on_leak == "warn":
-        return [what]
-    remedy = "mend the splits   or   pipeline submit --stage scan --set data.on_leak=warn"
-    raise DataError(what, where=str(data.path), remedy=remedy)
+    if what and data.on_leak == "error":
+        remedy = "mend the splits   or   pipeline submit --stage scan --set data.on_leak=warn"
+        raise DataError(what, where=str(data.path), remedy=remedy)
+    return [what] if what and data.on_leak == "warn" else []
 
 
-def describe(census: Census, folder: RunFolder) -> str:
+def describe_leaks(census: Census, folder: RunFolder) -> str:
     """Say what stands in several splits, with a few items of each kind by name."""
     wanted = {ordinal for leak in census.leaks for ordinal in leak.items}
     names = {number: entry.id for number, entry in enumerate(worklist.read_items(folder.items)) if number in wanted}
@@ -227,3 +207,134 @@ def describe(census: Census, folder: RunFolder) -> str:
         more = f" (and {leak.total - 1:,} more)" if leak.total > 1 else ""
         lines.append(f"the same {leak.what} is in the splits {' and '.join(leak.splits)}: {items}{more}")
     return "\n  ".join(lines)
+
+
+READER_BYTES = 1 << 30  # an interpreter, and what a reader holds of a file
+TOLD_EVERY = 100  # items
+SETTLING_S = 3.0  # after which the times of a file prove something, on any file system
+
+
+@dataclass(slots=True)
+class EntriesRead(Judged):
+    """The numbers of a data set that a reader gives."""
+
+    splits: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, dict[str, float]] = field(default_factory=dict)  # rows along each axis
+    chains: dict[str, int] = field(default_factory=dict)  # of which there are none
+    leaks: int = 0
+    leak: str = ""
+    table: str = ""  # its key
+
+
+class ReaderScanStage(Stage):
+    """What a reader gives in, a table of what can be used out: read once, from beginning to end."""
+
+    name = StageName.SCAN
+    kinds = ScanStage.kinds
+
+    def inspect(self, project: Project) -> object:
+        return refuse_unreadable(project)
+
+    def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> Found:  # noqa: ARG002 - one task
+        """See whether the data set was read as it stands."""
+        known = None
+        with suppress(CacheDamaged, RecordMissing):
+            known = next((earlier for earlier, _, _ in reader_tables(project)), None)
+        if folder is not None:
+            with writing_run(folder.items):
+                folder.items.touch()  # of structures there are none
+            if known is not None and known.path != folder.path:
+                _take_over(known, folder)
+        found = int(known is not None)
+        counts = {"items": 1, "refused": 0, "unusable": 0, "cached": found, "missing": 1 - found, "sets": 1}
+        return Found(counts, () if known else (Shard(0, 1, 1),))  # one thing, which cannot be halved
+
+    def mem_bytes(self, project: Project) -> int:  # noqa: ARG002
+        return READER_BYTES
+
+    def recipe(self, project: Project) -> Mapping[str, Any]:
+        """Return under what measurements of such tasks are remembered."""
+        data = project.config.data
+        return {"reader": data.reader, "options": dict(data.options)}
+
+    def work(self, project: Project, folder: RunFolder, task: int, tell: Tell) -> Outcomes:  # noqa: ARG002
+        """Read the data set, once from beginning to end."""
+        reader = reader_of(project)
+        made = reader_state(project, _settled_digest(reader))
+        read_first(reader, TRIED)
+        taken, found = Taken(), EntriesRead()
+        write_rejections(folder.rejected, _rejections(_telling(reader, tell), taken, found, project.config.data.limit))
+        if reader_state(project) != made:
+            what = "its files changed while they were read"
+            raise DataError(what, where=str(project.config.data.path), remedy="pipeline submit --stage scan")
+        found.items += len(taken.table)
+        found.splits = {name: count for name, count in taken.splits.items() if name}
+        found.sizes, found.leaks, found.leak = taken.spreads(), taken.leaks, taken.leak
+        found.table = taken.table.write(project.cache.kind(KIND)).hex()
+        _write(folder, {"format": FORMAT, "made": made, "table": found.table, "judged": asdict(found)})
+        yield None
+
+    def judge(self, project: Project, folder: RunFolder, patience_s: float) -> EntriesRead:
+        """Say what has been read, where the store has the table of it."""
+        store = project.cache.kind(KIND)
+
+        def look() -> EntriesRead:
+            told = read_by_run(folder)
+            with suppress(CacheDamaged, RecordMissing):
+                if told:
+                    ItemTable.read(store, bytes.fromhex(told["table"]))
+                    return EntriesRead(**told["judged"])
+            return EntriesRead(undone=1, first_undone=str(project.config.data.path))
+
+        return wait_until_complete([store], look, patience_s)
+
+    def check(self, project: Project, folder: RunFolder, judged: EntriesRead) -> list[str]:
+        """Do with leaks what is configured; let the table be found."""
+        more = f" (and {judged.leaks - 1:,} more)" if judged.leaks > 1 else ""
+        warnings = _checked_leaks(project, judged.leak and judged.leak + more)
+        with writing_run(folder.table):
+            folder.table.write_text(judged.table)
+        return warnings
+
+
+def _take_over(known: RunFolder, folder: RunFolder) -> None:
+    """Let a run say what an earlier one has read."""
+    with writing_run(folder.entered):
+        if known.rejected.exists():
+            shutil.copyfile(known.rejected, folder.rejected)
+    _write(folder, read_by_run(known))
+
+
+def _write(folder: RunFolder, told: Mapping[str, Any]) -> None:
+    with writing_run(folder.entered):
+        write_whole(folder.entered, json.dumps(told))
+
+
+def _settled_digest(reader: Reader) -> str:
+    """Return the digest of the reader's files, once their times prove that they stand still, or nearly so."""
+    digests = [""]
+
+    def is_still() -> bool:
+        digests[0], still = look_at_files(reader)
+        return still
+
+    wait_for(is_still, SETTLING_S, SETTLING_S / 30)
+    return digests[0]
+
+
+def _telling(reader: Reader, tell: Tell) -> Iterator[Entry | Rejection]:
+    """Yield the items, telling now and then which was the last: a death says where it was."""
+    for number, entry in enumerate(reader.entries()):
+        if number % TOLD_EVERY == 0 and isinstance(entry, Entry | Rejection):
+            tell.figures[ITEMS_READ] = number
+            tell.on([f"item {number + 1:,} ({printable(entry.origin or str(entry.id))}) or one soon after it"])
+        yield entry
+
+
+def _rejections(
+    entries: Iterable[Entry | Rejection], taken: Taken, found: EntriesRead, limit: int | None
+) -> Iterator[dict[str, Any]]:
+    with blaming_reader():
+        for rejected in read(entries, taken, limit):
+            found.reject(rejected)
+            yield rejected.to_json()

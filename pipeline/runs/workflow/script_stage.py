@@ -28,9 +28,11 @@ from pipeline.journal.run_folder import RunFolder, writing_run
 from pipeline.journal.run_status import StageStatus, fold_events
 from pipeline.memory.runtime.meters import peak_of
 from pipeline.project.project import asked_bytes
+from pipeline.records import StageName
 from pipeline.runs.dataset.worklist import Found, Shard
 from pipeline.runs.model.prepare import name_of
-from pipeline.runs.workflow.train_stage import NAME, Trained
+from pipeline.runs.workflow.stage import Stage
+from pipeline.runs.workflow.train_stage import Trained, TrainStage
 from pipeline.script.command import (
     End,
     Peers,
@@ -50,12 +52,13 @@ from pipeline.training.ranks.rank_protocol import LOST
 from pipeline.training.ranks.rendezvous import RankPlace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping
+    from collections.abc import Callable, Mapping
 
     from pipeline.config.schema import Config
     from pipeline.config.schema_cluster import TrainResources
     from pipeline.project.project import Project
-    from pipeline.records import Reason, Tell
+    from pipeline.records import Tell
+    from pipeline.runs.workflow.stage import Outcomes
     from pipeline.script.script_process import ScriptOutcome
 
 STATED_BYTES = 8 << 30  # of a process: torch with CUDA, and its data workers, seldom take more
@@ -68,9 +71,85 @@ LINES_SHOWN, LINE_MOST = 6, 300
 OUT_OF_MEMORY = frozenset({Cause.GPU_OOM, Cause.HOST_OOM})
 
 
-def is_script(config: Config, stage: str = NAME) -> bool:
+class ScriptStage(Stage):
+    """A script of the user's in place of a task: one task, which runs whenever it is asked for."""
+
+    name = StageName.TRAIN
+    needs = TrainStage.needs
+    of_sequences = False
+    together = True
+    counts_items = False
+
+    def inspect(self, project: Project) -> None:
+        """Refuse a command that cannot be meant, or that would take another batch than it should."""
+        first_words(project)
+
+    def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> Found:  # noqa: ARG002 - one task
+        counts = {"items": 1, "refused": 0, "unusable": 0, "cached": 0, "missing": 1, "waiting": 0}
+        return Found(counts, (Shard(0, 1, 1),), cost=1.0)
+
+    def mem_bytes(self, project: Project) -> int:
+        """Return the memory of a node's processes: as pinned, else as stated."""
+        resources = project.config.cluster.train
+        return asked_bytes(resources, STATED_BYTES * resources.ranks_per_node)
+
+    def recipe(self, project: Project) -> Mapping[str, Any]:
+        """Return under what measurements of such jobs are remembered."""
+        train, resources = project.config.train, project.config.cluster.train
+        return {
+            "command": train.command,
+            "batch": train.effective_batch,
+            "micro_batch": train.micro_batch,
+            "processes": resources.ranks_per_node,
+        }
+
+    def processes(self, project: Project) -> int:
+        return project.config.cluster.train.nodes * starts_on_node(project.config, self.name)
+
+    def work(self, project: Project, folder: RunFolder, task: int, tell: Tell) -> Outcomes:  # noqa: ARG002
+        """Run the script, or one of its processes, to its end; raise Ended where it is not done."""
+        config, place = project.config, tell.place or RankPlace(0, 1)
+        script = script_of(config)
+        micro, accumulation = batches_of(config, tell.shrink)
+        name = f"script-{place.meeting or secrets.token_hex(8)}"
+        with writing_run(folder.meetings):
+            folder.meetings.mkdir(exist_ok=True)
+        with meeting(folder.meetings / name, place.rank, place.nodes) as master:
+            values = replace(
+                values_of(config, place, micro, accumulation, folder),
+                attempt=newest_attempt(folder),
+                master_address=master[0],
+                master_port=master[1],
+            )
+            with writing_run(values.output):
+                values.output.mkdir(parents=True, exist_ok=True)
+            if number := tell.ending():
+                tell.ended_by = number
+                return
+            outcome = _run(project, script, values, tell)
+            _settle(outcome, Peers(folder.meetings, name, place), tell.ending)
+        yield None
+
+    def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Scripted:  # noqa: ARG002
+        """Say what came of the script, by its exit code in the ledger: there is nothing else of it to judge."""
+        stage, config = stage_of(folder), project.config
+        task = stage.task(0)
+        done = task.good or task.word.finished
+        judged = Scripted(folder=str(output_of(config)), command=config.train.command or "", attempts=len(task.ended))
+        judged.items, judged.undone, judged.first_undone = int(done), int(not done), "" if done else "the script"
+        judged.ooms = sum(attempt.cause in OUT_OF_MEMORY for attempt in task.ended)
+        for figures in stage.figures.values():
+            named = {name.removeprefix(FIGURE): value for name, value in figures.items() if name.startswith(FIGURE)}
+            judged.figures |= named
+        judged.steps = int(judged.figures.get(STEP, 0))
+        with suppress(ConfigError, PlanInfeasible):
+            judged.micro_batch = batches_of(config, task.last.ask.shrink if task.last else 0)[0]
+        return judged
+
+
+def is_script(config: Config, stage: str = StageName.TRAIN) -> bool:
     """Tell whether a stage runs a script."""
-    return stage == NAME and config.train.command is not None
+    return stage == StageName.TRAIN and config.train.command is not None
 
 
 def script_of(config: Config) -> Script:
@@ -82,11 +161,6 @@ def starts_on_node(config: Config, stage: str) -> int:
     """Return how many processes we start on each node; a command that starts processes itself is one."""
     resources: TrainResources = getattr(config.cluster, stage)
     return 1 if is_script(config, stage) and script_of(config).launches else resources.ranks_per_node
-
-
-def inspect(project: Project) -> None:
-    """Refuse a command that cannot be meant, or that would take another batch than it should."""
-    first_words(project)
 
 
 def first_words(project: Project, shrink: int = 0) -> list[str]:
@@ -109,7 +183,7 @@ def batches_of(config: Config, shrink: int) -> tuple[int, int]:
 def values_of(config: Config, place: RankPlace, micro_batch: int, accumulation: int, folder: RunFolder) -> Values:
     """Return what the placeholders stand for, in one process of the first attempt."""
     train, resources = config.train, config.cluster.train
-    starts, processes = starts_on_node(config, NAME), resources.ranks_per_node
+    starts, processes = starts_on_node(config, StageName.TRAIN), resources.ranks_per_node
     node = place.rank // starts
     return Values(
         effective_batch=train.effective_batch,
@@ -138,34 +212,6 @@ def output_of(config: Config) -> Path:
     return train.models / name_of("script", decisive)
 
 
-def survey(_project: Project, _folder: RunFolder | None, _at_once: int) -> Found:
-    """Return the one task there is: it runs whenever it is asked for."""
-    counts = {"items": 1, "refused": 0, "unusable": 0, "cached": 0, "missing": 1, "waiting": 0}
-    return Found(counts, (Shard(0, 1, 1),), cost=1.0)
-
-
-def mem_bytes(project: Project) -> int:
-    """Return the memory of a node's processes: as pinned, else as stated."""
-    resources = project.config.cluster.train
-    return asked_bytes(resources, STATED_BYTES * resources.ranks_per_node)
-
-
-def gpu_bytes(_project: Project) -> int:
-    """Return 0: nobody knows which card is enough."""
-    return 0
-
-
-def recipe(project: Project) -> Mapping[str, Any]:
-    """Return under what measurements of such jobs are remembered."""
-    train, resources = project.config.train, project.config.cluster.train
-    return {
-        "command": train.command,
-        "batch": train.effective_batch,
-        "micro_batch": train.micro_batch,
-        "processes": resources.ranks_per_node,
-    }
-
-
 class Ended(Exception):
     """A script has ended, and is not done: with what the task is to exit, and what is to be said of it."""
 
@@ -182,33 +228,6 @@ class Ended(Exception):
         if not (outcome.reason or outcome.goes_on) and len(outcome.last_lines) > 1:
             what += "".join(f"\n    | {line[:LINE_MOST]}" for line in outcome.last_lines[-LINES_SHOWN:])
         return cls(outcome.code, what, outcome.trouble, step=outcome.step)
-
-
-def work(
-    project: Project, folder: RunFolder, _task: int, tell: Tell, _part: tuple[int, int] = (0, 1)
-) -> Generator[Reason | None, None, None]:
-    """Run the script, or one of its processes, to its end; raise Ended where it is not done."""
-    config, place = project.config, tell.place or RankPlace(0, 1)
-    script = script_of(config)
-    micro, accumulation = batches_of(config, tell.shrink)
-    name = f"script-{place.meeting or secrets.token_hex(8)}"
-    with writing_run(folder.meetings):
-        folder.meetings.mkdir(exist_ok=True)
-    with meeting(folder.meetings / name, place.rank, place.nodes) as master:
-        values = replace(
-            values_of(config, place, micro, accumulation, folder),
-            attempt=newest_attempt(folder),
-            master_address=master[0],
-            master_port=master[1],
-        )
-        with writing_run(values.output):
-            values.output.mkdir(parents=True, exist_ok=True)
-        if number := tell.ending():
-            tell.ended_by = number
-            return
-        outcome = _run(project, script, values, tell)
-        _settle(outcome, Peers(folder.meetings, name, place), tell.ending)
-    yield None
 
 
 def _run(project: Project, script: Script, values: Values, tell: Tell) -> ScriptOutcome:
@@ -229,7 +248,9 @@ def _run(project: Project, script: Script, values: Values, tell: Tell) -> Script
     )
     # Of its node, which the memory that is asked for is for: its other processes are thought to take as much.
     own_bytes = peak_of(resource.getrusage(resource.RUSAGE_SELF))
-    tell.figures["host_peak_bytes"] = (outcome.peak_rss_bytes + own_bytes) * starts_on_node(project.config, NAME)
+    tell.figures["host_peak_bytes"] = (outcome.peak_rss_bytes + own_bytes) * starts_on_node(
+        project.config, StageName.TRAIN
+    )
     return outcome
 
 
@@ -241,7 +262,9 @@ def newest_attempt(folder: RunFolder) -> int:
 
 def stage_of(folder: RunFolder) -> StageStatus:
     """Return what the ledger knows of the stage."""
-    return fold_events(folder.name, LedgerReader(folder).news()).stages.get(NAME) or StageStatus(NAME)
+    return fold_events(folder.name, LedgerReader(folder).news()).stages.get(StageName.TRAIN) or StageStatus(
+        StageName.TRAIN
+    )
 
 
 def _settle(outcome: ScriptOutcome, peers: Peers, ending: Callable[[], int]) -> None:
@@ -272,27 +295,6 @@ class Scripted(Trained):
     figures: dict[str, float] = field(default_factory=dict)  # that it told last
 
 
-def judge(project: Project, folder: RunFolder, _patience_s: float) -> Scripted:
-    """Say what came of the script, by its exit code, which is in the ledger: there is nothing else of it to judge."""
-    stage, config = stage_of(folder), project.config
-    task = stage.task(0)
-    done = task.good or task.word.finished
-    judged = Scripted(folder=str(output_of(config)), command=config.train.command or "", attempts=len(task.ended))
-    judged.items, judged.undone, judged.first_undone = int(done), int(not done), "" if done else "the script"
-    judged.ooms = sum(one.cause in OUT_OF_MEMORY for one in task.ended)
-    for told in stage.figures.values():
-        judged.figures |= {name.removeprefix(FIGURE): value for name, value in told.items() if name.startswith(FIGURE)}
-    judged.steps = int(judged.figures.get(STEP, 0))
-    with suppress(ConfigError, PlanInfeasible):
-        judged.micro_batch = batches_of(config, task.last.ask.shrink if task.last else 0)[0]
-    return judged
-
-
-def check(_project: Project, _folder: RunFolder, _judged: Trained) -> list[str]:
-    """Return nothing: what deserves a word, a script says itself."""
-    return []
-
-
 @dataclass(frozen=True, slots=True)
 class Outline:
     """What is known of a script before it has run."""
@@ -311,7 +313,7 @@ class Outline:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON data."""
-        return {"stage": NAME, "script": True, **asdict(self)}
+        return {"stage": StageName.TRAIN, "script": True, **asdict(self)}
 
     def lines(self) -> list[str]:
         """Say it."""

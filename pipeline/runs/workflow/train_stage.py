@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
-import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +15,10 @@ from pipeline.errors import ConfigError, PipelineError
 from pipeline.journal.attempts import left_out_items
 from pipeline.journal.run_folder import writing_run
 from pipeline.project.run_code import blamed
+from pipeline.records import StageName
 from pipeline.runs.dataset.loading import rows_of, source_of
-from pipeline.runs.dataset.outcome import Judged
 from pipeline.runs.dataset.reader_items import refuse_crop, unmade
 from pipeline.runs.dataset.worklist import Found, Shard, read_shard
-from pipeline.runs.model.node_staging import staged
 from pipeline.runs.model.prepare import (
     folder_of,
     items_of,
@@ -30,12 +29,15 @@ from pipeline.runs.model.prepare import (
     task_sizes,
     trained_table,
     validation_items,
+    with_task,
 )
+from pipeline.runs.model.rank_setup import join_ranks, log_line, staged
 from pipeline.runs.model.training_work import Work
+from pipeline.runs.workflow.stage import Judged, Stage
 from pipeline.training.prepared import ModelFolder, Prepared
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import nn
 
@@ -43,27 +45,128 @@ if TYPE_CHECKING:
     from pipeline.journal.run_folder import RunFolder
     from pipeline.memory.footprint import MemoryChoice
     from pipeline.project.project import Project
-    from pipeline.records import Reason, Tell
+    from pipeline.records import Tell
+    from pipeline.runs.workflow.stage import Outcomes
     from pipeline.training.checkpoints.checkpoint_reader import Manifest
     from pipeline.training.ranks.rank_protocol import Ranks
     from pipeline.training.step.step import Step
 
-NAME = "train"
 UNPLANNED_BYTES = 2 << 30  # what a process is thought to take until its plan is made
-ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 CALLED = {"code": "the task's code", "table": "the data set", "embeddings": "the encoder", "crop": "what is cropped"}
 
 
-def inspect(project: Project) -> None:
-    """Refuse what cannot be trained: no task, or one that does not even load."""
-    from pipeline.project.run_code import load_task
+class TrainStage(Stage):
+    """A task, graphs and embeddings in, a trained model out."""
 
-    config = project.config
-    if config.data.source == "fasta":
-        what = "sequences alone have no graphs to train on"
-        raise ConfigError(what, where="data.source is fasta", remedy="pipeline submit --stage embed")
-    refuse_crop(config)
-    load_task(config.train.task, config.train.options, beside=project.beside)
+    name = StageName.TRAIN
+    needs = (StageName.SCAN, StageName.EMBED, StageName.GRAPH)
+    of_sequences = False
+    together = True
+    counts_items = False
+
+    def wanted(self, config: Config) -> bool:
+        return with_task(config)
+
+    def inspect(self, project: Project) -> None:
+        """Refuse what cannot be trained: no task, or one that does not even load."""
+        from pipeline.project.run_code import load_task
+
+        config = project.config
+        if config.data.source == "fasta":
+            what = "sequences alone have no graphs to train on"
+            raise ConfigError(what, where="data.source is fasta", remedy="pipeline submit --stage embed")
+        refuse_crop(config)
+        load_task(config.train.task, config.train.options, beside=project.beside)
+
+    def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> Found:  # noqa: ARG002 - one task
+        """See how far the training is that is asked for, and plan the rest."""
+        counts = dict.fromkeys(("items", "refused", "unusable", "cached", "missing", "waiting"), 0)
+        prepared = prepare(project)
+        if prepared is None and folder is not None:
+            what = f"{unmade(project.config)}: there is nothing to train on"
+            raise ConfigError(what, where=str(project.config.cluster.runs), remedy="leave out --only")
+        if prepared is None:  # they come first
+            return Found({**counts, "unplanned": 1}, (Shard(0, 1, 1),))
+        progress = Progress.of(folder_of(project, prepared))
+        left = 0 if progress.is_over(project, prepared) else max(1, steps_of(project, prepared) - progress.done)
+        counts |= {"items": progress.done + left, "cached": progress.done, "missing": left}
+        if folder is not None:
+            with writing_run(folder.plan(self.name)):
+                folder.plan(self.name).write_text(json.dumps(prepared.to_json()))
+        shards = (Shard(progress.done, progress.done + left, 1),) if left else ()  # one thing, which cannot be halved
+        return Found(counts, shards, bytes=0, cost=float(left))
+
+    def mem_bytes(self, project: Project) -> int:
+        """Return the memory of a node's processes: as planned, once there is a plan."""
+        prepared = prepare(project)
+        return prepared.mem_bytes if prepared else project.config.cluster.train.ranks_per_node * UNPLANNED_BYTES
+
+    def gpu_bytes(self, project: Project) -> int:
+        """Return the memory that a card must have at least: that for which the plan was made."""
+        prepared = prepare(project)
+        return max(stretch.reserved_bytes for stretch in prepared.stretches) if prepared else 0
+
+    def recipe(self, project: Project) -> Mapping[str, Any]:
+        """Return under what measurements of such jobs are remembered."""
+        train = project.config.train
+        return {"task": train.task, "options": dict(train.options), "batch": train.effective_batch}
+
+    def work(self, project: Project, folder: RunFolder, task: int, tell: Tell) -> Outcomes:
+        """Train, as one rank of those that there are."""
+        from pipeline.stages.train import train
+
+        prepared = Prepared.from_json(json.loads(folder.plan(self.name).read_text()))
+        ranks = join_ranks(project, folder, prepared, tell)
+        try:
+            project = staged(project, tables_of(project, prepared), ranks, tell, log_line)
+            job = job_of(project, folder, prepared, tell, ranks)
+            with blamed(Work.of(project.config, beside=project.beside).task):
+                yield from train(job, read_shard(folder, self.name, task).start)
+        except BaseException as error:
+            why = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else ""
+            ranks.close(why)  # which the others hear
+            raise
+        ranks.close()
+
+    def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Trained:  # noqa: ARG002
+        """Say what has been trained, by the newest checkpoint that is whole, every byte of which is read."""
+        from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder
+        from pipeline.training.loop.metrics_log import read_epochs
+
+        prepared = Prepared.from_json(json.loads(folder.plan(self.name).read_text()))
+        made, settings = folder_of(project, prepared), project.config.train.validation
+        newest = latest(made)
+        identity = newest.identity if newest else {}
+        checkpoint = CheckpointFolder(made.checkpoints, last=1, best=0, identity=identity, tell=log_line).newest()
+        judged = Trained(folder=str(made.path), monitor=settings.monitor)
+        progress = Progress.read(checkpoint.data) if checkpoint else Progress()
+        judged.items = judged.steps = progress.done
+        judged.epochs = progress.epoch
+        if not progress.is_over(project, prepared):
+            judged.undone = max(1, steps_of(project, prepared) - progress.done)
+            judged.first_undone = f"step {progress.done + 1}"
+        epochs = read_epochs(made.path) if made.path.exists() else []
+        if epochs:
+            figures = [epoch.to_json() for epoch in epochs]
+            judged.last, judged.best = figures[-1], best_of(figures, settings.monitor, lower=settings.lower_is_better)
+            judged.ooms, judged.cropped = sum(epoch.ooms for epoch in epochs), max(epoch.cropped for epoch in epochs)
+            remedied = Counter[str]()
+            for epoch in epochs:
+                remedied.update(epoch.remedied)
+            judged.remedied = dict(sorted(remedied.items()))
+            judged.skipped = len(prepared.skipped)
+        return judged
+
+    def check(self, project: Project, folder: RunFolder, judged: Trained) -> list[str]:  # noqa: ARG002
+        """Return what deserves a word."""
+        warnings = []
+        if judged.skipped:
+            what = "items are too large for any plan and were left out (train.oversize: skip)"
+            warnings.append(f"{judged.skipped:,} {what}")
+        if judged.ooms:
+            what = f"memory ended {judged.ooms:,} times; no step was lost   (pipeline replay RUN --step N)"
+            warnings.append(what)
+        return warnings
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +180,11 @@ class Progress:
     @classmethod
     def of(cls, folder: ModelFolder) -> Progress:
         """Look at the newest checkpoint."""
-        told = latest(folder)
-        return cls.told(told.data) if told else cls()
+        newest = latest(folder)
+        return cls.read(newest.data) if newest else cls()
 
     @classmethod
-    def told(cls, data: Mapping[str, Any]) -> Progress:
+    def read(cls, data: Mapping[str, Any]) -> Progress:
         """Read it from the data of a checkpoint."""
         return cls(**{name: data["place"][name] for name in ("done", "epoch", "stale")})
 
@@ -96,91 +199,6 @@ def latest(folder: ModelFolder) -> Manifest | None:
     from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder
 
     return CheckpointFolder(folder.checkpoints, last=1, best=0, identity={}, tell=lambda _: None).latest()
-
-
-def survey(project: Project, folder: RunFolder | None, _at_once: int) -> Found:
-    """See how far the training is that is asked for, and plan the rest."""
-    counts = {"items": 0, "refused": 0, "unusable": 0, "cached": 0, "missing": 0, "waiting": 0}
-    prepared = prepare(project)
-    if prepared is None and folder is not None:
-        what = f"{unmade(project.config)}: there is nothing to train on"
-        raise ConfigError(what, where=str(project.config.cluster.runs), remedy="leave out --only")
-    if prepared is None:  # they come first
-        return Found({**counts, "unplanned": 1}, (Shard(0, 1, 1),))
-    steps = steps_of(project, prepared)
-    progress = Progress.of(folder_of(project, prepared))
-    left = 0 if progress.is_over(project, prepared) else max(1, steps - progress.done)
-    counts |= {"items": progress.done + left, "cached": progress.done, "missing": left}
-    if folder is not None:
-        with writing_run(folder.plan(NAME)):
-            folder.plan(NAME).write_text(json.dumps(prepared.to_json()))
-    shards = (Shard(progress.done, progress.done + left, 1),) if left else ()  # one thing, which cannot be halved
-    return Found(counts, shards, bytes=0, cost=float(left))
-
-
-def mem_bytes(project: Project) -> int:
-    """Return the memory of a node's processes: as planned, once there is a plan."""
-    prepared = prepare(project)
-    resources = project.config.cluster.train
-    return prepared.mem_bytes if prepared else resources.ranks_per_node * UNPLANNED_BYTES
-
-
-def gpu_bytes(project: Project) -> int:
-    """Return the memory that a card must have at least: that for which the plan was made."""
-    prepared = prepare(project)
-    return max(stretch.reserved_bytes for stretch in prepared.stretches) if prepared else 0
-
-
-def recipe(project: Project) -> Mapping[str, Any]:
-    """Return under what measurements of such jobs are remembered."""
-    train = project.config.train
-    return {"task": train.task, "options": dict(train.options), "batch": train.effective_batch}
-
-
-def work(
-    project: Project, folder: RunFolder, task: int, tell: Tell, _part: tuple[int, int] = (0, 1)
-) -> Generator[Reason | None, None, None]:
-    """Train, as one rank of those that there are."""
-    from pipeline.stages.train import train
-
-    prepared = Prepared.from_json(json.loads(folder.plan(NAME).read_text()))
-    ranks = together(project, folder, prepared, tell)
-    try:
-        project = staged(project, tables_of(project, prepared), ranks, tell, said)
-        job = job_of(project, folder, prepared, tell, ranks)
-        with blamed(Work.of(project.config, beside=project.beside).task):
-            yield from train(job, read_shard(folder, NAME, task).start)
-    except BaseException as error:
-        why = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else ""
-        ranks.close(why)  # which the others hear
-        raise
-    ranks.close()
-
-
-def together(project: Project, folder: RunFolder, prepared: Prepared, tell: Tell) -> Ranks:
-    """Return this process among its ranks, on the device that it has."""
-    from pipeline.training.ranks.process_group import join_process_group
-    from pipeline.training.ranks.rendezvous import RankPlace
-    from pipeline.training.ranks.watchdog import HangLimits
-
-    place = tell.place or RankPlace(0, 1)
-    device = device_for(project, place.local_rank, prepared)
-    hang_s = float(project.config.train.hang)
-    folder.meetings.mkdir(exist_ok=True)
-    patience = HangLimits(hang_s=hang_s, slow_s=max(2 * hang_s, 3600.0))
-    return join_process_group(place, folder.meetings, device=device, patience=patience, tell=said)
-
-
-def device_for(project: Project, local_rank: int, prepared: Prepared) -> str:
-    """Return the device of a rank, made the current one: before torch looks at any, its allocator is told how to go."""
-    if not project.config.cluster.train.gpus:
-        return "cpu"
-    if prepared.allocator:
-        os.environ.setdefault(ALLOCATOR, prepared.allocator)
-    import torch
-
-    torch.cuda.set_device(local_rank % max(1, torch.cuda.device_count()))
-    return "cuda"
 
 
 def job_of(project: Project, folder: RunFolder, prepared: Prepared, tell: Tell, ranks: Ranks) -> Any:
@@ -207,16 +225,16 @@ def job_of(project: Project, folder: RunFolder, prepared: Prepared, tell: Tell, 
         prepared=prepared,
         folder=made,
         make_step=lambda begin: _step(work, choice, ranks, device, begin, is_spread=prepared.sharded),
-        source=lambda one: source_of(project, one),
+        source=lambda items: source_of(project, items),
         embeddings=lambda: rows_of(project),
-        stretches=[(one, stretch_items(table, sizes, one)) for one in prepared.stretches],
+        stretches=[(stretch, stretch_items(table, sizes, stretch)) for stretch in prepared.stretches],
         validation=validation_items(project, prepared),
         ranks=ranks,
         tell=tell,
-        say=said if ranks.rank == 0 else lambda _: None,
+        say=log_line if ranks.rank == 0 else lambda _: None,
         remember=lambda peak_bytes, step_s: remember(config, folder, work, prepared, choice, peak_bytes, step_s),
         measure=work.task.cost,
-        leave_out=frozenset(left_out_items(folder, NAME)),
+        leave_out=frozenset(left_out_items(folder, StageName.TRAIN)),
         settings=without_secrets_in(config.model_dump(mode="json")),
     )
 
@@ -244,7 +262,7 @@ def misfits(project: Project) -> list[str]:
     key = made_table(project)
     splits = items_of(project, key, None).splits if key else ()
     if any(splits) and train.split is not None and train.split not in splits:
-        found.append(f"train.split is {train.split!r}; there are {', '.join(repr(one) for one in splits if one)}")
+        found.append(f"train.split is {train.split!r}; there are {', '.join(repr(name) for name in splits if name)}")
     if train.pretrained is not None:
         from pipeline.project.run_code import load_task
         from pipeline.training.checkpoints.pretrained import load_pretrained
@@ -304,11 +322,6 @@ def remember(
     peaks_of(config).record(folder.name, f"{socket.gethostname()}-{os.getpid()}", [peak])
 
 
-def said(line: str) -> None:
-    """Write a line to the log of the task."""
-    print(line, file=sys.stderr, flush=True)  # noqa: T201 - a task's stderr is its log
-
-
 @dataclass(slots=True)
 class Trained(Judged):
     """What came of a training."""
@@ -325,48 +338,8 @@ class Trained(Judged):
     remedied: dict[str, int] = field(default_factory=dict)  # items on each rung of the ladder, over all epochs
 
 
-def judge(project: Project, folder: RunFolder, _patience_s: float) -> Trained:
-    """Say what has been trained, by the newest checkpoint that is whole, every byte of which is read."""
-    from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder
-    from pipeline.training.loop.metrics_log import read_epochs
-
-    prepared = Prepared.from_json(json.loads(folder.plan(NAME).read_text()))
-    made, settings = folder_of(project, prepared), project.config.train.validation
-    identity = latest(made)
-    checkpoints = CheckpointFolder(
-        made.checkpoints, last=1, best=0, identity=identity.identity if identity else {}, tell=said
-    )
-    found = checkpoints.newest()
-    judged = Trained(folder=str(made.path), monitor=settings.monitor)
-    progress = Progress.told(found.data) if found else Progress()
-    judged.items = judged.steps = progress.done
-    judged.epochs = progress.epoch
-    if not progress.is_over(project, prepared):
-        judged.undone = max(1, steps_of(project, prepared) - progress.done)
-        judged.first_undone = f"step {progress.done + 1}"
-    epochs = read_epochs(made.path) if made.path.exists() else []
-    if epochs:
-        judged.last = epochs[-1].to_json()
-        judged.ooms, judged.cropped = sum(one.ooms for one in epochs), max(one.cropped for one in epochs)
-        for rung in sorted({rung for one in epochs for rung in one.remedied}):
-            judged.remedied[rung] = sum(one.remedied.get(rung, 0) for one in epochs)
-        judged.skipped = len(prepared.skipped)
-        judged.best = best_of([one.to_json() for one in epochs], settings.monitor, lower=settings.lower_is_better)
-    return judged
-
-
 def best_of(epochs: list[dict[str, Any]], monitor: str, *, lower: bool) -> dict[str, Any]:
     """Return the epoch whose watched figure is the best; nothing where none has it."""
-    known = [one for one in epochs if one["validation"].get(monitor) is not None]
+    known = [epoch for epoch in epochs if epoch["validation"].get(monitor) is not None]
     choose: Callable[..., dict[str, Any]] = min if lower else max
-    return choose(known, key=lambda one: one["validation"][monitor]) if known else {}
-
-
-def check(_project: Project, _folder: RunFolder, trained: Trained) -> list[str]:
-    """Return what deserves a word."""
-    said = []
-    if trained.skipped:
-        said.append(f"{trained.skipped:,} items are too large for any plan and were left out (train.oversize: skip)")
-    if trained.ooms:
-        said.append(f"memory ended {trained.ooms:,} times; no step was lost   (pipeline replay RUN --step N)")
-    return said
+    return choose(known, key=lambda epoch: epoch["validation"][monitor]) if known else {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import time
 from array import array
 from dataclasses import dataclass, field
@@ -16,11 +15,12 @@ import numpy as np
 
 from pipeline.errors import CacheFull, CacheUnusable
 from pipeline.journal.attempts import left_out_items
-from pipeline.records import Reason
+from pipeline.records import StageName
 from pipeline.runs.dataset import worklist
-from pipeline.runs.dataset.outcome import Judged, patiently
 from pipeline.runs.dataset.worklist import Found, Lines
-from pipeline.runs.workflow import embed_stage, scan_stage
+from pipeline.runs.workflow.embed_stage import EmbedStage
+from pipeline.runs.workflow.scan_stage import ScanStage
+from pipeline.runs.workflow.stage import Judged, Stage, wait_until_complete
 from pipeline.store.format.cache_layout import REPORTS
 from pipeline.store.format.disk import Disk
 from pipeline.store.maintenance import scrub
@@ -36,13 +36,13 @@ from pipeline.store.maintenance.damage_report import (
 from pipeline.store.maintenance.leftovers import refuse_unusable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from pipeline.config.schema import Config
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
     from pipeline.records import Tell
-    from pipeline.runs.dataset.worklist import Shard
+    from pipeline.runs.workflow.stage import Outcomes
     from pipeline.store.cache_folder import CacheFolder
     from pipeline.store.maintenance.damage_report import Checked
     from pipeline.store.maintenance.scrub import Named
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NAME = "validate"
 INDEX = "index"  # what people read where a shard's name stands
 MEM_BYTES = 512 << 20
 BYTES_PER_S = {"quick": 2 << 30, "full": 200 << 20, "semantic": 20 << 20}  # cautious, only for cutting into tasks
@@ -60,7 +59,7 @@ WORTHWHILE_S = 10  # from when on another task pays
 FOUND = "findings"  # a figure that tasks tell
 
 
-class Part(NamedTuple):
+class CacheFile(NamedTuple):
     """A file of the cache, as the list of a run names it."""
 
     kind: str
@@ -81,61 +80,116 @@ class Validated(Judged):
     shards: int = 0  # of the files; the others are indexes
 
 
-def inspect(project: Project) -> None:
-    """Refuse a folder in which no cache is, or that is not all of it."""
-    refuse_unusable(project.cache)
+class ValidateStage(Stage):
+    """Every file of a cache in, the list of what is damaged out."""
 
+    name = StageName.VALIDATE
+    counts_items = False  # it works through files
+    may_be_empty = True
+    only_looks = True
+    lists_lines = True
 
-def survey(project: Project, folder: RunFolder | None, at_once: int) -> Found:
-    """List every file of the cache, and cut the list into tasks."""
-    offsets, sizes = array("Q"), array("Q")
-    with Lines(folder.todo(NAME) if folder else None) as lines:
-        for part in _parts(project.cache):
+    def wanted(self, config: Config) -> bool:  # noqa: ARG002
+        return False
+
+    def inspect(self, project: Project) -> None:
+        """Refuse a folder in which no cache is, or that is not all of it."""
+        refuse_unusable(project.cache)
+
+    def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> Found:
+        """List every file of the cache, and cut the list into tasks."""
+        offsets, sizes = array("Q"), array("Q")
+        with Lines(folder.todo(self.name) if folder else None) as lines:
+            for part in _cache_files(project.cache):
+                offsets.append(lines.position)
+                sizes.append(_size(project.cache, part))
+                lines.write(json.dumps(part))
             offsets.append(lines.position)
-            sizes.append(_size(project.cache, part))
-            lines.write(json.dumps(part))
-        offsets.append(lines.position)
-    sizes_N = np.frombuffer(sizes, np.uint64).astype(np.int64)
-    counts = {"items": len(sizes_N), "refused": 0, "unusable": 0, "cached": 0, "missing": len(sizes_N)}
-    tasks = _tasks(project.config, int(sizes_N.sum()), at_once)
-    return Found(counts, worklist.cut(offsets, sizes_N, project.config.cluster.validate.items_per_task, tasks))
+        sizes_N = np.frombuffer(sizes, np.uint64).astype(np.int64)
+        counts = {"items": len(sizes_N), "refused": 0, "unusable": 0, "cached": 0, "missing": len(sizes_N)}
+        resources, seconds = (
+            project.config.cluster.validate,
+            int(sizes_N.sum()) / BYTES_PER_S[project.config.cache.check],
+        )
+        tasks = worklist.tasks_for(seconds, resources.minutes_per_task, at_once, WORTHWHILE_S)
+        return Found(counts, worklist.cut_lines(offsets, sizes_N, resources.items_per_task, tasks))
+
+    def mem_bytes(self, project: Project) -> int:
+        """Return the memory of a task: buffers, and what it takes to make something anew where a sample of it is."""
+        cache = project.config.cache
+        if cache.check == "semantic" and cache.sample:
+            return MEM_BYTES + ScanStage().mem_bytes(project) + EmbedStage().mem_bytes(project)
+        return MEM_BYTES * (2 if cache.check == "semantic" else 1)
+
+    def recipe(self, project: Project) -> Mapping[str, Any]:
+        """Return what measurements of tasks depend on."""
+        return {"check": project.config.cache.check, "sample": project.config.cache.sample}
+
+    def work(self, project: Project, folder: RunFolder, task: int, tell: Tell) -> Outcomes:
+        """Judge the files of one task, and publish what was found: all of it, or nothing."""
+        shard = worklist.read_shard(folder, self.name, task)
+        barred = left_out_items(folder, self.name)
+        parts = [part for part in _read_list(folder, shard.start, shard.end) if part.name not in barred]
+        check, how = _check_of(project), project.config.cache.check
+        summary = Summary(how, begun=time.time(), root=str(project.cache.root.resolve()))
+        writer = ReportWriter(Disk(), folder.found(self.name))
+        tell.figures[FOUND] = 0
+        try:
+            for kind, group in groupby(parts, key=lambda part: part.kind):
+                asked = set(group)
+                for checked in _checked(project.cache.kind(kind), check, asked, tell):
+                    summary.take(checked)
+                    for finding in checked.findings:
+                        writer.add(finding)
+                    tell.figures[FOUND] = summary.findings
+                    if CacheFile(checked.kind, checked.shard) in asked:  # else it is about files of other tasks
+                        yield None
+            summary.seconds = time.time() - summary.begun
+            # By its range, so that a second attempt replaces what the first left.
+            writer.publish(summary, f"{shard.start:012d}-{shard.end:012d}{REPORT_SUFFIX}")
+        finally:
+            writer.discard()
+
+    def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Validated:
+        """Put together what was found, once every file was judged."""
+
+        def look() -> Validated:
+            validated = Validated()
+            reports: list[Path] = []
+            for start, end, path in _ranges(folder):
+                parts = list(_read_list(folder, start, end)) if path is None else []
+                validated.undone += len(parts)
+                validated.first_undone = validated.first_undone or (parts[0].name if parts else "")
+                reports += [path] if path else []
+            if not validated.undone:
+                _merge(project, folder, reports, validated)
+            return validated
+
+        return wait_until_complete((), look, patience_s)
+
+    def check(self, project: Project, folder: RunFolder, judged: Validated) -> list[str]:  # noqa: ARG002
+        """Raise when anything is wrong."""
+        if judged.summary.findings:
+            raise damage_found(judged.summary, project.cache.root, Path(judged.report))
+        return []
 
 
-def _parts(cache: CacheFolder) -> Iterator[Part]:
+def _cache_files(cache: CacheFolder) -> Iterator[CacheFile]:
     """Yield the files of a cache that can be judged."""
     for kind in cache.kinds():
         store = cache.kind(kind)
         if store.disk.exists(store.layout.index):
-            yield Part(kind, "")
-        yield from (Part(kind, shard) for shard in scrub.shards_of(store))
+            yield CacheFile(kind, "")
+        yield from (CacheFile(kind, shard) for shard in scrub.shards_of(store))
 
 
-def _size(cache: CacheFolder, part: Part) -> int:
+def _size(cache: CacheFolder, part: CacheFile) -> int:
     """Return how many bytes a file has; one that is gone has none."""
     layout = cache.kind(part.kind).layout
     try:
         return cache.disk.size_of(layout.shard(part.shard) if part.shard else layout.index)
     except OSError:
         return 0
-
-
-def _tasks(config: Config, size_bytes: int, at_once: int) -> int:
-    """Return how many tasks there are: of some minutes, and enough for all that can run at once."""
-    all_s = size_bytes / BYTES_PER_S[config.cache.check]
-    worthwhile = min(at_once, math.ceil(all_s / WORTHWHILE_S))
-    return max(1, math.ceil(all_s / (60 * config.cluster.validate.minutes_per_task)), worthwhile)
-
-
-def mem_bytes(project: Project) -> int:
-    """Return the memory of a task: buffers, and what it takes to make something anew where a sample of it is."""
-    if project.config.cache.check == "semantic" and project.config.cache.sample:
-        return MEM_BYTES + scan_stage.mem_bytes(project) + embed_stage.mem_bytes(project)
-    return MEM_BYTES * (2 if project.config.cache.check == "semantic" else 1)
-
-
-def recipe(project: Project) -> dict[str, Any]:
-    """Return what measurements of tasks depend on."""
-    return {"check": project.config.cache.check, "sample": project.config.cache.sample}
 
 
 def _check_of(project: Project) -> Check:
@@ -147,69 +201,19 @@ def _check_of(project: Project) -> Check:
     return scrub.quick if project.config.cache.check == "quick" else scrub.full
 
 
-def work(
-    project: Project, folder: RunFolder, task: int, tell: Tell, _part: tuple[int, int] = (0, 1)
-) -> Generator[Reason | None, None, None]:
-    """Judge the files of one task, and publish what was found: all of it, or nothing."""
-    shard = worklist.read_shard(folder, NAME, task)
-    barred = left_out_items(folder, NAME)
-    parts = [part for part in _read_parts(folder, shard.start, shard.end) if part.name not in barred]
-    check, how = _check_of(project), project.config.cache.check
-    summary = Summary(how, begun=time.time(), root=str(project.cache.root.resolve()))
-    writer = ReportWriter(Disk(), folder.found(NAME))
-    tell.figures[FOUND] = 0
-    try:
-        for kind, group in groupby(parts, key=lambda part: part.kind):
-            some = set(group)
-            for checked in _checked(project.cache.kind(kind), check, some, tell):
-                summary.take(checked)
-                for finding in checked.findings:
-                    writer.add(finding)
-                tell.figures[FOUND] = summary.findings
-                if Part(checked.kind, checked.shard) in some:  # else it is about files of other tasks
-                    yield None
-        summary.seconds = time.time() - summary.begun
-        writer.publish(summary, _file_of(shard))
-    finally:
-        writer.discard()
-
-
-def _checked(store: Store, check: Check, parts: set[Part], tell: Tell) -> Iterator[Checked]:
+def _checked(store: Store, check: Check, parts: set[CacheFile], tell: Tell) -> Iterator[Checked]:
     """Judge some files of one kind, telling each before it is read."""
     names = frozenset(part.shard for part in parts if part.shard)
-    told = lambda shard: tell.on((Part(store.kind, shard).name,))  # noqa: E731
+    told = lambda shard: tell.on((CacheFile(store.kind, shard).name,))  # noqa: E731
     return check(store, scrub.Named(names, len(names) < len(parts), told))
 
 
-def _read_parts(folder: RunFolder, start: int, end: int) -> Iterator[Part]:
+def _read_list(folder: RunFolder, start: int, end: int) -> Iterator[CacheFile]:
     """Yield the files between two places of the list."""
-    with folder.todo(NAME).open("rb") as file:
+    with folder.todo(StageName.VALIDATE).open("rb") as file:
         file.seek(start)
         while file.tell() < end:
-            yield Part(*json.loads(file.readline()))
-
-
-def _file_of(shard: Shard) -> str:
-    """Return the name of what a task has found: by its range, so that a second attempt replaces what the first left."""
-    return f"{shard.start:012d}-{shard.end:012d}{REPORT_SUFFIX}"
-
-
-def judge(project: Project, folder: RunFolder, patience_s: float) -> Validated:
-    """Put together what was found, once every file was judged."""
-
-    def look() -> Validated:
-        validated = Validated()
-        reports: list[Path] = []
-        for start, end, path in _ranges(folder):
-            parts = list(_read_parts(folder, start, end)) if path is None else []
-            validated.undone += len(parts)
-            validated.first_undone = validated.first_undone or (parts[0].name if parts else "")
-            reports += [path] if path else []
-        if not validated.undone:
-            _merge(project, folder, reports, validated)
-        return validated
-
-    return patiently((), look, patience_s)
+            yield CacheFile(*json.loads(file.readline()))
 
 
 def _ranges(folder: RunFolder) -> Iterator[tuple[int, int, Path | None]]:
@@ -218,10 +222,12 @@ def _ranges(folder: RunFolder) -> Iterator[tuple[int, int, Path | None]]:
     Both a task and the halves that took its place may have: then the whole is taken.
     """
     found: dict[int, tuple[int, Path | None]] = {}
-    for path in sorted(folder.found(NAME).glob(f"*{REPORT_SUFFIX}")):  # of those that begin alike, the longest is last
+    for path in sorted(
+        folder.found(StageName.VALIDATE).glob(f"*{REPORT_SUFFIX}")
+    ):  # of those that begin alike, the longest is last
         start, end = map(int, path.stem.split("-"))
         found[start] = end, path
-    at, whole = 0, folder.todo(NAME).stat().st_size
+    at, whole = 0, folder.todo(StageName.VALIDATE).stat().st_size
     while at < whole:
         end, report = found.get(at, (min((start for start in found if start > at), default=whole), None))
         yield at, end, report
@@ -239,8 +245,8 @@ def _merge(project: Project, folder: RunFolder, reports: list[Path], validated: 
         log.warning("the damage list is kept in the run's folder: %s", error.what)
         path = _merged(folder, reports, validated, ReportWriter(Disk(), folder.path), name)
     validated.report = str(path)
-    with folder.todo(NAME).open("rb") as file:
-        for part in (Part(*json.loads(line)) for line in file):
+    with folder.todo(StageName.VALIDATE).open("rb") as file:
+        for part in (CacheFile(*json.loads(line)) for line in file):
             validated.items += 1
             validated.shards += bool(part.shard)
 
@@ -254,7 +260,7 @@ def _merged(folder: RunFolder, reports: list[Path], validated: Validated, writer
             summary.add(report.summary)
             for finding in report.findings():
                 writer.add(finding)
-        for key, (_, detail) in left_out_items(folder, NAME).items():
+        for key, (_, detail) in left_out_items(folder, StageName.VALIDATE).items():
             kind, _, shard = key.partition("/")
             finding = DamageFinding(kind, Fault.UNREADABLE, detail, "" if shard == INDEX else shard)
             summary.count(finding)
@@ -263,10 +269,3 @@ def _merged(folder: RunFolder, reports: list[Path], validated: Validated, writer
         return writer.publish(summary, name)
     finally:
         writer.discard()
-
-
-def check(project: Project, _folder: RunFolder, validated: Validated) -> list[str]:
-    """Raise when anything is wrong."""
-    if validated.summary.findings:
-        raise damage_found(validated.summary, project.cache.root, Path(validated.report))
-    return []

@@ -14,7 +14,7 @@ from pipeline.config.load import read_config
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.errors import CacheUnusable
 from pipeline.project.project import Project
-from pipeline.runs.workflow import scan_stage
+from pipeline.runs.workflow.scan_stage import ScanStage
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.cache_layout import MARKER, USERS
 from pipeline.store.format.disk import Disk
@@ -164,7 +164,7 @@ def test_a_shared_cache_that_goes_away_while_a_run_goes_on_counts_as_empty(
 
 def survey(project: Project) -> int:
     """Return how many items a run would scan."""
-    return scan_stage.survey(project, None, 1).counts["missing"]
+    return ScanStage().survey(project, None, 1).counts["missing"]
 
 
 @pytest.mark.parametrize(("lay", "why"), [("newer", "newer pipeline (format 9)"), ("itself", "under itself")])

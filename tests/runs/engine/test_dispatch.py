@@ -45,5 +45,5 @@ def test_memory_of_ranks_is_that_of_all_on_a_node(tmp_path: Path, monkeypatch: p
     )
     with open_executor(config) as executor:
         dispatch = Dispatch(told.folder, config, executor, lambda _kind, **data: emitted.append(data))
-        dispatch.collect(Project.open(config), table.stage("train"), told.status.stages["train"], [ended])
+        dispatch.collect(Project.open(config), table.stage("train", config), told.status.stages["train"], [ended])
     assert [one["peak_rss_bytes"] for one in emitted] == [3 * 400 * MIB]

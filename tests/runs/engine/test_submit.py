@@ -9,18 +9,19 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from pipeline import waiting
 from pipeline.config.load import read_config
 from pipeline.journal.run_folder import runs_in
 from pipeline.project.project import Project
 from pipeline.records import Tell
-from pipeline.runs.dataset import outcome
 from pipeline.runs.engine.lifecycle import new_run
-from pipeline.runs.workflow import scan_stage
 from pipeline.runs.workflow import table as workflow
+from pipeline.runs.workflow.scan_stage import ScanStage
 from tests.command import Command
 from tests.projects import MakeProject, settle, write_complex
 
@@ -327,14 +328,15 @@ def test_fresh_files_that_appear_late_are_waited_for(
     config = read_config(folder / "pipeline.yaml").config
     run = new_run(config, ["scan"])
     project = Project.open(config)
-    scan_stage.survey(project, run, at_once=1).write_shards(run, "scan")
-    assert scan_stage.judge(project, run, patience_s=0.0).undone == 3
+    ScanStage().survey(project, run, at_once=1).write_shards(run, "scan")
+    assert ScanStage().judge(project, run, patience_s=0.0).undone == 3
 
     def appear(_seconds: float) -> None:
-        list(scan_stage.work(project, run, 0, Tell(lambda *_: None)))
+        list(ScanStage().work(project, run, 0, Tell(lambda *_: None)))
 
-    monkeypatch.setattr(outcome.time, "sleep", appear)
-    assert scan_stage.judge(project, run, patience_s=60.0).undone == 0
+    patient = partial(waiting.wait_for, sleep=appear)
+    monkeypatch.setattr("pipeline.runs.workflow.stage.wait_for", patient)
+    assert ScanStage().judge(project, run, patience_s=60.0).undone == 0
 
 
 @pytest.mark.parametrize(("rejected", "total", "fraction"), [(29, 100, 0.29), (63, 90, 0.7), (0, 5, 0.0), (5, 5, 1.0)])

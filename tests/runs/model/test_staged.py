@@ -15,8 +15,8 @@ from pipeline.config.load import read_config
 from pipeline.project.project import Project
 from pipeline.records import Tell
 from pipeline.runs.dataset.loading import table_of
-from pipeline.runs.model import node_staging as staging
-from pipeline.runs.model.node_staging import staged
+from pipeline.runs.model import rank_setup as staging
+from pipeline.runs.model.rank_setup import staged
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import Disk
 from pipeline.training.ranks.rank_protocol import SingleRank

@@ -120,7 +120,7 @@ def test_a_sequence_that_many_items_share_is_embedded_once(fasta: Path, pipeline
 def missing(folder: Path, *sets: str) -> int:
     """Return how many sequences would be embedded with these settings."""
     project = Project.open(read_config(folder / "pipeline.yaml", sets).config)
-    return embed_stage.survey(project, None, at_once=1).counts["missing"]
+    return embed_stage.EmbedStage().survey(project, None, at_once=1).counts["missing"]
 
 
 @pytest.mark.slow
@@ -265,7 +265,7 @@ def test_a_prime_number_of_sequences_is_cut_into_tasks_of_whole_batches(fasta: P
     config = read_config(fasta / "pipeline.yaml", ["cluster.embed.items_per_task=10"]).config
     subprocess.run([PIPELINE, "submit", "--stage", "scan", "--follow"], cwd=fasta, check=True, capture_output=True)
     run = new_run(config, ["embed"])
-    found = embed_stage.survey(Project.open(config), run, at_once=2)
+    found = embed_stage.EmbedStage().survey(Project.open(config), run, at_once=2)
     sizes = [shard.items for shard in found.shards]
     assert sum(sizes) == 101
     assert len(sizes) == 11
@@ -286,7 +286,7 @@ def test_a_task_that_is_told_to_end_keeps_what_is_finished(fasta: Path, number: 
     subprocess.run([PIPELINE, "submit", "--stage", "scan", "--follow"], cwd=fasta, check=True, capture_output=True)
     run = new_run(config, ["embed"])
     project = Project.open(config)
-    embed_stage.survey(project, run, at_once=1).write_shards(run, "embed")
+    embed_stage.EmbedStage().survey(project, run, at_once=1).write_shards(run, "embed")
     task = [*module_command(WORKER), str(run.path), "embed", "0"]
     worker = subprocess.Popen(task)
     progress = run.events / "embed-000000.jsonl"
@@ -506,7 +506,7 @@ def test_the_memory_of_a_task_is_that_of_all_its_processes(fasta: Path) -> None:
 
     def asked(*sets: str) -> int:
         project = Project.open(read_config(fasta / "pipeline.yaml", sets).config)
-        return asked_bytes(project.config.cluster.embed, embed_stage.mem_bytes(project))
+        return asked_bytes(project.config.cluster.embed, embed_stage.EmbedStage().mem_bytes(project))
 
     assert asked("cluster.embed.gpus=4") == 4 * asked() == 4 * asked("cluster.embed.gpus=1")
     assert asked("cluster.embed.gpus=4", "cluster.embed.mem_per_gpu=3GiB") == 12 << 30
@@ -547,7 +547,7 @@ def test_a_process_that_was_killed_is_reported_as_a_shell_would(fasta: Path, tmp
     config = read_config(fasta / "pipeline.yaml", settings).config
     subprocess.run([PIPELINE, "submit", "--stage", "scan", "--follow"], cwd=fasta, check=True, capture_output=True)
     run = new_run(config, ["embed"])
-    embed_stage.survey(Project.open(config), run, at_once=1).write_shards(run, "embed")
+    embed_stage.EmbedStage().survey(Project.open(config), run, at_once=1).write_shards(run, "embed")
     limit = "import resource; resource.setrlimit(resource.RLIMIT_CPU, (0, 0))"  # the kernel kills what computes
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nif sys.argv[-1] == '1/2':\n    {limit}\n")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}

@@ -120,7 +120,7 @@ def test_a_second_submit_builds_nothing_and_a_new_structure_costs_one_graph(
 def missing(folder: Path, *sets: str) -> int:
     """Return how many graphs would be built with these settings."""
     project = Project.open(read_config(folder / "pipeline.yaml", sets).config)
-    return graph_stage.survey(project, None, at_once=1).counts["missing"]
+    return graph_stage.GraphStage().survey(project, None, at_once=1).counts["missing"]
 
 
 def test_what_changes_a_graph_is_in_its_key_and_nothing_else_is(

@@ -23,8 +23,8 @@ from pipeline.runs.dataset.loading import made_table, open_loader, table_of
 from pipeline.runs.dataset.reader_items import reader_of, reader_state
 from pipeline.runs.engine.lifecycle import new_run
 from pipeline.runs.model.prepare import name_of, recipe_of
-from pipeline.runs.workflow import reader_stage
-from pipeline.runs.workflow.reader_stage import Entered, check, judge, survey, work
+from pipeline.runs.workflow import scan_stage
+from pipeline.runs.workflow.scan_stage import EntriesRead, ReaderScanStage
 from pipeline.runs.workflow.table import everything, up_to
 from pipeline.training.sampling.sampler import SamplerSettings
 from tests.command import Command
@@ -55,18 +55,18 @@ def opened(*sets: str) -> Project:
     return Project.open(loaded.config, beside=loaded.base_dir.absolute())
 
 
-def scan(project: Project) -> tuple[RunFolder, Entered, list[str]]:
+def scan(project: Project) -> tuple[RunFolder, EntriesRead, list[str]]:
     """Do what a run does of the data set, in this process."""
     folder = new_run(project.config, ["scan"], beside=project.beside)
-    found = survey(project, folder, 1)
+    found = ReaderScanStage().survey(project, folder, 1)
     for number in range(len(found.shards)):
-        list(work(project, folder, number, Tell(lambda *_: None)))
-    judged = judge(project, folder, 0.0)
-    return folder, judged, check(project, folder, judged)
+        list(ReaderScanStage().work(project, folder, number, Tell(lambda *_: None)))
+    judged = ReaderScanStage().judge(project, folder, 0.0)
+    return folder, judged, ReaderScanStage().check(project, folder, judged)
 
 
 def counts(project: Project) -> tuple[int, int]:
-    found = survey(project, None, 1).counts
+    found = ReaderScanStage().survey(project, None, 1).counts
     return found["cached"], found["missing"]
 
 
@@ -189,15 +189,15 @@ def test_what_another_version_or_nobody_wrote_of_a_data_set_counts_as_not_read(f
     for written in (text, json.dumps(told)):
         run.entered.write_text(written)
         assert counts(opened()) == (0, 1)
-        assert judge(opened(), run, 0.0).undone == 1
+        assert ReaderScanStage().judge(opened(), run, 0.0).undone == 1
 
 
 def test_a_scan_tells_now_and_then_how_far_it_is_and_where(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader_stage, "TOLD_EVERY", 3)
+    monkeypatch.setattr(scan_stage, "TOLD_EVERY", 3)
     project, on = opened(), list[tuple[int, str]]()
     tell = Tell(lambda *_: None)
     tell.on = lambda names: on.append((int(tell.figures["items_read"]), names[0]))
-    list(work(project, new_run(project.config, ["scan"], beside=project.beside), 0, tell))
+    list(ReaderScanStage().work(project, new_run(project.config, ["scan"], beside=project.beside), 0, tell))
     places = [(0, "item 1 (s0.txt)"), (3, "item 4 (s3.txt)"), (6, "item 7 (s6.txt)")]
     assert on == [(number, f"{place} or one soon after it") for number, place in places]
 
@@ -272,7 +272,7 @@ def test_files_that_change_while_they_are_read_are_an_error(folder: Path) -> Non
 
     reader.entries = changing  # type: ignore[method-assign]
     with pytest.raises(DataError, match="changed while they were read"):
-        list(work(project, run, 0, Tell(lambda *_: None)))
+        list(ReaderScanStage().work(project, run, 0, Tell(lambda *_: None)))
     assert not run.entered.exists()
 
 
@@ -343,11 +343,11 @@ def test_a_table_that_is_written_and_not_checked_yet_stays_when_the_cache_is_cle
 ) -> None:
     project = opened()
     run = new_run(project.config, ["scan"], beside=project.beside)
-    list(work(project, run, 0, Tell(lambda *_: None)))
+    list(ReaderScanStage().work(project, run, 0, Tell(lambda *_: None)))
     assert not run.table.exists()
     done = pipeline("cache", "clean", "--older-than", "0", "--yes")
     assert done.code == 0, done.err
-    assert judge(project, run, 0.0).accepted == len(SPLITS)
+    assert ReaderScanStage().judge(project, run, 0.0).accepted == len(SPLITS)
 
 
 def test_a_table_that_is_lost_is_made_anew(folder: Path) -> None:

@@ -22,7 +22,6 @@ from pipeline.project.project import Project, profiles_of
 from pipeline.runs.workflow import script_stage
 from pipeline.runs.workflow.jobs import first_ask, recipe_name, spec_of
 from pipeline.runs.workflow.script_stage import outline
-from pipeline.runs.workflow.table import stage
 from pipeline.script.command import End, culprit
 from tests.command import Command
 
@@ -276,7 +275,7 @@ class TestBeforeARun:
         done = pipeline(*SUBMIT)
         assert (done.code, "7 items cannot be shared equally by 2 processes" in done.err) == (2, True), done.err
         configure(tmp_path, "python own.py", {"effective_batch": 7}, ranks=2)
-        script_stage.inspect(project_of(tmp_path))  # which is not told of batches
+        script_stage.ScriptStage().inspect(project_of(tmp_path))  # which is not told of batches
 
     def test_its_words_are_those_of_the_first_process(self, tmp_path: Path) -> None:
         configure(tmp_path, "python own.py {rank}/{ranks} {micro_batch} {accumulation} {seed}", {"seed": 3}, ranks=2)
@@ -317,7 +316,7 @@ class TestBeforeARun:
 
 class TestMemory:
     def first(self, folder: Path, limit_bytes: int | None = None) -> tuple[int, str]:
-        project, row = project_of(folder), stage("train")
+        project, row = project_of(folder), script_stage.ScriptStage()
         first = first_ask(project, row, profiles_of(project.config), Limits(mem_bytes=limit_bytes))
         return first.ask.mem_bytes, first.why
 
@@ -332,7 +331,7 @@ class TestMemory:
 
     def test_is_what_earlier_runs_of_the_same_command_took(self, tmp_path: Path) -> None:
         configure(tmp_path, "python own.py")
-        project, row = project_of(tmp_path), stage("train")
+        project, row = project_of(tmp_path), script_stage.ScriptStage()
         self.remember(project, recipe_name(project, row), 2 * GIB)
         most, why = self.first(tmp_path)
         assert 2 * GIB < most < 3 * GIB, why
@@ -360,7 +359,7 @@ def test_a_refusal_of_the_ladder_names_the_next_step(tmp_path: Path) -> None:
         script_stage.batches_of(config, 2)
     configure(tmp_path, "x {accumulation", {"effective_batch": 2})
     with pytest.raises(ConfigError):
-        script_stage.inspect(project_of(tmp_path))
+        script_stage.ScriptStage().inspect(project_of(tmp_path))
 
 
 class TestWhatPeopleSee:

@@ -14,10 +14,10 @@ from pipeline.errors import CacheDamaged, SubmissionRefused
 from pipeline.journal.attempts import leave_out
 from pipeline.journal.run_folder import RunFolder
 from pipeline.project.project import Project, open_executor
-from pipeline.records import Reason, Tell
+from pipeline.records import Reason, StageName, Tell
 from pipeline.runs.dataset import worklist
 from pipeline.runs.engine.lifecycle import new_run, refuse_double
-from pipeline.runs.workflow import validate_stage
+from pipeline.runs.workflow.validate_stage import MEM_BYTES, Validated, ValidateStage
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.cache_layout import REPORT_NAME
 from pipeline.store.maintenance import scrub
@@ -53,18 +53,18 @@ class Stage:
 
     def survey(self) -> int:
         """Cut the work into tasks and return how many there are."""
-        found = validate_stage.survey(self.project, self.folder, 1)
-        found.write_shards(self.folder, validate_stage.NAME)
+        found = ValidateStage().survey(self.project, self.folder, 1)
+        found.write_shards(self.folder, StageName.VALIDATE)
         return len(found.shards)
 
     def work(self, task: int) -> int:
         """Do one task; return how many files it has told of."""
         tell = Tell(lambda *_: None, on=self.on.extend)
-        return sum(reason is None for reason in validate_stage.work(self.project, self.folder, task, tell))
+        return sum(reason is None for reason in ValidateStage().work(self.project, self.folder, task, tell))
 
-    def judge(self) -> validate_stage.Validated:
+    def judge(self) -> Validated:
         """Put together what was found."""
-        return validate_stage.judge(self.project, self.folder, 0.0)
+        return ValidateStage().judge(self.project, self.folder, 0.0)
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def stage(tmp_path: Path, cache: CacheFolder) -> Callable[..., Stage]:
         (tmp_path / "pipeline.yaml").write_text("data: {source: glob, path: nowhere}\n")
         sets = (f"cluster.runs={tmp_path / 'runs'}", "cluster.validate.items_per_task=3", *sets)
         config = read_config(tmp_path / "pipeline.yaml", [f"cache.root={cache.root}", *sets]).config
-        return Stage(Project.open(config), new_run(config, [validate_stage.NAME]))
+        return Stage(Project.open(config), new_run(config, [StageName.VALIDATE]))
 
     return made
 
@@ -124,7 +124,7 @@ def test_tasks_find_together_what_one_validation_finds(cache: CacheFolder, stage
     for name in ("shards", "records", "whole", "findings", "lost", "faults", "kinds"):
         assert getattr(report.summary, name) == getattr(summary, name), name
     with pytest.raises(CacheDamaged, match=rf"found {summary.findings} faults; {summary.lost} record") as raised:
-        validate_stage.check(run.project, run.folder, judged)
+        ValidateStage().check(run.project, run.folder, judged)
     assert raised.value.remedy == f"pipeline cache repair --list {report.path}"
 
 
@@ -158,13 +158,13 @@ def test_a_task_that_was_killed_midway_leaves_nothing_that_counts(
     tasks = run.survey()
     for task in range(1, tasks):
         run.work(task)
-    begun = validate_stage.work(run.project, run.folder, 0, Tell(lambda *_: None))
+    begun = ValidateStage().work(run.project, run.folder, 0, Tell(lambda *_: None))
     next(begun)
     begun.close()
     judged = run.judge()
     assert (judged.undone, judged.first_undone, judged.report) == (3, "graph/index", "")
     assert last_report(cache.disk, cache.root) is None
-    assert list(run.folder.found(validate_stage.NAME).glob("*.partial")) == []
+    assert list(run.folder.found(StageName.VALIDATE).glob("*.partial")) == []
     run.work(0)
     assert run.judge().undone == 0
 
@@ -173,8 +173,8 @@ def test_halves_of_a_task_count_once_beside_the_whole(cache: CacheFolder, stage:
     damage(shards(cache, "scan")[0])
     run = stage("cluster.validate.items_per_task=8")
     assert run.survey() == 1
-    halve = lambda folder, shard: worklist.halve_lines(folder.todo(validate_stage.NAME), shard)  # noqa: E731
-    (halves,) = worklist.split_shards(run.folder, validate_stage.NAME, [0], halve).values()
+    halve = lambda folder, shard: worklist.halve_lines(folder.todo(StageName.VALIDATE), shard)  # noqa: E731
+    (halves,) = worklist.split_shards(run.folder, StageName.VALIDATE, [0], halve).values()
     run.work(halves[0])
     assert run.judge().undone == FILES // 2
     run.work(halves[1])
@@ -190,7 +190,7 @@ def test_a_file_that_kills_whoever_reads_it_is_left_out_and_reported(
     run = stage()
     tasks = run.survey()
     bad = shards(cache, "scan")[1].name
-    leave_out(run.folder, validate_stage.NAME, [f"scan/{bad}"], Reason.KILLED_ITS_TASK, "task 2 died of it: SIGBUS")
+    leave_out(run.folder, StageName.VALIDATE, [f"scan/{bad}"], Reason.KILLED_ITS_TASK, "task 2 died of it: SIGBUS")
     assert sum(map(run.work, range(tasks))) == FILES - 1
     judged = run.judge()
     (found,) = read_report(Path(judged.report)).findings()
@@ -220,7 +220,7 @@ def test_a_validation_may_go_on_beside_a_run_that_writes(stage: Callable[..., St
     config = stage().project.config
     with open_executor(config) as executor:
         assert refuse_double(config, ["scan"], executor) is None
-        for again in ([validate_stage.NAME], ["scan"]):
+        for again in ([StageName.VALIDATE], ["scan"]):
             new_run(config, ["scan"])
             with pytest.raises(SubmissionRefused, match="already"):
                 refuse_double(config, again, executor)
@@ -295,7 +295,7 @@ class TestTyped:
         (plan,) = json.loads(done.out)
         files = sum(len(cached.shards(kind)) + 1 for kind in cached.cache.kinds())
         assert (plan["counts"]["items"], plan["tasks"]) == (files, -(-files // 10))
-        assert plan["mem_bytes"] == validate_stage.MEM_BYTES
+        assert plan["mem_bytes"] == MEM_BYTES
 
     @pytest.mark.parametrize("stage", ["validate", "regenerate"])
     def test_where_no_cache_is_nothing_is_begun(self, filled: Cached, tmp_path: Path, stage: str) -> None:

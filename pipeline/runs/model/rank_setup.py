@@ -1,11 +1,13 @@
-"""Training from a node's own disk: the first rank of each node copies what the items need, then all of it read there.
+"""How a process becomes a rank: it meets the others, takes its device, and reads from its node's own disk.
 
-Nothing depends on it: what does not fit, comes too late or is damaged is read from the cache, as without it.
+The first rank of each node copies what the items need to that disk, then all of the node read there. Nothing depends on
+it: what does not fit, comes too late or is damaged is read from the cache, as without it.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -31,17 +33,51 @@ from pipeline.training.ranks.rendezvous import RankPlace
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
     from pipeline.records import Tell
     from pipeline.store.format.record import Record
     from pipeline.store.maintenance.staging import Keys
     from pipeline.training.items.item_table import ItemTable
+    from pipeline.training.prepared import Prepared
     from pipeline.training.ranks.rank_protocol import Ranks
 
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 WITHIN_S = 1800.0  # after which the rest is left to the cache
 TELL_EVERY_S = 1.0
 AT_ONCE = 256  # graphs whose sequences are looked up together
 KEY = np.dtype(f"V{KEY_BYTES}")
+
+
+def join_ranks(project: Project, folder: RunFolder, prepared: Prepared, tell: Tell) -> Ranks:
+    """Return this process among its ranks, on the device that it has."""
+    from pipeline.training.ranks.process_group import join_process_group
+    from pipeline.training.ranks.rendezvous import RankPlace
+    from pipeline.training.ranks.watchdog import HangLimits
+
+    place = tell.place or RankPlace(0, 1)
+    device = take_device(project, place.local_rank, prepared)
+    hang_s = float(project.config.train.hang)
+    folder.meetings.mkdir(exist_ok=True)
+    patience = HangLimits(hang_s=hang_s, slow_s=max(2 * hang_s, 3600.0))
+    return join_process_group(place, folder.meetings, device=device, patience=patience, tell=log_line)
+
+
+def take_device(project: Project, local_rank: int, prepared: Prepared) -> str:
+    """Return the device of a rank, made the current one: before torch looks at any, its allocator is told how to go."""
+    if not project.config.cluster.train.gpus:
+        return "cpu"
+    if prepared.allocator:
+        os.environ.setdefault(ALLOCATOR, prepared.allocator)
+    import torch
+
+    torch.cuda.set_device(local_rank % max(1, torch.cuda.device_count()))
+    return "cuda"
+
+
+def log_line(line: str) -> None:
+    """Write a line to the log of the task."""
+    print(line, file=sys.stderr, flush=True)  # noqa: T201 - a task's stderr is its log
 
 
 def staged(

@@ -1,0 +1,433 @@
+"""Stages evaluate and predict: a trained model applied to a split; what is done already, a rank's job, what came of it.
+
+A split is one task of one or more ranks, and never halved: its ranks share it out, and what is done is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from abc import abstractmethod
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipeline.errors import ConfigError, DataError, JobFailed
+from pipeline.files import write_whole
+from pipeline.journal.attempts import left_out_items
+from pipeline.journal.run_folder import writing_run
+from pipeline.project.run_code import blamed, load_task
+from pipeline.records import StageName
+from pipeline.runs.dataset.loading import rows_of, source_of
+from pipeline.runs.dataset.reader_items import unmade
+from pipeline.runs.dataset.worklist import Found, Shard
+from pipeline.runs.model.prepare import folder_of, prepare
+from pipeline.runs.model.rank_setup import join_ranks, log_line, staged
+from pipeline.runs.model.training_work import Work, sizes_of
+from pipeline.runs.workflow.stage import Judged, Stage
+from pipeline.runs.workflow.train_stage import UNPLANNED_BYTES, TrainStage
+from pipeline.training.items.item_table import ItemTable
+from pipeline.training.prepared import Prepared
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from pipeline.config.schema import Config
+    from pipeline.config.schema_cluster import TrainResources
+    from pipeline.config.schema_train import EvaluateSection, PredictSection
+    from pipeline.journal.run_folder import RunFolder
+    from pipeline.project.project import Project
+    from pipeline.records import Tell
+    from pipeline.runs.workflow.stage import Outcomes
+    from pipeline.stages.evaluate import Figures
+    from pipeline.stages.predict import Predictions
+    from pipeline.training.checkpoints.checkpoint_choice import ChosenCheckpoint
+    from pipeline.training.evaluating.apply_model import ApplyJob
+    from pipeline.training.ranks.rank_protocol import Ranks
+
+    Integers = NDArray[np.int64]
+
+WRITTEN_BYTES = 2 * (64 << 20)  # of outputs, before they go to a file
+UNLIMITED = 1 << 62
+FOR_ALL = "--stage all"
+LINES_SHOWN, LETTERS_SHOWN = 4, 160  # of predictions
+
+
+@dataclass(frozen=True, slots=True)
+class Application:
+    """What a model is to be applied to, as it was found when the stage began."""
+
+    prepared: Prepared
+    chosen: ChosenCheckpoint
+    split: str | None
+    made: str  # the digest of the items
+    items: int
+    done: list[list[int]]  # items that were done before, as [first, stop]
+
+    @classmethod
+    def read(cls, path: Path) -> Application:
+        """Read what a survey wrote."""
+        from pipeline.training.checkpoints.checkpoint_choice import ChosenCheckpoint
+
+        data = json.loads(path.read_text())
+        prepared, chosen = Prepared.from_json(data["prepared"]), ChosenCheckpoint.from_json(data["chosen"])
+        return cls(**{**data, "prepared": prepared, "chosen": chosen})
+
+    def write(self, path: Path) -> None:
+        """Write it down; who reads meanwhile sees the old or the new one."""
+        plain = {**asdict(self), "prepared": self.prepared.to_json(), "chosen": self.chosen.to_json()}
+        with writing_run(path):
+            write_whole(path, json.dumps(plain))
+
+    @property
+    def done_N(self) -> Integers:
+        return np.concatenate([np.zeros(0, np.int64), *(np.arange(first, stop) for first, stop in self.done)])
+
+
+@dataclass(slots=True)
+class ModelUse(Judged):
+    """What came of the application of a model."""
+
+    split: str = ""  # empty: all items
+    checkpoint: str = ""
+    step: int = 0
+    note: str = ""
+    model: str = ""  # its folder
+    nothing: str = ""  # why there was nothing to do
+
+    def take(self, project: Project, applied: Application, made: Figures | Predictions | None) -> None:
+        """Take down what both stages say; `made` is what was read of the results."""
+        self.split, self.model = applied.split or "", str(folder_of(project, applied.prepared).path)
+        if not applied.items:
+            self.nothing = f"no item is in split {applied.split!r}"
+        elif made is None:
+            whose = f"split {applied.split!r}" if applied.split else "every split"
+            self.undone, self.first_undone = applied.items, f"those of {whose}"
+        else:
+            self.items, self.checkpoint, self.step, self.note = applied.items, made.checkpoint, made.step, made.note
+            self.rejected, self.examples = dict(made.rejected), dict(made.examples)
+
+
+class ApplyStage(Stage):
+    """What the stages that use a trained model share: which model, which items, what is done, a rank's job."""
+
+    needs = (*TrainStage.needs, StageName.TRAIN)
+    of_sequences = False
+    together = True
+    counts_items = False  # what was rejected is known at the end
+    with_loss = False
+
+    @abstractmethod
+    def parts(self, project: Project, applied: Application) -> Path:
+        """Return where outputs are while they are in the making."""
+
+    @abstractmethod
+    def read(self, project: Project, applied: Application) -> Figures | Predictions | None:
+        """Return the results, where they are there and of this."""
+
+    @abstractmethod
+    def apply(self, project: Project, applied: Application, job: ApplyJob) -> Outcomes:
+        """Apply the model, as one rank."""
+
+    def is_done(self, project: Project, applied: Application) -> bool:
+        """Say whether the results are there."""
+        return self.read(project, applied) is not None
+
+    def settings(self, project: Project) -> EvaluateSection | PredictSection:
+        """Return which model and which items the stage is about."""
+        settings: EvaluateSection | PredictSection = getattr(project.config.train, self.name)
+        return settings
+
+    def own_resources(self, project: Project) -> TrainResources:
+        """Return what the ranks of this stage have, and not those of training."""
+        resources: TrainResources = getattr(project.config.cluster, self.name)
+        return resources
+
+    def inspect(self, project: Project) -> Any:
+        """Refuse what no model can be applied to; return the task."""
+        config = project.config
+        if config.data.source == "fasta":
+            what = "sequences alone have no graphs to apply a model to"
+            raise ConfigError(what, where="data.source is fasta", remedy="pipeline submit --stage embed")
+        if config.train.command is not None:
+            what = f"a script of your own is trained (train.command): stage {self.name} needs a task"
+            raise ConfigError(what, where="train.task", remedy="let the script do it, or name a task")
+        return load_task(config.train.task, config.train.options, beside=project.beside)
+
+    def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> Found:  # noqa: ARG002 - one task
+        """See which model there is, how many items it is for, and how many of them are done."""
+        from pipeline.training.evaluating.apply_model import table_digest
+
+        counts = dict.fromkeys(("items", "refused", "unusable", "cached", "missing", "waiting"), 0)
+        prepared = prepare(project)
+        chosen = self._choose(project, prepared) if prepared else None
+        if prepared is None or chosen is None:
+            if folder is None:
+                return Found({**counts, "unplanned": 1}, (Shard(0, 1, 1),))
+            what, where = "no model was trained with this configuration", project.config.data.path
+            if prepared is None:  # the graphs are not there yet
+                what = unmade(project.config)
+            else:
+                where = folder_of(project, prepared).checkpoints
+            raise DataError(what, where=str(where), remedy=self._training(folder))
+        is_for_all = folder is None or FOR_ALL in folder.again.read_text()
+        table = self._items(project, prepared, may_miss=is_for_all)
+        items, left = len(table), 0
+        applied = Application(prepared, chosen, self.settings(project).split, table_digest(table), items, [])
+        if items and not self.is_done(project, applied):
+            applied = replace(applied, done=_done(self.parts(project, applied), applied))
+            left = max(1, items - len(applied.done_N))
+        if folder is not None:
+            applied.write(folder.plan(self.name))
+        counts |= {"items": items, "cached": items - left, "missing": left}
+        return Found(counts, (Shard(0, left, 1),) if left else (), cost=float(left))
+
+    def mem_bytes(self, project: Project) -> int:
+        """Return the memory of a node's processes: that of training, outputs, and what no card of this stage takes."""
+        prepared, own, train = prepare(project), self.own_resources(project), project.config.cluster.train
+        if prepared is None:
+            return own.ranks_per_node * UNPLANNED_BYTES
+        each = -(-prepared.mem_bytes // train.ranks_per_node) + WRITTEN_BYTES
+        if not own.gpus:
+            table = self._items(project, prepared, may_miss=True)
+            largest = int(_costs(project, prepared, table, limited=False).max(initial=0)) if len(table) else 0
+            each += max(0, largest - prepared.stretches[-1].budget_bytes)
+            each += max(stretch.live_bytes for stretch in prepared.stretches) if train.gpus else 0
+        return own.ranks_per_node * each
+
+    def gpu_bytes(self, project: Project) -> int:
+        """Return the memory that a card must have at least: that of training."""
+        return TrainStage().gpu_bytes(project) if self.own_resources(project).gpus else 0
+
+    def recipe(self, project: Project) -> Mapping[str, Any]:
+        return TrainStage().recipe(project)
+
+    def work(self, project: Project, folder: RunFolder, task: int, tell: Tell) -> Outcomes:  # noqa: ARG002
+        """Apply the model, as one rank of those that there are."""
+        applied, project = Application.read(folder.plan(self.name)), self._with_own_resources(project)
+        with closing(join_ranks(project, folder, applied.prepared, tell)) as ranks:
+            project = staged(project, [self._items(project, applied.prepared)], ranks, tell, log_line)
+            job = self._job(project, folder, applied, tell, ranks)
+            with blamed(Work.of(project.config, beside=project.beside).task):
+                yield from self.apply(project, applied, job)
+
+    def check(self, project: Project, folder: RunFolder, judged: ModelUse) -> list[str]:  # noqa: ARG002
+        """Return what deserves a word."""
+        nothing = f"{judged.nothing}: nothing to do" if judged.nothing else ""
+        return [remark for remark in (nothing, judged.note) if remark]
+
+    def _training(self, folder: RunFolder) -> str:
+        """Return the command that trains what this stage is to use: the one that was typed, of another stage."""
+        return folder.again.read_text().replace(f"--stage {self.name}", "--stage train")
+
+    def _choose(self, project: Project, prepared: Prepared, without: Collection[str] = ()) -> ChosenCheckpoint | None:
+        """Return the checkpoint that is to be used, of the training that this configuration asks for."""
+        from pipeline.training.checkpoints.checkpoint_choice import choose_checkpoint
+
+        return choose_checkpoint(folder_of(project, prepared).checkpoints, self.settings(project).checkpoint, without)
+
+    def _items(self, project: Project, prepared: Prepared, *, may_miss: bool = False) -> ItemTable:
+        """Return the items of the split; where it `may_miss`, none."""
+        whole = ItemTable.read(project.cache.kind("sets"), bytes.fromhex(prepared.table))
+        split = self.settings(project).split
+        if split is None or split in whole.splits:
+            return whole if split is None else whole.of_split(split)
+        if may_miss:
+            return whole.take(np.zeros(0, np.int64))
+        named = [name for name in whole.splits if name]
+        there = f"there are: {', '.join(named)}" if named else "this data set has no splits"
+        key = f"train.{self.name}.split"
+        remedy = " or ".join(f"--set {key}={name}" for name in (*named, "null")) + "   (null: every item)"
+        raise DataError(f"no item is in split {split!r}; {there}", where=key, remedy=remedy)
+
+    def _with_own_resources(self, project: Project) -> Project:
+        """Return the project with this stage's resources in the place of training's: they say on which device it is."""
+        cluster = project.config.cluster.model_copy(update={"train": self.own_resources(project)})
+        return replace(project, config=project.config.model_copy(update={"cluster": cluster}))
+
+    def _job(self, project: Project, folder: RunFolder, applied: Application, tell: Tell, ranks: Ranks) -> ApplyJob:
+        """Return everything that a rank is given."""
+        from pipeline.memory.footprint import MemoryChoice
+        from pipeline.training.evaluating.apply_model import ApplyJob
+
+        prepared = applied.prepared
+        work = Work.of(project.config, beside=project.beside)
+        device = "cuda" if self.own_resources(project).gpus else "cpu"
+        table = self._items(project, prepared)
+        choice = MemoryChoice(precision=prepared.precision, shards=1)
+
+        def select(without: Collection[str]) -> ChosenCheckpoint:
+            """Return the checkpoint that was found, or the next one; the judge is to know which."""
+            if not without:
+                return applied.chosen
+            chosen = self._choose(project, prepared, without)
+            if chosen is None:
+                where = str(applied.chosen.path.parent)
+                raise JobFailed("no checkpoint of it can be read", where=where, remedy=self._training(folder))
+            replace(applied, chosen=chosen, done=[]).write(folder.plan(self.name))
+            return chosen
+
+        return ApplyJob(
+            train=project.config.train,
+            prepared=prepared,
+            table=table,
+            cost_N=_costs(project, prepared, table),
+            made=applied.made,
+            make_step=lambda: work.step(choice, device=device, scaled=True),
+            source=lambda items: source_of(project, items),
+            embeddings=lambda: rows_of(project),
+            choose=select,
+            parts=lambda chosen: self.parts(project, replace(applied, chosen=chosen)),
+            known_N=applied.done_N,
+            ranks=ranks,
+            tell=tell,
+            say=log_line if ranks.rank == 0 else lambda _: None,
+            left_out=left_out_items(folder, self.name),
+            with_loss=self.with_loss,
+        )
+
+
+def _done(folder: Path, applied: Application) -> list[list[int]]:
+    """Return what a run that was ended has left, if anything."""
+    from pipeline.training.evaluating.apply_model import outputs_name, spans
+    from pipeline.training.evaluating.outputs import OutputWriter
+
+    if not folder.is_dir():
+        return []
+    return spans(OutputWriter(folder, 0, of=outputs_name(applied.chosen, applied.made)).done_numbers().tolist())
+
+
+def _costs(project: Project, prepared: Prepared, table: ItemTable, *, limited: bool = True) -> Integers:
+    """Return what items take, as planned: as if they were trained on, and not cropped."""
+    stretch = prepared.stretches[-1]
+    sizes = sizes_of(Work.of(project.config, beside=project.beside).task, table.sizes)
+    return (stretch if limited else replace(stretch, budget_bytes=UNLIMITED)).cost(sizes)
+
+
+@dataclass(slots=True)
+class Evaluated(ModelUse):
+    """What a model comes to on a split."""
+
+    figures: dict[str, float | None] = field(default_factory=dict)  # loss and metrics
+    file: str = ""
+
+
+class EvaluateStage(ApplyStage):
+    """A checkpoint and a split in, its loss and metrics out."""
+
+    name = StageName.EVALUATE
+    may_be_empty = True
+    with_loss = True
+
+    def wanted(self, config: Config) -> bool:
+        return config.train.task is not None
+
+    def _path(self, project: Project, applied: Application) -> Path:
+        from pipeline.stages.evaluate import path_of
+
+        folder = folder_of(project, applied.prepared).evaluations
+        return path_of(folder, applied.split, applied.chosen, applied.made)
+
+    def parts(self, project: Project, applied: Application) -> Path:
+        from pipeline.stages.evaluate import parts_of
+
+        return parts_of(self._path(project, applied))
+
+    def read(self, project: Project, applied: Application) -> Figures | None:
+        from pipeline.stages.evaluate import read
+
+        return read(self._path(project, applied), applied.chosen, applied.made)
+
+    def is_done(self, project: Project, applied: Application) -> bool:
+        """Say whether the figures are there; what a kill has left beside them goes."""
+        if self.read(project, applied) is None:
+            return False
+        shutil.rmtree(self.parts(project, applied), ignore_errors=True)
+        return True
+
+    def apply(self, project: Project, applied: Application, job: ApplyJob) -> Outcomes:
+        from pipeline.stages.evaluate import evaluate
+
+        return evaluate(job, folder_of(project, applied.prepared).evaluations, applied.split)
+
+    def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Evaluated:  # noqa: ARG002
+        """Say what the model comes to, by the file that tells of this checkpoint on these items."""
+        applied, judged = Application.read(folder.plan(self.name)), Evaluated()
+        made = self.read(project, applied) if applied.items else None
+        judged.take(project, applied, made)
+        if made is not None:
+            judged.figures, judged.file = dict(made.figures), str(self._path(project, applied))
+        return judged
+
+    def check(self, project: Project, folder: RunFolder, judged: Evaluated) -> list[str]:  # type: ignore[override]
+        """Return what deserves a word."""
+        lost = [name for name, value in judged.figures.items() if value is None]
+        return super().check(project, folder, judged) + ([f"not finite: {', '.join(lost)}"] if lost else [])
+
+
+@dataclass(slots=True)
+class Predicted(ModelUse):
+    """What a model has said of a split."""
+
+    folder: str = ""
+    files: dict[str, int] = field(default_factory=dict)  # their bytes
+    lines: list[str] = field(default_factory=list)  # the first
+
+
+class PredictStage(ApplyStage):
+    """A checkpoint and items in, what the model says of each out."""
+
+    name = StageName.PREDICT
+
+    def wanted(self, config: Config) -> bool:  # noqa: ARG002
+        return False  # predictions are wanted of something
+
+    def inspect(self, project: Project) -> None:
+        """Refuse what cannot be predicted: a task that says nothing of its items, too."""
+        if not callable(getattr(super().inspect(project), "outputs", None)):
+            what = "the task has no outputs(): there is nothing to predict"
+            remedy = "give it outputs(self, model, batch) -> {name: an entry for each item}   (pipeline/protocol.py)"
+            raise ConfigError(what, where="train.task", remedy=remedy)
+
+    def _folder(self, project: Project, applied: Application) -> Path:
+        """Return where the predictions of a model on a split are."""
+        return project.config.train.predict.folder / f"{_model(applied)}-{applied.split or 'all'}"
+
+    def parts(self, project: Project, applied: Application) -> Path:
+        from pipeline.stages.predict import parts_of
+
+        return parts_of(self._folder(project, applied), applied.chosen, applied.made)
+
+    def read(self, project: Project, applied: Application) -> Predictions | None:
+        from pipeline.stages.predict import read
+
+        verify_bytes = project.config.cache.verify_bytes
+        return read(self._folder(project, applied), applied.chosen, applied.made, verify_bytes)
+
+    def apply(self, project: Project, applied: Application, job: ApplyJob) -> Outcomes:
+        from pipeline.stages.predict import predict
+
+        return predict(job, self._folder(project, applied), _model(applied), applied.split)
+
+    def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Predicted:  # noqa: ARG002
+        """Say what was predicted, by what is said in the folder, and the bytes of its files."""
+        applied, judged = Application.read(folder.plan(self.name)), Predicted()
+        made = self.read(project, applied) if applied.items else None
+        judged.take(project, applied, made)
+        if made is not None:
+            path = self._folder(project, applied)
+            judged.folder = str(path)
+            judged.files = {name: size for name, (size, _) in made.files.items()}
+            with (path / "predictions.csv").open(encoding="utf-8", newline="") as file:
+                judged.lines = [line.rstrip("\r\n")[:LETTERS_SHOWN] for line in islice(file, LINES_SHOWN)]
+        return judged
+
+
+def _model(applied: Application) -> str:
+    return applied.chosen.model or applied.prepared.name
