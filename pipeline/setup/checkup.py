@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from pipeline.config.load import find_config, missing_inputs, read_config
 from pipeline.encoder.checkpoints.weights import find_checkpoint, identify
 from pipeline.errors import ConfigError, PipelineError
-from pipeline.memory.lint.training_rules import RunFacts, Severity, lint
+from pipeline.memory.lint.lint_facts import RunFacts, Severity
+from pipeline.memory.lint.lint_rules import lint
 from pipeline.project.project import Project, local_machine, scan_recipe_of, source_spec
 from pipeline.project.run_code import load_task
 from pipeline.records import Inventory, Item, Rejection

@@ -7,7 +7,8 @@ from functools import cache
 
 import pytest
 
-from pipeline.memory.lint.training_rules import RunFacts, lint
+from pipeline.memory.lint.lint_facts import RunFacts
+from pipeline.memory.lint.lint_rules import lint
 from pipeline.tasks.rna_ligand import RnaLigand
 from tests.command import Command
 from tests.recipes.conftest import Scanned

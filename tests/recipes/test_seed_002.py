@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.memory.lint.training_rules import RunFacts, lint
+from pipeline.memory.lint.lint_facts import RunFacts
+from pipeline.memory.lint.lint_rules import lint
 from pipeline.tasks.complex_docking import ComplexDocking
 from tests.command import Command
 from tests.recipes.conftest import Scanned

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeline.memory.footprint import MemoryChoice
-from pipeline.memory.lint.training_rules import RunFacts, lint
+from pipeline.memory.lint.lint_facts import RunFacts
+from pipeline.memory.lint.lint_rules import lint
 from pipeline.project.run_code import load_task
 from pipeline.protocol import Contrastive
 from pipeline.tasks.contrastive_pair import ContrastivePair

@@ -1,4 +1,4 @@
-"""What is known of a run, what is looked for in it, and what was found: the values of `lint`."""
+"""What is known of a run, and what harm can be seen in it: the values of `lint`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,18 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from pipeline.memory.hardware.host_memory import pinned_bytes
+from pipeline.units import GIB, MIB
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+NCCL_BUFFER_BYTES = 4 * MIB  # the default
+WASTEFUL = 1.25  # times what was asked for
+WORTH_SAYING = 0.02  # of a card's memory
+MUCH_READ_AHEAD_BYTES = GIB
+GRAPHED = frozenset({"reduce-overhead", "max-autotune"})  # modes of torch.compile that record CUDA graphs
+_NATIVE_ONLY = {"expandable_segments", "garbage_collection_threshold", "max_split_size_mb", "roundup_power2_divisions"}
 
 
 class Severity(str, Enum):
@@ -68,19 +78,165 @@ class RunFacts:
     cpus: int | None = None  # of a rank
 
     @property
+    def allocator_variables(self) -> list[str]:
+        return [name for name in VARIABLES if name in self.environment]
+
+    @property
     def allocator(self) -> Mapping[str, str]:
-        """Return the options of the allocator, by name."""
-        text = next((self.environment[name] for name in VARIABLES if name in self.environment), "")
-        return allocator_options(text)[0]
+        """The options of the allocator, by name, of the variable that torch reads."""
+        return allocator_options(self.environment[self.allocator_variables[0]])[0] if self.allocator_variables else {}
+
+    @property
+    def is_expandable(self) -> bool:
+        return self.allocator.get("expandable_segments") == "True"
 
     @property
     def accumulates(self) -> bool:
-        """Say whether a step has several micro-batches on a GPU."""
         return (self.accumulation or 1) > 1
 
     def has(self, module: str) -> bool:
         """Say whether the model has a module with this in its name."""
         return any(module in name for name in self.module_types)
+
+    # Each of these returns what is seen of what does harm, or nothing.
+
+    def malformed(self) -> str:
+        faults = {name: allocator_options(self.environment.get(name, ""))[1] for name in VARIABLES}
+        return "; ".join(f"{name}: {fault}" for name, found in faults.items() for fault in found)
+
+    def beside_expandable(self, option: str) -> str:
+        value = self.allocator.get(option)
+        return f"expandable_segments:True with {option}:{value}" if value and self.is_expandable else ""
+
+    def idle_collector(self) -> str:
+        limited = self.memory_fraction is not None or "per_process_memory_fraction" in self.allocator
+        idle = "garbage_collection_threshold" in self.allocator and not limited and not self.is_expandable
+        return "garbage_collection_threshold without a memory fraction" if idle else ""
+
+    def split_size(self) -> str:
+        size = self.allocator.get("max_split_size_mb")
+        return f"max_split_size_mb:{size}" if size and not self.is_expandable else ""
+
+    def divisions(self) -> list[int]:
+        value = self.allocator.get("roundup_power2_divisions", "")
+        return [int(division) for division in re.findall(r"(?:^|:)(\d+)", value)]
+
+    def rounded_up(self) -> str:
+        coarse = [division for division in self.divisions() if division > 1 and 1 + 1 / division >= WASTEFUL]
+        return (
+            f"roundup_power2_divisions of {min(coarse)}: blocks are up to 1/{min(coarse)} too large" if coarse else ""
+        )
+
+    def async_backend(self) -> str:
+        ignored = sorted(_NATIVE_ONLY & self.allocator.keys())
+        asked = self.allocator.get("backend") == "cudaMallocAsync"
+        return f"backend:cudaMallocAsync with {', '.join(ignored)}" if asked and ignored else ""
+
+    def variable(self, name: str, *values: str) -> str:
+        """Return a variable of the environment that has one of these values, or any."""
+        value = self.environment.get(name)
+        return f"{name}={value}" if value is not None and (not values or value in values) else ""
+
+    def hoped(self, name: str, what: str) -> str:
+        """Return a setting that was made to save GPU memory."""
+        return f"{what} to save GPU memory" if name in self.to_save_gpu_memory else ""
+
+    def emptied(self) -> str:
+        every = self.empty_cache_every
+        return f"empty_cache() after every {f'{every} micro-batches' if every > 1 else 'micro-batch'}" if every else ""
+
+    def fraction(self) -> str:
+        fraction = self.memory_fraction
+        if fraction is None:
+            fraction = leading_number(self.allocator.get("per_process_memory_fraction", ""))
+        return f"a memory fraction of {fraction:g}" if fraction is not None and fraction < 1 else ""
+
+    def large_buffers(self) -> str:
+        size = leading_number(self.environment.get("NCCL_BUFFSIZE", "")) or 0
+        return f"NCCL_BUFFSIZE={size:.0f}" if size > NCCL_BUFFER_BYTES else ""
+
+    def read_ahead(self) -> str:
+        ahead = (self.num_workers or 0) * (self.prefetch or 2)
+        if not self.batch_bytes or ahead * self.batch_bytes <= MUCH_READ_AHEAD_BYTES:
+            return ""
+        return f"{ahead} batches are read ahead: {ahead * self.batch_bytes / GIB:.1f} GiB of the host's memory"
+
+    def workers_over_lists(self) -> str:
+        copied = self.data_container in {"list", "dict", "tuple", "set"} and (self.num_workers or 0) > 0
+        return (
+            f"{self.num_workers} worker processes over a data set in a Python {self.data_container}" if copied else ""
+        )
+
+    def pinned(self) -> str:
+        if not self.pin or not self.batch_bytes or "pinned_max_round_threshold_mb" in self.allocator:
+            return ""
+        taken = pinned_bytes(self.batch_bytes)
+        wasted = taken >= WASTEFUL * self.batch_bytes
+        return f"a pinned batch of {self.batch_bytes / MIB:.0f} MiB takes {taken / MIB:.0f} MiB" if wasted else ""
+
+    def wrong_product(self) -> str:
+        if None in (self.batch, self.micro_batch, self.accumulation, self.gpus):
+            return ""
+        micro, times, gpus = self.micro_batch or 0, self.accumulation or 0, self.gpus or 0
+        product = micro * times * gpus
+        return f"{micro} items × {times} × {gpus} GPUs are {product}, not {self.batch}" if product != self.batch else ""
+
+    def uneven(self) -> str:
+        uneven = self.batch and self.gpus and self.batch % self.gpus
+        return f"a batch of {self.batch} on {self.gpus} GPUs" if uneven else ""
+
+    def changed_batch(self) -> str:
+        if not self.before_gpus or not self.gpus or self.gpus == self.before_gpus or self.micro_batch is None:
+            return ""
+        now, then = self.micro_batch * self.gpus * (self.accumulation or 1), self.before_batch
+        if self.micro_batch != self.before_micro_batch or then is None or now == then:
+            return ""
+        gpus = f"{self.gpus} GPUs instead of {self.before_gpus}"
+        return f"{gpus} with {self.micro_batch} items each: {now} a step, not {then}"
+
+    def more_each(self) -> str:
+        if not self.before_gpus or not self.gpus or self.gpus >= self.before_gpus or not self.batch:
+            return ""
+        if self.batch != self.before_batch or self.accumulates:
+            return ""
+        now, then = -(-self.batch // self.gpus), -(-self.batch // self.before_gpus)
+        return f"{self.gpus} GPUs instead of {self.before_gpus} for the same batch: {now} items each, not {then}"
+
+    def local_norm(self) -> str:
+        local = (self.gpus or 1) > 1 and self.has("BatchNorm") and not self.has("SyncBatchNorm")
+        return f"BatchNorm on {self.gpus} GPUs, each by itself" if local else ""
+
+    def accumulated_contrast(self) -> str:
+        if not self.accumulates or not self.in_batch_contrastive or self.two_passes:
+            return ""
+        micro, times = self.micro_batch or 0, self.accumulation or 0
+        sizes = f": {micro} × {times} has {micro - 1} negatives, not {micro * times - 1}" if micro else ""
+        return f"accumulation over a loss with in-batch negatives{sizes}"
+
+    def foreach(self) -> str:
+        size, card = self.parameter_bytes or 0, self.gpu_bytes or 0
+        worth = self.optimizer_way == "foreach" and card and size > WORTH_SAYING * card
+        return f"a foreach optimizer: its temporaries are about {size / MIB:.0f} MiB" if worth else ""
+
+    def varying(self, what: str, *, holds: bool | None) -> str:
+        """Return what is found if that holds and shapes vary."""
+        return f"{what} inputs of varying shapes" if holds and self.variable_shapes else ""
+
+    def convolves(self) -> bool:
+        """Tell whether cuDNN has convolutions to compute: those of graphs are none."""
+        return any(re.search(r"Conv(Transpose)?[123]d", name) for name in self.module_types)
+
+    def plans_kept(self) -> str:
+        unlimited = "TORCH_CUDNN_V8_API_LRU_CACHE_LIMIT" not in self.environment
+        return self.varying("convolutions over", holds=unlimited and self.convolves())
+
+    def crowded(self) -> str:
+        threads = leading_number(self.environment.get("OMP_NUM_THREADS", "")) or 0
+        return f"OMP_NUM_THREADS={threads:.0f} on {self.cpus} cores" if self.cpus and threads > self.cpus else ""
+
+    def unlimited(self) -> str:
+        unlimited = (self.gpus or 1) > 1 and not self.environment.get("OMP_NUM_THREADS")
+        return f"OMP_NUM_THREADS is not set for {self.gpus} processes" if unlimited else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +244,6 @@ class LintRule:
     """What is looked for: `found` returns what it saw, or nothing."""
 
     code: str
-    severity: Severity
     found: Callable[[RunFacts], str]
     why: str
     remedy: str
@@ -116,21 +271,17 @@ def allocator_options(text: str) -> tuple[dict[str, str], tuple[str, ...]]:
     tokens = re.findall(r"[,:\[\]]|[^,:\[\]]+", re.sub(r"\s+", "", text))
     options: dict[str, str] = {}
     faults: list[str] = []
-    at = 0
-    while at < len(tokens):
-        name, end = tokens[at], _end_of_value(tokens, at + 2)
-        if end is None:
+    while tokens:
+        name, value, end = tokens[0], tokens[2:3], 3
+        if value == ["["]:
+            end = tokens.index("]", 2) + 1 if "]" in tokens[2:] else 0
+            value = tokens[2:end]
+        if not value:
             return options, (*faults, f"{name} has no value")
-        options[name] = "".join(tokens[at + 2 : end + 1])
+        options[name] = "".join(value)
         faults += [] if name in _KNOWN else [f"{name!r} is no option"]
-        at = end + 2
+        tokens = tokens[end + 1 :]
     return options, (*faults, *_value_faults(options))
-
-
-def _end_of_value(tokens: list[str], at: int) -> int | None:
-    if at >= len(tokens):
-        return None
-    return at if tokens[at] != "[" else next((end for end in range(at, len(tokens)) if tokens[end] == "]"), None)
 
 
 def _value_faults(options: Mapping[str, str]) -> list[str]:
@@ -150,21 +301,12 @@ def _value_faults(options: Mapping[str, str]) -> list[str]:
         faults.append("garbage_collection_threshold is between 0 and 1")
     if options.get("backend", "native") not in ("native", "cudaMallocAsync"):
         faults.append("backend is native or cudaMallocAsync")
-    return faults + _division_faults(options.get("roundup_power2_divisions"))
-
-
-def _division_faults(value: str | None) -> list[str]:
-    if value is None:
-        return []
-    listed = value.startswith("[")
-    numbers = [leading_number(one) for one in re.split(r"[\[\]:,]", value) if one and one != ">"]
-    good = all(one is not None and _is_power_of_two(one, zero=listed) for one in numbers)
-    return [] if good else ["roundup_power2_divisions are powers of two"]
-
-
-def _is_power_of_two(value: float, *, zero: bool) -> bool:
-    whole = int(value)
-    return zero if whole == 0 else whole & (whole - 1) == 0
+    divisions = options.get("roundup_power2_divisions", "1")
+    least_division = 0 if divisions.startswith("[") else 1
+    for division in (leading_number(text) for text in re.findall(r"[^\[\]:,>]+", divisions)):
+        if division is None or division < least_division or int(division) & (int(division) - 1):
+            return [*faults, "roundup_power2_divisions are powers of two"]
+    return faults
 
 
 def leading_number(text: str) -> float | None:

@@ -15,7 +15,8 @@ from pipeline.memory.footprint import Category
 from pipeline.memory.hardware.gpus import device
 from pipeline.memory.hardware.host_memory import TrainingJob, measured_baseline, train_need
 from pipeline.memory.history.task_history import Suggestion
-from pipeline.memory.lint.training_rules import RunFacts, lint
+from pipeline.memory.lint.lint_facts import RunFacts
+from pipeline.memory.lint.lint_rules import lint
 from pipeline.memory.planning.comparison import Offer, compare_configurations, compare_offers
 from pipeline.memory.planning.memory_plan import json_data
 from pipeline.memory.planning.planner import CurriculumStage, plan_stages
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from pipeline.memory.estimating.fallback_oracle import OracleLadder
     from pipeline.memory.footprint import MemoryChoice, StandingFootprint
     from pipeline.memory.hardware.host_memory import HostNeed
-    from pipeline.memory.lint.training_rules import LintFinding
+    from pipeline.memory.lint.lint_facts import LintFinding
     from pipeline.memory.planning.comparison import Configuration, PlannedOffer
     from pipeline.memory.planning.memory_plan import MemoryPlan
     from pipeline.memory.planning.request import PlanRequest

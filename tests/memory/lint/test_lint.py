@@ -11,9 +11,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pipeline.memory.lint.allocator_rules import NCCL_BUFFER_BYTES
-from pipeline.memory.lint.lint_facts import VARIABLES
-from pipeline.memory.lint.training_rules import RULES, LintFinding, RunFacts, Severity, allocator_options, lint
+from pipeline.memory.lint.lint_facts import (
+    NCCL_BUFFER_BYTES,
+    VARIABLES,
+    LintFinding,
+    RunFacts,
+    Severity,
+    allocator_options,
+)
+from pipeline.memory.lint.lint_rules import RULES, lint
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -162,7 +168,7 @@ def found(facts: RunFacts) -> dict[str, LintFinding]:
 
 
 def test_every_rule_has_its_case() -> None:
-    codes = [rule.code for rule in RULES]
+    codes = [rule.code for rules in RULES.values() for rule in rules]
     assert len(codes) == len(set(codes))
     assert set(codes) == CASES.keys()
 

@@ -13,7 +13,7 @@ from pipeline.errors import ConfigError
 from pipeline.memory.footprint import MemoryChoice
 from pipeline.memory.footprint import StepTapes as Tapes
 from pipeline.memory.lint.lint_facts import RunFacts
-from pipeline.memory.lint.training_rules import lint
+from pipeline.memory.lint.lint_rules import lint
 from pipeline.memory.tracing.tracer import Tracer
 from pipeline.runs.model.training_work import Work, step_settings
 from pipeline.tasks.contrastive_pair import ContrastivePair, PairBatch, Rows
