@@ -125,6 +125,7 @@ def repair_command(
 ) -> None:
     """Bring intact records of damaged files into new ones, put damaged files aside, and make the index anew."""
     from pipeline.report import check_tables, tables
+    from pipeline.report.live_status import CheckBars
     from pipeline.store.format.disk import ask_owner
     from pipeline.store.maintenance import shard_repair as repairs
     from pipeline.store.maintenance.damage_report import read_report, stays_left
@@ -134,7 +135,7 @@ def repair_command(
     report = read_report(damage) if damage else None
     shown, told = _Mends(cache, all=as_json), repairs.Repaired()
     files = None if report else _files([cache.kind(name) for name in cache.kinds()])
-    with check_tables.Progress("repair" if yes else "look", files) as progress:
+    with CheckBars("repair" if yes else "look", files) as progress:
         if yes:
             waits = _waits(settle_s)
             with ask_owner(cache.root):
@@ -267,10 +268,10 @@ def _watched(
     stores: Sequence[Store], subset: Subset, name: str, look: Look, verdicts: Path | None
 ) -> Iterator[Checked]:
     """Judge file after file, showing how far it is and writing a line for each record."""
-    from pipeline.report.check_tables import Progress
+    from pipeline.report.live_status import CheckBars
 
     with ExitStack() as stack:
-        progress = stack.enter_context(Progress(name, _files(stores, subset)))
+        progress = stack.enter_context(CheckBars(name, _files(stores, subset)))
         file = stack.enter_context(_opened(verdicts)) if verdicts else None
         for store in stores:
             for checked in look(store, subset):

@@ -82,10 +82,10 @@ def import_cache_command(folder: Folder, config: ConfigFile = None, sets: Sets =
 def _showing(name: str, move: Callable[[Told], Moved]) -> Moved:
     """Do it, and show on stderr how far it is."""
     from pipeline.encoder.checkpoints.download import DownloadProgress
-    from pipeline.report.cache_tables import Download
+    from pipeline.report.live_status import DownloadBars
 
     begun = time.monotonic()
-    with Download(name) as shown:
+    with DownloadBars(name) as shown:
         return move(
             lambda now, total: shown.show(DownloadProgress(now, total, now / max(1e-3, time.monotonic() - begun)))
         )
@@ -170,7 +170,7 @@ def stat_command(config: ConfigFile = None, sets: Sets = None, as_json: Json = F
         return
     from pipeline.report import cache_tables, tables
 
-    lines = _typed(cache_tables.holdings_lines(found.to_json()))
+    lines = _typed(cache_tables.holdings_lines(found))
     if not found.is_there:
         tables.show_parts(f"cache {found.root}", *lines)
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from pipeline.cluster.job_spec import Executor
     from pipeline.config.schema import Config
+    from pipeline.journal.active_runs import SeenRun
     from pipeline.journal.run_folder import RunFolder
     from pipeline.journal.run_status import RunStatus
     from pipeline.runs.engine.lifecycle import Cancellation
@@ -152,14 +153,14 @@ def status_command(
         return
     gc.disable()  # a short life, in which collecting would walk through all tasks again and again
     if as_json:
-        print_json(now())
+        print_json(now().to_json())
     else:
         tables.show_parts(*run_report(now()))
 
 
-def _looks(folder: RunFolder, *, watch: bool) -> tuple[Callable[[], dict[str, Any]], Callable[[], bool]]:
+def _looks(folder: RunFolder, *, watch: bool) -> tuple[Callable[[], SeenRun], Callable[[], bool]]:
     """Return what tells how a run stands now, by what its ledger says more than last time, and whether it goes on."""
-    import socket
+    from dataclasses import replace
 
     from pipeline.journal.active_runs import GOING_ON, Sparing, look_at_queue, run_as_shown
     from pipeline.journal.ledger import LedgerReader
@@ -175,9 +176,8 @@ def _looks(folder: RunFolder, *, watch: bool) -> tuple[Callable[[], dict[str, An
             if watch:
                 trail.apply(event)
 
-    def now() -> dict[str, Any]:
+    def now() -> SeenRun:
         catch_up()
-        told = run_as_shown(folder, found, socket.gethostname(), catch_up, ask)
-        return told | (trail.to_json() if watch else {})
+        return replace(run_as_shown(folder, found, socket.gethostname(), catch_up, ask), **trail.to_json())
 
     return now, lambda: found.state in GOING_ON

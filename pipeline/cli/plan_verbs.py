@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated
 
@@ -82,9 +83,9 @@ def plan_command(
             return
         names = everything(loaded.config) if stage is Planned.ALL else up_to(stage.value, loaded.config)
         names = [name for name in names if not STAGES[name].together]  # those are planned by tracing a step
-        found = [one.to_json() for one in estimates(project, names, executor, loaded.origins)]
+        found = list(estimates(project, names, executor, loaded.origins))
     if as_json:
-        print_json(found)
+        print_json([asdict(estimate) for estimate in found])
     else:
         tables.show_parts(*estimate_report(found), columns=tables.MESSAGE)
         if stage is Planned.ALL and loaded.config.train.task is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,12 +41,14 @@ def report_command(
         _write_page(folder, html, as_json=as_json)
         return
     status = status_of(folder, socket.gethostname())
-    stages = [stage.to_json() for stage in stage_uses(folder, status)]
+    stages = stage_uses(folder, status)
     if as_json:
         failures = {stage.name: stage.to_json()["failures"] for stage in status.in_order()}
-        print_json({"run": folder.name, "state": status.state.value, "stages": stages, "failures": failures})
+        print_json(
+            {"run": folder.name, "state": status.state.value, "stages": list(map(asdict, stages)), "failures": failures}
+        )
         return
-    tables.show_parts(*efficiency_report(status.to_json(), stages))
+    tables.show_parts(*efficiency_report(status, stages))
 
 
 def _write_page(folder: RunFolder, file: Path, *, as_json: bool) -> None:
@@ -55,16 +58,16 @@ def _write_page(folder: RunFolder, file: Path, *, as_json: bool) -> None:
 
     if as_json and file == PRINTED:
         raise ConfigError("two documents cannot be printed at once", where="--html -", remedy="leave --json out")
-    page, status, told = page_now(folder)
+    page, seen = page_now(folder)
     if file == PRINTED:
-        typer.echo(page.html(status, told))
+        typer.echo(page.html(seen))
         return
-    write_page_where_asked(file, page.html(status, told))
+    write_page_where_asked(file, page.html(seen))
     file = file.parent.resolve() / file.name
     if as_json:
-        print_json({"run": folder.name, "state": status.state.value, "html": str(file)})
+        print_json({"run": folder.name, "state": seen.status.state.value, "html": str(file)})
     else:
-        typer.echo(f"run {folder.name}: {status.state.value}\npage: {file}")
+        typer.echo(f"run {folder.name}: {seen.status.state.value}\npage: {file}")
 
 
 COLUMNS = ("micro-batch", "items", "sizes", "planned", "took", "loss", "outcome")

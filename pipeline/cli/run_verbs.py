@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pipeline.journal.run_folder import RunFolder
     from pipeline.journal.run_status import RunStatus
     from pipeline.project.project import Project
-    from pipeline.report.live_status import LiveLines
+    from pipeline.report.live_status import StageBars
     from pipeline.runs.workflow.stage import Stage
 
 
@@ -262,10 +262,10 @@ def _warn_of_little(stage: str, job: JobSpec, planned_bytes: int) -> None:
 
 def _follow(folder: RunFolder, executor: Executor, ended: Callable[[RunStatus], None]) -> None:
     """Drive a run from this terminal and show it."""
-    from pipeline.report.live_status import LiveLines
+    from pipeline.report.live_status import StageBars
     from pipeline.runs.engine.run_supervisor import Supervisor, SupervisorStopped, stop_on_signals
 
-    with LiveLines() as live:
+    with StageBars() as live:
         for caveat in executor.caveats:
             typer.echo(f"note: {caveat}", err=True)
         supervisor = Supervisor(folder, executor, _shown(live))
@@ -290,13 +290,14 @@ def _after_stop(folder: RunFolder, executor: Executor) -> str:
 
 def print_run_tables(status: RunStatus) -> None:
     """Print how a run ended; `main` says the error."""
+    from pipeline.journal.active_runs import SeenRun
     from pipeline.report import tables
     from pipeline.report.run_tables import run_report
 
-    tables.show_parts(*run_report(status.to_json() | {"error": ""}))
+    tables.show_parts(*run_report(SeenRun(status), with_error=False))
 
 
-def _shown(live: LiveLines) -> Callable[[RunStatus], None]:
+def _shown(live: StageBars) -> Callable[[RunStatus], None]:
     """Return what shows the stages of a run as they go."""
     from pipeline.report import tables
     from pipeline.report.plan_tables import stage_line
@@ -320,10 +321,10 @@ def _watch(folder: RunFolder, ended: Callable[[RunStatus], None]) -> None:
     from pipeline.errors import JobFailed
     from pipeline.journal.ledger import LedgerReader
     from pipeline.journal.run_status import RunState, RunStatus
-    from pipeline.report.live_status import LiveLines
+    from pipeline.report.live_status import StageBars
 
     status, reader = RunStatus(folder.name), LedgerReader(folder)
-    with LiveLines() as live:
+    with StageBars() as live:
         show = _shown(live)
         try:
             while status.state in (RunState.WAITING, RunState.RUNNING):

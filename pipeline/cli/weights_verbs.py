@@ -169,11 +169,11 @@ def _existing(target: Path, name: str) -> Examined:
 def _download(name: str, model: Published | None, url: str | None, target: Path) -> None:
     """Fetch a checkpoint, and let nothing else take its place."""
     from pipeline.encoder.checkpoints import download, installation
-    from pipeline.report.cache_tables import Download
+    from pipeline.report.live_status import DownloadBars
 
     sha256, size = (model.pt_sha256, model.pt_bytes) if model else (None, None)
     source = url or (model.url if model else "")
-    with Download(name) as shown:
+    with DownloadBars(name) as shown:
         try:
             download.fetch_file(
                 source,

@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from pipeline.journal.run_logs import end_of, harmless, supervisor_logs
 from pipeline.journal.run_status import RunState, is_abandoned, status_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from pipeline.cluster.following import Queued
@@ -103,13 +103,39 @@ class Sparing:
         return self._said
 
 
+@dataclass(frozen=True)
+class SeenRun:
+    """A run as people see it: by its ledger, with what the queue says of it now."""
+
+    status: RunStatus
+    at: float = math.inf  # seconds since 1970; inf: nobody asks how long it will still take
+    waits_for: Mapping[str, Sequence[str]] = field(default_factory=dict)  # stage → why its tasks wait
+    supervisor: str = ""
+    trouble: str = ""  # why the queue could not be asked
+    losses: Mapping[str, Sequence[float]] = field(default_factory=dict)  # stage → its curve; as who watches it has it
+    lately: Sequence[tuple[float, str]] = ()  # when something happened, and what
+
+    def left_s(self, stage: StageStatus) -> float | None:
+        """Return how long a stage will still take, if it goes on as it did."""
+        return None if math.isinf(self.at) else left_s(stage, self.at)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON data."""
+        plain = self.status.to_json()
+        for told in plain["stages"]:
+            stage = self.status.stages[told["name"]]
+            waits = list(self.waits_for.get(stage.name, ()))
+            told |= {"waits_for": waits, "use": use(stage), "left_s": self.left_s(stage)}
+        return plain | {"supervisor": self.supervisor, "trouble": self.trouble}
+
+
 def run_as_shown(
     folder: RunFolder,
     status: RunStatus,
     this_host: str,
     catch_up: Callable[[], None],
     ask: Callable[[RunStatus], QueueLook] = look_at_queue,
-) -> dict[str, Any]:
+) -> SeenRun:
     """Return a run as people see it: by its ledger, with what the queue says now."""
     now = ask(status)
     if is_abandoned(status, this_host, now):
@@ -117,11 +143,8 @@ def run_as_shown(
         now = look_at_queue(status)
         if is_abandoned(status, this_host, now):
             status.abandon()
-    plain = status.to_json()
-    for told in plain["stages"]:
-        stage = status.stages[told["name"]]
-        told |= {"waits_for": now.reasons(stage.live), "use": use(stage), "left_s": left_s(stage, time.time())}
-    return plain | {"supervisor": supervisor(folder, status, now), "trouble": now.trouble}
+    waits_for = {stage.name: now.reasons(stage.live) for stage in status.stages.values()}
+    return SeenRun(status, time.time(), waits_for, supervisor(folder, status, now), now.trouble)
 
 
 def use(stage: StageStatus) -> dict[str, int | None]:

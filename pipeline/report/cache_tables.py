@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import sys
-import time
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.progress import Progress as Bars
+from rich.console import Group
 
 from pipeline.report.tables import age, duration, plural, size, text_table
+from pipeline.store.maintenance.damage_report import damage_found
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from rich.console import RenderableType
-    from rich.progress import TaskID
 
-    from pipeline.encoder.checkpoints.download import DownloadProgress
+    from pipeline.errors import CacheUnusable
     from pipeline.store.cache_folder import RecipeStat
+    from pipeline.store.maintenance.damage_report import DamageReport
+    from pipeline.store.maintenance.leftovers import User
     from pipeline.store.store import StoreStat
 
 DIGEST_LETTERS = (32, 64)  # of a digest, the first few of which say enough
@@ -90,56 +90,126 @@ def _short(value: Any) -> str:
     return value[:8] if isinstance(value, str) and len(value) in DIGEST_LETTERS else str(value)
 
 
-def holdings_lines(told: Mapping[str, Any]) -> list[RenderableType]:
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """How much of what the data set needs of a kind was not there, by what was known of it at some time."""
+
+    kind: str
+    needed: int
+    missing: int
+    at: float  # when the data set was last looked at, in seconds since 1970
+    changed: bool  # the data set since, as far as the times of its file or folder tell
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """What a cache holds."""
+
+    root: Path
+    is_there: bool
+    stats: tuple[StoreStat, ...]
+    recipes: Mapping[str, list[RecipeStat]]
+    undescribed: Mapping[str, int]  # kind → records made by recipes of which nobody can read what they say
+    missing: tuple[Missing, ...]
+    unknown: tuple[str, ...]  # kinds of which nobody has looked what the data set needs
+    report: DamageReport | None  # of the last validation
+    users: tuple[User, ...]
+    quarantine: Mapping[str, tuple[int, int]]  # kind → files, bytes
+    under: tuple[Path, ...]
+    left_out: tuple[CacheUnusable, ...]  # why other caches that were to be under it are not
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON data."""
+        recipes = {kind: [asdict(one) for one in known] for kind, known in self.recipes.items()}
+        files, kept_bytes = self.quarantined
+        return {
+            "root": str(self.root),
+            "is_there": self.is_there,
+            "kinds": [
+                asdict(one) | {"recipes": recipes[one.kind], "undescribed": self.undescribed.get(one.kind, 0)}
+                for one in self.stats
+            ],
+            "missing": [asdict(one) for one in self.missing],
+            "not_known": list(self.unknown),
+            "last_validation": self.report and self._last_validation(self.report),
+            "users": [user.to_json() for user in self.users],
+            "quarantine": {"files": files, "bytes": kept_bytes, "kinds": dict(self.quarantine)},
+            "under": [str(path) for path in self.under],
+            "left_out": [{"path": one.where, "why": one.what, "remedy": one.remedy} for one in self.left_out],
+        }
+
+    def _last_validation(self, report: DamageReport) -> dict[str, Any]:
+        return {"path": str(report.path), **asdict(report.summary), "remedy": self.remedy()}
+
+    @property
+    def quarantined(self) -> tuple[int, int]:
+        """Return how many damaged files were put aside, and their bytes."""
+        return sum(files for files, _ in self.quarantine.values()), sum(size for _, size in self.quarantine.values())
+
+    def found_last(self) -> str:
+        """Say what the last validation has found."""
+        summary = self.report.summary if self.report else None
+        if summary is None or not summary.findings:
+            return "all well"
+        return f"{plural(summary.findings, 'finding')}, {plural(summary.lost, 'record')} lost"
+
+    def remedy(self) -> str:
+        """Return what to do about what the last validation has found; empty: nothing."""
+        if self.report is None or not self.report.summary.findings:
+            return ""
+        return damage_found(self.report.summary, self.root, self.report.path).remedy
+
+
+def holdings_lines(held: Holdings) -> list[RenderableType]:
     """Say what the data set misses, what the last validation found, who uses the cache, and what was put aside."""
-    if not told["is_there"]:
-        return [f"no cache is there yet: {NOT_KNOWN}   (makes it)", *_layer_lines(told)]
+    if not held.is_there:
+        return [f"no cache is there yet: {NOT_KNOWN}   (makes it)", *_layer_lines(held)]
     now = datetime.now(tz=timezone.utc)
-    shown: list[RenderableType] = [_missing_line(one, now) for one in told["missing"]]
-    if told["missing"]:
-        shown += [f"{kind}: not known yet: pipeline submit --stage {kind}   {TO_LOOK}" for kind in told["not_known"]]
-    elif told["not_known"]:  # what a reader gives needs nothing
+    shown: list[RenderableType] = [_missing_line(missing, now) for missing in held.missing]
+    if held.missing:
+        shown += [f"{kind}: not known yet: pipeline submit --stage {kind}   {TO_LOOK}" for kind in held.unknown]
+    elif held.unknown:  # what a reader gives needs nothing
         shown.append(f"what this data set needs is not known yet: {NOT_KNOWN}   {TO_LOOK}")
-    if last := told["last_validation"]:
-        shown += _validation_lines(last, now)
-    elif told["kinds"]:
+    if held.report:
+        shown += _validation_lines(held, held.report, now)
+    elif held.stats:
         shown.append("never validated: pipeline cache validate --full")
-    if told["users"]:
-        names = list(dict.fromkeys(user["config"] or user["runs"] for user in told["users"]))
-        shown.append(f"used by {_named(names)}")
-    if told["quarantine"]["files"]:
-        files, kept = told["quarantine"]["files"], size(told["quarantine"]["bytes"])
-        shown.append(f"quarantine: {plural(files, 'damaged file')}, {kept}: pipeline cache clean")
-    return [*shown, *_layer_lines(told)]
+    if held.users:
+        shown.append(f"used by {_named(dict.fromkeys(user.config or user.runs for user in held.users))}")
+    files, kept_bytes = held.quarantined
+    if files:
+        shown.append(f"quarantine: {plural(files, 'damaged file')}, {size(kept_bytes)}: pipeline cache clean")
+    return [*shown, *_layer_lines(held)]
 
 
-def _layer_lines(told: Mapping[str, Any]) -> Iterator[str]:
+def _layer_lines(held: Holdings) -> Iterator[str]:
     """Say from which other caches this one reads, and why not from others."""
-    if told["under"]:
-        yield f"reads also from {_named(told['under'])}"
-    for one in told["left_out"]:
-        yield f"left out of cache.under: {one['path']}: {one['why']}"
-        yield f"  next: {one['remedy']}"
+    if held.under:
+        yield f"reads also from {_named(map(str, held.under))}"
+    for refused in held.left_out:
+        yield f"left out of cache.under: {refused.where}: {refused.what}"
+        yield f"  next: {refused.remedy}"
 
 
-def _missing_line(one: Mapping[str, Any], now: datetime) -> str:
+def _missing_line(missing: Missing, now: datetime) -> str:
     """Say how much of a kind is missing, and as of when that is known."""
-    when = age(now, datetime.fromtimestamp(one["at"], timezone.utc))
-    changed = "; it has changed since" if one["changed"] else ""
-    found = f"{one['missing']:,} of {one['needed']:,} missing" if one["missing"] else f"all {one['needed']:,} are there"
-    again = f": pipeline submit --stage {one['kind']}" if one["missing"] or changed else ""
-    return f"{one['kind']}: {found}, by the data set of {when} ago{changed}{again}"
+    when = age(now, datetime.fromtimestamp(missing.at, timezone.utc))
+    changed = "; it has changed since" if missing.changed else ""
+    needed = f"{missing.needed:,}"
+    found = f"{missing.missing:,} of {needed} missing" if missing.missing else f"all {needed} are there"
+    again = f": pipeline submit --stage {missing.kind}" if missing.missing or changed else ""
+    return f"{missing.kind}: {found}, by the data set of {when} ago{changed}{again}"
 
 
-def _validation_lines(last: Mapping[str, Any], now: datetime) -> list[str]:
+def _validation_lines(held: Holdings, report: DamageReport, now: datetime) -> Iterator[str]:
     """Say when a cache was last validated, how, what was found, and what is to be done about it."""
-    when = age(now, datetime.fromtimestamp(last["begun"], timezone.utc))
-    found = f"{plural(last['findings'], 'finding')}, {plural(last['lost'], 'record')} lost"
-    found = found if last["findings"] else "all well"
-    part = f", of kind {_named(last['only'])}" if last["only"] else ""
-    part += "" if last["subset"] == "1/1" else f", part {last['subset']}"
-    said = f"last validated {when} ago ({last['how']}{part}): {found}   ({last['path']})"
-    return [said, *([f"  next: {last['remedy']}"] if last["remedy"] else [])]
+    last = report.summary
+    when = age(now, datetime.fromtimestamp(last.begun, timezone.utc))
+    part = f", of kind {_named(last.only)}" if last.only else ""
+    part += "" if last.subset == "1/1" else f", part {last.subset}"
+    yield f"last validated {when} ago ({last.how}{part}): {held.found_last()}   ({report.path})"
+    if remedy := held.remedy():
+        yield f"  next: {remedy}"
 
 
 def cleaning_lines(told: Mapping[str, Any]) -> list[RenderableType]:
@@ -215,45 +285,3 @@ def _named(names: Iterable[str]) -> str:
     known = list(names)
     more = f" and {len(known) - NAMED:,} more" if len(known) > NAMED else ""
     return ", ".join(known[:NAMED]) + more
-
-
-LINE_EVERY_S = 10.0
-
-
-class Download:
-    """Shows a download on stderr, so that stdout stays a document."""
-
-    def __init__(self, name: str) -> None:
-        self._name, self._console = name, Console(file=sys.stderr, highlight=False)
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
-        self._bars = Bars(*columns, TransferSpeedColumn(), TimeRemainingColumn(), console=self._console)
-        self._task: TaskID | None = None
-        self._told_at = time.monotonic()
-
-    def __enter__(self) -> Download:
-        if self._console.is_terminal:
-            self._bars.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._console.is_terminal:
-            self._bars.stop()
-
-    def show(self, progress: DownloadProgress) -> None:
-        """Show how far it is."""
-        if self._console.is_terminal:
-            if self._task is None:  # only now: what an earlier command brought must not count as speed
-                self._task = self._bars.add_task(self._name, total=progress.total, completed=progress.bytes)
-            self._bars.update(self._task, completed=progress.bytes, total=progress.total)
-        elif progress.bytes == progress.total or time.monotonic() - self._told_at > LINE_EVERY_S:
-            self._told_at = time.monotonic()
-            self._console.print(f"{self._name}: {said(progress)}", soft_wrap=True)
-
-
-def said(progress: DownloadProgress) -> str:
-    """Say how far a download is, and how long it will take."""
-    if progress.total is None:
-        return f"{size(progress.bytes)}, {size(progress.rate)}/s"
-    left = (progress.total - progress.bytes) / max(progress.rate, 1e-9)
-    ends = f", {duration(left)} left" if left else ""
-    return f"{size(progress.bytes)} of {size(progress.total)}, {size(progress.rate)}/s{ends}"

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bars
 
 from pipeline.report.tables import plural, size, text_table
 
@@ -17,13 +11,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from rich.console import RenderableType
-    from rich.progress import TaskID
 
     from pipeline.store.maintenance.compact import Compacted
     from pipeline.store.maintenance.damage_report import Checked
     from pipeline.store.maintenance.shard_repair import Mend, Repaired
 
-LINE_EVERY_S = 10.0
 SHOWN = 20  # shards of which each has a line
 FAULTS = {  # what of it there can be several, and what is wrong with each
     "index": ("fault", "of the index"),
@@ -60,44 +52,6 @@ class KindTally:
         self.lost += sum(one.lost for one in checked.findings)
         for one in checked.findings:
             self.faults[one.fault.value] = self.faults.get(one.fault.value, 0) + 1
-
-
-class Progress:
-    """Shows how far it is: a bar on a terminal, else a line now and then; on stderr: stdout stays a document."""
-
-    def __init__(self, name: str, total: int | None) -> None:
-        self._console = Console(file=sys.stderr, highlight=False)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("files"))
-        self._bars = Bars(*columns, TimeRemainingColumn(), TextColumn("{task.fields[said]}"), console=self._console)
-        self._name, self._total, self._bytes, self._wrong = name, total, 0, 0
-        self._task: TaskID | None = None
-        self._files, self._begun = 0, time.monotonic()
-        self._told_at = self._begun
-
-    def __enter__(self) -> Progress:
-        if self._console.is_terminal:
-            self._task = self._bars.add_task(self._name, total=self._total, said="")
-            self._bars.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._task is not None:
-            self._bars.stop()
-
-    def take(self, checked: Checked) -> None:
-        """Show that one more file was looked at."""
-        self._bytes += checked.read_bytes
-        self._wrong += len(checked.findings)
-        self._files += bool(checked.shard)
-        now = time.monotonic()
-        rate = self._bytes / max(1e-3, now - self._begun)
-        said = f"{size(self._bytes)}, {size(rate)}/s, {self._wrong:,} wrong"
-        if self._task is not None:
-            self._bars.update(self._task, advance=bool(checked.shard), said=said)
-        elif now - self._told_at > LINE_EVERY_S:
-            self._told_at = now
-            of = "" if self._total is None else f" of {self._total:,}"
-            self._console.print(f"{self._name}: {self._files:,}{of} files, {said}", soft_wrap=True)
 
 
 def check_table(kinds: Mapping[str, KindTally]) -> RenderableType:

@@ -1,56 +1,50 @@
-"""A run while it goes on: a bar on a terminal, a line now and then where there is none."""
+"""What goes on, shown while it does: bars on a terminal or lines now and then, and `status --watch`."""
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.live import Live
 from rich.progress import (
     BarColumn,
+    DownloadColumn,
     MofNCompleteColumn,
     Progress,
     ProgressColumn,
     TaskID,
     TextColumn,
     TimeRemainingColumn,
+    TransferSpeedColumn,
 )
 from rich.text import Text
 
 from pipeline.report.run_tables import run_report
 from pipeline.report.screen import Screen, screen
-from pipeline.report.stage_lines import UNIT, read_so_far, speed
-from pipeline.report.tables import show_parts
+from pipeline.report.stage_lines import UNIT, counted_so_far, speed
+from pipeline.report.tables import duration, show_parts, size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from rich.progress import Task
+    from typing_extensions import Self
+
+    from pipeline.encoder.checkpoints.download import DownloadProgress
+    from pipeline.journal.active_runs import SeenRun
+    from pipeline.journal.run_status import RunStatus, StageStatus
+    from pipeline.store.maintenance.damage_report import Checked
 
 LINE_EVERY_S = 10.0
 WIDE, BAR_COLUMNS = 160, 75  # columns
-
-
-class Stage(Protocol):
-    """What is shown of a stage."""
-
-    name: str
-    missing: int
-    figures: dict[str, Mapping[str, float]]  # process → what it measured
-
-    @property
-    def items_done(self) -> int:
-        """Items that tasks have worked through."""
-
-    @property
-    def reasons(self) -> Mapping[str, int]:
-        """Rejections so far, by reason."""
-
-    def measured(self) -> Mapping[str, float]:
-        """Return what its processes measured, where they did."""
+EVERY_S = 2.0
+GLANCE_S = 0.2  # how soon a terminal's new size is seen
+CHANGES = 30  # by which a pace is told
 
 
 class _Rate(ProgressColumn):
@@ -62,17 +56,18 @@ class _Rate(ProgressColumn):
         return Text(f"{speed:,.0f} items/s" if speed else "")
 
 
-class LiveLines:
-    """Shows stages on stderr, so that stdout stays a document."""
+class LiveBars:
+    """Shows on stderr how far things are, so that stdout stays a document: bars on a terminal, else lines."""
 
-    def __init__(self) -> None:
+    def __init__(self, *columns: ProgressColumn) -> None:
         self._console = Console(file=sys.stderr, highlight=False)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Rate(), TimeRemainingColumn())
-        self._bars = Progress(*columns, TextColumn("{task.fields[note]}"), console=self._console, transient=False)
+        shown = (TextColumn("{task.description}"), BarColumn(), *columns, TextColumn("{task.fields[note]}"))
+        self._bars = Progress(*shown, console=self._console)
         self._tasks: dict[str, TaskID] = {}
-        self._told: dict[str, tuple[float, int]] = {}
+        self._begun = time.monotonic()
+        self._told: dict[str, tuple[float, int]] = {}  # when a line was printed, and how far it was then
 
-    def __enter__(self) -> LiveLines:
+    def __enter__(self) -> Self:
         if self._console.is_terminal:
             self._bars.start()
         return self
@@ -85,33 +80,74 @@ class LiveLines:
         if self._console.is_terminal:
             self._bars.stop()
 
-    def show(self, stage: Stage) -> None:
+    def _update(self, name: str, done: int, total: int | None, line: str, note: str = "", *, now: bool = False) -> None:
+        """Show how far something is; a line is printed for what is new, `now` or if none was for some time."""
+        if self._console.is_terminal:
+            if name not in self._tasks:  # it begins where it is first seen: what came before must not count as speed
+                self._tasks[name] = self._bars.add_task(name, total=total, completed=done, note="")
+            self._bars.update(self._tasks[name], completed=done, total=total, note=note)
+            return
+        at, before = self._told.get(name, (self._begun, 0))
+        moment = time.monotonic()
+        if done > before and (now or moment - at > LINE_EVERY_S):
+            self._told[name] = (moment, done)
+            self._console.print(f"{name}: {line}".rstrip(), soft_wrap=True)
+
+
+class StageBars(LiveBars):
+    """How far the stages of a run are."""
+
+    def __init__(self) -> None:
+        super().__init__(MofNCompleteColumn(), _Rate(), TimeRemainingColumn())
+
+    def show(self, stage: StageStatus) -> None:
         """Show how far a stage is."""
         if stage.missing == 0:
             return
         rejected = sum(stage.reasons.values())
-        figures = [*speed(stage.measured()), *read_so_far(stage.figures)]
+        figures = [*speed(stage.measured()), *counted_so_far(stage.figures)]
         left_out = [f"{rejected:,} rejected"] if rejected else []
         note = ", ".join([*figures, *left_out])
-        if self._console.is_terminal:
-            if self._console.width < WIDE:  # the bar and the count matter more
-                note = ", ".join([*left_out, *figures[:1]])[: max(0, self._console.width - BAR_COLUMNS)]
-            if stage.name not in self._tasks:
-                self._tasks[stage.name] = self._bars.add_task(stage.name, total=stage.missing, note="")
-            self._bars.update(self._tasks[stage.name], completed=stage.items_done, note=note)
-        else:
-            self._line(stage, note)
+        line = f"{stage.items_done:,} of {stage.missing:,} {UNIT[stage.name]}s {note}"
+        if self._console.is_terminal and self._console.width < WIDE:  # the bar and the count matter more
+            note = ", ".join([*left_out, *figures[:1]])[: max(0, self._console.width - BAR_COLUMNS)]
+        is_news = stage.items_done >= stage.missing or stage.name not in self._told
+        self._update(stage.name, stage.items_done, stage.missing, line, note, now=is_news)
 
-    def _line(self, stage: Stage, note: str) -> None:
-        """Print a line when there is something new to say and it was not said just now."""
-        at, done = self._told.get(stage.name, (0.0, 0))
-        finished = stage.items_done >= stage.missing
-        if stage.items_done > done and (finished or time.monotonic() - at > LINE_EVERY_S):
-            self._told[stage.name] = (time.monotonic(), stage.items_done)
-            self._console.print(
-                f"{stage.name}: {stage.items_done:,} of {stage.missing:,} {UNIT[stage.name]}s {note}".rstrip(),
-                soft_wrap=True,
-            )
+
+class CheckBars(LiveBars):
+    """How far a look at the files of a cache is."""
+
+    def __init__(self, name: str, total: int | None) -> None:
+        super().__init__(MofNCompleteColumn(), TextColumn("files"), TimeRemainingColumn())
+        self._name, self._total, self._files, self._bytes, self._wrong = name, total, 0, 0, 0
+
+    def take(self, checked: Checked) -> None:
+        """Show that one more file was looked at."""
+        self._bytes += checked.read_bytes
+        self._wrong += len(checked.findings)
+        self._files += bool(checked.shard)
+        rate = self._bytes / max(1e-3, time.monotonic() - self._begun)
+        note = f"{size(self._bytes)}, {size(rate)}/s, {self._wrong:,} wrong"
+        of = "" if self._total is None else f" of {self._total:,}"
+        self._update(self._name, self._files, self._total, f"{self._files:,}{of} files, {note}", note)
+
+
+class DownloadBars(LiveBars):
+    """How far a download is."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
+        self._name = name
+
+    def show(self, progress: DownloadProgress) -> None:
+        """Show how far it is, and how long it will take."""
+        line = f"{size(progress.bytes)}, {size(progress.rate)}/s"
+        if progress.total is not None:
+            left = (progress.total - progress.bytes) / max(progress.rate, 1e-9)
+            ends = f", {duration(left)} left" if left else ""
+            line = f"{size(progress.bytes)} of {size(progress.total)}, {size(progress.rate)}/s{ends}"
+        self._update(self._name, progress.bytes, progress.total, line, now=progress.bytes == progress.total)
 
 
 EVERY_S = 2.0
@@ -125,14 +161,14 @@ class PaceMeter:
     def __init__(self) -> None:
         self._seen: dict[str, deque[tuple[float, int]]] = {}
 
-    def take(self, run: Mapping[str, Any], now: float) -> dict[str, float]:
+    def take(self, status: RunStatus, now: float) -> dict[str, float]:
         """Take in how far stages are, and return what each works through in a second."""
-        return {stage["name"]: self._of(stage, now) for stage in run["stages"]}
+        return {stage.name: self._of(stage, now) for stage in status.stages.values()}
 
-    def _of(self, stage: Mapping[str, Any], now: float) -> float:
-        begun = (stage["started_at"], 0)  # all that is known at first is how it went so far
-        seen = self._seen.setdefault(stage["name"], deque([begun], maxlen=CHANGES))
-        done = stage["items_done"]
+    def _of(self, stage: StageStatus, now: float) -> float:
+        begun = (stage.started_at, 0)  # all that is known at first is how it went so far
+        seen = self._seen.setdefault(stage.name, deque([begun], maxlen=CHANGES))
+        done = stage.items_done
         if done < seen[-1][1]:  # a task was split, or begins again
             seen.clear()
             seen.append((now, done))
@@ -142,33 +178,32 @@ class PaceMeter:
         return (done - before) / took if took > 0 and since else 0.0
 
 
-def watched(now: Callable[[], Mapping[str, Any]], goes_on: Callable[[], bool]) -> None:
+def watched(now: Callable[[], SeenRun], goes_on: Callable[[], bool]) -> None:
     """Show what `now` tells until nothing goes on any more, or Ctrl-C; the last report stays."""
-    last: dict[str, Mapping[str, Any]] = {}
+    last: list[SeenRun] = []
 
-    def look() -> Mapping[str, Any] | None:
-        last["report"] = now()
-        return last["report"] if goes_on() else None
+    def look() -> SeenRun | None:
+        last[:] = [now()]
+        return last[0] if goes_on() else None
 
     console = Console(highlight=False)
-    on_screen = sys.stdout.isatty() and not console.is_dumb_terminal
     try:
-        if on_screen:
+        if sys.stdout.isatty() and not console.is_dumb_terminal:
             _on_screen(console, look)
         else:
             _as_lines(look)
     except KeyboardInterrupt:  # to leave is no failure, and what was seen last is what stays
         pass
-    if last:
-        show_parts(*run_report(last["report"]))
+    for run in last:
+        show_parts(*run_report(run))
 
 
-def _on_screen(console: Console, look: Callable[[], Mapping[str, Any] | None]) -> None:
+def _on_screen(console: Console, look: Callable[[], SeenRun | None]) -> None:
     """Fill the terminal; it is written to only when there is something else to see."""
-    pace, drawn, glanced = PaceMeter(), list[Text](), None
+    meter, drawn, glanced = PaceMeter(), list[Text](), None
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while run := look():
-            paces, due = pace.take(run, time.time()), time.monotonic() + EVERY_S
+            paces, due = meter.take(run.status, time.time()), time.monotonic() + EVERY_S
             while (moment := time.monotonic()) < due:
                 if (seen := (console.size, int(moment))) != glanced:  # the clock goes on, or the window has changed
                     lines, glanced = screen(run, Screen(*console.size, time.time(), paces)), seen
@@ -178,13 +213,13 @@ def _on_screen(console: Console, look: Callable[[], Mapping[str, Any] | None]) -
                 time.sleep(GLANCE_S)
 
 
-def _as_lines(look: Callable[[], Mapping[str, Any] | None]) -> None:
+def _as_lines(look: Callable[[], SeenRun | None]) -> None:
     """Print a report whenever it has changed."""
-    before: Mapping[str, Any] = {}
-    while report := look():
-        told = {**report, "stages": [{**stage, "left_s": None} for stage in report["stages"]]}  # a clock is no change
+    before = None
+    while run := look():
+        told = replace(run, at=math.inf).to_json()  # a clock is no change
         if told != before:
-            show_parts(*run_report(report), "")
+            show_parts(*run_report(run), "")
             sys.stdout.flush()
         before = told
         time.sleep(EVERY_S)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pipeline.report.stage_lines import named_records, unit_of
 from pipeline.report.tables import duration, plural, size, text_table
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
     from rich.table import Table
+
+    from pipeline.journal.attempts import Ask
+    from pipeline.report.facts import Estimate
 
 MOST_ROWS = 12  # of activations by module
 LEAST_SHARE = 0.002  # of the peak: smaller parts are told together
@@ -243,18 +246,6 @@ REFUSED = {"scan": "refused by the source", "embed": "that cannot be encoded", "
 LATER = {"train": "planned when its graphs are there"}
 
 
-class Asked(Protocol):
-    """What a task gets."""
-
-    @property
-    def mem_bytes(self) -> int:
-        """Memory."""
-
-    @property
-    def time_s(self) -> int:
-        """The time limit."""
-
-
 def stage_line(name: str, counts: Mapping[str, int]) -> str:
     """Say what a stage found when it was submitted: what is done already, and what is not."""
     parts = [f"{counts['cached']:,} cached", f"{counts['missing']:,} to do"]
@@ -278,44 +269,44 @@ def stage_line(name: str, counts: Mapping[str, int]) -> str:
     return f"{name}: {plural(counts['items'], unit_of(name, counts))}: {', '.join(parts)}{tasks}{residues}{waiting}"
 
 
-def plan_table(plans: Iterable[tuple[str, Mapping[str, int], int, int, Asked | None]]) -> Table:
+def plan_table(plans: Iterable[tuple[str, Mapping[str, int], int, int, Ask | None]]) -> Table:
     """Show what would be submitted."""
     rows = []
     for name, counts, made_bytes, cpus, ask in plans:
         asks = ("", "", "") if ask is None else (cpus, size(ask.mem_bytes), duration(ask.time_s))
         disk = size(made_bytes) if made_bytes else ""
-        rows.append((name, f"{unit_of(name, counts)}s", *(f"{counts[column]:,}" for column in PLANNED), *asks, disk))
+        rows.append(
+            (
+                name,
+                f"{unit_of(name, counts)}s",
+                *(f"{counts[column]:,}" for column in PLANNED),
+                *asks,
+                disk,
+            )
+        )
     columns = ("stage", "of", *PLANNED, "cpus", "mem", "time limit", "disk")
     return text_table(columns, rows, right=" ".join((*PLANNED, "cpus", "mem", "disk")))
 
 
-def estimate_report(stages: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
+def estimate_report(stages: Sequence[Estimate]) -> list[RenderableType]:
     """Show what each stage would take, and where the numbers are from."""
     columns = ("stage", "to do", "cached", "tasks", "cpus", "gpus", "mem", "limit", "disk", "about")
     shown: list[RenderableType] = [text_table(columns, map(_estimate_row, stages), right=" ".join(columns[1:]))]
-    waiting = {stage["stage"]: stage["counts"].get("waiting", 0) for stage in stages}
     unknown = "not scanned yet, and what they hold is not counted"
+    waiting = {stage.stage: stage.counts.get("waiting", 0) for stage in stages}
     shown += [f"{name}: {plural(count, 'item')} {unknown}" for name, count in waiting.items() if count]
     for stage in stages:
-        if stage["tasks"]:
-            shown += ["", f"{stage['stage']}: where the numbers are from"]
-            shown += [f"  {name}: {source}" for name, source in stage["sources"].items()]
+        if stage.tasks:
+            shown += ["", f"{stage.stage}: where the numbers are from"]
+            shown += [f"  {name}: {source}" for name, source in stage.sources.items()]
     return shown
 
 
-def _estimate_row(stage: Mapping[str, Any]) -> tuple[str, ...]:
-    counts = stage["counts"]
-    if not stage["tasks"]:
-        return (stage["stage"], f"{counts['missing']:,}", f"{counts['cached']:,}", "0", *[""] * 6)
-    return (
-        stage["stage"],
-        f"{counts['missing']:,}",
-        f"{counts['cached']:,}",
-        f"{stage['tasks']:,}",
-        str(stage["cpus"]),
-        str(stage["gpus"]),
-        size(stage["mem_bytes"]),
-        duration(stage["time_s"]),
-        size(stage["disk_bytes"]) if stage["disk_bytes"] else "",
-        "unknown" if stage["all_s"] is None else duration(stage["all_s"]),
-    )
+def _estimate_row(stage: Estimate) -> tuple[str, ...]:
+    counts = (stage.stage, f"{stage.counts['missing']:,}", f"{stage.counts['cached']:,}", f"{stage.tasks:,}")
+    if not stage.tasks:
+        return (*counts, *[""] * 6)
+    disk = size(stage.disk_bytes) if stage.disk_bytes else ""
+    about = "unknown" if stage.all_s is None else duration(stage.all_s)
+    asked = (str(stage.cpus), str(stage.gpus), size(stage.mem_bytes), duration(stage.time_s))
+    return (*counts, *asked, disk, about)

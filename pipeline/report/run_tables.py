@@ -1,21 +1,23 @@
-"""A run: its stages, what they made, and what went wrong and was done about it."""
+"""A run: its stages, what they made and used, and what went wrong and was done about it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pipeline.cluster.verdict import Cause
+from pipeline.journal.run_status import RunState
 from pipeline.report.stage_lines import (
     CENSUS,
     DAMAGED,
     UNIT,
+    counted_so_far,
     found_damage,
-    found_so_far,
     memory_line,
     named_records,
-    read_so_far,
     rejection_table,
     script_figures,
     speed,
+    state_of_stage,
     tasks_line,
     unit_of,
     validated_files,
@@ -23,147 +25,146 @@ from pipeline.report.stage_lines import (
 from pipeline.report.tables import duration, plural, size, text_table
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from rich.console import RenderableType
+
+    from pipeline.journal.active_runs import SeenRun
+    from pipeline.journal.attempts import Attempt
+    from pipeline.journal.run_status import RunStatus, StageStatus
+    from pipeline.report.facts import StageUse, Suggested
 
 STORIES_SHOWN = 5
 TASKS_NAMED = 5
 
 
-def run_report(run: Mapping[str, Any]) -> list[RenderableType]:
+def run_report(run: SeenRun, *, with_error: bool = True) -> list[RenderableType]:
     """Show a run: its stages, what they made, and what went wrong."""
-    state = f"{DAMAGED} ({run['state']})" if any(map(found_damage, run["stages"])) else run["state"]
-    shown: list[RenderableType] = [f"run {run['name']}: {state}"]
-    if run["state"] == "abandoned":
-        shown.append(f"nobody looks after it any more; finished work is kept: pipeline resume {run['name']}")
-    shown += [f"supervisor: {run['supervisor']}"] if run.get("supervisor") else []
-    shown += [f"the queue could not be asked: {run['trouble']}"] if run.get("trouble") else []
+    status, stages = run.status, run.status.in_order()
+    state = f"{DAMAGED} ({status.state.value})" if any(map(found_damage, stages)) else status.state.value
+    shown: list[RenderableType] = [f"run {status.name}: {state}"]
+    if status.state is RunState.ABANDONED:
+        shown.append(f"nobody looks after it any more; finished work is kept: pipeline resume {status.name}")
+    shown += [f"supervisor: {run.supervisor}"] if run.supervisor else []
+    shown += [f"the queue could not be asked: {run.trouble}"] if run.trouble else []
     rejected: Mapping[str, int] = {}
-    for stage in run["stages"]:
-        shown += ["", _head(stage)]
-        shown += tasks_line(stage)
-        shown += memory_line(stage)
-        shown += script_figures(stage["figures"])
-        shown += [] if stage["census"] else [*found_so_far(stage["figures"]), *read_so_far(stage["figures"])]
-        shown += [", ".join(speed(stage["measured"]))] if stage["measured"] else []
-        if stage["census"]:
-            shown += CENSUS[stage["name"]](stage["census"])
-            if stage["census"]["rejected"] not in ({}, rejected):  # what an earlier stage has left out stays left out
-                rejected = stage["census"]["rejected"]
-                shown += ["", rejection_table(rejected, stage["census"]["examples"])]
-        elif stage["reasons"]:
-            shown.append(rejection_table(stage["reasons"], {}))
-        shown += [f"warning: {warning}" for warning in stage["warnings"]]
-        failed = [one for one in stage["failures"] if one["cause"] != "cancelled" or run["state"] != "stopped"]
-        shown += [f"{plural(len(failed), 'attempt')} did not end well", *story(failed)] if failed else []
-    if run["error"]:
-        shown += ["", f"error: {run['error']}"]
-    if run["state"] == "stopped":
-        shown.append(f"next: pipeline resume {run['name']}")
+    for stage in stages:
+        shown += ["", _head(stage), *_progress(stage, run)]
+        if stage.census:
+            shown += CENSUS[stage.name](stage.census)
+            if stage.census["rejected"] not in ({}, rejected):  # what an earlier stage has left out stays left out
+                rejected = stage.census["rejected"]
+                shown += ["", rejection_table(rejected, stage.census["examples"])]
+        elif reasons := stage.reasons:
+            shown.append(rejection_table(reasons, {}))
+        shown += [f"warning: {warning}" for warning in stage.warnings]
+        is_stopped = status.state is RunState.STOPPED
+        failed = [one for one in stage.failures if not (is_stopped and one.cause is Cause.CANCELLED)]
+        shown += [f"{plural(len(failed), 'attempt')} did not end well", *story(stage, failed)] if failed else []
+    shown += ["", f"error: {status.error}"] if status.error and with_error else []
+    shown += [f"next: pipeline resume {status.name}"] if status.state is RunState.STOPPED else []
     return shown
 
 
-def _head(stage: Mapping[str, Any]) -> str:
+def _progress(stage: StageStatus, run: SeenRun) -> Iterator[str]:
+    """Yield how far a stage is, and what it takes."""
+    yield from tasks_line(stage, run)
+    yield from memory_line(stage)
+    yield from script_figures(stage.figures)
+    if not stage.census:
+        yield from counted_so_far(stage.figures)
+    if measured := speed(stage.measured()):
+        yield ", ".join(measured)
+
+
+def _head(stage: StageStatus) -> str:
     """Say in a line how a stage stands, and how much it had and has to do."""
-    name = stage["name"]
-    took = f" in {duration(stage['ended_at'] - stage['started_at'])}" if stage["ended_at"] else ""
-    counts = f"{stage['cached']:,} cached, {stage['items_done']:,} of {stage['missing']:,} done"
-    if name == "validate":
-        counts = f"{stage['items_done']:,} read"
-    counts = f"{validated_files(stage) or plural(stage['items'], unit_of(name, stage))}, {counts}"
-    if name == "regenerate":
-        counts = named_records(stage["items"])
-    state = DAMAGED if found_damage(stage) else stage["state"]
-    return f"{name}: {state}{took}: {counts}"
+    took = f" in {duration(stage.ended_at - stage.started_at)}" if stage.ended_at else ""
+    counts = f"{stage.cached:,} cached, {stage.items_done:,} of {stage.missing:,} done"
+    if stage.name == "validate":
+        counts = f"{stage.items_done:,} read"
+    counts = f"{validated_files(stage) or plural(stage.items, unit_of(stage.name, stage.counts()))}, {counts}"
+    if stage.name == "regenerate":
+        counts = named_records(stage.items)
+    return f"{stage.name}: {state_of_stage(stage)}{took}: {counts}"
 
 
-def story(failed: Sequence[Mapping[str, Any]]) -> list[str]:
+def story(stage: StageStatus, failed: Sequence[Attempt]) -> list[str]:
     """Tell what failed in the same way, and what was done about it, in one go; the most frequent first."""
-    alike: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
-    for one in failed:
-        alike.setdefault((one["cause"], one["number"], one["then"], one["ask"]["mem_bytes"]), []).append(one)
-    groups = sorted(alike.values(), key=len, reverse=True)
-    more = sum(map(len, groups[STORIES_SHOWN:]))
+    alike: dict[tuple[Any, ...], list[Attempt]] = {}
+    for attempt in failed:
+        then = stage.task(attempt.task).then.get(attempt.number, "")
+        alike.setdefault((attempt.cause, attempt.number, then, attempt.ask.mem_bytes), []).append(attempt)
+    groups = sorted(alike.items(), key=lambda group: len(group[1]), reverse=True)
+    more = sum(len(group) for _, group in groups[STORIES_SHOWN:])
     rest = [f"  and {plural(more, 'attempt')} more: pipeline logs --failed"] if more else []
-    return [*map(_told, groups[:STORIES_SHOWN]), *rest]
+    return [*(_told(group, then) for (_, _, then, _), group in groups[:STORIES_SHOWN]), *rest]
 
 
-def _told(group: Sequence[Mapping[str, Any]]) -> str:
+def _told(group: Sequence[Attempt], then: str) -> str:
     """Say how some attempts failed, by the first of them."""
     first = group[0]
-    tasks = ", ".join(str(one["task"]) for one in group[:TASKS_NAMED]) + (", …" if len(group) > TASKS_NAMED else "")
-    asked = f" with {size(first['ask']['mem_bytes'])}" if first["cause"] == "host_oom" else ""
-    then = f"\n    then: {first['then']}" if first["then"] else ""
-    said = f"\n    it said: {first['said']}" if first["said"] and first["said"] not in first["reason"] else ""
+    tasks = ", ".join(str(one.task) for one in group[:TASKS_NAMED]) + (", …" if len(group) > TASKS_NAMED else "")
+    asked = f" with {size(first.ask.mem_bytes)}" if first.cause is Cause.HOST_OOM else ""
+    after = f"\n    then: {then}" if then else ""
+    said = f"\n    it said: {first.said}" if first.said and first.said not in first.reason else ""
     noun = "task" if len(group) == 1 else "tasks"
-    what = f"  {noun} {tasks}, attempt {first['number']}: {first['cause']}{asked}: {first['reason']}"
-    return f"{what}{said}{then}\n    log: {first['log']}"
+    what = f"  {noun} {tasks}, attempt {first.number}: {first.cause.value}{asked}: {first.reason}"
+    return f"{what}{said}{after}\n    log: {first.log}"
 
 
 UNKNOWN = "?"
 USED = ("stage", "tasks", "tries", "memory", "peak", "used", "cpus", "used", "limit", "longest")
 
 
-def efficiency_report(run: Mapping[str, Any], stages: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
+def efficiency_report(status: RunStatus, stages: Sequence[StageUse]) -> list[RenderableType]:
     """Show what the stages of a run have used, what went wrong, and what to ask for next time."""
-    shown: list[RenderableType] = [f"run {run['name']}: {run['state']}"]
+    shown: list[RenderableType] = [f"run {status.name}: {status.state.value}"]
     if not stages:
         return [*shown, "no task has ended yet; nothing was measured"]
     shown += ["", text_table(USED, map(_row, stages), right=" ".join(USED[1:]))]
-    shown += ["", *(line for stage in stages for line in _lines(stage))]
-    failures = {stage["name"]: stage["failures"] for stage in run["stages"] if stage["failures"]}
-    for name, failed in failures.items():
-        shown += [
-            "",
-            f"{name}: {plural(len(failed), 'attempt')} did not end well (pipeline logs --failed)",
-            *story(failed),
-        ]
-    suggested = [_suggested(one) for stage in stages for one in stage["suggested"]]
+    shown += ["", *(line for use in stages for line in _lines(use))]
+    for stage in status.in_order():
+        if failed := stage.failures:
+            count = plural(len(failed), "attempt")
+            shown += ["", f"{stage.name}: {count} did not end well (pipeline logs --failed)", *story(stage, failed)]
+    suggested = [_suggested(one) for use in stages for one in use.suggested]
     if suggested:
         shown += ["", "for the next run (mem: auto asks for this by itself)", *suggested]
     return shown
 
 
-def _row(stage: Mapping[str, Any]) -> tuple[str, ...]:
+def _row(use: StageUse) -> tuple[str, ...]:
     return (
-        stage["stage"],
-        f"{stage['tasks']:,}",
-        f"{stage['attempts']:,}",
-        _size(stage["asked_bytes"]),
-        _size(stage["peak_bytes"]),
-        _percent(stage["mem_used"]),
-        str(stage["cpus"]),
-        _percent(stage["cpu_used"]),
-        _time(stage["limit_s"]),
-        _time(stage["longest_s"]),
+        use.stage,
+        f"{use.tasks:,}",
+        f"{use.attempts:,}",
+        _size(use.asked_bytes),
+        _size(use.peak_bytes),
+        _percent(use.mem_used),
+        str(use.cpus),
+        _percent(use.cpu_used),
+        _time(use.limit_s),
+        _time(use.longest_s),
     )
 
 
-def _lines(stage: Mapping[str, Any]) -> list[str]:
+def _lines(use: StageUse) -> list[str]:
     """Say what a table has no column for."""
-    unit = UNIT[stage["stage"]]
-    pace = f" ({stage['items_per_s']:,.1f} a second and task)" if stage["items_per_s"] else ""
-    parts = [f"{plural(stage['items'], unit)}{pace}", f"{stage['core_hours']:,.2f} core hours"]
-    if stage["gpu_peak_bytes"]:
-        parts.append(f"GPU memory {size(stage['gpu_peak_bytes'])}")
-    planned = f"; planned {size(stage['planned_bytes'])}" if stage["planned_bytes"] else ""
-    why = f" ({stage['why']})" if stage["why"] else ""
-    median = f" (median {size(stage['median_peak_bytes'])})" if stage["median_peak_bytes"] else ""
-    memory = f"  memory: first {_size(stage['first_bytes'])}{why}{planned}; peak {_size(stage['peak_bytes'])}{median}"
-    return [f"{stage['stage']}: {', '.join(parts)}", memory, *([f"  {stage['note']}"] if stage["note"] else [])]
+    pace = f" ({use.items_per_s:,.1f} a second and task)" if use.items_per_s else ""
+    parts = [f"{plural(use.items, UNIT[use.stage])}{pace}", f"{use.core_hours:,.2f} core hours"]
+    if use.gpu_peak_bytes:
+        parts.append(f"GPU memory {size(use.gpu_peak_bytes)}")
+    planned = f"; planned {size(use.planned_bytes)}" if use.planned_bytes else ""
+    why = f" ({use.why})" if use.why else ""
+    median = f" (median {size(use.median_peak_bytes)})" if use.median_peak_bytes else ""
+    memory = f"  memory: first {_size(use.first_bytes)}{why}{planned}; peak {_size(use.peak_bytes)}{median}"
+    return [f"{use.stage}: {', '.join(parts)}", memory, *([f"  {use.note}"] if use.note else [])]
 
 
-def _suggested(one: Mapping[str, Any]) -> str:
+def _suggested(one: Suggested) -> str:
     """Say what to ask for, as the configuration would have it."""
-    name = one["key"].rpartition(".")[2]
-    value, was = (_value(name, one[which]) for which in ("value", "was"))
-    return f"  {one['key']}: {value}, was {was}: {one['why']}"
-
-
-def _value(name: str, value: float) -> str:
-    """Return a setting's value as people read it."""
-    return size(value) if name == "mem" else duration(value) if name == "time" else f"{value:,}"
+    return f"  {one.key}: {one.shown(one.value)}, was {one.shown(one.was)}: {one.why}"
 
 
 def _size(count: int | None) -> str:

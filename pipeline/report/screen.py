@@ -5,15 +5,21 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from pipeline.report.stage_lines import TASK_STATES, UNIT, found_damage
+from pipeline.cluster.verdict import Cause
+from pipeline.journal.active_runs import GOING_ON, use
+from pipeline.journal.run_status import RunState
+from pipeline.report.stage_lines import DAMAGED, SCRIPT, TASK_STATES, UNIT, found_damage, state_of_stage
 from pipeline.report.tables import duration, plural, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+
+    from pipeline.journal.active_runs import SeenRun
+    from pipeline.journal.run_status import RunStatus, StageStatus
 
 NAME_COLUMNS = 11
 LEAST_BAR, MOST_BAR, BESIDE_BAR = 8, 40, 52  # columns
@@ -29,7 +35,7 @@ STYLES = {
     "abandoned": "bold red",
     "stopped": "yellow",
 }
-BAD = ("failed", "abandoned")
+BAD = (RunState.FAILED, RunState.ABANDONED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +48,12 @@ class Screen:
     pace: Mapping[str, float] = field(default_factory=dict)  # stage → what it works through in a second
 
 
-def screen(run: Mapping[str, Any], on: Screen) -> list[Text]:
+def screen(run: SeenRun, on: Screen) -> list[Text]:
     """Return the lines of a screen, never more than it has; what goes on and what went wrong is cut last."""
-    head, foot, losses = list(_head(run, on)), list(_foot(run, on)), run.get("losses", {})
-    bars = [(_bar(stage, on), list(_details(stage, losses.get(stage["name"], ()), on))) for stage in run["stages"]]
-    bars += [(Text(f"{name:<{NAME_COLUMNS}}{when}", style="dim"), []) for name, when in _to_come(run)]
-    lately = [_happened(at, said) for at, said in reversed(run.get("lately", []))]
+    head, foot, stages = list(_head(run, on)), list(_foot(run.status, on)), run.status.in_order()
+    bars = [(_bar(stage, on), list(_details(stage, run, on))) for stage in stages]
+    bars += [(Text(f"{name:<{NAME_COLUMNS}}{when}", style="dim"), []) for name, when in _to_come(run.status)]
+    lately = [_happened(at, what) for at, what in reversed(run.lately)]
     room = on.height - len(head) - len(foot) - len(bars)
     details = _fitting([lines for _, lines in bars], room - min(LEAST_EVENTS, len(lately)))
     room -= sum(map(len, details))
@@ -61,130 +67,122 @@ def screen(run: Mapping[str, Any], on: Screen) -> list[Text]:
     return [_cut(line, on.width) for line in [*lines[: on.height - len(foot)], *foot][: on.height]]
 
 
-def _head(run: Mapping[str, Any], on: Screen) -> Iterator[Text]:
+def _head(run: SeenRun, on: Screen) -> Iterator[Text]:
     """Say which run it is, how it stands, and who looks after it."""
-    state = "damage was found" if any(map(found_damage, run["stages"])) else run["state"]
-    end = run["ended_at"] or on.now
-    took = f"  {duration(end - run['started_at'])}" if run["started_at"] else ""
+    status = run.status
+    state = DAMAGED if any(map(found_damage, status.stages.values())) else status.state.value
+    took = f"  {duration((status.ended_at or on.now) - status.started_at)}" if status.started_at else ""
     clock = f"{datetime.fromtimestamp(on.now):%H:%M:%S}"  # noqa: DTZ006 - the clock of who looks
-    left = Text.assemble((f"run {run['name']}", "bold"), "  ", (state, STYLES.get(state, "bold")), took)
+    left = Text.assemble((f"run {status.name}", "bold"), "  ", (state, STYLES.get(state, "bold")), took)
     gap = on.width - left.cell_len - len(clock)
     yield left.append(" " * gap + clock, style="dim") if gap > 0 else left
-    if run.get("supervisor"):
-        yield Text(f"supervisor: {run['supervisor'].splitlines()[0]}", style="dim")
-    if run.get("trouble"):
-        yield Text(f"the queue could not be asked: {run['trouble']}", style="yellow")
+    if run.supervisor:
+        yield Text(f"supervisor: {run.supervisor.splitlines()[0]}", style="dim")
+    if run.trouble:
+        yield Text(f"the queue could not be asked: {run.trouble}", style="yellow")
 
 
-def _foot(run: Mapping[str, Any], on: Screen) -> Iterator[Text]:
+def _foot(status: RunStatus, on: Screen) -> Iterator[Text]:
     """Say what to type next where something went wrong, and how to leave."""
-    if run["error"]:
-        yield Text(f"error: {run['error'].splitlines()[0]}", style="bold red")
-    if run["state"] in ("abandoned", "stopped"):
-        yield Text(f"next: pipeline resume {run['name']}", style="bold")
-    elif _failed(run):
-        yield Text(f"next: pipeline logs {run['name']} --failed", style="bold")
-    if run["state"] in ("waiting", "running") and on.height >= HAS_ROOM:
+    if status.error:
+        yield Text(f"error: {status.error.splitlines()[0]}", style="bold red")
+    if status.state in (RunState.ABANDONED, RunState.STOPPED):
+        yield Text(f"next: pipeline resume {status.name}", style="bold")
+    elif status.state in BAD or any(stage.task_states().get("failed") for stage in status.stages.values()):
+        yield Text(f"next: pipeline logs {status.name} --failed", style="bold")
+    if status.state in GOING_ON and on.height >= HAS_ROOM:
         yield Text("Ctrl-C leaves; the run goes on", style="dim")
 
 
-def _failed(run: Mapping[str, Any]) -> bool:
-    """Tell whether something failed that nobody has made good."""
-    return run["state"] in BAD or any(stage["task_states"].get("failed") for stage in run["stages"])
-
-
-def _to_come(run: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _to_come(status: RunStatus) -> Iterator[tuple[str, str]]:
     """Name the stages that have not begun; while none goes on the next is being planned, which can take minutes."""
-    begun = {stage["name"]: stage["state"] for stage in run["stages"]}
-    when = "being planned" if run["state"] == "running" and set(begun.values()) <= {"done"} else "to come"
-    for name in run.get("planned", ()):
-        if name not in begun:
+    all_done = all(stage.state is RunState.DONE for stage in status.stages.values())
+    when = "being planned" if status.state is RunState.RUNNING and all_done else "to come"
+    for name in status.planned:
+        if name not in status.stages:
             yield name, when
             when = "to come"
 
 
-def _bar(stage: Mapping[str, Any], on: Screen) -> Text:
+def _bar(stage: StageStatus, on: Screen) -> Text:
     """Show how far a stage is: a bar, counts, and how fast it goes or how long it took."""
-    done, missing, goes_on = stage["items_done"], stage["missing"], stage["state"] == "running"
-    share = min(1.0, done / missing) if missing else float(stage["state"] == "done")
-    said = f"{done:,}/{missing:,}" if missing else f"{stage['cached']:,} cached"
-    rest = _speed(stage, on) if goes_on else _ended(stage)
+    done, missing = stage.items_done, stage.missing
+    share = min(1.0, done / missing) if missing else float(stage.state is RunState.DONE)
+    said = f"{done:,}/{missing:,}" if missing else f"{stage.cached:,} cached"
+    rest = _speed(stage, on) if stage.state is RunState.RUNNING else _ended(stage)
     width = min(MOST_BAR, on.width - NAME_COLUMNS - BESIDE_BAR)
     width = 0 if width < LEAST_BAR else width  # what it says in numbers matters more
     full = int(share * width)
-    style = STYLES.get(stage["state"], "")
     return Text.assemble(
-        (f"{stage['name']:<{NAME_COLUMNS}}", "bold"),
-        ("━" * full, style),
+        (f"{stage.name:<{NAME_COLUMNS}}", "bold"),
+        ("━" * full, STYLES.get(stage.state.value, "")),
         ("─" * (width - full), "dim"),
         f"{' ' * bool(width)}{int(100 * share):>3}% {said:>13}",  # 100% is said of no stage that has something left
         f"  {rest}",
     )
 
 
-def _speed(stage: Mapping[str, Any], on: Screen) -> str:
+def _speed(stage: StageStatus, on: Screen) -> str:
     """Say how fast a stage goes, and how long it will take at that pace."""
-    pace, left = on.pace.get(stage["name"], 0.0), stage["missing"] - stage["items_done"]
+    pace, left = on.pace.get(stage.name, 0.0), stage.missing - stage.items_done
     if pace <= 0:
-        return "no pace yet" if stage["missing"] else ""
-    left_s = (stage["measured"] or {}).get("left_s") or left / pace
+        return "no pace yet" if stage.missing else ""
+    left_s = stage.measured().get("left_s") or left / pace
     shown = f"{pace:,.0f}" if pace >= 100 else f"{pace:.2g}" if pace < 10 else f"{pace:.0f}"
-    return f"{shown} {UNIT[stage['name']]}s/s" + (f", {duration(left_s)} left" if left > 0 else "")
+    return f"{shown} {UNIT[stage.name]}s/s" + (f", {duration(left_s)} left" if left > 0 else "")
 
 
-def _ended(stage: Mapping[str, Any]) -> str:
+def _ended(stage: StageStatus) -> str:
     """Say how a stage ended, and when."""
-    took = f" in {duration(stage['ended_at'] - stage['started_at'])}" if stage["ended_at"] else ""
-    return f"{'damage was found' if found_damage(stage) else stage['state']}{took}"
+    return state_of_stage(stage) + (f" in {duration(stage.ended_at - stage.started_at)}" if stage.ended_at else "")
 
 
-def _details(stage: Mapping[str, Any], losses: Sequence[float], on: Screen) -> Iterator[Text]:
+def _details(stage: StageStatus, run: SeenRun, on: Screen) -> Iterator[Text]:
     """Show what matters of a stage, the most important first; of one that ended well: nothing."""
     indent = " " * NAME_COLUMNS
-    if stage["state"] != "done":
-        for parts in (_tasks(stage), _training(stage, losses, on), _memory(stage)):
+    if stage.state is not RunState.DONE:
+        for parts in (_tasks(stage, run), _training(stage, run.losses.get(stage.name, ()), on), _memory(stage)):
             if parts:
                 yield Text(f"{indent}{'; '.join(parts)}")
-    if stage["reasons"]:
-        reasons = sorted(stage["reasons"].items(), key=lambda one: -one[1])
+    if reasons := stage.reasons.most_common():
         yield Text(f"{indent}rejected: " + ", ".join(f"{count:,} {why}" for why, count in reasons), style="yellow")
-    if stage["error"]:
-        yield Text(f"{indent}{stage['error'].splitlines()[0]}", style="red")
+    if stage.error:
+        yield Text(f"{indent}{stage.error.splitlines()[0]}", style="red")
 
 
-def _tasks(stage: Mapping[str, Any]) -> list[str]:
+def _tasks(stage: StageStatus, run: SeenRun) -> list[str]:
     """Say where tasks stand, and what waiting ones wait for."""
-    states = stage["task_states"]
+    states, waits = stage.task_states(), run.waits_for.get(stage.name)
     counts = ", ".join(f"{states[name]:,} {name}" for name in TASK_STATES if states.get(name))
-    waits = stage.get("waits_for") or ()
-    tried = sum(one["cause"] != "cancelled" for one in stage["failures"])
+    tried = sum(attempt.cause is not Cause.CANCELLED for attempt in stage.failures)
     said = [f"tasks: {counts}"] if counts else []
     said += [f"waiting for: {', '.join(waits)}"] if waits else []
     return said + ([f"{plural(tried, 'attempt')} failed"] if tried else [])
 
 
-def _memory(stage: Mapping[str, Any]) -> list[str]:
+def _memory(stage: StageStatus) -> list[str]:
     """Say what tasks use of the memory they were given, and training of what was planned."""
-    use, figures = stage.get("use") or {}, list(stage["figures"].values())
-    used = max([use.get("peak_bytes") or 0, *(int(one.get("host_peak_bytes", 0)) for one in figures)])
-    asked = use.get("asked_bytes") or 0
+    asked, peak, gpu_peak = use(stage).values()
+
+    def most(figure: str, ended: int | None = 0) -> int:
+        return max([ended or 0, *(int(figures.get(figure, 0)) for figures in stage.figures.values())])
+
+    used, gpu, planned = most("host_peak_bytes", peak), most("device_peak_bytes", gpu_peak), most("planned_bytes")
     said = [f"memory: {size(used)} of {size(asked)} ({used / asked:.0%})"] if used and asked else []
-    gpu = max([use.get("gpu_peak_bytes") or 0, *(int(one.get("device_peak_bytes", 0)) for one in figures)])
-    planned = max((int(one.get("planned_bytes", 0)) for one in figures), default=0)
     if gpu:
         said.append(f"GPU: {size(gpu)}" + (f" of {size(planned)} ({gpu / planned:.0%})" if planned else ""))
     return said
 
 
-def _training(stage: Mapping[str, Any], losses: Sequence[float], on: Screen) -> list[str]:
+def _training(stage: StageStatus, losses: Sequence[float], on: Screen) -> list[str]:
     """Say in which epoch a training is, and how its loss goes."""
-    told = {name: value for one in stage["figures"].values() for name, value in one.items()}
+    told = {name: value for figures in stage.figures.values() for name, value in figures.items()}
     said = []
-    if stage["name"] == "train" and not any(name.startswith("script.") for name in told):
-        step = stage["cached"] + stage["items_done"]
+    if stage.name == "train" and not any(name.startswith(SCRIPT) for name in told):
+        step = stage.cached + stage.items_done
         of = f" of {int(told['epochs']):,}" if "epochs" in told else ""
         epoch = min(int(told.get("epoch", 0)) + 1, int(told.get("epochs", sys.maxsize)))
-        said.append(f"epoch {epoch:,}{of}, step {step:,} of {stage['items']:,}")
+        said.append(f"epoch {epoch:,}{of}, step {step:,} of {stage.items:,}")
     if losses:
         said.append(f"loss {losses[-1]:.4g} {sparkline(losses[-min(MOST_SPARKS, max(1, on.width - 72)) :])}")
     if "learning_rate" in told:

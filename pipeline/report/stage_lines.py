@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pipeline.report.tables import duration, plural, size
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-from typing import TYPE_CHECKING
-
-from pipeline.report.tables import text_table
+from pipeline.journal.active_runs import use
+from pipeline.report.tables import duration, plural, size, text_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from rich.console import RenderableType
     from rich.table import Table
+
+    from pipeline.journal.active_runs import SeenRun
+    from pipeline.journal.run_status import StageStatus
 
 UNIT = {
     "scan": "item",
@@ -39,9 +36,14 @@ REGENERATED = {
     "later": "made when needed",
 }
 DAMAGED = "damage was found"
+TASK_STATES = ("done", "running", "waiting", "failed")
+SCRIPT = "script."  # what a script of the user's own tells of itself
+FIGURES_SHOWN = 8
+FINDINGS = "findings"  # a figure of validation
+ITEMS_READ = "items_read"  # a figure of a scan by a reader
 
 
-def unit_of(name: str, counts: Mapping[str, Any]) -> str:
+def unit_of(name: str, counts: Mapping[str, int]) -> str:
     """Return what a stage works through: a reader's data set is read as one."""
     return "data set" if counts.get("sets") else UNIT[name]
 
@@ -156,17 +158,23 @@ def _figure(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4g}"
 
 
-def found_damage(stage: Mapping[str, Any]) -> bool:
+def found_damage(stage: StageStatus) -> bool:
     """Say whether a stage came to its end and found that something is wrong."""
-    return stage["name"] == "validate" and bool(stage["census"] and stage["census"]["summary"]["findings"])
+    return stage.name == "validate" and bool(stage.census and stage.census["summary"]["findings"])
 
 
-def validated_files(stage: Mapping[str, Any]) -> str:
+def state_of_stage(stage: StageStatus) -> str:
+    """Return how a stage stands, in a word or three."""
+    return DAMAGED if found_damage(stage) else stage.state.value
+
+
+def validated_files(stage: StageStatus) -> str:
     """Say how many files of which sort were looked at, where that is known; empty: it is not."""
-    if stage["name"] != "validate" or not (stage["census"] or {}).get("shards"):
+    shards = (stage.census or {}).get("shards", 0)
+    if stage.name != "validate" or not shards:
         return ""
-    indexes = stage["items"] - stage["census"]["shards"]
-    return f"{plural(stage['census']['shards'], 'shard')} and {indexes:,} {'index' if indexes == 1 else 'indexes'}"
+    indexes = stage.items - shards
+    return f"{plural(shards, 'shard')} and {indexes:,} {'index' if indexes == 1 else 'indexes'}"
 
 
 def validated_lines(census: Mapping[str, Any]) -> list[RenderableType]:
@@ -216,36 +224,22 @@ CENSUS: Mapping[str, Callable[[Mapping[str, Any]], list[Any]]] = {
 }
 
 
-TASK_STATES = ("done", "running", "waiting", "failed")
-
-
-SCRIPT = "script."  # what a script of the user's own tells of itself
-
-
-FIGURES_SHOWN = 8
-
-
-FINDINGS = "findings"  # a figure of validation
-
-
-ITEMS_READ = "items_read"  # a figure of a scan by a reader
-
-
-def tasks_line(stage: Mapping[str, Any]) -> list[str]:
+def tasks_line(stage: StageStatus, run: SeenRun) -> list[str]:
     """Say where the tasks of a stage stand, while they do not all stand in one place."""
-    states = {name: count for name, count in stage["task_states"].items() if count}
-    if (stage["state"] == "done" or found_damage(stage)) and set(states) <= {"done"}:
+    states = stage.task_states()
+    if (stage.state.value == "done" or found_damage(stage)) and set(states) <= {"done"}:
         return []
     where = ", ".join(f"{states[name]:,} {name}" for name in TASK_STATES if name in states)
-    waits = [f"waiting for: {', '.join(stage['waits_for'])}"] if stage.get("waits_for") else []
-    left = [f"about {duration(stage['left_s'])} left"] if stage.get("left_s") and not stage["measured"] else []
+    waits = [f"waiting for: {', '.join(reasons)}"] if (reasons := run.waits_for.get(stage.name)) else []
+    left_s = run.left_s(stage)
+    left = [f"about {duration(left_s)} left"] if left_s and not stage.measured() else []
     return ["; ".join([f"tasks: {where}", *waits, *left])] if where else []
 
 
-def memory_line(stage: Mapping[str, Any]) -> list[str]:
+def memory_line(stage: StageStatus) -> list[str]:
     """Say what tasks have of memory, and what they used of it."""
-    asked, peak, gpu = (stage.get("use", {}).get(name) for name in ("asked_bytes", "peak_bytes", "gpu_peak_bytes"))
-    by_own_word = max((int(one.get("host_peak_bytes", 0)) for one in stage["figures"].values()), default=0)
+    asked, peak, gpu = use(stage).values()
+    by_own_word = max((int(one.get("host_peak_bytes", 0)) for one in stage.figures.values()), default=0)
     so_far = f"{size(by_own_word)} by a process so far" if by_own_word else "use unknown"  # before a task has ended
     parts = [f"memory of a task: {size(asked)} asked for, {f'{size(peak)} used' if peak else so_far}"] if asked else []
     parts += [f"GPU memory {size(gpu)}"] if gpu else []
@@ -274,13 +268,9 @@ def script_figures(figures: Mapping[str, Mapping[str, float]]) -> list[str]:
     return [f"the script says: {', '.join(said[:FIGURES_SHOWN])}"] if said else []
 
 
-def found_so_far(figures: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Say how much a validation that goes on has found."""
-    found = sum(int(one.get(FINDINGS, 0)) for one in figures.values())
-    return [f"{plural(found, 'thing')} wrong so far"] if found else []
-
-
-def read_so_far(figures: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Say how many items a reader has given so far."""
-    read = sum(int(one.get(ITEMS_READ, 0)) for one in figures.values())
-    return [f"{plural(read, 'item')} read so far"] if read else []
+def counted_so_far(figures: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Say how much a validation that goes on has found, and how many items a reader has given."""
+    found, read = (sum(int(told.get(name, 0)) for told in figures.values()) for name in (FINDINGS, ITEMS_READ))
+    return [f"{plural(found, 'thing')} wrong so far"] * bool(found) + [f"{plural(read, 'item')} read so far"] * bool(
+        read
+    )

@@ -20,6 +20,7 @@ NO_TERMINAL, MESSAGE = 200, 100  # columns of tables where there is no terminal,
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 KILO = 1024
 MINUTE, HOUR = 60, 3600
+TEXT_MOST = 600  # characters of a text on a page
 
 
 def show_parts(*parts: RenderableType, to_stderr: bool = False, columns: int = 0) -> None:
@@ -89,3 +90,8 @@ def age(now: datetime, moment: datetime) -> str:
         if seconds >= length:
             return f"{seconds / length:.0f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def clip(text: str, most: int = TEXT_MOST) -> str:
+    """Return text of bounded length, which says what it leaves out."""
+    return text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} more characters)"

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.report import check_tables
+from pipeline.report import live_status
 from pipeline.store.maintenance.damage_report import Checked
 
 
 def test_a_long_look_says_now_and_then_how_far_and_how_fast_it_is(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = iter([0.0, 5.0, 11.0, 12.0])
-    monkeypatch.setattr(check_tables.time, "monotonic", lambda: next(clock))
-    with check_tables.Progress("full", 9) as progress:
+    clock = iter([0.0, 5.0, 5.0, 11.0, 11.0, 12.0, 12.0])
+    monkeypatch.setattr(live_status.time, "monotonic", lambda: next(clock))
+    with live_status.CheckBars("full", 9) as progress:
         for number in range(3):
             progress.take(Checked("graph", f"{number}", read_bytes=11 << 20))
     printed = capsys.readouterr()

@@ -15,12 +15,15 @@ import sys
 import termios
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pipeline.cli.control_verbs import _looks
+from pipeline.journal.active_runs import SeenRun
+from pipeline.journal.run_status import RunStatus, StageStatus
 from pipeline.records import EventKind
 from pipeline.report import live_status
 from pipeline.report.live_status import PaceMeter, watched
@@ -41,7 +44,7 @@ RUNS: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "planning": (beginning()[:6], {}),
     "training": (training(), {}),
     "failed": ([*beginning(), DIED], {}),
-    "abandoned": (beginning(), {"state": "abandoned", "supervisor": "gone"}),
+    "abandoned": (beginning(), {"abandoned": True, "supervisor": "gone"}),
     "mute-queue": (beginning(), {"trouble": "squeue: error: Unable to contact slurm controller"}),
     "nothing-yet": ([], {}),
 }
@@ -99,16 +102,16 @@ def test_a_curve_follows_its_values() -> None:
     assert sparkline([]) == sparkline([float("inf")]) == ""
 
 
-def at(done: int) -> dict[str, Any]:
-    return {"stages": [{"name": "scan", "started_at": 100.0, "items_done": done}]}
+def at(done: int) -> RunStatus:
+    return RunStatus("a run", stages={"scan": StageStatus("scan", started_at=100.0, done={"scan-000000": done})})
 
 
 def test_memory_is_what_ended_tasks_used_and_before_that_what_a_process_says_of_itself() -> None:
-    scan, graph, train = seen(training())["stages"]
+    scan, graph, train = seen(training()).status.in_order()
     assert memory_line(graph) == ["memory of a task: 4.0 GiB asked for, 1.6 GiB used"]
     assert memory_line(train) == ["memory of a task: 8.0 GiB asked for, 3.0 GiB by a process so far"]
-    assert memory_line({**train, "figures": {}}) == ["memory of a task: 8.0 GiB asked for, use unknown"]
-    assert memory_line({**scan, "use": {}}) == []
+    assert memory_line(replace(train, figures={})) == ["memory of a task: 8.0 GiB asked for, use unknown"]
+    assert memory_line(replace(scan, work={})) == []
 
 
 def test_a_pace_is_first_that_since_the_beginning_and_then_that_of_the_last_changes() -> None:
@@ -132,7 +135,7 @@ def test_where_there_is_no_terminal_a_report_is_printed_whenever_something_has_c
 ) -> None:
     monkeypatch.setattr(live_status, "EVERY_S", 0.0)
     first, second = seen(beginning()), seen(training())
-    later = {**first, "stages": [{**stage, "left_s": 7.0} for stage in first["stages"]]}  # only the clock went on
+    later = replace(first, at=first.at + 60)  # only the clock went on
     looks = iter([first, later, first, second, second])
     goes_on = iter([True, True, True, True, False])
     watched(lambda: next(looks), lambda: next(goes_on))
@@ -147,7 +150,7 @@ def test_leaving_is_quiet_and_the_last_report_stays(
     monkeypatch.setattr(live_status, "EVERY_S", 0.0)
     calls = iter([1])
 
-    def look() -> dict[str, Any]:
+    def look() -> SeenRun:
         if next(calls, None) is None:
             raise KeyboardInterrupt
         return seen(beginning())
@@ -170,7 +173,7 @@ def test_a_refresh_opens_only_files_that_grew(tmp_path: Path, monkeypatch: pytes
     assert opened == []
     told.worker(7, EventKind.PROGRESS, done=3, rejected={}, figures={})
     opened.clear()
-    assert now()["stages"][0]["items_done"] == 3
+    assert now().status.stages["scan"].items_done == 3
     assert [Path(path).name for path in opened] == ["scan-000007.jsonl"]
 
 

@@ -226,12 +226,12 @@ def test_a_damaged_file_in_its_place_is_not_taken_for_the_model(pipeline: Comman
 
 
 def test_an_interrupted_fetch_says_that_nothing_is_lost(pipeline: Command, served, monkeypatch):
-    from pipeline.report.cache_tables import Download
+    from pipeline.report.live_status import DownloadBars
 
-    def interrupt(self: Download, progress: object) -> None:
+    def interrupt(self: DownloadBars, progress: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Download, "show", interrupt)
+    monkeypatch.setattr(DownloadBars, "show", interrupt)
     stopped = pipeline("weights", "fetch", TINY, "--url", served.url)
     assert stopped.code == 130
     assert "what came is kept" in stopped.err

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from pipeline.cluster.verdict import Cause
-from pipeline.journal.active_runs import left_s, use
+from pipeline.journal.active_runs import SeenRun
 from pipeline.journal.attempts import Ask, Attempt
 from pipeline.journal.recent import Trail
-from pipeline.journal.run_status import RunStatus, StageJob
+from pipeline.journal.run_status import RunState, RunStatus, StageJob
 from pipeline.records import Event, EventKind
 
 NOON = 1_795_348_800.0  # 2026-11-22 12:00 UTC
@@ -87,22 +88,17 @@ def training() -> list[Event]:
     ]
 
 
-def seen(events: list[Event], **more: Any) -> dict[str, Any]:
+def seen(events: list[Event], *, abandoned: bool = False, **more: Any) -> SeenRun:
     """Return a run as `status --watch` sees it."""
     status, trail = RunStatus("20261122-120000-0001-train"), Trail()
     for one in events:
         status.apply(one)
         trail.apply(one)
-    return as_watched(status) | trail.to_json() | more
-
-
-def as_watched(status: RunStatus) -> dict[str, Any]:
-    plain = status.to_json()
-    for told in plain["stages"]:
-        stage = status.stages[told["name"]]
-        waits = ["Priority"] if told["name"] == "graph" else []
-        told |= {"waits_for": waits, "use": use(stage), "left_s": left_s(stage, NOON + 500)}
-    return plain | {"supervisor": "job 9001 waits: until job 8003 has ended", "trouble": ""}
+    if abandoned:
+        status.state = RunState.ABANDONED
+    waits = {name: ["Priority"] if name == "graph" else [] for name in status.stages}
+    found = SeenRun(status, NOON + 500, waits, "job 9001 waits: until job 8003 has ended", **trail.to_json())
+    return replace(found, **more)
 
 
 __all__ = ["NOON", "STAGES", "beginning", "event", "seen", "training"]

@@ -229,8 +229,8 @@ def test_a_worker_that_said_it_has_finished_counts_as_done_before_it_is_judged(t
 
     told.worker(1, EventKind.TASK_STARTED, attempt=2, host="n1")
     told.worker(1, EventKind.TASK_FINISHED, attempt=2, done=10, rejected={}, figures={})
-    (stage,) = run_as_shown(told.folder, told.status, "here", lambda: None)["stages"]
-    assert stage["task_states"] == {"done": 2}
+    (stage,) = run_as_shown(told.folder, told.status, "here", lambda: None).status.in_order()
+    assert stage.task_states() == {"done": 2}
 
 
 @pytest.mark.parametrize("figures", [({}, {}), ({"a": 1.0}, {}), ({}, {"a": 1.0}), ({"a": 1.0}, {"a": 2.0})])

@@ -18,7 +18,7 @@ from pipeline.runs.views.run_page import page_now, write_page
 from tests.command import Command
 from tests.docs.conftest import Demo, demo
 from tests.journal.ledgers import Told
-from tests.report.runs_told import HOSTILE, failed, trained
+from tests.report.runs_told import HOSTILE, failed, trained, used
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -107,9 +107,9 @@ def show(browser: Browser, tmp_path: Path) -> Iterator[Open]:
     contexts = []
 
     def opened(run: RunFolder, *, width: int = DESK, scheme: Any = "light", **more: Any) -> Opened:
-        page, status, told = page_now(run)
+        page, seen = page_now(run)
         file = tmp_path / f"page-{len(contexts)}.html"
-        write_page(file, page.html(status, told))
+        write_page(file, page.html(seen))
         contexts.append(browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme, **more))
         return Opened(contexts[-1].new_page(), file)
 
@@ -231,9 +231,8 @@ def test_a_failed_run_says_what_failed_where_why_and_what_to_do(failing: Told, s
 
 
 def test_what_no_task_has_ended_is_not_called_nothing() -> None:
-    used = {"stage": "train", "core_hours": 1.0, "items": 0}  # they are counted where a task has ended well
-    assert _busiest([used]) == "most for train"
-    assert _busiest([{**used, "items": 1}]) == "most for train: 1 step"
+    assert _busiest([used("train", items=0)]) == "most for train"  # they are counted where a task has ended well
+    assert _busiest([used("train", items=1)]) == "most for train: 1 step"
 
 
 def test_a_training_shows_memory_predicted_beside_measured_and_what_was_survived(training: Told, show: Open) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.report.html.html_text import figure
-from pipeline.report.html.plots import Axis, numbers, sizes, times, wholes
+from pipeline.report.html.plots import Axis, byte_axis, figure, number_axis, time_axis, whole_axis
 
 MIDNIGHT = 1_767_225_600.0  # 2026-01-01
 
@@ -33,37 +32,37 @@ def said(axis: Axis) -> list[str]:
     ],
 )
 def test_numbers_are_round_and_hold_what_they_should(low: float, high: float, ticks: list[str]) -> None:
-    axis = numbers(low, high)
+    axis = number_axis(low, high)
     assert said(axis) == ticks
     assert axis.low <= low <= high <= axis.high
 
 
 @pytest.mark.parametrize("value", [1e-12, 3.7e-7, 5e8, 2e15, -4.2, 1.0])
 def test_any_number_has_an_axis_on_which_it_lies_inside(value: float) -> None:
-    axis = numbers(value, value)
+    axis = number_axis(value, value)
     assert 0 < axis.place(value, 0, 100) < 100
     assert len(set(said(axis))) == len(axis.ticks)
 
 
 def test_memory_is_counted_in_the_unit_of_the_most() -> None:
-    assert (sizes(3 << 30).unit, said(sizes(3 << 30))[-1]) == ("GiB", "3")
-    assert (sizes(700 << 20).unit, sizes(0).unit) == ("MiB", "B")
+    assert (byte_axis(3 << 30).unit, said(byte_axis(3 << 30))[-1]) == ("GiB", "3")
+    assert (byte_axis(700 << 20).unit, byte_axis(0).unit) == ("MiB", "B")
 
 
 def test_epochs_are_whole() -> None:
-    assert said(wholes(1, 3)) == ["1", "2", "3"]
-    assert wholes(7, 7).low < 7 < wholes(7, 7).high
+    assert said(whole_axis(1, 3)) == ["1", "2", "3"]
+    assert whole_axis(7, 7).low < 7 < whole_axis(7, 7).high
 
 
 def test_a_plot_of_a_part_counts_seconds_from_where_the_run_began() -> None:
-    axis = times(MIDNIGHT + 31, MIDNIGHT + 52, since=MIDNIGHT)
+    axis = time_axis(MIDNIGHT + 31, MIDNIGHT + 52, since=MIDNIGHT)
     assert (said(axis), axis.unit) == (["35", "40", "45", "50"], "s since the run began")
 
 
 def test_a_long_run_has_the_time_of_day_and_a_longer_one_the_day() -> None:
-    hours = times(MIDNIGHT + 600, MIDNIGHT + 4 * 3600, since=MIDNIGHT + 600)
+    hours = time_axis(MIDNIGHT + 600, MIDNIGHT + 4 * 3600, since=MIDNIGHT + 600)
     assert (said(hours), hours.unit) == (["01:00", "02:00", "03:00", "04:00"], "UTC")
-    assert said(times(MIDNIGHT, MIDNIGHT + 8 * 86400, since=MIDNIGHT))[1] == "01-03"
+    assert said(time_axis(MIDNIGHT, MIDNIGHT + 8 * 86400, since=MIDNIGHT))[1] == "01-03"
 
 
 @pytest.mark.parametrize(
@@ -84,7 +83,7 @@ def test_figures_are_short_and_never_need_counting_digits(value: float, words: s
 )
 def test_numbers_that_differ_by_rounding_alone_have_an_axis(low: float, high: float) -> None:
     """As a metric has that no longer changes: there is no round number between them, and there was no page."""
-    axis = numbers(low, high)
+    axis = number_axis(low, high)
     assert axis.low < axis.high
     assert 0 <= axis.place(low, 0, 1) <= axis.place(high, 0, 1) <= 1
     assert len(axis.ticks) >= 3

@@ -4,209 +4,244 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipeline.report.html import memory_section, stage_section, training_section, trouble_section
-from pipeline.report.html.html_text import Html, badge, error_box, figure, hours, joined, moment, note, section, tag
-from pipeline.report.stage_lines import DAMAGED, UNIT, found_damage
-from pipeline.report.tables import duration, plural, size
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from pipeline.journal.active_runs import GOING_ON
+from pipeline.report.html import run_plots
+from pipeline.report.html.plots import figure, moment, tag
+from pipeline.report.stage_lines import CENSUS, DAMAGED, UNIT, found_damage, speed, state_of_stage
+from pipeline.report.tables import TEXT_MOST, clip, duration, plural, size
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Sequence
+
+    from pipeline.report.facts import StageUse, Suggested
+    from pipeline.report.html.run_facts import PageFacts, StageFacts, TrainingFacts
 
 HERE = Path(__file__).parent
+UNKNOWN = "–"
+SHORT = 24  # characters: a cell with more of them is kept wide enough to be read
+ERROR_MOST = 10 * TEXT_MOST
+LEAST_HOURS = 0.01
+NEXT = "\n  next: "
+JUDGING = ("scan", "embed", "graph")  # stages that judge the items of a data set
 
 
-def page(facts: Mapping[str, Any]) -> str:
+def page(facts: PageFacts) -> str:
     """Return the page of a run."""
-    parts = [
-        ("overview", "Overview", overview(facts)),
-        ("stages", "Stages", stage_section.stages(facts)),
-        ("events", "Failures", trouble_section.troubles(facts)),
-        ("throughput", "Throughput", stage_section.throughput(facts)),
-        ("memory", "Memory", memory_section.memory(facts)),
-        ("training", "Training", training_section.training(facts["training"])),
-        ("rejections", "Rejections", trouble_section.rejections(facts)),
-        ("cache", "Cache", trouble_section.cache(facts)),
-        ("efficiency", "Efficiency", memory_section.efficiency(facts)),
-    ]
-    shown = [(key, title) for key, title, part in parts if part]
-    body = tag(
-        "body", header(facts), contents(shown), tag("main", *(part for _, _, part in parts)),
-        tag("footer", "Times are UTC. Every table sorts by a click on a column's name."),
-        tag("script", _file("page.js")),
-    )  # fmt: skip
-    return f'<!DOCTYPE html>\n<html lang="en">{_head(facts)}{body}</html>\n'
-
-
-def _head(facts: Mapping[str, Any]) -> Html:
-    """Return the head; nothing but this page's own style and script is allowed by it."""
-    policy = (
-        f"default-src 'none'; style-src '{_digest('page.css')}'; script-src '{_digest('page.js')}';"
-        " base-uri 'none'; form-action 'none'"
-    )
-    return tag(
-        "head", Html('<meta charset="utf-8">'), _meta("Content-Security-Policy", policy),
-        Html('<meta name="viewport" content="width=device-width, initial-scale=1">'),
-        Html('<meta name="color-scheme" content="light dark"><meta name="referrer" content="no-referrer">'),
-        tag("title", f"{facts['run']['name']}: {state_of(facts)}"), tag("style", _file("page.css")),
-    )  # fmt: skip
-
-
-def _meta(name: str, content: str) -> Html:
-    from html import escape
-
-    return Html(f'<meta http-equiv="{name}" content="{escape(content, quote=True)}">')
+    return _environment().get_template("page.html").render(facts=facts, run=facts.run.status)
 
 
 @cache
-def _file(name: str) -> Html:
+def _environment() -> Environment:
+    """Return what fills in the page: what is no Markup is cut where it is long, and escaped."""
+    environment = Environment(
+        loader=FileSystemLoader(HERE),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: value if isinstance(value, Markup) else clip(str(value)),
+    )
+    environment.filters |= {
+        "bytes": lambda value: number_cell(value, size),
+        "code": lambda text: _cell(tag("code", clip(text)) if text else "", text),
+        "count": lambda value: number_cell(value, "{:,.0f}".format),
+        "error": _error,
+        "figure": lambda value: number_cell(value, figure),
+        "hours": lambda value: number_cell(value, hours),
+        "long": lambda text: _cell(tag("div", clip(text) or UNKNOWN, class_="long"), text),
+        "long_code": lambda text: _cell(tag("div", tag("code", clip(text)), class_="long") if text else UNKNOWN, text),
+        "moment": moment,
+        "moment_cell": lambda at: number_cell(at or None, moment),
+        "percent": lambda share: number_cell(share, "{:.0%}".format),
+        "plural": plural,
+        "size": size,
+        "span": lambda seconds: number_cell(seconds, duration),
+        "state": lambda word: _cell(badge(word), word),
+        "text": lambda text: _cell(clip(str(text)), None),
+        "badge": badge,
+        "badged": lambda word, kind: _cell(badge(word, kind), word),
+    }
+    environment.globals |= {
+        "UNIT": UNIT,
+        "css": _file("page.css"),
+        "js": _file("page.js"),
+        "css_digest": _digest("page.css"),
+        "js_digest": _digest("page.js"),
+        "goes_on": lambda run: run.state in GOING_ON,
+        "judging": JUDGING,
+        "numeric": lambda names: [f"#{name}" for name in names],
+        "overview": overview,
+        "plots": run_plots,
+        "ratio": lambda measured, given: measured / given if measured and given else None,
+        "setting": typed_setting,
+        "speed_over_all": speed_over_all,
+        "state_of_run": state_of_run,
+        "state_of_stage": state_of_stage,
+        "story": story_lines,
+    }
+    return environment
+
+
+@cache
+def _file(name: str) -> Markup:
     """Return a file of ours as it is: neither of them holds what would end its element."""
-    return Html((HERE / name).read_text(encoding="utf-8"))
+    return Markup((HERE / name).read_text(encoding="utf-8"))  # noqa: S704
 
 
-@cache
 def _digest(name: str) -> str:
-    digest = hashlib.sha256(_file(name).encode()).digest()
-    return f"sha256-{base64.b64encode(digest).decode()}"
+    return f"sha256-{base64.b64encode(hashlib.sha256(_file(name).encode()).digest()).decode()}"
 
 
-CLOCK = "%Y-%m-%d %H:%M:%S UTC"
+def _cell(shown: str, by: str | None) -> Markup:
+    """Return a cell of text; `by` is what it is sorted by, where that is not what it shows."""
+    css = "words" if len(by or shown) > SHORT else ""
+    attributes = {} if by is None else {"data_v": clip(by)}
+    return tag("td", shown, class_=css, **attributes)
 
 
-def header(facts: Mapping[str, Any]) -> Html:
-    """Return the name of the run, its state, and when the page was made."""
-    run = facts["run"]
-    made = tag("time", moment(run["made_at"], CLOCK), class_="made", data_at=f"{run['made_at']:.0f}")
-    return tag(
-        "header",
-        tag("p", "pipeline report", class_="eyebrow"),
-        tag("h1", tag("span", run["name"]), " ", badge(state_of(facts))),
-        tag("p", "as of ", made, tag("span", class_="age"), class_="asof"),
-        *_banners(facts),
-    )
+def number_cell(value: float | None, form: Any) -> Markup:
+    """Return a cell with a number; one that nobody knows comes last."""
+    if value is None or not math.isfinite(value):
+        return tag("td", UNKNOWN, class_="n", data_v="")
+    return tag("td", form(value), class_="n", data_v=value)
 
 
-def state_of(facts: Mapping[str, Any]) -> str:
+def badge(word: str, kind: str = "") -> Markup:
+    """Return a word in a box of its colour."""
+    return tag("span", word, class_=f"badge {kind or word.split()[0]}")
+
+
+def hours(value: float) -> str:
+    """Return core hours as people read them."""
+    return f"{value:,.2f}" if value >= LEAST_HOURS else "< 0.01"
+
+
+def _error(error: str) -> Markup:
+    """Show an error, with what to do next set apart."""
+    error = clip(error, ERROR_MOST)
+    what, _, command = error.rpartition(NEXT) if NEXT in error else (error, "", "")  # a task's own comes before
+    then = tag("p", tag("b", "Next: "), tag("code", command)) if command else ""
+    return tag("div", tag("pre", what), then, class_="note bad", role="alert")
+
+
+def state_of_run(facts: PageFacts) -> str:
     """Return where the run stands, in a word or three."""
-    damaged = any(found_damage(stage) for stage in facts["stages"])
-    return DAMAGED if damaged else str(facts["run"]["state"])
+    status = facts.run.status
+    return DAMAGED if any(map(found_damage, status.stages.values())) else status.state.value
 
 
-def _banners(facts: Mapping[str, Any]) -> list[Html]:
-    """Say what somebody should do something about."""
-    run = facts["run"]
-    name, shown = run["name"], []
-    if run["goes_on"]:
-        watch = tag("code", f"pipeline status {name} --watch")
-        said = "It had not begun" if run["state"] == "waiting" else "This run goes on"
-        shown.append(note(said, ": the page shows it as it was at the time above. Reload it for news, or ", watch))
-    if run["state"] == "abandoned":
-        again = tag("code", f"pipeline resume {name}")
-        shown.append(note("Nobody looks after this run any more; finished work is kept. Next: ", again, kind="bad"))
-    if run["state"] == "stopped":
-        shown.append(note("It was stopped; finished work is kept. Go on: ", tag("code", run["again"]), kind="warn"))
-    if run["error"]:
-        shown.append(error_box(run["error"]))
-    shown += [note("looked after by: ", run["supervisor"])] if run["supervisor"] else []
-    shown += [note("the queue could not be asked: ", run["trouble"], kind="warn")] if run["trouble"] else []
-    shown += [note("not on this page: ", one, kind="warn") for one in facts["notes"]]
-    return shown
+def story_lines(stage: StageFacts) -> Iterator[str]:
+    """Yield what came of a stage, in words."""
+    status = stage.status
+    if not status.ended_at:
+        if states := ", ".join(f"{times:,} {name}" for name, times in status.task_states().items()):
+            yield f"tasks: {states}"
+        if stage.waits_for:
+            yield f"waiting for: {', '.join(stage.waits_for)}"
+        if stage.left_s:
+            yield f"about {duration(stage.left_s)} left, if it goes on like this"
+    yield from stage.so_far
+    if measured := speed(status.measured()):
+        yield ", ".join(measured)
+    if stage.census:
+        yield from (line.strip() for line in CENSUS[status.name](stage.census) if isinstance(line, str) and line)
 
 
-def overview(facts: Mapping[str, Any]) -> Html:
-    """Return the figures that matter most."""
-    tiles = [one for one in (_took(facts), _stages(facts), *_items(facts), _attempts(facts), *_used(facts)) if one]
-    tiles += _best(facts["training"])
-    again = facts["run"]["again"]
-    typed = tag("p", "Typed: ", tag("code", again), class_="typed") if again else ""
-    place = tag("p", "Folder: ", tag("code", facts["run"]["folder"]), class_="typed")
-    return section("overview", "Overview", tag("dl", *tiles, class_="tiles"), typed, place)
+def speed_over_all(stage: StageFacts, now: float) -> float | None:
+    """Return items a second from a stage's first task to its end."""
+    first, until, done = stage.first_task_at, stage.status.ended_at or now, stage.status.items_done
+    return done / (until - first) if first and until > first and done else None
 
 
-def _tile(name: str, value: str, more: str = "", kind: str = "") -> Html:
-    return tag("div", tag("dt", name), tag("dd", tag("b", value), tag("small", more)), class_=f"tile {kind}".strip())
+def typed_setting(suggested: Suggested) -> str:
+    """Return a suggestion as it is typed behind `--set`."""
+    name, value = suggested.key.rpartition(".")[2], suggested.value
+    said = f"{value >> 20}MiB" if name == "mem" else f"{value // 60}m" if name == "time" else f"{value}"
+    return f"{suggested.key}={said}"
 
 
-def _took(facts: Mapping[str, Any]) -> Html:
-    run, span = facts["run"], facts["time"]
-    name = "Took" if run["ended_at"] else "So far"
-    begun = moment(span["from"], "began %Y-%m-%d %H:%M UTC")
-    return _tile(name, duration(span["to"] - span["from"]), begun)
+# The figures that matter most
 
 
-def _stages(facts: Mapping[str, Any]) -> Html:
-    planned = list(dict.fromkeys([*facts["run"]["planned"], *(stage["name"] for stage in facts["stages"])]))
-    done = sum(stage["state"] == "done" for stage in facts["stages"])
-    begun = {stage["name"] for stage in facts["stages"]}
-    later = [name for name in planned if name not in begun]
+class Tile(NamedTuple):
+    """A figure of the overview, what more is said of it, and whether it is bad news."""
+
+    name: str
+    value: str
+    more: str = ""
+    kind: str = ""
+
+
+def overview(facts: PageFacts) -> Iterator[Tile]:
+    """Yield the figures that matter most."""
+    status, span = facts.run.status, facts.time
+    begun = moment(span.begun, "began %Y-%m-%d %H:%M UTC")
+    yield Tile("Took" if status.ended_at else "So far", duration(span.end - span.begun), begun)
+    planned = list(dict.fromkeys([*status.planned, *status.stages]))
+    done = sum(stage.state.value == "done" for stage in status.stages.values())
+    later = [name for name in planned if name not in status.stages]
     more = f"not begun: {', '.join(later)}" if later else ", ".join(planned)
-    return _tile("Stages done", f"{done} of {len(planned)}", more, "bad" if facts["run"]["state"] == "failed" else "")
+    yield Tile("Stages done", f"{done} of {len(planned)}", more, "bad" if status.state.value == "failed" else "")
+    yield from _items(facts)
+    yield _attempts(facts)
+    yield from _used(facts.uses)
+    if facts.training and facts.training.newest:
+        yield from _best(facts.training)
 
 
-def _items(facts: Mapping[str, Any]) -> list[Html]:
+def _items(facts: PageFacts) -> Iterator[Tile]:
     """Say how many items the newest stage that judged a data set could use."""
-    judged = [stage["census"] for stage in facts["stages"] if stage["name"] in ("scan", "embed", "graph")]
-    census = next((one for one in reversed(judged) if one), None)
-    if census is None:
-        return []
-    rejected = census["items"] - census["accepted"]
-    more = f"{rejected:,} rejected ({census['rejected_fraction']:.1%})"
-    more += f", {census['undone']:,} not done" if census["undone"] else ""
-    return [_tile("Items accepted", f"{census['accepted']:,}", more, "warn" if rejected else "")]
+    judged = [stage.census for stage in facts.stages if stage.status.name in JUDGING and stage.census]
+    for census in judged[-1:]:
+        rejected = census["items"] - census["accepted"]
+        more = f"{rejected:,} rejected ({census['rejected_fraction']:.1%})"
+        more += f", {census['undone']:,} not done" if census["undone"] else ""
+        yield Tile("Items accepted", f"{census['accepted']:,}", more, "warn" if rejected else "")
 
 
-def _attempts(facts: Mapping[str, Any]) -> Html:
-    troubles = facts["troubles"]
-    total = sum(stage["attempts"] for stage in facts["stages"])
-    failed = troubles["total"]
-    kind = "bad" if troubles["open"] else "warn" if failed else ""
-    more = "all of them ended well" if total and not failed else ""
-    if failed:
-        memory = sum(one["times"] for one in troubles["causes"] if one["cause"] in ("host_oom", "gpu_oom"))
-        more = f"{failed:,} did not end well" + (f", {memory:,} for memory" if memory else "")
-    return _tile("Attempts at tasks", f"{total:,}", more or "none has ended", kind)
+def _attempts(facts: PageFacts) -> Tile:
+    troubles = facts.troubles
+    total = sum(stage.attempts for stage in facts.stages)
+    more = "all of them ended well" if total else "none has ended"
+    if troubles.total:
+        memory = sum(times for (_, cause), times in troubles.causes.items() if cause in ("host_oom", "gpu_oom"))
+        more = f"{troubles.total:,} did not end well" + (f", {memory:,} for memory" if memory else "")
+    return Tile("Attempts at tasks", f"{total:,}", more, "bad" if troubles.open else "warn" if troubles.total else "")
 
 
-def _used(facts: Mapping[str, Any]) -> list[Html]:
+def _used(uses: Sequence[StageUse]) -> Iterator[Tile]:
     """Say what the run used of cores and memory."""
-    stages: Sequence[Mapping[str, Any]] = facts["efficiency"]
-    if not stages:
-        return []
-    tiles = [_tile("Core hours", hours(sum(one["core_hours"] for one in stages)), _busiest(stages))]
-    peak = max(stages, key=lambda one: one["peak_bytes"] or 0)
-    if peak["peak_bytes"]:
-        more = f"{peak['stage']}, of {size(peak['asked_bytes'])} asked for" if peak["asked_bytes"] else peak["stage"]
-        tiles.append(_tile("Highest memory of a task", size(peak["peak_bytes"]), more))
-    gpu = max(stages, key=lambda one: one["gpu_peak_bytes"] or 0)
-    if gpu["gpu_peak_bytes"]:
-        tiles.append(_tile("Highest memory of a GPU", size(gpu["gpu_peak_bytes"]), gpu["stage"]))
-    return tiles
+    if not uses:
+        return
+    yield Tile("Core hours", hours(sum(use.core_hours for use in uses)), _busiest(uses))
+    peak = max(uses, key=lambda use: use.peak_bytes or 0)
+    if peak.peak_bytes:
+        more = f"{peak.stage}, of {size(peak.asked_bytes)} asked for" if peak.asked_bytes else peak.stage
+        yield Tile("Highest memory of a task", size(peak.peak_bytes), more)
+    gpu = max(uses, key=lambda use: use.gpu_peak_bytes or 0)
+    if gpu.gpu_peak_bytes:
+        yield Tile("Highest memory of a GPU", size(gpu.gpu_peak_bytes), gpu.stage)
 
 
-def _busiest(stages: Sequence[Mapping[str, Any]]) -> str:
-    most = max(stages, key=lambda one: one["core_hours"])
-    done = plural(most["items"], UNIT[most["stage"]])  # of tasks that have ended well, of which there may be none
-    return f"most for {most['stage']}" + (f": {done}" if most["items"] else "")
+def _busiest(uses: Sequence[StageUse]) -> str:
+    most = max(uses, key=lambda use: use.core_hours)
+    done = plural(most.items, UNIT[most.stage])  # of tasks that have ended well, of which there may be none
+    return f"most for {most.stage}" + (f": {done}" if most.items else "")
 
 
-def _best(training: Mapping[str, Any] | None) -> list[Html]:
+def _best(training: TrainingFacts) -> Iterator[Tile]:
     """Say how far a training is and what its best epoch came to."""
-    if not training or not training["rows"]:
-        return []
-    name, lower = training["monitor"], training["lower_is_better"]
-    tiles = [
-        _tile("Epochs", f"{training['rows'][-1]['epoch']:,} of {training['planned']['epochs']:,}", "trained so far")
-    ]
-    known = [one for one in training["epochs"] if one["validation"].get(name) is not None]
+    name, trained = training.monitor, training.newest[-1].epoch
+    yield Tile("Epochs", f"{trained:,} of {training.prepared.epochs:,}", "trained so far")
+    known = {epoch.epoch: value for epoch in training.epochs if (value := epoch.validation.get(name)) is not None}
     if known:
-        best = (min if lower else max)(known, key=lambda one: one["validation"][name])
-        tiles.append(_tile(f"Best {name}", figure(best["validation"][name]), f"epoch {best['epoch']:,}"))
-    return tiles
-
-
-def contents(keys: Sequence[tuple[str, str]]) -> Html:
-    """Return links to the parts of the page."""
-    return tag("nav", joined(tag("a", title, href=f"#{key}") for key, title in keys), aria_label="parts of this page")
+        best = (min if training.lower_is_better else max)(known, key=known.__getitem__)
+        yield Tile(f"Best {name}", figure(known[best]), f"epoch {best:,}")

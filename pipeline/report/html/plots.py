@@ -1,12 +1,13 @@
-"""Axes: round numbers in a unit that suits them, and where they lie on paper."""
+"""Plots: axes with round numbers in a unit that suits them, and what is drawn between them, as SVG."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
-from pipeline.report.html.html_text import Html, joined, moment, tag
+from markupsafe import Markup
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -25,6 +26,29 @@ LEAST_PLAIN, MOST_PLAIN, MOST_PLACES = 1e-4, 1e7, 6  # of numbers that are said 
 SHORT_S = 600  # of a shorter run the axis says seconds since its beginning
 
 
+_MANY, _HUGE, _FEW = 1e3, 1e10, 1e-3
+
+
+def tag(name: str, *inside: Any, **attributes: Any) -> Markup:
+    """Return an element; `class_` is `class`, `text_anchor` is `text-anchor`; text that is no Markup is escaped."""
+    said = Markup("").join(
+        Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), value) for key, value in attributes.items()
+    )
+    return Markup("<{0}{1}>{2}</{0}>").format(name, said, Markup("").join(inside))
+
+
+def moment(at: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
+    """Return a moment in UTC: who reads a page may be anywhere."""
+    return datetime.fromtimestamp(at, tz=timezone.utc).strftime(form)
+
+
+def figure(value: float) -> str:
+    """Return a number as people read it."""
+    if value == int(value) or abs(value) >= _MANY:
+        return f"{value:,.0f}" if abs(value) < _HUGE else f"{value:.3g}"
+    return f"{value:.4g}" if abs(value) >= _FEW else f"{value:.2e}"
+
+
 @dataclass(frozen=True, slots=True)
 class Axis:
     """A stretch of numbers, the round ones among them with what they are called, and their unit."""
@@ -40,7 +64,7 @@ class Axis:
         return start + min(1.0, max(0.0, share)) * (end - start)
 
 
-def numbers(low: float, high: float, unit: str = "", *, most: int = 5) -> Axis:
+def number_axis(low: float, high: float, unit: str = "", *, most: int = 5) -> Axis:
     """Return an axis over numbers."""
     low, high = _apart(low, high)
     step = _round_step((high - low) / most)
@@ -62,15 +86,15 @@ def _short(values: Sequence[float], step: float) -> list[str]:
     return words
 
 
-def sizes(high: float, *, most: int = 5) -> Axis:
+def byte_axis(high: float, *, most: int = 5) -> Axis:
     """Return an axis over amounts of memory, from nothing."""
     power = min(len(UNITS) - 1, max(0, int(math.log(max(high, 1), KILO))))
     scale = KILO**power
-    found = numbers(0, high / scale, UNITS[power], most=most)
+    found = number_axis(0, high / scale, UNITS[power], most=most)
     return Axis(0, found.high * scale, tuple((value * scale, said) for value, said in found.ticks), UNITS[power])
 
 
-def wholes(low: float, high: float, unit: str = "", *, most: int = 6) -> Axis:
+def whole_axis(low: float, high: float, unit: str = "", *, most: int = 6) -> Axis:
     """Return an axis over whole numbers that begins and ends where they do."""
     low, high = (low, high) if high > low else (low - 1, high + 1)
     step = max(1, math.ceil(_round_step((high - low) / most)))
@@ -79,7 +103,7 @@ def wholes(low: float, high: float, unit: str = "", *, most: int = 6) -> Axis:
     return Axis(low, high, tuple(ticks), unit)
 
 
-def times(begun: float, end: float, *, since: float, most: int = 6) -> Axis:
+def time_axis(begun: float, end: float, *, since: float, most: int = 6) -> Axis:
     """Return an axis over moments: seconds since something began where that is not long ago, else UTC."""
     length = max(end - begun, 1e-3)
     step = next((one for one in TIME_STEPS_S if length / one <= most), TIME_STEPS_S[-1] * math.ceil(length / 3e7))
@@ -127,57 +151,64 @@ class Line:
     told: Sequence[str] = ()  # what each point says when it is pointed at
 
 
-def plot(title: str, x: Axis, y: Axis, lines: Sequence[Line], *, width: int = WIDTH, height: int = HEIGHT) -> Html:
+def plot(title: str, x: Axis, y: Axis, lines: Sequence[Line], *, width: int = WIDTH, height: int = HEIGHT) -> Markup:
     """Return a plot with its title and legend."""
-    drawn = joined([_frame(x, y, width, height), *(_line(one, x, y, width, height) for one in lines)])
-    picture = tag("svg", tag("title", title), drawn, viewBox=f"0 0 {width} {height}", role="img", aria_label=title)
+    drawn = [_frame(x, y, width, height), *(_line(line, x, y, width, height) for line in lines)]
+    picture = svg(title, drawn, width, height)
     named = [(one.name, f"s{one.colour % COLOURS} {one.style}") for one in lines if one.name]
     return figure_of(title, picture, legend(named) if len(named) > 1 else "")
 
 
-def figure_of(title: str, picture: Any, key: Any = "", *, css: str = "plot") -> Html:
+def svg(title: str, parts: Iterable[Markup], width: int, height: int, css: str = "") -> Markup:
+    """Return a picture with its title."""
+    box = f"0 0 {width} {height}"
+    inside = (tag("title", title), *parts)
+    return tag("svg", *inside, viewBox=box, role="img", aria_label=title, class_=css)
+
+
+def figure_of(title: str, picture: Any, key: Any = "", *, css: str = "plot") -> Markup:
     """Return a picture with its title and the meaning of its colours."""
     return tag("figure", tag("figcaption", tag("b", title), key), picture, class_=css)
 
 
-def legend(named: Iterable[tuple[str, str]]) -> Html:
+def legend(named: Iterable[tuple[str, str]]) -> Markup:
     """Return what the colours mean."""
     return tag("span", *(tag("span", tag("i", class_=f"key {css}"), name) for name, css in named), class_="legend")
 
 
-def _frame(x: Axis, y: Axis, width: int, height: int) -> Html:
+def _frame(x: Axis, y: Axis, width: int, height: int) -> Markup:
     """Return the axes with their ticks and units."""
     right, bottom = width - RIGHT, height - BOTTOM
     parts = []
     for value, said in y.ticks:
         at = y.place(value, bottom, TOP)
         parts.append(tag("line", x1=LEFT, x2=right, y1=f"{at:.1f}", y2=f"{at:.1f}", class_="grid"))
-        parts.append(text(LEFT - 6, at + 4, said, "end"))
+        parts.append(svg_text(LEFT - 6, at + 4, said, "end"))
     parts += x_ticks(x, LEFT, right, bottom)
     parts.append(tag("line", x1=LEFT, x2=right, y1=bottom, y2=bottom, class_="axis"))
-    parts.append(text(right, bottom + 33, x.unit, "end", "unit"))
+    parts.append(svg_text(right, bottom + 33, x.unit, "end", "unit"))
     parts.append(
-        text(LEFT - 6, TOP - 10, y.unit, "end" if len(y.unit) < 8 else "start", "unit", nudge=len(y.unit) >= 8)
+        svg_text(LEFT - 6, TOP - 10, y.unit, "end" if len(y.unit) < 8 else "start", "unit", nudge=len(y.unit) >= 8)
     )
-    return joined(parts)
+    return Markup("").join(parts)
 
 
-def x_ticks(x: Axis, left: float, right: float, bottom: float) -> list[Html]:
+def x_ticks(x: Axis, left: float, right: float, bottom: float) -> list[Markup]:
     """Return the marks of an axis below a plot."""
     parts = []
     for value, said in x.ticks:
         at = x.place(value, left, right)
         parts.append(tag("line", x1=f"{at:.1f}", x2=f"{at:.1f}", y1=bottom, y2=bottom + 4, class_="axis"))
-        parts.append(text(at, bottom + 17, said, "middle"))
+        parts.append(svg_text(at, bottom + 17, said, "middle"))
     return parts
 
 
-def text(x: float, y: float, said: str, anchor: str = "start", css: str = "tick", *, nudge: bool = False) -> Html:
+def svg_text(x: float, y: float, said: str, anchor: str = "start", css: str = "tick", *, nudge: bool = False) -> Markup:
     """Return words at a place; nudged, they begin at the paper's edge."""
     return tag("text", said, x=2 if nudge else f"{x:.1f}", y=f"{y:.1f}", text_anchor=anchor, class_=css)
 
 
-def _line(one: Line, x: Axis, y: Axis, width: int, height: int) -> Html:
+def _line(one: Line, x: Axis, y: Axis, width: int, height: int) -> Markup:
     """Return a curve; where a value is no number, it is broken."""
     bottom, right = height - BOTTOM, width - RIGHT
     places = [(x.place(a, LEFT, right), y.place(b, bottom, TOP)) if math.isfinite(b) else None for a, b in one.points]
@@ -187,10 +218,10 @@ def _line(one: Line, x: Axis, y: Axis, width: int, height: int) -> Html:
         drawn.insert(0, _area(places, bottom, css))
     if len(one.points) <= DOTS and not one.style:
         drawn += [_dot(place, one, number) for number, place in enumerate(places) if place]
-    return joined(drawn)
+    return Markup("").join(drawn)
 
 
-def _dot(place: Point, one: Line, number: int) -> Html:
+def _dot(place: Point, one: Line, number: int) -> Markup:
     told = tag("title", one.told[number]) if number < len(one.told) else ""
     return tag("circle", told, cx=f"{place[0]:.1f}", cy=f"{place[1]:.1f}", r=2.6, class_=f"dot s{one.colour % COLOURS}")
 
@@ -211,11 +242,11 @@ def _step(place: Point) -> str:
     return f"H{place[0]:.1f}V{place[1]:.1f}"
 
 
-def _area(places: Sequence[Point | None], bottom: float, css: str) -> Html:
+def _area(places: Sequence[Point | None], bottom: float, css: str) -> Markup:
     """Return what lies under a curve."""
     known = [place for place in places if place]
     if not known:
-        return Html("")
+        return Markup("")
     way = _path(known, steps="steps" in css)
     closed = f"{way}L{known[-1][0]:.1f} {bottom}L{known[0][0]:.1f} {bottom}Z"
     return tag("path", d=closed, class_=css.replace("line", "fill"))

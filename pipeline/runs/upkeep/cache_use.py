@@ -5,19 +5,19 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from pipeline.errors import PipelineError
 from pipeline.keys import recipe_tag
 from pipeline.records import StageName
+from pipeline.report.cache_tables import Holdings, Missing
 from pipeline.runs.dataset import worklist
 from pipeline.runs.dataset.reader_items import is_reader
 from pipeline.runs.workflow import table
 from pipeline.store.cache_folder import CacheFolder, RecipeStat
 from pipeline.store.format.cache_layout import KindLayout
 from pipeline.store.key_lists import tally
-from pipeline.store.maintenance.damage_report import damage_found, last_report
+from pipeline.store.maintenance.damage_report import last_report
 from pipeline.store.maintenance.leftovers import User, register, registered, who_am_i
 from pipeline.structures.inventory import plain_recipe
 
@@ -28,10 +28,7 @@ if TYPE_CHECKING:
 
     from pipeline.config.schema import Config
     from pipeline.encoder.embedding_recipe import EmbeddingRecipe
-    from pipeline.errors import CacheUnusable
     from pipeline.project.project import Project
-    from pipeline.store.maintenance.damage_report import DamageReport
-    from pipeline.store.store import StoreStat
 
 log = logging.getLogger(__name__)
 
@@ -85,63 +82,6 @@ def user_of(config: str, runs: str, tags: Iterable[tuple[str, bytes]]) -> User:
 def config_name(file: Path | None) -> str:
     """Return the name of a configuration, wherever it is typed."""
     return str(file.absolute()) if file else ""
-
-
-@dataclass(frozen=True, slots=True)
-class Missing:
-    """How much of what the data set needs of a kind was not there, by what was known of it at some time."""
-
-    kind: str
-    needed: int
-    missing: int
-    at: float  # when the data set was last looked at, in seconds since 1970
-    changed: bool  # the data set since, as far as the times of its file or folder tell
-
-
-@dataclass(frozen=True, slots=True)
-class Holdings:
-    """What a cache holds."""
-
-    root: Path
-    is_there: bool
-    stats: tuple[StoreStat, ...]
-    recipes: Mapping[str, list[RecipeStat]]
-    undescribed: Mapping[str, int]  # kind → records made by recipes of which nobody can read what they say
-    missing: tuple[Missing, ...]
-    unknown: tuple[str, ...]  # kinds of which nobody has looked what the data set needs
-    report: DamageReport | None  # of the last validation
-    users: tuple[User, ...]
-    quarantine: Mapping[str, tuple[int, int]]  # kind → files, bytes
-    under: tuple[Path, ...]
-    left_out: tuple[CacheUnusable, ...]  # why other caches that were to be under it are not
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON data."""
-        recipes = {kind: [asdict(one) for one in known] for kind, known in self.recipes.items()}
-        files, kept_bytes = (sum(column) for column in zip((0, 0), *self.quarantine.values(), strict=True))
-        return {
-            "root": str(self.root),
-            "is_there": self.is_there,
-            "kinds": [
-                asdict(one) | {"recipes": recipes[one.kind], "undescribed": self.undescribed.get(one.kind, 0)}
-                for one in self.stats
-            ],
-            "missing": [asdict(one) for one in self.missing],
-            "not_known": list(self.unknown),
-            "last_validation": self._last_validation(),
-            "users": [user.to_json() for user in self.users],
-            "quarantine": {"files": files, "bytes": kept_bytes, "kinds": dict(self.quarantine)},
-            "under": [str(path) for path in self.under],
-            "left_out": [{"path": one.where, "why": one.what, "remedy": one.remedy} for one in self.left_out],
-        }
-
-    def _last_validation(self) -> dict[str, Any] | None:
-        """Return what the last validation found, and what is to be done about it."""
-        if self.report is None:
-            return None
-        summary, path = self.report.summary, self.report.path
-        remedy = damage_found(summary, self.root, path).remedy if summary.findings else ""
-        return {"path": str(path), **asdict(summary), "remedy": remedy}
 
 
 def holdings(config: Config) -> Holdings:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import ceil
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipeline.cluster.verdict import Cause
 from pipeline.config.load import from_resolved
@@ -15,6 +15,7 @@ from pipeline.config.schema_cluster import StageResources
 from pipeline.errors import PipelineError
 from pipeline.project.project import Project, cluster_name, profiles_of
 from pipeline.records import StageName
+from pipeline.report.facts import Estimate, StageUse, Suggested
 from pipeline.runs.model.prepare import is_planned
 from pipeline.runs.workflow import table
 from pipeline.runs.workflow.jobs import plan_stage, recipe_name, tasks_at_once
@@ -35,50 +36,6 @@ TIME_MARGIN = 1.5
 TIME_STEP_S = 300
 SPARE_CPUS = 0.5  # efficiency below which fewer cores are suggested
 TELLING_S = 30.0  # of shorter tasks most is their start
-
-
-@dataclass(frozen=True, slots=True)
-class Suggested:
-    """A value for the next run."""
-
-    key: str
-    was: int
-    value: int  # bytes, seconds or cores
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class StageUse:
-    """What the attempts at a stage's tasks were given and have used; None is what nobody measured."""
-
-    stage: str
-    tasks: int
-    attempts: int
-    items: int
-    causes: dict[str, int]
-    cpus: int
-    gpus: int
-    asked_bytes: int | None  # the most that an attempt was given
-    first_bytes: int | None  # what the first attempts were given
-    peak_bytes: int | None  # the highest of all attempts
-    median_peak_bytes: int | None
-    mem_used: float | None  # of the memory asked for, weighted by time
-    cpu_used: float | None
-    limit_s: int | None
-    longest_s: float | None
-    median_s: float | None
-    time_used: float | None  # by the longest
-    gpu_peak_bytes: int | None
-    items_per_s: float | None  # of one task
-    core_hours: float
-    planned_bytes: int | None
-    why: str  # where the memory of the first attempts was from
-    suggested: tuple[Suggested, ...]
-    note: str = ""  # why something is missing
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON data."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,28 +162,6 @@ def _cores(ended: Sequence[Attempt], jobs: dict[str, StageJob]) -> int | None:
 
 
 DEFAULT = "default"
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """What one stage would take; None is what nobody knows."""
-
-    stage: str
-    counts: Mapping[str, int]
-    tasks: int
-    at_once: int
-    cpus: int
-    gpus: int
-    mem_bytes: int
-    time_s: int
-    disk_bytes: int
-    task_s: float | None
-    all_s: float | None
-    sources: Mapping[str, str]  # what a number is called → where it is from
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON data."""
-        return asdict(self)
 
 
 def estimates(

@@ -1,4 +1,4 @@
-"""What a report says of a run, as one plain document of bounded size, from what its ledger adds up to."""
+"""What the page of a run says, of bounded size, from what its ledger adds up to."""
 
 from __future__ import annotations
 
@@ -11,14 +11,24 @@ from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster.verdict import Cause
-from pipeline.journal.active_runs import left_s, use
-from pipeline.journal.run_status import COUNTED, RunState
 from pipeline.records import EventKind
-from pipeline.report.stage_lines import found_so_far, read_so_far, script_figures
+from pipeline.report.html.run_facts import (
+    FailuresAt,
+    LeftOutItems,
+    RejectedItems,
+    Rejections,
+    StageFacts,
+    TimeFacts,
+    Trouble,
+    Troubles,
+)
+from pipeline.report.stage_lines import counted_so_far, script_figures
+from pipeline.report.tables import clip
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from pipeline.journal.active_runs import SeenRun
     from pipeline.journal.attempts import Attempt
     from pipeline.journal.run_folder import RunFolder
     from pipeline.journal.run_status import RunStatus, StageStatus
@@ -26,158 +36,88 @@ if TYPE_CHECKING:
 
 ATTEMPTS = 200  # that did not end well, of which each has a row
 REJECTIONS = 200
-LINE_MOST = 600  # characters of a message
 LIST_MOST = 40
 DICT_MOST = 200
-GOES_ON = (RunState.WAITING, RunState.RUNNING)
+NAMED = 5
 
 
-def run_facts(folder: RunFolder, status: RunStatus, now: float) -> dict[str, Any]:
-    """Return what is known of the run as a whole."""
-    return {
-        "name": status.name,
-        "folder": str(folder.path),
-        "state": status.state.value,
-        "goes_on": status.state in GOES_ON,
-        "made_at": now,
-        "started_at": status.started_at,
-        "ended_at": status.ended_at,
-        "error": clip(status.error, 10 * LINE_MOST),
-        "exit_code": status.exit_code,
-        "host": status.host,
-        "visits": status.visits,
-        "planned": list(status.planned),
-        "again": _text(folder),
-        "rejected_file": str(folder.rejected),
-    }
-
-
-def _text(folder: RunFolder) -> str:
-    try:
-        return clip(folder.again.read_text().strip())
-    except OSError:
-        return ""
-
-
-def stage_facts(stage: StageStatus, now: float) -> dict[str, Any]:
+def stage_facts(run: SeenRun, stage: StageStatus) -> StageFacts:
     """Return what is known of a stage, however many tasks it has."""
-    counts = {name: getattr(stage, name) for name in COUNTED}
-    return counts | {
-        "name": stage.name,
-        "state": stage.state.value,
-        "started_at": stage.started_at,
-        "first_task_at": first_start(stage),
-        "ended_at": stage.ended_at,
-        "items_done": stage.items_done,
-        "task_states": stage.task_states(),
-        "attempts": sum(len(task.ended) for task in stage.work.values()),
-        "failed": len(stage.failures),
-        "reasons": dict(stage.reasons),
-        "measured": stage.measured(),
-        "use": use(stage),
-        "left_s": left_s(stage, now),
-        "error": clip(stage.error, 10 * LINE_MOST),
-        "warnings": bounded(stage.warnings),
-        "census": bounded(stage.census),
-        "told": _told(stage),
-    }
+    so_far = [] if stage.census else counted_so_far(stage.figures)
+    return StageFacts(
+        status=stage,
+        first_task_at=first_start(stage),
+        left_s=run.left_s(stage),
+        waits_for=bounded(run.waits_for.get(stage.name, ())),
+        census=bounded(stage.census or {}),
+        warnings=bounded(stage.warnings),
+        so_far=[*script_figures(stage.figures), *so_far],
+    )
 
 
-def _told(stage: StageStatus) -> list[str]:
-    """Say what a script tells of itself, and how far those are who have found or read something but not ended."""
-    so_far = [] if stage.census else [*found_so_far(stage.figures), *read_so_far(stage.figures)]
-    return [clip(line) for line in (*script_figures(stage.figures), *so_far)]
-
-
-def trouble_facts(status: RunStatus) -> dict[str, Any]:
+def trouble_facts(status: RunStatus) -> Troubles:
     """Return which attempts did not end well, how often by which cause, and what was done about each."""
-    failures = [(stage, one) for stage in status.in_order() for one in stage.failures]
-    causes = Counter((stage.name, one.cause.value) for stage, one in failures)
-    shown = _first_of_each(failures)
-    return {
-        "total": len(failures),
-        "causes": [{"stage": stage, "cause": cause, "times": times} for (stage, cause), times in causes.most_common()],
-        "attempts": [_attempt(stage, one) for stage, one in shown],
-        "more": len(failures) - len(shown),
-        "survived": sum(stage.task(one.task).good for stage, one in failures),
-        "open": sum(1 for stage in status.in_order() for task in stage.work.values() if task.ended and task.open),
-        "left_out": [_left_out(stage, one) for stage in status.in_order() for one in stage.left_out[:LIST_MOST]],
-    }
+    stages = status.in_order()
+    failures = [(stage, attempt) for stage in stages for attempt in stage.failures]
+    return Troubles(
+        total=len(failures),
+        causes=dict(Counter((stage.name, attempt.cause.value) for stage, attempt in failures).most_common()),
+        attempts=[_trouble(stage, attempt) for stage, attempt in _first_of_each(failures)],
+        survived=sum(stage.task(attempt.task).good for stage, attempt in failures),
+        open=sum(1 for stage in stages for task in stage.work.values() if task.ended and task.open),
+        left_out=[_left_out(stage, told) for stage in stages for told in stage.left_out[:LIST_MOST]],
+    )
 
 
-def _first_of_each(failures: Sequence[tuple[StageStatus, Attempt]]) -> list[tuple[StageStatus, Attempt]]:
+def _first_of_each(failures: Sequence[tuple[StageStatus, Attempt]]) -> Sequence[tuple[StageStatus, Attempt]]:
     """Return as many failures as are shown: where there are more, each stage and cause is among them."""
     if len(failures) <= ATTEMPTS:
-        return list(failures)
+        return failures
     known: dict[tuple[str, str], list[tuple[StageStatus, Attempt]]] = {}
-    for stage, one in failures:
-        known.setdefault((stage.name, one.cause.value), []).append((stage, one))
+    for stage, attempt in failures:
+        known.setdefault((stage.name, attempt.cause.value), []).append((stage, attempt))
     share = max(1, ATTEMPTS // len(known))
     return [pair for group in known.values() for pair in group[:share]][:ATTEMPTS]
 
 
-def _attempt(stage: StageStatus, one: Attempt) -> dict[str, Any]:
-    """Return what is said of an attempt that did not end well."""
-    task = stage.task(one.task)
-    after = "done" if task.good else "running again" if task.job is not None else "not done"
-    return {
-        "stage": stage.name,
-        "task": one.task,
-        "attempt": one.number,
-        "cause": one.cause.value,
-        "is_memory": one.cause in (Cause.HOST_OOM, Cause.GPU_OOM),
-        "reason": clip(one.reason),
-        "said": clip(one.said) if one.said not in one.reason else "",
-        "then": clip(task.then.get(one.number, "")),
-        "now": after,
-        "asked_bytes": one.ask.mem_bytes,
-        "peak_bytes": one.peak_rss_bytes,
-        "gpu_peak_bytes": one.gpu_peak_bytes,
-        "limit_s": one.ask.time_s,
-        "elapsed_s": one.elapsed_s or None,
-        "ended_at": one.ended_at or None,
-        "node": clip(one.node),
-        "job": clip(one.job),
-        "log": clip(one.log),
-        "exit_code": one.exit_code,
-        "on": bounded(list(one.on[:5])),
-    }
+def _trouble(stage: StageStatus, attempt: Attempt) -> Trouble:
+    task = stage.task(attempt.task)
+    now = "done" if task.good else "running again" if task.job is not None else "not done"
+    return Trouble(stage.name, attempt, task.then.get(attempt.number, ""), now)
 
 
-def _left_out(stage: StageStatus, told: Mapping[str, Any]) -> dict[str, Any]:
+def _left_out(stage: StageStatus, told: Mapping[str, Any]) -> LeftOutItems:
     names = [clip(str(name)) for name in told.get("names", ())]
-    return {"stage": stage.name, "names": names[:5], "more": max(0, len(names) - 5), "why": clip(told.get("why", ""))}
+    return LeftOutItems(stage.name, names[:NAMED], max(0, len(names) - NAMED), told.get("why", ""))
 
 
-def rejection_facts(folder: RunFolder, status: RunStatus) -> dict[str, Any]:
+def rejection_facts(folder: RunFolder, status: RunStatus) -> Rejections:
     """Return why items were left out: by reason from the newest census or, while stages run, as told so far."""
-    judged = [stage for stage in status.in_order() if stage.census and stage.census.get("rejected")]
-    so_far = [stage for stage in status.in_order() if not stage.census and stage.reasons]
-    rows = [row for stage in _telling(judged) for row in _by_census(stage)]
+    stages = status.in_order()
+    rows = [row for stage in _telling(stages) for row in _by_census(stage)]
     rows += [
-        {"stage": stage.name, "reason": reason, "items": items, "example": "", "so_far": True}
-        for stage in so_far
+        RejectedItems(stage.name, reason, items, so_far=True)
+        for stage in stages
+        if not stage.census
         for reason, items in stage.reasons.most_common()
     ]
-    items, more = _listed(folder)
-    return {"rows": rows, "items": items, "more": more, "file": str(folder.rejected) if items else ""}
+    return Rejections(rows, *_listed(folder), folder.rejected)
 
 
 def _telling(stages: Sequence[StageStatus]) -> Iterator[StageStatus]:
     """Yield stages that left out other items than the one before: what was left out stays left out."""
     before: Mapping[str, int] = {}
     for stage in stages:
-        assert stage.census is not None
-        if stage.census["rejected"] != before:
+        rejected = (stage.census or {}).get("rejected")
+        if rejected and rejected != before:
             yield stage
-        before = stage.census["rejected"]
+            before = rejected
 
 
-def _by_census(stage: StageStatus) -> Iterator[dict[str, Any]]:
+def _by_census(stage: StageStatus) -> Iterator[RejectedItems]:
     census = stage.census or {}
     for reason, items in list(census["rejected"].items())[:LIST_MOST]:
-        example = clip(str(census.get("examples", {}).get(reason, "")))
-        yield {"stage": stage.name, "reason": reason, "items": items, "example": example, "so_far": False}
+        yield RejectedItems(stage.name, reason, items, str(census.get("examples", {}).get(reason, "")))
 
 
 def _listed(folder: RunFolder) -> tuple[list[dict[str, str]], int]:
@@ -187,18 +127,11 @@ def _listed(folder: RunFolder) -> tuple[list[dict[str, str]], int]:
         with folder.rejected.open("rb") as file:
             for line in islice(file, REJECTIONS):
                 told = json.loads(line)
-                rows.append(
-                    {name: clip(str(told.get(name, ""))) for name in ("id", "reason", "detail", "origin", "split")}
-                )
+                rows.append({name: str(told.get(name, "")) for name in ("id", "reason", "detail", "origin", "split")})
             more = sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
     except (OSError, ValueError):
         return rows, 0
     return rows, more
-
-
-def clip(text: str, most: int = LINE_MOST) -> str:
-    """Return text of bounded length, which says what it leaves out."""
-    return text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} more characters)"
 
 
 def bounded(value: Any) -> Any:
@@ -309,7 +242,7 @@ def _times(stage: StageStatus, now: float) -> Iterator[tuple[float, float]]:
             yield word.began, word.at if word.finished or word.exit_code is not None else now
 
 
-def failures_over_time(status: RunStatus, begun: float, end: float) -> list[dict[str, Any]]:
+def failures_over_time(status: RunStatus, begun: float, end: float) -> list[FailuresAt]:
     """Return what did not end well by stage, cause and span of time, with how often it was so."""
     width = (end - begun) / SPANS
     counted = Counter[tuple[str, str, int]]()
@@ -319,11 +252,18 @@ def failures_over_time(status: RunStatus, begun: float, end: float) -> list[dict
                 if one.cause is not Cause.DONE and one.ended_at:
                     counted[stage.name, one.cause.value, int((one.ended_at - begun) / width)] += 1
     return [
-        {"stage": stage, "cause": cause, "at": begun + (place + 0.5) * width, "times": times}
+        FailuresAt(stage, cause, begun + (place + 0.5) * width, times)
         for (stage, cause, place), times in sorted(counted.items())
     ]
 
 
-def paces(pace: Mapping[str, TimeSlots], until: float) -> dict[str, list[tuple[float, float]]]:
-    """Return the speed of each stage over time."""
-    return {name: slots.points(until) for name, slots in pace.items()}
+def time_facts(status: RunStatus, work: WorkOverTime, now: float) -> TimeFacts:
+    """Return what went on when."""
+    begun, end = span_of(status, now)
+    return TimeFacts(
+        begun=begun,
+        end=end,
+        running=running_over_time(status, begun, end),
+        failures=failures_over_time(status, begun, end),
+        paces={name: slots.points(end) for name, slots in work.stages.items()},
+    )

@@ -16,109 +16,99 @@ import time
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeline.config.load import from_resolved
 from pipeline.errors import ConfigError, PipelineError
-from pipeline.journal.active_runs import run_as_shown
+from pipeline.journal.active_runs import SeenRun, run_as_shown
 from pipeline.journal.ledger import LedgerReader
 from pipeline.journal.run_status import RunStatus
-from pipeline.runs.views.page_facts import (
-    WorkOverTime,
-    bounded,
-    failures_over_time,
-    paces,
-    rejection_facts,
-    run_facts,
-    running_over_time,
-    span_of,
-    stage_facts,
-    trouble_facts,
-)
+from pipeline.report.html.run_facts import PageFacts, RecordedStep, TrainingFacts
+from pipeline.runs.views.page_facts import WorkOverTime, rejection_facts, stage_facts, time_facts, trouble_facts
 from pipeline.training.loop.metrics_log import STEP, read_epochs, read_figures
 from pipeline.training.prepared import ModelFolder, Prepared
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from pipeline.config.schema import Config
     from pipeline.journal.run_folder import RunFolder
     from pipeline.journal.run_status import StageStatus
     from pipeline.records import Event
-    from pipeline.training.loop.metrics_log import Epoch
+    from pipeline.report.cache_tables import Holdings
+    from pipeline.report.facts import StageUse
+    from pipeline.report.html.run_facts import Curve
 
+_T = TypeVar("_T")
 log = logging.getLogger(__name__)
 
 EVERY_S = 30.0
 COST_SHARE = 20  # a page that takes long to make is made as much less often
-KINDS_SHOWN = 30
 
 
 class Page:
     """The page of one run, made from what its reader hears."""
 
     def __init__(self, folder: RunFolder, config: Config) -> None:
-        self.folder, self.config, self.pace = folder, config, WorkOverTime()
+        self.folder, self.config, self.work = folder, config, WorkOverTime()
         self._next = time.monotonic() + EVERY_S
 
     def take(self, event: Event) -> None:
         """Take one event into account; the status is told of it by whoever reads it."""
-        self.pace.take(event)
+        self.work.take(event)
 
-    def facts(self, status: RunStatus, told: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return everything that the page says; `told` is what the queue says besides."""
-        now, notes = time.time(), list[str]()
-        begun, end = span_of(status, now)
+    def facts(self, run: SeenRun) -> PageFacts:
+        """Return everything that the page says."""
+        now, notes, status = time.time(), list[str](), run.status
 
-        def asked(what: str, answer: Callable[[], Any]) -> Any:
+        def told(what: str, answer: Callable[[], _T]) -> _T | None:
             try:
                 return answer()
             except (PipelineError, OSError, ValueError, KeyError, TypeError) as error:
                 notes.append(f"{what}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
                 return None
 
-        stages = [stage_facts(stage, now) | _of_queue(told, stage.name) for stage in status.in_order()]
-        return {
-            "run": run_facts(self.folder, status, now) | _of_run(told),
-            "stages": stages,
-            "time": {
-                "from": begun,
-                "to": end,
-                "at_once": running_over_time(status, begun, end),
-                "failures": failures_over_time(status, begun, end),
-                "pace": paces(self.pace.stages, end),
-            },
-            "troubles": trouble_facts(status),
-            "rejections": asked("rejections", lambda: rejection_facts(self.folder, status)),
-            "training": asked("training", lambda: self._training(status)),
-            "efficiency": asked("efficiency", lambda: self._efficiency(status)) or [],
-            "cache": asked("cache", self._cache),
-            "notes": notes,
-        }
+        return PageFacts(
+            run=run,
+            folder=self.folder.path,
+            made_at=now,
+            again=self._again(),
+            stages=[stage_facts(run, stage) for stage in status.in_order()],
+            time=time_facts(status, self.work, now),
+            troubles=trouble_facts(status),
+            rejections=told("rejections", lambda: rejection_facts(self.folder, status)),
+            training=told("training", lambda: self._training(status)),
+            uses=told("efficiency", lambda: self._uses(status)) or [],
+            cache=told("cache", self._cache),
+            notes=notes,
+        )
 
-    def _training(self, status: RunStatus) -> dict[str, Any] | None:
-        if "train" not in (*status.planned, *status.stages):
+    def _again(self) -> str:
+        try:
+            return self.folder.again.read_text().strip()
+        except OSError:
+            return ""
+
+    def _training(self, status: RunStatus) -> TrainingFacts | None:
+        if TRAIN not in (*status.planned, *status.stages):
             return None
-        return training_facts(self.folder, self.config, status.stages.get("train"))
+        return training_facts(self.folder, self.config, status.stages.get(TRAIN))
 
-    def _efficiency(self, status: RunStatus) -> list[dict[str, Any]]:
+    def _uses(self, status: RunStatus) -> list[StageUse]:
         from pipeline.runs.views.efficiency import stage_uses
 
-        return [one.to_json() for one in stage_uses(self.folder, status)]
+        return stage_uses(self.folder, status)
 
-    def _cache(self) -> dict[str, Any]:
+    def _cache(self) -> Holdings:
         from pipeline.runs.upkeep.cache_use import holdings
 
-        told = holdings(self.config).to_json()
-        told["kinds"] = told["kinds"][:KINDS_SHOWN]
-        found: dict[str, Any] = bounded({name: value for name, value in told.items() if name != "users"})
-        return found
+        return holdings(self.config)
 
-    def html(self, status: RunStatus, told: Mapping[str, Any] | None = None) -> str:
+    def html(self, run: SeenRun) -> str:
         """Return the page as text."""
         from pipeline.report.html.html_page import page
 
-        return page(self.facts(status, told))
+        return page(self.facts(run))
 
     def refresh(self, status: RunStatus, *, at_once: bool = False) -> None:
         """Lay the page into the run's folder if it is due; that it cannot be made is no reason for a run to fail."""
@@ -126,7 +116,7 @@ class Page:
         if not at_once and begun < self._next:
             return
         try:
-            write_page(self.folder.report, self.html(status))
+            write_page(self.folder.report, self.html(SeenRun(status, time.time())))
         except Exception as error:  # noqa: BLE001 - whatever is wrong with a picture, the run goes on
             log.warning("%s is not up to date: %s: %s", self.folder.report, type(error).__name__, error)
         took = time.monotonic() - begun
@@ -149,12 +139,11 @@ def renew(folder: RunFolder) -> None:
     page.refresh(status, at_once=True)
 
 
-def page_now(folder: RunFolder) -> tuple[Page, RunStatus, dict[str, Any]]:
-    """Return the page of a run, how the run stands, and what the queue says of it."""
+def page_now(folder: RunFolder) -> tuple[Page, SeenRun]:
+    """Return the page of a run, and how the run stands."""
     page, status, reader = of_run(folder), RunStatus(folder.name), LedgerReader(folder)
     _hear(reader, page, status)
-    told = run_as_shown(folder, status, socket.gethostname(), lambda: _hear(reader, page, status))
-    return page, status, told
+    return page, run_as_shown(folder, status, socket.gethostname(), lambda: _hear(reader, page, status))
 
 
 def _hear(reader: LedgerReader, page: Page, status: RunStatus) -> None:
@@ -187,17 +176,6 @@ def write_page_where_asked(path: Path, text: str) -> None:
         raise ConfigError(what, where=str(path), remedy=remedy) from error
 
 
-def _of_queue(told: Mapping[str, Any] | None, name: str) -> dict[str, Any]:
-    """Return what the queue says of a stage."""
-    stages = told["stages"] if told else ()
-    return {"waits_for": bounded(next((one["waits_for"] for one in stages if one["name"] == name), []))}
-
-
-def _of_run(told: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return who looks after the run, by the queue."""
-    return {name: bounded(told[name]) if told else "" for name in ("supervisor", "trouble")}
-
-
 TRAIN = "train"
 POINTS = 500  # of a curve
 SERIES = 16  # curves of a kind: terms of a loss, metrics
@@ -207,30 +185,30 @@ BUNDLES = 50
 _BUNDLE = re.compile(r"step-(?P<step>\d{8,})-(?P<kind>[a-z]+)-rank-(?P<rank>\d+)(?:-\d+)?")
 
 
-def training_facts(folder: RunFolder, config: Config, stage: StageStatus | None) -> dict[str, Any] | None:
+def training_facts(folder: RunFolder, config: Config, stage: StageStatus | None) -> TrainingFacts | None:
     """Return what is known of the training of a run; None where it has none that tells."""
     prepared = training_plan_of(folder)
     if prepared is None:
         return None
     made = ModelFolder(config.train.models / prepared.name)
-    epochs = read_epochs(made.path)
-    on_gpu = bool(stage and any(job.gpus for job in stage.jobs.values())) or bool(config.cluster.train.gpus)
-    settings = config.train.validation
-    return {
-        "model": prepared.name,
-        "folder": str(made.path),
-        "monitor": settings.monitor,
-        "lower_is_better": settings.lower_is_better,
-        "on_gpu": on_gpu,
-        "planned": _planned(prepared),
-        "epochs": [_epoch(one) for one in thinned(epochs, POINTS)],
-        "rows": [_epoch(one) for one in epochs[-EPOCH_ROWS:]],
-        "known_epochs": len(epochs),
-        "losses": _names(one.loss for one in epochs),
-        "metrics": _names(one.validation for one in epochs),
-        "steps": _steps(read_figures(made.path)),
-        "bundles": bundles_in(made.bundles),
-    }
+    epochs, settings = read_epochs(made.path), config.train.validation
+    names = sorted(path.name for path in made.bundles.iterdir()) if made.bundles.is_dir() else []
+    bundles = [match for match in map(_BUNDLE.fullmatch, names) if match]
+    return TrainingFacts(
+        prepared=prepared,
+        folder=made.path,
+        monitor=settings.monitor,
+        lower_is_better=settings.lower_is_better,
+        on_gpu=bool(stage and any(job.gpus for job in stage.jobs.values())) or bool(config.cluster.train.gpus),
+        epochs=thinned(epochs, POINTS),
+        newest=epochs[-EPOCH_ROWS:],
+        known_epochs=len(epochs),
+        losses=_names(epoch.loss for epoch in epochs)[:SERIES],
+        metrics=_names(epoch.validation for epoch in epochs),
+        curves=_curves(read_figures(made.path)),
+        bundles=[RecordedStep(int(one["step"]), one["kind"], int(one["rank"])) for one in bundles[-BUNDLES:]],
+        more_bundles=max(0, len(bundles) - BUNDLES),
+    )
 
 
 def training_plan_of(folder: RunFolder) -> Prepared | None:
@@ -240,61 +218,20 @@ def training_plan_of(folder: RunFolder) -> Prepared | None:
     return None
 
 
-def _planned(prepared: Prepared) -> dict[str, Any]:
-    """Return what was decided before: of each stretch of epochs the memory, and up to which epoch it goes."""
-    stretches, last = [], 0
-    for one in prepared.stretches:
-        last += one.epochs
-        told = {name: getattr(one, name) for name in ("name", "live_bytes", "reserved_bytes", "budget_bytes")}
-        stretches.append({"until": last, **told})
-    return {
-        "epochs": prepared.epochs,
-        "stretches": stretches,
-        "limit_bytes": prepared.limit_bytes,
-        "margin": prepared.margin,
-        "mem_bytes": prepared.mem_bytes,
-        "mem_why": prepared.mem_why,
-        "ranks": prepared.ranks,
-        "precision": prepared.precision,
-        "remedies": list(prepared.remedies),
-        "skipped": len(prepared.skipped),
-        "step_s": prepared.step_s,
-    }
-
-
-def _epoch(one: Epoch) -> dict[str, Any]:
-    """Return what a row and the curves show of an epoch."""
-    told = one.to_json()
-    for name in ("loss", "validation"):
-        told[name] = dict(list(told[name].items())[:SERIES])
-    return told
-
-
-def _names(told: Iterator[Mapping[str, Any]] | Any) -> list[str]:
+def _names(told: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return the names that occur, in the order in which they came."""
     return list(dict.fromkeys(chain.from_iterable(told)))
 
 
-def _steps(figures: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+def _curves(figures: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
     """Return each figure that was noted every few steps as a curve."""
     names = [name for name in _names(figures) if name != STEP][: 2 * SERIES]
     curves = {name: [(one[STEP], one[name]) for one in figures if one.get(name) is not None] for name in names}
     return {name: thinned(curve, POINTS) for name, curve in curves.items() if curve}
 
 
-def thinned(values: Sequence[Any], most: int) -> list[Any]:
+def thinned(values: Sequence[_T], most: int) -> list[_T]:
     """Return evenly spaced ones of many values; the first and the last are among them."""
     if len(values) <= most:
         return list(values)
     return [values[place * (len(values) - 1) // (most - 1)] for place in range(most)]
-
-
-def bundles_in(folder: Path) -> dict[str, Any]:
-    """Return the steps that left what it takes to run them again, by what went wrong."""
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    found = [match for match in map(_BUNDLE.fullmatch, names) if match]
-    rows = [
-        {"step": int(one["step"]), "kind": one["kind"], "rank": int(one["rank"]), "path": str(folder / one[0])}
-        for one in found[-BUNDLES:]
-    ]
-    return {"rows": rows, "more": len(found) - len(rows)}

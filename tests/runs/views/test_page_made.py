@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from pipeline.cluster.verdict import Cause
+from pipeline.journal.active_runs import SeenRun
 from pipeline.journal.run_folder import RunFolder
-from pipeline.journal.run_status import RunState, RunStatus
+from pipeline.journal.run_status import RunState
 from pipeline.project.project import open_executor
 from pipeline.records import Event, EventKind
+from pipeline.report.tables import clip
 from pipeline.runs.engine.lifecycle import Cancellation, cancel
 from pipeline.runs.views import run_page as pages
 from pipeline.runs.views.page_facts import (
@@ -23,7 +25,6 @@ from pipeline.runs.views.page_facts import (
     TimeSlots,
     WorkOverTime,
     bounded,
-    clip,
     first_start,
     running_over_time,
     span_of,
@@ -74,7 +75,7 @@ class TestWhileARunGoesOn:
         monkeypatch.setattr(pages.time, "monotonic", lambda: clock[0])
         page = of_run(told.folder)
 
-        def slow(_status: RunStatus) -> str:
+        def slow(_run: SeenRun) -> str:
             made.append(clock[0])
             clock[0] += 4.0
             return ""
@@ -97,7 +98,7 @@ class TestWhileARunGoesOn:
         with caplog.at_level(logging.WARNING):
             assert pipeline("submit", "--stage", "scan", "--executor", "local", "--follow").code == 0
         run = the_run(folder)
-        assert page_now(run)[1].state is RunState.DONE
+        assert page_now(run)[1].status.state is RunState.DONE
         assert not run.report.exists()
         assert f"{run.report} is not up to date: ZeroDivisionError" in caplog.text
 
@@ -105,10 +106,10 @@ class TestWhileARunGoesOn:
         monkeypatch.chdir(tmp_path)
         told = trained(tmp_path)
         (tmp_path / "cache").write_text("no folder")
-        facts = of_run(told.folder).facts(told.status)
-        assert facts["cache"] is None
-        assert [note.partition(":")[0] for note in facts["notes"]] == ["cache"]
-        assert "not on this page: cache" in of_run(told.folder).html(told.status)
+        facts = of_run(told.folder).facts(SeenRun(told.status))
+        assert facts.cache is None
+        assert [note.partition(":")[0] for note in facts.notes] == ["cache"]
+        assert "not on this page: cache" in of_run(told.folder).html(SeenRun(told.status))
 
 
 def test_a_run_that_is_cancelled_says_so_on_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,9 +129,9 @@ class TestBounds:
     ) -> None:
         monkeypatch.chdir(tmp_path)
         told = many(tmp_path, TASKS)
-        page, status, queued = page_now(told.folder)
-        text = page.html(status, queued)
-        assert calls_of(lambda: page.html(status, queued)) < MOST_CALLS
+        page, seen = page_now(told.folder)
+        text = page.html(seen)
+        assert calls_of(lambda: page.html(seen)) < MOST_CALLS
         assert len(text.encode()) < MOST_BYTES
         assert "1,000 attempts did not end well" in text
         assert "and 800 more attempts that this page leaves out" in text
@@ -142,8 +143,8 @@ class TestBounds:
         monkeypatch.chdir(tmp_path)
         told = many(tmp_path, 3000)
         told.ended(replace(failed(tmp_path / "other").status.stages["embed"].task(3).ended[0], job="8"))
-        causes = {one["cause"] for one in of_run(told.folder).facts(told.status)["troubles"]["attempts"]}
-        assert causes == {Cause.HOST_OOM.value, Cause.FAILED.value}
+        troubles = of_run(told.folder).facts(SeenRun(told.status)).troubles
+        assert {trouble.attempt.cause for trouble in troubles.attempts} == {Cause.HOST_OOM, Cause.FAILED}
 
     def test_a_long_training_is_thinned_out_between_its_first_and_last_step(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -152,9 +153,9 @@ class TestBounds:
         told = trained(tmp_path, epochs=600)
         facts = training_facts(told.folder, of_run(told.folder).config, told.status.stages["train"])
         assert facts is not None
-        curve = facts["steps"]["loss.distance"]
+        curve = facts.curves["loss.distance"]
         assert (len(curve), curve[0][0], curve[-1][0]) == (POINTS, 1, 6000)
-        assert (len(facts["epochs"]), facts["known_epochs"], facts["rows"][-1]["epoch"]) == (POINTS, 600, 600)
+        assert (len(facts.epochs), facts.known_epochs, facts.newest[-1].epoch) == (POINTS, 600, 600)
 
     def test_thinning_keeps_order_and_ends(self) -> None:
         assert thinned(range(3), 5) == [0, 1, 2]

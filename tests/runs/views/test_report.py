@@ -12,10 +12,12 @@ import pytest
 
 from pipeline.cluster.verdict import Cause
 from pipeline.config.schema import Config
-from pipeline.journal.attempts import Ask, Attempt
+from pipeline.journal.attempts import Ask, Attempt, Task
+from pipeline.journal.run_status import RunState, RunStatus, StageStatus
 from pipeline.memory.history.task_history import Suggestion
+from pipeline.report.facts import StageUse
 from pipeline.report.run_tables import efficiency_report
-from pipeline.runs.views.efficiency import MemoryOutlook, StageUse, used
+from pipeline.runs.views.efficiency import MemoryOutlook, used
 from tests.journal.ledgers import Told
 from tests.projects import MakeProject
 
@@ -96,10 +98,9 @@ def test_memory_is_suggested_from_what_is_remembered_and_never_from_a_plan_alone
 def test_the_report_tells_what_failed_alike_in_one_go(tmp_path: Path) -> None:
     killed = [attempt(task, cause=Cause.HOST_OOM, reason="killed", state="OUT_OF_MEMORY", done=0) for task in range(9)]
     found = report_of(tmp_path, killed)
-    run = {"name": "r", "state": "failed"}
-    failures = [one.to_json() | {"then": "again with 8 GiB"} for one in killed]
-    stages = [{"name": "scan", "failures": failures}]
-    lines = [str(line) for line in efficiency_report(run | {"stages": stages}, [found.to_json()])]
+    tasks = {one.task: Task(one.task, ended=[one], then={1: "again with 8 GiB"}) for one in killed}
+    status = RunStatus("r", RunState.FAILED, {"scan": StageStatus("scan", work=tasks)})
+    lines = [str(line) for line in efficiency_report(status, [found])]
     (story,) = (line for line in lines if "host_oom" in line)
     assert story.splitlines() == [
         "  tasks 0, 1, 2, 3, 4, …, attempt 1: host_oom with 4.0 GiB: killed",

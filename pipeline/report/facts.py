@@ -1,0 +1,74 @@
+"""What reports say of stages besides their journal: what each would take, what it has used, and what to ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pipeline.report.tables import duration, size
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, slots=True)
+class Suggested:
+    """A value for the next run."""
+
+    key: str
+    was: int
+    value: int  # bytes, seconds or cores
+    why: str
+
+    def shown(self, value: int) -> str:
+        """Return a value of this setting as people read it."""
+        name = self.key.rpartition(".")[2]
+        return size(value) if name == "mem" else duration(value) if name == "time" else f"{value:,}"
+
+
+@dataclass(frozen=True, slots=True)
+class StageUse:
+    """What the attempts at a stage's tasks were given and have used; None is what nobody measured."""
+
+    stage: str
+    tasks: int
+    attempts: int
+    items: int
+    causes: dict[str, int]
+    cpus: int
+    gpus: int
+    asked_bytes: int | None  # the most that an attempt was given
+    first_bytes: int | None  # what the first attempts were given
+    peak_bytes: int | None  # the highest of all attempts
+    median_peak_bytes: int | None
+    mem_used: float | None  # of the memory asked for, weighted by time
+    cpu_used: float | None
+    limit_s: int | None
+    longest_s: float | None
+    median_s: float | None
+    time_used: float | None  # by the longest
+    gpu_peak_bytes: int | None
+    items_per_s: float | None  # of one task
+    core_hours: float
+    planned_bytes: int | None
+    why: str  # where the memory of the first attempts was from
+    suggested: tuple[Suggested, ...]
+    note: str = ""  # why something is missing
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What one stage would take; None is what nobody knows."""
+
+    stage: str
+    counts: Mapping[str, int]
+    tasks: int
+    at_once: int
+    cpus: int
+    gpus: int
+    mem_bytes: int
+    time_s: int
+    disk_bytes: int
+    task_s: float | None
+    all_s: float | None
+    sources: Mapping[str, str]  # what a number is called → where it is from

@@ -1,0 +1,181 @@
+"""What the page of a run shows, as values of bounded number; the page cuts long texts when it writes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from pipeline.journal.active_runs import SeenRun
+    from pipeline.journal.attempts import Attempt
+    from pipeline.journal.run_status import StageStatus
+    from pipeline.report.cache_tables import Holdings
+    from pipeline.report.facts import StageUse
+    from pipeline.training.loop.metrics_log import Epoch
+    from pipeline.training.prepared import Prepared
+
+Curve = list[tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class StageFacts:
+    """A stage: what its ledger adds up to, and what is told of it besides."""
+
+    status: StageStatus
+    first_task_at: float | None
+    left_s: float | None
+    waits_for: Sequence[str]
+    census: Mapping[str, Any]  # of bounded size
+    warnings: Sequence[str]
+    so_far: Sequence[str]  # what a script, a validation or a reader tells while it goes on
+
+    @property
+    def attempts(self) -> int:
+        return sum(len(task.ended) for task in self.status.work.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """An attempt that did not end well, what was done after it, and how its task stands now."""
+
+    stage: str
+    attempt: Attempt
+    then: str
+    now: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOutItems:
+    """Items that a run goes on without since they killed their task."""
+
+    stage: str
+    names: Sequence[str]
+    more: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Troubles:
+    """What did not end well."""
+
+    total: int
+    causes: Mapping[tuple[str, str], int]  # stage and cause → attempts
+    attempts: Sequence[Trouble]
+    survived: int
+    open: int
+    left_out: Sequence[LeftOutItems]
+
+
+@dataclass(frozen=True, slots=True)
+class RejectedItems:
+    """Items that a stage has left out for one reason."""
+
+    stage: str
+    reason: str
+    items: int
+    example: str = ""
+    so_far: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rejections:
+    """Why items were left out, and the first of them."""
+
+    rows: Sequence[RejectedItems]
+    items: Sequence[Mapping[str, str]]
+    more: int
+    file: Path
+
+
+@dataclass(frozen=True, slots=True)
+class FailuresAt:
+    """How often attempts of a stage failed of a cause in a span of time."""
+
+    stage: str
+    cause: str
+    at: float
+    times: int
+
+
+@dataclass(frozen=True, slots=True)
+class TimeFacts:
+    """What went on when."""
+
+    begun: float
+    end: float  # or what time it is
+    running: Mapping[str, Sequence[tuple[float, int]]]  # stage → tasks at once
+    failures: Sequence[FailuresAt]
+    paces: Mapping[str, Curve]  # stage → what it worked through in a second
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """A step that left what it takes to run it again."""
+
+    step: int
+    kind: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingFacts:
+    """What is known of the training of a run."""
+
+    prepared: Prepared
+    folder: Path
+    monitor: str
+    lower_is_better: bool
+    on_gpu: bool
+    epochs: Sequence[Epoch]  # of the curves
+    newest: Sequence[Epoch]  # of the tables
+    known_epochs: int
+    losses: Sequence[str]
+    metrics: Sequence[str]
+    curves: Mapping[str, Curve]  # of steps
+    bundles: Sequence[RecordedStep]
+    more_bundles: int
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.folder / "epochs.jsonl"
+
+    @property
+    def survived(self) -> list[Epoch]:
+        """Return the epochs in which steps ran out of memory and went on."""
+        return [epoch for epoch in self.newest if epoch.ooms or epoch.remedied]
+
+    @property
+    def most_reserved_bytes(self) -> int | None:
+        return max((stretch.reserved_bytes for stretch in self.prepared.stretches), default=None)
+
+    def predicted_bytes(self, epoch: int) -> int | None:
+        """Return what an epoch was predicted to take: of a GPU, or without one of a node with a single process."""
+        if not self.on_gpu:
+            return self.prepared.mem_bytes if self.prepared.ranks == 1 else None
+        last = 0
+        for stretch in self.prepared.stretches:
+            last += stretch.epochs
+            if epoch <= last:
+                return stretch.reserved_bytes
+        return self.most_reserved_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PageFacts:
+    """Everything that a page says."""
+
+    run: SeenRun
+    folder: Path
+    made_at: float
+    again: str  # the command that began it
+    stages: Sequence[StageFacts]
+    time: TimeFacts
+    troubles: Troubles
+    rejections: Rejections | None
+    training: TrainingFacts | None
+    uses: Sequence[StageUse]
+    cache: Holdings | None
+    notes: Sequence[str]  # what cannot be told
