@@ -122,7 +122,7 @@ def _traced(
     from pipeline.memory.planning.request import CardSpec
     from pipeline.runs.model.training_work import Work, target_of
     from pipeline.tasks.denovo_recursive import DenovoRecursive
-    from pipeline.training.step.step import StepSettings
+    from pipeline.training.step.optimizers import StepSettings
 
     start, own = time.perf_counter(), device(CARD)
     card = CardSpec.of(own, 1)

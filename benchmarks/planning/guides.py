@@ -15,7 +15,7 @@ from pipeline.memory.planning.comparison import Configuration, compare_configura
 from pipeline.memory.planning.request import CardSpec
 from pipeline.protocol import ITEMS
 from pipeline.runs.model.training_work import Work, target_of
-from pipeline.training.step.step import StepSettings
+from pipeline.training.step.optimizers import StepSettings
 from tests.zoo.guides import GUIDES, Guide
 
 CARDS = {"24 GB": "rtx-4090", "40 GB": "a100-40gb", "80 GB": "a100-80gb", "141 GB": "h200-141gb"}

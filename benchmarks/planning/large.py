@@ -69,7 +69,7 @@ def plan_it() -> dict[str, Any]:
     from pipeline.memory.hardware.gpus import device
     from pipeline.memory.planning.request import CardSpec
     from pipeline.runs.model.training_work import Work, plan_training, request_of, target_of
-    from pipeline.training.step.step import StepSettings
+    from pipeline.training.step.optimizers import StepSettings
     from tests.zoo.esm2 import Esm2
     from tests.zoo.spread import lengths
 

@@ -31,6 +31,7 @@ from pipeline.structures.synthetic import complex_pdb, pocket_pdb
 from pipeline.training.items.item_source import ReaderItems
 from pipeline.training.items.item_table import ItemTable
 from pipeline.training.sampling.sampler import Sampler
+from pipeline.training.step.contrastive import ContrastiveStep
 from pipeline.training.step.step import Step
 from tests.graphs.complexes import examined, side
 from tests.limited.device import HostCarrier, LimitedDevice, forget_failed_backward
@@ -96,6 +97,10 @@ class OnDevice(Step):
         return batch if on_host else tree_map_only(torch.Tensor, torch.clone, batch)
 
 
+class ContrastiveOnDevice(OnDevice, ContrastiveStep):
+    """The same, of a loss that compares all items."""
+
+
 @dataclass(frozen=True)
 class Bench:
     """A recipe, its items, and who answers for its memory."""
@@ -133,7 +138,8 @@ class Bench:
 
     def step(self, choice: MemoryChoice, device: LimitedDevice) -> OnDevice:
         """Build a step whose batches, and what it offloads, are in the host's memory."""
-        step = OnDevice(self.work.task, self.work.under(choice))
+        kind = ContrastiveOnDevice if self.work.is_contrastive else OnDevice
+        step = kind(self.work.task, self.work.under(choice))
         step.carrier = HostCarrier(device)
         return step
 

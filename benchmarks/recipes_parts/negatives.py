@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.recipes_parts.bench import Bench
-from pipeline.training.step.step import Step
+from pipeline.training.step.contrastive import ContrastiveStep
 
 RECIPES = ("contrastive_pair",)
 ITEMS = 128
@@ -29,7 +29,7 @@ CUTS = {
 Gradients = Mapping[str, Tensor]
 
 
-class Caught(Step):
+class Caught(ContrastiveStep):
     """Keeps what the optimizer is given."""
 
     def apply(self) -> None:

@@ -36,7 +36,8 @@ from benchmarks.circumstances import write  # noqa: E402 - the project is found 
 from pipeline.graphs.item_graph import ItemGraph  # noqa: E402
 from pipeline.structures.sources import SourceSpec, items  # noqa: E402
 from pipeline.tasks.interface import Interface, InterfaceBatch  # noqa: E402
-from pipeline.training.step.step import Step, StepSettings  # noqa: E402
+from pipeline.training.step.optimizers import StepSettings  # noqa: E402
+from pipeline.training.step.step import Step  # noqa: E402
 from tests.graphs.conftest import read_item  # noqa: E402
 from tests.tasks.items import batch_of, real  # noqa: E402
 

@@ -14,7 +14,8 @@ from pipeline.memory.lint.lint_rules import lint
 from pipeline.project.run_code import load_task
 from pipeline.protocol import Contrastive
 from pipeline.tasks.contrastive_pair import ContrastivePair
-from pipeline.training.step.step import Step, StepSettings
+from pipeline.training.step.contrastive import make_step
+from pipeline.training.step.optimizers import StepSettings
 from tests.command import Command
 from tests.recipes.conftest import Scanned
 from tests.recipes.projects import PAIR, config_of, epochs_of, peak, planned, ran, settings_of
@@ -39,7 +40,7 @@ def gradients(cuts: list[list[dict[str, NDArray[np.uint8]]]]) -> dict[str, Tenso
     """Return what a step of micro-batches takes off each parameter at a learning rate of 1."""
     torch.manual_seed(0)
     settings = StepSettings(optimizer="sgd", learning_rate=1.0, weight_decay=0.0, momentum=0.0)
-    step = Step(TASK, settings, model=TASK.model().double())
+    step = make_step(TASK, settings, model=TASK.model().double())
     before = {name: one.detach().clone() for name, one in step.model.named_parameters()}
     step.run([TASK.collate(list(batch_of(one).items), rng=np.random.default_rng(0)) for one in cuts])
     return {name: before[name] - one.detach() for name, one in step.model.named_parameters()}

@@ -19,7 +19,8 @@ from pipeline.records import Role
 from pipeline.runs.model.task_contract import breaches
 from pipeline.tasks.complex_docking import ComplexDocking, arms, rotation_matrices
 from pipeline.training.step.checkpointing import repeated
-from pipeline.training.step.step import Step, StepSettings
+from pipeline.training.step.optimizers import StepSettings
+from pipeline.training.step.step import Step
 from tests.limited import device
 from tests.memory.tracing.traced import tracer, true_peak
 from tests.tasks.docking_items import (

@@ -19,7 +19,8 @@ from pipeline.runs.model.task_contract import breaches
 from pipeline.tasks import contrastive_pair
 from pipeline.tasks.contrastive_pair import ContrastivePair
 from pipeline.training.step.checkpointing import repeated
-from pipeline.training.step.step import Step, StepSettings
+from pipeline.training.step.contrastive import make_step
+from pipeline.training.step.optimizers import StepSettings
 from tests.limited import device
 from tests.memory.tracing.traced import tracer, true_peak
 from tests.tasks.reader_items import batch_of
@@ -258,7 +259,7 @@ def test_two_passes_over_8_times_16_are_one_batch_of_128(whole):
 @pytest.mark.parametrize("cuts", [(16, 32, 48, 64, 80, 96, 112), (1, 2, 90), (64,)])
 def test_a_step_has_the_same_gradients_however_it_is_cut(whole, cuts):
     pairs, _, wanted = whole
-    step = Step(
+    step = make_step(
         SMALL, StepSettings(optimizer="sgd", learning_rate=1.0, weight_decay=0.0, momentum=0.0), model=model_of()
     )
     before = {name: one.detach().clone() for name, one in step.model.named_parameters()}
@@ -338,13 +339,13 @@ def test_figures_hold_two_blocks_of_items_at_a_time(monkeypatch):
 
 
 def test_all_is_trained_and_the_temperature_alone_does_not_decay():
-    step = Step(SMALL, StepSettings(weight_decay=0.5))
+    step = make_step(SMALL, StepSettings(weight_decay=0.5))
     decays = {id(one): group["weight_decay"] for group in step.optimizer.param_groups for one in group["params"]}
     assert decays == {id(one): 0.5 for one in step.model.parameters()} | {id(step.model.log_scale): 0.0}
 
 
 def test_a_frozen_temperature_is_not_given_to_the_optimizer():
-    step = Step(SMALL, StepSettings(frozen=("log_scale",)))
+    step = make_step(SMALL, StepSettings(frozen=("log_scale",)))
     assert [len(group["params"]) for group in step.optimizer.param_groups] == [len(step.trained)]
 
 
@@ -401,7 +402,7 @@ def test_items_without_the_side_that_is_read_are_refused_by_name():
 def test_it_learns_to_find_pairs():
     pairs = [pair(seed) for seed in range(24)]
     torch.manual_seed(0)
-    step = Step(SMALL, StepSettings(learning_rate=3e-3, clip=1.0))
+    step = make_step(SMALL, StepSettings(learning_rate=3e-3, clip=1.0))
     batches = [collated(*pairs[at : at + 6]) for at in range(0, 24, 6)]
     losses = [float(step.run(batches)["pairs"]) for _ in range(40)]
     assert losses[0] > 2.5

@@ -21,7 +21,8 @@ from pipeline.records import Role
 from pipeline.structures.synthetic import complex_pdb
 from pipeline.tasks.interface import Interface
 from pipeline.training.step.checkpointing import repeated
-from pipeline.training.step.step import Step, StepSettings
+from pipeline.training.step.optimizers import StepSettings
+from pipeline.training.step.step import Step
 from tests.limited import device
 from tests.memory.tracing.traced import tracer, true_peak
 from tests.tasks.items import DIM, batch_of, graph_of, made, real

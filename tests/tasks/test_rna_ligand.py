@@ -16,7 +16,8 @@ from pipeline.protocol import ITEMS, Example, Outputs
 from pipeline.records import Role
 from pipeline.runs.model.task_contract import breaches
 from pipeline.training.step.checkpointing import repeated
-from pipeline.training.step.step import Step, StepSettings
+from pipeline.training.step.optimizers import StepSettings
+from pipeline.training.step.step import Step
 from tests.graphs.complexes import moved, shared_complex
 from tests.tasks.rna_items import RECIPE, by_item, made
 from tests.tasks.rna_models import (

@@ -11,7 +11,8 @@ import pytest
 
 from pipeline.memory.footprint import MemoryChoice, live_peak_bytes
 from pipeline.protocol import ITEMS
-from pipeline.training.step.step import Step, StepSettings
+from pipeline.training.step.optimizers import StepSettings
+from pipeline.training.step.step import Step
 from tests.limited import device
 from tests.limited.device import LimitedDevice
 from tests.memory.tracing.traced import tracer, true_peak

@@ -18,7 +18,8 @@ from pipeline.readers.spectra import Spectra
 from pipeline.runs.model.task_contract import breaches
 from pipeline.tasks.spectra_finetune import SpectraFinetune
 from pipeline.training.step.checkpointing import repeated
-from pipeline.training.step.step import Step, StepSettings
+from pipeline.training.step.optimizers import StepSettings
+from pipeline.training.step.step import Step
 from tests.limited import device
 from tests.memory.tracing.traced import of, tracer, true_peak
 from tests.tasks.reader_items import batch_of

@@ -134,13 +134,14 @@ def _is_many(one: Any) -> bool:
 def _without_data(task: Task, sizes: Mapping[str, int]) -> Iterator[str]:
     """Make a step on tensors without data: it says at once what would fail on a card hours later."""
     from pipeline.memory.tracing.tracer import CPU, CannotTrace, Tracer
-    from pipeline.training.step.step import Step, StepSettings
+    from pipeline.training.step.contrastive import make_step
+    from pipeline.training.step.optimizers import StepSettings
 
     assert isinstance(task, Example)
     example = task.example
 
     def build(choice: MemoryChoice, watch: Recorder, model: nn.Module | None) -> Step:
-        return Step(task, StepSettings(precision=choice.precision), watch=watch, model=model)
+        return make_step(task, StepSettings(precision=choice.precision), watch=watch, model=model)
 
     try:
         tracer = Tracer(build, task.model, example, dict(sizes), CPU)
@@ -151,9 +152,10 @@ def _without_data(task: Task, sizes: Mapping[str, int]) -> Iterator[str]:
 
 def _real_step(task: Task, batch: Batch) -> Iterator[str]:
     """Make a real step, where fake tensors do not do."""
-    from pipeline.training.step.step import Step, StepSettings
+    from pipeline.training.step.contrastive import make_step
+    from pipeline.training.step.optimizers import StepSettings
 
-    step = Step(task, StepSettings())
+    step = make_step(task, StepSettings())
     step.run([batch])
     yield from ()
 

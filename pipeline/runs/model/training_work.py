@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from pipeline.memory.tracing.tracer import Target
     from pipeline.protocol import Task
     from pipeline.training.ranks.rank_protocol import Ranks
-    from pipeline.training.step.step import Step, StepSettings
+    from pipeline.training.step.optimizers import StepSettings
+    from pipeline.training.step.step import Step
 
     Integers = NDArray[np.int64]
 
@@ -59,9 +60,9 @@ class Work:
 
     def step(self, choice: MemoryChoice, *, device: str = "cpu", **given: Any) -> Step:
         """Build a training step under a choice."""
-        from pipeline.training.step.step import Step
+        from pipeline.training.step.contrastive import make_step
 
-        return Step(self.task, self.under(choice), device=device, **given)
+        return make_step(self.task, self.under(choice), device=device, **given)
 
     def begun(self, choice: MemoryChoice, *, device: str, begin: Callable[[nn.Module], None]) -> Step:
         """Build a step whose model has been given the weights to begin with."""
@@ -159,7 +160,7 @@ class Work:
 
 def step_settings(train: TrainSection, device: str, task: Task | None = None) -> StepSettings:
     """Return what a configuration says of a step; of a task that compares all items of one, how many these are."""
-    from pipeline.training.step.step import StepSettings
+    from pipeline.training.step.optimizers import StepSettings
 
     way = train.way if train.way != "auto" else "foreach" if device == "cuda" else "loop"
     return StepSettings(

@@ -10,15 +10,8 @@ import torch
 from pipeline.errors import JobFailed, PipelineError
 from pipeline.training.checkpoints.async_saver import Saver, staging_bytes
 from pipeline.training.checkpoints.checkpoint_folder import NotSaved, State
-from pipeline.training.checkpoints.training_state import (
-    by_name,
-    model_state,
-    pack,
-    plain_name,
-    rng_state,
-    set_rng_state,
-    unpack,
-)
+from pipeline.training.checkpoints.training_state import by_name, model_state, pack, plain_name, unpack
+from pipeline.training.random_state import rng_state, set_rng_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

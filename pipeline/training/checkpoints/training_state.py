@@ -10,13 +10,11 @@ What wraps a model or a part of it (torch.compile, activation checkpoints) is no
 
 from __future__ import annotations
 
-import random
 import re
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -202,44 +200,6 @@ class OptimizerPlaces:
             there = torch.empty(spec.shape, dtype=spec.dtype)
         self.targets[name] = there
         return there
-
-
-def rng_state(device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """Return the state of this process's random numbers: torch's, its own device's, Python's and NumPy's.
-
-    Only this rank's device: to ask another would take memory on it.
-    """
-    version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = cast(
-        "tuple[str, Any, int, int, float]",
-        np.random.get_state(),  # noqa: NPY002 - what users' code draws from
-    )
-    if kind != "MT19937":
-        raise ConfigError(f"NumPy's global random numbers are of {kind}, not MT19937", where="train.task")
-    state = {
-        "rng.torch": torch.get_rng_state(),
-        "rng.python": torch.tensor([version, *words], dtype=torch.int64),
-        "rng.python.gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
-        "rng.numpy": torch.tensor([*map(int, keys), position, has_gauss], dtype=torch.int64),
-        "rng.numpy.gauss": torch.tensor([cached], dtype=torch.float64),
-    }
-    if torch.device(device).type == "cuda":
-        state["rng.cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def set_rng_state(state: Mapping[str, Tensor], device: torch.device | str = "cpu") -> None:
-    """Let random numbers go on where they were; a kind that was not saved goes on as it is."""
-    torch.set_rng_state(state["rng.torch"])
-    version, *words = state["rng.python"].tolist()
-    gauss = state["rng.python.gauss"].tolist()
-    random.setstate((version, tuple(words), gauss[0] if gauss else None))
-    *keys, position, has_gauss = state["rng.numpy"].tolist()
-    cached = state["rng.numpy.gauss"].item()
-    words_of = np.array(keys, dtype=np.uint32)
-    np.random.set_state(("MT19937", words_of, position, has_gauss, cached))  # noqa: NPY002
-    if torch.device(device).type == "cuda" and "rng.cuda" in state:
-        torch.cuda.set_rng_state(state["rng.cuda"], device)
 
 
 def _names(model: nn.Module) -> dict[int, str]:

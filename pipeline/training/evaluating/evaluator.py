@@ -26,8 +26,8 @@ from pipeline.memory.runtime.out_of_memory import free_caches, out_of_memory_err
 from pipeline.memory.runtime.recovery import forget_failed_backward
 from pipeline.records import Reason, Rejection
 from pipeline.training.evaluating.outputs import PART_BYTES, GatheredOutputs, OutputWriter
-from pipeline.training.step import contrastive
 from pipeline.training.step.checkpointing import twin
+from pipeline.training.step.contrastive import embedded
 from pipeline.training.step.micro_batches import Piece
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from pipeline.protocol import Batch, Contrastive
     from pipeline.training.items.loader import Loader
     from pipeline.training.ranks.rank_protocol import Ranks
+    from pipeline.training.step.contrastive import ContrastiveStep
     from pipeline.training.step.step import Step
 
 LOSS = "loss"
@@ -232,7 +233,7 @@ class Evaluator:
             if self._says:
                 said = dict(task.outputs(model, batch))  # type: ignore[attr-defined]
             if self._contrasts:
-                rows = contrastive.embedded(cast("Contrastive", task), model, batch)
+                rows = embedded(cast("Contrastive", task), model, batch)
                 said |= {EMBEDDED + _escaped(name): one for name, one in rows.items()}
         if self._writer is not None:
             self._write(piece, said, terms)
@@ -317,7 +318,7 @@ class Evaluator:
         def take(on_host: bool) -> None:  # noqa: FBT001 - one of two ways
             device = "cpu" if on_host else self.step.device
             stacked = {name: _stacked(one, device) for name, one in rows.items()}
-            found.append(contrastive.evaluated(self.step, stacked, on_host=on_host))
+            found.append(cast("ContrastiveStep", self.step).evaluate_rows(stacked, on_host=on_host))
 
         may_host = self._too_large == HOST and self.step.device != "cpu"
         said: str | None = None

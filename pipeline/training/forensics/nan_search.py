@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_leaves
 
 from pipeline.memory.runtime.out_of_memory import out_of_memory_error
 from pipeline.memory.runtime.recovery import StepSnapshot, forget_failed_backward
-from pipeline.training.checkpoints.training_state import plain_name, set_rng_state
+from pipeline.training.checkpoints.training_state import plain_name
 from pipeline.training.forensics.rerun import not_finite
 from pipeline.training.items.batch import ItemBatch
-from pipeline.training.step import contrastive
+from pipeline.training.random_state import set_rng_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -143,8 +143,7 @@ def _backward(step: Step, piece: Piece, again: Any) -> Suspect | None:
 
 def _accumulate(step: Step, piece: Piece) -> None:
     """Add the gradients of some items' own loss."""
-    accumulate = contrastive.accumulate_at_once if step.contrasts else step.__class__.accumulate
-    accumulate(step, step.task.collate(piece.items, piece.rng))
+    step.accumulate_alone(step.task.collate(piece.items, piece.rng))
 
 
 def _operation(step: Step, piece: Piece) -> tuple[str, str]:

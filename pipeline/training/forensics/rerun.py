@@ -18,8 +18,9 @@ import torch
 from pipeline.memory.runtime.out_of_memory import out_of_memory_error
 from pipeline.memory.runtime.recovery import StepSnapshot
 from pipeline.protocol import Weights
-from pipeline.training.checkpoints.training_state import plain_name, rng_state, set_rng_state
-from pipeline.training.step import contrastive
+from pipeline.training.checkpoints.training_state import plain_name
+from pipeline.training.random_state import as_drawn, rng_state, set_rng_state
+from pipeline.training.step.contrastive import CachedGradients, ContrastiveStep, joined_rows
 from pipeline.training.step.local_step import CHECKPOINTING, OFFLOAD, RUNGS
 from pipeline.training.step.optimizers import sums_by_name
 from pipeline.training.step.step import Unwatched
@@ -100,7 +101,7 @@ def rerun(
     weights = None if step.contrasts else _weights(step, parts, read)
     first = meter.read()
     found = Rerun([PartResult(part) for part in parts], is_counted=first.allocated_bytes is not None)
-    joint = _Joint(step) if step.contrasts and len(parts) > 1 else None
+    joint = _Joint(step) if isinstance(step, ContrastiveStep) and len(parts) > 1 else None
 
     def all_fit(run: Callable[[Piece], None]) -> bool:
         set_rng_state(rng, step.device)
@@ -163,10 +164,7 @@ def accumulate(step: Step, piece: Piece, weights: Mapping[str, float] | None) ->
         step.accumulate_on_host(batch, weights)
         return
     with _remedied(step, piece):
-        if step.contrasts:
-            contrastive.accumulate_at_once(step, batch)
-        else:
-            step.accumulate(batch, weights)
+        step.accumulate_alone(batch, weights)
 
 
 def _on_host(piece: Piece) -> bool:
@@ -181,28 +179,28 @@ def _remedied(step: Step, piece: Piece) -> AbstractContextManager[None]:
 class _Joint:
     """The passes of a share whose loss is of all its items; parts come in the same order each time."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: ContrastiveStep) -> None:
         self.step = step
         self._rows: list[dict[str, Tensor]] = []  # of each part; then their gradients
         self._finite: list[bool] = []
-        self._cached = contrastive.CachedGradients()
+        self._cached = CachedGradients()
 
     def embed(self, piece: Piece) -> None:
         """Embed a part without a trace."""
         batch = self.step.task.collate(piece.items, piece.rng)
-        rows = contrastive.first_pass(self.step, batch, len(piece), on_host=_on_host(piece))
+        rows = self.step.embed(batch, len(piece), on_host=_on_host(piece))
         self._finite.append(all(bool(torch.isfinite(one).all()) for one in rows.values()))
         self._rows.append(rows)
 
     def contrast(self, last: PartResult) -> bool:
         """Take the loss of all items; say whether memory sufficed, else the last part has what was said."""
         items = [len(next(iter(one.values()))) for one in self._rows]
-        rows = contrastive.joined_rows(self._rows)
+        rows = joined_rows(self._rows)
 
         def take() -> None:
-            self._cached = contrastive.contrast(self.step, rows)
+            self._cached = self.step.contrast(rows)
 
-        with contrastive.as_drawn(self.step.device):
+        with as_drawn(self.step.device):
             said = out_of_memory_error(take)
         if said is not None:
             last.outcome, last.error = PartOutcome.OOM, f"the loss of all {sum(items)} items: {said}"
@@ -214,13 +212,10 @@ class _Joint:
     def back(self, piece: Piece) -> None:
         """Run a part with a trace, and back."""
         batch, rows = self.step.task.collate(piece.items, piece.rng), self._rows.pop(0)
-        if _on_host(piece):
-            contrastive.second_pass_on_host(self.step, batch, rows)
-        else:
-            with _remedied(self.step, piece):
-                contrastive.second_pass(self.step, batch, rows)
+        with _remedied(self.step, piece):
+            self.step.go_back(batch, rows, on_host=_on_host(piece))
         if not self._rows:
-            contrastive.finish(self._cached)
+            self._cached.finish()
 
     def judge(self, results: Sequence[PartResult]) -> None:
         """Let the first part have the terms of all; those are to blame that were not embedded to numbers, if any."""

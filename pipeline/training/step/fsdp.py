@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from pipeline.protocol import Batch, Task
     from pipeline.training.ranks.rank_protocol import Ranks
-    from pipeline.training.step.optimizers import Terms
-    from pipeline.training.step.step import StepSettings, StepWatch
+    from pipeline.training.step.optimizers import StepSettings, Terms
+    from pipeline.training.step.step import StepWatch
 
 WHERE = "train.sharding"
 TINY = 1e-6  # beside the norm, as in torch.nn.utils.clip_grad_norm_
@@ -270,9 +270,7 @@ class ShardedStep(Step):
 
     def norm(self) -> Tensor:
         """Return the norm of all gradients, over all ranks; each calls it."""
-        self.scaler.unscale_(self.optimizer)
-        own = torch.nn.utils.get_total_norm(self._gradients(), foreach=self.settings.way != "loop")
-        squared = own.to(self.device, torch.float64).square().reshape(1)
+        squared = super().norm().to(self.device, torch.float64).square().reshape(1)
         self.ranks.add_up([squared])
         return squared.sqrt()[0]
 
@@ -281,8 +279,7 @@ class ShardedStep(Step):
         assert self.settings.clip is not None
         self.watch.phase("clip")
         norm = self.norm()
-        gradients = self._gradients()
-        if gradients:
+        if gradients := self.gradients:
             factor = (self.settings.clip / (norm + TINY)).clamp(max=1.0)
             torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
         return norm
@@ -292,13 +289,9 @@ class ShardedStep(Step):
         for what, whose, one in super().owned():
             yield what, whose, local(one)
 
-    def _gradients(self) -> list[Tensor]:
-        return [local(one.grad) for one in self.trained if one.grad is not None]
-
-    def _scale(self, factor: Tensor | float) -> None:
-        self.watch.phase("scale")
-        if (gradients := self._gradients()) and not (isinstance(factor, float) and factor == 1.0):
-            torch._foreach_mul_(gradients, factor)
+    @property
+    def gradients(self) -> list[Tensor]:
+        return [local(gradient) for gradient in super().gradients]
 
     def _average(self) -> None:
         decay = self.settings.ema

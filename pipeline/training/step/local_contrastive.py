@@ -21,7 +21,8 @@ import torch
 from pipeline.errors import DataError, PlanInfeasible
 from pipeline.memory.runtime.out_of_memory import free_caches, out_of_memory_error
 from pipeline.memory.runtime.recovery import Oom, StepSnapshot, forget_failed_backward
-from pipeline.training.step import contrastive
+from pipeline.training.random_state import as_drawn
+from pipeline.training.step.contrastive import joined_rows
 from pipeline.training.step.local_step import HOST, OFFLOAD, SKIP, Local, Stepper
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pipeline.training.ranks.rank_protocol import Ranks
-    from pipeline.training.step.contrastive import CachedGradients
+    from pipeline.training.step.contrastive import CachedGradients, ContrastiveStep
     from pipeline.training.step.micro_batches import Piece, RankShare
 
 
@@ -50,6 +51,7 @@ class ContrastiveStepper(Stepper):
     """Runs a rank's part of steps; between their passes all ranks say what they have embedded."""
 
     is_joint = True
+    step: ContrastiveStep
 
     def __init__(self, *words: Any, ranks: Ranks, **named: Any) -> None:
         """Take the ranks, beside what any stepper takes."""
@@ -148,7 +150,7 @@ class ContrastiveStepper(Stepper):
 
     def _at_once(self, piece: Piece, local: Local) -> None:
         """Run all items of a step in one pass."""
-        contrastive.accumulate_at_once(self.step, self._collated(piece))
+        self.step.accumulate_alone(self._collated(piece))
         self._count(piece, local)
 
     def _two_passes(self, share: RankShare, local: Local) -> None:
@@ -162,15 +164,14 @@ class ContrastiveStepper(Stepper):
         back = partial(self._back, rows=cached.rows, places=places)
         local.again = not self._through(self._as_embedded(share, done), back, share, local)
         if not local.again:
-            contrastive.finish(cached)
+            cached.finish()
 
     def _embed_all(self, share: RankShare, local: Local) -> list[_Embedded]:
         """Embed all pieces; where memory ends, all of them again, in smaller ones."""
         done: list[_Embedded] = []
 
         def embed(piece: Piece, _: Local) -> None:
-            batch, on_host = self._collated(piece), self._on_host(piece)
-            rows = contrastive.first_pass(self.step, batch, len(piece), on_host=on_host)
+            rows = self.step.embed(self._collated(piece), len(piece), on_host=self._on_host(piece))
             done.append(_Embedded(piece.batch.origin.index, piece.start, piece.stop, piece.rung, piece.ids, rows))
 
         while not self._through((one for piece in share for one in self._ready(piece)), embed, share, local):
@@ -184,8 +185,8 @@ class ContrastiveStepper(Stepper):
         parts = [one.rows for one in done if one.rows is not None]
         for one in done:
             one.rows = None
-        rows, start = gathered(self.ranks, contrastive.joined_rows(parts), items, self.step.device)
-        with contrastive.as_drawn(self.step.device):
+        rows, start = gathered(self.ranks, joined_rows(parts), items, self.step.device)
+        with as_drawn(self.step.device):
             return (self._contrasted(rows) if rows else None), start
 
     def _contrasted(self, rows: dict[str, Tensor]) -> CachedGradients:
@@ -195,7 +196,7 @@ class ContrastiveStepper(Stepper):
 
         def take(on_host: bool) -> None:  # noqa: FBT001 - one of two ways
             counts = self.ranks.rank == 0
-            found.append(contrastive.contrast(self.step, dict(rows), counts=counts, on_host=on_host))
+            found.append(self.step.contrast(dict(rows), counts=counts, on_host=on_host))
 
         for on_host in (False, False, True) if self._on_card and self.too_large == HOST else (False, False):
             said = out_of_memory_error(take, on_host)
@@ -232,8 +233,7 @@ class ContrastiveStepper(Stepper):
         """Run a piece with a trace, and back."""
         first = places[piece.batch.origin.index, piece.start]
         own = {name: one[first : first + len(piece)] for name, one in rows.items()}
-        back = contrastive.second_pass_on_host if self._on_host(piece) else contrastive.second_pass
-        back(self.step, self._collated(piece), own)
+        self.step.go_back(self._collated(piece), own, on_host=self._on_host(piece))
         self._count(piece, local)
 
     def _is_finite(self, piece: Piece) -> bool:
@@ -242,7 +242,7 @@ class ContrastiveStepper(Stepper):
 
         def look(one: Piece) -> None:
             with self.step.evaluating():
-                rows = contrastive.first_pass(self.step, self._collated(one))
+                rows = self.step.embed(self._collated(one))
             found.extend(bool(torch.isfinite(row).all()) for row in rows.values())
 
         out_of_memory_error(look, piece)

@@ -16,7 +16,7 @@ from pipeline.errors import DataError, PlanInfeasible
 from pipeline.memory.runtime.out_of_memory import free_caches, out_of_memory_error
 from pipeline.memory.runtime.recovery import StepSnapshot, replay_until_it_fits
 from pipeline.protocol import Weights
-from pipeline.training.checkpoints.training_state import rng_state, set_rng_state
+from pipeline.training.random_state import rng_state, set_rng_state
 from pipeline.training.step.optimizers import sums_by_name
 
 if TYPE_CHECKING:

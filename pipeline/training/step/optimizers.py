@@ -1,9 +1,10 @@
-"""What a loss returns: a sum and a weight for each term; what is no such thing is refused with what to change."""
+"""What a step is made with: its settings, its optimizer, and the terms of its loss: a sum and a weight for each."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,85 +14,93 @@ from pipeline.memory.runtime.recovery import quotient
 from pipeline.protocol import ParameterGroups
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
-    from torch import Tensor
-
-    Terms = Mapping[str, tuple[Tensor, Tensor | float]]
-    from collections.abc import Sequence
-
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from pipeline.config.schema_train import ScheduleSection
     from pipeline.protocol import Task
-    from pipeline.training.step.step import StepSettings
+
+    Terms = Mapping[str, tuple[Tensor, Tensor | float]]
 
 SEE = "what a task must have: pipeline/protocol.py"
 
 
-def checked_terms(terms: Terms) -> Terms:
-    """Return the terms of a loss; others than sums and weights are refused."""
-    for name, term in _items_of(terms):
+@dataclass(frozen=True)
+class StepSettings:
+    """What decides what a step computes, and by which way."""
+
+    optimizer: str = "adamw"  # adamw, adam or sgd
+    learning_rate: float = 1e-4
+    weight_decay: float = 0.01
+    momentum: float = 0.9  # of sgd
+    way: str = "foreach"  # of the optimizer: foreach, fused or loop
+    clip: float | None = None  # norm of all gradients at most
+    ema: float | None = None  # decay of the moving averages of the parameters
+    frozen: tuple[str, ...] = ()  # parameters whose names begin so are not trained
+    precision: str = "fp32"  # or autocast to bf16 or fp16
+    checkpointing: bool = False  # repeated blocks run again in backward
+    offload: bool = False  # what backward needs waits in the host's memory
+    batch: int | None = None  # items of a step, over all ranks, where its loss compares them; None: those of a batch
+
+
+def refused(what: str, remedy: str = SEE) -> ConfigError:
+    """Return the error that a task does not what is asked of it."""
+    return ConfigError(what, where="train.task", remedy=remedy)
+
+
+def checked_terms(terms: Any) -> Terms:
+    """Return the terms of a loss; what is no sum and weight is refused at once, before it is a riddle."""
+    if not isinstance(terms, Mapping) or not terms:
+        got = "a tensor" if isinstance(terms, torch.Tensor) else type(terms).__name__ if terms else "nothing"
+        raise refused(f"loss() must return {{term: (sum, weight)}} with at least one term, got {got}")
+    for name, term in terms.items():
         _check_term(name, term)
     return terms
 
 
-def _items_of(terms: Any) -> list[tuple[Any, Any]]:
-    if not isinstance(terms, Mapping) or not terms:
-        got = "a tensor" if isinstance(terms, torch.Tensor) else type(terms).__name__ if terms else "nothing"
-        what = f"loss() must return {{term: (sum, weight)}} with at least one term, got {got}"
-        raise ConfigError(what, where="train.task", remedy=SEE)
-    return list(terms.items())
-
-
 def _check_term(name: Any, term: Any) -> None:
-    """Refuse what is no sum and weight: said at once, it spares a riddle later."""
     if not isinstance(term, tuple | list) or len(term) != 2:
-        wrong = f"{type(term).__name__}" + (f" of {len(term)}" if isinstance(term, tuple | list) else "")
-        raise ConfigError(f"loss(): {name!r} must be (sum, weight), got {wrong}", where="train.task", remedy=SEE)
+        got = f"{type(term).__name__}" + (f" of {len(term)}" if isinstance(term, tuple | list) else "")
+        raise refused(f"loss(): {name!r} must be (sum, weight), got {got}")
     total, weight = term
     if not isinstance(total, torch.Tensor) or total.numel() != 1:
         got = f"shape {list(total.shape)}" if isinstance(total, torch.Tensor) else type(total).__name__
-        what = f"loss(): the sum of {name!r} must be a tensor with one number, got {got}"
-        raise ConfigError(what, where="train.task", remedy=SEE)
+        raise refused(f"loss(): the sum of {name!r} must be a tensor with one number, got {got}")
     if torch.is_grad_enabled() and not total.requires_grad:
         what = f"loss(): the sum of {name!r} does not depend on any parameter: nothing would be learned from it"
-        raise ConfigError(what, where="train.task", remedy="leave the term out, or do not detach it")
+        raise refused(what, "leave the term out, or do not detach it")
     if not isinstance(weight, torch.Tensor | float | int) or (isinstance(weight, torch.Tensor) and weight.numel() != 1):
-        what = f"loss(): the weight of {name!r} must be one number, got {type(weight).__name__}"
-        raise ConfigError(what, where="train.task", remedy=SEE)
+        raise refused(f"loss(): the weight of {name!r} must be one number, got {type(weight).__name__}")
 
 
 def sums_by_name(many: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the sums by name."""
+    """Return the sum of what some mappings have under each name."""
     sums: dict[str, Any] = {}
-    for one in many:
-        for name, value in one.items():
+    for mapping in many:
+        for name, value in mapping.items():
             sums[name] = sums.get(name, 0.0) + value
     return sums
 
 
-def sum_of(values: Iterable[Tensor]) -> Tensor:
-    """Return the sum of at least one tensor."""
-    first, *others = values
-    for one in others:
-        first = first + one
-    return first
-
-
-def whole_loss(terms: Terms) -> Tensor:
-    """Return what to go back from where terms are of all items of a step."""
-    return sum_of(quotient(total, weight) for total, weight in terms.values())
+def whole_loss(terms: Terms, weights: Mapping[str, Any] | None = None) -> Tensor:
+    """Return what to go back from: each term's sum over its weight, or over the one that all of the step has."""
+    whole = weights or {name: weight for name, (_, weight) in terms.items()}
+    first, *others = [quotient(total, whole[name]) for name, (total, _) in terms.items()]
+    loss: Tensor = sum(others, first)
+    return loss
 
 
 def only_trained(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
     """Return the parameters that an optimizer has; others need no gradients, which nobody would ever drop."""
-    trained = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
-    known = {id(one) for one in trained}
-    for one in model.parameters():
-        if id(one) not in known:
-            one.requires_grad = False
+    trained = [
+        parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad
+    ]
+    known = set(map(id, trained))
+    for parameter in model.parameters():
+        if id(parameter) not in known:
+            parameter.requires_grad = False
     return trained
 
 
@@ -110,14 +119,14 @@ def freeze_parameters(model: nn.Module, frozen: Sequence[str]) -> None:
 
 def optimizer_of(task: Task, model: nn.Module, settings: StepSettings) -> Optimizer:
     """Return the optimizer of the parameters that are trained."""
-    groups: Any = [one for one in model.parameters() if one.requires_grad]
+    groups: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if isinstance(task, ParameterGroups):
         try:
             groups = list(task.parameter_groups(model))
         except TypeError as error:
-            raise ConfigError("parameter_groups() must return a list", where="train.task", remedy=SEE) from error
+            raise refused("parameter_groups() must return a list") from error
         if not groups:
-            raise ConfigError("parameter_groups() returned no parameter", where="train.task", remedy=SEE)
+            raise refused("parameter_groups() returned no parameter")
     way = {"foreach": settings.way == "foreach", "fused": settings.way == "fused"}
     rate, decay = settings.learning_rate, settings.weight_decay
     if settings.optimizer == "sgd":

@@ -7,7 +7,7 @@ the weights must be known before a micro-batch runs backward, or divided out aft
 - several terms and one micro-batch: its own weights are the step's;
 - several terms and micro-batches: the task tells the weights (`weights`), else a forward without gradients does.
 
-A loss that compares all items of a step with each other goes another way: two passes (`contrasting`).
+A loss that compares all items of a step with each other goes another way: two passes (`contrastive`).
 
 The planner traces this very code: `watch` is told where each part begins, and what is whose.
 """
@@ -15,25 +15,22 @@ The planner traces this very code: `watch` is told where each part begins, and w
 from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from pipeline.errors import ConfigError
-from pipeline.memory.runtime.recovery import guessed_weight, quotient, scale_gradients
-from pipeline.protocol import Contrastive, Weights
-from pipeline.training.step import contrastive
+from pipeline.memory.runtime.recovery import guessed_weight, quotient
+from pipeline.protocol import Weights
 from pipeline.training.step.checkpointing import Pinned, Recomputing, offloaded, twin
 from pipeline.training.step.optimizers import (
-    SEE,
     checked_terms,
     freeze_parameters,
     only_trained,
     optimizer_of,
+    refused,
     step_in_place,
-    sum_of,
     sums_by_name,
     whole_loss,
 )
@@ -46,27 +43,9 @@ if TYPE_CHECKING:
 
     from pipeline.protocol import Batch, Task
     from pipeline.training.step.checkpointing import Carrier
-    from pipeline.training.step.optimizers import Terms
+    from pipeline.training.step.optimizers import StepSettings, Terms
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True)
-class StepSettings:
-    """What decides what a step computes, and by which way."""
-
-    optimizer: str = "adamw"  # adamw, adam or sgd
-    learning_rate: float = 1e-4
-    weight_decay: float = 0.01
-    momentum: float = 0.9  # of sgd
-    way: str = "foreach"  # of the optimizer: foreach, fused or loop
-    clip: float | None = None  # norm of all gradients at most
-    ema: float | None = None  # decay of the moving averages of the parameters
-    frozen: tuple[str, ...] = ()  # parameters whose names begin so are not trained
-    precision: str = "fp32"  # or autocast to bf16 or fp16
-    checkpointing: bool = False  # repeated blocks run again in backward
-    offload: bool = False  # what backward needs waits in the host's memory
-    batch: int | None = None  # items of a step, over all ranks, where its loss compares them; None: those of a batch
 
 
 class StepWatch(Protocol):
@@ -83,19 +62,20 @@ class StepWatch(Protocol):
 
 
 class Unwatched:
-    """Nobody."""
+    """Takes no notice."""
 
     def phase(self, name: str) -> None:
-        """Take no notice."""
+        pass
 
     def terms(self, terms: Mapping[str, Tensor]) -> None:
-        """Take no notice."""
+        pass
 
 
 class Step:
     """A model, its optimizer and its moving averages; `run` makes a step."""
 
     is_spread = False  # over ranks, which then make all passes at the same time
+    contrasts = False  # its loss compares all its items
 
     def __init__(
         self,
@@ -112,26 +92,23 @@ class Step:
         Losses of half precision are scaled on a GPU; `scaled` says so for a CPU, where a trace must not.
         """
         self.task, self.settings, self.device, self.watch = task, settings, device, watch or Unwatched()
-        self.contrasts = isinstance(task, Contrastive)
-        self.row_of: dict[str, Tensor] = {}  # what embeddings were like, without a row
         made = task.model() if model is None else model
         if not isinstance(made, torch.nn.Module):
-            what = f"model() must return a torch.nn.Module, got {type(made).__name__}"
-            raise ConfigError(what, where="train.task", remedy=SEE)
+            raise refused(f"model() must return a torch.nn.Module, got {type(made).__name__}")
         self.model = made.to(device)
         freeze_parameters(self.model, settings.frozen)
         self._recomputing = Recomputing(self.model)
         self._offloads = settings.offload
         if settings.checkpointing:
             self._recomputing.turn(on=True)
-        if not any(one.requires_grad for one in self.model.parameters()):
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise ConfigError("the model has no parameter that is trained", where="train.frozen", remedy="freeze fewer")
         self.optimizer = optimizer_of(task, self.model, settings)
         self.trained = only_trained(self.model, self.optimizer)
         scaled = device != "cpu" if scaled is None else scaled
         self.scaler = torch.amp.GradScaler(torch.device(device).type, enabled=settings.precision == "fp16" and scaled)
         self.scaler.scale(torch.zeros((), device=device))  # it has a scale from now on: a first step may have no item
-        self.averages = [one.detach().clone() for one in self.trained] if settings.ema is not None else []
+        self.averages = [parameter.detach().clone() for parameter in self.trained] if settings.ema is not None else []
         self.carrier: Carrier = Pinned()
         self._guess: Tensor | float = 0.0  # what gradients were divided by, as the weight is not known yet
         self._totals: dict[str, Any] = {}
@@ -141,11 +118,7 @@ class Step:
         """Make a step of some micro-batches; return the value of each term."""
         weights = self.weights(batches)
         try:
-            if self.contrasts:
-                contrastive.accumulate_all(self, batches)
-            else:
-                for batch in batches:
-                    self.accumulate(batch, weights)
+            self.accumulate_all(batches, weights)
             return self.update(weights)
         except BaseException:
             self.release()  # what failed midway leaves nothing to the next step
@@ -153,25 +126,21 @@ class Step:
 
     def weights(self, batches: Sequence[Batch]) -> Mapping[str, Any] | None:
         """Return the weights of a step's terms, where they must be known before."""
-        if self.contrasts:
-            return None  # they are told with the loss of all items
         if isinstance(self.task, Weights):
             return sums_by_name(self.task.weights(batch) for batch in batches)
         if len(batches) <= 1 or self._is_one_term is True:
             return None
-        with self._aside():
-            told = self._forward(self.moved(batches[0]))
-            self._is_one_term = len(told) == 1
-            if self._is_one_term:
-                return None
-            rest = (self._forward(self.moved(batch)) for batch in batches[1:])
-            return sums_by_name({name: weight for name, (_, weight) in terms.items()} for terms in (told, *rest))
+        first = self.aside(batches[0])
+        self._is_one_term = len(first) == 1
+        if self._is_one_term:
+            return None
+        every = (first, *map(self.aside, batches[1:]))
+        return sums_by_name({name: weight for name, (_, weight) in terms.items()} for terms in every)
 
-    @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Run the model without a trace: no gradients, no statistics, no random numbers used up."""
-        with self.evaluating(), torch.random.fork_rng([] if self.device == "cpu" else None):
-            yield
+    def accumulate_all(self, batches: Sequence[Batch], weights: Mapping[str, Any] | None) -> None:
+        """Add the gradients of a step's micro-batches."""
+        for batch in batches:
+            self.accumulate(batch, weights)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -186,10 +155,7 @@ class Step:
                 module.training = True
 
     def accumulate(self, batch: Batch, weights: Mapping[str, Any] | None = None) -> None:
-        """Add the gradients of a micro-batch; where all items of a step are compared, others are made up."""
-        if self.contrasts and self.settings.batch is not None:
-            contrastive.accumulate_one(self, batch)
-            return
+        """Add the gradients of a micro-batch."""
         self.watch.phase("inputs")
         batch = self.moved(batch)
         self.watch.phase("forward")
@@ -201,6 +167,10 @@ class Step:
         self.watch.phase("backward")
         torch.autograd.backward(self.scaler.scale(loss))
         self.add_terms(terms)
+
+    def accumulate_alone(self, batch: Batch, weights: Mapping[str, Any] | None = None) -> None:
+        """Add the gradients of a micro-batch's own loss, as if it were a whole step."""
+        self.accumulate(batch, weights)
 
     def add_terms(self, terms: Terms) -> None:
         """Count the terms of a micro-batch among those of the step."""
@@ -226,7 +196,7 @@ class Step:
 
     def aside(self, batch: Batch, *, on_host: bool = False) -> Terms:
         """Return the terms of a micro-batch without a trace: no gradients, no statistics, no random numbers used up."""
-        with self._aside():
+        with self.evaluating(), torch.random.fork_rng([] if self.device == "cpu" else None):
             if on_host:
                 return self._terms(twin(self.model).eval(), self.moved(batch, on_host=True))
             return self._forward(self.moved(batch))
@@ -234,11 +204,11 @@ class Step:
     def _loss(self, terms: Terms, weights: Mapping[str, Any] | None) -> Tensor:
         """Return what to go back from: every term over its weight, or over what is corrected later."""
         if weights is not None:
-            return sum_of(quotient(total, weights[name]) for name, (total, _) in terms.items())
+            return whole_loss(terms, weights)
         if len(terms) > 1:
             if self._is_one_term or len(self._totals) == 1:
                 what = f"loss() returned {', '.join(terms)} after micro-batches with one term: give the task weights()"
-                raise ConfigError(what, where="train.task", remedy="weights(batch) tells each term's weight beforehand")
+                raise refused(what, "weights(batch) tells each term's weight beforehand")
             return whole_loss(terms)
         ((total, weight),) = terms.values()
         if not self._totals:  # nobody else knows this guess: it is divided out again before ranks add up
@@ -258,26 +228,27 @@ class Step:
 
     @property
     def totals(self) -> dict[str, tuple[float, float]]:
-        """Return each term's sum and weight so far, as numbers; a GPU is waited for."""
+        """Each term's sum and weight so far, as numbers; a GPU is waited for."""
         return {name: (float(total), float(weight)) for name, (total, weight) in self._totals.items()}
 
     def settle(self, weight: Tensor | float) -> None:
         """Divide the gradients of a single term by its weight, in place of what was guessed."""
-        if self.contrasts and isinstance(self._guess, float) and self._guess == 0.0:
-            return  # it was known
         known = isinstance(weight, float)  # a loop has waited for it anyway; a number scales gradients of any precision
         self._scale(float(quotient(float(self._guess), weight)) if known else quotient(self._guess, weight))
 
     @property
     def retries_by_scale(self) -> bool:
-        """Say whether a scale may be to blame for gradients that are not finite: such a step is left out by itself."""
+        """Whether a scale may be to blame for gradients that are not finite: such a step is left out by itself."""
         return self.scaler.is_enabled() and self.scaler.get_scale() > 1
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.trained if parameter.grad is not None]
 
     def norm(self) -> Tensor:
         """Return the norm of all gradients."""
         self.scaler.unscale_(self.optimizer)
-        gradients = [one.grad for one in self.trained if one.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients, foreach=self.settings.way != "loop")
+        return torch.nn.utils.get_total_norm(self.gradients, foreach=self.settings.way != "loop")
 
     def clip(self) -> Tensor:
         """Shorten the gradients to the norm that they may have at most; return the one that they had."""
@@ -368,9 +339,7 @@ class Step:
             return checked_terms(self._terms(self.model, batch))
 
     def _terms(self, model: nn.Module, batch: Batch) -> Terms:
-        """Return the loss of a batch as the task has it; of one that compares items, by the same two steps as ever."""
-        if isinstance(self.task, Contrastive):
-            return self.task.contrast(model, contrastive.embedded(self.task, model, batch))
+        """Return the loss of a batch as the task has it."""
         return self.task.loss(model, batch)
 
     def cast(self) -> AbstractContextManager[Any]:
@@ -383,19 +352,18 @@ class Step:
         if hasattr(batch, "to"):
             return batch.to("cpu" if on_host else self.device)
         if on_host:
-            return tree_map_only(torch.Tensor, lambda one: one.cpu(), batch)
-        return tree_map_only(torch.Tensor, lambda one: one.to(self.device, non_blocking=True), batch)
+            return tree_map_only(torch.Tensor, torch.Tensor.cpu, batch)
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device, non_blocking=True), batch)
 
     def saved(self) -> AbstractContextManager[Any]:
         """Return where what backward needs is kept."""
-        if not self._offloads:
-            return nullcontext()
-        return offloaded(self.model, self.carrier)
+        return offloaded(self.model, self.carrier) if self._offloads else nullcontext()
 
     def _scale(self, factor: Tensor | float) -> None:
         """Correct the gradients for what they were divided by."""
         self.watch.phase("scale")
-        scale_gradients(self.trained, factor)
+        if (gradients := self.gradients) and not (isinstance(factor, float) and factor == 1.0):
+            torch._foreach_mul_(gradients, factor)
 
     def _average(self) -> None:
         decay = self.settings.ema

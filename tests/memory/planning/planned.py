@@ -21,7 +21,8 @@ from pipeline.protocol import ITEMS
 from pipeline.runs.model.training_work import Work, cutter, host_card, least_of, plan_training, target_of
 from pipeline.training.prepared import COST, LIKENESS, likeness, sampler_settings
 from pipeline.training.sampling.sampler import Sampler
-from pipeline.training.step.step import Step, StepSettings
+from pipeline.training.step.optimizers import StepSettings
+from pipeline.training.step.step import Step
 from tests.limited.device import HostCarrier, LimitedDevice, forget_failed_backward
 from tests.zoo import Member
 

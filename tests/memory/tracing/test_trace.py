@@ -19,8 +19,8 @@ from pipeline.memory.estimating.fallback_oracle import OracleLadder
 from pipeline.memory.footprint import Category, MemoryChoice, StepTapes, live_peak_bytes, parts_at_peak
 from pipeline.memory.hardware.caching_allocator import Allocator, AllocatorSettings
 from pipeline.memory.tracing.tracer import CannotTrace
+from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step as TrainingStep
-from pipeline.training.step.step import StepSettings
 from tests.limited import device
 from tests.memory.tracing.traced import LARGE, SIZES, WIDTH, Small, layers, of, play, tracer, true_peak
 from tests.zoo import ZOO

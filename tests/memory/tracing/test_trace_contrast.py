@@ -17,7 +17,8 @@ from pipeline.memory.lint.lint_rules import lint
 from pipeline.memory.tracing.tracer import Tracer
 from pipeline.runs.model.training_work import Work, step_settings
 from pipeline.tasks.contrastive_pair import ContrastivePair, PairBatch, Rows
-from pipeline.training.step.step import Step, StepSettings
+from pipeline.training.step.contrastive import make_step
+from pipeline.training.step.optimizers import StepSettings
 from tests.limited import device
 from tests.limited.device import LimitedDevice
 from tests.training.step.towers import Pairs
@@ -44,7 +45,7 @@ def measured(task: ContrastivePair, settings: StepSettings, micro: int, tokens: 
     """Return the most that was really live in the second step; its batches are in the host's memory."""
     device.need()
     with LimitedDevice() as limited:
-        step = Step(task, settings)
+        step = make_step(task, settings)
         for _ in range(2):
             with limited.host():
                 whole = task.example({"items": ITEMS, "left": tokens, "right": tokens})

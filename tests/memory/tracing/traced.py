@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from pipeline.memory.footprint import Category, MemoryChoice, MemoryPart, Tape
 from pipeline.memory.tracing.tracer import CPU, Target, Tracer
-from pipeline.training.step.step import Step, StepSettings
+from pipeline.training.step.contrastive import make_step
+from pipeline.training.step.optimizers import StepSettings
+from pipeline.training.step.step import Step
 from tests.limited.device import HostCarrier, LimitedDevice
 
 SIZES = {"items": 32}
@@ -47,7 +49,7 @@ def tracer(task: Any, target: Target = CPU, least: Mapping[str, int] = SIZES, **
     """Return what traces a task; a choice decides the rest."""
 
     def build(choice: MemoryChoice, watch: Any, model: nn.Module | None) -> Step:
-        return Step(task, chosen(choice, settings), model=model, watch=watch)
+        return make_step(task, chosen(choice, settings), model=model, watch=watch)
 
     return Tracer(build, task.model, task.example, least, target)
 
@@ -62,7 +64,7 @@ def true_peak(
 ) -> int:
     """Return the most that is allocated in the second step and later, of so many micro-batches."""
     with LimitedDevice() as device:
-        step = Step(task, chosen(choice or MemoryChoice(), settings))
+        step = make_step(task, chosen(choice or MemoryChoice(), settings))
         step.carrier = HostCarrier(device)
         for turn in range(3):
             for _ in range(times):

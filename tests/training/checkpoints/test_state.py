@@ -11,16 +11,8 @@ from torch import nn
 
 from pipeline.errors import ConfigError
 from pipeline.training.checkpoints.checkpoint_folder import State
-from pipeline.training.checkpoints.training_state import (
-    by_name,
-    model_key,
-    model_state,
-    optimizer_state,
-    pack,
-    rng_state,
-    set_rng_state,
-    unpack,
-)
+from pipeline.training.checkpoints.training_state import by_name, model_key, model_state, optimizer_state, pack, unpack
+from pipeline.training.random_state import rng_state, set_rng_state
 from tests.training.checkpoints.saved import checkpoints, same_bits
 
 OPTIMIZERS = {

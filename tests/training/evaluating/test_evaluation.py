@@ -24,7 +24,9 @@ from pipeline.training.evaluating.outputs import GatheredOutputs
 from pipeline.training.items.item_table import ItemTable
 from pipeline.training.prepared import ModelFolder, Prepared, Stretch
 from pipeline.training.ranks.rank_protocol import Ranks, SingleRank
-from pipeline.training.step.step import Step, StepSettings
+from pipeline.training.step.contrastive import make_step
+from pipeline.training.step.optimizers import StepSettings
+from pipeline.training.step.step import Step
 from tests.limited.device import LimitedDevice
 from tests.training.items.content import graph_of
 from tests.training.loop.loops import Memory, table_of
@@ -76,7 +78,7 @@ class Speaking(Mute):
 
 
 def step_of(task: Any, device: str = "cpu") -> Step:
-    return Step(task, StepSettings(way="loop"), device=device)
+    return make_step(task, StepSettings(way="loop"), device=device)
 
 
 def prepared(budget: int) -> Prepared:

@@ -85,8 +85,8 @@ def test_a_real_kill_leaves_it(tmp_path: Path) -> None:
     code = (
         "import os, sys\n"
         "from pathlib import Path\n"
-        "from pipeline.training.forensics.crash_note import Breath, On\n"
-        "Breath(Path(sys.argv[1])).on(On(6, 0, 5, ('a',), (0,), 0, 100))\n"
+        "from pipeline.training.forensics.crash_note import CrashNote, PieceInFlight\n"
+        "CrashNote(Path(sys.argv[1])).on(PieceInFlight(6, 0, 5, ('a',), (0,), 0, 100))\n"
         "os.kill(os.getpid(), 9)\n"
     )
     for _ in range(2):

@@ -150,9 +150,9 @@ def test_a_damaged_bundle_is_named(tmp_path):
 FULL = """
 import resource, sys
 from pathlib import Path
-from tests.training.forensics.test_bundles import BUNDLE_OF, RNG_OF, write
+from tests.training.forensics.test_bundles import BUNDLE_OF, RNG_OF, write_bundle
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-print(write(Path(sys.argv[1]), BUNDLE_OF, RNG_OF))
+print(write_bundle(Path(sys.argv[1]), BUNDLE_OF, RNG_OF))
 """
 
 
@@ -168,7 +168,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from pipeline.store.format.disk import Disk
-from tests.training.forensics.test_bundles import BUNDLE_OF, RNG_OF, write
+from tests.training.forensics.test_bundles import BUNDLE_OF, RNG_OF, write_bundle
 calls, last = 0, 0
 for name in ("write_at", "fsync", "fsync_folder", "rename"):
     def step(*args, real=getattr(Disk, name)):
@@ -180,7 +180,7 @@ for name in ("write_at", "fsync", "fsync_folder", "rename"):
     setattr(Disk, name, step)
 for last in range(1, 20):
     if not (child := os.fork()):
-        write(Path(sys.argv[1]) / str(last), BUNDLE_OF, RNG_OF)
+        write_bundle(Path(sys.argv[1]) / str(last), BUNDLE_OF, RNG_OF)
         os._exit(0)
     print(last, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.memory.runtime.meters import meter_of
-from pipeline.training.checkpoints.training_state import rng_state
 from pipeline.training.forensics.nan_search import Suspect, suspects
 from pipeline.training.forensics.rerun import PartOutcome, Rerun, RerunPart, rerun
+from pipeline.training.random_state import rng_state
+from pipeline.training.step.contrastive import make_step
 from pipeline.training.step.micro_batches import Piece
-from pipeline.training.step.step import Step, StepSettings
+from pipeline.training.step.optimizers import StepSettings
+from pipeline.training.step.step import Step
 from tests.tasks.items import batch_of, made
 from tests.training.step.towers import Pairs
 
@@ -110,7 +112,7 @@ def test_nothing_is_left_of_it(bad: float) -> None:
 def replayed(task: Pairs, sizes: Sequence[int]) -> tuple[Rerun, list[Suspect]]:
     """Run a share of some micro-batches, whose loss compares all items of a step, again."""
     torch.manual_seed(0)
-    step = Step(task, StepSettings(batch=sum(sizes)), device="cpu")
+    step = make_step(task, StepSettings(batch=sum(sizes)), device="cpu")
     ids = tuple(f"item{number}" for number in range(sum(sizes)))
     batch = batch_of([made(seed, 12, 12) for seed in range(len(ids))], None, ids)
     ends = np.cumsum(sizes).tolist()

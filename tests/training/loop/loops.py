@@ -26,7 +26,8 @@ from pipeline.training.loop.trainer import Trainer
 from pipeline.training.prepared import ModelFolder, Prepared, Stretch, likeness
 from pipeline.training.ranks.rank_protocol import Ranks, SingleRank
 from pipeline.training.sampling.sampler import MicroBatch
-from pipeline.training.step.step import Step, StepSettings
+from pipeline.training.step.optimizers import StepSettings
+from pipeline.training.step.step import Step
 from tests.training.items.content import graph_of
 
 TRAIN = {

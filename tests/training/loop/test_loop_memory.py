@@ -17,7 +17,8 @@ from pipeline.memory.footprint import MemoryChoice
 from pipeline.stages.train import Items
 from pipeline.training.loop.metrics_log import Epoch, read_epochs
 from pipeline.training.prepared import Stretch, likeness, stretch_of
-from pipeline.training.step.step import Step, StepSettings
+from pipeline.training.step.optimizers import StepSettings
+from pipeline.training.step.step import Step
 from tests.limited import device as limited
 from tests.limited.device import HostCarrier, LimitedDevice
 from tests.memory.planning.planned import BATCH, Ground, OnDevice, limits

@@ -20,10 +20,12 @@ from pipeline.training.checkpoints.training_state import by_name, pack, unpack
 from pipeline.training.items.batch import BatchOrigin
 from pipeline.training.ranks.process_group import ProcessGroup
 from pipeline.training.ranks.rank_protocol import Ranks
+from pipeline.training.step.contrastive import make_step
 from pipeline.training.step.fsdp import ShardedStep
 from pipeline.training.step.local_sharded import ShardedStepper
 from pipeline.training.step.micro_batches import RankShare
-from pipeline.training.step.step import Step, StepSettings
+from pipeline.training.step.optimizers import StepSettings
+from pipeline.training.step.step import Step
 
 # Ranks are forked from a process that has imported all this: what FSDP needs takes seconds.
 multiprocessing.get_context("forkserver").set_forkserver_preload(
@@ -165,7 +167,7 @@ def step_of(group: ProcessGroup, task: str, settings: Mapping[str, Any]) -> Shar
 def alone(task: str, settings: Mapping[str, Any]) -> Step:
     """Return the step of one process."""
     torch.manual_seed(7)
-    return Step(TASKS[task](), StepSettings(**settings))
+    return make_step(TASKS[task](), StepSettings(**settings))
 
 
 def accumulate(stepper: ShardedStepper, micros: Sequence[Sequence[int]]) -> None:

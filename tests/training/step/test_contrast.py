@@ -17,10 +17,11 @@ from pipeline.errors import ConfigError, DataError, PlanInfeasible
 from pipeline.stages.train import fresh_step
 from pipeline.training.ranks.process_group import ProcessGroup
 from pipeline.training.ranks.rank_protocol import LOST, SingleRank
-from pipeline.training.step import contrastive
+from pipeline.training.step.contrastive import ContrastiveStep, joined_rows, make_step
 from pipeline.training.step.local_contrastive import ContrastiveStepper, _Embedded, gathered
 from pipeline.training.step.micro_batches import Piece
-from pipeline.training.step.step import Step, StepSettings, Unwatched
+from pipeline.training.step.optimizers import StepSettings
+from pipeline.training.step.step import Step, Unwatched
 from tests.limited import device as limited
 from tests.limited.device import LimitedDevice
 from tests.tasks import items as graphs
@@ -38,7 +39,7 @@ PLOT = Plot(train=ONE_STEP, budget=90)
 LONG = Plot(train={"optimizer": "adamw", "ema": 0.9, "clip": 1.0, "weight_decay": 0.1, "epochs": 2}, budget=60)
 
 
-class Caught(Step):
+class Caught(ContrastiveStep):
     """Keeps what the optimizer is given."""
 
     def apply(self) -> None:
@@ -99,7 +100,7 @@ def test_both_passes_draw_the_same_random_numbers() -> None:
     torch.manual_seed(0)
     model = task.model()
     torch.manual_seed(1)
-    rows = contrastive.joined_rows([task.embed(model, batch) for batch in cut(drawn(24), [10, 14])])
+    rows = joined_rows([task.embed(model, batch) for batch in cut(drawn(24), [10, 14])])
     ((total, weight),) = task.contrast(model, rows).values()
     (total / weight).backward()
     true = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
@@ -145,10 +146,10 @@ def test_embeddings_in_memory_that_the_next_call_writes_to_are_kept() -> None:
 
 
 def test_a_micro_batch_that_comes_back_with_other_items_is_refused() -> None:
-    step = Step(Pairs(), StepSettings(optimizer="sgd"))
-    rows = contrastive.first_pass(step, drawn(10))
+    step = make_step(Pairs(), StepSettings(optimizer="sgd"))
+    rows = step.embed(drawn(10))
     with pytest.raises(ConfigError, match="'left' has 9 rows, not 10"):
-        contrastive.second_pass(step, drawn(9), rows)
+        step.go_back(drawn(9), rows)
     batch = graphs.batch_of([graphs.made(1, 6, 5)] * 3, None, ("a", "b", "c"))
     done = [_Embedded(batch.origin.index, 0, 2, 0, ("a", "b"), None), _Embedded(0, 2, 4, 0, ("c", "d"), None)]
     found = ContrastiveStepper._as_embedded(None, [Piece(batch, 0, 3)], done)  # type: ignore[arg-type]
@@ -260,7 +261,7 @@ def made(plot: Plot, folder: Path, task: Pairs | None = None, **more: Any) -> Ru
     """Return a training of the towers."""
 
     def make(task: Any, settings: StepSettings) -> Step:
-        return Step(task, replace(settings, batch=plot.config().effective_batch))
+        return make_step(task, replace(settings, batch=plot.config().effective_batch))
 
     return Run(plot, folder, task=task or of(plot), make=make, **more)
 
@@ -422,7 +423,7 @@ def test_a_validation_is_the_same_however_it_is_cut(tmp_path: Path, budget: int)
     rows = [batch_of(replace(plot, items=17), task, [one], 0) for one in numbers]
     with torch.no_grad():
         for group in (rows[:5], rows[5:10], rows[10:]):
-            embedded = contrastive.joined_rows([task.embed(model, one) for one in group])
+            embedded = joined_rows([task.embed(model, one) for one in group])
             totals.append(float(task.contrast(model, embedded)["pairs"][0]))
     assert isinstance(found, dict)
     assert found["loss"] == pytest.approx(math.fsum(totals) / 12, rel=1e-9)
@@ -437,15 +438,15 @@ def test_a_validation_loss_that_a_card_does_not_hold_is_taken_on_the_processor(
     validation = run.trainer.validation
     assert validation is not None
     whole, hosted = validation.figures(), list[bool]()
-    taken, full = contrastive.evaluated, "CUDA out of memory. Tried to allocate 1 GiB"
+    taken, full = ContrastiveStep.evaluate_rows, "CUDA out of memory. Tried to allocate 1 GiB"
 
-    def evaluated(step: Step, rows: Mapping[str, Tensor], *, on_host: bool = False) -> Any:
+    def evaluated(step: ContrastiveStep, rows: Mapping[str, Tensor], *, on_host: bool = False) -> Any:
         hosted.append(on_host)
         if not on_host:
             raise torch.OutOfMemoryError(full)
         return taken(step, rows, on_host=True)
 
-    monkeypatch.setattr(contrastive, "evaluated", evaluated)
+    monkeypatch.setattr(ContrastiveStep, "evaluate_rows", evaluated)
     validation.step.device = "meta"  # it plays a card
     monkeypatch.setattr(validation.step, "moved", lambda batch: batch)
     validation._too_large = policy

@@ -33,7 +33,7 @@ from pipeline.training.step.fsdp import ShardedStep, built, local, shard
 from pipeline.training.step.local_sharded import ShardedStepper, power_of_two
 from pipeline.training.step.local_step import RUNGS
 from pipeline.training.step.micro_batches import Piece
-from pipeline.training.step.step import StepSettings
+from pipeline.training.step.optimizers import StepSettings
 from tests.training.checkpoints.saved import checkpoints
 from tests.training.ranks.crews import Crew, crew
 from tests.training.step import spread

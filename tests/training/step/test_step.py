@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
 from pipeline.training.step.checkpointing import Pinned, Recomputing, repeated
-from pipeline.training.step.step import Step, StepSettings
+from pipeline.training.step.optimizers import StepSettings
+from pipeline.training.step.step import Step
 
 WIDTH = 8
 

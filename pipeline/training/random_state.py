@@ -1,0 +1,61 @@
+"""Where the random numbers of this process stand: torch's, its own device's, Python's and NumPy's."""
+
+from __future__ import annotations
+
+import random
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+
+def rng_state(device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """Return all states as tensors by name; only this rank's device is asked: another would give memory for it."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = cast(
+        "tuple[str, Any, int, int, float]",
+        np.random.get_state(),  # noqa: NPY002 - what users' code draws from
+    )
+    if kind != "MT19937":
+        raise ConfigError(f"NumPy's global random numbers are of {kind}, not MT19937", where="train.task")
+    state = {
+        "rng.torch": torch.get_rng_state(),
+        "rng.python": torch.tensor([version, *words], dtype=torch.int64),
+        "rng.python.gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        "rng.numpy": torch.tensor([*map(int, keys), position, has_gauss], dtype=torch.int64),
+        "rng.numpy.gauss": torch.tensor([cached], dtype=torch.float64),
+    }
+    if torch.device(device).type == "cuda":
+        state["rng.cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_rng_state(state: Mapping[str, Tensor], device: torch.device | str = "cpu") -> None:
+    """Let random numbers go on where they were; a kind that was not saved goes on as it is."""
+    torch.set_rng_state(state["rng.torch"])
+    version, *words = state["rng.python"].tolist()
+    gauss = state["rng.python.gauss"].tolist()
+    random.setstate((version, tuple(words), gauss[0] if gauss else None))
+    *keys, position, has_gauss = state["rng.numpy"].tolist()
+    cached = state["rng.numpy.gauss"].item()
+    words_of = np.array(keys, dtype=np.uint32)
+    np.random.set_state(("MT19937", words_of, position, has_gauss, cached))  # noqa: NPY002
+    if torch.device(device).type == "cuda" and "rng.cuda" in state:
+        torch.cuda.set_rng_state(state["rng.cuda"], device)
+
+
+@contextmanager
+def as_drawn(device: str) -> Iterator[None]:
+    """Leave random numbers where they stand: what a loss draws, once or in vain, must not shift the second pass."""
+    numbers = rng_state(device)
+    try:
+        yield
+    finally:
+        set_rng_state(numbers, device)
