@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from pipeline.errors import ConfigError
 from pipeline.memory.runtime.recovery import guessed_weight, quotient
-from pipeline.protocol import Weights
+from pipeline.protocol import Contrastive, Weights
 from pipeline.training.step.checkpointing import Pinned, Recomputing, offloaded, twin
 from pipeline.training.step.optimizers import (
     checked_terms,
@@ -91,6 +91,7 @@ class Step:
 
         Losses of half precision are scaled on a GPU; `scaled` says so for a CPU, where a trace must not.
         """
+        assert isinstance(task, Contrastive) == self.contrasts, "make_step knows which step a task needs"
         self.task, self.settings, self.device, self.watch = task, settings, device, watch or Unwatched()
         made = task.model() if model is None else model
         if not isinstance(made, torch.nn.Module):

@@ -511,12 +511,16 @@ def test_a_rank_that_runs_out_of_memory_keeps_no_other_waiting(tmp_path: Path, p
     assert apart(first, second) == 0
 
 
+class TearingPairs(Tearing, ContrastiveStep):
+    pass
+
+
 def torn(group: ProcessGroup, folder: Path, at: int) -> dict[str, Any]:
     """Train while memory ends in the optimizer of one rank."""
     torch.set_num_threads(1)
 
     def make(task: Any, settings: StepSettings) -> Step:
-        return Tearing(task, replace(settings, batch=LONG.config().effective_batch))
+        return TearingPairs(task, replace(settings, batch=LONG.config().effective_batch))
 
     run = Run(LONG, folder, ranks=group, task=of(LONG), make=make)
     run.trainer.step.at = frozenset({at} if group.rank == 1 else ())  # type: ignore[attr-defined]
