@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, is_dataclass
+import json
+from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -135,7 +136,8 @@ class MemoryPlan:
         return np.clip(np.ceil(total), 1, self.budget["cost"]).astype(np.int64)
 
     def to_json(self) -> dict[str, Any]:
-        return {field.name: json_data(getattr(self, field.name)) for field in fields(self)}
+        data: dict[str, Any] = json_data(self)
+        return data
 
 
 def _term(term: str, sizes: Mapping[str, Any]) -> Any:
@@ -147,13 +149,5 @@ def _term(term: str, sizes: Mapping[str, Any]) -> Any:
 
 
 def json_data(value: Any) -> Any:
-    """Return what JSON can say of a value."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {name: json_data(each) for name, each in asdict(value).items()}
-    if isinstance(value, dict):
-        return {str(name): json_data(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [json_data(each) for each in value]
-    if isinstance(value, Enum):
-        return value.value
-    return value.item() if isinstance(value, np.generic) else value
+    """Return what JSON can say of a value; dataclasses and NumPy's numbers may be in it."""
+    return json.loads(json.dumps(value, default=lambda one: one.item() if isinstance(one, np.generic) else asdict(one)))

@@ -17,7 +17,7 @@ import numpy as np
 from pipeline.errors import ConfigError, PlanInfeasible
 from pipeline.memory.footprint import Provenance, least_sure, parts_at_peak
 from pipeline.memory.planning.budget_search import BudgetSearch
-from pipeline.memory.planning.memory_plan import Bucket, Figure, MemoryPlan, RemedyTrial, RemedyVerdict
+from pipeline.memory.planning.memory_plan import Bucket, Figure, MemoryPlan, RemedyVerdict
 from pipeline.memory.planning.oracle_cache import OracleCache
 from pipeline.memory.planning.remedies import (
     WORTH,
@@ -28,7 +28,6 @@ from pipeline.memory.planning.remedies import (
     crop_limits,
     outsized,
     remedies,
-    remedy_text,
 )
 from pipeline.memory.planning.request import CardSpecs, Oversize
 from pipeline.memory.planning.step_estimates import reserve as reserve_by_simulation
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pipeline.memory.footprint import MemoryPart, Oracle
+    from pipeline.memory.footprint import Oracle
     from pipeline.memory.planning.request import CardSpec, DataSizes, PlanRequest
     from pipeline.memory.planning.step_estimates import Reserve
 
@@ -63,7 +62,12 @@ def plan_memory(
     request.check(data)
     with _old_objects_left_alone():
         questions = OracleCache(oracle, (ITEMS, *data.names))
-        return _planned(Trying(questions, data, request, CardSpecs.of(cards), reserve), others)
+        trying = Trying(questions, data, request, CardSpecs.of(cards), reserve)
+        best, outcomes = _best(trying)
+        if best is not None:
+            return _plan(trying, best, outcomes)
+        _refuse(trying, outcomes)
+        return _without_oversize(trying, outcomes, others)
 
 
 @contextmanager
@@ -77,38 +81,28 @@ def _old_objects_left_alone() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _planned(trying: Trying, others: Sequence[CardSpec]) -> MemoryPlan:
-    best, outcomes = _best(trying)
-    if best is not None:
-        return _plan(trying, best, outcomes)
-    _refuse(trying, outcomes)
-    return _without_oversize(trying, outcomes, others)
-
-
-def _best(trying: Trying) -> tuple[ChoiceOutcome | None, list[ChoiceOutcome | RemedyTrial]]:
+def _best(trying: Trying) -> tuple[ChoiceOutcome | None, list[ChoiceOutcome]]:
     """Search the choice that is estimated to be the fastest; where it does not fit after all, the next one."""
     tried = _estimates(trying)
-    while True:
-        open_ = [one for one in tried if isinstance(one, ChoiceOutcome) and one.verdict is RemedyVerdict.SLOWER]
-        if not open_:
-            return None, tried
-        fastest = reduce(lambda best, one: one if one.epoch_s * WORTH < best.epoch_s else best, open_)
+    while open_ := [outcome for outcome in tried if outcome.verdict is RemedyVerdict.SLOWER]:
+        fastest = reduce(lambda best, other: other if other.epoch_s * WORTH < best.epoch_s else best, open_)
         searched = trying.search(fastest)
         tried[tried.index(fastest)] = searched
         if searched.found is not None:
             return searched, tried
+    return None, tried
 
 
-def _estimates(trying: Trying) -> list[ChoiceOutcome | RemedyTrial]:
+def _estimates(trying: Trying) -> list[ChoiceOutcome]:
     """Estimate the choices in order, leaving out those that could not be faster than one that may fit."""
     best: ChoiceOutcome | None = None
-    tried: list[ChoiceOutcome | RemedyTrial] = []
+    tried: list[ChoiceOutcome] = []
     for choice in choices(trying.request):
         if best is not None and trying.cards.supports(choice.precision):
             least_s = trying.least_s(best, choice)
             if least_s * WORTH >= best.epoch_s:
                 why = f"not faster: {least_s:.3g} s an epoch at least, {best.epoch_s:.3g} s without"
-                tried.append(RemedyTrial(remedy_text(choice, trying.request), choice, RemedyVerdict.NOT_NEEDED, why))
+                tried.append(ChoiceOutcome(choice, RemedyVerdict.NOT_NEEDED, why))
                 continue
         outcome = trying.estimate(choice)
         tried.append(outcome)
@@ -117,9 +111,7 @@ def _estimates(trying: Trying) -> list[ChoiceOutcome | RemedyTrial]:
     return tried
 
 
-def _plan(
-    trying: Trying, best: ChoiceOutcome, tried: Sequence[ChoiceOutcome | RemedyTrial], **about: object
-) -> MemoryPlan:
+def _plan(trying: Trying, best: ChoiceOutcome, tried: Sequence[ChoiceOutcome], **about: object) -> MemoryPlan:
     """Put together what a report wants to know."""
     found, reserved, request, choice = best.found, best.reserved, trying.request, best.choice
     assert found is not None
@@ -152,7 +144,7 @@ def _plan(
         used=reserved.bytes / trying.limit,
         filled=found.filled,
         every_order=found.every_order,
-        parts=_parts(best, trying.questions),
+        parts=parts_at_peak(standing, trying.questions.micro(choice, found.worst), accumulate=found.accumulate),
         margin=best.margin,
         probability=Figure(best.margin.probability * of_order, best.margin.trust),
         allocator=reserved,
@@ -160,7 +152,7 @@ def _plan(
         epoch_s=Figure(best.epoch_s, Provenance.ASSUMED),
         gpu_hours=Figure(hours, Provenance.ASSUMED),
         host_bytes=max(micro.host_bytes for micro in best.micros),
-        trials=tuple(_trial(trying, one) for one in tried),
+        trials=tuple(outcome.trial(request) for outcome in tried),
         oversize=(),
         crop={},
         buckets=_buckets(trying, best),
@@ -168,12 +160,6 @@ def _plan(
         notes=_notes(trying, best),
     )
     return replace(made, **about)  # type: ignore[arg-type]
-
-
-def _trial(trying: Trying, one: ChoiceOutcome | RemedyTrial) -> RemedyTrial:
-    if isinstance(one, RemedyTrial):
-        return one
-    return one.trial(remedy_text(one.choice, trying.request))
 
 
 def _buckets(trying: Trying, best: ChoiceOutcome) -> tuple[Bucket, ...]:
@@ -194,26 +180,22 @@ def _notes(trying: Trying, best: ChoiceOutcome) -> tuple[str, ...]:
     """Return what people must know to trust the numbers."""
     found = best.found
     assert found is not None
+    epochs = found.micros.epochs + 1
     order = (
-        ()
-        if found.every_order
-        else (
-            "it holds for the epoch that was cut; another order may bring a larger micro-batch: the worst of "
-            f"{found.micros.epochs + 1} epochs is the next one with a chance of 1/{found.micros.epochs + 1}",
-        )
+        "it holds for the epoch that was cut; another order may bring a larger micro-batch: the worst of "
+        f"{epochs} epochs is the next one with a chance of 1/{epochs}"
     )
-    cards = tuple(note for card in trying.cards.cards for note in card.notes)
-    return (best.margin.why, *order, *trying.questions.notes(best.choice), *cards)
+    cards = (note for card in trying.cards.cards for note in card.notes)
+    return (best.margin.why, *([] if found.every_order else [order]), *trying.questions.notes(best.choice), *cards)
 
 
-def _refuse(trying: Trying, outcomes: Sequence[ChoiceOutcome | RemedyTrial]) -> None:
+def _refuse(trying: Trying, outcomes: Sequence[ChoiceOutcome]) -> None:
     """Refuse what no choice of items would mend: the standing memory, or a pinned micro-batch."""
-    tried = [one for one in outcomes if not isinstance(one, RemedyTrial)]
-    able = [one for one in tried if one.verdict is not RemedyVerdict.UNSUPPORTED]
+    able = [one for one in outcomes if one.verdict not in (RemedyVerdict.UNSUPPORTED, RemedyVerdict.NOT_NEEDED)]
     limit = f"{', '.join(card.name for card in trying.cards.cards)} lets torch have {format_bytes(trying.limit)}"
     if not able:
         raise ConfigError(
-            f"no allowed precision works on every card: {'; '.join(dict.fromkeys(one.why for one in tried))}",
+            f"no allowed precision works on every card: {'; '.join(dict.fromkeys(one.why for one in outcomes))}",
             remedy="allow fp32, or leave out the cards that lack it",
         )
     if not any(one.alone for one in able):
@@ -241,11 +223,9 @@ def _pinned_too_large(trying: Trying, limit: str) -> ConfigError:
     )
 
 
-def _without_oversize(
-    trying: Trying, outcomes: Sequence[ChoiceOutcome | RemedyTrial], others: Sequence[CardSpec]
-) -> MemoryPlan:
+def _without_oversize(trying: Trying, outcomes: Sequence[ChoiceOutcome], others: Sequence[CardSpec]) -> MemoryPlan:
     """Name the items that fit under no choice, and plan for the others where the request wants that."""
-    able = [one for one in outcomes if not isinstance(one, RemedyTrial) and one.alone]
+    able = [one for one in outcomes if one.alone]
     frugal = min(able, key=lambda one: one.total)
     search = BudgetSearch(trying.questions, trying.ground, frugal.choice)
     live = int(trying.limit / frugal.margin.factor)
@@ -277,13 +257,6 @@ class CurriculumStage:
     name: str
     data: DataSizes
     epochs: int = 1
-
-
-def _parts(best: ChoiceOutcome, questions: OracleCache) -> tuple[MemoryPart, ...]:
-    """Return what the live peak is made of."""
-    assert best.found is not None
-    standing, micro = questions.standing(best.choice), questions.micro(best.choice, best.found.worst)
-    return parts_at_peak(standing, micro, accumulate=best.found.accumulate)
 
 
 def plan_stages(

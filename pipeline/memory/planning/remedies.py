@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from math import ceil
@@ -72,11 +72,6 @@ def remedies(choice: MemoryChoice, request: PlanRequest) -> tuple[str, ...]:
     return tuple(text for is_so, text in said if is_so)
 
 
-def remedy_text(choice: MemoryChoice, request: PlanRequest) -> str:
-    """Return the remedies of a choice as one text."""
-    return " + ".join(("smaller micro-batches", *remedies(choice, request)))
-
-
 _TURNS = 4  # times the budget is corrected for what the allocator holds beyond what is live
 _FRAGMENTED = 1.02  # what is expected of it at first
 
@@ -88,7 +83,7 @@ class ChoiceOutcome:
     choice: MemoryChoice
     verdict: RemedyVerdict
     why: str
-    margin: Margin
+    margin: Margin = field(default_factory=lambda: margin_of(Provenance.TRACED))
     alone: int = 0  # the live peak of the item that takes most alone; 0: nobody asked
     found: FoundBudget | None = None
     reserved: Reserved | None = None
@@ -104,11 +99,12 @@ class ChoiceOutcome:
         held = self.reserved.bytes if self.reserved else self.alone
         return int(np.ceil(held * self.margin.factor))
 
-    def trial(self, remedy: str) -> RemedyTrial:
+    def trial(self, request: PlanRequest) -> RemedyTrial:
         """Return it for a report; the total of what did not fit is that of the largest item alone."""
         looked = self.reserved is not None or self.verdict is RemedyVerdict.TOO_LARGE
         total = Figure(self.total, self.margin.origin) if looked and self.total else None
         time = Figure(self.epoch_s, Provenance.ASSUMED) if self.epoch_s else None
+        remedy = " + ".join(("smaller micro-batches", *remedies(self.choice, request)))
         return RemedyTrial(remedy, self.choice, self.verdict, self.why, total, time)
 
 
@@ -145,7 +141,7 @@ class Trying:
         if not self.cards.supports(choice.precision):
             lacking = [card.name for card in self.cards.cards if choice.precision not in card.flops_per_s]
             why = f"{', '.join(lacking)} does not compute in {choice.precision}"
-            return ChoiceOutcome(choice, RemedyVerdict.UNSUPPORTED, why, margin_of(Provenance.TRACED))
+            return ChoiceOutcome(choice, RemedyVerdict.UNSUPPORTED, why)
         standing, margin = self.questions.standing(choice), self.margin(choice)
         if standing.bytes * margin.factor > self.limit:
             why = f"what stands between two steps takes {format_bytes(standing.bytes)}, whatever the batch"
