@@ -81,8 +81,8 @@ class InspectionWindow:
         if look.step == 1 and self.with_objects:
             self._snapshot = tracemalloc.take_snapshot()
         if look.step == self.steps:
-            unseen = ((number, one) for number, one in visible_tensors() if number not in self._known)
-            self._later = [_unseen(one) for number, one in unseen if number not in look.made]
+            unseen = ((number, tensor) for number, tensor in visible_tensors() if number not in self._known)
+            self._later = [MadeStorage.of(tensor, "") for number, tensor in unseen if number not in look.made]
         return look.step >= self.steps + SETTLED
 
     def close(self) -> None:
@@ -93,14 +93,21 @@ class InspectionWindow:
     def found(self, expected_rate: float = 0.0) -> list[Leftover]:
         """Return what the steps have left behind, the largest first."""
         groups, containers = self._tensors()
-        found = [_of_tensors(made, holder, self.steps) for holder, made in groups.items() if self._recurs(made)]
+        found = []
+        for holder, made in groups.items():
+            if self._recurs(made):
+                weighed = _Weighed()
+                for storage in made:
+                    weighed.count(storage.kind, storage.bytes, storage.site)
+                found.append(weighed.found(holder, self.steps))
         if self.with_objects:
-            found += self._objects(containers, expected_rate - sum(one.bytes_per_step for one in found))
-        return sorted(found, key=lambda one: -one.bytes_per_step)
+            found += self._objects(containers, expected_rate - sum(left.bytes_per_step for left in found))
+        return sorted(found, key=lambda left: -left.bytes_per_step)
 
     def _tensors(self) -> tuple[dict[str, list[MadeStorage]], set[int]]:
         """Return the storages that survived by who holds them, and the ids of the containers that do."""
-        made = {one.number: one for one in (*self._later, *self._look.made.values()) if not one.is_gone}
+        storages = (*self._later, *self._look.made.values())
+        made = {storage.number: storage for storage in storages if not storage.is_gone}
         containers: set[int] = set()
         groups: dict[str, list[MadeStorage]] = defaultdict(list)
         if not made:
@@ -115,12 +122,12 @@ class InspectionWindow:
         by_site: dict[str, list[int]] = defaultdict(list)
         for number in shown:
             by_site[made[number].site].append(number)
-        largest = sorted(by_site.values(), key=lambda numbers: -sum(made[one].bytes for one in numbers))
-        hidden = [one for number, one in made.items() if number not in shown]
+        largest = sorted(by_site.values(), key=lambda numbers: -sum(made[number].bytes for number in numbers))
+        hidden = [storage for number, storage in made.items() if number not in shown]
         for numbers in largest[:_MOST_GROUPS]:
-            holder = self._holder([shown[one] for one in numbers], containers, (shown, roots))
+            holder = self._holder([shown[number] for number in numbers], containers, (shown, roots))
             if holder is not None:  # empty: only a graph refers to them
-                (groups[holder] if holder else hidden).extend(made[one] for one in numbers)
+                (groups[holder] if holder else hidden).extend(made[number] for number in numbers)
         if hidden:
             held = self._holder(roots, containers, (shown,)) if roots else None
             groups[held or _HIDDEN] += hidden
@@ -144,29 +151,29 @@ class InspectionWindow:
 
     def _recurs(self, made: Sequence[MadeStorage]) -> bool:
         """Tell whether something was left behind more than once; what nobody saw made, at most steps."""
-        seen = sum(bool(one.site) for one in made)
+        seen = sum(bool(storage.site) for storage in made)
         return seen > 1 or len(made) - seen >= max(3, self.steps // 2)
 
     def _without_garbage(self, groups: dict[str, list[MadeStorage]]) -> dict[str, list[MadeStorage]]:
         """Say of what a garbage collection frees that it does."""
         gc.collect()
-        told: dict[str, list[MadeStorage]] = defaultdict(list)
-        for holder, many in groups.items():
-            freed = [one for one in many if one.is_gone]
-            told[holder] += [one for one in many if not one.is_gone]
-            told[f"{holder or 'a cycle of references'}; only garbage collection frees it"] += freed
-        return told
+        found: dict[str, list[MadeStorage]] = defaultdict(list)
+        for holder, made in groups.items():
+            in_garbage = f"{holder or 'a cycle of references'}; only garbage collection frees it"
+            for storage in made:
+                found[in_garbage if storage.is_gone else holder].append(storage)
+        return found
 
     def _objects(self, containers: set[int], missing: float) -> list[Leftover]:
         """Return containers of Python that grew, and what was allocated for them."""
         seen = set(containers)
         weighed: list[tuple[_Weighed, Any]] = []
         everything = all_containers()
-        for one in everything:
-            grown = len(one) - self._lengths.get(id(one), len(one))
-            if grown >= max(2, self.steps // 2) and id(one) not in containers:
-                weighed.append((_Weighed(), one))
-                weighed[-1][0].weigh(_newest(one, grown), seen)
+        for container in everything:
+            grown = len(container) - self._lengths.get(id(container), len(container))
+            if grown >= max(2, self.steps // 2) and id(container) not in containers:
+                weighed.append((_Weighed(), container))
+                weighed[-1][0].weigh(_newest(container, grown), seen)
         weighed.sort(key=lambda pair: -pair[0].bytes)
         del weighed[_MOST_SITES:]
         found = []
@@ -175,7 +182,7 @@ class InspectionWindow:
                 search = ReferrerSearch(_SEARCH_S)
                 search.ignore(everything, *weighed)
                 found.append(sizes.found(search.name_of(container), self._look.step))
-        enough = sum(one.bytes_per_step for one in found) >= missing / 2
+        enough = sum(left.bytes_per_step for left in found) >= missing / 2
         return found if enough else [*found, *self._by_site()]
 
     def _by_site(self) -> list[Leftover]:
@@ -183,10 +190,10 @@ class InspectionWindow:
         if self._snapshot is None:
             return []
         gained: Counter[Site] = Counter()
-        for one in tracemalloc.take_snapshot().compare_to(self._snapshot, "traceback"):
-            site = traced_site(one.traceback)
-            if one.size_diff > 0 and site:
-                gained[site] += one.size_diff
+        for difference in tracemalloc.take_snapshot().compare_to(self._snapshot, "traceback"):
+            site = traced_site(difference.traceback)
+            if difference.size_diff > 0 and site:
+                gained[site] += difference.size_diff
         steps, most = self._look.step - 1, gained.most_common(_MOST_SITES)
         return [Leftover(size / steps, ("Python objects",), (place(*site),), "") for site, size in most]
 
@@ -224,17 +231,17 @@ class _Weighed:
         sample = objects[::stride]
         end, waiting, self.scale = time.monotonic() + _WEIGH_S, list(sample), len(objects) / max(len(sample), 1)
         while waiting and time.monotonic() < end:
-            one: Any = waiting.pop()
-            traced = tracemalloc.get_object_traceback(one)
-            if traced is None or id(one) in seen:
+            thing: Any = waiting.pop()
+            traced = tracemalloc.get_object_traceback(thing)
+            if traced is None or id(thing) in seen:
                 continue
-            seen.add(id(one))
+            seen.add(id(thing))
             site = traced_site(traced)
-            if site and not issubclass(type(one), torch.Tensor):  # what it stores is counted elsewhere
-                self.count(_kind(one), sys.getsizeof(one), place(*site))
-            waiting.extend(gc.get_referents(one))
-            if issubclass(type(one), np.ndarray) and one.base is not None:
-                waiting.append(one.base)
+            if site and not issubclass(type(thing), torch.Tensor):  # what it stores is counted elsewhere
+                self.count(_kind(thing), sys.getsizeof(thing), place(*site))
+            waiting.extend(gc.get_referents(thing))
+            if issubclass(type(thing), np.ndarray) and thing.base is not None:
+                waiting.append(thing.base)
 
     def found(self, holder: str, steps: int) -> Leftover:
         kinds = tuple(
@@ -245,45 +252,34 @@ class _Weighed:
         )
 
 
-def _kind(one: Any) -> str:
-    if issubclass(type(one), np.ndarray):
-        return f"ndarray {one.dtype} {list(one.shape)}"
-    kind = type(one)
+def _kind(thing: Any) -> str:
+    kind = type(thing)
+    if issubclass(kind, np.ndarray):
+        return f"ndarray {thing.dtype} {list(thing.shape)}"
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _of_tensors(made: Sequence[MadeStorage], holder: str, steps: int) -> Leftover:
-    weighed = _Weighed()
-    for one in made:
-        weighed.count(one.kind, one.bytes, one.site)
-    return weighed.found(holder, steps)
-
-
-def _unseen(tensor: Any) -> MadeStorage:
-    return MadeStorage.of(tensor, "")
 
 
 BLOCK_BYTES = 48  # of a small object of Python's, as it usually is: only their number is told
 _PROBE_BYTES = 1 << 20
-_FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
 
 
 class _Mallinfo(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_size_t) for name in _FIELDS)
+    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = tuple((name, ctypes.c_size_t) for name in names.split())
 
 
 @functools.cache
 def malloc_counter() -> Callable[[], int] | None:
     """Return what counts the bytes that malloc has given out, for tensors and arrays too; none: nobody counts them."""
     try:
-        asked = ctypes.CDLL(None).mallinfo2  # glibc since 2.33; `mallinfo` would wrap at 4 GiB
+        mallinfo = ctypes.CDLL(None).mallinfo2  # glibc since 2.33; `mallinfo` would wrap at 4 GiB
     except (AttributeError, OSError):
         return None
-    asked.restype = _Mallinfo
+    mallinfo.restype = _Mallinfo
 
     def count() -> int:
-        told = asked()
-        return int(told.uordblks + told.hblkhd)
+        figures = mallinfo()
+        return int(figures.uordblks + figures.hblkhd)
 
     # Another malloc may stand before glibc's, which then knows of nothing.
     before = count()
@@ -310,7 +306,5 @@ def small_objects_bytes() -> int:
 
 def card_counter(device: str) -> Callable[[], int]:
     """Return what counts the bytes of tensors on a card."""
-    import torch
-
-    place = torch.device(device)
-    return lambda: int(torch.cuda.memory_allocated(place))
+    on = torch.device(device)
+    return lambda: int(torch.cuda.memory_allocated(on))

@@ -27,7 +27,7 @@ from pipeline.memory.leaks import inspection
 from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from pipeline.memory.leaks.inspection import InspectionWindow, Leftover
 
@@ -61,14 +61,14 @@ class MemoryLeak:
     def words(self) -> str:
         epoch = "" if self.bytes_per_epoch is None else f", {format_bytes(self.bytes_per_epoch)} an epoch"
         rate = f"by {format_bytes(self.bytes_per_step)} a step{epoch}, {format_bytes(self.total_bytes)} so far"
-        said = [", ".join(self.types) or NOT_FOUND]
-        if self.sites:
-            said.append(f"made at {'; '.join(self.sites)}")
-        if self.holder:
-            said.append(f"kept by {self.holder}")
-        if self.steps_left is not None:
-            said.append(f"out of memory in about {self.steps_left} steps")
-        return f"{self.memory} {'grows' if self.memory == HOST else 'grow'} {rate}: {', '.join(said)}"
+        known = (
+            ", ".join(self.types) or NOT_FOUND,
+            f"made at {'; '.join(self.sites)}" if self.sites else "",
+            f"kept by {self.holder}" if self.holder else "",
+            f"out of memory in about {self.steps_left} steps" if self.steps_left is not None else "",
+        )
+        verb = "grows" if self.memory == HOST else "grow"
+        return f"{self.memory} {verb} {rate}: {', '.join(filter(None, known))}"
 
 
 class Leaks:
@@ -105,13 +105,13 @@ class Leaks:
         self._step += 1
         lap = False
         for series, count in self._series:
-            # A look's own records are host memory, too.
-            if (self._window is None or series.name == TENSORS) and _is_due(series, self._step):
+            is_due = series.name != OBJECTS or self._step % OBJECTS_EVERY == 0
+            if is_due and (self._window is None or series.name == TENSORS):  # a look's own records are host memory, too
                 lap |= series.add(bucket, count(), self._step)
         if self._window is not None:
             self._look(self._window)
         elif lap:
-            self._consider([one for one, _ in self._series if self._is_grave(one)], by_epochs=False)
+            self._consider({series: series.by_laps for series, _ in self._series if self._is_grave(series)})
 
     def epoch(self) -> list[MemoryLeak]:
         """Hear that an epoch has ended; return the leaks that are known, as they are now."""
@@ -119,7 +119,8 @@ class Leaks:
         for series, _ in self._series:
             series.end_epoch()
         if self._window is None:
-            self._consider([one for one, _ in self._series if one.by_epochs > 0], by_epochs=True)
+            rates = {series: series.by_epochs for series, _ in self._series}
+            self._consider({series: rate for series, rate in rates.items() if rate > 0})
         return list(self._leaks.values())
 
     def watching(self) -> AbstractContextManager[Any]:
@@ -146,27 +147,25 @@ class Leaks:
             return None
         return max(0, int((self.limit_bytes - self.step_bytes - self._limited()) / rate))
 
-    def _consider(self, suspected: Sequence[Series], *, by_epochs: bool) -> None:
-        """Look closely at what is suspected, unless it is what is known."""
+    def _consider(self, suspected: Mapping[Series, float]) -> None:
+        """Look closely at what is suspected, with its bytes per step, unless it is what is known."""
         if not suspected:
             return
-        rates = {one.name: one.by_epochs if by_epochs else one.by_laps for one in suspected}
-        known = sum(one.bytes_per_step for one in self._leaks.values())
+        rates = {series.name: rate for series, rate in suspected.items()}
+        known = sum(leak.bytes_per_step for leak in self._leaks.values())
         if known and sum(rates.values()) < known * AGAIN:
-            self._refresh(rates, suspected)
+            self._rates = rates
+            self._refresh(known, sum(series.gained_bytes for series in suspected))
         elif self._searched:
             self._searched = False
-            for one in suspected:
-                self._report(self._leak(one.name, rates[one.name], one.gained_bytes, None))
+            for series, rate in suspected.items():
+                self._report(self._leak(series.name, rate, series.gained_bytes, None))
         elif self._step >= self._rests_until:
             self._rates = rates
             self._open()
 
     def _open(self) -> None:
-        from pipeline.memory.leaks.inspection import InspectionWindow
-
-        steps = WINDOWS[min(self._tries, len(WINDOWS) - 1)]
-        self._window = InspectionWindow(steps, with_objects=set(self._rates) != {TENSORS})
+        self._window = inspection.InspectionWindow(WINDOWS[self._tries], with_objects=set(self._rates) != {TENSORS})
 
     def _look(self, window: InspectionWindow) -> None:
         """Let a look go on; judge when it has seen enough."""
@@ -175,9 +174,14 @@ class Leaks:
         # Where small objects grow, what refers to them does too, in leaps, and is not counted with them.
         without = HOST if OBJECTS in self._rates else None
         expected = sum(rate for name, rate in self._rates.items() if name != without)
-        found = _found(window, expected)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                found = window.found(expected)
+            except Exception:  # noqa: BLE001 - it looks at all objects there are, and some are built to object
+                found = []  # a search that fails has found nothing, and ends no run
         self.close()
-        explained = sum(one.bytes_per_step for one in found)
+        explained = sum(left.bytes_per_step for left in found)
         if explained < EXPLAINED * expected:
             self._tries += 1
             if self._tries < len(WINDOWS):
@@ -193,12 +197,12 @@ class Leaks:
         scale = expected / explained if explained and OBJECTS not in self._rates else 1.0
         if not EXPLAINED <= scale <= 1 / EXPLAINED:
             scale = 1.0
-        gained = sum(one.gained_bytes for one, _ in self._series if one.name in self._rates)
+        gained = sum(series.gained_bytes for series, _ in self._series if series.name in self._rates)
         memory = max(self._rates, key=lambda name: self._rates[name])
-        for one in found:
-            share = one.bytes_per_step / explained
+        for left in found:
+            share = left.bytes_per_step / explained
             if share >= LEAST_SHARE:
-                self._report(self._leak(memory, scale * one.bytes_per_step, round(share * gained), one))
+                self._report(self._leak(memory, scale * left.bytes_per_step, round(share * gained), left))
 
     def _leak(self, memory: str, rate: float, total: int, found: Leftover | None) -> MemoryLeak:
         epoch = None if self._epoch_steps is None else round(rate * self._epoch_steps)
@@ -206,17 +210,13 @@ class Leaks:
         what = (found.kinds, found.sites, found.holder) if found else ((), (), "")
         return MemoryLeak(memory, round(rate), epoch, total, *what, left)
 
-    def _refresh(self, rates: dict[str, float], suspected: Sequence[Series]) -> None:
+    def _refresh(self, known: int, gained: int) -> None:
         """Bring what is known up to date, and tell it again where it has become much."""
-        self._rates = rates
-        known = sum(one.bytes_per_step for one in self._leaks.values())
-        gained = sum(one.gained_bytes for one in suspected)
-        for one in list(self._leaks.values()):
-            share = one.bytes_per_step / max(known, 1)
-            epoch = None if self._epoch_steps is None else one.bytes_per_step * self._epoch_steps
-            left = self._steps_left(one.memory, max(sum(rates.values()), 1.0))
-            total = round(share * gained)
-            self._report(replace(one, bytes_per_epoch=epoch, total_bytes=total, steps_left=left))
+        for leak in list(self._leaks.values()):
+            epoch = None if self._epoch_steps is None else leak.bytes_per_step * self._epoch_steps
+            left = self._steps_left(leak.memory, max(sum(self._rates.values()), 1.0))
+            total = round(leak.bytes_per_step / known * gained)
+            self._report(replace(leak, bytes_per_epoch=epoch, total_bytes=total, steps_left=left))
 
     def _report(self, leak: MemoryLeak) -> None:
         """Keep a leak; tell it if it is new, or has become much."""
@@ -226,20 +226,6 @@ class Leaks:
         if known is None or leak.total_bytes >= AGAIN * self._told.get(key, 0):
             self._told[key] = leak.total_bytes
             self._tell(leak)
-
-
-def _found(window: InspectionWindow, expected: float) -> list[Leftover]:
-    """Return what a look has found; a search that fails has found nothing, and ends no run."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            return window.found(expected)
-        except Exception:  # noqa: BLE001 - it looks at all objects there are, and some are built to object
-            return []
-
-
-def _is_due(series: Series, step: int) -> bool:
-    return series.name != OBJECTS or step % OBJECTS_EVERY == 0
 
 
 def _series(tensors: Callable[[], int] | None, *, shared: bool) -> list[tuple[Series, Callable[[], int]]]:
@@ -268,18 +254,18 @@ LAP_STEPS = 8  # at first: 56 steps are the earliest at which anything is suspec
 
 def note_least(marks: Marks, bucket: Hashable, live: int, step: int) -> None:
     """Keep the least of a bucket, and of all."""
-    for one in (bucket, ANY):
-        known = marks.get(one)
-        if (known is None and len(marks) < MOST_BUCKETS) or (known is not None and live < known[0]):
-            marks[one] = live, step
+    for key in (bucket, ANY):
+        known = marks.get(key)
+        if live < known[0] if known else len(marks) < MOST_BUCKETS:
+            marks[key] = live, step
 
 
 def growth(before: Marks, after: Marks) -> tuple[float, float]:
     """Return by how many bytes the usual bucket grew between two spans, and how many that is per step."""
-    common = [one for one in after if one in before and one != ANY]
+    common = [bucket for bucket in after if bucket in before and bucket != ANY]
     if len(common) < COMMON:
-        common = [one for one in after if one in before]
-    pairs = [(after[one][0] - before[one][0], after[one][1] - before[one][1]) for one in common]
+        common = [bucket for bucket in after if bucket in before]
+    pairs = [(after[bucket][0] - before[bucket][0], after[bucket][1] - before[bucket][1]) for bucket in common]
     if not pairs:
         return 0.0, 0.0
     return median(gained for gained, _ in pairs), median(gained / max(steps, 1) for gained, steps in pairs)
@@ -329,7 +315,7 @@ class Series:
         self.base = self.base or self._lap
         self._lap = {}
         if len(self.laps) == LAPS:  # a run of any length is known by so many
-            self.laps = [_merged(*self.laps[place : place + 2]) for place in range(0, LAPS, 2)]
+            self.laps = [_merged(*pair) for pair in zip(self.laps[::2], self.laps[1::2], strict=True)]
             self._lap_steps *= 2
         self._lap_end = step + self._lap_steps
 
@@ -351,7 +337,7 @@ class Series:
 
     @property
     def gained_bytes(self) -> int:
-        """Return how much more is live than when growth began to count."""
+        """How much more is live than when growth began to count."""
         newest = self._lap or (self.laps[-1] if self.laps else {})
         return max(0, round(growth(self.base, newest)[0])) if self.base and newest else 0
 

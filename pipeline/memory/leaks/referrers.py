@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 CONTAINERS: tuple[type, ...] = (list, dict, set, deque)
 SAMPLE = 8  # of the objects that grow
 _DEPTH, _WIDTH = 6, 24
+_IN_NO_CYCLE = (type, ModuleType, BuiltinFunctionType, MethodType)
 
 
 # Asked is the type of an object, not `isinstance`, which asks the object itself: some raise, or warn.
@@ -57,10 +58,10 @@ class ReferrerSearch:
             if not level or time.monotonic() > self._end:
                 return None
             found = self._referrers(level)
-            counts = [_has(one, level) for one in found]
+            counts = [_has(holder, level) for holder in found]
             if counts and max(counts) >= wanted:
                 return found[counts.index(max(counts))]
-            level = [one for one in found if id(one) not in seen][:_WIDTH]
+            level = [holder for holder in found if id(holder) not in seen][:_WIDTH]
             seen.update(map(id, level))
             self.ignore(found, level)
         return None
@@ -78,10 +79,10 @@ class ReferrerSearch:
                 found = self._referrers([held])
                 if name := self._best_name(found, held) or _local(held):
                     return f"{text} {name}"
-                fresh = [one for one in found if id(one) not in seen]
+                fresh = [holder for holder in found if id(holder) not in seen]
                 seen.update(map(id, fresh))
-                for one in fresh[: _WIDTH - len(following)]:
-                    entry = one, f"{text} in a {type(one).__name__}" if type(one) in CONTAINERS else text
+                for holder in fresh[: _WIDTH - len(following)]:
+                    entry = holder, f"{text} in a {type(holder).__name__}" if type(holder) in CONTAINERS else text
                     self.ignore(entry)
                     following.append(entry)
                 self.ignore(found, fresh)
@@ -95,27 +96,27 @@ class ReferrerSearch:
         for _ in range(2 * _DEPTH):
             following: list[tuple[object, tuple[str, ...]]] = []
             self.ignore(paths, following, *paths)
-            for one, path in paths:
-                for other in () if time.monotonic() > self._end else gc.get_referents(one):
-                    if other is thing:
+            for holder, path in paths:
+                for held in () if time.monotonic() > self._end else gc.get_referents(holder):
+                    if held is thing:
                         return " → ".join((*path, path[0]))
-                    if id(other) not in seen and _may_be_in_a_cycle(other):
-                        seen.add(id(other))
-                        following.append((other, (*path, type(other).__name__)))
+                    if id(held) not in seen and gc.is_tracked(held) and not issubclass(type(held), _IN_NO_CYCLE):
+                        seen.add(id(held))
+                        following.append((held, (*path, type(held).__name__)))
             paths = following[: 8 * _WIDTH]
         return ""
 
     def _referrers(self, objects: list[Any]) -> list[Any]:
         self.ignore(objects)
         found: list[Any] = gc.get_referrers(*objects)
-        found = [one for one in found if id(one) not in self._own and not _is_a_frame_of_ours(one)]
+        found = [holder for holder in found if id(holder) not in self._own and not _is_a_frame_of_ours(holder)]
         self.ignore(found)
         return found
 
     def _best_name(self, holders: list[Any], held: object) -> str:
         names = []  # no generator: what it captures would be one more that holds the object
-        for one in holders:
-            if name := self._named(one, held):
+        for holder in holders:
+            if name := self._named(holder, held):
                 names.append(name)  # noqa: PERF401
         return min(names)[1] if names else ""
 
@@ -153,16 +154,16 @@ class ReferrerSearch:
 
 def container_lengths(objects: Iterable[object]) -> dict[int, int]:
     """Return how many elements each container has, by its id."""
-    return {id(one): len(one) for one in objects if type(one) in CONTAINERS}  # type: ignore[arg-type]
+    return {id(container): len(container) for container in objects if type(container) in CONTAINERS}  # type: ignore[arg-type]
 
 
 def all_containers() -> list[Any]:
     """Return all lists, sets and dictionaries, those too that the garbage collector does not follow."""
     objects = gc.get_objects()
-    found = [one for one in objects if type(one) in CONTAINERS]
+    found = [thing for thing in objects if type(thing) in CONTAINERS]
     # A dictionary of numbers or arrays is tracked by nobody but its owner.
-    untracked = (one for one in gc.get_referents(*objects) if type(one) is dict and not gc.is_tracked(one))
-    found.extend({id(one): one for one in untracked}.values())
+    held = gc.get_referents(*objects)
+    found.extend({id(thing): thing for thing in held if type(thing) is dict and not gc.is_tracked(thing)}.values())
     return found
 
 
@@ -219,12 +220,8 @@ def _type_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _is_a_frame_of_ours(one: Any) -> bool:
-    return type(one) is FrameType and not is_users(one.f_code.co_filename)
-
-
-def _may_be_in_a_cycle(one: object) -> bool:
-    return gc.is_tracked(one) and not issubclass(type(one), (type, ModuleType, BuiltinFunctionType, MethodType))
+def _is_a_frame_of_ours(holder: Any) -> bool:
+    return type(holder) is FrameType and not is_users(holder.f_code.co_filename)
 
 
 _REFERENCE: Any = StorageWeakRef  # torch gives it no types
@@ -275,23 +272,18 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         returned = func(*args, **(kwargs or {}))
         fresh = list(_tensors(returned))
         if fresh:
-            known = set() if func.overloadpacket.__name__ in _BEGUN else {_number(one) for one in _tensors(args)}
-            known.update(_number(one) for one in _tensors(tuple((kwargs or {}).values())))
-            new = [one for one in fresh if _number(one) not in known]
+            given = () if func.overloadpacket.__name__ in _BEGUN else _tensors(args)
+            known = {_number(tensor) for tensor in (*given, *_tensors(tuple((kwargs or {}).values())))}
             site = self._site()
-            for one in new:
-                self._note(one, site)
+            for tensor in fresh:
+                number = _number(tensor)
+                if number and number not in known and tensor.untyped_storage().nbytes():
+                    self.made[number] = MadeStorage.of(tensor, site)
         return returned
 
     def prune(self) -> None:
-        self.made = {number: one for number, one in self.made.items() if not one.is_gone}
+        self.made = {number: storage for number, storage in self.made.items() if not storage.is_gone}
         self._lines = {}
-
-    def _note(self, tensor: Tensor, site: str) -> None:
-        storage = _storage(tensor)
-        if storage is not None and storage.nbytes():
-            made = MadeStorage.of(tensor, site)
-            self.made[made.number] = made
 
     def _site(self) -> str:
         """Return the line that called, or the one whose backward this is."""
@@ -317,9 +309,9 @@ def visible_tensors() -> Iterator[tuple[int, Tensor]]:
     """Yield all tensors that Python has an object for, and the number of what each stores."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for one in gc.get_objects():
-            if issubclass(type(one), torch.Tensor) and (number := _number(one)):
-                yield number, one
+        for thing in gc.get_objects():
+            if issubclass(type(thing), torch.Tensor) and (number := _number(thing)):
+                yield number, thing
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
@@ -332,12 +324,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _number(tensor: Tensor) -> int:
-    storage = _storage(tensor)
-    return int(storage._cdata) if storage is not None else 0  # noqa: SLF001
-
-
-def _storage(tensor: Tensor) -> Any:
     try:
-        return tensor.untyped_storage()
+        return int(tensor.untyped_storage()._cdata)  # noqa: SLF001
     except (NotImplementedError, RuntimeError):  # sparse ones, wrappers: what they store is seen by itself
-        return None
+        return 0

@@ -27,11 +27,11 @@ from pipeline.memory.planning.step_estimates import reserve as reserve_by_simula
 from pipeline.protocol import ITEMS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from pipeline.memory.footprint import Margin, MicroFootprint, Oracle, StandingFootprint
+    from pipeline.memory.footprint import MicroFootprint, Oracle, StandingFootprint
     from pipeline.memory.planning.memory_plan import MemoryPlan
     from pipeline.memory.planning.request import CardSpec, DataSizes, PlanRequest
     from pipeline.memory.planning.step_estimates import Reserve
@@ -66,49 +66,34 @@ def compare_configurations(
     *,
     padded: bool = True,
     choice: MemoryChoice | None = None,
-    ratios: Sequence[float] = (),
-    is_compiled: bool = False,
+    request: PlanRequest | None = None,
     reserve: Reserve = reserve_by_simulation,
 ) -> list[Configuration]:
-    """Return what each configuration of items of one size takes."""
-    choice = choice or MemoryChoice()
-    questions = OracleCache(oracle, (ITEMS, *item))
-
-    def margin(origin: Provenance) -> Margin:
-        plain = margin_of(origin, ratios, caching=any(card.caching for card in cards))
-        return compiled(plain) if is_compiled else plain
-
-    return [_row(questions, choice, one, cards, item, padded, margin, reserve) for one in configurations]
-
-
-def _row(
-    questions: OracleCache,
-    choice: MemoryChoice,
-    configuration: tuple[int, int],
-    cards: Sequence[CardSpec],
-    item: Mapping[str, int],
-    padded: bool,  # noqa: FBT001 - of the table
-    margin_for: Callable[[Provenance], Margin],
-    reserve: Reserve,
-) -> Configuration:
-    items, accumulation = configuration
-    sizes = (items, *(size if padded else items * size for size in item.values()))
-    standing, micro = questions.standing(choice), questions.micro(choice, sizes)
-    live = questions.peak_bytes(choice, sizes, accumulate=accumulation > 1)
+    """Return what each configuration of items of one size takes; a request has what was measured before."""
+    choice, questions = choice or MemoryChoice(), OracleCache(oracle, (ITEMS, *item))
     caching = any(card.caching for card in cards)
-    held = reserve(standing, [[micro] * min(accumulation, _PLAYED)] * _PLAYED) if caching else live_only(live)
-    origin = least_sure((standing.origin, micro.origin))
-    margin = margin_for(origin)
-    total = ceil(held.bytes * margin.factor)
-    return Configuration(
-        items,
-        accumulation,
-        Figure(live, origin),
-        Figure(held.bytes, least_sure((origin, held.origin))),
-        Figure(total, least_sure((origin, held.origin, margin.origin))),
-        _parts(standing, micro, live, accumulate=accumulation > 1),
-        {card.name: total <= card.budget_bytes for card in cards},
-    )
+    rows = []
+    for items, accumulation in configurations:
+        sizes = (items, *(size if padded else items * size for size in item.values()))
+        standing, micro = questions.standing(choice), questions.micro(choice, sizes)
+        live = questions.peak_bytes(choice, sizes, accumulate=accumulation > 1)
+        held = reserve(standing, [[micro] * min(accumulation, _PLAYED)] * _PLAYED) if caching else live_only(live)
+        origin = least_sure((standing.origin, micro.origin))
+        margin = margin_of(origin, request.ratios if request else (), caching=caching)
+        if request is not None and request.compiled:
+            margin = compiled(margin)
+        total = ceil(held.bytes * margin.factor)
+        row = Configuration(
+            items,
+            accumulation,
+            Figure(live, origin),
+            Figure(held.bytes, least_sure((origin, held.origin))),
+            Figure(total, least_sure((origin, held.origin, margin.origin))),
+            _parts(standing, micro, live, accumulate=accumulation > 1),
+            {card.name: total <= card.budget_bytes for card in cards},
+        )
+        rows.append(row)
+    return rows
 
 
 def _parts(
@@ -161,14 +146,12 @@ def compare_offers(
     reserve: Reserve = reserve_by_simulation,
 ) -> list[PlannedOffer]:
     """Return offers with their plans, the cheapest in GPU-hours first, those without one last."""
-    made = [_alternative(oracle, data, request, offer, reserve) for offer in offers]
-    return sorted(made, key=lambda one: one.plan.gpu_hours.value if one.plan else float("inf"))
-
-
-def _alternative(oracle: Oracle, data: DataSizes, request: PlanRequest, offer: Offer, reserve: Reserve) -> PlannedOffer:
-    shards = request.shards if request.shards in (None, 1) else offer.ranks
-    try:
-        wanted = replace(request, ranks=offer.ranks, shards=shards)
-        return PlannedOffer(offer, plan_memory(oracle, data, wanted, offer.cards, reserve=reserve))
-    except PipelineError as error:
-        return PlannedOffer(offer, None, error.what)
+    planned = []
+    for offer in offers:
+        shards = request.shards if request.shards in (None, 1) else offer.ranks
+        try:
+            wanted = replace(request, ranks=offer.ranks, shards=shards)
+            planned.append(PlannedOffer(offer, plan_memory(oracle, data, wanted, offer.cards, reserve=reserve)))
+        except PipelineError as error:
+            planned.append(PlannedOffer(offer, None, error.what))
+    return sorted(planned, key=lambda one: one.plan.gpu_hours.value if one.plan else float("inf"))

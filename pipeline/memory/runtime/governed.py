@@ -13,7 +13,7 @@ as a whole: batch normalisation, and losses that compare the items of a batch.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import torch
@@ -46,9 +46,6 @@ class GovernedEvent:
     cost: int  # of what did not fit, or the new budget
     detail: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 class Governed:
     """Makes exact optimizer steps of any torch model and optimizer; one process, or one that adds up by itself."""
@@ -64,13 +61,12 @@ class Governed:
         clip: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
         backward: Callable[[Tensor], Any] = torch.autograd.backward,
-        heard: Callable[[GovernedEvent], None] = lambda event: None,  # noqa: ARG005
     ) -> None:
         """Take what trains a model.
 
         `cost` says what an item costs, in any unit that adds up, and `budget` what may run at once, if that is known.
         `too_large` is what becomes of an item that does not fit alone, `clip` the norm of all gradients at most;
-        `backward` stands in for that of torch, and `heard` is told what happens, as `events` is.
+        `backward` stands in for that of torch. `events` keeps what happened; `heard` may be set to be told of it, too.
         """
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             what = "DistributedDataParallel adds up gradients in every backward: an OOM on one rank would hang the rest"
@@ -79,8 +75,9 @@ class Governed:
         self.device = str(next(model.parameters()).device)
         self.governor = Governor(budget=UNPLANNED if budget is None else budget, backoff=BACKOFF)
         self.events: list[GovernedEvent] = []
+        self.heard: Callable[[GovernedEvent], None] | None = None
         self.steps = 0
-        self._cost, self._too_large, self._clip, self._backward, self._heard = cost, too_large, clip, backward, heard
+        self._cost, self._too_large, self._clip, self._backward = cost, too_large, clip, backward
         self._meter = None if self.device == "cpu" else CardMeter(self.device)
         self._snapshot: StepSnapshot | None = None
         self._mean = WeightedMean()
@@ -194,7 +191,8 @@ class Governed:
     def _tell(self, what: Literal["out of memory", "skipped", "budget"], cost: int, detail: str) -> None:
         event = GovernedEvent(self.steps, what, cost, detail)
         self.events.append(event)
-        self._heard(event)
+        if self.heard is not None:
+            self.heard(event)
 
 
 def _checked(told: Any) -> tuple[Tensor, Tensor | float]:

@@ -47,16 +47,12 @@ class Learned:
     retries: int = 0  # steps after which pressure lowered the budget, or wanted to
     rungs: tuple[tuple[str, int], ...] = ()  # a rung of the ladder, and the least cost of an item that needed it
 
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "rungs": [list(rung) for rung in self.rungs]}
-
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Learned:
-        names = {field.name for field in fields(cls)}
-        if "budget" not in told or not set(told) <= names:
-            what = f"a learned budget with {', '.join(sorted(told)) or 'nothing'} cannot be read"
+    def from_json(cls, data: Mapping[str, Any]) -> Learned:
+        if "budget" not in data or not set(data) <= {field.name for field in fields(cls)}:
+            what = f"a learned budget with {', '.join(sorted(data)) or 'nothing'} cannot be read"
             raise ConfigError(what, remedy="use the version of pipeline that wrote this checkpoint")
-        return cls(**{**told, "rungs": tuple((str(name), int(cost)) for name, cost in told.get("rungs", ()))})
+        return cls(**{**data, "rungs": tuple((str(name), int(cost)) for name, cost in data.get("rungs", ()))})
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +67,6 @@ class PredictionCheck:
     budget: int  # what is wanted from now on: lower than before, or as it was
     is_off: bool  # by more than the margin
     fits: bool  # the largest item does, alone
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +113,13 @@ class Governor:
         return self.learned.budget
 
     def state(self) -> dict[str, Any]:
-        return self.learned.to_json()
+        """Return what is learned, as JSON data."""
+        return {**asdict(self.learned), "rungs": [list(rung) for rung in self.learned.rungs]}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on with what was learned; a budget that is lower now, as planned anew, stays."""
-        told = Learned.from_json(state)
-        self.learned = replace(told, budget=max(min(told.budget, self.budget), self.largest))
+        learned = Learned.from_json(state)
+        self.learned = replace(learned, budget=max(min(learned.budget, self.budget), self.largest))
 
     def verified(self, measured: Memory, predicted_bytes: int, *, before_bytes: int = 0) -> PredictionCheck:
         """Compare the worst bucket's peak with its prediction, before step 1, and remember both.
@@ -134,11 +128,11 @@ class Governor:
         there before the model, and no plan counts it. What the parameters take is known: what is off is what the items
         cost.
         """
-        held_bytes = measured.peak_reserved_bytes - before_bytes
-        live_bytes = (
-            held_bytes if measured.peak_allocated_bytes is None else measured.peak_allocated_bytes - before_bytes
-        )
-        limits = [limit for limit in (self.limit_bytes, _less(measured.limit_bytes, before_bytes)) if limit is not None]
+        held_bytes, live_bytes = measured.peak_reserved_bytes - before_bytes, measured.peak_allocated_bytes
+        live_bytes = held_bytes if live_bytes is None else live_bytes - before_bytes
+        limits = [] if self.limit_bytes is None else [self.limit_bytes]
+        if measured.limit_bytes is not None:
+            limits.append(measured.limit_bytes - before_bytes)
         ratio = live_bytes / max(1, predicted_bytes)
         could_be = None
         if limits:
@@ -177,7 +171,7 @@ class Governor:
         """Hear that an item of some cost, alone, needed a rung of the ladder."""
         known = dict(self.learned.rungs)
         known[rung] = min(cost, known.get(rung, cost))
-        self.learned = replace(self.learned, rungs=tuple(sorted(known.items(), key=lambda one: self._height(one[0]))))
+        self.learned = replace(self.learned, rungs=tuple(sorted(known.items(), key=lambda rung: self._height(rung[0]))))
 
     def rung(self, cost: int) -> str | None:
         """Return the highest rung that an item of no more than this cost has needed; None: it runs like all others."""
@@ -191,27 +185,22 @@ class Governor:
         """Return what this rank wants from the next step on; nothing changes before `adopt`."""
         failed, cost = self._wanted, self._step_cost
         self._wanted, self._step_cost = None, 0
-        grown = self._retries_grown(memory)
+        grown = 0
+        if memory is not None:
+            before, self._retries = self._retries, memory.retries
+            grown = 0 if before is None else memory.retries - before  # the first count is only to compare with
         if failed is not None:  # an out-of-memory is a retry of the allocator, too: one reason is enough
             return self._after_oom(failed)
-        if grown and cost:
+        if grown > 0 and cost:
             return self._pressed(cost, f"{grown} retries of the allocator")
         return self._crowded(memory, cost)
 
     def _after_oom(self, cost: int) -> Want:
-        budget = self._limited(
-            max(int(self.backoff * cost), self.learned.ran if self.learned.ran < cost else 0), cost - 1
-        )
+        ran = self.learned.ran if self.learned.ran < cost else 0
+        budget = max(self.largest, min(max(int(self.backoff * cost), ran), cost - 1))
         if budget >= self.budget:
             return Want(self.budget)
         return Want(budget, why=f"out of memory at a cost of {cost:,}")
-
-    def _retries_grown(self, memory: Memory | None) -> int:
-        """Return how many retries came since the last boundary; the first one only begins to count."""
-        if memory is None:
-            return 0
-        before, self._retries = self._retries, memory.retries
-        return 0 if before is None else max(0, memory.retries - before)
 
     def _crowded(self, memory: Memory | None, cost: int) -> Want:
         """Say what a card wants that is full of blocks nobody uses: them given back; the second time, also less."""
@@ -225,12 +214,8 @@ class Governor:
 
     def _pressed(self, cost: int, why: str) -> Want:
         self.learned = replace(self.learned, retries=self.learned.retries + 1)
-        floor = int(FLOOR * self.learned.ran)
-        budget = self._limited(max(floor, int(PRESSURE * min(cost, self.budget))), self.budget)
-        return Want(budget, empty_cache=True, why=why)
-
-    def _limited(self, budget: int, most: int) -> int:
-        return max(self.largest, min(budget, most))
+        wanted = max(int(FLOOR * self.learned.ran), int(PRESSURE * min(cost, self.budget)))
+        return Want(max(self.largest, min(wanted, self.budget)), empty_cache=True, why=why)
 
     def adopt(self, budget: int) -> bool:
         """Take what all ranks agreed upon; say whether that is a change. Only at the boundary of a step."""
@@ -280,10 +265,6 @@ def halved(costs: Sequence[int], *, padded: bool = False) -> list[slice]:
 def cost_of(costs: Sequence[int], *, padded: bool = False) -> int:
     """Return what items cost together: their sum, or as many times the largest where they are padded."""
     return len(costs) * max(costs, default=0) if padded else sum(costs)
-
-
-def _less(limit_bytes: int | None, taken_bytes: int) -> int | None:
-    return None if limit_bytes is None else limit_bytes - taken_bytes
 
 
 def _packed(costs: Sequence[int], budget: int, *, padded: bool) -> list[slice]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback
@@ -83,9 +84,9 @@ class GovernorCallback(Callback):
             module,
             optimizer,  # type: ignore[arg-type]  # it stands in for one, and counts steps
             backward=module.manual_backward,
-            heard=lambda event: self._tell({"kind": "event", **event.to_json()}),
             **self._options,
         )
+        governed.heard = lambda event: self._tell({"kind": "event", **asdict(event)})
         if self._learned is not None:
             governed.load_state_dict(self._learned)
         return governed
@@ -106,8 +107,8 @@ class GovernorCallback(Callback):
         """Record allocated, reserved and peak, and say whether memory only grows."""
         assert self._meter is not None
         memory, host = self._meter.read(), HostMeter().read()
-        figures = {name: value for name, value in memory.to_json().items() if value is not None}
-        self._tell({"kind": "epoch", "epoch": trainer.current_epoch, **figures, "host": host.to_json()})
+        figures = {name: value for name, value in asdict(memory).items() if value is not None}
+        self._tell({"kind": "epoch", "epoch": trainer.current_epoch, **figures, "host": asdict(host)})
         pl_module.log_dict({f"memory/{name}": float(value) for name, value in figures.items()})
         self._used.append(memory.reserved_bytes if memory.allocated_bytes is None else memory.allocated_bytes)
         self._look_for_growth(trainer.current_epoch)
@@ -127,7 +128,7 @@ class GovernorCallback(Callback):
             return
         remedy = exception.remedy if isinstance(exception, PipelineError) else REMEDY
         error = exception.what if isinstance(exception, PipelineError) else str(exception).partition("\n")[0]
-        figures = {} if self._meter is None else self._meter.read().to_json()
+        figures = {} if self._meter is None else asdict(self._meter.read())
         at = {"epoch": trainer.current_epoch, "step": trainer.global_step}
         self._tell({"kind": "failure", **at, "error": error, "remedy": remedy, **figures})
         _log.error("step %d: %s\n  next: %s", trainer.global_step, error, remedy)

@@ -11,7 +11,7 @@ import gc
 import resource
 import sys
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,7 +19,6 @@ from pipeline.memory.hardware.gpus import known_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import TracebackType
 
 PROC, CGROUPS, DRIVER = Path("/proc"), Path("/sys/fs/cgroup"), Path("/sys/module/nvidia/version")
 RESET_PEAK = "5"  # man 5 proc_pid_clear_refs: VmHWM becomes VmRSS
@@ -41,9 +40,6 @@ class Memory:
     limit_bytes: int | None  # what may be reserved
     retries: int = 0  # how often the allocator had to give everything back to serve one block, since the start
     ooms: int = 0  # how often that did not help, since the start
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Meter(Protocol):
@@ -77,21 +73,17 @@ class CardMeter:
         stats = cuda.memory_stats(self._device)
         free_bytes, total_bytes = cuda.mem_get_info(self._device)
         reserved_bytes = stats.get("reserved_bytes.all.current", 0)
+        fraction = getattr(cuda, "get_per_process_memory_fraction", lambda _: 1.0)(self._device)  # not in older torch
         return Memory(
             allocated_bytes=stats.get("allocated_bytes.all.current", 0),
             reserved_bytes=reserved_bytes,
             peak_allocated_bytes=stats.get("allocated_bytes.all.peak", 0),
             peak_reserved_bytes=stats.get("reserved_bytes.all.peak", 0),
             outside_bytes=total_bytes - free_bytes - reserved_bytes,
-            limit_bytes=min(free_bytes + reserved_bytes, int(self._fraction() * total_bytes)),
+            limit_bytes=min(free_bytes + reserved_bytes, int(fraction * total_bytes)),
             retries=stats.get("num_alloc_retries", 0),
             ooms=stats.get("num_ooms", 0),
         )
-
-    def _fraction(self) -> float:
-        """Return what share of the card torch may have; older versions of torch do not tell."""
-        told = getattr(self._torch.cuda, "get_per_process_memory_fraction", None)
-        return 1.0 if told is None else float(told(self._device))
 
     def reset_peak(self) -> bool:
         self._torch.cuda.reset_peak_memory_stats(self._device)
@@ -230,9 +222,6 @@ class Host:
     def share(self) -> float:
         return self.used_bytes / self.limit_bytes if self.limit_bytes else 0.0
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 class HostMeter:
     """The cgroup of this process with those above it: the one that is nearest its limit counts."""
@@ -327,22 +316,13 @@ class Habits:
 
 
 class Upkeep:
-    """Keeps habits between `with` and its end; then Python's collector is as it was before."""
+    """Keeps habits between `begin` and `end`; then Python's collector is as it was before."""
 
     def __init__(self, habits: Habits, device: str) -> None:
         self.habits, self._device = habits, device
         self._is_card = device != "cpu"
         self._micro_batches = self._steps = 0
         self._was_collecting, self._had_frozen = True, 0
-
-    def __enter__(self) -> Upkeep:
-        self.begin()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.end()
 
     def begin(self) -> None:
         """Set the card's share, and collect garbage by count from now on."""
@@ -369,8 +349,10 @@ class Upkeep:
             import torch
 
             torch.cuda.synchronize(self._device)
-        if every is not None and self._micro_batches % every == 0:
-            self._empty_cache()
+        if self._is_card and every is not None and self._micro_batches % every == 0:
+            import torch
+
+            torch.cuda.empty_cache()
 
     def after_step(self, *, empty_cache: bool = False) -> None:
         """Collect garbage, if it is time; what is there after the first step stays, and is not looked at again."""
@@ -384,9 +366,3 @@ class Upkeep:
             from pipeline.memory.runtime.out_of_memory import free_caches
 
             free_caches(self._device)
-
-    def _empty_cache(self) -> None:
-        if self._is_card:
-            import torch
-
-            torch.cuda.empty_cache()

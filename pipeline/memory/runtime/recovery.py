@@ -46,13 +46,6 @@ class ReplayedStep:
     ran: tuple[Path, ...]  # the parts of which it consists, in order
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure(Generic[Part]):
-    path: Path
-    part: Part
-    error: str
-
-
 class _Cuts(Generic[Part]):
     """What stands in whose place; the parts themselves are asked for anew each time, and not kept."""
 
@@ -112,29 +105,21 @@ def replay_until_it_fits(
     ooms: list[Oom] = []
     while True:
         ran: list[Path] = []
-        failure = _first_failure(cuts.of(parts), run, ran)
-        if failure is None:
-            return ReplayedStep(tuple(ooms), tuple(ran))
-        is_single = len(halve(failure.part)) < 2
-        oom = Oom(failure.path, len(ooms), failure.error, is_single)
+        with closing(cuts.of(parts)) as leaves:  # type: ignore[type-var]  # a generator
+            for path, part in leaves:
+                error = out_of_memory_error(run, part)
+                if error is not None:
+                    break
+                ran.append(path)
+            else:
+                return ReplayedStep(tuple(ooms), tuple(ran))
+        is_single = len(halve(part)) < 2
+        oom = Oom(path, len(ooms), error, is_single)
         ooms.append(oom)
-        note(failure.part, oom)
-        cuts.replace(failure.path, failure.part, cannot(failure.part, oom) if is_single else halve)
-        del failure  # a part may hold a slot that its like is read into again
+        note(part, oom)
+        cuts.replace(path, part, cannot(part, oom) if is_single else halve)
+        del part  # it may hold a slot that its like is read into again
         again()
-
-
-def _first_failure(
-    leaves: Iterator[tuple[Path, Part]], run: Callable[[Part], None], ran: list[Path]
-) -> _Failure[Part] | None:
-    """Run parts until memory ends, note those that ran."""
-    with closing(leaves):  # type: ignore[type-var]  # a generator
-        for path, part in leaves:
-            error = out_of_memory_error(run, part)
-            if error is not None:
-                return _Failure(path, part, error)
-            ran.append(path)
-    return None
 
 
 def forget_failed_backward() -> None:

@@ -275,8 +275,7 @@ class _PlanningCase:
             self.typical,
             padded=self.padded,
             choice=plan.choice,
-            ratios=measured_ratios(self.config, self.work, plan.choice, plan.cards),
-            is_compiled=self.config.train.compile,
+            request=replace(self.request, ratios=measured_ratios(self.config, self.work, plan.choice, plan.cards)),
             reserve=self.reserve,
         )
 

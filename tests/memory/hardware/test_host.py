@@ -23,7 +23,6 @@ from pipeline.memory.hardware.host_memory import (
     HostPart,
     Phase,
     TrainingJob,
-    held_bytes,
     measured_baseline,
     pinned_bytes,
     ring_bytes,
@@ -194,12 +193,6 @@ def test_inductor_is_paid_for_only_where_it_compiles() -> None:
     eager, compiled = (train_need(TrainingJob(compile_workers=workers), BASE) for workers in (0, 8))
     assert part(eager, "compiler") == 0
     assert part(compiled, "compiler") == 8 * host_memory.COMPILE_WORKER_BYTES + host_memory.COMPILER_BYTES
-
-
-def test_shared_pages_count_in_proportion_and_those_of_files_in_full() -> None:
-    told = "Rss: 900 kB\nPss: 60 kB\nPss_Anon: 30 kB\nPss_File: 20 kB\nPss_Shmem: 10 kB\nRssFile: 70 kB\n"
-    assert held_bytes(told) == 110 << 10
-    assert held_bytes("Rss: 900 kB\nPss: 60 kB\nRssFile: 70 kB\n") == 130 << 10  # kernels that tell no parts
 
 
 @pytest.mark.slow

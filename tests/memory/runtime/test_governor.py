@@ -6,6 +6,7 @@ import gc
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,7 @@ def test_a_process_is_measured_by_what_is_resident_beyond_what_was_there() -> No
 def test_a_budget_below_the_largest_item_is_said_not_to_fit() -> None:
     verdict = planned(largest=500).verified(memory(live=2500, reserved=2500), 900)
     assert (verdict.budget, verdict.fits) == (500, False)
-    json.dumps(verdict.to_json())
+    json.dumps(asdict(verdict))
 
 
 # Admission
@@ -401,7 +402,9 @@ def test_garbage_is_collected_by_count_and_as_before_afterwards() -> None:
 
     gc.unfreeze()
     assert gc.isenabled()
-    with Upkeep(Habits(collect_every=3), "cpu") as upkeep:
+    upkeep = Upkeep(Habits(collect_every=3), "cpu")
+    upkeep.begin()
+    try:
         assert not gc.isenabled()
         counts = []
         for _ in range(6):
@@ -411,6 +414,8 @@ def test_garbage_is_collected_by_count_and_as_before_afterwards() -> None:
             counts.append(left())
         assert counts == [0, 1, 0, 1, 2, 0]
         assert gc.get_freeze_count() > 1000
+    finally:
+        upkeep.end()
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
     gc.freeze()  # for the tests that follow
@@ -418,11 +423,13 @@ def test_garbage_is_collected_by_count_and_as_before_afterwards() -> None:
 
 def test_without_habits_nothing_is_touched() -> None:
     frozen = gc.get_freeze_count()
-    with Upkeep(Habits(), "cpu") as upkeep:
-        upkeep.after_micro_batch()
-        upkeep.after_step(empty_cache=True)
-        assert gc.isenabled()
-        assert gc.get_freeze_count() == frozen
+    upkeep = Upkeep(Habits(), "cpu")
+    upkeep.begin()
+    upkeep.after_micro_batch()
+    upkeep.after_step(empty_cache=True)
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == frozen
+    upkeep.end()
 
 
 # A loop of somebody's own
@@ -528,7 +535,8 @@ def test_it_trains_where_the_plain_loop_dies() -> None:
     limited.forget_failed_backward()
     items.calls.clear()
     heard: list[GovernedEvent] = []
-    governed = items.governed(cost=len, heard=heard.append)
+    governed = items.governed(cost=len)
+    governed.heard = heard.append
     with LimitedDevice(limit_bytes) as device:
         for _ in range(3):
             governed.step(items.items, items.loss_of)
