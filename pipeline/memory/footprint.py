@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Integers = NDArray[np.int64]
+    Floats = NDArray[np.float64]
     Sizes = Mapping[str, int]
 
 

@@ -12,15 +12,16 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from pipeline.errors import ConfigError
+from pipeline.units import GIB, MIB
 
 SizesGib: TypeAlias = tuple[int, ...]
 
-_MIB, _GIB, _GIGA, _TERA = 1 << 20, 1 << 30, 10**9, 10**12
+_GIGA, _TERA = 10**9, 10**12
 
 # NCCL's buffers: 0.5 to 0.7 GB seen per group of several GPUs; the most of it is planned for.
 COMMUNICATOR_BYTES = 700 * 10**6
 # What is unknown: kernels that are loaded when first called, cuDNN's plans, page tables, drivers that keep more.
-_RESERVE_SHARE, _LEAST_RESERVE_BYTES = 0.01, 128 * _MIB
+_RESERVE_SHARE, _LEAST_RESERVE_BYTES = 0.01, 128 * MIB
 # Of a size without a name: most cards have up to a sixteenth less than their box says (an A10 a twelfth).
 _UNNAMED_RESERVE_SHARE = 1 / 16
 # A process that has done nothing else than to begin: 287 MB (pytorch#86509, loading lazily, as torch does since 1.13),
@@ -29,7 +30,7 @@ _UNNAMED_RESERVE_SHARE = 1 / 16
 _CONTEXT_MIB = {3: 350, 6: 350, 7: 400, 8: 450, 9: 550, 10: 640, 12: 640}
 # parseChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp: 32 MiB on Hopper and Blackwell, else 2 x 4 MiB
 # and 8 x 16 KiB; cuBLASLt has 1 MiB beside it. Each thread has its own: one runs forward, another backward.
-_CUBLAS_BYTES, _CUBLAS_HOPPER_BYTES, _CUBLASLT_BYTES = 8 * _MIB + 128 * 1024, 32 * _MIB, _MIB
+_CUBLAS_BYTES, _CUBLAS_HOPPER_BYTES, _CUBLASLT_BYTES = 8 * MIB + 128 * 1024, 32 * MIB, MIB
 _THREADS = 2
 
 
@@ -149,24 +150,11 @@ _CARDS: dict[str, _Card] = {
     "gtx-1080-ti": _Card(10, (6, 1), 11.3, 11.3, 0, 484),
 }
 
-# How names speak of them, and the cards that each may mean; the first that is found counts.
+# How names speak of a server's cards, and of others; the first that is found counts: a10g before a10.
+_SERVER = sorted({name.split("-")[0] for name in _CARDS if not name.startswith(("rtx", "gtx", "titan"))}, key=len)
 _SPOKEN: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("h200", ("h200-141gb-nvl", "h200-141gb-sxm")),
-    ("b200", ("b200-180gb",)),
-    ("h100", ("h100-80gb-pcie", "h100-80gb-sxm", "h100-94gb-nvl")),
-    ("a100", ("a100-40gb", "a100-80gb-pcie", "a100-80gb-sxm")),
-    ("v100s?", ("v100-16gb-pcie", "v100-16gb-sxm", "v100-32gb-pcie", "v100-32gb-sxm")),
-    ("p100", ("p100-12gb", "p100-16gb")),
-    ("a40", ("a40",)),
-    ("a30", ("a30",)),
-    ("a16", ("a16",)),
-    ("a10g", ("a10g",)),
-    ("a10", ("a10",)),
-    ("l40s", ("l40s",)),
-    ("l40", ("l40",)),
-    ("l4", ("l4",)),
-    ("t4", ("t4",)),
-    ("k80", ("k80",)),
+    ("v100s?", tuple(name for name in _CARDS if name.startswith("v100"))),
+    *((word, tuple(name for name in _CARDS if name.split("-")[0] == word)) for word in reversed(_SERVER)),
     ("(?:rtx)?_?a6000", ("rtx-a6000",)),
     ("(?:rtx)?_?a5000", ("rtx-a5000",)),
     ("rtx_?8000", ("rtx-8000",)),
@@ -186,7 +174,7 @@ _SLICE = re.compile(r"(?<![a-z0-9])(\d+)g\.(\d+)gb")  # MIG, such as 1g.10gb or 
 _SIZE = re.compile(r"(?<![0-9])(\d+)_?gi?b?(?![a-z0-9.])")
 _BARE_SIZE = re.compile(r"_(\d{2,3})(?![a-z0-9.])")  # as in a100-80
 _PLAIN_SIZE = re.compile(r"(\d+(?:\.\d+)?)_?([mgt])(?:i?b)?")  # as elsewhere, units are powers of 1024
-_UNIT_BYTES = {"m": _MIB, "g": _GIB, "t": 1 << 40}
+_UNIT_BYTES = {"m": MIB, "g": GIB, "t": 1 << 40}
 # MIG user guide: how many compute slices make a GPU. Of 132 multiprocessors of an H100 a slice has 16, of 108 of an
 # A100 14 (`nvidia-smi mig -lgip`): an eighth, though there are only seven.
 _SLICES, _FEWER_SLICES = 8, {"a30": 4, "rtx-pro-6000": 4}
@@ -201,24 +189,25 @@ def device(name: str) -> Device:
     text = _plain(name.strip())
     if size := _PLAIN_SIZE.fullmatch(text):
         size_bytes = int(float(size[1]) * _UNIT_BYTES[size[2]])
-        if not _MIB <= size_bytes <= _LARGEST_BYTES:
+        if not MIB <= size_bytes <= _LARGEST_BYTES:
             raise ConfigError(
                 f"no GPU has {name.strip()}", where=_WHERE, remedy="write a name, or a size such as 24GiB"
             )
         return _unnamed(name.strip(), size_bytes)
-    model = next((found for spoken, _ in _NAMED if (found := spoken.search(text))), None)
+    model, names = _model_in(text)
     if model and text[model.end() : model.end() + 1].isalpha():
         raise _unknown(name)  # such as a10o and 3090ti: what follows would be overlooked
-    names, slice_ = _spoken_of(text), _SLICE.search(text)
-    if slice_:
-        return _slice_of(text, names, int(slice_[1]), int(slice_[2]))
+    if mig := _SLICE.search(text):  # it is as fast as its share of the compute slices
+        parents = names or (("a30",) if int(mig[2]) in _SLICES_OF_A30_GIB else _SLICED)
+        return _part(text, parents, _usable_gib(int(mig[2])), int(mig[1]))
     if not names:
         raise _unknown(name)
     said = _sizes_said(text)
-    if said and said[-1] < min(_CARDS[one].size_gib for one in names):
+    if said and said[-1] < min(_CARDS[card].size_gib for card in names):
         return _part(text, names, _usable_gib(said[-1]))
     left = _meant(text, names, said)
-    return replace(_named(left[0]), notes=_doubts(name, left))
+    doubt = f"{name.strip()} may be {', '.join(left[:-1])} or {left[-1]}: the least is assumed"
+    return replace(_named(left[0]), notes=(doubt,) if len(left) > 1 else ())
 
 
 def known_names() -> tuple[str, ...]:
@@ -228,7 +217,7 @@ def known_names() -> tuple[str, ...]:
 
 def names_a_model(text: str) -> bool:
     """Return whether a text has the name of a GPU in it."""
-    return bool(_spoken_of(_plain(text)))
+    return _model_in(_plain(text))[0] is not None
 
 
 def sizes_gib(name: str) -> SizesGib:
@@ -239,7 +228,7 @@ def sizes_gib(name: str) -> SizesGib:
     text = _plain(name)
     if mig := _SLICE.search(text):
         return (_usable_gib(int(mig[2])),)
-    sold = tuple(sorted({_CARDS[one].size_gib for one in _spoken_of(text)}))
+    sold = tuple(sorted({_CARDS[card].size_gib for card in _model_in(text)[1]}))
     said = sizes_said(text)
     if sold and said and said[-1] < min(sold):  # a part of one, such as h200.35gb
         return (_usable_gib(said[-1]),)
@@ -263,13 +252,14 @@ def _plain(name: str) -> str:
     return re.sub(r"[\s-]", "_", name.lower())
 
 
-def _spoken_of(text: str) -> tuple[str, ...]:
-    return next((cards for spoken, cards in _NAMED if spoken.search(text)), ())
+def _model_in(text: str) -> tuple[re.Match[str] | None, tuple[str, ...]]:
+    """Return where a text names a GPU, and which cards that may mean."""
+    return next(((match, cards) for spoken, cards in _NAMED if (match := spoken.search(text))), (None, ()))
 
 
 def _beside_name(text: str) -> str:
     """Return a text without the GPU's name in it, which may look like a size: a10g."""
-    found = next((match for spoken, _ in _NAMED if (match := spoken.search(text))), None)
+    found, _ = _model_in(text)
     return text[: found.start()] + text[found.end() :] if found else text
 
 
@@ -284,26 +274,28 @@ def _usable_gib(said_gib: int) -> int:
 
 def _meant(text: str, names: tuple[str, ...], said: list[int]) -> list[str]:
     """Return the cards that a name can mean, the least first: the smallest, then the slowest."""
-    sizes = nearest_sizes(tuple(_CARDS[one].size_gib for one in names), said)
-    left = [one for one in names if not sizes or _CARDS[one].size_gib in sizes]
-    worded = [one for one in left if _CARDS[one].words and re.search(_CARDS[one].words, text)]
-    return sorted(worded or left, key=lambda one: (_CARDS[one].usable_gib, _CARDS[one].half, _CARDS[one].bandwidth))
+    sizes = nearest_sizes(tuple(_CARDS[card].size_gib for card in names), said)
+    left = [card for card in names if not sizes or _CARDS[card].size_gib in sizes]
+    worded = [card for card in left if _CARDS[card].words and re.search(_CARDS[card].words, text)]
+    return sorted(worded or left, key=lambda card: (_CARDS[card].usable_gib, *_speed(card)))
 
 
-def _doubts(name: str, left: list[str]) -> tuple[str, ...]:
-    if len(left) == 1:
-        return ()
-    return (f"{name.strip()} may be {', '.join(left[:-1])} or {left[-1]}: the least is assumed",)
+def _speed(card: str) -> tuple[float, float]:
+    return _CARDS[card].half, _CARDS[card].bandwidth
+
+
+def _reserve(size: int, share: float = _RESERVE_SHARE) -> int:
+    return max(_LEAST_RESERVE_BYTES, int(share * size))
 
 
 def _named(name: str) -> Device:
     card = _CARDS[name]
-    usable = int(card.usable_gib * _GIB)
+    usable = int(card.usable_gib * GIB)
     return Device(
         name=name,
         usable_bytes=usable,
-        reserve_bytes=max(_LEAST_RESERVE_BYTES, int(_RESERVE_SHARE * usable)),
-        context_bytes=_CONTEXT_MIB[card.capability[0]] * _MIB,
+        reserve_bytes=_reserve(usable),
+        context_bytes=_CONTEXT_MIB[card.capability[0]] * MIB,
         capability=card.capability,
         fp32_flops=card.fp32 * _TERA,
         tf32_flops=card.tf32 * _TERA,
@@ -312,25 +304,19 @@ def _named(name: str) -> Device:
     )
 
 
-def _slice_of(text: str, names: tuple[str, ...], slices: int, said_gib: int) -> Device:
-    """Return a MIG slice; it is as fast as its share of the compute slices."""
-    parents = names or (("a30",) if said_gib in _SLICES_OF_A30_GIB else _SLICED)
-    return _part(text, parents, _usable_gib(said_gib), slices)
-
-
 def _part(text: str, names: tuple[str, ...], usable_gib: int, slices: int = 0) -> Device:
     """Return a part of a GPU that has so much memory, with the compute slices it is said to have."""
-    large = [one for one in names if _CARDS[one].usable_gib >= usable_gib] or list(names)
-    parent = min(large, key=lambda one: (_CARDS[one].half, _CARDS[one].bandwidth))
+    large = [card for card in names if _CARDS[card].usable_gib >= usable_gib] or list(names)
+    parent = min(large, key=_speed)
     whole = _named(parent)
-    memory = min(1.0, usable_gib * _GIB / whole.usable_bytes)
+    memory = min(1.0, usable_gib * GIB / whole.usable_bytes)
     compute = min(1.0, slices / _FEWER_SLICES.get(parent, _SLICES)) if slices else memory
-    usable = usable_gib * _GIB
+    usable = usable_gib * GIB
     return replace(
         whole,
         name=text,
         usable_bytes=usable,
-        reserve_bytes=max(_LEAST_RESERVE_BYTES, int(_RESERVE_SHARE * usable)),
+        reserve_bytes=_reserve(usable),
         fp32_flops=whole.fp32_flops * compute,
         tf32_flops=whole.tf32_flops * compute,
         half_flops=whole.half_flops * compute,
@@ -342,14 +328,14 @@ def _part(text: str, names: tuple[str, ...], usable_gib: int, slices: int = 0) -
 def _unnamed(name: str, size: int) -> Device:
     """Return a GPU of which only the size is known: as slow as the slowest since Ampere that is as large."""
     least = (1 - _UNNAMED_RESERVE_SHARE) * size
-    like = [one for one, card in _CARDS.items() if card.capability >= (8, 0) and card.usable_gib * _GIB >= least]
-    slowest = min(like or ["b200-180gb"], key=lambda one: (_CARDS[one].half, _CARDS[one].bandwidth))
+    like = [name for name, card in _CARDS.items() if card.capability >= (8, 0) and card.usable_gib * GIB >= least]
+    slowest = min(like or ["b200-180gb"], key=_speed)
     return replace(
         _named(slowest),
         name=name,
         usable_bytes=size,
-        reserve_bytes=max(_LEAST_RESERVE_BYTES, int(_UNNAMED_RESERVE_SHARE * size)),
-        context_bytes=max(_CONTEXT_MIB.values()) * _MIB,
+        reserve_bytes=_reserve(size, _UNNAMED_RESERVE_SHARE),
+        context_bytes=max(_CONTEXT_MIB.values()) * MIB,
         notes=(
             f"{name} is a size: a sixteenth of it is left alone, for cards have less than their boxes say",
             f"{name} is taken to be as fast as {slowest}, and to compute in bf16, as all do since Ampere",
@@ -358,15 +344,12 @@ def _unnamed(name: str, size: int) -> Device:
 
 
 def _unknown(name: str) -> ConfigError:
-    short = {_plain(one).replace("_", ""): one for one in dict.fromkeys(map(_short, _CARDS))}
+    names = (card.split("-")[0] if card.split("-")[0] in _SERVER else card for card in _CARDS)
+    short = {_plain(card).replace("_", ""): card for card in dict.fromkeys(names)}
     near = difflib.get_close_matches(_plain(name).replace("_", ""), short, n=4)
     known = f"near to it: {', '.join(short[one] for one in near)}" if near else f"known: {', '.join(short.values())}"
     what = f'no GPU is known as "{name}" ({known})'
     return ConfigError(what, where=_WHERE, remedy="say a known name, or its memory, such as 24GiB")
-
-
-def _short(name: str) -> str:
-    return name if name.startswith(("rtx", "gtx", "titan")) else name.split("-")[0]
 
 
 def known_name(card: str) -> str:

@@ -27,14 +27,10 @@ from pipeline.protocol import ITEMS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import NDArray
-
-    from pipeline.memory.footprint import MemoryChoice
+    from pipeline.memory.footprint import Integers, MemoryChoice
     from pipeline.memory.planning.oracle_cache import OracleCache
     from pipeline.memory.planning.request import DataSizes, Micros, PlanRequest
 
-    Integers = NDArray[np.int64]
-    Floats = NDArray[np.float64]
 
 ENOUGH = 0.92  # of the limit in use: a larger budget is not looked for
 LEAST = 0.83  # of it: below, a plan for every order of an epoch gives way to one for the order that was cut
@@ -42,7 +38,6 @@ _ENOUGH_FOR_ONE = 0.90  # then less is looked for: what other orders need lies a
 _WORTH_LESS_SURE = 1.05  # times as much in use is worth a plan for one order
 _ROUNDS, _FEWER_ROUNDS = 8, 5
 _CLOSE = 1.015  # budgets so near each other are the same
-_WORST = 1  # micro-batches that are asked about in a round
 _SCREENED = 5  # that are asked about for a first model
 _SECANTS = 2  # rounds, before the interval is halved
 _SHRINK = 0.97
@@ -81,19 +76,14 @@ class DataBounds:
         self.sizes_NS = data.sizes_NS
         self.whole = data.cut(data.sizes, np.ones(data.items, np.int64), request.batch, request.ranks)
         self.share = int(self.whole.items_M.max(initial=1))  # items that a rank has in a step at most
-        self.most_S = self._most()
-
-    def _most(self) -> Integers:
-        """Return the largest of every size that a micro-batch can have, in any order of the data."""
-        if self.data.padded:
-            return np.concatenate(([self.share], self.sizes_NS.max(axis=0)))
-        largest_SN = -np.sort(-self.sizes_NS, axis=0)
-        return np.concatenate(([self.share], largest_SN[: self.share].sum(axis=0)))
+        largest_NS = -np.sort(-self.sizes_NS, axis=0)
+        most = largest_NS[0] if data.padded else largest_NS[: self.share].sum(axis=0)
+        self.most_S = np.concatenate(([self.share], most))  # that a micro-batch can have, in any order of the data
 
     def mean(self, items: int) -> tuple[int, ...]:
         """Return the sizes of so many middling items."""
         mean_S = np.ceil(self.sizes_NS.mean(axis=0) * (1 if self.data.padded else items)).astype(np.int64)
-        return self.rounded_row(np.concatenate(([items], mean_S)))
+        return self.rounded(np.concatenate(([items], mean_S)))
 
     def largest(self) -> int:
         """Return the item whose sizes, each by the largest of its kind, sum to the most."""
@@ -102,13 +92,9 @@ class DataBounds:
     def alone(self, item: int) -> tuple[int, ...]:
         return (1, *self.sizes_NS[item].tolist())
 
-    def rounded(self, rows_MS: Integers) -> Integers:
-        """Return sizes that are asked about in place of others."""
-        return rounded_up(rows_MS, self.most_S)
-
-    def rounded_row(self, row_S: Integers) -> tuple[int, ...]:
-        """Return the sizes that are asked about in place of one's."""
-        return tuple(self.rounded(row_S[None])[0].tolist())
+    def rounded(self, row_S: Integers) -> tuple[int, ...]:
+        """Return the sizes that are asked about in place of some."""
+        return tuple(rounded_up(row_S, self.most_S).tolist())
 
 
 class BudgetSearch:
@@ -155,7 +141,7 @@ class BudgetSearch:
     def _all_at_once(self, limit: int) -> FoundBudget | None:
         """Return the plan that cuts nothing, if the largest micro-batch that could ever be still fits."""
         accumulate = bool(self.ground.whole.per_share().max() > 1)
-        middling, largest = self.ground.mean(self._share), self.ground.rounded_row(self.ground.most_S)
+        middling, largest = self.ground.mean(self._share), self.ground.rounded(self.ground.most_S)
         if any(self.live(row, accumulate=accumulate) > limit for row in (middling, largest)):
             return None
         self.live(self.ground.mean(1))
@@ -178,7 +164,7 @@ class BudgetSearch:
         cost_N = np.minimum(model.cost(self._sizes_NS), budget)
         rows_MS = extremes(self._sizes_NS, cost_N, budget, self._share, padded=self._data.padded)
         few = np.unique(np.linspace(0, len(rows_MS) - 1, _SCREENED).astype(np.int64))
-        for row in np.unique(self.ground.rounded(rows_MS[few]), axis=0).tolist():
+        for row in np.unique(rounded_up(rows_MS[few], self.ground.most_S), axis=0).tolist():
             self.live(row)
 
     def _try(self, model: CostModel, cost_N: Integers, budget: int, *, every_order: bool) -> FoundBudget:
@@ -195,11 +181,10 @@ class BudgetSearch:
         return FoundBudget(model, cost_N, budget, micros, rows_MS, possible_MS, live, worst, cut_live, every_order)
 
     def _worst(self, model: CostModel, rows_MS: Integers, *, accumulate: bool) -> tuple[int, tuple[int, ...]]:
-        """Ask about the micro-batches that are predicted to take most."""
-        distinct_MS = np.unique(self.ground.rounded(rows_MS), axis=0)
-        order = np.argsort(-model.predict(distinct_MS), kind="stable")[:_WORST]
-        rows = [tuple(row) for row in distinct_MS[order].tolist()]
-        return max((self.live(row, accumulate=accumulate), row) for row in rows)
+        """Ask about the micro-batch that is predicted to take most."""
+        distinct_MS = np.unique(rounded_up(rows_MS, self.ground.most_S), axis=0)
+        row = tuple(distinct_MS[int(np.argmax(model.predict(distinct_MS)))].tolist())
+        return self.live(row, accumulate=accumulate), row
 
     def _settled(self, found: FoundBudget, limit: int, least: float = 0.0) -> FoundBudget | None:
         """Verify all micro-batches; give less where one does not fit after all.

@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from pipeline.errors import PipelineError
 from pipeline.memory.footprint import (
     Category,
@@ -29,14 +27,11 @@ from pipeline.protocol import ITEMS
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from numpy.typing import NDArray
-
     from pipeline.memory.footprint import MicroFootprint, Oracle, StandingFootprint
     from pipeline.memory.planning.memory_plan import MemoryPlan
     from pipeline.memory.planning.request import CardSpec, DataSizes, PlanRequest
     from pipeline.memory.planning.step_estimates import Reserve
 
-    Floats = NDArray[np.float64]
 
 _PLAYED = 3  # steps: the first makes the optimizer's state, the later ones show what that breaks up
 

@@ -37,13 +37,10 @@ from pipeline.units import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from numpy.typing import NDArray
-
     from pipeline.memory.footprint import Oracle
     from pipeline.memory.planning.request import CardSpec, DataSizes, PlanRequest
     from pipeline.memory.planning.step_estimates import Reserve
 
-    Integers = NDArray[np.int64]
 
 _TURNS = 3  # times more items are given up because those that were kept did not fit together with the allocator's own
 _LOWER = 0.95  # of the limit, each time

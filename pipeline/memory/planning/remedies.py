@@ -27,19 +27,15 @@ from pipeline.memory.planning.step_estimates import (
 from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from numpy.typing import NDArray
 
     from pipeline.memory.footprint import MicroFootprint
     from pipeline.memory.planning.oracle_cache import OracleCache
-    from pipeline.memory.planning.request import CardSpecs, DataSizes, PlanRequest
+    from pipeline.memory.planning.request import CardSpec, CardSpecs, DataSizes, PlanRequest
     from pipeline.memory.planning.step_estimates import Reserve
 
-    Floats = NDArray[np.float64]
-    from collections.abc import Mapping, Sequence
-
-    from pipeline.memory.planning.request import CardSpec
-
-    Integers = NDArray[np.int64]
 
 WORTH = 1.05  # a later remedy must be so many times as fast
 

@@ -19,10 +19,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pipeline.memory.footprint import MemoryChoice
+    from pipeline.memory.footprint import Integers, MemoryChoice
     from pipeline.memory.hardware.gpus import Device
 
-    Integers = NDArray[np.int64]
     Table = Mapping[str, Integers]  # one value an item, by the size's name
 
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    Integers = NDArray[np.int64]
-    Floats = NDArray[np.float64]
+    from pipeline.memory.footprint import Floats, Integers
+
     Predict = Callable[[Integers], Floats]
     from collections.abc import Sequence
 

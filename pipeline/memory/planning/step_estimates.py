@@ -15,13 +15,10 @@ from pipeline.units import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import NDArray
-
-    from pipeline.memory.footprint import MemoryChoice, MicroFootprint, StandingFootprint
+    from pipeline.memory.footprint import Floats, MemoryChoice, MicroFootprint, StandingFootprint
     from pipeline.memory.planning.budget_search import FoundBudget
     from pipeline.memory.planning.request import CardSpecs, Micros
 
-    Floats = NDArray[np.float64]
 
 EFFICIENCY = 0.4  # of the best rate: what well-tuned training reaches (40-60% MFU: PaLM, arXiv:2204.02311, table 3)
 BANDWIDTH = 0.7  # of the memory's
