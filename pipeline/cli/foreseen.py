@@ -32,7 +32,7 @@ def show_plan(project: Project, stages: list[str], executor: Executor, emit: Pat
         if script_stage.is_script(project.config, one.stage.name):
             typer.echo("\n".join(script_outline(project, one.stage, executor).lines()))
         elif one.found.shards:
-            typer.echo(f"{one.stage.name}: memory {one.first.why}")
+            typer.echo(f"{one.stage.name}: memory {one.job.why}")
     if project.config.cluster.executor == "slurm":
         _show_scripts(project, plans, executor, emit)
     elif emit is not None:
@@ -79,4 +79,4 @@ def _stage_json(project: Project, one: StagePlan, executor: Executor) -> dict[st
         return told | {"script": script_outline(project, one.stage, executor).to_json()}
     if not one.found.shards:
         return told
-    return told | {"cpus": one.cpus, "gpus": one.gpus, "ask": one.first.ask.to_json(), "why": one.first.why}
+    return told | {"cpus": one.job.cpus, "gpus": one.job.gpus, "ask": one.ask.to_json(), "why": one.job.why}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -110,6 +111,7 @@ def submit_command(
         return
     typed = typed_command(stage, config, sets, damage_list)
     with open_executor(chosen) as opened:
+        project = replace(project, executor=opened)
         try:
             _check_first(project, stages, opened)
             if idle:
@@ -138,8 +140,6 @@ def _refuse_unplanned(project: Project, stages: list[str]) -> None:
 
 def to_regenerate(project: Project, damage_list: Path | None) -> tuple[Project, list[str]]:
     """Return a project confined to what a list calls lost, and the stages that make it anew: none for an empty one."""
-    from dataclasses import replace
-
     from pipeline.project.restriction import read_list
     from pipeline.runs.workflow.table import regenerated
     from pipeline.store.maintenance.leftovers import refuse_unusable
@@ -199,6 +199,7 @@ def run_to_its_end(
     from pipeline.runs.workflow.table import as_typed
 
     with open_executor(project.config) as opened:
+        project = replace(project, executor=opened)
         try:
             _check_first(project, stages, opened)
             register_use(project, stages, file)
@@ -224,14 +225,14 @@ def _check_first(project: Project, stages: list[str], executor: Executor) -> Non
     from pipeline.project.project import stays
     from pipeline.runs.engine.handover import supervisor_spec
     from pipeline.runs.workflow import table
-    from pipeline.runs.workflow.jobs import job_spec, limits_for
+    from pipeline.runs.workflow.jobs import first_job, spec_of
 
     for stage in (table.stage(name, project.config) for name in stages):
         stage.inspect(project)
         if not stage.has_tasks:
             continue
         _say_planning(stage, project)
-        job = job_spec(project, stage, 1, limits_for(project, stage, executor))
+        job = spec_of(None, project.config, first_job(project, stage, executor).job)
         executor.check(job)
         _warn_of_little(stage.name, job, stage.mem_bytes(project))
     if not stays(project.config):

@@ -201,3 +201,9 @@ class ClusterSection(Section):
     evaluate: TrainResources = TrainResources()
     predict: TrainResources = TrainResources()
     validate: CheckResources = CheckResources()  # type: ignore[assignment]  # pydantic has such a method
+
+    def resources(self, stage: str) -> StageResources | TrainResources:
+        """Return what a task of a stage asks for."""
+        of_items = {"scan": self.scan, "embed": self.embed, "graph": self.graph, "validate": self.validate}
+        of_ranks = {"train": self.train, "evaluate": self.evaluate, "predict": self.predict}
+        return of_ranks[stage] if stage in of_ranks else of_items[stage]

@@ -40,21 +40,25 @@ class Ledger:
     """Appends events to one file."""
 
     def __init__(self, folder: RunFolder, writer: str) -> None:
-        self._path = folder.events / f"{writer}{SUFFIX}"
+        self._writer, self._path = writer, folder.events / f"{writer}{SUFFIX}"
         with writing_run(self._path):
             self._file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
             size = os.fstat(self._file).st_size
             self._torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"  # an earlier writer died in a line
 
-    def emit(self, kind: EventKind, **data: Any) -> None:
-        """Append one event in one write."""
+    def emit(self, kind: EventKind, **data: Any) -> Event:
+        """Append one event in one write; return it as whoever reads it has it."""
         said = {name: without_secrets(data[name]) for name in SAID if isinstance(data.get(name), str)}
         event = {"at": round(time.time(), 3), "kind": kind.value, **data, **said}
-        line = ("\n" if self._torn else "") + json.dumps(event, separators=(",", ":")) + "\n"
+        text = json.dumps(event, separators=(",", ":"))
+        line = ("\n" if self._torn else "") + text + "\n"
         with writing_run(self._path):
             self._torn = os.write(self._file, line.encode()) < len(line)
             if self._torn:
                 raise OSError(errno.ENOSPC, "only a part of an event could be written")
+        written = _event(text.encode(), self._writer)
+        assert written is not None
+        return written
 
     def close(self) -> None:
         """Close the file."""
@@ -67,6 +71,11 @@ class LedgerReader:
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder.events
         self._positions: dict[str, int] = {}
+        self._own = ""
+
+    def skip(self, writer: str) -> None:
+        """Leave out what this writer appends from now on: whoever asks is that writer."""
+        self._own = f"{writer}{SUFFIX}"
 
     def fresh(self) -> Iterator[Event]:
         """Yield the events that came since the last call, file by file; only files that grew are opened."""
@@ -89,7 +98,7 @@ class LedgerReader:
         except OSError as error:
             raise ConfigError(f"cannot be read: {error.strerror}", where=str(self._folder), remedy="ls -l") from error
         for entry in entries:
-            if entry.stat().st_size > self._positions.get(entry.path, 0):
+            if entry.name != self._own and entry.stat().st_size > self._positions.get(entry.path, 0):
                 yield entry.path, entry.name.removesuffix(SUFFIX)
 
     def _fresh_of(self, path: str) -> Iterator[list[bytes]]:

@@ -9,6 +9,7 @@ from enum import Enum
 from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any, Protocol
 
+from pipeline.cluster.job_spec import Limits
 from pipeline.cluster.verdict import Cause, Word
 from pipeline.journal.attempts import SILENCE, Ask, Attempt, TaskRecord, parse_ranges
 from pipeline.journal.ledger import LedgerReader
@@ -88,6 +89,8 @@ class StageStatus:
     unnamed: int = 0  # missing, and not named by the list to which a run is confined
     sets: int = 0  # data sets, where these are what is counted: of a reader's items nobody knows before they are read
     cost: float = 0.0  # to do, in the unit of the figure `cost_done`
+    planned: StageJob | None = None  # the job of first attempts; runs of older versions did not write it down
+    limits: Limits | None = None  # under which that was planned, where anybody told them
     done: dict[str, int] = field(default_factory=dict)  # process → items
     rejected: dict[str, Mapping[str, int]] = field(default_factory=dict)  # process → reason → items
     figures: dict[str, Mapping[str, float]] = field(default_factory=dict)  # process → what it measured
@@ -187,7 +190,7 @@ class StageStatus:
         }
 
 
-INTERNAL = ("work", "jobs", "intents", "submitted", "left_out")
+INTERNAL = ("work", "jobs", "intents", "submitted", "left_out", "planned", "limits")
 
 
 def summary(figures: Sequence[Mapping[str, float]], cost: float, running: int) -> dict[str, float]:
@@ -297,6 +300,9 @@ def _begin(stage: StageStatus, event: Event) -> None:
     """Take down what was found when a stage began."""
     for name in (*COUNTED, "cost"):
         setattr(stage, name, event.data.get(name, 0))
+    if "job" in event.data:
+        stage.planned = StageJob.from_json(event.data["job"])
+        stage.limits = Limits(**event.data["limits"]) if event.data["limits"] else None
     stage.state, stage.submitted, stage.started_at = RunState.RUNNING, True, event.at
     for number in range(stage.tasks):
         stage.task(number)

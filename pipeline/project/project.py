@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -26,7 +27,7 @@ from pipeline.structures.policy import Policy
 from pipeline.structures.sources import SourceSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    from collections.abc import Container, Iterator
     from pathlib import Path
     from typing import Any
 
@@ -191,6 +192,7 @@ class Project:
     beside: Path | None = None  # a folder of the user's own modules
     memo: dict[str, Any] = field(default_factory=dict)  # what was found out about it and does not change
     only: Only = EVERYTHING  # what may be made anew
+    executor: Executor | None = None  # what runs its tasks, where one is open
 
     @classmethod
     def open(
@@ -201,6 +203,7 @@ class Project:
         beside: Path | None = None,
         strict: bool = False,
         only: Only = EVERYTHING,
+        executor: Executor | None = None,
     ) -> Project:
         """Open the cache of a configuration; it is made when something is first stored.
 
@@ -213,7 +216,16 @@ class Project:
             log.warning("%s: %s: it is left out", error.where, error.what)
         shelves = Shelves(cache.kind("scan"), cache.kind("files"), config.cache.shard_bytes)
         source, recipe = source_spec(config), scan_recipe_of(config)
-        return cls(config, source, recipe, shelves, cache, remember, beside, only=only)
+        return cls(config, source, recipe, shelves, cache, remember, beside, only=only, executor=executor)
+
+    @contextmanager
+    def open_executor(self) -> Iterator[Executor]:
+        """Lend what runs its tasks: the one that is open, or else one for the while."""
+        if self.executor is not None:
+            yield self.executor
+            return
+        with open_executor(self.config) as executor:
+            yield executor
 
     @cached_property
     def graphs(self) -> Graphs:

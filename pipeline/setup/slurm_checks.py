@@ -22,7 +22,7 @@ from pipeline.errors import PipelineError, SubmissionRefused
 from pipeline.project.project import Project
 from pipeline.runs.engine.handover import supervisor_spec
 from pipeline.runs.workflow import table
-from pipeline.runs.workflow.jobs import job_spec
+from pipeline.runs.workflow.jobs import first_job, spec_of
 from pipeline.setup.site_facts import Partition, Site, join, last_line, look_at_site
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def check_jobs(config: Config, _site: Site) -> Iterator[CheckResult]:
     executor = SlurmExecutor(config.cluster.slurm)
     for name in table.everything(config):
         try:
-            spec = job_spec(project, table.stage(name, config), 1, executor.limits)
+            spec = spec_of(None, config, first_job(project, table.stage(name, config), executor).job)
         except PipelineError as error:
             why = error.what.splitlines()[0].rstrip(":")
             yield noted_check(f"job {name}", f"cannot be planned yet: {why}", error.remedy)
@@ -298,8 +298,10 @@ def _most_queued(slurm: SlurmSection) -> int | None:
 def _wanted(config: Config) -> dict[str, list[str]]:
     """Return the partitions that jobs go to, empty for the default, each with the keys that say so."""
     cluster, wanted = config.cluster, dict[str, list[str]]()
-    sections = [*table.everything(config), *(["supervisor"] if cluster.supervisor.where == "job" else [])]
-    named = {f"cluster.{section}.partition": getattr(cluster, section).partition for section in sections}
+    sections = {name: cluster.resources(name).partition for name in table.everything(config)}
+    if cluster.supervisor.where == "job":
+        sections["supervisor"] = cluster.supervisor.partition
+    named = {f"cluster.{name}.partition": partition for name, partition in sections.items()}
     common = cluster.slurm.partition or ""
     for key, names in named.items():
         for name in (names or common).split(","):
@@ -352,7 +354,7 @@ def _standing(partition: Partition, nodes: Sequence[tuple[int, str]]) -> CheckRe
 def _too_long(config: Config, partition: Partition, name: str) -> Iterator[CheckResult]:
     """Yield the stages that ask for more time than a partition gives."""
     for stage in table.everything(config):
-        resources = getattr(config.cluster, stage)
+        resources = config.cluster.resources(stage)
         where = resources.partition or config.cluster.slurm.partition or ""
         if where == name and partition.time_s is not None and resources.time > partition.time_s:
             most = format_duration(partition.time_s)

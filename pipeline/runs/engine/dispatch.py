@@ -13,23 +13,22 @@ from pipeline.cluster.verdict import Cause, judge_attempt
 from pipeline.errors import SubmissionRefused
 from pipeline.journal.attempts import Attempt, bad_nodes, format_ranges, leave_out, parse_ranges
 from pipeline.journal.ledger import read_notes
-from pipeline.journal.run_status import StageJob
 from pipeline.memory.history.task_history import Measured
 from pipeline.project.project import cluster_name, profiles_of
 from pipeline.records import EventKind, StageName
 from pipeline.runs.dataset import worklist
 from pipeline.runs.engine.repair import GiveUp, LeaveOut, Means, Split, decide
-from pipeline.runs.workflow.jobs import choose_cards, first_ask, job_spec, recipe_name, shaped, spec_of
+from pipeline.runs.workflow.jobs import first_job, limits_of, on_cards, recipe_name, spec_of
 from pipeline.store.key_lists import in_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from pipeline.cluster.job_spec import Executor, JobSpec, Limits, TaskStatus
+    from pipeline.cluster.job_spec import Executor, Limits, TaskStatus
     from pipeline.config.schema import Config
     from pipeline.journal.attempts import Ask, TaskRecord
     from pipeline.journal.run_folder import RunFolder
-    from pipeline.journal.run_status import StageStatus
+    from pipeline.journal.run_status import StageJob, StageStatus
     from pipeline.project.project import Project
     from pipeline.runs.workflow.stage import Stage
 
@@ -155,11 +154,11 @@ class Dispatch:
     def send(self, project: Project, stage: Stage, status: StageStatus) -> None:
         """Decide what to do about every task that is due, and submit as much as the queue takes."""
         asks: dict[int, Next] = {}
-        for number, ask in self._repaired(stage, status):
+        for number, ask in self._repaired(project, stage, status):
             if ask is None:  # the stage will fail: what is under way may end, nothing more begins
                 return
             asks[number] = ask
-        first = first_ask(project, stage, self._profiles, self._limits(stage, status))
+        first = self._planned(project, stage, status)
         for task in status.work.values():
             if task.open and not task.ended and task.job is None:
                 asks[task.number] = Next(1, task.first or first.ask, first.why)
@@ -171,10 +170,10 @@ class Dispatch:
             self._emit(EventKind.JOB_SUBMITTING, **job.to_json())
             self._submit(job, self._bad_nodes(status))
 
-    def _repaired(self, stage: Stage, status: StageStatus) -> Iterator[tuple[int, Next | None]]:
+    def _repaired(self, project: Project, stage: Stage, status: StageStatus) -> Iterator[tuple[int, Next | None]]:
         """Yield the next attempt of each task whose last one failed, None where there is none; split what is to be."""
         shards, splits = worklist.read_shards(self._folder, stage.name), dict[int, Split]()
-        limits = self._limits(stage, status)
+        limits = self._limits(project, stage, status)
         for task in [task for task in status.work.values() if task.open and task.ended]:
             tries = self._config.cluster.supervisor.tries
             items, is_whole = shards[task.number].items, stage.name == StageName.TRAIN
@@ -214,11 +213,22 @@ class Dispatch:
         leave_out(self._folder, stage.name, names, decision.reason, detail)
         self._emit(EventKind.LEFT_OUT, stage=stage.name, names=names, reason=decision.reason.value, why=detail)
 
-    def _limits(self, stage: Stage, status: StageStatus) -> Limits:
+    def _planned(self, project: Project, stage: Stage, status: StageStatus) -> StageJob:
+        """Return the job of first attempts, as it was planned; of a run that did not write it down, its first one."""
+        if status.planned is None:
+            submitted = next(iter(status.jobs.values()), None)
+            if submitted is None:
+                first = first_job(project, stage, self._executor, self._folder)
+                submitted = on_cards(project, stage, self._executor, self._folder, first).job
+            status.planned = submitted
+        return status.planned
+
+    def _limits(self, project: Project, stage: Stage, status: StageStatus) -> Limits:
         """Return what the partition that this stage's jobs go to can give."""
-        resources = stage.resources(self._config)
-        chosen = next(iter(status.jobs.values())).partition if status.jobs else ""
-        return self._executor.limits_of(chosen or resources.partition or "", resources.cpus, resources.gpus)
+        if status.limits is None:
+            partition = self._planned(project, stage, status).partition
+            status.limits = limits_of(project, stage, self._executor, partition)
+        return status.limits
 
     def _room(self, status: StageStatus) -> int:
         """Return how many tasks the queue still takes."""
@@ -232,38 +242,26 @@ class Dispatch:
         self, project: Project, stage: Stage, status: StageStatus, asks: Mapping[int, Next]
     ) -> Iterator[StageJob]:
         """Yield jobs: of tasks that ask for the same, in pieces that an array can hold and the queue can take."""
-        resources, limits = stage.resources(project.config), self._limits(stage, status)
+        planned, limits = self._planned(project, stage, status), self._limits(project, stage, status)
         sequence = len(status.jobs) + len(status.intents)
-        shape = self._shape(project, stage, status)
         alike: dict[Next, list[int]] = {}
         for number in sorted(asks):
             alike.setdefault(asks[number], []).append(number)
-        room = self._room(status)
+        room, parallel = self._room(status), stage.resources(project.config).parallel
         cut = [(following, piece) for following, due in alike.items() for piece in pieces(due, limits, room)]
         for following, piece in cut:
-            yield StageJob(
-                parallel=max(1, resources.parallel // len(cut)),
-                partition=shape.partition,
-                constraint=shape.constraint,
-                card=shape.card,
+            yield replace(
+                planned,
+                id="",
+                at=0.0,
+                parallel=max(1, parallel // len(cut)),
                 tag=f"{self._folder.name}-{stage.name}-{sequence}",
-                stage=stage.name,
                 tasks=format_ranges(piece),
                 attempt=following.attempt,
                 ask=following.ask,
-                cpus=resources.cpus,
-                gpus=resources.gpus,
                 why=following.why,
             )
             sequence += 1
-
-    def _shape(self, project: Project, stage: Stage, status: StageStatus) -> JobSpec:
-        """Return the cards that this stage's jobs ask for: those of its first job, or those on which it ends first."""
-        if status.jobs:
-            return spec_of(self._folder, self._config, next(iter(status.jobs.values())))
-        spec = job_spec(project, stage, 1, self._limits(stage, status), self._folder)
-        choice = choose_cards(project, stage, spec, self._executor)
-        return shaped(spec, choice.shape) if choice else spec
 
     def _bad_nodes(self, status: StageStatus) -> tuple[str, ...]:
         """Return the nodes to avoid; where more than a quarter look bad, it is something that they share."""

@@ -30,7 +30,7 @@ from pipeline.runs.engine.dispatch import pieces
 from pipeline.runs.engine.handover import claim_visit, supervisor_spec
 from pipeline.runs.model.prepare import DECISIVE
 from pipeline.runs.views.run_page import renew
-from pipeline.runs.workflow.jobs import StagePlan, job_spec, limits_for
+from pipeline.runs.workflow.jobs import StagePlan, spec_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -91,9 +91,8 @@ def scripts(project: Project, plans: Sequence[StagePlan], executor: Executor) ->
 
     assert isinstance(executor, SlurmExecutor)
     for planned in (one for one in plans if one.stage.has_tasks):
-        limits = limits_for(project, planned.stage, executor)
-        spec = job_spec(project, planned.stage, max(1, len(planned.found.shards)), limits)
-        cut = list(pieces(spec.tasks, limits, len(spec.tasks)))
+        spec = spec_of(None, project.config, planned.job)
+        cut = list(pieces(spec.tasks, planned.limits, len(spec.tasks)))
         most = max(1, (spec.max_parallel or len(spec.tasks)) // len(cut))
         for tasks in cut:
             job = replace(spec, tasks=tuple(tasks), max_parallel=most)

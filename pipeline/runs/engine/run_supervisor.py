@@ -19,7 +19,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,12 +35,12 @@ from pipeline.journal.run_folder import RunFolder
 from pipeline.journal.run_status import ENDED, RunState, RunStatus, fold_events
 from pipeline.project.project import Project, open_executor
 from pipeline.project.restriction import only_of
-from pipeline.records import EventKind
+from pipeline.records import Event, EventKind
 from pipeline.runs.engine.dispatch import Dispatch, is_over
 from pipeline.runs.engine.handover import claim_visit, claimed_after, hand_over, notify, own_job
 from pipeline.runs.views.run_page import Page
 from pipeline.runs.workflow import table
-from pipeline.runs.workflow.jobs import StagePlan, plan_stage, refuse_unfit_disk
+from pipeline.runs.workflow.jobs import plan_stage, refuse_unfit_disk
 from pipeline.runs.workflow.table import Trouble
 from pipeline.store.cache_folder import RECIPES, bring_up
 
@@ -80,7 +81,8 @@ class Supervisor:
         self.reader, self.status, self.page = LedgerReader(folder), RunStatus(folder.name), Page(folder, self.config)
         self._catch_up()
         self.number = claim_visit(folder, self.status.visits + 1)
-        self.ledger = Ledger(folder, f"supervisor-{self.number:06d}")
+        self.ledger = Ledger(folder, writer := f"supervisor-{self.number:06d}")
+        self.reader.skip(writer)
         self.stages = [table.stage(name, self.config) for name in json.loads(folder.stages.read_text())]
         self.dispatch = Dispatch(folder, self.config, executor, self._emit)
         self.until = math.inf
@@ -124,7 +126,6 @@ class Supervisor:
         live = self._live()
         jobs = hand_over(self.folder, self.config, self.executor, self.number, live)
         self._emit(EventKind.HANDED_OVER, jobs=jobs)
-        self._catch_up()
         self.page.refresh(self.status, at_once=True)
         return False
 
@@ -168,9 +169,10 @@ class Supervisor:
         if self.status.state is RunState.WAITING:
             self._emit(EventKind.RUN_STARTED, stages=[stage.name for stage in self.stages], **about)
         self._emit(EventKind.VISIT, number=self.number, **about)
-        self._catch_up()
         remember, only = not all(stage.only_looks for stage in self.stages), only_of(self.folder)
-        self.project = Project.open(self.config, remember=remember, beside=self.folder.task_root, only=only)
+        self.project = Project.open(
+            self.config, remember=remember, beside=self.folder.task_root, only=only, executor=self.executor
+        )
         for status in self.status.stages.values():
             self.dispatch.adopt(status)
         self._catch_up()
@@ -194,18 +196,15 @@ class Supervisor:
 
     def _open(self, stage: Stage) -> StageStatus:
         """Begin a stage: see what is missing, and submit it."""
-        planned = plan_stage(self.project, stage, self.executor, self.folder)
-        self._emit(EventKind.STAGE_SUBMITTED, stage=stage.name, cost=planned.found.cost, **planned.counts())
-        self._catch_up()
-        status = self.status.stages[stage.name]
-        if planned.found.shards:
-            self._failing_ends(stage, lambda: self._send_first(stage, planned, status))
+        with self._failing_ends(stage):
+            planned = plan_stage(self.project, stage, self.executor, self.folder)
+            self._emit(EventKind.STAGE_SUBMITTED, stage=stage.name, **planned.to_json())
+            status = self.status.stages[stage.name]
+            if planned.found.shards:
+                if not stage.only_looks:
+                    refuse_unfit_disk(self.project, planned.found)
+                self._send(stage, status)
         return status
-
-    def _send_first(self, stage: Stage, planned: StagePlan, status: StageStatus) -> None:
-        if not stage.only_looks:
-            refuse_unfit_disk(self.project, planned.found)
-        self._send(stage, status)
 
     def _look_after(self, stage: Stage, status: StageStatus, changed: Sequence[TaskStatus]) -> None:
         """Take down which tasks have ended, and send what there is to send."""
@@ -216,7 +215,8 @@ class Supervisor:
         if self._too_many_rejected(stage, status):
             self.executor.cancel(status.live)
         elif ended or not status.live:
-            self._failing_ends(stage, lambda: self._send(stage, status))
+            with self._failing_ends(stage):
+                self._send(stage, status)
 
     def _listen(self, status: StageStatus, over: Sequence[TaskStatus]) -> None:
         """Give the words of workers whose tasks have completed some time to appear."""
@@ -232,7 +232,6 @@ class Supervisor:
         try:
             self.dispatch.send(self.project, stage, status)
         except SubmissionRefused as error:
-            self._catch_up()
             if not status.live:
                 raise
             log.warning("the rest of %s waits until what is queued has ended: %s", stage.name, error)
@@ -240,7 +239,8 @@ class Supervisor:
 
     def _close(self, stage: Stage, status: StageStatus) -> None:
         """End a stage: judge it by what is in the store, never by what its tasks say."""
-        self._failing_ends(stage, lambda: self._judge(stage, status))
+        with self._failing_ends(stage):
+            self._judge(stage, status)
 
     def _judge(self, stage: Stage, status: StageStatus) -> None:
         hopeless = status.waiting or any(task.open for task in status.work.values())  # that does not come by waiting
@@ -256,12 +256,14 @@ class Supervisor:
             raise
         self._end_stage(stage, RunState.DONE, judged.to_json(), warnings, "")
 
-    def _failing_ends(self, stage: Stage, work: Callable[[], None]) -> None:
+    @contextmanager
+    def _failing_ends(self, stage: Stage) -> Iterator[None]:
         """Do something for a stage; what goes wrong ends it."""
         try:
-            work()
+            yield
         except PipelineError as error:
-            if self.status.stages[stage.name].state is not RunState.FAILED:
+            known = self.status.stages.get(stage.name)
+            if known is None or known.state is not RunState.FAILED:
                 self._end_stage(stage, RunState.FAILED, None, [], str(error))
             raise
 
@@ -297,16 +299,19 @@ class Supervisor:
         return table.too_many(rejected, status.items, self.config.data.max_rejected_fraction)
 
     def _catch_up(self) -> None:
-        """Take the news of the ledger into account and show them."""
+        """Take into account what others have written, and show how the run stands."""
         for event in self.reader.fresh():
-            self.status.apply(event)
-            self.page.take(event)
+            self._take(event)
         self.watch(self.status)
         self.page.refresh(self.status)
 
     def _emit(self, kind: EventKind, **data: Any) -> None:
-        """Write an event down."""
-        self.ledger.emit(kind, **data)
+        """Write an event down, and take it into account."""
+        self._take(self.ledger.emit(kind, **data))
+
+    def _take(self, event: Event) -> None:
+        self.status.apply(event)
+        self.page.take(event)
 
     def _end_stage(
         self, stage: Stage, state: RunState, census: dict[str, Any] | None, warnings: list[str], error: str

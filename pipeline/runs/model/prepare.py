@@ -13,7 +13,6 @@ import xxhash
 from pipeline.errors import CacheDamaged, DataError, RecordMissing, WeightsUnusable
 from pipeline.journal.run_folder import writing_run
 from pipeline.keys import content_digest, recipe_tag
-from pipeline.project.project import open_executor
 from pipeline.project.run_code import load_task, package_digest, source_digest
 from pipeline.runs.dataset.loading import made_table, rows_of, source_of
 from pipeline.runs.dataset.reader_items import is_reader
@@ -105,7 +104,7 @@ def _planned(project: Project, table: str) -> Prepared:
     from pipeline.runs.model.offers import Question
     from pipeline.runs.model.training_outlook import plan_training
 
-    with open_executor(project.config) as executor:
+    with project.open_executor() as executor:
         question = Question(config=project.config, project=project, executor=executor, beside=project.beside)
         return _prepared(project, table, plan_training(question))
 

@@ -179,14 +179,14 @@ def _estimate(
     abreast = min(tasks, tasks_at_once(project.config, stage, executor)) or 1
     pace = profiles_of(project.config).pace(stage.name, recipe_name(project, stage), cluster_name(project.config))
     task_s = missing / tasks / pace if tasks and pace else None
-    ask = planned.first.ask
+    ask = planned.ask
     return Estimate(
         stage=stage.name,
         counts=planned.counts(),
         tasks=tasks,
         at_once=abreast,
-        cpus=planned.cpus,
-        gpus=planned.gpus,
+        cpus=planned.job.cpus,
+        gpus=planned.job.gpus,
         mem_bytes=ask.mem_bytes,
         time_s=ask.time_s,
         disk_bytes=planned.found.bytes,
@@ -212,7 +212,7 @@ def _sources(project: Project, planned: StagePlan, origins: Mapping[str, str], p
         "tasks": f"by {key}.{by}: {getattr(resources, by)} ({said(by)})",
         "cpus": f"{key}.cpus ({said('cpus')})",
         "gpus": f"{key}.gpus ({said('gpus')})",
-        "mem": f"{key}.{mem} ({said(mem)})" if pinned else planned.first.why,
+        "mem": f"{key}.{mem} ({said(mem)})" if pinned else planned.job.why,
         "limit": f"{key}.time ({said('time')})",
         "disk": "planned" if planned.found.bytes else "not planned for this stage",
     }

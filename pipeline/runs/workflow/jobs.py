@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster.card_choice import choose_shape, eligible
 from pipeline.cluster.job_spec import TASK, JobSpec
@@ -15,7 +15,6 @@ from pipeline.errors import CacheUnusable, PlanInfeasible, SubmissionRefused
 from pipeline.journal.attempts import Ask, parse_ranges
 from pipeline.journal.run_status import StageJob
 from pipeline.keys import recipe_tag
-from pipeline.memory.history.task_history import Profiles
 from pipeline.project.project import asked_bytes, cluster_name, profiles_of
 from pipeline.project.run_code import WORKER, module_command
 from pipeline.report.tables import size
@@ -24,10 +23,9 @@ from pipeline.runs.workflow import script_stage
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pipeline.cluster.card_choice import Choice, Shape
+    from pipeline.cluster.card_choice import Shape
     from pipeline.cluster.job_spec import Executor, Limits
     from pipeline.config.schema import Config
-    from pipeline.config.schema_cluster import StageResources
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
     from pipeline.runs.dataset.worklist import Found
@@ -36,22 +34,25 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class First:
-    """What the first attempt at a task is given, and where its memory is from."""
+class FirstJob:
+    """The job of first attempts at a stage's tasks, and the limits under which it was planned."""
 
-    ask: Ask
-    why: str
+    job: StageJob
+    limits: Limits
 
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """What one stage of a run will do."""
+    """What one stage of a run will do: computed once, and written down when the stage is submitted."""
 
     stage: Stage
     found: Found
-    first: First
-    cpus: int
-    gpus: int
+    limits: Limits
+    job: StageJob  # of first attempts, with all of its tasks
+
+    @property
+    def ask(self) -> Ask:
+        return self.job.ask
 
     def counts(self) -> dict[str, int]:
         """Return the figures that people are told."""
@@ -59,18 +60,27 @@ class StagePlan:
 
     def row(self) -> tuple[str, Mapping[str, int], int, int, Ask | None]:
         """Return what a table shows of it."""
-        ask = self.first.ask if self.found.shards else None
-        return self.stage.name, self.counts(), self.found.bytes, self.cpus, ask
+        ask = self.ask if self.found.shards else None
+        return self.stage.name, self.counts(), self.found.bytes, self.job.cpus, ask
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the ledger keeps of it; limits that nobody told are asked for again."""
+        known = {name: value for name, value in asdict(self.limits).items() if value is not None}
+        return {**self.counts(), "cost": self.found.cost, "job": self.job.to_json(), "limits": known}
 
 
 def plan_stage(project: Project, stage: Stage, executor: Executor, folder: RunFolder | None) -> StagePlan:
-    """Compare the data set with the store and cut what is missing into tasks; write it down if there is a folder."""
-    resources = stage.resources(project.config)
+    """Compare the data set with the store, cut what is missing into tasks, and say what each is given.
+
+    Where there is a folder, what each task takes is written into it, and the cards are chosen.
+    """
     found = stage.survey(project, folder, tasks_at_once(project.config, stage, executor))
     if folder is not None:
         found.write_shards(folder, stage.name)
-    first = first_ask(project, stage, profiles_of(project.config), limits_for(project, stage, executor))
-    return StagePlan(stage, found, first, resources.cpus, resources.gpus)
+    first = first_job(project, stage, executor, folder, max(1, len(found.shards)))
+    if folder is not None and found.shards:
+        first = on_cards(project, stage, executor, folder, first)
+    return StagePlan(stage, found, first.limits, first.job)
 
 
 def tasks_at_once(config: Config, stage: Stage, executor: Executor) -> int:
@@ -82,32 +92,72 @@ def tasks_at_once(config: Config, stage: Stage, executor: Executor) -> int:
     return max(1, min(executor.cpus // resources.cpus, by_gpus))
 
 
-def limits_for(project: Project, stage: Stage, executor: Executor) -> Limits:
-    """Return what a task of a stage can be given, where its jobs go."""
+def limits_of(project: Project, stage: Stage, executor: Executor, partition: str = "") -> Limits:
+    """Return what a task of a stage can be given in a partition; empty: where the configuration sends its jobs."""
     resources = stage.resources(project.config)
     each = resources.ranks_per_node if isinstance(resources, TrainResources) else 1
-    return executor.limits_of(resources.partition or "", each * resources.cpus, resources.gpus)
+    return executor.limits_of(partition or resources.partition or "", each * resources.cpus, resources.gpus)
 
 
-def first_ask(project: Project, stage: Stage, profiles: Profiles, limits: Limits) -> First:
-    """Return what a task is given to begin with: as pinned, else as measured before, else as planned."""
+def first_job(
+    project: Project, stage: Stage, executor: Executor, folder: RunFolder | None = None, tasks: int = 1
+) -> FirstJob:
+    """Return the job of first attempts, each given what is pinned, else what was measured before, else the plan."""
+    limits, resources = limits_of(project, stage, executor), stage.resources(project.config)
+    mem_bytes, why = _first_bytes(project, stage, limits)
+    job = StageJob(
+        tag=f"{folder.name if folder else 'RUN'}-{stage.name}-0",
+        stage=stage.name,
+        tasks=f"0-{tasks - 1}",
+        attempt=1,
+        ask=Ask(mem_bytes, int(resources.time)),
+        cpus=resources.cpus,
+        gpus=resources.gpus,
+        why=why,
+    )
+    return FirstJob(job, limits)
+
+
+def _first_bytes(project: Project, stage: Stage, limits: Limits) -> tuple[int, str]:
+    """Return the memory of a first attempt, and where it is from."""
     resources, planned_bytes = stage.resources(project.config), stage.mem_bytes(project)
     if resources.mem != "auto" or resources.mem_per_gpu is not None:
-        return First(Ask(asked_bytes(resources, planned_bytes), int(resources.time)), "as configured")
+        return asked_bytes(resources, planned_bytes), "as configured"
     recipe, cluster = recipe_name(project, stage), cluster_name(project.config)
-    suggested = profiles.suggest(stage.name, recipe, cluster, planned_bytes=planned_bytes)
+    suggested = profiles_of(project.config).suggest(stage.name, recipe, cluster, planned_bytes=planned_bytes)
     is_script = script_stage.is_script(project.config, stage.name)
     least_bytes = 0 if is_script else planned_bytes  # what is only stated is no reason to refuse a small machine
     mem_bytes = min(suggested.mem_bytes, max(limits.mem_bytes or suggested.mem_bytes, least_bytes))
-    why = script_stage.STATED if is_script and not suggested.tasks else suggested.why
-    return First(Ask(mem_bytes, int(resources.time)), why)
+    return mem_bytes, script_stage.STATED if is_script and not suggested.tasks else suggested.why
+
+
+def on_cards(project: Project, stage: Stage, executor: Executor, folder: RunFolder, first: FirstJob) -> FirstJob:
+    """Return the job on the cards on which it would end first; as it is where there is nothing to choose from."""
+    config, job = project.config, first.job
+    cards, common = config.cluster.slurm.cards, stage.resources(config).constraint or ""
+    if not cards or not job.gpus or config.cluster.executor != "slurm":
+        return first
+
+    def shaped(shape: Shape) -> StageJob:
+        wanted = f"[{shape.constraint}]" if shape.constraint else ""
+        constraint = "&".join(filter(None, [common, wanted]))
+        return replace(job, card=shape.card, partition=shape.partition, constraint=constraint)
+
+    def start_of(shape: Shape) -> float | None:
+        try:
+            return executor.starts(spec_of(folder, config, replace(shaped(shape), tasks="0")))
+        except SubmissionRefused:
+            return None
+
+    shapes = eligible(cards, stage.gpu_bytes(project), job.gpus)
+    chosen = shaped(choose_shape(shapes, start_of, time.time()).shape)
+    return FirstJob(chosen, limits_of(project, stage, executor, chosen.partition))
 
 
 def script_outline(project: Project, stage: Stage, executor: Executor) -> Outline:
     """Return what is known of a script before it has run, and what its first attempt is given."""
-    limits = limits_for(project, stage, executor)
-    first = first_ask(project, stage, profiles_of(project.config), limits)
-    return script_stage.outline(project, first.ask.mem_bytes, first.why, limits.mem_bytes)
+    first = first_job(project, stage, executor)
+    return script_stage.outline(project, first.job.ask.mem_bytes, first.job.why, first.limits.mem_bytes)
 
 
 def recipe_name(project: Project, stage: Stage) -> str:
@@ -132,26 +182,9 @@ def refuse_unfit_disk(project: Project, found: Found) -> None:
         raise PlanInfeasible(what, where=str(root), remedy=remedy)
 
 
-def job_spec(project: Project, stage: Stage, tasks: int, limits: Limits, folder: RunFolder | None = None) -> JobSpec:
-    """Return the job that does the first attempt at a stage's tasks."""
-    first = first_ask(project, stage, profiles_of(project.config), limits)
-    resources = stage.resources(project.config)
-    job = StageJob(
-        tag=f"{folder.name if folder else 'RUN'}-{stage.name}-0",
-        stage=stage.name,
-        tasks=f"0-{tasks - 1}",
-        attempt=1,
-        ask=first.ask,
-        cpus=resources.cpus,
-        gpus=resources.gpus,
-        why=first.why,
-    )
-    return spec_of(folder, project.config, job)
-
-
 def spec_of(folder: RunFolder | None, config: Config, job: StageJob) -> JobSpec:
     """Return a job as an executor takes it; each task is told (run, stage, task) and what this attempt has."""
-    resources: StageResources | TrainResources = getattr(config.cluster, job.stage)
+    resources = config.cluster.resources(job.stage)
     train = resources if isinstance(resources, TrainResources) else None
     nodes, ranks = (train.nodes, script_stage.starts_on_node(config, job.stage)) if train else (1, 1)
     each = train.ranks_per_node // ranks if train else 1  # a script may start the processes of a node itself
@@ -175,29 +208,4 @@ def spec_of(folder: RunFolder | None, config: Config, job: StageJob) -> JobSpec:
         partition=job.partition or resources.partition or "",
         constraint=job.constraint or resources.constraint or "",
         card=job.card,
-    )
-
-
-def choose_cards(project: Project, stage: Stage, spec: JobSpec, executor: Executor) -> Choice | None:
-    """Return the cards on which a stage would end first; None where there is nothing to choose from."""
-    cards, gpus = project.config.cluster.slurm.cards, stage.resources(project.config).gpus
-    if not cards or not gpus or project.config.cluster.executor != "slurm":
-        return None
-
-    def start_of(shape: Shape) -> float | None:
-        try:
-            return executor.starts(shaped(spec, shape))
-        except SubmissionRefused:
-            return None
-
-    return choose_shape(eligible(cards, stage.gpu_bytes(project), gpus), start_of, time.time())
-
-
-def shaped(spec: JobSpec, shape: Shape) -> JobSpec:
-    """Return a job that asks for these cards."""
-    return replace(
-        spec,
-        card=shape.card,
-        partition=shape.partition or spec.partition,
-        constraint="&".join(filter(None, [spec.constraint, f"[{shape.constraint}]" if shape.constraint else ""])),
     )

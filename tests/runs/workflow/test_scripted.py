@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from pipeline.cluster.job_spec import Limits
+from pipeline.cluster.local import LocalExecutor
+from pipeline.cluster.machine import Machine
 from pipeline.config.load import read_config
 from pipeline.errors import ConfigError, PlanInfeasible
 from pipeline.journal.run_folder import RunFolder, runs_in
 from pipeline.memory.history.task_history import Measured
 from pipeline.project.project import Project, profiles_of
 from pipeline.runs.workflow import script_stage
-from pipeline.runs.workflow.jobs import first_ask, recipe_name, spec_of
+from pipeline.runs.workflow.jobs import first_job, recipe_name, spec_of
 from pipeline.runs.workflow.script_stage import outline
 from pipeline.script.command import End, culprit
 from tests.command import Command
@@ -317,8 +318,8 @@ class TestBeforeARun:
 class TestMemory:
     def first(self, folder: Path, limit_bytes: int | None = None) -> tuple[int, str]:
         project, row = project_of(folder), script_stage.ScriptStage()
-        first = first_ask(project, row, profiles_of(project.config), Limits(mem_bytes=limit_bytes))
-        return first.ask.mem_bytes, first.why
+        job = first_job(project, row, LocalExecutor(Machine(1, (), limit_bytes or 1 << 50))).job
+        return job.ask.mem_bytes, job.why
 
     def test_is_stated_for_each_process_and_never_more_than_a_node_has(self, tmp_path: Path) -> None:
         configure(tmp_path, "python own.py", ranks=2)
