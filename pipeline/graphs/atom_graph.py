@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from pipeline.graphs import bonds, hops, neighbours
-from pipeline.graphs.item_graph import ChainText, ItemGraph, PartnerGraph, edge_lengths
-from pipeline.graphs.residue_graph import centre
+from pipeline.graphs import bonds, neighbours
+from pipeline.graphs.item_graph import ROLES, ChainText, ItemGraph, PartnerGraph, edge_lengths
+from pipeline.graphs.residue_graph import centre, cross_edges, no_contacts, refuse_coincident
 from pipeline.records import Kind, Reason, Role
 from pipeline.structures.atoms import UnusableInput, name_text
 from pipeline.structures.partners import joined_rows
@@ -48,10 +48,9 @@ RESIDUE_TYPES = (*PROTEIN_LETTERS, *(f"R{one}" for one in RNA_LETTERS), *(f"D{on
 LETTERS = {Kind.PROTEIN: (0, PROTEIN_LETTERS), Kind.RNA: (21, RNA_LETTERS), Kind.DNA: (26, DNA_LETTERS)}
 OTHER_TYPE = len(RESIDUE_TYPES) - 1
 KINDS = tuple(Kind)
-ROLES = (Role.RECEPTOR, Role.LIGAND, Role.WHOLE)
 ATOM_NAME, RESIDUE_NAME = 4, 5  # bytes; the dictionary of components has names of five letters
 HYDROGEN = 1
-BOND = hops.NAMES[0]
+BOND = bonds.HOPS[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +64,10 @@ class ChosenAtoms:
 
     @property
     def pos_A3(self) -> NDArray[np.float64]:
-        """Return where they are in the file."""
         return self.side.structure.pos_A3[self.atom_A]
 
     @property
     def element_A(self) -> NDArray[np.uint8]:
-        """Return gemmi's codes of their elements."""
         return self.side.structure.element_A[self.atom_A]
 
     def heavy(self) -> NDArray[np.int64]:
@@ -88,10 +85,11 @@ class ChosenAtoms:
 def build_atom_graph(read: Complex, recipe: GraphRecipe) -> ItemGraph:
     """Return the atom graph of an item; raise Unusable where it cannot have one."""
     sides = {role: _choose(role, read.sides[role], recipe) for role in ROLES if role in read.sides}
-    _check_apart(sides, in_one_frame=not read.bound)
+    _refuse_coincident(sides, in_one_frame=not read.bound)
     extra, labels = _labels(read, sides, recipe)
     parts = tuple(_part(role, chosen, read, recipe, extra.get(role, {})) for role, chosen in sides.items())
-    return ItemGraph(parts, {} if read.bound else _cross(sides, recipe), labels)
+    cross = cross_edges(read, recipe, {role: chosen.pos_A3 for role, chosen in sides.items()})
+    return ItemGraph(parts, cross, labels)
 
 
 def _choose(role: Role, side: ComplexSide, recipe: GraphRecipe) -> ChosenAtoms:
@@ -110,27 +108,10 @@ def _choose(role: Role, side: ComplexSide, recipe: GraphRecipe) -> ChosenAtoms:
     return ChosenAtoms(side, residue_R, atom_A, residue_A)
 
 
-def _check_apart(sides: Sides, *, in_one_frame: bool) -> None:
-    """Refuse two atoms at one place, also of two partners where both are in one frame."""
-    for group in [list(sides.values())] if in_one_frame else [[chosen] for chosen in sides.values()]:
-        pos_A3 = np.concatenate([chosen.pos_A3 for chosen in group])
-        pairs_P2 = neighbours.coincident(pos_A3)
-        if len(pairs_P2):
-            one, other = (_name(group, atom) for atom in pairs_P2[0].tolist())
-            apart = float(np.linalg.norm(np.subtract(*pos_A3[pairs_P2[0]])))
-            more = f"; so are {len(pairs_P2) - 1} other pairs" if len(pairs_P2) > 1 else ""
-            raise UnusableInput(
-                Reason.COINCIDENT_ATOMS, f"{one} and {other} are {apart:.3f} Å apart, at one place{more}"
-            )
-
-
-def _name(group: list[ChosenAtoms], atom: int) -> str:
-    """Name an atom of several sides, counted through."""
-    for chosen in group:
-        if atom < len(chosen.atom_A):
-            return chosen.label(atom)
-        atom -= len(chosen.atom_A)
-    raise ValueError("there is no such atom")
+def _refuse_coincident(sides: Sides, *, in_one_frame: bool) -> None:
+    refuse_coincident(
+        [(chosen.pos_A3, chosen.label) for chosen in sides.values()], "{} and {}", in_one_frame=in_one_frame
+    )
 
 
 def _part(
@@ -198,16 +179,16 @@ def _edges(chosen: ChosenAtoms, recipe: GraphRecipe) -> tuple[dict[str, Edges], 
     edges: dict[str, Edges] = {}
     paths: dict[str, Array] = {}
     found = np.empty(0, np.int64)
-    for name, path in zip(hops.NAMES, hops.bond_paths(_bonds(chosen), size, recipe.hops), strict=False):
-        keys = hops.without(hops.pair_keys(path, size), found)
+    for name, path in zip(bonds.HOPS, bonds.bond_paths(_bonds(chosen), size, recipe.hops), strict=False):
+        keys = bonds.without(bonds.pair_keys(path, size), found)
         found = np.sort(np.concatenate([found, keys]))
-        edges[name] = hops.both_ways(keys, size)
+        edges[name] = bonds.both_ways(keys, size)
         if name != BOND:
             paths[name] = path.astype(np.min_scalar_type(size))
     if recipe.atom_radius is not None:
         near_2E = neighbours.within(chosen.pos_A3, radius=recipe.atom_radius)
-        bonded = hops.both_ways(found, size)
-        keys = hops.without(near_2E[1] * size + near_2E[0], bonded[1] * size + bonded[0])
+        bonded = bonds.both_ways(found, size)
+        keys = bonds.without(near_2E[1] * size + near_2E[0], bonded[1] * size + bonded[0])
         edges["near"] = np.stack(np.divmod(keys, size)[::-1])
     return edges, paths
 
@@ -247,15 +228,6 @@ def _check_lengths(chosen: ChosenAtoms, bonds_B2: NDArray[np.int64]) -> None:
         raise UnusableInput(Reason.PARSE_ERROR, what)
 
 
-def _cross(sides: Sides, recipe: GraphRecipe) -> dict[str, Edges]:
-    """Return the edges between the partners, where any are wanted."""
-    if Role.LIGAND not in sides or not (recipe.cross_neighbours or recipe.cross_radius):
-        return {}
-    ligand, receptor = sides[Role.LIGAND], sides[Role.RECEPTOR]
-    found = neighbours.between(ligand.pos_A3, receptor.pos_A3, recipe.cross_neighbours, recipe.cross_radius)
-    return {"near": found}
-
-
 def _labels(read: Complex, sides: Sides, recipe: GraphRecipe) -> tuple[dict[Role, dict[str, Array]], dict[str, Array]]:
     """Return what each node has of the bound structures, and the native contacts."""
     if recipe.contacts is None:
@@ -263,7 +235,7 @@ def _labels(read: Complex, sides: Sides, recipe: GraphRecipe) -> tuple[dict[Role
     if not read.bound:
         return {}, _native(sides, recipe.contacts) if Role.LIGAND in sides else {}
     bound = {role: _choose(role, read.bound[role], recipe) for role in sides if role in read.bound}
-    _check_apart(bound, in_one_frame=True)
+    _refuse_coincident(bound, in_one_frame=True)
     centre_3 = centre(np.concatenate([chosen.pos_A3 for chosen in bound.values()]))
     twins = {role: _twins(sides[role], there, read.maps[f"bound.{role.value}"]) for role, there in bound.items()}
     for role, there in bound.items():
@@ -282,10 +254,7 @@ def _native(sides: Sides, most: float, twins: Mapping[Role, NDArray[np.int64]] |
     found_2P = neighbours.between(ligand[heavy_ligand], receptor[heavy], radius=most)
     pairs_2P = np.stack([heavy_ligand[found_2P[0]], heavy[found_2P[1]]])
     if not pairs_2P.size:
-        where = " in the bound structure" if twins else ""
-        nearest = neighbours.closest(receptor[heavy], ligand[heavy_ligand])
-        what = f"the nearest heavy atoms of the partners are {nearest:.2f} Å apart{where}"
-        raise UnusableInput(Reason.NO_CONTACTS, f"{what}; graph.contacts is {most:g}")
+        raise no_contacts(neighbours.closest(receptor[heavy], ligand[heavy_ligand]), most, is_bound=bool(twins))
     nearest_P = edge_lengths(ligand, receptor, pairs_2P).astype(np.float32)
     if twins:
         pairs_2P, nearest_P = _by_twins(pairs_2P, nearest_P, sides, twins)

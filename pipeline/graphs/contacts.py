@@ -1,7 +1,7 @@
 """The native interface of two partners: which residues touch, by how many pairs of heavy atoms, and how near.
 
-Shapes: A atoms and S residues of a structure, N nodes of a partner, E pairs of atoms, P pairs of a receptor node and a
-ligand node.
+Shapes: A atoms, H of them heavy, and S residues of a structure, N nodes of a partner, E pairs of atoms, P pairs of a
+receptor node and a ligand node.
 """
 
 from __future__ import annotations
@@ -12,16 +12,63 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy.spatial.distance import cdist
 
-from pipeline.graphs import neighbours
+from pipeline.graphs import bonds, neighbours
+from pipeline.structures.atoms import name_word
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from pipeline.graphs.residue_graph import Bodies
+    from pipeline.structures.policy import Structure
 
     Floats = NDArray[np.float64]
 
 SLACK = 1e-3  # Å; what is left out by a look at whole residues is farther away than the cut-off by so much
+
+
+LAST_OXYGENS = frozenset(map(name_word, ("OXT", "OT1", "OT2")))  # as CHARMM calls them, too
+OX, OT = (int.from_bytes(begin, "little") for begin in (b"OX", b"OT"))
+
+
+@dataclass(frozen=True, slots=True)
+class Bodies:
+    """The heavy atoms of all residues of a structure, H of them: where they are, and a ball around each residue.
+
+    Coordinates stand in rows, which numpy works through several times faster than through columns of three.
+    """
+
+    pos_3A: Floats
+    pos_3H: Floats
+    first_S: NDArray[np.int64]
+    atoms_S: NDArray[np.int64]
+    middle_3S: Floats
+    reach_S: Floats
+    oxygens_S: NDArray[np.int64]  # at the end of a chain, besides O
+    oxygen_3S: Floats  # the sum of their coordinates
+
+
+def rigid_bodies(structure: Structure) -> Bodies:
+    """Return the residues of a structure as bodies; of one without a heavy atom it means nothing."""
+    is_hydrogen_A = bonds.is_hydrogen(structure.element_A)
+    pos_3A = np.ascontiguousarray(structure.pos_A3.T)
+    pos_3H, residue_H, name_H, atoms_S = pos_3A, structure.residue_A, structure.name_A, structure.atoms_R
+    if is_hydrogen_A.any():
+        heavy = np.flatnonzero(~is_hydrogen_A)
+        pos_3H, residue_H, name_H = pos_3H[:, heavy], residue_H[heavy], name_H[heavy]
+        atoms_S = np.bincount(residue_H, minlength=len(atoms_S))
+    first_S = np.cumsum(atoms_S) - atoms_S
+    if first_S[-1] == len(residue_H):  # of the last residue no heavy atom is there: what is summed for it begins here
+        pos_3H = np.concatenate([pos_3H, np.zeros((3, 1))], axis=1)
+        residue_H, name_H = np.append(residue_H, len(atoms_S) - 1), np.append(name_H, np.uint64(0))
+    middle_3S = np.add.reduceat(pos_3H, first_S, axis=1) / np.maximum(atoms_S, 1)
+    apart_3H = pos_3H - middle_3S.take(residue_H, axis=1)
+    apart_3H *= apart_3H
+    reach_S = np.sqrt(np.maximum.reduceat(apart_3H.sum(axis=0), first_S))
+    begin_H = name_H.view(np.uint16)[::4]
+    maybe = np.flatnonzero((begin_H == OX) | (begin_H == OT)).tolist()
+    oxygens = [atom for atom in maybe if int(name_H[atom]) in LAST_OXYGENS]
+    oxygens_S, oxygen_S3 = np.bincount(residue_H[oxygens], minlength=len(atoms_S)), np.zeros((len(atoms_S), 3))
+    np.add.at(oxygen_S3, residue_H[oxygens], pos_3H[:, oxygens].T)
+    return Bodies(pos_3A, pos_3H, first_S, atoms_S, middle_3S, reach_S, oxygens_S, oxygen_S3.T)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +89,11 @@ class InterfaceSide:
     residue_N: NDArray[np.int64]
     middle_3N: Floats
     reach_N: Floats
+
+    @classmethod
+    def of(cls, bodies: Bodies, residue_N: NDArray[np.int64]) -> InterfaceSide:
+        """Return some residues of a structure as one partner."""
+        return cls(bodies, residue_N, bodies.middle_3S[:, residue_N], bodies.reach_S[residue_N])
 
     def take(self, nodes: NDArray[np.int64]) -> InterfaceSide:
         """Return some of them."""
@@ -69,11 +121,6 @@ class InterfaceSide:
         is_near_AN = cdist(pos_A3, others.middle_3N.T, "sqeuclidean") <= reach_N * reach_N
         chosen = np.flatnonzero(is_near_AN.any(axis=1))
         return pos_A3[chosen], node_A[chosen]
-
-
-def side(bodies: Bodies, residue_N: NDArray[np.int64]) -> InterfaceSide:
-    """Return some residues of a structure as one partner."""
-    return InterfaceSide(bodies, residue_N, bodies.middle_3S[:, residue_N], bodies.reach_S[residue_N])
 
 
 def find_contacts(receptor: InterfaceSide, ligand: InterfaceSide, cutoff: float) -> Contacts | None:

@@ -25,6 +25,7 @@ Array: TypeAlias = "NDArray[Any]"
 Edges: TypeAlias = "NDArray[np.int64]"  # [2, E]
 
 FORMAT = 1
+ROLES = (Role.RECEPTOR, Role.LIGAND, Role.WHOLE)
 NODE, RESIDUE, EDGE, PATH, LABEL, CROSS = "node", "residue", "edge", "path", "label", "cross"
 DEGREE, NEIGHBOUR = "degree", "neighbour"
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.graphs import atom_graph, hops, neighbours, residue_graph
+from pipeline.graphs import atom_graph, bonds, neighbours, residue_graph
 from pipeline.graphs.bonds import LONGEST
 from pipeline.graphs.item_graph import edge_lengths
 from pipeline.records import Kind
@@ -275,7 +275,7 @@ def _difference(mine_2E: Edges, theirs_2E: Edges, sources: int) -> Iterator[tupl
     """Yield the edges of one set that the other lacks, and what is wrong with them."""
     mine, theirs = (edges_2E[1] * sources + edges_2E[0] for edges_2E in (mine_2E, theirs_2E))
     for keys, others, what in ((mine, theirs, "should not be there"), (theirs, mine, "is missing")):
-        lone = hops.without(keys, others)
+        lone = bonds.without(keys, others)
         yield np.stack(np.divmod(lone, max(sources, 1))[::-1]), what
 
 
@@ -315,13 +315,13 @@ def _paths(part: PartnerGraph) -> Iterator[str]:
     bond_2E = part.edges[atom_graph.BOND]
     bonds_B2 = bond_2E[:, bond_2E[0] < bond_2E[1]].T
     known = np.empty(0, np.int64)
-    kinds = [name for name in hops.NAMES if name in part.edges]
-    for name, path in zip(kinds, hops.bond_paths(bonds_B2, size, len(kinds)), strict=True):
-        keys = hops.without(hops.pair_keys(path, size), known)
+    kinds = [name for name in bonds.HOPS if name in part.edges]
+    for name, path in zip(kinds, bonds.bond_paths(bonds_B2, size, len(kinds)), strict=True):
+        keys = bonds.without(bonds.pair_keys(path, size), known)
         known = np.sort(np.concatenate([known, keys]))
         if name != atom_graph.BOND and not np.array_equal(part.paths[name], path):
             yield f"{role}.path.{name} does not follow from the bonds: {len(part.paths[name])} paths, not {len(path)}"
-        if not np.array_equal(part.edges[name], hops.both_ways(keys, size)):
+        if not np.array_equal(part.edges[name], bonds.both_ways(keys, size)):
             yield f"{role}.edge.{name} does not follow from the bonds: {part.edges[name].shape[1]}, not {2 * len(keys)}"
 
 
@@ -331,7 +331,7 @@ def _near_again(part: PartnerGraph, radius: float) -> Iterator[str]:
     bonded = [edges_2E for kind, edges_2E in part.edges.items() if kind != "near"]
     bonded_E = np.sort(np.concatenate([edges_2E[1] * size + edges_2E[0] for edges_2E in bonded]))
     found_2E = neighbours.within(pos_N3, radius=radius)
-    keys = hops.without(found_2E[1] * size + found_2E[0], bonded_E)
+    keys = bonds.without(found_2E[1] * size + found_2E[0], bonded_E)
     found_2E = np.stack(np.divmod(keys, size)[::-1])
     if np.array_equal(part.edges["near"], found_2E):
         return

@@ -10,26 +10,25 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from pipeline.graphs import bonds, contacts, neighbours
-from pipeline.graphs.item_graph import ChainText, ItemGraph, PartnerGraph
+from pipeline.graphs import contacts, neighbours
+from pipeline.graphs.item_graph import ROLES, ChainText, ItemGraph, PartnerGraph
 from pipeline.records import Kind, Reason, Role
-from pipeline.structures.atoms import UnusableInput, name_text, name_word
+from pipeline.structures.atoms import UnusableInput, name_text
 from pipeline.structures.partners import joined_rows
 from pipeline.structures.policy import BACKBONE
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
     from numpy.typing import NDArray
 
-    from pipeline.graphs.item_graph import Array
-    from pipeline.structures.inventory import ComplexSide
+    from pipeline.graphs.contacts import Bodies
+    from pipeline.graphs.item_graph import Array, Edges, GraphRecipe
+    from pipeline.structures.inventory import Complex, ComplexSide
     from pipeline.structures.policy import Structure
 
     Floats = NDArray[np.float64]
-    from collections.abc import Mapping
-
-    from pipeline.graphs.item_graph import Edges, GraphRecipe
-    from pipeline.structures.inventory import Complex
-
+    Named: TypeAlias = tuple[Floats, Callable[[int], str]]  # where nodes are, and who can name them for a message
     Sides: TypeAlias = "Mapping[Role, Residues]"
 
 LETTERS = "ACDEFGHIKLMNPQRSTVWYX"  # the last: any other
@@ -39,8 +38,6 @@ TYPE_OF_LETTER[np.frombuffer(LETTERS.encode(), np.uint8)] = np.arange(len(LETTER
 CB_WEIGHTS = (0.56802827, -0.58273431, -0.54067466)  # of CA-N, its cross product with C-CA, and C-CA
 N, CA, C, _, CB = range(len(BACKBONE))
 KEPT = [N, CA, C, CB]
-LAST_OXYGENS = frozenset(map(name_word, ("OXT", "OT1", "OT2")))  # as CHARMM calls them, too
-OX, OT = (int.from_bytes(begin, "little") for begin in (b"OX", b"OT"))
 VIRTUAL_CB, INCOMPLETE, MODIFIED = np.uint8(1), np.uint8(2), np.uint8(4)  # bits of `flags`
 CENTRE_DECIMALS = 3  # so that it does not depend on the order in which a processor adds
 
@@ -148,50 +145,7 @@ def virtual_cb(n_3N: Floats, ca_3N: Floats, c_3N: Floats) -> Floats:
     return cb_3N
 
 
-@dataclass(frozen=True, slots=True)
-class Bodies:
-    """The heavy atoms of all residues of a structure, H of them: where they are, and a ball around each residue.
-
-    Coordinates stand in rows, which numpy works through several times faster than through columns of three.
-    """
-
-    pos_3A: Floats
-    pos_3H: Floats
-    first_S: NDArray[np.int64]
-    atoms_S: NDArray[np.int64]
-    middle_3S: Floats
-    reach_S: Floats
-    oxygens_S: NDArray[np.int64]  # at the end of a chain, besides O
-    oxygen_3S: Floats  # the sum of their coordinates
-
-
-def rigid_bodies(structure: Structure) -> Bodies:
-    """Return the residues of a structure as bodies; of one without a heavy atom it means nothing."""
-    is_hydrogen_A = bonds.is_hydrogen(structure.element_A)
-    pos_3A = np.ascontiguousarray(structure.pos_A3.T)
-    pos_3H, residue_H, name_H, atoms_S = pos_3A, structure.residue_A, structure.name_A, structure.atoms_R
-    if is_hydrogen_A.any():
-        heavy = np.flatnonzero(~is_hydrogen_A)
-        pos_3H, residue_H, name_H = pos_3H[:, heavy], residue_H[heavy], name_H[heavy]
-        atoms_S = np.bincount(residue_H, minlength=len(atoms_S))
-    first_S = np.cumsum(atoms_S) - atoms_S
-    if first_S[-1] == len(residue_H):  # of the last residue no heavy atom is there: what is summed for it begins here
-        pos_3H = np.concatenate([pos_3H, np.zeros((3, 1))], axis=1)
-        residue_H, name_H = np.append(residue_H, len(atoms_S) - 1), np.append(name_H, np.uint64(0))
-    middle_3S = np.add.reduceat(pos_3H, first_S, axis=1) / np.maximum(atoms_S, 1)
-    apart_3H = pos_3H - middle_3S.take(residue_H, axis=1)
-    apart_3H *= apart_3H
-    reach_S = np.sqrt(np.maximum.reduceat(apart_3H.sum(axis=0), first_S))
-    begin_H = name_H.view(np.uint16)[::4]
-    maybe = np.flatnonzero((begin_H == OX) | (begin_H == OT)).tolist()
-    oxygens = [atom for atom in maybe if int(name_H[atom]) in LAST_OXYGENS]
-    oxygens_S, oxygen_S3 = np.bincount(residue_H[oxygens], minlength=len(atoms_S)), np.zeros((len(atoms_S), 3))
-    np.add.at(oxygen_S3, residue_H[oxygens], pos_3H[:, oxygens].T)
-    return Bodies(pos_3A, pos_3H, first_S, atoms_S, middle_3S, reach_S, oxygens_S, oxygen_S3.T)
-
-
 PAIR = (Role.RECEPTOR, Role.LIGAND)
-ROLES = (*PAIR, Role.WHOLE)
 NEAR = "near"
 
 
@@ -215,7 +169,7 @@ class Twins:
 def build_residue_graph(read: Complex, recipe: GraphRecipe) -> ItemGraph:
     """Return the residue graph of an item; raise Unusable where it cannot have one."""
     sides = {role: select(role, read.sides[role]) for role in ROLES if role in read.sides}
-    _check_apart(sides, in_one_frame=not read.bound)
+    _refuse_coincident(sides, in_one_frame=not read.bound)
     edges = {role: _edges(role, chosen, recipe) for role, chosen in sides.items()}
     twins = {role: _twins(sides[role], there, read.maps[f"bound.{role.value}"]) for role, there in read.bound.items()}
     bodies = _bodies(sides)
@@ -227,7 +181,8 @@ def build_residue_graph(read: Complex, recipe: GraphRecipe) -> ItemGraph:
         nodes["row"] = joined_rows(partner, read.maps.get(f"rows.{role.value}"))[chosen.place_N]
         chains = tuple(ChainText(chain.name, chain.kind, chain.sequence) for chain in partner.chains)
         parts.append(PartnerGraph(role, chains, centre_3, nodes | extra.get(role, {}), {NEAR: edges[role]}))
-    return ItemGraph(tuple(parts), {} if read.bound else _cross(sides, recipe), labels)
+    cross = cross_edges(read, recipe, {role: chosen.ca_N3 for role, chosen in sides.items()})
+    return ItemGraph(tuple(parts), cross, labels)
 
 
 def _bodies(sides: Sides) -> dict[Role, Bodies]:
@@ -236,30 +191,49 @@ def _bodies(sides: Sides) -> dict[Role, Bodies]:
     for chosen in sides.values():
         structure = chosen.side.structure
         if id(structure) not in made:
-            made[id(structure)] = rigid_bodies(structure)
+            made[id(structure)] = contacts.rigid_bodies(structure)
     return {role: made[id(chosen.side.structure)] for role, chosen in sides.items()}
 
 
-def _check_apart(sides: Sides, *, in_one_frame: bool) -> None:
-    """Refuse two CA atoms at one place, also of two partners where both are in one frame."""
-    for group in [list(sides.values())] if in_one_frame else [[chosen] for chosen in sides.values()]:
-        pos_N3 = np.concatenate([chosen.ca_N3 for chosen in group])
+def _refuse_coincident(sides: Sides, *, in_one_frame: bool) -> None:
+    partners = [(chosen.ca_N3, chosen.name) for chosen in sides.values()]
+    refuse_coincident(partners, "the CA atoms of {} and of {}", in_one_frame=in_one_frame)
+
+
+def refuse_coincident(partners: Sequence[Named], words: str, *, in_one_frame: bool) -> None:
+    """Refuse two nodes at one place, also of two partners where both are in one frame; each can name its nodes."""
+    for group in [partners] if in_one_frame else [[partner] for partner in partners]:
+        pos_N3 = np.concatenate([places_N3 for places_N3, _ in group])
         pairs_P2 = neighbours.coincident(pos_N3)
         if len(pairs_P2):
-            one, other = (_name(group, node) for node in pairs_P2[0].tolist())
+            labels = words.format(*(_label(group, node) for node in pairs_P2[0].tolist()))
             apart = float(np.linalg.norm(np.subtract(*pos_N3[pairs_P2[0]])))
             more = f"; so are {len(pairs_P2) - 1} other pairs" if len(pairs_P2) > 1 else ""
-            what = f"the CA atoms of {one} and of {other} are {apart:.3f} Å apart, at one place{more}"
-            raise UnusableInput(Reason.COINCIDENT_ATOMS, what)
+            raise UnusableInput(Reason.COINCIDENT_ATOMS, f"{labels} are {apart:.3f} Å apart, at one place{more}")
 
 
-def _name(group: list[Residues], node: int) -> str:
-    """Name a node of several sides, counted through."""
-    for chosen in group:
-        if node < len(chosen.place_N):
-            return chosen.name(node)
-        node -= len(chosen.place_N)
+def _label(group: Sequence[Named], node: int) -> str:
+    """Name a node of several partners, counted through."""
+    for places_N3, label in group:
+        if node < len(places_N3):
+            return label(node)
+        node -= len(places_N3)
     raise ValueError("there is no such node")
+
+
+def cross_edges(read: Complex, recipe: GraphRecipe, places: Mapping[Role, Floats]) -> dict[str, Edges]:
+    """Return the edges between partners in one frame, where any are wanted."""
+    if read.bound or Role.LIGAND not in places or not (recipe.cross_neighbours or recipe.cross_radius):
+        return {}
+    nearest, radius = recipe.cross_neighbours, recipe.cross_radius
+    return {NEAR: neighbours.between(places[Role.LIGAND], places[Role.RECEPTOR], nearest, radius)}
+
+
+def no_contacts(apart: float, cutoff: float, *, is_bound: bool) -> UnusableInput:
+    """Say that the partners do not touch."""
+    where = " in the bound structure" if is_bound else ""
+    what = f"the nearest heavy atoms of the partners are {apart:.2f} Å apart{where}; graph.contacts is {cutoff:g}"
+    return UnusableInput(Reason.NO_CONTACTS, what)
 
 
 def _edges(role: Role, chosen: Residues, recipe: GraphRecipe) -> Edges:
@@ -272,14 +246,6 @@ def _edges(role: Role, chosen: Residues, recipe: GraphRecipe) -> Edges:
         what = f"no two CA atoms of the {role.value} are nearer than {neighbours.closest(chosen.ca_N3):.2f} Å"
         raise UnusableInput(Reason.NO_EDGES, f"{what}; graph.radius is {recipe.radius}, graph.neighbours is 0")
     return edges_2E
-
-
-def _cross(sides: Sides, recipe: GraphRecipe) -> dict[str, Edges]:
-    """Return the edges between the partners, where any are wanted."""
-    if Role.LIGAND not in sides or not (recipe.cross_neighbours or recipe.cross_radius):
-        return {}
-    ligand, receptor = sides[Role.LIGAND], sides[Role.RECEPTOR]
-    return {NEAR: neighbours.between(ligand.ca_N3, receptor.ca_N3, recipe.cross_neighbours, recipe.cross_radius)}
 
 
 def _twins(here: Residues, side: ComplexSide, row_R: NDArray[np.int32]) -> Twins:
@@ -304,7 +270,7 @@ def _labels(
     if not twins:
         return _native(sides, bodies, cutoff, {}) if Role.LIGAND in sides else {}, {}
     bound = {role: twin.there for role, twin in twins.items()}
-    _check_apart(bound, in_one_frame=True)
+    _refuse_coincident(bound, in_one_frame=True)
     centre_3 = centre(np.concatenate([there.ca_N3 for there in bound.values()]))
     contacts_of_both = _native(bound, _bodies(bound), cutoff, twins) if len(bound) == len(sides) == 2 else {}
     return {"bound_centre": centre_3, **contacts_of_both}, {role: twin.arrays(centre_3) for role, twin in twins.items()}
@@ -314,13 +280,10 @@ def _native(
     sides: Sides, bodies: Mapping[Role, Bodies], cutoff: float, twins: Mapping[Role, Twins]
 ) -> dict[str, Array]:
     """Return the native contacts of two sides, between their nodes or between the nodes whose twins they are."""
-    receptor, ligand = (contacts.side(bodies[role], sides[role].residue_N) for role in PAIR)
+    receptor, ligand = (contacts.InterfaceSide.of(bodies[role], sides[role].residue_N) for role in PAIR)
     found = contacts.find_contacts(receptor, ligand, cutoff)
     if found is None:
-        where = " in the bound structure" if twins else ""
-        apart = contacts.closest_approach(receptor, ligand)
-        what = f"the nearest heavy atoms of the partners are {apart:.2f} Å apart{where}"
-        raise UnusableInput(Reason.NO_CONTACTS, f"{what}; graph.contacts is {cutoff:g}")
+        raise no_contacts(contacts.closest_approach(receptor, ligand), cutoff, is_bound=bool(twins))
     pairs_P2 = np.stack([found.receptor_P, found.ligand_P], axis=1)
     if twins:
         pairs_P2 = np.stack([twins[role].node_L[of_P] for role, of_P in zip(PAIR, pairs_P2.T, strict=True)], axis=1)

@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.graphs import atom_graph
-from pipeline.graphs.graph_form import form
-from pipeline.graphs.item_graph import FORMAT, ItemGraph, decode_graph
-from pipeline.graphs.judged_labels import bound_centre, contacts
+from pipeline.graphs.graph_form import wrong_bound_centre, wrong_contacts, wrong_form
+from pipeline.graphs.item_graph import FORMAT, ROLES, ItemGraph, decode_graph
 from pipeline.graphs.judged_parts import (
     atom_edges,
     atom_nodes,
@@ -45,7 +43,7 @@ def wrong(record: Record, recipe: Plain | None = None) -> Iterator[str]:
         yield from _refusal(record)
     elif record.meta.get("format") != FORMAT:
         yield f"its format is {record.meta.get('format')}, not {FORMAT}"
-    elif of_form := list(form(record.arrays, record.meta, recipe)):
+    elif of_form := list(wrong_form(record.arrays, record.meta, recipe)):
         yield from of_form  # all that follows relies on it
     else:
         yield from _wrong(decode_graph(record.arrays, record.meta), record.meta, recipe)
@@ -66,8 +64,8 @@ def _wrong(graph: ItemGraph, meta: Mapping[str, Any], recipe: Plain | None) -> I
         yield from bound(part)
         yield from residue_edges(part, recipe) if by_residue else atom_edges(part, recipe)
     yield from cross(graph, recipe)
-    yield from bound_centre(graph, by_residue=by_residue)
-    yield from contacts(graph, recipe, by_residue=by_residue)
+    yield from wrong_bound_centre(graph, by_residue=by_residue)
+    yield from wrong_contacts(graph, recipe, by_residue=by_residue)
 
 
 def beside(record: Record, inventory: Inventory, maps: Mapping[str, Array], recipe: Plain) -> Iterator[str]:
@@ -79,7 +77,7 @@ def beside(record: Record, inventory: Inventory, maps: Mapping[str, Array], reci
         return
     graph = decode_graph(record.arrays, record.meta)
     theirs = [partner.role for partner in inventory.partners]
-    if sorted(theirs, key=atom_graph.ROLES.index) != [part.role for part in graph.parts]:
+    if sorted(theirs, key=ROLES.index) != [part.role for part in graph.parts]:
         yield f"its partners are {listed(part.role for part in graph.parts)}; the inventory has {listed(theirs)}"
         return
     partners = {partner.role: partner for partner in inventory.partners}

@@ -24,8 +24,8 @@ import torch
 from torch.nn import functional
 
 from pipeline.errors import ConfigError
-from pipeline.graphs.atom_graph import ROLES
-from pipeline.graphs.hops import NAMES
+from pipeline.graphs.bonds import HOPS
+from pipeline.graphs.item_graph import ROLES
 from pipeline.protocol import ITEMS
 from pipeline.tasks.rna_ligand_model import CLOSEST, KINDS, USUAL, RnaLigandNetwork, checked_irreps
 from pipeline.tasks.rna_ligand_targets import targets_of
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pipeline.protocol import Sizes
     from pipeline.training.items.batch import ItemTensors, PartnerTensors
 
-BOND, *MULTI_HOP = NAMES
+BOND, *MULTI_HOP = HOPS
 NEAR = KINDS[-1]
 TARGET, EMBEDDING = "target", "embedding"
 SIDES = [role.value for role in ROLES]

@@ -17,7 +17,8 @@ from torch import nn
 from torch.nn import functional
 
 from pipeline.errors import ConfigError
-from pipeline.graphs.atom_graph import RESIDUE_TYPES, ROLES
+from pipeline.graphs.atom_graph import RESIDUE_TYPES
+from pipeline.graphs.item_graph import ROLES
 
 if TYPE_CHECKING:
     from torch import Tensor

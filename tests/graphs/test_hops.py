@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pipeline.graphs import hops
+from pipeline.graphs import bonds as hops
 
 Pairs = set[tuple[int, int]]
 
