@@ -110,7 +110,7 @@ def live_of(standing: Any, micro: Any, *, first: bool) -> int:
 def planned(case: Mapping[str, Any], _: Callable[[], None]) -> dict[str, Any]:
     """Plan a data set whose steps need several micro-batches on a card."""
     from pipeline.config.schema_train import TrainSection
-    from pipeline.runs.model.training_work import Work, least_of, plan_training, request_of
+    from pipeline.runs.model.training_work import Work, least_of, plan_with_oracle, request_of
 
     @dataclass(frozen=True)
     class Remembering(Work):
@@ -138,7 +138,7 @@ def planned(case: Mapping[str, Any], _: Callable[[], None]) -> dict[str, Any]:
         offload=False,
         oversize="skip",
     )
-    made, _oracle = plan_training(work, train, sizes, [card], target, request_of(train, 1))
+    made, _oracle = plan_with_oracle(work, train, sizes, [card], target, request_of(train, 1))
     if made.oversize:
         return {"error": f"{len(made.oversize)} items are too large for this card: {made.oversize[0].remedy}"}
     return {"cost": made.cost(sizes).tolist(), "batch": batch, "items": BATCHES * batch, **_told(made)}

@@ -68,7 +68,7 @@ def plan_it() -> dict[str, Any]:
     from pipeline.config.schema_train import TrainSection
     from pipeline.memory.hardware.gpus import device
     from pipeline.memory.planning.request import CardSpec
-    from pipeline.runs.model.training_work import Work, plan_training, request_of, target_of
+    from pipeline.runs.model.training_work import Work, plan_with_oracle, request_of, target_of
     from pipeline.training.step.optimizers import StepSettings
     from tests.zoo.esm2 import Esm2
     from tests.zoo.spread import lengths
@@ -77,7 +77,7 @@ def plan_it() -> dict[str, Any]:
     card = device(CARD)
     work = Work(Esm2(**MODEL), StepSettings(clip=1.0))
     sizes = lengths(ITEMS, np.random.default_rng(0), median=300, most=1022)
-    made, oracle = plan_training(
+    made, oracle = plan_with_oracle(
         work, train, sizes, [CardSpec.of(card, 1)], target_of(card.capability), request_of(train, 1)
     )
     return {

@@ -26,7 +26,7 @@ from pipeline.protocol import ITEMS
 from pipeline.readers import made
 from pipeline.records import Role
 from pipeline.runs.model.training_work import Work, least_of, sizes_of, target_of
-from pipeline.stages.read_entries import Taken, read
+from pipeline.stages.read_entries import EntriesTaken, take_entries
 from pipeline.structures.synthetic import complex_pdb, pocket_pdb
 from pipeline.training.items.item_source import ReaderItems
 from pipeline.training.items.item_table import ItemTable
@@ -233,8 +233,8 @@ def entered(config: Config, path: Path) -> tuple[ReaderItems, ItemTable]:
     options = config.data.options
     if "target" in options:
         options = {**options, "target": ["target"]}  # as made spectra name it
-    reader, taken = load_reader(str(config.data.reader), path, options), Taken()
-    refused = list(read(reader.entries(), taken))
+    reader, taken = load_reader(str(config.data.reader), path, options), EntriesTaken()
+    refused = list(take_entries(reader.entries(), taken))
     assert not refused, refused[0]
     table = taken.table.table()
     return ReaderItems(reader, table), table

@@ -53,12 +53,12 @@ def table_of(root: Path, key: bytes) -> Any:
 def plan(root: Path, key: bytes, ranks: int) -> dict[str, Any]:
     """Plan the training, as it is done before a submission."""
     from pipeline.memory.footprint import MemoryChoice
-    from pipeline.runs.model.training_work import host_card, plan_training, request_of, sizes_of, target_of
+    from pipeline.runs.model.training_work import host_card, plan_with_oracle, request_of, sizes_of, target_of
 
     train = settings()
     work = work_of(train)
     sizes = sizes_of(work.task, table_of(root, key).sizes)
-    made, _ = plan_training(work, train, sizes, [host_card(LIMIT_BYTES)], target_of(None), request_of(train, ranks))
+    made, _ = plan_with_oracle(work, train, sizes, [host_card(LIMIT_BYTES)], target_of(None), request_of(train, ranks))
     assert made.choice == MemoryChoice(precision="fp32"), made.choice
     return prepared_of(made, key.hex(), EPOCHS, ranks)
 

@@ -105,14 +105,14 @@ def planned(case: Mapping[str, Any]) -> dict[str, Any]:
 
     from pipeline.memory.hardware.gpus import device
     from pipeline.memory.planning.request import CardSpec
-    from pipeline.runs.model.training_work import host_card, plan_training, request_of, sizes_of, target_of
+    from pipeline.runs.model.training_work import host_card, plan_with_oracle, request_of, sizes_of, target_of
 
     train, on_card = settings(case), case["device"] == "cuda"
     work = replace(work_of(train), device=case["device"])
     sizes = sizes_of(work.task, table_of(Path(case["root"]), bytes.fromhex(case["key"])).sizes)
     card = CardSpec.of(device(PLAYED), 1) if on_card else host_card(HOST_BYTES)
     target = target_of(tuple(case["capability"])) if on_card else target_of(None)
-    plan, _ = plan_training(work, train, sizes, [card], target, request_of(train, 1))
+    plan, _ = plan_with_oracle(work, train, sizes, [card], target, request_of(train, 1))
     prepared = prepared_of(plan, case["key"], case["epochs"], 1)
     return {"prepared": prepared, "micros": plan.micros, "remedies": list(plan.remedies)}
 

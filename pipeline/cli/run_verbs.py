@@ -83,7 +83,7 @@ def submit_command(
     from pipeline.errors import ConfigError, SubmissionRefused
     from pipeline.project.project import Project, open_executor
     from pipeline.runs.upkeep.cache_use import register_use
-    from pipeline.runs.workflow.table import as_typed, everything, up_to
+    from pipeline.runs.workflow.table import everything, up_to, with_typed_command
 
     if as_json and (not dry_run or emit is not None):
         what = "a document is printed of what would be done"
@@ -122,7 +122,7 @@ def submit_command(
             register_use(project, stages, loaded.path)
             _start(project, stages, typed, opened, follow=follow)
         except SubmissionRefused as error:
-            raise as_typed(error, typed) from None
+            raise with_typed_command(error, typed) from None
 
 
 def _refuse_unplanned(project: Project, stages: list[str]) -> None:
@@ -196,7 +196,7 @@ def run_to_its_end(
     from pipeline.errors import SubmissionRefused
     from pipeline.project.project import open_executor
     from pipeline.runs.upkeep.cache_use import register_use
-    from pipeline.runs.workflow.table import as_typed
+    from pipeline.runs.workflow.table import with_typed_command
 
     with open_executor(project.config) as opened:
         project = replace(project, executor=opened)
@@ -205,7 +205,7 @@ def run_to_its_end(
             register_use(project, stages, file)
             _start(project, stages, typed, opened, follow=True, ended=ended)
         except SubmissionRefused as error:
-            raise as_typed(error, typed) from None
+            raise with_typed_command(error, typed) from None
 
 
 def _status_of(folder: RunFolder) -> str:

@@ -18,8 +18,8 @@ from pipeline.graphs.item_graph import GraphRecipe as GraphRecipe
 from pipeline.memory.history.task_history import Profiles
 from pipeline.project.restriction import EVERYTHING, Only
 from pipeline.stages import embed
-from pipeline.stages.graph import Verifier
-from pipeline.stages.scan import Shelves
+from pipeline.stages.graph import GraphVerifier
+from pipeline.stages.scan import ScanShelves
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.structures.inventory import ScanRecipe
 from pipeline.structures.parsing.read_structure import FileReading
@@ -76,19 +76,19 @@ class Encoding:
     weights: CheckpointFacts
     recipe: EmbeddingRecipe
     settings: EngineSettings
-    shelves: embed.Shelves
+    shelves: embed.EmbedShelves
     verify_bytes: int
     named: Container[bytes] = ()  # what a damage list names
 
-    def verifier(self) -> embed.Verifier:
+    def verifier(self) -> embed.EmbeddingVerifier:
         """Return what looks texts up, and reads what it finds."""
-        return embed.Verifier(self.recipe, self.shelves.embeddings, self.verify_bytes, self.named)
+        return embed.EmbeddingVerifier(self.recipe, self.shelves.embeddings, self.verify_bytes, self.named)
 
     @classmethod
     def open(cls, config: Config, cache: CacheFolder, *, remember: bool, named: Container[bytes] = ()) -> Encoding:
         """Find the weights and say what will be made with them."""
         weights = identify(find_checkpoint(config.embed.weights), cache.kind("weights"), remember=remember)
-        shelves = embed.Shelves(
+        shelves = embed.EmbedShelves(
             embeddings=cache.kind("embed"),
             weights=cache.kind("weights"),
             parity=cache.kind("parity"),
@@ -108,9 +108,9 @@ class Graphs:
     verify_bytes: int
     named: Container[bytes] = ()  # what a damage list names
 
-    def verifier(self, *, limited: bool) -> Verifier:
+    def verifier(self, *, limited: bool) -> GraphVerifier:
         """Return what looks graphs up, and reads what it finds."""
-        return Verifier(self.store, self.verify_bytes if limited else None, self.named)
+        return GraphVerifier(self.store, self.verify_bytes if limited else None, self.named)
 
 
 def graph_recipe(config: Config) -> GraphRecipe:
@@ -186,7 +186,7 @@ class Project:
     config: Config
     source: SourceSpec
     recipe: ScanRecipe
-    shelves: Shelves
+    shelves: ScanShelves
     cache: CacheFolder
     remember: bool  # whether looking at something may leave a record of it
     beside: Path | None = None  # a folder of the user's own modules
@@ -214,7 +214,7 @@ class Project:
             if strict:
                 raise error
             log.warning("%s: %s: it is left out", error.where, error.what)
-        shelves = Shelves(cache.kind("scan"), cache.kind("files"), config.cache.shard_bytes)
+        shelves = ScanShelves(cache.kind("scan"), cache.kind("files"), config.cache.shard_bytes)
         source, recipe = source_spec(config), scan_recipe_of(config)
         return cls(config, source, recipe, shelves, cache, remember, beside, only=only, executor=executor)
 

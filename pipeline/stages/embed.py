@@ -52,7 +52,7 @@ STEPS = sorted({*(1 << power for power in range(9, 21)), *(3 << power for power 
 
 
 @dataclass(frozen=True, slots=True)
-class Shelves:
+class EmbedShelves:
     """The stores this stage works on."""
 
     embeddings: Store
@@ -70,12 +70,12 @@ class Texts:
     read: Callable[[Sequence[int]], list[str]]
 
 
-def name_of(text: str) -> str:
+def sequence_name(text: str) -> str:
     """Return a name for a sequence, for people and for telling it from others."""
     return f"{text[:8]}…{len(text)} {xxhash.xxh3_64_hexdigest(text.encode())}"
 
 
-def look_up(texts: Sequence[str], recipe: EmbeddingRecipe, store: Store) -> list[Variant | None]:
+def look_up_embeddings(texts: Sequence[str], recipe: EmbeddingRecipe, store: Store) -> list[Variant | None]:
     """Return the best variant in which the store has each text, None where it must be computed."""
     found: list[Variant | None] = [None] * len(texts)
     open_ = [(at, recipe.accepted(len(text))) for at, text in enumerate(texts)]
@@ -93,7 +93,7 @@ def look_up(texts: Sequence[str], recipe: EmbeddingRecipe, store: Store) -> list
     return found
 
 
-class Verifier:
+class EmbeddingVerifier:
     """Looks texts up, and reads every byte of what is found, up to a limit: a damaged copy counts as missing.
 
     It is made anew then. Beyond the limit a record counts as there when a verified table names it, unless it is
@@ -107,7 +107,7 @@ class Verifier:
     def look_up(self, texts: Sequence[str]) -> list[Variant | None]:
         """Return the best variant in which the store has each text, whole; None where it must be computed."""
         while True:
-            found = look_up(texts, self._recipe, self._store)
+            found = look_up_embeddings(texts, self._recipe, self._store)
             try:
                 self._verify(self._recipe.key(text, one) for text, one in zip(texts, found, strict=True) if one)
             except (CacheDamaged, RecordMissing) as error:  # the store has struck it out, and will not name it again
@@ -131,8 +131,8 @@ class Verifier:
         return None if self._left_bytes > 0 else 0
 
 
-def embed(
-    texts: Texts, path: Path, recipe: EmbeddingRecipe, settings: EngineSettings, shelves: Shelves, tell: Tell
+def embed_texts(
+    texts: Texts, path: Path, recipe: EmbeddingRecipe, settings: EngineSettings, shelves: EmbedShelves, tell: Tell
 ) -> Generator[Reason | None, None, None]:
     """Encode what of a task is not in the store yet, and publish it, at the latest every minute."""
     todo = _missing(texts, recipe, shelves.embeddings)
@@ -157,7 +157,7 @@ def embed(
         ceiling=limits.ceiling(),
         learned=limits.learn,
         build=builder,
-        on=lambda texts: tell.on([name_of(text) for text in texts]),
+        on=lambda texts: tell.on([sequence_name(text) for text in texts]),
     )
     yield from _run(engine, Texts(texts.lengths_N[todo], _Some(texts, todo)), recipe, shelves, tell)
 
@@ -175,7 +175,7 @@ class _Some:
 
 
 def _run(
-    engine: Engine, texts: Texts, recipe: EmbeddingRecipe, shelves: Shelves, tell: Tell
+    engine: Engine, texts: Texts, recipe: EmbeddingRecipe, shelves: EmbedShelves, tell: Tell
 ) -> Generator[Reason | None, None, None]:
     """Have texts encoded, store what comes, and yield what became of each."""
     with shelves.embeddings.writer(shard_bytes=shelves.shard_bytes) as writer:
@@ -196,7 +196,7 @@ def _missing(texts: Texts, recipe: EmbeddingRecipe, store: Store) -> NDArray[np.
     """Return which texts the store does not have; a task that was killed goes on where it stopped."""
     import numpy as np
 
-    verifier = Verifier(recipe, store, sys.maxsize)  # what a survey found damaged is in the store still
+    verifier = EmbeddingVerifier(recipe, store, sys.maxsize)  # what a survey found damaged is in the store still
     absent: list[int] = []
     for start in range(0, len(texts.lengths_N), LOOKED_UP_AT_ONCE):
         some = range(start, min(start + LOOKED_UP_AT_ONCE, len(texts.lengths_N)))
@@ -233,7 +233,7 @@ class _Builder:
     """Builds encoders, each of which has passed the gate for its device and precision before it is used."""
 
     def __init__(
-        self, checkpoint: EsmCheckpoint, recipe: EmbeddingRecipe, settings: EngineSettings, shelves: Shelves
+        self, checkpoint: EsmCheckpoint, recipe: EmbeddingRecipe, settings: EngineSettings, shelves: EmbedShelves
     ) -> None:
         self._checkpoint, self._recipe, self._settings, self._shelves = checkpoint, recipe, settings, shelves
 

@@ -39,36 +39,36 @@ class Figures:
     note: str = ""
 
 
-def path_of(folder: Path, split: str | None, chosen: ChosenCheckpoint, made: str) -> Path:
+def evaluation_path(folder: Path, split: str | None, chosen: ChosenCheckpoint, made: str) -> Path:
     """Return where figures are: in a name all that they are of."""
     return folder / f"{split or 'all'}-{chosen.digest[:LETTERS]}-{made[:LETTERS]}.json"
 
 
-def parts_of(path: Path) -> Path:
+def evaluation_parts(path: Path) -> Path:
     """Return where the outputs are while figures are in the making."""
     return path.with_suffix(".parts")
 
 
-def read(path: Path, chosen: ChosenCheckpoint, made: str) -> Figures | None:
+def read_evaluation(path: Path, chosen: ChosenCheckpoint, made: str) -> Figures | None:
     """Return the figures of a file, if they are of this, and its bytes are those that were written."""
     try:
         data = json.loads(path.read_text())
         found = Figures(**data["evaluation"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    is_whole = data.get("format") == FORMAT and data.get("digest") == _digest(data["evaluation"])
+    is_whole = data.get("format") == FORMAT and data.get("digest") == _json_digest(data["evaluation"])
     return found if is_whole and (found.digest, found.made) == (chosen.digest, made) else None
 
 
-def _write(path: Path, figures: Figures) -> None:
+def _write_figures(path: Path, figures: Figures) -> None:
     from pipeline.training.evaluating.output_parts import publish_text
 
     told = asdict(figures)
-    text = json.dumps({"format": FORMAT, "digest": _digest(told), "evaluation": told}, indent=1) + "\n"
+    text = json.dumps({"format": FORMAT, "digest": _json_digest(told), "evaluation": told}, indent=1) + "\n"
     publish_text(Disk(), path, text)
 
 
-def _digest(told: Mapping[str, Any]) -> str:
+def _json_digest(told: Mapping[str, Any]) -> str:
     return content_digest(json.dumps(told, sort_keys=True).encode()).hex()
 
 
@@ -94,7 +94,7 @@ def evaluate(job: ApplyJob, folder: Path, split: str | None) -> Generator[Reason
             examples=applied.examples,
             note=applied.chosen.note,
         )
-        _write(path_of(folder, split, applied.chosen, job.made), figures)
+        _write_figures(evaluation_path(folder, split, applied.chosen, job.made), figures)
         shutil.rmtree(applied.parts, ignore_errors=True)
         for name, value in figures.figures.items():
             job.say(f"{name}: {'not finite' if value is None else f'{value:.6g}'}")

@@ -60,7 +60,7 @@ class Maker:
     def has(self, key: bytes) -> bool:
         """Say whether the graph of an item was made here or is in the store."""
         own = self._recipe.key(key)
-        return own in self._made or Verifier(self._store).look_up([own])[0] is not None
+        return own in self._made or GraphVerifier(self._store).look_up([own])[0] is not None
 
     def publish(self) -> None:
         """Make safe what was made."""
@@ -78,7 +78,7 @@ class Maker:
         return Reason(meta["reason"]) if "reason" in meta else None
 
 
-class Verifier:
+class GraphVerifier:
     """Looks graphs up, and reads every byte of what is found, up to a limit: a damaged copy counts as missing.
 
     What is `named` is read beyond the limit, too: somebody found it damaged.

@@ -46,10 +46,10 @@ def wrong(record: Record, recipe: Plain | None = None) -> Iterator[str]:
     elif of_form := list(wrong_form(record.arrays, record.meta, recipe)):
         yield from of_form  # all that follows relies on it
     else:
-        yield from _wrong(decode_graph(record.arrays, record.meta), record.meta, recipe)
+        yield from _wrong_parts(decode_graph(record.arrays, record.meta), record.meta, recipe)
 
 
-def _wrong(graph: ItemGraph, meta: Mapping[str, Any], recipe: Plain | None) -> Iterator[str]:
+def _wrong_parts(graph: ItemGraph, meta: Mapping[str, Any], recipe: Plain | None) -> Iterator[str]:
     """Yield what is wrong with a graph that has all its arrays."""
     yield from _sizes(graph, meta["sizes"])
     if not all(part.size for part in graph.parts):
@@ -68,7 +68,9 @@ def _wrong(graph: ItemGraph, meta: Mapping[str, Any], recipe: Plain | None) -> I
     yield from wrong_contacts(graph, recipe, by_residue=by_residue)
 
 
-def beside(record: Record, inventory: Inventory, maps: Mapping[str, Array], recipe: Plain) -> Iterator[str]:
+def wrong_beside_inventory(
+    record: Record, inventory: Inventory, maps: Mapping[str, Array], recipe: Plain
+) -> Iterator[str]:
     """Yield where a graph, which is in order itself, and the inventory of its item contradict each other."""
     if "reason" in record.meta:
         return

@@ -47,12 +47,14 @@ class Predictions:
     format: int = FORMAT
 
 
-def parts_of(folder: Path, chosen: ChosenCheckpoint, made: str) -> Path:
+def prediction_parts(folder: Path, chosen: ChosenCheckpoint, made: str) -> Path:
     """Return where the outputs are while predictions are in the making."""
     return folder / f"{PARTS}{chosen.digest[:LETTERS]}-{made[:LETTERS]}"
 
 
-def read(folder: Path, chosen: ChosenCheckpoint, made: str, verify_bytes: int | None = None) -> Predictions | None:
+def read_predictions(
+    folder: Path, chosen: ChosenCheckpoint, made: str, verify_bytes: int | None = None
+) -> Predictions | None:
     """Return what is said of a folder, if it is of this, and its files are whole: up to so many bytes they are read."""
     try:
         found = Predictions(**json.loads((folder / TOLD).read_text()))
@@ -61,7 +63,7 @@ def read(folder: Path, chosen: ChosenCheckpoint, made: str, verify_bytes: int | 
         left = sum(size for size, _ in found.files.values()) if verify_bytes is None else verify_bytes
         for name, (size, digest) in found.files.items():
             path = folder / name
-            if path.stat().st_size != size or (size <= left and _digest(path) != digest):
+            if path.stat().st_size != size or (size <= left and _file_digest(path) != digest):
                 return None
             left -= size
     except (OSError, ValueError, KeyError, TypeError):
@@ -69,7 +71,7 @@ def read(folder: Path, chosen: ChosenCheckpoint, made: str, verify_bytes: int | 
     return found
 
 
-def _digest(path: Path) -> str:
+def _file_digest(path: Path) -> str:
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while piece := file.read(PIECE_BYTES):
@@ -86,7 +88,7 @@ def predict(job: ApplyJob, folder: Path, model: str, split: str | None) -> Gener
         return
     with job.ranks.patient("writing predictions"):
         if job.ranks.rank == 0:
-            _write(job, applied, folder, model, split)
+            _write_predictions(job, applied, folder, model, split)
         job.ranks.exchange({})
 
 
@@ -96,7 +98,7 @@ def remove_parts(folder: Path) -> None:
         shutil.rmtree(parts, ignore_errors=True)
 
 
-def _write(job: ApplyJob, applied: ApplyResult, folder: Path, model: str, split: str | None) -> None:
+def _write_predictions(job: ApplyJob, applied: ApplyResult, folder: Path, model: str, split: str | None) -> None:
     from pipeline.training.evaluating.output_parts import publish_text
     from pipeline.training.evaluating.outputs import GatheredOutputs
     from pipeline.training.evaluating.prediction_tables import write_tables
@@ -112,7 +114,7 @@ def _write(job: ApplyJob, applied: ApplyResult, folder: Path, model: str, split:
         step=applied.chosen.step,
         digest=applied.chosen.digest,
         made=job.made,
-        files={path.name: (path.stat().st_size, _digest(path)) for path in files},
+        files={path.name: (path.stat().st_size, _file_digest(path)) for path in files},
         rejected=applied.rejected,
         examples=applied.examples,
         note=applied.chosen.note,

@@ -32,7 +32,7 @@ ITEMS_READ = "items_read"  # a figure that tells how many so far
 
 
 @dataclass(slots=True)
-class Taken:
+class EntriesTaken:
     """What has come of the items so far."""
 
     table: TableBuilder = field(default_factory=TableBuilder)
@@ -81,7 +81,9 @@ class Taken:
         return _refused(entry, Reason.DUPLICATE_ID, detail)
 
 
-def read(entries: Iterable[Entry | Rejection], taken: Taken, limit: int | None = None) -> Iterator[Rejection]:
+def take_entries(
+    entries: Iterable[Entry | Rejection], taken: EntriesTaken, limit: int | None = None
+) -> Iterator[Rejection]:
     """Take the items of a reader, so many at most, and yield those that cannot be used."""
     source = iter(entries)
     while len(taken.table) != limit and (entry := next(source, None)) is not None:

@@ -42,7 +42,7 @@ LARGE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Shelves:
+class ScanShelves:
     """The two stores this stage works on."""
 
     inventories: Store
@@ -72,7 +72,7 @@ class Also(Protocol):
         """Make safe what was made."""
 
 
-def look_up(items: Sequence[Item], recipe: ScanRecipe, shelves: Shelves) -> list[Seen]:
+def look_up_items(items: Sequence[Item], recipe: ScanRecipe, shelves: ScanShelves) -> list[Seen]:
     """Return what is known of each item; no structure file is read."""
     glances = {
         path: glance(path, recipe) for path in dict.fromkeys(path for item in items for path in item_paths(item))
@@ -84,7 +84,7 @@ def look_up(items: Sequence[Item], recipe: ScanRecipe, shelves: Shelves) -> list
     return [_seen(key, inventories.get(key)) if isinstance(key, bytes) else Seen(None, key) for key in keys]
 
 
-def look_again(item: Item, recipe: ScanRecipe, shelves: Shelves, since_ns: int) -> Seen:
+def look_again(item: Item, recipe: ScanRecipe, shelves: ScanShelves, since_ns: int) -> Seen:
     """Return what is known of an item by reading its files, if one was too young to be remembered at that time."""
     try:
         states = [stat_file(Path(path), recipe.max_file_bytes) for path in item_paths(item)]
@@ -159,7 +159,7 @@ class Scanner:
     """Scans items one at a time; its memory is a few files and the keys of what it wrote."""
 
     recipe: ScanRecipe
-    shelves: Shelves
+    shelves: ScanShelves
     inventories: StoreWriter
     files: StoreWriter
     also: Also | None = None
@@ -230,8 +230,8 @@ class Scanner:
                 self.files.put(mark, {}, meta)
 
 
-def scan(
-    items: Iterable[Item], recipe: ScanRecipe, shelves: Shelves, also: Also | None = None
+def scan_items(
+    items: Iterable[Item], recipe: ScanRecipe, shelves: ScanShelves, also: Also | None = None
 ) -> Generator[Reason | None, None, None]:
     """Scan items and publish what was found, at the latest every minute."""
     limit = shelves.shard_bytes

@@ -14,8 +14,8 @@ from pipeline.graphs.item_graph import GraphRecipe, ItemGraph, decode_graph
 from pipeline.keys import content_digest
 from pipeline.records import Item, Reason
 from pipeline.stages.graph import Maker, graph, open_writer
-from pipeline.stages.made_again import differences, read_again
-from pipeline.stages.scan import Shelves, look_up, scan
+from pipeline.stages.remade_records import differences, read_again
+from pipeline.stages.scan import ScanShelves, look_up_items, scan_items
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.structures.inventory import ScanRecipe as Structures
 from pipeline.structures.inventory import item_key
@@ -71,11 +71,11 @@ def key(item: Item) -> bytes:
 
 def graphs_of(data: list[Item], cache: CacheFolder) -> Iterator[ItemGraph]:
     """Scan the items, make graphs while they are in hand, and read those back."""
-    shelves = Shelves(cache.kind("scan"), cache.kind("files"), 1 << 20)
+    shelves = ScanShelves(cache.kind("scan"), cache.kind("files"), 1 << 20)
     store = cache.kind("graph")
     with ExitStack() as stack:
         maker = Maker(RECIPE, store, stack.enter_context(open_writer(store, 1 << 20)))
-        assert list(scan(data, STRUCTURES, shelves, maker)) == [None] * len(data)
+        assert list(scan_items(data, STRUCTURES, shelves, maker)) == [None] * len(data)
     for item in data:
         record = store.get(RECIPE.key(key(item)))
         yield decode_graph(record.arrays, record.meta)
@@ -120,17 +120,17 @@ def test_coordinates_that_change_or_go_are_noticed_without_reading_the_topology(
     data: list[Item], tmp_path: Path
 ) -> None:
     cache = CacheFolder(tmp_path / "cache")
-    shelves = Shelves(cache.kind("scan"), cache.kind("files"), 1 << 20)
+    shelves = ScanShelves(cache.kind("scan"), cache.kind("files"), 1 << 20)
     both = [item for item in data if item.id == "both"]
     for path in item_paths(both[0]):
         settle(Path(path))
-    assert list(scan(both, STRUCTURES, shelves)) == [None]
-    assert look_up(both, STRUCTURES, shelves)[0].inventory is not None
+    assert list(scan_items(both, STRUCTURES, shelves)) == [None]
+    assert look_up_items(both, STRUCTURES, shelves)[0].inventory is not None
     beside = Path(item_paths(both[0])[1])
     beside.write_bytes(beside.read_bytes().replace(b"0.4000000", b"0.4100000"))
-    (seen,) = look_up(both, STRUCTURES, shelves)
+    (seen,) = look_up_items(both, STRUCTURES, shelves)
     assert seen.inventory is None
     beside.unlink()
-    (seen,) = look_up(both, STRUCTURES, shelves)
+    (seen,) = look_up_items(both, STRUCTURES, shelves)
     assert seen.inventory is not None
     assert seen.inventory.reason is Reason.MISSING_FILE

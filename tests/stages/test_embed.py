@@ -24,7 +24,7 @@ from pipeline.encoder.forward.parity import ParityVerdict, Reference
 from pipeline.errors import CacheFull, JobFailed, PlanInfeasible
 from pipeline.records import Reason, Tell
 from pipeline.stages import embed as stage
-from pipeline.stages.embed import Shelves, Texts, embed, look_up
+from pipeline.stages.embed import EmbedShelves, Texts, embed_texts, look_up_embeddings
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.writer import StoreWriter
 from tests.encoder.sequences import natural
@@ -48,13 +48,13 @@ def recipe(weights: Path) -> EmbeddingRecipe:
 
 
 @pytest.fixture
-def shelves(tmp_path: Path) -> Shelves:
+def shelves(tmp_path: Path) -> EmbedShelves:
     return open_shelves(tmp_path)
 
 
-def open_shelves(folder: Path) -> Shelves:
+def open_shelves(folder: Path) -> EmbedShelves:
     cache = CacheFolder(folder / "cache")
-    return Shelves(*(cache.kind(kind) for kind in ("embed", "weights", "parity", "limits")), shard_bytes=1 << 20)
+    return EmbedShelves(*(cache.kind(kind) for kind in ("embed", "weights", "parity", "limits")), shard_bytes=1 << 20)
 
 
 def texts_of(sequences: Sequence[str]) -> Texts:
@@ -68,27 +68,29 @@ def tell_to(refused: list[tuple[str, Reason, str]]) -> Tell:
 def run(
     weights: Path,
     recipe: EmbeddingRecipe,
-    shelves: Shelves,
+    shelves: EmbedShelves,
     sequences: Sequence[str] = TEXTS,
     settings: EngineSettings = SETTINGS,
 ) -> list[Reason | None]:
-    return list(embed(texts_of(sequences), weights, recipe, settings, shelves, tell_to([])))
+    return list(embed_texts(texts_of(sequences), weights, recipe, settings, shelves, tell_to([])))
 
 
 def rows_of(
-    text: str, recipe: EmbeddingRecipe, shelves: Shelves, variant: Variant | None = None
+    text: str, recipe: EmbeddingRecipe, shelves: EmbedShelves, variant: Variant | None = None
 ) -> NDArray[np.float32]:
     return shelves.embeddings.get(recipe.key(text, variant or recipe.wanted(len(text)))).arrays["rows"]
 
 
-def test_what_is_stored_is_what_fair_esm_computes(weights: Path, recipe: EmbeddingRecipe, shelves: Shelves) -> None:
+def test_what_is_stored_is_what_fair_esm_computes(
+    weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves
+) -> None:
     assert run(weights, recipe, shelves) == [None] * len(TEXTS)
     wanted = Reference(load_checkpoint(weights), 2, torch.device("cpu"))(TEXTS)
     for text, rows in zip(TEXTS, wanted, strict=True):
         np.testing.assert_allclose(rows_of(text, recipe, shelves), rows, atol=1e-5)
 
 
-def test_a_record_says_what_it_was_made_from(weights: Path, recipe: EmbeddingRecipe, shelves: Shelves) -> None:
+def test_a_record_says_what_it_was_made_from(weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves) -> None:
     run(weights, recipe, shelves)
     meta = shelves.embeddings.get(recipe.key(TEXTS[0], Variant("fp32"))).meta
     assert meta == {
@@ -98,7 +100,7 @@ def test_a_record_says_what_it_was_made_from(weights: Path, recipe: EmbeddingRec
 
 
 def test_a_second_run_computes_nothing(
-    weights: Path, recipe: EmbeddingRecipe, shelves: Shelves, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(weights, recipe, shelves)
     monkeypatch.setattr("pipeline.encoder.checkpoints.esm_checkpoint.load_checkpoint", forbidden)
@@ -106,7 +108,7 @@ def test_a_second_run_computes_nothing(
 
 
 @pytest.mark.slow
-def test_one_added_sequence_costs_one_sequence(weights: Path, recipe: EmbeddingRecipe, shelves: Shelves) -> None:
+def test_one_added_sequence_costs_one_sequence(weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves) -> None:
     run(weights, recipe, shelves)
     run(weights, recipe, shelves, [*TEXTS, "MKVMKV"])
     assert shelves.embeddings.stat().records == len(TEXTS) + 1
@@ -114,10 +116,10 @@ def test_one_added_sequence_costs_one_sequence(weights: Path, recipe: EmbeddingR
 
 @pytest.mark.slow
 def test_work_that_is_cut_short_is_kept_and_not_done_again(
-    weights: Path, recipe: EmbeddingRecipe, shelves: Shelves, tmp_path: Path
+    weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves, tmp_path: Path
 ) -> None:
     many = natural(200)
-    with closing(embed(texts_of(many), weights, recipe, SETTINGS, shelves, tell_to([]))) as outcomes:
+    with closing(embed_texts(texts_of(many), weights, recipe, SETTINGS, shelves, tell_to([]))) as outcomes:
         for _ in range(5):
             next(outcomes)
     kept = shelves.embeddings.stat().records
@@ -158,7 +160,7 @@ def test_bfloat16_is_stored_as_other_readers_know_it(weights: Path, recipe: Embe
 
 
 def test_an_encoder_that_misses_the_reference_publishes_nothing(
-    weights: Path, recipe: EmbeddingRecipe, shelves: Shelves, monkeypatch: pytest.MonkeyPatch
+    weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parity, "compare", lambda *_: ParityVerdict(0.9, 9, 0.99999))
     with pytest.raises(JobFailed, match=r"lowest cosine 0\.900000.*nothing was published"):
@@ -167,18 +169,18 @@ def test_an_encoder_that_misses_the_reference_publishes_nothing(
 
 
 def test_half_precision_that_misses_the_reference_is_done_in_full(
-    weights: Path, recipe: EmbeddingRecipe, shelves: Shelves, monkeypatch: pytest.MonkeyPatch
+    weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half = replace(recipe, precision="bf16", storage="bf16")
     verdicts = {"bf16": ParityVerdict(0.9, 9, 0.999), "fp32": ParityVerdict(1.0, 9, 0.99999)}
     monkeypatch.setattr(parity, "compare", lambda _encode, _wanted, _sequences, precision: verdicts[precision])
     assert run(weights, half, shelves) == [None] * len(TEXTS)
-    assert look_up(TEXTS, half, shelves.embeddings) == [Variant("fp32")] * len(TEXTS)
+    assert look_up_embeddings(TEXTS, half, shelves.embeddings) == [Variant("fp32")] * len(TEXTS)
 
 
 @pytest.mark.slow
 def test_half_precision_that_misses_the_reference_publishes_nothing_where_no_other_is_allowed(
-    tmp_path: Path, shelves: Shelves
+    tmp_path: Path, shelves: EmbedShelves
 ) -> None:
     path = tmp_path / "esm2_stress.pt"
     write_random_checkpoint(path, layers=6, dim=64, heads=4, stress=6.0)
@@ -187,11 +189,11 @@ def test_half_precision_that_misses_the_reference_publishes_nothing_where_no_oth
         run(path, strict, shelves)
     assert shelves.embeddings.stat().records == 0
     assert run(path, replace(strict, half_fallback=True), shelves) == [None] * len(TEXTS)
-    assert set(look_up(TEXTS, replace(strict, half_fallback=True), shelves.embeddings)) == {Variant("fp32")}
+    assert set(look_up_embeddings(TEXTS, replace(strict, half_fallback=True), shelves.embeddings)) == {Variant("fp32")}
 
 
 def test_the_verdict_is_remembered_for_the_same_machine(
-    weights: Path, recipe: EmbeddingRecipe, shelves: Shelves, monkeypatch: pytest.MonkeyPatch
+    weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(weights, recipe, shelves, TEXTS[:3])
     monkeypatch.setattr(parity, "check_parity", forbidden)
@@ -200,7 +202,7 @@ def test_the_verdict_is_remembered_for_the_same_machine(
         run(weights, replace(recipe, precision="bf16"), shelves, natural(2, seed=5))
 
 
-def test_weights_that_are_not_numbers_publish_nothing(tmp_path: Path, shelves: Shelves) -> None:
+def test_weights_that_are_not_numbers_publish_nothing(tmp_path: Path, shelves: EmbedShelves) -> None:
     path = tmp_path / "esm2_nan.pt"
     write_random_checkpoint(path, layers=1, dim=16, heads=2)
     with torch.serialization.safe_globals([Namespace]):
@@ -212,11 +214,13 @@ def test_weights_that_are_not_numbers_publish_nothing(tmp_path: Path, shelves: S
     assert shelves.embeddings.stat().records == 0
 
 
-def test_what_cannot_be_embedded_is_told_by_its_key(weights: Path, recipe: EmbeddingRecipe, shelves: Shelves) -> None:
+def test_what_cannot_be_embedded_is_told_by_its_key(
+    weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves
+) -> None:
     refused: list[tuple[str, Reason, str]] = []
     strict = replace(recipe, long="error", length=64)
     sequences = [*TEXTS[:2], "M" * 65]
-    reasons = list(embed(texts_of(sequences), weights, strict, SETTINGS, shelves, tell_to(refused)))
+    reasons = list(embed_texts(texts_of(sequences), weights, strict, SETTINGS, shelves, tell_to(refused)))
     assert sorted(reasons, key=str) == sorted([None, None, Reason.SEQUENCE_TOO_LONG], key=str)
     ((key, reason, _),) = refused
     assert (key, reason) == (strict.key("M" * 65, strict.wanted(65)).hex(), Reason.SEQUENCE_TOO_LONG)
@@ -224,7 +228,7 @@ def test_what_cannot_be_embedded_is_told_by_its_key(weights: Path, recipe: Embed
 
 @pytest.mark.slow
 def test_a_budget_that_was_learned_holds_for_the_next_run(
-    weights: Path, recipe: EmbeddingRecipe, shelves: Shelves, tmp_path: Path
+    weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves, tmp_path: Path
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pipeline.encoder.engine.embed_engine.Engine", Learning)
@@ -263,7 +267,7 @@ def test_steps_of_remembered_budgets_are_close_enough_to_be_useful() -> None:
 
 @pytest.mark.slow
 def test_a_verdict_that_failed_is_not_remembered(
-    weights: Path, recipe: EmbeddingRecipe, shelves: Shelves, monkeypatch: pytest.MonkeyPatch
+    weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(parity, "compare", lambda *_: ParityVerdict(0.5, 9, 0.99999))
@@ -274,7 +278,7 @@ def test_a_verdict_that_failed_is_not_remembered(
 
 @pytest.mark.slow
 def test_an_encoder_that_stands_in_for_another_has_passed_the_gate_too(
-    weights: Path, recipe: EmbeddingRecipe, shelves: Shelves, monkeypatch: pytest.MonkeyPatch
+    weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     verdicts = {"bf16": ParityVerdict(1.0, 9, 0.999), "fp32": ParityVerdict(0.5, 9, 0.99999)}
     monkeypatch.setattr(parity, "compare", lambda _encode, _wanted, _sequences, precision: verdicts[precision])
@@ -287,7 +291,7 @@ def test_an_encoder_that_stands_in_for_another_has_passed_the_gate_too(
 
 
 def test_weights_that_are_replaced_while_a_task_begins_are_not_taken_for_those_of_the_keys(
-    weights: Path, recipe: EmbeddingRecipe, shelves: Shelves, tmp_path: Path
+    weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves, tmp_path: Path
 ) -> None:
     other = tmp_path / "esm2_other.pt"
     write_random_checkpoint(other, layers=2, dim=16, heads=2, seed=7)
@@ -297,7 +301,7 @@ def test_weights_that_are_replaced_while_a_task_begins_are_not_taken_for_those_o
 
 
 def test_a_gate_that_does_not_fit_in_memory_says_so(
-    weights: Path, recipe: EmbeddingRecipe, shelves: Shelves, monkeypatch: pytest.MonkeyPatch
+    weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -308,9 +312,9 @@ def test_a_gate_that_does_not_fit_in_memory_says_so(
 
 
 def test_a_disk_that_fills_while_a_task_is_ended_is_heard(
-    weights: Path, recipe: EmbeddingRecipe, shelves: Shelves, monkeypatch: pytest.MonkeyPatch
+    weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outcomes = embed(texts_of(natural(100)), weights, recipe, SETTINGS, shelves, tell_to([]))
+    outcomes = embed_texts(texts_of(natural(100)), weights, recipe, SETTINGS, shelves, tell_to([]))
     next(outcomes)
 
     def full(*_: object, **__: object) -> None:

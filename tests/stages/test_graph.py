@@ -10,7 +10,7 @@ from pipeline.graphs import build_graph as build_module
 from pipeline.graphs.item_graph import GraphRecipe, decode_graph
 from pipeline.keys import content_digest
 from pipeline.records import Item, Part, Reason, Role
-from pipeline.stages.graph import Verifier, graph
+from pipeline.stages.graph import GraphVerifier, graph
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.store import Store
 from pipeline.structures.inventory import ScanRecipe as Structures
@@ -67,7 +67,7 @@ def test_why_there_is_no_graph_is_remembered_in_its_place(tmp_path: Path, store:
         )
     )
     assert build_all([item], store) == [Reason.NO_EDGES]
-    (said,) = Verifier(store).look_up([key_of(item)])
+    (said,) = GraphVerifier(store).look_up([key_of(item)])
     assert said is not None
     assert said["reason"] == "no_edges"
     assert "the ligand is one residue" in said["detail"]
@@ -99,7 +99,7 @@ def test_beyond_its_limit_the_verifier_trusts_tables(tmp_path: Path, store: Stor
     items = [make_item(tmp_path, seed) for seed in range(3)]
     build_all(items, store)
     keys = [key_of(item) for item in items]
-    said = Verifier(store, limit_bytes=1).look_up([*keys, bytes(16)])
+    said = GraphVerifier(store, limit_bytes=1).look_up([*keys, bytes(16)])
     assert [one is None for one in said] == [False, False, False, True]
     assert ["sizes" in one for one in said if one is not None] == [True, False, False]
-    assert all(one and "sizes" in one for one in Verifier(store).look_up(keys))
+    assert all(one and "sizes" in one for one in GraphVerifier(store).look_up(keys))

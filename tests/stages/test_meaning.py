@@ -19,8 +19,8 @@ from pipeline.graphs.build_graph import encoded_graph
 from pipeline.graphs.item_graph import GraphRecipe
 from pipeline.keys import recipe_key
 from pipeline.records import Inventory, Item, Part, Role
-from pipeline.stages.graph_records import beside, wrong
-from pipeline.stages.made_again import differences
+from pipeline.stages.graph_records import wrong, wrong_beside_inventory
+from pipeline.stages.remade_records import differences
 from pipeline.stages.scan_records import (
     allowed,
     distance,
@@ -266,17 +266,21 @@ def renamed(inventory: Inventory, **changes: Any) -> Inventory:
 def test_a_graph_that_its_inventory_contradicts_is_named(residue_graph: Record, name: str) -> None:
     change, wanted = OF_GRAPHS_BESIDE[name]
     inventory = made(1)[0]
-    assert not list(beside(residue_graph, inventory, {}, RESIDUES.plain()))
-    assert any(wanted in what for what in beside(residue_graph, change(inventory), {}, RESIDUES.plain()))
+    assert not list(wrong_beside_inventory(residue_graph, inventory, {}, RESIDUES.plain()))
+    assert any(
+        wanted in what for what in wrong_beside_inventory(residue_graph, change(inventory), {}, RESIDUES.plain())
+    )
 
 
 def test_an_atom_graph_is_compared_residue_by_residue(atom_graph: Record) -> None:
     inventory = made(1)[0]
-    assert not list(beside(atom_graph, inventory, {}, ATOMS.plain()))
+    assert not list(wrong_beside_inventory(atom_graph, inventory, {}, ATOMS.plain()))
     fewer = renamed(inventory, atoms=100)
-    assert "the inventory has 100 atoms" in next(beside(atom_graph, fewer, {}, ATOMS.plain()))
+    assert "the inventory has 100 atoms" in next(wrong_beside_inventory(atom_graph, fewer, {}, ATOMS.plain()))
     wholly = ATOMS.plain() | {"hydrogens": True}
-    assert "nodes; the inventory has" in next(beside(atom_graph, renamed(inventory, atoms=999), {}, wholly))
+    assert "nodes; the inventory has" in next(
+        wrong_beside_inventory(atom_graph, renamed(inventory, atoms=999), {}, wholly)
+    )
 
 
 OF_INVENTORIES = {
@@ -509,7 +513,7 @@ def test_nothing_that_is_made_by_the_real_code_is_ever_accused(
     assert not list(wrong(record))
     assert not list(wrong_inventory(kept, plain_structures(structures)))
     assert not list(wrong_inventory(kept))
-    assert not list(beside(record, inventory, kept.arrays, recipe.plain()))
+    assert not list(wrong_beside_inventory(record, inventory, kept.arrays, recipe.plain()))
 
 
 @pytest.mark.slow
@@ -532,6 +536,6 @@ def test_nothing_real_is_ever_accused(shared_structures: Path, source: str, reci
             wanted = recipe if not read.bound else replace(recipe, cross_neighbours=0, cross_radius=None)
             record = graph_of(read, wanted)
             assert not list(wrong(record, wanted.plain())), item.id
-            assert not list(beside(record, inventory, kept.arrays, wanted.plain())), item.id
+            assert not list(wrong_beside_inventory(record, inventory, kept.arrays, wanted.plain())), item.id
             judged += "reason" not in record.meta
     assert judged >= 8

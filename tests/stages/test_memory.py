@@ -6,7 +6,7 @@ import tracemalloc
 from pathlib import Path
 
 from pipeline.records import Item, Part, Role
-from pipeline.stages.scan import Shelves, scan
+from pipeline.stages.scan import ScanShelves, scan_items
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.structures.census import CensusTally
 from pipeline.structures.inventory import ScanRecipe, take
@@ -23,10 +23,10 @@ def peak_bytes(folder: Path, items: int) -> int:
     for number in range(items):
         (folder / f"{number}.pdb").write_text(LINES.replace("40    ", f"{number % 9000:4d}  ", 1))
     cache = CacheFolder(folder / "cache")
-    shelves = Shelves(cache.kind("scan"), cache.kind("files"), 1 << 20)
+    shelves = ScanShelves(cache.kind("scan"), cache.kind("files"), 1 << 20)
     named = (Item(str(n), parts=(Part(Role.COMPLEX, str(folder / f"{n}.pdb")),)) for n in range(items))
     tracemalloc.start()
-    assert all(reason is None for reason in scan(named, ScanRecipe(), shelves))
+    assert all(reason is None for reason in scan_items(named, ScanRecipe(), shelves))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     return peak

@@ -12,8 +12,8 @@ import pytest
 from pipeline.keys import TICK_NS
 from pipeline.records import Inventory, Item, Part, Reason, Role
 from pipeline.stages import scan as stage
-from pipeline.stages.scan import Shelves, look_again, scan
-from pipeline.stages.scan import look_up as seen_of
+from pipeline.stages.scan import ScanShelves, look_again, scan_items
+from pipeline.stages.scan import look_up_items as seen_of
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.structures.inventory import ScanRecipe
 from pipeline.structures.parsing import structure_files as read_module
@@ -25,13 +25,13 @@ LINES = chain("A", "ALA", "CYS", "ASP") + chain("B", "GLY", "HIS") + "END\n"
 
 
 @pytest.fixture
-def shelves(tmp_path: Path) -> Shelves:
+def shelves(tmp_path: Path) -> ScanShelves:
     return open_shelves(tmp_path)
 
 
-def open_shelves(folder: Path) -> Shelves:
+def open_shelves(folder: Path) -> ScanShelves:
     cache = CacheFolder(folder / "cache")
-    return Shelves(cache.kind("scan"), cache.kind("files"), 1 << 20)
+    return ScanShelves(cache.kind("scan"), cache.kind("files"), 1 << 20)
 
 
 def make_item(folder: Path, name: str = "a", lines: str = LINES) -> Item:
@@ -49,15 +49,15 @@ def settle(path: Path, age_s: float = 60.0) -> None:
         time.sleep(0.01)
 
 
-def look_up(items: list[Item], recipe: ScanRecipe, shelves: Shelves) -> list[Inventory | None]:
+def look_up(items: list[Item], recipe: ScanRecipe, shelves: ScanShelves) -> list[Inventory | None]:
     return [seen.inventory for seen in seen_of(items, recipe, shelves)]
 
 
-def scan_all(items: list[Item], shelves: Shelves, recipe: ScanRecipe = RECIPE) -> list[Reason | None]:
-    return list(scan(items, recipe, shelves))
+def scan_all(items: list[Item], shelves: ScanShelves, recipe: ScanRecipe = RECIPE) -> list[Reason | None]:
+    return list(scan_items(items, recipe, shelves))
 
 
-def test_what_was_scanned_is_known_without_reading_the_files(tmp_path: Path, shelves: Shelves) -> None:
+def test_what_was_scanned_is_known_without_reading_the_files(tmp_path: Path, shelves: ScanShelves) -> None:
     item = make_item(tmp_path)
     assert look_up([item], RECIPE, shelves) == [None]
     assert scan_all([item], shelves) == [None]
@@ -67,7 +67,7 @@ def test_what_was_scanned_is_known_without_reading_the_files(tmp_path: Path, she
 
 
 def test_a_second_run_opens_no_structure_file(
-    tmp_path: Path, shelves: Shelves, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, shelves: ScanShelves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     items = [make_item(tmp_path, name) for name in "abc"]
     scan_all(items, shelves)
@@ -80,7 +80,7 @@ def test_a_second_run_opens_no_structure_file(
 
 
 def test_a_changed_file_is_scanned_again_and_the_old_inventory_stays_for_the_old_content(
-    tmp_path: Path, shelves: Shelves
+    tmp_path: Path, shelves: ScanShelves
 ) -> None:
     item = make_item(tmp_path)
     scan_all([item], shelves)
@@ -93,7 +93,7 @@ def test_a_changed_file_is_scanned_again_and_the_old_inventory_stays_for_the_old
     assert shelves.inventories.stat().records == 2
 
 
-def test_a_touched_file_is_read_but_its_inventory_is_not_made_again(tmp_path: Path, shelves: Shelves) -> None:
+def test_a_touched_file_is_read_but_its_inventory_is_not_made_again(tmp_path: Path, shelves: ScanShelves) -> None:
     item = make_item(tmp_path)
     scan_all([item], shelves)
     settle(Path(item.parts[0].path), age_s=30)
@@ -103,19 +103,21 @@ def test_a_touched_file_is_read_but_its_inventory_is_not_made_again(tmp_path: Pa
     assert None not in look_up([item], RECIPE, shelves)
 
 
-def test_a_changed_policy_never_finds_an_old_inventory(tmp_path: Path, shelves: Shelves) -> None:
+def test_a_changed_policy_never_finds_an_old_inventory(tmp_path: Path, shelves: ScanShelves) -> None:
     item = make_item(tmp_path)
     scan_all([item], shelves)
     assert look_up([item], ScanRecipe(policy=Policy(require="ca")), shelves) == [None]
 
 
-def test_copies_of_one_file_share_one_inventory(tmp_path: Path, shelves: Shelves) -> None:
+def test_copies_of_one_file_share_one_inventory(tmp_path: Path, shelves: ScanShelves) -> None:
     scan_all([make_item(tmp_path, name) for name in "abc"], shelves)
     assert shelves.inventories.stat().records == 1
     assert shelves.files.stat().records == 3
 
 
-def test_a_file_written_just_now_is_scanned_but_not_trusted_to_stand_still(tmp_path: Path, shelves: Shelves) -> None:
+def test_a_file_written_just_now_is_scanned_but_not_trusted_to_stand_still(
+    tmp_path: Path, shelves: ScanShelves
+) -> None:
     path = tmp_path / "fresh.pdb"
     path.write_text(LINES)
     os.utime(path, (1_700_000_000, 1_700_000_000))  # a clock of whole seconds, so the file is young for two of them
@@ -127,7 +129,7 @@ def test_a_file_written_just_now_is_scanned_but_not_trusted_to_stand_still(tmp_p
 
 
 def test_a_file_that_changes_while_it_is_read_is_not_remembered(
-    tmp_path: Path, shelves: Shelves, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, shelves: ScanShelves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     item = make_item(tmp_path)
     read = stage.read_file
@@ -151,7 +153,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_remembered(
     ],
 )
 def test_a_rejection_is_remembered_like_any_other_result(
-    tmp_path: Path, shelves: Shelves, content: bytes, reason: Reason
+    tmp_path: Path, shelves: ScanShelves, content: bytes, reason: Reason
 ) -> None:
     item = make_item(tmp_path)
     Path(item.parts[0].path).write_bytes(content)
@@ -162,7 +164,7 @@ def test_a_rejection_is_remembered_like_any_other_result(
     assert found.reason is reason
 
 
-def test_a_missing_file_is_known_to_be_missing_without_a_task(tmp_path: Path, shelves: Shelves) -> None:
+def test_a_missing_file_is_known_to_be_missing_without_a_task(tmp_path: Path, shelves: ScanShelves) -> None:
     item = Item("gone", parts=(Part(Role.COMPLEX, str(tmp_path / "gone.pdb")),))
     (found,) = look_up([item], RECIPE, shelves)
     assert found is not None
@@ -170,7 +172,7 @@ def test_a_missing_file_is_known_to_be_missing_without_a_task(tmp_path: Path, sh
     assert scan_all([item], shelves) == [Reason.MISSING_FILE]
 
 
-def test_a_damaged_inventory_is_made_anew(tmp_path: Path, shelves: Shelves) -> None:
+def test_a_damaged_inventory_is_made_anew(tmp_path: Path, shelves: ScanShelves) -> None:
     item = make_item(tmp_path)
     scan_all([item], shelves)
     (shard,) = (tmp_path / "cache/scan/shards").iterdir()
@@ -185,9 +187,9 @@ def test_a_damaged_inventory_is_made_anew(tmp_path: Path, shelves: Shelves) -> N
     assert None not in look_up([item], RECIPE, open_shelves(tmp_path))
 
 
-def test_an_interrupted_scan_keeps_what_it_had_finished(tmp_path: Path, shelves: Shelves) -> None:
+def test_an_interrupted_scan_keeps_what_it_had_finished(tmp_path: Path, shelves: ScanShelves) -> None:
     items = [make_item(tmp_path, name, LINES.replace("ALA", residue)) for name, residue in (("a", "ALA"), ("b", "TRP"))]
-    going = scan(items, RECIPE, shelves)
+    going = scan_items(items, RECIPE, shelves)
     next(going)
     with pytest.raises(KeyboardInterrupt):
         going.throw(KeyboardInterrupt)
@@ -197,7 +199,7 @@ def test_an_interrupted_scan_keeps_what_it_had_finished(tmp_path: Path, shelves:
 
 
 def test_an_item_that_a_parser_chokes_on_costs_itself_and_nothing_else(
-    tmp_path: Path, shelves: Shelves, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, shelves: ScanShelves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     items = [make_item(tmp_path, name, LINES.replace("ALA", residue)) for name, residue in (("a", "ALA"), ("b", "TRP"))]
     examine = stage.examine_item
@@ -212,12 +214,12 @@ def test_an_item_that_a_parser_chokes_on_costs_itself_and_nothing_else(
     assert None not in look_up(items, RECIPE, shelves)
 
 
-def test_every_copy_of_a_bad_file_is_counted(tmp_path: Path, shelves: Shelves) -> None:
+def test_every_copy_of_a_bad_file_is_counted(tmp_path: Path, shelves: ScanShelves) -> None:
     items = [make_item(tmp_path, name, "REMARK nothing\n") for name in "abc"]
     assert scan_all(items, shelves) == [Reason.NO_ATOMS] * 3
 
 
-def test_a_lowered_limit_holds_for_what_was_scanned_under_a_higher_one(tmp_path: Path, shelves: Shelves) -> None:
+def test_a_lowered_limit_holds_for_what_was_scanned_under_a_higher_one(tmp_path: Path, shelves: ScanShelves) -> None:
     item = make_item(tmp_path)
     packed = tmp_path / "p.pdb.gz"
     packed.write_bytes(gzip.compress(LINES.encode()))
@@ -232,7 +234,9 @@ def test_a_lowered_limit_holds_for_what_was_scanned_under_a_higher_one(tmp_path:
     assert scan_all([item], shelves, low) == [Reason.FILE_TOO_LARGE]
 
 
-def test_a_missing_extra_is_not_remembered(tmp_path: Path, shelves: Shelves, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_not_remembered(
+    tmp_path: Path, shelves: ScanShelves, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "x.bcif"
     path.write_bytes(b"\x80")
     settle(path)

@@ -22,9 +22,9 @@ from pipeline.errors import CacheDamaged, PipelineError, RecordMissing
 from pipeline.graphs.build_graph import encoded_graph
 from pipeline.keys import TAG_BYTES, content_digest, recipe_tag
 from pipeline.records import Inventory, Item, Role
-from pipeline.runs.audit.known_items import ODD, KnownItems, Widths, in_sample
-from pipeline.stages.graph_records import beside, wrong
-from pipeline.stages.made_again import differences, read_again, same_bits
+from pipeline.runs.audit.item_index import ODD, EmbeddingWidths, ItemIndex, in_sample
+from pipeline.stages.graph_records import wrong, wrong_beside_inventory
+from pipeline.stages.remade_records import EncodedAgain, as_floats, differences, read_again, same_bits
 from pipeline.stages.scan_records import (
     allowed,
     distance,
@@ -49,8 +49,7 @@ if TYPE_CHECKING:
 
     from pipeline.project.project import Project
     from pipeline.records import Part
-    from pipeline.stages.encoded_again import EncodedAgain
-    from pipeline.stages.made_again import Anew
+    from pipeline.stages.remade_records import Anew
     from pipeline.store.format.record import Record
     from pipeline.store.maintenance.scrub import Named, Subset
     from pipeline.store.store import Store
@@ -75,7 +74,7 @@ class Semantic:
         self._project, self._sample = project, sample
         self._notes: Counter[str] = Counter()
         self._contradicted: dict[bytes, str] = {}  # inventories that a graph and the files contradict → why
-        self._widths = Widths(project.cache)
+        self._widths = EmbeddingWidths(project.cache)
 
     def check(self, store: Store, part: Subset | Named = WHOLE) -> Iterator[Checked]:
         """Judge some shards of one kind."""
@@ -183,7 +182,7 @@ class Semantic:
         if not _can_be(inventory):  # that is found where inventories are judged
             return None
         recipe = self._project.graphs.recipe.plain()
-        found = _told(beside(graph, Inventory.from_json(inventory.meta), inventory.arrays, recipe))
+        found = _told(wrong_beside_inventory(graph, Inventory.from_json(inventory.meta), inventory.arrays, recipe))
         return self._settled(graph, inventory, found) if found else None
 
     def _settled(self, graph: Record, inventory: Record, found: Wrong) -> Wrong | None:
@@ -273,8 +272,6 @@ class Semantic:
 
     def _embedding_again(self, record: Record) -> Wrong | None:
         """Return how far an embedding is from what the encoder computes."""
-        from pipeline.stages.encoded_again import as_floats
-
         encoder, meta = self._encoder, record.meta
         if encoder is None or encoder[0] != meta["weights"]:
             self._notes["not computed again: embeddings whose weights are not here"] += 1
@@ -343,8 +340,6 @@ class Semantic:
     @cached_property
     def _encoder(self) -> tuple[str, EncodedAgain] | None:
         """The digest of the weights of this configuration, and what computes with them, if they are here."""
-        from pipeline.stages.encoded_again import EncodedAgain
-
         try:
             encoding = self._project.encoding
         except PipelineError:
@@ -353,9 +348,9 @@ class Semantic:
         return digest, EncodedAgain(Path(encoding.weights.path), digest, encoding.settings.threads)
 
     @cached_property
-    def _data_set(self) -> KnownItems:
+    def _data_set(self) -> ItemIndex:
         """The items of the current data set, by the keys of what is made of them."""
-        found = KnownItems()
+        found = ItemIndex()
         try:
             found.read(self._project, self._sample)
         except PipelineError as error:

@@ -16,7 +16,7 @@ from pipeline.errors import CacheDamaged, ConfigError, DataError, PipelineError,
 from pipeline.journal.run_folder import runs_in
 from pipeline.keys import content_digest, is_settled
 from pipeline.project.run_code import READER, load_reader, reading_digest, user_code_failed
-from pipeline.stages.read_entries import Taken, read
+from pipeline.stages.read_entries import EntriesTaken, take_entries
 from pipeline.training.items.item_source import arrays_digest, as_arrays
 from pipeline.training.items.item_table import KIND, ItemTable
 
@@ -47,7 +47,7 @@ def reader_of(project: Project) -> Reader:
     return reader
 
 
-def refuse_unreadable(project: Project) -> Taken:
+def refuse_unreadable(project: Project) -> EntriesTaken:
     """Refuse what cannot be read: no class, no file, or one whose items are not found again; return the first few."""
     reader = reader_of(project)
     look_at_files(reader)
@@ -62,13 +62,13 @@ def refuse_crop(config: Config) -> None:
         raise ConfigError(what, where="train.oversize is crop", remedy="--set train.oversize=skip   (or error)")
 
 
-def read_first(reader: Reader, most: int) -> Taken:
+def read_first(reader: Reader, most: int) -> EntriesTaken:
     """Return what comes of the first few items, each of which is read again where it is said to be."""
-    taken = Taken()
+    taken = EntriesTaken()
     with blaming_reader():
         for entry in islice(reader.entries(), most):
             before = len(taken.table)
-            list(read([entry], taken))
+            list(take_entries([entry], taken))
             if len(taken.table) > before:
                 table = taken.table.table()
                 if arrays_digest(as_arrays(reader.read(table.place(before)))) != table.key(before):

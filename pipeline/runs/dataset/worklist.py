@@ -16,7 +16,7 @@ from pipeline.files import write_whole
 from pipeline.journal.attempts import left_out_items
 from pipeline.journal.run_folder import writing_run
 from pipeline.records import Item, Rejection, StageName
-from pipeline.stages.scan import look_again, look_up
+from pipeline.stages.scan import look_again, look_up_items
 from pipeline.store.key_lists import in_chunks, recall, remember_keys
 from pipeline.structures.sources import items as source_items
 
@@ -49,7 +49,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class StageSurvey:
     """What a stage has before it: how much the store already holds, and the rest in tasks."""
 
     counts: Mapping[str, int]  # items, refused, unusable, cached, missing, and what else a stage counts
@@ -150,7 +150,7 @@ def frozen_items(project: Project, folder: RunFolder | None) -> Iterator[Item | 
     if not folder.items.exists():
         with freezing(folder) as lines:
             for entry in list_items(project):
-                lines.write(line_of(entry))
+                lines.write(record_line(entry))
     return read_items(folder.items)
 
 
@@ -165,7 +165,7 @@ def freezing(folder: RunFolder | None) -> Iterator[Lines]:
             partial.replace(folder.items)
 
 
-def line_of(record: Item | Rejection) -> str:
+def record_line(record: Item | Rejection) -> str:
     """Return a record as a line of JSON."""
     return json.dumps(record.to_json())
 
@@ -252,7 +252,7 @@ def known_items(
     barred = left_out_items(folder, StageName.SCAN)
     for chunk in in_chunks(entries, LOOKED_UP_AT_ONCE):
         items = [entry for entry in chunk if isinstance(entry, Item)]
-        looked_up = iter(look_up(items, project.recipe, project.shelves))
+        looked_up = iter(look_up_items(items, project.recipe, project.shelves))
         yield [
             entry if isinstance(entry, Rejection) else _known_item(project, entry, next(looked_up), since_ns, barred)
             for entry in chunk

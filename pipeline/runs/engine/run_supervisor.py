@@ -250,7 +250,7 @@ class Supervisor:
         judged = stage.judge(self.project, self.folder, patience_s)
         self._index(stage, judged)
         try:
-            warnings = table.check(stage, self.project, self.folder, judged, self._trouble(stage, status))
+            warnings = table.refuse_or_warn(stage, self.project, self.folder, judged, self._trouble(stage, status))
         except PipelineError as error:
             self._end_stage(stage, RunState.FAILED, judged.to_json(), [], str(error))
             raise

@@ -122,7 +122,7 @@ def _prepared(project: Project, table: str, found: TrainOutlook) -> Prepared:
     if plan.crop or skipped:  # another plan would train on other items
         recipe |= {"crop": dict(plan.crop), "skipped": sorted(skipped)}
     return Prepared(
-        name=name_of(train.task or "", recipe),
+        name=training_name(train.task or "", recipe),
         recipe=recipe,
         table=table,
         precision=plan.choice.precision,
@@ -173,7 +173,7 @@ def _digest(path: Path | None) -> str | None:
     return digest.hexdigest()
 
 
-def name_of(task: str, recipe: Mapping[str, Any]) -> str:
+def training_name(task: str, recipe: Mapping[str, Any]) -> str:
     """Return the name of the folder of a training."""
     digest = content_digest(json.dumps(recipe, sort_keys=True).encode()).hex()
     return f"{task.rpartition(':')[2].lower()}-{digest[:NAME_DIGITS]}"

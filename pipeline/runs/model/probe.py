@@ -39,10 +39,10 @@ from pipeline.runs.model.probe_job import (
     Result,
     death,
     peaks_of,
-    read,
-    remember,
+    read_errand,
+    remember_result,
     result_of,
-    write,
+    write_json,
 )
 
 if TYPE_CHECKING:
@@ -283,7 +283,7 @@ def drafted(config: Config, errand: Errand) -> RunFolder:
             folder.logs.mkdir()
             folder.code.write_text(str(freeze(runs)))
             folder.config.write_text(dump_resolved(config))
-            write(ProbeFolder(path).errand, errand)
+            write_json(ProbeFolder(path).errand, errand)
     except JobFailed as error:
         raise SubmissionRefused(error.what, where=error.where, remedy=f"{AGAIN} --set cluster.runs=FOLDER") from error
     return folder
@@ -371,7 +371,7 @@ def _from_outside(job: _Job, status: TaskStatus | None) -> Result:
     verdict = judge_attempt(status, Word(), end_of(job.log(), LOG_LINES) or "", asked_bytes=job.spec.mem_bytes)
     if verdict.cause not in (Cause.HOST_OOM, Cause.GPU_OOM):
         return Result(FAILED, why=verdict.reason or status.state.value)
-    config, errand = read(job.folder)
-    result = remember(job.folder, config, errand, death(job.folder, errand, verdict.peak_bytes or 0))
-    write(job.folder.result, result)
+    config, errand = read_errand(job.folder)
+    result = remember_result(job.folder, config, errand, death(job.folder, errand, verdict.peak_bytes or 0))
+    write_json(job.folder.result, result)
     return result

@@ -111,7 +111,7 @@ def main(argv: Sequence[str]) -> int:
     atexit.register(gc.freeze)  # at its end torch is not looked through once more, for half a second
     folder = ProbeFolder(Path(argv[0]))
     if argv[1:] == [STEP]:
-        return told(folder)
+        return run_step_process(folder)
     kills = count_oom_kills()
     command = [*module_command(MODULE, RunFolder(folder.path)), str(folder.path), STEP]
     child = os.posix_spawn(sys.executable, command, os.environ)
@@ -121,29 +121,29 @@ def main(argv: Sequence[str]) -> int:
     return code if code >= 0 else killed(folder, -code, peak_of(used), counted=count_oom_kills() > kills)
 
 
-def told(folder: ProbeFolder) -> int:
+def run_step_process(folder: ProbeFolder) -> int:
     """Run the step in this process and write down what came of it; return an exit code."""
     try:
-        config, errand = read(folder)
+        config, errand = read_errand(folder)
         result = run(errand, config, folder)
     except BaseException as error:  # noqa: BLE001 - whatever a task raises is what the plan has to say
         print(without_secrets(traceback.format_exc()), file=sys.stderr)  # noqa: T201 - its stderr is its log
         result = Result(FAILED, why=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
     else:
-        result = remember(folder, config, errand, result)
-    write(folder.result, result)
+        result = remember_result(folder, config, errand, result)
+    write_json(folder.result, result)
     return 1 if result.state == FAILED else 0
 
 
 def killed(folder: ProbeFolder, number: int, peak_bytes: int, *, counted: bool) -> int:
     """Say why the step was killed: for its memory if the kernel counted that, or it had come near its limit."""
-    config, errand = read(folder)
+    config, errand = read_errand(folder)
     if number == signal.SIGKILL and (counted or peak_bytes >= LARGE_SHARE * errand.mem_bytes):
-        result = remember(folder, config, errand, death(folder, errand, peak_bytes))
-        write(folder.result, result)
+        result = remember_result(folder, config, errand, death(folder, errand, peak_bytes))
+        write_json(folder.result, result)
         return 1 if result.state == FAILED else 0
     why = "its time was over" if number == signal.SIGUSR2 else f"killed by {signal.Signals(number).name}"
-    write(folder.result, Result(FAILED, why=why))
+    write_json(folder.result, Result(FAILED, why=why))
     return 1
 
 
@@ -151,9 +151,9 @@ def run(errand: Errand, config: Config, folder: ProbeFolder) -> Result:
     """Run the bucket and measure it."""
     work = Work.of(config, beside=Path(errand.beside) if errand.beside else None)
     gauge = StepGauge(errand.device, errand.mem_bytes)
-    write(folder.start, gauge.before)
+    write_json(folder.start, gauge.before)
     try:
-        step_s = median(times(work, errand, gauge)[1:])
+        step_s = median(step_seconds(work, errand, gauge)[1:])
     except Exception as error:
         at_most = gauge.died_at(error)
         if at_most is None:
@@ -166,7 +166,7 @@ def run(errand: Errand, config: Config, folder: ProbeFolder) -> Result:
     )
 
 
-def times(work: Work, errand: Errand, gauge: StepGauge) -> list[float]:
+def step_seconds(work: Work, errand: Errand, gauge: StepGauge) -> list[float]:
     """Return the seconds of each step."""
     step = work.step(MemoryChoice(**errand.choice), device=errand.device)
     batch = work.example(errand.sizes)
@@ -187,7 +187,7 @@ def death(folder: ProbeFolder, errand: Errand, peak_bytes: int = 0) -> Result:
     return Result(DIED, max(available, peak_bytes - taken), outside_bytes=taken, why="killed for its memory")
 
 
-def remember(folder: ProbeFolder, config: Config, errand: Errand, result: Result) -> Result:
+def remember_result(folder: ProbeFolder, config: Config, errand: Errand, result: Result) -> Result:
     """Add a measurement to those of earlier ones; return it, with whether that could be done."""
     start = start_of(folder)
     if start is None:  # it died before the step began: that says nothing of the step
@@ -217,10 +217,10 @@ def peaks_of(config: Config) -> PeakHistory:
     return PeakHistory(config.cluster.runs / ".profiles" / "peaks")
 
 
-def read(folder: ProbeFolder) -> tuple[Config, Errand]:
+def read_errand(folder: ProbeFolder) -> tuple[Config, Errand]:
     """Return what a probe is about."""
     config = from_resolved(folder.config.read_text(), str(folder.config))
-    errand = loaded(folder.errand, Errand)
+    errand = read_value(folder.errand, Errand)
     if errand is None:
         what = "it does not say what is to be probed, or says it for another version"
         raise ConfigError(what, where=str(folder.errand), remedy="pipeline plan --stage train --probe")
@@ -229,15 +229,15 @@ def read(folder: ProbeFolder) -> tuple[Config, Errand]:
 
 def start_of(folder: ProbeFolder) -> BeforeModel | None:
     """Return what there was before the step; None: it never began."""
-    return loaded(folder.start, BeforeModel)
+    return read_value(folder.start, BeforeModel)
 
 
 def result_of(folder: ProbeFolder) -> Result | None:
     """Return what came of a probe; None: nothing yet."""
-    return loaded(folder.result, Result)
+    return read_value(folder.result, Result)
 
 
-def loaded(path: Path, kind: type[Told]) -> Told | None:
+def read_value(path: Path, kind: type[Told]) -> Told | None:
     """Return a value as it was written; None while there is none."""
     try:
         return kind(**json.loads(path.read_text()))
@@ -245,7 +245,7 @@ def loaded(path: Path, kind: type[Told]) -> Told | None:
         return None
 
 
-def write(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any) -> None:
     """Write a value so that a reader finds all of it or nothing."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     partial.write_text(json.dumps(asdict(value), indent=1))

@@ -282,7 +282,7 @@ def least_of(sizes: Mapping[str, Integers]) -> dict[str, int]:
     return {ITEMS: 1, **{name: max(1, int(values_N.min())) for name, values_N in sizes.items()}}
 
 
-def plan_training(
+def plan_with_oracle(
     work: Work,
     train: TrainSection,
     sizes: Mapping[str, Integers],

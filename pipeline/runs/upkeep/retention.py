@@ -17,7 +17,7 @@ from pipeline.records import Item, Reason, StageName
 from pipeline.runs.dataset import worklist
 from pipeline.runs.dataset.reader_items import is_reader, read_by_run
 from pipeline.runs.upkeep.cache_use import RECIPE_KINDS, recipes_of
-from pipeline.stages.scan import glance, look_up
+from pipeline.stages.scan import glance, look_up_items
 from pipeline.store.key_lists import in_chunks, sorted_pairs
 from pipeline.store.maintenance.sweep import Live
 from pipeline.structures.parsing.structure_files import item_paths
@@ -213,7 +213,7 @@ def _take(project: Project, chunk: Sequence[Item | Rejection], recipe: Embedding
         mark = glance(path, project.recipe)
         found.files += mark if isinstance(mark, bytes) else b""
     wanted: dict[str, None] = {}
-    for item, seen in zip(items, look_up(items, project.recipe, project.shelves), strict=True):
+    for item, seen in zip(items, look_up_items(items, project.recipe, project.shelves), strict=True):
         _add(project, item, seen, found)
         if recipe is not None and seen.inventory is not None and seen.inventory.reason is None:
             wanted |= dict.fromkeys(texts(seen.inventory, recipe.context))

@@ -23,7 +23,7 @@ from pipeline.project.run_code import blamed, load_task
 from pipeline.records import StageName
 from pipeline.runs.dataset.loading import rows_of, source_of
 from pipeline.runs.dataset.reader_items import unmade
-from pipeline.runs.dataset.worklist import Found, Shard
+from pipeline.runs.dataset.worklist import Shard, StageSurvey
 from pipeline.runs.model.prepare import folder_of, prepare
 from pipeline.runs.model.rank_setup import join_ranks, log_line, staged
 from pipeline.runs.model.training_work import Work, sizes_of
@@ -160,7 +160,7 @@ class ApplyStage(Stage):
             raise ConfigError(what, where="train.task", remedy="let the script do it, or name a task")
         return load_task(config.train.task, config.train.options, beside=project.beside)
 
-    def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> Found:  # noqa: ARG002 - one task
+    def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:  # noqa: ARG002 - one task
         """See which model there is, how many items it is for, and how many of them are done."""
         from pipeline.training.evaluating.apply_model import table_digest
 
@@ -169,7 +169,7 @@ class ApplyStage(Stage):
         chosen = self._choose(project, prepared) if prepared else None
         if prepared is None or chosen is None:
             if folder is None:
-                return Found({**counts, "unplanned": 1}, (Shard(0, 1, 1),))
+                return StageSurvey({**counts, "unplanned": 1}, (Shard(0, 1, 1),))
             what, where = "no model was trained with this configuration", project.config.data.path
             if prepared is None:  # the graphs are not there yet
                 what = unmade(project.config)
@@ -186,7 +186,7 @@ class ApplyStage(Stage):
         if folder is not None:
             applied.write(folder.plan(self.name))
         counts |= {"items": items, "cached": items - left, "missing": left}
-        return Found(counts, (Shard(0, left, 1),) if left else (), cost=float(left))
+        return StageSurvey(counts, (Shard(0, left, 1),) if left else (), cost=float(left))
 
     def mem_bytes(self, project: Project) -> int:
         """Return the memory of a node's processes: that of training, outputs, and what no card of this stage takes."""
@@ -329,20 +329,20 @@ class EvaluateStage(ApplyStage):
         return config.train.task is not None
 
     def _path(self, project: Project, applied: Application) -> Path:
-        from pipeline.stages.evaluate import path_of
+        from pipeline.stages.evaluate import evaluation_path
 
         folder = folder_of(project, applied.prepared).evaluations
-        return path_of(folder, applied.split, applied.chosen, applied.made)
+        return evaluation_path(folder, applied.split, applied.chosen, applied.made)
 
     def parts(self, project: Project, applied: Application) -> Path:
-        from pipeline.stages.evaluate import parts_of
+        from pipeline.stages.evaluate import evaluation_parts
 
-        return parts_of(self._path(project, applied))
+        return evaluation_parts(self._path(project, applied))
 
     def read(self, project: Project, applied: Application) -> Figures | None:
-        from pipeline.stages.evaluate import read
+        from pipeline.stages.evaluate import read_evaluation
 
-        return read(self._path(project, applied), applied.chosen, applied.made)
+        return read_evaluation(self._path(project, applied), applied.chosen, applied.made)
 
     def is_done(self, project: Project, applied: Application) -> bool:
         """Say whether the figures are there; what a kill has left beside them goes."""
@@ -400,15 +400,15 @@ class PredictStage(ApplyStage):
         return project.config.train.predict.folder / f"{_model(applied)}-{applied.split or 'all'}"
 
     def parts(self, project: Project, applied: Application) -> Path:
-        from pipeline.stages.predict import parts_of
+        from pipeline.stages.predict import prediction_parts
 
-        return parts_of(self._folder(project, applied), applied.chosen, applied.made)
+        return prediction_parts(self._folder(project, applied), applied.chosen, applied.made)
 
     def read(self, project: Project, applied: Application) -> Predictions | None:
-        from pipeline.stages.predict import read
+        from pipeline.stages.predict import read_predictions
 
         verify_bytes = project.config.cache.verify_bytes
-        return read(self._folder(project, applied), applied.chosen, applied.made, verify_bytes)
+        return read_predictions(self._folder(project, applied), applied.chosen, applied.made, verify_bytes)
 
     def apply(self, project: Project, applied: Application, job: ApplyJob) -> Outcomes:
         from pipeline.stages.predict import predict

@@ -20,9 +20,9 @@ from pipeline.journal.run_folder import writing_run
 from pipeline.project.project import asked_bytes
 from pipeline.records import EventKind, Reason, Rejection, StageName
 from pipeline.runs.dataset import worklist
-from pipeline.runs.dataset.worklist import Found, KnownItem, Lines, Shard
+from pipeline.runs.dataset.worklist import KnownItem, Lines, Shard, StageSurvey
 from pipeline.runs.workflow.stage import Judged, Stage, wait_until_complete
-from pipeline.stages.embed import Texts, embed, name_of
+from pipeline.stages.embed import Texts, embed_texts, sequence_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pipeline.project.restriction import Only
     from pipeline.records import Tell
     from pipeline.runs.workflow.stage import Outcomes
-    from pipeline.stages.embed import Verifier
+    from pipeline.stages.embed import EmbeddingVerifier
 
 BYTES_OF = {"fp32": 4, "fp16": 2, "bf16": 2}
 RECORD_BYTES = 512  # what a record takes besides its rows
@@ -60,7 +60,7 @@ class EmbedStage(Stage):
     def inspect(self, project: Project) -> object:
         return project.encoding
 
-    def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> Found:
+    def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:
         """Compare the sequences of a data set with the store, each once; write down those that are missing."""
         recipe, verifier = project.encoding.recipe, project.encoding.verifier()
         seen, waiting = _Sequences(), 0
@@ -112,14 +112,14 @@ class EmbedStage(Stage):
                 return [os.pread(file.fileno(), int(size), int(at)).decode() for at, size in rows_N2[list(wanted)]]
 
             if barred := left_out_items(folder, self.name):
-                kept = [at for at in range(len(rows_N2)) if name_of(read([at])[0]) not in barred]
+                kept = [at for at in range(len(rows_N2)) if sequence_name(read([at])[0]) not in barred]
                 rows_N2 = rows_N2[kept]
             todo = Texts(rows_N2[:, 1].astype(np.int64), read)
             task_bytes = tell.mem_bytes or asked_bytes(project.config.cluster.embed, self.mem_bytes(project))
             settings = replace(encoding.settings, mem_bytes=task_bytes // processes, shrink=tell.shrink)
             if tell.careful:
                 settings = replace(settings, cap=1)
-            yield from embed(todo, Path(encoding.weights.path), encoding.recipe, settings, encoding.shelves, tell)
+            yield from embed_texts(todo, Path(encoding.weights.path), encoding.recipe, settings, encoding.shelves, tell)
 
     def recipe(self, project: Project) -> Mapping[str, Any]:
         return project.encoding.recipe.plain(project.encoding.recipe.wanted(0))
@@ -160,7 +160,12 @@ class _Sequences:
 
 
 def _look_up(
-    found: Sequence[str], recipe: EmbeddingRecipe, verifier: Verifier, seen: _Sequences, lines: Lines, only: Only
+    found: Sequence[str],
+    recipe: EmbeddingRecipe,
+    verifier: EmbeddingVerifier,
+    seen: _Sequences,
+    lines: Lines,
+    only: Only,
 ) -> None:
     """Sort sequences into those that cannot be encoded, those that are cached, and those that are missing."""
     good = []
@@ -201,7 +206,7 @@ def _deal(
     counts: dict[str, int],
     lengths_N: NDArray[np.int64],
     offsets_N: NDArray[np.uint64],
-) -> Found:
+) -> StageSurvey:
     """Cut the missing sequences into tasks of equal cost, and write down which lines each takes."""
     weights, recipe = project.encoding.weights, project.encoding.recipe
     costs_N = recipe_costs(lengths_N, recipe, weights.dim)
@@ -219,7 +224,7 @@ def _deal(
     )
     row_bytes = weights.dim * BYTES_OF[recipe.storage]
     taken = int(lengths_N.sum()) * (row_bytes + 1) + len(lengths_N) * RECORD_BYTES
-    return Found(counts, shards, bytes=taken, cost=float(costs_N.sum()))
+    return StageSurvey(counts, shards, bytes=taken, cost=float(costs_N.sum()))
 
 
 def _group(project: Project) -> int:
@@ -340,7 +345,7 @@ def _rejected(
     """Return why an item will never be embedded: the first of its missing sequences that cannot be."""
     for text in missing:
         key = recipe.key(text, recipe.wanted(len(text))).hex()
-        if why := refusal(text, recipe) or unusable.get(key) or unusable.get(name_of(text)):
+        if why := refusal(text, recipe) or unusable.get(key) or unusable.get(sequence_name(text)):
             return worklist.rejection(known.item, *why)
     return None
 
@@ -351,7 +356,10 @@ def _missing_of(known: KnownItem, absent: set[str], recipe: EmbeddingRecipe) -> 
 
 
 def _absent(
-    chunk: Iterable[KnownItem | Rejection], recipe: EmbeddingRecipe, verifier: Verifier, sequences: _JudgedSequences
+    chunk: Iterable[KnownItem | Rejection],
+    recipe: EmbeddingRecipe,
+    verifier: EmbeddingVerifier,
+    sequences: _JudgedSequences,
 ) -> set[str]:
     """Return which sequences of some items the store does not have; those that it has are kept for counting."""
     inventories = [known.inventory for known in chunk if isinstance(known, KnownItem) and known.inventory]

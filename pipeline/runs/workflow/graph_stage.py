@@ -14,7 +14,7 @@ from pipeline.journal.ledger import write_rejections
 from pipeline.journal.run_folder import writing_run
 from pipeline.records import Kind, Reason, Rejection, StageName
 from pipeline.runs.dataset import worklist
-from pipeline.runs.dataset.worklist import Found, KnownItem, Lines
+from pipeline.runs.dataset.worklist import KnownItem, Lines, StageSurvey
 from pipeline.runs.workflow.scan_stage import ScanStage, edges_of_atom
 from pipeline.runs.workflow.stage import Judged, Stage, wait_until_complete
 from pipeline.stages.graph import graph
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pipeline.records import Inventory, Item, Tell
     from pipeline.runs.dataset.worklist import Shard
     from pipeline.runs.workflow.stage import Outcomes
-    from pipeline.stages.graph import Verifier
+    from pipeline.stages.graph import GraphVerifier
 
 WORTHWHILE_S = 10  # from when on another task pays
 ATOMS_PER_S = 500_000  # read and turned into a graph; cautious, and only for cutting work into tasks
@@ -57,7 +57,7 @@ class GraphStage(Stage):
             what = "sequences have no structures to make graphs of"
             raise ConfigError(what, where="data.source is fasta", remedy="pipeline submit --stage embed")
 
-    def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> Found:
+    def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:
         """Compare the items of a data set with the store; write down those that have no graph."""
         config, graphs = project.config, project.graphs
         verifier = graphs.verifier(limited=True)
@@ -82,14 +82,14 @@ class GraphStage(Stage):
                     counts["missing"] += 1
                     offsets.append(lines.position)
                     atoms.append(_atoms(inventory))
-                    lines.write(worklist.line_of(item))
+                    lines.write(worklist.record_line(item))
             offsets.append(lines.position)
         atoms_N = np.frombuffer(atoms, np.uint64).astype(np.int64)
         atom_bytes = BYTES_PER_ATOM
         if config.graph.nodes == "atom":
             atom_bytes += BYTES_PER_EDGE * edges_of_atom(config.graph)
         shards = _cut(project, offsets, atoms_N, at_once)
-        return Found(counts, shards, bytes=int(atoms_N.sum()) * atom_bytes)
+        return StageSurvey(counts, shards, bytes=int(atoms_N.sum()) * atom_bytes)
 
     def mem_bytes(self, project: Project) -> int:
         """Return the memory of a task: that of scanning, during which graphs are built as well."""
@@ -171,7 +171,7 @@ def _tally(project: Project, folder: RunFolder, graphed: Graphed, table: TableBu
                 continue
             assert isinstance(entry, KnownItem)
             if meta is None or entry.key is None:
-                graphed.miss(entry.item.id, required=is_required(worklist.line_of(entry.item)))
+                graphed.miss(entry.item.id, required=is_required(worklist.record_line(entry.item)))
             else:
                 graphed.accept(meta["sizes"])
                 kept_item = None if graphed.kept else entry.item
@@ -187,7 +187,7 @@ def _rejected(item: Item, meta: Mapping[str, Any] | None, barred: Mapping[str, t
 
 
 def _metas(
-    project: Project, chunk: Sequence[KnownItem | Rejection], verifier: Verifier
+    project: Project, chunk: Sequence[KnownItem | Rejection], verifier: GraphVerifier
 ) -> Iterator[Mapping[str, Any] | None]:
     """Yield what is known of the graph of each item; where none is kept, what its inventory promises."""
     if not project.config.graph.cache:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
-    from pipeline.runs.dataset.worklist import Found
+    from pipeline.runs.dataset.worklist import StageSurvey
     from pipeline.runs.workflow.script_stage import Outline
     from pipeline.runs.workflow.stage import Stage
 
@@ -46,7 +46,7 @@ class StagePlan:
     """What one stage of a run will do: computed once, and written down when the stage is submitted."""
 
     stage: Stage
-    found: Found
+    found: StageSurvey
     limits: Limits
     job: StageJob  # of first attempts, with all of its tasks
 
@@ -165,7 +165,7 @@ def recipe_name(project: Project, stage: Stage) -> str:
     return recipe_tag(stage.name, stage.recipe(project)).hex()
 
 
-def refuse_unfit_disk(project: Project, found: Found) -> None:
+def refuse_unfit_disk(project: Project, found: StageSurvey) -> None:
     """Raise when the cache's disk cannot be written, or has no room for what a stage will make."""
     root = project.config.cache.root
     place = next(one for one in (root, *root.parents) if one.exists())

@@ -10,7 +10,7 @@ from pipeline.errors import CacheDamaged
 from pipeline.records import StageName
 from pipeline.report.tables import plural
 from pipeline.runs.dataset import worklist
-from pipeline.runs.dataset.worklist import Found, KnownItem
+from pipeline.runs.dataset.worklist import KnownItem, StageSurvey
 from pipeline.runs.workflow.scan_stage import ScanStage
 from pipeline.runs.workflow.stage import Judged, Stage
 from pipeline.store.maintenance.leftovers import refuse_unusable
@@ -64,9 +64,9 @@ class RegenerateStage(Stage):
         """Refuse a folder in which no cache is, or that is not all of it."""
         refuse_unusable(project.cache)
 
-    def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> Found:  # noqa: ARG002
+    def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:  # noqa: ARG002
         """Say how many records are named; the stages before this one make them."""
-        return Found({"items": project.only.records, "refused": 0, "unusable": 0, "cached": 0, "missing": 0}, ())
+        return StageSurvey({"items": project.only.records, "refused": 0, "unusable": 0, "cached": 0, "missing": 0}, ())
 
     def mem_bytes(self, project: Project) -> int:
         return ScanStage().mem_bytes(project)

@@ -33,11 +33,11 @@ from pipeline.runs.dataset.reader_items import (
     reader_tables,
     refuse_unreadable,
 )
-from pipeline.runs.dataset.worklist import Found, Lines, Shard
+from pipeline.runs.dataset.worklist import Lines, Shard, StageSurvey
 from pipeline.runs.workflow.stage import Judged, Stage, wait_until_complete
 from pipeline.stages.graph import Maker, open_writer
-from pipeline.stages.read_entries import ITEMS_READ, Taken, read
-from pipeline.stages.scan import glance, look_up, scan
+from pipeline.stages.read_entries import ITEMS_READ, EntriesTaken, take_entries
+from pipeline.stages.scan import glance, look_up_items, scan_items
 from pipeline.store.key_lists import in_chunks
 from pipeline.structures.census import Census, CensusTally
 from pipeline.structures.inventory import plain_recipe
@@ -78,20 +78,22 @@ class ScanStage(Stage):
     def inspect(self, project: Project) -> object:
         return next(worklist.list_items(project), None)
 
-    def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> Found:
+    def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:
         """Compare the data set with the store; write both lists when there is a run folder to hold them."""
         counts = {"items": 0, "refused": 0, "unusable": 0, "cached": 0, "missing": 0, "unnamed": 0}
         offsets = array("Q")  # where each missing item begins in the todo file, and the end: 8 bytes an item
         with worklist.freezing(folder) as everything, Lines(folder.todo(self.name) if folder else None) as rest:
             for chunk in in_chunks(worklist.list_items(project), worklist.LOOKED_UP_AT_ONCE):
-                texts = [worklist.line_of(entry) for entry in chunk]
+                texts = [worklist.record_line(entry) for entry in chunk]
                 for text in texts:
                     everything.write(text)
                 items = [entry for entry in chunk if isinstance(entry, Item)]
                 lines = ((entry, text) for entry, text in zip(chunk, texts, strict=True) if isinstance(entry, Item))
                 counts["items"] += len(chunk)
                 counts["refused"] += len(chunk) - len(items)
-                for (item, text), seen in zip(lines, look_up(items, project.recipe, project.shelves), strict=True):
+                for (item, text), seen in zip(
+                    lines, look_up_items(items, project.recipe, project.shelves), strict=True
+                ):
                     if seen.inventory is not None:
                         counts["unusable" if seen.inventory.reason in AT_A_GLANCE else "cached"] += 1
                         continue
@@ -104,7 +106,7 @@ class ScanStage(Stage):
             offsets.append(rest.position)
         missing, items_per_task = counts["missing"], _items_per_task(project, counts["missing"], at_once)
         bounds = pairwise([*range(0, missing, items_per_task), missing])
-        return Found(counts, tuple(Shard(offsets[first], offsets[last], last - first) for first, last in bounds))
+        return StageSurvey(counts, tuple(Shard(offsets[first], offsets[last], last - first) for first, last in bounds))
 
     def mem_bytes(self, project: Project) -> int:
         """Return the memory of a scanning task: the interpreter, the largest file, the largest graph."""
@@ -118,11 +120,11 @@ class ScanStage(Stage):
         """Scan the items of one task; if the run wants graphs too, build them while the structure is in hand."""
         items = worklist.task_items(folder, self.name, task, tell)
         if StageName.GRAPH not in json.loads(folder.stages.read_text()) or not project.config.graph.cache:
-            yield from scan(items, project.recipe, project.shelves)
+            yield from scan_items(items, project.recipe, project.shelves)
             return
         with open_writer(project.graphs.store, project.config.cache.shard_bytes) as writer:
             maker = Maker(project.graphs.recipe, project.graphs.store, writer, partial(project.only.names, "graph"))
-            yield from scan(items, project.recipe, project.shelves, maker)
+            yield from scan_items(items, project.recipe, project.shelves, maker)
 
     def recipe(self, project: Project) -> Mapping[str, Any]:
         return plain_recipe(project.recipe)
@@ -182,7 +184,7 @@ def _tally(project: Project, folder: RunFolder, tally: CensusTally, keys: bytear
                 tally.reject(entry)
                 yield entry.to_json()
             elif entry.inventory is None:
-                tally.miss(entry.item, asked=is_required(worklist.line_of(entry.item)))
+                tally.miss(entry.item, asked=is_required(worklist.record_line(entry.item)))
             else:
                 tally.accept(entry.item, entry.inventory)
                 keys += entry.key or b""
@@ -235,7 +237,7 @@ class ReaderScanStage(Stage):
     def inspect(self, project: Project) -> object:
         return refuse_unreadable(project)
 
-    def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> Found:  # noqa: ARG002 - one task
+    def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:  # noqa: ARG002 - one task
         """See whether the data set was read as it stands."""
         known = None
         with suppress(CacheDamaged, RecordMissing):
@@ -247,7 +249,7 @@ class ReaderScanStage(Stage):
                 _take_over(known, folder)
         found = int(known is not None)
         counts = {"items": 1, "refused": 0, "unusable": 0, "cached": found, "missing": 1 - found, "sets": 1}
-        return Found(counts, () if known else (Shard(0, 1, 1),))  # one thing, which cannot be halved
+        return StageSurvey(counts, () if known else (Shard(0, 1, 1),))  # one thing, which cannot be halved
 
     def mem_bytes(self, project: Project) -> int:  # noqa: ARG002
         return READER_BYTES
@@ -262,7 +264,7 @@ class ReaderScanStage(Stage):
         reader = reader_of(project)
         made = reader_state(project, _settled_digest(reader))
         read_first(reader, TRIED)
-        taken, found = Taken(), EntriesRead()
+        taken, found = EntriesTaken(), EntriesRead()
         write_rejections(folder.rejected, _rejections(_telling(reader, tell), taken, found, project.config.data.limit))
         if reader_state(project) != made:
             what = "its files changed while they were read"
@@ -332,9 +334,9 @@ def _telling(reader: Reader, tell: Tell) -> Iterator[Entry | Rejection]:
 
 
 def _rejections(
-    entries: Iterable[Entry | Rejection], taken: Taken, found: EntriesRead, limit: int | None
+    entries: Iterable[Entry | Rejection], taken: EntriesTaken, found: EntriesRead, limit: int | None
 ) -> Iterator[dict[str, Any]]:
     with blaming_reader():
-        for rejected in read(entries, taken, limit):
+        for rejected in take_entries(entries, taken, limit):
             found.reject(rejected)
             yield rejected.to_json()

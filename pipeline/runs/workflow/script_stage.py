@@ -29,8 +29,8 @@ from pipeline.journal.run_status import StageStatus, fold_events
 from pipeline.memory.runtime.meters import peak_of
 from pipeline.project.project import asked_bytes
 from pipeline.records import StageName
-from pipeline.runs.dataset.worklist import Found, Shard
-from pipeline.runs.model.prepare import name_of
+from pipeline.runs.dataset.worklist import Shard, StageSurvey
+from pipeline.runs.model.prepare import training_name
 from pipeline.runs.workflow.stage import Stage
 from pipeline.runs.workflow.train_stage import Trained, TrainStage
 from pipeline.script.command import (
@@ -84,9 +84,9 @@ class ScriptStage(Stage):
         """Refuse a command that cannot be meant, or that would take another batch than it should."""
         first_words(project)
 
-    def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> Found:  # noqa: ARG002 - one task
+    def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:  # noqa: ARG002 - one task
         counts = {"items": 1, "refused": 0, "unusable": 0, "cached": 0, "missing": 1, "waiting": 0}
-        return Found(counts, (Shard(0, 1, 1),), cost=1.0)
+        return StageSurvey(counts, (Shard(0, 1, 1),), cost=1.0)
 
     def mem_bytes(self, project: Project) -> int:
         """Return the memory of a node's processes: as pinned, else as stated."""
@@ -209,7 +209,7 @@ def output_of(config: Config) -> Path:
     """Return where checkpoints belong: the same for every attempt and run of a command that means the same."""
     train = config.train
     decisive = train.model_dump(mode="json", include={"command", "effective_batch", "seed", "precision"})
-    return train.models / name_of("script", decisive)
+    return train.models / training_name("script", decisive)
 
 
 class Ended(Exception):

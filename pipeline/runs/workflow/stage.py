@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
     from pipeline.records import Reason, Rejection, Tell
-    from pipeline.runs.dataset.worklist import Found, Shard
+    from pipeline.runs.dataset.worklist import Shard, StageSurvey
     from pipeline.store.store import Store
 
     Outcomes: TypeAlias = Generator[Reason | None, None, None]  # of one thing each: done, or rejected for a reason
@@ -136,7 +136,7 @@ class Stage(ABC):
         """Raise when what the stage reads cannot be used as it stands."""
 
     @abstractmethod
-    def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> Found:
+    def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:
         """Return what is missing, in tasks, of which so many can run at once; write it down where there is a folder."""
 
     @abstractmethod

@@ -96,7 +96,7 @@ def with_setting(command: str, key: str, value: str) -> str:
     return f"{re.sub(rf' --set {re.escape(key)}=[^ ]*', '', command)} --set {key}={value}"
 
 
-def as_typed(error: PipelineError, typed: str) -> PipelineError:
+def with_typed_command(error: PipelineError, typed: str) -> PipelineError:
     """Let a remedy that submits again begin with what was typed, so that nothing of it is lost."""
     head = re.match(r"pipeline submit --stage \w+((?: --set \S+=\S+)*)", error.remedy)
     if head is not None:
@@ -116,7 +116,9 @@ class Trouble:
     remedy: str
 
 
-def check(stage: Stage, project: Project, folder: RunFolder, judged: StageResult, trouble: Trouble) -> list[str]:
+def refuse_or_warn(
+    stage: Stage, project: Project, folder: RunFolder, judged: StageResult, trouble: Trouble
+) -> list[str]:
     """Raise when what a stage has made forbids going on; return what deserves a warning."""
     data = project.config.data
     total, rejected = judged.items + judged.undone + judged.unnamed, judged.items - judged.accepted

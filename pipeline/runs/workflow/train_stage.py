@@ -18,7 +18,7 @@ from pipeline.project.run_code import blamed
 from pipeline.records import StageName
 from pipeline.runs.dataset.loading import rows_of, source_of
 from pipeline.runs.dataset.reader_items import refuse_crop, unmade
-from pipeline.runs.dataset.worklist import Found, Shard, read_shard
+from pipeline.runs.dataset.worklist import Shard, StageSurvey, read_shard
 from pipeline.runs.model.prepare import (
     folder_of,
     items_of,
@@ -78,7 +78,7 @@ class TrainStage(Stage):
         refuse_crop(config)
         load_task(config.train.task, config.train.options, beside=project.beside)
 
-    def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> Found:  # noqa: ARG002 - one task
+    def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:  # noqa: ARG002 - one task
         """See how far the training is that is asked for, and plan the rest."""
         counts = dict.fromkeys(("items", "refused", "unusable", "cached", "missing", "waiting"), 0)
         prepared = prepare(project)
@@ -86,15 +86,15 @@ class TrainStage(Stage):
             what = f"{unmade(project.config)}: there is nothing to train on"
             raise ConfigError(what, where=str(project.config.cluster.runs), remedy="leave out --only")
         if prepared is None:  # they come first
-            return Found({**counts, "unplanned": 1}, (Shard(0, 1, 1),))
-        progress = Progress.of(folder_of(project, prepared))
+            return StageSurvey({**counts, "unplanned": 1}, (Shard(0, 1, 1),))
+        progress = TrainedSoFar.of(folder_of(project, prepared))
         left = 0 if progress.is_over(project, prepared) else max(1, steps_of(project, prepared) - progress.done)
         counts |= {"items": progress.done + left, "cached": progress.done, "missing": left}
         if folder is not None:
             with writing_run(folder.plan(self.name)):
                 folder.plan(self.name).write_text(json.dumps(prepared.to_json()))
         shards = (Shard(progress.done, progress.done + left, 1),) if left else ()  # one thing, which cannot be halved
-        return Found(counts, shards, bytes=0, cost=float(left))
+        return StageSurvey(counts, shards, bytes=0, cost=float(left))
 
     def mem_bytes(self, project: Project) -> int:
         """Return the memory of a node's processes: as planned, once there is a plan."""
@@ -139,7 +139,7 @@ class TrainStage(Stage):
         identity = newest.identity if newest else {}
         checkpoint = CheckpointFolder(made.checkpoints, last=1, best=0, identity=identity, tell=log_line).newest()
         judged = Trained(folder=str(made.path), monitor=settings.monitor)
-        progress = Progress.read(checkpoint.data) if checkpoint else Progress()
+        progress = TrainedSoFar.read(checkpoint.data) if checkpoint else TrainedSoFar()
         judged.items = judged.steps = progress.done
         judged.epochs = progress.epoch
         if not progress.is_over(project, prepared):
@@ -170,7 +170,7 @@ class TrainStage(Stage):
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class TrainedSoFar:
     """How far a training is, by its newest checkpoint."""
 
     done: int = 0  # steps
@@ -178,13 +178,13 @@ class Progress:
     stale: int = 0
 
     @classmethod
-    def of(cls, folder: ModelFolder) -> Progress:
+    def of(cls, folder: ModelFolder) -> TrainedSoFar:
         """Look at the newest checkpoint."""
         newest = latest(folder)
         return cls.read(newest.data) if newest else cls()
 
     @classmethod
-    def read(cls, data: Mapping[str, Any]) -> Progress:
+    def read(cls, data: Mapping[str, Any]) -> TrainedSoFar:
         """Read it from the data of a checkpoint."""
         return cls(**{name: data["place"][name] for name in ("done", "epoch", "stale")})
 
@@ -232,7 +232,7 @@ def job_of(project: Project, folder: RunFolder, prepared: Prepared, tell: Tell, 
         ranks=ranks,
         tell=tell,
         say=log_line if ranks.rank == 0 else lambda _: None,
-        remember=lambda peak_bytes, step_s: remember(config, folder, work, prepared, choice, peak_bytes, step_s),
+        remember=lambda peak_bytes, step_s: remember_peak(config, folder, work, prepared, choice, peak_bytes, step_s),
         measure=work.task.cost,
         leave_out=frozenset(left_out_items(folder, StageName.TRAIN)),
         settings=without_secrets_in(config.model_dump(mode="json")),
@@ -284,7 +284,7 @@ def _step(
     return work.begun(choice, device=device, begin=begin)
 
 
-def remember(
+def remember_peak(
     config: Config,
     folder: RunFolder,
     work: Work,

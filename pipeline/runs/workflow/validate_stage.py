@@ -17,7 +17,7 @@ from pipeline.errors import CacheFull, CacheUnusable
 from pipeline.journal.attempts import left_out_items
 from pipeline.records import StageName
 from pipeline.runs.dataset import worklist
-from pipeline.runs.dataset.worklist import Found, Lines
+from pipeline.runs.dataset.worklist import Lines, StageSurvey
 from pipeline.runs.workflow.embed_stage import EmbedStage
 from pipeline.runs.workflow.scan_stage import ScanStage
 from pipeline.runs.workflow.stage import Judged, Stage, wait_until_complete
@@ -96,7 +96,7 @@ class ValidateStage(Stage):
         """Refuse a folder in which no cache is, or that is not all of it."""
         refuse_unusable(project.cache)
 
-    def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> Found:
+    def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:
         """List every file of the cache, and cut the list into tasks."""
         offsets, sizes = array("Q"), array("Q")
         with Lines(folder.todo(self.name) if folder else None) as lines:
@@ -112,7 +112,7 @@ class ValidateStage(Stage):
             int(sizes_N.sum()) / BYTES_PER_S[project.config.cache.check],
         )
         tasks = worklist.tasks_for(seconds, resources.minutes_per_task, at_once, WORTHWHILE_S)
-        return Found(counts, worklist.cut_lines(offsets, sizes_N, resources.items_per_task, tasks))
+        return StageSurvey(counts, worklist.cut_lines(offsets, sizes_N, resources.items_per_task, tasks))
 
     def mem_bytes(self, project: Project) -> int:
         """Return the memory of a task: buffers, and what it takes to make something anew where a sample of it is."""

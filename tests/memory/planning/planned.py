@@ -18,7 +18,7 @@ from pipeline.memory.planning.memory_plan import Filled, MemoryPlan
 from pipeline.memory.planning.planner import plan_memory
 from pipeline.memory.planning.request import DataSizes, Micros, PlanRequest
 from pipeline.protocol import ITEMS
-from pipeline.runs.model.training_work import Work, cutter, host_card, least_of, plan_training, target_of
+from pipeline.runs.model.training_work import Work, cutter, host_card, least_of, plan_with_oracle, target_of
 from pipeline.training.prepared import COST, LIKENESS, likeness, sampler_settings
 from pipeline.training.sampling.sampler import Sampler
 from pipeline.training.step.optimizers import StepSettings
@@ -110,7 +110,7 @@ class Ground:
     def planned_alone(self, limit: int) -> MemoryPlan:
         """Plan with an oracle of its own."""
         train, request = train_of(self.member), request_for(self.member)
-        return plan_training(self.work, train, self.sizes, [host_card(limit)], target_of(None), request)[0]
+        return plan_with_oracle(self.work, train, self.sizes, [host_card(limit)], target_of(None), request)[0]
 
     def choice(self, **changes: Any) -> MemoryChoice:
         """Return what a member is without any remedy."""

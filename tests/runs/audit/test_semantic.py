@@ -114,7 +114,7 @@ def test_what_the_stages_made_is_in_order_and_made_anew_is_the_same(project: Pat
 
 
 def test_without_a_sample_nothing_is_made_anew(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("read_again", "read_file", "examine"):
+    for name in ("read_again", "read_file", "checkpoint_facts"):
         monkeypatch.delattr(f"pipeline.runs.audit.meaning.{name}")
     found = validated(project)
     assert findings(found) == []
@@ -263,7 +263,7 @@ def test_what_fails_while_records_are_compared_or_before_costs_no_record(
         raise KeyError("something")
 
     with monkeypatch.context() as patched:
-        patched.setattr("pipeline.runs.audit.meaning.beside", stumble)
+        patched.setattr("pipeline.runs.audit.meaning.wrong_beside_inventory", stumble)
         found = findings(validated(project))
         assert {(one.kind, one.lost) for one in found} == {("graph", False)}
         assert all("it cannot be compared: KeyError" in one.what for one in found)

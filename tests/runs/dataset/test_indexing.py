@@ -93,7 +93,7 @@ def test_a_stage_is_judged_once_its_indexes_are_up_to_date(tmp_path: Path, monke
 
     nothing = SimpleNamespace(waiting=0, work={})
     stage = SimpleNamespace(name="scan", kinds=("scan", "files"), only_looks=False, judge=judge)
-    monkeypatch.setattr("pipeline.runs.workflow.table.check", lambda *_given: [])
+    monkeypatch.setattr("pipeline.runs.workflow.table.refuse_or_warn", lambda *_given: [])
     one = Mock(
         spec=Supervisor,
         project=SimpleNamespace(cache=cache),

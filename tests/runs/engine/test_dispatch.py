@@ -13,7 +13,7 @@ from pipeline.config.load import read_config
 from pipeline.journal.ledger import Ledger
 from pipeline.project.project import Project, open_executor
 from pipeline.records import EventKind
-from pipeline.runs.dataset.worklist import Found, Shard
+from pipeline.runs.dataset.worklist import Shard, StageSurvey
 from pipeline.runs.engine.dispatch import Dispatch
 from pipeline.runs.workflow import table
 from tests.journal.ledgers import Told
@@ -32,7 +32,7 @@ def test_memory_of_ranks_is_that_of_all_on_a_node(tmp_path: Path, monkeypatch: p
     config = read_config(tmp_path / "pipeline.yaml").config
     told = Told(config.cluster.runs, "train", tasks=1)
     told.job("7", [0])
-    Found({}, (Shard(0, 9, 9),)).write_shards(told.folder, "train")
+    StageSurvey({}, (Shard(0, 9, 9),)).write_shards(told.folder, "train")
     for rank, peak in enumerate((300, 400, 350, 300, 300, 300)):
         with closing(Ledger(told.folder, f"train-000000-{rank}")) as ledger:
             figures = {"host_peak_bytes": peak * MIB}

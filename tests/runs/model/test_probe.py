@@ -37,8 +37,8 @@ from pipeline.runs.model.probe_job import (
     killed,
     peaks_of,
     result_of,
-    told,
-    write,
+    run_step_process,
+    write_json,
 )
 from tests.runs.model.probes import GIB, Prepared, card, prepare
 
@@ -144,7 +144,7 @@ def draft(prepared: Prepared, card_name: str = "cpu") -> ProbeFolder:
 def test_a_probe_nobody_waited_for_has_written_down_what_it_measured(tmp_path: Path) -> None:
     prepared = prepare(tmp_path)
     folder = draft(prepared)
-    assert told(folder) == 0
+    assert run_step_process(folder) == 0
     result = result_of(folder)
     assert result is not None
     assert (result.state, result.remembered) == (MEASURED, True)
@@ -154,7 +154,7 @@ def test_a_probe_nobody_waited_for_has_written_down_what_it_measured(tmp_path: P
 def test_torchs_own_out_of_memory_error_is_a_measurement(tmp_path: Path) -> None:
     prepared = prepare(tmp_path, "torch.empty(2**58)")
     folder = draft(prepared)
-    assert told(folder) == 0
+    assert run_step_process(folder) == 0
     result = result_of(folder)
     assert result is not None
     assert result.state == DIED
@@ -181,7 +181,7 @@ def test_a_killed_step_died_of_memory_where_the_kernel_or_its_size_says_so(
     tmp_path: Path, number: int, peak_bytes: int, counted: bool, result: Result
 ) -> None:
     folder = draft(prepare(tmp_path))
-    write(folder.start, BeforeModel("cpu", "", 1000, 2 * GIB))
+    write_json(folder.start, BeforeModel("cpu", "", 1000, 2 * GIB))
     assert killed(folder, number, peak_bytes, counted=counted) == (0 if result.state == DIED else 1)
     assert result_of(folder) == replace(result, notes=[])  # type: ignore[arg-type]
 

@@ -25,7 +25,7 @@ from pipeline.journal.run_status import summary
 from pipeline.project.project import Project, asked_bytes
 from pipeline.project.run_code import WORKER, module_command
 from pipeline.records import EventKind
-from pipeline.runs.dataset.worklist import Found
+from pipeline.runs.dataset.worklist import StageSurvey
 from pipeline.runs.engine.lifecycle import new_run
 from pipeline.runs.engine.run_task import GO_ON
 from pipeline.runs.workflow import embed_stage
@@ -495,10 +495,10 @@ def test_weights_with_numbers_that_are_none_are_refused(fasta: Path, pipeline: C
 
 def test_a_cache_that_cannot_be_written_is_found_before_anything_is_computed(fasta: Path) -> None:
     project = Project.open(read_config(fasta / "pipeline.yaml", [f"cache.root={fasta}/cache/here"]).config)
-    refuse_unfit_disk(project, Found({}, (), bytes=1))
+    refuse_unfit_disk(project, StageSurvey({}, (), bytes=1))
     (fasta / "cache").write_text("not a folder")
     with pytest.raises(CacheUnusable, match="the cache cannot be written: Not a directory"):
-        refuse_unfit_disk(project, Found({}, (), bytes=1))
+        refuse_unfit_disk(project, StageSurvey({}, (), bytes=1))
 
 
 def test_the_memory_of_a_task_is_that_of_all_its_processes(fasta: Path) -> None:

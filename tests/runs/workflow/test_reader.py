@@ -22,7 +22,7 @@ from pipeline.records import Tell
 from pipeline.runs.dataset.loading import made_table, open_loader, table_of
 from pipeline.runs.dataset.reader_items import reader_of, reader_state
 from pipeline.runs.engine.lifecycle import new_run
-from pipeline.runs.model.prepare import name_of, recipe_of
+from pipeline.runs.model.prepare import recipe_of, training_name
 from pipeline.runs.workflow import scan_stage
 from pipeline.runs.workflow.scan_stage import EntriesRead, ReaderScanStage
 from pipeline.runs.workflow.table import everything, up_to
@@ -116,7 +116,7 @@ def test_a_file_that_changed_is_scanned_again_and_trained_on_anew(folder: Path) 
         scan(project)
         table = made_table(project)
         assert table is not None
-        names.add(name_of("spectra:Sum", recipe_of(project, table, "fp32")))
+        names.add(training_name("spectra:Sum", recipe_of(project, table, "fp32")))
     assert len(names) == 2
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.errors import DataError
 from pipeline.records import Entry, Reason, Rejection
-from pipeline.stages.read_entries import Taken, read
+from pipeline.stages.read_entries import EntriesTaken, take_entries
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.training.items.batch import ItemBatch
 from pipeline.training.items.item_source import NUMBERS, ReaderItems, arrays_digest
@@ -41,9 +41,9 @@ class Given:
         return found
 
 
-def taken(*items: dict[str, Any]) -> tuple[Taken, list[Rejection]]:
-    found = Taken()
-    return found, list(read(Given(*items).entries(), found))
+def taken(*items: dict[str, Any]) -> tuple[EntriesTaken, list[Rejection]]:
+    found = EntriesTaken()
+    return found, list(take_entries(Given(*items).entries(), found))
 
 
 def loaded(reader: Given, table: ItemTable, *numbers: int) -> ItemBatch:
@@ -131,7 +131,7 @@ def test_what_something_can_stand_for_may_be_absent() -> None:
     ],
 )
 def test_an_item_that_could_not_be_found_again_is_rejected(entry: Entry, reason: Reason, said: str) -> None:
-    (one,) = read([entry], Taken())
+    (one,) = take_entries([entry], EntriesTaken())
     assert one.reason is reason
     assert said in one.detail
 
@@ -144,8 +144,8 @@ def test_no_more_is_read_than_the_limit() -> None:
             asked.append(number)
             yield Entry(f"i{number}", number, peaks(1))
 
-    found = Taken()
-    assert list(read(entries(), found, limit=4)) == []
+    found = EntriesTaken()
+    assert list(take_entries(entries(), found, limit=4)) == []
     assert len(found.table) == 4
     assert asked == [0, 1, 2, 3]
 
@@ -204,7 +204,7 @@ def test_a_name_that_ends_like_one_of_a_graph_is_not_taken_for_it() -> None:
 
 def test_an_item_that_is_rejected_has_no_id_that_another_could_double_and_no_split() -> None:
     bad = Entry("a", 0, {}, "test")
-    found = Taken()
-    rejected = list(read([bad, Entry("a", 0, peaks(1), "train"), bad, Entry("b", 0, {}, "val")], found))
+    found = EntriesTaken()
+    rejected = list(take_entries([bad, Entry("a", 0, peaks(1), "train"), bad, Entry("b", 0, {}, "val")], found))
     assert [one.reason for one in rejected] == [Reason.BAD_ENTRY] * 3
     assert (found.leaks, len(found.table), list(found.table.splits)) == (0, 1, ["train"])

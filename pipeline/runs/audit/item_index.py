@@ -10,7 +10,7 @@ from pipeline.errors import CacheDamaged, RecordMissing
 from pipeline.keys import TAG_BYTES, recipe_tag
 from pipeline.records import Item
 from pipeline.runs.dataset import worklist
-from pipeline.stages.scan import Seen, glance, look_up
+from pipeline.stages.scan import Seen, glance, look_up_items
 from pipeline.store.key_lists import KeyedLines, in_chunks
 from pipeline.structures.parsing.structure_files import item_paths
 
@@ -27,7 +27,7 @@ ODD = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 _SAMPLE_BITS = 64
 
 
-class KnownItems:
+class ItemIndex:
     """The items of a data set, by the keys of what is made of them."""
 
     def __init__(self) -> None:
@@ -39,10 +39,10 @@ class KnownItems:
         """Look up every item that a source names."""
         for chunk in in_chunks(worklist.list_items(project), worklist.LOOKED_UP_AT_ONCE):
             items = [entry for entry in chunk if isinstance(entry, Item)]
-            for item, seen in zip(items, _look_up(items, project), strict=True):
+            for item, seen in zip(items, _look_up_each(items, project), strict=True):
                 if seen.key is not None:
                     self.inventories.add(project.graphs.recipe.key(seen.key), seen.key.hex())
-                    self.items.add(seen.key, worklist.line_of(item))
+                    self.items.add(seen.key, worklist.record_line(item))
             marks = (
                 ((glance(path, project.recipe), path) for item in items for path in item_paths(item)) if sample else ()
             )
@@ -56,21 +56,21 @@ def in_sample(key: bytes, sample: float) -> bool:
     return int.from_bytes(key[-_SAMPLE_BITS // 8 :], "big") < sample * float(1 << _SAMPLE_BITS)
 
 
-def _look_up(items: Sequence[Item], project: Project) -> list[Seen]:
+def _look_up_each(items: Sequence[Item], project: Project) -> list[Seen]:
     """Return what is known of each item: nothing, where its own records are odd, which says nothing of the others."""
     try:
-        return look_up(items, project.recipe, project.shelves)
+        return look_up_items(items, project.recipe, project.shelves)
     except ODD:
         if len(items) == 1:
             return [Seen()]
     middle = len(items) // 2
-    return _look_up(items[:middle], project) + _look_up(items[middle:], project)
+    return _look_up_each(items[:middle], project) + _look_up_each(items[middle:], project)
 
 
 VOTERS = 8  # embeddings that are asked
 
 
-class Widths:
+class EmbeddingWidths:
     """Finds the width of a checkpoint's embeddings, once."""
 
     def __init__(self, cache: CacheFolder) -> None:
