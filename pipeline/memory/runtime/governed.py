@@ -86,7 +86,7 @@ class Governed:
         """Make an optimizer step of all items, in as many parts as fit; return the loss."""
         costs = [self._cost(item) for item in items]
         self._release()
-        snapshot = self._snapshot = StepSnapshot.take(
+        snapshot = self._snapshot = StepSnapshot(
             self.model, device=self.device, scaler=self.scaler, before=self._snapshot
         )
 

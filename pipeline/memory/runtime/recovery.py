@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 import numpy as np
 import torch
 
-from pipeline.memory.runtime.out_of_memory import free_caches, out_of_memory_error, unless_out_of_memory
+from pipeline.memory.runtime.out_of_memory import free_caches, out_of_memory_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -147,34 +147,21 @@ class StepSnapshot:
     ) -> None:
         """Keep what there is now; `before`, taken a step ago, knows which buffers never change and need no new copy."""
         self._model, self._device = model, device
-        known = {} if before is None else {(id(buffer.module), buffer.name): buffer for buffer in before._buffers}  # noqa: SLF001
-        self._buffers: list[_Buffer] = [
+        self._buffers: list[_Buffer] = [] if before is None else before._buffers  # noqa: SLF001
+        if out_of_memory_error(self._keep, scaler) is not None:
+            free_caches(device)  # once more, without what is held for reuse
+            self._keep(scaler)
+
+    def _keep(self, scaler: torch.amp.GradScaler | None) -> None:
+        known = {(id(buffer.module), buffer.name): buffer for buffer in self._buffers}
+        buffers = [
             _Buffer.of(module, name, tensor, known.get((id(module), name)))
-            for module in model.modules()
+            for module in self._model.modules()
             for name, tensor in module._buffers.items()  # noqa: SLF001 - named_buffers() leaves out those that are None
         ]
-        self._numbers = _Numbers.now(device)
-        self._scaler = None if scaler is None or not scaler.is_enabled() else _Scaler(scaler)
-
-    @classmethod
-    def take(
-        cls,
-        model: nn.Module,
-        *,
-        device: str,
-        scaler: torch.amp.GradScaler | None = None,
-        before: StepSnapshot | None = None,
-    ) -> StepSnapshot:
-        """Keep what there is now; where memory ends even for that, once more without what is held for reuse."""
-
-        def taken() -> StepSnapshot:
-            return cls(model, device=device, scaler=scaler, before=before)
-
-        snapshot = unless_out_of_memory(taken)
-        if snapshot is None:
-            free_caches(device)
-            return taken()
-        return snapshot
+        self._restore_numbers = _numbers_now(self._device)
+        self._restore_scale = _scale_now(scaler) if scaler is not None and scaler.is_enabled() else None
+        self._buffers = buffers
 
     def rewind(self) -> None:
         """Go back to the start of the step: no gradients, nothing left of a failed pass, everything else as it was."""
@@ -185,11 +172,11 @@ class StepSnapshot:
 
     def restore(self) -> None:
         """Make everything as it was; may be called any number of times."""
-        self._numbers.restore()
+        self._restore_numbers()
         for buffer in self._buffers:
             buffer.restore()
-        if self._scaler is not None:
-            self._scaler.restore()
+        if self._restore_scale is not None:
+            self._restore_scale()
 
     @property
     def copied_bytes(self) -> int:
@@ -253,45 +240,32 @@ def _same_bits(kept: Tensor, now: Tensor) -> bool:
     return torch.equal(torch.nan_to_num(kept), torch.nan_to_num(now.detach().cpu()))
 
 
-@dataclass(frozen=True, slots=True)
-class _Numbers:
-    """Where each source of random numbers stands."""
+def _numbers_now(device: str) -> Callable[[], None]:
+    """Return what lets each source of random numbers draw the same again; to ask them waits for no card."""
+    on = torch.device(device)
+    card = torch.cuda.get_rng_state(on) if on.type == "cuda" else None
+    python, numpy, host = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 - users draw from it
 
-    python: Any
-    numpy: Any
-    host: Tensor
-    card: tuple[torch.device, Tensor] | None
+    def restore() -> None:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+        torch.set_rng_state(host)
+        if card is not None:
+            torch.cuda.set_rng_state(card, on)
 
-    @classmethod
-    def now(cls, device: str) -> _Numbers:
-        """Ask all of them; none waits for the card."""
-        on = torch.device(device)
-        card = (on, torch.cuda.get_rng_state(on)) if on.type == "cuda" else None
-        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), card)  # noqa: NPY002 - users draw from it
-
-    def restore(self) -> None:
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)  # noqa: NPY002
-        torch.set_rng_state(self.host)
-        if self.card is not None:
-            where, state = self.card
-            torch.cuda.set_rng_state(state, where)
+    return restore
 
 
-class _Scaler:
-    """The scale of half precision losses. `state_dict()` would say it too, but wait for the card."""
+def _scale_now(scaler: torch.amp.GradScaler) -> Callable[[], None]:
+    """Return what sets the scale of half precision losses back; `state_dict()` would wait for the card."""
+    kept = {name: _copy(getattr(scaler, name)) for name in ("_scale", "_growth_tracker")}
 
-    _TENSORS = ("_scale", "_growth_tracker")
+    def restore() -> None:
+        for name, tensor in kept.items():
+            setattr(scaler, name, _copy(tensor))
+        scaler._per_optimizer_states.clear()  # noqa: SLF001 - else a second unscale_() of this step is refused
 
-    def __init__(self, scaler: torch.amp.GradScaler) -> None:
-        self._scaler = scaler
-        self._kept = {name: _copy(getattr(scaler, name)) for name in self._TENSORS}
-
-    def restore(self) -> None:
-        """Set the scale back, and forget what was unscaled."""
-        for name, kept in self._kept.items():
-            setattr(self._scaler, name, _copy(kept))
-        self._scaler._per_optimizer_states.clear()  # noqa: SLF001 - else a second unscale_() of this step is refused
+    return restore
 
 
 def _copy(tensor: Tensor | None) -> Tensor | None:

@@ -82,7 +82,7 @@ def suspects(
     step: Step, results: Iterable[PartResult], read: Callable[[RerunPart], Piece], *, backward: bool = False
 ) -> list[Suspect]:
     """Look at the items of parts one by one, and together where none is to blame alone; `backward`: at gradients."""
-    snapshot = StepSnapshot.take(step.model, device=step.device, scaler=step.scaler)
+    snapshot = StepSnapshot(step.model, device=step.device, scaler=step.scaler)
     found: list[Suspect] = []
     for result in results:
         piece = read(result.part)

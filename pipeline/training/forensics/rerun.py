@@ -97,7 +97,7 @@ def rerun(
     begin: Callable[[RerunPart], None] = lambda _: None,
 ) -> Rerun:
     """Run parts in order, to the first for which memory does not suffice."""
-    snapshot = StepSnapshot.take(step.model, device=step.device, scaler=step.scaler)
+    snapshot = StepSnapshot(step.model, device=step.device, scaler=step.scaler)
     weights = None if step.contrasts else _weights(step, parts, read)
     first = meter.read()
     found = Rerun([PartResult(part) for part in parts], is_counted=first.allocated_bytes is not None)

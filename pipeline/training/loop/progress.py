@@ -220,7 +220,7 @@ def rehearse(
     leave_out: Collection[str] = (),
 ) -> int:
     """Run the worst micro-batch of this rank; leave everything as it was; return the budget that it speaks for."""
-    snapshot = StepSnapshot.take(step.model, device=step.device, scaler=step.scaler)
+    snapshot = StepSnapshot(step.model, device=step.device, scaler=step.scaler)
     make_state(step)
     worst = worst_of(course)
     if worst is None:

@@ -189,7 +189,7 @@ class ContrastiveStep(Step):
         if len(batches) == 1:
             self.accumulate_alone(batches[0])
             return
-        snapshot = StepSnapshot.take(self.model, device=self.device, scaler=self.scaler)
+        snapshot = StepSnapshot(self.model, device=self.device, scaler=self.scaler)
         parts = [self.embed(batch) for batch in batches]
         sizes = [len(next(iter(part.values()))) for part in parts]
         snapshot.restore()

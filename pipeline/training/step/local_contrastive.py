@@ -74,7 +74,7 @@ class ContrastiveStepper(Stepper):
     def run(self, share: RankShare, weights: Mapping[str, float] | None) -> Local:  # noqa: ARG002 - see `weights`
         """Run this rank's share; gradients are in the parameters afterwards, unless it is to be run again."""
         self._begin_step(share)
-        self._snapshot = StepSnapshot.take(
+        self._snapshot = StepSnapshot(
             self.step.model, device=self.step.device, scaler=self.step.scaler, before=self._snapshot
         )
         local = Local()

@@ -101,7 +101,7 @@ class ShardedStepper(Stepper):
     def run(self, share: RankShare, weights: Mapping[str, float] | None) -> Local:
         """Run this rank's share forward and backward, and others' items where they have more passes to make."""
         step, local = self.step, Local()
-        self._snapshot = StepSnapshot.take(step.model, device=step.device, scaler=step.scaler, before=self._snapshot)
+        self._snapshot = StepSnapshot(step.model, device=step.device, scaler=step.scaler, before=self._snapshot)
         step.spread.begin_step()
         for turn in self._turns(share):
             step.agreed = power_of_two(turn.items)

@@ -125,7 +125,7 @@ class Stepper:
 
     def run(self, share: RankShare, weights: Mapping[str, float] | None) -> Local:
         """Run this rank's share forward and backward; gradients are in the parameters afterwards."""
-        self._snapshot = StepSnapshot.take(
+        self._snapshot = StepSnapshot(
             self.step.model, device=self.step.device, scaler=self.step.scaler, before=self._snapshot
         )
         local, climbed = Local(), list[tuple[int, str]]()

@@ -59,10 +59,10 @@ class World:
     def new(cls) -> World:
         torch.manual_seed(0), random.seed(0), np.random.seed(0)  # noqa: NPY002
         network, rows_BD = Network(), torch.randn(ROWS, 24)
-        first = StepSnapshot.take(network, device="cpu")
+        first = StepSnapshot(network, device="cpu")
         network(rows_BD).backward()
         network.zero_grad()
-        return cls(network, rows_BD, StepSnapshot.take(network, device="cpu", before=first))
+        return cls(network, rows_BD, StepSnapshot(network, device="cpu", before=first))
 
     def run(self, part: range) -> None:
         self.network(self.rows_BD[part.start : part.stop]).backward()
@@ -185,7 +185,7 @@ def test_under_a_real_limit_a_step_runs_that_would_die() -> None:
     torch.manual_seed(0)
     network, rows_BD = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 1)), torch.randn(64, 64)
     with LimitedDevice() as device:
-        snapshot = StepSnapshot.take(network, device="cpu")
+        snapshot = StepSnapshot(network, device="cpu")
 
         def run(part: range) -> None:
             network(rows_BD[part.start : part.stop]).sum().backward()
@@ -366,25 +366,25 @@ def test_nothing_of_a_failed_part_is_alive_when_the_step_begins_again() -> None:
 
 def test_buffers_that_never_change_are_copied_once_and_not_where_the_model_is() -> None:
     network = Network()
-    first = StepSnapshot.take(network, device="cpu")
+    first = StepSnapshot(network, device="cpu")
     assert first.copied_bytes == 0
     network(torch.randn(8, 24)).backward()
-    second = StepSnapshot.take(network, device="cpu", before=first)
+    second = StepSnapshot(network, device="cpu", before=first)
     moving = sum(one.nbytes for name, one in network.named_buffers() if name != "constant")
     assert second.copied_bytes == moving
     for _ in range(3):
         network(torch.randn(8, 24)).backward()
-        second = StepSnapshot.take(network, device="cpu", before=second)
+        second = StepSnapshot(network, device="cpu", before=second)
     assert second.copied_bytes == moving
 
 
 def test_an_oom_in_the_first_step_makes_no_buffer_a_changing_one() -> None:
     network = Network()
-    first = StepSnapshot.take(network, device="cpu")
+    first = StepSnapshot(network, device="cpu")
     for _ in range(2):
         first.restore()
         network(torch.randn(8, 24)).backward()
-    second = StepSnapshot.take(network, device="cpu", before=first)
+    second = StepSnapshot(network, device="cpu", before=first)
     assert second.copied_bytes == sum(one.nbytes for name, one in network.named_buffers() if name != "constant")
 
 
@@ -396,12 +396,12 @@ def test_a_buffer_that_changes_late_is_brought_back_too() -> None:
 
     module, snapshot = Rare(), None
     for _ in range(3):
-        snapshot = StepSnapshot.take(module, device="cpu", before=snapshot)
+        snapshot = StepSnapshot(module, device="cpu", before=snapshot)
     module.count.add_(5)
     snapshot.restore()
     assert module.count.tolist() == [0, 0, 0]
     module.count.add_(1)
-    snapshot = StepSnapshot.take(module, device="cpu", before=snapshot)
+    snapshot = StepSnapshot(module, device="cpu", before=snapshot)
     module.count.add_(1)
     snapshot.restore()
     snapshot.restore()
@@ -427,7 +427,7 @@ def test_the_scale_of_half_precision_goes_back_too() -> None:
     scaler.scale(weight.sum()).backward()
     scaler.step(optimizer)
     scaler.update()
-    snapshot = StepSnapshot.take(model, device="cpu", scaler=scaler)
+    snapshot = StepSnapshot(model, device="cpu", scaler=scaler)
     for _ in range(2):
         optimizer.zero_grad()
         scaler.scale(weight.sum()).backward()
