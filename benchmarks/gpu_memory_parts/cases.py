@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.gpu_memory_parts.processes import Bench
 from pipeline.memory.hardware.gpus import Device, device
 from pipeline.memory.history.step_history import torch_version
-from pipeline.memory.planning.request import CardSpec
+from pipeline.memory.planning.memory_plan import CardSpec
 from pipeline.memory.planning.step_estimates import SETTINGS
 
 PRECISIONS = ("fp32", "bf16", "fp16")

@@ -11,7 +11,7 @@ import numpy as np
 
 from pipeline.memory.footprint import MemoryChoice
 from pipeline.memory.hardware.gpus import Device
-from pipeline.memory.planning.request import CardSpec
+from pipeline.memory.planning.memory_plan import CardSpec
 from pipeline.memory.planning.step_estimates import reserve
 from pipeline.protocol import ITEMS
 

@@ -119,7 +119,7 @@ def _traced(
     from pipeline.memory.footprint import MemoryChoice
     from pipeline.memory.hardware.gpus import device
     from pipeline.memory.planning.comparison import compare_configurations
-    from pipeline.memory.planning.request import CardSpec
+    from pipeline.memory.planning.memory_plan import CardSpec
     from pipeline.runs.model.training_work import Work, target_of
     from pipeline.tasks.denovo_recursive import DenovoRecursive
     from pipeline.training.step.optimizers import StepSettings

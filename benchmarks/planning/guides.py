@@ -12,7 +12,7 @@ from pipeline.errors import PipelineError
 from pipeline.memory.footprint import Category, MemoryChoice, MemoryPart, Oracle
 from pipeline.memory.hardware.gpus import Device, device
 from pipeline.memory.planning.comparison import Configuration, compare_configurations
-from pipeline.memory.planning.request import CardSpec
+from pipeline.memory.planning.memory_plan import CardSpec
 from pipeline.protocol import ITEMS
 from pipeline.runs.model.training_work import Work, target_of
 from pipeline.training.step.optimizers import StepSettings

@@ -67,7 +67,7 @@ def plan_it() -> dict[str, Any]:
     start = time.perf_counter()
     from pipeline.config.schema_train import TrainSection
     from pipeline.memory.hardware.gpus import device
-    from pipeline.memory.planning.request import CardSpec
+    from pipeline.memory.planning.memory_plan import CardSpec
     from pipeline.runs.model.training_work import Work, plan_with_oracle, request_of, target_of
     from pipeline.training.step.optimizers import StepSettings
     from tests.zoo.esm2 import Esm2

@@ -12,9 +12,8 @@ import numpy as np
 from benchmarks.recipes_parts.bench import NAMES, Bench, Trained, cuts_of, train
 from pipeline.errors import PipelineError
 from pipeline.memory.footprint import MemoryChoice, Oracle, live_peak_bytes
-from pipeline.memory.planning.memory_plan import Filled, MemoryPlan
+from pipeline.memory.planning.memory_plan import DataSizes, Filled, MemoryPlan
 from pipeline.memory.planning.planner import plan_memory
-from pipeline.memory.planning.request import DataSizes
 from pipeline.protocol import ITEMS
 from pipeline.runs.model.training_work import cutter, host_card
 from pipeline.training.prepared import COST, LIKENESS, likeness, sampler_settings

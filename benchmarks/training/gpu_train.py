@@ -104,7 +104,7 @@ def planned(case: Mapping[str, Any]) -> dict[str, Any]:
     from dataclasses import replace
 
     from pipeline.memory.hardware.gpus import device
-    from pipeline.memory.planning.request import CardSpec
+    from pipeline.memory.planning.memory_plan import CardSpec
     from pipeline.runs.model.training_work import host_card, plan_with_oracle, request_of, sizes_of, target_of
 
     train, on_card = settings(case), case["device"] == "cuda"

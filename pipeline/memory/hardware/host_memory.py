@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
 from typing import TYPE_CHECKING
@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING
 from pipeline.memory.footprint import LIVE_ONLY, Provenance
 from pipeline.store.format.shard import TABLE_ROW
 from pipeline.store.shard_index import BLOCK_ROWS, ROW
+from pipeline.units import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-MIB = 1 << 20
 # Of a process that has a tensor on a card, on top of importing torch: 2 056 600 kB with the driver asked for its
 # devices before, 438 632 kB without, and 322 040 kB for the import alone (https://github.com/pytorch/pytorch/issues/113326).
 CUDA_CONTEXT_BYTES = (2_056_600 - 322_040) << 10
@@ -83,7 +83,8 @@ class HostNeed:
 
     @property
     def bytes(self) -> int:
-        return sum(part.bytes for part in self._at_peak())
+        peak = max((self.during(phase) for phase in (Phase.START, Phase.TRAIN)), key=_with_margin)
+        return sum(part.bytes for part in peak)
 
     @property
     def margin_bytes(self) -> int:
@@ -95,9 +96,6 @@ class HostNeed:
 
     def during(self, phase: Phase) -> tuple[HostPart, ...]:
         return tuple(part for part in self.parts if part.phase in (Phase.ALWAYS, phase))
-
-    def _at_peak(self) -> tuple[HostPart, ...]:
-        return max((self.during(phase) for phase in (Phase.START, Phase.TRAIN)), key=_with_margin)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +128,9 @@ class TrainingJob:
 
 def train_need(run: TrainingJob, baseline: Baseline) -> HostNeed:
     """Return what a training job needs on a node."""
-    parts = (*_process(run, baseline), *_data(run), *_start(run), *_train(run), *_files(run))
-    return HostNeed(tuple(part for part in parts if part.bytes), run.ranks)
+    each = (*_process(run, baseline), *_data(run), *_phases(run))
+    of_all = (replace(part, bytes=run.ranks * part.bytes) for part in each)
+    return HostNeed(tuple(part for part in (*of_all, *_files(run)) if part.bytes), run.ranks)
 
 
 def pinned_bytes(size: int, limit: int | None = None) -> int:
@@ -169,56 +168,46 @@ def table_bytes(items: int, sizes: int, id_bytes: int, item_bytes: int = 0) -> i
 
 
 def _process(run: TrainingJob, baseline: Baseline) -> Iterable[HostPart]:
-    """Yield what every process takes."""
+    """Yield what a process takes."""
     each = f"of each of {run.ranks} processes"
-    yield HostPart(BASELINE, run.ranks * baseline.bytes, baseline.origin, f"{baseline.why}, {each}")
+    yield HostPart(BASELINE, baseline.bytes, baseline.origin, f"{baseline.why}, {each}")
     if run.gpu:
-        yield HostPart(CONTEXT, run.ranks * CUDA_CONTEXT_BYTES, Provenance.ASSUMED, f"pytorch#113326, {each}")
+        yield HostPart(CONTEXT, CUDA_CONTEXT_BYTES, Provenance.ASSUMED, f"pytorch#113326, {each}")
     if run.several and run.gpu:
-        yield HostPart("communicator", run.ranks * COMMUNICATOR_BYTES, Provenance.ASSUMED, f"NCCL's buffers, {each}")
+        yield HostPart("communicator", COMMUNICATOR_BYTES, Provenance.ASSUMED, f"NCCL's buffers, {each}")
     threads = run.threads + 1
-    arenas = run.ranks * (threads * ARENA_BYTES + (0 if run.gpu else int(STEP_SLACK * run.step_bytes)))
+    arenas = threads * ARENA_BYTES + (0 if run.gpu else int(STEP_SLACK * run.step_bytes))
     yield HostPart("malloc", arenas, Provenance.ASSUMED, f"what glibc may keep for {threads} threads, {each}")
 
 
 def _data(run: TrainingJob) -> Iterable[HostPart]:
-    """Yield what every process knows of the data."""
-    index = run.ranks * index_bytes(run.records, run.fresh_records)
-    yield HostPart(
-        "index of the cache", index, Provenance.TRACED, f"{run.records} records and {run.fresh_records} since"
-    )
-    table = run.ranks * table_bytes(run.items, run.sizes, run.id_bytes, run.item_bytes)
-    yield HostPart("table of the data set", table, Provenance.TRACED, f"{run.items} items with {run.sizes} sizes each")
+    """Yield what a process knows of the data."""
+    index, told = index_bytes(run.records, run.fresh_records), f"{run.records} records and {run.fresh_records} since"
+    yield HostPart("index of the cache", index, Provenance.TRACED, told)
+    table = table_bytes(run.items, run.sizes, run.id_bytes, run.item_bytes)
+    told = f"{run.items} items with {run.sizes} sizes each"
+    yield HostPart("table of the data set", table, Provenance.TRACED, told)
 
 
-def _start(run: TrainingJob) -> Iterable[HostPart]:
-    """Yield what is needed until the first step."""
-    built = "parameters are built on the CPU"
-    yield HostPart("model", run.ranks * run.model_bytes, Provenance.TRACED, built, Phase.START)
-    read = "a checkpoint that is read"
-    yield HostPart("resumed state", run.ranks * run.resumed_bytes, Provenance.TRACED, read, Phase.START)
-
-
-def _train(run: TrainingJob) -> Iterable[HostPart]:
-    """Yield what is needed from the first step on."""
-    ranks, phase = run.ranks, Phase.TRAIN
+def _phases(run: TrainingJob) -> Iterable[HostPart]:
+    """Yield what a process needs until the first step, and from then on."""
+    start, train, traced, assumed = Phase.START, Phase.TRAIN, Provenance.TRACED, Provenance.ASSUMED
+    yield HostPart("model", run.model_bytes, traced, "parameters are built on the CPU", start)
+    yield HostPart("resumed state", run.resumed_bytes, traced, "a checkpoint that is read", start)
     if not run.gpu:
-        yield HostPart("training step", ranks * run.step_bytes, Provenance.TRACED, "it runs on the CPU", phase)
+        yield HostPart("training step", run.step_bytes, traced, "it runs on the CPU", train)
     ring = ring_bytes(run.slots, run.batch_bytes, pin=run.gpu, sized=run.sized, limit=run.pinned_limit_bytes)
     kind = "pinned: powers of two" if run.gpu else "not pinned"
-    yield HostPart("ring", ranks * ring, Provenance.TRACED, f"{run.slots} slots of the largest batch, {kind}", phase)
-    collated = ranks * COLLATED * run.batch_bytes
-    yield HostPart("collated batches", collated, Provenance.ASSUMED, "as large as what they are made of", phase)
-    scratch = ranks * run.threads * run.scratch_bytes * 5 // 4
-    yield HostPart("scratch", scratch, Provenance.TRACED, f"an embedding for each of {run.threads} threads", phase)
+    yield HostPart("ring", ring, traced, f"{run.slots} slots of the largest batch, {kind}", train)
+    yield HostPart("collated batches", COLLATED * run.batch_bytes, assumed, "as large as what they are made of", train)
+    scratch = run.threads * run.scratch_bytes * 5 // 4
+    yield HostPart("scratch", scratch, traced, f"an embedding for each of {run.threads} threads", train)
     # Of tensors of any sizes nobody knows how far each is from a power of two; twice is the worst.
-    offloaded = ranks * run.offloaded_bytes * (2 if run.gpu else 1)
-    yield HostPart("offloaded", offloaded, Provenance.ASSUMED, "activations, pinned: powers of two", phase)
-    yield HostPart(
-        "checkpoint", ranks * run.staged_bytes, Provenance.TRACED, "a copy of the state while it is saved", phase
-    )
-    workers = ranks * (run.compile_workers * COMPILE_WORKER_BYTES + COMPILER_BYTES) if run.compile_workers else 0
-    yield HostPart("compiler", workers, Provenance.ASSUMED, f"{run.compile_workers} processes of Inductor", phase)
+    offloaded = run.offloaded_bytes * (2 if run.gpu else 1)
+    yield HostPart("offloaded", offloaded, assumed, "activations, pinned: powers of two", train)
+    yield HostPart("checkpoint", run.staged_bytes, traced, "a copy of the state while it is saved", train)
+    workers = run.compile_workers * COMPILE_WORKER_BYTES + COMPILER_BYTES if run.compile_workers else 0
+    yield HostPart("compiler", workers, assumed, f"{run.compile_workers} processes of Inductor", train)
 
 
 def _files(run: TrainingJob) -> Iterable[HostPart]:

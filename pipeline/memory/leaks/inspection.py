@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import gc
-import os
 import sys
 import time
 import tracemalloc
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,19 +16,24 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.memory.code_sites import place, traced_site
 from pipeline.memory.leaks.referrers import (
-    MadeStorage,
     ReferrerSearch,
-    StorageWatch,
     all_containers,
+    calling_site,
     container_lengths,
-    visible_tensors,
+    place,
+    site_text,
+    traced_site,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator
+    from types import CodeType
+
+    from torch import Tensor
 
 Site: TypeAlias = tuple[str, int]
 
@@ -259,52 +262,111 @@ def _kind(thing: Any) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-BLOCK_BYTES = 48  # of a small object of Python's, as it usually is: only their number is told
-_PROBE_BYTES = 1 << 20
+_REFERENCE: Any = StorageWeakRef  # torch gives it no types
 
 
-class _Mallinfo(ctypes.Structure):
-    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-    _fields_ = tuple((name, ctypes.c_size_t) for name in names.split())
+_MOST_LINES = 100_000  # of one look: nodes of a step, of which each may be asked for
 
 
-@functools.cache
-def malloc_counter() -> Callable[[], int] | None:
-    """Return what counts the bytes that malloc has given out, for tensors and arrays too; none: nobody counts them."""
+_BEGUN = frozenset(("lift_fresh", "lift_fresh_copy"))  # torch.tensor([...]): what goes in is new itself
+
+
+@dataclass(frozen=True, slots=True)
+class MadeStorage:
+    """A storage, and where it was made."""
+
+    reference: Any
+    bytes: int
+    kind: str
+    site: str
+
+    @classmethod
+    def of(cls, tensor: Tensor, site: str) -> MadeStorage:
+        storage = tensor.untyped_storage()
+        return cls(_REFERENCE(storage), storage.nbytes(), tensor_text(tensor), site)
+
+    @property
+    def number(self) -> int:
+        """Return what tells storages apart, while it lives."""
+        return int(self.reference.cdata)
+
+    @property
+    def is_gone(self) -> bool:
+        return bool(self.reference.expired())
+
+
+class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes every new storage, while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.made: dict[int, MadeStorage] = {}
+        self.step = 0
+        self._lines: dict[int, tuple[CodeType, int]] = {}  # of forward, by the node that goes back from there
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Leave compiled code alone: run without, it would round differently."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, and note what it made."""
+        returned = func(*args, **(kwargs or {}))
+        fresh = list(_tensors(returned))
+        if fresh:
+            given = () if func.overloadpacket.__name__ in _BEGUN else _tensors(args)
+            known = {_number(tensor) for tensor in (*given, *_tensors(tuple((kwargs or {}).values())))}
+            site = self._site()
+            for tensor in fresh:
+                number = _number(tensor)
+                if number and number not in known and tensor.untyped_storage().nbytes():
+                    self.made[number] = MadeStorage.of(tensor, site)
+        return returned
+
+    def prune(self) -> None:
+        self.made = {number: storage for number, storage in self.made.items() if not storage.is_gone}
+        self._lines = {}
+
+    def _site(self) -> str:
+        """Return the line that called, or the one whose backward this is."""
+        node = torch._C._current_autograd_node()  # noqa: SLF001 - torch.profiler's own way
+        site = calling_site()
+        if node is None:
+            if site is not None and len(self._lines) < _MOST_LINES:
+                # Below autograd: the operator's node has been made, and has taken the number before this one.
+                self._lines[torch.autograd._get_sequence_nr() - 1] = site  # noqa: SLF001
+            return site_text(site)
+        made = self._lines.get(node._sequence_nr())  # noqa: SLF001
+        if site is None and made is not None:
+            return f"{site_text(made)}, in its backward"
+        return site_text(site) or "in backward"
+
+
+def tensor_text(tensor: Tensor) -> str:
+    """Write what a tensor is."""
+    return f"{type(tensor).__name__} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def visible_tensors() -> Iterator[tuple[int, Tensor]]:
+    """Yield all tensors that Python has an object for, and the number of what each stores."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for thing in gc.get_objects():
+            if issubclass(type(thing), torch.Tensor) and (number := _number(thing)):
+                yield number, thing
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors that an operator takes or returns."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, tuple | list):
+        for value in values:
+            yield from _tensors(value)
+
+
+def _number(tensor: Tensor) -> int:
     try:
-        mallinfo = ctypes.CDLL(None).mallinfo2  # glibc since 2.33; `mallinfo` would wrap at 4 GiB
-    except (AttributeError, OSError):
-        return None
-    mallinfo.restype = _Mallinfo
-
-    def count() -> int:
-        figures = mallinfo()
-        return int(figures.uordblks + figures.hblkhd)
-
-    # Another malloc may stand before glibc's, which then knows of nothing.
-    before = count()
-    probe = ctypes.create_string_buffer(_PROBE_BYTES)
-    seen = count() - before
-    del probe
-    return count if seen >= _PROBE_BYTES else None
-
-
-def resident_bytes() -> int:
-    """Return what the process has in memory of its own, without files; 0: unknown."""
-    try:
-        with open("/proc/self/statm", "rb", buffering=0) as file:  # noqa: PTH123 - asked at every step
-            _, resident, shared = file.read(256).split()[:3]
-    except (OSError, ValueError):
+        return int(tensor.untyped_storage()._cdata)  # noqa: SLF001
+    except (NotImplementedError, RuntimeError):  # sparse ones, wrappers: what they store is seen by itself
         return 0
-    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
-
-
-def small_objects_bytes() -> int:
-    """Return about how much Python's small objects take, which malloc does not see."""
-    return sys.getallocatedblocks() * BLOCK_BYTES
-
-
-def card_counter(device: str) -> Callable[[], int]:
-    """Return what counts the bytes of tensors on a card."""
-    on = torch.device(device)
-    return lambda: int(torch.cuda.memory_allocated(on))

@@ -11,11 +11,15 @@
         leaks.epoch()
 
 Suspected is memory that grew in two epochs running, the first aside, or, within an epoch, in lap after lap so fast
-that it would end the run. Then some steps are looked at closely (`window.Window`), and what they leave behind is told.
+that it would end the run. Then some steps are looked at closely (`InspectionWindow`), and what they leave is told.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import os
+import sys
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -87,8 +91,8 @@ class Leaks:
         self.limit_bytes, self.step_bytes = limit_bytes, step_bytes
         self._tell = tell
         on_cpu = device.partition(":")[0] == "cpu"
-        self._tensors = live or (None if on_cpu else inspection.card_counter(device))
-        self._limited = self._tensors or inspection.resident_bytes  # what ends at the limit
+        self._tensors = live or (None if on_cpu else card_counter(device))
+        self._limited = self._tensors or resident_bytes  # what ends at the limit
         self._series = _series(self._tensors, shared=on_cpu)
         self._step = self._epoch_began = 0
         self._epoch_steps: int | None = None
@@ -230,12 +234,12 @@ class Leaks:
 
 def _series(tensors: Callable[[], int] | None, *, shared: bool) -> list[tuple[Series, Callable[[], int]]]:
     """Return what is counted, and how: tensors, the host's memory, Python's objects."""
-    malloc = inspection.malloc_counter()
-    found = [(Series(OBJECTS, HOST_FLOOR_BYTES), inspection.small_objects_bytes)]
+    malloc = malloc_counter()
+    found = [(Series(OBJECTS, HOST_FLOOR_BYTES), small_objects_bytes)]
     if tensors is not None:
         found.append((Series(TENSORS, TENSOR_FLOOR_BYTES), tensors))
     if malloc is None:
-        return [*found, (Series(HOST, RESIDENT_FLOOR_BYTES), inspection.resident_bytes)]
+        return [*found, (Series(HOST, RESIDENT_FLOOR_BYTES), resident_bytes)]
     if tensors is not None and shared:
         host, counted = malloc, tensors  # tensors are in malloc's memory: what is left of it is counted
         return [*found, (Series(HOST, HOST_FLOOR_BYTES), lambda: host() - counted())]
@@ -347,3 +351,58 @@ def _merged(first: Marks, second: Marks) -> Marks:
     for bucket, (live, step) in second.items():
         note_least(both, bucket, live, step)
     return both
+
+
+BLOCK_BYTES = 48  # of a small object of Python's, as it usually is: only their number is told
+
+
+_PROBE_BYTES = 1 << 20
+
+
+class _Mallinfo(ctypes.Structure):
+    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = tuple((name, ctypes.c_size_t) for name in names.split())
+
+
+@functools.cache
+def malloc_counter() -> Callable[[], int] | None:
+    """Return what counts the bytes that malloc has given out, for tensors and arrays too; none: nobody counts them."""
+    try:
+        mallinfo = ctypes.CDLL(None).mallinfo2  # glibc since 2.33; `mallinfo` would wrap at 4 GiB
+    except (AttributeError, OSError):
+        return None
+    mallinfo.restype = _Mallinfo
+
+    def count() -> int:
+        figures = mallinfo()
+        return int(figures.uordblks + figures.hblkhd)
+
+    # Another malloc may stand before glibc's, which then knows of nothing.
+    before = count()
+    probe = ctypes.create_string_buffer(_PROBE_BYTES)
+    seen = count() - before
+    del probe
+    return count if seen >= _PROBE_BYTES else None
+
+
+def resident_bytes() -> int:
+    """Return what the process has in memory of its own, without files; 0: unknown."""
+    try:
+        with open("/proc/self/statm", "rb", buffering=0) as file:  # noqa: PTH123 - asked at every step
+            _, resident, shared = file.read(256).split()[:3]
+    except (OSError, ValueError):
+        return 0
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+
+
+def small_objects_bytes() -> int:
+    """Return about how much Python's small objects take, which malloc does not see."""
+    return sys.getallocatedblocks() * BLOCK_BYTES
+
+
+def card_counter(device: str) -> Callable[[], int]:
+    """Return what counts the bytes of tensors on a card."""
+    import torch
+
+    on = torch.device(device)
+    return lambda: int(torch.cuda.memory_allocated(on))

@@ -1,33 +1,95 @@
-"""Who keeps objects alive, in the words of the code: "list `history` of mylab.docking.Model".
+"""Who keeps objects alive, in the words of the code: "list `history` of mylab.docking.Model"; and which line made them.
 
 Best effort, within a bound on time: from the objects up through what refers to them, to the container that has most of
-them, and from there to a name.
+them, and from there to a name. A line is the innermost one outside torch and what drives the training.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
+import os
 import sys
+import sysconfig
 import time
-import warnings
 from collections import deque
-from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from types import BuiltinFunctionType, CellType, FrameType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from pipeline.memory import code_sites
-from pipeline.memory.code_sites import is_users, place
-
 if TYPE_CHECKING:
+    import tracemalloc
     from collections.abc import Iterable, Iterator, Sequence
     from types import CodeType
 
-    from torch import Tensor
+
+_BACKWARD = "_engine_run_backward"  # in torch/autograd/graph.py: what is below it runs within backward
+_PACKAGES = ("site-packages", "dist-packages")
+_MEMORY = Path(__file__).parents[1]  # the room whose own objects are nobody's leak
+
+
+@functools.cache
+def _skipped() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the folders of what is not the user's, and of the standard library."""
+    found = [find_spec(name) for name in ("torch", "numpy")]
+    folders = [place for spec in found if spec for place in spec.submodule_search_locations or ()]
+    own = [_MEMORY, _MEMORY.with_name("training")]
+    standard = {Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib")}
+    return _beginnings(*map(Path, folders), *own), _beginnings(*standard)
+
+
+def _beginnings(*folders: Path) -> tuple[str, ...]:
+    return tuple({f"{one}{os.sep}" for folder in folders for one in (folder, folder.resolve())})
+
+
+@functools.lru_cache(maxsize=4096)
+def is_users(file: str) -> bool:
+    """Tell whether a file is neither torch's nor Python's, and does not drive the training."""
+    skipped, standard = _skipped()
+    if file.startswith(("<", *skipped)):
+        return False
+    return not file.startswith(standard) or any(f"{os.sep}{one}{os.sep}" in file for one in _PACKAGES)
+
+
+@functools.lru_cache(maxsize=4096)
+def place(file: str, line: int, function: str = "") -> str:
+    """Write a line of code as people look for it."""
+    here = f"{Path.cwd()}{os.sep}"
+    return f"{file.removeprefix(here)}:{line}" + (f" in {function}" if function else "")
+
+
+def calling_site() -> tuple[CodeType, int] | None:
+    """Return the code and the line of the innermost caller that is the user's; in backward: a hook's or the like."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - `inspect` would make a list of all frames, for each tensor
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        if frame.f_code.co_name == _BACKWARD:
+            return None
+        frame = frame.f_back
+    return (frame.f_code, frame.f_lineno) if frame is not None else None
+
+
+def site_text(site: tuple[CodeType, int] | None) -> str:
+    """Write a site; empty: it is unknown."""
+    return place(site[0].co_filename, site[1], site[0].co_name) if site else ""
+
+
+def traced_site(traceback: tracemalloc.Traceback | None) -> tuple[str, int] | None:
+    """Return file and line of the innermost frame that is the user's; none: none is, or this room allocated it."""
+    for frame in reversed(traceback or ()):
+        if is_memorys(frame.filename):
+            return None
+        if is_users(frame.filename):
+            return frame.filename, frame.lineno
+    return None
+
+
+@functools.lru_cache(maxsize=4096)
+def is_memorys(file: str) -> bool:
+    """Tell whether a file is of this room: what it allocates is nobody's leak."""
+    return _MEMORY in Path(file).parents
+
 
 CONTAINERS: tuple[type, ...] = (list, dict, set, deque)
 SAMPLE = 8  # of the objects that grow
@@ -222,109 +284,3 @@ def _type_name(kind: type) -> str:
 
 def _is_a_frame_of_ours(holder: Any) -> bool:
     return type(holder) is FrameType and not is_users(holder.f_code.co_filename)
-
-
-_REFERENCE: Any = StorageWeakRef  # torch gives it no types
-_MOST_LINES = 100_000  # of one look: nodes of a step, of which each may be asked for
-_BEGUN = frozenset(("lift_fresh", "lift_fresh_copy"))  # torch.tensor([...]): what goes in is new itself
-
-
-@dataclass(frozen=True, slots=True)
-class MadeStorage:
-    """A storage, and where it was made."""
-
-    reference: Any
-    bytes: int
-    kind: str
-    site: str
-
-    @classmethod
-    def of(cls, tensor: Tensor, site: str) -> MadeStorage:
-        storage = tensor.untyped_storage()
-        return cls(_REFERENCE(storage), storage.nbytes(), tensor_text(tensor), site)
-
-    @property
-    def number(self) -> int:
-        """Return what tells storages apart, while it lives."""
-        return int(self.reference.cdata)
-
-    @property
-    def is_gone(self) -> bool:
-        return bool(self.reference.expired())
-
-
-class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes every new storage, while it is entered."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.made: dict[int, MadeStorage] = {}
-        self.step = 0
-        self._lines: dict[int, tuple[CodeType, int]] = {}  # of forward, by the node that goes back from there
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Leave compiled code alone: run without, it would round differently."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator, and note what it made."""
-        returned = func(*args, **(kwargs or {}))
-        fresh = list(_tensors(returned))
-        if fresh:
-            given = () if func.overloadpacket.__name__ in _BEGUN else _tensors(args)
-            known = {_number(tensor) for tensor in (*given, *_tensors(tuple((kwargs or {}).values())))}
-            site = self._site()
-            for tensor in fresh:
-                number = _number(tensor)
-                if number and number not in known and tensor.untyped_storage().nbytes():
-                    self.made[number] = MadeStorage.of(tensor, site)
-        return returned
-
-    def prune(self) -> None:
-        self.made = {number: storage for number, storage in self.made.items() if not storage.is_gone}
-        self._lines = {}
-
-    def _site(self) -> str:
-        """Return the line that called, or the one whose backward this is."""
-        node = torch._C._current_autograd_node()  # noqa: SLF001 - torch.profiler's own way
-        site = code_sites.calling_site()
-        if node is None:
-            if site is not None and len(self._lines) < _MOST_LINES:
-                # Below autograd: the operator's node has been made, and has taken the number before this one.
-                self._lines[torch.autograd._get_sequence_nr() - 1] = site  # noqa: SLF001
-            return code_sites.site_text(site)
-        made = self._lines.get(node._sequence_nr())  # noqa: SLF001
-        if site is None and made is not None:
-            return f"{code_sites.site_text(made)}, in its backward"
-        return code_sites.site_text(site) or "in backward"
-
-
-def tensor_text(tensor: Tensor) -> str:
-    """Write what a tensor is."""
-    return f"{type(tensor).__name__} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
-def visible_tensors() -> Iterator[tuple[int, Tensor]]:
-    """Yield all tensors that Python has an object for, and the number of what each stores."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for thing in gc.get_objects():
-            if issubclass(type(thing), torch.Tensor) and (number := _number(thing)):
-                yield number, thing
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    """Yield the tensors that an operator takes or returns."""
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, tuple | list):
-        for value in values:
-            yield from _tensors(value)
-
-
-def _number(tensor: Tensor) -> int:
-    try:
-        return int(tensor.untyped_storage()._cdata)  # noqa: SLF001
-    except (NotImplementedError, RuntimeError):  # sparse ones, wrappers: what they store is seen by itself
-        return 0

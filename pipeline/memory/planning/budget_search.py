@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pipeline.memory.footprint import Integers, MemoryChoice
+    from pipeline.memory.planning.memory_plan import DataSizes, Micros, PlanRequest
     from pipeline.memory.planning.oracle_cache import OracleCache
-    from pipeline.memory.planning.request import DataSizes, Micros, PlanRequest
 
 
 ENOUGH = 0.92  # of the limit in use: a larger budget is not looked for

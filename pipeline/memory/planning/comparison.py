@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pipeline.memory.footprint import MicroFootprint, Oracle, StandingFootprint
-    from pipeline.memory.planning.memory_plan import MemoryPlan
-    from pipeline.memory.planning.request import CardSpec, DataSizes, PlanRequest
+    from pipeline.memory.planning.memory_plan import CardSpec, DataSizes, MemoryPlan, PlanRequest
     from pipeline.memory.planning.step_estimates import Reserve
 
 

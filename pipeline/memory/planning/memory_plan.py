@@ -1,20 +1,223 @@
-"""What the planner decided, and every number that a report wants, with where it is from."""
+"""What a plan is asked for (data, who cuts it into micro-batches, what is allowed, cards), and what it answers.
+
+Shapes: N items, M micro-batches of an epoch, S names of sizes.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from pipeline.errors import ConfigError, DataError
 from pipeline.memory.footprint import Provenance
+from pipeline.protocol import ITEMS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-    from pipeline.memory.footprint import Margin, MemoryChoice, MemoryPart
+    from numpy.typing import NDArray
+
+    from pipeline.memory.footprint import Integers, Margin, MemoryChoice, MemoryPart
+    from pipeline.memory.hardware.gpus import Device
+
+    Table = Mapping[str, Integers]  # one value an item, by the size's name
+
+
+@dataclass(frozen=True, eq=False)
+class Micros:
+    """The micro-batches of all ranks in an epoch, or in several."""
+
+    names: tuple[str, ...]  # of the sizes; `items` is among them
+    sizes_MS: Integers  # sums where items are concatenated; the number of items and the largest sizes where padded
+    step_M: Integers
+    rank_M: Integers
+    epochs: float = 1.0  # below 1: only so much of one was cut
+
+    @property
+    def items_M(self) -> Integers:
+        return self.sizes_MS[:, self.names.index(ITEMS)]
+
+    @property
+    def steps(self) -> float:
+        return len(np.unique(self.step_M)) / self.epochs
+
+    def per_share(self) -> Integers:
+        """Return how many micro-batches each share, of a rank in a step, is cut into."""
+        ranks = int(self.rank_M.max(initial=0)) + 1
+        return np.asarray(np.unique(self.step_M * ranks + self.rank_M, return_counts=True)[1])
+
+    def ordered(self, names: tuple[str, ...]) -> Integers:
+        return self.sizes_MS[:, [self.names.index(name) for name in names]]
+
+
+class Names(Protocol):
+    """What items are called."""
+
+    def __getitem__(self, number: int) -> str:
+        """Return what an item is called."""
+
+    def take(self, numbers: Integers) -> Names:
+        """Return the names of some."""
+
+
+class Cutter(Protocol):
+    """Cuts epochs into micro-batches, as training will."""
+
+    def __call__(self, sizes: Table, cost_N: Integers, budget_bytes: int, ranks: int) -> Micros:
+        """Return micro-batches within a budget: of summed costs, or items times the largest cost where padded."""
+
+
+@dataclass(frozen=True, eq=False)
+class DataSizes:
+    """The sizes of all items and how they become micro-batches."""
+
+    sizes: Table
+    cut: Cutter
+    padded: bool = False
+    ids: Names | None = None
+
+    def called(self, item: int) -> str:
+        return f"item {item:,}" if self.ids is None else self.ids[item]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.sizes)
+
+    @property
+    def items(self) -> int:
+        return len(next(iter(self.sizes.values()))) if self.sizes else 0
+
+    @property
+    def sizes_NS(self) -> Integers:
+        columns = [np.asarray(values_N, np.int64) for values_N in self.sizes.values()]
+        return np.stack(columns, axis=1) if columns else np.zeros((0, 0), np.int64)
+
+    def only(self, keep_N: NDArray[np.bool_]) -> DataSizes:
+        ids = self.ids.take(np.flatnonzero(keep_N)) if self.ids is not None else None
+        return replace(self, sizes={name: values_N[keep_N] for name, values_N in self.sizes.items()}, ids=ids)
+
+    def cropped(self, limits: Mapping[str, int]) -> DataSizes:
+        """Return the items with no size above its limit."""
+        sizes = {name: np.minimum(values_N, limits.get(name, values_N)) for name, values_N in self.sizes.items()}
+        return replace(self, sizes=sizes)
+
+
+class Oversize(str, Enum):
+    """What becomes of items that no plan can take."""
+
+    ERROR = "error"
+    SKIP = "skip"
+    CROP = "crop"
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What training shall be, and what the planner may decide; what is None is the planner's choice."""
+
+    batch: int  # items in a step, over all ranks
+    ranks: int = 1
+    epochs: int = 1
+    precisions: tuple[str, ...] = ("fp32",)  # allowed ones, the preferred first
+    checkpointing: bool | None = None
+    offload: bool | None = None
+    shards: int | None = 1
+    micro_batch: int | None = None  # items in a micro-batch
+    oversize: Oversize = Oversize.ERROR
+    ratios: tuple[float, ...] = ()  # measured/predicted of past runs of this model on such a card
+    measured: MemoryChoice | None = None  # what these runs had chosen; None: they hold for every choice
+    compiled: bool = False
+    seed: int = 0
+
+    def check(self, data: DataSizes) -> None:
+        """Refuse what no plan could answer."""
+        if self.ranks < 1 or self.batch < self.ranks:
+            raise ConfigError(
+                f"an effective batch of {self.batch} items cannot be shared by {self.ranks} ranks: each needs one",
+                remedy=f"set the batch to at least {max(self.ranks, 1)}, or use at most {max(self.batch, 1)} GPUs",
+            )
+        if self.micro_batch is not None and not 1 <= self.micro_batch <= self.batch:
+            raise ConfigError(
+                f"a micro-batch of {self.micro_batch} items; it has at least 1 and at most the batch, {self.batch}",
+                remedy=f"set it between 1 and {-(-self.batch // self.ranks)}, or leave it to the planner",
+            )
+        if self.shards is not None and (self.shards < 1 or self.ranks % self.shards):
+            raise ConfigError(
+                f"{self.shards} shards do not divide {self.ranks} ranks",
+                remedy=f"set shards to 1 or {self.ranks}",
+            )
+        if not self.precisions:
+            raise ConfigError("no precision is allowed", remedy="allow fp32, bf16 or fp16")
+        if data.items == 0:
+            raise DataError(
+                "the data set has no items to plan for", remedy="pipeline status   (says what was rejected)"
+            )
+
+
+REDUCED_BYTES = 2 * 64 << 20  # gradients are added up over the ranks in pieces of 64 MiB: one is sent, one is packed
+
+
+@dataclass(frozen=True)
+class CardSpec:
+    """What a plan must know of a device."""
+
+    name: str
+    memory_bytes: int  # of all processes together; for people
+    budget_bytes: int  # what torch may reserve: less context, communicators and what the system keeps
+    flops_per_s: Mapping[str, float]  # by precision, at best; a precision that is not in it cannot be used
+    bytes_per_s: float  # of its memory
+    link_bytes_per_s: float = 12e9  # to the host; PCIe 3 x16 in practice
+    peer_bytes_per_s: float = 10e9  # to the other ranks
+    caching: bool = True  # memory is held by the caching allocator; else live bytes are all there is
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, device: Device, ranks: int, *, tf32: bool = False, fraction: float | None = None) -> CardSpec:
+        """Return a known GPU as one of several; what cuBLAS and the reduction hold is taken from what models can have.
+
+        `fraction` is the share of the card's memory that a process may use.
+        """
+        rates = {"fp32": device.tf32_flops if tf32 else device.fp32_flops}
+        rates |= {"bf16": device.half_flops} if device.has_bf16 else {}
+        rates |= {"fp16": device.half_flops} if device.has_fp16 else {}
+        lent = device.budget_bytes(ranks) if fraction is None else int(fraction * device.usable_bytes)
+        held = device.workspace_bytes + (REDUCED_BYTES if ranks > 1 else 0)
+        budget_bytes = max(0, min(device.budget_bytes(ranks), lent) - held)
+        return cls(device.name, device.usable_bytes, budget_bytes, rates, device.bandwidth, notes=device.notes)
+
+
+@dataclass(frozen=True)
+class CardSpecs:
+    """All cards that a job may land on, as the one that has least of everything."""
+
+    cards: tuple[CardSpec, ...] = field(default=())
+
+    @classmethod
+    def of(cls, cards: Sequence[CardSpec]) -> CardSpecs:
+        if not cards:
+            raise ConfigError("no card to plan for", remedy="name one, such as `a100-40`, or a size, such as 24GiB")
+        return cls(tuple(cards))
+
+    @property
+    def smallest(self) -> CardSpec:
+        return min(self.cards, key=lambda card: card.budget_bytes)
+
+    @property
+    def caching(self) -> bool:
+        return any(card.caching for card in self.cards)
+
+    def supports(self, precision: str) -> bool:
+        return all(precision in card.flops_per_s for card in self.cards)
+
+    def flops_per_s(self, precision: str) -> float:
+        return min(card.flops_per_s[precision] for card in self.cards)
+
+    def slowest(self, rate: str) -> float:
+        """Return the lowest of another rate, by its field's name."""
+        return float(min(getattr(card, rate) for card in self.cards))
 
 
 @dataclass(frozen=True, slots=True)

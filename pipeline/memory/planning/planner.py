@@ -17,7 +17,7 @@ import numpy as np
 from pipeline.errors import ConfigError, PlanInfeasible
 from pipeline.memory.footprint import Provenance, least_sure, parts_at_peak
 from pipeline.memory.planning.budget_search import BudgetSearch
-from pipeline.memory.planning.memory_plan import Bucket, Figure, MemoryPlan, RemedyVerdict
+from pipeline.memory.planning.memory_plan import Bucket, CardSpecs, Figure, MemoryPlan, Oversize, RemedyVerdict
 from pipeline.memory.planning.oracle_cache import OracleCache
 from pipeline.memory.planning.remedies import (
     WORTH,
@@ -29,7 +29,6 @@ from pipeline.memory.planning.remedies import (
     outsized,
     remedies,
 )
-from pipeline.memory.planning.request import CardSpecs, Oversize
 from pipeline.memory.planning.step_estimates import reserve as reserve_by_simulation
 from pipeline.protocol import ITEMS
 from pipeline.units import format_bytes
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pipeline.memory.footprint import Oracle
-    from pipeline.memory.planning.request import CardSpec, DataSizes, PlanRequest
+    from pipeline.memory.planning.memory_plan import CardSpec, DataSizes, PlanRequest
     from pipeline.memory.planning.step_estimates import Reserve
 
 

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pipeline.memory.footprint import MicroFootprint
+    from pipeline.memory.planning.memory_plan import CardSpec, CardSpecs, DataSizes, PlanRequest
     from pipeline.memory.planning.oracle_cache import OracleCache
-    from pipeline.memory.planning.request import CardSpec, CardSpecs, DataSizes, PlanRequest
     from pipeline.memory.planning.step_estimates import Reserve
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from pipeline.memory.footprint import Floats, MemoryChoice, MicroFootprint, StandingFootprint
     from pipeline.memory.planning.budget_search import FoundBudget
-    from pipeline.memory.planning.request import CardSpecs, Micros
+    from pipeline.memory.planning.memory_plan import CardSpecs, Micros
 
 
 EFFICIENCY = 0.4  # of the best rate: what well-tuned training reaches (40-60% MFU: PaLM, arXiv:2204.02311, table 3)

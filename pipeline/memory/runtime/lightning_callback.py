@@ -74,9 +74,8 @@ class GovernorCallback(Callback):
     def _govern(self, trainer: Trainer, module: LightningModule) -> Governed:
         optimizer = module.optimizers()
         if isinstance(optimizer, list):
-            raise ConfigError(
-                f"{len(optimizer)} optimizers", where="GovernorCallback", remedy="a Governed of your own each"
-            )
+            what = f"{len(optimizer)} optimizers"
+            raise ConfigError(what, where="GovernorCallback", remedy="a Governed of your own each")
         if trainer.world_size > 1:
             what = "Lightning adds up gradients in every backward: an OOM on one rank would leave the others waiting"
             raise ConfigError(what, where="GovernorCallback", remedy="one device, or pipeline submit --stage train")
@@ -126,8 +125,9 @@ class GovernorCallback(Callback):
         self._end()  # Lightning calls no teardown() of callbacks after an error
         if not (is_out_of_memory(exception) or isinstance(exception, PipelineError)):
             return
-        remedy = exception.remedy if isinstance(exception, PipelineError) else REMEDY
-        error = exception.what if isinstance(exception, PipelineError) else str(exception).partition("\n")[0]
+        error, remedy = str(exception).partition("\n")[0], REMEDY
+        if isinstance(exception, PipelineError):
+            error, remedy = exception.what, exception.remedy
         figures = {} if self._meter is None else asdict(self._meter.read())
         at = {"epoch": trainer.current_epoch, "step": trainer.global_step}
         self._tell({"kind": "failure", **at, "error": error, "remedy": remedy, **figures})

@@ -15,7 +15,7 @@ from pipeline.memory.footprint import LIVE_ONLY, Provenance
 from pipeline.memory.hardware.gpus import device
 from pipeline.memory.hardware.host_memory import STEP_SLACK, TrainingJob, measured_baseline, train_need
 from pipeline.memory.planning.comparison import Offer
-from pipeline.memory.planning.request import CardSpec
+from pipeline.memory.planning.memory_plan import CardSpec
 from pipeline.runs.model.training_work import host_card
 
 if TYPE_CHECKING:

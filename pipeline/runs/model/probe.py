@@ -24,7 +24,7 @@ from pipeline.journal.run_logs import end_of
 from pipeline.memory.footprint import Category
 from pipeline.memory.hardware.host_memory import STATED, TrainingJob, train_need
 from pipeline.memory.history.step_history import fingerprint, ratios_of_all
-from pipeline.memory.planning.request import CardSpecs
+from pipeline.memory.planning.memory_plan import CardSpecs
 from pipeline.memory.planning.step_estimates import SETTINGS, micro_time, reserve, update_s
 from pipeline.project.project import asked_bytes
 from pipeline.project.run_code import freeze, module_command
@@ -52,8 +52,7 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
     from pipeline.config.schema_cluster import CardSection as SiteCard
     from pipeline.memory.footprint import MemoryChoice, Oracle
-    from pipeline.memory.planning.memory_plan import MemoryPlan
-    from pipeline.memory.planning.request import CardSpec
+    from pipeline.memory.planning.memory_plan import CardSpec, MemoryPlan
     from pipeline.runs.model.training_work import Work
 
 NAME = "probe"

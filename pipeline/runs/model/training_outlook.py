@@ -18,9 +18,8 @@ from pipeline.memory.history.task_history import Suggestion
 from pipeline.memory.lint.lint_facts import RunFacts
 from pipeline.memory.lint.lint_rules import lint
 from pipeline.memory.planning.comparison import Offer, compare_configurations, compare_offers
-from pipeline.memory.planning.memory_plan import json_data
+from pipeline.memory.planning.memory_plan import CardSpec, DataSizes, json_data
 from pipeline.memory.planning.planner import CurriculumStage, plan_stages
-from pipeline.memory.planning.request import CardSpec, DataSizes
 from pipeline.memory.planning.step_estimates import SETTINGS, reserve
 from pipeline.project.project import asked_bytes, cluster_name, profiles_of
 from pipeline.project.run_code import blamed
@@ -42,8 +41,7 @@ if TYPE_CHECKING:
     from pipeline.memory.hardware.host_memory import HostNeed
     from pipeline.memory.lint.lint_facts import LintFinding
     from pipeline.memory.planning.comparison import Configuration, PlannedOffer
-    from pipeline.memory.planning.memory_plan import MemoryPlan
-    from pipeline.memory.planning.request import PlanRequest
+    from pipeline.memory.planning.memory_plan import MemoryPlan, PlanRequest
     from pipeline.memory.planning.step_estimates import Reserve
     from pipeline.runs.model.probe import Probed
     from pipeline.training.items.item_table import ItemTable

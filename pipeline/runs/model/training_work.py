@@ -14,7 +14,7 @@ import numpy as np
 
 from pipeline.errors import ConfigError
 from pipeline.memory.estimating.fallback_oracle import Counts, Formula, OracleLadder
-from pipeline.memory.planning.request import CardSpec, DataSizes, Micros, Oversize, PlanRequest
+from pipeline.memory.planning.memory_plan import CardSpec, DataSizes, Micros, Oversize, PlanRequest
 from pipeline.project.run_code import load_task, user_code_failed
 from pipeline.protocol import ITEMS, Contrastive, Example
 from pipeline.training.prepared import COST, LIKENESS, likeness, sampler_settings

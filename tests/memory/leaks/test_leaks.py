@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.memory.leaks import inspection
+from pipeline.memory.leaks import leak_detector
 from pipeline.memory.leaks.leak_detector import HOST, LAPS, OBJECTS, TENSORS, Leaks, MemoryLeak, Series, leaking
 from tests.limited import device
 
@@ -398,7 +398,7 @@ def _compiled(x: Tensor) -> Tensor:
 def test_a_look_does_not_compile_anew() -> None:
     from torch._dynamo.testing import CompileCounter
 
-    from pipeline.memory.leaks.referrers import StorageWatch
+    from pipeline.memory.leaks.inspection import StorageWatch
 
     counter = CompileCounter()
     function = torch.compile(_compiled, backend=counter)
@@ -486,7 +486,7 @@ def test_a_run_of_any_length_is_remembered_in_bounded_memory() -> None:
 
 
 def test_malloc_is_counted_to_the_byte() -> None:
-    count = inspection.malloc_counter()
+    count = leak_detector.malloc_counter()
     if count is None:
         pytest.skip("no malloc that tells what is in use: glibc before 2.33, or another one")
     before = count()

@@ -17,7 +17,7 @@ from pipeline.memory.footprint import (
     StandingFootprint,
     Tape,
 )
-from pipeline.memory.planning.request import CardSpec, DataSizes, Micros
+from pipeline.memory.planning.memory_plan import CardSpec, DataSizes, Micros
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -14,9 +14,8 @@ from torch.utils._pytree import tree_map_only
 
 from pipeline.config.schema_train import TrainSection
 from pipeline.memory.footprint import MemoryChoice, Oracle, live_peak_bytes, margin_of
-from pipeline.memory.planning.memory_plan import Filled, MemoryPlan
+from pipeline.memory.planning.memory_plan import DataSizes, Filled, MemoryPlan, Micros, PlanRequest
 from pipeline.memory.planning.planner import plan_memory
-from pipeline.memory.planning.request import DataSizes, Micros, PlanRequest
 from pipeline.protocol import ITEMS
 from pipeline.runs.model.training_work import Work, cutter, host_card, least_of, plan_with_oracle, target_of
 from pipeline.training.prepared import COST, LIKENESS, likeness, sampler_settings

@@ -15,9 +15,17 @@ from pipeline.errors import ConfigError, DataError, PlanInfeasible
 from pipeline.memory.footprint import MemoryChoice, Provenance, margin_of
 from pipeline.memory.hardware.gpus import device
 from pipeline.memory.planning.comparison import Offer, compare_configurations, compare_offers
-from pipeline.memory.planning.memory_plan import Filled, MemoryPlan, RemedyVerdict
+from pipeline.memory.planning.memory_plan import (
+    CardSpec,
+    DataSizes,
+    Filled,
+    MemoryPlan,
+    Micros,
+    Oversize,
+    PlanRequest,
+    RemedyVerdict,
+)
 from pipeline.memory.planning.planner import CurriculumStage, plan_memory, plan_stages
-from pipeline.memory.planning.request import CardSpec, DataSizes, Micros, Oversize, PlanRequest
 from pipeline.memory.planning.size_groups import rounded_up
 from pipeline.training.sampling.sampler import Sampler, SamplerSettings
 from tests.memory.planning.oracles import GIB, MIB, Integers, Model, card, data, greedy, heavy

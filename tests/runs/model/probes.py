@@ -13,9 +13,8 @@ import numpy as np
 from pipeline.config.load import read_config
 from pipeline.config.schema import Config
 from pipeline.memory.footprint import Oracle
-from pipeline.memory.planning.memory_plan import MemoryPlan
+from pipeline.memory.planning.memory_plan import CardSpec, DataSizes, MemoryPlan
 from pipeline.memory.planning.planner import plan_memory
-from pipeline.memory.planning.request import CardSpec, DataSizes
 from pipeline.memory.tracing.tracer import CPU
 from pipeline.runs.model.training_work import Work, cutter, host_card, least_of, request_of
 from tests.slurm.runs import nested

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from pipeline.cluster.peers import PEER_LOST
-from pipeline.memory.planning.request import REDUCED_BYTES
+from pipeline.memory.planning.memory_plan import REDUCED_BYTES
 from pipeline.training.ranks.process_group import (
     LETTER_BYTES,
     PIECE_BYTES,
