@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.circumstances import write
-from pipeline.encoder.checkpoints.esm_checkpoint import EsmCheckpoint, load_checkpoint
+from pipeline.encoder.checkpoints.esm_checkpoint import EsmCheckpoint, load_esm_checkpoint
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.encoder.embedding_recipe import ENDS, EmbeddingRecipe, tokenize
 from pipeline.encoder.engine.embed_engine import Engine
@@ -201,7 +201,7 @@ def measure(folder: Path, runs: int, path: Path) -> dict[str, object]:
     unique = sorted(set(all_chains))
     batches = longest_first(unique)
     reference = FairEsm(path)
-    checkpoint = load_checkpoint(path)
+    checkpoint = load_esm_checkpoint(path)
     encoder = EsmEncoder(checkpoint, layer=LAYERS, precision="fp32", device=torch.device("cpu"))
     sides: dict[str, Callable[[], Rows]] = {
         "ours": product(checkpoint, "tokens", unique),

@@ -39,11 +39,11 @@ def run(side: str, path: Path, length: int) -> None:
     torch.set_num_threads(1)
     texts = sequences(length)
     if side == "ours":
-        from pipeline.encoder.checkpoints.esm_checkpoint import load_checkpoint
+        from pipeline.encoder.checkpoints.esm_checkpoint import load_esm_checkpoint
         from pipeline.encoder.embedding_recipe import tokenize
         from pipeline.encoder.forward.esm2 import EsmEncoder
 
-        encoder = EsmEncoder(load_checkpoint(path), layer=LAYERS, precision="fp32", device=torch.device("cpu"))
+        encoder = EsmEncoder(load_esm_checkpoint(path), layer=LAYERS, precision="fp32", device=torch.device("cpu"))
         for _ in range(2):
             assert torch.isfinite(encoder([tokenize(text) for text in texts])).all()
     else:

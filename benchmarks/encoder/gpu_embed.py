@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from benchmarks.circumstances import write
-from pipeline.encoder.checkpoints.esm_checkpoint import as_dtype, load_checkpoint
+from pipeline.encoder.checkpoints.esm_checkpoint import as_dtype, load_esm_checkpoint
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.encoder.embedding_recipe import ENDS, VOCABULARY, tokenize
 from pipeline.encoder.forward.esm2 import EsmEncoder
@@ -84,7 +84,7 @@ def padded(sequences: Sequence[str]) -> Iterator[list[str]]:
 
 def ours(path: Path, size: Size, precision: str, device: torch.device) -> Side:
     """Return the packed forward pass."""
-    encoder = EsmEncoder(load_checkpoint(path), layer=size.layers, precision=precision, device=device)
+    encoder = EsmEncoder(load_esm_checkpoint(path), layer=size.layers, precision=precision, device=device)
 
     def rows(sequences: Sequence[str]) -> Rows:
         for batch in packed(sequences):
@@ -155,7 +155,7 @@ def fill(model: torch.nn.Module, path: Path) -> None:
         "self_attn.out_proj": "attention.output.dense", "final_layer_norm": "LayerNorm",
         "fc1": "intermediate.dense", "fc2": "output.dense",
     }  # fmt: skip
-    checkpoint = load_checkpoint(path)
+    checkpoint = load_esm_checkpoint(path)
     theirs = model.state_dict()
     for name, tensor in checkpoint.tensors.items():
         target = name.replace("embed_tokens", "embeddings.word_embeddings")

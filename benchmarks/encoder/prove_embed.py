@@ -26,7 +26,7 @@ from safetensors import safe_open
 
 from benchmarks.circumstances import write
 from pipeline.config.load import read_config
-from pipeline.encoder.checkpoints.esm_checkpoint import load_checkpoint as load_weights
+from pipeline.encoder.checkpoints.esm_checkpoint import load_esm_checkpoint as load_weights
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.encoder.forward.parity import Reference
 from pipeline.journal.run_folder import RunFolder

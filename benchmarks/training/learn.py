@@ -34,7 +34,8 @@ from scipy import stats  # noqa: E402
 
 from benchmarks.circumstances import write  # noqa: E402 - the project is found only now
 from pipeline.graphs.item_graph import ItemGraph  # noqa: E402
-from pipeline.structures.sources import SourceSpec, items  # noqa: E402
+from pipeline.structures.sources.data_source import items  # noqa: E402
+from pipeline.structures.sources.item_ids import SourceSpec  # noqa: E402
 from pipeline.tasks.interface import Interface, InterfaceBatch  # noqa: E402
 from pipeline.training.step.optimizers import StepSettings  # noqa: E402
 from pipeline.training.step.step import Step  # noqa: E402

@@ -201,7 +201,7 @@ def compact_command(yes: Yes = False, config: ConfigFile = None, sets: Sets = No
     """Make few files of many small ones; records are verified and stay as they are."""
     from pipeline.report import check_tables, tables
     from pipeline.store.format.disk import ask_owner
-    from pipeline.store.maintenance import compact as compaction
+    from pipeline.store.maintenance import rewrite as compaction
 
     loaded = load_config(config, sets)
     cache, chosen = _open(loaded), loaded.config.cache
@@ -211,7 +211,7 @@ def compact_command(yes: Yes = False, config: ConfigFile = None, sets: Sets = No
     if yes:
         work, waits = list(zip(stores, told, strict=True)), _waits(settle_s)
         with ask_owner(cache.root):
-            compaction.compact_all(work, shard_bytes=shard_bytes, settle_s=settle_s, waits=waits)
+            compaction.compact_shards(work, shard_bytes=shard_bytes, settle_s=settle_s, waits=waits)
     if as_json:
         kinds = [asdict(replace(one, twice=frozenset())) | {"twice": len(one.twice)} for one in told]
         print_json({"root": cache.root, "done": yes, "kinds": kinds})

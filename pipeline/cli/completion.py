@@ -221,7 +221,7 @@ def _gpus(_given: Sequence[tuple[str, str]], _word: str) -> Iterator[tuple[str, 
 
 
 def _models(_given: Sequence[tuple[str, str]], _word: str) -> Iterator[tuple[str, str]]:
-    from pipeline.encoder.checkpoints.weights import MODELS
+    from pipeline.encoder.checkpoints.checkpoint_files import MODELS
 
     yield from ((one.name, f"{one.layers} layers, width {one.dim:,}") for one in MODELS)
 

@@ -37,7 +37,7 @@ def check_command(config: ConfigFile = None, sets: Sets = None, as_json: Json = 
     from pipeline.project.project import Project, source_spec
     from pipeline.runs.dataset import reader_items
     from pipeline.runs.workflow.script_stage import ScriptStage
-    from pipeline.structures.sources import items
+    from pipeline.structures.sources.data_source import items
 
     loaded = load_config(config, sets)
     missing = load.missing_inputs(loaded)

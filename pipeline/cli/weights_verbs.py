@@ -16,8 +16,8 @@ from pipeline.cli.options import ConfigFile, Json, Sets, load_config, print_json
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pipeline.encoder.checkpoints.installation import Examined
-    from pipeline.encoder.checkpoints.weights import Published
+    from pipeline.encoder.checkpoints.checkpoint_files import Published
+    from pipeline.encoder.checkpoints.weights import Examined
     from pipeline.errors import ConfigError
 
 app = typer.Typer(help="Bring, check and make the encoder's checkpoints.", no_args_is_help=True)
@@ -38,8 +38,8 @@ def fetch_command(
     sets: Sets = None,
 ) -> None:
     """Download a checkpoint; run it again after any interruption, and it goes on from there."""
-    from pipeline.encoder.checkpoints.installation import examine_checkpoint
-    from pipeline.encoder.checkpoints.weights import published, stem
+    from pipeline.encoder.checkpoints.checkpoint_files import published, stem
+    from pipeline.encoder.checkpoints.weights import examine_checkpoint
 
     configured = _configured(config, sets)
     name = name or stem(configured)
@@ -66,16 +66,16 @@ def import_weights_command(
     sets: Sets = None,
 ) -> None:
     """Check a checkpoint that you brought, and copy it to where it is used."""
-    from pipeline.encoder.checkpoints import installation
+    from pipeline.encoder.checkpoints import weights
     from pipeline.encoder.checkpoints.checkpoint_files import files_of
 
     configured = _configured(config, sets)
-    files, found = files_of(source), installation.examine_checkpoint(source).accepted()
+    files, found = files_of(source), weights.examine_checkpoint(source).accepted()
     is_file = files.form == "fair-esm"
     target = _place_for(f"{files.name}.pt" if is_file else files.name, out, configured, into_folder=is_file)
-    is_there = installation.is_installed(files, target)
+    is_there = weights.is_installed(files, target)
     if not is_there:
-        installation.install(files, target, replace=force)
+        weights.install_checkpoint(files, target, replace=force)
     _say(replace(found, weights=replace(found.weights, path=str(target))), "is there already" if is_there else "copied")
     _say_how_to_use(target, configured)
 
@@ -90,8 +90,7 @@ def check_weights_command(
     as_json: Json = False,
 ) -> None:
     """Read a checkpoint, safely, and say what it is."""
-    from pipeline.encoder.checkpoints.installation import examine_checkpoint
-    from pipeline.encoder.checkpoints.weights import find_checkpoint
+    from pipeline.encoder.checkpoints.weights import examine_checkpoint, find_checkpoint
     from pipeline.report import tables
 
     found = examine_checkpoint(path or find_checkpoint(_configured(config, sets)))
@@ -141,7 +140,7 @@ def _unknown_model(name: str) -> ConfigError:
     """Name the published models, those first that may have been meant."""
     from difflib import get_close_matches
 
-    from pipeline.encoder.checkpoints.weights import MODELS
+    from pipeline.encoder.checkpoints.checkpoint_files import MODELS
     from pipeline.errors import ConfigError
 
     names = [model.name for model in MODELS]
@@ -156,7 +155,7 @@ def _unknown_model(name: str) -> ConfigError:
 
 def _existing(target: Path, name: str) -> Examined:
     """Return what is there already, if it is in order."""
-    from pipeline.encoder.checkpoints.installation import examine_checkpoint
+    from pipeline.encoder.checkpoints.weights import examine_checkpoint
     from pipeline.errors import WeightsUnusable
 
     try:
@@ -168,7 +167,7 @@ def _existing(target: Path, name: str) -> Examined:
 
 def _download(name: str, model: Published | None, url: str | None, target: Path) -> None:
     """Fetch a checkpoint, and let nothing else take its place."""
-    from pipeline.encoder.checkpoints import download, installation
+    from pipeline.encoder.checkpoints import download, weights
     from pipeline.report.live_status import DownloadBars
 
     sha256, size = (model.pt_sha256, model.pt_bytes) if model else (None, None)
@@ -180,7 +179,7 @@ def _download(name: str, model: Published | None, url: str | None, target: Path)
                 target,
                 sha256=sha256,
                 size=size,
-                accept=lambda path: installation.refuse_other(path, model),
+                accept=lambda path: weights.refuse_other(path, model),
                 tell=shown.show,
             )
         except KeyboardInterrupt:

@@ -31,7 +31,7 @@ from pipeline.graphs.item_graph import ROLES, ChainText, ItemGraph, PartnerGraph
 from pipeline.graphs.residue_graph import centre, cross_edges, no_contacts, refuse_coincident
 from pipeline.records import Kind, Reason, Role
 from pipeline.structures.atoms import UnusableInput, name_text
-from pipeline.structures.partners import joined_rows
+from pipeline.structures.partners import joined_embedding_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -132,7 +132,7 @@ def _part(
         **extra,
     }
     chains = tuple(ChainText(chain.name, chain.kind, chain.sequence) for chain in partner.chains)
-    row_R = joined_rows(partner, read.maps.get(f"rows.{role.value}"))
+    row_R = joined_embedding_rows(partner, read.maps.get(f"rows.{role.value}"))
     return PartnerGraph(role, chains, centre_3, nodes, edges, _residues(chosen, row_R), paths)
 
 

@@ -14,7 +14,7 @@ from pipeline.graphs import contacts, neighbours
 from pipeline.graphs.item_graph import ROLES, ChainText, ItemGraph, PartnerGraph
 from pipeline.records import Kind, Reason, Role
 from pipeline.structures.atoms import UnusableInput, name_text
-from pipeline.structures.partners import joined_rows
+from pipeline.structures.partners import joined_embedding_rows
 from pipeline.structures.policy import BACKBONE
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def build_residue_graph(read: Complex, recipe: GraphRecipe) -> ItemGraph:
     for role, chosen in sides.items():
         partner, centre_3 = read.partners[role], centre(chosen.ca_N3)
         nodes = node_arrays(chosen, bodies[role], centre_3)
-        nodes["row"] = joined_rows(partner, read.maps.get(f"rows.{role.value}"))[chosen.place_N]
+        nodes["row"] = joined_embedding_rows(partner, read.maps.get(f"rows.{role.value}"))[chosen.place_N]
         chains = tuple(ChainText(chain.name, chain.kind, chain.sequence) for chain in partner.chains)
         parts.append(PartnerGraph(role, chains, centre_3, nodes | extra.get(role, {}), {NEAR: edges[role]}))
     cross = cross_edges(read, recipe, {role: chosen.ca_N3 for role, chosen in sides.items()})

@@ -24,7 +24,7 @@ from pipeline.store.cache_folder import CacheFolder
 from pipeline.structures.inventory import ScanRecipe
 from pipeline.structures.parsing.read_structure import FileReading
 from pipeline.structures.policy import Policy
-from pipeline.structures.sources import SourceSpec
+from pipeline.structures.sources.item_ids import SourceSpec
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from pipeline.store.maintenance.compact import Compacted
     from pipeline.store.maintenance.damage_report import Checked
+    from pipeline.store.maintenance.rewrite import Compacted
     from pipeline.store.maintenance.shard_repair import Mend, Repaired
 
 SHOWN = 20  # shards of which each has a line

@@ -30,7 +30,7 @@ from pipeline.setup.slurm_checks import CheckResult, CheckVerdict, failed_check
 from pipeline.stages.scan import glance
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.structures.parsing.structure_files import item_paths
-from pipeline.structures.sources import items
+from pipeline.structures.sources.data_source import items
 
 if TYPE_CHECKING:
     from pipeline.config.load import LoadedConfig

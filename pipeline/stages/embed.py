@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from pipeline.encoder.checkpoints.esm_checkpoint import EsmCheckpoint
     from pipeline.encoder.embedding_recipe import EmbeddingRecipe
     from pipeline.encoder.engine.embed_engine import Engine
+    from pipeline.encoder.engine.memory_ladder import Device
     from pipeline.encoder.engine.sequence_work import Embedding, EngineSettings
-    from pipeline.encoder.engine.token_budget import Device
     from pipeline.encoder.forward.esm2 import EsmEncoder
     from pipeline.encoder.forward.parity import ParityVerdict
     from pipeline.records import Reason, Tell
@@ -140,12 +140,12 @@ def embed_texts(
         yield None
     if len(todo) == 0:
         return
-    from pipeline.encoder.checkpoints.esm_checkpoint import load_checkpoint
-    from pipeline.encoder.engine import token_budget
+    from pipeline.encoder.checkpoints.esm_checkpoint import load_esm_checkpoint
+    from pipeline.encoder.engine import memory_ladder
     from pipeline.encoder.engine.embed_engine import Engine
 
-    token_budget.prepare_device(settings)
-    checkpoint = load_checkpoint(path)
+    memory_ladder.prepare_device(settings)
+    checkpoint = load_esm_checkpoint(path)
     builder = _Builder(checkpoint, recipe, settings, shelves)
     precision, tell.figures["lowest_cosine"] = builder.gate()
     limits = _Limits(recipe, precision, settings, shelves.limits)
@@ -261,7 +261,7 @@ class _Builder:
 
     def _pass(self, device: str, precision: str) -> float:
         """Return how close an encoder comes to the reference; raise where that is not close enough."""
-        from pipeline.encoder.engine.token_budget import device_name
+        from pipeline.encoder.engine.memory_ladder import device_name
         from pipeline.encoder.forward import parity
 
         recipe, store = self._recipe, self._shelves.parity
@@ -301,7 +301,7 @@ class _Limits:
     """The budgets that were learned where memory ended, on devices with this much of it; forgotten after a week."""
 
     def __init__(self, recipe: EmbeddingRecipe, precision: str, settings: EngineSettings, store: Store) -> None:
-        from pipeline.encoder.engine.token_budget import device_name, memory_bytes
+        from pipeline.encoder.engine.memory_ladder import device_name, memory_bytes
 
         self._store = store
         self._made_from: dict[str, Any] = {

@@ -25,7 +25,7 @@ from pipeline.graphs.judged_parts import (
     residue_nodes,
 )
 from pipeline.records import Kind, Reason
-from pipeline.structures.partners import joined_rows
+from pipeline.structures.partners import joined_embedding_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -112,7 +112,7 @@ def _atoms_beside(part: PartnerGraph, partner: Partner, seqres_R: Array | None, 
     if part.size > partner.atoms or (recipe["hydrogens"] and part.size < partner.atoms):
         yield f"{role}: {part.size} nodes; the inventory has {partner.atoms} atoms"
     if len(part.row_R) == partner.residues:
-        unlike_R = part.row_R != joined_rows(partner, seqres_R)
+        unlike_R = part.row_R != joined_embedding_rows(partner, seqres_R)
         yield from first_bad(f"{role}.residue.row", unlike_R, part.row_R, "is not that of the inventory")
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipeline.records import Entry, Reason, Rejection
-from pipeline.structures.sources.item_ids import SeenIds, id_problem, printable
+from pipeline.structures.sources.item_ids import SeenIds, id_problem, printable_text
 from pipeline.training.items.item_source import (
     ArrayForms,
     array_sizes,
@@ -76,7 +76,9 @@ class EntriesTaken:
         """Refuse an item whose id stood before; in another split, it is a leak."""
         if split and entry.split and split != entry.split:
             self.leaks += 1
-            self.leak = self.leak or f"the same id is in the splits {split} and {entry.split}: {printable(entry.id)}"
+            self.leak = (
+                self.leak or f"the same id is in the splits {split} and {entry.split}: {printable_text(entry.id)}"
+            )
         detail = f"an earlier item{f' of split {split!r}' if split else ''} has this id already"
         return _refused(entry, Reason.DUPLICATE_ID, detail)
 
@@ -96,7 +98,7 @@ def take_entries(
 
 
 def _refused(entry: Entry, reason: Reason, detail: str) -> Rejection:
-    return Rejection(printable(str(entry.id)), reason, detail, entry.origin, entry.split)
+    return Rejection(printable_text(str(entry.id)), reason, detail, entry.origin, entry.split)
 
 
 def _problem(entry: Entry) -> str:

@@ -135,14 +135,14 @@ class EncodedAgain:
         )
 
     def _engine(self, recipe: EmbeddingRecipe) -> Engine:
-        from pipeline.encoder.checkpoints.esm_checkpoint import load_checkpoint
-        from pipeline.encoder.engine import token_budget
+        from pipeline.encoder.checkpoints.esm_checkpoint import load_esm_checkpoint
+        from pipeline.encoder.engine import memory_ladder
         from pipeline.encoder.engine.embed_engine import Engine
 
         if recipe not in self._engines:
             settings = EngineSettings(policy="tokens", cap=1, budget="auto", device="cpu", threads=self._threads)
-            token_budget.prepare_device(settings)
-            self._checkpoint = self._checkpoint or load_checkpoint(self._path)
+            memory_ladder.prepare_device(settings)
+            self._checkpoint = self._checkpoint or load_esm_checkpoint(self._path)
             self._engines.clear()  # one at a time: each has its own copy of the weights
             self._engines[recipe] = Engine(self._checkpoint, recipe, settings)
         return self._engines[recipe]

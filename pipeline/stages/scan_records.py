@@ -17,7 +17,7 @@ from pipeline.encoder.embedding_recipe import ENCODER_VERSION, STORED, BadSequen
 from pipeline.graphs.judged_parts import first_bad, listed
 from pipeline.keys import recipe_key, tagged_key
 from pipeline.records import Inventory, Kind, Reason, Role
-from pipeline.structures.partners import NO_ROW, joined_rows
+from pipeline.structures.partners import NO_ROW, joined_embedding_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -144,7 +144,7 @@ def _rows(partner: Partner, rows_R: Array | None) -> Iterator[str]:
         yield f"{name} is {rows_R.dtype} {list(rows_R.shape)}, not int32 {[partner.residues]}"
         return
     try:
-        joined_rows(partner, rows_R)
+        joined_embedding_rows(partner, rows_R)
     except ValueError as error:
         yield f"{partner.role.value}: {error}"
         return

@@ -143,7 +143,7 @@ def full_sequence(structure: Structure, chain: Chain, policy: Policy) -> tuple[s
     return "".join(letters), rows_R
 
 
-def joined_rows(partner: Partner, seqres_R: NDArray[np.int32] | None) -> NDArray[np.int32]:
+def joined_embedding_rows(partner: Partner, seqres_R: NDArray[np.int32] | None) -> NDArray[np.int32]:
     """Return the row of each residue in the joined sequences of a partner's protein chains, or NO_ROW.
 
     Whether the chains are encoded one by one or joined, their embeddings one after the other have this row.

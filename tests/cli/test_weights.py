@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.encoder.checkpoints import weights as published
+from pipeline.encoder.checkpoints import checkpoint_files
+from pipeline.encoder.checkpoints.checkpoint_files import Published
 from pipeline.encoder.checkpoints.download import DownloadProgress
-from pipeline.encoder.checkpoints.weights import Published
 from pipeline.report.cache_tables import said
 from tests.command import Command
 from tests.encoder.checkpoints import file_server as web
@@ -42,12 +42,12 @@ def folder(tiny: Path, tmp_path: Path) -> Path:
     """Return the same weights as a Hugging Face folder, with what else such folders hold."""
     from safetensors.torch import save_file
 
-    from pipeline.encoder.checkpoints.esm_checkpoint import load_checkpoint
+    from pipeline.encoder.checkpoints.esm_checkpoint import load_esm_checkpoint
     from tests.cli.face import face_names
 
     folder = tmp_path / "brought" / TINY
     folder.mkdir(parents=True)
-    save_file(face_names(load_checkpoint(tiny)), folder / "model.safetensors")
+    save_file(face_names(load_esm_checkpoint(tiny)), folder / "model.safetensors")
     config = {"model_type": "esm", "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
     config |= {"position_embedding_type": "rotary", "token_dropout": True, "layer_norm_eps": 1e-5}
     config |= {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32}
@@ -71,7 +71,7 @@ def publish(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def add(data: bytes | None = None) -> None:
         data = tiny.read_bytes() if data is None else data
         model = Published(TINY, 2, 32, 4, len(data), hashlib.sha256(data).hexdigest())
-        monkeypatch.setattr(published, "MODELS", (*published.MODELS, model))
+        monkeypatch.setattr(checkpoint_files, "MODELS", (*checkpoint_files.MODELS, model))
 
     return add
 
@@ -154,7 +154,7 @@ def test_an_unknown_model_is_refused_with_the_nearest_name(pipeline: Command, na
     assert refused.code == 2
     assert "did you mean" in refused.err
     assert "pipeline weights fetch esm2_t33_650M_UR50D" in refused.err
-    assert all(model.name in refused.err for model in published.MODELS)
+    assert all(model.name in refused.err for model in checkpoint_files.MODELS)
 
 
 def test_a_name_like_no_other_gets_the_table(pipeline: Command):
@@ -378,15 +378,15 @@ def test_import_into_a_folder_that_may_not_be_written_is_refused(pipeline: Comma
 
 
 def test_a_copy_that_the_disk_gives_back_otherwise_is_refused(pipeline: Command, tiny, monkeypatch):
-    from pipeline.encoder.checkpoints import installation
+    from pipeline.encoder.checkpoints import weights
 
     def damaged(path: Path) -> str:
         with path.open("r+b") as file:
             file.write(b"\0")
         return hashlib.sha256(path.read_bytes()).hexdigest()
 
-    whole = installation.sha256_of
-    monkeypatch.setattr(installation, "sha256_of", lambda path: (damaged if "partial" in path.name else whole)(path))
+    whole = weights.sha256_of
+    monkeypatch.setattr(weights, "sha256_of", lambda path: (damaged if "partial" in path.name else whole)(path))
     refused = pipeline("weights", "import", str(tiny))
     assert refused.code == 3
     assert "cannot be read back" in refused.err

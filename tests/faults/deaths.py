@@ -26,7 +26,7 @@ from pathlib import Path
 from pipeline.errors import PipelineError
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.key_lists import sorted_pairs
-from pipeline.store.maintenance import compact, scrub, shard_repair, sweep
+from pipeline.store.maintenance import rewrite, scrub, shard_repair, sweep
 from tests.faults.judged import KIND, complaints, is_of_gone, served
 from tests.faults.works import HEADER_BYTES, NAME, WORKS, Work
 from tests.store.content import key_of, put
@@ -159,7 +159,7 @@ def index(turmoil: Turmoil, cache: CacheFolder, numbers: range, tell: Tell) -> N
 
 def pack(turmoil: Turmoil, cache: CacheFolder, numbers: range, tell: Tell) -> None:
     store = cache.kind(KIND)
-    compact.compact_shards(store, compact.plan_compaction(store), settle_s=SETTLE_S)
+    rewrite.compact_shards([(store, rewrite.plan_compaction(store))], settle_s=SETTLE_S)
 
 
 def clean(turmoil: Turmoil, cache: CacheFolder, numbers: range, tell: Tell) -> None:

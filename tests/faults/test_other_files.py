@@ -121,11 +121,11 @@ class TestAnIndexFromAnotherTime:
         assert complaints(root, [key_of(number) for number in range(6)], [key_of(number) for number in range(7)]) == []
 
     def test_an_older_index_of_shards_that_were_rewritten_loses_nothing(self, root, index):
-        from pipeline.store.maintenance import compact
+        from pipeline.store.maintenance import rewrite
 
         store, _ = fill(root.parent, range(3, 6))
         old = index.read_bytes()
-        compact.compact_shards(store, compact.plan_compaction(store), settle_s=0)
+        rewrite.compact_shards([(store, rewrite.plan_compaction(store))], settle_s=0)
         overwrite(index, old)
         assert complaints(root, [key_of(number) for number in range(6)], [key_of(number) for number in range(7)]) == []
 

@@ -11,7 +11,7 @@ from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.cache_layout import REPORTS
 from pipeline.store.format.shard import read_table
 from pipeline.store.key_lists import sorted_pairs
-from pipeline.store.maintenance import compact, scrub, sweep, transfer
+from pipeline.store.maintenance import rewrite, scrub, sweep, transfer
 from pipeline.store.maintenance import shard_repair as repairing
 from pipeline.store.maintenance.damage_report import ReportWriter, Summary
 from pipeline.store.maintenance.leftovers import User, forget, register
@@ -143,7 +143,7 @@ def _repair(folder: Path, cache: CacheFolder, say: Say) -> None:
 
 def _compact(folder: Path, cache: CacheFolder, say: Say) -> None:
     store = cache.kind(KIND)
-    compact.compact_shards(store, compact.plan_compaction(store), settle_s=0)
+    rewrite.compact_shards([(store, rewrite.plan_compaction(store))], settle_s=0)
 
 
 def _half_dead(folder: Path) -> None:

@@ -9,7 +9,8 @@ import pytest
 from pipeline.records import Item, Part, Role
 from pipeline.structures.inventory import Complex, ScanRecipe, examine_item
 from pipeline.structures.parsing.structure_files import File, read_file
-from pipeline.structures.sources import SourceSpec, items
+from pipeline.structures.sources.data_source import items
+from pipeline.structures.sources.item_ids import SourceSpec
 from tests.graphs.complexes import LIMIT
 
 

@@ -21,7 +21,8 @@ from pipeline.structures.inventory import ScanRecipe as Structures
 from pipeline.structures.inventory import item_key
 from pipeline.structures.parsing.structure_files import item_paths
 from pipeline.structures.policy import Policy
-from pipeline.structures.sources import SourceSpec, items
+from pipeline.structures.sources.data_source import items
+from pipeline.structures.sources.item_ids import SourceSpec
 from tests.stages.test_scan import settle
 from tests.structures.parsing.amber_text import write_complex
 from tests.structures.parsing.molecule_text import ACETAMIDE, THEOPHYLLINE, moved

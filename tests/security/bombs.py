@@ -34,7 +34,7 @@ from pipeline.store.format.disk import Disk
 from pipeline.structures.atoms import UnusableInput
 from pipeline.structures.parsing.read_structure import FileReading, parse_structure
 from pipeline.structures.parsing.structure_files import format_of, read_file
-from pipeline.structures.sources import items
+from pipeline.structures.sources.data_source import items
 from pipeline.structures.sources.item_ids import SourceSpec
 from pipeline.training.checkpoints.tensor_file import TensorFile, WrittenFile
 from tests.structures.parsing.amber_text import complex_files

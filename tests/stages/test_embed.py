@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from pipeline.encoder.checkpoints.esm_checkpoint import digest_weights, load_checkpoint
+from pipeline.encoder.checkpoints.esm_checkpoint import digest_weights, load_esm_checkpoint
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.encoder.embedding_recipe import EmbeddingRecipe, Variant
 from pipeline.encoder.engine.embed_engine import Engine
@@ -43,7 +43,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def recipe(weights: Path) -> EmbeddingRecipe:
     return EmbeddingRecipe(
-        digest_weights(load_checkpoint(weights)), layer=2, context="chain", precision="fp32", storage="fp32"
+        digest_weights(load_esm_checkpoint(weights)), layer=2, context="chain", precision="fp32", storage="fp32"
     )
 
 
@@ -85,7 +85,7 @@ def test_what_is_stored_is_what_fair_esm_computes(
     weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves
 ) -> None:
     assert run(weights, recipe, shelves) == [None] * len(TEXTS)
-    wanted = Reference(load_checkpoint(weights), 2, torch.device("cpu"))(TEXTS)
+    wanted = Reference(load_esm_checkpoint(weights), 2, torch.device("cpu"))(TEXTS)
     for text, rows in zip(TEXTS, wanted, strict=True):
         np.testing.assert_allclose(rows_of(text, recipe, shelves), rows, atol=1e-5)
 
@@ -103,7 +103,7 @@ def test_a_second_run_computes_nothing(
     weights: Path, recipe: EmbeddingRecipe, shelves: EmbedShelves, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(weights, recipe, shelves)
-    monkeypatch.setattr("pipeline.encoder.checkpoints.esm_checkpoint.load_checkpoint", forbidden)
+    monkeypatch.setattr("pipeline.encoder.checkpoints.esm_checkpoint.load_esm_checkpoint", forbidden)
     assert run(weights, recipe, open_shelves(tmp_path)) == [None] * len(TEXTS)
 
 
@@ -184,7 +184,7 @@ def test_half_precision_that_misses_the_reference_publishes_nothing_where_no_oth
 ) -> None:
     path = tmp_path / "esm2_stress.pt"
     write_random_checkpoint(path, layers=6, dim=64, heads=4, stress=6.0)
-    strict = EmbeddingRecipe(digest_weights(load_checkpoint(path)), 6, "chain", "bf16", "bf16", half_fallback=False)
+    strict = EmbeddingRecipe(digest_weights(load_esm_checkpoint(path)), 6, "chain", "bf16", "bf16", half_fallback=False)
     with pytest.raises(JobFailed, match="bf16 is not close enough"):
         run(path, strict, shelves)
     assert shelves.embeddings.stat().records == 0
@@ -210,7 +210,7 @@ def test_weights_that_are_not_numbers_publish_nothing(tmp_path: Path, shelves: E
     data["model"]["encoder.sentence_encoder.layers.0.fc1.weight"][0, 0] = float("nan")
     torch.save(data, path)
     with pytest.raises(JobFailed, match="nothing was published"):
-        run(path, EmbeddingRecipe(digest_weights(load_checkpoint(path)), 1, "chain", "fp32", "fp32"), shelves)
+        run(path, EmbeddingRecipe(digest_weights(load_esm_checkpoint(path)), 1, "chain", "fp32", "fp32"), shelves)
     assert shelves.embeddings.stat().records == 0
 
 

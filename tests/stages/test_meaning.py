@@ -39,7 +39,8 @@ from pipeline.structures.inventory import plain_recipe as plain_structures
 from pipeline.structures.parsing.read_structure import FileReading
 from pipeline.structures.parsing.structure_files import File, read_file
 from pipeline.structures.policy import Policy
-from pipeline.structures.sources import SourceSpec, items
+from pipeline.structures.sources.data_source import items
+from pipeline.structures.sources.item_ids import SourceSpec
 from pipeline.structures.synthetic import complex_pdb
 from pipeline.training.items.item_table import TableBuilder
 from tests.graphs.complexes import LIMIT

@@ -18,7 +18,8 @@ from pipeline.structures.parsing.read_structure import FileReading, parse_struct
 from pipeline.structures.parsing.structure_files import File, format_of, read_file
 from pipeline.structures.partners import bound_rows
 from pipeline.structures.policy import Policy, apply_policy
-from pipeline.structures.sources import SourceSpec, items
+from pipeline.structures.sources.data_source import items
+from pipeline.structures.sources.item_ids import SourceSpec
 from tests.structures.pdb_text import atom, chain, residue
 
 LIMIT = 64 << 20

@@ -12,7 +12,7 @@ from pipeline.records import ChainSummary, Item, Kind, Part, Partner, Role
 from pipeline.structures.inventory import ScanRecipe, take
 from pipeline.structures.parsing.read_structure import FileReading
 from pipeline.structures.parsing.structure_files import File, read_file
-from pipeline.structures.partners import NO_ROW, joined_rows
+from pipeline.structures.partners import NO_ROW, joined_embedding_rows
 
 
 def chain(name: str, sequence: str, kind: Kind = Kind.PROTEIN, residues: int | None = None) -> ChainSummary:
@@ -26,7 +26,7 @@ def partner(*chains: ChainSummary) -> Partner:
 
 def test_rows_count_through_the_joined_chains_and_nucleic_acids_have_none() -> None:
     heavy_and_light = partner(chain("H", "MKV"), chain("R", "ACGU", Kind.RNA), chain("L", "GG"))
-    assert joined_rows(heavy_and_light, None).tolist() == [0, 1, 2, NO_ROW, NO_ROW, NO_ROW, NO_ROW, 3, 4]
+    assert joined_embedding_rows(heavy_and_light, None).tolist() == [0, 1, 2, NO_ROW, NO_ROW, NO_ROW, NO_ROW, 3, 4]
 
 
 @pytest.mark.parametrize(
@@ -36,12 +36,12 @@ def test_rows_count_through_the_joined_chains_and_nucleic_acids_have_none() -> N
 def test_a_map_that_does_not_fit_is_refused(seqres_R: list[int]) -> None:
     one = partner(chain("A", "MKVGG", residues=3))
     with pytest.raises(ValueError, match="chain A: its map into the full sequence does not fit"):
-        joined_rows(one, np.array(seqres_R, np.int32))
+        joined_embedding_rows(one, np.array(seqres_R, np.int32))
 
 
 def test_without_a_map_residues_and_letters_must_be_as_many() -> None:
     with pytest.raises(ValueError, match="chain A: 3 residues, 5 letters"):
-        joined_rows(partner(chain("A", "MKVGG", residues=3)), None)
+        joined_embedding_rows(partner(chain("A", "MKVGG", residues=3)), None)
 
 
 @pytest.mark.shared
@@ -59,7 +59,8 @@ def test_in_real_structures_the_row_of_a_residue_has_its_letter(shared_structure
         for seen, full in zip(observed.partners, found.partners, strict=True):
             encoded = "".join(one.sequence for one in full.chains if one.kind is Kind.PROTEIN)
             letters = [
-                encoded[row] if row != NO_ROW else "" for row in joined_rows(full, maps.get(f"rows.{full.role.value}"))
+                encoded[row] if row != NO_ROW else ""
+                for row in joined_embedding_rows(full, maps.get(f"rows.{full.role.value}"))
             ]
             wanted = [letter if one.kind is Kind.PROTEIN else "" for one in seen.chains for letter in one.sequence]
             assert letters == wanted, path.name

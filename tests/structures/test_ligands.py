@@ -14,7 +14,7 @@ from pipeline.structures.census import CensusTally
 from pipeline.structures.inventory import Complex, ScanRecipe, examine_item, item_key
 from pipeline.structures.parsing.read_structure import FileReading, parse_structure
 from pipeline.structures.parsing.structure_files import HAS_BIOTITE, File, format_of, read_file
-from pipeline.structures.partners import joined_rows
+from pipeline.structures.partners import joined_embedding_rows
 from pipeline.structures.policy import Policy, Structure, apply_policy
 from tests.structures.pdb_text import atom, chain
 
@@ -93,7 +93,7 @@ def test_a_chain_brings_its_molecules() -> None:
     assert names(found) == {"receptor": ["B", "B:HEM:401"], "ligand": ["A", "A:GTP:301", "A:GTP:303", "A:MG:302"]}
     receptor, ligand = found.partners.values()
     assert [(one.residues, one.nodes, one.atoms) for one in (receptor, ligand)] == [(4, 3, 14), (5, 2, 15)]
-    assert joined_rows(ligand, None).tolist() == [0, 1, -1, -1, -1]
+    assert joined_embedding_rows(ligand, None).tolist() == [0, 1, -1, -1, -1]
     assert "incomplete" not in ligand.notes
     assert "modified" not in ligand.notes
 
@@ -215,7 +215,7 @@ def test_molecules_have_no_full_sequence() -> None:
     lines = "SEQRES   1 A    3  GLY ALA CYS\n" + chain("A", "GLY", "ALA") + molecule("HEM", "A", 9, "NA", "NB")
     found = read(part(Role.WHOLE), lines=lines, recipe=replace(KEEP, reading=FileReading(seqres=True)))
     assert found.maps["rows.whole"].tolist() == [0, 1, -1]
-    assert joined_rows(found.partners[Role.WHOLE], found.maps["rows.whole"]).tolist() == [0, 1, -1]
+    assert joined_embedding_rows(found.partners[Role.WHOLE], found.maps["rows.whole"]).tolist() == [0, 1, -1]
 
 
 def test_what_rejects_modified_or_incomplete_residues_does_not_mind_molecules() -> None:

@@ -124,7 +124,7 @@ def shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     }
 
 
-def load_checkpoint(path: Path) -> EsmCheckpoint:
+def load_esm_checkpoint(path: Path) -> EsmCheckpoint:
     """Return the checkpoint at a path, whose every tensor has been looked for and found as it should be."""
     files = files_of(path)
     state, architecture = _fair_esm(files) if files.form == FAIR_ESM else _hugging_face(files)

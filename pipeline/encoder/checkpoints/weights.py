@@ -1,4 +1,4 @@
-"""Which checkpoint a run uses: found where it lies, identified by its content, and read only once.
+"""Which checkpoint a run uses: found where it lies, identified by its content, read only once, and installed.
 
 Nothing here imports torch before a checkpoint must be read.
 """
@@ -8,33 +8,41 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import secrets
+import shutil
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.encoder.checkpoints.checkpoint_files import (
+    _SUFFIXES,
     CONFIG,
+    HUGGING_FACE,
     INDEX,
     MAIN_MODEL,
     SINGLE,
     CheckpointFiles,
     files_of,
+    published,
+    stem,
     unreadable_checkpoint,
 )
+from pipeline.encoder.checkpoints.partial_download import BLOCK_BYTES, explaining_disk_errors
 from pipeline.errors import CacheDamaged, ConfigError, RecordMissing, WeightsUnusable
 from pipeline.keys import is_settled, recipe_key
+from pipeline.store.format.disk import Disk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from pipeline.encoder.checkpoints.checkpoint_files import Published
     from pipeline.store.store import Store
 
 log = logging.getLogger(__name__)
 
 WEIGHTS_VERSION = 1  # raise it when digests of the same weights change
 _BLOCK_BYTES = 1 << 20
-_SUFFIXES = (".pt", ".safetensors")
 
 
 class PublishedMatch(str, Enum):
@@ -144,11 +152,11 @@ def checkpoint_facts(path: Path) -> CheckpointFacts:
     from pipeline.encoder.checkpoints.esm_checkpoint import (
         digest_weights,
         dtype_name,
-        load_checkpoint,
+        load_esm_checkpoint,
         refuse_not_finite,
     )
 
-    checkpoint = load_checkpoint(path)
+    checkpoint = load_esm_checkpoint(path)
     refuse_not_finite(checkpoint)
     shape, size_bytes = checkpoint.architecture, sum(file.stat().st_size for file in files_of(path).all)
     facts = (digest_weights(checkpoint), shape.layers, shape.dim, shape.heads, dtype_name(checkpoint.dtype), size_bytes)
@@ -197,11 +205,6 @@ def _places(path: Path) -> Iterator[Path]:
         yield from _snapshots(model.name)
 
 
-def stem(path: Path) -> str:
-    """Return the model's name in a path."""
-    return path.stem if path.suffix in _SUFFIXES else path.name
-
-
 def _home(variable: str, name: str) -> Path:
     """Return the folder in which a library keeps what it downloaded."""
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -243,59 +246,155 @@ def _is_checkpoint(path: Path) -> bool:
         return False
 
 
-_HOST = "https://dl.fbaipublicfiles.com/fair-esm"
+_DISK = Disk()
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
-    """A published model; a digest or a size is None where no public source states it."""
+class Examined:
+    """A checkpoint that could be read, and what the table of published models says of it."""
 
-    name: str
-    layers: int
-    dim: int
-    heads: int
-    pt_bytes: int | None = None
-    pt_sha256: str | None = None
-    safetensors_sha256: str | None = None  # of Hugging Face's facebook/NAME, where it is one file
+    weights: CheckpointFacts
+    parameters: int  # of what encodes: heads are not counted
+    sha256: tuple[tuple[str, str], ...]  # name and digest of each file that holds tensors
+    verdict: str  # published, unknown or different
+    why: WeightsUnusable | None = None  # what is different
 
-    @property
-    def url(self) -> str:
-        """Where fair-esm's checkpoint is."""
-        return f"{_HOST}/models/{self.name}.pt"
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON data."""
+        why = None if self.why is None else self.why.what
+        facts = {"parameters": self.parameters, "sha256": dict(self.sha256), "verdict": self.verdict, "why": why}
+        return asdict(self.weights) | facts
 
-
-# Digests and sizes are those that Synthyra/FastPLMs pins in src/fastplms/models.toml (commit 077c1765). Each SHA-256 is
-# stated the same by other public repositories, among them DeepRank-Ab (650M), SimpleFold's and Protenix's ports (3B).
-# Of 15B, and of the parts that Hugging Face's 3B comes in, we found none.
-MODELS = (
-    Published(
-        "esm2_t6_8M_UR50D", 6, 320, 20, 30_099_493,
-        "46f002a9870c9bdecd0ea887acb1f9a38a6b561e8f8bf8a6990b679b9d31b928",
-        "24c5fa474c48f3b754b86efe752d5f189d2bcd88190fa2270fc92b2ef3034189",
-    ),
-    Published(
-        "esm2_t12_35M_UR50D", 12, 480, 20, 134_095_705,
-        "7f21e80e61d16a71735163ef555d3009afb0c98da74c48e29df08606973cc55e",
-        "e35647818e0e064351d4531ed480d225a002567b4b2b93ad3a9246d753150fc0",
-    ),
-    Published(
-        "esm2_t30_150M_UR50D", 30, 640, 20, 592_774_773,
-        "881c7176cf198ef8dec26a3c375d40eb58d0c33df95c22562ca6cc6d3f812c62",
-        "c3f1da8aea53bddd32c246c86168c23b9fd72341fb9db9a94436f855f5053566",
-    ),
-    Published(
-        "esm2_t33_650M_UR50D", 33, 1280, 20, 2_604_537_549,
-        "ea9d0522b335a8778dea6535a65301f10208dece28cd5865482b0b1fc446168c",
-        "a08adabb949fa67ad3c14b509d04fd60368b35007b0095e3358f81200c4f4db0",
-    ),
-    Published(
-        "esm2_t36_3B_UR50D", 36, 2560, 40, 5_678_116_398,
-        "7de8b4082ba15891959ab368b77ce3886697af1efb16d3c9e9e7b0c5d3f07500",
-    ),
-    Published("esm2_t48_15B_UR50D", 48, 5120, 40),
-)  # fmt: skip
+    def accepted(self) -> Examined:
+        """Return this, unless it is not what its name says."""
+        if self.why is not None:
+            raise self.why
+        return self
 
 
-def published(name: str) -> Published | None:
-    """Return the published model of that name."""
-    return next((model for model in MODELS if model.name == name), None)
+def examine_checkpoint(path: Path) -> Examined:
+    """Read the checkpoint at a path, every tensor and every byte of it."""
+    from pipeline.encoder.checkpoints.esm_checkpoint import load_esm_checkpoint
+
+    found = checkpoint_facts(path)
+    verdict, why = _judge(path, found)
+    digests = tuple((file.name, sha256_of(file)) for file in files_of(path).tensors)
+    return Examined(
+        found, sum(one.numel() for one in load_esm_checkpoint(path).tensors.values()), digests, verdict, why
+    )
+
+
+def _judge(path: Path, found: CheckpointFacts) -> tuple[str, WeightsUnusable | None]:
+    """Compare a checkpoint with what was published under its name."""
+    try:
+        _refuse_other_shape(published(found.name), (found.layers, found.dim, found.heads), path)
+        return ("published" if check_published(path, found.name) is PublishedMatch.EQUAL else "unknown"), None
+    except WeightsUnusable as difference:
+        return "different", difference
+
+
+def refuse_other(path: Path, model: Published | None) -> None:
+    """Refuse a file that is no checkpoint of ESM-2, or not of the architecture of a published model."""
+    from pipeline.encoder.checkpoints.esm_checkpoint import load_esm_checkpoint
+
+    shape = load_esm_checkpoint(path).architecture
+    _refuse_other_shape(model, (shape.layers, shape.dim, shape.heads), path)
+
+
+def _refuse_other_shape(model: Published | None, found: tuple[int, int, int], path: Path) -> None:
+    """Refuse a name that promises another architecture."""
+    if model is None or found == (wanted := (model.layers, model.dim, model.heads)):
+        return
+    sizes = [f"{layers} layers of width {dim} with {heads} heads" for layers, dim, heads in (found, wanted)]
+    remedy = f"pipeline weights fetch {model.name}   (or give your own model a name of its own)"
+    raise WeightsUnusable(
+        f"is not {model.name}: it has {sizes[0]}, and should have {sizes[1]}", where=str(path), remedy=remedy
+    )
+
+
+def is_installed(source: CheckpointFiles, target: Path) -> bool:
+    """Say whether the same bytes are there already."""
+    pairs = [(file, _in_folder(source, file, target)) for file in source.all]
+    if not all(there.is_file() and there.stat().st_size == file.stat().st_size for file, there in pairs):
+        return False
+    return all(there.samefile(file) or sha256_of(there) == sha256_of(file) for file, there in pairs)
+
+
+def install_checkpoint(source: CheckpointFiles, target: Path, *, replace: bool) -> None:
+    """Copy a checkpoint's files to `target`, verify the copy, and only then give it its name."""
+    if os.path.lexists(target) and not replace:
+        remedy = "choose another place with --out PATH, or replace it with --force"
+        raise ConfigError("something else is there already", where=str(target), remedy=remedy)
+    _refuse_small_disk(source, target)
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
+    with explaining_disk_errors(target):
+        _DISK.make_folder(target.parent)
+        try:
+            if source.form == HUGGING_FACE:
+                partial.mkdir()
+            for file in source.all:
+                _copy(file, _in_folder(source, file, partial))
+            _publish(partial, target)
+        finally:
+            _remove(partial)
+
+
+def _in_folder(source: CheckpointFiles, file: Path, target: Path) -> Path:
+    """Return where a file of a checkpoint is in its copy."""
+    if source.form != HUGGING_FACE:
+        return target
+    return target / (SINGLE if source.tensors == (file,) else file.name)
+
+
+def _refuse_small_disk(source: CheckpointFiles, target: Path) -> None:
+    """Refuse to begin what the disk cannot hold."""
+    needed, free = sum(file.stat().st_size for file in source.all), _DISK.free_bytes(target.parent)
+    if needed > free:
+        what = f"the disk has {free:,} bytes free, and {needed:,} are needed"
+        raise ConfigError(what, where=str(target.parent), remedy="make room, or --out PATH on another disk")
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a file, and read the copy back from the disk."""
+    hasher = hashlib.sha256()
+    with target.open("xb") as copy:
+        for block in _blocks(source):
+            hasher.update(block)
+            copy.write(block)
+        copy.flush()
+        os.fsync(copy.fileno())
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(copy.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # else memory would vouch for the disk
+    if sha256_of(target) != hasher.hexdigest():
+        what = "what was written there cannot be read back as it was: the disk, or what is between, is damaged"
+        raise WeightsUnusable(what, where=str(target.parent), remedy="--out PATH on another disk")
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    """Yield a file's bytes."""
+    try:
+        with path.open("rb") as file:
+            while block := file.read(BLOCK_BYTES):
+                yield block
+    except OSError as error:
+        raise WeightsUnusable(f"cannot be read: {error.strerror}", where=str(path), remedy=f"ls -lL {path}") from error
+
+
+def _publish(partial: Path, target: Path) -> None:
+    """Give a finished copy its name; a folder cannot be renamed over another, which steps aside first."""
+    old = target.with_name(f"{partial.name}.old")
+    if partial.is_dir():
+        _DISK.fsync_folder(partial)
+    if os.path.lexists(target) and (partial.is_dir() or target.is_dir()):
+        _DISK.rename(target, old)
+    _DISK.rename(partial, target)
+    _DISK.fsync_folder(target.parent)
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -9,9 +9,9 @@ import torch
 
 from pipeline.encoder.checkpoints.esm_checkpoint import as_dtype
 from pipeline.encoder.embedding_recipe import Variant
-from pipeline.encoder.engine import token_batches, token_budget
+from pipeline.encoder.engine import memory_ladder, token_batches
 from pipeline.encoder.engine.io_threads import BatchReader, RowWriter
-from pipeline.encoder.engine.oom_ladder import MemoryLadder
+from pipeline.encoder.engine.memory_ladder import QUEUE_BYTES, MemoryLadder
 from pipeline.encoder.engine.sequence_work import (
     ComputeStep,
     Done,
@@ -21,7 +21,6 @@ from pipeline.encoder.engine.sequence_work import (
     RefusedSequence,
     full_precision,
 )
-from pipeline.encoder.engine.token_budget import QUEUE_BYTES
 from pipeline.encoder.forward.esm2 import EsmEncoder
 from pipeline.errors import PlanInfeasible
 from pipeline.memory.runtime.out_of_memory import unless_out_of_memory
@@ -212,4 +211,4 @@ class Engine:
         encoder = self._ladder.main
         if self._settings.budget != "auto":
             return self._settings.budget
-        return token_budget.measured(encoder, self._settings.device, self._ladder.room)
+        return memory_ladder.measured(encoder, self._settings.device, self._ladder.room)

@@ -43,7 +43,7 @@ Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
-class ReadBatch:
+class TokenizedBatch:
     """Sequences that are ready to be computed, and those that never will be."""
 
     works: list[SequenceWork]
@@ -132,7 +132,7 @@ class Servant(Generic[Asked, Answer]):
         """Do what was asked."""
 
 
-class BatchReader(Servant["NDArray[np.int64]", ReadBatch]):
+class BatchReader(Servant["NDArray[np.int64]", TokenizedBatch]):
     """Reads and tokenises batches before they are needed."""
 
     name = "reader"
@@ -147,7 +147,7 @@ class BatchReader(Servant["NDArray[np.int64]", ReadBatch]):
         super().__init__()
         self._read, self._lengths_N, self._recipe, self._main = read, lengths_N, recipe, main
 
-    def answer(self, asked: NDArray[np.int64]) -> ReadBatch:
+    def answer(self, asked: NDArray[np.int64]) -> TokenizedBatch:
         """Return the sequences of one batch."""
         works, refused = list[SequenceWork](), list[RefusedSequence]()
         for index, text in zip(asked.tolist(), self._read(asked.tolist()), strict=True):
@@ -157,7 +157,7 @@ class BatchReader(Servant["NDArray[np.int64]", ReadBatch]):
                 works.append(self._work(index, text))
             except BadSequence as problem:
                 refused.append(RefusedSequence(index, Reason.BAD_SEQUENCE, str(problem)))
-        return ReadBatch(works, refused)
+        return TokenizedBatch(works, refused)
 
     def _work(self, index: int, text: str) -> SequenceWork:
         """Return a sequence as it begins: its tokens, as many as are wanted."""

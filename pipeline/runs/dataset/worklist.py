@@ -18,7 +18,7 @@ from pipeline.journal.run_folder import writing_run
 from pipeline.records import Item, Rejection, StageName
 from pipeline.stages.scan import look_again, look_up_items
 from pipeline.store.key_lists import in_chunks, recall, remember_keys
-from pipeline.structures.sources import items as source_items
+from pipeline.structures.sources.data_source import items as source_items
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from pipeline.journal.active_runs import GoingRun
     from pipeline.project.project import Project
     from pipeline.runs.upkeep.cache_use import Recipes
-    from pipeline.store.maintenance.leftovers import Leftover, User
+    from pipeline.store.maintenance.leftovers import LeftoverFile, User
     from pipeline.store.maintenance.sweep import Marked
 
 DAY_S = 86_400
@@ -100,8 +100,8 @@ class Cleaning:
     marked: dict[str, Marked] = field(default_factory=dict)
     recipes: Recipes = field(default_factory=dict)  # that are known
     wanted: frozenset[tuple[str, bytes]] = frozenset()  # those of this project today
-    leftovers: tuple[Leftover, ...] = ()  # that go
-    young: tuple[Leftover, ...] = ()  # that do not go yet
+    leftovers: tuple[LeftoverFile, ...] = ()  # that go
+    young: tuple[LeftoverFile, ...] = ()  # that do not go yet
     foreign: tuple[Path, ...] = ()
     notes: list[CleanNote] = field(default_factory=list)
 
@@ -189,7 +189,7 @@ def _plain(marked: Marked) -> dict[str, Any]:
     }
 
 
-def _plain_leftover(one: Leftover) -> dict[str, Any]:
+def _plain_leftover(one: LeftoverFile) -> dict[str, Any]:
     return {"path": str(one.path), "what": one.what.value, "kind": one.kind, "bytes": one.bytes}
 
 

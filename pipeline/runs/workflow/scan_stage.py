@@ -42,7 +42,7 @@ from pipeline.store.key_lists import in_chunks
 from pipeline.structures.census import Census, CensusTally
 from pipeline.structures.inventory import plain_recipe
 from pipeline.structures.parsing.structure_files import item_paths
-from pipeline.structures.sources.item_ids import printable
+from pipeline.structures.sources.item_ids import printable_text
 from pipeline.training.items.item_table import KIND, ItemTable
 from pipeline.waiting import wait_for
 
@@ -329,7 +329,7 @@ def _telling(reader: Reader, tell: Tell) -> Iterator[Entry | Rejection]:
     for number, entry in enumerate(reader.entries()):
         if number % TOLD_EVERY == 0 and isinstance(entry, Entry | Rejection):
             tell.figures[ITEMS_READ] = number
-            tell.on([f"item {number + 1:,} ({printable(entry.origin or str(entry.id))}) or one soon after it"])
+            tell.on([f"item {number + 1:,} ({printable_text(entry.origin or str(entry.id))}) or one soon after it"])
         yield entry
 
 

@@ -76,7 +76,7 @@ def describe_export(disk: Disk, folder: Path, files: Mapping[ShardFile, int]) ->
     _publish(disk, folder / EXPORT, json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
-def write_manifest(disk: Disk, folder: Path, lines: Mapping[ShardFile, str]) -> None:
+def write_export_manifest(disk: Disk, folder: Path, lines: Mapping[ShardFile, str]) -> None:
     """Write down the SHA-256 of each file, last of all: an export without that is not finished."""
     _publish(disk, folder / MANIFEST, "".join(f"{lines[file]}  {file}\n" for file in sorted(lines, key=str)))
 
@@ -104,7 +104,7 @@ def read_description(disk: Disk, folder: Path) -> dict[str, int]:
     return kinds
 
 
-def read_manifest(disk: Disk, folder: Path) -> Iterator[tuple[ShardFile, str]]:
+def read_export_manifest(disk: Disk, folder: Path) -> Iterator[tuple[ShardFile, str]]:
     """Yield the files of an export with their SHA-256; refuse a manifest that names anything else."""
     path = folder / MANIFEST
     try:

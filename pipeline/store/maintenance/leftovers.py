@@ -51,7 +51,7 @@ class Left(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Leftover:
+class LeftoverFile:
     """A file that may go, and since when it is as it is."""
 
     path: Path
@@ -65,13 +65,13 @@ class Leftover:
 class Beside:
     """What there is beside the records."""
 
-    leftovers: tuple[Leftover, ...]
+    leftovers: tuple[LeftoverFile, ...]
     foreign: tuple[Path, ...]  # what nobody knows here: it is left alone
 
 
 def find_leftovers(cache: CacheFolder) -> Beside:
     """Look through the folders of a cache; the last report is none of those that may go."""
-    leftovers: list[Leftover] = []
+    leftovers: list[LeftoverFile] = []
     foreign: list[Path] = []
     disk, last = cache.disk, last_report(cache.disk, cache.root)
     for folder, kind, patterns in _places(cache):
@@ -83,7 +83,7 @@ def find_leftovers(cache: CacheFolder) -> Beside:
                     foreign.append(path)
                 elif what is not Left.IN_USE and not (last and path == last.path):
                     since = youngest(disk, path, changed=what is Left.QUARANTINE)
-                    leftovers.append(Leftover(path, what, kind, disk.size_of(path), since))
+                    leftovers.append(LeftoverFile(path, what, kind, disk.size_of(path), since))
             except FileNotFoundError:  # it was published or removed meanwhile
                 continue
     return Beside(tuple(leftovers), tuple(foreign))

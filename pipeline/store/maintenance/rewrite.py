@@ -1,23 +1,30 @@
-"""TODO."""
+"""Carries records over to new shards, byte for byte and verified; and so makes few shards of many small ones."""
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import xxhash
 
+from pipeline.errors import CacheDamaged
+from pipeline.keys import KEY_BYTES
+from pipeline.store.format.disk import remove
 from pipeline.store.format.record import BadRecord, EncodedRecord, laid_out
-from pipeline.store.format.shard import row_keys
+from pipeline.store.format.shard import header_fault, read_table, row_keys
 from pipeline.store.shard_index import indexed
-from pipeline.store.snapshot import GONE
+from pipeline.store.snapshot import GONE, shard_names
 from pipeline.store.writer import DEFAULT_SHARD_BYTES, StoreWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from pathlib import Path
 
     from pipeline.store.format.disk import Disk
+    from pipeline.store.format.shard import ShardTable
     from pipeline.store.shard_index import Rows
     from pipeline.store.store import Store
 
@@ -53,11 +60,11 @@ def carried(
     """Copy records to new shards in the order given, one in memory at a time; yield each source once it may go.
 
     `sources` is asked for the next one only when the last has been read. Of the keys in `once` only the first whole
-    copy is carried over. The new shards are known to `store` at once; `retired` lets the old ones go:
+    copy is carried over. The new shards are known to `store` at once; `retire` lets the old ones go:
 
-        for one in carried(store, (Source(name, read_table(store.disk, path).rows[mask]) for …)):
-            if not one.refused: going.append(one.shard)
-        retired(store, going, lambda shard: remove(store.disk, store.layout.shard(shard)), settle_s)
+        for source in carried(store, (CarriedRows(name, read_table(store.disk, path).rows[mask]) for …)):
+            if not source.refused: going.append(source.shard)
+        retire([RetiringShards(store, going, lambda shard: remove(store.disk, store.layout.shard(shard)))], settle_s)
     """
     waiting: deque[tuple[int, Carried]] = deque()  # what was read, and how many records must be safe before it may go
     put = safe = 0
@@ -83,27 +90,22 @@ class RetiringShards(NamedTuple):
     remove: Callable[[str], None]  # called with the name of each
 
 
-def retired(store: Store, shards: Sequence[str], remove: Callable[[str], None], settle_s: float) -> None:
-    """Let shards of one kind go for good."""
-    all_retired([RetiringShards(store, shards, remove)], settle_s)
-
-
-def all_retired(kinds: Iterable[RetiringShards], settle_s: float, waits: Callable[[], object] = lambda: None) -> None:
+def retire(kinds: Iterable[RetiringShards], settle_s: float, waits: Callable[[], object] = lambda: None) -> None:
     """Let shards go for good: no index names one that went, and no host looks for one whose records are elsewhere.
 
     The indexes name the new shards and no more the old ones; other hosts have `settle_s` to see it, once for all kinds;
     then each is removed. Until then a look-up finds the old ones by their own tables. `waits` is called first.
     """
-    going = [one for one in kinds if one.shards]
-    for one in going:
-        one.store.write_index(without=one.shards)
-    if going and settle_s:
-        waits()
-    for one in going[:1]:
-        one.store.disk.wait(settle_s)
-    for store, shards, remove in going:
+    going = [retiring for retiring in kinds if retiring.shards]
+    for retiring in going:
+        retiring.store.write_index(without=retiring.shards)
+    if going:
+        if settle_s:
+            waits()
+        going[0].store.disk.wait(settle_s)
+    for store, shards, remove_shard in going:
         for shard in shards:
-            remove(shard)
+            remove_shard(shard)
         store.forget(shards)
         if not set(shards).isdisjoint(indexed(store.disk, store.layout)):  # another process wrote it meanwhile
             store.write_index()
@@ -150,3 +152,154 @@ def _carry(
     finally:
         store.disk.close(fd)
     return Carried(source.shard, records, size_bytes, tuple(refused)), put
+
+
+ENOUGH_RECORDS = 200  # a shard of so many is not small, whatever its size
+BATCH_BYTES = 16 << 30  # of old shards go at once: for so long they take twice the room
+SETTLE_S = 5.0  # for other hosts to see the new index before old shards go
+
+
+@dataclass(frozen=True, slots=True)
+class Small:
+    """A shard that is smaller than it need be."""
+
+    shard: str
+    records: int
+    size_bytes: int
+
+
+@dataclass(slots=True)
+class Compacted:
+    """What there is to compact in a kind, and what became of it."""
+
+    kind: str
+    shards: int = 0  # before
+    records: int = 0  # in small shards
+    size_bytes: int = 0
+    small: tuple[Small, ...] = ()
+    twice: frozenset[bytes] = frozenset()  # keys that are in several small shards
+    gone: int = 0  # small shards that went
+    after: int = 0  # shards
+    damaged: list[str] = field(default_factory=list)  # small shards that were left alone
+    taken: list[str] = field(default_factory=list)  # small shards that another process removed meanwhile
+
+
+def plan_compaction(store: Store, *, shard_bytes: int = DEFAULT_SHARD_BYTES) -> Compacted:
+    """Return what there is to do, from the shards' own tables.
+
+    A small shard fills less than half of a new one, by its records and by what its header says of them. So any two fit
+    into one, and of the new ones only the last can be small again.
+    """
+    small: list[Small] = []
+    pairs = [np.zeros((0, 2), np.uint64)]
+    names = shard_names(store.disk, store.layout)
+    for name in names:
+        table = _small(store, name, shard_bytes)
+        if table:
+            small.append(Small(name, len(table.rows), table.size_bytes))
+            pairs.append(np.stack([table.rows["hi"], table.rows["lo"]], axis=1))
+    if len(small) == 1:
+        small, pairs = [], pairs[:1]
+    return Compacted(
+        kind=store.kind,
+        shards=len(names),
+        records=sum(one.records for one in small),
+        size_bytes=sum(one.size_bytes for one in small),
+        small=tuple(small),
+        twice=_twice(np.concatenate(pairs)),
+        after=len(names),
+    )
+
+
+def compact_shards(
+    kinds: Sequence[tuple[Store, Compacted]],
+    *,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    settle_s: float = SETTLE_S,
+    waits: Callable[[], object] = lambda: None,
+) -> None:
+    """Do what `plan_compaction` says of some kinds.
+
+    Other hosts have `settle_s` to see the new indexes, once for all kinds, or for each batch; `waits` is called before.
+    """
+    going: list[tuple[Store, Compacted, list[str]]] = []
+    size_bytes = 0
+    for store, todo in kinds:
+        small = {one.shard: one for one in todo.small}
+        going.append((store, todo, []))
+        for one in carried(store, _sources(store, todo), shard_bytes=shard_bytes, once=todo.twice):
+            if one.refused:
+                _left(store, todo, one.shard)
+                continue
+            going[-1][2].append(one.shard)
+            size_bytes += small[one.shard].size_bytes
+            if size_bytes >= BATCH_BYTES:
+                _retire(going, settle_s, waits)
+                going, size_bytes = [(store, todo, [])], 0
+    _retire(going, settle_s, waits)
+    for store, todo in kinds:
+        todo.after = len(shard_names(store.disk, store.layout))
+
+
+def _sources(store: Store, todo: Compacted) -> Iterator[CarriedRows]:
+    """Yield the small shards, oldest first: what was written together stays together."""
+    for one in todo.small:
+        path = store.layout.shard(one.shard)
+        try:
+            table = read_table(store.disk, path)
+            fault = header_fault(store.disk, path, table)
+        except (CacheDamaged, OSError) as error:
+            fault = str(error)
+        if fault:
+            _left(store, todo, one.shard)
+        else:
+            yield CarriedRows(one.shard, table.rows)
+
+
+def _left(store: Store, todo: Compacted, shard: str) -> None:
+    """Write down that a shard is left alone: it is damaged, unless it went meanwhile."""
+    there = store.disk.exists(store.layout.shard(shard))
+    (todo.damaged if there else todo.taken).append(shard)
+
+
+def _retire(kinds: Sequence[tuple[Store, Compacted, list[str]]], settle_s: float, waits: Callable[[], object]) -> None:
+    """Remove shards once all hosts can know where their records are now."""
+    retire([RetiringShards(store, shards, partial(_remove, store)) for store, _, shards in kinds], settle_s, waits)
+    for _, todo, shards in kinds:
+        todo.gone += len(shards)
+
+
+def _remove(store: Store, shard: str) -> None:
+    remove(store.disk, store.layout.shard(shard))
+
+
+def _small(store: Store, name: str, shard_bytes: int) -> ShardTable | None:
+    """Return what a shard holds, if it is small; what is wrong with one is a matter for `repair`."""
+    path = store.layout.shard(name)
+    try:
+        table = read_table(store.disk, path)
+        enough = len(table.rows) >= ENOUGH_RECORDS or table.table_start - table.data_start >= shard_bytes // 2
+        if enough or not len(table.rows) or _header_bytes(store.disk, path, table) >= CARRIED_HEADER_BYTES // 2:
+            return None
+    except (CacheDamaged, OSError):
+        return None
+    return table
+
+
+def _header_bytes(disk: Disk, path: Path, table: ShardTable) -> int:
+    """Return how long a header is, without the room that it did not need; it is read only if there may be much."""
+    if table.data_start < CARRIED_HEADER_BYTES // 2:
+        return table.data_start
+    fd = disk.open_read(path)
+    try:
+        return len(disk.read_at(fd, table.data_start, 0).rstrip())
+    finally:
+        disk.close(fd)
+
+
+def _twice(pairs: Rows) -> frozenset[bytes]:
+    """Return the keys that are there more than once."""
+    in_order = pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))]
+    again = (in_order[1:] == in_order[:-1]).all(axis=1)
+    text = in_order[1:][again].astype(">u8").tobytes()
+    return frozenset(text[start : start + KEY_BYTES] for start in range(0, len(text), KEY_BYTES))

@@ -32,7 +32,7 @@ from pipeline.store.maintenance.damage_report import (
     Summary,
     refuse_of_another,
 )
-from pipeline.store.maintenance.rewrite import CarriedRows, RetiringShards, all_retired, carried
+from pipeline.store.maintenance.rewrite import CarriedRows, RetiringShards, carried, retire
 from pipeline.store.snapshot import GONE
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def repair_cache(
                 missing.add(mend)
                 done(mend)
         repaired.missing = missing.publish(begun)
-        all_retired([mending.finish() for mending in mendings], settle_s, waits)
+        retire([mending.finish() for mending in mendings], settle_s, waits)
     finally:
         missing.discard()
     return repaired

@@ -21,7 +21,7 @@ from pipeline.store.format.cache_layout import SHARD_NAME, written_at
 from pipeline.store.format.disk import remove
 from pipeline.store.format.shard import read_table
 from pipeline.store.key_lists import NO_KEYS, are_among
-from pipeline.store.maintenance.rewrite import CarriedRows, carried, retired
+from pipeline.store.maintenance.rewrite import CarriedRows, RetiringShards, carried, retire
 from pipeline.store.snapshot import GONE
 
 if TYPE_CHECKING:
@@ -253,7 +253,7 @@ def _retired(store: Store, found: Sequence[Swept], settle_s: float, check: Calla
 def _retire(store: Store, shards: Collection[str], remove_one: Callable[[str], None], settle_s: float) -> None:
     """Let shards go as others do; where there is no room for an index that does not name them, they go to make room."""
     try:
-        retired(store, list(shards), remove_one, settle_s)
+        retire([RetiringShards(store, list(shards), remove_one)], settle_s)
     except CacheFull:
         store.disk.wait(settle_s)
         for shard in shards:

@@ -26,11 +26,11 @@ from pipeline.store.maintenance.exported import (
     describe_export,
     export_sizes,
     read_description,
-    read_manifest,
+    read_export_manifest,
     reason,
     refuse_unfinished,
     size_of_plain,
-    write_manifest,
+    write_export_manifest,
 )
 from pipeline.store.maintenance.leftovers import refuse_links_out
 from pipeline.store.snapshot import GONE, shard_names
@@ -171,7 +171,7 @@ def _exported(
             lines.pop(file, None)
     _keep_old(reading, folder, old, lines, moved)
     describe_export(disk, folder, export_sizes(disk, folder, lines))
-    write_manifest(disk, folder, lines)
+    write_export_manifest(disk, folder, lines)
     return moved
 
 
@@ -183,7 +183,7 @@ def take_in(cache: CacheFolder, folder: Path, *, tell: Told = lambda _now, _all:
 
 def _taken_in(cache: CacheFolder, folder: Path, tell: Told) -> Moved:
     disk = cache.disk
-    about, lines = read_description(disk, folder), dict(read_manifest(disk, folder))
+    about, lines = read_description(disk, folder), dict(read_export_manifest(disk, folder))
     refuse_unfinished(folder, about, lines)
     moved, sizes = Moved(), dict[ShardFile, int]()
     for file in lines:
@@ -287,7 +287,9 @@ def _opened(folder: Path, disk: Disk) -> tuple[CacheFolder, dict[ShardFile, str]
     if disk.exists(folder / EXPORT):
         read_description(disk, folder)
         with suppress(CacheDamaged):  # there is no manifest yet, or it is made anew
-            return target, {file: sha for file, sha in read_manifest(disk, folder) if disk.exists(file.below(folder))}
+            return target, {
+                file: sha for file, sha in read_export_manifest(disk, folder) if disk.exists(file.below(folder))
+            }
     elif disk.list_folder(folder):
         raise ConfigError("the folder is not empty, and no export", where=str(folder), remedy=_NEW_FOLDER)
     return target, {}

@@ -48,7 +48,7 @@ def checked_id(name: str) -> str:
     return name
 
 
-def printable(text: str) -> str:
+def printable_text(text: str) -> str:
     """Return text from outside as it may be printed: no control characters, not long."""
     cut = text if len(text) <= SHOWN_LENGTH else text[: SHOWN_LENGTH - 1] + "…"
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in cut)
@@ -111,7 +111,7 @@ def label_problem(item: Item, names: Iterable[str]) -> str:
         try:
             value_of(item.labels[name])
         except ValueError:
-            return f"the label {name} is {printable(item.labels[name])!r}, not a number"
+            return f"the label {name} is {printable_text(item.labels[name])!r}, not a number"
     return ""
 
 

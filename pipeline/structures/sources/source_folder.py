@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import os
-import re
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import islice
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipeline.errors import ConfigError, DataError
-from pipeline.records import Item, Reason, Rejection
-from pipeline.structures.atoms import UnusableInput
+from pipeline.errors import ConfigError
 from pipeline.structures.parsing.structure_files import FORMATS
-from pipeline.structures.sources.item_ids import SLASHES, printable
-from pipeline.structures.sources.source_rows import one_file_parts, text_lines
+from pipeline.structures.sources.item_ids import SLASHES
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from pipeline.structures.sources.item_ids import SourceSpec
 
 NAMES_AT_ONCE = 1 << 16
 
@@ -127,85 +121,3 @@ def sorted_names(names: Iterable[str]) -> Iterator[str]:
         chunks.append(np.array(chunk))
     if chunks:
         yield from (os.fsdecode(bytes(name)) for name in np.unique(np.concatenate(chunks)))
-
-
-def glob_items(spec: SourceSpec) -> Generator[Item | Rejection, None, None]:
-    """Yield the matching files in the order of their paths."""
-    for pattern in spec.pattern:
-        if pattern.startswith("/") or ".." in PurePosixPath(pattern).parts:
-            what = f"the pattern {pattern!r} leaves the folder"
-            raise ConfigError(what, where=str(spec.path), remedy="pipeline config show   (then set data.path instead)")
-    root = spec.path.absolute()
-    for name in sorted_names(walk(root, spec.pattern)):
-        yield _item(spec, root, name)
-
-
-def _item(spec: SourceSpec, root: Path, name: str) -> Item | Rejection:
-    item_id = split_suffix(name)[0].replace("/", ".")
-    path = root / name
-    if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
-        detail = "a link that leaves the folder; list the file in a manifest instead"
-        return Rejection(printable(item_id), Reason.UNREADABLE_FILE, detail, printable(name))
-    parts = one_file_parts(spec, str(path), spec.receptor_chains, spec.ligand_chains)
-    return Item(id=item_id, parts=parts, origin=printable(name))
-
-
-MAX_LETTERS = 100_000
-NOT_A_LETTER = re.compile(r"[^A-Z]")  # every ASCII letter is an IUPAC code
-
-
-@dataclass(slots=True)
-class _Record:
-    """A record while its lines come in; letters beyond `MAX_LETTERS` are counted, not kept."""
-
-    label: str
-    line: int
-    pieces: list[str] = field(default_factory=list)
-    letters: int = 0
-
-    def add(self, line: str) -> None:
-        piece = "".join(line.split())
-        self.letters += len(piece)
-        if piece and self.letters <= MAX_LETTERS:
-            self.pieces.append(piece)
-
-
-def fasta_items(spec: SourceSpec) -> Generator[Item | Rejection, None, None]:
-    """Yield the sequences of a FASTA file."""
-    for record in _records(spec.path):
-        name = next(iter(record.label.split()), "")
-        origin = f"{spec.path.name}:{record.line}"
-        try:
-            yield Item(id=name, sequence=_sequence(record), origin=origin)
-        except UnusableInput as error:
-            yield Rejection(printable(name), error.reason, error.detail, origin)
-
-
-def _records(path: Path) -> Iterator[_Record]:
-    record = None
-    for number, line in enumerate(text_lines(path), 1):
-        if line.startswith(">"):
-            if record is not None:
-                yield record
-            record = _Record(line[1:], number)
-        elif record is not None:
-            record.add(line)
-        elif line.strip():
-            remedy = f"head -n {number} {quote(str(path))}"
-            raise DataError("text before the first '>': not FASTA", where=f"{path}:{number}", remedy=remedy)
-    if record is not None:
-        yield record
-
-
-def _sequence(record: _Record) -> str:
-    """Return the letters of a record without a final stop, or refuse it."""
-    if record.letters > MAX_LETTERS:
-        raise UnusableInput(Reason.TOO_MANY_RESIDUES, f"{record.letters:,} letters, {MAX_LETTERS:,} are allowed")
-    sequence = "".join(record.pieces).removesuffix("*")
-    if not sequence:
-        raise UnusableInput(Reason.BAD_SEQUENCE, "the sequence is empty")
-    if wrong := NOT_A_LETTER.search(sequence):
-        what = f"{printable(wrong[0])!r} at position {wrong.start() + 1} is no residue letter"
-        hint = "; write it in upper case if it is meant as a residue" if wrong[0].islower() else ""
-        raise UnusableInput(Reason.BAD_SEQUENCE, what + hint)
-    return sequence

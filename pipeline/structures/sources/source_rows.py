@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from pipeline.errors import ConfigError, DataError
 from pipeline.records import Item, Part, Reason, Rejection, Role
 from pipeline.structures.atoms import UnusableInput
-from pipeline.structures.sources.item_ids import checked_id, printable
+from pipeline.structures.sources.item_ids import checked_id, printable_text
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -164,7 +164,7 @@ class Columns:
         """Say what is wrong with the columns of a file: one twice, one missing, or one that is nearly another."""
         for name in present:
             if name and present.count(name) > 1:
-                what = f"two columns are called {printable(name)!r}"
+                what = f"two columns are called {printable_text(name)!r}"
                 return DataError(what, where=str(path), remedy=show_header(path))
         spare = {name.lower(): name for name in present if name not in (*self.known, *self.labels)}
         for column in self._missing(present):
@@ -184,10 +184,10 @@ class Columns:
 
 def _absent(column: str, meant: str, present: Sequence[str], path: Path, said_by: str = "") -> DataError:
     """Describe a column that is not there, and how to name it rightly: in the file, or in the setting that names it."""
-    found = ", ".join(printable(each) for each in present[:12] if each)
+    found = ", ".join(printable_text(each) for each in present[:12] if each)
     what = f"no column {column!r}{said_by and f' ({said_by})'}; found: {found}"
     if meant:
-        what += f"; did you mean {printable(meant)!r}?"
+        what += f"; did you mean {printable_text(meant)!r}?"
     if len(present) == 1 and re.search(r"[;,\t]", present[0]):
         what += " (a .csv is separated by commas, a .tsv by tabs)"
     renamable = meant.isidentifier() and path.suffix in DELIMITERS and not said_by
@@ -269,7 +269,7 @@ def _next_cells(reader: Any, path: Path) -> list[str] | None:
 def _row(header: Sequence[str], cells: Sequence[str], origin: str) -> SourceRow | Rejection:
     """Pair cells with column names; columns without a name are dropped, and so are empty cells beyond the last."""
     if len(cells) < len(header) or any(cells[len(header) :]):
-        name = printable(cells[header.index("id")]) if "id" in header[: len(cells)] else ""
+        name = printable_text(cells[header.index("id")]) if "id" in header[: len(cells)] else ""
         return Rejection(name, Reason.BAD_ROW, f"{len(cells)} fields, the header has {len(header)}", origin)
     return SourceRow({name: cell for name, cell in zip(header, cells, strict=False) if name}, origin)
 
@@ -293,7 +293,7 @@ def _json_rows(path: Path, columns: Columns) -> Iterator[SourceRow | Rejection]:
             checked = present
             yield row
         else:
-            yield Rejection(printable(row["id"]), Reason.BAD_ROW, problem.what, origin)
+            yield Rejection(printable_text(row["id"]), Reason.BAD_ROW, problem.what, origin)
 
 
 def _json_values(line: str, columns: Columns) -> dict[str, str]:
@@ -344,7 +344,7 @@ def build_items(
         try:
             files = files_of(checked_id(name), row)
         except UnusableInput as error:
-            yield Rejection(printable(name), error.reason, error.detail, row.origin)
+            yield Rejection(printable_text(name), error.reason, error.detail, row.origin)
         else:
             yield Item(
                 id=name,
@@ -367,14 +367,14 @@ def model_number(text: str, first: int = 1) -> int | None:
     if not text:
         return None
     if not (text.isascii() and text.isdecimal() and int(text[:9]) >= first):
-        raise UnusableInput(Reason.BAD_ROW, f"the model {printable(text)!r} is not a number from {first}")
+        raise UnusableInput(Reason.BAD_ROW, f"the model {printable_text(text)!r} is not a number from {first}")
     return int(text[:9]) - first + 1
 
 
 def clean_path(text: str) -> str:
     """Return a path from a cell, or refuse one that no file can have."""
     if CONTROL.search(text):
-        raise UnusableInput(Reason.BAD_ROW, f"the path {printable(text)!r} contains a control character")
+        raise UnusableInput(Reason.BAD_ROW, f"the path {printable_text(text)!r} contains a control character")
     return text
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.records import Part, Reason, Role
 from pipeline.structures.atoms import UnusableInput
-from pipeline.structures.sources.item_ids import checked_id, id_problem, printable
+from pipeline.structures.sources.item_ids import checked_id, id_problem, printable_text
 from pipeline.structures.sources.source_folder import StructureFolder, listing, sorted_names, split_suffix
 from pipeline.structures.sources.source_rows import (
     Columns,
@@ -116,7 +116,7 @@ def _rows_of_folder(spec: SourceSpec) -> Iterator[SourceRow | Rejection]:
     stems = (split_suffix(entry.name) for entry in listing(spec.path))
     matches = (STEM.fullmatch(stem) for stem, suffix in stems if suffix)
     for name in sorted_names(match[1] for match in matches if match):
-        yield SourceRow({"path": name}, f"{spec.path.name}/{printable(name)}")
+        yield SourceRow({"path": name}, f"{spec.path.name}/{printable_text(name)}")
 
 
 def _pairs_parts(folder: StructureFolder, name: str, state: str) -> tuple[Part, ...]:
@@ -165,7 +165,7 @@ def _apo(folder: StructureFolder, role: Role, row: SourceRow) -> Part:
         raise UnusableInput(Reason.MISSING_FILE, f"the index names no unbound {role.value}")
     stem, _suffix = split_suffix(name)
     if problem := id_problem(stem):
-        raise UnusableInput(Reason.BAD_ROW, f"the file name {printable(name)!r} {problem}")
+        raise UnusableInput(Reason.BAD_ROW, f"the file name {printable_text(name)!r} {problem}")
     return _part(folder, role, stem)
 
 
@@ -173,7 +173,7 @@ def _part(folder: StructureFolder, role: Role, stem: str) -> Part:
     path = folder.find(stem)
     if path is None:
         where = f"{folder.path} or its {', '.join(PINDER_SUBFOLDERS)}"
-        raise UnusableInput(Reason.MISSING_FILE, f"no {printable(stem)}.pdb in {where}")
+        raise UnusableInput(Reason.MISSING_FILE, f"no {printable_text(stem)}.pdb in {where}")
     return Part(role, path)
 
 

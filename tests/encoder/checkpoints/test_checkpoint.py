@@ -24,7 +24,7 @@ from pipeline.encoder.checkpoints.esm_checkpoint import (
     digest_weights,
     dtype_name,
     frequencies,
-    load_checkpoint,
+    load_esm_checkpoint,
     shapes,
 )
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint
@@ -45,7 +45,7 @@ FUZZ = settings(max_examples=40, deadline=None, suppress_health_check=[HealthChe
 def refusal(path: Path) -> str:
     """Load what must be refused; return what a person reads."""
     with pytest.raises(WeightsUnusable) as refused:
-        load_checkpoint(path)
+        load_esm_checkpoint(path)
     assert refused.value.remedy
     assert refused.value.where
     return str(refused.value)
@@ -55,7 +55,7 @@ def refusal(path: Path) -> str:
 
 
 def test_fair_esm_checkpoint_becomes_the_tensors_that_encode_and_no_others(tiny: Path) -> None:
-    checkpoint = load_checkpoint(tiny)
+    checkpoint = load_esm_checkpoint(tiny)
 
     assert (checkpoint.name, checkpoint.form, checkpoint.path) == ("esm2_t3_tiny", "fair-esm", tiny)
     shape = checkpoint.architecture
@@ -66,8 +66,8 @@ def test_fair_esm_checkpoint_becomes_the_tensors_that_encode_and_no_others(tiny:
 
 
 def test_hugging_face_folder_holds_the_same_weights_under_the_same_digest(tiny: Path, tmp_path: Path) -> None:
-    ours = load_checkpoint(tiny)
-    theirs = load_checkpoint(face_folder(tmp_path / "esm2_t3_tiny", face_tensors(tiny)))
+    ours = load_esm_checkpoint(tiny)
+    theirs = load_esm_checkpoint(face_folder(tmp_path / "esm2_t3_tiny", face_tensors(tiny)))
 
     assert (theirs.name, theirs.form) == ("esm2_t3_tiny", "hugging-face")
     assert theirs.tensors.keys() == ours.tensors.keys()
@@ -85,13 +85,13 @@ def test_every_shape_of_a_hugging_face_model_is_the_same_model(
     folder = face_folder(tmp_path / "model", face_tensors(tiny, prefix), shards=shards)
     path = folder if named == "folder" else sorted(folder.glob("*.safetensors"))[-1]
 
-    assert digest_weights(load_checkpoint(path)) == digest_weights(load_checkpoint(tiny))
+    assert digest_weights(load_esm_checkpoint(path)) == digest_weights(load_esm_checkpoint(tiny))
 
 
 def test_folder_of_hugging_faces_cache_is_named_after_its_model(tiny: Path, tmp_path: Path) -> None:
     folder = tmp_path / "models--facebook--esm2_t3_tiny" / "snapshots" / "0123abcd"
 
-    assert load_checkpoint(face_folder(folder, face_tensors(tiny))).name == "esm2_t3_tiny"
+    assert load_esm_checkpoint(face_folder(folder, face_tensors(tiny))).name == "esm2_t3_tiny"
 
 
 @pytest.mark.parametrize("precision", DTYPES)
@@ -99,7 +99,7 @@ def test_precision_that_was_stored_is_kept(tiny: Path, tmp_path: Path, precision
     data = contents(tiny)
     data["model"] = {name: tensor.to(as_dtype(precision)) for name, tensor in data["model"].items()}
     torch.save(data, tmp_path / "esm2_a.pt")
-    checkpoint = load_checkpoint(tmp_path / "esm2_a.pt")
+    checkpoint = load_esm_checkpoint(tmp_path / "esm2_a.pt")
 
     assert dtype_name(checkpoint.dtype) == precision
     assert {tensor.dtype for tensor in checkpoint.tensors.values()} == {as_dtype(precision)}
@@ -109,13 +109,13 @@ def test_precision_that_was_stored_is_kept(tiny: Path, tmp_path: Path, precision
 def test_old_format_of_torch_is_read_without_mapping(tiny: Path, tmp_path: Path) -> None:
     torch.save(contents(tiny), tmp_path / "esm2_old.pt", _use_new_zipfile_serialization=False)
 
-    assert digest_weights(load_checkpoint(tmp_path / "esm2_old.pt")) == digest_weights(load_checkpoint(tiny))
+    assert digest_weights(load_esm_checkpoint(tmp_path / "esm2_old.pt")) == digest_weights(load_esm_checkpoint(tiny))
 
 
 def test_weights_are_mapped_and_not_copied_into_memory(tmp_path: Path) -> None:
     path = tmp_path / "esm2_a.pt"
     write_random_checkpoint(path, 2, 256, 4)
-    held = load_checkpoint(path)
+    held = load_esm_checkpoint(path)
 
     maps = Path("/proc/self/maps").read_text()
     assert str(path) in maps
@@ -125,15 +125,15 @@ def test_weights_are_mapped_and_not_copied_into_memory(tmp_path: Path) -> None:
 def test_contact_regression_beside_a_checkpoint_is_not_needed(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "esm2_alone.pt").write_bytes(tiny.read_bytes())
 
-    assert digest_weights(load_checkpoint(tmp_path / "esm2_alone.pt")) == digest_weights(load_checkpoint(tiny))
+    assert digest_weights(load_esm_checkpoint(tmp_path / "esm2_alone.pt")) == digest_weights(load_esm_checkpoint(tiny))
 
 
 def test_frequencies_that_are_not_stored_are_made_in_full_precision(tiny: Path, tmp_path: Path) -> None:
     tensors = {name: tensor for name, tensor in face_tensors(tiny).items() if "inv_freq" not in name}
-    checkpoint = load_checkpoint(face_folder(tmp_path / "model", tensors))
+    checkpoint = load_esm_checkpoint(face_folder(tmp_path / "model", tensors))
 
     assert torch.equal(checkpoint.rotary_F, frequencies(8))
-    assert digest_weights(checkpoint) != digest_weights(load_checkpoint(tiny)), (
+    assert digest_weights(checkpoint) != digest_weights(load_esm_checkpoint(tiny)), (
         "they give other numbers, so they must not share a key"
     )
 
@@ -150,7 +150,7 @@ def test_digest_of_these_weights_is_this_one_until_its_version_is_raised(tmp_pat
     torch.save(data, tmp_path / "esm2_half.pt")
 
     # Keys of what is in caches are made of it: who changes this line must raise WEIGHTS_VERSION and ENCODER_VERSION.
-    assert digest_weights(load_checkpoint(tmp_path / "esm2_half.pt")) == "910071ca597c81702412958d4a9d7cb7"
+    assert digest_weights(load_esm_checkpoint(tmp_path / "esm2_half.pt")) == "910071ca597c81702412958d4a9d7cb7"
 
 
 def test_one_changed_bit_changes_the_digest(tiny: Path, tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_one_changed_bit_changes_the_digest(tiny: Path, tmp_path: Path) -> None:
     weight.view(torch.int32)[31, 127] ^= 1
     other = changed(tiny, tmp_path / "esm2_a.pt", **{"layers.2.fc2.weight": weight})
 
-    assert digest_weights(load_checkpoint(other)) != digest_weights(load_checkpoint(tiny))
+    assert digest_weights(load_esm_checkpoint(other)) != digest_weights(load_esm_checkpoint(tiny))
 
 
 def test_digest_tells_precisions_and_architectures_apart(tiny: Path, tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_digest_tells_precisions_and_architectures_apart(tiny: Path, tmp_path: P
     torch.save(data, tmp_path / "esm2_half.pt")
     without = with_settings(tiny, tmp_path / "esm2_plain.pt", token_dropout=False)
 
-    assert len({digest_weights(load_checkpoint(path)) for path in (tiny, tmp_path / "esm2_half.pt", without)}) == 3
+    assert len({digest_weights(load_esm_checkpoint(path)) for path in (tiny, tmp_path / "esm2_half.pt", without)}) == 3
 
 
 def test_digest_knows_nothing_of_the_heads_and_of_the_file(tiny: Path, tmp_path: Path) -> None:
@@ -176,14 +176,14 @@ def test_digest_knows_nothing_of_the_heads_and_of_the_file(tiny: Path, tmp_path:
     data["model"] = dict(reversed(data["model"].items()))
     torch.save(data, tmp_path / "esm2_other.pt")
 
-    assert digest_weights(load_checkpoint(tmp_path / "esm2_other.pt")) == digest_weights(load_checkpoint(tiny))
+    assert digest_weights(load_esm_checkpoint(tmp_path / "esm2_other.pt")) == digest_weights(load_esm_checkpoint(tiny))
 
 
 def test_transposed_storage_is_digested_as_its_numbers(tiny: Path, tmp_path: Path) -> None:
     weight = contents(tiny)["model"][f"{PREFIX}layers.0.fc1.weight"]
     turned = changed(tiny, tmp_path / "esm2_a.pt", **{"layers.0.fc1.weight": weight.T.contiguous().T})
 
-    assert digest_weights(load_checkpoint(turned)) == digest_weights(load_checkpoint(tiny))
+    assert digest_weights(load_esm_checkpoint(turned)) == digest_weights(load_esm_checkpoint(tiny))
 
 
 # ── files that are no checkpoint ─────────────────────────────────────────────────────────────────────────────────────
@@ -270,7 +270,7 @@ def test_damage_in_the_description_is_refused_or_harmless_and_never_a_crash(
     (tmp_path / "esm2_hurt.pt").write_bytes(whole)
 
     with contextlib.suppress(WeightsUnusable):
-        read = load_checkpoint(tmp_path / "esm2_hurt.pt")
+        read = load_esm_checkpoint(tmp_path / "esm2_hurt.pt")
         assert {name: tuple(one.shape) for name, one in read.tensors.items()} == shapes(read.architecture)
 
 
@@ -292,9 +292,9 @@ def test_path_that_is_not_there_is_an_error_of_the_configuration(tmp_path: Path)
     (tmp_path / "link.pt").symlink_to(tmp_path / "gone.pt")
 
     with pytest.raises(ConfigError, match=r"there is no such checkpoint"):
-        load_checkpoint(tmp_path / "esm2_a.pt")
+        load_esm_checkpoint(tmp_path / "esm2_a.pt")
     with pytest.raises(ConfigError, match="a link to a file that is not there"):
-        load_checkpoint(tmp_path / "link.pt")
+        load_esm_checkpoint(tmp_path / "link.pt")
 
 
 def test_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
@@ -352,7 +352,7 @@ def test_anything_but_tensors_and_plain_data_is_refused_by_its_name(tmp_path: Pa
 
 
 def test_permission_for_namespaces_ends_with_the_reading(tiny: Path) -> None:
-    load_checkpoint(tiny)
+    load_esm_checkpoint(tiny)
 
     assert Namespace not in torch.serialization.get_safe_globals()
 
@@ -486,7 +486,7 @@ def test_odd_number_in_cfg_is_named(tiny: Path, tmp_path: Path, settings: dict[s
 def test_values_that_are_not_finite_are_no_reason_to_refuse(tiny: Path, tmp_path: Path) -> None:
     path = changed(tiny, tmp_path / "esm2_nan.pt", **{"layers.1.fc2.bias": torch.full((32,), torch.nan)})
 
-    assert load_checkpoint(path).tensors["layers.1.fc2.bias"].isnan().all()
+    assert load_esm_checkpoint(path).tensors["layers.1.fc2.bias"].isnan().all()
 
 
 # ── folders ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -555,5 +555,5 @@ def test_torch_without_a_context_for_safe_globals_reads_as_well_and_ends_as_it_b
     monkeypatch.delattr(torch.serialization, "safe_globals")
     before = list(torch.serialization.get_safe_globals())
 
-    assert load_checkpoint(tiny).architecture.layers == 3
+    assert load_esm_checkpoint(tiny).architecture.layers == 3
     assert set(torch.serialization.get_safe_globals()) == set(before)

@@ -10,7 +10,7 @@ import esm
 import pytest
 import torch
 
-from pipeline.encoder.checkpoints.esm_checkpoint import frequencies, load_checkpoint
+from pipeline.encoder.checkpoints.esm_checkpoint import frequencies, load_esm_checkpoint
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.encoder.embedding_recipe import PAD, VOCABULARY
 from pipeline.errors import ConfigError
@@ -28,7 +28,7 @@ def sha256(path: Path) -> str:
 
 def test_fair_esm_loads_what_was_written_and_every_bit_is_the_same(tiny: Path) -> None:
     model, _ = fair_esm(tiny)
-    theirs, ours = model.state_dict(), load_checkpoint(tiny)
+    theirs, ours = model.state_dict(), load_esm_checkpoint(tiny)
 
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.tensors.items())
     assert torch.equal(ours.rotary_F, theirs["layers.2.self_attn.rot_emb.inv_freq"])
@@ -66,7 +66,7 @@ def test_same_seed_writes_the_same_bytes_and_another_seed_does_not(tmp_path: Pat
 def test_stress_multiplies_queries_and_keys_and_nothing_else(tmp_path: Path) -> None:
     for name, stress in (("plain", 1.0), ("stress", 6.0)):
         write_random_checkpoint(tmp_path / f"esm2_{name}.pt", 2, 16, 2, stress=stress)
-    plain, stressed = (load_checkpoint(tmp_path / f"esm2_{name}.pt").tensors for name in ("plain", "stress"))
+    plain, stressed = (load_esm_checkpoint(tmp_path / f"esm2_{name}.pt").tensors for name in ("plain", "stress"))
 
     differ = {name for name in plain if not torch.equal(plain[name], stressed[name])}
     assert differ == {f"layers.{layer}.self_attn.{part}_proj.weight" for layer in (0, 1) for part in "qk"}
@@ -74,14 +74,14 @@ def test_stress_multiplies_queries_and_keys_and_nothing_else(tmp_path: Path) -> 
 
 
 def test_rotary_frequencies_are_rounded_as_the_published_ones_are(tiny: Path) -> None:
-    rotary_F = load_checkpoint(tiny).rotary_F
+    rotary_F = load_esm_checkpoint(tiny).rotary_F
 
     assert torch.equal(rotary_F, frequencies(8).half().float())
     assert not torch.equal(rotary_F, frequencies(8))
 
 
 def test_row_of_padding_is_zero_as_fair_esm_makes_it(tiny: Path) -> None:
-    table_VD = load_checkpoint(tiny).tensors["embed_tokens.weight"]
+    table_VD = load_esm_checkpoint(tiny).tensors["embed_tokens.weight"]
 
     assert not table_VD[PAD].any()
     assert table_VD.any(dim=1).sum() == len(VOCABULARY) - 1

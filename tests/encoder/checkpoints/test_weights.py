@@ -13,16 +13,14 @@ import pytest
 
 from pipeline.encoder.checkpoints import esm_checkpoint as checkpoints
 from pipeline.encoder.checkpoints import weights
+from pipeline.encoder.checkpoints.checkpoint_files import MODELS, Published, published
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.encoder.checkpoints.weights import (
-    MODELS,
     CheckpointFacts,
-    Published,
     PublishedMatch,
     check_published,
     find_checkpoint,
     identify,
-    published,
 )
 from pipeline.errors import ConfigError, WeightsUnusable
 from pipeline.store.cache_folder import CacheFolder
@@ -64,13 +62,13 @@ def wait_until_settled(*paths: Path) -> None:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Return a list of every checkpoint that is read from now on."""
     found: list[Path] = []
-    load = checkpoints.load_checkpoint
+    load = checkpoints.load_esm_checkpoint
 
     def counted(path: Path) -> checkpoints.EsmCheckpoint:
         found.append(path)
         return load(path)
 
-    monkeypatch.setattr(checkpoints, "load_checkpoint", counted)
+    monkeypatch.setattr(checkpoints, "load_esm_checkpoint", counted)
     return found
 
 
@@ -84,7 +82,7 @@ def test_what_is_identified_is_what_is_there(settled: Path, seen: Store) -> None
         name="esm2_settled",
         form="fair-esm",
         path=str(settled),
-        digest=checkpoints.digest_weights(checkpoints.load_checkpoint(settled)),
+        digest=checkpoints.digest_weights(checkpoints.load_esm_checkpoint(settled)),
         layers=3,
         dim=32,
         heads=4,
@@ -182,14 +180,14 @@ def test_damaged_record_is_made_anew(settled: Path, seen: Store, tmp_path: Path,
 def test_checkpoint_that_changes_while_it_is_read_is_refused(
     settled: Path, seen: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = checkpoints.load_checkpoint
+    load = checkpoints.load_esm_checkpoint
 
     def disturbed(path: Path) -> checkpoints.EsmCheckpoint:
         found = load(path)
         os.utime(path)
         return found
 
-    monkeypatch.setattr(checkpoints, "load_checkpoint", disturbed)
+    monkeypatch.setattr(checkpoints, "load_esm_checkpoint", disturbed)
     with pytest.raises(WeightsUnusable, match="changed while it was read"):
         identify(settled, seen)
     assert list(seen.keys()) == []

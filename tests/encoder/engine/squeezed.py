@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pipeline.encoder.checkpoints.esm_checkpoint import load_checkpoint
+from pipeline.encoder.checkpoints.esm_checkpoint import load_esm_checkpoint
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.encoder.embedding_recipe import EmbeddingRecipe
 from pipeline.encoder.engine.embed_engine import Engine
@@ -27,7 +27,7 @@ def main(folder: Path) -> None:
     """Embed twice, and say how it went."""
     torch.set_num_threads(1)
     write_random_checkpoint(folder / "esm2_wide.pt", layers=1, dim=256, heads=8)
-    checkpoint = load_checkpoint(folder / "esm2_wide.pt")
+    checkpoint = load_esm_checkpoint(folder / "esm2_wide.pt")
     letters = np.random.default_rng(0).choice(list("ACDEFGHIKLMNPQRSTVWY"), LONG + SHORT * MANY)
     text = "".join(letters)
     texts = [text[:LONG], *(text[at : at + SHORT] for at in range(LONG, len(text), SHORT))]

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.encoder.checkpoints.esm_checkpoint import load_checkpoint
+from pipeline.encoder.checkpoints.esm_checkpoint import load_esm_checkpoint
 from pipeline.encoder.embedding_recipe import SequenceCut, Variant, windows
-from pipeline.encoder.engine import embed_engine, token_batches, token_budget
+from pipeline.encoder.engine import embed_engine, memory_ladder, token_batches
 from pipeline.encoder.engine.embed_engine import Engine
 from pipeline.encoder.engine.io_threads import RowWriter
 from pipeline.encoder.engine.sequence_work import Done, RefusedSequence
@@ -41,7 +41,7 @@ def _no_thread_is_left_behind():
 
 @pytest.fixture
 def checkpoint(tiny):
-    return load_checkpoint(tiny)
+    return load_esm_checkpoint(tiny)
 
 
 def embed(checkpoint, sequences, the_recipe=None, **changes):
@@ -424,15 +424,15 @@ def test_weights_that_do_not_fit_are_said_to_be_too_large():
 
 
 def test_a_budget_is_a_share_of_what_is_free():
-    assert token_budget.tokens_that_fit(1 << 30, 1 << 20, 10_000) == 819
-    assert token_budget.tokens_that_fit(1 << 40, 1 << 20, 10_000) == 10_000
-    assert token_budget.tokens_that_fit(-5, 1 << 20, 10_000) == 1
+    assert memory_ladder.tokens_that_fit(1 << 30, 1 << 20, 10_000) == 819
+    assert memory_ladder.tokens_that_fit(1 << 40, 1 << 20, 10_000) == 10_000
+    assert memory_ladder.tokens_that_fit(-5, 1 << 20, 10_000) == 1
 
 
 def test_bytes_of_a_token_are_what_a_larger_batch_takes_more():
-    assert token_budget.bytes_per_token(lambda tokens: 7_000_000 + 300 * tokens) == 300
-    assert token_budget.bytes_per_token(lambda tokens: None) is None
-    assert token_budget.bytes_per_token(lambda tokens: 5) is None
+    assert memory_ladder.bytes_per_token(lambda tokens: 7_000_000 + 300 * tokens) == 300
+    assert memory_ladder.bytes_per_token(lambda tokens: None) is None
+    assert memory_ladder.bytes_per_token(lambda tokens: 5) is None
 
 
 def automatic_budget(mem_bytes):
@@ -443,23 +443,23 @@ def automatic_budget(mem_bytes):
 
 @pytest.mark.slow
 def test_an_automatic_budget_follows_the_memory_of_the_allocation():
-    free_bytes = -token_budget.host_free_bytes(0) + token_budget.QUEUE_BYTES  # with so much, nothing is left
+    free_bytes = -memory_ladder.host_free_bytes(0) + memory_ladder.QUEUE_BYTES  # with so much, nothing is left
     for tokens in (100, 1000, 8000):
-        mem_bytes = free_bytes + int((tokens + TILE) * (1 << 20) / token_budget.SHARE)
+        mem_bytes = free_bytes + int((tokens + TILE) * (1 << 20) / memory_ladder.SHARE)
         assert automatic_budget(mem_bytes) == pytest.approx(tokens, abs=60)  # this process grows and shrinks meanwhile
-    assert automatic_budget(1 << 50) == token_budget.CPU_TOKENS
+    assert automatic_budget(1 << 50) == memory_ladder.CPU_TOKENS
     assert automatic_budget(1 << 20) == 1
 
 
 def test_memory_that_only_holds_mapped_files_is_free(tmp_path):
-    before = token_budget.host_free_bytes(4 << 30)
+    before = memory_ladder.host_free_bytes(4 << 30)
     file = tmp_path / "mapped"
     file.write_bytes(bytes(256 << 20))
     mapped = np.memmap(file, np.uint8)
     assert int(mapped[::4096].sum()) == 0
-    assert before - token_budget.host_free_bytes(4 << 30) < 64 << 20
+    assert before - memory_ladder.host_free_bytes(4 << 30) < 64 << 20
     taken = np.ones(256 << 20, np.uint8)
-    assert before - token_budget.host_free_bytes(4 << 30) > taken.nbytes - (64 << 20)
+    assert before - memory_ladder.host_free_bytes(4 << 30) > taken.nbytes - (64 << 20)
 
 
 def test_a_budget_never_exceeds_what_an_earlier_run_learned():

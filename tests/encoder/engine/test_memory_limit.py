@@ -31,12 +31,12 @@ from pathlib import Path
 import torch
 import pipeline.runs.workflow.embed_stage, pipeline.stages.embed
 from pipeline.cluster.processes import used_bytes
-from pipeline.encoder.engine.token_budget import Room
-from pipeline.encoder.checkpoints.esm_checkpoint import load_checkpoint
+from pipeline.encoder.engine.memory_ladder import Room
+from pipeline.encoder.checkpoints.esm_checkpoint import load_esm_checkpoint
 from pipeline.encoder.forward.esm2 import EsmEncoder
 from pipeline.encoder.forward.parity import Reference
 torch.set_num_threads(1)
-checkpoint, cpu = load_checkpoint(Path(sys.argv[1])), torch.device("cpu")
+checkpoint, cpu = load_esm_checkpoint(Path(sys.argv[1])), torch.device("cpu")
 Reference(checkpoint, 1, cpu)  # what it imports stays
 encoder = EsmEncoder(checkpoint, layer=1, precision="fp32", device=cpu)
 Room.beside(encoder, None)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pipeline.encoder.embedding_recipe import SequenceCut, Variant
-from pipeline.encoder.engine import token_budget
+from pipeline.encoder.engine import memory_ladder
 from pipeline.encoder.engine.embed_engine import Engine
 from pipeline.encoder.engine.io_threads import Fetch
 from pipeline.encoder.engine.sequence_work import ComputeStep, Done, below, full_precision
@@ -175,7 +175,7 @@ def test_an_encoder_that_could_not_be_built_is_not_built_for_every_sequence():
 
 def room_for(tokens):
     """Return the memory of a process that has room for so many tokens of a MiB each, beside what it has already."""
-    return round((tokens + TILE) * (1 << 20) / token_budget.SHARE) - token_budget.host_free_bytes(0)
+    return round((tokens + TILE) * (1 << 20) / memory_ladder.SHARE) - memory_ladder.host_free_bytes(0)
 
 
 def costly(room, **changes):
@@ -203,9 +203,9 @@ def test_on_the_cpu_a_window_without_room_is_refused_without_being_tried():
 
 
 def test_finished_rows_need_room_too():
-    room = token_budget.Room(free_bytes=10 << 30, token_bytes=1 << 20)
-    assert room.tokens() == int(token_budget.SHARE * 10 * 1024) - TILE
-    assert room.tokens(5 << 30) == int(token_budget.SHARE * 5 * 1024) - TILE
+    room = memory_ladder.Room(free_bytes=10 << 30, token_bytes=1 << 20)
+    assert room.tokens() == int(memory_ladder.SHARE * 10 * 1024) - TILE
+    assert room.tokens(5 << 30) == int(memory_ladder.SHARE * 5 * 1024) - TILE
     assert room.tokens(11 << 30) < 0
 
 

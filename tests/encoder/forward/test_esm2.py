@@ -16,7 +16,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cosine_similarity
 
-from pipeline.encoder.checkpoints.esm_checkpoint import load_checkpoint
+from pipeline.encoder.checkpoints.esm_checkpoint import load_esm_checkpoint
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.encoder.embedding_recipe import LETTERS, tokenize
 from pipeline.encoder.forward import esm2, linear
@@ -86,31 +86,31 @@ def assert_close(found_RD: torch.Tensor, wanted_RD: torch.Tensor, cosine: float 
 @pytest.mark.parametrize("layer", [0, 1, 2, 3])
 def test_every_layer_is_what_fair_esm_computes(tiny: Path, layer: int) -> None:
     sequences = [draw(length) for length in (40, 1, 333, 2, 90)]
-    encoder = EsmEncoder(load_checkpoint(tiny), layer=layer, precision="fp32", device=CPU)
+    encoder = EsmEncoder(load_esm_checkpoint(tiny), layer=layer, precision="fp32", device=CPU)
     assert_close(encode(encoder, sequences), reference(tiny)(sequences, layer))
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_every_length_is_right_alone(tiny: Path, length: int) -> None:
-    encoder = EsmEncoder(load_checkpoint(tiny), layer=3, precision="fp32", device=CPU)
+    encoder = EsmEncoder(load_esm_checkpoint(tiny), layer=3, precision="fp32", device=CPU)
     assert_close(encode(encoder, [draw(length)]), reference(tiny)([draw(length)], 3))
 
 
 def test_all_lengths_are_right_in_one_batch(tiny: Path) -> None:
     sequences = [draw(length) for length in LENGTHS]
-    encoder = EsmEncoder(load_checkpoint(tiny), layer=3, precision="fp32", device=CPU)
+    encoder = EsmEncoder(load_esm_checkpoint(tiny), layer=3, precision="fp32", device=CPU)
     assert_close(encode(encoder, sequences), reference(tiny)(sequences, 3))
 
 
 def test_all_residue_letters_are_right(tiny: Path) -> None:
     assert len(LETTERS) == 25
-    encoder = EsmEncoder(load_checkpoint(tiny), layer=3, precision="fp32", device=CPU)
+    encoder = EsmEncoder(load_esm_checkpoint(tiny), layer=3, precision="fp32", device=CPU)
     assert_close(encode(encoder, [LETTERS]), reference(tiny)([LETTERS], 3))
 
 
 def test_real_width_is_right_and_goes_through_onednn(real_width: Path) -> None:
     sequences = [draw(length) for length in (300, 77, 5)]
-    encoder = EsmEncoder(load_checkpoint(real_width), layer=2, precision="fp32", device=CPU)
+    encoder = EsmEncoder(load_esm_checkpoint(real_width), layer=2, precision="fp32", device=CPU)
     if torch.backends.mkldnn.is_available():
         assert isinstance(encoder._layers[0].qkv, PackedLinear)
     assert_close(encode(encoder, sequences), reference(real_width)(sequences, 2))
@@ -119,7 +119,7 @@ def test_real_width_is_right_and_goes_through_onednn(real_width: Path) -> None:
 @pytest.mark.usefixtures("without_onednn")
 def test_without_onednn_it_is_as_right(real_width: Path) -> None:
     sequences = [draw(length) for length in (300, 77, 5)]
-    encoder = EsmEncoder(load_checkpoint(real_width), layer=2, precision="fp32", device=CPU)
+    encoder = EsmEncoder(load_esm_checkpoint(real_width), layer=2, precision="fp32", device=CPU)
     assert isinstance(encoder._layers[0].qkv, TorchLinear)
     assert_close(encode(encoder, sequences), reference(real_width)(sequences, 2))
 
@@ -139,19 +139,19 @@ def check_bits_in_batches(encoder: EsmEncoder, sequences: Sequence[str], seed: i
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_result_has_the_same_bits_in_every_batch(tiny: Path, seed: int) -> None:
-    encoder = EsmEncoder(load_checkpoint(tiny), layer=3, precision="fp32", device=CPU)
+    encoder = EsmEncoder(load_esm_checkpoint(tiny), layer=3, precision="fp32", device=CPU)
     sequences = [draw(int(length)) for length in {*np.random.default_rng(seed).integers(1, 500, 14), 1, 2, 1100}]
     check_bits_in_batches(encoder, sequences, seed)
 
 
 def test_at_real_width_too(real_width: Path) -> None:
-    encoder = EsmEncoder(load_checkpoint(real_width), layer=2, precision="fp32", device=CPU)
+    encoder = EsmEncoder(load_esm_checkpoint(real_width), layer=2, precision="fp32", device=CPU)
     check_bits_in_batches(encoder, [draw(length) for length in (1, 2, 3, 29, 64, 129, 333, 800)], 0)
 
 
 @pytest.mark.usefixtures("without_onednn")
 def test_and_without_onednn(real_width: Path) -> None:
-    encoder = EsmEncoder(load_checkpoint(real_width), layer=2, precision="fp32", device=CPU)
+    encoder = EsmEncoder(load_esm_checkpoint(real_width), layer=2, precision="fp32", device=CPU)
     check_bits_in_batches(encoder, [draw(length) for length in (1, 2, 3, 29, 64, 129, 333, 800)], 1)
 
 
@@ -159,14 +159,14 @@ def test_sharp_attention_stays_right(tmp_path: Path) -> None:
     path = tmp_path / "esm2_stress.pt"
     write_random_checkpoint(path, layers=3, dim=64, heads=4, stress=6.0)
     sequences = [draw(length) for length in (200, 30)]
-    encoder = EsmEncoder(load_checkpoint(path), layer=3, precision="fp32", device=CPU)
+    encoder = EsmEncoder(load_esm_checkpoint(path), layer=3, precision="fp32", device=CPU)
     assert_close(encode(encoder, sequences), reference(path)(sequences, 3), atol=1e-3)
 
 
 @pytest.mark.parametrize(("precision", "cosine"), [("fp16", 0.9999), ("bf16", 0.999)])
 def test_half_precision_is_close(tiny: Path, precision: str, cosine: float) -> None:
     sequences = [draw(length) for length in (200, 3, 31)]
-    found_RD = encode(EsmEncoder(load_checkpoint(tiny), layer=3, precision=precision, device=CPU), sequences)
+    found_RD = encode(EsmEncoder(load_esm_checkpoint(tiny), layer=3, precision=precision, device=CPU), sequences)
     assert found_RD.dtype == {"fp16": torch.float16, "bf16": torch.bfloat16}[precision]
     assert_close(found_RD, reference(tiny)(sequences, 3), cosine, atol=0.1)
 
@@ -181,7 +181,7 @@ def test_positions_of_long_sequences_survive_half_precision() -> None:
 
 
 def test_layers_beyond_the_asked_one_are_not_read(tiny: Path) -> None:
-    checkpoint = load_checkpoint(tiny)
+    checkpoint = load_esm_checkpoint(tiny)
     asked: list[str] = []
 
     class Watched(dict[str, torch.Tensor]):
@@ -209,7 +209,7 @@ def test_attention_takes_the_kernel_that_makes_no_square_matrix(columns: int, dt
 
 def test_largest_single_allocation_grows_with_the_tokens_and_not_their_square(tiny: Path) -> None:
     def largest_bytes(length: int) -> int:
-        encoder = EsmEncoder(load_checkpoint(tiny), layer=3, precision="fp32", device=CPU)
+        encoder = EsmEncoder(load_esm_checkpoint(tiny), layer=3, precision="fp32", device=CPU)
         with torch.profiler.profile(profile_memory=True) as profile:
             encode(encoder, [draw(length)])
         return max(event.cpu_memory_usage for event in profile.events())
@@ -234,9 +234,9 @@ def test_half_precision_takes_the_packed_kernel_in_one_split(tiny: Path, monkeyp
 
     monkeypatch.setattr(esm2, "choose_attention", partial(choose_attention, kernel=watched))
     sequences = [draw(length) for length in (20, 7)]
-    encoder = EsmEncoder(load_checkpoint(tiny), layer=3, precision="fp16", device=CPU)
+    encoder = EsmEncoder(load_esm_checkpoint(tiny), layer=3, precision="fp16", device=CPU)
     monkeypatch.undo()
-    wanted_RD = encode(EsmEncoder(load_checkpoint(tiny), layer=3, precision="fp16", device=CPU), sequences)
+    wanted_RD = encode(EsmEncoder(load_esm_checkpoint(tiny), layer=3, precision="fp16", device=CPU), sequences)
     # What fills the last tile is no sequence of the kernel's: its rows are missing there.
     monkeypatch.setattr(encoder, "fill", 1)
     monkeypatch.setattr(encoder, "_tile", 0)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pipeline.encoder.checkpoints.esm_checkpoint import load_checkpoint
+from pipeline.encoder.checkpoints.esm_checkpoint import load_esm_checkpoint
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.encoder.embedding_recipe import LETTERS, tokenize
 from pipeline.encoder.forward.esm2 import EsmEncoder
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def checkpoint(tiny):
-    return load_checkpoint(tiny)
+    return load_esm_checkpoint(tiny)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_numbers_that_are_none_are_caught_and_can_be_written_down(wanted, value)
 
 def test_sharp_attention_passes_in_full_precision_and_is_judged_truly_in_half(tmp_path):
     write_random_checkpoint(tmp_path / "esm2_sharp.pt", layers=4, dim=64, heads=4, seed=0, stress=6.0)
-    checkpoint = load_checkpoint(tmp_path / "esm2_sharp.pt")
+    checkpoint = load_esm_checkpoint(tmp_path / "esm2_sharp.pt")
     assert check_parity(checkpoint, "fp32", 4, "cpu").passed
     half = check_parity(checkpoint, "bf16", 4, "cpu")
     assert half.passed == (half.lowest >= 0.999)
@@ -157,7 +157,7 @@ def doubtful(tmp_path_factory):
     """Return weights so sharp that fair-esm in fp32 is not what it is in fp64."""
     path = tmp_path_factory.mktemp("weights") / "esm2_doubtful.pt"
     write_random_checkpoint(path, layers=6, dim=64, heads=2, stress=10.0)
-    return load_checkpoint(path)
+    return load_esm_checkpoint(path)
 
 
 def test_where_fp32_itself_is_in_doubt_fair_esm_is_the_measure(doubtful):

@@ -14,10 +14,15 @@ from pipeline.errors import PipelineError
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import Disk
 from pipeline.store.format.shard import read_table
-from pipeline.store.maintenance import compact as compaction
+from pipeline.store.maintenance import rewrite as compaction
 from pipeline.store.maintenance import scrub
-from pipeline.store.maintenance.compact import compact_shards, plan_compaction
-from pipeline.store.maintenance.rewrite import CARRIED_HEADER_BYTES, CarriedRows, carried
+from pipeline.store.maintenance.rewrite import (
+    CARRIED_HEADER_BYTES,
+    CarriedRows,
+    carried,
+    compact_shards,
+    plan_compaction,
+)
 from pipeline.store.shard_index import indexed
 from pipeline.store.snapshot import IndexState
 from tests.store.content import is_right, key_of
@@ -35,7 +40,12 @@ def store(cache):
 
 
 def compacted(store, **options):
-    return compact_shards(store, plan_compaction(store, **options), settle_s=0, **options)
+    return compacted_as(store, plan_compaction(store, **options), **options)
+
+
+def compacted_as(store, todo, *, settle_s=0, **options):
+    compact_shards([(store, todo)], settle_s=settle_s, **options)
+    return todo
 
 
 def all_right(root, numbers=NUMBERS):
@@ -135,7 +145,7 @@ def test_of_a_damaged_and_a_whole_copy_the_whole_one_is_kept(cache, at):
 def test_shards_that_another_process_took_meanwhile_are_not_called_damaged(cache, store):
     told = plan_compaction(store)
     compacted(CacheFolder(cache.root).kind("scan"))
-    told = compact_shards(store, told, settle_s=0)
+    told = compacted_as(store, told)
     assert (told.damaged, told.gone, len(told.taken)) == ([], 0, 40)
     assert all_right(cache.root)
 
@@ -185,7 +195,7 @@ def test_every_record_is_read_once(cache):
     for number in range(3):  # so much that a new shard is not read once more, to make it tight
         with store.writer() as writer:
             writer.put(key_of(number), {"x": np.full(250_000, number)}, {})
-    told = compact_shards(CacheFolder(cache.root, disk).kind("scan"), plan_compaction(store), settle_s=0)
+    told = compacted_as(CacheFolder(cache.root, disk).kind("scan"), plan_compaction(store), settle_s=0)
     assert told.gone == 3
     assert disk.read_bytes < 1.3 * told.size_bytes
 
@@ -205,7 +215,7 @@ def test_a_shard_that_goes_bad_while_it_is_copied_stays(cache, store):
     content = path.read_bytes()
     place = read_table(store.disk, path).data_start
     disk = MeddlingDisk("write_at", lambda: flip(path, place))
-    told = compact_shards(CacheFolder(cache.root, disk).kind("scan"), plan_compaction(store), settle_s=0)
+    told = compacted_as(CacheFolder(cache.root, disk).kind("scan"), plan_compaction(store), settle_s=0)
     assert told.damaged == [name]
     overwrite(path, content)
     assert all_right(cache.root)
@@ -286,7 +296,7 @@ def test_old_shards_go_only_after_the_index_has_named_the_new_ones_for_a_while(c
             events.append((seconds, len(listed(store)), indexed(Disk(), store.layout)))
 
     before = set(listed(store))
-    compact_shards(CacheFolder(cache.root, WatchedDisk(0)).kind("scan"), plan_compaction(store), settle_s=7)
+    compacted_as(CacheFolder(cache.root, WatchedDisk(0)).kind("scan"), plan_compaction(store), settle_s=7)
     (new,) = listed(store)
     assert new not in before
     assert events == [(7, 41, [new])]
@@ -311,7 +321,7 @@ def test_an_index_that_another_process_wrote_while_old_shards_went_forgets_them(
         def wait(self, seconds):
             CacheFolder(cache.root).kind("scan").write_index()
 
-    compact_shards(CacheFolder(cache.root, MeddledDisk(0)).kind("scan"), plan_compaction(store), settle_s=7)
+    compacted_as(CacheFolder(cache.root, MeddledDisk(0)).kind("scan"), plan_compaction(store), settle_s=7)
     assert indexed(Disk(), store.layout) == listed(store)
 
 

@@ -6,7 +6,8 @@ import gzip
 from pathlib import Path
 
 from pipeline.records import Item, Reason, Rejection
-from pipeline.structures.sources import SourceSpec, items
+from pipeline.structures.sources.data_source import items
+from pipeline.structures.sources.item_ids import SourceSpec
 
 
 def write(path: Path, content: str | bytes) -> Path:

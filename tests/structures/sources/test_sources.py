@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.records import Item, Reason, Rejection
-from pipeline.structures.sources import ADAPTERS, SourceSpec, items
-from pipeline.structures.sources.item_ids import MERGE_AT, SeenIds, id_problem, printable
+from pipeline.structures.sources.data_source import ADAPTERS, items
+from pipeline.structures.sources.item_ids import MERGE_AT, SeenIds, SourceSpec, id_problem, printable_text
 from pipeline.structures.sources.source_folder import StructureFolder
 from tests.structures.sources.source_files import ids, read, reasons, touch, write
 
@@ -120,8 +120,8 @@ def test_limit_counts_items_and_not_rejections(tmp_path: Path) -> None:
 
 
 def test_text_from_outside_is_shown_without_control_characters() -> None:
-    assert printable("a\x1b[31m\n\udc80") == r"a\x1b[31m\n\udc80"
-    assert len(printable("x" * 1000)) == 80
+    assert printable_text("a\x1b[31m\n\udc80") == r"a\x1b[31m\n\udc80"
+    assert len(printable_text("x" * 1000)) == 80
 
 
 @pytest.mark.parametrize("source", ADAPTERS)

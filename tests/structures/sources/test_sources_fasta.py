@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.errors import DataError
 from pipeline.records import Item, Reason, Rejection
-from pipeline.structures.sources.source_folder import MAX_LETTERS
+from pipeline.structures.sources.data_source import MAX_LETTERS
 from tests.structures.sources.source_files import ids, only_rejection, read, write
 
 

@@ -1,0 +1,198 @@
+"""Data sources: what people bring becomes a stream of items and rejections, before any structure file is read.
+
+`items` is the door; each adapter is one file. To add one, write its generator and name it in `ADAPTERS`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Generator
+from contextlib import closing
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path, PurePosixPath
+from shlex import quote
+from typing import TYPE_CHECKING
+
+from pipeline.errors import ConfigError, DataError
+from pipeline.records import Item, Reason, Rejection
+from pipeline.structures.atoms import UnusableInput
+from pipeline.structures.sources.item_ids import SeenIds, SourceSpec, id_problem, label_problem, printable_text
+from pipeline.structures.sources.source_folder import listing, sorted_names, split_suffix, walk
+from pipeline.structures.sources.source_rows import one_file_parts, text_lines
+from pipeline.structures.sources.table_sources import manifest_items, pair_items, pinder_items, sabdab_items
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator
+
+    from pipeline.structures.sources.item_ids import SourceSpec
+
+MAX_LETTERS = 100_000
+NOT_A_LETTER = re.compile(r"[^A-Z]")  # every ASCII letter is an IUPAC code
+
+
+def glob_items(spec: SourceSpec) -> Generator[Item | Rejection, None, None]:
+    """Yield the matching files in the order of their paths."""
+    for pattern in spec.pattern:
+        if pattern.startswith("/") or ".." in PurePosixPath(pattern).parts:
+            what = f"the pattern {pattern!r} leaves the folder"
+            raise ConfigError(what, where=str(spec.path), remedy="pipeline config show   (then set data.path instead)")
+    root = spec.path.absolute()
+    for name in sorted_names(walk(root, spec.pattern)):
+        yield _item(spec, root, name)
+
+
+def _item(spec: SourceSpec, root: Path, name: str) -> Item | Rejection:
+    item_id = split_suffix(name)[0].replace("/", ".")
+    path = root / name
+    if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
+        detail = "a link that leaves the folder; list the file in a manifest instead"
+        return Rejection(printable_text(item_id), Reason.UNREADABLE_FILE, detail, printable_text(name))
+    parts = one_file_parts(spec, str(path), spec.receptor_chains, spec.ligand_chains)
+    return Item(id=item_id, parts=parts, origin=printable_text(name))
+
+
+@dataclass(slots=True)
+class _Record:
+    """A record while its lines come in; letters beyond `MAX_LETTERS` are counted, not kept."""
+
+    label: str
+    line: int
+    pieces: list[str] = field(default_factory=list)
+    letters: int = 0
+
+    def add(self, line: str) -> None:
+        piece = "".join(line.split())
+        self.letters += len(piece)
+        if piece and self.letters <= MAX_LETTERS:
+            self.pieces.append(piece)
+
+
+def fasta_items(spec: SourceSpec) -> Generator[Item | Rejection, None, None]:
+    """Yield the sequences of a FASTA file."""
+    for record in _records(spec.path):
+        name = next(iter(record.label.split()), "")
+        origin = f"{spec.path.name}:{record.line}"
+        try:
+            yield Item(id=name, sequence=_sequence(record), origin=origin)
+        except UnusableInput as error:
+            yield Rejection(printable_text(name), error.reason, error.detail, origin)
+
+
+def _records(path: Path) -> Iterator[_Record]:
+    record = None
+    for number, line in enumerate(text_lines(path), 1):
+        if line.startswith(">"):
+            if record is not None:
+                yield record
+            record = _Record(line[1:], number)
+        elif record is not None:
+            record.add(line)
+        elif line.strip():
+            remedy = f"head -n {number} {quote(str(path))}"
+            raise DataError("text before the first '>': not FASTA", where=f"{path}:{number}", remedy=remedy)
+    if record is not None:
+        yield record
+
+
+def _sequence(record: _Record) -> str:
+    """Return the letters of a record without a final stop, or refuse it."""
+    if record.letters > MAX_LETTERS:
+        raise UnusableInput(Reason.TOO_MANY_RESIDUES, f"{record.letters:,} letters, {MAX_LETTERS:,} are allowed")
+    sequence = "".join(record.pieces).removesuffix("*")
+    if not sequence:
+        raise UnusableInput(Reason.BAD_SEQUENCE, "the sequence is empty")
+    if wrong := NOT_A_LETTER.search(sequence):
+        what = f"{printable_text(wrong[0])!r} at position {wrong.start() + 1} is no residue letter"
+        hint = "; write it in upper case if it is meant as a residue" if wrong[0].islower() else ""
+        raise UnusableInput(Reason.BAD_SEQUENCE, what + hint)
+    return sequence
+
+
+Adapter = Callable[[SourceSpec], Generator[Item | Rejection, None, None]]
+ADAPTERS: dict[str, Adapter] = {
+    "manifest": manifest_items,
+    "pairs": pair_items,
+    "sabdab": sabdab_items,
+    "pinder": pinder_items,
+    "glob": glob_items,
+    "fasta": fasta_items,
+}
+# A setting that its source does not look at would be obeyed in nobody's mind but the user's.
+HEEDED_BY = {
+    "state: unbound": ("pairs", "pinder"),
+    "splits": ("pairs",),
+    "structures_dir": ("manifest", "sabdab", "pinder"),
+    "receptor_chains and ligand_chains": ("manifest", "glob"),
+    "labels": ("manifest", "sabdab", "pinder"),
+}
+
+
+def items(spec: SourceSpec) -> Generator[Item | Rejection, None, None]:
+    """Yield every item of a source once, and a rejection for all else; `limit` counts items."""
+    adapter = _adapter(spec)
+    _refuse_unheeded(spec)
+    if spec.structures_dir is not None:
+        next(listing(spec.structures_dir), None)  # to say now, and not a thousand times, that it is not there
+    seen = SeenIds()
+    taken = entries = 0
+    with closing(adapter(spec)) as source:
+        while taken != spec.limit and (entry := next(source, None)) is not None:
+            entries += 1
+            checked = _checked(entry, seen, spec)
+            taken += isinstance(checked, Item)
+            yield checked
+    if not entries and spec.limit != 0:
+        where = str(spec.splits or spec.path)
+        raise DataError(f"the source {spec.source!r} finds nothing here", where=where, remedy=f"ls -l {quote(where)}")
+
+
+def _checked(entry: Item | Rejection, seen: SeenIds, spec: SourceSpec) -> Item | Rejection:
+    """Pass on an item whose id is allowed and new."""
+    if isinstance(entry, Rejection):
+        return entry
+    if problem := id_problem(entry.id, names_files=spec.source != "fasta"):
+        return Rejection(printable_text(entry.id), Reason.BAD_ID, f"the id {problem}", entry.origin)
+    first = seen.first_line(entry.id, _line(entry.origin))
+    if first is None:
+        problem = label_problem(entry, spec.labels)
+        return (
+            Rejection(printable_text(entry.id), Reason.BAD_ROW, problem, entry.origin, entry.split)
+            if problem
+            else entry
+        )
+    where = f"{spec.path.name if spec.splits is None else spec.splits.name}:{first}" if first else "an earlier file"
+    split = f" (this one is in split {printable_text(entry.split)!r})" if entry.split else ""
+    detail = f"{where} has this id already{split}"
+    return Rejection(printable_text(entry.id), Reason.DUPLICATE_ID, detail, entry.origin, entry.split)
+
+
+def _line(origin: str) -> int:
+    """Return the line of an origin like `manifest.csv:12`, or 0 for a file of a folder."""
+    line = origin.rpartition(":")[2]
+    return int(line) if line.isascii() and line.isdecimal() else 0
+
+
+def _adapter(spec: SourceSpec) -> Adapter:
+    if spec.source in ADAPTERS:
+        return ADAPTERS[spec.source]
+    near = get_close_matches(spec.source, ADAPTERS, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(ADAPTERS)}"
+    what = f"no data source is called {spec.source!r}; {hint}"
+    raise ConfigError(what, where="data.source", remedy="pipeline config show")
+
+
+def _refuse_unheeded(spec: SourceSpec) -> None:
+    """Refuse settings that this source does not look at."""
+    given = {
+        "state: unbound": spec.state == "unbound",
+        "splits": spec.splits is not None,
+        "structures_dir": spec.structures_dir is not None,
+        "receptor_chains and ligand_chains": bool(spec.receptor_chains or spec.ligand_chains),
+        "labels": bool(spec.labels),
+    }
+    for setting, sources in HEEDED_BY.items():
+        if given[setting] and spec.source not in sources:
+            what = f"data.{setting} means nothing to the source {spec.source!r}, only to {' and '.join(sources)}"
+            raise ConfigError(what, where="data", remedy="pipeline config show   (then take it out)")
