@@ -10,7 +10,7 @@ from pipeline.cluster.slurm import SlurmExecutor
 from pipeline.errors import SubmissionRefused
 from pipeline.memory.footprint import Provenance
 from pipeline.memory.history.step_history import Peak
-from pipeline.runs.model.probe import Outcome, Place, Probed, measured_ratios, model_name, probe
+from pipeline.runs.model.probe import Probed, ProbedCard, ProbeOutcome, measured_ratios, model_name, probe
 from pipeline.runs.model.probe_job import peaks_of
 from tests.runs.model.probes import GIB, Prepared, card, prepare
 from tests.slurm.cluster import Cluster
@@ -21,8 +21,8 @@ SETTINGS = {"cluster__executor": "slurm", "cluster__slurm__poll": "1s", "cluster
 CARDS = [{"partition": "main", "mem": "1GiB"}, {"partition": "short", "mem": "1GiB"}]
 
 
-def places(prepared: Prepared) -> list[Place]:
-    return [Place.of(card(str(one.partition), int(one.mem)), one) for one in prepared.config.cluster.slurm.cards]
+def places(prepared: Prepared) -> list[ProbedCard]:
+    return [ProbedCard.of(card(str(one.partition), int(one.mem)), one) for one in prepared.config.cluster.slurm.cards]
 
 
 def probed(prepared: Prepared, said: list[str], executor: SlurmExecutor | None = None) -> tuple[Probed, ...]:
@@ -42,9 +42,10 @@ def ratios(prepared: Prepared, *cards: str) -> tuple[float, ...]:
 def test_every_kind_of_card_gets_a_job_and_the_next_plan_is_corrected(healthy: Cluster, tmp_path: Path) -> None:
     prepared = prepare(tmp_path, **{**SETTINGS, "cluster__slurm__cards": CARDS})
     found = probed(prepared, said := [])
-    assert [(one.card, one.outcome) for one in found] == [("main", Outcome.MEASURED), ("short", Outcome.MEASURED)], (
-        found
-    )
+    assert [(one.card, one.outcome) for one in found] == [
+        ("main", ProbeOutcome.MEASURED),
+        ("short", ProbeOutcome.MEASURED),
+    ], found
     assert all(0.95 < one.ratio < 1.5 and one.step_s > 0 for one in found)
     assert {"probe of main: measured", "probe of short: measured"} <= set(said)
     jobs = [line.partition("job ")[2] for line in said[:2]]
@@ -61,7 +62,7 @@ def test_a_probe_with_too_little_memory_is_killed_and_says_what_it_needs(healthy
     small = {**SETTINGS, "cluster__slurm__cards": CARDS[:1], "cluster__train__mem": "512MiB"}
     prepared = prepare(tmp_path, width=768, **small)
     (found,) = probed(prepared, [])
-    assert found.outcome is Outcome.DIED, found
+    assert found.outcome is ProbeOutcome.DIED, found
     assert 0 < found.measured_bytes < GIB // 2
     assert found.why.endswith("that were predicted: raise cluster.train.mem, 536,870,912 now")
     healthy.until(lambda: "oom-kill" in Path(found.log).read_text(), "Slurm to say that the kernel did it")
@@ -89,6 +90,6 @@ def test_a_probe_that_nobody_waits_for_corrects_the_next_plan(healthy: Cluster, 
 def test_what_the_cluster_refuses_is_told_with_the_key_to_change(healthy: Cluster, tmp_path: Path) -> None:
     unknown = [{"partition": "main", "feature": "nowhere", "mem": "1GiB"}]
     (found,) = probed(prepare(tmp_path, **{**SETTINGS, "cluster__slurm__cards": unknown}), [])
-    assert found.outcome is Outcome.REFUSED
+    assert found.outcome is ProbeOutcome.REFUSED
     assert isinstance(found.error, SubmissionRefused)
     assert found.error.remedy.startswith("pipeline plan --stage train --probe --set cluster.train.constraint=")

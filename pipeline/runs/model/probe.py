@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import secrets
 import shutil
-import time
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from enum import Enum
@@ -18,8 +17,7 @@ from pipeline.cluster.job_spec import JobSpec, TaskState
 from pipeline.cluster.verdict import Cause, Word, judge_attempt
 from pipeline.config.load import dump_resolved
 from pipeline.errors import ConfigError, JobFailed, PipelineError, SubmissionRefused
-from pipeline.journal import run_folder as folders
-from pipeline.journal.run_folder import RunFolder
+from pipeline.journal import run_folder
 from pipeline.journal.run_logs import end_of
 from pipeline.memory.footprint import Category
 from pipeline.memory.hardware.host_memory import STATED, TrainingJob, train_need
@@ -36,14 +34,15 @@ from pipeline.runs.model.probe_job import (
     STEPS,
     Errand,
     ProbeFolder,
-    Result,
+    ProbeResult,
+    conclude,
     death,
     peaks_of,
     read_errand,
-    remember_result,
     result_of,
     write_json,
 )
+from pipeline.waiting import wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -65,7 +64,7 @@ AGAIN = "pipeline plan --stage train --probe"
 
 
 @dataclass(frozen=True)
-class Place:
+class ProbedCard:
     """A card as the plan has it, and how a job asks for it."""
 
     card: CardSpec
@@ -74,14 +73,14 @@ class Place:
     constraint: str = ""
 
     @classmethod
-    def of(cls, card: CardSpec, site: SiteCard | None = None) -> Place:
+    def of(cls, card: CardSpec, site: SiteCard | None = None) -> ProbedCard:
         """Return where the site has it."""
         if site is None:
             return cls(card)
         return cls(card, site.gres or "", site.partition or "", site.feature or "")
 
 
-class Outcome(str, Enum):
+class ProbeOutcome(str, Enum):
     """What came of a probe."""
 
     MEASURED = "measured"
@@ -95,7 +94,7 @@ class Probed:
     """What came of the probe of a card."""
 
     card: str
-    outcome: Outcome
+    outcome: ProbeOutcome
     predicted_bytes: int
     measured_bytes: int  # of one that died: it needs more than this
     predicted_s: float
@@ -112,18 +111,14 @@ class Probed:
 
 
 @dataclass(frozen=True)
-class _Job:
+class _ProbeJob:
     """A probe that is under way."""
 
     number: int  # of the card, in the order in which they were named
     folder: ProbeFolder
     errand: Errand
-    spec: JobSpec
     id: JobId
-
-    def log(self) -> str:
-        """Return where it writes what went wrong."""
-        return self.spec.log_paths(self.id, 0)[1]
+    log: str  # where it writes what went wrong
 
 
 def probe(
@@ -131,7 +126,7 @@ def probe(
     work: Work,
     plan: MemoryPlan,
     oracle: Oracle,
-    places: Sequence[Place],
+    places: Sequence[ProbedCard],
     executor: Executor,
     tell: Callable[[str], None],
     *,
@@ -143,13 +138,13 @@ def probe(
     """
     refuse_unprobed(work, plan)
     found: dict[int, Probed] = {}
-    jobs: list[_Job] = []
+    jobs: list[_ProbeJob] = []
     for number, place in enumerate(places):
         errand = errand_of(config, work, plan, oracle, place, executor, beside)
         try:
             jobs.append(_submitted(number, config, errand, place, plan, executor))
         except SubmissionRefused as error:
-            found[number] = _without(errand, Outcome.REFUSED, error)
+            found[number] = _unmeasured(errand, ProbeOutcome.REFUSED, error)
             tell(f"probe of {errand.card}: not submitted: {error.what}")
         else:
             tell(f"probe of {errand.card}: job {jobs[-1].id}")
@@ -191,7 +186,7 @@ def errand_of(
     work: Work,
     plan: MemoryPlan,
     oracle: Oracle,
-    place: Place,
+    place: ProbedCard,
     executor: Executor,
     beside: Path | None = None,
 ) -> Errand:
@@ -225,7 +220,7 @@ def errand_of(
     )
 
 
-def _limits(config: Config, work: Work, place: Place, executor: Executor, host_bytes: int) -> tuple[int, int]:
+def _limits(config: Config, work: Work, place: ProbedCard, executor: Executor, host_bytes: int) -> tuple[int, int]:
     """Return the memory and the time of a probe's job: as configured, else all that the plan may use, within limits."""
     resources = config.cluster.train
     on_card = work.device != "cpu"
@@ -241,9 +236,11 @@ def _gpus(work: Work | Errand) -> int:
     return 0 if work.device == "cpu" else 1
 
 
-def _submitted(number: int, config: Config, errand: Errand, place: Place, plan: MemoryPlan, executor: Executor) -> _Job:
+def _submitted(
+    number: int, config: Config, errand: Errand, place: ProbedCard, plan: MemoryPlan, executor: Executor
+) -> _ProbeJob:
     """Write down what a probe needs, and submit it; one that is refused leaves nothing behind."""
-    folder = drafted(config, errand)
+    folder = draft_probe(config, errand)
     resources = config.cluster.train
     spec = JobSpec(
         name=NAME,
@@ -261,7 +258,8 @@ def _submitted(number: int, config: Config, errand: Errand, place: Place, plan: 
         card=place.gres,
     )
     try:
-        return _Job(number, ProbeFolder(folder.path), errand, spec, executor.submit(spec))
+        submitted = executor.submit(spec)
+        return _ProbeJob(number, folder, errand, submitted, spec.log_paths(submitted, 0)[1])
     except SubmissionRefused as error:
         shutil.rmtree(folder.path, ignore_errors=True)
         remedy = error.remedy.replace(f"pipeline submit --stage {NAME}", AGAIN)
@@ -269,31 +267,29 @@ def _submitted(number: int, config: Config, errand: Errand, place: Place, plan: 
         raise SubmissionRefused(error.what, where=f"probe of {errand.card}", remedy=remedy) from error
 
 
-def drafted(config: Config, errand: Errand) -> RunFolder:
+def draft_probe(config: Config, errand: Errand) -> ProbeFolder:
     """Make the folder of a probe, with the code and the configuration frozen."""
     runs, now = config.cluster.runs, datetime.now(tz=timezone.utc)
-    path = runs / FOLDER / f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}-{NAME}"
-    folder = RunFolder(path)
-    mode = folders.PRIVATE if config.cluster.private else folders.SHARED
+    folder = ProbeFolder(runs / FOLDER / f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}-{NAME}")
     try:
-        with folders.writing_run(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.mkdir(mode=mode)
+        with run_folder.writing_run(folder.path):
+            folder.path.parent.mkdir(parents=True, exist_ok=True)
+            folder.path.mkdir(mode=run_folder.PRIVATE if config.cluster.private else run_folder.SHARED)
             folder.logs.mkdir()
             folder.code.write_text(str(freeze(runs)))
             folder.config.write_text(dump_resolved(config))
-            write_json(ProbeFolder(path).errand, errand)
+            write_json(folder.errand, errand)
     except JobFailed as error:
         raise SubmissionRefused(error.what, where=error.where, remedy=f"{AGAIN} --set cluster.runs=FOLDER") from error
     return folder
 
 
 def _followed(
-    jobs: Sequence[_Job], executor: Executor, tell: Callable[[str], None]
-) -> list[tuple[_Job, TaskStatus | None]]:
+    jobs: Sequence[_ProbeJob], executor: Executor, tell: Callable[[str], None]
+) -> list[tuple[_ProbeJob, TaskStatus | None]]:
     """Wait until every probe has said what came of it, or has ended without a word; return how each stands."""
-    waiting: dict[JobId, _Job] = {job.id: job for job in jobs}
-    done: list[tuple[_Job, TaskStatus | None]] = []
+    waiting: dict[JobId, _ProbeJob] = {job.id: job for job in jobs}
+    done: list[tuple[_ProbeJob, TaskStatus | None]] = []
     try:
         while waiting:
             for change in executor.step(LOOK_S):
@@ -301,7 +297,8 @@ def _followed(
                     tell(f"probe of {waiting[change.job].errand.card}: {change.state.value.lower()}")
             for job in list(waiting.values()):
                 status = next(iter(executor.status([job.id])), None)
-                if _is_over(job, status):
+                is_over = status is not None and (status.state.ended or status.state is TaskState.UNKNOWN)
+                if is_over or result_of(job.folder) is not None:
                     done.append((waiting.pop(job.id), status))
     except KeyboardInterrupt:
         if executor.outlives and waiting:
@@ -311,66 +308,52 @@ def _followed(
     return done
 
 
-def _is_over(job: _Job, status: TaskStatus | None) -> bool:
-    lost = status is not None and status.state is TaskState.UNKNOWN
-    return lost or (status is not None and status.state.ended) or result_of(job.folder) is not None
-
-
-def _concluded(job: _Job, status: TaskStatus | None, config: Config) -> Probed:
-    """Return what came of a probe: as it says, else as its end tells."""
-    result = _patiently(job, status, config.cache.visibility_s)
-    if result is None:
-        result = _from_outside(job, status)
+def _concluded(job: _ProbeJob, status: TaskStatus | None, config: Config) -> Probed:
+    """Return what came of a probe: as it says, else as its end tells; another node's file may be seen late."""
+    patience_s = config.cache.visibility_s if status is not None and status.state.ok else 0.0
+    result = wait_for(lambda: result_of(job.folder), patience_s, SEEN_AGAIN_S) or _from_outside(job, status)
     errand = job.errand
     if result.state == FAILED:
-        remedy = f"cat {job.log()}"
-        error = JobFailed(f"the probe of {errand.card} failed: {result.why}", where=job.log(), remedy=remedy)
-        return replace(_without(errand, Outcome.FAILED, error), why=result.why, log=job.log())
+        what = f"the probe of {errand.card} failed: {result.why}"
+        error = JobFailed(what, where=job.log, remedy=f"cat {job.log}")
+        return replace(_unmeasured(errand, ProbeOutcome.FAILED, error), why=result.why, log=job.log)
     died = result.state == DIED
-    why = _why_it_died(result, errand) if died else ""
     unheard = () if result.remembered else ("it could not be written down for later plans",)
     return Probed(
         card=errand.card,
-        outcome=Outcome.DIED if died else Outcome.MEASURED,
+        outcome=ProbeOutcome.DIED if died else ProbeOutcome.MEASURED,
         predicted_bytes=errand.predicted_bytes,
         measured_bytes=result.bytes,
         predicted_s=errand.predicted_s,
         step_s=result.step_s,
-        log=job.log(),
-        why=why,
+        log=job.log,
+        why=_why_it_died(result, errand) if died else "",
         notes=(*result.notes, *unheard),
     )
 
 
-def _why_it_died(result: Result, errand: Errand) -> str:
+def _why_it_died(result: ProbeResult, errand: Errand) -> str:
     if result.bytes >= errand.predicted_bytes:
         return f"it needs more than {result.bytes:,} bytes; {errand.predicted_bytes:,} were predicted"
     had = f"it had {result.bytes:,} bytes, fewer than the {errand.predicted_bytes:,} that were predicted"
     return had if errand.device != "cpu" else f"{had}: raise cluster.train.mem, {errand.mem_bytes:,} now"
 
 
-def _without(errand: Errand, outcome: Outcome, error: PipelineError) -> Probed:
+def _unmeasured(errand: Errand, outcome: ProbeOutcome, error: PipelineError) -> Probed:
     """Return a probe that measured nothing."""
     log = ""
     return Probed(errand.card, outcome, errand.predicted_bytes, 0, errand.predicted_s, 0.0, log, error.what, (), error)
 
 
-def _patiently(job: _Job, status: TaskStatus | None, patience_s: float) -> Result | None:
-    """Return what a probe says of itself; of one that ended well, another node's file may be seen late."""
-    deadline = time.monotonic() + (patience_s if status is not None and status.state.ok else 0.0)
-    while (result := result_of(job.folder)) is None and time.monotonic() < deadline:
-        time.sleep(SEEN_AGAIN_S)
-    return result
-
-
-def _from_outside(job: _Job, status: TaskStatus | None) -> Result:
+def _from_outside(job: _ProbeJob, status: TaskStatus | None) -> ProbeResult:
     """Return what the executor knows of a probe that could say nothing; a death of memory is remembered even so."""
     if status is None:
-        return Result(FAILED, why="nobody knows what became of its job")
-    verdict = judge_attempt(status, Word(), end_of(job.log(), LOG_LINES) or "", asked_bytes=job.spec.mem_bytes)
+        return ProbeResult(FAILED, why="nobody knows what became of its job")
+    verdict = judge_attempt(status, Word(), end_of(job.log, LOG_LINES) or "", asked_bytes=job.errand.mem_bytes)
     if verdict.cause not in (Cause.HOST_OOM, Cause.GPU_OOM):
-        return Result(FAILED, why=verdict.reason or status.state.value)
+        return ProbeResult(FAILED, why=verdict.reason or status.state.value)
     config, errand = read_errand(job.folder)
-    result = remember_result(job.folder, config, errand, death(job.folder, errand, verdict.peak_bytes or 0))
-    write_json(job.folder.result, result)
+    conclude(job.folder, config, errand, death(job.folder, errand, verdict.peak_bytes or 0))
+    result = result_of(job.folder)
+    assert result is not None
     return result

@@ -10,13 +10,12 @@ import atexit
 import gc
 import json
 import os
-import secrets
 import signal
 import socket
 import sys
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,6 +24,7 @@ from pipeline.cluster.machine import count_oom_kills
 from pipeline.config.load import from_resolved
 from pipeline.config.masking import without_secrets
 from pipeline.errors import ConfigError
+from pipeline.files import read_json, write_whole
 from pipeline.journal.run_folder import RunFolder
 from pipeline.memory.footprint import MemoryChoice
 from pipeline.memory.history.step_history import Peak, PeakHistory, sizes_text, torch_version
@@ -44,7 +44,7 @@ LARGE_SHARE = 0.5  # of its limit a killed step had reached at least, where no c
 STEP = "--step"  # the word by which the child knows that it is one
 MEASURED, DIED, FAILED = "measured", "died", "failed"
 
-Told = TypeVar("Told")
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Errand:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class ProbeResult:
     """What came of it."""
 
     state: str  # measured, died (of memory), failed
@@ -79,20 +79,11 @@ class Result:
     remembered: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeFolder:
-    """The files of one probe."""
-
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        """The frozen configuration."""
-        return self.path / "config.json"
+class ProbeFolder(RunFolder):
+    """The files of one probe: of a run's it has the code, the configuration and the logs."""
 
     @property
     def errand(self) -> Path:
-        """What is to be run."""
         return self.path / "errand.json"
 
     @property
@@ -102,7 +93,6 @@ class ProbeFolder:
 
     @property
     def result(self) -> Path:
-        """What came of it."""
         return self.path / "result.json"
 
 
@@ -113,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
     if argv[1:] == [STEP]:
         return run_step_process(folder)
     kills = count_oom_kills()
-    command = [*module_command(MODULE, RunFolder(folder.path)), str(folder.path), STEP]
+    command = [*module_command(MODULE, folder), str(folder.path), STEP]
     child = os.posix_spawn(sys.executable, command, os.environ)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # the time is nearly over: the child ends of it
     _, status, used = os.wait4(child, 0)
@@ -125,29 +115,32 @@ def run_step_process(folder: ProbeFolder) -> int:
     """Run the step in this process and write down what came of it; return an exit code."""
     try:
         config, errand = read_errand(folder)
-        result = run(errand, config, folder)
+        result = measure_step(errand, config, folder)
     except BaseException as error:  # noqa: BLE001 - whatever a task raises is what the plan has to say
         print(without_secrets(traceback.format_exc()), file=sys.stderr)  # noqa: T201 - its stderr is its log
-        result = Result(FAILED, why=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
-    else:
-        result = remember_result(folder, config, errand, result)
-    write_json(folder.result, result)
-    return 1 if result.state == FAILED else 0
+        why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        write_json(folder.result, ProbeResult(FAILED, why=why))
+        return 1
+    return conclude(folder, config, errand, result)
 
 
 def killed(folder: ProbeFolder, number: int, peak_bytes: int, *, counted: bool) -> int:
     """Say why the step was killed: for its memory if the kernel counted that, or it had come near its limit."""
     config, errand = read_errand(folder)
     if number == signal.SIGKILL and (counted or peak_bytes >= LARGE_SHARE * errand.mem_bytes):
-        result = remember_result(folder, config, errand, death(folder, errand, peak_bytes))
-        write_json(folder.result, result)
-        return 1 if result.state == FAILED else 0
+        return conclude(folder, config, errand, death(folder, errand, peak_bytes))
     why = "its time was over" if number == signal.SIGUSR2 else f"killed by {signal.Signals(number).name}"
-    write_json(folder.result, Result(FAILED, why=why))
-    return 1
+    return conclude(folder, config, errand, ProbeResult(FAILED, why=why))
 
 
-def run(errand: Errand, config: Config, folder: ProbeFolder) -> Result:
+def conclude(folder: ProbeFolder, config: Config, errand: Errand, result: ProbeResult) -> int:
+    """Write down what came of a probe, for who waits and for later plans; return an exit code."""
+    result = result if result.state == FAILED else remember_result(folder, config, errand, result)
+    write_json(folder.result, result)
+    return 1 if result.state == FAILED else 0
+
+
+def measure_step(errand: Errand, config: Config, folder: ProbeFolder) -> ProbeResult:
     """Run the bucket and measure it."""
     work = Work.of(config, beside=Path(errand.beside) if errand.beside else None)
     gauge = StepGauge(errand.device, errand.mem_bytes)
@@ -159,11 +152,9 @@ def run(errand: Errand, config: Config, folder: ProbeFolder) -> Result:
         if at_most is None:
             raise
         sys.stderr.write(f"{error}\n")
-        return Result(DIED, at_most, why=str(error).partition("\n")[0])
+        return ProbeResult(DIED, at_most, why=str(error).partition("\n")[0])
     reading = gauge.read()
-    return Result(
-        MEASURED, reading.bytes, reading.live_bytes, reading.outside_bytes, step_s, "", reading.notes, remembered=False
-    )
+    return ProbeResult(MEASURED, reading.bytes, reading.live_bytes, reading.outside_bytes, step_s, notes=reading.notes)
 
 
 def step_seconds(work: Work, errand: Errand, gauge: StepGauge) -> list[float]:
@@ -179,19 +170,19 @@ def step_seconds(work: Work, errand: Errand, gauge: StepGauge) -> list[float]:
     return taken
 
 
-def death(folder: ProbeFolder, errand: Errand, peak_bytes: int = 0) -> Result:
+def death(folder: ProbeFolder, errand: Errand, peak_bytes: int = 0) -> ProbeResult:
     """Return what is known of a step that was killed for its memory."""
     start = start_of(folder)
     taken = start.taken_bytes if start else 0
     available = start.available_bytes if start else errand.mem_bytes
-    return Result(DIED, max(available, peak_bytes - taken), outside_bytes=taken, why="killed for its memory")
+    return ProbeResult(DIED, max(available, peak_bytes - taken), outside_bytes=taken, why="killed for its memory")
 
 
-def remember_result(folder: ProbeFolder, config: Config, errand: Errand, result: Result) -> Result:
+def remember_result(folder: ProbeFolder, config: Config, errand: Errand, result: ProbeResult) -> ProbeResult:
     """Add a measurement to those of earlier ones; return it, with whether that could be done."""
     start = start_of(folder)
     if start is None:  # it died before the step began: that says nothing of the step
-        return Result(FAILED, why=f"{result.why}, before the step began")
+        return ProbeResult(FAILED, why=f"{result.why}, before the step began")
     peak = Peak(
         model=errand.model,
         card=errand.card,
@@ -208,13 +199,18 @@ def remember_result(folder: ProbeFolder, config: Config, errand: Errand, result:
         step_s=result.step_s,
         at=time.time(),
     )
-    done = peaks_of(config).record(folder.path.name, f"{socket.gethostname()}-{os.getpid()}", [peak])
-    return Result(**{**asdict(result), "remembered": done})
+    done = record_peak(config, folder.name, peak)
+    return replace(result, remembered=done)
 
 
 def peaks_of(config: Config) -> PeakHistory:
     """Return what was measured of training steps."""
     return PeakHistory(config.cluster.runs / ".profiles" / "peaks")
+
+
+def record_peak(config: Config, run: str, peak: Peak) -> bool:
+    """Add to what was measured; return whether that could be done."""
+    return peaks_of(config).record(run, f"{socket.gethostname()}-{os.getpid()}", [peak])
 
 
 def read_errand(folder: ProbeFolder) -> tuple[Config, Errand]:
@@ -232,24 +228,22 @@ def start_of(folder: ProbeFolder) -> BeforeModel | None:
     return read_value(folder.start, BeforeModel)
 
 
-def result_of(folder: ProbeFolder) -> Result | None:
+def result_of(folder: ProbeFolder) -> ProbeResult | None:
     """Return what came of a probe; None: nothing yet."""
-    return read_value(folder.result, Result)
+    return read_value(folder.result, ProbeResult)
 
 
-def read_value(path: Path, kind: type[Told]) -> Told | None:
+def read_value(path: Path, kind: type[Value]) -> Value | None:
     """Return a value as it was written; None while there is none."""
     try:
-        return kind(**json.loads(path.read_text()))
-    except (FileNotFoundError, ValueError, TypeError):
+        return kind(**(read_json(path) or {}))
+    except TypeError:
         return None
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write a value so that a reader finds all of it or nothing."""
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-    partial.write_text(json.dumps(asdict(value), indent=1))
-    partial.replace(path)
+    write_whole(path, json.dumps(asdict(value), indent=1))
 
 
 if __name__ == "__main__":

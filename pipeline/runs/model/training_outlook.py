@@ -26,7 +26,7 @@ from pipeline.project.run_code import blamed
 from pipeline.runs.dataset.loading import table_of
 from pipeline.runs.dataset.reader_items import refuse_crop
 from pipeline.runs.model.offers import NAME, Question, is_known, offers_of, site_card, waits
-from pipeline.runs.model.probe import Place, measured_pace, measured_ratios, probe
+from pipeline.runs.model.probe import ProbedCard, measured_pace, measured_ratios, probe
 from pipeline.runs.model.training_work import Work, cutter, least_of, sizes_of, target_of
 from pipeline.units import format_bytes
 
@@ -150,7 +150,7 @@ def _outlook(question: Question, work: Work, *, probing: bool) -> TrainOutlook:
     plans = case.plans()
     probed: tuple[Probed, ...] = ()
     if probing:
-        places = [Place.of(card, site_card(config, card)) for card in offer.cards]
+        places = [ProbedCard.of(card, site_card(config, card)) for card in offer.cards]
         worst = max(plans.values(), key=lambda plan: plan.live.value)
         probed = probe(config, work, worst, oracle, places, question.executor, question.tell, beside=question.beside)
         plans = case.plans()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -299,7 +297,7 @@ def remember_peak(
     from pipeline.memory.hardware.gpus import known_name
     from pipeline.memory.history.step_history import Peak, torch_version
     from pipeline.runs.model.probe import model_name
-    from pipeline.runs.model.probe_job import peaks_of
+    from pipeline.runs.model.probe_job import record_peak
 
     gpu = known_name(torch.cuda.get_device_name())
     free_bytes, total_bytes = torch.cuda.mem_get_info()
@@ -319,7 +317,7 @@ def remember_peak(
         step_s=step_s,
         at=time.time(),
     )
-    peaks_of(config).record(folder.name, f"{socket.gethostname()}-{os.getpid()}", [peak])
+    record_peak(config, folder.name, peak)
 
 
 @dataclass(slots=True)

@@ -18,10 +18,10 @@ from pipeline.memory.planning.memory_plan import CardSpec
 from pipeline.memory.runtime.meters import RSS_IS_MEANT, BeforeModel
 from pipeline.runs.model.probe import (
     FOLDER,
-    Outcome,
-    Place,
     Probed,
-    drafted,
+    ProbedCard,
+    ProbeOutcome,
+    draft_probe,
     errand_of,
     measured_pace,
     measured_ratios,
@@ -33,7 +33,7 @@ from pipeline.runs.model.probe_job import (
     FAILED,
     MEASURED,
     ProbeFolder,
-    Result,
+    ProbeResult,
     killed,
     peaks_of,
     result_of,
@@ -43,7 +43,7 @@ from pipeline.runs.model.probe_job import (
 from tests.runs.model.probes import GIB, Prepared, card, prepare
 
 
-def probed(prepared: Prepared, place: Place, said: list[str] | None = None) -> Probed:
+def probed(prepared: Prepared, place: ProbedCard, said: list[str] | None = None) -> Probed:
     tell = (said if said is not None else []).append
     with LocalExecutor(Machine(1, (), 8 * GIB)) as executor:
         asked = (prepared.config, prepared.work, prepared.plan, prepared.oracle, [place], executor, tell)
@@ -59,8 +59,8 @@ def ratios(prepared: Prepared, *cards: str) -> tuple[float, ...]:
 def test_a_probe_measures_the_worst_bucket_and_the_next_plan_is_corrected(tmp_path: Path) -> None:
     prepared, said = prepare(tmp_path), list[str]()
     assert prepared.plan.margin.origin is Provenance.ASSUMED
-    found = probed(prepared, Place(card("cpu")), said)
-    assert found.outcome is Outcome.MEASURED, found
+    found = probed(prepared, ProbedCard(card("cpu")), said)
+    assert found.outcome is ProbeOutcome.MEASURED, found
     assert found.predicted_bytes == max(bucket.live.value for bucket in prepared.plan.buckets)
     assert 0.95 < found.ratio < 1.5
     assert found.step_s > 0
@@ -79,8 +79,8 @@ def test_a_probe_measures_the_worst_bucket_and_the_next_plan_is_corrected(tmp_pa
 
 def test_a_probe_that_takes_all_memory_says_that_it_needs_more_than_it_had(tmp_path: Path) -> None:
     prepared = prepare(tmp_path, "held = [b'x' * 2**24 for _ in range(200)]", cluster__train__mem="1GiB")
-    found = probed(prepared, Place(card("cpu")))
-    assert found.outcome is Outcome.DIED, found
+    found = probed(prepared, ProbedCard(card("cpu")))
+    assert found.outcome is ProbeOutcome.DIED, found
     assert found.why == f"it needs more than {found.measured_bytes:,} bytes; {found.predicted_bytes:,} were predicted"
     assert found.error is None
     assert found.measured_bytes > 0.3 * GIB
@@ -92,8 +92,8 @@ def test_a_probe_that_takes_all_memory_says_that_it_needs_more_than_it_had(tmp_p
 
 @pytest.mark.slow
 def test_a_probe_that_fails_says_why_and_which_log(tmp_path: Path) -> None:
-    found = probed(prepare(tmp_path, "oops"), Place(card("cpu")))
-    assert found.outcome is Outcome.FAILED, found
+    found = probed(prepare(tmp_path, "oops"), ProbedCard(card("cpu")))
+    assert found.outcome is ProbeOutcome.FAILED, found
     assert isinstance(found.error, JobFailed)
     assert "NameError" in found.why
     assert "NameError" in Path(found.log).read_text()
@@ -102,8 +102,8 @@ def test_a_probe_that_fails_says_why_and_which_log(tmp_path: Path) -> None:
 
 def test_a_probe_that_cannot_be_submitted_says_what_to_change(tmp_path: Path) -> None:
     prepared = prepare(tmp_path, cluster__train__cpus=2)
-    found = probed(prepared, Place(card("cpu")))
-    assert found.outcome is Outcome.REFUSED
+    found = probed(prepared, ProbedCard(card("cpu")))
+    assert found.outcome is ProbeOutcome.REFUSED
     assert isinstance(found.error, SubmissionRefused)
     assert "2 cores" in found.why
     assert found.error.remedy == "pipeline plan --stage train --probe --set cluster.train.cpus=1"
@@ -113,10 +113,13 @@ def test_a_probe_that_cannot_be_submitted_says_what_to_change(tmp_path: Path) ->
 def test_every_card_is_tried_and_told_in_turn_though_all_refuse(tmp_path: Path) -> None:
     prepared, said = prepare(tmp_path), list[str]()
     with LocalExecutor(Machine(1, (), 0)) as executor:
-        places = [Place(card("small")), Place(card("large"))]
+        places = [ProbedCard(card("small")), ProbedCard(card("large"))]
         asked = (prepared.config, prepared.work, prepared.plan, prepared.oracle, places, executor, said.append)
         found = probe(*asked, beside=prepared.folder)
-    assert [(one.card, one.outcome) for one in found] == [("small", Outcome.REFUSED), ("large", Outcome.REFUSED)]
+    assert [(one.card, one.outcome) for one in found] == [
+        ("small", ProbeOutcome.REFUSED),
+        ("large", ProbeOutcome.REFUSED),
+    ]
     assert [words.partition(": ")[0] for words in said] == ["probe of small", "probe of large"]
 
 
@@ -124,21 +127,21 @@ def test_a_task_without_examples_cannot_be_probed(tmp_path: Path) -> None:
     prepared = prepare(tmp_path)
     bare = replace(prepared, work=replace(prepared.work, task=object()))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="no example"):
-        probed(bare, Place(card("cpu")))
+        probed(bare, ProbedCard(card("cpu")))
 
 
 def test_a_plan_that_shards_cannot_be_probed_on_one_card(tmp_path: Path) -> None:
     prepared = prepare(tmp_path)
     sharded = replace(prepared.plan, choice=replace(prepared.plan.choice, shards=2))
     with pytest.raises(ConfigError, match="2 GPUs"):
-        probed(replace(prepared, plan=sharded), Place(card("cpu")))
+        probed(replace(prepared, plan=sharded), ProbedCard(card("cpu")))
 
 
 def draft(prepared: Prepared, card_name: str = "cpu") -> ProbeFolder:
     """Return the folder of a probe as its job finds it."""
     with LocalExecutor(Machine(1, (), 8 * GIB)) as executor:
-        asked = (prepared.config, prepared.work, prepared.plan, prepared.oracle, Place(card(card_name)), executor)
-        return ProbeFolder(drafted(prepared.config, errand_of(*asked, prepared.folder)).path)
+        asked = (prepared.config, prepared.work, prepared.plan, prepared.oracle, ProbedCard(card(card_name)), executor)
+        return draft_probe(prepared.config, errand_of(*asked, prepared.folder))
 
 
 def test_a_probe_nobody_waited_for_has_written_down_what_it_measured(tmp_path: Path) -> None:
@@ -162,23 +165,28 @@ def test_torchs_own_out_of_memory_error_is_a_measurement(tmp_path: Path) -> None
 
 
 KILLS = [
-    (signal.SIGKILL, 0, True, Result(DIED, 2 * GIB, outside_bytes=1000, why="killed for its memory", remembered=True)),
+    (
+        signal.SIGKILL,
+        0,
+        True,
+        ProbeResult(DIED, 2 * GIB, outside_bytes=1000, why="killed for its memory", remembered=True),
+    ),
     (
         signal.SIGKILL,
         GIB * 5 // 4,
         False,
-        Result(DIED, 2 * GIB, outside_bytes=1000, why="killed for its memory", remembered=True),
+        ProbeResult(DIED, 2 * GIB, outside_bytes=1000, why="killed for its memory", remembered=True),
     ),
-    (signal.SIGKILL, GIB // 4, False, Result(FAILED, why="killed by SIGKILL")),
-    (signal.SIGUSR2, GIB, False, Result(FAILED, why="its time was over")),
-    (signal.SIGSEGV, GIB, True, Result(FAILED, why="killed by SIGSEGV")),
+    (signal.SIGKILL, GIB // 4, False, ProbeResult(FAILED, why="killed by SIGKILL")),
+    (signal.SIGUSR2, GIB, False, ProbeResult(FAILED, why="its time was over")),
+    (signal.SIGSEGV, GIB, True, ProbeResult(FAILED, why="killed by SIGSEGV")),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "peak_bytes", "counted", "result"), KILLS)
 def test_a_killed_step_died_of_memory_where_the_kernel_or_its_size_says_so(
-    tmp_path: Path, number: int, peak_bytes: int, counted: bool, result: Result
+    tmp_path: Path, number: int, peak_bytes: int, counted: bool, result: ProbeResult
 ) -> None:
     folder = draft(prepare(tmp_path))
     write_json(folder.start, BeforeModel("cpu", "", 1000, 2 * GIB))
@@ -199,8 +207,8 @@ def test_a_probe_that_dies_before_its_step_says_nothing_of_the_step(tmp_path: Pa
 @pytest.mark.slow
 def test_a_step_that_is_killed_leaves_its_job_to_say_so(tmp_path: Path) -> None:
     crime = "import os, signal; held = b'x' * (3 << 28); os.kill(os.getpid(), signal.SIGKILL)"
-    found = probed(prepare(tmp_path, crime), Place(card("cpu")))
-    assert found.outcome is Outcome.DIED, found
+    found = probed(prepare(tmp_path, crime), ProbedCard(card("cpu")))
+    assert found.outcome is ProbeOutcome.DIED, found
     assert found.measured_bytes >= GIB // 2
 
 
@@ -209,7 +217,7 @@ def test_on_a_gpu_what_is_predicted_is_what_the_allocator_reserves_for_the_probe
     gpu = replace(CardSpec.of(device("a100-40gb"), 1), name="a100")
     on_gpu = replace(prepared.work, device="cuda")
     with LocalExecutor(Machine(1, ("0",), 64 * GIB)) as executor:
-        asked = (prepared.config, on_gpu, prepared.plan, prepared.oracle, Place(gpu), executor)
+        asked = (prepared.config, on_gpu, prepared.plan, prepared.oracle, ProbedCard(gpu), executor)
         errand = errand_of(*asked)
     live = max(bucket.live.value for bucket in prepared.plan.buckets)
     assert live <= errand.predicted_bytes < 1.3 * live
