@@ -65,7 +65,6 @@ class PairFeatures(nn.Module):
     def forward(
         self, receptor_ND: Tensor, ligand_ND: Tensor, pos_NA3: Tensor, receptor_P: Tensor, ligand_P: Tensor
     ) -> Tensor:
-        """Return the features of pairs."""
         x_PD = self.of_geometry(self.geometry(pos_NA3, receptor_P, ligand_P))
         x_PD = x_PD + receptor_ND.index_select(0, receptor_P) + ligand_ND.index_select(0, ligand_P)
         changed_PD: Tensor = functional.silu(self.inner(functional.silu(x_PD)))
@@ -75,15 +74,15 @@ class PairFeatures(nn.Module):
 class CrossLayer(nn.Module):
     """What each residue hears from all residues of the other partner."""
 
-    def __init__(self, width: int, pair_width: int, dropout: float, pairs_at_once: int) -> None:
+    def __init__(self, task: ComplexDocking) -> None:
         super().__init__()
+        width, pair_width = task.width, task.pair_width
         self.norm = nn.LayerNorm(width)
         self.pairs, self.gate = PairFeatures(width, pair_width), nn.Linear(pair_width, 1)
         self.update = nn.Sequential(nn.Linear(width + pair_width, 2 * width), nn.SiLU(), nn.Linear(2 * width, width))
-        self.dropout, self.pairs_at_once = dropout, pairs_at_once
+        self.dropout, self.pairs_at_once = task.dropout, task.pairs_at_once
 
     def forward(self, x_ND: Tensor, batch: DockingBatch) -> Tensor:
-        """Return the residues' features with what they heard."""
         normed_ND = self.norm(x_ND)
         ends = self.pairs.ends(normed_ND)
 
@@ -102,11 +101,11 @@ class CrossLayer(nn.Module):
 class Pull(nn.Module):
     """The shift and the turn of the ligand that all pairs together ask for, in units of their own."""
 
-    def __init__(self, width: int, pair_width: int, pairs_at_once: int) -> None:
+    def __init__(self, task: ComplexDocking) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.pairs, self.outer = PairFeatures(width, pair_width), nn.Linear(pair_width, 3)
-        self.pairs_at_once = pairs_at_once
+        self.norm = nn.LayerNorm(task.width)
+        self.pairs, self.outer = PairFeatures(task.width, task.pair_width), nn.Linear(task.pair_width, 3)
+        self.pairs_at_once = task.pairs_at_once
 
     def forward(self, x_ND: Tensor, batch: DockingBatch) -> tuple[Tensor, Tensor]:
         """Return the translation and the rotation vector about the ligand's centre [B, 3] each."""
@@ -137,22 +136,10 @@ class Pull(nn.Module):
 class DockingNetwork(PartnerEncoder):
     """Two partners in a noised pose to what brings the ligand back."""
 
-    def __init__(
-        self,
-        *,
-        embedding_dim: int,
-        width: int,
-        layers: int,
-        cross_layers: int,
-        pair_width: int,
-        dropout: float,
-        pairs_at_once: int,
-    ) -> None:
-        super().__init__(embedding_dim=embedding_dim, width=width, layers=layers, dropout=dropout)
-        self.cross_layers = nn.ModuleList(
-            CrossLayer(width, pair_width, dropout, pairs_at_once) for _ in range(cross_layers)
-        )
-        self.pull = Pull(width, pair_width, pairs_at_once)
+    def __init__(self, task: ComplexDocking) -> None:
+        super().__init__(task.embedding_dim, task.width, task.layers, task.dropout)
+        self.cross_layers = nn.ModuleList(CrossLayer(task) for _ in range(task.cross_layers))
+        self.pull = Pull(task)
 
     def forward(self, batch: DockingBatch) -> tuple[Tensor, Tensor]:
         """Return the translation and the rotation vector of each ligand [B, 3], in units of the noise."""
@@ -238,16 +225,7 @@ class ComplexDocking:
         dropout_of(self)
 
     def model(self) -> nn.Module:
-        """Return the network."""
-        return DockingNetwork(
-            embedding_dim=self.embedding_dim,
-            width=self.width,
-            layers=self.layers,
-            cross_layers=self.cross_layers,
-            pair_width=self.pair_width,
-            dropout=self.dropout,
-            pairs_at_once=self.pairs_at_once,
-        )
+        return DockingNetwork(self)
 
     def cost(self, item: Mapping[str, Any]) -> dict[str, Any]:
         """Return what memory goes by: mostly by pairs, n_rec × n_lig."""

@@ -110,7 +110,6 @@ class Towers(nn.Module):
         self.log_scale = nn.Parameter(torch.tensor(-math.log(task.temperature)))
 
     def forward(self, batch: PairBatch) -> tuple[Tensor, Tensor]:
-        """Return the vectors of both sides of each item."""
         return self.left(batch.left), self.right(batch.right)
 
     def scale(self) -> Tensor:
@@ -156,7 +155,6 @@ class ContrastivePair:
             raise ConfigError(what, where=f"{WHERE}.{side}_dim", remedy=f"--set {WHERE}.{side}_dim=768")
 
     def model(self) -> nn.Module:
-        """Return both towers."""
         return Towers(self)
 
     def parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
@@ -167,11 +165,9 @@ class ContrastivePair:
         return [*groups, {"params": [scale], "weight_decay": 0.0}] if scale.requires_grad else groups
 
     def cost(self, item: Mapping[str, Any]) -> dict[str, Any]:
-        """Return how many rows of each side are read."""
         return {side: np.minimum(item[side], getattr(self, f"{side}_most")) for side in SIDES}
 
     def collate(self, items: Sequence[ItemTensors], rng: np.random.Generator) -> PairBatch:  # noqa: ARG002 - the protocol has it
-        """Pad items; nothing is drawn."""
         return PairBatch(*(self._rows(side, items) for side in SIDES))
 
     def _rows(self, side: str, items: Sequence[ItemTensors]) -> Rows:
@@ -230,7 +226,6 @@ class ContrastivePair:
         return figures
 
     def example(self, sizes: Sizes) -> PairBatch:
-        """Return a batch of these sizes."""
         return PairBatch(*(self._example(side, sizes[ITEMS], sizes[side]) for side in SIDES))
 
     def _example(self, side: str, items: int, length: int) -> Rows:

@@ -27,8 +27,6 @@ from pipeline.readers.peptides import LETTERS
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pipeline.tasks.denovo_recursive import DenovoBatch
-
     Memory: TypeAlias = "tuple[Tensor, Tensor]"  # keys and values of what is attended to
 
 NOTHING = 1e-12  # an empty spectrum is like no other, and nothing is divided by 0
@@ -53,7 +51,6 @@ class Grid:
 
     @property
     def bins(self) -> int:
-        """Return how many bins there are."""
         return max(1, round(self.max_mz / self.bin_size))
 
 
@@ -124,6 +121,33 @@ MOST_CHARGE = 10
 ROLES = (LATENT, ANSWER) = (0, 1)  # what a run of the layers is for
 
 
+class DenovoBatch(NamedTuple):
+    """Some items' spectra and peptides, padded."""
+
+    mz_BP: Tensor
+    intensity_BP: Tensor  # of an item's highest peak: 1
+    is_peak_BP: Tensor
+    mass_B: Tensor  # of the whole peptide; 0 where the precursor is not known
+    charge_B: Tensor
+    residue_BL: Tensor  # END behind the last one; NOTHING after that, and where there is no peptide
+    residues_B: Tensor  # how many
+    known: tuple[float, float, float]  # letters (ends among them), spectra to compare, masses to compare
+
+
+@dataclass(frozen=True)
+class DenovoSizes:
+    """What the network is made of: the first of the task's options."""
+
+    width: int = 384  # 12.5M parameters
+    heads: int = 6
+    encoder_layers: int = 3  # over the peaks, run once
+    decoder_layers: int = 3  # over the answer, run (latent_steps + 1) times for each answer
+    latent_steps: int = 6  # runs that only think, before each answer
+    supervision_steps: int = 8  # answers, each with a loss of its own
+    detach: bool = True  # no gradient goes from an answer to the one before; memory is the same
+    longest: int = 35  # residues that a peptide may have
+
+
 class DenovoMasses(nn.Module):
     """Masses to numbers by which near ones can be told apart, and far ones too."""
 
@@ -154,7 +178,6 @@ class DenovoAttention(nn.Module):
         return self._split(self.key(x_BMD)), self._split(self.value(x_BMD))
 
     def forward(self, x_BLD: Tensor, memory: Memory, mask: Tensor | None = None, *, causal: bool = False) -> Tensor:
-        """Return what each place finds there."""
         query = self._split(self.query(x_BLD))
         found = functional.scaled_dot_product_attention(query, *memory, attn_mask=mask, is_causal=causal)
         mixed_BLD: Tensor = self.out(found.transpose(1, 2).flatten(2))
@@ -173,7 +196,6 @@ class DenovoEncoderLayer(nn.Module):
         self.own, self.feed = DenovoAttention(width, heads), _feed(width)
 
     def forward(self, x_BMD: Tensor, mask: Tensor) -> Tensor:
-        """Return the peaks' features with what they saw of each other."""
         normed_BMD = self.norms[0](x_BMD)
         x_BMD = x_BMD + self.own(normed_BMD, self.own.remembered(normed_BMD), mask)
         changed_BMD: Tensor = x_BMD + self.feed(self.norms[1](x_BMD))
@@ -189,7 +211,6 @@ class DenovoDecoderLayer(nn.Module):
         self.own, self.cross, self.feed = DenovoAttention(width, heads), DenovoAttention(width, heads), _feed(width)
 
     def forward(self, x_BLD: Tensor, spectrum: Memory, mask: Tensor) -> Tensor:
-        """Return the places' features, changed."""
         normed_BLD = self.norms[0](x_BLD)
         x_BLD = x_BLD + self.own(normed_BLD, self.own.remembered(normed_BLD), causal=True)
         x_BLD = x_BLD + self.cross(self.norms[1](x_BLD), spectrum, mask)
@@ -200,28 +221,17 @@ class DenovoDecoderLayer(nn.Module):
 class DenovoNetwork(nn.Module):
     """Spectra to the logits of each place's letter, after every supervision step."""
 
-    def __init__(
-        self,
-        *,
-        width: int,
-        heads: int,
-        encoder_layers: int,
-        decoder_layers: int,
-        latent_steps: int,
-        supervision_steps: int,
-        places: int,
-        detach: bool,
-    ) -> None:
+    def __init__(self, sizes: DenovoSizes) -> None:
         super().__init__()
-        self.latent_steps, self.supervision_steps, self.detach = latent_steps, supervision_steps, detach
+        self.sizes, width, heads = sizes, sizes.width, sizes.heads
         self.masses = DenovoMasses()
         self.peak, self.precursor = nn.Linear(2 * FREQUENCIES + 1, width), nn.Linear(2 * FREQUENCIES, width)
-        self.charge, self.place = nn.Embedding(MOST_CHARGE + 1, width), nn.Embedding(places, width)
+        self.charge, self.place = nn.Embedding(MOST_CHARGE + 1, width), nn.Embedding(sizes.longest + 1, width)
         self.role = nn.Embedding(len(ROLES), width)
         self.first_latent, self.first_answer = (nn.Parameter(0.02 * torch.randn(width)) for _ in ROLES)
-        self.encoder = nn.ModuleList(DenovoEncoderLayer(width, heads) for _ in range(encoder_layers))
+        self.encoder = nn.ModuleList(DenovoEncoderLayer(width, heads) for _ in range(sizes.encoder_layers))
         self.context_norm = nn.LayerNorm(width)
-        self.decoder = nn.ModuleList(DenovoDecoderLayer(width, heads) for _ in range(decoder_layers))
+        self.decoder = nn.ModuleList(DenovoDecoderLayer(width, heads) for _ in range(sizes.decoder_layers))
         self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, END + 1)
 
     def forward(self, batch: DenovoBatch, places: int) -> Tensor:
@@ -232,12 +242,12 @@ class DenovoNetwork(nn.Module):
         shape = len(mask), places, -1
         latent_BLD, answer_BLD = self.first_latent.expand(shape), self.first_answer.expand(shape)
         told = []
-        for _ in range(self.supervision_steps):
-            for _ in range(self.latent_steps):
+        for _ in range(self.sizes.supervision_steps):
+            for _ in range(self.sizes.latent_steps):
                 latent_BLD = self._thought(latent_BLD + answer_BLD + place_LD, LATENT, spectrum, mask)
             answer_BLD = self._thought(latent_BLD + answer_BLD + place_LD, ANSWER, spectrum, mask)
             told.append(self.out(answer_BLD))
-            if self.detach:
+            if self.sizes.detach:
                 latent_BLD, answer_BLD = latent_BLD.detach(), answer_BLD.detach()
         return torch.stack(told)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,7 +25,16 @@ from torch.nn import functional
 from pipeline.errors import ConfigError
 from pipeline.protocol import ITEMS
 from pipeline.readers import peptides
-from pipeline.tasks.denovo_model import END, MOST_CHARGE, DenovoNetwork, DrawnPeaks, Grid, similarity
+from pipeline.tasks.denovo_model import (
+    END,
+    MOST_CHARGE,
+    DenovoBatch,
+    DenovoNetwork,
+    DenovoSizes,
+    DrawnPeaks,
+    Grid,
+    similarity,
+)
 from pipeline.tasks.task_parts import WHERE, above_zero, at_least, at_least_single, most_intense, padded_rows
 
 if TYPE_CHECKING:
@@ -46,32 +55,11 @@ POSITIVE = (
 )  # fmt: skip
 
 
-class DenovoBatch(NamedTuple):
-    """Some items' spectra and peptides, padded."""
-
-    mz_BP: Tensor
-    intensity_BP: Tensor  # of an item's highest peak: 1
-    is_peak_BP: Tensor
-    mass_B: Tensor  # of the whole peptide; 0 where the precursor is not known
-    charge_B: Tensor
-    residue_BL: Tensor  # END behind the last one; NOTHING after that, and where there is no peptide
-    residues_B: Tensor  # how many
-    known: tuple[float, float, float]  # letters (ends among them), spectra to compare, masses to compare
-
-
 @dataclass(frozen=True)
-class DenovoRecursive:
+class DenovoRecursive(DenovoSizes):
     """Peptides from spectra, by a recursive model with deep supervision."""
 
-    width: int = 384  # 12.5M parameters
-    heads: int = 6
-    encoder_layers: int = 3  # over the peaks, run once
-    decoder_layers: int = 3  # over the answer, run (latent_steps + 1) times for each answer
-    latent_steps: int = 6  # runs that only think, before each answer
-    supervision_steps: int = 8  # answers, each with a loss of its own
-    detach: bool = True  # no gradient goes from an answer to the one before; memory is the same
     max_peaks: int = 100  # the highest of a spectrum are read
-    longest: int = 35  # residues that a peptide may have
     carbamidomethyl: bool = False  # whether every C is modified so
     spectrum_weight: float = 1.0  # of the drawn spectrum's loss; 0: it is not drawn
     precursor_weight: float = 0.1  # of the mass's loss; 0: there is none
@@ -93,25 +81,13 @@ class DenovoRecursive:
             raise ConfigError(what, where=f"{WHERE}.width", remedy=remedy)
 
     def model(self) -> nn.Module:
-        """Return the network."""
-        return DenovoNetwork(
-            width=self.width,
-            heads=self.heads,
-            encoder_layers=self.encoder_layers,
-            decoder_layers=self.decoder_layers,
-            latent_steps=self.latent_steps,
-            supervision_steps=self.supervision_steps,
-            places=self.longest + 1,
-            detach=self.detach,
-        )
+        return DenovoNetwork(self)
 
     def cost(self, item: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what memory goes by."""
         peaks = np.minimum(item["peaks"], self.max_peaks)
         return {"peaks": peaks, "residues": item.get("peptide", 0 * peaks)}  # none has one: spectra to be told of
 
     def collate(self, items: Sequence[ItemTensors], rng: np.random.Generator) -> DenovoBatch:  # noqa: ARG002 - the protocol has it
-        """Pad items; nothing is drawn from random numbers."""
         spectra = [self._highest(item) for item in items]
         codes = [self._codes(item) for item in items]
         peaks_B, residues_B = ([len(one) for one in many] for many in ([mz_P for mz_P, _ in spectra], codes))

@@ -43,7 +43,6 @@ class Head(nn.Module):
         self.inner, self.outer = nn.Linear(width, width), nn.Linear(width, 1)
 
     def forward(self, x_ND: Tensor) -> Tensor:
-        """Return a logit of each row."""
         logit_N: Tensor = self.outer(functional.silu(self.inner(x_ND))).squeeze(-1)
         return logit_N
 
@@ -56,7 +55,6 @@ class PairLayer(nn.Module):
         self.inner, self.outer = nn.Linear(width, width), nn.Linear(width, width)
 
     def forward(self, x_PD: Tensor) -> Tensor:
-        """Return the pairs' features, changed."""
         changed_PD: Tensor = x_PD + self.outer(functional.silu(self.inner(x_PD)))
         return changed_PD
 
@@ -64,20 +62,18 @@ class PairLayer(nn.Module):
 class InterfaceNetwork(PartnerEncoder):
     """Two partners' graphs to a logit for each residue and for each pair of residues between them."""
 
-    def __init__(
-        self, *, embedding_dim: int, width: int, layers: int, pair_width: int, pair_layers: int, dropout: float
-    ) -> None:
-        super().__init__(embedding_dim=embedding_dim, width=width, layers=layers, dropout=dropout)
+    def __init__(self, task: Interface) -> None:
+        super().__init__(task.embedding_dim, task.width, task.layers, task.dropout)
+        width, pair_width = task.width, task.pair_width
         self.norm = nn.LayerNorm(width)
         self.residue = Head(width)
         self.receptor, self.ligand = nn.Linear(width, pair_width), nn.Linear(width, pair_width)
-        self.pair_layers = nn.ModuleList(PairLayer(pair_width) for _ in range(pair_layers))
+        self.pair_layers = nn.ModuleList(PairLayer(pair_width) for _ in range(task.pair_layers))
         self.pair = nn.Linear(pair_width, 1)
         nn.init.constant_(self.residue.outer.bias, USUAL_INTERFACE)
         nn.init.constant_(self.pair.bias, USUAL_CONTACT)
 
     def forward(self, batch: InterfaceBatch) -> tuple[Tensor, Tensor]:
-        """Return the logits of residues and of pairs."""
         x_ND = self.norm(self.encode(batch))
         receptor_PD = self.receptor(x_ND).index_select(0, batch.receptor_P)
         x_PD = receptor_PD * self.ligand(x_ND).index_select(0, batch.ligand_P)
@@ -145,22 +141,12 @@ class Interface:
         dropout_of(self)
 
     def model(self) -> nn.Module:
-        """Return the network."""
-        return InterfaceNetwork(
-            embedding_dim=self.embedding_dim,
-            width=self.width,
-            layers=self.layers,
-            pair_width=self.pair_width,
-            pair_layers=self.pair_layers,
-            dropout=self.dropout,
-        )
+        return InterfaceNetwork(self)
 
     def cost(self, item: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what memory goes by."""
         return {name: item[name] for name in ("nodes", "edges", "pairs")}
 
     def collate(self, items: Sequence[ItemTensors], rng: np.random.Generator) -> InterfaceBatch:  # noqa: ARG002 - the protocol has it
-        """Concatenate items; nothing is drawn."""
         sides = [partners_of(item) for item in items]
         taken = columns(sides, self.embedding_dim)
         labels = [_labels(item, pair, size) for item, pair, size in zip(items, sides, taken["sizes"], strict=True)]

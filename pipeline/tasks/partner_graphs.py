@@ -18,17 +18,14 @@ from pipeline.protocol import ITEMS
 from pipeline.tasks.task_parts import WHERE
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from pipeline.tasks import complex_docking, interface
-
-    Partners: TypeAlias = (
-        interface.InterfaceBatch | complex_docking.DockingBatch
-    )  # the columns of `partners` are in both
     from collections.abc import Sequence
+
+    from torch import Tensor
 
     from pipeline.protocol import Sizes
     from pipeline.training.items.batch import ItemTensors, PartnerTensors
+
+Partners: TypeAlias = Any  # a batch that has, beside others, the fields that `columns` returns
 
 FLAGS = 3  # bits of a node's flags
 APART = 8  # so many places along the chain are told from each other; the last stands for more
@@ -76,7 +73,6 @@ class EmbeddingFeatures(nn.Module):
         self.norm, self.linear = nn.LayerNorm(embedding_dim), nn.Linear(embedding_dim, width)
 
     def forward(self, embedding_ND: Tensor) -> Tensor:
-        """Return features."""
         features_ND: Tensor = self.linear(self.norm(embedding_ND))
         return features_ND
 
@@ -95,7 +91,6 @@ class PartnerLayer(nn.Module):
         self.dropout = dropout
 
     def forward(self, x_ND: Tensor, edge_ED: Tensor, batch: Partners) -> Tensor:
-        """Return the residues' features with what they heard."""
         normed_ND = self.norm(x_ND)
         sent_ED = self.of_sender(normed_ND).index_select(0, batch.from_E)
         sent_ED = sent_ED + self.of_receiver(normed_ND).index_select(0, batch.to_E)
@@ -110,7 +105,7 @@ class PartnerLayer(nn.Module):
 class PartnerEncoder(nn.Module):
     """Residues to features, by the same layers for both partners."""
 
-    def __init__(self, *, embedding_dim: int, width: int, layers: int, dropout: float) -> None:
+    def __init__(self, embedding_dim: int, width: int, layers: int, dropout: float) -> None:
         super().__init__()
         self.geometry = PartnerGeometry()
         self.of_type, self.of_role = nn.Embedding(len(LETTERS), width), nn.Embedding(2, width)

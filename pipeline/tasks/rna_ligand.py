@@ -15,25 +15,34 @@ Shapes: N atoms of all items, E edges, B items, D numbers of an embedding.
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.nn import functional
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, DataError
 from pipeline.graphs.bonds import HOPS
 from pipeline.graphs.item_graph import ROLES
 from pipeline.protocol import ITEMS
-from pipeline.tasks.rna_ligand_model import CLOSEST, KINDS, USUAL, RnaLigandNetwork, checked_irreps
-from pipeline.tasks.rna_ligand_targets import targets_of
+from pipeline.tasks.rna_ligand_model import (
+    CLOSEST,
+    KINDS,
+    RnaLigandBatch,
+    RnaLigandNetwork,
+    RnaLigandSizes,
+    checked_irreps,
+)
 from pipeline.tasks.task_parts import WHERE, at_least, at_least_single
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from numpy.typing import NDArray
     from torch import Tensor, nn
 
     from pipeline.protocol import Sizes
@@ -42,41 +51,19 @@ if TYPE_CHECKING:
 BOND, *MULTI_HOP = HOPS
 NEAR = KINDS[-1]
 TARGET, EMBEDDING = "target", "embedding"
+ID = "id"
+OPEN = 4  # files of targets at a time
+NAMED = 3  # ids in a message
 SIDES = [role.value for role in ROLES]
 LEAST = {"layers": 1, "output_dim": 1, "radial_width": 1, "head_width": 1, "cosine": 0}
 
 
-class RnaLigandBatch(NamedTuple):
-    """The atoms of some items, concatenated."""
-
-    pos_N3: Tensor
-    element_N: Tensor
-    type_N: Tensor  # of its residue
-    side_N: Tensor
-    item_N: Tensor
-    from_E: Tensor
-    to_E: Tensor
-    kind_E: Tensor
-    target_BD: Tensor
-    has_target_B: Tensor
-    known: tuple[bool, ...]  # the same
-
-
 @dataclass(frozen=True)
-class RnaLigand:
+class RnaLigand(RnaLigandSizes):
     """An embedding of each item, to be like another, such as that of its ligand."""
 
-    hidden_irreps: str = USUAL  # what an atom has: 32 scalars, 16 vectors, 8 of degree 2
-    layers: int = 4
-    output_dim: int = 1536
     use_multi_hop: bool = True  # edges between atoms two and three bonds apart
     use_nonbonded: bool = True  # edges between atoms that are near each other, the partners' too
-    use_gate: bool = True  # scalars decide how much of each vector is left; without, only scalars are activated
-    use_layer_norm: bool = True
-    product: str = "depthwise"  # full: each edge mixes all fields with each other, at many times the memory
-    radial_width: int = 64  # of the network that makes weights of lengths
-    head_width: int = 256  # of an atom's part in its item's vector
-    reach: float = 5.0  # Å up to which lengths are told apart; as graph.atom.radius
     targets: str | None = None  # HDF5, an absolute path: a dataset for each id, or `id` and `embedding`
     targets_missing: str = "error"  # skip: items without a target have no weight
     cosine: float = 0.0  # how much 1 - cosine counts beside the mean squared error
@@ -94,22 +81,10 @@ class RnaLigand:
             object.__setattr__(self, "targets", _absolute(self.targets))
 
     def model(self) -> nn.Module:
-        """Return the network."""
-        return RnaLigandNetwork(
-            self.hidden_irreps,
-            layers=self.layers,
-            output_dim=self.output_dim,
-            radial_width=self.radial_width,
-            head_width=self.head_width,
-            reach=self.reach,
-            full=self.product == "full",
-            gate=self.use_gate,
-            norm=self.use_layer_norm,
-        )
+        return RnaLigandNetwork(self)
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Return the kinds of edges that are used."""
         return (BOND, *(MULTI_HOP if self.use_multi_hop else ()), *((NEAR,) if self.use_nonbonded else ()))
 
     def cost(self, item: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,7 +97,6 @@ class RnaLigand:
         return {"nodes": item["nodes"], "edges": edges + cross}
 
     def collate(self, items: Sequence[ItemTensors], rng: np.random.Generator) -> RnaLigandBatch:  # noqa: ARG002 - the protocol has it
-        """Concatenate items; nothing is drawn."""
         sides = [side for item in items for side in _sides(item)]
         sizes = [sum(len(side.nodes["pos"]) for side in item.sides.values()) for item in items]
         edges = [torch.cat(columns, -1) for columns in zip(*self._edges(items, sizes), strict=True)]
@@ -249,3 +223,80 @@ def _figures(one_D: Any, target_D: Any) -> tuple[float, float]:
     """Return the cosine of two vectors and their mean squared difference."""
     lengths = float(np.linalg.norm(one_D) * np.linalg.norm(target_D))
     return float(one_D @ target_D) / lengths if lengths else 0.0, float(np.square(one_D - target_D).mean())
+
+
+class RnaTargets:
+    """An open HDF5 file of what each item's vector is to be like; several threads may ask at once, h5py sees to that.
+
+    It has a dataset for each item, by its id, or two: `id` [N] and `embedding` [N, D].
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        try:
+            import h5py
+        except ImportError:
+            what = "targets are read with h5py, which is not installed"
+            raise ConfigError(what, where=f"{WHERE}.targets", remedy="pip install 'pipeline[hdf5]'") from None
+        try:
+            self._file = h5py.File(path, "r")
+        except OSError as error:
+            reason = "there is no such file" if isinstance(error, FileNotFoundError) else str(error).partition("\n")[0]
+            raise DataError(
+                f"{path} cannot be read: {reason}", where=f"{WHERE}.targets", remedy=f"h5ls {path}"
+            ) from error
+        self._rows = self._by_id() if {ID, EMBEDDING} <= set(self._file) else None
+
+    def _by_id(self) -> Mapping[str, int]:
+        """Return the row of each id."""
+        ids = self._file[ID][()]
+        if len(ids) != len(self._file[EMBEDDING]):
+            what = f"{self.path} has {len(ids)} ids and {len(self._file[EMBEDDING])} embeddings"
+            raise DataError(what, where=f"{WHERE}.targets", remedy="write a row of `embedding` for each `id`")
+        return {one.decode() if isinstance(one, bytes) else str(one): row for row, one in enumerate(ids)}
+
+    def __len__(self) -> int:
+        return len(self._file if self._rows is None else self._rows)
+
+    def get(self, name: str, width: int) -> NDArray[np.float32] | None:
+        """Return the target of an item, None where the file has none."""
+        found = self._found(name)
+        if found is None:
+            return None
+        if found.size != width:
+            what = f"the target of {name} in {self.path} has {found.size} numbers, the model gives {width}"
+            raise ConfigError(
+                what, where="train.options.output_dim", remedy=f"--set train.options.output_dim={found.size}"
+            )
+        target_D = found.reshape(width).astype(np.float32)
+        if not np.isfinite(target_D).all():
+            what = f"the target of {name} in {self.path} has numbers that are not finite"
+            raise DataError(
+                what, where=f"{WHERE}.targets", remedy="make it anew, or leave it out with targets_missing: skip"
+            )
+        return target_D
+
+    def _found(self, name: str) -> NDArray[Any] | None:
+        if self._rows is not None:
+            row = self._rows.get(name)
+            return None if row is None else np.asarray(self._file[EMBEDDING][row])
+        one = self._file.get(name)
+        return np.asarray(one[()]) if hasattr(one, "shape") else None
+
+    def missing(self, name: str) -> DataError:
+        """Return the error that an item's target is not there."""
+        some = ", ".join(list(self._file if self._rows is None else self._rows)[:NAMED])
+        what = f"{name} has no target in {self.path}, which has {len(self):,} ids: {some} …"
+        return DataError(
+            what, where=f"{WHERE}.targets", remedy="--set train.options.targets_missing=skip, or add it to the file"
+        )
+
+
+def targets_of(path: str) -> RnaTargets:
+    """Return a file, opened once in each process."""
+    return _opened(path, os.getpid())
+
+
+@lru_cache(maxsize=OPEN)
+def _opened(path: str, process: int) -> RnaTargets:  # noqa: ARG001 - what is opened before a fork must not be read after it
+    return RnaTargets(path)

@@ -10,7 +10,8 @@ product, K distances that one is compared with, D numbers of the output.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,8 +24,6 @@ from pipeline.graphs.item_graph import ROLES
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pipeline.tasks.rna_ligand import RnaLigandBatch
-
 WHERE = "train.options.hidden_irreps"
 USUAL = "32x0e+16x1o+8x2e"
 KINDS = ("bond", "angle", "dihedral", "near")
@@ -34,6 +33,37 @@ CLOSEST = 0.8  # Å
 MOST_L = 11  # of e3nn's spherical harmonics
 TINY = 1e-6
 _PART = re.compile(r"(?:([1-9]\d*)\s*x\s*)?(\d+)\s*[eo]")
+
+
+class RnaLigandBatch(NamedTuple):
+    """The atoms of some items, concatenated."""
+
+    pos_N3: Tensor
+    element_N: Tensor
+    type_N: Tensor  # of its residue
+    side_N: Tensor
+    item_N: Tensor
+    from_E: Tensor
+    to_E: Tensor
+    kind_E: Tensor
+    target_BD: Tensor
+    has_target_B: Tensor
+    known: tuple[bool, ...]  # the same
+
+
+@dataclass(frozen=True)
+class RnaLigandSizes:
+    """What the network is made of: the first of the task's options."""
+
+    hidden_irreps: str = USUAL  # what an atom has: 32 scalars, 16 vectors, 8 of degree 2
+    layers: int = 4
+    output_dim: int = 1536
+    use_gate: bool = True  # scalars decide how much of each vector is left; without, only scalars are activated
+    use_layer_norm: bool = True
+    product: str = "depthwise"  # full: each edge mixes all fields with each other, at many times the memory
+    radial_width: int = 64  # of the network that makes weights of lengths
+    head_width: int = 256  # of an atom's part in its item's vector
+    reach: float = 5.0  # Å up to which lengths are told apart; as graph.atom.radius
 
 
 def checked_irreps(irreps: str) -> str:
@@ -94,7 +124,6 @@ class IrrepsNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(sum(mul for mul, _, is_scalar in self.parts if is_scalar)))
 
     def forward(self, x_NF: Tensor) -> Tensor:
-        """Return the features, of a usual size."""
         fields = torch.split_with_sizes(x_NF, [mul * dim for mul, dim, _ in self.parts], -1)
         weights = torch.split_with_sizes(self.weight, [mul for mul, _, _ in self.parts])
         normed = [
@@ -114,14 +143,14 @@ class IrrepsNorm(nn.Module):
 class EquivariantLayer(nn.Module):
     """Messages along edges: a neighbour's features times the direction to it, by weights of length and kind."""
 
-    def __init__(self, irreps: Any, *, degree: int, width: int, full: bool, gate: bool, norm: bool) -> None:
+    def __init__(self, irreps: Any, sizes: RnaLigandSizes) -> None:
         super().__init__()
-        o3 = e3nn().o3
-        self.norm = IrrepsNorm(irreps) if norm else nn.Identity()
-        self.act = _gate(irreps) if gate else _activation(irreps)
-        harmonics = o3.Irreps.spherical_harmonics(degree)
+        o3, width = e3nn().o3, sizes.radial_width
+        self.norm = IrrepsNorm(irreps) if sizes.use_layer_norm else nn.Identity()
+        self.act = _gate(irreps) if sizes.use_gate else _activation(irreps)
+        harmonics = o3.Irreps.spherical_harmonics(irreps.lmax)
         self.inner = o3.Linear(irreps, irreps)
-        self.product = _full(irreps, harmonics) if full else _depthwise(irreps, harmonics)
+        self.product = _full(irreps, harmonics) if sizes.product == "full" else _depthwise(irreps, harmonics)
         heard = self.product.irreps_out.simplify()
         self.widths = [part.dim for part in heard]
         self.outer = _by_kind(heard, self.act.irreps_in)
@@ -132,7 +161,6 @@ class EquivariantLayer(nn.Module):
     def forward(
         self, x_NF: Tensor, harmonics_EH: Tensor, near_EK: Tensor, share_N1: Tensor, batch: RnaLigandBatch
     ) -> Tensor:
-        """Return the atoms' features with what they heard."""
         with torch.autocast(x_NF.device.type, enabled=False):
             normed_NF = self.norm(x_NF)
             weight_EW = self.weigh(functional.silu(self.of_length(near_EK) + self.of_kind(batch.kind_E)))
@@ -156,7 +184,6 @@ class AtomPool(nn.Module):
         self.outer = nn.Linear(width, output_dim)
 
     def forward(self, x_NF: Tensor, item_N: Tensor, items: int) -> Tensor:
-        """Return the vectors."""
         fields = zip(
             torch.split_with_sizes(x_NF, [mul * dim for mul, dim, _ in self.parts], -1), self.parts, strict=True
         )
@@ -171,33 +198,18 @@ class AtomPool(nn.Module):
 class RnaLigandNetwork(nn.Module):
     """Atoms and edges of several kinds to a vector for each item."""
 
-    def __init__(
-        self,
-        hidden_irreps: str,
-        *,
-        layers: int,
-        output_dim: int,
-        radial_width: int,
-        head_width: int,
-        reach: float,
-        full: bool,
-        gate: bool,
-        norm: bool,
-    ) -> None:
+    def __init__(self, sizes: RnaLigandSizes) -> None:
         super().__init__()
-        irreps = e3nn().o3.Irreps(hidden_irreps).sort().irreps.simplify()
+        irreps = e3nn().o3.Irreps(sizes.hidden_irreps).sort().irreps.simplify()
         self.scalars, before = irreps.count("0e"), irreps.count("0o")
         self.others = before, irreps.dim - before - self.scalars
         self.of_element = nn.Embedding(ELEMENTS, self.scalars)
         self.of_type = nn.Embedding(len(RESIDUE_TYPES), self.scalars)
         self.of_side = nn.Embedding(len(ROLES), self.scalars)
-        self.geometry = AtomGeometry(irreps.lmax, reach)
-        self.layers = nn.ModuleList(
-            EquivariantLayer(irreps, degree=irreps.lmax, width=radial_width, full=full, gate=gate, norm=norm)
-            for _ in range(layers)
-        )
-        self.norm = IrrepsNorm(irreps) if norm else nn.Identity()
-        self.pool = AtomPool(irreps, head_width, output_dim)
+        self.geometry = AtomGeometry(irreps.lmax, sizes.reach)
+        self.layers = nn.ModuleList(EquivariantLayer(irreps, sizes) for _ in range(sizes.layers))
+        self.norm = IrrepsNorm(irreps) if sizes.use_layer_norm else nn.Identity()
+        self.pool = AtomPool(irreps, sizes.head_width, sizes.output_dim)
 
     def forward(self, batch: RnaLigandBatch) -> Tensor:
         """Return the vectors [B, D]."""

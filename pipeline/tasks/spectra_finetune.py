@@ -81,7 +81,6 @@ class MassWaves(nn.Module):
         self.down = nn.Linear(inner, d_fourier, bias=False)
 
     def forward(self, mz_BL: Tensor) -> Tensor:
-        """Return features of each mass."""
         features_BLD: Tensor = self.down(functional.relu(self.up(self._waves(mz_BL))))
         return features_BLD
 
@@ -102,7 +101,6 @@ class PeakFeatures(nn.Module):
         self.peak = nn.Linear(2, task.d_peak)
 
     def forward(self, mz_BL: Tensor, intensity_BL: Tensor) -> Tensor:
-        """Return features of each peak."""
         peak_BLD = self.peak(torch.stack([mz_BL / HEAVIEST, intensity_BL], -1))
         return torch.cat([peak_BLD, self.masses(mz_BL)], -1)
 
@@ -156,19 +154,15 @@ class SpectraFinetune:
 
     @property
     def width(self) -> int:
-        """Return the features of a peak in every layer."""
         return self.d_fourier + self.d_peak
 
     def model(self) -> nn.Module:
-        """Return the network."""
         return SpectraNetwork(self)
 
     def cost(self, item: Mapping[str, Any]) -> dict[str, Any]:
-        """Return how many peaks are taken."""
         return {PEAKS: np.minimum(item[PEAKS], self.max_peaks)}
 
     def collate(self, items: Sequence[ItemTensors], rng: np.random.Generator) -> SpectraBatch:  # noqa: ARG002 - the protocol has it
-        """Pad items; nothing is drawn."""
         taken = [self._taken(item) for item in items]
         mz_BL, real_BL = padded_rows([mz for mz, _ in taken])
         target_BK = torch.stack([self._target(item) for item in items])
@@ -239,7 +233,6 @@ class SpectraFinetune:
         return figures | ({"r2": 1 - float(error_K.sum()) / spread} if is_spread else {})
 
     def example(self, sizes: Sizes) -> SpectraBatch:
-        """Return a batch of these sizes."""
         items, length = sizes[ITEMS], sizes[PEAKS] + 1
         return SpectraBatch(
             mz_BL=HEAVIEST * torch.rand(items, length),

@@ -41,7 +41,6 @@ class StagingBuffers:
 
     @property
     def held_bytes(self) -> int:
-        """How many bytes the buffers take."""
         return sum(map(nbytes, self._buffers.values()))
 
     def copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -76,7 +75,6 @@ class Saver:
 
     @property
     def staged_bytes(self) -> int:
-        """How many bytes the copies take in the host's memory."""
         return self._shared.held_bytes + self._own.held_bytes
 
     def begin(self, state: State, step: int, *, figure: float | None = None, lower_is_better: bool = True) -> None:

@@ -37,12 +37,10 @@ class ChosenCheckpoint:
     note: str = ""  # where it is not the one that was asked for
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON data."""
         return asdict(self) | {"path": str(self.path)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ChosenCheckpoint:
-        """Read what `to_json` wrote."""
         return cls(**{**data, "path": Path(data["path"])})
 
 

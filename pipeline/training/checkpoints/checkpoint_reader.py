@@ -52,7 +52,6 @@ class Manifest:
 
     @property
     def world(self) -> int:
-        """How many ranks there were."""
         return len(self.ranks)
 
 

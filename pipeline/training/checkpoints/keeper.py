@@ -79,7 +79,6 @@ class Keeper:
 
     @property
     def folder(self) -> Path:
-        """Return where checkpoints are."""
         return self.checkpoints.folder
 
     @property

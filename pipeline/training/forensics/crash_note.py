@@ -33,7 +33,6 @@ class PieceInFlight:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PieceInFlight:
-        """Read it back."""
         return cls(**{**data, "ids": tuple(data["ids"]), "numbers": tuple(data["numbers"])})
 
     def is_before(self, other: PieceInFlight) -> bool:

@@ -53,7 +53,6 @@ class Suspect:
     line: str = ""  # where that is called
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON data."""
         return asdict(self)
 
     def words(self) -> str:

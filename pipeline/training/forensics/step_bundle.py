@@ -59,7 +59,6 @@ class BundleCut:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> BundleCut:
-        """Read it back."""
         return cls(tuple(data["ids"]), tuple(data["numbers"]), data["sizes"], data["cost"])
 
     def words(self) -> str:
@@ -102,12 +101,10 @@ class Bundle:
     state: Mapping[str, Any] = field(default_factory=dict)  # what else replaying needs, as JSON data
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON data."""
         return asdict(self) | {"kind": self.kind.value, "format": FORMAT}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Bundle:
-        """Read it back; what a later version has added is passed over."""
         if data["format"] != FORMAT:
             raise ValueError(f"of format {data['format']}, not {FORMAT}")
         known = {one.name: data[one.name] for one in fields(cls)}

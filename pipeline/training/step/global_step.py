@@ -46,7 +46,6 @@ class RankReport:
     lost: str = ""  # its parameters are torn: memory ended within the optimizer
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON data."""
         return asdict(self)
 
     def carry(self, first: RankReport) -> None:
@@ -71,7 +70,6 @@ class StepReport:
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the terms."""
         return next((list(one.terms) for one in self.words if one.terms), [])
 
     def total(self, name: str) -> tuple[float, float]:
@@ -81,7 +79,6 @@ class StepReport:
 
     @property
     def totals(self) -> dict[str, tuple[float, float]]:
-        """Return the sums and weights of all terms."""
         return {name: self.total(name) for name in self.names}
 
     @property
@@ -116,27 +113,22 @@ class StepReport:
 
     @property
     def lost(self) -> str:
-        """Return what any rank has lost, with its number."""
         return next((f"rank {rank}: {one.lost}" for rank, one in enumerate(self.words) if one.lost), "")
 
     @property
     def is_written(self) -> bool:
-        """Say whether every rank has written its share of a checkpoint."""
         return all(one.is_written for one in self.words)
 
     @property
     def is_due(self) -> bool:
-        """Say whether the first rank wants a checkpoint."""
         return self.words[0].is_due
 
     @property
     def budget(self) -> int:
-        """Return the least budget that any rank wants."""
         return min(one.budget for one in self.words)
 
     @property
     def host_share(self) -> float:
-        """Return the largest share of a host's memory limit that is used."""
         return max(one.host_share for one in self.words)
 
 

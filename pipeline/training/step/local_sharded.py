@@ -84,7 +84,6 @@ class ShardedStepper(Stepper):
 
     @property
     def ranks(self) -> Ranks:
-        """Return the ranks."""
         return self.step.ranks
 
     def weights(self, share: RankShare) -> dict[str, float]:

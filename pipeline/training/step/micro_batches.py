@@ -33,22 +33,18 @@ class Piece:
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """Return what its items are called."""
         return self.batch.ids[self.start : self.stop]
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Return the numbers of its items in the table."""
         return self.batch.numbers[self.start : self.stop]
 
     @property
     def items(self) -> list[ItemTensors]:
-        """Return the graphs of its items."""
         return self.batch.items[self.start : self.stop]
 
     @property
     def rng(self) -> np.random.Generator:
-        """Return what to draw from for these items together."""
         return item_rng(self.batch.origin, "\n".join(self.ids))
 
     def halves(self) -> list[Piece]:
@@ -91,12 +87,10 @@ class RankShare:
 
     @property
     def origin(self) -> BatchOrigin:
-        """Return which step it is."""
         return self._seen[0][1]
 
     @property
     def cuts(self) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
-        """Return the ids and numbers of the micro-batches so far."""
         return [(ids, numbers) for ids, (numbers, _) in zip(self._ids, self._seen, strict=True)]
 
     def _take(self) -> ItemBatch | None:
