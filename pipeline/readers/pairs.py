@@ -28,7 +28,7 @@ from pipeline.readers.entry import (
     checked_file,
     entry_id,
     entry_rejection,
-    printable,
+    printable_text,
 )
 from pipeline.records import Entry
 
@@ -160,7 +160,7 @@ class Pairs:
 
     def _checked_name(self, option: str, name: str, header: tuple[str, ...]) -> str:
         if header.count(name) != 1:
-            what = f"the header needs one column {name!r}; it is: {', '.join(map(printable, header)) or 'empty'}"
+            what = f"the header needs one column {name!r}; it is: {', '.join(map(printable_text, header)) or 'empty'}"
             raise DataError(
                 what, where=f"{self.path}:1", remedy=f"data.options.{option} names a column that is there once"
             )

@@ -150,7 +150,7 @@ class Formula:
         counts = self.counts
         model, gradient = FLOAT_BYTES * counts.parameters, FLOAT_BYTES * counts.trained
         state, average = self.states * gradient, self.averages * model
-        parts = parts_of(
+        parts = sized_parts(
             {
                 Category.PARAMETERS: model,
                 Category.BUFFERS: counts.buffer_bytes,
@@ -165,7 +165,7 @@ class Formula:
             first_update=tape([(-5, state), *passing]),
             update=tape(passing),
             parts=parts,
-            update_parts=(*parts, *parts_of({Category.GRADIENTS: gradient, Category.TEMPORARIES: gradient})),
+            update_parts=(*parts, *sized_parts({Category.GRADIENTS: gradient, Category.TEMPORARIES: gradient})),
             parameters=counts.parameters,
             trained=counts.trained,
             origin=Provenance.ASSUMED,
@@ -184,7 +184,7 @@ class Formula:
             again=tape(play),
             parts=(
                 *self.standing(choice).parts,
-                *parts_of({Category.GRADIENTS: gradient, Category.ACTIVATIONS: live}),
+                *sized_parts({Category.GRADIENTS: gradient, Category.ACTIVATIONS: live}),
             ),
             flops=float(FLOPS_A_PARAMETER * self.counts.parameters * self.rows(sizes)),
             kernels=KERNELS_A_TENSOR * self.counts.tensors,
@@ -204,7 +204,7 @@ class Formula:
         return FLOAT_BYTES * self.counts.largest + casts
 
 
-def parts_of(sizes: Mapping[Category, int]) -> tuple[MemoryPart, ...]:
+def sized_parts(sizes: Mapping[Category, int]) -> tuple[MemoryPart, ...]:
     """Return the parts that are there."""
     return tuple(MemoryPart(category, "", size) for category, size in sizes.items() if size)
 

@@ -148,11 +148,11 @@ class RunFacts:
     def fraction(self) -> str:
         fraction = self.memory_fraction
         if fraction is None:
-            fraction = leading_number(self.allocator.get("per_process_memory_fraction", ""))
+            fraction = number_at_start(self.allocator.get("per_process_memory_fraction", ""))
         return f"a memory fraction of {fraction:g}" if fraction is not None and fraction < 1 else ""
 
     def large_buffers(self) -> str:
-        size = leading_number(self.environment.get("NCCL_BUFFSIZE", "")) or 0
+        size = number_at_start(self.environment.get("NCCL_BUFFSIZE", "")) or 0
         return f"NCCL_BUFFSIZE={size:.0f}" if size > NCCL_BUFFER_BYTES else ""
 
     def read_ahead(self) -> str:
@@ -231,7 +231,7 @@ class RunFacts:
         return self.varying("convolutions over", holds=unlimited and self.convolves())
 
     def crowded(self) -> str:
-        threads = leading_number(self.environment.get("OMP_NUM_THREADS", "")) or 0
+        threads = number_at_start(self.environment.get("OMP_NUM_THREADS", "")) or 0
         return f"OMP_NUM_THREADS={threads:.0f} on {self.cpus} cores" if self.cpus and threads > self.cpus else ""
 
     def unlimited(self) -> str:
@@ -289,27 +289,27 @@ def _value_faults(options: Mapping[str, str]) -> list[str]:
     faults = [
         f"{name} is True or False" for name in _SWITCHES & options.keys() if options[name] not in ("True", "False")
     ]
-    faults += [f"{name} is a number" for name in _MEGABYTES & options.keys() if leading_number(options[name]) is None]
-    sizes = {name: size for name in _MEGABYTES if (size := leading_number(options.get(name, ""))) is not None}
+    faults += [f"{name} is a number" for name in _MEGABYTES & options.keys() if number_at_start(options[name]) is None]
+    sizes = {name: size for name in _MEGABYTES if (size := number_at_start(options.get(name, ""))) is not None}
     large = sizes.get("large_segment_size_mb", LARGE_SEGMENT_MB)
     least = {"max_split_size_mb": large, "max_non_split_rounding_mb": LARGE_SEGMENT_MB}
     faults += [f"{name} is {most:g} at least" for name, most in least.items() if 0 <= sizes.get(name, most) < most]
     if large <= _SMALLEST_SEGMENT_MB:
         faults.append(f"large_segment_size_mb is more than {_SMALLEST_SEGMENT_MB}")
     threshold = options.get("garbage_collection_threshold")
-    if threshold is not None and not 0 < (leading_number(threshold) or 0.0) < 1:
+    if threshold is not None and not 0 < (number_at_start(threshold) or 0.0) < 1:
         faults.append("garbage_collection_threshold is between 0 and 1")
     if options.get("backend", "native") not in ("native", "cudaMallocAsync"):
         faults.append("backend is native or cudaMallocAsync")
     divisions = options.get("roundup_power2_divisions", "1")
     least_division = 0 if divisions.startswith("[") else 1
-    for division in (leading_number(text) for text in re.findall(r"[^\[\]:,>]+", divisions)):
+    for division in (number_at_start(text) for text in re.findall(r"[^\[\]:,>]+", divisions)):
         if division is None or division < least_division or int(division) & (int(division) - 1):
             return [*faults, "roundup_power2_divisions are powers of two"]
     return faults
 
 
-def leading_number(text: str) -> float | None:
+def number_at_start(text: str) -> float | None:
     """Return the number that a text begins with."""
     found = re.match(r"[+-]?(\d+\.?\d*|\.\d+)", text)
     return float(found[0]) if found else None

@@ -7,6 +7,7 @@ so that casts made inside composite operators are there too.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from contextlib import ExitStack, contextmanager
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 Operator: TypeAlias = Any  # torch._ops.OpOverload, which has no types
 Kernel: TypeAlias = "Callable[..., Any]"
+Policy: TypeAlias = "Callable[[Operator, Any, Any], Any]"  # of an operator, its arguments and those by name
 
 LOWER, FP32, FP32_DTYPE, FP32_APPENDED, PROMOTE, BANNED = "lower", "fp32", "dtype", "appended", "promote", "banned"
 
@@ -70,29 +72,22 @@ def cuda_casts() -> Iterator[None]:
 
     Kernels belong to the process: other threads that use CPU's autocast meanwhile get the same casts.
     """
-    with _OPEN.lock:
-        _OPEN.depth += 1
-        if _OPEN.depth == 1:
-            _OPEN.kernels.enter_context(_installed())
+    global _depth
+    with _LOCK:
+        _depth += 1
+        if _depth == 1:
+            _KERNELS.enter_context(_installed())
     try:
         yield
     finally:
-        with _OPEN.lock:
-            _OPEN.depth -= 1
-            if _OPEN.depth == 0:
-                _OPEN.kernels.close()
+        with _LOCK:
+            _depth -= 1
+            if _depth == 0:
+                _KERNELS.close()
 
 
-class _Open:
-    """How often it is open now, and what is to be undone."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.depth = 0
-        self.kernels = ExitStack()
-
-
-_OPEN = _Open()
+_LOCK, _KERNELS = threading.Lock(), ExitStack()
+_depth = 0  # how often it is open now
 
 
 class _Cached(NamedTuple):
@@ -108,7 +103,7 @@ def _installed() -> Iterator[None]:
     found = policies()
     of_cpu = _registered("AutocastCPU") - set(found) - _CPU_ONLY_KEPT
     kernels: dict[str, Kernel] = dict.fromkeys(sorted(of_cpu), torch.library.fallthrough_kernel)
-    kernels |= {name: _KERNELS[policy](_operator(name)) for name, policy in found.items()}
+    kernels |= {name: _kernel(_POLICIES[policy], _operator(name)) for name, policy in found.items()}
     clear = torch.clear_autocast_cache
 
     def clear_all() -> None:
@@ -133,80 +128,64 @@ def _operator(name: str) -> Operator:
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
-def _plain() -> Any:
-    """Return a guard under which the operator is not cast again."""
-    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)
+def _kernel(policy: Policy, operator: Operator) -> Kernel:
+    """Return a kernel that casts by a policy, within which the operator is not cast again."""
 
-
-def _lower(operator: Operator) -> Kernel:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with _plain():
-            args, kwargs = _cast_all(torch.get_autocast_dtype("cpu"), args, kwargs)
-            return operator(*args, **kwargs)
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            return policy(operator, args, kwargs)
 
     return kernel
 
 
-def _fp32(operator: Operator) -> Kernel:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with _plain():
-            args, kwargs = _cast_all(torch.float32, args, kwargs)
-            return operator(*args, **kwargs)
-
-    return kernel
+def _lower(operator: Operator, args: Any, kwargs: Any) -> Any:
+    args, kwargs = _cast_all(torch.get_autocast_dtype("cpu"), args, kwargs)
+    return operator(*args, **kwargs)
 
 
-def _fp32_dtype(operator: Operator) -> Kernel:
-    """Return a kernel that asks for an fp32 result where the caller asked for no type."""
-    place = [argument.name for argument in operator._schema.arguments].index("dtype")
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with _plain():
-            if _is_eligible(args[0]) and len(args) <= place and kwargs.get("dtype") is None:
-                kwargs["dtype"] = torch.float32
-            elif _is_eligible(args[0]) and len(args) > place and args[place] is None:
-                args = (*args[:place], torch.float32, *args[place + 1 :])
-            return operator(*args, **kwargs)
-
-    return kernel
+def _fp32(operator: Operator, args: Any, kwargs: Any) -> Any:
+    args, kwargs = _cast_all(torch.float32, args, kwargs)
+    return operator(*args, **kwargs)
 
 
-def _fp32_appended(operator: Operator) -> Kernel:
-    """Return a kernel that calls the overload that takes a type for the result."""
+def _fp32_dtype(operator: Operator, args: Any, kwargs: Any) -> Any:
+    """Ask for an fp32 result where the caller asked for no type."""
+    place = _names(operator).index("dtype")
+    if _is_eligible(args[0]) and len(args) <= place and kwargs.get("dtype") is None:
+        kwargs["dtype"] = torch.float32
+    elif _is_eligible(args[0]) and len(args) > place and args[place] is None:
+        args = (*args[:place], torch.float32, *args[place + 1 :])
+    return operator(*args, **kwargs)
+
+
+@functools.cache
+def _names(operator: Operator) -> list[str]:
+    return [argument.name for argument in operator._schema.arguments]
+
+
+def _fp32_appended(operator: Operator, args: Any, kwargs: Any) -> Any:
+    """Call the overload that takes a type for the result."""
     name = f"{operator._schema.name}.{operator._overloadname}".removeprefix("aten::")
-    typed = _operator(_WITH_DTYPE[name])
     defaults = [argument.default_value for argument in operator._schema.arguments]
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with _plain():
-            args = (*args, *defaults[len(args) :])
-            return typed(*args, **kwargs, dtype=torch.float32 if _is_eligible(args[0]) else args[0].dtype)
-
-    return kernel
+    dtype = torch.float32 if _is_eligible(args[0]) else args[0].dtype
+    return _operator(_WITH_DTYPE[name])(*args, *defaults[len(args) :], **kwargs, dtype=dtype)
 
 
-def _promote(operator: Operator) -> Kernel:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with _plain():
-            dtype = torch.get_autocast_dtype("cpu")
-            if any(tensor.dtype == torch.float32 for tensor in _eligible((args, kwargs))):
-                dtype = torch.float32
-            args, kwargs = _cast_all(dtype, args, kwargs)
-            return operator(*args, **kwargs)
-
-    return kernel
+def _promote(operator: Operator, args: Any, kwargs: Any) -> Any:
+    dtype = torch.get_autocast_dtype("cpu")
+    if any(tensor.dtype == torch.float32 for tensor in _eligible((args, kwargs))):
+        dtype = torch.float32
+    args, kwargs = _cast_all(dtype, args, kwargs)
+    return operator(*args, **kwargs)
 
 
-def _banned(operator: Operator) -> Kernel:
-    def kernel(*args: Any, **kwargs: Any) -> Any:  # noqa: ARG001
-        raise RuntimeError(
-            f"{operator} is unsafe to autocast: CUDA refuses it. Take binary_cross_entropy_with_logits instead."
-        )
-
-    return kernel
+def _banned(operator: Operator, *_: Any) -> Any:
+    raise RuntimeError(
+        f"{operator} is unsafe to autocast: CUDA refuses it. Take binary_cross_entropy_with_logits instead."
+    )
 
 
-_KERNELS: dict[str, Callable[[Operator], Kernel]] = {
+_POLICIES: dict[str, Policy] = {
     LOWER: _lower,
     FP32: _fp32,
     FP32_DTYPE: _fp32_dtype,

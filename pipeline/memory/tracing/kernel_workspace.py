@@ -1,7 +1,8 @@
 """What kernels allocate within themselves and give back: no tensor shows it, so a trace is charged from these tables.
 
 Sources: torch's own (2.13, under aten/src/ATen/native unless said otherwise), named at each entry. Approximate, where
-it says "about"; what a table does not know costs nothing. The CPU's kernels are in `scratch_cpu`.
+it says "about"; what a table does not know costs nothing. The CPU's were measured with torch.profiler on x86 with
+AVX-512, and are tested so.
 """
 
 from __future__ import annotations
@@ -16,12 +17,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    Capability: TypeAlias = tuple[int, int]
-
 Operator: TypeAlias = Any  # torch._ops.OpOverload, which has no types
 
 _BROADCAST: Any = torch.broadcast_shapes  # torch gives it no types
-_MIB = 1 << 20
 FLOAT, INDEX = 4, 8
 _SORT_IN_PLACE = 1024  # cuda/Sort.cpp: shorter ones are sorted within a block
 _SMALL_EMBEDDING = 3072  # cuda/Embedding.cu: fewer indices are added up without sorting
@@ -52,12 +50,6 @@ class Call(NamedTuple):
 Rule: TypeAlias = "Callable[[Call], int]"
 
 
-def scratch_bytes(op: Operator, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
-    """Return what the operator's CUDA kernel takes beyond its results, at its peak."""
-    rule = _CUDA.get(operator_name(op))
-    return max(0, rule(Call(args, kwargs, result))) if rule else 0
-
-
 def hidden_bytes(op: Operator, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
     """Return by how much the result's storage is larger than a fake one's, for as long as it lives.
 
@@ -76,12 +68,12 @@ def operator_name(op: Operator) -> str:
     return str(op._schema.name).removeprefix("aten::")
 
 
-def tensor_bytes(tensor: Tensor | None) -> int:
+def _bytes_of(tensor: Tensor | None) -> int:
     """Return what a tensor's numbers take; nothing where there is none."""
     return 0 if tensor is None else tensor.numel() * tensor.element_size()
 
 
-def up(count: int, multiple: int) -> int:
+def _up(count: int, multiple: int) -> int:
     """Return a count, rounded up."""
     return -(-count // multiple) * multiple
 
@@ -93,7 +85,7 @@ def _loss_bytes(args: Sequence[Any]) -> int:
     return int(prod(_BROADCAST(args[0].shape, args[1].shape)) * args[0].element_size())
 
 
-def reduced_loss(times: int) -> Rule:
+def _reduced_loss(times: int) -> Rule:
     """Loss.cpp: the terms are written out before they are added up; of cross-entropy, the sigmoid's logarithm too."""
 
     def rule(call: Call) -> int:
@@ -103,12 +95,12 @@ def reduced_loss(times: int) -> Rule:
     return rule
 
 
-def log_sum_exp(call: Call) -> int:
+def _log_sum_exp(call: Call) -> int:
     """ReduceOps.cpp: the exponentials, and the largest of each row."""
-    return tensor_bytes(call.args[0]) + tensor_bytes(call.result)
+    return _bytes_of(call.args[0]) + _bytes_of(call.result)
 
 
-def distances(call: Call) -> int:
+def _distances(call: Call) -> int:
     """Distance.cpp: `_euclidean_dist` puts norms and ones beside both, and multiplies."""
     first, second, norm, mode = call.args[0], call.args[1], call.args[2], call.argument(3, "compute_mode", None)
     rows, columns, width = first.shape[-2], second.shape[-2], first.shape[-1]
@@ -121,7 +113,7 @@ def distances(call: Call) -> int:
     return int(items * max(beside, before) * call.result.element_size())
 
 
-def group_sums(call: Call) -> int:
+def _group_sums(call: Call) -> int:
     """group_norm_kernel: two sums for each item and channel."""
     return int(2 * call.args[5] * call.args[6] * call.args[0].element_size())
 
@@ -129,19 +121,19 @@ def group_sums(call: Call) -> int:
 # ---- CUDA ----
 
 
-def copied_bytes(tensor: Tensor) -> int:
+def _copied_bytes(tensor: Tensor) -> int:
     """Return what a copy of it takes, if its heads are not next to each other."""
-    return 0 if tensor.transpose(1, 2).is_contiguous() else tensor_bytes(tensor)
+    return 0 if tensor.transpose(1, 2).is_contiguous() else _bytes_of(tensor)
 
 
 def _flash_backward(call: Call) -> int:
     """transformers/cuda/flash_attn/flash_api.cpp, mha_bwd: softmax_d, dq_accum, and keys' gradients for every head."""
     grad, query, key, _, out = call.args[:5]
     items, heads, queries, head = query.shape
-    rounded = up(head, 32 if head <= _LONGEST_ROW else 64)
-    sums = items * heads * up(queries, 128) * (1 + rounded) * FLOAT
+    rounded = _up(head, 32 if head <= _LONGEST_ROW else 64)
+    sums = items * heads * _up(queries, 128) * (1 + rounded) * FLOAT
     expanded = 2 * items * heads * key.shape[2] * head * query.element_size() if key.shape[1] != heads else 0
-    return int(sums + expanded) + copied_bytes(grad) + copied_bytes(out)
+    return int(sums + expanded) + _copied_bytes(grad) + _copied_bytes(out)
 
 
 def _efficient_forward(call: Call) -> int:
@@ -161,10 +153,10 @@ def _efficient_backward(call: Call) -> int:
     tiles = ceil(queries / rows) * ceil(head / columns) * (rows * columns + 4)
     if half and widest > _LONGEST_ROW:  # gradients of keys and values are accumulated in memory too
         splits = max(1, min(ceil(key.shape[2] / columns), 200 // (items * heads)))
-        tiles += splits * columns * (up(head, rows) + up(value.shape[-1], rows))
+        tiles += splits * columns * (_up(head, rows) + _up(value.shape[-1], rows))
     delta = items * heads * queries * FLOAT
     product = 0 if half else items * heads * queries * value.shape[-1] * FLOAT + delta
-    return int(delta + max(product, items * heads * up(tiles, 4) * FLOAT)) + copied_bytes(grad)
+    return int(delta + max(product, items * heads * _up(tiles, 4) * FLOAT)) + _copied_bytes(grad)
 
 
 def _cudnn_backward(call: Call) -> int:
@@ -195,7 +187,7 @@ def _sort(call: Call) -> int:
     dim = call.dim
     if not tensor.dim() or tensor.shape[dim] <= _SORT_IN_PLACE:
         return 0
-    aside = 0 if tensor.stride(dim) == 1 else 3 * tensor_bytes(tensor)
+    aside = 0 if tensor.stride(dim) == 1 else 3 * _bytes_of(tensor)
     return aside + INDEX * int(tensor.numel()) + _sorting(tensor.numel(), tensor.element_size())
 
 
@@ -234,12 +226,144 @@ def _weight_sums(call: Call) -> int:
 
 def _convolution_reserve(call: Call) -> int:
     """Return a reserve: cuDNN's workspace is known only on the card; input and output in another layout are assumed."""
-    return tensor_bytes(call.args[0]) + tensor_bytes(
-        call.result if isinstance(call.result, torch.Tensor) else call.args[1]
-    )
+    return _bytes_of(call.args[0]) + _bytes_of(call.result if isinstance(call.result, torch.Tensor) else call.args[1])
 
 
+_BLOCK = 16  # channels that oneDNN keeps together with AVX-512
+_JIT_BYTES = 8216  # what a oneDNN convolution of channels_last takes beside its weights, measured
+
+
+# ---- the CPU ----
+
+
+def _split(queries: int) -> int:
+    """cpu/FlashAttentionKernel.cpp: how many queries a thread takes at once."""
+    return min(queries, 256 if queries >= 768 else 64 if queries >= 192 else 32)
+
+
+def _flash_cpu(call: Call) -> int:
+    """cpu/FlashAttentionKernel.cpp: each thread's scores, and its share of the result."""
+    query, key = call.args[0], call.args[1]
+    rows, columns = _split(query.shape[2]), min(512, key.shape[2])
+    lower = rows * columns * query.element_size() if query.element_size() == 2 else 0
+    a_thread = rows * (columns + 2 + query.shape[3]) * max(FLOAT, query.element_size()) + lower
+    return int(torch.get_num_threads() * a_thread)
+
+
+def _flash_backward_cpu(call: Call) -> int:
+    """cpu/FlashAttentionKernel.cpp: each thread's scores and their gradients, and a copy of the result's gradient."""
+    grad, query, key = call.args[:3]
+    rows, columns = _split(query.shape[2]), min(512, key.shape[2])
+    a_thread = rows * (2 * columns + 1) * max(FLOAT, query.element_size())
+    return _copied_bytes(grad) + int(torch.get_num_threads() * a_thread)
+
+
+def _weight_sums_cpu(call: Call) -> int:
+    """cpu/layer_norm_kernel.cpp: each thread's sums."""
+    return int(2 * torch.get_num_threads() * prod(call.args[2]) * call.args[0].element_size())
+
+
+def _batch_norm_backward_cpu(call: Call) -> int:
+    """Normalization.cpp: the gradient once more."""
+    return _bytes_of(call.args[1])
+
+
+def _sort_cpu(call: Call) -> int:
+    """cpu/SortingKernel.cpp: one row's order."""
+    return INDEX * int(call.args[0].shape[call.dim]) if call.args[0].dim() else 0
+
+
+def _blocked(tensor: Tensor, *channels: int) -> int:
+    """Return what a tensor takes in oneDNN's layout: its channels, these dimensions, come in blocks."""
+    padded = [_up(size, _BLOCK) if place in channels else size for place, size in enumerate(tensor.shape)]
+    return int(prod(padded) * tensor.element_size())
+
+
+def _is_product(weight: Tensor, stride: Sequence[int]) -> bool:
+    """Tell whether a convolution is a matrix product, which needs no other layout."""
+    return prod(weight.shape[2:]) == 1 and prod(stride) == 1
+
+
+def _is_channels_last(image: Tensor, weight: Tensor) -> bool:
+    """Tell whether a convolution is in oneDNN's own order already (`mkldnn_conv_use_channels_last`)."""
+    orders = {4: torch.channels_last, 5: torch.channels_last_3d}
+    order = orders.get(image.dim())
+    pair = (image, weight)
+    return order is not None and any(one.is_contiguous(memory_format=order) > one.is_contiguous() for one in pair)
+
+
+def _copied(grad: Tensor, image: Tensor, weight: Tensor) -> int:
+    """Return what the output's gradient takes once more where it is not in the input's order: Convolution.cpp."""
+    orders = {4: torch.channels_last, 5: torch.channels_last_3d}
+    order = orders[image.dim()] if _is_channels_last(image, weight) else torch.contiguous_format
+    return 0 if grad.is_contiguous(memory_format=order) else _bytes_of(grad)
+
+
+def _columns(image: Tensor, weight: Tensor, out: Tensor) -> int:
+    """Return what a convolution in double takes, which oneDNN does not know: ConvolutionMM2d.cpp, all windows."""
+    windows = int(image.shape[0]) * prod(out.shape[2:])
+    return int(windows * image.shape[1] * prod(weight.shape[2:]) * image.element_size())
+
+
+def _promoted(call: Call) -> int:
+    """TensorIterator.cpp: on a CPU, numbers of another type than the common one are converted first."""
+    pair = [arg for arg in call.args[:2] if isinstance(arg, torch.Tensor)]
+    common = torch.result_type(*call.args[:2])
+    return sum(int(one.numel()) * common.itemsize for one in pair if one.dtype != common and one.dim())
+
+
+def _safe_softmax(call: Call) -> int:
+    """attention.cpp: which numbers are masked, and which rows wholly."""
+    rows = int(call.result.numel() // max(1, call.result.shape[-1])) if call.result.dim() else 1
+    return int(call.result.numel()) + rows
+
+
+def _entering(image: Tensor) -> int:
+    """Return what the input takes in oneDNN's layout: one of few channels is read as it is."""
+    return _bytes_of(image) if image.shape[1] >= _BLOCK else 0
+
+
+def _convolution_cpu(call: Call) -> int:
+    """oneDNN, measured: input, weight and output are there in its own layout, too."""
+    image, weight, stride = call.args[0], call.args[1], call.args[3]
+    if image.dtype == torch.float64:
+        return _columns(image, weight, call.result)
+    if _is_product(weight, stride):
+        return 0
+    if _is_channels_last(image, weight):
+        return _bytes_of(weight) + (_blocked(weight, 0) + _JIT_BYTES if call.args[8] == 1 else 0)
+    leaving = _blocked(call.result, 1)
+    return max(_entering(image) + _blocked(weight, 0) + leaving - _bytes_of(call.result), leaving)
+
+
+def _convolution_backward_cpu(call: Call) -> int:
+    """oneDNN, measured: first for the input's gradient, which strides take three times, then for the weight's."""
+    grad, image, weight, stride = call.args[0], call.args[1], call.args[2], call.args[4]
+    if image.dtype == torch.float64:
+        return _columns(image, weight, grad)
+    if _is_product(weight, stride):
+        return _copied(grad, image, weight)
+    if _is_channels_last(image, weight):
+        return 3 * _blocked(weight, 0) if call.args[9] == 1 else 2 * _bytes_of(weight)
+    strided = prod(stride) > 1
+    for_image = 3 * _bytes_of(image) if strided else _blocked(grad, 1) + _blocked(weight, 0, 1) + _blocked(image, 1)
+    for_weight = _bytes_of(image) + _entering(image) + _blocked(grad, 1) + _blocked(weight, 0)
+    return max(for_image, for_weight) - sum(_bytes_of(part) for part in call.result if part is not None)
+
+
+_MIXING = "add add_ sub sub_ mul mul_ div div_ eq ne lt le gt ge minimum maximum"
+
+_BOTH: dict[str, Rule] = {
+    "native_group_norm_backward": _group_sums,
+    "logsumexp": _log_sum_exp,
+    "_cdist_forward": _distances,
+    "mse_loss": _reduced_loss(1),
+    "smooth_l1_loss": _reduced_loss(1),
+    "huber_loss": _reduced_loss(1),
+    "binary_cross_entropy_with_logits": _reduced_loss(2),
+}
 _CUDA: dict[str, Rule] = {
+    **_BOTH,
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
     "_scaled_dot_product_efficient_attention": _efficient_forward,
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
@@ -258,13 +382,33 @@ _CUDA: dict[str, Rule] = {
     "masked_scatter": _prefix_sum,
     "masked_scatter_": _prefix_sum,
     "native_layer_norm_backward": _weight_sums,
-    "native_group_norm_backward": group_sums,
     "convolution": _convolution_reserve,
     "convolution_backward": _convolution_reserve,
-    "logsumexp": log_sum_exp,
-    "_cdist_forward": distances,
-    "mse_loss": reduced_loss(1),
-    "smooth_l1_loss": reduced_loss(1),
-    "huber_loss": reduced_loss(1),
-    "binary_cross_entropy_with_logits": reduced_loss(2),
 }
+_CPU: dict[str, Rule] = {
+    **_BOTH,
+    **dict.fromkeys(_MIXING.split(), _promoted),
+    "_safe_softmax": _safe_softmax,
+    "_scaled_dot_product_flash_attention_for_cpu": _flash_cpu,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _flash_backward_cpu,
+    "native_layer_norm_backward": _weight_sums_cpu,
+    "native_batch_norm_backward": _batch_norm_backward_cpu,
+    "sort": _sort_cpu,
+    "convolution": _convolution_cpu,
+    "convolution_backward": _convolution_backward_cpu,
+}
+
+
+def scratch_bytes(op: Operator, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
+    """Return what the operator's CUDA kernel takes beyond its results, at its peak."""
+    return _scratch_bytes(_CUDA, op, Call(args, kwargs, result))
+
+
+def scratch_bytes_cpu(op: Operator, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
+    """Return what the operator's CPU kernel takes beyond its results, at its peak."""
+    return _scratch_bytes(_CPU, op, Call(args, kwargs, result))
+
+
+def _scratch_bytes(rules: dict[str, Rule], op: Operator, call: Call) -> int:
+    rule = rules.get(operator_name(op))
+    return max(0, rule(call)) if rule else 0

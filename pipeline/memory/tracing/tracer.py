@@ -21,8 +21,7 @@ from torch import nn
 from pipeline.errors import PipelineError
 from pipeline.memory.footprint import Category, MicroFootprint, StandingFootprint, Tape, Unmeasurable
 from pipeline.memory.tracing.fake_mode import FakeMode, Guesses, conversions, eagerly, faked, unlogged
-from pipeline.memory.tracing.kernel_workspace import hidden_bytes
-from pipeline.memory.tracing.kernel_workspace_cpu import scratch_bytes_cpu
+from pipeline.memory.tracing.kernel_workspace import hidden_bytes, scratch_bytes_cpu
 from pipeline.memory.tracing.recorder import OnHost, Recorder, as_parts, category_of, family, outermost
 
 if TYPE_CHECKING:

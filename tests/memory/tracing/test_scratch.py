@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from pipeline.memory.tracing.kernel_workspace import hidden_bytes, scratch_bytes
-from pipeline.memory.tracing.kernel_workspace_cpu import scratch_bytes_cpu
+from pipeline.memory.tracing.kernel_workspace import hidden_bytes, scratch_bytes, scratch_bytes_cpu
 
 aten = torch.ops.aten
 MIB = 1 << 20
