@@ -198,7 +198,6 @@ ASSUMED_PROBABILITY = 0.95
 REPEATED = 0.02  # how far a run that is repeated is from itself
 COMPILED = 0.10  # fusing mostly saves memory; its buffers, autotuning and CUDA graphs may take some: assumed
 LEAST = 0.9  # of a prediction is kept, whatever was measured
-_SUREST_FIRST = tuple(Provenance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +246,7 @@ def compiled(margin: Margin) -> Margin:
 
 def least_sure(origins: Iterable[Provenance]) -> Provenance:
     """Return the origin of what is made of several numbers."""
-    return max(origins, key=_SUREST_FIRST.index, default=Provenance.TRACED)
+    return max(origins, key=tuple(Provenance).index, default=Provenance.TRACED)
 
 
 class Unmeasurable(Exception):

@@ -29,11 +29,9 @@ class OracleCache:
     def standing(self, choice: MemoryChoice) -> StandingFootprint:
         """Return what a model takes whatever the batch."""
         if choice not in self._standing:
-            whole = replace(choice, shards=1)
-            if choice.shards > 1:
-                self._standing[choice] = sharded_standing(self.standing(whole), choice.shards)
-            else:
-                self._standing[choice] = self._oracle.standing(choice)
+            is_whole, whole = choice.shards == 1, replace(choice, shards=1)
+            made = self._oracle.standing(choice) if is_whole else sharded_standing(self.standing(whole), choice.shards)
+            self._standing[choice] = made
         return self._standing[choice]
 
     def micro(self, choice: MemoryChoice, row: Sequence[int]) -> MicroFootprint:

@@ -22,12 +22,12 @@ from pipeline.memory.planning.oracle_cache import OracleCache
 from pipeline.memory.planning.remedies import (
     WORTH,
     ChoiceOutcome,
-    Outsized,
     Trying,
     choices,
     crop_limits,
     outsized,
     remedies,
+    too_large,
 )
 from pipeline.memory.planning.step_estimates import reserve as reserve_by_simulation
 from pipeline.protocol import ITEMS
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pipeline.memory.footprint import Oracle
-    from pipeline.memory.planning.memory_plan import CardSpec, DataSizes, PlanRequest
+    from pipeline.memory.planning.memory_plan import CardSpec, DataSizes, OversizeItem, PlanRequest
     from pipeline.memory.planning.step_estimates import Reserve
 
 
@@ -225,21 +225,21 @@ def _without_oversize(trying: Trying, outcomes: Sequence[ChoiceOutcome], others:
     frugal = min(able, key=lambda one: one.total)
     search = BudgetSearch(trying.questions, trying.ground, frugal.choice)
     live = int(trying.limit / frugal.margin.factor)
-    first: Outsized | None = None
+    first: tuple[OversizeItem, ...] | None = None
     for _ in range(_TURNS):
-        over = outsized(search, live, frugal.margin, trying.limit, others)
-        first = first or over
-        if over.items and trying.request.oversize is Oversize.ERROR:
-            raise over.refuse(trying.data.items, trying.limit)
-        if over.items and (over.keep_N.any() or trying.request.oversize is Oversize.CROP):
+        items, keep_N = outsized(search, live, frugal.margin, trying.limit, others)
+        first = items if first is None else first
+        if items and trying.request.oversize is Oversize.ERROR:
+            raise too_large(items, trying.data.items, trying.limit)
+        if items and (keep_N.any() or trying.request.oversize is Oversize.CROP):
             crop = crop_limits(search, live) if trying.request.oversize is Oversize.CROP else {}
-            kept = trying.data.cropped(crop) if crop else trying.data.only(over.keep_N)
+            kept = trying.data.cropped(crop) if crop else trying.data.only(keep_N)
             best, tried = _best(replace(trying, data=kept))
             if best is not None:
-                return _plan(replace(trying, data=kept), best, tried, oversize=over.items, crop=crop)
+                return _plan(replace(trying, data=kept), best, tried, oversize=items, crop=crop)
         live = int(live * _LOWER)
-    if first is not None and first.items:  # later turns were below the limit
-        raise first.refuse(trying.data.items, trying.limit)
+    if first:  # later turns were below the limit
+        raise too_large(first, trying.data.items, trying.limit)
     raise PlanInfeasible(
         f"nothing that the settings allow fits: {'; '.join(dict.fromkeys(one.why for one in able))}",
         remedy="allow checkpointing, bf16, offload or sharding, or use a larger card",

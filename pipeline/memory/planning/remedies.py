@@ -14,7 +14,7 @@ from pipeline.errors import PlanInfeasible
 from pipeline.memory.footprint import Margin, MemoryChoice, Provenance, compiled, least_sure, margin_of
 from pipeline.memory.planning.budget_search import BudgetSearch, DataBounds, FoundBudget
 from pipeline.memory.planning.memory_plan import Figure, OversizeItem, RemedyTrial, RemedyVerdict, Reserved
-from pipeline.memory.planning.size_groups import fit
+from pipeline.memory.planning.size_groups import alone, fit
 from pipeline.memory.planning.step_estimates import (
     MicroTime,
     epoch_s,
@@ -27,7 +27,7 @@ from pipeline.memory.planning.step_estimates import (
 from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
@@ -143,7 +143,7 @@ class Trying:
             why = f"what stands between two steps takes {format_bytes(standing.bytes)}, whatever the batch"
             return ChoiceOutcome(choice, RemedyVerdict.TOO_LARGE, why, margin)
         item = self.ground.largest()
-        alone = self._peak(choice, self.ground.alone(item))
+        alone = self.questions.peak_bytes(choice, self.ground.alone(item), accumulate=True)
         margin = self.margin(choice)
         if alone * margin.factor > self.limit:
             why = f"{self.data.called(item)} alone takes {format_bytes(alone)}"
@@ -157,15 +157,13 @@ class Trying:
             choice, RemedyVerdict.SLOWER, why, margin, alone, pace=pace.times(steps), epoch_s=time_s, cuts=cuts
         )
 
-    def _peak(self, choice: MemoryChoice, row: tuple[int, ...]) -> int:
-        return self.questions.peak_bytes(choice, row, accumulate=True)
-
     def _share_pace(self, choice: MemoryChoice, limit: float) -> tuple[MicroTime, int]:
         """Return the time of a middling share, and into how many micro-batches it is cut."""
         row = self.ground.mean(self.ground.share)
         standing, micro = self.questions.standing(choice), self.questions.micro(choice, row)
         base = standing.bytes + max(micro.first.left_bytes, 0)
-        cuts = ceil((self._peak(choice, row) - base) / max(limit - base, 1.0))
+        peak = self.questions.peak_bytes(choice, row, accumulate=True)
+        cuts = ceil((peak - base) / max(limit - base, 1.0))
         if self.request.micro_batch is not None:
             cuts = ceil(self.ground.share / self.request.micro_batch)
         cuts = min(max(cuts, 1), self.ground.share)
@@ -185,7 +183,9 @@ class Trying:
                 break
             margin = self.margin(choice)
             micros = tuple(self.questions.micro(choice, group.corner) for group in found.groups)
-            reserved = self._reserved(choice, found, micros)
+            reserved = live_only(found.live)
+            if self.cards.caching:
+                reserved = self.reserve(self.questions.standing(choice), sample_steps(found, micros, self.request.seed))
             outcome = ChoiceOutcome(
                 choice, RemedyVerdict.CHOSEN, found.filled.value, margin, alone, found, reserved, micros
             )
@@ -194,11 +194,6 @@ class Trying:
             fragmented = max(reserved.bytes / found.live, fragmented) * 1.002
         why = "no micro-batch that the settings allow fits, with what the allocator holds beside"
         return ChoiceOutcome(choice, RemedyVerdict.TOO_LARGE, why, margin, alone)
-
-    def _reserved(self, choice: MemoryChoice, found: FoundBudget, micros: tuple[MicroFootprint, ...]) -> Reserved:
-        if not self.cards.caching:
-            return live_only(found.live)
-        return self.reserve(self.questions.standing(choice), sample_steps(found, micros, self.request.seed))
 
     def _timed(self, outcome: ChoiceOutcome) -> ChoiceOutcome:
         """Add the time: fitted to what was asked about, for all micro-batches that were cut."""
@@ -228,25 +223,24 @@ _HALVINGS = 7
 _ASKED = 3  # of the largest the oracle is asked; the others are predicted
 
 
-@dataclass(frozen=True, eq=False)
-class Outsized:
-    """The items that are too large, the largest first."""
-
-    items: tuple[OversizeItem, ...]
-    keep_N: NDArray[np.bool_]
-
-    def refuse(self, count: int, limit: int) -> PlanInfeasible:
-        texts = [f"{one.id} ({_sizes(one.sizes)}) takes {format_bytes(one.total.value)}" for one in self.items[:SHOWN]]
-        more = "; …" if len(self.items) > SHOWN else ""
-        return PlanInfeasible(
-            f"{len(self.items):,} of {count:,} items fit under no remedy: {'; '.join(texts)}{more}; "
-            f"a card lets torch have {format_bytes(limit)}",
-            remedy=f"{self.items[0].remedy}, or set train.oversize to skip or crop",
-        )
+def too_large(items: Sequence[OversizeItem], count: int, limit: int) -> PlanInfeasible:
+    """Return the error that names the items, of so many, that fit under no remedy, the largest first."""
+    texts = []
+    for item in items[:SHOWN]:
+        sizes = ", ".join(f"{value:,} {name}" for name, value in item.sizes.items())
+        texts.append(f"{item.id} ({sizes}) takes {format_bytes(item.total.value)}")
+    more = "; …" if len(items) > SHOWN else ""
+    return PlanInfeasible(
+        f"{len(items):,} of {count:,} items fit under no remedy: {'; '.join(texts)}{more}; "
+        f"a card lets torch have {format_bytes(limit)}",
+        remedy=f"{items[0].remedy}, or set train.oversize to skip or crop",
+    )
 
 
-def outsized(search: BudgetSearch, limit: int, margin: Margin, budget: int, others: Sequence[CardSpec]) -> Outsized:
-    """Return the items whose live peak alone is above a limit.
+def outsized(
+    search: BudgetSearch, limit: int, margin: Margin, budget: int, others: Sequence[CardSpec]
+) -> tuple[tuple[OversizeItem, ...], NDArray[np.bool_]]:
+    """Return the items whose live peak alone is above a limit, the largest first, and which are left.
 
     Items are put in the order of their predicted peaks, and the oracle is asked where in it the limit is passed.
     """
@@ -255,7 +249,7 @@ def outsized(search: BudgetSearch, limit: int, margin: Margin, budget: int, othe
     for place in (0.5, 0.9, 0.99):
         search.live(search.ground.alone(int(by_sum_N[int(place * (len(sizes_NS) - 1))])))
     model = search.model()
-    predicted_N = model.predict(np.concatenate((np.ones((len(sizes_NS), 1), np.int64), sizes_NS), axis=1))
+    predicted_N = model.predict(alone(sizes_NS))
     order_N = np.argsort(-predicted_N, kind="stable")
     asked: dict[int, int] = {}
 
@@ -272,39 +266,25 @@ def outsized(search: BudgetSearch, limit: int, margin: Margin, budget: int, othe
     over_N[order_N[:low]] = True
     for item in [item for item, took in asked.items() if took > limit]:
         over_N |= (sizes_NS >= sizes_NS[item]).all(axis=1)
-    order = [item for item in order_N.tolist() if over_N[item]]
-    items = tuple(
-        _named(search, item, asked, float(predicted_N[item]) if place >= _ASKED else None, margin, budget, others)
-        for place, item in enumerate(order)
-    )
-    return Outsized(items, ~over_N)
-
-
-def _named(
-    search: BudgetSearch,
-    item: int,
-    asked: Mapping[int, int],
-    predicted: float | None,
-    margin: Margin,
-    budget: int,
-    others: Sequence[CardSpec],
-) -> OversizeItem:
-    sure = predicted is None or item in asked
-    live = search.live(search.ground.alone(item)) if sure else float(predicted or 0.0)
-    total = int(live * margin.factor)
-    names = search.ground.data.names
-    sizes = dict(zip(names, search.ground.sizes_NS[item].tolist(), strict=True))
-    origin = margin.origin if sure else Provenance.ASSUMED
-    called = search.ground.data.called(item)
-    return OversizeItem(item, called, sizes, Figure(total, origin), budget, _remedy(total, others))
+    items = []
+    for place, item in enumerate(item for item in order_N.tolist() if over_N[item]):
+        is_sure = place < _ASKED or item in asked
+        live = search.live(search.ground.alone(item)) if is_sure else float(predicted_N[item])
+        total = Figure(int(live * margin.factor), margin.origin if is_sure else Provenance.ASSUMED)
+        sizes = dict(zip(search.ground.data.names, sizes_NS[item].tolist(), strict=True))
+        called = search.ground.data.called(item)
+        items.append(OversizeItem(item, called, sizes, total, budget, _remedy(int(total.value), others)))
+    return tuple(items), ~over_N
 
 
 def _remedy(total: int, others: Sequence[CardSpec]) -> str:
     """Say which card would take an item."""
-    enough = sorted((card for card in others if card.budget_bytes >= total), key=lambda card: card.budget_bytes)
-    if enough:
-        return f"use a card such as {enough[0].name}, which lets torch have {format_bytes(enough[0].budget_bytes)}"
-    return f"use a card that lets torch have {format_bytes(total)}"
+    enough = min(
+        (card for card in others if card.budget_bytes >= total), key=lambda card: card.budget_bytes, default=None
+    )
+    if enough is None:
+        return f"use a card that lets torch have {format_bytes(total)}"
+    return f"use a card such as {enough.name}, which lets torch have {format_bytes(enough.budget_bytes)}"
 
 
 def crop_limits(search: BudgetSearch, limit: int) -> dict[str, int]:
@@ -316,7 +296,3 @@ def crop_limits(search: BudgetSearch, limit: int) -> dict[str, int]:
         row = (1, *np.maximum((most_S * middle).astype(np.int64), 1).tolist())
         below, above = (middle, above) if search.live(row) <= limit else (below, middle)
     return dict(zip(search.ground.data.names, np.maximum((most_S * below).astype(np.int64), 1).tolist(), strict=True))
-
-
-def _sizes(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"{value:,} {name}" for name, value in sizes.items())

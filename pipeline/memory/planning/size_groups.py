@@ -164,10 +164,6 @@ class Terms:
         columns = [items * rows[:, list(places)].prod(axis=1) if places else first for places in self.factors]
         return np.stack(columns, axis=1)
 
-    def of_items(self, sizes_NS: Integers) -> Floats:
-        """Return the terms of single items, whose sizes are given without the number of items [N, T]."""
-        return self.of_micros(np.concatenate((np.ones((len(sizes_NS), 1), np.int64), sizes_NS), axis=1))
-
 
 @dataclass(frozen=True, eq=False)
 class CostModel:
@@ -181,14 +177,19 @@ class CostModel:
         return np.asarray(self.base + self.terms.of_micros(rows_MS) @ self.weights_T)
 
     def cost(self, sizes_NS: Integers) -> Integers:
-        """Return each item's share as a whole number, at least 1."""
-        cost_N = np.ceil(self.terms.of_items(sizes_NS) @ self.weights_T)
+        """Return each item's share as a whole number, at least 1; sizes lack the number of items."""
+        cost_N = np.ceil(self.terms.of_micros(alone(sizes_NS)) @ self.weights_T)
         return np.clip(cost_N, 1, MOST_COST).astype(np.int64)
 
     def named(self) -> dict[str, float]:
         """Return the weights that are not 0, by their terms."""
         pairs = zip(self.terms.texts, self.weights_T.tolist(), strict=True)
         return {text: weight for text, weight in pairs if weight > 0}
+
+
+def alone(sizes_NS: Integers) -> Integers:
+    """Return the micro-batches of one item each."""
+    return np.concatenate((np.ones((len(sizes_NS), 1), np.int64), sizes_NS), axis=1)
 
 
 def fit(terms: Terms, rows_PS: Sequence[Sequence[int]], values: Sequence[float]) -> CostModel:
