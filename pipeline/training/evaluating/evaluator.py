@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
-    from torch import Tensor
 
     from pipeline.protocol import Batch, Contrastive
     from pipeline.training.items.loader import Loader
@@ -83,6 +82,7 @@ class Evaluator:
         self.rejected = 0
         self.ended_by = 0  # the signal after which it did not go on
         self._says = callable(getattr(step.task, "outputs", None))
+        self._contrasts = with_loss and step.contrasts  # the loss is of many items together
         self._writer: OutputWriter | None = None
         self._pending_bytes, self._flushed_s = 0, 0.0
         self._too_much = math.inf  # what a piece costs that did not fit
@@ -94,13 +94,10 @@ class Evaluator:
         self._too_much = math.inf
         for _ in self.run():
             pass
-        ended_by = max(one["ended_by"] for one in self.ranks.exchange({"ended_by": self.ended_by}))
-        if ended_by:
-            self.clear()
-            return int(ended_by)
-        found = self.losses() | self.metrics()
+        ended_by = max(told["ended_by"] for told in self.ranks.exchange({"ended_by": self.ended_by}))
+        figures = int(ended_by) or self.losses() | self.metrics()
         self.clear()
-        return found
+        return figures
 
     def clear(self) -> None:
         """Remove what the model said, once every rank is done with it."""
@@ -113,9 +110,8 @@ class Evaluator:
         """Run over this rank's items, and yield for each whether it was left out, and why."""
         if self.loader is None:
             return
-        self._writer = (
-            OutputWriter(self.folder, self.ranks.rank, of=self._of, part_bytes=WHOLE) if self._writes else None
-        )
+        if self._says or self._of or self._contrasts:
+            self._writer = OutputWriter(self.folder, self.ranks.rank, of=self._of, part_bytes=WHOLE)
         self._flushed_s = time.monotonic()
         self.loader.set_epoch(0)
         try:
@@ -171,15 +167,6 @@ class Evaluator:
             with self.step.evaluating(), self.step.cast():
                 self.step.task.outputs(self.step.model, batch)  # type: ignore[attr-defined]
 
-    @property
-    def _writes(self) -> bool:
-        return self._says or bool(self._of) or self._contrasts
-
-    @property
-    def _contrasts(self) -> bool:
-        """Say whether the loss is of many items together."""
-        return self._with_loss and self.step.contrasts
-
     def _left_out(self, rejection: Rejection) -> Reason:
         self.rejected += 1
         self._reject(rejection)
@@ -188,14 +175,14 @@ class Evaluator:
     def _in_parts(self, piece: Piece) -> Iterator[Reason | None]:
         """Evaluate a piece, halving what does not fit, or costs as much as what did not."""
         if len(piece) < 2 or self._cost(piece) < self._too_much:
-            said = out_of_memory_error(self._evaluate, piece)
-            if said is None:
+            error = out_of_memory_error(self._evaluate, piece)
+            if error is None:
                 yield from [None] * len(piece)
                 return
             forget_failed_backward()
             free_caches(self.step.device)
             if len(piece) < 2:
-                yield self._climb(piece, said)
+                yield self._climb(piece, error)
                 return
             self._too_much = min(self._too_much, self._cost(piece))
         for half in piece.halves():
@@ -204,20 +191,19 @@ class Evaluator:
     def _cost(self, piece: Piece) -> float:
         return 0.0 if self._cost_N is None else float(self._cost_N[list(piece.numbers)].sum())
 
-    def _climb(self, piece: Piece, said: str) -> Reason | None:
+    def _climb(self, piece: Piece, error: str) -> Reason | None:
         """Do what is configured about a single item that does not fit."""
         name = piece.ids[0]
         if self._too_large == ERROR:
-            what = f"{name} does not fit in memory, not even alone and without gradients: {said}"
+            what = f"{name} does not fit in memory, not even alone and without gradients: {error}"
             remedy = "a larger card   or   --set train.too_large=skip"
             raise PlanInfeasible(what, where="evaluation", remedy=remedy)
-        on_card = self.step.device != "cpu"
-        if self._too_large == HOST and on_card:
-            on_host = out_of_memory_error(lambda one: self._evaluate(one, on_host=True), piece)
+        if self._too_large == HOST and self.step.device != HOST:
+            on_host = out_of_memory_error(lambda alone: self._evaluate(alone, on_host=True), piece)
             if on_host is None:
                 return None
-            said = on_host
-        return self._left_out(Rejection(name, Reason.DOES_NOT_FIT, f"not even alone: {said}"))
+            error = on_host
+        return self._left_out(Rejection(name, Reason.DOES_NOT_FIT, f"not even alone: {error}"))
 
     def _evaluate(self, piece: Piece, *, on_host: bool = False) -> None:
         """Evaluate a piece; one that fails has added nothing."""
@@ -233,22 +219,16 @@ class Evaluator:
             if self._says:
                 said = dict(task.outputs(model, batch))  # type: ignore[attr-defined]
             if self._contrasts:
-                rows = embedded(cast("Contrastive", task), model, batch)
-                said |= {EMBEDDED + _escaped(name): one for name, one in rows.items()}
+                vectors = embedded(cast("Contrastive", task), model, batch)
+                said |= {EMBEDDED + _escaped(name): rows for name, rows in vectors.items()}
         if self._writer is not None:
             self._write(piece, said, terms)
-        for name, (total, weight) in terms.items():
-            kept = self._terms.setdefault(name, [0.0, 0.0])
-            kept[0] += total
-            kept[1] += weight
+        _add_terms(self._terms, terms)
 
     def _terms_of(self, model: torch.nn.Module, batch: Batch, *, on_host: bool) -> dict[str, tuple[float, float]]:
         """Return the sums and weights of the terms of a loss."""
-        if on_host:
-            with torch.no_grad():
-                terms = self.step.task.loss(model, batch)
-        else:
-            terms = self.step.evaluate(batch)
+        with torch.no_grad():
+            terms = self.step.task.loss(model, batch) if on_host else self.step.evaluate(batch)
         return {name: (float(total), float(weight)) for name, (total, weight) in terms.items()}
 
     def _write(self, piece: Piece, said: dict[str, Any], terms: Mapping[str, tuple[float, float]]) -> None:
@@ -259,7 +239,7 @@ class Evaluator:
             for name, values in terms.items():
                 for prefix, value in zip((SUM, WEIGHT), values, strict=True):
                     said[prefix + _escaped(name)] = [value, *rest]
-        numbers = [int(one) for one in (piece.numbers if self._numbers is None else self._numbers[list(piece.numbers)])]
+        numbers = piece.numbers if self._numbers is None else self._numbers[list(piece.numbers)].tolist()
         self._writer.add(piece.ids, numbers, said)
         self._pending_bytes += sum(map(_nbytes, said.values()))
         if self._pending_bytes >= PART_BYTES or time.monotonic() - self._flushed_s >= self._flush_s:
@@ -280,55 +260,43 @@ class Evaluator:
         else:
             told = self.ranks.exchange({"terms": self._terms})
         self._terms = {}
-        names = list(dict.fromkeys(name for one in told for name in one["terms"]))
-        means = {name: _mean([one["terms"][name] for one in told if name in one["terms"]]) for name in names}
-        found = {LOSS: math.fsum(means.values())} if means else {}
-        return found | ({f"{LOSS}.{name}": mean for name, mean in means.items()} if len(means) > 1 else {})
+        ranks_terms = [rank["terms"] for rank in told]
+        names = dict.fromkeys(name for terms in ranks_terms for name in terms)
+        means = {name: _mean([terms[name] for terms in ranks_terms if name in terms]) for name in names}
+        losses = {LOSS: math.fsum(means.values())} if means else {}
+        return losses | ({f"{LOSS}.{name}": mean for name, mean in means.items()} if len(means) > 1 else {})
 
     def _kept_terms(self) -> dict[str, list[float]]:
-        """Return the sums and weights that stand in the files."""
+        """Return the sums and weights that stand in the files, or are of as many items at a time as a step has."""
         gathered = GatheredOutputs(self.folder, of=self._of)
-        if self._contrasts:
-            return self._contrasted(gathered)
-        names = [name.removeprefix(SUM) for name in gathered if name.startswith(SUM)]
-        return {
-            unquote(name): [math.fsum(map(float, gathered[prefix + name])) for prefix in (SUM, WEIGHT)]
-            for name in names
-        }
-
-    def _contrasted(self, gathered: GatheredOutputs) -> dict[str, list[float]]:
-        """Return the sums and weights of the loss of as many items at a time as a step has."""
-        columns = {
-            unquote(name.removeprefix(EMBEDDED)): gathered[name]
-            for name in gathered
-            if name[: len(EMBEDDED)] == EMBEDDED
-        }
+        if not self._contrasts:
+            sums, weights = _columns(gathered, SUM), _columns(gathered, WEIGHT)
+            return {name: [math.fsum(map(float, column)) for column in (sums[name], weights[name])] for name in sums}
+        columns = _columns(gathered, EMBEDDED)
         items = min(map(len, columns.values()), default=0)
-        sums: dict[str, list[float]] = {}
+        terms: dict[str, list[float]] = {}
         for start in range(0, items, size := self.step.settings.batch or max(items, 1)):
-            rows = {name: one[start : start + size] for name, one in columns.items()}
-            for name, values in self._contrast(rows).items():
-                sums[name] = [kept + value for kept, value in zip(sums.get(name, [0.0, 0.0]), values, strict=True)]
-        return sums
+            rows = {name: column[start : start + size] for name, column in columns.items()}
+            _add_terms(terms, self._contrast(rows))
+        return terms
 
     def _contrast(self, rows: Mapping[str, list[Any]]) -> dict[str, tuple[float, float]]:
         """Return the sums and weights of the loss of some items: in the host's memory, where the card's ends."""
-        found: list[dict[str, tuple[float, float]]] = []
+        terms: dict[str, tuple[float, float]] = {}
 
-        def take(on_host: bool) -> None:  # noqa: FBT001 - one of two ways
-            device = "cpu" if on_host else self.step.device
-            stacked = {name: _stacked(one, device) for name, one in rows.items()}
-            found.append(cast("ContrastiveStep", self.step).evaluate_rows(stacked, on_host=on_host))
+        def take(device: str) -> None:
+            stacked = {name: torch.from_numpy(np.stack(arrays)).to(device) for name, arrays in rows.items()}
+            on_host = device != self.step.device
+            terms.update(cast("ContrastiveStep", self.step).evaluate_rows(stacked, on_host=on_host))
 
-        may_host = self._too_large == HOST and self.step.device != "cpu"
-        said: str | None = None
-        for on_host in (False, True) if may_host else (False,):
-            said = out_of_memory_error(take, on_host)
-            if said is None:
-                return found[0]
+        error: str | None = None
+        for device in dict.fromkeys([self.step.device, *([HOST] if self._too_large == HOST else [])]):
+            error = out_of_memory_error(take, device)
+            if error is None:
+                return terms
             free_caches(self.step.device)
         items = len(next(iter(rows.values())))
-        what = f"the loss of {items:,} items together does not fit in memory, though each of them does: {said}"
+        what = f"the loss of {items:,} items together does not fit in memory, though each of them does: {error}"
         remedy = "a smaller train.effective_batch, or a larger card"
         raise PlanInfeasible(what, where="evaluation", remedy=remedy)
 
@@ -338,13 +306,10 @@ class Evaluator:
         if not self._says or not callable(getattr(task, "metrics", None)):
             return {}
         self.ranks.exchange({})  # all have written
-        said: dict[str, Any] = {}
-        if self.ranks.rank == 0:
-            gathered = TaskOutputs(GatheredOutputs(self.folder, of=self._of))
-            found = task.metrics(gathered) if len(gathered) else {}  # type: ignore[attr-defined]
-            said = {name: float(value) for name, value in found.items()}
-        told: Mapping[str, float] = self.ranks.exchange(said)[0]
-        return dict(told)
+        figures: dict[str, float] = {}
+        if self.ranks.rank == 0 and (outputs := TaskOutputs(GatheredOutputs(self.folder, of=self._of))):
+            figures = {name: float(value) for name, value in task.metrics(outputs).items()}  # type: ignore[attr-defined]
+        return dict(self.ranks.exchange(figures)[0])
 
 
 class TaskOutputs(Mapping[str, Any]):
@@ -355,7 +320,6 @@ class TaskOutputs(Mapping[str, Any]):
         self._names = [name for name in gathered if not name.startswith((SUM, WEIGHT, EMBEDDED))]
 
     def __getitem__(self, name: str) -> Any:
-        """Return what items have under a name."""
         if name not in self._names:
             raise KeyError(name)
         return self._gathered[name]
@@ -367,9 +331,15 @@ class TaskOutputs(Mapping[str, Any]):
         return len(self._names)
 
 
-def _stacked(rows: list[Any], device: str) -> Tensor:
-    """Return what items are embedded to as one tensor."""
-    return torch.from_numpy(np.stack(rows)).to(device)
+def _columns(gathered: GatheredOutputs, prefix: str) -> dict[str, Any]:
+    """Return what items have of each term."""
+    return {unquote(name.removeprefix(prefix)): gathered[name] for name in gathered if name.startswith(prefix)}
+
+
+def _add_terms(sums: dict[str, list[float]], terms: Mapping[str, tuple[float, float]]) -> None:
+    """Add the sums and weights of some terms to others."""
+    for name, values in terms.items():
+        sums[name] = [kept + value for kept, value in zip(sums.get(name, [0.0, 0.0]), values, strict=True)]
 
 
 def _escaped(name: str) -> str:
@@ -381,7 +351,7 @@ def _nbytes(values: Any) -> int:
     """Return about how many bytes the entries of an output take."""
     if hasattr(values, "nbytes"):
         return int(values.nbytes)
-    return sum(int(getattr(one, "nbytes", 8)) for one in values) if hasattr(values, "__iter__") else 8
+    return sum(int(getattr(value, "nbytes", 8)) for value in values) if hasattr(values, "__iter__") else 8
 
 
 def _mean(totals: list[list[float]]) -> float:
