@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -130,16 +130,13 @@ def apply_model(job: ApplyJob) -> Generator[Reason | None, None, ApplyResult | N
     if step.device != "cpu":
         job.tell.figures["device_peak_bytes"] = float(torch.cuda.max_memory_reserved())
     told = ranks.exchange({"ended_by": evaluation.ended_by, "rejected": refused.counts, "examples": refused.examples})
-    job.tell.ended_by = max(one["ended_by"] for one in told)
+    job.tell.ended_by = max(rank["ended_by"] for rank in told)
     if job.tell.ended_by:
         return None
-    rejected = {reason: sum(one["rejected"].get(reason, 0) for one in told) for reason in _reasons(told)}
-    examples = {reason: text for one in reversed(told) for reason, text in one["examples"].items()}
+    reasons = sorted({reason for rank in told for reason in rank["rejected"]})
+    rejected = {reason: sum(rank["rejected"].get(reason, 0) for rank in told) for reason in reasons}
+    examples = {reason: text for rank in reversed(told) for reason, text in rank["examples"].items()}
     return ApplyResult(evaluation, chosen, folder, of, rejected, examples)
-
-
-def _reasons(told: list[Any]) -> list[str]:
-    return sorted({reason for one in told for reason in one["rejected"]})
 
 
 def _done(job: ApplyJob, folder: Path, of: str) -> Integers:
@@ -151,13 +148,13 @@ def _done(job: ApplyJob, folder: Path, of: str) -> Integers:
 
 def spans(numbers: Collection[int]) -> list[list[int]]:
     """Return ascending numbers as [first, stop] of what is without gaps."""
-    found: list[list[int]] = []
+    ranges: list[list[int]] = []
     for number in numbers:
-        if found and found[-1][1] == number:
-            found[-1][1] = number + 1
+        if ranges and ranges[-1][1] == number:
+            ranges[-1][1] = number + 1
         else:
-            found.append([number, number + 1])
-    return found
+            ranges.append([number, number + 1])
+    return ranges
 
 
 class RejectionCounts:
@@ -169,14 +166,14 @@ class RejectionCounts:
         self.examples: dict[str, str] = {}
 
     def __call__(self, rejection: Rejection) -> None:
-        """Take one down; it is told of by every rank, for its own items."""
+        """Record a rejected item; every rank reports its own."""
         reason = rejection.reason.value
         self.counts[reason] = self.counts.get(reason, 0) + 1
         self.examples.setdefault(reason, f"{rejection.id}: {rejection.detail}")
         self._job.tell.refuse(rejection.id, rejection.reason, rejection.detail)
 
     def all_of(self, numbers: Integers) -> Iterator[Reason]:
-        """Leave out what killed its task before."""
+        """Reject the items that killed their task before."""
         for number in numbers.tolist():
             reason, detail = self._job.left_out[self._job.table.ids[number]]
             self(Rejection(self._job.table.ids[number], reason, detail))

@@ -58,8 +58,7 @@ class StoredColumn:
     @classmethod
     def of(cls, data: Mapping[str, Any], begin: int) -> StoredColumn:
         """Read what an index says of values that begin somewhere."""
-        shapes = data["shapes"]
-        dtype = np.dtype(data["dtype"])
+        shapes, dtype = data["shapes"], np.dtype(data["dtype"])
         counts_K = np.array([math.prod(shape) for shape in shapes], np.int64)
         return cls(
             name=data["name"],
@@ -89,8 +88,8 @@ class OutputPart:
             tensor_file.verify_file(disk, values, written)
             specs = TensorFile(disk, values, written).specs
         except JobFailed as error:  # it speaks of checkpoints
-            raise DataError(error.what, where=error.where, remedy=remove_part(path)) from error
-        columns = [StoredColumn.of(one, specs[str(place)].begin) for place, one in enumerate(index["columns"])]
+            raise DataError(error.what, where=error.where, remedy=redo_remedy(path)) from error
+        columns = [StoredColumn.of(column, specs[str(place)].begin) for place, column in enumerate(index["columns"])]
         return cls(values, index["ids"], np.array(index["numbers"], np.int64), columns)
 
     def entry(self, files: OpenFiles, column: int, entry: int) -> Array:
@@ -114,20 +113,19 @@ class OpenFiles:
 
     def read(self, path: Path, into: memoryview, offset: int) -> None:
         """Fill memory from a file."""
-        came = os.preadv(self._file(path), [into], offset)
+        came = 0
         while came < len(into):
             more = os.preadv(self._file(path), [into[came:]], offset + came)
             if not more:
-                raise DataError("was cut short while it was read", where=str(path), remedy=remove_part(path))
+                raise DataError("was cut short while it was read", where=str(path), remedy=redo_remedy(path))
             came += more
 
     def _file(self, path: Path) -> int:
-        file = self._open.pop(path, None)
-        if file is None:
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        if path not in self._open:
             if len(self._open) >= OPEN_FILES:
                 os.close(self._open.pop(next(iter(self._open))))
-        self._open[path] = file
+            self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._open[path] = file = self._open.pop(path)  # now the last to be closed
         return file
 
 
@@ -182,8 +180,8 @@ def start_partial(disk: Disk, path: Path) -> Path:
 
 def parts_in(disk: Disk, folder: Path) -> list[tuple[int, int]]:
     """Return the rank and the number of each part."""
-    found = map(_NAME.fullmatch, disk.list_folder(folder))
-    return sorted((int(match[1]), int(match[2])) for match in found if match)
+    matches = map(_NAME.fullmatch, disk.list_folder(folder))
+    return sorted((int(match[1]), int(match[2])) for match in matches if match)
 
 
 def paths_in(disk: Disk, folder: Path) -> list[Path]:
@@ -191,7 +189,7 @@ def paths_in(disk: Disk, folder: Path) -> list[Path]:
     return [folder / f"part-{rank:05d}-{part:06d}{INDEX}" for rank, part in parts_in(disk, folder)]
 
 
-def remove_part(path: Path) -> str:
+def redo_remedy(path: Path) -> str:
     """Say how to have a part made once more, given either of its files."""
     return f"rm {path.with_suffix(INDEX)}   then the same command   (does only what is missing)"
 
@@ -203,16 +201,17 @@ def signed(text: str) -> str:
 
 def read_index(path: Path, of: str) -> dict[str, Any]:
     """Read whose a part's values are."""
+    where, remedy = str(path), redo_remedy(path)
     try:
         digest, _, body = path.read_bytes().partition(b"\n")
     except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror}", where=str(path), remedy=remove_part(path)) from error
+        raise DataError(f"cannot be read: {error.strerror}", where=where, remedy=remedy) from error
     if digest != content_digest(body).hex().encode():
-        raise DataError("its bytes are not those that were written", where=str(path), remedy=remove_part(path))
+        raise DataError("its bytes are not those that were written", where=where, remedy=remedy)
     index: dict[str, Any] = json.loads(body)
     if index["format"] != FORMAT:
-        raise DataError(f"outputs of format {index['format']}, not {FORMAT}", where=str(path), remedy=remove_part(path))
+        raise DataError(f"outputs of format {index['format']}, not {FORMAT}", where=where, remedy=remedy)
     if index["of"] != of:
         what = f"these are outputs of {index['of'] or 'nothing named'}, not of {of or 'nothing named'}"
-        raise ConfigError(what, where=str(path), remedy=f"use another folder, or   rm -r {path.parent}")
+        raise ConfigError(what, where=where, remedy=f"use another folder, or   rm -r {path.parent}")
     return index

@@ -31,14 +31,13 @@ from pipeline.training.evaluating.output_parts import (
     publish_tensors,
     publish_text,
     read_index,
-    remove_part,
+    redo_remedy,
     signed,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-    from types import TracebackType
 
     from numpy.typing import NDArray
 
@@ -49,7 +48,6 @@ log = logging.getLogger(__name__)
 
 PART_BYTES = 64 << 20
 INDEX_BYTES = 64  # about what an entry takes in the index
-SEE = "what outputs() returns: pipeline/protocol.py"
 
 
 class OutputWriter:
@@ -99,8 +97,13 @@ class OutputWriter:
         pending, self._pending = self._pending, _Pending()
         stem = f"part-{self._rank:05d}-{self._part:06d}"
         head = {"format": FORMAT, "of": self._of, "ids": pending.ids, "numbers": pending.numbers}
-        columns = [column.to_json(name, dtype) for (name, dtype), column in pending.columns.items()]
-        values = {str(place): column.joined() for place, column in enumerate(pending.columns.values())}
+        columns: list[dict[str, Any]] = []
+        values: dict[str, torch.Tensor] = {}
+        for place, ((name, dtype), (items, arrays)) in enumerate(pending.columns.items()):
+            shapes = [list(array.shape) for array in arrays]
+            columns.append({"name": name, "dtype": dtype, "items": items, "shapes": shapes})
+            values[str(place)] = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays]))
+            arrays.clear()  # the values are held once
         written = publish_tensors(self._disk, self._folder / f"{stem}{VALUES}", values)
         head |= {"values": {"bytes": written.bytes, "digest": written.digest}, "columns": columns}
         publish_text(self._disk, self._folder / f"{stem}{INDEX}", signed(json.dumps(head)))
@@ -111,46 +114,26 @@ class OutputWriter:
     def __enter__(self) -> OutputWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
 
 
 @dataclass(slots=True)
-class _Gathering:
-    """The entries of one name and type in the making."""
-
-    items: list[int] = field(default_factory=list)  # by their place in the part
-    arrays: list[Array] = field(default_factory=list)
-
-    def to_json(self, name: str, dtype: str) -> dict[str, Any]:
-        shapes = [list(array.shape) for array in self.arrays]
-        return {"name": name, "dtype": dtype, "items": self.items, "shapes": shapes}
-
-    def joined(self) -> torch.Tensor:
-        """Return all values in a row, and let go of the arrays."""
-        flat = np.concatenate([array.reshape(-1) for array in self.arrays])
-        self.arrays.clear()
-        return torch.from_numpy(flat)
-
-
-@dataclass(slots=True)
 class _Pending:
-    """A part in the making."""
+    """A part in the making; a column has its items, by their place in the part, and their arrays."""
 
     ids: list[str] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
-    columns: dict[tuple[str, str], _Gathering] = field(default_factory=dict)
+    columns: dict[tuple[str, str], tuple[list[int], list[Array]]] = field(default_factory=dict)  # by name and type
     bytes: int = 0
 
     def add(self, id_: str, number: int, outputs: Mapping[str, Array | None]) -> None:
         for name, array in outputs.items():
             if array is not None:
-                column = self.columns.setdefault((name, str(array.dtype)), _Gathering())
-                column.items.append(len(self.ids))
-                column.arrays.append(array)
+                items, arrays = self.columns.setdefault((name, str(array.dtype)), ([], []))
+                items.append(len(self.ids))
+                arrays.append(array)
                 self.bytes += array.nbytes + INDEX_BYTES
         self.ids.append(id_)
         self.numbers.append(number)
@@ -171,7 +154,12 @@ class GatheredOutputs(Mapping[str, "OutputColumn"]):
         number_N = np.concatenate([np.zeros(0, np.int64), *(part.numbers_N for part in self._parts)])
         order_N = np.argsort(number_N, kind="stable")
         self.numbers, self._part_N, self._place_N = number_N[order_N], part_N[order_N], place_N[order_N]
-        self._refuse_twice()
+        if (twice := np.flatnonzero(np.diff(self.numbers) == 0)).size:
+            at = int(twice[0])
+            first, second = (self._parts[int(self._part_N[place])].path for place in (at, at + 1))
+            number = f"{self.numbers[at]:,}"
+            what = f"{self.id(at)} (item {number}) is in it, and in {first.name}; so are {len(twice)} in all"
+            raise DataError(what, where=str(second), remedy=redo_remedy(second))
         names = sorted({column.name for part in self._parts for column in part.columns})
         self._columns = {name: OutputColumn(name, self._parts, self._files) for name in names}
 
@@ -180,7 +168,6 @@ class GatheredOutputs(Mapping[str, "OutputColumn"]):
         return self._parts[int(self._part_N[place])].ids[int(self._place_N[place])]
 
     def __getitem__(self, name: str) -> OutputColumn:
-        """Return what items have under a name."""
         return self._columns[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -188,16 +175,6 @@ class GatheredOutputs(Mapping[str, "OutputColumn"]):
 
     def __len__(self) -> int:
         return len(self._columns)
-
-    def _refuse_twice(self) -> None:
-        twice = np.flatnonzero(np.diff(self.numbers) == 0)
-        if len(twice):
-            at = int(twice[0])
-            first, second = (self._parts[int(self._part_N[one])].path for one in (at, at + 1))
-            what = (
-                f"{self.id(at)} (item {self.numbers[at]:,}) is in it, and in {first.name}; so are {len(twice)} in all"
-            )
-            raise DataError(what, where=str(second), remedy=remove_part(second))
 
 
 class OutputColumn(Sequence[Any]):
@@ -208,8 +185,8 @@ class OutputColumn(Sequence[Any]):
         self.name, self._files, self._parts = name, files, parts
         there = [
             (part, place, column)
-            for part, one in enumerate(parts)
-            for place, column in enumerate(one.columns)
+            for part, read in enumerate(parts)
+            for place, column in enumerate(read.columns)
             if column.name == name
         ]
         sizes = [len(column.item_K) for _, _, column in there]
@@ -223,12 +200,10 @@ class OutputColumn(Sequence[Any]):
 
     @property
     def has_scalars(self) -> bool:
-        """Say whether some item has a single number."""
         return bool((self._ndim_M == 0).any())
 
     @property
     def has_arrays(self) -> bool:
-        """Say whether some item has more than a number."""
         return bool((self._ndim_M > 0).any())
 
     def __len__(self) -> int:
@@ -241,12 +216,9 @@ class OutputColumn(Sequence[Any]):
     def __getitem__(self, place: int | slice) -> Array | list[Array]:
         """Read the entry of one item, or of some."""
         if isinstance(place, slice):
-            return [self._read(at) for at in range(*place.indices(len(self)))]
+            return [self[at] for at in range(*place.indices(len(self)))]
         if not -len(self) <= place < len(self):
             raise IndexError(f"entry {place} of {len(self)}")
-        return self._read(place)
-
-    def _read(self, place: int) -> Array:
         part = self._parts[int(self._part_M[place])]
         return part.entry(self._files, int(self._column_M[place]), int(self._entry_M[place]))
 
@@ -257,10 +229,13 @@ class OutputColumn(Sequence[Any]):
         return part.ids[int(column.item_K[self._entry_M[place]])]
 
 
+def _refusal(what: str) -> ConfigError:
+    return ConfigError(what, where="train.task", remedy="what outputs() returns: pipeline/protocol.py")
+
+
 def _checked_name(name: Any) -> str:
     if not isinstance(name, str) or not name or "." in name or not name.isprintable() or name == "id":
-        what = f"outputs() returned {name!r}: a name is a text without dots, and not id"
-        raise ConfigError(what, where="train.task", remedy=SEE)
+        raise _refusal(f"outputs() returned {name!r}: a name is a text without dots, and not id")
     return name
 
 
@@ -270,11 +245,9 @@ def _entries(name: str, values: Any, items: int) -> list[Array | None]:
         values = _array(name, values) if values.ndim else values
     is_single = isinstance(values, str | bytes) or (isinstance(values, np.ndarray) and values.ndim == 0)
     if is_single or not isinstance(values, np.ndarray | Sequence):
-        what = f"outputs(): {name!r} must have an entry for each item, got {type(values).__name__}"
-        raise ConfigError(what, where="train.task", remedy=SEE)
+        raise _refusal(f"outputs(): {name!r} must have an entry for each item, got {type(values).__name__}")
     if len(values) != items:
-        what = f"outputs(): {name!r} has {len(values)} entries where the batch has {items} items"
-        raise ConfigError(what, where="train.task", remedy=SEE)
+        raise _refusal(f"outputs(): {name!r} has {len(values)} entries where the batch has {items} items")
     return [None if value is None else _array(name, value) for value in values]
 
 
@@ -285,6 +258,5 @@ def _array(name: str, value: Any) -> Array:
         value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
     array = np.array(value)
     if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
-        what = f"outputs(): {name!r} must be numbers, got {array.dtype}"
-        raise ConfigError(what, where="train.task", remedy=SEE)
+        raise _refusal(f"outputs(): {name!r} must be numbers, got {array.dtype}")
     return np.ascontiguousarray(array).reshape(array.shape)

@@ -59,7 +59,6 @@ class _Arrays:
     bytes: int = 0
 
     def add(self, name: str, array: Array) -> None:
-        """Take an array."""
         self.pending[name] = array
         self.bytes += array.nbytes + len(name) + INDEX_BYTES
         if self.bytes >= self.most_bytes:
@@ -118,22 +117,22 @@ def _write_rows(gathered: GatheredOutputs, csv_file: io.TextIOBase, lines_file: 
 
 def _columns(gathered: GatheredOutputs) -> list[str]:
     """Return what the tables have."""
-    found = ["id"]
+    names = ["id"]
     for name, column in gathered.items():
-        found += [name] * column.has_scalars + [_shape_of(name)] * column.has_arrays
-    return found
+        names += [name] * column.has_scalars + [_shape_of(name)] * column.has_arrays
+    return names
 
 
 def _items(gathered: GatheredOutputs) -> Iterator[tuple[str, dict[str, Array]]]:
     """Yield each item's id, and what it has."""
     at = dict.fromkeys(gathered, 0)
     for place, number in enumerate(gathered.numbers.tolist()):
-        found: dict[str, Array] = {}
+        outputs: dict[str, Array] = {}
         for name, column in gathered.items():
             if at[name] < len(column) and column.numbers[at[name]] == number:
-                found[name] = column[at[name]]
+                outputs[name] = column[at[name]]
                 at[name] += 1
-        yield gathered.id(place), found
+        yield gathered.id(place), outputs
 
 
 def _shape_of(name: str) -> str:
@@ -142,10 +141,7 @@ def _shape_of(name: str) -> str:
 
 def _number(value: Array) -> bool | int | float:
     """Return a number in its fewest digits: 0.1 of float32 is 0.1."""
-    if value.dtype.kind != "f":
-        plain: bool | int = value.item()
-        return plain
-    return float(str(value[()]))
+    return float(str(value[()])) if value.dtype.kind == "f" else value.item()
 
 
 def _text(value: Any) -> Any:
