@@ -100,8 +100,7 @@ def remove_parts(folder: Path) -> None:
 
 def _write_predictions(job: ApplyJob, applied: ApplyResult, folder: Path, model: str, split: str | None) -> None:
     from pipeline.training.evaluating.output_parts import publish_text
-    from pipeline.training.evaluating.outputs import GatheredOutputs
-    from pipeline.training.evaluating.prediction_tables import write_tables
+    from pipeline.training.evaluating.outputs import GatheredOutputs, write_tables
 
     (folder / TOLD).unlink(missing_ok=True)  # what it tells of is about to be replaced
     tables = write_tables(GatheredOutputs(applied.parts, of=applied.of), folder)

@@ -15,8 +15,7 @@ from pipeline.memory.runtime.meters import HostMeter
 from pipeline.training.forensics import step_bundle
 from pipeline.training.forensics.crash_note import CrashNote, PieceInFlight
 from pipeline.training.forensics.step_bundle import Bundle, BundleCut, BundleKind
-from pipeline.training.loop.metrics_log import Epoch, MetricRange, MetricsLog
-from pipeline.training.loop.trackers import open_trackers
+from pipeline.training.loop.metrics_log import Epoch, MetricRange, MetricsLog, open_trackers
 from pipeline.training.random_state import rng_state
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.training.evaluating.outputs import GatheredOutputs, OutputWriter
-from pipeline.training.evaluating.prediction_tables import write_tables
+from pipeline.training.evaluating.outputs import GatheredOutputs, OutputWriter, write_tables
 
 
 def name_of(number):

@@ -15,12 +15,14 @@ from pipeline.training.loop.metrics_log import (
     EPOCHS,
     FIGURES,
     Epoch,
+    FailsafeTracker,
     MetricRange,
     MetricsLog,
+    open_trackers,
     read_epochs,
     read_figures,
+    run_id,
 )
-from pipeline.training.loop.trackers import FailsafeTracker, open_trackers, run_id
 
 GIB = 1 << 30
 EPOCH = Epoch(
@@ -189,7 +191,7 @@ def test_tensorboard_shows_each_step_once_after_resuming(tmp_path):
 OFFLINE = """
 import sys
 from pathlib import Path
-from pipeline.training.loop.trackers import open_trackers
+from pipeline.training.loop.metrics_log import open_trackers
 folder = Path(sys.argv[1])
 for step in (1, 2):
     (tracker,) = open_trackers(["wandb"], folder, name="mine", config={"rate": 0.5})

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.training.loop.metrics_log import Epoch, read_epochs, read_figures
-from pipeline.training.loop.trackers import last_step, run_id, wandb_history
+from pipeline.training.loop.metrics_log import Epoch, last_step, read_epochs, read_figures, run_id, wandb_history
 
 ROOT = Path(__file__).parents[3]
 KEY = "0123456789abcdef0123456789abcdef01234567"
