@@ -15,6 +15,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote, unquote
 
@@ -49,40 +50,29 @@ WHOLE = 1 << 62  # bytes: a part ends where it is told to
 HOST, ERROR = "cpu", "error"
 
 
+@dataclass(eq=False)
 class Evaluator:
     """Runs a model over the items of a loader; every rank calls the same."""
 
-    def __init__(
-        self,
-        step: Step,
-        loader: Loader | None,
-        ranks: Ranks,
-        folder: Path,
-        *,
-        of: str = "",
-        numbers: NDArray[Any] | None = None,
-        cost_N: NDArray[Any] | None = None,
-        with_loss: bool = True,
-        too_large: str = ERROR,
-        flush_s: float = math.inf,
-        begin: Callable[[Piece], None] = lambda _: None,
-        reject: Callable[[Rejection], None] = lambda _: None,
-        ending: Callable[[], int] = lambda: 0,
-    ) -> None:
-        """Take whose model it is, and a folder that all ranks see, for what it says of items; no loader: no items left.
+    step: Step
+    loader: Loader | None  # None: no items are left
+    ranks: Ranks
+    folder: Path  # that all ranks see, for what the model says of items
+    of: str = ""  # the model and the items: what is done outlives a kill if they are named
+    numbers: NDArray[Any] | None = None  # of the loader's items in all there are, where it has only some
+    cost_N: NDArray[Any] | None = None  # what they take
+    with_loss: bool = True
+    too_large: str = ERROR  # what becomes of an item that the device does not hold: cpu, skip or error
+    flush_s: float = math.inf  # of work is lost at most
+    begin: Callable[[Piece], None] = lambda _: None
+    reject: Callable[[Rejection], None] = lambda _: None
+    ending: Callable[[], int] = lambda: 0
 
-        With `of`, a name of the model and the items, all that is done outlives a kill; at most `flush_s` of work is
-        lost. `numbers` are those of the loader's items in all there are, where it has only some; `cost_N` is what they
-        take. `too_large` is what becomes of an item that the device does not hold: cpu, skip or error.
-        """
-        self.step, self.loader, self.ranks, self.folder, self._of = step, loader, ranks, folder, of
-        self._numbers, self._cost_N, self._with_loss = numbers, cost_N, with_loss
-        self._too_large, self._flush_s = too_large, flush_s
-        self._begin, self._reject, self._ending = begin, reject, ending
+    def __post_init__(self) -> None:
         self.rejected = 0
         self.ended_by = 0  # the signal after which it did not go on
-        self._says = callable(getattr(step.task, "outputs", None))
-        self._contrasts = with_loss and step.contrasts  # the loss is of many items together
+        self._says = callable(getattr(self.step.task, "outputs", None))
+        self._contrasts = self.with_loss and self.step.contrasts  # the loss is of many items together
         self._writer: OutputWriter | None = None
         self._pending_bytes, self._flushed_s = 0, 0.0
         self._too_much = math.inf  # what a piece costs that did not fit
@@ -110,8 +100,8 @@ class Evaluator:
         """Run over this rank's items, and yield for each whether it was left out, and why."""
         if self.loader is None:
             return
-        if self._says or self._of or self._contrasts:
-            self._writer = OutputWriter(self.folder, self.ranks.rank, of=self._of, part_bytes=WHOLE)
+        if self._says or self.of or self._contrasts:
+            self._writer = OutputWriter(self.folder, self.ranks.rank, of=self.of, part_bytes=WHOLE)
         self._flushed_s = time.monotonic()
         self.loader.set_epoch(0)
         try:
@@ -128,7 +118,7 @@ class Evaluator:
             yield from map(self._left_out, batch.rejected)
             if len(batch):
                 yield from self._in_parts(Piece(batch, 0, len(batch)))
-            if signal := self._ending():
+            if signal := self.ending():
                 self.ended_by = signal
                 return
 
@@ -161,7 +151,7 @@ class Evaluator:
     def _accompany(self, piece: Piece) -> None:
         """Make the passes of another rank's piece."""
         batch = self.step.moved(self.step.task.collate(piece.items, piece.rng))
-        if self._with_loss:
+        if self.with_loss:
             self._terms_of(self.step.model, batch, on_host=False)
         if self._says:
             with self.step.evaluating(), self.step.cast():
@@ -169,7 +159,7 @@ class Evaluator:
 
     def _left_out(self, rejection: Rejection) -> Reason:
         self.rejected += 1
-        self._reject(rejection)
+        self.reject(rejection)
         return rejection.reason
 
     def _in_parts(self, piece: Piece) -> Iterator[Reason | None]:
@@ -189,16 +179,16 @@ class Evaluator:
             yield from self._in_parts(half)
 
     def _cost(self, piece: Piece) -> float:
-        return 0.0 if self._cost_N is None else float(self._cost_N[list(piece.numbers)].sum())
+        return 0.0 if self.cost_N is None else float(self.cost_N[list(piece.numbers)].sum())
 
     def _climb(self, piece: Piece, error: str) -> Reason | None:
         """Do what is configured about a single item that does not fit."""
         name = piece.ids[0]
-        if self._too_large == ERROR:
+        if self.too_large == ERROR:
             what = f"{name} does not fit in memory, not even alone and without gradients: {error}"
             remedy = "a larger card   or   --set train.too_large=skip"
             raise PlanInfeasible(what, where="evaluation", remedy=remedy)
-        if self._too_large == HOST and self.step.device != HOST:
+        if self.too_large == HOST and self.step.device != HOST:
             on_host = out_of_memory_error(lambda alone: self._evaluate(alone, on_host=True), piece)
             if on_host is None:
                 return None
@@ -207,12 +197,12 @@ class Evaluator:
 
     def _evaluate(self, piece: Piece, *, on_host: bool = False) -> None:
         """Evaluate a piece; one that fails has added nothing."""
-        self._begin(piece)
+        self.begin(piece)
         task = self.step.task
         batch = task.collate(piece.items, piece.rng)
         batch = batch if on_host else self.step.moved(batch)
         model = twin(self.step.model).eval() if on_host else self.step.model
-        is_of_piece = self._with_loss and not self._contrasts
+        is_of_piece = self.with_loss and not self._contrasts
         terms = self._terms_of(model, batch, on_host=on_host) if is_of_piece else {}
         said: dict[str, Any] = {}
         with self.step.evaluating(), nullcontext() if on_host else self.step.cast():
@@ -234,15 +224,15 @@ class Evaluator:
     def _write(self, piece: Piece, said: dict[str, Any], terms: Mapping[str, tuple[float, float]]) -> None:
         """Write what was said of a piece, and its terms beside its first item."""
         assert self._writer is not None
-        if self._of:
+        if self.of:
             rest = [None] * (len(piece) - 1)
             for name, values in terms.items():
                 for prefix, value in zip((SUM, WEIGHT), values, strict=True):
                     said[prefix + _escaped(name)] = [value, *rest]
-        numbers = piece.numbers if self._numbers is None else self._numbers[list(piece.numbers)].tolist()
+        numbers = piece.numbers if self.numbers is None else self.numbers[list(piece.numbers)].tolist()
         self._writer.add(piece.ids, numbers, said)
         self._pending_bytes += sum(map(_nbytes, said.values()))
-        if self._pending_bytes >= PART_BYTES or time.monotonic() - self._flushed_s >= self._flush_s:
+        if self._pending_bytes >= PART_BYTES or time.monotonic() - self._flushed_s >= self.flush_s:
             self._flush()
 
     def _flush(self) -> None:
@@ -254,7 +244,7 @@ class Evaluator:
         """Return the means of all terms over all ranks, of earlier starts, too, and their sum."""
         if self._contrasts:
             self.ranks.exchange({})  # all have written
-        if self._of or self._contrasts:
+        if self.of or self._contrasts:
             sums = self._kept_terms() if self.ranks.rank == 0 else {}
             told = self.ranks.exchange({"terms": sums})[:1]
         else:
@@ -268,7 +258,7 @@ class Evaluator:
 
     def _kept_terms(self) -> dict[str, list[float]]:
         """Return the sums and weights that stand in the files, or are of as many items at a time as a step has."""
-        gathered = GatheredOutputs(self.folder, of=self._of)
+        gathered = GatheredOutputs(self.folder, of=self.of)
         if not self._contrasts:
             sums, weights = _columns(gathered, SUM), _columns(gathered, WEIGHT)
             return {name: [math.fsum(map(float, column)) for column in (sums[name], weights[name])] for name in sums}
@@ -290,7 +280,7 @@ class Evaluator:
             terms.update(cast("ContrastiveStep", self.step).evaluate_rows(stacked, on_host=on_host))
 
         error: str | None = None
-        for device in dict.fromkeys([self.step.device, *([HOST] if self._too_large == HOST else [])]):
+        for device in dict.fromkeys([self.step.device, *([HOST] if self.too_large == HOST else [])]):
             error = out_of_memory_error(take, device)
             if error is None:
                 return terms
@@ -307,7 +297,7 @@ class Evaluator:
             return {}
         self.ranks.exchange({})  # all have written
         figures: dict[str, float] = {}
-        if self.ranks.rank == 0 and (outputs := TaskOutputs(GatheredOutputs(self.folder, of=self._of))):
+        if self.ranks.rank == 0 and (outputs := TaskOutputs(GatheredOutputs(self.folder, of=self.of))):
             figures = {name: float(value) for name, value in task.metrics(outputs).items()}  # type: ignore[attr-defined]
         return dict(self.ranks.exchange(figures)[0])
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -64,42 +64,34 @@ class _Filled(NamedTuple):
     cropped: int
 
 
+@dataclass(eq=False)
 class Loader:
     """Yields the batches of an epoch, as often as it is iterated over; one loop at a time.
 
     It stands where a `DataLoader` is expected: it has a length, a `sampler` with `set_epoch`, and a state.
     """
 
-    def __init__(
-        self,
-        graphs: ItemSource,
-        embeddings: Embeddings | None,
-        sampler: Sampler,
-        *,
-        slots: int = 4,
-        threads: int = 2,
-        pin: bool | None = None,
-        slot_bytes: int = 0,
-        seed: int = 0,
-        crop: Mapping[str, int] | None = None,
-        measure: Measure = dict,
-        collate: Callable[[BatchItems, np.random.Generator], Any] | None = None,
-        reject: Callable[[Rejection], None] = lambda _: None,
-    ) -> None:
-        """Take where graphs and embeddings come from; `pin` is for copies to a GPU, by default where there is one.
+    graphs: ItemSource
+    embeddings: Embeddings | None
+    sampler: Sampler
+    _: KW_ONLY
+    slots: int = 4
+    threads: int = 2
+    pin: bool | None = None  # for copies to a GPU; None: where there is one
+    slot_bytes: int = 0
+    seed: int = 0
+    crop: Mapping[str, int] | None = None  # the largest an item may have of each size, or of what `measure` makes of it
+    measure: Measure = dict
+    collate: Callable[[BatchItems, np.random.Generator], Any] | None = None  # makes what is yielded of a batch's items
+    reject: Callable[[Rejection], None] = lambda _: None  # is told of items that have no graph after all
 
-        `collate(items, rng)` makes what is yielded of a batch's items, each with random numbers of its own; `reject` is
-        told of items that have no graph after all. `crop` is the largest an item may have of each size: of its graph,
-        or of what `measure` makes of these.
-        """
-        if threads < 1:
-            raise ValueError(f"{threads} threads: one at least reads")
-        self.sampler = self.batch_sampler = sampler
+    def __post_init__(self) -> None:
+        if self.threads < 1:
+            raise ValueError(f"{self.threads} threads: one at least reads")
+        self.batch_sampler = self.sampler
         self.stats = LoaderStats()
-        self._graphs, self._embeddings, self._collate, self._reject = graphs, embeddings, collate, reject
-        self._ring = Ring(slots, pin=torch.cuda.is_available() if pin is None else pin, slot_bytes=slot_bytes)
-        self._threads, self._seed = threads, seed
-        self._crop, self._measure = crop or {}, measure
+        pin = torch.cuda.is_available() if self.pin is None else self.pin
+        self._ring = Ring(self.slots, pin=pin, slot_bytes=self.slot_bytes)
         self._memory = _Memory()
         self._reading: ReadAhead[MicroBatch, _Filled] | None = None
         self._start: Mapping[str, Any] = {}  # where the present loop began
@@ -114,7 +106,7 @@ class Loader:
         """Yield the batches from where the sampler stands to the end of the epoch; another loop ends with this."""
         self.close()
         self._start, self._last, self._moves = self.sampler.state_dict(), None, self.sampler.moves
-        reading = self._reading = ReadAhead(iter(self.sampler), self._fill, self._ring, self._threads)
+        reading = self._reading = ReadAhead(iter(self.sampler), self._fill, self._ring, self.threads)
         try:
             while read := self._next(reading):
                 yield self._yielded(read)
@@ -167,8 +159,8 @@ class Loader:
         memory = self._ring.hand_out(read.slot, filled.layout.used)
         batch = self._batch(micro, filled, memory, read.slot.copies)
         for rejection in filled.rejected:
-            self._reject(rejection)
-        return batch if self._collate is None else self._collate(batch.items, batch.rng)
+            self.reject(rejection)
+        return batch if self.collate is None else self.collate(batch.items, batch.rng)
 
     def fetch(self, items: Sequence[int], micro: MicroBatch) -> ItemBatch:
         """Return some items of a micro-batch again, in memory of their own; nothing is counted, and nobody is told."""
@@ -181,7 +173,7 @@ class Loader:
             layout=filled.layout,
             numbers=filled.numbers,
             ids=filled.ids,
-            origin=BatchOrigin(micro.epoch, micro.step, micro.index, micro.of, self._seed),
+            origin=BatchOrigin(micro.epoch, micro.step, micro.index, micro.of, self.seed),
             rejected=filled.rejected,
             copies=copies,
         )
@@ -202,7 +194,7 @@ class Loader:
 
     def _read(self, items: Sequence[int], epoch: int, room: Callable[[int], Bytes]) -> tuple[_Filled, Bytes]:
         """Read items into memory that is asked for when its size is known."""
-        read = list(self._graphs.read(items))
+        read = list(self.graphs.read(items))
         whole = [one for one in read if not isinstance(one, Rejection)]
         found = [self._cropped(one, epoch) for one in whole]
         sides = self._sides(found)
@@ -222,31 +214,31 @@ class Loader:
 
     def _cropped(self, found: ItemArrays, epoch: int) -> ItemArrays:
         """Return an item as large as it may be."""
-        if not self._crop:
+        if not self.crop:
             return found
-        return crop_item(found, self._crop, crop_rng(self._seed, epoch, found.id), self._measure)
+        return crop_item(found, self.crop, crop_rng(self.seed, epoch, found.id), self.measure)
 
     def _sides(self, found: Sequence[ItemArrays]) -> list[_Side]:
         """Return the partners of all items, and their embeddings."""
-        if self._embeddings is None:
+        if self.embeddings is None:
             return []
         texts = [
-            (place, one, partner["role"], self._embeddings.texts(proteins(partner["chains"])))
+            (place, one, partner["role"], self.embeddings.texts(proteins(partner["chains"])))
             for place, one in enumerate(found)
             for partner in one.meta["partners"]
         ]
-        copies = self._embeddings.find({text: one.id for _, one, _, mine in texts for text in mine})
+        copies = self.embeddings.find({text: one.id for _, one, _, mine in texts for text in mine})
         return [_Side(place, one, role, [(text, copies[text]) for text in mine]) for place, one, role, mine in texts]
 
     def _encoding(self, sides: Sequence[_Side]) -> EmbeddingForm | None:
-        if self._embeddings is None:
+        if self.embeddings is None:
             return None
         copies = (copy for side in sides for _, copy in side.copies)
-        return EmbeddingForm(self._embeddings.dtype, self._embeddings.width(copies))
+        return EmbeddingForm(self.embeddings.dtype, self.embeddings.width(copies))
 
     def _join(self, sheet: BatchBuilder, sides: Sequence[_Side], memory: Bytes) -> None:
         """Read the embeddings of all partners to where they belong."""
-        assert self._embeddings is not None
+        assert self.embeddings is not None
         layout = sheet.layout
         out = {
             role: (
@@ -260,7 +252,7 @@ class Loader:
             bounds, embedding_RD, encoded_R = out[side.role]
             rows = slice(bounds[side.place], bounds[side.place + 1])
             row_R = sheet.row_map(side.found, side.role)
-            self._embeddings.join(
+            self.embeddings.join(
                 side.copies, row_R, embedding_RD[rows], encoded_R[rows], side.found.id, self._memory.scratch
             )
 

@@ -7,6 +7,7 @@ between steps; a step that is not finite, or that tore a rank's parameters, is l
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipeline.errors import DataError, JobFailed
@@ -37,40 +38,36 @@ ROLLBACKS = 3  # without a step in between that went well
 LOSS = "loss"
 
 
+@dataclass(eq=False)
 class Trainer:
     """Trains a model to its end; `run` yields after every step how many there were so far."""
 
-    def __init__(
-        self,
-        train: TrainSection,
-        step: Step,
-        stepper: Stepper,
-        courses: list[RunningStretch],
-        ranks: Ranks,
-        keeper: Keeper,
-        watcher: TrainingObserver,
-        *,
-        validation: Evaluator | None = None,
-        meter: Meter | None = None,
-        host: HostMeter | None = None,
-        ending: Callable[[], int] = lambda: 0,
-        governor_of: Callable[[RunningStretch], Governor],
-        leave_out: frozenset[str] = frozenset(),
-    ) -> None:
-        """Take everything ready: `ending` says by which signal it was told to end, 0 for none."""
-        self.train, self.step, self.stepper, self.courses, self.ranks = train, step, stepper, courses, ranks
-        self.keeper, self.watcher, self.validation, self.meter, self.host = keeper, watcher, validation, meter, host
-        self.standing = TrainingProgress(train.validation, courses[-1].epochs.stop)
-        self.whole = WholeStep(step, stepper, ranks, meter=meter, complete=self._complete, say=watcher.say)
+    train: TrainSection
+    step: Step
+    stepper: Stepper
+    courses: list[RunningStretch]
+    ranks: Ranks
+    keeper: Keeper
+    watcher: TrainingObserver
+    governor_of: Callable[[RunningStretch], Governor]
+    validation: Evaluator | None = None
+    meter: Meter | None = None
+    host: HostMeter | None = None
+    ending: Callable[[], int] = lambda: 0  # by which signal it was told to end; 0: by none
+    leave_out: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        self.standing = TrainingProgress(self.train.validation, self.courses[-1].epochs.stop)
+        self.whole = WholeStep(
+            self.step, self.stepper, self.ranks, meter=self.meter, complete=self._complete, say=self.watcher.say
+        )
         self.ended_by = 0  # a signal
-        self._ending, self._governor_of, self._leave_out = ending, governor_of, leave_out
         self._entered: RunningStretch | None = None
         self._planned = 1  # the budget of its plan
         self._share: RankShare | None = None
         self._rollbacks = 0  # without getting further
         self._furthest = 0  # step to which training had come before the last of them
-        self._saved_s = time.monotonic()
-        self._since_s = time.monotonic()  # the last step ended
+        self._saved_s = self._since_s = time.monotonic()  # the last checkpoint was taken; the last step ended
         self._cropped = 0  # items, as the loader counts them
         self._again = False  # the loader has to begin anew: budgets have changed, or there was a rollback
 
@@ -130,7 +127,7 @@ class Trainer:
     def _steps(self, course: RunningStretch) -> Iterator[int]:
         course.loader.load_state_dict(course.at(self.standing.epoch, self.standing.next))
         self._since_s = time.monotonic()
-        for share in course.shares(hold=max(0, self.train.slots - 2), leave_out=self._leave_out):
+        for share in course.shares(hold=max(0, self.train.slots - 2), leave_out=self.leave_out):
             self._step(course, share)
             yield self.done
             if self.ended_by or self._again:
@@ -142,7 +139,7 @@ class Trainer:
         if course is self._entered:
             return
         share = self.governor.budget / self._planned
-        governor = self._governor_of(course)
+        governor = self.governor_of(course)
         planned = governor.budget
         if share < 1:
             governor.adopt(int(planned * share))
@@ -214,17 +211,13 @@ class Trainer:
         """Add to this rank's words of a step what stands between steps."""
         checkpoints = self.train.checkpoints
         is_late = (time.monotonic() - self._saved_s) / 60 >= checkpoints.minutes
-        words.cropped = self._newly_cropped()
-        words.ending = self._ending()
+        assert self._entered is not None
+        before, self._cropped = self._cropped, self._entered.loader.stats.cropped
+        words.cropped = self._cropped - before
+        words.ending = self.ending()
         words.is_due = is_late or bool(checkpoints.every and (self.done + 1) % checkpoints.every == 0)
         words.host_share = self.host.read().share if self.host else 0.0
         words.is_written = self.keeper.is_written
-
-    def _newly_cropped(self) -> int:
-        """Return how many items were cropped since the last call."""
-        assert self._entered is not None
-        before, self._cropped = self._cropped, self._entered.loader.stats.cropped
-        return self._cropped - before
 
     # What goes wrong
 
@@ -259,7 +252,7 @@ class Trainer:
         everyone = self.step.is_spread or self.stepper.is_joint or not heard.not_finite
         mine = everyone or self.ranks.rank in heard.not_finite
         own = self.stepper.not_finite(share) if mine else []
-        items = [item for one in self.ranks.exchange({"items": own}) for item in one["items"]]
+        items = [item for told in self.ranks.exchange({"items": own}) for item in told["items"]]
         self.stepper.go_back()
         return items
 
@@ -355,11 +348,11 @@ class Trainer:
         if standing.is_finished:
             return
         course = self._course()
-        governor = self._governor_of(course)
+        governor = self.governor_of(course)
         planned = governor.budget
         if own.get("governor"):
             governor.load(own["governor"])
-        governor.adopt(min(one["budget"] for one in self.ranks.exchange({"budget": governor.budget})))
+        governor.adopt(min(told["budget"] for told in self.ranks.exchange({"budget": governor.budget})))
         self._go_by(governor, planned, course)
         first = min(standing.next, course.steps - 1)
         at = course.at(standing.epoch, first)
@@ -370,10 +363,10 @@ class Trainer:
         """Before the first step: make the optimizer's state, run the worst micro-batch, and compare with the plan."""
         learned = self.governor.learned
         with self.ranks.patient("the first run"):
-            wanted = rehearse(self.step, self.stepper, course, self.meter, self.watcher.say, leave_out=self._leave_out)
+            wanted = rehearse(self.step, self.stepper, course, self.meter, self.watcher.say, leave_out=self.leave_out)
         if self.done and wanted == self.governor.budget:  # what was learned before is what a run without a stop knows
             self.governor.learned = learned
-        agreed = min(one["budget"] for one in self.ranks.exchange({"budget": wanted}))
+        agreed = min(told["budget"] for told in self.ranks.exchange({"budget": wanted}))
         if self.governor.adopt(agreed):
             course.cut_by(self.governor.budget)
 

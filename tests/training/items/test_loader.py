@@ -359,7 +359,7 @@ def test_a_damaged_embedding_is_never_yielded(tmp_path):
 
 def test_a_missing_graph_names_the_item_and_what_to_type(data, tmp_path):
     loader = data.loader([[0]])
-    loader._graphs = type(loader._graphs)(CacheFolder(tmp_path / "empty").kind("graph"), data.table)
+    loader.graphs = type(loader.graphs)(CacheFolder(tmp_path / "empty").kind("graph"), data.table)
     with pytest.raises(RecordMissing, match=r"the graph of item0: .*\n.*submit --stage graph"):
         list(loader)
 
@@ -373,7 +373,7 @@ def test_a_record_that_says_why_there_is_no_graph_is_a_rejection(data, tmp_path)
             writer.put(record.key, record.arrays, record.meta)
     told = []
     loader = data.loader([[0, 1], [1], [2]], reject=told.append)
-    loader._graphs = type(loader._graphs)(store, data.table)
+    loader.graphs = type(loader.graphs)(store, data.table)
     got = [(list(batch.numbers), len(batch.rejected)) for batch in loader]
     assert got == [([0], 1), ([], 1), ([2], 0)]
     assert told == [Rejection("item1", Reason.NO_CONTACTS, "too far apart")] * 2
