@@ -83,7 +83,6 @@ class Prepared:
 
     @property
     def epochs(self) -> int:
-        """Return how many epochs there are."""
         return sum(stretch.epochs for stretch in self.stretches)
 
     def to_json(self) -> dict[str, Any]:
@@ -93,7 +92,7 @@ class Prepared:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Prepared:
         """Read what `to_json` wrote."""
-        stretches = tuple(Stretch(**one) for one in data["stretches"])
+        stretches = tuple(Stretch(**stretch) for stretch in data["stretches"])
         texts = {name: tuple(data[name]) for name in ("remedies", "skipped", "notes")}
         return cls(**{**data, "stretches": stretches, **texts})
 
@@ -104,8 +103,8 @@ def likeness(sizes: Mapping[str, Integers]) -> Integers:
     Plans and ranks may change while a model is trained; the order of its steps must not.
     """
     shares = [size_N / max(1e-9, float(np.mean(size_N))) for size_N in sizes.values()]
-    found: Integers = np.maximum(np.rint(UNIT * np.mean(shares, axis=0)), 1).astype(np.int64)
-    return found
+    likeness_N: Integers = np.maximum(np.rint(UNIT * np.mean(shares, axis=0)), 1).astype(np.int64)
+    return likeness_N
 
 
 def sampler_settings(
@@ -150,33 +149,13 @@ def stretch_of(name: str, epochs: int, plan: MemoryPlan, largest: Mapping[str, i
     )
 
 
-@dataclass(frozen=True, slots=True)
 class ModelFolder:
     """Where the files of a training are; this is who names them."""
 
-    path: Path
-
-    @property
-    def prepared(self) -> Path:
-        """What was decided before it began."""
-        return self.path / "prepared.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Its checkpoints, a folder each."""
-        return self.path / "checkpoints"
-
-    @property
-    def bundles(self) -> Path:
-        """What is needed to run a step again that went wrong."""
-        return self.path / "bundles"
-
-    @property
-    def outputs(self) -> Path:
-        """What the model says of the items of a validation, for its metrics; gone afterwards."""
-        return self.path / "outputs"
-
-    @property
-    def evaluations(self) -> Path:
-        """The figures of splits, a file each."""
-        return self.path / "evaluations"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.prepared = path / "prepared.json"  # what was decided before it began
+        self.checkpoints = path / "checkpoints"  # a folder each
+        self.bundles = path / "bundles"  # what is needed to run a step again that went wrong
+        self.outputs = path / "outputs"  # what the model says of the items of a validation; gone afterwards
+        self.evaluations = path / "evaluations"  # the figures of splits, a file each

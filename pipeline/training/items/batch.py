@@ -58,26 +58,24 @@ class ItemTensors:
 
     def pyg(self) -> Any:
         """Return the item as PyTorch Geometric has it, embeddings as `x`, over the same memory, which is the host's."""
-        parts = tuple(_part(side) for side in self.sides.values())
+        parts = tuple(
+            graphs.PartnerGraph(
+                role=Role(side.role),
+                chains=(),
+                centre_3=side.centre.numpy(),
+                nodes=_arrays(side.nodes),
+                edges=_arrays(side.edges),
+                residues=_arrays(side.residues),
+                paths=_arrays(side.paths),
+            )
+            for side in self.sides.values()
+        )
         shown = pyg_view.data(graphs.ItemGraph(parts, _arrays(self.cross), _arrays(self.labels)))
         for side in self.sides.values():
             if side.embedding is not None:
                 residues = f"{side.role}_{RESIDUE}" if side.residues else side.role
                 (shown if len(parts) == 1 and not side.residues else shown[residues]).x = side.embedding
         return shown
-
-
-def _part(side: PartnerTensors) -> graphs.PartnerGraph:
-    """Return a partner as a graph's part, over the same memory."""
-    return graphs.PartnerGraph(
-        role=Role(side.role),
-        chains=(),
-        centre_3=side.centre.numpy(),
-        nodes=_arrays(side.nodes),
-        edges=_arrays(side.edges),
-        residues=_arrays(side.residues),
-        paths=_arrays(side.paths),
-    )
 
 
 def _arrays(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -119,22 +117,21 @@ class ItemBatch:
         return name in self.layout.places
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return a field by its name, `receptor.node.pos`."""
         return self.fields[name]
 
     @cached_property
     def fields(self) -> dict[str, Tensor]:
-        """Return every field by its name; they are views."""
-        return {name: self._view(name) for name in self.layout.places}
-
-    def _view(self, name: str) -> Tensor:
-        place = self.layout.places[name]
-        dtype: torch.dtype = getattr(torch, place.dtype)
-        return self.memory[place.start : place.start + place.bytes].view(dtype).view(place.shape)
+        """Every field by its name, `receptor.node.pos`; they are views."""
+        return {
+            name: self.memory[place.start : place.start + place.bytes]
+            .view(getattr(torch, place.dtype))
+            .view(place.shape)
+            for name, place in self.layout.places.items()
+        }
 
     @property
     def sides(self) -> dict[str, PartnerTensors]:
-        """Return the graphs of each role, joined."""
+        """The graphs of each role, joined."""
         return {role: _side(role, self.fields) for role in self.layout.roles()}
 
     @property
@@ -149,7 +146,6 @@ class ItemBatch:
 
     @property
     def items(self) -> BatchItems:
-        """Return the graphs of the items, one by one."""
         return BatchItems(self)
 
     @property
@@ -176,7 +172,6 @@ class ItemBatch:
         return replace(self, memory=memory, copies=[])
 
     def clone(self) -> ItemBatch:
-        """Return the batch in memory of its own."""
         return replace(self, memory=self.memory.clone())
 
     def pin_memory(self) -> ItemBatch:
@@ -198,15 +193,11 @@ class BatchItems(Sequence[ItemTensors]):
     @overload
     def __getitem__(self, place: slice) -> list[ItemTensors]: ...
     def __getitem__(self, place: int | slice) -> ItemTensors | list[ItemTensors]:
-        """Return the graph of one item, or of some."""
         if isinstance(place, slice):
             return [self[at] for at in range(*place.indices(len(self)))]
         if not -len(self) <= place < len(self):
             raise IndexError(f"item {place} of a batch of {len(self)}")
-        return self._graph(place % len(self))
-
-    def _graph(self, place: int) -> ItemTensors:
-        batch = self._batch
+        batch, place = self._batch, place % len(self)
         names = [name for name in batch.layout.places if not name.startswith(f"{PTR}.")]
         mine = {name: self._rows(name, place) for name in names}
         roles = [role for role in batch.layout.roles() if batch.layout.count(nodes_axis(role), place)]

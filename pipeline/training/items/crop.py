@@ -49,7 +49,7 @@ def crop_item(found: ItemArrays, limits: Sizes, rng: np.random.Generator, measur
     if _fits(measure(found.meta["sizes"]), limits):
         return found
     graph = decode_graph(found.arrays, found.meta)
-    sides = [_Side.around(part, node) for part, node in zip(graph.parts, _anchors(graph, rng), strict=True)]
+    sides = [_OrderedPartner.around(part, node) for part, node in zip(graph.parts, _anchors(graph, rng), strict=True)]
 
     def fits(most: Sequence[int]) -> bool:
         return _fits(measure(_outline(graph, sides, _counts(sides, most)).sizes()), limits)
@@ -78,7 +78,7 @@ def _anchors(graph: ItemGraph, rng: np.random.Generator) -> list[int]:
 
 
 @dataclass(frozen=True)
-class _Side:
+class _OrderedPartner:
     """A partner, its nodes in the order in which they stay: the nearest unit first, each unit's nodes in a row."""
 
     part: PartnerGraph
@@ -86,7 +86,7 @@ class _Side:
     start_U: Integers  # where each unit begins in that order
 
     @classmethod
-    def around(cls, part: PartnerGraph, node: int) -> _Side:
+    def around(cls, part: PartnerGraph, node: int) -> _OrderedPartner:
         """Order a partner's nodes by how far they, or the nearest of their residue, are from one of them."""
         pos_N3 = part.nodes["pos"].astype(np.float64)
         pos_N3 = pos_N3[:, CA] if pos_N3.ndim > 2 else pos_N3
@@ -125,7 +125,7 @@ class _Side:
         return int(np.searchsorted(self.start_U, count))
 
 
-def _counts(sides: Sequence[_Side], most: Sequence[int]) -> list[int]:
+def _counts(sides: Sequence[_OrderedPartner], most: Sequence[int]) -> list[int]:
     return [side.count(one) for side, one in zip(sides, most, strict=True)]
 
 
@@ -147,7 +147,7 @@ def _bisect(fits: Callable[[int], bool], most: int) -> int:
     return below
 
 
-def _outline(graph: ItemGraph, sides: Sequence[_Side], counts: Sequence[int]) -> ItemGraph:
+def _outline(graph: ItemGraph, sides: Sequence[_OrderedPartner], counts: Sequence[int]) -> ItemGraph:
     """Return what has the sizes of the cut graph and nothing else, which costs no memory."""
     parts = []
     for side, count in zip(sides, counts, strict=True):
@@ -166,14 +166,14 @@ def _nothing(*shape: int) -> Array:
     return np.broadcast_to(np.int64(0), shape)
 
 
-def _stays(sides: Sequence[_Side], counts: Sequence[int], ends: Array) -> NDArray[np.bool_]:
+def _stays(sides: Sequence[_OrderedPartner], counts: Sequence[int], ends: Array) -> NDArray[np.bool_]:
     """Say which pairs of nodes, a row for each partner, have both ends kept."""
     stays = [side.rank_N[nodes] < count for side, count, nodes in zip(sides, counts, ends, strict=True)]
     both: NDArray[np.bool_] = np.logical_and.reduce(stays)
     return both
 
 
-def _cut(graph: ItemGraph, sides: Sequence[_Side], counts: Sequence[int]) -> ItemGraph:
+def _cut(graph: ItemGraph, sides: Sequence[_OrderedPartner], counts: Sequence[int]) -> ItemGraph:
     """Return the graph of what stays; nodes and residues keep their order, and so do edges and labels."""
     places = [_places(np.sort(side.order_N[:count]), side.part.size) for side, count in zip(sides, counts, strict=True)]
     return ItemGraph(

@@ -218,7 +218,7 @@ class Loader:
             return found
         return crop_item(found, self.crop, crop_rng(self.seed, epoch, found.id), self.measure)
 
-    def _sides(self, found: Sequence[ItemArrays]) -> list[_Side]:
+    def _sides(self, found: Sequence[ItemArrays]) -> list[_PartnerTexts]:
         """Return the partners of all items, and their embeddings."""
         if self.embeddings is None:
             return []
@@ -228,15 +228,17 @@ class Loader:
             for partner in one.meta["partners"]
         ]
         copies = self.embeddings.find({text: one.id for _, one, _, mine in texts for text in mine})
-        return [_Side(place, one, role, [(text, copies[text]) for text in mine]) for place, one, role, mine in texts]
+        return [
+            _PartnerTexts(place, one, role, [(text, copies[text]) for text in mine]) for place, one, role, mine in texts
+        ]
 
-    def _encoding(self, sides: Sequence[_Side]) -> EmbeddingForm | None:
+    def _encoding(self, sides: Sequence[_PartnerTexts]) -> EmbeddingForm | None:
         if self.embeddings is None:
             return None
         copies = (copy for side in sides for _, copy in side.copies)
         return EmbeddingForm(self.embeddings.dtype, self.embeddings.width(copies))
 
-    def _join(self, sheet: BatchBuilder, sides: Sequence[_Side], memory: Bytes) -> None:
+    def _join(self, sheet: BatchBuilder, sides: Sequence[_PartnerTexts], memory: Bytes) -> None:
         """Read the embeddings of all partners to where they belong."""
         assert self.embeddings is not None
         layout = sheet.layout
@@ -257,7 +259,7 @@ class Loader:
             )
 
 
-class _Side(NamedTuple):
+class _PartnerTexts(NamedTuple):
     """A partner of an item, and the embeddings of its texts."""
 
     place: int  # of the item in the batch
