@@ -200,7 +200,8 @@ class BatchItems(Sequence[ItemTensors]):
         batch, place = self._batch, place % len(self)
         names = [name for name in batch.layout.places if not name.startswith(f"{PTR}.")]
         mine = {name: self._rows(name, place) for name in names}
-        roles = [role for role in batch.layout.roles() if batch.layout.count(nodes_axis(role), place)]
+        nodes = {role: batch.layout.rows(nodes_axis(role), place) for role in batch.layout.roles()}
+        roles = [role for role, own in nodes.items() if own.start < own.stop]
         return ItemTensors(
             id=batch.ids[place],
             number=batch.numbers[place],

@@ -33,9 +33,7 @@ EMBEDDING, ENCODED, PTR = "embedding", "encoded", "ptr"
 RECEPTOR, LIGAND = Role.RECEPTOR.value, Role.LIGAND.value
 CENTRE = "centre"  # what ends so is one vector an item
 PAIRS = "pairs"  # a label that ends so holds nodes: of the receptor, of the ligand
-OF_GRAPHS = frozenset(
-    {*(role.value for role in Role), CROSS, LABEL, PTR}
-)  # with which the names of a graph's arrays begin
+OF_GRAPHS = {*(role.value for role in Role), CROSS, LABEL, PTR}  # with which the names of a graph's arrays begin
 
 
 class ItemArrays(NamedTuple):
@@ -127,7 +125,6 @@ class FieldPlace(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of the field."""
         return math.prod(self.shape) * _held_as(self.dtype).itemsize
 
 
@@ -163,11 +160,6 @@ class BatchLayout:
         start, stop = self.bounds[axis][item : item + 2].tolist()
         return slice(start, stop)
 
-    def count(self, axis: str, item: int) -> int:
-        """Return how many rows along an axis are an item's."""
-        rows = self.rows(axis, item)
-        return rows.stop - rows.start  # type: ignore[no-any-return]  # both are numbers
-
     def most(self, axis: str) -> int:
         """Return how many rows the item has that has most."""
         return int(np.diff(self.bounds[axis]).max(initial=0))
@@ -185,16 +177,24 @@ class BatchBuilder:
     """The graphs of a batch, field by field: lays them out, then writes them."""
 
     def __init__(self, found: Sequence[ItemArrays], encoding: EmbeddingForm | None = None) -> None:
-        for one in found:
-            _check_roles(one)
+        for item in found:
+            roles = [partner["role"] for partner in item.meta["partners"]]
+            if len(roles) > 1 and roles != [RECEPTOR, LIGAND]:  # pairs are of the receptor, first, and the ligand
+                raise ValueError(f"the graph of {item.id} has the partners {', '.join(roles)}")
         self.layout = BatchLayout(len(found))
-        names = sorted({name for one in found for name in (*one.arrays, *one.values)})  # a record has another order
-        columns = [(parse_field(name), [one.arrays.get(name, one.values.get(name)) for one in found]) for name in names]
+        items = [{**item.values, **item.arrays} for item in found]
+        names = sorted({name for arrays in items for name in arrays})  # a record has another order
+        columns = [(parse_field(name), [arrays.get(name) for arrays in items]) for name in names]
         self._bind(columns)
         self._fields = {(entry.name, entry.form): (entry, self._complete(entry, column)) for entry, column in columns}
         for entry, arrays in self._fields.values():
             self._place(entry, arrays)
-        self._place_embeddings(encoding)
+        for role in self.layout.roles():
+            if encoding is None:
+                break
+            axis = self.layout.residues(role)
+            self.layout.add(f"{role}.{EMBEDDING}", encoding.dtype, (self._total(axis), encoding.width), axis)
+            self.layout.add(f"{role}.{ENCODED}", "bool", (self._total(axis),), axis)
         for axis, bounds in self.layout.bounds.items():
             self.layout.add(f"{PTR}.{axis}", "int64", bounds.shape)
 
@@ -234,14 +234,6 @@ class BatchBuilder:
         elif entry.form is FieldForm.ROWS:
             dtype = "int64" if points_to else _name(_dtype(name, arrays))
             self.layout.add(name, dtype, (self._total(axis), *shape[1:]), axis, points_to=points_to)
-
-    def _place_embeddings(self, encoding: EmbeddingForm | None) -> None:
-        if encoding is None:
-            return
-        for role in self.layout.roles():
-            axis = self.layout.residues(role)
-            self.layout.add(f"{role}.{EMBEDDING}", encoding.dtype, (self._total(axis), encoding.width), axis)
-            self.layout.add(f"{role}.{ENCODED}", "bool", (self._total(axis),), axis)
 
     def _total(self, axis: str) -> int:
         return int(self.layout.bounds[axis][-1])
@@ -290,13 +282,6 @@ class BatchBuilder:
         return rows_R
 
 
-def _check_roles(found: ItemArrays) -> None:
-    """See that what joins two partners joins the receptor, first, and the ligand."""
-    roles = [partner["role"] for partner in found.meta["partners"]]
-    if len(roles) > 1 and roles != [RECEPTOR, LIGAND]:
-        raise ValueError(f"the graph of {found.id} has the partners {', '.join(roles)}")
-
-
 def _agreed(entry: ArrayField, known: int, mine: int) -> int:
     """Return how many rows an item has along an axis, by two of its fields; -1 stands for one that it does not have."""
     if known != mine and min(known, mine) >= 0:
@@ -317,8 +302,8 @@ def _filler(entry: ArrayField, sample: Array, rows: int) -> Array:
 def _dtype(name: str, arrays: Sequence[Array]) -> np.dtype[Any]:
     """Return a type that is the same in every batch."""
     dtypes = {array.dtype for array in arrays}
-    found = np.dtype(np.result_type(*dtypes)) if len(dtypes) > 1 else dtypes.pop()
-    wider = _WIDER.get(_name(found), found)
+    common = np.dtype(np.result_type(*dtypes)) if len(dtypes) > 1 else dtypes.pop()
+    wider = _WIDER.get(_name(common), common)
     return _ANY_WIDTH.get(name.rpartition(".")[2], wider) if name.partition(".")[0] in OF_GRAPHS else wider
 
 

@@ -61,7 +61,6 @@ class CachedGraphs:
     table: ItemTable
 
     def read(self, numbers: Sequence[int]) -> Iterator[ItemArrays | Rejection]:
-        """Yield the graph of each item."""
         keys = [self.table.key(number) for number in numbers]
         for number, key, places in zip(numbers, keys, self.store.locate(keys), strict=True):
             id_ = self.table.ids[number]
@@ -69,7 +68,13 @@ class CachedGraphs:
                 record = self.store.get_at(key, places)
             except (CacheDamaged, RecordMissing) as error:
                 raise type(error)(f"the graph of {id_}: {error.what}", where=error.where, remedy=GRAPH_AGAIN) from error
-            yield _checked(ItemArrays(number, id_, record.arrays, record.meta, self.table.values(number)))
+            meta = record.meta
+            if "reason" in meta:  # stored in the graph's place
+                yield Rejection(id_, Reason(meta["reason"]), meta["detail"])
+                continue
+            if meta["format"] != graphs.FORMAT:
+                raise ValueError(f"the graph of {id_} is of format {meta['format']}, not {graphs.FORMAT}")
+            yield ItemArrays(number, id_, record.arrays, meta, self.table.values(number))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +130,6 @@ class ReaderItems:
     table: ItemTable
 
     def read(self, numbers: Sequence[int]) -> Iterator[ItemArrays | Rejection]:
-        """Yield the arrays of each item."""
         for number in numbers:
             id_ = self.table.ids[number]
             arrays = self._arrays(number, id_)
@@ -143,15 +147,6 @@ class ReaderItems:
         except Exception as error:  # whatever a user's code raises
             what = f"{id_} cannot be read: {type(error).__name__}: {error}"
             raise DataError(what, remedy=SCAN_AGAIN) from error
-
-
-def _checked(found: ItemArrays) -> ItemArrays | Rejection:
-    """Return a stored graph, or the reason that is stored in its place."""
-    if "reason" in found.meta:
-        return Rejection(found.id, Reason(found.meta["reason"]), found.meta["detail"])
-    if found.meta["format"] != graphs.FORMAT:
-        raise ValueError(f"the graph of {found.id} is of format {found.meta['format']}, not {graphs.FORMAT}")
-    return found
 
 
 def _rejected(item: Item, reason: Reason, detail: str) -> Rejection:

@@ -44,6 +44,11 @@ class PackedTexts:
     start_N: Integers
     end_N: Integers
 
+    @classmethod
+    def of(cls, bytes_T: NDArray[np.uint8], end_N: Integers) -> PackedTexts:
+        """Return texts that follow each other, by their ends."""
+        return cls(bytes_T, np.concatenate([np.zeros(min(1, len(end_N)), np.int64), end_N[:-1]]), end_N)
+
     def __len__(self) -> int:
         return len(self.end_N)
 
@@ -72,8 +77,7 @@ class ItemTable:
 
     def key(self, number: int) -> bytes:
         """Return the key of an item's graph."""
-        key: bytes = self.key_N16[number].tobytes()
-        return key
+        return bytes(self.key_N16[number])
 
     def item(self, number: int) -> Item:
         """Return the item itself, to build its graph from."""
@@ -119,12 +123,12 @@ class ItemTable:
         if meta["format"] != FORMAT:
             raise ValueError(f"a table of format {meta['format']}, not {FORMAT}")
         return cls(
-            ids=_read_texts(arrays, "id"),
+            ids=PackedTexts.of(arrays["id.bytes"], arrays["id.end"]),
             key_N16=arrays["key"],
             split_N=arrays["split"],
             splits=tuple(meta["splits"]),
             sizes={name: arrays[_SIZE + name].astype(np.int64, copy=False) for name in meta["sizes"]},
-            items=_read_texts(arrays, "item") if "item.end" in arrays else None,
+            items=PackedTexts.of(arrays["item.bytes"], arrays["item.end"]) if "item.end" in arrays else None,
             labels={name: arrays[LABEL + name] for name in meta.get("labels", ())},
         )
 
@@ -169,7 +173,11 @@ class TableBuilder:
         self.keys += key
         self.split_N.append(self.splits[split])
         for name, size in sizes.items():
-            self._add_size(name, size)
+            values = self.sizes.setdefault(name, array("i"))
+            try:
+                values.append(size)
+            except OverflowError:  # the first that needs them makes it eight bytes of each
+                self.sizes[name] = array("q", [*values, size])
         for name, label in (labels or {}).items():
             self.labels.setdefault(name, array("f")).append(label)
         if kept is not None:
@@ -189,19 +197,11 @@ class TableBuilder:
     def write(self, store: Store) -> bytes:
         """Store the table, unless the store has it whole, and return its key."""
         arrays, meta = _encode(self.views())
-        key = recipe_key(KIND, {"meta": meta, "content": {name: _digest(one) for name, one in arrays.items()}})
+        key = recipe_key(KIND, {"meta": meta, "content": {name: _digest(array) for name, array in arrays.items()}})
         if not store.has_whole(key):
             with store.writer() as writer:
                 writer.put(key, arrays, meta)
         return key
-
-    def _add_size(self, name: str, size: int) -> None:
-        """Add a size of the latest item; the first that needs them makes it eight bytes of each."""
-        sizes = self.sizes.setdefault(name, array("i"))
-        try:
-            sizes.append(size)
-        except OverflowError:
-            self.sizes[name] = array("q", [*sizes, size])
 
     def views(self) -> ItemTable:
         """Return the table so far without copying it: while it is used, nothing can be added."""
@@ -232,11 +232,7 @@ class _Joined:
 
     def texts(self) -> PackedTexts:
         """Return them without copying them."""
-        return _texts(np.frombuffer(self.bytes_T, np.uint8), np.frombuffer(self.ends, np.int64))
-
-
-def _texts(bytes_T: NDArray[np.uint8], end_N: Integers) -> PackedTexts:
-    return PackedTexts(bytes_T, np.concatenate([np.zeros(min(1, len(end_N)), np.int64), end_N[:-1]]), end_N)
+        return PackedTexts.of(np.frombuffer(self.bytes_T, np.uint8), np.frombuffer(self.ends, np.int64))
 
 
 def _encode(table: ItemTable) -> tuple[dict[str, Array], dict[str, Any]]:
@@ -252,9 +248,5 @@ def _encode(table: ItemTable) -> tuple[dict[str, Array], dict[str, Any]]:
     return arrays, {**meta, "labels": list(table.labels)} if table.labels else meta
 
 
-def _read_texts(arrays: Mapping[str, Array], name: str) -> PackedTexts:
-    return _texts(arrays[f"{name}.bytes"], arrays[f"{name}.end"])
-
-
-def _digest(one: Array) -> str:
-    return content_digest(np.ascontiguousarray(one).reshape(-1).view(np.uint8).data).hex()
+def _digest(array: Array) -> str:
+    return content_digest(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hex()

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
 from pipeline.records import Rejection
 from pipeline.training.items.batch import BatchItems, BatchOrigin, ItemBatch
-from pipeline.training.items.batch_layout import EMBEDDING, ENCODED, BatchBuilder, BatchLayout, EmbeddingForm
+from pipeline.training.items.batch_layout import EMBEDDING, ENCODED, BatchBuilder, EmbeddingForm
 from pipeline.training.items.crop import crop_item, crop_rng
 from pipeline.training.items.read_ahead import ReadAhead, Ring
 from pipeline.training.items.residue_embeddings import proteins
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
-    from torch import Tensor
 
     from pipeline.training.items.batch_layout import ItemArrays
     from pipeline.training.items.crop import Measure
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from pipeline.training.sampling.sampler import MicroBatch, Sampler
 
     Bytes = NDArray[np.uint8]
+    _Filled: TypeAlias = tuple[ItemBatch, int]  # a batch over a slot's memory, and how many of its items were cropped
 
 
 @dataclass(slots=True)
@@ -52,16 +52,6 @@ class LoaderStats:
     largest_bytes: int = 0
     slots_bytes: int = 0
     grown: int = 0  # how often the slots became larger
-
-
-class _Filled(NamedTuple):
-    """What is known of a slot's content."""
-
-    layout: BatchLayout
-    numbers: tuple[int, ...]
-    ids: tuple[str, ...]
-    rejected: tuple[Rejection, ...]
-    cropped: int
 
 
 @dataclass(eq=False)
@@ -153,64 +143,50 @@ class Loader:
 
     def _yielded(self, read: ReadBatch[MicroBatch, _Filled]) -> Any:
         """Return what is yielded of a batch that was read."""
-        micro, filled = read.micro, read.filled
-        self._last = micro
-        self._count(filled)
-        memory = self._ring.hand_out(read.slot, filled.layout.used)
-        batch = self._batch(micro, filled, memory, read.slot.copies)
-        for rejection in filled.rejected:
+        self._last = read.micro
+        batch, cropped = read.filled
+        used = batch.layout.used
+        batch = replace(batch, memory=self._ring.hand_out(read.slot, used), copies=read.slot.copies)
+        stats = self.stats
+        stats.batches += 1
+        stats.items += len(batch)
+        stats.rejected += len(batch.rejected)
+        stats.cropped += cropped
+        stats.bytes += used
+        stats.largest_bytes = max(stats.largest_bytes, used)
+        stats.slots_bytes, stats.grown = self._ring.bytes, self._ring.grown
+        for rejection in batch.rejected:
             self.reject(rejection)
         return batch if self.collate is None else self.collate(batch.items, batch.rng)
 
     def fetch(self, items: Sequence[int], micro: MicroBatch) -> ItemBatch:
         """Return some items of a micro-batch again, in memory of their own; nothing is counted, and nobody is told."""
-        filled, memory = self._read(items, micro.epoch, lambda used: torch.empty(used, dtype=torch.uint8).numpy())
-        return self._batch(micro, filled, torch.from_numpy(memory), [])
-
-    def _batch(self, micro: MicroBatch, filled: _Filled, memory: Tensor, copies: list[torch.cuda.Event]) -> ItemBatch:
-        return ItemBatch(
-            memory=memory,
-            layout=filled.layout,
-            numbers=filled.numbers,
-            ids=filled.ids,
-            origin=BatchOrigin(micro.epoch, micro.step, micro.index, micro.of, self.seed),
-            rejected=filled.rejected,
-            copies=copies,
-        )
-
-    def _count(self, filled: _Filled) -> None:
-        stats = self.stats
-        stats.batches += 1
-        stats.items += len(filled.ids)
-        stats.rejected += len(filled.rejected)
-        stats.cropped += filled.cropped
-        stats.bytes += filled.layout.used
-        stats.largest_bytes = max(stats.largest_bytes, filled.layout.used)
-        stats.slots_bytes, stats.grown = self._ring.bytes, self._ring.grown
+        return self._read(items, micro, lambda used: torch.empty(used, dtype=torch.uint8).numpy())[0]
 
     def _fill(self, micro: MicroBatch, slot: Slot) -> _Filled:
         """Read a micro-batch into a slot; any thread does."""
-        return self._read(micro.items.tolist(), micro.epoch, lambda used: self._ring.room(slot, used))[0]
+        return self._read(micro.items.tolist(), micro, lambda used: self._ring.room(slot, used))
 
-    def _read(self, items: Sequence[int], epoch: int, room: Callable[[int], Bytes]) -> tuple[_Filled, Bytes]:
-        """Read items into memory that is asked for when its size is known."""
+    def _read(self, items: Sequence[int], micro: MicroBatch, room: Callable[[int], Bytes]) -> _Filled:
+        """Read items into memory that is asked for when its size is known; count those that were cropped."""
         read = list(self.graphs.read(items))
-        whole = [one for one in read if not isinstance(one, Rejection)]
-        found = [self._cropped(one, epoch) for one in whole]
+        whole = [item for item in read if not isinstance(item, Rejection)]
+        found = [self._cropped(item, micro.epoch) for item in whole]
         sides = self._sides(found)
-        sheet = BatchBuilder(found, self._encoding(sides))
-        memory = room(sheet.layout.used)
-        sheet.write(memory)
+        builder = BatchBuilder(found, self._encoding(sides))
+        memory = room(builder.layout.used)
+        builder.write(memory)
         if sides:
-            self._join(sheet, sides, memory)
-        filled = _Filled(
-            layout=sheet.layout,
-            numbers=tuple(one.number for one in found),
-            ids=tuple(one.id for one in found),
-            rejected=tuple(one for one in read if isinstance(one, Rejection)),
-            cropped=sum(one is not before for one, before in zip(found, whole, strict=True)),
+            self._join(builder, sides, memory)
+        batch = ItemBatch(
+            memory=torch.from_numpy(memory),
+            layout=builder.layout,
+            numbers=tuple(item.number for item in found),
+            ids=tuple(item.id for item in found),
+            origin=BatchOrigin(micro.epoch, micro.step, micro.index, micro.of, self.seed),
+            rejected=tuple(item for item in read if isinstance(item, Rejection)),
         )
-        return filled, memory
+        return batch, sum(item is not before for item, before in zip(found, whole, strict=True))
 
     def _cropped(self, found: ItemArrays, epoch: int) -> ItemArrays:
         """Return an item as large as it may be."""
@@ -238,10 +214,10 @@ class Loader:
         copies = (copy for side in sides for _, copy in side.copies)
         return EmbeddingForm(self.embeddings.dtype, self.embeddings.width(copies))
 
-    def _join(self, sheet: BatchBuilder, sides: Sequence[_PartnerTexts], memory: Bytes) -> None:
+    def _join(self, builder: BatchBuilder, sides: Sequence[_PartnerTexts], memory: Bytes) -> None:
         """Read the embeddings of all partners to where they belong."""
         assert self.embeddings is not None
-        layout = sheet.layout
+        layout = builder.layout
         out = {
             role: (
                 layout.bounds[layout.residues(role)].tolist(),
@@ -253,7 +229,7 @@ class Loader:
         for side in sides:
             bounds, embedding_RD, encoded_R = out[side.role]
             rows = slice(bounds[side.place], bounds[side.place + 1])
-            row_R = sheet.row_map(side.found, side.role)
+            row_R = builder.row_map(side.found, side.role)
             self.embeddings.join(
                 side.copies, row_R, embedding_RD[rows], encoded_R[rows], side.found.id, self._memory.scratch
             )

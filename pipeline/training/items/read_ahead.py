@@ -52,7 +52,6 @@ class Ring:
 
     @property
     def bytes(self) -> int:
-        """Return the memory of all slots."""
         return sum(len(slot.memory) for slot in self.slots)
 
     def room(self, slot: Slot, used: int) -> Bytes:
@@ -61,17 +60,14 @@ class Ring:
             copy.synchronize()
         slot.copies.clear()
         if used > len(slot.memory) or len(slot.memory) == 0:
+            if used > self._slot_bytes:
+                self.grown += 1
+                self._slot_bytes = -(-int(used * GROWTH) // UNIT) * UNIT
             slot.memory = torch.empty(0, dtype=torch.uint8)  # the old memory goes before the new one comes
-            slot.memory = torch.empty(self._larger(used), dtype=torch.uint8, pin_memory=self._pin)
+            size = max(self._slot_bytes, UNIT)  # no fewer than any has so far: all are of one size in the end
+            slot.memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._pin)
         memory: Bytes = slot.memory.numpy()[:used]
         return memory
-
-    def _larger(self, used: int) -> int:
-        """Return the bytes of a new slot: no fewer than any has so far, so that all are of one size in the end."""
-        if used > self._slot_bytes:
-            self.grown += 1
-            self._slot_bytes = -(-int(used * GROWTH) // UNIT) * UNIT
-        return max(self._slot_bytes, UNIT)
 
     def hand_out(self, slot: Slot, used: int) -> torch.Tensor:
         """Return what was written; when nothing refers to it any more, the slot is free again."""

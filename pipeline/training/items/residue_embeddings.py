@@ -58,7 +58,6 @@ class Embeddings:
 
     @property
     def itemsize(self) -> int:
-        """Return the bytes of a number."""
         return np.dtype(self._numpy).itemsize
 
     def texts(self, sequences: Sequence[str]) -> tuple[str, ...]:
