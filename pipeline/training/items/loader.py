@@ -172,12 +172,16 @@ class Loader:
         read = list(self.graphs.read(items))
         whole = [item for item in read if not isinstance(item, Rejection)]
         found = [self._cropped(item, micro.epoch) for item in whole]
-        sides = self._sides(found)
-        builder = BatchBuilder(found, self._encoding(sides))
+        partners = self._partners(found)
+        stored: dict[str, StoredEmbedding] = {}
+        encoding = None
+        if self.embeddings is not None:
+            stored = self.embeddings.find({text: partner.item.id for partner in partners for text in partner.texts})
+            encoding = EmbeddingForm(self.embeddings.dtype, self.embeddings.width(stored.values()))
+        builder = BatchBuilder(found, encoding)
         memory = room(builder.layout.used)
         builder.write(memory)
-        if sides:
-            self._join(builder, sides, memory)
+        self._join(builder, partners, stored, memory)
         batch = ItemBatch(
             memory=torch.from_numpy(memory),
             layout=builder.layout,
@@ -194,54 +198,45 @@ class Loader:
             return found
         return crop_item(found, self.crop, crop_rng(self.seed, epoch, found.id), self.measure)
 
-    def _sides(self, found: Sequence[ItemArrays]) -> list[_PartnerTexts]:
-        """Return the partners of all items, and their embeddings."""
+    def _partners(self, found: Sequence[ItemArrays]) -> list[_PartnerTexts]:
+        """Return the partners of all items that may have embeddings."""
         if self.embeddings is None:
             return []
-        texts = [
-            (place, one, partner["role"], self.embeddings.texts(proteins(partner["chains"])))
-            for place, one in enumerate(found)
-            for partner in one.meta["partners"]
-        ]
-        copies = self.embeddings.find({text: one.id for _, one, _, mine in texts for text in mine})
         return [
-            _PartnerTexts(place, one, role, [(text, copies[text]) for text in mine]) for place, one, role, mine in texts
+            _PartnerTexts(place, item, partner["role"], self.embeddings.texts(proteins(partner["chains"])))
+            for place, item in enumerate(found)
+            for partner in item.meta["partners"]
         ]
 
-    def _encoding(self, sides: Sequence[_PartnerTexts]) -> EmbeddingForm | None:
-        if self.embeddings is None:
-            return None
-        copies = (copy for side in sides for _, copy in side.copies)
-        return EmbeddingForm(self.embeddings.dtype, self.embeddings.width(copies))
-
-    def _join(self, builder: BatchBuilder, sides: Sequence[_PartnerTexts], memory: Bytes) -> None:
+    def _join(
+        self,
+        builder: BatchBuilder,
+        partners: Sequence[_PartnerTexts],
+        stored: Mapping[str, StoredEmbedding],
+        memory: Bytes,
+    ) -> None:
         """Read the embeddings of all partners to where they belong."""
-        assert self.embeddings is not None
         layout = builder.layout
-        out = {
-            role: (
-                layout.bounds[layout.residues(role)].tolist(),
-                layout.view(f"{role}.{EMBEDDING}", memory),
-                layout.view(f"{role}.{ENCODED}", memory),
-            )
-            for role in layout.roles()
-        }
-        for side in sides:
-            bounds, embedding_RD, encoded_R = out[side.role]
-            rows = slice(bounds[side.place], bounds[side.place + 1])
-            row_R = builder.row_map(side.found, side.role)
+        for partner in partners:
+            assert self.embeddings is not None
+            rows = layout.rows(layout.residues(partner.role), partner.place)
             self.embeddings.join(
-                side.copies, row_R, embedding_RD[rows], encoded_R[rows], side.found.id, self._memory.scratch
+                [(text, stored[text]) for text in partner.texts],
+                builder.row_map(partner.item, partner.role),
+                layout.view(f"{partner.role}.{EMBEDDING}", memory)[rows],
+                layout.view(f"{partner.role}.{ENCODED}", memory)[rows],
+                partner.item.id,
+                self._memory.scratch,
             )
 
 
 class _PartnerTexts(NamedTuple):
-    """A partner of an item, and the embeddings of its texts."""
+    """A partner of an item, and what is encoded of it."""
 
     place: int  # of the item in the batch
-    found: ItemArrays
+    item: ItemArrays
     role: str
-    copies: Sequence[tuple[str, StoredEmbedding]]
+    texts: tuple[str, ...]
 
 
 class _Memory(threading.local):

@@ -159,8 +159,9 @@ class ProcessGroup:
         if self._is_open:
             self._is_open = False
             self._watchdog.leave(why)
-            if self._watchdog.has_lost:
-                _abort()
+            if self._watchdog.has_lost:  # it will never take part in what is under way, and leaving would wait for it
+                with suppress(RuntimeError, AttributeError):  # it is broken already; older versions of torch cannot
+                    dist.group.WORLD.abort()  # type: ignore[union-attr]
             dist.destroy_process_group()
             self._watchdog.close()
 
@@ -200,18 +201,10 @@ class ProcessGroup:
             raise self._watchdog.blame(str(error).partition("\n")[0]) from error
 
 
-def _abort() -> None:
-    """Break off what is still under way: a rank that is lost will never take part, and leaving would wait for it."""
-    with suppress(RuntimeError, AttributeError):  # it is broken already; older versions of torch cannot
-        dist.group.WORLD.abort()  # type: ignore[union-attr]
-
-
 def _letter(text: bytes, size: int) -> Tensor:
     """Return a text's length and as much of it as there is room for."""
-    content = bytearray(size)
-    written = (len(text).to_bytes(LENGTH_BYTES, "little") + text)[:size]
-    content[: len(written)] = written
-    return torch.frombuffer(content, dtype=torch.uint8)
+    content = (len(text).to_bytes(LENGTH_BYTES, "little") + text)[:size]
+    return torch.frombuffer(bytearray(content.ljust(size, b"\0")), dtype=torch.uint8)
 
 
 def reduce_in_pieces(
@@ -224,18 +217,13 @@ def reduce_in_pieces(
     for parts in tensor_pieces(tensors, piece_bytes):
         if len(parts) == 1 and parts[0].is_contiguous():
             reduce(parts[0].view(-1))
-        else:
-            _reduce_packed(parts, reduce)
-
-
-def _reduce_packed(parts: list[Tensor], reduce: Callable[[Tensor], Any]) -> None:
-    """Reduce some tensors as a flat one."""
-    sizes = [part.numel() for part in parts]
-    packed = parts[0].new_empty(sum(sizes))
-    places = [place.view(part.shape) for place, part in zip(torch.split(packed, sizes), parts, strict=True)]
-    torch._foreach_copy_(places, parts)  # one call for all, as in torch's own FSDP
-    reduce(packed)
-    torch._foreach_copy_(parts, places)
+            continue
+        sizes = [part.numel() for part in parts]
+        packed = parts[0].new_empty(sum(sizes))
+        places = [place.view(part.shape) for place, part in zip(torch.split(packed, sizes), parts, strict=True)]
+        torch._foreach_copy_(places, parts)  # one call for all, as in torch's own FSDP
+        reduce(packed)
+        torch._foreach_copy_(parts, places)
 
 
 def tensor_pieces(tensors: Iterable[Tensor], piece_bytes: int) -> Iterator[list[Tensor]]:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NoReturn
 from pipeline.training.ranks.rank_protocol import HUNG, LOST, RankLost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
     from pipeline.training.ranks.rendezvous import JsonConnection, Meeting, RankPlace
 
@@ -74,12 +74,6 @@ class WatchedRank:
     silent_s: float = 0.0  # since it was heard
     is_here: bool = True
 
-    def silence(self) -> LostRank | None:
-        """Tell whether it has been silent for longer than what it does may take."""
-        if self.silent_s <= self.doing.allowance_s:
-            return None
-        return LostRank(self.rank, self.host, f"has not been heard for {self.silent_s:.0f} s", self.doing.what)
-
 
 def stuck_rank(ranks: Mapping[int, tuple[str, Activity, float]]) -> LostRank | None:
     """Tell whether all ranks wait for each other, by hosts, what they do and for how long; name the one behind."""
@@ -100,11 +94,6 @@ class HangLimits:
     hang_s: float = 600.0  # without a word of progress
     slow_s: float = 3600.0  # of what is known to be slow: the first step, compilation
     grace_s: float = GRACE_S
-
-
-def _close(connections: Iterable[JsonConnection]) -> None:
-    for connection in connections:
-        connection.close()
 
 
 class Watchdog:
@@ -129,7 +118,8 @@ class Watchdog:
         self._said_why = ""
         self._end_at = self._close_at = float("inf")
         connections = weakref.WeakSet(met.connections.values())
-        os.register_at_fork(after_in_child=lambda: _close(connections))  # there they would hide the death of the parent
+        # in a child they would hide the death of the parent
+        os.register_at_fork(after_in_child=lambda: [connection.close() for connection in connections])
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
@@ -219,19 +209,15 @@ class Watchdog:
                 peer.doing, peer.idle_s = Activity(**message["doing"]), message["idle_s"]
             if "loss" in message:
                 self._find(LostRank(**message["loss"]))
-            if "why" in message:
-                self._bid_farewell(peer, message["why"])
+            if "why" in message:  # it leaves, in order or because it must
+                peer.is_here = False
+                if message["why"]:
+                    self._find(LostRank(peer.rank, peer.host, f"gave up: {message['why']}", peer.doing.what))
         if not is_open:
             if peer.is_here:
                 self._find(LostRank(peer.rank, peer.host, "died without a word", peer.doing.what))
             peer.is_here = False
             self._ready.unregister(peer.connection)
-
-    def _bid_farewell(self, peer: WatchedRank, why: str) -> None:
-        """Let a rank go, unless it must go."""
-        peer.is_here = False
-        if why:
-            self._find(LostRank(peer.rank, peer.host, f"gave up: {why}", peer.doing.what))
 
     def _beat(self, passed_s: float) -> None:
         """Say what this rank does, and judge all, when some time has passed."""
@@ -255,8 +241,9 @@ class Watchdog:
         if not doing.waits and self._idle_s > doing.allowance_s:
             self._hang(doing)
         for peer in self._here():
-            if loss := peer.silence():
-                self._find(loss)
+            if peer.silent_s > peer.doing.allowance_s:
+                how = f"has not been heard for {peer.silent_s:.0f} s"
+                self._find(LostRank(peer.rank, peer.host, how, peer.doing.what))
         if self.place.rank == 0 and len(here := self._here()) == self.place.world - 1:
             ranks = {peer.rank: (peer.host, peer.doing, peer.idle_s) for peer in here}
             if loss := stuck_rank({0: (self.place.host, doing, self._idle_s), **ranks}):
@@ -289,13 +276,14 @@ class Watchdog:
         line = f"rank {self.place.rank} of {self.place.world} ({self.place.host}) ends: {loss}"
         with suppress(OSError):
             os.write(STDERR, line.encode() + b"\n")
-        teller = threading.Thread(target=self._tell, args=(line,), daemon=True)
+
+        def tell() -> None:
+            with suppress(Exception):  # whatever it is, it must not keep this process alive
+                self._tell_ledger(line)
+
+        teller = threading.Thread(target=tell, daemon=True)
         teller.start()
         teller.join(TELL_S)
-
-    def _tell(self, line: str) -> None:
-        with suppress(Exception):  # whatever it is, it must not keep this process alive
-            self._tell_ledger(line)
 
     def _part(self) -> None:
         """Say good-bye; rank 0, on whom all rely, leaves last."""
