@@ -61,10 +61,7 @@ class RunningStretch:
     def shares(self, *, hold: int, leave_out: Collection[str]) -> Iterator[RankShare]:
         """Yield this rank's share of each step from where the loader stands, to the end of the epoch."""
         batches = iter(self.loader)
-        while True:
-            share = RankShare(batches, self._fetch, hold=hold, leave_out=leave_out)
-            if share.is_over:
-                return
+        while not (share := RankShare(batches, self._fetch, hold=hold, leave_out=leave_out)).is_over:
             yield share
 
     def _fetch(self, numbers: Sequence[int], origin: BatchOrigin) -> ItemBatch:

@@ -112,14 +112,10 @@ class Trainer:
         if not self._is_at_end(course):
             yield from self._steps(course)
         if not (self.ended_by or self._again or self._gone_back()):
-            if self._saves_before_validation():
+            is_due = self.validation is not None and time.monotonic() - self._saved_s > WORTH_SAVING_S
+            if self.ranks.exchange({"due": is_due})[0]["due"]:  # a long validation must not put so much at risk
                 self._save(None)
             self._end_epoch(course)
-
-    def _saves_before_validation(self) -> bool:
-        """Say whether so much was done since the last checkpoint that a long validation must not put it at risk."""
-        is_due = self.validation is not None and time.monotonic() - self._saved_s > WORTH_SAVING_S
-        return bool(self.ranks.exchange({"due": is_due})[0]["due"])
 
     def _is_at_end(self, course: RunningStretch) -> bool:
         return self.standing.next >= course.steps
@@ -159,12 +155,12 @@ class Trainer:
         is_due = standing.is_in_last_epoch or (standing.epoch + 1) % self.train.validation.every == 0
         if self.validation is not None and is_due:
             with self.ranks.patient("validation"), self.step.averaged():
-                found = self.validation.figures()
-            if isinstance(found, int):  # the signal that ended it
+                validated = self.validation.figures()
+            if isinstance(validated, int):  # the signal that ended it
                 self._save(None, wait=True)
-                self.ended_by = found
+                self.ended_by = validated
                 return
-            figures = found
+            figures = validated
         self._count_waiting(course)
         self.watcher.epoch(standing.tally, self.done, figures, self.step.optimizer.param_groups[0]["lr"])
         figure = standing.judge(figures)
@@ -258,8 +254,7 @@ class Trainer:
 
     def _gone_back(self) -> bool:
         """Go back if any rank has lost its parameters in the step that was the last; say whether it was so."""
-        lost = self.whole.lost_by()
-        if lost:
+        if lost := self.whole.lost_by():
             self._roll_back(lost, self.done - 1, frugal=True)
         return bool(lost)
 
@@ -299,7 +294,8 @@ class Trainer:
         self.stepper.upkeep.after_step(empty_cache=self.whole.empty_cache)
         self.watcher.between(max((one.micros for one in heard.words), default=0))
         if figures is not None and self.ranks.rank == 0 and self.done % self.train.log_every == 0:
-            losses = {f"{LOSS}.{name}": _mean(total) for name, total in heard.totals.items()}
+            sums = heard.totals.items()
+            losses = {f"{LOSS}.{name}": total / weight if weight else None for name, (total, weight) in sums}
             self.watcher.step(self.done, {**losses, **figures, "items": float(heard.sum_of("items"))})
         if heard.is_written:
             self.keeper.hand_in()
@@ -369,7 +365,3 @@ class Trainer:
         agreed = min(told["budget"] for told in self.ranks.exchange({"budget": wanted}))
         if self.governor.adopt(agreed):
             course.cut_by(self.governor.budget)
-
-
-def _mean(total: tuple[float, float]) -> float | None:
-    return total[0] / total[1] if total[1] else None

@@ -83,7 +83,6 @@ class MicroBatch:
 
     @property
     def is_last(self) -> bool:
-        """Say whether the rank's share of the step ends with this one."""
         return self.index + 1 == self.of
 
 
@@ -121,7 +120,7 @@ class Sampler:
 
     @property
     def steps(self) -> int:
-        """Return the steps of an epoch."""
+        """The steps of an epoch."""
         return self._order.steps
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -215,10 +214,9 @@ class Sampler:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where a state says, if it is of the same order; ranks and budgets may have changed."""
-        mine = self._identity
         changed = [
             f"{name} {state.get(name, 'nothing')!r} then, {value!r} now"
-            for name, value in mine.items()
+            for name, value in self._identity.items()
             if state.get(name) != value
         ]
         if changed:
