@@ -252,7 +252,10 @@ class Evaluator:
         self._terms = {}
         ranks_terms = [rank["terms"] for rank in told]
         names = dict.fromkeys(name for terms in ranks_terms for name in terms)
-        means = {name: _mean([terms[name] for terms in ranks_terms if name in terms]) for name in names}
+        means: dict[str, float] = {}
+        for name in names:
+            total, weight = map(math.fsum, zip(*(terms[name] for terms in ranks_terms if name in terms), strict=True))
+            means[name] = total / weight if weight else 0.0
         losses = {LOSS: math.fsum(means.values())} if means else {}
         return losses | ({f"{LOSS}.{name}": mean for name, mean in means.items()} if len(means) > 1 else {})
 
@@ -342,8 +345,3 @@ def _nbytes(values: Any) -> int:
     if hasattr(values, "nbytes"):
         return int(values.nbytes)
     return sum(int(getattr(value, "nbytes", 8)) for value in values) if hasattr(values, "__iter__") else 8
-
-
-def _mean(totals: list[list[float]]) -> float:
-    weight = math.fsum(weight for _, weight in totals)
-    return math.fsum(total for total, _ in totals) / weight if weight else 0.0

@@ -349,7 +349,8 @@ def _write_rows(gathered: GatheredOutputs, csv_file: io.TextIOBase, lines_file: 
                 row[_shape_of(name)] = list(array.shape)
                 arrays.add(f"{id_}.{name}", array)
             else:
-                row[name] = _number(array)
+                # in its fewest digits: 0.1 of float32 is 0.1
+                row[name] = float(str(array[()])) if array.dtype.kind == "f" else array.item()
         rows.writerow(_text(row.get(name)) for name in columns)
         lines_file.write(json.dumps({name: _json(row.get(name)) for name in columns}, ensure_ascii=False) + "\n")
 
@@ -376,11 +377,6 @@ def _items(gathered: GatheredOutputs) -> Iterator[tuple[str, dict[str, Array]]]:
 
 def _shape_of(name: str) -> str:
     return f"{name}.shape"
-
-
-def _number(value: Array) -> bool | int | float:
-    """Return a number in its fewest digits: 0.1 of float32 is 0.1."""
-    return float(str(value[()])) if value.dtype.kind == "f" else value.item()
 
 
 def _text(value: Any) -> Any:

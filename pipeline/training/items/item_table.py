@@ -197,7 +197,9 @@ class TableBuilder:
     def write(self, store: Store) -> bytes:
         """Store the table, unless the store has it whole, and return its key."""
         arrays, meta = _encode(self.views())
-        key = recipe_key(KIND, {"meta": meta, "content": {name: _digest(array) for name, array in arrays.items()}})
+        bytes_of = {name: np.ascontiguousarray(array).reshape(-1).view(np.uint8) for name, array in arrays.items()}
+        digests = {name: content_digest(values.data).hex() for name, values in bytes_of.items()}
+        key = recipe_key(KIND, {"meta": meta, "content": digests})
         if not store.has_whole(key):
             with store.writer() as writer:
                 writer.put(key, arrays, meta)
@@ -246,7 +248,3 @@ def _encode(table: ItemTable) -> tuple[dict[str, Array], dict[str, Any]]:
     arrays |= {LABEL + name: label_N for name, label_N in table.labels.items()}
     meta = {"format": FORMAT, "splits": list(table.splits), "sizes": list(table.sizes), "items": len(table)}
     return arrays, {**meta, "labels": list(table.labels)} if table.labels else meta
-
-
-def _digest(array: Array) -> str:
-    return content_digest(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hex()

@@ -56,10 +56,6 @@ class Embeddings:
         self._found: dict[bytes, StoredEmbedding] = {}  # by the digest of the text
         self._lock = Lock()
 
-    @property
-    def itemsize(self) -> int:
-        return np.dtype(self._numpy).itemsize
-
     def texts(self, sequences: Sequence[str]) -> tuple[str, ...]:
         """Return what is encoded of a partner, given the sequences of its protein chains."""
         if self._recipe.context == "partner":
@@ -70,13 +66,15 @@ class Embeddings:
         """Find the best embedding of each text that the configuration accepts; the text's item is named if none is."""
         found, absent = self.look_up(wanted)
         for text, key in absent.items():
-            raise self._missing(text, key, wanted[text])
+            what = f"a sequence of {wanted[text]} ({len(text):,} residues) has no embedding"
+            what += f": record {key.hex()} is not in the cache"
+            raise RecordMissing(what, where=self._store.kind, remedy=EMBED_AGAIN)
         return found
 
     def look_up(self, texts: Iterable[str]) -> tuple[dict[str, StoredEmbedding], dict[str, bytes]]:
         """Return the best embedding of each text that the configuration accepts, and the keys of those without any."""
         texts, absent = list(texts), dict[str, bytes]()
-        found = self._find_remembered(texts)
+        found = {text: stored for text in texts if (stored := self._found.get(_digest(text)))}
         open_ = {text: self._recipe.accepted(len(text)) for text in texts if text not in found}
         while open_:
             keys = [self._recipe.key(text, variants[0]) for text, variants in open_.items()]
@@ -89,7 +87,10 @@ class Embeddings:
                     del open_[text]
                 else:
                     open_[text] = rest
-        self._remember(found)
+        with self._lock:
+            self._found |= {_digest(text): stored for text, stored in found.items()}
+            while len(self._found) > REMEMBERED:
+                del self._found[next(iter(self._found))]
         return found, absent
 
     def width(self, copies: Iterable[StoredEmbedding]) -> int:
@@ -124,8 +125,9 @@ class Embeddings:
         first = 0
         for (text, copy), into_LD in zip(copies, straight, strict=True):
             rows_LD = self._rows(text, copy, out_RD.shape[1], item, _room(into_LD, scratch))
-            if not len(into_LD):
-                _gather(rows_LD, row_R, first, out_RD)
+            if not len(into_LD):  # its rows are not in a row: each goes where its residue is
+                here = np.flatnonzero((row_R >= first) & (row_R < first + len(rows_LD)))
+                out_RD[here] = rows_LD[row_R[here] - first]
             first += len(text)
 
     def _check_rows(self, copies: Sequence[tuple[str, StoredEmbedding]], row_R: NDArray[np.int32], item: str) -> None:
@@ -141,17 +143,16 @@ class Embeddings:
         try:
             record = self._store.get_at(copy.key, copy.places, room)
         except (CacheDamaged, RecordMissing) as error:
-            self._forget(text)
+            self._found.pop(_digest(text), None)
             what = f"the embedding of a sequence of {item}: {error.what}"
             raise type(error)(what, where=error.where, remedy=EMBED_AGAIN) from error
         rows_LD: Rows = record.arrays.get("rows", _NO_ROWS)
-        if rows_LD.shape != (len(text), width) or rows_LD.dtype != self._numpy or not self._is_bits(record):
+        is_bits = ("rows" in record.bfloat16) == (
+            self.dtype == "bfloat16"
+        )  # bfloat16 where it should be, and only there
+        if rows_LD.shape != (len(text), width) or rows_LD.dtype != self._numpy or not is_bits:
             raise self._unfit(text, copy.key, record, width, item)
         return rows_LD
-
-    def _is_bits(self, record: Record) -> bool:
-        """Say whether a record has bfloat16 where it should, and only there."""
-        return ("rows" in record.bfloat16) == (self.dtype == "bfloat16")
 
     def _unfit(self, text: str, key: bytes, record: Record, width: int, item: str) -> CacheDamaged | DataError:
         rows_LD, cut = record.arrays.get("rows", _NO_ROWS), record.meta.get("cut")
@@ -165,25 +166,6 @@ class Embeddings:
         what = f"rows are {rows_LD.dtype} {shape}{f', cut {cut}' if cut else ''}"
         what += f"; of {len(text):,} residues, {self.dtype} [{len(text)}, {width}] was expected"
         return CacheDamaged(what, where=where, remedy=ELSEWHERE)
-
-    def _missing(self, text: str, key: bytes, item: str) -> RecordMissing:
-        what = f"a sequence of {item} ({len(text):,} residues) has no embedding: record {key.hex()} is not in the cache"
-        return RecordMissing(what, where=self._store.kind, remedy=EMBED_AGAIN)
-
-    def _find_remembered(self, texts: Iterable[str]) -> dict[str, StoredEmbedding]:
-        """Return those of the texts whose embeddings were found before."""
-        with self._lock:
-            return {text: copy for text in texts if (copy := self._found.get(_digest(text)))}
-
-    def _remember(self, found: Mapping[str, StoredEmbedding]) -> None:
-        with self._lock:
-            self._found |= {_digest(text): copy for text, copy in found.items()}
-            while len(self._found) > REMEMBERED:
-                del self._found[next(iter(self._found))]
-
-    def _forget(self, text: str) -> None:
-        with self._lock:
-            self._found.pop(_digest(text), None)
 
     def _any(self) -> Iterable[StoredEmbedding]:
         """Yield embeddings that a key of this recipe can be of, for when nothing of a batch is encoded."""
@@ -228,12 +210,6 @@ def _room(into_LD: Rows, scratch: Callable[[int], memoryview]) -> Room:
         return into_LD.reshape(-1).view(np.uint8).data, scratch(length - into_LD.nbytes)
 
     return room
-
-
-def _gather(rows_LD: Rows, row_R: NDArray[np.int32], first: int, out_RD: Rows) -> None:
-    """Write the rows that lie in one text, whose first row has the number `first`, to where its residues are."""
-    here = np.flatnonzero((row_R >= first) & (row_R < first + len(rows_LD)))
-    out_RD[here] = rows_LD[row_R[here] - first]
 
 
 def _digest(text: str) -> bytes:

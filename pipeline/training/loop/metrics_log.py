@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from importlib import import_module
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
@@ -159,9 +160,8 @@ class _StepLines:
     def __init__(self, path: Path, step: int) -> None:
         self._path = path
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        end = _end(path, step)
-        if end < os.fstat(self._file).st_size:
-            os.ftruncate(self._file, end)
+        lines = takewhile(lambda read: read[0][STEP] <= step, _read(path))
+        os.ftruncate(self._file, max((end for _, end in lines), default=0))
 
     def append(self, data: Mapping[str, Any]) -> None:
         """Add a line, or nothing of it."""
@@ -200,16 +200,6 @@ def finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: finite(part) for name, part in value.items()}
     return [finite(part) for part in value] if isinstance(value, list | tuple) else value
-
-
-def _end(path: Path, step: int) -> int:
-    """Return where the whole lines of steps up to one end."""
-    last = 0
-    for line, end in _read(path):
-        if line[STEP] > step:
-            break
-        last = end
-    return last
 
 
 def _read(path: Path) -> Iterator[tuple[dict[str, Any], int]]:

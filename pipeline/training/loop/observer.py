@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from pipeline.config.schema_train import TrainSection
-    from pipeline.memory.runtime.meters import Memory, Meter
+    from pipeline.memory.runtime.meters import Meter
     from pipeline.records import Tell
     from pipeline.training.items.batch import BatchOrigin
     from pipeline.training.loop.progress import EpochTotals
@@ -180,9 +180,9 @@ class TrainingObserver:
 
     def epoch(self, tally: EpochTotals, step: int, figures: Mapping[str, float | None], rate: float) -> None:
         """Note what an epoch came to, and say it."""
-        memories = [_sizes(self.meter.read())]
-        if self.ranks.world > 1:
-            memories = [rank["memory"] for rank in self.ranks.exchange({"memory": memories[0]})]
+        memory = self.meter.read()
+        sizes = memory.allocated_bytes or memory.reserved_bytes, memory.reserved_bytes, memory.peak_reserved_bytes
+        memories = [told["memory"] for told in self.ranks.exchange({"memory": sizes})]
         allocated, reserved, peak = map(max, zip(*memories, strict=True))
         self.meter.reset_peak()
         self._leaks.epoch()
@@ -260,7 +260,3 @@ def _limit(prepared: Prepared, device: str) -> int:
         return prepared.limit_bytes
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return HostMeter().read().limit_bytes or whole
-
-
-def _sizes(memory: Memory) -> tuple[int, int, int]:
-    return memory.allocated_bytes or memory.reserved_bytes, memory.reserved_bytes, memory.peak_reserved_bytes

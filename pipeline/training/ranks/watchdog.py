@@ -255,14 +255,12 @@ class Watchdog:
         with suppress(Exception):
             faulthandler.dump_traceback(file=STDERR, all_threads=True)
         self._find(LostRank(self.place.rank, self.place.host, how, doing.what))
-        self._linger(BEAT_S)  # an end with words unread would reset the connections, and take these words with it
-        os._exit(HUNG)
-
-    def _linger(self, for_s: float) -> None:
-        """Take in what comes for some time."""
-        until = time.monotonic() + for_s
+        until = (
+            time.monotonic() + BEAT_S
+        )  # an end with words unread would reset the connections, and these words with it
         while (left_s := until - time.monotonic()) > 0:
             self._listen(left_s)
+        os._exit(HUNG)
 
     def _find(self, loss: LostRank) -> None:
         """Let everybody know of a loss; the first is the cause of the others."""
@@ -290,10 +288,9 @@ class Watchdog:
         for peer in self._here():
             peer.connection.send({"why": self._said_why})
         until = time.monotonic() + LINGER_S
-        while not self._left.is_set() or (self._must_stay() and time.monotonic() < until):
+        while True:
+            others_rely = self.place.rank == 0 and not self.has_lost and len(self._ready.get_map()) > 1  # the bell
+            if self._left.is_set() and not (others_rely and time.monotonic() < until):
+                return
             self._listen(BEAT_S / 10)
             self._end_if_late()
-
-    def _must_stay(self) -> bool:
-        """Tell whether others still rely on this rank: rank 0 keeps what they meet by."""
-        return self.place.rank == 0 and not self.has_lost and len(self._ready.get_map()) > 1  # the bell
