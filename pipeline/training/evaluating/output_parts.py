@@ -137,45 +137,41 @@ def _close_all(files: dict[Path, int]) -> None:
 
 def publish_tensors(disk: Disk, path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
     """Write a file of tensors, which appears whole; one of that name is replaced."""
-    partial = start_partial(disk, path)
-    with refusals(path, partial):
-        written = tensor_file.write_tensors(disk, partial, tensors)
-        disk.rename(partial, path)
-        disk.fsync_folder(path.parent)
-    return written
+    with publishing(disk, path) as (partial,):
+        return tensor_file.write_tensors(disk, partial, tensors)
 
 
 def publish_text(disk: Disk, path: Path, text: str) -> None:
     """Write a text, which appears whole; one of that name is replaced."""
-    partial = start_partial(disk, path)
-    with refusals(path, partial), partial.open("x", encoding="utf-8", newline="") as file:
+    with publishing(disk, path) as (partial,), partial.open("x", encoding="utf-8", newline="") as file:
         file.write(text)
         file.flush()
         disk.fsync(file.fileno())
-        disk.rename(partial, path)
-        disk.fsync_folder(path.parent)
 
 
 @contextmanager
-def refusals(path: Path, *partials: Path) -> Iterator[None]:
-    """Say for people why the disk would not take a file; what was begun goes, so that there is room again."""
+def publishing(disk: Disk, *paths: Path) -> Iterator[list[Path]]:
+    """Yield where files of a folder are written first, all of which appear then; one of that name is replaced.
+
+    What a kill has left there is removed. Where the disk would not take them, what was begun goes, so that there is
+    room again, and people are told why.
+    """
+    partials = [path.with_name(f".{path.name}.partial") for path in paths]
     try:
-        yield
+        for partial in partials:
+            if disk.exists(partial):
+                disk.unlink(partial)
+        yield partials
+        for partial, path in zip(partials, paths, strict=True):
+            disk.rename(partial, path)
+        disk.fsync_folder(paths[0].parent)
     except BaseException as error:
         for partial in partials:
             partial.unlink(missing_ok=True)
         if not isinstance(error, OSError):
             raise
-        remedy = f"df -h {path.parent}   then the same command   (does only what is missing)"
-        raise JobFailed(f"cannot be written: {error.strerror}", where=str(path), remedy=remedy) from error
-
-
-def start_partial(disk: Disk, path: Path) -> Path:
-    """Return where a file is written first; what a kill has left there is removed."""
-    partial = path.with_name(f".{path.name}.partial")
-    if disk.exists(partial):
-        disk.unlink(partial)
-    return partial
+        remedy = f"df -h {paths[0].parent}   then the same command   (does only what is missing)"
+        raise JobFailed(f"cannot be written: {error.strerror}", where=str(paths[0]), remedy=remedy) from error
 
 
 def parts_in(disk: Disk, folder: Path) -> list[tuple[int, int]]:

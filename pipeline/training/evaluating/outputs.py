@@ -39,11 +39,10 @@ from pipeline.training.evaluating.output_parts import (
     paths_in,
     publish_tensors,
     publish_text,
+    publishing,
     read_index,
     redo_remedy,
-    refusals,
     signed,
-    start_partial,
 )
 
 if TYPE_CHECKING:
@@ -317,24 +316,21 @@ def write_tables(gathered: GatheredOutputs, folder: Path, *, part_bytes: int = P
     disk = Disk()
     disk.make_folder(folder)
     arrays = _Arrays(folder, part_bytes)
-    partial_csv, partial_lines = (start_partial(disk, folder / name) for name in (CSV, LINES))
-    with (
-        refusals(folder, partial_csv, partial_lines),
-        partial_csv.open("x", encoding="utf-8", newline="") as csv_file,
-        partial_lines.open("x", encoding="utf-8") as lines_file,
-    ):
-        _write_rows(gathered, csv_file, lines_file, arrays)
-        for file in (csv_file, lines_file):
-            file.flush()
-            os.fsync(file.fileno())
-    arrays.flush()
-    for name in disk.list_folder(folder):
-        if _ARRAYS.fullmatch(name) and folder / name not in arrays.paths:
-            disk.unlink(folder / name)
-    disk.rename(partial_csv, folder / CSV)
-    disk.rename(partial_lines, folder / LINES)
-    disk.fsync_folder(folder)
-    return PredictionTables(folder / CSV, folder / LINES, tuple(arrays.paths), len(gathered.numbers))
+    tables = (folder / CSV, folder / LINES)
+    with publishing(disk, *tables) as partials:
+        with (
+            partials[0].open("x", encoding="utf-8", newline="") as csv_file,
+            partials[1].open("x", encoding="utf-8") as lines_file,
+        ):
+            _write_rows(gathered, csv_file, lines_file, arrays)
+            for file in (csv_file, lines_file):
+                file.flush()
+                os.fsync(file.fileno())
+        arrays.flush()
+        for name in disk.list_folder(folder):
+            if _ARRAYS.fullmatch(name) and folder / name not in arrays.paths:
+                disk.unlink(folder / name)
+    return PredictionTables(*tables, tuple(arrays.paths), len(gathered.numbers))
 
 
 def _write_rows(gathered: GatheredOutputs, csv_file: io.TextIOBase, lines_file: io.TextIOBase, arrays: _Arrays) -> None:

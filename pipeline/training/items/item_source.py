@@ -189,11 +189,7 @@ class ArrayForms:
 
     def wrong(self, arrays: Mapping[str, Array]) -> str:
         """Say what is wrong with the arrays of an item; nothing where they can be joined with those before."""
-        if not arrays:
-            return "it has no arrays"
-        return next((what for name, array in arrays.items() if (what := _wrong(name, array))), "") or (
-            _odd_rows(arrays) or self._other(arrays) or self._absent(arrays) or self._late(arrays)
-        )
+        return next(self._complaints(arrays), "") if arrays else "it has no arrays"
 
     def take(self, arrays: Mapping[str, Array]) -> None:
         """Let the items to come be like this one."""
@@ -203,51 +199,39 @@ class ArrayForms:
         for axis, rows in array_sizes(arrays).items():
             self.most[axis] = max(rows, self.most.get(axis, 0))
 
-    def _other(self, arrays: Mapping[str, Array]) -> str:
+    def _complaints(self, arrays: Mapping[str, Array]) -> Iterator[str]:
+        """Yield what is wrong with each array, with some together, and beside the items before."""
+        yield from _wrong_alone(arrays)
+        first: dict[str, tuple[str, int]] = {}
         for name, array in arrays.items():
-            mine, first = _form(name, array), self.known.get(name)
-            if first is not None and mine != first:
-                return f"{name} is {_said(mine)}, and {_said(first)} in the items before"
-        return ""
-
-    def _absent(self, arrays: Mapping[str, Array]) -> str:
-        """Say what it lacks for which nothing can stand: a whole number, and a row of them."""
-        rows = array_sizes(arrays)
+            if axis := parse_field(name).axis:
+                other, rows = first.setdefault(axis, (name, len(array)))
+                if rows != len(array):
+                    yield f"{name} has {len(array)} rows, and {other} has {rows}"
+        for name, array in arrays.items():
+            mine, before = _form(name, array), self.known.get(name)
+            if before is not None and mine != before:
+                yield f"{name} is {_said(mine)}, and {_said(before)} in the items before"
+        sizes = array_sizes(arrays)
         for name, (dtype, _) in self.known.items():
-            if name not in arrays and not _may_lack(name, dtype, rows):
-                return f"it has no {name}, which the items before have ({dtype.name}: nothing can stand for it)"
-        return ""
-
-    def _late(self, arrays: Mapping[str, Array]) -> str:
-        """Say what it has that the items before lack, and for which nothing can stand."""
+            if name not in arrays and not _may_lack(name, dtype, sizes):
+                yield f"it has no {name}, which the items before have ({dtype.name}: nothing can stand for it)"
         for name, array in arrays.items():
             if self.items and name not in self.known and not _may_lack(name, array.dtype, self.most):
-                return f"the items before have no {name} ({array.dtype.name}: nothing can stand for it)"
-        return ""
+                yield f"the items before have no {name} ({array.dtype.name}: nothing can stand for it)"
 
 
-def _wrong(name: str, array: Array) -> str:
-    """Say what is wrong with an array by itself."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        return f"{name!r} is no name of an array: letters, digits, _ and dots"
-    if (first := name.partition(".")[0]) in TAKEN:
-        return f"{name}: the name {first} is taken"
-    if array.dtype.kind not in "biuf" or array.dtype.itemsize > _WIDEST or not array.dtype.isnative:
-        return f"{name} is of {array.dtype}, not of numbers that torch knows"
-    if parse_field(name).axis and not array.ndim:
-        return f"{name} is one number, but lies along {parse_field(name).axis}"
-    return ""
-
-
-def _odd_rows(arrays: Mapping[str, Array]) -> str:
-    """Say which array is not as long as another along its axis."""
-    first: dict[str, tuple[str, int]] = {}
+def _wrong_alone(arrays: Mapping[str, Array]) -> Iterator[str]:
+    """Yield what is wrong with each array by itself."""
     for name, array in arrays.items():
-        if axis := parse_field(name).axis:
-            other, rows = first.setdefault(axis, (name, len(array)))
-            if rows != len(array):
-                return f"{name} has {len(array)} rows, and {other} has {rows}"
-    return ""
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            yield f"{name!r} is no name of an array: letters, digits, _ and dots"
+        if (first := name.partition(".")[0]) in TAKEN:
+            yield f"{name}: the name {first} is taken"
+        if array.dtype.kind not in "biuf" or array.dtype.itemsize > _WIDEST or not array.dtype.isnative:
+            yield f"{name} is of {array.dtype}, not of numbers that torch knows"
+        if parse_field(name).axis and not array.ndim:
+            yield f"{name} is one number, but lies along {parse_field(name).axis}"
 
 
 def _form(name: str, array: Array) -> tuple[np.dtype[Any], tuple[int, ...]]:

@@ -12,7 +12,6 @@ import secrets
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,7 @@ from pipeline.training.ranks.rank_protocol import LOST
 from pipeline.waiting import wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from types import FrameType
 
 GPUS = "CUDA_VISIBLE_DEVICES"
@@ -45,17 +44,20 @@ def launch_ranks(
     It is that of the first that failed by its own fault; 75 where some have more to do; else 0.
     """
     processes = _RankProcesses(graces or GracePeriods())
-    with _forwarding(processes):
-        try:
-            meeting = secrets.token_hex(8)
-            for rank, own in enumerate(rank_environments(world, environment)):
-                words = [*command, "--part", f"{rank}/{world}", "--meeting", meeting]
-                processes.start(words, own)
-            return processes.wait()
-        except BaseException:
-            processes.graces = GracePeriods(0.0, processes.graces.told_s)
-            processes.end()
-            raise
+    before = {number: signal.signal(number, processes.forward) for number in FORWARDED}
+    try:
+        meeting = secrets.token_hex(8)
+        for rank, own in enumerate(rank_environments(world, environment)):
+            words = [*command, "--part", f"{rank}/{world}", "--meeting", meeting]
+            processes.start(words, own)
+        return processes.wait()
+    except BaseException:
+        processes.graces = GracePeriods(0.0, processes.graces.told_s)
+        processes.end()
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def rank_environments(world: int, environment: Mapping[str, str] | None = None) -> list[dict[str, str]]:
@@ -88,10 +90,11 @@ class _RankProcesses:
         self._send(number)
 
     def wait(self) -> int:
-        """Wait for all; when one has failed, end the others step by step."""
+        """Wait for all; when one has failed, end the others step by step; return the code that stands for all."""
         wait_for(lambda: self._all_ended() or self.failed, float("inf"), LOOK_EVERY_S)
         self.end()
-        return self._code()
+        failed = sorted(self.failed, key=lambda code: code == LOST)  # a fault's, before those of who ended for its sake
+        return [*failed, *sorted(self.ended.values(), key=lambda code: (code != GO_ON, -code))][0]
 
     def end(self) -> None:
         """Wait for all, but not for long."""
@@ -127,20 +130,3 @@ class _RankProcesses:
     def _send(self, number: int) -> None:
         for process in self.ranks:
             process.send_signal(number)  # to those that have not ended
-
-    def _code(self) -> int:
-        """Return the code that stands for all: a fault's, before those of who ended for its sake."""
-        failed = sorted(self.failed, key=lambda code: code == LOST)
-        rest = sorted(self.ended.values(), key=lambda code: (code != GO_ON, -code))
-        return [*failed, *rest][0]
-
-
-@contextmanager
-def _forwarding(processes: _RankProcesses) -> Iterator[None]:
-    """Have signals reach all ranks."""
-    before = {number: signal.signal(number, processes.forward) for number in FORWARDED}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

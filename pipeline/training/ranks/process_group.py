@@ -104,7 +104,7 @@ def _on(interface: str | None) -> Iterator[None]:
 
 
 class ProcessGroup:
-    """One of several processes."""
+    """One of several processes: `Ranks` over torch.distributed."""
 
     def __init__(self, place: RankPlace, met: Meeting, watchdog: Watchdog, patience: HangLimits) -> None:
         self.place, self.hosts, self.rank, self.world = place, met.hosts, place.rank, place.world
@@ -116,7 +116,6 @@ class ProcessGroup:
         self._is_open = True
 
     def exchange(self, said: Said) -> list[Said]:
-        """Return what every rank says, by rank; returns when all have spoken."""
         text = json.dumps(said).encode()
         with self._waiting():
             letters = self._all_gather(_letter(text, self._letter_bytes))
@@ -126,7 +125,6 @@ class ProcessGroup:
         return [json.loads(letter[LENGTH_BYTES:][:length]) for letter, length in zip(letters, lengths, strict=True)]
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
-        """Replace tensors, of the same shapes on every rank, by their sums over all ranks."""
         with self._waiting():
             # on a GPU a sum only takes its place in the stream: whoever reads it waits
             reduce_in_pieces(
@@ -144,7 +142,6 @@ class ProcessGroup:
 
     @contextmanager
     def patient(self, what: str) -> Iterator[None]:
-        """Say that what comes may take long without being a hang, such as `compiling`."""
         before = self._watchdog.doing.what
         self._slow += 1
         self.progress(what)
@@ -155,7 +152,6 @@ class ProcessGroup:
             self._watchdog.doing = Activity(before, self._allowance_s, self._calls)
 
     def close(self, why: str = "") -> None:
-        """Leave; with a reason where this rank cannot go on, which ends the others."""
         if self._is_open:
             self._is_open = False
             self._watchdog.leave(why)

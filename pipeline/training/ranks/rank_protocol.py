@@ -60,8 +60,7 @@ class SingleRank:
     rank, world = 0, 1
 
     def exchange(self, said: Said) -> list[Said]:
-        """Return what was said, as it would come from another rank."""
-        return [json.loads(json.dumps(said))]
+        return [json.loads(json.dumps(said))]  # as it would come from another
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         pass
