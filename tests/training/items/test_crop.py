@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import PlanInfeasible
-from pipeline.graphs import atom_graph, residue_graph
+from pipeline.graphs.atom_graph import build_atom_graph
 from pipeline.graphs.item_graph import GraphRecipe, decode_graph, encode_graph
+from pipeline.graphs.residue_graph import build_residue_graph
 from pipeline.records import Item, Part, Reason, Rejection, Role
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.structures import inventory
@@ -307,10 +308,10 @@ def real(path):
 
 
 @pytest.mark.shared
-@pytest.mark.parametrize("kind", [residue_graph, atom_graph])
-def test_real_complexes_are_cut_around_their_interface(shared_structures, kind):
+@pytest.mark.parametrize("build", [build_residue_graph, build_atom_graph])
+def test_real_complexes_are_cut_around_their_interface(shared_structures, build):
     for path in sorted((shared_structures / "complexes").glob("*.pdb"))[:4]:
-        graph = kind.build(real(path), GraphRecipe(cross_neighbours=5))
+        graph = build(real(path), GraphRecipe(cross_neighbours=5))
         sizes = graph.sizes()
         limits = {"nodes": sizes["nodes"] // 3, "pairs": sizes["pairs"] // 9}
         small, _ = cut(graph, limits, seed=1)
@@ -318,7 +319,7 @@ def test_real_complexes_are_cut_around_their_interface(shared_structures, kind):
         assert small.sizes()["nodes"] > 0.7 * limits["nodes"] or small.sizes()["pairs"] > 0.7 * limits["pairs"]
         assert small.sizes()["contacts"] > 0
         assert small.sizes()["edges"] < sizes["edges"]
-        if kind is residue_graph:
+        if build is build_residue_graph:
             check(graph, small)
         for part in small.parts:
             for edges in part.edges.values():
