@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.cluster.verdict import Cause
 from pipeline.config.schema import Config
-from pipeline.journal.attempts import Ask, Attempt, Task
+from pipeline.journal.attempts import Ask, Attempt, TaskRecord
 from pipeline.journal.run_status import RunState, RunStatus, StageStatus
 from pipeline.memory.history.task_history import Suggestion
 from pipeline.report.facts import StageUse
@@ -98,7 +98,7 @@ def test_memory_is_suggested_from_what_is_remembered_and_never_from_a_plan_alone
 def test_the_report_tells_what_failed_alike_in_one_go(tmp_path: Path) -> None:
     killed = [attempt(task, cause=Cause.HOST_OOM, reason="killed", state="OUT_OF_MEMORY", done=0) for task in range(9)]
     found = report_of(tmp_path, killed)
-    tasks = {one.task: Task(one.task, ended=[one], then={1: "again with 8 GiB"}) for one in killed}
+    tasks = {one.task: TaskRecord(one.task, ended=[one], then={1: "again with 8 GiB"}) for one in killed}
     status = RunStatus("r", RunState.FAILED, {"scan": StageStatus("scan", work=tasks)})
     lines = [str(line) for line in efficiency_report(status, [found])]
     (story,) = (line for line in lines if "host_oom" in line)
