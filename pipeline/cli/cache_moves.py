@@ -13,12 +13,12 @@ import typer
 from pipeline.cli.options import ConfigFile, Json, Sets, as_typed, load_config, print_json
 from pipeline.cli.run_verbs import (
     DamageList,
-    SubmitTarget,
     print_run_tables,
     run_to_its_end,
     to_regenerate,
     typed_command,
 )
+from pipeline.records import StageName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -135,7 +135,7 @@ def regenerate_command(
         nothing = f"nothing to regenerate: {damage_list} names no record that is lost"
         print_json(Status("", RunState.DONE).to_json()) if as_json else typer.echo(nothing)
         return
-    typed = typed_command(SubmitTarget.REGENERATE, config, sets, damage_list)
+    typed = typed_command(StageName.REGENERATE, config, sets, damage_list)
     run_to_its_end(project, stages, typed, loaded.path, _as_document if as_json else _in_short)
 
 
@@ -144,7 +144,7 @@ def _in_short(status: RunStatus) -> None:
     if status.state.value != "done" or any(stage.missing or stage.warnings for stage in status.stages.values()):
         print_run_tables(status)
         return
-    last = status.stages.get(SubmitTarget.REGENERATE.value)
+    last = status.stages.get(StageName.REGENERATE)
     what = "what the list names" if last and last.items else "everything that this data set needs"
     typer.echo(f"nothing to regenerate: {what} is there   (pipeline status {status.name})")
 

@@ -1,7 +1,7 @@
 """`pipeline completion`: what a shell's TAB offers: verbs, options, stages, runs, settings, recipes, sites.
 
-A script, made here, asks `pipeline __complete LINE`, which walks the same commands as the parser does and answers with
-lines of a word and what it means. No answer: the shell offers files.
+A script, made here, asks `pipeline __complete LINE`; click finds the parameter that is being typed. Typer's own scripts
+are not used: theirs ends a setting with a space, and in bash it offers nothing behind `--stage=` or `cluster.site=`.
 """
 
 from __future__ import annotations
@@ -10,17 +10,16 @@ import os
 import shlex
 from contextlib import suppress
 from enum import Enum
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from pipeline.cli.options import name_parser
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
 
-    from pipeline.journal.run_folder import RunFolder
+    Offers = Callable[[typer.Context, str], Iterable[tuple[str, str]]]
 
 ASKED = "__complete"  # the word by which a shell's script asks
 SITE = "cluster.site="
@@ -62,26 +61,24 @@ class Shell(str, Enum):
     FISH = "fish"
 
 
-SCRIPTS = {Shell.BASH: BASH, Shell.ZSH: ZSH, Shell.FISH: FISH}
-
-
-_parser, _shells = name_parser(Shell)
-_Shell = Annotated[Shell, typer.Argument(parser=_parser, metavar="|".join(_shells), help="Your shell.")]
-
-
-def completion_command(shell: _Shell) -> None:
-    """Print what lets your shell complete commands: source <(pipeline completion bash), in ~/.bashrc.
-
-    zsh: the same in ~/.zshrc, below compinit. fish: pipeline completion fish | source
-    """
-    typer.echo(SCRIPTS[shell], nl=False)
+SCRIPTS: dict[str, str] = {Shell.BASH: BASH, Shell.ZSH: ZSH, Shell.FISH: FISH}
 
 
 def answer(root: Any, line: str) -> Iterator[str]:
-    """Yield the lines that answer what can follow on a command line: a word, and after a tab what it means."""
-    words = _split(line)
-    for word, means in candidates(root, words[1:-1], words[-1]):
-        yield f"{word}\t{' '.join(means.split())}" if means else word
+    """Yield the lines that answer what can follow on a command line: a word, and after a tab what it means.
+
+    None: the shell offers files.
+    """
+    click = next(base for base in type(root).__mro__ if base.__name__ == "Command").__module__  # or typer's copy of it
+    base = import_module(f"{click.rpartition('.')[0]}.shell_completion").ShellComplete
+    # What asks is no shell that click knows: what would be the shell's part is not called.
+    completer = type("Completer", (base,), dict.fromkeys(("source_vars", "get_completion_args", "format_completion")))
+    _, *before, word = _split(line)
+    option, equals, _ = word.partition("=")
+    typed = f"{option}=" if equals and option.startswith("-") else ""
+    for item in completer(root, {}, "pipeline", ASKED).get_completions(before, word):
+        if item.type == "plain":
+            yield f"{typed}{item.value}" + (f"\t{' '.join(item.help.split())}" if item.help else "")
 
 
 def _split(line: str) -> list[str]:
@@ -96,116 +93,46 @@ def _split(line: str) -> list[str]:
     return [*words, ""] if is_between or len(words) < 2 else words
 
 
-def candidates(root: Any, before: Sequence[str], word: str) -> Iterator[tuple[str, str]]:
-    """Yield what can stand where `word` is being typed, after other words, with what it means."""
-    command, given, waits_for = _parsed(root, before)
-    if waits_for is not None:
-        yield from _values(waits_for, word, given)
-        return
-    name, equals, value = word.partition("=")
-    if equals and name.startswith("-"):
-        for option in command.params:
-            if name in getattr(option, "opts", ()):
-                yield from ((f"{name}={one}", means) for one, means in _values(option, value, given))
-    elif word.startswith("-"):
-        yield from ((one, means) for one, means in _options(command, before) if one.startswith(word))
-    elif commands := getattr(command, "commands", None):
-        short = ((one, found.get_short_help_str(60)) for one, found in commands.items() if not found.hidden)
-        yield from ((one, means) for one, means in short if one.startswith(word))
-    else:
-        for argument in command.params:
-            if argument.param_type_name == "argument":
-                yield from _values(argument, word, given)
-                return
+def completing(offers: Offers) -> Callable[[typer.Context, str], list[tuple[str, str]]]:
+    """Return what offers the values of a parameter that begin as what is typed does."""
+
+    def complete(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+        return [(word, means) for word, means in offers(ctx, incomplete) if word.startswith(incomplete)]
+
+    return complete
 
 
-def _parsed(root: Any, words: Sequence[str]) -> tuple[Any, list[tuple[str, str]], Any]:
-    """Return the command that words lead to, its options with their values, and the option whose value is missing."""
-    command, given, waits_for = root, list[tuple[str, str]](), None
-    for word in words:
-        if waits_for is not None:
-            given.append((waits_for.name, word))
-            waits_for = None
-        elif word.startswith("-"):
-            name, equals, value = word.partition("=")
-            option = next((one for one in command.params if name in one.opts), None)
-            takes = option is not None and option.param_type_name == "option" and not option.is_flag
-            if option is not None and takes and equals:
-                given.append((option.name, value))
-            elif takes:
-                waits_for = option
-        else:
-            command = getattr(command, "commands", {}).get(word, command)
-    return command, given, waits_for
-
-
-def _options(command: Any, before: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the options of a command that were not given yet, or may be given again."""
-    for option in command.params:
-        is_new = option.param_type_name == "option" and (option.multiple or not {*option.opts} & {*before})
-        if is_new and not option.hidden:
-            yield option.opts[-1] if option.opts[-1].startswith("--") else option.opts[0], option.help or ""
-    yield "--help", "Show this message and exit."
-
-
-def _values(param: Any, word: str, given: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Yield the values that a parameter can have."""
-    found = VALUES[param.name](given, word) if param.name in VALUES else ((one, "") for one in _choices(param))
-    yield from ((one, means) for one, means in found if one.startswith(word))
-
-
-def _choices(param: Any) -> list[str]:
-    """Return the values of a parameter that has only some: its metavar names them."""
-    names = (param.metavar or "").strip("[]").split("|")
-    return names if len(names) > 1 else []
-
-
-def _runs(given: Sequence[tuple[str, str]], word: str) -> Iterator[tuple[str, str]]:
+def runs(ctx: typer.Context, word: str) -> Iterator[tuple[str, str]]:
     """Yield the runs of the configuration that the line names, the newest first; paths are the shell's business."""
-    from pipeline.cli.options import load_config
+    from pipeline.config.load import find_config, read_config
     from pipeline.errors import PipelineError
     from pipeline.journal.run_folder import runs_in
 
     if os.sep in word:
         return
-    file = next((Path(value).expanduser() for name, value in given if name == "config"), None)
+    file = ctx.params.get("config")
     with suppress(PipelineError):
-        runs = load_config(file, [value for name, value in given if name == "sets"]).config.cluster.runs
-        for folder in reversed(runs_in(runs)):
-            yield folder.name, _typed(folder)
+        config = read_config(find_config(file and file.expanduser()), ctx.params.get("sets") or ()).config
+        for folder in reversed(runs_in(config.cluster.runs)):
+            typed = ""
+            with suppress(OSError):  # which says no more what began it
+                typed = folder.again.read_text()
+            yield folder.name, typed
 
 
-def _typed(folder: RunFolder) -> str:
-    """Return the command that began a run; empty where it is gone."""
-    try:
-        return folder.again.read_text()
-    except OSError:
-        return ""
-
-
-def _recipes(_given: Sequence[tuple[str, str]], _word: str) -> Iterator[tuple[str, str]]:
-    yield from ((path.stem, "") for path in _shipped("configs/recipes"))
-
-
-def _settings(_given: Sequence[tuple[str, str]], word: str) -> Iterator[tuple[str, str]]:
+def settings(_ctx: typer.Context, word: str) -> Iterator[tuple[str, str]]:
     """Yield the settings that can be overridden; of the cluster's profile, its names."""
-    from pipeline.config.load import json_schema
+    from pipeline.config.schema import LEAVES
 
     if word.startswith(SITE):
         yield from ((f"{SITE}{path.stem}", "") for path in _shipped("configs/sites"))
-        return
-    schema = json_schema()
-    yield from ((f"{key}=", means) for key, means in _keys(schema, schema))
+    else:
+        yield from ((f"{'.'.join(key)}=", info.description or "") for key, info in LEAVES.items())
 
 
-def _keys(schema: dict[str, Any], within: dict[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted names of a schema's values, with what they mean."""
-    for name, one in within.get("properties", {}).items():
-        section = schema["$defs"].get(one.get("$ref", "").rpartition("/")[2])
-        if section and "properties" in section:
-            yield from _keys(schema, section, f"{before}{name}.")
-        else:
-            yield f"{before}{name}", one.get("description", "")
+def recipes(_ctx: typer.Context, _word: str) -> Iterator[tuple[str, str]]:
+    """Yield the recipes that a project can begin with."""
+    yield from ((path.stem, "") for path in _shipped("configs/recipes"))
 
 
 def _shipped(folder: str) -> list[Path]:
@@ -214,22 +141,15 @@ def _shipped(folder: str) -> list[Path]:
     return sorted(shipped(folder).glob("*.yaml"))
 
 
-def _gpus(_given: Sequence[tuple[str, str]], _word: str) -> Iterator[tuple[str, str]]:
+def gpus(_ctx: typer.Context, _word: str) -> Iterator[tuple[str, str]]:
+    """Yield the GPUs that are known by name."""
     from pipeline.memory.hardware.gpus import known_names
 
     yield from ((name, "") for name in known_names())
 
 
-def _models(_given: Sequence[tuple[str, str]], _word: str) -> Iterator[tuple[str, str]]:
+def models(_ctx: typer.Context, _word: str) -> Iterator[tuple[str, str]]:
+    """Yield the published encoders."""
     from pipeline.encoder.checkpoints.checkpoint_files import MODELS
 
-    yield from ((one.name, f"{one.layers} layers, width {one.dim:,}") for one in MODELS)
-
-
-VALUES: dict[str, Callable[[Sequence[tuple[str, str]], str], Iterator[tuple[str, str]]]] = {
-    "run": _runs,
-    "recipe": _recipes,
-    "sets": _settings,
-    "gpu": _gpus,
-    "name": _models,
-}
+    yield from ((model.name, f"{model.layers} layers, width {model.dim:,}") for model in MODELS)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import socket
-from enum import Enum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pipeline.cli.log_verbs import run_folder
-from pipeline.cli.options import ConfigFile, Json, Run, Sets, load_config, one_of, print_json
+from pipeline.cli.options import STAGES, ConfigFile, Json, Run, Sets, load_config, one_of, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,19 +20,6 @@ if TYPE_CHECKING:
     from pipeline.journal.run_folder import RunFolder
     from pipeline.journal.run_status import RunStatus
     from pipeline.runs.engine.lifecycle import Cancellation
-
-
-class Cancelled(str, Enum):
-    """What has jobs to cancel."""
-
-    SCAN = "scan"
-    EMBED = "embed"
-    GRAPH = "graph"
-    TRAIN = "train"
-    EVALUATE = "evaluate"
-    PREDICT = "predict"
-    VALIDATE = "validate"
-    REGENERATE = "regenerate"
 
 
 Yes = Annotated[bool, typer.Option("--yes", help="Do it; else only say what would be done.")]
@@ -67,7 +53,7 @@ def resume_command(run: Run = None, config: ConfigFile = None, sets: Sets = None
 
 def cancel_command(
     run: Run = None,
-    only: Annotated[Cancelled | None, one_of(Cancelled, "--stage", "Only the jobs of this stage.")] = None,
+    stage: Annotated[str | None, one_of(STAGES, "--stage", "Only the jobs of this stage.")] = None,
     yes: Yes = False,
     config: ConfigFile = None,
     sets: Sets = None,
@@ -78,7 +64,6 @@ def cancel_command(
     from pipeline.runs.engine.lifecycle import cancel as end
     from pipeline.runs.engine.lifecycle import foresee
 
-    stage = only.value if only else None
     folder, _, executor, status = _opened(run, config, sets)
     with executor:
         if stage is not None and stage not in status.stages:

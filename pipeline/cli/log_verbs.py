@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli.options import ConfigFile, Json, Run, Sets, load_config, one_of, print_json
+from pipeline.cli.options import STAGES, ConfigFile, Json, Run, Sets, load_config, one_of, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -22,24 +21,12 @@ FOLLOW_EVERY_S = 0.5
 LOOK_AFTER_S = 10.0  # how often who follows asks whether anybody still looks after the run
 SHOWN = 10  # logs
 TOGETHER = ("train", "evaluate", "predict")  # stages whose processes are ranks of one task
-
-
-class Logged(str, Enum):
-    """What has logs."""
-
-    SCAN = "scan"
-    EMBED = "embed"
-    GRAPH = "graph"
-    TRAIN = "train"
-    EVALUATE = "evaluate"
-    PREDICT = "predict"
-    VALIDATE = "validate"
-    SUPERVISE = "supervise"
+LOGGED = (*STAGES[:-1], "supervise")  # what has logs
 
 
 def logs_command(
     run: Run = None,
-    stage: Annotated[Logged | None, one_of(Logged, "--stage", "Of one stage, or of the supervisors.")] = None,
+    stage: Annotated[str | None, one_of(LOGGED, "--stage", "Of one stage, or of the supervisors.")] = None,
     task: Annotated[int | None, typer.Option("--task", min=0, help="Of that task, every line.")] = None,
     rank: Annotated[int | None, typer.Option("--rank", min=0, help="Of one process of a task with several.")] = None,
     attempt: Annotated[int | None, typer.Option("--attempt", min=1, help="Of that attempt at each task.")] = None,
@@ -60,10 +47,9 @@ def logs_command(
         raise ConfigError("one document cannot be followed", where="--json", remedy="leave -f or --json out")
     folder = run_folder(run, config, sets)
     status = fold_events(folder.name, LedgerReader(folder).news())
-    of = stage.value if stage else None
     if rank is not None:
-        of, rank = _ranked(folder, status, of, rank)
-    wanted = LogChoice(of, task, attempt, failed)
+        stage, rank = _ranked(folder, status, stage, rank)
+    wanted = LogChoice(stage, task, attempt, failed)
     if follow:
         _follow(folder, wanted, rank)
         return

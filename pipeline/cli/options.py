@@ -6,14 +6,16 @@ import re
 import shlex
 import sys
 from difflib import get_close_matches
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
+from pipeline.cli.completion import completing, runs, settings
+from pipeline.records import StageName
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from pipeline.config.load import LoadedConfig
 
@@ -23,32 +25,37 @@ ConfigFile: TypeAlias = Annotated[
 ]
 Sets: TypeAlias = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a configured value; may be given several times."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        autocompletion=completing(settings),
+        help="Override a configured value; may be given several times.",
+    ),
 ]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
-Run: TypeAlias = Annotated[str | None, typer.Argument(metavar="[RUN]", help="Name of a run; else the newest.")]
+Run: TypeAlias = Annotated[
+    str | None, typer.Argument(metavar="[RUN]", autocompletion=completing(runs), help="Name of a run; else the newest.")
+]
 
-_Name = TypeVar("_Name", bound=Enum)
+STAGES = tuple(StageName)
 
 
-def one_of(names: type[_Name], option: str, help: str) -> Any:  # noqa: A002 - typer's word for it
+def one_of(names: Sequence[str], option: str, help: str) -> Any:  # noqa: A002 - typer's word for it
     """Return an option that is one of some names, and says which was meant where it is none of them."""
-    parser, known = name_parser(names)
-    return typer.Option(option, parser=parser, metavar=f"[{'|'.join(known)}]", help=help)
+    return typer.Option(option, metavar=f"[{'|'.join(names)}]", help=help, **choice(names))
 
 
-def name_parser(names: type[_Name]) -> tuple[Callable[[str | _Name], _Name], list[str]]:
-    """Return what reads one of some names, and says which was meant where it is none of them; and the names."""
-    known = [str(one.value) for one in names]
+def choice(names: Sequence[str]) -> dict[str, Any]:
+    """Return what reads and completes a parameter that is one of some names."""
 
-    def parsed(text: str | _Name) -> _Name:
-        if isinstance(text, names) or text in known:
-            return names(text)
-        near = get_close_matches(str(text), known, n=1)
-        meant = f"did you mean {near[0]}?" if near else f"it is one of {', '.join(known)}"
+    def parsed(text: str) -> str:
+        if text in names:
+            return str(text)
+        near = get_close_matches(text, names, n=1)
+        meant = f"did you mean {near[0]}?" if near else f"it is one of {', '.join(names)}"
         raise typer.BadParameter(f"there is no {text!r}: {meant}")
 
-    return parsed, known
+    return {"parser": parsed, "autocompletion": completing(lambda _ctx, _word: ((name, "") for name in names))}
 
 
 # A command about a cache, with its options, where a text says what to type next.

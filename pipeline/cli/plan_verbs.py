@@ -6,11 +6,11 @@ import os
 import sys
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
-from enum import Enum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pipeline.cli.completion import completing, gpus
 from pipeline.cli.options import ConfigFile, Json, Sets, load_config, one_of, print_json
 
 if TYPE_CHECKING:
@@ -22,28 +22,19 @@ if TYPE_CHECKING:
     from pipeline.runs.model.training_outlook import TrainOutlook
 
 UNTOLD = "note: the cluster does not tell its limits here (no Slurm answers): they are not counted in"
-
-
-class Planned(str, Enum):
-    """What can be planned."""
-
-    SCAN = "scan"
-    EMBED = "embed"
-    GRAPH = "graph"
-    TRAIN = "train"
-    VALIDATE = "validate"
-    ALL = "all"
+PLANNED = ("scan", "embed", "graph", "train", "validate", "all")
 
 
 def plan_command(
     stage: Annotated[
-        Planned, one_of(Planned, "--stage", "The stage to plan, with what it needs before it; train: alone.")
-    ] = Planned.ALL,
+        str, one_of(PLANNED, "--stage", "The stage to plan, with what it needs before it; train: alone.")
+    ] = "all",
     gpu: Annotated[
         list[str] | None,
         typer.Option(
             "--gpu",
             metavar="GPU",
+            autocompletion=completing(gpus),
             help="Train on this: a100-80gb, 24GiB, 3xa100-40gb, or a,b for a job that may land on either. "
             "Several times: compared.",
         ),
@@ -66,29 +57,29 @@ def plan_command(
     from pipeline.runs.workflow.table import STAGES, everything, up_to
 
     loaded = load_config(config, sets)
-    if (gpu or probe) and stage is not Planned.TRAIN:
-        what = f"{'--gpu' if gpu else '--probe'} is about training, but --stage is {stage.value}"
+    if (gpu or probe) and stage != "train":
+        what = f"{'--gpu' if gpu else '--probe'} is about training, but --stage is {stage}"
         raise ConfigError(what, where="pipeline plan", remedy="pipeline plan --stage train")
     with open_executor(loaded.config) as executor:
         project = Project.open(loaded.config, remember=False, strict=True, beside=loaded.base_dir.absolute())
-        if stage is Planned.TRAIN and loaded.config.train.command is not None:
+        if stage == "train" and loaded.config.train.command is not None:
             _show_script(project, executor, measured=bool(gpu or probe), as_json=as_json)
             return
         if loaded.config.cluster.executor == "slurm" and executor.limits == Limits():
             typer.echo(UNTOLD, err=True)
-        if stage is Planned.TRAIN:
+        if stage == "train":
             again = graph_command(config, sets or (), loaded.config)
             found_one = _training(loaded, project, executor, gpus=gpu or (), probing=probe, again=again)
             _show_training(found_one, as_json=as_json)
             return
-        names = everything(loaded.config) if stage is Planned.ALL else up_to(stage.value, loaded.config)
+        names = everything(loaded.config) if stage == "all" else up_to(stage, loaded.config)
         names = [name for name in names if not STAGES[name].together]  # those are planned by tracing a step
         found = list(estimates(project, names, executor, loaded.origins))
     if as_json:
         print_json([asdict(estimate) for estimate in found])
     else:
         tables.show_parts(*estimate_report(found), columns=tables.MESSAGE)
-        if stage is Planned.ALL and loaded.config.train.task is not None:
+        if stage == "all" and loaded.config.train.task is not None:
             typer.echo("training is planned apart: pipeline plan --stage train --gpu a100-80gb")
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shlex
 from dataclasses import replace
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli.options import ConfigFile, Sets, load_config, one_of, print_json
+from pipeline.cli.options import STAGES, ConfigFile, Sets, load_config, one_of, print_json
+from pipeline.records import StageName
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,20 +29,6 @@ WATCH_EVERY_S = 0.5
 INLINE_S = 5.0  # what takes longer is left to the first supervisor job
 
 
-class SubmitTarget(str, Enum):
-    """What can be submitted."""
-
-    SCAN = "scan"
-    EMBED = "embed"
-    GRAPH = "graph"
-    TRAIN = "train"
-    EVALUATE = "evaluate"
-    PREDICT = "predict"
-    VALIDATE = "validate"
-    REGENERATE = "regenerate"
-    ALL = "all"
-
-
 DamageList = Annotated[
     Path | None,
     typer.Option(
@@ -51,17 +37,10 @@ DamageList = Annotated[
 ]
 
 
-class ExecutorName(str, Enum):
-    """Where it can run."""
-
-    LOCAL = "local"
-    SLURM = "slurm"
-
-
 def submit_command(
-    stage: Annotated[SubmitTarget, one_of(SubmitTarget, "--stage", "The stage to run, with what it needs before it.")],
+    stage: Annotated[str, one_of((*STAGES, "all"), "--stage", "The stage to run, with what it needs before it.")],
     executor: Annotated[
-        ExecutorName | None, one_of(ExecutorName, "--executor", "Where to run it; else cluster.executor.")
+        str | None, one_of(("local", "slurm"), "--executor", "Where to run it; else cluster.executor.")
     ] = None,
     only: Annotated[bool, typer.Option("--only", help="Run that stage alone; what it needs is there.")] = False,
     damage_list: DamageList = None,
@@ -87,23 +66,21 @@ def submit_command(
 
     if as_json and (not dry_run or emit is not None):
         what = "a document is printed of what would be done"
-        raise ConfigError(what, where="--json", remedy=f"pipeline submit --stage {stage.value} --dry-run --json")
-    if damage_list is not None and stage is not SubmitTarget.REGENERATE:
-        what = f"a list says what to regenerate, but --stage is {stage.value}"
+        raise ConfigError(what, where="--json", remedy=f"pipeline submit --stage {stage} --dry-run --json")
+    if damage_list is not None and stage != StageName.REGENERATE:
+        what = f"a list says what to regenerate, but --stage is {stage}"
         raise ConfigError(what, where="--list", remedy="pipeline submit --stage regenerate --list FILE")
-    sets = [*(sets or ()), *([f"cluster.executor={executor.value}"] if executor else ())]
+    sets = [*(sets or ()), *([f"cluster.executor={executor}"] if executor else ())]
     loaded = load_config(config, sets)
     chosen, beside = loaded.config, loaded.base_dir.absolute()
-    if only and stage in (SubmitTarget.ALL, SubmitTarget.REGENERATE):
-        raise ConfigError(
-            "several stages are not one alone", where="--only", remedy=f"pipeline submit --stage {stage.value}"
-        )
+    if only and stage in ("all", StageName.REGENERATE):
+        raise ConfigError("several stages are not one alone", where="--only", remedy=f"pipeline submit --stage {stage}")
     idle = dry_run or emit is not None
     project = Project.open(chosen, remember=not idle, beside=beside, strict=True)
-    if stage is SubmitTarget.REGENERATE:
+    if stage == StageName.REGENERATE:
         project, stages = to_regenerate(project, damage_list)
     else:
-        stages = everything(chosen) if stage is SubmitTarget.ALL else up_to(stage.value, chosen)
+        stages = everything(chosen) if stage == "all" else up_to(stage, chosen)
         stages = stages[-1:] if only else stages
     if not stages:
         nothing = f"nothing to regenerate: {damage_list} names no record that is lost"
@@ -213,9 +190,9 @@ def _status_of(folder: RunFolder) -> str:
     return f"pipeline status {shlex.quote(os.path.relpath(folder.path))} --watch"
 
 
-def typed_command(stage: SubmitTarget, config: Path | None, sets: list[str], damage_list: Path | None = None) -> str:
+def typed_command(stage: str, config: Path | None, sets: list[str], damage_list: Path | None = None) -> str:
     """Return the command that does what is missing: the one that was typed, with what the stage needs before it."""
-    words = ["pipeline", "submit", "--stage", stage.value, *(["--config", str(config)] if config else [])]
+    words = ["pipeline", "submit", "--stage", stage, *(["--config", str(config)] if config else [])]
     words += [word for one in sets for word in ("--set", one)]
     return shlex.join([*words, *(["--list", str(damage_list)] if damage_list else [])])
 
@@ -248,7 +225,7 @@ def _say_planning(stage: Stage, project: Project) -> None:
         return
     if not is_planned(project):
         typer.echo("planning: the training step is run on tensors without data ...", err=True)
-    for line in novelty(project) if stage.name == SubmitTarget.TRAIN.value else ():
+    for line in novelty(project) if stage.name == StageName.TRAIN else ():
         typer.echo(line, err=True)
 
 
@@ -352,5 +329,5 @@ def demo_command(
     from pipeline.setup.demo_project import make_project, what_to_look_at
 
     config_file = make_project(folder)
-    submit_command(SubmitTarget.ALL, ExecutorName.LOCAL, follow=True, config=config_file)
+    submit_command("all", "local", follow=True, config=config_file)
     typer.echo(what_to_look_at(folder))

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli.options import ConfigFile, Json, Sets, print_json
+from pipeline.cli.completion import SCRIPTS, Shell, completing, recipes
+from pipeline.cli.options import ConfigFile, Json, Sets, choice, print_json
 
 if TYPE_CHECKING:
     from pipeline.setup.site_facts import Site
@@ -39,6 +40,7 @@ def init_command(
         str | None,
         typer.Option(
             "--recipe",
+            autocompletion=completing(recipes),
             help="Begin with complex_docking, rna_ligand, spectra_finetune, denovo_recursive or contrastive_pair.",
         ),
     ] = None,
@@ -62,6 +64,19 @@ def init_command(
     guides = shipped("docs/guides.md")
     what = "your complexes are" if recipe is None else f"your data are; {guides} tells how to make some for a trial"
     typer.echo(f"next:\n{enter}  edit pipeline.yaml     say in data.path where {what}\n  pipeline doctor")
+
+
+_SHELLS = tuple(shell.value for shell in Shell)
+
+
+def completion_command(
+    shell: Annotated[Shell, typer.Argument(metavar="|".join(_SHELLS), help="Your shell.", **choice(_SHELLS))],
+) -> None:
+    """Print what lets your shell complete commands: source <(pipeline completion bash), in ~/.bashrc.
+
+    zsh: the same in ~/.zshrc, below compinit. fish: pipeline completion fish | source
+    """
+    typer.echo(SCRIPTS[shell], nl=False)
 
 
 def _look() -> tuple[Site | None, str]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pipeline.cli.completion import completing, models
 from pipeline.cli.options import ConfigFile, Json, Sets, load_config, print_json
 
 if TYPE_CHECKING:
@@ -27,7 +28,10 @@ Force = Annotated[bool, typer.Option("--force", help="Replace what is there.")]
 @app.command("fetch")
 def fetch_command(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="A published model; else the configured.")
+        str | None,
+        typer.Argument(
+            metavar="[NAME]", autocompletion=completing(models), help="A published model; else the configured."
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="PATH", help="Where to put it; else as configured.")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from pipeline.cli.completion import SCRIPTS, Shell, answer
+from pipeline.cli.completion import SCRIPTS, answer
 from pipeline.cli.main import app
 from tests.journal.ledgers import Told
 
@@ -54,8 +54,8 @@ def cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def script(shell: Shell, folder: Path) -> Path:
-    path = folder / f"completion.{shell.value}"
+def script(shell: str, folder: Path) -> Path:
+    path = folder / f"completion.{shell}"
     path.write_text(SCRIPTS[shell])
     return path
 
@@ -129,13 +129,13 @@ def test_runs_of_a_project_that_is_broken_are_not_offered_and_nothing_is_said(ru
     ],
 )
 def test_bash_completes(tmp_path: Path, line: str, reply: list[str]) -> None:
-    text = IN_BASH.format(script=script(Shell.BASH, tmp_path), line=line, pipeline=PIPELINE)
+    text = IN_BASH.format(script=script("bash", tmp_path), line=line, pipeline=PIPELINE)
     done = subprocess.run(["bash", "--norc", "-c", text], capture_output=True, text=True, check=True)
     assert (done.stdout.splitlines(), done.stderr) == (reply, "")
 
 
 def test_bash_knows_for_which_command(tmp_path: Path) -> None:
-    text = f"source {script(Shell.BASH, tmp_path)}; complete -p pipeline"
+    text = f"source {script('bash', tmp_path)}; complete -p pipeline"
     done = subprocess.run(["bash", "--norc", "-c", text], capture_output=True, text=True, check=True)
     assert done.stdout == "complete -o default -F _pipeline pipeline\n"
 
@@ -143,7 +143,7 @@ def test_bash_knows_for_which_command(tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed here")
 def test_zsh_completes(tmp_path: Path) -> None:
     for line, reply in (("pipeline cache va", "validate:"), ("pipeline submit --config x", "files")):
-        text = IN_ZSH.format(script=script(Shell.ZSH, tmp_path), line=line, pipeline=PIPELINE)
+        text = IN_ZSH.format(script=script("zsh", tmp_path), line=line, pipeline=PIPELINE)
         done = subprocess.run(["zsh", "-f", "-c", text], capture_output=True, text=True, check=True)
         assert done.stdout.splitlines()[-1].startswith(reply)
         assert done.stderr == ""
@@ -151,7 +151,7 @@ def test_zsh_completes(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed here")
 def test_fish_completes(tmp_path: Path) -> None:
-    place = f"set -x PATH {PIPELINE.parent} $PATH; set -x HOME {tmp_path}; source {script(Shell.FISH, tmp_path)}"
+    place = f"set -x PATH {PIPELINE.parent} $PATH; set -x HOME {tmp_path}; source {script('fish', tmp_path)}"
     text = f"{place}; complete -C 'pipeline submit --stage tr'; complete -C 'pipeline cache va'"
     done = subprocess.run(["fish", "--no-config", "-c", text], capture_output=True, text=True, check=True)
     assert [line.partition("\t")[0] for line in done.stdout.splitlines()] == ["train", "validate"]
@@ -180,7 +180,7 @@ def test_an_answer_takes_less_than_half_a_second_and_no_torch(runs: Path) -> Non
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_script_is_printed_and_nothing_else(shell: str) -> None:
     done = subprocess.run([PIPELINE, "completion", shell], capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == (SCRIPTS[Shell(shell)], "")
+    assert (done.stdout, done.stderr) == (SCRIPTS[shell], "")
 
 
 @pytest.mark.parametrize(
