@@ -9,7 +9,7 @@ Each rung says in its answers where it stands and how far to trust it; what made
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -29,14 +29,13 @@ from pipeline.memory.footprint import (
 from pipeline.protocol import ITEMS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from torch import nn
 
     from pipeline.memory.footprint import Oracle
 
     Sizes = Mapping[str, int]
-    from collections.abc import Iterable, Mapping
-
-    from torch import nn
 
 Answer = TypeVar("Answer", StandingFootprint, MicroFootprint)
 
@@ -95,33 +94,73 @@ TRUST = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """What a model's parameters tell without running it."""
+class Formula:
+    """An `Oracle` that only counts parameters; its answers are of the whole model, whatever the shards."""
 
-    parameters: int
-    trained: int
-    largest: int  # of the trained tensors
-    tensors: int
-    widths: int  # outputs of all maps together, for one row
-    buffer_bytes: int
+    def __init__(self, model: nn.Module, *, states: int, averages: int, padded: bool) -> None:
+        """Count a model, which may be on the meta device.
 
-    @classmethod
-    def of(cls, model: nn.Module) -> Counts:
-        """Count those of a model; it may be on the meta device."""
+        `states`: the optimizer's of each trained number (AdamW: 2); `averages`: of the model. `padded`: sizes are those
+        of the largest item, and items are padded to it; else they are sums over the batch.
+        """
         tensors = list(model.parameters())
         trained = [tensor.numel() for tensor in tensors if tensor.requires_grad]
-        return cls(
-            parameters=sum(tensor.numel() for tensor in tensors),
-            trained=sum(trained),
-            largest=max(trained, default=0),
-            tensors=len(tensors),
-            widths=widths(model),
-            buffer_bytes=sum(tensor.numel() * tensor.element_size() for tensor in model.buffers()),
+        self._parameters, self._trained = sum(tensor.numel() for tensor in tensors), sum(trained)
+        self._tensors, self._largest = len(tensors), max(trained, default=0)
+        self._widths = map_widths(model)
+        self._buffer_bytes = sum(tensor.numel() * tensor.element_size() for tensor in model.buffers())
+        self._states, self._averages, self._padded = states, averages, padded
+
+    def standing(self, choice: MemoryChoice) -> StandingFootprint:  # noqa: ARG002 - all choices stand alike
+        """Return what it takes whatever the batch."""
+        model, gradient = FLOAT_BYTES * self._parameters, FLOAT_BYTES * self._trained
+        state, average = self._states * gradient, self._averages * model
+        parts = [
+            (Category.PARAMETERS, model),
+            (Category.BUFFERS, self._buffer_bytes),
+            (Category.OPTIMIZER, state),
+            (Category.EMA, average),
+        ]
+        # Optimizers that take all tensors at once need about a copy of them on the way (torch.optim, `foreach`).
+        passing = [(0, gradient), (0, -gradient), (-1, -gradient)]
+        return StandingFootprint(
+            setup=_tape([(-2, model), (-3, self._buffer_bytes), (-4, average)]),
+            first_update=_tape([(-5, state), *passing]),
+            update=_tape(passing),
+            parts=_parts(parts),
+            update_parts=_parts([*parts, (Category.GRADIENTS, gradient), (Category.TEMPORARIES, gradient)]),
+            parameters=self._parameters,
+            trained=self._trained,
+            origin=Provenance.ASSUMED,
+            notes=(TRUST,),
+        )
+
+    def micro(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint:
+        """Return what a micro-batch of these sizes takes."""
+        largest = max((value for name, value in sizes.items() if name != ITEMS), default=1)
+        items = sizes.get(ITEMS, 1)
+        rows = largest * items if self._padded else max(largest, items)  # to which each map is thought to be applied
+        casts = 0 if choice.precision == "fp32" else HALF_BYTES * self._parameters
+        gradient, gradient_on_its_way = FLOAT_BYTES * self._trained, FLOAT_BYTES * self._largest
+        live = FLOAT_BYTES * COPIES * rows * self._widths + gradient_on_its_way + casts
+        saves = {"checkpointing": choice.checkpointing, "offloading": choice.offload}
+        return MicroFootprint(
+            sizes=dict(sizes),
+            first=_tape([(0, live), (-1, gradient), (0, -live)]),
+            again=_tape([(0, live), (0, -live)]),
+            parts=(
+                *self.standing(choice).parts,
+                *_parts([(Category.GRADIENTS, gradient), (Category.ACTIVATIONS, live)]),
+            ),
+            flops=float(FLOPS_A_PARAMETER * self._parameters * rows),
+            kernels=KERNELS_A_TENSOR * self._tensors,
+            moved_bytes=float(MOVED * live),
+            origin=Provenance.ASSUMED,
+            notes=(TRUST, *(f"what {name} saves is not in the formula" for name, asked in saves.items() if asked)),
         )
 
 
-def widths(model: nn.Module) -> int:
+def map_widths(model: nn.Module) -> int:
     """Return how many numbers all maps make of a row; which side of a matrix is the output nobody tells."""
     total = 0
     for module in model.modules():
@@ -132,90 +171,12 @@ def widths(model: nn.Module) -> int:
     return total
 
 
-class Formula:
-    """An `Oracle` that only counts; its answers are of the whole model, whatever the shards."""
-
-    def __init__(self, counts: Counts, *, states: int, averages: int, padded: bool) -> None:
-        """Keep the counts; `states`: the optimizer's of each trained number (AdamW: 2); `averages`: of the model.
-
-        `padded`: sizes are those of the largest item, and items are padded to it; else they are sums over the batch.
-        """
-        self.counts = counts
-        self.states = states
-        self.averages = averages
-        self.padded = padded
-
-    def standing(self, choice: MemoryChoice) -> StandingFootprint:  # noqa: ARG002 - all choices stand alike
-        """Return what it takes whatever the batch."""
-        counts = self.counts
-        model, gradient = FLOAT_BYTES * counts.parameters, FLOAT_BYTES * counts.trained
-        state, average = self.states * gradient, self.averages * model
-        parts = sized_parts(
-            {
-                Category.PARAMETERS: model,
-                Category.BUFFERS: counts.buffer_bytes,
-                Category.OPTIMIZER: state,
-                Category.EMA: average,
-            }
-        )
-        # Optimizers that take all tensors at once need about a copy of them on the way (torch.optim, `foreach`).
-        passing = [(0, gradient), (0, -gradient), (-1, -gradient)]
-        return StandingFootprint(
-            setup=tape([(-2, model), (-3, counts.buffer_bytes), (-4, average)]),
-            first_update=tape([(-5, state), *passing]),
-            update=tape(passing),
-            parts=parts,
-            update_parts=(*parts, *sized_parts({Category.GRADIENTS: gradient, Category.TEMPORARIES: gradient})),
-            parameters=counts.parameters,
-            trained=counts.trained,
-            origin=Provenance.ASSUMED,
-            notes=(TRUST,),
-        )
-
-    def micro(self, choice: MemoryChoice, sizes: Sizes) -> MicroFootprint:
-        """Return what a micro-batch of these sizes takes."""
-        kept = FLOAT_BYTES * COPIES * self.rows(sizes) * self.counts.widths
-        gradient = FLOAT_BYTES * self.counts.trained
-        live = kept + self.passing_bytes(choice)
-        play = [(0, live), (0, -live)]
-        return MicroFootprint(
-            sizes=dict(sizes),
-            first=tape([play[0], (-1, gradient), play[1]]),
-            again=tape(play),
-            parts=(
-                *self.standing(choice).parts,
-                *sized_parts({Category.GRADIENTS: gradient, Category.ACTIVATIONS: live}),
-            ),
-            flops=float(FLOPS_A_PARAMETER * self.counts.parameters * self.rows(sizes)),
-            kernels=KERNELS_A_TENSOR * self.counts.tensors,
-            moved_bytes=float(MOVED * live),
-            origin=Provenance.ASSUMED,
-            notes=(TRUST, *ignored(choice)),
-        )
-
-    def rows(self, sizes: Sizes) -> int:
-        """Return to how many rows each map is thought to be applied."""
-        largest = max((value for name, value in sizes.items() if name != ITEMS), default=1)
-        return largest * sizes.get(ITEMS, 1) if self.padded else max(largest, sizes.get(ITEMS, 1))
-
-    def passing_bytes(self, choice: MemoryChoice) -> int:
-        """Return what a micro-batch makes of parameters: a gradient on its way, and casts."""
-        casts = 0 if choice.precision == "fp32" else HALF_BYTES * self.counts.parameters
-        return FLOAT_BYTES * self.counts.largest + casts
-
-
-def sized_parts(sizes: Mapping[Category, int]) -> tuple[MemoryPart, ...]:
+def _parts(sizes: Iterable[tuple[Category, int]]) -> tuple[MemoryPart, ...]:
     """Return the parts that are there."""
-    return tuple(MemoryPart(category, "", size) for category, size in sizes.items() if size)
+    return tuple(MemoryPart(category, "", size) for category, size in sizes if size)
 
 
-def ignored(choice: MemoryChoice) -> tuple[str, ...]:
-    """Say what the formula does not know to save."""
-    asked = {"checkpointing": choice.checkpointing, "offloading": choice.offload}
-    return tuple(f"what {name} saves is not in the formula" for name, is_asked in asked.items() if is_asked)
-
-
-def tape(events: Iterable[tuple[int, int]]) -> Tape:
+def _tape(events: Iterable[tuple[int, int]]) -> Tape:
     """Return events as a tape; empty blocks are left out."""
     table = np.array([event for event in events if event[1]], np.int64).reshape(-1, 2)
     return Tape(table[:, 0].copy(), table[:, 1].copy())

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeline.errors import ConfigError
-from pipeline.memory.estimating.fallback_oracle import Counts, Formula, OracleLadder
+from pipeline.memory.estimating.fallback_oracle import Formula, OracleLadder
 from pipeline.memory.planning.memory_plan import CardSpec, DataSizes, Micros, Oversize, PlanRequest
 from pipeline.project.run_code import load_task, user_code_failed
 from pipeline.protocol import ITEMS, Contrastive, Example
@@ -130,7 +130,7 @@ class Work:
         def formula() -> Formula:
             states = {"adamw": 2, "adam": 2, "sgd": 1}[self.settings.optimizer]
             averages = int(self.settings.ema is not None)
-            return Formula(Counts.of(self.model()), states=states, averages=averages, padded=padded)
+            return Formula(self.model(), states=states, averages=averages, padded=padded)
 
         if not isinstance(self.task, Example):
             ladder = OracleLadder([formula])

@@ -15,7 +15,7 @@ from pipeline.errors import PlanInfeasible
 from pipeline.memory import footprint
 from pipeline.memory.estimating.cpu_profile import measure, record
 from pipeline.memory.estimating.extrapolate import stretched
-from pipeline.memory.estimating.fallback_oracle import Counts, Formula, OracleLadder
+from pipeline.memory.estimating.fallback_oracle import Formula, OracleLadder
 from pipeline.memory.estimating.small_steps import Allowance, MeasuredSmall, rising
 from pipeline.memory.footprint import (
     Category,
@@ -394,8 +394,7 @@ def test_stretching_moves_the_peak_to_where_it_is_wanted_and_leaves_gradients_al
 def test_the_formula_is_above_what_is_really_needed_and_says_that_it_is_crude(kind: str) -> None:
     make, _, wanted = KINDS[kind]
     with torch.device("meta"):
-        counts = Counts.of(make())
-    formula = Formula(counts, states=2, averages=0, padded=False)
+        formula = Formula(make(), states=2, averages=0, padded=False)
     standing, micro = formula.standing(CHOICE), formula.micro(CHOICE, wanted)
     for micros in (1, 2):
         assert StepTapes.of(standing, [micro] * micros).peak_bytes(0) >= real_step(kind, wanted, micros).peak_bytes
@@ -406,7 +405,7 @@ def test_the_formula_is_above_what_is_really_needed_and_says_that_it_is_crude(ki
 
 def test_the_formula_is_above_what_a_transformer_needs() -> None:
     layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, batch_first=True), 3, enable_nested_tensor=False)
-    formula = Formula(Counts.of(layers), states=2, averages=1, padded=True)
+    formula = Formula(layers, states=2, averages=1, padded=True)
     micro = formula.micro(CHOICE, {"items": 8, "length": 64})
     assert micro.first.peak_bytes >= measure(lambda: layers(torch.randn(8, 64, 64)).sum().backward()).peak_bytes
     assert {part.category for part in formula.standing(CHOICE).parts} == {
@@ -434,7 +433,7 @@ class Fails:
 
 def test_the_ladder_goes_down_once_and_says_why() -> None:
     fails = Fails("aten.nonzero needs values")
-    formula = Formula(Counts.of(Masked(16, 8)), states=2, averages=0, padded=False)
+    formula = Formula(Masked(16, 8), states=2, averages=0, padded=False)
     ladder = OracleLadder([lambda: fails, lambda: formula])
     assert ladder.standing(CHOICE).notes[0] == "aten.nonzero needs values"
     assert ladder.micro(CHOICE, {"nodes": 10}).notes[0] == "aten.nonzero needs values"
