@@ -144,48 +144,37 @@ def _write(path: Path, made: Iterator[Any], writers: dict[str, Callable[[Path, I
 
 def _mgf(path: Path, made: Iterable[MadeSpectrum]) -> None:
     with path.open("w", encoding="ascii", newline="\n") as file:
-        for one in made:
-            peaks = "%.4f %d\n" * len(one.peak_P2) % tuple(one.peak_P2.ravel().tolist())
+        for spectrum in made:
+            peaks = "%.4f %d\n" * len(spectrum.peak_P2) % tuple(spectrum.peak_P2.ravel().tolist())
             file.write(
-                f"BEGIN IONS\nTITLE={one.id}\nPEPMASS={one.precursor_mz:.5f}\nCHARGE={one.charge}+\nSEQ={one.peptide}\n"
-                f"SPLIT={one.split}\nTARGET={one.target:.4f}\n{peaks}END IONS\n\n"
+                f"BEGIN IONS\nTITLE={spectrum.id}\nPEPMASS={spectrum.precursor_mz:.5f}\nCHARGE={spectrum.charge}+\n"
+                f"SEQ={spectrum.peptide}\nSPLIT={spectrum.split}\nTARGET={spectrum.target:.4f}\n{peaks}END IONS\n\n"
             )
 
 
 def _hdf5_spectra(path: Path, made: Iterator[MadeSpectrum], count: int, longest: int, peaks: int) -> None:
     """Write so many spectra in the layout of DreaMS."""
-    columns = {
-        "spectrum": ("f4", (2, peaks)),
-        "precursor_mz": ("f8", ()),
-        "charge": ("i1", ()),
-        "target": ("f8", ()),
-        "name": ("S32", ()),
-        "fold": ("S5", ()),
-        "sequence": (f"S{longest}", ()),
+
+    def padded(spectrum: MadeSpectrum) -> NDArray[np.float64]:
+        return np.pad(spectrum.peak_P2.T, ((0, 0), (0, peaks - len(spectrum.peak_P2))))
+
+    columns: dict[str, tuple[str, Callable[[MadeSpectrum], Any]]] = {
+        "spectrum": (f"(2,{peaks})f4", padded),
+        "precursor_mz": ("f8", lambda spectrum: spectrum.precursor_mz),
+        "charge": ("i1", lambda spectrum: spectrum.charge),
+        "target": ("f8", lambda spectrum: spectrum.target),
+        "name": ("S32", lambda spectrum: spectrum.id.encode()),
+        "fold": ("S5", lambda spectrum: spectrum.split.encode()),
+        "sequence": (f"S{longest}", lambda spectrum: spectrum.peptide.encode()),
     }
     with hdf5.library(path).File(path, "w") as file:
-        for name, (kind, shape) in columns.items():
-            file.create_dataset(name, (count, *shape), kind)
+        for name, (kind, _) in columns.items():
+            dtype = np.dtype(kind)
+            file.create_dataset(name, (count, *dtype.shape), dtype.base)
         for start in range(0, count, PIECE):
             piece = list(islice(made, PIECE))
-            for name, values in _columns(piece, peaks).items():
-                file[name][start : start + len(piece)] = values
-
-
-def _columns(piece: Sequence[MadeSpectrum], peaks: int) -> dict[str, NDArray[Any]]:
-    """Return the columns of some spectra."""
-    spectrum_B2P = np.zeros((len(piece), 2, peaks), np.float32)
-    for row, one in enumerate(piece):
-        spectrum_B2P[row, :, : len(one.peak_P2)] = one.peak_P2.T
-    return {
-        "spectrum": spectrum_B2P,
-        "precursor_mz": np.array([one.precursor_mz for one in piece]),
-        "charge": np.array([one.charge for one in piece]),
-        "target": np.array([one.target for one in piece]),
-        "name": np.array([one.id.encode() for one in piece]),
-        "fold": np.array([one.split.encode() for one in piece]),
-        "sequence": np.array([one.peptide.encode() for one in piece]),
-    }
+            for name, (_, value_of) in columns.items():
+                file[name][start : start + len(piece)] = np.array([value_of(spectrum) for spectrum in piece])
 
 
 def _table(path: Path, made: Iterable[MadePair]) -> None:
