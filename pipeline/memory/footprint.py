@@ -182,8 +182,8 @@ def parts_at_peak(
     standing: StandingFootprint, micro: MicroFootprint, *, accumulate: bool = True
 ) -> tuple[MemoryPart, ...]:
     """Return what is live at the peak of a step of such micro-batches, one or several."""
-    told = micro.parts if accumulate or not micro.first_parts else micro.first_parts
-    return max(standing.update_parts, told, key=lambda parts: sum(part.bytes for part in parts))
+    parts = micro.parts if accumulate or not micro.first_parts else micro.first_parts
+    return max(standing.update_parts, parts, key=lambda some: sum(part.bytes for part in some))
 
 
 FIRST_CONTACT = {  # what is added to a prediction for the caching allocator of a card, by where it is from

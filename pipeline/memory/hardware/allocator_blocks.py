@@ -80,7 +80,7 @@ class BlockPool:
     def add_unmapped(self, block: SegmentBlock) -> None:
         """Keep a block without memory, by its address."""
         self.unmapped.append(block)
-        self.unmapped.sort(key=lambda one: one.address)
+        self.unmapped.sort(key=lambda free: free.address)
 
 
 def merge(block: SegmentBlock) -> None:

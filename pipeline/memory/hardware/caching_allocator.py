@@ -62,14 +62,14 @@ class AllocatorSettings:
 
     @property
     def text(self) -> str:
-        """Return the variable's value; empty: leave it unset."""
-        said = {
+        """The variable's value; empty: leave it unset."""
+        values = {
             "expandable_segments": self.expandable,
             "max_split_size_mb": (self.max_split_bytes or 0) // MIB,
             "roundup_power2_divisions": self.roundup_power2_divisions,
             "garbage_collection_threshold": self.garbage_collection_threshold,
         }
-        return ",".join(f"{name}:{value}" for name, value in said.items() if value)
+        return ",".join(f"{name}:{value}" for name, value in values.items() if value)
 
     @property
     def name(self) -> str:

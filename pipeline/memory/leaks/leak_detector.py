@@ -108,22 +108,22 @@ class Leaks:
         """Hear that a step of a bucket has ended, its gradients released."""
         self._step += 1
         lap = False
-        for series, count in self._series:
+        for series in self._series:
             is_due = series.name != OBJECTS or self._step % OBJECTS_EVERY == 0
             if is_due and (self._window is None or series.name == TENSORS):  # a look's own records are host memory, too
-                lap |= series.add(bucket, count(), self._step)
+                lap |= series.add(bucket, series.count(), self._step)
         if self._window is not None:
             self._look(self._window)
         elif lap:
-            self._consider({series: series.by_laps for series, _ in self._series if self._is_grave(series)})
+            self._consider({series: series.by_laps for series in self._series if self._is_grave(series)})
 
     def epoch(self) -> list[MemoryLeak]:
         """Hear that an epoch has ended; return the leaks that are known, as they are now."""
         self._epoch_steps, self._epoch_began = self._step - self._epoch_began, self._step
-        for series, _ in self._series:
+        for series in self._series:
             series.end_epoch()
         if self._window is None:
-            rates = {series: series.by_epochs for series, _ in self._series}
+            rates = {series: series.by_epochs for series in self._series}
             self._consider({series: rate for series, rate in rates.items() if rate > 0})
         return list(self._leaks.values())
 
@@ -201,7 +201,7 @@ class Leaks:
         scale = expected / explained if explained and OBJECTS not in self._rates else 1.0
         if not EXPLAINED <= scale <= 1 / EXPLAINED:
             scale = 1.0
-        gained = sum(series.gained_bytes for series, _ in self._series if series.name in self._rates)
+        gained = sum(series.gained_bytes for series in self._series if series.name in self._rates)
         memory = max(self._rates, key=lambda name: self._rates[name])
         for left in found:
             share = left.bytes_per_step / explained
@@ -232,18 +232,18 @@ class Leaks:
             self._tell(leak)
 
 
-def _series(tensors: Callable[[], int] | None, *, shared: bool) -> list[tuple[Series, Callable[[], int]]]:
-    """Return what is counted, and how: tensors, the host's memory, Python's objects."""
-    malloc = malloc_counter()
-    found = [(Series(OBJECTS, HOST_FLOOR_BYTES), small_objects_bytes)]
+def _series(tensors: Callable[[], int] | None, *, shared: bool) -> list[Series]:
+    """Return what is counted: Python's objects, tensors, the host's memory."""
+    series = [Series(OBJECTS, HOST_FLOOR_BYTES, small_objects_bytes)]
     if tensors is not None:
-        found.append((Series(TENSORS, TENSOR_FLOOR_BYTES), tensors))
+        series.append(Series(TENSORS, TENSOR_FLOOR_BYTES, tensors))
+    malloc = malloc_counter()
     if malloc is None:
-        return [*found, (Series(HOST, RESIDENT_FLOOR_BYTES), resident_bytes)]
+        return [*series, Series(HOST, RESIDENT_FLOOR_BYTES, resident_bytes)]
     if tensors is not None and shared:
         host, counted = malloc, tensors  # tensors are in malloc's memory: what is left of it is counted
-        return [*found, (Series(HOST, HOST_FLOOR_BYTES), lambda: host() - counted())]
-    return [*found, (Series(HOST, HOST_FLOOR_BYTES), malloc)]
+        return [*series, Series(HOST, HOST_FLOOR_BYTES, lambda: host() - counted())]
+    return [*series, Series(HOST, HOST_FLOOR_BYTES, malloc)]
 
 
 Marks: TypeAlias = "dict[Hashable, tuple[int, int]]"  # bucket -> (least live bytes, the step at which it was)
@@ -291,8 +291,8 @@ def leaking(spans: Sequence[Marks], floor_bytes: float) -> float:
 class Series:
     """One count of bytes over a run: by epochs, and by laps within them."""
 
-    def __init__(self, name: str, floor_bytes: int) -> None:
-        self.name, self.floor_bytes = name, floor_bytes
+    def __init__(self, name: str, floor_bytes: int, count: Callable[[], int]) -> None:
+        self.name, self.floor_bytes, self.count = name, floor_bytes, count
         self.epochs: list[Marks] = []  # the first, in which caches fill, is dropped
         self.laps: list[Marks] = []
         self.base: Marks = {}  # what was live when growth began to count

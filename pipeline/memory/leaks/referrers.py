@@ -41,7 +41,7 @@ def _skipped() -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _beginnings(*folders: Path) -> tuple[str, ...]:
-    return tuple({f"{one}{os.sep}" for folder in folders for one in (folder, folder.resolve())})
+    return tuple({f"{path}{os.sep}" for folder in folders for path in (folder, folder.resolve())})
 
 
 @functools.lru_cache(maxsize=4096)
@@ -50,7 +50,7 @@ def is_users(file: str) -> bool:
     skipped, standard = _skipped()
     if file.startswith(("<", *skipped)):
         return False
-    return not file.startswith(standard) or any(f"{os.sep}{one}{os.sep}" in file for one in _PACKAGES)
+    return not file.startswith(standard) or any(f"{os.sep}{packages}{os.sep}" in file for packages in _PACKAGES)
 
 
 @functools.lru_cache(maxsize=4096)

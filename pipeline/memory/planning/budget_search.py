@@ -153,13 +153,13 @@ class BudgetSearch:
 
     def _screen(self, limit: int) -> None:
         """Ask about micro-batches near the limit, each rich in another size."""
-        whole, one = self.live(self.ground.mean(self._share)), self.live(self.ground.mean(1))
+        whole, single = self.live(self.ground.mean(self._share)), self.live(self.ground.mean(1))
         if self._data.padded:
             model = self.model()
         else:
-            slope = max(whole - one, 1) / max(self._share - 1, 1)
+            slope = max(whole - single, 1) / max(self._share - 1, 1)
             mean_S = np.maximum(np.array(self.ground.mean(1)), 1).astype(np.float64)
-            model = CostModel(self.ground.terms, slope / len(mean_S) / mean_S, max(one - slope, 0.0))
+            model = CostModel(self.ground.terms, slope / len(mean_S) / mean_S, max(single - slope, 0.0))
         budget = max(int(limit - model.base), 1)
         cost_N = np.minimum(model.cost(self._sizes_NS), budget)
         rows_MS = extremes(self._sizes_NS, cost_N, budget, self._share, padded=self._data.padded)

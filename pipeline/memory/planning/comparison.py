@@ -148,4 +148,4 @@ def compare_offers(
             planned.append(PlannedOffer(offer, plan_memory(oracle, data, wanted, offer.cards, reserve=reserve)))
         except PipelineError as error:
             planned.append(PlannedOffer(offer, None, error.what))
-    return sorted(planned, key=lambda one: one.plan.gpu_hours.value if one.plan else float("inf"))
+    return sorted(planned, key=lambda offer: offer.plan.gpu_hours.value if offer.plan else float("inf"))

@@ -353,4 +353,6 @@ def _term(term: str, sizes: Mapping[str, Any]) -> Any:
 
 def json_data(value: Any) -> Any:
     """Return what JSON can say of a value; dataclasses and NumPy's numbers may be in it."""
-    return json.loads(json.dumps(value, default=lambda one: one.item() if isinstance(one, np.generic) else asdict(one)))
+    return json.loads(
+        json.dumps(value, default=lambda each: each.item() if isinstance(each, np.generic) else asdict(each))
+    )

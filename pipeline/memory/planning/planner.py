@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 _TURNS = 3  # times more items are given up because those that were kept did not fit together with the allocator's own
 _LOWER = 0.95  # of the limit, each time
+_UNTRIED = (RemedyVerdict.UNSUPPORTED, RemedyVerdict.NOT_NEEDED)
 
 
 def plan_memory(
@@ -113,7 +114,7 @@ def _plan(trying: Trying, best: ChoiceOutcome, tried: Sequence[ChoiceOutcome], *
     assert found is not None
     assert reserved is not None
     standing = trying.questions.standing(choice)
-    said = least_sure((standing.origin, *(micro.origin for micro in best.micros)))
+    origin = least_sure((standing.origin, *(micro.origin for micro in best.micros)))
     per_share = found.micros.per_share()
     hours = best.epoch_s * request.epochs * request.ranks / 3600
     of_order = 1.0 if found.every_order else found.micros.epochs / (found.micros.epochs + 1)
@@ -134,9 +135,9 @@ def _plan(trying: Trying, best: ChoiceOutcome, tried: Sequence[ChoiceOutcome], *
         accumulation_most=int(per_share.max()),
         accumulation_mean=float(per_share.mean()),
         micros=len(found.rows_MS),
-        live=Figure(found.live, said),
-        reserved=Figure(reserved.bytes, least_sure((said, reserved.origin))),
-        total=Figure(best.total, least_sure((said, reserved.origin, best.margin.origin))),
+        live=Figure(found.live, origin),
+        reserved=Figure(reserved.bytes, least_sure((origin, reserved.origin))),
+        total=Figure(best.total, least_sure((origin, reserved.origin, best.margin.origin))),
         used=reserved.bytes / trying.limit,
         filled=found.filled,
         every_order=found.every_order,
@@ -187,22 +188,20 @@ def _notes(trying: Trying, best: ChoiceOutcome) -> tuple[str, ...]:
 
 def _refuse(trying: Trying, outcomes: Sequence[ChoiceOutcome]) -> None:
     """Refuse what no choice of items would mend: the standing memory, or a pinned micro-batch."""
-    able = [one for one in outcomes if one.verdict not in (RemedyVerdict.UNSUPPORTED, RemedyVerdict.NOT_NEEDED)]
+    able = [outcome for outcome in outcomes if outcome.verdict not in _UNTRIED]
     limit = f"{', '.join(card.name for card in trying.cards.cards)} lets torch have {format_bytes(trying.limit)}"
     if not able:
-        raise ConfigError(
-            f"no allowed precision works on every card: {'; '.join(dict.fromkeys(one.why for one in outcomes))}",
-            remedy="allow fp32, or leave out the cards that lack it",
-        )
-    if not any(one.alone for one in able):
-        least = min(trying.questions.standing(one.choice).bytes for one in able)
+        why = "; ".join(dict.fromkeys(outcome.why for outcome in outcomes))
+        remedy = "allow fp32, or leave out the cards that lack it"
+        raise ConfigError(f"no allowed precision works on every card: {why}", remedy=remedy)
+    if not any(outcome.alone for outcome in able):
+        least = min(trying.questions.standing(outcome.choice).bytes for outcome in able)
         raise PlanInfeasible(
             f"the model alone, before any batch, takes at least {format_bytes(least)}; {limit}",
             remedy="allow sharding over several GPUs, use a larger card, or train fewer parameters",
         )
-    if trying.request.micro_batch is not None and any(
-        one.alone * one.margin.factor <= trying.limit for one in able if one.alone
-    ):
+    fits_alone = any(0 < outcome.alone * outcome.margin.factor <= trying.limit for outcome in able)
+    if trying.request.micro_batch is not None and fits_alone:
         raise _pinned_too_large(trying, limit)
 
 
@@ -221,8 +220,8 @@ def _pinned_too_large(trying: Trying, limit: str) -> ConfigError:
 
 def _without_oversize(trying: Trying, outcomes: Sequence[ChoiceOutcome], others: Sequence[CardSpec]) -> MemoryPlan:
     """Name the items that fit under no choice, and plan for the others where the request wants that."""
-    able = [one for one in outcomes if one.alone]
-    frugal = min(able, key=lambda one: one.total)
+    able = [outcome for outcome in outcomes if outcome.alone]
+    frugal = min(able, key=lambda outcome: outcome.total)
     search = BudgetSearch(trying.questions, trying.ground, frugal.choice)
     live = int(trying.limit / frugal.margin.factor)
     first: tuple[OversizeItem, ...] | None = None
@@ -241,7 +240,7 @@ def _without_oversize(trying: Trying, outcomes: Sequence[ChoiceOutcome], others:
     if first:  # later turns were below the limit
         raise too_large(first, trying.data.items, trying.limit)
     raise PlanInfeasible(
-        f"nothing that the settings allow fits: {'; '.join(dict.fromkeys(one.why for one in able))}",
+        f"nothing that the settings allow fits: {'; '.join(dict.fromkeys(outcome.why for outcome in able))}",
         remedy="allow checkpointing, bf16, offload or sharding, or use a larger card",
     )
 
@@ -277,8 +276,8 @@ def plan_stages(
         }
 
     plans = made(request)
-    if len({(one.choice.precision, one.choice.shards) for one in plans.values()}) == 1:
+    if len({(plan.choice.precision, plan.choice.shards) for plan in plans.values()}) == 1:
         return plans
     order = choices(request)
-    needy = max((one.choice for one in plans.values()), key=order.index)
+    needy = max((plan.choice for plan in plans.values()), key=order.index)
     return made(replace(request, precisions=(needy.precision,), shards=needy.shards))

@@ -59,13 +59,13 @@ def _either(wanted: bool | None) -> tuple[bool, ...]:  # noqa: FBT001 - a settin
 
 def remedies(choice: MemoryChoice, request: PlanRequest) -> tuple[str, ...]:
     """Return what a choice does beside smaller micro-batches, in words and in order."""
-    said = (
+    texts = (
         (choice.checkpointing, "checkpointing"),
         (choice.precision != request.precisions[0], f"precision {choice.precision}"),
         (choice.offload, "offload"),
         (choice.shards > 1, f"sharding over {choice.shards} ranks"),
     )
-    return tuple(text for is_so, text in said if is_so)
+    return tuple(text for is_so, text in texts if is_so)
 
 
 _TURNS = 4  # times the budget is corrected for what the allocator holds beyond what is live

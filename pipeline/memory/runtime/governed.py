@@ -195,17 +195,17 @@ class Governed:
             self.heard(event)
 
 
-def _checked(told: Any) -> tuple[Tensor, Tensor | float]:
+def _checked(returned: Any) -> tuple[Tensor, Tensor | float]:
     """Refuse what is no sum and weight."""
-    if isinstance(told, tuple | list) and len(told) == 2:
-        total, weight = told
+    if isinstance(returned, tuple | list) and len(returned) == 2:
+        total, weight = returned
         if isinstance(total, torch.Tensor) and total.numel() == 1 and isinstance(weight, torch.Tensor | float | int):
             return total, weight
-    what = f"loss_of() must return (sum, weight): a tensor with one number, and a number; got {_shape(told)}"
+    what = f"loss_of() must return (sum, weight): a tensor with one number, and a number; got {_shape(returned)}"
     raise ConfigError(what, remedy="return losses.sum(), len(losses)")
 
 
-def _shape(told: Any) -> str:
-    if isinstance(told, tuple | list):
-        return f"({', '.join(_shape(one) for one in told)})"
-    return f"a tensor {list(told.shape)}" if isinstance(told, torch.Tensor) else type(told).__name__
+def _shape(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_shape, value))})"
+    return f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__

@@ -125,8 +125,8 @@ _before_resets = [0]  # the highest peak that a reset took back: the kernel's ow
 
 def highest_resident_bytes() -> int:
     """Return the most memory that this process has ever had, whatever was reset meanwhile."""
-    told = _status(PROC, "VmHWM")  # getrusage's begins with that of the process which started this one
-    return max(_before_resets[0], told or peak_of(resource.getrusage(resource.RUSAGE_SELF)))
+    peak = _status(PROC, "VmHWM")  # getrusage's begins with that of the process which started this one
+    return max(_before_resets[0], peak or peak_of(resource.getrusage(resource.RUSAGE_SELF)))
 
 
 def peak_of(used: resource.struct_rusage) -> int:
@@ -229,43 +229,30 @@ class HostMeter:
     def __init__(self, *, limit_bytes: int | None = None, proc: Path = PROC, cgroups: Path = CGROUPS) -> None:
         """Take the limits of the cgroups; `limit_bytes` is what somebody allows this process besides."""
         self._limit_bytes, self._proc = limit_bytes, proc
-        self._groups = [group for folder in _folders(proc, cgroups) if (group := _Group.found(folder)) is not None]
+        self._groups = [folder for folder in _folders(proc, cgroups) if _of_group(folder) is not None]
 
     def read(self) -> Host:
-        hosts = [host for group in self._groups if (host := group.read()) is not None]
+        hosts = [host for folder in self._groups if (host := _of_group(folder)) is not None]
         if self._limit_bytes is not None or not hosts:
             hosts.append(Host(_own_bytes(self._proc), self._limit_bytes))
         return max(hosts, key=lambda host: host.share)
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """A cgroup with a limit, in one of the two versions."""
+# Of a cgroup, version 2 and 1: what is used, its limit, and file cache, which is given up before anything is killed.
+_FILES = (
+    ("memory.current", "memory.max", ("inactive_file", "active_file")),
+    ("memory.usage_in_bytes", "memory.limit_in_bytes", ("total_inactive_file", "total_active_file")),
+)
 
-    folder: Path
-    usage: str
-    limit: str
-    cached: tuple[str, str]  # file cache, which is given up before anything is killed
 
-    @classmethod
-    def found(cls, folder: Path) -> _Group | None:
-        """Return a folder's cgroup, if it limits memory."""
-        v2 = cls(folder, "memory.current", "memory.max", ("inactive_file", "active_file"))
-        v1 = cls(folder, "memory.usage_in_bytes", "memory.limit_in_bytes", ("total_inactive_file", "total_active_file"))
-        return next((group for group in (v2, v1) if group.limit_bytes() is not None), None)
-
-    def limit_bytes(self) -> int | None:
-        """Return the limit of now: it can be changed while the job runs."""
-        limit = _number(self.folder / self.limit)  # v2 writes "max" where there is none
-        return None if limit is None or limit >= _NO_LIMIT else limit
-
-    def read(self) -> Host | None:
-        """Return what is used without the file cache that would be given up first."""
-        limit_bytes, usage_bytes = self.limit_bytes(), _number(self.folder / self.usage)
-        if limit_bytes is None or usage_bytes is None:
-            return None
-        cached_bytes = sum(_line(self.folder / "memory.stat", name, " ") or 0 for name in self.cached)
-        return Host(max(0, usage_bytes - cached_bytes), limit_bytes)
+def _of_group(folder: Path) -> Host | None:
+    """Return what a cgroup uses of its limit, which can be changed while the job runs; None: it limits nothing."""
+    for usage, limit, cached in _FILES:
+        used_bytes, limit_bytes = _number(folder / usage), _number(folder / limit)  # "max" where there is none
+        if used_bytes is not None and limit_bytes is not None and limit_bytes < _NO_LIMIT:
+            cached_bytes = sum(_line(folder / "memory.stat", name, " ") or 0 for name in cached)
+            return Host(max(0, used_bytes - cached_bytes), limit_bytes)
+    return None
 
 
 def _folders(proc: Path, cgroups: Path) -> Iterator[Path]:

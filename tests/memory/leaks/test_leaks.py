@@ -477,7 +477,7 @@ def test_the_place_of_a_bucket_in_its_epoch_does_not_change_the_rate() -> None:
 
 
 def test_a_run_of_any_length_is_remembered_in_bounded_memory() -> None:
-    series = Series("made up", 1)
+    series = Series("made up", 1, int)
     for step in range(1, 200_000):
         series.add(step, 0, step)
     assert len(series.laps) < LAPS
