@@ -171,7 +171,8 @@ class ReferrerSearch:
     def _referrers(self, objects: list[Any]) -> list[Any]:
         self.ignore(objects)
         found: list[Any] = gc.get_referrers(*objects)
-        found = [holder for holder in found if id(holder) not in self._own and not _is_a_frame_of_ours(holder)]
+        found = [holder for holder in found if id(holder) not in self._own]
+        found = [holder for holder in found if type(holder) is not FrameType or is_users(holder.f_code.co_filename)]
         self.ignore(found)
         return found
 
@@ -280,7 +281,3 @@ def _name_in(frame: FrameType, held: object) -> str:
 
 def _type_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _is_a_frame_of_ours(holder: Any) -> bool:
-    return type(holder) is FrameType and not is_users(holder.f_code.co_filename)

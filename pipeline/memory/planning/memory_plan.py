@@ -17,7 +17,8 @@ from pipeline.memory.footprint import Provenance
 from pipeline.protocol import ITEMS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import TypeAlias
 
     from numpy.typing import NDArray
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from pipeline.memory.hardware.gpus import Device
 
     Table = Mapping[str, Integers]  # one value an item, by the size's name
+    # Cuts epochs into micro-batches as training will, by sizes, costs, a budget in bytes, and ranks: of summed costs,
+    # or of items times the largest cost where they are padded.
+    Cutter: TypeAlias = Callable[[Table, Integers, int, int], "Micros"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,13 +66,6 @@ class Names(Protocol):
 
     def take(self, numbers: Integers) -> Names:
         """Return the names of some."""
-
-
-class Cutter(Protocol):
-    """Cuts epochs into micro-batches, as training will."""
-
-    def __call__(self, sizes: Table, cost_N: Integers, budget_bytes: int, ranks: int) -> Micros:
-        """Return micro-batches within a budget: of summed costs, or items times the largest cost where padded."""
 
 
 @dataclass(frozen=True, eq=False)

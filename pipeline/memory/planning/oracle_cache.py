@@ -37,16 +37,13 @@ class OracleCache:
     def micro(self, choice: MemoryChoice, row: Sequence[int]) -> MicroFootprint:
         """Return what a micro-batch of exactly these sizes takes."""
         key = (choice, tuple(int(size) for size in row))
-        if key not in self._micro:
-            self._micro[key] = self._answer(*key)
-        return self._micro[key]
-
-    def _answer(self, choice: MemoryChoice, row: tuple[int, ...]) -> MicroFootprint:
-        if choice.shards > 1:
+        if key not in self._micro and choice.shards > 1:
             whole = replace(choice, shards=1)
-            return sharded_micro(self.micro(whole, row), self.standing(whole), choice.shards)
-        self.asked += 1
-        return self._oracle.micro(choice, dict(zip(self.names, row, strict=True)))
+            self._micro[key] = sharded_micro(self.micro(whole, row), self.standing(whole), choice.shards)
+        elif key not in self._micro:
+            self.asked += 1
+            self._micro[key] = self._oracle.micro(choice, dict(zip(self.names, key[1], strict=True)))
+        return self._micro[key]
 
     def rows(self, choice: MemoryChoice) -> list[tuple[int, ...]]:
         return [row for of, row in self._micro if of == choice]
@@ -56,8 +53,8 @@ class OracleCache:
 
     def notes(self, choice: MemoryChoice) -> tuple[str, ...]:
         """Return what the oracle said about its answers, each once."""
-        said = [note for (of, _), micro in self._micro.items() if of == choice for note in micro.notes]
-        return tuple(dict.fromkeys((*self.standing(choice).notes, *said)))
+        notes = [note for (of, _), micro in self._micro.items() if of == choice for note in micro.notes]
+        return tuple(dict.fromkeys((*self.standing(choice).notes, *notes)))
 
     def peak_bytes(self, choice: MemoryChoice, row: Sequence[int], *, accumulate: bool) -> int:
         """Return the live peak of a step of such micro-batches, the first step of a run included."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,12 +13,15 @@ from pipeline.memory.planning.memory_plan import Reserved
 from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from typing import TypeAlias
 
     from pipeline.memory.footprint import Floats, MemoryChoice, MicroFootprint, StandingFootprint
     from pipeline.memory.planning.budget_search import FoundBudget
     from pipeline.memory.planning.memory_plan import CardSpecs, Micros
 
+    # What is held at most while steps are made, each of which is given by its micro-batches.
+    Reserve: TypeAlias = Callable[[StandingFootprint, Sequence[Sequence[MicroFootprint]]], Reserved]
 
 EFFICIENCY = 0.4  # of the best rate: what well-tuned training reaches (40-60% MFU: PaLM, arXiv:2204.02311, table 3)
 BANDWIDTH = 0.7  # of the memory's
@@ -91,13 +94,6 @@ _MOST_EVENTS = 300_000  # that are played, a few seconds
 _MOST_SHARES = 64
 
 
-class Reserve(Protocol):
-    """Says what is held while steps are made."""
-
-    def __call__(self, standing: StandingFootprint, steps: Sequence[Sequence[MicroFootprint]]) -> Reserved:
-        """Return what is held at most; each step is given by its micro-batches."""
-
-
 def reserve(
     standing: StandingFootprint,
     steps: Sequence[Sequence[MicroFootprint]],
@@ -136,16 +132,9 @@ def sample_steps(found: FoundBudget, micro_of: Sequence[MicroFootprint], seed: i
     shares = generator.permutation(np.unique(share_M)).tolist()
     steps = [[micro_of[number] for number in group_M[share_M == share].tolist()] for share in shares[:_MOST_SHARES]]
     repeat = 2 if found.accumulate else 1
-    return _limited([[micro] * repeat for micro in micro_of], steps, generator)
-
-
-def _limited(
-    buckets: list[list[MicroFootprint]], steps: list[list[MicroFootprint]], generator: np.random.Generator
-) -> list[list[MicroFootprint]]:
-    """Return a step of every bucket, and as many others as can be played in time, in random order."""
-    kept = list(buckets)
+    kept = [[micro] * repeat for micro in micro_of]
     events = sum(len(micro.again.bytes_E) for micros in kept for micro in micros)
-    for micros in steps:
+    for micros in steps:  # as many as can be played in time
         events += sum(len(micro.again.bytes_E) for micro in micros)
         if events > _MOST_EVENTS:
             break

@@ -234,7 +234,8 @@ class HostMeter:
     def read(self) -> Host:
         hosts = [host for folder in self._groups if (host := _of_group(folder)) is not None]
         if self._limit_bytes is not None or not hosts:
-            hosts.append(Host(_own_bytes(self._proc), self._limit_bytes))
+            held_bytes = _status(self._proc, "RssAnon") + _status(self._proc, "RssShmem")  # mapped files can be dropped
+            hosts.append(Host(held_bytes or _status(self._proc, "VmRSS"), self._limit_bytes))
         return max(hosts, key=lambda host: host.share)
 
 
@@ -266,15 +267,9 @@ def _folders(proc: Path, cgroups: Path) -> Iterator[Path]:
                 yield from (own, *(folder for folder in own.parents if folder.is_relative_to(root)))
 
 
-def _own_bytes(proc: Path) -> int:
-    """Return what this process holds and the kernel cannot drop: all but files that are mapped."""
-    return _status(proc, "RssAnon") + _status(proc, "RssShmem") or _status(proc, "VmRSS")
-
-
 def _status(proc: Path, name: str) -> int:
     """Return a line of this process's status, in bytes; 0 where there is none."""
-    kilobytes = _line(proc / "self" / "status", f"{name}:", "kB")
-    return 0 if kilobytes is None else kilobytes << 10
+    return (_line(proc / "self" / "status", f"{name}:", "kB") or 0) << 10
 
 
 def _line(path: Path, name: str, unit: str) -> int | None:
