@@ -202,7 +202,7 @@ def device(name: str) -> Device:
         return _part(text, parents, _usable_gib(int(mig[2])), int(mig[1]))
     if not names:
         raise _unknown(name)
-    said = _sizes_said(text)
+    said = sizes_said(text, bare=True)
     if said and said[-1] < min(_CARDS[card].size_gib for card in names):
         return _part(text, names, _usable_gib(said[-1]))
     left = _meant(text, names, said)
@@ -233,13 +233,17 @@ def sizes_gib(name: str) -> SizesGib:
     if sold and said and said[-1] < min(sold):  # a part of one, such as h200.35gb
         return (_usable_gib(said[-1]),)
     if len(sold) > 1:
-        return nearest_sizes(sold, _sizes_said(text)) or sold
+        return nearest_sizes(sold, sizes_said(text, bare=True)) or sold
     return sold or tuple(_usable_gib(size) for size in said[-1:])
 
 
-def sizes_said(text: str) -> list[int]:
-    """Return the sizes with units that a text has beside a GPU's name, in GiB."""
-    return [int(size) for size in _SIZE.findall(_beside_name(_plain(text)))]
+def sizes_said(text: str, *, bare: bool = False) -> list[int]:
+    """Return the sizes that a text has beside a GPU's name, in GiB; bare ones, without a unit, where there are none."""
+    beside = _plain(text)
+    if (model := _model_in(beside)[0]) is not None:  # its name may look like a size: a10g
+        beside = beside[: model.start()] + beside[model.end() :]
+    found = _SIZE.findall(beside) or (_BARE_SIZE.findall(beside) if bare else [])
+    return [int(size) for size in found]
 
 
 def nearest_sizes(sold: SizesGib, said: list[int]) -> SizesGib:
@@ -255,16 +259,6 @@ def _plain(name: str) -> str:
 def _model_in(text: str) -> tuple[re.Match[str] | None, tuple[str, ...]]:
     """Return where a text names a GPU, and which cards that may mean."""
     return next(((match, cards) for spoken, cards in _NAMED if (match := spoken.search(text))), (None, ()))
-
-
-def _beside_name(text: str) -> str:
-    """Return a text without the GPU's name in it, which may look like a size: a10g."""
-    found, _ = _model_in(text)
-    return text[: found.start()] + text[found.end() :] if found else text
-
-
-def _sizes_said(text: str) -> list[int]:
-    return sizes_said(text) or [int(size) for size in _BARE_SIZE.findall(_beside_name(text))]
 
 
 def _usable_gib(said_gib: int) -> int:

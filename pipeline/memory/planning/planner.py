@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pipeline.memory.footprint import Oracle
+    from pipeline.memory.planning.budget_search import FoundBudget
     from pipeline.memory.planning.memory_plan import CardSpec, DataSizes, OversizeItem, PlanRequest
     from pipeline.memory.planning.step_estimates import Reserve
 
@@ -152,16 +153,14 @@ def _plan(trying: Trying, best: ChoiceOutcome, tried: Sequence[ChoiceOutcome], *
         trials=tuple(outcome.trial(request) for outcome in tried),
         oversize=(),
         crop={},
-        buckets=_buckets(trying, best),
+        buckets=_buckets(trying, best, found),
         questions=trying.questions.asked,
-        notes=_notes(trying, best),
+        notes=_notes(trying, best, found),
     )
     return replace(made, **about)  # type: ignore[arg-type]
 
 
-def _buckets(trying: Trying, best: ChoiceOutcome) -> tuple[Bucket, ...]:
-    found = best.found
-    assert found is not None
+def _buckets(trying: Trying, best: ChoiceOutcome, found: FoundBudget) -> tuple[Bucket, ...]:
     cut = len(found.rows_MS)
     return tuple(
         Bucket(
@@ -173,10 +172,8 @@ def _buckets(trying: Trying, best: ChoiceOutcome) -> tuple[Bucket, ...]:
     )
 
 
-def _notes(trying: Trying, best: ChoiceOutcome) -> tuple[str, ...]:
+def _notes(trying: Trying, best: ChoiceOutcome, found: FoundBudget) -> tuple[str, ...]:
     """Return what people must know to trust the numbers."""
-    found = best.found
-    assert found is not None
     epochs = found.micros.epochs + 1
     order = (
         "it holds for the epoch that was cut; another order may bring a larger micro-batch: the worst of "

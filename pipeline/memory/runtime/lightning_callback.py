@@ -90,14 +90,7 @@ class GovernorCallback(Callback):
             governed.load_state_dict(self._learned)
         return governed
 
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,  # noqa: ARG002
-        pl_module: LightningModule,  # noqa: ARG002
-        outputs: Any,  # noqa: ARG002
-        batch: Any,  # noqa: ARG002
-        batch_idx: int,  # noqa: ARG002
-    ) -> None:
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
         assert self._upkeep is not None
         self._upkeep.after_micro_batch()
         self._upkeep.after_step()
@@ -133,7 +126,7 @@ class GovernorCallback(Callback):
         self._tell({"kind": "failure", **at, "error": error, "remedy": remedy, **figures})
         _log.error("step %d: %s\n  next: %s", trainer.global_step, error, remedy)
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
+    def teardown(self, *_: Any, **__: Any) -> None:
         self._end()
 
     def _end(self) -> None:
