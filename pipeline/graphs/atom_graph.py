@@ -121,8 +121,10 @@ def _part(
     structure, partner = chosen.side.structure, read.partners[role]
     centre_3 = centre(chosen.pos_A3)
     edges, paths = _edges(chosen, recipe)
-    if not any(found.size for found in edges.values()):
-        _check_single(role, chosen, recipe)
+    has_edges = any(edges_2E.size for edges_2E in edges.values())
+    if not has_edges and (role is Role.WHOLE or np.bincount(chosen.residue_A).max() > 1):
+        what = f"no two of the {len(chosen.atom_A)} atoms of the {role.value} are bonded or near each other"
+        raise UnusableInput(Reason.NO_EDGES, f"{what}; graph.atom.radius is {recipe.atom_radius}")
     element_A = chosen.element_A
     nodes: dict[str, Array] = {
         "pos": (chosen.pos_A3 - centre_3).astype(np.float32),
@@ -134,13 +136,6 @@ def _part(
     chains = tuple(ChainText(chain.name, chain.kind, chain.sequence) for chain in partner.chains)
     row_R = joined_embedding_rows(partner, read.maps.get(f"rows.{role.value}"))
     return PartnerGraph(role, chains, centre_3, nodes, edges, _residues(chosen, row_R), paths)
-
-
-def _check_single(role: Role, chosen: ChosenAtoms, recipe: GraphRecipe) -> None:
-    """Refuse a partner without edges, unless it is of single atoms and there is another partner."""
-    if role is Role.WHOLE or np.bincount(chosen.residue_A).max() > 1:
-        what = f"no two of the {len(chosen.atom_A)} atoms of the {role.value} are bonded or near each other"
-        raise UnusableInput(Reason.NO_EDGES, f"{what}; graph.atom.radius is {recipe.atom_radius}")
 
 
 def _ascii(words: NDArray[np.uint64], width: int) -> NDArray[np.uint8]:

@@ -123,12 +123,6 @@ def _look_up(sorted_M: NDArray[np.uint64], wanted: NDArray[np.uint64]) -> NDArra
     return found
 
 
-def has_template(resname_R: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Say which residues have a template."""
-    known_R: NDArray[np.bool_] = _look_up(templates().residue_T, resname_R) != ABSENT
-    return known_R
-
-
 def template_bonds(
     resname_R: NDArray[np.uint64], name_A: NDArray[np.uint64], residue_A: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -238,11 +232,7 @@ def _named(atoms: Atoms, name: str) -> NDArray[np.int64]:
 def _disulfides(atoms: Atoms) -> NDArray[np.int64]:
     """Return the bonds between the sulfurs of cysteines."""
     sulfurs = np.flatnonzero((atoms.name_A == name_word("SG")) & (atoms.element_A == SULFUR))
-    return _between_residues(atoms, sulfurs[_pairs_within(atoms.pos_A3[sulfurs], DISULFIDE)])
-
-
-def _between_residues(atoms: Atoms, pairs_B2: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the pairs whose atoms are of different residues."""
+    pairs_B2 = sulfurs[_pairs_within(atoms.pos_A3[sulfurs], DISULFIDE)]
     return pairs_B2[~_is_within(atoms, pairs_B2)]
 
 
@@ -301,7 +291,7 @@ def _may_join(atoms: Atoms, pairs_B2: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Say which pairs may be bonds between residues for their nearness: of what has no template, if no file tells."""
     if atoms.is_told:
         return np.zeros(len(pairs_B2), np.bool_)
-    settled_A = has_template(atoms.resname_R)[atoms.residue_A]
+    settled_A = (_look_up(templates().residue_T, atoms.resname_R) != ABSENT)[atoms.residue_A]
     ionic_A = _is_ionic(atoms)
     left, right = pairs_B2.T
     joins_B: NDArray[np.bool_] = ~((settled_A[left] & settled_A[right]) | ionic_A[left] | ionic_A[right])

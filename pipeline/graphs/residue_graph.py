@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from pipeline.graphs.contacts import Bodies
     from pipeline.graphs.item_graph import Array, Edges, GraphRecipe
     from pipeline.structures.inventory import Complex, ComplexSide
-    from pipeline.structures.policy import Structure
 
     Floats = NDArray[np.float64]
     Named: TypeAlias = tuple[Floats, Callable[[int], str]]  # where nodes are, and who can name them for a message
@@ -69,7 +68,9 @@ def select(role: Role, side: ComplexSide) -> Residues:
         raise UnusableInput(Reason.NO_NODES, what)
     residue_R = side.residues()
     chain_R = np.repeat(np.arange(len(proteins)), [chain.last - chain.first for chain in side.chains])
-    is_node_R = _are_nodes(side.structure)[residue_R]
+    structure = side.structure
+    has_ca_R = structure.backbone_R5[:, CA] >= 0  # a nucleotide has what the policy requires by an atom that is no CA
+    is_node_R = (structure.node_R & has_ca_R)[residue_R]
     if not all(proteins):
         is_node_R &= np.array(proteins)[chain_R]
     place_N = np.flatnonzero(is_node_R)
@@ -79,14 +80,7 @@ def select(role: Role, side: ComplexSide) -> Residues:
         if is_protein and not nodes:
             what = f"no residue of chain {chain.name} ({role.value}) has the atoms of a node; see structures.require"
             raise UnusableInput(Reason.NO_NODES, what)
-    structure = side.structure
     return Residues(side, place_N, residue_N, chain_N, structure.pos_A3[structure.backbone_R5[residue_N, CA]])
-
-
-def _are_nodes(structure: Structure) -> NDArray[np.bool_]:
-    """Mark residues with what the policy requires; a nucleotide has that by an atom that is no CA."""
-    are_nodes: NDArray[np.bool_] = structure.node_R & (structure.backbone_R5[:, CA] >= 0)
-    return are_nodes
 
 
 def centre(pos_N3: Floats) -> Floats:

@@ -57,7 +57,6 @@ POLICIES = {
 _WITH_DTYPE = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
 _CPU_ONLY_KEPT = frozenset({"mkldnn_rnn_layer"})  # CUDA casts cuDNN's recurrent layers likewise: _cudnn_rnn
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-_ORDER = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def policies() -> dict[str, str]:
@@ -138,14 +137,22 @@ def _kernel(policy: Policy, operator: Operator) -> Kernel:
     return kernel
 
 
-def _lower(operator: Operator, args: Any, kwargs: Any) -> Any:
-    args, kwargs = _cast_all(torch.get_autocast_dtype("cpu"), args, kwargs)
-    return operator(*args, **kwargs)
+def _casting(choose: Callable[[Any], torch.dtype]) -> Policy:
+    """Return the policy that casts all inputs to a type that they decide."""
+
+    def policy(operator: Operator, args: Any, kwargs: Any) -> Any:
+        args, kwargs = _cast_all(choose((args, kwargs)), args, kwargs)
+        return operator(*args, **kwargs)
+
+    return policy
 
 
-def _fp32(operator: Operator, args: Any, kwargs: Any) -> Any:
-    args, kwargs = _cast_all(torch.float32, args, kwargs)
-    return operator(*args, **kwargs)
+def _lower(_: Any) -> torch.dtype:
+    return torch.get_autocast_dtype("cpu")
+
+
+def _widest(inputs: Any) -> torch.dtype:
+    return torch.float32 if any(tensor.dtype == torch.float32 for tensor in _eligible(inputs)) else _lower(inputs)
 
 
 def _fp32_dtype(operator: Operator, args: Any, kwargs: Any) -> Any:
@@ -171,14 +178,6 @@ def _fp32_appended(operator: Operator, args: Any, kwargs: Any) -> Any:
     return _operator(_WITH_DTYPE[name])(*args, *defaults[len(args) :], **kwargs, dtype=dtype)
 
 
-def _promote(operator: Operator, args: Any, kwargs: Any) -> Any:
-    dtype = torch.get_autocast_dtype("cpu")
-    if any(tensor.dtype == torch.float32 for tensor in _eligible((args, kwargs))):
-        dtype = torch.float32
-    args, kwargs = _cast_all(dtype, args, kwargs)
-    return operator(*args, **kwargs)
-
-
 def _banned(operator: Operator, *_: Any) -> Any:
     raise RuntimeError(
         f"{operator} is unsafe to autocast: CUDA refuses it. Take binary_cross_entropy_with_logits instead."
@@ -186,11 +185,11 @@ def _banned(operator: Operator, *_: Any) -> Any:
 
 
 _POLICIES: dict[str, Policy] = {
-    LOWER: _lower,
-    FP32: _fp32,
+    LOWER: _casting(_lower),
+    FP32: _casting(lambda _: torch.float32),
     FP32_DTYPE: _fp32_dtype,
     FP32_APPENDED: _fp32_appended,
-    PROMOTE: _promote,
+    PROMOTE: _casting(_widest),
     BANNED: _banned,
 }
 

@@ -215,6 +215,7 @@ def _autocast_answers() -> Iterator[tuple[Any, str, Any]]:
     """Yield what makes autocast for CUDA one for the CPU: the type is CUDA's, the casts are those of `cuda_casts`."""
     autocast = torch.amp.autocast_mode
     begin, cast = torch.autocast.__init__, autocast._cast
+    get_dtype, is_enabled = torch.get_autocast_dtype, torch.is_autocast_enabled
 
     def begin_on_cpu(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
         begin(self, _kind(device_type), dtype or get_dtype(device_type), *args, **kwargs)
@@ -222,22 +223,15 @@ def _autocast_answers() -> Iterator[tuple[Any, str, Any]]:
     def cast_on_cpu(value: Any, device_type: str, dtype: torch.dtype) -> Any:
         return cast(value, _kind(device_type), dtype)
 
-    get_dtype = torch.get_autocast_dtype
+    def dtype_in_use(device_type: str) -> torch.dtype:
+        return get_dtype("cpu" if device_type == "cuda" and is_enabled("cpu") else device_type)
+
     yield torch.autocast, "__init__", begin_on_cpu
     yield autocast, "_cast", cast_on_cpu  # of custom_fwd
     for name in ("is_autocast_enabled", "set_autocast_enabled", "set_autocast_dtype"):
         yield torch, name, _for_kind(getattr(torch, name))
-    yield torch, "get_autocast_dtype", _dtype_in_use(get_dtype)
+    yield torch, "get_autocast_dtype", dtype_in_use
     yield torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype("cuda")
-
-
-def _dtype_in_use(get_dtype: Callable[[str], torch.dtype]) -> Callable[[str], torch.dtype]:
-    enabled = torch.is_autocast_enabled
-
-    def dtype_in_use(device_type: str) -> torch.dtype:
-        return get_dtype("cpu" if device_type == "cuda" and enabled("cpu") else device_type)
-
-    return dtype_in_use
 
 
 def _hook_answers(mode: _Mapping) -> Iterator[tuple[Any, str, Any]]:

@@ -159,11 +159,6 @@ def _efficient_backward(call: Call) -> int:
     return int(delta + max(product, items * heads * _up(tiles, 4) * FLOAT)) + _copied_bytes(grad)
 
 
-def _cudnn_backward(call: Call) -> int:
-    """Return about what cuDNN's workspace takes, which only the card knows: as much as Flash Attention's."""
-    return _flash_backward(call)
-
-
 def _embedding_backward(call: Call) -> int:
     """cuda/Embedding.cu, cuda/EmbeddingBackwardKernel.cu: indices are sorted, rows added up in parts."""
     grad, indices, rows = call.args[0], call.args[1], call.args[2]
@@ -367,7 +362,7 @@ _CUDA: dict[str, Rule] = {
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
     "_scaled_dot_product_efficient_attention": _efficient_forward,
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
-    "_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
+    "_scaled_dot_product_cudnn_attention_backward": _flash_backward,  # about: only the card knows cuDNN's workspace
     "embedding_dense_backward": _embedding_backward,
     "sort": _sort,
     "topk": _top_k,

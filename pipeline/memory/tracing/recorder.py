@@ -115,8 +115,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented  # a tensor made of others, which are seen when it has come apart
         kwargs = kwargs or {}
-        if func is _ADD and _engine_adds(args, kwargs) and self._is_alone(args[0]):
-            func = _ADD_IN_PLACE
+        if func is _ADD and _engine_adds(args, kwargs) and _counts(args[0]) == self._alone and _is_dense(args[0]):
+            func = _ADD_IN_PLACE  # the engine holds all of the gradient, so that it may write into it
         if func is _ADD_IN_PLACE and self.part == "backward":
             self._added(*args[:2])
         out = func(*args, **kwargs)
@@ -125,10 +125,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(made) or func._schema.is_mutable:
             self._count(func, args, kwargs, out)
         return out
-
-    def _is_alone(self, tensor: Tensor) -> bool:
-        """Tell whether the engine holds all of a gradient, so that it may write into it."""
-        return _counts(tensor) == self._alone and _is_dense(tensor)
 
     def _added(self, into: Any, one: Any) -> None:
         """Note that a block is added to another, as gradients are to those of earlier micro-batches."""

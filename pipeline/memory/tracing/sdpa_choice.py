@@ -103,13 +103,13 @@ def _flash_can(attention: AttentionCall, capability: Capability) -> bool:
     if attention.causal and query.shape[-2] != key.shape[-2]:
         return False
     small = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)  # cards with little shared memory
-    if small and _requires_grad(attention) and not (head <= 192 or (not attention.dropout and head > 224)):
+    if (
+        small
+        and any(tensor.requires_grad for tensor in attention.inputs)
+        and not (head <= 192 or (not attention.dropout and head > 224))
+    ):
         return False
     return _OLDEST_FLASH <= capability <= _NEWEST
-
-
-def _requires_grad(attention: AttentionCall) -> bool:
-    return any(tensor.requires_grad for tensor in attention.inputs)
 
 
 def _efficient_can(attention: AttentionCall, capability: Capability) -> bool:
@@ -134,7 +134,10 @@ def _gemm_alignment(dtype: torch.dtype, capability: Capability) -> int:
 
 def _cudnn_can(attention: AttentionCall, capability: Capability) -> bool:  # noqa: ARG001 - asked like the others
     query, key, value = attention.inputs
-    if query.dtype not in _HALVES or not _SWITCHES.cudnn_sdp_enabled() or _is_deterministic():
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    if deterministic and not torch.is_deterministic_algorithms_warn_only_enabled():
+        return False
+    if query.dtype not in _HALVES or not _SWITCHES.cudnn_sdp_enabled():
         return False
     if attention.dropout * 16 != int(attention.dropout * 16) or max(query.shape[:2]) > _LARGEST_CUDNN_COUNT:
         return False
@@ -144,10 +147,6 @@ def _cudnn_can(attention: AttentionCall, capability: Capability) -> bool:  # noq
     if any(head % _HEAD_ALIGNMENT for head in heads) or key.shape[-2] == 1:
         return False
     return not (attention.dropout and query.shape[-2] == 1)
-
-
-def _is_deterministic() -> bool:
-    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 @contextmanager
