@@ -1,4 +1,4 @@
-"""Sizes as people read them: the one formatter of bytes."""
+"""Sizes and durations as people read them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def format_bytes(count: float) -> str:
-    """Return bytes in the unit that suits them: 512 B, 1.5 KiB, 340 MiB, 23.52 GiB."""
-    unit = _UNITS[0]
+    """Return bytes in the unit that suits them: 512 B, 1.5 KiB, 340 MiB, 23.5 GiB."""
     for unit in _UNITS:
         if abs(count) < 1024 or unit == _UNITS[-1]:
             break
         count /= 1024
-    if unit == "B" or (unit in ("KiB", "MiB") and abs(count) >= 100):
-        return f"{count:.0f} {unit}"
-    return f"{count:.1f} {unit}" if unit in ("KiB", "MiB") else f"{count:.2f} {unit}"
+    return f"{count:.0f} {unit}" if unit == "B" or abs(count) >= 100 else f"{count:.1f} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a duration in the units that suit it: 4.2 s, 3 min 07 s, 2 h 15 min."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    if seconds < 3600:
+        return f"{seconds // 60:.0f} min {seconds % 60:02.0f} s"
+    return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:02.0f} min"

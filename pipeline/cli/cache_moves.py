@@ -92,7 +92,8 @@ def _showing(name: str, move: Callable[[Told], Moved]) -> Moved:
 
 
 def _say(moved: Moved, folder: Path, *, as_json: bool) -> None:
-    from pipeline.report.tables import plural, size
+    from pipeline.report.tables import plural
+    from pipeline.units import format_bytes
 
     if as_json:
         print_json({"folder": folder, **asdict(moved)})
@@ -101,7 +102,9 @@ def _say(moved: Moved, folder: Path, *, as_json: bool) -> None:
     dropped = f", {plural(moved.dropped, 'older file')} removed: newer ones hold all that was there"
     there += dropped if moved.dropped else ""
     kinds = ", ".join(f"{kind} {files:,}" for kind, files in sorted(moved.kinds.items()))
-    typer.echo(f"{folder}: {plural(moved.copied, 'file')} copied ({size(moved.bytes)}){there}: {kinds or 'nothing'}")
+    typer.echo(
+        f"{folder}: {plural(moved.copied, 'file')} copied ({format_bytes(moved.bytes)}){there}: {kinds or 'nothing'}"
+    )
 
 
 def _refuse(moved: Moved, where: Path, remedy: str, done: str) -> None:
@@ -222,21 +225,24 @@ def _typed(lines: Iterable[RenderableType]) -> Iterator[RenderableType]:
 
 def _headline(found: Cleaning) -> str:
     """Say how much would be given back."""
-    from pipeline.report.tables import plural, size
+    from pipeline.report.tables import plural
     from pipeline.store.maintenance.sweep import Fate
+    from pipeline.units import format_bytes
 
     if not found.files:
         waits = found.young or found.stays(*Fate)[0]
         return f"cache {found.cache.root}: {'nothing can go now: see above' if waits else 'nothing to clean'}"
-    return f"cache {found.cache.root}: {size(found.freed_bytes)} in {plural(found.files, 'file')} can be given back"
+    freed = f"{format_bytes(found.freed_bytes)} in {plural(found.files, 'file')}"
+    return f"cache {found.cache.root}: {freed} can be given back"
 
 
 def _carry_out(found: Cleaning) -> dict[str, object]:
     """Remove what was foreseen, and say how it went."""
     import time
 
-    from pipeline.report.tables import plural, size
+    from pipeline.report.tables import plural
     from pipeline.runs.upkeep.clean_cache import carry_out
+    from pipeline.units import format_bytes
 
     freed = files = 0
     stayed, told_s = [], time.monotonic()
@@ -248,9 +254,9 @@ def _carry_out(found: Cleaning) -> dict[str, object]:
                 typer.echo(f"stays: {one.name}: {one.stays}", err=True)
             if time.monotonic() - told_s > TOLD_EVERY_S:
                 told_s = time.monotonic()
-                typer.echo(f"{plural(files, 'file')}, {size(freed)} so far ...", err=True)
+                typer.echo(f"{plural(files, 'file')}, {format_bytes(freed)} so far ...", err=True)
     finally:
-        typer.echo(f"removed {plural(files, 'file')}: {size(freed)} given back", err=True)
+        typer.echo(f"removed {plural(files, 'file')}: {format_bytes(freed)} given back", err=True)
     return {"files": files, "bytes": freed, "stayed": stayed}
 
 

@@ -119,6 +119,7 @@ def _known(folder: Any) -> str:
 def _shown(found: Mapping[str, Any]) -> Iterator[RenderableType]:
     """Show what came of it."""
     from pipeline.report import tables
+    from pipeline.units import format_bytes
 
     yield ""
     yield f"here, on {found['device']}" + (f": weights from {found['weights']}" if found["weights"] else "")
@@ -128,8 +129,8 @@ def _shown(found: Mapping[str, Any]) -> Iterator[RenderableType]:
         rows = [_row(one, counted=found["counted"]) for one in found["micro_batches"]]
         yield tables.text_table([_NAMES.get(name, name) if not found["counted"] else name for name in COLUMNS], rows)
     if found["counted"]:
-        allowed = tables.size(found["limit_bytes"])
-        yield f"{tables.size(found['reserved_bytes'])} reserved at the peak; the run's device allowed {allowed}"
+        allowed = format_bytes(found["limit_bytes"])
+        yield f"{format_bytes(found['reserved_bytes'])} reserved at the peak; the run's device allowed {allowed}"
     if found["suspects"][1:]:  # the first is in the verdict
         yield from ("", *(f"  {one['words']}" for one in found["suspects"]))
     if found["traced"]:
@@ -140,17 +141,17 @@ def _shown(found: Mapping[str, Any]) -> Iterator[RenderableType]:
 
 def _row(one: Mapping[str, Any], *, counted: bool) -> Sequence[str]:
     """Show a micro-batch; where nobody counts tensors, by how much the process has grown."""
-    from pipeline.report import tables
+    from pipeline.units import format_bytes
 
     items = ", ".join(one["items"][:SHOWN]) + (", …" if len(one["items"]) > SHOWN else "")
     ran = one["outcome"] != "not run"
-    took = tables.size(one["peak_bytes"]) if counted else f"+{tables.size(one['grown_bytes'])}"
+    took = format_bytes(one["peak_bytes"]) if counted else f"+{format_bytes(one['grown_bytes'])}"
     rung = f" ({RUNGS[min(one['rung'], len(RUNGS) - 1)]})" if one["rung"] else ""
     return (
         str(one["micro_batch"]),
         f"{len(one['items'])}: {items}{rung}",
         ", ".join(f"{size:,} {name}" for name, size in one["sizes"].items()),
-        f"+{tables.size(one['planned_bytes'])}",
+        f"+{format_bytes(one['planned_bytes'])}",
         took if ran else "",
         ", ".join(f"{name} {_number(term[0])}/{_number(term[1])}" for name, term in one["terms"].items()),
         one["outcome"] + (f": {one['error']}" if one["error"] else ""),

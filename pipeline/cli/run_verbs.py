@@ -231,10 +231,10 @@ def _say_planning(stage: Stage, project: Project) -> None:
 
 def _warn_of_little(stage: str, job: JobSpec, planned_bytes: int) -> None:
     """Say where less memory was pinned than is thought to be needed."""
-    from pipeline.report.tables import size
+    from pipeline.units import format_bytes
 
     if (job.mem_bytes or 0) < NEARLY * planned_bytes:
-        what = f"a task gets {size(job.mem_bytes or 0)}, and is thought to need {size(planned_bytes)}"
+        what = f"a task gets {format_bytes(job.mem_bytes or 0)}, and is thought to need {format_bytes(planned_bytes)}"
         typer.echo(f"note: {stage}: {what} (cluster.{stage}.mem: auto)", err=True)
 
 

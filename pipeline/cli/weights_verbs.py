@@ -218,7 +218,7 @@ def _say_how_to_use(target: Path, configured: Path) -> None:
 
 def _rows(found: Examined) -> list[tuple[str, object]]:
     """Return what is known of a checkpoint, a row each."""
-    from pipeline.report.tables import size
+    from pipeline.units import format_bytes
 
     one = found.weights
     return [
@@ -229,7 +229,7 @@ def _rows(found: Examined) -> list[tuple[str, object]]:
         ("heads", one.heads),
         ("parameters", f"{found.parameters:,} (of what encodes)"),
         ("stored in", one.precision),
-        ("size", size(one.bytes)),
+        ("size", format_bytes(one.bytes)),
         *(("SHA-256", f"{digest}  {file}") for file, digest in found.sha256),
         ("published", {"published": "yes, byte for byte", "unknown": "not known"}.get(found.verdict, "NO")),
         ("in keys", one.digest),

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
 
-from pipeline.report.tables import age, duration, plural, size, text_table
+from pipeline.report.tables import age, plural, text_table
 from pipeline.store.maintenance.damage_report import damage_found
+from pipeline.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -44,8 +45,8 @@ def store_table(stats: Sequence[StoreStat]) -> RenderableType:
         (
             one.kind,
             f"{one.records:,}",
-            size(one.bytes),
-            size(one.bytes / one.records) if one.records else "",
+            format_bytes(one.bytes),
+            format_bytes(one.bytes / one.records) if one.records else "",
             one.shards,
             len(one.unreadable),
             one.index.value,
@@ -68,7 +69,7 @@ def recipe_table(recipes: Mapping[str, Sequence[RecipeStat]], undescribed: Mappi
         shared = {name for name in known[0].recipe if _alike(known, name)} if len(known) > 1 else set[str]()
         for one in known:
             words = (f"{name} {_short(value)}" for name, value in one.recipe.items() if name not in shared)
-            rows.append((kind, f"{one.records:,}", size(one.bytes), ", ".join(words)))
+            rows.append((kind, f"{one.records:,}", format_bytes(one.bytes), ", ".join(words)))
         if count := undescribed.get(kind):
             rows.append((kind, f"{count:,}", "", "recipes that cannot be read: the next run describes its own anew"))
     return text_table(("recipes of", "items", "size", "made with"), rows, right="items size") if rows else ""
@@ -178,7 +179,7 @@ def holdings_lines(held: Holdings) -> list[RenderableType]:
         shown.append(f"used by {_named(dict.fromkeys(user.config or user.runs for user in held.users))}")
     files, kept_bytes = held.quarantined
     if files:
-        shown.append(f"quarantine: {plural(files, 'damaged file')}, {size(kept_bytes)}: pipeline cache clean")
+        shown.append(f"quarantine: {plural(files, 'damaged file')}, {format_bytes(kept_bytes)}: pipeline cache clean")
     return [*shown, *_layer_lines(held)]
 
 
@@ -216,10 +217,15 @@ def cleaning_lines(told: Mapping[str, Any]) -> list[RenderableType]:
     """Show what cleaning would remove, what stays although nobody needs it, and why."""
     shown: list[RenderableType] = []
     if told["dead"]:
-        dead = [(one["kind"], f"{one['items']:,}", size(one["bytes"]), one["why"], _made(one)) for one in told["dead"]]
+        dead = [
+            (one["kind"], f"{one['items']:,}", format_bytes(one["bytes"]), one["why"], _made(one))
+            for one in told["dead"]
+        ]
         shown += [text_table(("dead", "items", "size", "because", "made with"), dead, right="items size"), ""]
     if told["leftovers"]:
-        rows = [(what, f"{files:,}", size(taken)) for what, (files, taken) in _by_what(told["leftovers"]).items()]
+        rows = [
+            (what, f"{files:,}", format_bytes(taken)) for what, (files, taken) in _by_what(told["leftovers"]).items()
+        ]
         shown += [text_table(("left over", "files", "size"), rows, right="files size"), ""]
     shown += [*_staying(told), *(line for note in told["notes"] for line in _note(note))]
     return shown[:-1] if shown and shown[-1] == "" else shown
@@ -241,12 +247,13 @@ def _staying(told: Mapping[str, Any]) -> Iterator[str]:
     for fate, why in reasons.items():
         items, taken = dead.get(fate, (0, 0))
         if items:
-            yield f"stays: {plural(items, 'dead item')}, {size(taken)}, {why}"
+            yield f"stays: {plural(items, 'dead item')}, {format_bytes(taken)}, {why}"
     for seconds in sorted({one["older_than_s"] for one in told["young"]}):
         option = " (--older-than)" if seconds == told["older_than_s"] else ""
         young = [one for one in told["young"] if one["older_than_s"] == seconds]
         for what, (files, taken) in _by_what(young).items():
-            yield f"stays: {what}: {plural(files, 'file')}, {size(taken)}, younger than {_span(seconds)}{option}"
+            held = f"{plural(files, 'file')}, {format_bytes(taken)}"
+            yield f"stays: {what}: {held}, younger than {_span(seconds)}{option}"
     if told["damaged"]:
         names = [f"{one['kind']}/{one['shard']}" for one in told["damaged"]]
         yield f"stays: cannot be read: {_named(names)}: pipeline cache repair"
@@ -259,7 +266,7 @@ def _staying(told: Mapping[str, Any]) -> Iterator[str]:
 
 def _span(seconds: float) -> str:
     """Return a time as people say it."""
-    return plural(round(seconds / DAY_S), "day") if seconds % DAY_S == 0 else duration(seconds)
+    return plural(round(seconds / DAY_S), "day") if seconds % DAY_S == 0 else format_seconds(seconds)
 
 
 def _note(note: Mapping[str, Any]) -> list[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pipeline.report.tables import plural, size, text_table
+from pipeline.report.tables import plural, text_table
+from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -63,7 +64,7 @@ def check_table(kinds: Mapping[str, KindTally]) -> RenderableType:
         (
             kind,
             f"{one.shards:,}",
-            size(one.bytes),
+            format_bytes(one.bytes),
             f"{one.records:,}",
             f"{one.listed if listed else one.whole:,}",
             f"{one.lost:,}",
@@ -130,7 +131,7 @@ def repaired_lines(told: Repaired, *, did: bool) -> list[str]:
         return ["nothing is damaged"]
     would = "" if did else "would be "
     lines = [
-        f"{plural(told.salvaged, 'record')} ({size(told.salvaged_bytes)}) {would}carried over to new shards, "
+        f"{plural(told.salvaged, 'record')} ({format_bytes(told.salvaged_bytes)}) {would}carried over to new shards, "
         f"{plural(told.quarantined, 'shard')} {would}put into quarantine, "
         f"{told.indexes:,} {'index' if told.indexes == 1 else 'indexes'} {would}made anew"
     ]
@@ -146,7 +147,14 @@ def repaired_lines(told: Repaired, *, did: bool) -> list[str]:
 def compact_table(kinds: Sequence[Compacted], *, did: bool) -> RenderableType:
     """Show what compaction does for each kind."""
     rows = [
-        (one.kind, f"{one.shards:,}", f"{len(one.small):,}", f"{one.records:,}", size(one.size_bytes), _after(one, did))
+        (
+            one.kind,
+            f"{one.shards:,}",
+            f"{len(one.small):,}",
+            f"{one.records:,}",
+            format_bytes(one.size_bytes),
+            _after(one, did),
+        )
         for one in kinds
     ]
     columns = ("kind", "files", "small", "records in them", "size", "after" if did else "what would be done")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipeline.report.tables import duration, size
+from pipeline.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,7 +23,7 @@ class Suggested:
     def shown(self, value: int) -> str:
         """Return a value of this setting as people read it."""
         name = self.key.rpartition(".")[2]
-        return size(value) if name == "mem" else duration(value) if name == "time" else f"{value:,}"
+        return format_bytes(value) if name == "mem" else format_seconds(value) if name == "time" else f"{value:,}"
 
 
 @dataclass(frozen=True, slots=True)

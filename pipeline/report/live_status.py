@@ -27,7 +27,8 @@ from rich.text import Text
 from pipeline.report.run_tables import run_report
 from pipeline.report.screen import Screen, screen
 from pipeline.report.stage_lines import UNIT, counted_so_far, speed
-from pipeline.report.tables import duration, show_parts, size
+from pipeline.report.tables import show_parts
+from pipeline.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -128,7 +129,7 @@ class CheckBars(LiveBars):
         self._wrong += len(checked.findings)
         self._files += bool(checked.shard)
         rate = self._bytes / max(1e-3, time.monotonic() - self._begun)
-        note = f"{size(self._bytes)}, {size(rate)}/s, {self._wrong:,} wrong"
+        note = f"{format_bytes(self._bytes)}, {format_bytes(rate)}/s, {self._wrong:,} wrong"
         of = "" if self._total is None else f" of {self._total:,}"
         self._update(self._name, self._files, self._total, f"{self._files:,}{of} files, {note}", note)
 
@@ -142,11 +143,12 @@ class DownloadBars(LiveBars):
 
     def show(self, progress: DownloadProgress) -> None:
         """Show how far it is, and how long it will take."""
-        line = f"{size(progress.bytes)}, {size(progress.rate)}/s"
+        line = f"{format_bytes(progress.bytes)}, {format_bytes(progress.rate)}/s"
         if progress.total is not None:
             left = (progress.total - progress.bytes) / max(progress.rate, 1e-9)
-            ends = f", {duration(left)} left" if left else ""
-            line = f"{size(progress.bytes)} of {size(progress.total)}, {size(progress.rate)}/s{ends}"
+            ends = f", {format_seconds(left)} left" if left else ""
+            line = f"{format_bytes(progress.bytes)} of {format_bytes(progress.total)}, "
+            line += f"{format_bytes(progress.rate)}/s{ends}"
         self._update(self._name, progress.bytes, progress.total, line, now=progress.bytes == progress.total)
 
 

@@ -6,7 +6,8 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from pipeline.report.stage_lines import named_records, unit_of
-from pipeline.report.tables import duration, plural, size, text_table
+from pipeline.report.tables import plural, text_table
+from pipeline.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -58,7 +59,7 @@ def _verdict(plan: Mapping[str, Any]) -> Iterator[str]:
     yield f"train: {plan['task']}, {plural(plan['items'], 'item')}, {plan['parameters']:,} parameters on {where}"
     total, limit = one["total"]["value"], one["limit_bytes"]
     yield (
-        f"  fits: {size(total)} of the {size(limit)} that torch may have there ({total / limit:.0%}), "
+        f"  fits: {format_bytes(total)} of the {format_bytes(limit)} that torch may have there ({total / limit:.0%}), "
         f"with a probability of {one['probability']['value']:.0%} ({one['probability']['origin']})"
     )
     if one["batch"] > plan["items"]:
@@ -97,9 +98,9 @@ def _stages(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
             f"{one['items_median']:g}",
             str(one["items_most"]),
             f"{one['accumulation_mean']:.1f}",
-            size(one["live"]["value"]),
-            size(one["total"]["value"]),
-            duration(one["epoch_s"]["value"]),
+            format_bytes(one["live"]["value"]),
+            format_bytes(one["total"]["value"]),
+            format_seconds(one["epoch_s"]["value"]),
         )
         for name, one in plan["plans"].items()
     ]
@@ -110,13 +111,15 @@ def _components(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
     """Show what the memory at the peak of a step is for."""
     one = _main(plan)
     live = sum(part["bytes"] for part in one["parts"])
-    rows = [(label, size(count), f"{count / live:.1%}", origin) for label, count, origin in _parts(one, live)]
-    rows.append(("live at the peak of a step", size(live), "100.0%", one["live"]["origin"]))
+    rows = [(label, format_bytes(count), f"{count / live:.1%}", origin) for label, count, origin in _parts(one, live)]
+    rows.append(("live at the peak of a step", format_bytes(live), "100.0%", one["live"]["origin"]))
     if plan["evaluation_bytes"] is not None:
-        rows.append(("  (evaluating such a micro-batch)", size(plan["evaluation_bytes"]), "", one["live"]["origin"]))
-    rows.append(("held by torch's allocator", size(one["reserved"]["value"]), "", one["reserved"]["origin"]))
+        rows.append(
+            ("  (evaluating such a micro-batch)", format_bytes(plan["evaluation_bytes"]), "", one["live"]["origin"])
+        )
+    rows.append(("held by torch's allocator", format_bytes(one["reserved"]["value"]), "", one["reserved"]["origin"]))
     factor = f"margin x {one['margin']['factor']:.3f}"
-    rows.append((f"with the {factor}", size(one["total"]["value"]), "", one["margin"]["origin"]))
+    rows.append((f"with the {factor}", format_bytes(one["total"]["value"]), "", one["margin"]["origin"]))
     yield text_table(("component", "memory", "share", "from"), rows, right="memory share")
 
 
@@ -147,9 +150,9 @@ def _configurations(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
     rows = [
         (
             f"{one['items']} x {one['accumulation']}",
-            size(one["live"]["value"]),
-            size(one["reserved"]["value"]),
-            size(one["total"]["value"]),
+            format_bytes(one["live"]["value"]),
+            format_bytes(one["reserved"]["value"]),
+            format_bytes(one["total"]["value"]),
             *("fits" if one["fits"][card] else "-" for card in cards),
         )
         for one in plan["configurations"]
@@ -163,8 +166,8 @@ def _tried(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
         (
             trial["remedy"],
             trial["verdict"],
-            size(trial["total"]["value"]) if trial["total"] else "",
-            duration(trial["epoch_s"]["value"]) if trial["epoch_s"] else "",
+            format_bytes(trial["total"]["value"]) if trial["total"] else "",
+            format_seconds(trial["epoch_s"]["value"]) if trial["epoch_s"] else "",
             trial["why"],
         )
         for trial in _main(plan)["trials"]
@@ -184,8 +187,8 @@ def _alternatives(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
         (
             one["offer"],
             f"{one['gpu_hours']:.3g}" if one["gpu_hours"] is not None else "",
-            duration(3600 * one["hours"]) if one["hours"] is not None else "",
-            duration(one["waits_s"]) if one["waits_s"] is not None else "",
+            format_seconds(3600 * one["hours"]) if one["hours"] is not None else "",
+            format_seconds(one["waits_s"]) if one["waits_s"] is not None else "",
             ", ".join(one["remedies"]) or one["why"] or "as it is",
         )
         for one in plan["alternatives"]
@@ -196,14 +199,14 @@ def _alternatives(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
 def _job(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
     """Show what a job asks for, and where its memory goes."""
     one, job, host = _main(plan), plan["job"], plan["host"]
-    rows = [(part["name"], size(part["bytes"]), part["origin"], part["why"]) for part in host["parts"]]
-    each = f"{plural(job['gpus'], 'GPU')}, {plural(job['cpus'], 'cpu')}, --mem {size(host['mem_bytes'])}"
+    rows = [(part["name"], format_bytes(part["bytes"]), part["origin"], part["why"]) for part in host["parts"]]
+    each = f"{plural(job['gpus'], 'GPU')}, {plural(job['cpus'], 'cpu')}, --mem {format_bytes(host['mem_bytes'])}"
     yield f"job: {plural(job['nodes'], 'node')}, each with {each}"
     yield f"  --mem: {host['why']}"
     yield (
-        f"  an epoch takes about {duration(one['epoch_s']['value'])}, all {duration(plan['train_s'])} "
+        f"  an epoch takes about {format_seconds(one['epoch_s']['value'])}, all {format_seconds(plan['train_s'])} "
         f"({one['epoch_s']['origin']}), {one['gpu_hours']['value']:.3g} GPU-hours; "
-        f"a job may take {duration(job['time_s'])}"
+        f"a job may take {format_seconds(job['time_s'])}"
     )
     yield text_table(("host memory", "a node", "from", ""), rows, right="node")
 
@@ -216,8 +219,8 @@ def _probes(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
         (
             one["card"],
             one["outcome"],
-            size(one["predicted_bytes"]),
-            size(one["measured_bytes"]) if one["measured_bytes"] else "",
+            format_bytes(one["predicted_bytes"]),
+            format_bytes(one["measured_bytes"]) if one["measured_bytes"] else "",
             f"{one['ratio']:.3f}" if one["measured_bytes"] else "",
             f"{one['step_s']:.3g} s" if one["step_s"] else "",
             one["why"] or one["log"],
@@ -273,8 +276,8 @@ def plan_table(plans: Iterable[tuple[str, Mapping[str, int], int, int, Ask | Non
     """Show what would be submitted."""
     rows = []
     for name, counts, made_bytes, cpus, ask in plans:
-        asks = ("", "", "") if ask is None else (cpus, size(ask.mem_bytes), duration(ask.time_s))
-        disk = size(made_bytes) if made_bytes else ""
+        asks = ("", "", "") if ask is None else (cpus, format_bytes(ask.mem_bytes), format_seconds(ask.time_s))
+        disk = format_bytes(made_bytes) if made_bytes else ""
         rows.append(
             (
                 name,
@@ -306,7 +309,7 @@ def _estimate_row(stage: Estimate) -> tuple[str, ...]:
     counts = (stage.stage, f"{stage.counts['missing']:,}", f"{stage.counts['cached']:,}", f"{stage.tasks:,}")
     if not stage.tasks:
         return (*counts, *[""] * 6)
-    disk = size(stage.disk_bytes) if stage.disk_bytes else ""
-    about = "unknown" if stage.all_s is None else duration(stage.all_s)
-    asked = (str(stage.cpus), str(stage.gpus), size(stage.mem_bytes), duration(stage.time_s))
+    disk = format_bytes(stage.disk_bytes) if stage.disk_bytes else ""
+    about = "unknown" if stage.all_s is None else format_seconds(stage.all_s)
+    asked = (str(stage.cpus), str(stage.gpus), format_bytes(stage.mem_bytes), format_seconds(stage.time_s))
     return (*counts, *asked, disk, about)

@@ -22,7 +22,8 @@ from pipeline.report.stage_lines import (
     unit_of,
     validated_files,
 )
-from pipeline.report.tables import duration, plural, size, text_table
+from pipeline.report.tables import plural, text_table
+from pipeline.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -79,7 +80,7 @@ def _progress(stage: StageStatus, run: SeenRun) -> Iterator[str]:
 
 def _head(stage: StageStatus) -> str:
     """Say in a line how a stage stands, and how much it had and has to do."""
-    took = f" in {duration(stage.ended_at - stage.started_at)}" if stage.ended_at else ""
+    took = f" in {format_seconds(stage.ended_at - stage.started_at)}" if stage.ended_at else ""
     counts = f"{stage.cached:,} cached, {stage.items_done:,} of {stage.missing:,} done"
     if stage.name == "validate":
         counts = f"{stage.items_done:,} read"
@@ -105,7 +106,7 @@ def _told(group: Sequence[Attempt], then: str) -> str:
     """Say how some attempts failed, by the first of them."""
     first = group[0]
     tasks = ", ".join(str(one.task) for one in group[:TASKS_NAMED]) + (", …" if len(group) > TASKS_NAMED else "")
-    asked = f" with {size(first.ask.mem_bytes)}" if first.cause is Cause.HOST_OOM else ""
+    asked = f" with {format_bytes(first.ask.mem_bytes)}" if first.cause is Cause.HOST_OOM else ""
     after = f"\n    then: {then}" if then else ""
     said = f"\n    it said: {first.said}" if first.said and first.said not in first.reason else ""
     noun = "task" if len(group) == 1 else "tasks"
@@ -154,10 +155,10 @@ def _lines(use: StageUse) -> list[str]:
     pace = f" ({use.items_per_s:,.1f} a second and task)" if use.items_per_s else ""
     parts = [f"{plural(use.items, UNIT[use.stage])}{pace}", f"{use.core_hours:,.2f} core hours"]
     if use.gpu_peak_bytes:
-        parts.append(f"GPU memory {size(use.gpu_peak_bytes)}")
-    planned = f"; planned {size(use.planned_bytes)}" if use.planned_bytes else ""
+        parts.append(f"GPU memory {format_bytes(use.gpu_peak_bytes)}")
+    planned = f"; planned {format_bytes(use.planned_bytes)}" if use.planned_bytes else ""
     why = f" ({use.why})" if use.why else ""
-    median = f" (median {size(use.median_peak_bytes)})" if use.median_peak_bytes else ""
+    median = f" (median {format_bytes(use.median_peak_bytes)})" if use.median_peak_bytes else ""
     memory = f"  memory: first {_size(use.first_bytes)}{why}{planned}; peak {_size(use.peak_bytes)}{median}"
     return [f"{use.stage}: {', '.join(parts)}", memory, *([f"  {use.note}"] if use.note else [])]
 
@@ -168,11 +169,11 @@ def _suggested(one: Suggested) -> str:
 
 
 def _size(count: int | None) -> str:
-    return UNKNOWN if count is None else size(count)
+    return UNKNOWN if count is None else format_bytes(count)
 
 
 def _time(seconds: float | None) -> str:
-    return UNKNOWN if seconds is None else duration(seconds)
+    return UNKNOWN if seconds is None else format_seconds(seconds)
 
 
 def _percent(share: float | None) -> str:

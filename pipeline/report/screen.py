@@ -13,7 +13,8 @@ from pipeline.cluster.verdict import Cause
 from pipeline.journal.active_runs import GOING_ON, use
 from pipeline.journal.run_status import RunState
 from pipeline.report.stage_lines import DAMAGED, SCRIPT, TASK_STATES, UNIT, found_damage, state_of_stage
-from pipeline.report.tables import duration, plural, size
+from pipeline.report.tables import plural
+from pipeline.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -71,7 +72,7 @@ def _head(run: SeenRun, on: Screen) -> Iterator[Text]:
     """Say which run it is, how it stands, and who looks after it."""
     status = run.status
     state = DAMAGED if any(map(found_damage, status.stages.values())) else status.state.value
-    took = f"  {duration((status.ended_at or on.now) - status.started_at)}" if status.started_at else ""
+    took = f"  {format_seconds((status.ended_at or on.now) - status.started_at)}" if status.started_at else ""
     clock = f"{datetime.fromtimestamp(on.now):%H:%M:%S}"  # noqa: DTZ006 - the clock of who looks
     left = Text.assemble((f"run {status.name}", "bold"), "  ", (state, STYLES.get(state, "bold")), took)
     gap = on.width - left.cell_len - len(clock)
@@ -129,12 +130,14 @@ def _speed(stage: StageStatus, on: Screen) -> str:
         return "no pace yet" if stage.missing else ""
     left_s = stage.measured().get("left_s") or left / pace
     shown = f"{pace:,.0f}" if pace >= 100 else f"{pace:.2g}" if pace < 10 else f"{pace:.0f}"
-    return f"{shown} {UNIT[stage.name]}s/s" + (f", {duration(left_s)} left" if left > 0 else "")
+    return f"{shown} {UNIT[stage.name]}s/s" + (f", {format_seconds(left_s)} left" if left > 0 else "")
 
 
 def _ended(stage: StageStatus) -> str:
     """Say how a stage ended, and when."""
-    return state_of_stage(stage) + (f" in {duration(stage.ended_at - stage.started_at)}" if stage.ended_at else "")
+    return state_of_stage(stage) + (
+        f" in {format_seconds(stage.ended_at - stage.started_at)}" if stage.ended_at else ""
+    )
 
 
 def _details(stage: StageStatus, run: SeenRun, on: Screen) -> Iterator[Text]:
@@ -168,9 +171,11 @@ def _memory(stage: StageStatus) -> list[str]:
         return max([ended or 0, *(int(figures.get(figure, 0)) for figures in stage.figures.values())])
 
     used, gpu, planned = most("host_peak_bytes", peak), most("device_peak_bytes", gpu_peak), most("planned_bytes")
-    said = [f"memory: {size(used)} of {size(asked)} ({used / asked:.0%})"] if used and asked else []
+    said = [f"memory: {format_bytes(used)} of {format_bytes(asked)} ({used / asked:.0%})"] if used and asked else []
     if gpu:
-        said.append(f"GPU: {size(gpu)}" + (f" of {size(planned)} ({gpu / planned:.0%})" if planned else ""))
+        said.append(
+            f"GPU: {format_bytes(gpu)}" + (f" of {format_bytes(planned)} ({gpu / planned:.0%})" if planned else "")
+        )
     return said
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pipeline.journal.active_runs import use
-from pipeline.report.tables import duration, plural, size, text_table
+from pipeline.report.tables import plural, text_table
+from pipeline.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -109,7 +110,7 @@ def trained_lines(census: Mapping[str, Any]) -> list[str]:
         losses = ", ".join(f"{name} {_figure(value)}" for name, value in last["loss"].items())
         pace = f"{last['items_per_s']:,.3g} items/s, waited for data {last['wait_share']:.1%}"
         said.append(f"last epoch: {losses}; {pace}")
-        memory = [size(last[name]) for name in ("allocated_bytes", "reserved_bytes", "peak_bytes")]
+        memory = [format_bytes(last[name]) for name in ("allocated_bytes", "reserved_bytes", "peak_bytes")]
         said.append(f"memory: {memory[0]} allocated, {memory[1]} reserved, {memory[2]} at the peak")
     if best:
         figures = ", ".join(f"{name} {_figure(value)}" for name, value in best["validation"].items())
@@ -144,7 +145,7 @@ def predicted_lines(census: Mapping[str, Any]) -> list[RenderableType]:
     """Say where predictions are, and how they begin."""
     shown: list[RenderableType] = [_accepted(census)]
     if census["folder"]:
-        files = ", ".join(f"{name} {size(count)}" for name, count in census["files"].items())
+        files = ", ".join(f"{name} {format_bytes(count)}" for name, count in census["files"].items())
         shown += [_applied(census), f"predictions: {census['folder']}", f"  {files}", *census["lines"]]
     return shown
 
@@ -182,7 +183,7 @@ def validated_lines(census: Mapping[str, Any]) -> list[RenderableType]:
     found = census["summary"]
     if not census["report"]:
         return [f"{plural(census['undone'], 'file')} not judged"]
-    read = f"{size(found['bytes'])} read ({found['how']})"
+    read = f"{format_bytes(found['bytes'])} read ({found['how']})"
     told = f"{plural(found['records'], 'record')}: {found['whole']:,} whole, {found['lost']:,} lost; {read}"
     rows = [(kind, *(f"{counts[name]:,}" for name in VALIDATED)) for kind, counts in found["kinds"].items()]
     shown: list[RenderableType] = [told, "", text_table(("kind", *VALIDATED), rows, right=" ".join(VALIDATED)), ""]
@@ -232,7 +233,7 @@ def tasks_line(stage: StageStatus, run: SeenRun) -> list[str]:
     where = ", ".join(f"{states[name]:,} {name}" for name in TASK_STATES if name in states)
     waits = [f"waiting for: {', '.join(reasons)}"] if (reasons := run.waits_for.get(stage.name)) else []
     left_s = run.left_s(stage)
-    left = [f"about {duration(left_s)} left"] if left_s and not stage.measured() else []
+    left = [f"about {format_seconds(left_s)} left"] if left_s and not stage.measured() else []
     return ["; ".join([f"tasks: {where}", *waits, *left])] if where else []
 
 
@@ -240,9 +241,15 @@ def memory_line(stage: StageStatus) -> list[str]:
     """Say what tasks have of memory, and what they used of it."""
     asked, peak, gpu = use(stage).values()
     by_own_word = max((int(one.get("host_peak_bytes", 0)) for one in stage.figures.values()), default=0)
-    so_far = f"{size(by_own_word)} by a process so far" if by_own_word else "use unknown"  # before a task has ended
-    parts = [f"memory of a task: {size(asked)} asked for, {f'{size(peak)} used' if peak else so_far}"] if asked else []
-    parts += [f"GPU memory {size(gpu)}"] if gpu else []
+    so_far = (
+        f"{format_bytes(by_own_word)} by a process so far" if by_own_word else "use unknown"
+    )  # before a task has ended
+    parts = (
+        [f"memory of a task: {format_bytes(asked)} asked for, {f'{format_bytes(peak)} used' if peak else so_far}"]
+        if asked
+        else []
+    )
+    parts += [f"GPU memory {format_bytes(gpu)}"] if gpu else []
     return [", ".join(parts)] if parts else []
 
 
@@ -252,10 +259,10 @@ def speed(measured: Mapping[str, float]) -> list[str]:
         return []
     parts = [f"{measured['residues_per_s']:,.0f} residues/s a process", f"pad factor {measured['pad_factor']:.2f}"]
     if measured["left_s"]:
-        parts.append(f"{duration(measured['left_s'])} left")
-    parts.append(f"peak {size(measured['peak_rss_bytes'])}")
+        parts.append(f"{format_seconds(measured['left_s'])} left")
+    parts.append(f"peak {format_bytes(measured['peak_rss_bytes'])}")
     if measured["peak_gpu_bytes"]:
-        parts.append(f"GPU {size(measured['peak_gpu_bytes'])}")
+        parts.append(f"GPU {format_bytes(measured['peak_gpu_bytes'])}")
     if measured["splits"]:
         parts.append(f"{plural(int(measured['splits']), 'split')} for memory")
     return [*parts, f"lowest cosine to fair-esm {measured['lowest_cosine']:.7f}"]

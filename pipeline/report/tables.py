@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 NO_TERMINAL, MESSAGE = 200, 100  # columns of tables where there is no terminal, and of what is pasted into a message
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-KILO = 1024
-MINUTE, HOUR = 60, 3600
 TEXT_MOST = 600  # characters of a text on a page
 
 
@@ -60,24 +57,6 @@ def text_table(
     return shown
 
 
-def size(count: float) -> str:
-    """Return bytes as people read them."""
-    for unit in UNITS:
-        if count < KILO or unit == UNITS[-1]:
-            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
-        count /= KILO
-    raise AssertionError
-
-
-def duration(seconds: float) -> str:
-    """Return a duration as people read it."""
-    if seconds < MINUTE:
-        return f"{seconds:.1f} s"
-    if seconds < HOUR:
-        return f"{seconds // MINUTE:.0f} min {seconds % MINUTE:02.0f} s"
-    return f"{seconds // HOUR:.0f} h {seconds % HOUR // MINUTE:02.0f} min"
-
-
 def plural(count: int, noun: str) -> str:
     """Return a count with its noun."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
@@ -86,7 +65,7 @@ def plural(count: int, noun: str) -> str:
 def age(now: datetime, moment: datetime) -> str:
     """Return how long ago a moment was, as people say it."""
     seconds = max(0.0, (now - moment).total_seconds())
-    for unit, length in (("d", 86400), ("h", HOUR), ("min", MINUTE)):
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
             return f"{seconds / length:.0f} {unit}"
     return f"{seconds:.0f} s"

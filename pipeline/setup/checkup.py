@@ -22,7 +22,6 @@ from pipeline.memory.lint.lint_rules import lint
 from pipeline.project.project import Project, local_machine, scan_recipe_of, source_spec
 from pipeline.project.run_code import load_task
 from pipeline.records import Inventory, Item, Rejection
-from pipeline.report.tables import size
 from pipeline.runs.dataset.reader_items import is_reader, read_first, reader_of
 from pipeline.runs.workflow.script_stage import ScriptStage
 from pipeline.setup import slurm_checks
@@ -31,6 +30,7 @@ from pipeline.stages.scan import glance
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.structures.parsing.structure_files import item_paths
 from pipeline.structures.sources.data_source import items
+from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
     from pipeline.config.load import LoadedConfig
@@ -157,7 +157,9 @@ def _weights(loaded: LoadedConfig) -> Iterator[CheckResult]:
         yield CheckResult("weights", CheckVerdict.NOTE, f"{error.what}; needed from the stage embed on", error.remedy)
         return
     weights = identify(path, _opened(config).kind("weights"), remember=False)
-    found = f"{weights.path}: {weights.layers} layers of {weights.dim}, {weights.precision}, {size(weights.bytes)}"
+    found = (
+        f"{weights.path}: {weights.layers} layers of {weights.dim}, {weights.precision}, {format_bytes(weights.bytes)}"
+    )
     yield CheckResult("weights", CheckVerdict.OK, found)
 
 
@@ -211,7 +213,7 @@ def _room(root: Path) -> CheckResult:
     """Look at free bytes and file numbers; a quota below them is not visible from here."""
     place = _existing(root)
     free_bytes, inodes = shutil.disk_usage(place).free, os.statvfs(place).f_favail
-    found = f"{size(free_bytes)} free, {inodes:,} files can be made"
+    found = f"{format_bytes(free_bytes)} free, {inodes:,} files can be made"
     if free_bytes < LITTLE_BYTES or 0 < inodes < LITTLE_INODES:
         return CheckResult("disk", CheckVerdict.NOTE, found, "make room, or set cache.root to a larger disk")
     return CheckResult("disk", CheckVerdict.OK, found)
@@ -221,7 +223,7 @@ def _machine(loaded: LoadedConfig) -> Iterator[CheckResult]:
     """Say what the local executor would use."""
     slots = loaded.config.cluster.slots
     machine = local_machine(slots)
-    found = f"{machine.cpus} cores, {size(machine.mem_bytes)} memory, {len(machine.gpus)} GPUs for local tasks"
+    found = f"{machine.cpus} cores, {format_bytes(machine.mem_bytes)} memory, {len(machine.gpus)} GPUs for local tasks"
     yield CheckResult("machine", CheckVerdict.OK, found)
 
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from pipeline.config.site_profiles import shipped
 from pipeline.errors import ConfigError
-from pipeline.report.tables import size
 from pipeline.setup import site_facts
 from pipeline.setup.site_facts import join
+from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -214,7 +214,7 @@ def _table(site: Site) -> Iterator[str]:
 def _row(first: tuple[str, str], nodes: SiteNodes) -> tuple[str, str, str, str, str, str, str]:
     """Return a line of the table."""
     gpus = " + ".join(f"{one.count} {one.type or 'gpu'}" for one in nodes.gpus)
-    memory = size(nodes.mem_bytes) if nodes.mem_bytes else "?"
+    memory = format_bytes(nodes.mem_bytes) if nodes.mem_bytes else "?"
     return (first[0], str(nodes.count), str(nodes.cpus or "?"), memory, gpus, first[1], join(nodes.features, 6))
 
 
@@ -284,7 +284,7 @@ def _limits(site: Site) -> str:
     most += [f"{one:,} in QOS {name}" for name, one in site.qos_max_submit.items() if one is not None]
     submit = _one_line(f"auto: {join(most)}") if most else "auto: no limit was told"
     mem_bytes = max((nodes.mem_bytes or 0 for nodes in site.nodes), default=0)
-    largest = f"auto: {size(mem_bytes)}, if it is in the partition" if mem_bytes else "Not told"
+    largest = f"auto: {format_bytes(mem_bytes)}, if it is in the partition" if mem_bytes else "Not told"
     return f"""\
   # MaxArraySize. {arrays}.
   max_array_size: auto

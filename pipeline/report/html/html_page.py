@@ -16,7 +16,8 @@ from pipeline.journal.active_runs import GOING_ON
 from pipeline.report.html import run_plots
 from pipeline.report.html.plots import figure, moment, tag
 from pipeline.report.stage_lines import CENSUS, DAMAGED, UNIT, found_damage, speed, state_of_stage
-from pipeline.report.tables import TEXT_MOST, clip, duration, plural, size
+from pipeline.report.tables import TEXT_MOST, clip, plural
+from pipeline.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -50,7 +51,7 @@ def _environment() -> Environment:
         finalize=lambda value: value if isinstance(value, Markup) else clip(str(value)),
     )
     environment.filters |= {
-        "bytes": lambda value: number_cell(value, size),
+        "bytes": lambda value: number_cell(value, format_bytes),
         "code": lambda text: _cell(tag("code", clip(text)) if text else "", text),
         "count": lambda value: number_cell(value, "{:,.0f}".format),
         "error": _error,
@@ -62,8 +63,8 @@ def _environment() -> Environment:
         "moment_cell": lambda at: number_cell(at or None, moment),
         "percent": lambda share: number_cell(share, "{:.0%}".format),
         "plural": plural,
-        "size": size,
-        "span": lambda seconds: number_cell(seconds, duration),
+        "size": format_bytes,
+        "span": lambda seconds: number_cell(seconds, format_seconds),
         "state": lambda word: _cell(badge(word), word),
         "text": lambda text: _cell(clip(str(text)), None),
         "badge": badge,
@@ -147,7 +148,7 @@ def story_lines(stage: StageFacts) -> Iterator[str]:
         if stage.waits_for:
             yield f"waiting for: {', '.join(stage.waits_for)}"
         if stage.left_s:
-            yield f"about {duration(stage.left_s)} left, if it goes on like this"
+            yield f"about {format_seconds(stage.left_s)} left, if it goes on like this"
     yield from stage.so_far
     if measured := speed(status.measured()):
         yield ", ".join(measured)
@@ -184,7 +185,7 @@ def overview(facts: PageFacts) -> Iterator[Tile]:
     """Yield the figures that matter most."""
     status, span = facts.run.status, facts.time
     begun = moment(span.begun, "began %Y-%m-%d %H:%M UTC")
-    yield Tile("Took" if status.ended_at else "So far", duration(span.end - span.begun), begun)
+    yield Tile("Took" if status.ended_at else "So far", format_seconds(span.end - span.begun), begun)
     planned = list(dict.fromkeys([*status.planned, *status.stages]))
     done = sum(stage.state.value == "done" for stage in status.stages.values())
     later = [name for name in planned if name not in status.stages]
@@ -224,11 +225,11 @@ def _used(uses: Sequence[StageUse]) -> Iterator[Tile]:
     yield Tile("Core hours", hours(sum(use.core_hours for use in uses)), _busiest(uses))
     peak = max(uses, key=lambda use: use.peak_bytes or 0)
     if peak.peak_bytes:
-        more = f"{peak.stage}, of {size(peak.asked_bytes)} asked for" if peak.asked_bytes else peak.stage
-        yield Tile("Highest memory of a task", size(peak.peak_bytes), more)
+        more = f"{peak.stage}, of {format_bytes(peak.asked_bytes)} asked for" if peak.asked_bytes else peak.stage
+        yield Tile("Highest memory of a task", format_bytes(peak.peak_bytes), more)
     gpu = max(uses, key=lambda use: use.gpu_peak_bytes or 0)
     if gpu.gpu_peak_bytes:
-        yield Tile("Highest memory of a GPU", size(gpu.gpu_peak_bytes), gpu.stage)
+        yield Tile("Highest memory of a GPU", format_bytes(gpu.gpu_peak_bytes), gpu.stage)
 
 
 def _busiest(uses: Sequence[StageUse]) -> str:

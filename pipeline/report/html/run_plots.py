@@ -25,7 +25,7 @@ from pipeline.report.html.plots import (
     x_ticks,
 )
 from pipeline.report.stage_lines import UNIT
-from pipeline.report.tables import duration, size
+from pipeline.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -73,7 +73,7 @@ def _stage_row(time: TimeFacts, stage: StageFacts, x: Axis, ends: tuple[float, f
     status = stage.status
     until = status.ended_at or time.end
     begun, first = status.started_at, min(stage.first_task_at or until, until)
-    said = f"{status.name}: {status.state.value}, {duration(max(0.0, until - begun))}"
+    said = f"{status.name}: {status.state.value}, {format_seconds(max(0.0, until - begun))}"
     parts = [svg_text(ends[0] - 8, top + 19, status.name, "end", "name")]
     if status.tasks and first > begun:
         waits = f"{status.name}: waits for its first task"
@@ -179,13 +179,16 @@ def memory_bars(title: str, uses: Sequence[MemoryUse]) -> Markup:
         for css, said, inset, value in bars:
             if value:
                 width = max(1.0, x.place(value, *ends) - LEFT)
+                name = tag("title", f"{said} {format_bytes(value)}")
                 parts.append(tag(
-                    "rect", tag("title", f"{said} {size(value)}"), x=LEFT, y=f"{top + inset:.1f}", width=f"{width:.1f}",
+                    "rect", name, x=LEFT, y=f"{top + inset:.1f}", width=f"{width:.1f}",
                     height=MEMORY_BAR - 2 * inset, rx=2, class_=f"mem {css}",
                 ))  # fmt: skip
         if use.predicted_bytes:
             way = f"M{x.place(use.predicted_bytes, *ends):.1f} {top - 4:.1f}V{top + MEMORY_BAR + 4:.1f}"
-            parts.append(tag("path", tag("title", f"predicted {size(use.predicted_bytes)}"), d=way, class_="mark"))
+            parts.append(
+                tag("path", tag("title", f"predicted {format_bytes(use.predicted_bytes)}"), d=way, class_="mark")
+            )
         if not use.used_bytes:
             parts.append(svg_text(LEFT + 6, top + 12.5, "not measured", "start", "tick"))
     return figure_of(title, svg(title, parts, MEMORY_WIDTH, height), legend(MEMORY_KEY))
@@ -198,8 +201,8 @@ def memory_over_epochs(training: TrainingFacts) -> Markup:
     peaks = [(epoch.epoch, epoch.peak_bytes) for epoch in epochs]
     live = [(epoch.epoch, epoch.allocated_bytes) for epoch in epochs]
     predicted = [(epoch.epoch, taken) for epoch in epochs if (taken := training.predicted_bytes(epoch.epoch))]
-    lines = [Line("peak", peaks, 0, "", [size(value) for _, value in peaks])]
-    lines.append(Line("live at its end", live, 1, "", [size(value) for _, value in live]))
+    lines = [Line("peak", peaks, 0, "", [format_bytes(value) for _, value in peaks])]
+    lines.append(Line("live at its end", live, 1, "", [format_bytes(value) for _, value in live]))
     lines += [Line("predicted", predicted, 3, "dashed")] if predicted else []
     if training.on_gpu:
         lines.append(Line("limit", [(epoch.epoch, training.prepared.limit_bytes) for epoch in epochs], 5, "dashed"))

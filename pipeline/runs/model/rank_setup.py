@@ -20,7 +20,6 @@ import numpy as np
 from pipeline.config.site_profiles import anchored
 from pipeline.errors import PipelineError
 from pipeline.keys import KEY_BYTES, content_digest, recipe_key
-from pipeline.report.tables import duration, size
 from pipeline.runs.dataset.reader_items import is_reader
 from pipeline.stages.graph import HEADER_BYTES
 from pipeline.store.cache_folder import CACHE_FORMAT, CacheFolder
@@ -29,6 +28,7 @@ from pipeline.store.maintenance.staging import CacheStaging, Unfit, open_scratch
 from pipeline.training.items.residue_embeddings import Embeddings, proteins
 from pipeline.training.ranks.rank_protocol import RankLost
 from pipeline.training.ranks.rendezvous import RankPlace
+from pipeline.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -137,7 +137,9 @@ class _Stager:
             self.tell.figures |= {"staged_bytes": float(staging.bytes), "staged_s": took_s}
         kinds = ", ".join(f"{count:,} of {kind}" for kind, count in staging.records.items())
         rest = "" if staging.is_whole else f"; the rest is read from {self.project.cache.root}"
-        return f"staged in {scratch.root}: {kinds}; {size(staging.bytes)} copied in {duration(took_s)}{rest}"
+        return (
+            f"staged in {scratch.root}: {kinds}; {format_bytes(staging.bytes)} copied in {format_seconds(took_s)}{rest}"
+        )
 
     def _place(self) -> Path:
         """Return the folder that the configuration means on this node."""

@@ -17,8 +17,8 @@ from pipeline.journal.run_status import StageJob
 from pipeline.keys import recipe_tag
 from pipeline.project.project import asked_bytes, cluster_name, profiles_of
 from pipeline.project.run_code import WORKER, module_command
-from pipeline.report.tables import size
 from pipeline.runs.workflow import script_stage
+from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -177,7 +177,7 @@ def refuse_unfit_disk(project: Project, found: StageSurvey) -> None:
         remedy = "choose a folder that can be written: --set cache.root=FOLDER"
         raise CacheUnusable(what, where=str(root), remedy=remedy) from error
     if found.bytes > free_bytes:
-        what = f"the results need {size(found.bytes)}, and {size(free_bytes)} are free"
+        what = f"the results need {format_bytes(found.bytes)}, and {format_bytes(free_bytes)} are free"
         remedy = "make room, or choose another disk: --set cache.root=FOLDER"
         raise PlanInfeasible(what, where=str(root), remedy=remedy)
 

@@ -123,7 +123,7 @@ def test_other_recipes_neither_go_below_the_plan_nor_far_above_it() -> None:
     assert ask(tasks, bounds=others).mem_bytes == GIB
     huge = ask([replace(task, peak_bytes=40 * GIB) for task in tasks], bounds=others)
     assert huge.mem_bytes == 2 * GIB
-    assert huge.why == "from 50 tasks of other recipes: 99th percentile 40.00 GiB + 20%; no more than 2 times the plan"
+    assert huge.why == "from 50 tasks of other recipes: 99th percentile 40.0 GiB + 20%; no more than 2 times the plan"
 
 
 def test_without_measurements_the_plan_is_asked_for_in_whole_steps() -> None:

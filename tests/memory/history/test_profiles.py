@@ -56,8 +56,8 @@ def test_the_same_recipe_elsewhere_counts_before_other_recipes_here(tmp_path: Pa
     profiles.record("a", "w", [measured(task, cluster="south", peak_bytes=4 * GIB) for task in range(9)])
     assert "of other recipes on other clusters" in ask(tmp_path, recipe="other").why
     profiles.record("b", "w", [measured(task, recipe="cd34", peak_bytes=3 * GIB) for task in range(9)])
-    assert ask(tmp_path).why == "from 9 tasks on other clusters: 99th percentile 4.00 GiB + 20%"
-    assert "from 9 tasks of other recipes: 99th percentile 3.00 GiB" in ask(tmp_path, recipe="other").why
+    assert ask(tmp_path).why == "from 9 tasks on other clusters: 99th percentile 4.0 GiB + 20%"
+    assert "from 9 tasks of other recipes: 99th percentile 3.0 GiB" in ask(tmp_path, recipe="other").why
     assert profiles.suggest("graph", "ab12", "north", planned_bytes=GIB).tasks == 0
     assert profiles.pace("embed", "ab12", "north") is None
 

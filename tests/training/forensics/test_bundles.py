@@ -94,7 +94,7 @@ def test_a_bundle_says_for_people_what_happened():
         "oom in step 123, epoch 2, on rank 0 of 2\n"
         "  CUDA out of memory. Tried to allocate 2.00 GiB\n"
         "  2027-01-15 08:00:00 UTC, torch 2.13.0, cpu\n"
-        "  micro-batch 1 of 2: 2 items (a, b/../c), 900 nodes, 18,000 edges, 3.00 GiB predicted ← this one\n"
+        "  micro-batch 1 of 2: 2 items (a, b/../c), 900 nodes, 18,000 edges, 3.0 GiB predicted ← this one\n"
         "  micro-batch 2 of 2: 5 items (d, e, f, g, …)\n"
         "  budget 4,294,967,296 cost\n"
         "  from checkpoint checkpoints/step-00000100"

@@ -50,7 +50,7 @@ EPOCH = Epoch(
 def test_an_epoch_is_one_line_for_people():
     assert EPOCH.words() == (
         "epoch 3  loss 0.412  val auroc 0.812  "
-        "allocated 3.10 GiB / reserved 3.40 GiB / peak 3.90 GiB  batch 24 exactly  "
+        "allocated 3.1 GiB / reserved 3.4 GiB / peak 3.9 GiB  batch 24 exactly  "
         "12.1 items/s  wait 0.4%"
     )
 
