@@ -161,16 +161,12 @@ class StepTapes:
         return cls((*play, standing.first_update if first else standing.update))
 
     def peak_bytes(self, live: int) -> int:
-        return tapes_peak_bytes(self.tapes, live)
-
-
-def tapes_peak_bytes(tapes: Iterable[Tape], live: int = 0) -> int:
-    """Return the most that is live while tapes are played, when so much was before."""
-    highest = live
-    for tape in tapes:
-        highest = max(highest, live + tape.peak_bytes)
-        live += tape.left_bytes
-    return highest
+        """Return the most that is live while the tapes are played, when so much was before."""
+        highest = live
+        for tape in self.tapes:
+            highest = max(highest, live + tape.peak_bytes)
+            live += tape.left_bytes
+        return highest
 
 
 def live_peak_bytes(standing: StandingFootprint, micro: MicroFootprint, *, accumulate: bool) -> int:
@@ -211,13 +207,21 @@ class Margin:
     trust: Provenance = Provenance.ASSUMED  # of the probability
 
 
-def margin_of(origin: Provenance, ratios: Sequence[float] = (), *, caching: bool = True) -> Margin:
-    """Return the margin for a prediction of some origin, after runs with these ratios measured/predicted."""
-    if ratios:
-        return _after(ratios)
+def margin_of(
+    origin: Provenance, ratios: Sequence[float] = (), *, caching: bool = True, compiled: bool = False
+) -> Margin:
+    """Return the margin for a prediction of some origin, after runs with these ratios measured/predicted.
+
+    A model that is compiled is planned as it runs eagerly, with more for what fusing changes.
+    """
     extra = (FIRST_CONTACT if caching else LIVE_ONLY)[origin]
     why = f"nothing measured yet: {extra:.0%} on what is {origin.value}, assumed to do in {ASSUMED_PROBABILITY:.0%}"
-    return Margin(1.0 + extra, ASSUMED_PROBABILITY, Provenance.ASSUMED, why)
+    first = Margin(1.0 + extra, ASSUMED_PROBABILITY, Provenance.ASSUMED, why)
+    margin = _after(ratios) if ratios else first
+    if not compiled:
+        return margin
+    why = f"{margin.why}; compiled: planned as eager, and {COMPILED:.0%}"
+    return replace(margin, factor=margin.factor * (1.0 + COMPILED), why=why)
 
 
 def _after(ratios: Sequence[float]) -> Margin:
@@ -236,12 +240,6 @@ def _after(ratios: Sequence[float]) -> Margin:
     return Margin(
         max(worst, LEAST) * (1.0 + REPEATED), max(shown, ASSUMED_PROBABILITY), Provenance.MEASURED, why, trust
     )
-
-
-def compiled(margin: Margin) -> Margin:
-    """Return the margin of a model that is compiled: planned as it runs eagerly, and more for what fusing changes."""
-    why = f"{margin.why}; compiled: planned as eager, and {COMPILED:.0%}"
-    return replace(margin, factor=margin.factor * (1.0 + COMPILED), why=why)
 
 
 def least_sure(origins: Iterable[Provenance]) -> Provenance:

@@ -353,8 +353,6 @@ class Replay:
 
     allocated_bytes: int  # both at their peaks
     reserved_bytes: int
-    driver_calls: int  # after the first steps there should be no more
-    retries: int
 
     @property
     def fragmentation(self) -> float:
@@ -369,5 +367,4 @@ def replay_steps(steps: Iterable[StepTapes], settings: AllocatorSettings, setup:
     for step in steps:
         for tape in step.tapes:
             allocator.play(tape)
-    calls = allocator.segments_made + allocator.segments_freed
-    return Replay(allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, calls, allocator.retries)
+    return Replay(allocator.peak_allocated_bytes, allocator.peak_reserved_bytes)

@@ -12,7 +12,6 @@ from pipeline.memory.footprint import (
     MemoryChoice,
     MemoryPart,
     Provenance,
-    compiled,
     least_sure,
     margin_of,
     parts_at_peak,
@@ -65,7 +64,7 @@ def compare_configurations(
 ) -> list[Configuration]:
     """Return what each configuration of items of one size takes; a request has what was measured before."""
     choice, questions = choice or MemoryChoice(), OracleCache(oracle, (ITEMS, *item))
-    caching = any(card.caching for card in cards)
+    caching, ratios = any(card.caching for card in cards), request.ratios if request is not None else ()
     rows = []
     for items, accumulation in configurations:
         sizes = (items, *(size if padded else items * size for size in item.values()))
@@ -73,9 +72,7 @@ def compare_configurations(
         live = questions.peak_bytes(choice, sizes, accumulate=accumulation > 1)
         held = reserve(standing, [[micro] * min(accumulation, _PLAYED)] * _PLAYED) if caching else live_only(live)
         origin = least_sure((standing.origin, micro.origin))
-        margin = margin_of(origin, request.ratios if request else (), caching=caching)
-        if request is not None and request.compiled:
-            margin = compiled(margin)
+        margin = margin_of(origin, ratios, caching=caching, compiled=request is not None and request.compiled)
         total = ceil(held.bytes * margin.factor)
         row = Configuration(
             items,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipeline.errors import PlanInfeasible
-from pipeline.memory.footprint import Margin, MemoryChoice, Provenance, compiled, least_sure, margin_of
+from pipeline.memory.footprint import Margin, MemoryChoice, Provenance, least_sure, margin_of
 from pipeline.memory.planning.budget_search import BudgetSearch, DataBounds, FoundBudget
 from pipeline.memory.planning.memory_plan import Figure, OversizeItem, RemedyTrial, RemedyVerdict, Reserved
 from pipeline.memory.planning.size_groups import alone, fit
@@ -125,8 +125,7 @@ class Trying:
         origins = {standing.origin, *self.questions.origins(choice)}
         request = self.request
         ratios = request.ratios if request.measured in (None, choice) else ()
-        margin = margin_of(least_sure(origins), ratios, caching=self.cards.caching)
-        return compiled(margin) if request.compiled else margin
+        return margin_of(least_sure(origins), ratios, caching=self.cards.caching, compiled=request.compiled)
 
     @cached_property
     def ground(self) -> DataBounds:

@@ -190,17 +190,13 @@ class Governor:
             before, self._retries = self._retries, memory.retries
             grown = 0 if before is None else memory.retries - before  # the first count is only to compare with
         if failed is not None:  # an out-of-memory is a retry of the allocator, too: one reason is enough
-            return self._after_oom(failed)
+            ran = self.learned.ran if self.learned.ran < failed else 0
+            budget = max(self.largest, min(max(int(self.backoff * failed), ran), failed - 1))
+            why = f"out of memory at a cost of {failed:,}" if budget < self.budget else ""
+            return Want(min(budget, self.budget), why=why)
         if grown > 0 and cost:
             return self._pressed(cost, f"{grown} retries of the allocator")
         return self._crowded(memory, cost)
-
-    def _after_oom(self, cost: int) -> Want:
-        ran = self.learned.ran if self.learned.ran < cost else 0
-        budget = max(self.largest, min(max(int(self.backoff * cost), ran), cost - 1))
-        if budget >= self.budget:
-            return Want(self.budget)
-        return Want(budget, why=f"out of memory at a cost of {cost:,}")
 
     def _crowded(self, memory: Memory | None, cost: int) -> Want:
         """Say what a card wants that is full of blocks nobody uses: them given back; the second time, also less."""
