@@ -110,7 +110,8 @@ def live_of(standing: Any, micro: Any, *, first: bool) -> int:
 def planned(case: Mapping[str, Any], _: Callable[[], None]) -> dict[str, Any]:
     """Plan a data set whose steps need several micro-batches on a card."""
     from pipeline.config.schema_train import TrainSection
-    from pipeline.runs.model.training_work import Work, least_of, plan_with_oracle, request_of
+    from pipeline.runs.model.training_work import Work, least_of, request_of
+    from tests.zoo.planning import plan_with_oracle
 
     @dataclass(frozen=True)
     class Remembering(Work):

@@ -12,7 +12,6 @@ import sys
 import time
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from itertools import islice
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -109,7 +108,7 @@ class EmbeddingVerifier:
         while True:
             found = look_up_embeddings(texts, self._recipe, self._store)
             try:
-                self._verify(self._recipe.key(text, one) for text, one in zip(texts, found, strict=True) if one)
+                self._verify(self._recipe.key(text, kind) for text, kind in zip(texts, found, strict=True) if kind)
             except (CacheDamaged, RecordMissing) as error:  # the store has struck it out, and will not name it again
                 log.warning("%s: %s: made anew", error.where, error.what)
             else:
@@ -120,25 +119,23 @@ class EmbeddingVerifier:
         unread = [key for key in keys if key not in self._read]
         for record in self._store.read(key for key in unread if key in self._named):
             self._read.add(record.key)
-        for record in self._store.read(islice((key for key in unread if key not in self._read), self._room())):
+        if self._left_bytes <= 0:
+            return
+        for record in self._store.read(key for key in unread if key not in self._read):
             self._read.add(record.key)
             self._left_bytes -= sum(array.nbytes for array in record.arrays.values())
             if self._left_bytes < 0:
                 return
-
-    def _room(self) -> int | None:
-        """Return how many records may be read: any number, or none once the limit is reached."""
-        return None if self._left_bytes > 0 else 0
 
 
 def embed_texts(
     texts: Texts, path: Path, recipe: EmbeddingRecipe, settings: EngineSettings, shelves: EmbedShelves, tell: Tell
 ) -> Generator[Reason | None, None, None]:
     """Encode what of a task is not in the store yet, and publish it, at the latest every minute."""
-    todo = _missing(texts, recipe, shelves.embeddings)
-    for _ in range(len(texts.lengths_N) - len(todo)):
+    todo_N = _missing(texts, recipe, shelves.embeddings)
+    for _ in range(len(texts.lengths_N) - len(todo_N)):
         yield None
-    if len(todo) == 0:
+    if len(todo_N) == 0:
         return
     from pipeline.encoder.checkpoints.esm_checkpoint import load_esm_checkpoint
     from pipeline.encoder.engine import memory_ladder
@@ -159,19 +156,8 @@ def embed_texts(
         build=builder,
         on=lambda texts: tell.on([sequence_name(text) for text in texts]),
     )
-    yield from _run(engine, Texts(texts.lengths_N[todo], _Some(texts, todo)), recipe, shelves, tell)
-
-
-@dataclass(frozen=True, slots=True)
-class _Some:
-    """Reads some of the texts of a task, by their places among them."""
-
-    texts: Texts
-    places_N: NDArray[np.int64]
-
-    def __call__(self, wanted: Sequence[int]) -> list[str]:
-        """Return the texts at these places."""
-        return self.texts.read([int(self.places_N[at]) for at in wanted])
+    rest = Texts(texts.lengths_N[todo_N], lambda places: texts.read(todo_N[list(places)].tolist()))
+    yield from _run(engine, rest, recipe, shelves, tell)
 
 
 def _run(
@@ -240,11 +226,11 @@ class _Builder:
     def gate(self) -> tuple[str, float]:
         """Return the precision that is close enough to the reference, and its lowest cosine."""
         recipe, device = self._recipe, self._settings.device
-        if recipe.precision == "fp32" or not recipe.half_fallback:
-            return recipe.precision, self._pass(device, recipe.precision)
         try:
             return recipe.precision, self._pass(device, recipe.precision)
         except JobFailed as error:
+            if recipe.precision == "fp32" or not recipe.half_fallback:
+                raise
             log.warning("%s; fp32 takes its place", error.what)
             return "fp32", self._pass(device, "fp32")
 

@@ -50,7 +50,6 @@ class ScanShelves:
     shard_bytes: int
 
     def stores(self) -> tuple[Store, Store]:
-        """Return both."""
         return self.inventories, self.files
 
 

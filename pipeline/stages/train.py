@@ -9,35 +9,41 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
+from pipeline.config.schema_train import TrainSection
 from pipeline.keys import content_digest
-from pipeline.training.prepared import COST, LIKENESS, sampler_settings, shrunk_budget
+from pipeline.memory.runtime.governor import Governor
+from pipeline.memory.runtime.meters import Habits, HostMeter, Upkeep, meter_of
+from pipeline.memory.runtime.recovery import Oom
+from pipeline.records import Reason, Tell
+from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder, new_token
+from pipeline.training.checkpoints.keeper import Keeper
+from pipeline.training.checkpoints.pretrained import load_pretrained
+from pipeline.training.checkpoints.training_state import model_key
+from pipeline.training.evaluating.evaluator import Evaluator
+from pipeline.training.forensics.step_bundle import BundleCheckpoint as Reference
+from pipeline.training.items.item_source import ItemSource
+from pipeline.training.items.item_table import ItemTable
+from pipeline.training.items.loader import Loader
+from pipeline.training.items.residue_embeddings import Embeddings
+from pipeline.training.loop.observer import TrainingObserver
+from pipeline.training.loop.progress import RunningStretch
+from pipeline.training.loop.trainer import Trainer
+from pipeline.training.prepared import COST, LIKENESS, ModelFolder, Prepared, Stretch, sampler_settings, shrunk_budget
+from pipeline.training.ranks.rank_protocol import Ranks
+from pipeline.training.sampling.sampler import Sampler
+from pipeline.training.step.local_contrastive import ContrastiveStepper
+from pipeline.training.step.local_sharded import ShardedStepper
+from pipeline.training.step.local_step import Stepper
+from pipeline.training.step.micro_batches import Piece
+from pipeline.training.step.step import Step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
 
     from numpy.typing import NDArray
     from torch import nn
-
-    from pipeline.config.schema_train import TrainSection
-    from pipeline.memory.runtime.governor import Governor
-    from pipeline.memory.runtime.recovery import Oom
-    from pipeline.records import Reason, Tell
-    from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder
-    from pipeline.training.evaluating.evaluator import Evaluator
-    from pipeline.training.forensics.step_bundle import BundleCheckpoint as Reference
-    from pipeline.training.items.item_source import ItemSource
-    from pipeline.training.items.item_table import ItemTable
-    from pipeline.training.items.loader import Loader
-    from pipeline.training.items.residue_embeddings import Embeddings
-    from pipeline.training.loop.observer import TrainingObserver
-    from pipeline.training.loop.progress import RunningStretch
-    from pipeline.training.loop.trainer import Trainer
-    from pipeline.training.prepared import ModelFolder, Prepared, Stretch
-    from pipeline.training.ranks.rank_protocol import Ranks
-    from pipeline.training.step.local_step import Stepper
-    from pipeline.training.step.micro_batches import Piece
-    from pipeline.training.step.step import Step
 
     Integers = NDArray[np.int64]
 
@@ -73,9 +79,6 @@ class Job:
 
     def loader(self, items: Items, budget: int, *, shuffle: bool, batch: int, threads: int | None = None) -> Loader:
         """Return a loader of some items, cut as planned."""
-        from pipeline.training.items.loader import Loader
-        from pipeline.training.sampling.sampler import Sampler
-
         settings = sampler_settings(
             batch,
             max(self.budget_of(budget), int(items.cost_N.max(initial=1))),
@@ -137,8 +140,6 @@ def close(trainer: Trainer) -> None:
 
 def seed_all(seed: int) -> None:
     """Let all random numbers begin at a seed."""
-    import torch
-
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % (1 << 32))  # noqa: NPY002 - users' code may draw from it
@@ -146,10 +147,6 @@ def seed_all(seed: int) -> None:
 
 def trainer_of(job: Job) -> Trainer:
     """Put a training together."""
-    from pipeline.memory.runtime.meters import HostMeter, meter_of
-    from pipeline.training.checkpoints.keeper import Keeper
-    from pipeline.training.loop.trainer import Trainer
-
     train, ranks = job.train, job.ranks
     step = fresh_step(job)
     if train.compile:
@@ -183,8 +180,6 @@ def trainer_of(job: Job) -> Trainer:
 
 def _courses(job: Job) -> list[RunningStretch]:
     """Return the stretches of a training with their loaders."""
-    from pipeline.training.loop.progress import RunningStretch
-
     courses, first = list[RunningStretch](), 0
     for stretch, items in job.stretches:
         loader = job.loader(items, stretch.budget_bytes, shuffle=True, batch=job.train.effective_batch)
@@ -195,8 +190,6 @@ def _courses(job: Job) -> list[RunningStretch]:
 
 def _governor(job: Job, step: Step, course: RunningStretch, ladder: Sequence[str]) -> Governor:
     """Return who knows the budget of a stretch, as planned."""
-    from pipeline.memory.runtime.governor import Governor
-
     return Governor(
         budget=job.budget_of(course.stretch.budget_bytes),
         base_bytes=course.stretch.base_bytes,
@@ -210,9 +203,6 @@ def _governor(job: Job, step: Step, course: RunningStretch, ladder: Sequence[str
 
 def _checkpoints(job: Job, step: Step) -> CheckpointFolder:
     """Return where the training is saved, cleared of what dead starts have left."""
-    from pipeline.training.checkpoints.checkpoint_folder import CheckpointFolder, new_token
-    from pipeline.training.checkpoints.training_state import model_key
-
     checkpoints = CheckpointFolder(
         job.folder.checkpoints,
         last=job.train.checkpoints.last,
@@ -229,9 +219,6 @@ def _checkpoints(job: Job, step: Step) -> CheckpointFolder:
 
 def _watch(job: Job, step: Step, checkpoints: CheckpointFolder) -> TrainingObserver:
     """Return who is told what happens."""
-    from pipeline.memory.runtime.meters import meter_of
-    from pipeline.training.loop.observer import TrainingObserver
-
     return TrainingObserver(
         job.train,
         job.prepared,
@@ -251,18 +238,10 @@ def _stepper(
     job: Job, step: Step, course: RunningStretch, watch: TrainingObserver, failed: Callable[[Piece, Oom], None]
 ) -> Stepper:
     """Return what runs this rank's part of steps."""
-    from pipeline.memory.runtime.governor import Governor
-    from pipeline.memory.runtime.meters import Habits, Upkeep
-    from pipeline.training.step.local_step import Stepper
-
     kind: Callable[..., Stepper] = Stepper
     if step.contrasts:
-        from pipeline.training.step.local_contrastive import ContrastiveStepper
-
         kind = partial(ContrastiveStepper, ranks=job.ranks)
     elif step.is_spread:
-        from pipeline.training.step.local_sharded import ShardedStepper
-
         kind = ShardedStepper
     train, until_taken_up = job.train, Governor(budget=1)
     habits = Habits(train.memory_fraction, train.empty_cache_every, train.collect_every, train.synchronise)
@@ -274,8 +253,6 @@ def _stepper(
 
 def _evaluation(job: Job, step: Step, watch: TrainingObserver) -> Evaluator | None:
     """Return what looks at the model between epochs."""
-    from pipeline.training.evaluating.evaluator import Evaluator
-
     if job.validation is None:
         return None
     budget, batch = job.stretches[-1][0].budget_bytes, max(job.train.effective_batch, job.ranks.world)
@@ -293,8 +270,6 @@ def _evaluation(job: Job, step: Step, watch: TrainingObserver) -> Evaluator | No
 
 def _reference(checkpoints: CheckpointFolder) -> Reference | None:
     """Return the checkpoint from which a step is reached."""
-    from pipeline.training.forensics.step_bundle import BundleCheckpoint as Reference
-
     told = checkpoints.latest()
     if told is None:
         return None
@@ -314,8 +289,6 @@ def begin_with(job: Job, model: nn.Module) -> None:
     """Give a model the weights that were named to begin with."""
     if job.train.pretrained is None:
         return
-    from pipeline.training.checkpoints.pretrained import load_pretrained
-
     report = load_pretrained(model, job.train.pretrained, partial=job.train.pretrained_partial)
     if job.ranks.rank == 0:
         job.say(f"{report.loaded:,} tensors of {job.train.pretrained}")
@@ -331,8 +304,6 @@ class Fresh:
 
     def __call__(self, step: Step) -> None:
         """Give it the parameters that it began with."""
-        import torch
-
         if self._is_fresh:
             self._is_fresh = False
             return

@@ -60,13 +60,6 @@ TOLD = 3  # things that are wrong with one record
 WHOLE_COSINE, HALF_COSINE = 0.99999, 0.999  # those of the gate (encoder/parity.py): of a row in fp32, of all in half
 
 
-def semantic(project: Project, sample: float = DEFAULT_SAMPLE, subset: Subset | Named = WHOLE) -> Iterator[Checked]:
-    """Judge what every record of a project's cache says, kind by kind."""
-    judge = Semantic(project, sample)
-    for kind in project.cache.kinds():
-        yield from judge.check(project.cache.kind(kind), subset)
-
-
 class Semantic:
     """Judges what records say; what it must know besides, it looks up when it first needs it."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import xxhash
 
 from pipeline.errors import CacheDamaged, DataError, RecordMissing, WeightsUnusable
+from pipeline.files import write_whole
 from pipeline.journal.run_folder import writing_run
 from pipeline.keys import content_digest, recipe_tag
 from pipeline.project.run_code import load_task, package_digest, source_digest
@@ -54,7 +54,9 @@ def prepare(project: Project) -> Prepared | None:
         prepared = _remembered(path)
         if prepared is None:
             prepared = _planned(project, table)
-            _remember(path, prepared)
+            with writing_run(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(path, json.dumps(prepared.to_json()))
         project.memo[key] = prepared
     made: Prepared = project.memo[key]
     return made
@@ -71,14 +73,6 @@ def _remembered(path: Path) -> Prepared | None:
     with suppress(OSError, ValueError, TypeError, KeyError):
         return Prepared.from_json(json.loads(path.read_text()))
     return None
-
-
-def _remember(path: Path, prepared: Prepared) -> None:
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-    with writing_run(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(prepared.to_json()))
-        partial.replace(path)
 
 
 def _plan_key(project: Project, table: str) -> str:
@@ -287,7 +281,6 @@ def told_sizes(project: Project) -> list[str]:
 
 def some_items(project: Project, most: int = 3) -> list[Any]:
     """Return a few items as a task gets them, small ones; none while their graphs are not there."""
-    from pipeline.runs.dataset.loading import made_table
     from pipeline.training.items.loader import Loader
     from pipeline.training.sampling.sampler import MicroBatch, Sampler, SamplerSettings
 

@@ -106,7 +106,6 @@ class Probed:
 
     @property
     def ratio(self) -> float:
-        """Return how much of its prediction it took."""
         return self.measured_bytes / self.predicted_bytes if self.predicted_bytes else 0.0
 
 

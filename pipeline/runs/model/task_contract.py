@@ -146,17 +146,8 @@ def _without_data(task: Task, sizes: Mapping[str, int]) -> Iterator[str]:
     try:
         tracer = Tracer(build, task.model, example, dict(sizes), CPU)
         tracer.micro(MemoryChoice(), dict(sizes))
-    except CannotTrace:
-        yield from _real_step(task, example(sizes))
-
-
-def _real_step(task: Task, batch: Batch) -> Iterator[str]:
-    """Make a real step, where fake tensors do not do."""
-    from pipeline.training.step.contrastive import make_step
-    from pipeline.training.step.optimizers import StepSettings
-
-    step = make_step(task, StepSettings())
-    step.run([batch])
+    except CannotTrace:  # fake tensors do not do
+        make_step(task, StepSettings()).run([example(sizes)])
     yield from ()
 
 

@@ -81,7 +81,6 @@ class TrainOutlook:
 
     @property
     def plan(self) -> MemoryPlan:
-        """Return the plan for all items."""
         return self.plans[EVERY]
 
     @property

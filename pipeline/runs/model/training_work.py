@@ -14,7 +14,7 @@ import numpy as np
 
 from pipeline.errors import ConfigError
 from pipeline.memory.estimating.fallback_oracle import Formula, OracleLadder
-from pipeline.memory.planning.memory_plan import CardSpec, DataSizes, Micros, Oversize, PlanRequest
+from pipeline.memory.planning.memory_plan import CardSpec, Micros, Oversize, PlanRequest
 from pipeline.project.run_code import load_task, user_code_failed
 from pipeline.protocol import ITEMS, Contrastive, Example
 from pipeline.training.prepared import COST, LIKENESS, likeness, sampler_settings
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
     from pipeline.config.schema import Config
     from pipeline.config.schema_train import TrainSection
-    from pipeline.memory.footprint import MemoryChoice, Oracle, Sizes
-    from pipeline.memory.planning.memory_plan import MemoryPlan
+    from pipeline.memory.footprint import MemoryChoice, Sizes
     from pipeline.memory.tracing.recorder import Recorder
     from pipeline.memory.tracing.tracer import Target
     from pipeline.protocol import Task
@@ -80,7 +79,6 @@ class Work:
 
     @property
     def is_contrastive(self) -> bool:
-        """Say whether a step makes two passes, as its loss compares all its items."""
         return isinstance(self.task, Contrastive)
 
     @property
@@ -280,22 +278,3 @@ def request_of(train: TrainSection, ranks: int, ratios: Sequence[float] = ()) ->
 def least_of(sizes: Mapping[str, Integers]) -> dict[str, int]:
     """Return the sizes of a batch of one item, the smallest of each size, but of something."""
     return {ITEMS: 1, **{name: max(1, int(values_N.min())) for name, values_N in sizes.items()}}
-
-
-def plan_with_oracle(
-    work: Work,
-    train: TrainSection,
-    sizes: Mapping[str, Integers],
-    cards: Sequence[CardSpec],
-    target: Target,
-    request: PlanRequest,
-) -> tuple[MemoryPlan, Oracle]:
-    """Plan, and return what answered as well: it remembers."""
-    from pipeline.memory.planning.planner import (
-        plan_memory,  # every task of every stage imports this module, and few plan
-    )
-
-    padded = train.batching == "padded"
-    oracle = work.oracle(least_of(sizes), target, padded=padded)
-    cut = cutter(train.effective_batch, padded=padded, micro_batch=request.micro_batch)
-    return plan_memory(oracle, DataSizes(sizes, cut, padded), request, cards), oracle

@@ -136,7 +136,6 @@ class ApplyStage(Stage):
         """Apply the model, as one rank."""
 
     def is_done(self, project: Project, applied: Application) -> bool:
-        """Say whether the results are there."""
         return self.read(project, applied) is not None
 
     def settings(self, project: Project) -> EvaluateSection | PredictSection:
@@ -202,7 +201,6 @@ class ApplyStage(Stage):
         return own.ranks_per_node * each
 
     def gpu_bytes(self, project: Project) -> int:
-        """Return the memory that a card must have at least: that of training."""
         return TrainStage().gpu_bytes(project) if self.own_resources(project).gpus else 0
 
     def recipe(self, project: Project) -> Mapping[str, Any]:

@@ -61,7 +61,6 @@ class RegenerateStage(Stage):
         return config.cluster.scan
 
     def inspect(self, project: Project) -> None:
-        """Refuse a folder in which no cache is, or that is not all of it."""
         refuse_unusable(project.cache)
 
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:  # noqa: ARG002

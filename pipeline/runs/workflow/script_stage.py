@@ -312,7 +312,6 @@ class Outline:
     output: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON data."""
         return {"stage": StageName.TRAIN, "script": True, **asdict(self)}
 
     def lines(self) -> list[str]:
@@ -335,8 +334,8 @@ class Outline:
 def outline(project: Project, mem_bytes: int, mem_why: str, most_bytes: int | None = None) -> Outline:
     """Return what is known of the script before it has run."""
     config = project.config
-    micro, accumulation = batches_of(config, 0)
     smaller, why_none = _smaller(config)
+    micro, accumulation = batches_of(config, 0)
     return Outline(
         words=tuple(first_words(project)),
         processes=config.cluster.train.world,

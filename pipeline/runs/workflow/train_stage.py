@@ -183,7 +183,6 @@ class TrainedSoFar:
 
     @classmethod
     def read(cls, data: Mapping[str, Any]) -> TrainedSoFar:
-        """Read it from the data of a checkpoint."""
         return cls(**{name: data["place"][name] for name in ("done", "epoch", "stale")})
 
     def is_over(self, project: Project, prepared: Prepared) -> bool:

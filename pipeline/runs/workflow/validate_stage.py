@@ -67,7 +67,6 @@ class CacheFile(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return what people read."""
         return f"{self.kind}/{self.shard or INDEX}"
 
 
@@ -93,7 +92,6 @@ class ValidateStage(Stage):
         return False
 
     def inspect(self, project: Project) -> None:
-        """Refuse a folder in which no cache is, or that is not all of it."""
         refuse_unusable(project.cache)
 
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:

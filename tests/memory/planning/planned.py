@@ -17,13 +17,14 @@ from pipeline.memory.footprint import MemoryChoice, Oracle, live_peak_bytes, mar
 from pipeline.memory.planning.memory_plan import DataSizes, Filled, MemoryPlan, Micros, PlanRequest
 from pipeline.memory.planning.planner import plan_memory
 from pipeline.protocol import ITEMS
-from pipeline.runs.model.training_work import Work, cutter, host_card, least_of, plan_with_oracle, target_of
+from pipeline.runs.model.training_work import Work, cutter, host_card, least_of, target_of
 from pipeline.training.prepared import COST, LIKENESS, likeness, sampler_settings
 from pipeline.training.sampling.sampler import Sampler
 from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step
 from tests.limited.device import HostCarrier, LimitedDevice, forget_failed_backward
 from tests.zoo import Member
+from tests.zoo.planning import plan_with_oracle
 
 BATCH = 16
 Integers = NDArray[np.int64]

@@ -18,7 +18,7 @@ from pipeline.config.load import read_config
 from pipeline.encoder.checkpoints.synth import write_random_checkpoint
 from pipeline.keys import tagged_key
 from pipeline.project.project import Project
-from pipeline.runs.audit.meaning import in_sample, semantic
+from pipeline.runs.audit.meaning import Semantic, in_sample
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.key_lists import KeyedLines
 from pipeline.store.maintenance.damage_report import Checked, DamageFinding, Fault, Summary, read_report
@@ -67,7 +67,9 @@ def opened(folder: Path, *sets: str) -> Project:
 
 
 def validated(folder: Path, sample: float = 0.0, subset: Subset | None = None, *sets: str) -> list[Checked]:
-    return list(semantic(opened(folder, *sets), sample, subset or Subset()))
+    project = opened(folder, *sets)
+    judge, part = Semantic(project, sample), subset or Subset()
+    return [found for kind in project.cache.kinds() for found in judge.check(project.cache.kind(kind), part)]
 
 
 def findings(found: list[Checked]) -> list[DamageFinding]:
