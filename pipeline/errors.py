@@ -20,6 +20,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from pipeline.command_line import Command
+
 SUBMIT_AGAIN = "pipeline submit --stage all   (does only what is missing)"  # the remedy for work that was lost
 
 
@@ -28,11 +30,12 @@ class PipelineError(Exception):
 
     exit_code: ClassVar[int] = 1
 
-    def __init__(self, what: str, *, where: str = "", remedy: str = "") -> None:
+    def __init__(self, what: str, *, where: str = "", remedy: str | Command = "") -> None:
         super().__init__(what)
         self.what = what
         self.where = where
-        self.remedy = remedy
+        self.command = remedy if isinstance(remedy, Command) else None
+        self.remedy = str(remedy)
 
     def __str__(self) -> str:
         """Say what, where and what to do next, a line each."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipeline.cli.options import STAGES, ConfigFile, Sets, load_config, one_of, print_json
+from pipeline.command_line import Command
 from pipeline.records import StageName
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def to_regenerate(project: Project, damage_list: Path | None) -> tuple[Project, 
 def _start(
     project: Project,
     stages: list[str],
-    typed: str,
+    typed: Command,
     executor: Executor,
     *,
     follow: bool,
@@ -167,7 +168,7 @@ def _start(
 
 
 def run_to_its_end(
-    project: Project, stages: list[str], typed: str, file: Path | None, ended: Callable[[RunStatus], None]
+    project: Project, stages: list[str], typed: Command, file: Path | None, ended: Callable[[RunStatus], None]
 ) -> None:
     """Run stages of a configuration of a file, and stay until they have ended."""
     from pipeline.errors import SubmissionRefused
@@ -190,11 +191,12 @@ def _status_of(folder: RunFolder) -> str:
     return f"pipeline status {shlex.quote(os.path.relpath(folder.path))} --watch"
 
 
-def typed_command(stage: str, config: Path | None, sets: list[str], damage_list: Path | None = None) -> str:
+def typed_command(stage: str, config: Path | None, sets: list[str], damage_list: Path | None = None) -> Command:
     """Return the command that does what is missing: the one that was typed, with what the stage needs before it."""
-    words = ["pipeline", "submit", "--stage", stage, *(["--config", str(config)] if config else [])]
-    words += [word for one in sets for word in ("--set", one)]
-    return shlex.join([*words, *(["--list", str(damage_list)] if damage_list else [])])
+    options = {"config": config, "list": damage_list}
+    given = {name: str(path) for name, path in options.items() if path is not None}
+    settings = [(key, value) for key, _, value in (setting.partition("=") for setting in sets)]
+    return replace(Command.submit(stage, **given), settings=tuple(settings))
 
 
 def _check_first(project: Project, stages: list[str], executor: Executor) -> None:

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipeline.cluster.fields import epoch_of, expand, node_of, parse_state
-from pipeline.cluster.job_spec import TaskState, TaskStatus
-from pipeline.cluster.machine import mebibytes
+from pipeline.cluster.job_spec import TaskState, TaskStatus, mebibytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from pipeline.command_line import Command
 from pipeline.errors import SubmissionRefused
 
 if TYPE_CHECKING:
@@ -232,17 +233,39 @@ class Executor(Protocol):
 def refuse_impossible(spec: JobSpec) -> None:
     """Raise SubmissionRefused for what no executor could run."""
     for what in _faults(spec):
-        remedy = f"pipeline submit --stage {spec.name} --dry-run   (shows what would be submitted)"
+        remedy = Command.submit(spec.name, then=" --dry-run   (shows what would be submitted)")
         raise SubmissionRefused(what, where=f"job {spec.name}", remedy=remedy)
 
 
-def cores_refused(spec: JobSpec, there: int) -> tuple[str, str]:
+def refuse_larger(spec: JobSpec, most: tuple[int, int, int], holder: str, again: Command, section: str) -> None:
+    """Refuse a job with tasks above the most cores, GPUs and bytes that there are; `holder` says where, with {}."""
+    cpus, gpus, mem_bytes = most
+    mem, mem_there = mebibytes(spec.mem_bytes or 0), mebibytes(mem_bytes)
+    cores, cores_fit = _cores_refused(spec, cpus)
+    for fits, asked, there, setting in (
+        (spec.cpus_on_node <= cpus, cores, str(cpus), cores_fit),
+        (spec.gpus <= gpus, f"{spec.gpus} GPU{'s' * (spec.gpus != 1)}", str(gpus), ("gpus", str(gpus))),
+        ((spec.mem_bytes or 0) <= mem_bytes, f"{mem} of memory", mem_there, ("mem", mem_there)),
+    ):
+        if not fits:
+            remedy = again.with_settings((f"cluster.{section}.{setting[0]}", setting[1]))
+            what = f"each task asks for {asked}; {holder.format(there)}"
+            raise SubmissionRefused(what, where=f"job {spec.name}", remedy=remedy)
+
+
+def _cores_refused(spec: JobSpec, there: int) -> tuple[str, tuple[str, str]]:
     """Say which cores a task asks for on a node, and what to set where a node has fewer."""
     if spec.ranks < 2:
-        return f"{spec.cpus} cores", f"cpus={there}"
+        return f"{spec.cpus} cores", ("cpus", str(there))
     asked = f"{spec.cpus_on_node} cores, {spec.cpus} for each of its {spec.ranks} processes on a node"
-    fewer = "gpus" if spec.gpus else "ranks"
-    return asked, f"cpus={there // spec.ranks}" if there >= spec.ranks else f"{fewer}={there}"
+    if there >= spec.ranks:
+        return asked, ("cpus", str(there // spec.ranks))
+    return asked, ("gpus" if spec.gpus else "ranks", str(there))
+
+
+def mebibytes(count: int) -> str:
+    """Write a number of bytes as the configuration takes it."""
+    return f"{count >> 20}MiB"
 
 
 def _faults(spec: JobSpec) -> Iterator[str]:

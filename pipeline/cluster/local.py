@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.cluster.job_spec import Limits, TaskState, TaskStatus, cores_refused, refuse_impossible
-from pipeline.cluster.machine import Child, Ending, Machine, Slots, mebibytes
+from pipeline.cluster.job_spec import Limits, TaskState, TaskStatus, refuse_impossible, refuse_larger
+from pipeline.cluster.machine import Child, Ending, Machine, Slots
 from pipeline.cluster.processes import HAS_PROC, Guard, ProcessTable
+from pipeline.command_line import Command
 from pipeline.errors import SubmissionRefused
 
 if TYPE_CHECKING:
@@ -303,28 +304,19 @@ class LocalExecutor:
         for job in (*spec.after, *spec.after_any):
             if job not in self._jobs:
                 what = f"waits for job {job}, which this executor does not have (it has {len(self._jobs)})"
-                raise SubmissionRefused(what, where=f"job {spec.name}", remedy=f"pipeline submit --stage {spec.name}")
+                raise SubmissionRefused(what, where=f"job {spec.name}", remedy=Command.submit(spec.name))
 
 
 def refuse_too_large(spec: JobSpec, machine: Machine) -> None:
     """Refuse a job with tasks that this machine could never hold."""
-    again = f"pipeline submit --stage {spec.name}"
+    again = Command.submit(spec.name)
     if spec.nodes > 1:
         what = f"asks for {spec.nodes} nodes; the local executor has one, this machine"
-        remedy = f"{again} --set cluster.{spec.name}.nodes=1, or --executor slurm"
+        remedy = again.with_settings((f"cluster.{spec.name}.nodes", "1"), then=", or --executor slurm")
         raise SubmissionRefused(what, where=f"job {spec.name}", remedy=remedy)
-    mem, mem_there = mebibytes(spec.mem_bytes or 0), mebibytes(machine.mem_bytes)
-    gpus = len(machine.gpus)
-    cores, fewer = cores_refused(spec, machine.cpus)
-    for change, fits, asked, there in (
-        (fewer, spec.cpus_on_node <= machine.cpus, cores, str(machine.cpus)),
-        (f"gpus={gpus}", spec.gpus <= gpus, f"{spec.gpus} GPU{'s' * (spec.gpus != 1)}", str(gpus)),
-        (f"mem={mem_there}", (spec.mem_bytes or 0) <= machine.mem_bytes, f"{mem} of memory", mem_there),
-    ):
-        if not fits:
-            what = f"each task asks for {asked}; the local executor has {there} for all tasks together"
-            remedy = f"{again} --set cluster.{spec.name}.{change}"
-            raise SubmissionRefused(what, where=f"job {spec.name}", remedy=remedy)
+    most = machine.cpus, len(machine.gpus), machine.mem_bytes
+    holder = "the local executor has {} for all tasks together"
+    refuse_larger(spec, most, holder, again, spec.name)
 
 
 def make_log_dir(spec: JobSpec) -> None:

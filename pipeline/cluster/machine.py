@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.cluster.job_spec import TaskState
+from pipeline.cluster.job_spec import TaskState, mebibytes
 from pipeline.cluster.processes import HAS_PROC, MARK, send, used_bytes
 
 if TYPE_CHECKING:
@@ -277,11 +277,6 @@ def task_environment(spec: JobSpec, gpus: tuple[str, ...], mark: str) -> dict[st
     """Return the environment of a task: ours, threads and GPUs by what it was lent, what the job adds, and its mark."""
     threads = dict.fromkeys(THREADS, str(spec.cpus))
     return {**os.environ, **threads, **spec.env, "CUDA_VISIBLE_DEVICES": ",".join(gpus), MARK: mark}
-
-
-def mebibytes(count: int) -> str:
-    """Write a number of bytes as the configuration takes it."""
-    return f"{count >> 20}MiB"
 
 
 def _start(spec: JobSpec, job: JobId, task: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:

@@ -12,6 +12,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from pipeline.cluster.job_spec import TASK
+from pipeline.command_line import ANY, Command
 from pipeline.config.site_profiles import shipped
 from pipeline.errors import SubmissionRefused
 
@@ -49,7 +50,7 @@ def render(text: str, spec: JobSpec, site: SlurmSection, *, highest_task: int | 
     `highest_task` is the highest number that the cluster gives to a task of an array.
     """
     if spec.processes > 1 and STARTS_RANKS not in text:
-        raise _refused(spec, f"its script starts one process, not {spec.processes}", "--dry-run")
+        raise _refused(spec, f"its script starts one process, not {spec.processes}", then=" --dry-run")
     offset = array_offset(spec, highest_task)
     filled = _replace_header(text, [DIRECTIVE + option for option in options(spec, site, offset)])
     filled = _fill(filled, "setup", setup_lines(site))
@@ -63,7 +64,7 @@ def array_offset(spec: JobSpec, highest_task: int | None) -> int:
     first, last = spec.tasks[0], spec.tasks[-1]
     if last - first > highest_task:
         what = f"its tasks reach from {first} to {last}; this cluster takes {highest_task + 1} numbers in one job"
-        raise _refused(spec, what, "--set cluster.slurm.max_array_size=…   (as scontrol show config says)")
+        raise _refused(spec, what, ("slurm.max_array_size", ANY), "   (as scontrol show config says)")
     return first
 
 
@@ -140,7 +141,7 @@ def log_pattern(spec: JobSpec, end: str) -> str:
     folder = os.path.abspath(spec.log_dir)  # noqa: PTH100 - a link in it stays one
     if "\\" in folder:
         what = f"the folder of its logs holds a backslash ({folder!r}), which cannot be told to sbatch"
-        raise _refused(spec, what, "--set cluster.runs=FOLDER")
+        raise _refused(spec, what, ("runs", "FOLDER"))
     return f"{folder.replace('%', '%%')}/{LOG}.{end}"
 
 
@@ -156,8 +157,8 @@ def _refuse_lines(spec: JobSpec, name: str, value: str) -> None:
     """Refuse what would be more than its line of the header: the next would be an option of its own, or a command."""
     if any(character in "\n\r\0" or "\ud800" <= character <= "\udfff" for character in value):
         what = f"--{name} is {value!r}, and what is no text, or more than a line, cannot be told to sbatch"
-        remedy = "--set cluster.runs=FOLDER" if name in ("output", "error") else f"--set cluster.slurm.{name}=…"
-        raise _refused(spec, what, remedy)
+        setting = ("runs", "FOLDER") if name in ("output", "error") else (f"slurm.{name}", ANY)
+        raise _refused(spec, what, setting)
 
 
 def setup_lines(site: SlurmSection) -> list[str]:
@@ -168,7 +169,7 @@ def setup_lines(site: SlurmSection) -> list[str]:
 def command_lines(spec: JobSpec, offset: int = 0) -> list[str]:
     """Return the lines that say which command a task is: an argument a line, none of them open to the shell."""
     if odd := [name for name in spec.env if not IDENTIFIER.fullmatch(name)]:
-        raise _refused(spec, f"a shell cannot export {odd[0]!r}", "--dry-run")
+        raise _refused(spec, f"a shell cannot export {odd[0]!r}", then=" --dry-run")
     words = ['"$task"' if word == TASK else shell_word(word) for word in spec.argv]
     exports = [f"export {name}={shell_word(value)}" for name, value in spec.env.items()]
     numbers = [f"offset={offset}", "task=$((SLURM_ARRAY_TASK_ID + offset))"]
@@ -257,6 +258,7 @@ def _filled(lines: Sequence[str], place: str, filling: Iterable[str]) -> Iterato
     yield from lines[closes:]
 
 
-def _refused(spec: JobSpec, what: str, change: str) -> SubmissionRefused:
-    remedy = f"pipeline submit --stage {spec.name} {change}"
+def _refused(spec: JobSpec, what: str, change: tuple[str, str] = ("", ""), then: str = "") -> SubmissionRefused:
+    settings = [(f"cluster.{change[0]}", change[1])] if change[0] else []
+    remedy = Command.submit(spec.name).with_settings(*settings, then=then)
     return SubmissionRefused(what, where=f"job {spec.name}", remedy=remedy)

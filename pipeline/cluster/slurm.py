@@ -20,6 +20,7 @@ from pipeline.cluster.job_spec import refuse_impossible
 from pipeline.cluster.local import make_log_dir
 from pipeline.cluster.slurm_commands import script_path, submit_text
 from pipeline.cluster.slurm_facts import Facts, refusal_of, refuse_above_nodes, transient
+from pipeline.command_line import Command
 from pipeline.errors import SubmissionRefused
 
 if TYPE_CHECKING:
@@ -282,4 +283,4 @@ def _refuse_foreign(spec: JobSpec) -> None:
 
 
 def _never(spec: JobSpec, what: str) -> SubmissionRefused:
-    return SubmissionRefused(what, where=f"job {spec.name}", remedy=f"pipeline submit --stage {spec.name}")
+    return SubmissionRefused(what, where=f"job {spec.name}", remedy=Command.submit(spec.name))

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from pipeline.cluster import slurm_commands
 from pipeline.cluster.accounting import CommandFailed
-from pipeline.cluster.job_spec import Limits, cores_refused
-from pipeline.cluster.machine import mebibytes
+from pipeline.cluster.job_spec import Limits, refuse_larger
+from pipeline.command_line import ANY, Command
 from pipeline.config.schema_parts import format_duration
 from pipeline.errors import SubmissionRefused
 
@@ -116,27 +116,27 @@ PASSING = (
     "without a word",
 )
 
-# what the scheduler says → which key to change, the first that is found; {} is the stage
-REMEDIES = {
-    "no such file or directory": "--executor local   (or log in where sbatch is, or load its module)",
-    "configuration source": "--executor local   (or say where Slurm's configuration is: SLURM_CONF)",
-    "maxsubmit": "--set cluster.slurm.max_submit=…   (fewer tasks at once), or wait until some have ended",
-    "maxwall": "--set cluster.{}.time=…",
-    "maxcpu": "--set cluster.{}.cpus=…",
-    "maxmem": "--set cluster.{}.mem=…",
-    "maxgres": "--set cluster.{}.gpus=…",
-    "job submit limit": "--set cluster.slurm.max_submit=…   (fewer tasks at once), or wait until some have ended",
-    "invalid account": "--set cluster.slurm.account=…   (sacctmgr show assoc user=$USER lists yours)",
-    "partition": "--set cluster.slurm.partition=…",
-    "qos": "--set cluster.slurm.qos=…   (sacctmgr show qos lists them)",
-    "reservation": "--set cluster.slurm.reservation=…   (scontrol show reservation lists them)",
-    "feature": "--set cluster.slurm.constraint=…   (sinfo -o '%n %f' lists what nodes have)",
-    "memory specification": "--set cluster.{}.mem=…",
-    "time limit": "--set cluster.{}.time=…",
-    "array": "--set cluster.slurm.max_array_size=…   (scontrol show config has MaxArraySize)",
-    "gres": "--set cluster.{}.gpus=…, or --set cluster.slurm.gpus=gpus-per-node",
-    "node configuration": "--set cluster.{0}.mem=… --set cluster.{0}.cpus=… --set cluster.{0}.gpus=…   (less of one)",
-    "dependency": "",
+# what the scheduler says → which keys to change, the first that is found ({} is the stage), and what follows
+REMEDIES: dict[str, tuple[tuple[str, ...], str]] = {
+    "no such file or directory": ((), " --executor local   (or log in where sbatch is, or load its module)"),
+    "configuration source": ((), " --executor local   (or say where Slurm's configuration is: SLURM_CONF)"),
+    "maxsubmit": (("slurm.max_submit",), "   (fewer tasks at once), or wait until some have ended"),
+    "maxwall": (("{}.time",), ""),
+    "maxcpu": (("{}.cpus",), ""),
+    "maxmem": (("{}.mem",), ""),
+    "maxgres": (("{}.gpus",), ""),
+    "job submit limit": (("slurm.max_submit",), "   (fewer tasks at once), or wait until some have ended"),
+    "invalid account": (("slurm.account",), "   (sacctmgr show assoc user=$USER lists yours)"),
+    "partition": (("slurm.partition",), ""),
+    "qos": (("slurm.qos",), "   (sacctmgr show qos lists them)"),
+    "reservation": (("slurm.reservation",), "   (scontrol show reservation lists them)"),
+    "feature": (("slurm.constraint",), "   (sinfo -o '%n %f' lists what nodes have)"),
+    "memory specification": (("{}.mem",), ""),
+    "time limit": (("{}.time",), ""),
+    "array": (("slurm.max_array_size",), "   (scontrol show config has MaxArraySize)"),
+    "gres": (("{}.gpus",), ", or --set cluster.slurm.gpus=gpus-per-node"),
+    "node configuration": (("{}.mem", "{}.cpus", "{}.gpus"), "   (less of one)"),
+    "dependency": ((), ""),
 }
 
 
@@ -149,17 +149,16 @@ def refusal_of(spec: JobSpec, said: str, partitions: Iterable[str]) -> Submissio
     """Return the scheduler's own words, with what to change."""
     words = [line.removeprefix("sbatch: error: ") for line in said.strip().splitlines() if line]
     what = "the cluster does not take the job: " + ("; ".join(words) or "sbatch failed without a word")
+    keys, then = next((change for sign, change in REMEDIES.items() if sign in said.lower()), ((), ""))
     section = _section(spec)
-    change = next((change for sign, change in REMEDIES.items() if sign in said.lower()), "").format(section)
-    if spec.partition:
-        change = change.replace("cluster.slurm.partition", f"cluster.{section}.partition")
-    if spec.constraint:
-        change = change.replace("cluster.slurm.constraint", f"cluster.{section}.constraint")
-    if ".partition=" in change and (names := ", ".join(sorted(set(partitions)))):
-        change += f"   (there are: {names})"
+    of_stage = {"slurm.partition": bool(spec.partition), "slurm.constraint": bool(spec.constraint)}
+    keys = tuple(key.replace("slurm", section) if of_stage.get(key) else key.format(section) for key in keys)
+    if any(key.endswith(".partition") for key in keys) and (names := ", ".join(sorted(set(partitions)))):
+        then += f"   (there are: {names})"
     if transient(said):
-        change = "  (again, when the cluster answers: sinfo)"
-    return SubmissionRefused(what, where=f"job {spec.name}", remedy=f"{_again(spec)} {change}".rstrip())
+        keys, then = (), "   (again, when the cluster answers: sinfo)"
+    remedy = _again(spec).with_settings(*((f"cluster.{key}", ANY) for key in keys), then=then)
+    return SubmissionRefused(what, where=f"job {spec.name}", remedy=remedy)
 
 
 def _section(spec: JobSpec) -> str:
@@ -167,9 +166,9 @@ def _section(spec: JobSpec) -> str:
     return "supervisor" if spec.name == SUPERVISE else spec.name
 
 
-def _again(spec: JobSpec) -> str:
-    """Return the beginning of the command that tries again; a supervisor's job is no stage of its own."""
-    return "pipeline submit --stage all" if spec.name == SUPERVISE else f"pipeline submit --stage {spec.name}"
+def _again(spec: JobSpec) -> Command:
+    """Return the command that tries again; a supervisor's job is no stage of its own."""
+    return Command.submit("all" if spec.name == SUPERVISE else spec.name)
 
 
 def refuse_above_nodes(spec: JobSpec, nodes: Sequence[NodeKind], limits: Limits) -> None:
@@ -183,19 +182,9 @@ def refuse_above_nodes(spec: JobSpec, nodes: Sequence[NodeKind], limits: Limits)
     if spec.time_s and limits.time_s and spec.time_s > limits.time_s:
         where = f"{', '.join(sorted({one.name for one in nodes}))} gives at most {format_duration(limits.time_s)}"
         what = f"each task asks for {format_duration(spec.time_s)}"
-        remedy = f"{_again(spec)} --set cluster.{section}.time={format_duration(limits.time_s)}"
+        remedy = _again(spec).with_settings((f"cluster.{section}.time", format_duration(limits.time_s)))
         raise SubmissionRefused(f"{what}; {where}", where=f"job {spec.name}", remedy=remedy)
-    mem, mem_there = mebibytes(spec.mem_bytes or 0), mebibytes(most_mem)
-    cores, fewer = cores_refused(spec, cpus)
-    for change, fits, asked, there in (
-        (fewer, spec.cpus_on_node <= cpus, cores, str(cpus)),
-        (f"gpus={gpus}", spec.gpus <= gpus, f"{spec.gpus} GPU{'s' * (spec.gpus != 1)}", str(gpus)),
-        (f"mem={mem_there}", (spec.mem_bytes or 0) <= most_mem, f"{mem} of memory", mem_there),
-    ):
-        if not fits:
-            what = f"each task asks for {asked}; {where} has {there}"
-            remedy = f"{_again(spec)} --set cluster.{section}.{change}"
-            raise SubmissionRefused(what, where=f"job {spec.name}", remedy=remedy)
+    refuse_larger(spec, (cpus, gpus, most_mem), f"{where} has {{}}", _again(spec), section)
     _refuse_too_many(spec, nodes)
 
 
@@ -208,5 +197,5 @@ def _refuse_too_many(spec: JobSpec, nodes: Sequence[NodeKind]) -> None:
     most = max(there.values(), default=spec.nodes)
     if spec.nodes > most:
         what = f"each task asks for {spec.nodes} nodes; {', '.join(sorted(there))} has {most} that are large enough"
-        remedy = f"{_again(spec)} --set cluster.{_section(spec)}.nodes={most}"
+        remedy = _again(spec).with_settings((f"cluster.{_section(spec)}.nodes", str(most)))
         raise SubmissionRefused(what, where=f"job {spec.name}", remedy=remedy)

@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.command_line import Command
 from pipeline.errors import ConfigError, JobFailed
 
 if TYPE_CHECKING:
@@ -51,6 +52,10 @@ class RunFolder:
     def again(self) -> Path:
         """The command that does what is missing: the one that was typed."""
         return self.path / "again.txt"
+
+    def command(self) -> Command:
+        """Return the command that was typed."""
+        return Command.read(self.again.read_text())
 
     @property
     def items(self) -> Path:
@@ -232,5 +237,6 @@ def writing_run(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        remedy = "pipeline submit --stage all --set cluster.runs=FOLDER   (one with room, that can be written)"
+        then = "   (one with room, that can be written)"
+        remedy = Command.submit("all").with_settings(("cluster.runs", "FOLDER"), then=then)
         raise JobFailed(f"cannot write: {error.strerror or error}", where=str(path), remedy=remedy) from error

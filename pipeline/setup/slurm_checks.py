@@ -373,7 +373,7 @@ def _tested(executor: SlurmExecutor, spec: JobSpec) -> CheckResult:
     try:
         start = executor.test(spec)
     except SubmissionRefused as error:
-        change = error.remedy.removeprefix(f"pipeline submit --stage {spec.name} ")
+        change = error.command.change if error.command and error.command.change else error.remedy
         return refused_check(f"job {spec.name}", error.what, change)
     except CommandFailed as error:
         return noted_check(f"job {spec.name}", f"could not be asked about: {error.what}", "scontrol ping")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline import command_line
 from pipeline.config.load import read_config
 from pipeline.config.masking import MASK, without_secrets, without_secrets_in
 from pipeline.errors import JobFailed
@@ -125,7 +126,10 @@ def test_a_hook_that_fails_is_logged_without_them(
 
 
 def test_an_exception_that_quotes_one_is_an_event_without_it(project: Path) -> None:
-    run = new_run(read_config(project / "pipeline.yaml").config, ["scan"], f"pipeline submit --set x.token={TOKEN}")
+    typed = command_line.Command.read(f"pipeline submit --set x.token={TOKEN}")
+    run = new_run(
+        read_config(project / "pipeline.yaml").config, ["scan"], Command.read(f"pipeline submit --set x.token={TOKEN}")
+    )
     ledger = Ledger(run, "supervisor-1")
     what = f"ConnectionError: https://me:{PASSWORD}@host: key {SECRETS['WANDB_API_KEY']} refused"
     ledger.emit(EventKind.TASK_FAILED, stage="train", task=0, what=what, exit_code=1, trouble="")

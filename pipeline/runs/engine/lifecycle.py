@@ -14,6 +14,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.command_line import Command
 from pipeline.config.load import dump_resolved, from_resolved
 from pipeline.config.masking import without_secrets
 from pipeline.errors import ConfigError, JobFailed, SubmissionRefused
@@ -45,7 +46,11 @@ TASKED = ("train", "evaluate", "predict")  # the stages that run the user's own 
 
 
 def new_run(
-    config: Config, stages: Sequence[str], again: str = "", beside: Path | None = None, only: Only = EVERYTHING
+    config: Config,
+    stages: Sequence[str],
+    typed: Command | None = None,
+    beside: Path | None = None,
+    only: Only = EVERYTHING,
 ) -> RunFolder:
     """Make the folder of a run and freeze in it what was asked, and the command that asks for it again.
 
@@ -64,7 +69,7 @@ def new_run(
             folder.stages.write_text(json.dumps(list(stages)))
             if not only.is_all:
                 only.write(folder)
-            folder.again.write_text(without_secrets(again) or f"pipeline submit --stage {stages[-1]}")
+            folder.again.write_text(without_secrets(str(typed or Command.submit(stages[-1]))))
     except JobFailed as error:
         if folder is not None:
             shutil.rmtree(folder.path, ignore_errors=True)

@@ -24,8 +24,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.cluster.machine import mebibytes
+from pipeline.cluster.job_spec import mebibytes
 from pipeline.cluster.verdict import Cause
+from pipeline.command_line import Command
 from pipeline.config.load import from_resolved
 from pipeline.config.masking import without_secrets
 from pipeline.config.site_profiles import shipped
@@ -60,6 +61,7 @@ PATIENCE_S, VISIT_POLL_S = 30.0, 1.0
 FAILURES_SHOWN = 3
 TROUBLESHOOTING = "docs/troubleshooting.md"  # which has an entry for every cause
 STOPPED_CODE = 130
+KEPT = "   (finished work is kept)"
 
 
 class SupervisorStopped(BaseException):
@@ -282,7 +284,7 @@ class Supervisor:
         """Return how tasks of a stage failed for good."""
         open_ = [task for task in status.work.values() if task.open]
         given_up = [task.last for task in open_ if task.last]
-        again = self.folder.again.read_text()
+        again = self.folder.command()
         return Trouble(
             _describe(open_), status.waiting, again, _remedy(stage, given_up, again, stage.mem_bytes(self.project))
         )
@@ -351,16 +353,16 @@ def _page() -> str:
     return str(page) if page.is_file() else TROUBLESHOOTING
 
 
-def _remedy(stage: Stage, failures: Sequence[Attempt], again: str, planned_bytes: int) -> str:
+def _remedy(stage: Stage, failures: Sequence[Attempt], again: Command, planned_bytes: int) -> Command:
     """Return the command that helps; doing the same again does not help a task that hit a limit."""
     for one in failures:
         if one.cause is Cause.HOST_OOM:
             enough = mebibytes(max(2 * one.ask.mem_bytes, planned_bytes))
-            return f"{table.with_setting(again, f'cluster.{stage.name}.mem', enough)}   (finished work is kept)"
+            return again.with_settings((f"cluster.{stage.name}.mem", enough), then=KEPT)
         if one.cause is Cause.TIMEOUT:
             enough = f"{math.ceil(2 * one.ask.time_s / 60)}m"
-            return f"{table.with_setting(again, f'cluster.{stage.name}.time', enough)}   (finished work is kept)"
-    return f"{again}   (does only what is missing)"
+            return again.with_settings((f"cluster.{stage.name}.time", enough), then=KEPT)
+    return again.with_settings(then="   (does only what is missing)")
 
 
 def supervise(words: Sequence[str]) -> int:

@@ -261,8 +261,8 @@ def _submitted(
         return _ProbeJob(number, folder, errand, submitted, spec.log_paths(submitted, 0)[1])
     except SubmissionRefused as error:
         shutil.rmtree(folder.path, ignore_errors=True)
-        remedy = error.remedy.replace(f"pipeline submit --stage {NAME}", AGAIN)
-        remedy = remedy.replace(f"cluster.{NAME}.", "cluster.train.")
+        change = error.command.change if error.command else error.remedy
+        remedy = f"{AGAIN} {change}".replace(f"cluster.{NAME}.", "cluster.train.")
         raise SubmissionRefused(error.what, where=f"probe of {errand.card}", remedy=remedy) from error
 
 

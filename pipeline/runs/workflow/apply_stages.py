@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 
 WRITTEN_BYTES = 2 * (64 << 20)  # of outputs, before they go to a file
 UNLIMITED = 1 << 62
-FOR_ALL = "--stage all"
 LINES_SHOWN, LETTERS_SHOWN = 4, 160  # of predictions
 
 
@@ -175,7 +174,7 @@ class ApplyStage(Stage):
             else:
                 where = folder_of(project, prepared).checkpoints
             raise DataError(what, where=str(where), remedy=self._training(folder))
-        is_for_all = folder is None or FOR_ALL in folder.again.read_text()
+        is_for_all = folder is None or folder.command().stage == "all"
         table = self._items(project, prepared, may_miss=is_for_all)
         items, left = len(table), 0
         applied = Application(prepared, chosen, self.settings(project).split, table_digest(table), items, [])
@@ -222,7 +221,7 @@ class ApplyStage(Stage):
 
     def _training(self, folder: RunFolder) -> str:
         """Return the command that trains what this stage is to use: the one that was typed, of another stage."""
-        return folder.again.read_text().replace(f"--stage {self.name}", "--stage train")
+        return str(folder.command().with_stage("train"))
 
     def _choose(self, project: Project, prepared: Prepared, without: Collection[str] = ()) -> ChosenCheckpoint | None:
         """Return the checkpoint that is to be used, of the training that this configuration asks for."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pipeline.command_line import Command
 from pipeline.errors import ConfigError, DataError, JobFailed, PipelineError
 from pipeline.records import StageName
 from pipeline.runs.dataset.reader_items import is_reader
@@ -91,18 +91,11 @@ def too_many(rejected: int, total: int, fraction: float) -> bool:
     return rejected > math.floor(fraction * total + 1e-6)
 
 
-def with_setting(command: str, key: str, value: str) -> str:
-    """Return a command with one setting more, in the place of what it said of that key."""
-    return f"{re.sub(rf' --set {re.escape(key)}=[^ ]*', '', command)} --set {key}={value}"
-
-
-def with_typed_command(error: PipelineError, typed: str) -> PipelineError:
+def with_typed_command(error: PipelineError, typed: Command) -> PipelineError:
     """Let a remedy that submits again begin with what was typed, so that nothing of it is lost."""
-    head = re.match(r"pipeline submit --stage \w+((?: --set \S+=\S+)*)", error.remedy)
-    if head is not None:
-        for setting in re.findall(r" --set (\S+?)=(\S+)", head[1]):
-            typed = with_setting(typed, *setting)
-        error.remedy = typed + error.remedy[head.end() :]
+    if error.command is not None and error.command.stage:
+        error.command = typed.with_settings(*error.command.settings, then=error.command.then)
+        error.remedy = str(error.command)
     return error
 
 
@@ -112,8 +105,8 @@ class Trouble:
 
     lines: Sequence[str]
     waiting: int  # items that an earlier stage, which was not asked for, has still to do
-    again: str  # the command that was typed
-    remedy: str
+    again: Command  # the one that was typed
+    remedy: Command
 
 
 def refuse_or_warn(
@@ -129,7 +122,7 @@ def refuse_or_warn(
             f" ({data.max_rejected_fraction:.1%}) allows{rest}"
         )
         enough = math.ceil(100 * rejected / total) / 100  # too_many() forgives what rounding does to it
-        again = with_setting(trouble.again, "data.max_rejected_fraction", str(enough))
+        again = trouble.again.with_settings(("data.max_rejected_fraction", str(enough)))
         raise DataError(what, where=str(data.path), remedy=f"less {folder.rejected}   or   {again}")
     if judged.undone:
         unscanned = f" ({trouble.waiting:,} of them were not scanned before)" if trouble.waiting else ""

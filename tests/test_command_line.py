@@ -1,0 +1,52 @@
+"""A command to type next is a value: it is read, changed and written without searching its text."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.cli.run_verbs import typed_command
+from pipeline.command_line import ANY, Command
+from pipeline.errors import SubmissionRefused
+from pipeline.runs.workflow.table import with_typed_command
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "pipeline submit --stage all",
+        "pipeline submit --stage train --config 'my project/pipeline.yaml' --set train.epochs=6",
+        "pipeline submit --stage regenerate --list lost.jsonl --set 'data.path=a b'",
+    ],
+)
+def test_what_was_written_is_read_back(text: str) -> None:
+    assert str(Command.read(text)) == text
+
+
+def test_a_quote_without_its_other_half_is_still_read() -> None:
+    assert Command.read("pipeline submit --stage all --set a='x").settings == (("a", "'x"),)
+
+
+def test_a_setting_takes_the_place_of_the_one_before() -> None:
+    command = Command.read("pipeline submit --stage all --set cluster.scan.mem=1GiB --set data.limit=3")
+    changed = command.with_settings(("cluster.scan.mem", "2GiB"), then="   (finished work is kept)")
+    wanted = "pipeline submit --stage all --set data.limit=3 --set cluster.scan.mem=2GiB   (finished work is kept)"
+    assert str(changed) == wanted
+
+
+def test_what_the_reader_is_to_choose_is_not_quoted() -> None:
+    assert str(Command.submit("scan").with_settings(("a", ANY), then=", or wait")).endswith("--set a=…, or wait")
+
+
+def test_another_stage_is_the_same_command() -> None:
+    command = Command.read("pipeline submit --stage predict --set a=b")
+    assert (command.stage, str(command.with_stage("train"))) == ("predict", "pipeline submit --stage train --set a=b")
+    assert Command.read("pipeline status").stage == ""
+
+
+def test_a_refusal_says_again_what_was_typed_with_what_is_to_change() -> None:
+    typed = typed_command("all", None, ["cluster.scan.mem=1GiB", "data.limit=3"])
+    remedy = Command.submit("scan").with_settings(("cluster.scan.mem", "4GiB"), then="   (or less)")
+    error = with_typed_command(SubmissionRefused("too little", remedy=remedy), typed)
+    wanted = "pipeline submit --stage all --set data.limit=3 --set cluster.scan.mem=4GiB   (or less)"
+    assert error.remedy == str(error.command) == wanted
+    assert with_typed_command(SubmissionRefused("x", remedy="sinfo"), typed).remedy == "sinfo"
