@@ -1,4 +1,4 @@
-"""What Slurm remembers of jobs, read from the text of sacct and squeue; nothing here runs a command.
+"""What Slurm remembers of jobs, read from the text of sacct; nothing here runs a command.
 
 The format asks for few columns, all as old as Slurm 20.11, and for the job's id in the first *and* the last: a line
 that was cut or garbled on its way does not begin and end alike, and counts as not there. Measured on 22.05: sacct takes
@@ -23,17 +23,15 @@ from pipeline.cluster.fields import (
     is_number,
     node_of,
     parse_state,
+    reason_words,
     seconds_of,
 )
-from pipeline.cluster.following import SQUEUE, Queued, parse_squeue, reason_words
 from pipeline.cluster.job_spec import TaskState, TaskStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from pipeline.cluster.job_spec import JobId
-
-__all__ = ["SQUEUE", "Queued", "epoch_of", "parse_squeue"]  # of the neighbours, for who reads both
 
 ENVIRONMENT = {"SLURM_TIME_FORMAT": "%s", "SLURM_BITSTR_LEN": "0", "LC_ALL": "C"}  # for sacct and squeue to run in
 SACCT_COLUMNS = (

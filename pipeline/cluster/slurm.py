@@ -26,7 +26,7 @@ from pipeline.errors import SubmissionRefused
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from pipeline.cluster.following import Queued
+    from pipeline.cluster.fields import Queued
     from pipeline.cluster.job_spec import JobId, JobSpec, Limits, TaskStatus
     from pipeline.config.schema_cluster import SlurmSection
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster import sbatch
 from pipeline.cluster.accounting import ENVIRONMENT, CommandFailed
-from pipeline.cluster.following import SQUEUE, Queued, parse_squeue
+from pipeline.cluster.fields import SQUEUE, Queued, parse_squeue
 from pipeline.errors import SubmissionRefused
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, TypeAlias
 
-from pipeline.cluster.following import is_stuck
+from pipeline.cluster.fields import is_stuck
 from pipeline.cluster.job_spec import TaskState
 from pipeline.cluster.peers import PEER_LOST, failed_node, first_lost
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from pipeline.cluster.following import Queued
+    from pipeline.cluster.fields import Queued
     from pipeline.cluster.job_spec import JobId
     from pipeline.config.schema import Config
     from pipeline.journal.run_status import RunStatus, StageStatus

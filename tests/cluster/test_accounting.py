@@ -20,8 +20,18 @@ from pipeline.cluster.accounting import (
     CommandFailed,
     parse_sacct,
 )
-from pipeline.cluster.fields import bytes_of, epoch_of, exit_of, expand, parse_state, seconds_of
-from pipeline.cluster.following import NEVER, REASONS, parse_squeue, reason_words
+from pipeline.cluster.fields import (
+    NEVER,
+    REASONS,
+    bytes_of,
+    epoch_of,
+    exit_of,
+    expand,
+    parse_squeue,
+    parse_state,
+    reason_words,
+    seconds_of,
+)
 from pipeline.cluster.job_spec import TaskState
 from tests.cluster.sacct_texts import (
     RANKS_22_05,

@@ -127,9 +127,7 @@ def test_a_hook_that_fails_is_logged_without_them(
 
 def test_an_exception_that_quotes_one_is_an_event_without_it(project: Path) -> None:
     typed = command_line.Command.read(f"pipeline submit --set x.token={TOKEN}")
-    run = new_run(
-        read_config(project / "pipeline.yaml").config, ["scan"], Command.read(f"pipeline submit --set x.token={TOKEN}")
-    )
+    run = new_run(read_config(project / "pipeline.yaml").config, ["scan"], typed)
     ledger = Ledger(run, "supervisor-1")
     what = f"ConnectionError: https://me:{PASSWORD}@host: key {SECRETS['WANDB_API_KEY']} refused"
     ledger.emit(EventKind.TASK_FAILED, stage="train", task=0, what=what, exit_code=1, trouble="")
