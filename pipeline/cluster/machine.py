@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
 from pipeline.cluster.job_spec import TaskState, mebibytes
 from pipeline.cluster.processes import HAS_PROC, MARK, send, used_bytes
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 DEVICES = Path("/dev")
+SAME_S = 2.0  # clocks are set: creation times of one process differ by no more
 NO_LIMIT = 1 << 60  # cgroup v1 writes a number of about 2^63 where there is no limit
 
 
@@ -75,10 +78,8 @@ class Slots:
 
 
 def find_cpus() -> int:
-    """Count the cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Count the cores this process may use, which may be fewer than there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count() or 1
 
 
 def find_gpus(devices: Path = DEVICES) -> tuple[str, ...]:
@@ -101,16 +102,7 @@ def _count_by_driver() -> int:
 
 def find_mem_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     """Return the memory that is free, or what this process's cgroup may have if that is less."""
-    return min(_available_bytes(proc), *_cgroup_limits(proc, cgroups))
-
-
-def _available_bytes(proc: Path) -> int:
-    """Return what can be had without swapping; without /proc, all that is built in."""
-    with contextlib.suppress(OSError):
-        for line in (proc / "meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) << 10
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(psutil.virtual_memory().available, *_cgroup_limits(proc, cgroups))
 
 
 def _cgroup_limits(proc: Path, cgroups: Path) -> list[int]:
@@ -132,6 +124,23 @@ def _cgroup_folders(proc: Path, cgroups: Path) -> Iterator[Path]:
                 root = cgroups / controllers
                 own = root / path.lstrip("/")
                 yield from (own, *(folder for folder in own.parents if folder.is_relative_to(root)))
+
+
+def is_alive(pid: int, born: float = 0.0) -> bool:
+    """Tell whether a process lives: the one that was created then, where that is known, and no later one's number."""
+    try:
+        process = psutil.Process(pid)
+        is_it = not born or abs(process.create_time() - born) < SAME_S
+        return is_it and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:  # somebody else's, and there
+        return True
+
+
+def born_at(pid: int) -> float:
+    """Return when a process of this machine was created, by which it is told from others of its number."""
+    return psutil.Process(pid).create_time()
 
 
 def count_oom_kills(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:

@@ -22,11 +22,40 @@ PRIVATE, SHARED = 0o700, 0o777  # what the umask leaves of it
 NOBODY_ELSE_WRITES = 0o755  # of the folder of runs: who may write in it could put another run in the place of one
 
 
+class _Named:
+    """The path of one name in a run's folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: RunFolder, _owner: type[RunFolder]) -> Path:
+        return folder.path / self._name
+
+
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     """Where the files of a run are."""
 
     path: Path
+
+    format = _Named("format.txt")  # the format of the folder, as a number
+    config = _Named("config.json")  # the configuration, resolved and frozen at submission
+    stages = _Named("stages.json")  # the names of the stages, in order
+    again = _Named("again.txt")  # the command that does what is missing: the one that was typed
+    items = _Named("items.jsonl")  # every item of the data set, a line each, as the sources gave them
+    only = _Named("only")  # the keys of the records that the run is confined to; absent where it does all
+    meetings = _Named("meetings")  # where the ranks of a task tell each other where they are
+    task_code = _Named("task_code.txt")  # the folder of the user's own code at submission; absent where there is none
+    table = _Named("table.txt")  # the key of the table of what can be trained on, in hex
+    entered = _Named("entered.json")  # what was read of items that are no structures, and from what
+    rejected = _Named("rejected.jsonl")  # every item that was left out, a line each, with the reason
+    events = _Named("events")  # one file of events per process that took part
+    left_out = _Named("left_out.jsonl")  # what killed its task and is left out for that, a line each
+    claims = _Named("claims")  # who looks after the run: a file for each visit of a supervisor
+    code = _Named("code.txt")  # the folder of the package as it was at submission
+    logs = _Named("logs")  # what the tasks printed
+    report = _Named("report.html")  # the page that shows how the run goes, as its last supervisor has left it
+    supervisor_log = _Named("supervisor.log")  # what the supervisor printed, when it ran in the background
 
     @property
     def name(self) -> str:
@@ -34,33 +63,13 @@ class RunFolder:
         return self.path.name
 
     @property
-    def format(self) -> Path:
-        """The format of the folder, as a number."""
-        return self.path / "format.txt"
-
-    @property
-    def config(self) -> Path:
-        """The configuration, resolved and frozen at submission."""
-        return self.path / "config.json"
-
-    @property
-    def stages(self) -> Path:
-        """The names of the stages, in order."""
-        return self.path / "stages.json"
-
-    @property
-    def again(self) -> Path:
-        """The command that does what is missing: the one that was typed."""
-        return self.path / "again.txt"
+    def task_root(self) -> Path | None:
+        """Return where the user's own modules are found."""
+        return Path(self.task_code.read_text()) if self.task_code.exists() else None
 
     def command(self) -> Command:
         """Return the command that was typed."""
         return Command.read(self.again.read_text())
-
-    @property
-    def items(self) -> Path:
-        """Every item of the data set, a line each, as the sources gave them."""
-        return self.path / "items.jsonl"
 
     def todo(self, stage: str) -> Path:
         """Return the list of what a stage had to do, a line each: items to scan, or sequences to embed."""
@@ -78,83 +87,13 @@ class RunFolder:
         """Return the folder of what the tasks of a stage have found: a damage list each."""
         return self.path / f"{stage}.found"
 
-    @property
-    def only(self) -> Path:
-        """The keys of the records that the run is confined to; absent where it does whatever is missing."""
-        return self.path / "only"
-
     def plan(self, stage: str) -> Path:
         """Return what was decided about a stage before it began."""
         return self.path / f"{stage}.plan.json"
 
-    @property
-    def meetings(self) -> Path:
-        """Where the ranks of a task tell each other where they are."""
-        return self.path / "meetings"
-
-    @property
-    def task_code(self) -> Path:
-        """The folder of the user's own code as it was at submission; absent where there is none."""
-        return self.path / "task_code.txt"
-
-    @property
-    def task_root(self) -> Path | None:
-        """Return where the user's own modules are found."""
-        return Path(self.task_code.read_text()) if self.task_code.exists() else None
-
-    @property
-    def table(self) -> Path:
-        """The key of the table of what can be trained on, in hex."""
-        return self.path / "table.txt"
-
-    @property
-    def entered(self) -> Path:
-        """What was read of items that are no structures, and from what."""
-        return self.path / "entered.json"
-
-    @property
-    def rejected(self) -> Path:
-        """Every item that was left out, a line each, with the reason."""
-        return self.path / "rejected.jsonl"
-
-    @property
-    def events(self) -> Path:
-        """One file of events per process that took part."""
-        return self.path / "events"
-
     def on(self, stage: str, task: int, part: int = 0) -> Path:
         """Return the note of what a task (or one of its processes) is working on, and how far it is."""
         return self.path / "on" / f"{stage}-{task:06d}-{part}"
-
-    @property
-    def left_out(self) -> Path:
-        """What killed its task and is left out for that, a line each."""
-        return self.path / "left_out.jsonl"
-
-    @property
-    def claims(self) -> Path:
-        """Who looks after the run: a file for each visit of a supervisor."""
-        return self.path / "claims"
-
-    @property
-    def code(self) -> Path:
-        """The folder of the package as it was at submission."""
-        return self.path / "code.txt"
-
-    @property
-    def logs(self) -> Path:
-        """What the tasks printed."""
-        return self.path / "logs"
-
-    @property
-    def report(self) -> Path:
-        """The page that shows how the run goes, as its last supervisor has left it."""
-        return self.path / "report.html"
-
-    @property
-    def supervisor_log(self) -> Path:
-        """What the supervisor printed, when it ran in the background."""
-        return self.path / "supervisor.log"
 
 
 def create_folder(runs: Path, stage: str, now: datetime, *, private: bool = True) -> RunFolder:

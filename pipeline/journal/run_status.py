@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
@@ -10,6 +9,7 @@ from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline.cluster.job_spec import Limits
+from pipeline.cluster.machine import is_alive
 from pipeline.cluster.verdict import Cause, Word
 from pipeline.journal.attempts import SILENCE, Ask, Attempt, TaskRecord, parse_ranges
 from pipeline.journal.ledger import LedgerReader
@@ -223,6 +223,7 @@ class RunStatus:
     stages: dict[str, StageStatus] = field(default_factory=dict)
     host: str = ""
     pid: int = 0
+    born: float = 0.0  # when that process was created; 0: a run of an older version did not say
     visits: int = 0
     successors: tuple[JobId, ...] = ()  # supervisors that wait: the next, and its standby
     planned: tuple[str, ...] = ()  # the stages it is to do
@@ -238,10 +239,12 @@ class RunStatus:
             self._apply_to_stage(event)
         elif event.kind is EventKind.RUN_STARTED:
             self.state, self.started_at = RunState.RUNNING, self.started_at or event.at
-            self.host, self.pid, self.planned = data["host"], data["pid"], tuple(data["stages"])
+            self.planned = tuple(data["stages"])
+            self._look_after(data)
             self.error, self.exit_code, self.ended_at, self.successors = "", 0, 0.0, ()
         elif event.kind is EventKind.VISIT:
-            self.host, self.pid, self.visits = data["host"], data["pid"], data["number"]
+            self.visits = data["number"]
+            self._look_after(data)
             if data.get("job"):
                 self.successors = tuple(dict.fromkeys((data["job"], *self.successors)))
         elif event.kind is EventKind.HANDED_OVER:
@@ -250,6 +253,9 @@ class RunStatus:
             self.state, self.ended_at = RunState(data["state"]), event.at
             self.error, self.exit_code, self.successors = data["error"], data["exit_code"], ()
             self.settle()
+
+    def _look_after(self, data: Mapping[str, Any]) -> None:
+        self.host, self.pid, self.born = data["host"], data["pid"], data.get("born", 0.0)
 
     def abandon(self) -> None:
         """Take down that nobody looks after it."""
@@ -288,7 +294,7 @@ class RunStatus:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON data."""
-        plain = {one.name: getattr(self, one.name) for one in fields(self)}
+        plain = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "born"}
         return plain | {"state": self.state.value, "stages": [stage.to_json() for stage in self.in_order()]}
 
     def in_order(self) -> list[StageStatus]:
@@ -395,19 +401,8 @@ def is_abandoned(status: RunStatus, this_host: str, queue: Queue | None) -> bool
     """Tell whether neither a process nor a job looks after a run that goes on; what cannot be told counts as one."""
     if status.state is not RunState.RUNNING:
         return False
-    if status.host == this_host and _alive(status.pid):
+    if status.host == this_host and is_alive(status.pid, status.born):
         return False
     if not status.successors:
         return status.host == this_host
     return queue is not None and not queue.queued(status.successors)
-
-
-def _alive(pid: int) -> bool:
-    """Say whether a process of this machine lives."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

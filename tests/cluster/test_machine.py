@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from pipeline.cluster.machine import Machine, count_oom_kills, find_gpus, find_mem_bytes
+from pipeline.cluster.machine import Machine, born_at, count_oom_kills, find_gpus, find_mem_bytes, is_alive
 
 GIB = 1 << 30
 UNLIMITED_V1 = str(0x7FFFFFFFFFFFF000)
 
 
 def write(root: Path, files: dict[str, str]) -> tuple[Path, Path]:
-    """Write a /proc with 8 GiB available, and control groups."""
-    for name, text in {"proc/meminfo": "MemTotal: 99 kB\nMemAvailable: 8388608 kB\n", **files}.items():
+    """Write a /proc and control groups."""
+    for name, text in {"proc/self/cgroup": "", **files}.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -35,7 +38,10 @@ def write(root: Path, files: dict[str, str]) -> tuple[Path, Path]:
     ],
     ids=["no cgroup", "v2", "v2, above", "v2, larger", "v1", "v1, unlimited", "v1, namespaced"],
 )
-def test_memory_is_what_is_free_or_what_the_cgroup_allows(tmp_path: Path, files: dict[str, str], expected: int) -> None:
+def test_memory_is_what_is_free_or_what_the_cgroup_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], expected: int
+) -> None:
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=8 * GIB))
     assert find_mem_bytes(*write(tmp_path, files)) == expected
 
 
@@ -95,3 +101,17 @@ def test_this_machine_has_something_to_lend() -> None:
     machine = Machine.detect()
     assert 1 <= machine.cpus <= (os.cpu_count() or 1)
     assert machine.mem_bytes > 64 << 20
+
+
+def test_a_number_that_another_process_has_by_now_is_not_alive() -> None:
+    own = os.getpid()
+    assert is_alive(own)
+    assert is_alive(own, born_at(own))
+    assert not is_alive(own, born_at(own) - 60)
+    assert not is_alive(0)
+
+
+def test_what_has_ended_and_was_not_collected_is_not_alive() -> None:
+    with subprocess.Popen([sys.executable, "-S", "-c", ""]) as child:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert not is_alive(child.pid)

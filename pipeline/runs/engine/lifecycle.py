@@ -14,6 +14,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
+from pipeline.cluster.machine import is_alive
 from pipeline.command_line import Command
 from pipeline.config.load import dump_resolved, from_resolved
 from pipeline.config.masking import without_secrets
@@ -194,19 +197,18 @@ def foresee(status: RunStatus, executor: Executor, stage: str | None) -> Cancell
     return Cancellation(jobs, tasks, supervisors, status.pid if here and not status.successors else 0)
 
 
-def is_ours(pid: int) -> bool:
-    """Tell whether a process is one of this program; its number may be another's since."""
-    try:
-        return b"pipeline" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return not Path("/proc/self").exists()  # nobody can tell here
+def _is_ours(status: RunStatus) -> bool:
+    """Tell whether the supervisor's process still lives; of an older run, whether its number is a process of ours."""
+    if not is_alive(status.pid, status.born):
+        return False
+    return bool(status.born) or any("pipeline" in word for word in psutil.Process(status.pid).cmdline())
 
 
 def cancel(folder: RunFolder, status: RunStatus, executor: Executor, what: Cancellation, stage: str | None) -> None:
     """End it: who would go on first, so that nobody repairs what is meant to end."""
     for job in reversed(what.supervisors):  # the standby before the one that it stands by for
         executor.cancel([job])
-    if what.process and is_ours(what.process):
+    if what.process and _is_ours(status):
         with suppress(ProcessLookupError):
             os.kill(what.process, signal.SIGTERM)
     executor.cancel(what.jobs)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster.job_spec import mebibytes
+from pipeline.cluster.machine import born_at
 from pipeline.cluster.verdict import Cause
 from pipeline.command_line import Command
 from pipeline.config.load import from_resolved
@@ -167,7 +168,7 @@ class Supervisor:
 
     def _begin(self) -> None:
         """Say who looks after the run, and take over the jobs that an earlier supervisor submitted."""
-        about = {"host": socket.gethostname(), "pid": os.getpid(), "job": own_job()}
+        about = {"host": socket.gethostname(), "pid": os.getpid(), "born": born_at(os.getpid()), "job": own_job()}
         if self.status.state is RunState.WAITING:
             self._emit(EventKind.RUN_STARTED, stages=[stage.name for stage in self.stages], **about)
         self._emit(EventKind.VISIT, number=self.number, **about)
