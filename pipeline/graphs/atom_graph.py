@@ -44,7 +44,12 @@ if TYPE_CHECKING:
     Sides: TypeAlias = Mapping[Role, "ChosenAtoms"]
 
 PROTEIN_LETTERS, RNA_LETTERS, DNA_LETTERS = "ACDEFGHIKLMNPQRSTVWYX", "ACGUN", "ACGTN"  # the last: any other
-RESIDUE_TYPES = (*PROTEIN_LETTERS, *(f"R{one}" for one in RNA_LETTERS), *(f"D{one}" for one in DNA_LETTERS), "other")
+RESIDUE_TYPES = (
+    *PROTEIN_LETTERS,
+    *(f"R{letter}" for letter in RNA_LETTERS),
+    *(f"D{letter}" for letter in DNA_LETTERS),
+    "other",
+)
 LETTERS = {Kind.PROTEIN: (0, PROTEIN_LETTERS), Kind.RNA: (21, RNA_LETTERS), Kind.DNA: (26, DNA_LETTERS)}
 OTHER_TYPE = len(RESIDUE_TYPES) - 1
 KINDS = tuple(Kind)
@@ -77,7 +82,7 @@ class ChosenAtoms:
     def label(self, atom: int) -> str:
         """Name one for a message."""
         structure, residue = self.side.structure, self.residue_R[self.residue_A[atom]]
-        chain = next(one.name for one in self.side.chains if one.first <= residue < one.last)
+        chain = next(chain.name for chain in self.side.chains if chain.first <= residue < chain.last)
         where = f"{name_text(structure.name_R[residue])} {structure.number_R[residue]}"
         return f"{name_text(structure.name_A[self.atom_A[atom]])} of {where} in chain {chain}"
 
@@ -218,8 +223,8 @@ def _check_lengths(chosen: ChosenAtoms, bonds_B2: NDArray[np.int64]) -> None:
     length_B = edge_lengths(chosen.pos_A3, chosen.pos_A3, bonds_B2.T)
     if (length_B > bonds.LONGEST).any():
         worst = int(length_B.argmax())
-        one, other = (chosen.label(atom) for atom in bonds_B2[worst].tolist())
-        what = f"the file says that {one} and {other} are bonded, and they are {length_B[worst]:.2f} Å apart"
+        left, right = (chosen.label(atom) for atom in bonds_B2[worst].tolist())
+        what = f"the file says that {left} and {right} are bonded, and they are {length_B[worst]:.2f} Å apart"
         raise UnusableInput(Reason.PARSE_ERROR, what)
 
 
@@ -289,7 +294,7 @@ def _twins(here: ChosenAtoms, there: ChosenAtoms, row_R: NDArray[np.int32]) -> N
     A name that a residue has twice is nobody's.
     """
     residue_A = row_R[here.residue_A]
-    here_names, there_names = (one.side.structure.name_A[one.atom_A] for one in (here, there))
+    here_names, there_names = (chosen.side.structure.name_A[chosen.atom_A] for chosen in (here, there))
     names, code = np.unique(np.concatenate([here_names, there_names]), return_inverse=True)
     mine = residue_A * np.int64(len(names)) + code[: len(here_names)]
     theirs = there.residue_A * np.int64(len(names)) + code[len(here_names) :]
@@ -302,18 +307,19 @@ def _twins(here: ChosenAtoms, there: ChosenAtoms, row_R: NDArray[np.int32]) -> N
 
 def _check_twins(here: ChosenAtoms, there: ChosenAtoms, twin_A: NDArray[np.int64]) -> None:
     """Refuse a molecule whose names mean other atoms: a file without any gets them by the order of its atoms."""
-    if not any(one.side.structure.links().is_complete for one in (here, there)):
+    if not any(chosen.side.structure.links().is_complete for chosen in (here, there)):
         return
     mine_B2, theirs_B2 = _bonds(here), _bonds(there)
     chains = here.side.chains
-    molecule_R = np.repeat([one.kind is Kind.OTHER for one in chains], [one.last - one.first for one in chains])
+    lengths_C = [chain.last - chain.first for chain in chains]
+    molecule_R = np.repeat([chain.kind is Kind.OTHER for chain in chains], lengths_C)
     mine_B2 = mine_B2[molecule_R[here.residue_A[mine_B2]].all(axis=1)]
     twins_B2 = np.sort(twin_A[mine_B2], axis=1)
     keys_B, their_keys = twins_B2 @ [len(there.atom_A), 1], theirs_B2 @ [len(there.atom_A), 1]
     unlike = np.flatnonzero((twins_B2[:, 0] >= 0) & ~np.isin(keys_B, their_keys))
     if len(unlike):
-        one, other = (here.label(atom) for atom in mine_B2[unlike[0]].tolist())
-        what = f"{one} and {other} are bonded, and the atoms of their names in the bound structure are not"
+        left, right = (here.label(atom) for atom in mine_B2[unlike[0]].tolist())
+        what = f"{left} and {right} are bonded, and the atoms of their names in the bound structure are not"
         raise UnusableInput(Reason.SEQUENCE_MISMATCH, f"{what}: give both files their atoms in one order")
 
 

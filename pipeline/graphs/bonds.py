@@ -270,7 +270,7 @@ def _is_ionic(atoms: Atoms) -> NDArray[np.bool_]:
 def _elements() -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """Return covalent radius and whether it is a metal for every code of an element."""
     elements = [gemmi.Element(1 if code in HYDROGENS else code) for code in range(256)]
-    return np.array([one.covalent_r for one in elements]), np.array([one.is_metal for one in elements])
+    return np.array([element.covalent_r for element in elements]), np.array([element.is_metal for element in elements])
 
 
 def _by_radii(atoms: Atoms, unknown_A: NDArray[np.bool_]) -> NDArray[np.int64]:

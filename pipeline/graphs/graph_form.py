@@ -100,7 +100,7 @@ def _chains(partner: Mapping[str, Any]) -> Iterator[str]:
     if not partner["chains"]:
         yield f"the {partner['role']} has no chains"
     for name, kind, sequence in partner["chains"]:
-        if kind not in {one.value for one in Kind}:
+        if kind not in {known.value for known in Kind}:
             yield f"chain {name} of the {partner['role']} is of the kind {kind!r}"
         elif (kind == Kind.OTHER.value) != (sequence == ""):
             yield f"chain {name} of the {partner['role']} is of the kind {kind}, its sequence {sequence!r}"

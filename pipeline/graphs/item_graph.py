@@ -116,7 +116,7 @@ def encode_graph(graph: ItemGraph) -> tuple[dict[str, Array], dict[str, Any]]:
         arrays |= _encode_edges(f"{CROSS}.{name}", edges, graph.parts[0].size)
     arrays |= {f"{LABEL}.{name}": array for name, array in graph.labels.items()}
     partners = [
-        {"role": part.role.value, "chains": [[one.name, one.kind.value, one.sequence] for one in part.chains]}
+        {"role": part.role.value, "chains": [[chain.name, chain.kind.value, chain.sequence] for chain in part.chains]}
         for part in graph.parts
     ]
     return arrays, {"format": FORMAT, "partners": partners, "sizes": graph.sizes()}

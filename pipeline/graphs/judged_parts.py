@@ -35,7 +35,7 @@ def first_bad(name: str, bad: Any, values: Any, what: str, instead: Any = None) 
     at = np.unravel_index(int(bad.argmax()), bad.shape)
     count = int(np.count_nonzero(bad))
     more = f" (and {count - 1} more)" if count > 1 else ""
-    place = ", ".join(str(int(one)) for one in at)
+    place = ", ".join(str(int(index)) for index in at)
     wanted = "" if instead is None else f", {np.round(instead[at], 4)}"
     yield f"{name}[{place}] is {shown_value(values[at])}: {what}{wanted}{more}"
 
@@ -49,7 +49,7 @@ def falls(values: Array) -> NDArray[np.bool_]:
 
 def listed(values: Any) -> str:
     """Return some values in a row."""
-    return ", ".join(str(getattr(one, "value", one)) for one in values) or "none"
+    return ", ".join(str(getattr(value, "value", value)) for value in values) or "none"
 
 
 def shown_value(value: Any) -> str:

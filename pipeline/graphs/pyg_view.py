@@ -69,10 +69,10 @@ class _View:
         """Return a partner of residues."""
         from torch_geometric.data import Data
 
-        one = Data(centre=self._tensor(part.centre_3[None]), **self._columns(part.nodes))
-        one.edge_index = self._tensor(part.edges[NEAR])
-        one.update(self._embedded(part))
-        return one
+        view = Data(centre=self._tensor(part.centre_3[None]), **self._columns(part.nodes))
+        view.edge_index = self._tensor(part.edges[NEAR])
+        view.update(self._embedded(part))
+        return view
 
     def heterogeneous(self, graph: ItemGraph) -> Any:
         """Return partners and what runs between them."""

@@ -111,7 +111,7 @@ class Pairs:
             try:
                 cells = self._cells(row.text)
                 arrays, place = self._arrays(cells), [row.offset, len(row.text)]
-                yield Entry(self._name(cells, number), place, arrays, _split(cells), self._origin(row.line))
+                yield Entry(self._name(cells, number), place, arrays, _split(cells), f"{self.path.name}:{row.line}")
             except UnusableEntry as error:
                 yield entry_rejection(self._name(cells, number), error, _split(cells), self.path, row.line)
 
@@ -124,7 +124,9 @@ class Pairs:
                     for side, length in long.items():
                         self._check_length(side, length)
                     arrays = self._arrays(row)
-                    yield Entry(self._name(cells, number), [number], arrays, _split(cells), self._origin(number))
+                    yield Entry(
+                        self._name(cells, number), [number], arrays, _split(cells), f"{self.path.name}:{number}"
+                    )
                 except UnusableEntry as error:
                     yield entry_rejection(self._name(cells, number), error, _split(cells), self.path, number)
 
@@ -139,9 +141,6 @@ class Pairs:
     def _name(self, cells: Mapping[str, str], number: int) -> str:
         return entry_id(cells.get("id", ""), self.path, number)
 
-    def _origin(self, line: int) -> str:
-        return f"{self.path.name}:{line}"
-
     def _checked_header(self) -> tuple[str, ...]:
         """Return the header; each column that is named, and those of the sides, must be in it once."""
         first = next(_rows(self.path), TableRow(0, 1, b""))
@@ -154,17 +153,16 @@ class Pairs:
         usual = {name.lower(): name for name in header}
         for option, given in self._given().items():
             name = given.strip() or usual.get(option, "")
-            if name or option in SIDES:
-                self._columns[option] = self._checked_name(option, name, header)
+            if not name and option not in SIDES:
+                continue
+            if header.count(name) != 1:
+                there = ", ".join(map(printable_text, header)) or "empty"
+                remedy = f"data.options.{option} names a column that is there once"
+                raise DataError(
+                    f"the header needs one column {name!r}; it is: {there}", where=f"{self.path}:1", remedy=remedy
+                )
+            self._columns[option] = name
         return header
-
-    def _checked_name(self, option: str, name: str, header: tuple[str, ...]) -> str:
-        if header.count(name) != 1:
-            what = f"the header needs one column {name!r}; it is: {', '.join(map(printable_text, header)) or 'empty'}"
-            raise DataError(
-                what, where=f"{self.path}:1", remedy=f"data.options.{option} names a column that is there once"
-            )
-        return name
 
     def _cells(self, line: bytes) -> dict[str, str]:
         """Return the cells of a line that matter, by what they mean."""

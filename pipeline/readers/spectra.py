@@ -51,14 +51,6 @@ SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32)
 PRECURSORS = ("PEPMASS", "PRECURSOR_MZ")
 
 
-class SpectrumColumn(NamedTuple):
-    """A dataset of an HDF5 file."""
-
-    meaning: str
-    names: tuple[str, ...]
-    needed: str = ""  # what to do where it is not there, if it must be
-
-
 class RawSpectrum(NamedTuple):
     """A spectrum as a file has it."""
 
@@ -84,9 +76,7 @@ class Spectra:
     most_peaks: int = 5000  # a spectrum of more is refused: it was not centroided
     least_intensity: float = 0.0  # relative to the largest; a peak of intensity 0 is never kept
     target: tuple[str, ...] = ()  # MGF headers or HDF5 columns that are numbers
-    id: str = (
-        ""  # header or column; TITLE, `id` or `name`. Where it is empty, the file's name and the spectrum's number
-    )
+    id: str = ""  # header or column; TITLE, `id` or `name`; where it is empty, the file's name and a number
     split: str = ""  # header or column; SPLIT, `fold` or `split`
     peptide: str = ""  # header or column; SEQ, `sequence`
     _paths: tuple[Path, ...] = field(init=False, repr=False, compare=False)
@@ -126,18 +116,17 @@ class Spectra:
                 f"no spectrum at {list(place)}: {error}", where=str(self.path), remedy=SCAN_AGAIN
             ) from error
 
-    def _columns(self) -> tuple[SpectrumColumn, ...]:
-        """Return the columns of HDF5 files; those that were asked for must be there."""
-        return (
-            SpectrumColumn(
-                "spectrum", ("spectrum",), "write m/z and intensity as 'spectrum' [N, 2, P], padded with zeros"
-            ),
-            SpectrumColumn("precursor_mz", ("precursor_mz",), "write the precursors' m/z as 'precursor_mz' [N]"),
-            SpectrumColumn("charge", ("charge",)),
-            *(SpectrumColumn(option, names) for option, (_, names) in KEYS.items() if option not in self._given()),
-            *(SpectrumColumn(option, (name,), _name_another(option)) for option, name in self._given().items()),
-            *(SpectrumColumn(f"target {name}", (name,), _name_another("target")) for name in self.target),
-        )
+    def _columns(self) -> dict[str, tuple[tuple[str, ...], str]]:
+        """Return what HDF5 datasets mean: their names, and what to do where one is not there that must be."""
+        named = "data.options.{} names what is there, or is left out"
+        return {
+            "spectrum": (("spectrum",), "write m/z and intensity as 'spectrum' [N, 2, P], padded with zeros"),
+            "precursor_mz": (("precursor_mz",), "write the precursors' m/z as 'precursor_mz' [N]"),
+            "charge": (("charge",), ""),
+            **{option: (names, "") for option, (_, names) in KEYS.items()},
+            **{option: ((name,), named.format(option)) for option, name in self._given().items()},
+            **{f"target {name}": ((name,), named.format("target")) for name in self.target},
+        }
 
     def _given(self) -> dict[str, str]:
         return {option: name for option in KEYS if (name := getattr(self, option))}
@@ -265,25 +254,21 @@ def _files(path: Path) -> tuple[Path, ...]:
         found = sorted(path.iterdir()) if path.is_dir() else [path]
     except OSError as error:
         raise cannot_read(path, error) from error
-    if packed := [one for one in found if one.name.lower().endswith(".mgf.gz")]:
+    if packed := [file for file in found if file.name.lower().endswith(".mgf.gz")]:
         remedy = f"gunzip {packed[0]}"
         raise ConfigError("spectra are read at random, which gzip does not allow", where=str(packed[0]), remedy=remedy)
-    files = tuple(checked_file(one) for one in found if one.suffix.lower() in SUFFIXES)
+    files = tuple(checked_file(file) for file in found if file.suffix.lower() in SUFFIXES)
     if not files:
         what, remedy = f"no spectra: no file ends with {', '.join(SUFFIXES)}", "set data.path to one, or their folder"
         raise ConfigError(what, where=str(path), remedy=remedy)
     return files
 
 
-def _name_another(option: str) -> str:
-    return f"data.options.{option} names what is there, or is left out"
-
-
-def _table(path: Path, columns: Sequence[SpectrumColumn]) -> hdf5.Hdf5Table:
+def _table(path: Path, columns: Mapping[str, tuple[tuple[str, ...], str]]) -> hdf5.Hdf5Table:
     """Open an HDF5 file of spectra."""
     table = hdf5.Hdf5Table(path)
-    for column in columns:
-        table.add(column.meaning, *column.names, needed=column.needed)
+    for meaning, (names, needed) in columns.items():
+        table.add(meaning, *names, needed=needed)
     spectrum = table.columns["spectrum"]
     if len(spectrum.shape) != 3 or spectrum.shape[1] != 2 or spectrum.dtype.kind not in "fiu":
         what = f"'spectrum' is {spectrum.dtype} {spectrum.shape}, wanted are numbers [N, 2, P]"

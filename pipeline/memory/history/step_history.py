@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, fields, is_dataclass
 from importlib import metadata
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from pipeline.memory.hardware.gpus import known_name
@@ -96,7 +96,7 @@ def ratios(peaks: Sequence[Peak]) -> tuple[float, ...]:
 def ratios_of_all(peaks: PeakHistory, model: str, cards: Sequence[str]) -> tuple[float, ...]:
     """Return the ratios for a plan that holds on several cards: () while one of them was never measured."""
     each = [peaks.ratios(model, card) for card in cards]
-    return tuple(ratio for one in each for ratio in one) if all(each) else ()
+    return tuple(chain.from_iterable(each)) if all(each) else ()
 
 
 def fingerprint(model: nn.Module, *options: Any) -> str:
@@ -125,11 +125,11 @@ def _modules(model: nn.Module) -> Iterator[str]:
 
 
 def _options(options: Iterable[Any]) -> Iterator[str]:
-    for one in options:
-        assert is_dataclass(one)
-        for field in fields(one):
+    for option in options:
+        assert is_dataclass(option)
+        for field in fields(option):
             if field.name not in _NO_MEMORY:
-                yield f"option {field.name} {getattr(one, field.name)!r}"
+                yield f"option {field.name} {getattr(option, field.name)!r}"
 
 
 def sizes_text(sizes: Mapping[str, int]) -> str:

@@ -53,8 +53,8 @@ def conversions() -> Iterator[None]:
     def replace(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:  # noqa: FBT001, FBT002
         if threading.get_ident() != here:
             return apply(module, function, recurse)  # type: ignore[no-any-return, no-untyped-call]
-        for one in module.modules() if recurse else (module,):
-            for held in (one._parameters, one._buffers):
+        for part in module.modules() if recurse else (module,):
+            for held in (part._parameters, part._buffers):
                 for name, old in held.items():
                     if old is not None:
                         held[name] = converted(old, function)  # type: ignore[assignment]

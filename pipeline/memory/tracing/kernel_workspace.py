@@ -283,8 +283,9 @@ def _is_channels_last(image: Tensor, weight: Tensor) -> bool:
     """Tell whether a convolution is in oneDNN's own order already (`mkldnn_conv_use_channels_last`)."""
     orders = {4: torch.channels_last, 5: torch.channels_last_3d}
     order = orders.get(image.dim())
-    pair = (image, weight)
-    return order is not None and any(one.is_contiguous(memory_format=order) > one.is_contiguous() for one in pair)
+    if order is None:
+        return False
+    return any(tensor.is_contiguous(memory_format=order) > tensor.is_contiguous() for tensor in (image, weight))
 
 
 def _copied(grad: Tensor, image: Tensor, weight: Tensor) -> int:
@@ -304,7 +305,7 @@ def _promoted(call: Call) -> int:
     """TensorIterator.cpp: on a CPU, numbers of another type than the common one are converted first."""
     pair = [arg for arg in call.args[:2] if isinstance(arg, torch.Tensor)]
     common = torch.result_type(*call.args[:2])
-    return sum(int(one.numel()) * common.itemsize for one in pair if one.dtype != common and one.dim())
+    return sum(int(tensor.numel()) * common.itemsize for tensor in pair if tensor.dtype != common and tensor.dim())
 
 
 def _safe_softmax(call: Call) -> int:

@@ -121,14 +121,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._added(*args[:2])
         out = func(*args, **kwargs)
         hidden = self._hidden(func, args, kwargs, out)
-        made = [self.see(one, hidden) for one in _tensors(out)]
+        made = [self.see(tensor, hidden) for tensor in _tensors(out)]
         if any(made) or func._schema.is_mutable:
             self._count(func, args, kwargs, out)
         return out
 
-    def _added(self, into: Any, one: Any) -> None:
+    def _added(self, into: Any, added: Any) -> None:
         """Note that a block is added to another, as gradients are to those of earlier micro-batches."""
-        target, source = self.block_of(into), self.block_of(one) if isinstance(one, torch.Tensor) else None
+        target, source = self.block_of(into), self.block_of(added) if isinstance(added, torch.Tensor) else None
         if target is not None and source is not None:
             self.added.setdefault(target.number, []).append(source)
 
@@ -208,7 +208,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Count a kernel's work, and what it takes within itself."""
         recording = self.recording
         recording.kernels += 1
-        recording.moved_bytes += sum(one.nbytes for one in (*_tensors(args), *_tensors(out)))
+        recording.moved_bytes += sum(tensor.nbytes for tensor in (*_tensors(args), *_tensors(out)))
         if func.overloadpacket in flop_registry:
             recording.flops += flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
         if size := self._scratch(func, args, kwargs, out):
@@ -280,7 +280,7 @@ class _Outside(TorchFunctionMode):
         before = len(blocks)
         out = func(*args, **(kwargs or {}))
         if len(blocks) > before and not self._recorder.modules and self._recorder.part == "forward":
-            nodes = [node for one in tree_leaves(out) if (node := getattr(one, "grad_fn", None)) is not None]
+            nodes = [node for leaf in tree_leaves(out) if (node := getattr(leaf, "grad_fn", None)) is not None]
             for block in blocks[before:] if nodes else ():
                 block.node = nodes[0]._sequence_nr()
         return out
@@ -310,16 +310,16 @@ def _tensors(value: Any) -> Iterator[Any]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _tensors(one)
+        for item in value:
+            yield from _tensors(item)
 
 
 def _engine_adds(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Tell whether the engine is adding two gradients, which it does in place where no mode is active."""
     if kwargs or torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
         return False
-    one, other = args[:2]
-    alike = isinstance(other, torch.Tensor) and one.shape == other.shape and one.dtype == other.dtype
+    left, other = args[:2]
+    alike = isinstance(other, torch.Tensor) and left.shape == other.shape and left.dtype == other.dtype
     return alike and _caller() == _ENGINE
 
 
@@ -358,8 +358,8 @@ def _counts_alone() -> tuple[int, int]:
             return func(*args, **kwargs)
 
     with FakeTensorMode(), Probe():  # type: ignore[no-untyped-call]
-        one = torch.ones(2, requires_grad=True)
-        (one.exp().exp() + one.exp().exp()).sum().backward()  # type: ignore[no-untyped-call]
+        leaf = torch.ones(2, requires_grad=True)
+        (leaf.exp().exp() + leaf.exp().exp()).sum().backward()  # type: ignore[no-untyped-call]
     return seen[0]
 
 

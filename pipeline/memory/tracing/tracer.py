@@ -203,8 +203,8 @@ class _Session:
                 update=update,
                 parts=standing,
                 update_parts=update_parts,
-                parameters=sum(one.numel() for one in training.model.parameters()),
-                trained=sum(one.numel() for one in training.model.parameters() if one.requires_grad),
+                parameters=sum(parameter.numel() for parameter in training.model.parameters()),
+                trained=sum(parameter.numel() for parameter in training.model.parameters() if parameter.requires_grad),
                 largest_block_bytes=self._largest_block_bytes(setup),
             )
         return self._standing
@@ -295,18 +295,18 @@ class _Session:
             self._make_gradients(with_gradients)
 
     def _with_gradients(self) -> list[nn.Parameter]:
-        return [one for one in self._training.model.parameters() if one.grad is not None]
+        return [parameter for parameter in self._training.model.parameters() if parameter.grad is not None]
 
     def _make_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Give parameters the gradients that a micro-batch would leave."""
         with self._open(), torch.no_grad():
-            for one in parameters:
-                one.grad = torch.empty_like(one)
+            for parameter in parameters:
+                parameter.grad = torch.empty_like(parameter)
 
     def _begun(self) -> Recording:
         """Begin a recording, with nothing large left of the one before but what is held."""
         recording = self._recorder.begin()
-        if sum(one.bytes for one in recording.before if one.number not in self._shared) > _WORTH_COLLECTING:
+        if sum(block.bytes for block in recording.before if block.number not in self._shared) > _WORTH_COLLECTING:
             gc.collect()
             recording = self._recorder.begin()
         live = {block.number for block in recording.before}
@@ -333,16 +333,16 @@ class _Session:
         its beginning; what is so afterwards is released at its end. Blocks that become what stays have its number.
         """
         becomes = becomes or {}
-        kept = [one for one in recording.before if one.number not in self._shared]
-        left = [one for one in (*kept, *recording.blocks) if one.died < 0 and one.number not in self._shared]
-        numbers_E = [one.number for one in kept] + list(recording.block_E)
-        bytes_E = [one.bytes for one in kept] + list(recording.bytes_E)
+        kept = [block for block in recording.before if block.number not in self._shared]
+        left = [block for block in (*kept, *recording.blocks) if block.died < 0 and block.number not in self._shared]
+        numbers_E = [block.number for block in kept] + list(recording.block_E)
+        bytes_E = [block.bytes for block in kept] + list(recording.bytes_E)
         events = [
             (self._number(number, becomes), size)
             for number, size in zip(numbers_E, bytes_E, strict=True)
             if size > 0 or number not in becomes
         ]
-        events += [(one.number, -one.bytes) for one in left if one.number not in becomes]
+        events += [(block.number, -block.bytes) for block in left if block.number not in becomes]
         block_E, bytes_E_ = np.array(events, np.int64).reshape(-1, 2).T
         own = block_E >= 0
         block_E[own] = np.unique(block_E[own], return_inverse=True)[1]
@@ -359,7 +359,7 @@ class _Session:
         live_E = np.cumsum([0 if size < 0 and block in becomes else size for block, size in events])
         peak = int(live_E.argmax()) if live_E.max(initial=0) > 0 else -1  # else it is where it begins
         blocks = recording.blocks
-        backward = next((one.born for one in blocks if one.phase == "backward"), len(recording.block_E))
+        backward = next((block.born for block in blocks if block.phase == "backward"), len(recording.block_E))
         sums: Counter[tuple[Category, str]] = Counter()
         for block in (*recording.before, *blocks):
             stays = block.number in becomes
