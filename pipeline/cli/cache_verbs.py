@@ -1,20 +1,320 @@
-"""`pipeline cache`: what the cache holds, what is wrong with it, what of it can go, and where else it goes."""
+"""`pipeline cache`: what the cache holds, what of it can go, and where else it goes; and its other verbs."""
 
 from __future__ import annotations
 
+import shlex
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
 import typer
 
-from pipeline.cli import cache_check, cache_moves
+from pipeline.cli import cache_check
+from pipeline.cli.options import ConfigFile, Json, Sets, as_typed, load_config, print_json
+from pipeline.cli.run_verbs import (
+    DamageList,
+    print_run_tables,
+    run_to_its_end,
+    to_regenerate,
+    typed_command,
+)
+from pipeline.records import StageName
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from rich.console import RenderableType
+
+    from pipeline.journal.run_status import RunStatus
+    from pipeline.runs.upkeep.clean_cache import Cleaning, CleanRequest
+    from pipeline.store.maintenance.transfer import Moved, Told
+
+SHOWN = 5
+
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of the export.")]
+
+
+def export_command(
+    folder: Folder,
+    kinds: Annotated[
+        list[str] | None, typer.Option("--kind", metavar="KIND", help="Only such records; may be given several times.")
+    ] = None,
+    link: Annotated[bool, typer.Option("--link", help="Link files instead of copying them, on the same disk.")] = False,
+    config: ConfigFile = None,
+    sets: Sets = None,
+    as_json: Json = False,
+) -> None:
+    """Copy the cache to a folder, with a manifest; run it again, and it does what is missing."""
+    from pipeline.store.cache_folder import CacheFolder
+    from pipeline.store.format.cache_layout import MANIFEST
+    from pipeline.store.maintenance import transfer
+    from pipeline.store.maintenance.leftovers import refuse_links_out
+
+    cache = CacheFolder(load_config(config, sets).config.cache.root)
+    refuse_links_out(cache)
+    moved = _showing("export", lambda tell: transfer.export_cache(cache, folder, kinds or (), link=link, tell=tell))
+    _say(moved, folder, as_json=as_json)
+    if not as_json:
+        named = shlex.quote(str(folder))
+        typer.echo(f"  check it anywhere: cd {named} && sha256sum --check --quiet {MANIFEST}")
+        typer.echo(f"  take it in: pipeline cache import {named}   (where it is wanted)")
+    _refuse(moved, cache.root, "pipeline cache validate --full   (then repair it, and export again)", "exported")
+
+
+def import_cache_command(folder: Folder, config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
+    """Take an export into the cache; every file is verified, and nothing is overwritten."""
+    from pipeline.store.cache_folder import CacheFolder
+    from pipeline.store.maintenance import transfer
+    from pipeline.store.maintenance.leftovers import refuse_links_out
+
+    cache = CacheFolder(load_config(config, sets).config.cache.root)
+    refuse_links_out(cache)
+    moved = _showing("import", lambda tell: transfer.take_in(cache, folder, tell=tell))
+    _say(moved, cache.root, as_json=as_json)
+    _refuse(
+        moved,
+        folder,
+        f"pipeline cache import {shlex.quote(str(folder))}   (again, once these files are copied anew)",
+        "imported",
+    )
+
+
+def _showing(name: str, move: Callable[[Told], Moved]) -> Moved:
+    """Do it, and show on stderr how far it is."""
+    from pipeline.encoder.checkpoints.download import DownloadProgress
+    from pipeline.report.live_status import DownloadBars
+
+    begun = time.monotonic()
+    with DownloadBars(name) as shown:
+        return move(
+            lambda now, total: shown.show(DownloadProgress(now, total, now / max(1e-3, time.monotonic() - begun)))
+        )
+
+
+def _say(moved: Moved, folder: Path, *, as_json: bool) -> None:
+    from pipeline.report.tables import plural
+    from pipeline.units import format_bytes
+
+    if as_json:
+        print_json({"folder": folder, **asdict(moved)})
+        return
+    there = f", {moved.there:,} {'was' if moved.there == 1 else 'were'} there already" if moved.there else ""
+    dropped = f", {plural(moved.dropped, 'older file')} removed: newer ones hold all that was there"
+    there += dropped if moved.dropped else ""
+    kinds = ", ".join(f"{kind} {files:,}" for kind, files in sorted(moved.kinds.items()))
+    typer.echo(
+        f"{folder}: {plural(moved.copied, 'file')} copied ({format_bytes(moved.bytes)}){there}: {kinds or 'nothing'}"
+    )
+
+
+def _refuse(moved: Moved, where: Path, remedy: str, done: str) -> None:
+    """Name what was damaged, if anything."""
+    from pipeline.errors import CacheDamaged
+    from pipeline.report.tables import plural
+
+    if not moved.refused:
+        return
+    refused = len(moved.refused)
+    lines = [f"{plural(refused, 'file')} {'was' if refused == 1 else 'were'} not {done}"]
+    lines += [f"  {one.file}: {one.what}" for one in moved.refused[:SHOWN]]
+    lines += ["  …   (--json names all)"] * (len(moved.refused) > SHOWN)
+    raise CacheDamaged("\n".join(lines), where=str(where), remedy=remedy)
+
+
+def regenerate_command(
+    damage_list: DamageList = None, config: ConfigFile = None, sets: Sets = None, as_json: Json = False
+) -> None:
+    """Make lost records anew, here and now; on a cluster: pipeline submit --stage regenerate."""
+    from pipeline.journal.run_status import RunState
+    from pipeline.journal.run_status import RunStatus as Status
+    from pipeline.project.project import Project
+
+    sets = [*(sets or ()), "cluster.executor=local"]
+    loaded = load_config(config, sets)
+    project, stages = to_regenerate(
+        Project.open(loaded.config, beside=loaded.base_dir.absolute(), strict=True), damage_list
+    )
+    if not stages:
+        nothing = f"nothing to regenerate: {damage_list} names no record that is lost"
+        print_json(Status("", RunState.DONE).to_json()) if as_json else typer.echo(nothing)
+        return
+    typed = typed_command(StageName.REGENERATE, config, sets, damage_list)
+    run_to_its_end(project, stages, typed, loaded.path, _as_document if as_json else _in_short)
+
+
+def _in_short(status: RunStatus) -> None:
+    """Print how a run ended: in a line, where there was nothing to do."""
+    if status.state.value != "done" or any(stage.missing or stage.warnings for stage in status.stages.values()):
+        print_run_tables(status)
+        return
+    last = status.stages.get(StageName.REGENERATE)
+    what = "what the list names" if last and last.items else "everything that this data set needs"
+    typer.echo(f"nothing to regenerate: {what} is there   (pipeline status {status.name})")
+
+
+def _as_document(status: RunStatus) -> None:
+    """Print how a run ended as `pipeline status --json` does."""
+    print_json(status.to_json())
+
+
+TOLD_EVERY_S = 5.0
+
+
+def stat_command(config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
+    """Print what the cache holds, from its index alone."""
+    import gc
+
+    gc.disable()  # a short life, in which collecting would only walk through what was imported
+    from pipeline.runs.upkeep.cache_use import holdings
+
+    found = holdings(load_config(config, sets).config)
+    if as_json:
+        print_json(found.to_json())
+        return
+    from pipeline.report import cache_tables, tables
+
+    lines = _typed(cache_tables.holdings_lines(found))
+    if not found.is_there:
+        tables.show_parts(f"cache {found.root}", *lines)
+        return
+    stores, recipes = cache_tables.store_table(found.stats), cache_tables.recipe_table(found.recipes, found.undescribed)
+    tables.show_parts(f"cache {found.root}", "", stores, "", *([recipes, ""] if recipes else []), *lines)
+
+
+def clean_command(
+    keep_recipes: Annotated[
+        bool, typer.Option("--keep-recipes", help="Keep every record of every recipe that is known.")
+    ] = False,
+    older_than: Annotated[
+        str | None, typer.Option("--older-than", metavar="TIME", help="Keep what is younger, such as 7d; else 1d.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Remove all that this program made here.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do it; else only say what would be done.")] = False,
+    config: ConfigFile = None,
+    sets: Sets = None,
+    as_json: Json = False,
+) -> None:
+    """Give back the space of what no recipe and no data set needs any more."""
+    from pipeline.errors import ConfigError
+    from pipeline.project.project import Project
+    from pipeline.report import cache_tables, tables
+    from pipeline.runs.upkeep.clean_cache import CleanRequest, foresee_cleaning
+
+    if keep_recipes and everything:
+        raise ConfigError("either keeps recipes, or removes all", where="--all", remedy="pipeline cache clean --all")
+    asked = CleanRequest(keep_recipes, everything, None if older_than is None else _seconds(older_than))
+    loaded = load_config(config, sets)
+    project = Project.open(loaded.config, remember=False, beside=loaded.base_dir.absolute())
+    found = foresee_cleaning(project, loaded.path, asked, on=_counter())
+    told = found.to_json()
+    if not as_json:
+        lines = list(_typed(cache_tables.cleaning_lines(told)))
+        tables.show_parts(*lines, *([""] if lines else []), _headline(found))
+    if yes and found.files:
+        told["removed"] = _carry_out(found)
+    if as_json:
+        print_json(told)
+    elif not yes and found.files:
+        typer.echo(f"nothing was done yet\n  next: {_again(asked, older_than, config, sets)}")
+
+
+def _typed(lines: Iterable[RenderableType]) -> Iterator[RenderableType]:
+    """Give the commands in lines the configuration that was typed."""
+    return (as_typed(line) if isinstance(line, str) else line for line in lines)
+
+
+def _headline(found: Cleaning) -> str:
+    """Say how much would be given back."""
+    from pipeline.report.tables import plural
+    from pipeline.store.maintenance.sweep import Fate
+    from pipeline.units import format_bytes
+
+    if not found.files:
+        waits = found.young or found.stays(*Fate)[0]
+        return f"cache {found.cache.root}: {'nothing can go now: see above' if waits else 'nothing to clean'}"
+    freed = f"{format_bytes(found.freed_bytes)} in {plural(found.files, 'file')}"
+    return f"cache {found.cache.root}: {freed} can be given back"
+
+
+def _carry_out(found: Cleaning) -> dict[str, object]:
+    """Remove what was foreseen, and say how it went."""
+    import time
+
+    from pipeline.report.tables import plural
+    from pipeline.runs.upkeep.clean_cache import carry_out
+    from pipeline.units import format_bytes
+
+    freed = files = 0
+    stayed, told_s = [], time.monotonic()
+    try:
+        for one in carry_out(found):
+            freed, files = freed + one.bytes, files + (not one.stays)
+            if one.stays:
+                stayed.append({"file": one.name, "why": one.stays})
+                typer.echo(f"stays: {one.name}: {one.stays}", err=True)
+            if time.monotonic() - told_s > TOLD_EVERY_S:
+                told_s = time.monotonic()
+                typer.echo(f"{plural(files, 'file')}, {format_bytes(freed)} so far ...", err=True)
+    finally:
+        typer.echo(f"removed {plural(files, 'file')}: {format_bytes(freed)} given back", err=True)
+    return {"files": files, "bytes": freed, "stayed": stayed}
+
+
+def _counter() -> Callable[[int], None]:
+    """Return what says now and then how many items of the data set were looked at; a person is told at once."""
+    import sys
+    import time
+
+    if sys.stderr.isatty():
+        typer.echo("looking at what is needed ...", err=True)
+    told_s = time.monotonic()
+
+    def on(items: int) -> None:
+        nonlocal told_s
+        if time.monotonic() - told_s > TOLD_EVERY_S:
+            told_s = time.monotonic()
+            typer.echo(f"looked at {items:,} items of the data set ...", err=True)
+
+    return on
+
+
+def _seconds(text: str) -> float:
+    """Return a time that was typed."""
+    from pydantic_core import PydanticCustomError
+
+    from pipeline.config.schema_parts import parse_duration
+    from pipeline.errors import ConfigError
+
+    try:
+        return 0 if text == "0" else parse_duration(text)
+    except PydanticCustomError:
+        what = f"{text!r} is no time: it must be above zero and have a unit, or be 0 alone"
+        raise ConfigError(
+            what, where="--older-than", remedy="pipeline cache clean --older-than 7d   (12h, 90m)"
+        ) from None
+
+
+def _again(asked: CleanRequest, older_than: str | None, config: object, sets: list[str] | None) -> str:
+    """Return the command that does it."""
+    import shlex
+
+    words = ["pipeline", "cache", "clean"]
+    words += ["--keep-recipes"] * asked.keep_recipes + ["--all"] * asked.all
+    words += ["--older-than", older_than] if older_than is not None else []
+    words += ["--config", str(config)] if config else []
+    return shlex.join([*words, *(word for one in sets or () for word in ("--set", one)), "--yes"])
+
 
 app = typer.Typer(help="Look at the cache, mend it, clean it, move it.", no_args_is_help=True)
-app.command("stat")(cache_moves.stat_command)
+app.command("stat")(stat_command)
 app.command("validate")(cache_check.validate_command)
 app.command("repair")(cache_check.repair_command)
-app.command("regenerate")(cache_moves.regenerate_command)
-app.command("clean")(cache_moves.clean_command)
+app.command("regenerate")(regenerate_command)
+app.command("clean")(clean_command)
 app.command("compact")(cache_check.compact_command)
-app.command("export")(cache_moves.export_command)
-app.command("import")(cache_moves.import_cache_command)
+app.command("export")(export_command)
+app.command("import")(import_cache_command)
 
 
 @app.callback()

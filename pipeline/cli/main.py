@@ -18,7 +18,6 @@ from pipeline import __version__
 from pipeline.cli import (
     cache_verbs,
     completion,
-    config_verbs,
     control_verbs,
     log_verbs,
     plan_verbs,
@@ -62,7 +61,7 @@ app.command("cancel")(control_verbs.cancel_command)
 app.command("completion")(setup_verbs.completion_command)
 app.add_typer(cache_verbs.app, name="cache")
 app.add_typer(weights_verbs.app, name="weights")
-app.add_typer(config_verbs.app, name="config")
+app.add_typer(setup_verbs.config_app, name="config")
 
 
 def _print_version(wanted: bool) -> None:

@@ -59,7 +59,7 @@ def submit_command(
     ] = False,
 ) -> None:
     """Run a stage; what was done before is not done again."""
-    from pipeline.cli.foreseen import print_plan, show_plan
+    from pipeline.cli.plan_verbs import print_plan, show_plan
     from pipeline.errors import ConfigError, SubmissionRefused
     from pipeline.project.project import Project, open_executor
     from pipeline.runs.upkeep.cache_use import register_use

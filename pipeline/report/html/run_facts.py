@@ -38,7 +38,7 @@ class StageFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
+class TroubledAttempt:
     """An attempt that did not end well, what was done after it, and how its task stands now."""
 
     stage: str
@@ -63,7 +63,7 @@ class Troubles:
 
     total: int
     causes: Mapping[tuple[str, str], int]  # stage and cause → attempts
-    attempts: Sequence[Trouble]
+    attempts: Sequence[TroubledAttempt]
     survived: int
     open: int
     left_out: Sequence[LeftOutItems]

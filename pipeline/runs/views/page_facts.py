@@ -19,7 +19,7 @@ from pipeline.report.html.run_facts import (
     Rejections,
     StageFacts,
     TimeFacts,
-    Trouble,
+    TroubledAttempt,
     Troubles,
 )
 from pipeline.report.stage_lines import counted_so_far, script_figures
@@ -80,10 +80,10 @@ def _first_of_each(failures: Sequence[tuple[StageStatus, Attempt]]) -> Sequence[
     return [pair for group in known.values() for pair in group[:share]][:ATTEMPTS]
 
 
-def _trouble(stage: StageStatus, attempt: Attempt) -> Trouble:
+def _trouble(stage: StageStatus, attempt: Attempt) -> TroubledAttempt:
     task = stage.task(attempt.task)
     now = "done" if task.good else "running again" if task.job is not None else "not done"
-    return Trouble(stage.name, attempt, task.then.get(attempt.number, ""), now)
+    return TroubledAttempt(stage.name, attempt, task.then.get(attempt.number, ""), now)
 
 
 def _left_out(stage: StageStatus, told: Mapping[str, Any]) -> LeftOutItems:
