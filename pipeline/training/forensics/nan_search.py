@@ -118,7 +118,7 @@ def _looked_at(
 
 def _forward(step: Step, piece: Piece) -> Suspect | None:
     """Look for what is not finite on the way to the loss."""
-    batch = step.moved(step.task.collate(piece.items, piece.rng))
+    batch = step.moved(piece.collated(step.task))
     with torch.no_grad(), step.cast(), _watched(step.model) as seen:
         terms = step.task.loss(step.model, batch)
     bad = tuple(name for name, (total, weight) in terms.items() if not (_is_finite(total) and _is_finite(weight)))
@@ -142,7 +142,7 @@ def _backward(step: Step, piece: Piece, again: Any) -> Suspect | None:
 
 def _accumulate(step: Step, piece: Piece) -> None:
     """Add the gradients of some items' own loss."""
-    step.accumulate_alone(step.task.collate(piece.items, piece.rng))
+    step.accumulate_alone(piece.collated(step.task))
 
 
 def _operation(step: Step, piece: Piece) -> tuple[str, str]:

@@ -8,9 +8,8 @@ Everything is afterwards as it was before, but for what the allocator holds.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,13 +20,12 @@ from pipeline.protocol import Weights
 from pipeline.training.checkpoints.training_state import plain_name
 from pipeline.training.random_state import as_drawn, rng_state, set_rng_state
 from pipeline.training.step.contrastive import CachedGradients, ContrastiveStep, joined_rows
-from pipeline.training.step.local_step import CHECKPOINTING, OFFLOAD, RUNGS
+from pipeline.training.step.local_step import accumulate_piece, weights_of
 from pipeline.training.step.optimizers import sums_by_name
 from pipeline.training.step.step import Unwatched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
@@ -117,7 +115,7 @@ def rerun(
         return True
 
     if joint is None:
-        is_whole = all_fit(partial(accumulate, step, weights=weights))
+        is_whole = all_fit(lambda piece: accumulate_piece(step, piece, weights, is_whole_step=True))
     else:
         is_whole = all_fit(joint.embed)
         snapshot.restore()
@@ -132,9 +130,11 @@ def rerun(
 
 def _measure(found: Rerun, result: PartResult, memory: Memory, first: Memory) -> None:
     """Note what a part took, in the more costly of its passes."""
+    counted = memory.peak_allocated_bytes
+    before = first.reserved_bytes if first.allocated_bytes is None else first.allocated_bytes
     found.reserved_bytes = max(found.reserved_bytes, memory.peak_reserved_bytes)
-    result.peak_bytes = max(result.peak_bytes, _peak(memory))
-    result.grown_bytes = max(0, result.peak_bytes - _live(first))
+    result.peak_bytes = max(result.peak_bytes, memory.peak_reserved_bytes if counted is None else counted)
+    result.grown_bytes = max(0, result.peak_bytes - before)
 
 
 def _run(
@@ -157,25 +157,6 @@ def _run(
     result.outcome = PartOutcome.FITS if finite else PartOutcome.NOT_FINITE
 
 
-def accumulate(step: Step, piece: Piece, weights: Mapping[str, float] | None) -> None:
-    """Run a piece forward and backward on its rung."""
-    batch = step.task.collate(piece.items, piece.rng)
-    if _on_host(piece):
-        step.accumulate_on_host(batch, weights)
-        return
-    with _remedied(step, piece):
-        step.accumulate_alone(batch, weights)
-
-
-def _on_host(piece: Piece) -> bool:
-    return piece.rung > RUNGS.index(OFFLOAD) + 1
-
-
-def _remedied(step: Step, piece: Piece) -> AbstractContextManager[None]:
-    checkpointing, offload = (piece.rung > RUNGS.index(name) for name in (CHECKPOINTING, OFFLOAD))
-    return step.remedied(checkpointing=checkpointing, offload=offload)
-
-
 class _Joint:
     """The passes of a share whose loss is of all its items; parts come in the same order each time."""
 
@@ -187,9 +168,8 @@ class _Joint:
 
     def embed(self, piece: Piece) -> None:
         """Embed a part without a trace."""
-        batch = self.step.task.collate(piece.items, piece.rng)
-        rows = self.step.embed(batch, len(piece), on_host=_on_host(piece))
-        self._finite.append(all(bool(torch.isfinite(one).all()) for one in rows.values()))
+        rows = self.step.embed(piece.collated(self.step.task), len(piece), on_host=piece.is_on_host)
+        self._finite.append(all(bool(torch.isfinite(row).all()) for row in rows.values()))
         self._rows.append(rows)
 
     def contrast(self, last: PartResult) -> bool:
@@ -201,9 +181,9 @@ class _Joint:
             self._cached = self.step.contrast(rows)
 
         with as_drawn(self.step.device):
-            said = out_of_memory_error(take)
-        if said is not None:
-            last.outcome, last.error = PartOutcome.OOM, f"the loss of all {sum(items)} items: {said}"
+            error = out_of_memory_error(take)
+        if error is not None:
+            last.outcome, last.error = PartOutcome.OOM, f"the loss of all {sum(items)} items: {error}"
             return False
         split = {name: torch.split(one, items) for name, one in self._cached.rows.items()}
         self._rows = [{name: one[place] for name, one in split.items()} for place in range(len(items))]
@@ -211,9 +191,9 @@ class _Joint:
 
     def back(self, piece: Piece) -> None:
         """Run a part with a trace, and back."""
-        batch, rows = self.step.task.collate(piece.items, piece.rng), self._rows.pop(0)
-        with _remedied(self.step, piece):
-            self.step.go_back(batch, rows, on_host=_on_host(piece))
+        batch, rows = piece.collated(self.step.task), self._rows.pop(0)
+        with self.step.remedied(piece.rung):
+            self.step.go_back(batch, rows, on_host=piece.is_on_host)
         if not self._rows:
             self._cached.finish()
 
@@ -243,22 +223,16 @@ def _weights(step: Step, parts: Sequence[RerunPart], read: Callable[[RerunPart],
     """Return the weights of the share's terms, where they must be known before; of one term they need not."""
     found: list[Mapping[str, Any]] = []
 
-    def ask(piece: Piece) -> None:
-        batch = step.task.collate(piece.items, piece.rng)
-        if isinstance(step.task, Weights):
-            found.append(step.task.weights(batch))
-        else:
-            found.append({name: weight for name, (_, weight) in step.aside(batch).items()})
-
     def in_parts(piece: Piece) -> None:  # an item that does not fit even so has no weight here
-        if out_of_memory_error(ask, piece) is not None and len(piece) > 1:
+        said = out_of_memory_error(lambda: found.append(weights_of(step, piece)))
+        if said is not None and len(piece) > 1:
             for half in piece.halves():
                 in_parts(half)
 
     if len(parts) < 2 and not isinstance(step.task, Weights):
         return None
     for part in parts:
-        in_parts(read(part))
+        in_parts(replace(read(part), rung=0))
         if not isinstance(step.task, Weights) and found and len(found[0]) == 1:
             return None
     return {name: float(value) for name, value in sums_by_name(found).items()} or None
@@ -279,12 +253,3 @@ def not_finite(step: Step) -> list[str]:
     """Return the names of the parameters whose gradients are not finite."""
     named = ((name, one.grad) for name, one in step.model.named_parameters())
     return [plain_name(name) for name, grad in named if grad is not None and not bool(torch.isfinite(grad).all())]
-
-
-def _peak(memory: Memory) -> int:
-    counted = memory.peak_allocated_bytes
-    return memory.peak_reserved_bytes if counted is None else counted
-
-
-def _live(memory: Memory) -> int:
-    return memory.reserved_bytes if memory.allocated_bytes is None else memory.allocated_bytes

@@ -23,7 +23,8 @@ from pipeline.memory.runtime.out_of_memory import free_caches, out_of_memory_err
 from pipeline.memory.runtime.recovery import Oom, StepSnapshot, forget_failed_backward
 from pipeline.training.random_state import as_drawn
 from pipeline.training.step.contrastive import joined_rows
-from pipeline.training.step.local_step import HOST, OFFLOAD, SKIP, Local, Stepper
+from pipeline.training.step.local_step import Local, Stepper
+from pipeline.training.step.micro_batches import HOST, SKIP
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -111,10 +112,7 @@ class ContrastiveStepper(Stepper):
         if self.ranks.world > 1 or share.origin.of > 1:
             return None
         pieces = [one for piece in share for one in self._ready(piece)]
-        return pieces[0] if len(pieces) == 1 and not self._on_host(pieces[0]) else None
-
-    def _on_host(self, piece: Piece) -> bool:
-        return piece.rung > self.ladder.index(OFFLOAD) + 1
+        return pieces[0] if len(pieces) == 1 and not pieces[0].is_on_host else None
 
     def _through(
         self, pieces: Iterable[Piece], run: Callable[[Piece, Local], None], share: RankShare, local: Local
@@ -129,7 +127,7 @@ class ContrastiveStepper(Stepper):
 
     def _remedied(self, piece: Piece, *, run: Callable[[Piece, Local], None], local: Local) -> None:
         self._begin(piece)
-        with self.step.remedied(checkpointing=piece.rung >= 1, offload=piece.rung >= 2):
+        with self.step.remedied(piece.rung):
             run(piece, local)
 
     def _learn(self, piece: Piece, error: str, share: RankShare, local: Local) -> None:
@@ -150,7 +148,7 @@ class ContrastiveStepper(Stepper):
 
     def _at_once(self, piece: Piece, local: Local) -> None:
         """Run all items of a step in one pass."""
-        self.step.accumulate_alone(self._collated(piece))
+        self.step.accumulate_alone(piece.collated(self.step.task))
         self._count(piece, local)
 
     def _two_passes(self, share: RankShare, local: Local) -> None:
@@ -171,7 +169,7 @@ class ContrastiveStepper(Stepper):
         done: list[_Embedded] = []
 
         def embed(piece: Piece, _: Local) -> None:
-            rows = self.step.embed(self._collated(piece), len(piece), on_host=self._on_host(piece))
+            rows = self.step.embed(piece.collated(self.step.task), len(piece), on_host=piece.is_on_host)
             done.append(_Embedded(piece.batch.origin.index, piece.start, piece.stop, piece.rung, piece.ids, rows))
 
         while not self._through((one for piece in share for one in self._ready(piece)), embed, share, local):
@@ -233,7 +231,7 @@ class ContrastiveStepper(Stepper):
         """Run a piece with a trace, and back."""
         first = places[piece.batch.origin.index, piece.start]
         own = {name: one[first : first + len(piece)] for name, one in rows.items()}
-        self.step.go_back(self._collated(piece), own, on_host=self._on_host(piece))
+        self.step.go_back(piece.collated(self.step.task), own, on_host=piece.is_on_host)
         self._count(piece, local)
 
     def _is_finite(self, piece: Piece) -> bool:
@@ -242,7 +240,7 @@ class ContrastiveStepper(Stepper):
 
         def look(one: Piece) -> None:
             with self.step.evaluating():
-                rows = self.step.embed(self._collated(one))
+                rows = self.step.embed(one.collated(self.step.task))
             found.extend(bool(torch.isfinite(row).all()) for row in rows.values())
 
         out_of_memory_error(look, piece)

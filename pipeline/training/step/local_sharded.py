@@ -17,8 +17,8 @@ from pipeline.errors import JobFailed
 from pipeline.memory.runtime.out_of_memory import is_out_of_memory
 from pipeline.memory.runtime.recovery import StepSnapshot
 from pipeline.protocol import Weights
-from pipeline.training.step.local_step import CHECKPOINTING, OFFLOAD, Local, Stepper
-from pipeline.training.step.micro_batches import Piece
+from pipeline.training.step.local_step import Local, Stepper
+from pipeline.training.step.micro_batches import CHECKPOINTING, OFFLOAD, Piece
 from pipeline.training.step.optimizers import sums_by_name
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class ShardedStepper(Stepper):
             return super().weights(share)
         found: list[Mapping[str, Any]] = []
         for turn in self._turns(share):
-            told = self._together(turn.piece, lambda piece: self.step.aside(self._collated(piece)))
+            told = self._together(turn.piece, lambda piece: self.step.aside(piece.collated(self.step.task)))
             if turn.counts:
                 found.append({name: weight for name, (_, weight) in told.items()})
         return {name: float(value) for name, value in sums_by_name(found).items()}
@@ -108,7 +108,7 @@ class ShardedStepper(Stepper):
             if turn.counts:
                 self._together(turn.piece, lambda piece: self._run(piece, local=local, weights=weights))
             else:
-                self._together(turn.piece, lambda piece: step.accompany(self._collated(piece)))
+                self._together(turn.piece, lambda piece: step.accompany(piece.collated(self.step.task)))
         step.spread.drop_unused(step.trained)
         for cost in local.costs:
             self.governor.ran(cost)
@@ -120,7 +120,7 @@ class ShardedStepper(Stepper):
         found: list[str] = []
         singles = (one for piece in share for one in piece.singles())
         for turn in joint_turns(singles, self.ranks, self._fetch(share), self.cost):
-            terms = self._together(turn.piece, lambda piece: self.step.evaluate(self._collated(piece)))
+            terms = self._together(turn.piece, lambda piece: self.step.evaluate(piece.collated(self.step.task)))
             if turn.counts and not all(math.isfinite(float(total)) for total, _ in terms.values()):
                 found += turn.piece.ids
         return found

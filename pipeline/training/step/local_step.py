@@ -16,7 +16,8 @@ from pipeline.errors import DataError, PlanInfeasible
 from pipeline.memory.runtime.out_of_memory import free_caches, out_of_memory_error
 from pipeline.memory.runtime.recovery import StepSnapshot, replay_until_it_fits
 from pipeline.protocol import Weights
-from pipeline.training.random_state import rng_state, set_rng_state
+from pipeline.training.random_state import as_drawn
+from pipeline.training.step.micro_batches import HOST, RUNGS, SKIP
 from pipeline.training.step.optimizers import sums_by_name
 
 if TYPE_CHECKING:
@@ -27,12 +28,8 @@ if TYPE_CHECKING:
     from pipeline.memory.runtime.governor import Governor
     from pipeline.memory.runtime.meters import Upkeep
     from pipeline.memory.runtime.recovery import Oom
-    from pipeline.protocol import Batch
     from pipeline.training.step.micro_batches import Piece, RankShare
     from pipeline.training.step.step import Step
-
-CHECKPOINTING, OFFLOAD, HOST, SKIP = "checkpointing", "offload", "cpu", "skip"
-RUNGS = (CHECKPOINTING, OFFLOAD, HOST, SKIP)  # a piece's `rung` counts those that it has climbed
 
 
 @dataclass(slots=True)
@@ -87,10 +84,9 @@ class Stepper:
     def weights(self, share: RankShare) -> dict[str, float]:
         """Return the weights of this rank's terms; no random number is used up."""
         found: list[Mapping[str, Any]] = []
-        numbers = rng_state(self.step.device)
-        for piece in share:
-            self._in_parts(piece, lambda one: found.append(self._weights_of(one)), share)
-        set_rng_state(numbers, self.step.device)
+        with as_drawn(self.step.device):
+            for piece in share:
+                self._in_parts(piece, lambda part: found.append(self._weights_of(part)), share)
         return {name: float(value) for name, value in sums_by_name(found).items()}
 
     def learn_terms(self, names: int) -> None:
@@ -99,14 +95,9 @@ class Stepper:
             self._is_several = names > 1 or isinstance(self.step.task, Weights)
 
     def _weights_of(self, piece: Piece) -> Mapping[str, Any]:
-        """Return the weights of a piece's terms: as the task says, else by running the model."""
-        batch = self._collated(piece)
-        task = self.step.task
-        if isinstance(task, Weights):
-            return task.weights(batch)
-        self._begin(piece)
-        terms = self.step.aside(batch, on_host=bool(piece.rung))
-        return {name: weight for name, (_, weight) in terms.items()}
+        if not isinstance(self.step.task, Weights):
+            self._begin(piece)
+        return weights_of(self.step, piece)
 
     def _in_parts(self, piece: Piece, run: Callable[[Piece], Any], share: RankShare) -> None:
         """Run something that adds nothing up before it ends, halving what does not fit."""
@@ -190,13 +181,7 @@ class Stepper:
     def _run(self, piece: Piece, *, local: Local, weights: Mapping[str, float] | None) -> None:
         """Run a piece forward and backward."""
         self._begin(piece)
-        on_host = piece.rung > self.ladder.index(OFFLOAD) + 1
-        batch = self._collated(piece)
-        if on_host:
-            self.step.accumulate_on_host(batch, weights)
-        else:
-            with self.step.remedied(checkpointing=piece.rung >= 1, offload=piece.rung >= 2):
-                self.step.accumulate(batch, weights)
+        accumulate_piece(self.step, piece, weights)
         self._count(piece, local)
 
     def _count(self, piece: Piece, local: Local) -> None:
@@ -209,9 +194,6 @@ class Stepper:
         else:
             local.costs.append(self.cost(piece))
         self.upkeep.after_micro_batch()
-
-    def _collated(self, piece: Piece) -> Batch:
-        return self.step.task.collate(piece.items, piece.rng)
 
     def _climb(self, piece: Piece, local: Local, climbed: list[tuple[int, str]]) -> Callable[[Piece], Sequence[Piece]]:
         """Return what becomes of a single item that did not fit."""
@@ -252,10 +234,30 @@ class Stepper:
         losses: list[float] = []
 
         def evaluate(one: Piece) -> None:
-            losses.extend(float(total) for total, _ in self.step.evaluate(self._collated(one)).values())
+            losses.extend(float(total) for total, _ in self.step.evaluate(one.collated(self.step.task)).values())
 
         out_of_memory_error(evaluate, piece)
         return all(map(math.isfinite, losses))
+
+
+def weights_of(step: Step, piece: Piece) -> Mapping[str, Any]:
+    """Return the weights of a piece's terms: as the task says, else by running the model."""
+    batch = piece.collated(step.task)
+    if isinstance(step.task, Weights):
+        return step.task.weights(batch)
+    return {name: weight for name, (_, weight) in step.aside(batch, on_host=bool(piece.rung)).items()}
+
+
+def accumulate_piece(
+    step: Step, piece: Piece, weights: Mapping[str, float] | None, *, is_whole_step: bool = False
+) -> None:
+    """Run a piece forward and backward on its rung; where it is a whole step, from the loss of its items alone."""
+    batch = piece.collated(step.task)
+    if piece.is_on_host:
+        step.accumulate_on_host(batch, weights)
+        return
+    with step.remedied(piece.rung):
+        (step.accumulate_alone if is_whole_step else step.accumulate)(batch, weights)
 
 
 class _Started:

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from pipeline.protocol import Batch, Task
     from pipeline.training.items.batch import BatchOrigin, ItemBatch, ItemTensors
+
+CHECKPOINTING, OFFLOAD, HOST, SKIP = "checkpointing", "offload", "cpu", "skip"
+RUNGS = (CHECKPOINTING, OFFLOAD, HOST, SKIP)  # a piece's `rung` counts those that it has climbed
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,14 @@ class Piece:
     @property
     def rng(self) -> np.random.Generator:
         return item_rng(self.batch.origin, "\n".join(self.ids))
+
+    @property
+    def is_on_host(self) -> bool:
+        return self.rung > RUNGS.index(HOST)
+
+    def collated(self, task: Task) -> Batch:
+        """Return the task's batch of its items."""
+        return task.collate(self.items, self.rng)
 
     def halves(self) -> list[Piece]:
         """Return it in two, or alone where it is one item."""

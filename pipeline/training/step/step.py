@@ -287,11 +287,11 @@ class Step:
         self.watch.phase("idle")
 
     @contextmanager
-    def remedied(self, *, checkpointing: bool, offload: bool) -> Iterator[None]:
-        """Take less memory and more time for a while, beyond what the settings say."""
+    def remedied(self, rung: int) -> Iterator[None]:
+        """Take less memory and more time for a while, beyond the settings: compute blocks again, and then offload."""
         before = self._recomputing.on, self._offloads
-        self._recomputing.turn(on=before[0] or checkpointing)
-        self._offloads = before[1] or offload
+        self._recomputing.turn(on=before[0] or rung >= 1)
+        self._offloads = before[1] or rung >= 2
         try:
             yield
         finally:

@@ -31,8 +31,7 @@ from pipeline.training.ranks.process_group import ProcessGroup
 from pipeline.training.ranks.rank_protocol import LOST, RankLost, SingleRank
 from pipeline.training.step.fsdp import ShardedStep, built, local, shard
 from pipeline.training.step.local_sharded import ShardedStepper, power_of_two
-from pipeline.training.step.local_step import RUNGS
-from pipeline.training.step.micro_batches import Piece
+from pipeline.training.step.micro_batches import RUNGS, Piece
 from pipeline.training.step.optimizers import StepSettings
 from tests.training.checkpoints.saved import checkpoints
 from tests.training.ranks.crews import Crew, crew
