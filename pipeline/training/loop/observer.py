@@ -14,8 +14,7 @@ import torch
 from pipeline.memory.leaks.leak_detector import Leaks
 from pipeline.memory.runtime.meters import HostMeter
 from pipeline.training.forensics import step_bundle
-from pipeline.training.forensics.crash_note import CrashNote, PieceInFlight
-from pipeline.training.forensics.step_bundle import Bundle, BundleCut, BundleKind
+from pipeline.training.forensics.step_bundle import Bundle, BundleCut, BundleKind, CrashNote, PieceInFlight
 from pipeline.training.loop.metrics_log import Epoch, MetricRange, MetricsLog, open_trackers
 from pipeline.training.random_state import rng_state
 

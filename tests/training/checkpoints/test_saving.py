@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pipeline.store.format.disk import Disk
-from pipeline.training.checkpoints.async_saver import Saver, StagingBuffers, staging_bytes
 from pipeline.training.checkpoints.checkpoint_folder import NotSaved, State, new_token
+from pipeline.training.checkpoints.keeper import Saver, StagingBuffers, staging_bytes
 from tests.store.faulty_disks import FailingDisk
 from tests.training.checkpoints.saved import checkpoints, is_state_at, same_bits, state_at
 

@@ -246,7 +246,7 @@ def test_random_numbers_go_on_where_they_were(tmp_path, gauss):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_cards_random_numbers_and_tensors_go_on_where_they_were(tmp_path):
-    from pipeline.training.checkpoints.async_saver import Saver
+    from pipeline.training.checkpoints.keeper import Saver
 
     model = nn.Linear(300, 300).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.training.forensics.crash_note import CrashNote, PieceInFlight
+from pipeline.training.forensics.step_bundle import CrashNote, PieceInFlight
 
 
 def on(*ids: str, step: int = 5) -> PieceInFlight:
@@ -85,7 +85,7 @@ def test_a_real_kill_leaves_it(tmp_path: Path) -> None:
     code = (
         "import os, sys\n"
         "from pathlib import Path\n"
-        "from pipeline.training.forensics.crash_note import CrashNote, PieceInFlight\n"
+        "from pipeline.training.forensics.step_bundle import CrashNote, PieceInFlight\n"
         "CrashNote(Path(sys.argv[1])).on(PieceInFlight(6, 0, 5, ('a',), (0,), 0, 100))\n"
         "os.kill(os.getpid(), 9)\n"
     )
