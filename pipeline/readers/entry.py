@@ -28,7 +28,7 @@ class UnusableEntry(Exception):
         self.line = line
 
 
-def printable_text(text: str) -> str:
+def printable_excerpt(text: str) -> str:
     """Return text from a file as it may be printed: no control characters, not long."""
     cut = text if len(text) <= SHOWN_LENGTH else text[: SHOWN_LENGTH - 1] + "…"
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in cut)
@@ -49,7 +49,11 @@ def entry_id(text: str, path: Path, place: int) -> str:
 def entry_rejection(name: str, error: UnusableEntry, split: str, path: Path, line: int) -> Rejection:
     """Return why the entry that starts on a line, or is a row, was left out."""
     return Rejection(
-        printable_text(name), Reason.BAD_ENTRY, error.detail, f"{path.name}:{line + error.line}", printable_text(split)
+        printable_excerpt(name),
+        Reason.BAD_ENTRY,
+        error.detail,
+        f"{path.name}:{line + error.line}",
+        printable_excerpt(split),
     )
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from pipeline.errors import DataError
-from pipeline.readers.entry import UnusableEntry, cannot_read, parse_number, printable_text
+from pipeline.readers.entry import UnusableEntry, cannot_read, parse_number, printable_excerpt
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -65,7 +65,7 @@ class Sought:
     def check(self, path: Path) -> None:
         """Refuse a file whose spectra are all read and have no such header."""
         for option, key in self._missing.items():
-            there = ", ".join(map(printable_text, self._there)) or "none"
+            there = ", ".join(map(printable_excerpt, self._there)) or "none"
             remedy = f"data.options.{option} names one of these, or is left out"
             raise DataError(f"no spectrum has the header {key!r}; there are: {there}", where=str(path), remedy=remedy)
 
@@ -97,7 +97,7 @@ def stray(block: MgfBlock) -> UnusableEntry | None:
         return None
     for at, line in enumerate(_lines(text), block.text.count(b"\n", 0, start)):
         if line and "=" not in line and not line.startswith(COMMENTS):
-            return UnusableEntry(f"outside of BEGIN IONS … END IONS: {printable_text(line)!r}", at)
+            return UnusableEntry(f"outside of BEGIN IONS … END IONS: {printable_excerpt(line)!r}", at)
     return None
 
 
@@ -121,7 +121,7 @@ def charge(text: str) -> int:
         return 0
     found = PRECURSOR_CHARGE.fullmatch(text)
     if found is None:
-        raise UnusableEntry(f"a charge that does not parse: {printable_text(text)!r}")
+        raise UnusableEntry(f"a charge that does not parse: {printable_excerpt(text)!r}")
     return -int(found[2]) if "-" in (found[1], found[3]) else int(found[2])
 
 
@@ -185,4 +185,4 @@ def _peak(line: str, at: int) -> tuple[float, float]:
             return parse_number(words[0]), parse_number(words[1])
     except ValueError:
         pass
-    raise UnusableEntry(f"not a peak, m/z and intensity: {printable_text(line)!r}", at)
+    raise UnusableEntry(f"not a peak, m/z and intensity: {printable_excerpt(line)!r}", at)

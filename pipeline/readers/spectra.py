@@ -30,7 +30,7 @@ from pipeline.readers.entry import (
     entry_id,
     entry_rejection,
     parse_number,
-    printable_text,
+    printable_excerpt,
 )
 from pipeline.records import Entry, Reason, Rejection
 
@@ -228,7 +228,7 @@ class Spectra:
             try:
                 labels["peptide.residue"] = peptides.residue_codes(peptide)
             except ValueError as error:
-                raise UnusableEntry(f"peptide {printable_text(peptide)}: {error}") from error
+                raise UnusableEntry(f"peptide {printable_excerpt(peptide)}: {error}") from error
         return labels
 
     def _peaks(self, mz_P: NDArray[Any], intensity_P: NDArray[Any]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -284,7 +284,7 @@ def _number(value: Any, name: str) -> float:
         return parse_number(said) if isinstance(said, str) else float(said)
     except (TypeError, ValueError):
         raise UnusableEntry(
-            f"{name} is no number: {printable_text(str(said))!r}" if str(said) else f"{name} is missing"
+            f"{name} is no number: {printable_excerpt(str(said))!r}" if str(said) else f"{name} is missing"
         ) from None
 
 

@@ -48,7 +48,7 @@ class RecordFiles(Generic[Record]):
 
     def append(self, run: str, writer: str, records: Iterable[Record]) -> bool:
         """Add records and wait until they are on the disk; False where the folder does not let us."""
-        lines = b"".join(record_line(run, record) for record in records)
+        lines = b"".join(measurement_line(run, record) for record in records)
         try:
             if lines:
                 self._append(self._name(run, writer), lines)
@@ -116,7 +116,7 @@ class RecordFiles(Generic[Record]):
         return (values.pop("run"), self._kind(**values)) if fit else None
 
 
-def record_line(run: str, record: Any) -> bytes:
+def measurement_line(run: str, record: Any) -> bytes:
     """Write a record of a run as a line."""
     return json.dumps({"run": run, **asdict(record)}, separators=(",", ":")).encode() + b"\n"
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from heapq import nlargest
 from itertools import islice
 from math import ceil
+from operator import itemgetter
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -119,14 +120,6 @@ class Suggestion:
     tasks: int  # how many it rests on
 
 
-@dataclass(frozen=True, slots=True)
-class _Need:
-    """What a pool of tasks says, before plan and floor."""
-
-    mem_bytes: int
-    why: str
-
-
 def planned(planned_bytes: int) -> Suggestion:
     """Return the plan, as a request."""
     return Suggestion(_request(planned_bytes), "no task of this recipe was measured here: planned", 0)
@@ -138,8 +131,7 @@ def suggest(past: Iterable[Past], bounds: SuggestionBounds, *, size: int, planne
     if not telling:
         return None
     pool = _comparable(telling, size)
-    need = _need(pool, bounds, size)
-    mem_bytes, why = need.mem_bytes, need.why
+    mem_bytes, why = _need(pool, bounds, size)
     if mem_bytes > bounds.at_most * planned_bytes:
         mem_bytes, why = int(bounds.at_most * planned_bytes), f"{why}; no more than {bounds.at_most:g} times the plan"
     if mem_bytes < planned_bytes and not (bounds.trusted and _enough(pool, size)):
@@ -181,15 +173,15 @@ def _enough(pool: Iterable[Past], size: int) -> bool:
     return sum(not task.size or 2 * task.size >= size for task in sound) >= ENOUGH
 
 
-def _need(pool: Sequence[Past], bounds: SuggestionBounds, size: int) -> _Need:
-    """Return the larger of what the living needed and what the dead must get."""
+def _need(pool: Sequence[Past], bounds: SuggestionBounds, size: int) -> tuple[int, str]:
+    """Return the larger of what the living needed and what the dead must get, and why; before plan and floor."""
     living = [task for task in pool if task.lived]
     open_deaths = [task for task in pool if task.killed and not _settled(task, living)]
     unsettled = set(open_deaths)
     known = living + [task for task in pool if task.killed and task not in unsettled]
     needs = [_from_peaks(known, bounds, size)] if known else []
     needs += [_from_deaths(open_deaths, bounds)] if open_deaths else []
-    return max(needs, key=lambda need: need.mem_bytes)
+    return max(needs, key=itemgetter(0))
 
 
 def _settled(death: Past, living: Iterable[Past]) -> bool:
@@ -205,21 +197,21 @@ def _outlives(task: Past, death: Past) -> bool:
     return task.at > death.at and task.size >= death.size > 0
 
 
-def _from_peaks(known: Sequence[Past], bounds: SuggestionBounds, size: int) -> _Need:
+def _from_peaks(known: Sequence[Past], bounds: SuggestionBounds, size: int) -> tuple[int, str]:
     needs = sorted(_scaled(task, size) for task in known)
     at_percentile = needs[ceil(len(needs) * PERCENTILE / 100) - 1]
     tasks = f"{_counted(_tasks(known))}{bounds.whose}"
     why = f"from {tasks}: {PERCENTILE}th percentile {format_bytes(at_percentile)} + {MARGIN_PERCENT}%"
-    return _Need(at_percentile * (100 + MARGIN_PERCENT) // 100, why)
+    return at_percentile * (100 + MARGIN_PERCENT) // 100, why
 
 
-def _from_deaths(deaths: Sequence[Past], bounds: SuggestionBounds) -> _Need:
+def _from_deaths(deaths: Sequence[Past], bounds: SuggestionBounds) -> tuple[int, str]:
     limit = max(death.told_bytes for death in deaths)
     upto = "" if all(death.told_bytes == limit for death in deaths) else "up to "
     why = (
         f"{_counted(_tasks(deaths))}{bounds.whose} died at {upto}{format_bytes(limit)}: at least {GROWTH:g} times that"
     )
-    return _Need(ceil(limit * GROWTH), why)
+    return ceil(limit * GROWTH), why
 
 
 def _scaled(task: Past, size: int) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.memory.history import record_files
-from pipeline.memory.history.record_files import record_line
+from pipeline.memory.history.record_files import measurement_line
 from pipeline.memory.history.task_history import Profiles, Suggestion
 from tests.memory.history.tasks import GIB, MIB, measured
 
@@ -128,7 +128,7 @@ def test_bytes_still_to_come_are_looked_for_again_although_the_size_is_the_same(
     assert ask(tmp_path).tasks == 6
 
 
-LINE = json.loads(record_line("other", measured(77)))
+LINE = json.loads(measurement_line("other", measured(77)))
 FOREIGN = [
     b"\xff\xfe garbage",
     b"[]",
@@ -149,7 +149,7 @@ FOREIGN = [
 def test_foreign_lines_are_passed_over(tmp_path: Path, line: bytes) -> None:
     remember(tmp_path, range(6))
     (path,) = files_of(tmp_path)
-    path.write_bytes(path.read_bytes() + line + b"\n" + record_line("run", measured(6)))
+    path.write_bytes(path.read_bytes() + line + b"\n" + measurement_line("run", measured(6)))
     assert ask(tmp_path).tasks == 7
 
 
