@@ -57,7 +57,6 @@ class EmbeddingRecipe:
     half_fallback: bool = True
 
     def key(self, text: str, variant: Variant) -> bytes:
-        """Return the key of a text's embedding."""
         return tagged_key("embed", self.plain(variant), text)
 
     def plain(self, variant: Variant) -> dict[str, Any]:
@@ -104,7 +103,6 @@ class EmbeddingRecipe:
         return self.half_fallback or self.on_oom == "cpu"
 
     def refuses(self, residues: int) -> bool:
-        """Say whether a sequence of that length is to be rejected."""
         return self.long == "error" and residues > self.length
 
 

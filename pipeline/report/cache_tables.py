@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pipeline.store.cache_folder import RecipeStat
     from pipeline.store.maintenance.damage_report import DamageReport
     from pipeline.store.maintenance.leftovers import User
-    from pipeline.store.store import StoreStat
+    from pipeline.store.snapshot import StoreStat
 
 DIGEST_LETTERS = (32, 64)  # of a digest, the first few of which say enough
 NAMED = 5

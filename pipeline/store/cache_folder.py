@@ -30,7 +30,7 @@ from pipeline.store.format.cache_layout import (
     USERS,
     KindLayout,
 )
-from pipeline.store.format.disk import Disk, Draft
+from pipeline.store.format.disk import Disk, publish_file
 from pipeline.store.store import RecordPlace, Store
 
 if TYPE_CHECKING:
@@ -240,12 +240,11 @@ class CacheFolder:
 
     def recipes(self, kind: str) -> list[RecipeStat]:
         """Return what there is of each recipe of a kind that was described, most records first."""
-        found = [
-            RecipeStat(recipe, *self.own(kind).tagged(recipe_tag(kind, recipe)))
-            for _, of_kind, recipe in self.described()
-            if of_kind == kind
-        ]
-        return sorted((one for one in found if one.records), key=lambda one: -one.records)
+        described = [recipe for _, of_kind, recipe in self.described() if of_kind == kind]
+        tags = [recipe_tag(kind, recipe) for recipe in described]
+        tagged = self.own(kind).tally(tags).tagged
+        found = (RecipeStat(recipe, *tagged[tag]) for recipe, tag in zip(described, tags, strict=True))
+        return sorted((recipe for recipe in found if recipe.records), key=lambda recipe: -recipe.records)
 
     @property
     def is_there(self) -> bool:
@@ -294,21 +293,16 @@ class CacheFolder:
         return all(name in _MAY_BE_THERE or name.endswith(PARTIAL_SUFFIX) or self._is_kind(name) for name in names)
 
     def _is_kind(self, name: str) -> bool:
-        """Say whether an entry looks like the folder of a kind."""
         layout = KindLayout(self.root / name)
         return bool(_KIND.fullmatch(name)) and (layout.shards.is_dir() or layout.index.is_file())
 
     def _read_marker(self, *, required: bool = False) -> bool:
         try:
-            fd = self.disk.open_read(self.root / MARKER)
+            self._check_format(self.disk.read_start(self.root / MARKER, _MARKER_BYTES))
         except FileNotFoundError:
             if required:
                 raise self._unusable("the folder is not a cache, and not empty") from None
             return False
-        try:
-            self._check_format(self.disk.read_at(fd, _MARKER_BYTES, 0))
-        finally:
-            self.disk.close(fd)
         return True
 
     def _check_format(self, text: bytes) -> None:
@@ -337,9 +331,7 @@ class CacheFolder:
         """Make the folder a cache, unless it is one; several processes may do so at once."""
         if self._marked:
             return
-        draft = Draft(self.disk, self.root)
-        draft.write(json.dumps(_MARKED).encode(), 0)
-        draft.publish(self.root / MARKER, replace=True)  # all write the same
+        publish_file(self.disk, self.root / MARKER, json.dumps(_MARKED).encode())  # all write the same
         self._marked = True
 
     def _unreadable(self, error: OSError) -> CacheUnusable:

@@ -19,23 +19,16 @@ from pipeline.errors import CacheFull, CacheUnusable
 from pipeline.keys import KEY_BYTES, content_digest
 from pipeline.store.format.cache_layout import USERS
 from pipeline.store.format.disk import Draft
-from pipeline.store.shard_index import joined_ranges
-from pipeline.store.store import StoreStat, first_of_key, stat_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
     from typing import Any
 
-    import numpy.typing as npt
     from numpy.typing import NDArray
 
     from pipeline.store.format.disk import Disk
     from pipeline.store.shard_index import Integers
-    from pipeline.store.snapshot import StoreSnapshot
-    from pipeline.store.store import Store
-
-NO_KEYS = np.zeros((0, 2), np.uint64)
 
 
 def sorted_pairs(keys: bytes | bytearray) -> Integers:
@@ -47,55 +40,6 @@ def sorted_pairs(keys: bytes | bytearray) -> Integers:
     first = np.ones(len(pairs), bool)
     first[1:] = (pairs[1:] != pairs[:-1]).any(axis=1)
     return pairs if first.all() else pairs[first]
-
-
-def are_among(hi: Integers, lo: Integers, known_hi: Integers, known_lo: Integers) -> npt.NDArray[np.bool_]:
-    """Say of each key whether it is among others, which are sorted; a key is two numbers, in two columns."""
-    if not len(known_hi):
-        return np.zeros(len(hi), bool)
-    left = known_hi.searchsorted(hi, "left")
-    at = np.minimum(left, len(known_hi) - 1)
-    alike = known_hi[at] == hi
-    among: npt.NDArray[np.bool_] = alike & (known_lo[at] == lo)
-    rest = np.flatnonzero(alike & ~among)  # a million keys of one recipe share their first number now and then
-    counts = known_hi.searchsorted(hi[rest], "right") - left[rest]
-    asked, found = rest.repeat(counts), joined_ranges(left[rest], counts)
-    among[asked[known_lo[found] == lo[asked]]] = True
-    return among
-
-
-@dataclass(frozen=True, slots=True)
-class StoreTally:
-    """What a store holds."""
-
-    stat: StoreStat
-    tagged: Mapping[bytes, tuple[int, int]]  # how a key begins → records, bytes
-    absent: Integers  # of the keys that were asked for
-
-
-def tally(store: Store, tags: Sequence[bytes] = (), wanted: Integers = NO_KEYS) -> StoreTally:
-    """Count a store's records and those of each tag, and find which of some keys are not there."""
-    return store.ask(lambda snapshot: _tally(store.kind, snapshot, tags, wanted))
-
-
-def _tally(kind: str, snapshot: StoreSnapshot, tags: Sequence[bytes], wanted: Integers) -> StoreTally:
-    bounds = {tag: [np.uint64(int.from_bytes(tag.ljust(8, fill), "big")) for fill in (b"\0", b"\xff")] for tag in tags}
-    tagged = dict.fromkeys(tags, (0, 0))
-    is_there = np.zeros(len(wanted), bool)
-    wanted_hi, wanted_lo = (np.ascontiguousarray(wanted[:, half]) for half in (0, 1))
-    records, before = 0, None  # the last key of the piece before
-    for rows in filter(len, snapshot.pieces_in_order()):
-        hi, lo, length = (np.ascontiguousarray(rows[name]) for name in ("hi", "lo", "length"))
-        once = first_of_key(rows, at_start=before != (hi[0], lo[0]))
-        before = hi[-1], lo[-1]
-        records += int(once.sum())
-        for tag, (first, last) in bounds.items():
-            mine = slice(hi.searchsorted(first), hi.searchsorted(last, "right"))
-            some, size_bytes = tagged[tag]
-            tagged[tag] = some + int(once[mine].sum()), size_bytes + int(length[mine][once[mine]].sum())
-        asked = slice(wanted_hi.searchsorted(hi[0]), wanted_hi.searchsorted(hi[-1], "right"))
-        is_there[asked] |= are_among(wanted_hi[asked], wanted_lo[asked], hi, lo)
-    return StoreTally(stat_of(kind, snapshot, records), tagged, wanted[~is_there])
 
 
 FORMAT = 1

@@ -133,7 +133,6 @@ class ShardIndex:
         return int(self._rows_bytes // ROW.itemsize)
 
     def rows(self) -> Rows:
-        """Return every row."""
         return self._read_range(0, len(self._first))
 
     def pieces(self) -> Iterator[Rows]:
@@ -156,7 +155,6 @@ class ShardIndex:
         return match(self._read_blocks(np.unique(blocks) if len(blocks) > 1 else blocks), keys)
 
     def _read_range(self, start: int, stop: int) -> Rows:
-        """Read and verify the blocks from start to stop."""
         begin, end = start * _BLOCK_BYTES, min(stop * _BLOCK_BYTES, self._rows_bytes)
         data = self._disk.read_at(self._fd, max(0, end - begin), self._rows_start + begin)
         self._verify(data, range(start, stop), self._digests[start:stop].tolist())

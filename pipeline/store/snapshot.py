@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -10,12 +11,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeline.errors import CacheDamaged, CacheUnusable
-from pipeline.store.format.cache_layout import SHARD_SUFFIX
+from pipeline.store.format.cache_layout import SHARD_SUFFIX, written_at
 from pipeline.store.format.shard import TABLE_ROW, ShardTable, read_table
-from pipeline.store.shard_index import ROW, IndexDamaged, ShardIndex, in_pieces, match, merged, sort_in_place
+from pipeline.store.shard_index import (
+    ROW,
+    IndexDamaged,
+    ShardIndex,
+    in_pieces,
+    joined_ranges,
+    match,
+    merged,
+    sort_in_place,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from datetime import datetime
 
     import numpy.typing as npt
 
@@ -116,7 +127,6 @@ class StoreSnapshot:
             yield self._checked(rows)
 
     def _checked(self, rows: Rows) -> Rows:
-        """Return rows whose shards all have names."""
         if int(rows["shard"].max(initial=0)) >= max(1, len(self.names)):
             raise IndexDamaged("the index names a shard that it does not have")
         return rows
@@ -207,3 +217,85 @@ def _delta_rows(tables: Collection[ShardTable], first_shard: int) -> Rows:
         part["shard"] = shard
         end += len(part)
     return sort_in_place(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStat:
+    """What a store holds."""
+
+    kind: str
+    records: int
+    bytes: int
+    shards: int
+    unreadable: tuple[tuple[str, str], ...]  # shard name and reason
+    index: IndexState
+    oldest: datetime | None
+    newest: datetime | None
+
+
+def first_of_key(rows: Rows, *, at_start: bool) -> npt.NDArray[np.bool_]:
+    """Mark each sorted row whose key differs from the row before; the first counts where `at_start` says so."""
+    first = np.full(len(rows), at_start)
+    hi, lo = (np.ascontiguousarray(rows[name]) for name in ("hi", "lo"))
+    first[1:] = (hi[1:] != hi[:-1]) | (lo[1:] != lo[:-1])
+    return first
+
+
+NO_KEYS = np.zeros((0, 2), np.uint64)
+
+
+def are_among(hi: Integers, lo: Integers, known_hi: Integers, known_lo: Integers) -> npt.NDArray[np.bool_]:
+    """Say of each key whether it is among others, which are sorted; a key is two numbers, in two columns."""
+    if not len(known_hi):
+        return np.zeros(len(hi), bool)
+    left = known_hi.searchsorted(hi, "left")
+    at = np.minimum(left, len(known_hi) - 1)
+    alike = known_hi[at] == hi
+    among: npt.NDArray[np.bool_] = alike & (known_lo[at] == lo)
+    rest = np.flatnonzero(alike & ~among)  # a million keys of one recipe share their first number now and then
+    counts = known_hi.searchsorted(hi[rest], "right") - left[rest]
+    asked, found = rest.repeat(counts), joined_ranges(left[rest], counts)
+    among[asked[known_lo[found] == lo[asked]]] = True
+    return among
+
+
+@dataclass(frozen=True, slots=True)
+class StoreTally:
+    """What a store holds."""
+
+    stat: StoreStat
+    tagged: Mapping[bytes, tuple[int, int]]  # how a key begins → records, bytes
+    absent: Integers  # of the keys that were asked for
+
+
+def count_records(kind: str, snapshot: StoreSnapshot, tags: Sequence[bytes], wanted: Integers) -> StoreTally:
+    """Count records, each once, and those whose keys begin with each tag; find which of some keys are not there."""
+    bounds = {tag: [np.uint64(int.from_bytes(tag.ljust(8, fill), "big")) for fill in (b"\0", b"\xff")] for tag in tags}
+    tagged = dict.fromkeys(tags, (0, 0))
+    is_there = np.zeros(len(wanted), bool)
+    wanted_hi, wanted_lo = (np.ascontiguousarray(wanted[:, half]) for half in (0, 1))
+    records, before = 0, None  # the last key of the piece before
+    for rows in filter(len, snapshot.pieces_in_order()):
+        hi, lo, length = (np.ascontiguousarray(rows[name]) for name in ("hi", "lo", "length"))
+        once = first_of_key(rows, at_start=before != (hi[0], lo[0]))
+        before = hi[-1], lo[-1]
+        records += int(once.sum())
+        for tag, (first, last) in bounds.items():
+            mine = slice(hi.searchsorted(first), hi.searchsorted(last, "right"))
+            some, size_bytes = tagged[tag]
+            tagged[tag] = some + int(once[mine].sum()), size_bytes + int(length[mine][once[mine]].sum())
+        asked = slice(wanted_hi.searchsorted(hi[0]), wanted_hi.searchsorted(hi[-1], "right"))
+        is_there[asked] |= are_among(wanted_hi[asked], wanted_lo[asked], hi, lo)
+    good = snapshot.good_shards()
+    times = sorted(filter(None, (written_at(snapshot.names[shard]) for shard in good)))
+    stat = StoreStat(
+        kind=kind,
+        records=records,
+        bytes=int(snapshot.sizes[good].sum()),
+        shards=len(good),
+        unreadable=tuple(sorted(snapshot.unreadable.items())),
+        index=snapshot.index_state,
+        oldest=times[0] if times else None,
+        newest=times[-1] if times else None,
+    )
+    return StoreTally(stat, tagged, wanted[~is_there])

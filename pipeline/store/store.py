@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import compress, islice
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -13,16 +12,23 @@ import numpy as np
 import xxhash
 
 from pipeline.errors import SUBMIT_AGAIN, CacheDamaged, RecordMissing
-from pipeline.store.format.cache_layout import written_at
 from pipeline.store.format.record import BadRecord, Record, decode_record
 from pipeline.store.format.shard import DEFAULT_HEADER_BYTES, ShardTable, key_pairs, row_keys
 from pipeline.store.shard_index import IndexDamaged, write_index
-from pipeline.store.snapshot import GONE, IndexState, StoreSnapshot
+from pipeline.store.snapshot import (
+    GONE,
+    NO_KEYS,
+    IndexState,
+    StoreSnapshot,
+    StoreStat,
+    StoreTally,
+    count_records,
+    first_of_key,
+)
 from pipeline.store.writer import DEFAULT_SHARD_BYTES, StoreWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
-    from datetime import datetime
 
     import numpy.typing as npt
 
@@ -53,20 +59,6 @@ class RecordPlace(NamedTuple):
     layer: int = 0  # in which of several stores that are looked through one after the other
 
 
-@dataclass(frozen=True, slots=True)
-class StoreStat:
-    """What a store holds."""
-
-    kind: str
-    records: int
-    bytes: int
-    shards: int
-    unreadable: tuple[tuple[str, str], ...]  # shard name and reason
-    index: IndexState
-    oldest: datetime | None
-    newest: datetime | None
-
-
 class Store:
     """Records of one kind; it looks at the disk when it is first asked, after its own writes, and on `refresh`."""
 
@@ -83,7 +75,6 @@ class Store:
 
     @property
     def kind(self) -> str:
-        """What kind of records these are."""
         return self.layout.kind
 
     def writer(
@@ -168,15 +159,11 @@ class Store:
 
     def stat(self) -> StoreStat:
         """Say what the store holds, from the index and the tables, without reading records."""
-        return self.ask(lambda snapshot: stat_of(self.kind, snapshot, _records(snapshot)))
+        return self.tally().stat
 
-    def tagged(self, tag: bytes) -> tuple[int, int]:
-        """Return how many records there are whose keys begin with a tag, and their bytes, without reading records."""
-        _, rows = self._ask(StoreSnapshot.rows)
-        first, last = (np.uint64(int.from_bytes(tag.ljust(8, fill), "big")) for fill in (b"\0", b"\xff"))
-        mine = rows[rows["hi"].searchsorted(first) : rows["hi"].searchsorted(last, "right")]
-        once = first_of_key(mine, at_start=True)
-        return int(once.sum()), int(mine["length"][once].sum())
+    def tally(self, tags: Sequence[bytes] = (), wanted: Integers = NO_KEYS) -> StoreTally:
+        """Count the records and those of each tag, and find which of some keys are not there; no record is read."""
+        return self.ask(lambda snapshot: count_records(self.kind, snapshot, tags, wanted))
 
     def ask(self, question: Callable[[StoreSnapshot], _Answer]) -> _Answer:
         """Return what a snapshot of the whole store answers; it is asked again where its index fails on the way."""
@@ -232,7 +219,6 @@ class Store:
         self._swap_index(without)
 
     def is_indexed(self) -> bool:
-        """Say whether the index names every shard that is known."""
         return self.ask(lambda snapshot: snapshot.index_state is IndexState.CURRENT)
 
     def index_if_behind(self) -> None:
@@ -290,7 +276,6 @@ class Store:
         return snapshot, asked[kept], rows[kept]
 
     def _strike(self, key: bytes, place: RecordPlace, reason: str) -> None:
-        """Remember that the copy of a record at a place is damaged."""
         self._reasons.setdefault(key, (place.shard, reason))
         self._struck.setdefault(place.shard, set()).add(place.offset)
 
@@ -329,31 +314,6 @@ class Store:
         return blob.toreadonly(), rest.toreadonly()
 
 
-def _records(snapshot: StoreSnapshot) -> int:
-    """Count the records of a snapshot, each once."""
-    records, before = 0, None  # the last key of the piece before
-    for rows in filter(len, snapshot.pieces_in_order()):
-        records += int(first_of_key(rows, at_start=before != rows[["hi", "lo"]][0].item()).sum())
-        before = rows[["hi", "lo"]][-1].item()
-    return records
-
-
-def stat_of(kind: str, snapshot: StoreSnapshot, records: int) -> StoreStat:
-    """Say what a store of so many records holds."""
-    good = snapshot.good_shards()
-    times = sorted(filter(None, (written_at(snapshot.names[shard]) for shard in good)))
-    return StoreStat(
-        kind=kind,
-        records=records,
-        bytes=int(snapshot.sizes[good].sum()),
-        shards=len(good),
-        unreadable=tuple(sorted(snapshot.unreadable.items())),
-        index=snapshot.index_state,
-        oldest=times[0] if times else None,
-        newest=times[-1] if times else None,
-    )
-
-
 class _OpenShard:
     """A shard open for reading; it closes when its last user lets go, so no reader ever holds a closed file."""
 
@@ -375,11 +335,3 @@ def _digest(blob: bytes | memoryview, rest: bytes | memoryview) -> bytes:
     hasher = xxhash.xxh3_128(blob)
     hasher.update(rest)
     return hasher.digest()
-
-
-def first_of_key(rows: Rows, *, at_start: bool) -> npt.NDArray[np.bool_]:
-    """Mark each sorted row whose key differs from the row before; the first counts where `at_start` says so."""
-    first = np.full(len(rows), at_start)
-    hi, lo = (np.ascontiguousarray(rows[name]) for name in ("hi", "lo"))
-    first[1:] = (hi[1:] != hi[:-1]) | (lo[1:] != lo[:-1])
-    return first

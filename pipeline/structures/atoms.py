@@ -47,7 +47,6 @@ class Links:
     is_complete: bool = False  # whether these are all the bonds there are
 
     def take(self, chosen: NDArray[np.bool_]) -> Links:
-        """Return some of them."""
         return Links(self.atoms_L2[chosen], self.covalent_L[chosen], self.is_complete)
 
 
@@ -101,7 +100,6 @@ class Sites:
         return Sites(self.first_S[chosen], self.length_S[chosen])
 
     def then(self, others: Sites) -> Sites:
-        """Return these and then others."""
         return Sites(np.concatenate([self.first_S, others.first_S]), np.concatenate([self.length_S, others.length_S]))
 
     def rows(self) -> NDArray[np.int64]:

@@ -57,11 +57,9 @@ class Census:
 
     @property
     def rejected_fraction(self) -> float:
-        """The share of the items that was left out."""
         return sum(self.rejected.values()) / self.items if self.items else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON data."""
         return asdict(self) | {"rejected_fraction": self.rejected_fraction}
 
 
@@ -161,7 +159,6 @@ class CensusTally:
 
 
 def _array(column: array[int]) -> Any:
-    """View a column as numpy does."""
     return np.frombuffer(column, dtype=column.typecode)
 
 

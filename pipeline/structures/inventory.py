@@ -121,7 +121,6 @@ def examine_item(item: Item, files: Mapping[str, File], recipe: ScanRecipe) -> t
 
 
 def _take_sequence(sequence: str, recipe: ScanRecipe) -> Inventory:
-    """Return the inventory of a bare sequence."""
     _check_size(len(sequence), recipe)
     chain = ChainSummary(name="", kind=Kind.PROTEIN, sequence=sequence, residues=len(sequence), nodes=0, atoms=0)
     return Inventory(partners=(Partner(role=Role.WHOLE, content="", chains=(chain,)),))
@@ -257,7 +256,6 @@ def _check_nodes(partners: Sequence[Partner], recipe: ScanRecipe) -> None:
 
 
 def _check_size(residues: int, recipe: ScanRecipe) -> None:
-    """Refuse an item that is larger than any that was meant."""
     if residues > recipe.max_residues:
         what = f"{residues:,} residues; structures.max_residues is {recipe.max_residues:,}"
         raise UnusableInput(Reason.TOO_MANY_RESIDUES, what)

@@ -88,7 +88,6 @@ def _named(structure: Structure, name: str, taken: set[Chain]) -> Sequence[Chain
 
 
 def _why_empty(structure: Structure, name: str) -> str:
-    """Say what a chain is without."""
     if any(_host(chain) == name for chain in structure.chains):
         return f"chain {name} holds only what the other side names"
     return f"chain {name} holds no protein, RNA or DNA"

@@ -184,7 +184,6 @@ class _Types:
     is_cap: NDArray[np.bool_]
 
     def take(self, chosen: NDArray[np.int64]) -> _Types:
-        """Return some of them."""
         return _Types(self.letter[chosen], self.kind[chosen], self.modified[chosen], self.is_cap[chosen])
 
 
@@ -352,7 +351,6 @@ def _molecules(table: AtomTable, first_R: NDArray[np.int64], polymers: int) -> t
 
 
 def _molecule_name(table: AtomTable, row: int) -> str:
-    """Return the name of the molecule that an atom is of."""
     insertion = chr(table.icode_A[row]).strip("\0 ")
     return f"{table.chain_name(table.chain_A[row])}:{name_text(table.resname_A[row])}:{table.number_A[row]}{insertion}"
 

@@ -128,7 +128,8 @@ def fold_chain(sequence: str) -> Fold:
 
 def dock(rng: np.random.Generator, receptor: Fold, ligand: Fold) -> tuple[Fold, Fold]:
     """Return the partners face to face, in the one of some random poses that makes the most contacts."""
-    turn_2P33 = _random_turns(rng, 2 * POSES).reshape(2, POSES, 3, 3)
+    w_x_y_z = rng.normal(size=(4, 2 * POSES))
+    turn_2P33 = Rotation.from_quat(np.roll(w_x_y_z, -1, axis=0).T).as_matrix().reshape(2, POSES, 3, 3)
     contacts = [
         _contacts(receptor.pos_R53[::2, 1] @ turn_33, ligand.pos_R53[::2, 1] @ other_33)
         for turn_33, other_33 in zip(*turn_2P33, strict=True)
@@ -301,18 +302,6 @@ def _residue_atoms(torsion_R2: Floats) -> Floats:
     return np.stack([n_R3, ca_R3, c_R3, o_R3, cb_R3], axis=1)
 
 
-def _random_turns(rng: np.random.Generator, n: int) -> Floats:
-    """Return rotation matrices, from uniform unit quaternions."""
-    w, x, y, z = rng.normal(size=(4, n))
-    norm = w * w + x * x + y * y + z * z
-    rows = (
-        (w * w + x * x - y * y - z * z, 2 * (x * y - w * z), 2 * (x * z + w * y)),
-        (2 * (x * y + w * z), w * w - x * x + y * y - z * z, 2 * (y * z - w * x)),
-        (2 * (x * z - w * y), 2 * (y * z + w * x), w * w - x * x - y * y + z * z),
-    )
-    return np.moveaxis(np.array(rows) / norm, -1, 0)
-
-
 def _contacts(lower_R3: Floats, upper_R3: Floats) -> int:
     """Count the CA pairs within reach once the upper partner is let down onto the lower one."""
     lifted_R3 = upper_R3 + np.array([0, 0, _lift(lower_R3, upper_R3, TOUCH_CA)])
@@ -414,7 +403,6 @@ def _template(base: str) -> tuple[list[str], Floats]:
 
 
 def _atoms(base: str, step: int) -> tuple[list[str], Floats]:
-    """Return a nucleotide so many steps up the helix."""
     names, pos_A3 = _template(base)
     turn_33 = Rotation.from_rotvec([0.0, 0.0, step * TWIST]).as_matrix()
     return names, pos_A3 @ turn_33.T + np.array([0.0, 0.0, step * RISE])

@@ -8,7 +8,7 @@ import pytest
 from pipeline.keys import TAG_BYTES
 from pipeline.store import shard_index
 from pipeline.store.cache_folder import CacheFolder
-from pipeline.store.key_lists import sorted_pairs, tally
+from pipeline.store.key_lists import sorted_pairs
 
 TAGS = [b"\0\0\0\1", b"\0\0\0\2", b"\xff\xff\xff\xff", b"\0\0\0\3"]
 
@@ -31,7 +31,7 @@ def test_records_tags_and_absent_keys_are_counted_once_each(tmp_path, monkeypatc
         if indexed == "all" or (indexed == "half" and turn == 1):
             store.write_index()
     absent = [key(tag, number) for tag in TAGS for number in range(500, 540)]
-    found = tally(store, TAGS, sorted_pairs(b"".join([*there, *absent])))
+    found = store.tally(TAGS, sorted_pairs(b"".join([*there, *absent])))
     length = store.locate(there[:1])[0][0].length
     assert found.stat == store.stat()
     assert found.stat.records == len(there)

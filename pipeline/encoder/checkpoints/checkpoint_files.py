@@ -32,7 +32,6 @@ class CheckpointFiles:
 
     @property
     def all(self) -> tuple[Path, ...]:
-        """Every file that can change what is read."""
         return self.others + self.tensors
 
 
@@ -124,7 +123,6 @@ def _shards(folder: Path) -> tuple[Path, ...]:
 
 
 def _is_plain(name: object) -> bool:
-    """Say whether a name stays in its folder."""
     return isinstance(name, str) and name.endswith(".safetensors") and not {"/", "\\", "\0"} & set(name)
 
 
@@ -168,7 +166,6 @@ class Published:
 
     @property
     def url(self) -> str:
-        """Where fair-esm's checkpoint is."""
         return f"{_HOST}/models/{self.name}.pt"
 
 

@@ -249,7 +249,6 @@ class _Download:
             raise WeightsUnusable(what, where=self._url, remedy=ANOTHER_PLACE)
 
     def _refuse_small_disk(self, total: int | None) -> None:
-        """Refuse to begin what the disk cannot hold."""
         needed, free = (total or 0) - self._partial.size, _DISK.free_bytes(self._out.parent)
         if needed > free:
             what = f"the disk has {free:,} bytes free, and {needed:,} are to come"

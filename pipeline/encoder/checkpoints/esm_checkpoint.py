@@ -89,7 +89,6 @@ class EsmCheckpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the weights are stored in."""
         return self.tensors["embed_tokens.weight"].dtype
 
 

@@ -67,12 +67,10 @@ class CheckpointFacts:
     bytes: int  # of its files
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON data."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CheckpointFacts:
-        """Read what `to_json` wrote."""
         return cls(**data)
 
 
@@ -340,14 +338,12 @@ def install_checkpoint(source: CheckpointFiles, target: Path, *, replace: bool) 
 
 
 def _in_folder(source: CheckpointFiles, file: Path, target: Path) -> Path:
-    """Return where a file of a checkpoint is in its copy."""
     if source.form != HUGGING_FACE:
         return target
     return target / (SINGLE if source.tensors == (file,) else file.name)
 
 
 def _refuse_small_disk(source: CheckpointFiles, target: Path) -> None:
-    """Refuse to begin what the disk cannot hold."""
     needed, free = sum(file.stat().st_size for file in source.all), _DISK.free_bytes(target.parent)
     if needed > free:
         what = f"the disk has {free:,} bytes free, and {needed:,} are needed"

@@ -96,7 +96,6 @@ class Servant(Generic[Asked, Answer]):
         return answer
 
     def has_answered(self) -> bool:
-        """Say whether an answer is there to be heard."""
         return not self._answers.empty()
 
     def finish(self) -> None:

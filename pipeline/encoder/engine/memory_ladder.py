@@ -6,10 +6,10 @@ import os
 import resource
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
+import psutil
 import torch
 
 from pipeline.cluster.machine import find_mem_bytes
@@ -118,14 +118,7 @@ def host_free_bytes(mem_bytes: int | None) -> int:
     taken = used_bytes([os.getpid()]) or device_peak_bytes("cpu")  # without /proc, the peak stands for it
     left = (find_mem_bytes() if mem_bytes is None else mem_bytes) - taken
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    return left if limit == resource.RLIM_INFINITY else min(left, limit - _address_space_bytes())
-
-
-def _address_space_bytes() -> int:
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    except OSError:
-        return device_peak_bytes("cpu")
+    return left if limit == resource.RLIM_INFINITY else min(left, limit - psutil.Process().memory_info().vms)
 
 
 def device_peak_bytes(device: str) -> int:
@@ -191,7 +184,6 @@ class MemoryLadder:
 
     @property
     def main(self) -> Forward:
-        """The encoder that everything is computed with to begin with."""
         return self._encoder(self._main)
 
     @property
@@ -200,7 +192,6 @@ class MemoryLadder:
         return self._room(self._main)
 
     def allow(self, budget: int) -> None:
-        """Say how many tokens a batch may have."""
         self.budget = self._figures.budget_tokens = budget
 
     def climb(self, works: Sequence[SequenceWork]) -> Iterator[Computed | RefusedSequence]:
@@ -314,7 +305,6 @@ class MemoryLadder:
         return rows_RD
 
     def _learn(self, budget: int) -> None:
-        """Remember a smaller budget."""
         if budget < self.budget:
             self.allow(budget)
             self._learned(budget)
@@ -363,14 +353,12 @@ class MemoryLadder:
 
 
 def _kind(step: ComputeStep) -> Kind:
-    """Return which encoder a step takes."""
     return step.device, step.variant.precision
 
 
 def _fill(
     rows_LD: torch.Tensor, rows_RD: torch.Tensor, spans: Sequence[tuple[int, int]], given: Sequence[tuple[int, int]]
 ) -> None:
-    """Put what a few windows give into its place."""
     parts = torch.split(rows_RD, [stop - start for start, stop in spans])
     for part_WD, (begin, _), (start, stop) in zip(parts, spans, given, strict=True):
         rows_LD[start:stop] = part_WD[start - begin : stop - begin]
@@ -383,7 +371,6 @@ def _halves(batch: Sequence[SequenceWork]) -> tuple[Sequence[SequenceWork], Sequ
 
 
 def _refusal(work: SequenceWork) -> RefusedSequence:
-    """Say what did not fit."""
     how = f" in windows of {work.windows.length:,}" if work.windows else ""
     where = "this process (cluster.embed.mem)" if work.step.device == "cpu" else "the GPU"
     what = f"{len(work.tokens_L):,} residues{how} do not fit the memory of {where}"

@@ -77,7 +77,6 @@ class SequenceWork:
 
     @property
     def tokens(self) -> int:
-        """Count the tokens it has as one."""
         return len(self.tokens_L) + ENDS
 
     def at(self, step: ComputeStep) -> SequenceWork:
@@ -143,7 +142,6 @@ class Span:
         return self
 
     def hold(self, stream: torch.cuda.Stream) -> None:
-        """Let what follows on a stream wait for the end."""
         stream.wait_event(self._end)
 
     def seconds(self) -> float:
@@ -170,7 +168,6 @@ class Computed:
 
     @property
     def bytes(self) -> int:
-        """Count the bytes of the rows."""
         return self.rows_RD.numel() * self.rows_RD.element_size()
 
 

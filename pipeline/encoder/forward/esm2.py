@@ -17,7 +17,7 @@ from torch.nn.functional import layer_norm, scaled_dot_product_attention
 
 from pipeline.encoder.checkpoints.esm_checkpoint import as_dtype
 from pipeline.encoder.embedding_recipe import CLS, ENDS, EOS, PAD
-from pipeline.encoder.forward.linear import Linear, TorchLinear, choose_linear
+from pipeline.encoder.forward.linear import TorchLinear, choose_linear
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +36,6 @@ class SequenceBounds:
     longest: int
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        """Yield the first token of each sequence and the one after its last."""
         return pairwise(self.starts)
 
 
@@ -131,7 +130,6 @@ def turn(qk_THC: torch.Tensor, turn_T1F: torch.Tensor, out_THC: torch.Tensor) ->
 
 
 def _complex(x_THC: torch.Tensor) -> torch.Tensor:
-    """Return a view of neighbouring columns as complex numbers."""
     return torch.view_as_complex(x_THC.view(*x_THC.shape[:-1], -1, 2))
 
 
@@ -157,7 +155,6 @@ class LayerNorm:
     bias_D: torch.Tensor
 
     def __call__(self, x_MD: torch.Tensor) -> torch.Tensor:
-        """Return the rows normed."""
         return layer_norm(x_MD, self.weight_D.shape, self.weight_D, self.bias_D, EPSILON)
 
 
@@ -166,11 +163,11 @@ class EsmLayer:
     """One transformer layer."""
 
     before_attention: LayerNorm
-    qkv: Linear
-    attended: Linear
+    qkv: TorchLinear
+    attended: TorchLinear
     before_wide: LayerNorm
-    widen: Linear
-    narrow: Linear
+    widen: TorchLinear
+    narrow: TorchLinear
 
     def finish(self, x_MD: torch.Tensor, context_MD: torch.Tensor) -> torch.Tensor:
         """Return what the layer makes of its input and what attention found for it."""
@@ -203,7 +200,7 @@ class EsmEncoder:
         with torch.inference_mode():
             take = _ParameterReader(checkpoint.tensors, architecture.heads, device, self._dtype)
             self._table_VD = take.table(token_dropout=architecture.token_dropout)
-            kind: type[Linear] = TorchLinear
+            kind: type[TorchLinear] = TorchLinear
             if device.type == "cpu" and layer:
                 sample = _ParameterReader(checkpoint.tensors, architecture.heads, device, self._dtype)
                 kind, self.fill = choose_linear(sample.pairs(0), TILE, FILL)
@@ -256,7 +253,6 @@ class EsmEncoder:
         return qkv_M3HC if room_T3HC is None else room_T3HC
 
     def _residues(self, tiles_MD: list[torch.Tensor], row_R: torch.Tensor) -> torch.Tensor:
-        """Return the finished rows of the residues."""
         if self._last is not None:
             tiles_MD = [self._last(x_MD) for x_MD in tiles_MD]
         x_TD = tiles_MD[0] if len(tiles_MD) == 1 else torch.cat(tiles_MD)
@@ -282,7 +278,6 @@ class EsmEncoder:
         )  # fmt: skip
 
     def _send(self, numbers: NDArray[np.int64] | NDArray[np.int32]) -> torch.Tensor:
-        """Return numbers as a tensor on the device."""
         return torch.from_numpy(numbers).to(self._device)
 
 
@@ -303,10 +298,9 @@ class _ParameterReader:
         return (self._tensors["embed_tokens.weight"].float() * scale).to(self._device, self._dtype)
 
     def norm(self, name: str) -> LayerNorm:
-        """Return a layer norm."""
         return LayerNorm(self._take(f"{name}.weight"), self._take(f"{name}.bias"))
 
-    def layer(self, number: int, kind: type[Linear]) -> EsmLayer:
+    def layer(self, number: int, kind: type[TorchLinear]) -> EsmLayer:
         """Return a layer."""
         norms = (self.norm(f"layers.{number}.{name}") for name in ("self_attn_layer_norm", "final_layer_norm"))
         before_attention, before_wide = norms

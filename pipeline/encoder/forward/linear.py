@@ -5,7 +5,7 @@ Shapes: R rows, I inputs, O outputs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import gelu, linear
@@ -16,45 +16,26 @@ if TYPE_CHECKING:
 _NO_SCALARS: list[float] = []
 
 
-class Linear(Protocol):
-    """A linear layer, with what may be done to its result while it is still in the cache."""
-
-    def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor) -> None: ...
-
-    def __call__(self, x_RI: torch.Tensor) -> torch.Tensor:
-        """Return the layer's result."""
-        ...
-
-    def gelu(self, x_RI: torch.Tensor) -> torch.Tensor:
-        """Return gelu of the result, by the error function."""
-        ...
-
-    def add(self, x_RI: torch.Tensor, other_RO: torch.Tensor) -> torch.Tensor:
-        """Return the result plus something."""
-        ...
-
-
 class TorchLinear:
-    """By torch, anywhere."""
+    """A linear layer by torch, anywhere, with what may be done to its result while it is still in the cache."""
 
     def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor) -> None:
         self._weight_OI = weight_OI
         self._bias_O = bias_O
 
     def __call__(self, x_RI: torch.Tensor) -> torch.Tensor:
-        """Return the layer's result."""
         return linear(x_RI, self._weight_OI, self._bias_O)
 
     def gelu(self, x_RI: torch.Tensor) -> torch.Tensor:
-        """Return gelu of the result."""
-        return gelu(linear(x_RI, self._weight_OI, self._bias_O))
+        """Return gelu of the result, by the error function."""
+        return gelu(self(x_RI))
 
     def add(self, x_RI: torch.Tensor, other_RO: torch.Tensor) -> torch.Tensor:
         """Return the result plus something."""
-        return linear(x_RI, self._weight_OI, self._bias_O).add_(other_RO)
+        return self(x_RI).add_(other_RO)
 
 
-class PackedLinear:
+class PackedLinear(TorchLinear):
     """By oneDNN, with the weights reordered once: 105–112 GFLOP/s on a core where torch's default reached 85–100.
 
     These operations are torch.compile's own, not public: whoever wants them asks `packed_works` first.
@@ -67,27 +48,23 @@ class PackedLinear:
         self._run_add = torch.ops.mkldnn._linear_pointwise.binary  # noqa: SLF001
 
     def __call__(self, x_RI: torch.Tensor) -> torch.Tensor:
-        """Return the layer's result."""
         return self._as_tensor(self._run(x_RI, self._weight, self._bias_O, "none", _NO_SCALARS, "none"))
 
     def gelu(self, x_RI: torch.Tensor) -> torch.Tensor:
-        """Return gelu of the result."""
         return self._as_tensor(self._run(x_RI, self._weight, self._bias_O, "gelu", _NO_SCALARS, "none"))
 
     def add(self, x_RI: torch.Tensor, other_RO: torch.Tensor) -> torch.Tensor:
-        """Return the result plus something."""
         return self._as_tensor(self._run_add(x_RI, other_RO, self._weight, self._bias_O, "add"))
 
     @staticmethod
     def _as_tensor(result: object) -> torch.Tensor:
-        """Tell the type checker what the operation returns."""
         assert isinstance(result, torch.Tensor)
         return result
 
 
 def choose_linear(
     weights: Sequence[tuple[torch.Tensor, torch.Tensor]], tile: int, fill: int
-) -> tuple[type[Linear], int]:
+) -> tuple[type[TorchLinear], int]:
     """Return the faster linear that is right for these weights, and to what its last tile must be filled up.
 
     A row must have the same bits in a tile of `fill` rows as in a whole one, at its beginning as at its end; where that
@@ -121,7 +98,7 @@ def _agrees(weight_OI: torch.Tensor, bias_O: torch.Tensor, rows: int) -> bool:
     return all(torch.allclose(one, two, rtol=1e-4, atol=1e-5 * float(two.abs().max())) for one, two in pairs)
 
 
-def _rows_alike(layer: Linear, weight_OI: torch.Tensor, tile: int, fill: int) -> bool:
+def _rows_alike(layer: TorchLinear, weight_OI: torch.Tensor, tile: int, fill: int) -> bool:
     """Say whether rows have the same bits in tiles of both sizes."""
     outputs, inputs = weight_OI.shape
     x_RI, other_RO = _noise(tile, inputs, weight_OI), _noise(tile, outputs, weight_OI)
@@ -135,5 +112,4 @@ def _rows_alike(layer: Linear, weight_OI: torch.Tensor, tile: int, fill: int) ->
 
 
 def _noise(rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:
-    """Return the same random numbers each time."""
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).to(like)

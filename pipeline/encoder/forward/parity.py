@@ -55,7 +55,6 @@ class ParityVerdict:
 
     @property
     def passed(self) -> bool:
-        """Say whether it is close enough."""
         return self.lowest >= self.threshold
 
 
@@ -156,7 +155,6 @@ class Reference:
         return rows_LD
 
     def _check(self, checkpoint: EsmCheckpoint) -> None:
-        """Refuse a checkpoint that leaves a part of the model empty."""
         parts = (*self._model.named_parameters(), *self._model.named_buffers())
         empty = [name for name, tensor in parts if tensor.is_meta]
         if empty:
@@ -175,7 +173,6 @@ def _full_precision() -> Iterator[None]:
 
 
 def _token_cosines(found_LD: Rows, wanted_LD: Rows) -> float:
-    """Return the lowest cosine between the rows of a token."""
     dots = np.einsum("ld,ld->l", found_LD, wanted_LD, dtype=np.float64, casting="safe")
     norms = np.linalg.norm(found_LD.astype(np.float64), axis=1) * np.linalg.norm(wanted_LD.astype(np.float64), axis=1)
     return _number((dots / np.maximum(norms, np.finfo(np.float64).tiny)).min())
@@ -187,5 +184,4 @@ def _sequence_cosine(found_LD: Rows, wanted_LD: Rows) -> float:
 
 
 def _number(cosine: float) -> float:
-    """Return a cosine as plain data."""
     return float(cosine) if np.isfinite(cosine) else _WORST

@@ -16,7 +16,6 @@ from pipeline.runs.dataset.reader_items import is_reader
 from pipeline.runs.workflow import table
 from pipeline.store.cache_folder import CacheFolder, RecipeStat
 from pipeline.store.format.cache_layout import KindLayout
-from pipeline.store.key_lists import tally
 from pipeline.store.maintenance.damage_report import last_report
 from pipeline.store.maintenance.leftovers import User, register, registered, who_am_i
 from pipeline.structures.inventory import plain_recipe
@@ -95,7 +94,7 @@ def holdings(config: Config) -> Holdings:
     for kind in dict.fromkeys([*cache.kinds(), *unknown]):
         tags = {recipe_tag(kind, recipe): recipe for recipe in described.get(kind, ())}
         wanted = worklist.recall_needed(cache, config, kind) if kind in worklist.REMEMBERED else None
-        found = tally(cache.own(kind), list(tags), *([wanted.pairs] if wanted else []))
+        found = cache.own(kind).tally(list(tags), *([wanted.pairs] if wanted else []))
         if found.stat.shards or found.stat.unreadable:
             stats.append(found.stat)
         counted = (RecipeStat(recipe, *found.tagged[tag]) for tag, recipe in tags.items())
@@ -106,7 +105,7 @@ def holdings(config: Config) -> Holdings:
             unknown = [one for one in unknown if one != kind]
             absent = found.absent
             for layer in cache.under if len(absent) else ():
-                absent = tally(layer.own(kind), (), absent).absent
+                absent = layer.own(kind).tally(wanted=absent).absent
             changed = _changed(config.data.path) > wanted.at
             missing.append(Missing(kind, len(wanted.pairs), len(absent), wanted.at, changed))
     return Holdings(

@@ -41,12 +41,10 @@ class KindLayout:
 
     @property
     def kind(self) -> str:
-        """The kind's name."""
         return self.folder.name
 
     @property
     def shards(self) -> Path:
-        """The folder of published shards."""
         return self.folder / "shards"
 
     @property
@@ -56,7 +54,6 @@ class KindLayout:
 
     @property
     def quarantine(self) -> Path:
-        """The folder of damaged shards that a repair has put aside."""
         return self.folder / "quarantine"
 
     @property
@@ -65,7 +62,6 @@ class KindLayout:
         return self.folder / "index.bin"
 
     def shard(self, name: str) -> Path:
-        """Return the path of the shard with this file name."""
         return self.shards / name
 
 

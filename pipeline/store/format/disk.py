@@ -35,11 +35,9 @@ class Disk:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def open_read(self, path: Path) -> int:
-        """Open a file for reading."""
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self, fd: int) -> None:
-        """Close an open file."""
         os.close(fd)
 
     def read_at(self, fd: int, length: int, offset: int) -> bytes:
@@ -48,6 +46,14 @@ class Disk:
         if len(data) in (0, length):
             return data
         return data + self.read_at(fd, length - len(data), offset + len(data))
+
+    def read_start(self, path: Path, length: int) -> bytes:
+        """Return the first bytes of a file; all of a small one."""
+        fd = self.open_read(path)
+        try:
+            return self.read_at(fd, length, 0)
+        finally:
+            self.close(fd)
 
     def read_into(self, fd: int, buffer: bytearray, offset: int) -> int:
         """Read once into `buffer` and return how many bytes came; 0 is the end of the file."""
@@ -69,11 +75,9 @@ class Disk:
             view, offset = view[written:], offset + written
 
     def truncate(self, fd: int, length: int) -> None:
-        """Cut the file to `length` bytes."""
         os.ftruncate(fd, length)
 
     def fsync(self, fd: int) -> None:
-        """Wait until the file's bytes are on the disk."""
         os.fsync(fd)
 
     def make_published(self, fd: int) -> None:
@@ -86,7 +90,6 @@ class Disk:
                 raise
 
     def link(self, source: Path, target: Path) -> None:
-        """Give the file a second name that must not exist."""
         os.link(source, target)
 
     def rename(self, source: Path, target: Path) -> None:
@@ -94,7 +97,6 @@ class Disk:
         source.replace(target)
 
     def unlink(self, path: Path) -> None:
-        """Remove a name."""
         path.unlink()
 
     def fsync_folder(self, path: Path) -> None:
@@ -166,11 +168,9 @@ class Disk:
         return any(type_ in _MEMORY for type_ in types)
 
     def exists(self, path: Path) -> bool:
-        """Say whether the name is taken."""
         return os.path.lexists(path)
 
     def size_of(self, path: Path) -> int:
-        """Return a file's size by its name."""
         return path.stat().st_size
 
     def is_plain_file(self, path: Path) -> bool:
@@ -178,7 +178,6 @@ class Disk:
         return stat.S_ISREG(path.lstat().st_mode)
 
     def is_link(self, path: Path) -> bool:
-        """Say whether a name is of a symbolic link."""
         return path.is_symlink()
 
     def times_of(self, path: Path) -> tuple[float, float]:
@@ -192,11 +191,9 @@ class Disk:
             return os.fstat(file.fileno()).st_mtime
 
     def size_of_open(self, fd: int) -> int:
-        """Return an open file's size."""
         return os.fstat(fd).st_size
 
     def same_file(self, one: Path, other: Path) -> bool:
-        """Say whether two names are of one file."""
         return one.samefile(other)
 
     def free_bytes(self, path: Path) -> int:
@@ -206,11 +203,9 @@ class Disk:
         return shutil.disk_usage(path).free
 
     def now(self) -> float:
-        """Return the seconds of a clock that only goes forward."""
         return time.monotonic()
 
     def wait(self, seconds: float) -> None:
-        """Let time pass."""
         time.sleep(seconds)
 
 
@@ -307,6 +302,13 @@ class Draft:
         except OSError as error:
             self.discard()
             raise write_refused(self._disk, self.path, error) from error
+
+
+def publish_file(disk: Disk, path: Path, data: bytes) -> None:
+    """Write a small file whole, in place of one that is there."""
+    draft = Draft(disk, path.parent)
+    draft.write(data, 0)
+    draft.publish(path, replace=True)
 
 
 def remove(disk: Disk, path: Path) -> None:

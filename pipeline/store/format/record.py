@@ -116,9 +116,8 @@ def decode_record(blob: bytes | memoryview, rest: bytes | memoryview = b"") -> R
     return Record(descriptor["key"], arrays, descriptor["meta"], frozenset(bfloat16))
 
 
-def laid_out(blob: bytes) -> EncodedRecord:
-    """Return a record's bytes with the tensors in them, as `encode` made them."""
-    record = decode_record(blob)
+def laid_out(blob: bytes, record: Record) -> EncodedRecord:
+    """Return a record's bytes with the tensors in them, as `encode_record` made them."""
     end = len(blob) - descriptor_bytes(blob)
     tensors, position = [], 0
     for name, array in record.arrays.items():  # in the order in which they lie

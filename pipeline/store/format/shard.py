@@ -20,7 +20,16 @@ from pipeline.errors import SUBMIT_AGAIN, CacheDamaged
 from pipeline.keys import KEY_BYTES
 from pipeline.store.format.cache_layout import SHARD_SUFFIX
 from pipeline.store.format.disk import Draft
-from pipeline.store.format.record import ALIGNMENT, EncodedRecord, Tensor, descriptor_bytes, is_descriptor_of
+from pipeline.store.format.record import (
+    ALIGNMENT,
+    BadRecord,
+    EncodedRecord,
+    Record,
+    Tensor,
+    decode_record,
+    descriptor_bytes,
+    is_descriptor_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -88,7 +97,6 @@ class ShardWriter:
         self._small: bytes | None = None
 
     def __contains__(self, key: bytes) -> bool:
-        """Say whether the shard holds the key."""
         return key in self._placed
 
     @property
@@ -98,7 +106,6 @@ class ShardWriter:
 
     @property
     def open(self) -> bool:
-        """Whether it can still be added to and published."""
         return self._draft.open
 
     def add(self, record: EncodedRecord, shard_bytes: int) -> bool:
@@ -134,7 +141,6 @@ class ShardWriter:
         return ShardTable(name, size, data_start, table_start, xxhash.xxh3_128_digest(header), rows)
 
     def discard(self) -> None:
-        """Leave nothing behind."""
         self._draft.discard()
 
     @property
@@ -185,12 +191,19 @@ def read_table(disk: Disk, path: Path, tail_bytes: int = TAIL_BYTES) -> ShardTab
 
 def header_fault(disk: Disk, path: Path, table: ShardTable) -> str:
     """Read what stands before the records, and say what is wrong with it."""
-    fd = disk.open_read(path)
-    try:
-        header = disk.read_at(fd, table.data_start, 0)
-    finally:
-        disk.close(fd)
+    header = disk.read_start(path, table.data_start)
     return "" if xxhash.xxh3_128_digest(header) == table.header_digest else BAD_HEADER
+
+
+def read_record(disk: Disk, fd: int, key: bytes, offset: int, length: int, digest: bytes) -> tuple[bytes, Record]:
+    """Return a record of an open shard, and its bytes; BadRecord where it is not as it was written."""
+    blob = disk.read_at(fd, length, offset)
+    if xxhash.xxh3_128_digest(blob) != digest:
+        raise BadRecord("the bytes are not those that were written")
+    record = decode_record(blob)
+    if record.key != key:
+        raise BadRecord("another record is in its place")
+    return blob, record
 
 
 def read_through(

@@ -88,7 +88,6 @@ class DamageFinding:
         return {Fault.NEWER: NEWER, Fault.FOREIGN: FOREIGN}.get(self.fault, "")
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON data."""
         return asdict(self) | {"fault": self.fault.value}
 
     @classmethod
@@ -210,7 +209,6 @@ class ReportWriter:
         return path
 
     def discard(self) -> None:
-        """Leave nothing behind."""
         self._draft.discard()
 
     def _flush(self) -> None:
@@ -315,7 +313,6 @@ def _fitting(summary: Summary) -> bytes:
 
 
 def _parsed(path: Path, line: bytes) -> DamageFinding:
-    """Return the finding that a line tells."""
     try:
         return DamageFinding.from_json(json.loads(line))
     except (ValueError, TypeError, KeyError, RecursionError) as error:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from pipeline.errors import CacheDamaged, CacheUnusable, ConfigError
 from pipeline.store.cache_folder import CACHE_FORMAT
 from pipeline.store.format.cache_layout import EXPORT, MANIFEST, KindLayout
-from pipeline.store.format.disk import Draft
+from pipeline.store.format.disk import publish_file
 from pipeline.store.snapshot import GONE
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ class ShardFile:
         return f"{self.kind}/shards/{self.name}"
 
     def below(self, root: Path) -> Path:
-        """Return its path."""
         return KindLayout(root / self.kind).shard(self.name)
 
 
@@ -73,18 +72,13 @@ def describe_export(disk: Disk, folder: Path, files: Mapping[ShardFile, int]) ->
         told["shards"] += 1
         told["bytes"] += size
     content = {"export": EXPORT_FORMAT, "format": CACHE_FORMAT, "made_by": "pipeline", "kinds": kinds}
-    _publish(disk, folder / EXPORT, json.dumps(content, indent=2, sort_keys=True) + "\n")
+    publish_file(disk, folder / EXPORT, (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
 
 
 def write_export_manifest(disk: Disk, folder: Path, lines: Mapping[ShardFile, str]) -> None:
     """Write down the SHA-256 of each file, last of all: an export without that is not finished."""
-    _publish(disk, folder / MANIFEST, "".join(f"{lines[file]}  {file}\n" for file in sorted(lines, key=str)))
-
-
-def _publish(disk: Disk, path: Path, text: str) -> None:
-    draft = Draft(disk, path.parent)
-    draft.write(text.encode(), 0)
-    draft.publish(path, replace=True)
+    text = "".join(f"{lines[file]}  {file}\n" for file in sorted(lines, key=str))
+    publish_file(disk, folder / MANIFEST, text.encode())
 
 
 def read_description(disk: Disk, folder: Path) -> dict[str, int]:
@@ -135,13 +129,9 @@ def _read_plain(disk: Disk, path: Path) -> bytes:
     try:
         if not disk.is_plain_file(path):
             raise CacheDamaged("it is no plain file", where=str(path), remedy=_EXPORT_AGAIN)
-        fd = disk.open_read(path)
-        try:
-            if (size_bytes := disk.size_of_open(fd)) > MANIFEST_BYTES:
-                raise CacheDamaged("it is too large to be one", where=str(path), remedy=_EXPORT_AGAIN)
-            return disk.read_at(fd, size_bytes, 0)
-        finally:
-            disk.close(fd)
+        if (size_bytes := disk.size_of(path)) > MANIFEST_BYTES:
+            raise CacheDamaged("it is too large to be one", where=str(path), remedy=_EXPORT_AGAIN)
+        return disk.read_start(path, size_bytes)
     except (FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:

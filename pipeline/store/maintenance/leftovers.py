@@ -27,7 +27,7 @@ from pipeline.store.format.cache_layout import (
     USERS,
     KindLayout,
 )
-from pipeline.store.format.disk import Draft, remove
+from pipeline.store.format.disk import publish_file, remove
 from pipeline.store.key_lists import WANTED_NAME
 from pipeline.store.maintenance.damage_report import last_report
 from pipeline.store.maintenance.sweep import youngest
@@ -143,16 +143,13 @@ class User:
         return content_digest(text.encode()).hex() + SUFFIX
 
     def to_json(self) -> dict[str, object]:
-        """Return plain JSON data."""
         return asdict(self) | {"tags": sorted(self.tags)}
 
 
 def register(disk: Disk, root: Path, user: User) -> bool:
     """Write down who uses a cache; return whether that was possible: a cache that is only read keeps no such list."""
     try:
-        draft = Draft(disk, root / USERS)
-        draft.write(json.dumps({"user": FORMAT, **user.to_json()}).encode(), 0)
-        draft.publish(root / USERS / user.name, replace=True)
+        publish_file(disk, root / USERS / user.name, json.dumps({"user": FORMAT, **user.to_json()}).encode())
     except (CacheUnusable, CacheFull):
         return False
     return True
@@ -187,11 +184,7 @@ def who_am_i() -> str:
 
 
 def _read(disk: Disk, path: Path) -> User:
-    fd = disk.open_read(path)
-    try:
-        told = json.loads(disk.read_at(fd, _MOST_BYTES, 0))
-    finally:
-        disk.close(fd)
+    told = json.loads(disk.read_start(path, _MOST_BYTES))
     if told.pop("user") != FORMAT:
         raise ValueError("of another version")
     known = {name: told[name] for name in ("config", "runs", "last", "who")}
@@ -238,7 +231,6 @@ def _said_of(target: Path) -> str:
 
 
 def _remedy(link: Path, target: Path) -> str:
-    """Return what to do about a link."""
     if target.is_dir():
         return f"ls -l {link}   (replace the link by the folder itself, or set cache.root to {target.parent})"
     return f"ls -l {link}   (put the file itself there, or remove the link)"

@@ -8,13 +8,12 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import xxhash
 
 from pipeline.errors import CacheDamaged
 from pipeline.keys import KEY_BYTES
 from pipeline.store.format.disk import remove
-from pipeline.store.format.record import BadRecord, EncodedRecord, laid_out
-from pipeline.store.format.shard import header_fault, read_table, row_keys
+from pipeline.store.format.record import BadRecord, laid_out
+from pipeline.store.format.shard import header_fault, read_record, read_table, row_keys
 from pipeline.store.shard_index import indexed
 from pipeline.store.snapshot import GONE, shard_names
 from pipeline.store.writer import DEFAULT_SHARD_BYTES, StoreWriter
@@ -111,20 +110,6 @@ def retire(kinds: Iterable[RetiringShards], settle_s: float, waits: Callable[[],
             store.write_index()
 
 
-def verified(disk: Disk, fd: int, key: bytes, offset: int, length: int, digest: bytes) -> EncodedRecord:
-    """Read a record of an open shard as it was written, or refuse it."""
-    try:
-        blob = disk.read_at(fd, length, offset)
-    except OSError as error:
-        raise BadRecord(error.strerror or str(error)) from error
-    if xxhash.xxh3_128_digest(blob) != digest:
-        raise BadRecord("the bytes are not those that were written")
-    record = laid_out(blob)
-    if record.key != key:
-        raise BadRecord("another record is in its place")
-    return record
-
-
 def _carry(
     store: Store, writer: StoreWriter, source: CarriedRows, once: Collection[bytes], held: set[bytes]
 ) -> tuple[Carried, int]:
@@ -142,9 +127,11 @@ def _carry(
             if key in held:
                 continue
             try:
-                put += writer.take(verified(store.disk, fd, key, *place))
+                put += writer.take(laid_out(*read_record(store.disk, fd, key, *place)))
             except BadRecord as error:
                 refused.append((key, str(error)))
+            except OSError as error:
+                refused.append((key, error.strerror or str(error)))
             else:
                 records, size_bytes = records + 1, size_bytes + place[1]
                 if key in once:
@@ -290,15 +277,10 @@ def _header_bytes(disk: Disk, path: Path, table: ShardTable) -> int:
     """Return how long a header is, without the room that it did not need; it is read only if there may be much."""
     if table.data_start < CARRIED_HEADER_BYTES // 2:
         return table.data_start
-    fd = disk.open_read(path)
-    try:
-        return len(disk.read_at(fd, table.data_start, 0).rstrip())
-    finally:
-        disk.close(fd)
+    return len(disk.read_start(path, table.data_start).rstrip())
 
 
 def _twice(pairs: Rows) -> frozenset[bytes]:
-    """Return the keys that are there more than once."""
     in_order = pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))]
     again = (in_order[1:] == in_order[:-1]).all(axis=1)
     text = in_order[1:][again].astype(">u8").tobytes()

@@ -18,7 +18,7 @@ import xxhash
 
 from pipeline.errors import CacheDamaged, ConfigError
 from pipeline.store.format.cache_layout import written_at
-from pipeline.store.format.record import BadRecord, decode_record
+from pipeline.store.format.record import BadRecord
 from pipeline.store.format.shard import (
     BAD_HEADER,
     TABLE_ROW,
@@ -27,6 +27,7 @@ from pipeline.store.format.shard import (
     ShardNewer,
     ShardTable,
     header_fault,
+    read_record,
     read_table,
     read_through,
     row_keys,
@@ -75,7 +76,6 @@ class Subset:
         """Take note that a shard is looked at now."""
 
     def __str__(self) -> str:
-        """Return it as it is typed."""
         return f"{self.part}/{self.of}"
 
     @property
@@ -179,7 +179,6 @@ def _structure(known: _Known, name: str) -> Looked:
 
 
 def _end_bytes(records: int) -> int:
-    """Return how many bytes stand behind so many records."""
     return records * TABLE_ROW.itemsize + TRAILER_BYTES
 
 
@@ -248,7 +247,6 @@ def _by_index(judge: Judge, known: _Known, name: str, error: CacheDamaged) -> Ch
 
 
 def _about(known: _Known, name: str, error: CacheDamaged) -> DamageFinding:
-    """Return what is wrong with a shard as a whole."""
     if not isinstance(error, ShardNewer) and written_at(name) is None and name not in known.view.shards:
         return DamageFinding(known.store.kind, Fault.FOREIGN, FOREIGN, name)
     fault = Fault.NEWER if isinstance(error, ShardNewer) else Fault.TABLE
@@ -277,24 +275,17 @@ def _judged_rows(
 
 def _judged_record(judge: Judge, known: _Known, name: str, fd: int, key: bytes, *place: Any) -> DamageFinding | None:
     """Return what is wrong with a record: with its bytes, or with what they say."""
-    offset, length, digest = place
     try:
-        blob = known.store.disk.read_at(fd, length, offset)
-        if xxhash.xxh3_128_digest(blob) != digest:
-            return known.damaged(name, key, Fault.RECORD, "the bytes are not those that were written")
-        record = decode_record(blob)
+        _, record = read_record(known.store.disk, fd, key, *place)
     except OSError as error:
         return known.damaged(name, key, Fault.UNREADABLE, error.strerror or str(error))
     except BadRecord as error:
         return known.damaged(name, key, Fault.RECORD, str(error))
-    if record.key != key:
-        return known.damaged(name, key, Fault.RECORD, "another record is in its place")
     wrong = judge(record)
     return wrong and DamageFinding(known.store.kind, Fault.MEANING, wrong.what, name, key.hex(), wrong.lost)
 
 
 def _intact(_: Record) -> Wrong | None:
-    """Judge nothing of what a record says."""
     return None
 
 

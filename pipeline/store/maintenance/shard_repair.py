@@ -68,7 +68,6 @@ class Mend:
 
     @property
     def goes(self) -> bool:
-        """Whether there is a shard that is moved aside."""
         return bool(self.shard) and not self.stays and not self.gone
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.errors import CacheDamaged, RecordMissing
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.cache_layout import STAGED
-from pipeline.store.format.disk import Draft
+from pipeline.store.format.disk import publish_file
 from pipeline.store.snapshot import IndexState
 
 if TYPE_CHECKING:
@@ -66,12 +66,7 @@ class CacheStaging:
     def is_done(self) -> bool:
         """Say whether an earlier job has copied everything, and it is there still."""
         try:
-            fd = self.scratch.disk.open_read(self.scratch.root / STAGED)
-            try:
-                text = self.scratch.disk.read_at(fd, _MARKER_BYTES, 0)
-            finally:
-                self.scratch.disk.close(fd)
-            told = json.loads(text)
+            told = json.loads(self.scratch.disk.read_start(self.scratch.root / STAGED, _MARKER_BYTES))
         except (OSError, ValueError, RecursionError):
             return False
         return bool(told) and told == self._stat()
@@ -101,9 +96,7 @@ class CacheStaging:
             if (own := self.scratch.own(kind)).stat().index is not IndexState.CURRENT:
                 own.write_index()
         if self.is_whole:
-            draft = Draft(self.scratch.disk, self.scratch.root)
-            draft.write(json.dumps(self._stat()).encode(), 0)
-            draft.publish(self.scratch.root / STAGED, replace=True)
+            publish_file(self.scratch.disk, self.scratch.root / STAGED, json.dumps(self._stat()).encode())
 
     def _stat(self) -> dict[str, Any]:
         """Return what is there, by kind: records and bytes."""

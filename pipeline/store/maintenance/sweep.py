@@ -20,9 +20,8 @@ from pipeline.errors import CacheDamaged, CacheFull
 from pipeline.store.format.cache_layout import SHARD_NAME, written_at
 from pipeline.store.format.disk import remove
 from pipeline.store.format.shard import read_table
-from pipeline.store.key_lists import NO_KEYS, are_among
 from pipeline.store.maintenance.rewrite import CarriedRows, RetiringShards, carried, retire
-from pipeline.store.snapshot import GONE
+from pipeline.store.snapshot import GONE, NO_KEYS, are_among
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -88,7 +87,6 @@ class DeadShard:
 
     @property
     def freed_bytes(self) -> int:
-        """How many bytes are given back."""
         return {Fate.GOES: self.size_bytes, Fate.REWRITTEN: self.dead_bytes}.get(self.fate, 0)
 
 
@@ -105,7 +103,6 @@ class Marked:
     damaged: tuple[tuple[str, str], ...]  # shards that cannot be read, and why: `repair` sees to them
 
     def of(self, *fates: Fate) -> list[DeadShard]:
-        """Return the shards of some fates."""
         return [one for one in self.shards if one.fate in fates]
 
     def dead(self, *fates: Fate) -> tuple[int, int]:
@@ -115,7 +112,6 @@ class Marked:
 
     @property
     def freed_bytes(self) -> int:
-        """How many bytes a sweep gives back."""
         return sum(one.freed_bytes for one in self.shards)
 
 

@@ -19,7 +19,7 @@ from pipeline.store.cache_folder import ELSEWHERE, CacheFolder
 from pipeline.store.format.cache_layout import EXPORT, PARTIAL_NAME, KindLayout
 from pipeline.store.format.disk import Draft, ask_owner, refused_as
 from pipeline.store.format.shard import BAD_HEADER, TABLE_ROW, read_table, read_through, row_keys
-from pipeline.store.key_lists import are_among, sorted_pairs
+from pipeline.store.key_lists import sorted_pairs
 from pipeline.store.maintenance.exported import (
     ShardFile,
     can_be_named,
@@ -33,7 +33,7 @@ from pipeline.store.maintenance.exported import (
     write_export_manifest,
 )
 from pipeline.store.maintenance.leftovers import refuse_links_out
-from pipeline.store.snapshot import GONE, shard_names
+from pipeline.store.snapshot import GONE, are_among, shard_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -332,7 +332,6 @@ def _rows(reading: _Reading, folder: Path, file: ShardFile) -> Rows:
 
 
 def _sweep(disk: Disk, folder: Path) -> None:
-    """Remove what a killed export has left."""
     for name in disk.list_folder(folder):
         if PARTIAL_NAME.fullmatch(name):
             disk.unlink(folder / name)

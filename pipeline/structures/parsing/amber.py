@@ -150,7 +150,6 @@ def _section(version: str, name: str, texts: Mapping[str, str]) -> list[Any]:
 
 
 def _first_atoms(told: Mapping[str, list[Any]]) -> NDArray[np.int64]:
-    """Return the first atom of each residue."""
     first_R = _numbers(told["RESIDUE_POINTER"]) - 1
     if first_R[0] != 0 or (np.diff(first_R) < 1).any() or first_R[-1] >= len(told["ATOM_NAME"]):
         raise UnusableInput(Reason.PARSE_ERROR, "%FLAG RESIDUE_POINTER: residues do not follow each other")
@@ -269,19 +268,16 @@ def _from_netcdf(data: bytes, atoms: int) -> NDArray[np.float64]:
 
 
 def _check_count(count: int, atoms: int) -> None:
-    """Refuse coordinates of something else."""
     if count != atoms:
         raise UnusableInput(Reason.PARSE_ERROR, f"the coordinates are of {count} atoms, the topology of {atoms}")
 
 
 def _words(names: list[str]) -> NDArray[np.uint64]:
-    """Return names as the integers of a table."""
     codes = {name: name_word(name) for name in set(names)}
     return np.array([codes[name] for name in names], np.uint64)
 
 
 def _numbers(values: list[Any]) -> NDArray[np.int64]:
-    """Return a list of a topology as integers."""
     try:
         return np.array(values, np.int64)
     except (OverflowError, ValueError, TypeError) as error:

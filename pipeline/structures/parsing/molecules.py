@@ -51,7 +51,6 @@ def read_molecule(data: bytes, form: str) -> AtomTable:
 
 
 def _only_record(text: str) -> str:
-    """Return the only record of an SDF."""
     records = [one for one in re.split(r"^\$\$\$\$.*\n?", text, flags=re.MULTILINE) if one.strip()]
     _check_one(len(records))
     return records[0]

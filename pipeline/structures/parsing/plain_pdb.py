@@ -64,7 +64,6 @@ class _AtomLines(NamedTuple):
 
     @property
     def atoms(self) -> int:
-        """How many there are."""
         return len(self.text) // self.length
 
     def column(self, first: int, dtype: str) -> NDArray[Any]:
@@ -85,7 +84,6 @@ def read_plain_pdb(data: bytes) -> AtomTable | None:
 
 
 def _require(condition: bool | np.bool_) -> None:  # noqa: FBT001 - it reads as a sentence
-    """Leave the file to gemmi unless something holds."""
     if not condition:
         raise _NotPlain
 
@@ -183,7 +181,6 @@ def _residue_starts(lines: _AtomLines) -> NDArray[np.int64]:
 
 
 def _residues(code_R: NDArray[np.uint32]) -> NDArray[np.int64]:
-    """Return which of the plain residues each is."""
     residue_R = np.searchsorted(RESIDUE_CODES[:-1], code_R)
     _require((RESIDUE_CODES[residue_R] == code_R).all())
     return residue_R
@@ -247,14 +244,12 @@ def _altlocs(lines: _AtomLines) -> NDArray[np.int8]:
 
 
 def _elements(lines: _AtomLines) -> NDArray[np.uint8]:
-    """Return the element of each atom."""
     element_A: NDArray[np.uint8] = ELEMENTS[lines.column(76, "<u2")]
     _require(element_A.all())
     return element_A
 
 
 def _positions(lines: _AtomLines) -> NDArray[np.float64]:
-    """Return the coordinates."""
     text_A24 = np.ascontiguousarray(lines.columns(30, 54))
     code_N2 = text_A24.reshape(-1, 8).view("<u4")
     return _decimals(code_N2[:, 0], code_N2[:, 1]).reshape(-1, 3)
@@ -307,7 +302,6 @@ def _whole_numbers() -> _Table:
 
 @cache
 def _fractions() -> _Table:
-    """Return the thousandths."""
     return _table_of((f".{number:03d}", number) for number in range(1000))
 
 

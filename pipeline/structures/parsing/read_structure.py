@@ -194,7 +194,6 @@ def _copies(assembly: gemmi.Assembly, model: gemmi.Model) -> list[tuple[gemmi.Tr
 
 
 def _count_residues(model: gemmi.Model, members: set[str]) -> int:
-    """Count the residues of some subchains."""
     return sum(residue.subchain in members for chain in model for residue in chain)
 
 
@@ -383,6 +382,5 @@ def _conect(structure: gemmi.Structure, flat: gemmi.FlatStructure) -> Iterator[P
 
 
 def _column(names: Any) -> NDArray[np.uint64]:
-    """View an 8-character column as integers."""
     column: NDArray[np.uint64] = np.ascontiguousarray(names).view("<u8")[:, 0]
     return column

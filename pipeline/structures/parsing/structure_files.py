@@ -156,11 +156,7 @@ def has_biotite() -> bool:
 
 
 HAS_BIOTITE = has_biotite()
-
-
 PARSER = f"gemmi-{gemmi.__version__}"  # type: ignore[attr-defined]  # its stubs leave the version out
-
-
 FORMATS = {
     ".pdb": "pdb",
     ".ent": "pdb",
@@ -177,17 +173,9 @@ FORMATS = {
 
 
 MOLECULES = ("sdf", "mol2")
-
-
 EXTRA = {"amber": "parmed", "sdf": "rdkit", "mol2": "rdkit"}  # what the extra `molecules` installs to read them
-
-
 REVISIONS = {"amber": amber.REVISION, "sdf": molecules.REVISION, "mol2": molecules.REVISION}
-
-
 GZIP_WINDOW = 31
-
-
 PIECE_BYTES = 4 << 20
 
 
@@ -261,7 +249,6 @@ def format_of(path: Path) -> str:
 
 
 def _suffix(path: Path) -> str:
-    """Return what a file's name ends in but for .gz."""
     return (path.with_suffix("") if path.suffix.lower() == ".gz" else path).suffix.lower()
 
 

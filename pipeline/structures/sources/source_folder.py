@@ -39,7 +39,6 @@ class StructureFolder:
         return [(str(folder), suffix) for folder in folders for suffix in _suffixes(folder)]
 
     def join(self, path: str) -> str:
-        """Return a path that may start here as an absolute one."""
         return os.path.join(self._root, path)  # noqa: PTH118  # a Path costs ten times more, once per item
 
     def find(self, *stems: str) -> str | None:
@@ -100,7 +99,6 @@ def walk(folder: Path, patterns: Sequence[str], above: str = "") -> Iterator[str
 
 
 def _may_hold(folder: str, pattern: str) -> bool:
-    """Say whether a file below this folder could match."""
     return "**" in pattern or folder.count("/") < pattern.count("/")
 
 

@@ -144,7 +144,6 @@ class Columns:
 
     @cached_property
     def known(self) -> tuple[str, ...]:
-        """Every column that has a meaning."""
         return (*self.required, *self.one_of, *self.optional)
 
     @cached_property
@@ -157,7 +156,6 @@ class Columns:
         return {**self.aliases, **{name.lower(): name for name in (*self.labels, *self.known)}}
 
     def canonical(self, name: str) -> str:
-        """Return a column's name as it is written here."""
         return self._spellings.get(name.strip().lower(), name.strip())
 
     def problem(self, present: Sequence[str], path: Path) -> DataError | None:

@@ -22,10 +22,11 @@ from pipeline.keys import recipe_tag, tagged_key
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import Disk
 from pipeline.store.format.shard import key_pairs
-from pipeline.store.key_lists import are_among, sorted_pairs
+from pipeline.store.key_lists import sorted_pairs
 from pipeline.store.maintenance.leftovers import Left, find_leftovers, refuse_links
 from pipeline.store.maintenance.scrub import WHOLE, full, quick
 from pipeline.store.maintenance.sweep import Fate, Live, mark, sweep
+from pipeline.store.snapshot import are_among
 from tests.store.content import is_right, is_undamaged, key_of, put
 from tests.store.faulty_disks import FailingDisk, InterruptingDisk, KillingDisk
 
