@@ -42,7 +42,7 @@ class ItemIndex:
             for item, seen in zip(items, _look_up_each(items, project), strict=True):
                 if seen.key is not None:
                     self.inventories.add(project.graphs.recipe.key(seen.key), seen.key.hex())
-                    self.items.add(seen.key, worklist.record_line(item))
+                    self.items.add(seen.key, worklist.item_line(item))
             marks = (
                 ((glance(path, project.recipe), path) for item in items for path in item_paths(item)) if sample else ()
             )

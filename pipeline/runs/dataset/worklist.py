@@ -150,7 +150,7 @@ def frozen_items(project: Project, folder: RunFolder | None) -> Iterator[Item | 
     if not folder.items.exists():
         with freezing(folder) as lines:
             for entry in list_items(project):
-                lines.write(record_line(entry))
+                lines.write(item_line(entry))
     return read_items(folder.items)
 
 
@@ -165,7 +165,7 @@ def freezing(folder: RunFolder | None) -> Iterator[Lines]:
             partial.replace(folder.items)
 
 
-def record_line(record: Item | Rejection) -> str:
+def item_line(record: Item | Rejection) -> str:
     """Return a record as a line of JSON."""
     return json.dumps(record.to_json())
 

@@ -43,7 +43,7 @@ from pipeline.runs.engine.handover import claim_visit, claimed_after, hand_over,
 from pipeline.runs.views.run_page import Page
 from pipeline.runs.workflow import table
 from pipeline.runs.workflow.jobs import plan_stage, refuse_unfit_disk
-from pipeline.runs.workflow.table import Trouble
+from pipeline.runs.workflow.table import StageTrouble
 from pipeline.store.cache_folder import RECIPES, bring_up
 
 if TYPE_CHECKING:
@@ -281,12 +281,12 @@ class Supervisor:
             log.warning("the recipe of %s is not described: %s", stage.name, error.what)
         bring_up(self.project.cache, {*stage.kinds, RECIPES})
 
-    def _trouble(self, stage: Stage, status: StageStatus) -> Trouble:
+    def _trouble(self, stage: Stage, status: StageStatus) -> StageTrouble:
         """Return how tasks of a stage failed for good."""
         open_ = [task for task in status.work.values() if task.open]
         given_up = [task.last for task in open_ if task.last]
         again = self.folder.command()
-        return Trouble(
+        return StageTrouble(
             _describe(open_), status.waiting, again, _remedy(stage, given_up, again, stage.mem_bytes(self.project))
         )
 

@@ -82,7 +82,7 @@ class GraphStage(Stage):
                     counts["missing"] += 1
                     offsets.append(lines.position)
                     atoms.append(_atoms(inventory))
-                    lines.write(worklist.record_line(item))
+                    lines.write(worklist.item_line(item))
             offsets.append(lines.position)
         atoms_N = np.frombuffer(atoms, np.uint64).astype(np.int64)
         atom_bytes = BYTES_PER_ATOM
@@ -171,7 +171,7 @@ def _tally(project: Project, folder: RunFolder, graphed: Graphed, table: TableBu
                 continue
             assert isinstance(entry, KnownItem)
             if meta is None or entry.key is None:
-                graphed.miss(entry.item.id, required=is_required(worklist.record_line(entry.item)))
+                graphed.miss(entry.item.id, required=is_required(worklist.item_line(entry.item)))
             else:
                 graphed.accept(meta["sizes"])
                 kept_item = None if graphed.kept else entry.item

@@ -84,7 +84,7 @@ class ScanStage(Stage):
         offsets = array("Q")  # where each missing item begins in the todo file, and the end: 8 bytes an item
         with worklist.freezing(folder) as everything, Lines(folder.todo(self.name) if folder else None) as rest:
             for chunk in in_chunks(worklist.list_items(project), worklist.LOOKED_UP_AT_ONCE):
-                texts = [worklist.record_line(entry) for entry in chunk]
+                texts = [worklist.item_line(entry) for entry in chunk]
                 for text in texts:
                     everything.write(text)
                 items = [entry for entry in chunk if isinstance(entry, Item)]
@@ -184,7 +184,7 @@ def _tally(project: Project, folder: RunFolder, tally: CensusTally, keys: bytear
                 tally.reject(entry)
                 yield entry.to_json()
             elif entry.inventory is None:
-                tally.miss(entry.item, asked=is_required(worklist.record_line(entry.item)))
+                tally.miss(entry.item, asked=is_required(worklist.item_line(entry.item)))
             else:
                 tally.accept(entry.item, entry.inventory)
                 keys += entry.key or b""

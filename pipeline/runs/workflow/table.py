@@ -100,7 +100,7 @@ def with_typed_command(error: PipelineError, typed: Command) -> PipelineError:
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
+class StageTrouble:
     """How tasks of a stage failed, and what helps."""
 
     lines: Sequence[str]
@@ -110,7 +110,7 @@ class Trouble:
 
 
 def refuse_or_warn(
-    stage: Stage, project: Project, folder: RunFolder, judged: StageResult, trouble: Trouble
+    stage: Stage, project: Project, folder: RunFolder, judged: StageResult, trouble: StageTrouble
 ) -> list[str]:
     """Raise when what a stage has made forbids going on; return what deserves a warning."""
     data = project.config.data
