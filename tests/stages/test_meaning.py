@@ -19,19 +19,16 @@ from pipeline.graphs.build_graph import encoded_graph
 from pipeline.graphs.item_graph import GraphRecipe
 from pipeline.keys import recipe_key
 from pipeline.records import Inventory, Item, Part, Role
-from pipeline.stages.graph_records import wrong, wrong_beside_inventory
+from pipeline.stages.encoder_checks import allowed, distance, wrong_embedding, wrong_limit, wrong_parity, wrong_weights
 from pipeline.stages.remade_records import differences
-from pipeline.stages.scan_records import (
-    allowed,
-    distance,
-    wrong_embedding,
+from pipeline.stages.structure_checks import (
+    wrong,
+    wrong_beside_inventory,
     wrong_file,
     wrong_inventory,
-    wrong_limit,
-    wrong_parity,
-    wrong_weights,
+    wrong_recipe,
+    wrong_table,
 )
-from pipeline.stages.table_records import wrong_recipe, wrong_table
 from pipeline.store.format.record import Record, decode_record, encode_record
 from pipeline.structures.inventory import Complex, examine_item
 from pipeline.structures.inventory import ScanRecipe as Structures

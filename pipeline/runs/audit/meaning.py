@@ -23,19 +23,17 @@ from pipeline.graphs.build_graph import encoded_graph
 from pipeline.keys import TAG_BYTES, content_digest, recipe_tag
 from pipeline.records import Inventory, Item, Role
 from pipeline.runs.audit.item_index import ODD, EmbeddingWidths, ItemIndex, in_sample
-from pipeline.stages.graph_records import wrong, wrong_beside_inventory
+from pipeline.stages.encoder_checks import allowed, distance, wrong_embedding, wrong_limit, wrong_parity, wrong_weights
 from pipeline.stages.remade_records import EncodedAgain, as_floats, differences, read_again, same_bits
-from pipeline.stages.scan_records import (
-    allowed,
-    distance,
-    wrong_embedding,
+from pipeline.stages.structure_checks import (
+    sampled_sizes,
+    wrong,
+    wrong_beside_inventory,
     wrong_file,
     wrong_inventory,
-    wrong_limit,
-    wrong_parity,
-    wrong_weights,
+    wrong_recipe,
+    wrong_table,
 )
-from pipeline.stages.table_records import sampled_sizes, wrong_recipe, wrong_table
 from pipeline.store.maintenance import scrub
 from pipeline.store.maintenance.damage_report import Checked, DamageFinding, Fault
 from pipeline.store.maintenance.scrub import WHOLE, Wrong

@@ -45,8 +45,7 @@ if TYPE_CHECKING:
     from pipeline.project.project import Project
     from pipeline.records import Tell
     from pipeline.runs.workflow.stage import Outcomes
-    from pipeline.stages.evaluate import Figures
-    from pipeline.stages.predict import Predictions
+    from pipeline.stages.apply import Figures, Predictions
     from pipeline.training.checkpoints.checkpoint_choice import ChosenCheckpoint
     from pipeline.training.evaluating.apply_model import ApplyJob
     from pipeline.training.ranks.rank_protocol import Ranks
@@ -326,18 +325,18 @@ class EvaluateStage(ApplyStage):
         return config.train.task is not None
 
     def _path(self, project: Project, applied: Application) -> Path:
-        from pipeline.stages.evaluate import evaluation_path
+        from pipeline.stages.apply import evaluation_path
 
         folder = folder_of(project, applied.prepared).evaluations
         return evaluation_path(folder, applied.split, applied.chosen, applied.made)
 
     def parts(self, project: Project, applied: Application) -> Path:
-        from pipeline.stages.evaluate import evaluation_parts
+        from pipeline.stages.apply import evaluation_parts
 
         return evaluation_parts(self._path(project, applied))
 
     def read(self, project: Project, applied: Application) -> Figures | None:
-        from pipeline.stages.evaluate import read_evaluation
+        from pipeline.stages.apply import read_evaluation
 
         return read_evaluation(self._path(project, applied), applied.chosen, applied.made)
 
@@ -349,7 +348,7 @@ class EvaluateStage(ApplyStage):
         return True
 
     def apply(self, project: Project, applied: Application, job: ApplyJob) -> Outcomes:
-        from pipeline.stages.evaluate import evaluate
+        from pipeline.stages.apply import evaluate
 
         return evaluate(job, folder_of(project, applied.prepared).evaluations, applied.split)
 
@@ -397,18 +396,18 @@ class PredictStage(ApplyStage):
         return project.config.train.predict.folder / f"{_model(applied)}-{applied.split or 'all'}"
 
     def parts(self, project: Project, applied: Application) -> Path:
-        from pipeline.stages.predict import prediction_parts
+        from pipeline.stages.apply import prediction_parts
 
         return prediction_parts(self._folder(project, applied), applied.chosen, applied.made)
 
     def read(self, project: Project, applied: Application) -> Predictions | None:
-        from pipeline.stages.predict import read_predictions
+        from pipeline.stages.apply import read_predictions
 
         verify_bytes = project.config.cache.verify_bytes
         return read_predictions(self._folder(project, applied), applied.chosen, applied.made, verify_bytes)
 
     def apply(self, project: Project, applied: Application, job: ApplyJob) -> Outcomes:
-        from pipeline.stages.predict import predict
+        from pipeline.stages.apply import predict
 
         return predict(job, self._folder(project, applied), _model(applied), applied.split)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pipeline.errors import ConfigError, RecordMissing
 from pipeline.keys import recipe_key
 from pipeline.records import Item, Part, Role
-from pipeline.stages.table_records import wrong_table
+from pipeline.stages.structure_checks import wrong_table
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.training.items.item_table import ItemTable, TableBuilder
 from tests.counted import calls_of

@@ -1,18 +1,22 @@
-"""Stage predict: a checkpoint and items in; what the model says of each out, as tables and safetensors.
+"""Stages evaluate and predict: a checkpoint and a split in; loss and metrics out, or what the model says of each item.
+
+Figures are one small file for each pair of them. Predictions are a folder:
 
 FOLDER/predictions.json    of what it is, and its files; written last: without it nothing is done
-       predictions.csv, predictions.jsonl, arrays-00000.safetensors …    see training/predictions.py
+       predictions.csv, predictions.jsonl, arrays-00000.safetensors …    see training/evaluating/prediction_tables.py
 """
 
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from pipeline.keys import content_digest
 from pipeline.store.format.disk import Disk
 
 if TYPE_CHECKING:
@@ -24,27 +28,105 @@ if TYPE_CHECKING:
     from pipeline.training.evaluating.apply_model import ApplyJob, ApplyResult
 
 LETTERS = 12  # of digests, in names
-FORMAT = 1
-TOLD, PARTS = "predictions.json", ".parts-"
-PIECE_BYTES = 8 << 20
+EVALUATION_FORMAT = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Predictions:
-    """What a folder of predictions is of."""
+@dataclass(frozen=True, kw_only=True)
+class ResultOf:
+    """Of what model and items a result is."""
 
-    model: str
     split: str  # empty: all items
-    items: int  # that have predictions
+    items: int  # that have one
     checkpoint: str
     step: int
     digest: str  # of the checkpoint
     made: str  # of the items
-    files: Mapping[str, tuple[int, str]]  # their bytes and digests
     rejected: Mapping[str, int] = field(default_factory=dict)
     examples: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
-    format: int = FORMAT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures(ResultOf):
+    """What a checkpoint comes to on the items of a split."""
+
+    figures: Mapping[str, float | None]  # loss and metrics; None: not a finite number
+
+
+def evaluation_path(folder: Path, split: str | None, chosen: ChosenCheckpoint, made: str) -> Path:
+    """Return where figures are: in a name all that they are of."""
+    return folder / f"{split or 'all'}-{chosen.digest[:LETTERS]}-{made[:LETTERS]}.json"
+
+
+def evaluation_parts(path: Path) -> Path:
+    """Return where the outputs are while figures are in the making."""
+    return path.with_suffix(".parts")
+
+
+def read_evaluation(path: Path, chosen: ChosenCheckpoint, made: str) -> Figures | None:
+    """Return the figures of a file, if they are of this, and its bytes are those that were written."""
+    try:
+        data = json.loads(path.read_text())
+        found = Figures(**data["evaluation"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    is_whole = data.get("format") == EVALUATION_FORMAT and data.get("digest") == _json_digest(data["evaluation"])
+    return found if is_whole and (found.digest, found.made) == (chosen.digest, made) else None
+
+
+def _write_figures(path: Path, figures: Figures) -> None:
+    from pipeline.training.evaluating.output_parts import publish_text
+
+    told = asdict(figures)
+    text = json.dumps({"format": EVALUATION_FORMAT, "digest": _json_digest(told), "evaluation": told}, indent=1) + "\n"
+    publish_text(Disk(), path, text)
+
+
+def _json_digest(told: Mapping[str, Any]) -> str:
+    return content_digest(json.dumps(told, sort_keys=True).encode()).hex()
+
+
+def evaluate(job: ApplyJob, folder: Path, split: str | None) -> Generator[Reason | None, None, None]:
+    """Evaluate a checkpoint on a split, as one rank; yield once for every item of this rank."""
+    from pipeline.training.evaluating.apply_model import apply_model
+
+    applied = yield from apply_model(job)
+    if applied is None:
+        return
+    with job.ranks.patient("metrics"):
+        found = applied.evaluation.losses() | applied.evaluation.metrics()
+    if job.ranks.rank == 0:
+        figures = Figures(
+            split=split or "",
+            items=len(job.table) - sum(applied.rejected.values()),
+            checkpoint=applied.chosen.path.name,
+            step=applied.chosen.step,
+            digest=applied.chosen.digest,
+            made=job.made,
+            figures={name: value if math.isfinite(value) else None for name, value in found.items()},
+            rejected=applied.rejected,
+            examples=applied.examples,
+            note=applied.chosen.note,
+        )
+        _write_figures(evaluation_path(folder, split, applied.chosen, job.made), figures)
+        shutil.rmtree(applied.parts, ignore_errors=True)
+        for name, value in figures.figures.items():
+            job.say(f"{name}: {'not finite' if value is None else f'{value:.6g}'}")
+    job.ranks.exchange({})
+
+
+PREDICTIONS_FORMAT = 1
+TOLD, PARTS = "predictions.json", ".parts-"
+PIECE_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predictions(ResultOf):
+    """What a folder of predictions is of."""
+
+    model: str
+    files: Mapping[str, tuple[int, str]]  # their bytes and digests
+    format: int = PREDICTIONS_FORMAT
 
 
 def prediction_parts(folder: Path, chosen: ChosenCheckpoint, made: str) -> Path:
@@ -58,7 +140,7 @@ def read_predictions(
     """Return what is said of a folder, if it is of this, and its files are whole: up to so many bytes they are read."""
     try:
         found = Predictions(**json.loads((folder / TOLD).read_text()))
-        if (found.digest, found.made, found.format) != (chosen.digest, made, FORMAT):
+        if (found.digest, found.made, found.format) != (chosen.digest, made, PREDICTIONS_FORMAT):
             return None
         left = sum(size for size, _ in found.files.values()) if verify_bytes is None else verify_bytes
         for name, (size, digest) in found.files.items():

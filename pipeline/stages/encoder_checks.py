@@ -1,0 +1,172 @@
+"""Can this be an embedding, or what is remembered of weights, of the gate or of a budget? Judged as stage embed works.
+
+Every function yields what is wrong as a sentence. Shapes: L residues, D numbers of each.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipeline.encoder.checkpoints.weights import CheckpointFacts
+from pipeline.encoder.embedding_recipe import ENCODER_VERSION, STORED, BadSequence, tokenize
+from pipeline.keys import recipe_key, tagged_key
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from numpy.typing import NDArray
+
+    from pipeline.store.format.record import Array, Record
+
+    Plain = Mapping[str, Any]  # a recipe, as JSON
+
+PRECISIONS = ("fp32", "fp16", "bf16")
+CONTEXTS = ("chain", "partner")
+CUTS = ("windows", "truncate")
+HEX = re.compile(r"[0-9a-f]{32}")
+# Bits of half precision, which numpy compares ten times faster than its numbers.
+NO_SIGN = np.uint16(0x7FFF)
+EXPONENTS = {"fp16": np.uint16(0x7C00), "bf16": np.uint16(0x7F80)}
+MADE_FROM = ("version", "weights", "layer", "precision", "device")  # the key of a parity record
+LIMIT_FROM = ("weights", "layer", "precision", "device", "memory", "week", "budget")
+
+
+def wrong_embedding(record: Record, recipe: Plain | None = None, width: int | None = None) -> Iterator[str]:
+    """Yield what is wrong with an embedding; `width` is that of its weights, where they are known."""
+    meta, rows_LD = record.meta, record.arrays.get("rows")
+    if record.arrays.keys() != {"rows"} or rows_LD is None or rows_LD.ndim != 2:
+        shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in record.arrays.items()) or "none"
+        yield f"its arrays are {shapes}, not rows [L, D]"
+        return
+    storage = STORED.get(rows_LD.dtype.name, "")
+    if not storage or (storage == "bf16") != ("rows" in record.bfloat16):
+        yield f"rows is {rows_LD.dtype}{' as bfloat16' if record.bfloat16 else ''}, which is no precision"
+        return
+    yield from _made_of(meta)
+    yield from _length(meta, rows_LD)
+    if width is not None and rows_LD.shape[1] != width:
+        yield f"rows has {rows_LD.shape[1]} numbers a residue; its weights give {width}"
+    yield from _numbers(rows_LD, storage)
+    yield from _key(record, storage, recipe)
+
+
+def wrong_weights(record: Record) -> Iterator[str]:
+    """Yield what is wrong with what is remembered of a checkpoint."""
+    try:
+        weights = CheckpointFacts.from_json(record.meta)
+    except TypeError as error:
+        yield f"it tells of no checkpoint: {error}"
+        return
+    if record.arrays:
+        yield "it has arrays"
+    if not HEX.fullmatch(str(weights.digest)):
+        yield f"digest is {weights.digest!r}"
+    if weights.precision not in PRECISIONS:
+        yield f"precision is {weights.precision!r}"
+    sizes = (weights.layers, weights.dim, weights.heads, weights.bytes)
+    if not all(type(size) is int and size > 0 for size in sizes) or weights.dim % weights.heads:
+        yield f"{weights.layers} layers, {weights.dim} numbers, {weights.heads} heads, {weights.bytes} bytes"
+
+
+def wrong_parity(record: Record) -> Iterator[str]:
+    """Yield what is wrong with what is remembered of an encoder that passed the gate."""
+    meta = record.meta
+    yield from _keyed("parity", record, MADE_FROM)
+    if not -1 <= meta["threshold"] <= 1 or not meta["threshold"] <= meta["lowest"] <= 1 + 1e-6:
+        yield f"lowest is {meta['lowest']!r}, and {meta['threshold']!r} is needed to pass"
+    if meta["sequences"] < 1 or meta["precision"] not in PRECISIONS:
+        yield f"{meta['sequences']!r} sequences in {meta['precision']!r}"
+
+
+def wrong_limit(record: Record) -> Iterator[str]:
+    """Yield what is wrong with a budget that was learned."""
+    yield from _keyed("limits", record, LIMIT_FROM)
+    if type(record.meta["budget"]) is not int or record.meta["budget"] < 1:
+        yield f"budget is {record.meta['budget']!r}"
+
+
+def _keyed(kind: str, record: Record, made_from: tuple[str, ...]) -> Iterator[str]:
+    """Yield why a record cannot be the one of its key, which is made from some of what it says."""
+    if record.arrays:
+        yield "it has arrays"
+    if recipe_key(kind, {name: record.meta[name] for name in made_from}) != record.key:
+        yield f"its key is not that of its {', '.join(made_from)}"
+
+
+def _made_of(meta: Plain) -> Iterator[str]:
+    """Yield what cannot be of what an embedding is said to be made of."""
+    for name, allowed in (("precision", PRECISIONS), ("context", CONTEXTS)):
+        if meta[name] not in allowed:
+            yield f"{name} is {meta[name]!r}"
+    if not HEX.fullmatch(str(meta["weights"])):
+        yield f"weights is {meta['weights']!r}, no digest"
+    if type(meta["layer"]) is not int or meta["layer"] < 0:
+        yield f"layer is {meta['layer']!r}"
+    cut = meta["cut"]
+    if cut is not None and (cut["policy"] not in CUTS or cut["length"] < 1 or not 0 <= cut["overlap"] < cut["length"]):
+        yield f"cut is {cut}"
+
+
+def _length(meta: Plain, rows_LD: Array) -> Iterator[str]:
+    """Yield why there is not a row for each residue."""
+    text, cut = meta["text"], meta["cut"]
+    try:
+        tokenize(text)
+    except BadSequence as error:
+        yield f"text: {error}"
+    if meta["residues"] != len(text):
+        yield f"residues is {meta['residues']}; its text has {len(text)}"
+    if meta["rows"] != len(rows_LD):
+        yield f"rows is said to be {meta['rows']} long, and is {len(rows_LD)}"
+    wanted = min(cut["length"], len(text)) if cut and cut["policy"] == "truncate" else len(text)
+    if len(rows_LD) != wanted:
+        yield f"rows is {len(rows_LD)} long, and its text has {wanted} residues to encode"
+
+
+def _numbers(rows_LD: Array, storage: str) -> Iterator[str]:
+    """Yield rows that are not finite, or that nobody wrote."""
+    if storage in EXPONENTS:
+        filled_LD: NDArray[Any] = rows_LD.view(np.uint16) & NO_SIGN
+        finite_LD = filled_LD < EXPONENTS[storage]
+    else:
+        finite_LD, filled_LD = np.isfinite(rows_LD), rows_LD
+    if not finite_LD.all():
+        at, number = (int(one) for one in np.argwhere(~finite_LD)[0])
+        yield f"rows[{at}, {number}] is not finite (and {int((~finite_LD).sum()) - 1} more)"
+    filled_L = filled_LD.any(axis=1)
+    if not filled_L.all():
+        yield f"rows[{int(filled_L.argmin())}] is all zeros (and {int((~filled_L).sum()) - 1} more)"
+
+
+def _key(record: Record, storage: str, recipe: Plain | None) -> Iterator[str]:
+    """Yield why an embedding cannot be the one of its key."""
+    meta, cut = record.meta, record.meta["cut"]
+    told: dict[str, Any] = {name: meta[name] for name in ("weights", "layer", "context", "precision")}
+    told |= {"storage": storage} | ({} if cut is None else {"cut": [cut["policy"], cut["length"], cut["overlap"]]})
+    if recipe is not None:
+        told["version"] = recipe["version"]
+        for name in sorted(told.keys() | recipe.keys()):
+            if told.get(name) != recipe.get(name):
+                yield f"{name} is {told.get(name)!r}; the recipe of its key says {recipe.get(name)!r}"
+        keys = [tagged_key("embed", recipe, meta["text"])]
+    else:
+        keys = [tagged_key("embed", told | {"version": one}, meta["text"]) for one in range(1, ENCODER_VERSION + 1)]
+    if record.key not in keys:
+        yield "its key is that of another text, or of another recipe"
+
+
+def distance(mine_LD: Array, theirs_LD: Array, *, by_row: bool) -> float:
+    """Return how far two embeddings are from each other, as a share of their length: of the worst row, or of all."""
+    mine, theirs = (one.astype(np.float64) for one in (mine_LD, theirs_LD))
+    axis = 1 if by_row else None
+    length = np.maximum(np.linalg.norm(theirs, axis=axis), np.finfo(np.float64).tiny)
+    return float(np.max(np.linalg.norm(mine - theirs, axis=axis) / length))
+
+
+def allowed(cosine: float) -> float:
+    """Return the distance of two vectors of one length whose cosine is this."""
+    return math.sqrt(2 * (1 - cosine))
