@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipeline.cli.log_verbs import run_folder
-from pipeline.cli.options import STAGES, ConfigFile, Json, Run, Sets, load_config, one_of, print_json
+from pipeline.cli.options import STAGES, ConfigFile, Json, Run, Sets, one_of, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,11 +90,10 @@ def _opened(
 ) -> tuple[RunFolder, Config, Executor, RunStatus]:
     """Return a run, its frozen configuration, what its jobs run on, and how it stands."""
     from pipeline.config.load import from_resolved
-    from pipeline.journal.run_folder import by_path, find_run
     from pipeline.journal.run_status import status_of
     from pipeline.project.project import open_executor
 
-    folder = (by_path(run) if run else None) or find_run(load_config(file, sets).config.cluster.runs, run)
+    folder = run_folder(run, file, sets)
     frozen = from_resolved(folder.config.read_text(), str(folder.config))
     executor = open_executor(frozen)
     return folder, frozen, executor, status_of(folder, socket.gethostname(), executor)

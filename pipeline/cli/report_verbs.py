@@ -126,35 +126,35 @@ def _shown(found: Mapping[str, Any]) -> Iterator[RenderableType]:
     yield from (f"  {note}" for note in found["notes"])
     if found["micro_batches"]:
         yield ""
-        rows = [_row(one, counted=found["counted"]) for one in found["micro_batches"]]
+        rows = [_row(part, counted=found["counted"]) for part in found["micro_batches"]]
         yield tables.text_table([_NAMES.get(name, name) if not found["counted"] else name for name in COLUMNS], rows)
     if found["counted"]:
         allowed = format_bytes(found["limit_bytes"])
         yield f"{format_bytes(found['reserved_bytes'])} reserved at the peak; the run's device allowed {allowed}"
     if found["suspects"][1:]:  # the first is in the verdict
-        yield from ("", *(f"  {one['words']}" for one in found["suspects"]))
+        yield from ("", *(f"  {part['words']}" for part in found["suspects"]))
     if found["traced"]:
         yield found["traced"]["words"]
     yield ""
     yield found["verdict"]
 
 
-def _row(one: Mapping[str, Any], *, counted: bool) -> Sequence[str]:
+def _row(part: Mapping[str, Any], *, counted: bool) -> Sequence[str]:
     """Show a micro-batch; where nobody counts tensors, by how much the process has grown."""
     from pipeline.units import format_bytes
 
-    items = ", ".join(one["items"][:SHOWN]) + (", …" if len(one["items"]) > SHOWN else "")
-    ran = one["outcome"] != "not run"
-    took = format_bytes(one["peak_bytes"]) if counted else f"+{format_bytes(one['grown_bytes'])}"
-    rung = f" ({RUNGS[min(one['rung'], len(RUNGS) - 1)]})" if one["rung"] else ""
+    items = ", ".join(part["items"][:SHOWN]) + (", …" if len(part["items"]) > SHOWN else "")
+    ran = part["outcome"] != "not run"
+    took = format_bytes(part["peak_bytes"]) if counted else f"+{format_bytes(part['grown_bytes'])}"
+    rung = f" ({RUNGS[min(part['rung'], len(RUNGS) - 1)]})" if part["rung"] else ""
     return (
-        str(one["micro_batch"]),
-        f"{len(one['items'])}: {items}{rung}",
-        ", ".join(f"{size:,} {name}" for name, size in one["sizes"].items()),
-        f"+{format_bytes(one['planned_bytes'])}",
+        str(part["micro_batch"]),
+        f"{len(part['items'])}: {items}{rung}",
+        ", ".join(f"{size:,} {name}" for name, size in part["sizes"].items()),
+        f"+{format_bytes(part['planned_bytes'])}",
         took if ran else "",
-        ", ".join(f"{name} {_number(term[0])}/{_number(term[1])}" for name, term in one["terms"].items()),
-        one["outcome"] + (f": {one['error']}" if one["error"] else ""),
+        ", ".join(f"{name} {_number(term[0])}/{_number(term[1])}" for name, term in part["terms"].items()),
+        part["outcome"] + (f": {part['error']}" if part["error"] else ""),
     )
 
 

@@ -148,9 +148,9 @@ def _unknown_model(name: str) -> ConfigError:
     from pipeline.errors import ConfigError
 
     names = [model.name for model in MODELS]
-    near = [one for one in names if name.lower() in one.lower()]
+    near = [model for model in names if name.lower() in model.lower()]
     near = near if 0 < len(near) < len(names) else get_close_matches(name, names, n=3)
-    rows = [f"    {one.name:20}  {one.layers:2} layers, width {one.dim:,}" for one in MODELS]
+    rows = [f"    {model.name:20}  {model.layers:2} layers, width {model.dim:,}" for model in MODELS]
     meant = f": did you mean {' or '.join(near)}?" if near else ""
     what = "\n".join((f"no ESM-2 model of that name was published{meant}", *rows))
     remedy = f"pipeline weights fetch {near[0] if near else 'NAME'}   (a model of your own: --url URL)"
@@ -205,9 +205,11 @@ def _room_for(out: Path, *, replace: bool) -> Iterator[Path]:
 
 def _say(found: Examined, how: str) -> None:
     """Say in a line what a checkpoint is."""
-    one = found.weights
+    weights = found.weights
     known = {"published": "as published", "unknown": "there is no published digest to compare with"}[found.verdict]
-    typer.echo(f"{one.path}: {how}: ESM-2, {one.layers} layers of width {one.dim:,}, {one.precision}; {known}")
+    typer.echo(
+        f"{weights.path}: {how}: ESM-2, {weights.layers} layers of width {weights.dim:,}, {weights.precision}; {known}"
+    )
 
 
 def _say_how_to_use(target: Path, configured: Path) -> None:
@@ -220,17 +222,17 @@ def _rows(found: Examined) -> list[tuple[str, object]]:
     """Return what is known of a checkpoint, a row each."""
     from pipeline.units import format_bytes
 
-    one = found.weights
+    weights = found.weights
     return [
-        ("form", one.form),
-        ("path", one.path),
-        ("layers", one.layers),
-        ("width", f"{one.dim:,}"),
-        ("heads", one.heads),
+        ("form", weights.form),
+        ("path", weights.path),
+        ("layers", weights.layers),
+        ("width", f"{weights.dim:,}"),
+        ("heads", weights.heads),
         ("parameters", f"{found.parameters:,} (of what encodes)"),
-        ("stored in", one.precision),
-        ("size", format_bytes(one.bytes)),
+        ("stored in", weights.precision),
+        ("size", format_bytes(weights.bytes)),
         *(("SHA-256", f"{digest}  {file}") for file, digest in found.sha256),
         ("published", {"published": "yes, byte for byte", "unknown": "not known"}.get(found.verdict, "NO")),
-        ("in keys", one.digest),
+        ("in keys", weights.digest),
     ]

@@ -43,21 +43,21 @@ def store_table(stats: Sequence[StoreStat]) -> RenderableType:
     now = datetime.now(tz=timezone.utc)
     rows = [
         (
-            one.kind,
-            f"{one.records:,}",
-            format_bytes(one.bytes),
-            format_bytes(one.bytes / one.records) if one.records else "",
-            one.shards,
-            len(one.unreadable),
-            one.index.value,
-            " to ".join(dict.fromkeys(age(now, moment) for moment in (one.newest, one.oldest) if moment)),
+            stat.kind,
+            f"{stat.records:,}",
+            format_bytes(stat.bytes),
+            format_bytes(stat.bytes / stat.records) if stat.records else "",
+            stat.shards,
+            len(stat.unreadable),
+            stat.index.value,
+            " to ".join(dict.fromkeys(age(now, moment) for moment in (stat.newest, stat.oldest) if moment)),
         )
-        for one in stats
+        for stat in stats
     ]
     columns = ("kind", "items", "size", "per item", "files", "unreadable", "index", "age")
     shown = text_table(columns, rows, right="items size per item files unreadable")
-    notes = [f"index {name}: {what}" for name, what in INDEXES.items() if name in {one.index.value for one in stats}]
-    broken = [(one.kind, name, reason) for one in stats for name, reason in one.unreadable]
+    notes = [f"index {name}: {what}" for name, what in INDEXES.items() if name in {stat.index.value for stat in stats}]
+    broken = [(stat.kind, name, reason) for stat in stats for name, reason in stat.unreadable]
     tables: list[RenderableType] = ["", text_table(("kind", "unreadable file", "why"), broken)] if broken else []
     return Group(shown, *notes, *tables)
 
@@ -67,9 +67,9 @@ def recipe_table(recipes: Mapping[str, Sequence[RecipeStat]], undescribed: Mappi
     rows = []
     for kind, known in recipes.items():
         shared = {name for name in known[0].recipe if _alike(known, name)} if len(known) > 1 else set[str]()
-        for one in known:
-            words = (f"{name} {_short(value)}" for name, value in one.recipe.items() if name not in shared)
-            rows.append((kind, f"{one.records:,}", format_bytes(one.bytes), ", ".join(words)))
+        for made in known:
+            words = (f"{name} {_short(value)}" for name, value in made.recipe.items() if name not in shared)
+            rows.append((kind, f"{made.records:,}", format_bytes(made.bytes), ", ".join(words)))
         if count := undescribed.get(kind):
             rows.append((kind, f"{count:,}", "", "recipes that cannot be read: the next run describes its own anew"))
     return text_table(("recipes of", "items", "size", "made with"), rows, right="items size") if rows else ""
@@ -77,13 +77,13 @@ def recipe_table(recipes: Mapping[str, Sequence[RecipeStat]], undescribed: Mappi
 
 def _alike(known: Sequence[RecipeStat], name: str) -> bool:
     """Say whether recipes agree in one choice."""
-    return all(one.recipe.get(name) == known[0].recipe[name] for one in known)
+    return all(made.recipe.get(name) == known[0].recipe[name] for made in known)
 
 
 def _short(value: Any) -> str:
     """Return a choice as people read it; digests by their beginning."""
     if isinstance(value, dict):
-        return "(" + ", ".join(f"{name} {_short(one)}" for name, one in value.items()) + ")"
+        return "(" + ", ".join(f"{name} {_short(part)}" for name, part in value.items()) + ")"
     if isinstance(value, list):
         return ".".join(map(_short, value))
     if value is None or isinstance(value, bool):
@@ -121,22 +121,22 @@ class Holdings:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON data."""
-        recipes = {kind: [asdict(one) for one in known] for kind, known in self.recipes.items()}
+        recipes = {kind: [asdict(entry) for entry in known] for kind, known in self.recipes.items()}
         files, kept_bytes = self.quarantined
         return {
             "root": str(self.root),
             "is_there": self.is_there,
             "kinds": [
-                asdict(one) | {"recipes": recipes[one.kind], "undescribed": self.undescribed.get(one.kind, 0)}
-                for one in self.stats
+                asdict(entry) | {"recipes": recipes[entry.kind], "undescribed": self.undescribed.get(entry.kind, 0)}
+                for entry in self.stats
             ],
-            "missing": [asdict(one) for one in self.missing],
+            "missing": [asdict(entry) for entry in self.missing],
             "not_known": list(self.unknown),
             "last_validation": self.report and self._last_validation(self.report),
             "users": [user.to_json() for user in self.users],
             "quarantine": {"files": files, "bytes": kept_bytes, "kinds": dict(self.quarantine)},
             "under": [str(path) for path in self.under],
-            "left_out": [{"path": one.where, "why": one.what, "remedy": one.remedy} for one in self.left_out],
+            "left_out": [{"path": entry.where, "why": entry.what, "remedy": entry.remedy} for entry in self.left_out],
         }
 
     def _last_validation(self, report: DamageReport) -> dict[str, Any]:
@@ -217,16 +217,16 @@ def cleaning_lines(told: Mapping[str, Any]) -> list[RenderableType]:
     """Show what cleaning would remove, what stays although nobody needs it, and why."""
     shown: list[RenderableType] = []
     if told["dead"]:
-        dead = [
-            (one["kind"], f"{one['items']:,}", format_bytes(one["bytes"]), one["why"], _made(one))
-            for one in told["dead"]
-        ]
-        shown += [text_table(("dead", "items", "size", "because", "made with"), dead, right="items size"), ""]
-    if told["leftovers"]:
         rows = [
+            (dead["kind"], f"{dead['items']:,}", format_bytes(dead["bytes"]), dead["why"], _made(dead))
+            for dead in told["dead"]
+        ]
+        shown += [text_table(("dead", "items", "size", "because", "made with"), rows, right="items size"), ""]
+    if told["leftovers"]:
+        left = [
             (what, f"{files:,}", format_bytes(taken)) for what, (files, taken) in _by_what(told["leftovers"]).items()
         ]
-        shown += [text_table(("left over", "files", "size"), rows, right="files size"), ""]
+        shown += [text_table(("left over", "files", "size"), left, right="files size"), ""]
     shown += [*_staying(told), *(line for note in told["notes"] for line in _note(note))]
     return shown[:-1] if shown and shown[-1] == "" else shown
 
@@ -235,9 +235,9 @@ def _staying(told: Mapping[str, Any]) -> Iterator[str]:
     """Say what stays although nobody needs it."""
     dead: dict[str, tuple[int, int]] = {}
     for kind in told["kinds"]:
-        for fate, one in kind["dead"].items():
+        for fate, entry in kind["dead"].items():
             items, taken = dead.get(fate, (0, 0))
-            dead[fate] = items + one["items"], taken + one["bytes"]
+            dead[fate] = items + entry["items"], taken + entry["bytes"]
     span = _span(told["older_than_s"])
     reasons = {
         "young": f"in files that are younger than {span} (--older-than)",
@@ -248,14 +248,14 @@ def _staying(told: Mapping[str, Any]) -> Iterator[str]:
         items, taken = dead.get(fate, (0, 0))
         if items:
             yield f"stays: {plural(items, 'dead item')}, {format_bytes(taken)}, {why}"
-    for seconds in sorted({one["older_than_s"] for one in told["young"]}):
+    for seconds in sorted({entry["older_than_s"] for entry in told["young"]}):
         option = " (--older-than)" if seconds == told["older_than_s"] else ""
-        young = [one for one in told["young"] if one["older_than_s"] == seconds]
+        young = [entry for entry in told["young"] if entry["older_than_s"] == seconds]
         for what, (files, taken) in _by_what(young).items():
             held = f"{plural(files, 'file')}, {format_bytes(taken)}"
             yield f"stays: {what}: {held}, younger than {_span(seconds)}{option}"
     if told["damaged"]:
-        names = [f"{one['kind']}/{one['shard']}" for one in told["damaged"]]
+        names = [f"{entry['kind']}/{entry['shard']}" for entry in told["damaged"]]
         yield f"stays: cannot be read: {_named(names)}: pipeline cache repair"
     if told["left_alone"]:
         yield f"left alone, not made by this program: {_named(told['left_alone'])}"
@@ -276,15 +276,15 @@ def _note(note: Mapping[str, Any]) -> list[str]:
 def _by_what(files: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, int]]:
     """Count files and bytes by what they are."""
     found: dict[str, tuple[int, int]] = {}
-    for one in files:
-        name = f"{one['what']} of {one['kind']}" if one["kind"] else one["what"]
+    for file in files:
+        name = f"{file['what']} of {file['kind']}" if file["kind"] else file["what"]
         count, taken = found.get(name, (0, 0))
-        found[name] = count + 1, taken + one["bytes"]
+        found[name] = count + 1, taken + file["bytes"]
     return found
 
 
-def _made(one: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {_short(value)}" for name, value in (one["recipe"] or {}).items())
+def _made(dead: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {_short(value)}" for name, value in (dead["recipe"] or {}).items())
 
 
 def _named(names: Iterable[str]) -> str:

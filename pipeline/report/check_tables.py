@@ -50,27 +50,29 @@ class KindTally:
         self.records += checked.judged
         self.whole += len(checked.whole)
         self.listed += len(checked.listed)
-        self.lost += sum(one.lost for one in checked.findings)
-        for one in checked.findings:
-            self.faults[one.fault.value] = self.faults.get(one.fault.value, 0) + 1
+        self.lost += sum(finding.lost for finding in checked.findings)
+        for finding in checked.findings:
+            self.faults[finding.fault.value] = self.faults.get(finding.fault.value, 0) + 1
 
 
 def check_table(kinds: Mapping[str, KindTally]) -> RenderableType:
     """Show what was found in each kind."""
     if not kinds:
         return "empty: nothing was stored yet"
-    listed = any(one.listed for one in kinds.values())  # of records that nobody read, nobody says that they are whole
+    listed = any(
+        tally.listed for tally in kinds.values()
+    )  # of records that nobody read, nobody says that they are whole
     rows = [
         (
             kind,
-            f"{one.shards:,}",
-            format_bytes(one.bytes),
-            f"{one.records:,}",
-            f"{one.listed if listed else one.whole:,}",
-            f"{one.lost:,}",
-            ", ".join(_fault(*fault) for fault in sorted(one.faults.items())) or "nothing",
+            f"{tally.shards:,}",
+            format_bytes(tally.bytes),
+            f"{tally.records:,}",
+            f"{tally.listed if listed else tally.whole:,}",
+            f"{tally.lost:,}",
+            ", ".join(_fault(*fault) for fault in sorted(tally.faults.items())) or "nothing",
         )
-        for kind, one in kinds.items()
+        for kind, tally in kinds.items()
     ]
     columns = ("kind", "shards", "read", "records", "listed" if listed else "whole", "lost", "what is wrong")
     return text_table(columns, rows, right="shards read records listed whole lost")
@@ -78,10 +80,9 @@ def check_table(kinds: Mapping[str, KindTally]) -> RenderableType:
 
 def whole_line(kinds: Mapping[str, KindTally]) -> str:
     """Say that nothing is wrong, and with how much."""
-    records, listed = (sum(getattr(one, name) for one in kinds.values()) for name in ("records", "listed"))
-    files = plural(sum(one.shards for one in kinds.values()), "file")
-    unread = "   (--full reads the records, too)" if listed else ""
-    return f"nothing is wrong: {plural(records, 'record')} in {files}{unread}"
+    records, files = (sum(tally.records for tally in kinds.values()), sum(tally.shards for tally in kinds.values()))
+    unread = "   (--full reads the records, too)" if any(tally.listed for tally in kinds.values()) else ""
+    return f"nothing is wrong: {plural(records, 'record')} in {plural(files, 'file')}{unread}"
 
 
 def _fault(fault: str, count: int) -> str:
@@ -93,7 +94,7 @@ def mend_table(mends: Sequence[Mend], more: int) -> list[RenderableType]:
     """Show what would be done about each shard, the first of them."""
     if not mends:
         return []
-    rows = [(one.kind, one.shard or "(index)", one.why, one.salvaged, _lost(one), _fate(one)) for one in mends]
+    rows = [(mend.kind, mend.shard or "(index)", mend.why, mend.salvaged, _lost(mend), _fate(mend)) for mend in mends]
     columns = ("kind", "file", "what is wrong", "salvaged", "lost", "what becomes of it")
     shown: list[RenderableType] = [text_table(columns, rows, right="salvaged lost")]
     return [*shown, f"… and {plural(more, 'file')} more (--json names all)"] if more else shown
@@ -104,7 +105,7 @@ def mended_table(kinds: Mapping[str, Repaired]) -> list[RenderableType]:
     if not kinds:
         return []
     columns = ("kind", "put into quarantine", "left alone", "salvaged", "lost")
-    rows = [(kind, *_counts(one.quarantined, one.stay, one.salvaged, one.lost)) for kind, one in kinds.items()]
+    rows = [(kind, *_counts(done.quarantined, done.stay, done.salvaged, done.lost)) for kind, done in kinds.items()]
     return [text_table(columns, rows, right=" ".join(columns[1:]))]
 
 
@@ -148,14 +149,14 @@ def compact_table(kinds: Sequence[Compacted], *, did: bool) -> RenderableType:
     """Show what compaction does for each kind."""
     rows = [
         (
-            one.kind,
-            f"{one.shards:,}",
-            f"{len(one.small):,}",
-            f"{one.records:,}",
-            format_bytes(one.size_bytes),
-            _after(one, did),
+            kind.kind,
+            f"{kind.shards:,}",
+            f"{len(kind.small):,}",
+            f"{kind.records:,}",
+            format_bytes(kind.size_bytes),
+            _after(kind, did),
         )
-        for one in kinds
+        for kind in kinds
     ]
     columns = ("kind", "files", "small", "records in them", "size", "after" if did else "what would be done")
     return text_table(columns, rows, right="files small records size")
@@ -163,14 +164,14 @@ def compact_table(kinds: Sequence[Compacted], *, did: bool) -> RenderableType:
 
 def compacted_line(kinds: Sequence[Compacted]) -> str:
     """Say in all what a compaction did."""
-    before, after = sum(one.shards for one in kinds), sum(one.after for one in kinds)
-    return f"{plural(before, 'file')} became {after:,}" if any(one.gone for one in kinds) else "nothing was changed"
+    before, after = sum(kind.shards for kind in kinds), sum(kind.after for kind in kinds)
+    return f"{plural(before, 'file')} became {after:,}" if any(kind.gone for kind in kinds) else "nothing was changed"
 
 
-def _after(one: Compacted, did: bool) -> str:  # noqa: FBT001 - a fact about the table
+def _after(kind: Compacted, did: bool) -> str:  # noqa: FBT001 - a fact about the table
     """Say what became, or would become, of the small files of a kind."""
-    if not one.small:
+    if not kind.small:
         return "nothing to do"
-    damaged = f"; {plural(len(one.damaged), 'damaged file')} left alone" if one.damaged else ""
-    taken = f"; {plural(len(one.taken), 'file')} gone meanwhile" if one.taken else ""
-    return f"{plural(one.after, 'file')}{damaged}{taken}" if did else "small files made into few"
+    damaged = f"; {plural(len(kind.damaged), 'damaged file')} left alone" if kind.damaged else ""
+    taken = f"; {plural(len(kind.taken), 'file')} gone meanwhile" if kind.taken else ""
+    return f"{plural(kind.after, 'file')}{damaged}{taken}" if did else "small files made into few"

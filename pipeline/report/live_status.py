@@ -142,19 +142,18 @@ class DownloadBars(LiveBars):
         self._name = name
 
     def show(self, progress: DownloadProgress) -> None:
-        """Show how far it is, and how long it will take."""
-        line = f"{format_bytes(progress.bytes)}, {format_bytes(progress.rate)}/s"
-        if progress.total is not None:
-            left = (progress.total - progress.bytes) / max(progress.rate, 1e-9)
-            ends = f", {format_seconds(left)} left" if left else ""
-            line = f"{format_bytes(progress.bytes)} of {format_bytes(progress.total)}, "
-            line += f"{format_bytes(progress.rate)}/s{ends}"
-        self._update(self._name, progress.bytes, progress.total, line, now=progress.bytes == progress.total)
+        """Show how far it is."""
+        is_whole = progress.bytes == progress.total
+        self._update(self._name, progress.bytes, progress.total, download_words(progress), now=is_whole)
 
 
-EVERY_S = 2.0
-GLANCE_S = 0.2  # how soon a terminal's new size is seen
-CHANGES = 30  # by which a pace is told
+def download_words(progress: DownloadProgress) -> str:
+    """Say how far a download is, and how long it will take."""
+    if progress.total is None:
+        return f"{format_bytes(progress.bytes)}, {format_bytes(progress.rate)}/s"
+    left_s = (progress.total - progress.bytes) / max(progress.rate, 1e-9)
+    ends = f", {format_seconds(left_s)} left" if left_s else ""
+    return f"{format_bytes(progress.bytes)} of {format_bytes(progress.total)}, {format_bytes(progress.rate)}/s{ends}"
 
 
 class PaceMeter:

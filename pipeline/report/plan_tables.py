@@ -53,38 +53,39 @@ def _main(plan: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _verdict(plan: Mapping[str, Any]) -> Iterator[str]:
     """Say in a few lines what will be done."""
-    one = _main(plan)
-    cards = ", ".join(one["cards"])
-    where = cards if one["ranks"] == 1 else f"{one['ranks']} x {cards}"
+    chosen = _main(plan)
+    cards = ", ".join(chosen["cards"])
+    where = cards if chosen["ranks"] == 1 else f"{chosen['ranks']} x {cards}"
     yield f"train: {plan['task']}, {plural(plan['items'], 'item')}, {plan['parameters']:,} parameters on {where}"
-    total, limit = one["total"]["value"], one["limit_bytes"]
+    total, limit = chosen["total"]["value"], chosen["limit_bytes"]
     yield (
         f"  fits: {format_bytes(total)} of the {format_bytes(limit)} that torch may have there ({total / limit:.0%}), "
-        f"with a probability of {one['probability']['value']:.0%} ({one['probability']['origin']})"
+        f"with a probability of {chosen['probability']['value']:.0%} ({chosen['probability']['origin']})"
     )
-    if one["batch"] > plan["items"]:
-        yield f"  there are only {plan['items']:,} items: a step has them all, not {one['batch']:,}"
-    step = min(one["batch"], plan["items"])
+    if chosen["batch"] > plan["items"]:
+        yield f"  there are only {plan['items']:,} items: a step has them all, not {chosen['batch']:,}"
+    step = min(chosen["batch"], plan["items"])
     yield (
-        f"  a step of {step} items is {one['accumulation_mean']:.1f} micro-batches a GPU, at most "
-        f"{one['accumulation_most']}; a micro-batch is {one['items_median']:g} items, at most {one['items_most']}"
+        f"  a step of {step} items is {chosen['accumulation_mean']:.1f} micro-batches a GPU, at most "
+        f"{chosen['accumulation_most']}; a micro-batch is {chosen['items_median']:g} items, "
+        f"at most {chosen['items_most']}"
     )
-    yield f"  micro-batches are not larger because {one['filled']}"
-    if one["remedies"]:
-        yield f"  saves memory by {' and '.join(one['remedies'])}"
-    if one["allocator"]["settings"]:
-        yield f"  PYTORCH_CUDA_ALLOC_CONF={one['allocator']['settings']}"
-    yield from _oversize(one)
+    yield f"  micro-batches are not larger because {chosen['filled']}"
+    if chosen["remedies"]:
+        yield f"  saves memory by {' and '.join(chosen['remedies'])}"
+    if chosen["allocator"]["settings"]:
+        yield f"  PYTORCH_CUDA_ALLOC_CONF={chosen['allocator']['settings']}"
+    yield from _oversize(chosen)
 
 
-def _oversize(one: Mapping[str, Any]) -> Iterator[str]:
+def _oversize(chosen: Mapping[str, Any]) -> Iterator[str]:
     """Name the items that are left out or cut."""
-    items = one["oversize"]
+    items = chosen["oversize"]
     if items:
         named = ", ".join(item["id"] for item in items[:NAMED])
         yield f"  {plural(len(items), 'item')} too large for any plan, such as {named}: left out or cropped"
-    if one["crop"]:
-        yield f"  items are cropped to {', '.join(f'{most:,} {name}' for name, most in one['crop'].items())}"
+    if chosen["crop"]:
+        yield f"  items are cropped to {', '.join(f'{most:,} {name}' for name, most in chosen['crop'].items())}"
 
 
 def _stages(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
@@ -95,39 +96,43 @@ def _stages(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
     rows = [
         (
             name,
-            f"{one['items_median']:g}",
-            str(one["items_most"]),
-            f"{one['accumulation_mean']:.1f}",
-            format_bytes(one["live"]["value"]),
-            format_bytes(one["total"]["value"]),
-            format_seconds(one["epoch_s"]["value"]),
+            f"{chosen['items_median']:g}",
+            str(chosen["items_most"]),
+            f"{chosen['accumulation_mean']:.1f}",
+            format_bytes(chosen["live"]["value"]),
+            format_bytes(chosen["total"]["value"]),
+            format_seconds(chosen["epoch_s"]["value"]),
         )
-        for name, one in plan["plans"].items()
+        for name, chosen in plan["plans"].items()
     ]
     yield text_table(columns, rows, right=" ".join(columns[1:]) + " most")
 
 
 def _components(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
     """Show what the memory at the peak of a step is for."""
-    one = _main(plan)
-    live = sum(part["bytes"] for part in one["parts"])
-    rows = [(label, format_bytes(count), f"{count / live:.1%}", origin) for label, count, origin in _parts(one, live)]
-    rows.append(("live at the peak of a step", format_bytes(live), "100.0%", one["live"]["origin"]))
+    chosen = _main(plan)
+    live = sum(part["bytes"] for part in chosen["parts"])
+    rows = [
+        (label, format_bytes(count), f"{count / live:.1%}", origin) for label, count, origin in _parts(chosen, live)
+    ]
+    rows.append(("live at the peak of a step", format_bytes(live), "100.0%", chosen["live"]["origin"]))
     if plan["evaluation_bytes"] is not None:
         rows.append(
-            ("  (evaluating such a micro-batch)", format_bytes(plan["evaluation_bytes"]), "", one["live"]["origin"])
+            ("  (evaluating such a micro-batch)", format_bytes(plan["evaluation_bytes"]), "", chosen["live"]["origin"])
         )
-    rows.append(("held by torch's allocator", format_bytes(one["reserved"]["value"]), "", one["reserved"]["origin"]))
-    factor = f"margin x {one['margin']['factor']:.3f}"
-    rows.append((f"with the {factor}", format_bytes(one["total"]["value"]), "", one["margin"]["origin"]))
+    rows.append(
+        ("held by torch's allocator", format_bytes(chosen["reserved"]["value"]), "", chosen["reserved"]["origin"])
+    )
+    factor = f"margin x {chosen['margin']['factor']:.3f}"
+    rows.append((f"with the {factor}", format_bytes(chosen["total"]["value"]), "", chosen["margin"]["origin"]))
     yield text_table(("component", "memory", "share", "from"), rows, right="memory share")
 
 
-def _parts(one: Mapping[str, Any], live: int) -> Iterator[tuple[str, int, str]]:
+def _parts(chosen: Mapping[str, Any], live: int) -> Iterator[tuple[str, int, str]]:
     """Yield the components, the largest activations by module, small ones together."""
-    origin = one["live"]["origin"]
+    origin = chosen["live"]["origin"]
     groups: dict[str, list[tuple[str, int]]] = defaultdict(list)
-    for part in one["parts"]:
+    for part in chosen["parts"]:
         groups[part["category"]].append((part["name"], part["bytes"]))
     for category, parts in groups.items():
         told = sorted(parts, key=lambda part: -part[1])
@@ -149,13 +154,13 @@ def _configurations(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
     columns = ("items x micro-batches", "live", "held", "total", *cards)
     rows = [
         (
-            f"{one['items']} x {one['accumulation']}",
-            format_bytes(one["live"]["value"]),
-            format_bytes(one["reserved"]["value"]),
-            format_bytes(one["total"]["value"]),
-            *("fits" if one["fits"][card] else "-" for card in cards),
+            f"{configuration['items']} x {configuration['accumulation']}",
+            format_bytes(configuration["live"]["value"]),
+            format_bytes(configuration["reserved"]["value"]),
+            format_bytes(configuration["total"]["value"]),
+            *("fits" if configuration["fits"][card] else "-" for card in cards),
         )
-        for one in plan["configurations"]
+        for configuration in plan["configurations"]
     ]
     yield text_table(columns, rows, right="live held total")
 
@@ -185,27 +190,27 @@ def _alternatives(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
         return
     rows = [
         (
-            one["offer"],
-            f"{one['gpu_hours']:.3g}" if one["gpu_hours"] is not None else "",
-            format_seconds(3600 * one["hours"]) if one["hours"] is not None else "",
-            format_seconds(one["waits_s"]) if one["waits_s"] is not None else "",
-            ", ".join(one["remedies"]) or one["why"] or "as it is",
+            alternative["offer"],
+            f"{alternative['gpu_hours']:.3g}" if alternative["gpu_hours"] is not None else "",
+            format_seconds(3600 * alternative["hours"]) if alternative["hours"] is not None else "",
+            format_seconds(alternative["waits_s"]) if alternative["waits_s"] is not None else "",
+            ", ".join(alternative["remedies"]) or alternative["why"] or "as it is",
         )
-        for one in plan["alternatives"]
+        for alternative in plan["alternatives"]
     ]
     yield text_table(("alternative", "GPU-hours", "takes", "waits", "how"), rows, right="GPU-hours takes waits")
 
 
 def _job(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
     """Show what a job asks for, and where its memory goes."""
-    one, job, host = _main(plan), plan["job"], plan["host"]
+    chosen, job, host = _main(plan), plan["job"], plan["host"]
     rows = [(part["name"], format_bytes(part["bytes"]), part["origin"], part["why"]) for part in host["parts"]]
     each = f"{plural(job['gpus'], 'GPU')}, {plural(job['cpus'], 'cpu')}, --mem {format_bytes(host['mem_bytes'])}"
     yield f"job: {plural(job['nodes'], 'node')}, each with {each}"
     yield f"  --mem: {host['why']}"
     yield (
-        f"  an epoch takes about {format_seconds(one['epoch_s']['value'])}, all {format_seconds(plan['train_s'])} "
-        f"({one['epoch_s']['origin']}), {one['gpu_hours']['value']:.3g} GPU-hours; "
+        f"  an epoch takes about {format_seconds(chosen['epoch_s']['value'])}, all {format_seconds(plan['train_s'])} "
+        f"({chosen['epoch_s']['origin']}), {chosen['gpu_hours']['value']:.3g} GPU-hours; "
         f"a job may take {format_seconds(job['time_s'])}"
     )
     yield text_table(("host memory", "a node", "from", ""), rows, right="node")
@@ -217,15 +222,15 @@ def _probes(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
         return
     rows = [
         (
-            one["card"],
-            one["outcome"],
-            format_bytes(one["predicted_bytes"]),
-            format_bytes(one["measured_bytes"]) if one["measured_bytes"] else "",
-            f"{one['ratio']:.3f}" if one["measured_bytes"] else "",
-            f"{one['step_s']:.3g} s" if one["step_s"] else "",
-            one["why"] or one["log"],
+            probe["card"],
+            probe["outcome"],
+            format_bytes(probe["predicted_bytes"]),
+            format_bytes(probe["measured_bytes"]) if probe["measured_bytes"] else "",
+            f"{probe['ratio']:.3f}" if probe["measured_bytes"] else "",
+            f"{probe['step_s']:.3g} s" if probe["step_s"] else "",
+            probe["why"] or probe["log"],
         )
-        for one in plan["probed"]
+        for probe in plan["probed"]
     ]
     yield text_table(
         ("probe", "outcome", "predicted", "measured", "ratio", "step", ""), rows, right="predicted measured ratio step"
@@ -234,10 +239,12 @@ def _probes(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
 
 def _words(plan: Mapping[str, Any]) -> Iterator[str]:
     """Say how far to trust the plan, and what the linter found."""
-    one = _main(plan)
+    chosen = _main(plan)
     if plan["ignores_sizes"]:
         yield "warning: memory does not grow with the sizes: does example() make batches as large as it is told to?"
-    notes: Sequence[str] = list(dict.fromkeys((one["margin"]["why"], *one["notes"], *one["allocator"]["notes"])))
+    notes: Sequence[str] = list(
+        dict.fromkeys((chosen["margin"]["why"], *chosen["notes"], *chosen["allocator"]["notes"]))
+    )
     yield from (f"note: {note}" for note in notes)
     for found in plan["findings"]:
         yield f"{found['severity']}: {found['what']}: {found['why']}"

@@ -14,7 +14,7 @@ import pytest
 from pipeline.encoder.checkpoints import checkpoint_files
 from pipeline.encoder.checkpoints.checkpoint_files import Published
 from pipeline.encoder.checkpoints.download import DownloadProgress
-from pipeline.report.cache_tables import said
+from pipeline.report.live_status import download_words
 from tests.command import Command
 from tests.encoder.checkpoints import file_server as web
 from tests.encoder.checkpoints.file_server import File, Server
@@ -255,7 +255,7 @@ def test_a_terminal_gets_a_bar(pipeline: Command, served, monkeypatch):
     ],
 )
 def test_progress_without_a_terminal_is_a_sentence(progress, words):
-    assert said(progress) == words
+    assert download_words(progress) == words
 
 
 def test_a_captive_portal_is_named(pipeline: Command, served):

@@ -71,10 +71,12 @@ class ReplayResult:
         """Say whether a loss or a gradient is not finite."""
         assert self.rerun is not None
         norm = self.rerun.norm
-        return bool(self._results("not finite") or self.rerun.gradients or (norm is not None and not _finite(norm)))
+        return bool(
+            self._results("not finite") or self.rerun.gradients or (norm is not None and not math.isfinite(norm))
+        )
 
     def _results(self, outcome: str) -> list[PartResult]:
-        return [one for one in self.rerun.results if one.outcome.value == outcome] if self.rerun else []
+        return [result for result in self.rerun.results if result.outcome.value == outcome] if self.rerun else []
 
     @property
     def verdict(self) -> str:
@@ -115,12 +117,12 @@ class ReplayResult:
         assert self.rerun is not None
         rerun, limit = self.rerun, int(self.bundle.plan["limit_bytes"])
         if not rerun.is_counted:
-            grown = max((one.grown_bytes for one in rerun.results), default=0)
+            grown = max((result.grown_bytes for result in rerun.results), default=0)
             said = (
                 f"this machine has room for it; nobody counts tensors here, the process grew by {format_bytes(grown)}"
             )
             return f"{said}; {self.traced.words()}" if self.traced else said
-        peak = max((one.peak_bytes for one in rerun.results), default=0)
+        peak = max((result.peak_bytes for result in rerun.results), default=0)
         taken = f"{format_bytes(rerun.reserved_bytes)} reserved and {format_bytes(peak)} live at the peak"
         if rerun.reserved_bytes > limit:
             return f"this device has room for it: {taken}; the limit of the run's was {format_bytes(limit)}, too little"
@@ -192,15 +194,11 @@ def _plain(result: PartResult) -> dict[str, Any]:
 
 def _worded(value: Any) -> Any:
     """Return JSON data that every reader takes: what is not finite as text."""
-    if isinstance(value, float) and not _finite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {name: _worded(one) for name, one in value.items()}
-    return [_worded(one) for one in value] if isinstance(value, list | tuple) else value
-
-
-def _finite(value: float) -> bool:
-    return math.isfinite(value)
+        return {name: _worded(part) for name, part in value.items()}
+    return [_worded(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def _names(ids: Sequence[str]) -> str:

@@ -172,7 +172,6 @@ def _job(case: ReplayCase, work: Work, device: str) -> Job:
 
 
 def _choice(prepared: Prepared, rung: int = 0) -> MemoryChoice:
-
     from pipeline.memory.footprint import MemoryChoice
 
     return MemoryChoice(

@@ -189,8 +189,8 @@ def _plain(marked: Marked) -> dict[str, Any]:
     }
 
 
-def _plain_leftover(one: LeftoverFile) -> dict[str, Any]:
-    return {"path": str(one.path), "what": one.what.value, "kind": one.kind, "bytes": one.bytes}
+def _plain_leftover(leftover: LeftoverFile) -> dict[str, Any]:
+    return {"path": str(leftover.path), "what": leftover.what.value, "kind": leftover.kind, "bytes": leftover.bytes}
 
 
 def foresee_cleaning(
@@ -369,17 +369,19 @@ def _described_to_some_purpose(cleaning: Cleaning) -> Live:
 def _find_leftovers(cleaning: Cleaning) -> None:
     """Find what holds no records and is old enough; lists of keys are wanted for some time."""
     found, asked = find_leftovers(cleaning.cache), cleaning.asked
-    old = [cleaning.now - one.since > asked.grace_of(one.what) for one in found.leftovers]
-    cleaning.leftovers = tuple(one for one, goes in zip(found.leftovers, old, strict=True) if goes)
+    old = [cleaning.now - leftover.since > asked.grace_of(leftover.what) for leftover in found.leftovers]
+    cleaning.leftovers = tuple(leftover for leftover, goes in zip(found.leftovers, old, strict=True) if goes)
     cleaning.young = tuple(
-        one for one, goes in zip(found.leftovers, old, strict=True) if not goes and one.what is not Left.MEMORY
+        leftover
+        for leftover, goes in zip(found.leftovers, old, strict=True)
+        if not goes and leftover.what is not Left.MEMORY
     )
     cleaning.foreign = found.foreign
 
 
 def _refuse_unwritable(cleaning: Cleaning) -> None:
     """Raise where this user may not remove what is to go."""
-    folders = {one.path.parent for one in cleaning.leftovers}
+    folders = {leftover.path.parent for leftover in cleaning.leftovers}
     for kind, marked in cleaning.marked.items():
         if marked.of(Fate.GOES, Fate.REWRITTEN):
             folders.add(cleaning.cache.own(kind).layout.shards)
@@ -392,10 +394,10 @@ def _refuse_unwritable(cleaning: Cleaning) -> None:
 def carry_out(cleaning: Cleaning) -> Iterator[Removed]:
     """Remove what was foreseen, and yield what has gone; stop when anybody begins to use the cache meanwhile."""
     cache, check = cleaning.cache, partial(_refuse_newcomers, cleaning)
-    for one in cleaning.leftovers:
+    for leftover in cleaning.leftovers:
         check()
-        remove(cache.disk, one.path)
-        yield Removed(str(one.path.relative_to(cache.root)), one.bytes)
+        remove(cache.disk, leftover.path)
+        yield Removed(str(leftover.path.relative_to(cache.root)), leftover.bytes)
     for kind, marked in cleaning.marked.items():
         for swept in sweep(cache.own(kind), marked, cleaning.live[kind], settle_s=cleaning.settle_s, check=check):
             yield Removed(f"{kind}/shards/{swept.shard}", swept.bytes, swept.stays)

@@ -80,34 +80,34 @@ def _planned_bytes(project: Project, stage: Stage, folder: RunFolder) -> int | N
 
 def used(stage: StageStatus, config: Config, thought: MemoryOutlook) -> StageUse:
     """Return what a stage has used."""
-    ended = [one for task in stage.work.values() for one in task.ended]
+    ended = [attempt for task in stage.work.values() for attempt in task.ended]
     jobs = stage.jobs
-    peaks = [one.peak_rss_bytes for one in ended if one.peak_rss_bytes]
-    took = [one.elapsed_s for one in ended if one.elapsed_s > 0]
-    limit = max((one.ask.time_s for one in ended), default=0) or None
-    done = [one for one in ended if one.cause is Cause.DONE]
+    peaks = [attempt.peak_rss_bytes for attempt in ended if attempt.peak_rss_bytes]
+    took = [attempt.elapsed_s for attempt in ended if attempt.elapsed_s > 0]
+    limit = max((attempt.ask.time_s for attempt in ended), default=0) or None
+    done = [attempt for attempt in ended if attempt.cause is Cause.DONE]
     first = next(iter(jobs.values()), None)
     return StageUse(
         stage=stage.name,
         tasks=sum(not task.split for task in stage.work.values()),
         attempts=len(ended),
-        items=sum(one.done for one in done),
-        causes=dict(Counter(one.cause.value for one in ended)),
+        items=sum(attempt.done for attempt in done),
+        causes=dict(Counter(attempt.cause.value for attempt in ended)),
         cpus=first.cpus if first else 1,
         gpus=first.gpus if first else 0,
-        asked_bytes=max((one.ask.mem_bytes for one in ended), default=0) or None,
+        asked_bytes=max((attempt.ask.mem_bytes for attempt in ended), default=0) or None,
         first_bytes=_asked(ended) or None,
         peak_bytes=max(peaks, default=None),
         median_peak_bytes=int(median(peaks)) if peaks else None,
-        mem_used=_share((one.peak_rss_bytes, one.ask.mem_bytes, one.elapsed_s) for one in ended),
-        cpu_used=_share((one.cpu_s, _cpus(jobs.get(one.job)) * one.elapsed_s, 1.0) for one in ended),
+        mem_used=_share((attempt.peak_rss_bytes, attempt.ask.mem_bytes, attempt.elapsed_s) for attempt in ended),
+        cpu_used=_share((attempt.cpu_s, _cpus(jobs.get(attempt.job)) * attempt.elapsed_s, 1.0) for attempt in ended),
         limit_s=limit,
         longest_s=max(took, default=None),
         median_s=median(took) if took else None,
         time_used=max(took) / limit if took and limit else None,
-        gpu_peak_bytes=max((one.gpu_peak_bytes for one in ended if one.gpu_peak_bytes), default=None),
-        items_per_s=_share((one.done, one.elapsed_s, 1.0) for one in done),
-        core_hours=sum(_cpus(jobs.get(one.job)) * one.elapsed_s for one in ended) / 3600,
+        gpu_peak_bytes=max((attempt.gpu_peak_bytes for attempt in ended if attempt.gpu_peak_bytes), default=None),
+        items_per_s=_share((attempt.done, attempt.elapsed_s, 1.0) for attempt in done),
+        core_hours=sum(_cpus(jobs.get(attempt.job)) * attempt.elapsed_s for attempt in ended) / 3600,
         planned_bytes=thought.planned_bytes,
         why=first.why if first else "",
         suggested=tuple(_suggestions(stage.name, config, ended, jobs, thought)),
@@ -134,13 +134,13 @@ def _suggestions(
     found = []
     if thought.mem is not None and thought.mem.tasks:
         found.append(Suggested(f"{key}.mem", _asked(ended), thought.mem.mem_bytes, thought.mem.why))
-    if (longest := max((one.elapsed_s for one in ended), default=0.0)) > 0:
+    if (longest := max((attempt.elapsed_s for attempt in ended), default=0.0)) > 0:
         time_s = max(1, ceil(TIME_MARGIN * longest / TIME_STEP_S)) * TIME_STEP_S
         found.append(Suggested(f"{key}.time", int(resources.time), time_s, _why_time(longest)))
     if (cores := _cores(ended, jobs)) and cores < resources.cpus:
         why = f"the busiest task kept {cores} of {resources.cpus} busy"
         found.append(Suggested(f"{key}.cpus", resources.cpus, cores, why))
-    return [one for one in found if one.value != one.was]
+    return [attempt for attempt in found if attempt.value != attempt.was]
 
 
 def _why_time(longest_s: float) -> str:
@@ -149,16 +149,16 @@ def _why_time(longest_s: float) -> str:
 
 def _asked(ended: Sequence[Attempt]) -> int:
     """Return what first attempts were given."""
-    return max((one.ask.mem_bytes for one in ended if one.number == 1), default=0)
+    return max((attempt.ask.mem_bytes for attempt in ended if attempt.number == 1), default=0)
 
 
 def _cores(ended: Sequence[Attempt], jobs: dict[str, StageJob]) -> int | None:
     """Return how many cores are enough, where less than half of the time of those there were was used."""
-    telling = [one for one in ended if one.cpu_s is not None and one.elapsed_s >= TELLING_S]
-    share = _share((one.cpu_s, _cpus(jobs.get(one.job)) * one.elapsed_s, 1.0) for one in telling)
+    telling = [attempt for attempt in ended if attempt.cpu_s is not None and attempt.elapsed_s >= TELLING_S]
+    share = _share((attempt.cpu_s, _cpus(jobs.get(attempt.job)) * attempt.elapsed_s, 1.0) for attempt in telling)
     if share is None or share >= SPARE_CPUS:
         return None
-    return max(1, ceil(max((one.cpu_s or 0.0) / one.elapsed_s for one in telling)))
+    return max(1, ceil(max((attempt.cpu_s or 0.0) / attempt.elapsed_s for attempt in telling)))
 
 
 DEFAULT = "default"

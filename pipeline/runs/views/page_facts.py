@@ -203,8 +203,10 @@ class WorkOverTime:
 
 def span_of(status: RunStatus, now: float) -> tuple[float, float]:
     """Return when a run began, and when it ended or what time it is."""
-    begun = status.started_at or min((one.started_at for one in status.stages.values()), default=now)
-    ends = [one.ended_at for stage in status.stages.values() for task in stage.work.values() for one in task.ended]
+    begun = status.started_at or min((attempt.started_at for attempt in status.stages.values()), default=now)
+    ends = [
+        attempt.ended_at for stage in status.stages.values() for task in stage.work.values() for attempt in task.ended
+    ]
     last = max([status.ended_at, *(stage.ended_at for stage in status.stages.values()), *ends], default=0.0)
     end = max(last, begun) if status.ended_at else now
     return begun, max(end, begun + 1e-3)
@@ -234,9 +236,9 @@ def running_over_time(status: RunStatus, begun: float, end: float) -> dict[str, 
 def _times(stage: StageStatus, now: float) -> Iterator[tuple[float, float]]:
     """Yield when each attempt at a task of a stage began and ended, as far as that is known."""
     for task in stage.work.values():
-        for one in task.ended:
-            if one.ended_at and one.elapsed_s > 0:
-                yield one.ended_at - one.elapsed_s, one.ended_at
+        for attempt in task.ended:
+            if attempt.ended_at and attempt.elapsed_s > 0:
+                yield attempt.ended_at - attempt.elapsed_s, attempt.ended_at
         word = task.word
         if task.job is not None and word.began:  # nobody has judged it yet, or nobody will: of a run that was stopped
             yield word.began, word.at if word.finished or word.exit_code is not None else now
@@ -248,9 +250,9 @@ def failures_over_time(status: RunStatus, begun: float, end: float) -> list[Fail
     counted = Counter[tuple[str, str, int]]()
     for stage in status.in_order():
         for task in stage.work.values():
-            for one in task.ended:
-                if one.cause is not Cause.DONE and one.ended_at:
-                    counted[stage.name, one.cause.value, int((one.ended_at - begun) / width)] += 1
+            for attempt in task.ended:
+                if attempt.cause is not Cause.DONE and attempt.ended_at:
+                    counted[stage.name, attempt.cause.value, int((attempt.ended_at - begun) / width)] += 1
     return [
         FailuresAt(stage, cause, begun + (place + 0.5) * width, times)
         for (stage, cause, place), times in sorted(counted.items())

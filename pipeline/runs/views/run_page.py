@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
-import secrets
 import socket
 import time
 from contextlib import suppress
@@ -20,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeline.config.load import from_resolved
 from pipeline.errors import ConfigError, PipelineError
+from pipeline.files import write_whole
 from pipeline.journal.active_runs import SeenRun, run_as_shown
 from pipeline.journal.ledger import LedgerReader
 from pipeline.journal.run_status import RunStatus
@@ -155,15 +154,7 @@ def _hear(reader: LedgerReader, page: Page, status: RunStatus) -> None:
 
 def write_page(path: Path, text: str) -> None:
     """Write a page aside and move it into place; it names files and people, so it is the user's alone."""
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-    try:
-        file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(file, "w", encoding="utf-8", errors="backslashreplace") as out:
-            out.write(text)
-        partial.replace(path)
-    finally:
-        with suppress(OSError):
-            partial.unlink()
+    write_whole(path, text.encode(errors="backslashreplace"), mode=0o600)
 
 
 def write_page_where_asked(path: Path, text: str) -> None:
