@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import PipelineError
-from pipeline.memory.planning.memory_plan import Filled
+from pipeline.memory.planning.memory_plan import MicroBatchLimit
 from tests.memory.planning.planned import BATCH, Ground, epoch, fewer_cuts, limits, one_more, sampler_under
 from tests.zoo import Member
 
@@ -43,7 +43,9 @@ def told(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "ooms": sum(row["ooms"] for row in done),
         "with_ooms": [[row["member"], row["limit"]] for row in done if row["ooms"]],
         "used_80": sum(row["used"] >= USED for row in done),
-        "below_80_whole_share": sum(row["why"] == Filled.WHOLE_SHARE.value for row in done if row["used"] < USED),
+        "below_80_whole_share": sum(
+            row["why"] == MicroBatchLimit.WHOLE_SHARE.value for row in done if row["used"] < USED
+        ),
         "below_80_one_more_fits": sum(bool(row["one_more_fits"]) for row in done if row["used"] < USED),
         "below_80_one_more_does_not_fit": [
             [row["member"], row["limit"], row["used"]]
@@ -94,7 +96,7 @@ def _row(ground: Ground, limit: int) -> dict[str, Any]:
         "one_more_fits": None,
         "fewer_cuts_fit": None,
     }
-    if row["used"] < USED and made.filled is not Filled.WHOLE_SHARE:
+    if row["used"] < USED and made.filled is not MicroBatchLimit.WHOLE_SHARE:
         row |= {
             "one_more_fits": one_more(ground, made, trained, limit),
             "fewer_cuts_fit": fewer_cuts(ground, made, limit),

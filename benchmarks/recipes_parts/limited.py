@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.recipes_parts.bench import NAMES, Bench, Trained, cuts_of, train
 from pipeline.errors import PipelineError
 from pipeline.memory.footprint import MemoryChoice, Oracle, live_peak_bytes
-from pipeline.memory.planning.memory_plan import DataSizes, Filled, MemoryPlan
+from pipeline.memory.planning.memory_plan import DataSizes, MemoryPlan, MicroBatchLimit
 from pipeline.memory.planning.planner import plan_memory
 from pipeline.protocol import ITEMS
 from pipeline.runs.model.training_work import cutter, host_card
@@ -158,7 +158,7 @@ def _row(bench: Bench, case: Case, oracle: Oracle, limit: int, *, must_refuse: b
     trained = train(bench, made.choice, steps, limit)
     row |= _figures(made, trained, limit)
     row |= {"planned_s": round(planned_s, 2), "trained_s": round(time.perf_counter() - start, 2)}
-    if row["used"] < USED and made.filled is not Filled.WHOLE_SHARE:
+    if row["used"] < USED and made.filled is not MicroBatchLimit.WHOLE_SHARE:
         row["one_more_fits"] = one_more(bench, made, steps[trained.worst], limit)
     print(
         f"{bench.name:18}{case.label:24}{limit:14,}{trained.ooms:4} OOMs{row['used']:8.1%}{row['predicted']:8.1%}"

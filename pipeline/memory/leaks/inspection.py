@@ -23,8 +23,8 @@ from pipeline.memory.leaks.referrers import (
     ReferrerSearch,
     all_containers,
     calling_site,
+    code_line,
     container_lengths,
-    place,
     site_text,
     traced_site,
 )
@@ -198,7 +198,7 @@ class InspectionWindow:
             if difference.size_diff > 0 and site:
                 gained[site] += difference.size_diff
         steps, most = self._look.step - 1, gained.most_common(_MOST_SITES)
-        return [Leftover(size / steps, ("Python objects",), (place(*site),), "") for site, size in most]
+        return [Leftover(size / steps, ("Python objects",), (code_line(*site),), "") for site, size in most]
 
 
 def _newest(container: Any, count: int) -> list[Any]:
@@ -241,7 +241,7 @@ class _Weighed:
             seen.add(id(thing))
             site = traced_site(traced)
             if site and not issubclass(type(thing), torch.Tensor):  # what it stores is counted elsewhere
-                self.count(_kind(thing), sys.getsizeof(thing), place(*site))
+                self.count(_kind(thing), sys.getsizeof(thing), code_line(*site))
             waiting.extend(gc.get_referents(thing))
             if issubclass(type(thing), np.ndarray) and thing.base is not None:
                 waiting.append(thing.base)

@@ -34,7 +34,7 @@ _MEMORY = Path(__file__).parents[1]  # the room whose own objects are nobody's l
 def _skipped() -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the folders of what is not the user's, and of the standard library."""
     found = [find_spec(name) for name in ("torch", "numpy")]
-    folders = [place for spec in found if spec for place in spec.submodule_search_locations or ()]
+    folders = [path for spec in found if spec for path in spec.submodule_search_locations or ()]
     own = [_MEMORY, _MEMORY.with_name("training")]
     standard = {Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib")}
     return _beginnings(*map(Path, folders), *own), _beginnings(*standard)
@@ -54,7 +54,7 @@ def is_users(file: str) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def place(file: str, line: int, function: str = "") -> str:
+def code_line(file: str, line: int, function: str = "") -> str:
     """Write a line of code as people look for it."""
     here = f"{Path.cwd()}{os.sep}"
     return f"{file.removeprefix(here)}:{line}" + (f" in {function}" if function else "")
@@ -72,7 +72,7 @@ def calling_site() -> tuple[CodeType, int] | None:
 
 def site_text(site: tuple[CodeType, int] | None) -> str:
     """Write a site; empty: it is unknown."""
-    return place(site[0].co_filename, site[1], site[0].co_name) if site else ""
+    return code_line(site[0].co_filename, site[1], site[0].co_name) if site else ""
 
 
 def traced_site(traceback: tracemalloc.Traceback | None) -> tuple[str, int] | None:
@@ -261,7 +261,7 @@ def _local(held: object) -> str:
         while frame is not None:
             code = frame.f_code
             if is_users(code.co_filename) and (name := _name_in(frame, held)):
-                return f"`{name}` in {place(code.co_filename, frame.f_lineno, code.co_name)}"
+                return f"`{name}` in {code_line(code.co_filename, frame.f_lineno, code.co_name)}"
             frame = frame.f_back
     return ""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipeline.memory.planning.memory_plan import Filled
+from pipeline.memory.planning.memory_plan import MicroBatchLimit
 from pipeline.memory.planning.size_groups import (
     MOST_BUCKETS,
     NEAR,
@@ -59,7 +59,7 @@ class FoundBudget:
     worst: tuple[int, ...]
     worst_cut: int  # the live peak of the worst that was cut
     every_order: bool
-    filled: Filled = Filled.FULL
+    filled: MicroBatchLimit = MicroBatchLimit.FULL
     groups: tuple[SizeGroup, ...] = ()
 
     @property
@@ -192,7 +192,7 @@ class BudgetSearch:
         Where those that were cut then take less than `least`, the rest is not asked about: there are no groups.
         """
         for _ in range(_SHRINKS):
-            if found.worst_cut < least and self._filled(found) is Filled.FULL:
+            if found.worst_cut < least and self._filled(found) is MicroBatchLimit.FULL:
                 return found
             verified = self._verified(found, limit)
             if verified.live <= limit:
@@ -232,7 +232,7 @@ class BudgetSearch:
         if best is None:
             return self._try(model, cost_N, 1, every_order=every_order)
         is_full = above > 0 or best.live >= enough * limit
-        return replace(best, filled=Filled.FULL if is_full else Filled.EVEN)
+        return replace(best, filled=MicroBatchLimit.FULL if is_full else MicroBatchLimit.EVEN)
 
     def _uncut(self, found: FoundBudget) -> bool:
         """Tell whether no budget would make fewer micro-batches: padded items must also be alike."""
@@ -274,12 +274,12 @@ class BudgetSearch:
         is_near = gap <= NEAR * limit and self.live(nearest) <= limit
         return SizeGroup(nearest, group.places) if is_near else group
 
-    def _filled(self, found: FoundBudget) -> Filled:
+    def _filled(self, found: FoundBudget) -> MicroBatchLimit:
         if self._request.micro_batch is not None:
-            return Filled.PINNED
+            return MicroBatchLimit.PINNED
         if len(found.micros.step_M) <= len(self.ground.whole.step_M):
-            return Filled.WHOLE_SHARE
-        return Filled.PADDING if self._uncut(found) else found.filled
+            return MicroBatchLimit.WHOLE_SHARE
+        return MicroBatchLimit.PADDING if self._uncut(found) else found.filled
 
     def _pinned(self, limit: int) -> FoundBudget | None:
         """Return the micro-batches of as many items as the settings say, if they fit."""

@@ -235,7 +235,7 @@ class RemedyVerdict(str, Enum):
     UNSUPPORTED = "not supported by every card"
 
 
-class Filled(str, Enum):
+class MicroBatchLimit(str, Enum):
     """Why micro-batches are not larger."""
 
     WHOLE_SHARE = "a rank's whole share of a step is one micro-batch"
@@ -313,7 +313,7 @@ class MemoryPlan:
     reserved: Figure
     total: Figure  # with the margin; what must be below the limit
     used: float  # of the limit, by what is expected to be reserved
-    filled: Filled
+    filled: MicroBatchLimit
     every_order: bool  # it holds for the most one-sided micro-batches of any epoch, not only for the one that was cut
     parts: tuple[MemoryPart, ...]  # at the live peak
     margin: Margin

@@ -22,7 +22,7 @@ from pipeline.memory.planning.oracle_cache import OracleCache
 from pipeline.memory.planning.remedies import (
     WORTH,
     ChoiceOutcome,
-    Trying,
+    ChoiceSearch,
     choices,
     crop_limits,
     outsized,
@@ -60,7 +60,7 @@ def plan_memory(
     request.check(data)
     with _old_objects_left_alone():
         questions = OracleCache(oracle, (ITEMS, *data.names))
-        trying = Trying(questions, data, request, CardSpecs.of(cards), reserve)
+        trying = ChoiceSearch(questions, data, request, CardSpecs.of(cards), reserve)
         best, outcomes = _best(trying)
         if best is not None:
             return _plan(trying, best, outcomes)
@@ -79,7 +79,7 @@ def _old_objects_left_alone() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _best(trying: Trying) -> tuple[ChoiceOutcome | None, list[ChoiceOutcome]]:
+def _best(trying: ChoiceSearch) -> tuple[ChoiceOutcome | None, list[ChoiceOutcome]]:
     """Search the choice that is estimated to be the fastest; where it does not fit after all, the next one."""
     tried = _estimates(trying)
     while open_ := [outcome for outcome in tried if outcome.verdict is RemedyVerdict.SLOWER]:
@@ -91,7 +91,7 @@ def _best(trying: Trying) -> tuple[ChoiceOutcome | None, list[ChoiceOutcome]]:
     return None, tried
 
 
-def _estimates(trying: Trying) -> list[ChoiceOutcome]:
+def _estimates(trying: ChoiceSearch) -> list[ChoiceOutcome]:
     """Estimate the choices in order, leaving out those that could not be faster than one that may fit."""
     best: ChoiceOutcome | None = None
     tried: list[ChoiceOutcome] = []
@@ -109,7 +109,7 @@ def _estimates(trying: Trying) -> list[ChoiceOutcome]:
     return tried
 
 
-def _plan(trying: Trying, best: ChoiceOutcome, tried: Sequence[ChoiceOutcome], **about: object) -> MemoryPlan:
+def _plan(trying: ChoiceSearch, best: ChoiceOutcome, tried: Sequence[ChoiceOutcome], **about: object) -> MemoryPlan:
     """Put together what a report wants to know."""
     found, reserved, request, choice = best.found, best.reserved, trying.request, best.choice
     assert found is not None
@@ -160,7 +160,7 @@ def _plan(trying: Trying, best: ChoiceOutcome, tried: Sequence[ChoiceOutcome], *
     return replace(made, **about)  # type: ignore[arg-type]
 
 
-def _buckets(trying: Trying, best: ChoiceOutcome, found: FoundBudget) -> tuple[Bucket, ...]:
+def _buckets(trying: ChoiceSearch, best: ChoiceOutcome, found: FoundBudget) -> tuple[Bucket, ...]:
     cut = len(found.rows_MS)
     return tuple(
         Bucket(
@@ -172,7 +172,7 @@ def _buckets(trying: Trying, best: ChoiceOutcome, found: FoundBudget) -> tuple[B
     )
 
 
-def _notes(trying: Trying, best: ChoiceOutcome, found: FoundBudget) -> tuple[str, ...]:
+def _notes(trying: ChoiceSearch, best: ChoiceOutcome, found: FoundBudget) -> tuple[str, ...]:
     """Return what people must know to trust the numbers."""
     epochs = found.micros.epochs + 1
     order = (
@@ -183,7 +183,7 @@ def _notes(trying: Trying, best: ChoiceOutcome, found: FoundBudget) -> tuple[str
     return (best.margin.why, *([] if found.every_order else [order]), *trying.questions.notes(best.choice), *cards)
 
 
-def _refuse(trying: Trying, outcomes: Sequence[ChoiceOutcome]) -> None:
+def _refuse(trying: ChoiceSearch, outcomes: Sequence[ChoiceOutcome]) -> None:
     """Refuse what no choice of items would mend: the standing memory, or a pinned micro-batch."""
     able = [outcome for outcome in outcomes if outcome.verdict not in _UNTRIED]
     limit = f"{', '.join(card.name for card in trying.cards.cards)} lets torch have {format_bytes(trying.limit)}"
@@ -202,7 +202,7 @@ def _refuse(trying: Trying, outcomes: Sequence[ChoiceOutcome]) -> None:
         raise _pinned_too_large(trying, limit)
 
 
-def _pinned_too_large(trying: Trying, limit: str) -> ConfigError:
+def _pinned_too_large(trying: ChoiceSearch, limit: str) -> ConfigError:
     """Return the error that says how many items would fit."""
     assert trying.request.micro_batch is not None
     items = trying.request.micro_batch // 2
@@ -215,7 +215,9 @@ def _pinned_too_large(trying: Trying, limit: str) -> ConfigError:
     )
 
 
-def _without_oversize(trying: Trying, outcomes: Sequence[ChoiceOutcome], others: Sequence[CardSpec]) -> MemoryPlan:
+def _without_oversize(
+    trying: ChoiceSearch, outcomes: Sequence[ChoiceOutcome], others: Sequence[CardSpec]
+) -> MemoryPlan:
     """Name the items that fit under no choice, and plan for the others where the request wants that."""
     able = [outcome for outcome in outcomes if outcome.alone]
     frugal = min(able, key=lambda outcome: outcome.total)

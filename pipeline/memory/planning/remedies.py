@@ -105,7 +105,7 @@ class ChoiceOutcome:
 
 
 @dataclass(frozen=True, eq=False)
-class Trying:
+class ChoiceSearch:
     """Tries choices on one data set."""
 
     questions: OracleCache

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from pipeline.config.schema_train import TrainSection
 from pipeline.memory.footprint import MemoryChoice, Oracle, live_peak_bytes, margin_of
-from pipeline.memory.planning.memory_plan import DataSizes, Filled, MemoryPlan, Micros, PlanRequest
+from pipeline.memory.planning.memory_plan import DataSizes, MemoryPlan, MicroBatchLimit, Micros, PlanRequest
 from pipeline.memory.planning.planner import plan_memory
 from pipeline.protocol import ITEMS
 from pipeline.runs.model.training_work import Work, cutter, host_card, least_of, target_of
@@ -254,7 +254,7 @@ def _count(sampler: Sampler) -> int:
 
 def is_cut(made: MemoryPlan) -> bool:
     """Tell whether memory has something to do with how large micro-batches are."""
-    return made.filled is not Filled.WHOLE_SHARE
+    return made.filled is not MicroBatchLimit.WHOLE_SHARE
 
 
 def limits(ground: Ground, count: int) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.memory.planning.memory_plan import Filled, MemoryPlan
+from pipeline.memory.planning.memory_plan import MemoryPlan, MicroBatchLimit
 from tests.limited import device
 from tests.memory.planning.planned import Ground, Trained, epoch, sampler_of, sampler_under
 from tests.zoo import ZOO
@@ -39,7 +39,7 @@ def test_a_planned_epoch_trains_without_running_out_of_memory(name: str) -> None
         one = trained(ground, made)
         assert one.ooms == 0
         assert one.micros > one.steps, "the limit has made the sampler cut"
-        assert one.peak_bytes > USED * made.limit_bytes or made.filled is Filled.PADDING
+        assert one.peak_bytes > USED * made.limit_bytes or made.filled is MicroBatchLimit.PADDING
 
 
 @pytest.mark.slow

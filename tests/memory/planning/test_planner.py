@@ -18,8 +18,8 @@ from pipeline.memory.planning.comparison import Offer, compare_configurations, c
 from pipeline.memory.planning.memory_plan import (
     CardSpec,
     DataSizes,
-    Filled,
     MemoryPlan,
+    MicroBatchLimit,
     Micros,
     Oversize,
     PlanRequest,
@@ -106,7 +106,7 @@ def test_no_micro_batch_of_an_epoch_is_over_the_limit_and_at_least_80_percent_is
     made = planned(model, items, budget * MIB)
     worst = max(peaks_of(model, made, micros_of(made, items)))
     assert worst <= budget * MIB
-    assert made.filled is Filled.WHOLE_SHARE or worst >= 0.8 * budget * MIB
+    assert made.filled is MicroBatchLimit.WHOLE_SHARE or worst >= 0.8 * budget * MIB
     assert made.live.value >= worst, "what the plan says is what was measured, or more"
     assert len(set(model.asked)) == len(model.asked) == made.questions <= 40, "and none is asked twice"
 
@@ -148,7 +148,7 @@ def test_the_sampler_of_training_stays_within_the_plan(name: str, ranks: int) ->
 
 def test_a_step_that_fits_at_once_is_not_cut() -> None:
     made = planned(Model(affine), data(heavy(200), BATCH), 8 * GIB)
-    assert made.filled is Filled.WHOLE_SHARE
+    assert made.filled is MicroBatchLimit.WHOLE_SHARE
     assert (made.accumulation_most, made.items_most) == (1, BATCH)
     assert made.remedies == ()
 
@@ -241,7 +241,7 @@ def test_the_allocator_is_part_of_the_total() -> None:
 
 def test_pinned_settings_are_kept() -> None:
     made = planned(Model(affine), data(heavy(200), BATCH), 400 * MIB, micro_batch=4, checkpointing=True, offload=False)
-    assert (made.items_most, made.filled, made.choice) == (4, Filled.PINNED, MemoryChoice(checkpointing=True))
+    assert (made.items_most, made.filled, made.choice) == (4, MicroBatchLimit.PINNED, MemoryChoice(checkpointing=True))
     assert set(micros_of(made, data(heavy(200), BATCH)).items_M.tolist()) == {4}
 
 
