@@ -74,13 +74,7 @@ def write_manifest(disk: Disk, folder: Path, told: Manifest) -> None:
     }
     text = json.dumps(body, indent=1).encode() + b"}\n"
     head = f'{{"format": {FORMAT}, "digest": "{_digest(FORMAT, text)}", "checkpoint":\n'.encode()
-    fd = disk.open_new(folder / MANIFEST)
-    try:
-        disk.write_at(fd, head + text, 0)
-        disk.make_published(fd)
-        disk.fsync(fd)
-    finally:
-        disk.close(fd)
+    tensor_file.write_pieces(disk, folder / MANIFEST, [head + text])
 
 
 def read_manifest(disk: Disk, folder: Path) -> Manifest:

@@ -18,7 +18,7 @@ import xxhash
 from pipeline.errors import ConfigError, JobFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -76,11 +76,16 @@ class TensorSpec:
 
 
 def write_tensors(disk: Disk, path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
+    """Write a new file of tensors and wait until it is on the disk."""
+    return write_pieces(disk, path, _pieces(tensors))
+
+
+def write_pieces(disk: Disk, path: Path, pieces: Iterable[bytes | memoryview]) -> WrittenFile:
     """Write a new file and wait until it is on the disk."""
     digest, offset = xxhash.xxh3_128(), 0
     fd = disk.open_new(path)
     try:
-        for piece in _pieces(tensors):
+        for piece in pieces:
             digest.update(piece)
             disk.write_at(fd, piece, offset)
             offset += len(piece)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError, DataError, JobFailed
 from pipeline.store.format.disk import Disk
-from pipeline.training.checkpoints.tensor_file import TensorFile, WrittenFile, write_tensors
+from pipeline.training.checkpoints.tensor_file import TensorFile, WrittenFile, write_pieces, write_tensors
 from pipeline.units import format_bytes
 
 if TYPE_CHECKING:
@@ -276,12 +276,7 @@ def find_bundles(folder: Path, step: int, rank: int | None = None) -> list[Path]
 def _fill(disk: Disk, partial: Path, bundle: Bundle, rng: Mapping[str, Tensor]) -> None:
     written = write_tensors(disk, partial / RNG, rng)
     text = json.dumps(bundle.to_json() | {"rng": asdict(written)}, indent=1, default=_plain)
-    fd = disk.open_new(partial / BUNDLE)
-    try:
-        disk.write_at(fd, text.encode(), 0)
-        disk.fsync(fd)
-    finally:
-        disk.close(fd)
+    write_pieces(disk, partial / BUNDLE, [text.encode()])
     disk.fsync_folder(partial)
 
 

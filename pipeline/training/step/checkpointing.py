@@ -25,7 +25,7 @@ class Recomputing:
         self.on = False
 
     def turn(self, *, on: bool) -> None:
-        """Begin with it, or end it; what runs meanwhile is not meant."""
+        """Enable or disable checkpointing; not during a forward."""
         if on and self.blocks is None:
             blocks = repeated(self._model)
             for block in blocks.values():

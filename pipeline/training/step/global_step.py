@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class RankReport:
-    """What a rank has done in a step, and wants."""
+    """A rank's report of a step, exchanged before the update: what it has done, and wants."""
 
     terms: Mapping[str, Sequence[float]] = field(default_factory=dict)  # sums and weights
     items: int = 0
@@ -57,7 +57,7 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """The words of all ranks."""
+    """The reports of all ranks, from which each draws the same conclusions."""
 
     words: tuple[RankReport, ...]
 

@@ -175,7 +175,7 @@ class Stepper:
         return max(costs) * len(costs) if self.governor.padded else sum(costs)
 
     def _height(self, piece: Piece) -> float:
-        """Return by what pieces are compared: one on a rung is no example for others, however little it costs."""
+        """Return the cost by which later pieces are split beforehand; infinite for one already on a fallback."""
         return math.inf if piece.rung else float(self.cost(piece))
 
     def _run(self, piece: Piece, *, local: Local, weights: Mapping[str, float] | None) -> None:

@@ -449,7 +449,7 @@ def test_a_validation_loss_that_a_card_does_not_hold_is_taken_on_the_processor(
     monkeypatch.setattr(ContrastiveStep, "evaluate_rows", evaluated)
     validation.step.device = "meta"  # it plays a card
     monkeypatch.setattr(validation.step, "moved", lambda batch: batch)
-    validation._too_large = policy
+    validation.too_large = policy
     if policy == "error":
         with pytest.raises(PlanInfeasible, match="the loss of 5 items together does not fit"):
             validation.figures()
