@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pipeline.runs.dataset.loading import open_loader
     from pipeline.runs.model.task_contract import breaches
     from pipeline.training.items.batch import padded_field as padded
-    from pipeline.training.sampling.sampler import SamplerSettings
+    from pipeline.training.sampling.epoch_order import SamplerSettings
 
 __all__ = [
     "RESIDUE_LETTERS",
@@ -46,7 +46,7 @@ PLACES = {
     "Reader": "pipeline.protocol.Reader",
     "Reason": "pipeline.records.Reason",
     "Rejection": "pipeline.records.Rejection",
-    "SamplerSettings": "pipeline.training.sampling.sampler.SamplerSettings",
+    "SamplerSettings": "pipeline.training.sampling.epoch_order.SamplerSettings",
     "Task": "pipeline.protocol.Task",
     "breaches": "pipeline.runs.model.task_contract.breaches",
     "open_loader": "pipeline.runs.dataset.loading.open_loader",

@@ -107,7 +107,8 @@ def loader_of(root: Path, key: bytes, numbers: range | None = None, **options: A
     from pipeline.training.items.item_source import CachedGraphs
     from pipeline.training.items.loader import Loader
     from pipeline.training.items.residue_embeddings import Embeddings
-    from pipeline.training.sampling.sampler import Sampler, SamplerSettings
+    from pipeline.training.sampling.epoch_order import SamplerSettings
+    from pipeline.training.sampling.sampler import Sampler
 
     cache = CacheFolder(root)
     table = ItemTable.read(cache.kind("sets"), key)

@@ -26,7 +26,8 @@ from pipeline.keys import content_digest
 from pipeline.records import Item, Part, Role
 from pipeline.structures.inventory import ScanRecipe, examine_item
 from pipeline.structures.parsing.structure_files import File, read_file
-from pipeline.training.sampling.sampler import Sampler, SamplerSettings
+from pipeline.training.sampling.epoch_order import SamplerSettings
+from pipeline.training.sampling.sampler import Sampler
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared" / "structures" / "complexes"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.training.sampling.sampler import SamplerSettings
+from pipeline.training.sampling.epoch_order import SamplerSettings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
     from pipeline.training.items.item_source import ItemSource
     from pipeline.training.items.loader import Loader
-    from pipeline.training.sampling.sampler import SamplerSettings
+    from pipeline.training.sampling.epoch_order import SamplerSettings
 
 
 def open_loader(

@@ -282,7 +282,8 @@ def told_sizes(project: Project) -> list[str]:
 def some_items(project: Project, most: int = 3) -> list[Any]:
     """Return a few items as a task gets them, small ones; none while their graphs are not there."""
     from pipeline.training.items.loader import Loader
-    from pipeline.training.sampling.sampler import MicroBatch, Sampler, SamplerSettings
+    from pipeline.training.sampling.epoch_order import SamplerSettings
+    from pipeline.training.sampling.sampler import MicroBatch, Sampler
 
     key = made_table(project)
     if key is None:

@@ -23,7 +23,7 @@ from pipeline.training.prepared import COST, LIKENESS, sampler_settings, shrunk_
 from pipeline.training.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+    from collections.abc import Callable, Collection, Generator, Mapping
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -107,7 +107,10 @@ def apply_model(job: ApplyJob) -> Generator[Reason | None, None, ApplyResult | N
     kept_N = np.array([number for number in rest_N.tolist() if job.table.ids[number] not in job.left_out], np.int64)
     if ranks.rank == 0:
         yield from [None] * len(np.setdiff1d(done_N, job.known_N))  # by earlier attempts of this run
-        yield from refused.all_of(np.setdiff1d(rest_N, kept_N))
+        for id_ in (job.table.ids[number] for number in np.setdiff1d(rest_N, kept_N).tolist()):
+            reason, detail = job.left_out[id_]  # it killed its task before
+            refused(Rejection(id_, reason, detail))
+            yield reason
     evaluation = Evaluator(
         step,
         _loader(job, kept_N) if len(kept_N) else None,
@@ -124,9 +127,9 @@ def apply_model(job: ApplyJob) -> Generator[Reason | None, None, ApplyResult | N
         ending=job.tell.ending,
     )
     with ranks.patient("compiling") if train.compile else nullcontext():
-        for reason in evaluation.run():
-            job.tell.moved = job.tell.moved or reason is None
-            yield reason
+        for left_out in evaluation.run():
+            job.tell.moved = job.tell.moved or left_out is None
+            yield left_out
     if step.device != "cpu":
         job.tell.figures["device_peak_bytes"] = float(torch.cuda.max_memory_reserved())
     told = ranks.exchange({"ended_by": evaluation.ended_by, "rejected": refused.counts, "examples": refused.examples})
@@ -141,20 +144,15 @@ def apply_model(job: ApplyJob) -> Generator[Reason | None, None, ApplyResult | N
 
 def _done(job: ApplyJob, folder: Path, of: str) -> Integers:
     """Return what was done before, as the first rank sees it; nobody has begun to write."""
-    mine = OutputWriter(folder, 0, of=of).done_numbers().tolist() if job.ranks.rank == 0 else []
+    mine = OutputWriter(folder, 0, of=of).done_numbers() if job.ranks.rank == 0 else np.zeros(0, np.int64)
     told = job.ranks.exchange({"done": spans(mine)})[0]["done"]
     return np.concatenate([np.zeros(0, np.int64), *(np.arange(first, stop) for first, stop in told)])
 
 
-def spans(numbers: Collection[int]) -> list[list[int]]:
+def spans(numbers: Integers) -> list[list[int]]:
     """Return ascending numbers as [first, stop] of what is without gaps."""
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and ranges[-1][1] == number:
-            ranges[-1][1] = number + 1
-        else:
-            ranges.append([number, number + 1])
-    return ranges
+    runs = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
+    return [[int(run[0]), int(run[-1]) + 1] for run in runs if len(run)]
 
 
 class RejectionCounts:
@@ -171,13 +169,6 @@ class RejectionCounts:
         self.counts[reason] = self.counts.get(reason, 0) + 1
         self.examples.setdefault(reason, f"{rejection.id}: {rejection.detail}")
         self._job.tell.refuse(rejection.id, rejection.reason, rejection.detail)
-
-    def all_of(self, numbers: Integers) -> Iterator[Reason]:
-        """Reject the items that killed their task before."""
-        for number in numbers.tolist():
-            reason, detail = self._job.left_out[self._job.table.ids[number]]
-            self(Rejection(self._job.table.ids[number], reason, detail))
-            yield reason
 
 
 def _loader(job: ApplyJob, numbers_K: Integers) -> Loader:

@@ -6,16 +6,14 @@ a rank was lost, and can be interrupted by a signal.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import socket
-import struct
 import threading
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is documented there
@@ -39,7 +37,6 @@ LENGTH_BYTES = 8
 LOOK_EVERY_S = 1.0
 NEVER = timedelta(days=7)  # the watchdog finds who is lost, and says who; a timeout of torch would not
 INTERFACE = "GLOO_SOCKET_IFNAME"  # gloo has no other way to be told
-SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
 
 
 def join_process_group(
@@ -81,13 +78,8 @@ def _store(host: str, port: int, place: RankPlace) -> TCPStore:
 
 def interface_of(address: str) -> str | None:
     """Return the name of the network interface that has an address, where that can be known."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has no address
-                answer = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(answer[20:24]) == address:
-                    return name
-    return None
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, owned in interfaces if address in (known.address for known in owned)), None)
 
 
 @contextmanager
@@ -220,6 +212,7 @@ def reduce_in_pieces(
         torch._foreach_copy_(places, parts)  # one call for all, as in torch's own FSDP
         reduce(packed)
         torch._foreach_copy_(parts, places)
+        del packed, places  # one piece at a time
 
 
 def tensor_pieces(tensors: Iterable[Tensor], piece_bytes: int) -> Iterator[list[Tensor]]:

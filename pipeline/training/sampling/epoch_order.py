@@ -9,13 +9,13 @@ Shapes: N items, W in a window, E in a step, S steps in a window, B bricks in a 
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -23,32 +23,53 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 ORDER_VERSION = 1  # another one whenever the same seed comes to give another order
+WINDOW = 4096
+BRICK = 8  # dealt evenly to 1, 2, 4 or 8 ranks; steps of 24 then vary in size as random ones of 3 do
 SHUFFLE = 0  # streams of random numbers: that of all items, and from here on one for each window
+
+
+@dataclass(frozen=True)
+class SamplerSettings:
+    """What decides the steps (batch … drop_last) and, below, what decides only how they are cut."""
+
+    batch: int  # items in a step, over all ranks
+    seed: int = 0
+    by: tuple[str, ...] = ("nodes",)  # the sizes that are padded: items alike in them come together
+    window: int = WINDOW  # items that are arranged together: more of them are more alike, fewer mix better
+    brick: int = BRICK  # items alike that enter a step together: more make fewer micro-batches, fewer mix better
+    shuffle: bool = True  # without: windows in the order of the data, largest items of each first
+    drop_last: bool = False
+    cost: str | None = None  # what the ranks shall have alike; default: the product of `by`
+    budget: Mapping[str, int] = field(default_factory=dict)  # of a micro-batch: its items times their largest size
+    micro_batch: int | None = None  # items in a micro-batch at most
+    padding: float | None = 1.03  # padded/real of a micro-batch at most; None: concatenated, budgets are of sums
+    padded: tuple[str, ...] = ()  # the sizes of which that is; default: `by`
+
+    def __post_init__(self) -> None:
+        counts = {"batch": self.batch, "window": self.window, "brick": self.brick, "micro_batch": self.micro_batch}
+        counts |= {f"budget of {name}": most for name, most in self.budget.items()}
+        for name, value in counts.items():
+            if value is not None and value < 1:
+                raise ValueError(f"the sampler's {name} is {value}; at least 1")
+        if self.seed < 0:
+            raise ValueError(f"the sampler's seed is {self.seed}; at least 0")
+        if self.padding is not None and not self.padding >= 1:
+            raise ValueError(f"the sampler's padding is {self.padding}; padded/real is at least 1, None is no padding")
+        if not self.by:
+            raise ValueError("the sampler needs the name of a size to pack by")
 
 
 class EpochOrder:
     """The steps of every epoch; an epoch is shuffled, and a window arranged, when first asked for."""
 
-    def __init__(
-        self,
-        sizes_DN: Sequence[Integers],
-        *,
-        batch: int,
-        brick: int,
-        window: int,
-        seed: int,
-        shuffle: bool,
-        short: bool,
-    ) -> None:
+    def __init__(self, sizes_DN: Sequence[Integers], settings: SamplerSettings) -> None:
         self._sizes_DN = tuple(sizes_DN)
         self._items = len(sizes_DN[0])
-        self._batch = batch
-        self._brick = brick
-        self._seed = seed
-        self._shuffle = shuffle
+        batch = self._batch = settings.batch
+        self._brick, self._seed, self._shuffle = settings.brick, settings.seed, settings.shuffle
         full = self._items // batch
-        self.steps = full + (short and self._items % batch > 0)
-        windows = -(-full * batch // max(window, batch))
+        self.steps = full + (not settings.drop_last and self._items % batch > 0)
+        windows = -(-full * batch // max(settings.window, batch))
         self._starts = np.arange(windows + 1) * full // max(windows, 1)  # in steps: windows of about equal length
         self._epoch: tuple[int, NDArray[np.signedinteger]] | None = None
         self._window: tuple[tuple[int, int], Integers] | None = None

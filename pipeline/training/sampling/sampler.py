@@ -10,7 +10,7 @@ largest receptor times the largest ligand, which may be in different items.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from pipeline.training.sampling.epoch_order import (
     ORDER_VERSION,
     EpochOrder,
     MicroBatchLimits,
+    SamplerSettings,
     ShareSizes,
     cut_micro_batches,
     deal_to_ranks,
@@ -35,40 +36,7 @@ if TYPE_CHECKING:
     Integers = NDArray[np.int64]
     Sizes = Mapping[str, NDArray[np.int64]]
 
-WINDOW = 4096
-BRICK = 8  # dealt evenly to 1, 2, 4 or 8 ranks; steps of 24 then vary in size as random ones of 3 do
 SHOWN = 3  # so many oversize items are named in an error
-
-
-@dataclass(frozen=True)
-class SamplerSettings:
-    """What decides the steps (batch … drop_last) and, below, what decides only how they are cut."""
-
-    batch: int  # items in a step, over all ranks
-    seed: int = 0
-    by: tuple[str, ...] = ("nodes",)  # the sizes that are padded: items alike in them come together
-    window: int = WINDOW  # items that are arranged together: more of them are more alike, fewer mix better
-    brick: int = BRICK  # items alike that enter a step together: more make fewer micro-batches, fewer mix better
-    shuffle: bool = True  # without: windows in the order of the data, largest items of each first
-    drop_last: bool = False
-    cost: str | None = None  # what the ranks shall have alike; default: the product of `by`
-    budget: Mapping[str, int] = field(default_factory=dict)  # of a micro-batch: its items times their largest size
-    micro_batch: int | None = None  # items in a micro-batch at most
-    padding: float | None = 1.03  # padded/real of a micro-batch at most; None: concatenated, budgets are of sums
-    padded: tuple[str, ...] = ()  # the sizes of which that is; default: `by`
-
-    def __post_init__(self) -> None:
-        counts = {"batch": self.batch, "window": self.window, "brick": self.brick, "micro_batch": self.micro_batch}
-        counts |= {f"budget of {name}": most for name, most in self.budget.items()}
-        for name, value in counts.items():
-            if value is not None and value < 1:
-                raise ValueError(f"the sampler's {name} is {value}; at least 1")
-        if self.seed < 0:
-            raise ValueError(f"the sampler's seed is {self.seed}; at least 0")
-        if self.padding is not None and not self.padding >= 1:
-            raise ValueError(f"the sampler's padding is {self.padding}; padded/real is at least 1, None is no padding")
-        if not self.by:
-            raise ValueError("the sampler needs the name of a size to pack by")
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,15 +74,7 @@ class Sampler:
         self.epoch = 0
         self.moves = 0  # how often somebody has said where to go
         self._sizes, self._data = sizes, data
-        self._order = EpochOrder(
-            [sizes[name] for name in settings.by],
-            batch=settings.batch,
-            brick=settings.brick,
-            window=settings.window,
-            seed=settings.seed,
-            shuffle=settings.shuffle,
-            short=not settings.drop_last,
-        )
+        self._order = EpochOrder([sizes[name] for name in settings.by], settings)
         self._first = 0  # the step at which a loop over the epoch begins
         self._next = (0, 0)  # the epoch and the step that follow what was handed out
 
@@ -244,12 +204,7 @@ class Sampler:
             "items": len(self._sizes[settings.by[0]]),
             "sizes": content_digest(b"".join(digests)).hex(),
             "by": list(settings.by),
-            "batch": settings.batch,
-            "brick": settings.brick,
-            "window": settings.window,
-            "seed": settings.seed,
-            "shuffle": settings.shuffle,
-            "drop_last": settings.drop_last,
+            **{name: getattr(settings, name) for name in ("batch", "brick", "window", "seed", "shuffle", "drop_last")},
         }
 
 

@@ -27,7 +27,8 @@ from pipeline.memory.planning.memory_plan import (
 )
 from pipeline.memory.planning.planner import CurriculumStage, plan_memory, plan_stages
 from pipeline.memory.planning.size_groups import rounded_up
-from pipeline.training.sampling.sampler import Sampler, SamplerSettings
+from pipeline.training.sampling.epoch_order import SamplerSettings
+from pipeline.training.sampling.sampler import Sampler
 from tests.memory.planning.oracles import GIB, MIB, Integers, Model, card, data, greedy, heavy
 
 BATCH = 24

@@ -18,7 +18,7 @@ from pipeline.errors import CacheDamaged, ConfigError, DataError, RecordMissing
 from pipeline.journal.run_folder import runs_in
 from pipeline.runs.dataset.loading import open_loader
 from pipeline.structures.synthetic import write_demo
-from pipeline.training.sampling.sampler import SamplerSettings
+from pipeline.training.sampling.epoch_order import SamplerSettings
 from tests.command import Command
 from tests.projects import settle
 

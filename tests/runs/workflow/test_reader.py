@@ -26,7 +26,7 @@ from pipeline.runs.model.prepare import recipe_of, training_name
 from pipeline.runs.workflow import scan_stage
 from pipeline.runs.workflow.scan_stage import EntriesRead, ReaderScanStage
 from pipeline.runs.workflow.table import everything, up_to
-from pipeline.training.sampling.sampler import SamplerSettings
+from pipeline.training.sampling.epoch_order import SamplerSettings
 from tests.command import Command
 from tests.projects import settle
 from tests.runs.workflow.reader_project import SPLITS, write_project, write_spectrum

@@ -16,7 +16,8 @@ from pipeline.records import Reason, Rejection, Role
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.training.items.batch import padded_field
 from pipeline.training.items.loader import Loader
-from pipeline.training.sampling.sampler import Sampler, SamplerSettings
+from pipeline.training.sampling.epoch_order import SamplerSettings
+from pipeline.training.sampling.sampler import Sampler
 from tests.training.items.content import ALONE, ENCODER, PRECISION, WIDTH, graph_of, made
 
 

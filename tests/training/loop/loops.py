@@ -385,8 +385,8 @@ def big_batch(plot: Plot, numbers: Sequence[int], epoch: int = 0) -> dict[str, l
 def batch_of(plot: Plot, task: Any, numbers: Sequence[int], epoch: int) -> Any:
     """Return some items as a task's batch."""
     from pipeline.training.items.loader import Loader
+    from pipeline.training.sampling.epoch_order import SamplerSettings as Sampling
     from pipeline.training.sampling.sampler import Sampler
-    from pipeline.training.sampling.sampler import SamplerSettings as Sampling
 
     table = table_of(plot.items)
     sampler = Sampler({"nodes": table.sizes["nodes"]}, Sampling(batch=1))

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import ConfigError, DataError, PlanInfeasible
-from pipeline.training.sampling.epoch_order import arrange
-from pipeline.training.sampling.sampler import Sampler, SamplerSettings, oversize
+from pipeline.training.sampling.epoch_order import SamplerSettings, arrange
+from pipeline.training.sampling.sampler import Sampler, oversize
 
 relaxed = settings(deadline=None, max_examples=50)  # other work may share the machine
 RANKS = (1, 2, 3, 8)
