@@ -377,8 +377,6 @@ def _shape_of(name: str) -> str:
 
 def _text(value: Any) -> Any:
     """Return what stands in a cell: a shape as 3x4."""
-    if value is None:
-        return ""
     return "x".join(map(str, value)) if isinstance(value, list) else value
 
 

@@ -126,7 +126,7 @@ class _OrderedPartner:
 
 
 def _counts(sides: Sequence[_OrderedPartner], most: Sequence[int]) -> list[int]:
-    return [side.count(one) for side, one in zip(sides, most, strict=True)]
+    return [side.count(nodes) for side, nodes in zip(sides, most, strict=True)]
 
 
 def _most(fits: Callable[[Sequence[int]], bool], sizes: Sequence[int]) -> list[int]:
@@ -224,11 +224,11 @@ def _cut_labels(labels: Mapping[str, Array], new: Sequence[Integers]) -> dict[st
         for name, pairs in labels.items()
         if name.endswith(PAIRS)
     }
-    found: dict[str, Array] = {}
+    cut: dict[str, Array] = {}
     for name, array in labels.items():
         kept_P = stays.get(fields[name].axis) if fields[name].form is FieldForm.ROWS else None
         rows = array if kept_P is None else array[kept_P]
         if name.endswith(PAIRS):
             rows = np.stack([mine[nodes] for mine, nodes in zip(new, rows.T, strict=True)], axis=1).astype(array.dtype)
-        found[name] = rows
-    return found
+        cut[name] = rows
+    return cut

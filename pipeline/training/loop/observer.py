@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 
 from pipeline.memory.leaks.leak_detector import Leaks
@@ -257,5 +257,4 @@ def _limit(prepared: Prepared, device: str) -> int:
     """Return the memory at which a leak ends a run: of the card, of the job, or of the machine."""
     if device != "cpu":
         return prepared.limit_bytes
-    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return HostMeter().read().limit_bytes or whole
+    return HostMeter().read().limit_bytes or psutil.virtual_memory().total
