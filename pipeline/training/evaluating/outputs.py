@@ -21,7 +21,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -219,12 +219,8 @@ class OutputColumn(Sequence[Any]):
     def __len__(self) -> int:
         return len(self.numbers)
 
-    @overload
-    def __getitem__(self, place: int) -> Array: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[Array]: ...
-    def __getitem__(self, place: int | slice) -> Array | list[Array]:
-        """Read the entry of one item, or of some."""
+    def __getitem__(self, place: int | slice) -> Any:
+        """Read the array of one item, or a list of those of some."""
         if isinstance(place, slice):
             return [self[at] for at in range(*place.indices(len(self)))]
         if not -len(self) <= place < len(self):

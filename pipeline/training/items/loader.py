@@ -171,7 +171,10 @@ class Loader:
         """Read items into memory that is asked for when its size is known; count those that were cropped."""
         read = list(self.graphs.read(items))
         whole = [item for item in read if not isinstance(item, Rejection)]
-        found = [self._cropped(item, micro.epoch) for item in whole]
+        found = whole
+        if self.crop:
+            rngs = [crop_rng(self.seed, micro.epoch, item.id) for item in whole]
+            found = [crop_item(item, self.crop, rng, self.measure) for item, rng in zip(whole, rngs, strict=True)]
         partners = self._partners(found)
         stored: dict[str, StoredEmbedding] = {}
         encoding = None
@@ -191,12 +194,6 @@ class Loader:
             rejected=tuple(item for item in read if isinstance(item, Rejection)),
         )
         return batch, sum(item is not before for item, before in zip(found, whole, strict=True))
-
-    def _cropped(self, found: ItemArrays, epoch: int) -> ItemArrays:
-        """Return an item as large as it may be."""
-        if not self.crop:
-            return found
-        return crop_item(found, self.crop, crop_rng(self.seed, epoch, found.id), self.measure)
 
     def _partners(self, found: Sequence[ItemArrays]) -> list[_PartnerTexts]:
         """Return the partners of all items that may have embeddings."""

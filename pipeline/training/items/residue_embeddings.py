@@ -159,7 +159,7 @@ class Embeddings:
         shape = list(rows_LD.shape)
         where = f"embedding {key.hex()} of {item}"
         variants = self._recipe.accepted(len(text))
-        truncated = [one.cut for one in variants if one.cut and one.cut.policy == "truncate"]
+        truncated = [variant.cut for variant in variants if variant.cut and variant.cut.policy == "truncate"]
         if truncated and shape == [truncated[0].length, width]:
             what = f"a sequence of {len(text):,} residues was truncated to {shape[0]:,}: the others have no embedding"
             return DataError(what, where=where, remedy="pipeline submit --stage embed --set embed.long.policy=windows")

@@ -292,7 +292,7 @@ class Trainer:
             course.cut_by(self.governor.budget)
             self._again = True  # what was read ahead is cut for another budget
         self.stepper.upkeep.after_step(empty_cache=self.whole.empty_cache)
-        self.watcher.between(max((one.micros for one in heard.words), default=0))
+        self.watcher.between(max((rank.micros for rank in heard.words), default=0))
         if figures is not None and self.ranks.rank == 0 and self.done % self.train.log_every == 0:
             sums = heard.totals.items()
             losses = {f"{LOSS}.{name}": total / weight if weight else None for name, (total, weight) in sums}
